@@ -3,6 +3,8 @@
     python benchmarks/skinny_gemm.py                 the committed launches against the vendor's and the floor
     python benchmarks/skinny_gemm.py --write-table   measure every candidate, write kernels/skinny_gemm.json, where
                                              entries of other rows and weights on the same kind of GPU stay
+    python benchmarks/skinny_gemm.py --whole         measure launches that do not cut k, and add them to the table
+
 A time is that of one product in a replayed graph of many over different weights, so that none lies in the cache: as in
 a decode round. Results are checked before anything is timed. JSON lines on stdout; the first names the machine. What
 12 bits gain over a launch is measured by `benchmarks/packed_weights.py`, to be run again after a launch has changed.
@@ -13,7 +15,7 @@ import json
 import multiprocessing
 import os
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import astuple, replace
 from itertools import product
@@ -35,6 +37,7 @@ from treetop.kernels.skinny_gemm import (
     skinny_gemm,
 )
 from treetop.kernels.triton_guard import gpu_traits
+from treetop.weights.gpu_products import FEWEST_OF_LIBRARY
 
 SHAPES = {
     "qkv": (6144, 4096, False),
@@ -64,6 +67,7 @@ Qwen3-8B's `down` has the shape of `draft fc`. gpt-oss is GPT-OSS-20B, with its 
 """
 ROWS = (16, 32, 64, 128, 192, 256)
 TABLE = Path(kernels.__file__).with_name("skinny_gemm.json")
+Candidates = Callable[[int, int, int, bool], Iterator[RowsLaunch]]
 SHARED_MEMORY = 227 * 1024
 GAP_US = 2.0
 """What a vendor's product costs more in a round than alone: it neither starts early nor lets the next kernel do so."""
@@ -84,6 +88,20 @@ def candidates(rows: int, n: int, k: int, gated: bool) -> Iterator[RowsLaunch]:
                 for rows_left in (False, True) if rows >= 64 else (False,):
                     if rows <= 128 or tiled:  # pointers take too many registers for more
                         yield RowsLaunch(block_n, block_k, splits, stages, warps, 1, tiled, rows_left)
+
+
+def whole_candidates(rows: int, n: int, k: int, gated: bool) -> Iterator[RowsLaunch]:
+    """Launches without a cut of k that could be fast: narrower blocks and more stages than `candidates` has."""
+    outputs, weights = (n // 2, 2) if gated else (n, 1)
+    for block_n, block_k, stages, warps in product((32, 64, 128), (64, 128, 256), (3, 4, 5, 6, 8, 10), (4, 8)):
+        for tiled in (False, True) if rows > 16 else (False,):
+            for rows_left in (False, True) if rows >= 64 else (False,):
+                launch = RowsLaunch(block_n, block_k, 1, stages, warps, int(block_k < 256), tiled, rows_left)
+                accumulators = weights * block_n * row_class(rows) // (32 * warps)
+                filled = -(-outputs // block_n) >= 60 and (block_n > 32 or outputs < 128 * 64)
+                fits = 70_000 < shared_bytes(launch, rows, gated) < SHARED_MEMORY and (rows <= 128 or tiled)
+                if filled and fits and k % block_k == 0 and (warps == 4 or accumulators >= 16) and accumulators <= 128:
+                    yield launch
 
 
 def calls(n: int, k: int) -> int:
@@ -164,12 +182,40 @@ def tune(
     return entries
 
 
-def compile_all(shapes: dict[str, tuple[int, int, bool]], all_rows: tuple[int, ...]) -> None:
+def tune_whole(shapes: dict[str, tuple[int, int, bool]], all_rows: tuple[int, ...]) -> None:
+    """Measure launches without a cut of k, and add the fastest to the table: none where the vendor's product is."""
+    for name, (n, k, gated) in shapes.items():
+        weights = [torch.randn(n, k, dtype=torch.bfloat16, device=DEVICE) * k**-0.5 for _ in range(calls(n, k))]
+        for rows in all_rows:
+            x = torch.randn(rows, k, dtype=torch.bfloat16, device=DEVICE)
+            want, vendor_us = multiply(x, weights[0], gated, None).float(), measure_us(x, weights, gated, None)
+            us, best = fastest(x, weights, gated, whole_candidates(rows, n, k, gated), want)
+            if rows > FEWEST_OF_LIBRARY and us >= vendor_us + GAP_US:
+                us, best = vendor_us, None
+            found: dict[str, object] = {"launch": None if best is None else astuple(best), "us": round(us, 1)}
+            found |= {"vendor_us": round(vendor_us, 1), "gpu": torch.cuda.get_device_name()}
+            add_whole({"name": name, "n": n, "k": k, "gated": gated, "rows": rows}, found)
+            print(json.dumps({"name": name, "rows": rows, **found}), flush=True)
+        del weights
+
+
+def add_whole(entry: dict[str, object], found: dict[str, object]) -> None:
+    """Add what was found to the entry of the table that has this key, or to a new one."""
+    table = json.loads(TABLE.read_text(encoding="utf-8"))
+    same = [each for each in table["entries"] if key_of(each) == key_of(entry)]
+    if not same:
+        same = [entry]
+        table["entries"] += same
+    same[0]["whole"] = found
+    save_table(table["entries"], table["machine"])
+
+
+def compile_all(shapes: dict[str, tuple[int, int, bool]], all_rows: tuple[int, ...], which: Candidates) -> None:
     """Compile all candidates on all cores."""
     jobs: dict[object, tuple[int, int, int, bool, RowsLaunch]] = {}
     for n, k, gated in shapes.values():
         for rows in all_rows:
-            for launch in candidates(rows, n, k, gated):
+            for launch in which(rows, n, k, gated):
                 kernel = rows, gated, replace(launch, splits=min(launch.splits, 2))
                 jobs.setdefault(kernel, (rows, n, k, gated, launch))
     with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -177,13 +223,14 @@ def compile_all(shapes: dict[str, tuple[int, int, bool]], all_rows: tuple[int, .
 
 
 def write_table(entries: Sequence[dict[str, object]], machine: dict[str, object]) -> None:
-    """Write measured launches; others measured on the same kind of GPU stay, and so does what 12 bits have."""
+    """Write measured launches; others measured on the same kind of GPU stay, and so do 12 bits and whole launches."""
     old = json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.is_file() else None
     known = old["entries"] if old is not None and old["machine"]["gpu"] == machine["gpu"] else []
     measured = {key_of(e): e for e in known}
     for entry in entries:
         before = measured.get(key_of(entry), {})
-        measured[key_of(entry)] = entry | ({"compressed": before["compressed"]} if "compressed" in before else {})
+        kept = {name: before[name] for name in ("compressed", "whole") if name in before}
+        measured[key_of(entry)] = entry | kept
     save_table(list(measured.values()), machine)
 
 
@@ -200,7 +247,9 @@ def save_table(entries: Sequence[dict[str, object]], machine: dict[str, object])
 def main() -> None:
     global COPY  # noqa: PLW0603 - measured once a run
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write-table", action="store_true")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--write-table", action="store_true")
+    what.add_argument("--whole", action="store_true")
     parser.add_argument("--rows", type=int, nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--only", nargs="+", choices=SHAPES, default=list(SHAPES))
     args = parser.parse_args()
@@ -208,8 +257,12 @@ def main() -> None:
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_tb_s": round(COPY / 1e12, 2)}
     print(json.dumps(machine), flush=True)
     shapes, rows = {name: SHAPES[name] for name in args.only}, tuple(args.rows)
+    if args.whole:
+        compile_all(shapes, rows, whole_candidates)
+        tune_whole(shapes, rows)
+        return
     if args.write_table:
-        compile_all(shapes, rows)
+        compile_all(shapes, rows, candidates)
     entries = tune(shapes, rows, args.write_table)
     if args.write_table:
         write_table(entries, machine)

@@ -156,11 +156,11 @@ def test_a_prefill_has_one_result_in_chunks_of_any_size(dtype):
 
 
 LAUNCHES = [
-    SegmentLaunch(16, 40, 7, 16, 1, 4, 1),
-    SegmentLaunch(16, 1, 100, 1, 4, 2, 2),
-    SegmentLaunch(32, 9, 5, 3, 2, 3, 8),
-    SegmentLaunch(64, 3, 1, 2, 4, 3, 4),
-    SegmentLaunch(128, 3, 6, 5, 8, 2, 4),
+    SegmentLaunch(16, 40, 7, 16, 1, 4, 1, 3),
+    SegmentLaunch(16, 1, 100, 64, 4, 2, 4, 2),
+    SegmentLaunch(32, 9, 5, 32, 2, 3, 8, 1),
+    SegmentLaunch(64, 3, 1, 16, 4, 3, 2, 2),
+    SegmentLaunch(128, 3, 6, 64, 8, 2, 8, 3),
 ]
 
 
@@ -179,7 +179,8 @@ def test_no_launch_shows(dtype, shape):
     rows = [make_row(length, parents(shape, length), dtype=dtype, **HEADS) for length in (2500, 0, 640, 1029)]
     want = setting.decode(rows)
     for launch in LAUNCHES:
-        assert same_bits(replace(setting, launch=launch).decode(rows), want), launch
+        for shares in (1, 5, 1000):
+            assert same_bits(replace(setting, launch=launch, shares=shares).decode(rows), want), (launch, shares)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float16)], ids=str)
@@ -239,7 +240,7 @@ def test_a_captured_phase_follows_its_buffers(shape):
     )  # fmt: skip
 
     def phase():
-        plan = plan_segments(metadata, gpu)
+        plan = plan_segments(metadata, 33, 64, gpu)
         return [segment_attention(q, pages, plan, tail, SCALE, None, gpu) for _ in range(2)]
 
     stream = torch.cuda.Stream()

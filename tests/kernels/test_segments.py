@@ -13,6 +13,7 @@ from support.interpreted import INTERPRETED, require_interpreted_pass
 from support.scenes import assert_close, dense_answer, scene
 from support.segment_rows import SCALE, Row, Setting, make_row, same_bits, tree
 from support.tensor_core import attention_by_position, starts_of_segments, tensor_core
+from treetop.attention.capabilities import GroupNeed, Need
 from treetop.attention.segments_backend import SegmentsBackend
 from treetop.kernels import segments
 from treetop.kernels.segment_attention import SegmentLaunch
@@ -20,7 +21,7 @@ from treetop.kernels.segments import SegmentPlan, block_of, plan_reference, plan
 from treetop.kernels.triton_guard import gpu_traits
 
 CPU = torch.device("cpu")
-SMALL = Setting(block=16, unit=32, launch=SegmentLaunch(16, 3, 1000, 2), prefill=SegmentLaunch(32))
+SMALL = Setting(block=16, unit=32, launch=SegmentLaunch(16, 3, 1000, 16), prefill=SegmentLaunch(32))
 
 
 def slow(*values):
@@ -51,10 +52,16 @@ def huge_and_tiny(kv, tail, q):
     q *= 20.0  # most weights are 0, some below the least normal number
 
 
+def need_of(s):
+    """What an engine with the layers of a scene asks of its backend."""
+    group = GroupNeed(s.metadata.table.group, s.q.shape[2], s.kv.data.shape[2], s.q.shape[3], s.metadata.window)
+    return Need(s.q.dtype, CPU, s.metadata.page_size, (group,))
+
+
 def test_the_segments_of_positions():
     """The host's count, the numpy list, and that each segment begins and ends with a block."""
     for unit in (16, 512):
-        for end in (0, 1, unit, unit + 1, 32 * unit, 33 * unit + 1, 128 * unit, 128 * unit + 1, 200 * unit):
+        for end in (0, 1, *(units * unit + more for units in (1, 16, 17, 64, 66, 256, 260, 400) for more in (0, 1))):
             assert segments_before(end, unit) == len(starts_of_segments(end, unit)) - 1
     assert all(segments.UNIT % block_of(dim, size) == 0 for dim in (64, 128, 256, 512) for size in (2, 4))
 
@@ -83,7 +90,8 @@ if INTERPRETED:
     )
     def test_the_backend_equals_dense_attention(options):
         """Poisoned pages, an empty row and a padding row; queries that are the last of a tree's nodes; sinks."""
-        s, backend = scene(**options), SegmentsBackend(CPU)
+        s = scene(**options)
+        backend = SegmentsBackend(need_of(s))
         plan = backend.plan(backend.begin(s.metadata), s.metadata)
         for sinks in (None, torch.randn(s.q.shape[2])):
             out = backend.prefix_tail(s.q, s.kv, plan, s.tail, s.scale, sinks)
@@ -95,7 +103,8 @@ if INTERPRETED:
         ids=str,
     )
     def test_a_prefill_equals_dense_attention(options):
-        s, backend = scene(**options, causal=True), SegmentsBackend(CPU)
+        s = scene(**options, causal=True)
+        backend = SegmentsBackend(need_of(s))
         plan = backend.plan(backend.begin(s.metadata), s.metadata)
         for sinks in (None, torch.randn(s.q.shape[2])):
             out = backend.causal(s.q, s.kv, plan, s.scale, sinks)
@@ -103,11 +112,12 @@ if INTERPRETED:
             assert not out[~s.real].any()
 
     @pytest.mark.parametrize(("window", "chunked"), [(None, False), (40, False), (40, True)])
+    @pytest.mark.parametrize("shares", [1, 7, 1000])
     @pytest.mark.parametrize(("n", "lengths"), [(1, [0, 31, 32, 600]), (16, [0, 47, 48, 130]), (5, [1100, 3])])
-    def test_the_plan_is_its_reference(n, lengths, window, chunked):
+    def test_the_plan_is_its_reference(n, lengths, shares, window, chunked):
         rows = [make_row(length, parent) for length, parent in zip(lengths, trees(4, (3, 4, n)), strict=False)]
         metadata = replace(SMALL, window=window, chunked=chunked).metadata_of(rows)[0]
-        got, want = plan_segments(metadata, gpu_traits(CPU), 16), plan_reference(metadata, 16)
+        got, want = plan_segments(metadata, shares, 16, gpu_traits(CPU), 16), plan_reference(metadata, shares, 16, 16)
         for name in ("first", "offsets", "path"):
             assert torch.equal(getattr(got, name), getattr(want, name)), name
         used = int(want.offsets[-1])
@@ -187,19 +197,22 @@ if INTERPRETED:
             assert all(same_bits(part[1], whole[:9]) for part in parts)
 
     LAUNCHES = [
-        SegmentLaunch(16, 1, 1, 1),
-        SegmentLaunch(16, 7, 4, 16),
-        SegmentLaunch(32, 2, 5, 3),
-        SegmentLaunch(64, 40, 6, 5),
+        SegmentLaunch(16, 1, 1, 16),
+        SegmentLaunch(16, 7, 4, 64),
+        SegmentLaunch(32, 2, 5, 32),
+        SegmentLaunch(64, 40, 6, 16),
     ]
 
     @pytest.mark.parametrize("shape", [(2, 2, 3), slow((1, 1, 1)), *LARGE[1:2]], ids=str)
     def test_no_launch_shows(shape):
-        """Programs, blocks of queries, and parts that are not kept, in the middle of a row too; another bound."""
+        """Programs, blocks of queries, and parts that are not kept, in the middle of a row too; another bound; runs of
+        one segment, of a few, and of whole rows."""
         rows = [make_row(length, parent) for length, parent in zip((100, 0, 140), trees(3, shape), strict=True)]
         want = SMALL.decode(rows)
         for launch in LAUNCHES:
-            assert same_bits(replace(SMALL, launch=launch, max_kv_len=500).decode(rows), want), launch
+            for shares in (1, 4, 100):
+                again = replace(SMALL, launch=launch, max_kv_len=500, shares=shares)
+                assert same_bits(again.decode(rows), want), (launch, shares)
         keys, q = zip(*(row.committed(shape[2] - 1) for row in rows), strict=True)
         ends = SMALL.prefilled(keys, q)
         for block_m in (16, 64):
@@ -216,10 +229,10 @@ if INTERPRETED:
         nodes_alone(setting, row, setting.decode([row])[0], [7], chunks=(2,))
 
     @pytest.mark.slow
-    def test_segments_of_two_units_and_of_four():
-        """A row long enough for these, of short units."""
+    def test_segments_of_more_than_one_unit():
+        """Of two, four and eight: a row long enough for these, of short units."""
         setting = replace(SMALL, unit=16)
-        row = make_row(2070, trees(1, (2, 6, 4))[0], heads=1, kv_heads=1)
+        row = make_row(4230, trees(1, (2, 6, 4))[0], heads=1, kv_heads=1)
         got = setting.decode([row])[0]
         nodes_alone(setting, row, got, [3], chunks=(1,))
         want = attention_by_position(row.q[3, 0], row.seen(3, 0), SCALE, 16, 16)
@@ -232,13 +245,13 @@ if INTERPRETED:
 
     # ------------------------------------------------------------------------------------------------- mutants
 
-    def by_length(metadata, gpu, unit):
+    def by_length(metadata, shares, block, gpu, unit):
         """A mutant: segments are shares of the longest row."""
-        return plan_segments(metadata, gpu, max(16, metadata.max_kv_len // 64 * 16))
+        return plan_segments(metadata, shares, block, gpu, max(16, metadata.max_kv_len // 64 * 16))
 
-    def in_column_order(metadata, gpu, unit):
+    def in_column_order(metadata, shares, block, gpu, unit):
         """A mutant: a query's columns stand in the order that they have in the tail."""
-        plan = plan_segments(metadata, gpu, unit)
+        plan = plan_segments(metadata, shares, block, gpu, unit)
         path = torch.where(plan.path < 0, 10**6, plan.path).sort(dim=2).values
         return replace(plan, path=torch.where(path == 10**6, -1, path).to(torch.int32))
 
@@ -257,4 +270,4 @@ if INTERPRETED:
         setting = replace(SMALL, plan=in_column_order)
         assert same_bits(setting.decode([row])[0], SMALL.decode([row])[0])
         assert not same_bits(setting.decode([row.turned(order)])[0], SMALL.decode([row])[0][order])
-        assert isinstance(setting.plan(setting.metadata_of([row])[0], gpu_traits(CPU), 32), SegmentPlan)
+        assert isinstance(setting.plan(setting.metadata_of([row])[0], 3, 16, gpu_traits(CPU), 32), SegmentPlan)

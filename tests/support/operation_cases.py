@@ -293,13 +293,13 @@ def plan_segments(_: bool) -> Call:
     def used(_: tuple[Any, ...], plan: Any) -> Any:
         return plan.first, plan.offsets, plan.items[: int(plan.offsets[-1])], plan.path
 
-    return Call((chains(scene(n=4, t=4, window=9)),), compared=used)
+    return Call((chains(scene(n=4, t=4, window=9)), 2, 16), compared=used)
 
 
 @case
 def segment_attention(_: bool) -> Call:
     s = scene(n=4, t=4, window=9)
-    return Call((s.q, s.clean.data, plan_reference(chains(s)), s.tail.data, s.scale, None))
+    return Call((s.q, s.clean.data, plan_reference(chains(s), 2, 64), s.tail.data, s.scale, None))
 
 
 @case

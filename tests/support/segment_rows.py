@@ -8,7 +8,7 @@ from treetop.attention.contract import TailKV
 from treetop.kernels.kv import PagedKV, PageTable
 from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.segment_attention import segment_attention, segment_prefill
-from treetop.kernels.segments import UNIT, plan_segments
+from treetop.kernels.segments import UNIT, block_of, plan_segments
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.ids import FULL
 from treetop.types.phase import Phase
@@ -101,7 +101,8 @@ def laid_out(keys, page_size, spare=0, seed=5):
 
 @dataclass(frozen=True)
 class Setting:
-    """What all calls of a test share. launch: of decode phases, prefill: of the others; None are chosen."""
+    """What all calls of a test share. launch: of decode phases, prefill: of the others; None are chosen. shares: of
+    the plan."""
 
     page_size: int = 16
     window: int | None = None
@@ -114,6 +115,7 @@ class Setting:
     device: torch.device = CPU
     max_kv_len: int = 0
     plan: object = plan_segments
+    shares: int = 3
 
     def metadata_of(self, rows):
         """A phase of rows, whose trees have equally many nodes."""
@@ -137,11 +139,10 @@ class Setting:
         """[rows, t, heads, d]."""
         metadata, kv, tail = self.metadata_of(rows)
         gpu = gpu_traits(self.device)
-        plan = self.plan(metadata, gpu, self.unit)
         q = torch.stack([row.q for row in rows]).to(self.device)
-        return segment_attention(
-            q, kv.data, plan, tail.data, SCALE, self._sinks(), gpu, self.launch, self.block
-        ).cpu()  # fmt: skip
+        block = self.block or block_of(q.shape[-1], q.element_size())
+        plan = self.plan(metadata, self.shares, block, gpu, self.unit)
+        return segment_attention(q, kv.data, plan, tail.data, SCALE, self._sinks(), gpu, self.launch).cpu()
 
     def prefilled(self, keys, q):
         """The last queries of each row, in one chunk. keys: [length, 2, kv_heads, d] and q: [n, heads, d] of each."""

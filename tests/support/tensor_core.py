@@ -65,11 +65,11 @@ def tensor_core():
 
 
 def starts_of_segments(end, unit):
-    """First positions of the segments that hold 0 .. end - 1: 32 of one unit, 48 of two, the others of four."""
+    """First positions of the segments that hold 0 .. end - 1: 16 of one unit, 24 of two, 48 of four, then of eight."""
     starts, at = [], 0
     while at < end:
         starts.append(at)
-        at += unit * (1 if len(starts) <= 32 else 2 if len(starts) <= 80 else 4)
+        at += unit * (1 if len(starts) <= 16 else 2 if len(starts) <= 40 else 4 if len(starts) <= 88 else 8)
     return [*starts, at]
 
 

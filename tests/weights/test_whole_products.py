@@ -135,7 +135,7 @@ def test_a_plain_weights_products_are_whole_and_rounded_before_a_bias_or_a_gate(
 def test_a_launch_that_cuts_k_by_the_number_of_rows_is_seen(monkeypatch, on_a_gpu):
     """The check above sees what it is for: with the launches of `ties` it fails."""
     libraries(monkeypatch)
-    monkeypatch.setattr(gpu_products, "choose_whole", gpu_products.choose_launch)
+    monkeypatch.setattr(gpu_products, "choose_whole", linear.choose_launch)
     product = WholeProduct(torch.zeros(4096, 14336).bfloat16(), None, None, H200, Probed((4096, 14336), ()))
     monkeypatch.setattr(gpu_products, "skinny_gemm", partial(_called_without_rounding, linear.skinny_gemm))
     found = products_at(product, 14336, [1, 16, 64, 150], monkeypatch)

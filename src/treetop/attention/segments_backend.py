@@ -8,10 +8,11 @@ from torch import Tensor
 from treetop.attention.capabilities import HALF, Capabilities, Need
 from treetop.attention.contract import BackendSpec, TailKV
 from treetop.attention.triton_backend import TritonBackend
+from treetop.kernels.attention_config import CallShape
 from treetop.kernels.kv import PagedKV
 from treetop.kernels.metadata import AttentionMetadata
-from treetop.kernels.segment_attention import segment_attention, segment_prefill
-from treetop.kernels.segments import SegmentPlan, plan_segments
+from treetop.kernels.segment_attention import folders, segment_attention, segment_prefill
+from treetop.kernels.segments import SegmentPlan, block_of, plan_segments
 from treetop.kernels.triton_guard import gpu_traits, why_not
 from treetop.types.ids import DRAFT
 
@@ -29,9 +30,10 @@ class SegmentsBackend:
     name = "segments"
     capabilities = CAPABILITIES
 
-    def __init__(self, device: torch.device) -> None:
-        self._gpu = gpu_traits(device)
-        self._draft = TritonBackend(device)
+    def __init__(self, need: Need) -> None:
+        self._gpu, self._size = gpu_traits(need.device), need.dtype.itemsize
+        self._groups = {group.name: group for group in need.groups}
+        self._draft = TritonBackend(need.device)
 
     def begin(self, metadata: AttentionMetadata) -> None:
         """Nothing is needed."""
@@ -39,7 +41,12 @@ class SegmentsBackend:
     def plan(self, begun: None, metadata: AttentionMetadata) -> Plan:
         if metadata.causal or metadata.table.group == DRAFT:
             return metadata
-        return plan_segments(metadata, self._gpu)
+        assert metadata.mask is not None
+        group, (rows, n, _) = self._groups[metadata.table.group], metadata.mask.shape
+        heads = group.kv_heads, group.heads // group.kv_heads, group.head_dim
+        call = CallShape(rows, n, *heads, self._size, metadata.max_kv_len)
+        block = block_of(group.head_dim, self._size)
+        return plan_segments(metadata, folders(call, self._gpu), block, self._gpu)
 
     def prefix_tail(
         self, q: Tensor, kv: PagedKV, plan: Plan, tail: TailKV, scale: float, sinks: Tensor | None = None
@@ -56,7 +63,7 @@ class SegmentsBackend:
 
 
 def _make(need: Need) -> SegmentsBackend:
-    return SegmentsBackend(need.device)
+    return SegmentsBackend(need)
 
 
 BACKEND = BackendSpec(CAPABILITIES, _make, (why_not,))

@@ -4,7 +4,7 @@
 A key's place in every sum is its absolute position alone:
 
     positions   | block 0 | block 1 | ... | block 7 | block 8 | ...
-    segments    |            segment 0              |     segment 1 ...
+    segments    |    segment 0      |     segment 1     | ...
 
     raw score    q . k, one product over the head
     block        peak = max(peak, max raw * scale), weight = 2 ** (raw * scale - peak) in the values' dtype, sums of the
@@ -14,9 +14,10 @@ A key's place in every sum is its absolute position alone:
 
 A product of matrices adds the terms of an output one step after another, a step being 16 keys of a tensor core, and
 what an output gets depends on its own row and column alone. So a key always stands at its position's place in its
-block, and one that is hidden has weight 0. A block or segment that is hidden whole leaves everything as it is, so it
-may be left out. `fold` and `join` below are all there is of the sums; each kernel calls these, and is compiled without
-contraction of products and additions, so that the same operations come out of each.
+block, and one that is hidden has weight 0. A step, block or segment that is hidden whole leaves everything as it is, so
+it may be left out, and the steps of a block may be products of their own: of keys that many queries see, and of those
+on one query's path. `weigh`, `fold` and `join` below are all there is of the sums; each kernel calls these, and is
+compiled without contraction of products and additions, so that the same operations come out of each.
 
 The sum of the weights is a product, too, with a matrix of ones: a reduction's order would depend on the launch.
 Source: the online softmax is Milakov and Gimelshein, arXiv:1805.02867.
@@ -31,10 +32,10 @@ from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.metadata import AttentionMetadata, first_seen, oldest_seen
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, jit_for_any, power_of_two, tl
 
-UNIT = 512
+UNIT = 128
 """Keys of the first segments. Part of the arithmetic."""
-_FEW, _MORE = 32, 80
-"""Segments of one unit; from there on they have two, and from the second on four."""
+STEP = 16
+"""Keys of a step, of which what a query gets is one sum."""
 
 
 def block_of(dim: int, element_bytes: int) -> int:
@@ -51,9 +52,10 @@ def segments_before(end: int, unit: int) -> int:
     units = (end - 1) // unit
     return (
         1
-        + min(units, _FEW)
-        + min(max(units - _FEW, 0), 2 * (_MORE - _FEW)) // 2
-        + max(units - 2 * _MORE + _FEW, 0) // 4
+        + min(units, 16)
+        + min(max(units - 16, 0), 48) // 2
+        + min(max(units - 64, 0), 192) // 4
+        + max(units - 256, 0) // 8
     )
 
 
@@ -62,15 +64,17 @@ def segments_before(end: int, unit: int) -> int:
 
 @jit
 def segment_of(position: Arg, unit: constexpr) -> Arg:
-    """The segment of a position: 32 of one unit, 48 of two, and then of four."""
+    """The segment of a position: 16 of one unit, 24 of two, 48 of four, and then of eight."""
     units = position // unit
-    return tl.minimum(units, 32) + tl.minimum(tl.maximum(units - 32, 0), 96) // 2 + tl.maximum(units - 128, 0) // 4
+    of_two, of_four = tl.minimum(tl.maximum(units - 16, 0), 48), tl.minimum(tl.maximum(units - 64, 0), 192)
+    return tl.minimum(units, 16) + of_two // 2 + of_four // 4 + tl.maximum(units - 256, 0) // 8
 
 
 @jit
 def segment_start(segment: Arg, unit: constexpr) -> Arg:
     """The first position of a segment."""
-    return unit * (segment + tl.maximum(segment - 32, 0) + 2 * tl.maximum(segment - 80, 0))
+    later = tl.maximum(segment - 16, 0) + 2 * tl.maximum(segment - 40, 0) + 4 * tl.maximum(segment - 88, 0)
+    return unit * (segment + later)
 
 
 @jit
@@ -83,13 +87,19 @@ def fold(q: Arg, k: Arg, v: Arg, visible: Arg, acc: Arg, peak: Arg, mass: Arg, s
     raw = tl.dot(q, tl.trans(k), input_precision="ieee")
     if masked:
         raw = tl.where(visible, raw, float("-inf"))
+    weights, acc, peak, mass = weigh(raw, acc, peak, mass, scale, v.dtype)
+    return tl.dot(weights, v, acc, input_precision="ieee"), peak, mass
+
+
+@jit
+def weigh(raw: Arg, acc: Arg, peak: Arg, mass: Arg, scale: Arg, dtype: constexpr) -> Arg:
+    """All of `fold` but the sum of the values: the weights [m, n] of raw scores, -inf where hidden; acc is shrunk."""
     new_peak = tl.maximum(peak, tl.max(raw, 1) * scale)  # never below its start of -1e30: no -inf - -inf
-    weights = tl.exp2(tl.fma(raw, scale, -new_peak[:, None])).to(v.dtype)
+    weights = tl.exp2(tl.fma(raw, scale, -new_peak[:, None])).to(dtype)
     shrink = tl.exp2(peak - new_peak)[:, None]
-    acc = tl.dot(weights, v, acc * shrink, input_precision="ieee")
-    ones = tl.full([v.shape[0], 16], 1.0, v.dtype)
+    ones = tl.full([raw.shape[1], 16], 1.0, dtype)
     mass = tl.dot(weights, ones, mass * shrink, input_precision="ieee")
-    return acc, new_peak, mass
+    return weights, acc * shrink, new_peak, mass
 
 
 @jit
@@ -129,10 +139,11 @@ class SegmentPlan:
     """What the layers of a decode phase share: the list of work, and where each query's keys stand.
 
     first: [rows] int32, the first segment that a query of the row sees.
-    offsets: [rows + 1] int32; items offsets[i] .. offsets[i + 1] - 1 are the row's segments from `first` on.
+    offsets: [rows + 1] int32; items offsets[i] .. offsets[i + 1] - 1 are the row's segments from `first` on: the first
+        item is a run of them, joined, the others are one each (`run_of`).
     items: [most] int32, the row of each item.
     path: [rows, n, t] int32, the tail's column that holds position kv_len + i of a query's path; -1 if there is none.
-    unit: keys of the first segments.
+    unit: keys of the first segments. block: keys of a block.
     """
 
     metadata: AttentionMetadata
@@ -141,6 +152,7 @@ class SegmentPlan:
     items: Tensor
     path: Tensor
     unit: int
+    block: int
 
     @property
     def alone(self) -> bool:
@@ -148,21 +160,37 @@ class SegmentPlan:
         return self.path.shape[1:] == (1, 1)
 
 
-def plan_reference(metadata: AttentionMetadata, unit: int = UNIT) -> SegmentPlan:
-    """The plan by plain operations on the host; entries of `items` past the last are 0."""
+@jit
+def run_of(length: Arg, alone: constexpr, first: Arg, items: Arg, unit: constexpr) -> Arg:
+    """Segments of the first item of a row of so many keys; 1 where it has none. items: of the row."""
+    seen = length + alone
+    segments = tl.where(seen > 0, segment_of(tl.maximum(seen - 1, 0), unit) + 1 - first, 0)
+    return tl.where(items > 0, segments - items + 1, 1)
+
+
+def plan_reference(metadata: AttentionMetadata, shares: int, block: int, unit: int = UNIT) -> SegmentPlan:
+    """The plan by plain operations on the host; entries of `items` past the last are 0.
+
+    A row's first item is as many segments as a share of all rows' has, of those that end before the blocks that the
+    row's end and its paths lie in. shares: programs among which items are divided.
+    """
     assert metadata.mask is not None
     assert metadata.tail_positions is not None
     rows, n, t = metadata.mask.shape
     alone = int(n == t == 1)
-    first, offsets, items = [], [0], []
+    first, offsets, items, counts, closed = [], [0], [], [], []
     begins = [0] * rows
     if metadata.window is not None:
         begins = first_seen(metadata.kv_len, metadata.window, metadata.chunked).tolist()
     for row, length in enumerate(metadata.kv_len.tolist()):
         start = max(begins[row], 0)
         first.append(segments_before(start + 1, unit) - 1)
-        count = max(segments_before(length + alone, unit) - first[row], 0)
-        items += [row] * count
+        counts.append(max(segments_before(length + alone, unit) - first[row], 0))
+        ended = segments_before(length // block * block + 1, unit) - 1 - first[row]
+        closed.append(counts[-1] if alone else max(min(ended, counts[-1]), 0))
+    share = max(-(-sum(counts) // shares), 1)
+    for row, count in enumerate(counts):
+        items += [row] * (count - max(min(share, closed[row]), 1) + 1 if count else 0)
         offsets.append(len(items))
     depth = metadata.tail_positions - metadata.kv_len[:, None]
     at = torch.arange(t, device=depth.device)
@@ -171,15 +199,15 @@ def plan_reference(metadata: AttentionMetadata, unit: int = UNIT) -> SegmentPlan
     items += [0] * (rows * segments_before(metadata.max_kv_len + alone, unit) - len(items))
     device = depth.device
     firsts, ends, of_items = (torch.tensor(each, dtype=torch.int32, device=device) for each in (first, offsets, items))
-    return SegmentPlan(metadata, firsts, ends, of_items, path.to(torch.int32), unit)
+    return SegmentPlan(metadata, firsts, ends, of_items, path.to(torch.int32), unit, block)
 
 
-@jit_for_any("rows", "n")
+@jit_for_any("rows", "n", "shares")
 def _plan_kernel(
     first: Arg, offsets: Arg, items: Arg, path: Arg, kv_len: Arg, tail_positions: Arg, mask: Arg, rows: Arg, n: Arg,
-    t: Arg, position_row: Arg, position_column: Arg, mask_row: Arg, mask_query: Arg, mask_column: Arg,
-    unit: constexpr, window: constexpr, chunked: constexpr, alone: constexpr, block_rows: constexpr, block_t: constexpr,
-    overlap: constexpr,
+    t: Arg, shares: Arg, position_row: Arg, position_column: Arg, mask_row: Arg, mask_query: Arg, mask_column: Arg,
+    unit: constexpr, block: constexpr, window: constexpr, chunked: constexpr, alone: constexpr, block_rows: constexpr,
+    block_t: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """The path of one query, and of a row's first one the row's share of the list. Grid (n, rows)."""
     pdl_wait(overlap, early=True)
@@ -204,6 +232,11 @@ def _plan_kernel(
         seen = lengths + alone
         counts = tl.where(seen > 0, segment_of(tl.maximum(seen - 1, 0), unit) + 1 - begins, 0)
         counts = tl.where(each < rows, tl.maximum(counts, 0), 0)
+        closed = counts
+        if not alone:
+            closed = tl.minimum(segment_of(lengths // block * block, unit) - begins, counts)
+        run = tl.maximum(tl.minimum(closed, tl.cdiv(tl.sum(counts, 0), shares)), 1)
+        counts = tl.where(counts > 0, counts - run + 1, 0)
         offset = tl.sum(tl.where(each < row, counts, 0), 0)
         count = tl.sum(tl.where(each == row, counts, 0), 0)
         tl.store(first + row, tl.sum(tl.where(each == row, begins, 0), 0))
@@ -213,7 +246,9 @@ def _plan_kernel(
             tl.store(items + offset + start + each, row, mask=start + each < count)
 
 
-def plan_segments(metadata: AttentionMetadata, gpu: GpuTraits, unit: int = UNIT) -> SegmentPlan:
+def plan_segments(
+    metadata: AttentionMetadata, shares: int, block: int, gpu: GpuTraits, unit: int = UNIT
+) -> SegmentPlan:
     """`plan_reference` in one launch, which reads lengths on the device only; what it leaves of `items` is any."""
     mask, tail_positions = metadata.mask, metadata.tail_positions
     assert mask is not None
@@ -225,9 +260,9 @@ def plan_segments(metadata: AttentionMetadata, gpu: GpuTraits, unit: int = UNIT)
     first, offsets, items, path = made.split([rows, rows + 1, most, rows * n * t])
     assert metadata.kv_len.stride(0) == 1
     _plan_kernel[(n, rows)](
-        first, offsets, items, path, metadata.kv_len, tail_positions, mask, rows, n, t, *tail_positions.stride(),
-        *mask.stride(), unit=unit, window=metadata.window or 0, chunked=metadata.chunked, alone=int(alone),
-        block_rows=max(128, power_of_two(rows)), block_t=max(2, power_of_two(t)), overlap=gpu.can_overlap,
-        num_warps=4, **launch_options(gpu),
+        first, offsets, items, path, metadata.kv_len, tail_positions, mask, rows, n, t, shares,
+        *tail_positions.stride(), *mask.stride(), unit=unit, block=block, window=metadata.window or 0,
+        chunked=metadata.chunked, alone=int(alone), block_rows=max(128, power_of_two(rows)),
+        block_t=max(2, power_of_two(t)), overlap=gpu.can_overlap, num_warps=4, **launch_options(gpu),
     )  # fmt: skip
-    return SegmentPlan(metadata, first, offsets, items, path.view(rows, n, t), unit)
+    return SegmentPlan(metadata, first, offsets, items, path.view(rows, n, t), unit, block)

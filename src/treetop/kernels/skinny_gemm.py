@@ -283,22 +283,24 @@ def choose_launch(rows: int, n: int, k: int, gated: bool, gpu: GpuTraits) -> Row
 def choose_whole(rows: int, n: int, k: int, gated: bool, gpu: GpuTraits) -> RowsLaunch | None:
     """A launch without a cut of k for a weight [n, k] and any number of rows; None if k is no multiple of 16.
 
-    Few rows take a measured one (`benchmarks/skinny_gemm.py --whole`), or what `choose_launch` gives, without its
-    splits; its blocks are narrower where they would be fewer than multiprocessors.
+    Few rows take a measured one, or what `choose_launch` gives, without its splits; its blocks are narrower where they
+    would be fewer than multiprocessors.
     """
-    table, outputs = load_table(), n // 2 if gated else n
-    known = table.whole.get((n, k, gated, row_class(rows))) if rows <= MAX_ROWS and table.holds_for(gpu) else None
+    outputs = n // 2 if gated else n
+    known = measured_whole(rows, n, k, gated, gpu)
     if known is not None:
         return known
     size = next((each for each in (64, 32, 16) if k % each == 0), None)
     if size is None:
         return None
     if rows > 64:
-        block = 64 if rows <= MAX_ROWS else 128
+        few = rows <= MAX_ROWS
+        narrow, ahead = 32 if outputs < 32 * gpu.num_sms else 64, int(few and size == 64)
         wanted = [
-            RowsLaunch(block_n, size, 1, stages, max(4, block_n * block // 2048), 0, gpu.can_overlap, True, block)
-            for block_n in sorted({64, block}, reverse=True)
-            for stages in (4, 3, 2)
+            RowsLaunch(block_n, size, 1, stages, max(4, block_n // 16), ahead, gpu.can_overlap, True, 128)
+            for block_n in ((narrow,) if few else (128, 64))
+            for stages in (6, 5, 4, 3, 2)
+            if few or stages < 5
         ]
     else:
         chosen, fills = choose_launch(rows, n, k, gated, gpu), outputs >= 64 * gpu.num_sms
@@ -308,6 +310,12 @@ def choose_whole(rows: int, n: int, k: int, gated: bool, gpu: GpuTraits) -> Rows
         left = row_class(rows) == 64 and not fills
         wanted = [RowsLaunch(block_n, block_k, 1, stages, 4, ahead, rows_left=left) for stages in (6, 5, 4, 3, 2)]
     return next((one for one in wanted if shared_bytes(one, rows, gated) <= gpu.shared_bytes), wanted[-1])
+
+
+def measured_whole(rows: int, n: int, k: int, gated: bool, gpu: GpuTraits) -> RowsLaunch | None:
+    """The fastest launch, by `benchmarks/skinny_gemm.py --whole`; None where that is the vendor's product."""
+    table = load_table()
+    return table.whole.get((n, k, gated, row_class(rows))) if rows <= MAX_ROWS and table.holds_for(gpu) else None
 
 
 def most_splits(tiles: int, blocks: int, gpu: GpuTraits) -> int:
@@ -332,7 +340,7 @@ class LaunchTable:
     num_sms: of the GPU that was measured, which has compute capability 9.
     compressed: the fields of a `packed_weights.CompressedLaunch`, where that is faster still.
     most_outliers: by rows, with how many in a block.
-    whole: launches that do not cut k, where that was measured.
+    whole: launches that do not cut k, where that was measured and is faster than the vendor's product.
     """
 
     num_sms: int
@@ -352,9 +360,10 @@ def load_table() -> LaunchTable:
         return LaunchTable(0, {}, {}, {}, {})
     data = json.loads(_TABLE.read_text(encoding="utf-8"))
     entries = {(e["n"], e["k"], e["gated"], e["rows"]): e for e in data["entries"]}
-    launches = {key: None if e["launch"] is None else RowsLaunch(*e["launch"]) for key, e in entries.items()}
+    launches = {key: e["launch"] and RowsLaunch(*e["launch"]) for key, e in entries.items() if "launch" in e}
+    uncut = {key: e["whole"]["launch"] for key, e in entries.items() if "whole" in e}
+    whole = {key: RowsLaunch(*launch) for key, launch in uncut.items() if launch is not None}
     measured = {key: e["compressed"] for key, e in entries.items() if "compressed" in e}
     compressed = {key: tuple(e["launch"]) for key, e in measured.items()}
     limits = {key: {int(rows): maximum for rows, maximum in e["most_outliers"].items()} for key, e in measured.items()}
-    whole = {key: RowsLaunch(*e["whole"]["launch"]) for key, e in entries.items() if "whole" in e}
     return LaunchTable(data["num_sms"], launches, compressed, limits, whole)

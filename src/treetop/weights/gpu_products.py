@@ -19,14 +19,14 @@ from torch import Tensor
 from treetop.kernels.exact import adversarial, rung
 from treetop.kernels.fused import gate_mul
 from treetop.kernels.gate import Gate
-from treetop.kernels.skinny_gemm import MAX_ROWS, choose_launch, choose_whole, gated_rows, skinny_gemm
+from treetop.kernels.skinny_gemm import MAX_ROWS, choose_whole, gated_rows, measured_whole, skinny_gemm
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits
 from treetop.weights.cpu_products import Shape
 
 MOST_ROWS = 8192
 """Of one call of the library; what has more is cut."""
 FEWEST_OF_LIBRARY = 65
-"""Fewer rows always go to our kernel."""
+"""Fewer rows always go to our kernel, and up to 256 where that was measured to be faster."""
 _MOST_NUMBERS = 2**28
 """Of the result of one probed call, which bounds its memory."""
 _MOST_PADDING = 1.5
@@ -85,11 +85,11 @@ class WholeProduct:
 
     def _of_rows(self, x: Tensor) -> Tensor:
         count, (n, k) = len(x), self.weight.shape
-        if count <= MAX_ROWS and choose_launch(count, n, k, self._fused is not None, self._gpu) is not None:
+        if count < FEWEST_OF_LIBRARY or measured_whole(count, n, k, self._fused is not None, self._gpu) is not None:
             return self._kernel(x)
         if count > MOST_ROWS:
             return torch.cat([self._of_rows(part) for part in x.split(MOST_ROWS)])
-        padded = self._probed.padded_to(count) if count >= FEWEST_OF_LIBRARY else None
+        padded = self._probed.padded_to(count)
         if padded is None:
             return self._kernel(x)
         out = library(F.pad(x, (0, 0, 0, padded - count)) if padded > count else x, self.weight)[:count]
