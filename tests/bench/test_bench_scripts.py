@@ -3,6 +3,7 @@
 import importlib
 import json
 import sys
+from argparse import Namespace
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -197,3 +198,40 @@ def test_rounds_of_a_stream_are_counted_by_its_tokens(script):
     stream.events += later[1:]
     assert serving.rounds_since(stream, 1, 3, 3) == (2.5, 4)
     assert serving.gaps_ms(stream, 2) == [1000.0, 1500.0, 500.0]
+
+
+# -------------------------------------------------------------------------------------------------------- load ramp
+
+
+def test_contenders_of_a_ramp_get_the_same_requests(script, capsys):
+    """Plain decoding, a fixed shape and the policy, a server each: as many tokens in every step."""
+    sizes = ["--clients", "1", "2", "1", "--requests", "1", "--prompt-tokens", "4", "8", "--max-tokens", "4", "8"]
+    assert script("load_ramp").main([*sizes, "--shapes", "2,1,3", "--turns", "1", "--options=--device cpu"]) == 0
+    lines = [*map(json.loads, capsys.readouterr().out.splitlines())]
+    runs, compared, auto = lines[:3], lines[3:6], lines[6]
+    for part in (runs, compared):
+        assert [each["contender"] for each in part] == ["plain", "2,1,3", "auto"]
+    tokens = [[step["tokens"] for step in each["steps"]] for each in runs]
+    assert tokens == 3 * tokens[:1]
+    assert [each["tokens"] for each in compared] == [sum(each) for each in tokens]
+    for each in compared:
+        assert [step["clients"] for step in each["steps"]] == [1, 2, 1]
+        assert all(step[f"tokens_per_{clock}"] > 0 for step in each["steps"] for clock in ("s", "cpu_s"))
+    plain, fixed, _ = (each["ramp"] for each in compared)
+    assert (plain["over_plain_by_s"], plain["plain_share"], fixed["plain_share"]) == (1, 1, 0)
+    assert fixed["mean_drafts"] == 2 >= fixed["mean_accepted"] >= 0
+    assert auto["by_cpu_s"]["best_fixed"] == "2,1,3"
+    assert auto["by_s"]["auto_over_plain"] > 0
+
+
+def test_options_of_a_ramp_are_for_every_server_and_those_of_drafts_for_drafts(script):
+    parse = script("load_ramp").contenders
+    given = "--device cuda --disable-radix-cache --simulate-acceptance builtin:kimi-k2 --max-running-requests 9"
+    found = parse(Namespace(options=given, clients=[1, 4], shapes=["2,1,3", "5,4,8"], draft="head"))
+    assert list(found) == ["plain", "2,1,3", "5,4,8", "auto"]
+    common = {"max_running_requests": "9", "device": "cuda", "disable_radix_cache": True}
+    assert found["plain"] == {**common, "speculative_algorithm": "NONE"}
+    drafted = {**common, "draft": "head", "simulate_acceptance": "builtin:kimi-k2"}
+    assert all(found[name].items() >= drafted.items() for name in ("2,1,3", "5,4,8", "auto"))
+    assert found["5,4,8"]["speculative_eagle_topk"] == 4
+    assert found["auto"]["speculative_shapes"] == "2,1,3 5,4,8"

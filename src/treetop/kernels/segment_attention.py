@@ -183,28 +183,37 @@ def _segments_kernel(
         whole = end // block_n
         acc = tl.zeros([block_m, block_d], tl.float32)
         peak, mass = tl.full([block_m], -1e30, tl.float32), tl.zeros([block_m], tl.float32)
-        for segment in range(tl.where(item > offset, last_segment - 1, seen_from), last_segment):
-            begin = tl.maximum(segment_start(segment, unit), start) // block_n
-            after = segment_start(segment + 1, unit) // block_n
-            each, each_peak, each_mass = nothing(block_m, block_d)
-            page = page_of(table, begin, start, end, block_n, page_size)
-            for block in range(begin, tl.minimum(after, whole)):
-                key = block * block_n + tl.arange(0, block_n)
-                stored = key >= start
-                slot = page.to(tl.int64) * page_size + within_page(key, page_size)
-                k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d, queries.dtype)
-                page = page_of(table, block + 1, start, end, block_n, page_size)  # hides behind this block's work
-                visible = stored[None, :]
-                if window > 0:
-                    visible = visible & (key[None, :] >= oldest[:, None])
-                each, each_peak, each_mass = fold(queries, k, v, visible, each, each_peak, each_mass, scale, window > 0)
-            if alone:
-                each, each_peak, each_mass = fold_alone(
-                    queries, base, table, tail + row * tail_row + kv_head * dim, path + row, tl.maximum(begin, whole),
-                    tl.minimum(after, whole + 1), start, end, slot_stride, v_offset, tail_v, each, each_peak,
-                    each_mass, scale, dim, page_size, aligned, block_n, block_d,
-                )  # fmt: skip
-            acc, peak, mass = join(acc, peak, mass, each, each_peak, tl.max(each_mass, 1))
+        each, each_peak, each_mass = nothing(block_m, block_d)
+        segment = tl.where(item > offset, last_segment - 1, seen_from)
+        begin = tl.maximum(segment_start(segment, unit), start) // block_n
+        after = segment_start(last_segment, unit) // block_n
+        next_one = segment_start(segment + 1, unit) // block_n
+        page = page_of(table, begin, start, end, block_n, page_size)
+        for block in range(begin, tl.minimum(after, whole)):
+            if block == next_one:
+                acc, peak, mass = join(acc, peak, mass, each, each_peak, tl.max(each_mass, 1))
+                each, each_peak, each_mass = nothing(block_m, block_d)
+                segment += 1
+                next_one = segment_start(segment + 1, unit) // block_n
+            key = block * block_n + tl.arange(0, block_n)
+            stored = key >= start
+            slot = page.to(tl.int64) * page_size + within_page(key, page_size)
+            k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d, queries.dtype)
+            page = page_of(table, block + 1, start, end, block_n, page_size)  # its latency hides behind this block's
+            visible = stored[None, :]
+            if window > 0:
+                visible = visible & (key[None, :] >= oldest[:, None])
+            each, each_peak, each_mass = fold(queries, k, v, visible, each, each_peak, each_mass, scale, window > 0)
+        if alone:
+            if whole == next_one:
+                acc, peak, mass = join(acc, peak, mass, each, each_peak, tl.max(each_mass, 1))
+                each, each_peak, each_mass = nothing(block_m, block_d)
+            each, each_peak, each_mass = fold_alone(
+                queries, base, table, tail + row * tail_row + kv_head * dim, path + row, tl.maximum(begin, whole),
+                tl.minimum(after, whole + 1), start, end, slot_stride, v_offset, tail_v, each, each_peak, each_mass,
+                scale, dim, page_size, aligned, block_n, block_d,
+            )  # fmt: skip
+        acc, peak, mass = join(acc, peak, mass, each, each_peak, tl.max(each_mass, 1))
         at = ((tl.zeros([block_m], tl.int64) + item) * n + query) * heads + head
         tl.store(part_peak + at, peak, mask=real)
         tl.store(part_mass + at, mass, mask=real)
@@ -352,31 +361,41 @@ def _prefill_kernel(
 
     acc = tl.zeros([block_m, block_d], tl.float32)
     peak, mass = tl.full([block_m], -1e30, tl.float32), tl.zeros([block_m], tl.float32)
-    for segment in range(segment_of(start, unit), segment_of(tl.maximum(end, start + 1) - 1, unit) + 1):
-        begin = tl.maximum(segment_start(segment, unit), start) // block_n
-        after = tl.minimum(segment_start(segment + 1, unit) // block_n, stop)
-        each, each_peak, each_mass = nothing(block_m, block_d)
-        page = page_of(table, begin, start, end, block_n, page_size)
-        middle = tl.maximum(tl.minimum(after, seen_by_all), begin)
-        if window == 0:
-            for block in range(begin, middle):
-                key = block * block_n + tl.arange(0, block_n)
-                stored = key < end
-                slot = page.to(tl.int64) * page_size + within_page(key, page_size)
-                k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d, queries.dtype)
-                page = page_of(table, block + 1, start, end, block_n, page_size)
-                each, each_peak, each_mass = fold(queries, k, v, stored, each, each_peak, each_mass, scale, False)
-        for block in range(middle, after):
+    each, each_peak, each_mass = nothing(block_m, block_d)
+    segment = segment_of(start, unit)
+    begin = start // block_n
+    next_one = segment_start(segment + 1, unit) // block_n
+    middle = tl.maximum(tl.minimum(stop, seen_by_all), begin)
+    page = page_of(table, begin, start, end, block_n, page_size)
+    if window == 0:
+        for block in range(begin, middle):
+            if block == next_one:
+                acc, peak, mass = join(acc, peak, mass, each, each_peak, tl.max(each_mass, 1))
+                each, each_peak, each_mass = nothing(block_m, block_d)
+                segment += 1
+                next_one = segment_start(segment + 1, unit) // block_n
             key = block * block_n + tl.arange(0, block_n)
-            stored = (key >= start) & (key < end)
+            stored = key < end
             slot = page.to(tl.int64) * page_size + within_page(key, page_size)
             k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d, queries.dtype)
             page = page_of(table, block + 1, start, end, block_n, page_size)
-            visible = stored[None, :] & (key[None, :] <= position[:, None]) & real[:, None]
-            if window > 0:
-                visible = visible & (key[None, :] >= oldest[:, None])
-            each, each_peak, each_mass = fold(queries, k, v, visible, each, each_peak, each_mass, scale, True)
-        acc, peak, mass = join(acc, peak, mass, each, each_peak, tl.max(each_mass, 1))
+            each, each_peak, each_mass = fold(queries, k, v, stored, each, each_peak, each_mass, scale, False)
+    for block in range(middle, stop):
+        if block == next_one:
+            acc, peak, mass = join(acc, peak, mass, each, each_peak, tl.max(each_mass, 1))
+            each, each_peak, each_mass = nothing(block_m, block_d)
+            segment += 1
+            next_one = segment_start(segment + 1, unit) // block_n
+        key = block * block_n + tl.arange(0, block_n)
+        stored = (key >= start) & (key < end)
+        slot = page.to(tl.int64) * page_size + within_page(key, page_size)
+        k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d, queries.dtype)
+        page = page_of(table, block + 1, start, end, block_n, page_size)
+        visible = stored[None, :] & (key[None, :] <= position[:, None]) & real[:, None]
+        if window > 0:
+            visible = visible & (key[None, :] >= oldest[:, None])
+        each, each_peak, each_mass = fold(queries, k, v, visible, each, each_peak, each_mass, scale, True)
+    acc, peak, mass = join(acc, peak, mass, each, each_peak, tl.max(each_mass, 1))
 
     sink = tl.zeros([block_m], tl.float32)
     if has_sinks:
@@ -439,7 +458,7 @@ def _folded_m(call: CallShape) -> int:
 
 def folders(call: CallShape, gpu: GpuTraits) -> int:
     """Programs among which the items of a decode phase are divided, a K/V head and block of queries."""
-    blocks, each = -(-call.n * call.group // _folded_m(call)), 2 if call.n > 1 else 4
+    blocks, each = -(-call.n * call.group // _folded_m(call)), 4 if call.n == 1 and call.rows <= 16 else 2
     return max(1, -(-each * gpu.num_sms // (call.kv_heads * blocks)))
 
 

@@ -1,0 +1,219 @@
+"""Whether the shape that the load allows is faster than any fixed one: clients that come and go, over HTTP.
+
+    python benchmarks/load_ramp.py                          the embedded pair, clients 1 2 4 .. 64 .. 4 2 1
+    cd benchmarks/presets && python ../load_ramp.py --model llama-3.1-8b --draft eagle3-llama-3.1-8b \
+      --options="--device cuda --load-format dummy --simulate-acceptance builtin:llama-3.1-8b"
+
+Each contender has a `treetop serve` of its own, one at a time: plain decoding, each of `--shapes` in every round, and
+`auto` that chooses from these (docs/policy.md). All get the same requests: of each step as many clients, each of which
+sends its next request when it has the answer to the last. Half are greedy. Prompts are pieces of the embedded pair's
+held-out texts, or random ids for a model without a tokenizer. `--turns N` times, in alternating order; medians.
+
+One JSON object a line: `run` of each server, `contender` with its rates of the whole ramp and of each step, and beside
+plain's of the same turn; at last `auto` beside plain and the best fixed shape. Of rounds: the share of rows' rounds
+without drafts, the mean drafts of the others, and how many of these were accepted. On a CPU also rates by the processor
+time of the server's processes, for other work on the machine is no cost of theirs.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from treetop.bench.http_client import Address, Connection
+from treetop.bench.prompts import read_prompts
+from treetop.cli import OneLineParser, exit_code
+from treetop.models.folder import resolve_folder
+from treetop.models.loader import compute_device
+from treetop.server.tokenizer import open_tokenizer
+from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL
+from treetop.types.errors import EngineError, InputError
+from treetop.types.layout import SpecShape
+from treetop_debug.servers import Client, descendants, metrics, served
+
+PLAIN, AUTO = "plain", "auto"
+CLIENTS = (1, 2, 4, 8, 16, 32, 64, 32, 16, 8, 4, 2, 1)
+SHAPES = ("2,1,3", "5,1,6", "5,4,8", "5,4,16")
+COUNTED = (
+    "inter_token_latency_seconds_count",
+    *(f"spec_decode_num_{each}_total" for each in ("drafts", "draft_tokens", "accepted_tokens")),
+)
+"""Metrics: rounds of rows, those of them with drafts, these drafts, and those that were accepted."""
+_IDS = range(3, 1000)
+"""Of prompts for a model without a tokenizer."""
+_WARM_UP = 4
+"""Clients of a step before the ramp."""
+
+Body = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What as many clients got, what it took, and `COUNTED`."""
+
+    clients: int
+    tokens: int
+    s: float
+    cpu_s: float
+    rounds: int
+    drafting: int
+    drafts: int
+    accepted: int
+
+
+Ramp = Sequence[Step]
+
+
+def bodies(args: argparse.Namespace) -> list[list[list[Body]]]:
+    """What each client of each step asks, one request after the other; the first step warms up."""
+    draw, tokenizer = random.Random(args.seed), open_tokenizer(resolve_folder(args.model))
+    text = [] if tokenizer is None else [i for ids in read_prompts(None, 64, tokenizer) for i in ids]
+
+    def body(number: int) -> Body:
+        length, begin = draw.randint(*args.prompt_tokens), draw.randrange(max(len(text), 1))
+        ids = (text[begin:] + text)[:length] if text else draw.choices(_IDS, k=length)
+        sampled = {"temperature": 0.7, "seed": number} if number % 2 else {"temperature": 0.0}
+        asked = {"prompt": ids, "max_tokens": draw.randint(*args.max_tokens), "ignore_eos": True, **sampled}
+        return {**asked, "stream": True, "stream_options": {"include_usage": True}}
+
+    steps = [_WARM_UP, *args.clients]
+    return [[[body(client + n) for n in range(args.requests)] for client in range(clients)] for clients in steps]
+
+
+async def answered(server: Client, asked: Sequence[Body]) -> int:
+    """One client's requests, one after the other. Returns its tokens."""
+    connection, tokens = Connection(Address.of(server.url), None), 0
+    for body in asked:
+        async with aclosing(connection.events("/v1/completions", body)) as events:
+            usage = [event["usage"] async for event in events if event.get("usage")]
+        if usage[-1]["completion_tokens"] != body["max_tokens"]:
+            raise EngineError(f"an answer has {usage[-1]['completion_tokens']} tokens, not {body['max_tokens']}")
+        tokens += body["max_tokens"]
+    return tokens
+
+
+def processor_s(server: Client) -> float:
+    """What its processes have used. Linux knows the clock of another process by its id."""
+    return sum(time.clock_gettime(~pid << 3 | 2) for pid in (server.pid, *descendants(server.pid)))
+
+
+async def step(server: Client, clients: Sequence[Sequence[Body]]) -> Step:
+    def counted() -> list[int]:
+        found = metrics(server.url)
+        return [int(found[name]) for name in COUNTED]
+
+    before, used_s, began_s = counted(), processor_s(server), time.perf_counter()
+    tokens = sum(await asyncio.gather(*(answered(server, asked) for asked in clients)))
+    spent = time.perf_counter() - began_s, processor_s(server) - used_s
+    return Step(len(clients), tokens, *spent, *(now - then for now, then in zip(counted(), before, strict=True)))
+
+
+def contenders(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The options of each one's server."""
+    words = shlex.split(args.options)
+    given: dict[str, Any] = {"max_running_requests": max(args.clients)}
+    for word, value in zip(words, [*words[1:], "--"], strict=False):
+        if word.startswith("--"):
+            given[word[2:].replace("-", "_")] = True if value.startswith("--") else value
+    without = {name: each for name, each in given.items() if not name.startswith(("speculative_", "simulate_"))}
+    found = {PLAIN: {**without, "speculative_algorithm": "NONE"}}
+    names = "speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens"
+    for text in args.shapes:
+        shape = SpecShape.parse(text, "--shapes")
+        sizes = shape.num_steps, shape.topk, shape.num_draft_tokens
+        found[text] = {"draft": args.draft, **given, **dict(zip(names, sizes, strict=True))}
+    chosen = {"speculative_policy": "auto", "speculative_calibration": "learn"}
+    found[AUTO] = {"draft": args.draft, **given, **chosen, "speculative_shapes": " ".join(args.shapes)}
+    return found
+
+
+def rate(ramp: Ramp, clock: str) -> float:
+    spent: float = sum(getattr(each, clock) for each in ramp)
+    return sum(each.tokens for each in ramp) / spent
+
+
+def ratio(own: Sequence[Ramp], other: Sequence[Ramp], clock: str) -> float:
+    """The median over turns."""
+    return round(statistics.median(rate(a, clock) / rate(b, clock) for a, b in zip(own, other, strict=True)), 3)
+
+
+def figures(own: Sequence[Ramp], plain: Sequence[Ramp], clocks: Sequence[str]) -> dict[str, Any]:
+    """Of one contender, the whole ramp or a part of it."""
+
+    def total(of: Callable[[Step], int]) -> int:
+        return sum(of(each) for ramp in own for each in ramp)
+
+    found: dict[str, Any] = {}
+    for clock in clocks:
+        found[f"tokens_per_{clock}"] = round(statistics.median(rate(ramp, clock) for ramp in own), 1)
+        found[f"over_plain_by_{clock}"] = ratio(own, plain, clock)
+    drafting = total(lambda each: each.drafting)
+    found["plain_share"] = round(1 - drafting / max(total(lambda each: each.rounds), 1), 3)
+    if drafting:
+        found["mean_drafts"] = round(total(lambda each: each.drafts) / drafting, 2)
+        found["mean_accepted"] = round(total(lambda each: each.accepted) / drafting, 2)
+    return found
+
+
+def say(part: str, line: dict[str, Any]) -> None:
+    print(json.dumps({"part": part, **line}), flush=True)
+
+
+async def run(args: argparse.Namespace) -> None:
+    asked, options = bodies(args), contenders(args)
+    runs: dict[str, list[Ramp]] = {name: [] for name in options}
+    for turn in range(args.turns):
+        for name in list(options)[:: -1 if turn % 2 else 1]:
+            async with served(args.model, options[name]) as server:
+                ramp = [await step(server, clients) for clients in asked][1:]
+            runs[name].append(ramp)
+            steps = [{key: round(value, 3) for key, value in asdict(each).items()} for each in ramp]
+            say("run", {"turn": turn, "contender": name, "start_s": round(server.start_s, 1), "steps": steps})
+    plain = runs[PLAIN]
+    device = compute_device(options[PLAIN].get("device", "auto"))
+    clocks = ("s", "cpu_s") if device.type == "cpu" else ("s",)
+    for name, own in runs.items():
+        steps = []
+        for i, count in enumerate(args.clients):
+            own_step, plain_step = ([ramp[i : i + 1] for ramp in each] for each in (own, plain))
+            steps.append({"clients": count, **figures(own_step, plain_step, clocks)})
+        tokens = sum(each.tokens for each in own[0])
+        say("contender", {"contender": name, "tokens": tokens, "ramp": figures(own, plain, clocks), "steps": steps})
+    found: dict[str, Any] = {}
+    for clock in clocks:
+        best = max(args.shapes, key=lambda shape, clock=clock: ratio(runs[shape], plain, clock))  # type: ignore[misc]
+        over = {"auto_over_best_fixed": ratio(runs[AUTO], runs[best], clock)}
+        found[f"by_{clock}"] = {"best_fixed": best, **over, "auto_over_plain": ratio(runs[AUTO], plain, clock)}
+    say("auto", {"turns": args.turns, **found})
+
+
+def main(arguments: list[str]) -> int:
+    parser = OneLineParser(prog="load_ramp", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=BUILTIN_MODEL, metavar="FOLDER")
+    parser.add_argument("--draft", metavar="FOLDER", help="its head; the embedded model has its own")
+    parser.add_argument("--options", default="", metavar="FLAGS", help="of every server")
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="S,k,T")
+    parser.add_argument("--clients", nargs="+", type=int, default=CLIENTS, metavar="N", help="at a time, of each step")
+    parser.add_argument("--requests", type=int, default=2, metavar="N", help="of each client in a step")
+    parser.add_argument("--prompt-tokens", nargs=2, type=int, default=(16, 256), metavar=("LO", "HI"))
+    parser.add_argument("--max-tokens", nargs=2, type=int, default=(16, 96), metavar=("LO", "HI"), help="of an answer")
+    parser.add_argument("--turns", type=int, default=3, metavar="N")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(arguments)
+    args.draft = args.draft or (BUILTIN_DRAFT if args.model == BUILTIN_MODEL else None)
+    if min(*args.clients, args.requests, args.turns, args.prompt_tokens[0], args.max_tokens[0]) < 1:
+        raise InputError("every number must be at least 1")
+    asyncio.run(run(args))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code("load_ramp", lambda: main(sys.argv[1:])))
