@@ -4,7 +4,9 @@ A batch uses the first rows, so eager and captured rounds run the same functions
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +40,23 @@ class HeldNodes:
     withheld: Tensor
 
 
+Part = TypeVar("Part")
+
+
+def _once(make: Callable[["RoundBuffers", int, SpecShape], Part]) -> Callable[["RoundBuffers", int, SpecShape], Part]:
+    """What `make` gives for a bucket and a shape, made once: buffers stay where they are, and each round asks often."""
+
+    @wraps(make)
+    def part(buffers: "RoundBuffers", bucket: int, shape: SpecShape) -> Part:
+        key = make.__name__, bucket, shape
+        if key not in buffers.parts:
+            buffers.parts[key] = make(buffers, bucket, shape)
+        found: Part = buffers.parts[key]
+        return found
+
+    return part
+
+
 @dataclass(frozen=True, slots=True)
 class RoundBuffers:
     """rows: the graph input.
@@ -48,6 +67,8 @@ class RoundBuffers:
 
     aux_hidden: [max_requests, S + 1, 3 * hidden], of the accepted path's nodes, all auxiliary layers side by side.
     Tails: group -> [layers, max_requests, capacity, *kv.shape], each scratch of one phase.
+
+    parts: what has been asked for, by method, bucket and shape.
     """
 
     rows: Tensor
@@ -63,7 +84,9 @@ class RoundBuffers:
     draft_tails: dict[GroupName, Tensor]
     verify_tails: dict[GroupName, Tensor]
     extend_tails: dict[GroupName, Tensor]
+    parts: dict[tuple[str, int, SpecShape], Any] = field(default_factory=dict, compare=False, repr=False)
 
+    @_once
     def tree_of(self, bucket: int, shape: SpecShape) -> DraftTree:
         """The part of the tree buffers that a batch of `bucket` rows uses."""
         t, tree = shape.num_draft_tokens, self.tree
@@ -75,17 +98,20 @@ class RoundBuffers:
             _part(tree.logprob, bucket, t),
         )
 
+    @_once
     def places_of(self, bucket: int, shape: SpecShape) -> PathPositions:
         t, w, places = shape.num_draft_tokens, shape.commit_width, self.places
         return PathPositions(
             _part(places.committed, bucket), _part(places.nodes, bucket, t), _part(places.path, bucket, w)
         )
 
+    @_once
     def held_of(self, bucket: int, shape: SpecShape) -> HeldNodes:
         assert self.held is not None, "the client is told that no logits can be changed"
         t = shape.num_draft_tokens
         return HeldNodes(_part(self.held.allowed, bucket, t), _part(self.held.withheld, bucket, t))
 
+    @_once
     def accepted_of(self, bucket: int, shape: SpecShape) -> Accepted:
         w, accepted = shape.commit_width, self.accepted
         return Accepted(
@@ -97,13 +123,16 @@ class RoundBuffers:
             _part(accepted.choice, bucket, shape.num_draft_tokens),
         )
 
+    @_once
     def growth_of(self, bucket: int, shape: SpecShape) -> TreeBuilder:
         return self.growth[shape].first(bucket)
 
+    @_once
     def logprobs_of(self, bucket: int, shape: SpecShape) -> PathLogprobs:
         w, logprobs = shape.commit_width, self.logprobs
         return PathLogprobs(_part(logprobs.values, bucket, w), _part(logprobs.ids, bucket, w))
 
+    @_once
     def aux_hidden_of(self, bucket: int, shape: SpecShape) -> Tensor:
         return _part(self.aux_hidden, bucket, shape.commit_width)
 
