@@ -1,8 +1,9 @@
 """Whether the shape that the load allows is faster than any fixed one: clients that come and go, over HTTP.
 
     python benchmarks/load_ramp.py                          the embedded pair, clients 1 2 4 .. 64 .. 4 2 1
-    cd benchmarks/presets && python ../load_ramp.py --model llama-3.1-8b --draft eagle3-llama-3.1-8b \
-      --options="--device cuda --load-format dummy --simulate-acceptance builtin:llama-3.1-8b"
+    python benchmarks/load_ramp.py --model benchmarks/presets/llama-3.1-8b \
+      --draft benchmarks/presets/eagle3-llama-3.1-8b \
+      --options " --device cuda --load-format dummy --simulate-acceptance builtin:llama-3.1-8b"
 
 Each contender has a `treetop serve` of its own, one at a time: plain decoding, each of `--shapes` in every round, and
 `auto` that chooses from these (docs/policy.md). All get the same requests: of each step as many clients, each of which
