@@ -243,6 +243,15 @@ if INTERPRETED:
         order = torch.randperm(7, generator=torch.Generator().manual_seed(3)).tolist()
         assert same_bits(SMALL.decode([row.turned(order)])[0], SMALL.decode([row])[0][order])
 
+    def test_what_a_node_has_does_not_show_in_those_beside_it():
+        """Values that are infinite, of a node that others do not follow."""
+        row = make_row(93, [-1, 0, 0, 1, 2])
+        tail = row.tail.clone()
+        tail[2, 1] = float("inf")
+        want, got = SMALL.decode([row])[0], SMALL.decode([replace(row, tail=tail)])[0]
+        assert same_bits(got[[0, 1, 3]], want[[0, 1, 3]])
+        assert not same_bits(got[2], want[2])
+
     # ------------------------------------------------------------------------------------------------- mutants
 
     def by_length(metadata, shares, block, gpu, unit):

@@ -126,6 +126,7 @@ def fold_paths(
     edge = end // 16 * 16  # steps before it have the same keys for all
     acc = tl.dot(tl.where((key < edge)[None, :], weights, 0.0).to(v.dtype), v, acc, input_precision="ieee")
     late = key >= edge
+    late_weights = tl.where(late[None, :], weights, 0.0).to(v.dtype)
     for each in range(first_query, last_query):
         column = tl.load(path + each * t + key - end, mask=on_paths, other=-1)
         theirs = column >= 0
@@ -137,8 +138,8 @@ def fold_paths(
         mask = (late & (stored | theirs))[:, None]
         mask = mask if dim == block_d else mask & (dims < dim)[None, :]
         v_own = tl.load(at_v[:, None] + dims[None, :], mask=mask, other=0.0)
-        mine = (query == each)[:, None] & late[None, :]
-        acc = tl.dot(tl.where(mine, weights, 0.0).to(v.dtype), v_own, acc, input_precision="ieee")
+        summed = tl.dot(late_weights, v_own, acc, input_precision="ieee")
+        acc = tl.where((query == each)[:, None], summed, acc)  # of the others not even what is infinite shows
     return acc, peak, mass
 
 
