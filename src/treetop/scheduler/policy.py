@@ -38,11 +38,8 @@ _HOPE = 1.0
 """Standard deviations by which a shape's chances may be better than thought when it is considered for a trial."""
 _EVERY, _ANYHOW = 8, 256
 """Rounds between two thoughts of a trial, and between two trials of the second best, which may be mismeasured."""
-_CURIOSITY, _MOST_CURIOUS, _FIRST_CURIOUS = 0.008, 1.0, 4.0
-"""Of the time, what trials may cost by what is thought of their shapes; rounds that are saved up for them, and that an
-engine has at its start, when each round is time for one."""
-_SAMPLES = 4
-"""Rows' rounds that a trial after plain rounds takes, for which the draft has to catch up first."""
+_CURIOSITY, _MOST_CURIOUS = 0.008, 0.5
+"""Of the time, what trials may cost by what is thought of their shapes; rounds that are saved up for one."""
 _FOLLOWS, _OWN_FOLLOWS, _SETTLED = 0.1, 0.2, 6
 """The part of what is off by which the factor of all shapes moves, and of two where one follows the other after so many
 rounds."""
@@ -133,8 +130,7 @@ class AdaptiveShape:
         self.acceptance = AcceptanceEstimate(self._trees)
         self._bucket_for = cache(layout.bucket_for)
         self.shape, self.credit = PLAIN, FIRST_CREDIT
-        self._last, self._num_rounds, self._curiosity = PLAIN, 0, _FIRST_CURIOUS
-        self._tried, self._more = PLAIN, 0  # the shape of the last trial, and rounds of it that are to come
+        self._last, self._num_rounds, self._curiosity = PLAIN, 0, 0.0
         self._share = 1.0  # of the rows, that may accept drafts
         self._counts: ProposalCounts | None = None  # of a calibration, as it was when the last round ended
 
@@ -155,7 +151,7 @@ class AdaptiveShape:
         best = max(rates, key=rates.__getitem__)
         if rates[best] > _MARGIN * rates[self.shape] or rates[PLAIN] >= rates[self.shape]:
             self.shape = best
-        wanted = self._trial(rates, seconds, len(lengths), behind) or self.shape
+        wanted = self._trial(rates, seconds) or self.shape
         self._add(max(INTEREST - caught_up / seconds[PLAIN], LEAST_INTEREST))
         stakes = {shape: self._at_stake(shape, seconds, behind) for shape in rates}
         if stakes[wanted] > self.credit:  # the best of those that can be paid, which plain rounds are
@@ -170,30 +166,20 @@ class AdaptiveShape:
         begun = min(self._num_rounds / _FIRST, 1.0)
         self.credit = min(self.credit + rounds, FIRST_CREDIT + begun * (CREDIT - FIRST_CREDIT))
 
-    def _trial(
-        self, rates: dict[SpecShape, float], seconds: dict[SpecShape, float], rows: int, behind: float
-    ) -> SpecShape | None:
+    def _trial(self, rates: dict[SpecShape, float], seconds: dict[SpecShape, float]) -> SpecShape | None:
         """The shape that may well be better than what runs, most of all; None if none may, or it is not its time."""
         self._num_rounds += 1
-        if self._more:
-            self._more -= 1
-            return self._tried
-        passed = 1 if self._num_rounds <= _FIRST else _EVERY
-        if self._num_rounds % passed:
+        if self._num_rounds % _EVERY:
             return None
         if self._num_rounds % _ANYHOW == 0:
             return max((shape for shape in rates if shape != self.shape), key=rates.__getitem__)
-        begun = min(self._num_rounds / _FIRST, 1.0)
-        most = _FIRST_CURIOUS + begun * (_MOST_CURIOUS - _FIRST_CURIOUS)
-        self._curiosity = min(self._curiosity + passed * _CURIOSITY, most)
+        self._curiosity = min(self._curiosity + _EVERY * _CURIOSITY, _MOST_CURIOUS)
         hopes = {shape: self._tokens(shape, _HOPE) / seconds[shape] for shape in self._trees}
         best, rate = max(hopes, key=hopes.__getitem__), rates[self.shape]
-        rounds, late = (max(_SAMPLES // rows, 1), behind) if self.shape == PLAIN else (1, 0.0)
-        costs = (rounds * seconds[best] * (1.0 - rates[best] / rate) + late) / seconds[self.shape]
+        costs = seconds[best] * (1.0 - rates[best] / rate) / seconds[self.shape]
         if best == self.shape or hopes[best] <= _MARGIN * rate or costs > self._curiosity:
             return None
         self._curiosity -= costs
-        self._tried, self._more = best, rounds - 1
         return best
 
     def _tokens(self, shape: SpecShape, deviations: float = 0.0) -> float:
