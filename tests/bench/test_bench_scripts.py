@@ -12,6 +12,9 @@ import pytest
 import torch
 
 from treetop import LLM
+from treetop.kernels import skinny_gemm as kernels
+from treetop.kernels.skinny_gemm import RowsLaunch, load_table
+from treetop.kernels.triton_guard import GpuTraits
 from treetop.types.errors import InputError
 from treetop_debug.servers import Stream
 
@@ -198,6 +201,30 @@ def test_rounds_of_a_stream_are_counted_by_its_tokens(script):
     stream.events += later[1:]
     assert serving.rounds_since(stream, 1, 3, 3) == (2.5, 4)
     assert serving.gaps_ms(stream, 2) == [1000.0, 1500.0, 500.0]
+
+
+def test_launches_without_a_cut_join_what_a_table_has(script, tmp_path, monkeypatch):
+    """Beside an entry's others, in one of their own, and none where the vendor's product was faster."""
+    pytest.importorskip("triton", reason="the script times Triton's kernels")
+    module, table = script("skinny_gemm"), tmp_path / "table.json"
+    key = {"name": "down", "n": 4096, "k": 14336, "gated": False}
+    known = {**key, "rows": 16, "launch": [64, 128, 2, 6, 4], "us": 1.0, "vendor_us": 2.0}
+    table.write_text(json.dumps({"num_sms": 132, "machine": {"gpu": "H200"}, "entries": [known]}))
+    monkeypatch.setattr(module, "TABLE", table)
+    monkeypatch.setattr(module, "gpu_traits", lambda _: GpuTraits(132, True, 227 << 10))
+    monkeypatch.setattr(kernels, "_TABLE", table)
+    for rows, launch in ((16, [64, 128, 1, 8, 4]), (64, [32, 128, 1, 8, 4]), (256, None)):
+        module.add_whole({**key, "rows": rows}, {"launch": launch, "us": 1.0})
+    load_table.cache_clear()
+    try:
+        found = load_table()
+    finally:
+        load_table.cache_clear()
+    assert found.launches == {(4096, 14336, False, 16): RowsLaunch(64, 128, 2, 6, 4)}
+    assert found.whole == {
+        (4096, 14336, False, 16): RowsLaunch(64, 128, 1, 8, 4),
+        (4096, 14336, False, 64): RowsLaunch(32, 128, 1, 8, 4),
+    }
 
 
 # -------------------------------------------------------------------------------------------------------- load ramp

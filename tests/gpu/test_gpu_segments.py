@@ -156,11 +156,11 @@ def test_a_prefill_has_one_result_in_chunks_of_any_size(dtype):
 
 
 LAUNCHES = [
-    SegmentLaunch(16, 40, 7, 16, 1, 4, 1, 3),
-    SegmentLaunch(16, 1, 100, 64, 4, 2, 4, 2),
-    SegmentLaunch(32, 9, 5, 32, 2, 3, 8, 1),
-    SegmentLaunch(64, 3, 1, 16, 4, 3, 2, 2),
-    SegmentLaunch(128, 3, 6, 64, 8, 2, 8, 3),
+    SegmentLaunch(16, 40, 7, 1, 4),
+    SegmentLaunch(16, 1, 100, 4, 2),
+    SegmentLaunch(32, 9, 5, 2, 3),
+    SegmentLaunch(64, 3, 1, 4, 3),
+    SegmentLaunch(128, 3, 6, 8, 2),
 ]
 
 
@@ -174,7 +174,7 @@ LAUNCHES = [
     ids=str,
 )
 def test_no_launch_shows(dtype, shape):
-    """Blocks of queries, programs, parts that are not kept, queries joined at once, warps and stages."""
+    """Blocks of queries, programs, parts that are not kept, warps and stages, runs."""
     setting = Setting(device=GPU)
     rows = [make_row(length, parents(shape, length), dtype=dtype, **HEADS) for length in (2500, 0, 640, 1029)]
     want = setting.decode(rows)

@@ -21,7 +21,7 @@ from treetop.kernels.segments import SegmentPlan, block_of, plan_reference, plan
 from treetop.kernels.triton_guard import gpu_traits
 
 CPU = torch.device("cpu")
-SMALL = Setting(block=16, unit=32, launch=SegmentLaunch(16, 3, 1000, 16), prefill=SegmentLaunch(32))
+SMALL = Setting(block=16, unit=32, launch=SegmentLaunch(16, 3, 1000), prefill=SegmentLaunch(32))
 
 
 def slow(*values):
@@ -197,10 +197,10 @@ if INTERPRETED:
             assert all(same_bits(part[1], whole[:9]) for part in parts)
 
     LAUNCHES = [
-        SegmentLaunch(16, 1, 1, 16),
-        SegmentLaunch(16, 7, 4, 64),
-        SegmentLaunch(32, 2, 5, 32),
-        SegmentLaunch(64, 40, 6, 16),
+        SegmentLaunch(16, 1, 1),
+        SegmentLaunch(16, 7, 4),
+        SegmentLaunch(32, 2, 5),
+        SegmentLaunch(64, 40, 6),
     ]
 
     @pytest.mark.parametrize("shape", [(2, 2, 3), slow((1, 1, 1)), *LARGE[1:2]], ids=str)

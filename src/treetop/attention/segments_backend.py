@@ -11,7 +11,8 @@ from treetop.attention.triton_backend import TritonBackend
 from treetop.kernels.attention_config import CallShape
 from treetop.kernels.kv import PagedKV
 from treetop.kernels.metadata import AttentionMetadata
-from treetop.kernels.segment_attention import folders, segment_attention, segment_prefill
+from treetop.kernels.segment_attention import folders, segment_attention
+from treetop.kernels.segment_prefill import segment_prefill
 from treetop.kernels.segments import SegmentPlan, block_of, plan_segments
 from treetop.kernels.triton_guard import gpu_traits, why_not
 from treetop.types.ids import DRAFT

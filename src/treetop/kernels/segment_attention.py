@@ -12,8 +12,7 @@ queries, the others one for each.
     row of 700 keys, path of 3   | segments 0 .. 4: 2 blocks   | segment 5: 640 .. 687 | 688 .. 699, path |
                                  | a run of 3, then items of 1 |  for all queries      |  by each query   |
 
-Plain decoding folds its one path in the first launch. A prefill is one launch: a block of queries walks all segments up
-to its last position.
+Plain decoding folds its one path in the first launch.
 
 How many items there are is read on the device; parts are kept of the first `capacity` ones, and the segments of those
 past it are folded where they are joined. None of what `SegmentLaunch` says changes a bit.
@@ -29,11 +28,11 @@ from torch import Tensor
 from treetop.kernels.attention import load_kv, page_of, paged_attention_reference, within_page
 from treetop.kernels.attention_config import CallShape
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
-from treetop.kernels.metadata import AttentionMetadata, oldest_seen
+from treetop.kernels.metadata import oldest_seen
 from treetop.kernels.segments import (
     UNIT,
     SegmentPlan,
-    block_of,
+    enter,
     fold,
     join,
     nothing,
@@ -47,6 +46,8 @@ from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, jit_for
 
 PART_BYTES = 512 << 20
 """Of the parts of a call, at most."""
+JOINED = 16
+"""Queries, times grouped heads, whose segments a program joins. Fewer are no product of matrices, more were slower."""
 
 
 @jit
@@ -191,11 +192,9 @@ def _segments_kernel(
         next_one = segment_start(segment + 1, unit) // block_n
         page = page_of(table, begin, start, end, block_n, page_size)
         for block in range(begin, tl.minimum(after, whole)):
-            if block == next_one:
-                acc, peak, mass = join(acc, peak, mass, each, each_peak, tl.max(each_mass, 1))
-                each, each_peak, each_mass = nothing(block_m, block_d)
-                segment += 1
-                next_one = segment_start(segment + 1, unit) // block_n
+            acc, peak, mass, each, each_peak, each_mass, segment, next_one = enter(
+                block, acc, peak, mass, each, each_peak, each_mass, segment, next_one, unit, block_n
+            )
             key = block * block_n + tl.arange(0, block_n)
             stored = key >= start
             slot = page.to(tl.int64) * page_size + within_page(key, page_size)
@@ -206,9 +205,9 @@ def _segments_kernel(
                 visible = visible & (key[None, :] >= oldest[:, None])
             each, each_peak, each_mass = fold(queries, k, v, visible, each, each_peak, each_mass, scale, window > 0)
         if alone:
-            if whole == next_one:
-                acc, peak, mass = join(acc, peak, mass, each, each_peak, tl.max(each_mass, 1))
-                each, each_peak, each_mass = nothing(block_m, block_d)
+            acc, peak, mass, each, each_peak, each_mass, segment, next_one = enter(
+                whole, acc, peak, mass, each, each_peak, each_mass, segment, next_one, unit, block_n
+            )
             each, each_peak, each_mass = fold_alone(
                 queries, base, table, tail + row * tail_row + kv_head * dim, path + row, tl.maximum(begin, whole),
                 tl.minimum(after, whole + 1), start, end, slot_stride, v_offset, tail_v, each, each_peak, each_mass,
@@ -239,13 +238,12 @@ def _join_kernel(
     capacity: Arg, heads: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg, v_offset: Arg, table_row: Arg,
     position_row: Arg, position_query: Arg, tail_row: Arg, tail_column: Arg, tail_v: Arg,
     group: constexpr, dim: constexpr, page_size: constexpr, window: constexpr, chunked: constexpr,
-    alone: constexpr, has_sinks: constexpr, unit: constexpr, aligned: constexpr, at_once: constexpr,
+    alone: constexpr, has_sinks: constexpr, unit: constexpr, aligned: constexpr,
     block_m: constexpr, block_n: constexpr, block_d: constexpr, block_t: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """The results of one block of queries of one row and K/V head.
 
-    out: [rows, n, heads, dim], contiguous. at_once: parts that are asked for together. The rest as in
-    `_segments_kernel`. Grid (kv_heads, blocks of queries, rows).
+    out: [rows, n, heads, dim], contiguous. The rest as in `_segments_kernel`. Grid (kv_heads, blocks of queries, rows).
     """
     pdl_wait(overlap, early=True)
     kv_head, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
@@ -280,24 +278,18 @@ def _join_kernel(
 
     acc = tl.zeros([block_m, block_d], tl.float32)
     peak, mass = tl.full([block_m], -1e30, tl.float32), tl.zeros([block_m], tl.float32)
-    for i in range(0, closed, at_once):
-        first_part = load_part(part, part_peak, part_mass, at + i * step, real, dims, dim)
-        if at_once == 4:
-            second = load_part(
-                part, part_peak, part_mass, at + (i + 1) * step, query < tl.where(i + 1 < closed, n, 0), dims, dim
-            )
-            third = load_part(
-                part, part_peak, part_mass, at + (i + 2) * step, query < tl.where(i + 2 < closed, n, 0), dims, dim
-            )
-            fourth = load_part(
-                part, part_peak, part_mass, at + (i + 3) * step, query < tl.where(i + 3 < closed, n, 0), dims, dim
-            )
-            acc, peak, mass = join(acc, peak, mass, first_part[0], first_part[1], first_part[2])
-            acc, peak, mass = join(acc, peak, mass, second[0], second[1], second[2])
-            acc, peak, mass = join(acc, peak, mass, third[0], third[1], third[2])
-            acc, peak, mass = join(acc, peak, mass, fourth[0], fourth[1], fourth[2])
-        else:
-            acc, peak, mass = join(acc, peak, mass, first_part[0], first_part[1], first_part[2])
+    for i in range(0, closed, 4):  # four are asked for at once
+        one, one_peak, one_mass = load_part(part, part_peak, part_mass, at + i * step, real, dims, dim)
+        kept = query < tl.where(i + 1 < closed, n, 0)
+        two, two_peak, two_mass = load_part(part, part_peak, part_mass, at + (i + 1) * step, kept, dims, dim)
+        kept = query < tl.where(i + 2 < closed, n, 0)
+        three, three_peak, three_mass = load_part(part, part_peak, part_mass, at + (i + 2) * step, kept, dims, dim)
+        kept = query < tl.where(i + 3 < closed, n, 0)
+        four, four_peak, four_mass = load_part(part, part_peak, part_mass, at + (i + 3) * step, kept, dims, dim)
+        acc, peak, mass = join(acc, peak, mass, one, one_peak, one_mass)
+        acc, peak, mass = join(acc, peak, mass, two, two_peak, two_mass)
+        acc, peak, mass = join(acc, peak, mass, three, three_peak, three_mass)
+        acc, peak, mass = join(acc, peak, mass, four, four_peak, four_mass)
 
     first_query = tl.program_id(1) * block_m // group
     last_query = tl.minimum(tl.cdiv((tl.program_id(1) + 1) * block_m, group), n)
@@ -324,88 +316,6 @@ def _join_kernel(
     tl.store(out + out_at, result.to(out.dtype.element_ty), mask=real[:, None] & (dims < dim)[None, :])
 
 
-@jit_for_any("n", "heads", "q_row", "position_row")
-def _prefill_kernel(
-    out: Arg, q: Arg, pages: Arg, page_table: Arg, rows: Arg, kv_len: Arg, positions: Arg, sinks: Arg, scale: Arg,
-    n: Arg, heads: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg, v_offset: Arg, table_row: Arg,
-    position_row: Arg, position_query: Arg,
-    group: constexpr, dim: constexpr, page_size: constexpr, window: constexpr, chunked: constexpr,
-    has_sinks: constexpr, unit: constexpr,
-    block_m: constexpr, block_n: constexpr, block_d: constexpr, overlap: constexpr,
-) -> None:  # fmt: skip
-    """One block of a prefill's queries of one row and K/V head, whose keys are all in pages.
-
-    The arguments are as in `_join_kernel`. Grid (kv_heads, blocks of queries, rows).
-    """
-    pdl_wait(overlap, early=True)
-    kv_head, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest blocks start first
-    lane = tile * block_m + tl.arange(0, block_m)
-    query, head = lane // group, kv_head * group + lane % group
-    dims = tl.arange(0, block_d)
-    within = query < n
-    base = pages + kv_head * dim
-    table = page_table + tl.load(rows + row) * table_row
-    queries = load_queries(q, row * q_row + query * q_query + head * q_head, within, dims, dim)
-    position_at = positions + row * position_row
-    position = tl.load(position_at + query * position_query, mask=within, other=0).to(tl.int32)
-    real = within & ((query == 0) | (position > tl.load(position_at).to(tl.int32)))
-    nearest = tl.min(tl.where(real, position, 2147483646), 0)
-    end = tl.load(kv_len + row).to(tl.int32)
-    end = tl.minimum(end, tl.max(tl.where(real, position, -1), 0) + 1)
-    start, oldest = 0, position
-    if window > 0:
-        oldest = oldest_seen(position, window, chunked)
-        start = tl.minimum(tl.min(tl.where(real, oldest, 2147483647), 0), end)
-    seen_by_all = tl.minimum(nearest + 1, end) // block_n if window == 0 else 0  # blocks that need no mask
-    stop = tl.cdiv(end, block_n)
-
-    acc = tl.zeros([block_m, block_d], tl.float32)
-    peak, mass = tl.full([block_m], -1e30, tl.float32), tl.zeros([block_m], tl.float32)
-    each, each_peak, each_mass = nothing(block_m, block_d)
-    segment = segment_of(start, unit)
-    begin = start // block_n
-    next_one = segment_start(segment + 1, unit) // block_n
-    middle = tl.maximum(tl.minimum(stop, seen_by_all), begin)
-    page = page_of(table, begin, start, end, block_n, page_size)
-    if window == 0:
-        for block in range(begin, middle):
-            if block == next_one:
-                acc, peak, mass = join(acc, peak, mass, each, each_peak, tl.max(each_mass, 1))
-                each, each_peak, each_mass = nothing(block_m, block_d)
-                segment += 1
-                next_one = segment_start(segment + 1, unit) // block_n
-            key = block * block_n + tl.arange(0, block_n)
-            stored = key < end
-            slot = page.to(tl.int64) * page_size + within_page(key, page_size)
-            k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d, queries.dtype)
-            page = page_of(table, block + 1, start, end, block_n, page_size)
-            each, each_peak, each_mass = fold(queries, k, v, stored, each, each_peak, each_mass, scale, False)
-    for block in range(middle, stop):
-        if block == next_one:
-            acc, peak, mass = join(acc, peak, mass, each, each_peak, tl.max(each_mass, 1))
-            each, each_peak, each_mass = nothing(block_m, block_d)
-            segment += 1
-            next_one = segment_start(segment + 1, unit) // block_n
-        key = block * block_n + tl.arange(0, block_n)
-        stored = (key >= start) & (key < end)
-        slot = page.to(tl.int64) * page_size + within_page(key, page_size)
-        k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d, queries.dtype)
-        page = page_of(table, block + 1, start, end, block_n, page_size)
-        visible = stored[None, :] & (key[None, :] <= position[:, None]) & real[:, None]
-        if window > 0:
-            visible = visible & (key[None, :] >= oldest[:, None])
-        each, each_peak, each_mass = fold(queries, k, v, visible, each, each_peak, each_mass, scale, True)
-    acc, peak, mass = join(acc, peak, mass, each, each_peak, tl.max(each_mass, 1))
-
-    sink = tl.zeros([block_m], tl.float32)
-    if has_sinks:
-        sink = tl.load(sinks + head, mask=real, other=0.0)
-    result = tl.where(real[:, None], result_of(acc, peak, mass, sink, has_sinks), 0.0)
-    out_at = ((row * n + query) * heads + head)[:, None] * dim + dims[None, :]
-    tl.store(out + out_at, result.to(out.dtype.element_ty), mask=within[:, None] & (dims < dim)[None, :])
-
-
 # ------------------------------------------------------------------------------------------------------- the launch
 
 
@@ -413,20 +323,17 @@ def _prefill_kernel(
 class SegmentLaunch:
     """How a call is cut, none of which shows in a bit.
 
-    block_m, join_m: queries, times grouped heads, that a program takes at once where segments are folded, and joined.
+    block_m: queries, times grouped heads, that a program takes at once.
     programs: that share the list of items, a K/V head and block of queries.
     capacity: items whose parts are kept.
-    warps, stages, join_warps, join_stages: of the programs of both.
+    warps, stages: of the programs that fold segments.
     """
 
     block_m: int
     programs: int = 1
     capacity: int = 1
-    join_m: int = 16
     warps: int = 4
     stages: int = 3
-    join_warps: int = 4
-    join_stages: int = 2
 
 
 @lru_cache(maxsize=4096)
@@ -436,25 +343,20 @@ def choose_segment_launch(call: CallShape, most: int, slots: int, gpu: GpuTraits
     Rows that share no page have at most `slots` keys in all, so a part is kept of all their segments.
     """
     width = call.n * call.group
-    lanes = max(16, power_of_two(width))
-    small = _is_small(call)
-    if call.causal:
-        block_m = min(lanes, 32 if small else 64 if call.head_dim > 128 else 128)
-        return SegmentLaunch(block_m, warps=8 if block_m * call.head_dim > 64 * 64 else 4, stages=_stages(call))
     block_m = _folded_m(call)
     programs = folders(call, gpu)
     part_bytes = 4 * width * call.kv_heads * (call.head_dim + 2)
     kept = min(most, slots // UNIT + 2 * call.rows, PART_BYTES // part_bytes)
-    return SegmentLaunch(block_m, max(1, min(programs, most)), max(1, kept), warps=8 if small else 4, stages=2)
+    return SegmentLaunch(block_m, max(1, min(programs, most)), max(1, kept), warps=8 if is_small(call) else 4, stages=2)
 
 
-def _is_small(call: CallShape) -> bool:
+def is_small(call: CallShape) -> bool:
     """Whether a program takes fewer queries, for its sums are wide."""
     return call.element_bytes > 2 or call.head_dim > 256
 
 
 def _folded_m(call: CallShape) -> int:
-    return min(max(16, power_of_two(call.n * call.group)), 32 if _is_small(call) else 64)
+    return min(max(16, power_of_two(call.n * call.group)), 32 if is_small(call) else 64)
 
 
 def folders(call: CallShape, gpu: GpuTraits) -> int:
@@ -463,24 +365,11 @@ def folders(call: CallShape, gpu: GpuTraits) -> int:
     return max(1, -(-each * gpu.num_sms // (call.kv_heads * blocks)))
 
 
-def _stages(call: CallShape) -> int:
-    if call.element_bytes > 2:
-        return 2
-    return 3 if call.head_dim <= 128 else 2
-
-
 def segment_attention_reference(
     q: Tensor, pages: Tensor, plan: SegmentPlan, tail: Tensor, scale: float, sinks: Tensor | None
 ) -> Tensor:
     """`segment_attention` by plain operations, whose sums have another order. Returns [rows, n, heads, head_dim]."""
     return paged_attention_reference(q, pages, plan.metadata, tail, scale, sinks)[0]
-
-
-def segment_prefill_reference(
-    q: Tensor, pages: Tensor, metadata: AttentionMetadata, scale: float, sinks: Tensor | None
-) -> Tensor:
-    """`segment_prefill` by plain operations, whose sums have another order."""
-    return paged_attention_reference(q, pages, metadata, None, scale, sinks)[0]
 
 
 def segment_attention(
@@ -535,46 +424,9 @@ def segment_attention(
         block_m=launch.block_m, num_warps=launch.warps, num_stages=launch.stages, **shape,
     )  # fmt: skip
     t = tail.shape[1]
-    _join_kernel[(kv_heads, -(-n * group // launch.join_m), rows)](
+    _join_kernel[(kv_heads, -(-n * group // JOINED), rows)](
         out, sums, peaks, masses, *where, plan.path, peaks if sinks is None else sinks, scale, n, t, capacity, heads,
-        *strides, has_sinks=sinks is not None, at_once=4 if launch.join_m == 16 else 1, block_m=launch.join_m,
-        block_t=max(16, power_of_two(t)), num_warps=launch.join_warps, num_stages=launch.join_stages, **shape,
-    )  # fmt: skip
-    return out
-
-
-def segment_prefill(
-    q: Tensor,
-    pages: Tensor,
-    metadata: AttentionMetadata,
-    scale: float,
-    sinks: Tensor | None,
-    gpu: GpuTraits,
-    launch: SegmentLaunch | None = None,
-    block_n: int | None = None,
-    unit: int = UNIT,
-) -> Tensor:
-    """Attention of a chunk, whose K/V are in the pages, up to each query's own position. As `segment_attention`.
-
-    block_n: keys of a block, else `block_of`.
-    """
-    rows, n, heads, dim = q.shape
-    kv_heads = pages.shape[2]
-    group = heads // kv_heads
-    if launch is None:
-        call = CallShape(rows, n, kv_heads, group, dim, q.element_size(), metadata.max_kv_len, True)
-        launch = choose_segment_launch(call, 0, 0, gpu)
-    out = torch.empty((rows, n, heads, dim), dtype=q.dtype, device=q.device)
-    positions, table = metadata.positions, metadata.table.data
-    assert (q.stride(3), table.stride(1), metadata.rows.stride(0), metadata.kv_len.stride(0)) == (1, 1, 1, 1)
-    assert pages.stride()[2:] == (dim, 1)
-    _prefill_kernel[(kv_heads, -(-n * group // launch.block_m), rows)](
-        out, q, pages, table, metadata.rows, metadata.kv_len, positions, out if sinks is None else sinks,
-        scale * math.log2(math.e), n, heads, *q.stride()[:3], pages.stride(0), pages.stride(1), table.stride(0),
-        *positions.stride(), group=group, dim=dim, page_size=metadata.page_size, window=metadata.window or 0,
-        chunked=metadata.chunked, has_sinks=sinks is not None, unit=unit, block_m=launch.block_m,
-        block_n=block_n or block_of(dim, q.element_size()), block_d=max(16, power_of_two(dim)),
-        overlap=gpu.can_overlap, num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=False,
-        **launch_options(gpu),
+        *strides, has_sinks=sinks is not None, block_m=JOINED, block_t=max(16, power_of_two(t)), num_warps=4,
+        num_stages=2, **shape,
     )  # fmt: skip
     return out

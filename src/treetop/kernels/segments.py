@@ -34,8 +34,6 @@ from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, jit_for
 
 UNIT = 128
 """Keys of the first segments. Part of the arithmetic."""
-STEP = 16
-"""Keys of a step, of which what a query gets is one sum."""
 
 
 def block_of(dim: int, element_bytes: int) -> int:
@@ -116,6 +114,23 @@ def join(acc: Arg, peak: Arg, mass: Arg, part: Arg, part_peak: Arg, part_mass: A
     shrink, share = tl.exp2(peak - new_peak), tl.exp2(part_peak - new_peak)
     acc = tl.fma(part, share[:, None], acc * shrink[:, None])
     return acc, new_peak, tl.fma(part_mass, share, mass * shrink)
+
+
+@jit
+def enter(
+    block: Arg, acc: Arg, peak: Arg, mass: Arg, each: Arg, each_peak: Arg, each_mass: Arg, segment: Arg, next_one: Arg,
+    unit: constexpr, block_n: constexpr,
+) -> Arg:  # fmt: skip
+    """Before a block is folded: where a segment begins with it, the one before is joined, and sums begin from nothing.
+
+    next_one: the block with which the segment after `segment` begins. each, each_peak, each_mass: of `segment`.
+    """
+    if block == next_one:
+        acc, peak, mass = join(acc, peak, mass, each, each_peak, tl.max(each_mass, 1))
+        each, each_peak, each_mass = nothing(acc.shape[0], acc.shape[1])
+        segment += 1
+        next_one = segment_start(segment + 1, unit) // block_n
+    return acc, peak, mass, each, each_peak, each_mass, segment, next_one
 
 
 @jit

@@ -45,6 +45,7 @@ from treetop.kernels import learn as learning
 from treetop.kernels import process as processing
 from treetop.kernels import rows as row_state
 from treetop.kernels import segment_attention as segment_attending
+from treetop.kernels import segment_prefill as segment_prefilling
 from treetop.kernels import select as selecting
 from treetop.kernels import skinny_gemm as skinny
 from treetop.kernels.exact import BY_ELEMENT, LIBRARY
@@ -269,11 +270,11 @@ class Ops:
         (segment_attending._segments_kernel, segment_attending._join_kernel),
     )
     segment_prefill = Op(
-        segment_attending.segment_prefill_reference,
-        segment_attending.segment_prefill,
+        segment_prefilling.segment_prefill_reference,
+        segment_prefilling.segment_prefill,
         1e-5,
         on_a_gpu,
-        (segment_attending._prefill_kernel,),
+        (segment_prefilling._prefill_kernel,),
     )
     latent_attention = Op(
         latent_attending.latent_attention_reference,
