@@ -1,8 +1,8 @@
-"""Keys of a `config.json` that published folders have equal, or leave out: read as `transformers` reads them, or refused
-by name."""
+"""Keys that published configs have equal, or leave out: read as `transformers` reads them, or refused by name."""
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -76,7 +76,7 @@ def test_a_head_that_is_wider_than_its_share_of_the_model_is_refused(name, tmp_p
         if fits:
             assert target_spec(folder).check() > 0
         else:
-            refused(CheckpointError, lambda: target_spec(folder), "config.json: head_dim = 16", "only 8")
+            refused(CheckpointError, partial(target_spec, folder), "config.json: head_dim = 16", "only 8")
 
 
 def test_a_rotation_that_is_narrower_than_what_turns_is_refused(tmp_path):

@@ -13,7 +13,7 @@ from treetop.types.options import option, options_of, validate
 Algorithm = Literal["EAGLE", "EAGLE3", "MTP", "NEXTN", "NGRAM", "NONE"]
 _ALONE = ("MTP", "NEXTN", "NGRAM")
 """Algorithms that need no folder of a draft: the target's holds their weights, or there are none."""
-MtpRecurrence = Literal["auto", "before-norm", "after-norm"]
+Recurrence = Literal["auto", "before-norm", "after-norm"]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Backend = Literal["auto", "torch", "triton", "segments", "fa3", "flashinfer", "fa4"]
 """Each but auto is a file of `treetop.attention`, which this name registers."""
@@ -53,9 +53,14 @@ class EngineConfig:
         "NONE forbids a draft; MTP (alias NEXTN) and NGRAM need no folder of one (default: what the draft's tensors"
         " are)",
     )
-    speculative_mtp_recurrence: MtpRecurrence = option(
+    speculative_mtp_recurrence: Recurrence = option(
         "auto",
         "which state of an MTP layer feeds it again: before or after its norm (auto: as the family's reference does)",
+    )
+    speculative_eagle_recurrence: Recurrence = option(
+        "auto",
+        "which state of an EAGLE-3 head feeds it again: before or after its norm (auto: as norm_output of its config"
+        " says)",
     )
     speculative_draft_window_size: int | None = option(
         None,
@@ -350,6 +355,10 @@ class EngineConfig:
             (
                 self.speculative_ngram_graft > 0 and self.simulates,
                 "--speculative-ngram-graft proposes from right tokens: drop it to simulate acceptance",
+            ),
+            (
+                self.speculative_eagle_recurrence != "auto" and (not self.speculates or self.algorithm in _ALONE),
+                "--speculative-eagle-recurrence is of an EAGLE-3 head: give one, or drop it",
             ),
             (
                 self.speculative_shapes is not None and not auto,
