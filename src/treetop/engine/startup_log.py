@@ -45,7 +45,8 @@ def start_up_block(
 
 def _graphs(launcher: RoundLauncher) -> str:
     if isinstance(launcher, CudaGraphs):
-        return f"{len(launcher)} graphs captured in {launcher.seconds:.1f} s"
+        memory = "" if launcher.memory is None else f": {launcher.memory}"
+        return f"{len(launcher)} graphs captured in {launcher.seconds:.1f} s{memory}"
     return "graphs simulated" if isinstance(launcher, GraphSim) else "rounds run eagerly"
 
 
