@@ -87,7 +87,8 @@ def read(file: Path) -> CostTable | None:
     """None for a file that is not there or is none of ours, or whose numbers are no costs."""
     try:
         table = _table_of(kept(file))
-        positive = [float(number) for each in (*table.rounds, *table.catch_ups) for number in (each.rows, each.seconds)]
+        measured: list[RoundCost | CatchUpCost] = [*table.rounds, *table.catch_ups]
+        positive = [float(number) for each in measured for number in (each.rows, each.seconds)]
     except (ValueError, LookupError, TypeError, OverflowError, ConfigError):
         return None
     costs = all(0 < number < math.inf for number in positive)
