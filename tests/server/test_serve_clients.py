@@ -120,7 +120,7 @@ def test_a_length_beside_chunks_ends_the_connection(hurried):
 
 
 def test_a_slash_too_many_is_no_redirect_to_whoever_the_host_names(hurried):
-    answer = hurried.get("/v1/models/", headers={"Host": "evil.example"})
+    answer = hurried.post("/v1/completions/", {"prompt": "a"}, headers={"Host": "evil.example"})
     assert answer.status_code == 404
     assert "location" not in answer.headers
 
