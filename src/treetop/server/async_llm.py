@@ -64,7 +64,7 @@ class AsyncLLM:
     ) -> None:
         config = engine_config(model, draft, dict(options))
         self._supervised: AbstractAsyncContextManager[EngineClient] | None = None
-        self._seed, self._started = config.seed, False
+        self._seed, self._started = config.seed or 0, False
         self._weights = WeightFolders(config.model, config.draft)
         if restarts is not None:
             self._supervised = _supervised(config, restarts)
@@ -72,7 +72,7 @@ class AsyncLLM:
         from treetop.distributed.opened import open_thread  # noqa: PLC0415  # loads PyTorch
 
         opened = open_thread(config)
-        self._open(InProcessClient(opened.thread, opened.info, opened.close), config.seed, None)
+        self._open(InProcessClient(opened.thread, opened.info, opened.close), self._seed, None)
 
     @classmethod
     def of(

@@ -16,7 +16,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from itertools import count
@@ -35,6 +34,7 @@ from treetop.server.api.connections import BACKLOG, most_connections
 from treetop.server.api.run import ApiOptions, log_to_stderr, serve
 from treetop.server.in_flight import InFlightCounter
 from treetop.server.options import ServeOptions
+from treetop.server.own_folder import own_folder
 from treetop.types.errors import ConfigError
 
 _ENDED_BY_SIGNAL = {0, -signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGINT}
@@ -52,8 +52,8 @@ def run(process: ProcessOptions, options: ServeOptions) -> int:
     options = options.by_cores(cores)
     most_connections(options.max_connections)
     listening = _bind(options)
-    with tempfile.TemporaryDirectory(prefix="treetop-") as folder:  # mode 0700: nobody else reaches the engine
-        return asyncio.run(_run(Path(folder), process, options, listening))
+    with own_folder() as folder:
+        return asyncio.run(_run(folder, process, options, listening))
 
 
 def _bind(options: ServeOptions) -> socket.socket:

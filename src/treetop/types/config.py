@@ -233,9 +233,10 @@ class EngineConfig:
         maximum=3,
         must="must be 0, 1, 2 or 3",
     )
-    seed: int = option(
-        0,
-        "each prompt draws its own seed from this one: the same seed and prompts give the same sampled tokens",
+    seed: int | None = option(
+        None,
+        "each prompt draws its own seed from this one: the same seed and prompts give the same sampled tokens (default:"
+        " 0; of a server, drawn anew by each of its API processes)",
         minimum=0,
         below=2**63,
         must="must be in [0, 2^63)",

@@ -59,7 +59,7 @@ class EngineOptions(TypedDict, total=False):
     simulate_accept_length: float | None
     simulate_acceptance: str | None
     check_level: int
-    seed: int
+    seed: int | None
     tp_size: int
     ep_size: int
     disable_custom_all_reduce: bool

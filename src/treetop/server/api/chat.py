@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from treetop.server.api.api_state import ApiState
@@ -14,7 +14,7 @@ from treetop.server.api.choices import Choice, Choices
 from treetop.server.api.errors import ApiError
 from treetop.server.api.events import DONE, STREAMS, Answer, EventTemplate, answered
 from treetop.server.api.fields import Body, SamplingFields
-from treetop.server.api.limits import MAX_MESSAGES, MAX_PARTS, BodyRoute
+from treetop.server.api.limits import MAX_MESSAGES, MAX_PARTS, BodyRoute, FewMembers, check_values
 from treetop.server.api.logprobs import LogprobWriter, Tokens, tokens_of
 from treetop.server.api.tools import Calls, ToolChoice, ToolList
 from treetop.server.api.turn import Said, Turn, delta_of, start_turn
@@ -131,7 +131,17 @@ class ChatMessage(BaseModel):
         return flat
 
 
-Messages = Annotated[list[ChatMessage], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+def check_arguments(messages: list[ChatMessage]) -> list[ChatMessage]:
+    """Raise InputError for calls whose arguments hold too much together: `flat` reads their texts."""
+    check_values(
+        (f"messages[{number}].tool_calls[{index}].function.arguments", call.function.arguments)
+        for number, message in enumerate(messages)
+        for index, call in enumerate(message.tool_calls or ())
+    )
+    return messages
+
+
+Messages = Annotated[list[ChatMessage], Field(max_length=MAX_MESSAGES, fail_fast=True), AfterValidator(check_arguments)]
 
 
 class ChatRequest(SamplingFields):
@@ -140,7 +150,7 @@ class ChatRequest(SamplingFields):
     messages: Messages = Field(min_length=1)
     max_tokens: int | None = None
     max_completion_tokens: int | None = Field(None, description="all that the context holds by default")
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, FewMembers] = None
     add_generation_prompt: bool | None = Field(None, description="true, unless continue_final_message is")
     continue_final_message: bool = Field(False, description="the output goes on with the last message")
     logprobs: bool = False
@@ -188,6 +198,7 @@ class ChatRequest(SamplingFields):
     @property
     def template_options(self) -> dict[str, Any]:
         options = self.chat_template_kwargs or {}
+        check_values([("chat_template_kwargs", options)])
         try:
             check_options(options, _OWN_FIELDS)
         except InputError as error:
