@@ -155,8 +155,8 @@ def _attend(
 ) -> Tensor:
     """q: [rows, n, heads, d]. prefix, tail: [rows, keys, planes, kv_heads, d]. Returns [rows, n, heads, d].
 
-    As in `torch_backend`, a row of a tree whose result is not finite is computed again, each query with zeros where it sees
-    nothing: a zero there and another number of queries change no bit.
+    As in `torch_backend`, a row of a tree whose result is not finite is computed again, each query with zeros where it
+    sees nothing: a zero there and another number of queries change no bit.
     """
     out = _at_once(q, prefix, tail, plan, scale, sinks)
     keys = prefix.shape[1]
