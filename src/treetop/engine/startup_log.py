@@ -6,6 +6,7 @@ from treetop.attention.registry import BACKENDS, refusal
 from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.engine.graphs import GraphSim
 from treetop.engine.memory import MemoryUse
+from treetop.engine.mkl_sums import choose_mode
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.plan import EnginePlan
 from treetop.engine.rounds import RoundLauncher
@@ -25,6 +26,7 @@ def start_up_block(
         shared += f", whose experts {config.ep_size} engines share; of engine {whole.expert_ranks.rank}:"
     elif config.tp_size > 1:
         shared += f"; of rank {whole.parallel.rank}:"
+    sums = choose_mode() if engine_plan.place.exact and place.type == "cpu" else None
     refused = [(name, refusal(name, engine_plan.need)) for name in BACKENDS]
     others = [f"{name}: {problem.reason}" for name, problem in refused if problem is not None]
     rows = [
@@ -33,7 +35,7 @@ def start_up_block(
         f"{tree}; {layout.max_requests} requests of {layout.max_context} tokens, pages of {layout.page_size},"
         f" prefill in steps of {layout.chunk}",
         *use.lines(),
-        f"exactness {config.exactness}",
+        f"exactness {config.exactness}" + (f"; {sums}" if sums else ""),
         *([about] if (about := about_activations(whole.held(engine_plan.target.params))) else []),
         f"attention {runner.backend.name}" + (f"; not {'; not '.join(others)}" if others else ""),
         _graphs(launcher),
