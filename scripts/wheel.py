@@ -33,7 +33,7 @@ FAULT, GUARD = "sgl-26972", "page_columns: need"
 """A fault whose guard looks at the start, and what it says."""
 REQUIRED = """
 import importlib.metadata as metadata, re
-for each in metadata.requires("treetop"):
+for each in metadata.requires("treetop-llm"):
     if "extra ==" not in each or "serve" in each.split(";")[1]:
         metadata.version(re.match(r"[\\w.-]+", each)[0])
 """
@@ -140,7 +140,7 @@ def run(folder: Path, *command: str) -> None:
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="treetop-wheel-") as name:
         folder = Path(name)
-        wheel = build(folder, ROOT, "treetop")
+        wheel = build(folder, ROOT, "treetop_llm")
         if holds(wheel) != {"treetop"}:
             raise SystemExit(f"{wheel.name} holds {holds(wheel)}")
         python = install(folder, wheel)
