@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from support.serving import mock, replayed
 from support.waiting import WAIT_S
-from treetop.server.api.chat import ChatRequest
+from treetop.server.api.chat_body import ChatRequest
 from treetop.server.api.fields import NEUTRAL
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Protocol
 
 from treetop.cli import bench, bench_serve, doctor, generate, inspect, models, quantize, serve, trace
 from treetop.types.errors import ConfigError, EngineError, UserError
-from treetop.version import __version__
+from treetop.version import DISTRIBUTION, __version__
 
 
 class Command(Protocol):
@@ -79,7 +79,7 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser, given: Seque
     try:
         from treetop_debug.faults import environment_fault
     except ModuleNotFoundError as error:
-        raise ConfigError(f"TREETOP_FAULT needs {error.name}; pip install treetop[debug]") from None
+        raise ConfigError(f"TREETOP_FAULT needs {error.name}; pip install {DISTRIBUTION}[debug]") from None
     with environment_fault(os.environ):
         return int(args.run(args))
 

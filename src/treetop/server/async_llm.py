@@ -27,6 +27,7 @@ from treetop.types.ids import RequestId
 from treetop.types.options import is_integer, is_number
 from treetop.types.requests import EngineRequest, RequestUpdate
 from treetop.types.sampling import SamplingParams
+from treetop.version import DISTRIBUTION
 
 _LONG = 4096
 """Characters or ids that are read beside the event loop, not in it."""
@@ -252,7 +253,7 @@ def _supervised(config: EngineConfig, restarts: object) -> AbstractAsyncContextM
     try:
         from treetop.distributed.supervisor import supervised_engine  # noqa: PLC0415  # needs the serve extra
     except ModuleNotFoundError as error:
-        raise ConfigError(f"restarts needs {error.name}; pip install treetop[serve]") from None
+        raise ConfigError(f"restarts needs {error.name}; pip install {DISTRIBUTION}[serve]") from None
     return supervised_engine(config, int(restarts))  # type: ignore[call-overload]  # an integer
 
 

@@ -10,7 +10,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from treetop.server.api.access import AccessMiddleware
 from treetop.server.api.api_state import ApiState
 from treetop.server.api.bodies import Bodies, Body
-from treetop.server.api.chat import ChatRequest, chat
+from treetop.server.api.chat import chat
+from treetop.server.api.chat_body import ChatRequest
 from treetop.server.api.completions import CompletionRequest, completions
 from treetop.server.api.errors import RESPONSES, add_error_handlers, as_api_error, error_response
 from treetop.server.api.limits import too_large

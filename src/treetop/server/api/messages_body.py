@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from treetop.server.api.chat import ChatRequest, chat_request
+from treetop.server.api.chat_body import ChatRequest, chat_request
 from treetop.server.api.fields import MAX_STOPS, Body, refuse_unsupported
 from treetop.server.api.limits import MAX_MESSAGES, MAX_PARTS, FewMembers, check_values
 from treetop.server.api.tools import MAX_TOOLS

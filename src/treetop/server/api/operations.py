@@ -7,7 +7,7 @@ from fastapi.responses import PlainTextResponse
 from pydantic import Field
 
 from treetop.server.api.api_state import ApiState
-from treetop.server.api.chat import Messages
+from treetop.server.api.chat_body import Messages
 from treetop.server.api.errors import ApiError, error_response
 from treetop.server.api.events import json_response
 from treetop.server.api.fields import Body

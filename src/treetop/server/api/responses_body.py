@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from treetop.server.api.chat import ChatRequest, chat_request
+from treetop.server.api.chat_body import ChatRequest, chat_request
 from treetop.server.api.extra_fields import UnusedFields
 from treetop.server.api.fields import Body, refuse_unsupported
 from treetop.server.api.limits import MAX_MESSAGES, MAX_PARTS, FewMembers, check_values
