@@ -1,10 +1,14 @@
 """A word that the command line does not know gets a hint, and errors stay short."""
 
+from pathlib import Path
+
 import pytest
 
 from support.serving import serving
 from treetop.cli import build_parser
+from treetop.models.values import require_value
 from treetop.server.serve import _is_local
+from treetop.types.errors import CheckpointError
 
 
 @pytest.mark.parametrize(
@@ -45,3 +49,9 @@ def test_an_address_that_others_may_reach_is_known(host, local):
 def test_a_server_that_others_may_reach_without_a_key_warns(flags, warns):
     with serving("--mock-engine", "0,4", "--host", "0.0.0.0", *flags) as server:
         assert any("without --api-key" in line for line in server.said) is warns
+
+
+def test_a_value_of_a_hundred_thousand_characters_that_is_wanted_is_told_short():
+    with pytest.raises(CheckpointError) as error:
+        require_value({"num_attention_groups": 1}, "num_attention_groups", "9" * 100_000, Path("config.json"))
+    assert len(str(error.value)) < 400

@@ -4,6 +4,7 @@ import pytest
 
 from support.serving import mock, serving
 from treetop.server.api.error_paths import problems_of
+from treetop.server.api.tools import Calls, Function, Tool
 
 CHAT, MESSAGES, RESPONSES, COMPLETIONS = "/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions"
 HI = {"role": "user", "content": "hi"}
@@ -182,3 +183,10 @@ def test_a_name_that_is_a_kind_and_a_member_at_once_is_read_by_what_the_body_has
         {"loc": ("body", "parts", "str"), "type": "string_type", "msg": "Input should be a valid string"},
     ]
     assert [path for path, _, _ in problems_of(errors, body)] == ["parts[0].x", "parts[1].text"]
+
+
+def test_a_forced_tool_without_parameters_takes_none():
+    """An empty schema is another thing: it says nothing of the arguments."""
+    for function, closed in (({"name": "f"}, True), ({"name": "f", "parameters": {}}, False)):
+        calls = Calls([Tool(type="function", function=Function(**function))], "required", True)
+        assert ('"properties": {}, "additionalProperties": false' in calls.structure.spec) is closed
