@@ -181,8 +181,10 @@ BAD = {
         "tool_choice": {"type": "function", "function": {"name": "x"}},
     },
     "tool_choice": {"tools": TOOLS, "tool_choice": "any"},
-    "tools: String should match pattern": {"tools": [{"type": "function", "function": {"name": "a b>"}}]},
-    "tools: Input should be 'function'": {"tools": [{"type": "web_search"}]},
+    "tools[0].function.name: String should match pattern": {
+        "tools": [{"type": "function", "function": {"name": "a b>"}}]
+    },
+    "is not supported, only 'function'": {"tools": [{"type": "web_search"}]},
     "tools: List should have at most 1024": {"tools": TOOLS * 400},
     "guided_regex: beside tools a JSON schema or object alone": {"tools": TOOLS, "guided_regex": "a"},
     "structured_output": {"tools": TOOLS, "tool_choice": "required"},

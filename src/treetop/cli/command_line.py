@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
 from treetop.cli import bench, bench_serve, doctor, generate, inspect, models, quantize, serve, trace
+from treetop.cli.hints import short, unknown_options, with_hint
 from treetop.types.errors import ConfigError, EngineError, UserError
 from treetop.version import DISTRIBUTION, __version__
 
@@ -47,10 +48,17 @@ class OneLineParser(argparse.ArgumentParser):
         """`bench serve` is a command of its own, beside `bench MODEL`, for which argparse would take it."""
         args = list(sys.argv[1:] if args is None else args)
         words = ["bench-serve", *args[2:]] if args[:2] == ["bench", "serve"] else args
-        return super().parse_known_args(words, namespace)
+        known, rest = super().parse_known_args(words, namespace)
+        if any(word.startswith("-") for word in rest) and not self.has_commands:
+            self.error(unknown_options(rest, self._option_string_actions))
+        return known, rest
+
+    @property
+    def has_commands(self) -> bool:
+        return self._subparsers is not None
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog.split()[0]}: {_one_line(message)}\n")
+        self.exit(2, f"{self.prog.split()[0]}: {short(_one_line(with_hint(message)))}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

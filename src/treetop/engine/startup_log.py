@@ -16,7 +16,7 @@ from treetop.models.params import about_activations
 def start_up_block(
     engine_plan: EnginePlan, runner: ModelRunner, launcher: RoundLauncher, use: MemoryUse, start_s: float
 ) -> str:
-    """Model, tree, memory, backend and why the others were refused, graphs; a line each. start_s: capture and proof."""
+    """Model, tree, memory, backend and those that do not serve, graphs; a line each. start_s: capture and proof."""
     config, layout, shape = engine_plan.config, runner.layout, engine_plan.config.shape
     place, dtype = engine_plan.place.device, engine_plan.place.dtype
     tree = f"tree S={shape.num_steps} k={shape.topk} T={shape.num_draft_tokens}" if runner.drafter else "no draft"
@@ -27,8 +27,7 @@ def start_up_block(
     elif config.tp_size > 1:
         shared += f"; of rank {whole.parallel.rank}:"
     sums = choose_mode() if engine_plan.place.exact and place.type == "cpu" else None
-    refused = [(name, refusal(name, engine_plan.need)) for name in BACKENDS]
-    others = [f"{name}: {problem.reason}" for name, problem in refused if problem is not None]
+    others = [name for name in BACKENDS if refusal(name, engine_plan.need) is not None]
     rows = [
         f"model {config.model}, draft {config.draft or config.algorithm or 'none'},"
         f" {str(dtype).removeprefix('torch.')} on {_name(place)}{shared}",
@@ -37,7 +36,7 @@ def start_up_block(
         *use.lines(),
         f"exactness {config.exactness}" + (f"; {sums}" if sums else ""),
         *([about] if (about := about_activations(whole.held(engine_plan.target.params))) else []),
-        f"attention {runner.backend.name}" + (f"; not {'; not '.join(others)}" if others else ""),
+        f"attention {runner.backend.name}" + (f"; not {', '.join(others)} (treetop doctor says why)" if others else ""),
         _graphs(launcher),
         f"overlap of host and device {'on' if layout.max_in_flight > 1 else 'off'}; capture and "
         f"capacity proof {start_s:.1f} s",

@@ -94,10 +94,11 @@ class ChatMessage(BaseModel):
     def _text_alone(cls, content: Any, info: ValidationInfo) -> Any:
         """Raise for a part that is no text: what else it lacks as a text would hide that."""
         kinds = ("text", "refusal") if info.data.get("role") == "assistant" else ("text",)
-        for part in content if isinstance(content, list) else ():
+        for place, part in enumerate(content if isinstance(content, list) else ()):
             kind = part.get("type") if isinstance(part, dict) else None
             if isinstance(kind, str) and kind not in kinds:
-                raise PydanticCustomError("part", "only parts of text are supported, not {kind}", {"kind": shown(kind)})
+                told = {"at": f"[{place}].type", "kind": shown(kind)}
+                raise PydanticCustomError("unsupported", "only parts of text are supported, not {kind}", told)
         return content
 
     def flat(self, arguments_as_text: bool = False, has_thinking: bool = False) -> Message:

@@ -65,6 +65,7 @@ def _add_tokens(router: APIRouter, api: ApiState) -> None:
         if (body.prompt is None) == (body.messages is None):
             raise InputError("give prompt or messages")
         if body.messages is not None:
+            api.check_messages(body.messages)
             messages = [message.flat() for message in body.messages]
             ids = await api.chat_ids(messages, {"add_generation_prompt": body.add_generation_prompt})
         else:

@@ -45,15 +45,23 @@ async def prompt_of(api: ApiState, body: ChatRequest) -> list[int]:
     if tools := calls.for_template:
         _check_tools(api, calls.forced)
         options["tools"] = tools
+    api.check_messages(body.messages)
     messages = [message.flat(*_manners(api)) for message in body.messages]
     return await api.chat_prompt(messages, options, reading, body.continue_final_message)
 
 
-async def start_turn(api: ApiState, request: Request, body: ChatRequest) -> Turn:
-    """Render, check and queue a chat. Raises InputError and ApiError, before any work of the engine."""
+async def start_turn(api: ApiState, request: Request, body: ChatRequest, *, cuts: bool = True) -> Turn:
+    """Render, check and queue a chat. Raises InputError and ApiError, before any work of the engine.
+
+    cuts: the most tokens that are asked for may be more than the context has room for.
+    """
     if body.thinking_token_budget is not None:
         check_budget(api, "thinking_token_budget")
     ids = await prompt_of(api, body)
+    if not cuts and body.most_tokens is not None:
+        api.check_room(
+            [ids], body.most_tokens, "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
+        )
     form, tokenizer = api.output_format, api.llm.reader.tokenizer
     tail = "" if tokenizer is None else tokenizer.decode(ids[-_TAIL:], special=True)
     special = {} if tokenizer is None else tokenizer.special_names
