@@ -92,7 +92,7 @@ def test_what_does_not_fit_changes_nothing(strong_pair, weak_pair, tmp_path):
 
 @pytest.mark.parametrize("change", [{"rms_norm_eps": 1e-3}, {"rope_theta": 5000.0}, {"norm_before_residual": True}])
 def test_a_head_whose_config_differs_is_refused(strong_pair, trained, tmp_path, change):
-    """Its tensors have the same names and shapes, but mean something else; the same config in another folder is taken."""
+    """Names and shapes are the same, but tensors mean something else; the same config in another folder is taken."""
     head = shutil.copytree(trained.head, tmp_path / "head")
     llm, prompts = build(strong_pair, (2, 3, 6), **BITS), strong_pair.prompts([9])
     old, config = answers(llm, prompts), json.loads((head / "config.json").read_text())
