@@ -9,6 +9,7 @@ from treetop.server.tokenizer import Tokenizer
 from treetop.types.ids import RequestId
 from treetop.types.requests import EngineRequest, RequestUpdate
 from treetop.types.sampling import FinishReason, TokenLogprobs
+from treetop.types.tree import VerifiedTree
 
 PromptLogprobs = tuple[TokenLogprobs | None, ...]
 """Of each token of a prompt; None for the first, which nothing comes before."""
@@ -45,6 +46,9 @@ class RequestOutput:
     logprobs: of each of token_ids; None if they were not asked for.
     prompt_logprobs: of each of prompt_token_ids, None for the first; None if they were not asked for, or never came.
     stop_string: the one of `stop` that ended it, None if it ended otherwise.
+    draft_depths: of each of token_ids the depth of the draft that it was; 0 for a token that the target chose beyond
+        the drafts.
+    trees: that rounds verified, if they were asked for; a plain round has none.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -58,6 +62,8 @@ class RequestOutput:
     user_error: bool = False
     prompt_logprobs: PromptLogprobs | None = None
     stop_string: str | None = None
+    draft_depths: tuple[int, ...] = ()
+    trees: tuple[VerifiedTree, ...] = ()
 
     @property
     def round_tokens(self) -> int:
@@ -70,7 +76,7 @@ class TextDelta:
     """What a step added to prompt `index`: text, token ids, and the ids with log-probabilities if these are asked for.
 
     A token may come before its text, which may wait for what follows. `output` comes with the last one. prompt_logprobs
-    come with the first, if they are asked for.
+    come with the first, if they are asked for. draft_depths, trees: as in `RequestOutput`.
     """
 
     index: int
@@ -79,13 +85,17 @@ class TextDelta:
     tokens: tuple[tuple[int, TokenLogprobs], ...] = ()
     token_ids: tuple[int, ...] = ()
     prompt_logprobs: PromptLogprobs | None = None
+    draft_depths: tuple[int, ...] = ()
+    trees: tuple[VerifiedTree, ...] = ()
 
     def after(self, waiting: "TextDelta") -> "TextDelta":
         """This and one before it that nobody has taken, as one."""
         ids = waiting.token_ids + self.token_ids
         text, tokens = waiting.text + self.text, waiting.tokens + self.tokens
         prompt = self.prompt_logprobs or waiting.prompt_logprobs
-        return replace(self, text=text, tokens=tokens, token_ids=ids, prompt_logprobs=prompt)
+        depths, trees = waiting.draft_depths + self.draft_depths, waiting.trees + self.trees
+        joined = {"text": text, "tokens": tokens, "token_ids": ids, "draft_depths": depths, "trees": trees}
+        return replace(self, **joined, prompt_logprobs=prompt)  # type: ignore[arg-type]  # of many kinds
 
 
 @dataclass(slots=True)
@@ -109,6 +119,8 @@ class LiveRequest:
     accept_lens: list[int] = field(default_factory=list)
     num_drafted: list[int] = field(default_factory=list)
     accept_ranks: list[tuple[int, ...]] = field(default_factory=list)
+    draft_depths: list[int] = field(default_factory=list)
+    trees: list[VerifiedTree] = field(default_factory=list)
     started_s: float = field(default_factory=time.perf_counter)
     first_s: float | None = None
     last_s: float | None = None
@@ -159,6 +171,9 @@ class LiveRequest:
     def apply(self, update: RequestUpdate) -> TextDelta:
         """Take what the request was given, as `cut` has read it, and say it as text."""
         self.output_ids += update.new_ids
+        depths, trees = update.draft_depths, () if update.tree is None else (update.tree,)
+        self.draft_depths += depths
+        self.trees += trees
         if update.new_ids:
             self.last_s = time.perf_counter()
             self.first_s = self.last_s if self.first_s is None else self.first_s
@@ -181,7 +196,7 @@ class LiveRequest:
         if update.prompt_logprobs is not None:
             prompt = self.prompt_logprobs = (None, *update.prompt_logprobs)
         output = None if update.finish_reason is None else self._output(update)
-        return TextDelta(self.index, piece, output, tokens, update.new_ids, prompt)
+        return TextDelta(self.index, piece, output, tokens, update.new_ids, prompt, depths, trees)
 
     def _output(self, update: RequestUpdate) -> RequestOutput:
         elapsed = time.perf_counter() - self.started_s
@@ -207,4 +222,6 @@ class LiveRequest:
             user_error=update.user_error,
             prompt_logprobs=self.prompt_logprobs,
             stop_string=self.text.stop if self.text is not None and update.finish_reason == "stop" else None,
+            draft_depths=tuple(self.draft_depths),
+            trees=tuple(self.trees),
         )
