@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from treetop.types.tree import Accepted, DraftTree, VerifiedTree
+from treetop.types.tree import Accepted, DraftTree
+from treetop.types.verified_tree import VerifiedTree
 
 
 @dataclass(frozen=True, slots=True)

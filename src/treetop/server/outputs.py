@@ -9,7 +9,7 @@ from treetop.server.tokenizer import Tokenizer
 from treetop.types.ids import RequestId
 from treetop.types.requests import EngineRequest, RequestUpdate
 from treetop.types.sampling import FinishReason, TokenLogprobs
-from treetop.types.tree import VerifiedTree
+from treetop.types.verified_tree import VerifiedTree
 
 PromptLogprobs = tuple[TokenLogprobs | None, ...]
 """Of each token of a prompt; None for the first, which nothing comes before."""
@@ -48,7 +48,7 @@ class RequestOutput:
     stop_string: the one of `stop` that ended it, None if it ended otherwise.
     draft_depths: of each of token_ids the depth of the draft that it was; 0 for a token that the target chose beyond
         the drafts.
-    trees: that rounds verified, if they were asked for; a plain round has none.
+    trees: of each round, if they were asked for; None for a round without drafts.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -63,7 +63,7 @@ class RequestOutput:
     prompt_logprobs: PromptLogprobs | None = None
     stop_string: str | None = None
     draft_depths: tuple[int, ...] = ()
-    trees: tuple[VerifiedTree, ...] = ()
+    trees: tuple[VerifiedTree | None, ...] = ()
 
     @property
     def round_tokens(self) -> int:
@@ -86,7 +86,7 @@ class TextDelta:
     token_ids: tuple[int, ...] = ()
     prompt_logprobs: PromptLogprobs | None = None
     draft_depths: tuple[int, ...] = ()
-    trees: tuple[VerifiedTree, ...] = ()
+    trees: tuple[VerifiedTree | None, ...] = ()
 
     def after(self, waiting: "TextDelta") -> "TextDelta":
         """This and one before it that nobody has taken, as one."""
@@ -107,6 +107,7 @@ class LiveRequest:
     first_s, last_s: when the first and the last tokens came, None before.
     prefill_s: as the engine told it with the first.
     hidden_ends: tokens that the text does not show where one of them ended the request.
+    tells_trees: whether each round tells its tree.
     """
 
     index: int
@@ -114,13 +115,14 @@ class LiveRequest:
     text: OutputText | None
     logprobs: list[TokenLogprobs] | None
     hidden_ends: frozenset[int] = frozenset()
+    tells_trees: bool = False
     prompt_logprobs: PromptLogprobs | None = None
     output_ids: list[int] = field(default_factory=list)
     accept_lens: list[int] = field(default_factory=list)
     num_drafted: list[int] = field(default_factory=list)
     accept_ranks: list[tuple[int, ...]] = field(default_factory=list)
     draft_depths: list[int] = field(default_factory=list)
-    trees: list[VerifiedTree] = field(default_factory=list)
+    trees: list[VerifiedTree | None] = field(default_factory=list)
     started_s: float = field(default_factory=time.perf_counter)
     first_s: float | None = None
     last_s: float | None = None
@@ -132,11 +134,11 @@ class LiveRequest:
         prompt_ids, params = asked.prompt_ids, asked.params
         logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         if tokenizer is None:
-            return cls(index, prompt_ids, None, logprobs)
+            return cls(index, prompt_ids, None, logprobs, tells_trees=params.tells_trees)
         keeps_stop = params.include_stop_str_in_output
         text = OutputText(tokenizer.stream(prompt_ids, not params.skip_special_tokens), params.stop, keeps_stop)
         hidden_ends = frozenset() if params.skip_special_tokens or keeps_stop else tokenizer.special_ids
-        return cls(index, prompt_ids, text, logprobs, hidden_ends)
+        return cls(index, prompt_ids, text, logprobs, hidden_ends, params.tells_trees)
 
     def take(
         self,
@@ -171,7 +173,8 @@ class LiveRequest:
     def apply(self, update: RequestUpdate) -> TextDelta:
         """Take what the request was given, as `cut` has read it, and say it as text."""
         self.output_ids += update.new_ids
-        depths, trees = update.draft_depths, () if update.tree is None else (update.tree,)
+        depths = update.draft_depths
+        trees = (update.tree,) if self.tells_trees and update.accept_len is not None else ()
         self.draft_depths += depths
         self.trees += trees
         if update.new_ids:

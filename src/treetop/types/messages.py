@@ -14,7 +14,7 @@ from treetop.types.ids import GroupName, PageId, Row
 from treetop.types.kv_chunk import KVChunk
 from treetop.types.layout import SpecShape
 from treetop.types.sampling import Choice, SamplingParams, TokenLogprobs
-from treetop.types.tree import VerifiedTree
+from treetop.types.verified_tree import VerifiedTree
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from treetop.types.errors import ContextLengthError, InputError
 from treetop.types.ids import RequestId
 from treetop.types.layout import Layout, SpecShape
 from treetop.types.sampling import FinishReason, SamplingParams, TokenLogprobs
-from treetop.types.tree import VerifiedTree
+from treetop.types.verified_tree import VerifiedTree
 
 
 class EngineRequest(NamedTuple):

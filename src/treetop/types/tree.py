@@ -1,7 +1,7 @@
 """The values that pass between growing, verifying and committing. The tensors' shapes are written here only."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,21 +44,6 @@ class Accepted:
     bonus: "Tensor"
     finite: "Tensor"
     choice: "Tensor"
-
-
-class VerifiedTree(NamedTuple):
-    """One row's tree after its round, as host data: what `DraftTree` and `Accepted` say of it.
-
-    tokens, parents, logprobs: of each of its T nodes. logprobs: NaN where the draft gave no number.
-    path: nodes from the root to the last accepted.
-    bonus: the target's token after it.
-    """
-
-    tokens: tuple[int, ...]
-    parents: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    path: tuple[int, ...]
-    bonus: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import Any
 from treetop.server.api.fields import SamplingFields
 from treetop.server.outputs import RequestOutput, TextDelta
 from treetop.server.tokenizer import Tokenizer, TokenStream
-from treetop.types.tree import VerifiedTree
+from treetop.types.verified_tree import VerifiedTree
 
 
 class DraftWriters:
@@ -23,7 +23,7 @@ class DraftWriters:
         if self._body.return_draft_depths:
             said |= {"draft_depths": given.draft_depths, "texts": self._texts(index, given)}
         if self._body.return_draft_trees:
-            said["draft_trees"] = [self._tree(tree) for tree in given.trees]
+            said["draft_trees"] = [None if tree is None else self._tree(tree) for tree in given.trees]
         return {"treetop": said} if said else {}
 
     def _texts(self, index: int, given: RequestOutput | TextDelta) -> list[str]:
