@@ -53,4 +53,5 @@ def info_of(engine: Engine) -> CoreInfo:
         structure_limits=StructureLimits(config.structured_output_timeout, config.structured_output_memory),
         exactness=config.exactness,
         can_withhold=not config.simulates,
+        has_trees=any(shape.num_steps for shape in config.shapes),
     )

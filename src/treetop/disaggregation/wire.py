@@ -17,7 +17,7 @@ from treetop.disaggregation.scheduling import FirstToken, Prompt
 from treetop.types.errors import UserError
 from treetop.types.kv_chunk import KVChunk
 
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 
 
 class Metadata(msgspec.Struct, frozen=True, array_like=True):

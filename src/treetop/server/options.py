@@ -97,6 +97,7 @@ class ServeOptions:
     enable_update_weights: bool = option(
         False, "POST /update_weights_from_disk puts the weights of another folder of this machine into the engine"
     )
+    no_ui: bool = option(False, "no page at /, which chats with the model")
     access_log: bool = option(False, "a log line for each answer: client, method, path, status, seconds, request id")
     request_timeout: float | None = option(
         None, "seconds that a request may take; it then ends with an error (default: all it needs)", **_SECONDS

@@ -9,6 +9,7 @@ from treetop.server.tokenizer import Tokenizer
 from treetop.types.ids import RequestId
 from treetop.types.requests import EngineRequest, RequestUpdate
 from treetop.types.sampling import FinishReason, TokenLogprobs
+from treetop.types.verified_tree import VerifiedTree
 
 PromptLogprobs = tuple[TokenLogprobs | None, ...]
 """Of each token of a prompt; None for the first, which nothing comes before."""
@@ -45,6 +46,9 @@ class RequestOutput:
     logprobs: of each of token_ids; None if they were not asked for.
     prompt_logprobs: of each of prompt_token_ids, None for the first; None if they were not asked for, or never came.
     stop_string: the one of `stop` that ended it, None if it ended otherwise.
+    draft_depths: of each of token_ids the depth of the draft that it was; 0 for a token that the target chose beyond
+        the drafts.
+    trees: of each round, if they were asked for; None for a round without drafts.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -58,6 +62,8 @@ class RequestOutput:
     user_error: bool = False
     prompt_logprobs: PromptLogprobs | None = None
     stop_string: str | None = None
+    draft_depths: tuple[int, ...] = ()
+    trees: tuple[VerifiedTree | None, ...] = ()
 
     @property
     def round_tokens(self) -> int:
@@ -70,7 +76,7 @@ class TextDelta:
     """What a step added to prompt `index`: text, token ids, and the ids with log-probabilities if these are asked for.
 
     A token may come before its text, which may wait for what follows. `output` comes with the last one. prompt_logprobs
-    come with the first, if they are asked for.
+    come with the first, if they are asked for. draft_depths, trees: as in `RequestOutput`.
     """
 
     index: int
@@ -79,13 +85,17 @@ class TextDelta:
     tokens: tuple[tuple[int, TokenLogprobs], ...] = ()
     token_ids: tuple[int, ...] = ()
     prompt_logprobs: PromptLogprobs | None = None
+    draft_depths: tuple[int, ...] = ()
+    trees: tuple[VerifiedTree | None, ...] = ()
 
     def after(self, waiting: "TextDelta") -> "TextDelta":
         """This and one before it that nobody has taken, as one."""
         ids = waiting.token_ids + self.token_ids
         text, tokens = waiting.text + self.text, waiting.tokens + self.tokens
         prompt = self.prompt_logprobs or waiting.prompt_logprobs
-        return replace(self, text=text, tokens=tokens, token_ids=ids, prompt_logprobs=prompt)
+        depths, trees = waiting.draft_depths + self.draft_depths, waiting.trees + self.trees
+        joined = {"text": text, "tokens": tokens, "token_ids": ids, "draft_depths": depths, "trees": trees}
+        return replace(self, **joined, prompt_logprobs=prompt)  # type: ignore[arg-type]  # of many kinds
 
 
 @dataclass(slots=True)
@@ -97,6 +107,7 @@ class LiveRequest:
     first_s, last_s: when the first and the last tokens came, None before.
     prefill_s: as the engine told it with the first.
     hidden_ends: tokens that the text does not show where one of them ended the request.
+    tells_trees: whether each round tells its tree.
     """
 
     index: int
@@ -104,11 +115,14 @@ class LiveRequest:
     text: OutputText | None
     logprobs: list[TokenLogprobs] | None
     hidden_ends: frozenset[int] = frozenset()
+    tells_trees: bool = False
     prompt_logprobs: PromptLogprobs | None = None
     output_ids: list[int] = field(default_factory=list)
     accept_lens: list[int] = field(default_factory=list)
     num_drafted: list[int] = field(default_factory=list)
     accept_ranks: list[tuple[int, ...]] = field(default_factory=list)
+    draft_depths: list[int] = field(default_factory=list)
+    trees: list[VerifiedTree | None] = field(default_factory=list)
     started_s: float = field(default_factory=time.perf_counter)
     first_s: float | None = None
     last_s: float | None = None
@@ -120,11 +134,11 @@ class LiveRequest:
         prompt_ids, params = asked.prompt_ids, asked.params
         logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         if tokenizer is None:
-            return cls(index, prompt_ids, None, logprobs)
+            return cls(index, prompt_ids, None, logprobs, tells_trees=params.tells_trees)
         keeps_stop = params.include_stop_str_in_output
         text = OutputText(tokenizer.stream(prompt_ids, not params.skip_special_tokens), params.stop, keeps_stop)
         hidden_ends = frozenset() if params.skip_special_tokens or keeps_stop else tokenizer.special_ids
-        return cls(index, prompt_ids, text, logprobs, hidden_ends)
+        return cls(index, prompt_ids, text, logprobs, hidden_ends, params.tells_trees)
 
     def take(
         self,
@@ -159,6 +173,10 @@ class LiveRequest:
     def apply(self, update: RequestUpdate) -> TextDelta:
         """Take what the request was given, as `cut` has read it, and say it as text."""
         self.output_ids += update.new_ids
+        depths = update.draft_depths
+        trees = (update.tree,) if self.tells_trees and update.accept_len is not None else ()
+        self.draft_depths += depths
+        self.trees += trees
         if update.new_ids:
             self.last_s = time.perf_counter()
             self.first_s = self.last_s if self.first_s is None else self.first_s
@@ -181,7 +199,7 @@ class LiveRequest:
         if update.prompt_logprobs is not None:
             prompt = self.prompt_logprobs = (None, *update.prompt_logprobs)
         output = None if update.finish_reason is None else self._output(update)
-        return TextDelta(self.index, piece, output, tokens, update.new_ids, prompt)
+        return TextDelta(self.index, piece, output, tokens, update.new_ids, prompt, depths, trees)
 
     def _output(self, update: RequestUpdate) -> RequestOutput:
         elapsed = time.perf_counter() - self.started_s
@@ -207,4 +225,6 @@ class LiveRequest:
             user_error=update.user_error,
             prompt_logprobs=self.prompt_logprobs,
             stop_string=self.text.stop if self.text is not None and update.finish_reason == "stop" else None,
+            draft_depths=tuple(self.draft_depths),
+            trees=tuple(self.trees),
         )

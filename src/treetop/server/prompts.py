@@ -95,6 +95,11 @@ class PromptReader:
             raise InputError(
                 "speculative: this engine withholds no drafts; serve without simulated acceptance and --mock-engine"
             )
+        if params.return_draft_trees and not info.has_trees:
+            raise InputError(
+                "return_draft_trees: this engine drafts no trees; serve with a draft head or"
+                " --speculative-algorithm NGRAM, and without --mock-engine"
+            )
         if params.structured_output is not None and constraint is not None:
             raise InputError("structured_output, constraints: give one of them")
         if params.stop and self.tokenizer is None:

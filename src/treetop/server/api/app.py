@@ -1,6 +1,7 @@
 """The application: routes, errors, and the middleware in front of them."""
 
 import hmac
+from collections.abc import Set
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers
@@ -18,6 +19,7 @@ from treetop.server.api.limits import too_large
 from treetop.server.api.messages import messages
 from treetop.server.api.messages_body import CountRequest, MessagesRequest
 from treetop.server.api.operations import DetokenizeRequest, TokenizeRequest, UpdateWeightsRequest, operations
+from treetop.server.api.page import page, page_files
 from treetop.server.api.responses import responses
 from treetop.server.api.responses_body import ResponsesRequest
 from treetop.version import __version__
@@ -48,8 +50,10 @@ def make_app(api: ApiState) -> FastAPI:
     add_error_handlers(app, {name for each in _REQUESTS for name in each.model_fields})
     for router in (completions(api), chat(api), responses(api), messages(api), operations(api)):
         app.include_router(router)
+    files = {} if api.options.no_ui else page_files()
+    app.include_router(page(files))
     bodies = Bodies(api.options.max_body_bytes, api.options.bodies_bytes)
-    app.add_middleware(AuthMiddleware, keys=api.options.api_key, bodies=bodies)
+    app.add_middleware(AuthMiddleware, keys=api.options.api_key, bodies=bodies, without_key={*_OPEN, *files})
     if api.options.allow_origin:
         app.add_middleware(
             CORSMiddleware,
@@ -68,15 +72,19 @@ class AuthMiddleware:
     What a bug raises ends here, as a 500.
     """
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...], bodies: Bodies) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: tuple[str, ...], bodies: Bodies, without_key: Set[str] = frozenset()
+    ) -> None:
+        """without_key: paths that need none."""
         self._app, self._keys, self._bodies = app, [key.encode() for key in keys], bodies
+        self._without_key = without_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        if self._keys and scope["path"] not in _OPEN and not self._has_valid_key(headers):
+        if self._keys and scope["path"] not in self._without_key and not self._has_valid_key(headers):
             await error_response(401, "wrong or missing API key: Authorization: Bearer KEY, or X-Api-Key: KEY")(
                 scope, receive, send
             )

@@ -27,7 +27,7 @@ class Chat(Answer):
         self._choices = Choices(api, body, [turn.ids], turn.deltas, "chatcmpl", "chat.completion.chunk")
         self._logprobs = LogprobWriter(api.llm.reader.tokenizer)
         self._has_calls = [False] * body.n
-        plain = body.stream and not (body.return_token_ids or body.logprobs)
+        plain = body.stream and not (body.shows_tokens or body.logprobs)
         self._templates = [self._template(index) if plain else None for index in range(body.n)]
 
     async def whole(self, request: Request) -> Response:
@@ -42,7 +42,7 @@ class Chat(Answer):
                 "message": said[index].message(),
                 "logprobs": self._chosen(tokens_of(output)),
                 "finish_reason": _reason(output, bool(said[index].calls)),
-                **self._choices.ids_of(output.token_ids),
+                **self._choices.tokens_of(index, output),
             }
 
         def beside(output: RequestOutput) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class Chat(Answer):
 
     def _pieces(self, delta: TextDelta, said: dict[str, Any]) -> Iterator[Choice]:
         self._has_calls[delta.index] |= "tool_calls" in said
-        if said or delta.tokens or delta.output is not None or self._body.return_token_ids:
+        if said or delta.tokens or delta.output is not None or self._body.shows_tokens:
             yield self._choice(delta, said)
 
     def _choice(self, delta: TextDelta, said: dict[str, Any]) -> Choice:
@@ -81,7 +81,7 @@ class Chat(Answer):
             "delta": said,
             "logprobs": self._chosen(delta.tokens) if delta.tokens else None,
             "finish_reason": None if delta.output is None else _reason(delta.output, self._has_calls[delta.index]),
-            **self._choices.ids_of(delta.token_ids),
+            **self._choices.tokens_of(delta.index, delta),
         }
 
     def _of_prompt(self, output: RequestOutput) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import Request, Response
 
 from treetop.server.api.api_state import ApiState, UsageSoFar, new_id
+from treetop.server.api.drafts import DraftWriters
 from treetop.server.api.errors import ApiError, error_body
 from treetop.server.api.events import DONE, EventTemplate, collected, encode, event, json_response
 from treetop.server.api.fields import SamplingFields
@@ -39,6 +40,7 @@ class Choices:
         self._created, self._event_kind = int(time.time()), event_kind
         self._begins = event(self._head(event_kind, [])).removesuffix(b"]}\n\n")
         self._usage, self._outputs = UsageSoFar(body, prompts), list[RequestOutput]()
+        self._drafts = DraftWriters(body, api.llm.reader.tokenizer, prompts)
 
     async def whole(
         self,
@@ -85,9 +87,10 @@ class Choices:
     def failed(self, error: ApiError) -> bytes:
         return event(error_body(error.status, str(error), error.param, error.code))
 
-    def ids_of(self, token_ids: Sequence[int]) -> dict[str, Any]:
-        """The ids of an output, if they are asked for."""
-        return {"token_ids": token_ids} if self.body.return_token_ids else {}
+    def tokens_of(self, index: int, given: RequestOutput | TextDelta) -> dict[str, Any]:
+        """What choice `index` says of its tokens beside the text: ids, drafts, if they are asked for."""
+        ids = {"token_ids": given.token_ids} if self.body.return_token_ids else {}
+        return {**ids, **self._drafts.of(index, given)}
 
     def prompt_ids(self, index: int) -> dict[str, Any]:
         """The ids of choice `index`'s prompt, if they are asked for."""

@@ -78,7 +78,7 @@ class Completion(Answer):
         self._logprobs = [LogprobWriter(self._tokenizer) for _ in range(len(ids) * body.n)]
         self._waits = body.echo and body.logprobs is not None  # for the prompt's log-probabilities
         self._templates: list[EventTemplate | None] = [
-            None if body.return_token_ids or body.logprobs is not None else self._template(index)
+            None if body.shows_tokens or body.logprobs is not None else self._template(index)
             for index in range(len(self._logprobs) * body.stream)
         ]
 
@@ -87,7 +87,7 @@ class Completion(Answer):
             text, prompt = self._prefix(index) + output.text, self._prompt_tokens(output)
             choice = self._choice(index, text, output, tokens_of(output), prompt)
             prompt_ids = self._choices.prompt_ids(index)
-            return {**choice, **prompt_ids, **self._choices.ids_of(output.token_ids), **self._of_prompt(output)}
+            return {**choice, **prompt_ids, **self._choices.tokens_of(index, output), **self._of_prompt(output)}
 
         return await self._choices.whole(request, _KIND, choice_of)
 
@@ -111,9 +111,9 @@ class Completion(Answer):
     def _pieces(self, delta: TextDelta) -> Iterator[Choice]:
         if self._waits and delta.prompt_logprobs is not None:
             yield self._first(delta.index, self._prompt_tokens(delta))
-        if delta.text or delta.tokens or delta.output is not None or self._body.return_token_ids:
+        if delta.text or delta.tokens or delta.output is not None or self._body.shows_tokens:
             choice = self._choice(delta.index, delta.text, delta.output, delta.tokens)
-            yield {**choice, **self._choices.ids_of(delta.token_ids)}
+            yield {**choice, **self._choices.tokens_of(delta.index, delta)}
 
     def _template(self, index: int) -> EventTemplate | None:
         return self._choices.template(self._choice(index, EventTemplate.HOLE, None))
@@ -121,7 +121,7 @@ class Completion(Answer):
     def _first(self, index: int, prompt: PromptTokens = ()) -> Choice:
         """What a stream says of a prompt."""
         choice = self._choice(index, self._prefix(index), None, (), prompt)
-        return {**choice, **self._choices.prompt_ids(index), **self._choices.ids_of(())}
+        return {**choice, **self._choices.prompt_ids(index), **self._choices.tokens_of(index, TextDelta(index, ""))}
 
     def _prompt_tokens(self, given: RequestOutput | TextDelta) -> PromptTokens:
         """The prompt's tokens with their log-probabilities, where these are echoed."""

@@ -23,6 +23,13 @@ class TextFields(BaseModel):
     bad_words: Annotated[list[str] | None, Field(max_length=MAX_BAD_WORDS)] = None
     speculative: bool = Field(True, description="false: no draft is accepted, each round gives one token")
     return_token_ids: bool = Field(False, description="token ids of prompt and output beside the text")
+    return_draft_depths: bool = Field(False, description="text of each token, and the depth of the draft that it was")
+    return_draft_trees: bool = Field(False, description="the tree that each round verified")
+
+    @property
+    def shows_tokens(self) -> bool:
+        """Whether an answer says something of each token beside the text."""
+        return self.return_token_ids or self.return_draft_depths or self.return_draft_trees
 
     def text_options(self) -> dict[str, Any]:
         """What `SamplingParams` are told of these. Raises InputError."""
@@ -33,6 +40,7 @@ class TextFields(BaseModel):
             "skip_special_tokens": self.skip_special_tokens,
             "bad_words": tuple(self.bad_words or ()),
             "speculative": self.speculative,
+            "return_draft_trees": self.return_draft_trees,
             "truncate_prompt_tokens": self.truncate_prompt_tokens,
         }
 

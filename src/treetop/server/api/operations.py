@@ -136,4 +136,5 @@ def _model(api: ApiState, name: str) -> dict[str, Any]:
         "owned_by": "treetop",
         "root": api.names[0],
         "max_model_len": api.core.info.max_context,
+        "treetop": {"chat": api.rendering is not None, "draft_trees": api.core.info.has_trees},
     }
