@@ -33,4 +33,4 @@ class GgufFolder:
         """Rows of each head from pairs side by side to the first halves of all pairs, then the second."""
         if heads < 1 or len(tensor) % (2 * heads):
             raise CheckpointError(f"{self._path}: tensor {name} has {len(tensor)} rows for {heads} heads")
-        return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(tensor.shape)
+        return tensor.view(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
