@@ -26,14 +26,14 @@ CLEAN = {name: value for name, value in os.environ.items() if name not in ("PYTH
 WAIT_S = 120
 MATCHES = """
 import importlib.metadata as metadata
-assert metadata.requires("treetop-debug") == [f"treetop=={metadata.version('treetop')}"]
+assert metadata.requires("treetop-debug") == [f"treetop-llm=={metadata.version('treetop-llm')}"]
 """
 """Raises unless the extra asks for the very treetop that is there."""
 FAULT, GUARD = "sgl-26972", "page_columns: need"
 """A fault whose guard looks at the start, and what it says."""
 REQUIRED = """
 import importlib.metadata as metadata, re
-for each in metadata.requires("treetop"):
+for each in metadata.requires("treetop-llm"):
     if "extra ==" not in each or "serve" in each.split(";")[1]:
         metadata.version(re.match(r"[\\w.-]+", each)[0])
 """
@@ -100,7 +100,7 @@ def without_faults(folder: Path, python: Path) -> None:
     treetop = str(python.with_name("treetop"))
     said = failing(folder, {"TREETOP_FAULT": FAULT}, 2, treetop, "models")
     said += failing(folder, {}, 2, treetop, "doctor", "--faults")
-    if said.count("pip install treetop[debug]") != 2:
+    if said.count("pip install treetop-llm[debug]") != 2:
         raise SystemExit(f"without the extra:\n{said}")
     run(folder, treetop, "doctor", "--cases", "2", "--device", "cpu")
 
@@ -140,7 +140,7 @@ def run(folder: Path, *command: str) -> None:
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="treetop-wheel-") as name:
         folder = Path(name)
-        wheel = build(folder, ROOT, "treetop")
+        wheel = build(folder, ROOT, "treetop_llm")
         if holds(wheel) != {"treetop"}:
             raise SystemExit(f"{wheel.name} holds {holds(wheel)}")
         python = install(folder, wheel)

@@ -1,4 +1,5 @@
-"""What a checkpoint is, what would be loaded of it, and whether that fits; from configs and headers, without a weight.
+"""What a checkpoint is, what would be loaded of it, and whether that fits; from configs and headers, without a weight
+but an output matrix that is stored though its config ties it.
 
 It reads specs, so it knows no family and no drafter by name.
 """
@@ -46,6 +47,7 @@ class TargetReport:
     formats: of these bytes, those in each format.
     activations: which products quantize their inputs; None if none do.
     own_draft: the algorithm that the folder's own draft layers need; None if it has none.
+    own_head: that a stored output matrix is used though the config ties it, in words; None if not.
     """
 
     folder: str
@@ -62,6 +64,7 @@ class TargetReport:
     formats: dict[str, int]
     activations: str | None
     own_draft: str | None
+    own_head: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +210,7 @@ def _target_report(spec: TargetSpec, config: EngineConfig) -> TargetReport:
         formats=format_bytes(params, _dtype(config)),
         activations=about_activations(params),
         own_draft=_own_draft(spec.folder),
+        own_head=spec.about_head(),
     )
 
 
@@ -316,6 +320,8 @@ def _target_lines(target: TargetReport) -> list[str]:
     lines.append(f"  in memory: {target.dtype}, {_bytes(target.weight_bytes)}{_quantized(target.formats)}")
     if target.activations is not None:
         lines.append(f"  {target.activations}")
+    if target.own_head is not None:
+        lines.append(f"  {target.own_head}")
     if target.own_draft is not None:
         lines.append(f"  it holds draft layers of its own: --speculative-algorithm {target.own_draft}")
     return lines

@@ -7,8 +7,8 @@ not use, such as MTP layers.
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ from treetop.weights.format import Source
 from treetop.weights.registry import read_formats
 
 FORMATS = ("fp8", "w4a16")
+_GROUPS = (128, 64, 32)
+"""Numbers that share a scale, to choose from: the more, the fewer bytes."""
 _LEFT = (".safetensors", ".bin", ".pt", ".index.json")
 """Ends of files that are not copied."""
 _OUTPUTS = ("lm_head.weight", "embed_tokens.weight")
@@ -40,6 +42,7 @@ class Quantized:
     weights: how many were rounded.
     before, after: bytes of all tensors.
     error: the largest share of a weight's norm that rounding changed, and which weight's that is.
+    group: numbers that share a scale of 4 bits; 0 where whole rows do.
     """
 
     weights: int
@@ -47,13 +50,15 @@ class Quantized:
     after: int
     error: float
     worst: str
+    group: int
 
 
-def quantize(folder: Path, target: Path | None, name: str, group: int, output: Path) -> Quantized:
+def quantize(folder: Path, target: Path | None, name: str, group: int | None, output: Path) -> Quantized:
     """Write a folder's checkpoint in a format to `output`, file by file, with all that lies beside the weights.
 
     target: of a draft head, its target's folder. name: one of `FORMATS`. group: numbers that share a scale of 4 bits; 0
-    for whole rows. Raises ConfigError for an output that is there, CheckpointError for what cannot be quantized.
+    for whole rows, None for the most that divide all rows. Raises ConfigError for an output that is there,
+    CheckpointError for what cannot be quantized.
     """
     if output.exists():
         raise ConfigError(f"--output {output}: it exists; name a new folder")
@@ -65,6 +70,8 @@ def quantize(folder: Path, target: Path | None, name: str, group: int, output: P
     if pickles:
         raise CheckpointError(f"{folder}: {pickles[0]}: only safetensors are quantized; convert it before")
     chosen = {source.name: source for source in _products(_params(folder, target))}
+    if group is None:
+        group = _dividing({source.shape[1] for source in chosen.values()}) if name == "w4a16" else 0
     encode = _encoder(name, group)
     said = {**config, "quantization_config": _said(name, group, _plain(files, chosen))}
     formats = read_formats(said, folder)
@@ -74,12 +81,23 @@ def quantize(folder: Path, target: Path | None, name: str, group: int, output: P
     except CheckpointError as error:
         raise ConfigError(f"--group-size {group}: {error}") from None
     output.mkdir(parents=True)
-    made = _write(files, chosen, encode, output)
+    made = replace(_write(files, chosen, encode, output), group=group)
     for path in folder.iterdir():
         if path.is_file() and not path.name.endswith(_LEFT) and path.name != "config.json":
             shutil.copy(path, output / path.name)
     (output / "config.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
     return made
+
+
+def _dividing(widths: Collection[int]) -> int:
+    """Numbers of a group. Raises ConfigError where none divides rows of these widths."""
+    found = next((group for group in _GROUPS if all(width % group == 0 for width in widths)), None)
+    if found is None:
+        listed = ", ".join(map(str, sorted(widths)))
+        raise ConfigError(
+            f"--group-size: rows of {listed} are no whole groups of 128, 64 or 32; give one, or -1 for rows"
+        )
+    return found
 
 
 def _params(folder: Path, target: Path | None) -> Iterable[Param]:
@@ -158,7 +176,7 @@ def _write(
     if len(set(places.values())) > 1:
         index = {"metadata": {"total_size": after}, "weight_map": dict(sorted(places.items()))}
         (output / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return Quantized(len(chosen), before, after, error, worst)
+    return Quantized(len(chosen), before, after, error, worst, 0)
 
 
 def _checked(tensor: Tensor, name: str) -> Tensor:

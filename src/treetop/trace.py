@@ -211,7 +211,7 @@ def page_data(trace: Trace) -> dict[str, Any]:
         "dtype": str(llm.engine.dtype).removeprefix("torch."),
         "shape": [shape.num_steps, shape.topk, shape.num_draft_tokens],
         "vocabularies": [llm.engine.spec.vocab_size, draft.vocab_size],
-        "sampling": _sampling(trace.params, llm.config.seed),
+        "sampling": _sampling(trace.params, llm.config.seed or 0),
         "finish_reason": output.finish_reason,
         "error": output.error,
         "tokens_per_second": output.metrics.tokens_per_second,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from treetop.bench.http_client import Address, Connection
+from treetop.bench import http_client
 from treetop.disaggregation.options import Mode
 from treetop.types.config import EngineConfig
 from treetop.types.errors import EngineError
@@ -57,14 +57,17 @@ class Client:
 
     def __init__(self, url: str, pid: int, start_s: float, said: deque[str]) -> None:
         self.url, self.pid, self.start_s, self.said = url, pid, start_s, said
-        self._connection = Connection(Address.of(url), None)
+        self._http = http_client.Client(http_client.Address.of(url), None)
+
+    async def close(self) -> None:
+        await self._http.close()
 
     async def ask(self, ids: Sequence[int], max_tokens: int, into: Stream | None = None) -> Stream:
         """A completion, to its end. into: hears it as it comes."""
         stream = into or Stream(time.perf_counter())
         body = {"prompt": list(ids), "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0, "stream": True}
         body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
-        async with aclosing(self._connection.events("/v1/completions", body)) as events:
+        async with aclosing(self._http.events("/v1/completions", body)) as events:
             async for event in events:
                 usage = event["usage"]
                 if event["choices"] and usage["completion_tokens"]:
@@ -123,7 +126,11 @@ async def served(
             said.append(line.strip())
             found = re.search(r"on (http://\S+)", line)
         reading = asyncio.create_task(_keep(process.stderr, said))
-        yield Client(found[1], process.pid, time.perf_counter() - began_s, said)
+        client = Client(found[1], process.pid, time.perf_counter() - began_s, said)
+        try:
+            yield client
+        finally:
+            await client.close()
     finally:
         if process.returncode is None:
             process.terminate()

@@ -4,6 +4,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from treetop.doctor.tables import print_table
+from treetop.version import DISTRIBUTION
 from treetop_debug.faults import FAULTS
 from treetop_debug.policy_faults import POLICY_FAULTS
 from treetop_debug.provoke import Finding, Provocation
@@ -47,7 +48,7 @@ def _rank_faults(console: Console) -> int:
     try:
         from treetop_debug.provoke_ranks import NAMES, find_rank_fault  # noqa: PLC0415  # needs an extra
     except ModuleNotFoundError as error:
-        console.print(f"faults of ranks: not run without {error.name}: install treetop[serve]")
+        console.print(f"faults of ranks: not run without {error.name}: install {DISTRIBUTION}[serve]")
         return 0
     with Progress(console=console, transient=True) as progress:
         findings = [find_rank_fault(name) for name in progress.track(NAMES, description="ranks")]

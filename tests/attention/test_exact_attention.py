@@ -9,6 +9,7 @@ from support.chains import attention_in_order
 from treetop.attention import exact_backend
 from treetop.attention.contract import TailKV
 from treetop.attention.exact_backend import ExactBackend
+from treetop.attention.torch_backend import TorchBackend
 from treetop.kernels.exact import adversarial
 from treetop.kernels.kv import PagedKV, PageTable, write_pages
 from treetop.kernels.metadata import AttentionMetadata
@@ -223,3 +224,35 @@ def test_a_library_whose_products_are_no_chains_is_refused(monkeypatch):
         assert exact_backend.problem(DIM, 1) == f"attention's sums with heads of {DIM}"
     finally:
         exact_backend.problem.cache_clear()
+
+
+@pytest.mark.parametrize("plane", [0, 1])
+@pytest.mark.parametrize("backend", [ExactBackend, TorchBackend])
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_an_infinite_number_of_a_node_shows_only_where_it_is_seen(plane, backend, value):
+    """Nodes that do not see it, and rows beside it, have the numbers that they have without."""
+    world = make([5, 126, 300], 6, seed=4)
+    world.parent = [[-1, 0, 0, 0, 1, 3]] * 3
+    made, metadata = backend(torch.float32, torch.device("cpu")), world.metadata()
+    plan = made.plan(made.begin(metadata), metadata)
+    want = made.prefix_tail(world.q, world.kv, plan, TailKV(world.tail), SCALE)
+    world.tail[1, 2, plane] = value
+    got = made.prefix_tail(world.q, world.kv, plan, TailKV(world.tail), SCALE)
+    others = [0, 1, 3, 4, 5]
+    assert got[1, others].isfinite().all()
+    if backend is ExactBackend:
+        assert torch.equal(got[:, others], want[:, others])
+    torch.testing.assert_close(got[:, others], want[:, others], rtol=1e-3, atol=1e-2)
+    assert torch.equal(got[[0, 2]], want[[0, 2]])
+
+
+@pytest.mark.parametrize("dim", [8, 16, 40])
+@pytest.mark.parametrize("keys", [130, 131])
+def test_few_queries_add_a_short_last_block_as_many_do(dim, keys):
+    generator = torch.Generator().manual_seed(dim)
+    weights = adversarial((8, 120, keys), generator).abs()
+    v = adversarial((8, keys, dim + exact_backend._ones(dim)), generator)
+    want = exact_backend.folded(weights, v, keys)
+    for queries in (1, 2, 5):
+        got = exact_backend.folded(weights[:, :queries].contiguous(), v, keys)
+        assert torch.equal(got, want[:, :queries])

@@ -15,7 +15,7 @@ from support.serving import mock
 from support.waiting import until
 from treetop.bench import serve_plot
 from treetop.bench.arrivals import ARRIVALS
-from treetop.bench.http_client import Address
+from treetop.bench.http_client import Address, Client
 from treetop.bench.lengths import lengths_of
 from treetop.bench.serve import Answer, LoadOptions, point_of, run, summary
 from treetop.bench.serve_compare import read_reports
@@ -99,6 +99,30 @@ def test_a_run_counts_what_the_server_gave(server):
         assert point.times_ms["ttft"]["mean"] <= point.times_ms["e2e"]["mean"]
     assert any(map(is_faster, reports)), "more clients are no faster, which one pause of the machine does not explain"
     assert server.metric("treetop:generation_tokens_total") - before == 1440 * len(reports)
+
+
+def test_connections_are_kept_and_one_that_the_server_has_closed_is_replaced():
+    """As of clients with a pool: as many connections as requests at a time. The server lets go of them when idle."""
+
+    async def talked(url) -> list[int]:
+        client, opened = Client(Address.of(url), None), []
+        body = {"prompt": "a", "max_tokens": 3, "stream": True}
+
+        async def ask() -> None:
+            assert [event async for event in client.events("/v1/completions", body)]
+
+        for at_a_time in (1, 1, 3, 3):
+            await asyncio.gather(*(ask() for _ in range(at_a_time)))
+            opened.append(client.num_opened)
+        while not all(kept.reader.at_eof() for kept in client._idle):
+            await asyncio.sleep(0.01)
+        await ask()
+        opened.append(client.num_opened)
+        await client.close()
+        return opened
+
+    with mock(2, "1", "--timeout-keep-alive", "1") as server:
+        assert asyncio.run(talked(server.url)) == [1, 1, 3, 3, 4]
 
 
 def is_faster(report) -> bool:

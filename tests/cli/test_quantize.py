@@ -8,6 +8,7 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file, save_file
 
+from support.command_line import run
 from support.engines import accept_lens, build, greedy, tokens
 from support.refusing import refused
 from support.tiny_models import Pair, copy_folder, save_random_experts, save_random_head
@@ -71,6 +72,32 @@ def test_the_embedded_pair_gives_the_tokens_of_plain_decoding(target, head, writ
     assert {param.format.name for param in spec.params} == expected
     named = {param.format.name for param in drafter_spec(pair.head, spec.config).params}
     assert named == ({"plain"} if head is None else {"plain", {"fp8": "FP8", "w4a16": "W4A16"}[head[:-5]]})
+
+
+def test_without_a_size_groups_are_the_largest_that_divide_all_rows(tmp_path, capsys, strong_pair):
+    """The embedded target has rows of 1,216; its head has other widths; where no size divides all it is an error."""
+    for folder, more in ((NESTLING.target, ()), (NESTLING.head, ("--target", NESTLING.target))):
+        made = tmp_path / folder.name
+        code, out, err = run(capsys, "quantize", folder, "--format", "w4a16", "--output", made, *more)
+        assert (code, err) == (0, "")
+        said = json.loads((made / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
+        size = said["weights"]["group_size"]
+        widths = {shape[1] for name, shape in shapes_of(folder).items() if name in rounded_in(made)}
+        assert size == max(each for each in (128, 64, 32) if not any(width % each for width in widths))
+        assert f"weights rounded in groups of {size}, " in out
+    assert shapes_of(NESTLING.target)["model.layers.0.mlp.down_proj.weight"][1] == 1216
+    code, _, err = run(capsys, "quantize", strong_pair.target, "--format", "w4a16", "--output", tmp_path / "none")
+    assert code == 2
+    assert "--group-size: rows of" in err
+    assert not (tmp_path / "none").exists()
+
+
+def shapes_of(folder):
+    return {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
+
+
+def rounded_in(folder):
+    return {name.replace("_packed", "") for name in shapes_of(folder) if name.endswith("weight_packed")}
 
 
 @pytest.mark.parametrize("group", [0, 8])

@@ -26,8 +26,8 @@ def test_what_needs_a_fault_names_the_extra():
     ended = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, check=True)
     assert ended.stdout == "2\n2\n"
     assert ended.stderr.splitlines() == [
-        "treetop: --faults needs treetop_debug; pip install treetop[debug]",
-        "treetop: TREETOP_FAULT needs treetop_debug; pip install treetop[debug]",
+        "treetop: --faults needs treetop_debug; pip install treetop-llm[debug]",
+        "treetop: TREETOP_FAULT needs treetop_debug; pip install treetop-llm[debug]",
     ]
 
 

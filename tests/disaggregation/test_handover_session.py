@@ -20,7 +20,7 @@ from treetop.disaggregation.events import Connected, Disconnected, Received
 from treetop.disaggregation.options import is_loopback, parse_address, read_secret, zmq_address
 from treetop.disaggregation.scheduling import Prompt
 from treetop.disaggregation.sockets import check_curve, listener_keys
-from treetop.disaggregation.transport import PeerId
+from treetop.disaggregation.transport import PeerId, Probe
 from treetop.types.errors import ConfigError
 from treetop.types.sampling import SamplingParams
 
@@ -224,3 +224,13 @@ def test_addresses() -> None:
     assert [is_loopback(each) for each in ("127.0.0.9", "::1", "localhost", "10.0.0.1", "0.0.0.0", "example.org")] == [
         True, True, True, False, False, False,
     ]  # fmt: skip
+
+
+def test_a_transfer_of_no_time_says_nothing_of_speed():
+    """It worked, so the way is known; its speed is not."""
+    probe = Probe(8 * 2**20)
+    for ends_s in (1.0, 1.0, 1.5, 1.25):  # two reads, then two writes
+        assert probe.begin(1.0) is not None
+        probe.ended(True, ends_s)
+    assert probe.best == "read"
+    assert probe.gbps == {"write": pytest.approx(8 * 2**20 / 0.25 / 1e9)}

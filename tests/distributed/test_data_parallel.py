@@ -3,8 +3,10 @@
 import asyncio
 import os
 import signal
+from contextlib import suppress
 from types import SimpleNamespace
 
+import httpx
 import pytest
 import torch
 
@@ -49,6 +51,61 @@ def test_replicas_in_a_storm_give_what_one_gives_and_one_that_is_killed_costs_a_
         assert outcomes["result"] >= 3, outcomes  # those that had ended by then
         assert server.process.wait(WAIT_S) == 0
     until(lambda: not command_of(second), "an engine is left")
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_stopped_gets_no_new_requests():
+    """SIGSTOP, and a watchdog of 300 s: after some heartbeats all that is new is answered by the other."""
+    body = {"prompt": "a", "max_tokens": 2}
+    with mock(2, "1", "--dp-size", "2") as server:
+        stopped, _ = engines(server)
+        os.kill(stopped, signal.SIGSTOP)
+
+        def answers() -> bool:
+            with suppress(httpx.TimeoutException):
+                return all(server.post("/v1/completions", body, timeout=1).status_code == 200 for _ in range(8))
+            return False
+
+        try:
+            until(answers)
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+
+
+def test_counters_of_drafts_add_up_over_replicas_and_api_processes():
+    """Accepted drafts by depth are accepted drafts by rank are all accepted drafts, and tokens are those and bonuses.
+
+    speculators#1095: per-position counters of one replica alone.
+    """
+    count, length = 16, 41
+    with mock(2, "1-4", *chats.FLAGS, "--dp-size", "2", "--api-workers", "2") as server:
+
+        async def ask() -> list[int]:
+            async def one() -> int:
+                async with httpx.AsyncClient(timeout=WAIT_S) as client:
+                    body = {"prompt": "a", "max_tokens": length, "ignore_eos": True}
+                    answer = await client.post(server.url + "/v1/completions", json=body)
+                return answer.json()["usage"]["completion_tokens"]
+
+            return await asyncio.gather(*(one() for _ in range(count)))
+
+        assert asyncio.run(ask()) == [length] * count
+        accepted, rounds, tokens = (
+            server.metric(f"treetop:{name}_total")
+            for name in ("spec_decode_num_accepted_tokens", "spec_decode_num_drafts", "generation_tokens")
+        )
+        depths, ranks = (
+            [
+                server.metric(f"treetop:spec_decode_num_accepted_tokens_per_{kind}_total", **{label: str(index)})
+                for index in range(8)
+            ]
+            for kind, label in (("pos", "position"), ("rank", "rank"))
+        )
+    assert tokens == count * length
+    assert accepted == sum(depths) == sum(ranks) > 0
+    assert sorted(depths, reverse=True) == depths
+    assert depths[0] <= rounds
+    assert tokens - count <= accepted + rounds <= tokens + 4 * count  # the last round of each may have had more
 
 
 def test_a_replica_that_is_dead_for_good_ends_the_server():
@@ -101,7 +158,7 @@ class FakeReplica:
 
     def __init__(self) -> None:
         self.info, self.load, self.pause, self.failure, self.num_restarts = INFO, CoreLoad(), None, None, 0
-        self.is_stalled, self.given, self.aborted = False, {}, []
+        self.is_stalled, self.silent_s, self.given, self.aborted = False, 0.0, {}, []
 
     @property
     def num_alive(self) -> int:
@@ -136,6 +193,18 @@ def test_requests_go_where_their_prefix_is_or_the_least_to_do_and_to_nobody_who_
     assert core.pause == "both are"
     core.add([asked(7, [1])], lambda update: None)  # it waits
     assert any(7 in each.given for each in replicas)
+
+
+def test_new_requests_go_to_no_engine_that_is_silent_while_another_speaks():
+    """Long before a watchdog calls it stalled. Where all are silent they may be in long steps: all count again."""
+    replicas = [FakeReplica(), FakeReplica()]
+    core = DataParallelClient(replicas)
+    replicas[0].silent_s = 10.0
+    core.add([asked(i, [i] * 3) for i in range(6)], lambda update: None)
+    assert [len(each.given) for each in replicas] == [0, 6]
+    replicas[1].silent_s = 10.0
+    core.add([asked(i, [i] * 3) for i in range(6, 12)], lambda update: None)
+    assert [len(each.given) for each in replicas] == [6, 6]
 
 
 def test_what_is_said_of_a_request_reaches_its_own_replica_and_nothing_after_its_end():

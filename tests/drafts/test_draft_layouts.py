@@ -33,7 +33,8 @@ from treetop.drafts.protocol import Extension
 from treetop.drafts.registry import drafter_spec, find_draft
 from treetop.models.loader import Placement
 from treetop.models.registry import target_spec
-from treetop.types.errors import CheckpointError
+from treetop.types.config import EngineConfig
+from treetop.types.errors import CheckpointError, ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +182,32 @@ def test_a_head_in_this_layout_drafts_what_it_must(target, tmp_path, name):
     head = save_head(tmp_path / "head", head_config(**changes), random_tensors(shapes))
     assert find_draft(head).algorithm == "EAGLE3"
     assert_drafts(Pair(target[0], head), target[1], eagle3_reference(head, target[1], options), which)
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_which_state_of_a_head_goes_on_is_an_option(target, tmp_path, caplog, said):
+    """`norm_output` meant something else for a time: set, it draws a warning, which the option answers."""
+    changes, more, _, options, which = HEADS["EAGLE-3.1"]
+    config = head_config(**{**changes, "norm_output": said})
+    head = save_head(tmp_path / "head", config, random_tensors({**eagle3_shapes(), **more}))
+    pair = Pair(target[0], head)
+    for recurrence, output in (("auto", said), ("before-norm", False), ("after-norm", True)):
+        caplog.clear()
+        reference = eagle3_reference(head, target[1], {**options, "norm_output": output})
+        assert_drafts(pair, target[1], reference, which, speculative_eagle_recurrence=recurrence)
+        warned = any("norm_output is true" in each.message and str(head) in each.message for each in caplog.records)
+        assert warned == (said and recurrence == "auto")
+
+
+@pytest.mark.parametrize("options", [{"draft": None}, {"speculative_algorithm": "NGRAM", "draft": None}])
+def test_the_state_that_goes_on_is_refused_without_an_eagle3_head(target, tmp_path, options):
+    option = {"speculative_eagle_recurrence": "before-norm"}
+    with pytest.raises(ConfigError, match="--speculative-eagle-recurrence is of an EAGLE-3 head"):
+        EngineConfig(model=str(target[0]), **options, **option)
+    shapes = {"fc.weight": (WIDTH, 2 * WIDTH), **layer_shapes("layers.0", WIDTH)}
+    head = save_head(tmp_path / "head", head_config(), random_tensors(shapes))
+    with pytest.raises(ConfigError, match="holds no EAGLE-3 head"):
+        build(Pair(target[0], head), SHAPE, **option)
 
 
 def latent_shapes(prefix: str, width: int) -> dict:

@@ -383,7 +383,7 @@ def test_starting_logs_one_block_with_model_memory_backend_and_graphs(strong_pai
         llm = build(strong_pair, graphs="sim")
     (record,) = [r for r in caplog.records if r.name == "treetop"]
     text = record.getMessage()
-    for part in ("float64 on cpu", "S=5 k=4 T=16", "attention torch", "not triton: ", "graphs simulated", "overlap"):
+    for part in ("float64 on cpu", "S=5 k=4 T=16", "attention torch", "; not triton", "graphs simulated", "overlap"):
         assert part in text
     layout = llm.engine.layout
     assert f"pool full: {layout.pool_tokens} tokens" in text

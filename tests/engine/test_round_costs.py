@@ -1,5 +1,10 @@
 """What rounds cost, measured at start: kept for the next start, never another engine's, and without a trace."""
 
+import json
+import math
+import os
+from dataclasses import replace
+
 import pytest
 
 from support.engines import build
@@ -82,6 +87,54 @@ def test_a_file_that_is_none_of_ours_counts_as_none(tmp_path):
         assert read(tmp_path / "b.json") is None
     assert read(tmp_path / "c.json") is None
     write(tmp_path / "b.json" / "d.json", table)  # no folder: the next start measures
+
+
+ROUND = {
+    "rows": 1,
+    "shape": {"num_steps": 0, "topk": 1, "num_draft_tokens": 1},
+    "seconds": 1.0,
+    "seconds_per_token": 0.0,
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rounds": []},
+        *({"rounds": [{**ROUND, "seconds": value}]} for value in (-1.0, 0.0, math.inf, math.nan, 10**400)),
+        *({"rounds": [{**ROUND, "rows": value}]} for value in (0, -1, math.inf, 10**400)),
+        *({"rounds": [{**ROUND, "seconds_per_token": value}]} for value in (-1.0, math.inf, math.nan)),
+        {"catch_ups": [{"rows": 0, "seconds": 1.0}]},
+        {"catch_ups": [{"rows": 1, "seconds": 0.0}]},
+    ],
+)
+def test_numbers_that_are_no_costs_count_as_none(changes, tmp_path):
+    """A policy would divide by them."""
+    whole = {"made_for": "x", "rounds": [ROUND], "catch_ups": []}
+    (tmp_path / "a.json").write_text(json.dumps(whole))
+    assert read(tmp_path / "a.json") is not None
+    (tmp_path / "a.json").write_text(json.dumps({**whole, **changes}))
+    assert read(tmp_path / "a.json") is None
+
+
+def test_what_is_no_file_of_json_counts_as_none(tmp_path):
+    """Deep, not UTF-8, a folder, and a pipe, which nobody waits for."""
+    (tmp_path / "deep").write_text("[" * 200_000)
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe{")
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    assert [read(tmp_path / name) for name in ("deep", "bytes", "folder", "pipe")] == [None] * 4
+
+
+def test_a_table_without_an_engines_shapes_is_measured_anew(strong_pair, monkeypatch, tmp_path):
+    """It says that it is of this engine, and costs of one shape are missing."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = engine(strong_pair)
+    (file,) = tmp_path.rglob("*.json")
+    for short in ({"rounds": tuple(each for each in first.costs.rounds if each.shape == PLAIN)}, {"catch_ups": ()}):
+        write(file, replace(first.costs, **short))
+        assert engine(strong_pair).costs.shapes == first.costs.shapes
+        assert len(read(file).catch_ups) == len(first.costs.catch_ups)
 
 
 def test_a_smaller_round_takes_no_longer_than_a_larger_one():

@@ -178,6 +178,7 @@ def test_chat_is_generate_of_the_templates_text():
     template = TEMPLATE.replace("{{ bos_token }}", "")
     assert tokens(llm.chat(talk, sampling_params=params, chat_template=template)) == tokens(expected)
     assert len(llm.chat([talk, talk], params, TEMPLATE)) == 2
-    with pytest.raises(InputError, match="no chat template"):
-        llm.chat(talk, params)
+    assert tokens(llm.chat(talk, params)) == tokens(
+        llm.generate(llm.tokenizer.encode("User: def f(x):\n\nAssistant:", special=False), params)
+    )
     llm.close()

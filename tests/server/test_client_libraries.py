@@ -45,7 +45,7 @@ TOOLS = [
 def library(name: str):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return pytest.importorskip(name, reason=f"{name} is not installed (pip install treetop[clients])")
+        return pytest.importorskip(name, reason=f"{name} is not installed (pip install treetop-llm[clients])")
 
 
 def reply(prompt: str) -> str:

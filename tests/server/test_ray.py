@@ -31,7 +31,7 @@ from treetop_debug.resume_faults import RESUME_FAULTS
 
 with warnings.catch_warnings():  # of Ray's own modules, as they are imported
     warnings.simplefilter("ignore")
-    pytest.importorskip("ray.serve", reason="Ray is not installed (treetop[ray])")
+    pytest.importorskip("ray.serve", reason="Ray is not installed (treetop-llm[ray])")
 
 MOVED = "its stream goes on with another"
 RAY = {

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from support.serving import mock, replayed
 from support.waiting import WAIT_S
-from treetop.server.api.chat import ChatRequest
+from treetop.server.api.chat_body import ChatRequest
 from treetop.server.api.fields import NEUTRAL
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -56,11 +56,11 @@ def told(server, path, body, status=400, **options) -> str:
         ({"stop": ""}, "stop strings must not be empty"),
         ({"stop": ["a"] * 17}, "stop: "),
         ({"stop": "a" * 1001}, "stop: "),
-        ({"stop": [1]}, "stop: "),
+        ({"stop": [1]}, "stop[0]: "),
         ({"stop_token_ids": [10**9]}, "outside the vocabulary"),
         ({"stop_token_ids": [-1]}, "stop_token_ids must not be negative"),
         ({"stream_options": {"include_usage": True}}, "stream_options: only with stream"),
-        ({"stream_options": {"other": 1}, "stream": True}, "stream_options: unknown field"),
+        ({"stream_options": {"other": 1}, "stream": True}, "stream_options.other: unknown field"),
         ({"prompt": []}, "prompt"),
         ({"prompt": ""}, "the prompt is empty"),
         ({"prompt": [["a"]]}, "prompt"),
@@ -110,7 +110,7 @@ def test_what_cannot_be_honoured_is_a_400_that_names_it_unless_it_asks_for_nothi
         ({"messages": [{"role": "cat", "content": "x"}]}, "messages"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "messages: only parts of text are supported, not 'image_url'",
+            "messages[0].content[0].type: only parts of text are supported, not 'image_url'",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "\u00e9" * 5000}]}]}, "only parts of text"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "the body is not JSON"),
@@ -154,8 +154,9 @@ def test_a_body_that_is_no_request_is_a_400(server, path, body):
 
 def test_a_number_too_large_for_a_message_is_no_number_too_large_for_a_client(server):
     """What exceeds context and vocabulary is off, as in `LLM`, and crosses the process boundary."""
-    body = {"prompt": [1] * 2040, "max_tokens": 10**30, "top_k": 10**30, "temperature": 1}
+    body = {"prompt": [1] * 2040, "top_k": 10**30, "temperature": 1}
     assert server.post(COMPLETIONS, body).json()["usage"]["completion_tokens"] == 8
+    assert "max_tokens: the prompt's 2040 tokens" in told(server, COMPLETIONS, {**body, "max_tokens": 10**30})
 
 
 def test_a_body_that_is_too_large_is_a_413_however_its_size_is_told(server):

@@ -69,6 +69,62 @@ def test_a_request_that_is_not_said_to_its_end_is_a_408(hurried, said):
     assert "--http-read-timeout" in json.loads(body)["error"]["message"]
 
 
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_answers_on_a_kept_connection_come_at_once(workers):
+    """Head and body are two writes: the second does not wait until the client has acknowledged the first (40 ms)."""
+    with mock(5, "1", "--api-workers", workers) as server, closing(opened(server)) as connection:
+        times_s = []
+        for _ in range(20):
+            began_s, answer = time.monotonic(), b""
+            connection.sendall(HEALTH)
+            while not answer.endswith(b"}"):
+                answer += connection.recv(4096)
+            times_s.append(time.monotonic() - began_s)
+    assert sorted(times_s)[10] < 0.010
+
+
+def test_a_body_must_come_at_the_minimal_rate():
+    """What came in one piece counts for the whole body: a burst, then a trickle, is soon too little."""
+    flags = ("--http-read-timeout", "0.2", "--http-min-rate", "100000")
+    with mock(5, "4", *flags) as server, closing(opened(server)) as connection:
+        connection.sendall(HEAD + b"Content-Length: 9999999\r\n\r\n" + b" " * 60_000)
+        connection.settimeout(0.02)
+        began_s, answer = time.monotonic(), b""
+        while not answer:
+            assert time.monotonic() - began_s < WAIT_S, "it is kept"
+            try:
+                answer = connection.recv(4096)
+            except TimeoutError:
+                with suppress(ConnectionError):  # the answer has come meanwhile
+                    connection.sendall(b" " * 200)  # above 1 KiB a second
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"--http-min-rate" in answer + heard(connection)
+
+
+def test_what_is_no_http_is_logged_with_its_client(hurried):
+    with closing(opened(hurried)) as connection:
+        host, port = connection.getsockname()
+        connection.sendall(b"no such thing\r\n\r\n")
+        assert heard(connection).startswith(b"HTTP/1.1 400 ")
+        hurried.wait_for(rf"Invalid HTTP request received\. \(client {host}:{port}\)")
+
+
+def test_a_length_beside_chunks_ends_the_connection(hurried):
+    """RFC 9112, 6.3: a proxy in front may have believed the length. What it holds for a second request is not read."""
+    smuggled = b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    with closing(opened(hurried)) as connection:
+        connection.sendall(HEAD + smuggled + HEALTH)
+        answer = heard(connection)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
+def test_a_slash_too_many_is_no_redirect_to_whoever_the_host_names(hurried):
+    answer = hurried.post("/v1/completions/", {"prompt": "a"}, headers={"Host": "evil.example"})
+    assert answer.status_code == 404
+    assert "location" not in answer.headers
+
+
 @pytest.mark.parametrize("said", [b"", HEALTH], ids=["nothing", "one request"])
 def test_a_connection_without_a_request_ends_without_a_word(hurried, said):
     with closing(said_in_time(hurried, said)) as connection:

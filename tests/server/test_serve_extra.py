@@ -34,16 +34,16 @@ except Exception as error:
 """
     ended = run(code)
     assert ended.stderr == ""
-    assert ended.stdout.splitlines() == ["5", "[]", "chat templates need jinja2; pip install treetop[serve]"]
+    assert ended.stdout.splitlines() == ["5", "[]", "chat templates need jinja2; pip install treetop-llm[serve]"]
 
 
 def test_serve_without_them_is_one_line():
     ended = run("import treetop.cli; sys.exit(treetop.cli.main(['serve']))")
     assert ended.returncode == 2
     assert ended.stderr.count("\n") == 1
-    assert "pip install treetop[serve]" in ended.stderr
+    assert "pip install treetop-llm[serve]" in ended.stderr
     ended = run("import treetop.cli; sys.exit(treetop.cli.main(['serve', '--config', 'x.yaml']))")
-    assert "pip install treetop[serve]" in ended.stderr
+    assert "pip install treetop-llm[serve]" in ended.stderr
 
 
 def test_replicas_without_ray_say_what_to_install():
@@ -54,4 +54,4 @@ try:
 except Exception as error:
     print(type(error).__name__, error)
 """
-    assert run(code).stdout == "ConfigError replicas need ray; pip install treetop[ray]\n"
+    assert run(code).stdout == "ConfigError replicas need ray; pip install treetop-llm[ray]\n"

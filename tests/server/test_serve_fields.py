@@ -95,8 +95,10 @@ def test_messages_of_real_clients_are_taken(server):
     refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}], "refusal": None}
     said = {"role": "assistant", "content": "no"}
     assert size(*HI, refusal) == size(*HI, said)
+    call = {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f"}}]}
     for role in ("system", "developer", "user", "assistant", "tool", "function"):
-        ask(server, CHAT, messages=[*HI, {"role": role, "content": "x", "name": "f"}])
+        answers = {"tool_call_id": "a"} if role == "tool" else {}
+        ask(server, CHAT, messages=[*HI, call, {"role": role, "content": "x", "name": "f", **answers}])
     answer = server.post(CHAT, {"messages": [{"role": "user", "content": refusal["content"]}]})
     assert answer.status_code == 400
     assert "'refusal'" in answer.json()["error"]["message"]

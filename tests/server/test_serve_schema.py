@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, given, settings
 
 from support.serving import mock, replayed
 
-schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed (pip install treetop[dev])")
+schemathesis = pytest.importorskip("schemathesis", reason="no schemathesis (pip install treetop-llm[dev])")
 
 PATHS = (
     "/v1/completions",

@@ -27,7 +27,7 @@ from treetop.core.wire import MockOptions
 from treetop.models.folder import resolve_folder
 from treetop.server.api.api_state import ApiState
 from treetop.server.api.app import make_app
-from treetop.server.api.limits import MAX_MESSAGES, MAX_OBJECTS, MAX_VALUES, BodyMeter
+from treetop.server.api.limits import MAX_CHAT_VALUES, MAX_MESSAGES, MAX_OBJECTS, MAX_VALUES, BodyMeter
 from treetop.server.chat_template import ChatTemplate
 from treetop.server.in_flight import InFlightCounter
 from treetop.server.lanes import Lanes
@@ -110,6 +110,23 @@ def messages_of(content: bytes, rest: bytes = b"") -> bytes:
     return b'{"max_tokens": 1, "messages": [{"role": "user", "content": ' + content + b"}]" + rest + b"}"
 
 
+def as_text(value: bytes) -> bytes:
+    """As JSON's text of JSON."""
+    return b'"' + value.replace(b"\\", b"\\\\").replace(b'"', b'\\"') + b'"'
+
+
+def call_of(value: bytes, text: bool = True) -> bytes:
+    """An assistant's message with a call, whose arguments are a text, or an object."""
+    said = b'{"a": ' + value + b"}"
+    said = as_text(said) if text else said
+    return (
+        b'{"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": '
+        + said
+        + b"}}]}"
+    )
+
+
+ESCAPES = b'"' + b"\\u0061" * (LARGE // 7 - 99) + b'"'
 MANY_FIELDS = b",".join(b'"k%d": 1' % i for i in range(120_000))
 HOSTILE = {
     "nulls": (COMPLETIONS, prompt_of(listed(b"null", 500_000)), 400, "prompt: Input should be"),
@@ -195,6 +212,66 @@ HOSTILE = {
         "messages: ",
     ),
     "ids to text": ("/detokenize", b'{"tokens": ' + listed(b"77", 10**6) + b"}", 200, ""),
+    **{
+        f"arguments of {item.decode()}": (
+            CHAT,
+            b'{"messages": [' + call_of(listed(item, LARGE // (len(item) + 1) - 99)) + b"]}",
+            400,
+            "messages[0].tool_calls[0].function.arguments: more than",
+        )
+        for item in (b"[[]]", b"{}", b"1")
+    },
+    "arguments as an object": (
+        CHAT,
+        b'{"messages": [' + call_of(listed(b"1", 2 * 10**6), text=False) + b"]}",
+        400,
+        "messages[0].tool_calls[0].function.arguments: more than",
+    ),
+    "arguments of escapes": (CHAT, b'{"messages": [' + call_of(ESCAPES) + b"]}", 200, ""),
+    "arguments of as much as may be": (
+        CHAT,
+        b'{"max_tokens": 1, "messages": [' + call_of(listed(b"[[]]", MAX_CHAT_VALUES // 3 - 9)) + b"]}",
+        200,
+        "",
+    ),
+    "arguments of many messages": (
+        CHAT,
+        b'{"messages": ' + listed(call_of(b"[" * 90 + b"]" * 90), 8000) + b"}",
+        400,
+        "].tool_calls[0].function.arguments: more than",
+    ),
+    "arguments of many calls": (
+        "/tokenize",
+        b'{"messages": ' + listed(call_of(listed(b"{}", 600)), 8000) + b"}",
+        400,
+        "].tool_calls[0].function.arguments: more than",
+    ),
+    "arguments of items": (
+        RESPONSES,
+        b'{"input": [{"type": "message", "role": "user", "content": "a"}, {"type": "function_call", "call_id": "a",'
+        b' "name": "f", "arguments": ' + as_text(b'{"a": ' + listed(b"{}", 5 * 10**6) + b"}") + b"}]}",
+        400,
+        "input[1].arguments: more than",
+    ),
+    "input of a block": (
+        MESSAGES,
+        b'{"max_tokens": 1, "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": [{"type":'
+        b' "tool_use", "id": "a", "name": "f", "input": {"a": ' + listed(b"1", 2 * 10**6) + b"}}]}]}",
+        400,
+        "messages[1].content[0].input: more than",
+    ),
+    "template options": (
+        CHAT,
+        b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {' + MANY_FIELDS + b"}}",
+        400,
+        "chat_template_kwargs: too many fields",
+    ),
+    "template options inside": (
+        CHAT,
+        b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": {' + MANY_FIELDS + b"}}}",
+        400,
+        "chat_template_kwargs: more than",
+    ),
 }
 
 

@@ -10,7 +10,7 @@ from support.scripted import TEMPLATE, scripted
 from support.serving import serving
 from support.tool_streams import ODD, coder, glm, harmony_call, hermes, kimi, minimax, v31
 from support.waiting import WAIT_S, until
-from treetop.server.api.chat import ChatMessage
+from treetop.server.api.chat_body import ChatMessage
 from treetop.server.chat_template import ChatTemplate
 
 STEPS = [("get_weather", ODD), ("search", {"query": 'a "b"\n</c>'}), ("now", {})]
@@ -181,8 +181,10 @@ BAD = {
         "tool_choice": {"type": "function", "function": {"name": "x"}},
     },
     "tool_choice": {"tools": TOOLS, "tool_choice": "any"},
-    "tools: String should match pattern": {"tools": [{"type": "function", "function": {"name": "a b>"}}]},
-    "tools: Input should be 'function'": {"tools": [{"type": "web_search"}]},
+    "tools[0].function.name: String should match pattern": {
+        "tools": [{"type": "function", "function": {"name": "a b>"}}]
+    },
+    "is not supported, only 'function'": {"tools": [{"type": "web_search"}]},
     "tools: List should have at most 1024": {"tools": TOOLS * 400},
     "guided_regex: beside tools a JSON schema or object alone": {"tools": TOOLS, "guided_regex": "a"},
     "structured_output": {"tools": TOOLS, "tool_choice": "required"},

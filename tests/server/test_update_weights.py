@@ -112,6 +112,11 @@ def test_tensors_by_name_are_as_good_as_folders(strong_pair, trained, monkeypatc
     llm.scheduler.check_integrity()
 
 
+class _OfATrainer(torch.Tensor):
+    """A kind of its own, as shards are."""
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_tensors_that_do_not_fit_change_nothing(strong_pair, weak_pair, monkeypatch, tmp_path):
     """A wrong shape, one missing, one more, one twice, no tensor, infinite; the last of a good lot, or of the head."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -126,6 +131,18 @@ def test_tensors_that_do_not_fit_change_nothing(strong_pair, weak_pair, monkeypa
         ([*changed.items(), (last, target[last])], "is given twice"),
         ({**changed, last: [1.0]}, "must be text and its value a tensor"),
         ({**changed, last: target[last] * float("inf")}, "NaN or infinite"),
+        ({**changed, last: target[last].to("meta")}, f"tensor '{last}' has no numbers"),
+        ({**changed, last: target[last].to_sparse()}, f"tensor '{last}' is laid out as torch.sparse_coo"),
+        (
+            {**changed, last: torch.quantize_per_tensor(target[last], 0.1, 0, torch.qint8)},
+            f"tensor '{last}' is of qint8",
+        ),
+        ({**changed, last: target[last].to(torch.complex128)}, f"tensor '{last}' is of complex128"),
+        ({**changed, last: target[last].as_subclass(_OfATrainer)}, f"tensor '{last}' is a _OfATrainer"),
+        (list(changed), "pairs of a name and a tensor, got '"),
+        ([(*pair, 1) for pair in changed.items()], "pairs of a name and a tensor, got"),
+        (target[last], "pairs of a name and a tensor"),
+        (7, "a folder, or tensors by name, got 7"),
     ):
         with pytest.raises((CheckpointError, InputError), match=words):
             llm.update_weights(wrong)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 import shutil
 from dataclasses import replace
@@ -331,14 +332,21 @@ def test_a_calibration_that_cannot_be_used_is_refused_by_name(strong_pair, tmp_p
     wrong = {
         "learned of the pair": {**whole, "pair": "another-pair"},
         "has format 9": {**whole, "format": 9},
+        "learned of the pair 'xx": {**whole, "pair": "x" * 10**6},
+        "has format 'xx": {**whole, "format": "x" * 10**6},
+        "is damaged (": {**whole, "heat": "x" * 10**6},
         "is damaged": {**whole, "chosen": [[1.0]]},
         "no counts": {**whole, "heat": [float("nan")] * CLASSES},
     }
     for words, content in wrong.items():
         file.write_text(json.dumps(content))
-        refused(ConfigError, start, words, "--speculative-calibration-dir")
-    file.write_text("{")
-    refused(ConfigError, start, "damaged")
+        assert len(refused(ConfigError, start, words, "--speculative-calibration-dir")) < 600
+    for content in (b"{", b"\xff\xfe", b"[" * 200_000, b"[]", b'{"format": 1e999}'):
+        file.write_bytes(content)
+        assert len(refused(ConfigError, start, file.name, "remove it")) < 600
+    file.unlink()
+    os.mkfifo(file)
+    refused(ConfigError, start, "not a file", "remove it")
     (tmp_path / "file").write_text("")
     refused(
         ConfigError, lambda: start(speculative_calibration_dir=str(tmp_path / "file")), "--speculative-calibration-dir"

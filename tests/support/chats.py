@@ -6,7 +6,7 @@ from typing import Any
 
 from support.serving import TOKENIZER
 from treetop.models.folder import resolve_folder
-from treetop.server.api.chat import ChatRequest
+from treetop.server.api.chat_body import ChatRequest
 from treetop.server.api.messages_body import MessagesRequest
 from treetop.server.api.responses_body import ResponsesRequest
 from treetop.server.api.turn import reading_of

@@ -106,7 +106,7 @@ class TorchBackend:
         return _attention(q, self._read(kv, stored), plan, scale, sinks)
 
     def causal(self, q: Tensor, kv: PagedKV, plan: TorchPlan, scale: float, sinks: Tensor | None = None) -> Tensor:
-        return _attention(q, self._read(kv, _gather(kv, plan.prefix)), plan, scale, sinks)
+        return _at_once(q, self._read(kv, _gather(kv, plan.prefix)), plan.visible, plan.bias, scale, sinks)
 
     def _read(self, kv: PagedKV, stored: Tensor) -> TailKV:
         """What K/V of a layer, gathered by `_gather`, stand for."""
@@ -131,15 +131,41 @@ def _gather(kv: PagedKV, prefix: TorchPrefix) -> Tensor:
 def _attention(q: Tensor, kv: TailKV, plan: TorchPlan, scale: float, sinks: Tensor | None) -> Tensor:
     """q: [rows, n, heads, d]; kv: of all that is seen.
 
+    A query whose result is not finite may have met an infinite number that it does not see, of a draft beside it, for
+    0 * inf is no number: its row's queries are computed again, each with zeros in place of what it does not see.
+    """
+    out = _at_once(q, kv, plan.visible, plan.bias, scale, sinks)
+    for row in broken_rows(out):
+        own = slice(row, row + 1)
+        for node in range(q.shape[1]):
+            at = slice(node, node + 1)
+            visible = plan.visible[own, at]
+            seen = TailKV(kv.data[own].where(visible[0, 0, :, None, None, None], 0.0), kv.value_dim)
+            out[own, at] = _at_once(q[own, at], seen, visible, plan.bias[own, at], scale, sinks)
+    return out
+
+
+def broken_rows(out: Tensor) -> list[int]:
+    """Rows of attention's result [rows, ...] that hold a number that is not finite; on a GPU, where to look is to
+    wait, none is named."""
+    if out.device.type != "cpu" or bool(out.sum(dtype=torch.float64).isfinite()):
+        return []
+    rows: list[int] = (~out.isfinite()).flatten(1).any(dim=1).nonzero()[:, 0].tolist()
+    return rows
+
+
+def _at_once(q: Tensor, kv: TailKV, visible: Tensor, bias: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
+    """All queries in one call.
+
     PyTorch's attention gives no lse, as sinks need, and would copy a plane that is key and value for every head.
     """
     if sinks is not None:
-        return with_sinks(*attend(q, kv.k, kv.v, plan.visible, scale), sinks)
+        return with_sinks(*attend(q, kv.k, kv.v, visible, scale), sinks)
     if kv.data.shape[2] == 1:
-        return attend(q, kv.k, kv.v, plan.visible, scale)[0]
+        return attend(q, kv.k, kv.v, visible, scale)[0]
     k, v = kv.k.transpose(1, 2), kv.v.transpose(1, 2)
     out = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k, v, attn_mask=plan.bias[:, None], scale=scale, enable_gqa=q.shape[2] != k.shape[1]
+        q.transpose(1, 2), k, v, attn_mask=bias[:, None], scale=scale, enable_gqa=q.shape[2] != k.shape[1]
     )
     return out.transpose(1, 2)
 

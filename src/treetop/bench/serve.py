@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from treetop.bench.arrivals import ARRIVALS
-from treetop.bench.http_client import Address, Connection, HttpError
+from treetop.bench.http_client import Address, Client, HttpError
 from treetop.bench.lengths import lengths_of, read_lengths
 from treetop.bench.workload import Conversation, conversations, conversations_of_ids
 from treetop.types.errors import ConfigError, EngineError
@@ -175,15 +175,22 @@ def run(options: LoadOptions, tell: Callable[[str], None] = lambda text: None) -
 
 
 async def _run(options: LoadOptions, tell: Callable[[str], None]) -> LoadReport:
-    connection = Connection(Address.of(options.base_url), options.api_key)
+    client = Client(Address.of(options.base_url), options.api_key)
     try:
-        listed = await connection.get("/v1/models")
+        return await _measured(client, options, tell)
+    finally:
+        await client.close()
+
+
+async def _measured(client: Client, options: LoadOptions, tell: Callable[[str], None]) -> LoadReport:
+    try:
+        listed = await client.get("/v1/models")
         model = options.model or str(listed["data"][0]["id"])
     except (OSError, HttpError, ValueError, LookupError, TypeError) as error:
         raise EngineError(f"--base-url {options.base_url}: /v1/models: {type(error).__name__}: {error}") from None
     points = []
     for maximum in options.max_concurrency or (None,):
-        points.append(await Load(connection, options, model).run(maximum))
+        points.append(await Load(client, options, model).run(maximum))
         tell(point_text(points[-1]))
     shown = asdict(options)
     shown.pop("api_key")
@@ -193,8 +200,8 @@ async def _run(options: LoadOptions, tell: Callable[[str], None]) -> LoadReport:
 class Load:
     """One run: conversations that begin when they should, each turn after the answer to the one before."""
 
-    def __init__(self, connection: Connection, options: LoadOptions, model: str) -> None:
-        self._connection, self._options = connection, options
+    def __init__(self, client: Client, options: LoadOptions, model: str) -> None:
+        self._client, self._options = client, options
         self._path = "/v1/chat/completions" if options.endpoint == "chat" else "/v1/completions"
         self._common = {
             "model": model,
@@ -242,7 +249,7 @@ class Load:
         answer, started_s = Answer(), time.perf_counter()
         try:
             async with asyncio.timeout(self._options.request_timeout):
-                async with aclosing(self._connection.events(self._path, {**self._common, **prompt})) as events:
+                async with aclosing(self._client.events(self._path, {**self._common, **prompt})) as events:
                     async for event in events:
                         _take(answer, event, time.perf_counter() - started_s)
         except TimeoutError:

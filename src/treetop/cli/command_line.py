@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
 from treetop.cli import bench, bench_serve, doctor, generate, inspect, models, quantize, serve, trace
+from treetop.cli.hints import short, unknown_options, with_hint
 from treetop.types.errors import ConfigError, EngineError, UserError
-from treetop.version import __version__
+from treetop.version import DISTRIBUTION, __version__
 
 
 class Command(Protocol):
@@ -47,14 +48,22 @@ class OneLineParser(argparse.ArgumentParser):
         """`bench serve` is a command of its own, beside `bench MODEL`, for which argparse would take it."""
         args = list(sys.argv[1:] if args is None else args)
         words = ["bench-serve", *args[2:]] if args[:2] == ["bench", "serve"] else args
-        return super().parse_known_args(words, namespace)
+        known, rest = super().parse_known_args(words, namespace)
+        if any(word.startswith("-") for word in rest) and not self.has_commands:
+            self.error(unknown_options(rest, self._option_string_actions))
+        return known, rest
+
+    @property
+    def has_commands(self) -> bool:
+        return self._subparsers is not None
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog.split()[0]}: {_one_line(message)}\n")
+        self.exit(2, f"{self.prog.split()[0]}: {short(_one_line(with_hint(message)))}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before PyTorch: threads that wait leave the cores to others
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # of what the terminal's encoding lacks
@@ -78,7 +87,7 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser, given: Seque
     try:
         from treetop_debug.faults import environment_fault
     except ModuleNotFoundError as error:
-        raise ConfigError(f"TREETOP_FAULT needs {error.name}; pip install treetop[debug]") from None
+        raise ConfigError(f"TREETOP_FAULT needs {error.name}; pip install {DISTRIBUTION}[debug]") from None
     with environment_fault(os.environ):
         return int(args.run(args))
 

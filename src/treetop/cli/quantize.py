@@ -19,7 +19,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", required=True, help="the folder to write, which must not be there")
     parser.add_argument("--target", help="of a draft head, its target")
     parser.add_argument(
-        "--group-size", type=int, default=128, help="of w4a16: numbers that share a scale, -1 for whole rows (128)"
+        "--group-size",
+        type=int,
+        help="of w4a16: numbers that share a scale, -1 for whole rows (the largest of 128, 64 and 32 that divides all)",
     )
 
 
@@ -27,12 +29,15 @@ def run(args: argparse.Namespace) -> int:
     from treetop.models.folder import resolve_folder
     from treetop.quantize import quantize
 
-    if args.group_size < -1 or args.group_size == 0:
-        raise ConfigError(f"--group-size {args.group_size}: it must be positive, or -1 for whole rows")
+    size = args.group_size
+    if size is not None and (size < -1 or size == 0):
+        raise ConfigError(f"--group-size {size}: it must be positive, or -1 for whole rows")
+    group = None if size is None else max(size, 0)
     target = None if args.target is None else resolve_folder(args.target)
-    made = quantize(resolve_folder(args.model), target, args.format, max(args.group_size, 0), Path(args.output))
+    made = quantize(resolve_folder(args.model), target, args.format, group, Path(args.output))
+    scales = f" in groups of {made.group}" if made.group else ""
     print(
-        f"{args.output}: {made.weights} weights rounded, {made.before / 2**20:.1f} MiB became"
+        f"{args.output}: {made.weights} weights rounded{scales}, {made.before / 2**20:.1f} MiB became"
         f" {made.after / 2**20:.1f}; at most {made.error:.2%} of a weight's norm changed ({made.worst})"
     )
     return 0

@@ -10,6 +10,7 @@ from contextlib import redirect_stderr
 from typing import TYPE_CHECKING, Any
 
 from treetop.types.errors import ConfigError, UserError
+from treetop.version import DISTRIBUTION
 
 if TYPE_CHECKING:
     from treetop.server.ray.app import Scale
@@ -30,7 +31,7 @@ def app(given: Mapping[str, Any]) -> Any:
     try:
         from treetop.server.ray.app import RefusedError
     except ModuleNotFoundError as error:
-        raise ConfigError(f"replicas need {error.name}; pip install treetop[ray]") from None
+        raise ConfigError(f"replicas need {error.name}; pip install {DISTRIBUTION}[ray]") from None
     try:
         return _build(given)
     except UserError as error:

@@ -10,6 +10,7 @@ from treetop.disaggregation.options import DEFAULT_SLOTS, DisaggregationOptions
 from treetop.server.options import KEY_VARIABLE, ServeOptions, Unset, engine_config, is_installed
 from treetop.types.errors import ConfigError
 from treetop.types.options import flag
+from treetop.version import DISTRIBUTION
 
 if TYPE_CHECKING:
     from treetop.core.wire import ProcessOptions  # needs the serve extra
@@ -113,4 +114,4 @@ def check_packages() -> None:
     """Raise ConfigError, with what to install, if a package of the `serve` extra is missing."""
     missing = [name for name in _NEEDED if not is_installed(name)]
     if missing:
-        raise ConfigError(f"serve needs {', '.join(missing)}; pip install treetop[serve]")
+        raise ConfigError(f"serve needs {', '.join(missing)}; pip install {DISTRIBUTION}[serve]")

@@ -12,6 +12,7 @@ from treetop.core.reasoning import ANSWER, ReasoningLimit, before_answer, not_be
 from treetop.core.refusals import refused
 from treetop.core.structural_tags import lark_of
 from treetop.types.constraint import StructuredOutput
+from treetop.version import DISTRIBUTION
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -128,7 +129,7 @@ def _lark(spec: str) -> str:
 def check_installed() -> None:
     """Raise InputError without the library."""
     if importlib.util.find_spec("llguidance") is None:
-        raise refused("it needs llguidance: install treetop[serve]")
+        raise refused(f"it needs llguidance: install {DISTRIBUTION}[serve]")
 
 
 def _limits() -> "LLParserLimits":

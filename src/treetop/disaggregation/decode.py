@@ -348,7 +348,9 @@ class DecodeMachine:
     def _probed(self, link: Link, now: float) -> None:
         gbps, best = link.probe.gbps, link.probe.best
         speeds = ", ".join(f"{way} {speed:.2f} GB/s" for way, speed in gbps.items())
-        self._effects.append(Log(f"KV transfers from a prefill worker: {speeds or 'none works'}"))
+        self._effects.append(
+            Log(f"KV transfers from a prefill worker: {speeds or ('too fast to time' if best else 'none works')}")
+        )
         if best is None:
             self._effects.append(Disconnect(link.peer))
             return

@@ -24,6 +24,7 @@ import msgspec
 
 from treetop.disaggregation.transport import Handle, Memory, PeerId, Range, State, Way
 from treetop.types.errors import ConfigError
+from treetop.version import DISTRIBUTION
 
 PACKAGES = ("nixl_cu13", "nixl_cu12")
 """Never the meta package, which brings both."""
@@ -31,7 +32,7 @@ _MAX_EARLY = 256
 """Words of peers that are not connected yet."""
 _LOOK_S, _DRAIN_S = 0.5, 1.0
 """Seconds between two looks for a writer, and from its death until what it had sent has been taken off the wire."""
-_MISSING = "KV transfer needs NIXL: pip install treetop[disaggregation-cu13] (or -cu12)"
+_MISSING = f"KV transfer needs NIXL: pip install {DISTRIBUTION}[disaggregation-cu13] (or -cu12)"
 
 
 class _Reach(msgspec.Struct, frozen=True, array_like=True):

@@ -4,6 +4,7 @@ A decode worker pulls. A transfer is a read by the decode worker, or a write by 
 one; which is faster depends on links and libraries, so both are tried when two workers meet.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, NewType, Protocol
 
@@ -72,14 +73,18 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
+_LEAST_S = 1e-5
+"""What is over sooner has not been timed: both looks at the clock were the same."""
+
+
 class Probe:
     """Which way is faster from a peer: each is timed twice, for the first transfer of a kind connects.
 
-    gbps: gigabytes a second of each way that worked, the better of both times.
+    best_s: seconds of each way that worked, the better of both times.
     """
 
     def __init__(self, num_bytes: int) -> None:
-        self.gbps: dict[Way, float] = {}
+        self.best_s: dict[Way, float] = {}
         self._num_bytes, self._begun_s = num_bytes, 0.0
         self._ways = [way for way in WAYS for _ in range(2)]
 
@@ -92,10 +97,14 @@ class Probe:
         """The transfer is over. whole: all bytes have come."""
         way = self._ways.pop(0)
         if whole:
-            gbps = self._num_bytes / max(now - self._begun_s, 1e-9) / 1e9
-            self.gbps[way] = max(gbps, self.gbps.get(way, 0.0))
+            self.best_s[way] = min(now - self._begun_s, self.best_s.get(way, math.inf))
 
     @property
     def best(self) -> Way | None:
         """The faster way so far; None if none has worked."""
-        return max(self.gbps, key=lambda way: self.gbps[way], default=None)
+        return min(self.best_s, key=lambda way: self.best_s[way], default=None)
+
+    @property
+    def gbps(self) -> dict[Way, float]:
+        """Gigabytes a second of each way that took a time that can be measured."""
+        return {way: self._num_bytes / s / 1e9 for way, s in self.best_s.items() if s >= _LEAST_S}

@@ -111,6 +111,11 @@ class EngineProcessClient:
         return self.stalled.is_set()
 
     @property
+    def silent_s(self) -> float:
+        """How long nothing has been heard of one of its processes, in looks of the watchdog."""
+        return max(self._silent_s, default=0.0)
+
+    @property
     def stall_reason(self) -> str:
         return f"the engine has not finished a step or a command in {self._watchdog_s:g} s (--watchdog-timeout)"
 
@@ -268,7 +273,7 @@ class EngineProcessClient:
         while self._links:
             await asyncio.sleep(look_s)
             self._silent_s = [silent_s + look_s for silent_s in self._silent_s]
-            if self.is_stalled != (max(self._silent_s, default=0.0) >= self._watchdog_s):
+            if self.is_stalled != (self.silent_s >= self._watchdog_s):
                 if self.is_stalled:
                     self.stalled.clear()
                     log.warning("the engine responds again")

@@ -10,12 +10,15 @@ from treetop.types.errors import ConfigError, EngineError
 from treetop.types.ids import RequestId
 from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, RequestUpdate
 
+_SILENT_S = 4.0
+"""An engine says something each second. One that does not hangs, or takes one long step; the other may have time."""
+
 
 class DataParallelClient:
     """An `EngineClient` over replicas. A request waits for its own replica where that is started again.
 
-    New requests go to the replica that has most of their prefix, unless too many wait there, and to none that is being
-    started again while another serves. One that is dead for good ends all.
+    New requests go to the replica that has most of their prefix, unless too many wait there; and to none that is being
+    started again, or has been silent for some heartbeats, while another serves. One that is dead for good ends all.
     """
 
     def __init__(self, replicas: Sequence[EngineProcessClient]) -> None:
@@ -93,6 +96,7 @@ class DataParallelClient:
 
     def _choose(self, request: EngineRequest) -> int:
         serving = [index for index, each in enumerate(self._replicas) if each.pause is None]
+        serving = [index for index in serving if self._replicas[index].silent_s < _SILENT_S] or serving
         alive: dict[int, ReplicaLoad] = {}
         for index in serving or range(len(self._replicas)):
             each = self._replicas[index]

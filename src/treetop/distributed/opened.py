@@ -15,6 +15,7 @@ from treetop.scheduler.scheduler import Scheduler
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 from treetop.types.requests import CoreInfo
+from treetop.version import DISTRIBUTION
 
 if TYPE_CHECKING:  # needs an extra
     from treetop.distributed.remote_thread import RemoteThread
@@ -65,7 +66,7 @@ def open_core(config: EngineConfig, reached: bool = False) -> OpenCore:
     try:
         from treetop.distributed.tp_executor import TpExecutor  # noqa: PLC0415  # needs an extra
     except ModuleNotFoundError as error:
-        raise ConfigError(f"--tp-size {config.tp_size} needs {error.name}: install treetop[serve]") from None
+        raise ConfigError(f"--tp-size {config.tp_size} needs {error.name}: install {DISTRIBUTION}[serve]") from None
     executor = TpExecutor(config, reached)
     return _around(executor, executor.engine, executor.next_logits, executor.close, executor)
 
@@ -80,7 +81,7 @@ def open_thread(config: EngineConfig) -> Opened:
         from treetop.distributed.expert_rank import check_experts  # noqa: PLC0415  # too
         from treetop.distributed.remote_thread import RemoteThread  # noqa: PLC0415  # too
     except ModuleNotFoundError as error:
-        raise ConfigError(f"--ep-size {config.ep_size} needs {error.name}: install treetop[serve]") from None
+        raise ConfigError(f"--ep-size {config.ep_size} needs {error.name}: install {DISTRIBUTION}[serve]") from None
     check_experts(config)  # before any process is started
     thread = RemoteThread(ProcessOptions("", config, log_level=20))
     info = thread.core.info

@@ -103,7 +103,11 @@ def report_failure(why: Failed) -> None:
 def start_process(
     module: str, options: msgspec.Struct, arguments: Sequence[str] = (), **given: Any
 ) -> "subprocess.Popen[bytes]":
-    """Run a module in a process which ends with this one, and tell it its options."""
+    """Run a module in a process which ends with this one, and tell it its options.
+
+    Its threads that wait leave the cores to others, unless OMP_WAIT_POLICY says otherwise.
+    """
+    given["env"] = {"OMP_WAIT_POLICY": "PASSIVE", **given.get("env", os.environ)}
     command = [sys.executable, "-P", "-m", module, *arguments]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, **given)
     send_line(process, options)

@@ -15,6 +15,7 @@ from treetop.doctor.tables import print_table
 from treetop.engine.plan import plan_engine
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
+from treetop.version import DISTRIBUTION
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ def _of_the_extra() -> Callable[[Console, str], int]:
     try:
         from treetop_debug.visit import show_faults  # noqa: PLC0415  # needs an extra
     except ModuleNotFoundError as error:
-        raise ConfigError(f"--faults needs {error.name}; pip install treetop[debug]") from None
+        raise ConfigError(f"--faults needs {error.name}; pip install {DISTRIBUTION}[debug]") from None
     return show_faults
 
 
@@ -73,7 +74,7 @@ def _agreement_times(size: int, device: str) -> list[tuple[str, str]]:
     try:
         from treetop.doctor.expert_ranks import expert_rank_times  # noqa: PLC0415  # needs an extra
     except ModuleNotFoundError as error:
-        raise ConfigError(f"--ep-size {size} needs {error.name}: install treetop[serve]") from None
+        raise ConfigError(f"--ep-size {size} needs {error.name}: install {DISTRIBUTION}[serve]") from None
     return expert_rank_times(size, device)
 
 
@@ -81,7 +82,7 @@ def _speeds(device: str) -> list[tuple[str, str, str]]:
     try:
         from treetop.doctor.transport import transport_speeds  # noqa: PLC0415  # needs an extra
     except ModuleNotFoundError as error:
-        return [("none", "", f"needs {error.name}: pip install treetop[disaggregation-cu13] (or -cu12)")]
+        return [("none", "", f"needs {error.name}: pip install {DISTRIBUTION}[disaggregation-cu13] (or -cu12)")]
     return transport_speeds(device)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from treetop.attention.layer import Attend
-from treetop.drafts.head_files import EMBEDDING, OUTPUT, OutputOf, check_vocab, head_output, no_offset
+from treetop.drafts.head_files import EMBEDDING, OUTPUT, OutputOf, check_vocab, head_output, log, no_offset
 from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Proposal, Streamed
 from treetop.kernels.calibration import Heat
 from treetop.kernels.rope import rope_table
@@ -28,6 +28,7 @@ from treetop.models.layers import GatedMLP, RMSNorm, norm_param, turn_at
 from treetop.models.loader import Placement, check_weights, load_weights
 from treetop.models.params import STREAMED, Param, in_formats, matrix, of_vocab, vector
 from treetop.models.target import Target
+from treetop.types.config import Recurrence
 from treetop.weights.format import Source
 from treetop.weights.held import Weights
 from treetop.weights.plain import Plain
@@ -41,6 +42,7 @@ class Eagle3Norms:
 
     before_residual: the residual stream begins with the normed state.
     output: the state that goes on is the normed one.
+    doubtful: a config says so in a layout in which it meant something else for a time.
     joined: one norm of all features side by side, before they are fused.
     each: one of each feature; the prefixes of its tensors, () for none.
     deeper: the tensor of the input norm of each layer after the first.
@@ -48,6 +50,7 @@ class Eagle3Norms:
 
     before_residual: bool = False
     output: bool = False
+    doubtful: bool = False
     joined: bool = False
     each: tuple[str, ...] = ()
     deeper: tuple[str, ...] = ()
@@ -79,6 +82,10 @@ class Eagle3Spec:
     state_dtype: torch.dtype | None = None
     reads_text: bool = False
     makes_logits: bool = True
+
+    def with_recurrence(self, recurrence: Recurrence) -> "Eagle3Spec":
+        """The same, which state goes on said by the user. recurrence: not auto."""
+        return replace(self, norms=replace(self.norms, output=recurrence == "after-norm", doubtful=False))
 
     def with_window(self, window: int) -> "Eagle3Spec":
         """The same, whose layers see no more than so many tokens."""
@@ -155,6 +162,13 @@ class Eagle3Spec:
 
     def load(self, target: Target, place: Placement) -> "Eagle3Head":
         """Raises CheckpointError for a wrong tensor; the draft vocabulary maps one to one into the target's."""
+        if self.norms.doubtful:
+            log.warning(
+                "%s: norm_output is true: the normed state goes on. Heads that SpecForge trained from 2026-05-27 to"
+                " 2026-09-15 may mean otherwise; where few drafts are accepted try --speculative-eagle-recurrence"
+                " before-norm",
+                self.folder,
+            )
         weights = load_weights(self.folder, self.params, place)
         offset = weights["d2t"] if "d2t" in weights else no_offset(self.vocab_size, place.device)
         check_vocab(self.folder, offset, weights.pop("t2d"), self.decoder.vocab_size)

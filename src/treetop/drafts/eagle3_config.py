@@ -5,6 +5,7 @@ Sources: SafeAILab/EAGLE `eagle/model/cnets.py`; sgl-project/sglang `srt/models/
 """
 
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 from treetop.drafts.eagle3 import Eagle3Norms, Eagle3Spec
@@ -50,7 +51,10 @@ def eagle3_spec(folder: Path, target: ModelConfig, dummy: bool) -> Eagle3Spec:
         target_hidden_size=size(config, "target_hidden_size", where, default=decoder.hidden_size),
         aux_inputs=aux_inputs,
         fuses=reads_layers,
-        norms=_norms(config, names, prefixes, len(aux_inputs), where),
+        norms=replace(
+            _norms(config, names, prefixes, len(aux_inputs), where),
+            doubtful=not nested and flag(config, "norm_output", where),
+        ),
         prefixes=prefixes,
         fuse_bias=reads_layers and stated(config, ("bias",), "fc.bias", names, where),
         output=output_of(decoder, vocab_size, target, names, folder),
@@ -122,8 +126,9 @@ def _aux_inputs(config: Config, num_layers: int, where: Path) -> tuple[int, ...]
 def _norms(config: Config, names: Collection[str], prefixes: tuple[str, ...], count: int, where: Path) -> Eagle3Norms:
     """Which norms the head has. One that is in the file is never left out (sgl-32334), whatever the config forgot.
 
-    `norm_output` is read as SGLang and vLLM do: the state that goes on is the normed one. SpecForge 0.2.0 writes the
-    same key for something else; its heads keep it at the default, under which both have the same tensors.
+    `norm_output` is read as SGLang and vLLM do: the state that goes on is the normed one. SpecForge wrote the key for
+    something else from 2026-05-27 to 2026-09-15 (SpecForge#879), under which a head has the same tensors, so nothing
+    but acceptance tells: it is `doubtful` there. What `speculators` writes has one meaning.
     """
     before = stated(config, ("norm_before_fc",), "input_norm.weight", names, where)
     legacy = _LEGACY_NORMS[0] + ".weight" in names

@@ -37,7 +37,7 @@ from treetop.models.layers import NoNorm, RMSNorm, norm_param, turn_at
 from treetop.models.loader import Placement, check_weights, load_weights
 from treetop.models.params import STREAMED, Param, in_formats, matrix, stored_tensors
 from treetop.models.target import LAST_HIDDEN, Target
-from treetop.types.config import MtpRecurrence
+from treetop.types.config import Recurrence
 from treetop.types.errors import CheckpointError, shown
 from treetop.weights.format import Source
 from treetop.weights.held import Weights
@@ -314,7 +314,7 @@ class MtpLayer:
         return Proposal(tokens, best)
 
 
-def mtp_spec(folder: Path, target: ModelConfig, dummy: bool, recurrence: MtpRecurrence = "auto") -> MtpSpec:
+def mtp_spec(folder: Path, target: ModelConfig, dummy: bool, recurrence: Recurrence = "auto") -> MtpSpec:
     """The MTP layer in a target's folder; of several the first, which is used again. dummy: there are no tensors.
 
     Raises CheckpointError if there is none, or it does not follow this target's layers.

@@ -15,7 +15,7 @@ from treetop.drafts.refused import refuse_draft
 from treetop.models.checkpoint import tensor_files
 from treetop.models.config import ModelConfig, read_config
 from treetop.models.values import Config
-from treetop.types.config import MtpRecurrence
+from treetop.types.config import Recurrence
 from treetop.types.errors import CheckpointError, ConfigError
 
 __all__ = ["DRAFTERS", "FoundDraft", "drafter_spec", "find_draft", "ngram_spec"]
@@ -49,20 +49,25 @@ def drafter_spec(
     target: ModelConfig,
     algorithm: str | None = None,
     dummy: bool = False,
-    recurrence: MtpRecurrence = "auto",
+    recurrence: Recurrence = "auto",
     window: int | None = None,
+    eagle3: Recurrence = "auto",
 ) -> DrafterSpec:
     """The drafter in a folder. algorithm: what it must be; None for what it is. dummy: its weights will be random.
-    recurrence: of MTP layers. window: most tokens that its layers see.
+    recurrence: of MTP layers, eagle3: of an EAGLE-3 head. window: most tokens that its layers see.
 
     Raises CheckpointError for a folder without a drafter that runs, ConfigError if it is of another algorithm.
     """
     spec = _any_spec(folder, target, algorithm, dummy, recurrence)
+    if eagle3 != "auto":
+        if not isinstance(spec, Eagle3Spec):
+            raise ConfigError(f"--speculative-eagle-recurrence {eagle3}: {folder} holds no EAGLE-3 head; drop it")
+        spec = spec.with_recurrence(eagle3)
     return spec if window is None else spec.with_window(window)
 
 
 def _any_spec(
-    folder: Path, target: ModelConfig, algorithm: str | None, dummy: bool, recurrence: MtpRecurrence
+    folder: Path, target: ModelConfig, algorithm: str | None, dummy: bool, recurrence: Recurrence
 ) -> EagleSpec | Eagle3Spec | MtpSpec:
     if algorithm == "MTP" and (dummy or not _is_head(tensor_files(folder))):
         return mtp_spec(folder, target, dummy, recurrence)

@@ -1,16 +1,29 @@
 """Files that a start leaves for later ones, in the user's cache folder: what was measured or probed on this machine."""
 
+import json
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 log = logging.getLogger("treetop")
+
+_MAX_BYTES = 2**26
+"""Of a file that is read; ours have some kilobytes."""
 
 
 def cache_file(kind: str, made_for: str) -> Path:
     """Where what was found for `made_for`, a hash of all that it depends on, is kept."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "treetop" / kind / f"{made_for}.json"
+
+
+def kept(file: Path) -> Any:
+    """The JSON that a start has left; None for a file that is not there or is none of ours, whatever it is."""
+    try:
+        return json.loads(file.read_bytes()) if file.is_file() and file.stat().st_size <= _MAX_BYTES else None
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 def keep(file: Path, text: str) -> None:

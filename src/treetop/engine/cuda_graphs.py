@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import chain, product
+from itertools import chain, pairwise, product
 from typing import Protocol, cast
 
 import torch
@@ -26,6 +26,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from treetop.attention.contract import HostPlanned, RoundExtents
+from treetop.engine.graph_memory import GraphMemory
+from treetop.engine.memory import memory_of
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.rounds import HostStep, RoundKey, parts_of, phases_of
 from treetop.kernels.garbage import no_collection
@@ -70,10 +72,16 @@ class CudaGraphs:
     """Captures on a batch of dummy rows, which leaves no trace in any state.
 
     seconds: what capturing took so far.
+    memory: what those at a start took; None before.
     """
 
-    def __init__(self, runner: ModelRunner, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self, runner: ModelRunner, recorder: Recorder | None = None, free: Callable[[], int] | None = None
+    ) -> None:
+        """free: measures the device's free bytes."""
         self._runner = runner
+        self._free = free or (lambda: memory_of(runner.buffers.rows.device).free)
+        self.memory: GraphMemory | None = None
         self._recorder = recorder or CudaRecorder()
         self._graphs: dict[RoundKey, tuple[Graph, ...]] = {}
         self.seconds = 0.0
@@ -114,9 +122,17 @@ class CudaGraphs:
         return {phase: graph.replay for phase, graph in graphs.items()}
 
     def capture_all(self) -> None:
-        """Capture greedy rounds of each coarse bucket and shape; a progress bar shows on a terminal."""
-        coarse = {*self._runner.layout.coarse_buckets}
-        self.capture([key for key in greedy_keys(self._runner) if key.bucket in coarse])
+        """Capture greedy rounds of each coarse bucket and shape; a progress bar shows on a terminal.
+
+        The first is measured apart: it makes the pool.
+        """
+        coarse, free = {*self._runner.layout.coarse_buckets}, [self._free()]
+        keys = [key for key in greedy_keys(self._runner) if key.bucket in coarse]
+        for part in (keys[:1], keys[1:]):
+            self.capture(part)
+            free.append(self._free())
+        first, others = (max(before - after, 0) for before, after in pairwise(free))
+        self.memory = GraphMemory(len(self._graphs), num_rounds(self._runner), first, others, free[-1])
 
     def capture(self, keys: Sequence[RoundKey]) -> None:
         """Capture those of the keys that are not yet, in their order."""

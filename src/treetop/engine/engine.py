@@ -168,6 +168,7 @@ class Engine:
     def _start_up(self) -> None:
         if isinstance(self.launcher, CudaGraphs):
             self.launcher.capture_all()
+            self._check_graphs(self.launcher)
         if self.config.check_level >= 1:
             prove_acceptance(self.runner)
             prove_padding(self.runner, self.launcher)
@@ -177,6 +178,14 @@ class Engine:
         self._begin_calibration()
         if self.slots is not None:
             prove_kv_transfer(self.runner, self.slots)
+
+    def _check_graphs(self, graphs: CudaGraphs) -> None:
+        """Raises CapacityError if graphs took what steps need. Pools of a size that was asked for are the user's."""
+        assert graphs.memory is not None
+        if self.config.max_total_tokens is None:
+            graphs.memory.check(self.memory.budget)
+        elif graphs.memory.missing(self.memory.budget) > 0:
+            log.warning("captured graphs: %s; --max-total-tokens leaves too little to the worst step", graphs.memory)
 
     def _forget_pages(self) -> None:
         """Level 3: page tables hold nothing, and pages what nobody may read."""

@@ -10,6 +10,7 @@ import torch
 from treetop.attention import exact_backend as on_a_cpu
 from treetop.attention.capabilities import HALF, Need, Refusal
 from treetop.attention.registry import BACKENDS, exact_backend
+from treetop.engine.mkl_sums import choose_mode, remedy
 from treetop.engine.operation_probes import kept_operation_problem, packed_experts
 from treetop.kernels import topk
 from treetop.kernels.exact import elementwise_problem
@@ -50,7 +51,12 @@ def why_not_exact(config: EngineConfig, layout: Layout, target: TargetSpec, plac
     if any(group.kv.value_dim is not None for group in layout.groups if group.name != DRAFT):
         return Refusal("compressed attention (MLA) is not exact yet", _TIES)
     found = _probed_on_a_cpu(layout) if on_cpu else _probed_on_a_gpu(target, place)
-    return None if found is None else Refusal(f"on this machine the bits of {found} depend on the batch", _TIES)
+    if found is None:
+        return None
+    helps = remedy() if on_cpu else None
+    return Refusal(
+        f"on this machine the bits of {found} depend on the batch", _TIES if helps is None else f"{helps}, or {_TIES}"
+    )
 
 
 def _of_device(config: EngineConfig, place: Placement) -> Refusal | None:
@@ -81,6 +87,7 @@ def _of_device(config: EngineConfig, place: Placement) -> Refusal | None:
 
 
 def _probed_on_a_cpu(layout: Layout) -> str | None:
+    choose_mode()
     threads = torch.get_num_threads()
     found = elementwise_problem(threads)
     for group in layout.groups:

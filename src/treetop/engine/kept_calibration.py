@@ -6,8 +6,10 @@ it is refused.
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +18,9 @@ from treetop.drafts.protocol import DrafterSpec
 from treetop.kernels.calibration import Calibration
 from treetop.kernels.learn import shift_of
 from treetop.models.fingerprint import fingerprint
+from treetop.models.json_file import read_object
 from treetop.types.config import EngineConfig
-from treetop.types.errors import ConfigError
+from treetop.types.errors import CheckpointError, ConfigError, shown
 from treetop.types.parallel import Parallel
 
 EVERY = 256
@@ -79,12 +82,14 @@ def kept_calibration(config: EngineConfig, target: Path, draft: DrafterSpec, wri
             path.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(path.parent, os.R_OK | os.X_OK | (os.W_OK if learns else 0)):
             raise ConfigError(f"{flag} {folder}: it cannot be {'written' if learns else 'read'}")
-        text = path.read_text(encoding="utf-8") if path.exists() else None
+        found = read_object(path) if os.path.lexists(path) else None
+    except CheckpointError as error:
+        raise ConfigError(f"{flag}: {error}; it is damaged: remove it") from None
     except OSError as error:
         raise ConfigError(f"{flag} {folder}: {error.strerror}") from None
-    if text is None and not learns:
+    if found is None and not learns:
         raise ConfigError(f"{flag} {folder}: nothing was learned of this pair; use --speculative-calibration learn")
-    return KeptCalibration(path, pair, {} if text is None else _read(path, pair, text), learns and writes)
+    return KeptCalibration(path, pair, {} if found is None else _tables(path, pair, found), learns and writes)
 
 
 def pair_fingerprint(target: Path, draft: DrafterSpec) -> str:
@@ -97,18 +102,17 @@ def file_name(pair: str) -> str:
     return f"{pair}.json"
 
 
-def _read(path: Path, pair: str, text: str) -> dict[str, Tensor]:
+def _tables(path: Path, pair: str, found: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tables of a file. Raises ConfigError unless it is whole, and of this pair."""
     flag = f"--speculative-calibration-dir: {path}"
     try:
-        found = json.loads(text)
         if found["format"] != _FORMAT:
-            raise ConfigError(f"{flag} has format {found['format']}, this version reads {_FORMAT}; remove it")
+            raise ConfigError(f"{flag} has format {shown(found['format'])}, this version reads {_FORMAT}; remove it")
         if found["pair"] != pair:
-            raise ConfigError(f"{flag} was learned of the pair {found['pair']}, and this is {pair}; remove it")
+            raise ConfigError(f"{flag} was learned of the pair {shown(found['pair'])}, and this is {pair}; remove it")
         tables = {name: torch.tensor(found[name], dtype=torch.float32) for name in _KEPT}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{flag} is damaged ({error}); remove it") from None
+    except (ValueError, KeyError, TypeError, RuntimeError, OverflowError) as error:
+        raise ConfigError(f"{flag} is damaged ({shown(str(error))[1:-1]}); remove it") from None
     if [table.dim() for table in tables.values()] != [1, 2, 3, 3, 3] or any(
         not bool((table.isfinite() & (table >= 0)).all()) for table in tables.values()
     ):

@@ -36,7 +36,7 @@ def staging_of(engine: Engine) -> Staging:
 def _target(engine: Engine) -> str:
     """Whose K/V these are: another checkpoint's, or those of other activations, are other numbers."""
     config = engine.config
-    name = f"dummy {config.seed}" if config.load_format == "dummy" else fingerprint(engine.model_path)
+    name = f"dummy {config.seed or 0}" if config.load_format == "dummy" else fingerprint(engine.model_path)
     return f"{name} with activations in FP8" if config.quantize_activations else name
 
 

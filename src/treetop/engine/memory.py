@@ -22,9 +22,9 @@ from treetop.types.errors import CapacityError, EngineError
 from treetop.types.layout import Layout
 
 GIB = 2**30
-_SLACK = 2**28
+SLACK = 2**28
 """Bytes left to the allocator's rounding."""
-_BYTES_PER_GRAPH = 3 * 2**23
+BYTES_PER_GRAPH = 3 * 2**23
 """Bytes of the driver that a captured round of three phases is allowed."""
 _BYTES_PER_DRAW = 52
 """Bytes that filters and a draw take in PyTorch for each logit, as measured, and a copy of it that was changed."""
@@ -127,7 +127,7 @@ def chunk_of_gpu(total: int, windows: Sequence[int]) -> int:
 
 def activation_allowance(peak: int, num_rounds: int) -> int:
     """Bytes to leave free on a GPU. peak: what the worst prefill and the worst round took when they were tried."""
-    return peak + num_rounds * _BYTES_PER_GRAPH + _SLACK
+    return peak + num_rounds * BYTES_PER_GRAPH + SLACK
 
 
 def step_bytes(layout: Layout, vocab_size: int, element_size: int) -> int:

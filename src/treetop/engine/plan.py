@@ -315,7 +315,8 @@ def read_draft_spec(config: EngineConfig, target: TargetSpec) -> DrafterSpec:
     else:
         folder = target.folder if config.draft is None else resolve_folder(config.draft, "draft")
         dummy, recurrence = config.load_format == "dummy", config.speculative_mtp_recurrence
-        spec = drafter_spec(folder, target.config, config.algorithm, dummy, recurrence, window)
+        eagle3 = config.speculative_eagle_recurrence
+        spec = drafter_spec(folder, target.config, config.algorithm, dummy, recurrence, window, eagle3)
     topk = max(shape.topk for shape in config.shapes)
     if topk > spec.vocab_size:
         raise ConfigError(f"--speculative-eagle-topk {topk} exceeds the draft vocabulary of {spec.vocab_size}")

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import treetop.kernels
-from treetop.engine.cache_files import cache_file, keep
+from treetop.engine.cache_files import cache_file, keep, kept
 from treetop.kernels.skinny_gemm import choose_whole
 from treetop.kernels.triton_guard import TRITON_VERSION, gpu_traits
 from treetop.types.errors import ConfigError
@@ -37,9 +37,9 @@ def probed_products(weights: list[ProductWeight], dtype: torch.dtype, device: to
 @cache
 def _probed(shape: Shape, gated: bool, dtype: torch.dtype, device: torch.device) -> Probed:
     file = cache_file("exact-products", identity(device, shape, gated, str(dtype)))
-    kept = _read(file)
-    if kept is not None and kept.shape == shape:
-        return kept
+    known = _read(file)
+    if known is not None and known.shape == shape:
+        return known
     if choose_whole(1, *shape, gated, gpu_traits(device)) is None:
         raise ConfigError(
             f"--exactness bits: on a GPU no product with a weight [{shape[0]}, {shape[1]}] is exact, whose rows are no"
@@ -57,10 +57,10 @@ def _probed(shape: Shape, gated: bool, dtype: torch.dtype, device: torch.device)
 def _read(file: Path) -> Probed | None:
     """None for a file that is not there or is none of ours."""
     try:
-        held = json.loads(file.read_bytes())
+        held = kept(file)
         n, k = (int(each) for each in held["shape"])
         return Probed((n, k), tuple(int(each) for each in held["counts"]))
-    except (OSError, ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, OverflowError):
         return None
 
 

@@ -6,6 +6,7 @@ rows; then of the largest bucket with much, which says what a token of context c
 
 import hashlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from treetop.engine.cache_files import cache_file, keep
+from treetop.engine.cache_files import cache_file, keep, kept
 from treetop.engine.capacity_proof import on_null_pages
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.plan import EnginePlan
@@ -23,7 +24,7 @@ from treetop.engine.rounds import RoundKey, RoundLauncher
 from treetop.models.fingerprint import fingerprint
 from treetop.types.costs import CatchUpCost, CostTable, RoundCost
 from treetop.types.errors import CheckError, ConfigError
-from treetop.types.layout import SpecShape
+from treetop.types.layout import Layout, SpecShape
 from treetop.types.sampling import Choice
 
 _VERSION = 2
@@ -42,6 +43,8 @@ def cost_table(engine_plan: EnginePlan, runner: ModelRunner, launcher: RoundLaun
     """
     made_for = identity(engine_plan, runner)
     table = read(cost_file(made_for))
+    if table is not None and not _covers(table, runner.layout):
+        table = None
     if table is not None and runner.check_level >= 1:
         check_made_for(table, made_for)
     if engine_plan.place.parallel.minimum(int(table is not None)):
@@ -50,6 +53,13 @@ def cost_table(engine_plan: EnginePlan, runner: ModelRunner, launcher: RoundLaun
     table = measure(runner, launcher, made_for)
     write(cost_file(made_for), table)
     return table
+
+
+def _covers(table: CostTable, layout: Layout) -> bool:
+    """Whether all that is asked of a table is in it."""
+    return set(layout.shapes) <= {each.shape for each in table.rounds} and (
+        bool(table.catch_ups) or not layout.max_deferred
+    )
 
 
 def identity(engine_plan: EnginePlan, runner: ModelRunner) -> str:
@@ -74,11 +84,16 @@ def cost_file(made_for: str) -> Path:
 
 
 def read(file: Path) -> CostTable | None:
-    """None for a file that is not there or is none of ours."""
+    """None for a file that is not there or is none of ours, or whose numbers are no costs."""
     try:
-        return _table_of(json.loads(file.read_bytes()))
-    except (OSError, ValueError, LookupError, TypeError, ConfigError):
+        table = _table_of(kept(file))
+        measured: list[RoundCost | CatchUpCost] = [*table.rounds, *table.catch_ups]
+        positive = [float(number) for each in measured for number in (each.rows, each.seconds)]
+    except (ValueError, LookupError, TypeError, OverflowError, ConfigError):
         return None
+    costs = all(0 < number < math.inf for number in positive)
+    costs = costs and all(0 <= each.seconds_per_token < math.inf for each in table.rounds)
+    return table if table.rounds and costs else None
 
 
 def _table_of(held: dict[str, Any]) -> CostTable:

@@ -6,6 +6,7 @@ from treetop.attention.registry import BACKENDS, refusal
 from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.engine.graphs import GraphSim
 from treetop.engine.memory import MemoryUse
+from treetop.engine.mkl_sums import choose_mode
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.plan import EnginePlan
 from treetop.engine.rounds import RoundLauncher
@@ -15,7 +16,7 @@ from treetop.models.params import about_activations
 def start_up_block(
     engine_plan: EnginePlan, runner: ModelRunner, launcher: RoundLauncher, use: MemoryUse, start_s: float
 ) -> str:
-    """Model, tree, memory, backend and why the others were refused, graphs; a line each. start_s: capture and proof."""
+    """Model, tree, memory, backend and those that do not serve, graphs; a line each. start_s: capture and proof."""
     config, layout, shape = engine_plan.config, runner.layout, engine_plan.config.shape
     place, dtype = engine_plan.place.device, engine_plan.place.dtype
     tree = f"tree S={shape.num_steps} k={shape.topk} T={shape.num_draft_tokens}" if runner.drafter else "no draft"
@@ -25,17 +26,17 @@ def start_up_block(
         shared += f", whose experts {config.ep_size} engines share; of engine {whole.expert_ranks.rank}:"
     elif config.tp_size > 1:
         shared += f"; of rank {whole.parallel.rank}:"
-    refused = [(name, refusal(name, engine_plan.need)) for name in BACKENDS]
-    others = [f"{name}: {problem.reason}" for name, problem in refused if problem is not None]
+    sums = choose_mode() if engine_plan.place.exact and place.type == "cpu" else None
+    others = [name for name in BACKENDS if refusal(name, engine_plan.need) is not None]
     rows = [
         f"model {config.model}, draft {config.draft or config.algorithm or 'none'},"
         f" {str(dtype).removeprefix('torch.')} on {_name(place)}{shared}",
         f"{tree}; {layout.max_requests} requests of {layout.max_context} tokens, pages of {layout.page_size},"
         f" prefill in steps of {layout.chunk}",
         *use.lines(),
-        f"exactness {config.exactness}",
+        f"exactness {config.exactness}" + (f"; {sums}" if sums else ""),
         *([about] if (about := about_activations(whole.held(engine_plan.target.params))) else []),
-        f"attention {runner.backend.name}" + (f"; not {'; not '.join(others)}" if others else ""),
+        f"attention {runner.backend.name}" + (f"; not {', '.join(others)} (treetop doctor says why)" if others else ""),
         _graphs(launcher),
         f"overlap of host and device {'on' if layout.max_in_flight > 1 else 'off'}; capture and "
         f"capacity proof {start_s:.1f} s",
@@ -45,7 +46,8 @@ def start_up_block(
 
 def _graphs(launcher: RoundLauncher) -> str:
     if isinstance(launcher, CudaGraphs):
-        return f"{len(launcher)} graphs captured in {launcher.seconds:.1f} s"
+        memory = "" if launcher.memory is None else f": {launcher.memory}"
+        return f"{len(launcher)} graphs captured in {launcher.seconds:.1f} s{memory}"
     return "graphs simulated" if isinstance(launcher, GraphSim) else "rounds run eagerly"
 
 

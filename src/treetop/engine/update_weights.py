@@ -53,7 +53,9 @@ def read_weights(engine_plan: EnginePlan, model: str | None, draft: str | None) 
     )
     spec, old = target_spec(resolve_folder(config.model)), engine_plan.target
     if spec.config != old.config:
-        raise ConfigError(f"update_weights: {config.model} is not the model of {old.folder}: their config.json differ")
+        alike = replace(spec.config, tied_embeddings=old.config.tied_embeddings) == old.config
+        what = "output matrices, of which one is the embedding," if alike else "config.json"
+        raise ConfigError(f"update_weights: {config.model} is not the model of {old.folder}: their {what} differ")
     drafter_spec = read_draft_spec(config, spec) if config.speculates else None
     if not _are_alike(drafter_spec, engine_plan.draft):
         raise ConfigError(f"update_weights: {config.draft} is another draft head: its config or its tensors differ")

@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0917 (kernels take what they touch as arguments)
 """Accepting: the path of the tree that equals what the target itself chooses.
 
 The target chooses a token at every node: the argmax, or a draw by a coin that depends only on the request's seed and

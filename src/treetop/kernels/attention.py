@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0912, PLR0915, PLR0917 (kernels take what they touch as arguments, and are one body by nature)
 """Attention over paged K/V and a dense tail, in one pass: the Triton kernels and their reference.
 
 One program takes the queries of one row that share a K/V head, grouped heads folded into the query block, and one

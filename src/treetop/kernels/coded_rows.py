@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0917 (kernels take what they touch as arguments)
 """Products of few rows with a coded weight that lies in tiles: each tile is decoded as it is read.
 
     y = x @ weight.T + bias        x: [rows, k]; of more than MAX_ROWS the library is faster with decoded weights

@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0917 (kernels take what they touch as arguments)
 """What a round leaves behind: the path's K/V in the pages, and its features for the draft head.
 
 On a GPU each is one launch.

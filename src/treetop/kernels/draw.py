@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0915, PLR0917 (kernels take what they touch as arguments, and are one body by nature)
 """Drawing tokens on a GPU: temperature, top-k, top-p, min-p and the draw in one launch, without sorting.
 
 A logit's weight is exp((logit - best) / temperature), so that min-p compares with it directly. What top-k and top-p

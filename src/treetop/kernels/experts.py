@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0917 (kernels take what they touch as arguments)
 """Products with the experts that tokens were routed to, grouped: an expert's weights are read once for its tokens.
 
     act = activation(x @ gate.T, x @ up.T)          of each token and each of its experts

@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0917 (kernels take what they touch as arguments)
 """Products of e4m3 inputs with e4m3 weights: both codes go to the tensor cores, and sums get both scales at their end.
 
     codes[i, j] = e4m3(x[i, j] / scale[i, g])                  scale[i, g] = largest |x[i, j]| of group g / 448

@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0917 (kernels take what they touch as arguments)
 """Small operations between the matrix products, each one launch: add and norm, gate and product, rotation and write.
 
 Each is memory-bound and short, so what counts is the number of launches and of trips through memory. All compute in

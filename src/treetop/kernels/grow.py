@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0917 (kernels take what they touch as arguments)
 """Growing a tree; on a GPU one launch to start, one a draft level. `kernels.select` chooses among what has grown.
 
 A score is the sum of corrected log-probabilities (`kernels.calibration`) along the path. Both ways give the same bits:

@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0917 (kernels take what they touch as arguments, and are one body by nature)
 """How much an indexer's queries want the keys in the pages and in a tail: scores by position, for `kernels.index_topk`.
 
 A program takes part of a row's keys and some of its queries, and loads each block of keys once for all of these. One

@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0915, PLR0917 (kernels take what they touch as arguments, and are one body by nature)
 """The keys that sparse attention shows: the best of each query's scores, whole and in order, without a sort.
 
 A program holds a chunk of a query's scores, as integers that order like them. It narrows an interval down, by counting

@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0917 (kernels take what they touch as arguments)
 """What sparse attention (DSA) chooses keys by: an indexer's keys, its queries' scores, and the best of them.
 
 A query's score of a key is the sum over the indexer's heads of weight * relu(q . k). It attends to the `top_k` best of

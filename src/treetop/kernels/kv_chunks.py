@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0917 (kernels take what they touch as arguments)
 """KV chunks between pages and staging slots: what goes to another worker, and what comes from one.
 
 A group's part of a slot is [kv_head][layer][token][plane][head_dim], each head's segment beginning at a multiple of 16

@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0915, PLR0917 (kernels take what they touch as arguments, and are one body by nature)
 """What compressed attention writes and asks with: a latent's norm, a key's and queries' rotation, in one launch.
 
 The numbers of a token's plane are its latent, normed, then the part of a key that turns. A head's query has the same

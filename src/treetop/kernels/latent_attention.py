@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0912, PLR0915, PLR0917 (kernels take what they touch as arguments, and are one body by nature)
 """Attention over paged planes that are key and value, and a dense tail, in one pass: compressed attention's kernel.
 
 All heads see the same plane, [latent, turned key], of which the latent is the value: one program takes queries of many

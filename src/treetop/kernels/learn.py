@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0917 (kernels take what they touch as arguments)
 """Learning a calibration, once a round, on the device (`kernels.calibration` says what it is for).
 
 What is learned from: every verified node whose children the head proposed, on the accepted path or not, and all k of

@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0917 (kernels take what they touch as arguments)
 """Weights in 12 bits instead of 16, without loss, for products of so few rows that reading weights is all their time.
 
 A bfloat16 is a sign, 8 bits of exponent and 7 of mantissa. The exponents of a weight's row nearly all lie within 15 of

@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0917 (kernels take what they touch as arguments)
 """A batch's page table for libraries that want it as [rows, columns]: gathered by the row list, in one launch."""
 
 import torch

@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0917 (kernels take what they touch as arguments)
 """Exchanges between the GPUs of one host by writing into each other's memory, each one launch.
 
 Every rank has a mailbox that all can write. A program writes its row, or its piece, into the same slot of every rank's

@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0917 (kernels take what they touch as arguments)
 """Changing logits before a token is chosen: biases, penalties and tokens ruled out, exact along the paths of a tree.
 
 The device knows each request's history as one 32-bit word a token of the vocabulary:

@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0917 (kernels take what they touch as arguments)
 """Which experts a token goes to, with which weights, and which tokens come to an expert.
 
 A router gives each token a logit an expert; its kind says how these become `top_k` experts and their weights. On a GPU
@@ -301,7 +300,7 @@ def _logits_kernel(
 
 
 @jit
-def _choose_kernel(  # noqa: PLR0912, PLR0915 (a choice, then what follows from it)
+def _choose_kernel(
     expert_out: Arg, weight_out: Arg, logits: Arg, correction: Arg, factor: Arg, live: Arg, order: Arg,
     tile_expert: Arg, tile_start: Arg, tile_count: Arg, number: Arg, counts: Arg, tokens: Arg, blocks: Arg,
     maximum: Arg, parts: Arg, scale: Arg, sigmoid: constexpr, of_chosen: constexpr, renormalise: constexpr,

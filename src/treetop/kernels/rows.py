@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0917 (kernels take what they touch as arguments)
 """State by request row: the tables a round reads at its start and writes at its end, and the end.
 
 On a GPU the end is one launch; another picks the column that the next proposals come from.

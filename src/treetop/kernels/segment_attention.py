@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0915, PLR0917 (kernels take what they touch as arguments, and are one body by nature)
 """Attention over paged K/V and a dense tail with the arithmetic of `segments`, and its launches.
 
 A decode phase is two launches. In the first, programs go over a list of items, made on the device: each folds the

@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0915, PLR0917 (kernels take what they touch as arguments, and are one body by nature)
 """Attention of a prefill over paged K/V with the arithmetic of `segments`.
 
 A block of queries walks all segments up to its last position. How many queries share a program changes no bit.

@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0917 (kernels take what they touch as arguments)
 """The arithmetic of attention by position: what a query sees has one order of sums, whatever stands beside it.
 
 A key's place in every sum is its absolute position alone:

@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0917 (kernels take what they touch as arguments)
 """Choosing the verify tree among the candidates that have grown, and those of a graft; on a GPU in one launch.
 
 Scores are compared alike both ways, ties go to the smaller index. Flat candidate indices: see `kernels.tree`.

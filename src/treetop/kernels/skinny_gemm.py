@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0917 (kernels take what they touch as arguments)
 """Products of few rows with a large weight, the bulk of a decode round: bound by how fast weights stream from memory.
 
     y = x @ weight.T        x: [rows, k], rows <= 256, or more in blocks; weight: [n, k]
@@ -136,7 +135,7 @@ def _launch(
 
 
 @jit
-def _skinny_gemm_kernel(  # noqa: PLR0915 (a gate and a second block of rows each double some)
+def _skinny_gemm_kernel(
     out: Arg, x: Arg, weight: Arg, bias: Arg, x_tiles: Arg, more_tiles: Arg, weight_tiles: Arg, rows: Arg, n: Arg,
     k: Arg, share: Arg, has_bias: constexpr, block_m: constexpr, more_m: constexpr, block_n: constexpr,
     block_k: constexpr, kind: constexpr, rounds: constexpr, tiled: constexpr, rows_left: constexpr, ahead: constexpr,

@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0917 (kernels take what they touch as arguments)
 """The tail after a prefix that another library computed: masked attention over it, and the merge, in one launch.
 
 The running softmax starts from the prefix's (out, lse) instead of from nothing, folds the tail's columns into it, and

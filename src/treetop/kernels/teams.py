@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0917 (kernels take what they touch as arguments)
 """Rows of unequal length in one launch of attention: programs that help the rows whose keys are many.
 
 A launch of a decode phase has the programs that its shapes ask for, a lane of them for each row, and some lanes more.

@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0917, PLR1714 (kernels take what they touch as arguments, and compare strings one by one)
 """Coded weights as a GPU reads them: tiles of 64 lines and 128 columns, decoded in registers on the way to a product.
 
 A tile's codes are words of 16 bits, each with one code of every part of the tile's columns: two halves in e4m3, four
@@ -398,7 +397,7 @@ def _part(
 
 
 @jit
-def _line_scale(  # noqa: PLR0912 (a branch a form)
+def _line_scale(
     scale: Arg, zero: Arg, f: Arg, at: Arg, step: constexpr, numbers: constexpr, scales: constexpr, form: constexpr,
     has_zero: constexpr, fast: constexpr,
 ) -> Arg:  # fmt: skip

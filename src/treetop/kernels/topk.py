@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0917 (kernels take what they touch as arguments)
 """Log-probabilities of the k best tokens of a row, ties by the smaller index: the draft head's proposals.
 
 Reference: `log_softmax`, then `stable_topk`. On a GPU two launches read the logits once: a program a piece of a row

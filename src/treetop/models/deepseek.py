@@ -106,8 +106,9 @@ def read_glm(config: Config, where: Path) -> ModelConfig:
 
 
 def read_youtu(config: Config, where: Path) -> ModelConfig:
-    """Youtu-LLM, without experts."""
+    """Youtu-LLM, without experts. Where `head_dim` is not what turns, `transformers` turns so much: refused."""
     config = {**LATENT_SIZES, "q_lora_rank": 1536, "rope_interleave": True, "tie_word_embeddings": True, **config}
+    require_value(config, "head_dim", config["qk_rope_head_dim"], where)
     layer = LayerSpec(latent_attention(config, where), dense_spec(config, where))
     return model_config(config, where, [layer] * num_layers(config, where))
 

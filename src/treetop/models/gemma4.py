@@ -60,7 +60,10 @@ _NORMS = NormNames(
 
 
 def read(config: Config, where: Path) -> ModelConfig:
+    same = "global_head_dim" in config and config["global_head_dim"] is None  # as `transformers` 5 saves equal ones
     config = {**_DEFAULTS, **{key: value for key, value in config.items() if value is not None}}
+    if same:
+        config["global_head_dim"] = config["head_dim"]
     for key, value in _ONLY.items():
         require_value(config, key, value, where)
     kinds = layer_types(config, where, lambda i: SLIDING_ATTENTION if (i + 1) % 6 else FULL_ATTENTION)

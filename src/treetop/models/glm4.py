@@ -18,7 +18,7 @@ from treetop.models.config import (
     num_layers,
 )
 from treetop.models.decoder import unused_tensors
-from treetop.models.values import Config, size
+from treetop.models.values import Config, require_value, size
 
 _NORMS = NormNames(attention_output="post_self_attn_layernorm", feed_forward_output="post_mlp_layernorm")
 
@@ -41,8 +41,12 @@ def read_2024(config: Config, where: Path) -> ModelConfig:
 
 
 def read_vl(config: Config, where: Path) -> ModelConfig:
-    """Of GLM-4.1V, whose whole heads turn where the config does not say."""
+    """Of GLM-4.1V, whose whole heads turn where the config does not say.
+
+    Where `head_dim` is another, `transformers` turns so much of it in heads of hidden / heads: refused.
+    """
     hidden, heads = size(config, "hidden_size", where), size(config, "num_attention_heads", where)
+    require_value(config, "head_dim", hidden // heads, where)
     defaults = {"rms_norm_eps": 1e-5, "max_position_embeddings": 32768, "partial_rotary_factor": 1.0}
     config = {**defaults, **config, "head_dim": hidden // heads}
     return read(config, where)

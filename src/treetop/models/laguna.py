@@ -120,6 +120,11 @@ def read_step(config: Config, where: Path) -> ModelConfig:
     config = {
         key: value[:count] if isinstance(value, list) and key in _BY_LAYER else value for key, value in config.items()
     }
+    for key in ("rope_theta", "partial_rotary_factors"):
+        if isinstance(config.get(key), list) and len(config[key]) < count:
+            raise CheckpointError(
+                f"{where}: {key} must have a number for each of {count} layers, has {len(config[key])}"
+            )
     kinds = layer_types(config, where, lambda _: FULL_ATTENTION)
     other = table(config, "attention_other_setting", where)
     sliding = size({**config, **other}, "num_attention_heads", where)

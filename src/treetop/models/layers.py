@@ -194,7 +194,8 @@ def self_attention_params(
             )
         )
     if spec.bias:
-        params.append(vector(f"{name}.qkv_bias", *(source(each, "bias", n) for each, n in rows.items()), shard=0))
+        biases = tuple(source(each, "bias", n) for each, n in rows.items())
+        params.append(Param(f"{name}.qkv_bias", (sum(rows.values()),), biases, "vector", 0))
     if spec.output_bias:
         params.append(vector(f"{name}.output_bias", source("o", "bias", hidden), shard="first"))
     if spec.qk_norm and spec.norm_weights is not None:

@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -49,6 +49,7 @@ from treetop.models.multimodal import TEXT_ALONE, TOWERS, StoredNames, names_in,
 from treetop.models.params import STREAMED, Packing, Param, in_formats, stay_packed
 from treetop.models.refused import refuse_adapter, refuse_by_key, refuse_by_name
 from treetop.models.target import Target
+from treetop.models.tied_head import HEAD, holds_own_head
 from treetop.models.values import Config
 from treetop.types.errors import CheckpointError, shown
 from treetop.weights.held import Weights
@@ -236,12 +237,17 @@ class ExpertLayer:
 
 @dataclass(frozen=True, slots=True)
 class TargetSpec:
-    """A target before its weights are read. names: what the folder calls its tensors."""
+    """A target before its weights are read.
+
+    names: what the folder calls its tensors.
+    own_head: the folder's config ties output matrix and embedding, but both are there and differ, so both are used.
+    """
 
     folder: Path
     config: ModelConfig
     family: Family
     names: StoredNames = TEXT_ALONE
+    own_head: bool = False
 
     @property
     def params(self) -> list[Param]:
@@ -287,12 +293,21 @@ class TargetSpec:
     def load(self, aux_inputs: tuple[int, ...], place: Placement) -> Target:
         if not place.dummy and (towers := self.left_out()):
             _log.info("%s: text alone: %s left out, images and sound are refused", self.folder, " and ".join(towers))
+        if (about := self.about_head()) is not None:
+            _log.warning("%s: %s", self.folder, about)
         weights = load_weights(self.folder, self.params, place, set() if place.dummy else self._unused())
         return self.build(weights, aux_inputs, place, place.ops)
 
     def check(self) -> int:
         """Names and shapes of its tensors, without reading them; how many there are. Raises CheckpointError."""
         return check_weights(self.folder, self.params, self._unused())
+
+    def about_head(self) -> str | None:
+        """That the output matrix is not what the config says, in words; None where it is."""
+        if not self.own_head:
+            return None
+        head = self.names.stored(HEAD)
+        return f"tie_word_embeddings is true, but {head} is stored and differs from the embedding: it is used"
 
     def left_out(self) -> list[str]:
         """The folder's parts that text does not need, such as `visual`."""
@@ -348,8 +363,12 @@ def target_spec(folder: Path) -> TargetSpec:
         )
     if (code := custom_code(config)) is not None:
         _log.warning("%s: %s; treetop's own %s is used", where, code, named[0])
-    family = FAMILIES[named[0]]
-    return TargetSpec(folder, family.read(config, where), family, names_in(tensors) if text_of else TEXT_ALONE)
+    family, names = FAMILIES[named[0]], names_in(tensors) if text_of else TEXT_ALONE
+    model = family.read(config, where)
+    own_head = model.tied_embeddings and holds_own_head(folder, model, names)
+    return TargetSpec(
+        folder, replace(model, tied_embeddings=model.tied_embeddings and not own_head), family, names, own_head
+    )
 
 
 def _tensors(folder: Path) -> set[str]:

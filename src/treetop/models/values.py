@@ -143,4 +143,4 @@ def require_value(config: Config, key: str, value: object, where: Path) -> None:
     """Raises CheckpointError if a key is there with another value than the only one that is supported."""
     found = config.get(key)
     if found is not None and found != value:
-        raise CheckpointError(f"{where}: {key} = {shown(found)} is not supported, only {value!r}")
+        raise CheckpointError(f"{where}: {key} = {shown(found)} is not supported, only {shown(value)}")

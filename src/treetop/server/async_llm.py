@@ -27,6 +27,7 @@ from treetop.types.ids import RequestId
 from treetop.types.options import is_integer, is_number
 from treetop.types.requests import EngineRequest, RequestUpdate
 from treetop.types.sampling import SamplingParams
+from treetop.version import DISTRIBUTION
 
 _LONG = 4096
 """Characters or ids that are read beside the event loop, not in it."""
@@ -64,7 +65,7 @@ class AsyncLLM:
     ) -> None:
         config = engine_config(model, draft, dict(options))
         self._supervised: AbstractAsyncContextManager[EngineClient] | None = None
-        self._seed, self._started = config.seed, False
+        self._seed, self._started = config.seed or 0, False
         self._weights = WeightFolders(config.model, config.draft)
         if restarts is not None:
             self._supervised = _supervised(config, restarts)
@@ -72,7 +73,7 @@ class AsyncLLM:
         from treetop.distributed.opened import open_thread  # noqa: PLC0415  # loads PyTorch
 
         opened = open_thread(config)
-        self._open(InProcessClient(opened.thread, opened.info, opened.close), config.seed, None)
+        self._open(InProcessClient(opened.thread, opened.info, opened.close), self._seed, None)
 
     @classmethod
     def of(
@@ -252,7 +253,7 @@ def _supervised(config: EngineConfig, restarts: object) -> AbstractAsyncContextM
     try:
         from treetop.distributed.supervisor import supervised_engine  # noqa: PLC0415  # needs the serve extra
     except ModuleNotFoundError as error:
-        raise ConfigError(f"restarts needs {error.name}; pip install treetop[serve]") from None
+        raise ConfigError(f"restarts needs {error.name}; pip install {DISTRIBUTION}[serve]") from None
     return supervised_engine(config, int(restarts))  # type: ignore[call-overload]  # an integer
 
 

@@ -17,6 +17,7 @@ from treetop.models.json_file import read_object
 from treetop.server.chat_input import Message, rendering
 from treetop.server.options import is_installed
 from treetop.types.errors import CheckpointError, ConfigError, InputError, shown
+from treetop.version import DISTRIBUTION
 
 _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _RESERVED = ("messages", "self", "raise_exception", "strftime_now")
@@ -29,7 +30,7 @@ class ChatTemplate:
     def __init__(self, source: str, tokens: dict[str, str]) -> None:
         """tokens: names and texts of special tokens. Raises ConfigError without jinja2."""
         if not is_installed("jinja2"):
-            raise ConfigError("chat templates need jinja2; pip install treetop[serve]")
+            raise ConfigError(f"chat templates need jinja2; pip install {DISTRIBUTION}[serve]")
         self._source, self._tokens = source, tokens
         self._header = json.dumps({"source": source, "tokens": tokens})
         self._lock = threading.Lock()

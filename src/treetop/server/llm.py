@@ -55,7 +55,7 @@ class LLM:
         self.tokenizer = self._reader.tokenizer
         self._structures = StructureChecker(opened.info)
         self._core = opened.thread
-        self._seeds = random.Random(self.config.seed)
+        self._seeds = random.Random(self.config.seed or 0)
         self._template: ChatTemplate | None = None
 
     @property

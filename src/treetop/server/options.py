@@ -70,11 +70,20 @@ class ServeOptions:
     )
     max_queued_requests: int = option(4096, "requests that may wait for a row; more get 429", minimum=0)
     max_body_bytes: int = option(16 * 2**20, "largest body of a request", minimum=1)
+    max_bodies_bytes: int | None = option(
+        None,
+        "bytes of bodies that an API process has at a time, of requests that are not answered yet; beyond it large"
+        " ones wait, then get 503 (default: 16 times --max-body-bytes)",
+        minimum=1,
+    )
     max_connections: int = option(
         0, "connections of an API process; others wait; 0 for what `ulimit -n` allows", minimum=0
     )
     http_read_timeout: float = option(
         30.0, "seconds in which a request's head must come, and some of its body", **_SECONDS
+    )
+    http_min_rate: int = option(
+        8192, "bytes a second that a body must come with from its beginning on, in the mean", minimum=0, maximum=2**30
     )
     timeout_keep_alive: float = option(5.0, "seconds that a connection stays without a request", **_SECONDS)
     drain_timeout: float | None = option(
@@ -118,6 +127,11 @@ class ServeOptions:
         """As asked, or one."""
         return self.api_workers or 1
 
+    @property
+    def bodies_bytes(self) -> int:
+        """`max_bodies_bytes`, or what follows from the largest body."""
+        return self.max_bodies_bytes or 16 * self.max_body_bytes
+
     def by_cores(self, cores: int) -> "ServeOptions":
         """With as many API processes as so many cores can do with, if nobody said how many."""
         return replace(self, api_workers=self.api_workers or min(max(cores // 4, 1), 4))
@@ -127,6 +141,11 @@ class ServeOptions:
             (
                 self.watchdog_restart and not self.engine_restarts,
                 "--watchdog-restart: with --engine-restarts 0 no engine is started again",
+            ),
+            (
+                self.max_bodies_bytes is not None and self.max_bodies_bytes < self.max_body_bytes,
+                f"--max-bodies-bytes {self.max_bodies_bytes}: less than one body may have,"
+                f" --max-body-bytes {self.max_body_bytes}",
             ),
             (any(not key for key in self.api_key), "--api-key must not be empty"),
             (any(not name for name in self.served_model_name), "--served-model-name must not be empty"),

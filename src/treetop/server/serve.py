@@ -10,13 +10,13 @@ the others see the end of their stdin, and end.
 """
 
 import asyncio
+import ipaddress
 import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from itertools import count
@@ -35,6 +35,7 @@ from treetop.server.api.connections import BACKLOG, most_connections
 from treetop.server.api.run import ApiOptions, log_to_stderr, serve
 from treetop.server.in_flight import InFlightCounter
 from treetop.server.options import ServeOptions
+from treetop.server.own_folder import own_folder
 from treetop.types.errors import ConfigError
 
 _ENDED_BY_SIGNAL = {0, -signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGINT}
@@ -51,9 +52,19 @@ def run(process: ProcessOptions, options: ServeOptions) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     options = options.by_cores(cores)
     most_connections(options.max_connections)
+    if not (options.api_key or _is_local(options.host)):
+        log.warning("--host %s without --api-key: whoever reaches this address may use the server", options.host)
     listening = _bind(options)
-    with tempfile.TemporaryDirectory(prefix="treetop-") as folder:  # mode 0700: nobody else reaches the engine
-        return asyncio.run(_run(Path(folder), process, options, listening))
+    with own_folder() as folder:
+        return asyncio.run(_run(folder, process, options, listening))
+
+
+def _is_local(host: str) -> bool:
+    """Whether an address is of this machine alone. A name but localhost may be any."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _bind(options: ServeOptions) -> socket.socket:

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from treetop.models.folder import resolve_folder
 from treetop.types.errors import InputError, UserError, shown
@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # takes seconds, and an API process needs none of it
 Tensors = Mapping[str, "Tensor"] | Iterable[tuple[str, "Tensor"]]
 """By the names that a checkpoint has."""
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
+_INTEGERS = ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
 _SHARD = 2**30
 """Bytes of a file, about: no more of an iterator's tensors is in memory."""
 
@@ -42,6 +43,8 @@ class WrittenFolder:
                 what = "is given twice" if twice else f"must be text and its value a tensor, got {shown(tensor)}"
                 raise InputError(f"update_weights: name {shown(name)} {what}")
             seen.add(name)
+            if (wrong := _not_plain(tensor)) is not None:
+                raise InputError(f"update_weights: tensor {shown(name)} {wrong}: give plain numbers")
             shard[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
             size += tensor.nbytes
             if size >= _SHARD:
@@ -56,8 +59,29 @@ class WrittenFolder:
         save_file(shard, self.path / f"tensors-{len(list(self.path.glob('*.safetensors'))):05}.safetensors")
 
 
-def _pairs(tensors: Tensors) -> "Iterator[tuple[str, Tensor]]":
-    yield from tensors.items() if isinstance(tensors, Mapping) else tensors
+def _pairs(tensors: object) -> Iterator[tuple[Any, Any]]:
+    """Raises InputError for what is neither a mapping nor pairs."""
+    pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+    if not isinstance(pairs, Iterable):
+        raise InputError(f"update_weights: give a folder, or tensors by name, got {shown(tensors)}")
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise InputError(f"update_weights: tensors come as pairs of a name and a tensor, got {shown(pair)}")
+        yield pair[0], pair[1]
+
+
+def _not_plain(tensor: "Tensor") -> str | None:
+    """Why a file cannot hold a tensor's numbers; None where it can."""
+    import torch  # noqa: PLC0415  # takes seconds
+
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return f"is a {type(tensor).__name__}"
+    if tensor.is_meta:
+        return "has no numbers (device meta)"
+    if tensor.layout is not torch.strided:
+        return f"is laid out as {tensor.layout}"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return None if tensor.is_floating_point() or dtype in _INTEGERS else f"is of {dtype}"
 
 
 class WeightFolders:

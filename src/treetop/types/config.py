@@ -13,7 +13,7 @@ from treetop.types.options import option, options_of, validate
 Algorithm = Literal["EAGLE", "EAGLE3", "MTP", "NEXTN", "NGRAM", "NONE"]
 _ALONE = ("MTP", "NEXTN", "NGRAM")
 """Algorithms that need no folder of a draft: the target's holds their weights, or there are none."""
-MtpRecurrence = Literal["auto", "before-norm", "after-norm"]
+Recurrence = Literal["auto", "before-norm", "after-norm"]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Backend = Literal["auto", "torch", "triton", "segments", "fa3", "flashinfer", "fa4"]
 """Each but auto is a file of `treetop.attention`, which this name registers."""
@@ -53,9 +53,14 @@ class EngineConfig:
         "NONE forbids a draft; MTP (alias NEXTN) and NGRAM need no folder of one (default: what the draft's tensors"
         " are)",
     )
-    speculative_mtp_recurrence: MtpRecurrence = option(
+    speculative_mtp_recurrence: Recurrence = option(
         "auto",
         "which state of an MTP layer feeds it again: before or after its norm (auto: as the family's reference does)",
+    )
+    speculative_eagle_recurrence: Recurrence = option(
+        "auto",
+        "which state of an EAGLE-3 head feeds it again: before or after its norm (auto: as norm_output of its config"
+        " says)",
     )
     speculative_draft_window_size: int | None = option(
         None,
@@ -228,9 +233,10 @@ class EngineConfig:
         maximum=3,
         must="must be 0, 1, 2 or 3",
     )
-    seed: int = option(
-        0,
-        "each prompt draws its own seed from this one: the same seed and prompts give the same sampled tokens",
+    seed: int | None = option(
+        None,
+        "each prompt draws its own seed from this one: the same seed and prompts give the same sampled tokens (default:"
+        " 0; of a server, drawn anew by each of its API processes)",
         minimum=0,
         below=2**63,
         must="must be in [0, 2^63)",
@@ -350,6 +356,10 @@ class EngineConfig:
             (
                 self.speculative_ngram_graft > 0 and self.simulates,
                 "--speculative-ngram-graft proposes from right tokens: drop it to simulate acceptance",
+            ),
+            (
+                self.speculative_eagle_recurrence != "auto" and (not self.speculates or self.algorithm in _ALONE),
+                "--speculative-eagle-recurrence is of an EAGLE-3 head: give one, or drop it",
             ),
             (
                 self.speculative_shapes is not None and not auto,

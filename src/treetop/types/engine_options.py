@@ -12,7 +12,7 @@ from treetop.types.config import (
     Graphs,
     KVCacheDType,
     LoadFormat,
-    MtpRecurrence,
+    Recurrence,
     SchedulePolicy,
     SpeculativePolicy,
 )
@@ -22,7 +22,8 @@ class EngineOptions(TypedDict, total=False):
     """Every field of `EngineConfig` but model and draft, which `LLM` takes by place. See docs/options.md."""
 
     speculative_algorithm: Algorithm | None
-    speculative_mtp_recurrence: MtpRecurrence
+    speculative_mtp_recurrence: Recurrence
+    speculative_eagle_recurrence: Recurrence
     speculative_draft_window_size: int | None
     speculative_policy: SpeculativePolicy
     speculative_shapes: str | None
@@ -58,7 +59,7 @@ class EngineOptions(TypedDict, total=False):
     simulate_accept_length: float | None
     simulate_acceptance: str | None
     check_level: int
-    seed: int
+    seed: int | None
     tp_size: int
     ep_size: int
     disable_custom_all_reduce: bool

@@ -14,7 +14,9 @@ TreetopError
         `-- CheckError       a guard of the chosen check level fired
 """
 
+import difflib
 import reprlib
+from collections.abc import Iterable
 
 
 class TreetopError(Exception):
@@ -92,6 +94,12 @@ def shown(value: object) -> str:
         return f"a {type(value).__name__}"
 
 
+def close_name(given: str, known: Iterable[str]) -> str | None:
+    """The known name that a misspelled one is likely to mean; None if none is near."""
+    return next(iter(difflib.get_close_matches(given, known, 1, 0.75)), None) if len(given) <= _LONGEST_NAME else None
+
+
+_LONGEST_NAME = 64
 _MAX_TEXT = 4000
 _MAX_BITS = 256
 _SHORT = reprlib.Repr()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from fastapi import Request
@@ -16,6 +16,7 @@ from treetop.models.folder import resolve_folder
 from treetop.server.api.errors import ApiError
 from treetop.server.api.events import client_gone
 from treetop.server.api.fields import SamplingFields
+from treetop.server.api.message_members import check_messages
 from treetop.server.api.rendering import Rendering
 from treetop.server.async_llm import AsyncLLM, DeltaStream
 from treetop.server.chat_input import Message
@@ -28,10 +29,13 @@ from treetop.server.parsers.registry import output_format
 from treetop.server.sampling_defaults import sampling_defaults, unsupported
 from treetop.server.tokenizer import open_tokenizer
 from treetop.types.constraint import StructuredOutput
-from treetop.types.errors import ConfigError, InputError
+from treetop.types.errors import ConfigError, InputError, shown
 from treetop.types.requests import check_prompt, late_error
 from treetop.types.sampling import SamplingParams
 from treetop.version import __version__
+
+if TYPE_CHECKING:
+    from treetop.server.api.chat_body import ChatMessage
 
 log = logging.getLogger("treetop.server")
 
@@ -182,6 +186,23 @@ class ApiState:
                 " (--max-queued-requests)",
                 code="queue_full",
             )
+
+    def check_room(self, ids: Sequence[list[int]], max_tokens: int, field: str) -> None:
+        """Raise ApiError where the context has no room for the output that `field` asks for behind a prompt."""
+        longest, room = max(map(len, ids)), self.core.info.max_context
+        if longest + max_tokens > room:
+            raise ApiError(
+                400,
+                f"{field}: the prompt's {longest} tokens and {shown(max_tokens)} of output need a context of"
+                f" {shown(longest + max_tokens)}, and it has {room}; ask for at most {room - longest}, leave"
+                f" {field} out, or serve with a larger --context-length",
+                field,
+                "context_length_exceeded",
+            )
+
+    def check_messages(self, messages: "Sequence[ChatMessage]") -> None:
+        """Raise ApiError for what the model's template, or nobody, could make sense of."""
+        check_messages(messages, "" if self.rendering is None else self.rendering.template.source)
 
     async def chat_ids(
         self, messages: Sequence[Message], options: Mapping[str, Any], continues: bool = False, cut: bool = False

@@ -9,10 +9,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from treetop.server.api.access import AccessMiddleware
 from treetop.server.api.api_state import ApiState
-from treetop.server.api.chat import ChatRequest, chat
+from treetop.server.api.bodies import Bodies, Body
+from treetop.server.api.chat import chat
+from treetop.server.api.chat_body import ChatRequest
 from treetop.server.api.completions import CompletionRequest, completions
 from treetop.server.api.errors import RESPONSES, add_error_handlers, as_api_error, error_response
-from treetop.server.api.limits import BodyMeter, too_large
+from treetop.server.api.limits import too_large
 from treetop.server.api.messages import messages
 from treetop.server.api.messages_body import CountRequest, MessagesRequest
 from treetop.server.api.operations import DetokenizeRequest, TokenizeRequest, UpdateWeightsRequest, operations
@@ -35,11 +37,19 @@ _REQUESTS = (
 
 
 def make_app(api: ApiState) -> FastAPI:
-    app = FastAPI(title="treetop", version=__version__, docs_url=None, redoc_url=None, responses=RESPONSES)
+    app = FastAPI(
+        title="treetop",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        responses=RESPONSES,
+        redirect_slashes=False,  # a redirect would go wherever the client's Host says
+    )
     add_error_handlers(app, {name for each in _REQUESTS for name in each.model_fields})
     for router in (completions(api), chat(api), responses(api), messages(api), operations(api)):
         app.include_router(router)
-    app.add_middleware(AuthMiddleware, keys=api.options.api_key, max_body_bytes=api.options.max_body_bytes)
+    bodies = Bodies(api.options.max_body_bytes, api.options.bodies_bytes)
+    app.add_middleware(AuthMiddleware, keys=api.options.api_key, bodies=bodies)
     if api.options.allow_origin:
         app.add_middleware(
             CORSMiddleware,
@@ -58,8 +68,8 @@ class AuthMiddleware:
     What a bug raises ends here, as a 500.
     """
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...], max_body_bytes: int) -> None:
-        self._app, self._keys, self._maximum = app, [key.encode() for key in keys], max_body_bytes
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...], bodies: Bodies) -> None:
+        self._app, self._keys, self._bodies = app, [key.encode() for key in keys], bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -72,22 +82,31 @@ class AuthMiddleware:
             )
             return
         length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length[:20]) > self._maximum:
-            await error_response(413, too_large(self._maximum))(scope, receive, send)
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # a proxy may have believed the length: what comes next may be somebody else's (RFC 9112, 6.3)
+            refused = error_response(400, "Content-Length with Transfer-Encoding", headers={"Connection": "close"})
+            await refused(scope, receive, send)
             return
-        started = False
+        if length.isdecimal() and int(length[:20]) > self._bodies.maximum:
+            await error_response(413, too_large(self._bodies.maximum))(scope, receive, send)
+            return
+        body, started = Body(self._bodies, receive), False
 
         async def noted(message: Message) -> None:
             nonlocal started
+            if not started:
+                body.release()
             started = True
             await send(message)
 
         try:
-            await self._app(scope, self._counted(receive), noted)
+            await self._app(scope, body.receive, noted)
         except Exception as error:  # a bug: told here, for what is above would log its words
             api = as_api_error(error, scope)
             if not started:
                 await error_response(api.status, str(api), api.param, api.code)(scope, receive, send)
+        finally:
+            body.release()
 
     def _has_valid_key(self, headers: Headers) -> bool:
         """Whether one of the keys is sent, in a time that does not tell how much of it is right."""
@@ -96,13 +115,3 @@ class AuthMiddleware:
         sent = [bearer.encode(), headers.get("x-api-key", "").strip().encode()]
         matches = [hmac.compare_digest(one, each) for each in self._keys for one in sent]
         return any(matches)
-
-    def _counted(self, receive: Receive) -> Receive:
-        meter = BodyMeter(self._maximum)
-
-        async def counted() -> Message:
-            message = await receive()
-            meter.take(message.get("body", b""))
-            return message
-
-        return counted

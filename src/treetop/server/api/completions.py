@@ -173,6 +173,8 @@ def completions(api: ApiState) -> APIRouter:
         ids = await api.llm.ids_of(body.prompt, body.reading(max_tokens))
         if not ids:
             raise InputError("prompt: the list is empty")
+        if "max_tokens" in body.model_fields_set:
+            api.check_room(ids, max_tokens, "max_tokens")
         await api.check_structure(request, body, body.structure)
         echo = await echoed(api, body, ids)
         deltas = api.start(ids, body, max_tokens, body.structure)

@@ -1,8 +1,9 @@
 """Connections of an API process: how many there may be, and how long one may take to say what it wants.
 
 Who is silent between two requests is let go after `--timeout-keep-alive` seconds. Once a request has begun, its head
-must come within `--http-read-timeout` seconds, and in each such time some of its body. When all places are taken, those
-who come wait in the socket's queue until one is free.
+must come within `--http-read-timeout` seconds; in each such time some of its body must come, and all of it at
+`--http-min-rate` bytes a second in the mean. When all places are taken, those who come wait in the socket's queue until
+one is free.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ import resource
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import h11
 import msgspec
@@ -30,8 +32,8 @@ RESERVED_FILES = 128
 """Open files that are kept for all but connections: sockets to the engine, pipes of renderers, the log."""
 _FEWEST = 16
 _WANTED_FILES = 2**16
-_MIN_RATE = 1024
-"""Bytes a second that a body must come with, a mean over the read timeout."""
+_TRICKLE = 1024
+"""Bytes a second that must come in each read timeout, whatever came before."""
 _AT_ONCE = 64
 """Connections that are accepted before anything else is done."""
 _RETRY_S = 1.0
@@ -59,10 +61,32 @@ def most_connections(asked: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Seconds. read: for a request's head, and for some of its body. idle: without any request."""
+    """Of a connection with its client.
+
+    read_s: seconds for a request's head, and for some of its body.
+    idle_s: seconds without any request.
+    min_rate: bytes a second of a whole body, in the mean.
+    """
 
     read_s: float
     idle_s: float
+    min_rate: int
+
+
+class _ClientLog(logging.LoggerAdapter[logging.Logger]):
+    """Warnings of the web server, with the address of whom they are about."""
+
+    def __init__(self, logger: logging.Logger, client: tuple[str, int] | None) -> None:
+        super().__init__(logger)
+        self._client = "unknown" if client is None else "{}:{}".format(*client)
+        self.level = logger.level
+
+    def log(self, level: int, msg: object, *args: object, **options: Any) -> None:
+        """The address is an argument, so that `LogLimit` still sees one kind."""
+        if level < logging.WARNING:
+            self.logger.log(level, msg, *args, **options)
+        else:
+            self.logger.log(level, f"{str(msg).rstrip()} (client %s)", *args, self._client, **options)
 
 
 class Connection(H11Protocol):
@@ -79,10 +103,12 @@ class Connection(H11Protocol):
         self._patience, self._ended = patience, ended
         self._timer: asyncio.TimerHandle | None = None
         self.resumed: Callable[[], None] | None = None
-        self._num_bytes = self._bytes_before = 0
+        self._num_bytes = self._bytes_before = self._request_bytes_before = 0
+        self._waited_s = 0.0  # for the body that is coming
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.logger = _ClientLog(self.logger, self.client)  # type: ignore[assignment]  # all of a logger that is used
         self.timeout_keep_alive_task = self.loop.call_later(self._patience.idle_s, self.timeout_keep_alive_handler)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -129,8 +155,20 @@ class Connection(H11Protocol):
             self._timer.cancel()
             self._timer = None
         elif self._timer is None and is_open and not self.transport.is_closing():
-            self._bytes_before = self._num_bytes
-            self._timer = self.loop.call_later(self._patience.read_s, self._late)
+            self._waited_s, self._request_bytes_before = 0.0, self._num_bytes
+            self._wait()
+
+    def _wait(self) -> None:
+        self._bytes_before = self._num_bytes
+        self._timer = self.loop.call_later(self._patience.read_s, self._late)
+
+    def _comes(self) -> bool:
+        """Whether a body comes fast enough. Time in which this side does not read is not its client's."""
+        if self.flow.read_paused:
+            return True
+        self._waited_s += self._patience.read_s
+        some = self._num_bytes - self._bytes_before >= self._patience.read_s * _TRICKLE
+        return some and self._num_bytes - self._request_bytes_before >= self._waited_s * self._patience.min_rate
 
     def _late(self) -> None:
         """The read timeout has passed within one request."""
@@ -138,16 +176,18 @@ class Connection(H11Protocol):
         if self.transport.is_closing():
             return
         answered = self.cycle is not None and self.cycle.response_complete
-        came = self._num_bytes - self._bytes_before >= self._patience.read_s * _MIN_RATE
-        if self.conn.their_state is h11.SEND_BODY and not answered and (came or self.flow.read_paused):
-            self._watch(True)
+        if self.conn.their_state is h11.SEND_BODY and not answered and self._comes():
+            self._wait()
             return
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._say_late()
         self.transport.close()
 
     def _say_late(self) -> None:
-        message = f"the request came too slowly: {self._patience.read_s:g} seconds (--http-read-timeout)"
+        message = (
+            f"the request came too slowly: within {self._patience.read_s:g} seconds its head and some of its body"
+            f" (--http-read-timeout), all of it at {self._patience.min_rate} bytes a second (--http-min-rate)"
+        )
         body = msgspec.json.encode(error_body(408, message))
         headers = [
             (b"content-type", b"application/json"),
@@ -209,6 +249,8 @@ class Listener:
                 return
             self._num_open += 1
             accepted.setblocking(False)
+            with contextlib.suppress(OSError):  # its client has gone already
+                accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # head and body are two writes
             opening = self._loop.create_task(self._open(accepted))
             self._opening.add(opening)
             opening.add_done_callback(self._opening.discard)

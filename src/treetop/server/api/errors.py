@@ -13,6 +13,8 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
+from treetop.server.api.error_paths import problems_of
+from treetop.server.api.unknown_routes import no_such_route
 from treetop.types.errors import EngineError, InputError, UserError
 
 log = logging.getLogger("treetop.server")
@@ -97,14 +99,9 @@ _OWN_NAMES: dict[str, dict[str, str]] = {
     },
 }
 """What endpoints whose requests are chats in other words call a chat's fields, by what their paths begin with."""
+_PLACE = re.compile(r"^(messages)\[\d+\][\w.\[\]]*")
+"""A place in the chat that such a request becomes, which is not its own."""
 _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}}
-_CODES = {
-    "missing": "missing_required_parameter",
-    "extra_forbidden": "unknown_parameter",
-    "unsupported": "unsupported_parameter",
-    "json_invalid": "invalid_json",
-}
-"""By what pydantic calls a problem. One that ends in `_type` is `invalid_type`."""
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -169,9 +166,11 @@ def _in_own_names(error: ApiError, path: str) -> ApiError:
     fields = [name for name in names if "_" in name]
     if not names:
         return error
-    message = re.sub(rf"^(?:{'|'.join(words)})(?=:| must| need)", lambda found: names[found[0]], str(error))
+    message = _PLACE.sub(r"\1", str(error))
+    message = re.sub(rf"^(?:{'|'.join(words)})(?=:| must| need)", lambda found: names[found[0]], message)
     message = re.sub(rf"(?<!['\"\w])(?:{'|'.join(fields)})(?!['\"\w])", lambda found: names[found[0]], message)
-    param = error.param if error.param is None else names.get(error.param, error.param)
+    param = None if error.param is None else _PLACE.sub(r"\1", error.param)
+    param = names.get(param, param) if param is not None else None
     return ApiError(error.status, message, param, error.code)
 
 
@@ -185,9 +184,9 @@ def add_error_handlers(app: FastAPI, fields: Collection[str]) -> None:
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        problems = [_problem(each) for each in error.errors()]
-        param, code = next(((name, code) for name, _, code in problems if name), (None, problems[0][2]))
-        messages = dict.fromkeys(f"{name}: {text}" if name else text for name, text, _ in problems)
+        problems = problems_of(error.errors(), error.body)
+        param, code = next(((path, code) for path, _, code in problems if path), (None, problems[0][2]))
+        messages = dict.fromkeys(f"{path}: {text}" if path else text for path, text, _ in problems)
         return error_response(400, "; ".join(list(messages)[:8]), param, code)
 
     async def http(request: Request, error: Exception) -> Response:
@@ -195,7 +194,10 @@ def add_error_handlers(app: FastAPI, fields: Collection[str]) -> None:
         headers = dict(error.headers or {})
         if "GET" in headers.get("Allow", ""):
             headers["Allow"] += ", HEAD"  # see `AccessMiddleware`
-        return error_response(error.status_code, str(error.detail), headers=headers)
+        detail = str(error.detail)
+        if error.status_code == 404 and detail == "Not Found":
+            detail = no_such_route(request.url.path)
+        return error_response(error.status_code, detail, headers=headers)
 
     for kind in (ApiError, UserError, EngineError):
         app.add_exception_handler(kind, handle)
@@ -206,18 +208,3 @@ def add_error_handlers(app: FastAPI, fields: Collection[str]) -> None:
 def _field_of(message: str, fields: Collection[str]) -> str | None:
     found = re.match(r"(?:the )?([a-z_]+)\b", message)
     return found[1] if found and found[1] in fields else None
-
-
-def _problem(error: dict[str, Any]) -> tuple[str | None, str, str]:
-    """The field, what is wrong with it, and the code. The input itself stays out: it may be a prompt, or large."""
-    where = [str(part) for part in error["loc"][1:] if not str(part).startswith(("function-", "list[", "constrained-"))]
-    kind = str(error["type"])
-    code = _CODES.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")
-    if kind == "json_invalid":
-        return None, f"the body is not JSON: {error.get('ctx', {}).get('error', '')}", code
-    if (kind == "missing" and not where) or kind == "model_attributes_type":
-        return None, "the body must be a JSON object, with Content-Type: application/json", "invalid_json"
-    if kind == "unsupported":
-        return str(error["ctx"]["name"]), str(error["msg"]), code
-    name = where[0][:100] if where else None
-    return name, "unknown field" if kind == "extra_forbidden" else str(error["msg"]), code

@@ -1,21 +1,24 @@
 """Fields of a request that all endpoints share, and those that cannot be honoured, each with what it may say."""
 
 import re
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from treetop.server.api.extra_fields import TextFields, UnusedFields
 from treetop.server.api.limits import AllowedIds, FewMembers, StopIds, Texts, few_members
 from treetop.server.api.structured import FIELDS, structured_output
 from treetop.types.constraint import StructuredOutput
-from treetop.types.errors import InputError, shown
+from treetop.types.errors import InputError, close_name, shown
 from treetop.types.sampling import MAX_BIASES, SamplingParams
 
 MAX_CHOICES = 128
 MAX_STOPS, LONGEST_STOP = 16, 1000
+MAX_NAMES_COMPARED = 8
+"""Unknown names of an object that are compared with the known ones."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
@@ -36,7 +39,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "reasoning_effort": (),
     "thinking_token_budget": (),
-    "verbosity": (),
+    "verbosity": ("medium",),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "lora_path": (),
@@ -52,7 +55,7 @@ def refuse_unsupported(values: Any, neutral: Mapping[str, tuple[Any, ...]]) -> A
     for name in neutral.keys() & kept.keys():
         value = kept.pop(name)
         if value is not None and not any(_same(value, each) for each in neutral[name]):
-            raise PydanticCustomError("unsupported", "not supported", {"name": name})
+            raise PydanticCustomError("unsupported", "not supported", {"at": f".{name}"})
     return kept
 
 
@@ -70,11 +73,16 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, values: Any) -> Any:
-        """Drop nulls of fields that need not be given."""
+        """Drop nulls of fields that need not be given.
+
+        Raises for what hides other errors: another kind of thing than this, and a misspelled name.
+        """
         if not isinstance(values, dict):
             return values
-        fields = cls.model_fields.items()
-        optional = {field.alias or name for name, field in fields if not field.is_required()}
+        fields = {field.alias or name: field for name, field in cls.model_fields.items()}
+        optional = {name for name, field in fields.items() if not field.is_required()}
+        _refuse_kind(values, fields)
+        _refuse_misspelled(values, fields)
         return {name: value for name, value in values.items() if value is not None or name not in optional}
 
     @classmethod
@@ -89,6 +97,23 @@ class Body(BaseModel):
         return schema
 
 
+def _refuse_kind(values: dict[str, Any], fields: Mapping[str, FieldInfo]) -> None:
+    """Raise for a `type` of none of the kinds that there are: what else it lacks as one of these would hide that."""
+    kinds = get_args(fields["type"].annotation) if "type" in fields else ()
+    kind = values.get("type")
+    if kinds and isinstance(kind, str) and kind not in kinds:
+        told = {"at": ".type", "kind": shown(kind), "kinds": " or ".join(map(repr, kinds))}
+        raise PydanticCustomError("unsupported", "{kind} is not supported, only {kinds}", told)
+
+
+def _refuse_misspelled(values: dict[str, Any], fields: Iterable[str]) -> None:
+    unknown = values.keys() - {*fields}
+    for name in sorted(unknown)[:MAX_NAMES_COMPARED]:
+        if meant := close_name(name, fields):
+            told = {"at": f".{name}", "meant": meant}
+            raise PydanticCustomError("misspelled", "unknown field; did you mean `{meant}`?", told)
+
+
 class StreamOptions(Body):
     """include_usage: an event with the usage comes last.
     continuous_usage_stats: each event has its choice's so far.
@@ -96,6 +121,11 @@ class StreamOptions(Body):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unsupported(cls, values: Any) -> Any:
+        return refuse_unsupported(values, {"include_obfuscation": (False,)})
 
 
 def _listed(value: Any) -> Any:

@@ -7,7 +7,7 @@ of error is made, once.
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Annotated, Any
 
 from fastapi import Request, Response
@@ -16,6 +16,8 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError, from_json
 from starlette.exceptions import HTTPException
 
+from treetop.types.errors import InputError
+
 MAX_OBJECTS = 2**17
 """Texts, lists and objects of a body; keys are texts. Each takes Python some 70 bytes or more, however short it is."""
 MAX_VALUES = 2**21
@@ -23,6 +25,8 @@ MAX_VALUES = 2**21
 MAX_MEMBERS = 1024
 """Of an object whose members have names of ours."""
 MAX_MESSAGES, MAX_PARTS = 8192, 1024
+MAX_CHAT_VALUES = 2**17
+"""Values of a chat's call arguments together, or of its template options: each is read and written again as JSON."""
 MAX_STOP_IDS, MAX_ALLOWED_IDS = 1024, 2**18
 _PIECE = 2**16
 
@@ -41,13 +45,14 @@ class BodyMeter:
         if self.num_bytes > self._most_bytes:
             raise HTTPException(413, too_large(self._most_bytes))
         for start in range(0, len(piece), _PIECE):
-            self._count(piece[start : start + _PIECE])
+            self.count(piece[start : start + _PIECE])
             if self.num_quotes // 2 + self.num_brackets > MAX_OBJECTS:
                 raise HTTPException(400, f"the body has more than {MAX_OBJECTS} texts, lists and objects")
             if self.num_commas + self.num_brackets > MAX_VALUES:
                 raise HTTPException(400, f"the body has more than {MAX_VALUES} values")
 
-    def _count(self, piece: bytes) -> None:
+    def count(self, piece: bytes) -> None:
+        """Without bounds."""
         text = (self._rest + piece).replace(b"\\\\", b"")  # what is left of backslashes escapes what follows
         self._rest = b"\\" if text.endswith(b"\\") else b""
         parts = text.removesuffix(b"\\").replace(b'\\"', b"").split(b'"')
@@ -86,6 +91,46 @@ class BodyRoute(APIRoute):
             return await handle(BodyRequest(request.scope, request.receive))
 
         return handled
+
+
+def check_values(values: Iterable[tuple[str, str | Mapping[str, Any]]]) -> None:
+    """Raise InputError, which names the path, for what holds too many texts, numbers, lists and objects together.
+
+    values: a path and an object, or its text, which nobody has read yet.
+    """
+    left = MAX_CHAT_VALUES
+    for path, value in values:
+        left -= _num_in_text(value, left) if isinstance(value, str) else _num_in(value, left)
+        if left < 0:
+            raise InputError(
+                f"{path}: more than {MAX_CHAT_VALUES} texts, numbers, lists and objects, with those before it"
+            )
+
+
+def _num_in_text(text: str, most: int) -> int:
+    """Of JSON's values, keys among them; more than `most` if there are more. Whatever is no JSON counts, too."""
+    meter, count = BodyMeter(len(text) * 4), 0
+    for start in range(0, len(text), _PIECE):
+        meter.count(text[start : start + _PIECE].encode(errors="surrogatepass"))
+        count = meter.num_quotes // 2 + meter.num_brackets + meter.num_commas
+        if count > most:
+            break
+    return count
+
+
+def _num_in(value: Any, most: int) -> int:
+    count, rest = 0, [iter([value])]
+    while rest and count <= most:
+        for each in rest.pop():
+            count += 1
+            if isinstance(each, dict):
+                count += len(each)
+                rest.append(iter(each.values()))
+            elif isinstance(each, list):
+                rest.append(iter(each))
+            if count > most:
+                break
+    return count
 
 
 def few_members(values: Any) -> Any:

@@ -53,7 +53,7 @@ class MessagesAnswer(Answer):
     def __init__(self, api: ApiState, body: MessagesRequest, turn: Turn) -> None:
         self._api, self._turn, self._blocks = api, turn, Blocks()
         self._templates: dict[int, EventTemplate] = {}  # by block, of the events by which it grows
-        self._id, self._model = new_id("msg"), body.model or api.names[0]
+        self._id, self._model, self._most = new_id("msg"), body.model or api.names[0], body.max_tokens
 
     async def whole(self, request: Request) -> Response:
         def see(delta: TextDelta) -> None:
@@ -102,7 +102,8 @@ class MessagesAnswer(Answer):
 
     def _stop(self, output: RequestOutput) -> Written:
         if output.finish_reason == "length":
-            reason = "max_tokens"
+            is_cut = len(output.token_ids) < self._most
+            reason = "model_context_window_exceeded" if is_cut else "max_tokens"
         elif output.stop_string is not None:
             reason = "stop_sequence"
         else:

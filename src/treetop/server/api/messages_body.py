@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from treetop.server.api.chat import ChatRequest, chat_request
+from treetop.server.api.chat_body import ChatRequest, chat_request
 from treetop.server.api.fields import MAX_STOPS, Body, refuse_unsupported
-from treetop.server.api.limits import MAX_MESSAGES, MAX_PARTS, FewMembers
+from treetop.server.api.limits import MAX_MESSAGES, MAX_PARTS, FewMembers, check_values
 from treetop.server.api.tools import MAX_TOOLS
 from treetop.server.chat_input import Message
 
@@ -135,7 +135,17 @@ class CountRequest(Body):
         """template_options: what follows from `thinking`. Raises InputError."""
         return chat_request({**self._chat(), "chat_template_kwargs": dict(template_options)})
 
+    def _check_inputs(self) -> None:
+        check_values(
+            (f"messages[{number}].content[{index}].input", block.input)
+            for number, message in enumerate(self.messages)
+            if not isinstance(message.content, str)
+            for index, block in enumerate(message.content)
+            if isinstance(block, ToolUseBlock)
+        )
+
     def _chat(self) -> dict[str, Any]:
+        self._check_inputs()
         choice, output = self.tool_choice, self.output_config
         said: dict[str, Any] = {"model": self.model, "messages": self._messages()}
         if self.messages[-1].role == "assistant":

@@ -7,7 +7,7 @@ from fastapi.responses import PlainTextResponse
 from pydantic import Field
 
 from treetop.server.api.api_state import ApiState
-from treetop.server.api.chat import Messages
+from treetop.server.api.chat_body import Messages
 from treetop.server.api.errors import ApiError, error_response
 from treetop.server.api.events import json_response
 from treetop.server.api.fields import Body
@@ -65,6 +65,7 @@ def _add_tokens(router: APIRouter, api: ApiState) -> None:
         if (body.prompt is None) == (body.messages is None):
             raise InputError("give prompt or messages")
         if body.messages is not None:
+            api.check_messages(body.messages)
             messages = [message.flat() for message in body.messages]
             ids = await api.chat_ids(messages, {"add_generation_prompt": body.add_generation_prompt})
         else:

@@ -163,6 +163,11 @@ class ResponsesAnswer(Answer):
             "total_tokens": usage["total_tokens"],
         }
 
+    def _most(self) -> int | None:
+        """Tokens of the output: what was asked, or what the context has room for if that is less."""
+        asked, room = self._body.max_output_tokens, self._api.core.info.max_context - len(self._turn.ids)
+        return None if asked is None else min(asked, room)
+
     def _response(self, status: str, items: list[Written] | None = None, usage: Written | None = None) -> Written:
         body, defaults = self._body, self._api.defaults
         said = body.model_dump(mode="json", by_alias=True, include={"tools", "tool_choice", "text", "reasoning"})
@@ -175,7 +180,7 @@ class ResponsesAnswer(Answer):
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
+            "max_output_tokens": self._most(),
             "model": body.model or self._api.names[0],
             "output": items or [],
             "parallel_tool_calls": body.parallel_tool_calls,

@@ -5,10 +5,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from treetop.server.api.chat import ChatRequest, chat_request
+from treetop.server.api.chat_body import ChatRequest, chat_request
 from treetop.server.api.extra_fields import UnusedFields
 from treetop.server.api.fields import Body, refuse_unsupported
-from treetop.server.api.limits import MAX_MESSAGES, MAX_PARTS
+from treetop.server.api.limits import MAX_MESSAGES, MAX_PARTS, FewMembers, check_values
 from treetop.server.api.tools import MAX_TOOLS, Function, FunctionName
 from treetop.server.chat_input import Message
 
@@ -176,7 +176,7 @@ class ResponsesRequest(UnusedFields, Body):
     )
     priority: int = 0
     timeout: float | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, FewMembers] = None
     thinking_token_budget: int | None = Field(None, ge=0, lt=2**31, description="as of chats")
 
     @model_validator(mode="before")
@@ -189,6 +189,8 @@ class ResponsesRequest(UnusedFields, Body):
         """What the input says, without instructions."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
+        calls = ((number, item) for number, item in enumerate(self.input) if isinstance(item, CallItem))
+        check_values((f"input[{number}].arguments", call.arguments) for number, call in calls)
         return messages_of(self.input)
 
     def chat(self, messages: list[Message]) -> ChatRequest:

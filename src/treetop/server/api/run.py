@@ -3,6 +3,8 @@
 import asyncio
 import gc
 import logging
+import random
+import secrets
 import signal
 import socket
 import sys
@@ -32,7 +34,8 @@ _LOOK_S = 0.05
 class ApiOptions(msgspec.Struct, frozen=True):
     """What an API process is told.
 
-    model, seed: of the engine's.
+    model: of the engine's.
+    seed: `--seed`, if it was given.
     number: of this process, None if there is but one.
     client: of this process among all that the engine has ever had.
     alive_file: where several count their requests.
@@ -40,10 +43,21 @@ class ApiOptions(msgspec.Struct, frozen=True):
 
     serve: ServeOptions
     model: str
-    seed: int
+    seed: int | None
     number: int | None = None
     client: int = 0
     alive_file: str | None = None
+
+
+def first_seed(seed: int | None, client: int = 0) -> int:
+    """What an API process draws the seeds of its requests from: of its own, or it would say what others say.
+
+    seed: `--seed`; None for a number that nobody knows. client: of this process among all that the engine has ever had,
+    so that one that takes another's place does not begin anew.
+    """
+    if seed is None:
+        return secrets.randbits(63)
+    return random.Random(f"{seed} {client}").getrandbits(63) if client else seed
 
 
 async def serve(
@@ -56,8 +70,9 @@ async def serve(
     """
     file, number = options.alive_file, options.number or 0
     alive = InFlightCounter(None if file is None else Path(file), number, options.serve.num_api_workers)
-    api = ApiState(core, options.serve, options.model, options.seed, alive)
-    patience = Patience(options.serve.http_read_timeout, options.serve.timeout_keep_alive)
+    api = ApiState(core, options.serve, options.model, first_seed(options.seed, options.client), alive)
+    asked = options.serve
+    patience = Patience(asked.http_read_timeout, asked.timeout_keep_alive, asked.http_min_rate)
     config = uvicorn.Config(
         make_app(api),
         http="h11",  # as `Connection`

@@ -20,7 +20,9 @@ _DATA = ("const", "default", "enum", "example", "examples")
 """Members of a schema that hold values and no schemas."""
 _NAMING = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Members whose own members are schemas by names of the caller's."""
-_NOTHING: dict[str, Any] = {"type": "object", "properties": {}}
+_ANYTHING: dict[str, Any] = {"type": "object", "properties": {}}
+_NOTHING: dict[str, Any] = {**_ANYTHING, "additionalProperties": False}
+"""Of a tool without `parameters`: it takes none."""
 
 
 class Function(Body):
@@ -160,7 +162,8 @@ class Calls:
         return listed_calls if self.required else None
 
     def _parameters(self, name: str) -> dict[str, Any]:
-        return cast(dict[str, Any], _moved(self._functions[name].parameters or _NOTHING, "#"))
+        said = self._functions[name].parameters
+        return cast(dict[str, Any], _moved(_NOTHING if said is None else said or _ANYTHING, "#"))
 
 
 def _schema(schema: dict[str, Any]) -> StructuredOutput:

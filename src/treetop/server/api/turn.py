@@ -3,11 +3,12 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import Request
 
 from treetop.server.api.api_state import ApiState, Asked
+from treetop.server.api.chat_body import ChatRequest
 from treetop.server.async_llm import DeltaStream
 from treetop.server.outputs import TextDelta
 from treetop.server.parsers.events import Arguments, CallStart, Content, Event, Parser, Reasoning
@@ -17,9 +18,6 @@ from treetop.server.parsers.thinking import plain
 from treetop.server.prompts import SERVE_WITHOUT
 from treetop.types.constraint import StructuredOutput
 from treetop.types.errors import InputError
-
-if TYPE_CHECKING:
-    from treetop.server.api.chat import ChatRequest
 
 _TAIL = 16
 """Tokens of a prompt's end that may say where the output begins."""
@@ -39,7 +37,7 @@ class Turn:
         return events if delta.output is None else [*events, *parser.finish()]
 
 
-async def prompt_of(api: ApiState, body: "ChatRequest") -> list[int]:
+async def prompt_of(api: ApiState, body: ChatRequest) -> list[int]:
     """Ids of a chat as the model gets it. Raises InputError and ApiError."""
     api.check_model(body.model)
     calls, reading = body.calls, body.reading(body.most_tokens)
@@ -47,15 +45,23 @@ async def prompt_of(api: ApiState, body: "ChatRequest") -> list[int]:
     if tools := calls.for_template:
         _check_tools(api, calls.forced)
         options["tools"] = tools
+    api.check_messages(body.messages)
     messages = [message.flat(*_manners(api)) for message in body.messages]
     return await api.chat_prompt(messages, options, reading, body.continue_final_message)
 
 
-async def start_turn(api: ApiState, request: Request, body: "ChatRequest") -> Turn:
-    """Render, check and queue a chat. Raises InputError and ApiError, before any work of the engine."""
+async def start_turn(api: ApiState, request: Request, body: ChatRequest, *, cuts: bool = True) -> Turn:
+    """Render, check and queue a chat. Raises InputError and ApiError, before any work of the engine.
+
+    cuts: the most tokens that are asked for may be more than the context has room for.
+    """
     if body.thinking_token_budget is not None:
         check_budget(api, "thinking_token_budget")
     ids = await prompt_of(api, body)
+    if not cuts and body.most_tokens is not None:
+        api.check_room(
+            [ids], body.most_tokens, "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
+        )
     form, tokenizer = api.output_format, api.llm.reader.tokenizer
     tail = "" if tokenizer is None else tokenizer.decode(ids[-_TAIL:], special=True)
     special = {} if tokenizer is None else tokenizer.special_names
@@ -80,7 +86,7 @@ class OutputReading:
     words: tuple[str, ...]
 
 
-def reading_of(form: OutputFormat, body: "ChatRequest", tail: str, special: Mapping[str, int]) -> OutputReading:
+def reading_of(form: OutputFormat, body: ChatRequest, tail: str, special: Mapping[str, int]) -> OutputReading:
     """How a chat's outputs are read. tail: the end of the prompt's text. special: ids of special tokens by their names.
 
     Raises InputError.
@@ -96,7 +102,7 @@ def reading_of(form: OutputFormat, body: "ChatRequest", tail: str, special: Mapp
     return OutputReading(_with_reasoning(form, body, tail, special), parser, words)
 
 
-def _with_reasoning(form: OutputFormat, body: "ChatRequest", tail: str, special: Mapping[str, int]) -> Asked | None:
+def _with_reasoning(form: OutputFormat, body: ChatRequest, tail: str, special: Mapping[str, int]) -> Asked | None:
     """What the output is held to, behind what may be thought before it; and by which field."""
     held, in_messages = body.structure is not None or body.holds_calls, _is_in_messages(form, body, tail)
     reasoning = form.reasoning(tail, body.thinking_token_budget, held)
@@ -111,7 +117,7 @@ def _with_reasoning(form: OutputFormat, body: "ChatRequest", tail: str, special:
     return "thinking_token_budget", StructuredOutput("text", reasoning=reasoning)
 
 
-def _is_in_messages(form: OutputFormat, body: "ChatRequest", tail: str) -> bool:
+def _is_in_messages(form: OutputFormat, body: ChatRequest, tail: str) -> bool:
     """Whether what an output must be, a call or JSON, stands in a message of Harmony's, and others may come first."""
     if body.structure is None or not (form.is_harmony and begins_message(tail)):
         return False

@@ -19,7 +19,7 @@ from treetop.core.wire import ProcessOptions
 from treetop.distributed.supervisor import Watchdog
 from treetop.server.api.api_state import ApiState, check_files
 from treetop.server.api.app import make_app
-from treetop.server.api.run import log_load
+from treetop.server.api.run import first_seed, log_load
 from treetop.server.in_flight import InFlightCounter
 from treetop.server.options import ServeOptions
 from treetop.server.ray.core import RayClient
@@ -60,11 +60,11 @@ class Api:
     """The HTTP API of `treetop serve` over all replicas. Ray calls what is named after it."""
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
-        self, replicas: Any, options: ServeOptions, model: str, seed: int
+        self, replicas: Any, options: ServeOptions, model: str
     ) -> None:
         logging.getLogger("treetop").setLevel(logging.INFO)
         core = RayClient(replicas, await replicas.info.remote())
-        self._api = ApiState(core, options, model, seed, InFlightCounter())
+        self._api = ApiState(core, options, model, first_seed(None), InFlightCounter())
         self._logging = asyncio.ensure_future(log_load(self._api, None))
 
     def __serve_build_asgi_app__(self) -> Any:  # Ray's name for it
@@ -93,6 +93,8 @@ def build_app(process: ProcessOptions, options: ServeOptions, scale: Scale) -> A
         raise ConfigError(
             "--disaggregation-mode prefill: a prefill worker serves no requests, so replicas of it would answer none"
         )
+    if config.seed is not None:
+        raise ConfigError("--seed: which replica gets a request is Ray's choice; give requests a seed of their own")
     if options.dp_size != 1:
         raise ConfigError("--dp-size: Ray starts replicas; give their number as `replicas`")
     check_files(config.model, options)
@@ -118,7 +120,7 @@ def build_app(process: ProcessOptions, options: ServeOptions, scale: Scale) -> A
         graceful_shutdown_wait_loop_s=0.5,
         ray_actor_options={"num_cpus": 0},
     )
-    return api.bind(replica.bind(process, options.engine_restarts, watchdog), options, config.model, config.seed)
+    return api.bind(replica.bind(process, options.engine_restarts, watchdog), options, config.model)
 
 
 def _scaling(scale: Scale, rows: int) -> dict[str, Any]:

@@ -1,0 +1,46 @@
+"""What a command line says of words that it does not know: what was meant, or why there is no such option."""
+
+import re
+from collections.abc import Iterable, Sequence
+
+from treetop.types.errors import close_name
+
+_LORA = "LoRA adapters are not supported; merge the adapter into the weights"
+_WHY = {
+    "--enable-lora": _LORA,
+    "--lora-modules": _LORA,
+    "--lora-paths": _LORA,
+    "--quantization": "the format of weights is read from the model folder; `treetop quantize` writes others",
+    "--trust-remote-code": "no code of a model folder is ever run; `treetop models` lists what loads",
+}
+"""Options of other engines that have no like here."""
+_LONGEST_WORD, _LONGEST = 200, 2000
+
+
+def unknown_options(given: Sequence[str], known: Iterable[str]) -> str:
+    """The error of words that are left over."""
+    first = next(word for word in given if word.startswith("-")).split("=")[0]
+    hint = _WHY.get(first) or _did_you_mean(first, known)
+    return f"unrecognized arguments: {' '.join(given)}" + (f" ({hint})" if hint else "")
+
+
+def with_hint(message: str) -> str:
+    """An error of argparse: where a word is none of several, the one that is near it is named."""
+    found = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)$", message, re.DOTALL)
+    hint = "" if found is None else _did_you_mean(found[1], re.findall(r"[\w.-]+", found[2]))
+    return f"{message}; {hint}" if hint else message
+
+
+def short(message: str) -> str:
+    """The same with long words, and itself, cut in the middle."""
+    message = re.sub(rf"\S{{{_LONGEST_WORD + 1},}}", lambda word: _cut(word[0], _LONGEST_WORD), message)
+    return _cut(message, _LONGEST)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most // 2]}...{text[-(most // 2) :]}"
+
+
+def _did_you_mean(given: str, known: Iterable[str]) -> str:
+    meant = close_name(given, known)
+    return f"did you mean {meant}?" if meant else ""

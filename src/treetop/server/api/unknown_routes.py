@@ -1,0 +1,44 @@
+"""What is said of a path that is no route: what to use instead, or that there is no such thing."""
+
+_LORA = "LoRA adapters are not supported; merge one into the weights, or use /update_weights_from_disk"
+_POOLING = "embeddings, scores and ranks are not supported: this server generates text"
+_HINTS = {
+    "/v1/embeddings": _POOLING,
+    "/v1/score": _POOLING,
+    "/v1/rerank": _POOLING,
+    "/v2/rerank": _POOLING,
+    "/v1/classify": _POOLING,
+    "/score": _POOLING,
+    "/rerank": _POOLING,
+    "/pooling": _POOLING,
+    "/classify": _POOLING,
+    "/v1/load_lora_adapter": _LORA,
+    "/v1/unload_lora_adapter": _LORA,
+    "/load_lora_adapter": _LORA,
+    "/unload_lora_adapter": _LORA,
+    "/v1/responses/": "responses are not handed out again; previous_response_id of POST /v1/responses goes on with one",
+    "/v1/messages/batches": "batches are not supported; POST /v1/messages",
+    "/v1/batches": "batches are not supported",
+    "/v1/files": "files are not supported",
+    "/v1/images": "images are not supported: this server generates text",
+    "/v1/audio": "audio is not supported: this server generates text",
+    "/v1/moderations": "moderation is not supported",
+    "/v1/complete": "POST /v1/messages or /v1/completions",
+    "/chat/completions": "POST /v1/chat/completions: a client's base URL ends with /v1",
+    "/completions": "POST /v1/completions: a client's base URL ends with /v1",
+    "/responses": "POST /v1/responses: a client's base URL ends with /v1",
+    "/models": "GET /v1/models: a client's base URL ends with /v1",
+    "/messages": "POST /v1/messages",
+    "/v1/v1/": "a client of Anthropic's API takes the base URL without /v1",
+    "/generate": "POST /v1/completions",
+    "/docs": "the pages are docs/serving.md; GET /openapi.json has the schema",
+    "/redoc": "the pages are docs/serving.md; GET /openapi.json has the schema",
+}
+"""By a path, or by what it begins with up to a slash. The longest that fits is taken."""
+
+
+def no_such_route(path: str) -> str:
+    """The text of a 404."""
+    fitting = [known for known in _HINTS if path == known or path.startswith(f"{known.rstrip('/')}/")]
+    hint = _HINTS[max(fitting, key=len)] if fitting else "GET /openapi.json lists what there is"
+    return f"there is no {path[:100]}: {hint}"
