@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from treetop.models.gguf.header import Header
+from treetop.models.gguf.rope_factors import rope_scaling
 from treetop.types.errors import CheckpointError, shown
 
 
@@ -49,6 +50,8 @@ _OF_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+UNREAD = ("rope_freqs.weight",)
+"""Tensors that the config says."""
 _LAYER = re.compile(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)")
 
 
@@ -65,26 +68,26 @@ def config_of(header: Header, path: Path) -> dict[str, Any]:
     """What `config.json` would say. Raises CheckpointError for what is missing, of another type, or not supported."""
     kind, metadata = architecture(header, path), header.metadata
     prefix = metadata["general.architecture"] + "."
-    scaling = metadata.get(f"{prefix}rope.scaling.type", "none")
-    if scaling != "none" or "rope_freqs.weight" in header.tensors:
-        raise CheckpointError(f"{path}: scaled RoPE ({shown(scaling)}) is not supported in GGUF files")
     config: dict[str, Any] = {"architectures": [kind.name], "model_type": kind.model_type, "hidden_act": "silu"}
     for key, (ours, type_) in _KEYS.items():
         value = metadata.get(prefix + key, _DEFAULTS.get(key))
-        if type(value) is not type_:
-            raise CheckpointError(f"{path}: {prefix}{key} must be one {type_.__name__}, got {shown(value)}")
+        if type(value) is not type_ or (isinstance(value, int) and value < 1):
+            must = "an integer above 0" if type_ is int else "one float"
+            raise CheckpointError(f"{path}: {prefix}{key} must be {must}, got {shown(value)}")
         config[ours] = float(f"{value:.7g}") if type_ is float else value  # stored in float32
     if "token_embd.weight" not in header.tensors:
         raise CheckpointError(f"{path}: tensor token_embd.weight is missing")
     config["vocab_size"] = header.tensors["token_embd.weight"].shape[0]
     config["tie_word_embeddings"] = "output.weight" not in header.tensors
-    config |= _head_dim(metadata, prefix)
+    config |= _head_dim(metadata, prefix, path) | rope_scaling(header, prefix, config, path)
     return config
 
 
-def _head_dim(metadata: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    found = metadata.get(f"{prefix}attention.key_length")
-    return {} if found is None else {"head_dim": found}
+def _head_dim(metadata: Mapping[str, Any], prefix: str, path: Path) -> dict[str, Any]:
+    found = {metadata.get(f"{prefix}attention.{key}_length") for key in ("key", "value")} - {None}
+    if len(found) > 1 or not all(type(each) is int and 0 < each <= 2**16 for each in found):
+        raise CheckpointError(f"{path}: {prefix}attention.key_length and value_length {shown(found)} are not supported")
+    return {"head_dim": found.pop()} if found else {}
 
 
 def hub_name(name: str, path: Path) -> str:

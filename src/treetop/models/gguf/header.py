@@ -7,6 +7,7 @@ anything of that length is read. Source: the GGUF specification, versions 2 and 
 import mmap
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,20 @@ def read_header(path: Path) -> Header:
             return _Walk(path, data).header()
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: not readable as GGUF: {error}") from None
+
+
+def kept_header(path: Path) -> Header:
+    """As `read_header`, once while the file is as it was: a large vocabulary takes a second."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise CheckpointError(f"{path}: not readable as GGUF: {error}") from None
+    return _header(path, found.st_size, found.st_mtime_ns)
+
+
+@lru_cache(maxsize=2)
+def _header(path: Path, size: int, modified: int) -> Header:
+    return read_header(path)
 
 
 class _Walk:
