@@ -13,17 +13,22 @@ from treetop.types.errors import CheckpointError, shown
 
 @dataclass(frozen=True)
 class Architecture:
-    """Its class in `config.json`, its `model_type`, and whether llama.cpp interleaves the rows of q and k."""
+    """Its class in `config.json`, its `model_type`, and whether llama.cpp interleaves the rows of q and k.
+
+    experts: every layer has some, whose weights are renormalised.
+    """
 
     name: str
     model_type: str
     interleaved: bool = False
+    experts: bool = False
 
 
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", "llama", interleaved=True),
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2"),
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3"),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", "qwen3_moe", experts=True),
 }
 _KEYS = {
     "embedding_length": ("hidden_size", int),
@@ -35,6 +40,12 @@ _KEYS = {
     "attention.layer_norm_rms_epsilon": ("rms_norm_eps", float),
     "rope.freq_base": ("rope_theta", float),
 }
+_EXPERT_KEYS = {
+    "expert_count": ("num_experts", int),
+    "expert_used_count": ("num_experts_per_tok", int),
+    "expert_feed_forward_length": ("moe_intermediate_size", int),
+}
+_MAX_EXPERTS = 2**12
 _DEFAULTS: dict[str, float] = {"rope.freq_base": 10000.0}
 _WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _OF_LAYER = {
@@ -46,12 +57,15 @@ _OF_LAYER = {
     "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.gate",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
 UNREAD = ("rope_freqs.weight",)
 """Tensors that the config says."""
+_OF_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+"""All experts of a layer in one tensor; the hub has one each."""
 _LAYER = re.compile(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)")
 
 
@@ -69,12 +83,14 @@ def config_of(header: Header, path: Path) -> dict[str, Any]:
     kind, metadata = architecture(header, path), header.metadata
     prefix = metadata["general.architecture"] + "."
     config: dict[str, Any] = {"architectures": [kind.name], "model_type": kind.model_type, "hidden_act": "silu"}
-    for key, (ours, type_) in _KEYS.items():
+    for key, (ours, type_) in (_KEYS | (_EXPERT_KEYS if kind.experts else {})).items():
         value = metadata.get(prefix + key, _DEFAULTS.get(key))
         if type(value) is not type_ or (isinstance(value, int) and value < 1):
             must = "an integer above 0" if type_ is int else "one float"
             raise CheckpointError(f"{path}: {prefix}{key} must be {must}, got {shown(value)}")
         config[ours] = float(f"{value:.7g}") if type_ is float else value  # stored in float32
+    if kind.experts:
+        config["norm_topk_prob"] = True
     if "token_embd.weight" not in header.tensors:
         raise CheckpointError(f"{path}: tensor token_embd.weight is missing")
     config["vocab_size"] = header.tensors["token_embd.weight"].shape[0]
@@ -99,3 +115,14 @@ def hub_name(name: str, path: Path) -> str:
     if found is None or found[2] not in _OF_LAYER:
         raise CheckpointError(f"{path}: tensor {shown(name)} is not known")
     return f"model.layers.{found[1]}.{_OF_LAYER[found[2]]}.{found[3]}"
+
+
+def expert_names(name: str, shape: tuple[int, ...], path: Path) -> list[str]:
+    """The hub's names of what a tensor holds, one an expert; [] of a tensor that is no experts'."""
+    found = _LAYER.fullmatch(name)
+    if found is None or found[2] not in _OF_EXPERTS:
+        return []
+    if len(shape) != 3 or shape[0] > _MAX_EXPERTS:
+        raise CheckpointError(f"{path}: tensor {name} has shape {shape}, not that of at most {_MAX_EXPERTS} experts")
+    stem = f"model.layers.{found[1]}.mlp.experts"
+    return [f"{stem}.{expert}.{_OF_EXPERTS[found[2]]}.{found[3]}" for expert in range(shape[0])]

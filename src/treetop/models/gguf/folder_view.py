@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from treetop.models.gguf.architectures import UNREAD, architecture, config_of, hub_name
+from treetop.models.gguf.architectures import UNREAD, architecture, config_of, expert_names, hub_name
 from treetop.models.gguf.header import TYPES
 from treetop.models.gguf.tensors import GgufTensors
 from treetop.types.errors import CheckpointError
@@ -22,7 +22,12 @@ class GgufFolder:
         self._file, self._path = GgufTensors(path), path
         self.config = config_of(self._file.header, path)
         self._interleaved = architecture(self._file.header, path).interleaved
-        self._names = {hub_name(name, path): name for name in self._file.header.tensors if name not in UNREAD}
+        self._names: dict[str, tuple[str, int | None]] = {}
+        for name, stored in self._file.header.tensors.items():
+            experts = expert_names(name, stored.shape, path)
+            self._names |= {each: (name, expert) for expert, each in enumerate(experts)}
+            if not experts and name not in UNREAD:
+                self._names[hub_name(name, path)] = (name, None)
 
     def __enter__(self) -> "GgufFolder":
         return self
@@ -34,7 +39,10 @@ class GgufFolder:
         return list(self._names)
 
     def get_tensor(self, name: str) -> Tensor:
-        tensor, heads = self._file.get_tensor(self._names[name]), self._turned(name)
+        (file_name, expert), heads = self._names[name], self._turned(name)
+        if expert is not None:
+            return self._file.rows(file_name, expert, expert + 1)[0]
+        tensor = self._file.get_tensor(file_name)
         return self._halves(tensor, name, self.config[heads]) if heads else tensor
 
     def get_slice(self, name: str) -> "_Slice":
@@ -42,15 +50,16 @@ class GgufFolder:
 
     def stored(self, name: str) -> tuple[tuple[int, ...], str]:
         """Shape and type, as the file says."""
-        found = self._file.header.tensors[self._names[name]]
-        return found.shape, TYPES[found.type][0]
+        file_name, expert = self._names[name]
+        found = self._file.header.tensors[file_name]
+        return found.shape if expert is None else found.shape[1:], TYPES[found.type][0]
 
     def part(self, name: str, at: tuple[slice, ...]) -> Tensor:
         """A part of a tensor; of what is wanted by rows no others are read, where they lie as they are wanted."""
-        rows = at[0].indices(self.stored(name)[0][0])
-        if self._turned(name) or rows[2] != 1:
+        rows, (file_name, expert) = at[0].indices(self.stored(name)[0][0]), self._names[name]
+        if expert is not None or self._turned(name) or rows[2] != 1:
             return self.get_tensor(name)[at]
-        return self._file.rows(self._names[name], rows[0], max(rows[0], rows[1]))[(slice(None), *at[1:])]
+        return self._file.rows(file_name, rows[0], max(rows[0], rows[1]))[(slice(None), *at[1:])]
 
     def _turned(self, name: str) -> str | None:
         return _TURNED.get(name.split(".")[-2]) if self._interleaved else None
