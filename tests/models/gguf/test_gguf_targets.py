@@ -2,8 +2,10 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -25,6 +27,7 @@ from treetop import LLM
 from treetop.models.checkpoint import open_file, open_tensors, stored_files, tensor_files
 from treetop.models.fingerprint import fingerprint
 from treetop.models.folder import resolve_folder
+from treetop.models.hub import hub_folder, hub_gguf
 from treetop.models.registry import target_spec
 from treetop.types.errors import CheckpointError
 from treetop.weights.format import Span, Stored
@@ -201,3 +204,50 @@ def test_a_damaged_file_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(CheckpointError, match="damaged or unsupported GGUF file"):
         resolve_folder(str(tmp_path / "a.gguf"))
     assert not list((tmp_path / "cache" / "treetop" / "gguf").iterdir())
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The snapshot of `an/model` in a cache of the hub, empty, without a network."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    repo, commit = tmp_path / "cache" / "models--an--model", "0123456789abcdef0123456789abcdef01234567"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text(commit, encoding="utf-8")
+    (repo / "snapshots" / commit).mkdir(parents=True)
+    for kept in (hub_folder, hub_gguf):
+        kept.cache_clear()
+    yield repo / "snapshots" / commit
+    for kept in (hub_folder, hub_gguf):
+        kept.cache_clear()
+
+
+def test_an_id_with_a_quantization_is_one_file_of_the_cache(hub_cache: Path, tmp_path: Path) -> None:
+    """Without a network, what the cache has: by its quantization, or the only one; the rest are errors."""
+    file = write_gguf(save_random_llama(tmp_path / "hub", seed=3, intermediate_size=64), tmp_path / "a.gguf", "Q8_0")
+    shutil.copy(file, hub_cache / "tiny-Q8_0.gguf")
+    assert target_spec(resolve_folder("an/model:Q8_0")).check() > 0
+    assert resolve_folder("an/model") == resolve_folder("an/model:q8_0") == resolve_folder("an/model@main:Q8_0")
+    with pytest.raises(CheckpointError, match=r"model an/model:Q4_0: no GGUF file of Q4_0; there are tiny-Q8_0\.gguf"):
+        resolve_folder("an/model:Q4_0")
+    with pytest.raises(CheckpointError, match=r"model an/other:Q4_0: .*not in the cache"):
+        resolve_folder("an/other:Q4_0")
+
+
+def test_only_the_file_that_is_needed_is_fetched(hub_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The hub says which files there are; of those in folders, and of several without a quantization, none is taken."""
+    source = write_gguf(save_random_llama(tmp_path / "hub", seed=3), tmp_path / "a.gguf")
+    asked = []
+
+    def download(repo: str, **options: object) -> str:
+        asked.append((repo, options["revision"], options["allow_patterns"]))
+        shutil.copy(source, hub_cache / "tiny-Q4_K_M.gguf")
+        return str(hub_cache)
+
+    listed = ["README.md", "tiny-Q4_K_M.gguf", "tiny-Q8_0.gguf", "mmproj-f16.gguf", "old/tiny-Q4_K_M.gguf"]
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda repo, revision: listed)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert target_spec(resolve_folder("an/model@v1:Q4_K_M")).check() > 0
+    assert asked == [("an/model", "v1", ["tiny-Q4_K_M.gguf"])]
+    with pytest.raises(CheckpointError, match="several GGUF files: add :QUANT"):
+        resolve_folder("an/model")

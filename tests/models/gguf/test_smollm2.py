@@ -86,7 +86,7 @@ def test_its_tree_is_greedy_and_the_librarys_choice(reference: torch.nn.Module) 
 @pytest.mark.slow
 def test_its_tokens_are_the_librarys_on_fifty_prompts(reference: torch.nn.Module) -> None:
     """float64: all, by plain decoding, trees of the head and of n-grams. float32: but for ties, which are counted."""
-    from treetop.bench.prompts import read_texts
+    from treetop.bench.workload import read_texts
 
     file = resolve_folder("builtin:nestling").parent / "prompts.jsonl"
     asked = conversations(tuple(text[:400] for text in read_texts(file)[:50]))
