@@ -23,11 +23,11 @@ test: $(DEV)
 
 # The host's code, about a minute: no engine computes here.
 QUICK := $(addprefix tests/,test_rooms.py test_docs.py test_known_failures.py test_scripts.py bench/test_plot.py \
-  cache/test_prefix_cache.py core/test_core.py core/test_structure_checker.py core/test_structured_output.py \
+  cache/test_prefix_cache.py core/test_core.py structured/test_structure_checker.py structured/test_structured_output.py \
   $(addprefix disaggregation/test_handover_,desks.py loop.py network.py session.py words.py) \
   distributed/test_child.py distributed/test_journal.py distributed/test_prefix_router.py distributed/test_resumption.py \
-  scheduler/test_schedule_policy.py server/test_bad_chats.py server/test_metrics.py server/test_special_text.py \
-  server/test_text.py types/test_options.py)
+  scheduler/test_schedule_policy.py test_bad_chats.py api/test_metrics.py text/test_special_text.py \
+  text/test_text.py types/test_options.py)
 
 quick: $(DEV)
 	$(PYTEST) -m "not slow" $(QUICK)
@@ -57,7 +57,7 @@ CLIENTS ?= .clients-venv
 
 clients:
 	@$(MAKE) VENV=$(CLIENTS) $(CLIENTS)/.clients
-	OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest tests/server/test_client_libraries.py
+	OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest tests/api/test_client_libraries.py
 
 $(VENV)/.clients: $(READY)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[clients]"

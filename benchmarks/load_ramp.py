@@ -32,10 +32,10 @@ from typing import Any
 from treetop.bench.http_client import Address
 from treetop.bench.http_client import Client as HttpClient
 from treetop.bench.prompts import read_prompts
+from treetop.checkpoints.folder import resolve_folder
+from treetop.checkpoints.loader import compute_device
 from treetop.cli import OneLineParser, exit_code
-from treetop.models.folder import resolve_folder
-from treetop.models.loader import compute_device
-from treetop.server.tokenizer import open_tokenizer
+from treetop.text.tokenizer import open_tokenizer
 from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL
 from treetop.types.errors import EngineError, InputError
 from treetop.types.layout import SpecShape

@@ -208,7 +208,7 @@ def run(args: argparse.Namespace) -> int:
     ray.init(num_cpus=args.replicas + 1, include_dashboard=False, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": PORT})
     try:
-        with patch("treetop.server.ray.app.PrefixRequestRouter", AnyReplica):
+        with patch("treetop.ray.app.PrefixRequestRouter", AnyReplica):
             anyone = asyncio.run(first_tokens(behind_ray(2, FAST), args.requests))
         through = asyncio.run(first_tokens(behind_ray(2, FAST), args.requests))
         greeted, streamed = asyncio.run(hellos(f"http://127.0.0.1:{PORT}/hello", hello(), args.requests))

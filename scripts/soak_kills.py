@@ -45,9 +45,9 @@ from treetop import LLM, SamplingParams
 from treetop.bench.http_client import Address, HttpError
 from treetop.bench.http_client import Client as HttpClient
 from treetop.cli import OneLineParser, exit_code
-from treetop.disaggregation.options import Mode
 from treetop.types.config import EngineConfig
 from treetop.types.errors import InputError
+from treetop.types.kv_transfer.options import Mode
 from treetop.types.options import options_of
 from treetop_debug.servers import Client, is_up, metrics, processes_of, workers
 

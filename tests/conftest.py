@@ -40,18 +40,18 @@ LONGEST = (
     "kernels/test_triton.py",
     "kernels/test_round_ops.py",
     "disaggregation/test_handover_drills.py",
-    "server/test_ray.py",
+    "serve/test_ray.py",
     "distributed/test_engine_restarts.py",
     "distributed/test_data_parallel.py",
     "distributed/test_resumption.py",
-    "server/test_serve_life.py",
+    "serve/test_serve_life.py",
     "distributed/test_tensor_parallel.py",
     "distributed/test_worker_group.py",
 )
 """Files that run first, so that none of them is what the last process waits for."""
 
 
-PROCESSES = ("disaggregation", "distributed", "server")
+PROCESSES = ("api", "disaggregation", "distributed", "serve")
 """Folders whose tests start processes that a busy machine may stop for long: one that fails runs once more, and the
 closing lines name it (RERUN)."""
 

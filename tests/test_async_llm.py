@@ -11,7 +11,7 @@ from treetop.core.clients import InProcessClient
 from treetop.core.loop import CoreThread
 from treetop.core.mock import make_mock
 from treetop.core.wire import MockOptions
-from treetop.server.chat_template import ChatTemplate, open_chat_template
+from treetop.text.chat_template import ChatTemplate, open_chat_template
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, EngineError, InputError
 

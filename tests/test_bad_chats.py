@@ -11,7 +11,7 @@ import torch
 from support.refusing import load, refused
 from support.tiny_models import copy_folder
 from treetop import LLM, AsyncLLM, SamplingParams
-from treetop.server.chat_input import rendering
+from treetop.text.chat_input import rendering
 from treetop.types.errors import CheckpointError, ConfigError, InputError, TreetopError
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ option }}{% endfor %}"

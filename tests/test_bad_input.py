@@ -17,7 +17,7 @@ from support.refusing import refused
 from treetop import LLM, SamplingParams
 from treetop.core.make import info_of
 from treetop.core.wire import Add, decode_to_core, encode
-from treetop.server.prompts import PromptReader
+from treetop.text.prompts import PromptReader
 from treetop.types import errors
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, CheckpointError, ConfigError, InputError, PromptError, UserError

@@ -22,7 +22,7 @@ from treetop import AsyncLLM, SamplingParams
 from treetop.core.engine_core import WEIGHTS_REPLACED
 from treetop.distributed.client import EngineProcessClient
 from treetop.distributed.data_parallel import DataParallelClient
-from treetop.quantize import quantize
+from treetop.tools.quantize import quantize
 from treetop.types.errors import CheckpointError, ConfigError, EngineError, InputError
 
 BITS = {"exactness": "bits", "dtype": "float32"}

@@ -10,15 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
+from treetop.checkpoints.sampling_defaults import sampling_defaults
+from treetop.checkpoints.weight_folders import Tensors, WeightFolders
 from treetop.core.clients import EngineClient, InProcessClient
-from treetop.core.structure_checker import StructureChecker
-from treetop.server.in_flight import InFlightCounter
-from treetop.server.lanes import Lanes
-from treetop.server.options import Unset, engine_config
-from treetop.server.outputs import LiveRequest, RequestOutput, TextDelta
-from treetop.server.prompts import Prompt, PromptReader, one_each, paired
-from treetop.server.sampling_defaults import sampling_defaults
-from treetop.server.weight_folders import Tensors, WeightFolders
+from treetop.distributed.in_flight import InFlightCounter
+from treetop.outputs import LiveRequest, RequestOutput, TextDelta
+from treetop.serve_options import Unset, engine_config
+from treetop.structured.structure_checker import StructureChecker
+from treetop.text.lanes import Lanes
+from treetop.text.prompts import Prompt, PromptReader, one_each, paired
 from treetop.types.config import EngineConfig
 from treetop.types.constraint import StructuredOutput, TokenConstraint
 from treetop.types.engine_options import EngineOptions

@@ -7,19 +7,19 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
+from treetop.checkpoints.sampling_defaults import sampling_defaults
+from treetop.checkpoints.weight_folders import Tensors, WeightFolders
 from treetop.core.loop import SyncClient
-from treetop.core.structure_checker import StructureChecker
 from treetop.distributed.opened import LocalEngine, open_thread
 from treetop.engine.engine import Engine
+from treetop.outputs import LiveRequest, RequestMetrics, RequestOutput, TextDelta
 from treetop.scheduler.scheduler import Scheduler
-from treetop.server.chat_input import Message, conversations_of
-from treetop.server.chat_prompt import chat_ids
-from treetop.server.chat_template import ChatTemplate, open_chat_template
-from treetop.server.options import Unset, engine_config
-from treetop.server.outputs import LiveRequest, RequestMetrics, RequestOutput, TextDelta
-from treetop.server.prompts import BadWords, Prompt, PromptReader, one_each, paired
-from treetop.server.sampling_defaults import sampling_defaults
-from treetop.server.weight_folders import Tensors, WeightFolders
+from treetop.serve_options import Unset, engine_config
+from treetop.structured.structure_checker import StructureChecker
+from treetop.text.chat_input import Message, conversations_of
+from treetop.text.chat_prompt import chat_ids
+from treetop.text.chat_template import ChatTemplate, open_chat_template
+from treetop.text.prompts import BadWords, Prompt, PromptReader, one_each, paired
 from treetop.types.constraint import TokenConstraint
 from treetop.types.engine_options import EngineOptions
 from treetop.types.errors import ConfigError, InputError

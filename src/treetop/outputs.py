@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from treetop.server.text import OutputText
-from treetop.server.tokenizer import Tokenizer
+from treetop.text.text import OutputText
+from treetop.text.tokenizer import Tokenizer
 from treetop.types.ids import RequestId
 from treetop.types.requests import EngineRequest, RequestUpdate
 from treetop.types.sampling import FinishReason, TokenLogprobs

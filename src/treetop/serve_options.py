@@ -6,7 +6,7 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
-from treetop.server.parsers.registry import ReasoningParserName, ToolParserName
+from treetop.parsers.registry import ReasoningParserName, ToolParserName
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 from treetop.types.options import option, validate

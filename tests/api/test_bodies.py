@@ -9,8 +9,8 @@ from starlette.exceptions import HTTPException
 
 from support.serving import mock
 from support.waiting import until
-from treetop.server.api.bodies import FREE_BYTES, Bodies, Body
-from treetop.server.options import ServeOptions
+from treetop.api.bodies import FREE_BYTES, Bodies, Body
+from treetop.serve_options import ServeOptions
 from treetop.types.errors import ConfigError
 
 

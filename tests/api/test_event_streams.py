@@ -3,10 +3,10 @@
 import asyncio
 import json
 
-from treetop.models.folder import resolve_folder
-from treetop.server.api.completions import Completion, CompletionRequest
-from treetop.server.api.events import WRITER, EventStream, EventTemplate, event
-from treetop.server.async_llm import AsyncLLM
+from treetop.api.completions import Completion, CompletionRequest
+from treetop.api.events import WRITER, EventStream, EventTemplate, event
+from treetop.async_llm import AsyncLLM
+from treetop.checkpoints.folder import resolve_folder
 from treetop.types.ids import RequestId
 from treetop.types.layout import PLAIN
 from treetop.types.requests import CoreInfo, RequestUpdate

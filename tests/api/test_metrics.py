@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from treetop.server.metric_names import ALIASES, MIN_WINDOW_S, RecentRates
-from treetop.server.metrics import FEW_ROUNDS, Interval, Metrics
-from treetop.server.outputs import LiveRequest
+from treetop.api.metric_names import ALIASES, MIN_WINDOW_S, RecentRates
+from treetop.api.metrics import FEW_ROUNDS, Interval, Metrics
+from treetop.outputs import LiveRequest
 from treetop.types.ids import RequestId
 from treetop.types.layout import PLAIN, SpecShape
 from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, RequestUpdate

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from support.serving import mock, serving
-from treetop.server.api.page import page_files
+from treetop.api.page import page_files
 
 FILES = page_files()
 LARGEST = 48 * 1024

@@ -12,9 +12,9 @@ from starlette.responses import PlainTextResponse
 
 from support.serving import serving
 from support.waiting import WAIT_S, until
+from treetop.api.access import AccessMiddleware
 from treetop.cli.config_file import words_of
-from treetop.server.api.access import AccessMiddleware
-from treetop.server.options import ServeOptions
+from treetop.serve_options import ServeOptions
 from treetop.types.errors import ConfigError
 
 KEY = {"Authorization": "Bearer sesame"}

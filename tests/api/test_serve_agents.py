@@ -12,7 +12,7 @@ from support.scripted import TEMPLATE, scripted
 from support.serving import serving
 from support.tool_streams import ODD, hermes
 from support.waiting import WAIT_S, until
-from treetop.server.api.response_store import ResponseStore
+from treetop.api.response_store import ResponseStore
 
 STEPS = [("get_weather", ODD), ("search", {"query": 'a "b"\n</c>'}), ("now", {})]
 SCHEMAS = {name: {"type": "object", "properties": {key: {} for key in said}} for name, said in STEPS}

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from support.serving import mock, replayed
 from support.waiting import WAIT_S
-from treetop.server.api.chat_body import ChatRequest
-from treetop.server.api.fields import NEUTRAL
+from treetop.api.requests.chat_body import ChatRequest
+from treetop.api.requests.fields import NEUTRAL
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -260,7 +260,7 @@ def test_any_bytes_get_an_answer_that_is_no_500(server, path, body):
 )
 def test_a_hostile_template_is_a_400_in_bounded_time(template):
     """Time, memory and the sandbox's walls hold; the server and its other endpoints go on."""
-    from treetop.server.chat_template import ChatTemplate
+    from treetop.text.chat_template import ChatTemplate
     from treetop.types.errors import InputError
 
     hostile = ChatTemplate(template, {})

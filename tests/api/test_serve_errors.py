@@ -3,8 +3,8 @@
 import pytest
 
 from support.serving import mock, serving
-from treetop.server.api.error_paths import problems_of
-from treetop.server.api.tools import Calls, Function, Tool
+from treetop.api.error_paths import problems_of
+from treetop.api.requests.tools import Calls, Function, Tool
 
 CHAT, MESSAGES, RESPONSES, COMPLETIONS = "/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions"
 HI = {"role": "user", "content": "hi"}

@@ -6,8 +6,8 @@ import pytest
 
 from support.serving import STREAM, TOKENIZER, mock, replayed
 from treetop import SamplingParams
-from treetop.server.outputs import LiveRequest
-from treetop.server.text import OutputText
+from treetop.outputs import LiveRequest
+from treetop.text.text import OutputText
 from treetop.types.errors import InputError
 from treetop.types.ids import RequestId
 from treetop.types.requests import EngineRequest, RequestUpdate

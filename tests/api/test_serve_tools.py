@@ -10,8 +10,8 @@ from support.scripted import TEMPLATE, scripted
 from support.serving import serving
 from support.tool_streams import ODD, coder, glm, harmony_call, hermes, kimi, minimax, v31
 from support.waiting import WAIT_S, until
-from treetop.server.api.chat_body import ChatMessage
-from treetop.server.chat_template import ChatTemplate
+from treetop.api.requests.chat_body import ChatMessage
+from treetop.text.chat_template import ChatTemplate
 
 STEPS = [("get_weather", ODD), ("search", {"query": 'a "b"\n</c>'}), ("now", {})]
 TOOLS = [

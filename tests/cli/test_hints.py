@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from support.serving import serving
+from treetop.checkpoints.values import require_value
 from treetop.cli import build_parser
-from treetop.models.values import require_value
-from treetop.server.serve import _is_local
+from treetop.serve.serve import _is_local
 from treetop.types.errors import CheckpointError
 
 

@@ -15,13 +15,14 @@ import pytest
 import zmq
 
 from support.handover_sessions import ANSWERS, MESSAGES, OF_DECODE, OF_PREFILL, SCHEMA, SECRET, Ends, Tapped, kind
-from treetop.disaggregation import sockets, wire
+from treetop.disaggregation import sockets
 from treetop.disaggregation.events import Connected, Disconnected, Received
-from treetop.disaggregation.options import is_loopback, parse_address, read_secret, zmq_address
-from treetop.disaggregation.scheduling import Prompt
 from treetop.disaggregation.sockets import check_curve, listener_keys
-from treetop.disaggregation.transport import PeerId, Probe
 from treetop.types.errors import ConfigError
+from treetop.types.kv_transfer import wire
+from treetop.types.kv_transfer.options import is_loopback, parse_address, read_secret, zmq_address
+from treetop.types.kv_transfer.scheduling import Prompt
+from treetop.types.kv_transfer.transport import PeerId, Probe
 from treetop.types.sampling import SamplingParams
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from treetop.engine import mkl_sums
+from treetop.engine.startup import mkl_sums
 
 SCRIPT = """
 import torch

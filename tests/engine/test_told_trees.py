@@ -6,7 +6,7 @@ import pytest
 
 from support.engines import build, greedy, pump, sampled, submit, tokens
 from treetop import LLM, StructuredOutput
-from treetop.server.outputs import RequestOutput
+from treetop.outputs import RequestOutput
 from treetop.types.errors import InputError
 from treetop.types.messages import RoundPlan
 from treetop.types.sampling import SamplingParams

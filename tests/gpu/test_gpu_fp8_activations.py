@@ -13,8 +13,8 @@ from support.operation_cases import coded_weight
 from support.quantized import by_library, fp8_blocks, quantized
 from support.tiny_models import Pair, save_random_experts, save_random_head, save_random_llama
 from treetop import SamplingParams
-from treetop.kernels.coded import CodedWeight, Coding
-from treetop.kernels.fp8_rows import (
+from treetop.kernels.gemm.coded import CodedWeight, Coding
+from treetop.kernels.gemm.fp8_rows import (
     Activations,
     choose_fp8,
     fp8_rows,

@@ -10,9 +10,9 @@ from support.engines import build, greedy, tokens
 from support.operation_cases import coded_weight
 from support.quantized import by_library, fp8_blocks, nvfp4_of_modelopt, quantized
 from support.tiny_models import Pair, save_random_experts, save_random_head, save_random_llama
-from treetop.engine.plan import packing
-from treetop.kernels.coded import Coding
-from treetop.kernels.tiles import apart, decode_tiles, in_turn, tile
+from treetop.engine.startup.plan import packing
+from treetop.kernels.gemm.coded import Coding
+from treetop.kernels.gemm.tiles import apart, decode_tiles, in_turn, tile
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.config import EngineConfig
 from treetop.weights.packed import TiledGated, TiledLinear

@@ -2,7 +2,7 @@
 
 import torch
 
-from treetop.kernels.deferred import DeferredPairs, defer, deferred_pairs
+from treetop.kernels.tree.deferred import DeferredPairs, defer, deferred_pairs
 
 ROWS, SLOTS, WIDTH, DUMMY = 4, 5, 3, 0
 

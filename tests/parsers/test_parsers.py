@@ -9,12 +9,12 @@ import time
 import pytest
 
 from support.tool_streams import STREAMS, TOOLS, Stream, heard
-from treetop.server.parsers.arguments import Tools, as_json
-from treetop.server.parsers.events import CallEnd, CallStart
-from treetop.server.parsers.forced import listed_calls, named_call
-from treetop.server.parsers.pythonic import json_of_python
-from treetop.server.parsers.registry import REASONING_NAMES, TOOL_NAMES, output_format
-from treetop.server.parsers.text_parser import TextParser
+from treetop.parsers.arguments import Tools, as_json
+from treetop.parsers.events import CallEnd, CallStart
+from treetop.parsers.forced import listed_calls, named_call
+from treetop.parsers.pythonic import json_of_python
+from treetop.parsers.registry import REASONING_NAMES, TOOL_NAMES, output_format
+from treetop.parsers.text_parser import TextParser
 
 NAMED = pytest.mark.parametrize("name", STREAMS)
 

@@ -7,10 +7,10 @@ from llguidance import LLMatcher, LLTokenizer
 
 from support.tool_streams import coder, dsml, glm, harmony_call, hermes, kimi, minimax, v31
 from support.tool_streams import said as arguments
-from treetop.models.folder import resolve_folder
-from treetop.server.api.tools import Calls, Function, Tool
-from treetop.server.parsers import harmony
-from treetop.server.parsers.registry import TOOL_PARSERS, OutputFormat
+from treetop.api.requests.tools import Calls, Function, Tool
+from treetop.checkpoints.folder import resolve_folder
+from treetop.parsers import harmony
+from treetop.parsers.registry import TOOL_PARSERS, OutputFormat
 from treetop.types.constraint import StructuredOutput
 from treetop.types.errors import InputError
 

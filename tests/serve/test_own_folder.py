@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from treetop.server import own_folder as own
+from treetop.serve import own_folder as own
 
-HOLD = "from treetop.server.own_folder import own_folder\nwith own_folder() as f: print(f, flush=True); input()"
+HOLD = "from treetop.serve.own_folder import own_folder\nwith own_folder() as f: print(f, flush=True); input()"
 
 
 @pytest.fixture

@@ -293,7 +293,7 @@ class MortalStream:
 
 async def through(replicas: MortalReplicas, prompts: list[int], count: int, timeout_s: float | None = None):
     """Tokens of each request, and its last update."""
-    from treetop.server.ray.core import RayClient
+    from treetop.ray.core import RayClient
 
     core = RayClient(replicas, CoreInfo("", 1000, 10**4, 4, SpecShape(1, 0, 1)))
     tokens, ends, ended = {}, {}, asyncio.Event()
@@ -316,7 +316,7 @@ async def through(replicas: MortalReplicas, prompts: list[int], count: int, time
 
 
 def test_a_replica_whose_engine_is_dead_for_good_ends_and_leaves_no_files(monkeypatch):
-    from treetop.server.ray import replica
+    from treetop.ray import replica
 
     ended, folders = [], []
     monkeypatch.setattr(replica.os, "_exit", lambda code: ended.append((code, Path(folders[0]).exists())))
@@ -348,7 +348,7 @@ def test_streams_of_replicas_that_die_at_any_time_are_whole(seed):
 
 
 def test_a_request_that_no_replica_takes_ends_with_its_time(monkeypatch):
-    monkeypatch.setattr("treetop.server.ray.core._LATE_S", 0.0)
+    monkeypatch.setattr("treetop.ray.core._LATE_S", 0.0)
     replicas = MortalReplicas(0)
     _, ends = asyncio.run(through(replicas, [14], 5, timeout_s=0.2))
     assert ends[0].timed_out
@@ -357,7 +357,7 @@ def test_a_request_that_no_replica_takes_ends_with_its_time(monkeypatch):
 
 def test_a_request_whose_replica_ends_and_that_no_other_takes_ends_with_its_time(monkeypatch):
     """It waited for a replica: nothing is said of a second one that has ended."""
-    monkeypatch.setattr("treetop.server.ray.core._LATE_S", 0.0)
+    monkeypatch.setattr("treetop.ray.core._LATE_S", 0.0)
     for timeout_s in (0.2, 3.0, 10.0):  # in the first a busy machine may not get as far as that
         replicas = MortalReplicas(0)
         tokens, ends = asyncio.run(through(replicas, [15], 50, timeout_s))
@@ -415,9 +415,9 @@ def test_ray_shows_a_refusal_in_one_line():
 
 
 def test_what_replicas_cannot_do_is_refused():
-    from treetop.disaggregation.options import DisaggregationOptions
-    from treetop.server.options import ServeOptions
-    from treetop.server.ray.app import Scale, build_app
+    from treetop.ray.app import Scale, build_app
+    from treetop.serve_options import ServeOptions
+    from treetop.types.kv_transfer.options import DisaggregationOptions
 
     disaggregation = DisaggregationOptions(mode="prefill", listen="tcp://127.0.0.1:7001")
     with pytest.raises(ConfigError, match="would answer none"):

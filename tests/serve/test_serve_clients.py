@@ -14,8 +14,8 @@ import pytest
 
 from support.serving import mock
 from support.waiting import WAIT_S, until
-from treetop.server.api.connections import RESERVED_FILES, Listener, most_connections
-from treetop.server.api.log_limit import LogLimit
+from treetop.serve.connections import RESERVED_FILES, Listener, most_connections
+from treetop.serve.log_limit import LogLimit
 from treetop.types.errors import ConfigError
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
@@ -229,7 +229,7 @@ def test_a_bound_of_connections_is_kept_and_those_who_wait_come_in():
 
 def test_a_listener_without_open_files_tries_again(monkeypatch, caplog):
     """One line, and a pause; then whoever waited is accepted."""
-    monkeypatch.setattr("treetop.server.api.connections._RETRY_S", 0.01)
+    monkeypatch.setattr("treetop.serve.connections._RETRY_S", 0.01)
 
     class Full:
         """A socket whose first calls of accept find no file."""

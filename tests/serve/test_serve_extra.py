@@ -24,7 +24,7 @@ def test_generating_needs_none_of_them():
     """Nor PyTorch's compiler, which takes two seconds to load."""
     code = """
 from treetop import LLM, AsyncLLM, SamplingParams
-import treetop.cli, treetop.doctor.run, treetop.bench.compare, treetop.trace
+import treetop.cli, treetop.doctor.run, treetop.bench.compare, treetop.tools.trace
 print(len(LLM(max_running_requests=1, context_length=64).generate("def f(", SamplingParams(max_tokens=5))[0].token_ids))
 print([name for name in ("sympy", "torch._dynamo") if name in sys.modules])
 try:

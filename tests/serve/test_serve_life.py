@@ -20,8 +20,8 @@ from support.holding import LAST_WORDS, STEPS, Held
 from support.serving import Server, command_of, mock, replayed, serving
 from support.threads import in_threads, joined
 from support.waiting import WAIT_S, until
-from treetop.server.options import ServeOptions
-from treetop.server.serve import start
+from treetop.serve.serve import start
+from treetop.serve_options import ServeOptions
 from treetop.types.errors import CheckpointError, ConfigError
 
 NAME = "builtin:nestling"
@@ -260,7 +260,7 @@ def test_memory_so_small_that_requests_are_put_back_changes_no_text():
 def test_several_api_processes_share_socket_and_engine():
     """Each answers, and /metrics of either counts what both served."""
     with mock(1, "4", "--api-workers", "2", "--api-restarts", "0") as server:
-        assert sum("api.worker" in command_of(pid) for pid in server.children()) == 2
+        assert sum("serve.worker" in command_of(pid) for pid in server.children()) == 2
         for _ in range(12):
             assert server.client().completions.create(model=NAME, prompt="a", max_tokens=9).choices[0].text
         assert server.metric("sglang:gen_throughput") > 0  # first: it looks back five seconds from the last look
@@ -278,7 +278,7 @@ def test_several_api_processes_share_socket_and_engine():
 
 
 def api_workers(server: Server) -> list[int]:
-    return [pid for pid in server.children() if "api.worker" in command_of(pid)]
+    return [pid for pid in server.children() if "serve.worker" in command_of(pid)]
 
 
 def test_an_api_process_that_is_killed_is_started_again_and_cuts_no_streams_but_its_own(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 
 from support.serving import serving
 from support.waiting import WAIT_S
-from treetop.server.api.run import first_seed
+from treetop.serve.run import first_seed
 
 PAIR = ("--device", "cpu", "--max-running-requests", "4")
 ASKED = {"prompt": "def area(r):", "max_tokens": 12, "temperature": 1.0, "ignore_eos": True, "return_token_ids": True}

@@ -20,19 +20,19 @@ from starlette.exceptions import HTTPException
 
 from support.serving import TEMPLATE, TOKENIZER
 from support.waiting import WAIT_S
+from treetop.api.api_state import ApiState
+from treetop.api.app import make_app
+from treetop.api.limits import MAX_CHAT_VALUES, MAX_MESSAGES, MAX_OBJECTS, MAX_VALUES, BodyMeter
+from treetop.checkpoints.folder import resolve_folder
 from treetop.core.clients import InProcessClient
 from treetop.core.loop import CoreThread
 from treetop.core.mock import make_mock
 from treetop.core.wire import MockOptions
-from treetop.models.folder import resolve_folder
-from treetop.server.api.api_state import ApiState
-from treetop.server.api.app import make_app
-from treetop.server.api.limits import MAX_CHAT_VALUES, MAX_MESSAGES, MAX_OBJECTS, MAX_VALUES, BodyMeter
-from treetop.server.chat_template import ChatTemplate
-from treetop.server.in_flight import InFlightCounter
-from treetop.server.lanes import Lanes
-from treetop.server.options import ServeOptions
-from treetop.server.prompts import PromptReader
+from treetop.distributed.in_flight import InFlightCounter
+from treetop.serve_options import ServeOptions
+from treetop.text.chat_template import ChatTemplate
+from treetop.text.lanes import Lanes
+from treetop.text.prompts import PromptReader
 from treetop.types.config import BUILTIN_MODEL, EngineConfig
 from treetop.types.layout import PLAIN
 from treetop.types.requests import CoreInfo
@@ -359,7 +359,7 @@ def test_a_text_may_hold_any_number_of_brackets_and_quotes():
 
 def test_the_options_of_all_choices_are_checked_once(monkeypatch):
     """n choices, one look at the ids that they share; each has its own seed."""
-    from treetop.server import prompts
+    from treetop.text import prompts
 
     looks = []
     check_ids = prompts.PromptReader.check_ids
@@ -431,7 +431,7 @@ def test_small_work_does_not_wait_for_large_work():
 
 def test_a_small_chat_is_rendered_while_a_large_one_is():
     """The large one is rendered by another process: here, one that is stopped."""
-    from treetop.server.api.rendering import LARGE_CHAT, Rendering
+    from treetop.api.rendering import LARGE_CHAT, Rendering
 
     async def run():
         rendering = Rendering(ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {}))

@@ -7,11 +7,11 @@ import json
 import pytest
 
 from treetop import InputError, Reasoning, StructuredOutput
-from treetop.core.grammars import GrammarCompiler
-from treetop.core.output_parser import OutputParser
-from treetop.models.folder import resolve_folder
-from treetop.server.parsers import harmony
-from treetop.server.parsers.strict import StrictTools, harmony_calls
+from treetop.checkpoints.folder import resolve_folder
+from treetop.parsers import harmony
+from treetop.parsers.strict import StrictTools, harmony_calls
+from treetop.structured.grammars import GrammarCompiler
+from treetop.structured.output_parser import OutputParser
 
 SIZE, OPENS, CLOSES = 4098, 4096, 4097
 START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN = range(4096, 4103)

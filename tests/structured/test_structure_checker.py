@@ -13,12 +13,12 @@ import pytest
 from pydantic import BaseModel, Field, RootModel
 
 from treetop import StructuredOutput
-from treetop.core import structure_checker
-from treetop.core.grammars import GrammarCompiler
-from treetop.core.one_of import with_exclusive_branches
-from treetop.core.structure_checker import StructureChecker
-from treetop.core.structured_output import StructuredOutputManager
-from treetop.models.folder import resolve_folder
+from treetop.checkpoints.folder import resolve_folder
+from treetop.structured import structure_checker
+from treetop.structured.grammars import GrammarCompiler
+from treetop.structured.one_of import with_exclusive_branches
+from treetop.structured.structure_checker import StructureChecker
+from treetop.structured.structured_output import StructuredOutputManager
 from treetop.types.constraint import StructureLimits
 from treetop.types.errors import EngineError, InputError
 from treetop.types.layout import PLAIN

@@ -11,8 +11,8 @@ from support.waiting import until
 from treetop import StructuredOutput
 from treetop.core.engine_core import EngineCore
 from treetop.core.loop import CoreThread, SyncClient
-from treetop.core.structured_output import Work
 from treetop.scheduler.scheduler import Scheduler
+from treetop.structured.structured_output import Work
 from treetop.types.config import EngineConfig
 from treetop.types.errors import InputError
 from treetop.types.messages import RowResult, StepResult

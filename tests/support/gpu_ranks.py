@@ -14,8 +14,8 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from treetop.checks.probes import LATE
-from treetop.engine.exact_ranks import sums_differ
-from treetop.kernels.peers import LOOK_NS
+from treetop.engine.startup.exact_ranks import sums_differ
+from treetop.kernels.comm.peers import LOOK_NS
 from treetop.kernels.table import OpContext, Ops
 from treetop.parallel import exchange
 from treetop.parallel.exchange import Group, Rendezvous

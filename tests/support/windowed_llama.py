@@ -6,6 +6,7 @@ The frozen checkpoints have it, and what tests sinks without experts.
 from dataclasses import replace
 from pathlib import Path
 
+from treetop.checkpoints.values import Config, flag, size
 from treetop.models.config import (
     SLIDING_ATTENTION,
     LayerSpec,
@@ -16,7 +17,6 @@ from treetop.models.config import (
     model_config,
 )
 from treetop.models.registry import Family
-from treetop.models.values import Config, flag, size
 
 NAME = "WindowedLlamaForCausalLM"
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from treetop.server import special_text
-from treetop.server.chat_prompt import chat_ids
-from treetop.server.chat_template import ChatTemplate
-from treetop.server.prompts import PromptReader
+from treetop.text import special_text
+from treetop.text.chat_prompt import chat_ids
+from treetop.text.chat_template import ChatTemplate
+from treetop.text.prompts import PromptReader
 from treetop.types.errors import InputError
 from treetop.types.layout import SpecShape
 from treetop.types.requests import CoreInfo

@@ -15,9 +15,9 @@ from tokenizers import Tokenizer as BpeTokenizer
 from support.refusing import refused
 from support.tiny_models import byte_characters, save_random_llama
 from treetop import LLM, SamplingParams
-from treetop.server.text import OutputText
-from treetop.server.token_bound import NFC_SHRINKS
-from treetop.server.tokenizer import Tokenizer, TokenStream
+from treetop.text.text import OutputText
+from treetop.text.token_bound import NFC_SHRINKS
+from treetop.text.tokenizer import Tokenizer, TokenStream
 from treetop.types.errors import InputError
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<pad>"]

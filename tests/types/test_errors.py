@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from treetop.server.weight_folders import WrittenFolder
+from treetop.checkpoints.weight_folders import WrittenFolder
 from treetop.types.errors import InputError, shown
 
 LONG = "n" * 10**5

@@ -1,1 +1,1 @@
-"""The HTTP API: OpenAI's completions and chat completions, and what runs a server: models, health, metrics."""
+"""The HTTP APIs: OpenAI's completions, chats and responses, Anthropic's messages, and what operators ask."""

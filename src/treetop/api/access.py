@@ -11,8 +11,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from treetop.server.api.api_state import ApiState
-from treetop.server.api.errors import error_response
+from treetop.api.api_state import ApiState
+from treetop.api.errors import error_response
 
 log = logging.getLogger("treetop.access")
 

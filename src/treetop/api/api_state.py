@@ -11,23 +11,23 @@ from uuid import uuid4
 
 from fastapi import Request
 
+from treetop.api.errors import ApiError
+from treetop.api.events import client_gone
+from treetop.api.metrics import Metrics
+from treetop.api.rendering import Rendering
+from treetop.api.requests.fields import SamplingFields
+from treetop.api.requests.message_members import check_messages
+from treetop.async_llm import AsyncLLM, DeltaStream
+from treetop.checkpoints.folder import resolve_folder
+from treetop.checkpoints.sampling_defaults import sampling_defaults, unsupported
 from treetop.core.clients import EngineClient
-from treetop.models.folder import resolve_folder
-from treetop.server.api.errors import ApiError
-from treetop.server.api.events import client_gone
-from treetop.server.api.fields import SamplingFields
-from treetop.server.api.message_members import check_messages
-from treetop.server.api.rendering import Rendering
-from treetop.server.async_llm import AsyncLLM, DeltaStream
-from treetop.server.chat_input import Message
-from treetop.server.chat_template import open_chat_template
-from treetop.server.in_flight import InFlightCounter
-from treetop.server.metrics import Metrics
-from treetop.server.options import ServeOptions
-from treetop.server.outputs import RequestOutput
-from treetop.server.parsers.registry import output_format
-from treetop.server.sampling_defaults import sampling_defaults, unsupported
-from treetop.server.tokenizer import open_tokenizer
+from treetop.distributed.in_flight import InFlightCounter
+from treetop.outputs import RequestOutput
+from treetop.parsers.registry import output_format
+from treetop.serve_options import ServeOptions
+from treetop.text.chat_input import Message
+from treetop.text.chat_template import open_chat_template
+from treetop.text.tokenizer import open_tokenizer
 from treetop.types.constraint import StructuredOutput
 from treetop.types.errors import ConfigError, InputError, shown
 from treetop.types.requests import check_prompt, late_error
@@ -35,7 +35,7 @@ from treetop.types.sampling import SamplingParams
 from treetop.version import __version__
 
 if TYPE_CHECKING:
-    from treetop.server.api.chat_body import ChatMessage
+    from treetop.api.requests.chat_body import ChatMessage
 
 log = logging.getLogger("treetop.server")
 
@@ -207,7 +207,7 @@ class ApiState:
     async def chat_ids(
         self, messages: Sequence[Message], options: Mapping[str, Any], continues: bool = False, cut: bool = False
     ) -> list[int]:
-        """Ids of a conversation, of any number: see `chat_ids` of `server/chat_prompt.py`.
+        """Ids of a conversation, of any number: see `chat_ids` of `text/chat_prompt.py`.
 
         Raises ApiError without a template.
         """

@@ -8,20 +8,20 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from treetop.server.api.access import AccessMiddleware
-from treetop.server.api.api_state import ApiState
-from treetop.server.api.bodies import Bodies, Body
-from treetop.server.api.chat import chat
-from treetop.server.api.chat_body import ChatRequest
-from treetop.server.api.completions import CompletionRequest, completions
-from treetop.server.api.errors import RESPONSES, add_error_handlers, as_api_error, error_response
-from treetop.server.api.limits import too_large
-from treetop.server.api.messages import messages
-from treetop.server.api.messages_body import CountRequest, MessagesRequest
-from treetop.server.api.operations import DetokenizeRequest, TokenizeRequest, UpdateWeightsRequest, operations
-from treetop.server.api.page import page, page_files
-from treetop.server.api.responses import responses
-from treetop.server.api.responses_body import ResponsesRequest
+from treetop.api.access import AccessMiddleware
+from treetop.api.api_state import ApiState
+from treetop.api.bodies import Bodies, Body
+from treetop.api.chat import chat
+from treetop.api.completions import CompletionRequest, completions
+from treetop.api.errors import RESPONSES, add_error_handlers, as_api_error, error_response
+from treetop.api.limits import too_large
+from treetop.api.messages import messages
+from treetop.api.operations import DetokenizeRequest, TokenizeRequest, UpdateWeightsRequest, operations
+from treetop.api.page import page, page_files
+from treetop.api.requests.chat_body import ChatRequest
+from treetop.api.requests.messages_body import CountRequest, MessagesRequest
+from treetop.api.requests.responses_body import ResponsesRequest
+from treetop.api.responses import responses
 from treetop.version import __version__
 
 _OPEN = ("/health", "/health/live", "/health/ready", "/metrics", "/version")

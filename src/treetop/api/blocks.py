@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from treetop.server.parsers.events import Arguments, CallEnd, CallStart, Content, Event, Reasoning
+from treetop.parsers.events import Arguments, CallEnd, CallStart, Content, Event, Reasoning
 
 BlockKind = Literal["reasoning", "text", "call"]
 Step = Literal["opens", "grows", "closes"]

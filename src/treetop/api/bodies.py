@@ -10,7 +10,7 @@ from contextlib import suppress
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive
 
-from treetop.server.api.limits import BodyMeter
+from treetop.api.limits import BodyMeter
 
 FREE_BYTES = 2**16
 """Of each body: so much the web server holds of one before it stops reading, in any case."""

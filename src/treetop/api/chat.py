@@ -5,16 +5,16 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from treetop.server.api.api_state import ApiState
-from treetop.server.api.chat_body import ChatRequest
-from treetop.server.api.choices import Choice, Choices
-from treetop.server.api.errors import ApiError
-from treetop.server.api.events import DONE, STREAMS, Answer, EventTemplate, answered
-from treetop.server.api.limits import BodyRoute
-from treetop.server.api.logprobs import LogprobWriter, Tokens, tokens_of
-from treetop.server.api.turn import Said, Turn, delta_of, start_turn
-from treetop.server.outputs import RequestOutput, TextDelta
-from treetop.server.parsers.events import Content
+from treetop.api.api_state import ApiState
+from treetop.api.choices import Choice, Choices
+from treetop.api.errors import ApiError
+from treetop.api.events import DONE, STREAMS, Answer, EventTemplate, answered
+from treetop.api.limits import BodyRoute
+from treetop.api.logprobs import LogprobWriter, Tokens, tokens_of
+from treetop.api.requests.chat_body import ChatRequest
+from treetop.api.turn import Said, Turn, delta_of, start_turn
+from treetop.outputs import RequestOutput, TextDelta
+from treetop.parsers.events import Content
 
 
 class Chat(Answer):

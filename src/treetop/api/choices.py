@@ -6,13 +6,13 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from treetop.server.api.api_state import ApiState, UsageSoFar, new_id
-from treetop.server.api.drafts import DraftWriters
-from treetop.server.api.errors import ApiError, error_body
-from treetop.server.api.events import DONE, EventTemplate, collected, encode, event, json_response
-from treetop.server.api.fields import SamplingFields
-from treetop.server.async_llm import DeltaStream
-from treetop.server.outputs import RequestOutput, TextDelta
+from treetop.api.api_state import ApiState, UsageSoFar, new_id
+from treetop.api.drafts import DraftWriters
+from treetop.api.errors import ApiError, error_body
+from treetop.api.events import DONE, EventTemplate, collected, encode, event, json_response
+from treetop.api.requests.fields import SamplingFields
+from treetop.async_llm import DeltaStream
+from treetop.outputs import RequestOutput, TextDelta
 
 Choice = dict[str, Any]
 

@@ -6,15 +6,15 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import Discriminator, Field, Tag
 
-from treetop.server.api.api_state import ApiState
-from treetop.server.api.choices import Choice, Choices
-from treetop.server.api.errors import ApiError
-from treetop.server.api.events import DONE, STREAMS, Answer, EventTemplate, answered
-from treetop.server.api.fields import SamplingFields
-from treetop.server.api.limits import BodyRoute, Ids, Texts
-from treetop.server.api.logprobs import LogprobWriter, PromptTokens, Tokens, tokens_of
-from treetop.server.async_llm import DeltaStream
-from treetop.server.outputs import RequestOutput, TextDelta
+from treetop.api.api_state import ApiState
+from treetop.api.choices import Choice, Choices
+from treetop.api.errors import ApiError
+from treetop.api.events import DONE, STREAMS, Answer, EventTemplate, answered
+from treetop.api.limits import BodyRoute, Ids, Texts
+from treetop.api.logprobs import LogprobWriter, PromptTokens, Tokens, tokens_of
+from treetop.api.requests.fields import SamplingFields
+from treetop.async_llm import DeltaStream
+from treetop.outputs import RequestOutput, TextDelta
 from treetop.types.errors import InputError
 
 DEFAULT_MAX_TOKENS = 16

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from treetop.server.api.fields import SamplingFields
-from treetop.server.outputs import RequestOutput, TextDelta
-from treetop.server.tokenizer import Tokenizer, TokenStream
+from treetop.api.requests.fields import SamplingFields
+from treetop.outputs import RequestOutput, TextDelta
+from treetop.text.tokenizer import Tokenizer, TokenStream
 from treetop.types.verified_tree import VerifiedTree
 
 

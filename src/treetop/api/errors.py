@@ -13,8 +13,8 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from treetop.server.api.error_paths import problems_of
-from treetop.server.api.unknown_routes import no_such_route
+from treetop.api.error_paths import problems_of
+from treetop.api.unknown_routes import no_such_route
 from treetop.types.errors import EngineError, InputError, UserError
 
 log = logging.getLogger("treetop.server")

@@ -8,10 +8,10 @@ import msgspec
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
+from treetop.api.errors import ApiError, as_api_error
+from treetop.async_llm import DeltaStream
 from treetop.core.engine_core import WEIGHTS_REPLACED
-from treetop.server.api.errors import ApiError, as_api_error
-from treetop.server.async_llm import DeltaStream
-from treetop.server.outputs import RequestOutput, TextDelta
+from treetop.outputs import RequestOutput, TextDelta
 
 encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"

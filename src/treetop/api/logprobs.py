@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from treetop.server.outputs import PromptLogprobs, RequestOutput
-from treetop.server.tokenizer import Tokenizer
+from treetop.outputs import PromptLogprobs, RequestOutput
+from treetop.text.tokenizer import Tokenizer
 from treetop.types.sampling import TokenLogprobs
 
 LEAST = -9999.0

@@ -7,22 +7,14 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
-from treetop.server.api.api_state import ApiState, new_id
-from treetop.server.api.blocks import Block, Blocks, Step
-from treetop.server.api.errors import ApiError, anthropic_body
-from treetop.server.api.events import (
-    TYPED_STREAMS,
-    Answer,
-    EventTemplate,
-    answered,
-    collected,
-    json_response,
-    typed_event,
-)
-from treetop.server.api.limits import BodyRoute
-from treetop.server.api.messages_body import CountRequest, MessagesRequest, ThinkingOptions
-from treetop.server.api.turn import Turn, check_budget, prompt_of, start_turn
-from treetop.server.outputs import RequestOutput, TextDelta
+from treetop.api.api_state import ApiState, new_id
+from treetop.api.blocks import Block, Blocks, Step
+from treetop.api.errors import ApiError, anthropic_body
+from treetop.api.events import TYPED_STREAMS, Answer, EventTemplate, answered, collected, json_response, typed_event
+from treetop.api.limits import BodyRoute
+from treetop.api.requests.messages_body import CountRequest, MessagesRequest, ThinkingOptions
+from treetop.api.turn import Turn, check_budget, prompt_of, start_turn
+from treetop.outputs import RequestOutput, TextDelta
 from treetop.types.errors import InputError
 
 

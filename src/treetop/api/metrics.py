@@ -13,8 +13,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from treetop.server.metric_names import OWN, AliasedMetrics
-from treetop.server.outputs import LiveRequest, RequestOutput
+from treetop.api.metric_names import OWN, AliasedMetrics
+from treetop.outputs import LiveRequest, RequestOutput
 from treetop.types.requests import CoreInfo, CoreLoad, RequestUpdate
 
 log = logging.getLogger("treetop.server")

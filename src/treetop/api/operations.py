@@ -6,12 +6,12 @@ from fastapi import APIRouter, Response
 from fastapi.responses import PlainTextResponse
 from pydantic import Field
 
-from treetop.server.api.api_state import ApiState
-from treetop.server.api.chat_body import Messages
-from treetop.server.api.errors import ApiError, error_response
-from treetop.server.api.events import json_response
-from treetop.server.api.fields import Body
-from treetop.server.api.limits import BodyRoute, Ids
+from treetop.api.api_state import ApiState
+from treetop.api.errors import ApiError, error_response
+from treetop.api.events import json_response
+from treetop.api.limits import BodyRoute, Ids
+from treetop.api.requests.chat_body import Messages
+from treetop.api.requests.fields import Body
 from treetop.types.errors import InputError
 from treetop.version import __version__
 

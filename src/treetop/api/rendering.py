@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from treetop.server.chat_input import Message, rendering
-from treetop.server.chat_prompt import chat_ids
-from treetop.server.chat_template import ChatTemplate
-from treetop.server.lanes import Lanes
-from treetop.server.prompts import PromptReader
+from treetop.text.chat_input import Message, rendering
+from treetop.text.chat_prompt import chat_ids
+from treetop.text.chat_template import ChatTemplate
+from treetop.text.lanes import Lanes
+from treetop.text.prompts import PromptReader
 
 LARGE_CHAT = 2**16
 """Characters of JSON from which on a chat is large. A smaller one takes some milliseconds."""
@@ -31,7 +31,7 @@ class Rendering:
         continues: bool = False,
         cut: bool = False,
     ) -> list[int]:
-        """As `chat_ids` of `server/chat_prompt.py`. Raises InputError."""
+        """As `chat_ids` of `text/chat_prompt.py`. Raises InputError."""
         size = len(rendering(messages, options))
         template = self._large if size >= LARGE_CHAT else self._small
         work = partial(chat_ids, template, reader, messages, options, continues=continues, cut=cut)

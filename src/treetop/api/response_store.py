@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from treetop.server.chat_input import Message
+from treetop.text.chat_input import Message
 
 MOST_BYTES = 2**26
 KEPT_S = 3600.0

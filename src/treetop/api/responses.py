@@ -6,25 +6,17 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from treetop.server.api.api_state import ApiState, new_id
-from treetop.server.api.blocks import Block, Blocks, Step
-from treetop.server.api.errors import RESPONSES_PATH, ApiError
-from treetop.server.api.events import (
-    TYPED_STREAMS,
-    Answer,
-    EventTemplate,
-    answered,
-    collected,
-    json_response,
-    typed_event,
-)
-from treetop.server.api.limits import BodyRoute
-from treetop.server.api.response_store import ResponseStore
-from treetop.server.api.responses_body import ResponsesRequest
-from treetop.server.api.turn import Said, Turn, start_turn
-from treetop.server.chat_input import Message
-from treetop.server.outputs import RequestOutput, TextDelta
-from treetop.server.parsers.events import CallEnd
+from treetop.api.api_state import ApiState, new_id
+from treetop.api.blocks import Block, Blocks, Step
+from treetop.api.errors import RESPONSES_PATH, ApiError
+from treetop.api.events import TYPED_STREAMS, Answer, EventTemplate, answered, collected, json_response, typed_event
+from treetop.api.limits import BodyRoute
+from treetop.api.requests.responses_body import ResponsesRequest
+from treetop.api.response_store import ResponseStore
+from treetop.api.turn import Said, Turn, start_turn
+from treetop.outputs import RequestOutput, TextDelta
+from treetop.parsers.events import CallEnd
+from treetop.text.chat_input import Message
 
 _PREFIX = {"text": "msg", "reasoning": "rs", "call": "fc"}
 _NUMBER, _NUMBERED = "sequence_number", b'"sequence_number":0'

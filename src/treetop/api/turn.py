@@ -7,15 +7,15 @@ from typing import Any
 
 from fastapi import Request
 
-from treetop.server.api.api_state import ApiState, Asked
-from treetop.server.api.chat_body import ChatRequest
-from treetop.server.async_llm import DeltaStream
-from treetop.server.outputs import TextDelta
-from treetop.server.parsers.events import Arguments, CallStart, Content, Event, Parser, Reasoning
-from treetop.server.parsers.harmony import begins_message
-from treetop.server.parsers.registry import OutputFormat
-from treetop.server.parsers.thinking import plain
-from treetop.server.prompts import SERVE_WITHOUT
+from treetop.api.api_state import ApiState, Asked
+from treetop.api.requests.chat_body import ChatRequest
+from treetop.async_llm import DeltaStream
+from treetop.outputs import TextDelta
+from treetop.parsers.events import Arguments, CallStart, Content, Event, Parser, Reasoning
+from treetop.parsers.harmony import begins_message
+from treetop.parsers.registry import OutputFormat
+from treetop.parsers.thinking import plain
+from treetop.text.prompts import SERVE_WITHOUT
 from treetop.types.constraint import StructuredOutput
 from treetop.types.errors import InputError
 

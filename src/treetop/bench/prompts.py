@@ -4,9 +4,9 @@ import json
 import random
 from pathlib import Path
 
-from treetop.models.folder import resolve_folder
-from treetop.server.llm import LLM
-from treetop.server.tokenizer import Tokenizer
+from treetop.checkpoints.folder import resolve_folder
+from treetop.llm import LLM
+from treetop.text.tokenizer import Tokenizer
 from treetop.types.config import BUILTIN_MODEL
 from treetop.types.errors import InputError
 

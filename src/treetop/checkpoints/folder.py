@@ -7,9 +7,9 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
+from treetop.checkpoints.hub import hub_folder, hub_gguf, is_hub_id
+from treetop.checkpoints.json_file import integers, read_object
 from treetop.models.gguf.open_folder import chosen_file, gguf_folder
-from treetop.models.hub import hub_folder, hub_gguf, is_hub_id
-from treetop.models.json_file import integers, read_object
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CheckpointError
 from treetop.types.options import options_of

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from treetop.checkpoints.checkpoint import all_finite, check_tensors, open_tensors
+from treetop.checkpoints.params import Packing, Param, of_rank, stay_packed, stored_tensors
+from treetop.checkpoints.progress import progress
 from treetop.kernels.table import OpContext, Ops
-from treetop.models.checkpoint import all_finite, check_tensors, open_tensors
-from treetop.models.params import Packing, Param, of_rank, stay_packed, stored_tensors
-from treetop.models.progress import progress
 from treetop.types.errors import CheckpointError, ConfigError
 from treetop.types.layout import SpecShape
 from treetop.types.parallel import SINGLE_RANK, Parallel

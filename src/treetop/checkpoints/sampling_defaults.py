@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from treetop.models.folder import generation_config
+from treetop.checkpoints.folder import generation_config
 from treetop.types.errors import CheckpointError, InputError
 from treetop.types.sampling import SamplingParams
 

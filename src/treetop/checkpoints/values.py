@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from treetop.models.json_file import MAX_TOKENS
+from treetop.checkpoints.json_file import MAX_TOKENS
 from treetop.types.errors import CheckpointError, shown
 
 Config = Mapping[str, Any]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from treetop.models.folder import resolve_folder
+from treetop.checkpoints.folder import resolve_folder
 from treetop.types.errors import InputError, UserError, shown
 
 if TYPE_CHECKING:  # takes seconds, and an API process needs none of it

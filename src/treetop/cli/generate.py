@@ -54,7 +54,7 @@ def _stream(args: argparse.Namespace, prompts: list[str], params: SamplingParams
 
     The engine is gone on return, with the memory it held.
     """
-    from treetop.server.llm import LLM
+    from treetop.llm import LLM
 
     llm = LLM(args.model, **engine_options(args))
     outputs: dict[int, Any] = {}
@@ -101,7 +101,7 @@ def _compare_plain(
     """Decode the prompts again without a draft; print how much slower that was; True if the tokens are equal."""
     from treetop.bench.equality import equal_outputs
     from treetop.bench.rounds import plain_options
-    from treetop.server.llm import LLM
+    from treetop.llm import LLM
 
     plain = LLM(args.model, **plain_options(engine_options(args)))
     started_s = time.perf_counter()

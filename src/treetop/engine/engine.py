@@ -15,26 +15,15 @@ from torch import Tensor
 from treetop.attention.layer import DenseAttention
 from treetop.checks.host import PlanChecker, check_padded, check_result
 from treetop.checks.poison import poison
-from treetop.engine.build import build_runner, zeros_on
-from treetop.engine.capacity_proof import (
-    prove_acceptance,
-    prove_capacity,
-    prove_kv_transfer,
-    prove_learning,
-    prove_padding,
-)
 from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.engine.graphs import GraphSim
-from treetop.engine.kept_calibration import kept_calibration
 from treetop.engine.kv_transfer import collect_exports, collect_imports, export_chunks, import_chunks, import_columns
 from treetop.engine.memory import out_of_memory_explained
 from treetop.engine.node_masks import NodeMaskWriter
 from treetop.engine.packed_trees import PackedTrees
-from treetop.engine.plan import EnginePlan, captures, pace_of, plan_engine
 from treetop.engine.prefill import chunk_columns, chunk_width, make_batch, prefill
 from treetop.engine.processors import LogitsProcessorWriter
 from treetop.engine.prompt_logprobs import prompt_columns, with_prompt
-from treetop.engine.round_costs import cost_table
 from treetop.engine.rounds import Eager, RoundKey, RoundLauncher
 from treetop.engine.staging import (
     HostResults,
@@ -46,11 +35,22 @@ from treetop.engine.staging import (
     collect,
     copy_out,
 )
-from treetop.engine.startup_log import start_up_block
+from treetop.engine.startup.build import build_runner, zeros_on
+from treetop.engine.startup.capacity_proof import (
+    prove_acceptance,
+    prove_capacity,
+    prove_kv_transfer,
+    prove_learning,
+    prove_padding,
+)
+from treetop.engine.startup.kept_calibration import kept_calibration
+from treetop.engine.startup.plan import EnginePlan, captures, pace_of, plan_engine
+from treetop.engine.startup.round_costs import cost_table
+from treetop.engine.startup.startup_log import start_up_block
 from treetop.engine.state import setup_columns
 from treetop.engine.step_digest import StepDigest, TreeAndPathDigest, no_digest
 from treetop.engine.update_weights import read_weights
-from treetop.kernels.graft import GRAFTED
+from treetop.kernels.tree.graft import GRAFTED
 from treetop.models.config import attention_of_rank
 from treetop.types.config import EngineConfig
 from treetop.types.errors import InvariantError

@@ -9,9 +9,16 @@ from pathlib import Path
 
 import torch
 
-from treetop.kernels.routing import RouterSpec
+from treetop.checkpoints.checkpoint import tensor_files
+from treetop.checkpoints.json_file import custom_code
+from treetop.checkpoints.loader import Placement, check_weights, load_weights
+from treetop.checkpoints.params import STREAMED, Packing, Param, in_formats, stay_packed
+from treetop.checkpoints.values import Config
+from treetop.kernels.moe.routing import RouterSpec
 from treetop.kernels.table import Ops
-from treetop.models import (
+from treetop.models.config import ModelConfig, read_config
+from treetop.models.decoder import Decoder, decoder_params, unused_tensors
+from treetop.models.families import (
     deepseek,
     ernie,
     exaone,
@@ -39,17 +46,10 @@ from treetop.models import (
     seed_oss,
     smollm3,
 )
-from treetop.models.checkpoint import tensor_files
-from treetop.models.config import ModelConfig, read_config
-from treetop.models.decoder import Decoder, decoder_params, unused_tensors
-from treetop.models.json_file import custom_code
-from treetop.models.loader import Placement, check_weights, load_weights
 from treetop.models.multimodal import TEXT_ALONE, TOWERS, StoredNames, names_in, text_config
-from treetop.models.params import STREAMED, Packing, Param, in_formats, stay_packed
 from treetop.models.refused import refuse_adapter, refuse_by_key, refuse_by_name
 from treetop.models.target import Target
 from treetop.models.tied_head import HEAD, holds_own_head
-from treetop.models.values import Config
 from treetop.types.errors import CheckpointError, shown
 from treetop.weights.held import Weights
 from treetop.weights.kv_scales import all_names

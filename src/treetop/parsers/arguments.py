@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from treetop.server.parsers.source import Markers, Source, Steps
-from treetop.server.parsers.writer import Writer
+from treetop.parsers.source import Markers, Source, Steps
+from treetop.parsers.writer import Writer
 
 _DEEP = 8
 """Levels of a schema's alternatives that are looked at."""

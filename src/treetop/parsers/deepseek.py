@@ -10,9 +10,9 @@
 Source: the chat templates of deepseek-ai/DeepSeek-V3-0324 and deepseek-ai/DeepSeek-V3.1.
 """
 
-from treetop.server.parsers.arguments import Tools
-from treetop.server.parsers.source import Markers, Source, Steps
-from treetop.server.parsers.writer import Writer
+from treetop.parsers.arguments import Tools
+from treetop.parsers.source import Markers, Source, Steps
+from treetop.parsers.writer import Writer
 
 WORDS = (
     "<｜tool▁calls▁begin｜>",

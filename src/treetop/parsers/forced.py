@@ -3,10 +3,10 @@
 These are the forms that vLLM gives a named tool choice and `required`.
 """
 
-from treetop.server.parsers.json_call import json_call, json_value
-from treetop.server.parsers.source import END, Source, Steps
-from treetop.server.parsers.text_parser import Reader
-from treetop.server.parsers.writer import Writer
+from treetop.parsers.json_call import json_call, json_value
+from treetop.parsers.source import END, Source, Steps
+from treetop.parsers.text_parser import Reader
+from treetop.parsers.writer import Writer
 
 
 def named_call(name: str) -> Reader:

@@ -8,9 +8,9 @@
 GLM-4.7 leaves the line ends out. Source: the chat templates of zai-org/GLM-4.5 and zai-org/GLM-4.7.
 """
 
-from treetop.server.parsers.arguments import TaggedArguments, Tools
-from treetop.server.parsers.source import Markers, Source, Steps
-from treetop.server.parsers.writer import Writer
+from treetop.parsers.arguments import TaggedArguments, Tools
+from treetop.parsers.source import Markers, Source, Steps
+from treetop.parsers.writer import Writer
 
 _OPEN, _CLOSE, _KEY = "<tool_call>", "</tool_call>", "<arg_key>"
 _BEGIN, _NEXT = Markers(_OPEN), Markers(_KEY, _CLOSE)

@@ -10,9 +10,9 @@ cookbook.openai.com/articles/openai-harmony.
 
 import re
 
-from treetop.server.parsers.source import Markers, Source, Steps
-from treetop.server.parsers.text_parser import Reader
-from treetop.server.parsers.writer import Writer
+from treetop.parsers.source import Markers, Source, Steps
+from treetop.parsers.text_parser import Reader
+from treetop.parsers.writer import Writer
 from treetop.types.constraint import Reasoning
 
 WORDS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")

@@ -7,10 +7,10 @@
 Source: the chat templates of NousResearch/Hermes-2-Pro-Llama-3-8B and Qwen/Qwen3-8B.
 """
 
-from treetop.server.parsers.arguments import Tools
-from treetop.server.parsers.json_call import json_call
-from treetop.server.parsers.source import Markers, Source, Steps
-from treetop.server.parsers.writer import Writer
+from treetop.parsers.arguments import Tools
+from treetop.parsers.json_call import json_call
+from treetop.parsers.source import Markers, Source, Steps
+from treetop.parsers.writer import Writer
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _BEGIN, _END = Markers(_OPEN), Markers(_OPEN, _CLOSE)

@@ -24,9 +24,9 @@ documentation.
 
 import re
 
-from treetop.server.parsers.arguments import TaggedArguments, Tools
-from treetop.server.parsers.source import Markers, Source, Steps
-from treetop.server.parsers.writer import Writer
+from treetop.parsers.arguments import TaggedArguments, Tools
+from treetop.parsers.source import Markers, Source, Steps
+from treetop.parsers.writer import Writer
 
 DSML = "｜DSML｜"
 _TYPED_HEAD = re.compile(r'(.*?)(?:"\s+string="(true|false))?', re.DOTALL)

@@ -4,8 +4,8 @@ import json
 import re
 from collections.abc import Collection
 
-from treetop.server.parsers.source import Source, Steps, Take
-from treetop.server.parsers.writer import Writer
+from treetop.parsers.source import Source, Steps, Take
+from treetop.parsers.writer import Writer
 
 _OUTSIDE = re.compile(r'["{}\[\]]')
 _INSIDE = re.compile(r'["\\]')

@@ -8,9 +8,9 @@ Source: docs/tool_call_guidance.md of moonshotai/Kimi-K2-Instruct.
 
 import re
 
-from treetop.server.parsers.arguments import Tools
-from treetop.server.parsers.source import Markers, Source, Steps
-from treetop.server.parsers.writer import Writer
+from treetop.parsers.arguments import Tools
+from treetop.parsers.source import Markers, Source, Steps
+from treetop.parsers.writer import Writer
 
 SECTION = "<|tool_calls_section_begin|>"
 WORDS = (

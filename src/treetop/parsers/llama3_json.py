@@ -6,10 +6,10 @@ Any other output is content; so is an object that calls no tool of the request. 
 meta-llama/Llama-3.1-8B-Instruct.
 """
 
-from treetop.server.parsers.arguments import Tools
-from treetop.server.parsers.json_call import json_call
-from treetop.server.parsers.source import END, Source, Steps
-from treetop.server.parsers.writer import Writer
+from treetop.parsers.arguments import Tools
+from treetop.parsers.json_call import json_call
+from treetop.parsers.source import END, Source, Steps
+from treetop.parsers.writer import Writer
 
 
 def llama3_json(source: Source, out: Writer, tools: Tools) -> Steps[None]:

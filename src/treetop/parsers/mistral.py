@@ -10,10 +10,10 @@ mistralai/Mistral-7B-Instruct-v0.3 and mistralai/Mistral-Small-3.2-24B-Instruct-
 import secrets
 import string
 
-from treetop.server.parsers.arguments import Tools
-from treetop.server.parsers.json_call import json_call, json_value
-from treetop.server.parsers.source import Markers, Source, Steps
-from treetop.server.parsers.writer import Writer
+from treetop.parsers.arguments import Tools
+from treetop.parsers.json_call import json_call, json_value
+from treetop.parsers.source import Markers, Source, Steps
+from treetop.parsers.writer import Writer
 
 WORDS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 _CALLS, _ID, _ARGUMENTS = WORDS

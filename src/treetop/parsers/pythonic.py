@@ -16,9 +16,9 @@ import ast
 import json
 import re
 
-from treetop.server.parsers.arguments import Tools
-from treetop.server.parsers.source import END, Source, Steps, Take
-from treetop.server.parsers.writer import Writer
+from treetop.parsers.arguments import Tools
+from treetop.parsers.source import END, Source, Steps, Take
+from treetop.parsers.writer import Writer
 from treetop.types.constraint import is_utf8
 
 START, STOP = WORDS = ("<|python_start|>", "<|python_end|>")

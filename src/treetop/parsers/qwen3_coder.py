@@ -12,9 +12,9 @@ Source: the chat templates of Qwen/Qwen3-Coder-30B-A3B-Instruct and ByteDance-Se
 may be missing, as in outputs of the smaller Qwen3-Coder.
 """
 
-from treetop.server.parsers.arguments import TaggedArguments, Tools
-from treetop.server.parsers.source import Markers, Source, Steps
-from treetop.server.parsers.writer import Writer
+from treetop.parsers.arguments import TaggedArguments, Tools
+from treetop.parsers.source import Markers, Source, Steps
+from treetop.parsers.writer import Writer
 
 _FUNCTION, _PARAMETER, _END = "<function=", "<parameter=", "</function>"
 _NAME_END = Markers(">", "\n")

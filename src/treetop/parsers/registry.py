@@ -5,18 +5,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from treetop.server.parsers import deepseek, harmony, invokes, kimi_k2, mistral, pythonic, strict
-from treetop.server.parsers.arguments import Tools
-from treetop.server.parsers.events import Parser
-from treetop.server.parsers.glm45 import glm45
-from treetop.server.parsers.hermes import hermes
-from treetop.server.parsers.llama3_json import llama3_json
-from treetop.server.parsers.qwen3_coder import qwen3_coder, seed_oss
-from treetop.server.parsers.source import Source, Steps
-from treetop.server.parsers.strict import Held
-from treetop.server.parsers.text_parser import PlainText, Reader, TextParser
-from treetop.server.parsers.thinking import Thinking, plain, thinking
-from treetop.server.parsers.writer import Writer, new_call_id
+from treetop.parsers import deepseek, harmony, invokes, kimi_k2, mistral, pythonic, strict
+from treetop.parsers.arguments import Tools
+from treetop.parsers.events import Parser
+from treetop.parsers.glm45 import glm45
+from treetop.parsers.hermes import hermes
+from treetop.parsers.llama3_json import llama3_json
+from treetop.parsers.qwen3_coder import qwen3_coder, seed_oss
+from treetop.parsers.source import Source, Steps
+from treetop.parsers.strict import Held
+from treetop.parsers.text_parser import PlainText, Reader, TextParser
+from treetop.parsers.thinking import Thinking, plain, thinking
+from treetop.parsers.writer import Writer, new_call_id
 from treetop.types.constraint import Reasoning
 
 NONE = "none"

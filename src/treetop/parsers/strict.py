@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from treetop.core.one_of import with_exclusive_branches
-from treetop.server.parsers.arguments import Tools
+from treetop.parsers.arguments import Tools
+from treetop.structured.one_of import with_exclusive_branches
 from treetop.types.errors import InputError
 
 SPACING = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}

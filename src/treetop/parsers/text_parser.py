@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from treetop.server.parsers.events import Content, Event
-from treetop.server.parsers.source import Source, Steps
-from treetop.server.parsers.writer import Writer, new_call_id
+from treetop.parsers.events import Content, Event
+from treetop.parsers.source import Source, Steps
+from treetop.parsers.writer import Writer, new_call_id
 
 Reader = Callable[[Source, Writer], Steps[None]]
 """Reads an output to its end."""

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from treetop.server.parsers.source import END, Markers, Source, Steps
-from treetop.server.parsers.text_parser import Reader
-from treetop.server.parsers.writer import Writer
+from treetop.parsers.source import END, Markers, Source, Steps
+from treetop.parsers.text_parser import Reader
+from treetop.parsers.writer import Writer
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Callable
 
-from treetop.server.parsers.events import Arguments, CallEnd, CallStart, Content, Event, Reasoning
+from treetop.parsers.events import Arguments, CallEnd, CallStart, Content, Event, Reasoning
 
 _SPACES = " \t\r\n"
 

@@ -15,16 +15,16 @@ from click import ClickException
 from ray import serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
+from treetop.api.api_state import ApiState, check_files
+from treetop.api.app import make_app
 from treetop.core.wire import ProcessOptions
+from treetop.distributed.in_flight import InFlightCounter
 from treetop.distributed.supervisor import Watchdog
-from treetop.server.api.api_state import ApiState, check_files
-from treetop.server.api.app import make_app
-from treetop.server.api.run import first_seed, log_load
-from treetop.server.in_flight import InFlightCounter
-from treetop.server.options import ServeOptions
-from treetop.server.ray.core import RayClient
-from treetop.server.ray.replica import Replica
-from treetop.server.ray.router import PrefixRequestRouter
+from treetop.ray.core import RayClient
+from treetop.ray.replica import Replica
+from treetop.ray.router import PrefixRequestRouter
+from treetop.serve.run import first_seed, log_load
+from treetop.serve_options import ServeOptions
 from treetop.types.errors import ConfigError, UserError
 
 _ROWS = 64

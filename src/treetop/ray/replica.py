@@ -8,7 +8,7 @@ from typing import Any
 
 from treetop.core.wire import ProcessOptions
 from treetop.distributed.supervisor import WATCHDOG, EngineSupervisor, Watchdog
-from treetop.server.ray.router import told_of
+from treetop.ray.router import told_of
 from treetop.types.errors import EngineError
 from treetop.types.requests import CoreInfo, EngineRequest, RequestUpdate
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 
 from treetop.checks.host import check_emitted
-from treetop.disaggregation.scheduling import FirstToken
 from treetop.scheduler.kv_transfer import KVTransfers
 from treetop.scheduler.queues import Queues
 from treetop.scheduler.request import Request
@@ -11,6 +10,7 @@ from treetop.scheduler.rows import Rows
 from treetop.scheduler.steps import StepsOut
 from treetop.scheduler.stops import first_stop
 from treetop.types.errors import InputError
+from treetop.types.kv_transfer.scheduling import FirstToken
 from treetop.types.messages import ExportPlan, ImportPlan, PrefillPlan, RoundPlan, StepPlan, StepResult
 from treetop.types.requests import RequestStats, RequestUpdate
 from treetop.types.sampling import FinishReason

@@ -20,8 +20,8 @@ import msgspec
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from treetop.server.api.errors import error_body
-from treetop.server.api.events import WRITER
+from treetop.api.errors import error_body
+from treetop.api.events import WRITER
 from treetop.types.errors import ConfigError
 
 log = logging.getLogger("treetop.server")

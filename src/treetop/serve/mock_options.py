@@ -3,9 +3,9 @@
 import re
 from pathlib import Path
 
+from treetop.checkpoints.folder import resolve_folder
 from treetop.core.wire import MockOptions
-from treetop.models.folder import resolve_folder
-from treetop.server.tokenizer import open_tokenizer
+from treetop.text.tokenizer import open_tokenizer
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 

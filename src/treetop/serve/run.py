@@ -15,13 +15,13 @@ from pathlib import Path
 import msgspec
 import uvicorn
 
+from treetop.api.api_state import ApiState
+from treetop.api.app import make_app
 from treetop.core.clients import EngineClient
-from treetop.server.api.api_state import ApiState
-from treetop.server.api.app import make_app
-from treetop.server.api.connections import ApiServer, Patience, most_connections
-from treetop.server.api.log_limit import LogLimit
-from treetop.server.in_flight import InFlightCounter
-from treetop.server.options import ServeOptions
+from treetop.distributed.in_flight import InFlightCounter
+from treetop.serve.connections import ApiServer, Patience, most_connections
+from treetop.serve.log_limit import LogLimit
+from treetop.serve_options import ServeOptions
 
 GRACE_S = 2.0
 """How long a server whose engine is dead still says so."""

@@ -25,17 +25,17 @@ from typing import Any
 
 import msgspec
 
+from treetop.api.api_state import check_files
 from treetop.core.clients import EngineClient
 from treetop.core.wire import EngineDead, EngineEvent, EngineLost, EngineUp, ProcessOptions
 from treetop.distributed.data_parallel import one_of
+from treetop.distributed.in_flight import InFlightCounter
 from treetop.distributed.process import Child, send_line, start_process
 from treetop.distributed.supervisor import EngineSupervisor, RestartLimit, Watchdog
-from treetop.server.api.api_state import check_files
-from treetop.server.api.connections import BACKLOG, most_connections
-from treetop.server.api.run import ApiOptions, log_to_stderr, serve
-from treetop.server.in_flight import InFlightCounter
-from treetop.server.options import ServeOptions
-from treetop.server.own_folder import own_folder
+from treetop.serve.connections import BACKLOG, most_connections
+from treetop.serve.own_folder import own_folder
+from treetop.serve.run import ApiOptions, log_to_stderr, serve
+from treetop.serve_options import ServeOptions
 from treetop.types.errors import ConfigError
 
 _ENDED_BY_SIGNAL = {0, -signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGINT}
@@ -273,7 +273,7 @@ class ApiProcesses:
         options = msgspec.structs.replace(
             self._api_options, number=place, client=number, alive_file=str(self._folder / "alive")
         )
-        process = start_process("treetop.server.api.worker", options, [str(fd)], pass_fds=(fd,), env=environment)
+        process = start_process("treetop.serve.worker", options, [str(fd)], pass_fds=(fd,), env=environment)
         api = ApiProcess(process, place, number, len(self._engines))
         self._apis.append(api)
         for engine, front in zip(self._engines, api.fronts, strict=True):

@@ -1,6 +1,6 @@
 """One of several API processes that share a listening socket.
 
-    python -m treetop.server.api.worker FD      started by `treetop serve`
+    python -m treetop.serve.worker FD      started by `treetop serve`
 
 stdin: a line of JSON says what to do; later lines, what has become of the engine; the end of it, that the parent died.
 stdout: the news of an engine that is up come back, once requests are accepted and it has all that were.
@@ -19,7 +19,7 @@ import msgspec
 from treetop.core.wire import EngineDead, EngineEvent, EngineLost, EngineUp
 from treetop.distributed.client import EngineProcessClient
 from treetop.distributed.data_parallel import one_of
-from treetop.server.api.run import ApiOptions, log_to_stderr, serve
+from treetop.serve.run import ApiOptions, log_to_stderr, serve
 
 
 def main() -> int:

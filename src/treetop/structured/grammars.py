@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from treetop.core.one_of import with_exclusive_branches
-from treetop.core.output_parser import OutputParser
-from treetop.core.reasoning import ANSWER, ReasoningLimit, before_answer, not_beginning
-from treetop.core.refusals import refused
-from treetop.core.structural_tags import lark_of
+from treetop.structured.one_of import with_exclusive_branches
+from treetop.structured.output_parser import OutputParser
+from treetop.structured.reasoning import ANSWER, ReasoningLimit, before_answer, not_beginning
+from treetop.structured.refusals import refused
+from treetop.structured.structural_tags import lark_of
 from treetop.types.constraint import StructuredOutput
 from treetop.version import DISTRIBUTION
 

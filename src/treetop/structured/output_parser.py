@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from treetop.core.reasoning import ReasoningLimit
-from treetop.core.refusals import refused
+from treetop.structured.reasoning import ReasoningLimit
+from treetop.structured.refusals import refused
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

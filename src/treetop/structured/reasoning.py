@@ -3,7 +3,7 @@
 output: opens? --reasoning, any text--> closes --> answer
                         ^--------- again --'
 
-Both find where it ends in the bytes of the output, as `server/parsers/thinking.py` does in its text, however the tokens
+Both find where it ends in the bytes of the output, as `parsers/thinking.py` does in its text, however the tokens
 cut it. A budget that is spent forces tokens one by one; draft trees meet it as a mask of one bit a node.
 
 Source of what waits for a character to be complete: llama.cpp, `common/reasoning-budget.h`.

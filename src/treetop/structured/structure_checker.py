@@ -18,8 +18,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import NamedTuple
 
-from treetop.core.grammars import check_installed
-from treetop.core.refusals import refused
+from treetop.structured.grammars import check_installed
+from treetop.structured.refusals import refused
 from treetop.types.constraint import StructuredOutput, StructureLimits
 from treetop.types.errors import EngineError, InputError
 from treetop.types.requests import CoreInfo
@@ -141,7 +141,7 @@ class _Process:
 
     def __init__(self, options: str, limits: StructureLimits) -> None:
         self._limits, self.alive = limits, True
-        command = [sys.executable, "-P", "-m", "treetop.core.structure_process"]
+        command = [sys.executable, "-P", "-m", "treetop.structured.structure_process"]
         pipe, null = subprocess.PIPE, subprocess.DEVNULL  # where the library says how it crashed
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, start_new_session=True)
         self._cannot = self._exchange(options)

@@ -1,6 +1,6 @@
 """A process that checks structures, and may be killed for one: for its processor time or memory, or by the library.
 
-    python -m treetop.core.structure_process     started by `structure_checker.py`; stdin says first for which model
+    python -m treetop.structured.structure_process   started by `structure_checker.py`; stdin says first for which model
 
 Each further line of stdin is a structure, each line of stdout what is wrong with one, or null. It ends with its stdin.
 """
@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from treetop.core.grammars import GrammarCompiler
-from treetop.core.output_parser import OutputParser
-from treetop.core.refusals import refused
+from treetop.structured.grammars import GrammarCompiler
+from treetop.structured.output_parser import OutputParser
+from treetop.structured.refusals import refused
 from treetop.types.constraint import Reasoning, StructuredOutput
 from treetop.types.errors import InputError
 

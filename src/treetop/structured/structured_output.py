@@ -13,8 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Generic, TypeVar
 
-from treetop.core.grammars import GrammarCompiler
-from treetop.core.output_parser import OutputParser
+from treetop.structured.grammars import GrammarCompiler
+from treetop.structured.output_parser import OutputParser
 from treetop.types.constraint import Branch, StructuredOutput
 
 _MAX_COMPILED = 16
@@ -38,7 +38,7 @@ class StructuredOutputManager:
 
     def __init__(self, grammars: GrammarCompiler, timeout_s: float) -> None:
         """timeout_s: processor time that one token's mask may take. Structures have been checked:
-        `core/structure_checker.py`.
+        `structured/structure_checker.py`.
         """
         self.timeout_s, self._grammars = timeout_s, grammars
         self._compilers = ThreadPoolExecutor(_NUM_COMPILERS, "treetop-grammar")

@@ -1,1 +1,1 @@
-"""Where text lives: tokenizer, stop strings, and the offline `LLM`."""
+"""Text to ids and back: tokenizer, chat templates, stop strings."""

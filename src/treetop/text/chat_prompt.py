@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from treetop.server.chat_input import Message, rendering
-from treetop.server.chat_template import ChatTemplate
-from treetop.server.prompts import PromptReader
-from treetop.server.special_text import Marks, SpecialText
+from treetop.text.chat_input import Message, rendering
+from treetop.text.chat_template import ChatTemplate
+from treetop.text.prompts import PromptReader
+from treetop.text.special_text import Marks, SpecialText
 from treetop.types.errors import InputError
 
 

@@ -13,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from treetop.models.json_file import read_object
-from treetop.server.chat_input import Message, rendering
-from treetop.server.options import is_installed
+from treetop.checkpoints.json_file import read_object
+from treetop.serve_options import is_installed
+from treetop.text.chat_input import Message, rendering
 from treetop.types.errors import CheckpointError, ConfigError, InputError, shown
 from treetop.version import DISTRIBUTION
 
@@ -101,7 +101,7 @@ class ChatTemplate:
         return {"error": took}
 
     def _start(self) -> "subprocess.Popen[str]":
-        command = [sys.executable, "-P", "-m", "treetop.server.render"]
+        command = [sys.executable, "-P", "-m", "treetop.text.render"]
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

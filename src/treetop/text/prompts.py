@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from treetop.server.tokenizer import Tokenizer, open_tokenizer
+from treetop.text.tokenizer import Tokenizer, open_tokenizer
 from treetop.types.constraint import TokenConstraint
 from treetop.types.errors import InputError, PromptError, shown
 from treetop.types.options import is_integer

@@ -1,6 +1,6 @@
 """A process that renders a chat template, which is anybody's code, within limits of time and memory.
 
-    python -m treetop.server.render
+    python -m treetop.text.render
 
 stdin: a line of JSON {source, tokens}, then a line {messages, ...} for each rendering, or null to make the template
 alone. stdout: a line {text} or {error} for each. A rendering that takes too long ends the process, by a signal of its

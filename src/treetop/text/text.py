@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from treetop.server.tokenizer import TokenStream
+from treetop.text.tokenizer import TokenStream
 
 
 class OutputText:

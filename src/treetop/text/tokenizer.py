@@ -10,9 +10,9 @@ from pathlib import Path
 from tokenizers import Tokenizer as BpeTokenizer
 from tokenizers.decoders import ByteLevel
 
-from treetop.models.json_file import not_there
-from treetop.server.special_text import SpecialText
-from treetop.server.token_bound import bytes_of_a_token
+from treetop.checkpoints.json_file import not_there
+from treetop.text.special_text import SpecialText
+from treetop.text.token_bound import bytes_of_a_token
 from treetop.types.errors import CheckpointError, InputError
 
 Decode = Callable[[Sequence[int]], str]

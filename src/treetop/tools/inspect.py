@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
+from treetop.checkpoints.checkpoint import StoredFiles, stored_files
+from treetop.checkpoints.folder import resolve_folder
+from treetop.checkpoints.loader import compute_device, compute_dtype, format_bytes, weight_bytes
+from treetop.checkpoints.params import about_activations, stay_packed
 from treetop.drafts.protocol import DrafterSpec
 from treetop.drafts.registry import FoundDraft, find_draft
 from treetop.engine.memory import MemoryUse
-from treetop.engine.plan import packing, plan_engine, read_draft_spec
-from treetop.models.checkpoint import StoredFiles, stored_files
+from treetop.engine.startup.plan import packing, plan_engine, read_draft_spec
 from treetop.models.config import AttentionSpec, LayerSpec, read_config
-from treetop.models.folder import resolve_folder
-from treetop.models.loader import compute_device, compute_dtype, format_bytes, weight_bytes
-from treetop.models.params import about_activations, stay_packed
 from treetop.models.registry import TargetSpec, target_spec
 from treetop.types.config import EngineConfig, Exactness
 from treetop.types.errors import UserError

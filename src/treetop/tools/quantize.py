@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from treetop.checkpoints.checkpoint import open_file, tensor_files
+from treetop.checkpoints.params import Param
 from treetop.drafts.registry import drafter_spec
-from treetop.models.checkpoint import open_file, tensor_files
 from treetop.models.config import read_config
-from treetop.models.params import Param
 from treetop.models.registry import target_spec
 from treetop.types.errors import CheckpointError, ConfigError
 from treetop.weights import fp8, int4

@@ -19,8 +19,8 @@ import torch
 
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.rounds import HostStep, RoundKey, phases_of
-from treetop.server.llm import LLM, RequestOutput
-from treetop.server.tokenizer import Tokenizer
+from treetop.llm import LLM, RequestOutput
+from treetop.text.tokenizer import Tokenizer
 from treetop.types.config import check_writable
 from treetop.types.errors import ConfigError
 from treetop.types.messages import RoundPlan

@@ -127,8 +127,8 @@ class StructuredOutput:
     """A structure that the output has.
 
     spec: a JSON schema, a regular expression, a JSON list of texts to choose from, a grammar (Lark's syntax as
-        llguidance reads it, or GBNF), or structural tags (JSON, see `core/structural_tags.py`), as `kind` says; "" for
-        json_object, and for text, which is any.
+        llguidance reads it, or GBNF), or structural tags (JSON, see `structured/structural_tags.py`), as `kind` says;
+        "" for json_object, and for text, which is any.
     reasoning: what may come before it; None for nothing.
 
     Raises InputError.

@@ -24,10 +24,10 @@ from support.tiny_models import (
     save_random_qwen3,
 )
 from treetop import LLM
-from treetop.models.checkpoint import open_file, open_tensors, stored_files, tensor_files
-from treetop.models.fingerprint import fingerprint
-from treetop.models.folder import resolve_folder
-from treetop.models.hub import hub_folder, hub_gguf
+from treetop.checkpoints.checkpoint import open_file, open_tensors, stored_files, tensor_files
+from treetop.checkpoints.fingerprint import fingerprint
+from treetop.checkpoints.folder import resolve_folder
+from treetop.checkpoints.hub import hub_folder, hub_gguf
 from treetop.models.registry import target_spec
 from treetop.types.errors import CheckpointError
 from treetop.weights.format import Span, Stored

@@ -11,11 +11,11 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 from support.command_line import refused
 from support.engines import tokens
 from treetop import LLM, SamplingParams
-from treetop.models.checkpoint import open_file
-from treetop.models.folder import resolve_folder
-from treetop.models.hub import hub_folder
-from treetop.server.chat_template import open_chat_template
-from treetop.server.tokenizer import Tokenizer
+from treetop.checkpoints.checkpoint import open_file
+from treetop.checkpoints.folder import resolve_folder
+from treetop.checkpoints.hub import hub_folder
+from treetop.text.chat_template import open_chat_template
+from treetop.text.tokenizer import Tokenizer
 
 pytest.importorskip("gguf")
 from support.gguf_files import published_file  # needs the library

@@ -17,11 +17,11 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from treetop.server.api.fields import Body, SamplingFields
-from treetop.server.api.limits import MAX_MESSAGES, MAX_PARTS, FewMembers, check_values
-from treetop.server.api.tools import Calls, ToolChoice, ToolList
-from treetop.server.chat_input import Message
-from treetop.server.chat_template import check_options
+from treetop.api.limits import MAX_MESSAGES, MAX_PARTS, FewMembers, check_values
+from treetop.api.requests.fields import Body, SamplingFields
+from treetop.api.requests.tools import Calls, ToolChoice, ToolList
+from treetop.text.chat_input import Message
+from treetop.text.chat_template import check_options
 from treetop.types.constraint import StructuredOutput
 from treetop.types.errors import InputError, shown
 

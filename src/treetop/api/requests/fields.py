@@ -8,9 +8,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchem
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError
 
-from treetop.server.api.extra_fields import TextFields, UnusedFields
-from treetop.server.api.limits import AllowedIds, FewMembers, StopIds, Texts, few_members
-from treetop.server.api.structured import FIELDS, structured_output
+from treetop.api.limits import AllowedIds, FewMembers, StopIds, Texts, few_members
+from treetop.api.requests.extra_fields import TextFields, UnusedFields
+from treetop.api.requests.structured import FIELDS, structured_output
 from treetop.types.constraint import StructuredOutput
 from treetop.types.errors import InputError, close_name, shown
 from treetop.types.sampling import MAX_BIASES, SamplingParams

@@ -4,11 +4,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from treetop.server.api.errors import ApiError
+from treetop.api.errors import ApiError
 from treetop.types.errors import close_name, shown
 
 if TYPE_CHECKING:
-    from treetop.server.api.chat_body import ChatMessage
+    from treetop.api.requests.chat_body import ChatMessage
 
 _OF_API = ("role", "content", "name", "tool_calls", "tool_call_id")
 _ECHOED = ("refusal", "annotations", "audio", "function_call", "reasoning", "reasoning_content")

@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from treetop.server.api.chat_body import ChatRequest, chat_request
-from treetop.server.api.fields import MAX_STOPS, Body, refuse_unsupported
-from treetop.server.api.limits import MAX_MESSAGES, MAX_PARTS, FewMembers, check_values
-from treetop.server.api.tools import MAX_TOOLS
-from treetop.server.chat_input import Message
+from treetop.api.limits import MAX_MESSAGES, MAX_PARTS, FewMembers, check_values
+from treetop.api.requests.chat_body import ChatRequest, chat_request
+from treetop.api.requests.fields import MAX_STOPS, Body, refuse_unsupported
+from treetop.api.requests.tools import MAX_TOOLS
+from treetop.text.chat_input import Message
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "container": (),

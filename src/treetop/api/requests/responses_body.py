@@ -5,12 +5,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from treetop.server.api.chat_body import ChatRequest, chat_request
-from treetop.server.api.extra_fields import UnusedFields
-from treetop.server.api.fields import Body, refuse_unsupported
-from treetop.server.api.limits import MAX_MESSAGES, MAX_PARTS, FewMembers, check_values
-from treetop.server.api.tools import MAX_TOOLS, Function, FunctionName
-from treetop.server.chat_input import Message
+from treetop.api.limits import MAX_MESSAGES, MAX_PARTS, FewMembers, check_values
+from treetop.api.requests.chat_body import ChatRequest, chat_request
+from treetop.api.requests.extra_fields import UnusedFields
+from treetop.api.requests.fields import Body, refuse_unsupported
+from treetop.api.requests.tools import MAX_TOOLS, Function, FunctionName
+from treetop.text.chat_input import Message
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (False,),

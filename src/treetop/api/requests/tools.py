@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field
 
-from treetop.server.api.fields import Body
-from treetop.server.parsers.arguments import Tools
-from treetop.server.parsers.forced import listed_calls, named_call
-from treetop.server.parsers.strict import SPACING, Held, StrictTools
-from treetop.server.parsers.text_parser import Reader
+from treetop.api.requests.fields import Body
+from treetop.parsers.arguments import Tools
+from treetop.parsers.forced import listed_calls, named_call
+from treetop.parsers.strict import SPACING, Held, StrictTools
+from treetop.parsers.text_parser import Reader
 from treetop.types.constraint import StructuredOutput
 from treetop.types.errors import InputError, shown
 

@@ -12,12 +12,8 @@ from treetop.cache.pool import KVPool, make_pools
 from treetop.checks.poison import RedZones
 from treetop.checks.probes import Probes
 from treetop.engine.buffers import Zeros, make_round_buffers
-from treetop.engine.capacity_proof import prove_acceptance
-from treetop.engine.compile_ahead import compile_all
 from treetop.engine.cuda_graphs import num_rounds
-from treetop.engine.exact_ranks import check_ranks
 from treetop.engine.kv_transfer import StagingSlots
-from treetop.engine.layer_groups import group_of, layers_in_order
 from treetop.engine.memory import (
     Budget,
     MemoryUse,
@@ -26,10 +22,14 @@ from treetop.engine.memory import (
     out_of_memory_explained,
 )
 from treetop.engine.model_runner import ModelRunner
-from treetop.engine.plan import EnginePlan, captures, changed_vocab, cpu_allowance, memory_of_rank, rest_of_cpu
-from treetop.engine.products import Products, products_of
+from treetop.engine.startup.capacity_proof import prove_acceptance
+from treetop.engine.startup.compile_ahead import compile_all
+from treetop.engine.startup.exact_ranks import check_ranks
+from treetop.engine.startup.layer_groups import group_of, layers_in_order
+from treetop.engine.startup.plan import EnginePlan, captures, changed_vocab, cpu_allowance, memory_of_rank, rest_of_cpu
+from treetop.engine.startup.products import Products, products_of
+from treetop.engine.startup.worst_steps import peak_bytes
 from treetop.engine.state import make_state
-from treetop.engine.worst_steps import peak_bytes
 from treetop.models.kv_scales import read_kv_scales
 from treetop.speculative.simulation import SimulatedAcceptance, SimulatedLengths, Simulation
 from treetop.types.config import EngineConfig

@@ -9,11 +9,11 @@ import torch
 from treetop.engine.kv_transfer import StagingSlots, export_chunks, import_chunks
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.rounds import RoundKey, RoundLauncher, draft_phase
-from treetop.kernels.accept import Withheld
-from treetop.kernels.calibration import make_calibration
-from treetop.kernels.grow import make_growth
 from treetop.kernels.kv import moved
-from treetop.kernels.learn import Observed
+from treetop.kernels.tree.accept import Withheld
+from treetop.kernels.tree.calibration import make_calibration
+from treetop.kernels.tree.grow import make_growth
+from treetop.kernels.tree.learn import Observed
 from treetop.types.errors import CheckError
 from treetop.types.ids import Row
 from treetop.types.kv_chunk import KVChunk
@@ -26,9 +26,9 @@ from treetop.types.tree import Accepted
 def prove_capacity(runner: ModelRunner, launcher: RoundLauncher) -> None:
     """Run every shape with all rows as long as they can get, on the null page, and put the state back.
 
-    Memory for that is in the account before: a GPU has tried it (`engine.worst_steps`), a CPU counts it (`step_bytes`).
-    Raises CheckError where a buffer was sized by another formula than the one that fills it (sgl-27338, sgl-26972): no
-    option can cause that.
+    Memory for that is in the account before: a GPU has tried it (`engine.startup.worst_steps`), a CPU counts it
+    (`step_bytes`). Raises CheckError where a buffer was sized by another formula than the one that fills it (sgl-27338,
+    sgl-26972): no option can cause that.
     """
     layout, state = runner.layout, runner.state
     need = layout.pages_for(layout.max_context + layout.max_in_flight * layout.commit_width)

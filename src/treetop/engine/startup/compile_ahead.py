@@ -19,11 +19,11 @@ from treetop.attention.contract import SparseBackend, TailKV
 from treetop.engine.cuda_graphs import Run, greedy_keys
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.rounds import run_phases
-from treetop.engine.worst_steps import dummy_prefill, worst_steps
-from treetop.kernels.indexer import IndexQuery
+from treetop.engine.startup.worst_steps import dummy_prefill, worst_steps
+from treetop.kernels.attention.indexer import IndexQuery
+from treetop.kernels.attention.metadata import AttentionMetadata, SparseKeys
+from treetop.kernels.gemm.skinny_gemm import MAX_ROWS
 from treetop.kernels.kv import PagedKV
-from treetop.kernels.metadata import AttentionMetadata, SparseKeys
-from treetop.kernels.skinny_gemm import MAX_ROWS
 from treetop.kernels.triton_guard import compile_ahead
 from treetop.types.sampling import Choice
 

@@ -8,12 +8,12 @@ what the sum is.
 import torch
 from torch import Tensor
 
-from treetop.engine.plan import EnginePlan
-from treetop.engine.probed_products import identity
+from treetop.checkpoints.loader import Placement
+from treetop.engine.startup.plan import EnginePlan
+from treetop.engine.startup.probed_products import identity
 from treetop.kernels.exact import adversarial
 from treetop.kernels.fused import joined_in_order
 from treetop.kernels.table import Ops
-from treetop.models.loader import Placement
 from treetop.parallel.exchange import SMALL
 from treetop.types.errors import ConfigError
 
@@ -42,7 +42,7 @@ def check_ranks(engine_plan: EnginePlan) -> None:
 
 
 def _alike(place: Placement) -> bool:
-    """Whether what bits of an operation depend on is the same for all ranks (`engine.probed_products`)."""
+    """Whether what bits of an operation depend on is the same for all ranks (`engine.startup.probed_products`)."""
     number = int(identity(place.device)[:15], 16)
     least, negative = (place.expert_ranks.minimum(place.parallel.minimum(each)) for each in (number, -number))
     return least == -negative

@@ -10,12 +10,12 @@ import torch
 from treetop.attention import exact_backend as on_a_cpu
 from treetop.attention.capabilities import HALF, Need, Refusal
 from treetop.attention.registry import BACKENDS, exact_backend
-from treetop.engine.mkl_sums import choose_mode, remedy
-from treetop.engine.operation_probes import kept_operation_problem, packed_experts
-from treetop.kernels import topk
+from treetop.checkpoints.loader import Placement
+from treetop.engine.startup.mkl_sums import choose_mode, remedy
+from treetop.engine.startup.operation_probes import kept_operation_problem, packed_experts
 from treetop.kernels.exact import elementwise_problem
+from treetop.kernels.tree import topk
 from treetop.kernels.triton_guard import why_not
-from treetop.models.loader import Placement
 from treetop.models.registry import TargetSpec
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
@@ -39,7 +39,7 @@ def why_not_exact(config: EngineConfig, layout: Layout, target: TargetSpec, plac
     """What stands against `--exactness bits`; None if nothing does.
 
     Operations but products are probed: on a CPU once a process, on a GPU once a machine. What ranks do together is
-    tried when they have met (`engine.exact_ranks`).
+    tried when they have met (`engine.startup.exact_ranks`).
     """
     on_cpu, nodes = place.device.type == "cpu", max(shape.num_draft_tokens for shape in layout.shapes)
     problem = _of_device(config, place)

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from treetop.checkpoints.fingerprint import fingerprint
+from treetop.checkpoints.json_file import read_object
 from treetop.drafts.protocol import DrafterSpec
-from treetop.kernels.calibration import Calibration
-from treetop.kernels.learn import shift_of
-from treetop.models.fingerprint import fingerprint
-from treetop.models.json_file import read_object
+from treetop.kernels.tree.calibration import Calibration
+from treetop.kernels.tree.learn import shift_of
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CheckpointError, ConfigError, shown
 from treetop.types.parallel import Parallel

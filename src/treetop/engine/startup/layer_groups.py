@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from treetop.attention.capabilities import GroupNeed, Need
 from treetop.attention.layer import LayerKV
+from treetop.checkpoints.loader import Placement
 from treetop.drafts.protocol import DrafterSpec
 from treetop.models.config import AttentionSpec, ModelConfig, attention_of_rank
-from treetop.models.loader import Placement
 from treetop.types.errors import ConfigError
 from treetop.types.ids import DRAFT, FULL, INDEXED, WINDOW, GroupName
 from treetop.types.layout import KVGroup, Layout

@@ -12,19 +12,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from treetop.engine.cache_files import cache_file, keep
-from treetop.engine.probed_products import identity
-from treetop.kernels.coded import CodedWeight
+from treetop.checkpoints.params import Param
+from treetop.engine.startup.cache_files import cache_file, keep
+from treetop.engine.startup.probed_products import identity
 from treetop.kernels.exact import Functions, adversarial
-from treetop.kernels.experts import Experts
 from treetop.kernels.fused import HeadNorms
+from treetop.kernels.gemm.coded import CodedWeight
+from treetop.kernels.gemm.tiles import TiledWeight, in_turn, tile
+from treetop.kernels.moe.experts import Experts
+from treetop.kernels.moe.routing import Router, RouterKind, RouterSpec
 from treetop.kernels.rope import rope_table
-from treetop.kernels.routing import Router, RouterKind, RouterSpec
-from treetop.kernels.sampling import RowSamplingParams, SamplingMetadata
+from treetop.kernels.sampling.sampling import RowSamplingParams, SamplingMetadata
 from treetop.kernels.table import Ops
-from treetop.kernels.tiles import TiledWeight, in_turn, tile
 from treetop.models.config import AttentionSpec, DenseSpec, ExpertSpec, ModelConfig, attention_of_rank
-from treetop.models.params import Param
 from treetop.types.sampling import MAX_LOGPROBS
 from treetop.weights.format import Biases
 from treetop.weights.packed import Packed

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from treetop.attention.capabilities import Capabilities, Need
 from treetop.attention.registry import BACKENDS, exact_backend, refusal, require
+from treetop.checkpoints.folder import resolve_folder
+from treetop.checkpoints.loader import Placement, compute_device, compute_dtype, weight_bytes
+from treetop.checkpoints.params import Packing, check_activations
 from treetop.drafts.protocol import DrafterSpec
 from treetop.drafts.registry import drafter_spec, ngram_spec
 from treetop.engine.buffers import make_round_buffers
-from treetop.engine.exactness import is_exact
 from treetop.engine.kv_transfer import KVTransferSpec
-from treetop.engine.layer_groups import backend_need, kv_groups
 from treetop.engine.memory import (
     MIN_CHUNK_OF_CPU,
     MIN_CHUNK_OF_GPU,
@@ -32,15 +33,14 @@ from treetop.engine.memory import (
     step_bytes,
 )
 from treetop.engine.row_record import record_bytes, record_fields
+from treetop.engine.startup.exactness import is_exact
+from treetop.engine.startup.layer_groups import backend_need, kv_groups
+from treetop.engine.startup.weight_copies import CpuWeights, with_copies, with_second_orders
 from treetop.engine.state import make_state
-from treetop.engine.weight_copies import CpuWeights, with_copies, with_second_orders
 from treetop.kernels.kv import FP8_CAPABILITY, kv_dtype
-from treetop.kernels.process import MAX_COUNT
+from treetop.kernels.sampling.process import MAX_COUNT
 from treetop.kernels.table import OpContext, on_a_gpu_in_16_bits
 from treetop.models.config import ModelConfig, read_config
-from treetop.models.folder import resolve_folder
-from treetop.models.loader import Placement, compute_device, compute_dtype, weight_bytes
-from treetop.models.params import Packing, check_activations
 from treetop.models.registry import TargetSpec, target_spec
 from treetop.speculative.profile import RANKS, AcceptanceProfile, read_profile
 from treetop.types.config import EngineConfig

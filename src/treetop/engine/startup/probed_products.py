@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 import treetop.kernels
-from treetop.engine.cache_files import cache_file, keep, kept
-from treetop.kernels.skinny_gemm import choose_whole
+from treetop.engine.startup.cache_files import cache_file, keep, kept
+from treetop.kernels.gemm.skinny_gemm import choose_whole
 from treetop.kernels.triton_guard import TRITON_VERSION, gpu_traits
 from treetop.types.errors import ConfigError
 from treetop.weights.cpu_products import Shape
@@ -91,6 +91,6 @@ def _kernels() -> str:
     """Of the text of all kernels and of what calls them."""
     text = hashlib.sha256()
     for folder in (Path(treetop.kernels.__path__[0]), Path(treetop.kernels.__path__[0]).parent / "weights"):
-        for file in sorted([*folder.glob("*.py"), *folder.glob("*.json")]):
+        for file in sorted([*folder.rglob("*.py"), *folder.rglob("*.json")]):
             text.update(file.read_bytes())
     return text.hexdigest()

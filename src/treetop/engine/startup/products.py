@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from treetop.engine.plan import EnginePlan
-from treetop.engine.probed_products import probed_products
-from treetop.engine.weight_copies import CpuWeights, product_weights
-from treetop.models.loader import Placement
+from treetop.checkpoints.loader import Placement
+from treetop.engine.startup.plan import EnginePlan
+from treetop.engine.startup.probed_products import probed_products
+from treetop.engine.startup.weight_copies import CpuWeights, product_weights
 from treetop.types.errors import ConfigError
 from treetop.weights.cpu_products import Call, ChosenProduct, Shape, choose_products, is_exact_from
 from treetop.weights.gpu_products import Probed

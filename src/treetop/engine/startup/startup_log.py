@@ -3,14 +3,14 @@
 import torch
 
 from treetop.attention.registry import BACKENDS, refusal
+from treetop.checkpoints.params import about_activations
 from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.engine.graphs import GraphSim
 from treetop.engine.memory import MemoryUse
-from treetop.engine.mkl_sums import choose_mode
 from treetop.engine.model_runner import ModelRunner
-from treetop.engine.plan import EnginePlan
 from treetop.engine.rounds import RoundLauncher
-from treetop.models.params import about_activations
+from treetop.engine.startup.mkl_sums import choose_mode
+from treetop.engine.startup.plan import EnginePlan
 
 
 def start_up_block(

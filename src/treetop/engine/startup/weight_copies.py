@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from treetop.checkpoints.loader import Placement, without_memory
 from treetop.drafts.protocol import DrafterSpec
 from treetop.engine.memory import Budget, Memory, fit, pool_bytes
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits
-from treetop.models.loader import Placement, without_memory
 from treetop.models.registry import TargetSpec
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, ConfigError

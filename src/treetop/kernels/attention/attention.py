@@ -7,9 +7,9 @@ part of the row's keys:
     splits       |  split 0    |  split 1    |  split 2    |     each gives (out, lse); `_merge_kernel` joins them
 
 How many keys a row has is read on the device, how many splits share them is fixed by the launch: so a captured graph
-serves every length. A row of a decode batch that is much longer than the rest has helpers (`kernels.teams`). One split
-needs no merge, and is one launch. An attention sink, one logit a head that takes part in the normalisation and has no
-value, enters once: at the end of a single split, else in the merge.
+serves every length. A row of a decode batch that is much longer than the rest has helpers (`kernels.attention.teams`).
+One split needs no merge, and is one launch. An attention sink, one logit a head that takes part in the normalisation
+and has no value, enters once: at the end of a single split, else in the merge.
 Source: split keys and merge by log-sum-exp are Flash-Decoding (Dao et al., 2023); the online softmax is Milakov and
 Gimelshein, arXiv:1805.02867.
 """
@@ -20,11 +20,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from treetop.kernels.attention_config import CallShape, Launch, choose_launch, for_codes
+from treetop.kernels.attention.attention_config import CallShape, Launch, choose_launch, for_codes
+from treetop.kernels.attention.metadata import AttentionMetadata, SparseKeys, oldest_seen
+from treetop.kernels.attention.teams import Team, join_team, row_shares, seat_of, share_of, team_of
 from treetop.kernels.dependent_launch import pdl_wait
 from treetop.kernels.kv import decoded, slots_of
-from treetop.kernels.metadata import AttentionMetadata, SparseKeys, oldest_seen
-from treetop.kernels.teams import Team, join_team, row_shares, seat_of, share_of, team_of
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, jit_for_any, power_of_two, tl
 
 # ---------------------------------------------------------------------------------------------------- the reference
@@ -217,7 +217,7 @@ def _attention_kernel(
     `paged_attention`; *_row, *_query, ... are strides in elements; window 0 is none. Grid (kv_heads, blocks of queries
     * splits, rows + helpers). All slot arithmetic is int64.
 
-    helped: by `kernels.teams`, of which sums, arrivals and helpers are.
+    helped: by `kernels.attention.teams`, of which sums, arrivals and helpers are.
     """
     pdl_wait(overlap, early=True)
     kv_head = tl.program_id(0)

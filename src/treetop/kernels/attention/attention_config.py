@@ -79,7 +79,9 @@ def nearest_class(shape_class: str, measured: Container[str]) -> str | None:
 @lru_cache(maxsize=1)
 def launch_table() -> dict[str, Any]:
     """The committed table: `num_sms` of its GPU, and `classes`."""
-    table: dict[str, Any] = json.loads(resources.files("treetop.kernels").joinpath(TABLE).read_text(encoding="utf-8"))
+    table: dict[str, Any] = json.loads(
+        resources.files("treetop.kernels.attention").joinpath(TABLE).read_text(encoding="utf-8")
+    )
     return table
 
 

@@ -1,4 +1,5 @@
-"""How much an indexer's queries want the keys in the pages and in a tail: scores by position, for `kernels.index_topk`.
+"""How much an indexer's queries want the keys in the pages and in a tail: scores by position, for
+`kernels.attention.index_topk`.
 
 A program takes part of a row's keys and some of its queries, and loads each block of keys once for all of these. One
 product is of one block of keys and the heads of one query, whatever the phase: so a key's score has the same bits in a
@@ -8,11 +9,11 @@ prefill, in a tree and in plain decoding. How many keys there are is read on the
 import torch
 from torch import Tensor
 
-from treetop.kernels.attention import within_page
+from treetop.kernels.attention.attention import within_page
+from treetop.kernels.attention.indexer import IndexQuery, index_scores
+from treetop.kernels.attention.metadata import AttentionMetadata
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
-from treetop.kernels.indexer import IndexQuery, index_scores
 from treetop.kernels.kv import moved, slots_of
-from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, jit_for_any, power_of_two, tl
 
 _KEYS = 128

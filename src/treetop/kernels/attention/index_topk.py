@@ -17,10 +17,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from treetop.kernels.attention.index_scores import scores_of
+from treetop.kernels.attention.indexer import IndexQuery, best_keys
+from treetop.kernels.attention.metadata import AttentionMetadata, SparseKeys
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
-from treetop.kernels.index_scores import scores_of
-from treetop.kernels.indexer import IndexQuery, best_keys
-from treetop.kernels.metadata import AttentionMetadata, SparseKeys
 from treetop.kernels.sort_key import ordered_of
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, jit_for_any, lanes, tl
 

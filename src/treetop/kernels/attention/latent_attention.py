@@ -2,7 +2,7 @@
 
 All heads see the same plane, [latent, turned key], of which the latent is the value: one program takes queries of many
 heads and loads every plane once for both. The latent and the turned part are blocks of their own, for their widths, 512
-and 64, add up to no power of two. Split keys, merge and what may be seen are those of `kernels.attention`.
+and 64, add up to no power of two. Split keys, merge and what may be seen are those of `kernels.attention.attention`.
 Source: absorbed attention, DeepSeek-V2, arXiv:2405.04434, section 2.1.2.
 """
 
@@ -10,7 +10,7 @@ import math
 
 from torch import Tensor
 
-from treetop.kernels.attention import (
+from treetop.kernels.attention.attention import (
     Results,
     beside_codes,
     fold_scores,
@@ -20,10 +20,10 @@ from treetop.kernels.attention import (
     widened,
     within_page,
 )
-from treetop.kernels.attention_config import CallShape, Launch, choose_launch
+from treetop.kernels.attention.attention_config import CallShape, Launch, choose_launch
+from treetop.kernels.attention.metadata import AttentionMetadata, oldest_seen
+from treetop.kernels.attention.teams import Team, join_team, row_shares, seat_of, share_of, team_of
 from treetop.kernels.dependent_launch import pdl_wait
-from treetop.kernels.metadata import AttentionMetadata, oldest_seen
-from treetop.kernels.teams import Team, join_team, row_shares, seat_of, share_of, team_of
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, jit_for_any, power_of_two, tl
 
 
@@ -78,7 +78,7 @@ def _fold_planes(
     q: Arg, q_turned: Arg, k: Arg, k_turned: Arg, visible: Arg, acc: Arg, peak: Arg, mass: Arg, scale: Arg,
     masked: constexpr,
 ) -> Arg:  # fmt: skip
-    """Fold one block of planes into the running softmax, as `kernels.attention.fold`. acc: [m, rank]."""
+    """Fold one block of planes into the running softmax, as `kernels.attention.attention.fold`. acc: [m, rank]."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     scores = tl.dot(q_turned, tl.trans(k_turned), scores, input_precision="ieee") * scale
     return fold_scores(scores, k, visible, acc, peak, mass, masked)
@@ -103,7 +103,7 @@ def _latent_attention_kernel(
     `latent_attention`; *_row, *_query, ... are strides in elements; window 0 is none. Grid (blocks of queries * splits,
     rows + helpers), or if it is sparse, (rows * n * blocks of a query's heads * splits,). All slot arithmetic is int64.
 
-    helped: by `kernels.teams`, of which sums, arrivals and helpers are; not if it is sparse.
+    helped: by `kernels.attention.teams`, of which sums, arrivals and helpers are; not if it is sparse.
 
     sparse: a query sees the prefix's positions that were chosen for it. As long as these are all, its keys are the same
     in the same blocks, splits and order as those of a row of one query.

@@ -24,11 +24,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from treetop.kernels.attention import load_kv, page_of, paged_attention_reference, within_page
-from treetop.kernels.attention_config import CallShape
-from treetop.kernels.dependent_launch import launch_options, pdl_wait
-from treetop.kernels.metadata import oldest_seen
-from treetop.kernels.segments import (
+from treetop.kernels.attention.attention import load_kv, page_of, paged_attention_reference, within_page
+from treetop.kernels.attention.attention_config import CallShape
+from treetop.kernels.attention.metadata import oldest_seen
+from treetop.kernels.attention.segments import (
     UNIT,
     SegmentPlan,
     enter,
@@ -41,6 +40,7 @@ from treetop.kernels.segments import (
     segment_start,
     weigh,
 )
+from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, jit_for_any, power_of_two, tl
 
 PART_BYTES = 512 << 20

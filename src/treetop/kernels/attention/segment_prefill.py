@@ -9,12 +9,22 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from treetop.kernels.attention import load_kv, page_of, paged_attention_reference, within_page
-from treetop.kernels.attention_config import CallShape
+from treetop.kernels.attention.attention import load_kv, page_of, paged_attention_reference, within_page
+from treetop.kernels.attention.attention_config import CallShape
+from treetop.kernels.attention.metadata import AttentionMetadata, oldest_seen
+from treetop.kernels.attention.segment_attention import SegmentLaunch, is_small, load_queries
+from treetop.kernels.attention.segments import (
+    UNIT,
+    block_of,
+    enter,
+    fold,
+    join,
+    nothing,
+    result_of,
+    segment_of,
+    segment_start,
+)
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
-from treetop.kernels.metadata import AttentionMetadata, oldest_seen
-from treetop.kernels.segment_attention import SegmentLaunch, is_small, load_queries
-from treetop.kernels.segments import UNIT, block_of, enter, fold, join, nothing, result_of, segment_of, segment_start
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit_for_any, power_of_two, tl
 
 

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from treetop.kernels.attention.metadata import AttentionMetadata, first_seen, oldest_seen
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
-from treetop.kernels.metadata import AttentionMetadata, first_seen, oldest_seen
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, jit_for_any, power_of_two, tl
 
 UNIT = 128

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from treetop.kernels.attention import add_sink, fold_tail, tail_visible
+from treetop.kernels.attention.attention import add_sink, fold_tail, tail_visible
+from treetop.kernels.attention.metadata import AttentionMetadata, oldest_seen
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
-from treetop.kernels.metadata import AttentionMetadata, oldest_seen
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tl
 
 

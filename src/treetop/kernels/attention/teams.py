@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from treetop.kernels.metadata import oldest_seen
+from treetop.kernels.attention.metadata import oldest_seen
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tl
 
 _LONG = constexpr(2)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from treetop.kernels.attention import within_page
+from treetop.kernels.attention.attention import within_page
 from treetop.kernels.kv import moved, slots_of
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, tl
 

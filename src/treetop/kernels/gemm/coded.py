@@ -3,7 +3,7 @@
     weight[i, j] = (number(codes[i, j]) - zero[i, g]) * scale[i, g]        g = j // group, in float32
 
 and then rounded to the dtype of the product: once. Here it lies by rows, as checkpoints have it, so that ranks cut rows
-and groups; a GPU has it in tiles (`kernels.tiles`), and decodes it to the same bits.
+and groups; a GPU has it in tiles (`kernels.gemm.tiles`), and decodes it to the same bits.
 Sources: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats (MX) Specification 1.0.
 """
 

@@ -16,11 +16,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from treetop.kernels.coded import Numbers, decode
 from treetop.kernels.dependent_launch import ask_for, launch_options, pdl_wait
 from treetop.kernels.gate import Gate, activated, activated_reference
-from treetop.kernels.skinny_gemm import most_splits
-from treetop.kernels.tiles import BLOCK, TILE, TiledWeight, apart, tile_arguments, tile_options, tile_product, untile
+from treetop.kernels.gemm.coded import Numbers, decode
+from treetop.kernels.gemm.skinny_gemm import most_splits
+from treetop.kernels.gemm.tiles import (
+    BLOCK,
+    TILE,
+    TiledWeight,
+    apart,
+    tile_arguments,
+    tile_options,
+    tile_product,
+    untile,
+)
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tl
 
 MAX_ROWS = 256

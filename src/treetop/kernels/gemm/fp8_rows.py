@@ -20,14 +20,14 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from treetop.kernels.coded import CodedWeight
-from treetop.kernels.coded_rows import FEW, row_block
 from treetop.kernels.dependent_launch import ask_for, launch_options, pdl_wait
 from treetop.kernels.fused import e4m3
 from treetop.kernels.gate import Gate, activated, activated_reference
+from treetop.kernels.gemm.coded import CodedWeight
+from treetop.kernels.gemm.coded_rows import FEW, row_block
+from treetop.kernels.gemm.skinny_gemm import most_splits
+from treetop.kernels.gemm.tiles import apart
 from treetop.kernels.kv import FP8, LARGEST
-from treetop.kernels.skinny_gemm import most_splits
-from treetop.kernels.tiles import apart
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, jit_for_any, lanes, tl
 
 BLOCK = 128

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from treetop.kernels.dependent_launch import ask_for, launch_options, pdl_wait
 from treetop.kernels.gate import Gate, activated
-from treetop.kernels.skinny_gemm import gated_rows_reference
+from treetop.kernels.gemm.skinny_gemm import gated_rows_reference
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tl
 
 TILE, BLOCK, QUARTER = 64, 128, 32
@@ -170,7 +170,7 @@ def compressed_rows_reference(x: Tensor, weight: CompressedWeight, kind: Gate = 
 def compressed_rows(
     x: Tensor, weight: CompressedWeight, launch: CompressedLaunch, gpu: GpuTraits, kind: Gate = "silu"
 ) -> Tensor:
-    """The product as `kernels.skinny_gemm` gives it: parts [parts, rows, n], or [rows, n / 2] of a gated weight.
+    """The product as `kernels.gemm.skinny_gemm` gives it: parts [parts, rows, n], or [rows, n / 2] of a gated weight.
 
     x: [rows, k] bfloat16 (in the interpreter float32), contiguous, rows <= MAX_ROWS. The weight's n is a multiple of
     `block_n`, which is one of 64, or 128 if gated; k is one of `128 * splits`. Several splits give their parts in

@@ -27,8 +27,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from treetop.kernels.coded import MIDDLE, CodedWeight, Coding, decode
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
+from treetop.kernels.gemm.coded import MIDDLE, CodedWeight, Coding, decode
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, tl
 
 TILE, BLOCK = 64, 128

@@ -6,7 +6,7 @@
 or, where weights are those of inputs (`Routes.of_inputs`), with weight * x in place of x and without it there.
 
 The reference goes from expert to expert. A kernel's program computes 64 or 128 lines for one tile of tokens of one
-expert (`kernels.routing`), with the weight as the left operand: gates and ups of a product in turn, so that the
+expert (`kernels.moe.routing`), with the weight as the left operand: gates and ups of a product in turn, so that the
 activation is its end. Few tokens are bound by how fast weights stream, so tiles are as small as tensor cores allow;
 of many, tiles of one expert run side by side and find its weights in the cache. Each token and slot has outputs of its
 own, parts that the next kernel adds up in their order: nothing depends on which program is first, and no token on
@@ -19,12 +19,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from treetop.kernels.coded import CodedWeight, decode
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.exact import BY_ELEMENT, LIBRARY, Functions, linear_by_rows
 from treetop.kernels.gate import Gate, activated, activated_reference
-from treetop.kernels.routing import Routes, RowProduct, Tiles, each_row
-from treetop.kernels.tiles import BLOCK, TiledWeight, tile_arguments, tile_options, tile_product, untile
+from treetop.kernels.gemm.coded import CodedWeight, decode
+from treetop.kernels.gemm.tiles import BLOCK, TiledWeight, tile_arguments, tile_options, tile_product, untile
+from treetop.kernels.moe.routing import Routes, RowProduct, Tiles, each_row
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, tl
 
 LIMIT, ALPHA = 7.0, 1.702

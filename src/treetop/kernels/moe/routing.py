@@ -18,7 +18,7 @@ from torch import Tensor
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.exact import BY_ELEMENT, LIBRARY, Functions, linear_by_rows
 from treetop.kernels.sort_key import index_of, key_of
-from treetop.kernels.tree import stable_topk
+from treetop.kernels.tree.tree import stable_topk
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, power_of_two, tl
 
 RowProduct = Callable[[Tensor, Tensor, Tensor | None], Tensor]

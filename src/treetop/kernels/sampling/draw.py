@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
-from treetop.kernels.sampling import TEMPERATURES, SampledTokens, SamplingMetadata
+from treetop.kernels.sampling.sampling import TEMPERATURES, SampledTokens, SamplingMetadata
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, tl
 
 _BLOCK = 8192
@@ -50,7 +50,8 @@ def draw_tokens(
 def draw_wide(
     logits: Tensor, sampler: SamplingMetadata, rows: Tensor, positions: Tensor, filtered: bool, gpu: GpuTraits
 ) -> SampledTokens:
-    """`draw_tokens` of logits in float32 whatever their dtype: as `kernels.process` leaves those of a whole batch.
+    """`draw_tokens` of logits in float32 whatever their dtype: as `kernels.sampling.process` leaves those of a whole
+    batch.
 
     A row that changes no logit of its own has the same sums beside one that does and without.
     """
@@ -238,7 +239,7 @@ def _kept(
 
 @jit
 def _uniform(seed: Arg, position: Arg) -> Arg:
-    """`kernels.sampling.philox_uniform` of one draw."""
+    """`kernels.sampling.sampling.philox_uniform` of one draw."""
     low, high = (position & 0xFFFFFFFF).to(tl.uint32), (position >> 32).to(tl.uint32)
     zero = tl.zeros_like(low)
     bits, _, _, _ = tl.philox(seed, low, high, zero, zero)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from treetop.kernels.process import LogitsProcessors, concerned
+from treetop.kernels.sampling.process import LogitsProcessors, concerned
 from treetop.types.parallel import Parallel
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

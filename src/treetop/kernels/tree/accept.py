@@ -8,8 +8,8 @@ that equals x, or stopping with x, emits exactly x ~ target. It accepts with pro
 p(child), the same as multi-round rejection with point-mass proposals, and it makes sampled output with a tree equal,
 token for token, to sampled output without one.
 
-On a GPU a greedy round chooses and accepts in two launches, a sampled one accepts in one after `kernels.draw`. Where a
-logit is NaN the node is not finite, and the token chosen there has no meaning.
+On a GPU a greedy round chooses and accepts in two launches, a sampled one accepts in one after `kernels.sampling.draw`.
+Where a logit is NaN the node is not finite, and the token chosen there has no meaning.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
-from treetop.kernels.sampling import PartialArgmax, SampledTokens
+from treetop.kernels.sampling.sampling import PartialArgmax, SampledTokens
 from treetop.kernels.sort_key import index_of, key_of, value_of
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, tl
 from treetop.types.tree import Accepted, DraftTree, copy_into

@@ -4,7 +4,7 @@ The score of a node is its estimated probability to be accepted. A head's logits
 over a temperature, before the softmax; then each log-probability gets a learned shift, by the depth of the proposal and
 its rank among the k of its parent. So the same trees grow whatever the scale of a head's logits, and no chain and no
 token depends on it. Rows are of a class by the temperature that they sample with, for a draw agrees with a head less
-often than an argmax. Learning is in `kernels.learn`.
+often than an argmax. Learning is in `kernels.tree.learn`.
 """
 
 from collections.abc import Callable

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from treetop.kernels.row_text import continued, longest_matches
+from treetop.kernels.tree.row_text import continued, longest_matches
 
 LONGEST, SHORTEST = 8, 2
 """Tokens of a match that are compared, and that it must have."""
@@ -70,7 +70,7 @@ class HeadCandidates:
 def graft(head: HeadCandidates, out: Graft, text: Tensor, rows: Tensor, end: Tensor) -> None:
     """Write a row's line into `out`, and raise the scores of the head's candidates that are on it.
 
-    text: of all rows, as `kernels.row_text` has it. rows: [rows] int64. end: [rows] int64, where the roots stand.
+    text: of all rows, as `kernels.tree.row_text` has it. rows: [rows] int64. end: [rows] int64, where the roots stand.
     """
     n, k, steps, candidates = len(rows), head.k, head.steps, head.tokens.shape[1]
     own = text[rows]

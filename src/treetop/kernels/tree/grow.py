@@ -1,7 +1,8 @@
-"""Growing a tree; on a GPU one launch to start, one a draft level. `kernels.select` chooses among what has grown.
+"""Growing a tree; on a GPU one launch to start, one a draft level. `kernels.tree.select` chooses among what has grown.
 
-A score is the sum of corrected log-probabilities (`kernels.calibration`) along the path. Both ways give the same bits:
-scores are the same float32 additions, ties go to the smaller index. Flat candidate indices: see `kernels.tree`.
+A score is the sum of corrected log-probabilities (`kernels.tree.calibration`) along the path. Both ways give the same
+bits: scores are the same float32 additions, ties go to the smaller index. Flat candidate indices: see
+`kernels.tree.tree`.
 
 The first of each frontier is the top-1 spine, whatever its score: a tree that is not worth its branches is a chain.
 """
@@ -12,13 +13,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from treetop.kernels.calibration import Calibration, Heat, corrected, corrected_in_registers
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
-from treetop.kernels.graft import Graft, HeadCandidates
-from treetop.kernels.rows import RowTables
 from treetop.kernels.sort_key import index_of, key_of
-from treetop.kernels.topk import MOST
-from treetop.kernels.tree import next_level_mask, root_tree, stable_topk
+from treetop.kernels.tree.calibration import Calibration, Heat, corrected, corrected_in_registers
+from treetop.kernels.tree.graft import Graft, HeadCandidates
+from treetop.kernels.tree.rows import RowTables
+from treetop.kernels.tree.topk import MOST
+from treetop.kernels.tree.tree import next_level_mask, root_tree, stable_topk
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, tl
 from treetop.types.layout import SpecShape
 from treetop.types.tree import DraftTree, PathPositions, copy_into

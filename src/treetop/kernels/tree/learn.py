@@ -1,4 +1,4 @@
-"""Learning a calibration, once a round, on the device (`kernels.calibration` says what it is for).
+"""Learning a calibration, once a round, on the device (`kernels.tree.calibration` says what it is for).
 
 What is learned from: every verified node whose children the head proposed, on the accepted path or not, and all k of
 them, selected or not. Predicted and observed shares are kept as sums in which later rounds weigh more, and of which no
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from treetop.kernels.calibration import Calibration
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
-from treetop.kernels.grow import TreeBuilder
+from treetop.kernels.tree.calibration import Calibration
+from treetop.kernels.tree.grow import TreeBuilder
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, tl
 from treetop.types.sampling import CLASSES
 from treetop.types.tree import Accepted
@@ -64,7 +64,7 @@ def learn_reference(calibration: Calibration, growth: TreeBuilder, accepted: Acc
 
 
 def _add_up(calibration: Calibration, growth: TreeBuilder, accepted: Accepted, observed: Observed) -> None:
-    """A round's sums. Group 0 of the candidates hangs on the root, group g on `parents[g]` (`kernels.tree`)."""
+    """A round's sums. Group 0 of the candidates hangs on the root, group g on `parents[g]` (`kernels.tree.tree`)."""
     k, steps, n = growth.shape.topk, growth.shape.num_steps, len(observed.rows)
     groups = 1 + (steps - 1) * k
     at = growth.chosen[:, :, None] == growth.parents[:, None, :groups]  # [rows, T, groups]
@@ -161,7 +161,7 @@ def _add_up_kernel(
             seen = tl.full([], 0, tl.int64)
             for slot in range(k):
                 group = tl.where(level == 0, 0, 1 + (level - 1) * k + slot)
-                deep = group > k  # the others hang on the root and its children (`kernels.tree`)
+                deep = group > k  # the others hang on the root and its children (`kernels.tree.tree`)
                 up = tl.where(deep, tl.load(parents + item * parent_row + group, mask=deep, other=0), group - 1)
                 at = (flat == up) & real & ((level > 0) | (slot == 0))
                 verified = tl.sum(at.to(tl.int64), 0)

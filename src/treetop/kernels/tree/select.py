@@ -1,14 +1,14 @@
 """Choosing the verify tree among the candidates that have grown, and those of a graft; on a GPU in one launch.
 
-Scores are compared alike both ways, ties go to the smaller index. Flat candidate indices: see `kernels.tree`.
+Scores are compared alike both ways, ties go to the smaller index. Flat candidate indices: see `kernels.tree.tree`.
 """
 
 import torch
 
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
-from treetop.kernels.grow import TreeBuilder, mask_bytes, row_stride
 from treetop.kernels.sort_key import index_of, key_of
-from treetop.kernels.tree import select_tree
+from treetop.kernels.tree.grow import TreeBuilder, mask_bytes, row_stride
+from treetop.kernels.tree.tree import select_tree
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, tl
 from treetop.types.tree import DraftTree, PathPositions, copy_into
 

@@ -7,10 +7,10 @@ keeps its k best and its share of the normaliser, then a program a row merges th
 import torch
 from torch import Tensor
 
-from treetop.kernels.calibration import Heat
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.sort_key import index_of, key_of, value_of
-from treetop.kernels.tree import stable_topk
+from treetop.kernels.tree.calibration import Heat
+from treetop.kernels.tree.tree import stable_topk
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, tl
 
 _PIECE = 1024

@@ -7,7 +7,7 @@ of one frontier node form a group, so `index // k` is the group and group 0 hang
 import torch
 from torch import Tensor
 
-from treetop.kernels.graft import Graft
+from treetop.kernels.tree.graft import Graft
 from treetop.types.layout import SpecShape
 from treetop.types.tree import DraftTree
 

@@ -9,8 +9,9 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+from treetop.checkpoints.values import Config, flag, real, require_value, size, table
+from treetop.kernels.moe.routing import RouterKind, RouterSpec
 from treetop.kernels.rope import Yarn
-from treetop.kernels.routing import RouterKind, RouterSpec
 from treetop.models.config import (
     AttentionSpec,
     DenseSpec,
@@ -28,7 +29,6 @@ from treetop.models.config import (
 )
 from treetop.models.rope_config import rope_spec
 from treetop.models.routers import corrected_sigmoids, router_in_groups
-from treetop.models.values import Config, flag, real, require_value, size, table
 from treetop.types.errors import CheckpointError, shown
 from treetop.types.kv import compressed
 

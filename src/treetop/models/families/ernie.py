@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from treetop.kernels.routing import RouterKind, RouterSpec
+from treetop.checkpoints.values import Config, flag, require_value, size
+from treetop.kernels.moe.routing import RouterKind, RouterSpec
 from treetop.models.config import (
     AttentionSpec,
     ExpertSpec,
@@ -22,7 +23,6 @@ from treetop.models.config import (
     num_layers,
 )
 from treetop.models.decoder import unused_tensors
-from treetop.models.values import Config, flag, require_value, size
 from treetop.types.errors import CheckpointError
 
 _DEFAULTS = {"rope_theta": 5e5, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "max_position_embeddings": 131072}

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from treetop.checkpoints.values import Config, size
 from treetop.kernels.rope import RopeSpec
-from treetop.models import glm4_moe
 from treetop.models.config import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
@@ -27,8 +27,8 @@ from treetop.models.config import (
     num_layers,
 )
 from treetop.models.decoder import unused_tensors
-from treetop.models.olmo import NORMS
-from treetop.models.values import Config, size
+from treetop.models.families import glm4_moe
+from treetop.models.families.olmo import NORMS
 from treetop.types.errors import CheckpointError, shown
 
 _DEFAULTS: dict[str, Any] = {"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096}

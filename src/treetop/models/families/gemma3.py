@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from treetop.checkpoints.values import Config, real, require_value, size, table
 from treetop.models.config import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
@@ -20,7 +21,6 @@ from treetop.models.config import (
     model_config,
     num_layers,
 )
-from treetop.models.values import Config, real, require_value, size, table
 
 _DEFAULTS: dict[str, Any] = {
     "vocab_size": 262208,

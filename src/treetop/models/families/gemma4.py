@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from treetop.kernels.experts import Activation
-from treetop.kernels.routing import RouterKind, RouterSpec
+from treetop.checkpoints.values import Config, flag, real, require_value, size
+from treetop.kernels.moe.experts import Activation
+from treetop.kernels.moe.routing import RouterKind, RouterSpec
 from treetop.models.config import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
@@ -27,7 +28,6 @@ from treetop.models.config import (
     own_config,
 )
 from treetop.models.decoder import unused_tensors
-from treetop.models.values import Config, flag, real, require_value, size
 from treetop.types.errors import CheckpointError
 
 _DEFAULTS: dict[str, Any] = {

@@ -7,6 +7,7 @@ Source: `transformers`' glm and glm4, whose defaults these are.
 from dataclasses import replace
 from pathlib import Path
 
+from treetop.checkpoints.values import Config, require_value, size
 from treetop.models.config import (
     AttentionSpec,
     LayerSpec,
@@ -18,7 +19,6 @@ from treetop.models.config import (
     num_layers,
 )
 from treetop.models.decoder import unused_tensors
-from treetop.models.values import Config, require_value, size
 
 _NORMS = NormNames(attention_output="post_self_attn_layernorm", feed_forward_output="post_mlp_layernorm")
 

@@ -3,7 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from treetop.models import glm4
+from treetop.checkpoints.params import stored_tensors
+from treetop.checkpoints.values import Config, flag, size
 from treetop.models.attention import attention_params
 from treetop.models.config import (
     DenseSpec,
@@ -15,10 +16,9 @@ from treetop.models.config import (
     num_layers,
 )
 from treetop.models.decoder import unused_tensors
+from treetop.models.families import glm4
 from treetop.models.feed_forward import feed_forward_params
-from treetop.models.params import stored_tensors
 from treetop.models.routers import corrected_sigmoids
-from treetop.models.values import Config, flag, size
 
 
 def read(config: Config, where: Path) -> ModelConfig:

@@ -3,8 +3,9 @@
 from dataclasses import replace
 from pathlib import Path
 
-from treetop.kernels.experts import ALPHA, LIMIT, Activation
-from treetop.kernels.routing import RouterKind, RouterSpec
+from treetop.checkpoints.values import Config, real, size
+from treetop.kernels.moe.experts import ALPHA, LIMIT, Activation
+from treetop.kernels.moe.routing import RouterKind, RouterSpec
 from treetop.models.config import (
     ExpertLayout,
     ExpertSpec,
@@ -15,7 +16,6 @@ from treetop.models.config import (
     num_experts_per_token,
     num_layers,
 )
-from treetop.models.values import Config, real, size
 from treetop.types.errors import CheckpointError
 
 _WINDOW, _FULL = "sliding_attention", "full_attention"

@@ -7,8 +7,9 @@ Source: `transformers`' granite, granitemoe and granitemoehybrid, whose defaults
 from dataclasses import replace
 from pathlib import Path
 
+from treetop.checkpoints.values import Config, real, require_value, size
+from treetop.kernels.moe.routing import RouterKind, RouterSpec
 from treetop.kernels.rope import RopeSpec
-from treetop.kernels.routing import RouterKind, RouterSpec
 from treetop.models.config import (
     AttentionSpec,
     DenseSpec,
@@ -21,7 +22,6 @@ from treetop.models.config import (
     num_experts_per_token,
     num_layers,
 )
-from treetop.models.values import Config, real, require_value, size
 
 
 def read(config: Config, where: Path) -> ModelConfig:

@@ -8,7 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from treetop.kernels.routing import RouterKind, RouterSpec
+from treetop.checkpoints.params import Param, renamed
+from treetop.checkpoints.values import Config, real, require_value, size, table
+from treetop.kernels.moe.routing import RouterKind, RouterSpec
 from treetop.models.config import (
     AttentionSpec,
     ExpertSpec,
@@ -21,8 +23,6 @@ from treetop.models.config import (
     num_layers,
 )
 from treetop.models.decoder import decoder_params
-from treetop.models.params import Param, renamed
-from treetop.models.values import Config, real, require_value, size, table
 from treetop.types.errors import CheckpointError, shown
 
 _ONLY = {"use_cla": False, "use_qk_norm": True, "mlp_bias": False, "moe_layer_num_skipped": 0, "norm_type": "rms"}

@@ -6,7 +6,8 @@ Source: `transformers`' hy_v3, whose defaults these are.
 from dataclasses import replace
 from pathlib import Path
 
-from treetop.kernels.routing import RouterKind, RouterSpec
+from treetop.checkpoints.values import Config, real, size
+from treetop.kernels.moe.routing import RouterKind, RouterSpec
 from treetop.models.config import (
     DenseSpec,
     ExpertSpec,
@@ -19,7 +20,6 @@ from treetop.models.config import (
     num_experts_per_token,
 )
 from treetop.models.decoder import unused_tensors
-from treetop.models.values import Config, real, size
 
 
 def read(config: Config, where: Path) -> ModelConfig:

@@ -8,8 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from treetop.kernels.experts import Activation
-from treetop.kernels.routing import RouterKind, RouterSpec
+from treetop.checkpoints.json_file import integers
+from treetop.checkpoints.values import Config, real, require_value, size, table
+from treetop.kernels.moe.experts import Activation
+from treetop.kernels.moe.routing import RouterKind, RouterSpec
 from treetop.models.config import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
@@ -27,8 +29,6 @@ from treetop.models.config import (
     num_layers,
     own_config,
 )
-from treetop.models.json_file import integers
-from treetop.models.values import Config, real, require_value, size, table
 from treetop.types.errors import CheckpointError, shown
 
 _ROPE = {

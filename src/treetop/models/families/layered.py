@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from treetop.models import glm4_moe, qwen3_moe
+from treetop.checkpoints.values import Config, size
 from treetop.models.config import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
@@ -24,7 +24,7 @@ from treetop.models.config import (
     num_layers,
 )
 from treetop.models.decoder import unused_tensors
-from treetop.models.values import Config, size
+from treetop.models.families import glm4_moe, qwen3_moe
 
 _CWM_ROPE = {
     "rope_type": "llama3",

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from treetop.checkpoints.values import Config
 from treetop.models.config import LayerSpec, ModelConfig, attention_spec, dense_spec, model_config, num_layers
-from treetop.models.values import Config
 
 
 def read(config: Config, where: Path) -> ModelConfig:

@@ -9,8 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from treetop.checkpoints.json_file import integers
+from treetop.checkpoints.params import Param, renamed
+from treetop.checkpoints.values import Config, flag, real, require_value, size
+from treetop.kernels.moe.routing import RouterKind, RouterSpec
 from treetop.kernels.rope import QueryScale, RopeSpec, Yarn
-from treetop.kernels.routing import RouterKind, RouterSpec
 from treetop.models.config import (
     FULL_ATTENTION,
     AttentionSpec,
@@ -24,9 +27,6 @@ from treetop.models.config import (
     num_layers,
 )
 from treetop.models.decoder import decoder_params
-from treetop.models.json_file import integers
-from treetop.models.params import Param, renamed
-from treetop.models.values import Config, flag, real, require_value, size
 from treetop.types.errors import CheckpointError
 
 CHUNKED_ATTENTION = "chunked_attention"

@@ -5,10 +5,10 @@ Source: the configuration and the weights' names of XiaomiMiMo/MiMo-7B-RL.
 
 from pathlib import Path
 
-from treetop.models import qwen2
+from treetop.checkpoints.values import Config, require_value
 from treetop.models.config import ModelConfig
 from treetop.models.decoder import unused_tensors
-from treetop.models.values import Config, require_value
+from treetop.models.families import qwen2
 
 
 def read(config: Config, where: Path) -> ModelConfig:

@@ -14,7 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from treetop.kernels.routing import RouterKind, RouterSpec
+from treetop.checkpoints.values import Config, flag, real, require_value, size, table
+from treetop.kernels.moe.routing import RouterKind, RouterSpec
 from treetop.models.config import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
@@ -32,7 +33,6 @@ from treetop.models.config import (
     num_layers,
 )
 from treetop.models.decoder import unused_tensors
-from treetop.models.values import Config, flag, real, require_value, size, table
 from treetop.types.errors import CheckpointError, shown
 
 _DEFAULTS: dict[str, Any] = {

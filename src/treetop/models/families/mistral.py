@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from treetop.checkpoints.values import Config, real, require_value, size, table
+from treetop.kernels.moe.routing import RouterKind
 from treetop.kernels.rope import QueryScale
-from treetop.kernels.routing import RouterKind
 from treetop.models.config import LayerSpec, ModelConfig, attention_spec, dense_spec, model_config, num_layers
-from treetop.models.deepseek import LATENT_SIZES, dense_first, latent_model
+from treetop.models.families.deepseek import LATENT_SIZES, dense_first, latent_model
 from treetop.models.routers import renormalised, router_in_groups
-from treetop.models.values import Config, real, require_value, size, table
 from treetop.types.errors import CheckpointError
 
 

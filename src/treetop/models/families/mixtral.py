@@ -7,7 +7,8 @@ Source: `transformers`' mixtral and minimax_m2, whose defaults these are.
 from dataclasses import replace
 from pathlib import Path
 
-from treetop.kernels.routing import RouterKind, RouterSpec
+from treetop.checkpoints.values import Config, require_value, size
+from treetop.kernels.moe.routing import RouterKind, RouterSpec
 from treetop.models.config import (
     AttentionSpec,
     ExpertSpec,
@@ -18,7 +19,6 @@ from treetop.models.config import (
     num_experts_per_token,
     num_layers,
 )
-from treetop.models.values import Config, require_value, size
 
 
 def read(config: Config, where: Path) -> ModelConfig:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from treetop.models import qwen3_moe
+from treetop.checkpoints.values import Config, require_value, size, table
 from treetop.models.config import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
@@ -22,7 +22,7 @@ from treetop.models.config import (
     model_config,
     num_layers,
 )
-from treetop.models.values import Config, require_value, size, table
+from treetop.models.families import qwen3_moe
 
 NORMS = NormNames(None, None, "post_attention_layernorm", "post_feedforward_layernorm")
 """Behind attention and feed-forward alone."""

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+from treetop.checkpoints.values import Config, flag, size
 from treetop.models.config import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
@@ -13,7 +14,6 @@ from treetop.models.config import (
     layer_types,
     model_config,
 )
-from treetop.models.values import Config, flag, size
 from treetop.types.errors import CheckpointError
 
 

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from pathlib import Path
 
+from treetop.checkpoints.values import Config
 from treetop.models.config import LayerSpec, ModelConfig, attention_spec, dense_spec, model_config
-from treetop.models.qwen2 import windows
-from treetop.models.values import Config
+from treetop.models.families.qwen2 import windows
 
 
 def read(config: Config, where: Path) -> ModelConfig:

@@ -3,7 +3,9 @@
 from dataclasses import replace
 from pathlib import Path
 
-from treetop.kernels.routing import RouterKind, RouterSpec
+from treetop.checkpoints.json_file import integers
+from treetop.checkpoints.values import Config, flag, require_value, size
+from treetop.kernels.moe.routing import RouterKind, RouterSpec
 from treetop.models.config import (
     DenseSpec,
     ExpertSpec,
@@ -15,8 +17,6 @@ from treetop.models.config import (
     num_experts_per_token,
     num_layers,
 )
-from treetop.models.json_file import integers
-from treetop.models.values import Config, flag, require_value, size
 from treetop.types.errors import CheckpointError
 
 

@@ -6,8 +6,8 @@ Source: `transformers`' seed_oss, whose defaults these are.
 from dataclasses import replace
 from pathlib import Path
 
+from treetop.checkpoints.values import Config, flag
 from treetop.models.config import LayerSpec, ModelConfig, attention_spec, dense_spec, model_config, num_layers
-from treetop.models.values import Config, flag
 
 
 def read(config: Config, where: Path) -> ModelConfig:

@@ -6,6 +6,8 @@ Source: `transformers`' smollm3, whose defaults these are.
 from dataclasses import replace
 from pathlib import Path
 
+from treetop.checkpoints.json_file import integers
+from treetop.checkpoints.values import Config, flag, size
 from treetop.kernels.rope import RopeSpec
 from treetop.models.config import (
     FULL_ATTENTION,
@@ -18,8 +20,6 @@ from treetop.models.config import (
     model_config,
     num_layers,
 )
-from treetop.models.json_file import integers
-from treetop.models.values import Config, flag, size
 from treetop.types.errors import CheckpointError
 
 

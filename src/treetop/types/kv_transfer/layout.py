@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from treetop.disaggregation.transport import Memory, Range
 from treetop.types.errors import CapacityError
 from treetop.types.ids import GroupName
 from treetop.types.kv_chunk import ALIGNMENT, KVChunk
+from treetop.types.kv_transfer.transport import Memory, Range
 from treetop.types.layout import KVGroup
 
 

@@ -12,10 +12,10 @@ from typing import TypeVar
 
 import msgspec
 
-from treetop.disaggregation.layout import Schema, SlotRef
-from treetop.disaggregation.scheduling import FirstToken, Prompt
 from treetop.types.errors import UserError
 from treetop.types.kv_chunk import KVChunk
+from treetop.types.kv_transfer.layout import Schema, SlotRef
+from treetop.types.kv_transfer.scheduling import FirstToken, Prompt
 
 WIRE_VERSION = 6
 
