@@ -51,6 +51,7 @@ class LLM:
         self._weights = WeightFolders(self.config.model, self.config.draft)
         self._local, self._close_engine = opened.local, opened.close
         self.model_path, self.draft_path = Path(opened.info.model_path), opened.draft_path
+        self.max_context = opened.info.max_context
         self._reader = PromptReader(opened.info)
         self.tokenizer = self._reader.tokenizer
         self._structures = StructureChecker(opened.info)
@@ -133,7 +134,20 @@ class LLM:
         continue_final_message: bool = False,
         **options: Any,
     ) -> list[RequestOutput]:
-        """The next message of each conversation; a list of {"role", "content"} is one.
+        """The next message of each conversation, as `chat_prompts` reads it."""
+        prompts = self.chat_prompts(conversations, sampling_params, chat_template, continue_final_message, **options)
+        return self.generate(prompts, sampling_params)
+
+    def chat_prompts(
+        self,
+        /,
+        conversations: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        chat_template: str | None = None,
+        continue_final_message: bool = False,
+        **options: Any,
+    ) -> list[list[int]]:
+        """Ids of each conversation, for `generate` or `stream`; a list of {"role", "content"} is one.
 
         chat_template: a file or the template itself, instead of the model's. options: given to it.
         continue_final_message: the output goes on with the last message.
@@ -142,7 +156,7 @@ class LLM:
         template = self._template_of(chat_template)
         listed = conversations_of(conversations)
         own = paired(sampling_params, len(listed))
-        prompts = [
+        return [
             chat_ids(
                 template,
                 self._reader,
@@ -153,7 +167,6 @@ class LLM:
             )
             for each, params in zip(listed, own, strict=True)
         ]
-        return self.generate(prompts, sampling_params)
 
     def _template_of(self, given: str | None) -> ChatTemplate:
         if given is None and self._template is not None:

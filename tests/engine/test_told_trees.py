@@ -76,9 +76,11 @@ def test_a_round_of_whom_nobody_asks_copies_no_trees(strong_pair):
 
     llm.engine._staging.post = noted
     submit(llm, strong_pair.prompts([5, 9]), [asking(greedy(6)), greedy(40)])
-    told = [isinstance(plan, RoundPlan) and bool(plan.told_trees) for plan, _ in pump(llm)]
-    assert copied == told
-    assert {True, False} == set(told[2:])
+    steps = [*pump(llm)]
+    told = [plan.told_trees if isinstance(plan, RoundPlan) else () for plan, _ in steps]
+    assert copied == [bool(rows) for rows in told]
+    assert [len(rows) for rows in told] == [sum(each.tree is not None for each in updates) for _, updates in steps]
+    assert {True, False} == set(copied[2:])
 
 
 def test_a_round_without_drafts_has_no_tree_and_an_engine_without_refuses(strong_pair):

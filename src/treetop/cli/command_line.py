@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
-from treetop.cli import bench, bench_serve, doctor, generate, inspect, models, quantize, serve, trace
+from treetop.cli import bench, bench_serve, chat, doctor, generate, inspect, models, quantize, serve, trace
 from treetop.cli.hints import short, unknown_options, with_hint
 from treetop.types.errors import ConfigError, EngineError, UserError
 from treetop.version import DISTRIBUTION, __version__
@@ -27,6 +27,7 @@ class Command(Protocol):
 
 COMMANDS: dict[str, Command] = {
     "generate": generate,
+    "chat": chat,
     "serve": serve,
     "bench": bench,
     "bench-serve": bench_serve,

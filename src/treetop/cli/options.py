@@ -78,6 +78,12 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
         raise InputError(re.sub(rf"(^|; )({'|'.join(given)})\b", lambda m: m[1] + flag(m[2]), str(error))) from None
 
 
+def simulation(args: argparse.Namespace) -> str | None:
+    """The option that makes outputs wrong, if one does."""
+    names = "simulate_accept_length", "simulate_acceptance"
+    return next((flag(name) for name in names if getattr(args, name) is not None), None)
+
+
 def read_prompt(name: str) -> str:
     """The text of a `--prompt-file`."""
     try:
