@@ -15,11 +15,11 @@ import pytest
 from support.command_line import SOURCE, refused, run
 from support.waiting import WAIT_S
 from treetop import LLM
+from treetop.checkpoints.folder import resolve_folder
 from treetop.cli.chat import _typed
 from treetop.cli.chat_session import ChatSession, DepthPainter
-from treetop.models.folder import resolve_folder
-from treetop.server.outputs import TextDelta
-from treetop.server.tokenizer import Tokenizer
+from treetop.outputs import TextDelta
+from treetop.text.tokenizer import Tokenizer
 from treetop.types.errors import InputError
 
 HI = "def area(r):"
@@ -109,7 +109,7 @@ def test_quit_ends_it_and_a_wrong_command_is_an_error(capsys, monkeypatch):
 
 def test_what_cannot_work_is_refused_before_any_weight_is_read(capsys, monkeypatch):
     """A model without a template, and a template that is none."""
-    monkeypatch.setattr("treetop.server.llm.LLM", None)
+    monkeypatch.setattr("treetop.llm.LLM", None)
     model = "tests/checkpoints/nestling-hybrid"
     refused(capsys, ["chat", model], "has no chat template", "--chat-template FILE", "treetop generate")
     refused(capsys, ["chat", "--chat-template", "{% if %}"], "chat template")

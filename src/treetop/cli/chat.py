@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     given = given_options(args, SamplingParams)
     _check_template(args)
     from treetop.cli.chat_session import ChatSession
-    from treetop.server.llm import LLM
+    from treetop.llm import LLM
 
     llm = LLM(args.model, **engine_options(args))
     if option := simulation(args):
@@ -55,9 +55,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_template(args: argparse.Namespace) -> None:
     """Raise UserError, before any weight is read, where there is no chat template or it cannot be used."""
-    from treetop.models.folder import resolve_folder
-    from treetop.server.chat_template import open_chat_template
-    from treetop.server.options import Unset, engine_config
+    from treetop.checkpoints.folder import resolve_folder
+    from treetop.serve_options import Unset, engine_config
+    from treetop.text.chat_template import open_chat_template
 
     folder = resolve_folder(engine_config(args.model, Unset.UNSET, engine_options(args)).model)
     template = open_chat_template(folder, args.chat_template)

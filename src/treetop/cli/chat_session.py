@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.text import Text
 
 from treetop.cli.output import summary
-from treetop.server.llm import LLM, RequestOutput, TextDelta
-from treetop.server.tokenizer import TokenStream
+from treetop.llm import LLM, RequestOutput, TextDelta
+from treetop.text.tokenizer import TokenStream
 from treetop.types.errors import InputError, close_name
 from treetop.types.sampling import SamplingParams
 
