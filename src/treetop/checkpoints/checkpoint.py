@@ -16,11 +16,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from treetop.checkpoints.gguf.folder_view import GgufFolder
+from treetop.checkpoints.gguf.header import TYPES
+from treetop.checkpoints.gguf.open_folder import gguf_of
 from treetop.checkpoints.json_file import not_there, read_object
 from treetop.checkpoints.pickled import PickledTensors
-from treetop.models.gguf.folder_view import GgufFolder
-from treetop.models.gguf.header import TYPES
-from treetop.models.gguf.open_folder import gguf_of
 from treetop.types.errors import CheckpointError, shown
 from treetop.weights.format import Fetch, Span, Stored
 

@@ -7,9 +7,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from treetop.checkpoints.gguf.open_folder import chosen_file, gguf_folder
 from treetop.checkpoints.hub import hub_folder, hub_gguf, is_hub_id
 from treetop.checkpoints.json_file import integers, read_object
-from treetop.models.gguf.open_folder import chosen_file, gguf_folder
 from treetop.types.config import EngineConfig
 from treetop.types.default_model import PACKAGE, PAIRS, smollm2_file
 from treetop.types.errors import CheckpointError

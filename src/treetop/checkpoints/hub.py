@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
-from treetop.models.gguf.open_folder import chosen_name, is_gguf
+from treetop.checkpoints.gguf.open_folder import chosen_name, is_gguf
 from treetop.types.errors import CheckpointError
 
 T = TypeVar("T")

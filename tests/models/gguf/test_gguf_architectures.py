@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from treetop.models.gguf.architectures import config_of, hub_name
-from treetop.models.gguf.header import Header, Stored
+from treetop.checkpoints.gguf.architectures import config_of, hub_name
+from treetop.checkpoints.gguf.header import Header, Stored
 from treetop.types.errors import CheckpointError
 
 _FILE = Path("m.gguf")

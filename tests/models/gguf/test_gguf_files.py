@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from treetop.models.gguf.header import TYPES, read_header
-from treetop.models.gguf.tensors import GgufTensors
+from treetop.checkpoints.gguf.header import TYPES, read_header
+from treetop.checkpoints.gguf.tensors import GgufTensors
 from treetop.types.errors import CheckpointError
 
 gguf = pytest.importorskip("gguf")

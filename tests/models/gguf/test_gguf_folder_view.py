@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from treetop.models.gguf.folder_view import GgufFolder
+from treetop.checkpoints.gguf.folder_view import GgufFolder
 
 gguf = pytest.importorskip("gguf")
 

@@ -27,9 +27,9 @@ from treetop import LLM
 from treetop.checkpoints.checkpoint import open_file, open_tensors, stored_files, tensor_files
 from treetop.checkpoints.fingerprint import fingerprint
 from treetop.checkpoints.folder import resolve_folder
+from treetop.checkpoints.gguf import folder_view
+from treetop.checkpoints.gguf.architectures import expert_names
 from treetop.checkpoints.hub import hub_folder, hub_gguf
-from treetop.models.gguf import folder_view
-from treetop.models.gguf.architectures import expert_names
 from treetop.models.registry import target_spec
 from treetop.types.errors import CheckpointError
 from treetop.weights.format import Span, Stored

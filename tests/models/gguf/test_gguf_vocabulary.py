@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.tiny_models import byte_characters
-from treetop.models.gguf.vocabulary import vocabulary
+from treetop.checkpoints.gguf.vocabulary import vocabulary
 from treetop.types.errors import CheckpointError
 
 PATH = Path("m.gguf")

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treetop.models.gguf.header import Header
-from treetop.models.gguf.rope_factors import rope_scaling
+from treetop.checkpoints.gguf.header import Header
+from treetop.checkpoints.gguf.rope_factors import rope_scaling
 from treetop.types.errors import CheckpointError, shown
 
 

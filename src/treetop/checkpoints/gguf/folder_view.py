@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-from treetop.models.gguf.architectures import UNREAD, architecture, config_of, expert_names, hub_name
-from treetop.models.gguf.header import TYPES
-from treetop.models.gguf.tensors import GgufTensors
+from treetop.checkpoints.gguf.architectures import UNREAD, architecture, config_of, expert_names, hub_name
+from treetop.checkpoints.gguf.header import TYPES
+from treetop.checkpoints.gguf.tensors import GgufTensors
 from treetop.types.errors import CheckpointError
 
 _MAX_NAMES = 2**18

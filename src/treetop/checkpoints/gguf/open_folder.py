@@ -14,9 +14,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from treetop.models.gguf.architectures import config_of
-from treetop.models.gguf.header import kept_header
-from treetop.models.gguf.vocabulary import vocabulary
+from treetop.checkpoints.gguf.architectures import config_of
+from treetop.checkpoints.gguf.header import kept_header
+from treetop.checkpoints.gguf.vocabulary import vocabulary
 from treetop.types.errors import CheckpointError
 from treetop.types.user_cache import user_cache
 from treetop.version import __version__

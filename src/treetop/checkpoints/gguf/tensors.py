@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treetop.models.gguf.header import Header, kept_header
+from treetop.checkpoints.gguf.header import Header, kept_header
 from treetop.types.errors import CheckpointError, ConfigError
 from treetop.version import DISTRIBUTION
 

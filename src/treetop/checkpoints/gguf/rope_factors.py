@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from treetop.models.gguf.header import Header
+from treetop.checkpoints.gguf.header import Header
 from treetop.types.errors import CheckpointError, shown
 
 _FACTORS = "rope_freqs.weight"
