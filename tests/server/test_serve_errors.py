@@ -10,6 +10,9 @@ CHAT, MESSAGES, RESPONSES, COMPLETIONS = "/v1/chat/completions", "/v1/messages",
 HI = {"role": "user", "content": "hi"}
 FUNCTION = {"type": "function", "function": {"name": "f"}}
 CALL = {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f"}}]}
+USED = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}
+RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "1"}
+OUTPUT = {"type": "function_call_output", "call_id": "a", "output": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -74,11 +77,44 @@ def test_an_error_of_a_chat_names_the_place(server, changes, param, words):
     [
         (MESSAGES, {"messages": [of_user({"type": "image"})]}, "messages[0].content[0].type: 'image' is not supported"),
         (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "s"}]}, "tools[0].type: 'web_search_20250305'"),
-        (MESSAGES, {"messages": [of_user({"type": "tool_result", "tool_use_id": "x"})]}, "messages: no call before"),
+        (
+            MESSAGES,
+            {
+                "system": "be brief",
+                "messages": [USED, of_user({"type": "text", "text": "a"}, RESULT, {**RESULT, "tool_use_id": "x"})],
+            },
+            "messages[1].content[2].tool_use_id: no call before it has the id 'x'",
+        ),
+        (
+            MESSAGES,
+            {"messages": [of_user(USED["content"][0])]},
+            "messages[0].content[0].type: no 'tool_use' in a message",
+        ),
+        (
+            MESSAGES,
+            {"messages": [HI, {**USED, "content": [RESULT]}]},
+            "messages[1].content[0].type: no 'tool_result' in",
+        ),
         (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools[0].type: 'web_search' is not supported"),
         (RESPONSES, {"input": [of_user({"type": "input_image"})]}, "input[0].content[0].type: 'input_image'"),
         (RESPONSES, {"input": [{"type": "local_shell_call"}]}, "input[0].type: 'local_shell_call' is not supported"),
-        (RESPONSES, {"input": [{"type": "function_call_output", "call_id": "x", "output": ""}]}, "input: no call"),
+        (
+            RESPONSES,
+            {"input": [OUTPUT], "instructions": "be brief"},
+            "input[0].call_id: no call before it has the id 'a'",
+        ),
+        (
+            RESPONSES,
+            {
+                "input": [
+                    HI,
+                    {"type": "function_call", "call_id": "a", "name": "f", "arguments": ""},
+                    OUTPUT,
+                    {**OUTPUT, "call_id": "x"},
+                ]
+            },
+            "input[3].call_id: no call before it has the id 'x'",
+        ),
     ],
 )
 def test_what_other_servers_do_themselves_is_refused_by_name(server, path, changes, words):
@@ -86,6 +122,14 @@ def test_what_other_servers_do_themselves_is_refused_by_name(server, path, chang
     message = error_of(server, path, {**sound, **changes})["message"]
     assert message.startswith(words)
     assert "Field required" not in message
+
+
+def test_a_wrong_call_id_behind_a_kept_conversation_is_that_of_the_request(server):
+    """Places count the request's own items, whatever was said before."""
+    called = [HI, {"type": "function_call", "call_id": "a", "name": "f", "arguments": ""}, OUTPUT]
+    kept = server.post(RESPONSES, {"input": called, "max_output_tokens": 4}).json()["id"]
+    error = error_of(server, RESPONSES, {"previous_response_id": kept, "input": [OUTPUT, {**OUTPUT, "call_id": "x"}]})
+    assert error["param"] == "input[1].call_id"
 
 
 @pytest.mark.parametrize(

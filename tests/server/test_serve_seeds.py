@@ -10,19 +10,20 @@ from support.waiting import WAIT_S
 from treetop.server.api.run import first_seed
 
 PAIR = ("--device", "cpu", "--max-running-requests", "4")
-ASKED = {"prompt": "def area(r):", "max_tokens": 24, "temperature": 1.0, "ignore_eos": True, "return_token_ids": True}
+ASKED = {"prompt": "def area(r):", "max_tokens": 12, "temperature": 1.0, "ignore_eos": True, "return_token_ids": True}
 
 
-def answers(server, count: int) -> list[tuple[int, ...]]:
-    """Of requests that are alike, one after another, each on a connection of its own."""
+def answers(server, count: int, at_a_time: int = 1) -> list[tuple[int, ...]]:
+    """Of requests that are alike, each on a connection of its own."""
+
+    async def one(turns: asyncio.Semaphore) -> tuple[int, ...]:
+        async with turns, httpx.AsyncClient(timeout=WAIT_S) as client:
+            answer = await client.post(server.url + "/v1/completions", json=ASKED)
+        return tuple(answer.json()["choices"][0]["token_ids"])
 
     async def all_of() -> list[tuple[int, ...]]:
-        given = []
-        for _ in range(count):
-            async with httpx.AsyncClient(timeout=WAIT_S) as client:
-                answer = await client.post(server.url + "/v1/completions", json=ASKED)
-            given.append(tuple(answer.json()["choices"][0]["token_ids"]))
-        return given
+        turns = asyncio.Semaphore(at_a_time)
+        return await asyncio.gather(*(one(turns) for _ in range(count)))
 
     return asyncio.run(all_of())
 
@@ -30,7 +31,7 @@ def answers(server, count: int) -> list[tuple[int, ...]]:
 def test_workers_draw_different_answers():
     """16 requests to two API processes: no answer twice."""
     with serving(*PAIR, "--api-workers", "2") as server:
-        assert len({*answers(server, 16)}) == 16
+        assert len({*answers(server, 16, at_a_time=4)}) == 16
 
 
 @pytest.mark.slow

@@ -129,9 +129,14 @@ def call_of(value: bytes, text: bool = True) -> bytes:
 ESCAPES = b'"' + b"\\u0061" * (LARGE // 7 - 99) + b'"'
 MANY_FIELDS = b",".join(b'"k%d": 1' % i for i in range(120_000))
 HOSTILE = {
-    "nulls": (COMPLETIONS, prompt_of(listed(b"null", 500_000)), 400, "prompt: Input should be"),
-    "lists of nulls": (COMPLETIONS, prompt_of(listed(listed(b"null", 500), 1000)), 400, "prompt: Input should be"),
-    "texts, then nulls": (COMPLETIONS, prompt_of(b'["a",' + listed(b"null", 500_000)[1:]), 400, "prompt: Input"),
+    "nulls": (COMPLETIONS, prompt_of(listed(b"null", 500_000)), 400, "prompt[0]: Input should be"),
+    "lists of nulls": (
+        COMPLETIONS,
+        prompt_of(listed(listed(b"null", 500), 1000)),
+        400,
+        "prompt[0][0]: Input should be",
+    ),
+    "texts, then nulls": (COMPLETIONS, prompt_of(b'["a",' + listed(b"null", 500_000)[1:]), 400, "prompt[1]: Input"),
     "unknown fields": (COMPLETIONS, prompt_of(b'"a",' + MANY_FIELDS), 400, "too many fields"),
     "unknown fields inside": (
         COMPLETIONS,
@@ -197,7 +202,12 @@ HOSTILE = {
         400,
         "too many fields",
     ),
-    "wrong tools": (MESSAGES, messages_of(b'"a"', b', "tools": ' + listed(b'{"name": 3}', 20_000)), 400, "tools: "),
+    "wrong tools": (
+        MESSAGES,
+        messages_of(b'"a"', b', "tools": ' + listed(b'{"name": 3}', 20_000)),
+        400,
+        "tools[0].name: ",
+    ),
     "a large tool": (
         CHAT,
         b'{"tool_choice": "required", "messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function",'
@@ -209,7 +219,7 @@ HOSTILE = {
         CHAT,
         b'{"messages": [{"role": "assistant", "tool_calls": ' + listed(b'{"function": {"name": "f"}}', 20_000) + b"}]}",
         400,
-        "messages: ",
+        "messages[0].tool_calls: List should have at most",
     ),
     "ids to text": ("/detokenize", b'{"tokens": ' + listed(b"77", 10**6) + b"}", 200, ""),
     **{

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from treetop.server import special_text
 from treetop.server.chat_prompt import chat_ids
 from treetop.server.chat_template import ChatTemplate
 from treetop.server.prompts import PromptReader
@@ -92,6 +93,11 @@ class World:
 
     def special_ids(self, ids: list[int]) -> list[str]:
         return [name for token in ids if (name := self.tokenizer.id_to_token(token)) in self.special]
+
+    def characters(self) -> set[str]:
+        """Those that names of special tokens are made of."""
+        added = self.tokenizer.get_added_tokens_decoder().values()
+        return {character for token in added if token.special for character in token.content}
 
     def text(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
@@ -181,6 +187,24 @@ def test_characters_for_private_use_stay_what_they_are(world):
     """Those that marks are made of, in a message beside a name."""
     text = "a\U000f0000\U000f0001" + world.special[0] + "\U000f0002\U00100000z"
     assert text.replace(" ", "") in world.text(world.ids(conversation(text))).replace(" ", "")
+
+
+@pytest.mark.parametrize("text", ["hello", "\U000f0000 and \U000f0002", "".join(map(chr, range(0xF0000, 0xFFFF0)))])
+def test_marks_are_the_first_characters_for_private_use_that_nothing_holds(world, monkeypatch, text):
+    """In order, one for each character of a name and one more; no more are looked at than that takes."""
+    private, looked = special_text._PRIVATE, list[int]()
+    monkeypatch.setattr(special_text, "_PRIVATE", (looked.append(mark) or mark for mark in private))
+    marks = world.reader.tokenizer.special_text.marks([{"content": text}])
+    characters = sorted(world.characters())
+    free = [chr(mark) for mark in private if chr(mark) not in text]
+    assert dict(marks.mark_of) == dict(zip(characters, free, strict=False))
+    assert marks.end == free[len(characters)]
+    assert len(looked) == 1 + private.index(ord(marks.end))
+
+
+def test_a_message_that_holds_all_characters_for_private_use_is_refused(world):
+    with pytest.raises(InputError, match="all characters for private use"):
+        world.ids(conversation("".join(map(chr, special_text._PRIVATE))))
 
 
 def test_an_error_of_the_template_shows_the_text_as_it_was_written(tmp_path):

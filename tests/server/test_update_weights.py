@@ -1,7 +1,9 @@
 """Other weights in a running engine: nothing of the old ones is used again."""
 
 import asyncio
+import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from unittest.mock import AsyncMock
@@ -86,6 +88,21 @@ def test_what_does_not_fit_changes_nothing(strong_pair, weak_pair, tmp_path):
     with pytest.raises((ConfigError, CheckpointError)):
         llm.update_weights(tmp_path)
     assert answers(llm, prompts) == old
+
+
+@pytest.mark.parametrize("change", [{"rms_norm_eps": 1e-3}, {"rope_theta": 5000.0}, {"norm_before_residual": True}])
+def test_a_head_whose_config_differs_is_refused(strong_pair, trained, tmp_path, change):
+    """Names and shapes are the same, but tensors mean something else; the same config in another folder is taken."""
+    head = shutil.copytree(trained.head, tmp_path / "head")
+    llm, prompts = build(strong_pair, (2, 3, 6), **BITS), strong_pair.prompts([9])
+    old, config = answers(llm, prompts), json.loads((head / "config.json").read_text())
+    (head / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(ConfigError, match=r"head is another draft head: its config or its tensors differ"):
+        llm.update_weights(draft=head)
+    assert answers(llm, prompts) == old
+    (head / "config.json").write_text(json.dumps(config))
+    llm.update_weights(draft=head)
+    assert llm.draft_path == head
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:

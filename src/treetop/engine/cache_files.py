@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from treetop.types.user_cache import user_cache
+
 log = logging.getLogger("treetop")
 
 _MAX_BYTES = 2**26
@@ -14,8 +16,7 @@ _MAX_BYTES = 2**26
 
 def cache_file(kind: str, made_for: str) -> Path:
     """Where what was found for `made_for`, a hash of all that it depends on, is kept."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "treetop" / kind / f"{made_for}.json"
+    return user_cache(kind) / f"{made_for}.json"
 
 
 def kept(file: Path) -> Any:

@@ -25,7 +25,7 @@ def choose_mode() -> str | None:
     """
     if not torch.backends.mkl.is_available() or not _is_intel():
         return None
-    if VARIABLE not in os.environ:
+    if _given() is None:
         os.environ[VARIABLE] = MODE
         library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
         try:
@@ -37,10 +37,19 @@ def choose_mode() -> str | None:
 
 
 def remedy() -> str | None:
-    """What helps where a probe fails in spite of it: MKL was called before, or runs in the user's own mode."""
-    if choose_mode() is None:
+    """What helps where a probe fails in spite of it: MKL was called before, or runs in another mode of the user's.
+
+    None where the process began in the mode, or none is chosen here: then nothing is left to try.
+    """
+    if choose_mode() is None or _given() == MODE:
         return None
     return f"start the process with {VARIABLE}={MODE} in its environment, for MKL's mode is fixed by its first product"
+
+
+@cache
+def _given() -> str | None:
+    """The user's own mode, from before `choose_mode` looked."""
+    return os.environ.get(VARIABLE)
 
 
 def _is_intel() -> bool:

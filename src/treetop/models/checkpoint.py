@@ -1,6 +1,6 @@
 """Reading weights: every expected tensor once, no other, each of its shape and kind, all finite.
 
-From safetensors, or where a folder has none from PyTorch's files (`pickled`).
+From safetensors, or where a folder has none from PyTorch's files (`pickled`) or a GGUF file (`gguf`).
 """
 
 import os
@@ -16,6 +16,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from treetop.models.gguf.folder_view import GgufFolder
+from treetop.models.gguf.header import TYPES
+from treetop.models.gguf.open_folder import gguf_of
 from treetop.models.json_file import not_there, read_object
 from treetop.models.pickled import PickledTensors
 from treetop.types.errors import CheckpointError, shown
@@ -25,6 +28,8 @@ Expected = Mapping[str, Stored]
 
 _MAPPED = 2**26
 """Bytes that are read of a file before it is mapped anew, so that what was read takes no memory."""
+_DECODED = frozenset(name for name, _, _ in TYPES.values())
+"""Kinds of a GGUF file, which are read as F32."""
 _PIECE = 2**24
 """Numbers of stored tensors that are compared at a time."""
 
@@ -47,7 +52,7 @@ class _Reader:
             found, kind = self.header(name)
             if found not in (expected[name].shape, *expected[name].others):
                 raise CheckpointError(f"{path}: tensor {name} has shape {found}, expected {expected[name].shape}")
-            if kind not in kinds:
+            if kind not in kinds and not (kind in _DECODED and "F32" in kinds):
                 known = " or ".join(kinds)
                 raise CheckpointError(f"{path}: tensor {name} is stored as {kind}, expected {known}")
 
@@ -75,7 +80,7 @@ class _Reader:
         """The tensor's file, mapped anew after `_MAPPED` bytes: what was read of it takes no more memory."""
         if self._path != self._places[name] or self._read > _MAPPED:
             self._file = None
-            self._path, self._file, self._read = self._places[name], _open(self._places[name]), 0
+            self._path, self._file, self._read = self._places[name], open_file(self._places[name]), 0
         return self._file
 
 
@@ -151,7 +156,7 @@ def equal_tensors(places: Mapping[str, Path], first: str, second: str) -> bool:
 
 def tensor_files(folder: Path) -> dict[str, Path]:
     """Tensor name -> file: `model.safetensors`, else what the index names, else every safetensors file in the folder;
-    without any, `pytorch_model.bin` or what its index names.
+    without any, `pytorch_model.bin` or what its index names, or the GGUF file that the folder is made of.
 
     Raises CheckpointError if there is no folder, no file, a truncated one, or a tensor twice.
     """
@@ -163,7 +168,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     elif os.path.lexists(index):
         return _checked_index(index)
     else:
-        paths = sorted(folder.glob("*.safetensors")) or _pickles(folder)
+        paths = sorted(folder.glob("*.safetensors")) or _pickles(folder) or gguf_of(folder)
     if not paths:
         raise CheckpointError(f"{folder}: no safetensors file in it, and no pytorch_model.bin")
     return _tensors_in(paths)
@@ -172,7 +177,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 def _tensors_in(paths: Sequence[Path]) -> dict[str, Path]:
     files: dict[str, Path] = {}
     for path in paths:
-        with _open(path) as file:
+        with open_file(path) as file:
             for name in list(file.keys()):
                 if name in files:
                     raise CheckpointError(
@@ -210,13 +215,15 @@ def _pickles(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(set(_indexed(index).values()))] if os.path.lexists(index) else []
 
 
-def _open(path: Path) -> Any:
-    """An open file, as `safe_open` gives it."""
+def open_file(path: Path) -> Any:
+    """An open weight file, as `safe_open` gives it. Raises CheckpointError for one that cannot be read."""
     try:
         if not path.is_file():
             raise CheckpointError(f"{path}: {not_there(path)}")
         if path.suffix == ".bin":
             return PickledTensors(path)
+        if path.suffix == ".gguf":
+            return GgufFolder(path)
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: damaged or truncated safetensors file: {error}") from None

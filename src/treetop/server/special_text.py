@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any, cast
 
 from tokenizers import AddedToken, Tokenizer
@@ -50,12 +51,11 @@ class SpecialText:
 
     def marks(self, value: object) -> Marks:
         """Marks that a value of JSON does not hold. Raises InputError if it holds all there may be."""
-        firsts = sorted({character for name in self._tokens for character in name})
         used = set(json.dumps(value, ensure_ascii=False))
-        free = [chr(mark) for mark in _PRIVATE if chr(mark) not in used][: len(firsts) + 1]
-        if len(free) <= len(firsts):
+        free = list(islice((mark for mark in map(chr, _PRIVATE) if mark not in used), len(self._characters) + 1))
+        if len(free) <= len(self._characters):
             raise InputError("messages: they hold all characters for private use, of which some are needed here")
-        return Marks(dict(zip(firsts, free, strict=False)), free[-1])
+        return Marks(dict(zip(self._characters, free, strict=False)), free[-1])
 
     def hidden(self, value: Any, marks: Marks) -> Any:
         """A value of JSON without a name in any text."""
@@ -90,6 +90,11 @@ class SpecialText:
         text = marks.removed(self._names.sub(lambda found: aliases[found[0]], text))
         (encoded,) = other.encode_batch_fast([text], add_special_tokens=False)
         return [own_ids.get(token, token) for token in encoded.ids]
+
+    @cached_property
+    def _characters(self) -> list[str]:
+        """All that names are made of, sorted."""
+        return sorted({character for name in self._tokens for character in name})
 
     @cached_property
     def _names(self) -> re.Pattern[str]:

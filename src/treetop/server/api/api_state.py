@@ -200,9 +200,9 @@ class ApiState:
                 "context_length_exceeded",
             )
 
-    def check_messages(self, messages: "Sequence[ChatMessage]") -> None:
-        """Raise ApiError for what the model's template, or nobody, could make sense of."""
-        check_messages(messages, "" if self.rendering is None else self.rendering.template.source)
+    def check_messages(self, messages: "Sequence[ChatMessage]", answers: Mapping[int, str] | None = None) -> None:
+        """Raise ApiError for what the model's template, or nobody, could make sense of. answers: of `ChatRequest`."""
+        check_messages(messages, "" if self.rendering is None else self.rendering.template.source, answers or {})
 
     async def chat_ids(
         self, messages: Sequence[Message], options: Mapping[str, Any], continues: bool = False, cut: bool = False

@@ -1,10 +1,20 @@
 """Bodies of `/v1/chat/completions`: messages, their parts and calls, and the request."""
 
 import json
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from treetop.server.api.fields import Body, SamplingFields
@@ -153,6 +163,12 @@ class ChatRequest(SamplingFields):
     thinking_token_budget: int | None = Field(
         None, ge=0, lt=2**31, description="tokens of reasoning after which its end is forced"
     )
+    _answers: dict[int, str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def answers(self) -> dict[int, str]:
+        """By the index of a message of role tool: where a request of another kind says which call it answers."""
+        return self._answers
 
     @cached_property
     def calls(self) -> Calls:
@@ -205,10 +221,16 @@ class ChatRequest(SamplingFields):
         return given.pop() if given else None
 
 
-def chat_request(said: dict[str, Any]) -> ChatRequest:
-    """The chat that a request of another kind is, as a body would say it. Raises InputError for what it cannot be."""
+def chat_request(said: dict[str, Any], answers: Sequence[str]) -> ChatRequest:
+    """The chat that a request of another kind is, as a body would say it. Raises InputError for what it cannot be.
+
+    answers: of the last messages of role tool, where that request says which calls they answer.
+    """
     try:
-        return ChatRequest.model_validate({name: value for name, value in said.items() if value is not None})
+        chat = ChatRequest.model_validate({name: value for name, value in said.items() if value is not None})
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise InputError(f"{first['loc'][0] if first['loc'] else 'body'}: {first['msg']}") from None
+    of_tools = [index for index, message in enumerate(chat.messages) if message.role == "tool"]
+    chat._answers = dict(zip(reversed(of_tools), reversed(answers), strict=False))
+    return chat

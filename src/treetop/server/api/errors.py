@@ -99,8 +99,8 @@ _OWN_NAMES: dict[str, dict[str, str]] = {
     },
 }
 """What endpoints whose requests are chats in other words call a chat's fields, by what their paths begin with."""
-_PLACE = re.compile(r"^(messages)\[\d+\][\w.\[\]]*")
-"""A place in the chat that such a request becomes, which is not its own."""
+_PLACE = re.compile(r"^(messages)\[\d+\]\.tool_call[\w.\[\]]*")
+"""A place in the chat that such a request becomes, which is not its own: a call of a conversation that is kept."""
 _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}}
 
 

@@ -16,10 +16,10 @@ _ECHOED = ("refusal", "annotations", "audio", "function_call", "reasoning", "rea
 _NEED_TEXT = ("system", "developer", "user")
 
 
-def check_messages(messages: "Sequence[ChatMessage]", template: str) -> None:
+def check_messages(messages: "Sequence[ChatMessage]", template: str, answers: Mapping[int, str]) -> None:
     """Raise ApiError, which names the place, for what nobody would read, or what an answer could not be about.
 
-    template: its source. What it reads may be in a message.
+    template: its source. What it reads may be in a message. answers: of `ChatRequest`.
     """
     taken = {*_OF_API, *_ECHOED, *re.findall(r"\w+", template)}
     calls: set[str | None] = set()
@@ -30,7 +30,7 @@ def check_messages(messages: "Sequence[ChatMessage]", template: str) -> None:
             raise _wrong(f"{where}.content", f"a message of role {message.role} needs text", "invalid_type")
         calls.update(call.id for call in message.tool_calls or ())
         if message.role == "tool":
-            _check_answer(where, message, calls)
+            _check_answer(answers.get(index, f"{where}.tool_call_id"), message, calls)
 
 
 def _check_members(where: str, extra: Mapping[str, object], taken: set[str]) -> None:
@@ -45,9 +45,9 @@ def _check_answer(where: str, message: "ChatMessage", calls: set[str | None]) ->
     """calls: ids of the calls before. One without an id may be any."""
     said = (message.model_extra or {}).get("tool_call_id")
     if not isinstance(said, str):
-        raise _wrong(f"{where}.tool_call_id", "a message of role tool needs it, as text", "missing_required_parameter")
+        raise _wrong(where, "a message of role tool needs it, as text", "missing_required_parameter")
     if said not in calls and None not in calls:
-        raise _wrong(f"{where}.tool_call_id", f"no call before it has the id {shown(said)}", "invalid_value")
+        raise _wrong(where, f"no call before it has the id {shown(said)}", "invalid_value")
 
 
 def _wrong(path: str, text: str, code: str) -> ApiError:

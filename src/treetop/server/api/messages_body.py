@@ -1,9 +1,10 @@
 """Requests of Anthropic's `/v1/messages`, and the chats that they are."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from treetop.server.api.chat_body import ChatRequest, chat_request
 from treetop.server.api.fields import MAX_STOPS, Body, refuse_unsupported
@@ -64,6 +65,8 @@ class ToolResultBlock(_Block):
 
 
 Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+_NOT_OF = {"user": ("thinking", "tool_use"), "assistant": ("tool_result",)}
+"""Types of blocks that a role does not say."""
 BlockList = Annotated[list[Block], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
@@ -72,6 +75,17 @@ class AnthropicMessage(Body):
 
     role: Literal["user", "assistant"]
     content: str | BlockList
+
+    @field_validator("content")
+    @classmethod
+    def _of_role(cls, content: str | list[Block], info: ValidationInfo) -> str | list[Block]:
+        """Raise for a block that the other role says: nobody would read it."""
+        role = info.data.get("role")
+        for place, block in enumerate(() if isinstance(content, str) else content):
+            if block.type in _NOT_OF.get(role or "", ()):
+                told = {"at": f"[{place}].type", "kind": block.type, "role": role}
+                raise PydanticCustomError("unsupported", "no '{kind}' in a message of role {role}", told)
+        return content
 
 
 class AnthropicTool(_Block):
@@ -133,15 +147,19 @@ class CountRequest(Body):
 
     def chat(self, template_options: Mapping[str, Any]) -> ChatRequest:
         """template_options: what follows from `thinking`. Raises InputError."""
-        return chat_request({**self._chat(), "chat_template_kwargs": dict(template_options)})
+        said = {**self._chat(), "chat_template_kwargs": dict(template_options)}
+        answers = (f"{place}.tool_use_id" for place, block in self._blocks() if isinstance(block, ToolResultBlock))
+        return chat_request(said, answers=[*answers])
+
+    def _blocks(self) -> Iterator[tuple[str, Block]]:
+        """With their places."""
+        for number, message in enumerate(self.messages):
+            if not isinstance(message.content, str):
+                yield from ((f"messages[{number}].content[{i}]", block) for i, block in enumerate(message.content))
 
     def _check_inputs(self) -> None:
         check_values(
-            (f"messages[{number}].content[{index}].input", block.input)
-            for number, message in enumerate(self.messages)
-            if not isinstance(message.content, str)
-            for index, block in enumerate(message.content)
-            if isinstance(block, ToolUseBlock)
+            (f"{place}.input", block.input) for place, block in self._blocks() if isinstance(block, ToolUseBlock)
         )
 
     def _chat(self) -> dict[str, Any]:

@@ -213,8 +213,14 @@ class ResponsesRequest(UnusedFields, Body):
                 "tool_choice": choice,
                 "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
                 "response_format": self._response_format(),
-            }
+            },
+            answers=self._answers(),
         )
+
+    def _answers(self) -> list[str]:
+        """Where the input says which calls were answered."""
+        items = () if isinstance(self.input, str) else self.input
+        return [f"input[{number}].call_id" for number, item in enumerate(items) if isinstance(item, CallOutputItem)]
 
     def _response_format(self) -> dict[str, Any] | None:
         form = None if self.text is None else self.text.format

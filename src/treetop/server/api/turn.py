@@ -45,7 +45,7 @@ async def prompt_of(api: ApiState, body: ChatRequest) -> list[int]:
     if tools := calls.for_template:
         _check_tools(api, calls.forced)
         options["tools"] = tools
-    api.check_messages(body.messages)
+    api.check_messages(body.messages, body.answers)
     messages = [message.flat(*_manners(api)) for message in body.messages]
     return await api.chat_prompt(messages, options, reading, body.continue_final_message)
 

@@ -1,6 +1,6 @@
-"""Llama with `layer_types`, `sliding_window` and perhaps `attention_sinks`: treetop's own test model.
+"""Llama with `layer_types`, `sliding_window` and perhaps `attention_sinks`: a family of tests alone.
 
-`debug/two_group.py` writes it.
+The frozen checkpoints have it, and what tests sinks without experts.
 """
 
 from dataclasses import replace
@@ -15,7 +15,10 @@ from treetop.models.config import (
     layer_types,
     model_config,
 )
+from treetop.models.registry import Family
 from treetop.models.values import Config, flag, size
+
+NAME = "WindowedLlamaForCausalLM"
 
 
 def read(config: Config, where: Path) -> ModelConfig:
@@ -26,3 +29,6 @@ def read(config: Config, where: Path) -> ModelConfig:
         for kind in layer_types(config, where)
     ]
     return model_config(config, where, layers)
+
+
+FAMILY = Family(read, "a test model")
