@@ -27,6 +27,8 @@ from treetop import LLM
 from treetop.models.checkpoint import open_file, open_tensors, stored_files, tensor_files
 from treetop.models.fingerprint import fingerprint
 from treetop.models.folder import resolve_folder
+from treetop.models.gguf import folder_view
+from treetop.models.gguf.architectures import expert_names
 from treetop.models.hub import hub_folder, hub_gguf
 from treetop.models.registry import target_spec
 from treetop.types.errors import CheckpointError
@@ -196,6 +198,17 @@ def test_a_cache_that_cannot_be_written_to_is_no_error(tmp_path: Path, monkeypat
     (tmp_path / "cache").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert target_spec(resolve_folder(str(file))).check() > 0
+
+
+def test_experts_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small file can hold many: their names are counted before they take memory."""
+    folder = save_random_experts(tmp_path / "hub", "qwen3_moe", seed=7, mlp_only_layers=[])
+    file = write_gguf(folder, tmp_path / "a.gguf")
+    monkeypatch.setattr(folder_view, "_MAX_NAMES", 100)
+    with pytest.raises(CheckpointError, match="holds more than 100 tensors"):
+        target_spec(resolve_folder(str(file))).check()
+    with pytest.raises(CheckpointError, match="at most 4096 experts"):
+        expert_names("blk.0.ffn_up_exps.weight", (4097, 1, 1), file)
 
 
 def test_a_damaged_file_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from treetop.models.gguf.header import TYPES
 from treetop.models.gguf.tensors import GgufTensors
 from treetop.types.errors import CheckpointError
 
+_MAX_NAMES = 2**18
 _TURNED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 """Projections whose rows llama.cpp interleaves, and the number of their heads."""
 
@@ -25,7 +26,9 @@ class GgufFolder:
         self._names: dict[str, tuple[str, int | None]] = {}
         for name, stored in self._file.header.tensors.items():
             experts = expert_names(name, stored.shape, path)
-            self._names |= {each: (name, expert) for expert, each in enumerate(experts)}
+            self._names.update({each: (name, expert) for expert, each in enumerate(experts)})
+            if len(self._names) > _MAX_NAMES:
+                raise CheckpointError(f"{path}: holds more than {_MAX_NAMES} tensors, each expert's counted")
             if not experts and name not in UNREAD:
                 self._names[hub_name(name, path)] = (name, None)
 
