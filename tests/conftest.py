@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["TREETOP_DEFAULT_MODEL"] = "nestling"  # whatever is installed
 if Path("/proc/cpuinfo").exists() and "GenuineIntel" in Path("/proc/cpuinfo").read_text():
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")  # as `--exactness bits` chooses, which comes too late in a test
 

@@ -19,6 +19,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
     parser.add_argument("model", nargs="?", metavar="MODEL", help=options_of(EngineConfig)["model"].help)
     parser.add_argument("-v", "--verbose", action="store_true", help="say on stderr what the engine is made of")
     add_flags(parser, EngineConfig, but=("model",))
+    parser.set_defaults(takes_engine=True)
     aliases = parser.add_argument_group("the same in vLLM's and SGLang's words")
     graphs = {"dest": "graphs", "action": "store_const", "const": "off", "help": "as --graphs off"}
     aliases.add_argument("--enforce-eager", "--disable-cuda-graph", **graphs)  # type: ignore[arg-type]  # of many kinds

