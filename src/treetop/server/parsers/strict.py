@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from treetop.core.json_spacing import FIXED
 from treetop.core.one_of import with_exclusive_branches
 from treetop.server.parsers.arguments import Tools
 from treetop.types.errors import InputError
 
-SPACING = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
-"""To llguidance: white space only as JSON is mostly written, so that no model goes on with it for ever."""
+SPACING = {"x-guidance": FIXED}
+"""Of a call's arguments, and of an answer beside calls."""
 NAME, NUMBER, IS_TEXT = "\0", "\1", "\2"
 """Stand in a `CallForm` for the tool's name, for any number, and for whether an argument is a text."""
 _OF_TEXT = ("pattern", "format", "minLength", "maxLength")
