@@ -20,7 +20,7 @@ def core_of(runs: StepEngine[Step], engine: Engine) -> EngineCore[Step]:
     """A core with a scheduler for the engine. runs: what its steps are launched on."""
     info = info_of(engine)
     vocab_size = info.vocab_size if info.can_constrain else None
-    grammars = GrammarCompiler(engine.model_path, info.vocab_size, info.eos_ids)
+    grammars = GrammarCompiler(engine.model_path, info.vocab_size, info.eos_ids, info.structure_limits.whitespace)
     structures = StructuredOutputManager(grammars, info.structure_limits.timeout_s)
     scheduler = Scheduler(
         engine.layout,
@@ -50,7 +50,9 @@ def info_of(engine: Engine) -> CoreInfo:
         eos_ids=(*engine.spec.eos_token_ids, *extra_eos_ids(engine.model_path)),
         can_constrain=not config.disable_logits_processors and not config.simulates,
         prefix=None if config.disable_radix_cache else PrefixPages.of(layout),
-        structure_limits=StructureLimits(config.structured_output_timeout, config.structured_output_memory),
+        structure_limits=StructureLimits(
+            config.structured_output_timeout, config.structured_output_memory, config.structured_output_whitespace
+        ),
         exactness=config.exactness,
         can_withhold=not config.simulates,
         has_trees=any(shape.num_steps for shape in config.shapes),

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from treetop.parsers.arguments import Tools
+from treetop.structured.json_spacing import FIXED
 from treetop.structured.one_of import with_exclusive_branches
 from treetop.types.errors import InputError
 
-SPACING = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
-"""To llguidance: white space only as JSON is mostly written, so that no model goes on with it for ever."""
+SPACING = {"x-guidance": FIXED}
+"""Of a call's arguments, and of an answer beside calls."""
 NAME, NUMBER, IS_TEXT = "\0", "\1", "\2"
 """Stand in a `CallForm` for the tool's name, for any number, and for whether an argument is a text."""
 _OF_TEXT = ("pattern", "format", "minLength", "maxLength")

@@ -2,16 +2,17 @@
 
 import importlib.util
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from treetop.structured.json_spacing import spaced
 from treetop.structured.one_of import with_exclusive_branches
 from treetop.structured.output_parser import OutputParser
 from treetop.structured.reasoning import ANSWER, ReasoningLimit, before_answer, not_beginning
 from treetop.structured.refusals import refused
 from treetop.structured.structural_tags import lark_of
-from treetop.types.constraint import StructuredOutput
+from treetop.types.constraint import JsonWhitespace, StructuredOutput
 from treetop.version import DISTRIBUTION
 
 if TYPE_CHECKING:
@@ -24,8 +25,11 @@ _MAX_GBNF = 2**14
 class GrammarCompiler:
     """Makes parsers of structures for one model, on any thread. Its tokenizer is read when the first is asked for."""
 
-    def __init__(self, folder: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        self.vocab_size = vocab_size
+    def __init__(
+        self, folder: Path, vocab_size: int, eos_ids: Sequence[int], whitespace: JsonWhitespace = "bounded"
+    ) -> None:
+        """whitespace: between tokens of JSON, where a structure does not say."""
+        self.vocab_size, self._whitespace = vocab_size, whitespace
         self.eos_ids = tuple(token for token in dict.fromkeys(eos_ids) if token < vocab_size)
         self._folder = folder
         self._tokenizer: LLTokenizer | None = None
@@ -49,7 +53,7 @@ class GrammarCompiler:
         tokenizer = self.load()
         from llguidance import LLMatcher  # noqa: PLC0415  # `load` has found it
 
-        grammars = [_members_of(asked, self._special_id)]
+        grammars = [self._members_of(asked)]
         if asked.reasoning is not None and asked.reasoning.again is None:
             first = before_answer(asked.reasoning, self._special_id)
             grammars = [{"lark_grammar": first}, {"name": ANSWER, **grammars[0]}]
@@ -61,6 +65,33 @@ class GrammarCompiler:
         if matcher.is_error():
             raise refused(matcher.get_error())
         return matcher
+
+    def _members_of(self, asked: StructuredOutput) -> dict[str, Any]:
+        """The structure as members of one of the library's grammars. Raises InputError for one that it cannot read."""
+        from llguidance import LLMatcher  # noqa: PLC0415  # `load` has found it
+
+        def with_space(schema: Any) -> Any:
+            return spaced(schema, self._whitespace, asked.whitespace)
+
+        if asked.kind == "json_object":
+            return {"json_schema": with_space({"type": "object"})}
+        if asked.kind == "json_schema":
+            try:
+                return {"json_schema": with_space(with_exclusive_branches(json.loads(asked.spec)))}
+            except (ValueError, RecursionError) as error:
+                raise refused(f"json_schema cannot be read as JSON: {error}") from None
+        if asked.kind == "regex":
+            lark = json.loads(LLMatcher.grammar_from_regex(asked.spec))["grammars"][0]["lark_grammar"]
+        elif asked.kind == "choice":  # one lexeme, so that its size is the text's and not the number of rules
+            texts = " | ".join(map(json.dumps, _choices(asked.spec)))
+            lark = f"start: CHOICE\nCHOICE: {texts}"
+        else:
+            try:
+                is_grammar = asked.kind == "grammar"
+                lark = _lark(asked.spec) if is_grammar else lark_of(asked.spec, self._special_id, with_space)
+            except ValueError as error:
+                raise refused(str(error)) from None
+        return {"lark_grammar": lark}
 
     def _special_id(self, text: str) -> int | None:
         """The special token that a text is, if it is one."""
@@ -81,33 +112,6 @@ class GrammarCompiler:
             except Exception as error:  # the library raises ValueError and others
                 raise refused(f"{self._folder}/tokenizer.json cannot be used: {error}") from None
         return self._tokenizer
-
-
-def _members_of(asked: StructuredOutput, special_id: Callable[[str], int | None]) -> dict[str, Any]:
-    """The structure as members of one of the library's grammars. special_id: the special token that a text is, if any.
-
-    Raises InputError for a structure that it cannot read.
-    """
-    from llguidance import LLMatcher  # noqa: PLC0415  # an extra
-
-    if asked.kind == "json_object":
-        return {"json_schema": {"type": "object"}}
-    if asked.kind == "json_schema":
-        try:
-            return {"json_schema": with_exclusive_branches(json.loads(asked.spec))}
-        except (ValueError, RecursionError) as error:
-            raise refused(f"json_schema cannot be read as JSON: {error}") from None
-    if asked.kind == "regex":
-        lark = json.loads(LLMatcher.grammar_from_regex(asked.spec))["grammars"][0]["lark_grammar"]
-    elif asked.kind == "choice":  # one lexeme, so that its size is the text's and not the number of rules
-        texts = " | ".join(map(json.dumps, _choices(asked.spec)))
-        lark = f"start: CHOICE\nCHOICE: {texts}"
-    else:
-        try:
-            lark = _lark(asked.spec) if asked.kind == "grammar" else lark_of(asked.spec, special_id)
-        except ValueError as error:
-            raise refused(str(error)) from None
-    return {"lark_grammar": lark}
 
 
 def _lark(spec: str) -> str:

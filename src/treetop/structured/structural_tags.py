@@ -24,8 +24,10 @@ class Tag(NamedTuple):
     end: str
 
 
-def lark_of(spec: str, special_id: Callable[[str], int | None]) -> str:
-    """A grammar of tags in Lark's syntax as llguidance reads it. special_id: of a text that is a special token.
+def lark_of(spec: str, special_id: Callable[[str], int | None], with_space: Callable[[Any], Any]) -> str:
+    """A grammar of tags in Lark's syntax as llguidance reads it.
+
+    special_id: of a text that is a special token. with_space: a schema that says what white space there may be.
 
     Raises ValueError for what describes no tags.
     """
@@ -33,7 +35,7 @@ def lark_of(spec: str, special_id: Callable[[str], int | None]) -> str:
     names = " | ".join(f"tag_{number}" for number in range(len(tags)))
     lines = ["%llguidance {}", f"start: ({names})* text", "text: TEXT", r"TEXT: /(.|\n)*/"]
     for number, tag in enumerate(tags):
-        rest = f"{_quoted(tag.begin[len(tag.trigger) :])} %json {json.dumps(tag.schema)} {_quoted(tag.end)}"
+        rest = f"{_quoted(tag.begin[len(tag.trigger) :])} %json {json.dumps(with_space(tag.schema))} {_quoted(tag.end)}"
         if (special := special_id(tag.trigger)) is not None:
             lines.append(f"tag_{number}: TEXT <[{special}]> {rest}")
         else:  # a lazy lexeme ends where the trigger first comes

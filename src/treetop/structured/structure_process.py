@@ -39,7 +39,9 @@ def main() -> int:
     os.nice(_NICE)
     options = json.loads(sys.stdin.readline())
     signal.setitimer(signal.ITIMER_PROF, _START_S)
-    grammars = GrammarCompiler(Path(options["folder"]), options["vocab_size"], options["eos_ids"])
+    grammars = GrammarCompiler(
+        Path(options["folder"]), options["vocab_size"], options["eos_ids"], options["whitespace"]
+    )
     problem = None
     try:
         grammars.load()

@@ -5,6 +5,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
+from treetop.types.constraint import JsonWhitespace
 from treetop.types.default_model import PAIRS, default_pair
 from treetop.types.errors import ConfigError, shown
 from treetop.types.kv_chunk import ALIGNMENT
@@ -278,6 +279,11 @@ class EngineConfig:
     )
     structured_output_memory: int = option(
         256, "MiB that the parser of a structure may take", minimum=1, maximum=2**20, unit=" MiB"
+    )
+    structured_output_whitespace: JsonWhitespace = option(
+        "bounded",
+        "white space between tokens of JSON structures: at most one blank or line end (bounded), `, ` and `: ` and no"
+        " other (fixed), or any",
     )
     disaggregation_slots: int = option(
         0,

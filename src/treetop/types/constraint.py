@@ -8,8 +8,12 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 from treetop.types.errors import InputError, shown
 
 StructureKind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag", "text"]
+JsonWhitespace = Literal["bounded", "fixed", "any"]
+"""White space between tokens of JSON: at most one blank or line end; `, ` and `: ` and no other; any."""
 MAX_SPEC = 2**16
 """Characters of a structure's description."""
+MAX_WHITESPACE = 200
+"""Characters of a regular expression of white space."""
 MAX_MARK = 200
 """Characters of a text that begins or ends reasoning."""
 
@@ -83,10 +87,12 @@ class StructureLimits(NamedTuple):
 
     timeout_s: seconds of processor time that checking it may take, and seconds for each mask.
     memory_mib: what its parser may take.
+    whitespace: what may stand between tokens of JSON, where the structure does not say.
     """
 
     timeout_s: float = 5.0
     memory_mib: int = 256
+    whitespace: JsonWhitespace = "bounded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +136,8 @@ class StructuredOutput:
         llguidance reads it, or GBNF), or structural tags (JSON, see `structured/structural_tags.py`), as `kind` says;
         "" for json_object, and for text, which is any.
     reasoning: what may come before it; None for nothing.
+    whitespace: a regular expression of what may stand between tokens of JSON, or nothing; only with json_schema and
+        json_object. None as `--structured-output-whitespace` says.
 
     Raises InputError.
     """
@@ -137,6 +145,7 @@ class StructuredOutput:
     kind: StructureKind
     spec: str = ""
     reasoning: Reasoning | None = None
+    whitespace: str | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(StructureKind):
@@ -151,6 +160,17 @@ class StructuredOutput:
             raise InputError(f"structured_output: {len(self.spec)} characters, at most {MAX_SPEC} are read")
         if self.reasoning is not None and not isinstance(self.reasoning, Reasoning):
             raise InputError(f"structured_output: reasoning must be a Reasoning, got {shown(self.reasoning)}")
+        if self.whitespace is not None:
+            self._check_whitespace(self.whitespace)
+
+    def _check_whitespace(self, pattern: object) -> None:
+        if self.kind not in ("json_schema", "json_object"):
+            raise InputError(f"structured_output: whitespace: only of JSON, and this is a {self.kind}")
+        if not isinstance(pattern, str) or len(pattern) > MAX_WHITESPACE or not is_utf8(pattern):
+            raise InputError(
+                f"structured_output: whitespace must be a regular expression of up to {MAX_WHITESPACE} characters, got"
+                f" {shown(pattern)}"
+            )
 
 
 def is_utf8(text: str) -> bool:

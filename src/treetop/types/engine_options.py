@@ -16,6 +16,7 @@ from treetop.types.config import (
     SchedulePolicy,
     SpeculativePolicy,
 )
+from treetop.types.constraint import JsonWhitespace
 
 
 class EngineOptions(TypedDict, total=False):
@@ -66,5 +67,6 @@ class EngineOptions(TypedDict, total=False):
     step_timeout: float
     structured_output_timeout: float
     structured_output_memory: int
+    structured_output_whitespace: JsonWhitespace
     disaggregation_slots: int
     disaggregation_slot_bytes: int

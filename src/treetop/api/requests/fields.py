@@ -32,7 +32,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "guided_decoding_backend": (),
-    "guided_whitespace_pattern": (),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -156,6 +155,7 @@ class SamplingFields(TextFields, UnusedFields, Body):
     guided_regex: str | None = None
     guided_choice: Texts | None = None
     guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
     json_schema: dict[str, Any] | str | None = None
     regex: str | None = None
     ebnf: str | None = None

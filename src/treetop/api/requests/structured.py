@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from treetop.types.constraint import StructuredOutput, StructureKind
@@ -14,6 +15,7 @@ FIELDS = (
     "guided_regex",
     "guided_choice",
     "guided_grammar",
+    "guided_whitespace_pattern",
     "json_schema",
     "regex",
     "ebnf",
@@ -37,6 +39,8 @@ _OF_VLLM: dict[str, StructureKind] = {
     "grammar": "grammar",
     "structural_tag": "structural_tag",
 }
+_WHITESPACE, _VLLM_WHITESPACE = "guided_whitespace_pattern", "whitespace_pattern"
+"""Of white space in the JSON that another field asks for; the second is a member of `structured_outputs`."""
 _JSON: tuple[StructureKind, ...] = ("json_schema", "structural_tag")
 _SAID = ("name", "strict", "description")
 """What OpenAI's clients say of a schema: texts for people, and that the output shall have it, which it always has."""
@@ -47,10 +51,25 @@ def structured_output(given: dict[str, Any]) -> tuple[str, StructuredOutput] | N
 
     Raises InputError, which names the field.
     """
-    asked = {name: structure for name, value in given.items() if (structure := _structure(name, value)) is not None}
+    pattern = given.get(_WHITESPACE)
+    others = {name: value for name, value in given.items() if name != _WHITESPACE}
+    asked = {name: structure for name, value in others.items() if (structure := _structure(name, value)) is not None}
     if len(asked) > 1:
         raise InputError(f"{', '.join(asked)}: give one of them")
-    return next(iter(asked.items()), None)
+    if pattern is not None and not asked:
+        raise InputError(f"{_WHITESPACE}: there is no JSON whose white space it could be; give guided_json, too")
+    name, structure = next(iter(asked.items()), ("", None))
+    return None if structure is None else (name, _with_whitespace(structure, _WHITESPACE, pattern))
+
+
+def _with_whitespace(structure: StructuredOutput, where: str, pattern: Any) -> StructuredOutput:
+    """where: what says the pattern; None for no pattern."""
+    if pattern is None:
+        return structure
+    try:
+        return replace(structure, whitespace=pattern)
+    except InputError as error:  # says Python's name for it
+        raise InputError(str(error).replace("structured_output: whitespace", where, 1)) from None
 
 
 def _structure(name: str, value: Any) -> StructuredOutput | None:
@@ -89,13 +108,17 @@ def _check_keys(where: str, given: dict[str, Any], known: Sequence[str]) -> None
 
 def _structured_outputs(value: dict[str, Any]) -> StructuredOutput | None:
     asked = {name: each for name, each in value.items() if each not in (None, False)}
+    pattern = asked.pop(_VLLM_WHITESPACE, None)
     unknown = [name for name in asked if name not in _OF_VLLM]
     if unknown:
-        raise InputError(f"structured_outputs: {shown(unknown[0])} is not supported, only {', '.join(_OF_VLLM)}")
+        known = ", ".join((*_OF_VLLM, _VLLM_WHITESPACE))
+        raise InputError(f"structured_outputs: {shown(unknown[0])} is not supported, only {known}")
     if len(asked) > 1:
         raise InputError(f"structured_outputs: {', '.join(asked)}: give one of them")
     made = [_made(f"structured_outputs.{name}", _OF_VLLM[name], each) for name, each in asked.items()]
-    return made[0] if made else None
+    if pattern is not None and not made:
+        raise InputError(f"structured_outputs.{_VLLM_WHITESPACE}: there is no JSON whose white space it could be")
+    return _with_whitespace(made[0], f"structured_outputs.{_VLLM_WHITESPACE}", pattern) if made else None
 
 
 def _made(where: str, kind: StructureKind, value: Any) -> StructuredOutput:

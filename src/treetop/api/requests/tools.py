@@ -137,6 +137,8 @@ class Calls:
                 f"tools: {what}: calls in this model's format are held to no schema; leave it out, or give tool_choice"
                 " required"
             )
+        if answer is not None and answer.whitespace is not None:
+            raise InputError("guided_whitespace_pattern: not where the output may be a call, too; leave it out")
         schemas = {
             name: self._parameters(name) if each.strict or self.forced else None
             for name, each in self._functions.items()
