@@ -2,9 +2,9 @@
 
 import pytest
 
-from treetop.server.api.chat_body import ChatRequest
-from treetop.server.api.completions import CompletionRequest
-from treetop.server.api.structured import structured_output
+from treetop.api.completions import CompletionRequest
+from treetop.api.requests.chat_body import ChatRequest
+from treetop.api.requests.structured import structured_output
 from treetop.types.errors import InputError
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

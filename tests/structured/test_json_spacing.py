@@ -6,9 +6,9 @@ import pytest
 from llguidance import LLMatcher
 
 from treetop import LLM, SamplingParams, StructuredOutput
-from treetop.core.grammars import GrammarCompiler
+from treetop.checkpoints.folder import resolve_folder
+from treetop.structured.grammars import GrammarCompiler
 from treetop.structured.json_spacing import spaced
-from treetop.models.folder import resolve_folder
 from treetop.types.errors import InputError
 
 FOLDER, VOCAB = resolve_folder("builtin:nestling"), 4096
