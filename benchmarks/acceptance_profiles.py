@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from treetop.drafts.protocol import Proposal
-from treetop.kernels.accept import accept_reference
-from treetop.kernels.calibration import Calibration, Heat, make_calibration
-from treetop.kernels.grow import Children, TreeBuilder, grow_reference, make_growth, start_reference
-from treetop.kernels.learn import Observed, learn_reference
-from treetop.kernels.rows import DraftState, RowTables
-from treetop.kernels.select import select_reference
+from treetop.kernels.tree.accept import accept_reference
+from treetop.kernels.tree.calibration import Calibration, Heat, make_calibration
+from treetop.kernels.tree.grow import Children, TreeBuilder, grow_reference, make_growth, start_reference
+from treetop.kernels.tree.learn import Observed, learn_reference
+from treetop.kernels.tree.rows import DraftState, RowTables
+from treetop.kernels.tree.select import select_reference
 from treetop.speculative.profile import BUILTIN, AcceptanceProfile, profile_names, read_profile
 from treetop.speculative.simulation import RoundOfRows, SimulatedAcceptance
 from treetop.types.layout import SpecShape

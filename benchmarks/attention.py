@@ -3,7 +3,7 @@
     python benchmarks/attention.py --check                 what is here, and whether every result is right; no timing
     python benchmarks/attention.py [--json FILE]           every usable backend on every shape, checked first
     python benchmarks/attention.py --write-table           the same by `auto`'s classes; writes attention/choices.json
-    python benchmarks/attention.py --tune                  tunes Triton's launches; writes kernels/attention_config.json
+    python benchmarks/attention.py --tune        tunes Triton's launches; writes kernels/attention/attention_config.json
     python benchmarks/attention.py --exact --unchecked     what is exact against Triton, and one long row among others
     python benchmarks/attention.py --write-table --shapes prefill --unchecked     the classes of prefill alone
 
@@ -54,7 +54,7 @@ from launch_tuning import LENGTHS, classes_to_tune, tune
 from tables import Table, join_backends, text_of
 
 import treetop.attention
-import treetop.kernels
+import treetop.kernels.attention
 from treetop.attention import auto
 from treetop.attention.auto import make_backend
 from treetop.attention.capabilities import Need
@@ -62,7 +62,7 @@ from treetop.attention.fa3_backend import FlashOp, find_fa3
 from treetop.attention.flash_pages import FlashPages
 from treetop.attention.library_backend import LibraryBackend
 from treetop.attention.registry import BACKENDS, refusal
-from treetop.kernels import attention_config
+from treetop.kernels.attention import attention_config
 from treetop.kernels.table import OpContext, Ops
 from treetop.kernels.triton_guard import gpu_traits
 
@@ -260,7 +260,10 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
         parser.error("--fp8: the tables and what is exact are of K/V in 16 bits")
     if options.exact:
         options.backends = "triton,segments"
-    tables = {"write_table": (treetop.attention, auto.TABLE), "tune": (treetop.kernels, attention_config.TABLE)}
+    tables = {
+        "write_table": (treetop.attention, auto.TABLE),
+        "tune": (treetop.kernels.attention, attention_config.TABLE),
+    }
     for asked, table in tables.items():
         if getattr(options, asked) and not table_of(*table) and not options.replace:
             parser.error(f"{table[1]} is of another GPU; --replace forgets its classes and begins anew")
@@ -275,11 +278,11 @@ def main(arguments: list[str]) -> int:
     report_machine(backends.names)
     end = time.monotonic() + options.limit_s
     if options.tune:
-        known = table_of(treetop.kernels, attention_config.TABLE)
+        known = table_of(treetop.kernels.attention, attention_config.TABLE)
         classes = [shapes for shapes in classes_to_tune() if shapes[0].kind in kinds]
         if options.missing:
             classes = [shapes for shapes in classes if shapes[0].call.shape_class not in known]
-        write_table(treetop.kernels, attention_config.TABLE, arguments, {**known, **tune(classes, end, say)})
+        write_table(treetop.kernels.attention, attention_config.TABLE, arguments, {**known, **tune(classes, end, say)})
         return 0
     wrong = 0 if options.unchecked else check_all(backends, kinds, options.fp8)
     if options.check:

@@ -14,12 +14,12 @@ from torch import Tensor
 from treetop.attention.capabilities import GroupNeed, Need
 from treetop.attention.contract import AttentionBackend, TailKV
 from treetop.attention.library_backend import LibraryPlan
-from treetop.kernels.attention import paged_attention, paged_attention_reference
-from treetop.kernels.attention_config import CallShape
+from treetop.kernels.attention.attention import paged_attention, paged_attention_reference
+from treetop.kernels.attention.attention_config import CallShape
+from treetop.kernels.attention.metadata import AttentionMetadata
 from treetop.kernels.fused import rotate_and_write
 from treetop.kernels.kv import PagedKV, PageTable, encoded
-from treetop.kernels.metadata import AttentionMetadata
-from treetop.kernels.tree import ancestor_mask
+from treetop.kernels.tree.tree import ancestor_mask
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.ids import FULL
 from treetop.types.phase import Phase

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from treetop import LLM, SamplingParams
 from treetop.bench.machine import measure_machine
 from treetop.bench.prompts import read_prompts
-from treetop.models.folder import resolve_folder
+from treetop.checkpoints.folder import resolve_folder
 from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL
 
 FIRST, LAST = 200, 2200

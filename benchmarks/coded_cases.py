@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from attention_cases import DEVICE
 
-from treetop.kernels.coded import CodedWeight
+from treetop.kernels.gemm.coded import CodedWeight
 from treetop.weights.decoded import Grid
 from treetop.weights.fp4 import NVFP4_OF_MODELOPT
 from treetop.weights.fp8 import BY_ROW, fp8

@@ -1,7 +1,7 @@
 """Tunes the products of few rows with coded weights on one GPU, and says how fast they stream, in one run.
 
     python benchmarks/coded_rows.py                the launches that are chosen: TB/s of a product's bytes
-    python benchmarks/coded_rows.py --write-table  measure every candidate first and write kernels/coded_rows.json;
+    python benchmarks/coded_rows.py --write-table  measure every candidate first and write kernels/gemm/coded_rows.json;
                                                    with --missing, of products that it lacks
 
 A time is that of one product in a replayed graph of many over different weights, so that none lies in the cache: as in
@@ -29,9 +29,9 @@ from attention_cases import DEVICE, copy_bytes_per_s, graph_of, times_us
 from coded_cases import FORMATS, random_weight
 from torch import Tensor
 
-from treetop.kernels import coded_rows as kernels
-from treetop.kernels.coded_rows import FEW, CodedLaunch, choose_coded, coded_gated, coded_rows
-from treetop.kernels.tiles import BLOCK, TiledWeight, apart, decode_tiles, in_turn, tile
+from treetop.kernels.gemm import coded_rows as kernels
+from treetop.kernels.gemm.coded_rows import FEW, CodedLaunch, choose_coded, coded_gated, coded_rows
+from treetop.kernels.gemm.tiles import BLOCK, TiledWeight, apart, decode_tiles, in_turn, tile
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.weights.linear import SkinnyGated, SkinnyLinear
 

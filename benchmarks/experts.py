@@ -23,11 +23,11 @@ from attention_cases import DEVICE, copy_bytes_per_s, graph_of, times_us
 from coded_cases import FORMATS, random_weight
 from torch import Tensor
 
-from treetop.kernels import experts as kernels
-from treetop.kernels.experts import Activation, Experts, GroupedLaunch, choose_grouped, experts_reference
 from treetop.kernels.fused import add_rms_norm
-from treetop.kernels.routing import Router, RouterKind, RouterSpec, route
-from treetop.kernels.tiles import TiledWeight, in_turn, tile
+from treetop.kernels.gemm.tiles import TiledWeight, in_turn, tile
+from treetop.kernels.moe import experts as kernels
+from treetop.kernels.moe.experts import Activation, Experts, GroupedLaunch, choose_grouped, experts_reference
+from treetop.kernels.moe.routing import Router, RouterKind, RouterSpec, route
 from treetop.kernels.triton_guard import gpu_traits
 
 

@@ -22,11 +22,11 @@ from coded_cases import FORMATS, random_weight
 from coded_rows import SHAPES, calls
 from torch import Tensor
 
-from treetop.kernels.coded import CodedWeight, decode
-from treetop.kernels.fp8_rows import Activations, choose_fp8, fp8_rows, quantize_rows
 from treetop.kernels.gate import Gate
+from treetop.kernels.gemm.coded import CodedWeight, decode
+from treetop.kernels.gemm.fp8_rows import Activations, choose_fp8, fp8_rows, quantize_rows
+from treetop.kernels.gemm.tiles import apart, in_turn, tile
 from treetop.kernels.kv import FP8
-from treetop.kernels.tiles import apart, in_turn, tile
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.weights.packed import TiledGated, TiledLinear
 

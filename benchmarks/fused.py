@@ -19,7 +19,6 @@ import triton
 from attention_cases import DEVICE, copy_bytes_per_s, graph_of, relative_error, times_us
 from torch import Tensor
 
-from treetop.kernels.draw import draw_tokens
 from treetop.kernels.fused import (
     add_rms_norm,
     add_rms_norm_reference,
@@ -29,7 +28,8 @@ from treetop.kernels.fused import (
     silu_mul_reference,
 )
 from treetop.kernels.rope import RopeSpec, RopeTable, rope_table, rotate_
-from treetop.kernels.sampling import RowSamplingParams, SamplingMetadata, draw_reference
+from treetop.kernels.sampling.draw import draw_tokens
+from treetop.kernels.sampling.sampling import RowSamplingParams, SamplingMetadata, draw_reference
 from treetop.kernels.triton_guard import gpu_traits
 
 HIDDEN, INNER, HEADS, KV_HEADS, DIM, VOCAB = 4096, 14336, 32, 8, 128, 128256

@@ -33,14 +33,14 @@ from torch import Tensor
 
 from treetop.attention.contract import TailKV
 from treetop.attention.triton_backend import TritonBackend
-from treetop.kernels.attention_config import CallShape, Launch, choose_launch
-from treetop.kernels.index_scores import paged_index_scores
-from treetop.kernels.index_topk import choose_by_scores, choose_by_scores_reference
-from treetop.kernels.indexer import IndexQuery
+from treetop.kernels.attention.attention_config import CallShape, Launch, choose_launch
+from treetop.kernels.attention.index_scores import paged_index_scores
+from treetop.kernels.attention.index_topk import choose_by_scores, choose_by_scores_reference
+from treetop.kernels.attention.indexer import IndexQuery
+from treetop.kernels.attention.latent_attention import latent_attention, latent_attention_reference
+from treetop.kernels.attention.metadata import AttentionMetadata, SparseKeys
+from treetop.kernels.attention.teams import make_arrivals
 from treetop.kernels.kv import PagedKV, PageTable, encoded
-from treetop.kernels.latent_attention import latent_attention, latent_attention_reference
-from treetop.kernels.metadata import AttentionMetadata, SparseKeys
-from treetop.kernels.teams import make_arrivals
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.ids import FULL
 from treetop.types.phase import Phase

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from attention_cases import DEVICE, TOLERANCE, Case, Shape, build, error_of, num_layers_for, times_in_a_round
 
-from treetop.kernels.attention import paged_attention
-from treetop.kernels.attention_config import Launch, entry_of, launch_by_formula
+from treetop.kernels.attention.attention import paged_attention
+from treetop.kernels.attention.attention_config import Launch, entry_of, launch_by_formula
+from treetop.kernels.attention.teams import make_arrivals
 from treetop.kernels.kv import PagedKV
-from treetop.kernels.teams import make_arrivals
 from treetop.kernels.triton_guard import gpu_traits, power_of_two
 
 WORTH = 0.97

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from treetop.checkpoints.loader import Placement, compute_device, load_weights
+from treetop.checkpoints.params import stored_tensors
 from treetop.cli import OneLineParser, exit_code
-from treetop.models.loader import Placement, compute_device, load_weights
-from treetop.models.params import stored_tensors
 from treetop.models.registry import target_spec
 from treetop.types.errors import EngineError, InputError
 from treetop.weights.format import Stored

@@ -29,12 +29,13 @@ from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from treetop.bench.http_client import Address, Connection
+from treetop.bench.http_client import Address
+from treetop.bench.http_client import Client as HttpClient
 from treetop.bench.prompts import read_prompts
+from treetop.checkpoints.folder import resolve_folder
+from treetop.checkpoints.loader import compute_device
 from treetop.cli import OneLineParser, exit_code
-from treetop.models.folder import resolve_folder
-from treetop.models.loader import compute_device
-from treetop.server.tokenizer import open_tokenizer
+from treetop.text.tokenizer import open_tokenizer
 from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL
 from treetop.types.errors import EngineError, InputError
 from treetop.types.layout import SpecShape
@@ -91,13 +92,14 @@ def bodies(args: argparse.Namespace) -> list[list[list[Body]]]:
 
 async def answered(server: Client, asked: Sequence[Body]) -> int:
     """One client's requests, one after the other. Returns its tokens."""
-    connection, tokens = Connection(Address.of(server.url), None), 0
+    connection, tokens = HttpClient(Address.of(server.url), None), 0
     for body in asked:
         async with aclosing(connection.events("/v1/completions", body)) as events:
             usage = [event["usage"] async for event in events if event.get("usage")]
         if usage[-1]["completion_tokens"] != body["max_tokens"]:
             raise EngineError(f"an answer has {usage[-1]['completion_tokens']} tokens, not {body['max_tokens']}")
         tokens += body["max_tokens"]
+    await connection.close()
     return tokens
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/packed_weights.py                  the committed table: every distribution, weight, row count
     python benchmarks/packed_weights.py --write-table    measure launches and limits first, and write them into
-                                                src/treetop/kernels/skinny_gemm.json; then the same with those
+                                                src/treetop/kernels/gemm/skinny_gemm.json; then the same with those
 
 A limit is how many outliers a block of lines may have. It is measured with that many in every block, so a weight whose
 fullest block is within it takes no longer, wherever its outliers lie. 12 bits have to take less than 0.97 of the time
@@ -27,7 +27,7 @@ from attention_cases import DEVICE, graph_of, times_us
 from skinny_gemm import SHAPES, TABLE, check_result, key_of, multiply, save_table
 from torch import Tensor
 
-from treetop.kernels.packed_weights import (
+from treetop.kernels.gemm.packed_weights import (
     BLOCK,
     QUARTER,
     TILE,
@@ -36,7 +36,7 @@ from treetop.kernels.packed_weights import (
     compress,
     compressed_rows,
 )
-from treetop.kernels.skinny_gemm import RowsLaunch, choose_launch, load_table, row_class
+from treetop.kernels.gemm.skinny_gemm import RowsLaunch, choose_launch, load_table, row_class
 from treetop.kernels.triton_guard import compile_ahead, gpu_traits
 from treetop.weights.twelve_bits import ROWS, CompressedProducts, Offer, offers
 

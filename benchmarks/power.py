@@ -31,11 +31,11 @@ from treetop import LLM
 from treetop.bench.prompts import prompt_ids
 from treetop.bench.rounds import device_times_ms, engine_config, phase_times_ms, wall_times_ms
 from treetop.bench.sweeps import SweepOptions, make_grid
+from treetop.checkpoints import loader
+from treetop.checkpoints.params import Param
 from treetop.cli import OneLineParser, exit_code
-from treetop.kernels.skinny_gemm import RowsLaunch, choose_launch
+from treetop.kernels.gemm.skinny_gemm import RowsLaunch, choose_launch
 from treetop.kernels.triton_guard import gpu_traits
-from treetop.models import loader
-from treetop.models.params import Param
 from treetop.types.errors import ConfigError, InputError
 from treetop.weights.held import Weights
 

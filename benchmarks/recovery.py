@@ -39,8 +39,8 @@ from serving import pair
 
 from disaggregation import prompt
 from treetop.cli import OneLineParser, exit_code
-from treetop.disaggregation.options import Mode
 from treetop.types.errors import EngineError, InputError
+from treetop.types.kv_transfer.options import Mode
 from treetop_debug.servers import Client, Stream, descendants, processes_of, served, until, workers
 
 SMALL = {

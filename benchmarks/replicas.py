@@ -35,7 +35,8 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from treetop.bench.http_client import Address, Connection
+from treetop.bench.http_client import Address
+from treetop.bench.http_client import Client as HttpClient
 from treetop.cli import OneLineParser, exit_code
 from treetop.cli.replicas import app
 from treetop.distributed.router import PrefixRouter, ReplicaLoad
@@ -86,12 +87,13 @@ async def ask(address: Address, topic: int, end: int, count: int) -> tuple[float
     body["stream_options"] = {"include_usage": True}
     began_s, first_s = time.perf_counter(), None
     usage: dict[str, Any] = {}
-    connection = Connection(address, None)
+    connection = HttpClient(address, None)
     async with aclosing(connection.events("/v1/completions", body)) as events:
         async for event in events:
             if first_s is None:
                 first_s = time.perf_counter() - began_s
             usage = event.get("usage") or usage
+    await connection.close()
     assert first_s is not None
     return first_s, usage["prompt_tokens_details"]["cached_tokens"]
 
@@ -104,7 +106,7 @@ async def first_tokens(address: Address, count: int) -> list[float]:
 
 async def hellos(url: str, handle: DeploymentHandle, count: int) -> tuple[list[float], list[float]]:
     """Milliseconds of answers of `Hello` through Ray's proxy, and of the first items of its streams."""
-    connection, through, streams = Connection(Address.of(url), None), [], []
+    connection, through, streams = HttpClient(Address.of(url), None), [], []
     for _ in range(count + 5):
         began_s = time.perf_counter()
         await connection.get("")
@@ -112,6 +114,7 @@ async def hellos(url: str, handle: DeploymentHandle, count: int) -> tuple[list[f
         began_s = time.perf_counter()
         async for _ in handle.options(method_name="items", stream=True).remote():
             streams.append(1e3 * (time.perf_counter() - began_s))
+    await connection.close()
     return through[5:], streams[5:]
 
 
@@ -205,7 +208,7 @@ def run(args: argparse.Namespace) -> int:
     ray.init(num_cpus=args.replicas + 1, include_dashboard=False, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": PORT})
     try:
-        with patch("treetop.server.ray.app.PrefixRequestRouter", AnyReplica):
+        with patch("treetop.ray.app.PrefixRequestRouter", AnyReplica):
             anyone = asyncio.run(first_tokens(behind_ray(2, FAST), args.requests))
         through = asyncio.run(first_tokens(behind_ray(2, FAST), args.requests))
         greeted, streamed = asyncio.run(hellos(f"http://127.0.0.1:{PORT}/hello", hello(), args.requests))

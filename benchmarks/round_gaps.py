@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from treetop import LLM, SamplingParams
-from treetop.models.folder import resolve_folder
+from treetop.checkpoints.folder import resolve_folder
 from treetop.types.ids import RequestId
 from treetop.types.messages import PrefillPlan, RoundPlan
 from treetop.types.requests import EngineRequest

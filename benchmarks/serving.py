@@ -42,13 +42,13 @@ from treetop import LLM, SamplingParams
 from treetop.bench.prompts import prompt_ids
 from treetop.bench.rounds import wall_times_ms, warm_up
 from treetop.bench.serve import summary
+from treetop.checkpoints.folder import resolve_folder
+from treetop.checkpoints.json_file import read_object
+from treetop.checkpoints.loader import compute_device
 from treetop.cli import OneLineParser, exit_code
 from treetop.core.engine_core import EngineCore
 from treetop.core.loop import CoreLoop
 from treetop.core.wire import Updates, encode
-from treetop.models.folder import resolve_folder
-from treetop.models.json_file import read_object
-from treetop.models.loader import compute_device
 from treetop.types.config import BUILTIN_MODEL, EngineConfig
 from treetop.types.errors import EngineError, InputError
 from treetop.types.ids import RequestId

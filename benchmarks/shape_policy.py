@@ -20,8 +20,8 @@ import torch
 from acceptance_profiles import Memory, new_calibration, one_round
 
 from treetop.bench.modelled_costs import ROWS, costs_of_a_gpu
-from treetop.kernels.calibration import Calibration
-from treetop.kernels.learn import Observed, learn_reference
+from treetop.kernels.tree.calibration import Calibration
+from treetop.kernels.tree.learn import Observed, learn_reference
 from treetop.scheduler.policy import AdaptiveShape
 from treetop.speculative.profile import BUILTIN, RANKS, profile_names, read_profile
 from treetop.speculative.simulation import SimulatedAcceptance

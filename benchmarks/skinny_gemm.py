@@ -1,7 +1,7 @@
 """Tunes the products of few rows on one GPU and compares them with the vendor's, in one run.
 
     python benchmarks/skinny_gemm.py                 the committed launches against the vendor's and the floor
-    python benchmarks/skinny_gemm.py --write-table   measure every candidate, write kernels/skinny_gemm.json, where
+    python benchmarks/skinny_gemm.py --write-table   measure every candidate, write kernels/gemm/skinny_gemm.json, where
                                              entries of other rows and weights on the same kind of GPU stay
     python benchmarks/skinny_gemm.py --whole         measure launches that do not cut k, and add them to the table
 
@@ -26,16 +26,9 @@ import torch.nn.functional as F
 from attention_cases import DEVICE, copy_bytes_per_s, graph_of, times_us
 from torch import Tensor
 
-from treetop.kernels import skinny_gemm as kernels
 from treetop.kernels.fused import silu_mul
-from treetop.kernels.skinny_gemm import (
-    RowsLaunch,
-    choose_launch,
-    gated_rows,
-    row_class,
-    shared_bytes,
-    skinny_gemm,
-)
+from treetop.kernels.gemm import skinny_gemm as kernels
+from treetop.kernels.gemm.skinny_gemm import RowsLaunch, choose_launch, gated_rows, row_class, shared_bytes, skinny_gemm
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.weights.gpu_products import FEWEST_OF_LIBRARY
 

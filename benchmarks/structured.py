@@ -33,7 +33,7 @@ from typing import Any
 from rounds import NAMES, preset
 
 from treetop import LLM, RequestOutput, SamplingParams, StructuredOutput
-from treetop.models.folder import resolve_folder
+from treetop.checkpoints.folder import resolve_folder
 
 PROMPTS = (
     "def load_config(path):\n    return json.load(open(path))\n\n# config.json\n",

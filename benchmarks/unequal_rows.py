@@ -2,10 +2,11 @@
 
     python benchmarks/unequal_rows.py [--preset llama-3.1-8b] [--shape 5,4,16] [--passes 3] [--rounds 60]
 
-Two engines with the same random weights, one whose attention has helpers (`treetop.kernels.teams`) and one whose has
-none. Batches of 1, 8 and 32 rows of 1,024 tokens, and 32 rows of which one has 8,192 or 32,768; all in turn on both,
-`passes` times. One JSON object a batch: median milliseconds a round with and without helpers; the median of the ratios
-of passes beside each other; and for unequal rows the ratio to equal ones. A shape accepts three tokens a round.
+Two engines with the same random weights, one whose attention has helpers (`treetop.kernels.attention.teams`) and one
+whose has none. Batches of 1, 8 and 32 rows of 1,024 tokens, and 32 rows of which one has 8,192 or 32,768; all in turn
+on both, `passes` times. One JSON object a batch: median milliseconds a round with and without helpers; the median of
+the ratios of passes beside each other; and for unequal rows the ratio to equal ones. A shape accepts three tokens a
+round.
 """
 
 import argparse

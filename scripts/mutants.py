@@ -44,10 +44,10 @@ GROUPS = {
             "types/layout.py",
             "cache/allocator.py",
             "cache/kv_cache_manager.py",
-            "kernels/accept.py",
-            "kernels/tree.py",
+            "kernels/tree/accept.py",
+            "kernels/tree/tree.py",
             "kernels/kv.py",
-            "kernels/sampling.py",
+            "kernels/sampling/sampling.py",
             "speculative/draft.py",
             "speculative/verify.py",
             "scheduler/stops.py",
@@ -67,7 +67,7 @@ GROUPS = {
     ),
     "journal": Group(("distributed/journal.py",), ("distributed/test_journal.py", "distributed/test_resumption.py")),
     "disaggregation": Group(
-        ("disaggregation/decode.py", "disaggregation/prefill.py", "disaggregation/layout.py"),
+        ("disaggregation/decode.py", "disaggregation/prefill.py", "types/kv_transfer/layout.py"),
         (
             "disaggregation/test_handover_desks.py",
             "disaggregation/test_handover_loop.py",
@@ -91,7 +91,7 @@ GROUPS = {
             "scheduler/test_schedule_policy.py",
             "scheduler/test_stops.py",
             "core/test_core.py",
-            "core/test_structured_output.py",
+            "structured/test_structured_output.py",
             "disaggregation/test_handover_loop.py",
         ),
     ),
@@ -99,7 +99,7 @@ GROUPS = {
     "lockstep": Group(("distributed/lockstep.py",), ("distributed/test_expert_parallel.py",)),
     "router": Group(("distributed/router.py",), ("distributed/test_prefix_router.py",)),
     "processors": Group(
-        ("kernels/process.py", "engine/processors.py"),
+        ("kernels/sampling/process.py", "engine/processors.py"),
         ("engine/test_processors.py", "engine/test_constraints.py", "engine/test_logprobs.py"),
     ),
 }

@@ -20,11 +20,11 @@ from treetop.core.engine_core import EngineCore
 from treetop.disaggregation.connector import KVConnector
 from treetop.disaggregation.decode import DecodeMachine
 from treetop.disaggregation.prefill import PrefillMachine
-from treetop.disaggregation.scheduling import Imported, Staged
 from treetop.distributed import engine_process
 from treetop.distributed.lockstep import Lockstep
 from treetop.scheduler.scheduler import Scheduler
 from treetop.types.errors import InvariantError
+from treetop.types.kv_transfer.scheduling import Imported, Staged
 from treetop.types.messages import ExportPlan, ImportPlan, PrefillPlan, StepPlan
 from treetop_debug.patching import Patch, replaced
 

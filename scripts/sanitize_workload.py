@@ -27,20 +27,20 @@ from treetop import LLM, SamplingParams
 from treetop.checks.probes import RECORD
 from treetop.debug.two_group import write_two_group_pair
 from treetop.engine.model_runner import ModelRunner
-from treetop.kernels import peers
-from treetop.kernels.coded import CodedWeight, Coding
-from treetop.kernels.experts import Activation, Experts, experts
+from treetop.kernels.attention.metadata import AttentionMetadata
+from treetop.kernels.attention.pages import gather_table
+from treetop.kernels.attention.tail import PrefixPart, tail_and_merge
+from treetop.kernels.comm import peers
+from treetop.kernels.comm.kv_chunks import Span
+from treetop.kernels.comm.kv_chunks import pack as pack_piece
+from treetop.kernels.comm.kv_chunks import unpack as unpack_piece
+from treetop.kernels.gemm.coded import CodedWeight, Coding
+from treetop.kernels.gemm.packed_weights import CompressedLaunch, compress, compressed_rows
+from treetop.kernels.gemm.skinny_gemm import RowsLaunch, gated_rows, skinny_gemm
+from treetop.kernels.gemm.tiles import tile
 from treetop.kernels.kv import PageTable
-from treetop.kernels.kv_chunks import Span
-from treetop.kernels.kv_chunks import pack as pack_piece
-from treetop.kernels.kv_chunks import unpack as unpack_piece
-from treetop.kernels.metadata import AttentionMetadata
-from treetop.kernels.packed_weights import CompressedLaunch, compress, compressed_rows
-from treetop.kernels.pages import gather_table
-from treetop.kernels.routing import Router, RouterKind, RouterSpec, route
-from treetop.kernels.skinny_gemm import RowsLaunch, gated_rows, skinny_gemm
-from treetop.kernels.tail import PrefixPart, tail_and_merge
-from treetop.kernels.tiles import tile
+from treetop.kernels.moe.experts import Activation, Experts, experts
+from treetop.kernels.moe.routing import Router, RouterKind, RouterSpec, route
 from treetop.kernels.triton_guard import _probe, gpu_traits, is_compiling_ahead, jit, tl
 from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL
 from treetop.types.errors import CheckError

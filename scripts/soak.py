@@ -21,11 +21,11 @@ import torch
 
 from treetop import LLM, SamplingParams
 from treetop.bench.equality import NEAR_TIE, TIES_ALLOWED, equal_outputs
+from treetop.checkpoints.folder import resolve_folder
+from treetop.checkpoints.loader import compute_device
 from treetop.cli import OneLineParser, exit_code
-from treetop.kernels.sampling import RowSamplingParams, draw, philox_uniform, warp
-from treetop.models.folder import resolve_folder
-from treetop.models.loader import compute_device
-from treetop.server.llm import RequestOutput, TextDelta
+from treetop.kernels.sampling.sampling import RowSamplingParams, draw, philox_uniform, warp
+from treetop.llm import RequestOutput, TextDelta
 from treetop.types.config import EngineConfig
 from treetop.types.errors import InputError
 from treetop.types.options import options_of as table_of

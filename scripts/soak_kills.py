@@ -42,11 +42,12 @@ from soak import near_tie, random_params
 from soak_roles import LEASE_S, TINY, alone, config_of, save_tiny_glm
 
 from treetop import LLM, SamplingParams
-from treetop.bench.http_client import Address, Connection, HttpError
+from treetop.bench.http_client import Address, HttpError
+from treetop.bench.http_client import Client as HttpClient
 from treetop.cli import OneLineParser, exit_code
-from treetop.disaggregation.options import Mode
 from treetop.types.config import EngineConfig
 from treetop.types.errors import InputError
+from treetop.types.kv_transfer.options import Mode
 from treetop.types.options import options_of
 from treetop_debug.servers import Client, is_up, metrics, processes_of, workers
 
@@ -131,7 +132,7 @@ class SoakKills:
     ) -> None:
         self._servers, self._args, self._params, self._vocab = servers, args, params, vocab
         self.summary, self._rng = Summary(args.seed), random.Random(args.seed)
-        self._connection = Connection(Address.of(servers["decode"].url), None)
+        self._connection = HttpClient(Address.of(servers["decode"].url), None)
         self._live: set[Live] = set()
         self.finished: list[Live] = []
         self._strikes: list[Strike] = []
@@ -149,6 +150,7 @@ class SoakKills:
         await self._settle()
         counting.cancel()
         await self._sum_up()
+        await self._connection.close()
         done.elapsed_s = round(time.perf_counter() - begun, 1)
         return done
 

@@ -41,13 +41,13 @@ from treetop import LLM, SamplingParams
 from treetop.cli import OneLineParser, exit_code
 from treetop.core.wire import ProcessOptions
 from treetop.debug.random_checkpoint import random_tensors, write_config, write_tensors
-from treetop.disaggregation.options import SECRET_VARIABLE, DisaggregationOptions, parse_address
 from treetop.distributed.remote_thread import RemoteThread
-from treetop.engine.plan import plan_engine
-from treetop.server.llm import RequestOutput
+from treetop.engine.startup.plan import plan_engine
+from treetop.llm import RequestOutput
 from treetop.types.config import EngineConfig
 from treetop.types.errors import InputError, InvariantError
 from treetop.types.ids import RequestId
+from treetop.types.kv_transfer.options import SECRET_VARIABLE, DisaggregationOptions, parse_address
 from treetop.types.options import options_of
 from treetop.types.requests import EngineRequest, RequestUpdate
 from treetop_debug.expert_ranks import expert_ranks_on_threads

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["TREETOP_DEFAULT_MODEL"] = "nestling"  # whatever is installed
 if Path("/proc/cpuinfo").exists() and "GenuineIntel" in Path("/proc/cpuinfo").read_text():
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")  # as `--exactness bits` chooses, which comes too late in a test
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from transformers.utils import logging as transformers_logging
 
+from support import windowed_llama
 from support.tiny_models import (
     Pair,
     save_copying_head,
@@ -21,6 +23,7 @@ from support.tiny_models import (
     save_tokenizer,
     save_weak_llama,
 )
+from treetop.models.registry import FAMILIES
 
 torch.set_num_threads(1)  # the models are too small to share
 hypothesis.settings.register_profile(
@@ -38,18 +41,18 @@ LONGEST = (
     "kernels/test_triton.py",
     "kernels/test_round_ops.py",
     "disaggregation/test_handover_drills.py",
-    "server/test_ray.py",
+    "serve/test_ray.py",
     "distributed/test_engine_restarts.py",
     "distributed/test_data_parallel.py",
     "distributed/test_resumption.py",
-    "server/test_serve_life.py",
+    "serve/test_serve_life.py",
     "distributed/test_tensor_parallel.py",
     "distributed/test_worker_group.py",
 )
 """Files that run first, so that none of them is what the last process waits for."""
 
 
-PROCESSES = ("disaggregation", "distributed", "server")
+PROCESSES = ("api", "disaggregation", "distributed", "serve")
 """Folders whose tests start processes that a busy machine may stop for long: one that fails runs once more, and the
 closing lines name it (RERUN)."""
 
@@ -74,6 +77,13 @@ def _own_cache(tmp_path_factory):
 def no_fault(monkeypatch):
     """No fault of the caller's environment; a test that wants one names it."""
     monkeypatch.delenv("TREETOP_FAULT", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def family_of_frozen_checkpoints(request, monkeypatch):
+    """One of the frozen targets is of a family that nobody publishes."""
+    if request.path.parent.name == "frozen":
+        monkeypatch.setitem(FAMILIES, windowed_llama.NAME, windowed_llama.FAMILY)
 
 
 @pytest.fixture(scope="session")

@@ -3,10 +3,13 @@ imports another.
 """
 
 import ast
+import tomllib
 from collections import Counter
 from pathlib import Path
 
 import treetop
+from treetop.drafts.registry import DRAFTERS
+from treetop.models.registry import FAMILIES
 
 TESTS = Path(__file__).parent
 ROOMS = {path.name for path in Path(treetop.__file__).parent.iterdir() if path.is_dir()}
@@ -51,7 +54,7 @@ def test_every_folder_is_a_room_of_the_source():
 def test_support_holds_no_test_and_every_file_beside_it_is_one():
     """A helper beside the tests would be found by them only as long as they stand in its folder."""
     assert not [*(TESTS / "support").rglob("test_*.py")]
-    beside = [path for folder in (ROOMS | {"gpu", "."}) for path in (TESTS / folder).glob("*.py")]
+    beside = [path for folder in (ROOMS - OTHERS | {"gpu", "."}) for path in (TESTS / folder).glob("*.py")]
     assert {path.name for path in beside if not path.name.startswith("test_")} == {"conftest.py"}
 
 
@@ -66,3 +69,25 @@ def test_an_import_of_a_test_is_found(tmp_path):
     test = "test_that"  # a name that no import here has
     path.write_text(f"import os\nCODE = '''\nfrom {test} import x\n'''\ndef f():\n    from gpu import {test}\n")
     assert importing_a_test(path) == {"test_that", "test_that.x", "gpu.test_that"}
+
+
+def test_no_contract_of_imports_lets_others_know_a_family():
+    """`make check` forbids both rooms whole but for files by name; what reads one family's config is none of these."""
+    project = tomllib.loads((TESTS.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    contracts = project["tool"]["importlinter"]["contracts"]
+    (rule,) = (each for each in contracts if "treetop.models" in each.get("forbidden_modules", ()))
+    known = {each.partition(" -> ")[2] for each in rule["ignore_imports"]}
+    readers = [*(family.read for family in FAMILIES.values()), *DRAFTERS.values()]
+    assert not {reader.__module__ for reader in readers} & known
+    assert "treetop.models.registry" in known
+
+
+MOST = 30
+"""Files in a folder of the source: more, and nobody sees what is there."""
+
+
+def test_no_folder_of_the_source_is_crowded():
+    source = Path(treetop.__file__).parent
+    folders = [source, *(path for path in source.rglob("*") if path.is_dir() and path.name != "__pycache__")]
+    crowded = {folder.relative_to(source).as_posix(): len([*folder.glob("*.py")]) for folder in folders}
+    assert {folder: count for folder, count in crowded.items() if count > MOST} == {}

@@ -23,9 +23,9 @@ from treetop.types.sampling import SamplingParams
 from treetop.version import __version__
 
 if TYPE_CHECKING:
-    from treetop.server.async_llm import AsyncLLM
-    from treetop.server.llm import LLM
-    from treetop.server.outputs import RequestMetrics, RequestOutput, TextDelta
+    from treetop.async_llm import AsyncLLM
+    from treetop.llm import LLM
+    from treetop.outputs import RequestMetrics, RequestOutput, TextDelta
 
 __all__ = [
     "LLM",
@@ -54,11 +54,11 @@ __all__ = [
 ]
 
 _LATER = {
-    "LLM": "treetop.server.llm",
-    "AsyncLLM": "treetop.server.async_llm",
-    "RequestMetrics": "treetop.server.outputs",
-    "RequestOutput": "treetop.server.outputs",
-    "TextDelta": "treetop.server.outputs",
+    "LLM": "treetop.llm",
+    "AsyncLLM": "treetop.async_llm",
+    "RequestMetrics": "treetop.outputs",
+    "RequestOutput": "treetop.outputs",
+    "TextDelta": "treetop.outputs",
 }
 """What is loaded when it is asked for: `LLM` loads PyTorch."""
 

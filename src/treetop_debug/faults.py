@@ -136,9 +136,9 @@ FAULTS: dict[str, Fault] = _registry(
             "padding-siblings",
             "acceptance relies on siblings that differ, which the dummy row's do not",
             (
-                instead("treetop.kernels.accept:accept", twins.whole_tree),
+                instead("treetop.kernels.tree.accept:accept", twins.whole_tree),
                 kernel_twin(
-                    "treetop.kernels.accept:_accept_kernel",
+                    "treetop.kernels.tree.accept:_accept_kernel",
                     ("length = deepest // block_t\n", "length = tl.sum(agreed.to(tl.int32), 0) - 1\n"),
                     (
                         "on_path = tl.load(mask + row * mask_row + last * mask_node + node, mask=real, other=0) != 0\n",
@@ -178,9 +178,10 @@ FAULTS: dict[str, Fault] = _registry(
             "sgl-25015",
             "draft positions are one too far",
             (
-                instead("treetop.kernels.grow:draft_positions", twins.one_too_far),
+                instead("treetop.kernels.tree.grow:draft_positions", twins.one_too_far),
                 kernel_twin(
-                    "treetop.kernels.grow:_start_kernel", ("node, length + node // k,", "node, length + node // k + 1,")
+                    "treetop.kernels.tree.grow:_start_kernel",
+                    ("node, length + node // k,", "node, length + node // k + 1,"),
                 ),
             ),
             "visibility",
@@ -190,10 +191,10 @@ FAULTS: dict[str, Fault] = _registry(
             "sgl-27545",
             "draft extend finds a row's features with stride S + 1 instead of T",
             (
-                instead("treetop.kernels.commit:feature_nodes", twins.stride_of_path),
+                instead("treetop.kernels.tree.commit:feature_nodes", twins.stride_of_path),
                 instead("treetop.engine.rounds:feature_nodes", twins.stride_of_path),
                 kernel_twin(
-                    "treetop.kernels.commit:_path_features_kernel",
+                    "treetop.kernels.tree.commit:_path_features_kernel",
                     ("row * num_nodes +", "row * width +"),
                 ),
             ),
@@ -211,9 +212,10 @@ FAULTS: dict[str, Fault] = _registry(
             "column-ancestors",
             "a branch of the draft tree sees its own column instead of its ancestors",
             (
-                instead("treetop.kernels.grow:next_level_mask", twins.own_column),
+                instead("treetop.kernels.tree.grow:next_level_mask", twins.own_column),
                 kernel_twin(
-                    "treetop.kernels.grow:_grow_kernel", ("parent[:, None] * mask_node", "slot[:, None] * mask_node")
+                    "treetop.kernels.tree.grow:_grow_kernel",
+                    ("parent[:, None] * mask_node", "slot[:, None] * mask_node"),
                 ),
             ),
             "visibility",
@@ -223,8 +225,8 @@ FAULTS: dict[str, Fault] = _registry(
             "in-place-compaction",
             "the accepted path is compacted inside the tail, last entry first",
             (
-                instead("treetop.kernels.commit:commit_tail", twins.in_place),
-                kernel_twin("treetop.kernels.commit:_commit_kernel", (_ENTRY, _MOVED_ENTRY)),
+                instead("treetop.kernels.tree.commit:commit_tail", twins.in_place),
+                kernel_twin("treetop.kernels.tree.commit:_commit_kernel", (_ENTRY, _MOVED_ENTRY)),
             ),
             "commit: a committed slot",
             3,

@@ -15,9 +15,9 @@ from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
-from treetop.engine.build import BuiltRunner
 from treetop.engine.model_runner import ModelRunner
-from treetop.engine.plan import EnginePlan
+from treetop.engine.startup.build import BuiltRunner
+from treetop.engine.startup.plan import EnginePlan
 from treetop.types.errors import InvariantError
 
 

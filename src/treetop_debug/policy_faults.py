@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treetop.kernels.calibration import Calibration
-from treetop.kernels.deferred import DeferredPairs, ExtendPairs
-from treetop.kernels.grow import TreeBuilder
-from treetop.kernels.learn import Observed
+from treetop.kernels.tree.calibration import Calibration
+from treetop.kernels.tree.deferred import DeferredPairs, ExtendPairs
+from treetop.kernels.tree.grow import TreeBuilder
+from treetop.kernels.tree.learn import Observed
 from treetop.types.tree import Accepted
 from treetop_debug.faults import Fault
 from treetop_debug.patching import Patch, instead, kernel_twin
@@ -59,14 +59,14 @@ POLICY_FAULTS: dict[str, Fault] = {
         Fault(
             "costs-of-another-model",
             "what rounds cost is kept by machine, so another model's engine begins with it",
-            (instead("treetop.engine.round_costs:cost_file", _of_the_machine_alone),),
+            (instead("treetop.engine.startup.round_costs:cost_file", _of_the_machine_alone),),
             "round costs: those at hand are of another engine",
             1,
         ),
         Fault(
             "calibration-of-another-pair",
             "what is learned is kept by target, so another draft head begins with it",
-            (instead("treetop.engine.kept_calibration:file_name", _of_the_target_alone),),
+            (instead("treetop.engine.startup.kept_calibration:file_name", _of_the_target_alone),),
             "was learned of the pair",
             0,
         ),
@@ -74,9 +74,9 @@ POLICY_FAULTS: dict[str, Fault] = {
             "calibration-of-another-row",
             "a row learns from the target's choices in the tree of the next row, of nodes that it rejects",
             (
-                Patch("treetop.kernels.learn:_add_up", _choices_of_the_next_row),
+                Patch("treetop.kernels.tree.learn:_add_up", _choices_of_the_next_row),
                 kernel_twin(
-                    "treetop.kernels.learn:_add_up_kernel",
+                    "treetop.kernels.tree.learn:_add_up_kernel",
                     ("choice + item * choice_row", "choice + (item + 1) % tl.num_programs(0) * choice_row"),
                 ),
             ),

@@ -19,10 +19,10 @@ from typing import Any
 
 from torch import Tensor
 
+from treetop.checkpoints.folder import resolve_folder
 from treetop.debug.oracle import DensePair
 from treetop.doctor.conformance import WINDOW, Case, Conformance, follow
-from treetop.models.folder import resolve_folder
-from treetop.server.llm import LLM, RequestOutput
+from treetop.llm import LLM, RequestOutput
 from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL
 from treetop.types.errors import TreetopError
 from treetop.types.messages import RoundPlan

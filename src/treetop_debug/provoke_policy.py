@@ -21,7 +21,7 @@ from torch import Tensor
 from treetop.debug.oracle import DensePair
 from treetop.debug.two_group import write_two_group_pair
 from treetop.doctor.conformance import RandomShapes, follow
-from treetop.server.llm import LLM
+from treetop.llm import LLM
 from treetop.types.errors import TreetopError
 from treetop.types.layout import SpecShape
 from treetop.types.sampling import SamplingParams
@@ -109,7 +109,7 @@ def _another_pair(folder: Path, level: int) -> str:
     shutil.copytree(pair[1], other[1])
     file = other[1] / "model.safetensors"
     save_file({name: each + (name == "norm.weight") for name, each in load_file(file).items()}, file)
-    unlooked = (Patch("treetop.engine.kept_calibration:_read", _believed),) if level < 0 else ()
+    unlooked = (Patch("treetop.engine.startup.kept_calibration:_read", _believed),) if level < 0 else ()
     with replaced(unlooked):
         for each in (pair, other):
             llm = _llm(each, level, speculative_calibration_dir=str(folder / "kept"), **_LEARN)

@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from treetop.debug.random_checkpoint import write_expert_target
-from treetop.server.llm import LLM
+from treetop.llm import LLM
 from treetop.types.errors import EngineError
 from treetop.types.sampling import SamplingParams
 from treetop_debug.expert_ranks import expert_ranks_on_threads

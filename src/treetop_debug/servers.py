@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from treetop.bench import http_client
-from treetop.disaggregation.options import Mode
 from treetop.types.config import EngineConfig
 from treetop.types.errors import EngineError
+from treetop.types.kv_transfer.options import Mode
 from treetop.types.options import flag, options_of
 
 COUNTED = (

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treetop.kernels.indexer import IndexQuery
-from treetop.kernels.metadata import AttentionMetadata, SparseKeys
+from treetop.kernels.attention.indexer import IndexQuery
+from treetop.kernels.attention.metadata import AttentionMetadata, SparseKeys
 from treetop.kernels.rope import Rotation
 from treetop_debug.faults import Fault
 from treetop_debug.patching import Patch, instead
@@ -173,7 +173,7 @@ SPARSE_FAULTS: dict[str, Fault] = {
         Fault(
             "latent-before-its-norm",
             "a latent is written as it is before its norm",
-            (instead("treetop.kernels.latent:rms_norm", _not_normed),),
+            (instead("treetop.kernels.attention.latent:rms_norm", _not_normed),),
             "tokens",
             None,
         ),
@@ -187,7 +187,7 @@ SPARSE_FAULTS: dict[str, Fault] = {
         Fault(
             "rope-of-another-position",
             "what turns of a key is turned for another token's position",
-            (Patch("treetop.kernels.latent:rotate_", _turned_for_the_next),),
+            (Patch("treetop.kernels.attention.latent:rotate_", _turned_for_the_next),),
             "tokens",
             None,
         ),

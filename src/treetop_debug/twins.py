@@ -12,9 +12,9 @@ from treetop.attention.layer import TailColumns
 from treetop.cache.kv_cache_manager import KVCacheManager, Lease
 from treetop.engine.model_runner import ModelRunner, Prefix
 from treetop.engine.state import RowState
-from treetop.kernels.accept import Withheld
 from treetop.kernels.kv import PageTable
-from treetop.kernels.tree import next_level_mask
+from treetop.kernels.tree.accept import Withheld
+from treetop.kernels.tree.tree import next_level_mask
 from treetop.scheduler.request import Request
 from treetop.scheduler.rows import Rows
 from treetop.speculative.draft import Level

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from treetop.attention.contract import AttentionBackend, TailKV
 from treetop.engine.model_runner import ModelRunner
-from treetop.kernels.grow import Frontier, TreeBuilder
+from treetop.kernels.attention.metadata import AttentionMetadata
 from treetop.kernels.kv import PagedKV
-from treetop.kernels.metadata import AttentionMetadata
-from treetop.kernels.rows import RowTables
 from treetop.kernels.table import Ops
+from treetop.kernels.tree.grow import Frontier, TreeBuilder
+from treetop.kernels.tree.rows import RowTables
 from treetop.types.errors import CheckError
 from treetop.types.ids import NULL_PAGE
 from treetop.types.phase import Phase

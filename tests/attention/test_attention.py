@@ -10,9 +10,9 @@ from support.oracles import attention
 from treetop.attention.contract import TailKV
 from treetop.attention.tail import attend
 from treetop.attention.torch_backend import TorchBackend
-from treetop.kernels.attention import tail_visible
+from treetop.kernels.attention.attention import tail_visible
+from treetop.kernels.attention.metadata import AttentionMetadata
 from treetop.kernels.kv import PagedKV, PageTable, commit_tail, slots_of, write_pages
-from treetop.kernels.metadata import AttentionMetadata
 from treetop.types.ids import FULL
 from treetop.types.phase import Phase
 

@@ -15,7 +15,7 @@ from treetop.attention.auto import make_backend
 from treetop.attention.capabilities import Capabilities, Need
 from treetop.attention.contract import BackendSpec
 from treetop.doctor.report import backends
-from treetop.engine.plan import plan_engine
+from treetop.engine.startup.plan import plan_engine
 from treetop.types import options
 from treetop.types.config import Backend, EngineConfig
 from treetop.types.errors import ConfigError

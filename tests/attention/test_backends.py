@@ -17,9 +17,16 @@ from treetop.attention.auto import AutoBackend, ChoiceTable, Timing, load_table,
 from treetop.attention.capabilities import Capabilities, GroupNeed, Need, Refusal
 from treetop.attention.registry import BACKENDS, refusal, require
 from treetop.attention.torch_backend import TorchBackend
-from treetop.kernels import attention_config as launching
-from treetop.kernels import skinny_gemm
-from treetop.kernels.attention_config import CallShape, Launch, entry_of, launch_by_formula, launch_table, nearest_class
+from treetop.kernels.attention import attention_config as launching
+from treetop.kernels.attention.attention_config import (
+    CallShape,
+    Launch,
+    entry_of,
+    launch_by_formula,
+    launch_table,
+    nearest_class,
+)
+from treetop.kernels.gemm import skinny_gemm
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError

@@ -24,9 +24,9 @@ from treetop.attention.flashinfer_backend import FlashInferPages, HostPages, wor
 from treetop.attention.library_backend import LibraryBackend
 from treetop.attention.torch_backend import TorchBackend
 from treetop.engine.cuda_graphs import plan_host_extents
-from treetop.engine.layer_groups import backend_need
 from treetop.engine.rounds import Eager
-from treetop.kernels.attention import paged_attention_reference
+from treetop.engine.startup.layer_groups import backend_need
+from treetop.kernels.attention.attention import paged_attention_reference
 from treetop.kernels.kv import PageTable
 from treetop.types.ids import FULL
 from treetop.types.layout import SpecShape

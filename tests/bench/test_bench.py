@@ -14,7 +14,7 @@ from treetop.bench.prompts import prompt_ids
 from treetop.bench.rounds import Grid, engine_config, plain_options, run_grid
 from treetop.bench.sweeps import SweepOptions, make_grid
 from treetop.cli import main
-from treetop.server.llm import LLM
+from treetop.llm import LLM
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, EngineError, InputError
 from treetop.types.layout import PLAIN, SpecShape

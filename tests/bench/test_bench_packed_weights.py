@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from treetop.kernels import skinny_gemm as kernels
-from treetop.kernels.packed_weights import CompressedLaunch, compress
-from treetop.kernels.skinny_gemm import choose_launch, load_table, row_class
+from treetop.kernels.gemm import skinny_gemm as kernels
+from treetop.kernels.gemm.packed_weights import CompressedLaunch, compress
+from treetop.kernels.gemm.skinny_gemm import choose_launch, load_table, row_class
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.weights.twelve_bits import ROWS, offers
 

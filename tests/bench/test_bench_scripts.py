@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from treetop import LLM
-from treetop.kernels import skinny_gemm as kernels
-from treetop.kernels.skinny_gemm import RowsLaunch, load_table
+from treetop.kernels.gemm import skinny_gemm as kernels
+from treetop.kernels.gemm.skinny_gemm import RowsLaunch, load_table
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.types.errors import InputError
 from treetop_debug.servers import Stream
@@ -74,7 +74,7 @@ def test_a_written_table_is_read_back_with_a_class_a_line(script):
 
 
 @pytest.mark.parametrize(
-    ("package", "name"), [("treetop.attention", "choices.json"), ("treetop.kernels", "attention_config.json")]
+    ("package", "name"), [("treetop.attention", "choices.json"), ("treetop.kernels.attention", "attention_config.json")]
 )
 def test_the_committed_tables_are_as_the_benchmark_writes_them(script, package, name):
     """So a run that adds classes changes no other line."""

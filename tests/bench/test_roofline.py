@@ -10,12 +10,12 @@ import torch
 from treetop.bench import sweeps
 from treetop.bench.machine import Machine, measure_machine
 from treetop.bench.roofline import Case, round_floor, saved_bytes
+from treetop.checkpoints.loader import Placement, random_weights
 from treetop.drafts.registry import drafter_spec
-from treetop.kernels.packed_weights import CompressedLaunch
+from treetop.kernels.gemm.packed_weights import CompressedLaunch
 from treetop.kernels.table import OpContext, Ops
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.models.config import DenseSpec
-from treetop.models.loader import Placement, random_weights
 from treetop.models.registry import target_spec
 from treetop.types.kv import paired
 from treetop.types.layout import PLAIN, SpecShape

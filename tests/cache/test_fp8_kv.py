@@ -19,8 +19,8 @@ from treetop import LLM
 from treetop.debug import oracle
 from treetop.engine.kv_staging import staging_of
 from treetop.engine.memory import pool_bytes
-from treetop.inspect import inspect
 from treetop.kernels.kv import FP8
+from treetop.tools.inspect import inspect
 from treetop.types.config import EngineConfig
 from treetop.types.ids import DRAFT, FULL, WINDOW
 from treetop_debug.ranks import ranks_on_threads

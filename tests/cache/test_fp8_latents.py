@@ -15,8 +15,8 @@ from support.handing import IDS, Relay, Worker
 from support.tiny_models import Pair
 from treetop.engine.kv_staging import staging_of
 from treetop.engine.memory import pool_bytes
-from treetop.inspect import inspect
 from treetop.kernels.kv import FP8
+from treetop.tools.inspect import inspect
 from treetop.types.config import EngineConfig
 from treetop.types.ids import FULL, INDEXED
 from treetop_debug.ranks import ranks_on_threads

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from support import one_plane
+from support import one_plane, windowed_llama
 from support.engines import accept_lens, accepted, build, finish, greedy, submit, tokens
 from support.refusing import refused
 from support.tiny_models import Pair, save_random_head
@@ -94,11 +94,13 @@ def test_backends_that_need_a_pair_are_refused_for_one_plane(pair, monkeypatch):
 
 
 @pytest.mark.parametrize("options", [{}, {"graphs": "sim", "check_level": 3}], ids=str)
-def test_sinks_enter_once_in_prefill_and_in_rounds(tmp_path, options):
+def test_sinks_enter_once_in_prefill_and_in_rounds(tmp_path, monkeypatch, options):
     """Windows and sinks: what is generated is what one dense pass chooses, and another sink would choose otherwise."""
     target, head = write_two_group_pair(tmp_path, window=12)
     path = target / "model.safetensors"
-    config = {**json.loads((target / "config.json").read_text()), "attention_sinks": True}
+    monkeypatch.setitem(FAMILIES, windowed_llama.NAME, windowed_llama.FAMILY)
+    with_sinks = {"architectures": [windowed_llama.NAME], "attention_sinks": True}
+    config = {**json.loads((target / "config.json").read_text()), **with_sinks}
     (target / "config.json").write_text(json.dumps(config))
     weights = load_file(path)
     sinks = {f"model.layers.{i}.self_attn.sinks": torch.linspace(-1, 4, 4).roll(i) for i in range(4)}

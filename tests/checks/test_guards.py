@@ -367,7 +367,7 @@ def _one_lane_off(pool, tail, source, slots):
 @pytest.mark.parametrize("level", [2, 3])
 def test_a_commit_that_does_not_store_every_entry_is_reported_at_level_3(strong_pair, monkeypatch, wrong, level):
     """The slots are read back and compared bit for bit; level 2 does not look."""
-    monkeypatch.setattr("treetop.kernels.commit.commit_tail", wrong)
+    monkeypatch.setattr("treetop.kernels.tree.commit.commit_tail", wrong)
     llm = build(strong_pair, SHAPE, check_level=level, page_size=4)
     prompts = strong_pair.prompts([9, 20, 5])
     if level == 3:

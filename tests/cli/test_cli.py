@@ -179,7 +179,7 @@ def test_the_results_of_several_prompts_come_as_they_end_and_in_order(capsys, mo
 
     shown = []
     monkeypatch.setattr(generate, "_show", lambda args, output, index, prompt: shown.append((index, output)))
-    monkeypatch.setattr("treetop.server.llm.LLM", FakeLLM)
+    monkeypatch.setattr("treetop.llm.LLM", FakeLLM)
     FakeLLM.seen = shown
     assert run(capsys, "generate", "--prompt", "a", "--prompt", "b", "--prompt", "c")[0] == 0
     assert [index for index, _ in shown] == [0, 1, 2]
@@ -196,7 +196,7 @@ class FakeLLM:
         pass
 
     def stream(self, prompts, params):
-        from treetop.server.llm import RequestMetrics, RequestOutput, TextDelta
+        from treetop.llm import RequestMetrics, RequestOutput, TextDelta
 
         assert len(prompts) == len(params) == 3
         done = RequestOutput((1,), (2,), "x", "stop", RequestMetrics(1.0, 1, 1.0, (0,)))
@@ -276,7 +276,7 @@ def test_trace_refuses_overlap(capsys, tmp_path):
 
 def test_doctor_looks_at_the_backend_dtype_and_checkpoint_that_were_asked_for(capsys, weak_pair, monkeypatch, tmp_path):
     """No draft with NONE, tensors by name and shape alone, memory before loading, and refusals for the given dtype."""
-    from treetop.models import checkpoint
+    from treetop.checkpoints import checkpoint
 
     monkeypatch.setattr(checkpoint, "_finite", lambda *args: pytest.fail("a weight was read"))
     monkeypatch.setattr("treetop.doctor.run._conformance", lambda *args: 0)
@@ -310,10 +310,10 @@ def test_a_doctor_that_finds_a_difference_exits_1(capsys, monkeypatch):
 
 
 def test_the_table_of_models_is_that_of_the_registry_and_of_the_docs(capsys):
-    """Every architecture that loads, but test models; as a list it has the same rows."""
+    """Every architecture that loads; as a list it has the same rows."""
     code, printed, _ = run(capsys, "models")
     assert code == 0
-    known = {name for name in FAMILIES if not name.startswith("WindowedLlama")}
+    known = {*FAMILIES}
     architectures, methods = printed.split("\n\n")
     assert {line.split("`")[1] for line in architectures.splitlines()[2:]} == known
     assert [line.split("`")[1] for line in methods.splitlines()[2:]] == list(FORMATS)

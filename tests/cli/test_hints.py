@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from support.serving import serving
+from treetop.checkpoints.values import require_value
 from treetop.cli import build_parser
-from treetop.models.values import require_value
-from treetop.server.serve import _is_local
+from treetop.serve.serve import _is_local
 from treetop.types.errors import CheckpointError
 
 
@@ -22,12 +22,20 @@ from treetop.types.errors import CheckpointError
         (["serve", "--trust-remote-code"], "no code of a model folder is ever run"),
     ],
 )
-def test_an_unknown_word_is_told_with_what_was_meant(capsys, words, hint):
+def test_an_unknown_word_is_told_with_what_was_meant(capsys, monkeypatch, words, hint):
+    monkeypatch.setattr("treetop.cli.hints.is_read_by_a_person", lambda: True)
     with pytest.raises(SystemExit):
         build_parser().parse_args(words)
     said = capsys.readouterr().err
     assert hint in said
     assert said.count("\n") == 1
+
+
+def test_a_guess_is_for_people_alone(capsys):
+    """What a program reads of an error stays as it was; a reason is no guess."""
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["serv"])
+    assert "did you mean" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("value", ["a" * 100_000, "a " * 50_000])

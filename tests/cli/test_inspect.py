@@ -7,7 +7,7 @@ import pytest
 
 from support.command_line import run
 from support.tiny_models import copy_folder
-from treetop.models import checkpoint
+from treetop.checkpoints import checkpoint
 
 KEYS = {
     "": "fits problems target draft memory exactness",

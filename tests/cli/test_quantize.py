@@ -12,10 +12,10 @@ from support.command_line import run
 from support.engines import accept_lens, build, greedy, tokens
 from support.refusing import refused
 from support.tiny_models import Pair, copy_folder, save_random_experts, save_random_head
+from treetop.checkpoints.folder import resolve_folder
 from treetop.drafts.registry import drafter_spec
-from treetop.models.folder import resolve_folder
 from treetop.models.registry import target_spec
-from treetop.quantize import quantize
+from treetop.tools.quantize import quantize
 from treetop.types.errors import CheckpointError, ConfigError
 
 NESTLING = Pair(resolve_folder("builtin:nestling"), resolve_folder("builtin:nestling-eagle3"))

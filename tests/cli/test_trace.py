@@ -11,7 +11,7 @@ import pytest
 
 from treetop import LLM, SamplingParams
 from treetop.cli import main
-from treetop.trace import Trace, TreeRound, collect, drafted_vocabulary, fill_page, page_data, run, statistics
+from treetop.tools.trace import Trace, TreeRound, collect, drafted_vocabulary, fill_page, page_data, run, statistics
 from treetop.types.errors import ConfigError
 from treetop_debug.patching import wrapped_runner
 

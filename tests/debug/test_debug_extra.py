@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 
 import treetop_debug
-from treetop.version import __version__
+from treetop.version import DISTRIBUTION, __version__
 
 BLOCKED = """
 import os, sys
@@ -36,4 +36,4 @@ def test_it_asks_for_the_treetop_that_it_was_made_with():
     with (Path(treetop_debug.__file__).parent / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
     assert project["version"] == __version__
-    assert project["dependencies"] == [f"treetop=={__version__}"]
+    assert project["dependencies"] == [f"{DISTRIBUTION}=={__version__}"]

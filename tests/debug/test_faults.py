@@ -219,7 +219,7 @@ def test_a_twin_that_never_ran_is_an_error_and_so_is_a_target_that_is_not_there(
         lost = Fault("lost", "nothing", (instead(target, len),), "nothing", 1)
         with pytest.raises(InvariantError, match="is not there to be replaced"), lost.active():
             pass
-    wrong = kernel_twin("treetop.kernels.rows:_pick_kernel", ("text that is not in it", ""))
+    wrong = kernel_twin("treetop.kernels.tree.rows:_pick_kernel", ("text that is not in it", ""))
     with pytest.raises(InvariantError, match="0 times, expected once"), replaced([wrong]):
         pass
 
@@ -269,7 +269,7 @@ for name, found in FAULTS.items():
     try:
         with fault(name):
             held = [getattr(owner, attribute) for owner, attribute in (each.place() for each in found.patches)]
-            import treetop.cli, treetop.server.llm, treetop.doctor.run, treetop.bench.compare, treetop.trace
+            import treetop.cli, treetop.llm, treetop.doctor.run, treetop.bench.compare, treetop.tools.trace
     except Exception as error:
         assert "no twin of it ran" in str(error), error
     for module in [m for n, m in sys.modules.items() if n.startswith("treetop")]:

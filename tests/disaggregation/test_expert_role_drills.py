@@ -15,7 +15,7 @@ from support.serving import Server, serving
 from support.threads import in_threads, joined
 from support.tiny_models import Pair, copy_folder, save_tokenizer
 from support.waiting import until
-from treetop.disaggregation.options import SECRET_VARIABLE
+from treetop.types.kv_transfer.options import SECRET_VARIABLE
 
 pytest.importorskip("nixl_cu12", reason="needs NIXL")
 pytestmark = pytest.mark.slow

@@ -16,10 +16,10 @@ from support.waiting import WAIT_S, until
 from treetop.core.loop import SyncClient
 from treetop.core.wire import ProcessOptions
 from treetop.disaggregation.connector import check_disaggregation
-from treetop.disaggregation.options import DisaggregationOptions
 from treetop.distributed.remote_thread import RemoteThread
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
+from treetop.types.kv_transfer.options import DisaggregationOptions
 from treetop.types.requests import EngineRequest
 from treetop_debug.expert_ranks import expert_ranks_on_threads
 

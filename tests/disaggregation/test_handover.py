@@ -9,10 +9,10 @@ from support.lookups import lookup
 from support.tiny_models import Pair
 from treetop import LLM
 from treetop.debug import two_group
-from treetop.disaggregation.scheduling import Recv, Stage
 from treetop.kernels.kv import slots_of
 from treetop.types.ids import RequestId
 from treetop.types.kv_chunk import KVChunk
+from treetop.types.kv_transfer.scheduling import Recv, Stage
 from treetop.types.messages import ExportPlan, ImportPlan
 from treetop.types.requests import EngineRequest
 from treetop_debug.ranks import ranks_on_threads

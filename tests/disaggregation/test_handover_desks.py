@@ -8,13 +8,13 @@ from msgspec.structs import replace
 from support.handover_world import LAYOUT, META, Odds, World
 from treetop.disaggregation.decode import DecodeMachine
 from treetop.disaggregation.events import Connected, Disconnect, Effect, PrefillLocally, Pull, Pulled, Received
-from treetop.disaggregation.layout import SlotRef
-from treetop.disaggregation.options import Deadlines
-from treetop.disaggregation.scheduling import Admitted, FirstToken, Prompt
-from treetop.disaggregation.transport import PeerId, State, Way
-from treetop.disaggregation.wire import Offer
 from treetop.types.ids import RequestId
 from treetop.types.kv_chunk import KVChunk
+from treetop.types.kv_transfer.layout import SlotRef
+from treetop.types.kv_transfer.options import Deadlines
+from treetop.types.kv_transfer.scheduling import Admitted, FirstToken, Prompt
+from treetop.types.kv_transfer.transport import PeerId, State, Way
+from treetop.types.kv_transfer.wire import Offer
 from treetop.types.sampling import SamplingParams
 from treetop_debug.disaggregation_faults import DISAGGREGATION_FAULTS
 

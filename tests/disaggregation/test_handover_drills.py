@@ -20,10 +20,10 @@ from support.engines import build, greedy, sampled
 from support.handover_workers import WorkerProcess
 from support.tiny_models import Pair
 from treetop.disaggregation.nixl import PACKAGES
-from treetop.disaggregation.options import DisaggregationOptions
 from treetop.distributed.engine_process import _LOAD_S
 from treetop.types.config import EngineConfig
 from treetop.types.ids import RequestId
+from treetop.types.kv_transfer.options import DisaggregationOptions
 from treetop.types.requests import KVTransferStats
 from treetop.types.sampling import SamplingParams
 

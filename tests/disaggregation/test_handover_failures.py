@@ -7,10 +7,10 @@ import pytest
 
 from support.engines import build, greedy, sampled
 from support.handing import IDS, Relay, Worker, make_pairs, run_plans
-from treetop.disaggregation.scheduling import Dropped, Recv, Stage
 from treetop.types.errors import CheckError
 from treetop.types.ids import RequestId
 from treetop.types.kv_chunk import KVChunk
+from treetop.types.kv_transfer.scheduling import Dropped, Recv, Stage
 from treetop.types.messages import ExportPlan
 from treetop.types.requests import EngineRequest
 from treetop_debug.ranks import ranks_on_threads

@@ -9,10 +9,10 @@ import zmq
 from support.fake_core import ask, make_core
 from treetop.disaggregation.agent import LATER_MS, SOON_MS, Agent, RankAgent
 from treetop.disaggregation.events import Pull, Pulled
-from treetop.disaggregation.layout import ChunkLayout, Staging
 from treetop.disaggregation.loopback import LoopbackTransport
-from treetop.disaggregation.transport import Memory, PeerId
 from treetop.distributed.engine_process import EngineServer, Parts
+from treetop.types.kv_transfer.layout import ChunkLayout, Staging
+from treetop.types.kv_transfer.transport import Memory, PeerId
 from treetop.types.layout import SpecShape
 from treetop.types.requests import CoreInfo, KVTransferStats
 

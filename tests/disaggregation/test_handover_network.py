@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from support.handover_sessions import ANSWERS, MESSAGES, OF_DECODE, OF_PREFILL, SCHEMA, Ends, kind
-from treetop.disaggregation import sockets, wire
+from treetop.disaggregation import sockets
 from treetop.disaggregation.events import Disconnected, Received
-from treetop.disaggregation.layout import Schema
 from treetop.disaggregation.registry import Registry, withdraw
 from treetop.types.errors import ConfigError
+from treetop.types.kv_transfer import wire
+from treetop.types.kv_transfer.layout import Schema
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ import pytest
 
 from support.nixl_peer import OVER_TCP, known_bytes
 from treetop.disaggregation.nixl import PACKAGES, NixlTransport, find_nixl
-from treetop.disaggregation.transport import WAYS, Handle, Memory, PeerId, Probe, Range, State, Way
 from treetop.types.errors import ConfigError
+from treetop.types.kv_transfer.transport import WAYS, Handle, Memory, PeerId, Probe, Range, State, Way
 
 pytestmark = pytest.mark.skipif(not any(map(find_spec, PACKAGES)), reason="needs NIXL")
 SIZE = 32 * 2**20

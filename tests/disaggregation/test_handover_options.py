@@ -9,16 +9,16 @@ import pytest
 from support.addresses import addresses
 from support.serving import Server
 from support.waiting import until
+from treetop.checkpoints.fingerprint import fingerprint
 from treetop.cli.command_line import build_parser, main
 from treetop.cli.serve import disaggregation_options
 from treetop.disaggregation.connector import check_disaggregation
-from treetop.disaggregation.options import SECRET_VARIABLE, DisaggregationOptions
 from treetop.doctor.transport import transport_speeds
-from treetop.engine.plan import plan_engine
-from treetop.models.fingerprint import fingerprint
-from treetop.server.llm import LLM
+from treetop.engine.startup.plan import plan_engine
+from treetop.llm import LLM
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
+from treetop.types.kv_transfer.options import SECRET_VARIABLE, DisaggregationOptions
 from treetop.types.sampling import SamplingParams
 
 WRONG = [

@@ -8,12 +8,12 @@ import torch
 from support.engines import build, greedy
 from support.handing import IDS, Worker, make_pairs, run_plans, stopped
 from support.refusing import refused
-from treetop.disaggregation.scheduling import Admitted, Imported, Prompt, Recv, Stage, Staged
 from treetop.engine import row_record
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, CheckError, ConfigError, InvariantError
 from treetop.types.ids import RequestId, Row
 from treetop.types.kv_chunk import KVChunk
+from treetop.types.kv_transfer.scheduling import Admitted, Imported, Prompt, Recv, Stage, Staged
 from treetop.types.messages import Export, ExportPlan, ImportPlan
 from treetop.types.requests import EngineRequest
 

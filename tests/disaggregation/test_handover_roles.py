@@ -13,9 +13,9 @@ from support.handing import Worker
 from support.waiting import WAIT_S
 from treetop.disaggregation.connector import open_connector
 from treetop.disaggregation.loopback import LoopbackTransport
-from treetop.disaggregation.options import DisaggregationOptions
 from treetop.engine.kv_staging import staging_of
 from treetop.types.ids import RequestId
+from treetop.types.kv_transfer.options import DisaggregationOptions
 from treetop.types.requests import EngineRequest
 
 SHAPE = (2, 3, 6)

@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from treetop.disaggregation.layout import ChunkLayout, Schema
 from treetop.types.errors import CapacityError
 from treetop.types.ids import DRAFT, FULL, WINDOW
 from treetop.types.kv import paired
 from treetop.types.kv_chunk import ALIGNMENT, KVChunk
+from treetop.types.kv_transfer.layout import ChunkLayout, Schema
 from treetop.types.layout import KVGroup
 
 

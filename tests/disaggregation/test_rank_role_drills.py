@@ -10,8 +10,8 @@ from support.handover_workers import WorkerProcess
 from support.rank_pairs import LENGTHS, PARAMS, answers, options_of, save_pair
 from support.serving import child_of
 from support.waiting import until
-from treetop.disaggregation.options import DisaggregationOptions
 from treetop.types.config import EngineConfig
+from treetop.types.kv_transfer.options import DisaggregationOptions
 
 pytest.importorskip("nixl_cu12", reason="needs NIXL")
 pytestmark = pytest.mark.slow

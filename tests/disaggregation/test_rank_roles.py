@@ -13,15 +13,15 @@ from support.rank_pairs import LENGTHS, PARAMS, answers, options_of, save_pair
 from support.waiting import WAIT_S
 from treetop.disaggregation.agent import block_copies, joined
 from treetop.disaggregation.connector import open_connector
-from treetop.disaggregation.layout import ChunkLayout, first_head
 from treetop.disaggregation.loopback import LoopbackTransport
-from treetop.disaggregation.options import DisaggregationOptions
 from treetop.distributed.opened import open_core
 from treetop.engine.kv_staging import staging_of
 from treetop.types.config import EngineConfig
 from treetop.types.ids import GroupName, RequestId
 from treetop.types.kv import KVFormat
 from treetop.types.kv_chunk import KVChunk
+from treetop.types.kv_transfer.layout import ChunkLayout, first_head
+from treetop.types.kv_transfer.options import DisaggregationOptions
 from treetop.types.layout import KVGroup
 from treetop.types.requests import EngineRequest
 from treetop_debug.ranks import ranks_on_threads

@@ -136,7 +136,7 @@ def test_replicas_of_the_pair_give_what_one_process_gives():
 
 def test_an_api_process_that_comes_later_reaches_all_replicas():
     with mock(2, "1", "--dp-size", "2", "--api-workers", "2") as server:
-        workers = [pid for pid in server.children() if "api.worker" in command_of(pid)]
+        workers = [pid for pid in server.children() if "serve.worker" in command_of(pid)]
         for pid in workers:
             os.kill(pid, signal.SIGKILL)
         until(lambda: not any(map(command_of, workers)))

@@ -31,11 +31,11 @@ from support.tiny_models import (
 )
 from support.waiting import until
 from treetop import LLM, SamplingParams, StructuredOutput
+from treetop.checkpoints.loader import Placement, load_weights, weight_bytes
+from treetop.checkpoints.params import of_rank
 from treetop.core.loop import SyncClient
 from treetop.distributed.lockstep import StepProposal, merged
 from treetop.models.experts import ExpertMLP, live_rows
-from treetop.models.loader import Placement, load_weights, weight_bytes
-from treetop.models.params import of_rank
 from treetop.models.registry import target_spec
 from treetop.parallel.exchange import ExchangeRank, Rendezvous
 from treetop.types.errors import ConfigError, EngineError, InputError, UserError

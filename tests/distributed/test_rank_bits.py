@@ -14,8 +14,8 @@ from support import expert_pairs
 from support.bits import asked, bits
 from support.engines import accept_lens, build
 from support.tiny_models import Pair, save_random_experts, save_random_head, save_random_llama
-from treetop.engine import exact_ranks
-from treetop.engine.exact_ranks import sums_differ
+from treetop.engine.startup import exact_ranks
+from treetop.engine.startup.exact_ranks import sums_differ
 from treetop.kernels.table import OpContext, Ops
 from treetop.parallel import exchange
 from treetop.parallel.exchange import Rendezvous
@@ -220,6 +220,6 @@ def test_the_first_ranks_exact_products_hold_for_all(pairs, monkeypatch):
     serve(pairs["llama"], None)
     exact = set(seen)
     assert len({shape for shape, *_ in exact}) == len(exact) > 0, "ranks took different products"
-    monkeypatch.setattr("treetop.engine.products.is_exact_from", lambda shape, call, least: False)
+    monkeypatch.setattr("treetop.engine.startup.products.is_exact_from", lambda shape, call, least: False)
     with pytest.raises(ConfigError, match="exact on the first rank are not on another"):
         serve(pairs["llama"], None)

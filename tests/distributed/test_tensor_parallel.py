@@ -32,7 +32,7 @@ from treetop.debug.two_group import write_two_group_pair
 from treetop.distributed import tp_executor
 from treetop.doctor import exchange
 from treetop.doctor.conformance import RandomShapes
-from treetop.kernels.sampling import greedy_of_ranks, greedy_reference
+from treetop.kernels.sampling.sampling import greedy_of_ranks, greedy_reference
 from treetop.parallel.exchange import ExchangeRank, Rendezvous
 from treetop.types.errors import ConfigError, EngineError, UserError
 from treetop_debug import ranks as memory_groups

@@ -9,8 +9,8 @@ from rich.console import Console
 from treetop.doctor import exactness, rank_sums
 from treetop.doctor.exactness import differing, show_exactness
 from treetop.doctor.report import exactness_words
-from treetop.engine.operation_probes import operation_problem, probed_operations
-from treetop.engine.plan import plan_engine
+from treetop.engine.startup.operation_probes import operation_problem, probed_operations
+from treetop.engine.startup.plan import plan_engine
 from treetop.kernels.fused import rms_norm
 from treetop.kernels.table import OpContext, Ops
 from treetop.models.registry import target_spec

@@ -29,9 +29,9 @@ from support.head_layouts import (
 )
 from support.refusing import refused
 from support.tiny_models import LLAMA3_ROPE, Pair, copy_folder, save_random_head, save_random_llama
+from treetop.checkpoints.loader import Placement
 from treetop.drafts.protocol import Extension
 from treetop.drafts.registry import drafter_spec, find_draft
-from treetop.models.loader import Placement
 from treetop.models.registry import target_spec
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CheckpointError, ConfigError

@@ -6,16 +6,16 @@ import torch
 from support.engines import accept_lens, build, greedy, sampled, tokens
 from support.fake_recorder import FakeRecorder
 from support.weightless import followers, install
-from treetop import trace
 from treetop.bench.machine import Machine
 from treetop.bench.roofline import Case, round_floor
 from treetop.doctor.report import checkpoint
 from treetop.engine.cuda_graphs import CudaGraphs
-from treetop.engine.plan import plan_engine
 from treetop.engine.rounds import RoundKey, phases_of
-from treetop.engine.startup_log import start_up_block
-from treetop.engine.weight_copies import copies_estimate
+from treetop.engine.startup.plan import plan_engine
+from treetop.engine.startup.startup_log import start_up_block
+from treetop.engine.startup.weight_copies import copies_estimate
 from treetop.kernels.triton_guard import GpuTraits
+from treetop.tools import trace
 from treetop.types.ids import FULL
 from treetop.types.layout import SpecShape
 from treetop.types.phase import Phase

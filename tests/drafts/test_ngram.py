@@ -11,10 +11,10 @@ from support.fake_recorder import FakeRecorder
 from support.lookups import lookup
 from support.oracles import float32, grow, select
 from treetop import LLM
+from treetop.checkpoints.loader import Placement
 from treetop.drafts.ngram import PLACES, NgramLookup, NgramSpec
 from treetop.engine.cuda_graphs import CudaGraphs
-from treetop.kernels.row_text import continued, longest_matches
-from treetop.models.loader import Placement
+from treetop.kernels.tree.row_text import continued, longest_matches
 from treetop.types.errors import ConfigError
 
 COMPARED = 8

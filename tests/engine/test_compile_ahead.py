@@ -22,38 +22,39 @@ from support.round_ops import sown_growth
 from support.waiting import WAIT_S, until
 from treetop import LLM
 from treetop.attention.registry import BACKENDS
-from treetop.engine import build
-from treetop.engine.build import zeros_on
-from treetop.engine.compile_ahead import EveryExtent, compile_all, compile_steps
+from treetop.checkpoints.loader import Placement
 from treetop.engine.cuda_graphs import CudaGraphs
-from treetop.engine.plan import plan_engine
 from treetop.engine.prefill import PrefillBatch, prefill
-from treetop.engine.products import Products
 from treetop.engine.rounds import RoundKey, run_phases
 from treetop.engine.staging import StagingBuffers
+from treetop.engine.startup import build
+from treetop.engine.startup.build import zeros_on
+from treetop.engine.startup.compile_ahead import EveryExtent, compile_all, compile_steps
+from treetop.engine.startup.plan import plan_engine
+from treetop.engine.startup.products import Products
+from treetop.engine.startup.worst_steps import worst_prefill
 from treetop.engine.state import SETUP_COLUMNS
-from treetop.engine.worst_steps import worst_prefill
 from treetop.kernels import triton_guard
-from treetop.kernels.attention import paged_attention
-from treetop.kernels.attention_config import CallShape, Launch, choose_launch
-from treetop.kernels.calibration import make_calibration
-from treetop.kernels.coded import Coding
-from treetop.kernels.coded_rows import choose_coded, coded_gated, coded_rows
-from treetop.kernels.commit import Paths
-from treetop.kernels.experts import Activation, Experts, experts
-from treetop.kernels.grow import Children
-from treetop.kernels.index_topk import choose_paged_keys
-from treetop.kernels.indexer import IndexQuery
+from treetop.kernels.attention.attention import paged_attention
+from treetop.kernels.attention.attention_config import CallShape, Launch, choose_launch
+from treetop.kernels.attention.index_topk import choose_paged_keys
+from treetop.kernels.attention.indexer import IndexQuery
+from treetop.kernels.attention.latent_attention import latent_attention
+from treetop.kernels.attention.metadata import AttentionMetadata
+from treetop.kernels.attention.teams import make_arrivals
+from treetop.kernels.gemm.coded import Coding
+from treetop.kernels.gemm.coded_rows import choose_coded, coded_gated, coded_rows
+from treetop.kernels.gemm.skinny_gemm import choose_whole, gated_rows, skinny_gemm
+from treetop.kernels.gemm.tiles import decode_tiles, in_turn, tile
 from treetop.kernels.kv import PageTable
-from treetop.kernels.latent_attention import latent_attention
-from treetop.kernels.learn import Observed
-from treetop.kernels.metadata import AttentionMetadata
-from treetop.kernels.routing import Routes, Tiles
-from treetop.kernels.rows import DraftState, RowTables
-from treetop.kernels.skinny_gemm import choose_whole, gated_rows, skinny_gemm
+from treetop.kernels.moe.experts import Activation, Experts, experts
+from treetop.kernels.moe.routing import Routes, Tiles
 from treetop.kernels.table import OpContext, Ops, operations
-from treetop.kernels.teams import make_arrivals
-from treetop.kernels.tiles import decode_tiles, in_turn, tile
+from treetop.kernels.tree.calibration import make_calibration
+from treetop.kernels.tree.commit import Paths
+from treetop.kernels.tree.grow import Children
+from treetop.kernels.tree.learn import Observed
+from treetop.kernels.tree.rows import DraftState, RowTables
 from treetop.kernels.triton_guard import (
     GpuTraits,
     _probe,
@@ -65,7 +66,6 @@ from treetop.kernels.triton_guard import (
     tiles_of,
     tl,
 )
-from treetop.models.loader import Placement
 from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL, EngineConfig
 from treetop.types.ids import FULL
 from treetop.types.kv import KVFormat

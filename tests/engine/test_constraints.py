@@ -251,7 +251,9 @@ def test_a_token_outside_the_constraint_never_leaves(strong_pair, monkeypatch):
     llm = build(strong_pair, SHAPE)
     (prompt,) = strong_pair.prompts([8])
     (first,) = llm.generate([prompt], SamplingParams(max_tokens=1, ignore_eos=True))[0].token_ids
-    monkeypatch.setattr("treetop.kernels.process.unpacked", lambda allowed, size: torch.tensor(True).expand(size))
+    monkeypatch.setattr(
+        "treetop.kernels.sampling.process.unpacked", lambda allowed, size: torch.tensor(True).expand(size)
+    )
     deltas = llm.stream([prompt], SamplingParams(ignore_eos=True), [Only({*range(VOCAB)} - {first})])
     with pytest.raises(CheckError, match="constrained request got"):
         next(deltas)
@@ -259,7 +261,7 @@ def test_a_token_outside_the_constraint_never_leaves(strong_pair, monkeypatch):
 
 def test_a_draft_behind_which_nothing_is_known_never_leaves(strong_pair, monkeypatch):
     llm = build(strong_pair, SHAPE)
-    monkeypatch.setattr("treetop.kernels.accept.Withheld.of_tree", lambda _: torch.tensor(False))
+    monkeypatch.setattr("treetop.kernels.tree.accept.Withheld.of_tree", lambda _: torch.tensor(False))
     with pytest.raises(CheckError, match="constrained request got"):
         llm.generate(strong_pair.prompts([8]), SamplingParams(ignore_eos=True), [Only(None)])
 

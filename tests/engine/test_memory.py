@@ -10,7 +10,6 @@ import torch
 from support.engines import build, finish, greedy, submit, tokens
 from treetop import LLM
 from treetop.engine import memory
-from treetop.engine import plan as planning
 from treetop.engine.memory import (
     Budget,
     Memory,
@@ -24,7 +23,8 @@ from treetop.engine.memory import (
     step_bytes,
 )
 from treetop.engine.rounds import Eager
-from treetop.engine.worst_steps import worst_prefill
+from treetop.engine.startup import plan as planning
+from treetop.engine.startup.worst_steps import worst_prefill
 from treetop.models.registry import TargetSpec, target_spec
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, ConfigError, EngineError

@@ -3,10 +3,12 @@
 import os
 import subprocess
 import sys
+from functools import cache
+from types import SimpleNamespace
 
 import pytest
 
-from treetop.engine import mkl_sums
+from treetop.engine.startup import mkl_sums
 
 SCRIPT = """
 import torch
@@ -24,3 +26,19 @@ def test_the_mode_is_chosen_before_the_first_product_or_named(before, code):
     done = subprocess.run(command, check=False, env=env, capture_output=True, text=True)
     assert done.returncode == code, done.stderr
     assert (mkl_sums.VARIABLE in done.stderr) == bool(code)
+
+
+@pytest.mark.parametrize(("given", "helps"), [(None, True), ("AVX2", True), (mkl_sums.MODE, False)])
+def test_a_mode_that_was_given_from_the_start_is_not_advised(monkeypatch, given, helps):
+    """Where a probe fails in the very mode, a message that advises it would send its reader in a circle."""
+    for each in (mkl_sums.choose_mode, mkl_sums._given):
+        monkeypatch.setattr(mkl_sums, each.__name__, cache(each.__wrapped__))
+    monkeypatch.setattr(mkl_sums, "_is_intel", lambda: True)
+    monkeypatch.setattr(mkl_sums.torch.backends.mkl, "is_available", lambda: True)
+    monkeypatch.setattr(mkl_sums.ctypes, "CDLL", lambda path: SimpleNamespace(mkl_serv_cbwr_set=lambda mode: 0))
+    monkeypatch.setenv(mkl_sums.VARIABLE, given or "")
+    if given is None:
+        monkeypatch.delenv(mkl_sums.VARIABLE)
+    assert mkl_sums.choose_mode() == f"sums of MKL by {mkl_sums.VARIABLE}={given or mkl_sums.MODE}"
+    assert (mkl_sums.remedy() is not None) == helps
+    assert mkl_sums.os.environ[mkl_sums.VARIABLE] == (given or mkl_sums.MODE)

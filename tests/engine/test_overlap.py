@@ -8,8 +8,8 @@ from support.engines import accept_lens, build, finish, greedy, pump, sampled, s
 from support.memory import all_tensors
 from treetop import LLM, SamplingParams
 from treetop.debug.two_group import write_two_group_pair
-from treetop.engine.plan import choose_max_in_flight
 from treetop.engine.staging import collect
+from treetop.engine.startup.plan import choose_max_in_flight
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, CheckError, ConfigError, EngineError, InvariantError
 from treetop.types.ids import DRAFT, FULL

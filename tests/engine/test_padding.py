@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from support.engines import build, greedy, sampled, tokens
 from support.operations import with_op
 from support.tiny_models import Pair, copy_folder, save_copying_head, save_weak_llama
-from treetop.kernels.rows import finish_reference
+from treetop.kernels.tree.rows import finish_reference
 from treetop.types.errors import CheckError, EngineError
 from treetop.types.layout import SpecShape
 

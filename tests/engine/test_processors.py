@@ -12,7 +12,7 @@ from support.oracles import chi_square_tail
 from support.tiny_models import EOS
 from treetop import SamplingParams
 from treetop.engine.processors import words_of
-from treetop.kernels.process import BIAS_SHIFT, ENDS, IN_PROMPT, ONE
+from treetop.kernels.sampling.process import BIAS_SHIFT, ENDS, IN_PROMPT, ONE
 from treetop.types.errors import InputError
 from treetop.types.messages import RowHistory
 

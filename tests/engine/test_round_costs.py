@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from support.engines import build
-from treetop.engine import round_costs
-from treetop.engine.round_costs import read, smoothed, write
+from treetop.engine.startup import round_costs
+from treetop.engine.startup.round_costs import read, smoothed, write
 from treetop.types.costs import CatchUpCost, CostTable, RoundCost
 from treetop.types.errors import CheckError, ConfigError
 from treetop.types.layout import PLAIN, SpecShape
@@ -63,7 +63,7 @@ def test_the_costs_of_another_model_are_caught(strong_pair, weak_pair, monkeypat
     def one_for_all(real):
         return lambda made_for: real("costs")
 
-    with replaced((Patch("treetop.engine.round_costs:cost_file", one_for_all),)):
+    with replaced((Patch("treetop.engine.startup.round_costs:cost_file", one_for_all),)):
         other = engine(strong_pair)
         assert engine(strong_pair).costs == other.costs
         with pytest.raises(CheckError, match="round costs: those at hand are of another engine"):

@@ -20,7 +20,7 @@ from support.oracles import drawn, float32, philox4x32_10, warped
 from support.regexes import NONE, Regex, behind_text, nullable, random_regex, then, written
 from support.tiny_models import EOS
 from treetop import Reasoning, SamplingParams, StructuredOutput
-from treetop.core.grammars import GrammarCompiler
+from treetop.structured.grammars import GrammarCompiler
 
 VOCAB, LENGTH = 211, 20
 SHAPE = (4, 5, 16)

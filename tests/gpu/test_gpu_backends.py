@@ -21,7 +21,7 @@ from treetop.attention.library_backend import LibraryPlan
 from treetop.attention.registry import BACKENDS, refusal
 from treetop.debug.two_group import write_two_group_pair
 from treetop.engine.cuda_graphs import CudaGraphs
-from treetop.kernels.pages import gather_table, gather_table_reference
+from treetop.kernels.attention.pages import gather_table, gather_table_reference
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.ids import FULL
 

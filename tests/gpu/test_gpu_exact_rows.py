@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from treetop.engine.operation_probes import operation_problem, packed_experts
+from treetop.checkpoints.params import stay_packed
+from treetop.engine.startup.operation_probes import operation_problem, packed_experts
 from treetop.kernels.exact import adversarial
 from treetop.kernels.gate import Gate
 from treetop.kernels.table import OpContext, Ops
 from treetop.kernels.triton_guard import gpu_traits
-from treetop.models.params import stay_packed
 from treetop.models.registry import target_spec
 from treetop.weights.gpu_products import MOST_ROWS, WholeProduct, keep_products_whole, probe, same_bits
 

@@ -16,7 +16,7 @@ from treetop import LLM
 from treetop.attention.capabilities import Need
 from treetop.attention.registry import refusal
 from treetop.bench.equality import equal_outputs
-from treetop.kernels import packed_weights
+from treetop.kernels.gemm import packed_weights
 from treetop.weights import twelve_bits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

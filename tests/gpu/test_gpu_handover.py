@@ -7,7 +7,7 @@ import torch
 
 from support.engines import build, greedy, sampled
 from support.handing import Relay, Worker, bits
-from treetop.kernels.kv_chunks import Span, pack, pack_reference, unpack, unpack_reference
+from treetop.kernels.comm.kv_chunks import Span, pack, pack_reference, unpack, unpack_reference
 from treetop.kernels.triton_guard import gpu_traits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -73,7 +73,7 @@ def test_an_8b_model_takes_its_share_and_serves_a_full_batch_without_running_out
 def test_what_is_measured_is_about_what_the_shapes_say():
     """Weights and tables: the estimate before loading is no more than what was taken, and most of it."""
     needs(40)
-    from treetop.engine.plan import plan_engine
+    from treetop.engine.startup.plan import plan_engine
     from treetop.types.config import EngineConfig
 
     estimate = plan_engine(EngineConfig.of(**LLAMA, context_length=4096)).use.budget.static

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from treetop.checks.probes import LATE, RECORD
-from treetop.kernels import peers
+from treetop.kernels.comm import peers
+from treetop.kernels.comm.peers import Mailboxes
 from treetop.kernels.fused import rms_norm
-from treetop.kernels.peers import Mailboxes
 from treetop.kernels.triton_guard import gpu_traits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

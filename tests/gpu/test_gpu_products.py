@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from treetop.kernels.packed_weights import (
+from treetop.kernels.gemm.packed_weights import (
     CompressedLaunch,
     compress,
     compressed_rows,
     compressed_rows_reference,
     decompress,
 )
-from treetop.kernels.skinny_gemm import (
+from treetop.kernels.gemm.skinny_gemm import (
     RowsLaunch,
     choose_launch,
     gated_rows,

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from support.segment_rows import SCALE, Setting, make_row, same_bits, tree
-from treetop.kernels.attention import paged_attention_reference
-from treetop.kernels.segment_attention import SegmentLaunch, segment_attention
-from treetop.kernels.segments import plan_segments
+from treetop.kernels.attention.attention import paged_attention_reference
+from treetop.kernels.attention.segment_attention import SegmentLaunch, segment_attention
+from treetop.kernels.attention.segments import plan_segments
 from treetop.kernels.triton_guard import gpu_traits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

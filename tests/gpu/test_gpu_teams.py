@@ -10,11 +10,11 @@ import torch
 
 from treetop.attention.contract import TailKV
 from treetop.attention.triton_backend import TritonBackend
-from treetop.kernels.attention import paged_attention_reference
+from treetop.kernels.attention.attention import paged_attention_reference
+from treetop.kernels.attention.latent_attention import latent_attention_reference
+from treetop.kernels.attention.metadata import AttentionMetadata
 from treetop.kernels.kv import PagedKV, PageTable
-from treetop.kernels.latent_attention import latent_attention_reference
-from treetop.kernels.metadata import AttentionMetadata
-from treetop.kernels.tree import ancestor_mask
+from treetop.kernels.tree.tree import ancestor_mask
 from treetop.types.ids import FULL
 from treetop.types.phase import Phase
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from treetop.kernels.coded import CodedWeight, Coding, decode
+from treetop.kernels.gemm.coded import CodedWeight, Coding, decode
 
 
 def test_every_code_is_its_number():

@@ -10,9 +10,16 @@ import torch
 
 from support.interpreted import INTERPRETED, require_interpreted_pass
 from support.operations import kernel_ops
-from treetop.kernels import draw as drawing
-from treetop.kernels.draw import draw_tokens
-from treetop.kernels.sampling import RowSamplingParams, SamplingMetadata, draw, draw_reference, philox_uniform, warp
+from treetop.kernels.sampling import draw as drawing
+from treetop.kernels.sampling.draw import draw_tokens
+from treetop.kernels.sampling.sampling import (
+    RowSamplingParams,
+    SamplingMetadata,
+    draw,
+    draw_reference,
+    philox_uniform,
+    warp,
+)
 from treetop.kernels.table import Ops
 from treetop.kernels.triton_guard import gpu_traits
 

@@ -14,8 +14,8 @@ from support.lookups import lookup
 from support.tensor_core import tensor_core
 from support.tiny_models import Pair, save_random_llama
 from treetop.attention.segments_backend import SegmentsBackend
-from treetop.engine.products import Products
-from treetop.engine.weight_copies import product_weights
+from treetop.engine.startup.products import Products
+from treetop.engine.startup.weight_copies import product_weights
 from treetop.kernels.table import Ops
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.weights.gpu_products import Probed, WholeProduct
@@ -41,8 +41,8 @@ if INTERPRETED:
 
     def test_a_tree_has_the_bits_of_plain_decoding(tmp_path, monkeypatch):
         """In bfloat16, by the kernels that `bits` has on a GPU, beside another row and in chunks."""
-        monkeypatch.setattr("treetop.engine.exactness.why_not_exact", lambda *_: None)
-        monkeypatch.setattr("treetop.engine.build.products_of", by_our_kernel)
+        monkeypatch.setattr("treetop.engine.startup.exactness.why_not_exact", lambda *_: None)
+        monkeypatch.setattr("treetop.engine.startup.build.products_of", by_our_kernel)
         monkeypatch.setattr(Ops, "gpu_for", lambda self, op: gpu_traits(CPU) if op.name in KERNELS else None)
         used = set()
         real = WholeProduct._kernel

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from support.grids import few_of
 from support.interpreted import INTERPRETED, require_interpreted_pass
 from support.operation_cases import coded_weight
-from treetop.kernels import experts as products
-from treetop.kernels import routing
-from treetop.kernels.coded import CodedWeight, Coding, decode
-from treetop.kernels.experts import Activation, Experts, experts_reference
-from treetop.kernels.routing import Router, RouterKind, RouterSpec, route_reference
-from treetop.kernels.tiles import in_turn, tile
+from treetop.kernels.gemm.coded import CodedWeight, Coding, decode
+from treetop.kernels.gemm.tiles import in_turn, tile
+from treetop.kernels.moe import experts as products
+from treetop.kernels.moe import routing
+from treetop.kernels.moe.experts import Activation, Experts, experts_reference
+from treetop.kernels.moe.routing import Router, RouterKind, RouterSpec, route_reference
 from treetop.kernels.triton_guard import gpu_traits
 
 ON_GPU = torch.cuda.is_available() and not INTERPRETED

@@ -15,16 +15,16 @@ from support.interpreted import INTERPRETED, require_interpreted_pass
 from support.scenes import assert_close, assert_close_lse, dense_answer, moved, scene
 from treetop.attention.torch_backend import TorchBackend
 from treetop.attention.triton_backend import TritonBackend
-from treetop.kernels import commit as committing
-from treetop.kernels.attention import paged_attention, paged_attention_reference
-from treetop.kernels.attention_config import Launch
+from treetop.kernels.attention.attention import paged_attention, paged_attention_reference
+from treetop.kernels.attention.attention_config import Launch
+from treetop.kernels.attention.indexer import IndexNorm, write_index_keys, write_index_keys_reference
+from treetop.kernels.attention.latent import LatentNorm, write_latent, write_latent_reference
+from treetop.kernels.comm.kv_chunks import Span, pack, pack_reference, unpack, unpack_reference
 from treetop.kernels.fused import rotate_and_write, rotate_and_write_reference
-from treetop.kernels.indexer import IndexNorm, write_index_keys, write_index_keys_reference
 from treetop.kernels.kv import FP8, PageTable, decoded, encoded
 from treetop.kernels.kv import moved as as_bytes
-from treetop.kernels.kv_chunks import Span, pack, pack_reference, unpack, unpack_reference
-from treetop.kernels.latent import LatentNorm, write_latent, write_latent_reference
 from treetop.kernels.rope import RopeSpec, rope_table, rotate_
+from treetop.kernels.tree import commit as committing
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.ids import FULL
 

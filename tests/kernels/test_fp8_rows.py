@@ -16,8 +16,8 @@ from compressed_tensors.quantization.utils.helpers import compute_dynamic_scales
 from support.fp8 import VALUES, rounded
 from support.interpreted import INTERPRETED, require_interpreted_pass
 from support.operation_cases import DEVICE, coded_weight, e4m3_rows
-from treetop.kernels.coded import Coding, decode
-from treetop.kernels.fp8_rows import (
+from treetop.kernels.gemm.coded import Coding, decode
+from treetop.kernels.gemm.fp8_rows import (
     Activations,
     Fp8Launch,
     choose_fp8,

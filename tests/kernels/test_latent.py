@@ -12,9 +12,9 @@ from support.interpreted import INTERPRETED, require_interpreted_pass
 from support.scenes import assert_close, dense_answer, scene
 from treetop.attention.torch_backend import TorchBackend
 from treetop.attention.triton_backend import TritonBackend
-from treetop.kernels.attention_config import CallShape, Launch, launch_by_formula
+from treetop.kernels.attention.attention_config import CallShape, Launch, launch_by_formula
+from treetop.kernels.attention.latent_attention import latent_attention, latent_attention_reference
 from treetop.kernels.kv import PageTable
-from treetop.kernels.latent_attention import latent_attention, latent_attention_reference
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits
 from treetop.types.ids import FULL
 

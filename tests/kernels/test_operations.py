@@ -54,7 +54,7 @@ def test_every_kernel_of_the_package_is_in_the_table():
     """So what compiles, counts or checks the kernels of the table leaves none out."""
     found = set()
     for package in (treetop.kernels, treetop.attention):
-        for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+        for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
             for value in vars(importlib.import_module(module.name)).values():
                 if isinstance(value, type(_probe)) and getattr(value, "__name__", "").endswith("_kernel"):
                     found.add(place_of(value))

@@ -9,16 +9,16 @@ import torch
 
 from support.engines import build
 from support.tiny_models import save_random_experts
+from treetop.checkpoints.loader import Placement
 from treetop.drafts.head_files import EMBEDDING
-from treetop.engine import weight_copies as deciding
 from treetop.engine.memory import Budget, Memory, MemoryUse, fit, out_of_memory_explained, pool_bytes
-from treetop.engine.plan import plan_engine
-from treetop.engine.weight_copies import copies_estimate, with_copies
-from treetop.kernels import packed_weights
-from treetop.kernels.packed_weights import BLOCK, MAX_ROWS, TILE, CompressedLaunch, compress, decompress
-from treetop.kernels.skinny_gemm import _TABLE, load_table
+from treetop.engine.startup import weight_copies as deciding
+from treetop.engine.startup.plan import plan_engine
+from treetop.engine.startup.weight_copies import copies_estimate, with_copies
+from treetop.kernels.gemm import packed_weights
+from treetop.kernels.gemm.packed_weights import BLOCK, MAX_ROWS, TILE, CompressedLaunch, compress, decompress
+from treetop.kernels.gemm.skinny_gemm import _TABLE, load_table
 from treetop.kernels.triton_guard import GpuTraits
-from treetop.models.loader import Placement
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, ConfigError, EngineError
 from treetop.weights import plain, twelve_bits

@@ -35,13 +35,13 @@ from support.round_ops import (
     sown,
     sown_growth,
 )
-from treetop.kernels.accept import Withheld
-from treetop.kernels.commit import Paths
-from treetop.kernels.graft import graft
-from treetop.kernels.grow import Children
-from treetop.kernels.rows import DraftState, RowTables
-from treetop.kernels.sampling import SampledTokens
+from treetop.kernels.sampling.sampling import SampledTokens
 from treetop.kernels.table import OpContext, Ops, operations
+from treetop.kernels.tree.accept import Withheld
+from treetop.kernels.tree.commit import Paths
+from treetop.kernels.tree.graft import graft
+from treetop.kernels.tree.grow import Children
+from treetop.kernels.tree.rows import DraftState, RowTables
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.types.errors import CheckError, EngineError
 from treetop.types.layout import SpecShape

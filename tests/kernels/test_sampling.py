@@ -8,7 +8,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from support.oracles import drawn, float32, philox4x32_10, warped
-from treetop.kernels.sampling import RowSamplingParams, SamplingMetadata, draw, draw_reference, philox_uniform, warp
+from treetop.kernels.sampling.sampling import (
+    RowSamplingParams,
+    SamplingMetadata,
+    draw,
+    draw_reference,
+    philox_uniform,
+    warp,
+)
 
 KNOWN_ANSWERS = [  # counter, key, words: the Random123 distribution's kat_vectors
     ([0, 0, 0, 0], [0, 0], "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),

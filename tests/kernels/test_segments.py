@@ -15,9 +15,9 @@ from support.segment_rows import SCALE, Row, Setting, make_row, same_bits, tree
 from support.tensor_core import attention_by_position, starts_of_segments, tensor_core
 from treetop.attention.capabilities import GroupNeed, Need
 from treetop.attention.segments_backend import SegmentsBackend
-from treetop.kernels import segments
-from treetop.kernels.segment_attention import SegmentLaunch
-from treetop.kernels.segments import SegmentPlan, block_of, plan_reference, plan_segments, segments_before
+from treetop.kernels.attention import segments
+from treetop.kernels.attention.segment_attention import SegmentLaunch
+from treetop.kernels.attention.segments import SegmentPlan, block_of, plan_reference, plan_segments, segments_before
 from treetop.kernels.triton_guard import gpu_traits
 
 CPU = torch.device("cpu")

@@ -14,14 +14,14 @@ from support.scenes import assert_close, scene
 from treetop.attention.contract import TailKV
 from treetop.attention.torch_backend import TorchBackend
 from treetop.attention.triton_backend import TritonBackend
-from treetop.kernels import index_topk
-from treetop.kernels.attention_config import Launch
-from treetop.kernels.index_scores import paged_index_scores, paged_index_scores_reference
-from treetop.kernels.index_topk import choose_by_scores, choose_by_scores_reference
-from treetop.kernels.indexer import IndexQuery
+from treetop.kernels.attention import index_topk
+from treetop.kernels.attention.attention_config import Launch
+from treetop.kernels.attention.index_scores import paged_index_scores, paged_index_scores_reference
+from treetop.kernels.attention.index_topk import choose_by_scores, choose_by_scores_reference
+from treetop.kernels.attention.indexer import IndexQuery
+from treetop.kernels.attention.latent_attention import latent_attention, latent_attention_reference
+from treetop.kernels.attention.metadata import AttentionMetadata
 from treetop.kernels.kv import FP8, PagedKV, PageTable
-from treetop.kernels.latent_attention import latent_attention, latent_attention_reference
-from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.ids import FULL
 from treetop.types.phase import Phase

@@ -13,12 +13,12 @@ from support.interpreted import INTERPRETED, require_interpreted_pass
 from support.scenes import INT_MIN, assert_close, assert_close_lse, dense_answer, scene
 from treetop.attention.torch_backend import TorchBackend
 from treetop.attention.triton_backend import TritonBackend
-from treetop.kernels import attention
-from treetop.kernels.attention import paged_attention, paged_attention_reference
-from treetop.kernels.attention_config import Launch
+from treetop.kernels.attention import attention
+from treetop.kernels.attention.attention import paged_attention, paged_attention_reference
+from treetop.kernels.attention.attention_config import Launch
+from treetop.kernels.attention.pages import gather_table, gather_table_reference
+from treetop.kernels.attention.tail import PrefixPart, tail_and_merge, tail_and_merge_reference
 from treetop.kernels.kv import PageTable
-from treetop.kernels.pages import gather_table, gather_table_reference
-from treetop.kernels.tail import PrefixPart, tail_and_merge, tail_and_merge_reference
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.ids import FULL
 

@@ -11,10 +11,10 @@ import torch
 from support.interpreted import INTERPRETED, require_interpreted_pass
 from support.scenes import assert_close, assert_close_lse, dense_answer, scene
 from treetop.attention.triton_backend import TritonBackend
-from treetop.kernels.attention import paged_attention
-from treetop.kernels.attention_config import Launch
-from treetop.kernels.latent_attention import latent_attention
-from treetop.kernels.teams import Team, make_arrivals, row_shares, seat_of, share_of, team_of
+from treetop.kernels.attention.attention import paged_attention
+from treetop.kernels.attention.attention_config import Launch
+from treetop.kernels.attention.latent_attention import latent_attention
+from treetop.kernels.attention.teams import Team, make_arrivals, row_shares, seat_of, share_of, team_of
 from treetop.kernels.triton_guard import GpuTraits, constexpr, jit, power_of_two, tl
 
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ GPU = GpuTraits(num_sms=132, can_overlap=False)
 
 
 def by_hand(lengths, splits, helpers, block_n=64, window=None, chunked=False):
-    """Members of each row's team, by the rule that `kernels.teams` states."""
+    """Members of each row's team, by the rule that `kernels.attention.teams` states."""
     shares = []
     for length in lengths:
         first = 0
@@ -146,7 +146,7 @@ if INTERPRETED:
                 return team
 
             of = type("Spoilt", (), {"of": staticmethod(spoilt)})
-            monkeypatch.setattr("treetop.kernels.attention.Team", of)
+            monkeypatch.setattr("treetop.kernels.attention.attention.Team", of)
         arrivals = torch.zeros(16, dtype=torch.int32)
         launch = Launch(block_m=16, block_n=16, splits=splits, num_warps=4, num_stages=1)
         data = s.tail.data if tail else None
@@ -218,7 +218,7 @@ if INTERPRETED:
         s = scene(n=3, t=3, heads=3, kv_heads=1, dim=24, latent=16, page_size=8, max_kv_len=176, lengths=ONE_LONG)
         sizes = []
         monkeypatch.setattr(
-            "treetop.kernels.latent_attention.Team",
+            "treetop.kernels.attention.latent_attention.Team",
             type("Seen", (), {"of": staticmethod(lambda *args: sizes.append(Team.of(*args)) or sizes[-1])}),
         )
         arrivals = torch.zeros(16, dtype=torch.int32)
@@ -233,7 +233,7 @@ if INTERPRETED:
         s = scene(n=1, t=1, heads=2, kv_heads=1, page_size=8, max_kv_len=40, lengths=[40, 3, 0, 0])
         given, real = [], Team.of
         seen = type("Seen", (), {"of": staticmethod(lambda *args: given.append(args[3]) or real(*args))})
-        monkeypatch.setattr("treetop.kernels.attention.Team", seen)
+        monkeypatch.setattr("treetop.kernels.attention.attention.Team", seen)
         backend = TritonBackend(CPU)
         out = backend.prefix_tail(s.q, s.kv, backend.plan(None, s.metadata), s.tail, s.scale)
         assert_close(out, dense_answer(s, with_tail=True)[0], s)

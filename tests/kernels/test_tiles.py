@@ -13,9 +13,9 @@ import torch
 
 from support.interpreted import INTERPRETED, require_interpreted_pass
 from support.operation_cases import DEVICE, coded_weight
-from treetop.kernels import tiles
-from treetop.kernels.coded import CodedWeight, Coding, decode
-from treetop.kernels.coded_rows import (
+from treetop.kernels.gemm import tiles
+from treetop.kernels.gemm.coded import CodedWeight, Coding, decode
+from treetop.kernels.gemm.coded_rows import (
     CodedLaunch,
     choose_coded,
     coded_gated,
@@ -23,7 +23,7 @@ from treetop.kernels.coded_rows import (
     coded_rows,
     coded_rows_reference,
 )
-from treetop.kernels.tiles import decode_tiles, in_turn, tile, untile, why_not_tiled
+from treetop.kernels.gemm.tiles import decode_tiles, in_turn, tile, untile, why_not_tiled
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits
 
 CODINGS = [

@@ -21,9 +21,9 @@ from treetop.attention.auto import make_backend
 from treetop.attention.capabilities import Need
 from treetop.attention.torch_backend import TorchBackend
 from treetop.attention.triton_backend import TritonBackend
-from treetop.kernels import attention
-from treetop.kernels.attention import paged_attention, paged_attention_reference
-from treetop.kernels.attention_config import CallShape, Launch, launch_by_formula
+from treetop.kernels.attention import attention
+from treetop.kernels.attention.attention import paged_attention, paged_attention_reference
+from treetop.kernels.attention.attention_config import CallShape, Launch, launch_by_formula
 from treetop.kernels.fused import (
     HeadNorms,
     add,
@@ -36,17 +36,17 @@ from treetop.kernels.fused import (
     silu_mul,
     silu_mul_reference,
 )
-from treetop.kernels.kv import PagedKV, PageTable, write_pages
-from treetop.kernels.packed_weights import CompressedLaunch, compress, compressed_rows
-from treetop.kernels.rope import RopeSpec, rope_table, rotate_
-from treetop.kernels.skinny_gemm import (
+from treetop.kernels.gemm.packed_weights import CompressedLaunch, compress, compressed_rows
+from treetop.kernels.gemm.skinny_gemm import (
     RowsLaunch,
     gated_rows,
     gated_rows_reference,
     skinny_gemm,
     skinny_gemm_reference,
 )
-from treetop.kernels.topk import top_logprobs, top_logprobs_reference
+from treetop.kernels.kv import PagedKV, PageTable, write_pages
+from treetop.kernels.rope import RopeSpec, rope_table, rotate_
+from treetop.kernels.tree.topk import top_logprobs, top_logprobs_reference
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits
 from treetop.types.errors import ConfigError
 from treetop.types.ids import FULL

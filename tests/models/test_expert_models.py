@@ -13,7 +13,7 @@ from support.tiny_models import Pair, copy_folder, save_mxfp4, save_random_exper
 from treetop import LLM
 from treetop.bench.machine import Machine
 from treetop.bench.roofline import Case, distinct_at_random, expert_work, round_floor
-from treetop.models.loader import Placement, load_weights, weight_bytes
+from treetop.checkpoints.loader import Placement, load_weights, weight_bytes
 from treetop.models.registry import target_spec
 from treetop.types.errors import CheckpointError
 from treetop.types.layout import PLAIN

@@ -11,7 +11,7 @@ from support.fp8_pairs import A_HEAD, LAYERS, LENGTHS, OPTIONS, windows_pair, wi
 from support.refusing import refused
 from support.tiny_models import Pair, copy_folder
 from treetop.attention.registry import BACKENDS
-from treetop.engine.plan import check_kv_cache_dtype, plan_engine
+from treetop.engine.startup.plan import check_kv_cache_dtype, plan_engine
 from treetop.models.registry import target_spec
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CheckpointError, ConfigError

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from support.engines import build
 from support.families import FAMILIES
 from support.refusing import refused
-from treetop.inspect import inspect
+from treetop.tools.inspect import inspect
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 from treetop.types.ids import DRAFT, FULL

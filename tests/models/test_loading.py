@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from support.refusing import load, refused
 from support.tiny_models import copy_folder
 from treetop import LLM
-from treetop.models import checkpoint, hub
-from treetop.models.checkpoint import all_finite, open_tensors, stored_files
-from treetop.models.folder import resolve_folder
-from treetop.models.loader import Placement, load_weights
-from treetop.models.params import matrix
+from treetop.checkpoints import checkpoint, hub
+from treetop.checkpoints.checkpoint import all_finite, open_tensors, stored_files
+from treetop.checkpoints.folder import resolve_folder
+from treetop.checkpoints.loader import Placement, load_weights
+from treetop.checkpoints.params import matrix
 from treetop.models.registry import target_spec
 from treetop.types.errors import CheckpointError
 from treetop.weights import plain
@@ -157,7 +157,7 @@ def test_numbers_are_looked_at_twice_only_where_the_dtype_may_not_hold_them(stro
         passes.append(tensor.dtype)
         return all_finite(tensor)
 
-    monkeypatch.setattr("treetop.models.loader.all_finite", noted)
+    monkeypatch.setattr("treetop.checkpoints.loader.all_finite", noted)
     for dtype in ("float32", "float64"):
         LLM(str(strong_pair.target), str(strong_pair.head), dtype=dtype).close()
     assert passes == []
@@ -187,8 +187,8 @@ def test_loading_takes_little_more_memory_than_the_weights(tmp_path):
     code = f"""
 from pathlib import Path
 import torch
-from treetop.models.loader import Placement, load_weights
-from treetop.models.params import matrix
+from treetop.checkpoints.loader import Placement, load_weights
+from treetop.checkpoints.params import matrix
 from treetop.weights.format import Source
 def status(key):
     return int(next(x for x in open("/proc/self/status") if x.startswith(key)).split()[1]) * 1024

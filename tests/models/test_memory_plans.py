@@ -15,9 +15,9 @@ import torch
 import transformers
 
 from support.grids import few_of
-from treetop.engine import plan as planning
+from treetop.checkpoints.loader import Placement, load_weights, weight_bytes
 from treetop.engine.memory import Memory
-from treetop.models.loader import Placement, load_weights, weight_bytes
+from treetop.engine.startup import plan as planning
 from treetop.models.registry import target_spec
 from treetop.types.config import EngineConfig
 from treetop.types.ids import FULL, WINDOW

@@ -9,11 +9,11 @@ from safetensors.torch import load_file, save_file
 
 from support.refusing import refused
 from support.tiny_models import save_random_head, save_random_llama, save_random_qwen3
+from treetop.checkpoints import checkpoint
+from treetop.checkpoints.loader import Placement, load_weights, random_weights, weight_bytes
+from treetop.checkpoints.params import Param, cut, of_vocab, stored_tensors
 from treetop.drafts.registry import drafter_spec
-from treetop.models import checkpoint
 from treetop.models.embedding import part_of
-from treetop.models.loader import Placement, load_weights, random_weights, weight_bytes
-from treetop.models.params import Param, cut, of_vocab, stored_tensors
 from treetop.models.registry import target_spec
 from treetop.parallel.exchange import ExchangeRank
 from treetop.types.errors import ConfigError

@@ -16,9 +16,9 @@ from support.tiny_models import copy_folder
 from treetop import LLM
 from treetop.attention.capabilities import GroupNeed, Need
 from treetop.attention.registry import BACKENDS, refusal
-from treetop.inspect import inspect
-from treetop.kernels.indexer import IndexQuery, choose_keys, index_scores
+from treetop.kernels.attention.indexer import IndexQuery, choose_keys, index_scores
 from treetop.models.registry import target_spec
+from treetop.tools.inspect import inspect
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CheckpointError, ConfigError
 from treetop.types.ids import DRAFT, FULL, INDEXED

@@ -17,8 +17,8 @@ from support.quantized import by_library
 from support.refusing import refused
 from support.tiny_models import copy_folder
 from treetop import LLM
-from treetop.models import checkpoint
-from treetop.models.params import of_rank
+from treetop.checkpoints import checkpoint
+from treetop.checkpoints.params import of_rank
 from treetop.models.registry import target_spec
 from treetop.types.errors import CheckpointError, ConfigError
 from treetop.types.parallel import PlaceholderRank

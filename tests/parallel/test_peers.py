@@ -22,8 +22,8 @@ from support.engines import accept_lens, build, greedy, tokens
 from support.families import FAMILIES
 from support.tiny_models import Pair, save_copying_head, save_random_experts, save_random_head, save_weak_llama
 from treetop.checks.probes import LATE, RECORD, Probes
-from treetop.kernels import peers
-from treetop.kernels.peers import Mailboxes
+from treetop.kernels.comm import peers
+from treetop.kernels.comm.peers import Mailboxes
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.parallel import peer_memory
 from treetop.parallel.exchange import Rendezvous

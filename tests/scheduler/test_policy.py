@@ -10,10 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from support.shape_loads import CONTEXT, SHAPES, Load, layout
 from treetop.bench.modelled_costs import costs_of_a_gpu
 from treetop.scheduler.acceptance import AcceptanceEstimate
-from treetop.scheduler.policy import AdaptiveShape
-from treetop.types.costs import CostTable, RoundCost
+from treetop.scheduler.policy import FIRST_CREDIT, AdaptiveShape
+from treetop.types.costs import CatchUpCost, CostTable, RoundCost
 from treetop.types.layout import PLAIN, SpecShape
-from treetop.types.messages import RoundPlan, RowResult, StepResult
+from treetop.types.messages import RoundPlan, RowMask, RowResult, StepResult
 from treetop.types.sampling import Choice
 
 TREE = SHAPES[-1]
@@ -129,6 +129,48 @@ def test_a_shape_that_is_dearer_than_measured_is_left():
         load.round(GOOD)
     assert load.shapes[:300].count(TREE) > 200
     assert load.shapes[-200:].count(TREE) < 100
+
+
+def dear_catch_ups(plain_rounds: float) -> CostTable:
+    """A GPU's costs, but a draft extend of all that is deferred takes as long as so many plain rounds."""
+    table = costs_of_a_gpu(SHAPES)
+    of_rows = {each.rows: each.seconds for each in table.rounds if each.shape == PLAIN}
+    ups = tuple(CatchUpCost(rows, plain_rounds * seconds) for rows, seconds in of_rows.items())
+    return CostTable("", table.rounds, ups)
+
+
+def test_what_is_caught_up_before_a_tree_is_paid_for_in_advance():
+    """The round after a plain one is charged with both; a tree after a tree has nothing to catch up."""
+    table, costs = dear_catch_ups(1.5), []
+    policy = AdaptiveShape(table, layout())
+    for _ in range(2):
+        policy.credit = 4.0  # below its bound, which falls while the first rounds run
+        shape = policy.choose([CONTEXT] * 8, [8, 0, 0])
+        assert shape != PLAIN
+        costs.append(4.0 - policy.credit + 1.0 - table.seconds(8, shape, CONTEXT) / table.seconds(8, PLAIN, CONTEXT))
+    assert costs == pytest.approx([1.5, 0.0], abs=0.01)
+
+
+def test_trees_that_only_gain_if_nobody_catches_up_are_not_paid_for():
+    """More than all credit stands against the first of them, so that none runs, however much it would have given."""
+    load = Load(8, dear_catch_ups(FIRST_CREDIT + 1.0))
+    for _ in range(300):
+        load.round(ALWAYS)
+    assert set(load.shapes) == {PLAIN}
+
+
+@pytest.mark.parametrize("withheld", ["undrafted", "masks"])
+def test_rows_whose_drafts_were_withheld_say_nothing_of_the_head(withheld):
+    """A constrained row, or one that accepts no draft, gives one token a round: its drafts were not rejected."""
+    told, alone = (AdaptiveShape(costs_of_a_gpu(SHAPES), layout()) for _ in range(2))
+    rows = tuple(RowResult(row, (1,) * (5 if row < 4 else 1), True) for row in range(8))
+    kept = {"undrafted": tuple(range(4, 8)), "masks": tuple(RowMask(row, b"") for row in range(4, 8))}
+    mixed = RoundPlan((), (), tuple(range(8)), TREE, CONTEXT, Choice.GREEDY, **{withheld: kept[withheld]})
+    free = RoundPlan((), (), tuple(range(4)), TREE, CONTEXT, Choice.GREEDY)
+    for _ in range(40):
+        told.note(mixed, StepResult(rows), None)
+        alone.note(free, StepResult(rows[:4]), None)
+    assert told.acceptance.tokens(TREE) == alone.acceptance.tokens(TREE) > 4.0
 
 
 def test_costs_lie_on_lines_between_what_was_measured():

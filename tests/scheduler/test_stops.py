@@ -12,8 +12,8 @@ from support.oracles import stop_index
 from support.tiny_models import EOS, Pair, save_tokenizer
 from treetop import SamplingParams
 from treetop.scheduler.stops import first_stop
-from treetop.server.text import OutputText
-from treetop.server.tokenizer import Tokenizer
+from treetop.text.text import OutputText
+from treetop.text.tokenizer import Tokenizer
 
 SHAPE = (4, 4, 24)
 

@@ -40,6 +40,18 @@ def test_a_batch_of_several_classes_has_their_mean():
     assert chances_of(both, [0, 0, 2])[0][0] == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize("nodes", [1.0, 20.0, 50.0])
+def test_a_class_or_a_depth_that_was_hardly_seen_is_not_believed(nodes):
+    """Some fifty nodes that nothing was accepted of say little beside a million: chance alone gives such luck."""
+    many, few = counts([0.8, 0, 0, 0], 10**6), counts([0.0] * RANKS, nodes)
+    unseen = [[0.0] * RANKS] * DEPTHS
+    assert chances_of(([few[0][0], unseen, unseen], [few[1][0], unseen, unseen]), [2, 0, 0]) is None
+    both = [many[0][0], few[0][0], unseen], [many[1][0], few[1][0], unseen]
+    assert chances_of(both, [0, 2, 0])[0][0] == pytest.approx(0.8, rel=1e-3)
+    deeper = [many[0][0][:2] + few[0][0][2:], unseen, unseen], [many[1][0][:2] + few[1][0][2:], unseen, unseen]
+    assert chances_of(deeper, [2, 0, 0])[4][0] == pytest.approx(0.8, rel=1e-3)
+
+
 def test_a_rank_that_was_never_asked_for_has_a_guess_and_a_depth_that_of_the_one_before():
     """Chains ask for the best proposal only."""
     seen = [[[500.0, 0, 0, 0]] * 2 + [[0.0] * RANKS] * 3, *[[[0.0] * RANKS] * DEPTHS] * 2]

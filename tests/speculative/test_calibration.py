@@ -20,9 +20,18 @@ from support.refusing import refused
 from support.round_ops import Buffers, identity, random_calibration, random_children, random_tables, shapes, sown_growth
 from treetop import ConfigError, EngineConfig
 from treetop.doctor.conformance import RandomShapes
-from treetop.kernels.calibration import Heat, class_of, corrected, make_calibration
-from treetop.kernels.learn import HORIZON, ONE, PRIOR_CHOICES, PRIOR_NODES, SHIFT, Observed, _add_up, learn_reference
-from treetop.kernels.topk import top_logprobs_reference
+from treetop.kernels.tree.calibration import Heat, class_of, corrected, make_calibration
+from treetop.kernels.tree.learn import (
+    HORIZON,
+    ONE,
+    PRIOR_CHOICES,
+    PRIOR_NODES,
+    SHIFT,
+    Observed,
+    _add_up,
+    learn_reference,
+)
+from treetop.kernels.tree.topk import top_logprobs_reference
 from treetop.types.errors import CheckError
 from treetop.types.layout import SpecShape
 from treetop.types.sampling import CLASSES
@@ -298,7 +307,7 @@ def test_shapes_that_change_from_round_to_round_teach_one_calibration(strong_pai
 
 def kept_at(folder, monkeypatch):
     """Written after every round."""
-    monkeypatch.setattr("treetop.engine.kept_calibration.EVERY", 1)
+    monkeypatch.setattr("treetop.engine.startup.kept_calibration.EVERY", 1)
     return {"speculative_calibration_dir": str(folder), **LEARN}
 
 

@@ -14,10 +14,10 @@ from support.refusing import refused
 from support.round_ops import Buffers, identity, random_calibration, random_children, random_tables, shapes, sown_growth
 from treetop import ConfigError, EngineConfig
 from treetop.doctor.conformance import RandomShapes
-from treetop.kernels.graft import LONGEST, SHORTEST, graft, trust
-from treetop.kernels.grow import grow_reference, start_reference
-from treetop.kernels.select import select_reference
-from treetop.kernels.tree import ancestor_mask
+from treetop.kernels.tree.graft import LONGEST, SHORTEST, graft, trust
+from treetop.kernels.tree.grow import grow_reference, start_reference
+from treetop.kernels.tree.select import select_reference
+from treetop.kernels.tree.tree import ancestor_mask
 
 GRAFT = {"speculative_ngram_graft": 3}
 ALPHABET = 40

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from support.engines import build, greedy
-from treetop.engine.plan import plan_engine
-from treetop.kernels.calibration import make_calibration
-from treetop.kernels.grow import make_growth
+from treetop.engine.startup.plan import plan_engine
+from treetop.kernels.tree.calibration import make_calibration
+from treetop.kernels.tree.grow import make_growth
 from treetop.speculative.profile import RANKS, draw_nodes, logprob_of, profile_names, read_profile
 from treetop.speculative.simulation import RoundOfRows, SimulatedAcceptance, hashed
 from treetop.types.config import EngineConfig

@@ -13,10 +13,10 @@ from support.oracles import chain, float32, grow, longest_line, select, walk
 from support.round_ops import sown_growth
 from treetop.drafts.eagle3 import Eagle3Head, Eagle3Norms
 from treetop.drafts.protocol import DraftVocab, Proposal
-from treetop.kernels.accept import accept, force
-from treetop.kernels.rows import DraftState, RowTables
-from treetop.kernels.sampling import greedy_reference
-from treetop.kernels.tree import ancestor_mask, keyed_topk, next_level_mask, stable_topk
+from treetop.kernels.sampling.sampling import greedy_reference
+from treetop.kernels.tree.accept import accept, force
+from treetop.kernels.tree.rows import DraftState, RowTables
+from treetop.kernels.tree.tree import ancestor_mask, keyed_topk, next_level_mask, stable_topk
 from treetop.speculative.draft import grow_tree
 from treetop.types.layout import SpecShape
 from treetop.types.tree import DraftTree, PathPositions

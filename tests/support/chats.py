@@ -5,16 +5,16 @@ from collections.abc import Callable
 from typing import Any
 
 from support.serving import TOKENIZER
-from treetop.models.folder import resolve_folder
-from treetop.server.api.chat_body import ChatRequest
-from treetop.server.api.messages_body import MessagesRequest
-from treetop.server.api.responses_body import ResponsesRequest
-from treetop.server.api.turn import reading_of
-from treetop.server.chat_prompt import chat_ids
-from treetop.server.chat_template import ChatTemplate
-from treetop.server.parsers.events import Arguments, CallStart, Content, Event, Reasoning
-from treetop.server.parsers.registry import output_format
-from treetop.server.prompts import PromptReader
+from treetop.api.requests.chat_body import ChatRequest
+from treetop.api.requests.messages_body import MessagesRequest
+from treetop.api.requests.responses_body import ResponsesRequest
+from treetop.api.turn import reading_of
+from treetop.checkpoints.folder import resolve_folder
+from treetop.parsers.events import Arguments, CallStart, Content, Event, Reasoning
+from treetop.parsers.registry import output_format
+from treetop.text.chat_prompt import chat_ids
+from treetop.text.chat_template import ChatTemplate
+from treetop.text.prompts import PromptReader
 from treetop.types.layout import SpecShape
 from treetop.types.requests import CoreInfo
 from treetop.types.sampling import SamplingParams

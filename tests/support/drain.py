@@ -3,8 +3,8 @@
 import json
 
 from support.engines import greedy
+from treetop.checkpoints.folder import resolve_folder
 from treetop.engine.rounds import Eager
-from treetop.models.folder import resolve_folder
 
 
 def held_out(llm, count: int, longest: int = 90) -> list[list[int]]:

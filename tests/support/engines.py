@@ -55,7 +55,7 @@ def products_timed_otherwise() -> Iterator[list]:
         return build_runner
 
     patches = (
-        Patch("treetop.engine.products:choose_products", timed),
+        Patch("treetop.engine.startup.products:choose_products", timed),
         Patch("treetop.engine.engine:build_runner", noted),
     )
     with replaced(patches):

@@ -7,7 +7,7 @@ from support.families import FAMILIES, SIZES
 from support.tiny_models import copy_folder, save_random_experts
 from treetop import LLM
 from treetop.debug.random_checkpoint import random_tensors, write_config, write_tensors
-from treetop.engine.plan import plan_engine
+from treetop.engine.startup.plan import plan_engine
 from treetop.types.config import EngineConfig
 
 TREE, CHAIN = (2, 3, 6), (1, 3, 4)

@@ -19,9 +19,9 @@ from support.families import FAMILIES
 from support.mtp_layers import NAMES, mtp_tensors
 from support.tiny_models import Pair, copy_folder, save_copying_head, save_random_llama, save_weak_llama
 from treetop.debug import two_group
-from treetop.disaggregation.scheduling import Admitted, Computed, Dropped, Imported, Recv, Stage, Staged
 from treetop.types.ids import RequestId
 from treetop.types.kv_chunk import KVChunk
+from treetop.types.kv_transfer.scheduling import Admitted, Computed, Dropped, Imported, Recv, Stage, Staged
 from treetop.types.requests import EngineRequest, RequestUpdate
 from treetop_debug.patching import Patch, replaced
 

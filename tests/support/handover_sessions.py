@@ -10,14 +10,14 @@ import pytest
 import zmq
 
 from support.waiting import WAIT_S
-from treetop.disaggregation import wire
 from treetop.disaggregation.events import Connected
-from treetop.disaggregation.layout import Schema, SlotRef
-from treetop.disaggregation.options import zmq_address
-from treetop.disaggregation.scheduling import FirstToken, Prompt
 from treetop.disaggregation.sockets import Client, Handshake, Listener
-from treetop.disaggregation.transport import PeerId
 from treetop.types.kv_chunk import KVChunk
+from treetop.types.kv_transfer import wire
+from treetop.types.kv_transfer.layout import Schema, SlotRef
+from treetop.types.kv_transfer.options import zmq_address
+from treetop.types.kv_transfer.scheduling import FirstToken, Prompt
+from treetop.types.kv_transfer.transport import PeerId
 from treetop.types.sampling import SamplingParams, TokenLogprobs
 
 SCHEMA = Schema(1, "target", "draft", "float64", ("full: 2 layers",), ("root",), (4, 5, 16), 1000, 4096)

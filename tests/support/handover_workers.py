@@ -14,10 +14,10 @@ import zmq
 from support.nixl_peer import OVER_TCP
 from support.waiting import WAIT_S
 from treetop.core.wire import Add, Hello, Load, ProcessOptions, Ready, Updates, decode_from_core, encode
-from treetop.disaggregation.options import SECRET_VARIABLE, DisaggregationOptions
 from treetop.distributed.process import Failed
 from treetop.types.config import EngineConfig
 from treetop.types.ids import RequestId
+from treetop.types.kv_transfer.options import SECRET_VARIABLE, DisaggregationOptions
 from treetop.types.requests import CoreLoad, EngineRequest, KVTransferStats, RequestUpdate
 from treetop.types.sampling import SamplingParams
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from treetop.disaggregation import wire
 from treetop.disaggregation.decode import DecodeMachine
 from treetop.disaggregation.events import (
     Cancel,
@@ -29,10 +28,14 @@ from treetop.disaggregation.events import (
     Start,
     Tick,
 )
-from treetop.disaggregation.layout import ChunkLayout
-from treetop.disaggregation.options import Deadlines
 from treetop.disaggregation.prefill import PrefillMachine
-from treetop.disaggregation.scheduling import (
+from treetop.types.ids import FULL, RequestId
+from treetop.types.kv import paired
+from treetop.types.kv_chunk import KVChunk
+from treetop.types.kv_transfer import wire
+from treetop.types.kv_transfer.layout import ChunkLayout
+from treetop.types.kv_transfer.options import Deadlines
+from treetop.types.kv_transfer.scheduling import (
     Admitted,
     Computed,
     Dropped,
@@ -43,11 +46,8 @@ from treetop.disaggregation.scheduling import (
     Stage,
     Staged,
 )
-from treetop.disaggregation.transport import PeerId
-from treetop.disaggregation.wire import Metadata, Released
-from treetop.types.ids import FULL, RequestId
-from treetop.types.kv import paired
-from treetop.types.kv_chunk import KVChunk
+from treetop.types.kv_transfer.transport import PeerId
+from treetop.types.kv_transfer.wire import Metadata, Released
 from treetop.types.layout import KVGroup
 from treetop.types.sampling import SamplingParams
 

@@ -29,7 +29,7 @@ if is_of("engine_process"):
 LAST_WORDS = """
 if is_of("treetop.cli"):
     import asyncio
-    from treetop.server.api import run
+    from treetop.serve import run
     end_with = run._end_with
 
     async def held_end_with(core, server):

@@ -11,7 +11,7 @@ import sys
 import torch
 
 from treetop.disaggregation.nixl import NixlTransport
-from treetop.disaggregation.transport import Memory, PeerId
+from treetop.types.kv_transfer.transport import Memory, PeerId
 
 OVER_TCP = "tcp,cuda_copy" if torch.cuda.is_available() else "tcp"
 """For UCX_TLS, as between two hosts. Where there are GPUs NIXL refuses to start without a transport that knows them."""

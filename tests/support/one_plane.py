@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from treetop.checkpoints.params import Param, matrix, stored_tensors
 from treetop.kernels.kv import PagedKV, write_pages
 from treetop.kernels.rope import RopeSpec, rope_table, rotate_
 from treetop.models.config import AttentionSpec, DenseSpec, LayerSpec, model_config, num_layers
 from treetop.models.layers import norm_param
-from treetop.models.params import Param, matrix, stored_tensors
 from treetop.models.registry import Family
 from treetop.models.target import TargetOutput
 from treetop.types.kv import compressed

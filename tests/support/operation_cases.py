@@ -19,35 +19,35 @@ from support.round_ops import (
     sown_growth,
 )
 from support.scenes import Scene, scene
-from treetop.kernels import peers
-from treetop.kernels.attention import paged_attention_reference
-from treetop.kernels.attention_config import Launch
-from treetop.kernels.calibration import Heat
-from treetop.kernels.coded import CodedWeight, Coding
-from treetop.kernels.coded_rows import CodedLaunch
-from treetop.kernels.commit import Paths
-from treetop.kernels.experts import Activation, Experts
-from treetop.kernels.fp8_rows import Activations, Fp8Launch, QuantizedRows
+from treetop.kernels.attention.attention import paged_attention_reference
+from treetop.kernels.attention.attention_config import Launch
+from treetop.kernels.attention.indexer import IndexNorm, IndexQuery
+from treetop.kernels.attention.latent import LatentNorm
+from treetop.kernels.attention.metadata import AttentionMetadata
+from treetop.kernels.attention.segments import plan_reference
+from treetop.kernels.attention.tail import PrefixPart
+from treetop.kernels.comm import peers
+from treetop.kernels.comm.kv_chunks import Span, pack_reference, unpack_reference
+from treetop.kernels.comm.peers import Mailboxes
 from treetop.kernels.fused import HeadNorms
-from treetop.kernels.grow import Children, Frontier, TreeBuilder
-from treetop.kernels.indexer import IndexNorm, IndexQuery
+from treetop.kernels.gemm.coded import CodedWeight, Coding
+from treetop.kernels.gemm.coded_rows import CodedLaunch
+from treetop.kernels.gemm.fp8_rows import Activations, Fp8Launch, QuantizedRows
+from treetop.kernels.gemm.packed_weights import CompressedLaunch, compress
+from treetop.kernels.gemm.skinny_gemm import RowsLaunch
+from treetop.kernels.gemm.tiles import in_turn, tile
 from treetop.kernels.kv import PageTable
-from treetop.kernels.kv_chunks import Span, pack_reference, unpack_reference
-from treetop.kernels.latent import LatentNorm
-from treetop.kernels.learn import Observed
-from treetop.kernels.metadata import AttentionMetadata
-from treetop.kernels.packed_weights import CompressedLaunch, compress
-from treetop.kernels.peers import Mailboxes
-from treetop.kernels.process import ONE, LogitsProcessors, mask_words
+from treetop.kernels.moe.experts import Activation, Experts
+from treetop.kernels.moe.routing import Router, RouterKind, RouterSpec
 from treetop.kernels.rope import RopeSpec, RopeTable, rope_table
-from treetop.kernels.routing import Router, RouterKind, RouterSpec
-from treetop.kernels.sampling import PartialArgmax, RowSamplingParams, SampledTokens, SamplingMetadata
-from treetop.kernels.segments import plan_reference
-from treetop.kernels.select import select_reference
-from treetop.kernels.skinny_gemm import RowsLaunch
+from treetop.kernels.sampling.process import ONE, LogitsProcessors, mask_words
+from treetop.kernels.sampling.sampling import PartialArgmax, RowSamplingParams, SampledTokens, SamplingMetadata
 from treetop.kernels.table import operations
-from treetop.kernels.tail import PrefixPart
-from treetop.kernels.tiles import in_turn, tile
+from treetop.kernels.tree.calibration import Heat
+from treetop.kernels.tree.commit import Paths
+from treetop.kernels.tree.grow import Children, Frontier, TreeBuilder
+from treetop.kernels.tree.learn import Observed
+from treetop.kernels.tree.select import select_reference
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.ids import FULL
 from treetop.types.layout import SpecShape

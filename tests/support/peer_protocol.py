@@ -1,4 +1,4 @@
-"""A model of exchanges by peer memory (`treetop.kernels.peers`), and an explorer of all that can happen in it.
+"""A model of exchanges by peer memory (`treetop.kernels.comm.peers`), and an explorer of all that can happen in it.
 
 One slot of every rank's mailbox, used again and again. Programs have warps, which go on at any speed; each store is on
 its way for any time, and comes in any order with others, until its launch has ended. What a rank does for its use `n`:

@@ -1,4 +1,4 @@
-"""One rank of several processes whose mailboxes are files in shared memory: the kernels of `kernels/peers.py`,
+"""One rank of several processes whose mailboxes are files in shared memory: the kernels of `kernels/comm/peers.py`,
 interpreted. `tests/parallel/test_peers.py` starts them.
 
 python peer_rank.py FOLDER RANK SIZE EXCHANGES      prints a digest of what came
@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 from treetop.checks.probes import RECORD
-from treetop.kernels import peers
+from treetop.kernels.comm import peers
+from treetop.kernels.comm.peers import Mailboxes
 from treetop.kernels.fused import add_rms_norm_reference
-from treetop.kernels.peers import Mailboxes
 from treetop.kernels.triton_guard import gpu_traits
 
 CPU = torch.device("cpu")

@@ -1,6 +1,7 @@
 """Checkpoints in the formats that people deploy, and what their weights then are, by the formats' own library.
 
-`compressed-tensors` packs and unpacks its own layouts. Those without a library on this machine are written here from
+`compressed-tensors` packs and unpacks its own layouts; where it is not there, a test that asks for one of them is
+skipped by name. Those without a library on this machine are written here from
 their documentation, number by number.
 """
 
@@ -9,9 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -48,10 +48,11 @@ def blocks(weight: Tensor, rows: int, columns: int) -> Tensor:
 def by_library(stored: str, dtype: torch.dtype = torch.float32, inputs: dict | None = None, **args) -> Format:
     """A layout of `compressed-tensors`. dtype: of scales. args: of the weights' `QuantizationArgs`. inputs: of their
     activations'; a fixed scale of these is 1 / 64."""
-    weights = QuantizationArgs(**args)
+    library = pytest.importorskip("compressed_tensors.quantization")
+    weights = library.QuantizationArgs(**args)
     fixed = inputs is not None and not inputs.get("dynamic")
-    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
-    compressor = BaseCompressor.get_value_from_registry(stored)
+    scheme = library.QuantizationScheme(targets=["Linear"], weights=weights)
+    compressor = pytest.importorskip("compressed_tensors.compressors").BaseCompressor.get_value_from_registry(stored)
     group = args.get("group_size") or 0
 
     def store(weight: Tensor) -> Stored:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from treetop.engine.rounds import Eager
-from treetop.kernels.metadata import AttentionMetadata
+from treetop.kernels.attention.metadata import AttentionMetadata
 
 
 @dataclass

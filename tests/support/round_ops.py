@@ -10,10 +10,10 @@ from torch import Tensor
 
 from support.interpreted import INTERPRETED
 from support.oracles import float32
-from treetop.kernels.calibration import Calibration, make_calibration
-from treetop.kernels.grow import Children, TreeBuilder, make_growth
-from treetop.kernels.rows import DraftState, RowTables
-from treetop.kernels.tree import ancestor_mask
+from treetop.kernels.tree.calibration import Calibration, make_calibration
+from treetop.kernels.tree.grow import Children, TreeBuilder, make_growth
+from treetop.kernels.tree.rows import DraftState, RowTables
+from treetop.kernels.tree.tree import ancestor_mask
 from treetop.types.layout import SpecShape
 from treetop.types.sampling import CLASSES
 from treetop.types.tree import Accepted, DraftTree, PathPositions

@@ -8,9 +8,9 @@ from torch import Tensor
 from support.fp8 import rounded
 from support.tolerance import attention_errors
 from treetop.attention.contract import TailKV
+from treetop.kernels.attention.metadata import AttentionMetadata
 from treetop.kernels.kv import PagedKV, PageTable
-from treetop.kernels.metadata import AttentionMetadata
-from treetop.kernels.tree import ancestor_mask
+from treetop.kernels.tree.tree import ancestor_mask
 from treetop.types.ids import FULL
 from treetop.types.phase import Phase
 

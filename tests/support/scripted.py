@@ -11,11 +11,11 @@ import uvicorn
 
 from support.serving import TOKENIZER
 from support.waiting import until
-from treetop.models.folder import resolve_folder
-from treetop.server.api.api_state import ApiState
-from treetop.server.api.app import make_app
-from treetop.server.in_flight import InFlightCounter
-from treetop.server.options import ServeOptions
+from treetop.api.api_state import ApiState
+from treetop.api.app import make_app
+from treetop.checkpoints.folder import resolve_folder
+from treetop.distributed.in_flight import InFlightCounter
+from treetop.serve_options import ServeOptions
 from treetop.types.ids import RequestId
 from treetop.types.layout import SpecShape
 from treetop.types.requests import CoreInfo, CoreLoad, RequestUpdate

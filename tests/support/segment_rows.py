@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import torch
 
 from treetop.attention.contract import TailKV
+from treetop.kernels.attention.metadata import AttentionMetadata
+from treetop.kernels.attention.segment_attention import segment_attention
+from treetop.kernels.attention.segment_prefill import segment_prefill
+from treetop.kernels.attention.segments import UNIT, block_of, plan_segments
 from treetop.kernels.kv import PagedKV, PageTable
-from treetop.kernels.metadata import AttentionMetadata
-from treetop.kernels.segment_attention import segment_attention
-from treetop.kernels.segment_prefill import segment_prefill
-from treetop.kernels.segments import UNIT, block_of, plan_segments
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.ids import FULL
 from treetop.types.phase import Phase

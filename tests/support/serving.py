@@ -16,9 +16,9 @@ import httpx
 import openai
 
 from support.waiting import WAIT_S
-from treetop.models.folder import resolve_folder
-from treetop.server.mock_options import TEXT
-from treetop.server.tokenizer import Tokenizer
+from treetop.checkpoints.folder import resolve_folder
+from treetop.serve.mock_options import TEXT
+from treetop.text.tokenizer import Tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"

@@ -13,7 +13,7 @@ from support import chats
 from support.serving import Server, replayed
 from support.waiting import until
 from treetop.bench.workload import read_texts
-from treetop.models.folder import resolve_folder
+from treetop.checkpoints.folder import resolve_folder
 
 NAME = "builtin:nestling"
 

@@ -76,7 +76,7 @@ def starts_of_segments(end, unit):
 def attention_by_position(q, seen, scale, block, unit, sink=None):
     """One head of one query. q: [d] of any dtype. seen: position -> (k [d], v [d]). Returns [d] like q.
 
-    The sums as `kernels.segments` describes them, one operation after another.
+    The sums as `kernels.attention.segments` describes them, one operation after another.
     """
     dim, scale = len(q), np.float32(scale * math.log2(math.e))
     wide = {at: [each.float().numpy() for each in kv] for at, kv in seen.items()}

@@ -3,9 +3,9 @@
 import json
 from dataclasses import dataclass, field
 
-from treetop.server.parsers.arguments import Tools
-from treetop.server.parsers.events import Arguments, CallEnd, CallStart, Content, Event, Parser, Reasoning
-from treetop.server.parsers.registry import output_format
+from treetop.parsers.arguments import Tools
+from treetop.parsers.events import Arguments, CallEnd, CallStart, Content, Event, Parser, Reasoning
+from treetop.parsers.registry import output_format
 
 WEATHER = {
     "type": "object",

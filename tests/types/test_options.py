@@ -14,10 +14,10 @@ from support.refusing import refused
 from support.tiny_models import copy_folder
 from treetop import LLM, AsyncLLM, CheckpointError, ConfigError, EngineConfig, EngineError, SamplingParams
 from treetop.cli.options_page import page
-from treetop.disaggregation.options import DisaggregationOptions
-from treetop.server.options import ServeOptions
+from treetop.serve_options import ServeOptions
 from treetop.types import errors
 from treetop.types.engine_options import EngineOptions
+from treetop.types.kv_transfer.options import DisaggregationOptions
 from treetop.types.options import options_of
 
 TABLES = [EngineConfig, SamplingParams, ServeOptions, DisaggregationOptions]

@@ -16,13 +16,13 @@ from support.quantized import awq, by_library, fp8_blocks, fp8_whole, gptq, nvfp
 from support.refusing import load, refused
 from support.tiny_models import Pair, copy_folder, save_random_experts, save_random_head, save_random_llama
 from treetop import LLM, SamplingParams
-from treetop.engine.plan import packing, plan_engine
-from treetop.inspect import as_text, inspect
-from treetop.models.fingerprint import fingerprint
-from treetop.models.loader import Placement, load_weights, random_weights, weight_bytes
-from treetop.models.params import cut
+from treetop.checkpoints.fingerprint import fingerprint
+from treetop.checkpoints.loader import Placement, load_weights, random_weights, weight_bytes
+from treetop.checkpoints.params import cut
+from treetop.engine.startup.plan import packing, plan_engine
 from treetop.models.registry import target_spec
 from treetop.parallel.exchange import ExchangeRank
+from treetop.tools.inspect import as_text, inspect
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CheckpointError, ConfigError
 from treetop.weights.format import Source, Span

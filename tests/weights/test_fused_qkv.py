@@ -12,9 +12,9 @@ from support.families import FAMILIES, WINDOW
 from support.quantized import fp8_blocks
 from support.refusing import refused
 from support.tiny_models import Pair, copy_folder
+from treetop.checkpoints.params import cut, in_formats
 from treetop.drafts.registry import drafter_spec
 from treetop.models.layers import self_attention_params
-from treetop.models.params import cut, in_formats
 from treetop.models.registry import target_spec
 from treetop.types.errors import CheckpointError
 from treetop.weights.decoded import Grid

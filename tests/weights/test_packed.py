@@ -10,11 +10,11 @@ from support.quantized import fp8_blocks, gptq, quantized
 from support.refusing import load, refused
 from support.tiny_models import Pair, copy_folder, save_random_head, save_random_llama
 from treetop import SamplingParams
-from treetop.kernels.coded import Coding, decode
+from treetop.checkpoints.params import stay_packed
+from treetop.kernels.gemm.coded import Coding, decode
 from treetop.kernels.table import OpContext, Ops
-from treetop.models.params import stay_packed
 from treetop.models.registry import target_spec
-from treetop.quantize import quantize
+from treetop.tools.quantize import quantize
 from treetop.types.errors import CheckpointError
 from treetop.weights import packed
 from treetop.weights.packed import CodedLinear, GateOver

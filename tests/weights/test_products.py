@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from treetop import LLM, SamplingParams
 from treetop.kernels.fused import rms_norm
 from treetop.kernels.kv import make_ruler, slots_at, slots_of
-from treetop.kernels.tree import keyed_topk, stable_topk
+from treetop.kernels.tree.tree import keyed_topk, stable_topk
 from treetop.weights import cpu_products as products
 from treetop.weights.cpu_products import Call, ChosenProduct, CpuProduct, choose_products, default_call, fastest
 from treetop.weights.linear import LibraryLinear

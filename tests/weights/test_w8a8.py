@@ -18,14 +18,14 @@ from support.quantized import by_library, fp8_blocks, nvfp4_of_modelopt, quantiz
 from support.refusing import load, refused
 from support.tiny_models import Pair, copy_folder, save_random_experts, save_random_head, save_random_llama
 from treetop import SamplingParams
+from treetop.checkpoints.loader import Placement, load_weights, random_weights, weight_bytes
 from treetop.engine.kv_staging import staging_of
-from treetop.engine.plan import check_quantized_activations
-from treetop.inspect import as_text, inspect
+from treetop.engine.startup.plan import check_quantized_activations
 from treetop.kernels.kv import FP8
-from treetop.models.loader import Placement, load_weights, random_weights, weight_bytes
 from treetop.models.registry import target_spec
 from treetop.parallel.exchange import ExchangeRank
-from treetop.quantize import quantize as quantize_folder
+from treetop.tools.inspect import as_text, inspect
+from treetop.tools.quantize import quantize as quantize_folder
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CheckpointError, ConfigError
 from treetop.weights.w8a8 import W8A8, W8A8Linear

@@ -12,16 +12,16 @@ from support.refusing import refused
 from support.tiny_models import Pair, copy_folder, save_random_experts, save_random_head
 from treetop import LLM, SamplingParams
 from treetop.bench.roofline import saved_bytes
+from treetop.checkpoints.loader import Placement, load_weights, random_weights, weight_bytes
+from treetop.checkpoints.params import Param, cut, in_formats, of_vocab
 from treetop.drafts.registry import drafter_spec
-from treetop.engine.plan import plan_engine
-from treetop.engine.weight_copies import product_weights
-from treetop.inspect import as_text, inspect
-from treetop.kernels.experts import Experts, experts_reference
+from treetop.engine.startup.plan import plan_engine
+from treetop.engine.startup.weight_copies import product_weights
 from treetop.kernels.fused import gate_mul_reference
-from treetop.models.loader import Placement, load_weights, random_weights, weight_bytes
-from treetop.models.params import Param, cut, in_formats, of_vocab
+from treetop.kernels.moe.experts import Experts, experts_reference
 from treetop.models.registry import target_spec
 from treetop.parallel.exchange import ExchangeRank
+from treetop.tools.inspect import as_text, inspect
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CheckpointError, ConfigError
 from treetop.types.layout import SpecShape
@@ -295,7 +295,7 @@ def wrong(folder, where, words, **changes):
 def test_what_a_folder_lacks_is_named_before_memory_is_taken(folders, tmp_path, monkeypatch):
     """A scale that is missing or misshapen, a weight of another kind, an unknown method, a list that is none."""
     monkeypatch.setattr(Param, "empty", lambda *_: pytest.fail("took memory"))
-    monkeypatch.setattr("treetop.engine.weight_copies.product_weights", lambda *_: [])
+    monkeypatch.setattr("treetop.engine.startup.weight_copies.product_weights", lambda *_: [])
     folder, name = folders["target"][0], "model.layers.2.mlp.up_proj.weight"
     tensors = load_file(folder / "model.safetensors")
     scale = tensors[f"{name}_scale"]

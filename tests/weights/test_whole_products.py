@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from support.launches import noted_launches
-from treetop.engine.probed_products import probed_products
-from treetop.kernels.coded import CodedWeight, Coding
-from treetop.kernels.skinny_gemm import choose_whole, load_table, shared_bytes
+from treetop.engine.startup.probed_products import probed_products
+from treetop.kernels.gemm.coded import CodedWeight, Coding
+from treetop.kernels.gemm.skinny_gemm import choose_whole, load_table, shared_bytes
+from treetop.kernels.gemm.tiles import in_turn, tile
 from treetop.kernels.table import OpContext, Ops
-from treetop.kernels.tiles import in_turn, tile
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.types.errors import ConfigError
 from treetop.weights import gpu_products, linear, packed
@@ -245,7 +245,7 @@ def test_a_gate_that_differs_in_one_launch_and_behind_a_product_is_found(monkeyp
 def test_a_start_refuses_by_name_and_remembers_what_it_found(monkeypatch, tmp_path):
     """Found is kept for the next start; what is refused is not."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    module = "treetop.engine.probed_products"
+    module = "treetop.engine.startup.probed_products"
     calls, answers = [], {(64, 64): None, (32, 64): "products [32, 64] of 7 rows"}
 
     def probing(shape, gated, dtype, device):

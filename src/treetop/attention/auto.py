@@ -20,9 +20,9 @@ from treetop.attention.capabilities import Capabilities, GroupNeed, Need
 from treetop.attention.contract import AttentionBackend, HostPlanned, RoundExtents, TailKV
 from treetop.attention.exact_backend import ExactBackend
 from treetop.attention.registry import BACKENDS, exact_backend, refusal, require
-from treetop.kernels.attention_config import CallShape
+from treetop.kernels.attention.attention_config import CallShape
+from treetop.kernels.attention.metadata import AttentionMetadata
 from treetop.kernels.kv import PagedKV
-from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.triton_guard import gpu_traits
 
 TABLE = "choices.json"

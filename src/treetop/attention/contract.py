@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from treetop.attention.capabilities import Capabilities, Need
-from treetop.kernels.indexer import IndexQuery
+from treetop.kernels.attention.indexer import IndexQuery
+from treetop.kernels.attention.metadata import AttentionMetadata
 from treetop.kernels.kv import PagedKV
-from treetop.kernels.metadata import AttentionMetadata
 from treetop.types.phase import Phase
 
 P = TypeVar("P")

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from treetop.attention.contract import RoundExtents
 from treetop.attention.library_backend import AttendPages
+from treetop.kernels.attention.metadata import AttentionMetadata
+from treetop.kernels.attention.tail import PrefixPart
 from treetop.kernels.kv import PagedKV
-from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.table import Ops
-from treetop.kernels.tail import PrefixPart
 
 
 @dataclass(frozen=True, slots=True)

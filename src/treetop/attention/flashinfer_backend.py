@@ -19,10 +19,10 @@ from treetop.attention.capabilities import HALF, Capabilities, GroupNeed, Need
 from treetop.attention.contract import BackendSpec, RoundExtents
 from treetop.attention.library_backend import AttendPages, LibraryBackend, first_line
 from treetop.attention.triton_backend import TritonBackend
+from treetop.kernels.attention.metadata import AttentionMetadata
+from treetop.kernels.attention.tail import PrefixPart
 from treetop.kernels.kv import PagedKV
-from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.table import OpContext, Ops
-from treetop.kernels.tail import PrefixPart
 from treetop.kernels.triton_guard import gpu_traits, why_not
 from treetop.types.ids import GroupName
 from treetop.types.phase import Phase

@@ -10,9 +10,9 @@ from torch import Tensor
 from treetop.attention.contract import AttentionBackend, SparseBackend, TailKV
 from treetop.attention.tail import attend, with_sinks
 from treetop.checks.probes import Probes
-from treetop.kernels.indexer import IndexQuery, choose_keys
+from treetop.kernels.attention.indexer import IndexQuery, choose_keys
+from treetop.kernels.attention.metadata import first_seen
 from treetop.kernels.kv import PagedKV, decoded, kv_dtype
-from treetop.kernels.metadata import first_seen
 from treetop.types.ids import GroupName
 from treetop.types.kv import KVFormat
 from treetop.types.phase import Phase

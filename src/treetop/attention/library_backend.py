@@ -15,10 +15,10 @@ from torch import Tensor
 from treetop.attention.capabilities import Capabilities
 from treetop.attention.contract import AttentionBackend, RoundExtents, TailKV
 from treetop.attention.tail import with_sinks
+from treetop.kernels.attention.metadata import AttentionMetadata
+from treetop.kernels.attention.tail import PrefixPart
 from treetop.kernels.kv import PagedKV
-from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.table import Ops
-from treetop.kernels.tail import PrefixPart
 
 AttendPages = Callable[[Tensor, PagedKV, float], PrefixPart]
 """(q, kv, scale) -> what the pages give; made by a plan, called once a layer."""

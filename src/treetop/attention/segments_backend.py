@@ -1,4 +1,6 @@
-"""Attention on a GPU whose result depends on a query's position and its keys alone, to the bit: `kernels.segments`."""
+"""Attention on a GPU whose result depends on a query's position and its keys alone, to the bit:
+`kernels.attention.segments`.
+"""
 
 from typing import Any
 
@@ -8,12 +10,12 @@ from torch import Tensor
 from treetop.attention.capabilities import HALF, Capabilities, Need
 from treetop.attention.contract import BackendSpec, TailKV
 from treetop.attention.triton_backend import TritonBackend
-from treetop.kernels.attention_config import CallShape
+from treetop.kernels.attention.attention_config import CallShape
+from treetop.kernels.attention.metadata import AttentionMetadata
+from treetop.kernels.attention.segment_attention import folders, segment_attention
+from treetop.kernels.attention.segment_prefill import segment_prefill
+from treetop.kernels.attention.segments import SegmentPlan, block_of, plan_segments
 from treetop.kernels.kv import PagedKV
-from treetop.kernels.metadata import AttentionMetadata
-from treetop.kernels.segment_attention import folders, segment_attention
-from treetop.kernels.segment_prefill import segment_prefill
-from treetop.kernels.segments import SegmentPlan, block_of, plan_segments
 from treetop.kernels.triton_guard import gpu_traits, why_not
 from treetop.types.ids import DRAFT
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from treetop.attention.capabilities import HALF, Capabilities, Need
 from treetop.attention.contract import BackendSpec, TailKV
 from treetop.attention.tail import attend, with_sinks
-from treetop.kernels.attention import tail_visible
-from treetop.kernels.indexer import IndexQuery, choose_keys
+from treetop.kernels.attention.attention import tail_visible
+from treetop.kernels.attention.indexer import IndexQuery, choose_keys
+from treetop.kernels.attention.metadata import AttentionMetadata
 from treetop.kernels.kv import PagedKV, Ruler, decoded, make_ruler, moved, slots_at
-from treetop.kernels.metadata import AttentionMetadata
 
 # Pages are gathered as far as the bound says: a captured round would gather the whole context.
 CAPABILITIES = Capabilities(

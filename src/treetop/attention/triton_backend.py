@@ -7,13 +7,13 @@ from torch import Tensor
 
 from treetop.attention.capabilities import HALF, Capabilities, Need
 from treetop.attention.contract import BackendSpec, TailKV
-from treetop.kernels.attention import paged_attention
-from treetop.kernels.index_topk import choose_paged_keys
-from treetop.kernels.indexer import IndexQuery
+from treetop.kernels.attention.attention import paged_attention
+from treetop.kernels.attention.index_topk import choose_paged_keys
+from treetop.kernels.attention.indexer import IndexQuery
+from treetop.kernels.attention.latent_attention import latent_attention
+from treetop.kernels.attention.metadata import AttentionMetadata, SparseKeys
+from treetop.kernels.attention.teams import make_arrivals
 from treetop.kernels.kv import PagedKV
-from treetop.kernels.latent_attention import latent_attention
-from treetop.kernels.metadata import AttentionMetadata, SparseKeys
-from treetop.kernels.teams import make_arrivals
 from treetop.kernels.triton_guard import gpu_traits, why_not
 
 CAPABILITIES = Capabilities(

@@ -19,13 +19,13 @@ from treetop.bench.machine import Machine, measure_machine, synchronize
 from treetop.bench.prompts import read_prompts
 from treetop.bench.reliability import Reliability, ReliabilityCounter
 from treetop.bench.rounds import Figures, measure, plain_options, up_to_step, warm_up
-from treetop.engine.plan import plan_engine
-from treetop.kernels.graft import GRAFTED
-from treetop.models.folder import resolve_folder
-from treetop.models.loader import compute_device
+from treetop.checkpoints.folder import resolve_folder
+from treetop.checkpoints.loader import compute_device
+from treetop.engine.startup.plan import plan_engine
+from treetop.kernels.tree.graft import GRAFTED
+from treetop.llm import LLM, RequestOutput
 from treetop.models.registry import target_spec
-from treetop.server.llm import LLM, RequestOutput
-from treetop.server.tokenizer import open_tokenizer
+from treetop.text.tokenizer import open_tokenizer
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, InputError
 from treetop.types.layout import SpecShape

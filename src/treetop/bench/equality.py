@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from treetop.server.llm import LLM, RequestOutput
+from treetop.llm import LLM, RequestOutput
 
 NEAR_TIE = 1e-4
 """A float32 mismatch is excused below this top-2 gap, relative to max(1, |logit|)."""

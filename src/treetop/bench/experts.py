@@ -5,7 +5,7 @@ from torch import Tensor
 
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.rounds import RoundKey, run_phases
-from treetop.kernels.routing import Routes
+from treetop.kernels.moe.routing import Routes
 from treetop.models.experts import ExpertMLP
 
 

@@ -15,11 +15,11 @@ from typing import Any
 from treetop.bench.equality import equal_outputs
 from treetop.bench.prompts import random_prompts, read_prompts
 from treetop.bench.rounds import plain_options, up_to_step
-from treetop.models.folder import resolve_folder
+from treetop.checkpoints.folder import resolve_folder
+from treetop.llm import LLM, RequestOutput
 from treetop.models.registry import target_spec
 from treetop.scheduler.policy import FixedShape, ShapePolicy
-from treetop.server.llm import LLM, RequestOutput
-from treetop.server.tokenizer import open_tokenizer
+from treetop.text.tokenizer import open_tokenizer
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, EngineError, InputError
 from treetop.types.layout import PLAIN, SpecShape

@@ -4,10 +4,11 @@ import json
 import random
 from pathlib import Path
 
-from treetop.models.folder import resolve_folder
-from treetop.server.llm import LLM
-from treetop.server.tokenizer import Tokenizer
+from treetop.checkpoints.folder import resolve_folder
+from treetop.llm import LLM
+from treetop.text.tokenizer import Tokenizer
 from treetop.types.config import BUILTIN_MODEL
+from treetop.types.default_model import PAIRS
 from treetop.types.errors import InputError
 
 
@@ -33,11 +34,11 @@ def read_prompts(file: str | None, count: int, tokenizer: Tokenizer | None) -> l
 
 
 def prompt_ids(llm: LLM, batch: int, length: int) -> list[list[int]]:
-    """`batch` prompts of `length` ids: pieces of the held-out prompts for the embedded model, random ids for others.
+    """`batch` prompts of `length` ids: pieces of the held-out prompts for builtin models, random ids for others.
 
     Random ids say nothing about accept lengths; with real weights they only serve to measure time.
     """
-    if llm.config.model != BUILTIN_MODEL:
+    if llm.config.model not in [model for model, _ in PAIRS.values()]:
         return random_prompts(batch, length, llm.engine.spec.vocab_size)
     text = [token for prompt in read_prompts(None, 64, llm.tokenizer) for token in prompt]
     starts = [index * len(text) // batch for index in range(batch)]

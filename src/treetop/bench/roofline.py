@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from treetop.bench.machine import Machine
+from treetop.checkpoints.params import Packing
 from treetop.drafts.protocol import Drafter, DrafterSpec
-from treetop.kernels.routing import RouterSpec
+from treetop.kernels.moe.routing import RouterSpec
 from treetop.models.config import AttentionSpec
-from treetop.models.params import Packing
 from treetop.models.registry import ExpertLayer, TargetSpec
 from treetop.models.target import Target
 from treetop.types.layout import SpecShape

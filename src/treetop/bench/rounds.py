@@ -21,13 +21,13 @@ from treetop.bench.experts import distinct_experts
 from treetop.bench.machine import Machine, measure_machine, synchronize
 from treetop.bench.prompts import prompt_ids
 from treetop.bench.roofline import Case, round_floor, saved_bytes
+from treetop.checkpoints.folder import resolve_folder
+from treetop.checkpoints.loader import compute_device, compute_dtype
 from treetop.engine.cuda_graphs import CudaGraphs, plan_host_extents
-from treetop.engine.plan import packing, plan_engine
 from treetop.engine.rounds import RoundKey, phases_of
-from treetop.models.folder import resolve_folder
-from treetop.models.loader import compute_device, compute_dtype
+from treetop.engine.startup.plan import packing, plan_engine
+from treetop.llm import LLM, RequestOutput, TextDelta
 from treetop.models.registry import target_spec
-from treetop.server.llm import LLM, RequestOutput, TextDelta
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, EngineError
 from treetop.types.layout import PLAIN, SpecShape

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from treetop.bench.rounds import Grid, warm_up
-from treetop.models.loader import compute_device
+from treetop.checkpoints.loader import compute_device
 from treetop.types.config import EngineConfig
 from treetop.types.errors import InputError
 from treetop.types.layout import PLAIN, SpecShape

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from treetop.models.folder import resolve_folder
+from treetop.checkpoints.folder import resolve_folder
 from treetop.types.config import BUILTIN_MODEL
 from treetop.types.errors import InputError
 

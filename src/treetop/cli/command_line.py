@@ -8,8 +8,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
-from treetop.cli import bench, bench_serve, doctor, generate, inspect, models, quantize, serve, trace
+from treetop.cli import bench, bench_serve, chat, doctor, generate, inspect, models, quantize, serve, trace
 from treetop.cli.hints import short, unknown_options, with_hint
+from treetop.types.default_model import VARIABLE, default_line
 from treetop.types.errors import ConfigError, EngineError, UserError
 from treetop.version import DISTRIBUTION, __version__
 
@@ -27,6 +28,7 @@ class Command(Protocol):
 
 COMMANDS: dict[str, Command] = {
     "generate": generate,
+    "chat": chat,
     "serve": serve,
     "bench": bench,
     "bench-serve": bench_serve,
@@ -82,6 +84,12 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser, given: Seque
         from treetop.cli.config_file import with_config_file
 
         args = parser.parse_args(with_config_file(args, given))
+    if (
+        not os.environ.get(VARIABLE)
+        and getattr(args, "model", "") is None
+        and getattr(args, "model_flag", None) is None
+    ):
+        print(f"treetop: {default_line()}", file=sys.stderr)
     if not os.environ.get("TREETOP_FAULT"):
         return int(args.run(args))
     try:

@@ -6,10 +6,16 @@ import sys
 import time
 from typing import Any
 
-from treetop.cli.options import add_engine_options, add_sampling_options, engine_options, read_prompt, sampling_params
+from treetop.cli.options import (
+    add_engine_options,
+    add_sampling_options,
+    engine_options,
+    read_prompt,
+    sampling_params,
+    simulation,
+)
 from treetop.cli.output import as_json, round_tokens, summary
 from treetop.types.errors import InputError, PromptError
-from treetop.types.options import flag
 from treetop.types.sampling import SamplingParams
 
 HELP = "complete prompts; streams text, then a one-line summary"
@@ -29,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     params = sampling_params(args)
-    if args.compare_plain and (option := _simulation(args)):
+    if args.compare_plain and (option := simulation(args)):
         raise InputError(f"--compare-plain checks outputs, and {option} makes them wrong: drop one")
     prompts = [*(args.prompt or []), *(read_prompt(name) for name in args.prompt_file)]
     if not prompts:
@@ -43,18 +49,12 @@ def run(args: argparse.Namespace) -> int:
     return int(failed)
 
 
-def _simulation(args: argparse.Namespace) -> str | None:
-    """The option that makes outputs wrong, if one does."""
-    names = "simulate_accept_length", "simulate_acceptance"
-    return next((flag(name) for name in names if getattr(args, name) is not None), None)
-
-
 def _stream(args: argparse.Namespace, prompts: list[str], params: SamplingParams) -> tuple[list[Any], float]:
     """Print one prompt's text as it comes, several prompts' results in order as they end. Returns results, seconds.
 
     The engine is gone on return, with the memory it held.
     """
-    from treetop.server.llm import LLM
+    from treetop.llm import LLM
 
     llm = LLM(args.model, **engine_options(args))
     outputs: dict[int, Any] = {}
@@ -63,7 +63,7 @@ def _stream(args: argparse.Namespace, prompts: list[str], params: SamplingParams
         deltas = llm.stream(prompts, [params] * len(prompts))
     except PromptError as error:
         raise InputError(f"{_label(args, error.index)}: {error.reason}") from None
-    if option := _simulation(args):
+    if option := simulation(args):
         print(f"treetop: {option}: the output is wrong on purpose", file=sys.stderr)
     single = len(prompts) == 1 and not args.json
     if single and args.echo:
@@ -101,7 +101,7 @@ def _compare_plain(
     """Decode the prompts again without a draft; print how much slower that was; True if the tokens are equal."""
     from treetop.bench.equality import equal_outputs
     from treetop.bench.rounds import plain_options
-    from treetop.server.llm import LLM
+    from treetop.llm import LLM
 
     plain = LLM(args.model, **plain_options(engine_options(args)))
     started_s = time.perf_counter()

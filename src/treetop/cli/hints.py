@@ -1,6 +1,7 @@
 """What a command line says of words that it does not know: what was meant, or why there is no such option."""
 
 import re
+import sys
 from collections.abc import Iterable, Sequence
 
 from treetop.types.errors import close_name
@@ -41,6 +42,11 @@ def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most // 2]}...{text[-(most // 2) :]}"
 
 
+def is_read_by_a_person() -> bool:
+    """Whether errors go to a terminal. What programs read of an error does not grow by guesses."""
+    return sys.stderr.isatty()
+
+
 def _did_you_mean(given: str, known: Iterable[str]) -> str:
-    meant = close_name(given, known)
+    meant = close_name(given, known) if is_read_by_a_person() else None
     return f"did you mean {meant}?" if meant else ""

@@ -17,7 +17,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0 if it fits, 2 if not."""
-    from treetop.inspect import as_json, as_text, inspect
+    from treetop.tools.inspect import as_json, as_text, inspect
 
     if args.load_format == "dummy":
         raise InputError("--load-format dummy: inspect says what files hold; leave it out")

@@ -40,13 +40,13 @@ def run(args: argparse.Namespace) -> int:
 def rows() -> list[Row]:
     """By the registries of targets, drafts and formats."""
     from treetop.drafts.registry import DRAFTERS
-    from treetop.models.registry import loadable
+    from treetop.models.registry import FAMILIES
     from treetop.weights.registry import FORMATS
 
     drafts, formats = (*DRAFTERS, "NGRAM"), tuple(FORMATS)
     return [
         Row(name, family.about, bool(family.text_of), (*drafts, "MTP") if family.mtp else drafts, formats)
-        for name, family in loadable().items()
+        for name, family in sorted(FAMILIES.items())
     ]
 
 

@@ -19,6 +19,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
     parser.add_argument("model", nargs="?", metavar="MODEL", help=options_of(EngineConfig)["model"].help)
     parser.add_argument("-v", "--verbose", action="store_true", help="say on stderr what the engine is made of")
     add_flags(parser, EngineConfig, but=("model",))
+    parser.set_defaults(takes_engine=True)
     aliases = parser.add_argument_group("the same in vLLM's and SGLang's words")
     graphs = {"dest": "graphs", "action": "store_const", "const": "off", "help": "as --graphs off"}
     aliases.add_argument("--enforce-eager", "--disable-cuda-graph", **graphs)  # type: ignore[arg-type]  # of many kinds
@@ -76,6 +77,12 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
         return SamplingParams(**given)
     except InputError as error:  # its sentences begin with the parameter's name
         raise InputError(re.sub(rf"(^|; )({'|'.join(given)})\b", lambda m: m[1] + flag(m[2]), str(error))) from None
+
+
+def simulation(args: argparse.Namespace) -> str | None:
+    """The option that makes outputs wrong, if one does."""
+    names = "simulate_accept_length", "simulate_acceptance"
+    return next((flag(name) for name in names if getattr(args, name) is not None), None)
 
 
 def read_prompt(name: str) -> str:

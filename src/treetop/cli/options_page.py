@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from treetop.disaggregation.options import DisaggregationOptions
-from treetop.server.options import ServeOptions
+from treetop.serve_options import ServeOptions
 from treetop.types.config import EngineConfig
+from treetop.types.kv_transfer.options import DisaggregationOptions
 from treetop.types.options import Option, options_of
 from treetop.types.sampling import SamplingParams
 

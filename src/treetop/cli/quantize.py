@@ -26,8 +26,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from treetop.models.folder import resolve_folder
-    from treetop.quantize import quantize
+    from treetop.checkpoints.folder import resolve_folder
+    from treetop.tools.quantize import quantize
 
     size = args.group_size
     if size is not None and (size < -1 or size == 0):

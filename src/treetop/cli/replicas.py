@@ -13,7 +13,7 @@ from treetop.types.errors import ConfigError, UserError
 from treetop.version import DISTRIBUTION
 
 if TYPE_CHECKING:
-    from treetop.server.ray.app import Scale
+    from treetop.ray.app import Scale
 
 _WHERE = "the application's arguments"
 _SWITCH: dict[Any, Any] = {"true": True, "false": False}
@@ -29,7 +29,7 @@ def app(given: Mapping[str, Any]) -> Any:
     Raises UserError.
     """
     try:
-        from treetop.server.ray.app import RefusedError
+        from treetop.ray.app import RefusedError
     except ModuleNotFoundError as error:
         raise ConfigError(f"replicas need {error.name}; pip install {DISTRIBUTION}[ray]") from None
     try:
@@ -42,7 +42,7 @@ def _build(given: Mapping[str, Any]) -> Any:
     from treetop.cli.command_line import build_parser
     from treetop.cli.config_file import with_config_file, words_of
     from treetop.cli.serve import asked_for
-    from treetop.server.ray.app import build_app
+    from treetop.ray.app import build_app
 
     own: dict[str, Any] = {}
     for name, value in given.items():
@@ -66,7 +66,7 @@ def _build(given: Mapping[str, Any]) -> Any:
 
 
 def _scale(replicas: Any, queue_bound: Any) -> "Scale":
-    from treetop.server.ray.app import Scale
+    from treetop.ray.app import Scale
 
     found = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", str(replicas))
     if found is None or not (queue_bound is None or re.fullmatch(r"\d{1,6}", str(queue_bound))):

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from treetop.cli.options import add_engine_options, add_flags, engine_options, given_options
-from treetop.disaggregation.options import DEFAULT_SLOTS, DisaggregationOptions
-from treetop.server.options import KEY_VARIABLE, ServeOptions, Unset, engine_config, is_installed
+from treetop.serve_options import KEY_VARIABLE, ServeOptions, Unset, engine_config, is_installed
 from treetop.types.errors import ConfigError
+from treetop.types.kv_transfer.options import DEFAULT_SLOTS, DisaggregationOptions
 from treetop.types.options import flag
 from treetop.version import DISTRIBUTION
 
@@ -51,7 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     process, options = asked_for(args)
-    from treetop.server.serve import run as serve  # needs the serve extra
+    from treetop.serve.serve import run as serve  # needs the serve extra
 
     return serve(process, options)
 
@@ -70,7 +70,7 @@ def asked_for(args: argparse.Namespace) -> tuple["ProcessOptions", ServeOptions]
     disaggregation = disaggregation_options(args)
     from treetop.core.wire import ProcessOptions  # too
     from treetop.disaggregation.connector import check_disaggregation  # needs the serve extra
-    from treetop.server.mock_options import mock_options  # too
+    from treetop.serve.mock_options import mock_options  # too
 
     slots = [flag(name) for name in ("disaggregation_slots", "disaggregation_slot_bytes") if name in given]
     if disaggregation.mode == "null" and slots:

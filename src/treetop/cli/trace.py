@@ -22,7 +22,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     params = sampling_params(args)
     prompt = args.prompt if args.prompt_file is None else read_prompt(args.prompt_file)
-    from treetop import trace
+    from treetop.tools import trace
 
     traced = trace.run(args.model, engine_options(args), prompt, params, Path(args.output))
     output, counted = traced.output, traced.statistics()

@@ -2,13 +2,13 @@
 
 from typing import TypeVar
 
+from treetop.checkpoints.folder import extra_eos_ids
 from treetop.core.engine_core import EngineCore, StepEngine
-from treetop.core.grammars import GrammarCompiler
-from treetop.core.structured_output import StructuredOutputManager
 from treetop.engine.engine import Engine
-from treetop.engine.round_costs import work_clock
-from treetop.models.folder import extra_eos_ids
+from treetop.engine.startup.round_costs import work_clock
 from treetop.scheduler.scheduler import Scheduler
+from treetop.structured.grammars import GrammarCompiler
+from treetop.structured.structured_output import StructuredOutputManager
 from treetop.types.constraint import StructureLimits
 from treetop.types.requests import CoreInfo, PrefixPages
 from treetop.types.sampling import MAX_LOGPROBS
@@ -55,4 +55,5 @@ def info_of(engine: Engine) -> CoreInfo:
         ),
         exactness=config.exactness,
         can_withhold=not config.simulates,
+        has_trees=any(shape.num_steps for shape in config.shapes),
     )

@@ -8,10 +8,10 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from treetop.checkpoints.folder import resolve_folder
+from treetop.checkpoints.json_file import MAX_TOKENS, read_object
 from treetop.core.engine_core import EngineCore
 from treetop.core.wire import MockOptions
-from treetop.models.folder import resolve_folder
-from treetop.models.json_file import MAX_TOKENS, read_object
 from treetop.scheduler.scheduler import Scheduler
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CheckpointError, ConfigError

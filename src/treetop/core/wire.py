@@ -4,9 +4,9 @@ from pathlib import Path
 
 import msgspec
 
-from treetop.disaggregation.options import DisaggregationOptions
 from treetop.types.config import EngineConfig
 from treetop.types.ids import RequestId
+from treetop.types.kv_transfer.options import DisaggregationOptions
 from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, RequestUpdate
 
 ID_RANGE = 2**40

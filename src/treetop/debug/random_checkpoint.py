@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from treetop.models.params import Param, stored_tensors
+from treetop.checkpoints.params import Param, stored_tensors
 from treetop.models.registry import target_spec
 
 _EXPERTS: dict[str, Any] = {

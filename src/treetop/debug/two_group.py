@@ -13,8 +13,8 @@ from treetop.drafts.registry import drafter_spec
 from treetop.models.registry import target_spec
 
 _TARGET: dict[str, Any] = {
-    "architectures": ["WindowedLlamaForCausalLM"],
-    "model_type": "llama",
+    "architectures": ["MinistralForCausalLM"],
+    "model_type": "ministral",
     "vocab_size": 96,
     "hidden_size": 32,
     "intermediate_size": 48,

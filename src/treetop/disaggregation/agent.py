@@ -17,10 +17,10 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from treetop.disaggregation.events import Disconnect, Pull, Pulled
-from treetop.disaggregation.layout import ChunkLayout, Staging, first_head
-from treetop.disaggregation.transport import Handle, PeerId, Range, State, Transport
-from treetop.disaggregation.wire import Metadata
 from treetop.types.kv_chunk import ALIGNMENT, KVChunk
+from treetop.types.kv_transfer.layout import ChunkLayout, Staging, first_head
+from treetop.types.kv_transfer.transport import Handle, PeerId, Range, State, Transport
+from treetop.types.kv_transfer.wire import Metadata
 
 SOON_MS, LATER_MS = 1, 5
 """How long a loop without other work may wait: for transfers, and for messages that wake nobody."""

@@ -29,20 +29,9 @@ from treetop.disaggregation.events import (
     Start,
     Tick,
 )
-from treetop.disaggregation.layout import Staging
 from treetop.disaggregation.nixl import check_installed
-from treetop.disaggregation.options import (
-    SECRET_VARIABLE,
-    Deadlines,
-    DisaggregationOptions,
-    is_loopback,
-    parse_address,
-    read_secret,
-    zmq_address,
-)
 from treetop.disaggregation.prefill import PrefillMachine
 from treetop.disaggregation.registry import Registry
-from treetop.disaggregation.scheduling import Dropped, Recv, SchedulerEvent, Stage
 from treetop.disaggregation.sockets import (
     Client,
     Context,
@@ -51,10 +40,21 @@ from treetop.disaggregation.sockets import (
     check_curve,
     check_listening,
 )
-from treetop.disaggregation.transport import Memory, Transport
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, UserError
 from treetop.types.ids import RequestId
+from treetop.types.kv_transfer.layout import Staging
+from treetop.types.kv_transfer.options import (
+    SECRET_VARIABLE,
+    Deadlines,
+    DisaggregationOptions,
+    is_loopback,
+    parse_address,
+    read_secret,
+    zmq_address,
+)
+from treetop.types.kv_transfer.scheduling import Dropped, Recv, SchedulerEvent, Stage
+from treetop.types.kv_transfer.transport import Memory, Transport
 from treetop.types.requests import EngineRequest, KVTransferStats
 
 log = logging.getLogger("treetop.core")

@@ -27,13 +27,13 @@ from treetop.disaggregation.events import (
     Received,
     Send,
 )
-from treetop.disaggregation.layout import ChunkLayout
-from treetop.disaggregation.options import Deadlines
-from treetop.disaggregation.scheduling import Admitted, Dropped, Imported, Recv
-from treetop.disaggregation.transport import PeerId, Probe, State, Way
-from treetop.disaggregation.wire import Abort, Offer, Prefill, Refused, Release, Released, Renew, ToDecode, ToPrefill
 from treetop.types.ids import RequestId
 from treetop.types.kv_chunk import KVChunk
+from treetop.types.kv_transfer.layout import ChunkLayout
+from treetop.types.kv_transfer.options import Deadlines
+from treetop.types.kv_transfer.scheduling import Admitted, Dropped, Imported, Recv
+from treetop.types.kv_transfer.transport import PeerId, Probe, State, Way
+from treetop.types.kv_transfer.wire import Abort, Offer, Prefill, Refused, Release, Released, Renew, ToDecode, ToPrefill
 from treetop.types.requests import KVTransferStats
 
 

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from treetop.disaggregation.scheduling import Prompt, Recv, SchedulerEvent, Stage
-from treetop.disaggregation.transport import PeerId, State, Way
-from treetop.disaggregation.wire import Metadata, ToDecode, ToPrefill
 from treetop.types.ids import RequestId
 from treetop.types.kv_chunk import KVChunk
+from treetop.types.kv_transfer.scheduling import Prompt, Recv, SchedulerEvent, Stage
+from treetop.types.kv_transfer.transport import PeerId, State, Way
+from treetop.types.kv_transfer.wire import Metadata, ToDecode, ToPrefill
 
 # ---------------------------------------------------------------- events
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import ClassVar
 
-from treetop.disaggregation.transport import Handle, Memory, PeerId, Range, State, Way
+from treetop.types.kv_transfer.transport import Handle, Memory, PeerId, Range, State, Way
 
 
 @dataclass(slots=True)

@@ -22,8 +22,8 @@ from typing import Any
 
 import msgspec
 
-from treetop.disaggregation.transport import Handle, Memory, PeerId, Range, State, Way
 from treetop.types.errors import ConfigError
+from treetop.types.kv_transfer.transport import Handle, Memory, PeerId, Range, State, Way
 from treetop.version import DISTRIBUTION
 
 PACKAGES = ("nixl_cu13", "nixl_cu12")

@@ -23,11 +23,13 @@ from treetop.disaggregation.events import (
     Send,
     Start,
 )
-from treetop.disaggregation.layout import ChunkLayout, SlotRef
-from treetop.disaggregation.options import Deadlines
-from treetop.disaggregation.scheduling import Computed, Dropped, FirstToken, Prompt, Stage, Staged
-from treetop.disaggregation.transport import PeerId
-from treetop.disaggregation.wire import (
+from treetop.types.ids import RequestId
+from treetop.types.kv_chunk import KVChunk
+from treetop.types.kv_transfer.layout import ChunkLayout, SlotRef
+from treetop.types.kv_transfer.options import Deadlines
+from treetop.types.kv_transfer.scheduling import Computed, Dropped, FirstToken, Prompt, Stage, Staged
+from treetop.types.kv_transfer.transport import PeerId
+from treetop.types.kv_transfer.wire import (
     Abort,
     Offer,
     Prefill,
@@ -39,8 +41,6 @@ from treetop.disaggregation.wire import (
     ToDecode,
     ToPrefill,
 )
-from treetop.types.ids import RequestId
-from treetop.types.kv_chunk import KVChunk
 from treetop.types.requests import KVTransferStats
 
 Key = tuple[PeerId, int, int]

@@ -24,9 +24,10 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from treetop.disaggregation.events import Connected, Disconnected, Received
-from treetop.disaggregation.layout import Schema
-from treetop.disaggregation.transport import PeerId
-from treetop.disaggregation.wire import (
+from treetop.types.errors import ConfigError
+from treetop.types.kv_transfer.layout import Schema
+from treetop.types.kv_transfer.transport import PeerId
+from treetop.types.kv_transfer.wire import (
     Hello,
     Metadata,
     Reject,
@@ -37,7 +38,6 @@ from treetop.disaggregation.wire import (
     decode_to_prefill,
     encode,
 )
-from treetop.types.errors import ConfigError
 
 log = logging.getLogger("treetop.core")
 

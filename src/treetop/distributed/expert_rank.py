@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 import zmq
 
+from treetop.checkpoints.folder import resolve_folder
+from treetop.checkpoints.loader import Placement, compute_device
 from treetop.core.engine_core import EngineCore
 from treetop.core.make import core_of, info_of
 from treetop.core.wire import ProcessOptions
@@ -17,9 +19,7 @@ from treetop.distributed.lockstep import Lockstep, RankEngine, StepSync
 from treetop.distributed.rank_groups import ExpertEngines, RankGroups, use_gpu_of
 from treetop.distributed.tp_executor import TpExecutor
 from treetop.engine.engine import Engine
-from treetop.engine.plan import packing
-from treetop.models.folder import resolve_folder
-from treetop.models.loader import Placement, compute_device
+from treetop.engine.startup.plan import packing
 from treetop.models.registry import target_spec
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from treetop.checkpoints.folder import resolve_folder
 from treetop.core.engine_core import EngineCore, StepEngine
 from treetop.core.loop import CoreThread
 from treetop.core.make import core_of, info_of
 from treetop.engine.engine import Engine
-from treetop.models.folder import resolve_folder
 from treetop.scheduler.scheduler import Scheduler
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from treetop.models.loader import compute_dtype
+from treetop.checkpoints.loader import compute_dtype
 from treetop.parallel.exchange import Group, Rendezvous
 from treetop.types.config import EngineConfig
 from treetop.types.parallel import SINGLE_RANK, Parallel

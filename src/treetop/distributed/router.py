@@ -2,7 +2,7 @@
 
 What a replica holds is not asked but remembered: the pages of the prompts that were sent there, under the keys of its
 prefix cache (`cache/prefix_cache.py`), the least recently used forgotten first, as many as its pool has. Being wrong
-costs a prefill, never a token. Host code; `server/ray/router.py` puts it behind Ray's interface.
+costs a prefill, never a token. Host code; `ray/router.py` puts it behind Ray's interface.
 """
 
 import time

@@ -24,8 +24,8 @@ import torch
 import zmq
 from torch import Tensor
 
+from treetop.checkpoints.loader import compute_device
 from treetop.disaggregation.agent import Order
-from treetop.disaggregation.transport import State
 from treetop.distributed.process import FAILURE_REPORT_S, Failed, ProcessGroup, as_error
 from treetop.distributed.rank_groups import ExpertEngines, RankGroups
 from treetop.distributed.tp_wire import (
@@ -43,11 +43,11 @@ from treetop.distributed.tp_wire import (
 )
 from treetop.distributed.tp_worker import digest_of
 from treetop.engine.engine import Engine, InFlightStep
-from treetop.engine.plan import plan_engine
-from treetop.models.loader import compute_device
+from treetop.engine.startup.plan import plan_engine
 from treetop.parallel.exchange import RENDEZVOUS_S, START_S
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CheckError, ConfigError, EngineError, TreetopError, UserError
+from treetop.types.kv_transfer.transport import State
 from treetop.types.layout import Layout
 from treetop.types.messages import NodeMasks, PrefillPlan, StepPlan, StepResult
 

@@ -9,9 +9,9 @@ import msgspec
 
 from treetop.disaggregation.agent import Connect
 from treetop.disaggregation.events import Disconnect, Pull
-from treetop.disaggregation.transport import State
 from treetop.distributed.rank_groups import ExpertEngines
 from treetop.types.config import EngineConfig
+from treetop.types.kv_transfer.transport import State
 from treetop.types.messages import ExportPlan, ImportPlan, NodeMasks, PrefillPlan, RoundPlan, StepPlan
 
 PlanKind = Literal["PrefillPlan", "RoundPlan", "ExportPlan", "ImportPlan"]

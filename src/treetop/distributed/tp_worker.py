@@ -15,6 +15,7 @@ from queue import SimpleQueue
 import torch
 import zmq
 
+from treetop.checkpoints.loader import compute_device
 from treetop.disaggregation.agent import Connect, RankAgent
 from treetop.disaggregation.events import Disconnect, Pull
 from treetop.disaggregation.nixl import NixlTransport
@@ -35,7 +36,6 @@ from treetop.distributed.tp_wire import (
 )
 from treetop.engine.engine import Engine, InFlightStep
 from treetop.engine.kv_staging import staging_of
-from treetop.models.loader import compute_device
 from treetop.types.errors import CheckError, EngineError, InvariantError
 from treetop.types.messages import NodeMasks, RowTree, StepResult
 

@@ -17,7 +17,7 @@ import torch
 
 from treetop.debug.oracle import DensePair, OracleCalibration, OracleNode
 from treetop.debug.two_group import write_two_group_pair
-from treetop.server.llm import LLM
+from treetop.llm import LLM
 from treetop.types.ids import PageId
 from treetop.types.layout import SpecShape
 from treetop.types.messages import RoundPlan, StepPlan, StepResult

@@ -1,9 +1,9 @@
 """`treetop doctor --exactness bits`: whether a row has the same bits in any company here, and where it has not.
 
 First the operations of the target, each alone: a product with a weight of each of the model's shapes, and what is done
-by row or by element; on a GPU these are what a start probes (`engine.operation_probes`), with the arithmetic that is in
-force. Then whole engines, over random prompts: plain decoding of one request at a time against trees, batches, orders,
-chunks, retractions and prefixes from the cache.
+by row or by element; on a GPU these are what a start probes (`engine.startup.operation_probes`), with the arithmetic
+that is in force. Then whole engines, over random prompts: plain decoding of one request at a time against trees,
+batches, orders, chunks, retractions and prefixes from the cache.
 """
 
 import random
@@ -17,17 +17,17 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor
 
+from treetop.checkpoints.loader import Placement
 from treetop.doctor.rank_sums import rank_sum_differs
 from treetop.doctor.tables import print_table
-from treetop.engine.operation_probes import packed_experts, probed_operations
-from treetop.engine.plan import EnginePlan
-from treetop.engine.products import Products, products_of
+from treetop.engine.startup.operation_probes import packed_experts, probed_operations
+from treetop.engine.startup.plan import EnginePlan
+from treetop.engine.startup.products import Products, products_of
 from treetop.kernels.exact import BY_ELEMENT, LIBRARY, MOST_ROWS, adversarial
 from treetop.kernels.fused import rms_norm
 from treetop.kernels.triton_guard import gpu_traits
-from treetop.models.loader import Placement
-from treetop.server.llm import LLM
-from treetop.server.outputs import RequestOutput
+from treetop.llm import LLM
+from treetop.outputs import RequestOutput
 from treetop.types.parallel import SINGLE_RANK
 from treetop.types.sampling import SamplingParams
 from treetop.weights.gpu_products import WholeProduct

@@ -1,4 +1,4 @@
-"""Whether sums over ranks are one sum here, whatever their rows (`engine.exact_ranks`).
+"""Whether sums over ranks are one sum here, whatever their rows (`engine.startup.exact_ranks`).
 
 python -m treetop.doctor.rank_sums FOLDER RANK SIZE DEVICE WIDTH EPS DTYPE EXACT PEERS
                                                              one rank's side; `rank_sum_differs` starts them all
@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
+from treetop.checkpoints.loader import compute_dtype
 from treetop.doctor.exchange import leave, measured_by_ranks
-from treetop.engine.exact_ranks import sums_differ
-from treetop.engine.plan import EnginePlan
+from treetop.engine.startup.exact_ranks import sums_differ
+from treetop.engine.startup.plan import EnginePlan
 from treetop.kernels.table import OpContext, Ops
-from treetop.models.loader import compute_dtype
 from treetop.parallel.exchange import Group, Rendezvous
 
 _DIFFER = "rows whose sum differs"

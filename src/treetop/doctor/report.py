@@ -9,8 +9,8 @@ import torch
 
 from treetop.attention import auto
 from treetop.attention.registry import BACKENDS, refusal
-from treetop.engine.exactness import why_not_exact
-from treetop.engine.plan import EnginePlan
+from treetop.engine.startup.exactness import why_not_exact
+from treetop.engine.startup.plan import EnginePlan
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.layout import Layout
 from treetop.types.phase import Phase

@@ -12,7 +12,7 @@ from treetop.doctor.exactness import show_exactness
 from treetop.doctor.exchange import exchange_times, links
 from treetop.doctor.report import backends, capacity, checkpoint, exactness_words, machine
 from treetop.doctor.tables import print_table
-from treetop.engine.plan import plan_engine
+from treetop.engine.startup.plan import plan_engine
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 from treetop.version import DISTRIBUTION

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import torch
 
 from treetop.disaggregation.nixl import NixlTransport
-from treetop.disaggregation.transport import WAYS, Memory, PeerId, Probe, Range, Way
 from treetop.types.errors import ConfigError, EngineError
+from treetop.types.kv_transfer.transport import WAYS, Memory, PeerId, Probe, Range, Way
 
 NUM_BYTES = 64 << 20
 SLOW_GBPS = 5.0

@@ -15,6 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.attention.layer import Attend
+from treetop.checkpoints.checkpoint import tensor_files
+from treetop.checkpoints.loader import Placement, check_weights, load_weights
+from treetop.checkpoints.params import STREAMED, Param, in_formats, matrix, of_vocab, vector
 from treetop.drafts.head_files import (
     EMBEDDING,
     OUTPUT,
@@ -28,18 +31,15 @@ from treetop.drafts.head_files import (
     stated,
 )
 from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Proposal, Streamed
-from treetop.kernels.calibration import Heat
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
+from treetop.kernels.tree.calibration import Heat
 from treetop.models.attention import attention, attention_params
-from treetop.models.checkpoint import tensor_files
 from treetop.models.config import AttentionSpec, ModelConfig, model_config, read_config
 from treetop.models.decoder import DecoderLayer
 from treetop.models.embedding import part_of, whole_logits, whole_table
 from treetop.models.feed_forward import feed_forward_params
 from treetop.models.layers import GatedMLP, RMSNorm, norm_param, turn_at
-from treetop.models.loader import Placement, check_weights, load_weights
-from treetop.models.params import STREAMED, Param, in_formats, matrix, of_vocab, vector
 from treetop.models.target import LAST_HIDDEN, Target
 from treetop.weights.format import Source
 from treetop.weights.held import Weights

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 from treetop.attention.layer import Attend
+from treetop.checkpoints.loader import Placement, check_weights, load_weights
+from treetop.checkpoints.params import STREAMED, Param, in_formats, matrix, of_vocab, vector
 from treetop.drafts.head_files import EMBEDDING, OUTPUT, OutputOf, check_vocab, head_output, log, no_offset
 from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Proposal, Streamed
-from treetop.kernels.calibration import Heat
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
+from treetop.kernels.tree.calibration import Heat
 from treetop.models.attention import attention, attention_params
 from treetop.models.config import AttentionSpec, ModelConfig
 from treetop.models.decoder import DecoderLayer
 from treetop.models.embedding import whole_logits, whole_table
 from treetop.models.feed_forward import feed_forward_params
 from treetop.models.layers import GatedMLP, RMSNorm, norm_param, turn_at
-from treetop.models.loader import Placement, check_weights, load_weights
-from treetop.models.params import STREAMED, Param, in_formats, matrix, of_vocab, vector
 from treetop.models.target import Target
 from treetop.types.config import Recurrence
 from treetop.weights.format import Source

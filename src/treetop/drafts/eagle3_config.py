@@ -8,6 +8,9 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
+from treetop.checkpoints.checkpoint import tensor_files
+from treetop.checkpoints.json_file import integers
+from treetop.checkpoints.values import Config, flag, size, table
 from treetop.drafts.eagle3 import Eagle3Norms, Eagle3Spec
 from treetop.drafts.head_files import (
     EMBEDDING,
@@ -19,11 +22,8 @@ from treetop.drafts.head_files import (
     output_of,
     stated,
 )
-from treetop.models.checkpoint import tensor_files
 from treetop.models.config import ModelConfig, model_config
-from treetop.models.json_file import integers
 from treetop.models.target import LAST_HIDDEN
-from treetop.models.values import Config, flag, size, table
 from treetop.types.errors import CheckpointError, shown
 
 _LEGACY_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")

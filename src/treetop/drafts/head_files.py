@@ -14,11 +14,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from treetop.checkpoints.values import Config, flag, size, table
 from treetop.models.config import SLIDING_ATTENTION, LayerSpec, ModelConfig, attention_spec, dense_spec, read_config
-from treetop.models.deepseek import latent_attention
 from treetop.models.embedding import part_of
+from treetop.models.families.deepseek import latent_attention
 from treetop.models.target import Target
-from treetop.models.values import Config, flag, size, table
 from treetop.types.errors import CheckpointError, shown
 from treetop.types.parallel import Parallel
 from treetop.weights.format import Linear

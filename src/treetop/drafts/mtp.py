@@ -23,19 +23,19 @@ import torch
 from torch import Tensor
 
 from treetop.attention.layer import Attend
+from treetop.checkpoints.checkpoint import tensor_files
+from treetop.checkpoints.loader import Placement, check_weights, load_weights
+from treetop.checkpoints.params import STREAMED, Param, in_formats, matrix, stored_tensors
 from treetop.drafts.head_files import no_offset
 from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Proposal, Streamed
-from treetop.kernels.calibration import Heat
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
-from treetop.models.checkpoint import tensor_files
+from treetop.kernels.tree.calibration import Heat
 from treetop.models.config import AttentionSpec, DenseSpec, LayerSpec, ModelConfig, NormNames, read_config, with_indexer
 from treetop.models.decoder import DecoderLayer, decoder_params
 from treetop.models.embedding import whole_table
 from treetop.models.experts import live_rows
 from treetop.models.layers import NoNorm, RMSNorm, norm_param, turn_at
-from treetop.models.loader import Placement, check_weights, load_weights
-from treetop.models.params import STREAMED, Param, in_formats, matrix, stored_tensors
 from treetop.models.target import LAST_HIDDEN, Target
 from treetop.types.config import Recurrence
 from treetop.types.errors import CheckpointError, shown

@@ -14,15 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.attention.layer import Attend
+from treetop.checkpoints.loader import Placement
+from treetop.checkpoints.params import Param
 from treetop.drafts.head_files import no_offset
 from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Proposal, Streamed
-from treetop.kernels.calibration import Heat
-from treetop.kernels.row_text import continued, longest_matches
 from treetop.kernels.table import Ops
-from treetop.kernels.tree import stable_topk
+from treetop.kernels.tree.calibration import Heat
+from treetop.kernels.tree.row_text import continued, longest_matches
+from treetop.kernels.tree.tree import stable_topk
 from treetop.models.config import AttentionSpec, ModelConfig
-from treetop.models.loader import Placement
-from treetop.models.params import Param
 from treetop.models.target import Target
 from treetop.weights.held import Weights
 

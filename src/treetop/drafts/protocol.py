@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from treetop.attention.layer import Attend
-from treetop.kernels.calibration import Heat
+from treetop.checkpoints.loader import Placement
+from treetop.checkpoints.params import Param
 from treetop.kernels.table import Ops
+from treetop.kernels.tree.calibration import Heat
 from treetop.models.config import AttentionSpec
-from treetop.models.loader import Placement
-from treetop.models.params import Param
 from treetop.models.target import Target
 from treetop.weights.format import Product
 from treetop.weights.held import Weights

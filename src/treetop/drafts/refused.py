@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from treetop.models.values import Config
+from treetop.checkpoints.values import Config
 from treetop.types.errors import CheckpointError
 
 

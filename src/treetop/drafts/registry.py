@@ -4,6 +4,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from treetop.checkpoints.checkpoint import tensor_files
+from treetop.checkpoints.values import Config
 from treetop.drafts.eagle import EagleSpec, eagle_spec
 from treetop.drafts.eagle3 import Eagle3Spec
 from treetop.drafts.eagle3_config import eagle3_spec
@@ -12,9 +14,7 @@ from treetop.drafts.mtp import MtpSpec, find_mtp, mtp_spec
 from treetop.drafts.ngram import ngram_spec
 from treetop.drafts.protocol import DrafterSpec
 from treetop.drafts.refused import refuse_draft
-from treetop.models.checkpoint import tensor_files
 from treetop.models.config import ModelConfig, read_config
-from treetop.models.values import Config
 from treetop.types.config import Recurrence
 from treetop.types.errors import CheckpointError, ConfigError
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from treetop.checks.poison import poison
-from treetop.kernels.calibration import Calibration
-from treetop.kernels.grow import TreeBuilder, make_growth
 from treetop.kernels.kv import kv_dtype
-from treetop.kernels.process import mask_words
+from treetop.kernels.sampling.process import mask_words
+from treetop.kernels.tree.calibration import Calibration
+from treetop.kernels.tree.grow import TreeBuilder, make_growth
 from treetop.models.config import ModelConfig
 from treetop.types.errors import CheckError
 from treetop.types.ids import GroupName

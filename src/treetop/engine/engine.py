@@ -15,25 +15,15 @@ from torch import Tensor
 from treetop.attention.layer import DenseAttention
 from treetop.checks.host import PlanChecker, check_padded, check_result
 from treetop.checks.poison import poison
-from treetop.engine.build import build_runner, zeros_on
-from treetop.engine.capacity_proof import (
-    prove_acceptance,
-    prove_capacity,
-    prove_kv_transfer,
-    prove_learning,
-    prove_padding,
-)
 from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.engine.graphs import GraphSim
-from treetop.engine.kept_calibration import kept_calibration
 from treetop.engine.kv_transfer import collect_exports, collect_imports, export_chunks, import_chunks, import_columns
 from treetop.engine.memory import out_of_memory_explained
 from treetop.engine.node_masks import NodeMaskWriter
-from treetop.engine.plan import EnginePlan, captures, pace_of, plan_engine
+from treetop.engine.packed_trees import PackedTrees
 from treetop.engine.prefill import chunk_columns, chunk_width, make_batch, prefill
 from treetop.engine.processors import LogitsProcessorWriter
 from treetop.engine.prompt_logprobs import prompt_columns, with_prompt
-from treetop.engine.round_costs import cost_table
 from treetop.engine.rounds import Eager, RoundKey, RoundLauncher
 from treetop.engine.staging import (
     HostResults,
@@ -45,11 +35,22 @@ from treetop.engine.staging import (
     collect,
     copy_out,
 )
-from treetop.engine.startup_log import start_up_block
+from treetop.engine.startup.build import build_runner, zeros_on
+from treetop.engine.startup.capacity_proof import (
+    prove_acceptance,
+    prove_capacity,
+    prove_kv_transfer,
+    prove_learning,
+    prove_padding,
+)
+from treetop.engine.startup.kept_calibration import kept_calibration
+from treetop.engine.startup.plan import EnginePlan, captures, pace_of, plan_engine
+from treetop.engine.startup.round_costs import cost_table
+from treetop.engine.startup.startup_log import start_up_block
 from treetop.engine.state import setup_columns
 from treetop.engine.step_digest import StepDigest, TreeAndPathDigest, no_digest
 from treetop.engine.update_weights import read_weights
-from treetop.kernels.graft import GRAFTED
+from treetop.kernels.tree.graft import GRAFTED
 from treetop.models.config import attention_of_rank
 from treetop.types.config import EngineConfig
 from treetop.types.errors import InvariantError
@@ -277,7 +278,10 @@ class Engine:
             ranks: tuple[int, ...] = ()
             if isinstance(plan, RoundPlan) and got.candidates and tokens:
                 ranks = tuple(_rank(each, plan.shape) for each in got.candidates[i][: len(tokens) - 1])
-            rows.append(RowResult(row, tokens, got.finite[i], logprobs, ranks=ranks))
+            tree = None
+            if isinstance(plan, RoundPlan) and got.trees is not None and tokens and row in plan.told_trees:
+                tree = got.trees.tree_of(i, tokens)
+            rows.append(RowResult(row, tokens, got.finite[i], logprobs, ranks=ranks, tree=tree))
             if isinstance(plan, PrefillPlan) and got.prompt is not None:
                 rows[-1] = with_prompt(rows[-1], plan, i, got.prompt)
             if self.config.check_level >= 1:
@@ -374,8 +378,11 @@ class Engine:
         if plan.shape.num_steps:
             candidates = buffers.growth_of(key.bucket, key.shape).chosen.gather(1, accepted.path[:, 1:])
         counts = self.runner.state.calibration.acceptance if self.costs is not None and self.runner.learns else None
+        trees = None
+        if plan.told_trees and plan.shape.num_steps:
+            trees = PackedTrees.of(buffers.tree_of(key.bucket, key.shape), accepted)
         of_round = accepted.tokens, accepted.accept_len, accepted.finite
-        return Results(*of_round, logprobs, candidates=candidates, proposals=counts)
+        return Results(*of_round, logprobs, candidates=candidates, proposals=counts, trees=trees)
 
     def _apply(self, sent: Mapping[str, list[Tensor]]) -> Tensor:
         """Write the row list into its buffer, and page-table cells into the tables. Returns the row list."""

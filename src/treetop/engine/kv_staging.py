@@ -1,11 +1,11 @@
 """What an engine has to transfer KV with: its staging slots, and what other workers must have in common with it."""
 
-from treetop.disaggregation.layout import Schema, Staging, words_of_groups
-from treetop.disaggregation.transport import Memory
-from treetop.disaggregation.wire import WIRE_VERSION
+from treetop.checkpoints.fingerprint import fingerprint
 from treetop.engine.engine import Engine
-from treetop.models.fingerprint import fingerprint
 from treetop.types.errors import ConfigError
+from treetop.types.kv_transfer.layout import Schema, Staging, words_of_groups
+from treetop.types.kv_transfer.transport import Memory
+from treetop.types.kv_transfer.wire import WIRE_VERSION
 
 
 def staging_of(engine: Engine) -> Staging:

@@ -12,14 +12,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from treetop.disaggregation.layout import ChunkLayout, Segment, first_head
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.row_record import parts_of
 from treetop.engine.staging import HostResults, Results
+from treetop.kernels.comm.kv_chunks import Span, checksum
 from treetop.kernels.kv import moved
-from treetop.kernels.kv_chunks import Span, checksum
 from treetop.types.errors import CheckError
 from treetop.types.kv_chunk import KVChunk
+from treetop.types.kv_transfer.layout import ChunkLayout, Segment, first_head
 from treetop.types.layout import KVGroup
 from treetop.types.messages import Export, ExportPlan, Import, ImportPlan, ImportResult
 from treetop.types.parallel import Parallel

@@ -14,12 +14,12 @@ from treetop.checks.probes import Probes
 from treetop.drafts.protocol import Drafter
 from treetop.engine.buffers import RoundBuffers
 from treetop.engine.state import RowState
-from treetop.kernels.calibration import Heat
-from treetop.kernels.commit import Paths
+from treetop.kernels.attention.metadata import AttentionMetadata
 from treetop.kernels.kv import moved, slots_of
-from treetop.kernels.metadata import AttentionMetadata
-from treetop.kernels.rows import DraftState
 from treetop.kernels.table import Ops
+from treetop.kernels.tree.calibration import Heat
+from treetop.kernels.tree.commit import Paths
+from treetop.kernels.tree.rows import DraftState
 from treetop.models.target import Target
 from treetop.speculative.simulation import RoundOfRows, Simulation
 from treetop.types.errors import CheckError

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from treetop.engine.buffers import HeldNodes
 from treetop.engine.processors import to_device
-from treetop.kernels.process import mask_words
+from treetop.kernels.sampling.process import mask_words
 from treetop.types.errors import CheckError
 from treetop.types.ids import Row
 from treetop.types.messages import NodeMasks, RoundPlan, RowMask, RowTree, TreeMasks

@@ -11,8 +11,8 @@ from treetop.drafts.protocol import Extension
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.prompt_logprobs import PromptTokens, prompt_logprobs
 from treetop.kernels.kv import slots_of
-from treetop.kernels.row_text import remember
-from treetop.kernels.tree import root_tree
+from treetop.kernels.tree.row_text import remember
+from treetop.kernels.tree.tree import root_tree
 from treetop.speculative.verify import choose, logits_for, path_logprobs
 from treetop.types.layout import KVGroup
 from treetop.types.messages import PrefillPlan

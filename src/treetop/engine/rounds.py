@@ -4,8 +4,8 @@ DRAFT   grow the tree                                  writes buffers.tree, buff
 VERIFY  target forward, accept, commit the path         writes buffers.accepted, buffers.features, pages
 EXTEND  rebuild the draft's K/V, propose, finish        writes pages and row state
 
-A plain round may defer the draft's part of EXTEND: it keeps what that needs (`kernels/deferred.py`) and finishes. An
-EXTEND alone catches up in one pass, before such a row grows a tree or has no room for more.
+A plain round may defer the draft's part of EXTEND: it keeps what that needs (`kernels/tree/deferred.py`) and finishes.
+An EXTEND alone catches up in one pass, before such a row grows a tree or has no room for more.
 """
 
 from collections.abc import Callable
@@ -19,14 +19,14 @@ from treetop.attention.layer import Attend, TailColumns
 from treetop.drafts.protocol import Extension
 from treetop.engine.buffers import poison_undeclared
 from treetop.engine.model_runner import ModelRunner
-from treetop.kernels.accept import Withheld
-from treetop.kernels.calibration import Heat
-from treetop.kernels.commit import Paths, feature_nodes
-from treetop.kernels.deferred import ExtendPairs, defer, deferred_pairs
-from treetop.kernels.graft import graft
-from treetop.kernels.learn import Observed
-from treetop.kernels.row_text import remember
-from treetop.kernels.rows import DraftState, RowTables, store_draft
+from treetop.kernels.tree.accept import Withheld
+from treetop.kernels.tree.calibration import Heat
+from treetop.kernels.tree.commit import Paths, feature_nodes
+from treetop.kernels.tree.deferred import ExtendPairs, defer, deferred_pairs
+from treetop.kernels.tree.graft import graft
+from treetop.kernels.tree.learn import Observed
+from treetop.kernels.tree.row_text import remember
+from treetop.kernels.tree.rows import DraftState, RowTables, store_draft
 from treetop.speculative.draft import Level, grow_tree
 from treetop.speculative.simulation import SimulatedAcceptance, SimulatedLengths
 from treetop.speculative.verify import choose, logits_for, path_logprobs

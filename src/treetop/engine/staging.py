@@ -14,6 +14,7 @@ from torch import Tensor
 
 from treetop.checks.probes import RECORD
 from treetop.engine.buffers import Zeros
+from treetop.engine.packed_trees import PackedTrees
 from treetop.engine.state import SETUP_COLUMNS
 from treetop.types.errors import CapacityError, CheckError, InvariantError
 from treetop.types.layout import Layout
@@ -52,6 +53,7 @@ class Results:
     prompt: of prompt tokens, [n, 1 + maximum] and [n, maximum], if a chunk asks for them.
     candidates: of a round with drafts, [rows, w - 1] int64, which candidate each accepted draft was, by flat index.
     proposals: [2, classes, depths, ranks] float32, of a calibration's counts, if the host goes by them.
+    trees: of a round with drafts, what was verified, if a row asks.
 
     What is transferred has results of this form, too (`engine/kv_transfer.py`).
     """
@@ -63,6 +65,7 @@ class Results:
     prompt: PathLogprobs | None = None
     candidates: Tensor | None = None
     proposals: Tensor | None = None
+    trees: PackedTrees | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,7 @@ class HostResults:
     prompt: PathLogprobs | None = None
     candidates: list[tuple[int, ...]] = field(default_factory=list)
     proposals: ProposalCounts | None = None
+    trees: PackedTrees | None = None
 
     def logprobs_of(self, item: int, num_tokens: int, maximum: int) -> tuple[TokenLogprobs, ...]:
         """Of the first tokens of a row, with up to `maximum` of the best beside each."""
@@ -96,6 +100,7 @@ class InFlightResults:
 
     width, drafts: columns of tokens and of candidates.
     proposals: the shape of what is told of them, () for nothing.
+    nodes: of each row's tree, 0 if none are told.
     maximum: how many of the best tokens' log-probabilities they hold, None for none at all.
     prompt: prompt tokens, and the best beside each.
     """
@@ -107,6 +112,7 @@ class InFlightResults:
     width: int
     drafts: int
     proposals: tuple[int, ...]
+    nodes: int
     maximum: int | None
     prompt: tuple[int, int]
 
@@ -139,6 +145,7 @@ class StagingBuffers:
         of_prompts = b * (a_token + 2) + layout.chunk * a_token
         a_round = b * (layout.commit_width * a_token + 2 + layout.commit_width - 1)
         a_round += 2 * CLASSES * layout.commit_width * layout.max_topk  # of a calibration
+        a_round += b * PackedTrees.width(layout.verify_tail, layout.commit_width)
         results = max(a_round, of_prompts, pieces * (checksums + 2))
         self._results = zeros((results + RECORD,), torch.int64)
         self._slots = [self._slot(device) for _ in range(layout.max_steps + 1)]
@@ -187,6 +194,8 @@ class StagingBuffers:
         told = results.proposals
         if told is not None:
             parts.append(_bits(told))
+        if results.trees is not None:
+            parts.append(results.trees.packed.reshape(-1))
         parts.append(record)
         logprobs, prompt = results.logprobs, results.prompt
         for each in (logprobs, prompt):
@@ -204,7 +213,8 @@ class StagingBuffers:
         rows, width = results.tokens.shape
         drafts = 0 if results.candidates is None else results.candidates.shape[1]
         shape = () if told is None else tuple(told.shape)
-        return InFlightResults(slot, slot.step, values, rows, width, drafts, shape, maximum, of_prompt)
+        nodes = 0 if results.trees is None else results.trees.nodes
+        return InFlightResults(slot, slot.step, values, rows, width, drafts, shape, nodes, maximum, of_prompt)
 
 
 def copy_out(tensor: Tensor, memory: Tensor) -> Tensor:
@@ -233,11 +243,15 @@ def collect(posted: InFlightResults) -> HostResults:
     width, drafts = posted.width, posted.drafts
     counts = math.prod(posted.proposals) if posted.proposals else 0
     told = n * (width + 2 + drafts)
-    head = told + counts + RECORD
-    values = posted.values[:head].tolist()
+    of_trees = n * PackedTrees.width(posted.nodes, width) if posted.nodes else 0
+    head = told + counts + of_trees + RECORD
+    values = posted.values[:told].tolist()
     tokens, rest = values[: n * width], values[n * width :]
     candidates = rest[2 * n :]
-    logprobs = prompt = proposals = None
+    logprobs = prompt = proposals = trees = None
+    if of_trees:
+        packed = posted.values[told + counts : told + counts + of_trees]
+        trees = PackedTrees(packed.view(n, -1).clone(), posted.nodes)
     if counts:
         proposals = tuple(posted.values[told : told + counts].view(torch.float64).view(posted.proposals).tolist())
     if maximum is not None:
@@ -248,11 +262,12 @@ def collect(posted: InFlightResults) -> HostResults:
         tokens=[tuple(tokens[i * width : (i + 1) * width]) for i in range(n)],
         accept_len=rest[:n],
         finite=[bool(ok) for ok in rest[n : 2 * n]],
-        record=values[-RECORD:],
+        record=posted.values[head - RECORD : head].tolist(),
         logprobs=logprobs,
         prompt=prompt,
         candidates=[tuple(candidates[i * drafts : (i + 1) * drafts]) for i in range(n)] if drafts else [],
         proposals=proposals,
+        trees=trees,
     )
 
 

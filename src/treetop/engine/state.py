@@ -10,12 +10,12 @@ from torch import Tensor
 from treetop.drafts.protocol import DrafterSpec
 from treetop.engine.buffers import Zeros
 from treetop.engine.row_record import RowRecord, record_fields
-from treetop.kernels.calibration import Calibration, class_of, make_calibration
-from treetop.kernels.deferred import DeferredPairs
 from treetop.kernels.kv import PageTable
-from treetop.kernels.process import LogitsProcessors
-from treetop.kernels.rows import DraftState, RowTables
-from treetop.kernels.sampling import RowSamplingParams, SamplingMetadata
+from treetop.kernels.sampling.process import LogitsProcessors
+from treetop.kernels.sampling.sampling import RowSamplingParams, SamplingMetadata
+from treetop.kernels.tree.calibration import Calibration, class_of, make_calibration
+from treetop.kernels.tree.deferred import DeferredPairs
+from treetop.kernels.tree.rows import DraftState, RowTables
 from treetop.types.ids import GroupName
 from treetop.types.layout import Layout
 from treetop.types.messages import PageEdit, RowSetup
@@ -33,7 +33,7 @@ class RowState:
     record: the tables of what a row hands over, of which committed and root [num_rows] int64 and draft are some.
     deferred: what the draft has yet to extend; None where all rounds extend.
     processors: None where no request may change its logits.
-    text: of each row up to its root, [num_rows, width] int32, as `kernels.row_text` has it; None where neither a
+    text: of each row up to its root, [num_rows, width] int32, as `kernels.tree.row_text` has it; None where neither a
         drafter nor a graft reads it.
     undrafted: [num_rows] bool, rows of which no draft is accepted.
     classes: [num_rows] int64, by which a row's proposals are calibrated.

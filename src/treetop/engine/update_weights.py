@@ -5,12 +5,12 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from treetop.checkpoints.folder import resolve_folder
 from treetop.drafts.protocol import Drafter, DrafterSpec
-from treetop.engine.build import kv_scales
-from treetop.engine.kept_calibration import KeptCalibration, kept_calibration
-from treetop.engine.plan import EnginePlan, read_draft_spec
-from treetop.engine.products import products_of
-from treetop.models.folder import resolve_folder
+from treetop.engine.startup.build import kv_scales
+from treetop.engine.startup.kept_calibration import KeptCalibration, kept_calibration
+from treetop.engine.startup.plan import EnginePlan, read_draft_spec
+from treetop.engine.startup.products import products_of
 from treetop.models.registry import target_spec
 from treetop.models.target import Target
 from treetop.types.errors import ConfigError

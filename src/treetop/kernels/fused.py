@@ -3,7 +3,7 @@
 Each is memory-bound and short, so what counts is the number of launches and of trips through memory. All compute in
 float32 and round once. The references are the plain operations.
 
-A product may come in parts, [parts, ..., width], whose sum it is (`kernels.skinny_gemm`); its reader adds them up.
+A product may come in parts, [parts, ..., width], whose sum it is (`kernels.gemm.skinny_gemm`); its reader adds them up.
 """
 
 from dataclasses import dataclass

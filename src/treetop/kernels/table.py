@@ -16,41 +16,31 @@ from typing import Any, Generic, Protocol, TypeVar, cast, overload
 import torch
 from torch import Tensor
 
-from treetop.kernels import accept as accepting
-from treetop.kernels import attention as attending
-from treetop.kernels import coded_rows as coded
-from treetop.kernels import commit as committing
-from treetop.kernels import draw as drawing
-from treetop.kernels import experts as expert_products
-from treetop.kernels import fp8_rows as fp8
-from treetop.kernels import (
-    fused,
-    index_scores,
-    index_topk,
-    indexer,
-    kv_chunks,
-    latent,
-    packed_weights,
-    pages,
-    peers,
-    routing,
-    segments,
-    tail,
-    tiles,
-    topk,
-)
-from treetop.kernels import grow as growing
-from treetop.kernels import latent_attention as latent_attending
-from treetop.kernels import learn as learning
-from treetop.kernels import process as processing
-from treetop.kernels import rows as row_state
-from treetop.kernels import segment_attention as segment_attending
-from treetop.kernels import segment_prefill as segment_prefilling
-from treetop.kernels import select as selecting
-from treetop.kernels import skinny_gemm as skinny
+from treetop.kernels import fused
+from treetop.kernels.attention import attention as attending
+from treetop.kernels.attention import index_scores, index_topk, indexer, latent, pages, segments, tail
+from treetop.kernels.attention import latent_attention as latent_attending
+from treetop.kernels.attention import segment_attention as segment_attending
+from treetop.kernels.attention import segment_prefill as segment_prefilling
+from treetop.kernels.comm import kv_chunks, peers
 from treetop.kernels.exact import BY_ELEMENT, LIBRARY
+from treetop.kernels.gemm import coded_rows as coded
+from treetop.kernels.gemm import fp8_rows as fp8
+from treetop.kernels.gemm import packed_weights, tiles
+from treetop.kernels.gemm import skinny_gemm as skinny
 from treetop.kernels.kv import FP8_CAPABILITY
-from treetop.kernels.sampling import draw_reference, greedy_of_ranks, greedy_reference
+from treetop.kernels.moe import experts as expert_products
+from treetop.kernels.moe import routing
+from treetop.kernels.sampling import draw as drawing
+from treetop.kernels.sampling import process as processing
+from treetop.kernels.sampling.sampling import draw_reference, greedy_of_ranks, greedy_reference
+from treetop.kernels.tree import accept as accepting
+from treetop.kernels.tree import commit as committing
+from treetop.kernels.tree import grow as growing
+from treetop.kernels.tree import learn as learning
+from treetop.kernels.tree import rows as row_state
+from treetop.kernels.tree import select as selecting
+from treetop.kernels.tree import topk
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits, why_not
 from treetop.types.layout import SpecShape
 from treetop.types.parallel import SINGLE_RANK, Parallel, Summed

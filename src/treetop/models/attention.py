@@ -6,11 +6,11 @@ from typing import Protocol
 from torch import Tensor
 
 from treetop.attention.layer import Attend
+from treetop.checkpoints.params import Param
 from treetop.kernels.table import Ops
 from treetop.models.config import AttentionSpec
 from treetop.models.latent_attention import LatentAttention, latent_params
 from treetop.models.layers import SelfAttention, Turn, self_attention_params
-from treetop.models.params import Param
 from treetop.types.parallel import Summed
 from treetop.weights.format import Product
 from treetop.weights.held import Weights

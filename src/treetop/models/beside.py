@@ -10,11 +10,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from treetop.checkpoints.params import Param, vector
 from treetop.kernels.table import Ops
 from treetop.models.config import BesideSpec
 from treetop.models.experts import ExpertMLP, expert_params
 from treetop.models.layers import RMSNorm, dense_mlp, mlp_params, norm_param
-from treetop.models.params import Param, vector
 from treetop.weights.format import Product, Source
 from treetop.weights.held import Weights
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from treetop.kernels.experts import Activation
+from treetop.checkpoints.json_file import integers, read_object
+from treetop.checkpoints.values import Config, flag, real, require_value, size, table
 from treetop.kernels.gate import Gate
+from treetop.kernels.moe.experts import Activation
+from treetop.kernels.moe.routing import RouterSpec
 from treetop.kernels.rope import RopeSpec
-from treetop.kernels.routing import RouterSpec
-from treetop.models.json_file import integers, read_object
 from treetop.models.rope_config import max_positions, reach, rope_spec
-from treetop.models.values import Config, flag, real, require_value, size, table
 from treetop.types.errors import CheckpointError, ConfigError
 from treetop.types.kv import KVFormat, paired
 from treetop.weights.registry import read_formats

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from treetop.attention.layer import Attend
+from treetop.checkpoints.loader import Placement
+from treetop.checkpoints.params import Param, of_vocab
 from treetop.kernels.fused import joined_in_order
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
@@ -16,8 +18,6 @@ from treetop.models.experts import live_rows
 from treetop.models.feed_forward import feed_forward, feed_forward_params
 from treetop.models.layer_inputs import TokenInputs, ending_params, layer_ending, token_input_params
 from treetop.models.layers import NoNorm, RMSNorm, Turn, norm_param, turn_at
-from treetop.models.loader import Placement
-from treetop.models.params import Param, of_vocab
 from treetop.models.target import LAST_HIDDEN, TargetOutput
 from treetop.types.parallel import Summed, taken
 from treetop.weights.format import Linear, Product

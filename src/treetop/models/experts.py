@@ -23,11 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treetop.kernels.routing import Router, Routes
+from treetop.checkpoints.params import Param, own_experts
+from treetop.kernels.moe.routing import Router, Routes
 from treetop.kernels.table import Ops
 from treetop.models.config import DenseSpec, ExpertLayout, ExpertSpec
 from treetop.models.layers import dense_mlp, mlp_params
-from treetop.models.params import Param, own_experts
 from treetop.types.parallel import Parallel, Summed, expert_part
 from treetop.weights.format import Product, Source, Span
 from treetop.weights.held import Weights

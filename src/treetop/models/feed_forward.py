@@ -5,12 +5,12 @@ from typing import Protocol
 
 from torch import Tensor
 
+from treetop.checkpoints.params import Param
 from treetop.kernels.table import Ops
 from treetop.models.beside import BesideMLP, beside_params
 from treetop.models.config import BesideSpec, ExpertSpec, FeedForwardSpec
 from treetop.models.experts import ExpertMLP, expert_params
 from treetop.models.layers import dense_mlp, mlp_params
-from treetop.models.params import Param
 from treetop.types.parallel import Summed
 from treetop.weights.format import Product
 from treetop.weights.held import Weights

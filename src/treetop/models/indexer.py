@@ -13,11 +13,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from treetop.kernels.indexer import IndexNorm, IndexQuery
+from treetop.checkpoints.params import Param, matrix, vector
+from treetop.kernels.attention.indexer import IndexNorm, IndexQuery
 from treetop.kernels.table import Ops
 from treetop.models.config import IndexSpec
 from treetop.models.layers import reorder_heads
-from treetop.models.params import Param, matrix, vector
 from treetop.weights.format import Product, Source
 from treetop.weights.held import Weights
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from treetop.models.checkpoint import open_tensors, tensor_files
+from treetop.checkpoints.checkpoint import open_tensors, tensor_files
 from treetop.models.registry import TargetSpec
 from treetop.types.errors import CheckpointError
 from treetop.types.parallel import Parallel

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from treetop.attention.layer import Attend, Index, WriteKV
-from treetop.kernels.latent import LatentNorm
+from treetop.checkpoints.params import Param, matrix
+from treetop.kernels.attention.latent import LatentNorm
 from treetop.kernels.rope import head_order
 from treetop.kernels.table import Ops
 from treetop.models.config import AttentionSpec, LatentSpec
 from treetop.models.indexer import Indexer, indexer_params
 from treetop.models.layers import RMSNorm, Turn, norm_param, reorder_heads
-from treetop.models.params import Param, matrix
 from treetop.types.parallel import Summed
 from treetop.weights.format import Product, Source
 from treetop.weights.held import Weights

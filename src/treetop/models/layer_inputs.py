@@ -10,12 +10,12 @@ Source: Gemma 4 and 3n, `transformers`' gemma4. The table is as large as the mod
 import torch
 from torch import Tensor
 
+from treetop.checkpoints.params import Param, matrix, of_vocab, vector
 from treetop.kernels.gate import activated_reference
 from treetop.kernels.table import Ops
 from treetop.models.config import LayerInputs, ModelConfig
 from treetop.models.embedding import lookup
 from treetop.models.layers import RMSNorm, norm_param
-from treetop.models.params import Param, matrix, of_vocab, vector
 from treetop.weights.format import Product, Source
 from treetop.weights.held import Weights
 

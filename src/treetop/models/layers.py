@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from treetop.attention.layer import Attend
-from treetop.kernels.experts import Activation
+from treetop.checkpoints.params import Param, matrix, vector
 from treetop.kernels.fused import HeadNorms, joined, joined_in_order
 from treetop.kernels.gate import Gate
+from treetop.kernels.moe.experts import Activation
 from treetop.kernels.rope import RopeTable, head_order
 from treetop.kernels.table import Ops
 from treetop.models.config import AttentionSpec, DenseSpec
-from treetop.models.params import Param, matrix, vector
 from treetop.types.parallel import Summed, taken
 from treetop.weights.format import Product, Source
 from treetop.weights.held import Weights

@@ -9,9 +9,16 @@ from pathlib import Path
 
 import torch
 
-from treetop.kernels.routing import RouterSpec
+from treetop.checkpoints.checkpoint import tensor_files
+from treetop.checkpoints.json_file import custom_code
+from treetop.checkpoints.loader import Placement, check_weights, load_weights
+from treetop.checkpoints.params import STREAMED, Packing, Param, in_formats, stay_packed
+from treetop.checkpoints.values import Config
+from treetop.kernels.moe.routing import RouterSpec
 from treetop.kernels.table import Ops
-from treetop.models import (
+from treetop.models.config import ModelConfig, read_config
+from treetop.models.decoder import Decoder, decoder_params, unused_tensors
+from treetop.models.families import (
     deepseek,
     ernie,
     exaone,
@@ -38,19 +45,11 @@ from treetop.models import (
     qwen3_moe,
     seed_oss,
     smollm3,
-    windowed_llama,
 )
-from treetop.models.checkpoint import tensor_files
-from treetop.models.config import ModelConfig, read_config
-from treetop.models.decoder import Decoder, decoder_params, unused_tensors
-from treetop.models.json_file import custom_code
-from treetop.models.loader import Placement, check_weights, load_weights
 from treetop.models.multimodal import TEXT_ALONE, TOWERS, StoredNames, names_in, text_config
-from treetop.models.params import STREAMED, Packing, Param, in_formats, stay_packed
 from treetop.models.refused import refuse_adapter, refuse_by_key, refuse_by_name
 from treetop.models.target import Target
 from treetop.models.tied_head import HEAD, holds_own_head
-from treetop.models.values import Config
 from treetop.types.errors import CheckpointError, shown
 from treetop.weights.held import Weights
 from treetop.weights.kv_scales import all_names
@@ -185,7 +184,6 @@ FAMILIES: dict[str, Family] = {
     "OlmoeForCausalLM": Family(olmo.read_moe, "norms of all queries and all keys, experts in every layer"),
     "SolarOpenForCausalLM": Family(layered.read_solar, "experts of DeepSeek-V3 in every layer"),
     "SmolLM3ForCausalLM": Family(smollm3.read, "every fourth layer does not turn"),
-    "WindowedLlamaForCausalLM": Family(windowed_llama.read, "a test model"),
     "Gemma3ForConditionalGeneration": Family(gemma3.read, "the text of Gemma 3", text_of=("gemma3_text",)),
     "Gemma4ForConditionalGeneration": Family(
         gemma4.read, "the text of Gemma 4", unused=gemma4.unused, text_of=("gemma4_text",)
@@ -222,8 +220,6 @@ FAMILIES: dict[str, Family] = {
 }
 _LONG_NAME = 100
 """Characters of an architecture's name that are compared with others."""
-_OWN = frozenset({"WindowedLlamaForCausalLM"})
-"""Test models, which no message offers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,11 +330,6 @@ _FURTHER_LAYER = re.compile(r"(model\.layers\.(\d{1,9})\.)eh_proj\.weight")
 """A layer past the last that predicts a further token, in DeepSeek's names, which any family may have."""
 
 
-def loadable() -> dict[str, Family]:
-    """What people's folders may be, by name."""
-    return {name: FAMILIES[name] for name in sorted(FAMILIES) if name not in _OWN}
-
-
 def target_spec(folder: Path) -> TargetSpec:
     """The target in a folder. Raises CheckpointError for an architecture that treetop does not run."""
     refuse_adapter(folder)
@@ -356,9 +347,9 @@ def target_spec(folder: Path) -> TargetSpec:
     refuse_by_key(config, where, FAMILIES[named[0]].keys if named[0] in FAMILIES else ())
     if len(named) != 1 or named[0] not in FAMILIES:
         asked, code = shown(", ".join(named))[1:-1], custom_code(config)
-        near = get_close_matches(asked[:_LONG_NAME], loadable(), n=3) or ["LlamaForCausalLM"]
+        near = get_close_matches(asked[:_LONG_NAME], FAMILIES, n=3) or ["LlamaForCausalLM"]
         raise CheckpointError(
-            f"{where}: architecture {asked} is not supported, only the {len(loadable())} that `treetop models` lists,"
+            f"{where}: architecture {asked} is not supported, only the {len(FAMILIES)} that `treetop models` lists,"
             f" such as {', '.join(near)}" + (f"; {code}" if code else "")
         )
     if (code := custom_code(config)) is not None:

@@ -3,8 +3,8 @@
 import math
 from pathlib import Path
 
+from treetop.checkpoints.values import Config, flag, real, size, table
 from treetop.kernels.rope import DynamicNTK, Linear, Llama3, Proportional, RopeSpec, Yarn
-from treetop.models.values import Config, flag, real, size, table
 from treetop.types.errors import CheckpointError, shown
 
 

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from pathlib import Path
 
-from treetop.kernels.routing import RouterKind, RouterSpec
+from treetop.checkpoints.values import Config, flag, real, require_value, size
+from treetop.kernels.moe.routing import RouterKind, RouterSpec
 from treetop.models.config import num_experts_per_token
-from treetop.models.values import Config, flag, real, require_value, size
 from treetop.types.errors import CheckpointError
 
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from treetop.models.checkpoint import equal_tensors, tensor_files
+from treetop.checkpoints.checkpoint import equal_tensors, tensor_files
+from treetop.checkpoints.params import in_formats, of_vocab, stored_tensors
 from treetop.models.config import ModelConfig
 from treetop.models.multimodal import StoredNames
-from treetop.models.params import in_formats, of_vocab, stored_tensors
 from treetop.types.errors import CheckpointError
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, Store
 
+from treetop.kernels.comm.peers import adds, gathers
 from treetop.kernels.fused import joined_in_order
-from treetop.kernels.peers import adds, gathers
 from treetop.parallel.peer_memory import PeerExchange, PeerShare, reach_peers
 from treetop.types.errors import ConfigError, EngineError
 from treetop.types.parallel import Summed

@@ -1,4 +1,5 @@
-"""A rank whose small exchanges are writes into the other GPUs' memory (`kernels/peers.py`); large ones stay NCCL's.
+"""A rank whose small exchanges are writes into the other GPUs' memory (`kernels/comm/peers.py`); large ones stay
+NCCL's.
 
 Every rank allocates a mailbox and maps those of the others, once, through CUDA's handles for other processes. All ranks
 do so or none: they try an exchange, and agree.
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from treetop.checks.probes import RECORD
-from treetop.kernels.peers import Mailboxes, mailbox_bytes
+from treetop.kernels.comm.peers import Mailboxes, mailbox_bytes
 from treetop.kernels.table import Ops
 from treetop.kernels.triton_guard import gpu_traits, why_not
 from treetop.types.parallel import Parallel

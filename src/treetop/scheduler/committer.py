@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 
 from treetop.checks.host import check_emitted
-from treetop.disaggregation.scheduling import FirstToken
 from treetop.scheduler.kv_transfer import KVTransfers
 from treetop.scheduler.queues import Queues
 from treetop.scheduler.request import Request
@@ -11,6 +10,7 @@ from treetop.scheduler.rows import Rows
 from treetop.scheduler.steps import StepsOut
 from treetop.scheduler.stops import first_stop
 from treetop.types.errors import InputError
+from treetop.types.kv_transfer.scheduling import FirstToken
 from treetop.types.messages import ExportPlan, ImportPlan, PrefillPlan, RoundPlan, StepPlan, StepResult
 from treetop.types.requests import RequestStats, RequestUpdate
 from treetop.types.sampling import FinishReason
@@ -77,7 +77,7 @@ class Committer:
                 update = self._emit(request, tokens, len(tokens) - 1 if is_round else None)
                 ranks = () if row_result.row in replanted else row_result.ranks
                 drafted = num_drafted if request.params.speculative else 0
-                update = update._replace(num_drafted=drafted, accept_ranks=ranks)
+                update = update._replace(num_drafted=drafted, accept_ranks=ranks, tree=row_result.tree)
                 updates.append(update._replace(logprobs=logprobs[: len(update.new_ids)]) if logprobs else update)
                 if request.prompt_logprobs is not None:
                     updates[-1] = updates[-1]._replace(prompt_logprobs=tuple(request.prompt_logprobs))

@@ -13,7 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from treetop.disaggregation.scheduling import (
+from treetop.scheduler.queues import Queues
+from treetop.scheduler.request import Request
+from treetop.scheduler.rows import Rows
+from treetop.types.errors import InvariantError
+from treetop.types.ids import RequestId
+from treetop.types.kv_transfer.scheduling import (
     Admitted,
     Computed,
     Dropped,
@@ -25,11 +30,6 @@ from treetop.disaggregation.scheduling import (
     Stage,
     Staged,
 )
-from treetop.scheduler.queues import Queues
-from treetop.scheduler.request import Request
-from treetop.scheduler.rows import Rows
-from treetop.types.errors import InvariantError
-from treetop.types.ids import RequestId
 from treetop.types.layout import Layout
 from treetop.types.messages import Export, ExportPlan, Import, ImportPlan, StepResult
 

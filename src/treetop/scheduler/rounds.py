@@ -67,6 +67,7 @@ class RoundPlanner:
             masks=masks_of(batch),
             catches_up=self._catches_up(batch, shape),
             undrafted=undrafted,
+            told_trees=tuple(request.held.row for request in batch if request.params.tells_trees),
         )
 
     def _catches_up(self, batch: Sequence[Request], shape: SpecShape) -> bool:

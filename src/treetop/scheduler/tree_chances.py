@@ -1,9 +1,10 @@
 """What a calibration says of shapes: how far the paths of a tree get, of how often each proposal is chosen.
 
 Of a verified node the head's best proposal is the target's choice with one chance, its second with another, by depth
-(`kernels.learn` counts both). A path's chance is the product of those of its steps, and paths of one depth exclude each
-other. So what a shape accepts is the sum over its nodes, of the best that its frontiers reach: what growing does, with
-mean chances in the place of each node's own. Trees that follow what the head says of each node get a little further.
+(`kernels.tree.learn` counts both). A path's chance is the product of those of its steps, and paths of one depth exclude
+each other. So what a shape accepts is the sum over its nodes, of the best that its frontiers reach: what growing does,
+with mean chances in the place of each node's own. Trees that follow what the head says of each node get a little
+further.
 """
 
 from collections.abc import Iterable, Sequence

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from treetop.attention.layer import Attend
 from treetop.drafts.protocol import Drafter, Proposal
-from treetop.kernels.grow import Children, Frontier, TreeBuilder
 from treetop.kernels.table import Ops
+from treetop.kernels.tree.grow import Children, Frontier, TreeBuilder
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treetop.models.json_file import read_object
+from treetop.checkpoints.json_file import read_object
 from treetop.types.errors import CheckpointError, ConfigError, shown
 from treetop.types.layout import SpecShape
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from treetop.drafts.protocol import Proposal
-from treetop.kernels.calibration import Heat
-from treetop.kernels.grow import TreeBuilder
-from treetop.kernels.rows import DraftState
-from treetop.kernels.sampling import SampledTokens
+from treetop.kernels.sampling.sampling import SampledTokens
+from treetop.kernels.tree.calibration import Heat
+from treetop.kernels.tree.grow import TreeBuilder
+from treetop.kernels.tree.rows import DraftState
 from treetop.speculative.profile import AcceptanceProfile, draw_nodes, logprob_of
 from treetop.types.layout import SpecShape
 

@@ -1,15 +1,15 @@
 """Verifying: the target chooses a token after every node of a tree, and each row follows its choices.
 
-The rule that accepts is `accept` in `kernels/accept.py`. A prompt's first token is chosen and accepted in the same way:
-its tree is the root alone.
+The rule that accepts is `accept` in `kernels/tree/accept.py`. A prompt's first token is chosen and accepted in the same
+way: its tree is the root alone.
 """
 
 import torch
 from torch import Tensor
 
-from treetop.kernels.commit import feature_nodes
-from treetop.kernels.sampling import PartialArgmax, SampledTokens, SamplingMetadata
+from treetop.kernels.sampling.sampling import PartialArgmax, SampledTokens, SamplingMetadata
 from treetop.kernels.table import Ops
+from treetop.kernels.tree.commit import feature_nodes
 from treetop.models.target import Target
 from treetop.types.sampling import Choice
 from treetop.types.tree import Accepted, DraftTree, PathLogprobs
@@ -37,7 +37,7 @@ def choose(  # noqa: PLR0917
     round has one. allowed: what may follow each node, as `ops.process` takes it, if a row is constrained; the batch
     then changes logits.
 
-    What changes logits before a token is chosen is `ops.process`, and nothing else; see `kernels/process.py`.
+    What changes logits before a token is chosen is `ops.process`, and nothing else; see `kernels/sampling/process.py`.
     """
     if how is Choice.GREEDY:
         return ops.greedy(logits)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from treetop.types.constraint import JsonWhitespace
+from treetop.types.default_model import PAIRS, default_pair
 from treetop.types.errors import ConfigError, shown
 from treetop.types.kv_chunk import ALIGNMENT
 from treetop.types.layout import PLAIN, SpecShape, shapes_beside
@@ -29,8 +30,7 @@ KVCacheDType = Literal["auto", "fp8_e4m3"]
 
 _MAX_NAME = 64
 """Characters of an unknown option that are compared with the known."""
-BUILTIN_MODEL = "builtin:nestling"
-BUILTIN_DRAFT = "builtin:nestling-eagle3"
+BUILTIN_MODEL, BUILTIN_DRAFT = PAIRS["nestling"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,13 @@ class EngineConfig:
     `EngineOptions` is the same for `LLM(**options)`. Raises ConfigError with all problems at once.
     """
 
-    model: str = option(BUILTIN_MODEL, "folder of the target; the embedded pair by default")
+    model: str = option(
+        BUILTIN_MODEL, "folder of the target; builtin:smollm2 by default where its package is installed"
+    )
     draft: str | None = option(
         None,
-        "folder of the draft head, or builtin:NAME; a model without one decodes plainly (default: none, and the"
-        " embedded head for the embedded model)",
+        "folder of the draft head, or builtin:NAME; a model without one decodes plainly (default: none, and its own"
+        " where no model is named)",
         flag="--speculative-draft-model-path",
         aliases=("--speculative-draft-model", "--spec-model"),
         metavar="FOLDER",
@@ -436,14 +438,14 @@ class EngineConfig:
 
     @classmethod
     def of(cls, model: str | None, **options: object) -> "EngineConfig":
-        """Build from what a caller gave. Without a model it is the embedded pair; a model brings no draft by itself.
+        """Build from what a caller gave. Without a model it is `default_pair`; a model brings no draft by itself.
 
         `draft` among the options, None included, is the caller's word; so is speculative_algorithm NONE. An unknown
         option is a ConfigError that names those that are near.
         """
         plain = model is not None or options.get("speculative_algorithm") in ("NONE", *_ALONE)
-        pair = {"model": BUILTIN_MODEL if model is None else model, "draft": None if plain else BUILTIN_DRAFT}
-        given = {**pair, **options}
+        own = default_pair() if model is None else (model, "")
+        given = {"model": own[0], "draft": None if plain else own[1], **options}
         known = set(options_of(cls))
         unknown = sorted(set(given) - known)
         if unknown:

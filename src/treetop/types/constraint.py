@@ -133,8 +133,8 @@ class StructuredOutput:
     """A structure that the output has.
 
     spec: a JSON schema, a regular expression, a JSON list of texts to choose from, a grammar (Lark's syntax as
-        llguidance reads it, or GBNF), or structural tags (JSON, see `core/structural_tags.py`), as `kind` says; "" for
-        json_object, and for text, which is any.
+        llguidance reads it, or GBNF), or structural tags (JSON, see `structured/structural_tags.py`), as `kind` says;
+        "" for json_object, and for text, which is any.
     reasoning: what may come before it; None for nothing.
     whitespace: a regular expression of what may stand between tokens of JSON, or nothing; only with json_schema and
         json_object. None as `--structured-output-whitespace` says.

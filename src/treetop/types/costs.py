@@ -31,7 +31,7 @@ class CatchUpCost:
 class CostTable:
     """Each shape at some buckets of rows; between them costs lie on lines.
 
-    made_for: machine, model and options, as `engine.round_costs` tells them apart.
+    made_for: machine, model and options, as `engine.startup.round_costs` tells them apart.
     """
 
     made_for: str

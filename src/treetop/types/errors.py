@@ -89,9 +89,11 @@ def shown(value: object) -> str:
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:
         return f"an integer of {value.bit_length()} bits"
     try:
-        return " ".join(_SHORT.repr(value).split())
+        text = " ".join(_SHORT.repr(value).split())
     except Exception:  # of a list that holds an integer as above, or what cannot be printed
         return f"a {type(value).__name__}"
+    half = _MAX_SHOWN // 2
+    return text if len(text) <= _MAX_SHOWN else f"{text[:half]}...{text[-half:]}"
 
 
 def close_name(given: str, known: Iterable[str]) -> str | None:
@@ -102,6 +104,7 @@ def close_name(given: str, known: Iterable[str]) -> str | None:
 _LONGEST_NAME = 64
 _MAX_TEXT = 4000
 _MAX_BITS = 256
+_MAX_SHOWN = 240
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 200
 _SHORT.maxlong = 80

@@ -14,6 +14,7 @@ from treetop.types.ids import GroupName, PageId, Row
 from treetop.types.kv_chunk import KVChunk
 from treetop.types.layout import SpecShape
 from treetop.types.sampling import Choice, SamplingParams, TokenLogprobs
+from treetop.types.verified_tree import VerifiedTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +151,7 @@ class RoundPlan:
     min_rows: that the batch has at least, padding counted.
     catches_up: before the round its rows' deferred draft extends are run.
     undrafted: rows whose requests accept no draft.
+    told_trees: rows whose requests ask for the trees that are verified for them.
     """
 
     edits: tuple[PageEdit, ...]
@@ -163,6 +165,7 @@ class RoundPlan:
     min_rows: int = 0
     catches_up: bool = False
     undrafted: tuple[Row, ...] = ()
+    told_trees: tuple[Row, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +238,7 @@ class RowResult(NamedTuple):
     logprobs: of each token, for a row that asks.
     prompt_logprobs: of the prompt tokens from the chunk's second on, and of the one after it, if it asks.
     ranks: of each accepted draft among the proposals after its parent, the draft's favourite 0; -1 if it was grafted.
+    tree: that was verified, for a row that asks.
     """
 
     row: Row
@@ -243,6 +247,7 @@ class RowResult(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     ranks: tuple[int, ...] = ()
+    tree: VerifiedTree | None = None
 
 
 class ImportResult(NamedTuple):

@@ -14,6 +14,7 @@ from treetop.types.errors import ContextLengthError, InputError
 from treetop.types.ids import RequestId
 from treetop.types.layout import Layout, SpecShape
 from treetop.types.sampling import FinishReason, SamplingParams, TokenLogprobs
+from treetop.types.verified_tree import VerifiedTree
 
 
 class EngineRequest(NamedTuple):
@@ -70,6 +71,7 @@ class RequestUpdate(NamedTuple):
     queue_s, prefill_s: with the first tokens, seconds from arrival to a row, and from there on.
     prompt_logprobs: of the prompt's tokens from the second on, with the first new token or the end, if the request asks
         for them.
+    tree: that the round verified, if the request asks for it.
     """
 
     request_id: RequestId
@@ -89,6 +91,13 @@ class RequestUpdate(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     num_drafted: int = 0
     accept_ranks: tuple[int, ...] = ()
+    tree: VerifiedTree | None = None
+
+    @property
+    def draft_depths(self) -> tuple[int, ...]:
+        """Of each of new_ids the depth of the draft that it was; 0 for a token that no draft gave."""
+        count, drafts = len(self.new_ids), self.accept_len or 0
+        return (*range(1, min(count, drafts) + 1), *(0,) * (count - drafts))
 
 
 class PrefixPages(NamedTuple):
@@ -118,8 +127,9 @@ class CoreInfo(NamedTuple):
     prefix: None if it keeps nothing of prompts.
     refuses: why it takes no requests, if so.
     structure_limits: of each structured output.
-    can_change_logits, max_logprobs, can_constrain, can_withhold: what a request may ask: penalties, biases and the
-        like; log-probabilities, -1 if there are none; constraints; that no draft is accepted.
+    can_change_logits, max_logprobs, can_constrain, can_withhold, has_trees: what a request may ask: penalties, biases
+        and the like; log-probabilities, -1 if there are none; constraints; that no draft is accepted; trees of its
+        rounds.
     eos_ids: the model's.
     by_priority: whether it goes by the priority of requests.
     exactness: in force, of `--exactness`.
@@ -140,6 +150,7 @@ class CoreInfo(NamedTuple):
     structure_limits: StructureLimits = StructureLimits()
     exactness: Exactness = "ties"
     can_withhold: bool = False
+    has_trees: bool = False
 
 
 class KVTransferStats(NamedTuple):

@@ -116,6 +116,10 @@ class SamplingParams:
         True, "False accepts no draft: each round gives the request one token, the same as with drafts", flag=""
     )
 
+    return_draft_trees: bool = option(
+        False, "the tree that each round verified comes with its tokens; the tokens are the same", flag=""
+    )
+
     def __post_init__(self) -> None:
         validate(self, InputError, self._rules, brackets=True)
         if self.seed is not None:
@@ -162,6 +166,11 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def tells_trees(self) -> bool:
+        """Whether rounds tell their trees; one that accepts no draft has none to tell."""
+        return self.return_draft_trees and self.speculative
 
     @property
     def logit_options(self) -> tuple[str, ...]:

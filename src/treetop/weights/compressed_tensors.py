@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from treetop.kernels.fp8_rows import Activations
+from treetop.kernels.gemm.fp8_rows import Activations
 from treetop.types.errors import CheckpointError, shown
 from treetop.weights import fp4, fp8, int4
 from treetop.weights.decoded import WIDE, Decoded, Grid

@@ -13,10 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from treetop.kernels.coded import CodedWeight, Coding, decode
-from treetop.kernels.experts import Activation
-from treetop.kernels.fp8_rows import Activations
 from treetop.kernels.gate import Gate
+from treetop.kernels.gemm.coded import CodedWeight, Coding, decode
+from treetop.kernels.gemm.fp8_rows import Activations
+from treetop.kernels.moe.experts import Activation
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.types.errors import CheckpointError
 from treetop.weights.format import (

@@ -11,9 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from treetop.kernels.experts import Activation
 from treetop.kernels.gate import Gate
-from treetop.kernels.routing import Routes
+from treetop.kernels.moe.experts import Activation
+from treetop.kernels.moe.routing import Routes
 from treetop.kernels.table import Ops
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.weights.cpu_products import ChosenProduct, Shape

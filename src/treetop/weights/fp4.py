@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from treetop.kernels.coded import CodedWeight, Coding
+from treetop.kernels.gemm.coded import CodedWeight, Coding
 from treetop.types.errors import CheckpointError
 from treetop.weights.decoded import Decoded, own_groups
 from treetop.weights.format import Fetch, Source, Span, Stored

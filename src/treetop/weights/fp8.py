@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treetop.kernels.coded import CodedWeight, Coding
-from treetop.kernels.fp8_rows import GROUPS, Activations
+from treetop.kernels.gemm.coded import CodedWeight, Coding
+from treetop.kernels.gemm.fp8_rows import GROUPS, Activations
 from treetop.types.errors import CheckpointError, shown
 from treetop.weights.decoded import SCALES, WIDE, Decoded, Grid, relative_error
 from treetop.weights.format import Fetch, Source, Span, Stored

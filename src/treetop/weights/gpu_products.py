@@ -1,10 +1,10 @@
 """Products with weights on a GPU in which a row's bits depend on it alone (`--exactness bits`): k is never cut.
 
 A product on tensor cores adds up k in one order and in float32; its bits depend on where k is cut, and on nothing else
-of a launch. Few rows go to our kernel (`kernels.skinny_gemm`) with launches that do not cut it. More go to the library
-at row counts of which a probe found that it does not either (`Probed.counts`), padded up to one of these, and many in
-slices; where there is none, our kernel serves again. A sum is rounded; then comes a bias, which is rounded again, or a
-gate.
+of a launch. Few rows go to our kernel (`kernels.gemm.skinny_gemm`) with launches that do not cut it. More go to the
+library at row counts of which a probe found that it does not either (`Probed.counts`), padded up to one of these, and
+many in slices; where there is none, our kernel serves again. A sum is rounded; then comes a bias, which is rounded
+again, or a gate.
 """
 
 from bisect import bisect_left
@@ -19,7 +19,7 @@ from torch import Tensor
 from treetop.kernels.exact import adversarial, rung
 from treetop.kernels.fused import gate_mul
 from treetop.kernels.gate import Gate
-from treetop.kernels.skinny_gemm import MAX_ROWS, choose_whole, gated_rows, measured_whole, skinny_gemm
+from treetop.kernels.gemm.skinny_gemm import MAX_ROWS, choose_whole, gated_rows, measured_whole, skinny_gemm
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits
 from treetop.weights.cpu_products import Shape
 

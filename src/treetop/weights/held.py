@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from treetop.kernels.experts import Activation
 from treetop.kernels.gate import Gate
+from treetop.kernels.moe.experts import Activation
 from treetop.weights.format import (
     MAIN,
     ExpertProducts,

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treetop.kernels.coded import MIDDLE, CodedWeight, Coding
+from treetop.kernels.gemm.coded import MIDDLE, CodedWeight, Coding
 from treetop.types.errors import CheckpointError, shown
 from treetop.weights.decoded import SCALES, Decoded, Grid, own_groups, relative_error, unpacked
 from treetop.weights.format import Fetch, Source, Span, Stored

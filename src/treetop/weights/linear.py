@@ -1,7 +1,7 @@
 """Products with plain weights, each in the form that is fastest where the weight lies.
 
 On a CPU it is the call that timing chose for each number of rows (`weights.cpu_products`). On a GPU a product of few
-rows is a kernel of ours (`kernels.skinny_gemm`), for the fewest with the weight in 12 bits if it was compressed
+rows is a kernel of ours (`kernels.gemm.skinny_gemm`), for the fewest with the weight in 12 bits if it was compressed
 (`weights.twelve_bits`), and one of many is the vendor's. Where a row's bits may depend on it alone, k is not cut, and
 the weight has its 16 bits (`weights.gpu_products`).
 """
@@ -15,8 +15,8 @@ from torch import Tensor, get_num_threads
 from treetop.kernels.exact import BY_ELEMENT, LIBRARY, Functions, least_rows
 from treetop.kernels.fused import gate_mul, gate_mul_reference, joined
 from treetop.kernels.gate import Gate
-from treetop.kernels.packed_weights import compressed_rows
-from treetop.kernels.skinny_gemm import choose_launch, gated_rows, skinny_gemm
+from treetop.kernels.gemm.packed_weights import compressed_rows
+from treetop.kernels.gemm.skinny_gemm import choose_launch, gated_rows, skinny_gemm
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.weights.cpu_products import ROW_CLASSES, ChosenProduct, CpuProduct, default_call
 from treetop.weights.gpu_products import WholeProduct

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treetop.kernels.coded import CodedWeight, Coding
+from treetop.kernels.gemm.coded import CodedWeight, Coding
 from treetop.types.errors import CheckpointError
 from treetop.weights.decoded import Decoded, own_groups
 from treetop.weights.format import Fetch, Source, Span, Stored

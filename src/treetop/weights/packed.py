@@ -1,10 +1,10 @@
 """Formats whose weights stay packed in memory: products decode them, each time to the bits that decoding once gives.
 
-They are read as a checkpoint has them, by row, with a scale for each row and group (`kernels.coded`): so ranks cut rows
-and groups, and what moves rows moves codes and scales alike. On a GPU they then lie in tiles (`kernels.tiles`), and a
-product of few rows, or with experts, is a kernel that decodes in registers. For more rows a block of lines is decoded
-into memory that the next block uses again, and the library's product is taken with it, as on a CPU for any number:
-what is held is the packed bytes and one block.
+They are read as a checkpoint has them, by row, with a scale for each row and group (`kernels.gemm.coded`): so ranks cut
+rows and groups, and what moves rows moves codes and scales alike. On a GPU they then lie in tiles
+(`kernels.gemm.tiles`), and a product of few rows, or with experts, is a kernel that decodes in registers. For more rows
+a block of lines is decoded into memory that the next block uses again, and the library's product is taken with it, as
+on a CPU for any number: what is held is the packed bytes and one block.
 """
 
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, get_num_threads
 
-from treetop.kernels.coded import MIDDLE, CodedWeight, Coding, decode
-from treetop.kernels.coded_rows import MAX_ROWS, choose_coded, coded_gated, coded_rows
 from treetop.kernels.exact import LIBRARY, linear_by_rows
-from treetop.kernels.experts import Activation, Experts
 from treetop.kernels.fused import gate_mul, gate_mul_reference, joined
 from treetop.kernels.gate import Gate
+from treetop.kernels.gemm.coded import MIDDLE, CodedWeight, Coding, decode
+from treetop.kernels.gemm.coded_rows import MAX_ROWS, choose_coded, coded_gated, coded_rows
+from treetop.kernels.gemm.tiles import TILE, TiledWeight, apart, decode_tiles, in_turn, tile, why_not_tiled
+from treetop.kernels.moe.experts import Activation, Experts
 from treetop.kernels.table import OpContext, Ops
-from treetop.kernels.tiles import TILE, TiledWeight, apart, decode_tiles, in_turn, tile, why_not_tiled
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.types.errors import CheckpointError
 from treetop.weights.decoded import Decoded, Layout, checked, own_groups, pieces, unread

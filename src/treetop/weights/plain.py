@@ -11,8 +11,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from treetop.kernels.experts import Activation, Experts
 from treetop.kernels.gate import Gate
+from treetop.kernels.moe.experts import Activation, Experts
 from treetop.kernels.table import Ops
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.weights.format import (

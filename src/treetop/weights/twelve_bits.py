@@ -1,4 +1,4 @@
-"""Plain weights kept in 12 bits too (`kernels.packed_weights`): which of them, and for how many rows they serve.
+"""Plain weights kept in 12 bits too (`kernels.gemm.packed_weights`): which of them, and for how many rows they serve.
 
 Outliers cost time, more the more rows there are. So the committed table says with how many of them in a block of lines
 a product is still faster than with 16 bits, measured with that many in every block (`benchmarks/packed_weights.py`);
@@ -13,8 +13,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from treetop.kernels.packed_weights import BLOCK, TILE, CompressedLaunch, CompressedWeight, compress, is_whole
-from treetop.kernels.skinny_gemm import load_table, most_splits, row_class
+from treetop.kernels.gemm.packed_weights import BLOCK, TILE, CompressedLaunch, CompressedWeight, compress, is_whole
+from treetop.kernels.gemm.skinny_gemm import load_table, most_splits, row_class
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits, why_not
 
 _WORTH_PARAMETERS = 4096 * 4096

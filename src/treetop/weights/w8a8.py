@@ -1,8 +1,9 @@
 """FP8 weights whose products round their inputs to e4m3 as well, as the checkpoint says (`--quantize-activations`).
 
 A format of what it holds beside `weights.packed`: the same codes and scales by row, multiplied as they are
-(`kernels.fp8_rows`). A fixed scale of inputs lies with each row, so that whatever moves rows moves it too; the rows of
-one product must agree on it. Experts and the heads of compressed attention are in other formats, and keep 16 bits.
+(`kernels.gemm.fp8_rows`). A fixed scale of inputs lies with each row, so that whatever moves rows moves it too; the
+rows of one product must agree on it. Experts and the heads of compressed attention are in other formats, and keep 16
+bits.
 """
 
 from collections.abc import Iterator
@@ -13,13 +14,13 @@ from math import prod
 import torch
 from torch import Tensor
 
-from treetop.kernels.coded import CodedWeight
-from treetop.kernels.experts import Activation
-from treetop.kernels.fp8_rows import Activations, QuantizedRows, choose_fp8, fp8_rows
 from treetop.kernels.fused import joined
 from treetop.kernels.gate import Gate
+from treetop.kernels.gemm.coded import CodedWeight
+from treetop.kernels.gemm.fp8_rows import Activations, QuantizedRows, choose_fp8, fp8_rows
+from treetop.kernels.gemm.tiles import in_turn
+from treetop.kernels.moe.experts import Activation
 from treetop.kernels.table import Ops
-from treetop.kernels.tiles import in_turn
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.types.errors import CheckpointError
 from treetop.weights.decoded import SCALES, Decoded

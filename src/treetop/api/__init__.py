@@ -1,0 +1,1 @@
+"""The HTTP APIs: OpenAI's completions, chats and responses, Anthropic's messages, and what operators ask."""

@@ -1,0 +1,95 @@
+"""What every request passes first: its id, whether the server still takes work, the count, and the access log."""
+
+import asyncio
+import logging
+import re
+import time
+from urllib.parse import quote
+from uuid import uuid4
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from treetop.api.api_state import ApiState
+from treetop.api.errors import error_response
+
+log = logging.getLogger("treetop.access")
+
+_READS = ("GET", "HEAD", "OPTIONS")
+_METHODS = (*_READS, "POST", "PUT", "PATCH", "DELETE")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._~:/+=@-]{1,128}")
+_LONGEST_PATH = 200
+_GONE = 499
+"""The status of a request whose client left before an answer, as nginx counts it."""
+
+
+class AccessMiddleware:
+    """Middleware around the application: request ids, draining, counts, the access log.
+
+    - `X-Request-Id` of the request, if it is one, else a new one: in the answer, and for the log under
+      `scope["state"]["request_id"]`.
+    - HEAD is answered as GET is; the HTTP server leaves the body out.
+    - Once the server leaves, each answer ends its connection, so that clients look for another server. Once it drains,
+      only reads are answered; anything else is told to come again, which it does elsewhere.
+    - Each answer is counted by route, method and status, and logged if `--access-log` says so.
+    """
+
+    def __init__(self, app: ASGIApp, api: ApiState) -> None:
+        self._app, self._api = app, api
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        api, method, began_s, status = self._api, scope["method"], time.perf_counter(), _GONE
+        request_id = _request_id(scope)
+        state = {**scope.get("state", {}), "request_id": request_id}
+        inner: Scope = {**scope, "method": "GET" if method == "HEAD" else method, "state": state}
+
+        async def answered(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(raw=message["headers"])
+                headers["X-Request-Id"] = request_id
+                if api.leaving:
+                    headers["Connection"] = "close"
+            await send(message)
+
+        work = method not in _READS
+        try:
+            if work and api.draining:
+                await _shutting_down()(inner, receive, answered)
+                return
+            api.num_working += work
+            try:
+                await self._app(inner, receive, answered)
+            finally:
+                api.num_working -= work
+        except asyncio.CancelledError:
+            if not api.leaving:
+                raise
+            if status == _GONE:  # the end of a drain cuts it; a stream just ends
+                await _shutting_down()(inner, receive, answered)
+        finally:
+            route = getattr(inner.get("route"), "path", "other")
+            api.metrics.answered(route, method if method in _METHODS else "other", status)
+            if api.options.access_log:
+                _log(scope, status, time.perf_counter() - began_s, request_id)
+
+
+def _shutting_down() -> Response:
+    return error_response(503, "the server is shutting down", code="shutting_down")
+
+
+def _request_id(scope: Scope) -> str:
+    given = Headers(scope=scope).get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else uuid4().hex
+
+
+def _log(scope: Scope, status: int, seconds: float, request_id: str) -> None:
+    """A line without the query, which may hold what is nobody's business."""
+    host = (scope.get("client") or ("-",))[0]
+    path = quote(scope["path"], safe="/:@~+=,")[:_LONGEST_PATH]
+    log.info("%s %s %s %d %.4f s %s", host, scope["method"][:20], path, status, seconds, request_id)

@@ -1,0 +1,125 @@
+"""The application: routes, errors, and the middleware in front of them."""
+
+import hmac
+from collections.abc import Set
+
+from fastapi import FastAPI
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from treetop.api.access import AccessMiddleware
+from treetop.api.api_state import ApiState
+from treetop.api.bodies import Bodies, Body
+from treetop.api.chat import chat
+from treetop.api.completions import CompletionRequest, completions
+from treetop.api.errors import RESPONSES, add_error_handlers, as_api_error, error_response
+from treetop.api.limits import too_large
+from treetop.api.messages import messages
+from treetop.api.operations import DetokenizeRequest, TokenizeRequest, UpdateWeightsRequest, operations
+from treetop.api.page import page, page_files
+from treetop.api.requests.chat_body import ChatRequest
+from treetop.api.requests.messages_body import CountRequest, MessagesRequest
+from treetop.api.requests.responses_body import ResponsesRequest
+from treetop.api.responses import responses
+from treetop.version import __version__
+
+_OPEN = ("/health", "/health/live", "/health/ready", "/metrics", "/version")
+"""Paths that need no key."""
+_REQUESTS = (
+    CompletionRequest,
+    ChatRequest,
+    ResponsesRequest,
+    MessagesRequest,
+    CountRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    UpdateWeightsRequest,
+)
+
+
+def make_app(api: ApiState) -> FastAPI:
+    app = FastAPI(
+        title="treetop",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        responses=RESPONSES,
+        redirect_slashes=False,  # a redirect would go wherever the client's Host says
+    )
+    add_error_handlers(app, {name for each in _REQUESTS for name in each.model_fields})
+    for router in (completions(api), chat(api), responses(api), messages(api), operations(api)):
+        app.include_router(router)
+    files = {} if api.options.no_ui else page_files()
+    app.include_router(page(files))
+    bodies = Bodies(api.options.max_body_bytes, api.options.bodies_bytes)
+    app.add_middleware(AuthMiddleware, keys=api.options.api_key, bodies=bodies, without_key={*_OPEN, *files})
+    if api.options.allow_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=api.options.allow_origin,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id"],
+        )
+    app.add_middleware(AccessMiddleware, api=api)  # the last is the outermost
+    return app
+
+
+class AuthMiddleware:
+    """Middleware: refuses requests without a valid API key, and bodies that are too large, before they are parsed.
+
+    What a bug raises ends here, as a 500.
+    """
+
+    def __init__(
+        self, app: ASGIApp, keys: tuple[str, ...], bodies: Bodies, without_key: Set[str] = frozenset()
+    ) -> None:
+        """without_key: paths that need none."""
+        self._app, self._keys, self._bodies = app, [key.encode() for key in keys], bodies
+        self._without_key = without_key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        if self._keys and scope["path"] not in self._without_key and not self._has_valid_key(headers):
+            await error_response(401, "wrong or missing API key: Authorization: Bearer KEY, or X-Api-Key: KEY")(
+                scope, receive, send
+            )
+            return
+        length = headers.get("content-length", "0")
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # a proxy may have believed the length: what comes next may be somebody else's (RFC 9112, 6.3)
+            refused = error_response(400, "Content-Length with Transfer-Encoding", headers={"Connection": "close"})
+            await refused(scope, receive, send)
+            return
+        if length.isdecimal() and int(length[:20]) > self._bodies.maximum:
+            await error_response(413, too_large(self._bodies.maximum))(scope, receive, send)
+            return
+        body, started = Body(self._bodies, receive), False
+
+        async def noted(message: Message) -> None:
+            nonlocal started
+            if not started:
+                body.release()
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, body.receive, noted)
+        except Exception as error:  # a bug: told here, for what is above would log its words
+            api = as_api_error(error, scope)
+            if not started:
+                await error_response(api.status, str(api), api.param, api.code)(scope, receive, send)
+        finally:
+            body.release()
+
+    def _has_valid_key(self, headers: Headers) -> bool:
+        """Whether one of the keys is sent, in a time that does not tell how much of it is right."""
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        bearer = key.strip() if scheme.lower() == "bearer" else ""
+        sent = [bearer.encode(), headers.get("x-api-key", "").strip().encode()]
+        matches = [hmac.compare_digest(one, each) for each in self._keys for one in sent]
+        return any(matches)

@@ -1,0 +1,140 @@
+"""What runs a server: models, tokens, health, metrics, version."""
+
+from typing import Any
+
+from fastapi import APIRouter, Response
+from fastapi.responses import PlainTextResponse
+from pydantic import Field
+
+from treetop.api.api_state import ApiState
+from treetop.api.errors import ApiError, error_response
+from treetop.api.events import json_response
+from treetop.api.limits import BodyRoute, Ids
+from treetop.api.requests.chat_body import Messages
+from treetop.api.requests.fields import Body
+from treetop.types.errors import InputError
+from treetop.version import __version__
+
+
+class TokenizeRequest(Body):
+    """A prompt's text, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+
+class DetokenizeRequest(Body):
+    """Ids to text."""
+
+    model: str | None = None
+    tokens: Ids = Field(description="ids")
+
+
+class UpdateWeightsRequest(Body):
+    """Folders on the server's machine; SGLang's name for the target's."""
+
+    model_path: str = Field(min_length=1)
+    draft_model_path: str | None = Field(None, min_length=1, description="the draft head's; without it the head stays")
+
+
+def operations(api: ApiState) -> APIRouter:
+    router = APIRouter(route_class=BodyRoute)
+    _add_tokens(router, api)
+    _add_state(router, api)
+    _add_weights(router, api)
+
+    @router.get("/v1/models", response_model=None)
+    async def models() -> Response:
+        return json_response({"object": "list", "data": [_model(api, name) for name in api.names]})
+
+    @router.get("/v1/models/{name:path}", response_model=None)
+    async def model(name: str) -> Response:
+        api.check_model(name)
+        return json_response(_model(api, name))
+
+    return router
+
+
+def _add_tokens(router: APIRouter, api: ApiState) -> None:
+    @router.post("/tokenize", response_model=None)
+    async def tokenize(body: TokenizeRequest) -> Response:
+        api.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise InputError("give prompt or messages")
+        if body.messages is not None:
+            api.check_messages(body.messages)
+            messages = [message.flat() for message in body.messages]
+            ids = await api.chat_ids(messages, {"add_generation_prompt": body.add_generation_prompt})
+        else:
+            ids = await api.llm.encode(body.prompt or "", body.add_special_tokens)
+        return json_response({"count": len(ids), "max_model_len": api.core.info.max_context, "tokens": ids})
+
+    @router.post("/detokenize", response_model=None)
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        api.check_model(body.model)
+        reader = api.llm.reader
+        tokenizer = reader.tokenizer
+        if tokenizer is None:
+            raise ApiError(400, "the model has no tokenizer.json")
+
+        def text_of(ids: list[int]) -> str:
+            reader.check_ids("tokens:", ids)
+            return tokenizer.decode_each([ids])[0]
+
+        text = await api.llm.lanes.run(len(body.tokens), text_of, body.tokens)
+        return json_response({"prompt": text})
+
+
+def _add_state(router: APIRouter, api: ApiState) -> None:
+    @router.get("/health/live", response_model=None)
+    async def live() -> Response:
+        """200 unless the server is about to end: an engine that is started again is no reason to end it."""
+        failure = api.core.failure
+        return json_response({"status": "ok"}) if failure is None else error_response(503, str(failure))
+
+    @router.get("/health", response_model=None)
+    async def health() -> Response:
+        """200 as long as there is an engine that goes on."""
+        if api.core.pause is not None:
+            return error_response(503, api.core.pause)
+        return await live()
+
+    @router.get("/health/ready", response_model=None)
+    async def ready() -> Response:
+        """200 as long as new requests are welcome."""
+        return error_response(503, "the server is shutting down") if api.leaving else await health()
+
+    @router.get("/metrics", response_model=None, response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        api.metrics.take(api.core.load, api.core.num_restarts, api.core.is_stalled)
+        content, kind = api.metrics.page()
+        return Response(content, media_type=kind)
+
+    @router.get("/version", response_model=None)
+    async def version() -> Response:
+        return json_response({"version": __version__})
+
+
+def _add_weights(router: APIRouter, api: ApiState) -> None:
+    @router.post("/update_weights_from_disk", response_model=None)
+    async def update_weights(body: UpdateWeightsRequest) -> Response:
+        """Go on with other weights: what is answered from then on is theirs alone."""
+        if not api.options.enable_update_weights:
+            raise ApiError(403, "weights cannot be replaced here: serve with --enable-update-weights")
+        await api.llm.update_weights(body.model_path, body.draft_model_path)
+        return json_response({"success": True, "message": f"the weights of {body.model_path} are in force"})
+
+
+def _model(api: ApiState, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": api.created,
+        "owned_by": "treetop",
+        "root": api.names[0],
+        "max_model_len": api.core.info.max_context,
+        "treetop": {"chat": api.rendering is not None, "draft_trees": api.core.info.has_trees},
+    }

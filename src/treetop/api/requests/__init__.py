@@ -1,0 +1,1 @@
+"""Bodies of requests: their fields, and what is read from them."""

@@ -1,0 +1,236 @@
+"""Bodies of `/v1/chat/completions`: messages, their parts and calls, and the request."""
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from treetop.api.limits import MAX_MESSAGES, MAX_PARTS, FewMembers, check_values
+from treetop.api.requests.fields import Body, SamplingFields
+from treetop.api.requests.tools import Calls, ToolChoice, ToolList
+from treetop.text.chat_input import Message
+from treetop.text.chat_template import check_options
+from treetop.types.constraint import StructuredOutput
+from treetop.types.errors import InputError, shown
+
+_OWN_FIELDS = ("tools", "add_generation_prompt", "continue_final_message")
+"""What a request says in fields of their own, never in `chat_template_kwargs`."""
+
+
+class TextPart(Body):
+    """A part of a message's content. cache_control: Anthropic's, which clients send to anybody; it is not used."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: dict[str, Any] | None = None
+
+
+class RefusalPart(Body):
+    """What an assistant said in place of an answer; the template is given it as text."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+Parts = Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+
+class CalledFunction(BaseModel):
+    """What was called. arguments: an object, or its text."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class ToolCall(BaseModel):
+    """A call that an assistant made."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def flat(self, as_text: bool) -> dict[str, Any]:
+        """As templates expect it. as_text: they join the arguments to other text."""
+        said = self.model_dump(exclude_none=True)
+        arguments = self.function.arguments
+        if as_text:
+            arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        elif isinstance(arguments, str):
+            arguments = _object(arguments)
+        said["function"]["arguments"] = arguments
+        return said
+
+
+def _object(text: str) -> str | dict[str, Any]:
+    """The object that a call's arguments are; the text itself if it is none, as a model may have written it."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+class ChatMessage(BaseModel):
+    """A message. Its other fields reach the template as they are."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Parts | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = Field(None, description="as reasoning_content")
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _text_alone(cls, content: Any, info: ValidationInfo) -> Any:
+        """Raise for a part that is no text: what else it lacks as a text would hide that."""
+        kinds = ("text", "refusal") if info.data.get("role") == "assistant" else ("text",)
+        for place, part in enumerate(content if isinstance(content, list) else ()):
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind not in kinds:
+                told = {"at": f"[{place}].type", "kind": shown(kind)}
+                raise PydanticCustomError("unsupported", "only parts of text are supported, not {kind}", told)
+        return content
+
+    def flat(self, arguments_as_text: bool = False, has_thinking: bool = False) -> Message:
+        """As templates expect it: text parts joined by a newline, no field that says nothing.
+
+        arguments_as_text: of `ToolCall.flat`. has_thinking: the template calls reasoning `thinking`, and with calls it
+        takes that or content.
+        """
+        content = self.content
+        if isinstance(content, list):
+            content = "\n".join(part.text for part in content)
+        flat = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        flat |= {"role": self.role, "content": "" if content is None else content}
+        reasoning = self.reasoning_content if self.reasoning_content is not None else self.reasoning
+        if reasoning is not None:
+            flat |= {"reasoning_content": reasoning, "reasoning": reasoning}
+            if has_thinking and not (content and self.tool_calls):
+                flat["thinking"] = reasoning
+        if self.tool_calls:
+            flat["tool_calls"] = [call.flat(arguments_as_text) for call in self.tool_calls]
+        return flat
+
+
+def check_arguments(messages: list[ChatMessage]) -> list[ChatMessage]:
+    """Raise InputError for calls whose arguments hold too much together: `flat` reads their texts."""
+    check_values(
+        (f"messages[{number}].tool_calls[{index}].function.arguments", call.function.arguments)
+        for number, message in enumerate(messages)
+        for index, call in enumerate(message.tool_calls or ())
+    )
+    return messages
+
+
+Messages = Annotated[list[ChatMessage], Field(max_length=MAX_MESSAGES, fail_fast=True), AfterValidator(check_arguments)]
+
+
+class ChatRequest(SamplingFields):
+    """OpenAI's request, with the options of `SamplingParams`, and chat_template_kwargs."""
+
+    messages: Messages = Field(min_length=1)
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = Field(None, description="all that the context holds by default")
+    chat_template_kwargs: Annotated[dict[str, Any] | None, FewMembers] = None
+    add_generation_prompt: bool | None = Field(None, description="true, unless continue_final_message is")
+    continue_final_message: bool = Field(False, description="the output goes on with the last message")
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    tools: ToolList | None = None
+    tool_choice: ToolChoice | None = Field(None, description="auto by default")
+    parallel_tool_calls: bool = Field(True, description="false: one call at most")
+    reasoning_effort: str | None = Field(None, description="for the chat template; none: do not think")
+    thinking_token_budget: int | None = Field(
+        None, ge=0, lt=2**31, description="tokens of reasoning after which its end is forced"
+    )
+    _answers: dict[int, str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def answers(self) -> dict[int, str]:
+        """By the index of a message of role tool: where a request of another kind says which call it answers."""
+        return self._answers
+
+    @cached_property
+    def calls(self) -> Calls:
+        """Raises InputError."""
+        return Calls(self.tools or (), self.tool_choice, self.parallel_tool_calls)
+
+    @cached_property
+    def structure(self) -> tuple[str, StructuredOutput] | None:
+        """That of a forced call, or what is asked where none may come. Raises InputError."""
+        asked, forced = super().structure, self.calls.structure
+        if forced is not None:
+            return "tools", forced
+        return None if self.calls.may_be else asked
+
+    @cached_property
+    def answer(self) -> tuple[str, StructuredOutput] | None:
+        """What is asked of an output that calls no tool, where it may call. Raises InputError."""
+        asked = super().structure if self.calls.may_be else None
+        if asked is not None and asked[1].kind not in ("json_schema", "json_object"):
+            raise InputError(f"{asked[0]}: beside tools a JSON schema or object alone, unless tool_choice is none")
+        return asked
+
+    @property
+    def holds_calls(self) -> bool:
+        """Whether calls that are not forced are held to schemas. Raises InputError."""
+        return self.calls.are_strict or self.answer is not None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise InputError("top_logprobs: only with logprobs true")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        options = self.chat_template_kwargs or {}
+        check_values([("chat_template_kwargs", options)])
+        try:
+            check_options(options, _OWN_FIELDS)
+        except InputError as error:
+            raise InputError(f"chat_template_kwargs: {error}") from None
+        given = self.add_generation_prompt
+        return options if given is None else {**options, "add_generation_prompt": given}
+
+    @property
+    def most_tokens(self) -> int | None:
+        given = {each for each in (self.max_tokens, self.max_completion_tokens) if each is not None}
+        if len(given) > 1:
+            raise InputError("max_tokens and max_completion_tokens: give one of them")
+        return given.pop() if given else None
+
+
+def chat_request(said: dict[str, Any], answers: Sequence[str]) -> ChatRequest:
+    """The chat that a request of another kind is, as a body would say it. Raises InputError for what it cannot be.
+
+    answers: of the last messages of role tool, where that request says which calls they answer.
+    """
+    try:
+        chat = ChatRequest.model_validate({name: value for name, value in said.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise InputError(f"{first['loc'][0] if first['loc'] else 'body'}: {first['msg']}") from None
+    of_tools = [index for index, message in enumerate(chat.messages) if message.role == "tool"]
+    chat._answers = dict(zip(reversed(of_tools), reversed(answers), strict=False))
+    return chat

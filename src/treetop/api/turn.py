@@ -1,0 +1,223 @@
+"""A chat's request on its way through the engine, and what its outputs say: reasoning, content, tool calls."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from fastapi import Request
+
+from treetop.api.api_state import ApiState, Asked
+from treetop.api.requests.chat_body import ChatRequest
+from treetop.async_llm import DeltaStream
+from treetop.outputs import TextDelta
+from treetop.parsers.events import Arguments, CallStart, Content, Event, Parser, Reasoning
+from treetop.parsers.harmony import begins_message
+from treetop.parsers.registry import OutputFormat
+from treetop.parsers.thinking import plain
+from treetop.text.prompts import SERVE_WITHOUT
+from treetop.types.constraint import StructuredOutput
+from treetop.types.errors import InputError
+
+_TAIL = 16
+"""Tokens of a prompt's end that may say where the output begins."""
+
+
+class Turn:
+    """A request that has been queued, with a parser for each choice."""
+
+    def __init__(self, ids: list[int], deltas: DeltaStream, parsers: list[Parser]) -> None:
+        """ids: of the prompt."""
+        self.ids, self.deltas, self._parsers = ids, deltas, parsers
+
+    def read(self, delta: TextDelta) -> list[Event]:
+        """What a delta says."""
+        parser = self._parsers[delta.index]
+        events = parser.push(delta.text)
+        if delta.output is None:
+            return events
+        return [*events, *parser.finish(delta.output.finish_reason == "stop")]
+
+
+async def prompt_of(api: ApiState, body: ChatRequest) -> list[int]:
+    """Ids of a chat as the model gets it. Raises InputError and ApiError."""
+    api.check_model(body.model)
+    calls, reading = body.calls, body.reading(body.most_tokens)
+    options = {**_thinking_options(api, body.reasoning_effort), **body.template_options}
+    if tools := calls.for_template:
+        _check_tools(api, calls.forced)
+        options["tools"] = tools
+    api.check_messages(body.messages, body.answers)
+    messages = [message.flat(*_manners(api)) for message in body.messages]
+    return await api.chat_prompt(messages, options, reading, body.continue_final_message)
+
+
+async def start_turn(api: ApiState, request: Request, body: ChatRequest, *, cuts: bool = True) -> Turn:
+    """Render, check and queue a chat. Raises InputError and ApiError, before any work of the engine.
+
+    cuts: the most tokens that are asked for may be more than the context has room for.
+    """
+    if body.thinking_token_budget is not None:
+        check_budget(api, "thinking_token_budget")
+    ids = await prompt_of(api, body)
+    if not cuts and body.most_tokens is not None:
+        api.check_room(
+            [ids], body.most_tokens, "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
+        )
+    form, tokenizer = api.output_format, api.llm.reader.tokenizer
+    tail = "" if tokenizer is None else tokenizer.decode(ids[-_TAIL:], special=True)
+    special = {} if tokenizer is None else tokenizer.special_names
+    reading = reading_of(form, body, tail, special)
+    await api.check_structure(request, body, reading.structure)
+    parsers = [reading.parser() for _ in range(body.n)]
+    deltas = api.start([ids], body, body.most_tokens, reading.structure, not special.keys().isdisjoint(reading.words))
+    return Turn(ids, deltas, parsers)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputReading:
+    """How the outputs of a request are held and read.
+
+    structure: what they are held to, if anything.
+    parser: makes the parser of one.
+    words: marks that their text must show.
+    """
+
+    structure: Asked | None
+    parser: Callable[[], Parser]
+    words: tuple[str, ...]
+
+
+def reading_of(form: OutputFormat, body: ChatRequest, tail: str, special: Mapping[str, int]) -> OutputReading:
+    """How a chat's outputs are read. tail: the end of the prompt's text. special: ids of special tokens by their names.
+
+    Raises InputError.
+    """
+    calls, in_messages = body.calls, _is_in_messages(form, body, tail)
+    held = body.structure is not None and not in_messages
+    tools = calls.known if calls.for_template else None
+    if held:
+        parser = partial(form.answer, tail, calls.reader or plain, calls.most)
+    else:
+        parser = partial(form.parser, tail, tools, calls.most, in_messages or body.holds_calls)
+    words = form.words(tools is not None and not held)
+    return OutputReading(_with_reasoning(form, body, tail, special), parser, words)
+
+
+def _with_reasoning(form: OutputFormat, body: ChatRequest, tail: str, special: Mapping[str, int]) -> Asked | None:
+    """What the output is held to, behind what may be thought before it; and by which field."""
+    held, in_messages = body.structure is not None or body.holds_calls, _is_in_messages(form, body, tail)
+    reasoning = form.reasoning(tail, body.thinking_token_budget, held)
+    if body.structure is not None and not in_messages:
+        field, structure = body.structure
+        return field, replace(structure, reasoning=None if form.is_harmony else reasoning)
+    if held:
+        field, answer = (None if body.calls.forced else body.structure) or body.answer or ("tools", None)
+        return field, replace(body.calls.strict(form.strict, special, answer), reasoning=reasoning)
+    if reasoning is None or reasoning.budget is None:
+        return None
+    return "thinking_token_budget", StructuredOutput("text", reasoning=reasoning)
+
+
+def _is_in_messages(form: OutputFormat, body: ChatRequest, tail: str) -> bool:
+    """Whether what an output must be, a call or JSON, stands in a message of Harmony's, and others may come first."""
+    if body.structure is None or not (form.is_harmony and begins_message(tail)):
+        return False
+    return body.calls.forced or body.structure[1].kind in ("json_schema", "json_object")
+
+
+def check_budget(api: ApiState, field: str) -> None:
+    """Raise InputError, which names the field, where no budget of reasoning can be kept."""
+    if api.output_format.thinking is None and not api.output_format.is_harmony:
+        raise InputError(
+            f"{field}: the chat template does not say with which text this model ends its reasoning; serve with"
+            " --reasoning-parser"
+        )
+    if not api.core.info.can_constrain:
+        raise InputError(f"{field}: this engine forces no tokens; {SERVE_WITHOUT}")
+
+
+def _check_tools(api: ApiState, forced: bool) -> None:
+    if api.rendering is not None and not api.rendering.template.reads("tools"):
+        raise InputError("tools: the chat template shows none to the model; serve with another (--chat-template FILE)")
+    if not forced and not api.output_format.has_calls:
+        raise InputError(
+            "tools: the chat template does not say how this model writes calls; serve with --tool-call-parser, or give"
+            " tool_choice required"
+        )
+
+
+def _thinking_options(api: ApiState, effort: str | None) -> dict[str, Any]:
+    """What a template is told of `reasoning_effort`: it, or whether to think at all. Raises InputError."""
+    if effort is None or api.rendering is None:
+        return {}
+    reads = api.rendering.template.reads
+    if reads("reasoning_effort"):
+        return {"reasoning_effort": effort}
+    switches = {name: effort != "none" for name in ("enable_thinking", "thinking") if reads(name)}
+    if not switches:
+        raise InputError("reasoning_effort: the model's chat template knows no such thing")
+    return switches
+
+
+def _manners(api: ApiState) -> tuple[bool, bool]:
+    """Of `ChatMessage.flat`."""
+    template = None if api.rendering is None else api.rendering.template
+    if template is None:
+        return False, False
+    return template.joins_arguments, "message.thinking" in template.source
+
+
+@dataclass(slots=True)
+class Said:
+    """What a choice has said so far. calls: id, name and pieces of the arguments of each."""
+
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[tuple[str, str, list[str]]] = field(default_factory=list)
+
+    def take(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, Content):
+                self.content.append(event.text)
+            elif isinstance(event, Reasoning):
+                self.reasoning.append(event.text)
+            elif isinstance(event, CallStart):
+                self.calls.append((event.id, event.name, []))
+            elif isinstance(event, Arguments):
+                self.calls[event.index][2].append(event.text)
+
+    def message(self) -> dict[str, Any]:
+        """As a chat's answer has it; vLLM's name of the reasoning stands beside DeepSeek's."""
+        content, reasoning = "".join(self.content), "".join(self.reasoning)
+        message: dict[str, Any] = {"role": "assistant", "content": content or (None if self.calls else "")}
+        if reasoning:
+            message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        if self.calls:
+            message["tool_calls"] = [tool_call(id, name, "".join(said)) for id, name, said in self.calls]
+        return message
+
+
+def tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def delta_of(events: list[Event]) -> dict[str, Any]:
+    """What an event of a stream says of these, one entry a call."""
+    said = Said()
+    calls: dict[int, dict[str, Any]] = {}
+    for event in events:
+        if isinstance(event, CallStart):
+            calls[event.index] = {"index": event.index, **tool_call(event.id, event.name, "")}
+        elif isinstance(event, Arguments):
+            call = calls.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})
+            call["function"]["arguments"] += event.text
+        else:
+            said.take([event])
+    delta: Mapping[str, Any] = {
+        "content": "".join(said.content),
+        "reasoning_content": "".join(said.reasoning),
+        "reasoning": "".join(said.reasoning),
+        "tool_calls": [*calls.values()],
+    }
+    return {name: value for name, value in delta.items() if value}

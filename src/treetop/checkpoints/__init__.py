@@ -1,0 +1,1 @@
+"""Reading checkpoints: folders, hub, safetensors and pickles; every tensor is checked."""

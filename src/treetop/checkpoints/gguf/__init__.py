@@ -1,0 +1,1 @@
+"""GGUF files, as llama.cpp writes them: metadata and tensors in one file."""

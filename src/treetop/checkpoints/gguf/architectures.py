@@ -1,0 +1,128 @@
+"""What GGUF metadata and tensors are called in a folder of the hub. One row an architecture; needs no PyTorch."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from treetop.checkpoints.gguf.header import Header
+from treetop.checkpoints.gguf.rope_factors import rope_scaling
+from treetop.types.errors import CheckpointError, shown
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Its class in `config.json`, its `model_type`, and whether llama.cpp interleaves the rows of q and k.
+
+    experts: every layer has some, whose weights are renormalised.
+    """
+
+    name: str
+    model_type: str
+    interleaved: bool = False
+    experts: bool = False
+
+
+ARCHITECTURES = {
+    "llama": Architecture("LlamaForCausalLM", "llama", interleaved=True),
+    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3"),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", "qwen3_moe", experts=True),
+}
+_KEYS = {
+    "embedding_length": ("hidden_size", int),
+    "feed_forward_length": ("intermediate_size", int),
+    "block_count": ("num_hidden_layers", int),
+    "attention.head_count": ("num_attention_heads", int),
+    "attention.head_count_kv": ("num_key_value_heads", int),
+    "context_length": ("max_position_embeddings", int),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", float),
+    "rope.freq_base": ("rope_theta", float),
+}
+_EXPERT_KEYS = {
+    "expert_count": ("num_experts", int),
+    "expert_used_count": ("num_experts_per_tok", int),
+    "expert_feed_forward_length": ("moe_intermediate_size", int),
+}
+_MAX_EXPERTS = 2**12
+_DEFAULTS: dict[str, float] = {"rope.freq_base": 10000.0}
+_WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_OF_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+UNREAD = ("rope_freqs.weight",)
+"""Tensors that the config says."""
+_OF_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+"""All experts of a layer in one tensor; the hub has one each."""
+_LAYER = re.compile(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)")
+
+
+def architecture(header: Header, path: Path) -> Architecture:
+    """Raises CheckpointError, which names it, for one that is not read."""
+    name = header.metadata.get("general.architecture")
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise CheckpointError(f"{path}: general.architecture {shown(name)} is not supported, only {known}")
+    return ARCHITECTURES[name]
+
+
+def config_of(header: Header, path: Path) -> dict[str, Any]:
+    """What `config.json` would say. Raises CheckpointError for what is missing, of another type, or not supported."""
+    kind, metadata = architecture(header, path), header.metadata
+    prefix = metadata["general.architecture"] + "."
+    config: dict[str, Any] = {"architectures": [kind.name], "model_type": kind.model_type, "hidden_act": "silu"}
+    for key, (ours, type_) in (_KEYS | (_EXPERT_KEYS if kind.experts else {})).items():
+        value = metadata.get(prefix + key, _DEFAULTS.get(key))
+        if type(value) is not type_ or (isinstance(value, int) and value < 1):
+            must = "an integer above 0" if type_ is int else "one float"
+            raise CheckpointError(f"{path}: {prefix}{key} must be {must}, got {shown(value)}")
+        config[ours] = float(f"{value:.7g}") if type_ is float else value  # stored in float32
+    if kind.experts:
+        config["norm_topk_prob"] = True
+    if "token_embd.weight" not in header.tensors:
+        raise CheckpointError(f"{path}: tensor token_embd.weight is missing")
+    config["vocab_size"] = header.tensors["token_embd.weight"].shape[0]
+    config["tie_word_embeddings"] = "output.weight" not in header.tensors
+    config |= _head_dim(metadata, prefix, path) | rope_scaling(header, prefix, config, path)
+    return config
+
+
+def _head_dim(metadata: Mapping[str, Any], prefix: str, path: Path) -> dict[str, Any]:
+    found = {metadata.get(f"{prefix}attention.{key}_length") for key in ("key", "value")} - {None}
+    if len(found) > 1 or not all(type(each) is int and 0 < each <= 2**16 for each in found):
+        raise CheckpointError(f"{path}: {prefix}attention.key_length and value_length {shown(found)} are not supported")
+    return {"head_dim": found.pop()} if found else {}
+
+
+def hub_name(name: str, path: Path) -> str:
+    """A tensor's name in a folder of the hub. Raises CheckpointError for one that no architecture here has."""
+    stem, _, part = name.rpartition(".")
+    if stem in _WHOLE:
+        return f"{_WHOLE[stem]}.{part}"
+    found = _LAYER.fullmatch(name)
+    if found is None or found[2] not in _OF_LAYER:
+        raise CheckpointError(f"{path}: tensor {shown(name)} is not known")
+    return f"model.layers.{found[1]}.{_OF_LAYER[found[2]]}.{found[3]}"
+
+
+def expert_names(name: str, shape: tuple[int, ...], path: Path) -> list[str]:
+    """The hub's names of what a tensor holds, one an expert; [] of a tensor that is no experts'."""
+    found = _LAYER.fullmatch(name)
+    if found is None or found[2] not in _OF_EXPERTS:
+        return []
+    if len(shape) != 3 or shape[0] > _MAX_EXPERTS:
+        raise CheckpointError(f"{path}: tensor {name} has shape {shape}, not that of at most {_MAX_EXPERTS} experts")
+    stem = f"model.layers.{found[1]}.mlp.experts"
+    return [f"{stem}.{expert}.{_OF_EXPERTS[found[2]]}.{found[3]}" for expert in range(shape[0])]

@@ -1,0 +1,52 @@
+"""A GGUF file's tensors, decoded one at a time as they are asked for, to the bits of the library `gguf`."""
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treetop.checkpoints.gguf.header import Header, kept_header
+from treetop.types.errors import CheckpointError, ConfigError
+from treetop.version import DISTRIBUTION
+
+_MISSING = f"GGUF files need the library gguf; pip install {DISTRIBUTION}[gguf]"
+
+
+class GgufTensors:
+    """Tensors by the names they have in the file. Only the one that is asked for is in memory."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError for a damaged file, and ConfigError without the library."""
+        self._path = path
+        self.header: Header = kept_header(path)
+        try:
+            self._gguf, self._numpy = import_module("gguf"), import_module("numpy")
+        except ImportError:
+            raise ConfigError(_MISSING) from None
+
+    def keys(self) -> list[str]:
+        return list(self.header.tensors)
+
+    def get_tensor(self, name: str) -> Tensor:
+        """In float32, of the shape that the file says, its first dimension the one of the longest stride."""
+        return self.rows(name, 0, self.header.tensors[name].shape[0])
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Those along the first dimension, as `get_tensor` gives them, without reading others."""
+        stored = self.header.tensors[name]
+        size = stored.size // stored.shape[0] if len(stored.shape) > 1 else stored.size
+        if len(stored.shape) == 1:  # blocks may lie across numbers
+            return self._decoded(stored.type, stored.start, 1, size).view(-1)[start:stop]
+        return self._decoded(stored.type, stored.start + start * size, stop - start, size).view(-1, *stored.shape[1:])
+
+    def _decoded(self, type_: int, start: int, rows: int, size: int) -> Tensor:
+        """rows of so many bytes each, from a byte of the file on."""
+        raw = self._numpy.fromfile(self._path, dtype="uint8", count=rows * size, offset=start)
+        if raw.size != rows * size:
+            raise CheckpointError(f"{self._path}: changed while it was read: it ends at {start + raw.size}")
+        kind: Any = self._gguf.GGMLQuantizationType(type_)
+        if kind.name in ("F32", "F16"):
+            return torch.from_numpy(raw.view("float32" if kind.name == "F32" else "float16").astype("float32"))
+        return torch.from_numpy(self._gguf.dequantize(raw.reshape(rows, size), kind))

@@ -1,0 +1,101 @@
+"""Whether speculative decoding can give the bits of plain decoding here.
+
+What `bits` asks of each operation of a target is written down in docs/exactness.md.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from treetop.attention import exact_backend as on_a_cpu
+from treetop.attention.capabilities import HALF, Need, Refusal
+from treetop.attention.registry import BACKENDS, exact_backend
+from treetop.checkpoints.loader import Placement
+from treetop.engine.startup.mkl_sums import choose_mode, remedy
+from treetop.engine.startup.operation_probes import kept_operation_problem, packed_experts
+from treetop.kernels.exact import elementwise_problem
+from treetop.kernels.tree import topk
+from treetop.kernels.triton_guard import why_not
+from treetop.models.registry import TargetSpec
+from treetop.types.config import EngineConfig
+from treetop.types.errors import ConfigError
+from treetop.types.ids import DRAFT
+from treetop.types.layout import Layout
+
+_TIES = "use --exactness ties"
+
+
+def is_exact(config: EngineConfig, layout: Layout, target: TargetSpec, place: Placement) -> bool:
+    """Whether a row's bits depend on it alone. Raises ConfigError where `--exactness bits` cannot be honoured."""
+    if config.exactness == "ties":
+        return False
+    problem = why_not_exact(config, layout, target, place)
+    if problem is not None:
+        raise ConfigError(f"--exactness bits: {problem.reason}; {problem.remedy}")
+    return True
+
+
+def why_not_exact(config: EngineConfig, layout: Layout, target: TargetSpec, place: Placement) -> Refusal | None:
+    """What stands against `--exactness bits`; None if nothing does.
+
+    Operations but products are probed: on a CPU once a process, on a GPU once a machine. What ranks do together is
+    tried when they have met (`engine.startup.exact_ranks`).
+    """
+    on_cpu, nodes = place.device.type == "cpu", max(shape.num_draft_tokens for shape in layout.shapes)
+    problem = _of_device(config, place)
+    if problem is not None:
+        return problem
+    if nodes > on_a_cpu.MOST_NODES:
+        most = on_a_cpu.MOST_NODES
+        return Refusal(f"a tree may have {most} nodes", f"lower --speculative-num-draft-tokens {nodes} or {_TIES}")
+    if any(group.kv.value_dim is not None for group in layout.groups if group.name != DRAFT):
+        return Refusal("compressed attention (MLA) is not exact yet", _TIES)
+    found = _probed_on_a_cpu(layout) if on_cpu else _probed_on_a_gpu(target, place)
+    if found is None:
+        return None
+    helps = remedy() if on_cpu else None
+    return Refusal(
+        f"on this machine the bits of {found} depend on the batch", _TIES if helps is None else f"{helps}, or {_TIES}"
+    )
+
+
+def _of_device(config: EngineConfig, place: Placement) -> Refusal | None:
+    """What device, dtype and attention backend have against it."""
+    name, topk_of = config.attention_backend, max(shape.topk for shape in config.shapes)
+    if place.device.type == "cpu":
+        if place.dtype != torch.float32:
+            return Refusal("it is built for float32", f"{_TIES} or --dtype float32")
+        if name not in ("auto", "torch"):
+            return Refusal(f"attention backend {name} is not exact", "use --attention-backend torch")
+        return None
+    if place.dtype not in HALF:
+        return Refusal("on a GPU it is built for bfloat16 and float16", f"{_TIES} or --dtype bfloat16")
+    missing = why_not(place.device)
+    if missing is not None:
+        return Refusal(missing, _TIES)
+    if config.fp8_kv:
+        return Refusal("on a GPU no attention backend is exact with K/V in FP8", f"{_TIES} or --kv-cache-dtype auto")
+    if name == "auto" and exact_backend(Need(place.dtype, place.device)) is None:
+        return Refusal("no attention backend is exact on this GPU", f"{_TIES} or --device cpu")
+    if name != "auto" and not BACKENDS[name].capabilities.exact:
+        return Refusal(f"attention backend {name} is not exact", f"use --attention-backend auto or {_TIES[4:]}")
+    if topk_of > topk.MOST:
+        return Refusal(
+            f"kernels choose among {topk.MOST} branches", f"lower --speculative-eagle-topk {topk_of} or {_TIES}"
+        )
+    return None
+
+
+def _probed_on_a_cpu(layout: Layout) -> str | None:
+    choose_mode()
+    threads = torch.get_num_threads()
+    found = elementwise_problem(threads)
+    for group in layout.groups:
+        if found is None and group.name != DRAFT:
+            found = on_a_cpu.problem(group.kv.head_dim, threads)
+    return found
+
+
+def _probed_on_a_gpu(target: TargetSpec, place: Placement) -> str | None:
+    ops = replace(place, exact=True).ops
+    return kept_operation_problem(ops, target.config, packed_experts(place.own(target.params)))

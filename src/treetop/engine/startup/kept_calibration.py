@@ -1,0 +1,120 @@
+"""What was learned of a pair, kept on disk: one file a pair in the folder that an option names.
+
+A file's name and content say of which pair it is. What another pair taught would be believed for thousands of nodes, so
+it is refused.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treetop.checkpoints.fingerprint import fingerprint
+from treetop.checkpoints.json_file import read_object
+from treetop.drafts.protocol import DrafterSpec
+from treetop.kernels.tree.calibration import Calibration
+from treetop.kernels.tree.learn import shift_of
+from treetop.types.config import EngineConfig
+from treetop.types.errors import CheckpointError, ConfigError, shown
+from treetop.types.parallel import Parallel
+
+EVERY = 256
+"""Rounds after which a file is written again."""
+_KEPT = ("heat", "nodes", "seen", "chosen", "predicted")
+_FORMAT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class KeptCalibration:
+    """Of one pair. known: what the file says, by table; {} if there is none yet. writes: this engine keeps it."""
+
+    path: Path
+    pair: str
+    known: dict[str, Tensor]
+    writes: bool
+
+    def restore(self, calibration: Calibration, parallel: Parallel) -> None:
+        """Begin with what is known, where tables of the file and of this engine have the same depths and ranks.
+
+        All ranks begin with what the first read.
+        """
+        calibration.reset()
+        for name, values in self.known.items():
+            table = getattr(calibration, name)
+            common = tuple(slice(min(a, b)) for a, b in zip(table.shape, values.shape, strict=True))
+            table[common] = values[common].to(table.device)
+        for name in _KEPT if parallel.size > 1 else ():
+            table = getattr(calibration, name)
+            table.copy_(parallel.gather(table)[0])
+        calibration.shift.copy_(shift_of(calibration))
+
+    def after(self, rounds: int, calibration: Calibration) -> None:
+        """Write the file, now and then; it waits for the rounds that are out. rounds: so many have ended."""
+        if self.writes and rounds % EVERY == 0:
+            self.write(calibration)
+
+    def write(self, calibration: Calibration) -> None:
+        """Replace the file in one step."""
+        tables = {name: getattr(calibration, name).tolist() for name in _KEPT}
+        new = self.path.with_suffix(f".{os.getpid()}.new")
+        new.write_text(json.dumps({"format": _FORMAT, "pair": self.pair, **tables}), encoding="utf-8")
+        new.replace(self.path)
+
+
+def kept_calibration(config: EngineConfig, target: Path, draft: DrafterSpec, writes: bool) -> KeptCalibration | None:
+    """What is kept of a pair; None where the configuration names no folder.
+
+    Raises ConfigError for a folder that cannot be used, a file that is damaged or of another pair, and for none where
+    nothing is to be learned.
+    """
+    flag, folder = "--speculative-calibration-dir", config.speculative_calibration_dir
+    if folder is None:
+        return None
+    pair = pair_fingerprint(target, draft)
+    path, learns = Path(folder) / file_name(pair), config.speculative_calibration == "learn"
+    try:
+        if learns:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(path.parent, os.R_OK | os.X_OK | (os.W_OK if learns else 0)):
+            raise ConfigError(f"{flag} {folder}: it cannot be {'written' if learns else 'read'}")
+        found = read_object(path) if os.path.lexists(path) else None
+    except CheckpointError as error:
+        raise ConfigError(f"{flag}: {error}; it is damaged: remove it") from None
+    except OSError as error:
+        raise ConfigError(f"{flag} {folder}: {error.strerror}") from None
+    if found is None and not learns:
+        raise ConfigError(f"{flag} {folder}: nothing was learned of this pair; use --speculative-calibration learn")
+    return KeptCalibration(path, pair, {} if found is None else _tables(path, pair, found), learns and writes)
+
+
+def pair_fingerprint(target: Path, draft: DrafterSpec) -> str:
+    """Of a target and its drafter's weights, or how it drafts without any."""
+    of_draft = type(draft).__name__ if draft.folder is None else fingerprint(draft.folder)
+    return f"{fingerprint(target)}-{of_draft}"
+
+
+def file_name(pair: str) -> str:
+    return f"{pair}.json"
+
+
+def _tables(path: Path, pair: str, found: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tables of a file. Raises ConfigError unless it is whole, and of this pair."""
+    flag = f"--speculative-calibration-dir: {path}"
+    try:
+        if found["format"] != _FORMAT:
+            raise ConfigError(f"{flag} has format {shown(found['format'])}, this version reads {_FORMAT}; remove it")
+        if found["pair"] != pair:
+            raise ConfigError(f"{flag} was learned of the pair {shown(found['pair'])}, and this is {pair}; remove it")
+        tables = {name: torch.tensor(found[name], dtype=torch.float32) for name in _KEPT}
+    except (ValueError, KeyError, TypeError, RuntimeError, OverflowError) as error:
+        raise ConfigError(f"{flag} is damaged ({shown(str(error))[1:-1]}); remove it") from None
+    if [table.dim() for table in tables.values()] != [1, 2, 3, 3, 3] or any(
+        not bool((table.isfinite() & (table >= 0)).all()) for table in tables.values()
+    ):
+        raise ConfigError(f"{flag} is damaged (its tables are no counts); remove it")
+    return tables

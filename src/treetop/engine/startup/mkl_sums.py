@@ -1,0 +1,59 @@
+"""The mode of MKL in which its float32 products do not depend on the batch, for `--exactness bits` on an Intel CPU.
+
+MKL takes it from a variable at its first call of any kind, or from a call before its first product. Elsewhere MKL
+needs none: there nothing is chosen.
+"""
+
+import ctypes
+import logging
+import os
+from functools import cache
+from pathlib import Path
+
+import torch
+
+VARIABLE, MODE = "MKL_CBWR", "AUTO,STRICT"
+_AUTO_STRICT = 2 | 0x10000
+"""That mode as a number (MKL_CBWR_AUTO, MKL_CBWR_STRICT of mkl_types.h)."""
+
+
+@cache
+def choose_mode() -> str | None:
+    """Choose the mode for this process and, by the environment, its children, unless the user has chosen one.
+
+    Whether it came in time shows in the probes. Returns what is said at start, None where nothing is chosen.
+    """
+    if not torch.backends.mkl.is_available() or not _is_intel():
+        return None
+    if _given() is None:
+        os.environ[VARIABLE] = MODE
+        library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+        try:
+            chosen = ctypes.CDLL(str(library)).mkl_serv_cbwr_set(_AUTO_STRICT)
+        except (OSError, AttributeError):  # another build: its first call reads the variable
+            chosen = 0
+        logging.getLogger("treetop").debug("%s=%s: MKL answers %d", VARIABLE, MODE, chosen)
+    return f"sums of MKL by {VARIABLE}={os.environ[VARIABLE]}"
+
+
+def remedy() -> str | None:
+    """What helps where a probe fails in spite of it: MKL was called before, or runs in another mode of the user's.
+
+    None where the process began in the mode, or none is chosen here: then nothing is left to try.
+    """
+    if choose_mode() is None or _given() == MODE:
+        return None
+    return f"start the process with {VARIABLE}={MODE} in its environment, for MKL's mode is fixed by its first product"
+
+
+@cache
+def _given() -> str | None:
+    """The user's own mode, from before `choose_mode` looked."""
+    return os.environ.get(VARIABLE)
+
+
+def _is_intel() -> bool:
+    try:
+        return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False

@@ -1,0 +1,266 @@
+"""On a GPU with `--exactness bits`: whether a row of an operation beside products and attention has its bits alone.
+
+A kernel of ours has one row, or a fixed number of them, a program, and adds up what lies in a row as its width says.
+But a compiler may lay a block out otherwise for a size that is a multiple of 16, and a library may look at the number
+of rows: so each operation of a target runs at its own widths, with all rows and with some, in other places.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from treetop.checkpoints.params import Param
+from treetop.engine.startup.cache_files import cache_file, keep
+from treetop.engine.startup.probed_products import identity
+from treetop.kernels.exact import Functions, adversarial
+from treetop.kernels.fused import HeadNorms
+from treetop.kernels.gemm.coded import CodedWeight
+from treetop.kernels.gemm.tiles import TiledWeight, in_turn, tile
+from treetop.kernels.moe.experts import Experts
+from treetop.kernels.moe.routing import Router, RouterKind, RouterSpec
+from treetop.kernels.rope import rope_table
+from treetop.kernels.sampling.sampling import RowSamplingParams, SamplingMetadata
+from treetop.kernels.table import Ops
+from treetop.models.config import AttentionSpec, DenseSpec, ExpertSpec, ModelConfig, attention_of_rank
+from treetop.types.sampling import MAX_LOGPROBS
+from treetop.weights.format import Biases
+from treetop.weights.packed import Packed
+
+_COUNTS = (1, 2, 3, 5, 8, 16, 17, 31, 64, 65, 100, 512, 513, 1000)
+MOST = 1100
+"""Rows among which a row's bits are compared with those of itself among fewer."""
+_POSITIONS = 64
+_EXPERTS = 8
+"""Of the layer of experts that is tried: which of them there are changes no product."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """An operation of rows x [rows, width] and their numbers [rows], which say where a row stands and how it samples.
+
+    Returns tensors [rows, ...]. most: rows that are tried. last_are_zero: how many of them must be 0.
+    """
+
+    name: str
+    width: int
+    call: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+    most: int = MOST
+    last_are_zero: int = 0
+
+    def zeros(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return results[len(results) - self.last_are_zero :]
+
+
+def probed_operations(
+    ops: Ops, model: ModelConfig, packed: Packed | None, most: int = MOST
+) -> Iterator[tuple[str, list[int]]]:
+    """Each operation of a target, and the row counts at which the bits of a row are not those among most rows.
+
+    ops: of a target, or of a rank of one. packed: the format of its experts, where they stay packed. most: rows that
+    are tried.
+    """
+    device, dtype = ops.context.device, ops.context.dtype
+    generator = torch.Generator(device).manual_seed(model.hidden_size)
+    for case in _cases(ops, model, packed, generator):
+        rows, differ = min(most, case.most), list[int]()
+        x = adversarial((rows, case.width), generator).clamp_(-1e3, 1e3).to(dtype)
+        number = torch.arange(rows, device=device)
+        want = case.call(x, number)
+        for count in (*(count for count in _COUNTS if count < rows), rows):
+            at = torch.randperm(rows, generator=generator, device=device)[:count]
+            got = case.call(x[at], number[at])
+            if not all(_equal(one, other[at]) for one, other in zip(got, want, strict=True)):
+                differ.append(count)
+        yield case.name, differ
+        if case.last_are_zero:
+            same = not any(bool(each.any()) for each in case.zeros(want))
+            yield f"{case.name} with K/V in pages and in a tail", [] if same else [rows]
+
+
+def operation_problem(ops: Ops, model: ModelConfig, packed: Packed | None, most: int = MOST) -> str | None:
+    """The first of `probed_operations` whose bits depend on the batch; None if there is none."""
+    for name, differ in probed_operations(ops, model, packed, most):
+        if differ:
+            return f"{name} of {differ[0]} rows"
+    return None
+
+
+def kept_operation_problem(ops: Ops, model: ModelConfig, packed: Packed | None) -> str | None:
+    """The same, as an earlier start on this machine found it if it found nothing."""
+    layers = {(layer.attention, layer.feed_forward) for layer in model.layers}
+    coding = None if packed is None else packed.coding
+    ranks = ops.parallel.size, ops.expert_ranks.size
+    what = sorted(map(repr, layers)), model.hidden_size, model.vocab_size, coding, str(ops.context.dtype), ranks
+    file = cache_file("exact-operations", identity(ops.context.device, *what))
+    if file.is_file():
+        return None
+    problem = operation_problem(ops, model, packed)
+    if problem is None:
+        keep(file, "{}")
+    return problem
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Bit for bit, but that any NaN is one."""
+    same = one == other
+    if one.is_floating_point():
+        same |= one.isnan() & other.isnan()
+        same &= one.signbit() == other.signbit()
+    return bool(same.all())
+
+
+def _cases(ops: Ops, model: ModelConfig, packed: Packed | None, generator: torch.Generator) -> Iterator[_Case]:
+    made = set[object]()
+    hidden, ranks = model.hidden_size, ops.parallel.size
+    parts = {1, ranks, ops.expert_ranks.size}
+    parts |= {each.router.top_k + bool(each.shared_inner) for layer in model.layers if (each := layer.experts)}
+    for number in sorted(parts):
+        yield _Case(f"a norm of a sum of {number} parts", hidden, _norm(ops, hidden, number, model.norm_eps, generator))
+    for layer in model.layers:
+        for spec in (layer.attention, layer.feed_forward, layer.experts):
+            if spec is None or spec in made:
+                continue
+            made.add(spec)
+            if isinstance(spec, AttentionSpec) and spec.latent is None:
+                yield _rotation(ops, attention_of_rank(spec, ranks), model.norm_eps, generator)
+            elif isinstance(spec, DenseSpec):
+                operation = ops.silu_mul if spec.gate == "silu" else ops.gelu_tanh_mul
+                width = 2 * (spec.inner_size // ranks)
+                yield _Case(f"{spec.gate} of a gate", width, partial(_of_rows, operation))
+            elif isinstance(spec, ExpertSpec):
+                yield _Case("routing", hidden, _routing(ops, spec.router, hidden, generator))
+                yield _Case("products with experts", hidden, _experts(ops, spec, hidden, packed, generator))
+    for name in Functions.__dataclass_fields__:
+        yield _Case(name, 1000, partial(_of_rows, getattr(ops.functions, name)))
+    yield _Case("log-probabilities", model.vocab_size, _logprobs(ops, model.vocab_size), 128)
+    yield _Case("drawing a token", model.vocab_size, _draws(ops), 128)
+
+
+def _of_rows(operation: Callable[[Tensor], Tensor], x: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+    return (operation(x),)
+
+
+def _norm(
+    ops: Ops, hidden: int, parts: int, eps: float, generator: torch.Generator
+) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
+    weight = _random((hidden,), ops, generator)
+
+    def call(x: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+        wide = x if parts == 1 else x.float()
+        delta = torch.stack([wide.roll(1 + part, -1) * 0.75**part for part in range(parts)])
+        return ops.add_rms_norm(x[:, None], delta[:, :, None], weight, eps)
+
+    return call
+
+
+def _rotation(ops: Ops, spec: AttentionSpec, eps: float, generator: torch.Generator) -> _Case:
+    kv_heads = spec.kv.heads if spec.reads_layer is None else 0
+    heads, dim = spec.num_heads + 2 * kv_heads, spec.head_dim
+    table = rope_table(spec.rope, _POSITIONS, ops.context.dtype, ops.context.device)
+    number = 0 if not spec.qk_norm else 3 if spec.value_norm else 2
+    norms = HeadNorms(_random((number, dim), ops, generator), eps) if number else None
+
+    def call(x: Tensor, row: Tensor) -> tuple[Tensor, ...]:
+        """Into a tail and into pages, which must be the same: what is decoded is prefilled again."""
+        qkv, positions = x.view(1, len(x), 1, heads, dim), (row % _POSITIONS)[:, None]
+        tail = x.new_zeros((len(x), 1, 2, kv_heads, dim))
+        pages = x.new_zeros((len(x) + 1, 2, kv_heads, dim))
+        slots = torch.arange(1, len(x) + 1, device=x.device)[:, None]
+        turned = ops.angles(table, positions)
+        into_tail = ops.rotate_and_write(qkv.clone(), turned, tail, None, norms=norms)
+        into_pages = ops.rotate_and_write(qkv.clone(), turned, pages, slots, norms=norms)
+        return into_tail[:, 0], tail[:, 0], into_pages[:, 0] - into_tail[:, 0], pages[1:] - tail[:, 0]
+
+    return _Case("rotation and norms of heads", heads * dim, call, last_are_zero=2)
+
+
+def _routing(
+    ops: Ops, spec: RouterSpec, hidden: int, generator: torch.Generator
+) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
+    number = spec.num_experts
+    weight = _random((number, hidden), ops, generator) * hidden**-0.5
+    bias, correction, factor = (
+        _random((number,), ops, generator).to(kind) if there else None
+        for there, kind in ((spec.bias, weight.dtype), (spec.correction, torch.float32), (spec.factors, torch.float32))
+    )
+    router = Router(spec, weight, bias, correction, None, factor)
+
+    def call(x: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+        routes = ops.route(x, router, None)
+        return routes.expert, routes.weight
+
+    return call
+
+
+def _experts(
+    ops: Ops, spec: ExpertSpec, hidden: int, packed: Packed | None, generator: torch.Generator
+) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
+    router = Router(
+        RouterSpec(_EXPERTS, min(4, spec.router.top_k), RouterKind.SOFTMAX),
+        _random((_EXPERTS, hidden), ops, generator) * hidden**-0.5,
+        None,
+        None,
+    )
+    inner = spec.inner_size
+    weights: tuple[Tensor | TiledWeight, Tensor | TiledWeight]
+    if packed is not None:
+        up, down = (
+            _coded(packed, (_EXPERTS, *shape), ops, generator) for shape in ((2, inner, hidden), (hidden, inner))
+        )
+        weights = tile(in_turn(up)), tile(down)
+    else:
+        weights = (
+            _random((_EXPERTS, 2, inner, hidden), ops, generator) * hidden**-0.5,
+            _random((_EXPERTS, hidden, inner), ops, generator) * inner**-0.5,
+        )
+    biases: Biases = None, None
+    if spec.bias:
+        biases = _random((_EXPERTS, 2, inner), ops, generator), _random((_EXPERTS, hidden), ops, generator)
+    made = Experts(*weights, *biases, spec.activation)
+
+    def call(x: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+        return (ops.experts(x, ops.route(x, router, None), experts=made).transpose(0, 1),)
+
+    return call
+
+
+def _coded(packed: Packed, shape: tuple[int, ...], ops: Ops, generator: torch.Generator) -> CodedWeight:
+    """With products of about their input's size."""
+    held = packed.held(shape, ops.context.dtype).items()
+    parts = {part: torch.empty(each.shape, dtype=each.dtype, device=ops.context.device) for part, each in held}
+    packed.fill_random(parts, generator)
+    return packed.weight(parts)
+
+
+def _logprobs(ops: Ops, vocab: int) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
+    return lambda x, _: ops.top_logprobs(x, min(MAX_LOGPROBS, vocab), None)
+
+
+def _draws(ops: Ops) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
+    """By rows of four kinds: without filters, with each and with all."""
+    device = ops.context.device
+
+    def of_rows(*values: float) -> Tensor:
+        return torch.tensor(values, device=device)
+
+    top_k = torch.tensor([0, 20, 0, 7], device=device)
+    params = RowSamplingParams(of_rows(1, 0.7, 1.3, 1), top_k, of_rows(1, 1, 0.8, 0.95), of_rows(0, 0, 0, 0.01))
+    sampler = SamplingMetadata(params, torch.tensor([3, 1 << 40, 5, 7], device=device))
+
+    def call(x: Tensor, row: Tensor) -> tuple[Tensor, ...]:
+        chosen = ops.draw((x * 0.01)[:, None], sampler, row % 4, row[:, None], True)
+        return chosen.token, chosen.finite
+
+    return call
+
+
+def _random(shape: tuple[int, ...], ops: Ops, generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator, device=ops.context.device).to(ops.context.dtype)
+
+
+def packed_experts(params: Iterable[Param]) -> Packed | None:
+    """The format of a target's experts, as they are held, if they stay packed."""
+    return next((p.format for p in params if p.kind == "experts" and isinstance(p.format, Packed)), None)

@@ -1,0 +1,371 @@
+"""From a configuration to a plan: specs, capacity algebra, and what each part will take. No weight is read."""
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+from treetop.attention.capabilities import Capabilities, Need
+from treetop.attention.registry import BACKENDS, exact_backend, refusal, require
+from treetop.checkpoints.folder import resolve_folder
+from treetop.checkpoints.loader import Placement, compute_device, compute_dtype, weight_bytes
+from treetop.checkpoints.params import Packing, check_activations
+from treetop.drafts.protocol import DrafterSpec
+from treetop.drafts.registry import drafter_spec, ngram_spec
+from treetop.engine.buffers import make_round_buffers
+from treetop.engine.kv_transfer import KVTransferSpec
+from treetop.engine.memory import (
+    MIN_CHUNK_OF_CPU,
+    MIN_CHUNK_OF_GPU,
+    ROWS_OF_CPU,
+    ROWS_OF_GPU,
+    SMALL_CHUNK,
+    TOKENS_OF_A_ROW,
+    USUAL_CHUNK_OF_GPU,
+    Budget,
+    Memory,
+    MemoryUse,
+    chunk_of_gpu,
+    fit,
+    memory_of,
+    step_bytes,
+)
+from treetop.engine.row_record import record_bytes, record_fields
+from treetop.engine.startup.exactness import is_exact
+from treetop.engine.startup.layer_groups import backend_need, kv_groups
+from treetop.engine.startup.weight_copies import CpuWeights, with_copies, with_second_orders
+from treetop.engine.state import make_state
+from treetop.kernels.kv import FP8_CAPABILITY, kv_dtype
+from treetop.kernels.sampling.process import MAX_COUNT
+from treetop.kernels.table import OpContext, on_a_gpu_in_16_bits
+from treetop.models.config import ModelConfig, read_config
+from treetop.models.registry import TargetSpec, target_spec
+from treetop.speculative.profile import RANKS, AcceptanceProfile, read_profile
+from treetop.types.config import EngineConfig
+from treetop.types.errors import CapacityError, ConfigError
+from treetop.types.layout import KVGroup, Layout, PrefillPace
+from treetop.types.parallel import SINGLE_RANK, Parallel, PlaceholderRank
+from treetop.weights.kv_scales import check_scheme
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """Everything that is known before a weight is read.
+
+    layout: with pools as large as the estimate lets them be.
+    need: what attention has to do.
+    use: that estimate of memory.
+    weights: whose products are chosen by timing.
+    kv_transfer: what staging slots hold, if there are any.
+    profile: by which acceptance is simulated, if it is.
+    """
+
+    config: EngineConfig
+    target: TargetSpec
+    draft: DrafterSpec | None
+    layout: Layout
+    place: Placement
+    need: Need
+    use: MemoryUse
+    weights: CpuWeights
+    kv_transfer: KVTransferSpec | None
+    profile: AcceptanceProfile | None
+
+
+def plan_engine(
+    config: EngineConfig, parallel: Parallel | None = None, expert_ranks: Parallel | None = None
+) -> EnginePlan:
+    """Read the checkpoints' configs, and check every option against them and against the device's memory.
+
+    parallel, expert_ranks: which rank this is; None for the first of ranks that have not met. The plan's configuration
+    says what the given one leaves to device and memory. Raises UserError for what cannot work, before any weight is
+    read.
+    """
+    parallel = parallel or (SINGLE_RANK if config.tp_size == 1 else PlaceholderRank(config.tp_size))
+    expert_ranks = expert_ranks or (SINGLE_RANK if config.ep_size == 1 else PlaceholderRank(config.ep_size))
+    engine_plan = _plan_own(config, parallel, expert_ranks)
+    if isinstance(expert_ranks, PlaceholderRank):
+        return engine_plan
+    # Steps of all ranks have one size, and a request gets the same bits on any of them.
+    own = engine_plan.layout.max_requests, engine_plan.layout.chunk, int(engine_plan.place.compressed)
+    agreed = tuple(expert_ranks.minimum(number) for number in own)
+    if own == agreed:
+        return engine_plan
+    config = replace(config, max_running_requests=agreed[0], chunked_prefill_size=agreed[1])
+    return _plan_rows(replace(config, compress_weights=bool(agreed[2])), parallel, expert_ranks)
+
+
+def _plan_own(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel) -> EnginePlan:
+    """The plan by this rank's own memory."""
+    if config.max_running_requests is not None:
+        return _plan_rows(config, parallel, expert_ranks)
+    *many, fewest = ROWS_OF_CPU if compute_device(config.device).type == "cpu" else ROWS_OF_GPU
+    for rows in many:
+        with suppress(CapacityError):
+            engine_plan = _plan_rows(replace(config, max_running_requests=rows), parallel, expert_ranks)
+            if engine_plan.layout.pool_tokens >= rows * min(engine_plan.layout.max_context, TOKENS_OF_A_ROW):
+                return engine_plan
+    return _plan_rows(replace(config, max_running_requests=fewest), parallel, expert_ranks)
+
+
+def _plan_rows(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel) -> EnginePlan:
+    """The plan for a given number of rows."""
+    target = target_spec(resolve_folder(config.model))
+    if config.ep_size > 1 and not target.config.has_experts:
+        raise ConfigError(f"--ep-size {config.ep_size}: {config.model} has no experts that ranks could share")
+    draft = read_draft_spec(config, target) if config.speculates else None
+    device = compute_device(config.device)
+    check_kv_cache_dtype(config, target, device)
+    check_quantized_activations(config, target, device)
+    layout = make_layout(config, target.config, draft, parallel.size)
+    dtype = compute_dtype(config.dtype, device)
+    layout, kv_transfer = _with_slots(config, layout, target.config, draft, dtype)
+    dummy = config.load_format == "dummy"
+    place = Placement(dtype, device, layout.max_positions, dummy, shapes=layout.shapes, parallel=parallel)
+    place = replace(place, expert_ranks=expert_ranks, packed=packing(config), activations=config.quantize_activations)
+    place = replace(place, exact=is_exact(config, layout, target, place))
+    memory, static = memory_of_rank(place), _static_estimate(config, layout, target, draft, place)
+    memory = Memory(memory.total, memory.free - static)
+    allowance = cpu_allowance(config, memory, place, layout, target.config)
+    budget = Budget(memory, static, allowance, config.mem_fraction_static, rest=rest_of_cpu(config, memory, place))
+    budget = with_copies(config, place, budget, layout, target, draft)
+    place = replace(place, compressed=budget.copies > 0)
+    budget, weights = with_second_orders(config, place, budget, layout, target, draft)
+    layout = fit(layout, dtype.itemsize, budget, config.max_total_tokens)
+    need = backend_need(layout, target.config, draft, place)
+    if config.attention_backend != "auto":
+        require(config.attention_backend, need)
+    use = MemoryUse(layout, dtype.itemsize, budget)
+    if config.compress_weights is None:
+        config = replace(config, compress_weights=place.compressed)
+    return EnginePlan(config, target, draft, layout, place, need, use, weights, kv_transfer, _profile_of(config))
+
+
+def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | None, ranks: int = 1) -> Layout:
+    """The capacity algebra of a configuration and its models; the pools as large as rows can use, or as asked.
+
+    ranks: that share the models.
+    """
+    context = config.context_length or model.max_positions
+    if context > model.max_positions:
+        raise ConfigError(f"--context-length {context} exceeds the model's {model.max_positions} positions")
+    if context - 1 > MAX_COUNT and not config.disable_logits_processors:
+        raise ConfigError(
+            f"--context-length {context}: penalties can count {MAX_COUNT} tokens; lower it, or use"
+            " --disable-logits-processors"
+        )
+    groups = kv_groups(model, draft, ranks, config.fp8_kv)
+    chunk, rows = config.chunked_prefill_size or _default_chunk(config, groups), config.max_running_requests
+    assert rows is not None, "plan_engine has chosen"
+    layout = Layout(
+        shapes=config.shapes,
+        page_size=config.page_size,
+        max_requests=rows,
+        max_context=context,
+        chunk=min(chunk, rows * context),  # a step can hold no more
+        groups=groups,
+        pool_tokens=config.max_total_tokens or 0,
+        max_in_flight=choose_max_in_flight(config),
+        max_deferred=_max_deferred(config, context),
+        graft=config.speculative_ngram_graft,
+    )
+    if config.max_total_tokens is None:
+        layout = replace(layout, pool_tokens=layout.tokens_for_all)
+    layout.validate()
+    return layout
+
+
+def check_kv_cache_dtype(config: EngineConfig, target: TargetSpec, device: torch.device) -> None:
+    """Raises ConfigError or CheckpointError where K/V cannot be what `--kv-cache-dtype` says."""
+    if not config.fp8_kv:
+        return
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        raise ConfigError(
+            f"--kv-cache-dtype fp8_e4m3: {torch.cuda.get_device_name(device)} does not convert FP8, which needs compute"
+            f" capability {'.'.join(map(str, FP8_CAPABILITY))}; use --kv-cache-dtype auto"
+        )
+    if config.load_format != "dummy":
+        check_scheme(read_config(target.folder), target.folder / "config.json")
+
+
+def check_quantized_activations(config: EngineConfig, target: TargetSpec, device: torch.device) -> None:
+    """Raises ConfigError where `--quantize-activations` cannot be honoured."""
+    if not config.quantize_activations:
+        return
+    check_activations(target.params, target.folder)
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        raise ConfigError(
+            f"--quantize-activations: {torch.cuda.get_device_name(device)} has no products of FP8, which need compute"
+            f" capability {'.'.join(map(str, FP8_CAPABILITY))}; drop the option"
+        )
+
+
+def _max_deferred(config: EngineConfig, context: int) -> int:
+    """Tokens of a row that plain rounds may defer. A backend that plans on the host knows rounds only."""
+    able = BACKENDS[_attends(config, compute_device(config.device))].capabilities
+    if len(config.shapes) == 1 or able.needs_host_extents:
+        return 0
+    return min(config.speculative_max_deferred, context - 1)
+
+
+def _with_slots(
+    config: EngineConfig, layout: Layout, model: ModelConfig, draft: DrafterSpec | None, dtype: torch.dtype
+) -> tuple[Layout, KVTransferSpec | None]:
+    """The layout with the staging slots that are asked for, and what they hold.
+
+    Raises ConfigError or CapacityError for slots that cannot hold this model's tokens.
+    """
+    if not config.disaggregation_slots:
+        return layout, None
+    odd = [group for group in layout.groups if group.kv.head_dim * group.kv.itemsize(dtype.itemsize) % 4]
+    if odd:
+        stored = kv_dtype(odd[0].kv, dtype)
+        raise ConfigError(
+            f"--disaggregation-slots: heads of KV group {odd[0].name} are not whole 32-bit words in {stored}"
+        )
+    record = record_bytes(record_fields(layout, draft, dtype))
+    ranks = config.tp_size
+    whole = kv_groups(model, draft, 1, config.fp8_kv)
+    kv_transfer = KVTransferSpec.of(layout.groups, whole, dtype.itemsize, record, ranks)
+    tokens = min(kv_transfer.own.tokens_per_slot(config.disaggregation_slot_bytes), layout.max_context)
+    layout = replace(layout, disaggregation_slots=config.disaggregation_slots, slot_tokens=tokens)
+    if config.chunked_prefill_size is None:  # no more than slots hold, to be taken while the next chunk is computed
+        layout = replace(layout, chunk=min(layout.chunk, _power_of_two(config.disaggregation_slots * tokens)))
+    return layout, kv_transfer
+
+
+def _power_of_two(number: int) -> int:
+    """The largest that is not above it."""
+    return 1 << number.bit_length() - 1
+
+
+def choose_max_in_flight(config: EngineConfig) -> int:
+    """Steps in flight: 2 if host and device overlap, else 1. Raises ConfigError if --overlap cannot be."""
+    device = compute_device(config.device)
+    name = _attends(config, device)
+    able = BACKENDS[name].capabilities
+    if config.overlap and able.needs_host_extents:
+        raise ConfigError(
+            f"--overlap: attention backend {name} plans with exact lengths on the host; use --no-overlap or another"
+            " backend"
+        )
+    wanted = captures(config, device, able) if config.overlap is None else config.overlap
+    return 2 if wanted and not able.needs_host_extents else 1
+
+
+def _attends(config: EngineConfig, device: torch.device) -> str:
+    """The attention backend; of `auto` the one that it falls back to."""
+    if config.attention_backend != "auto":
+        return config.attention_backend
+    if config.exactness == "bits" and device.type == "cuda":
+        return exact_backend(Need(compute_dtype(config.dtype, device), device)) or "triton"
+    return "torch" if refusal("triton", Need(compute_dtype(config.dtype, device), device)) is not None else "triton"
+
+
+def _default_chunk(config: EngineConfig, groups: tuple[KVGroup, ...]) -> int:
+    """Prompt tokens of a prefill step if the configuration does not say."""
+    device = compute_device(config.device)
+    if device.type == "cpu" or _attends(config, device) == "torch":
+        return SMALL_CHUNK
+    return chunk_of_gpu(memory_of(device).total, [group.window for group in groups if group.window is not None])
+
+
+def pace_of(target: TargetSpec, place: Placement) -> PrefillPace:
+    """What a prefill step between two rounds costs."""
+    on_cpu = place.device.type == "cpu"
+    minimum = MIN_CHUNK_OF_CPU if on_cpu else MIN_CHUNK_OF_GPU
+    return PrefillPace(minimum, minimum if on_cpu else USUAL_CHUNK_OF_GPU, target.attended_for_a_token(place.dtype))
+
+
+def captures(config: EngineConfig, device: torch.device, able: Capabilities) -> bool:
+    """Whether rounds run as captured CUDA graphs."""
+    return config.graphs == "auto" and device.type == "cuda" and able.captures
+
+
+def _profile_of(config: EngineConfig) -> AcceptanceProfile | None:
+    """The profile that acceptance is drawn from, if it is."""
+    if config.simulate_acceptance is None:
+        return None
+    topk = max(shape.topk for shape in config.shapes)
+    if topk > RANKS:
+        raise ConfigError(f"--speculative-eagle-topk {topk}: --simulate-acceptance draws {RANKS} proposals at most")
+    return read_profile(config.simulate_acceptance)
+
+
+def packing(config: EngineConfig) -> Packing:
+    """Which quantized parameters stay packed; if the configuration does not say, those whose products a GPU decodes in
+    registers."""
+    device = compute_device(config.device)
+    if config.dequantize_weights is None:
+        stays = on_a_gpu_in_16_bits(OpContext(device, compute_dtype(config.dtype, device)))
+    else:
+        stays = not config.dequantize_weights
+    return "none" if not stays else "rows" if device.type == "cpu" else "tiles"
+
+
+def read_draft_spec(config: EngineConfig, target: TargetSpec) -> DrafterSpec:
+    """The drafter's spec, and whether the options fit it."""
+    window = config.speculative_draft_window_size
+    if config.algorithm == "NGRAM":
+        if window is not None:
+            raise ConfigError(f"--speculative-draft-window-size {window}: NGRAM has no layers; leave it out")
+        spec: DrafterSpec = ngram_spec(target.config, max(shape.num_steps for shape in config.shapes))
+    else:
+        folder = target.folder if config.draft is None else resolve_folder(config.draft, "draft")
+        dummy, recurrence = config.load_format == "dummy", config.speculative_mtp_recurrence
+        eagle3 = config.speculative_eagle_recurrence
+        spec = drafter_spec(folder, target.config, config.algorithm, dummy, recurrence, window, eagle3)
+    topk = max(shape.topk for shape in config.shapes)
+    if topk > spec.vocab_size:
+        raise ConfigError(f"--speculative-eagle-topk {topk} exceeds the draft vocabulary of {spec.vocab_size}")
+    return spec
+
+
+def memory_of_rank(place: Placement) -> Memory:
+    """Of the rank's device; ranks on a CPU share its memory."""
+    memory, ranks = memory_of(place.device), place.parallel.size * place.expert_ranks.size
+    sharing = ranks if place.device.type == "cpu" else 1
+    return Memory(memory.total // sharing, memory.free // sharing)
+
+
+def _static_estimate(
+    config: EngineConfig, layout: Layout, target: TargetSpec, draft: DrafterSpec | None, place: Placement
+) -> int:
+    """Bytes of weights, tables and buffers, from their shapes: no less than that will be taken."""
+    dtype = place.dtype
+    weights = weight_bytes(place.own(target.params), dtype)
+    if draft is not None:
+        weights += weight_bytes(place.own(draft.params), dtype) + draft.derived * dtype.itemsize
+    made: list[int] = []
+
+    def counted(shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
+        made.append(prod(shape) * kind.itemsize)
+        return torch.empty(shape, dtype=kind, device="meta")
+
+    model, aux = target.config, draft.aux_inputs if draft is not None else ()
+    changed = changed_vocab(config, model)
+    state = make_state(layout, draft, model.hidden_size, changed, dtype, counted)
+    make_round_buffers(layout, len(aux), model, state.calibration, dtype, counted, constrains=changed is not None)
+    return weights + sum(made) + config.disaggregation_slots * config.disaggregation_slot_bytes
+
+
+def changed_vocab(config: EngineConfig, model: ModelConfig) -> int | None:
+    """The vocabulary, if requests may change logits."""
+    return None if config.disable_logits_processors else model.vocab_size
+
+
+def cpu_allowance(config: EngineConfig, memory: Memory, place: Placement, layout: Layout, model: ModelConfig) -> int:
+    """On a CPU nothing measures a peak: the worst step and the fraction's rest of what is free stay free.
+
+    A GPU's is measured later.
+    """
+    if place.device.type != "cpu":
+        return 0
+    return rest_of_cpu(config, memory, place) + step_bytes(layout, model.vocab_size, place.dtype.itemsize)
+
+
+def rest_of_cpu(config: EngineConfig, memory: Memory, place: Placement) -> int:
+    """Bytes of a CPU's free memory that the fraction leaves to others."""
+    return int((1 - config.mem_fraction_static) * max(memory.free, 0)) if place.device.type == "cpu" else 0

@@ -1,0 +1,55 @@
+"""What an engine says once it is up: one block for the logger `treetop`, level INFO."""
+
+import torch
+
+from treetop.attention.registry import BACKENDS, refusal
+from treetop.checkpoints.params import about_activations
+from treetop.engine.cuda_graphs import CudaGraphs
+from treetop.engine.graphs import GraphSim
+from treetop.engine.memory import MemoryUse
+from treetop.engine.model_runner import ModelRunner
+from treetop.engine.rounds import RoundLauncher
+from treetop.engine.startup.mkl_sums import choose_mode
+from treetop.engine.startup.plan import EnginePlan
+
+
+def start_up_block(
+    engine_plan: EnginePlan, runner: ModelRunner, launcher: RoundLauncher, use: MemoryUse, start_s: float
+) -> str:
+    """Model, tree, memory, backend and those that do not serve, graphs; a line each. start_s: capture and proof."""
+    config, layout, shape = engine_plan.config, runner.layout, engine_plan.config.shape
+    place, dtype = engine_plan.place.device, engine_plan.place.dtype
+    tree = f"tree S={shape.num_steps} k={shape.topk} T={shape.num_draft_tokens}" if runner.drafter else "no draft"
+    whole = engine_plan.place
+    shared = f", which {config.tp_size} ranks share" if config.tp_size > 1 else ""
+    if config.ep_size > 1:
+        shared += f", whose experts {config.ep_size} engines share; of engine {whole.expert_ranks.rank}:"
+    elif config.tp_size > 1:
+        shared += f"; of rank {whole.parallel.rank}:"
+    sums = choose_mode() if engine_plan.place.exact and place.type == "cpu" else None
+    others = [name for name in BACKENDS if refusal(name, engine_plan.need) is not None]
+    rows = [
+        f"model {config.model}, draft {config.draft or config.algorithm or 'none'},"
+        f" {str(dtype).removeprefix('torch.')} on {_name(place)}{shared}",
+        f"{tree}; {layout.max_requests} requests of {layout.max_context} tokens, pages of {layout.page_size},"
+        f" prefill in steps of {layout.chunk}",
+        *use.lines(),
+        f"exactness {config.exactness}" + (f"; {sums}" if sums else ""),
+        *([about] if (about := about_activations(whole.held(engine_plan.target.params))) else []),
+        f"attention {runner.backend.name}" + (f"; not {', '.join(others)} (treetop doctor says why)" if others else ""),
+        _graphs(launcher),
+        f"overlap of host and device {'on' if layout.max_in_flight > 1 else 'off'}; capture and "
+        f"capacity proof {start_s:.1f} s",
+    ]
+    return "\n  ".join(["treetop is up", *rows])
+
+
+def _graphs(launcher: RoundLauncher) -> str:
+    if isinstance(launcher, CudaGraphs):
+        memory = "" if launcher.memory is None else f": {launcher.memory}"
+        return f"{len(launcher)} graphs captured in {launcher.seconds:.1f} s{memory}"
+    return "graphs simulated" if isinstance(launcher, GraphSim) else "rounds run eagerly"
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -1,0 +1,145 @@
+"""Which copies of weights are kept, and what they take: in 12 bits on a GPU, in a second order on a CPU.
+
+Of which weights, says their format. Decided before any weight is read.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from treetop.checkpoints.loader import Placement, without_memory
+from treetop.drafts.protocol import DrafterSpec
+from treetop.engine.memory import Budget, Memory, fit, pool_bytes
+from treetop.kernels.triton_guard import GpuTraits, gpu_traits
+from treetop.models.registry import TargetSpec
+from treetop.types.config import EngineConfig
+from treetop.types.errors import CapacityError, ConfigError
+from treetop.types.layout import Layout
+from treetop.types.parallel import SINGLE_RANK, PlaceholderRank
+from treetop.weights.cpu_products import TIMED_DTYPES, Shape
+from treetop.weights.format import ProductWeight
+from treetop.weights.twelve_bits import why_not_compressed
+
+
+def with_copies(
+    config: EngineConfig,
+    place: Placement,
+    budget: Budget,
+    layout: Layout,
+    target: TargetSpec,
+    draft: DrafterSpec | None,
+) -> Budget:
+    """The budget with copies of the weights of these models in 12 bits, if there are to be any.
+
+    By itself that is where they take no more than a quarter of what the pools could have otherwise, or of what
+    `--max-total-tokens` leaves, and the pools fit with memory to spare: activations are measured later. Raises
+    ConfigError if `--compress-weights` cannot be.
+    """
+    problem = why_not_compressed(place.device, place.dtype)
+    if config.compress_weights and problem is not None:
+        raise ConfigError(f"--compress-weights: {problem}; use --no-compress-weights")
+    if config.compress_weights and place.exact and draft is None:
+        raise ConfigError(
+            "--compress-weights: with --exactness bits a target's weights have 16 bits, and there is no draft; use"
+            " --no-compress-weights"
+        )
+    if config.compress_weights is False or problem is not None:
+        return budget
+    copies, left = (
+        copies_estimate(target, draft, place.dtype, gpu_traits(place.device), place),
+        _left(config, place, budget, layout),
+    )
+    memory = Memory(budget.memory.total, budget.memory.free - copies)
+    made = replace(budget, memory=memory, static=budget.static + copies, copies=copies)
+    if config.compress_weights or (4 * copies <= left and _fits(config, place, made, layout)):
+        return made
+    return budget
+
+
+@dataclass(frozen=True, slots=True)
+class CpuWeights:
+    """Weights whose products are chosen by timing, by shape, and in how many orders each may be kept.
+
+    targets: how many are the target's, which come first; 0 where its products are chosen as the draft's are.
+    """
+
+    shapes: tuple[Shape, ...] = ()
+    orders: int = 1
+    targets: int = 0
+
+
+def with_second_orders(
+    config: EngineConfig,
+    place: Placement,
+    budget: Budget,
+    layout: Layout,
+    target: TargetSpec,
+    draft: DrafterSpec | None,
+) -> tuple[Budget, CpuWeights]:
+    """On a CPU the budget with every weight in a second order, where these take a quarter of what pools could have.
+
+    They count as weights do, whether or not timing will want them.
+    """
+    if place.device.type != "cpu" or place.dtype not in TIMED_DTYPES:
+        return budget, CpuWeights()
+    weights = product_weights(target, draft, place)
+    sizes = [each.format.copy_bytes(each, place.dtype, None) for each in weights]
+    shapes, size = tuple(each.shape for each, copy in zip(weights, sizes, strict=True) if copy), sum(sizes)
+    own = product_weights(target, None, place) if place.exact else []
+    targets = sum(1 for copy in sizes[: len(own)] if copy)
+    memory = Memory(budget.memory.total, budget.memory.free - size)
+    made = replace(budget, memory=memory, static=budget.static + size)
+    if 4 * size <= _left(config, place, budget, layout) and _fits(config, place, made, layout):
+        return made, CpuWeights(shapes, 2, targets)
+    return budget, CpuWeights(shapes, targets=targets)
+
+
+def _left(config: EngineConfig, place: Placement, budget: Budget, layout: Layout) -> int:
+    """Bytes that copies could have: the pools' share, or what `--max-total-tokens` leaves."""
+    asked = config.max_total_tokens is not None
+    return budget.memory.free - pool_bytes(layout, place.dtype.itemsize) if asked else budget.pool_bytes
+
+
+def _fits(config: EngineConfig, place: Placement, budget: Budget, layout: Layout) -> bool:
+    """Whether the pools fit beside an allowance of a sixteenth of all memory."""
+    spared = replace(budget, allowance=budget.allowance + budget.memory.total // 16)
+    try:
+        fit(layout, place.dtype.itemsize, spared, config.max_total_tokens)
+    except CapacityError:
+        return False
+    return True
+
+
+_NOWHERE = Placement(torch.float32, torch.device("meta"), 1)
+
+
+def copies_estimate(
+    target: TargetSpec, draft: DrafterSpec | None, dtype: torch.dtype, gpu: GpuTraits, place: Placement = _NOWHERE
+) -> int:
+    """Bytes of the copies of a rank's weights with which products on this GPU may be faster: a draft's alone where the
+    target's bits are exact."""
+    weights = product_weights(target, draft, place)
+    own = len(product_weights(target, None, place)) if place.exact else 0
+    return sum(each.format.copy_bytes(each, dtype, gpu) for each in weights[own:])
+
+
+def product_weights(target: TargetSpec, draft: DrafterSpec | None, place: Placement = _NOWHERE) -> list[ProductWeight]:
+    """A rank's part of these models' weights: they are made of tensors without memory, and say what they took."""
+    size = place.parallel.size
+    rank = SINGLE_RANK if size == 1 else PlaceholderRank(size)  # shapes are those of any other
+    nowhere = replace(_NOWHERE, parallel=rank, packed=place.packed, activations=place.activations)
+    ops = nowhere.ops
+    vars(ops)["add_rms_norm"] = _norm_of_nothing
+    weights = without_memory(nowhere.own(target.params), nowhere)
+    model, products = target.build(weights, (), nowhere, ops), weights.products
+    if draft is not None:
+        weights = without_memory(nowhere.own(draft.params), nowhere)
+        draft.build(weights, model, nowhere, ops)
+        products += weights.products
+    return products
+
+
+def _norm_of_nothing(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """What a norm returns, but not computed: on tensors without memory that loads PyTorch's compiler, in a second."""
+    return x, x

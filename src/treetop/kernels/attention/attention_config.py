@@ -1,0 +1,147 @@
+"""How the attention kernels are cut for a call: a committed table by shape class, and a formula for what it lacks.
+
+`attention_config.json` holds what `python benchmarks/attention.py --tune` measured, for one kind of GPU: shape class ->
+launch, with its time and the formula's. A number of keys that was not measured takes the launch of the nearest that
+was. A class of which no number of keys was measured, and another kind of GPU, use the formula.
+"""
+
+import json
+from collections.abc import Container
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+from treetop.kernels.triton_guard import GpuTraits, power_of_two
+
+TABLE = "attention_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a call is cut: queries (times grouped heads) and keys a block, splits of the keys, warps, pipeline stages.
+
+    overlap: kernels start while the one before them ends, and wait for it themselves (programmatic dependent launch).
+    """
+
+    block_m: int
+    block_n: int
+    splits: int
+    num_warps: int
+    num_stages: int
+    overlap: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CallShape:
+    """A call of attention, as a launch sees it.
+
+    n: queries a row.
+    max_kv_len: no row has more keys in the pages.
+    """
+
+    rows: int
+    n: int
+    kv_heads: int
+    group: int
+    head_dim: int
+    element_bytes: int
+    max_kv_len: int
+    causal: bool = False
+
+    @property
+    def heads(self) -> str:
+        """K/V heads, query heads a K/V head, their width, and the bytes of a number."""
+        return f"h{self.kv_heads}x{self.group}x{self.head_dim}e{self.element_bytes}"
+
+    @property
+    def shape_class(self) -> str:
+        """The name of the class: rows, queries and keys are rounded up to powers of two."""
+        kind = "causal" if self.causal else "tail"
+        rows, n, keys = power_of_two(self.rows), power_of_two(self.n), power_of_two(max(self.max_kv_len, 64))
+        return f"{kind} {self.heads} rows{rows} n{n} keys{keys}"
+
+
+def nearest_class(shape_class: str, measured: Container[str]) -> str | None:
+    """The class among `measured` that differs in nothing but its keys, and in those least by powers of two.
+
+    Of two equally near the smaller; None if there is no such class. The bound of a captured call is the context limit,
+    and what is fastest depends on that only weakly.
+    """
+    rest, keys = shape_class.rsplit(" keys", 1)
+    for factor in (2**step for step in range(32)):
+        for near in (int(keys) // factor, int(keys) * factor):
+            if f"{rest} keys{near}" in measured:
+                return f"{rest} keys{near}"
+    return None
+
+
+@lru_cache(maxsize=1)
+def launch_table() -> dict[str, Any]:
+    """The committed table: `num_sms` of its GPU, and `classes`."""
+    table: dict[str, Any] = json.loads(
+        resources.files("treetop.kernels.attention").joinpath(TABLE).read_text(encoding="utf-8")
+    )
+    return table
+
+
+@lru_cache(maxsize=4096)
+def choose_launch(call: CallShape, gpu: GpuTraits) -> Launch:
+    """The launch of a call, from its shape alone: the table's, with no more splits than blocks, or the formula's."""
+    table = launch_table()
+    name = nearest_class(call.shape_class, table["classes"]) if gpu.num_sms == table["num_sms"] else None
+    if name is None:
+        return launch_by_formula(call, gpu)
+    entry = {each: table["classes"][name][each] for each in _TUNED}
+    entry["splits"] = max(1, min(entry["splits"], -(-call.max_kv_len // entry["block_n"])))
+    return Launch(**entry, overlap=gpu.can_overlap)
+
+
+def for_codes(launch: Launch, call: CallShape) -> Launch:
+    """The launch of a decode call whose K/V are codes of a byte, of the one for 16 bits.
+
+    Halves of what is on its way take the room of a third stage; and with half the bytes few rows need more programs to
+    keep memory busy: on an H100, 32 rows of 8k take 281 us instead of 410, 8 of 32k 276 instead of 291. Launches
+    of trees have not been timed.
+    """
+    if call.causal or call.element_bytes > 2:
+        return launch
+    splits = launch.splits
+    if call.n * call.group <= launch.block_m:
+        splits = max(1, min(2 * splits, -(-call.max_kv_len // launch.block_n), 64))
+    return replace(launch, num_stages=min(launch.num_stages, 2), splits=splits)
+
+
+_TUNED = ("block_m", "block_n", "splits", "num_warps", "num_stages")
+
+
+def entry_of(launch: Launch) -> dict[str, int]:
+    """What the table keeps of a launch."""
+    fields = asdict(launch)
+    return {name: fields[name] for name in _TUNED}
+
+
+def launch_by_formula(call: CallShape, gpu: GpuTraits) -> Launch:
+    """Enough programs to fill the GPU, cut no finer than parts are worth; measured by benchmarks/attention.py."""
+    width = call.n * call.group
+    lanes = max(16, power_of_two(width))
+    fitting = 2  # programs on a multiprocessor
+    if call.head_dim > 512 and call.element_bytes == 2 and gpu.shared_bytes >= 227 << 10:  # planes: keys and values
+        block_m, block_n, warps, stages = max(16, lanes // 2), 64, 4, 2
+        if lanes >= 128:  # by warp groups
+            block_m, warps, fitting = 64, 8, 1
+    elif call.head_dim > 256:  # Gemma 4's and compressed attention's: what fits in shared memory and registers
+        block_m, block_n, warps, stages = (16, 16, 8, 1) if call.element_bytes > 2 else (min(lanes, 32), 32, 8, 2)
+    elif call.element_bytes > 2:  # float32 without tensor cores: what fits in registers
+        block_m, block_n, warps, stages = min(lanes, 32), 16, 8, 2
+    elif call.head_dim > 128:
+        block_m, block_n, warps, stages = min(lanes, 64), 32, 4, 2
+    else:
+        block_m, block_n, warps, stages = min(lanes, 64), 64, 4, 3
+    programs = call.rows * call.kv_heads * -(-width // block_m)
+    splits = fitting * gpu.num_sms // programs
+    # Parts cost what they write and merge: few of short ranges, more of long ones, or where SMs would stand idle.
+    blocks = -(-call.max_kv_len // block_n)
+    few = max(512 // block_m, blocks // 8, gpu.num_sms // (2 * programs))
+    splits = max(1, min(splits, few, blocks, 64))
+    return Launch(block_m, block_n, splits, warps, stages, gpu.can_overlap)

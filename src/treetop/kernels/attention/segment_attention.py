@@ -1,0 +1,431 @@
+"""Attention over paged K/V and a dense tail with the arithmetic of `segments`, and its launches.
+
+A decode phase is two launches. In the first, programs go over a list of items, made on the device: each folds the
+blocks of a segment that lie whole before the row's end, for all queries of the row, or a run of a row's first segments,
+which it joins. So one long row is many items, and does not hold up the others, and a row of a large batch is one item.
+In the second, a program takes a block of a row's queries: it joins the segments in order, and folds the blocks from the
+row's end on. There each query has a path of its own. Scores are those of all pages and all of the tail, each query's
+put to the positions of its path. Values come in steps of 16 keys: those before the row's end are one product for all
+queries, the others one for each.
+
+    row of 700 keys, path of 3   | segments 0 .. 4: 2 blocks   | segment 5: 640 .. 687 | 688 .. 699, path |
+                                 | a run of 3, then items of 1 |  for all queries      |  by each query   |
+
+Plain decoding folds its one path in the first launch.
+
+How many items there are is read on the device; parts are kept of the first `capacity` ones, and the segments of those
+past it are folded where they are joined. None of what `SegmentLaunch` says changes a bit.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from treetop.kernels.attention.attention import load_kv, page_of, paged_attention_reference, within_page
+from treetop.kernels.attention.attention_config import CallShape
+from treetop.kernels.attention.metadata import oldest_seen
+from treetop.kernels.attention.segments import (
+    UNIT,
+    SegmentPlan,
+    enter,
+    fold,
+    join,
+    nothing,
+    result_of,
+    run_of,
+    segment_of,
+    segment_start,
+    weigh,
+)
+from treetop.kernels.dependent_launch import launch_options, pdl_wait
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, jit_for_any, power_of_two, tl
+
+PART_BYTES = 512 << 20
+"""Of the parts of a call, at most."""
+JOINED = 16
+"""Queries, times grouped heads, whose segments a program joins. Fewer are no product of matrices, more were slower."""
+
+
+@jit
+def load_queries(q: Arg, at: Arg, real: Arg, dims: Arg, dim: constexpr) -> Arg:
+    """[m, d], 0 where not `real` and past the head's width. at: [m], element offsets."""
+    return tl.load(q + at[:, None] + dims[None, :], mask=real[:, None] & (dims < dim)[None, :], other=0.0)
+
+
+@jit
+def fold_alone(
+    q: Arg, pages: Arg, table: Arg, tail: Arg, path: Arg, first_block: Arg, stop: Arg, start: Arg, end: Arg,
+    slot_stride: Arg, v_offset: Arg, tail_v: Arg, acc: Arg, peak: Arg, mass: Arg, scale: Arg,
+    dim: constexpr, page_size: constexpr, aligned: constexpr, block_n: constexpr, block_d: constexpr,
+) -> Arg:  # fmt: skip
+    """Fold blocks first_block .. stop - 1 of the keys of a row that has one query, whose grouped heads are the lanes.
+
+    Positions start .. end - 1 come from pages, `end` from the tail's one column if it is on the path. pages, tail:
+    pointers at the K/V head. table, path: of the row. aligned: every key begins at a multiple of 16 bytes.
+    """
+    dims = tl.arange(0, block_d)
+    own = tl.where(tl.load(path) >= 0, end, -1)
+    for block in range(first_block, stop):
+        key = block * block_n + tl.arange(0, block_n)
+        stored = (key >= start) & (key < end)
+        slot = page_of(table, block, start, end, block_n, page_size).to(tl.int64) * page_size + within_page(
+            key, page_size
+        )
+        there = (key == own) & (key >= start)
+        at = tl.where(there, tail, pages + slot * slot_stride)
+        at_v = tl.where(there, tail + tail_v, pages + slot * slot_stride + v_offset)
+        if aligned:
+            at, at_v = tl.multiple_of(at, 16), tl.multiple_of(at_v, 16)
+        mask = (stored | there)[:, None]
+        mask = mask if dim == block_d else mask & (dims < dim)[None, :]
+        k = tl.load(at[:, None] + dims[None, :], mask=mask, other=0.0)
+        v = tl.load(at_v[:, None] + dims[None, :], mask=mask, other=0.0)
+        acc, peak, mass = fold(q, k, v, (stored | there)[None, :], acc, peak, mass, scale, True)
+    return acc, peak, mass
+
+
+@jit
+def fold_paths(
+    q: Arg, query: Arg, real: Arg, oldest: Arg, pages: Arg, table: Arg, tail: Arg, path: Arg, block: Arg, start: Arg,
+    end: Arg, first_query: Arg, last_query: Arg, t: Arg, slot_stride: Arg, v_offset: Arg, tail_column: Arg, tail_v: Arg,
+    acc: Arg, peak: Arg, mass: Arg, scale: Arg, dim: constexpr, page_size: constexpr, window: constexpr,
+    aligned: constexpr, block_n: constexpr, block_d: constexpr, block_t: constexpr,
+) -> Arg:  # fmt: skip
+    """Fold the one block of keys that the row's end or paths lie in, of the lanes' queries.
+
+    query, real, oldest: [m], of each lane, the last the first position that it sees. first_query .. last_query - 1: the
+    queries among them. path: of the row. The rest as in `fold_alone`.
+    """
+    dims = tl.arange(0, block_d)
+    key = block * block_n + tl.arange(0, block_n)
+    stored = (key >= start) & (key < end)
+    slot = page_of(table, block, start, end, block_n, page_size).to(tl.int64) * page_size + within_page(key, page_size)
+    k, v = load_kv(pages, slot * slot_stride, stored, v_offset, dims, dim, block_d, q.dtype)
+    raw = tl.dot(q, tl.trans(k), input_precision="ieee")
+
+    columns = tl.arange(0, block_t)
+    k_tail = tl.load(
+        tail + columns.to(tl.int64)[:, None] * tail_column + dims[None, :],
+        mask=(columns < t)[:, None] & (dims < dim)[None, :], other=0.0,
+    )  # fmt: skip
+    raw_tail = tl.dot(q, tl.trans(k_tail), input_precision="ieee")
+    on_paths = (key >= end) & (key - end < t)
+    own = tl.load(
+        path + query[:, None] * t + (key - end)[None, :], mask=real[:, None] & on_paths[None, :], other=-1
+    )  # fmt: skip
+    there = own >= 0
+    raw = tl.where(there, tl.gather(raw_tail, tl.maximum(own, 0), 1), raw)
+    visible = stored[None, :] | there
+    if window > 0:
+        visible = visible & (key[None, :] >= oldest[:, None])
+    weights, acc, peak, mass = weigh(tl.where(visible, raw, float("-inf")), acc, peak, mass, scale, v.dtype)
+
+    edge = end // 16 * 16  # steps before it have the same keys for all
+    acc = tl.dot(tl.where((key < edge)[None, :], weights, 0.0).to(v.dtype), v, acc, input_precision="ieee")
+    late = key >= edge
+    late_weights = tl.where(late[None, :], weights, 0.0).to(v.dtype)
+    for each in range(first_query, last_query):
+        column = tl.load(path + each * t + key - end, mask=on_paths, other=-1)
+        theirs = column >= 0
+        at_v = tl.where(
+            theirs, tail + column.to(tl.int64) * tail_column + tail_v, pages + slot * slot_stride + v_offset
+        )
+        if aligned:
+            at_v = tl.multiple_of(at_v, 16)
+        mask = (late & (stored | theirs))[:, None]
+        mask = mask if dim == block_d else mask & (dims < dim)[None, :]
+        v_own = tl.load(at_v[:, None] + dims[None, :], mask=mask, other=0.0)
+        summed = tl.dot(late_weights, v_own, acc, input_precision="ieee")
+        acc = tl.where((query == each)[:, None], summed, acc)  # of the others not even what is infinite shows
+    return acc, peak, mass
+
+
+@jit_for_any("n", "heads", "count", "capacity", "q_row")
+def _segments_kernel(
+    part: Arg, part_peak: Arg, part_mass: Arg, q: Arg, pages: Arg, page_table: Arg, rows: Arg, kv_len: Arg,
+    positions: Arg, tail: Arg, first: Arg, offsets: Arg, items: Arg, path: Arg, scale: Arg, n: Arg, count: Arg,
+    capacity: Arg, heads: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg, v_offset: Arg, table_row: Arg,
+    position_row: Arg, position_query: Arg, tail_row: Arg, tail_column: Arg, tail_v: Arg,
+    group: constexpr, dim: constexpr, page_size: constexpr, window: constexpr, chunked: constexpr,
+    alone: constexpr, unit: constexpr,
+    aligned: constexpr, block_m: constexpr, block_n: constexpr, block_d: constexpr, overlap: constexpr,
+) -> None:  # fmt: skip
+    """The parts of every so many items, for one block of queries of one K/V head.
+
+    part: [capacity, n, heads, dim], part_peak, part_mass: [capacity, n, heads], float32, contiguous. count: of rows.
+    The rest as in `segment_attention`; *_row, *_query, ... are strides in elements; window 0 is none. Grid (programs,
+    kv_heads, blocks of queries). All slot arithmetic is int64.
+    """
+    pdl_wait(overlap, early=True)
+    kv_head = tl.program_id(1)
+    lane = tl.program_id(2) * block_m + tl.arange(0, block_m)
+    query, head = lane // group, kv_head * group + lane % group
+    real = query < n
+    dims = tl.arange(0, block_d)
+    base = pages + kv_head * dim
+    total = tl.minimum(tl.load(offsets + count), capacity)
+    for item in range(tl.program_id(0), total, tl.num_programs(0)):
+        row = tl.load(items + item).to(tl.int64)
+        end = tl.load(kv_len + row).to(tl.int32)
+        offset, seen_from = tl.load(offsets + row), tl.load(first + row)
+        run = run_of(end, alone, seen_from, tl.load(offsets + row + 1) - offset, unit)
+        last_segment = seen_from + run + item - offset
+        table = page_table + tl.load(rows + row) * table_row
+        queries = load_queries(q, row * q_row + query * q_query + head * q_head, real, dims, dim)
+        start = 0
+        oldest = tl.zeros([block_m], tl.int32)
+        if window > 0:
+            position_at = positions + row * position_row + query * position_query
+            oldest = oldest_seen(tl.load(position_at, mask=real, other=0).to(tl.int32), window, chunked)
+            start = tl.min(tl.where(real, oldest, 2147483647), 0)
+        whole = end // block_n
+        acc = tl.zeros([block_m, block_d], tl.float32)
+        peak, mass = tl.full([block_m], -1e30, tl.float32), tl.zeros([block_m], tl.float32)
+        each, each_peak, each_mass = nothing(block_m, block_d)
+        segment = tl.where(item > offset, last_segment - 1, seen_from)
+        begin = tl.maximum(segment_start(segment, unit), start) // block_n
+        after = segment_start(last_segment, unit) // block_n
+        next_one = segment_start(segment + 1, unit) // block_n
+        page = page_of(table, begin, start, end, block_n, page_size)
+        for block in range(begin, tl.minimum(after, whole)):
+            acc, peak, mass, each, each_peak, each_mass, segment, next_one = enter(
+                block, acc, peak, mass, each, each_peak, each_mass, segment, next_one, unit, block_n
+            )
+            key = block * block_n + tl.arange(0, block_n)
+            stored = key >= start
+            slot = page.to(tl.int64) * page_size + within_page(key, page_size)
+            k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d, queries.dtype)
+            page = page_of(table, block + 1, start, end, block_n, page_size)  # its latency hides behind this block's
+            visible = stored[None, :]
+            if window > 0:
+                visible = visible & (key[None, :] >= oldest[:, None])
+            each, each_peak, each_mass = fold(queries, k, v, visible, each, each_peak, each_mass, scale, window > 0)
+        if alone:
+            acc, peak, mass, each, each_peak, each_mass, segment, next_one = enter(
+                whole, acc, peak, mass, each, each_peak, each_mass, segment, next_one, unit, block_n
+            )
+            each, each_peak, each_mass = fold_alone(
+                queries, base, table, tail + row * tail_row + kv_head * dim, path + row, tl.maximum(begin, whole),
+                tl.minimum(after, whole + 1), start, end, slot_stride, v_offset, tail_v, each, each_peak, each_mass,
+                scale, dim, page_size, aligned, block_n, block_d,
+            )  # fmt: skip
+        acc, peak, mass = join(acc, peak, mass, each, each_peak, tl.max(each_mass, 1))
+        at = ((tl.zeros([block_m], tl.int64) + item) * n + query) * heads + head
+        tl.store(part_peak + at, peak, mask=real)
+        tl.store(part_mass + at, mass, mask=real)
+        tl.store(part + at[:, None] * dim + dims[None, :], acc, mask=real[:, None] & (dims < dim)[None, :])
+
+
+@jit
+def load_part(
+    part: Arg, part_peak: Arg, part_mass: Arg, at: Arg, real: Arg, dims: Arg, dim: constexpr
+) -> Arg:  # fmt: skip
+    """A segment's sums, nothing where not `real`. at: [m] int64, of query and head."""
+    peak = tl.load(part_peak + at, mask=real, other=-1e30)
+    mass = tl.load(part_mass + at, mask=real, other=0.0)
+    wide = real[:, None] & (dims < dim)[None, :]
+    return tl.load(part + at[:, None] * dim + dims[None, :], mask=wide, other=0.0), peak, mass
+
+
+@jit_for_any("n", "heads", "capacity", "t", "q_row")
+def _join_kernel(
+    out: Arg, part: Arg, part_peak: Arg, part_mass: Arg, q: Arg, pages: Arg, page_table: Arg, rows: Arg, kv_len: Arg,
+    positions: Arg, tail: Arg, first: Arg, offsets: Arg, path: Arg, sinks: Arg, scale: Arg, n: Arg, t: Arg,
+    capacity: Arg, heads: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg, v_offset: Arg, table_row: Arg,
+    position_row: Arg, position_query: Arg, tail_row: Arg, tail_column: Arg, tail_v: Arg,
+    group: constexpr, dim: constexpr, page_size: constexpr, window: constexpr, chunked: constexpr,
+    alone: constexpr, has_sinks: constexpr, unit: constexpr, aligned: constexpr,
+    block_m: constexpr, block_n: constexpr, block_d: constexpr, block_t: constexpr, overlap: constexpr,
+) -> None:  # fmt: skip
+    """The results of one block of queries of one row and K/V head.
+
+    out: [rows, n, heads, dim], contiguous. The rest as in `_segments_kernel`. Grid (kv_heads, blocks of queries, rows).
+    """
+    pdl_wait(overlap, early=True)
+    kv_head, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    lane = tl.program_id(1) * block_m + tl.arange(0, block_m)
+    query, head = lane // group, kv_head * group + lane % group
+    real = query < n
+    dims = tl.arange(0, block_d)
+    end = tl.load(kv_len + row).to(tl.int32)
+    table = page_table + tl.load(rows + row) * table_row
+    offset, seen_from = tl.load(offsets + row), tl.load(first + row)
+    listed = tl.load(offsets + row + 1) - offset
+    there = tl.minimum(tl.maximum(capacity - offset, 0), listed)  # parts that were kept
+    run = run_of(end, alone, seen_from, listed, unit)
+    whole = end // block_n
+    closed = there
+    if not alone:
+        ended = segment_of(whole * block_n, unit) - seen_from
+        closed = tl.minimum(there, tl.maximum(ended - run + 1, 0))
+    sink = tl.zeros([block_m], tl.float32)
+    if has_sinks:
+        sink = tl.load(sinks + head, mask=real, other=0.0)
+    position_at = positions + row * position_row + query * position_query
+    position = tl.load(position_at, mask=real, other=-1).to(tl.int32)
+    start = 0
+    oldest = position
+    if window > 0:
+        oldest = oldest_seen(position, window, chunked)
+        start = tl.maximum(tl.min(tl.where(real, oldest, 2147483647), 0), 0)
+    own = load_queries(q, row * q_row + query * q_query + head * q_head, real, dims, dim)
+    at = (offset.to(tl.int64) * n + query) * heads + head
+    step = n.to(tl.int64) * heads
+
+    acc = tl.zeros([block_m, block_d], tl.float32)
+    peak, mass = tl.full([block_m], -1e30, tl.float32), tl.zeros([block_m], tl.float32)
+    for i in range(0, closed, 4):  # four are asked for at once
+        one, one_peak, one_mass = load_part(part, part_peak, part_mass, at + i * step, real, dims, dim)
+        kept = query < tl.where(i + 1 < closed, n, 0)
+        two, two_peak, two_mass = load_part(part, part_peak, part_mass, at + (i + 1) * step, kept, dims, dim)
+        kept = query < tl.where(i + 2 < closed, n, 0)
+        three, three_peak, three_mass = load_part(part, part_peak, part_mass, at + (i + 2) * step, kept, dims, dim)
+        kept = query < tl.where(i + 3 < closed, n, 0)
+        four, four_peak, four_mass = load_part(part, part_peak, part_mass, at + (i + 3) * step, kept, dims, dim)
+        acc, peak, mass = join(acc, peak, mass, one, one_peak, one_mass)
+        acc, peak, mass = join(acc, peak, mass, two, two_peak, two_mass)
+        acc, peak, mass = join(acc, peak, mass, three, three_peak, three_mass)
+        acc, peak, mass = join(acc, peak, mass, four, four_peak, four_mass)
+
+    first_query = tl.program_id(1) * block_m // group
+    last_query = tl.minimum(tl.cdiv((tl.program_id(1) + 1) * block_m, group), n)
+    stop = tl.cdiv(tl.maximum(tl.max(position, 0) + 1, end), block_n)
+    next_segment = seen_from + tl.where(closed > 0, run + closed - 1, 0)
+    for segment in range(next_segment, segment_of(stop * block_n - 1, unit) + 1):
+        i = segment - seen_from - run + 1  # of the segment's part, if it has one
+        kept = tl.where((i >= 0) & (i < there), n, 0)  # of its queries
+        begin = tl.maximum(segment_start(segment, unit), start) // block_n
+        after = tl.minimum(segment_start(segment + 1, unit) // block_n, stop)
+        each, each_peak, each_mass = load_part(part, part_peak, part_mass, at + i * step, query < kept, dims, dim)
+        each_mass = tl.broadcast_to(each_mass[:, None], (block_m, 16))
+        for block in range(tl.where(kept > 0, tl.maximum(begin, whole), begin), after):
+            each, each_peak, each_mass = fold_paths(
+                own, query, real, oldest, pages + kv_head * dim, table, tail + row * tail_row + kv_head * dim,
+                path + row * n * t, block, start, end, first_query, last_query, t, slot_stride, v_offset, tail_column,
+                tail_v, each, each_peak, each_mass, scale, dim, page_size, window, aligned, block_n, block_d, block_t,
+            )  # fmt: skip
+        acc, peak, mass = join(acc, peak, mass, each, each_peak, tl.max(each_mass, 1))
+
+    result = result_of(acc, peak, mass, sink, has_sinks)
+    out_at = (row * n + query) * heads + head
+    out_at = out_at[:, None] * dim + dims[None, :]
+    tl.store(out + out_at, result.to(out.dtype.element_ty), mask=real[:, None] & (dims < dim)[None, :])
+
+
+# ------------------------------------------------------------------------------------------------------- the launch
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentLaunch:
+    """How a call is cut, none of which shows in a bit.
+
+    block_m: queries, times grouped heads, that a program takes at once.
+    programs: that share the list of items, a K/V head and block of queries.
+    capacity: items whose parts are kept.
+    warps, stages: of the programs that fold segments.
+    """
+
+    block_m: int
+    programs: int = 1
+    capacity: int = 1
+    warps: int = 4
+    stages: int = 3
+
+
+@lru_cache(maxsize=4096)
+def choose_segment_launch(call: CallShape, most: int, slots: int, gpu: GpuTraits) -> SegmentLaunch:
+    """The launch of a call from its shape. most: items that there can be. slots: of the pages.
+
+    Rows that share no page have at most `slots` keys in all, so a part is kept of all their segments.
+    """
+    width = call.n * call.group
+    block_m = _folded_m(call)
+    programs = folders(call, gpu)
+    part_bytes = 4 * width * call.kv_heads * (call.head_dim + 2)
+    kept = min(most, slots // UNIT + 2 * call.rows, PART_BYTES // part_bytes)
+    return SegmentLaunch(block_m, max(1, min(programs, most)), max(1, kept), warps=8 if is_small(call) else 4, stages=2)
+
+
+def is_small(call: CallShape) -> bool:
+    """Whether a program takes fewer queries, for its sums are wide."""
+    return call.element_bytes > 2 or call.head_dim > 256
+
+
+def _folded_m(call: CallShape) -> int:
+    return min(max(16, power_of_two(call.n * call.group)), 32 if is_small(call) else 64)
+
+
+def folders(call: CallShape, gpu: GpuTraits) -> int:
+    """Programs among which the items of a decode phase are divided, a K/V head and block of queries."""
+    blocks, each = -(-call.n * call.group // _folded_m(call)), 4 if call.n == 1 and call.rows <= 16 else 2
+    return max(1, -(-each * gpu.num_sms // (call.kv_heads * blocks)))
+
+
+def segment_attention_reference(
+    q: Tensor, pages: Tensor, plan: SegmentPlan, tail: Tensor, scale: float, sinks: Tensor | None
+) -> Tensor:
+    """`segment_attention` by plain operations, whose sums have another order. Returns [rows, n, heads, head_dim]."""
+    return paged_attention_reference(q, pages, plan.metadata, tail, scale, sinks)[0]
+
+
+def segment_attention(
+    q: Tensor,
+    pages: Tensor,
+    plan: SegmentPlan,
+    tail: Tensor,
+    scale: float,
+    sinks: Tensor | None,
+    gpu: GpuTraits,
+    launch: SegmentLaunch | None = None,
+) -> Tensor:
+    """Attention over the committed pages and each query's path in the tail.
+
+    q: [rows, n, heads, head_dim], dense in its last dimension. pages: [slots, 2, kv_heads, head_dim], one layer's.
+    tail: [rows, t, 2, kv_heads, head_dim]. sinks: [heads] float32, a logit a head that takes part in the normalisation.
+    scale: above 0. Returns [rows, n, heads, head_dim].
+
+    What a query sees of the tail is a path: at most one column a position, at positions from kv_len on.
+    """
+    metadata = plan.metadata
+    rows, n, heads, dim = q.shape
+    kv_heads = pages.shape[2]
+    group = heads // kv_heads
+    if launch is None:
+        call = CallShape(rows, n, kv_heads, group, dim, q.element_size(), metadata.max_kv_len)
+        launch = choose_segment_launch(call, plan.items.shape[0], pages.shape[0], gpu)
+    out = torch.empty((rows, n, heads, dim), dtype=q.dtype, device=q.device)
+    capacity = launch.capacity
+    part = torch.empty((capacity * n * heads, dim + 2), dtype=torch.float32, device=q.device).view(-1)
+    sums, peaks, masses = part.split([capacity * n * heads * dim, capacity * n * heads, capacity * n * heads])
+    positions, table = metadata.positions, metadata.table.data
+    assert (q.stride(3), table.stride(1), metadata.rows.stride(0), metadata.kv_len.stride(0)) == (1, 1, 1, 1)
+    assert pages.stride()[2:] == tail.stride()[3:] == (dim, 1)
+    strides = (
+        *q.stride()[:3], pages.stride(0), pages.stride(1), table.stride(0), *positions.stride(), *tail.stride()[:3]
+    )  # fmt: skip
+    # every key of pages and tail begins at a multiple of 16 bytes
+    steps = (dim, *pages.stride()[:2], *tail.stride()[:3])
+    bases = (pages.data_ptr(), tail.data_ptr())
+    aligned = not any(each * q.element_size() % 16 for each in steps) and not any(each % 16 for each in bases)
+    shape = {
+        "group": group, "dim": dim, "page_size": metadata.page_size, "window": metadata.window or 0,
+        "chunked": metadata.chunked, "alone": plan.alone, "unit": plan.unit, "aligned": aligned,
+        "block_n": plan.block, "block_d": max(16, power_of_two(dim)), "overlap": gpu.can_overlap,
+        "enable_fp_fusion": False, **launch_options(gpu),
+    }  # fmt: skip
+    where = (q, pages, table, metadata.rows, metadata.kv_len, positions, tail, plan.first, plan.offsets)
+    scale *= math.log2(math.e)
+    _segments_kernel[(launch.programs, kv_heads, -(-n * group // launch.block_m))](
+        sums, peaks, masses, *where, plan.items, plan.path, scale, n, rows, capacity, heads, *strides,
+        block_m=launch.block_m, num_warps=launch.warps, num_stages=launch.stages, **shape,
+    )  # fmt: skip
+    t = tail.shape[1]
+    _join_kernel[(kv_heads, -(-n * group // JOINED), rows)](
+        out, sums, peaks, masses, *where, plan.path, peaks if sinks is None else sinks, scale, n, t, capacity, heads,
+        *strides, has_sinks=sinks is not None, block_m=JOINED, block_t=max(16, power_of_two(t)), num_warps=4,
+        num_stages=2, **shape,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,126 @@
+"""Weights as codes of 8 or 4 bits with scales, and what they are.
+
+    weight[i, j] = (number(codes[i, j]) - zero[i, g]) * scale[i, g]        g = j // group, in float32
+
+and then rounded to the dtype of the product: once. Here it lies by rows, as checkpoints have it, so that ranks cut rows
+and groups; a GPU has it in tiles (`kernels.gemm.tiles`), and decodes it to the same bits.
+Sources: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats (MX) Specification 1.0.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+MIDDLE = 8
+"""The code of 0 among integers without a zero."""
+
+Numbers = Literal["e4m3", "e2m1", "int4"]
+Scales = Literal["float32", "e8m0", "times", "over"]
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """What codes and scales mean.
+
+    group: columns that share a scale; 0 for whole rows. The last group may have fewer.
+    scales: float32; e8m0, a power of two; or e4m3 times a row's factor or over it.
+    zeros: integers have a zero each group, 0 to 16.
+    """
+
+    numbers: Numbers
+    group: int
+    scales: Scales = "float32"
+    zeros: bool = False
+
+    @property
+    def in_byte(self) -> int:
+        """Codes that a byte holds."""
+        return 1 if self.numbers == "e4m3" else 2
+
+    def bytes_of(self, columns: int) -> int:
+        """Of a row's codes."""
+        return -(-columns // self.in_byte)
+
+    def groups_of(self, columns: int) -> int:
+        return -(-columns // self.group) if self.group else 1
+
+
+@dataclass(frozen=True, slots=True)
+class CodedWeight:
+    """A weight [..., columns], each row of which lies by itself.
+
+    codes: [..., bytes] uint8.
+    scale: [..., groups] float32, or uint8 where `Coding.scales` says otherwise.
+    factor: [..., 1] float32, of scales of two levels; 0 is of rows that are padding.
+    zero: [..., groups] uint8.
+    order: [columns] int64, the group of each column where they do not follow each other.
+    """
+
+    coding: Coding
+    columns: int
+    codes: Tensor
+    scale: Tensor
+    factor: Tensor | None = None
+    zero: Tensor | None = None
+    order: Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.codes.shape[:-1], self.columns))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in (self.codes, self.scale, self.factor, self.zero) if each is not None)
+
+    def rows(self, start: int, stop: int) -> "CodedWeight":
+        """Those of axis 0."""
+        factor, zero = (None if each is None else each[start:stop] for each in (self.factor, self.zero))
+        return replace(self, codes=self.codes[start:stop], scale=self.scale[start:stop], factor=factor, zero=zero)
+
+    def halves(self) -> "CodedWeight":
+        """A weight [2 * n, columns] as [2, n, columns]."""
+        factor, zero = (None if each is None else each.unflatten(0, (2, -1)) for each in (self.factor, self.zero))
+        codes, scale = (each.unflatten(0, (2, -1)) for each in (self.codes, self.scale))
+        return replace(self, codes=codes, scale=scale, factor=factor, zero=zero)
+
+
+def decode(weight: CodedWeight) -> Tensor:
+    """The numbers [..., columns] float32."""
+    numbers, scale = _numbers(weight), _scales(weight)
+    if weight.order is not None:
+        zero = MIDDLE if weight.zero is None else weight.zero[..., weight.order].to(torch.float32)
+        return numbers.sub_(zero).mul_(scale[..., weight.order])
+    coding, k = weight.coding, weight.columns
+    excess = -k % coding.group if coding.group else 0
+    whole = torch.nn.functional.pad(numbers, (0, excess)) if excess else numbers
+    groups = whole.unflatten(-1, (scale.shape[-1], -1))
+    if coding.numbers == "int4":
+        groups.sub_(MIDDLE if weight.zero is None else weight.zero[..., None].to(torch.float32))
+    decoded: Tensor = groups.mul_(scale[..., None]).flatten(-2)[..., :k]
+    return decoded
+
+
+def _numbers(weight: CodedWeight) -> Tensor:
+    """What the codes alone are, float32, in memory of its own."""
+    if weight.coding.numbers == "e4m3":
+        return weight.codes.view(torch.float8_e4m3fn).to(torch.float32)
+    codes = torch.stack([weight.codes & 0xF, weight.codes >> 4], -1).flatten(-2)[..., : weight.columns]
+    if weight.coding.numbers == "int4":
+        return codes.to(torch.float32)
+    table = torch.tensor([*E2M1, *(-each for each in E2M1)], device=codes.device)
+    return table[codes.int()]
+
+
+def _scales(weight: CodedWeight) -> Tensor:
+    """[..., groups] float32."""
+    kind, scale = weight.coding.scales, weight.scale
+    if kind == "float32":
+        return scale
+    if kind == "e8m0":
+        return torch.ldexp(torch.ones_like(scale, dtype=torch.float32), scale.int() - 127)
+    assert weight.factor is not None
+    levels = scale.view(torch.float8_e4m3fn).to(torch.float32)
+    return levels * weight.factor if kind == "times" else levels / weight.factor.where(weight.factor != 0, 1)

@@ -1,0 +1,219 @@
+"""Products of few rows with a coded weight that lies in tiles: each tile is decoded as it is read.
+
+    y = x @ weight.T + bias        x: [rows, k]; of more than MAX_ROWS the library is faster with decoded weights
+
+A program computes `block_n` lines over one share of k, with the weight as the left operand and sums in float32 that are
+rounded once. A gated weight's gates and ups are lines in turn, so that the activation is a product's end. k is cut in
+`splits` where lines alone give too few programs, by the weight's shape alone: a row's bits do not depend on how many
+there are.
+"""
+
+import json
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from treetop.kernels.dependent_launch import ask_for, launch_options, pdl_wait
+from treetop.kernels.gate import Gate, activated, activated_reference
+from treetop.kernels.gemm.coded import Numbers, decode
+from treetop.kernels.gemm.skinny_gemm import most_splits
+from treetop.kernels.gemm.tiles import (
+    BLOCK,
+    TILE,
+    TiledWeight,
+    apart,
+    tile_arguments,
+    tile_options,
+    tile_product,
+    untile,
+)
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tl
+
+MAX_ROWS = 256
+_MOST_OF_BLOCK = 128
+_TABLE = Path(__file__).with_name("coded_rows.json")
+
+
+@dataclass(frozen=True, slots=True)
+class CodedLaunch:
+    """How a product is cut: lines of a block, a multiple of 64; splits of k; pipeline stages; warps."""
+
+    block_n: int
+    splits: int
+    num_stages: int
+    num_warps: int
+
+
+def coded_rows_reference(x: Tensor, weight: TiledWeight, bias: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias` of a weight that is decoded and rounded to x's dtype, summed in float32.
+
+    Returns [1, rows, lines].
+    """
+    out = x.to(torch.float32) @ decode(untile(weight)).to(x.dtype).to(torch.float32).T
+    return (out if bias is None else out + bias.to(torch.float32))[None]
+
+
+def coded_gated_reference(x: Tensor, weight: TiledWeight, kind: Gate = "silu", bias: Tensor | None = None) -> Tensor:
+    """Activated gate times up of `coded_rows_reference`, whose lines they are in turn, rounded once. [rows, lines / 2].
+
+    bias: of all gates, then of all ups.
+    """
+    gate, up = apart(coded_rows_reference(x, weight)[0], -1)
+    if bias is not None:
+        first, second = bias.to(torch.float32).chunk(2)
+        gate, up = gate + first, up + second
+    return (activated_reference(gate, kind) * up).to(x.dtype)
+
+
+def coded_rows(
+    x: Tensor, weight: TiledWeight, bias: Tensor | None = None, *, launch: CodedLaunch, gpu: GpuTraits
+) -> Tensor:
+    """`coded_rows_reference` in parts [splits, rows, lines] that add up to it: of several in float32, of one in x's
+    dtype.
+
+    x: [rows, k], contiguous.
+    """
+    dtype = x.dtype if launch.splits == 1 else torch.float32
+    out = torch.empty((launch.splits, len(x), weight.shape[0]), dtype=dtype, device=x.device)
+    _launch(out, x, weight, bias, None, launch, gpu)
+    return out
+
+
+def coded_gated(
+    x: Tensor,
+    weight: TiledWeight,
+    kind: Gate = "silu",
+    bias: Tensor | None = None,
+    *,
+    launch: CodedLaunch,
+    gpu: GpuTraits,
+) -> Tensor:
+    """`coded_gated_reference` in one launch, which has one split. Arguments as in `coded_rows`."""
+    assert launch.splits == 1
+    out = torch.empty((len(x), weight.shape[0] // 2), dtype=x.dtype, device=x.device)
+    _launch(out, x, weight, bias, kind, launch, gpu)
+    return out
+
+
+def _launch(
+    out: Tensor, x: Tensor, weight: TiledWeight, bias: Tensor | None, kind: Gate | None, launch: CodedLaunch,
+    gpu: GpuTraits,
+) -> None:  # fmt: skip
+    (rows, k), (lines, columns) = x.shape, weight.shape
+    block_m = row_block(rows)
+    assert k == columns
+    assert x.is_contiguous()
+    blocks = -(-k // BLOCK)
+    share = -(-blocks // launch.splits)
+    grid = (-(-rows // block_m), -(-lines // launch.block_n), launch.splits)
+    _coded_kernel[grid](
+        out, x, *tile_arguments(weight), x if bias is None else bias, rows, lines, k, share,
+        **tile_options(weight, x.dtype, gpu), has_bias=bias is not None, block_m=block_m, block_n=launch.block_n,
+        kind=kind, overlap=gpu.can_overlap, num_stages=launch.num_stages, num_warps=launch.num_warps,
+        **launch_options(gpu),
+    )  # fmt: skip
+
+
+@jit
+def _coded_kernel(
+    out: Arg, x: Arg, words: Arg, scale: Arg, factor: Arg, zero: Arg, bias: Arg, rows: Arg, lines: Arg, k: Arg,
+    share: Arg, numbers: constexpr, scales: constexpr, form: constexpr, group: constexpr, has_zero: constexpr,
+    per: constexpr, fast: constexpr, has_bias: constexpr, block_m: constexpr, block_n: constexpr, kind: constexpr,
+    overlap: constexpr,
+) -> None:  # fmt: skip
+    """One block of lines and rows over one share of k, in blocks. Grid (rows / block_m, lines / block_n, splits).
+
+    out: [splits, rows, n]. kind: of a gate, where lines are gates and ups in turn, or None. The first split adds the
+    bias.
+    """
+    split = tl.program_id(2)
+    row = tl.program_id(0) * block_m + tl.arange(0, block_m)
+    line = tl.program_id(1) * block_n + tl.arange(0, block_n)
+    blocks, tiles = (k + 127) // 128, (lines + 63) // 64
+    first, last = split * share, tl.minimum((split + 1) * share, blocks)
+    if overlap:  # 64 words are a cache line
+        size: constexpr = 4096 if numbers == "e4m3" else 2048
+        own = tl.minimum(tl.program_id(1) * (block_n // 64), tiles - 1).to(tl.int64) * blocks
+        ask_for(words + (own + tl.minimum(first, blocks - 1)) * size + tl.arange(0, size // 64) * 64)
+    pdl_wait(overlap, early=True)
+    x_at = x + row.to(tl.int64)[:, None] * k
+    total = tile_product(
+        x_at, row < rows, words, scale, factor, zero, tl.minimum(line // 64, tiles - 1), line % 64, first, last, k,
+        numbers, scales, form, group, has_zero, per, fast, block_m, block_n, x.dtype.element_ty,
+    )  # fmt: skip
+    if kind is not None:
+        n = lines // 2
+        output = tl.program_id(1) * (block_n // 2) + tl.arange(0, block_n // 2)
+        gate, up = tl.split(tl.permute(tl.reshape(total, [block_n // 2, 2, block_m]), [0, 2, 1]))
+        if has_bias:
+            gate += tl.load(bias + output, mask=output < n, other=0.0).to(tl.float32)[:, None]
+            up += tl.load(bias + n + output, mask=output < n, other=0.0).to(tl.float32)[:, None]
+        value = activated(gate, kind) * up
+        at = out + row.to(tl.int64)[None, :] * n + output[:, None]
+        tl.store(at, value.to(out.dtype.element_ty), mask=(output < n)[:, None] & (row < rows)[None, :])
+    else:
+        if has_bias and split == 0:
+            total += tl.load(bias + line, mask=line < lines, other=0.0).to(tl.float32)[:, None]
+        at = out + (split.to(tl.int64) * rows + row[None, :]) * lines + line[:, None]
+        tl.store(at, total.to(out.dtype.element_ty), mask=(line < lines)[:, None] & (row < rows)[None, :])
+
+
+# ------------------------------------------------------------------------------------------------------- the launch
+
+
+@dataclass(frozen=True, slots=True)
+class CodedTable:
+    """Measured launches, by (numbers, lines, k, gated, few rows or more), on GPUs of compute capability 9.
+
+    num_sms: of the GPU that was measured.
+    """
+
+    num_sms: int
+    launches: dict[tuple[str, int, int, bool, bool], CodedLaunch]
+
+
+FEW = 64
+"""Rows up to which a launch is one of few."""
+
+
+@cache
+def choose_coded(
+    numbers: Numbers, shape: tuple[int, int], gated: bool, rows: int, gpu: GpuTraits, whole: bool = False
+) -> CodedLaunch:
+    """The launch for a weight [lines, k]. whole: k is not cut.
+
+    Measured ones lie in `coded_rows.json` (`benchmarks/coded_rows.py --write-table` measures again), of which splits
+    are the same for any number of rows. Others get about three programs a multiprocessor, and of more than `FEW` rows
+    blocks of twice the lines, as all that were measured.
+    """
+    (lines, k), table = shape, load_coded_table()
+    found = table.launches.get((numbers, lines, k, gated, rows <= FEW))
+    if found is not None and gpu.can_overlap and gpu.num_sms == table.num_sms:
+        return replace(found, splits=1) if whole else found
+    splits = 1 if gated or whole else most_splits(-(-lines // TILE), -(-k // BLOCK), gpu)
+    block_n = TILE if rows <= FEW else 2 * TILE
+    stage = 2 * BLOCK * row_block(rows) + block_n * BLOCK  # bytes of x and, at most, of codes
+    stages = max(2, min(4, (gpu.shared_bytes - _SPARE) // stage))
+    return CodedLaunch(block_n, splits, stages, block_n // 16)
+
+
+_SPARE = 16 << 10
+"""Bytes of shared memory for what is no stage."""
+
+
+def row_block(rows: int) -> int:
+    """Rows of a block."""
+    return min(_MOST_OF_BLOCK, max(16, power_of_two(rows)))
+
+
+@cache
+def load_coded_table() -> CodedTable:
+    """The committed table."""
+    if not _TABLE.is_file():
+        return CodedTable(0, {})
+    data = json.loads(_TABLE.read_text(encoding="utf-8"))
+    entries = {(e["numbers"], e["lines"], e["k"], e["gated"], e["few"]): e["launch"] for e in data["entries"]}
+    return CodedTable(data["num_sms"], {key: CodedLaunch(*launch) for key, launch in entries.items()})

@@ -1,0 +1,567 @@
+"""Coded weights as a GPU reads them: tiles of 64 lines and 128 columns, decoded in registers on the way to a product.
+
+A tile's codes are words of 16 bits, each with one code of every part of the tile's columns: two halves in e4m3, four
+quarters in 4 bits. So two neighbouring words, which are a register, give two neighbouring weights of each part side by
+side, where a tensor core wants them, and nothing moves between registers. Within a word:
+
+    e4m3    the first half's code in bits 7 .. 0, the second's in 15 .. 8
+    int4    the quarters' codes in bits 3 .. 0, 7 .. 4, 11 .. 8 and 15 .. 12
+    e2m1    signs of the quarters in bits 15, 12, 9 and 10, sizes in 8 .. 6, 5 .. 3, 2 .. 0 and, of the last, 14, 13, 11
+
+A number is made in bfloat16 by moving its bits: e4m3 and e2m1 to the end of the exponent and the start of the mantissa,
+where it is 2 ** 120 and 2 ** 126 times too small, subnormal codes too; an integer to the end of the mantissa of 128,
+from which 128 and its zero are taken. That is exact. One multiplication by the scale then rounds once: in bfloat16
+where scales are bfloat16s; as number * high + number * low, of which only the sum rounds, where they are float16s, for
+a number has 5 bits at most and the lower part of such a scale 3; elsewhere in float32. So a weight has the bits of
+`coded.decode`, rounded to bfloat16.
+
+A line and group has one word of 32 bits of scales: a float32; or bits of a bfloat16 or a float16 in its upper half and
+the group's zero in its lower half; or four scales of 8 bits.
+Sources: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats (MX) Specification 1.0; PTX ISA 8.5.
+"""
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from treetop.kernels.dependent_launch import launch_options, pdl_wait
+from treetop.kernels.gemm.coded import MIDDLE, CodedWeight, Coding, decode
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, tl
+
+TILE, BLOCK = 64, 128
+_PIECE = 2**24
+"""Numbers that are laid out together."""
+
+Form = Literal["bfloat16", "float16", "float32", "bytes"]
+"""Of scales in their words."""
+_FOLDED = {"e4m3": 120, "e2m1": 126, "int4": 0}
+"""Powers of two by which numbers are too small, that scales make up for."""
+
+
+@dataclass(frozen=True, slots=True)
+class TiledWeight:
+    """Weights of experts, or of one. Lines and columns are filled up with zeros to whole tiles.
+
+    shape: ([experts,] lines, columns).
+    words: [experts, tiles, blocks, TILE, 64 or 32] int16.
+    scale: [experts, tiles, of columns, TILE] int32.
+    factor: [experts, tiles, TILE] float32, of scales of two levels.
+    zero: as scale, where these are float32.
+    form: of scales.
+    wide: a scale is so large that decoding takes other arithmetic.
+    """
+
+    coding: Coding
+    shape: tuple[int, ...]
+    words: Tensor
+    scale: Tensor
+    factor: Tensor | None
+    zero: Tensor | None
+    form: Form
+    wide: bool
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in (self.words, self.scale, self.factor, self.zero) if each is not None)
+
+    @property
+    def per_block(self) -> int:
+        """Words of scales of a line in one block, or in several."""
+        return _per_block(self.coding)
+
+
+def why_not_tiled(coding: Coding) -> str | None:
+    """Why weights of a coding do not lie in tiles; None if they can."""
+    if coding.scales != "float32":
+        return None if coding.group in ((32,) if coding.scales == "e8m0" else (16,)) else "groups of that size"
+    fits = coding.group % BLOCK == 0 or coding.group in ((32, 64) if coding.numbers == "e4m3" else (16, 32, 64))
+    return None if fits else f"groups of {coding.group} do not divide blocks of {BLOCK}"
+
+
+def _per_block(coding: Coding) -> int:
+    if coding.scales == "float32":
+        return 1 if coding.group % BLOCK == 0 else BLOCK // coding.group
+    return BLOCK // coding.group // 4
+
+
+def tile(weight: CodedWeight) -> TiledWeight:
+    """The tiles of a weight [experts, lines, columns] or [lines, columns], whose coding can be in tiles.
+
+    Some lines after the others, so that little is in memory twice.
+    """
+    coding, shape = weight.coding, weight.shape
+    assert weight.order is None
+    assert why_not_tiled(coding) is None
+    lines, k = shape[-2:]
+    number, device = prod(shape[:-2]), weight.codes.device
+    tiles, blocks = -(-lines // TILE), -(-k // BLOCK)
+    width = BLOCK // (2 if coding.numbers == "e4m3" else 4)
+    words = torch.empty((number, tiles, blocks, TILE, width), dtype=torch.int16, device=device)
+    each = max(1, _PIECE // (TILE * BLOCK * blocks))
+    codes = weight.codes.reshape(number, lines, -1)
+    for expert in range(number):
+        for first in range(0, tiles, each):
+            part = codes[expert, first * TILE : (first + each) * TILE]
+            words[expert, first : first + each] = _words_of(_filled(part, coding, k, blocks), coding)
+    form = _form_of(weight)
+    scale, zero = _scale_words(weight, form, tiles, blocks)
+    factor = None
+    if weight.factor is not None:
+        factor = _by_tile(weight.factor.reshape(number, lines, 1), tiles, 1)[:, :, 0].contiguous()
+    return TiledWeight(coding, (*shape,), words, scale, factor, zero, form, _is_wide(weight))
+
+
+def in_turn(weight: CodedWeight) -> CodedWeight:
+    """A weight [..., 2, n, columns] as [..., 2 * n, columns], in which lines of both take turns."""
+
+    def turned(part: Tensor) -> Tensor:
+        return part.transpose(-3, -2).flatten(-3, -2)
+
+    factor, zero = (None if each is None else turned(each) for each in (weight.factor, weight.zero))
+    return replace(weight, codes=turned(weight.codes), scale=turned(weight.scale), factor=factor, zero=zero)
+
+
+def apart(lines: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+    """The even and the odd ones along an axis: what `in_turn` put together."""
+    first, second = lines.unflatten(axis, (-1, 2)).unbind(axis + 1 if axis >= 0 else axis)
+    return first, second
+
+
+def _filled(codes: Tensor, coding: Coding, k: int, blocks: int) -> Tensor:
+    """Codes of lines [n, bytes] as [tiles, blocks, TILE, parts, columns] int32."""
+    n = codes.shape[0]
+    if coding.in_byte == 2:
+        codes = torch.stack([codes & 0xF, codes >> 4], -1).flatten(-2)[:, :k]
+    tiles, parts = -(-n // TILE), 2 if coding.numbers == "e4m3" else 4
+    whole = codes.new_zeros((tiles * TILE, blocks * BLOCK))
+    whole[:n, :k] = codes
+    return whole.view(tiles, TILE, blocks, parts, -1).transpose(1, 2).to(torch.int32)
+
+
+def _words_of(codes: Tensor, coding: Coding) -> Tensor:
+    """Parts [..., parts, columns] int32 as words [..., columns] int16."""
+    if coding.numbers == "e2m1":
+        first, second, third, fourth = (((code & 8) << 12) | ((code & 7) << 6) for code in codes.unbind(-2))
+        bits = first | (second >> 3) | (third >> 6)
+        bits = bits | ((fourth & 0x180) << 6) | ((fourth & 0x40) << 5) | ((fourth & 0x8000) >> 5)
+    else:
+        shift = torch.arange(0, 16, 8 if coding.numbers == "e4m3" else 4, dtype=torch.int32, device=codes.device)
+        bits = (codes << shift[:, None]).sum(-2)
+    return torch.where(bits > 0x7FFF, bits - 0x10000, bits).to(torch.int16)
+
+
+def _codes_of(words: Tensor, coding: Coding) -> Tensor:
+    """The parts again."""
+    bits = words.to(torch.int32)
+    if coding.numbers == "e2m1":
+        fourth = ((bits >> 6) & 0x180) | ((bits >> 5) & 0x40) | ((bits << 5) & 0x8000)
+        four = torch.stack([bits, bits << 3, bits << 6, fourth], -2)
+        return ((four & 0x8000) >> 12) | ((four & 0x1C0) >> 6)
+    step = 8 if coding.numbers == "e4m3" else 4
+    return torch.stack([(bits >> shift) & ((1 << step) - 1) for shift in range(0, 16, step)], -2)
+
+
+def _form_of(weight: CodedWeight) -> Form:
+    """The narrowest in which all scales are what they are."""
+    if weight.coding.scales != "float32":
+        return "bytes"
+    kinds: tuple[tuple[Form, torch.dtype], ...] = (("bfloat16", torch.bfloat16), ("float16", torch.float16))
+    for name, dtype in kinds:
+        if bool((weight.scale.to(dtype).to(torch.float32) == weight.scale).all()):
+            return name
+    return "float32"
+
+
+def _is_wide(weight: CodedWeight) -> bool:
+    """Whether a scale and what it makes up for is no bfloat16, or, of two levels, no float32 well inside its range."""
+    coding = weight.coding
+    if coding.scales == "e8m0":
+        return bool((weight.scale > 128).any())
+    folded = 2.0 ** (126 - _FOLDED[coding.numbers])
+    if weight.factor is None:
+        return coding.numbers != "int4" and bool((weight.scale.abs() >= folded).any())
+    largest = weight.factor.abs().max() if coding.scales == "times" else 1 / weight.factor.abs().min().clamp(min=1e-30)
+    return bool(448 * largest >= folded)
+
+
+def _by_tile(scales: Tensor, tiles: int, groups: int) -> Tensor:
+    """[experts, lines, g] as [experts, tiles, groups, TILE], filled up with zeros."""
+    number, lines, g = scales.shape
+    whole = scales.new_zeros((number, tiles * TILE, groups))
+    whole[:, :lines, :g] = scales
+    return whole.view(number, tiles, TILE, groups).transpose(2, 3).contiguous()
+
+
+def _scale_words(weight: CodedWeight, form: Form, tiles: int, blocks: int) -> tuple[Tensor, Tensor | None]:
+    """Scales and zeros in words [experts, tiles, of columns, TILE] int32."""
+    coding, lines = weight.coding, weight.shape[-2]
+    groups = coding.groups_of(weight.columns)
+    scale = weight.scale.reshape(-1, lines, groups)
+    if form == "bytes":
+        four = _by_tile(scale, tiles, 4 * _per_block(coding) * blocks).unflatten(2, (-1, 4)).to(torch.int64)
+        joined = four[:, :, :, 0] | four[:, :, :, 1] << 8 | four[:, :, :, 2] << 16 | four[:, :, :, 3] << 24
+        return _int32(joined), None
+    whole = groups if coding.group % BLOCK == 0 else _per_block(coding) * blocks
+    made = _by_tile(scale.to(torch.float32), tiles, whole)
+    zero = None
+    if coding.zeros:
+        assert weight.zero is not None
+        zero = _by_tile(weight.zero.reshape(-1, lines, groups).to(torch.int32), tiles, whole)
+    elif coding.numbers == "int4":
+        zero = torch.full_like(made, MIDDLE, dtype=torch.int32)
+    if form == "float32":
+        return made.view(torch.int32), zero if coding.zeros else None
+    bits = made.to(torch.bfloat16 if form == "bfloat16" else torch.float16).view(torch.int16).to(torch.int32) << 16
+    return bits if zero is None else bits | zero, None
+
+
+def _int32(words: Tensor) -> Tensor:
+    return torch.where(words > 0x7FFFFFFF, words - (1 << 32), words).to(torch.int32)
+
+
+def untile(weight: TiledWeight) -> CodedWeight:
+    """What `tile` was given, [experts, lines, columns] or [lines, columns]."""
+    coding, (lines, k) = weight.coding, weight.shape[-2:]
+    lead = weight.shape[:-2]
+
+    def lines_of(parts: Tensor) -> Tensor:
+        """[experts, tiles, groups, TILE] as [..., lines, groups]."""
+        return parts.transpose(2, 3).flatten(1, 2)[:, :lines].reshape(*lead, lines, -1)
+
+    codes = _codes_of(weight.words, coding).flatten(-2).transpose(2, 3).flatten(3).flatten(1, 2)[:, :lines, :k]
+    codes = codes.to(torch.uint8)
+    if coding.in_byte == 2:
+        even, odd = torch.nn.functional.pad(codes, (0, k % 2)).unflatten(-1, (-1, 2)).unbind(-1)
+        codes = even | odd << 4
+    codes = codes.reshape(*lead, lines, -1)
+    words, zero, groups = weight.scale, weight.zero, coding.groups_of(k)
+    if weight.form == "bytes":
+        shift = torch.arange(0, 32, 8, dtype=torch.int32, device=words.device)
+        scale = ((words[:, :, :, None] >> shift[:, None]) & 0xFF).flatten(2, 3).to(torch.uint8)
+    elif weight.form == "float32":
+        scale = words.view(torch.float32)
+    else:
+        dtype = torch.bfloat16 if weight.form == "bfloat16" else torch.float16
+        scale, zero = (words >> 16).to(torch.int16).view(dtype).to(torch.float32), words & 0xFF
+    factor = None if weight.factor is None else lines_of(weight.factor[:, :, None])
+    held = lines_of(zero)[..., :groups].to(torch.uint8) if coding.zeros and zero is not None else None
+    return CodedWeight(coding, k, codes, lines_of(scale)[..., :groups], factor, held)
+
+
+def decode_tiles_reference(weight: TiledWeight, first: int, stop: int, dtype: torch.dtype) -> Tensor:
+    """Lines first .. stop of a weight of no experts, [lines, columns]; first is a multiple of TILE."""
+    return decode(untile(weight).rows(first, stop)).to(dtype)
+
+
+# -------------------------------------------------------------------------------------------------------- the kernel
+
+
+def decode_tiles(weight: TiledWeight, first: int, stop: int, dtype: torch.dtype, gpu: GpuTraits) -> Tensor:
+    """`decode_tiles_reference` in one launch."""
+    assert first % TILE == 0
+    k, blocks = weight.shape[-1], weight.words.shape[2]
+    out = torch.empty((stop - first, k), dtype=dtype, device=weight.words.device)
+    _decode_tiles_kernel[(-(-(stop - first) // TILE), blocks)](
+        out, *tile_arguments(weight), first // TILE, stop - first, k, **tile_options(weight, dtype, gpu),
+        overlap=gpu.can_overlap, num_warps=4, **launch_options(gpu),
+    )  # fmt: skip
+    return out
+
+
+def tile_arguments(weight: TiledWeight) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What a kernel reads of a weight."""
+    words, scale, factor, zero = weight.words, weight.scale, weight.factor, weight.zero
+    assert all(each.is_contiguous() for each in (words, scale))
+    return words, scale, scale if factor is None else factor, scale if zero is None else zero
+
+
+def tile_options(weight: TiledWeight, dtype: torch.dtype, gpu: GpuTraits) -> dict[str, object]:
+    """What a kernel is compiled for. dtype: of the product."""
+    coding = weight.coding
+    return {
+        "numbers": coding.numbers, "scales": coding.scales, "form": weight.form, "group": coding.group,
+        "has_zero": weight.zero is not None, "per": weight.per_block,
+        "fast": gpu.has_bfloat16 and dtype == torch.bfloat16 and not weight.wide,
+    }  # fmt: skip
+
+
+@jit
+def _decode_tiles_kernel(
+    out: Arg, words: Arg, scale: Arg, factor: Arg, zero: Arg, first: Arg, lines: Arg, k: Arg, numbers: constexpr,
+    scales: constexpr, form: constexpr, group: constexpr, has_zero: constexpr, per: constexpr, fast: constexpr,
+    overlap: constexpr,
+) -> None:  # fmt: skip
+    """The weights of a tile and block. Grid (tiles, blocks)."""
+    pdl_wait(overlap)
+    whole: constexpr = 64 if numbers == "e4m3" else 32
+    width: constexpr = whole if group == 0 or group >= whole else group
+    dtype: constexpr = out.dtype.element_ty
+    block, blocks = tl.program_id(1), tl.num_programs(1)
+    inside = tl.arange(0, 64)
+    line = tl.program_id(0) * 64 + inside
+    tile = first + tl.program_id(0) + inside * 0
+    tile = tile.to(tl.int64)
+    f = tl.load(factor + tile * 64 + inside) if scales == "times" or scales == "over" else inside.to(tl.float32)
+    s, m = f, f
+    if group % 128 == 0:
+        of = tile * _scale_blocks(k, group)
+        if group > 0:
+            of += block // (group // 128)
+        s, m = _line_scale(scale, zero, f, of * 64 + inside, 0, numbers, scales, form, has_zero, fast)
+    lane = tl.arange(0, width)[None, :]
+    for piece in tl.static_range(0, whole // width):
+        here = (tile * blocks + block) * 64 + inside
+        word = tl.load(words + here[:, None] * whole + piece * width + lane)
+        for part in tl.static_range(0, 128 // whole):
+            w = _part(
+                word, part, part * whole + piece * width, s, m, scale, zero, f,
+                (tile * blocks + block) * (per * 64) + inside, numbers, scales, form, group, has_zero, fast, dtype,
+            )  # fmt: skip
+            column = block * 128 + part * whole + piece * width + lane
+            there = (line < lines)[:, None] & (column < k)
+            tl.store(out + line.to(tl.int64)[:, None] * k + column, w, mask=there)
+
+
+@jit
+def tile_product(
+    x_at: Arg, x_there: Arg, words: Arg, scale: Arg, factor: Arg, zero: Arg, tile: Arg, inside: Arg, first: Arg,
+    last: Arg, k: Arg, numbers: constexpr, scales: constexpr, form: constexpr, group: constexpr, has_zero: constexpr,
+    per: constexpr, fast: constexpr, block_m: constexpr, block_n: constexpr, dtype: constexpr,
+) -> Arg:  # fmt: skip
+    """The product of lines with rows over blocks first .. last, [block_n, block_m] float32.
+
+    x_at: [block_m, 1], where rows begin; x_there: [block_m], whether they are there. tile, inside: [block_n], the tile
+    of each line and its place in that.
+    """
+    whole: constexpr = 64 if numbers == "e4m3" else 32
+    width: constexpr = whole if group == 0 or group >= whole else group
+    blocks = (k + 127) // 128
+    scale_blocks = _scale_blocks(k, group)
+    lane = tl.arange(0, width)[None, :]
+    tile = tile.to(tl.int64)
+    f = tl.load(factor + tile * 64 + inside) if scales == "times" or scales == "over" else inside.to(tl.float32)
+    total = tl.zeros([block_n, block_m], tl.float32)
+    s, m = f, f
+    if group == 0:
+        s, m = _line_scale(scale, zero, f, tile * 64 + inside, 0, numbers, scales, form, has_zero, fast)
+    for block in range(first, last):
+        here = (tile * blocks + block) * 64 + inside
+        if group > 0 and group % 128 == 0:
+            of = (tile * scale_blocks + block // (group // 128)) * 64 + inside
+            s, m = _line_scale(scale, zero, f, of, 0, numbers, scales, form, has_zero, fast)
+        word_at = words + here[:, None] * whole + lane
+        word = tl.load(word_at, eviction_policy="evict_first")
+        late = word
+        if width < whole:
+            late = tl.load(word_at + width, eviction_policy="evict_first")
+        of_block = (tile * blocks + block) * (per * 64) + inside
+        for piece in tl.static_range(0, 128 // width):  # columns in their order
+            w = _part(
+                word if piece * width % whole == 0 else late, piece * width // whole, piece * width, s, m, scale, zero,
+                f, of_block, numbers, scales, form, group, has_zero, fast, dtype,
+            )  # fmt: skip
+            column = block * 128 + piece * width + lane
+            values = tl.load(x_at + column, mask=x_there[:, None] & (column < k), other=0.0)
+            total = tl.dot(w, tl.trans(values), total, input_precision="ieee")
+    return total
+
+
+@jit
+def _scale_blocks(k: Arg, group: constexpr) -> Arg:
+    """Of a line's scales, each for whole blocks."""
+    number = 1
+    if group > 0:
+        number = (k + group - 1) // group
+    return number
+
+
+@jit
+def _part(
+    word: Arg, part: constexpr, start: constexpr, s: Arg, m: Arg, scale: Arg, zero: Arg, f: Arg, at: Arg,
+    numbers: constexpr, scales: constexpr, form: constexpr, group: constexpr, has_zero: constexpr, fast: constexpr,
+    dtype: constexpr,
+) -> Arg:  # fmt: skip
+    """A part's weights [lines, columns] in `dtype`, from the block's column `start` on, which are of one group.
+
+    s, m: of the block, if all its columns share them. f: [lines], of scales of two levels. at: where words of the
+    block's scales begin.
+    """
+    if group % 128 != 0:
+        step: constexpr = start // group
+        s, m = _line_scale(scale, zero, f, at, step, numbers, scales, form, has_zero, fast)
+    n = _number(word, part, numbers, fast)
+    return _times(n, s[:, None], m[:, None], numbers, form, scales, fast, dtype)
+
+
+@jit
+def _line_scale(
+    scale: Arg, zero: Arg, f: Arg, at: Arg, step: constexpr, numbers: constexpr, scales: constexpr, form: constexpr,
+    has_zero: constexpr, fast: constexpr,
+) -> Arg:  # fmt: skip
+    """Of each line the scale in float32, with what it makes up for if `fast`, and what integers are less by."""
+    if form == "bytes":
+        bits = (tl.load(scale + at + step // 4 * 64) >> (step % 4 * 8)) & 0xFF
+        if scales == "e8m0" and fast:
+            s = ((bits + 126) << 23).to(tl.float32, bitcast=True)
+        elif scales == "e8m0":
+            s = tl.maximum(bits << 23, 0x400000).to(tl.float32, bitcast=True)  # the least is a subnormal one
+        elif scales == "times":
+            s = _e4m3(bits) * f
+        else:
+            s = tl.div_rn(_e4m3(bits), tl.where(f == 0.0, 1.0, f))
+        m = s
+    else:
+        held = tl.load(scale + at + step * 64)
+        if form == "float32":
+            s = held.to(tl.float32, bitcast=True)
+        elif form == "bfloat16":
+            s = (held & -65536).to(tl.float32, bitcast=True)
+        else:
+            s = (held >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        if has_zero:
+            m = tl.load(zero + at + step * 64).to(tl.float32)
+        elif form == "float32":
+            m = tl.zeros_like(s) + 8.0
+        else:
+            m = (held & 0xFF).to(tl.float32)
+    if fast:
+        if numbers == "int4":
+            m = m + 128.0
+        elif numbers == "e4m3":
+            s = s * 1329227995784915872903807060280344576.0
+        elif scales != "e8m0":
+            s = s * 85070591730234615865843651857942052864.0
+    return s, m
+
+
+@jit
+def _e4m3(code: Arg) -> Arg:
+    """The numbers of codes that are no NaN, as float32: their bits with the exponent of a float32, 2 ** 120 apart."""
+    bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
+    return bits.to(tl.float32, bitcast=True) * 1329227995784915872903807060280344576.0
+
+
+@jit
+def _number(word: Arg, part: constexpr, numbers: constexpr, fast: constexpr) -> Arg:
+    """The numbers of a part: in float32; or if `fast` in bfloat16, too small or, of integers, 128 too large."""
+    if fast:
+        n = _moved_number(word, part, numbers)
+    elif numbers == "e4m3":
+        n = _e4m3((word.to(tl.int32) >> (8 * part)) & 0xFF)
+    elif numbers == "int4":
+        n = ((word.to(tl.int32) >> (4 * part)) & 0xF).to(tl.float32)
+    else:
+        bits = word.to(tl.int32)
+        moved = bits << (3 * part)
+        if part == 3:
+            moved = ((bits >> 6) & 0x0180) | ((bits >> 5) & 0x0040) | ((bits << 5) & 0x8000)
+        n = ((moved & 0x81C0) << 16).to(tl.float32, bitcast=True) * 85070591730234615865843651857942052864.0
+    return n
+
+
+@jit
+def _moved_number(word: Arg, part: constexpr, numbers: constexpr) -> Arg:
+    if numbers == "e4m3":
+        n = _moved(word, _MOVE_E4M3_0) if part == 0 else _moved(word, _MOVE_E4M3_1)
+    elif numbers == "int4":
+        if part == 0:
+            n = _moved(word, _MOVE_INT4_0)
+        elif part == 1:
+            n = _moved(word, _MOVE_INT4_1)
+        elif part == 2:
+            n = _moved(word, _MOVE_INT4_2)
+        else:
+            n = _moved(word, _MOVE_INT4_3)
+    elif part == 0:
+        n = _moved(word, _MOVE_E2M1_0)
+    elif part == 1:
+        n = _moved(word, _MOVE_E2M1_1)
+    elif part == 2:
+        n = _moved(word, _MOVE_E2M1_2)
+    else:
+        n = _moved(word, _MOVE_E2M1_3)
+    return n
+
+
+@jit
+def _times(
+    n: Arg, s: Arg, m: Arg, numbers: constexpr, form: constexpr, scales: constexpr, fast: constexpr, dtype: constexpr
+) -> Arg:
+    """Numbers [lines, columns], less m if they are integers, times s, rounded once. s, m: [lines, 1] float32."""
+    if fast:
+        if numbers == "int4":
+            n = _two_of(n, tl.broadcast_to(m.to(tl.bfloat16), n.shape), _LESS)
+        if form == "bfloat16" or scales == "e8m0":
+            w = _two_of(n, tl.broadcast_to(s.to(tl.bfloat16), n.shape), _TIMES)
+        elif form == "float16":
+            high = s.to(tl.bfloat16)
+            low = (s - high.to(tl.float32)).to(tl.bfloat16)
+            w = _three_of(n, tl.broadcast_to(high, n.shape), tl.broadcast_to(low, n.shape), _TIMES_BOTH)
+        else:
+            w = _two_wide(n, tl.broadcast_to(s, n.shape), _TIMES_WIDE)
+    elif numbers == "int4":
+        w = ((n - m) * s).to(dtype)
+    else:
+        w = (n * s).to(dtype)
+    return w
+
+
+@jit
+def _moved(word: Arg, asm: constexpr) -> Arg:
+    return tl.inline_asm_elementwise(asm, "=r,r", [word], dtype=tl.bfloat16, is_pure=True, pack=2)
+
+
+@jit
+def _two_of(a: Arg, b: Arg, asm: constexpr) -> Arg:
+    return tl.inline_asm_elementwise(asm, "=r,r,r", [a, b], dtype=tl.bfloat16, is_pure=True, pack=2)
+
+
+@jit
+def _two_wide(a: Arg, b: Arg, asm: constexpr) -> Arg:
+    """b: float32, which are two registers of two neighbours."""
+    return tl.inline_asm_elementwise(asm, "=r,r,r,r", [a, b], dtype=tl.bfloat16, is_pure=True, pack=2)
+
+
+@jit
+def _three_of(a: Arg, b: Arg, c: Arg, asm: constexpr) -> Arg:
+    return tl.inline_asm_elementwise(asm, "=r,r,r,r", [a, b, c], dtype=tl.bfloat16, is_pure=True, pack=2)
+
+
+# Of two neighbours at a time: $0 is what is made, $1 what is given. A conjunction and a disjunction are one `lop3`.
+
+_MOVE_E4M3_0 = constexpr(
+    "{ .reg .b32 a, b; shl.b32 a, $1, 8; and.b32 b, a, 0x7f007f00; shr.b32 b, b, 4;"
+    " lop3.b32 $0, a, 0x80008000, b, 0xea; }"
+)
+_MOVE_E4M3_1 = constexpr(
+    "{ .reg .b32 b; and.b32 b, $1, 0x7f007f00; shr.b32 b, b, 4; lop3.b32 $0, $1, 0x80008000, b, 0xea; }"
+)
+_MOVE_INT4_0 = constexpr("{ .reg .b32 b; mov.b32 b, 0x43004300; lop3.b32 $0, $1, 0x000f000f, b, 0xea; }")
+_MOVE_INT4_1 = constexpr(
+    "{ .reg .b32 a, b; mov.b32 b, 0x43004300; shr.b32 a, $1, 4; lop3.b32 $0, a, 0x000f000f, b, 0xea; }"
+)
+_MOVE_INT4_2 = constexpr(
+    "{ .reg .b32 a, b; mov.b32 b, 0x43004300; shr.b32 a, $1, 8; lop3.b32 $0, a, 0x000f000f, b, 0xea; }"
+)
+_MOVE_INT4_3 = constexpr(
+    "{ .reg .b32 a, b; mov.b32 b, 0x43004300; shr.b32 a, $1, 12; lop3.b32 $0, a, 0x000f000f, b, 0xea; }"
+)
+_MOVE_E2M1_0 = constexpr("and.b32 $0, $1, 0x81c081c0;")
+_MOVE_E2M1_1 = constexpr("{ .reg .b32 a; shl.b32 a, $1, 3; and.b32 $0, a, 0x81c081c0; }")
+_MOVE_E2M1_2 = constexpr("{ .reg .b32 a; shl.b32 a, $1, 6; and.b32 $0, a, 0x81c081c0; }")
+_MOVE_E2M1_3 = constexpr(
+    "{ .reg .b32 a, b; shr.b32 a, $1, 6; and.b32 a, a, 0x01800180; shr.b32 b, $1, 5;"
+    " lop3.b32 a, b, 0x00400040, a, 0xea; shl.b32 b, $1, 5; lop3.b32 $0, b, 0x80008000, a, 0xea; }"
+)
+_LESS = constexpr("{ .reg .b32 a; mov.b32 a, 0xbf80bf80; fma.rn.bf16x2 $0, $2, a, $1; }")
+_TIMES = constexpr("{ .reg .b32 a; mov.b32 a, 0x80008000; fma.rn.bf16x2 $0, $1, $2, a; }")
+_TIMES_BOTH = constexpr(
+    "{ .reg .b32 a; mov.b32 a, 0x80008000; fma.rn.bf16x2 a, $1, $3, a; fma.rn.bf16x2 $0, $1, $2, a; }"
+)
+_TIMES_WIDE = constexpr(
+    "{ .reg .b32 a, b; shl.b32 a, $1, 16; and.b32 b, $1, 0xffff0000; mul.f32 a, a, $2; mul.f32 b, b, $3;"
+    " cvt.rn.bf16x2.f32 $0, b, a; }"
+)

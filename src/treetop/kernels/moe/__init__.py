@@ -1,0 +1,1 @@
+"""Experts: which a token goes to, and the products with them."""

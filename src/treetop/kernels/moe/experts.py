@@ -1,0 +1,386 @@
+"""Products with the experts that tokens were routed to, grouped: an expert's weights are read once for its tokens.
+
+    act = activation(x @ gate.T, x @ up.T)          of each token and each of its experts
+    y = sum over its experts of weight * (act @ down.T)
+
+or, where weights are those of inputs (`Routes.of_inputs`), with weight * x in place of x and without it there.
+
+The reference goes from expert to expert. A kernel's program computes 64 or 128 lines for one tile of tokens of one
+expert (`kernels.moe.routing`), with the weight as the left operand: gates and ups of a product in turn, so that the
+activation is its end. Few tokens are bound by how fast weights stream, so tiles are as small as tensor cores allow;
+of many, tiles of one expert run side by side and find its weights in the cache. Each token and slot has outputs of its
+own, parts that the next kernel adds up in their order: nothing depends on which program is first, and no token on
+another. Weights are 16 or 32 bits, or coded in tiles and decoded in registers, whatever the number of tokens.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from treetop.kernels.dependent_launch import launch_options, pdl_wait
+from treetop.kernels.exact import BY_ELEMENT, LIBRARY, Functions, linear_by_rows
+from treetop.kernels.gate import Gate, activated, activated_reference
+from treetop.kernels.gemm.coded import CodedWeight, decode
+from treetop.kernels.gemm.tiles import BLOCK, TiledWeight, tile_arguments, tile_options, tile_product, untile
+from treetop.kernels.moe.routing import Routes, RowProduct, Tiles, each_row
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, tl
+
+LIMIT, ALPHA = 7.0, 1.702
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """Of gate and up: that of a gate, times up; or GPT-OSS's, both clamped at 7: (up + 1) * gate * sigmoid(1.702 gate).
+
+    limit: the activated gate is at most so much, and up within as much on both sides of 0. None where nothing is cut.
+    """
+
+    kind: Gate | Literal["clamped"]
+    limit: float | None = None
+
+    SILU: ClassVar["Activation"]
+    GELU: ClassVar["Activation"]
+    CLAMPED: ClassVar["Activation"]
+
+    def __call__(self, gate: Tensor, up: Tensor, functions: Functions = LIBRARY) -> Tensor:
+        if self.kind == "clamped":
+            gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+            return (up + 1) * gate * functions.sigmoid(ALPHA * gate)
+        gate = activated_reference(gate, self.kind, functions)
+        return gate * up if self.limit is None else gate.clamp(max=self.limit) * up.clamp(-self.limit, self.limit)
+
+
+Activation.SILU, Activation.GELU, Activation.CLAMPED = (
+    Activation("silu"),
+    Activation("gelu_tanh"),
+    Activation("clamped"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """gate_up: [experts, 2, inner, hidden], gates first; in tiles [experts, 2 * inner, hidden], gates and ups in turn.
+    down: [experts, hidden, inner]. Biases: [experts, 2, inner] and [experts, hidden].
+
+    Coded ones that are not in tiles are for the reference.
+    """
+
+    gate_up: Tensor | TiledWeight | CodedWeight
+    down: Tensor | TiledWeight | CodedWeight
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+    activation: Activation
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Experts, inner size, hidden size."""
+        experts, hidden, inner = self.down.shape
+        return experts, inner, hidden
+
+
+def experts_reference(
+    x: Tensor, routes: Routes, experts: Experts, linear: RowProduct = each_row, functions: Functions = LIBRARY
+) -> Tensor:
+    """The weighted sum of each token's experts, in x's dtype; padding gets 0.
+
+    x: [tokens, hidden]. Returns parts [1, tokens, hidden]. On a CPU an expert that nobody chose takes no time;
+    elsewhere every expert computes all tokens, for nothing may wait for the device.
+    """
+    number = experts.size[0]
+    gate_up, down = _plain(experts.gate_up, x.dtype, gated=True), _plain(experts.down, x.dtype, gated=False)
+    total = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+    for expert in range(number):
+        chosen = routes.expert == expert
+        weight = (routes.weight * chosen).sum(dim=-1, keepdim=True).to(total.dtype)
+        tokens = chosen.any(dim=-1).nonzero()[:, 0] if x.device.type == "cpu" else None
+        if tokens is not None and len(tokens) == 0:
+            continue
+        rows = x if tokens is None else x[tokens]
+        bias = None if experts.gate_up_bias is None else experts.gate_up_bias[expert].flatten()
+        own = weight if tokens is None else weight[tokens]
+        if routes.of_inputs:
+            rows, own = rows * own.to(rows.dtype), torch.ones_like(own)
+        gate, up = linear(rows, gate_up[expert].flatten(0, 1), bias).chunk(2, dim=-1)
+        bias = None if experts.down_bias is None else experts.down_bias[expert]
+        y = linear(experts.activation(gate, up, functions), down[expert], bias).to(total.dtype)
+        if tokens is None:
+            total += torch.where(chosen.any(dim=-1, keepdim=True), y * own, 0)
+        else:
+            total.index_add_(0, tokens, y * own)
+    return total.to(x.dtype)[None]
+
+
+def experts_by_rows(x: Tensor, routes: Routes, experts: Experts) -> Tensor:
+    """`experts_reference` on a CPU in float32, where what a token gets has the same bits in any batch."""
+    return experts_reference(x, routes, experts, linear_by_rows, BY_ELEMENT)
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoding:
+    """Coded experts, each decoded when it is asked for. turned: gates and ups lie in turn."""
+
+    weight: CodedWeight
+    dtype: torch.dtype
+    turned: bool
+
+    def __getitem__(self, expert: int) -> Tensor:
+        lines = decode(self.weight.rows(expert, expert + 1))[0].to(self.dtype)
+        return lines.unflatten(0, (-1, 2)).transpose(0, 1) if self.turned else lines
+
+
+def _plain(weight: Tensor | TiledWeight | CodedWeight, dtype: torch.dtype, gated: bool) -> Tensor | _Decoding:
+    """The weight as a tensor, or as one for each expert."""
+    if isinstance(weight, Tensor):
+        return weight
+    tiled = isinstance(weight, TiledWeight)
+    return _Decoding(untile(weight) if isinstance(weight, TiledWeight) else weight, dtype, tiled and gated)
+
+
+# -------------------------------------------------------------------------------------------------------- the kernel
+
+_FEW = 512
+"""Tokens up to which parts are float32; of more, which move much memory, they have the dtype of x."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedLaunch:
+    """How a grouped product is cut: lines and columns of a block, splits of k, pipeline stages, warps."""
+
+    block_n: int
+    block_k: int
+    splits: int
+    num_stages: int
+    num_warps: int
+
+
+_PACKED = {
+    "few": (GroupedLaunch(64, BLOCK, 1, 7, 2), GroupedLaunch(128, BLOCK, 6, 4, 4)),
+    "more": (GroupedLaunch(64, BLOCK, 1, 4, 2), GroupedLaunch(128, BLOCK, 2, 4, 4)),
+    "long": (GroupedLaunch(128, BLOCK, 1, 3, 4), GroupedLaunch(128, BLOCK, 1, 3, 4)),
+}
+"""Of a first and a second product with tiles: of few tokens, of more, and of many each. As measured in MXFP4."""
+_FEW_TILES = 8
+_WHOLE = GroupedLaunch(64, BLOCK, 1, 7, 2)
+"""Of a second product in MXFP4 whose k is not cut: as a first one of few tiles. Not measured."""
+
+
+def choose_grouped(
+    tiles: Tiles, k: int, lines: int, gated: bool, packed: bool, size: int, whole: bool = False
+) -> GroupedLaunch:
+    """The launch of a product with weights [experts, lines, k]. packed: in tiles. size: bytes of a number of x. whole:
+    k is not cut.
+
+    As `benchmarks/experts.py` measured with GPT-OSS-20B's and Qwen3-30B-A3B's shapes on an H200.
+    """
+    if size > 2:
+        return GroupedLaunch(64, BLOCK if packed else 32, 1, 2, 4)
+    if tiles.rows == 128:
+        return GroupedLaunch(128, BLOCK if packed else 64, 1, 3, 8)
+    if packed:
+        kind = "long" if tiles.rows > 32 else "few" if len(tiles.expert) <= _FEW_TILES else "more"
+        launch = _PACKED[kind][0 if gated else 1]
+        return _WHOLE if whole and launch.splits > 1 else launch
+    splits = 1 if whole or gated or lines * len(tiles.expert) > 64 * 512 or k < 1024 else 2
+    return GroupedLaunch(64, BLOCK, splits, 4 if tiles.rows <= 32 else 3, 4)
+
+
+def experts(x: Tensor, routes: Routes, experts: Experts, gpu: GpuTraits, by_rows: bool = False) -> Tensor:
+    """`experts_reference` in two launches, in parts that add up to it: [top_k * splits, tokens, hidden].
+
+    x: contiguous, float32 or 16 bits. Two calls give the same bits. by_rows: so does a token in any batch: k is not
+    cut, and parts are float32, whatever the number of tokens.
+    """
+    assert x.is_contiguous()
+    assert routes.tiles is not None
+    tokens, top_k = routes.expert.shape
+    _, inner, hidden = experts.size
+    launches = [
+        choose_grouped(routes.tiles, k, lines, gated, isinstance(weight, TiledWeight), x.element_size(), by_rows)
+        for weight, k, lines, gated in (
+            (experts.gate_up, hidden, 2 * inner, True),
+            (experts.down, inner, hidden, False),
+        )
+    ]
+    act = torch.empty((tokens * top_k, inner), dtype=x.dtype, device=x.device)
+    _grouped(act, x, experts.gate_up, experts.gate_up_bias, routes, experts.activation, launches[0], gpu)
+    dtype = torch.float32 if by_rows or tokens <= _FEW else x.dtype
+    parts = torch.empty((top_k * launches[1].splits, tokens, hidden), dtype=dtype, device=x.device)
+    _grouped(parts, act, experts.down, experts.down_bias, routes, None, launches[1], gpu)
+    return parts
+
+
+def _grouped(
+    out: Tensor, x: Tensor, weight: Tensor | TiledWeight | CodedWeight, bias: Tensor | None, routes: Routes,
+    activation: Activation | None, launch: GroupedLaunch, gpu: GpuTraits,
+) -> None:  # fmt: skip
+    """activation: of a first product, [assignments, inner]; None for a second, in parts [parts, tokens, hidden]."""
+    tiles = routes.tiles
+    assert tiles is not None
+    assert not isinstance(weight, CodedWeight)
+    gated, k, n = activation is not None, x.shape[1], out.shape[-1]
+    tokens, top_k = routes.expert.shape
+    if isinstance(weight, TiledWeight):
+        data, scale, factor, zero = tile_arguments(weight)
+        coded = tile_options(weight, x.dtype, gpu)
+    else:
+        data = scale = factor = zero = weight
+        coded = _NOT_CODED
+    lines = 2 * n if gated else n
+    assert data.is_contiguous()
+    limit = None if activation is None else activation.limit
+    blocks = -(-k // launch.block_k)
+    share = -(-blocks // launch.splits) * launch.block_k
+    _grouped_kernel[(len(tiles.expert) + 1, -(-lines // launch.block_n), launch.splits)](
+        out, x, data, scale, factor, zero, data if bias is None else bias, tiles.order, tiles.expert, tiles.start,
+        tiles.count, tiles.number, routes.expert, routes.weight, 0.0 if limit is None else limit, tokens, n, k, share,
+        **coded, has_bias=bias is not None, gated=gated,
+        kind=None if activation is None else activation.kind, limited=limit is not None, apart=routes.apart,
+        weighted=gated == routes.of_inputs, top_k=top_k,
+        block_m=tiles.rows, block_n=launch.block_n, block_k=launch.block_k,
+        overlap=gpu.can_overlap, num_stages=launch.num_stages, num_warps=launch.num_warps, **launch_options(gpu),
+    )  # fmt: skip
+
+
+_NOT_CODED: dict[str, object] = {
+    "numbers": None, "scales": None, "form": None, "group": 0, "has_zero": False, "per": 1, "fast": False,
+}  # fmt: skip
+
+
+@jit
+def _grouped_kernel(
+    out: Arg, x: Arg, weight: Arg, scale: Arg, factor: Arg, zero: Arg, bias: Arg, order: Arg, tile_expert: Arg,
+    tile_start: Arg, tile_count: Arg, number: Arg, expert_of: Arg, weight_of: Arg, limit: Arg, tokens: Arg, n: Arg,
+    k: Arg, share: Arg, numbers: constexpr, scales: constexpr, form: constexpr, group: constexpr, has_zero: constexpr,
+    per: constexpr, fast: constexpr, has_bias: constexpr, gated: constexpr, kind: constexpr, limited: constexpr,
+    apart: constexpr, weighted: constexpr, top_k: constexpr, block_m: constexpr, block_n: constexpr,
+    block_k: constexpr, overlap: constexpr,
+) -> None:  # fmt: skip
+    """A block of lines for one tile over one share of k. Grid (most tiles + 1, lines / block_n, splits); the last
+    writes zeros for padding, and for what another rank's experts compute.
+
+    gated: x is [tokens, k], lines are a gate and an up in turn, out is [assignments, n] in the order of the tiles.
+    Else: x is [assignments, k] in that order, out is [splits * top_k, tokens, n]. weighted: times the weights of the
+    routes, as if x of a gated one were. numbers: of a weight in tiles, or None.
+    """
+    pdl_wait(overlap, early=True)
+    tile, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    dtype: constexpr = x.dtype.element_ty
+    line = block * block_n + tl.arange(0, block_n)
+    lane = tl.arange(0, block_m)
+    last = tl.num_programs(0) - 1
+    if not gated and tile == last:
+        if apart:
+            _zero_elsewhere(out, expert_of, line, split, tokens, n, top_k, block_m)
+        else:
+            _zero_padding(out, expert_of, line, split, tokens, n, top_k, block_m)
+    at = tl.minimum(tile, last - 1)  # asked for with the number of tiles, not after it
+    expert = tl.load(tile_expert + at).to(tl.int64)
+    place = tl.load(tile_start + at) + lane
+    there = lane < tl.load(tile_count + at)
+    if tile < tl.load(number):
+        assignment = tl.load(order + place, mask=there, other=0)
+        x_row = assignment // top_k if gated else place
+        x_at = x + x_row.to(tl.int64)[:, None] * k
+        if numbers is not None:
+            tiles = ((2 * n if gated else n) + 63) // 64
+            own = expert * tiles + tl.minimum(line // 64, tiles - 1)
+            first, end = split * share // 128, tl.minimum((split + 1) * share, k)
+            total = tile_product(
+                x_at, there, weight, scale, factor, zero, own, line % 64, first, tl.cdiv(end, 128), k, numbers, scales,
+                form, group, has_zero, per, fast, block_m, block_n, dtype,
+            )  # fmt: skip
+        else:
+            total = _product(x_at, weight, expert, line, split, there, n, k, share, gated, block_m, block_n, block_k)
+        if gated:
+            output = block * (block_n // 2) + tl.arange(0, block_n // 2)
+            halves = tl.permute(tl.reshape(total, [block_n // 2, 2, block_m]), [0, 2, 1])
+            gate, up = tl.split(halves)
+            if weighted:
+                route_weight = tl.load(weight_of + assignment, mask=there, other=0.0)[None, :]
+                gate *= route_weight
+                up *= route_weight
+            if has_bias:
+                bias_at = bias + expert * (2 * n) + output
+                gate += tl.load(bias_at, mask=output < n, other=0.0).to(tl.float32)[:, None]
+                up += tl.load(bias_at + n, mask=output < n, other=0.0).to(tl.float32)[:, None]
+            value = _activated(gate, up, limit, kind, limited)
+            out_at = out + place.to(tl.int64)[None, :] * n + output[:, None]
+            tl.store(out_at, value.to(out.dtype.element_ty), mask=there[None, :] & (output < n)[:, None])
+        else:
+            if has_bias and split == 0:
+                total += tl.load(bias + expert * n + line, mask=line < n, other=0.0).to(tl.float32)[:, None]
+            if weighted:
+                total *= tl.load(weight_of + assignment, mask=there, other=0.0)[None, :]
+            row = ((split * top_k + assignment % top_k) * tokens + assignment // top_k).to(tl.int64)
+            out_at = out + row[None, :] * n + line[:, None]
+            tl.store(out_at, total.to(out.dtype.element_ty), mask=there[None, :] & (line < n)[:, None])
+
+
+@jit
+def _activated(gate: Arg, up: Arg, limit: Arg, kind: constexpr, limited: constexpr) -> Arg:
+    """`Activation`, in float32."""
+    if kind == "clamped":
+        gate = tl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -7.0, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        return (up + 1.0) * gate * tl.sigmoid(1.702 * gate)
+    gate = activated(gate, kind)
+    if limited:
+        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+    return gate * up
+
+
+@jit
+def _zero_padding(
+    out: Arg, expert_of: Arg, line: Arg, split: Arg, tokens: Arg, n: Arg, top_k: constexpr, block_m: constexpr
+) -> None:
+    """Zeros in the outputs of tokens without experts, of which no tile has any."""
+    for first in range(0, tokens, block_m):
+        token = first + tl.arange(0, block_m)
+        padding = tl.load(expert_of + token * top_k, mask=token < tokens, other=0) < 0
+        if tl.max(padding.to(tl.int32), 0) > 0:
+            for slot in range(top_k):
+                row = ((split * top_k + slot) * tokens + token).to(tl.int64)
+                at = out + row[None, :] * n + line[:, None]
+                zeros = tl.zeros([line.shape[0], block_m], out.dtype.element_ty)
+                tl.store(at, zeros, mask=padding[None, :] & (line < n)[:, None])
+
+
+@jit
+def _zero_elsewhere(
+    out: Arg, expert_of: Arg, line: Arg, split: Arg, tokens: Arg, n: Arg, top_k: constexpr, block_m: constexpr
+) -> None:
+    """As `_zero_padding`, of each assignment by itself."""
+    for first in range(0, tokens * top_k, block_m):
+        assignment = first + tl.arange(0, block_m)
+        elsewhere = tl.load(expert_of + assignment, mask=assignment < tokens * top_k, other=0) < 0
+        row = ((split * top_k + assignment % top_k) * tokens + assignment // top_k).to(tl.int64)
+        at = out + row[None, :] * n + line[:, None]
+        zeros = tl.zeros([line.shape[0], block_m], out.dtype.element_ty)
+        tl.store(at, zeros, mask=elsewhere[None, :] & (line < n)[:, None])
+
+
+@jit
+def _product(
+    x_at: Arg, weight: Arg, expert: Arg, line: Arg, split: Arg, there: Arg, n: Arg, k: Arg, share: Arg,
+    gated: constexpr, block_m: constexpr, block_n: constexpr, block_k: constexpr,
+) -> Arg:  # fmt: skip
+    """weight: [experts, n or 2, n, k], the gates of an expert before its ups."""
+    if gated:
+        row, inside = (line % 2) * n + line // 2, line < 2 * n
+        first = expert * 2 * n
+    else:
+        row, inside = line, line < n
+        first = expert * n
+    at = weight + (first + row)[:, None] * k
+    lane = split * share + tl.arange(0, block_k)
+    end = tl.minimum((split + 1) * share, k)
+    total = tl.zeros([block_n, block_m], tl.float32)
+    for i in range(0, share, block_k):
+        valid = (lane + i < end)[None, :]
+        w = tl.load(at + (lane + i)[None, :], mask=inside[:, None] & valid, other=0.0)
+        values = tl.load(x_at + (lane + i)[None, :], mask=there[:, None] & valid, other=0.0)
+        total = tl.dot(w, tl.trans(values), total, input_precision="ieee")
+    return total

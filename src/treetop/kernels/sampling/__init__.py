@@ -1,0 +1,1 @@
+"""From logits to a token: processors, coins and draws."""

@@ -1,0 +1,104 @@
+"""Calibration: what a head's log-probabilities say of acceptance, learned from the target's choices.
+
+The score of a node is its estimated probability to be accepted. A head's logits are multiplied by a learned heat, one
+over a temperature, before the softmax; then each log-probability gets a learned shift, by the depth of the proposal and
+its rank among the k of its parent. So the same trees grow whatever the scale of a head's logits, and no chain and no
+token depends on it. Rows are of a class by the temperature that they sample with, for a draw agrees with a head less
+often than an argmax. Learning is in `kernels.tree.learn`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from treetop.kernels.triton_guard import Arg, constexpr, jit, tl
+from treetop.types.sampling import CLASSES, WARM
+
+
+class Heat(NamedTuple):
+    """What logits are multiplied by. table: [classes] float32. classes: [rows] int64, of a batch's rows."""
+
+    table: Tensor
+    classes: Tensor
+
+    def of_lines(self, lines: int) -> Tensor:
+        """[lines, 1], where each row has as many of them."""
+        return self.table[self.classes].repeat_interleave(lines // len(self.classes))[:, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """The state of an engine, on the device: written in place, never rebound.
+
+    heat: [classes] float32.
+    shift: [classes, depths, ranks] float32.
+    nodes: [classes, depths] float32, learned from, of those remembered.
+    seen, chosen, predicted: [classes, depths, ranks] float32, of those nodes how many had a proposal of a rank, how
+        often it was the target's choice there, and how often the head's probabilities said that it would be.
+    sums: [classes, depths, 1 + 2 * ranks] int64: a round's nodes, then chosen and predicted; zero between rounds.
+
+    depths: S, of proposals at depth 1 first; ranks: k.
+    """
+
+    heat: Tensor
+    shift: Tensor
+    nodes: Tensor
+    seen: Tensor
+    chosen: Tensor
+    predicted: Tensor
+    sums: Tensor
+
+    @property
+    def acceptance(self) -> Tensor:
+        """How often each proposal was looked at and chosen: [2, classes, depths, ranks] float32."""
+        return torch.stack([self.seen, self.chosen])
+
+    def reset(self) -> None:
+        """What is known before anything was learned: heads are believed."""
+        for name in self.__dataclass_fields__:
+            getattr(self, name).zero_()
+        self.heat.fill_(1.0)
+
+
+def make_calibration(depths: int, ranks: int, make: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> Calibration:
+    """The state of an engine that has learned nothing, in memory that `make` gives."""
+    real, by_depth, by_rank = torch.float32, (CLASSES, depths), (CLASSES, depths, ranks)
+    made = Calibration(
+        make((CLASSES,), real),
+        make(by_rank, real),
+        make(by_depth, real),
+        make(by_rank, real),
+        make(by_rank, real),
+        make(by_rank, real),
+        make((*by_depth, 1 + 2 * ranks), torch.int64),
+    )
+    made.reset()
+    return made
+
+
+def class_of(temperature: Tensor) -> Tensor:
+    """The classes of rows by their temperatures, [n] int64."""
+    return (temperature > 0).to(torch.int64) + (temperature > WARM).to(torch.int64)
+
+
+def corrected(logprob: Tensor, shift: Tensor) -> Tensor:
+    """Log-probabilities [..., k], best first, with the shifts of their ranks: none above 0 or above one before it.
+
+    So no child outranks its parent, and none a sibling that the head prefers. NaN is -inf, and so is what follows it.
+    """
+    known = logprob.nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
+    return (known + shift).clamp(max=0).cummin(dim=-1).values
+
+
+@jit
+def corrected_in_registers(logprob: Arg, shift: Arg, first: Arg, rank: Arg, there: Arg, k: constexpr) -> Arg:
+    """`corrected` of the proposals `first + rank`: they lie side by side from `first` on, as do the shifts."""
+    lowest = tl.zeros_like(first).to(tl.float32)
+    for other in tl.static_range(k):
+        own = tl.load(logprob + first + other, mask=there, other=0.0)
+        own = tl.where(own == own, own, float("-inf")) + tl.load(shift + other)  # noqa: PLR0124 - NaN is not itself
+        lowest = tl.where(rank >= other, tl.minimum(lowest, own), lowest)
+    return lowest

@@ -1,0 +1,88 @@
+"""One of several API processes that share a listening socket.
+
+    python -m treetop.serve.worker FD      started by `treetop serve`
+
+stdin: a line of JSON says what to do; later lines, what has become of the engine; the end of it, that the parent died.
+stdout: the news of an engine that is up come back, once requests are accepted and it has all that were.
+"""
+
+import asyncio
+import io
+import os
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+
+import msgspec
+
+from treetop.core.wire import EngineDead, EngineEvent, EngineLost, EngineUp
+from treetop.distributed.client import EngineProcessClient
+from treetop.distributed.data_parallel import one_of
+from treetop.serve.run import ApiOptions, log_to_stderr, serve
+
+
+def main() -> int:
+    listening = socket.socket(fileno=int(sys.argv[1]))
+    stdin = io.FileIO(0, closefd=False)  # without a buffer, whose lock the thread would hold at the end
+    options = msgspec.json.decode(stdin.readline(), type=ApiOptions)
+    log_to_stderr()
+    return asyncio.run(_run(options, listening, stdin))
+
+
+async def _run(options: ApiOptions, listening: socket.socket, stdin: io.FileIO) -> int:
+    watchdog_s = options.serve.watchdog_timeout
+    cores = [EngineProcessClient(options.client, watchdog_s) for _ in range(options.serve.dp_size)]
+    watches = [_EngineWatch(core) for core in cores]
+    core = one_of(cores)
+    serving = asyncio.Event()
+    for each in watches:
+        each.serving = serving
+    threading.Thread(target=_read_events, args=(stdin, watches, asyncio.get_running_loop()), daemon=True).start()
+    try:
+        for each in watches:
+            await each.first.wait()
+        if core.failure is not None:
+            return 1
+        return await serve(core, options, listening, serving.set)
+    finally:
+        core.close()
+
+
+class _EngineWatch:
+    """Does what the parent's news of an engine ask for. first: there has been one, or there will be none."""
+
+    def __init__(self, core: EngineProcessClient) -> None:
+        self._core = core
+        self._resuming: asyncio.Task[None] | None = None
+        self.first, self.serving = asyncio.Event(), asyncio.Event()
+
+    def take(self, event: EngineEvent) -> None:
+        if self._resuming is not None:
+            self._resuming.cancel()
+        match event:
+            case EngineUp():
+                self._resuming = asyncio.create_task(self._resume(event))
+            case EngineLost(_, reason):
+                self._core.lost(reason)
+            case EngineDead(_, reason):
+                self._core.fail(reason)
+                self.first.set()
+
+    async def _resume(self, up: EngineUp) -> None:
+        await self._core.resume(up.addresses)
+        self.first.set()
+        await self.serving.wait()
+        sys.stdout.buffer.write(msgspec.json.encode(up) + b"\n")
+        sys.stdout.flush()
+
+
+def _read_events(stdin: io.FileIO, watches: Sequence[_EngineWatch], loop: asyncio.AbstractEventLoop) -> None:
+    while line := stdin.readline():
+        event = msgspec.json.decode(line, type=EngineEvent)
+        loop.call_soon_threadsafe(watches[event.replica].take, event)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

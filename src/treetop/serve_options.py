@@ -1,0 +1,161 @@
+"""What callers of the front ends may choose."""
+
+import importlib.util
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from pathlib import Path
+from typing import Any
+
+from treetop.parsers.registry import ReasoningParserName, ToolParserName
+from treetop.types.config import EngineConfig
+from treetop.types.errors import ConfigError
+from treetop.types.options import option, validate
+
+KEY_VARIABLE = "TREETOP_API_KEY"
+_SECONDS: dict[str, Any] = {"above": 0, "maximum": 10**6, "must": "must be a number of seconds above 0, up to 10^6"}
+_WAIT: dict[str, Any] = {"minimum": 0, "below": float("inf"), "must": "must be a number of seconds"}
+
+
+class Unset(Enum):
+    """`draft` was not given, which is not the same as None."""
+
+    UNSET = auto()
+
+
+def engine_config(model: str | Path | None, draft: str | Path | Unset | None, options: dict[str, Any]) -> EngineConfig:
+    """The configuration of what a caller gave. Raises ConfigError."""
+    chosen = {} if isinstance(draft, Unset) else {"draft": _folder(draft)}
+    return EngineConfig.of(_folder(model), **options, **chosen)
+
+
+def _folder(name: str | Path | None) -> str | None:
+    """What the options hold; what is neither text nor a path is left for them to refuse."""
+    return str(name) if isinstance(name, Path) else name
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """Options of `treetop serve`, under the flags' names. Raises ConfigError with all problems at once."""
+
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "port to listen on, 0 for a free one", minimum=0, maximum=65535)
+    api_workers: int | None = option(
+        None, "processes for HTTP and text (default: one for each four cores, 4 at most)", minimum=1, maximum=256
+    )
+    dp_size: int = option(
+        1,
+        "engines on this machine, each with the whole model and GPUs of its own; a request goes to the one that has its"
+        " prefix, or the least to do",
+        minimum=1,
+        maximum=256,
+        aliases=("--data-parallel-size",),
+    )
+    served_model_name: tuple[str, ...] = option(
+        (), "names that requests may give (default: the model as it was given)", metavar="TEXT", several=True
+    )
+    chat_template: str | None = option(
+        None, "file with a chat template, or the template itself, instead of the model's", metavar="FILE"
+    )
+    tool_call_parser: ToolParserName | None = option(
+        None, "how outputs write tool calls (default: as the chat template says; none leaves them in the text)"
+    )
+    reasoning_parser: ReasoningParserName | None = option(
+        None, "how outputs write reasoning (default: as the chat template says; none leaves it in the text)"
+    )
+    api_key: tuple[str, ...] = option(
+        (), f"key that requests must bring; repeats (default: ${KEY_VARIABLE}, else none)", metavar="TEXT"
+    )
+    allow_origin: tuple[str, ...] = option(
+        (), "origin whose web pages may call the server (CORS); repeats (default: none)", metavar="TEXT"
+    )
+    max_queued_requests: int = option(4096, "requests that may wait for a row; more get 429", minimum=0)
+    max_body_bytes: int = option(16 * 2**20, "largest body of a request", minimum=1)
+    max_bodies_bytes: int | None = option(
+        None,
+        "bytes of bodies that an API process has at a time, of requests that are not answered yet; beyond it large"
+        " ones wait, then get 503 (default: 16 times --max-body-bytes)",
+        minimum=1,
+    )
+    max_connections: int = option(
+        0, "connections of an API process; others wait; 0 for what `ulimit -n` allows", minimum=0
+    )
+    http_read_timeout: float = option(
+        30.0, "seconds in which a request's head must come, and some of its body", **_SECONDS
+    )
+    http_min_rate: int = option(
+        8192, "bytes a second that a body must come with from its beginning on, in the mean", minimum=0, maximum=2**30
+    )
+    timeout_keep_alive: float = option(5.0, "seconds that a connection stays without a request", **_SECONDS)
+    drain_timeout: float | None = option(
+        None,
+        "seconds that requests may still take after SIGTERM and --shutdown-delay (default: all they need)",
+        **_WAIT,
+    )
+    shutdown_delay: float = option(
+        0.0, "seconds after SIGTERM for which new requests are still taken, while /health/ready says 503", **_WAIT
+    )
+    enable_update_weights: bool = option(
+        False, "POST /update_weights_from_disk puts the weights of another folder of this machine into the engine"
+    )
+    no_ui: bool = option(False, "no page at /, which chats with the model")
+    access_log: bool = option(False, "a log line for each answer: client, method, path, status, seconds, request id")
+    request_timeout: float | None = option(
+        None, "seconds that a request may take; it then ends with an error (default: all it needs)", **_SECONDS
+    )
+    log_interval: float = option(10.0, "seconds between two log lines; 0 for none", **_WAIT)
+    engine_restarts: int = option(
+        3, "how often within an hour a dead engine is started again; requests go on", minimum=0, maximum=1000
+    )
+    api_restarts: int = option(
+        10, "how often within an hour a dead API process of several is started again", minimum=0, maximum=1000
+    )
+    watchdog_timeout: float = option(
+        300.0,
+        "seconds that one step or command of the engine may take before /health is 503",
+        minimum=2,
+        maximum=10**6,
+        must="must be a number of seconds from 2 to 10^6",
+    )
+    watchdog_restart: bool = option(
+        False, "start an engine again that takes longer than --watchdog-timeout; requests go on"
+    )
+
+    def __post_init__(self) -> None:
+        validate(self, ConfigError, self._rules)
+
+    @property
+    def num_api_workers(self) -> int:
+        """As asked, or one."""
+        return self.api_workers or 1
+
+    @property
+    def bodies_bytes(self) -> int:
+        """`max_bodies_bytes`, or what follows from the largest body."""
+        return self.max_bodies_bytes or 16 * self.max_body_bytes
+
+    def by_cores(self, cores: int) -> "ServeOptions":
+        """With as many API processes as so many cores can do with, if nobody said how many."""
+        return replace(self, api_workers=self.api_workers or min(max(cores // 4, 1), 4))
+
+    def _rules(self) -> list[tuple[bool, str]]:
+        return [
+            (
+                self.watchdog_restart and not self.engine_restarts,
+                "--watchdog-restart: with --engine-restarts 0 no engine is started again",
+            ),
+            (
+                self.max_bodies_bytes is not None and self.max_bodies_bytes < self.max_body_bytes,
+                f"--max-bodies-bytes {self.max_bodies_bytes}: less than one body may have,"
+                f" --max-body-bytes {self.max_body_bytes}",
+            ),
+            (any(not key for key in self.api_key), "--api-key must not be empty"),
+            (any(not name for name in self.served_model_name), "--served-model-name must not be empty"),
+        ]
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package of the `serve` extra can be imported."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False

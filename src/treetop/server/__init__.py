@@ -1,1 +1,0 @@
-"""Where text lives: tokenizer, stop strings, and the offline `LLM`."""

@@ -1,1 +1,0 @@
-"""The HTTP API: OpenAI's completions and chat completions, and what runs a server: models, health, metrics."""

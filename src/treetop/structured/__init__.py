@@ -1,0 +1,1 @@
+"""Structured output: grammars and their checker, reasoning, tags."""

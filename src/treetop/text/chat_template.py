@@ -1,0 +1,183 @@
+"""Chat templates: messages to the text of a prompt, rendered in a process of limits (`render.py`)."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from treetop.checkpoints.json_file import read_object
+from treetop.serve_options import is_installed
+from treetop.text.chat_input import Message, rendering
+from treetop.types.errors import CheckpointError, ConfigError, InputError, shown
+from treetop.version import DISTRIBUTION
+
+_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+_RESERVED = ("messages", "self", "raise_exception", "strftime_now")
+"""What a template is given beside its options, under names that mean something else to it then."""
+
+
+class ChatTemplate:
+    """A template and the process that renders it, which starts with the first rendering. Threads may share it."""
+
+    def __init__(self, source: str, tokens: dict[str, str]) -> None:
+        """tokens: names and texts of special tokens. Raises ConfigError without jinja2."""
+        if not is_installed("jinja2"):
+            raise ConfigError(f"chat templates need jinja2; pip install {DISTRIBUTION}[serve]")
+        self._source, self._tokens = source, tokens
+        self._header = json.dumps({"source": source, "tokens": tokens})
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._end: Callable[[], object] = lambda: None
+
+    def render(self, messages: Sequence[Message], /, **options: Any) -> str:
+        """The prompt's text. options: variables of the template, of any name but the reserved ones.
+
+        Raises InputError if the template refuses the messages, fails or takes too long.
+        """
+        return self.render_line(template_line(messages, options))
+
+    def render_line(self, line: str) -> str:
+        """As `render`, of what `template_line` gave."""
+        with self._lock:
+            answer = self._ask(line)
+        if "error" in answer:
+            raise InputError(f"the chat template fails with these messages: {answer['error']}")
+        return str(answer["text"])
+
+    def reads(self, name: str) -> bool:
+        """Whether a variable of this name stands in the template's code."""
+        return re.search(rf"{{[{{%][^{{}}%]*(?<![\w.'\"]){name}\b(?!['\"])", self._source) is not None
+
+    @property
+    def source(self) -> str:
+        return self._source
+
+    @property
+    def joins_arguments(self) -> bool:
+        """Whether it adds the arguments of tool calls to other text, so that they must be text and no object."""
+        return (
+            re.search(r"\+\s*\w+(\.function|\['function'\])?(\.arguments|\['arguments'\])\s*\+", self._source)
+            is not None
+        )
+
+    def twin(self) -> "ChatTemplate":
+        """The same template with a process of its own."""
+        return ChatTemplate(self._source, self._tokens)
+
+    def problem(self) -> str | None:
+        """What is wrong with the template before it has seen a message; None if nothing is."""
+        with self._lock:
+            return self._ask("null").get("error")
+
+    def close(self) -> None:
+        self._end()
+        self._process = None
+
+    def _ask(self, line: str) -> dict[str, str]:
+        process = self._process
+        if process is None or process.poll() is not None:
+            process = self._process = self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if answer:
+            return dict(json.loads(answer))
+        code = process.wait()
+        self.close()
+        took = "it takes too long" if code == -signal.SIGPROF else f"its process ended with {code}"
+        return {"error": took}
+
+    def _start(self) -> "subprocess.Popen[str]":
+        command = [sys.executable, "-P", "-m", "treetop.text.render"]
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            encoding="utf-8",
+            start_new_session=True,
+        )
+        self._end = weakref.finalize(self, _end, process)
+        assert process.stdin is not None
+        process.stdin.write(self._header + "\n")
+        return process
+
+
+def template_line(messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+    """A line of JSON that asks for a rendering. Raises InputError for what a template cannot be given."""
+    check_options(options)
+    return rendering(messages, options)
+
+
+def check_options(names: Iterable[str], reserved: Sequence[str] = ()) -> None:
+    """Raise InputError for a name that no option of a template can have. reserved: more of these."""
+    for name in names:
+        if name in _RESERVED or name in reserved:
+            raise InputError(f"{name} is not an option of the template")
+        if not name.isidentifier():
+            raise InputError(f"{shown(name)} is not a name that a template can read")
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with suppress(BrokenPipeError):
+                stream.close()
+
+
+def open_chat_template(folder: Path, given: str | None = None) -> ChatTemplate | None:
+    """The template of `--chat-template` (a file, or the template itself), or the model's; None without one.
+
+    The model's is `chat_template.jinja`, or `chat_template` of `tokenizer_config.json`. Raises UserError.
+    """
+    path = folder / "tokenizer_config.json"
+    config = read_object(path) if os.path.lexists(path) else {}
+    source = _given(given) if given is not None else _of_model(folder, config.get("chat_template"), path)
+    if source is None:
+        return None
+    named = {name: config.get(name) for name in _TOKENS}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
+    return ChatTemplate(source, {name: text if isinstance(text, str) else "" for name, text in texts.items()})
+
+
+def _given(given: str) -> str:
+    if not isinstance(given, str):
+        raise ConfigError(f"--chat-template must be a file or the template itself, got {shown(given)}")
+    if "{" in given or "\n" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # also of a name that no file can have
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--chat-template {shown(given)[1:-1]}: {why}") from None
+
+
+def _of_model(folder: Path, value: Any, where: Path) -> str | None:
+    file = folder / "chat_template.jinja"
+    if os.path.lexists(file):
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{file}: {error}") from None
+    if isinstance(value, list):  # several, by name
+        by_name = {each.get("name"): each.get("template") for each in value if isinstance(each, dict)}
+        value = by_name.get("default")
+    if value is not None and not isinstance(value, str):
+        raise CheckpointError(f"{where}: chat_template must be text, or a list with one named default")
+    return value

@@ -1,0 +1,1 @@
+"""Tools over a checkpoint or a run: inspect, quantize, trace."""

@@ -1,0 +1,266 @@
+"""Models in GGUF files are the models that they were made from."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from support.command_line import refused, run
+from support.engines import greedy, tokens
+from support.tiny_models import (
+    Pair,
+    llama_config,
+    save_random,
+    save_random_experts,
+    save_random_head,
+    save_random_llama,
+    save_random_qwen3,
+)
+from treetop import LLM
+from treetop.checkpoints.checkpoint import open_file, open_tensors, stored_files, tensor_files
+from treetop.checkpoints.fingerprint import fingerprint
+from treetop.checkpoints.folder import resolve_folder
+from treetop.checkpoints.gguf import folder_view
+from treetop.checkpoints.gguf.architectures import expert_names
+from treetop.checkpoints.hub import hub_folder, hub_gguf
+from treetop.models.registry import target_spec
+from treetop.types.errors import CheckpointError
+from treetop.weights.format import Span, Stored
+
+gguf = pytest.importorskip("gguf")
+from support.gguf_files import write_gguf  # noqa: E402  # needs the library
+
+OPTIONS = {"dtype": "float64", "device": "cpu", "context_length": 128, "max_running_requests": 2}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def _qwen2(folder: Path) -> Path:
+    config = {key: each for key, each in llama_config().to_dict().items() if key not in ("model_type", "architectures")}
+    return save_random(Qwen2ForCausalLM, Qwen2Config(**config), folder, 5)
+
+
+FOLDERS = {
+    "llama": lambda folder: save_random_llama(folder, seed=3),
+    "llama tied": lambda folder: save_random_llama(folder, seed=4, tie_word_embeddings=True, head_dim=24),
+    "qwen2": _qwen2,
+    "qwen3": lambda folder: save_random_qwen3(folder, seed=6),
+    "qwen3 moe": lambda folder: save_random_experts(folder, "qwen3_moe", seed=7, mlp_only_layers=[]),
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_file_is_read_as_the_folder_that_it_was_made_from(name: str, tmp_path: Path) -> None:
+    """The same config as the engine reads it, the same tensors to the bit, whole and in parts: so the same logits."""
+    folder = FOLDERS[name](tmp_path / "hub")
+    made = resolve_folder(str(write_gguf(folder, tmp_path / "a.gguf")))
+    ours, theirs = target_spec(made), target_spec(folder)
+    assert ours.check() == theirs.check() > 0
+    assert ours.config.layers == theirs.config.layers
+    assert ours.config.norm_eps == theirs.config.norm_eps
+    tensors = load_file(folder / "model.safetensors")
+    with open_file(tensor_files(made).popitem()[1]) as file:
+        assert sorted(file.keys()) == sorted(tensors)
+        for each, tensor in tensors.items():
+            assert torch.equal(file.get_tensor(each), tensor), each
+            assert torch.equal(file.get_slice(each)[1:3], tensor[1:3]), each
+            if tensor.dim() == 2:
+                assert torch.equal(file.get_slice(each)[:, 2:5], tensor[:, 2:5]), each
+                assert torch.equal(file.get_slice(each)[3:9, :], tensor[3:9]), each
+
+
+def test_a_quantized_file_generates_as_what_it_decodes_to(tmp_path: Path) -> None:
+    """Q8_0; trees of a head and of n-grams choose the tokens of plain decoding."""
+    folder = save_random_llama(tmp_path / "hub", seed=8, vocab_size=12, intermediate_size=64)
+    file = write_gguf(folder, tmp_path / "a.gguf", "Q8_0")
+    head = save_random_head(tmp_path / "head", folder, draft_vocab=11, seed=2)
+    with open_file(file) as opened:
+        decoded = {name: opened.get_tensor(name) for name in list(opened.keys())}
+    assert not torch.equal(decoded["lm_head.weight"], load_file(folder / "model.safetensors")["lm_head.weight"])
+    shutil.copytree(folder, tmp_path / "decoded")
+    save_file(decoded, tmp_path / "decoded" / "model.safetensors", {"format": "pt"})
+    prompts = Pair(folder, head).prompts((5, 17))
+
+    def of(model: Path, **more: object) -> list[tuple[int, ...]]:
+        return tokens(LLM(str(model), **OPTIONS, **more).generate(prompts, greedy(24)))
+
+    expected = of(tmp_path / "decoded")
+    assert of(file) == of(file, draft=str(head)) == of(file, speculative_algorithm="NGRAM") == expected
+
+
+def test_only_the_rows_that_are_asked_for_are_read(tmp_path: Path) -> None:
+    """A table is read in pieces; a file that became shorter meanwhile is an error."""
+    folder = save_random_llama(tmp_path / "hub", seed=3)
+    made = resolve_folder(str(write_gguf(folder, tmp_path / "a.gguf")))
+    name = "model.embed_tokens.weight"
+    wanted = {each: Stored((), (), read=False) for each in load_file(folder / "model.safetensors")}
+    wanted[name] = Stored((211, 64), ("F32",))
+    with open_tensors(made, wanted) as fetch:
+        assert torch.equal(fetch(name, Span(0, 7, 9)), load_file(folder / "model.safetensors")[name][7:9])
+        with (tmp_path / "a.gguf").open("r+b") as file:
+            file.truncate(64)
+        with pytest.raises(CheckpointError, match="changed while it was read"):
+            fetch(name, None)
+
+
+def test_factors_of_llama_3_1_become_its_scaled_rope(tmp_path: Path) -> None:
+    """llama.cpp stores a factor a frequency; factors of another rule are refused."""
+    folder = save_random_llama(tmp_path / "hub", seed=3, rope_parameters=LLAMA3)
+    spec = target_spec(folder).config.layers[0].attention.rope
+    config = json.loads((folder / "config.json").read_text())
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](llama_config(rope_parameters=LLAMA3), "cpu")
+    plain = 1.0 / 10000.0 ** (torch.arange(0, 16, 2).float() / 16)
+    for factors, words in (
+        (plain / scaled, None),
+        (plain / scaled * torch.linspace(1, 2, 8), "not those of Llama 3.1"),
+    ):
+        path = tmp_path / f"{words}.gguf"
+        real = gguf.GGUFWriter.write_header_to_file
+
+        def with_factors(writer, *args, found=factors, real=real, **options):
+            writer.add_tensor("rope_freqs.weight", found.numpy())
+            return real(writer, *args, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gguf.GGUFWriter, "write_header_to_file", with_factors)
+            write_gguf(folder, path)
+        assert config["rope_parameters"]["rope_type"] == "llama3"
+        if words is None:
+            assert target_spec(resolve_folder(str(path))).config.layers[0].attention.rope == spec
+        else:
+            with pytest.raises(CheckpointError, match=words):
+                resolve_folder(str(path))
+
+
+def test_a_folder_with_several_files_needs_a_quantization(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One file is taken; of several `:QUANT` names one; what it does not hold, and files in parts, are refused."""
+    folder = save_random_llama(tmp_path / "hub", seed=3, intermediate_size=64)
+    models = tmp_path / "models"
+    models.mkdir()
+    write_gguf(folder, models / "tiny-Q8_0.gguf", "Q8_0")
+    (models / "mmproj-tiny.gguf").touch()
+    assert stored_files(resolve_folder(str(models))).numbers["Q8_0"] > 0
+    write_gguf(folder, models / "tiny-f16.gguf", "F16")
+    assert set(stored_files(resolve_folder(f"{models}:F16")).numbers) == {"F16", "F32"}
+    refused(capsys, ["generate", str(models), "--prompt", "a"], "several GGUF files", ":QUANT", "tiny-f16.gguf")
+    refused(capsys, ["generate", f"{models}:Q4_K_M", "--prompt", "a"], "no GGUF file of Q4_K_M", "tiny-Q8_0.gguf")
+    refused(capsys, ["generate", f"{tmp_path / 'hub'}:Q8_0", "--prompt", "a"], "no GGUF file in")
+    refused(capsys, ["generate", str(tmp_path / "none.gguf"), "--prompt", "a"], "no such file")
+    (models / "big-Q2_K-00001-of-00002.gguf").touch()
+    refused(capsys, ["generate", f"{models}:Q2_K", "--prompt", "a"], "in parts", "llama-gguf-split")
+
+
+def test_a_file_is_inspected_and_quantized(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`inspect` says the stored types; `quantize` writes a folder that loads, without a link to the file."""
+    folder = save_random_llama(tmp_path / "hub", seed=3, intermediate_size=64)
+    file = write_gguf(folder, tmp_path / "a.gguf", "Q8_0")
+    code, out, _ = run(capsys, "inspect", file, "--context-length", "128")
+    assert (code, "Q8_0" in out, "LlamaForCausalLM" in out) == (0, True, True)
+    code, out, err = run(capsys, "quantize", file, "--format", "fp8", "--output", tmp_path / "fp8")
+    assert code == 0, err
+    assert sorted(each.name for each in (tmp_path / "fp8").iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
+    assert target_spec(tmp_path / "fp8").check() > 0
+
+
+def test_a_changed_file_is_another_folder(tmp_path: Path) -> None:
+    """The folder is made once for a file as it is; copies have one fingerprint, another content another."""
+    file = write_gguf(save_random_llama(tmp_path / "hub", seed=3), tmp_path / "a.gguf")
+    first = resolve_folder(str(file))
+    assert resolve_folder(str(file)) == first
+    shutil.copy(file, tmp_path / "b.gguf")
+    assert fingerprint(resolve_folder(str(tmp_path / "b.gguf"))) == fingerprint(first)
+    found = fingerprint(first)
+    file.unlink()
+    write_gguf(save_random_llama(tmp_path / "other", seed=4), file)
+    assert resolve_folder(str(file)) != first
+    assert fingerprint(resolve_folder(str(file))) != found
+
+
+def test_a_cache_that_cannot_be_written_to_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_gguf(save_random_llama(tmp_path / "hub", seed=3), tmp_path / "a.gguf")
+    (tmp_path / "cache").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert target_spec(resolve_folder(str(file))).check() > 0
+
+
+def test_experts_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small file can hold many: their names are counted before they take memory."""
+    folder = save_random_experts(tmp_path / "hub", "qwen3_moe", seed=7, mlp_only_layers=[])
+    file = write_gguf(folder, tmp_path / "a.gguf")
+    monkeypatch.setattr(folder_view, "_MAX_NAMES", 100)
+    with pytest.raises(CheckpointError, match="holds more than 100 tensors"):
+        target_spec(resolve_folder(str(file))).check()
+    with pytest.raises(CheckpointError, match="at most 4096 experts"):
+        expert_names("blk.0.ffn_up_exps.weight", (4097, 1, 1), file)
+
+
+def test_a_damaged_file_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "a.gguf").write_bytes(b"GGUF" + b"\xff" * 60)
+    with pytest.raises(CheckpointError, match="damaged or unsupported GGUF file"):
+        resolve_folder(str(tmp_path / "a.gguf"))
+    assert not list((tmp_path / "cache" / "treetop" / "gguf").iterdir())
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The snapshot of `an/model` in a cache of the hub, empty, without a network."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    repo, commit = tmp_path / "cache" / "models--an--model", "0123456789abcdef0123456789abcdef01234567"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text(commit, encoding="utf-8")
+    (repo / "snapshots" / commit).mkdir(parents=True)
+    for kept in (hub_folder, hub_gguf):
+        kept.cache_clear()
+    yield repo / "snapshots" / commit
+    for kept in (hub_folder, hub_gguf):
+        kept.cache_clear()
+
+
+def test_an_id_with_a_quantization_is_one_file_of_the_cache(hub_cache: Path, tmp_path: Path) -> None:
+    """Without a network, what the cache has: by its quantization, or the only one; the rest are errors."""
+    file = write_gguf(save_random_llama(tmp_path / "hub", seed=3, intermediate_size=64), tmp_path / "a.gguf", "Q8_0")
+    shutil.copy(file, hub_cache / "tiny-Q8_0.gguf")
+    assert target_spec(resolve_folder("an/model:Q8_0")).check() > 0
+    assert resolve_folder("an/model") == resolve_folder("an/model:q8_0") == resolve_folder("an/model@main:Q8_0")
+    with pytest.raises(CheckpointError, match=r"model an/model:Q4_0: no GGUF file of Q4_0; there are tiny-Q8_0\.gguf"):
+        resolve_folder("an/model:Q4_0")
+    with pytest.raises(CheckpointError, match=r"model an/other:Q4_0: .*not in the cache"):
+        resolve_folder("an/other:Q4_0")
+
+
+def test_only_the_file_that_is_needed_is_fetched(hub_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The hub says which files there are; of those in folders, and of several without a quantization, none is taken."""
+    source = write_gguf(save_random_llama(tmp_path / "hub", seed=3), tmp_path / "a.gguf")
+    asked = []
+
+    def download(repo: str, **options: object) -> str:
+        asked.append((repo, options["revision"], options["allow_patterns"]))
+        shutil.copy(source, hub_cache / "tiny-Q4_K_M.gguf")
+        return str(hub_cache)
+
+    listed = ["README.md", "tiny-Q4_K_M.gguf", "tiny-Q8_0.gguf", "mmproj-f16.gguf", "old/tiny-Q4_K_M.gguf"]
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda repo, revision: listed)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert target_spec(resolve_folder("an/model@v1:Q4_K_M")).check() > 0
+    assert asked == [("an/model", "v1", ["tiny-Q4_K_M.gguf"])]
+    with pytest.raises(CheckpointError, match="several GGUF files: add :QUANT"):
+        resolve_folder("an/model")

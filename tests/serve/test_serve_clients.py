@@ -1,0 +1,307 @@
+"""Clients that are slow, silent, or too many: they are let go or wait, and others are served."""
+
+import asyncio
+import json
+import logging
+import os
+import resource
+import socket
+import time
+from contextlib import ExitStack, closing, suppress
+
+import httpx
+import pytest
+
+from support.serving import mock
+from support.waiting import WAIT_S, until
+from treetop.serve.connections import RESERVED_FILES, Listener, most_connections
+from treetop.serve.log_limit import LogLimit
+from treetop.types.errors import ConfigError
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def hurried():
+    """A server of two API processes that waits half a second for what was begun, and a second for what was not."""
+    flags = ("--http-read-timeout", "0.5", "--timeout-keep-alive", "1", "--api-workers", "2")
+    with mock(5, "4", *flags) as running:
+        yield running
+        assert running.get("/health").status_code == 200
+
+
+def opened(server) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=WAIT_S)
+
+
+def said_in_time(server, said: bytes) -> socket.socket:
+    """A connection that has said this before the server's patience can have ended, however busy the machine is."""
+    while True:
+        began, connection = time.monotonic(), opened(server)
+        with suppress(ConnectionError):
+            connection.sendall(said)
+            if time.monotonic() - began < 0.4:
+                return connection
+        connection.close()
+
+
+def heard(connection: socket.socket) -> bytes:
+    """All until the server ends the connection."""
+    said = b""
+    while piece := connection.recv(4096):
+        said += piece
+    return said
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"GET /hea", HEAD, HEAD + b"Content-Length: 100\r\n\r\n", HEAD + b"Content-Length: 100\r\n\r\n{"],
+    ids=["a line", "a head", "no body", "half a body"],
+)
+def test_a_request_that_is_not_said_to_its_end_is_a_408(hurried, said):
+    """The connection ends; half a head and half a body alike."""
+    with closing(said_in_time(hurried, said)) as connection:
+        answer = heard(connection)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert "--http-read-timeout" in json.loads(body)["error"]["message"]
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_answers_on_a_kept_connection_come_at_once(workers):
+    """Head and body are two writes: the second does not wait until the client has acknowledged the first (40 ms)."""
+    with mock(5, "1", "--api-workers", workers) as server, closing(opened(server)) as connection:
+        times_s = []
+        for _ in range(20):
+            began_s, answer = time.monotonic(), b""
+            connection.sendall(HEALTH)
+            while not answer.endswith(b"}"):
+                answer += connection.recv(4096)
+            times_s.append(time.monotonic() - began_s)
+    assert sorted(times_s)[10] < 0.010
+
+
+def test_a_body_must_come_at_the_minimal_rate():
+    """What came in one piece counts for the whole body: a burst, then a trickle, is soon too little."""
+    flags = ("--http-read-timeout", "0.2", "--http-min-rate", "100000")
+    with mock(5, "4", *flags) as server, closing(opened(server)) as connection:
+        connection.sendall(HEAD + b"Content-Length: 9999999\r\n\r\n" + b" " * 60_000)
+        connection.settimeout(0.02)
+        began_s, answer = time.monotonic(), b""
+        while not answer:
+            assert time.monotonic() - began_s < WAIT_S, "it is kept"
+            try:
+                answer = connection.recv(4096)
+            except TimeoutError:
+                with suppress(ConnectionError):  # the answer has come meanwhile
+                    connection.sendall(b" " * 200)  # above 1 KiB a second
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"--http-min-rate" in answer + heard(connection)
+
+
+def test_what_is_no_http_is_logged_with_its_client(hurried):
+    with closing(opened(hurried)) as connection:
+        host, port = connection.getsockname()
+        connection.sendall(b"no such thing\r\n\r\n")
+        assert heard(connection).startswith(b"HTTP/1.1 400 ")
+        hurried.wait_for(rf"Invalid HTTP request received\. \(client {host}:{port}\)")
+
+
+def test_a_length_beside_chunks_ends_the_connection(hurried):
+    """RFC 9112, 6.3: a proxy in front may have believed the length. What it holds for a second request is not read."""
+    smuggled = b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    with closing(opened(hurried)) as connection:
+        connection.sendall(HEAD + smuggled + HEALTH)
+        answer = heard(connection)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
+def test_a_slash_too_many_is_no_redirect_to_whoever_the_host_names(hurried):
+    answer = hurried.post("/v1/completions/", {"prompt": "a"}, headers={"Host": "evil.example"})
+    assert answer.status_code == 404
+    assert "location" not in answer.headers
+
+
+@pytest.mark.parametrize("said", [b"", HEALTH], ids=["nothing", "one request"])
+def test_a_connection_without_a_request_ends_without_a_word(hurried, said):
+    with closing(said_in_time(hurried, said)) as connection:
+        answer = heard(connection)
+    assert answer.count(b"HTTP/1.1") == bool(said)
+
+
+@pytest.mark.parametrize("body", [b"", b"Content-Length: 9999999\r\n\r\n"], ids=["head", "body"])
+def test_a_byte_now_and_then_does_not_keep_a_connection(hurried, body):
+    """What counts is the whole head, and for a body how much comes."""
+    with closing(said_in_time(hurried, HEAD + body)) as connection:
+        connection.settimeout(0.05)
+        began, answer = time.monotonic(), b""
+        while not answer:
+            assert time.monotonic() - began < WAIT_S, "it is kept"
+            try:
+                answer = connection.recv(4096)
+            except TimeoutError:
+                with suppress(ConnectionError):  # the answer has come meanwhile
+                    connection.sendall(b"x")
+        assert answer.startswith(b"HTTP/1.1 408 ")
+
+
+def test_what_comes_after_a_refusal_does_not_keep_a_connection(hurried):
+    """The body is too large, which is said before it is read. Whoever goes on sending it is soon cut off."""
+    with closing(said_in_time(hurried, HEAD + b"Content-Length: 99999999999\r\n\r\n")) as connection:
+        assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
+        until(lambda: not takes(connection, b"x" * 100))
+
+
+def takes(connection: socket.socket, piece: bytes) -> bool:
+    """Whether the other side still has it open."""
+    try:
+        connection.sendall(piece)
+    except ConnectionError:
+        return False
+    return True
+
+
+def test_a_body_that_comes_steadily_may_take_longer_than_the_timeout(hurried):
+    """Whoever was away for long itself, on a busy machine, begins again."""
+    body = json.dumps({"prompt": "a", "max_tokens": 2, "user": "x" * 40_000}).encode()
+    head = HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+    while True:
+        with closing(said_in_time(hurried, head)) as connection:
+            *pauses, answer = in_pieces(connection, [body[start : start + 2000] for start in range(0, len(body), 2000)])
+        if max(pauses) < 0.3:
+            break
+    assert sum(pauses) > 1
+    assert answer.startswith(b"HTTP/1.1 200 ")
+
+
+def in_pieces(connection: socket.socket, pieces: list[bytes]) -> list:
+    """The pauses between pieces in seconds, in which nothing was answered, and what is answered then."""
+    last_s, pauses, answer = time.monotonic(), [], b""
+    for piece in pieces:
+        connection.settimeout(0.1 if piece is not pieces[-1] else WAIT_S)
+        with suppress(ConnectionError, TimeoutError):
+            connection.sendall(piece)
+            answer = answer or connection.recv(4096)
+        last_s, before_s = time.monotonic(), last_s
+        pauses.append(last_s - before_s)
+    return [*pauses[:-1], answer]
+
+
+def test_a_stream_outlives_both_timeouts(hurried):
+    """They are about what a client says, not about what it is told."""
+    body = {"prompt": "a", "max_tokens": 1500, "stream": True}
+    began = time.monotonic()
+    with httpx.stream("POST", hurried.url + "/v1/completions", json=body, timeout=WAIT_S) as answer:
+        lines = [line for line in answer.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    assert time.monotonic() - began > 1
+
+
+def test_more_connections_than_files_neither_end_the_server_nor_fill_its_log():
+    """Those who come too late wait; once the silent ones are let go, they are served."""
+    with mock(1, "4", "--timeout-keep-alive", "2", most_files=256) as server, ExitStack() as stack:
+        for _ in range(251):
+            stack.enter_context(closing(opened(server)))
+        assert server.get("/health", timeout=WAIT_S).status_code == 200
+        assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 3}).status_code == 200
+        until(lambda: any("128 connections are taken" in line for line in server.said))
+        assert len(server.said) < 30, "".join(server.said[-5:])
+
+
+def test_a_bound_of_connections_is_kept_and_those_who_wait_come_in():
+    with mock(1, "4", "--max-connections", "2", "--timeout-keep-alive", "100") as server, ExitStack() as stack:
+        first, second, third = (stack.enter_context(closing(opened(server))) for _ in range(3))
+        for each in (first, second):
+            each.sendall(HEALTH)
+            assert each.recv(4096).startswith(b"HTTP/1.1 200 ")
+        third.sendall(HEALTH)
+        third.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            third.recv(4096)
+        first.close()
+        third.settimeout(WAIT_S)
+        assert third.recv(4096).startswith(b"HTTP/1.1 200 ")
+        until(lambda: any("all 2 connections are taken" in line for line in server.said))
+
+
+def test_a_listener_without_open_files_tries_again(monkeypatch, caplog):
+    """One line, and a pause; then whoever waited is accepted."""
+    monkeypatch.setattr("treetop.serve.connections._RETRY_S", 0.01)
+
+    class Full:
+        """A socket whose first calls of accept find no file."""
+
+        def __init__(self, real: socket.socket) -> None:
+            self.real, self.left = real, 3
+
+        def accept(self):
+            self.left -= 1
+            if self.left >= 0:
+                raise OSError(24, os.strerror(24))
+            return self.real.accept()
+
+        def __getattr__(self, name):
+            return getattr(self.real, name)
+
+    class Kept(asyncio.Protocol):
+        def __init__(self, ended) -> None:
+            self.ended = ended
+
+        def connection_made(self, transport) -> None:
+            transport.write(b"hi")
+            transport.close()
+
+        def connection_lost(self, exc) -> None:
+            self.ended()
+
+    async def run() -> bytes:
+        real = socket.create_server(("127.0.0.1", 0))
+        listener = Listener(Full(real), 1, Kept)
+        listener.start()
+        for _ in range(2):  # the place of the first is free again
+            reader, writer = await asyncio.open_connection(*real.getsockname())
+            said = await reader.read()
+            writer.close()
+        listener.close()
+        return said
+
+    assert asyncio.run(asyncio.wait_for(run(), WAIT_S)) == b"hi"
+    assert [each.getMessage() for each in caplog.records].count(
+        "no connection can be accepted: Too many open files"
+    ) == 3
+
+
+def test_connections_fit_the_open_files(monkeypatch):
+    """The soft limit is raised to the hard one; what does not fit is refused with the numbers."""
+    limits, raised = [(256, 1024)], []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[0])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, both: raised.append(both))
+    assert most_connections(0) == 1024 - RESERVED_FILES
+    assert most_connections(100) == 100
+    assert raised == [(1024, 1024)] * 2
+    with pytest.raises(ConfigError, match=r"--max-connections 1000: .* need 1128 = 1000 .* have 1024.* lower it"):
+        most_connections(1000)
+    limits[0] = (64, 64)
+    with pytest.raises(ConfigError, match=r"have 64; raise `ulimit -n`$"):
+        most_connections(0)
+    limits[0] = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    assert most_connections(0) == 2**16 - RESERVED_FILES
+
+
+def test_a_log_takes_a_few_of_each_warning_and_says_how_many_it_left_out():
+    now = [0.0]
+    limit = LogLimit(maximum=2, interval_s=10, clock=lambda: now[0])
+
+    def said(words: str, *given, level=logging.WARNING) -> str | None:
+        record = logging.LogRecord("treetop", level, "", 0, words, given, None)
+        return record.getMessage() if limit.filter(record) else None
+
+    assert [said("bad request %d", i) for i in range(5)] == ["bad request 0", "bad request 1", None, None, None]
+    assert said("another\nwith a trace") == "another\nwith a trace"
+    assert [said("told", level=logging.INFO) for _ in range(5)] == ["told"] * 5
+    now[0] = 10
+    assert said("bad request %d", 9) == "bad request 9 (3 more of these were left out)"
+    assert [said(f"kind {i}") for i in range(1000)] == [f"kind {i}" for i in range(1000)]

