@@ -9,10 +9,9 @@ import time
 import pytest
 
 from support.tool_streams import STREAMS, TOOLS, Stream, heard
-from treetop.parsers.arguments import Tools, as_json
+from treetop.parsers.arguments import Tools, as_json, json_of_python
 from treetop.parsers.events import CallEnd, CallStart
 from treetop.parsers.forced import listed_calls, named_call
-from treetop.parsers.pythonic import json_of_python
 from treetop.parsers.registry import REASONING_NAMES, TOOL_NAMES, output_format
 from treetop.parsers.text_parser import TextParser
 
@@ -61,11 +60,22 @@ def test_a_stream_that_is_cut_off_gives_a_beginning_of_what_it_holds(name):
     stream = STREAMS[name]
     whole = heard(stream.parser(), [stream.text])
     for end in range(len(stream.text)):
-        part = heard(stream.parser(), [stream.text[:end]])
+        part = heard(stream.parser(), [stream.text[:end]], stopped=False)
         assert len(part.calls) <= len(whole.calls), end
         for (called, said), (whole_called, whole_said) in zip(part.calls, whole.calls, strict=False):
             assert called == whole_called
             assert whole_said.startswith(said[:-20]), end  # half a mark at the end of the text is text
+
+
+@NAMED
+def test_where_a_stream_stops_what_is_open_is_closed(name):
+    """Wherever the model says no more, each call has an end and arguments that are an object of JSON."""
+    stream = STREAMS[name]
+    for end in range(len(stream.text)):
+        part = heard(stream.parser(), [stream.text[:end]])
+        assert part.num_ended == len(part.calls), end
+        assert all(isinstance(json.loads(said), dict) for _, said in part.calls), end
+        assert heard(stream.parser(), [*stream.text[:end]]).same() == part.same()
 
 
 @NAMED
@@ -231,6 +241,13 @@ def test_whatever_a_schema_holds_there_is_an_answer(schema):
         ("Use exact format: [func_name1(param1=value1, param2=value2), func_name2(...)]", "pythonic", False),
         ('{"name": function name, "parameters": dictionary of argument name and its value}', "llama3_json", False),
         ("<seed:tool_call> </seed:think>", "seed_oss", True),
+        ("<|tool_call|> assistant_tool_call", "granite", False),
+        ("functools[{name}]", "phi4_mini_json", False),
+        ("<tool_calls>[{name}]</tool_calls> <answer> </think>", "hunyuan_a13b", True),
+        ("<tool_calls><tool_call>{name}<tool_sep><arg_key> </think>", "hy_v3", True),
+        ("<function_calls>\nf(a=1)\n</function_calls>", "olmo3", False),
+        ("{{ '<|tool_call>call:' + name }} <|channel>thought", "gemma4", True),
+        ("<tool_call>\n <response> </think>", "ernie45", True),
         ("{{ messages }}", "none", False),
     ],
 )

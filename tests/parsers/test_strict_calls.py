@@ -5,7 +5,7 @@ import json
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from support.tool_streams import coder, dsml, glm, harmony_call, hermes, kimi, minimax, v31
+from support.tool_streams import coder, dsml, glm, harmony_call, hermes, hy3, kimi, listed, minimax, v31
 from support.tool_streams import said as arguments
 from treetop.api.requests.tools import Calls, Function, Tool
 from treetop.checkpoints.folder import resolve_folder
@@ -40,6 +40,12 @@ SAY = {
     "kimi_k2": lambda name, said: SECTION.format(kimi(name, 0, said)),
     "llama3_json": lambda name, said: json.dumps({"name": name, "parameters": said}, ensure_ascii=False),
     "mistral": lambda name, said: f"[TOOL_CALLS]{name}[ARGS]{arguments(said)}",
+    "granite": lambda name, said: f"<|tool_call|>{listed((name, said))}",
+    "phi4_mini_json": lambda name, said: f"functools{listed((name, said))}",
+    "hunyuan_a13b": lambda name, said: f"<tool_calls>{listed((name, said))}</tool_calls>",
+    "hy_v3": lambda name, said: (
+        f"<tool_calls>\n{hy3(name, **{key: str(value) for key, value in said.items()})}</tool_calls>"
+    ),
     "openai": lambda name, said: harmony_call(name, said).removesuffix("<|call|>"),  # which ends the output
 }
 
@@ -139,6 +145,31 @@ def test_where_an_answer_has_a_schema_an_output_is_calls_or_that(name, special):
     if name == "openai":
         thought = "<|channel|>analysis<|message|>Hm {.<|end|><|start|>assistant"
         assert taken(form, words, thought + final + fits, UNION) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "loose"),
+    [
+        ("qwen3_coder", "<function=f>\n"),
+        ("seed_oss", "<function=f>\n"),
+        ("kimi_k2", "<|tool_call_begin|>functions.f:0"),
+        ("kimi_k2", "<|tool_call_section_begin|>"),
+        ("hy_v3", "<tool_call>f<tool_sep>"),
+        ("granite", '<tool_call>[{"name"'),
+        ("phi4_mini_json", "<|tool_call|>["),
+        ("llama3_json", '{ "name": "f"'),
+        ("llama3_json", "{'parameters'"),
+    ],
+)
+def test_what_the_parser_would_read_as_a_call_is_not_in_free_text(name, loose):
+    """A call that is recovered has no schema; so strict text has none, before a call or without."""
+    form, call = form_of(name), SAY[name]("f", {"city": "x"})
+    assert taken(form, (), "Let me look.\n" + loose[:3]) is None
+    stopped = taken(form, (), f"Let me look.\n{loose} and")
+    assert stopped is not None
+    assert stopped < len(f"Let me look.\n{loose}")
+    if name != "llama3_json":
+        assert taken(form, (), f"Let me look.\n{loose}\n{call}") == stopped
 
 
 def test_where_one_call_may_come_there_is_one():

@@ -105,6 +105,15 @@ def kimi(name: str, at: int, arguments: dict) -> str:
     return f"<|tool_call_begin|>functions.{name}:{at}<|tool_call_argument_begin|>{said(arguments)}<|tool_call_end|>"
 
 
+def listed(*calls: tuple[str, dict]) -> str:
+    return "[" + ", ".join(f'{{"name": "{name}", "arguments": {said(arguments)}}}' for name, arguments in calls) + "]"
+
+
+def hy3(name: str, **parameters: str) -> str:
+    inner = "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in parameters.items())
+    return f"<tool_call>{name}<tool_sep>\n{inner}</tool_call>\n"
+
+
 STREAMS = {
     "hermes: text and two calls": Stream(
         "hermes", f"Let me see.\n{hermes(*TWO[0])}\n{hermes(*TWO[1])}", "Let me see.", TWO
@@ -281,6 +290,85 @@ STREAMS = {
         "mistral",
         "[/INST]",
     ),
+    "granite: a list": Stream("granite", f"So: <|tool_call|>{listed(*TWO)}", "So:", TWO),
+    "granite 3.1: the other mark": Stream("granite", f"<tool_call>{listed(*TWO)}", "", TWO),
+    "granite 4": Stream("granite4", hermes(*TWO[0]), "", TWO[:1]),
+    "phi 4 mini: a list, and a module of that name": Stream(
+        "phi4_mini_json", f"import functools\nfunctools{listed(*TWO)}", "import functools", TWO
+    ),
+    "phi 4 mini: special tokens": Stream("phi4_mini_json", f"<|tool_call|>{listed(TWO[1])}<|/tool_call|>", "", TWO[1:]),
+    "phi 4 mini: code": Stream("phi4_mini_json", "functools[0] and <|tool", "functools[0] and <|tool"),
+    "hunyuan: thinks, and calls in its answer": Stream(
+        "hunyuan_a13b",
+        f"<think>\n{THINKS}\n</think>\n<answer>\nI look.<tool_calls>{listed(*TWO)}</tool_calls>\n</answer>",
+        "I look.",
+        TWO,
+        THINKS,
+        "hunyuan_a13b",
+    ),
+    "hunyuan: thinks and answers": Stream(
+        "hunyuan_a13b",
+        f"<think>\n{THINKS}\n</think>\n<answer>\nIt is <3.\n</answer>",
+        "It is <3.",
+        (),
+        THINKS,
+        "hunyuan_a13b",
+    ),
+    "hy3: thinks, and two calls in a block": Stream(
+        "hy_v3",
+        f"{THINKS}</think>I look.\n<tool_calls>\n{hy3('get_weather', **AS_TEXT)}{hy3('now')}</tool_calls>",
+        "I look.",
+        (("get_weather", TYPED), ("now", {})),
+        THINKS,
+        "hy_v3",
+        "<think>",
+    ),
+    "hy3: a block without calls is text": Stream(
+        "hy_v3", "<tool_calls> x </tool_calls>", "<tool_calls> x </tool_calls>"
+    ),
+    "olmo 3: a call a line, constants of both kinds": Stream(
+        "olmo3",
+        "Ok.\n<function_calls>\nget_weather(city='Zürich, \"é\"', days=3, exact=null, near=['a]', \"(b\"])\nnow()\n"
+        "search(query=None)\n</function_calls>",
+        "Ok.",
+        (
+            ("get_weather", {"city": 'Zürich, "é"', "days": 3, "exact": None, "near": ["a]", "(b"]}),
+            ("now", {}),
+            ("search", {"query": None}),
+        ),
+    ),
+    "olmo 3: a function that is no tool": Stream(
+        "olmo3", "<function_calls>\nprint(1)\n</function_calls>", "<function_calls>\nprint(1)\n</function_calls>"
+    ),
+    "gemma 4: thinks, and two calls": Stream(
+        "gemma4",
+        f"<|channel>thought\n{THINKS}\n<channel|>I look.<|tool_call>call:get_weather{{city:"
+        '<|"|>Zürich </tool "é" \\ {🦊}'
+        '<|"|>,days:3,near:[<|"|>a]<|"|>,<|"|>,b<|"|>],exact:{a:null,b:[true,-1.5]}}<tool_call|>'
+        "<|tool_call>call:now{}<tool_call|>",
+        "I look.",
+        (
+            ("get_weather", {**ODD, "near": ["a]", ",b"], "exact": {"a": None, "b": [True, -1.5]}}),
+            ("now", {}),
+        ),
+        THINKS,
+        "gemma4",
+    ),
+    "gemma 4: does not think": Stream(
+        "gemma4", "<|channel>thought\n<channel|>It is <|3.", "It is <|3.", (), "", "gemma4", "<|turn>model\n"
+    ),
+    "ernie: thinks and answers": Stream(
+        "ernie45",
+        f"{THINKS}\n</think>\n\n<response>\nIt is 3.\n</response>\n",
+        "It is 3.",
+        (),
+        THINKS,
+        "ernie45",
+        "<think>\n",
+    ),
+    "ernie: thinks and calls": Stream(
+        "ernie45", f"{THINKS}\n</think>\n\n{hermes(*TWO[0])}\n", "", TWO[:1], THINKS, "ernie45", "<think>\n"
+    ),
     "harmony: thinks, says what it does, and calls": Stream(
         "openai",
         f"<|channel|>analysis<|message|>{THINKS}<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
@@ -348,9 +436,10 @@ class Heard:
         return self.content, self.reasoning, self.calls, self.num_ended
 
 
-def heard(parser: Parser, pieces: list[str]) -> Heard:
+def heard(parser: Parser, pieces: list[str], stopped: bool = True) -> Heard:
+    """stopped: the output ended by itself."""
     result = Heard()
     for piece in pieces:
         result.take(parser.push(piece))
-    result.take(parser.finish())
+    result.take(parser.finish(stopped))
     return result

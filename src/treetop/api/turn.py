@@ -34,7 +34,9 @@ class Turn:
         """What a delta says."""
         parser = self._parsers[delta.index]
         events = parser.push(delta.text)
-        return events if delta.output is None else [*events, *parser.finish()]
+        if delta.output is None:
+            return events
+        return [*events, *parser.finish(delta.output.finish_reason == "stop")]
 
 
 async def prompt_of(api: ApiState, body: ChatRequest) -> list[int]:

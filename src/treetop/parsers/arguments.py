@@ -1,11 +1,14 @@
 """Arguments that a format writes as text between tags: their JSON follows from the tools' schemas."""
 
+import ast
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from treetop.parsers.source import Markers, Source, Steps
+from treetop.parsers.json_text import OF_PYTHON, escaped, mended, refuse
+from treetop.parsers.source import Markers, Source, Steps, Take
 from treetop.parsers.writer import Writer
+from treetop.types.constraint import is_utf8
 
 _DEEP = 8
 """Levels of a schema's alternatives that are looked at."""
@@ -18,7 +21,6 @@ _KINDS: dict[type, str] = {
     dict: "object",
     type(None): "null",
 }
-_OF_PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
 class Tools:
@@ -64,6 +66,14 @@ def _listed(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list) else ()
 
 
+class ValueEnds:
+    """What ends a value between tags: its own end, or any other tag of the format, which then comes again."""
+
+    def __init__(self, own: Sequence[str], others: Sequence[str]) -> None:
+        self.markers = Markers(*own, *others, *(f"\n{tag}" for tag in others))
+        self.others = frozenset(self.markers.words) - {*own}
+
+
 class TaggedArguments:
     """Writes the arguments of one call as an object, member by member."""
 
@@ -71,8 +81,8 @@ class TaggedArguments:
         self._source, self._out, self._tools, self._tool = source, out, tools, tool
         self._any = False
 
-    def read(self, name: str, end: Markers, is_text: bool | None = None) -> Steps[bool]:
-        """Read the value of a parameter up to its end. Returns whether it has come to it.
+    def read(self, name: str, ends: ValueEnds, is_text: bool | None = None) -> Steps[bool]:
+        """Read the value of a parameter up to its end. Returns whether it has come to it; at a stop it has.
 
         is_text: whether it is a text, else JSON; None where the schema decides.
         """
@@ -83,35 +93,64 @@ class TaggedArguments:
         self._any = True
         if admits == {"string"}:
             self._out.arguments('"')
-            done = (yield from self._source.until(end, lambda text: self._out.arguments(_escaped(text)))) is not None
+            done = yield from self._text(ends, lambda text: self._out.arguments(escaped(text)))
             self._out.arguments('"' if done else "")
             return done
         pieces = list[str]()
-        done = (yield from self._source.until(end, pieces.append)) is not None
+        done = yield from self._text(ends, pieces.append)
         if done:
             self._out.arguments(as_json("".join(pieces), admits))
         return done
+
+    def _text(self, ends: ValueEnds, take: Take) -> Steps[bool]:
+        """The beginning of a tag that waits at the output's end is no text: it would have been one."""
+        source = self._source
+        found = yield from source.until(ends.markers, lambda text: None if source.ended else take(text))
+        if found in ends.others:
+            source.back(found or "")
+        return found is not None or source.stopped
 
     def end(self) -> None:
         self._out.arguments("}" if self._any else "{}")
         self._out.end()
 
 
+def bare(name: str) -> str:
+    """A name without the blanks and quotes that may stand around it."""
+    return name.strip().strip("\"'").strip()
+
+
 def as_json(text: str, admits: frozenset[str]) -> str:
-    """The JSON of an argument that is written as text: a value of one of these types, else a string."""
-    said = _OF_PYTHON.get(text.strip(), text.strip())
+    """The JSON of an argument that is written as text: a value of one of these types, else a string.
+
+    Where a list or an object is meant, it may be one of Python's.
+    """
+    said = OF_PYTHON.get(text.strip(), text.strip())
     try:
-        value = json.loads(said, parse_constant=_refuse)
+        value = json.loads(said, parse_constant=refuse)
     except (ValueError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)
+        meant = {"[": "array", "{": "object"}.get(said[:1])
+        is_python = meant in admits and "string" not in admits
+        return json_of_python(said) if is_python else json.dumps(text, ensure_ascii=False)
     kind = _KINDS[type(value)]
     fits = not admits or kind in admits or (kind == "integer" and "number" in admits)
     return said if fits or "string" not in admits else json.dumps(text, ensure_ascii=False)
 
 
-def _refuse(name: str) -> Any:
-    raise ValueError(name)
+def json_of_python(text: str) -> str:
+    """The JSON of a value of Python's, or of JSON; of what is neither, the JSON of the text."""
+    said = text.strip()
+    try:
+        return _written(ast.literal_eval(said))
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        pass
+    try:
+        return _written(json.loads(said, parse_constant=refuse))
+    except (ValueError, RecursionError):
+        return mended(said) if said[:1] in ("[", "{") else _written(said)
 
 
-def _escaped(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+def _written(value: object) -> str:
+    """JSON, with escapes where an escape of the value's stands for what UTF-8 cannot write."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text if is_utf8(text) else json.dumps(value, allow_nan=False)

@@ -7,10 +7,12 @@
 
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>
 
-Source: the chat templates of deepseek-ai/DeepSeek-V3-0324 and deepseek-ai/DeepSeek-V3.1.
+Either parser reads both, whatever there is of the fence. Source: the chat templates of
+deepseek-ai/DeepSeek-V3-0324 and deepseek-ai/DeepSeek-V3.1.
 """
 
 from treetop.parsers.arguments import Tools
+from treetop.parsers.json_text import Ends, json_value
 from treetop.parsers.source import Markers, Source, Steps
 from treetop.parsers.writer import Writer
 
@@ -22,40 +24,48 @@ WORDS = (
     "<｜tool▁call▁end｜>",
 )
 _SECTION, _SECTION_END, _CALL, _SEP, _CALL_END = WORDS
-_BEGIN, _NEXT, _HEAD = Markers(_SECTION), Markers(_CALL, _SECTION_END), Markers(_SEP, _CALL_END)
-_FENCE_END = "\n```"
-_FENCE = Markers("```json\n", _CALL_END)
-_FENCED_END, _END = Markers(_FENCE_END, _CALL_END), Markers(_CALL_END)
+_ENDS = _CALL_END, _CALL, _SECTION_END
+_BEGIN, _NEXT = Markers(_SECTION), Markers(_CALL, _SECTION_END)
+_FENCE = "```"
+_HEAD, _NAME_END, _END = Markers(_SEP, *_ENDS), Markers(_FENCE, "{", *_ENDS), Markers(*_ENDS)
+_KIND = "function"
+"""What V3 writes in place of the name, which comes behind."""
 
 
-def deepseek_v31(source: Source, out: Writer, tools: Tools) -> Steps[None]:
-    yield from _calls(source, out, False)
-
-
-def deepseek_v3(source: Source, out: Writer, tools: Tools) -> Steps[None]:
-    yield from _calls(source, out, True)
-
-
-def _calls(source: Source, out: Writer, fenced: bool) -> Steps[None]:
+def deepseek(source: Source, out: Writer, tools: Tools) -> Steps[None]:
     while (yield from source.until(_BEGIN, out.content)):
         while (yield from source.until(_NEXT, out.content)) == _CALL:
-            yield from _call(source, out, fenced)
+            yield from _call(source, out)
 
 
-def _call(source: Source, out: Writer, fenced: bool) -> Steps[None]:
-    pieces = list[str]()
+def _call(source: Source, out: Writer) -> Steps[None]:
     source.keep()
-    found = yield from source.until(_HEAD, pieces.append)
-    if fenced and found == _SEP:
-        pieces.clear()  # what kind of tool it is: always a function
-        found = yield from source.until(_FENCE, pieces.append)
-    name, text = "".join(pieces).strip(), source.kept()
-    if found in (None, _CALL_END) or not name:
+    name = yield from _name(source)
+    text = source.kept()
+    if not name:
         out.content(_CALL + text)
         return
     out.start(name)
-    found = yield from source.until(_FENCED_END if fenced else _END, out.arguments)
-    if found == _FENCE_END:
-        found = yield from source.until(_END, lambda _: None)
-    if found is not None:
+    done = yield from json_value(source, out.arguments, Ends(_ENDS, in_strings=True))
+    found = yield from source.until(_END, lambda _: None)
+    source.back("" if found == _CALL_END else found or "")
+    if done:
         out.end()
+
+
+def _name(source: Source) -> Steps[str]:
+    """Read a call's head up to its object, or to its end if it has none. Returns the name; "" for what is no call."""
+    head, name = list[str](), list[str]()
+    found = yield from source.until(_HEAD, head.append)
+    if found != _SEP:
+        source.back("" if found == _CALL_END else found or "")
+        return ""
+    found = yield from source.until(_NAME_END, name.append)
+    if found == _FENCE:
+        yield from source.word("json")
+        yield from source.space()
+        found = yield from source.at("{")
+    else:
+        source.back(found or "")
+    said, kind = "".join(name).strip(), "".join(head).strip()
+    return (said or kind) if found and (said or found == "{" or kind != _KIND) else ""

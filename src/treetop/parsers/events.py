@@ -29,7 +29,9 @@ class CallStart:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """More of a call's arguments, a JSON object in text. Joined they are what the model wrote, if it is JSON."""
+    """More of a call's arguments, a JSON object in text. Joined they are JSON, what the model wrote if that was; a
+    beginning of it where the output was cut off.
+    """
 
     index: int
     text: str
@@ -37,7 +39,7 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """No more arguments of this call come. A call that the output's end cuts off may have none."""
+    """No more arguments of this call come. A call that was cut off may have none."""
 
     index: int
 
@@ -50,6 +52,9 @@ class Parser(Protocol):
 
     def push(self, text: str) -> list[Event]: ...
 
-    def finish(self) -> list[Event]:
-        """What waited for more text, which does not come."""
+    def finish(self, stopped: bool = True) -> list[Event]:
+        """What waited for more text, which does not come.
+
+        stopped: the output ended by itself. Then a call that is open is closed; one that was cut off has no `CallEnd`.
+        """
         ...

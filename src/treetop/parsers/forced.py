@@ -3,7 +3,8 @@
 These are the forms that vLLM gives a named tool choice and `required`.
 """
 
-from treetop.parsers.json_call import json_call, json_value
+from treetop.parsers.json_call import json_calls
+from treetop.parsers.json_text import json_value
 from treetop.parsers.source import END, Source, Steps
 from treetop.parsers.text_parser import Reader
 from treetop.parsers.writer import Writer
@@ -25,11 +26,5 @@ def named_call(name: str) -> Reader:
 
 def listed_calls(source: Source, out: Writer) -> Steps[None]:
     """A list of objects, each with a name and parameters."""
-    yield from source.space()
-    yield from source.word("[")
-    yield from source.space()
-    while (yield from json_call(source, out)):
-        yield from source.space()
-        yield from source.word(",")
-        yield from source.space()
+    yield from json_calls(source, out)
     yield from source.until(END, lambda _: None)

@@ -8,8 +8,10 @@
 cookbook.openai.com/articles/openai-harmony.
 """
 
+import json
 import re
 
+from treetop.parsers.json_text import Ends, json_value
 from treetop.parsers.source import Markers, Source, Steps
 from treetop.parsers.text_parser import Reader
 from treetop.parsers.writer import Writer
@@ -18,6 +20,7 @@ from treetop.types.constraint import Reasoning
 WORDS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE, _END, _CALL, _RETURN = WORDS
 _HEAD, _BODY = Markers(_MESSAGE), Markers(_END, _CALL, _RETURN, _START)
+_ENDS = Ends((_END, _CALL, _RETURN, _START), in_strings=True)
 _OF_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _TO = re.compile(r"\bto=([^\s<]+)")
 
@@ -74,12 +77,26 @@ class _Messages:
         yield from self.body(channel[1] if channel else "final", recipient[1] if recipient else None)
         return True
 
+    def _arguments(self) -> Steps[None]:
+        """Read a call's object; a text that is none is handed on as a string."""
+        source, out, pieces = self._source, self._out, list[str]()
+        yield from source.space()
+        if (yield from source.at("{")):
+            done = yield from json_value(source, out.arguments, _ENDS)
+            found = yield from source.until(_BODY, lambda _: None)
+        else:
+            found = yield from source.until(_BODY, pieces.append)
+            done = source.stopped
+        if done or found:  # the token that ends a call ends the output, too, and is not in its text
+            text = "".join(pieces)
+            out.arguments(json.dumps(text, ensure_ascii=False) if text.strip() else "")
+            out.end()
+
     def body(self, channel: str, recipient: str | None) -> Steps[None]:
         out = self._out
         if recipient is not None and recipient not in ("assistant", "user", "all"):
             out.start(recipient.removeprefix("functions."))
-            yield from self._source.until(_BODY, out.arguments)
-            out.end()  # the token that ends a call ends the output, too, and is not in its text
+            yield from self._arguments()
             return
         kind = "analysis" if channel == "analysis" else "final"
         take = out.reasoning if kind == "analysis" else out.content

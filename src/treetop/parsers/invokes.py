@@ -24,13 +24,13 @@ documentation.
 
 import re
 
-from treetop.parsers.arguments import TaggedArguments, Tools
+from treetop.parsers.arguments import TaggedArguments, Tools, ValueEnds, bare
 from treetop.parsers.source import Markers, Source, Steps
 from treetop.parsers.writer import Writer
 
 DSML = "｜DSML｜"
-_TYPED_HEAD = re.compile(r'(.*?)(?:"\s+string="(true|false))?', re.DOTALL)
-_HEAD_END = Markers('">')
+_TYPED_HEAD = re.compile(r"""(.*?)\s+string=["']?(true|false)["']?\s*""", re.DOTALL)
+_HEAD_END = Markers(">")
 
 
 class Invokes:
@@ -38,10 +38,13 @@ class Invokes:
 
     def __init__(self, block: str, prefix: str = "", typed: bool = False) -> None:
         """block: the outer tag's name. prefix: of all names. typed: parameters say what they are."""
-        self._invoke, self._parameter = f'<{prefix}invoke name="', f'<{prefix}parameter name="'
-        self._begin, self._call_or_end = Markers(f"<{prefix}{block}>"), Markers(self._invoke, f"</{prefix}{block}>")
-        self._parameter_or_end = Markers(self._parameter, f"</{prefix}invoke>")
-        self._value_end, self._typed = Markers(f"</{prefix}parameter>"), typed
+        self._invoke, self._parameter = f"<{prefix}invoke name=", f"<{prefix}parameter name="
+        self._invoke_end, block_end = f"</{prefix}invoke>", f"</{prefix}{block}>"
+        self._begin, self._call_or_end = Markers(f"<{prefix}{block}>"), Markers(self._invoke, block_end)
+        around = self._invoke_end, self._invoke, block_end
+        self._parameter_or_end = Markers(self._parameter, *around)
+        self._value_ends = ValueEnds((f"</{prefix}parameter>",), (self._parameter, *around))
+        self._typed = typed
 
     def __call__(self, source: Source, out: Writer, tools: Tools) -> Steps[None]:
         while (yield from source.until(self._begin, out.content)):
@@ -50,28 +53,31 @@ class Invokes:
 
     def _call(self, source: Source, out: Writer, tools: Tools) -> Steps[None]:
         pieces = list[str]()
-        if not (yield from source.until(_HEAD_END, pieces.append)):
-            out.content(self._invoke + "".join(pieces))
+        ended = yield from source.until(_HEAD_END, pieces.append)
+        name = bare("".join(pieces))
+        if not ended or not name:
+            out.content(self._invoke + "".join(pieces) + (ended or ""))
             return
-        name = "".join(pieces)
         out.start(name)
         arguments = TaggedArguments(source, out, tools, name)
         while (found := (yield from source.until(self._parameter_or_end, lambda _: None))) == self._parameter:
             pieces.clear()
             if not (yield from source.until(_HEAD_END, pieces.append)):
-                return
+                break
             parameter, is_text = self._head("".join(pieces))
-            if not (yield from arguments.read(parameter, self._value_end, is_text)):
+            if not (yield from arguments.read(parameter, self._value_ends, is_text)):
                 return
-        if found:
+        if found not in (self._parameter, self._invoke_end):
+            source.back(found or "")
+        if found not in (None, self._parameter) or source.stopped:
             arguments.end()
 
     def _head(self, text: str) -> tuple[str, bool | None]:
         """A parameter's name, and whether it says that it is a text; None if it does not say."""
         head = _TYPED_HEAD.fullmatch(text) if self._typed else None
-        if head is None or head[2] is None:
-            return text, None
-        return head[1], head[2] == "true"
+        if head is None:
+            return bare(text), None
+        return bare(head[1]), head[2] == "true"
 
 
 minimax_m2 = Invokes("minimax:tool_call")

@@ -1,87 +1,82 @@
-"""Tool calls that are JSON objects: {"name": ..., "arguments": {...}}."""
+"""Tool calls that are JSON objects: {"name": ..., "arguments": {...}}.
+
+What models write beside that is read, too: the object of OpenAI's API, {"type": "function", "function": {...}}, the
+name as `function`, arguments as a string of JSON.
+"""
 
 import json
-import re
 from collections.abc import Collection
+from dataclasses import dataclass
 
+from treetop.parsers.json_text import NO_ENDS, Ends, json_value, mended
 from treetop.parsers.source import Source, Steps, Take
 from treetop.parsers.writer import Writer
 
-_OUTSIDE = re.compile(r'["{}\[\]]')
-_INSIDE = re.compile(r'["\\]')
-_AFTER_SCALAR = re.compile(r"[,}\]\s]")
 _ARGUMENTS = ("arguments", "parameters")
-_KEYS = frozenset(("name", "type", "id", *_ARGUMENTS))
+_NAME, _FUNCTION = "name", "function"
+_KEYS = frozenset((_NAME, _FUNCTION, "type", "id", *_ARGUMENTS))
+_QUOTES = ('"', "'")
 
 
-def json_value(source: Source, take: Take) -> Steps[bool]:
-    """Read a JSON value as it is written. Returns whether it is complete.
+@dataclass(frozen=True, slots=True)
+class CallRules:
+    """Of calls that are read.
 
-    Only strings and brackets are followed: what else is wrong in it is for whoever parses it.
+    names: of the tools that may be called, None for any.
+    strict: a call has arguments, and nothing but what a call has.
+    ends: tags of the format, at which a call ends that is not closed.
     """
-    first = yield from source.peek()
-    if first == "" or first not in '"{[':
-        yield from source.before(_AFTER_SCALAR, take)
-        return bool((yield from source.peek()))
-    depth = 0
-    while True:
-        found = yield from source.through(_OUTSIDE, take)
-        if found == '"':
-            if not (yield from _rest_of_string(source, take)):
-                return False
-        elif not found:
-            return False
-        else:
-            depth += 1 if found in "{[" else -1
-        if depth <= 0:
-            return True
+
+    names: Collection[str] | None = None
+    strict: bool = False
+    ends: Ends = NO_ENDS
 
 
-def _rest_of_string(source: Source, take: Take) -> Steps[bool]:
-    while True:
-        found = yield from source.through(_INSIDE, take)
-        if found != "\\":
-            return bool(found)
-        yield from source.one(take)
+ANY = CallRules()
 
 
-def json_call(source: Source, out: Writer, names: Collection[str] | None = None, strict: bool = False) -> Steps[bool]:
-    """Read an object that is a call. Returns whether it was one; if it was none, it may have been read in part.
-
-    names: of the tools that may be called, None for any. strict: it has arguments, and nothing but what a call has.
-    """
-    call = _Call(out, names)
+def json_call(source: Source, out: Writer, rules: CallRules = ANY) -> Steps[bool]:
+    """Read an object that is a call. Returns whether it was one; if it was none, it may have been read in part."""
     if not (yield from source.word("{")):
         return False
+    call = _Call(out, rules)
+    whole = yield from _members(source, call)
+    if whole and not call.begun and call.is_known and not rules.strict:
+        call.begin()
+    if call.begun and (whole or bool((yield from source.peek())) or source.stopped):
+        out.end()
+    return call.begun
+
+
+def json_calls(source: Source, out: Writer, rules: CallRules = ANY) -> Steps[bool]:
+    """Read calls one behind the other, perhaps in a list. Returns whether there was one; of it nothing is kept."""
+    is_any = False
+    yield from source.space()
+    yield from source.word("[")
     while True:
         yield from source.space()
-        found = yield from source.word(",", "}", '"')
-        if found == ",":
-            continue
-        if found == "}":
-            break
-        if not found or not (yield from _member(source, call, strict)):
-            return call.begun
-    if call.name is None or (strict and not call.begun) or not call.is_known:
-        return False
-    if not call.begun:
-        call.begin()
-    out.end()
-    return True
+        found = yield from source.word(",", ";", "]")
+        if found == "]":
+            return is_any
+        if not found:
+            if not (yield from json_call(source, out, rules)):
+                return is_any
+            is_any = True
+            source.kept()
 
 
 class _Call:
     """What is known of a call: it begins when it has a name and arguments."""
 
-    def __init__(self, out: Writer, names: Collection[str] | None) -> None:
-        self.out, self._names = out, names
+    def __init__(self, out: Writer, rules: CallRules) -> None:
+        self.out, self.rules = out, rules
         self.name: str | None = None
         self.begun = False
         self.waiting: str | None = None  # arguments that came before the name
 
     @property
     def is_known(self) -> bool:
-        return self._names is None or self.name in self._names
+        return self.name is not None and (self.rules.names is None or self.name in self.rules.names)
 
     def begin(self) -> None:
         assert self.name is not None
@@ -89,28 +84,47 @@ class _Call:
         self.begun = True
 
 
-def _member(source: Source, call: _Call, strict: bool) -> Steps[bool]:
-    """Read a member behind its first quote. Returns whether all is well."""
-    pieces = list[str]()
-    if not (yield from _rest_of_string(source, pieces.append)):
+def _members(source: Source, call: _Call) -> Steps[bool]:
+    """Read members of an object up to its last bracket. Returns whether all is well."""
+    while True:
+        yield from source.space()
+        found = yield from source.word(",", "}", *_QUOTES)
+        if found == "}":
+            return True
+        if not found:
+            return False
+        if found in _QUOTES:
+            source.back(found)
+            if not (yield from _member(source, call)):
+                return False
+
+
+def _member(source: Source, call: _Call) -> Steps[bool]:
+    """Read a member. Returns whether all is well."""
+    pieces, ends = list[str](), call.rules.ends
+    if not (yield from json_value(source, pieces.append, ends)):
         return False
-    key = _string('"' + "".join(pieces))
+    key = _string("".join(pieces))
     yield from source.space()
-    if (strict and key not in _KEYS) or not (yield from source.word(":")):
+    if (call.rules.strict and key not in _KEYS) or not (yield from source.word(":")):
         return False
     yield from source.space()
+    if key == _FUNCTION and call.name is None and (yield from source.word("{")):
+        return (yield from _members(source, call))
     if key in _ARGUMENTS and call.name is not None and not call.begun:
         if not call.is_known:
             return False
         call.begin()
-        return (yield from _arguments(source, call.out.arguments))
+        return (yield from _arguments(source, call.out.arguments, ends))
     value = list[str]()
     if key in _ARGUMENTS and not call.begun:
-        done = yield from _arguments(source, value.append)
+        done = yield from _arguments(source, value.append, ends)
         call.waiting = "".join(value)
         return done
-    done = yield from json_value(source, value.append)
-    if key == "name" and call.name is None:
+    done = yield from json_value(source, value.append, ends)
+    if key in (_NAME, _FUNCTION) and call.name is None:
+        if not (yield from source.peek()):
+            return False  # it may have been cut off
         call.name = _string("".join(value))
         if call.name is None:
             return False
@@ -120,25 +134,27 @@ def _member(source: Source, call: _Call, strict: bool) -> Steps[bool]:
     return done
 
 
-def _arguments(source: Source, take: Take) -> Steps[bool]:
+def _arguments(source: Source, take: Take, ends: Ends) -> Steps[bool]:
     """Read arguments: an object, or an object's text as a JSON string; null is an empty object."""
     first = yield from source.peek()
     if first and first in "{[":
-        return (yield from json_value(source, take))
+        return (yield from json_value(source, take, ends))
     pieces = list[str]()
-    done = yield from json_value(source, pieces.append)
-    text = "".join(pieces)
-    said = _string(text)
-    if not done:
+    if not (yield from json_value(source, pieces.append, ends)):
         return False
-    take("{}" if text == "null" or said == "" else text if said is None else said)
-    return done
+    text = "".join(pieces)
+    said = (_string(text) or "").strip()
+    if said[:1] in ("{", "["):
+        take(mended(said))
+    else:  # at the output's end it is the beginning of anything
+        take("{}" if text in ("", "null", '""') or not (yield from source.peek()) else text)
+    return True
 
 
 def _string(text: str) -> str | None:
     """The string that a JSON string is; None if it is none."""
     try:
-        value = json.loads(text, strict=False)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, str) else None

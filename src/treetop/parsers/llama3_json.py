@@ -2,31 +2,53 @@
 
     {"name": "f", "parameters": {"a": 1}}
 
-Any other output is content; so is an object that calls no tool of the request. Source: the chat template of
-meta-llama/Llama-3.1-8B-Instruct.
+An object that calls no tool of the request is content; so is one within a list or another object. Text may come before
+and between. Source: the chat template of meta-llama/Llama-3.1-8B-Instruct.
 """
 
 from treetop.parsers.arguments import Tools
-from treetop.parsers.json_call import json_call
-from treetop.parsers.source import END, Source, Steps
+from treetop.parsers.json_call import CallRules, json_call
+from treetop.parsers.source import Markers, Source, Steps
 from treetop.parsers.writer import Writer
+
+TAG = "<|python_tag|>"
+_BEGIN = Markers("{", TAG)
 
 
 def llama3_json(source: Source, out: Writer, tools: Tools) -> Steps[None]:
-    more = True
-    while more:
+    rules, before = CallRules(tools.names, strict=True), _Before(out)
+    while found := (yield from source.until(_BEGIN, before.take)):
         source.keep()
+        source.back(found)
+        yield from source.word(TAG)
         yield from source.space()
-        yield from source.word("<|python_tag|>")
-        yield from source.space()
-        is_call = yield from json_call(source, out, tools.names, strict=True)
+        is_inside = before.is_inside and bool((yield from source.word("{")))
+        is_call = not is_inside and (yield from json_call(source, out, rules))
         text = source.kept()
         if not is_call:
-            out.content(text)
-            break
+            before.take(text)
+            continue
         source.keep()
         yield from source.space()
-        more = bool((yield from source.word(";")))
+        more = yield from source.word(";", ",")
         text = source.kept()
-        out.content("" if more else text)
-    yield from source.until(END, out.content)
+        before.take("" if more else text)
+
+
+class _Before:
+    """Content, of which the last two characters that are no white space say what an object behind them is."""
+
+    def __init__(self, out: Writer) -> None:
+        self._out = out
+        self._last = ("", "")
+
+    def take(self, text: str) -> None:
+        self._out.content(text)
+        said = text.rstrip()
+        if said:
+            self._last = (said[:-1].rstrip()[-1:] or self._last[1], said[-1])
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether it stands within another, or in a list."""
+        return self._last[1] in ("[", "{", ",") or self._last == ('"', ":")

@@ -11,13 +11,16 @@ import secrets
 import string
 
 from treetop.parsers.arguments import Tools
-from treetop.parsers.json_call import json_call, json_value
+from treetop.parsers.json_call import CallRules, json_calls
+from treetop.parsers.json_text import Ends, json_value
 from treetop.parsers.source import Markers, Source, Steps
 from treetop.parsers.writer import Writer
 
 WORDS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 _CALLS, _ID, _ARGUMENTS = WORDS
 _BEGIN, _NAME_END, _ID_END = Markers(_CALLS), Markers(_ID, _ARGUMENTS, "{"), Markers(_ARGUMENTS, "{")
+_ENDS = Ends((_CALLS,))
+_RULES = CallRules(ends=_ENDS)
 _LETTERS = string.ascii_letters + string.digits
 
 
@@ -29,28 +32,13 @@ def mistral(source: Source, out: Writer, tools: Tools) -> Steps[None]:
     while (yield from source.until(_BEGIN, out.content)):
         source.keep()
         yield from source.space()
-        if (yield from source.word("[")):
-            is_call = yield from _listed(source, out)
+        if (yield from source.at("[", "{")):
+            is_call = yield from json_calls(source, out, _RULES)
         else:
             is_call = yield from _call(source, out)
         text = source.kept()
         if not is_call:
             out.content(_CALLS + text)
-
-
-def _listed(source: Source, out: Writer) -> Steps[bool]:
-    """Read the calls of a list. Returns whether there was one."""
-    is_any = False
-    while True:
-        yield from source.space()
-        found = yield from source.word(",", "]")
-        if found == "]":
-            return is_any
-        if not found:
-            if not (yield from json_call(source, out)):
-                return is_any
-            is_any = True
-            source.kept()
 
 
 def _call(source: Source, out: Writer) -> Steps[bool]:
@@ -64,7 +52,6 @@ def _call(source: Source, out: Writer) -> Steps[bool]:
         source.back(found)
     source.kept()
     out.start("".join(name).strip(), "".join(call_id).strip() or None)
-    yield from source.space()
-    if (yield from json_value(source, out.arguments)):
+    if (yield from json_value(source, out.arguments, _ENDS)):
         out.end()
     return True

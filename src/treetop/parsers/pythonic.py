@@ -2,7 +2,8 @@
 
     <|python_start|>[f(a=1, b="x"), g()]<|python_end|>
 
-Any other output is content; so is a list that begins with no tool of the request. An argument without a name is that of
+The brackets of the list may be missing. Any other output is content; so is a list that begins with no tool of the
+request. An argument without a name is that of
 the tool's parameter at its place.
 
 Which templates ask for it: those that show the form as `[func_name1(params_name1=params_value1, ...), ...]` (Meta's
@@ -12,14 +13,12 @@ themselves ask for JSON. Source: the model card of meta-llama/Llama-3.2-3B-Instr
 llama4_pythonic in vLLM's documentation, and these files of its examples.
 """
 
-import ast
 import json
 import re
 
-from treetop.parsers.arguments import Tools
+from treetop.parsers.arguments import Tools, json_of_python
 from treetop.parsers.source import END, Source, Steps, Take
 from treetop.parsers.writer import Writer
-from treetop.types.constraint import is_utf8
 
 START, STOP = WORDS = ("<|python_start|>", "<|python_end|>")
 _NAME_END, _KEY_END = re.compile(r"[^A-Za-z0-9_.:/-]"), re.compile(r"[^A-Za-z0-9_]")
@@ -31,29 +30,36 @@ def pythonic(source: Source, out: Writer, tools: Tools) -> Steps[None]:
     yield from source.space()
     yield from source.word(START)
     yield from source.space()
-    more = bool((yield from source.word("[")))
-    while more:
+    listed = bool((yield from source.word("[")))
+    separators, more = (",",) if listed else (",", ";"), True
+    while more and (yield from python_call(source, out, tools)):
         yield from source.space()
-        pieces = list[str]()
-        if (yield from source.through(_NAME_END, pieces.append)) != "(":
-            break
-        name = "".join(pieces)[:-1]
-        if name not in tools.names:
-            break
-        source.kept()
-        out.start(name)
-        if not (yield from _Call(source, out, tools.parameters(name)).read()):
-            return
-        source.keep()
-        yield from source.space()
-        more = bool((yield from source.word(",")))
-        if not more and (yield from source.word("]")):
+        more = bool((yield from source.word(*separators))) or not listed
+        if listed and not more and (yield from source.word("]")):
             yield from source.space()
             yield from source.word(STOP)
             source.kept()
             source.keep()
     out.content(source.kept())
     yield from source.until(END, out.content)
+
+
+def python_call(source: Source, out: Writer, tools: Tools) -> Steps[bool]:
+    """Read a call of one of the tools, behind spaces. Returns whether there was one, and it has come to its end.
+
+    What has been read is kept: all that is no call, and nothing else.
+    """
+    yield from source.space()
+    pieces = list[str]()
+    last = yield from source.through(_NAME_END, pieces.append)
+    name = "".join(pieces).removesuffix(last)
+    if last != "(" or name not in tools.names:
+        return False
+    source.kept()
+    out.start(name)
+    done = yield from _Call(source, out, tools.parameters(name)).read()
+    source.keep()
+    return done
 
 
 class _Call:
@@ -65,7 +71,7 @@ class _Call:
         self._begun = ""
 
     def read(self) -> Steps[bool]:
-        """Read up to the call's end. Returns whether it has come."""
+        """Read up to the call's end. Returns whether it has come; a stop is one, too."""
         source, out, place = self._source, self._out, 0
         yield from source.space()
         if (yield from source.word(")")):
@@ -103,41 +109,30 @@ class _Call:
         return ""
 
     def _value(self, take: Take) -> Steps[str]:
-        """Read a value and the comma or bracket that ends it, which is returned; "" at the text's end."""
-        depth = 0
+        """Read a value and the comma or bracket that ends it, which is returned; "" where it was cut off.
+
+        At a stop what is open is closed.
+        """
+        open_brackets = list[str]()
         while last := (yield from self._source.through(_BRACKET, take)):
             if last in _QUOTES:
                 if not (yield from self._string(last, take)):
-                    return ""
+                    open_brackets.append(last)
+                    break
             elif last in "([{":
-                depth += 1
-            elif not depth and last in ",)":
+                open_brackets.append(")]}"["([{".index(last)])
+            elif not open_brackets and last in ",)":
                 return last
-            elif last in ")]}":
-                depth = max(depth - 1, 0)
-        return ""
+            elif last in ")]}" and open_brackets:
+                open_brackets.pop()
+        if not self._source.stopped:
+            return ""
+        take("".join(reversed(open_brackets)) + ")")
+        return ")"
 
     def _string(self, quote: str, take: Take) -> Steps[bool]:
         """Read a text behind its first quote, and the last. Returns whether it has come."""
         while (last := (yield from self._source.through(_QUOTES[quote], take))) == "\\":
-            yield from self._source.one(take)
+            if not (yield from self._source.one(take)):
+                take("\\")  # so that it stands for itself
         return bool(last)
-
-
-def json_of_python(text: str) -> str:
-    """The JSON of a value of Python's, or of JSON; of what is neither, the JSON of the text."""
-    said = text.strip()
-    try:
-        return _written(ast.literal_eval(said))
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-        pass
-    try:
-        return _written(json.loads(said))
-    except (ValueError, RecursionError):
-        return _written(said)
-
-
-def _written(value: object) -> str:
-    """JSON, with escapes where an escape of the value's stands for what UTF-8 cannot write."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    return text if is_utf8(text) else json.dumps(value, allow_nan=False)

@@ -5,12 +5,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from treetop.parsers import deepseek, harmony, invokes, kimi_k2, mistral, pythonic, strict
+from treetop.parsers import deepseek, gemma4, glm45, harmony, hermes, invokes, kimi_k2, mistral, pythonic, strict
 from treetop.parsers.arguments import Tools
 from treetop.parsers.events import Parser
-from treetop.parsers.glm45 import glm45
-from treetop.parsers.hermes import hermes
 from treetop.parsers.llama3_json import llama3_json
+from treetop.parsers.olmo3 import olmo3
 from treetop.parsers.qwen3_coder import qwen3_coder, seed_oss
 from treetop.parsers.source import Source, Steps
 from treetop.parsers.strict import Held
@@ -43,10 +42,8 @@ class ToolFormat:
 
 TOOL_PARSERS: dict[str, ToolFormat] = {
     "kimi_k2": ToolFormat(kimi_k2.kimi_k2, r"<\|tool_calls_section_begin\|>", kimi_k2.WORDS, strict.KIMI_K2),
-    "deepseek_v3": ToolFormat(
-        deepseek.deepseek_v3, r"<｜tool▁sep｜>[\s\S]*```json", deepseek.WORDS, strict.DEEPSEEK_V3
-    ),
-    "deepseek_v31": ToolFormat(deepseek.deepseek_v31, r"<｜tool▁sep｜>", deepseek.WORDS, strict.DEEPSEEK_V31),
+    "deepseek_v3": ToolFormat(deepseek.deepseek, r"<｜tool▁sep｜>[\s\S]*```json", deepseek.WORDS, strict.DEEPSEEK_V3),
+    "deepseek_v31": ToolFormat(deepseek.deepseek, r"<｜tool▁sep｜>", deepseek.WORDS, strict.DEEPSEEK_V31),
     "deepseek_v4": ToolFormat(invokes.deepseek_v4, r"｜DSML｜tool_calls", (invokes.DSML,), strict.DEEPSEEK_V4),
     "deepseek_v32": ToolFormat(invokes.deepseek_v32, r"｜DSML｜", (invokes.DSML,), strict.DEEPSEEK_V32),
     "minimax_m2": ToolFormat(
@@ -54,8 +51,16 @@ TOOL_PARSERS: dict[str, ToolFormat] = {
     ),
     "seed_oss": ToolFormat(seed_oss, r"seed:tool_call", (), strict.SEED_OSS),
     "qwen3_coder": ToolFormat(qwen3_coder, r"<function=", ("<tool_call>", "</tool_call>"), strict.QWEN3_CODER),
-    "glm45": ToolFormat(glm45, r"<arg_key>", ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>"), strict.GLM45),
-    "hermes": ToolFormat(hermes, r"<tool_call>", ("<tool_call>", "</tool_call>"), strict.HERMES),
+    "hy_v3": ToolFormat(glm45.hy_v3, r"<tool_sep>", glm45.WORDS, strict.HY_V3),
+    "glm45": ToolFormat(glm45.glm45, r"<arg_key>", glm45.WORDS, strict.GLM45),
+    "gemma4": ToolFormat(gemma4.gemma4, r"<\|tool_call>call:", gemma4.WORDS),
+    "hunyuan_a13b": ToolFormat(hermes.hunyuan_a13b, r"<tool_calls>", hermes.hunyuan_a13b.words, strict.HUNYUAN_A13B),
+    "phi4_mini_json": ToolFormat(
+        hermes.phi4_mini, r"functools\[|<\|/tool(_call)?\|>", hermes.phi4_mini.words, strict.PHI4_MINI
+    ),
+    "granite": ToolFormat(hermes.granite, r"<\|tool_call\|>", hermes.granite.words, strict.GRANITE),
+    "olmo3": ToolFormat(olmo3, r"<function_calls>"),
+    "hermes": ToolFormat(hermes.hermes, r"<tool_call>", hermes.hermes.words, strict.HERMES),
     "mistral": ToolFormat(
         mistral.mistral, r"\[TOOL_CALLS\]", mistral.WORDS, strict.mistral_calls, mistral.new_mistral_id
     ),
@@ -67,17 +72,28 @@ TOOL_PARSERS: dict[str, ToolFormat] = {
 """In the order in which a template is asked for their signs."""
 _SAME = {
     "glm47": "glm45",
+    "granite4": "hermes",
+    "ernie45": "hermes",
     "qwen3_xml": "qwen3_coder",
     "llama4_json": "llama3_json",
     "llama4_pythonic": "pythonic",
 }
 
+_CALLS = "{", "<function="
+"""What stands behind Qwen's `<tool_call>` where it is a call, and no word about one."""
 REASONING_PARSERS: dict[str, Thinking] = {
-    "kimi_k2": Thinking(also_closes=(kimi_k2.SECTION,)),
+    "kimi_k2": Thinking(also_closes=kimi_k2.BEGINS),
     "mistral": Thinking("[THINK]", "[/THINK]"),
     "seed_oss": Thinking("<seed:think>", "</seed:think>"),
-    "qwen3": Thinking(),
+    "qwen3": Thinking(
+        awaits=True, also_closes=tuple(f"<tool_call>{gap}{begin}" for gap in ("", "\n") for begin in _CALLS)
+    ),
     "glm45": Thinking(),
+    "hy_v3": Thinking(),
+    "olmo3": Thinking(),
+    "gemma4": Thinking("<|channel>", "<channel|>", title="thought"),
+    "hunyuan_a13b": Thinking(answer=("<answer>", "</answer>")),
+    "ernie45": Thinking(answer=("<response>", "</response>")),
     "deepseek_v3": Thinking(),
     "deepseek_r1": Thinking(inside=True),
     "minimax_m2": Thinking(inside=True),
@@ -86,6 +102,14 @@ HARMONY_TOOLS, HARMONY_REASONING = "openai", "openai_gptoss"
 """Both stand for Harmony, which has one reader for all."""
 
 _SIGNS = {HARMONY_TOOLS: r"<\|channel\|>"} | {name: each.sign for name, each in TOOL_PARSERS.items()}
+_REASONING_SIGNS = {
+    "mistral": r"\[/THINK\]",
+    "seed_oss": "</seed:think>",
+    "gemma4": r"<\|channel>",
+    "hunyuan_a13b": r"<answer>[\s\S]*</think>|</think>[\s\S]*<answer>",
+    "ernie45": r"<response>[\s\S]*</think>|</think>[\s\S]*<response>",
+    "qwen3": "</think>|<think>",
+}
 ToolParserName = Literal[
     "openai",
     "kimi_k2",
@@ -99,6 +123,14 @@ ToolParserName = Literal[
     "qwen3_xml",
     "glm45",
     "glm47",
+    "hy_v3",
+    "hunyuan_a13b",
+    "gemma4",
+    "phi4_mini_json",
+    "granite",
+    "granite4",
+    "olmo3",
+    "ernie45",
     "hermes",
     "mistral",
     "pythonic",
@@ -114,6 +146,11 @@ ReasoningParserName = Literal[
     "seed_oss",
     "qwen3",
     "glm45",
+    "hy_v3",
+    "hunyuan_a13b",
+    "gemma4",
+    "olmo3",
+    "ernie45",
     "deepseek_v3",
     "deepseek_r1",
     "minimax_m2",
@@ -164,7 +201,7 @@ class OutputFormat:
     def answer(self, tail: str, reader: Reader, most_calls: int | None = None) -> Parser:
         """Of an output that is held to a structure, which `reader` reads, behind reasoning if there is `reasoning`."""
         if self.thinking is not None and not self.thinking.has_closed(tail):
-            reader = thinking(replace(self.thinking, also_closes=()), tail, reader)
+            reader = thinking(_of_held(self.thinking), tail, reader)
         return PlainText() if reader is plain else TextParser(reader, most_calls)
 
     def parser(
@@ -181,8 +218,13 @@ class OutputFormat:
         if self.tools is not None and tools is not None:
             reader, new_id = _with_tools(self.tools, tools), self.tools.new_id
         if self.thinking is not None:
-            reader = thinking(replace(self.thinking, also_closes=()) if held else self.thinking, tail, reader)
+            reader = thinking(_of_held(self.thinking) if held else self.thinking, tail, reader)
         return PlainText() if reader is plain else TextParser(reader, most_calls, new_id)
+
+
+def _of_held(tags: Thinking) -> Thinking:
+    """Where what follows is held to a structure: it is told that there is reasoning by the first tag alone."""
+    return replace(tags, also_closes=(), awaits=False, answer=None)
 
 
 def _with_tools(form: ToolFormat, tools: Tools) -> Reader:
@@ -193,11 +235,14 @@ def output_format(template: str, tool_parser: str | None = None, reasoning_parse
     """Of a model with this chat template. The others: names of parsers, None to go by the template."""
     if tool_parser is None:
         tool_parser = _first_in(template, _SIGNS)
+    named = reasoning_parser is not None
     if reasoning_parser is None:
         reasoning_parser = _reasoning_of(template, tool_parser)
     if tool_parser == HARMONY_TOOLS or reasoning_parser == HARMONY_REASONING:
         return OutputFormat(is_harmony=True)
     thinks = REASONING_PARSERS.get(reasoning_parser)
+    if thinks is not None and not named:  # many templates speak of reasoning whose models do not reason
+        thinks = replace(thinks, awaits=False)
     return OutputFormat(TOOL_PARSERS.get(_SAME.get(tool_parser, tool_parser)), thinks)
 
 
@@ -206,7 +251,7 @@ def _reasoning_of(template: str, tool_parser: str) -> str:
         return HARMONY_REASONING
     if tool_parser == "kimi_k2":
         return tool_parser
-    return _first_in(template, {"mistral": r"\[/THINK\]", "seed_oss": "</seed:think>", "qwen3": "</think>|<think>"})
+    return _first_in(template, _REASONING_SIGNS)
 
 
 def _first_in(template: str, signs: Mapping[str, str]) -> str:

@@ -21,6 +21,7 @@ class Markers:
     """Words that end what comes before them. None begins another: then the first found is the one that is meant."""
 
     def __init__(self, *words: str) -> None:
+        self.words = words
         heads = {word[:end] for word in words for end in range(1, len(word))} - {*words}
         whole, begun = _any_of(words), _any_of(sorted(heads, key=len, reverse=True))
         self.pattern = re.compile(rf"({whole})|{begun}\Z")
@@ -39,14 +40,17 @@ class Source:
     """The text that has come and has not been read."""
 
     def __init__(self) -> None:
-        self._text, self._at, self._ended = "", 0, False
+        self._text, self._at, self.ended = "", 0, False
+        self.stopped = False
+        """The text has ended, and where its writer wanted it to: what is open may be closed."""
         self._kept: list[str] | None = None
 
     def feed(self, text: str) -> None:
         self._text, self._at = self._text[self._at :] + text, 0
 
-    def end(self) -> None:
-        self._ended = True
+    def end(self, stopped: bool) -> None:
+        """No more comes. stopped: the writer wanted to say no more; else it was cut off."""
+        self.ended, self.stopped = True, stopped
 
     def keep(self) -> None:
         """From now on, keep what is read, for `kept`."""
@@ -64,11 +68,11 @@ class Source:
             found = markers.pattern.search(self._text, self._at)
             marker = found[1] if found is not None else None
             end = found.start() if found is not None else len(self._text)
-            if marker is None and self._ended:
+            if marker is None and self.ended:
                 end = len(self._text)
             if end > self._at:
                 take(self._read(end))
-            if marker is not None or self._ended:
+            if marker is not None or self.ended:
                 self._read(self._at + len(marker or ""))
                 return marker
             yield
@@ -80,7 +84,7 @@ class Source:
             end = found.end() if found is not None else len(self._text)
             if end > self._at:
                 take(self._read(end))
-            if found is not None or self._ended:
+            if found is not None or self.ended:
                 return found[0] if found is not None else ""
             yield
 
@@ -96,13 +100,13 @@ class Source:
             found = _SPACE.match(self._text, self._at)
             assert found is not None  # it matches nothing, too
             pieces.append(self._read(found.end()))
-            if self._at < len(self._text) or self._ended:
+            if self._at < len(self._text) or self.ended:
                 return "".join(pieces)
             yield
 
     def peek(self) -> Steps[str]:
         """The next character, which stays; "" at the text's end."""
-        while self._at == len(self._text) and not self._ended:
+        while self._at == len(self._text) and not self.ended:
             yield
         return self._text[self._at : self._at + 1]
 
@@ -114,9 +118,15 @@ class Source:
             for word in words:
                 if rest.startswith(word):
                     return self._read(self._at + len(word))
-            if self._ended or not any(word.startswith(rest) for word in words):
+            if self.ended or not any(word.startswith(rest) for word in words):
                 return ""
             yield
+
+    def at(self, *words: str) -> Steps[str]:
+        """The one of the words that comes next, which stays; "" if none does."""
+        found = yield from self.word(*words)
+        self.back(found)
+        return found
 
     def one(self, take: Take) -> Steps[bool]:
         """Read a character. Returns whether there was one."""
@@ -130,6 +140,10 @@ class Source:
         self._at -= len(marker)
         if self._kept and marker:
             self._kept[-1] = self._kept[-1].removesuffix(marker)
+
+    def again(self, text: str) -> None:
+        """A text that has been read comes again, before all others."""
+        self._text, self._at = text + self._text[self._at :], 0
 
     def _read(self, end: int) -> str:
         piece, self._at = self._text[self._at : end], end

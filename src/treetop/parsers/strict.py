@@ -10,7 +10,7 @@ spelling as text would be read as the mark, too, so it does not come.
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,7 @@ class CallForm:
     opens: ends the free text before it.
     begins, ends: of one call, around its arguments. joined: may stand between two; None if a block has one call.
     member: None where arguments are an object of JSON.
+    loose: what begins a call for the parser, too: the free text does not have it.
     """
 
     opens: str
@@ -59,6 +60,7 @@ class CallForm:
     close: str
     joined: str | None = None
     member: Member | None = None
+    loose: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +95,20 @@ def in_blocks(form: CallForm) -> Held:
             for name in tools.schemas
         ]
         more = "" if form.joined is None else f"({lark.maybe(form.joined)} call)*"
-        opens = lark.until(form.opens) if tools.answer is None else lark.words(form.opens)
+        opens = lark.until(form.opens, form.loose) if tools.answer is None else lark.words(form.opens)
         block = f"{opens} {lark.words(form.head)} call {more} {lark.words(form.close)}"
         lark.rules += [f"call: {' | '.join(calls)}", f"block: {block}"]
         if tools.answer is not None:
             lark.rules.append(r"GAP: /[ \n]{0,2}/")
             return lark.text(f"{lark.answer} | block {'(GAP block)*' if tools.several else ''}")
-        lark.rules.append(f"FREE: {_without(form.opens)}")
+        lark.rules.append(f"FREE: {_without(form.opens, *form.loose)}")
         return lark.text(f"block{'*' if tools.several else '?'} FREE")
 
     return made
+
+
+_LLAMA_BEGIN = r"""\{[ \t\r\n]*["'](name|function|type|id|arguments|parameters|\\)"""
+"""What begins an object that may be a call for the parser, within a text."""
 
 
 def llama3_calls(tools: StrictTools) -> str:
@@ -113,7 +119,7 @@ def llama3_calls(tools: StrictTools) -> str:
     tag, free = "<|python_tag|>", lark.answer
     lark.rules += [f"call: {' | '.join(calls)}", r"GAP: /[ \n]?/"]
     if tools.answer is None:
-        lark.rules.append(r"FREE: /([ \t\r\n]*[^ \t\r\n{](.|\n)*)?/")
+        lark.rules.append(rf"FREE: /([ \t\r\n]*[^ \t\r\n{{](.|\n)*)?/ & ~/(.|\n)*{_LLAMA_BEGIN}(.|\n)*/")
         free = "FREE"
     return lark.text(f"{lark.maybe(tag)} call {more} | {free}")
 
@@ -181,16 +187,19 @@ class _Lark:
     def maybe(self, text: str) -> str:
         return f"({self.words(text)})?" if text else ""
 
-    def until(self, mark: str) -> str:
-        """Any text up to a mark, and it."""
+    def until(self, mark: str, loose: Sequence[str] = ()) -> str:
+        """Any text up to a mark, and it. loose: what the text does not have."""
         name, found = f"to_{len(self.rules)}", self._names.search(mark)
         head, rest = mark, ""
         if found is not None:
             head, rest = mark[: found.start()], mark[found.start() :]
         if found is not None and found[0] not in _ANY:
-            self.rules.append(rf"{name.upper()}: /(.|\n)*{_escaped(head)}/ & {_without(found[0])}")
+            self.rules.append(rf"{name.upper()}: /(.|\n)*{_escaped(head)}/ & {_without(found[0], *loose)}")
             return f"{name.upper()} {self.words(rest)}"
-        self.rules.append(rf"{name}[lazy]: /(.|\n)*/ {_quoted(head)}")
+        if loose:
+            self.rules.append(f"{name.upper()}: {_without(*loose)}")
+        free = name.upper() if loose else r"/(.|\n)*/"
+        self.rules.append(f"{name}[lazy]: {free} {_quoted(head)}")
         return f"{name} {self.words(rest)}"
 
     def arguments(self, tool: str, member: Member | None) -> str:
@@ -247,9 +256,9 @@ def _written(schema: Mapping[str, Any]) -> str:
     return json.dumps(with_exclusive_branches(json.loads(json.dumps(schema))))
 
 
-def _without(mark: str) -> str:
-    """Any text that a mark is not in."""
-    return rf"/(.|\n)*/ & ~/(.|\n)*{_escaped(mark)}(.|\n)*/"
+def _without(*marks: str) -> str:
+    """Any text that none of the marks is in."""
+    return rf"/(.|\n)*/ & ~/(.|\n)*({'|'.join(map(_escaped, marks))})(.|\n)*/"
 
 
 def _escaped(text: str) -> str:
@@ -263,20 +272,43 @@ _PARAMETER = Member(f"<parameter={NAME}>\n", "\n", "</parameter>")
 def _functions(tag: str) -> Held:
     """Of Qwen3-Coder and those who took its form."""
     return in_blocks(
-        CallForm(f"<{tag}>", "\n", f"<function={NAME}>\n", "</function>\n", f"</{tag}>", member=_PARAMETER)
+        CallForm(
+            f"<{tag}>",
+            "\n",
+            f"<function={NAME}>\n",
+            "</function>\n",
+            f"</{tag}>",
+            member=_PARAMETER,
+            loose=("<function=",),
+        )
     )
 
 
 HERMES = in_blocks(_TOOL_CALL)
+
+
+def _in_lists(opens: str, head: str, close: str, loose: tuple[str, ...] = ()) -> Held:
+    """Of those whose calls are a list of JSON."""
+    begins = f'{{"name": "{NAME}", "arguments": '
+    return in_blocks(CallForm(opens, head, begins, "}", close, joined=", ", loose=loose))
+
+
+GRANITE = _in_lists("<|tool_call|>", "[", "]", ("<tool_call>",))
+PHI4_MINI = _in_lists("functools[", "", "]", ("<|tool_call|>",))
+HUNYUAN_A13B = _in_lists("<tool_calls>", "[", "]</tool_calls>")
 QWEN3_CODER, SEED_OSS = _functions("tool_call"), _functions("seed:tool_call")
-GLM45 = in_blocks(
+_ARGUMENT = Member(f"<arg_key>{NAME}</arg_key>\n<arg_value>", "", "</arg_value>")
+GLM45 = in_blocks(CallForm("<tool_call>", "", f"{NAME}\n", "", "</tool_call>", member=_ARGUMENT))
+HY_V3 = in_blocks(
     CallForm(
-        "<tool_call>",
-        "",
-        f"{NAME}\n",
-        "",
-        "</tool_call>",
-        member=Member(f"<arg_key>{NAME}</arg_key>\n<arg_value>", "", "</arg_value>"),
+        "<tool_calls>",
+        "\n",
+        f"<tool_call>{NAME}<tool_sep>\n",
+        "</tool_call>\n",
+        "</tool_calls>",
+        joined="",
+        member=_ARGUMENT,
+        loose=("<tool_call>",),
     )
 )
 
@@ -308,6 +340,7 @@ KIMI_K2 = in_blocks(
         "<|tool_call_end|>",
         "<|tool_calls_section_end|>",
         joined="",
+        loose=("<|tool_call_section_begin|>", "<|tool_call_begin|>"),
     )
 )
 _DEEPSEEK = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"

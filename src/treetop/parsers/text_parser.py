@@ -24,8 +24,8 @@ class TextParser:
             next(self._steps)  # a reader ends only at the text's end
         return self._writer.take()
 
-    def finish(self) -> list[Event]:
-        self._source.end()
+    def finish(self, stopped: bool = True) -> list[Event]:
+        self._source.end(stopped)
         for _ in self._steps:
             raise AssertionError("a reader waits behind the end of the text")
         self._writer.finish()
@@ -38,5 +38,5 @@ class PlainText:
     def push(self, text: str) -> list[Event]:
         return [Content(text)] if text else []
 
-    def finish(self) -> list[Event]:
+    def finish(self, stopped: bool = True) -> list[Event]:
         return []
