@@ -5,7 +5,6 @@ They need more than one engine, or rounds whose shapes change, so each has a sce
 thousand weights are enough.
 """
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -109,7 +108,7 @@ def _another_pair(folder: Path, level: int) -> str:
     shutil.copytree(pair[1], other[1])
     file = other[1] / "model.safetensors"
     save_file({name: each + (name == "norm.weight") for name, each in load_file(file).items()}, file)
-    unlooked = (Patch("treetop.engine.startup.kept_calibration:_read", _believed),) if level < 0 else ()
+    unlooked = (Patch("treetop.engine.startup.kept_calibration:_tables", _believed),) if level < 0 else ()
     with replaced(unlooked):
         for each in (pair, other):
             llm = _llm(each, level, speculative_calibration_dir=str(folder / "kept"), **_LEARN)
@@ -124,7 +123,7 @@ def _another_pair(folder: Path, level: int) -> str:
 
 
 def _believed(real: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
-    return lambda path, pair, text: real(path, json.loads(text)["pair"], text)
+    return lambda path, pair, found: real(path, found["pair"], found)
 
 
 def _another_row(folder: Path, level: int) -> str:

@@ -16,6 +16,7 @@ from support.nixl_peer import OVER_TCP, known_bytes
 from treetop.disaggregation.nixl import PACKAGES, NixlTransport, find_nixl
 from treetop.types.errors import ConfigError
 from treetop.types.kv_transfer.transport import WAYS, Handle, Memory, PeerId, Probe, Range, State, Way
+from treetop.version import DISTRIBUTION
 
 pytestmark = pytest.mark.skipif(not any(map(find_spec, PACKAGES)), reason="needs NIXL")
 SIZE = 32 * 2**20
@@ -179,5 +180,5 @@ def test_a_read_from_a_peer_that_is_killed_fails_and_nothing_arrives_after(over_
 def test_without_nixl_the_error_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("nixl_cu12", "nixl_cu13"):
         monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError, match=r"pip install treetop\[disaggregation-cu13\]"):
+    with pytest.raises(ConfigError, match=rf"pip install {DISTRIBUTION}\[disaggregation-cu13\]"):
         find_nixl()
