@@ -1,15 +1,21 @@
-"""Prompts of a benchmark: a file's texts, or token ids of a wanted length."""
+"""Prompts of a benchmark: a file's texts, by kind or not, or token ids of a wanted length."""
 
 import json
 import random
+from importlib import resources
 from pathlib import Path
 
 from treetop.checkpoints.folder import resolve_folder
 from treetop.llm import LLM
+from treetop.text.chat_prompt import chat_ids
+from treetop.text.chat_template import open_chat_template
+from treetop.text.prompts import PromptReader
 from treetop.text.tokenizer import Tokenizer
 from treetop.types.config import BUILTIN_MODEL
 from treetop.types.default_model import PAIRS
 from treetop.types.errors import InputError
+from treetop.types.layout import PLAIN
+from treetop.types.requests import CoreInfo
 
 
 def read_prompts(file: str | None, count: int, tokenizer: Tokenizer | None) -> list[list[int]]:
@@ -55,3 +61,39 @@ def random_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
 def held_out() -> Path:
     """The embedded pair's held-out prompts."""
     return resolve_folder(BUILTIN_MODEL).parent / "prompts.jsonl"
+
+
+def read_kinds(file: str | None) -> dict[str, list[str]]:
+    """Texts of prompts by kind, in the order of the file: JSON lines with a `prompt` each, and a `kind` or none.
+
+    None is the package's own: questions, code, summaries and JSON. Raises InputError.
+    """
+    path = Path(file) if file else Path(str(resources.files("treetop") / "assets" / "bench_prompts.jsonl"))
+    kinds: dict[str, list[str]] = {}
+    try:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            kind, text = row.get("kind", "prompts"), row["prompt"]
+            if not (isinstance(text, str) and isinstance(kind, str)):
+                raise ValueError("a prompt and its kind must be text")
+            kinds.setdefault(kind, []).append(text)
+        if not kinds:
+            raise ValueError("it is empty")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise InputError(f"--prompts {path}: not JSON lines with a `prompt` each: {error}") from None
+    return kinds
+
+
+def as_questions(folder: Path, max_context: int, texts: list[str]) -> tuple[list[list[int]], bool]:
+    """Ids of each text as a user's only message, where the model of `folder` has a chat template; else as plain text.
+
+    max_context: longer prompts are an InputError. Also returns whether there is a template.
+    """
+    reader = PromptReader(CoreInfo(str(folder), 0, max_context, 1, PLAIN))
+    template = open_chat_template(folder)
+    if template is None:
+        return [reader.encode(text) for text in texts], False
+    try:
+        return [chat_ids(template, reader, [{"role": "user", "content": text}], {}) for text in texts], True
+    finally:
+        template.close()

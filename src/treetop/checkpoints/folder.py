@@ -34,12 +34,14 @@ def resolve_folder(name: str, option: str = "model") -> Path:
     shown = f"{'model' if option == 'model' else options_of(EngineConfig)[option].flag} {_short(name)}"
     if name.startswith(BUILTIN_PREFIX):
         return _builtin(name, shown)
+    if not name:
+        raise CheckpointError(f"{shown}: not a folder")
     kind = _kind(name, shown)
     if kind is not None and stat.S_ISREG(kind) and name.endswith(".gguf"):
         return gguf_folder(Path(name))
     if kind is not None and stat.S_ISDIR(kind):
         return _in_folder(Path(name), None, shown)
-    if kind is not None or not name:
+    if kind is not None:
         raise CheckpointError(f"{shown}: not a folder")
     stem, _, quant = name.rpartition(":")
     quant = quant if stem and _QUANT.fullmatch(quant) else ""

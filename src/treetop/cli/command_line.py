@@ -90,6 +90,7 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser, given: Seque
         and getattr(args, "model_flag", None) is None
     ):
         print(f"treetop: {default_line()}", file=sys.stderr)
+    args.words = [*given]  # for reports that name their command
     if not os.environ.get("TREETOP_FAULT"):
         return int(args.run(args))
     try:
