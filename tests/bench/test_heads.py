@@ -225,5 +225,5 @@ def test_a_kind_of_one_prompt_and_a_prompt_that_is_too_long_are_refused(tmp_path
     with pytest.raises(InputError, match="kind 'short' needs a second prompt"):
         heads.run("builtin:nestling", HEAD, HeadsOptions(prompts=str(file)), print, "")
     asked = HeadsOptions(prompts=two_prompts(tmp_path), max_tokens=60)
-    with pytest.raises(ConfigError, match=r"need a context of 6\d, have 64; .* or raise --context-length"):
+    with pytest.raises(ConfigError, match=r"need a context of [67]\d, have 64; .* or raise --context-length"):
         heads.run("builtin:nestling", {**HEAD, "context_length": 64}, asked, print, "")
