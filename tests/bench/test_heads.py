@@ -8,7 +8,9 @@ import pytest
 from treetop.bench import heads, heads_plot, prompts, provenance
 from treetop.bench.heads import HeadsOptions
 from treetop.bench.intervals import ratio_interval
+from treetop.checkpoints.folder import resolve_folder
 from treetop.cli import main
+from treetop.text.tokenizer import open_tokenizer
 from treetop.types.errors import ConfigError, EngineError, InputError
 
 PAIR = ["builtin:nestling", "--speculative-draft-model-path", "builtin:nestling-eagle3"]
@@ -19,10 +21,14 @@ HEAD = {"draft": "builtin:nestling-eagle3", "dtype": "float32"}
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory):
-    """JSON and page of a sweep with one prompt a kind, by the command line, and the exit code."""
+    """JSON and page of a sweep by the command line, the exit code, the command; the shortest prompts of each kind."""
     page = tmp_path_factory.mktemp("heads") / "heads.html"
+    short = {kind: sorted(texts, key=len)[:2] for kind, texts in prompts.read_kinds(None).items()}
+    rows = [{"kind": kind, "prompt": text} for kind, texts in short.items() for text in texts]
+    file = page.with_name("prompts.jsonl")
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     words = ["bench", *PAIR, "--sweep", "heads", "--shapes", *SHAPES, "--num-prompts", "1", "--max-tokens", "8"]
-    code = main([*words, "--dtype", "float32", "--plot", str(page)])
+    code = main([*words, "--prompts", str(file), "--dtype", "float32", "--plot", str(page)])
     return json.loads(page.with_suffix(".json").read_text("utf-8")), page.read_text("utf-8"), code, words
 
 
@@ -69,7 +75,8 @@ def test_the_json_names_what_is_needed_to_measure_it_again(swept):
     assert (found["model"], found["head"], found["dtype"]) == (PAIR[0], PAIR[2], "float32")
     assert {"treetop", "python", "torch"} <= found["versions"].keys()
     assert found["prompts"] == {"chat": 1, "code": 1, "summary": 1, "json": 1}
-    assert (found["warm_up"], found["chat_template"], found["prompts_file"]) == (16, True, None)
+    assert (found["warm_up"], found["chat_template"]) == (4, True)
+    assert found["prompts_file"].endswith("prompts.jsonl")
     assert found["machine"]["name"].startswith(("CPU", "NVIDIA"))
     assert found["skipped"] == found["failed"] == {}
 
@@ -156,7 +163,12 @@ def test_an_interval_resamples_and_compares_item_by_item():
 
 
 def test_the_packages_prompts_are_fourteen_of_each_kind_and_none_twice():
+    """They are asked as a user's message, where there is a template."""
     kinds = prompts.read_kinds(None)
+    ids, templated = prompts.as_questions(resolve_folder("builtin:nestling"), 2048, [*kinds["json"]])
+    assert templated
+    text = open_tokenizer(resolve_folder("builtin:nestling")).decode(ids[0])
+    assert text == f"User: {kinds['json'][0]}\n\nAssistant:"
     assert {kind: len(set(texts)) for kind, texts in kinds.items()} == dict.fromkeys(
         ("chat", "code", "summary", "json"), 14
     )
@@ -225,5 +237,5 @@ def test_a_kind_of_one_prompt_and_a_prompt_that_is_too_long_are_refused(tmp_path
     with pytest.raises(InputError, match="kind 'short' needs a second prompt"):
         heads.run("builtin:nestling", HEAD, HeadsOptions(prompts=str(file)), print, "")
     asked = HeadsOptions(prompts=two_prompts(tmp_path), max_tokens=60)
-    with pytest.raises(ConfigError, match=r"need a context of [67]\d, have 64; .* or raise --context-length"):
+    with pytest.raises(ConfigError, match=r"need a context of 7\d, have 64; .* or raise --context-length"):
         heads.run("builtin:nestling", {**HEAD, "context_length": 64}, asked, print, "")

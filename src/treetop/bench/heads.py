@@ -115,6 +115,7 @@ def run(
     the first plain decoding both are the sweep's end. Raises UserError for options that cannot work, before anything
     is measured.
     """
+    date, found_versions = datetime.now(UTC).isoformat(timespec="seconds"), versions()  # of what runs, before it runs
     own = _engine_config(model, engine_options)
     folder = resolve_folder(own.model)
     positions = target_spec(folder).config.max_positions
@@ -142,8 +143,8 @@ def run(
     sweep.run(configurations)
     return HeadsReport(
         command=command,
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions=versions(),
+        date=date,
+        versions=found_versions,
         machine=machine,
         model=own.model,
         revision=revision(folder),

@@ -36,7 +36,9 @@ svg{width:100%;height:auto}svg text{fill:var(--ink);font-size:12px}svg .soft{fil
 .grid{stroke:var(--line)}.one{stroke:var(--ink);stroke-dasharray:3 3}.whisker{stroke:var(--ink);stroke-width:1.3}
 .wide{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:14px;width:100%}
 th,td{padding:4px 10px;text-align:right;white-space:nowrap;border-bottom:1px solid var(--line);font-weight:400}
-th:first-child{text-align:left;color:var(--ink)}td small{color:var(--soft)}thead th{border-bottom:2px solid var(--line)}
+th[colspan]{text-align:center}
+th:first-child{text-align:left;color:var(--ink);white-space:normal;min-width:110px}
+td small{color:var(--soft)}thead th{border-bottom:2px solid var(--line)}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:3px 16px;margin:0}dd{margin:0;overflow-wrap:anywhere}
 pre{margin:8px 0;padding:10px;border:1px solid var(--line);border-radius:7px;white-space:pre-wrap;
 overflow-wrap:anywhere}
@@ -210,7 +212,10 @@ def _cell(value: Interval | None) -> str:
 
 
 def _equality(report: HeadsReport) -> str:
-    checks = [f"{each.configuration}, temperature {each.temperature:g}: {each.sentence}" for each in report.checks]
+    found: dict[str, list[str]] = {}
+    for each in report.checks:
+        found.setdefault(each.sentence, []).append(f"{each.configuration} at {each.temperature:g}")
+    checks = [f"{sentence}: {'; '.join(places)}" for sentence, places in found.items()]
     why = (
         "Speculative decoding chooses the tokens that plain decoding would. Products of different numbers of rows round"
         " differently, though: in float32 that can break a tie of the two best logits, which is counted; in 16 bits it"

@@ -102,6 +102,7 @@ class Comparison:
 class HeadsReport:
     """All figures, by configuration, temperature and kind, and what is needed to measure them again.
 
+    date: when it began, in UTC.
     head: the folder or id; None for drafts that have none.
     algorithm: as `--speculative-algorithm` has it; None for what the head's tensors are.
     revision, head_revision: commits of the hub's cache.
