@@ -302,7 +302,7 @@ def grow(growth: TreeBuilder, level: int, frontier: Frontier, children: Children
     hidden = torch.empty_like(children.hidden)
     mask = torch.empty((rows, k, t + k), dtype=torch.uint8, device=tokens.device)
     block = min(_BLOCK // lanes(k), lanes(width))
-    _grow_kernel[(rows, -(-width // block))](
+    _grow_kernel[(rows, max(1, -(-width // block)))](
         frontier.score, proposed, logprob, children.hidden, flags,
         growth.tokens, growth.scores, growth.parents, tokens, score, hidden, mask,
         growth.logprob, growth.classes, growth.shift[:, level + 1], growth.shift.stride(0),
