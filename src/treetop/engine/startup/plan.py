@@ -169,7 +169,6 @@ def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | N
         pool_tokens=config.max_total_tokens or 0,
         max_in_flight=choose_max_in_flight(config),
         max_deferred=_max_deferred(config, context),
-        graft=config.speculative_ngram_graft,
     )
     if config.max_total_tokens is None:
         layout = replace(layout, pool_tokens=layout.tokens_for_all)
