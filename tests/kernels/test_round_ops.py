@@ -39,7 +39,6 @@ from treetop.kernels.sampling.sampling import SampledTokens
 from treetop.kernels.table import OpContext, Ops, operations
 from treetop.kernels.tree.accept import Withheld
 from treetop.kernels.tree.commit import Paths
-from treetop.kernels.tree.graft import graft
 from treetop.kernels.tree.grow import Children
 from treetop.kernels.tree.rows import DraftState, RowTables
 from treetop.kernels.triton_guard import GpuTraits
@@ -95,10 +94,9 @@ if INTERPRETED or DEVICE.type == "cuda":
         rows=st.integers(1, 4),
         seed=st.integers(0, 10**6),
         half=st.booleans(),
-        grafted=st.integers(0, 3),
     )
     @FEW
-    def test_growing_and_selecting_equal_the_plain_operations(shape, rows, seed, half, grafted):
+    def test_growing_and_selecting_equal_the_plain_operations(shape, rows, seed, half):
         """Every frontier, candidate, node and place: ties, -inf, NaN, k = 1, dummy rows, uneven hidden states."""
         dtype = torch.float16 if half else torch.float32
         results = []
@@ -108,17 +106,13 @@ if INTERPRETED or DEVICE.type == "cuda":
             listed = torch.tensor([*rng.sample(range(5), rows), 5])
             tree, places, _ = buffers.of(len(listed), shape)
             calibration = random_calibration(rng, max(1, shape.num_steps), 6)
-            growth = sown_growth(shape, len(listed), calibration, min(grafted, shape.num_steps))
+            growth = sown_growth(shape, len(listed), calibration)
             frontier = ops.start(tables, listed, growth, tree, places, identity(shape))
             frontiers = [frontier] if shape.num_steps else []
             for level in range(shape.num_steps - 1):
                 frontier = ops.grow(growth, level, frontier, random_children(rng, len(listed), shape.topk, 37, dtype))
                 frontiers.append(frontier)
             if shape.num_steps:
-                if growth.graft is not None:  # of texts of few words, so that lines share nodes with the head's
-                    torch.manual_seed(seed)
-                    text = torch.randint(0, 8, (6, 100), dtype=torch.int32)
-                    graft(growth.head, growth.graft, text, listed, places.committed)
                 ops.select(growth, tree, places)
                 above = tree.depth.gather(1, tree.parent)
                 assert torch.equal(tree.depth[:, 1:], above[:, 1:] + 1)  # no orphans, whatever the scores

@@ -212,7 +212,7 @@ def make_round_buffers(
             zeros((b,), torch.bool),
             zeros((b, t), long),
         ),
-        growth={shape: make_growth(shape, b, calibration, zeros, layout.grafted(shape)) for shape in layout.shapes},
+        growth={shape: make_growth(shape, b, calibration, zeros) for shape in layout.shapes},
         logprobs=PathLogprobs(zeros((b, w, 1 + best), torch.float32), zeros((b, w, best), long)),
         aux_hidden=zeros((b, w, num_features * hidden), dtype),
         draft_tails=tails(draft, layout.draft_tail),

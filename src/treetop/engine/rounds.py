@@ -23,7 +23,6 @@ from treetop.kernels.tree.accept import Withheld
 from treetop.kernels.tree.calibration import Heat
 from treetop.kernels.tree.commit import Paths, feature_nodes
 from treetop.kernels.tree.deferred import ExtendPairs, defer, deferred_pairs
-from treetop.kernels.tree.graft import graft
 from treetop.kernels.tree.learn import Observed
 from treetop.kernels.tree.row_text import remember
 from treetop.kernels.tree.rows import DraftState, RowTables, store_draft
@@ -94,9 +93,6 @@ def draft_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
         return runner.tail_attention(phase, runner.draft_layers, buffers.draft_tails, plans, columns, shape)
 
     grow_tree(grower, growth, frontier, ops, attend, lines)
-    if growth.graft is not None:
-        assert runner.state.text is not None
-        graft(growth.head, growth.graft, runner.state.text, rows, places.committed)
     ops.select(growth, tree, places)
 
 

@@ -114,7 +114,7 @@ class SimulatedAcceptance:
         other = some.gather(2, taken.to(torch.int32).argmin(dim=2, keepdim=True))
         chosen = children.gather(2, rank.clamp(max=k - 1)[..., None])
         wanted = torch.where(rank[..., None] < k, chosen, other)[..., 0]
-        here = growth.chosen[:, :, None] == growth.head.above[:, None]  # [rows, T, groups]
+        here = growth.chosen[:, :, None] == growth.above[:, None]  # [rows, T, groups]
         token = torch.where(here.any(dim=2), (here * wanted[:, None]).sum(dim=2), wanted[:, :1])
         return SampledTokens(token, torch.ones_like(token, dtype=torch.bool))
 

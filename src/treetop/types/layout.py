@@ -156,7 +156,6 @@ class Layout:
     pool_tokens: tokens that each pool without a window holds.
     disaggregation_slots: staging slots.
     slot_tokens: most tokens whose K/V one holds.
-    graft: nodes of a tree that may come from the row's text beside a head.
     block: queries of the pass that the drafter makes once a round; 0 for none.
     """
 
@@ -171,12 +170,7 @@ class Layout:
     max_deferred: int = 0
     disaggregation_slots: int = 0
     slot_tokens: int = 0
-    graft: int = 0
     block: int = 0
-
-    def grafted(self, shape: SpecShape) -> int:
-        """Candidates of a shape that are not the head's: a line of them, no deeper than its tree."""
-        return min(self.graft, shape.num_steps)
 
     @property
     def commit_width(self) -> int:

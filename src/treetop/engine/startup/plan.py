@@ -169,7 +169,6 @@ def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | N
         pool_tokens=config.max_total_tokens or 0,
         max_in_flight=choose_max_in_flight(config),
         max_deferred=_max_deferred(config, context),
-        graft=config.speculative_ngram_graft,
         block=draft.block.width if draft is not None and draft.block is not None else 0,
     )
     if config.max_total_tokens is None:
