@@ -169,7 +169,8 @@ class Drafter(Grower, Protocol):
 class DrafterSpec(Protocol):
     """A drafter before its weights are read: what has to be known to size everything.
 
-    folder: of its checkpoint, if it has one.
+    folder: of its checkpoint, if it has one. Specs that differ in it alone are equal: one's weights may take the place
+        of the other's.
     vocab_size: how many tokens it can propose.
     state_size: of a row's state.
     state_dtype: None is the engine's.
