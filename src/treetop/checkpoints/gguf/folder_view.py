@@ -5,8 +5,8 @@ from pathlib import Path
 from torch import Tensor
 
 from treetop.checkpoints.gguf.architectures import architecture, config_of
-from treetop.checkpoints.gguf.tensors import GgufTensors
-from treetop.checkpoints.gguf.views import View, views
+from treetop.checkpoints.gguf.tensors import GgufTensors, View
+from treetop.checkpoints.gguf.views import views
 
 
 class GgufFolder:

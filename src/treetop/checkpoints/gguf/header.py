@@ -37,8 +37,10 @@ TYPES = {
     13: ("Q5_K", 256, 176),
     14: ("Q6_K", 256, 210),
     30: ("BF16", 1, 2),
+    39: ("MXFP4", 32, 17),
 }
 """Types of tensors that are read, by number: name, numbers a block, bytes a block."""
+MXFP4 = 39
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """A GGUF file's tensors, decoded one at a time as they are asked for, to the bits of the library `gguf`."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -7,11 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treetop.checkpoints.gguf.header import Header, kept_header
+from treetop.checkpoints.gguf.header import TYPES, Header, kept_header
 from treetop.types.errors import CheckpointError, ConfigError
 from treetop.version import DISTRIBUTION
 
 _MISSING = f"GGUF files need the library gguf; pip install {DISTRIBUTION}[gguf]"
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor as a folder of the hub has it, not read yet.
+
+    kind: as it is stored, in the words of safetensors or of the file.
+    rows: those from one to another along the first dimension.
+    """
+
+    shape: tuple[int, ...]
+    kind: str
+    rows: Callable[[int, int], Tensor]
 
 
 class GgufTensors:
@@ -41,12 +56,25 @@ class GgufTensors:
             return self._decoded(stored.type, stored.start, 1, size).view(-1)[start:stop]
         return self._decoded(stored.type, stored.start + start * size, stop - start, size).view(-1, *stored.shape[1:])
 
+    def blocks(self, name: str, start: int, stop: int) -> Tensor:
+        """Those rows as they are stored, uint8 [rows, ..., blocks, bytes of a block], of two dimensions or more."""
+        stored = self.header.tensors[name]
+        size = stored.size // stored.shape[0]
+        _, numbers, width = TYPES[stored.type]
+        raw = self._read(stored.start + start * size, (stop - start) * size)
+        return torch.from_numpy(raw).view(stop - start, *stored.shape[1:-1], stored.shape[-1] // numbers, width)
+
     def _decoded(self, type_: int, start: int, rows: int, size: int) -> Tensor:
         """rows of so many bytes each, from a byte of the file on."""
-        raw = self._numpy.fromfile(self.path, dtype="uint8", count=rows * size, offset=start)
-        if raw.size != rows * size:
-            raise CheckpointError(f"{self.path}: changed while it was read: it ends at {start + raw.size}")
+        raw = self._read(start, rows * size)
         kind: Any = self._gguf.GGMLQuantizationType(type_)
         if kind.name in ("F32", "F16"):
             return torch.from_numpy(raw.view("float32" if kind.name == "F32" else "float16").astype("float32"))
         return torch.from_numpy(self._gguf.dequantize(raw.reshape(rows, size), kind))
+
+    def _read(self, start: int, size: int) -> Any:
+        """Bytes of the file, as an array of its own."""
+        raw = self._numpy.fromfile(self.path, dtype="uint8", count=size, offset=start)
+        if raw.size != size:
+            raise CheckpointError(f"{self.path}: changed while it was read: it ends at {start + raw.size}")
+        return raw

@@ -1,46 +1,40 @@
 """Tensors of a GGUF file as a folder of the hub has them: by its names, rows in its order."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from treetop.checkpoints.gguf.architectures import UNREAD, Architecture, expert_names, hub_name
+from treetop.checkpoints.gguf.gpt_oss import is_experts
 from treetop.checkpoints.gguf.header import TYPES
-from treetop.checkpoints.gguf.tensors import GgufTensors
-from treetop.types.errors import CheckpointError
+from treetop.checkpoints.gguf.stacked_views import stacked_views
+from treetop.checkpoints.gguf.tensors import GgufTensors, View
+from treetop.types.errors import CheckpointError, shown
 
 _MAX_NAMES = 2**18
 _TURNED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 """Projections whose rows llama.cpp interleaves, and the number of their heads."""
 
 
-@dataclass(frozen=True)
-class View:
-    """A tensor that is not read yet.
-
-    kind: as the file stores it.
-    rows: those from one to another along the first dimension.
-    """
-
-    shape: tuple[int, ...]
-    kind: str
-    rows: Callable[[int, int], Tensor]
-
-
 def views(file: GgufTensors, kind: Architecture, config: dict[str, Any], path: Path) -> dict[str, View]:
     """All that the file holds, by the hub's names. Raises CheckpointError for a tensor that is not known."""
     made: dict[str, View] = {}
+    if kind.stacked:
+        made |= stacked_views(file, config, path)
     for name, stored in file.header.tensors.items():
-        experts = expert_names(name, stored.shape, path)
-        made.update({each: _expert(file, name, expert) for expert, each in enumerate(experts)})
+        if name in UNREAD or (kind.stacked and is_experts(name)):
+            continue
+        experts = [] if kind.stacked else expert_names(name, stored.shape, path)
+        of_name = {each: _expert(file, name, expert) for expert, each in enumerate(experts)}
+        if not experts:
+            hub = hub_name(name, kind, path)
+            of_name = {hub: _view(file, name, hub, kind, config)}
+        if not made.keys().isdisjoint(of_name):
+            raise CheckpointError(f"{path}: tensor {shown(name)[1:-1]} is there under another name too")
+        made |= of_name
         if len(made) > _MAX_NAMES:
             raise CheckpointError(f"{path}: holds more than {_MAX_NAMES} tensors, each expert's counted")
-        if not experts and name not in UNREAD:
-            hub = hub_name(name, kind, path)
-            made[hub] = _view(file, name, hub, kind, config)
     return made
 
 
