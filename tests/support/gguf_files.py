@@ -37,16 +37,22 @@ def write_gguf(
     quant: str = "F32",
     vocabulary: dict | None = None,
     unpacked: tuple[str, ...] = (),
+    parts_of: int = 0,
     **more: object,
 ) -> Path:
     """A folder's model as one file.
 
     quant: of its matrices. vocabulary, more: entries of metadata. unpacked: of tensors in MXFP4, how the names of those
-    begin that are written as numbers.
+    begin that are written as numbers. parts_of: tensors a part, after a first part with metadata alone; 0 for one file.
     """
     config = json.loads((folder / "config.json").read_text())
     name = config["model_type"]
-    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCHITECTURES[name]])
+    writer = gguf.GGUFWriter(
+        path,
+        gguf.MODEL_ARCH_NAMES[ARCHITECTURES[name]],
+        split_max_tensors=parts_of,
+        small_first_shard=parts_of > 0,
+    )
     _sizes(writer, config)
     for key, value in {**(vocabulary or {}), **more}.items():
         _put(writer, key, value)

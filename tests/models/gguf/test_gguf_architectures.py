@@ -13,7 +13,7 @@ _SIZES = {
     "embedding_length": 576, "feed_forward_length": 1536, "block_count": 30, "attention.head_count": 9,
     "attention.head_count_kv": 3, "context_length": 8192, "attention.layer_norm_rms_epsilon": 9.999999747378752e-06,
 }  # fmt: skip
-_TABLE = {"token_embd.weight": Stored(0, (49152, 576), 0, 0)}
+_TABLE = {"token_embd.weight": Stored(0, (49152, 576), 0, 0, _FILE)}
 
 
 def _metadata(name: str = "llama", **more: object) -> dict[str, object]:

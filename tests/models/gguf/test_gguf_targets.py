@@ -251,7 +251,7 @@ def test_factors_of_llama_3_1_become_its_scaled_rope(tmp_path: Path) -> None:
 
 
 def test_a_folder_with_several_files_needs_a_quantization(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One file is taken; of several `:QUANT` names one; what it does not hold, and files in parts, are refused."""
+    """One file is taken; of several `:QUANT` names one; what it does not hold is refused."""
     folder = save_random_llama(tmp_path / "hub", seed=3, intermediate_size=64)
     models = tmp_path / "models"
     models.mkdir()
@@ -264,8 +264,6 @@ def test_a_folder_with_several_files_needs_a_quantization(tmp_path: Path, capsys
     refused(capsys, ["generate", f"{models}:Q4_K_M", "--prompt", "a"], "no GGUF file of Q4_K_M", "tiny-Q8_0.gguf")
     refused(capsys, ["generate", f"{tmp_path / 'hub'}:Q8_0", "--prompt", "a"], "no GGUF file in")
     refused(capsys, ["generate", str(tmp_path / "none.gguf"), "--prompt", "a"], "no such file")
-    (models / "big-Q2_K-00001-of-00002.gguf").touch()
-    refused(capsys, ["generate", f"{models}:Q2_K", "--prompt", "a"], "in parts", "llama-gguf-split")
 
 
 def test_a_file_is_inspected_and_quantized(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

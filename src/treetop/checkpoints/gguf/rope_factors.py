@@ -74,7 +74,7 @@ def _stored(header: Header, path: Path) -> tuple[float, ...]:
     tensor = header.tensors[_FACTORS]
     if tensor.type != _F32 or len(tensor.shape) != 1 or tensor.shape[0] > 2**12:
         raise CheckpointError(f"{path}: tensor {_FACTORS} must be one row of F32")
-    with path.open("rb") as file:
+    with tensor.path.open("rb") as file:
         file.seek(tensor.start)
         return struct.unpack(f"<{tensor.shape[0]}f", file.read(tensor.size))
 
