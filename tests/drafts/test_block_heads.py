@@ -12,6 +12,7 @@ from support.block_heads import (
     LAYOUTS,
     PLAIN,
     SLIDES,
+    TOP,
     DenseBlock,
     block_shapes,
     markov_shapes,
@@ -96,7 +97,7 @@ def test_a_file_whose_tensors_begin_with_model(target, tmp_path):
     assert_rounds(Pair(target[0], folder), target[1], reference, shape=(1, 5, 6), count=2)
 
 
-@pytest.mark.parametrize("name", ["z-lab, windows", "DeepSpec, rnn"])
+@pytest.mark.parametrize("name", ["z-lab, windows", "DeepSpec, rnn", "speculators, DFlash 2"])
 def test_batches_captured_or_not_with_prefix_hits_and_retractions(target, tmp_path, name):
     """Tokens are plain decoding's; rounds those of each request alone, whatever ran beside it and however."""
     pair = Pair(target[0], saved(tmp_path, name))
@@ -158,6 +159,11 @@ def test_a_config_that_cannot_be_is_refused_by_its_key(target, tmp_path, changes
     folder = copy_folder(saved(tmp_path, "z-lab"), tmp_path / "other", **changes)
     config = target_spec(target[0]).config
     refused(CheckpointError, lambda: drafter_spec(folder, config).check(), *parts)
+
+
+def test_more_branches_than_a_selector_scores_are_refused(target, tmp_path):
+    pair = Pair(target[0], saved(tmp_path, "speculators, DFlash 2"))
+    refused(ConfigError, lambda: build(pair, (TOP + 1, 1, 4)), "--speculative-eagle-topk", str(TOP))
 
 
 def test_a_tree_deeper_than_the_block_is_refused(target, tmp_path):

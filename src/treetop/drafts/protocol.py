@@ -116,12 +116,14 @@ class BlockSpec:
     max_steps: the deepest tree that it can propose.
     causal: of each layer, whether a query sees the block up to itself, or all of it.
     anchored: windows are counted from the root for all queries, not from each query's own position.
+    max_topk: most proposals of a node; None for any.
     """
 
     width: int
     max_steps: int
     causal: tuple[bool, ...]
     anchored: bool = False
+    max_topk: int | None = None
 
 
 class Block(Protocol):
