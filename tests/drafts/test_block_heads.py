@@ -5,7 +5,21 @@ from functools import cache
 import pytest
 import torch
 
-from support.block_heads import BLOCK, MASK, DenseBlock, block_shapes, markov_shapes, own_config, random_block
+from support.block_heads import (
+    BLOCK,
+    FULL,
+    IDS,
+    LAYOUTS,
+    PLAIN,
+    SLIDES,
+    DenseBlock,
+    block_shapes,
+    markov_shapes,
+    random_block,
+    saved,
+    speculators,
+    zlab,
+)
 from support.dense_drafts import DenseTarget, proposals_of
 from support.engines import accept_lens, build, greedy, sampled, tokens
 from support.head_layouts import LAYERS, VOCAB, save_head
@@ -16,74 +30,11 @@ from treetop.drafts.registry import drafter_spec, find_draft
 from treetop.models.registry import target_spec
 from treetop.types.errors import CheckpointError, ConfigError
 
-IDS = [0, 1, 2]
-FULL, SLIDES = "full_attention", "sliding_attention"
-PLAIN = ((False, False), (None, None))
-
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     folder = save_random_llama(tmp_path_factory.mktemp("blocks") / "target", seed=5, head_dim=16)
     return folder, DenseTarget(folder)
-
-
-def zlab(**dflash) -> dict:
-    return own_config(dflash_config={"target_layer_ids": IDS, "mask_token_id": MASK, **dflash})
-
-
-def deepspec(kind: str | None, **changes) -> dict:
-    markov = {"markov_rank": 0} if kind is None else {"markov_rank": 12, "markov_head_type": kind}
-    said = {"target_layer_ids": IDS, "mask_token_id": MASK, **markov, **changes}
-    return own_config() | said | {"architectures": ["Qwen3DSparkModel"]}
-
-
-def speculators(kind: str, layers: dict | None = None, **changes) -> dict:
-    body = own_config() | (layers or {})
-    moved = {key: body.pop(key) for key in ("block_size", "architectures")}
-    said = {"aux_hidden_state_layer_ids": [1, 2, 3], "mask_token_id": MASK, "speculators_model_type": kind, **changes}
-    return moved | said | {"transformer_layer_config": body}
-
-
-WINDOWED = {"layer_types": [SLIDES, FULL], "sliding_window": 4}
-# layout: config, tensors beside the block's, algorithm, the slot that proposes first, (causal, window), more
-LAYOUTS = {
-    "z-lab": (zlab(), {}, "DFLASH", 1, PLAIN, {}),
-    "z-lab, windows": (zlab() | WINDOWED, {}, "DFLASH", 1, ((True, False), (4, None)), {}),
-    "z-lab, windows everywhere": (
-        zlab(use_swa=True, swa_window_size=7), {}, "DFLASH", 1, ((False, False), (7, 7)), {}
-    ),
-    "z-lab, causal": (zlab(causal=True), {}, "DFLASH", 1, ((True, True), (None, None)), {}),
-    "JetSpec": (zlab(causal_head=True), {}, "DFLASH", 1, ((True, True), (None, None)), {}),
-    "DeepSpec, DFlash": (deepspec(None), {}, "DFLASH", 0, PLAIN, {}),
-    "DeepSpec, vanilla": (deepspec("vanilla"), markov_shapes("vanilla"), "DSPARK", 0, PLAIN, {"markov": "vanilla"}),
-    "DeepSpec, gated": (deepspec("gated"), markov_shapes("gated"), "DSPARK", 0, PLAIN, {"markov": "gated"}),
-    "DeepSpec, rnn": (deepspec("rnn"), markov_shapes("rnn"), "DSPARK", 0, PLAIN, {"markov": "rnn"}),
-    "SpecForge, DSpark by its old name": (
-        zlab(projector_type="dspark", markov_rank=12), markov_shapes("vanilla", prefix="logit_head"), "DSPARK", 0,
-        PLAIN, {"markov": "vanilla"},
-    ),
-    "speculators": (speculators("dflash"), {}, "DFLASH", 1, PLAIN, {"rule": "anchor"}),
-    "speculators, windows": (
-        speculators("dflash", WINDOWED), {}, "DFLASH", 1, ((True, False), (4, None)), {"rule": "anchor"}
-    ),
-    "speculators, windows that see the block": (
-        speculators("dflash", WINDOWED, sliding_window_non_causal=True), {}, "DFLASH", 1, ((False, False), (4, None)),
-        {"rule": "anchor"},
-    ),
-    "speculators, DSpark": (
-        speculators("dspark", markov_rank=12), markov_shapes("vanilla"), "DSPARK", 0, PLAIN,
-        {"rule": "anchor", "markov": "vanilla"},
-    ),
-    "speculators, DSpark in place": (
-        speculators("dspark", markov_rank=12, markov_head_type="gated", sample_from_anchor=False),
-        markov_shapes("gated"), "DSPARK", 1, PLAIN, {"rule": "anchor", "markov": "gated"},
-    ),
-}  # fmt: skip
-
-
-def saved(tmp_path, name: str):
-    config, more, *_ = LAYOUTS[name]
-    return save_head(tmp_path / "head", config, random_block({**block_shapes(2), **more}))
 
 
 def reference_of(folder, dense: DenseTarget, name: str, **changes) -> DenseBlock:

@@ -119,13 +119,14 @@ def test_growing_and_selecting_equal_the_plain_operations(shape, rows, seed, hal
 
 
 @on_gpu_or_interpreted
-def test_states_of_integers_are_moved_as_they_are():
-    """A drafter's state may hold token ids, which no 16-bit number can: past 2^24, in any block."""
+@pytest.mark.parametrize("size", [37, 0])
+def test_states_of_integers_are_moved_as_they_are(size):
+    """A drafter's state may hold token ids, which no 16-bit number can: past 2^24, in any block; or there is none."""
     shape, results = SpecShape(3, 3, 9), []
     for ops, buffers in both():
         rng, generator = random.Random(4), torch.Generator().manual_seed(4)
         tables = random_tables(rng, 6, 37)
-        width = (37,)
+        width = (size,)
 
         def integers(*size, generator=generator):
             return torch.randint(-(2**31), 2**31 - 1, size, generator=generator, device="cpu").int().to(DEVICE)
@@ -139,13 +140,13 @@ def test_states_of_integers_are_moved_as_they_are():
         for level in range(shape.num_steps - 1):
             children = replace(random_children(rng, 3, 3, 37), hidden=integers(3, 3, *width))
             frontier = ops.grow(growth, level, frontier, children)
-            seen.append(frontier.hidden)
+            seen += [frontier.hidden, frontier.tokens, frontier.mask]
         drawn = random_tables(rng, 6, 37).draft
         new = DraftState(drawn.tokens[:3, :3], drawn.logprob[:3, :3], integers(3, *width))
         ops.finish(tables, listed, 5, torch.tensor([0, 2, 1]), torch.tensor([1, 2, 3]), new)
         results.append([*seen, tables.draft.hidden])
     for want, got in zip(*results, strict=True):
-        assert got.dtype == torch.int32
+        assert got.dtype == want.dtype
         assert torch.equal(got, want)
 
 
