@@ -16,6 +16,7 @@ from itertools import cycle
 
 from treetop.core.loop import SyncClient
 from treetop.core.wire import ProcessOptions
+from treetop.distributed.remote_engine import RankLink
 from treetop.distributed.remote_thread import RemoteThread
 from treetop.types.config import EngineConfig
 from treetop.types.requests import EngineRequest, RequestUpdate
@@ -47,9 +48,9 @@ def rounds_ms(thread: RemoteThread, vocab_size: int, count: int, tokens: int) ->
     return found
 
 
-def next_place(places: Iterator[int], request: EngineRequest) -> int:
+def next_place(links: Iterator[RankLink], request: EngineRequest, engine: int) -> RankLink:
     """The rank whose turn it is."""
-    return next(places)
+    return next(links)
 
 
 def measure(config: EngineConfig, batch: int, tokens: int, repeats: int) -> dict[str, list[float]]:
@@ -60,8 +61,8 @@ def measure(config: EngineConfig, batch: int, tokens: int, repeats: int) -> dict
     found: dict[str, list[float]] = {name: [] for name in busy}
     for repeat in range(repeats + 1):
         for name, ranks in busy.items():  # in turns, so that the machine's mood is the same for both
-            places = cycle(ranks)
-            core.choose = partial(next_place, places)  # type: ignore[method-assign]  # an instrument
+            links = cycle([core.engines[0].links[rank] for rank in ranks])
+            core.engines[0].place = partial(next_place, links)
             times = rounds_ms(thread, core.info.vocab_size, batch * len(ranks), tokens)
             found[name] += times if repeat else []  # the first warms up
     thread.close()

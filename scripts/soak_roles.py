@@ -41,6 +41,7 @@ from treetop import LLM, SamplingParams
 from treetop.cli import OneLineParser, exit_code
 from treetop.core.wire import ProcessOptions
 from treetop.debug.random_checkpoint import random_tensors, write_config, write_tensors
+from treetop.distributed.remote_engine import RankLink
 from treetop.distributed.remote_thread import RemoteThread
 from treetop.engine.startup.plan import plan_engine
 from treetop.llm import RequestOutput
@@ -195,7 +196,7 @@ class SoakRoles:
         self._live: dict[RequestId, Live] = {}
         self.finished: list[Live] = []
         self._favoured: tuple[int, ...] = (0,)
-        decode.core.choose = lambda request: self._rng.choice(self._favoured) % decode.size  # type: ignore[method-assign]
+        decode.core.engines[0].place = self._place
         self._vocab, self._context = decode.core.info.vocab_size, decode.core.info.max_context
 
     def run(self, rounds: int, seconds: float = float("inf")) -> Summary:
@@ -253,6 +254,10 @@ class SoakRoles:
         while self._live:
             self._hear()
         return [*self.prefill.idle(), *self.decode.idle()]
+
+    def _place(self, request: EngineRequest, engine: int) -> RankLink:
+        """Of the decode group, whose client asks."""
+        return self.decode.core.engines[0].links[self._rng.choice(self._favoured) % self.decode.size]
 
     def _rounds(self) -> int:
         """Of the decode group, so far."""
