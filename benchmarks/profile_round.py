@@ -2,18 +2,18 @@
 
     python benchmarks/profile_round.py --shape 5,4,16 --batch 1 [--exactness bits]
 
-Shapes and weights as in `rounds.py`. A kernel's time is its end minus the end before it (`completions.py`), so times
-add up to that of the round. Each replay is recorded by itself; a round's time without the profiler stands beside it.
+Shapes and weights as in `rounds.py`. A kernel's time is its end minus the end before it, so times add up to that of the
+round, though kernels start before others have ended. Each replay is recorded by itself; a round's time without the
+profiler stands beside it.
 """
 
 import argparse
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 import torch
-from completions import Span, shares
 from rounds import NAMES, preset
 from torch.autograd import DeviceType  # type: ignore[attr-defined]  # torch names it there, and does not say so
 from torch.profiler import ProfilerActivity, profile
@@ -25,6 +25,18 @@ from treetop.engine.rounds import RoundKey
 from treetop.types.sampling import Choice
 
 INPUT, REPEATS = 1024, 5
+Span = tuple[str, float, float]
+"""A kernel's name, start and end, in one unit of time."""
+
+
+def shares(kernels: Sequence[Span]) -> list[tuple[str, float]]:
+    """Each kernel's name and time since the completion before it, in order of completion.
+
+    The first counts from the earliest start, so the shares add up to the latest end minus the earliest start.
+    """
+    ends = sorted(kernels, key=lambda kernel: kernel[2])
+    before = [min((start for _, start, _ in kernels), default=0.0), *(end for *_, end in ends)]
+    return [(name, end - begin) for (name, _, end), begin in zip(ends, before, strict=False)]
 
 
 def kernels_of(run: Callable[[], object]) -> list[Span]:

@@ -21,6 +21,7 @@ import json
 import os
 import platform
 import random
+import shutil
 import statistics
 import sys
 import tempfile
@@ -33,7 +34,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from round_gaps import PAIR, with_positions
 from rounds import NAMES, preset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -63,6 +63,7 @@ WAITED_US = 50
 """A wait that is longer finds the device at work."""
 SPARE = 64
 """Rounds that a stream may go on beside those that count."""
+_PAIR = ("nestling", "nestling-eagle3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,8 +285,11 @@ def pair(args: argparse.Namespace, positions: int) -> Iterator[tuple[str, str]]:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         if args.model == BUILTIN_MODEL:
-            with_positions(folder, positions)
-            yield str(folder / PAIR[0]), str(folder / PAIR[1])
+            for name in _PAIR:
+                shutil.copytree(resolve_folder(f"builtin:{name}"), folder / name)
+                config = folder / name / "config.json"
+                config.write_text(json.dumps({**read_object(config), "max_position_embeddings": positions}))
+            yield str(folder / _PAIR[0]), str(folder / _PAIR[1])
             return
         model, draft = (args.model, args.draft) if args.model else preset(args.preset)
         target, own = resolve_folder(model), folder / "target"

@@ -14,6 +14,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from support import windowed_llama
+from support.interpreted import why_not_interpreted
 from support.tiny_models import (
     Pair,
     save_copying_head,
@@ -63,6 +64,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.flaky(reruns=1))
     ranks = {Path(__file__).parent / name: rank for rank, name in enumerate(LONGEST)}
     items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("interpreted") and (why_not := why_not_interpreted()):
+        pytest.skip(why_not)  # from here, so that the closing lines say it once
 
 
 @pytest.fixture(scope="session", autouse=True)

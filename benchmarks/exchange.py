@@ -1,18 +1,15 @@
-"""What several GPUs cost and give: the exchange before a norm, and whole rounds, at each number of ranks.
+"""What ranks on several GPUs pay before a norm: microseconds of the sum over ranks and the norm, captured.
 
-    python benchmarks/parallel.py exchange --ranks 2        sum over ranks and norm, captured, microseconds
-    python benchmarks/parallel.py rounds --model FOLDER     rounds with random weights at --ranks 1 2, milliseconds
+    python benchmarks/exchange.py --ranks 2 4
 
-`exchange` compares sums by peer memory, which the norm takes (peers), shares that NCCL gathers and the norm adds up
-(gathered), NCCL's all-reduce followed by the norm (nccl), and the norm alone. They are compared before they are timed.
-`rounds` is `treetop bench --load-format dummy` for each size; FOLDER needs a config.json alone.
+Sums by peer memory, which the norm takes (peers), shares that NCCL gathers and the norm adds up (gathered), NCCL's
+all-reduce followed by the norm (nccl), and the norm alone. They are compared before they are timed. Whole rounds of
+several ranks are `benchmarks/rounds.py --tp-size N`.
 """
 
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from functools import partial
 from itertools import product
@@ -79,47 +76,18 @@ def measure_exchange(rank: int, size: int, folder: str, cases: list[tuple[int, i
     group.close()
 
 
-def run_exchange(sizes: list[int], cases: list[tuple[int, int]]) -> None:
-    print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__}))
-    for size in sizes:
-        with tempfile.TemporaryDirectory() as folder:
-            spawn(measure_exchange, (size, folder, cases), nprocs=size)
-
-
-def run_rounds(model: str, sizes: list[int], more: list[str]) -> None:
-    """`treetop bench` at each size, one after the other: each ends before the next begins."""
-    for size in sizes:
-        command = [
-            sys.executable,
-            "-m",
-            "treetop.cli",
-            "bench",
-            model,
-            "--load-format",
-            "dummy",
-            "--tp-size",
-            str(size),
-        ]
-        print(" ".join(["treetop", *command[3:], *more]), flush=True)
-        subprocess.run([*command, *more], check=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("exchange", "rounds"))
-    parser.add_argument("--ranks", nargs="+", type=int, help="sizes of groups (default: 2, of rounds 1 2)")
-    parser.add_argument("--rows", nargs="+", type=int, default=ROWS, help="of exchange (default: 1 to 256)")
-    parser.add_argument("--widths", nargs="+", type=int, default=WIDTHS, help="of exchange (default: 4096 8192)")
-    parser.add_argument("--model", help="of rounds: folder with the config.json of a target")
-    args, more = parser.parse_known_args()
-    if args.what == "exchange":
-        if more:
-            parser.error(f"unrecognized arguments: {' '.join(more)}")
-        if torch.cuda.device_count() < max(args.ranks or [2]):
-            parser.error(f"--ranks: this machine shows {torch.cuda.device_count()} GPUs; exchange needs one a rank")
-        run_exchange(args.ranks or [2], [*product(args.widths, args.rows)])
-    else:
-        run_rounds(args.model, args.ranks or [1, 2], more)
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2], help="sizes of groups (default: 2)")
+    parser.add_argument("--rows", nargs="+", type=int, default=ROWS, help="(default: 1 to 256)")
+    parser.add_argument("--widths", nargs="+", type=int, default=WIDTHS, help="(default: 4096 8192)")
+    args = parser.parse_args()
+    if torch.cuda.device_count() < max(args.ranks):
+        parser.error(f"--ranks: this machine shows {torch.cuda.device_count()} GPUs; an exchange needs one a rank")
+    print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__}))
+    for size in args.ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            spawn(measure_exchange, (size, folder, [*product(args.widths, args.rows)]), nprocs=size)
 
 
 if __name__ == "__main__":
