@@ -260,7 +260,7 @@ class BlockHead:
         ):
             x, added = layer(x, normed, turn, attend)
             x, normed = next_norm.after(x, added)
-        hidden = normed[:, spec.first : spec.first + spec.block.max_steps].contiguous()
+        hidden = normed[:, spec.first : spec.first + roots.depths].contiguous()
         lines = _Lines(hidden, self._logits(hidden))
         if self.edges is None:
             return Opened(x.new_zeros((len(tokens), 0)), lines)

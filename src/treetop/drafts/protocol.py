@@ -93,11 +93,13 @@ class Roots:
     """Where trees begin. tokens, positions: [rows] int64: the token after the committed ones, and their number.
 
     state: [rows, state_size], what `extend` made last.
+    depths: levels that the trees will have.
     """
 
     tokens: Tensor
     positions: Tensor
     state: Tensor
+    depths: int
 
 
 @dataclass(frozen=True, slots=True)
