@@ -38,7 +38,6 @@ from treetop.kernels.sampling.sampling import SampledTokens
 from treetop.kernels.table import OpContext, Ops, operations
 from treetop.kernels.tree.accept import Withheld
 from treetop.kernels.tree.commit import Paths
-from treetop.kernels.tree.graft import graft
 from treetop.kernels.tree.grow import Children
 from treetop.kernels.tree.rows import DraftState, RowTables
 from treetop.kernels.triton_guard import GpuTraits
@@ -87,10 +86,9 @@ def both() -> list[tuple]:
     rows=st.integers(1, 4),
     seed=st.integers(0, 10**6),
     half=st.booleans(),
-    grafted=st.integers(0, 3),
 )
 @FEW
-def test_growing_and_selecting_equal_the_plain_operations(shape, rows, seed, half, grafted):
+def test_growing_and_selecting_equal_the_plain_operations(shape, rows, seed, half):
     """Every frontier, candidate, node and place: ties, -inf, NaN, k = 1, dummy rows, uneven hidden states."""
     dtype = torch.float16 if half else torch.float32
     results = []
@@ -100,17 +98,13 @@ def test_growing_and_selecting_equal_the_plain_operations(shape, rows, seed, hal
         listed = torch.tensor([*rng.sample(range(5), rows), 5])
         tree, places, _ = buffers.of(len(listed), shape)
         calibration = random_calibration(rng, max(1, shape.num_steps), 6)
-        growth = sown_growth(shape, len(listed), calibration, min(grafted, shape.num_steps))
+        growth = sown_growth(shape, len(listed), calibration)
         frontier = ops.start(tables, listed, growth, tree, places, identity(shape))
         frontiers = [frontier] if shape.num_steps else []
         for level in range(shape.num_steps - 1):
             frontier = ops.grow(growth, level, frontier, random_children(rng, len(listed), shape.topk, 37, dtype))
             frontiers.append(frontier)
         if shape.num_steps:
-            if growth.graft is not None:  # of texts of few words, so that lines share nodes with the head's
-                torch.manual_seed(seed)
-                text = torch.randint(0, 8, (6, 100), dtype=torch.int32)
-                graft(growth.head, growth.graft, text, listed, places.committed)
             ops.select(growth, tree, places)
             above = tree.depth.gather(1, tree.parent)
             assert torch.equal(tree.depth[:, 1:], above[:, 1:] + 1)  # no orphans, whatever the scores
@@ -125,13 +119,14 @@ def test_growing_and_selecting_equal_the_plain_operations(shape, rows, seed, hal
 
 
 @on_gpu_or_interpreted
-def test_states_of_integers_are_moved_as_they_are():
-    """A drafter's state may hold token ids, which no 16-bit number can: past 2^24, in any block."""
+@pytest.mark.parametrize("size", [37, 0])
+def test_states_of_integers_are_moved_as_they_are(size):
+    """A drafter's state may hold token ids, which no 16-bit number can: past 2^24, in any block; or there is none."""
     shape, results = SpecShape(3, 3, 9), []
     for ops, buffers in both():
         rng, generator = random.Random(4), torch.Generator().manual_seed(4)
         tables = random_tables(rng, 6, 37)
-        width = (37,)
+        width = (size,)
 
         def integers(*size, generator=generator):
             return torch.randint(-(2**31), 2**31 - 1, size, generator=generator, device="cpu").int().to(DEVICE)
@@ -145,13 +140,13 @@ def test_states_of_integers_are_moved_as_they_are():
         for level in range(shape.num_steps - 1):
             children = replace(random_children(rng, 3, 3, 37), hidden=integers(3, 3, *width))
             frontier = ops.grow(growth, level, frontier, children)
-            seen.append(frontier.hidden)
+            seen += [frontier.hidden, frontier.tokens, frontier.mask]
         drawn = random_tables(rng, 6, 37).draft
         new = DraftState(drawn.tokens[:3, :3], drawn.logprob[:3, :3], integers(3, *width))
         ops.finish(tables, listed, 5, torch.tensor([0, 2, 1]), torch.tensor([1, 2, 3]), new)
         results.append([*seen, tables.draft.hidden])
     for want, got in zip(*results, strict=True):
-        assert got.dtype == torch.int32
+        assert got.dtype == want.dtype
         assert torch.equal(got, want)
 
 

@@ -335,11 +335,12 @@ def test_products_of_any_shape_are_ours_or_the_librarys():
 @pytest.mark.parametrize("in_pages", [False, True])
 @pytest.mark.parametrize("normed", [0, 1, 2, 3])
 @pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 24), (9, 3, 16), (5, 0, 16)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 24), (9, 3, 16), (5, 0, 16), (0, 3, 16)])
 def test_rotation_and_write_equal_the_two_operations(in_pages, normed, parts, heads, kv_heads, dim):
     """q comes back normed and rotated; k and v reach their slice of a tail or their slots; slot 0 stays 0.
 
-    normed: how many of q, k and v have norms. Without heads of k and v nothing is written.
+    normed: how many of q, k and v have norms. Without heads of k and v nothing is written; those of a
+    draft's context come without queries.
     """
     torch.manual_seed(0)
     rows, n = 3, 4

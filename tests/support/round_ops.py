@@ -117,13 +117,13 @@ def random_calibration(rng: random.Random, depths: int, ranks: int) -> Calibrati
     return calibration
 
 
-def sown_growth(shape: SpecShape, rows: int, calibration: Calibration | None = None, grafted: int = 0) -> TreeBuilder:
+def sown_growth(shape: SpecShape, rows: int, calibration: Calibration | None = None) -> TreeBuilder:
     """Candidates in memory that held something else; None is a calibration that has learned nothing."""
     if calibration is None:
         calibration = make_calibration(
             max(1, shape.num_steps), shape.topk, lambda size, dtype: torch.zeros(size, dtype=dtype)
         )
-    return make_growth(shape, rows, calibration, lambda size, dtype: sown(dtype, *size), grafted)
+    return make_growth(shape, rows, calibration, lambda size, dtype: sown(dtype, *size))
 
 
 def identity(shape: SpecShape) -> Tensor:

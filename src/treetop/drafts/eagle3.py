@@ -1,7 +1,7 @@
 """The EAGLE-3 draft head.
 
 Its slot i holds the pair (feature of token i, token i + 1) at position i and proposes token i + 2. The feature is the
-target's where the target has run (`extend`), and the head's own hidden state while a tree grows (`grow`): which of the
+target's where the target has run (`extend`), and the head's own hidden state while a tree grows (`step`): which of the
 two it is goes by the phase, never by a width (sgl-21272).
 Source: EAGLE-3, arXiv:2503.01840. `eagle3_config` reads the layouts of its checkpoints.
 """
@@ -9,6 +9,7 @@ Source: EAGLE-3, arXiv:2503.01840. `eagle3_config` reads the layouts of its chec
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from treetop.attention.layer import Attend
 from treetop.checkpoints.loader import Placement, check_weights, load_weights
 from treetop.checkpoints.params import STREAMED, Param, in_formats, matrix, of_vocab, vector
 from treetop.drafts.head_files import EMBEDDING, OUTPUT, OutputOf, check_vocab, head_output, log, no_offset
-from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Proposal, Streamed
+from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Nodes, Proposal, Streamed
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
 from treetop.kernels.tree.calibration import Heat
@@ -82,6 +83,7 @@ class Eagle3Spec:
     state_dtype: torch.dtype | None = None
     reads_text: bool = False
     makes_logits: bool = True
+    block: None = None
 
     def with_recurrence(self, recurrence: Recurrence) -> "Eagle3Spec":
         """The same, which state goes on said by the user. recurrence: not auto."""
@@ -181,6 +183,8 @@ class Eagle3Spec:
 class Eagle3Head:
     """A decoder layer over [embedding, feature], perhaps plain ones after it, and its own vocabulary. A `Drafter`."""
 
+    block = None
+
     def __init__(self, spec: Eagle3Spec, weights: Weights, target: Target, place: Placement, ops: Ops) -> None:
         """target: whose embedding and output matrix the head uses where it has none of its own."""
         eps, first = spec.decoder.norm_eps, spec.decoder.layers[0]
@@ -209,7 +213,7 @@ class Eagle3Head:
 
     def extend(self, tokens: Tensor, aux_hidden: Tensor, positions: Tensor, at: Extension, attend: Attend) -> Tensor:
         """See `Drafter`."""
-        return self._ops.pick(self.grow(tokens, self._fused(aux_hidden), positions, attend), at.last)
+        return self._ops.pick(self._forward(tokens, self._fused(aux_hidden), positions, attend), at.last)
 
     def _fused(self, aux_hidden: Tensor) -> Tensor:
         """aux_hidden: [rows, n, features * target hidden]. Returns [rows, n, hidden]."""
@@ -222,8 +226,11 @@ class Eagle3Head:
             aux_hidden = torch.cat([norm(part) for norm, part in zip(self.each_norm, parts, strict=True)], dim=-1)
         return self._ops.parallel.join(self.fuse(aux_hidden))
 
-    def grow(self, tokens: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def step(self, nodes: Nodes, positions: Tensor, attend: Attend, lines: Any = None) -> Tensor:
         """See `Drafter`. The state is the residual stream before `norm`, or the normed one where the head says so."""
+        return self._forward(nodes.tokens, nodes.state, positions, attend)
+
+    def _forward(self, tokens: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         norm, width = self.hidden_norm, state.shape[-1]
         x = self._ops.embed_and_norm(self.normed_embedding, tokens, state, norm.weight, norm.eps)
         residual = x[..., -width:] if self.spec.norms.before_residual else state
@@ -238,8 +245,8 @@ class Eagle3Head:
     def _own_logits(self, state: Tensor) -> Tensor:
         return whole_logits(self.lm_head(state), self.spec.vocab_size, self._ops.parallel)
 
-    def propose(self, state: Tensor, k: int, heat: Heat | None = None) -> Proposal:
+    def propose(self, nodes: Nodes, k: int, heat: Heat | None = None, lines: Any = None) -> Proposal:
         """See `Drafter`."""
-        normed = state if self.spec.norms.output else self.norm(state)
+        normed = nodes.state if self.spec.norms.output else self.norm(nodes.state)
         best, tokens = self._ops.top_logprobs(self._logits(normed), k, self.vocab.offset, heat)
         return Proposal(tokens, best)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from treetop.checkpoints.checkpoint import tensor_files
 from treetop.checkpoints.values import Config
+from treetop.drafts.block import BlockHeadSpec
+from treetop.drafts.block_config import block_spec, find_block
 from treetop.drafts.eagle import EagleSpec, eagle_spec
 from treetop.drafts.eagle3 import Eagle3Spec
 from treetop.drafts.eagle3_config import eagle3_spec
@@ -20,11 +22,18 @@ from treetop.types.errors import CheckpointError, ConfigError
 
 __all__ = ["DRAFTERS", "FoundDraft", "drafter_spec", "find_draft", "ngram_spec"]
 
-DRAFTERS: dict[str, Callable[[Path, ModelConfig, bool], EagleSpec | Eagle3Spec]] = {
+HeadSpec = EagleSpec | Eagle3Spec | BlockHeadSpec
+DRAFTERS: dict[str, Callable[[Path, ModelConfig, bool], HeadSpec]] = {
     "EAGLE": eagle_spec,
     "EAGLE3": eagle3_spec,
+    "DFLASH": block_spec,
+    "DFLASH2": block_spec,
+    "DSPARK": block_spec,
+    "DOMINO": block_spec,
 }
 """Algorithm -> the reader of a folder, for a target, and whether the folder has no tensors to look at."""
+_ALGORITHMS = {"DFlash 2": "DFLASH2", "DSpark": "DSPARK", "Domino": "DOMINO"}
+"""Of block heads, by their kind; of others DFLASH."""
 _ASSUMED = "EAGLE3"
 """What a folder without tensors holds, if nobody says."""
 
@@ -68,12 +77,13 @@ def drafter_spec(
 
 def _any_spec(
     folder: Path, target: ModelConfig, algorithm: str | None, dummy: bool, recurrence: Recurrence
-) -> EagleSpec | Eagle3Spec | MtpSpec:
+) -> HeadSpec | MtpSpec:
     if algorithm == "MTP" and (dummy or not _is_head(tensor_files(folder))):
         return mtp_spec(folder, target, dummy, recurrence)
     if dummy:
         refuse_draft(read_config(folder), folder / "config.json", ())
-        return DRAFTERS[algorithm or _ASSUMED](folder, target, True)
+        block = _found_block(folder)
+        return DRAFTERS[algorithm or (_ASSUMED if block is None else block.algorithm)](folder, target, True)
     found = find_draft(folder)
     if algorithm not in (None, found.algorithm):
         raise ConfigError(
@@ -93,6 +103,9 @@ def find_draft(folder: Path) -> FoundDraft:
     names = tensor_files(folder)
     if (folder / "config.json").exists():
         refuse_draft(read_config(folder), folder / "config.json", names)
+    block = _found_block(folder)
+    if block is not None:
+        return block
     layers = [name for name in names if name.startswith("model.layers.")]
     mtp = find_mtp(names)
     if mtp is not None:
@@ -115,6 +128,15 @@ def find_draft(folder: Path) -> FoundDraft:
         f"{folder}: no draft head: it holds {next(iter(names), 'nothing')}, but neither fc.weight (EAGLE) nor"
         " midlayer.hidden_norm.weight (EAGLE3)"
     )
+
+
+def _found_block(folder: Path) -> FoundDraft | None:
+    """A block head, by the folder's config, if there is any."""
+    layout = find_block(read_config(folder)) if (folder / "config.json").exists() else None
+    if layout is None:
+        return None
+    algorithm = _ALGORITHMS.get(layout.kind, "DFLASH")
+    return FoundDraft(algorithm, f"{layout.kind} of {layout.writer}", (layout.sign,))
 
 
 def _is_head(names: Collection[str]) -> bool:
