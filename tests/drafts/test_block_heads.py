@@ -1,7 +1,5 @@
 """Block heads: DFlash, JetSpec and DSpark in every layout, their trees node by node against an oracle."""
 
-from functools import cache
-
 import pytest
 import torch
 
@@ -21,10 +19,10 @@ from support.block_heads import (
     speculators,
     zlab,
 )
-from support.dense_drafts import DenseTarget, proposals_of
+from support.dense_drafts import DenseTarget
+from support.draft_rounds import assert_rounds
 from support.engines import accept_lens, build, greedy, sampled, tokens
 from support.head_layouts import LAYERS, VOCAB, save_head
-from support.oracles import grow, select
 from support.refusing import refused
 from support.tiny_models import Pair, copy_folder, save_random_llama
 from treetop.drafts.registry import drafter_spec, find_draft
@@ -42,31 +40,6 @@ def reference_of(folder, dense: DenseTarget, name: str, **changes) -> DenseBlock
     _, _, _, first, (causal, window), more = LAYOUTS[name]
     offset = torch.zeros(VOCAB, dtype=torch.int64)
     return DenseBlock(folder, dense.embedding, dense.lm_head, offset, first, causal, window, **{**more, **changes})
-
-
-@cache
-def plain(pair: Pair) -> list:
-    """Of the target alone, whatever the head."""
-    return tokens(build(pair, None).generate(pair.prompts([9, 3, 14], seed=1), greedy(16)))
-
-
-def assert_rounds(pair, dense, reference, shape=(3, 3, 9), count=3, **options) -> None:
-    """Trees of the first rounds are the reference's, after what was committed before each; output is plain output."""
-    k, steps, size = shape
-    llm, rounds = build(pair, shape, page_size=4, chunked_prefill_size=4, **options), []
-    llm.engine.observer = lambda plan, tree, accepted: rounds.append((tree, int(accepted.accept_len[0])))
-    prompts = pair.prompts([9, 3, 14], seed=1)
-    outputs = llm.generate(prompts[:1], greedy(16))
-    ids = [*prompts[0], outputs[0].token_ids[0]]
-    for tree, length in rounds[:count]:
-        root, born, _ = grow(ids[-1], k, steps, proposals_of(reference, dense, (1, 2, 3), ids, k))
-        nodes = select(root, born, size)
-        assert tree.tokens[0].tolist() == [node.token for node in nodes]
-        assert tree.parent[0, 1:].tolist() == [nodes.index(node.parent) for node in nodes[1:]]
-        want = torch.tensor([node.score for node in nodes])
-        torch.testing.assert_close(tree.logprob[0], want, rtol=1e-5, atol=1e-5)
-        ids = [*prompts[0], *outputs[0].token_ids][: len(ids) + length + 1]
-    assert tokens(outputs + llm.generate(prompts[1:], greedy(16))) == plain(Pair(pair.target, None))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

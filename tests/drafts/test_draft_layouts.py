@@ -52,9 +52,7 @@ UNKNOWN_HEADS = [
     ("Gemma 4 assistant", {"architectures": ["Gemma4AssistantForCausalLM"]}, None),
     ("Gemma 4 assistant", {"backbone_hidden_size": 1536}, None),
     ("Gemma 4 assistant", {}, "pre_projection.weight"),
-    ("P-EAGLE", {"pard_token": 7}, None),
-    ("P-EAGLE", {"speculators_model_type": "peagle"}, None),
-    ("P-EAGLE", {}, "mask_hidden"),
+    ("PARD", {"architectures": ["LlamaForCausalLM"], "pard_token": 7}, None),
 ]
 
 
