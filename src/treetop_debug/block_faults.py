@@ -11,13 +11,9 @@ from treetop_debug.faults import Fault
 from treetop_debug.patching import Patch
 
 
-def _of_the_tree(real: Callable[..., None]) -> Callable[..., None]:
+def _of_the_node_behind(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """What the target computed for the node behind each of the path, which was rejected or is another's."""
-
-    def path_aux_hidden(out: Tensor, streams: tuple[Tensor, ...], path: Tensor) -> None:
-        real(out, streams, (path + 1).clamp(max=streams[0].shape[1] - 1))
-
-    return path_aux_hidden
+    return lambda path, num_nodes: real((path + 1).clamp(max=num_nodes - 1), num_nodes)
 
 
 def _other_alignment(real: Callable[..., bool]) -> Callable[..., bool]:
@@ -51,7 +47,7 @@ BLOCK_FAULTS: dict[str, tuple[Fault, str]] = {
             Fault(
                 "block-rejected-features",
                 "a block's context holds what the target computed for nodes that were rejected",
-                (Patch("treetop.kernels.tree.commit:path_aux_hidden_reference", _of_the_tree),),
+                (Patch("treetop.kernels.tree.commit:feature_nodes", _of_the_node_behind),),
                 "oracle",
                 None,
             ),
