@@ -14,7 +14,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from support import windowed_llama
-from support.interpreted import why_not_interpreted
+from support.interpreted import INTERPRETED, patch_without_search, why_not_interpreted
 from support.tiny_models import (
     Pair,
     save_copying_head,
@@ -31,6 +31,8 @@ hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("any machine")
+if INTERPRETED and why_not_interpreted() is None:
+    patch_without_search()
 transformers_logging.disable_progress_bar()
 transformers_logging.set_verbosity_error()
 

@@ -45,6 +45,7 @@ from soaks.common import (
 from soaks.rank_books import audits
 from treetop import LLM, SamplingParams
 from treetop.core.wire import ProcessOptions
+from treetop.distributed.remote_engine import RankLink
 from treetop.distributed.remote_thread import RemoteThread
 from treetop.types.config import EngineConfig
 from treetop.types.errors import InvariantError
@@ -133,7 +134,7 @@ class SoakRoles:
         self._live: dict[RequestId, Live] = {}
         self.finished: list[Live] = []
         self._favoured: tuple[int, ...] = (0,)
-        decode.core.choose = lambda request: self._rng.choice(self._favoured) % decode.size  # type: ignore[method-assign]
+        decode.core.engines[0].place = self._place
         self._vocab, self._context = decode.core.info.vocab_size, decode.core.info.max_context
 
     def run(self, rounds: int, seconds: float = float("inf")) -> RolesSummary:
@@ -178,6 +179,10 @@ class SoakRoles:
         while self._live:
             self._hear()
         return [*self.prefill.idle(), *self.decode.idle()]
+
+    def _place(self, request: EngineRequest, engine: int) -> RankLink:
+        """Of the decode group, whose client asks."""
+        return self.decode.core.engines[0].links[self._rng.choice(self._favoured) % self.decode.size]
 
     def _rounds(self) -> int:
         """Of the decode group, so far."""

@@ -112,7 +112,7 @@ def _opened(runner: ModelRunner, block: Block, key: RoundKey, max_kv_len: int) -
     columns = TailColumns(key.bucket, 0, width, width)
     attend = runner.tail_attention(Phase.DRAFT, runner.draft_layers, buffers.draft_tails, plans, columns, key.shape)
     assert state.draft is not None
-    opened = block.open(Roots(root, committed, state.draft.hidden[rows]), attend)
+    opened = block.open(Roots(root, committed, state.draft.hidden[rows], key.shape.num_steps), attend)
     draft = runner.propose(root, opened.state, state.classes[rows], opened.lines)
     store_draft(state.draft, rows, rows != runner.layout.dummy_row, draft)
     return opened.lines
