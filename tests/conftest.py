@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers.utils import logging as transformers_logging
 
-from support import windowed_llama
+from support import warm, windowed_llama
 from support.tiny_models import (
     Pair,
     save_copying_head,
@@ -23,6 +23,7 @@ from support.tiny_models import (
     save_tokenizer,
     save_weak_llama,
 )
+from treetop.distributed import process
 from treetop.models.registry import FAMILIES
 
 torch.set_num_threads(1)  # the models are too small to share
@@ -70,6 +71,14 @@ def _own_cache(tmp_path_factory):
     """What engines keep for later starts is kept beside the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_starts():
+    """Engines and ranks that a test starts are forked from a process which has imported what they import."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "Popen", warm.Popen)
         yield
 
 

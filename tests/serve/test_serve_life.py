@@ -469,7 +469,8 @@ def test_a_real_engine_gives_what_llm_gives(weak_pair):
     expected = [llm.generate([each], one)[0] for each, one in zip(prompts, params, strict=True)]
     llm.close()
     flags = ("--speculative-draft-model-path", str(weak_pair.head), "--dtype", "float64", "--max-model-len", "256")
-    with serving(str(weak_pair.target), *flags, "--served-model-name", "weak") as server:
+    names = ("--served-model-name", "weak")
+    with serving(str(weak_pair.target), *flags, *names, start=subprocess.Popen) as server:
 
         async def all_of_them():
             async with server.async_client() as client:

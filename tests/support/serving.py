@@ -16,6 +16,7 @@ import httpx
 import openai
 
 from support.waiting import WAIT_S
+from support.warm import Popen
 from treetop.checkpoints.folder import resolve_folder
 from treetop.serve.mock_options import TEXT
 from treetop.text.tokenizer import Tokenizer
@@ -37,11 +38,18 @@ def replayed(num_prompt_tokens: int, count: int) -> str:
 class Server:
     """A running `treetop serve`, and what it has said."""
 
-    def __init__(self, *flags: str, environment: dict[str, str] | None = None, most_files: int | None = None) -> None:
+    def __init__(
+        self,
+        *flags: str,
+        environment: dict[str, str] | None = None,
+        most_files: int | None = None,
+        start: type[subprocess.Popen[str]] = Popen,
+    ) -> None:
+        """start: `subprocess.Popen` for a server, and all that it starts, which import everything themselves."""
         command = [sys.executable, "-m", "treetop.cli", "serve", "--port", "0", "--api-workers", "1", *flags]
         if most_files is not None:
             command = ["bash", "-c", f'ulimit -n {most_files}; exec "$@"', "bash", *command]
-        self.process = subprocess.Popen(
+        self.process = start(
             command,
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
