@@ -65,9 +65,10 @@ class Server:
 
     def _read(self) -> None:
         assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.said.append(line)
-            self._lines.put(line)
+        with self.process.stderr as stderr:
+            for line in stderr:
+                self.said.append(line)
+                self._lines.put(line)
         self._lines.put(None)
 
     def wait_for(self, words: str) -> re.Match[str]:
@@ -117,19 +118,21 @@ class Server:
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        """Its exit code, once it and all that it started have ended and `said` holds their last words."""
         code = self.process.wait(WAIT_S)
         self._reader.join(WAIT_S)
+        assert not self._reader.is_alive(), "a process that it started lives on"
         return code
 
     def kill(self) -> None:
-        """End it, if it has not ended, and let go of what the test holds of it."""
+        """End it, if it has not ended, and let go of what the test holds of it. What it started follows by itself."""
         self.process.kill()
         self.process.wait(WAIT_S)
-        self._reader.join(WAIT_S)
         for client in (self._http, *self._clients):
             client.close()
-        assert self.process.stderr is not None
-        self.process.stderr.close()
 
 
 def command_of(pid: int) -> str:
