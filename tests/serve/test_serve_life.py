@@ -411,10 +411,9 @@ def test_a_model_that_cannot_be_loaded_is_one_line_from_the_engine_process(tmp_p
     assert "Unheard is not supported" in refused(str(tmp_path))
 
 
-def test_a_port_that_is_taken_is_told_before_anything_is_loaded():
-    with mock(1, "1") as server:
-        port = server.url.rsplit(":", 1)[1]
-        assert f"--port {port}: Address already in use" in refused("--port", port, "--mock-engine", "1,1")
+def test_a_port_that_is_taken_is_told_before_anything_is_loaded(mock_server):
+    port = mock_server.url.rsplit(":", 1)[1]
+    assert f"--port {port}: Address already in use" in refused("--port", port, "--mock-engine", "1,1")
 
 
 def test_a_signal_while_the_engine_loads_ends_it():
