@@ -53,15 +53,7 @@ LONGEST = (
 """Files that run first, so that none of them is what the last process waits for."""
 
 
-PROCESSES = ("api", "disaggregation", "distributed", "serve")
-"""Folders whose tests start processes that a busy machine may stop for long: one that fails runs once more, and the
-closing lines name it (RERUN)."""
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.parent.name in PROCESSES:
-            item.add_marker(pytest.mark.flaky(reruns=1))
     ranks = {Path(__file__).parent / name: rank for rank, name in enumerate(LONGEST)}
     items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
 
