@@ -20,7 +20,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from treetop.drafts.protocol import Proposal
 from treetop.kernels.tree.accept import accept_reference
 from treetop.kernels.tree.calibration import Calibration, Heat, make_calibration
 from treetop.kernels.tree.grow import Children, TreeBuilder, grow_reference, make_growth, start_reference
@@ -101,13 +100,12 @@ def one_round(simulation: SimulatedAcceptance, index: int, memory: Memory) -> No
     heat, tokens = Heat(memory.calibration.heat, zeros), torch.arange(shape.num_candidates).expand(n, -1)
     draft = DraftState(tokens[:, :k], torch.zeros(n, k), torch.zeros(n, 1))
     simulation.at_roots(draft, rows, at, k, heat)
-    said = simulation.after(at, k, heat)
     identity = torch.eye(k, dtype=torch.bool)
     frontier = start_reference(RowTables(zeros, zeros, zeros, draft), rows, growth, tree, memory.places, identity)
     for level in range(shape.num_steps - 1):
         first = k + level * k * k
-        proposal = said(level, Proposal(tokens[:, first : first + k * k].view(n, k, k), frontier.score))
-        children = Children(proposal.tokens, proposal.logprob, torch.zeros(n, k, 1))
+        says = simulation.of_level(at, level + 1, k, heat)
+        children = Children(tokens[:, first : first + k * k].view(n, k, k), says, torch.zeros(n, k, 1))
         frontier = grow_reference(growth, level, frontier, children)
     select_reference(growth, tree, memory.places)
     accept_reference(simulation.choices(growth, at), tree, memory.accepted, None)

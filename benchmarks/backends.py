@@ -14,9 +14,7 @@ In 16 bits products of other row counts round otherwise, so a sequence may leave
 counted, with the largest gap between the two best logits there. In float32 only gaps below 1e-4 are excused.
 """
 
-import argparse
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -25,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention_cases import DEVICE, TOLERANCE, Backend, Case, Shape, build, check, error_of, graph_of
-from rounds import preset
+from attention_cases import TOLERANCE, Backend, Case, Shape, build, check, error_of
+from frame import DEVICE, end_with, graph_of, machine_of, parser_of, preset, say
 
 from treetop import LLM, SamplingParams
 from treetop.attention.auto import make_backend
@@ -239,22 +237,22 @@ def write(page: Path, text: str) -> None:
     page.write_text(before + text + rest.split(END)[1], encoding="utf-8")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: list[str]) -> int:
+    parser = parser_of(__doc__)
     parser.add_argument("--backends", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--max-tokens", type=int, default=160, help="of each request")
     parser.add_argument("--commit", default="unnamed", help="what the table says was run")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="the page whose table is replaced")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     lines = []
     for line in everything(args.backends, args.max_tokens):
-        print(json.dumps(line), flush=True)
+        say(line)
         lines.append(line)
     if args.write is not None:
-        machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+        machine = "{gpu}, torch {torch}".format(**machine_of())
         write(args.write, table(lines, args.commit, time.strftime("%Y-%m-%d"), machine))
     return 0 if all(line.get("ok", True) for line in lines) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

@@ -14,6 +14,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from support import warm, windowed_llama
+from support.interpreted import INTERPRETED, patch_without_search, why_not_interpreted
 from support.tiny_models import (
     Pair,
     save_copying_head,
@@ -31,6 +32,8 @@ hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("any machine")
+if INTERPRETED and why_not_interpreted() is None:
+    patch_without_search()
 transformers_logging.disable_progress_bar()
 transformers_logging.set_verbosity_error()
 
@@ -56,6 +59,12 @@ LONGEST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ranks = {Path(__file__).parent / name: rank for rank, name in enumerate(LONGEST)}
     items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("interpreted") and (why_not := why_not_interpreted()):
+        pytest.skip(why_not)  # from here, so that the closing lines say it once
 
 
 @pytest.fixture(scope="session", autouse=True)

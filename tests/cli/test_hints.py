@@ -19,6 +19,7 @@ from treetop.types.errors import CheckpointError
         (["generate", "--temperatur=1"], "did you mean --temperature?"),
         (["serve", "--enable-lora"], "merge the adapter into the weights"),
         (["serve", "--quantization", "fp8"], "treetop quantize"),
+        (["serve", "--speculative-ngram-graft", "2"], "--speculative-algorithm NGRAM"),
         (["serve", "--trust-remote-code"], "no code of a model folder is ever run"),
     ],
 )

@@ -126,11 +126,7 @@ def test_what_is_packed_or_unpacked_keeps_no_other_step_from_being_launched(pair
     assert all(relay.result(each)[0] for each in ids)
 
 
-def grafted(pair, shape, **options):
-    return build(pair, shape, speculative_ngram_graft=2, **options)
-
-
-@pytest.mark.parametrize(("name", "make"), [("strong", ngram), ("mtp", mtp), ("strong", grafted)])
+@pytest.mark.parametrize(("name", "make"), [("strong", ngram), ("mtp", mtp)])
 def test_drafts_of_other_kinds_are_the_same(pairs, name, make):
     """Looked up in the text, which D has from the prompt and the first token; from a layer of the target's own."""
     expected = aggregated(pairs[name], (3, 3, 9), MIXED, make)

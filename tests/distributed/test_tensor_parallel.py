@@ -129,13 +129,12 @@ CASES = [  # pair, (k, S, T), ranks, parameters, options
     ("tiny", (2, 3, 6), 4, MIXED, {}),
     ("mtp", (2, 3, 6), 2, MIXED, {"graphs": "sim"}),
     ("weak", (4, 5, 16), 2, MIXED, {"speculative_policy": "auto", "overlap": True}),
-    ("strong", (2, 3, 6), 2, MIXED, {"speculative_ngram_graft": 2, "graphs": "sim", "overlap": True}),
     ("windows", (2, 3, 6), 2, MIXED, {"speculative_policy": "auto", "graphs": "sim", "speculative_max_deferred": 3}),
 ]
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "ranks", "params", "options"), few_of(CASES, 1, 2, 6, 7, 8, 9, 10, 12, 14, 15, 16)
+    ("name", "shape", "ranks", "params", "options"), few_of(CASES, 1, 2, 6, 7, 8, 9, 10, 12, 14, 15)
 )
 def test_ranks_give_what_one_gives(pairs, name, shape, ranks, params, options):
     """Greedy and sampled, trees and plain, windows, biases, norms of heads, cached prefixes, two steps in flight."""

@@ -95,7 +95,7 @@ def test_its_tokens_are_those_of_plain_decoding(family, shape, options, algorith
     [
         {},
         {"graphs": "sim", "check_level": 3},
-        {"overlap": True, "check_level": 2, "speculative_ngram_graft": 2},
+        {"overlap": True, "check_level": 2},
         {"speculative_calibration": "learn", "graphs": "sim", "overlap": True},
     ],
     ids=str,

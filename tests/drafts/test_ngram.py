@@ -13,6 +13,7 @@ from support.oracles import float32, grow, select
 from treetop import LLM
 from treetop.checkpoints.loader import Placement
 from treetop.drafts.ngram import PLACES, NgramLookup, NgramSpec
+from treetop.drafts.protocol import Nodes
 from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.kernels.tree.row_text import continued, longest_matches
 from treetop.types.errors import ConfigError
@@ -173,7 +174,7 @@ def test_a_vocabulary_smaller_than_the_places_has_enough_tokens():
     state = torch.zeros(3, PLACES, 3, dtype=torch.int32)
     state[1, 0], state[2, :4, 0] = torch.tensor([5, 3, 1]), 1
     state[2, :4, 1] = torch.tensor([2, 2, 0, 1])
-    got = lookup_.propose(state.flatten(1), 4)
+    got = lookup_.propose(Nodes(torch.zeros(3, dtype=torch.int64), state.flatten(1), 0), 4)
     assert [sorted(row) for row in got.tokens.tolist()] == [[0, 1, 2, 3]] * 3
     assert got.tokens[:, 0].tolist() == [0, 3, 2]
     assert bool((got.logprob <= 0).all())

@@ -39,8 +39,7 @@ def test_rates_by_rank_add_up_to_how_often_a_path_went_on(strong_pair):
     by_rank, by_depth = acceptance_by_rank(outputs, shape), acceptance_by_depth(lens, shape.num_steps)
     asked = sum(min(length + 1, shape.num_steps) for length in lens)
     assert sum(by_rank) == pytest.approx(sum(lens) / asked)
-    assert len(by_rank) == 5
-    assert by_rank[-1] == 0, "nothing was grafted"
+    assert len(by_rank) == shape.topk
     assert by_depth[0] == pytest.approx(sum(length > 0 for length in lens) / len(lens))
 
 

@@ -128,7 +128,6 @@ def held_to(seed):
         (SHAPE, {"check_level": 3, "max_running_requests": 5, "attention_backend": "torch"}),
         ((4, 3, 37), {"overlap": False, "max_running_requests": 3}),
         ((1, 5, 6), {"overlap": True, "chunked_prefill_size": 16}),
-        (SHAPE, {"speculative_ngram_graft": 2, "check_level": 3, "overlap": True}),
         (SHAPE, {"tp_size": 2, "graphs": "sim", "check_level": 3, "overlap": True}),
     ],
 )

@@ -77,23 +77,6 @@ def test_captured_rounds_are_the_same_with_fused_and_plain_operations(shape, par
     assert accept_lens(fused) == accept_lens(plain)
 
 
-@pytest.mark.parametrize("shape", [(5, 4, 16), (3, 1, 4)])
-@pytest.mark.parametrize("params", [greedy(120), sampled(3, 120, temperature=0.8)], ids=["greedy", "sampled"])
-def test_captured_grafts_change_no_token(shape, params):
-    """A search through the rows' text and two proposers in one captured round; beside a chain both are accepted."""
-    steps, topk, nodes = shape
-    tree = {
-        "speculative_num_steps": steps,
-        "speculative_eagle_topk": topk,
-        "speculative_num_draft_tokens": nodes,
-    }
-    llm, outputs = run(params, **tree, speculative_ngram_graft=3)
-    assert isinstance(llm.engine.launcher, CudaGraphs)
-    assert tokens(outputs) == tokens(run(params, draft=None)[1])
-    ranks = {rank for output in outputs for of_round in output.metrics.accept_ranks for rank in of_round}
-    assert ranks >= ({-1, 0} if topk == 1 else {0})
-
-
 def test_what_a_captured_engine_learns_is_what_an_eager_one_learns_on_a_cpu():
     """Counts of proposals by depth and rank, which come with each round's results where shapes are chosen by them."""
     options = {"speculative_calibration": "learn", "speculative_policy": "auto", "max_running_requests": 4}

@@ -12,7 +12,7 @@ from support.operations import reference_ops
 from support.oracles import chain, float32, grow, longest_line, select, walk
 from support.round_ops import sown_growth
 from treetop.drafts.eagle3 import Eagle3Head, Eagle3Norms
-from treetop.drafts.protocol import DraftVocab, Proposal
+from treetop.drafts.protocol import DraftVocab, Nodes, Proposal
 from treetop.kernels.sampling.sampling import greedy_reference
 from treetop.kernels.tree.accept import accept, force
 from treetop.kernels.tree.rows import DraftState, RowTables
@@ -34,10 +34,11 @@ class ScriptedHead:
     def __init__(self, seed: int, all_equal: bool = False) -> None:
         self.seed, self.all_equal = seed, all_equal
 
-    def grow(self, tokens, hidden, positions, attend):
-        return (hidden * 57 + tokens[..., None] + 1).remainder(PRIME)
+    def step(self, nodes, positions, attend, lines=None):
+        return (nodes.state * 57 + nodes.tokens[..., None] + 1).remainder(PRIME)
 
-    def propose(self, hidden, k, heat=None) -> Proposal:
+    def propose(self, nodes, k, heat=None, lines=None) -> Proposal:
+        hidden = nodes.state
         listed = [self.children(int(code), k) for code in hidden.flatten().tolist()]
         shape = (*hidden.shape[:-1], k)
         return Proposal(
@@ -78,7 +79,7 @@ def grown(head, shape, starts, roots, committed):
     """A batch of trees from production code, and the levels it asked attention for."""
     levels = []
     state = torch.tensor(starts, dtype=torch.float64)[:, None]
-    proposal = head.propose(state, shape.topk)
+    proposal = head.propose(Nodes(torch.tensor(roots), state, 0), shape.topk)
     draft = DraftState(proposal.tokens, proposal.logprob, state)
     tables = RowTables(torch.tensor(committed), torch.tensor(roots), torch.zeros_like(torch.tensor(roots)), draft)
     return planted(head, tables, shape, levels.append)[0], levels
@@ -292,9 +293,9 @@ def test_with_topk_one_tree_and_acceptance_equal_a_chain(num_steps, seed):
         rows = [logits("draft", paths[int(code)], draft_vocab) for code in state.flatten().tolist()]
         return torch.tensor(rows).reshape(*state.shape[:-1], draft_vocab)
 
-    def grow_forward(tokens, hidden, positions, attend):
-        paths[len(paths)] = [*paths[int(hidden)], int(tokens)]
-        return torch.full_like(hidden, len(paths) - 1)
+    def step(nodes, positions, attend, lines=None):
+        paths[len(paths)] = [*paths[int(nodes.state)], int(nodes.tokens)]
+        return torch.full_like(nodes.state, len(paths) - 1)
 
     stand_in = SimpleNamespace(
         spec=SimpleNamespace(norms=Eagle3Norms()),
@@ -303,9 +304,9 @@ def test_with_topk_one_tree_and_acceptance_equal_a_chain(num_steps, seed):
         vocab=DraftVocab(offset),
         _ops=reference_ops(),
     )
-    head = SimpleNamespace(grow=grow_forward, propose=partial(Eagle3Head.propose, stand_in))
+    head = SimpleNamespace(step=step, propose=partial(Eagle3Head.propose, stand_in))
     start = torch.zeros(1, 1)
-    proposal = head.propose(start, 1)
+    proposal = head.propose(Nodes(torch.tensor([root]), start, 0), 1)
     draft = DraftState(proposal.tokens, proposal.logprob, start)
     tables = RowTables(torch.tensor([0]), torch.tensor([root]), torch.tensor([0]), draft)
     tree, _ = planted(head, tables, SpecShape(1, num_steps, num_steps + 1), lambda level: None)

@@ -77,7 +77,7 @@ def head_config(**changes) -> dict:
 
 
 def save_head(folder: Path, config: dict, tensors: dict) -> Path:
-    folder.mkdir()
+    folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
     return folder

@@ -28,6 +28,7 @@ class FixedSpec:
     state_dtype: None = None
     reads_text: bool = False
     makes_logits: bool = True
+    block: None = None
 
     @property
     def streamed(self):
@@ -46,20 +47,22 @@ class FixedSpec:
 class Fixed:
     """A `Drafter`. Its state is the token itself."""
 
+    block = None
+
     def __init__(self, vocab_size, place):
         self.vocab = DraftVocab(torch.zeros(vocab_size, dtype=torch.int64, device=place.device))
         self.dtype, self.products = place.dtype, DraftProducts()
 
     def extend(self, tokens, aux_hidden, positions, at, attend):
         assert aux_hidden.shape == (*tokens.shape, 0)
-        return self.grow(tokens.gather(1, at.last[:, None]), None, positions, attend)[:, 0]
+        return tokens.gather(1, at.last[:, None]).to(self.dtype)
 
-    def grow(self, tokens, state, positions, attend):
-        return tokens[..., None].to(self.dtype)
+    def step(self, nodes, positions, attend, lines=None):
+        return nodes.tokens[..., None].to(self.dtype)
 
-    def propose(self, state, k, heat=None):
-        rank = torch.arange(k, device=state.device)
-        tokens = (5 * state.long() + 3 + rank) % len(self.vocab.offset)
+    def propose(self, nodes, k, heat=None, lines=None):
+        rank = torch.arange(k, device=nodes.state.device)
+        tokens = (5 * nodes.state.long() + 3 + rank) % len(self.vocab.offset)
         return Proposal(tokens, -(rank + 1.0).expand(tokens.shape).to(torch.float32))
 
 

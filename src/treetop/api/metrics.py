@@ -121,7 +121,7 @@ class Metrics:
         self._at_depth = [depths.labels(model_name, str(depth)) for depth in range(self._shape.num_steps)]
         ranks = Counter(
             OWN + "spec_decode_num_accepted_tokens_per_rank",
-            "Drafts that were accepted, by their place among the proposals after their parents; ngram: grafted ones",
+            "Drafts that were accepted, by their place among the proposals after their parents",
             ["model_name", "rank"],
             registry=registry,
         )
@@ -206,7 +206,7 @@ class Metrics:
         self._draft_tokens.inc(self._new_drafted)
         self._new_drafted, ranks, self._new_ranks = 0, self._new_ranks, Counts[int]()
         for rank, times in ranks.items():
-            self._of_rank("ngram" if rank < 0 else str(rank)).inc(times)
+            self._of_rank(str(rank)).inc(times)
         for depth, counter in enumerate(self._at_depth):
             deeper = sum(times for accept_len, times in rounds.items() if accept_len > depth)
             self._accepted.inc(deeper)
@@ -244,7 +244,6 @@ class Metrics:
                 "mean_acceptance_length": 1 + accepted / len(lens) if lens else None,
                 "draft_acceptance_rate": accepted / drafted if drafted else None,
                 "acceptance_histogram": [lens.count(depth) for depth in range(shape.num_steps + 1)],
-                "accepted_of_graft": ranks[-1],
                 "accepted_by_rank": [ranks[rank] for rank in range(max([shape.topk - 1, *ranks]) + 1)],
                 "num_spec_steps": len(lens),
                 "num_accepted_draft_tokens": accepted,

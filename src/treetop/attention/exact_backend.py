@@ -31,7 +31,7 @@ from treetop.kernels.attention.attention import tail_visible
 from treetop.kernels.attention.metadata import AttentionMetadata
 from treetop.kernels.exact import adversarial
 from treetop.kernels.kv import PagedKV, decoded, moved, slots_of
-from treetop.types.ids import DRAFT
+from treetop.types.ids import is_draft
 
 BLOCK = 128
 """Positions of a block: the longest chain of all, and with a tail no longer than the library keeps one."""
@@ -84,7 +84,7 @@ class ExactBackend:
         self._plain = TorchBackend(dtype, device)
 
     def begin(self, metadata: AttentionMetadata) -> ExactPrefix | TorchPrefix:
-        if metadata.table.group == DRAFT:
+        if is_draft(metadata.table.group):
             return self._plain.begin(metadata)
         kv_len = metadata.kv_len[:, None]
         if metadata.causal:

@@ -81,6 +81,9 @@ class Attend(Protocol):
         self, layer: int, write: WriteKV, scale: float, sinks: Tensor | None = None, index: Index | None = None
     ) -> Tensor: ...
 
+    def write(self, layer: int, write: WriteKV) -> Tensor:
+        """Have K/V written, and attend to nothing. Returns the queries."""
+
     def live(self) -> Tensor | None:
         """Which tokens of the batch are somebody's: [rows, n] bool; None if all are. What is padding needs no work.
 
@@ -123,12 +126,20 @@ class TailAttention:
     def __call__(
         self, layer: int, write: WriteKV, scale: float, sinks: Tensor | None = None, index: Index | None = None
     ) -> Tensor:
-        place, at = self.layers[layer], self.columns
-        tail = self.tails[place.group][place.index, : at.rows, : at.width]
-        q = write(tail[:, at.start : at.start + at.count], None, place.kv.scales)
+        place, tail = self.layers[layer], self._tail(layer)
+        q = self.write(layer, write)
         seen = TailKV(tail, place.kv.value_dim, place.kv.index_dim, place.kv.scales)
         plan = self.keys.narrowed(layer, index, place.kv, self.plans[place.group], seen)
         return self.keys.backend.prefix_tail(q, place.kv, plan, seen, scale, sinks)
+
+    def write(self, layer: int, write: WriteKV) -> Tensor:
+        at = self.columns
+        return write(self._tail(layer)[:, at.start : at.start + at.count], None, self.layers[layer].kv.scales)
+
+    def _tail(self, layer: int) -> Tensor:
+        """What queries see of it, [rows, width, *format]."""
+        place, at = self.layers[layer], self.columns
+        return self.tails[place.group][place.index, : at.rows, : at.width]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +163,13 @@ class CausalAttention:
     def __call__(
         self, layer: int, write: WriteKV, scale: float, sinks: Tensor | None = None, index: Index | None = None
     ) -> Tensor:
-        place = self.layers[layer]
-        q = write(place.kv.data, self.slots[place.group], place.kv.scales)
+        place, q = self.layers[layer], self.write(layer, write)
         plan = self.keys.narrowed(layer, index, place.kv, self.plans[place.group], None)
         return self.keys.backend.causal(q, place.kv, plan, scale, sinks)
+
+    def write(self, layer: int, write: WriteKV) -> Tensor:
+        place = self.layers[layer]
+        return write(place.kv.data, self.slots[place.group], place.kv.scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,11 +194,8 @@ class DenseAttention:
         self, layer: int, write: WriteKV, scale: float, sinks: Tensor | None = None, index: Index | None = None
     ) -> Tensor:
         n, (form, window, chunked, source, scales) = self.length, self.layers[layer]
-        if source == layer:
-            stored = kv_dtype(form, self.dtype)
-            self._written[layer] = torch.empty((1, n, *form.shape), dtype=stored, device=self.device)
+        q, position = self.write(layer, write), torch.arange(n, device=self.device)
         kv = self._written[source]
-        q, position = write(kv, None, scales), torch.arange(n, device=self.device)
         visible = position <= position[:, None]
         if window is not None:
             visible = visible & (position >= first_seen(position, window, chunked)[:, None])
@@ -196,3 +207,10 @@ class DenseAttention:
             visible = self._chosen[index]
         out, lse = attend(q, seen.k, seen.v, visible, scale)
         return out if sinks is None else with_sinks(out, lse, sinks)
+
+    def write(self, layer: int, write: WriteKV) -> Tensor:
+        form, _, _, source, scales = self.layers[layer]
+        if source == layer:
+            stored = kv_dtype(form, self.dtype)
+            self._written[layer] = torch.empty((1, self.length, *form.shape), dtype=stored, device=self.device)
+        return write(self._written[source], None, scales)

@@ -17,7 +17,7 @@ from treetop.kernels.attention.segment_prefill import segment_prefill
 from treetop.kernels.attention.segments import SegmentPlan, block_of, plan_segments
 from treetop.kernels.kv import PagedKV
 from treetop.kernels.triton_guard import gpu_traits, why_not
-from treetop.types.ids import DRAFT
+from treetop.types.ids import is_draft
 
 CAPABILITIES = Capabilities(
     (torch.float32, *HALF), head_dims=tuple(range(2, 513)), captures_first_call=True, exact=True
@@ -42,7 +42,7 @@ class SegmentsBackend:
         """Nothing is needed."""
 
     def plan(self, begun: None, metadata: AttentionMetadata) -> Plan:
-        if metadata.causal or metadata.table.group == DRAFT:
+        if metadata.causal or is_draft(metadata.table.group):
             return metadata
         assert metadata.mask is not None
         group, (rows, n, _) = self._groups[metadata.table.group], metadata.mask.shape
@@ -60,7 +60,7 @@ class SegmentsBackend:
 
     def causal(self, q: Tensor, kv: PagedKV, plan: Any, scale: float, sinks: Tensor | None = None) -> Tensor:
         assert isinstance(plan, AttentionMetadata)
-        if plan.table.group == DRAFT:
+        if is_draft(plan.table.group):
             return self._draft.causal(q, kv, plan, scale, sinks)
         return segment_prefill(q, kv.data, plan, scale, sinks, self._gpu)
 

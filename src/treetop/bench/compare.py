@@ -22,7 +22,6 @@ from treetop.bench.rounds import Figures, measure, plain_options, up_to_step, wa
 from treetop.checkpoints.folder import resolve_folder
 from treetop.checkpoints.loader import compute_device
 from treetop.engine.startup.plan import plan_engine
-from treetop.kernels.tree.graft import GRAFTED
 from treetop.llm import LLM, RequestOutput
 from treetop.models.registry import target_spec
 from treetop.text.tokenizer import open_tokenizer
@@ -67,7 +66,6 @@ class Report:
     accept_length: mean a + 1 of all rounds.
     acceptance_by_depth: of the rounds that got there.
     acceptance_by_rank: of the nodes that had proposals on accepted paths, whose proposal of this rank was accepted.
-    acceptance_of_graft: of these nodes, those behind which a grafted one was accepted.
     reliability: of the pass that is compared, in which a calibration may still be learned.
 
     target_forwards and draft_forwards are per token emitted after the first; plain decoding has 1 and 0.
@@ -89,7 +87,6 @@ class Report:
     accept_length: float
     acceptance_by_depth: tuple[float, ...]
     acceptance_by_rank: tuple[float, ...]
-    acceptance_of_graft: float
     reliability: Reliability
     plain: Rate
     speculative: Rate
@@ -116,8 +113,7 @@ class Report:
             f"draft forwards per token    {self.draft_forwards_per_token:.3f}",
             f"accept length               {self.accept_length:.2f}",
             f"acceptance by depth         {depths}",
-            f"acceptance by rank          {ranks}"
-            + (f"  grafted: {self.acceptance_of_graft:.2f}" if self.acceptance_of_graft else ""),
+            f"acceptance by rank          {ranks}",
             *self.reliability.lines(),
             f"plain                       {_rate(self.plain)}",
             f"speculative                 {_rate(self.speculative)}",
@@ -181,7 +177,6 @@ def run(model: str | None, engine_options: dict[str, Any], options: BenchOptions
     accept_lens = [a for output in got for a in output.metrics.accept_lens]
     emitted = max(sum(output.round_tokens for output in got), 1)
     shape = speculative.config.shape
-    by_rank = acceptance_by_rank(got, shape)
     machine = measure_machine(speculative.engine.runner.buffers.rows.device, speculative.engine.dtype)
     return Report(
         shape=(shape.num_steps, shape.topk, shape.num_draft_tokens),
@@ -197,8 +192,7 @@ def run(model: str | None, engine_options: dict[str, Any], options: BenchOptions
         accept_length=1 + sum(accept_lens) / max(len(accept_lens), 1),
         reliability=counter.diagram(),
         acceptance_by_depth=acceptance_by_depth(accept_lens, shape.num_steps),
-        acceptance_by_rank=by_rank[:-1],
-        acceptance_of_graft=by_rank[-1],
+        acceptance_by_rank=acceptance_by_rank(got, shape),
         plain=_spread(columns[0]),
         speculative=_spread(columns[1]),
         speedup=_median_ratio(rates, 1, 0),
@@ -240,12 +234,12 @@ def acceptance_by_depth(accept_lens: Sequence[int], num_steps: int) -> tuple[flo
 
 def acceptance_by_rank(outputs: Sequence[RequestOutput], shape: SpecShape) -> tuple[float, ...]:
     """How often the target's choice was the draft's favourite in the tree, its second, ...: of all nodes on accepted
-    paths after which the tree might go on; last how often it was a grafted node. Their sum is how often a path went on.
+    paths after which the tree might go on. Their sum is how often a path went on.
     """
     rounds = [ranks for output in outputs for ranks in output.metrics.accept_ranks]
     counts = Counter(rank for ranks in rounds for rank in ranks)
     asked = sum(min(len(ranks) + 1, shape.num_steps) for ranks in rounds)
-    return tuple(counts[rank] / asked if asked else 0.0 for rank in (*range(shape.topk), GRAFTED))
+    return tuple(counts[rank] / asked if asked else 0.0 for rank in range(shape.topk))
 
 
 def transformers_pass(llm: LLM, prompts: list[list[int]], max_tokens: int) -> Callable[[], int]:

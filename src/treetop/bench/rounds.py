@@ -262,7 +262,7 @@ def plain_options(options: dict[str, Any]) -> dict[str, Any]:
         "simulate_accept_length",
         "simulate_acceptance",
     )
-    alone = {"speculative_calibration": "off", "speculative_policy": "fixed", "speculative_ngram_graft": 0}
+    alone = {"speculative_calibration": "off", "speculative_policy": "fixed"}
     return {**options, **dict.fromkeys(own), **alone}
 
 

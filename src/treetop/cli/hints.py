@@ -12,9 +12,10 @@ _WHY = {
     "--lora-modules": _LORA,
     "--lora-paths": _LORA,
     "--quantization": "the format of weights is read from the model folder; `treetop quantize` writes others",
+    "--speculative-ngram-graft": "grafts are gone; --speculative-algorithm NGRAM looks drafts up in a request's text",
     "--trust-remote-code": "no code of a model folder is ever run; `treetop models` lists what loads",
 }
-"""Options of other engines that have no like here."""
+"""Options of other engines that have no like here, and those of ours that are gone."""
 _LONGEST_WORD, _LONGEST = 200, 2000
 
 

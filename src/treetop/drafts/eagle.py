@@ -9,6 +9,7 @@ Source: EAGLE, arXiv:2401.15077; SafeAILab/EAGLE `eagle/model/cnets1.py`.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +31,7 @@ from treetop.drafts.head_files import (
     output_of,
     stated,
 )
-from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Proposal, Streamed
+from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Nodes, Proposal, Streamed
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
 from treetop.kernels.tree.calibration import Heat
@@ -62,6 +63,7 @@ class EagleSpec:
     state_dtype: torch.dtype | None = None
     reads_text: bool = False
     makes_logits: bool = True
+    block: None = None
 
     @property
     def vocab_size(self) -> int:
@@ -130,6 +132,8 @@ class EagleSpec:
 class EagleHead:
     """A `Drafter`; see the module."""
 
+    block = None
+
     def __init__(self, spec: EagleSpec, weights: Weights, target: Target, place: Placement, ops: Ops) -> None:
         """target: whose embedding and output matrix the head uses where it has none of its own."""
         eps, first = spec.decoder.norm_eps, spec.decoder.layers[0]
@@ -152,10 +156,13 @@ class EagleHead:
 
     def extend(self, tokens: Tensor, aux_hidden: Tensor, positions: Tensor, at: Extension, attend: Attend) -> Tensor:
         """See `Drafter`."""
-        return self._ops.pick(self.grow(tokens, aux_hidden, positions, attend), at.last)
+        return self._ops.pick(self._forward(tokens, aux_hidden, positions, attend), at.last)
 
-    def grow(self, tokens: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def step(self, nodes: Nodes, positions: Tensor, attend: Attend, lines: Any = None) -> Tensor:
         """See `Drafter`. The state is the head's output, where the target's last hidden state would be."""
+        return self._forward(nodes.tokens, nodes.state, positions, attend)
+
+    def _forward(self, tokens: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         turn = turn_at(self._rope, positions, self._ops)
         x = self._ops.parallel.join(self.fuse(torch.cat([F.embedding(tokens, self.embedding), state], dim=-1)))
         x, normed = self.mlp_norm.after(x, self.attention(x, turn, attend))
@@ -168,9 +175,9 @@ class EagleHead:
     def _own_logits(self, state: Tensor) -> Tensor:
         return whole_logits(self.lm_head(state), self.spec.vocab_size, self._ops.parallel)
 
-    def propose(self, state: Tensor, k: int, heat: Heat | None = None) -> Proposal:
+    def propose(self, nodes: Nodes, k: int, heat: Heat | None = None, lines: Any = None) -> Proposal:
         """See `Drafter`."""
-        best, tokens = self._ops.top_logprobs(self._logits(state), k, self.vocab.offset, heat)
+        best, tokens = self._ops.top_logprobs(self._logits(nodes.state), k, self.vocab.offset, heat)
         return Proposal(tokens, best)
 
 

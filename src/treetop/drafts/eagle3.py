@@ -1,14 +1,15 @@
 """The EAGLE-3 draft head.
 
 Its slot i holds the pair (feature of token i, token i + 1) at position i and proposes token i + 2. The feature is the
-target's where the target has run (`extend`), and the head's own hidden state while a tree grows (`grow`): which of the
+target's where the target has run (`extend`), and the head's own hidden state while a tree grows (`step`): which of the
 two it is goes by the phase, never by a width (sgl-21272).
 Source: EAGLE-3, arXiv:2503.01840. `eagle3_config` reads the layouts of its checkpoints.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from treetop.attention.layer import Attend
 from treetop.checkpoints.loader import Placement, check_weights, load_weights
 from treetop.checkpoints.params import STREAMED, Param, in_formats, matrix, of_vocab, vector
 from treetop.drafts.head_files import EMBEDDING, OUTPUT, OutputOf, check_vocab, head_output, log, no_offset
-from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Proposal, Streamed
+from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Nodes, Proposal, Streamed
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
 from treetop.kernels.tree.calibration import Heat
@@ -82,6 +83,7 @@ class Eagle3Spec:
     state_dtype: torch.dtype | None = None
     reads_text: bool = False
     makes_logits: bool = True
+    block: None = None
 
     def with_recurrence(self, recurrence: Recurrence) -> "Eagle3Spec":
         """The same, which state goes on said by the user. recurrence: not auto."""
@@ -161,7 +163,13 @@ class Eagle3Spec:
         return Eagle3Head(self, weights, target, place, ops)
 
     def load(self, target: Target, place: Placement) -> "Eagle3Head":
-        """Raises CheckpointError for a wrong tensor; the draft vocabulary maps one to one into the target's."""
+        """Raises CheckpointError for a wrong tensor."""
+        return self.build(self.read(self.params, place), target, place, place.ops)
+
+    def read(self, params: Sequence[Param], place: Placement) -> Weights:
+        """The weights of these parameters. Raises CheckpointError for a wrong tensor; the draft vocabulary maps one to
+        one into the target's.
+        """
         if self.norms.doubtful:
             log.warning(
                 "%s: norm_output is true: the normed state goes on. Heads that SpecForge trained from 2026-05-27 to"
@@ -169,10 +177,10 @@ class Eagle3Spec:
                 " before-norm",
                 self.folder,
             )
-        weights = load_weights(self.folder, self.params, place)
+        weights = load_weights(self.folder, params, place)
         offset = weights["d2t"] if "d2t" in weights else no_offset(self.vocab_size, place.device)
         check_vocab(self.folder, offset, weights.pop("t2d"), self.decoder.vocab_size)
-        return self.build(weights, target, place, place.ops)
+        return weights
 
     def check(self) -> int:
         return check_weights(self.folder, self.params)
@@ -180,6 +188,8 @@ class Eagle3Spec:
 
 class Eagle3Head:
     """A decoder layer over [embedding, feature], perhaps plain ones after it, and its own vocabulary. A `Drafter`."""
+
+    block = None
 
     def __init__(self, spec: Eagle3Spec, weights: Weights, target: Target, place: Placement, ops: Ops) -> None:
         """target: whose embedding and output matrix the head uses where it has none of its own."""
@@ -209,10 +219,10 @@ class Eagle3Head:
 
     def extend(self, tokens: Tensor, aux_hidden: Tensor, positions: Tensor, at: Extension, attend: Attend) -> Tensor:
         """See `Drafter`."""
-        return self._ops.pick(self.grow(tokens, self._fused(aux_hidden), positions, attend), at.last)
+        return self._ops.pick(self.forward(tokens, self.fused(aux_hidden), positions, attend), at.last)
 
-    def _fused(self, aux_hidden: Tensor) -> Tensor:
-        """aux_hidden: [rows, n, features * target hidden]. Returns [rows, n, hidden]."""
+    def fused(self, aux_hidden: Tensor) -> Tensor:
+        """The features of pairs. aux_hidden: [rows, n, features * target hidden]. Returns [rows, n, hidden]."""
         if self.fuse is None:
             return aux_hidden
         if self.joined_norm is not None:
@@ -222,8 +232,12 @@ class Eagle3Head:
             aux_hidden = torch.cat([norm(part) for norm, part in zip(self.each_norm, parts, strict=True)], dim=-1)
         return self._ops.parallel.join(self.fuse(aux_hidden))
 
-    def grow(self, tokens: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def step(self, nodes: Nodes, positions: Tensor, attend: Attend, lines: Any = None) -> Tensor:
         """See `Drafter`. The state is the residual stream before `norm`, or the normed one where the head says so."""
+        return self.forward(nodes.tokens, nodes.state, positions, attend)
+
+    def forward(self, tokens: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """The states of pairs. tokens, positions: [rows, n] int64. state: [rows, n, hidden], a feature or a state."""
         norm, width = self.hidden_norm, state.shape[-1]
         x = self._ops.embed_and_norm(self.normed_embedding, tokens, state, norm.weight, norm.eps)
         residual = x[..., -width:] if self.spec.norms.before_residual else state
@@ -238,8 +252,11 @@ class Eagle3Head:
     def _own_logits(self, state: Tensor) -> Tensor:
         return whole_logits(self.lm_head(state), self.spec.vocab_size, self._ops.parallel)
 
-    def propose(self, state: Tensor, k: int, heat: Heat | None = None) -> Proposal:
+    def logits(self, state: Tensor) -> Tensor:
+        """state: [..., hidden], as `forward` gives it. Returns [..., draft vocab]."""
+        return self._logits(state if self.spec.norms.output else self.norm(state))
+
+    def propose(self, nodes: Nodes, k: int, heat: Heat | None = None, lines: Any = None) -> Proposal:
         """See `Drafter`."""
-        normed = state if self.spec.norms.output else self.norm(state)
-        best, tokens = self._ops.top_logprobs(self._logits(normed), k, self.vocab.offset, heat)
+        best, tokens = self._ops.top_logprobs(self.logits(nodes.state), k, self.vocab.offset, heat)
         return Proposal(tokens, best)

@@ -27,7 +27,7 @@ from treetop.checkpoints.checkpoint import tensor_files
 from treetop.checkpoints.loader import Placement, check_weights, load_weights
 from treetop.checkpoints.params import STREAMED, Param, in_formats, matrix, stored_tensors
 from treetop.drafts.head_files import no_offset
-from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Proposal, Streamed
+from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Nodes, Proposal, Streamed
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
 from treetop.kernels.tree.calibration import Heat
@@ -190,13 +190,13 @@ _ROOT = r"(model\.language_model\.|language_model\.model\.|model\.)"
 class MtpSpec:
     """A `DrafterSpec`.
 
-    block: the target's sizes, with the one layer.
+    decoder: the target's sizes, with the one layer.
     root, number: of its names.
     normed_state: as asked, or as the family does it.
     """
 
     folder: Path
-    block: ModelConfig
+    decoder: ModelConfig
     names: MtpNames
     root: str
     number: int
@@ -205,10 +205,11 @@ class MtpSpec:
     state_dtype: torch.dtype | None = None
     reads_text: bool = False
     makes_logits: bool = True
+    block: None = None
 
     def with_window(self, window: int) -> "MtpSpec":
         """The same, whose layer sees no more than so many tokens."""
-        return replace(self, block=self.block.with_window(window))
+        return replace(self, decoder=self.decoder.with_window(window))
 
     @property
     def prefix(self) -> str:
@@ -217,40 +218,40 @@ class MtpSpec:
 
     @property
     def vocab_size(self) -> int:
-        return self.block.vocab_size
+        return self.decoder.vocab_size
 
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:
-        return (self.block.layers[0].attention,)
+        return (self.decoder.layers[0].attention,)
 
     @property
     def state_size(self) -> int:
-        return self.block.hidden_size
+        return self.decoder.hidden_size
 
     @property
     def params(self) -> list[Param]:
-        hidden, names = self.block.hidden_size, self.names
+        hidden, names = self.decoder.hidden_size, self.names
         swap = _swapped_halves if names.hidden_first else None
         own = {"embedding_norm": names.embedding_norm, "hidden_norm": names.hidden_norm, "norm": names.final_norm}
         params = [
             *(
-                norm_param(name, f"{self._stored(tensor)}.weight", hidden, self.block.unit_offset)
+                norm_param(name, f"{self._stored(tensor)}.weight", hidden, self.decoder.unit_offset)
                 for name, tensor in own.items()
                 if tensor is not None
             ),
             matrix("projection", Source(f"{self._stored(names.projection)}.weight", (hidden, 2 * hidden), swap)),
-            *(_moved(param, self.prefix) for param in decoder_params(self.block) if param.name.startswith("layers.0.")),
+            *(_moved(each, self.prefix) for each in decoder_params(self.decoder) if each.name.startswith("layers.0.")),
         ]
-        return in_formats(params, self.block.formats)
+        return in_formats(params, self.decoder.formats)
 
     @property
     def derived(self) -> int:
-        return (self.vocab_size + 1) * self.block.hidden_size  # the normed embedding, and a row of zeros
+        return (self.vocab_size + 1) * self.decoder.hidden_size  # the normed embedding, and a row of zeros
 
     @property
     def streamed(self) -> Streamed:
         layers = sum(param.numbers for param in self.params if param.kind in STREAMED)
-        return Streamed(layers, 0, self.vocab_size * self.block.hidden_size)
+        return Streamed(layers, 0, self.vocab_size * self.decoder.hidden_size)
 
     def build(self, weights: Weights, target: Target, place: Placement, ops: Ops) -> "MtpLayer":
         return MtpLayer(self, weights, target, place, ops)
@@ -276,28 +277,33 @@ class MtpSpec:
 class MtpLayer:
     """A `Drafter`; see the module."""
 
+    block = None
+
     def __init__(self, spec: MtpSpec, weights: Weights, target: Target, place: Placement, ops: Ops) -> None:
         """target: whose embedding and output matrix the layer uses."""
-        eps = spec.block.norm_eps
+        eps = spec.decoder.norm_eps
         self.spec, self._ops, self._target = spec, ops, target
         self._rope = rope_table(spec.attention[0].rope, place.rope_rows, place.dtype, place.device)
         # A token's normed embedding never changes; the last row is that of no token, for position 0.
-        nothing = target.embedding.new_zeros((1, spec.block.hidden_size))
+        nothing = target.embedding.new_zeros((1, spec.decoder.hidden_size))
         embedding = torch.cat([whole_table(target.embedding, spec.vocab_size, ops.parallel), nothing])
         self.normed_embedding = RMSNorm(weights["embedding_norm"], eps, ops)(embedding)
         self.hidden_norm = RMSNorm(weights["hidden_norm"], eps, ops)
         self.projection = weights.linear("projection")
-        self.layer = DecoderLayer(spec.block, weights, 0, ops)
+        self.layer = DecoderLayer(spec.decoder, weights, 0, ops)
         self.norm = RMSNorm(weights["norm"], eps, ops) if spec.names.final_norm is not None else NoNorm(ops)
         self.products = DraftProducts([self.projection, *self.layer.products], [], [target.lm_head])
         self.vocab = DraftVocab(no_offset(spec.vocab_size, place.device))
 
     def extend(self, tokens: Tensor, aux_hidden: Tensor, positions: Tensor, at: Extension, attend: Attend) -> Tensor:
         """See `Drafter`."""
-        return self._ops.pick(self.grow(tokens, aux_hidden, positions, attend), at.last)
+        return self._ops.pick(self._forward(tokens, aux_hidden, positions, attend), at.last)
 
-    def grow(self, tokens: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def step(self, nodes: Nodes, positions: Tensor, attend: Attend, lines: Any = None) -> Tensor:
         """See `Drafter`. The state is the layer's output, normed or not."""
+        return self._forward(nodes.tokens, nodes.state, positions, attend)
+
+    def _forward(self, tokens: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         norm = self.hidden_norm
         if self.spec.names.zeroed:
             tokens = torch.where(positions == 0, self.spec.vocab_size, tokens)
@@ -307,9 +313,9 @@ class MtpLayer:
         x, added = self.layer(x, self.layer.input_norm(x), turn, attend, live)
         return self.norm.after(x, added)[1] if self.spec.normed_state else self._ops.add(x, added)
 
-    def propose(self, state: Tensor, k: int, heat: Heat | None = None) -> Proposal:
+    def propose(self, nodes: Nodes, k: int, heat: Heat | None = None, lines: Any = None) -> Proposal:
         """See `Drafter`."""
-        normed = state if self.spec.normed_state else self.norm(state)
+        normed = nodes.state if self.spec.normed_state else self.norm(nodes.state)
         best, tokens = self._ops.top_logprobs(self._target.logits(normed), k, self.vocab.offset, heat)
         return Proposal(tokens, best)
 
@@ -343,10 +349,10 @@ def mtp_spec(folder: Path, target: ModelConfig, dummy: bool, recurrence: Recurre
         own = replace(layer.attention.index, shares=None) if dummy or indexer in tensor_files(folder) else None
         layer = replace(layer, attention=with_indexer(layer.attention, own))
     formats = read_formats(read_config(folder), folder / "config.json")
-    block = replace(target, layers=(layer,), formats=formats)
+    decoder = replace(target, layers=(layer,), formats=formats)
     normed = names.normed_state if recurrence == "auto" else recurrence == "after-norm"
     reads = (count if names.before_norm else LAST_HIDDEN,)
-    return MtpSpec(folder, block, names, found.root, number, normed, aux_inputs=reads)
+    return MtpSpec(folder, decoder, names, found.root, number, normed, aux_inputs=reads)
 
 
 def _swapped_halves(weight: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ Source: prompt lookup decoding, github.com/apoorvumang/prompt-lookup-decoding; a
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from treetop.attention.layer import Attend
 from treetop.checkpoints.loader import Placement
 from treetop.checkpoints.params import Param
 from treetop.drafts.head_files import no_offset
-from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Proposal, Streamed
+from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Nodes, Proposal, Streamed
 from treetop.kernels.table import Ops
 from treetop.kernels.tree.calibration import Heat
 from treetop.kernels.tree.row_text import continued, longest_matches
@@ -50,6 +51,7 @@ class NgramSpec:
     state_dtype: torch.dtype | None = torch.int32
     reads_text: bool = True
     makes_logits: bool = False
+    block: None = None
 
     @property
     def state_size(self) -> int:
@@ -72,6 +74,8 @@ class NgramSpec:
 class NgramLookup:
     """A `Drafter`. A state is [PLACES, 1 + steps] integers: the length of the match, 0 for none, and what followed."""
 
+    block = None
+
     def __init__(self, spec: NgramSpec, place: Placement) -> None:
         self.spec = spec
         self.vocab, self.products = DraftVocab(no_offset(spec.vocab_size, place.device)), DraftProducts()
@@ -84,19 +88,20 @@ class NgramLookup:
         following = continued(text, end, place, self.spec.num_steps)
         return torch.cat([length[:, :, None].to(text.dtype), following], dim=2).flatten(1)
 
-    def grow(self, tokens: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def step(self, nodes: Nodes, positions: Tensor, attend: Attend, lines: Any = None) -> Tensor:
         """See `Drafter`: places whose next token is another drop out, the others move on by one."""
-        places = state.unflatten(-1, (PLACES, -1))
+        places = nodes.state.unflatten(-1, (PLACES, -1))
         length, following = places[..., 0], places[..., 1:]
-        agrees = (length > 0) & (following[..., 0] == tokens[..., None])
+        agrees = (length > 0) & (following[..., 0] == nodes.tokens[..., None])
         length = torch.where(agrees, length + 1, 0)
         return torch.cat([length[..., None], F.pad(following[..., 1:], (0, 1))], dim=-1).flatten(-2)
 
-    def propose(self, state: Tensor, k: int, heat: Heat | None = None) -> Proposal:
+    def propose(self, nodes: Nodes, k: int, heat: Heat | None = None, lines: Any = None) -> Proposal:
         """See `Drafter`: a token's share of the places, by their matches, times how far the longest can be trusted.
 
         There are no logits to heat: what is learned of these proposals is in the shifts alone.
         """
+        state = nodes.state
         places = state.unflatten(-1, (PLACES, -1))
         length, token = places[..., 0], places[..., 1].to(torch.int64)
         found, longest = length > 0, length.amax(dim=-1, keepdim=True)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ class Streamed:
 
     layers: in every forward.
     fuse: in `extend` besides.
-    output: in `propose`.
+    output: in `propose`; of a drafter with a block in `Block.open`.
     """
 
     layers: int
@@ -74,28 +74,99 @@ class Extension:
     text: Tensor | None = None
 
 
-class Drafter(Protocol):
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """Nodes of one depth, each with a state: of `Drafter.step` their parents', of `Drafter.propose` their own.
+
+    tokens: [rows, ...] int64, target ids.
+    state: [rows, ..., state_size].
+    depth: 0 of roots.
+    """
+
+    tokens: Tensor
+    state: Tensor
+    depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class Roots:
+    """Where trees begin. tokens, positions: [rows] int64: the token after the committed ones, and their number.
+
+    state: [rows, state_size], what `extend` made last.
+    depths: levels that the trees will have.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    state: Tensor
+    depths: int
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What a block's pass gives. state: [rows, state_size], of the roots. lines: what `step` and `propose` read."""
+
+    state: Tensor
+    lines: Any
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSpec:
+    """A pass that a drafter makes once a round, from the root, before its tree grows: one forward, whatever the depth.
+
+    width: its queries, at positions from the root's on. Their K/V are seen by themselves alone, and are not kept.
+    max_steps: the deepest tree that it can propose.
+    causal: of each layer, whether a query sees the block up to itself, or all of it.
+    anchored: windows are counted from the root for all queries, not from each query's own position.
+    max_topk: most proposals of a node; None for any.
+    """
+
+    width: int
+    max_steps: int
+    causal: tuple[bool, ...]
+    anchored: bool = False
+    max_topk: int | None = None
+
+
+class Block(Protocol):
+    """The pass of a `BlockSpec`."""
+
+    def open(self, roots: Roots, attend: Attend) -> Opened:
+        """attend: of `width` queries a row."""
+
+
+class Grower(Protocol):
+    """What a tree grows by: see `Drafter`."""
+
+    def step(self, nodes: Nodes, positions: Tensor, attend: Attend, lines: Any = None) -> Tensor:
+        """nodes: [rows, n], with their parents' states. positions: [rows, n] int64. Returns their own states."""
+
+    def propose(self, nodes: Nodes, k: int, heat: Heat | None = None, lines: Any = None) -> Proposal:
+        """What may follow each node. heat: what the rows' logits, if there are any, are multiplied by; None is 1.
+
+        Log-probabilities are float32 in every dtype: ties are the same everywhere.
+        """
+
+
+class Drafter(Grower, Protocol):
     """Proposes what follows each token of a row, from a state [state_size] that it makes of the tokens before.
 
     Slot i of its K/V, if it keeps any, holds the pair (target's states at token i, token i + 1) at position i. `extend`
-    fills slots from what the target computed; `grow` runs nodes of a tree on the states of their parents.
+    fills slots from what the target computed; `step` runs nodes of a tree on the states of their parents.
+
+    block: what it runs once a round; None where the proposals after a root follow from `extend`. With a block these are
+    made in DRAFT, of the state that `open` gives.
     """
 
     vocab: DraftVocab
     products: DraftProducts
 
+    @property
+    def block(self) -> Block | None: ...
+
     def extend(self, tokens: Tensor, aux_hidden: Tensor, positions: Tensor, at: Extension, attend: Attend) -> Tensor:
         """tokens, positions: [rows, n] int64, the pairs' second tokens and their slots. aux_hidden: [rows, n, width],
         the target's states of `aux_inputs` side by side. Returns the states of columns `at.last`, [rows, state_size].
-        """
-
-    def grow(self, tokens: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """tokens, positions: [rows, n] int64; state: [rows, n, state_size], of each node's parent. Returns states."""
-
-    def propose(self, state: Tensor, k: int, heat: Heat | None = None) -> Proposal:
-        """state: [rows, ..., state_size]. heat: what the rows' logits, if there are any, are multiplied by; None is 1.
-
-        Log-probabilities are float32 in every dtype: ties are the same everywhere.
         """
 
 
@@ -106,10 +177,11 @@ class DrafterSpec(Protocol):
     vocab_size: how many tokens it can propose.
     state_size: of a row's state.
     state_dtype: None is the engine's.
+    block: of a drafter with one.
     aux_inputs: the states of the target that it reads, as `Target` numbers them.
     reads_text: it looks at the rows' text.
     makes_logits: its log-probabilities are a softmax, which a temperature can be learned for.
-    attention: of each of its layers that keep K/V, all in one group; () for none.
+    attention: of each of its layers that keep K/V; () for none. Those alike in window and block share a group.
     params: its parameters.
     derived: numbers that it makes of them and keeps.
     """
@@ -131,6 +203,9 @@ class DrafterSpec(Protocol):
 
     @property
     def makes_logits(self) -> bool: ...
+
+    @property
+    def block(self) -> BlockSpec | None: ...
 
     @property
     def aux_inputs(self) -> tuple[int, ...]: ...

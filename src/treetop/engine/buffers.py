@@ -3,7 +3,7 @@
 A batch uses the first rows, so eager and captured rounds run the same functions on the same memory.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, TypeVar
@@ -61,6 +61,7 @@ def _once(make: Callable[["RoundBuffers", int, SpecShape], Part]) -> Callable[["
 class RoundBuffers:
     """rows: the graph input.
     identity, causal: the masks of level 0 and of draft extend, which nothing writes.
+    blocks: group -> the mask [B, B] of the drafter's block, which nothing writes.
     tree, places, growth: written by DRAFT.
     held: written by the host between DRAFT and VERIFY, if the round has constrained rows; None where none may have any.
     accepted, logprobs, aux_hidden: written by VERIFY; logprobs only if the round has them.
@@ -74,6 +75,7 @@ class RoundBuffers:
     rows: Tensor
     identity: Tensor
     causal: Tensor
+    blocks: dict[GroupName, Tensor]
     tree: DraftTree
     places: PathPositions
     held: HeldNodes | None
@@ -161,9 +163,14 @@ def make_round_buffers(
     calibration: Calibration,
     dtype: torch.dtype,
     zeros: Zeros,
+    *,
     constrains: bool,
+    blocks: Mapping[GroupName, bool] | None = None,
 ) -> RoundBuffers:
-    """Zeroed buffers, sized by the layout's capacities. model: the target's. constrains: rows may be."""
+    """Zeroed buffers, sized by the layout's capacities. model: the target's. constrains: rows may be.
+
+    blocks: KV group -> whether queries of the drafter's block see it up to themselves alone; None without one.
+    """
     hidden, vocab_size = model.hidden_size, model.vocab_size
     b, t, w, long = layout.max_requests, layout.verify_tail, layout.commit_width, torch.int64
 
@@ -174,12 +181,18 @@ def make_round_buffers(
     identity, causal = zeros((k, k), torch.bool), zeros((extend, extend), torch.bool)
     identity.fill_diagonal_(True)
     causal.copy_(extend_mask(extend))
+    masks = dict[GroupName, Tensor]()
+    for name, is_causal in (blocks or {}).items():
+        masks[name] = zeros((layout.block, layout.block), torch.bool).fill_(True)
+        if is_causal:
+            masks[name].copy_(extend_mask(layout.block))
     target = [group for group in layout.groups if not group.is_draft]
     draft = [group for group in layout.groups if group.is_draft]
     return RoundBuffers(
         rows=zeros((b,), long),
         identity=identity,
         causal=causal,
+        blocks=masks,
         tree=DraftTree(
             zeros((b, t), long),
             zeros((b, t), long),
@@ -199,7 +212,7 @@ def make_round_buffers(
             zeros((b,), torch.bool),
             zeros((b, t), long),
         ),
-        growth={shape: make_growth(shape, b, calibration, zeros, layout.grafted(shape)) for shape in layout.shapes},
+        growth={shape: make_growth(shape, b, calibration, zeros) for shape in layout.shapes},
         logprobs=PathLogprobs(zeros((b, w, 1 + best), torch.float32), zeros((b, w, best), long)),
         aux_hidden=zeros((b, w, num_features * hidden), dtype),
         draft_tails=tails(draft, layout.draft_tail),

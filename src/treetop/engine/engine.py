@@ -50,12 +50,10 @@ from treetop.engine.startup.startup_log import start_up_block
 from treetop.engine.state import setup_columns
 from treetop.engine.step_digest import StepDigest, TreeAndPathDigest, no_digest
 from treetop.engine.update_weights import read_weights
-from treetop.kernels.tree.graft import GRAFTED
 from treetop.models.config import attention_of_rank
 from treetop.types.config import EngineConfig
 from treetop.types.errors import InvariantError
 from treetop.types.ids import NULL_PAGE, GroupName, PageId
-from treetop.types.layout import SpecShape
 from treetop.types.messages import (
     ExportPlan,
     ImportPlan,
@@ -277,7 +275,7 @@ class Engine:
             logprobs = () if maximum is None else got.logprobs_of(i, len(tokens), maximum)
             ranks: tuple[int, ...] = ()
             if isinstance(plan, RoundPlan) and got.candidates and tokens:
-                ranks = tuple(_rank(each, plan.shape) for each in got.candidates[i][: len(tokens) - 1])
+                ranks = tuple(each % plan.shape.topk for each in got.candidates[i][: len(tokens) - 1])
             tree = None
             if isinstance(plan, RoundPlan) and got.trees is not None and tokens and row in plan.told_trees:
                 tree = got.trees.tree_of(i, tokens)
@@ -431,11 +429,6 @@ class Engine:
         for group, page in pages:
             assert page != NULL_PAGE
             poison(self.runner.pools[group].data[:, page * size : (page + 1) * size])
-
-
-def _rank(candidate: int, shape: SpecShape) -> int:
-    """Of a candidate among its siblings, as `RowResult` has it."""
-    return candidate % shape.topk if candidate < shape.num_candidates else GRAFTED
 
 
 def pad_rows(rows: Sequence[int], bucket: int, dummy: int) -> list[int]:

@@ -11,7 +11,7 @@ from treetop.attention.contract import AttentionBackend
 from treetop.attention.layer import ChosenKeys, LayerKV, TailAttention, TailColumns
 from treetop.cache.pool import KVPool
 from treetop.checks.probes import Probes
-from treetop.drafts.protocol import Drafter
+from treetop.drafts.protocol import Drafter, Nodes
 from treetop.engine.buffers import RoundBuffers
 from treetop.engine.state import RowState
 from treetop.kernels.attention.metadata import AttentionMetadata
@@ -19,7 +19,7 @@ from treetop.kernels.kv import moved, slots_of
 from treetop.kernels.table import Ops
 from treetop.kernels.tree.calibration import Heat
 from treetop.kernels.tree.commit import Paths
-from treetop.kernels.tree.rows import DraftState
+from treetop.kernels.tree.rows import DraftState, store
 from treetop.models.target import Target
 from treetop.speculative.simulation import RoundOfRows, Simulation
 from treetop.types.errors import CheckError
@@ -38,7 +38,7 @@ class ModelRunner:
     check_level: see `docs/testing.md`.
     simulation: what is accepted instead of what is right, for measuring.
     learns: rounds calibrate the drafter.
-    makes_logits: of the drafter's spec.
+    makes_logits, anchored: of the drafter's spec, and of its block's.
     """
 
     layout: Layout
@@ -46,6 +46,7 @@ class ModelRunner:
     simulation: Simulation | None
     learns: bool
     makes_logits: bool
+    anchored: bool
     target: Target
     drafter: Drafter | None
     backend: AttentionBackend[Any, Any]
@@ -147,15 +148,28 @@ class ModelRunner:
         """What a simulation draws by, of a batch's rows [rows]."""
         return RoundOfRows(self.state.seed[rows], self.state.committed[rows], rows != self.layout.dummy_row)
 
-    def propose(self, state: Tensor, classes: Tensor) -> DraftState:
-        """What a row keeps of a drafter's states [rows, state_size]: they, and what is proposed after them.
+    def propose(self, tokens: Tensor, state: Tensor, classes: Tensor, lines: Any = None) -> DraftState:
+        """What a row keeps of roots, tokens [rows] and their states [rows, state_size]: these, and what is proposed.
 
-        classes: [rows] int64, by which they are calibrated.
+        classes: [rows] int64, by which proposals are calibrated. lines: of the drafter's block.
         """
         assert self.drafter is not None
         heat = Heat(self.state.calibration.heat, classes)
-        proposal = self.drafter.propose(state, self.layout.max_topk, heat)
+        proposal = self.drafter.propose(Nodes(tokens, state, 0), self.layout.max_topk, heat, lines)
         return DraftState(proposal.tokens, proposal.logprob, state)
+
+    def extended(self, rows: Tensor, tokens: Tensor, state: Tensor, classes: Tensor) -> DraftState | None:
+        """What a row keeps after an extend; None where DRAFT proposes, for which the states alone are kept.
+
+        rows: [rows] int64. tokens, state, classes: as in `propose`.
+        """
+        assert self.drafter is not None
+        if self.drafter.block is None:
+            return self.propose(tokens, state, classes)
+        assert self.state.draft is not None
+        if state.shape[1]:
+            store(self.state.draft.hidden, rows, rows != self.layout.dummy_row, state)
+        return None
 
 
 def _capturing() -> bool:

@@ -139,7 +139,7 @@ def prefill(runner: ModelRunner, batch: PrefillBatch) -> FirstTokens:
             remember(text, rows, span.kv_len[:, None], following[:, None], live)
         at = Extension(rows, last, text)
         extended = runner.drafter.extend(shifted, aux_hidden, span.positions, at, attend)
-        draft = runner.propose(extended, runner.state.classes[rows])
+        draft = runner.extended(rows, following, extended, runner.state.classes[rows])
     ops.finish(runner.state.tables, rows, runner.layout.dummy_row, last, first, draft)
     asked = None if batch.prompt is None else prompt_logprobs(runner, output.hidden, batch.prompt)
     return FirstTokens(first, accepted.finite, logprobs, asked)

@@ -16,19 +16,18 @@ import torch
 from torch import Tensor
 
 from treetop.attention.layer import Attend, TailColumns
-from treetop.drafts.protocol import Extension
+from treetop.drafts.protocol import Block, Extension, Grower, Roots
 from treetop.engine.buffers import poison_undeclared
 from treetop.engine.model_runner import ModelRunner
 from treetop.kernels.tree.accept import Withheld
 from treetop.kernels.tree.calibration import Heat
 from treetop.kernels.tree.commit import Paths, feature_nodes
 from treetop.kernels.tree.deferred import ExtendPairs, defer, deferred_pairs
-from treetop.kernels.tree.graft import graft
 from treetop.kernels.tree.learn import Observed
 from treetop.kernels.tree.row_text import remember
 from treetop.kernels.tree.rows import DraftState, RowTables, store_draft
 from treetop.speculative.draft import Level, grow_tree
-from treetop.speculative.simulation import SimulatedAcceptance, SimulatedLengths
+from treetop.speculative.simulation import SimulatedAcceptance, SimulatedLengths, SimulatedProposals
 from treetop.speculative.verify import choose, logits_for, path_logprobs
 from treetop.types.errors import CheckError
 from treetop.types.ids import GroupName
@@ -66,20 +65,23 @@ HostStep = Callable[[], None]
 def draft_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     """Grow each row's tree from the proposals stored with it."""
     buffers, shape, ops, phase = runner.buffers, key.shape, runner.ops, Phase.DRAFT
-    rows, k, simulation = buffers.rows[: key.bucket], key.shape.topk, runner.simulation
-    simulated = None
-    if isinstance(simulation, SimulatedAcceptance) and shape.num_steps:
+    rows, k = buffers.rows[: key.bucket], key.shape.topk
+    drafter, lines = runner.drafter, None
+    grower: Grower | None = drafter
+    if drafter is not None and shape.num_steps:
         assert runner.state.draft is not None
-        at, heat = runner.drawn_at(rows), Heat(runner.state.calibration.heat, runner.state.classes[rows])
-        simulation.at_roots(runner.state.draft, rows, at, k, heat)
-        simulated = simulation.after(at, k, heat)
+        lines = None if drafter.block is None else _opened(runner, drafter.block, key, max_kv_len)
+        if isinstance(runner.simulation, SimulatedAcceptance):
+            at, heat = runner.drawn_at(rows), Heat(runner.state.calibration.heat, runner.state.classes[rows])
+            runner.simulation.at_roots(runner.state.draft, rows, at, k, heat)
+            grower = SimulatedProposals(drafter, runner.simulation, at)
     tree, places = buffers.tree_of(key.bucket, shape), buffers.places_of(key.bucket, shape)
-    tables, lines = _tables_of_roots(runner, rows, max_kv_len, k)
+    tables, places_of_rows = _tables_of_roots(runner, rows, max_kv_len, k)
     growth = buffers.growth_of(key.bucket, shape)
-    frontier = ops.start(tables, lines, growth, tree, places, buffers.identity[:k, :k])
+    frontier = ops.start(tables, places_of_rows, growth, tree, places, buffers.identity[:k, :k])
     if shape.num_steps == 0:
         return
-    assert runner.drafter is not None
+    assert grower is not None
     prefix, begun = (rows, places.committed, max_kv_len), dict[GroupName, Any]()
 
     def attend(level: Level) -> Attend:
@@ -90,11 +92,30 @@ def draft_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
             plans[g.name] = runner.plan(metadata, begun)
         return runner.tail_attention(phase, runner.draft_layers, buffers.draft_tails, plans, columns, shape)
 
-    grow_tree(runner.drafter, growth, frontier, ops, attend, simulated)
-    if growth.graft is not None:
-        assert runner.state.text is not None
-        graft(growth.head, growth.graft, runner.state.text, rows, places.committed)
+    grow_tree(grower, growth, frontier, ops, attend, lines)
     ops.select(growth, tree, places)
+
+
+def _opened(runner: ModelRunner, block: Block, key: RoundKey, max_kv_len: int) -> Any:
+    """The drafter's block, from the roots on; rows keep what is proposed after these. Returns the block's lines."""
+    state, buffers, width = runner.state, runner.buffers, runner.layout.block
+    rows = buffers.rows[: key.bucket]
+    committed = state.committed[rows]
+    root = runner.probes.index(state.root[rows], 0, runner.target.config.vocab_size, "root_token", Phase.DRAFT, rows)
+    step = torch.arange(width, device=rows.device)
+    seen_from = committed[:, None] + (torch.zeros_like(step) if runner.anchored else step)
+    plans = {}
+    for g in runner.draft_groups:
+        mask = buffers.blocks[g.name].expand(key.bucket, -1, -1)
+        prefix = (rows, committed, max_kv_len)
+        plans[g.name] = runner.plan(runner.metadata(Phase.DRAFT, g, prefix, seen_from, seen_from, mask))
+    columns = TailColumns(key.bucket, 0, width, width)
+    attend = runner.tail_attention(Phase.DRAFT, runner.draft_layers, buffers.draft_tails, plans, columns, key.shape)
+    assert state.draft is not None
+    opened = block.open(Roots(root, committed, state.draft.hidden[rows], key.shape.num_steps), attend)
+    draft = runner.propose(root, opened.state, state.classes[rows], opened.lines)
+    store_draft(state.draft, rows, rows != runner.layout.dummy_row, draft)
+    return opened.lines
 
 
 def level_tail(level: Level) -> tuple[Tensor, Tensor, TailColumns]:
@@ -160,7 +181,7 @@ def extend_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     _remember(runner, paths, places.path, accepted.tokens)
     pairs = ExtendPairs(places.committed, accepted.accept_len, places.path, accepted.tokens, aux_hidden)
     classes = buffers.growth_of(key.bucket, shape).classes
-    draft = runner.propose(_extended(runner, key, pairs, paths, max_kv_len), classes)
+    draft = runner.extended(rows, accepted.bonus, _extended(runner, key, pairs, paths, max_kv_len), classes)
     runner.ops.finish(runner.state.tables, rows, runner.layout.dummy_row, accepted.accept_len, accepted.bonus, draft)
 
 
@@ -183,8 +204,10 @@ def catch_up_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     assert state.draft is not None
     pairs, count = deferred_pairs(state.deferred, rows, state.committed[rows])
     paths = Paths(rows, pairs.first, count - 1, runner.layout.max_deferred, None, dummy)
-    draft = runner.propose(_extended(runner, key, pairs, paths, max_kv_len), state.classes[rows])
-    store_draft(state.draft, rows, count > 0, draft)
+    extended = _extended(runner, key, pairs, paths, max_kv_len)
+    draft = runner.extended(rows, state.root[rows], extended, state.classes[rows])
+    if draft is not None:
+        store_draft(state.draft, rows, count > 0, draft)
     state.deferred.count.index_fill_(0, rows, 0)  # a copy of a number of the host cannot be captured
 
 

@@ -33,8 +33,8 @@ class RowState:
     record: the tables of what a row hands over, of which committed and root [num_rows] int64 and draft are some.
     deferred: what the draft has yet to extend; None where all rounds extend.
     processors: None where no request may change its logits.
-    text: of each row up to its root, [num_rows, width] int32, as `kernels.tree.row_text` has it; None where neither a
-        drafter nor a graft reads it.
+    text: of each row up to its root, [num_rows, width] int32, as `kernels.tree.row_text` has it; None where no
+        drafter reads it.
     undrafted: [num_rows] bool, rows of which no draft is accepted.
     classes: [num_rows] int64, by which a row's proposals are calibrated.
     calibration: of the pair; it is no row's.
@@ -161,7 +161,7 @@ def make_state(
     draft = text = deferred = None
     if drafter is not None:
         draft = DraftState(*(record.tables[name] for name in DraftState.__dataclass_fields__))
-        if drafter.reads_text or layout.graft:
+        if drafter.reads_text:
             text = zeros((n, layout.max_positions + 2), torch.int32)  # the root too, and one column for nothing
     if drafter is not None and layout.max_deferred:
         pairs, width = layout.max_deferred, len(drafter.aux_inputs) * hidden

@@ -1,12 +1,13 @@
 """Growing: the drafter expands k branches a level, level by level, then the best T - 1 nodes become the tree."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
 from treetop.attention.layer import Attend
-from treetop.drafts.protocol import Drafter, Proposal
+from treetop.drafts.protocol import Grower, Nodes
 from treetop.kernels.table import Ops
 from treetop.kernels.tree.grow import Children, Frontier, TreeBuilder
 
@@ -31,24 +32,23 @@ class Level:
 
 
 def grow_tree(
-    drafter: Drafter,
+    drafter: Grower,
     growth: TreeBuilder,
     frontier: Frontier,
     ops: Ops,
     attend: Callable[[Level], Attend],
-    simulated: Callable[[int, Proposal], Proposal] | None = None,
+    lines: Any = None,
 ) -> None:
     """Grow each row's candidates: the drafter runs S - 1 times on k nodes a row; level 0 needs no run.
 
-    growth, frontier: as `Ops.start` leaves and gives them. attend: the attention of a level. simulated: what is
-    said of a level's proposals instead, for measuring.
+    growth, frontier: as `Ops.start` leaves and gives them. attend: the attention of a level. lines: of the drafter's
+    block.
     Source: EAGLE-2, arXiv:2406.16858, section 4.1.
     """
     k = growth.shape.topk
     for index in range(growth.shape.num_steps - 1):
         level = Level(index, growth.positions, frontier.mask)
-        out = drafter.grow(frontier.tokens, frontier.hidden, level.positions, attend(level))
-        proposal = drafter.propose(out, k, growth.row_heat)
-        if simulated is not None:
-            proposal = simulated(index, proposal)
+        nodes = Nodes(frontier.tokens, frontier.hidden, index + 1)
+        out = drafter.step(nodes, level.positions, attend(level), lines)
+        proposal = drafter.propose(replace(nodes, state=out), k, growth.row_heat, lines)
         frontier = ops.grow(growth, index, frontier, Children(proposal.tokens, proposal.logprob, out))

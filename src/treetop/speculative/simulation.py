@@ -6,13 +6,14 @@ Both draw by a hash of (the request's seed, where its row stands, which node): a
 replay, and ranks that share a model draw the same.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from treetop.drafts.protocol import Proposal
+from treetop.attention.layer import Attend
+from treetop.drafts.protocol import Grower, Nodes, Proposal
 from treetop.kernels.sampling.sampling import SampledTokens
 from treetop.kernels.tree.calibration import Heat
 from treetop.kernels.tree.grow import TreeBuilder
@@ -88,14 +89,10 @@ class SimulatedAcceptance:
         said = torch.cat([says.to(kept.dtype), kept[:, k:]], dim=1)
         draft.logprob[rows] = torch.where(at.live[:, None], said, kept)
 
-    def after(self, at: RoundOfRows, k: int, heat: Heat) -> Callable[[int, Proposal], Proposal]:
-        """What `grow_tree` takes: the same of the proposals of each level, [rows, k, k]."""
-
-        def of_level(index: int, proposal: Proposal) -> Proposal:
-            groups = torch.arange(1 + index * k, 1 + (index + 1) * k, device=at.seed.device)
-            return Proposal(proposal.tokens, self._says(index + 1, hashed(at.seed, at.committed, groups), k, heat))
-
-        return of_level
+    def of_level(self, at: RoundOfRows, depth: int, k: int, heat: Heat) -> Tensor:
+        """The same of the proposals after a level's nodes, [rows, k, k]."""
+        groups = torch.arange(1 + (depth - 1) * k, 1 + depth * k, device=at.seed.device)
+        return self._says(depth, hashed(at.seed, at.committed, groups), k, heat)
 
     def _says(self, depth: int, draws: Tensor, k: int, heat: Heat) -> Tensor:
         """[rows, n, k] float32. draws: [rows, n], hashes."""
@@ -117,9 +114,26 @@ class SimulatedAcceptance:
         other = some.gather(2, taken.to(torch.int32).argmin(dim=2, keepdim=True))
         chosen = children.gather(2, rank.clamp(max=k - 1)[..., None])
         wanted = torch.where(rank[..., None] < k, chosen, other)[..., 0]
-        here = growth.chosen[:, :, None] == growth.head.above[:, None]  # [rows, T, groups]
+        here = growth.chosen[:, :, None] == growth.above[:, None]  # [rows, T, groups]
         token = torch.where(here.any(dim=2), (here * wanted[:, None]).sum(dim=2), wanted[:, :1])
         return SampledTokens(token, torch.ones_like(token, dtype=torch.bool))
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedProposals:
+    """A drafter in a tree whose proposals are said to be worth what `simulation` draws. A `Grower`."""
+
+    drafter: Grower
+    simulation: SimulatedAcceptance
+    at: RoundOfRows
+
+    def step(self, nodes: Nodes, positions: Tensor, attend: Attend, lines: Any = None) -> Tensor:
+        return self.drafter.step(nodes, positions, attend, lines)
+
+    def propose(self, nodes: Nodes, k: int, heat: Heat | None = None, lines: Any = None) -> Proposal:
+        assert heat is not None
+        proposal = self.drafter.propose(nodes, k, heat, lines)
+        return Proposal(proposal.tokens, self.simulation.of_level(self.at, nodes.depth, k, heat))
 
 
 Simulation = SimulatedLengths | SimulatedAcceptance

@@ -12,7 +12,9 @@ from treetop.types.kv_chunk import ALIGNMENT
 from treetop.types.layout import PLAIN, SpecShape, shapes_beside
 from treetop.types.options import option, options_of, validate
 
-Algorithm = Literal["EAGLE", "EAGLE3", "MTP", "NEXTN", "NGRAM", "NONE"]
+Algorithm = Literal[
+    "EAGLE", "EAGLE3", "PEAGLE", "DFLASH", "DFLASH2", "DSPARK", "DOMINO", "MTP", "NEXTN", "NGRAM", "NONE"
+]
 _ALONE = ("MTP", "NEXTN", "NGRAM")
 """Algorithms that need no folder of a draft: the target's holds their weights, or there are none."""
 Recurrence = Literal["auto", "before-norm", "after-norm"]
@@ -101,13 +103,6 @@ class EngineConfig:
         None,
         "folder that keeps what was learned, a file for each pair of target and draft (default: nothing is kept)",
         metavar="FOLDER",
-    )
-    speculative_ngram_graft: int = option(
-        0,
-        "nodes of each tree that may go to what followed where the request's text last read as it reads now, in the"
-        " place of those that the draft thinks least of; 0 for none (docs/policy.md)",
-        minimum=0,
-        maximum=64,
     )
     page_size: int = option(
         16,
@@ -355,15 +350,6 @@ class EngineConfig:
             (
                 auto and self.ep_size > 1,
                 "--speculative-policy auto: ranks that share experts run one shape; use fixed with --ep-size",
-            ),
-            (
-                self.speculative_ngram_graft > 0 and (not self.speculates or self.algorithm == "NGRAM"),
-                "--speculative-ngram-graft grafts on the trees of a draft head: give"
-                " --speculative-draft-model-path or MTP",
-            ),
-            (
-                self.speculative_ngram_graft > 0 and self.simulates,
-                "--speculative-ngram-graft proposes from right tokens: drop it to simulate acceptance",
             ),
             (
                 self.speculative_eagle_recurrence != "auto" and (not self.speculates or self.algorithm in _ALONE),

@@ -34,7 +34,6 @@ class EngineOptions(TypedDict, total=False):
     speculative_num_draft_tokens: int
     speculative_calibration: Calibration
     speculative_calibration_dir: str | None
-    speculative_ngram_graft: int
     page_size: int
     max_running_requests: int | None
     context_length: int | None

@@ -20,3 +20,13 @@ FULL = GroupName("full")
 WINDOW = GroupName("window")
 INDEXED = GroupName("indexed")
 DRAFT = GroupName("draft")
+"""The drafter's; where its layers differ in window or block, the first of several (`draft_group`)."""
+
+
+def draft_group(index: int) -> GroupName:
+    """The name of the drafter's groups, in the order of their first layers."""
+    return DRAFT if index == 0 else GroupName(f"{DRAFT}{index}")
+
+
+def is_draft(name: GroupName) -> bool:
+    return name.startswith(DRAFT)

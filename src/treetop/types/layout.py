@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from treetop.types.errors import CapacityError, ConfigError, shown
-from treetop.types.ids import DRAFT, GroupName
+from treetop.types.ids import GroupName, is_draft
 from treetop.types.kv import KVFormat
 
 MAX_TOPK, MAX_STEPS, MAX_NODES = 64, 64, 512
@@ -107,7 +107,7 @@ class KVGroup:
 
     @property
     def is_draft(self) -> bool:
-        return self.name == DRAFT
+        return is_draft(self.name)
 
     @property
     def numbers_per_token(self) -> int:
@@ -156,7 +156,7 @@ class Layout:
     pool_tokens: tokens that each pool without a window holds.
     disaggregation_slots: staging slots.
     slot_tokens: most tokens whose K/V one holds.
-    graft: nodes of a tree that may come from the row's text beside a head.
+    block: queries of the pass that the drafter makes once a round; 0 for none.
     """
 
     shapes: tuple[SpecShape, ...]
@@ -170,11 +170,7 @@ class Layout:
     max_deferred: int = 0
     disaggregation_slots: int = 0
     slot_tokens: int = 0
-    graft: int = 0
-
-    def grafted(self, shape: SpecShape) -> int:
-        """Candidates of a shape that are not the head's: a line of them, no deeper than its tree."""
-        return min(self.graft, shape.num_steps)
+    block: int = 0
 
     @property
     def commit_width(self) -> int:
@@ -210,7 +206,8 @@ class Layout:
     @property
     def max_positions(self) -> int:
         """Positions a request can have K/V at, and rows of the RoPE tables of both models (vllm-48894)."""
-        return self.max_context + self.headroom
+        block = (self.max_in_flight - 1) * self.commit_width + self.block
+        return self.max_context + max(self.headroom, block)
 
     @property
     def page_columns(self) -> int:
@@ -222,7 +219,7 @@ class Layout:
 
     @property
     def draft_tail(self) -> int:
-        return max(shape.draft_tail for shape in self.shapes)
+        return max(self.block, *(shape.draft_tail for shape in self.shapes))
 
     @property
     def prompt_lines(self) -> int:
@@ -337,7 +334,7 @@ class Layout:
 
     @property
     def has_draft(self) -> bool:
-        return DRAFT in self.token_groups
+        return any(group.is_draft for group in self.groups)
 
     def group(self, name: GroupName) -> KVGroup:
         """The group called `name`; a missing group is a construction error."""
@@ -352,6 +349,9 @@ class Layout:
         extends = "max over shapes of S + 1"
         if self.max_deferred:
             extends = f"max(max over shapes of S + 1 {w}, deferred {self.max_deferred})"
+        drafts = "max over shapes of k * (S - 1)"
+        if self.block:
+            drafts = f"max({drafts}, the draft's block {self.block})"
         rows = [
             Dimension("max_requests", self.max_requests, "--max-running-requests", "--max-running-requests"),
             Dimension("max_context", c, "--context-length", "--context-length"),
@@ -369,7 +369,7 @@ class Layout:
                 "--context-length",
             ),
             Dimension("max_edits", self.max_edits, "cells that one plan may change", "--max-running-requests"),
-            Dimension("draft_tail", self.draft_tail, "max over shapes of k * (S - 1)", "--speculative-num-steps"),
+            Dimension("draft_tail", self.draft_tail, drafts, "--speculative-num-steps"),
             Dimension("verify_tail", self.verify_tail, "max over shapes of T", "--speculative-num-draft-tokens"),
             Dimension("extend_tail", self.extend_tail, extends, "--speculative-num-steps"),
         ]

@@ -237,7 +237,7 @@ class RowResult(NamedTuple):
 
     logprobs: of each token, for a row that asks.
     prompt_logprobs: of the prompt tokens from the chunk's second on, and of the one after it, if it asks.
-    ranks: of each accepted draft among the proposals after its parent, the draft's favourite 0; -1 if it was grafted.
+    ranks: of each accepted draft among the proposals after its parent, the draft's favourite 0.
     tree: that was verified, for a row that asks.
     """
 

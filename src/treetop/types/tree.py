@@ -9,8 +9,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:
-    """A batch of verify trees in breadth-first order, but that a graft's nodes are last; node 0 is the root, siblings
-    stand in rank order.
+    """A batch of verify trees in breadth-first order; node 0 is the root, siblings stand in rank order.
 
     tokens: [rows, T] int64, target ids.
     parent: [rows, T] int64, smaller than the node's own index; the root's is 0.

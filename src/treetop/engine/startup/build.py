@@ -11,6 +11,7 @@ from treetop.attention.auto import make_backend
 from treetop.cache.pool import KVPool, make_pools
 from treetop.checks.poison import RedZones
 from treetop.checks.probes import Probes
+from treetop.drafts.protocol import DrafterSpec
 from treetop.engine.buffers import Zeros, make_round_buffers
 from treetop.engine.cuda_graphs import num_rounds
 from treetop.engine.kv_transfer import StagingSlots
@@ -25,15 +26,14 @@ from treetop.engine.model_runner import ModelRunner
 from treetop.engine.startup.capacity_proof import prove_acceptance
 from treetop.engine.startup.compile_ahead import compile_all
 from treetop.engine.startup.exact_ranks import check_ranks
-from treetop.engine.startup.layer_groups import group_of, layers_in_order
+from treetop.engine.startup.layer_groups import causal_blocks, draft_layers_in_order, group_of, layers_in_order
 from treetop.engine.startup.plan import EnginePlan, captures, changed_vocab, cpu_allowance, memory_of_rank, rest_of_cpu
 from treetop.engine.startup.products import Products, products_of
 from treetop.engine.startup.worst_steps import peak_bytes
 from treetop.engine.state import make_state
 from treetop.models.kv_scales import read_kv_scales
 from treetop.speculative.simulation import SimulatedAcceptance, SimulatedLengths, Simulation
-from treetop.types.config import EngineConfig
-from treetop.types.ids import DRAFT, GroupName
+from treetop.types.ids import GroupName
 from treetop.types.layout import Layout
 from treetop.weights.cpu_products import ChosenProduct
 
@@ -69,7 +69,7 @@ def build_runner(engine_plan: EnginePlan) -> BuiltRunner:
         runner, zones, zeros = _without_pools(engine_plan, products)
         slots = _make_slots(engine_plan, zeros)
         static = _allocated(place.device) - before or engine_plan.use.budget.static
-        allowance = _gpu_allowance(config, runner, scales) if place.device.type == "cuda" else 0
+        allowance = _gpu_allowance(engine_plan, runner, scales) if place.device.type == "cuda" else 0
     memory = memory_of_rank(place)
     allowance = allowance or cpu_allowance(config, memory, place, engine_plan.layout, engine_plan.target.config)
     copies, rest = engine_plan.use.budget.copies, rest_of_cpu(config, memory, place)
@@ -79,7 +79,7 @@ def build_runner(engine_plan: EnginePlan) -> BuiltRunner:
     use = MemoryUse(layout, place.dtype.itemsize, budget)
     with out_of_memory_explained("making the KV pools", place.device, use):
         pools = make_pools(layout, place.dtype, zeros, scales)
-    return BuiltRunner(_with_pools(runner, layout, pools), slots, zones, use, products.all)
+    return BuiltRunner(_with_pools(runner, engine_plan.draft, layout, pools), slots, zones, use, products.all)
 
 
 def kv_scales(engine_plan: EnginePlan) -> dict[GroupName, Tensor]:
@@ -129,12 +129,15 @@ def _without_pools(engine_plan: EnginePlan, products: Products) -> tuple[ModelRu
         makes_logits=draft is not None and draft.makes_logits,
         target=target,
         drafter=draft.load(target, beside) if draft is not None else None,
+        anchored=draft is not None and draft.block is not None and draft.block.anchored,
         backend=backend,
         ops=place.ops,
         pools={},
         state=state,
         buffers=make_round_buffers(
-            layout, len(aux), model, state.calibration, place.dtype, zeros, constrains=changed is not None
+            *(layout, len(aux), model, state.calibration, place.dtype, zeros),
+            constrains=changed is not None,
+            blocks=causal_blocks(draft),
         ),
         target_layers=[],
         draft_layers=[],
@@ -143,14 +146,16 @@ def _without_pools(engine_plan: EnginePlan, products: Products) -> tuple[ModelRu
     return runner, zones, zeros
 
 
-def _with_pools(runner: ModelRunner, layout: Layout, pools: dict[GroupName, KVPool]) -> ModelRunner:
+def _with_pools(
+    runner: ModelRunner, draft: DrafterSpec | None, layout: Layout, pools: dict[GroupName, KVPool]
+) -> ModelRunner:
     """The runner over these pools, which are the layout's."""
     layers = {name: pool.layers() for name, pool in pools.items()}
-    target_layers = layers_in_order(runner.target.config, layers)
-    return replace(runner, layout=layout, pools=pools, target_layers=target_layers, draft_layers=layers.get(DRAFT, []))
+    target_layers, draft_layers = layers_in_order(runner.target.config, layers), draft_layers_in_order(draft, layers)
+    return replace(runner, layout=layout, pools=pools, target_layers=target_layers, draft_layers=draft_layers)
 
 
-def _gpu_allowance(config: EngineConfig, runner: ModelRunner, scales: Mapping[GroupName, Tensor]) -> int:
+def _gpu_allowance(engine_plan: EnginePlan, runner: ModelRunner, scales: Mapping[GroupName, Tensor]) -> int:
     """Bytes to leave free on a GPU: the worst steps, tried on pools of a null page each, once padding is proven.
 
     Where rounds will be captured, the kernels of those steps and of all greedy rounds are compiled before.
@@ -158,11 +163,11 @@ def _gpu_allowance(config: EngineConfig, runner: ModelRunner, scales: Mapping[Gr
     able, place = runner.backend.capabilities, runner.buffers.rows.device
     layout = replace(runner.layout, pool_tokens=0)
     pools = make_pools(layout, runner.buffers.aux_hidden.dtype, partial(zeros_on, place), scales)
-    tried = _with_pools(runner, layout, pools)
-    captured = captures(config, place, able)
+    tried = _with_pools(runner, engine_plan.draft, layout, pools)
+    captured = captures(engine_plan.config, place, able)
     if captured and able.captures_first_call:
         compile_all(tried)
-    if config.check_level >= 1:
+    if engine_plan.config.check_level >= 1:
         prove_acceptance(tried)
     return activation_allowance(peak_bytes(tried), num_rounds(runner) if captured else 0)
 

@@ -19,7 +19,6 @@ from treetop.kernels.triton_guard import why_not
 from treetop.models.registry import TargetSpec
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
-from treetop.types.ids import DRAFT
 from treetop.types.layout import Layout
 
 _TIES = "use --exactness ties"
@@ -48,7 +47,7 @@ def why_not_exact(config: EngineConfig, layout: Layout, target: TargetSpec, plac
     if nodes > on_a_cpu.MOST_NODES:
         most = on_a_cpu.MOST_NODES
         return Refusal(f"a tree may have {most} nodes", f"lower --speculative-num-draft-tokens {nodes} or {_TIES}")
-    if any(group.kv.value_dim is not None for group in layout.groups if group.name != DRAFT):
+    if any(group.kv.value_dim is not None for group in layout.groups if not group.is_draft):
         return Refusal("compressed attention (MLA) is not exact yet", _TIES)
     found = _probed_on_a_cpu(layout) if on_cpu else _probed_on_a_gpu(target, place)
     if found is None:
@@ -91,7 +90,7 @@ def _probed_on_a_cpu(layout: Layout) -> str | None:
     threads = torch.get_num_threads()
     found = elementwise_problem(threads)
     for group in layout.groups:
-        if found is None and group.name != DRAFT:
+        if found is None and not group.is_draft:
             found = on_a_cpu.problem(group.kv.head_dim, threads)
     return found
 

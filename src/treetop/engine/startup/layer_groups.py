@@ -8,7 +8,7 @@ from treetop.checkpoints.loader import Placement
 from treetop.drafts.protocol import DrafterSpec
 from treetop.models.config import AttentionSpec, ModelConfig, attention_of_rank
 from treetop.types.errors import ConfigError
-from treetop.types.ids import DRAFT, FULL, INDEXED, WINDOW, GroupName
+from treetop.types.ids import FULL, INDEXED, WINDOW, GroupName, draft_group
 from treetop.types.layout import KVGroup, Layout
 
 
@@ -26,7 +26,7 @@ def backend_need(layout: Layout, model: ModelConfig, draft: DrafterSpec | None, 
         )
         for name, of in layer_groups(model, draft, place.parallel.size).items()
     ]
-    queries = max(layout.verify_tail, layout.extend_tail, layout.max_topk)
+    queries = max(layout.verify_tail, layout.extend_tail, layout.max_topk, layout.block)
     rows = layout.max_requests
     in_flight = layout.max_in_flight
     fp8 = any(group.kv.fp8 for group in layout.groups)
@@ -42,7 +42,7 @@ def kv_groups(model: ModelConfig, draft: DrafterSpec | None, ranks: int, fp8: bo
 
 
 def layer_groups(model: ModelConfig, draft: DrafterSpec | None, ranks: int = 1) -> dict[GroupName, list[AttentionSpec]]:
-    """KV group -> the layers that it has K/V of: the target's by window or indexer, and the drafter's, alike in shape.
+    """KV group -> the layers that it has K/V of: the target's by window or indexer, the drafter's by window and block.
 
     ranks: that share the models; each layer is what one of them computes.
     """
@@ -50,14 +50,36 @@ def layer_groups(model: ModelConfig, draft: DrafterSpec | None, ranks: int = 1) 
     for layer in model.layers:
         if layer.attention.reads_layer is None:
             groups.setdefault(group_of(layer.attention), []).append(attention_of_rank(layer.attention, ranks))
-    if draft is not None and draft.attention:
-        groups[DRAFT] = [attention_of_rank(layer, ranks) for layer in draft.attention]
+    if draft is not None:
+        for name, own in zip(draft_groups(draft), draft.attention, strict=True):
+            groups.setdefault(name, []).append(attention_of_rank(own, ranks))
     for name, layers in groups.items():
         if len({(layer.window, layer.chunked) for layer in layers}) != 1:
             raise ConfigError("a model with two different windows is not supported")
         if len({(layer.num_heads, layer.kv) for layer in layers}) != 1:
             raise ConfigError(f"layers of KV group {name} with different heads are not supported")
     return groups
+
+
+def draft_groups(draft: DrafterSpec) -> tuple[GroupName, ...]:
+    """The KV group of each of a drafter's layers."""
+    causal = (True,) * len(draft.attention) if draft.block is None else draft.block.causal
+    kinds = [(layer.window, sees) for layer, sees in zip(draft.attention, causal, strict=True)]
+    order = list(dict.fromkeys(kinds))
+    return tuple(draft_group(order.index(kind)) for kind in kinds)
+
+
+def causal_blocks(draft: DrafterSpec | None) -> dict[GroupName, bool]:
+    """KV group -> whether queries of the drafter's block see it up to themselves alone. Empty without a block."""
+    if draft is None or draft.block is None:
+        return {}
+    return dict(zip(draft_groups(draft), draft.block.causal, strict=True))
+
+
+def draft_layers_in_order(draft: DrafterSpec | None, layers: dict[GroupName, list[LayerKV]]) -> list[LayerKV]:
+    """Where the K/V of each of the drafter's layers live."""
+    queues = {name: iter(places) for name, places in layers.items()}
+    return [] if draft is None else [next(queues[name]) for name in draft_groups(draft)]
 
 
 def group_of(attention: AttentionSpec) -> GroupName:

@@ -34,7 +34,7 @@ from treetop.engine.memory import (
 )
 from treetop.engine.row_record import record_bytes, record_fields
 from treetop.engine.startup.exactness import is_exact
-from treetop.engine.startup.layer_groups import backend_need, kv_groups
+from treetop.engine.startup.layer_groups import backend_need, causal_blocks, kv_groups
 from treetop.engine.startup.weight_copies import CpuWeights, with_copies, with_second_orders
 from treetop.engine.state import make_state
 from treetop.kernels.kv import FP8_CAPABILITY, kv_dtype
@@ -169,7 +169,7 @@ def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | N
         pool_tokens=config.max_total_tokens or 0,
         max_in_flight=choose_max_in_flight(config),
         max_deferred=_max_deferred(config, context),
-        graft=config.speculative_ngram_graft,
+        block=draft.block.width if draft is not None and draft.block is not None else 0,
     )
     if config.max_total_tokens is None:
         layout = replace(layout, pool_tokens=layout.tokens_for_all)
@@ -307,17 +307,25 @@ def packing(config: EngineConfig) -> Packing:
 
 def read_draft_spec(config: EngineConfig, target: TargetSpec) -> DrafterSpec:
     """The drafter's spec, and whether the options fit it."""
-    window = config.speculative_draft_window_size
+    window, deepest = config.speculative_draft_window_size, max(shape.num_steps for shape in config.shapes)
     if config.algorithm == "NGRAM":
         if window is not None:
             raise ConfigError(f"--speculative-draft-window-size {window}: NGRAM has no layers; leave it out")
-        spec: DrafterSpec = ngram_spec(target.config, max(shape.num_steps for shape in config.shapes))
+        spec: DrafterSpec = ngram_spec(target.config, deepest)
     else:
         folder = target.folder if config.draft is None else resolve_folder(config.draft, "draft")
         dummy, recurrence = config.load_format == "dummy", config.speculative_mtp_recurrence
         eagle3 = config.speculative_eagle_recurrence
-        spec = drafter_spec(folder, target.config, config.algorithm, dummy, recurrence, window, eagle3)
+        spec = drafter_spec(
+            folder, target.config, config.algorithm, dummy, recurrence, window, eagle3, num_steps=deepest
+        )
+    if spec.block is not None and deepest > spec.block.max_steps:
+        raise ConfigError(
+            f"--speculative-num-steps {deepest}: {spec.folder} proposes {spec.block.max_steps} tokens at most"
+        )
     topk = max(shape.topk for shape in config.shapes)
+    if spec.block is not None and spec.block.max_topk is not None and topk > spec.block.max_topk:
+        raise ConfigError(f"--speculative-eagle-topk {topk}: {spec.folder} scores {spec.block.max_topk} tokens at most")
     if topk > spec.vocab_size:
         raise ConfigError(f"--speculative-eagle-topk {topk} exceeds the draft vocabulary of {spec.vocab_size}")
     return spec
@@ -347,7 +355,11 @@ def _static_estimate(
     model, aux = target.config, draft.aux_inputs if draft is not None else ()
     changed = changed_vocab(config, model)
     state = make_state(layout, draft, model.hidden_size, changed, dtype, counted)
-    make_round_buffers(layout, len(aux), model, state.calibration, dtype, counted, constrains=changed is not None)
+    make_round_buffers(
+        *(layout, len(aux), model, state.calibration, dtype, counted),
+        constrains=changed is not None,
+        blocks=causal_blocks(draft),
+    )
     return weights + sum(made) + config.disaggregation_slots * config.disaggregation_slot_bytes
 
 

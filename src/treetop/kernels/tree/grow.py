@@ -16,7 +16,6 @@ from torch import Tensor
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.sort_key import index_of, key_of
 from treetop.kernels.tree.calibration import Calibration, Heat, corrected, corrected_in_registers
-from treetop.kernels.tree.graft import Graft, HeadCandidates
 from treetop.kernels.tree.rows import RowTables
 from treetop.kernels.tree.topk import MOST
 from treetop.kernels.tree.tree import next_level_mask, root_tree, stable_topk
@@ -72,7 +71,6 @@ class TreeBuilder:
     chosen: [rows, T] int64, the flat index of each node of the tree; -1 for the root.
     classes: [rows] int64, of the rows, by which they are calibrated.
     heat, shift: of the engine's `Calibration`.
-    graft: candidates that are not the head's, if any are wanted.
     """
 
     shape: SpecShape
@@ -85,7 +83,6 @@ class TreeBuilder:
     classes: Tensor
     heat: Tensor
     shift: Tensor
-    graft: Graft | None = None
 
     def first(self, count: int) -> "TreeBuilder":
         """The part that a batch of so many rows uses."""
@@ -98,13 +95,14 @@ class TreeBuilder:
             logprob=self.logprob[:count],
             chosen=self.chosen[:count],
             classes=self.classes[:count],
-            graft=None if self.graft is None else self.graft.first(count),
         )
 
     @property
-    def head(self) -> HeadCandidates:
-        """The head's candidates, without a graft's."""
-        return HeadCandidates(self.tokens, self.scores, self.parents, self.shape.topk, self.shape.num_steps)
+    def above(self) -> Tensor:
+        """The parent of each group of candidates, [rows, 1 + k * (S - 1)]: of the first 1 + k always -1 to k - 1."""
+        k, groups = self.shape.topk, 1 + (self.shape.num_steps - 1) * self.shape.topk
+        first = torch.arange(-1, k, device=self.parents.device).expand(len(self.parents), -1)
+        return torch.cat([first, self.parents[:, k + 1 : groups]], dim=1)[:, :groups]
 
     @property
     def row_heat(self) -> Heat:
@@ -117,9 +115,8 @@ def make_growth(
     count: int,
     calibration: Calibration,
     make: Callable[[tuple[int, ...], torch.dtype], Tensor],
-    grafted: int = 0,
 ) -> TreeBuilder:
-    """Candidates of `count` rows, in memory that `make` gives. grafted: those of each row that are not the head's."""
+    """Candidates of `count` rows, in memory that `make` gives."""
     wide, long, real = shape.topk * shape.num_steps, torch.int64, torch.float32
     return TreeBuilder(
         shape,
@@ -132,7 +129,6 @@ def make_growth(
         make((count,), long),
         calibration.heat,
         calibration.shift,
-        Graft(*(make((count, grafted), kind) for kind in (long, long, long, real))) if grafted else None,
     )
 
 
@@ -302,7 +298,7 @@ def grow(growth: TreeBuilder, level: int, frontier: Frontier, children: Children
     hidden = torch.empty_like(children.hidden)
     mask = torch.empty((rows, k, t + k), dtype=torch.uint8, device=tokens.device)
     block = min(_BLOCK // lanes(k), lanes(width))
-    _grow_kernel[(rows, -(-width // block))](
+    _grow_kernel[(rows, max(1, -(-width // block)))](
         frontier.score, proposed, logprob, children.hidden, flags,
         growth.tokens, growth.scores, growth.parents, tokens, score, hidden, mask,
         growth.logprob, growth.classes, growth.shift[:, level + 1], growth.shift.stride(0),

@@ -50,8 +50,8 @@ def finish_reference(
     a head. The dummy row keeps its state, so that its duplicates in a padded batch all write what is there.
     """
     live = rows != dummy_row
-    _store(tables.committed, rows, live, tables.committed[rows] + (accept_len + 1))
-    _store(tables.root, rows, live, root)
+    store(tables.committed, rows, live, tables.committed[rows] + (accept_len + 1))
+    store(tables.root, rows, live, root)
     if draft is not None:
         assert tables.draft is not None
         store_draft(tables.draft, rows, live, draft)
@@ -60,12 +60,13 @@ def finish_reference(
 def store_draft(table: DraftState, rows: Tensor, keep: Tensor, draft: DraftState) -> None:
     """The proposals of those rows for which `keep`, [rows] bool, holds. draft: as in `finish_reference`."""
     k = draft.tokens.shape[1]
-    _store(table.tokens[:, :k], rows, keep, draft.tokens)
-    _store(table.logprob[:, :k], rows, keep, draft.logprob)
-    _store(table.hidden, rows, keep, draft.hidden)
+    store(table.tokens[:, :k], rows, keep, draft.tokens)
+    store(table.logprob[:, :k], rows, keep, draft.logprob)
+    store(table.hidden, rows, keep, draft.hidden)
 
 
-def _store(table: Tensor, rows: Tensor, live: Tensor, value: Tensor) -> None:
+def store(table: Tensor, rows: Tensor, live: Tensor, value: Tensor) -> None:
+    """value [rows, ...] of those rows for which `live`, [rows] bool, holds."""
     keep = live.view(-1, *[1] * (value.dim() - 1))
     table[rows] = torch.where(keep, value, table[rows])
 

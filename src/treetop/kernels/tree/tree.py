@@ -7,7 +7,6 @@ of one frontier node form a group, so `index // k` is the group and group 0 hang
 import torch
 from torch import Tensor
 
-from treetop.kernels.tree.graft import Graft
 from treetop.types.layout import SpecShape
 from treetop.types.tree import DraftTree
 
@@ -59,27 +58,17 @@ def next_level_mask(previous: Tensor, parent: Tensor) -> Tensor:
 
 
 def select_tree(
-    root: Tensor,
-    tokens: Tensor,
-    logprobs: Tensor,
-    parents: Tensor,
-    shape: SpecShape,
-    chosen: Tensor,
-    graft: Graft | None = None,
+    root: Tensor, tokens: Tensor, logprobs: Tensor, parents: Tensor, shape: SpecShape, chosen: Tensor
 ) -> DraftTree:
     """Keep the T - 1 best candidates as a tree in breadth-first order, and write their flat indices into `chosen`.
 
     root: [rows] int64. tokens: [rows, n] int64 and logprobs: [rows, n] float32 of all candidates, by flat index, where
     logprobs are not NaN and never rise from parent to child. parents: [rows, groups] int64, the flat index of each
     group's parent, -1 for group 0. chosen: [rows, T] int64; the root's is -1. Ties go to the smaller flat index, which
-    a parent has against its child, so no node is orphaned. graft: further candidates, whose flat indices follow.
+    a parent has against its child, so no node is orphaned.
     Source: EAGLE-2, arXiv:2406.16858, section 4.2.
     """
     k, width = shape.topk, shape.num_draft_tokens
-    own = tokens.shape[1]
-    if graft is not None:
-        tokens = torch.cat([tokens, graft.tokens], dim=1)
-        logprobs = torch.cat([logprobs, graft.scores], dim=1)
     rows, n = tokens.shape
     keep = stable_topk(logprobs, width - 1)[1].sort(dim=1).values  # [rows, T - 1] flat indices
     chosen[:, 0] = -1
@@ -87,13 +76,8 @@ def select_tree(
     node_of = torch.zeros((rows, n + 1), dtype=torch.int64, device=tokens.device)  # flat index + 1 -> node; 0 -> root
     order = torch.arange(1, width, device=tokens.device).expand(rows, -1)
     node_of.scatter_(1, keep + 1, order)
-    group = (keep if graft is None else keep.clamp(max=own - 1)) // k
-    group_parent = parents.gather(1, group)  # [rows, T - 1], -1 is the root
+    group_parent = parents.gather(1, keep // k)  # [rows, T - 1], -1 is the root
     depth = torch.where(keep < k, 1, (keep - k) // k**2 + 2)
-    if graft is not None:
-        is_graft, at = keep >= own, (keep - own).clamp(min=0)
-        group_parent = torch.where(is_graft, graft.parents.gather(1, at), group_parent)
-        depth = torch.where(is_graft, graft.depth.gather(1, at), depth)
     parent = node_of.gather(1, group_parent + 1)
     zero = torch.zeros_like(root)[:, None]
     parent = torch.cat([zero, parent], dim=1)
