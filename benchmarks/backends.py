@@ -34,6 +34,7 @@ from treetop.attention.registry import BACKENDS, refusal
 from treetop.bench.equality import equal_outputs
 from treetop.bench.prompts import read_prompts
 from treetop.engine.rounds import RoundKey
+from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL
 from treetop.types.sampling import Choice
 
 NAMES = ("triton", "fa3", "flashinfer", "fa4")
@@ -94,7 +95,7 @@ def _captured(case: Case, backend: Backend) -> float:
 def rounds(name: str, dtype: str, max_tokens: int) -> Iterator[dict[str, Any]]:
     """The embedded pair."""
     options: dict[str, Any] = {"attention_backend": name, "dtype": dtype, "page_size": PAGE, "max_running_requests": 8}
-    tree, plain = LLM(**TREE, **options), LLM(draft=None, **options)
+    tree, plain = LLM(BUILTIN_MODEL, BUILTIN_DRAFT, **TREE, **options), LLM(BUILTIN_MODEL, None, **options)
     prompts = read_prompts(None, 16, plain.tokenizer)
     yield {"part": "rounds", "backend": name, "dtype": dtype, **_against_plain(tree, plain, prompts, max_tokens)}
     yield {"part": "no rows", "backend": name, "dtype": dtype, "ok": _rounds_without_rows(tree)}

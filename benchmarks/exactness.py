@@ -1,5 +1,6 @@
 """What `--exactness bits` costs: on a CPU the embedded pair with `bits` and with `ties`, in turns.
 
+    MKL_CBWR=AUTO,STRICT python benchmarks/exactness.py --turns 9        on an Intel CPU
     python benchmarks/exactness.py --turns 9
     python benchmarks/exactness.py --device cuda
 

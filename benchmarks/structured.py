@@ -33,6 +33,7 @@ from frame import NAMES, end_with, parser_of, preset, say
 
 from treetop import LLM, RequestOutput, SamplingParams, StructuredOutput
 from treetop.checkpoints.folder import resolve_folder
+from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL
 
 PROMPTS = (
     "def load_config(path):\n    return json.load(open(path))\n\n# config.json\n",
@@ -196,7 +197,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--shape", default="5,4,16", metavar="S,k,T", help="of the trees, with --preset")
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as made:
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"model": BUILTIN_MODEL, "draft": BUILTIN_DRAFT}
         if args.preset is not None:
             model, draft = preset(args.preset)
             steps, topk, nodes = map(int, args.shape.split(","))

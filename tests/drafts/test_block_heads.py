@@ -28,6 +28,7 @@ from support.tiny_models import Pair, copy_folder, save_random_llama
 from treetop.drafts.registry import drafter_spec, find_draft
 from treetop.models.registry import target_spec
 from treetop.types.errors import CheckpointError, ConfigError
+from treetop_debug.block_faults import BLOCK_FAULTS
 
 
 @pytest.fixture(scope="module")
@@ -145,3 +146,17 @@ def test_a_tree_deeper_than_the_block_is_refused(target, tmp_path):
         pair = Pair(target[0], saved(tmp_path / f"{deepest}", name))
         refused(ConfigError, lambda pair=pair, n=deepest + 1: build(pair, (1, n, n + 1)), "--speculative-num-steps")
         assert build(pair, (1, deepest, deepest + 1)).generate([[5, 6]], greedy(4))
+
+
+@pytest.mark.parametrize("name", BLOCK_FAULTS)
+def test_the_oracle_tells_of_each_past_bug(target, tmp_path, name):
+    """Put back, it changes what is drafted, and no token: so only a comparison of trees can tell."""
+    found, layout = BLOCK_FAULTS[name]
+    pair = Pair(target[0], saved(tmp_path, layout))
+    reference, shape = reference_of(pair.head, target[1], layout), (3, 5, 14)
+    assert_rounds(pair, target[1], reference, shape=shape, count=5)
+    with found.active(), pytest.raises(AssertionError):
+        assert_rounds(pair, target[1], reference, shape=shape, count=5)
+    with found.active():
+        drafted = tokens(build(pair, shape).generate(pair.prompts([9, 3]), greedy(12)))
+    assert drafted == tokens(build(pair, None).generate(pair.prompts([9, 3]), greedy(12)))
