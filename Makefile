@@ -10,7 +10,7 @@ SMOLLM2 = { $(BIN)/python -m pip install -q --disable-pip-version-check --no-dep
 READY := $(VENV)/.ready
 DEV := $(VENV)/.dev
 
-.PHONY: demo quick test test-all test-gpu clients check wheel bench mutants clean
+.PHONY: demo quick test interpreted test-all test-gpu clients check check-kernels wheel bench mutants clean
 
 # A chat answer of builtin:smollm2; where its package cannot be had, a function that the embedded pair goes on with.
 demo: $(READY)
@@ -24,8 +24,18 @@ demo: $(READY)
 # Two processes, a thread of arithmetic each: most of a test is Python. Files in the order of tests/conftest.py.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+# Triton decides at import whether it interprets its kernels: those that need it to are a session of their own.
+INTERPRET := TRITON_INTERPRET=1 $(PYTEST) tests/kernels
+
+# Both sessions always run to their end; it fails if one does.
 test: $(DEV)
-	$(PYTEST) -m "not slow"
+	@failed=0; \
+	$(PYTEST) -m "not slow and not interpreted" || failed=1; \
+	$(INTERPRET) -m "not slow and interpreted" || failed=1; \
+	exit $$failed
+
+interpreted: $(DEV)
+	$(INTERPRET) -m "not slow and interpreted"
 
 # The host's code, about a minute: no engine computes here.
 QUICK := $(addprefix tests/,test_rooms.py test_docs.py test_known_failures.py test_scripts.py bench/test_plot.py \
@@ -40,7 +50,10 @@ quick: $(DEV)
 
 # The long matrices too.
 test-all: $(DEV)
-	$(PYTEST)
+	@failed=0; \
+	$(PYTEST) -m "not interpreted" || failed=1; \
+	$(INTERPRET) -m "interpreted" || failed=1; \
+	exit $$failed
 
 # What needs a GPU: a process and a log a file, side by side; then memory alone, for it takes all there is.
 GPU_LAST := tests/gpu/test_gpu_memory.py
@@ -76,6 +89,20 @@ check: $(DEV)
 	$(BIN)/mypy benchmarks/*.py scripts/*.py
 	$(BIN)/lint-imports
 
+# The kernels' launches, compiled for cards that are not here, in an environment of their own with the Triton of GPU
+# machines; it comes last, since builds of PyTorch that want another one do not use it here. KERNEL_OPTIONS: of the script.
+KERNELS ?= .kernels-venv
+
+check-kernels: $(KERNELS)/.kernels
+	PYTHONPATH=src OMP_NUM_THREADS=1 $(KERNELS)/bin/python scripts/check_kernels.py $(KERNEL_OPTIONS)
+	PYTHONPATH=src OMP_NUM_THREADS=1 $(KERNELS)/bin/python -m pytest -q --noconftest tests/test_check_kernels.py
+
+$(KERNELS)/.kernels:
+	$(PYTHON) -m venv $(KERNELS)
+	$(KERNELS)/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0 numpy pytest
+	$(KERNELS)/bin/python -m pip install -q --disable-pip-version-check --no-deps triton==3.6.0
+	@touch $@
+
 # The wheel, built, installed and served from an environment of its own.
 wheel: $(DEV)
 	$(BIN)/python scripts/wheel.py
@@ -103,4 +130,4 @@ $(DEV): $(READY)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) build
+	rm -rf $(VENV) $(CLIENTS) $(KERNELS) build

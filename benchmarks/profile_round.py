@@ -2,19 +2,18 @@
 
     python benchmarks/profile_round.py --shape 5,4,16 --batch 1 [--exactness bits]
 
-Shapes and weights as in `rounds.py`. A kernel's time is its end minus the end before it (`completions.py`), so times
-add up to that of the round. Each replay is recorded by itself; a round's time without the profiler stands beside it.
+Shapes and weights as in `rounds.py`. A kernel's time is its end minus the end before it, so times add up to that of the
+round, though kernels start before others have ended. Each replay is recorded by itself; a round's time without the
+profiler stands beside it.
 """
 
-import argparse
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 import torch
-from completions import Span, shares
-from rounds import NAMES, preset
+from frame import NAMES, end_with, parser_of, preset
 from torch.autograd import DeviceType  # type: ignore[attr-defined]  # torch names it there, and does not say so
 from torch.profiler import ProfilerActivity, profile
 
@@ -25,6 +24,18 @@ from treetop.engine.rounds import RoundKey
 from treetop.types.sampling import Choice
 
 INPUT, REPEATS = 1024, 5
+Span = tuple[str, float, float]
+"""A kernel's name, start and end, in one unit of time."""
+
+
+def shares(kernels: Sequence[Span]) -> list[tuple[str, float]]:
+    """Each kernel's name and time since the completion before it, in order of completion.
+
+    The first counts from the earliest start, so the shares add up to the latest end minus the earliest start.
+    """
+    ends = sorted(kernels, key=lambda kernel: kernel[2])
+    before = [min((start for _, start, _ in kernels), default=0.0), *(end for *_, end in ends)]
+    return [(name, end - begin) for (name, _, end), begin in zip(ends, before, strict=False)]
 
 
 def kernels_of(run: Callable[[], object]) -> list[Span]:
@@ -39,14 +50,14 @@ def kernels_of(run: Callable[[], object]) -> list[Span]:
     return [(event.name, event.time_range.start, event.time_range.end) for event in on_device]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: list[str]) -> int:
+    parser = parser_of(__doc__)
     parser.add_argument("--preset", choices=NAMES, default=NAMES[0])
     parser.add_argument("--shape", default="5,4,16", help="S,k,T")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--top", type=int, default=25)
     parser.add_argument("--exactness", choices=("bits", "ties"), default="ties")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     model, draft = preset(args.preset)
     accepted = 1 if args.shape.startswith("0,") else 3
     options = {"draft": draft, "load_format": "dummy", "simulate_accept_length": accepted, "exactness": args.exactness}
@@ -70,7 +81,8 @@ def main() -> None:
     print(f"a round: {whole_us:.0f} us recorded, {own_us:.0f} us not recorded, {launches:.0f} launches")
     for name in sorted(total, key=lambda name: -total[name])[: args.top]:
         print(f"{total[name]:9.1f} us {total[name] / whole_us:6.1%} {counts[name] / REPEATS:7.1f} x  {name[:110]}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    end_with(main)

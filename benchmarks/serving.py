@@ -21,8 +21,8 @@ import json
 import os
 import platform
 import random
+import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -32,9 +32,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-from round_gaps import PAIR, with_positions
-from rounds import NAMES, preset
+from frame import add_model, end_with, machine_of, parser_of, preset, say
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -45,7 +43,6 @@ from treetop.bench.serve import summary
 from treetop.checkpoints.folder import resolve_folder
 from treetop.checkpoints.json_file import read_object
 from treetop.checkpoints.loader import compute_device
-from treetop.cli import OneLineParser, exit_code
 from treetop.core.engine_core import EngineCore
 from treetop.core.loop import CoreLoop
 from treetop.core.wire import Updates, encode
@@ -63,6 +60,7 @@ WAITED_US = 50
 """A wait that is longer finds the device at work."""
 SPARE = 64
 """Rounds that a stream may go on beside those that count."""
+_PAIR = ("nestling", "nestling-eagle3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,8 +282,11 @@ def pair(args: argparse.Namespace, positions: int) -> Iterator[tuple[str, str]]:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         if args.model == BUILTIN_MODEL:
-            with_positions(folder, positions)
-            yield str(folder / PAIR[0]), str(folder / PAIR[1])
+            for name in _PAIR:
+                shutil.copytree(resolve_folder(f"builtin:{name}"), folder / name)
+                config = folder / name / "config.json"
+                config.write_text(json.dumps({**read_object(config), "max_position_embeddings": positions}))
+            yield str(folder / _PAIR[0]), str(folder / _PAIR[1])
             return
         model, draft = (args.model, args.draft) if args.model else preset(args.preset)
         target, own = resolve_folder(model), folder / "target"
@@ -326,31 +327,19 @@ async def run(args: argparse.Namespace) -> None:
             up_s = time.perf_counter()
             llm = await asyncio.to_thread(lambda: LLM(model, **options))
             starts_s = [round(up_s - began_s, 1), round(time.perf_counter() - up_s, 1)]
-            say("machine", {**machine(llm), "starts_s": starts_s, "options": options})
+            machine = {**machine_of(), "cores": os.cpu_count(), "python": platform.python_version()}
+            say({"part": "machine", **machine, "starts_s": starts_s, "options": options})
             given = args.batches, args.input_tokens, args.prompt_tokens, args.rounds, args.repeats
             bench = Bench(llm, client, *given, random.Random(0))
             for name in args.parts:
                 async for figures in MEASURE[name](bench):
-                    say(name, figures)
+                    say({"part": name, **figures})
             llm.close()
 
 
-def machine(llm: LLM) -> dict[str, Any]:
-    device = llm.engine.runner.buffers.rows.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    return {"device": name, "cores": os.cpu_count(), **versions}
-
-
-def say(part: str, figures: dict[str, Any]) -> None:
-    print(json.dumps({"part": part, **figures}), flush=True)
-
-
 def main(arguments: list[str]) -> int:
-    parser = OneLineParser(prog="serving", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=NAMES, default=NAMES[0], help="shape, with random weights")
-    parser.add_argument("--model", metavar="FOLDER", help="a target with weights instead, or builtin:nestling")
-    parser.add_argument("--draft", metavar="FOLDER", help="its head")
+    parser = parser_of(__doc__)
+    add_model(parser)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 32, 64], metavar="B")
     parser.add_argument("--input-tokens", type=int, default=1024, metavar="N", help="prompts of streams")
@@ -369,4 +358,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code("serving", lambda: main(sys.argv[1:])))
+    end_with(main)

@@ -8,6 +8,7 @@ import builtins
 import importlib
 import re
 import shlex
+import subprocess
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -18,7 +19,10 @@ from treetop.cli import build_parser
 from treetop.types.sampling import SamplingParams
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 BLOCK = re.compile(r"^```[a-z]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"[\w.-]+(/[\w.-]+)+/?|[\w.-]+/|[\w-]+\.(py|md)")
@@ -37,10 +41,15 @@ def headings(page):
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def spans(page):
-    """Text in backticks, outside blocks. A line may end within it."""
+def spans_and_commits(page):
+    """Text in backticks, outside blocks, and the commit that is said to have it, or "". A line may end within it."""
     joined = re.sub(r"(?<!\n)\n(?!\n)", " ", BLOCK.sub("", text_of(page)))
-    return re.findall(r"`([^`\n]+)`", joined)
+    return re.findall(r"`([^`\n]+)`(?: at ([0-9a-f]{7})\b)?", joined)
+
+
+def spans(page):
+    """Text in backticks, but for what an earlier commit has."""
+    return [span for span, commit in spans_and_commits(page) if not commit]
 
 
 def lost_files(page):
@@ -62,9 +71,10 @@ def dead_links(page):
 
 def commands(page):
     """Lines of blocks, and text in backticks, that run treetop or a script of ours; as words, without comments."""
-    lines = [line for block in BLOCK.findall(text_of(page)) for line in block.splitlines()]
+    lines = [line for block in BLOCK.findall(text_of(page)) for line in block.replace("\\\n", " ").splitlines()]
     ours = re.compile(r"(treetop|python (benchmarks|scripts|recipes)/\S+)( |$)")
-    return [shlex.split(line, comments=True) for line in [*lines, *spans(page)] if ours.match(line)]
+    found = [line.partition(" > ")[0] for line in [*lines, *spans(page)] if ours.match(line)]
+    return [shlex.split(line, comments=True) for line in found]
 
 
 def subparsers():
@@ -84,6 +94,23 @@ def test_the_readme_leads_to_every_page():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_are_named_exist(page):
     assert not lost_files(page)
+
+
+def test_files_of_earlier_commits_are_in_them():
+    """`benchmarks/x.py --option` at COMMIT: what took a figure, and is no more."""
+    named = {f"{commit}:{span.split()[0]}" for page in PAGES for span, commit in spans_and_commits(page) if commit}
+    files = sorted(name for name in named if FILE.fullmatch(name.partition(":")[2]))
+    assert files
+
+    def git(*words):
+        said = subprocess.run(
+            ["git", *words], input="\n".join(files), cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        return said.stdout
+
+    if git("rev-parse", "--is-shallow-repository").strip() != "false":
+        pytest.skip("no clone with its history")
+    assert [line.split()[1] for line in git("cat-file", "--batch-check").splitlines()] == ["blob"] * len(files)
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,16 @@ imports another.
 """
 
 import ast
+import itertools
+import os
+import shutil
+import subprocess
 import tomllib
 from collections import Counter
+from functools import cache
 from pathlib import Path
+
+import pytest
 
 import treetop
 from treetop.drafts.registry import DRAFTERS
@@ -17,6 +24,7 @@ OTHERS = {"gpu", "frozen", "checkpoints", "support"}
 """Folders without a package: what needs a GPU, what is recorded from outside, trained weights, and what is shared."""
 
 
+@cache
 def imported(path: Path) -> set[str]:
     """Modules that a file names in an import, wherever in it, source within strings included."""
     found = set()
@@ -80,6 +88,70 @@ def test_no_contract_of_imports_lets_others_know_a_family():
     readers = [*(family.read for family in FAMILIES.values()), *DRAFTERS.values()]
     assert not {reader.__module__ for reader in readers} & known
     assert "treetop.models.registry" in known
+
+
+# ------------------------------------------------------------------------------------------------ what `make` runs
+
+
+def sessions_of(target: str, folder: Path, failing: str) -> tuple[list[tuple[bool, str, bool]], int]:
+    """What `make` starts in place of pytest: (whether it interprets, expression of marks, whether it looks at every
+    folder); and the exit code of make where a session whose TRITON_INTERPRET is `failing` fails.
+    """
+    python, log = folder / "python", folder / "log"
+    python.write_text(
+        f'#!/bin/sh\necho "$TRITON_INTERPRET|$*" >>{log}\n[ "$TRITON_INTERPRET" != "{failing}" ]\n', encoding="utf-8"
+    )
+    python.chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = ["make", "-s", target, f"BIN={folder}", "DEV="]
+    done = subprocess.run(command, cwd=TESTS.parent, env=environment, check=False, capture_output=True, text=True)
+    found = []
+    for line in log.read_text(encoding="utf-8").splitlines():
+        interprets, _, rest = line.partition("|")
+        options, _, marks = rest.removeprefix("-m pytest ").partition(" -m ")
+        folders = {word for word in options.split() if word.startswith("tests")}
+        assert folders <= {"tests/kernels"}
+        found.append((interprets == "1", marks, not folders))
+    return found, done.returncode
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+@pytest.mark.parametrize(("target", "with_slow"), [("test", False), ("test-all", True)])
+def test_each_test_is_run_by_one_session_and_a_failure_of_either_fails_the_whole(tmp_path, target, with_slow):
+    """By its marks; what is marked `interpreted` by the one that interprets, which looks at its folder alone."""
+    codes = []
+    for place, failing in enumerate(("neither", "1", "")):
+        (tmp_path / str(place)).mkdir()
+        found, code = sessions_of(target, tmp_path / str(place), failing)
+        codes.append(code != 0)
+        assert [every for interprets, _, every in found if not interprets] == [True]
+        for slow, interpreted in itertools.product((False, True), repeat=2):
+            marks = {"slow": slow, "interpreted": interpreted}
+            chosen = [interprets for interprets, expression, _ in found if eval(expression, {}, marks)]
+            assert chosen == ([interpreted] if with_slow or not slow else []), marks
+    assert codes == [False, True, True]
+
+
+def test_what_is_marked_interpreted_stands_where_that_session_looks():
+    names = {"support.interpreted.interpreted", "support.interpreted.on_gpu_or_interpreted"}
+    files = [path for path in TESTS.rglob("test_*.py") if path != Path(__file__)]
+    marked = [path for path in files if imported(path) & names or "mark.interpreted" in path.read_text("utf-8")]
+    assert {path.parent for path in marked} == {TESTS / "kernels"}
+
+
+def conditional_tests(source: str) -> list[str]:
+    """Names of tests that a file defines only if something holds."""
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    others = (node for node in ast.parse(source).body if not isinstance(node, definitions))
+    inner = (each for node in others for each in ast.walk(node) if isinstance(each, definitions))
+    return [each.name for each in inner if each.name.lower().startswith("test")]
+
+
+def test_a_test_that_cannot_run_is_skipped_not_left_undefined():
+    """So that it has a reason, and is counted."""
+    found = {path.name: conditional_tests(path.read_text(encoding="utf-8")) for path in TESTS.rglob("test_*.py")}
+    assert {name: tests for name, tests in found.items() if tests} == {}
+    assert conditional_tests("if True:\n    def test_this(): ...\n") == ["test_this"]
 
 
 MOST = 30

@@ -1,6 +1,6 @@
-"""The soak of `scripts/soak.py`, short and on the CPU: nothing leaks, fires or changes, and it can tell."""
+"""The form `engine` of `scripts/soak.py`, short and on the CPU: nothing leaks, fires or changes, and it can tell."""
 
-import importlib.util
+import importlib
 import sys
 from pathlib import Path
 
@@ -10,17 +10,16 @@ from support.engines import build
 from treetop_debug.faults import fault
 
 ROUNDS = 300
+SCRIPTS = Path(__file__).parent.parent / "scripts"
 
 
 @pytest.fixture(scope="module")
 def script():
-    path = Path(__file__).parent.parent / "scripts" / "soak.py"
-    spec = importlib.util.spec_from_file_location("soak", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["soak"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["soak"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPTS)
+        yield importlib.import_module("soaks.engine")
+    for name in [each for each in sys.modules if each.partition(".")[0] == "soaks"]:
+        del sys.modules[name]
 
 
 def small(pair, **options):
@@ -87,5 +86,5 @@ def test_the_same_seed_gives_the_same_soak(script, strong_pair):
     for _ in range(2):
         soak = script.Soak(small(strong_pair), seed=5, sample=8)
         summary = soak.run(60)
-        runs.append((summary.finished, summary.aborted, summary.tokens, [o.token_ids for _, o in soak.sample]))
+        runs.append((summary.finished, summary.aborted, summary.tokens, [each.ids for each in soak.sample]))
     assert runs[0] == runs[1]

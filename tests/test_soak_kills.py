@@ -1,4 +1,4 @@
-"""The soak of `scripts/soak_kills.py`, short: what is killed is started again, no answer changes, and it can tell."""
+"""The soak of `scripts/soak.py kills`, short: what is killed is started again, no answer changes, and it can tell."""
 
 import asyncio
 import importlib
@@ -21,9 +21,9 @@ SOAK = {"seed": 1, "kind": "ep", "seconds": 20.0, "every": 5.0, "stopped_seconds
 def script():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(SCRIPTS)
-        yield importlib.import_module("soak_kills")
-    for name in ("soak_kills", "soak_roles", "rank_books", "soak"):
-        sys.modules.pop(name, None)
+        yield importlib.import_module("soaks.kills")
+    for name in [each for each in sys.modules if each.partition(".")[0] == "soaks"]:
+        del sys.modules[name]
 
 
 @pytest.mark.slow
@@ -38,11 +38,11 @@ def test_workers_whose_ranks_are_killed_answer_as_one_engine_does(script, tmp_pa
     assert done.failures == []
     assert done.errors.keys() <= {script.ON_TRIAL}
     assert min(done.finished, done.met_a_strike, done.handed_over, done.compared) > 0
-    assert (done.ties, done.differ) == (0, 0)
+    assert (done.ties, done.unequal) == (0, 0)
     run.finished[0].ids[-1] ^= 1
     run.compare(fresh, len(run.finished))
     fresh.close()
-    assert done.differ == 1
+    assert done.unequal == 1
     assert "otherwise" in done.failures[0]
 
 
@@ -58,7 +58,7 @@ def test_only_errors_that_kills_may_cost_are_no_failure(script):
 def test_a_pause_is_that_of_the_worst_strike_before_its_end(script):
     def live(*strikes, events):
         met = [script.Strike(role, "a rank", how, at_s, up=at_s < 20) for role, how, at_s in strikes]
-        return script.Live([1], None, 0.0, [2], event_s=events, met=met)
+        return script.Live([1], None, [2], event_s=events, strikes=met)
 
     finished = [
         live(("prefill", "killed", 1.0), ("decode", "killed", 4.0), events=[0.5, 1.5, 3.0, 3.5, 9.0]),

@@ -1,4 +1,4 @@
-"""The soak of `scripts/soak_roles.py`, short, with ranks as threads: nothing leaks or changes, and it can tell."""
+"""The soak of `scripts/soak.py roles`, short, with ranks as threads: nothing leaks or changes, and it can tell."""
 
 import importlib
 import sys
@@ -21,10 +21,10 @@ SIZES = {"page_size": 4, "context_length": 96, "slot_bytes": 1 << 17}
 @pytest.fixture(scope="module")
 def script():
     sys.path.insert(0, str(SCRIPTS))
-    yield importlib.import_module("soak_roles")
+    yield importlib.import_module("soaks.roles")
     sys.path.remove(str(SCRIPTS))
-    for name in ("soak_roles", "rank_books", "soak"):
-        sys.modules.pop(name, None)
+    for name in [each for each in sys.modules if each.partition(".")[0] == "soaks"]:
+        del sys.modules[name]
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,6 @@ from support.waiting import WAIT_S
 from treetop import AsyncLLM, SamplingParams
 from treetop.core.engine_core import WEIGHTS_REPLACED
 from treetop.distributed.client import EngineProcessClient
-from treetop.distributed.data_parallel import DataParallelClient
 from treetop.tools.quantize import quantize
 from treetop.types.errors import CheckpointError, ConfigError, EngineError, InputError
 
@@ -296,9 +295,9 @@ def test_over_http_only_where_the_operator_says_so():
 
 def test_where_weights_cannot_be_replaced_it_is_refused_by_name():
     async def refusals():
-        one, two = EngineProcessClient(), EngineProcessClient()
+        one, two = EngineProcessClient(), EngineProcessClient(num_engines=2)
         with pytest.raises(ConfigError, match="serve with --dp-size 1, not 2"):
-            await DataParallelClient([one, two]).update_weights("m", None)
+            await two.update_weights("m", None)
         with pytest.raises(EngineError, match="the engine is being started again"):
             await one.update_weights("m", None)
         for each in (one, two):

@@ -7,7 +7,7 @@ weights are scaled, it is wrong as training makes it: by token, context and dept
 A few minutes on a CPU, without the corpus: the target goes on behind passages of this Python's own library.
 
 Run: python recipes/nestling/miscalibrated.py --out build/nestling/nestling-flat [--temperature 2.5] [--steps 120]
-Then: python benchmarks/calibration.py --head build/nestling/nestling-flat --scales 1 --shapes 5,4,16 7,4,8 7,1,8
+Then: treetop bench builtin:nestling --speculative-draft-model-path build/nestling/nestling-flat --sweep heads
 """
 
 import argparse

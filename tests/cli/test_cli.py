@@ -10,6 +10,7 @@ import torch
 
 from support.command_line import PROMPT, lines, refused, run
 from support.tiny_models import copy_folder
+from treetop.checkpoints.gguf.architectures import ARCHITECTURES
 from treetop.cli import build_parser
 from treetop.cli.config_file import words_of
 from treetop.cli.options import engine_options
@@ -314,9 +315,10 @@ def test_the_table_of_models_is_that_of_the_registry_and_of_the_docs(capsys):
     code, printed, _ = run(capsys, "models")
     assert code == 0
     known = {*FAMILIES}
-    architectures, methods = printed.split("\n\n")
+    architectures, methods, files = printed.split("\n\n")
     assert {line.split("`")[1] for line in architectures.splitlines()[2:]} == known
     assert [line.split("`")[1] for line in methods.splitlines()[2:]] == list(FORMATS)
+    assert {line.split("`")[1] for line in files.splitlines()[2:]} == {*ARCHITECTURES}
     page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
     assert printed in page, "docs/checkpoints.md: put the output of `treetop models` there"
     rows = json.loads(run(capsys, "models", "--json")[1])

@@ -9,7 +9,7 @@ import pytest
 
 from support.addresses import addresses
 from support.engines import greedy, sampled
-from support.expert_pairs import CHAIN, TREE, build, save_glm5_with_mtp, save_glm_with_mtp
+from support.expert_pairs import CHAIN, TREE, build, save_glm5_with_mtp, save_glm_with_mtp, send_to
 from support.refusing import refused
 from support.tiny_models import Pair
 from support.waiting import WAIT_S, until
@@ -67,8 +67,7 @@ class Side:
     def generate(self, prompts, params, places=None, meanwhile=lambda: None):
         """Ids and accept lengths of each prompt. places: its rank. meanwhile: is called between updates."""
         if places is not None:
-            numbers = iter(places)
-            self.core.choose = lambda request: next(numbers)
+            send_to(self.core, iter(places).__next__)
         found = {self.thread.next_id(): ([], []) for _ in prompts}
         asked = [
             EngineRequest(number, tuple(prompt), each, each.seed or 0)

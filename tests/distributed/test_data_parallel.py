@@ -15,13 +15,14 @@ from support.serving import Server, command_of, mock, replayed, serving
 from support.storms import NAME, PAIR, nothing_is_left, of_the_mock, of_the_pair, storm
 from support.waiting import WAIT_S, until
 from treetop.core.wire import ProcessOptions
-from treetop.distributed.data_parallel import DataParallelClient
+from treetop.distributed.client import EngineProcessClient
 from treetop.distributed.engine_process import take_share
+from treetop.distributed.remote_engine import RankLink
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, EngineError
 from treetop.types.ids import RequestId
 from treetop.types.layout import SpecShape
-from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, PrefixPages, RequestUpdate
+from treetop.types.requests import CoreInfo, EngineRequest, PrefixPages, RequestUpdate
 from treetop.types.sampling import SamplingParams
 
 
@@ -154,21 +155,30 @@ INFO = CoreInfo("/none", 1000, 512, 8, SpecShape(2, 3, 6), prefix=PrefixPages(4,
 
 
 class FakeReplica:
-    """A client that keeps what it is given."""
+    """An engine that keeps what it is given. ranks: that share its experts."""
 
-    def __init__(self) -> None:
-        self.info, self.load, self.pause, self.failure, self.num_restarts = INFO, CoreLoad(), None, None, 0
-        self.is_stalled, self.silent_s, self.given, self.aborted = False, 0.0, {}, []
+    def __init__(self, index, ranks=1) -> None:
+        self.links = [RankLink(index, rank, None, INFO) for rank in range(ranks)]
+        self.pause = self.failure = None
+        self.silent_s, self.given, self.aborted = 0.0, {}, []
 
     @property
-    def num_alive(self) -> int:
-        return len(self.given)
+    def standings(self):
+        return {link: link.standing for link in self.links}
 
-    def add(self, requests, sink) -> None:
+    def add(self, requests, sink, link) -> None:
         self.given.update((request.request_id, sink) for request in requests)
+        link.placed.update(request.request_id for request in requests)
 
     def abort(self, request_ids) -> None:
-        self.aborted += request_ids
+        self.aborted += [request_id for request_id in request_ids if request_id in self.given]
+
+
+def replicated(count=2, ranks=1) -> tuple[EngineProcessClient, list[FakeReplica]]:
+    core = EngineProcessClient()
+    core.close()
+    core.engines = [FakeReplica(index, ranks) for index in range(count)]
+    return core, core.engines
 
 
 def asked(number: int, ids) -> EngineRequest:
@@ -176,8 +186,7 @@ def asked(number: int, ids) -> EngineRequest:
 
 
 def test_requests_go_where_their_prefix_is_or_the_least_to_do_and_to_nobody_who_is_restarting():
-    replicas = [FakeReplica(), FakeReplica()]
-    core = DataParallelClient(replicas)
+    core, replicas = replicated()
     core.add([asked(i, [i] * 3) for i in range(4)], lambda update: None)
     assert [len(each.given) for each in replicas] == [2, 2]
     core.add([asked(4, range(20))], lambda update: None)
@@ -197,8 +206,7 @@ def test_requests_go_where_their_prefix_is_or_the_least_to_do_and_to_nobody_who_
 
 def test_new_requests_go_to_no_engine_that_is_silent_while_another_speaks():
     """Long before a watchdog calls it stalled. Where all are silent they may be in long steps: all count again."""
-    replicas = [FakeReplica(), FakeReplica()]
-    core = DataParallelClient(replicas)
+    core, replicas = replicated()
     replicas[0].silent_s = 10.0
     core.add([asked(i, [i] * 3) for i in range(6)], lambda update: None)
     assert [len(each.given) for each in replicas] == [0, 6]
@@ -207,12 +215,27 @@ def test_new_requests_go_to_no_engine_that_is_silent_while_another_speaks():
     assert [len(each.given) for each in replicas] == [6, 6]
 
 
+def test_ranks_of_engines_are_one_list_and_what_an_engine_has_stays_there():
+    """Two engines of two ranks each get one of four requests. One that is given out again goes to its engine's ranks,
+    though others have less to do, and what the others hold is remembered: a prompt goes where its prefix is.
+    """
+    core, replicas = replicated(2, 2)
+    links = [link for each in replicas for link in each.links]
+    core.add([asked(i, [i] * 30) for i in range(4)], lambda update: None)
+    assert [len(link.placed) for link in links] == [1] * 4
+    with_prefix = next(link for link in links if 0 in link.placed)
+    busy = replicas[1 - with_prefix.engine]
+    for link in busy.links:
+        link.placed.add(RequestId(9))
+    assert core.choose(asked(5, [7] * 30), busy.links[0].engine) in busy.links
+    assert core.choose(asked(6, [0] * 30)) is with_prefix
+
+
 def test_what_is_said_of_a_request_reaches_its_own_replica_and_nothing_after_its_end():
-    replicas = [FakeReplica(), FakeReplica()]
-    core, heard = DataParallelClient(replicas), []
+    (core, replicas), heard = replicated(), []
     core.add([asked(0, [1]), asked(1, [2])], heard.append)
     last = RequestUpdate(RequestId(0), (), finish_reason="stop")
-    replicas[0].given[RequestId(0)](last)
+    replicas[0].given.pop(RequestId(0))(last)
     assert heard == [last]
     core.abort([RequestId(0), RequestId(1)])
     assert (replicas[0].aborted, replicas[1].aborted) == ([], [RequestId(1)])

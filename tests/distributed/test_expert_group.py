@@ -107,7 +107,7 @@ def test_a_rank_that_dies_while_all_are_parked_ends_the_others_at_once(folder, m
 def test_a_rank_that_fails_while_all_are_parked_ends_the_others_soon(folder, monkeypatch):
     """It says why, which is heard by whoever asks next."""
     with group(folder, monkeypatch) as (llm, started):
-        llm._core._loop.call_soon_threadsafe(llm._core.core._links[0].socket.send, b"nonsense")
+        llm._core._loop.call_soon_threadsafe(llm._core.core.engines[0].links[0].socket.send, b"nonsense")
         assert started[1].wait(WAIT_S) == -9
         with pytest.raises(EngineError, match="rank 0: ValidationError"):
             llm.generate([[4, 5]], greedy(3))
@@ -235,6 +235,6 @@ def test_a_server_ends_with_the_first_of_its_ranks(served):
     with serving(*served[0], "--engine-restarts", "0") as server:
         ranks = ranks_of(server)
         os.kill(ranks[1], signal.SIGKILL)
-        assert server.process.wait(WAIT_S) == 1
+        assert server.wait() == 1
         assert any("rank 1 has ended with exit code -9" in line for line in server.said)
     until(lambda: not any(alive(pid) for pid in ranks))

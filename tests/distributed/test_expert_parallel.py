@@ -7,7 +7,6 @@ import random
 import threading
 import time
 import traceback
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
@@ -18,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from support.engines import accept_lens, greedy, products_timed_otherwise, sampled, tokens
-from support.expert_pairs import CHAIN, TREE, build, save_glm5_with_mtp, save_glm_with_mtp
+from support.expert_pairs import CHAIN, TREE, build, save_glm5_with_mtp, save_glm_with_mtp, send_to
 from support.grids import few_of
 from support.refusing import refused
 from support.tiny_models import (
@@ -79,8 +78,7 @@ def on_ranks(folder, shape, ranks, places, rounds, **options):
     with expert_ranks_on_threads() as started:
         llm = build(folder, shape, ranks, **options)
         try:
-            numbers = iter(places)
-            llm._core.core.choose = lambda request: next(numbers)
+            send_to(llm._core.core, iter(places).__next__)
             outputs = [llm.generate(prompts, params) for prompts, params in rounds]
             for rank in started:
                 rank.core.scheduler.check_integrity()
@@ -138,7 +136,7 @@ class Crowd:
 
     def __init__(self, llm, seed):
         self.llm, self.random, self.asked, self.got, self.gone = llm, random.Random(seed), {}, {}, set()
-        llm._core.core.choose = lambda request: self.random.choice(self.favoured)
+        send_to(llm._core.core, lambda: self.random.choice(self.favoured))
         self.client = SyncClient(llm._core)
         self.favoured = [0]
 
@@ -238,7 +236,7 @@ def test_requests_go_to_the_rank_with_the_fewest(folders):
         for stream in streams:
             next(stream)
         core = llm._core.core
-        assert sorted(Counter(core.placed.values()).values()) == [2, 3]
+        assert sorted(len(link.placed) for link in core.engines[0].links) == [2, 3]
         until(lambda: 0 < core.load.num_running + core.load.num_waiting <= 5)
         go_on.set()
         for stream in streams:

@@ -68,8 +68,7 @@ def serve_by_experts(pair, shape, places, **options):
     with expert_ranks_on_threads():
         llm = expert_pairs.build(pair.target, shape, 2, **{**BITS, "max_running_requests": 1, **options})
         try:
-            numbers = iter(places)
-            llm._core.core.choose = lambda request: next(numbers)
+            expert_pairs.send_to(llm._core.core, iter(places).__next__)
             prompts = pair.prompts(LENGTHS)
             return llm.generate(prompts, few(prompts))
         finally:

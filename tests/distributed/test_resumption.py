@@ -98,7 +98,7 @@ class Engines:
         return (address,)
 
     def _lost(self, reason: str) -> None:
-        self.core.lost(reason)
+        self.core.engines[0].lost(reason)
         self.gone.set()
 
 
@@ -107,17 +107,17 @@ async def connected(first):
     """A client, and a function that gives it another engine once the one before is gone."""
     with tempfile.TemporaryDirectory() as folder:
         core = EngineProcessClient()
-        engines = core.engines = Engines(folder, core)
-        await core.connect(engines.start(first))
+        engines = Engines(folder, core)
+        await core.engines[0].connect(engines.start(first))
 
         async def again(engine) -> None:
             await asyncio.wait_for(engines.gone.wait(), WAIT_S)
-            await core.connect(engines.start(engine))
+            await core.engines[0].connect(engines.start(engine))
 
         try:
-            yield core, again
+            yield core, again, engines
         finally:
-            core.fail("the test is over")  # which ends its requests
+            core.engines[0].fail("the test is over")  # which ends its requests
             core.close()
 
 
@@ -145,7 +145,7 @@ def test_engines_that_die_at_any_step_lose_no_token_and_repeat_none():
 
     async def run():
         rng, engine = random.Random(1), PositionEngine(steps=3)
-        async with connected(engine) as (core, again):
+        async with connected(engine) as (core, again, engines):
             asked, heard = [], []
 
             def come(count, at_least=1):
@@ -158,11 +158,11 @@ def test_engines_that_die_at_any_step_lose_no_token_and_repeat_none():
             for _ in range(10):
                 engine = PositionEngine()
                 await again(engine)
-                await asyncio.wait_for(core.settled.wait(), WAIT_S)  # with trials over, nobody is blamed
+                await asyncio.wait_for(core.engines[0].settled.wait(), WAIT_S)  # with trials over, nobody is blamed
                 assert core.pause is None
                 engine.steps = rng.randint(0, 12)
                 come(2, at_least=60)  # rounds of up to four tokens: it dies before they end
-                await asyncio.wait_for(core.engines.gone.wait(), WAIT_S)
+                await asyncio.wait_for(engines.gone.wait(), WAIT_S)
                 assert core.pause is not None
                 come(2)
             await again(PositionEngine())
@@ -179,7 +179,7 @@ def test_a_request_that_kills_two_engines_is_ended_and_the_others_go_on(deadly):
     """In its prefill, or in a round much later: whoever was with it is not blamed, however many there are."""
 
     async def run():
-        async with connected(PositionEngine(deadly=deadly)) as (core, again):
+        async with connected(PositionEngine(deadly=deadly)) as (core, again, _):
             good = [ask(core.next_id(), [i + 1] * 5, 60) for i in range(6)]
             heard = [Heard(core, each) for each in good[:3]]
             bad = Heard(core, ask(core.next_id(), [POISON] * 5, 60))
@@ -202,7 +202,7 @@ def test_a_request_that_kills_two_engines_is_ended_and_the_others_go_on(deadly):
 @pytest.mark.parametrize("name", RESUME_FAULTS)
 def test_a_fault_of_resumption_is_caught_by_its_guard(name):
     async def run():
-        async with connected(PositionEngine(steps=9)) as (core, again):
+        async with connected(PositionEngine(steps=9)) as (core, again, _):
             heard = Heard(core, ask(core.next_id(), [5] * 3, 60))
             await again(PositionEngine())
             return await heard.end(), heard.ids

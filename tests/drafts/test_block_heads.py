@@ -3,7 +3,22 @@
 import pytest
 import torch
 
-from support.block_heads import BLOCK, MASK, DenseBlock, block_shapes, markov_shapes, own_config, random_block
+from support.block_heads import (
+    BLOCK,
+    FULL,
+    IDS,
+    LAYOUTS,
+    PLAIN,
+    SLIDES,
+    TOP,
+    DenseBlock,
+    block_shapes,
+    markov_shapes,
+    random_block,
+    saved,
+    speculators,
+    zlab,
+)
 from support.dense_drafts import DenseTarget
 from support.draft_rounds import assert_rounds
 from support.engines import accept_lens, build, greedy, sampled, tokens
@@ -13,75 +28,13 @@ from support.tiny_models import Pair, copy_folder, save_random_llama
 from treetop.drafts.registry import drafter_spec, find_draft
 from treetop.models.registry import target_spec
 from treetop.types.errors import CheckpointError, ConfigError
-
-IDS = [0, 1, 2]
-FULL, SLIDES = "full_attention", "sliding_attention"
-PLAIN = ((False, False), (None, None))
+from treetop_debug.block_faults import BLOCK_FAULTS
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     folder = save_random_llama(tmp_path_factory.mktemp("blocks") / "target", seed=5, head_dim=16)
     return folder, DenseTarget(folder)
-
-
-def zlab(**dflash) -> dict:
-    return own_config(dflash_config={"target_layer_ids": IDS, "mask_token_id": MASK, **dflash})
-
-
-def deepspec(kind: str | None, **changes) -> dict:
-    markov = {"markov_rank": 0} if kind is None else {"markov_rank": 12, "markov_head_type": kind}
-    said = {"target_layer_ids": IDS, "mask_token_id": MASK, **markov, **changes}
-    return own_config() | said | {"architectures": ["Qwen3DSparkModel"]}
-
-
-def speculators(kind: str, layers: dict | None = None, **changes) -> dict:
-    body = own_config() | (layers or {})
-    moved = {key: body.pop(key) for key in ("block_size", "architectures")}
-    said = {"aux_hidden_state_layer_ids": [1, 2, 3], "mask_token_id": MASK, "speculators_model_type": kind, **changes}
-    return moved | said | {"transformer_layer_config": body}
-
-
-WINDOWED = {"layer_types": [SLIDES, FULL], "sliding_window": 4}
-# layout: config, tensors beside the block's, algorithm, the slot that proposes first, (causal, window), more
-LAYOUTS = {
-    "z-lab": (zlab(), {}, "DFLASH", 1, PLAIN, {}),
-    "z-lab, windows": (zlab() | WINDOWED, {}, "DFLASH", 1, ((True, False), (4, None)), {}),
-    "z-lab, windows everywhere": (
-        zlab(use_swa=True, swa_window_size=7), {}, "DFLASH", 1, ((False, False), (7, 7)), {}
-    ),
-    "z-lab, causal": (zlab(causal=True), {}, "DFLASH", 1, ((True, True), (None, None)), {}),
-    "JetSpec": (zlab(causal_head=True), {}, "DFLASH", 1, ((True, True), (None, None)), {}),
-    "DeepSpec, DFlash": (deepspec(None), {}, "DFLASH", 0, PLAIN, {}),
-    "DeepSpec, vanilla": (deepspec("vanilla"), markov_shapes("vanilla"), "DSPARK", 0, PLAIN, {"markov": "vanilla"}),
-    "DeepSpec, gated": (deepspec("gated"), markov_shapes("gated"), "DSPARK", 0, PLAIN, {"markov": "gated"}),
-    "DeepSpec, rnn": (deepspec("rnn"), markov_shapes("rnn"), "DSPARK", 0, PLAIN, {"markov": "rnn"}),
-    "SpecForge, DSpark by its old name": (
-        zlab(projector_type="dspark", markov_rank=12), markov_shapes("vanilla", prefix="logit_head"), "DSPARK", 0,
-        PLAIN, {"markov": "vanilla"},
-    ),
-    "speculators": (speculators("dflash"), {}, "DFLASH", 1, PLAIN, {"rule": "anchor"}),
-    "speculators, windows": (
-        speculators("dflash", WINDOWED), {}, "DFLASH", 1, ((True, False), (4, None)), {"rule": "anchor"}
-    ),
-    "speculators, windows that see the block": (
-        speculators("dflash", WINDOWED, sliding_window_non_causal=True), {}, "DFLASH", 1, ((False, False), (4, None)),
-        {"rule": "anchor"},
-    ),
-    "speculators, DSpark": (
-        speculators("dspark", markov_rank=12), markov_shapes("vanilla"), "DSPARK", 0, PLAIN,
-        {"rule": "anchor", "markov": "vanilla"},
-    ),
-    "speculators, DSpark in place": (
-        speculators("dspark", markov_rank=12, markov_head_type="gated", sample_from_anchor=False),
-        markov_shapes("gated"), "DSPARK", 1, PLAIN, {"rule": "anchor", "markov": "gated"},
-    ),
-}  # fmt: skip
-
-
-def saved(tmp_path, name: str):
-    config, more, *_ = LAYOUTS[name]
-    return save_head(tmp_path / "head", config, random_block({**block_shapes(2), **more}))
 
 
 def reference_of(folder, dense: DenseTarget, name: str, **changes) -> DenseBlock:
@@ -118,7 +71,7 @@ def test_a_file_whose_tensors_begin_with_model(target, tmp_path):
     assert_rounds(Pair(target[0], folder), target[1], reference, shape=(1, 5, 6), count=2)
 
 
-@pytest.mark.parametrize("name", ["z-lab, windows", "DeepSpec, rnn"])
+@pytest.mark.parametrize("name", ["DeepSpec, rnn", "speculators, DFlash 2"])
 def test_batches_captured_or_not_with_prefix_hits_and_retractions(target, tmp_path, name):
     """Tokens are plain decoding's; rounds those of each request alone, whatever ran beside it and however."""
     pair = Pair(target[0], saved(tmp_path, name))
@@ -182,9 +135,28 @@ def test_a_config_that_cannot_be_is_refused_by_its_key(target, tmp_path, changes
     refused(CheckpointError, lambda: drafter_spec(folder, config).check(), *parts)
 
 
+def test_more_branches_than_a_selector_scores_are_refused(target, tmp_path):
+    pair = Pair(target[0], saved(tmp_path, "speculators, DFlash 2"))
+    refused(ConfigError, lambda: build(pair, (TOP + 1, 1, 4)), "--speculative-eagle-topk", str(TOP))
+
+
 def test_a_tree_deeper_than_the_block_is_refused(target, tmp_path):
     """A block of six in place proposes five tokens, one that is shifted six."""
     for name, deepest in (("z-lab", BLOCK - 1), ("DeepSpec, vanilla", BLOCK)):
         pair = Pair(target[0], saved(tmp_path / f"{deepest}", name))
         refused(ConfigError, lambda pair=pair, n=deepest + 1: build(pair, (1, n, n + 1)), "--speculative-num-steps")
         assert build(pair, (1, deepest, deepest + 1)).generate([[5, 6]], greedy(4))
+
+
+@pytest.mark.parametrize("name", BLOCK_FAULTS)
+def test_the_oracle_tells_of_each_past_bug(target, tmp_path, name):
+    """Put back, it changes what is drafted, and no token: so only a comparison of trees can tell."""
+    found, layout = BLOCK_FAULTS[name]
+    pair = Pair(target[0], saved(tmp_path, layout))
+    reference, shape = reference_of(pair.head, target[1], layout), (3, 5, 14)
+    assert_rounds(pair, target[1], reference, shape=shape, count=5)
+    with found.active(), pytest.raises(AssertionError):
+        assert_rounds(pair, target[1], reference, shape=shape, count=5)
+    with found.active():
+        drafted = tokens(build(pair, shape).generate(pair.prompts([9, 3]), greedy(12)))
+    assert drafted == tokens(build(pair, None).generate(pair.prompts([9, 3]), greedy(12)))

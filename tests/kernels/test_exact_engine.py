@@ -1,7 +1,6 @@
 """An engine with `--exactness bits` as it is on a GPU, in Triton's interpreter: a tree has the bits of plain decoding.
 
-As test_segments.py: under pytest this file starts itself again with TRITON_INTERPRET=1, and products are a stand-in's.
-The bits of real kernels are compared in tests/gpu/test_gpu_bits.py.
+As in test_segments.py, products are a stand-in's. The bits of real kernels are compared in tests/gpu/test_gpu_bits.py.
 """
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 
 from support.bits import bits
 from support.engines import accept_lens, build, sampled
-from support.interpreted import INTERPRETED, require_interpreted_pass
+from support.interpreted import interpreted
 from support.lookups import lookup
 from support.tensor_core import tensor_core
 from support.tiny_models import Pair, save_random_llama
@@ -26,42 +25,37 @@ CPU = torch.device("cpu")
 KERNELS = {"skinny_gemm", "gated_rows", "add_rms_norm", "angles", "rotate_and_write", "draw"}
 """What is interpreted beside attention; the rest is the reference."""
 
-if not INTERPRETED:
 
-    def test_an_engine_passes_in_tritons_interpreter():
-        require_interpreted_pass(__file__)
+def by_our_kernel(engine_plan):
+    """What a GPU's probe finds where the library serves nowhere."""
+    weights = product_weights(engine_plan.target, None, engine_plan.place)
+    return Products({}, {}, {each.shape: Probed(each.shape, ()) for each in weights})
 
 
-if INTERPRETED:
+@interpreted
+def test_a_tree_has_the_bits_of_plain_decoding(tmp_path, monkeypatch):
+    """In bfloat16, by the kernels that `bits` has on a GPU, beside another row and in chunks."""
+    monkeypatch.setattr("treetop.engine.startup.exactness.why_not_exact", lambda *_: None)
+    monkeypatch.setattr("treetop.engine.startup.build.products_of", by_our_kernel)
+    monkeypatch.setattr(Ops, "gpu_for", lambda self, op: gpu_traits(CPU) if op.name in KERNELS else None)
+    used = set()
+    real = WholeProduct._kernel
+    monkeypatch.setattr(WholeProduct, "_kernel", lambda self, x: used.add(self._kind) or real(self, x))
+    target = save_random_llama(tmp_path, seed=8, vocab_size=12, num_hidden_layers=1, intermediate_size=32)
+    pair = Pair(target, target)
+    prompts, params = pair.prompts([5, 62]), [sampled(seed, 5, logprobs=1, temperature=seed) for seed in (0, 1)]
 
-    def by_our_kernel(engine_plan):
-        """What a GPU's probe finds where the library serves nowhere."""
-        weights = product_weights(engine_plan.target, None, engine_plan.place)
-        return Products({}, {}, {each.shape: Probed(each.shape, ()) for each in weights})
+    def run(make, shape, **options):
+        fixed = {"dtype": "bfloat16", "device": "cpu", "attention_backend": "segments", "graphs": "off"}
+        llm = make(pair, shape, exactness="bits", context_length=96, page_size=16, **fixed, **options)
+        assert isinstance(llm.engine.runner.backend, SegmentsBackend)
+        outputs = llm.generate(prompts, params)
+        llm.close()
+        return outputs
 
-    def test_a_tree_has_the_bits_of_plain_decoding(tmp_path, monkeypatch):
-        """In bfloat16, by the kernels that `bits` has on a GPU, beside another row and in chunks."""
-        monkeypatch.setattr("treetop.engine.startup.exactness.why_not_exact", lambda *_: None)
-        monkeypatch.setattr("treetop.engine.startup.build.products_of", by_our_kernel)
-        monkeypatch.setattr(Ops, "gpu_for", lambda self, op: gpu_traits(CPU) if op.name in KERNELS else None)
-        used = set()
-        real = WholeProduct._kernel
-        monkeypatch.setattr(WholeProduct, "_kernel", lambda self, x: used.add(self._kind) or real(self, x))
-        target = save_random_llama(tmp_path, seed=8, vocab_size=12, num_hidden_layers=1, intermediate_size=32)
-        pair = Pair(target, target)
-        prompts, params = pair.prompts([5, 62]), [sampled(seed, 5, logprobs=1, temperature=seed) for seed in (0, 1)]
-
-        def run(make, shape, **options):
-            fixed = {"dtype": "bfloat16", "device": "cpu", "attention_backend": "segments", "graphs": "off"}
-            llm = make(pair, shape, exactness="bits", context_length=96, page_size=16, **fixed, **options)
-            assert isinstance(llm.engine.runner.backend, SegmentsBackend)
-            outputs = llm.generate(prompts, params)
-            llm.close()
-            return outputs
-
-        with tensor_core():
-            want = bits(run(build, None, max_running_requests=1))
-            outputs = run(lookup, (2, 2, 4), max_running_requests=2, chunked_prefill_size=16)
-        assert bits(outputs) == want
-        assert sum(map(sum, accept_lens(outputs))) > 0
-        assert used == {None, "silu"}
+    with tensor_core():
+        want = bits(run(build, None, max_running_requests=1))
+        outputs = run(lookup, (2, 2, 4), max_running_requests=2, chunked_prefill_size=16)
+    assert bits(outputs) == want
+    assert sum(map(sum, accept_lens(outputs))) > 0
+    assert used == {None, "silu"}

@@ -1,6 +1,6 @@
 """Experts: routing and grouped products against independent references, and the families that have them.
 
-The kernels run here in Triton's interpreter too (this file starts itself again), and on a GPU if there is one.
+Tests of the kernels run on a GPU or in the interpreted session.
 """
 
 import itertools
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from support.grids import few_of
-from support.interpreted import INTERPRETED, require_interpreted_pass
+from support.interpreted import DEVICE, ON_GPU, needs_gpu, on_gpu_or_interpreted
 from support.operation_cases import coded_weight
 from treetop.kernels.gemm.coded import CodedWeight, Coding, decode
 from treetop.kernels.gemm.tiles import in_turn, tile
@@ -22,8 +22,6 @@ from treetop.kernels.moe.experts import Activation, Experts, experts_reference
 from treetop.kernels.moe.routing import Router, RouterKind, RouterSpec, route_reference
 from treetop.kernels.triton_guard import gpu_traits
 
-ON_GPU = torch.cuda.is_available() and not INTERPRETED
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 SPECS = {
     "softmax": RouterSpec(6, 2, RouterKind.SOFTMAX),
     "softmax, renormalised": RouterSpec(7, 3, RouterKind.SOFTMAX, renormalise=True),
@@ -220,193 +218,203 @@ def test_transformers_decodes_mxfp4_alike():
 
 # ----------------------------------------------------------------------------------------------------- the kernels
 
-if not INTERPRETED and not ON_GPU:
 
-    def test_the_kernels_pass_in_tritons_interpreter():
-        require_interpreted_pass(__file__, "-m", "not slow")
-
-    @pytest.mark.slow
-    def test_the_kernels_pass_in_tritons_interpreter_in_long_matrices():
-        require_interpreted_pass(__file__, "-m", "slow")
+TOKENS = [1, 61, 700] if ON_GPU else [1, 37]
 
 
-if INTERPRETED or ON_GPU:
-    TOKENS = [1, 37] if INTERPRETED else [1, 61, 700]
+def wide_of(made: Experts) -> Experts:
+    parts = (made.gate_up, made.down, made.gate_up_bias, made.down_bias)
+    return Experts(*(p.float() if isinstance(p, torch.Tensor) else p for p in parts), made.activation)
 
-    def wide_of(made: Experts) -> Experts:
-        parts = (made.gate_up, made.down, made.gate_up_bias, made.down_bias)
-        return Experts(*(p.float() if isinstance(p, torch.Tensor) else p for p in parts), made.activation)
 
-    def near(got, want, share):
-        return float((got.float() - want).norm()) <= share * max(float(want.norm()), 1e-6)
+def near(got, want, share):
+    return float((got.float() - want).norm()) <= share * max(float(want.norm()), 1e-6)
 
-    @pytest.mark.parametrize("name", SPECS)
-    @pytest.mark.parametrize("tokens", TOKENS)
-    def test_the_kernels_route_as_the_reference(name, tokens):
-        """The experts and weights, and every assignment of a token that is somebody's once, in its expert's tiles."""
-        torch.manual_seed(tokens)
-        with DEVICE:
-            router, x, live = make_router(SPECS[name], 50), torch.randn(tokens, 50), torch.rand(tokens) < 0.8
-            got, want = routing.route(x, router, live, gpu_traits(DEVICE)), route_reference(x, router, live)
-        assert torch.equal(got.expert.long(), want.expert)
-        torch.testing.assert_close(got.weight[live], want.weight[live], rtol=1e-4, atol=1e-6)
-        tiles, top_k = got.tiles, router.spec.top_k
-        found = []
-        for tile in range(int(tiles.number)):
-            first, count, expert = int(tiles.start[tile]), int(tiles.count[tile]), int(tiles.expert[tile])
-            assert 0 < count <= tiles.rows
-            own = tiles.order[first : first + count].tolist()
-            assert own == sorted(own)
-            assert all(int(got.expert[a // top_k, a % top_k]) == expert for a in own)
-            found += own
-        assert sorted(found) == (want.expert.flatten() >= 0).nonzero()[:, 0].tolist()
-        assert int(tiles.number) <= len(tiles.expert)
 
-    CODINGS = {
-        "mxfp4": Coding("e2m1", 32, "e8m0"),
-        "fp8 blocks": Coding("e4m3", 128),
-        "fp8 rows": Coding("e4m3", 0),
-        "w4a16": Coding("int4", 32, zeros=True),
-        "nvfp4": Coding("e2m1", 16, "times"),
-    }
+@on_gpu_or_interpreted
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_the_kernels_route_as_the_reference(name, tokens):
+    """The experts and weights, and every assignment of a token that is somebody's once, in its expert's tiles."""
+    torch.manual_seed(tokens)
+    with DEVICE:
+        router, x, live = make_router(SPECS[name], 50), torch.randn(tokens, 50), torch.rand(tokens) < 0.8
+        got, want = routing.route(x, router, live, gpu_traits(DEVICE)), route_reference(x, router, live)
+    assert torch.equal(got.expert.long(), want.expert)
+    torch.testing.assert_close(got.weight[live], want.weight[live], rtol=1e-4, atol=1e-6)
+    tiles, top_k = got.tiles, router.spec.top_k
+    found = []
+    for each in range(int(tiles.number)):
+        first, count, expert = int(tiles.start[each]), int(tiles.count[each]), int(tiles.expert[each])
+        assert 0 < count <= tiles.rows
+        own = tiles.order[first : first + count].tolist()
+        assert own == sorted(own)
+        assert all(int(got.expert[a // top_k, a % top_k]) == expert for a in own)
+        found += own
+    assert sorted(found) == (want.expert.flatten() >= 0).nonzero()[:, 0].tolist()
+    assert int(tiles.number) <= len(tiles.expert)
 
-    def coded_experts(number, hidden, inner, name, activation, biases=(None, None)):
-        """In tiles, and the same by rows; products keep their input's size, about."""
-        coding, both = CODINGS[name], []
-        for lines, k in ((2 * inner, hidden), (hidden, inner)):
-            weight = coded_weight(number * lines, k, coding)
-            if coding.scales == "float32":
-                weight.scale.mul_(0.1 if coding.numbers == "e4m3" else 3)
-            elif coding.scales == "e8m0":
-                weight.scale.clamp_(122, 125)
-            else:
-                weight.scale.fill_(0x38)
-                weight.factor.mul_(0.05)
-            shaped = {n: getattr(weight, n) for n in ("codes", "scale", "factor", "zero")}
-            lead = (number, 2, inner) if lines == 2 * inner else (number, lines)
-            both.append(replace(weight, **{n: p if p is None else p.view(*lead, -1) for n, p in shaped.items()}))
-        rows = Experts(*both, *biases, activation)
-        return Experts(tile(in_turn(both[0])), tile(both[1]), *biases, activation), rows
 
-    def decoded_experts(experts, dtype):
-        parts = decode(experts.gate_up).to(dtype), decode(experts.down).to(dtype)
-        return Experts(*parts, experts.gate_up_bias, experts.down_bias, experts.activation)
+CODINGS = {
+    "mxfp4": Coding("e2m1", 32, "e8m0"),
+    "fp8 blocks": Coding("e4m3", 128),
+    "fp8 rows": Coding("e4m3", 0),
+    "w4a16": Coding("int4", 32, zeros=True),
+    "nvfp4": Coding("e2m1", 16, "times"),
+}
 
-    @pytest.mark.parametrize("name", CODINGS)
-    @pytest.mark.parametrize("tokens", [3, pytest.param(150, marks=pytest.mark.slow)])
-    def test_coded_experts_have_the_bits_of_decoded_ones(name, tokens, monkeypatch):
-        """With the same cut of k: e4m3 in blocks of 64 columns, 4 bits in blocks of 32, NVFP4 in its groups of 16."""
-        torch.manual_seed(tokens)
-        dtype = torch.float16 if INTERPRETED else torch.bfloat16
-        with DEVICE:
-            router = make_router(RouterSpec(5, 2, RouterKind.TOPK_SOFTMAX), 160, dtype)
-            tiled, rows = coded_experts(5, 160, 96, name, Activation.SILU)
-            x, gpu = torch.randn(tokens, 160).to(dtype), gpu_traits(DEVICE)
-            routes = routing.route(x, router, None, gpu)
-            block_k = {"e4m3": 64, "int4": 32, "e2m1": CODINGS[name].group}[CODINGS[name].numbers]
-            same = products.GroupedLaunch(64, block_k, 1, 2, 4)
-            monkeypatch.setattr(products, "choose_grouped", lambda *_: same)
-            plain = products.experts(x, routes, decoded_experts(rows, dtype), gpu)
-            monkeypatch.setattr(products, "choose_grouped", lambda *_: replace(same, block_k=128))
-            assert torch.equal(products.experts(x, routes, tiled, gpu), plain)
-        assert bool(plain.isfinite().all())
-        assert float(plain.float().norm()) > 0
 
-    FORMATS = [None, "mxfp4", "fp8 blocks", "w4a16", "nvfp4"]
+def coded_experts(number, hidden, inner, name, activation, biases=(None, None)):
+    """In tiles, and the same by rows; products keep their input's size, about."""
+    coding, both = CODINGS[name], []
+    for lines, k in ((2 * inner, hidden), (hidden, inner)):
+        weight = coded_weight(number * lines, k, coding)
+        if coding.scales == "float32":
+            weight.scale.mul_(0.1 if coding.numbers == "e4m3" else 3)
+        elif coding.scales == "e8m0":
+            weight.scale.clamp_(122, 125)
+        else:
+            weight.scale.fill_(0x38)
+            weight.factor.mul_(0.05)
+        shaped = {n: getattr(weight, n) for n in ("codes", "scale", "factor", "zero")}
+        lead = (number, 2, inner) if lines == 2 * inner else (number, lines)
+        both.append(replace(weight, **{n: p if p is None else p.view(*lead, -1) for n, p in shaped.items()}))
+    rows = Experts(*both, *biases, activation)
+    return Experts(tile(in_turn(both[0])), tile(both[1]), *biases, activation), rows
 
-    def is_long(tokens, activation, packed):
-        """Of packed weights several tokens go with one activation, and one token with all others."""
-        return packed is not None and (tokens > 1) == (activation != ACTIVATIONS[0])
 
-    @pytest.mark.parametrize(
-        ("tokens", "activation", "packed"),
-        [
-            pytest.param(*case, marks=[pytest.mark.slow] * is_long(*case))
-            for case in itertools.product(TOKENS, ACTIVATIONS, FORMATS)
-        ],
-        ids=str,
-    )
-    def test_the_grouped_products_equal_the_reference(tokens, activation, packed):
-        """Sides that fill no block; half the shapes with biases, with padding, twice with the same bits."""
-        torch.manual_seed(tokens)
-        dtype = torch.float16 if INTERPRETED else torch.bfloat16
-        number, hidden, inner = (5, 96, 64) if tokens % 2 else (9, 160, 96)
-        with DEVICE:
-            router = make_router(RouterSpec(number, 2, RouterKind.TOPK_SOFTMAX), hidden, dtype)
-            made = make_experts(number, hidden, inner, activation, bias=tokens % 2 == 1, dtype=dtype)
-            if packed:
-                biases = made.gate_up_bias, made.down_bias
-                made, _ = coded_experts(number, hidden, inner, packed, activation, biases)
-            x, live = torch.randn(tokens, hidden).to(dtype), torch.rand(tokens) < 0.9
-            x[~live] = float("nan")
-            routes = routing.route(x, router, live, gpu_traits(DEVICE))
-            parts = [products.experts(x, routes, made, gpu_traits(DEVICE)) for _ in range(2)]
-            want = experts_reference(x.float().nan_to_num(), routes, wide_of(made))[0]
-        assert torch.equal(*parts)
-        assert not bool(parts[0][:, ~live].any())
-        assert near(parts[0].float().sum(0), want, 0.01)
+def decoded_experts(experts, dtype):
+    parts = decode(experts.gate_up).to(dtype), decode(experts.down).to(dtype)
+    return Experts(*parts, experts.gate_up_bias, experts.down_bias, experts.activation)
 
-    @pytest.mark.parametrize("of_inputs", [False, True])
-    def test_float32_products_are_as_exact_as_the_reference(of_inputs):
-        torch.manual_seed(9)
-        spec = RouterSpec(6, 3, RouterKind.SOFTMAX, of_inputs=of_inputs)
-        with DEVICE:
-            router, made = make_router(spec, 70), make_experts(6, 70, 45, bias=True)
-            x = torch.randn(41, 70)
-            routes = routing.route(x, router, None, gpu_traits(DEVICE))
-            assert routes.of_inputs == of_inputs
-            parts = products.experts(x, routes, made, gpu_traits(DEVICE))
-            want = experts_reference(x, routes, made)[0]
-        torch.testing.assert_close(parts.sum(0), want, rtol=1e-5, atol=1e-5)
 
-    @pytest.mark.parametrize("name", few_of([*CODINGS], 2, 4))
-    def test_a_rank_with_some_of_the_coded_experts_computes_these_alone(name):
-        torch.manual_seed(3)
-        with DEVICE:
-            router = make_router(SPECS["groups"], 96)
-            _, rows = coded_experts(12, 96, 64, name, Activation.SILU)
-            x, live, total = torch.randn(40, 96), torch.rand(40) < 0.8, 0
-            for own in SHARES:
-                mine = rows.gate_up.rows(own.start, own.stop), rows.down.rows(own.start, own.stop)
-                made = Experts(tile(in_turn(mine[0])), tile(mine[1]), None, None, Activation.SILU)
-                routes = routing.route(x, replace(router, own=own), live, gpu_traits(DEVICE))
-                total = total + products.experts(x, routes, made, gpu_traits(DEVICE)).sum(0)
-            want = experts_reference(x, route_reference(x, router, live), rows)[0]
-        torch.testing.assert_close(total, want, rtol=1e-4, atol=1e-5)
+@on_gpu_or_interpreted
+@pytest.mark.parametrize("name", CODINGS)
+@pytest.mark.parametrize("tokens", [3, pytest.param(150, marks=pytest.mark.slow)])
+def test_coded_experts_have_the_bits_of_decoded_ones(name, tokens, monkeypatch):
+    """With the same cut of k: e4m3 in blocks of 64 columns, 4 bits in blocks of 32, NVFP4 in its groups of 16."""
+    torch.manual_seed(tokens)
+    dtype = torch.bfloat16 if ON_GPU else torch.float16
+    with DEVICE:
+        router = make_router(RouterSpec(5, 2, RouterKind.TOPK_SOFTMAX), 160, dtype)
+        tiled, rows = coded_experts(5, 160, 96, name, Activation.SILU)
+        x, gpu = torch.randn(tokens, 160).to(dtype), gpu_traits(DEVICE)
+        routes = routing.route(x, router, None, gpu)
+        block_k = {"e4m3": 64, "int4": 32, "e2m1": CODINGS[name].group}[CODINGS[name].numbers]
+        same = products.GroupedLaunch(64, block_k, 1, 2, 4)
+        monkeypatch.setattr(products, "choose_grouped", lambda *_: same)
+        plain = products.experts(x, routes, decoded_experts(rows, dtype), gpu)
+        monkeypatch.setattr(products, "choose_grouped", lambda *_: replace(same, block_k=128))
+        assert torch.equal(products.experts(x, routes, tiled, gpu), plain)
+    assert bool(plain.isfinite().all())
+    assert float(plain.float().norm()) > 0
 
-    @pytest.mark.parametrize("own", SHARES, ids=str)
-    @pytest.mark.parametrize("tokens", [3, pytest.param(300, marks=pytest.mark.slow)])
-    def test_a_rank_with_some_of_the_experts_computes_these_alone(tokens, own):
-        """In one launch that chooses and in two; what other ranks compute is zero here, as padding is."""
-        torch.manual_seed(tokens)
-        with DEVICE:
-            router, made = make_router(SPECS["groups"], 70), make_experts(12, 70, 45, bias=True)
-            x, live = torch.randn(tokens, 70), torch.rand(tokens) < 0.8
-            its_router, its_experts = of_rank(router, made, own)
-            routes = routing.route(x, its_router, live, gpu_traits(DEVICE))
-            want = route_reference(x, its_router, live)
-            assert torch.equal(routes.expert.long(), want.expert)
-            parts = products.experts(x, routes, its_experts, gpu_traits(DEVICE))
-        assert not bool(parts.transpose(0, 1)[want.expert < 0].any())
-        assert len(own) == 1 or bool((want.expert >= 0).any())
-        torch.testing.assert_close(parts.sum(0), experts_reference(x, want, its_experts)[0], rtol=1e-5, atol=1e-5)
 
-    @pytest.mark.skipif(INTERPRETED, reason="NumPy, which interprets, warns of what is not a number")
-    def test_a_token_that_is_not_a_number_reaches_no_other_token():
-        """Its experts are experts, and it alone is not finite."""
-        torch.manual_seed(10)
-        with DEVICE:
-            router, made = make_router(RouterSpec(6, 2, RouterKind.SOFTMAX), 64), make_experts(6, 64, 32)
-            x = torch.randn(20, 64)
-            clean = products.experts(x, routing.route(x, router, None, gpu_traits(DEVICE)), made, gpu_traits(DEVICE))
-            x[7] = float("nan")
-            routes = routing.route(x, router, None, gpu_traits(DEVICE))
-            dirty = products.experts(x, routes, made, gpu_traits(DEVICE))
-        assert bool(((routes.expert >= 0) & (routes.expert < 6)).all())
-        assert bool(dirty.sum(0)[7].isnan().all())
-        others = torch.arange(20) != 7
-        assert bool(dirty[:, others].isfinite().all())
-        torch.testing.assert_close(dirty[:, others], clean[:, others], rtol=1e-5, atol=1e-6)
+FORMATS = [None, "mxfp4", "fp8 blocks", "w4a16", "nvfp4"]
+
+
+def is_long(tokens, activation, packed):
+    """Of packed weights several tokens go with one activation, and one token with all others."""
+    return packed is not None and (tokens > 1) == (activation != ACTIVATIONS[0])
+
+
+@on_gpu_or_interpreted
+@pytest.mark.parametrize(
+    ("tokens", "activation", "packed"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * is_long(*case))
+        for case in itertools.product(TOKENS, ACTIVATIONS, FORMATS)
+    ],
+    ids=str,
+)
+def test_the_grouped_products_equal_the_reference(tokens, activation, packed):
+    """Sides that fill no block; half the shapes with biases, with padding, twice with the same bits."""
+    torch.manual_seed(tokens)
+    dtype = torch.bfloat16 if ON_GPU else torch.float16
+    number, hidden, inner = (5, 96, 64) if tokens % 2 else (9, 160, 96)
+    with DEVICE:
+        router = make_router(RouterSpec(number, 2, RouterKind.TOPK_SOFTMAX), hidden, dtype)
+        made = make_experts(number, hidden, inner, activation, bias=tokens % 2 == 1, dtype=dtype)
+        if packed:
+            biases = made.gate_up_bias, made.down_bias
+            made, _ = coded_experts(number, hidden, inner, packed, activation, biases)
+        x, live = torch.randn(tokens, hidden).to(dtype), torch.rand(tokens) < 0.9
+        x[~live] = float("nan")
+        routes = routing.route(x, router, live, gpu_traits(DEVICE))
+        parts = [products.experts(x, routes, made, gpu_traits(DEVICE)) for _ in range(2)]
+        want = experts_reference(x.float().nan_to_num(), routes, wide_of(made))[0]
+    assert torch.equal(*parts)
+    assert not bool(parts[0][:, ~live].any())
+    assert near(parts[0].float().sum(0), want, 0.01)
+
+
+@on_gpu_or_interpreted
+@pytest.mark.parametrize("of_inputs", [False, True])
+def test_float32_products_are_as_exact_as_the_reference(of_inputs):
+    torch.manual_seed(9)
+    spec = RouterSpec(6, 3, RouterKind.SOFTMAX, of_inputs=of_inputs)
+    with DEVICE:
+        router, made = make_router(spec, 70), make_experts(6, 70, 45, bias=True)
+        x = torch.randn(41, 70)
+        routes = routing.route(x, router, None, gpu_traits(DEVICE))
+        assert routes.of_inputs == of_inputs
+        parts = products.experts(x, routes, made, gpu_traits(DEVICE))
+        want = experts_reference(x, routes, made)[0]
+    torch.testing.assert_close(parts.sum(0), want, rtol=1e-5, atol=1e-5)
+
+
+@on_gpu_or_interpreted
+@pytest.mark.parametrize("name", few_of([*CODINGS], 2, 4))
+def test_a_rank_with_some_of_the_coded_experts_computes_these_alone(name):
+    torch.manual_seed(3)
+    with DEVICE:
+        router = make_router(SPECS["groups"], 96)
+        _, rows = coded_experts(12, 96, 64, name, Activation.SILU)
+        x, live, total = torch.randn(40, 96), torch.rand(40) < 0.8, 0
+        for own in SHARES:
+            mine = rows.gate_up.rows(own.start, own.stop), rows.down.rows(own.start, own.stop)
+            made = Experts(tile(in_turn(mine[0])), tile(mine[1]), None, None, Activation.SILU)
+            routes = routing.route(x, replace(router, own=own), live, gpu_traits(DEVICE))
+            total = total + products.experts(x, routes, made, gpu_traits(DEVICE)).sum(0)
+        want = experts_reference(x, route_reference(x, router, live), rows)[0]
+    torch.testing.assert_close(total, want, rtol=1e-4, atol=1e-5)
+
+
+@on_gpu_or_interpreted
+@pytest.mark.parametrize("own", SHARES, ids=str)
+@pytest.mark.parametrize("tokens", [3, pytest.param(300, marks=pytest.mark.slow)])
+def test_a_rank_with_some_of_the_experts_computes_these_alone(tokens, own):
+    """In one launch that chooses and in two; what other ranks compute is zero here, as padding is."""
+    torch.manual_seed(tokens)
+    with DEVICE:
+        router, made = make_router(SPECS["groups"], 70), make_experts(12, 70, 45, bias=True)
+        x, live = torch.randn(tokens, 70), torch.rand(tokens) < 0.8
+        its_router, its_experts = of_rank(router, made, own)
+        routes = routing.route(x, its_router, live, gpu_traits(DEVICE))
+        want = route_reference(x, its_router, live)
+        assert torch.equal(routes.expert.long(), want.expert)
+        parts = products.experts(x, routes, its_experts, gpu_traits(DEVICE))
+    assert not bool(parts.transpose(0, 1)[want.expert < 0].any())
+    assert len(own) == 1 or bool((want.expert >= 0).any())
+    torch.testing.assert_close(parts.sum(0), experts_reference(x, want, its_experts)[0], rtol=1e-5, atol=1e-5)
+
+
+@needs_gpu  # NumPy, which interprets, warns of what is not a number
+def test_a_token_that_is_not_a_number_reaches_no_other_token():
+    """Its experts are experts, and it alone is not finite."""
+    torch.manual_seed(10)
+    with DEVICE:
+        router, made = make_router(RouterSpec(6, 2, RouterKind.SOFTMAX), 64), make_experts(6, 64, 32)
+        x = torch.randn(20, 64)
+        clean = products.experts(x, routing.route(x, router, None, gpu_traits(DEVICE)), made, gpu_traits(DEVICE))
+        x[7] = float("nan")
+        routes = routing.route(x, router, None, gpu_traits(DEVICE))
+        dirty = products.experts(x, routes, made, gpu_traits(DEVICE))
+    assert bool(((routes.expert >= 0) & (routes.expert < 6)).all())
+    assert bool(dirty.sum(0)[7].isnan().all())
+    others = torch.arange(20) != 7
+    assert bool(dirty[:, others].isfinite().all())
+    torch.testing.assert_close(dirty[:, others], clean[:, others], rtol=1e-5, atol=1e-6)
 
 
 def test_silu_is_the_library_function():

@@ -1,7 +1,7 @@
 """K/V in FP8: what is written, in a tail or in pages, and attention over it, against E4M3's specification in float64.
 
-Under pytest this file starts itself again with TRITON_INTERPRET=1, and there, and on a GPU, it holds the tests of the
-kernels too. The interpreter reads a NaN in FP8 as 480, so what a NaN does to whoever reads it is tested on a GPU alone.
+Tests of the kernels run on a GPU or in the interpreted session. The interpreter reads a NaN in FP8 as 480, so what a
+NaN does to whoever reads it is tested on a GPU alone.
 """
 
 import math
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from support.fp8 import VALUES, rounded
-from support.interpreted import INTERPRETED, require_interpreted_pass
+from support.interpreted import DEVICE, ON_GPU, needs_gpu, on_gpu_or_interpreted
 from support.scenes import assert_close, assert_close_lse, dense_answer, moved, scene
 from treetop.attention.torch_backend import TorchBackend
 from treetop.attention.triton_backend import TritonBackend
@@ -28,8 +28,6 @@ from treetop.kernels.tree import commit as committing
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.ids import FULL
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
-KERNELS = INTERPRETED or DEVICE.type == "cuda"
 CPU = torch.device("cpu")
 GPU = gpu_traits(DEVICE)
 SCALES = torch.tensor([[1.0, 0.3], [7e-5, 40.0]])
@@ -40,8 +38,7 @@ VARIETY = [
     ({"n": 5, "t": 0, "causal": True, "max_kv_len": 30}, 2),
     ({"n": 5, "t": 0, "causal": True, "max_kv_len": 30, "window": 11}, 1),
     ({"dtype": torch.float16, "n": 3, "page_size": 16, "max_kv_len": 70}, 2),
-    # the interpreter has no product in bfloat16
-    *([] if INTERPRETED else [({"dtype": torch.bfloat16, "n": 3, "page_size": 16, "max_kv_len": 70}, 2)]),
+    ({"dtype": torch.bfloat16, "n": 3, "page_size": 16, "max_kv_len": 70}, 2),
 ]
 
 
@@ -111,7 +108,7 @@ def write_both(kernel: bool, in_pages: bool, dtype: torch.dtype, scales: torch.T
 
 
 @pytest.mark.parametrize("in_pages", [False, True])
-@pytest.mark.parametrize("kernel", [False, True] if KERNELS else [False])
+@pytest.mark.parametrize("kernel", [False, pytest.param(True, marks=on_gpu_or_interpreted)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_is_written_is_rounded_once_and_queries_are_not(kernel, in_pages, dtype):
     """Values, which do not turn, are the nearest codes to the last bit; a slot of padding stays zero. Keys and queries
@@ -148,7 +145,7 @@ def nearest(codes: torch.Tensor, exact: torch.Tensor, scale: float) -> None:
 
 
 @pytest.mark.parametrize("in_pages", [False, True])
-@pytest.mark.parametrize("kernel", [False, True] if KERNELS else [False])
+@pytest.mark.parametrize("kernel", [False, pytest.param(True, marks=on_gpu_or_interpreted)])
 def test_a_latents_plane_and_an_indexers_key_are_rounded_once(kernel, in_pages):
     """Beside each other in one plane, by one scale; queries are not rounded, and a slot of padding stays zero."""
     torch.manual_seed(4)
@@ -226,70 +223,68 @@ def clean_metadata(s):
     return replace(s.metadata, table=PageTable(FULL, s.clean_table))
 
 
-if not INTERPRETED and DEVICE.type == "cpu":
-
-    def test_the_kernels_pass_in_tritons_interpreter():
-        require_interpreted_pass(__file__)
-
-
-if KERNELS:
-
-    @pytest.mark.parametrize(("options", "splits"), VARIETY, ids=str)
-    def test_the_kernel_attends_to_what_codes_stand_for(options, splits):
-        """With poison in every slot and column that no query may see, sinks, and however keys are split."""
-        s = scene(**options, fp8=True)
-        here, sinks = moved(s, DEVICE), torch.randn(s.q.shape[2])
-        tail = None if s.metadata.causal else here.tail.data
-        launch = Launch(16, 16 if s.q.element_size() > 2 else 32, splits, 4, 1)
-        call = here.q, here.kv.data, here.metadata, tail, s.scale
-        out, _ = paged_attention(*call, sinks.to(DEVICE), GPU, launch, scales=here.kv.scales)
-        assert_close(out.cpu(), dense_answer(s, tail is not None, sinks)[0], s)
-        out, lse = paged_attention(*call, None, GPU, launch, scales=here.kv.scales)
-        want, want_lse = dense_answer(s, tail is not None)
-        assert_close(out.cpu(), want, s)
-        assert_close_lse(lse.cpu(), want_lse, s)
-
-    def test_a_commit_and_a_transfer_move_codes_as_they_are():
-        """NaN and both zeros included, which comparing numbers would not tell."""
-        torch.manual_seed(0)
-        tail = torch.randint(0, 256, (2, 3, 5, 2, 2, 8), dtype=torch.uint8, device=DEVICE).view(FP8)
-        table = (torch.randperm(12) + 1).view(4, 3).int().to(DEVICE)
-        rows, committed, accept_len = (torch.tensor(x, device=DEVICE) for x in ([1, 3, 0], [2, 7, 0], [3, 0, 1]))
-        node = torch.randint(0, 5, (3, 4), device=DEVICE)
-        paths, pools = committing.Paths(rows, committed, accept_len, 4, node, 3), []
-        for run in (committing.commit_reference, lambda *args: committing.commit(*args, GPU)):
-            pool = torch.zeros((2, 13 * 4, 2, 2, 8), dtype=torch.uint8, device=DEVICE).view(FP8)
-            run(pool, tail, table, 4, paths)
-            pools.append(pool)
-        assert torch.equal(*(as_bytes(pool) for pool in pools))
-        at = int(table[1, 1]) * 4  # column 2 of row 1, whose prefix is 2
-        assert torch.equal(as_bytes(pools[1])[:, at], as_bytes(tail)[:, 0, int(node[0, 2])])
-        span, slots, sums = Span(0, 6, 4, 0, 16 * 12 * 2), [], []
-        for run in (pack_reference, lambda *args: pack(*args, GPU)):
-            slots.append(torch.zeros(1024, dtype=torch.uint8, device=DEVICE))
-            sums.append(torch.zeros(2, dtype=torch.int64, device=DEVICE))
-            run(slots[-1], pools[0], table[1], span, sums[-1])
-        assert torch.equal(*slots)
-        assert torch.equal(*sums)
-        for run in (unpack_reference, lambda *args: unpack(*args, GPU)):
-            pool = torch.zeros_like(as_bytes(pools[0])).view(FP8)
-            run(slots[0], pool, table[1], span, torch.zeros(2, dtype=torch.int64, device=DEVICE))
-            for position in range(6):
-                slot = int(table[1, position // 4]) * 4 + position % 4
-                assert torch.equal(as_bytes(pool)[:, slot], as_bytes(pools[0])[:, slot])
+@on_gpu_or_interpreted
+@pytest.mark.parametrize(
+    ("options", "splits"),
+    VARIETY if ON_GPU else VARIETY[:-1],  # the interpreter has no product in bfloat16
+    ids=str,
+)
+def test_the_kernel_attends_to_what_codes_stand_for(options, splits):
+    """With poison in every slot and column that no query may see, sinks, and however keys are split."""
+    s = scene(**options, fp8=True)
+    here, sinks = moved(s, DEVICE), torch.randn(s.q.shape[2])
+    tail = None if s.metadata.causal else here.tail.data
+    launch = Launch(16, 16 if s.q.element_size() > 2 else 32, splits, 4, 1)
+    call = here.q, here.kv.data, here.metadata, tail, s.scale
+    out, _ = paged_attention(*call, sinks.to(DEVICE), GPU, launch, scales=here.kv.scales)
+    assert_close(out.cpu(), dense_answer(s, tail is not None, sinks)[0], s)
+    out, lse = paged_attention(*call, None, GPU, launch, scales=here.kv.scales)
+    want, want_lse = dense_answer(s, tail is not None)
+    assert_close(out.cpu(), want, s)
+    assert_close_lse(lse.cpu(), want_lse, s)
 
 
-if DEVICE.type == "cuda":
+@on_gpu_or_interpreted
+def test_a_commit_and_a_transfer_move_codes_as_they_are():
+    """NaN and both zeros included, which comparing numbers would not tell."""
+    torch.manual_seed(0)
+    tail = torch.randint(0, 256, (2, 3, 5, 2, 2, 8), dtype=torch.uint8, device=DEVICE).view(FP8)
+    table = (torch.randperm(12) + 1).view(4, 3).int().to(DEVICE)
+    rows, committed, accept_len = (torch.tensor(x, device=DEVICE) for x in ([1, 3, 0], [2, 7, 0], [3, 0, 1]))
+    node = torch.randint(0, 5, (3, 4), device=DEVICE)
+    paths, pools = committing.Paths(rows, committed, accept_len, 4, node, 3), []
+    for run in (committing.commit_reference, lambda *args: committing.commit(*args, GPU)):
+        pool = torch.zeros((2, 13 * 4, 2, 2, 8), dtype=torch.uint8, device=DEVICE).view(FP8)
+        run(pool, tail, table, 4, paths)
+        pools.append(pool)
+    assert torch.equal(*(as_bytes(pool) for pool in pools))
+    at = int(table[1, 1]) * 4  # column 2 of row 1, whose prefix is 2
+    assert torch.equal(as_bytes(pools[1])[:, at], as_bytes(tail)[:, 0, int(node[0, 2])])
+    span, slots, sums = Span(0, 6, 4, 0, 16 * 12 * 2), [], []
+    for run in (pack_reference, lambda *args: pack(*args, GPU)):
+        slots.append(torch.zeros(1024, dtype=torch.uint8, device=DEVICE))
+        sums.append(torch.zeros(2, dtype=torch.int64, device=DEVICE))
+        run(slots[-1], pools[0], table[1], span, sums[-1])
+    assert torch.equal(*slots)
+    assert torch.equal(*sums)
+    for run in (unpack_reference, lambda *args: unpack(*args, GPU)):
+        pool = torch.zeros_like(as_bytes(pools[0])).view(FP8)
+        run(slots[0], pool, table[1], span, torch.zeros(2, dtype=torch.int64, device=DEVICE))
+        for position in range(6):
+            slot = int(table[1, position // 4]) * 4 + position % 4
+            assert torch.equal(as_bytes(pool)[:, slot], as_bytes(pools[0])[:, slot])
 
-    @pytest.mark.parametrize("causal", [False, True])
-    def test_a_nan_in_a_code_shows(causal):
-        """Also a 16-bit product's, where codes are converted four at a time."""
-        s = moved(scene(n=4, t=0 if causal else 6, causal=causal, dtype=torch.bfloat16, fp8=True), DEVICE)
-        s.clean.data[:] = float("nan")
-        backend = TritonBackend(DEVICE)
-        metadata = clean_metadata(s)
-        if causal:
-            out = backend.causal(s.q, s.clean, metadata, s.scale)
-        else:
-            out = backend.prefix_tail(s.q, s.clean, metadata, s.tail, s.scale)
-        assert bool(out[0].isnan().all())
+
+@needs_gpu
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_nan_in_a_code_shows(causal):
+    """Also a 16-bit product's, where codes are converted four at a time."""
+    s = moved(scene(n=4, t=0 if causal else 6, causal=causal, dtype=torch.bfloat16, fp8=True), DEVICE)
+    s.clean.data[:] = float("nan")
+    backend = TritonBackend(DEVICE)
+    metadata = clean_metadata(s)
+    if causal:
+        out = backend.causal(s.q, s.clean, metadata, s.scale)
+    else:
+        out = backend.prefix_tail(s.q, s.clean, metadata, s.tail, s.scale)
+    assert bool(out[0].isnan().all())

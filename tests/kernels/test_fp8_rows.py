@@ -1,7 +1,6 @@
 """Activations in e4m3: the references against `compressed-tensors` and scalars, kernels against the references.
 
-As test_operations.py: under pytest this file starts itself again with TRITON_INTERPRET=1, and holds the tests of the
-kernels there and on a GPU.
+Tests of the kernels run on a GPU or in the interpreted session.
 """
 
 import math
@@ -14,8 +13,8 @@ from compressed_tensors.quantization.lifecycle.forward import quantize
 from compressed_tensors.quantization.utils.helpers import compute_dynamic_scales_and_zp
 
 from support.fp8 import VALUES, rounded
-from support.interpreted import INTERPRETED, require_interpreted_pass
-from support.operation_cases import DEVICE, coded_weight, e4m3_rows
+from support.interpreted import DEVICE, ON_GPU, on_gpu_or_interpreted
+from support.operation_cases import coded_weight, e4m3_rows
 from treetop.kernels.gemm.coded import Coding, decode
 from treetop.kernels.gemm.fp8_rows import (
     Activations,
@@ -158,50 +157,48 @@ def test_launches_fit_and_cut_k_for_few_rows_alone(shape):
     assert choose_fp8((4096, 4096), 0, False, 1, HOPPER).splits > 1
 
 
-if not INTERPRETED and DEVICE.type == "cpu":
+@on_gpu_or_interpreted
+@pytest.mark.parametrize("how", WAYS, ids=str)
+def test_the_kernel_gives_the_codes_of_the_reference(how):
+    """Bit for bit, but that any NaN is one."""
+    fixed = None if fixed_of(how) is None else FIXED.to(DEVICE)
+    for dtype in (torch.float32, torch.bfloat16 if ON_GPU else torch.float16):
+        x = hard_rows().clamp(-6e4, 6e4).to(dtype).to(DEVICE)
+        with np.errstate(invalid="ignore"):
+            got = quantize_rows(x, how, fixed, gpu=gpu_traits(DEVICE))
+        want = quantize_rows_reference(x, how, fixed)
+        torch.testing.assert_close(got.scale, want.scale, rtol=0, atol=0, equal_nan=True)
+        for one, other in zip(numbers(got.codes), numbers(want.codes), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
-    def test_the_kernels_pass_in_tritons_interpreter():
-        require_interpreted_pass(__file__, "-k", "of_the_reference")
+
+def close(got, want):
+    assert float((got.float() - want.float()).norm() / want.float().norm()) < (2e-3 if ON_GPU else 1e-5)
 
 
-if INTERPRETED or DEVICE.type == "cuda":
+@on_gpu_or_interpreted
+@pytest.mark.parametrize("group", [0, 32, 128])
+@pytest.mark.parametrize("rows", [1, 21, 70])
+def test_the_kernel_gives_the_products_of_the_reference(rows, group):
+    """Lines, columns and groups that fill no block; k cut or not; with a bias."""
+    weight = coded_weight(72, 328, Coding("e4m3", group))
+    x, bias = e4m3_rows(rows, 328, weight.scale.shape[1]), torch.randn(72, device=DEVICE)
+    x = type(x)(x.codes.to(DEVICE), x.scale.to(DEVICE))
+    want = fp8_rows_reference(x, weight, bias)[0]
+    for launch in (Fp8Launch(64, 1, 2, 4), Fp8Launch(128, 2, 2, 8)):
+        got = fp8_rows(x, weight, bias, dtype=torch.float32, launch=launch, gpu=gpu_traits(DEVICE))
+        assert got.shape == (launch.splits, rows, 72)
+        close(got.sum(0), want)
 
-    @pytest.mark.parametrize("how", WAYS, ids=str)
-    def test_the_kernel_gives_the_codes_of_the_reference(how):
-        """Bit for bit, but that any NaN is one."""
-        fixed = None if fixed_of(how) is None else FIXED.to(DEVICE)
-        for dtype in (torch.float32, torch.float16 if INTERPRETED else torch.bfloat16):
-            x = hard_rows().clamp(-6e4, 6e4).to(dtype).to(DEVICE)
-            with np.errstate(invalid="ignore"):
-                got = quantize_rows(x, how, fixed, gpu=gpu_traits(DEVICE))
-            want = quantize_rows_reference(x, how, fixed)
-            torch.testing.assert_close(got.scale, want.scale, rtol=0, atol=0, equal_nan=True)
-            for one, other in zip(numbers(got.codes), numbers(want.codes), strict=True):
-                torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
-    def close(got, want):
-        assert float((got.float() - want.float()).norm() / want.float().norm()) < (1e-5 if INTERPRETED else 2e-3)
-
-    @pytest.mark.parametrize("group", [0, 32, 128])
-    @pytest.mark.parametrize("rows", [1, 21, 70])
-    def test_the_kernel_gives_the_products_of_the_reference(rows, group):
-        """Lines, columns and groups that fill no block; k cut or not; with a bias."""
-        weight = coded_weight(72, 328, Coding("e4m3", group))
-        x, bias = e4m3_rows(rows, 328, weight.scale.shape[1]), torch.randn(72, device=DEVICE)
-        x = type(x)(x.codes.to(DEVICE), x.scale.to(DEVICE))
-        want = fp8_rows_reference(x, weight, bias)[0]
-        for launch in (Fp8Launch(64, 1, 2, 4), Fp8Launch(128, 2, 2, 8)):
-            got = fp8_rows(x, weight, bias, dtype=torch.float32, launch=launch, gpu=gpu_traits(DEVICE))
-            assert got.shape == (launch.splits, rows, 72)
-            close(got.sum(0), want)
-
-    @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
-    def test_the_kernel_gives_the_gate_of_the_reference(kind):
-        weight, x = coded_weight(74, 96, Coding("e4m3", 0)), e4m3_rows(18, 96, 1)
-        x = type(x)(x.codes.to(DEVICE), x.scale.to(DEVICE) / 100)
-        bias, launch = torch.randn(74, device=DEVICE), Fp8Launch(64, 1, 2, 4)
-        got = fp8_rows(x, weight, bias, kind, dtype=torch.float32, launch=launch, gpu=gpu_traits(DEVICE))
-        close(got, fp8_rows_reference(x, weight, bias, kind))
+@on_gpu_or_interpreted
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+def test_the_kernel_gives_the_gate_of_the_reference(kind):
+    weight, x = coded_weight(74, 96, Coding("e4m3", 0)), e4m3_rows(18, 96, 1)
+    x = type(x)(x.codes.to(DEVICE), x.scale.to(DEVICE) / 100)
+    bias, launch = torch.randn(74, device=DEVICE), Fp8Launch(64, 1, 2, 4)
+    got = fp8_rows(x, weight, bias, kind, dtype=torch.float32, launch=launch, gpu=gpu_traits(DEVICE))
+    close(got, fp8_rows_reference(x, weight, bias, kind))
 
 
 def test_the_specification_is_what_both_sides_convert_by():

@@ -1,8 +1,7 @@
 """What kernels are given where whole engines launch them: a tensor whose numbers do not lie side by side comes with its
 strides. No answer shows that a kernel reads past a tensor as long as what lies there happens to do.
 
-As test_triton.py: under pytest this file starts itself again with TRITON_INTERPRET=1, and holds the tests there; and on
-a GPU.
+On a GPU or in the interpreted session.
 """
 
 import sys
@@ -15,14 +14,13 @@ import torch
 from support.engines import build, greedy, tokens
 from support.expert_pairs import save_glm_with_mtp
 from support.families import FAMILIES
-from support.interpreted import INTERPRETED, require_interpreted_pass
+from support.interpreted import DEVICE, on_gpu_or_interpreted
 from support.tiny_models import Pair, save_copying_head, save_weak_llama
 from treetop import LLM
 from treetop.kernels.table import Ops, operations
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.errors import InvariantError
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 OPTIONS = {"context_length": 64, "chunked_prefill_size": 16, "page_size": 4, "check_level": 0, "graphs": "off"}
 
 
@@ -92,54 +90,46 @@ def test_a_tensor_that_is_seen_several_times_is_not_contiguous():
     assert not_told(columns, [8]) == [24]
 
 
-if not INTERPRETED and DEVICE.type == "cpu":
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("launches")
+    weak = save_weak_llama(folder / "weak", strength=0.17, sharpness=0.5, vocab_size=212)
+    return {
+        "llama": Pair(weak, save_copying_head(folder / "head", weak, draft_vocab=188)),
+        "experts": Pair(save_glm_with_mtp(folder), None),
+        "latents": FAMILIES["deepseek v3"].save(folder / "latents", seed=5).pair,
+        "sparse": FAMILIES["glm 5.2"].save(folder / "sparse", seed=5).pair,
+    }
 
-    def test_kernels_of_engines_are_given_what_they_read():
-        require_interpreted_pass(__file__, "-m", "not slow")
 
-    @pytest.mark.slow
-    def test_kernels_of_more_engines_are_given_what_they_read():
-        require_interpreted_pass(__file__, "-m", "slow")
+def made(pair, **options):
+    if pair.head is None:
+        tree = {"speculative_num_steps": 2, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 4}
+        return LLM(str(pair.target), speculative_algorithm="MTP", **tree, **OPTIONS, **options)
+    return build(pair, (2, 2, 4), **OPTIONS, **options)
 
 
-if INTERPRETED or DEVICE.type == "cuda":
+def answers(llm, pair):
+    """Two requests, the second of which is soon alone."""
+    try:
+        return tokens(llm.generate(pair.prompts([3, 9]), [greedy(2), greedy(7)]))
+    finally:
+        llm.close()
 
-    @pytest.fixture(scope="module")
-    def pairs(tmp_path_factory):
-        folder = tmp_path_factory.mktemp("launches")
-        weak = save_weak_llama(folder / "weak", strength=0.17, sharpness=0.5, vocab_size=212)
-        return {
-            "llama": Pair(weak, save_copying_head(folder / "head", weak, draft_vocab=188)),
-            "experts": Pair(save_glm_with_mtp(folder), None),
-            "latents": FAMILIES["deepseek v3"].save(folder / "latents", seed=5).pair,
-            "sparse": FAMILIES["glm 5.2"].save(folder / "sparse", seed=5).pair,
-        }
 
-    def made(pair, **options):
-        if pair.head is None:
-            tree = {"speculative_num_steps": 2, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 4}
-            return LLM(str(pair.target), speculative_algorithm="MTP", **tree, **OPTIONS, **options)
-        return build(pair, (2, 2, 4), **OPTIONS, **options)
-
-    def answers(llm, pair):
-        """Two requests, the second of which is soon alone."""
-        try:
-            return tokens(llm.generate(pair.prompts([3, 9]), [greedy(2), greedy(7)]))
-        finally:
-            llm.close()
-
-    @pytest.mark.parametrize(
-        "name", ["experts", "sparse", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "latents"))]
-    )
-    def test_a_kernel_is_told_how_its_tensors_lie(pairs, monkeypatch, name):
-        pair = pairs[name]
-        want = answers(made(pair, device="cpu", dtype="float64"), pair)
-        with audited(monkeypatch) as seen:
-            options = {"device": DEVICE.type, "dtype": "float32", "attention_backend": "triton"}
-            assert answers(made(pair, **options), pair) == want
-        expected = {"_attention_kernel", "_grow_kernel", "_accept_kernel", "_commit_kernel"}
-        if name in ("latents", "sparse"):  # the head's attention is of the usual kind
-            expected |= {"_latent_attention_kernel", "_write_latent_kernel"}
-        if name == "sparse":
-            expected |= {"_scores_kernel", "_select_kernel", "_turn_index_heads_kernel", "_write_index_keys_kernel"}
-        assert expected | ({"_choose_kernel", "_grouped_kernel"} if name == "experts" else set()) <= seen
+@on_gpu_or_interpreted
+@pytest.mark.parametrize(
+    "name", ["experts", "sparse", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "latents"))]
+)
+def test_a_kernel_is_told_how_its_tensors_lie(pairs, monkeypatch, name):
+    pair = pairs[name]
+    want = answers(made(pair, device="cpu", dtype="float64"), pair)
+    with audited(monkeypatch) as seen:
+        options = {"device": DEVICE.type, "dtype": "float32", "attention_backend": "triton"}
+        assert answers(made(pair, **options), pair) == want
+    expected = {"_attention_kernel", "_grow_kernel", "_accept_kernel", "_commit_kernel"}
+    if name in ("latents", "sparse"):  # the head's attention is of the usual kind
+        expected |= {"_latent_attention_kernel", "_write_latent_kernel"}
+    if name == "sparse":
+        expected |= {"_scores_kernel", "_select_kernel", "_turn_index_heads_kernel", "_write_index_keys_kernel"}
+    assert expected | ({"_choose_kernel", "_grouped_kernel"} if name == "experts" else set()) <= seen

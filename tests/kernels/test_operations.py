@@ -1,7 +1,7 @@
 """The table of operations: each kernel equals its reference within the row's tolerance, and nothing is left out.
 
-Under pytest this file starts itself again with TRITON_INTERPRET=1, and there, and on a GPU, it holds the tests of the
-kernels. What each operation must do besides, and where it is hard, has tests of its own: see `docs/testing.md`.
+Kernels run on a GPU or in the interpreted session. What each operation must do besides, and where it is hard, has tests
+of its own: see `docs/testing.md`.
 """
 
 import importlib.util
@@ -16,8 +16,8 @@ from torch import Tensor
 
 import treetop.attention
 import treetop.kernels
-from support.interpreted import INTERPRETED, require_interpreted_pass
-from support.operation_cases import CASES, DEVICE
+from support.interpreted import DEVICE, on_gpu_or_interpreted
+from support.operation_cases import CASES
 from treetop.kernels.table import Op, operations
 from treetop.kernels.triton_guard import _probe, gpu_traits
 from treetop_debug.kernels import all_kernels, place_of
@@ -68,22 +68,15 @@ def test_the_page_of_the_table_is_up_to_date():
     assert script.PAGE.read_text(encoding="utf-8") == script.page(), "run: python scripts/operations.py"
 
 
-if not INTERPRETED and DEVICE.type == "cpu":
-
-    def test_the_kernels_pass_in_tritons_interpreter():
-        require_interpreted_pass(__file__)
-
-
-if INTERPRETED or DEVICE.type == "cuda":
-
-    @pytest.mark.parametrize("name", sorted(CASES))
-    def test_a_kernel_equals_its_reference(name):
-        op, ends = operations()[name], []
-        with DEVICE:
-            for kernel in (False, True):
-                torch.manual_seed(3)
-                call = CASES[name](kernel)
-                run = op.on(gpu_traits(DEVICE)) if kernel else op.reference
-                result = run(*call.args, **(call.more if kernel else {}))
-                ends.append(call.compared(call.args, result))
-        assert_within(op, ends[1], ends[0])
+@on_gpu_or_interpreted
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_a_kernel_equals_its_reference(name):
+    op, ends = operations()[name], []
+    with DEVICE:
+        for kernel in (False, True):
+            torch.manual_seed(3)
+            call = CASES[name](kernel)
+            run = op.on(gpu_traits(DEVICE)) if kernel else op.reference
+            result = run(*call.args, **(call.more if kernel else {}))
+            ends.append(call.compared(call.args, result))
+    assert_within(op, ends[1], ends[0])

@@ -1,15 +1,16 @@
 """Attention by position is its arithmetic in order, to the bit, whatever the batch, the tree, the chunk and the launch.
 
-As test_triton.py: under pytest this file starts itself again with TRITON_INTERPRET=1. Products are a stand-in's
-(`support.tensor_core`); tests/gpu/test_gpu_segments.py has the real ones.
+Tests of the kernels run in the interpreted session. Products are a stand-in's (`support.tensor_core`);
+tests/gpu/test_gpu_segments.py has the real ones.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 
-from support.interpreted import INTERPRETED, require_interpreted_pass
+from support.interpreted import INTERPRETED, interpreted
 from support.scenes import assert_close, dense_answer, scene
 from support.segment_rows import SCALE, Row, Setting, make_row, same_bits, tree
 from support.tensor_core import attention_by_position, starts_of_segments, tensor_core
@@ -66,217 +67,235 @@ def test_the_segments_of_positions():
     assert all(segments.UNIT % block_of(dim, size) == 0 for dim in (64, 128, 256, 512) for size in (2, 4))
 
 
-if not INTERPRETED:
-
-    def test_the_kernels_pass_in_tritons_interpreter():
-        require_interpreted_pass(__file__, "-m", "not slow")
-
-    @pytest.mark.slow
-    def test_the_kernels_pass_in_tritons_interpreter_in_long_matrices():
-        require_interpreted_pass(__file__, "-m", "slow")
+@pytest.fixture(autouse=True)
+def _products():
+    with tensor_core() if INTERPRETED else nullcontext():
+        yield
 
 
-if INTERPRETED:
+@interpreted
+@pytest.mark.parametrize(
+    "options",
+    [{"n": 2, "t": 3}, {"n": 1, "t": 1}, {"n": 4, "t": 4, "window": 17, "dtype": torch.float16, "dim": 24}],
+    ids=str,
+)
+def test_the_backend_equals_dense_attention(options):
+    """Poisoned pages, an empty row and a padding row; queries that are the last of a tree's nodes; sinks."""
+    s = scene(**options)
+    backend = SegmentsBackend(need_of(s))
+    plan = backend.plan(backend.begin(s.metadata), s.metadata)
+    for sinks in (None, torch.randn(s.q.shape[2])):
+        out = backend.prefix_tail(s.q, s.kv, plan, s.tail, s.scale, sinks)
+        assert_close(out, dense_answer(s, True, sinks)[0], s)
 
-    @pytest.fixture(autouse=True)
-    def _products():
-        with tensor_core():
-            yield
 
-    @pytest.mark.parametrize(
-        "options",
-        [{"n": 2, "t": 3}, {"n": 1, "t": 1}, {"n": 4, "t": 4, "window": 17, "dtype": torch.float16, "dim": 24}],
-        ids=str,
-    )
-    def test_the_backend_equals_dense_attention(options):
-        """Poisoned pages, an empty row and a padding row; queries that are the last of a tree's nodes; sinks."""
-        s = scene(**options)
-        backend = SegmentsBackend(need_of(s))
-        plan = backend.plan(backend.begin(s.metadata), s.metadata)
-        for sinks in (None, torch.randn(s.q.shape[2])):
-            out = backend.prefix_tail(s.q, s.kv, plan, s.tail, s.scale, sinks)
-            assert_close(out, dense_answer(s, True, sinks)[0], s)
+@interpreted
+@pytest.mark.parametrize(
+    "options",
+    [{"n": 9, "page_size": 1}, {"n": 40, "max_kv_len": 90, "window": 11, "dtype": torch.float16}],
+    ids=str,
+)
+def test_a_prefill_equals_dense_attention(options):
+    s = scene(**options, causal=True)
+    backend = SegmentsBackend(need_of(s))
+    plan = backend.plan(backend.begin(s.metadata), s.metadata)
+    for sinks in (None, torch.randn(s.q.shape[2])):
+        out = backend.causal(s.q, s.kv, plan, s.scale, sinks)
+        assert_close(out[s.real], dense_answer(s, False, sinks)[0][s.real], s)
+        assert not out[~s.real].any()
 
-    @pytest.mark.parametrize(
-        "options",
-        [{"n": 9, "page_size": 1}, {"n": 40, "max_kv_len": 90, "window": 11, "dtype": torch.float16}],
-        ids=str,
-    )
-    def test_a_prefill_equals_dense_attention(options):
-        s = scene(**options, causal=True)
-        backend = SegmentsBackend(need_of(s))
-        plan = backend.plan(backend.begin(s.metadata), s.metadata)
-        for sinks in (None, torch.randn(s.q.shape[2])):
-            out = backend.causal(s.q, s.kv, plan, s.scale, sinks)
-            assert_close(out[s.real], dense_answer(s, False, sinks)[0][s.real], s)
-            assert not out[~s.real].any()
 
-    @pytest.mark.parametrize(("window", "chunked"), [(None, False), (40, False), (40, True)])
-    @pytest.mark.parametrize("shares", [1, 7, 1000])
-    @pytest.mark.parametrize(("n", "lengths"), [(1, [0, 31, 32, 600]), (16, [0, 47, 48, 130]), (5, [1100, 3])])
-    def test_the_plan_is_its_reference(n, lengths, shares, window, chunked):
-        rows = [make_row(length, parent) for length, parent in zip(lengths, trees(4, (3, 4, n)), strict=False)]
-        metadata = replace(SMALL, window=window, chunked=chunked).metadata_of(rows)[0]
-        got, want = plan_segments(metadata, shares, 16, gpu_traits(CPU), 16), plan_reference(metadata, shares, 16, 16)
-        for name in ("first", "offsets", "path"):
-            assert torch.equal(getattr(got, name), getattr(want, name)), name
-        used = int(want.offsets[-1])
-        assert got.items.shape == want.items.shape
-        assert torch.equal(got.items[:used], want.items[:used])
-        assert got.alone == (n == 1)
+@interpreted
+@pytest.mark.parametrize(("window", "chunked"), [(None, False), (40, False), (40, True)])
+@pytest.mark.parametrize("shares", [1, 7, 1000])
+@pytest.mark.parametrize(("n", "lengths"), [(1, [0, 31, 32, 600]), (16, [0, 47, 48, 130]), (5, [1100, 3])])
+def test_the_plan_is_its_reference(n, lengths, shares, window, chunked):
+    rows = [make_row(length, parent) for length, parent in zip(lengths, trees(4, (3, 4, n)), strict=False)]
+    metadata = replace(SMALL, window=window, chunked=chunked).metadata_of(rows)[0]
+    got, want = plan_segments(metadata, shares, 16, gpu_traits(CPU), 16), plan_reference(metadata, shares, 16, 16)
+    for name in ("first", "offsets", "path"):
+        assert torch.equal(getattr(got, name), getattr(want, name)), name
+    used = int(want.offsets[-1])
+    assert got.items.shape == want.items.shape
+    assert torch.equal(got.items[:used], want.items[:used])
+    assert got.alone == (n == 1)
 
-    @pytest.mark.parametrize(
-        ("dtype", "change", "window", "chunked", "with_sinks"),
-        [
-            (torch.float16, None, 32, True, False),
-            (torch.float16, huge_and_tiny, None, False, False),
-            (torch.float32, zeros, 19, False, True),
-            slow(torch.float16, None, 19, False, False),
-            slow(torch.float16, ties, None, False, True),
-            slow(torch.float16, zeros, 19, False, True),
-            slow(torch.float32, None, 32, True, False),
-            slow(torch.float32, ties, None, False, True),
-            slow(torch.float32, huge_and_tiny, None, False, False),
-        ],
-    )
-    def test_every_bit_is_that_of_the_sums_in_order(dtype, change, window, chunked, with_sinks):
-        """Trees within a block, across a block's and a segment's end, and before any key. What nobody may see is
-        infinite."""
-        lengths = [0, 30, 95]
-        sinks = torch.linspace(-2, 30, 4) if with_sinks else None
-        rows = [make_row(n, p, dtype=dtype, change=change) for n, p in zip(lengths, trees(3, (3, 4, 7)), strict=True)]
-        got = replace(SMALL, window=window, chunked=chunked, sinks=sinks).decode(rows)
-        assert got.isfinite().all()
-        for i, row in enumerate(rows):
-            for node, head in ((0, 0), (6, 3), (4, 1)):
-                sink = None if sinks is None else float(sinks[head])
-                seen = row.seen(node, head // 2, window, chunked)
-                want = attention_by_position(row.q[node, head], seen, SCALE, 16, 32, sink)
-                assert same_bits(got[i, node, head], want), (i, node, head)
 
-    def nodes_alone(setting, row, got, nodes, chunks=(1, 3)):
-        """The nodes of a row's tree, each as plain decoding and as the end of prefills in chunks, have these bits."""
-        plain = setting.decode([row.plain(node) for node in nodes])
-        for i, node in enumerate(nodes):
-            assert same_bits(plain[i, 0], got[node]), f"node {node} alone"
-        for chunk in chunks:
-            keys, queries = zip(*(row.committed(node) for node in nodes), strict=True)
-            ends = setting.prefilled(keys, [each[-chunk:] for each in queries])
-            for node, end in zip(nodes, ends, strict=True):
-                path = row.path(node)[-chunk:]
-                assert same_bits(end, got[path]), f"a prefill of {chunk} up to node {node}"
+@interpreted
+@pytest.mark.parametrize(
+    ("dtype", "change", "window", "chunked", "with_sinks"),
+    [
+        (torch.float16, None, 32, True, False),
+        (torch.float16, huge_and_tiny, None, False, False),
+        (torch.float32, zeros, 19, False, True),
+        slow(torch.float16, None, 19, False, False),
+        slow(torch.float16, ties, None, False, True),
+        slow(torch.float16, zeros, 19, False, True),
+        slow(torch.float32, None, 32, True, False),
+        slow(torch.float32, ties, None, False, True),
+        slow(torch.float32, huge_and_tiny, None, False, False),
+    ],
+)
+def test_every_bit_is_that_of_the_sums_in_order(dtype, change, window, chunked, with_sinks):
+    """Trees within a block, across a block's and a segment's end, and before any key. What nobody may see is
+    infinite."""
+    lengths = [0, 30, 95]
+    sinks = torch.linspace(-2, 30, 4) if with_sinks else None
+    rows = [make_row(n, p, dtype=dtype, change=change) for n, p in zip(lengths, trees(3, (3, 4, 7)), strict=True)]
+    got = replace(SMALL, window=window, chunked=chunked, sinks=sinks).decode(rows)
+    assert got.isfinite().all()
+    for i, row in enumerate(rows):
+        for node, head in ((0, 0), (6, 3), (4, 1)):
+            sink = None if sinks is None else float(sinks[head])
+            seen = row.seen(node, head // 2, window, chunked)
+            want = attention_by_position(row.q[node, head], seen, SCALE, 16, 32, sink)
+            assert same_bits(got[i, node, head], want), (i, node, head)
 
-    LARGE = [slow(shape) for shape in ((8, 5, 60), (5, 4, 16), (1, 8, 9), (2, 30, 31))]
 
-    @pytest.mark.parametrize("shape", [(3, 3, 6), *LARGE], ids=str)
-    @pytest.mark.parametrize(
-        "setting", [slow({}), {"window": 21, "page_size": 3}, slow({"window": 32, "chunked": True})], ids=str
-    )
-    def test_a_node_has_the_bits_of_plain_decoding_and_of_a_prefill(shape, setting):
-        """Whatever the tree, and whatever stands beside the row."""
-        setting = replace(SMALL, sinks=torch.linspace(-1, 3, 4), **setting)
-        rows = [make_row(length, parent) for length, parent in zip((94, 7), trees(2, shape), strict=True)]
-        got = setting.decode(rows)
-        alone = setting.decode(rows[:1])
-        assert same_bits(alone[0], got[0])
-        last = shape[2] - 1
-        for row, out in zip(rows, got, strict=True):
-            nodes_alone(setting, row, out, sorted({0, last // 2, last}))
+def nodes_alone(setting, row, got, nodes, chunks=(1, 3)):
+    """The nodes of a row's tree, each as plain decoding and as the end of prefills in chunks, have these bits."""
+    plain = setting.decode([row.plain(node) for node in nodes])
+    for i, node in enumerate(nodes):
+        assert same_bits(plain[i, 0], got[node]), f"node {node} alone"
+    for chunk in chunks:
+        keys, queries = zip(*(row.committed(node) for node in nodes), strict=True)
+        ends = setting.prefilled(keys, [each[-chunk:] for each in queries])
+        for node, end in zip(nodes, ends, strict=True):
+            path = row.path(node)[-chunk:]
+            assert same_bits(end, got[path]), f"a prefill of {chunk} up to node {node}"
 
-    def test_a_prefill_has_one_result_in_chunks_of_any_size():
-        """Of a long row beside a short one, from the first token on."""
-        keys = make_row(75, [-1], heads=1, kv_heads=1).kv
-        q = make_row(0, [-1] * 75, heads=1, kv_heads=1, seed=2).q
-        whole = SMALL.prefilled([keys], [q])[0]
-        for chunk in (7, 16, 33):
-            parts = [
-                SMALL.prefilled([keys[: start + chunk], keys[:9]], [q[start : start + chunk], q[:9]])
-                for start in range(0, 75, chunk)
-            ]
-            assert same_bits(torch.cat([part[0] for part in parts]), whole)
-            assert all(same_bits(part[1], whole[:9]) for part in parts)
 
-    LAUNCHES = [
-        SegmentLaunch(16, 1, 1),
-        SegmentLaunch(16, 7, 4),
-        SegmentLaunch(32, 2, 5),
-        SegmentLaunch(64, 40, 6),
-    ]
+LARGE = [slow(shape) for shape in ((8, 5, 60), (5, 4, 16), (1, 8, 9), (2, 30, 31))]
 
-    @pytest.mark.parametrize("shape", [(2, 2, 3), slow((1, 1, 1)), *LARGE[1:2]], ids=str)
-    def test_no_launch_shows(shape):
-        """Programs, blocks of queries, and parts that are not kept, in the middle of a row too; another bound; runs of
-        one segment, of a few, and of whole rows."""
-        rows = [make_row(length, parent) for length, parent in zip((100, 0, 140), trees(3, shape), strict=True)]
-        want = SMALL.decode(rows)
-        for launch in LAUNCHES:
-            for shares in (1, 4, 100):
-                again = replace(SMALL, launch=launch, max_kv_len=500, shares=shares)
-                assert same_bits(again.decode(rows), want), (launch, shares)
-        keys, q = zip(*(row.committed(shape[2] - 1) for row in rows), strict=True)
-        ends = SMALL.prefilled(keys, q)
-        for block_m in (16, 64):
-            again = replace(SMALL, prefill=SegmentLaunch(block_m)).prefilled(keys, q)
-            assert all(same_bits(a, b) for a, b in zip(again, ends, strict=True))
 
-    @pytest.mark.parametrize(
-        ("group", "dim"), [(3, 96), (7, 64), *(slow(*each) for each in ((1, 64), (2, 80), (5, 128), (8, 256)))]
-    )
-    def test_heads_of_every_kind(group, dim):
-        """The blocks and segments of an engine, past a segment's end; pages of one, and larger than a block."""
-        row = make_row(507, trees(1, (2, 6, 8))[0], heads=group, kv_heads=1, dim=dim)
-        setting = Setting(page_size=(1, 128)[group % 2])
-        nodes_alone(setting, row, setting.decode([row])[0], [7], chunks=(2,))
+@interpreted
+@pytest.mark.parametrize("shape", [(3, 3, 6), *LARGE], ids=str)
+@pytest.mark.parametrize(
+    "setting", [slow({}), {"window": 21, "page_size": 3}, slow({"window": 32, "chunked": True})], ids=str
+)
+def test_a_node_has_the_bits_of_plain_decoding_and_of_a_prefill(shape, setting):
+    """Whatever the tree, and whatever stands beside the row."""
+    setting = replace(SMALL, sinks=torch.linspace(-1, 3, 4), **setting)
+    rows = [make_row(length, parent) for length, parent in zip((94, 7), trees(2, shape), strict=True)]
+    got = setting.decode(rows)
+    alone = setting.decode(rows[:1])
+    assert same_bits(alone[0], got[0])
+    last = shape[2] - 1
+    for row, out in zip(rows, got, strict=True):
+        nodes_alone(setting, row, out, sorted({0, last // 2, last}))
 
-    @pytest.mark.slow
-    def test_segments_of_more_than_one_unit():
-        """Of two, four and eight: a row long enough for these, of short units."""
-        setting = replace(SMALL, unit=16)
-        row = make_row(4230, trees(1, (2, 6, 4))[0], heads=1, kv_heads=1)
-        got = setting.decode([row])[0]
-        nodes_alone(setting, row, got, [3], chunks=(1,))
-        want = attention_by_position(row.q[3, 0], row.seen(3, 0), SCALE, 16, 16)
-        assert same_bits(got[3, 0], want)
 
-    def test_the_order_of_columns_does_not_show():
-        row = make_row(93, trees(1, (2, 4, 7))[0])
-        order = torch.randperm(7, generator=torch.Generator().manual_seed(3)).tolist()
-        assert same_bits(SMALL.decode([row.turned(order)])[0], SMALL.decode([row])[0][order])
-
-    def test_what_a_node_has_does_not_show_in_those_beside_it():
-        """Values that are infinite, of a node that others do not follow."""
-        row = make_row(93, [-1, 0, 0, 1, 2])
-        tail = row.tail.clone()
-        tail[2, 1] = float("inf")
-        want, got = SMALL.decode([row])[0], SMALL.decode([replace(row, tail=tail)])[0]
-        assert same_bits(got[[0, 1, 3]], want[[0, 1, 3]])
-        assert not same_bits(got[2], want[2])
-
-    # ------------------------------------------------------------------------------------------------- mutants
-
-    def by_length(metadata, shares, block, gpu, unit):
-        """A mutant: segments are shares of the longest row."""
-        return plan_segments(metadata, shares, block, gpu, max(16, metadata.max_kv_len // 64 * 16))
-
-    def in_column_order(metadata, shares, block, gpu, unit):
-        """A mutant: a query's columns stand in the order that they have in the tail."""
-        plan = plan_segments(metadata, shares, block, gpu, unit)
-        path = torch.where(plan.path < 0, 10**6, plan.path).sort(dim=2).values
-        return replace(plan, path=torch.where(path == 10**6, -1, path).to(torch.int32))
-
-    def test_a_share_by_length_is_noticed():
-        rows: list[Row] = [
-            make_row(length, parent) for length, parent in zip((100, 260), trees(2, (2, 2, 3)), strict=True)
+@interpreted
+def test_a_prefill_has_one_result_in_chunks_of_any_size():
+    """Of a long row beside a short one, from the first token on."""
+    keys = make_row(75, [-1], heads=1, kv_heads=1).kv
+    q = make_row(0, [-1] * 75, heads=1, kv_heads=1, seed=2).q
+    whole = SMALL.prefilled([keys], [q])[0]
+    for chunk in (7, 16, 33):
+        parts = [
+            SMALL.prefilled([keys[: start + chunk], keys[:9]], [q[start : start + chunk], q[:9]])
+            for start in range(0, 75, chunk)
         ]
-        setting = replace(SMALL, plan=by_length)
-        assert same_bits(SMALL.decode(rows)[0], SMALL.decode(rows[:1])[0])
-        assert not same_bits(setting.decode(rows)[0], setting.decode(rows[:1])[0])
+        assert same_bits(torch.cat([part[0] for part in parts]), whole)
+        assert all(same_bits(part[1], whole[:9]) for part in parts)
 
-    def test_a_tail_in_column_order_is_noticed():
-        """Whose columns come before their parents'. Values of a prefill tell, as nodes after their parents do not."""
-        row = make_row(93, trees(1, (2, 6, 8))[0])
-        order = list(range(7, -1, -1))
-        setting = replace(SMALL, plan=in_column_order)
-        assert same_bits(setting.decode([row])[0], SMALL.decode([row])[0])
-        assert not same_bits(setting.decode([row.turned(order)])[0], SMALL.decode([row])[0][order])
-        assert isinstance(setting.plan(setting.metadata_of([row])[0], 3, 16, gpu_traits(CPU), 32), SegmentPlan)
+
+LAUNCHES = [
+    SegmentLaunch(16, 1, 1),
+    SegmentLaunch(16, 7, 4),
+    SegmentLaunch(32, 2, 5),
+    SegmentLaunch(64, 40, 6),
+]
+
+
+@interpreted
+@pytest.mark.parametrize("shape", [(2, 2, 3), slow((1, 1, 1)), *LARGE[1:2]], ids=str)
+def test_no_launch_shows(shape):
+    """Programs, blocks of queries, and parts that are not kept, in the middle of a row too; another bound; runs of
+    one segment, of a few, and of whole rows."""
+    rows = [make_row(length, parent) for length, parent in zip((100, 0, 140), trees(3, shape), strict=True)]
+    want = SMALL.decode(rows)
+    for launch in LAUNCHES:
+        for shares in (1, 4, 100):
+            again = replace(SMALL, launch=launch, max_kv_len=500, shares=shares)
+            assert same_bits(again.decode(rows), want), (launch, shares)
+    keys, q = zip(*(row.committed(shape[2] - 1) for row in rows), strict=True)
+    ends = SMALL.prefilled(keys, q)
+    for block_m in (16, 64):
+        again = replace(SMALL, prefill=SegmentLaunch(block_m)).prefilled(keys, q)
+        assert all(same_bits(a, b) for a, b in zip(again, ends, strict=True))
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("group", "dim"), [(3, 96), (7, 64), *(slow(*each) for each in ((1, 64), (2, 80), (5, 128), (8, 256)))]
+)
+def test_heads_of_every_kind(group, dim):
+    """The blocks and segments of an engine, past a segment's end; pages of one, and larger than a block."""
+    row = make_row(507, trees(1, (2, 6, 8))[0], heads=group, kv_heads=1, dim=dim)
+    setting = Setting(page_size=(1, 128)[group % 2])
+    nodes_alone(setting, row, setting.decode([row])[0], [7], chunks=(2,))
+
+
+@interpreted
+@pytest.mark.slow
+def test_segments_of_more_than_one_unit():
+    """Of two, four and eight: a row long enough for these, of short units."""
+    setting = replace(SMALL, unit=16)
+    row = make_row(4230, trees(1, (2, 6, 4))[0], heads=1, kv_heads=1)
+    got = setting.decode([row])[0]
+    nodes_alone(setting, row, got, [3], chunks=(1,))
+    want = attention_by_position(row.q[3, 0], row.seen(3, 0), SCALE, 16, 16)
+    assert same_bits(got[3, 0], want)
+
+
+@interpreted
+def test_the_order_of_columns_does_not_show():
+    row = make_row(93, trees(1, (2, 4, 7))[0])
+    order = torch.randperm(7, generator=torch.Generator().manual_seed(3)).tolist()
+    assert same_bits(SMALL.decode([row.turned(order)])[0], SMALL.decode([row])[0][order])
+
+
+@interpreted
+def test_what_a_node_has_does_not_show_in_those_beside_it():
+    """Values that are infinite, of a node that others do not follow."""
+    row = make_row(93, [-1, 0, 0, 1, 2])
+    tail = row.tail.clone()
+    tail[2, 1] = float("inf")
+    want, got = SMALL.decode([row])[0], SMALL.decode([replace(row, tail=tail)])[0]
+    assert same_bits(got[[0, 1, 3]], want[[0, 1, 3]])
+    assert not same_bits(got[2], want[2])
+
+
+# ------------------------------------------------------------------------------------------------- mutants
+
+
+def by_length(metadata, shares, block, gpu, unit):
+    """A mutant: segments are shares of the longest row."""
+    return plan_segments(metadata, shares, block, gpu, max(16, metadata.max_kv_len // 64 * 16))
+
+
+def in_column_order(metadata, shares, block, gpu, unit):
+    """A mutant: a query's columns stand in the order that they have in the tail."""
+    plan = plan_segments(metadata, shares, block, gpu, unit)
+    path = torch.where(plan.path < 0, 10**6, plan.path).sort(dim=2).values
+    return replace(plan, path=torch.where(path == 10**6, -1, path).to(torch.int32))
+
+
+@interpreted
+def test_a_share_by_length_is_noticed():
+    rows: list[Row] = [make_row(length, parent) for length, parent in zip((100, 260), trees(2, (2, 2, 3)), strict=True)]
+    setting = replace(SMALL, plan=by_length)
+    assert same_bits(SMALL.decode(rows)[0], SMALL.decode(rows[:1])[0])
+    assert not same_bits(setting.decode(rows)[0], setting.decode(rows[:1])[0])
+
+
+@interpreted
+def test_a_tail_in_column_order_is_noticed():
+    """Whose columns come before their parents'. Values of a prefill tell, as nodes after their parents do not."""
+    row = make_row(93, trees(1, (2, 6, 8))[0])
+    order = list(range(7, -1, -1))
+    setting = replace(SMALL, plan=in_column_order)
+    assert same_bits(setting.decode([row])[0], SMALL.decode([row])[0])
+    assert not same_bits(setting.decode([row.turned(order)])[0], SMALL.decode([row])[0][order])
+    assert isinstance(setting.plan(setting.metadata_of([row])[0], 3, 16, gpu_traits(CPU), 32), SegmentPlan)

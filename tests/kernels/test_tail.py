@@ -1,6 +1,6 @@
 """Tail and merge, attention sinks and the gathered page table: the Triton kernels against dense attention.
 
-As test_triton.py: under pytest this file starts itself again with TRITON_INTERPRET=1, and holds the tests there.
+Tests of the kernels run in the interpreted session.
 """
 
 import math
@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from support.interpreted import INTERPRETED, require_interpreted_pass
+from support.interpreted import interpreted
 from support.scenes import INT_MIN, assert_close, assert_close_lse, dense_answer, scene
 from treetop.attention.torch_backend import TorchBackend
 from treetop.attention.triton_backend import TritonBackend
@@ -92,121 +92,128 @@ def test_a_sink_takes_its_share_by_hand():
     assert_close(got[:, 0], value / 4, s)
 
 
-if not INTERPRETED:
-
-    def test_the_kernels_pass_in_tritons_interpreter():
-        require_interpreted_pass(__file__)
+GPU = gpu_traits(CPU)
 
 
-if INTERPRETED:
-    GPU = gpu_traits(CPU)
+@interpreted
+@pytest.mark.parametrize("options", VARIETY, ids=str)
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_tail_and_merge_equals_dense_attention(options, with_sinks):
+    """One launch from a library's (out, lse), garbage in empty rows and a base-2 lse included."""
+    s = scene(**options)
+    sinks = sinks_of(s) if with_sinks else None
+    part = prefix_of(s)
+    want = dense_answer(s, with_tail=True, sinks=sinks)[0]
+    got = tail_and_merge(s.q, part, s.tail.data, s.metadata, s.scale, sinks, GPU)
+    assert_close(got, want, s)
+    two = 1.4426950408889634
+    part = replace(part, lse=part.lse * two, unit=1 / two)
+    assert_close(tail_and_merge(s.q, part, s.tail.data, s.metadata, s.scale, sinks, GPU), want, s)
 
-    @pytest.mark.parametrize("options", VARIETY, ids=str)
-    @pytest.mark.parametrize("with_sinks", [False, True])
-    def test_tail_and_merge_equals_dense_attention(options, with_sinks):
-        """One launch from a library's (out, lse), garbage in empty rows and a base-2 lse included."""
-        s = scene(**options)
-        sinks = sinks_of(s) if with_sinks else None
-        part = prefix_of(s)
-        want = dense_answer(s, with_tail=True, sinks=sinks)[0]
-        got = tail_and_merge(s.q, part, s.tail.data, s.metadata, s.scale, sinks, GPU)
-        assert_close(got, want, s)
-        two = 1.4426950408889634
-        part = replace(part, lse=part.lse * two, unit=1 / two)
-        assert_close(tail_and_merge(s.q, part, s.tail.data, s.metadata, s.scale, sinks, GPU), want, s)
 
-    def test_a_query_that_saw_nothing_of_a_row_with_keys_takes_the_tail_alone():
-        """Whatever the library left in its output."""
-        s = scene(n=4, t=6)
-        part = prefix_of(s)
-        part.lse[:], part.out[:] = float("-inf"), float("nan")
-        got = tail_and_merge(s.q, part, s.tail.data, s.metadata, s.scale, None, GPU)
-        assert bool(torch.isfinite(got).all())
-        assert_close(got, tail_and_merge_reference(s.q, part, s.tail.data, s.metadata, s.scale), s)
+@interpreted
+def test_a_query_that_saw_nothing_of_a_row_with_keys_takes_the_tail_alone():
+    """Whatever the library left in its output."""
+    s = scene(n=4, t=6)
+    part = prefix_of(s)
+    part.lse[:], part.out[:] = float("-inf"), float("nan")
+    got = tail_and_merge(s.q, part, s.tail.data, s.metadata, s.scale, None, GPU)
+    assert bool(torch.isfinite(got).all())
+    assert_close(got, tail_and_merge_reference(s.q, part, s.tail.data, s.metadata, s.scale), s)
 
-    @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-    @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-    def test_a_prefix_that_is_not_finite_shows(value):
-        """Where a row has keys; rows without any give what they gave."""
-        s = scene(n=4, t=6)
-        part = prefix_of(s)
-        clean = tail_and_merge(s.q, part, s.tail.data, s.metadata, s.scale, None, GPU)
-        part.lse[:], part.out[:] = value, float("nan")
-        empty = part.kv_len == 0
-        assert 0 < int(empty.sum()) < empty.shape[0]
-        for got in (
-            tail_and_merge(s.q, part, s.tail.data, s.metadata, s.scale, None, GPU),
-            tail_and_merge_reference(s.q, part, s.tail.data, s.metadata, s.scale),
-        ):
-            assert bool(got[~empty].isnan().all())
-            assert_close(got[empty], clean[empty], s)
 
-    @pytest.mark.parametrize("splits", [1, 3])
-    @pytest.mark.parametrize("column", [0, 3])
-    def test_a_key_that_is_not_finite_shows_in_the_queries_that_see_it(splits, column):
-        """As in dense attention: their output is NaN, never 0, and that of the others is right."""
-        s = scene(n=4, t=6)
-        s.tail.data[:, column, 0] = float("nan")
-        launch = Launch(block_m=16, block_n=16, splits=splits, num_warps=4, num_stages=1)
-        got, _ = paged_attention(s.q, s.kv.data, s.metadata, s.tail.data, s.scale, None, GPU, launch)
-        sees = s.metadata.mask[:, :, column]
-        assert bool(sees.any())
-        assert torch.equal(got.isnan().all(dim=(2, 3)), sees)
-        assert_close(got[~sees], dense_answer(s, with_tail=True)[0][~sees], s)
-        part = prefix_of(s)
-        merged = tail_and_merge(s.q, part, s.tail.data, s.metadata, s.scale, None, GPU)
-        assert torch.equal(merged.isnan().all(dim=(2, 3)), sees)
+@interpreted
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_prefix_that_is_not_finite_shows(value):
+    """Where a row has keys; rows without any give what they gave."""
+    s = scene(n=4, t=6)
+    part = prefix_of(s)
+    clean = tail_and_merge(s.q, part, s.tail.data, s.metadata, s.scale, None, GPU)
+    part.lse[:], part.out[:] = value, float("nan")
+    empty = part.kv_len == 0
+    assert 0 < int(empty.sum()) < empty.shape[0]
+    for got in (
+        tail_and_merge(s.q, part, s.tail.data, s.metadata, s.scale, None, GPU),
+        tail_and_merge_reference(s.q, part, s.tail.data, s.metadata, s.scale),
+    ):
+        assert bool(got[~empty].isnan().all())
+        assert_close(got[empty], clean[empty], s)
 
-    @pytest.mark.parametrize(
-        ("options", "splits", "items"),
-        [*((options, 1, 1) for options in SMALL), *zip(SMALL, (3, 3, 3, 3), (1, 1, 4, 1), strict=True)],
-        ids=str,
-    )
-    def test_a_sink_enters_the_fused_kernel_once(options, splits, items, monkeypatch):
-        """At the end of a single split, in the merge of several, item by item or some at a time."""
-        monkeypatch.setattr(attention, "_items_to_merge", lambda count, _: math.gcd(items, count))
-        s = scene(**options)
-        sinks = sinks_of(s)
-        launch = Launch(block_m=16, block_n=16, splits=splits, num_warps=4, num_stages=1)
-        call = s.q, s.kv.data, s.metadata, s.tail.data, s.scale
-        out, lse = paged_attention(*call, sinks, GPU, launch)
-        want, want_lse = dense_answer(s, with_tail=True, sinks=sinks)
-        assert_close(out, want, s)
-        if s.q.dtype == torch.float32:
-            assert_close_lse(lse, torch.logaddexp(want_lse, sinks), s)
-        clean = replace(s.metadata, table=PageTable(FULL, s.clean_table))
-        out, _ = paged_attention_reference(s.q, s.clean.data, clean, s.tail.data, s.scale, sinks)
-        assert_close(out, want, s)
-        low, _ = paged_attention(*call, sinks_of(s, low=True), GPU, launch)
-        none, _ = paged_attention(*call, None, GPU, launch)
-        assert_close(low, none, s)
 
-    @pytest.mark.parametrize("options", CAUSAL, ids=str)
-    def test_a_sink_enters_causal_attention_once(options):
-        s = scene(**options, causal=True)
-        backend, sinks = TritonBackend(CPU), sinks_of(s)
-        plan = backend.plan(backend.begin(s.metadata), s.metadata)
-        out = backend.causal(s.q, s.kv, plan, s.scale, sinks)
-        assert_close(out, dense_answer(s, with_tail=False, sinks=sinks)[0], s)
+@interpreted
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("column", [0, 3])
+def test_a_key_that_is_not_finite_shows_in_the_queries_that_see_it(splits, column):
+    """As in dense attention: their output is NaN, never 0, and that of the others is right."""
+    s = scene(n=4, t=6)
+    s.tail.data[:, column, 0] = float("nan")
+    launch = Launch(block_m=16, block_n=16, splits=splits, num_warps=4, num_stages=1)
+    got, _ = paged_attention(s.q, s.kv.data, s.metadata, s.tail.data, s.scale, None, GPU, launch)
+    sees = s.metadata.mask[:, :, column]
+    assert bool(sees.any())
+    assert torch.equal(got.isnan().all(dim=(2, 3)), sees)
+    assert_close(got[~sees], dense_answer(s, with_tail=True)[0][~sees], s)
+    part = prefix_of(s)
+    merged = tail_and_merge(s.q, part, s.tail.data, s.metadata, s.scale, None, GPU)
+    assert torch.equal(merged.isnan().all(dim=(2, 3)), sees)
 
-    @pytest.mark.parametrize("page_size", [1, 4, 16])
-    @pytest.mark.parametrize("columns", [1, 9, 300])
-    def test_the_gathered_table_holds_used_columns_and_null_pages(page_size, columns):
-        """Columns at and past the extent are never read: INT_MIN there does not come through."""
-        torch.manual_seed(0)
-        rows = torch.tensor([2, 0, 3, 1])
-        kv_len = torch.tensor([columns * page_size, 0, 0, max(columns * page_size // 2, 1)])
-        table = torch.randint(1, 1000, (4, columns + 5), dtype=torch.int32)
-        table[3] = 0
-        used = torch.arange(columns + 5) * page_size < torch.zeros(4).long().index_put((rows,), kv_len)[:, None]
-        table[~used] = INT_MIN
-        got, lengths = gather_table(table, rows, kv_len, columns, page_size, GPU)
-        want, want_lengths = gather_table_reference(table, rows, kv_len, columns, page_size)
-        assert torch.equal(got, want)
-        assert torch.equal(lengths, want_lengths)
-        assert int(got.min()) >= 0
-        assert lengths.dtype == got.dtype == torch.int32
-        for index, row in enumerate(rows.tolist()):
-            for column in range(columns):
-                inside = column * page_size < int(kv_len[index])
-                assert int(got[index, column]) == (int(table[row, column]) if inside else 0)
+
+@interpreted
+@pytest.mark.parametrize(
+    ("options", "splits", "items"),
+    [*((options, 1, 1) for options in SMALL), *zip(SMALL, (3, 3, 3, 3), (1, 1, 4, 1), strict=True)],
+    ids=str,
+)
+def test_a_sink_enters_the_fused_kernel_once(options, splits, items, monkeypatch):
+    """At the end of a single split, in the merge of several, item by item or some at a time."""
+    monkeypatch.setattr(attention, "_items_to_merge", lambda count, _: math.gcd(items, count))
+    s = scene(**options)
+    sinks = sinks_of(s)
+    launch = Launch(block_m=16, block_n=16, splits=splits, num_warps=4, num_stages=1)
+    call = s.q, s.kv.data, s.metadata, s.tail.data, s.scale
+    out, lse = paged_attention(*call, sinks, GPU, launch)
+    want, want_lse = dense_answer(s, with_tail=True, sinks=sinks)
+    assert_close(out, want, s)
+    if s.q.dtype == torch.float32:
+        assert_close_lse(lse, torch.logaddexp(want_lse, sinks), s)
+    clean = replace(s.metadata, table=PageTable(FULL, s.clean_table))
+    out, _ = paged_attention_reference(s.q, s.clean.data, clean, s.tail.data, s.scale, sinks)
+    assert_close(out, want, s)
+    low, _ = paged_attention(*call, sinks_of(s, low=True), GPU, launch)
+    none, _ = paged_attention(*call, None, GPU, launch)
+    assert_close(low, none, s)
+
+
+@interpreted
+@pytest.mark.parametrize("options", CAUSAL, ids=str)
+def test_a_sink_enters_causal_attention_once(options):
+    s = scene(**options, causal=True)
+    backend, sinks = TritonBackend(CPU), sinks_of(s)
+    plan = backend.plan(backend.begin(s.metadata), s.metadata)
+    out = backend.causal(s.q, s.kv, plan, s.scale, sinks)
+    assert_close(out, dense_answer(s, with_tail=False, sinks=sinks)[0], s)
+
+
+@interpreted
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("columns", [1, 9, 300])
+def test_the_gathered_table_holds_used_columns_and_null_pages(page_size, columns):
+    """Columns at and past the extent are never read: INT_MIN there does not come through."""
+    torch.manual_seed(0)
+    rows = torch.tensor([2, 0, 3, 1])
+    kv_len = torch.tensor([columns * page_size, 0, 0, max(columns * page_size // 2, 1)])
+    table = torch.randint(1, 1000, (4, columns + 5), dtype=torch.int32)
+    table[3] = 0
+    used = torch.arange(columns + 5) * page_size < torch.zeros(4).long().index_put((rows,), kv_len)[:, None]
+    table[~used] = INT_MIN
+    got, lengths = gather_table(table, rows, kv_len, columns, page_size, GPU)
+    want, want_lengths = gather_table_reference(table, rows, kv_len, columns, page_size)
+    assert torch.equal(got, want)
+    assert torch.equal(lengths, want_lengths)
+    assert int(got.min()) >= 0
+    assert lengths.dtype == got.dtype == torch.int32
+    for index, row in enumerate(rows.tolist()):
+        for column in range(columns):
+            inside = column * page_size < int(kv_len[index])
+            assert int(got[index, column]) == (int(table[row, column]) if inside else 0)

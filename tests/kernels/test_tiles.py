@@ -1,8 +1,7 @@
 """Weights in tiles: what a kernel makes of them has the bits of the reference, in the interpreter and by its assembly.
 
-As test_operations.py: under pytest this file starts itself again with TRITON_INTERPRET=1, and holds the tests of the
-kernels there and on a GPU. The assembly that makes two weights at a time does not run in the interpreter: its
-instructions are followed here one by one.
+Tests of the kernels run on a GPU or in the interpreted session. The assembly that makes two weights at a time does not
+run in the interpreter: its instructions are followed here one by one.
 """
 
 import re
@@ -11,8 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from support.interpreted import INTERPRETED, require_interpreted_pass
-from support.operation_cases import DEVICE, coded_weight
+from support.interpreted import DEVICE, ON_GPU, on_gpu_or_interpreted
+from support.operation_cases import coded_weight
 from treetop.kernels.gemm import tiles
 from treetop.kernels.gemm.coded import CodedWeight, Coding, decode
 from treetop.kernels.gemm.coded_rows import (
@@ -240,77 +239,77 @@ def test_following_can_fail():
 
 # -------------------------------------------------------------------------------------------------------- the kernels
 
-if not INTERPRETED and DEVICE.type == "cpu":
 
-    def test_the_kernels_pass_in_tritons_interpreter():
-        require_interpreted_pass(__file__, "-m", "not slow")
-
-    @pytest.mark.slow
-    def test_the_kernels_pass_in_tritons_interpreter_in_long_matrices():
-        require_interpreted_pass(__file__, "-m", "slow")
+DTYPES = [torch.bfloat16, torch.float16] if ON_GPU else [torch.float32, torch.float16]
 
 
-if INTERPRETED or DEVICE.type == "cuda":
-    DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16]
+def picking(rows, k, start, dtype):
+    """Rows that each have a single 1: products are weights, whatever the order of sums."""
+    x = torch.zeros(rows, k, device=DEVICE, dtype=dtype)
+    columns = torch.arange(start, min(start + rows, k))
+    x[columns - start, columns] = 1
+    return x
 
-    def picking(rows, k, start, dtype):
-        """Rows that each have a single 1: products are weights, whatever the order of sums."""
-        x = torch.zeros(rows, k, device=DEVICE, dtype=dtype)
-        columns = torch.arange(start, min(start + rows, k))
-        x[columns - start, columns] = 1
-        return x
 
-    def picked(weight, dtype, splits):
-        """All weights, by products of 64 rows."""
-        k = weight.shape[1]
-        launch, found = CodedLaunch(64, splits, 2, 4), []
-        for start in range(0, k, 64):
-            got = coded_rows(picking(64, k, start, dtype), weight, launch=launch, gpu=gpu_traits(DEVICE))
-            found.append(got.float().sum(0)[: min(64, k - start)])
-        return torch.cat(found).T
+def picked(weight, dtype, splits):
+    """All weights, by products of 64 rows."""
+    k = weight.shape[1]
+    launch, found = CodedLaunch(64, splits, 2, 4), []
+    for start in range(0, k, 64):
+        got = coded_rows(picking(64, k, start, dtype), weight, launch=launch, gpu=gpu_traits(DEVICE))
+        found.append(got.float().sum(0)[: min(64, k - start)])
+    return torch.cat(found).T
 
-    @pytest.mark.parametrize("coding", CODINGS, ids=str)
-    @pytest.mark.parametrize("kind", [SCALES[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in SCALES[1:])])
-    def test_each_weight_has_the_bits_of_the_reference(coding, kind):
-        """Lines, columns and groups that fill no tile; as a product has them, and decoded into memory."""
-        if coding.scales != "float32" and kind != torch.float32:
-            pytest.skip("its scales are of one kind")
-        for lines, k, splits in ((64, 256, 2), (70, 134, 1)):
-            weight = tile(made(lines, k, coding, kind))
-            for dtype in DTYPES if kind == torch.float32 else DTYPES[:1]:
-                want = decode(untile(weight)).to(dtype)
-                assert torch.equal(picked(weight, dtype, splits), want.float())
-                assert torch.equal(decode_tiles(weight, 0, lines, dtype, gpu_traits(DEVICE)), want)
-                assert torch.equal(decode_tiles(weight, 64, lines, dtype, gpu_traits(DEVICE)), want[64:]) or lines == 64
 
-    @pytest.mark.parametrize("coding", [CODINGS[1], CODINGS[7], CODINGS[9]], ids=str)
-    def test_products_equal_the_reference(coding):
-        x, bias = torch.randn(19, 256, device=DEVICE, dtype=DTYPES[0]), torch.randn(72, device=DEVICE, dtype=DTYPES[0])
-        weight = tile(made(72, 256, coding))
-        for launch in (CodedLaunch(64, 1, 2, 4), CodedLaunch(128, 2, 2, 4)):
-            got = coded_rows(x, weight, bias, launch=launch, gpu=gpu_traits(DEVICE)).float().sum(0)
-            want = coded_rows_reference(x, weight, bias)[0]
-            assert float((got - want).norm() / want.norm()) < (1e-5 if INTERPRETED else 1e-2)
+@on_gpu_or_interpreted
+@pytest.mark.parametrize("coding", CODINGS, ids=str)
+@pytest.mark.parametrize("kind", [SCALES[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in SCALES[1:])])
+def test_each_weight_has_the_bits_of_the_reference(coding, kind):
+    """Lines, columns and groups that fill no tile; as a product has them, and decoded into memory."""
+    if coding.scales != "float32" and kind != torch.float32:
+        pytest.skip("its scales are of one kind")
+    for lines, k, splits in ((64, 256, 2), (70, 134, 1)):
+        weight = tile(made(lines, k, coding, kind))
+        for dtype in DTYPES if kind == torch.float32 else DTYPES[:1]:
+            want = decode(untile(weight)).to(dtype)
+            assert torch.equal(picked(weight, dtype, splits), want.float())
+            assert torch.equal(decode_tiles(weight, 0, lines, dtype, gpu_traits(DEVICE)), want)
+            assert torch.equal(decode_tiles(weight, 64, lines, dtype, gpu_traits(DEVICE)), want[64:]) or lines == 64
 
-    @pytest.mark.parametrize("rows", [1, 65, 130])
-    @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
-    def test_a_gated_product_is_that_of_the_halves(rows, kind):
-        """With rows in more than one block, and a bias."""
-        weight = tile(in_turn(made(37, 96, Coding("int4", 32, zeros=True), experts=(2,))))
-        x, bias = torch.randn(rows, 96, device=DEVICE, dtype=DTYPES[0]), torch.randn(74, device=DEVICE, dtype=DTYPES[0])
-        got = coded_gated(x, weight, kind, bias, launch=CodedLaunch(64, 1, 2, 4), gpu=gpu_traits(DEVICE)).float()
-        want = coded_gated_reference(x, weight, kind, bias).float()
-        assert float((got - want).norm() / want.norm()) < (1e-5 if INTERPRETED else 1e-2)
 
-    def test_a_row_has_the_same_bits_in_any_company():
-        """In the interpreter nearly: its products are numpy's, whose bits may depend on the number of rows."""
-        weight = tile(made(64, 256, Coding("e4m3", 128)))
-        x, gpu = torch.randn(70, 256, device=DEVICE, dtype=DTYPES[0]), gpu_traits(DEVICE)
-        launch = CodedLaunch(64, 2, 2, 4)
-        whole = coded_rows(x, weight, launch=launch, gpu=gpu)
-        for rows in (1, 2, 17, 65):
-            got = coded_rows(x[:rows], weight, launch=launch, gpu=gpu)
-            if INTERPRETED:
-                torch.testing.assert_close(got, whole[:, :rows], rtol=1e-4, atol=1e-4)
-            else:
-                assert torch.equal(got, whole[:, :rows])
+@on_gpu_or_interpreted
+@pytest.mark.parametrize("coding", [CODINGS[1], CODINGS[7], CODINGS[9]], ids=str)
+def test_products_equal_the_reference(coding):
+    x, bias = torch.randn(19, 256, device=DEVICE, dtype=DTYPES[0]), torch.randn(72, device=DEVICE, dtype=DTYPES[0])
+    weight = tile(made(72, 256, coding))
+    for launch in (CodedLaunch(64, 1, 2, 4), CodedLaunch(128, 2, 2, 4)):
+        got = coded_rows(x, weight, bias, launch=launch, gpu=gpu_traits(DEVICE)).float().sum(0)
+        want = coded_rows_reference(x, weight, bias)[0]
+        assert float((got - want).norm() / want.norm()) < (1e-2 if ON_GPU else 1e-5)
+
+
+@on_gpu_or_interpreted
+@pytest.mark.parametrize("rows", [1, 65, 130])
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+def test_a_gated_product_is_that_of_the_halves(rows, kind):
+    """With rows in more than one block, and a bias."""
+    weight = tile(in_turn(made(37, 96, Coding("int4", 32, zeros=True), experts=(2,))))
+    x, bias = torch.randn(rows, 96, device=DEVICE, dtype=DTYPES[0]), torch.randn(74, device=DEVICE, dtype=DTYPES[0])
+    got = coded_gated(x, weight, kind, bias, launch=CodedLaunch(64, 1, 2, 4), gpu=gpu_traits(DEVICE)).float()
+    want = coded_gated_reference(x, weight, kind, bias).float()
+    assert float((got - want).norm() / want.norm()) < (1e-2 if ON_GPU else 1e-5)
+
+
+@on_gpu_or_interpreted
+def test_a_row_has_the_same_bits_in_any_company():
+    """In the interpreter nearly: its products are numpy's, whose bits may depend on the number of rows."""
+    weight = tile(made(64, 256, Coding("e4m3", 128)))
+    x, gpu = torch.randn(70, 256, device=DEVICE, dtype=DTYPES[0]), gpu_traits(DEVICE)
+    launch = CodedLaunch(64, 2, 2, 4)
+    whole = coded_rows(x, weight, launch=launch, gpu=gpu)
+    for rows in (1, 2, 17, 65):
+        got = coded_rows(x[:rows], weight, launch=launch, gpu=gpu)
+        if ON_GPU:
+            assert torch.equal(got, whole[:, :rows])
+        else:
+            torch.testing.assert_close(got, whole[:, :rows], rtol=1e-4, atol=1e-4)

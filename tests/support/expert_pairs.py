@@ -51,6 +51,12 @@ def build(folder, shape, ranks, **options):
     return LLM(str(folder), ep_size=ranks, **options)
 
 
+def send_to(core, rank):
+    """From now on `rank()` is where a request goes. core: an `EngineProcessClient` of one engine of several ranks."""
+    (engine,) = core.engines
+    engine.place = lambda request, index: engine.links[rank()]
+
+
 def answers(folder, shape, ranks, prompts, asked, **options):
     """What an engine says to each of (params, ranks that the prompts go to, or None); one takes long to start."""
     llm = build(folder, shape, ranks, **options)
@@ -58,8 +64,7 @@ def answers(folder, shape, ranks, prompts, asked, **options):
         outputs = []
         for params, places in asked:
             if places is not None:
-                numbers = iter(places)
-                llm._core.core.choose = lambda _, numbers=numbers: next(numbers)
+                send_to(llm._core.core, iter(places).__next__)
             outputs.append(llm.generate(prompts, params))
         return outputs
     finally:

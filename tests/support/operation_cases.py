@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from support.interpreted import INTERPRETED
+from support.interpreted import DEVICE
 from support.round_ops import (
     Buffers,
     agreeing,
@@ -52,7 +52,6 @@ from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.ids import FULL
 from treetop.types.layout import SpecShape
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 SHAPE = SpecShape(3, 3, 9)
 
 

@@ -8,7 +8,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from support.interpreted import INTERPRETED
 from support.oracles import float32
 from treetop.kernels.tree.calibration import Calibration, make_calibration
 from treetop.kernels.tree.grow import Children, TreeBuilder, make_growth
@@ -20,7 +19,6 @@ from treetop.types.tree import Accepted, DraftTree, PathPositions
 from treetop_debug.faults import FAULTS
 
 CPU = torch.device("cpu")
-DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 FEW = settings(max_examples=15, deadline=None)
 # Few values, so that ties are common: equal ones, both zeros, and impossible ones.
 SCORES = [0.0, -0.0, float32(-0.1), -0.5, -0.5, -1.0, -30.0, float("-inf"), float("nan")]

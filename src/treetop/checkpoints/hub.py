@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
-from treetop.checkpoints.gguf.open_folder import chosen_name, is_gguf
+from treetop.checkpoints.gguf.open_folder import chosen_names, is_gguf
 from treetop.types.errors import CheckpointError
 
 T = TypeVar("T")
@@ -45,10 +45,9 @@ def hub_folder(name: str, shown: str) -> Path:
 
 @cache
 def hub_gguf(name: str, quant: str | None, shown: str) -> Path | None:
-    """The GGUF file of a model, alone of its files: of a quantization such as Q4_K_M, or the only one.
+    """The GGUF file of a model, or its first part: of a quantization such as Q4_K_M, or the only one. Others are left.
 
-    None for a model without any, where no quantization is asked for. Else as `hub_folder`, and as
-    `chosen_name`.
+    None for a model without any, where no quantization is asked for. Else as `hub_folder`, and as `chosen_names`.
     """
     from huggingface_hub import list_repo_files  # noqa: PLC0415  # takes long to import
     from huggingface_hub.errors import OfflineModeIsEnabled  # noqa: PLC0415  # takes long to import
@@ -62,8 +61,8 @@ def hub_gguf(name: str, quant: str | None, shown: str) -> Path | None:
         names = sorted(each for each in there if is_gguf(each))
         if not names and quant is None:
             return None
-        chosen = chosen_name(names, quant, shown)
-        return fetched([chosen]) / chosen
+        chosen = chosen_names(names, quant, shown)
+        return fetched(chosen) / chosen[0]
 
     return _asked(name, shown, file)
 

@@ -13,6 +13,7 @@ class Row:
 
     drafts: values of `--speculative-algorithm`.
     formats: of weights, beside plain ones.
+    gguf: values of `general.architecture` of GGUF files that are read as it.
     """
 
     architecture: str
@@ -20,6 +21,7 @@ class Row:
     text_only: bool
     drafts: tuple[str, ...]
     formats: tuple[str, ...]
+    gguf: tuple[str, ...]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -38,14 +40,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def rows() -> list[Row]:
-    """By the registries of targets, drafts and formats."""
+    """By the registries of targets, drafts, formats and GGUF files."""
+    from treetop.checkpoints.gguf.architectures import names_of
     from treetop.drafts.registry import DRAFTERS
     from treetop.models.registry import FAMILIES
     from treetop.weights.registry import FORMATS
 
     drafts, formats = (*DRAFTERS, "NGRAM"), tuple(FORMATS)
     return [
-        Row(name, family.about, bool(family.text_of), (*drafts, "MTP") if family.mtp else drafts, formats)
+        Row(
+            name,
+            family.about,
+            bool(family.text_of),
+            (*drafts, "MTP") if family.mtp else drafts,
+            formats,
+            names_of(name),
+        )
         for name, family in sorted(FAMILIES.items())
     ]
 
@@ -60,6 +70,8 @@ def as_markdown() -> str:
         lines.append(f"| `{row.architecture}` | {what} | {', '.join(row.drafts)} |")
     lines += ["", "| `quant_method` | what is read |", "|---|---|"]
     lines += [f"| `{name}` | {method.about} |" for name, method in FORMATS.items()]
+    lines += ["", "| architecture of a GGUF file | read as |", "|---|---|"]
+    lines += [f"| `{name}` | `{row.architecture}` |" for row in rows() for name in row.gguf]
     return "\n".join(lines) + "\n"
 
 

@@ -110,7 +110,7 @@ def _close(
     watching: "asyncio.Task[str]",
 ) -> None:
     async def end() -> None:
-        engines.core.fail("the engine core has been closed")
+        engines.core.engines[0].fail("the engine core has been closed")
         engines.core.close()
         watching.cancel()
         await engines.close()

@@ -1,7 +1,7 @@
 """An engine, and another in its place when it dies: who starts it, watches it, and tells those that use it.
 
 supervisor --starts, watches--> engine 1, 2, ...      each one process, or several, at addresses of its own
-    '--lost, resume, fail--> front ends: this process's `EngineProcessClient`, API processes
+    '--lost, resume, fail--> front ends: `RemoteEngine` of this process's client, API processes
 """
 
 import asyncio
@@ -20,8 +20,9 @@ import msgspec
 
 from treetop.core.wire import ProcessOptions
 from treetop.disaggregation.registry import withdraw
-from treetop.distributed.client import WATCHDOG_S, EngineProcessClient
+from treetop.distributed.client import EngineProcessClient
 from treetop.distributed.process import Failed, ProcessGroup, as_error
+from treetop.distributed.remote_engine import WATCHDOG_S
 from treetop.types.config import EngineConfig
 from treetop.types.errors import EngineError, UserError
 
@@ -61,7 +62,7 @@ class RestartLimit:
 
 
 class FrontEnd(Protocol):
-    """Whoever has requests with the engine. `EngineProcessClient` says what the words mean."""
+    """Whoever has requests with the engine. `RemoteEngine` says what the words mean."""
 
     def lost(self, reason: str) -> None: ...
 
@@ -75,12 +76,18 @@ class FrontEnd(Protocol):
 class EngineSupervisor:
     """Keeps an engine running: one process, or the ranks that share experts, which die and start again as one.
 
-    core: its client in this process, which can be used once `start` is over. replica: of several engines.
+    core: its client in this process, which can be used once `start` is over.
     """
 
-    def __init__(self, process: ProcessOptions, restarts: int, watchdog: Watchdog = WATCHDOG) -> None:
+    def __init__(
+        self,
+        process: ProcessOptions,
+        restarts: int,
+        watchdog: Watchdog = WATCHDOG,
+        core: EngineProcessClient | None = None,
+    ) -> None:
         """process: what each engine process is told, but for address and rank. restarts: how often within an hour an
-        engine that has died is started again.
+        engine that has died is started again. core: of all replicas, whoever starts them; None for one of this alone.
         """
         weights = Path(tempfile.gettempdir()) / f"treetop-weights-{uuid4().hex}.json"
         weakref.finalize(self, Path.unlink, weights, missing_ok=True)
@@ -88,7 +95,8 @@ class EngineSupervisor:
         self._restarts = RestartLimit(restarts)
         self._others: list[FrontEnd] = []
         self._group: ProcessGroup | None = None
-        self.core = EngineProcessClient(watchdog_s=watchdog.timeout_s)
+        self.core = core or EngineProcessClient(watchdog_s=watchdog.timeout_s)
+        self._engine = self.core.engines[process.replica]
         self.addresses: tuple[str, ...] = ()
         """Of the processes of the last engine that was started."""
 
@@ -109,10 +117,10 @@ class EngineSupervisor:
 
     async def meet(self) -> None:
         """Wait until the engine is up. Raises UserError and EngineError for what it says."""
-        await self._while_it_lives(self.core.connect(self.addresses), " before it was up")
+        await self._while_it_lives(self._engine.connect(self.addresses), " before it was up")
 
     def join(self, front: FrontEnd) -> None:
-        """Another front end, beside `core`. It is told of each engine from the next one on."""
+        """Another front end, beside `core`'s. It is told of each engine from the next one on."""
         self._others.append(front)
 
     def leave(self, front: FrontEnd) -> None:
@@ -121,7 +129,7 @@ class EngineSupervisor:
 
     @property
     def _fronts(self) -> list[FrontEnd]:
-        return [self.core, *self._others]
+        return [self._engine, *self._others]
 
     async def watch(self, up: "asyncio.Future[None] | None" = None) -> str:
         """Until the engine is dead for good, which all are told. Returns why.
@@ -165,11 +173,11 @@ class EngineSupervisor:
     async def _ended(self) -> Failed:
         """Wait until the engine has ended, or is stalled. Returns why."""
         assert self._group is not None
-        ended, stalled = asyncio.wrap_future(self._group.ended), asyncio.ensure_future(self.core.stalled.wait())
+        ended, stalled = asyncio.wrap_future(self._group.ended), asyncio.ensure_future(self._engine.stalled.wait())
         ends: set[asyncio.Future[Any]] = {ended, stalled} if self._watchdog.restart else {ended}
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            return ended.result() if ended.done() else self._group.end(Failed(self.core.stall_reason, died=True))
+            return ended.result() if ended.done() else self._group.end(Failed(self._engine.stall_reason, died=True))
         finally:
             stalled.cancel()
 

@@ -24,8 +24,6 @@ class _Kind:
 
 
 _KINDS = (
-    _Kind("DFlash 2", ("dflash2",), (), ("candidate_selector.",)),
-    _Kind("Domino", ("domino",), ("dflash_config.gru_hidden_dim",), ("prefix_gru.",)),
     _Kind("XPress", ("xpress",), (), ("mix_l",)),
     _Kind("Gemma 4 DSpark", ("gemma4dspark",)),
     _Kind("DeepSeek-V4 DSpark", (), ("dspark_noise_token_id",)),

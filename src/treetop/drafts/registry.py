@@ -31,10 +31,14 @@ DRAFTERS: dict[str, Callable[[Path, ModelConfig, bool], HeadSpec]] = {
     "EAGLE3": eagle3_spec,
     "PEAGLE": peagle_spec,
     "DFLASH": block_spec,
+    "DFLASH2": block_spec,
     "DSPARK": block_spec,
+    "DOMINO": block_spec,
     "STANDALONE": draft_model_spec,
 }
 """Algorithm -> the reader of a folder, for a target, and whether the folder has no tensors to look at."""
+_ALGORITHMS = {"DFlash 2": "DFLASH2", "DSpark": "DSPARK", "Domino": "DOMINO"}
+"""Of block heads, by their kind; of others DFLASH."""
 _ASSUMED = "EAGLE3"
 """What a folder without tensors holds, if nobody says."""
 
@@ -162,7 +166,7 @@ def _found_by_config(folder: Path, names: Collection[str]) -> FoundDraft | None:
     layout = find_block(config)
     if layout is None:
         return None
-    algorithm = "DSPARK" if layout.kind == "DSpark" else "DFLASH"
+    algorithm = _ALGORITHMS.get(layout.kind, "DFLASH")
     return FoundDraft(algorithm, f"{layout.kind} of {layout.writer}", (layout.sign,))
 
 

@@ -28,7 +28,7 @@ import msgspec
 from treetop.api.api_state import check_files
 from treetop.core.clients import EngineClient
 from treetop.core.wire import EngineDead, EngineEvent, EngineLost, EngineUp, ProcessOptions
-from treetop.distributed.data_parallel import one_of
+from treetop.distributed.client import EngineProcessClient
 from treetop.distributed.in_flight import InFlightCounter
 from treetop.distributed.process import Child, send_line, start_process
 from treetop.distributed.supervisor import EngineSupervisor, RestartLimit, Watchdog
@@ -86,12 +86,11 @@ async def _run(folder: Path, process: ProcessOptions, options: ServeOptions, lis
     _on_signals(stopped, apis)
     watchdog = Watchdog(options.watchdog_timeout, options.watchdog_restart)
     async with AsyncExitStack() as stack:
-        engines = []
+        core, engines = EngineProcessClient(0, watchdog.timeout_s, options.dp_size), []
         for replica in range(options.dp_size):
             own = msgspec.structs.replace(process, replica=replica, num_replicas=options.dp_size)
-            engines.append(EngineSupervisor(own, options.engine_restarts, watchdog))
+            engines.append(EngineSupervisor(own, options.engine_restarts, watchdog, core))
             stack.push_async_callback(engines[-1].close)
-        core = one_of([each.core for each in engines])
         stack.callback(core.close)
         started = asyncio.ensure_future(start(engines, process.config.model, options))
         waited: set[asyncio.Future[Any]] = {started, stopped}
@@ -208,7 +207,7 @@ class ApiProcesses:
     def __init__(
         self,
         engines: Sequence[EngineSupervisor],
-        core: EngineClient,
+        core: EngineProcessClient,
         api_options: ApiOptions,
         listening: socket.socket,
         folder: Path,
@@ -293,7 +292,7 @@ class ApiProcesses:
         self._apis.remove(api)
         for engine, front in zip(self._engines, api.fronts, strict=True):
             engine.leave(front)
-            engine.core.left(api.number)
+        self._core.left(api.number)
         alive = InFlightCounter(self._folder / "alive", api.place, self._api_options.serve.num_api_workers)
         alive.add(-alive.own)
         alive.close()

@@ -18,7 +18,7 @@ import msgspec
 
 from treetop.core.wire import EngineDead, EngineEvent, EngineLost, EngineUp
 from treetop.distributed.client import EngineProcessClient
-from treetop.distributed.data_parallel import one_of
+from treetop.distributed.remote_engine import RemoteEngine
 from treetop.serve.run import ApiOptions, log_to_stderr, serve
 
 
@@ -31,10 +31,8 @@ def main() -> int:
 
 
 async def _run(options: ApiOptions, listening: socket.socket, stdin: io.FileIO) -> int:
-    watchdog_s = options.serve.watchdog_timeout
-    cores = [EngineProcessClient(options.client, watchdog_s) for _ in range(options.serve.dp_size)]
-    watches = [_EngineWatch(core) for core in cores]
-    core = one_of(cores)
+    core = EngineProcessClient(options.client, options.serve.watchdog_timeout, options.serve.dp_size)
+    watches = [_EngineWatch(engine) for engine in core.engines]
     serving = asyncio.Event()
     for each in watches:
         each.serving = serving
@@ -52,8 +50,8 @@ async def _run(options: ApiOptions, listening: socket.socket, stdin: io.FileIO) 
 class _EngineWatch:
     """Does what the parent's news of an engine ask for. first: there has been one, or there will be none."""
 
-    def __init__(self, core: EngineProcessClient) -> None:
-        self._core = core
+    def __init__(self, engine: RemoteEngine) -> None:
+        self._engine = engine
         self._resuming: asyncio.Task[None] | None = None
         self.first, self.serving = asyncio.Event(), asyncio.Event()
 
@@ -64,13 +62,13 @@ class _EngineWatch:
             case EngineUp():
                 self._resuming = asyncio.create_task(self._resume(event))
             case EngineLost(_, reason):
-                self._core.lost(reason)
+                self._engine.lost(reason)
             case EngineDead(_, reason):
-                self._core.fail(reason)
+                self._engine.fail(reason)
                 self.first.set()
 
     async def _resume(self, up: EngineUp) -> None:
-        await self._core.resume(up.addresses)
+        await self._engine.resume(up.addresses)
         self.first.set()
         await self.serving.wait()
         sys.stdout.buffer.write(msgspec.json.encode(up) + b"\n")

@@ -1,5 +1,6 @@
 """The tokenizer of a GGUF file's metadata."""
 
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -41,6 +42,11 @@ def pieces(pre: str, text: str) -> list[str]:
         ("gpt-2", ["I", "'ll", " pay", " 12345", "!", "\n ", " now"]),
         ("smollm", ["I", "'ll", " pay", " ", "1", "2", "3", "4", "5", "!", "\n ", " now"]),
         ("llama-bpe", ["I", "'ll", " pay", " ", "123", "45", "!\n", " ", " now"]),
+        ("gpt-4o", ["I'll", " pay", " ", "123", "45", "!\n", " ", " now"]),
+        ("tekken", ["I", "'ll", " pay", " ", "1", "2", "3", "4", "5", "!\n", " ", " now"]),
+        ("dbrx", ["I", "'ll", " pay", " ", "123", "45", "!\n", " ", " now"]),
+        ("smaug-bpe", ["I", "'ll", " pay", " ", "123", "45", "!\n", " ", " now"]),
+        ("refact", ["I", "'ll", " pay", " ", "1", "2", "3", "4", "5", "!", "\n ", " now"]),
         ("qwen2", ["I", "'ll", " pay", " ", "1", "2", "3", "4", "5", "!\n", " ", " now"]),
         ("default", ["I", "'", "ll", " pay", " ", "123", "45", "!", "\n ", " now"]),
     ],
@@ -48,6 +54,13 @@ def pieces(pre: str, text: str) -> list[str]:
 def test_each_pre_tokenizer_cuts_as_its_name_says(pre: str, expected: list[str]) -> None:
     """Digits by one or three, contractions, punctuation with its newline or apart."""
     assert pieces(pre, "I'll pay 12345!\n  now") == expected
+
+
+def test_o200k_cuts_words_where_small_letters_end() -> None:
+    """As tiktoken's pattern has it: capitals begin a word, marks belong to letters, a slash to what stands before."""
+    text = "aHTMLPage's n\u0303 \u4f60\u597d ://x"
+    expected = ["a", "HTMLPage's", " n\u0303", " \u4f60\u597d", " ://", "x"]
+    assert pieces("gpt-4o", text) == expected
 
 
 def test_merges_special_tokens_and_stops_are_those_of_the_file() -> None:
@@ -60,6 +73,15 @@ def test_merges_special_tokens_and_stops_are_those_of_the_file() -> None:
     assert found.tokenizer.decode(ids, skip_special_tokens=False) == "hello a<user><|eot_id|>"
     assert read(eos_token_id=None).stops == (EOT,), "a control token of that name ends an output"
     assert read(eos_token_id=0, eot_token_id=5).stops == (0, 5, EOT)
+
+
+def test_in_gpt_oss_the_end_of_a_message_ends_no_output() -> None:
+    """`<|return|>` and `<|call|>` do; where these are not, `<|end|>` does."""
+    harmony = (*BYTES, *WHOLE[256:260], "<|end|>", "<|return|>", "<|call|>")
+    of_file = {"tokens": harmony, "token_type": (*(1,) * 260, 3, 3, 3), "bos_token_id": None, "pre": "gpt-4o"}
+    assert read(**of_file, eos_token_id=261).stops == (261, 262)
+    phi = (*harmony[:262], "<|user|>")
+    assert read(**{**of_file, "tokens": phi}, eos_token_id=261).stops == (261, 260)
 
 
 def test_what_stands_around_a_text_is_as_the_file_says() -> None:
@@ -124,11 +146,35 @@ def test_a_sentence_piece_without_a_space_in_front() -> None:
     assert tokenizer.decode(by_scores(" hello")) == " hello"
 
 
+GEMMA = {
+    "tokens": (*PIECES, "<start_of_turn>", "<end_of_turn>", "  ", "   ", "\n\n"),
+    "scores": (*SCORES, *(0.0,) * 5),
+    "token_type": (*PIECE_TYPES, 3, 3, 4, 4, 4),
+    **{"pre": "default", "add_space_prefix": False, "add_bos_token": True},
+}
+
+
+@settings(max_examples=60)
+@given(st.text(alphabet="ab he\n\u4f60", max_size=16), st.sampled_from(["", "<start_of_turn>", "<end_of_turn>"]))
+def test_gemmas_tokens_of_users_come_before_its_merges(text: str, control: str) -> None:
+    """Runs of spaces and lines, which are stored as they are; no space is put first; a turn's end ends an output."""
+    found = TOKENIZERS.setdefault("gemma", sentence_piece(**GEMMA))
+    assert found.stops == (2, GEMMA["tokens"].index("<end_of_turn>"))
+    own = "(<start_of_turn>|<end_of_turn>|   |  |\n\n)"
+    expected = [
+        index
+        for part in re.split(own, text + control)
+        for index in ([GEMMA["tokens"].index(part)] if re.fullmatch(own, part) else by_scores(part))
+    ]
+    assert found.tokenizer.encode(text + control).ids == [1, *expected]
+    assert found.tokenizer.decode(expected) == text
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
         ({"model": "t5"}, "tokenizer.ggml.model 't5'.*only gpt2 and llama"),
-        ({"pre": "tekken"}, "tokenizer.ggml.pre 'tekken'.*smollm, llama-bpe, qwen2"),
+        ({"pre": "bloom"}, "tokenizer.ggml.pre 'bloom'.*smollm, llama-bpe, gpt-4o, tekken"),
         ({"merges": ("h x",)}, "merges 'h x'"),
         ({"merges": ("hello",)}, "merges 'hello'"),
         ({"merges": None}, "merges .*must be a list of text"),

@@ -7,7 +7,6 @@ anything of that length is read. Source: the GGUF specification, versions 2 and 
 import mmap
 import struct
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -37,18 +36,21 @@ TYPES = {
     13: ("Q5_K", 256, 176),
     14: ("Q6_K", 256, 210),
     30: ("BF16", 1, 2),
+    39: ("MXFP4", 32, 17),
 }
 """Types of tensors that are read, by number: name, numbers a block, bytes a block."""
+MXFP4 = 39
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor lies: type by number, shape with the longest stride first, byte at which it starts, bytes."""
+    """Where a tensor lies: type by number, shape with the longest stride first, byte where it starts, bytes, file."""
 
     type: int
     shape: tuple[int, ...]
     start: int
     size: int
+    path: Path
 
 
 @dataclass(frozen=True)
@@ -66,20 +68,6 @@ def read_header(path: Path) -> Header:
             return _Walk(path, data).header()
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: not readable as GGUF: {error}") from None
-
-
-def kept_header(path: Path) -> Header:
-    """As `read_header`, once while the file is as it was: a large vocabulary takes a second."""
-    try:
-        found = path.stat()
-    except OSError as error:
-        raise CheckpointError(f"{path}: not readable as GGUF: {error}") from None
-    return _header(path, found.st_size, found.st_mtime_ns)
-
-
-@lru_cache(maxsize=2)
-def _header(path: Path, size: int, modified: int) -> Header:
-    return read_header(path)
 
 
 class _Walk:
@@ -111,7 +99,7 @@ class _Walk:
             if name in placed:
                 raise self._wrong(f"tensor {shown(name)} is there twice")
             _, numbers, size = TYPES[type_]
-            stored = Stored(type_, shape, begin + offset, prod(shape) // numbers * size)
+            stored = Stored(type_, shape, begin + offset, prod(shape) // numbers * size, self._path)
             if offset % alignment:
                 raise self._wrong(f"tensor {shown(name)}: offset {offset} is no multiple of {alignment}")
             if stored.start + stored.size > len(self._data):

@@ -1,4 +1,7 @@
-"""Scaled RoPE of a GGUF file. llama.cpp stores Llama 3.1's as a factor for each frequency and not what gave it."""
+"""Scaled RoPE of a GGUF file: linear and YaRN as metadata say. Needs no PyTorch.
+
+llama.cpp stores Llama 3.1's as a factor for each frequency and not what gave it.
+"""
 
 import math
 import struct
@@ -7,21 +10,49 @@ from pathlib import Path
 from typing import Any
 
 from treetop.checkpoints.gguf.header import Header
+from treetop.checkpoints.gguf.metadata import entry
 from treetop.types.errors import CheckpointError, shown
 
 _FACTORS = "rope_freqs.weight"
 _LOW, _HIGH, _ORIGINAL = 1.0, 4.0, 8192
 """Of every published Llama 3.1 to 3.3."""
+_KINDS: dict[str, dict[str, tuple[str, type]]] = {
+    "none": {},
+    "linear": {"factor": ("factor", float)},
+    "yarn": {
+        "factor": ("factor", float),
+        "original_context_length": ("original_max_position_embeddings", int),
+        "yarn_beta_fast": ("beta_fast", float),
+        "yarn_beta_slow": ("beta_slow", float),
+    },
+}
+"""Of a kind, the keys of its numbers, and what the hub calls them."""
+_DEFAULTS: dict[str, float] = {"yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "yarn_log_multiplier": 1.0}
+_SAYING_NOTHING = ("type", "finetuned", "original_context_length")
+"""Keys that change no number, whatever the kind."""
 _TOLERANCE = 1e-4
 """Of factors, as a share: they went through float32."""
 _F32 = 0
 
 
-def rope_scaling(header: Header, prefix: str, config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The config's `rope_scaling`, {} without one. Raises CheckpointError for what no known rule gives."""
-    kind = header.metadata.get(f"{prefix}rope.scaling.type", "none")
+def rope_scaling(
+    header: Header, prefix: str, config: Mapping[str, Any], path: Path, yarn: Mapping[str, tuple[str, type]]
+) -> dict[str, Any]:
+    """The config's `rope_scaling`, {} without one. yarn: keys of it that this architecture has beyond others.
+
+    Raises CheckpointError for what no known rule gives.
+    """
+    said = f"{prefix}rope.scaling."
+    kind = header.metadata.get(f"{said}type", "linear" if f"{said}factor" in header.metadata else "none")
+    if kind not in _KINDS:
+        raise CheckpointError(
+            f"{path}: {said}type: scaled RoPE {shown(kind)} is not supported, only {', '.join(_KINDS)}"
+        )
     if kind != "none":
-        raise CheckpointError(f"{path}: {prefix}rope.scaling.type: scaled RoPE {shown(kind)} is not supported")
+        if _FACTORS in header.tensors:
+            raise CheckpointError(f"{path}: {said}type {kind} beside a tensor {_FACTORS} is not supported")
+        keys = {**_KINDS[kind], **(yarn if kind == "yarn" else {})}
+        return {"rope_scaling": {"rope_type": kind, **_numbers(header, said, keys, path)}}
     if _FACTORS not in header.tensors:
         return {}
     found = _stored(header, path)
@@ -33,15 +64,23 @@ def rope_scaling(header: Header, prefix: str, config: Mapping[str, Any], path: P
     pairs = zip(found, expected, strict=False)
     if len(expected) != len(found) or not all(abs(one - other) <= _TOLERANCE * other for one, other in pairs):
         raise CheckpointError(f"{path}: tensor {_FACTORS} holds factors that are not those of Llama 3.1: not supported")
-    said = {"low_freq_factor": _LOW, "high_freq_factor": _HIGH, "original_max_position_embeddings": _ORIGINAL}
-    return {"rope_scaling": {"rope_type": "llama3", "factor": factor, **said}}
+    of_rule = {"low_freq_factor": _LOW, "high_freq_factor": _HIGH, "original_max_position_embeddings": _ORIGINAL}
+    return {"rope_scaling": {"rope_type": "llama3", "factor": factor, **of_rule}}
+
+
+def _numbers(header: Header, said: str, keys: Mapping[str, tuple[str, type]], path: Path) -> dict[str, Any]:
+    """Those of a kind. A key that it does not have, such as a factor of the scores, is refused by name."""
+    for key in header.metadata:
+        if key.startswith(said) and key.removeprefix(said) not in (*keys, *_SAYING_NOTHING):
+            raise CheckpointError(f"{path}: {key}: {shown(header.metadata[key])} is not supported")
+    return {ours: entry(header, said + key, type_, path, _DEFAULTS.get(key)) for key, (ours, type_) in keys.items()}
 
 
 def _stored(header: Header, path: Path) -> tuple[float, ...]:
     tensor = header.tensors[_FACTORS]
     if tensor.type != _F32 or len(tensor.shape) != 1 or tensor.shape[0] > 2**12:
         raise CheckpointError(f"{path}: tensor {_FACTORS} must be one row of F32")
-    with path.open("rb") as file:
+    with tensor.path.open("rb") as file:
         file.seek(tensor.start)
         return struct.unpack(f"<{tensor.shape[0]}f", file.read(tensor.size))
 

@@ -18,21 +18,36 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER, _BYTE = 1, 2, 3, 4, 6
 _STOPS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _STOP_NAMES = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>")
 """Control tokens that end an output whether the file says so or not, as llama.cpp has it."""
+_HARMONY = ("<|return|>", "<|call|>")
+"""Of GPT-OSS, in whose format `<|end|>` ends a message and no output."""
+_MESSAGE_END = "<|end|>"
 _SPACE = "\u2581"
 _LETTERS = r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 _GPT2 = rf"'s|'t|'re|'ve|'m|'ll|'d|{_LETTERS}|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CASED, _SHORT = r"[^\r\n\p{L}\p{N}]?%s", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BY_CASE = (
+    rf"{_CASED % f'{_UPPER}*{_LOWER}+'}%s|{_CASED % f'{_UPPER}+{_LOWER}*'}%s"
+    r"|%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Words end where small letters do, perhaps with a contraction. Source: tiktoken's `o200k_base`."""
 _SPLITS: dict[str, tuple[str, ...]] = {
     "gpt-2": (_GPT2,),
     "smollm": (r"\p{N}", _GPT2),
     "llama-bpe": (_WORDS % r"\p{N}{1,3}",),
+    "gpt-4o": (_BY_CASE % (_SHORT, _SHORT, r"\p{N}{1,3}"),),
+    "tekken": (_BY_CASE % ("", "", r"\p{N}"),),
+    "dbrx": (_WORDS % r"\p{N}{1,3}",),
+    "smaug-bpe": (_WORDS % r"\p{N}{1,3}",),
+    "refact": (r"\p{N}", _GPT2),
     "qwen2": (_WORDS % r"\p{N}",),
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
 }
 """`tokenizer.ggml.pre`: what cuts a text, one pattern after the other. Source: llama.cpp's `llama-vocab.cpp`."""
-_BEGINS = ("llama-bpe",)
+_BEGINS = ("llama-bpe", "tekken")
 """Those that put BOS before a text where the file says nothing of it."""
-_MERGED_WHOLE = ("llama-bpe",)
+_MERGED_WHOLE = ("llama-bpe", "tekken")
 """Those in which a word that is a token is that token, whatever its merges are."""
 
 
@@ -140,10 +155,11 @@ class _Reader:
             tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)
 
     def _stops(self, tokens: Sequence[str], types: Sequence[int]) -> tuple[int, ...]:
+        controls = {token: index for index, token in enumerate(tokens) if types[index] in (_CONTROL, _USER)}
+        harmony = all(name in controls for name in _HARMONY)
+        ends = (set(_STOP_NAMES) - {_MESSAGE_END}).union(_HARMONY) if harmony else set(_STOP_NAMES)
         said = [self._id(key, tokens) for key in _STOPS]
-        named = [
-            index for index, token in enumerate(tokens) if token in _STOP_NAMES and types[index] in (_CONTROL, _USER)
-        ]
+        named = [index for token, index in controls.items() if token in ends]
         return tuple(dict.fromkeys(index for index in (*said, *named) if index is not None))
 
     def _id(self, key: str, tokens: Sequence[str]) -> int | None:

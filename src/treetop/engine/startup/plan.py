@@ -325,6 +325,8 @@ def read_draft_spec(config: EngineConfig, target: TargetSpec) -> DrafterSpec:
             f"--speculative-num-steps {deepest}: {spec.folder} proposes {spec.block.max_steps} tokens at most"
         )
     topk = max(shape.topk for shape in config.shapes)
+    if spec.block is not None and spec.block.max_topk is not None and topk > spec.block.max_topk:
+        raise ConfigError(f"--speculative-eagle-topk {topk}: {spec.folder} scores {spec.block.max_topk} tokens at most")
     if topk > spec.vocab_size:
         raise ConfigError(f"--speculative-eagle-topk {topk} exceeds the draft vocabulary of {spec.vocab_size}")
     return spec

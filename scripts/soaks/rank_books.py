@@ -1,6 +1,6 @@
 """What a rank of a soak does beside its work: it accounts for its rows, pages and slots, and says what it has done.
 
-    python scripts/rank_books.py FOLDER     as `python -m treetop.distributed.engine_process`, for `soak_roles.py`
+    python scripts/soaks/rank_books.py FOLDER      as `python -m treetop.distributed.engine_process`, for `roles`
 
 Each rank renews a file of the folder: counts, memory, and whether it holds nothing.
 """

@@ -1,7 +1,4 @@
-"""A long run over HTTP with kills: one server prefills for another that decodes, and their processes are struck.
-
-    python scripts/soak_kills.py --seconds 600 --seed 0
-    python scripts/soak_kills.py --kind tp --device cuda --graphs auto --seconds 300        four GPUs
+"""Servers over HTTP whose processes are struck: one prefills for another that decodes.
 
 Two `treetop serve` of `--ranks` ranks each, which share experts, or a model with `--kind tp`, and draft with MTP.
 Clients ask for completions of random prompts without end and leave some. Every `--every` seconds or so a rank of
@@ -9,18 +6,16 @@ either, or all of the prefill worker's, is killed, or stopped for a while. While
 strikes are left out.
 
 Then all requests that were alive at a strike, and a random sample of the others, are answered again by one engine of
-one rank that has seen nothing: the tokens must be the same, but for near ties in float32. An error is a failure, unless
-the request was the one that an engine was tried with when it died (docs/serving.md). Nothing may be held at the end.
+one rank that has seen nothing. An error is a failure, unless the request was the one that an engine was tried with when
+it died (docs/serving.md).
 
-With `--device cuda` the prefill worker has the first GPUs, the decode worker the next. The model is that of
-`soak_roles.py`. Prints one JSON object: `pause_s` is the longest gap of each stream from its first strike on, in
-seconds, by the worst strike that it met; `memory_mib` is resident, of the server and its ranks. Exit code 1 if anything
-failed, 2 for an option that cannot work.
+With `--device cuda` the prefill worker has the first GPUs, the decode worker the next. `pause_s` is the longest gap of
+each stream from its first strike on, in seconds, by the worst strike that it met; `memory_mib` is resident, of the
+server and its ranks.
 """
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import re
@@ -37,20 +32,27 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-from soak import near_tie, random_params
-from soak_roles import LEASE_S, TINY, alone, config_of, save_tiny_glm
-
+from soaks.common import (
+    LEASE_S,
+    MOST_FAILURES,
+    Answered,
+    Summary,
+    alone,
+    compare,
+    config_of,
+    random_params,
+    random_prompt,
+    save_tiny_glm,
+)
 from treetop import LLM, SamplingParams
 from treetop.bench.http_client import Address, HttpError
 from treetop.bench.http_client import Client as HttpClient
-from treetop.cli import OneLineParser, exit_code
 from treetop.types.config import EngineConfig
-from treetop.types.errors import InputError
 from treetop.types.kv_transfer.options import Mode
 from treetop.types.options import options_of
 from treetop_debug.servers import Client, is_up, metrics, processes_of, workers
 
+LEAST = (("seconds", 1), ("every", 0.1), ("stopped_seconds", 0.1), ("clients", 1), ("ranks", 2))
 ROLES: tuple[Mode, ...] = ("prefill", "decode")
 RANKS = {"ep": ("engine_process",), "tp": ("engine_process", "tp_worker")}
 """Modules that a server's ranks run."""
@@ -66,8 +68,6 @@ WORST_FIRST = ("decode killed", "decode stopped", "prefill killed", "prefill sto
 LEAVE_CHANCE = 0.15
 PATIENCE_S = 300.0
 """After which a request, or a server that is to become idle, hangs."""
-MOST_FAILURES = 10
-"""That are told; they end a soak."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,41 +87,31 @@ class Strike:
 
 
 @dataclass(slots=True, eq=False)
-class Live:
-    """A request, and what has come of it. event_s: when tokens came. met: strikes while it was alive."""
+class Live(Answered):
+    """A request, and what has come of it. event_s: when tokens came. strikes: while it was alive."""
 
-    prompt: list[int]
-    params: SamplingParams
-    asked_s: float
-    ids: list[int] = field(default_factory=list)
     event_s: list[float] = field(default_factory=list)
-    finish: str | None = None
-    met: list[Strike] = field(default_factory=list)
+    strikes: list[Strike] = field(default_factory=list)
+
+    @property
+    def met(self) -> str:
+        return ", which met " + (", ".join(f"{each.what} {each.how}" for each in self.strikes) or "no strike")
 
 
-@dataclass(slots=True)
-class Summary:
-    """What a soak did and found. handed_over, local: requests of the decode worker as its metrics tell them, with and
-    without the other's prefill; what it did just before a kill may not have been told.
+@dataclass(slots=True, kw_only=True)
+class KillsSummary(Summary):
+    """handed_over, local: requests of the decode worker as its metrics tell them, with and without the other's prefill;
+    what it did just before a kill may not have been told. aborted: by clients that left.
     """
 
-    seed: int
-    finished: int = 0
-    left: int = 0
-    tokens: int = 0
     strikes: dict[str, int] = field(default_factory=dict)
     met_a_strike: int = 0
     handed_over: int = 0
     local: int = 0
     restarts: dict[str, int] = field(default_factory=dict)
     errors: dict[str, int] = field(default_factory=dict)
-    compared: int = 0
-    ties: int = 0
-    differ: int = 0
     pause_s: dict[str, dict[str, float]] = field(default_factory=dict)
     memory_mib: dict[str, list[float]] = field(default_factory=dict)
-    elapsed_s: float = 0.0
-    failures: list[str] = field(default_factory=list)
 
 
 class SoakKills:
@@ -131,7 +121,7 @@ class SoakKills:
         self, servers: dict[Mode, Client], args: argparse.Namespace, params: Callable[[], SamplingParams], vocab: int
     ) -> None:
         self._servers, self._args, self._params, self._vocab = servers, args, params, vocab
-        self.summary, self._rng = Summary(args.seed), random.Random(args.seed)
+        self.summary, self._rng = KillsSummary(seed=args.seed), random.Random(args.seed)
         self._connection = HttpClient(Address.of(servers["decode"].url), None)
         self._live: set[Live] = set()
         self.finished: list[Live] = []
@@ -139,7 +129,7 @@ class SoakKills:
         self._errors: Counter[str] = Counter()
         self._stopped: set[asyncio.Task[None]] = set()
 
-    async def run(self) -> Summary:
+    async def run(self) -> KillsSummary:
         """For `--seconds`, then until all requests have ended and nothing is held."""
         begun, done = time.perf_counter(), self.summary
         until_s = begun + self._args.seconds
@@ -156,23 +146,8 @@ class SoakKills:
 
     def compare(self, fresh: LLM, count: int) -> None:
         """Answer all that met a strike, and so many of the others, again on an engine that has seen nothing."""
-        done = self.summary
-        met, others = ([each for each in self.finished if bool(each.met) is wanted] for wanted in (True, False))
-        again = [*met, *random.Random(0).sample(others, min(count, len(others)))]
-        for live, want in zip(again, fresh.generate([e.prompt for e in again], [e.params for e in again]), strict=True):
-            done.compared += 1
-            if (tuple(live.ids), live.finish) == (want.token_ids, want.finish_reason):
-                continue
-            have = replace(want, token_ids=tuple(live.ids))
-            if fresh.engine.dtype == torch.float32 and near_tie(fresh, live.params, want, have):
-                done.ties += 1
-            else:
-                done.differ += 1
-                met_ = ", ".join(f"{each.what} {each.how}" for each in live.met) or "no strike"
-                self._fail(
-                    f"one engine answers {live.params} after {live.prompt} otherwise: {want.token_ids} "
-                    f"({want.finish_reason}), not {have.token_ids} ({live.finish}), which met {met_}"
-                )
+        met, others = ([each for each in self.finished if bool(each.strikes) is wanted] for wanted in (True, False))
+        compare(self.summary, fresh, [*met, *random.Random(0).sample(others, min(count, len(others)))])
 
     # ---------------------------------------------------------------- clients
 
@@ -186,7 +161,7 @@ class SoakKills:
                     await self._ask(live)
             except TimeoutError:
                 if leaves:
-                    self.summary.left += 1
+                    self.summary.aborted += 1
                 else:
                     self._failed(f"no end in {PATIENCE_S:g} s")
             except (HttpError, OSError) as error:
@@ -196,11 +171,10 @@ class SoakKills:
             self._live.discard(live)
 
     def _draw(self) -> Live:
-        rng, context = self._rng, self._args.context_length
-        length = rng.randint(1, rng.choice((8, context // 3, context - 2)))
-        start = rng.choice(self.finished[-8:]).prompt[: length // 2] if self.finished and rng.random() < 0.3 else []
-        prompt = [*start, *rng.choices(range(self._vocab), k=length - len(start))]
-        return Live(prompt, self._params(), time.perf_counter())
+        self.summary.arrived += 1
+        prompt = random_prompt(self._rng, self._args.context_length, self._vocab, self.finished)
+        room, params = self._args.context_length - len(prompt), self._params()  # the API refuses more than has room
+        return Live(prompt, replace(params, max_tokens=min(params.max_tokens, room)))
 
     async def _ask(self, live: Live) -> None:
         body = {"prompt": live.prompt, "stream": True, "return_token_ids": True}
@@ -219,7 +193,7 @@ class SoakKills:
         on_trial = ON_TRIAL in why
         self._errors[ON_TRIAL if on_trial else re.sub(r"\d+", "N", why)] += 1
         if not on_trial:
-            self._fail(f"a request failed: {why}")
+            self.summary.fail(f"a request failed: {why}")
 
     # ---------------------------------------------------------------- strikes
 
@@ -256,7 +230,7 @@ class SoakKills:
             self._stopped.add(asyncio.create_task(self._go_on(pids)))
         self._strikes.append(strike)
         for live in self._live:
-            live.met.append(strike)
+            live.strikes.append(strike)
 
     async def _go_on(self, pids: Sequence[int]) -> None:
         await asyncio.sleep(self._rng.uniform(0.5, 1) * self._args.stopped_seconds)
@@ -289,7 +263,9 @@ class SoakKills:
                 if up and not held:
                     break
                 if time.perf_counter() > end:
-                    self._fail(f"the {role} worker {f'holds {held}' if up else 'is not up'} after the last request")
+                    self.summary.fail(
+                        f"the {role} worker {f'holds {held}' if up else 'is not up'} after the last request"
+                    )
                     break
                 await asyncio.sleep(0.3)
 
@@ -302,13 +278,13 @@ class SoakKills:
     async def _sum_up(self) -> None:
         done, strikes = self.summary, self._strikes
         done.finished, done.tokens = len(self.finished), sum(len(each.ids) for each in self.finished)
-        done.met_a_strike = sum(bool(each.met) for each in self.finished)
+        done.met_a_strike = sum(bool(each.strikes) for each in self.finished)
         done.strikes = dict(Counter(f"{each.what} {each.how}" for each in strikes))
         done.errors = dict(self._errors)
         if self._errors[ON_TRIAL] > sum(each.role == "decode" for each in strikes):
-            self._fail("more requests than strikes of the decode worker have ended two engines")
+            self.summary.fail("more requests than strikes of the decode worker have ended two engines")
         if not done.handed_over:
-            self._fail("no request was handed over")
+            self.summary.fail("no request was handed over")
         done.pause_s = pauses(self.finished)
         for role, server in self._servers.items():
             done.restarts[role] = round((await self._said(role)).get("num_engine_restarts", 0))
@@ -318,19 +294,16 @@ class SoakKills:
     def _is_broken(self) -> bool:
         return len(self.summary.failures) >= MOST_FAILURES
 
-    def _fail(self, what: str) -> None:
-        if not self._is_broken:
-            self.summary.failures.append(what)
-
 
 def pauses(finished: Sequence[Live]) -> dict[str, dict[str, float]]:
     """Median and longest, of streams by the worst that they had met when their longest gap ended."""
     found: dict[str, list[float]] = {}
     for live in finished:
-        times = [live.met[0].at_s, *(each for each in live.event_s if each > live.met[0].at_s)] if live.met else []
+        first_s = live.strikes[0].at_s if live.strikes else float("inf")
+        times = [first_s, *(each for each in live.event_s if each > first_s)]
         if len(times) > 1:
             begin, end = max(pairwise(times), key=lambda gap: gap[1] - gap[0])
-            met = {each.kind for each in live.met if each.at_s < end}
+            met = {each.kind for each in live.strikes if each.at_s < end}
             found.setdefault(next(each for each in WORST_FIRST if each in met), []).append(end - begin)
     return {
         name: {"median": round(statistics.median(each), 3), "longest": round(max(each), 3)}
@@ -371,12 +344,8 @@ async def soak(args: argparse.Namespace, config: EngineConfig, fresh: LLM) -> So
     return run
 
 
-def run(args: argparse.Namespace) -> int:
-    """Soak, compare, print. Raises UserError for options that cannot work."""
-    least = {"seconds": 1, "every": 0.1, "stopped_seconds": 0.1, "clients": 1, "sample": 0, "context_length": 16}
-    for name, minimum in {**least, "ranks": 2}.items():
-        if not getattr(args, name) >= minimum:
-            raise InputError(f"--{name.replace('_', '-')} must be at least {minimum:g}, got {getattr(args, name):g}")
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Soak and compare; what is printed."""
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(args, Path(args.model) if args.model else save_tiny_glm(Path(folder), args.tiny))
         if args.kind == "tp":
@@ -384,35 +353,4 @@ def run(args: argparse.Namespace) -> int:
         fresh = LLM(**{**alone(config), "tp_size": 1, "max_total_tokens": 8 * (args.context_length + 64)})
         done = asyncio.run(soak(args, config, fresh))
         done.compare(fresh, args.sample)
-    print(json.dumps(asdict(done.summary)))
-    return int(bool(done.summary.failures))
-
-
-def main() -> int:
-    parser = OneLineParser(prog="soak_kills", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=600.0, help="of requests and strikes")
-    parser.add_argument("--every", type=float, default=8.0, metavar="S", help="seconds between two strikes, about")
-    parser.add_argument(
-        "--stopped-seconds", type=float, default=4.0, metavar="S", help="most that a process is stopped"
-    )
-    parser.add_argument("--clients", type=int, default=8, help="requests at a time")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kind", default="ep", choices=sorted(RANKS), help="what ranks share: experts, or a model")
-    parser.add_argument("--ranks", type=int, default=2, help="of each worker")
-    parser.add_argument("--model", metavar="FOLDER", help="one with experts and an MTP layer")
-    parser.add_argument("--tiny", default="glm-4.5", choices=sorted(TINY), help="the model without --model")
-    parser.add_argument("--speculative", default="3,2,6", metavar="S,K,T", help="of the model's MTP layer")
-    parser.add_argument("--sample", type=int, default=200, help="requests that met no strike and are compared, too")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--dtype", default="float32", choices=("float32", "float64"))
-    parser.add_argument("--graphs", default="sim", choices=options_of(EngineConfig)["graphs"].choices)
-    parser.add_argument("--check-level", type=int, default=2)
-    parser.add_argument("--page-size", type=int, default=4)
-    parser.add_argument("--context-length", type=int, default=160)
-    parser.add_argument("--slot-bytes", type=int, default=1 << 18, help="of each of four staging slots")
-    args = parser.parse_args()
-    return exit_code("soak_kills", lambda: run(args))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return asdict(done.summary)

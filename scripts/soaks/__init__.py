@@ -1,0 +1,1 @@
+"""The forms of `scripts/soak.py`, and what they share."""
