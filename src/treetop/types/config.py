@@ -55,8 +55,8 @@ class EngineConfig:
     )
     speculative_algorithm: Algorithm | None = option(
         None,
-        "NONE forbids a draft; MTP (alias NEXTN) and NGRAM need no folder of one (default: what the draft's tensors"
-        " are)",
+        "NONE forbids a draft; MTP (alias NEXTN) and NGRAM need no folder of one; STANDALONE drafts with a whole"
+        " language model (default: what the draft's tensors are)",
     )
     speculative_mtp_recurrence: Recurrence = option(
         "auto",
