@@ -550,9 +550,7 @@ def test_who_rehearses(monkeypatch, able, captured, rehearsed):
     monkeypatch.setattr(build, "peak_bytes", lambda _: 0)
     monkeypatch.setattr(build, "prove_acceptance", lambda _: None)
     monkeypatch.setattr(build, "compile_all", asked.append)
-    build._gpu_allowance(
-        SimpleNamespace(config=engine.config, draft=engine.draft), replace(engine.runner, backend=backend), {}
-    )
+    build._gpu_allowance(plan_engine(engine.config), replace(engine.runner, backend=backend), {})
     assert len(asked) == rehearsed
 
 
