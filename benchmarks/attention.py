@@ -16,11 +16,8 @@ early with what it has. A table is of one GPU: on another one `--replace` begins
 """
 
 import argparse
-import datetime
 import itertools
-import json
 import platform
-import sys
 import time
 import traceback
 from dataclasses import asdict, replace
@@ -37,10 +34,8 @@ from attention_cases import (
     Shape,
     build,
     check,
-    copy_bytes_per_s,
     describe,
     exact_shapes,
-    matrix_operations_per_s,
     measure,
     memory_bytes,
     num_layers_for,
@@ -50,8 +45,20 @@ from attention_cases import (
     shapes_to_check,
     shapes_to_time,
 )
+from frame import (
+    DEVICE,
+    classes_of,
+    copy_bytes_per_s,
+    end_with,
+    join_backends,
+    machine_of,
+    matrix_operations_per_s,
+    parser_of,
+    tell,
+    write_classes,
+    write_report,
+)
 from launch_tuning import LENGTHS, classes_to_tune, tune
-from tables import Table, join_backends, text_of
 
 import treetop.attention
 import treetop.kernels.attention
@@ -66,7 +73,8 @@ from treetop.kernels.attention import attention_config
 from treetop.kernels.table import OpContext, Ops
 from treetop.kernels.triton_guard import gpu_traits
 
-DEVICE = torch.device("cuda")
+CHOICES = Path(treetop.attention.__path__[0]) / auto.TABLE
+LAUNCHES = Path(treetop.kernels.attention.__path__[0]) / attention_config.TABLE
 UNSCHEDULED = "fa3-unscheduled"
 
 
@@ -92,19 +100,15 @@ def unscheduled(need: Need) -> Backend:
     return LibraryBackend("fa3", BACKENDS["fa3"].capabilities, FlashPages(op, ops), triton_backend, ops)
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def report_machine(names: list[str]) -> None:
     """What is here, and FlashAttention-3's schema, which decides how it is called."""
-    say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
+    tell(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
     for name in (name for name in names if name in BACKENDS):
         problem = refusal(name, Need(BACKENDS[name].capabilities.dtypes[0], DEVICE))
-        say(f"{name:11} {'usable' if problem is None else 'refused: ' + problem.reason}")
+        tell(f"{name:11} {'usable' if problem is None else 'refused: ' + problem.reason}")
     if refusal("fa3", Need(torch.bfloat16, DEVICE)) is None:
         op = find_fa3()
-        say("\n".join([f"fa3 is {op.source}", *op.schemas]))
+        tell("\n".join([f"fa3 is {op.source}", *op.schemas]))
 
 
 def check_all(backends: Backends, kinds: list[str], fp8: bool) -> int:
@@ -120,11 +124,11 @@ def check_all(backends: Backends, kinds: list[str], fp8: bool) -> int:
             right = error <= 2 * TOLERANCE[shape.dtype]
             wrong += not right
             if not right or backends.names == [name]:
-                say(f"{'ok   ' if right else 'WRONG'} {name:11} error {error:.1e}  {shape}")
+                tell(f"{'ok   ' if right else 'WRONG'} {name:11} error {error:.1e}  {shape}")
             if not right and name not in shown:
                 shown.add(name)
-                say(failure or diagnose(case, backends.get(name, shape)))
-    say(f"{wrong} wrong results")
+                tell(failure or diagnose(case, backends.get(name, shape)))
+    tell(f"{wrong} wrong results")
     return wrong
 
 
@@ -143,14 +147,14 @@ def diagnose(case: Case, backend: Backend) -> str:
 def time_all(backends: Backends, shapes: list[Shape], end: float) -> list[dict[str, Any]]:
     """Every usable backend on every shape until `end`, in one process; wrong results are reported and not timed."""
     copy, matrix = copy_bytes_per_s(), matrix_operations_per_s()
-    say(f"copy {copy / 1e12:.2f} TB/s, matrix products {matrix / 1e12:.0f} TFLOP/s")
+    tell(f"copy {copy / 1e12:.2f} TB/s, matrix products {matrix / 1e12:.0f} TFLOP/s")
     timed: list[dict[str, Any]] = []
     for shape in shapes:
         if time.monotonic() > end:
-            say(f"time is up after {len(timed)} of {len(shapes)} shapes")
+            tell(f"time is up after {len(timed)} of {len(shapes)} shapes")
             break
         if memory_bytes(shape) > torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved():
-            say(f"left out, for it needs {memory_bytes(shape) / 2**30:.0f} GiB: {shape}")
+            tell(f"left out, for it needs {memory_bytes(shape) / 2**30:.0f} GiB: {shape}")
             continue
         case = build(shape, num_layers_for(shape))
         floor = 1e6 * max(shape.bytes / copy, shape.operations / matrix)
@@ -162,10 +166,10 @@ def time_all(backends: Backends, shapes: list[Shape], end: float) -> list[dict[s
                 right = error <= 2 * TOLERANCE[shape.dtype]
                 result = measure(case, backend, replays_for(case, floor)) if right else None
             except Exception:  # one library's failure must not cost the others' figures
-                say(traceback.format_exc(limit=-2))
+                tell(traceback.format_exc(limit=-2))
                 result, error = None, float("inf")
             if result is None or not result.error <= 2 * TOLERANCE[shape.dtype]:
-                say(f"WRONG {name} on {shape}: error {error:.1e}")
+                tell(f"WRONG {name} on {shape}: error {error:.1e}")
                 continue
             results[name] = result
         where = f"{shape.kind:8} B={shape.rows:<3} n={shape.n:<5} L={shape.prefix_len:<6} t={shape.tail:<3}"
@@ -174,7 +178,7 @@ def time_all(backends: Backends, shapes: list[Shape], end: float) -> list[dict[s
             f"{name} {r.us:.1f} ({r.us / floor:.2f}x)" + (f" + plan {r.plan_us:.0f}" if r.plan_us else "")
             for name, r in results.items()
         )
-        say(f"{where} floor {floor:7.1f} us  {times}")
+        tell(f"{where} floor {floor:7.1f} us  {times}")
         figures = {name: {**asdict(r), "ratio": r.us / floor} for name, r in results.items()}
         row: dict[str, Any] = {**describe(shape), "class": shape.call.shape_class, "floor_us": floor}
         timed.append(
@@ -213,31 +217,15 @@ def write_choices(timed: list[dict[str, Any]], tried: list[str], arguments: list
         for row in timed
         if auto.FALLBACK in row["backends"]
     }
-    old = table_of(treetop.attention, auto.TABLE)
-    write_table(treetop.attention, auto.TABLE, arguments, join_backends(old, classes, tried))
+    write_classes(CHOICES, command_of(arguments), join_backends(classes_of(CHOICES), classes, tried))
 
 
-def table_of(package: Any, name: str) -> Table:
-    """The classes of a committed table if it is of this GPU, else none."""
-    table = json.loads((Path(package.__path__[0]) / name).read_text(encoding="utf-8"))
-    return table["classes"] if table["gpu"] == torch.cuda.get_device_name() else {}
-
-
-def write_table(package: Any, name: str, arguments: list[str], classes: Table) -> None:
-    """A committed table, with the machine and the day that it was last measured on."""
-    head = {
-        "gpu": torch.cuda.get_device_name(),
-        "num_sms": gpu_traits(DEVICE).num_sms,
-        "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python benchmarks/attention.py", *arguments]),
-    }
-    path = Path(package.__path__[0]) / name
-    path.write_text(text_of(head, classes), encoding="utf-8")
-    say(f"wrote {path}: {len(classes)} classes")
+def command_of(arguments: list[str]) -> str:
+    return " ".join(["python benchmarks/attention.py", *arguments])
 
 
 def options_of(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--json", metavar="FILE", help="write the results here instead of stdout")
     parser.add_argument("--shapes", default="tree,prefix,plain,draft,prefill", help="kinds of them, comma-separated")
     parser.add_argument(
@@ -260,13 +248,9 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
         parser.error("--fp8: the tables and what is exact are of K/V in 16 bits")
     if options.exact:
         options.backends = "triton,segments"
-    tables = {
-        "write_table": (treetop.attention, auto.TABLE),
-        "tune": (treetop.kernels.attention, attention_config.TABLE),
-    }
-    for asked, table in tables.items():
-        if getattr(options, asked) and not table_of(*table) and not options.replace:
-            parser.error(f"{table[1]} is of another GPU; --replace forgets its classes and begins anew")
+    for asked, table in ((options.write_table, CHOICES), (options.tune, LAUNCHES)):
+        if asked and not options.replace and not classes_of(table):
+            parser.error(f"{table.name} is of another GPU; --replace forgets its classes and begins anew")
     return options
 
 
@@ -278,11 +262,11 @@ def main(arguments: list[str]) -> int:
     report_machine(backends.names)
     end = time.monotonic() + options.limit_s
     if options.tune:
-        known = table_of(treetop.kernels.attention, attention_config.TABLE)
+        known = classes_of(LAUNCHES)
         classes = [shapes for shapes in classes_to_tune() if shapes[0].kind in kinds]
         if options.missing:
             classes = [shapes for shapes in classes if shapes[0].call.shape_class not in known]
-        write_table(treetop.kernels.attention, attention_config.TABLE, arguments, {**known, **tune(classes, end, say)})
+        write_classes(LAUNCHES, command_of(arguments), {**known, **tune(classes, end)})
         return 0
     wrong = 0 if options.unchecked else check_all(backends, kinds, options.fp8)
     if options.check:
@@ -294,18 +278,11 @@ def main(arguments: list[str]) -> int:
     timed = time_all(backends, shapes, end)
     if options.write_table:
         write_choices(timed, backends.names, arguments)
-    report = {
-        "machine": {"gpu": torch.cuda.get_device_name(), "host": platform.machine()},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
-        "wrong": wrong,
-        "timed": timed,
-    }
-    if options.json:
-        Path(options.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    else:
-        print(json.dumps(report, indent=1))
+    versions = {"python": platform.python_version(), "triton": triton.__version__}
+    machine = {**machine_of(), "host": platform.machine(), **versions}
+    write_report({"machine": machine, "wrong": wrong, "timed": timed}, options.json)
     return int(wrong > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_with(main)

@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+from frame import COLD_BYTES, DEVICE, graph_of, median_us, times_us
 from torch import Tensor
 
 from treetop.attention.capabilities import GroupNeed, Need
@@ -24,11 +25,8 @@ from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.ids import FULL
 from treetop.types.phase import Phase
 
-DEVICE = torch.device("cuda")
 Backend = AttentionBackend[Any, Any]
 Attend = Callable[[PagedKV], Tensor]
-COLD_BYTES = 512 << 20
-"""K/V that one replay walks through: several times the L2 cache."""
 LONG_OPERATIONS = 10**11
 """Of a call that takes some 0.2 ms: two layers in a replay are enough, for operations take longer than cold bytes."""
 MAX_COMPARED = 256
@@ -193,12 +191,7 @@ class Case:
     @cached_property
     def rotation_us(self) -> float:
         """Median us of a rotation in a graph of nothing else."""
-
-        def work() -> None:
-            for _ in self.layers:
-                self.rotate()
-
-        return statistics.median(times_us(graph_of(work).replay, 20)) / len(self.layers)
+        return median_us([self.rotate] * len(self.layers), 20)
 
     def call(self, backend: Backend, plan: Any, layer: PagedKV) -> Tensor:
         scale = self.shape.head_dim**-0.5
@@ -319,47 +312,6 @@ def error_of(case: Case, out: Tensor, layer: PagedKV) -> float:
 
 def describe(shape: Shape) -> dict[str, object]:
     return {**asdict(shape), "dtype": str(shape.dtype).removeprefix("torch.")}
-
-
-def graph_of(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A captured graph of `work`, replayed a few times."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    for _ in range(3):
-        graph.replay()
-    return graph
-
-
-def times_us(launch: Callable[[], object], repeats: int) -> list[float]:
-    """Microseconds of each call of `launch`, between events."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    for event in events[:-1]:
-        event.record()
-        launch()
-    events[-1].record()
-    torch.cuda.synchronize()
-    return [1e3 * a.elapsed_time(b) for a, b in itertools.pairwise(events)]
-
-
-def copy_bytes_per_s() -> float:
-    """ModelRunner-to-device copy of 2 GiB, bytes read and written."""
-    source = torch.empty(1 << 31, dtype=torch.uint8, device=DEVICE).random_()
-    target = torch.empty_like(source)
-    times = times_us(lambda: target.copy_(source), 24)
-    return 2 * source.numel() / (statistics.median(times) * 1e-6)
-
-
-def matrix_operations_per_s() -> float:
-    """bf16 matrix product, 8192 cubed."""
-    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
-    out = torch.empty_like(a)
-    times = times_us(lambda: torch.mm(a, b, out=out), 24)
-    return 2 * 8192**3 / (statistics.median(times) * 1e-6)
 
 
 def num_layers_for(shape: Shape) -> int:

@@ -14,9 +14,7 @@ In 16 bits products of other row counts round otherwise, so a sequence may leave
 counted, with the largest gap between the two best logits there. In float32 only gaps below 1e-4 are excused.
 """
 
-import argparse
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -25,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention_cases import DEVICE, TOLERANCE, Backend, Case, Shape, build, check, error_of, graph_of
-from rounds import preset
+from attention_cases import TOLERANCE, Backend, Case, Shape, build, check, error_of
+from frame import DEVICE, end_with, graph_of, machine_of, parser_of, preset, say
 
 from treetop import LLM, SamplingParams
 from treetop.attention.auto import make_backend
@@ -36,6 +34,7 @@ from treetop.attention.registry import BACKENDS, refusal
 from treetop.bench.equality import equal_outputs
 from treetop.bench.prompts import read_prompts
 from treetop.engine.rounds import RoundKey
+from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL
 from treetop.types.sampling import Choice
 
 NAMES = ("triton", "fa3", "flashinfer", "fa4")
@@ -96,7 +95,7 @@ def _captured(case: Case, backend: Backend) -> float:
 def rounds(name: str, dtype: str, max_tokens: int) -> Iterator[dict[str, Any]]:
     """The embedded pair."""
     options: dict[str, Any] = {"attention_backend": name, "dtype": dtype, "page_size": PAGE, "max_running_requests": 8}
-    tree, plain = LLM(**TREE, **options), LLM(draft=None, **options)
+    tree, plain = LLM(BUILTIN_MODEL, BUILTIN_DRAFT, **TREE, **options), LLM(BUILTIN_MODEL, None, **options)
     prompts = read_prompts(None, 16, plain.tokenizer)
     yield {"part": "rounds", "backend": name, "dtype": dtype, **_against_plain(tree, plain, prompts, max_tokens)}
     yield {"part": "no rows", "backend": name, "dtype": dtype, "ok": _rounds_without_rows(tree)}
@@ -239,22 +238,22 @@ def write(page: Path, text: str) -> None:
     page.write_text(before + text + rest.split(END)[1], encoding="utf-8")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: list[str]) -> int:
+    parser = parser_of(__doc__)
     parser.add_argument("--backends", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--max-tokens", type=int, default=160, help="of each request")
     parser.add_argument("--commit", default="unnamed", help="what the table says was run")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="the page whose table is replaced")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     lines = []
     for line in everything(args.backends, args.max_tokens):
-        print(json.dumps(line), flush=True)
+        say(line)
         lines.append(line)
     if args.write is not None:
-        machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+        machine = "{gpu}, torch {torch}".format(**machine_of())
         write(args.write, table(lines, args.commit, time.strftime("%Y-%m-%d"), machine))
     return 0 if all(line.get("ok", True) for line in lines) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

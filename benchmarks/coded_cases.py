@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from attention_cases import DEVICE
+from frame import DEVICE
 
 from treetop.kernels.gemm.coded import CodedWeight
 from treetop.weights.decoded import Grid

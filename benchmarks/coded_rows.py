@@ -10,23 +10,28 @@ a decode round. Results are checked before anything is timed. With `--write-tabl
 were. JSON lines on stdout; the first names the machine. bf16_us: of the weight in 16 bits, by its best launch.
 """
 
-import argparse
 import contextlib
-import json
-import multiprocessing
-import os
-import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import astuple
 from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
-from attention_cases import DEVICE, copy_bytes_per_s, graph_of, times_us
 from coded_cases import FORMATS, random_weight
+from frame import (
+    DEVICE,
+    compile_on_all_cores,
+    copy_bytes_per_s,
+    end_with,
+    entries_of,
+    machine_of,
+    median_us,
+    parser_of,
+    say,
+    write_entries,
+)
 from torch import Tensor
 
 from treetop.kernels.gemm import coded_rows as kernels
@@ -69,11 +74,7 @@ def multiply(x: Tensor, weight: TiledWeight, gated: bool, launch: CodedLaunch | 
 
 
 def measure_us(x: Tensor, weights: Sequence[TiledWeight], gated: bool, launch: CodedLaunch | None = None) -> float:
-    def many() -> None:
-        for weight in weights:
-            multiply(x, weight, gated, launch)
-
-    return statistics.median(times_us(graph_of(many).replay, 10)) / len(weights)
+    return median_us([partial(multiply, x, weight, gated, launch) for weight in weights])
 
 
 def check(x: Tensor, weight: TiledWeight, gated: bool, launch: CodedLaunch | None) -> None:
@@ -115,8 +116,7 @@ def compile_all() -> None:
         for launch in candidates(lines, k, gated, few, None):
             key = name, few, gated, launch.splits > 1, launch.block_n, launch.num_stages, launch.num_warps
             jobs.setdefault(key, (name, 16 if few else 256, gated, launch))
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(compile_once, jobs.values(), chunksize=4))
+    compile_on_all_cores(compile_once, jobs.values())
 
 
 def fastest(
@@ -162,30 +162,17 @@ def tune(end: float, known: Mapping[tuple[str, int, int, bool, bool], CodedLaunc
             splits = launch.splits
             entry = {"name": shape, "numbers": numbers, "lines": lines, "k": k, "gated": gated}
             entries.append({**entry, "few": few, "launch": astuple(launch), "us": round(us, 1)})
-            print(json.dumps(entries[-1]), flush=True)
+            say(entries[-1])
     return entries
 
 
 def write_table(entries: Sequence[dict[str, Any]], machine: dict[str, Any]) -> None:
     """Measured launches; others measured on the same kind of GPU stay."""
-    path = kernels._TABLE
-    old = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-    known = old["entries"] if old is not None and old["machine"]["gpu"] == machine["gpu"] else []
     keys = ("numbers", "lines", "k", "gated", "few")
-    joined = {tuple(e[key] for key in keys): e for e in (*known, *entries)}
-    lines = ",\n".join(json.dumps(entry) for entry in joined.values())
-    head = f'"num_sms": {gpu_traits(DEVICE).num_sms}, "machine": {json.dumps(machine)}'
-    path.write_text(f'{{{head}, "entries": [\n{lines}\n]}}\n', encoding="utf-8")
+    joined = {tuple(e[key] for key in keys): e for e in (*entries_of(kernels._TABLE, machine), *entries)}
+    write_entries(kernels._TABLE, joined.values(), machine)
     kernels.load_coded_table.cache_clear()
     kernels.choose_coded.cache_clear()
-
-
-def all_of(products: Sequence[SkinnyGated | SkinnyLinear], x: Tensor) -> None:
-    for each in products:
-        if isinstance(each, SkinnyLinear):
-            each.parts(x)
-        else:
-            each(x)
 
 
 def report(names: Sequence[str], rate: float) -> None:
@@ -201,32 +188,31 @@ def report(names: Sequence[str], rate: float) -> None:
             x = torch.randn(rows, k, dtype=torch.bfloat16, device=DEVICE)
             check(x, first, gated, None)
             us = measure_us(x, weights, gated)
-
-            plain_us = statistics.median(times_us(graph_of(partial(all_of, held, x)).replay, 10)) / len(held)
+            plain_us = median_us([partial(each.parts if isinstance(each, SkinnyLinear) else each, x) for each in held])
             line = {"shape": shape, "format": name, "rows": rows, "us": round(us, 1), "bf16_us": round(plain_us, 1)}
             line |= {
                 "tb_s": round(first.nbytes / us / 1e6, 2),
                 "share_of_copy": round(first.nbytes / us * 1e6 / rate, 2),
             }
-            print(json.dumps(line | {"times_as_fast": round(plain_us / us, 2), "few": rows <= FEW}), flush=True)
+            say(line | {"times_as_fast": round(plain_us / us, 2), "few": rows <= FEW})
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@torch.inference_mode()
+def main(arguments: list[str]) -> int:
+    parser = parser_of(__doc__)
     parser.add_argument("--write-table", action="store_true")
     parser.add_argument("--missing", action="store_true")
     parser.add_argument("--seconds", type=float, default=150)
     parser.add_argument("--formats", nargs="*", choices=FORMATS, default=list(FORMATS))
-    args = parser.parse_args()
-    end = time.monotonic() + args.seconds
-    rate = copy_bytes_per_s()
-    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_tb_s": round(rate / 1e12, 2)}
-    print(json.dumps(machine), flush=True)
+    args = parser.parse_args(arguments)
+    end, rate = time.monotonic() + args.seconds, copy_bytes_per_s()
+    machine = machine_of(rate)
+    say(machine)
     if args.write_table:
         write_table(tune(end, kernels.load_coded_table().launches if args.missing else {}), machine)
     report(args.formats, rate)
+    return 0
 
 
 if __name__ == "__main__":
-    with torch.inference_mode():
-        main()
+    end_with(main)

@@ -13,17 +13,14 @@ events of a stream while prompts always come, and without any.
 
 import argparse
 import asyncio
-import json
 import random
-import sys
 from itertools import cycle
 from typing import Any
 
-from rounds import NAMES
+from frame import add_model, end_with, parser_of, say
 from serving import gaps_ms, pair, shown
 
 from treetop.bench.serve import summary
-from treetop.cli import OneLineParser, exit_code
 from treetop.types.errors import InputError
 from treetop_debug.servers import Client, handed_over, until, workers
 
@@ -60,7 +57,7 @@ async def measure_first_tokens(compared: dict[str, Client], args: argparse.Names
                 line["GB/s"] = round(moved["num_bytes"] / seconds / 1e9, 3) if seconds else None
                 line["hidden"] = round(moved["overlapped_time_seconds"] / seconds, 3) if seconds else None
         line["added_ms"] = round(line["apart_ms"]["median"] - line["together_ms"]["median"], 2)
-        print(json.dumps(line), flush=True)
+        say(line)
 
 
 async def measure_gaps(name: str, client: Client, args: argparse.Namespace, draw: random.Random) -> None:
@@ -91,7 +88,7 @@ async def measure_gaps(name: str, client: Client, args: argparse.Namespace, draw
             times = [gap for each, at in zip(streams, begun, strict=True) for gap in gaps_ms(each, at)]
             found[load + "_ms"] = {key: round(value, 2) for key, value in summary(times).items()}
     found["p99_ratio"] = round(found["with_prompts_ms"]["p99"] / found["alone_ms"]["p99"], 2)
-    print(json.dumps(found), flush=True)
+    say(found)
 
 
 async def run(args: argparse.Namespace) -> None:
@@ -116,10 +113,8 @@ async def run(args: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    parser = OneLineParser(prog="handover", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=NAMES, default=NAMES[0], help="shape, with random weights")
-    parser.add_argument("--model", metavar="FOLDER", help="a target with weights instead, or builtin:nestling")
-    parser.add_argument("--draft", metavar="FOLDER", help="its head")
+    parser = parser_of(__doc__)
+    add_model(parser)
     parser.add_argument("--prompt-tokens", nargs="+", type=int, default=[2048, 8192, 16384, 32000], metavar="N")
     parser.add_argument("--gap-prompt-tokens", type=int, default=8192, metavar="N", help="of prompts beside streams")
     parser.add_argument("--input-tokens", type=int, default=1024, metavar="N", help="prompts of streams")
@@ -138,4 +133,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code("handover", lambda: main(sys.argv[1:])))
+    end_with(main)

@@ -1,5 +1,6 @@
 """What `--exactness bits` costs: on a CPU the embedded pair with `bits` and with `ties`, in turns.
 
+    MKL_CBWR=AUTO,STRICT python benchmarks/exactness.py --turns 9        on an Intel CPU
     python benchmarks/exactness.py --turns 9
     python benchmarks/exactness.py --device cuda
 
@@ -11,15 +12,13 @@ defaults of the other options. Medians of the wall time of a round behind 1,024 
 token of one prompt; then their ratios.
 """
 
-import argparse
 import gc
-import json
 import statistics
 import time
 
 import torch
+from frame import NAMES, end_with, machine_of, parser_of, preset, say
 from prefill import time_once
-from rounds import NAMES, preset
 
 from treetop import LLM, SamplingParams
 from treetop.bench.prompts import prompt_ids
@@ -67,31 +66,16 @@ def on_a_gpu(name: str, rounds: int) -> None:
         for length in PROMPTS_OF:
             prompts = prompt_ids(llm, 1, length)
             found[f"prefill of {length}"] = 1e3 * statistics.median(time_once(llm, prompts)[0] for _ in range(4))
-        print(json.dumps({exactness: {case: round(ms, 3) for case, ms in found.items()}}), flush=True)
+        say({exactness: {case: round(ms, 3) for case, ms in found.items()}})
         llm.close()
         del llm
         gc.collect()
         torch.cuda.empty_cache()
     ratios = {case: round(figures["bits"][case] / ms, 3) for case, ms in figures["ties"].items()}
-    print(json.dumps({"bits / ties": ratios}))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=9, help="on a CPU")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--preset", choices=NAMES, default=NAMES[0], help="on a GPU")
-    parser.add_argument("--rounds", type=int, default=20, help="on a GPU, of each case")
-    args = parser.parse_args()
-    if args.device == "cuda":
-        print(json.dumps({"torch": torch.__version__, "device": torch.cuda.get_device_name()}))
-        on_a_gpu(args.preset, args.rounds)
-        return
-    on_a_cpu(args.turns)
+    say({"bits / ties": ratios})
 
 
 def on_a_cpu(turns: int) -> None:
-    print(json.dumps({"torch": torch.__version__, "threads": torch.get_num_threads()}))
     for draft in ("builtin:nestling-eagle3", None):
         ties = LLM("builtin:nestling", draft, max_running_requests=8, exactness="ties")
         bits = LLM("builtin:nestling", draft, max_running_requests=8, exactness="bits")
@@ -110,10 +94,25 @@ def on_a_cpu(turns: int) -> None:
                 "bits / ties": round(statistics.median(one / other for one, other in pairs[1:]), 3),
                 "spread": [round(f(one / other for one, other in pairs[1:]), 3) for f in (min, max)],
             }
-            print(json.dumps(figures), flush=True)
+            say(figures)
         ties.close()
         bits.close()
 
 
+def main(arguments: list[str]) -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("--turns", type=int, default=9, help="on a CPU")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--preset", choices=NAMES, default=NAMES[0], help="on a GPU")
+    parser.add_argument("--rounds", type=int, default=20, help="on a GPU, of each case")
+    args = parser.parse_args(arguments)
+    say({**machine_of(), "threads": torch.get_num_threads()})
+    if args.device == "cuda":
+        on_a_gpu(args.preset, args.rounds)
+    else:
+        on_a_cpu(args.turns)
+    return 0
+
+
 if __name__ == "__main__":
-    main()
+    end_with(main)

@@ -8,26 +8,25 @@ both products. Results are checked before anything is timed. The floor is what t
 machine's copy rate. JSON lines on stdout; the first names the machine.
 """
 
-import argparse
-import json
 import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 from unittest import mock
 
 import torch
-from attention_cases import DEVICE, copy_bytes_per_s, graph_of, times_us
 from coded_cases import FORMATS, random_weight
+from frame import DEVICE, copy_bytes_per_s, end_with, machine_of, median_us, parser_of, say
 from torch import Tensor
 
 from treetop.kernels.fused import add_rms_norm
 from treetop.kernels.gemm.tiles import TiledWeight, in_turn, tile
 from treetop.kernels.moe import experts as kernels
 from treetop.kernels.moe.experts import Activation, Experts, GroupedLaunch, choose_grouped, experts_reference
-from treetop.kernels.moe.routing import Router, RouterKind, RouterSpec, route
+from treetop.kernels.moe.routing import Router, RouterKind, RouterSpec, Routes, route
 from treetop.kernels.triton_guard import gpu_traits
 
 
@@ -61,7 +60,6 @@ SHAPES = {
     },
 }
 LAYERS = 12
-GPU = gpu_traits(DEVICE)
 
 
 class Layer:
@@ -69,6 +67,7 @@ class Layer:
 
     def __init__(self, shape: Shape) -> None:
         spec, hidden, inner = shape.router, shape.hidden, shape.inner
+        self.gpu = gpu_traits(DEVICE)
         self.shape, self.norm = shape, torch.ones(hidden, dtype=torch.bfloat16, device=DEVICE)
         bias = torch.randn(spec.num_experts, device=DEVICE).bfloat16() if spec.bias else None
         self.router = Router(spec, self._normal(spec.num_experts, hidden), bias, None)
@@ -95,8 +94,8 @@ def check(layer: Layer, x: Tensor) -> float:
     """The relative error of both products. Padding and two calls are looked at too."""
     live = torch.rand(len(x), device=DEVICE) < 0.8
     live[0] = True
-    routes = route(x, layer.router, live, GPU)
-    got = [kernels.experts(x, routes, layer.experts, GPU) for _ in range(2)]
+    routes = route(x, layer.router, live, layer.gpu)
+    got = [kernels.experts(x, routes, layer.experts, layer.gpu) for _ in range(2)]
     assert torch.equal(*got), "two calls differ"
     few = live.nonzero()[:64, 0]
     part = replace(routes, expert=routes.expert[few], weight=routes.weight[few])
@@ -113,40 +112,32 @@ def in_float32(experts: Experts) -> Experts:
     return replace(experts, **wide)
 
 
-def time_of(work: Callable[[], object], calls: int) -> float:
-    graph = graph_of(work)
-    return statistics.median(times_us(graph.replay, 20)) / calls
-
-
-def measure(layers: list[Layer], tokens: int) -> dict[str, object]:
+def measure(layers: list[Layer], tokens: int) -> dict[str, float]:
     x = torch.randn(tokens, layers[0].shape.hidden, device=DEVICE).bfloat16()
     error = check(layers[0], x)
     assert error < 1e-2, f"relative error {error:.1e}"
-    routes = [route(x, layer.router, None, GPU) for layer in layers]
+    routes = [route(x, layer.router, None, layer.gpu) for layer in layers]
     touched = statistics.mean(len(each.expert.unique()) for each in routes)
 
     def whole() -> None:
         stream, parts = x, torch.zeros((1, *x.shape), dtype=x.dtype, device=DEVICE)
         for layer in layers:
-            stream, normed = add_rms_norm(stream, parts, layer.norm, 1e-5, GPU)
-            parts = kernels.experts(normed, route(normed, layer.router, None, GPU), layer.experts, GPU)
-
-    def only_routes() -> None:
-        for layer in layers:
-            route(x, layer.router, None, GPU)
-
-    def only_products() -> None:
-        for layer, each in zip(layers, routes, strict=True):
-            kernels.experts(x, each, layer.experts, GPU)
+            stream, normed = add_rms_norm(stream, parts, layer.norm, 1e-5, layer.gpu)
+            parts = kernels.experts(normed, route(normed, layer.router, None, layer.gpu), layer.experts, layer.gpu)
 
     return {
         "tokens": tokens,
         "error": round(error, 5),
         "experts": touched,
-        "layer_us": time_of(whole, len(layers)),
-        "route_us": time_of(only_routes, len(layers)),
-        "products_us": time_of(only_products, len(layers)),
+        "layer_us": median_us([whole], 20) / len(layers),
+        "route_us": median_us([partial(route, x, layer.router, None, layer.gpu) for layer in layers], 20),
+        "products_us": median_us(products(x, layers, routes), 20),
     }
+
+
+def products(x: Tensor, layers: list[Layer], routes: list[Routes]) -> list[Callable[[], object]]:
+    pairs = zip(layers, routes, strict=True)
+    return [partial(kernels.experts, x, each, layer.experts, layer.gpu) for layer, each in pairs]
 
 
 def candidates(shape: Shape, rows: int, gated: bool) -> list[GroupedLaunch]:
@@ -160,13 +151,9 @@ def candidates(shape: Shape, rows: int, gated: bool) -> list[GroupedLaunch]:
 def try_launches(layers: list[Layer], tokens: int, name: str) -> None:
     """Times of both products with each candidate of one of them."""
     x = torch.randn(tokens, layers[0].shape.hidden, device=DEVICE).bfloat16()
-    routes = [route(x, layer.router, None, GPU) for layer in layers]
+    routes = [route(x, layer.router, None, layer.gpu) for layer in layers]
     tiles = routes[0].tiles
     assert tiles is not None
-
-    def work() -> None:
-        for layer, each in zip(layers, routes, strict=True):
-            kernels.experts(x, each, layer.experts, GPU)
 
     for gated in (True, False):
         rows = []
@@ -177,37 +164,34 @@ def try_launches(layers: list[Layer], tokens: int, name: str) -> None:
 
             try:
                 with mock.patch.object(kernels, "choose_grouped", chosen):
-                    rows.append((time_of(work, len(layers)), launch))
+                    rows.append((median_us(products(x, layers, routes), 20), launch))
             except Exception as error:  # out of shared memory
-                print(json.dumps({"launch": str(launch), "error": repr(error)[:200]}), flush=True)
+                say({"launch": str(launch), "error": repr(error)[:200]})
         for us, launch in sorted(rows, key=lambda row: row[0])[:6]:
-            print(
-                json.dumps({"shape": name, "tokens": tokens, "gated": gated, "us": us, "launch": str(launch)}),
-                flush=True,
-            )
+            say({"shape": name, "tokens": tokens, "gated": gated, "us": us, "launch": str(launch)})
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+@torch.inference_mode()
+def main(arguments: list[str]) -> int:
+    parser = parser_of(__doc__)
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--tokens", nargs="*", type=int, default=[1, 4, 8, 32, 60, 480, 4096])
     parser.add_argument("--launches", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     rate = copy_bytes_per_s()
-    print(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_bytes_per_s": rate}))
+    say(machine_of(rate))
     for name in args.shapes:
         layers = [Layer(SHAPES[name]) for _ in range(LAYERS)]
         for tokens in args.tokens:
             figures = measure(layers, tokens)
-            floor = 1e6 * figures["experts"] * SHAPES[name].expert_bytes / rate  # type: ignore[operator]  # JSON values
-            ratio = figures["layer_us"] / floor  # type: ignore[operator]  # JSON values
-            print(json.dumps({"shape": name, **figures, "floor_us": floor, "ratio": ratio}), flush=True)
+            floor = 1e6 * figures["experts"] * SHAPES[name].expert_bytes / rate
+            say({"shape": name, **figures, "floor_us": floor, "ratio": figures["layer_us"] / floor})
             if args.launches:
                 try_launches(layers, tokens, name)
         del layers
         torch.cuda.empty_cache()
+    return 0
 
 
 if __name__ == "__main__":
-    with torch.inference_mode():
-        main()
+    end_with(main)

@@ -17,18 +17,25 @@ operations over its own bf16 matrix rate, whichever is larger.
 import argparse
 import importlib
 import itertools
-import json
-import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
-from pathlib import Path
+from functools import cached_property, partial
 from typing import Any
 
 import torch
-from attention_cases import COLD_BYTES, DEVICE, copy_bytes_per_s, graph_of, matrix_operations_per_s, times_us
+from frame import (
+    COLD_BYTES,
+    DEVICE,
+    copy_bytes_per_s,
+    end_with,
+    machine_of,
+    matrix_operations_per_s,
+    median_us,
+    parser_of,
+    tell,
+    write_report,
+)
 from torch import Tensor
 
 from treetop.attention.contract import TailKV
@@ -165,13 +172,7 @@ class Case:
 
     def median_us(self, call: Callable[[PagedKV], object]) -> float:
         """Of a call in a graph of all layers."""
-
-        def work() -> None:
-            for layer in self.layers:
-                call(layer)
-
-        graph = graph_of(work)
-        return statistics.median(times_us(graph.replay, 15)) / len(self.layers)
+        return median_us([partial(call, layer) for layer in self.layers], 15)
 
     def time_of(self, metadata: AttentionMetadata, launch: Launch) -> float:
         return self.median_us(lambda layer: self.attend(layer, metadata, launch))
@@ -302,13 +303,9 @@ def tuned(shape: Shape, end: float) -> dict[str, Any]:
     return {**asdict(shape), **best}
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def main(arguments: list[str]) -> int:
     """Lines on stderr, JSON on stdout or in a file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     for name, usual in (
         ("--heads", [128, 16]),
         ("--lengths", [1024, 8192, 65536]),
@@ -328,35 +325,31 @@ def main(arguments: list[str]) -> int:
     torch.manual_seed(0)
     end, wrong, results = time.monotonic() + options.limit_s, 0, list[dict[str, Any]]()
     copy, matrix = copy_bytes_per_s(), matrix_operations_per_s()
-    say(f"{torch.cuda.get_device_name()}: copy {copy / 1e12:.2f} TB/s, matrix products {matrix / 1e12:.0f} TFLOP/s")
+    tell(f"{torch.cuda.get_device_name()}: copy {copy / 1e12:.2f} TB/s, matrix products {matrix / 1e12:.0f} TFLOP/s")
     for shape in shapes(options):
         if time.monotonic() > end:
-            say("time is up")
+            tell("time is up")
             break
         torch.cuda.empty_cache()
         if options.tune:
             results.append(tuned(shape, end))
-            say(f"{shape}  " + "  ".join(f"{name} {results[-1][name]}" for name in ("dense", "attention")))
+            tell(f"{shape}  " + "  ".join(f"{name} {results[-1][name]}" for name in ("dense", "attention")))
             continue
         row = measured(shape, copy, matrix, flashinfer=options.flashinfer)
         us, floors, errors = row["us"], row["floor_us"], row["errors"]
         right = errors["choice"] == 0 and max(errors["dense"], errors["sparse"]) < TOLERANCE
         wrong += not right
         results.append(row)
-        say(
+        tell(
             f"{shape}  dense {us['dense']:8.1f} us ({us['dense'] / floors['dense']:.2f} x floor)"
             f"  sparse {us['sparse']:8.1f} ({us['sparse'] / floors['sparse']:.2f} x floor)"
             f" = scores {us['scores']:.1f} + choice {us['choice']:.1f} + attention {us['attention']:.1f}"
             f"  sparse/dense {us['sparse'] / us['dense']:.2f}{'' if right else f'  WRONG {errors}'}"
             f"{'  flashinfer {:.1f}'.format(us['flashinfer']) if options.flashinfer else ''}"
         )
-    text = json.dumps({"gpu": torch.cuda.get_device_name(), "wrong": wrong, "results": results}, indent=1)
-    if options.json:
-        Path(options.json).write_text(text + "\n", encoding="utf-8")
-    else:
-        print(text)
+    write_report({**machine_of(copy), "wrong": wrong, "results": results}, options.json)
     return int(wrong > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_with(main)

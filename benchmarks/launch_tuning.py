@@ -6,18 +6,16 @@ In two steps: blocks and warps at the usual stages and splits; then stages and s
 import contextlib
 import itertools
 import math
-import multiprocessing
-import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from attention_cases import DEVICE, TOLERANCE, Case, Shape, build, error_of, num_layers_for, times_in_a_round
+from attention_cases import TOLERANCE, Case, Shape, build, error_of, num_layers_for, times_in_a_round
+from frame import DEVICE, compile_on_all_cores, tell
 
 from treetop.kernels.attention.attention import paged_attention
 from treetop.kernels.attention.attention_config import Launch, entry_of, launch_by_formula
@@ -111,8 +109,7 @@ def compile_all(shapes: list[Shape]) -> None:
             n = shape.n % 16 if shape.kind == "prefill" else shape.n  # a tail is as wide as its queries are many
             kind = (n, shape.kind, shape.rows == 1, replace(launch, splits=splits))
             jobs.setdefault(kind, (shape, launch))
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(compile_once, jobs.values(), chunksize=4))
+    compile_on_all_cores(compile_once, jobs.values())
 
 
 def time_launch(cases: list[Case], launch: Launch, replays: int) -> float:
@@ -131,13 +128,13 @@ def time_case(case: Case, launch: Launch, replays: int) -> float:
     return statistics.median(times) if right else float("inf")
 
 
-def tune(classes: list[list[Shape]], end: float, say: Callable[[str], None]) -> dict[str, Any]:
+def tune(classes: list[list[Shape]], end: float) -> dict[str, Any]:
     """Entries of the launch table for `classes` begun before `end`: the fastest launch, its time, and the formula's."""
     table: dict[str, Any] = {}
     compile_all([shapes[0] for shapes in classes])
     for shapes in classes:
         if time.monotonic() > end:
-            say(f"time is up after {len(table)} of {len(classes)} classes")
+            tell(f"time is up after {len(table)} of {len(classes)} classes")
             break
         shape, cases = shapes[0], [build(each, min(num_layers_for(each), 16)) for each in shapes]
         formula = launch_by_formula(shape.call, gpu_traits(DEVICE))
@@ -149,11 +146,11 @@ def tune(classes: list[list[Shape]], end: float, say: Callable[[str], None]) -> 
         again = {launch: time_launch(cases, launch, 30) for launch in finalists}
         best = min(again, key=lambda launch: again[launch])
         if not math.isfinite(again[formula]):
-            say(f"{shape.call.shape_class}: left out, the formula's launch is wrong or does not fit")
+            tell(f"{shape.call.shape_class}: left out, the formula's launch is wrong or does not fit")
             continue
         if again[best] > WORTH * again[formula]:
             best = formula
-        say(f"{shape.call.shape_class}: formula {again[formula]:.1f} us, best {again[best]:.1f} us {asdict(best)}")
+        tell(f"{shape.call.shape_class}: formula {again[formula]:.1f} us, best {again[best]:.1f} us {asdict(best)}")
         times = {"us": round(again[best], 2), "formula_us": round(again[formula], 2)}
         table[shape.call.shape_class] = {**entry_of(best), **times}
         del cases

@@ -18,23 +18,22 @@ time of the server's processes, for other work on the machine is no cost of thei
 
 import argparse
 import asyncio
-import json
 import random
 import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from frame import end_with, parser_of, say
+
 from treetop.bench.http_client import Address
 from treetop.bench.http_client import Client as HttpClient
 from treetop.bench.prompts import read_prompts
 from treetop.checkpoints.folder import resolve_folder
 from treetop.checkpoints.loader import compute_device
-from treetop.cli import OneLineParser, exit_code
 from treetop.text.tokenizer import open_tokenizer
 from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL
 from treetop.types.errors import EngineError, InputError
@@ -166,10 +165,6 @@ def figures(own: Sequence[Ramp], plain: Sequence[Ramp], clocks: Sequence[str]) -
     return found
 
 
-def say(part: str, line: dict[str, Any]) -> None:
-    print(json.dumps({"part": part, **line}), flush=True)
-
-
 async def run(args: argparse.Namespace) -> None:
     asked, options = bodies(args), contenders(args)
     runs: dict[str, list[Ramp]] = {name: [] for name in options}
@@ -179,7 +174,7 @@ async def run(args: argparse.Namespace) -> None:
                 ramp = [await step(server, clients) for clients in asked][1:]
             runs[name].append(ramp)
             steps = [{key: round(value, 3) for key, value in asdict(each).items()} for each in ramp]
-            say("run", {"turn": turn, "contender": name, "start_s": round(server.start_s, 1), "steps": steps})
+            say({"part": "run", "turn": turn, "contender": name, "start_s": round(server.start_s, 1), "steps": steps})
     plain = runs[PLAIN]
     device = compute_device(options[PLAIN].get("device", "auto"))
     clocks = ("s", "cpu_s") if device.type == "cpu" else ("s",)
@@ -189,17 +184,25 @@ async def run(args: argparse.Namespace) -> None:
             own_step, plain_step = ([ramp[i : i + 1] for ramp in each] for each in (own, plain))
             steps.append({"clients": count, **figures(own_step, plain_step, clocks)})
         tokens = sum(each.tokens for each in own[0])
-        say("contender", {"contender": name, "tokens": tokens, "ramp": figures(own, plain, clocks), "steps": steps})
+        say(
+            {
+                "part": "contender",
+                "contender": name,
+                "tokens": tokens,
+                "ramp": figures(own, plain, clocks),
+                "steps": steps,
+            }
+        )
     found: dict[str, Any] = {}
     for clock in clocks:
         best = max(args.shapes, key=lambda shape, clock=clock: ratio(runs[shape], plain, clock))  # type: ignore[misc]
         over = {"auto_over_best_fixed": ratio(runs[AUTO], runs[best], clock)}
         found[f"by_{clock}"] = {"best_fixed": best, **over, "auto_over_plain": ratio(runs[AUTO], plain, clock)}
-    say("auto", {"turns": args.turns, **found})
+    say({"part": "auto", "turns": args.turns, **found})
 
 
 def main(arguments: list[str]) -> int:
-    parser = OneLineParser(prog="load_ramp", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default=BUILTIN_MODEL, metavar="FOLDER")
     parser.add_argument("--draft", metavar="FOLDER", help="its head; the embedded model has its own")
     parser.add_argument("--options", default="", metavar="FLAGS", help="of every server")
@@ -219,4 +222,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code("load_ramp", lambda: main(sys.argv[1:])))
+    end_with(main)

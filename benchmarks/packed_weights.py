@@ -12,7 +12,6 @@ As in `benchmarks/skinny_gemm.py` a time is that of one product in a replayed gr
 cache, and results are checked first. Lines as they are known, on stderr a table, on stdout JSON.
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -23,8 +22,8 @@ from functools import partial
 from itertools import product
 
 import torch
-from attention_cases import DEVICE, graph_of, times_us
-from skinny_gemm import SHAPES, TABLE, check_result, key_of, multiply, save_table
+from frame import DEVICE, end_with, graph_of, machine_of, parser_of, say, times_us, write_entries
+from skinny_gemm import SHAPES, TABLE, check_result, key_of, multiply
 from torch import Tensor
 
 from treetop.kernels.gemm.packed_weights import (
@@ -270,7 +269,7 @@ def measure_table(shapes: dict[str, Shape]) -> None:
                 if made is not None:
                     entry["compressed"] = made
                 say({"weight": name, "rows": entry["rows"], "compressed": made})
-        save_table(table["entries"], table["machine"])
+        write_entries(TABLE, table["entries"], table["machine"])
         del case
     load_table.cache_clear()
     offers.cache_clear()
@@ -359,22 +358,17 @@ def blank_weight(shape: Shape) -> CompressedWeight:
     )
 
 
-def say(value: dict[str, object]) -> None:
-    print(json.dumps(value), flush=True)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: list[str]) -> int:
+    parser = parser_of(__doc__)
     parser.add_argument("--write-table", action="store_true")
     parser.add_argument("--only", nargs="+", choices=[*NAMES, *UNMEASURED], default=[*NAMES, *UNMEASURED])
     parser.add_argument("--distributions", nargs="+", choices=DISTRIBUTIONS, default=list(DISTRIBUTIONS))
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if not load_table().holds_for(gpu_traits(DEVICE)):
         parser.error("the table was measured on another kind of GPU; run benchmarks/skinny_gemm.py --write-table first")
     begun = time.perf_counter()
     torch.manual_seed(0)
-    machine: dict[str, object] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-    say(machine)
+    say(machine_of())
     shapes = {name: {**SHAPES, **UNMEASURED}[name] for name in args.only}
     compile_all(shapes, args.write_table)
     say({"compiled_s": round(time.perf_counter() - begun, 1)})
@@ -394,4 +388,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

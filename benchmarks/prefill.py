@@ -12,22 +12,17 @@ bits they may differ, and the output says where.
 import argparse
 import gc
 import itertools
-import json
 import statistics
-import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
-from rounds import NAMES, preset
+from frame import NAMES, end_with, machine_of, parser_of, preset, tell, write_report
 
 from treetop import LLM, SamplingParams
 from treetop.attention.auto import AutoBackend
 from treetop.attention.registry import BACKENDS
 from treetop.bench.prompts import prompt_ids
-from treetop.cli import exit_code
 from treetop.engine.memory import gib
 from treetop.types.errors import EngineError, InputError
 
@@ -130,11 +125,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         llm = start(args, cases, chunk, backend)
         start_s = time.perf_counter() - began_s
         layout, budget = llm.engine.layout, llm.engine.memory.budget
-        say(f"{backend}, steps of {layout.chunk}: up in {start_s:.1f} s, {gib(budget.allowance)} for activations")
+        tell(f"{backend}, steps of {layout.chunk}: up in {start_s:.1f} s, {gib(budget.allowance)} for activations")
         for case in cases:
             figures.append(measure(llm, backend, case, args.repeats, expected.get(case)))
             expected.setdefault(case, figures[-1].first_tokens)
-            say(line_of(figures[-1]))
+            tell(line_of(figures[-1]))
         backend_now = llm.engine.runner.backend
         reasons = backend_now.reasons if isinstance(backend_now, AutoBackend) else {}
         engines.append(
@@ -150,7 +145,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         llm.close()
         del llm, backend_now
         gc.collect()  # an engine's memory, before the next one takes its share
-    return {"machine": machine(), "engines": engines, "figures": [asdict(each) for each in figures]}
+    return {"machine": machine_of(), "engines": engines, "figures": [asdict(each) for each in figures]}
 
 
 def line_of(f: Figures) -> str:
@@ -159,18 +154,9 @@ def line_of(f: Figures) -> str:
     return f"  {case:>10} {f.ms:9.1f} ms ({f.ms_low:.1f} .. {f.ms_high:.1f}) {f.tokens_per_s:9.0f} tokens/s{differs}"
 
 
-def machine() -> dict[str, str]:
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    return {"gpu": gpu, "torch": torch.__version__}
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def main(arguments: list[str]) -> int:
     """Lines on stderr, JSON on stdout or in a file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--preset", choices=NAMES, default=NAMES[0])
     parser.add_argument("--model", metavar="FOLDER", help="another target than the preset's")
     parser.add_argument("--load-format", choices=("auto", "dummy"), default="dummy")
@@ -184,13 +170,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--json", metavar="FILE", help="write the results here instead of stdout")
     args = parser.parse_args(arguments)
-    report = json.dumps(run(args), indent=1) + "\n"
-    if args.json:
-        Path(args.json).write_text(report, encoding="utf-8")
-    else:
-        print(report, end="")
+    write_report(run(args), args.json)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code("prefill", lambda: main(sys.argv[1:])))
+    end_with(main)

@@ -7,14 +7,13 @@ round, though kernels start before others have ended. Each replay is recorded by
 profiler stands beside it.
 """
 
-import argparse
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 import torch
-from rounds import NAMES, preset
+from frame import NAMES, end_with, parser_of, preset
 from torch.autograd import DeviceType  # type: ignore[attr-defined]  # torch names it there, and does not say so
 from torch.profiler import ProfilerActivity, profile
 
@@ -51,14 +50,14 @@ def kernels_of(run: Callable[[], object]) -> list[Span]:
     return [(event.name, event.time_range.start, event.time_range.end) for event in on_device]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: list[str]) -> int:
+    parser = parser_of(__doc__)
     parser.add_argument("--preset", choices=NAMES, default=NAMES[0])
     parser.add_argument("--shape", default="5,4,16", help="S,k,T")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--top", type=int, default=25)
     parser.add_argument("--exactness", choices=("bits", "ties"), default="ties")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     model, draft = preset(args.preset)
     accepted = 1 if args.shape.startswith("0,") else 3
     options = {"draft": draft, "load_format": "dummy", "simulate_accept_length": accepted, "exactness": args.exactness}
@@ -82,7 +81,8 @@ def main() -> None:
     print(f"a round: {whole_us:.0f} us recorded, {own_us:.0f} us not recorded, {launches:.0f} launches")
     for name in sorted(total, key=lambda name: -total[name])[: args.top]:
         print(f"{total[name]:9.1f} us {total[name] / whole_us:6.1%} {counts[name] / REPEATS:7.1f} x  {name[:110]}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    end_with(main)

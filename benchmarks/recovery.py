@@ -24,7 +24,6 @@ import os
 import random
 import signal
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -34,11 +33,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rounds import NAMES, preset
+from frame import add_model, end_with, parser_of, preset, say
 from serving import pair
 
 from disaggregation import prompt
-from treetop.cli import OneLineParser, exit_code
 from treetop.types.errors import EngineError, InputError
 from treetop.types.kv_transfer.options import Mode
 from treetop_debug.servers import Client, Stream, descendants, processes_of, served, until, workers
@@ -186,15 +184,13 @@ async def run(args: argparse.Namespace) -> None:
         if unknown := [name for name in names if name not in drills.by_name]:
             raise InputError(f"--drills: {unknown[0]} is none of {', '.join(drills.by_name)}")
         for name in names:
-            print(json.dumps({"drill": name, "streams": args.rows, **await drills.by_name[name]()}), flush=True)
+            say({"drill": name, "streams": args.rows, **await drills.by_name[name]()})
 
 
 def main(arguments: list[str]) -> int:
-    parser = OneLineParser(prog="recovery", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
+    add_model(parser)
     parser.add_argument("--drills", nargs="+", metavar="NAME", help="default: all")
-    parser.add_argument("--preset", choices=NAMES, default=NAMES[0], help="shape, with random weights")
-    parser.add_argument("--model", metavar="FOLDER", help="a target with weights instead, or builtin:nestling")
-    parser.add_argument("--draft", metavar="FOLDER", help="its head")
     parser.add_argument("--prompt-tokens", type=int, default=8192, metavar="N")
     parser.add_argument("--output-tokens", type=int, default=400, metavar="N")
     parser.add_argument("--rows", type=int, default=8, metavar="N", help="streams")
@@ -211,4 +207,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code("recovery", lambda: main(sys.argv[1:])))
+    end_with(main)

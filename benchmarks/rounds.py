@@ -25,20 +25,9 @@ import tempfile
 from pathlib import Path
 
 from coded_cases import CONFIGS
+from frame import NAMES, preset
 
 from treetop.cli import main
-
-PRESETS = Path(__file__).parent / "presets"
-NAMES = (
-    *("llama-3.1-8b", "qwen3-8b", "gpt-oss-20b", "qwen3-30b-a3b"),
-    *("ministral-3-8b", "ernie-4.5-21b-a3b", "gemma-4-26b-a4b"),
-    *("deepseek-v2-lite", "glm-4.7-flash"),
-)
-
-
-def preset(name: str) -> tuple[str, str]:
-    """The folders of a target's configuration and of its head's."""
-    return str(PRESETS / name), str(PRESETS / f"eagle3-{name}")
 
 
 def in_format(model: str, name: str, folder: Path) -> str:

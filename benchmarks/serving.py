@@ -23,7 +23,6 @@ import platform
 import random
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -33,8 +32,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-from rounds import NAMES, preset
+from frame import add_model, end_with, machine_of, parser_of, preset, say
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -45,7 +43,6 @@ from treetop.bench.serve import summary
 from treetop.checkpoints.folder import resolve_folder
 from treetop.checkpoints.json_file import read_object
 from treetop.checkpoints.loader import compute_device
-from treetop.cli import OneLineParser, exit_code
 from treetop.core.engine_core import EngineCore
 from treetop.core.loop import CoreLoop
 from treetop.core.wire import Updates, encode
@@ -330,31 +327,19 @@ async def run(args: argparse.Namespace) -> None:
             up_s = time.perf_counter()
             llm = await asyncio.to_thread(lambda: LLM(model, **options))
             starts_s = [round(up_s - began_s, 1), round(time.perf_counter() - up_s, 1)]
-            say("machine", {**machine(llm), "starts_s": starts_s, "options": options})
+            machine = {**machine_of(), "cores": os.cpu_count(), "python": platform.python_version()}
+            say({"part": "machine", **machine, "starts_s": starts_s, "options": options})
             given = args.batches, args.input_tokens, args.prompt_tokens, args.rounds, args.repeats
             bench = Bench(llm, client, *given, random.Random(0))
             for name in args.parts:
                 async for figures in MEASURE[name](bench):
-                    say(name, figures)
+                    say({"part": name, **figures})
             llm.close()
 
 
-def machine(llm: LLM) -> dict[str, Any]:
-    device = llm.engine.runner.buffers.rows.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    return {"device": name, "cores": os.cpu_count(), **versions}
-
-
-def say(part: str, figures: dict[str, Any]) -> None:
-    print(json.dumps({"part": part, **figures}), flush=True)
-
-
 def main(arguments: list[str]) -> int:
-    parser = OneLineParser(prog="serving", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=NAMES, default=NAMES[0], help="shape, with random weights")
-    parser.add_argument("--model", metavar="FOLDER", help="a target with weights instead, or builtin:nestling")
-    parser.add_argument("--draft", metavar="FOLDER", help="its head")
+    parser = parser_of(__doc__)
+    add_model(parser)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 32, 64], metavar="B")
     parser.add_argument("--input-tokens", type=int, default=1024, metavar="N", help="prompts of streams")
@@ -373,4 +358,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code("serving", lambda: main(sys.argv[1:])))
+    end_with(main)

@@ -10,20 +10,28 @@ a decode round. Results are checked before anything is timed. JSON lines on stdo
 12 bits gain over a launch is measured by `benchmarks/packed_weights.py`, to be run again after a launch has changed.
 """
 
-import argparse
 import json
-import multiprocessing
-import os
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from attention_cases import DEVICE, copy_bytes_per_s, graph_of, times_us
+from frame import (
+    DEVICE,
+    compile_on_all_cores,
+    copy_bytes_per_s,
+    end_with,
+    entries_of,
+    machine_of,
+    median_us,
+    parser_of,
+    say,
+    write_entries,
+)
 from torch import Tensor
 
 from treetop.kernels.fused import silu_mul
@@ -60,6 +68,8 @@ Qwen3-8B's `down` has the shape of `draft fc`. gpt-oss is GPT-OSS-20B, with its 
 """
 ROWS = (16, 32, 64, 128, 192, 256)
 TABLE = Path(kernels.__file__).with_name("skinny_gemm.json")
+Shapes = dict[str, tuple[int, int, bool]]
+Entry = dict[str, Any]
 Candidates = Callable[[int, int, int, bool], Iterator[RowsLaunch]]
 SHARED_MEMORY = 227 * 1024
 GAP_US = 2.0
@@ -112,11 +122,7 @@ def multiply(x: Tensor, weight: Tensor, gated: bool, launch: RowsLaunch | None) 
 
 
 def measure_us(x: Tensor, weights: Sequence[Tensor], gated: bool, launch: RowsLaunch | None) -> float:
-    def many() -> None:
-        for weight in weights:
-            multiply(x, weight, gated, launch)
-
-    return statistics.median(times_us(graph_of(many).replay, 10)) / len(weights)
+    return median_us([partial(multiply, x, weight, gated, launch) for weight in weights])
 
 
 def fastest(
@@ -148,11 +154,20 @@ def compile_once(job: tuple[int, int, int, bool, RowsLaunch]) -> None:
     multiply(x, torch.zeros(n, k, dtype=torch.bfloat16, device=DEVICE), gated, launch)
 
 
-def tune(
-    shapes: dict[str, tuple[int, int, bool]], all_rows: tuple[int, ...], tune_whole: bool
-) -> list[dict[str, object]]:
-    """Measure every shape; the entries of a table. tune_whole: try all candidates."""
-    entries = []
+@dataclass(frozen=True)
+class Found:
+    """The fastest launch of a product, None for the vendor's, and us of both."""
+
+    entry: Entry
+    floor_us: float
+
+    def line(self) -> Entry:
+        us: float = self.entry["us"]
+        return {**self.entry, "floor_us": round(self.floor_us, 1), "over_floor": round(us / self.floor_us, 2)}
+
+
+def measured(shapes: Shapes, all_rows: Sequence[int], which: Candidates | None, copy: float) -> Iterator[Found]:
+    """Every shape and number of rows. which: launches to try; None for the one that is chosen today."""
     gpu = gpu_traits(DEVICE)
     for name, (n, k, gated) in shapes.items():
         weights = [torch.randn(n, k, dtype=torch.bfloat16, device=DEVICE) * k**-0.5 for _ in range(calls(n, k))]
@@ -160,39 +175,18 @@ def tune(
             x = torch.randn(rows, k, dtype=torch.bfloat16, device=DEVICE)
             want, vendor_us = multiply(x, weights[0], gated, None).float(), measure_us(x, weights, gated, None)
             known = filter(None, [choose_launch(rows, n, k, gated, gpu)])
-            us, best = fastest(x, weights, gated, candidates(rows, n, k, gated) if tune_whole else known, want)
-            if best is None or (tune_whole and us >= vendor_us + GAP_US):
+            launches = known if which is None else which(rows, n, k, gated)
+            us, best = fastest(x, weights, gated, launches, want)
+            never = which is whole_candidates and rows <= FEWEST_OF_LIBRARY
+            if best is None or (which is not None and not never and us >= vendor_us + GAP_US):
                 us, best = vendor_us, None
             entry = {"name": name, "n": n, "k": k, "gated": gated, "rows": rows}
             entry |= {"launch": None if best is None else astuple(best), "us": round(us, 1)}
-            entry |= {"vendor_us": round(vendor_us, 1)}
-            entries.append(entry)
-            floor_us = 2e6 * n * k / COPY
-            print(
-                json.dumps(entry | {"floor_us": round(floor_us, 1), "over_floor": round(us / floor_us, 2)}), flush=True
-            )
-        del weights
-    return entries
-
-
-def tune_whole(shapes: dict[str, tuple[int, int, bool]], all_rows: tuple[int, ...]) -> None:
-    """Measure launches without a cut of k, and add the fastest to the table: none where the vendor's product is."""
-    for name, (n, k, gated) in shapes.items():
-        weights = [torch.randn(n, k, dtype=torch.bfloat16, device=DEVICE) * k**-0.5 for _ in range(calls(n, k))]
-        for rows in all_rows:
-            x = torch.randn(rows, k, dtype=torch.bfloat16, device=DEVICE)
-            want, vendor_us = multiply(x, weights[0], gated, None).float(), measure_us(x, weights, gated, None)
-            us, best = fastest(x, weights, gated, whole_candidates(rows, n, k, gated), want)
-            if rows > FEWEST_OF_LIBRARY and us >= vendor_us + GAP_US:
-                us, best = vendor_us, None
-            found: dict[str, object] = {"launch": None if best is None else astuple(best), "us": round(us, 1)}
-            found |= {"vendor_us": round(vendor_us, 1), "gpu": torch.cuda.get_device_name()}
-            add_whole({"name": name, "n": n, "k": k, "gated": gated, "rows": rows}, found)
-            print(json.dumps({"name": name, "rows": rows, **found}), flush=True)
+            yield Found({**entry, "vendor_us": round(vendor_us, 1)}, 2e6 * n * k / copy)
         del weights
 
 
-def add_whole(entry: dict[str, object], found: dict[str, object]) -> None:
+def add_whole(entry: Entry, found: Entry) -> None:
     """Add what was found to the entry of the table that has this key, or to a new one."""
     table = json.loads(TABLE.read_text(encoding="utf-8"))
     same = [each for each in table["entries"] if key_of(each) == key_of(entry)]
@@ -200,10 +194,10 @@ def add_whole(entry: dict[str, object], found: dict[str, object]) -> None:
         same = [entry]
         table["entries"] += same
     same[0]["whole"] = found
-    save_table(table["entries"], table["machine"])
+    write_entries(TABLE, table["entries"], table["machine"])
 
 
-def compile_all(shapes: dict[str, tuple[int, int, bool]], all_rows: tuple[int, ...], which: Candidates) -> None:
+def compile_all(shapes: Shapes, all_rows: Sequence[int], which: Candidates) -> None:
     """Compile all candidates on all cores."""
     jobs: dict[object, tuple[int, int, int, bool, RowsLaunch]] = {}
     for n, k, gated in shapes.values():
@@ -211,57 +205,49 @@ def compile_all(shapes: dict[str, tuple[int, int, bool]], all_rows: tuple[int, .
             for launch in which(rows, n, k, gated):
                 kernel = rows, gated, replace(launch, splits=min(launch.splits, 2))
                 jobs.setdefault(kernel, (rows, n, k, gated, launch))
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(compile_once, jobs.values(), chunksize=8))
+    compile_on_all_cores(compile_once, jobs.values())
 
 
-def write_table(entries: Sequence[dict[str, object]], machine: dict[str, object]) -> None:
+def write_table(entries: Sequence[Entry], machine: Entry) -> None:
     """Write measured launches; others measured on the same kind of GPU stay, and so do 12 bits and whole launches."""
-    old = json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.is_file() else None
-    known = old["entries"] if old is not None and old["machine"]["gpu"] == machine["gpu"] else []
-    measured = {key_of(e): e for e in known}
+    joined = {key_of(e): e for e in entries_of(TABLE, machine)}
     for entry in entries:
-        before = measured.get(key_of(entry), {})
-        kept = {name: before[name] for name in ("compressed", "whole") if name in before}
-        measured[key_of(entry)] = entry | kept
-    save_table(list(measured.values()), machine)
+        before = joined.get(key_of(entry), {})
+        joined[key_of(entry)] = entry | {name: before[name] for name in ("compressed", "whole") if name in before}
+    write_entries(TABLE, joined.values(), machine)
 
 
-def key_of(entry: dict[str, object]) -> tuple[object, ...]:
+def key_of(entry: Entry) -> tuple[object, ...]:
     return entry["n"], entry["k"], entry["gated"], entry["rows"]
 
 
-def save_table(entries: Sequence[dict[str, object]], machine: dict[str, object]) -> None:
-    lines = ",\n".join(json.dumps(entry) for entry in entries)
-    head = f'"num_sms": {gpu_traits(DEVICE).num_sms}, "machine": {json.dumps(machine)}'
-    TABLE.write_text(f'{{{head}, "entries": [\n{lines}\n]}}\n', encoding="utf-8")
-
-
-def main() -> None:
-    global COPY  # noqa: PLW0603 - measured once a run
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: list[str]) -> int:
+    parser = parser_of(__doc__)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--write-table", action="store_true")
     what.add_argument("--whole", action="store_true")
     parser.add_argument("--rows", type=int, nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--only", nargs="+", choices=SHAPES, default=list(SHAPES))
-    args = parser.parse_args()
-    COPY = copy_bytes_per_s()
-    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_tb_s": round(COPY / 1e12, 2)}
-    print(json.dumps(machine), flush=True)
-    shapes, rows = {name: SHAPES[name] for name in args.only}, tuple(args.rows)
-    if args.whole:
-        compile_all(shapes, rows, whole_candidates)
-        tune_whole(shapes, rows)
-        return
-    if args.write_table:
-        compile_all(shapes, rows, candidates)
-    entries = tune(shapes, rows, args.write_table)
+    args = parser.parse_args(arguments)
+    copy = copy_bytes_per_s()
+    machine = machine_of(copy)
+    say(machine)
+    shapes = {name: SHAPES[name] for name in args.only}
+    which = whole_candidates if args.whole else candidates if args.write_table else None
+    if which is not None:
+        compile_all(shapes, args.rows, which)
+    entries = []
+    for found in measured(shapes, args.rows, which, copy):
+        entries.append(found.entry)
+        say(found.line())
+        if args.whole:
+            names = "launch", "us", "vendor_us"
+            key = {name: value for name, value in found.entry.items() if name not in names}
+            add_whole(key, {**{name: found.entry[name] for name in names}, "gpu": machine["gpu"]})
     if args.write_table:
         write_table(entries, machine)
+    return 0
 
-
-COPY = float("nan")
 
 if __name__ == "__main__":
-    main()
+    end_with(main)

@@ -17,7 +17,6 @@ Medians of `repeats`, of which each runs every kind in turn. To compare two comm
 up to its vocabulary. Such a head is never right, so only others and masks are measured.
 """
 
-import argparse
 import json
 import random
 import shutil
@@ -30,10 +29,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rounds import NAMES, preset
+from frame import NAMES, end_with, parser_of, preset, say
 
 from treetop import LLM, RequestOutput, SamplingParams, StructuredOutput
 from treetop.checkpoints.folder import resolve_folder
+from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL
 
 PROMPTS = (
     "def load_config(path):\n    return json.load(open(path))\n\n# config.json\n",
@@ -187,17 +187,17 @@ def filled(model: Path, folder: Path) -> Path:
     return folder
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: list[str]) -> int:
+    parser = parser_of(__doc__)
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--preset", choices=NAMES, help="random weights of this shape, for others and masks alone")
     parser.add_argument("--shape", default="5,4,16", metavar="S,k,T", help="of the trees, with --preset")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as made:
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"model": BUILTIN_MODEL, "draft": BUILTIN_DRAFT}
         if args.preset is not None:
             model, draft = preset(args.preset)
             steps, topk, nodes = map(int, args.shape.split(","))
@@ -208,7 +208,7 @@ def main() -> int:
         found = (measure if args.preset is None else others_and_masks)(bench, args.repeats)
         bench.llm.close()
     if args.json:
-        print(json.dumps(found))
+        say(found)
     else:
         for name, value in found.items():
             print(f"{name:18s} {value}")
@@ -216,4 +216,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    end_with(main)

@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers.utils import logging as transformers_logging
 
-from support import windowed_llama
-from support.interpreted import why_not_interpreted
+from support import warm, windowed_llama
+from support.interpreted import INTERPRETED, patch_without_search, why_not_interpreted
 from support.tiny_models import (
     Pair,
     save_copying_head,
@@ -24,6 +24,7 @@ from support.tiny_models import (
     save_tokenizer,
     save_weak_llama,
 )
+from treetop.distributed import process
 from treetop.models.registry import FAMILIES
 
 torch.set_num_threads(1)  # the models are too small to share
@@ -31,6 +32,8 @@ hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("any machine")
+if INTERPRETED and why_not_interpreted() is None:
+    patch_without_search()
 transformers_logging.disable_progress_bar()
 transformers_logging.set_verbosity_error()
 
@@ -53,15 +56,7 @@ LONGEST = (
 """Files that run first, so that none of them is what the last process waits for."""
 
 
-PROCESSES = ("api", "disaggregation", "distributed", "serve")
-"""Folders whose tests start processes that a busy machine may stop for long: one that fails runs once more, and the
-closing lines name it (RERUN)."""
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.parent.name in PROCESSES:
-            item.add_marker(pytest.mark.flaky(reruns=1))
     ranks = {Path(__file__).parent / name: rank for rank, name in enumerate(LONGEST)}
     items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
 
@@ -78,6 +73,29 @@ def _own_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_starts():
+    """Engines and ranks that a test starts are forked from a process which has imported what they import."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "Popen", warm.Popen)
+        yield
+
+
+@pytest.fixture(scope="session")
+def mock_server():
+    """A server that all share who leave it as it is: a mock engine whose rounds of four tokens take no time.
+
+    Whatever they have sent, it serves at the end, and has shown no traceback.
+    """
+    from support.serving import mock, replayed
+
+    with mock(0, "4", "--max-running-requests", "8", "--request-timeout", "120") as server:
+        yield server
+        answer = server.post("/v1/completions", {"prompt": "a", "max_tokens": 9})
+        assert answer.json()["choices"][0]["text"] == replayed(1, 9)
+        assert not any("Traceback" in line for line in server.said), "".join(server.said)
 
 
 @pytest.fixture(autouse=True)

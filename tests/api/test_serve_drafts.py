@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from support.serving import TOKENIZER, mock, serving
+from support.serving import TOKENIZER, serving
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = "def area(r):\n    return 3 * r\n\ndef area(r):\n    return 3 *"
@@ -94,15 +94,14 @@ def test_texts_join_characters_of_several_tokens(server):
     assert said["treetop"].keys() == {"draft_depths", "texts"}
 
 
-def test_an_engine_without_trees_has_depths_and_refuses_trees():
+def test_an_engine_without_trees_has_depths_and_refuses_trees(mock_server):
     """The mock engine accepts what it likes, and has no trees; /v1/models says so."""
-    with mock(0, "4") as running:
-        answer = running.post(COMPLETIONS, {"prompt": "a b", "max_tokens": 10, "return_draft_depths": True}).json()
-        assert answer["choices"][0]["treetop"]["draft_depths"] == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
-        refused = running.post(COMPLETIONS, {"prompt": "a b", "return_draft_trees": True})
-        assert refused.status_code == 400
-        assert "return_draft_trees: this engine drafts no trees" in refused.json()["error"]["message"]
-        assert running.get("/v1/models").json()["data"][0]["treetop"] == {"chat": True, "draft_trees": False}
+    answer = mock_server.post(COMPLETIONS, {"prompt": "a b", "max_tokens": 10, "return_draft_depths": True}).json()
+    assert answer["choices"][0]["treetop"]["draft_depths"] == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
+    refused = mock_server.post(COMPLETIONS, {"prompt": "a b", "return_draft_trees": True})
+    assert refused.status_code == 400
+    assert "return_draft_trees: this engine drafts no trees" in refused.json()["error"]["message"]
+    assert mock_server.get("/v1/models").json()["data"][0]["treetop"] == {"chat": True, "draft_trees": False}
 
 
 def test_the_list_of_models_says_what_may_be_asked(server):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from support.serving import STREAM, TOKENIZER, mock, replayed
+from support.serving import STREAM, TOKENIZER, replayed
 from treetop import SamplingParams
 from treetop.outputs import LiveRequest
 from treetop.text.text import OutputText
@@ -20,9 +20,8 @@ NULLS += ["logit_bias", "ignore_eos", "priority", "tools", "response_format", "m
 
 
 @pytest.fixture(scope="module")
-def server():
-    with mock(0, "4") as running:
-        yield running
+def server(mock_server):
+    return mock_server
 
 
 def ask(server, path: str, **body):

@@ -9,7 +9,7 @@ from contextlib import suppress
 import openai
 import pytest
 
-from support.serving import TOKENIZER, children_of, mock, serving
+from support.serving import TOKENIZER, children_of, serving
 from support.waiting import until
 from treetop import LLM, SamplingParams, StructuredOutput
 
@@ -362,17 +362,16 @@ def test_the_time_of_a_request_counts_while_its_structure_is_checked(server):
     assert answer.json()["error"]["code"] == "timeout"
 
 
-def test_an_engine_that_cannot_says_so():
+def test_an_engine_that_cannot_says_so(mock_server):
     """The mock replays tokens: nothing changes them, and they have no log-probabilities."""
-    with mock() as running:
-        for body, words in (
-            ({"min_tokens": 2}, "min_tokens: this engine"),
-            ({"logprobs": 1}, "logprobs: this engine"),
-            ({"logprobs": 1, "echo": True}, "logprobs: this engine"),
-            ({"regex": "a"}, "structured_output: this engine"),
-        ):
-            with pytest.raises(openai.BadRequestError, match=words):
-                complete(running, **body)
-        messages = [{"role": "user", "content": "hi"}]
-        answer = running.post("/v1/chat/completions", {"messages": messages, "top_logprobs": 2})
-        assert "top_logprobs: only with logprobs true" in answer.json()["error"]["message"]
+    for body, words in (
+        ({"min_tokens": 2}, "min_tokens: this engine"),
+        ({"logprobs": 1}, "logprobs: this engine"),
+        ({"logprobs": 1, "echo": True}, "logprobs: this engine"),
+        ({"regex": "a"}, "structured_output: this engine"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=words):
+            complete(mock_server, **body)
+    messages = [{"role": "user", "content": "hi"}]
+    answer = mock_server.post("/v1/chat/completions", {"messages": messages, "top_logprobs": 2})
+    assert "top_logprobs: only with logprobs true" in answer.json()["error"]["message"]

@@ -21,9 +21,10 @@ H200 = GpuTraits(132, True, 227 << 10)
 def bench(monkeypatch, tmp_path):
     """The script on a CPU, its table a copy, its weights smaller ones, which the table names."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    for name in ("packed_weights", "skinny_gemm", "attention_cases"):
+    names = "packed_weights", "skinny_gemm", "frame"
+    for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    module, tuner = importlib.import_module("packed_weights"), importlib.import_module("skinny_gemm")
+    module, tuner, frame = map(importlib.import_module, names)
     shapes = {"small": (8192, 256, False), "gates": (16384, 256, True)}
     entries = [
         {"name": name, "n": n, "k": k, "gated": gated, "rows": rows, "launch": None, "us": 1.0, "vendor_us": 1.0}
@@ -34,6 +35,7 @@ def bench(monkeypatch, tmp_path):
     table.write_text(json.dumps({"num_sms": 132, "machine": {"gpu": "H200"}, "entries": entries}))
     for each in (module, tuner):
         monkeypatch.setattr(each, "TABLE", table)
+    for each in (module, tuner, frame):
         monkeypatch.setattr(each, "DEVICE", torch.device("cpu"))
         monkeypatch.setattr(each, "gpu_traits", lambda _: H200)
     monkeypatch.setattr(kernels, "_TABLE", table)
@@ -45,7 +47,7 @@ def bench(monkeypatch, tmp_path):
     yield module
     for each in caches:
         each.cache_clear()
-    for name in ("packed_weights", "skinny_gemm", "attention_cases"):
+    for name in names:
         sys.modules.pop(name, None)
 
 

@@ -55,7 +55,7 @@ def test_a_gap_belongs_to_the_kernel_after_it_and_what_ends_at_once_takes_nothin
 
 def test_a_run_replaces_what_it_tried_and_keeps_the_rest(script):
     """Classes of earlier runs stay, and in a class the backends that were not tried; a result gone wrong goes."""
-    tables = script("tables")
+    tables = script("frame")
     old = {
         "a": {"triton": {"us": 9.0}, "fa3": {"us": 8.0}, "fa4": {"us": 7.0}},
         "b": {"triton": {"us": 5.0}, "fa3": {"us": 4.0}},
@@ -66,7 +66,7 @@ def test_a_run_replaces_what_it_tried_and_keeps_the_rest(script):
 
 
 def test_a_written_table_is_read_back_with_a_class_a_line(script):
-    tables = script("tables")
+    tables = script("frame")
     head, classes = {"gpu": "G", "num_sms": 2}, {"b": {"triton": {"us": 1.0}}, "a": {"triton": {"us": 2.0}}}
     text = tables.text_of(head, classes)
     assert json.loads(text) == {**head, "classes": classes}
@@ -81,7 +81,7 @@ def test_the_committed_tables_are_as_the_benchmark_writes_them(script, package, 
     text = resources.files(package).joinpath(name).read_text(encoding="utf-8")
     table = json.loads(text)
     classes = table.pop("classes")
-    assert script("tables").text_of(table, classes) == text
+    assert script("frame").text_of(table, classes) == text
 
 
 def test_a_table_of_another_gpu_is_not_overwritten_unasked(script, monkeypatch, capsys):
@@ -211,7 +211,7 @@ def test_launches_without_a_cut_join_what_a_table_has(script, tmp_path, monkeypa
     known = {**key, "rows": 16, "launch": [64, 128, 2, 6, 4], "us": 1.0, "vendor_us": 2.0}
     table.write_text(json.dumps({"num_sms": 132, "machine": {"gpu": "H200"}, "entries": [known]}))
     monkeypatch.setattr(module, "TABLE", table)
-    monkeypatch.setattr(module, "gpu_traits", lambda _: GpuTraits(132, True, 227 << 10))
+    monkeypatch.setattr(script("frame"), "gpu_traits", lambda _: GpuTraits(132, True, 227 << 10))
     monkeypatch.setattr(kernels, "_TABLE", table)
     for rows, launch in ((16, [64, 128, 1, 8, 4]), (64, [32, 128, 1, 8, 4]), (256, None)):
         module.add_whole({**key, "rows": rows}, {"launch": launch, "us": 1.0})

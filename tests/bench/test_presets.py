@@ -10,7 +10,9 @@ from support.grids import few_of
 from treetop import LLM
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-NAMES = sorted(each.name.removeprefix("eagle3-") for each in (BENCHMARKS / "presets").glob("eagle3-*"))
+HEADS = sorted(
+    each.name for kind in ("eagle3", "dflash", "dspark") for each in (BENCHMARKS / "presets").glob(f"{kind}-*")
+)
 SMALL = {
     **{"vocab_size": 512, "draft_vocab_size": 256, "hidden_size": 64, "target_hidden_size": 64, "num_hidden_layers": 6},
     **{"intermediate_size": 96, "moe_intermediate_size": 64, "max_position_embeddings": 4096},
@@ -26,6 +28,11 @@ def made_small(folder: Path, where: Path, layers: int) -> Path:
     small["num_hidden_layers"] = min(layers, config["num_hidden_layers"])
     if "eagle_config" in config or "eagle_aux_hidden_state_layer_ids" in config:
         config["eagle_config"] = {}
+    block = {"target_layer_ids": [1, 2, 4], "mask_token_id": 3}
+    if "dflash_config" in config:
+        config["dflash_config"] = block
+    elif "target_layer_ids" in config:
+        config |= block
     if isinstance(config.get("layer_types"), list):
         small["layer_types"] = config["layer_types"][: small["num_hidden_layers"]]
     where.mkdir()
@@ -33,11 +40,11 @@ def made_small(folder: Path, where: Path, layers: int) -> Path:
     return where
 
 
-@pytest.mark.parametrize("name", few_of(NAMES, 0, 4, 7))
+@pytest.mark.parametrize("name", few_of(HEADS, 0, 1, 6, 9))
 def test_a_preset_runs_plain_as_a_chain_and_as_a_tree(name, tmp_path):
     """Random weights: greedy tokens are the same in each shape that the table has."""
-    target = made_small(BENCHMARKS / "presets" / name, tmp_path / "target", 6)
-    head = made_small(BENCHMARKS / "presets" / f"eagle3-{name}", tmp_path / "head", 1)
+    target = made_small(BENCHMARKS / "presets" / name.partition("-")[2], tmp_path / "target", 6)
+    head = made_small(BENCHMARKS / "presets" / name, tmp_path / "head", 1)
     options = {"load_format": "dummy", "dtype": "float64", "device": "cpu", "context_length": 96, "tokenizer": None}
     options = {key: value for key, value in options.items() if value is not None}
     found = []

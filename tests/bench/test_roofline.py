@@ -75,6 +75,24 @@ def test_draft_extend_multiplies_one_column_a_row_by_the_output_matrix():
     assert floor[Phase.EXTEND] == pytest.approx(operations / H200.flop_per_s, rel=1e-6)
 
 
+def test_a_block_is_one_forward_whatever_the_depth():
+    """Of the published shapes: a tree's depth adds rows of the output matrix alone, and extend runs no layer."""
+    target = target_spec(PRESETS / "qwen3-8b")
+    layers = 5 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 12288)
+    for name, edges in (("dflash", 0), ("dspark", 151936 * 256)):
+        head = drafter_spec(PRESETS / f"{name}-qwen3-8b", target.config, dummy=True)
+        assert head.streamed.layers == layers
+        assert head.streamed.fuse == 5 * 4096 * 4096 + 5 * 4096 * 2048
+        assert head.streamed.output == 4096 * 151936 + edges
+        moved = replace(H200, flop_per_s=math.inf)
+        short, long = (round_floor(target, head, Case(SpecShape(4, s, 16), 1, 1024, 2), moved) for s in (3, 7))
+        assert long[Phase.DRAFT] - short[Phase.DRAFT] == pytest.approx(2 * 4 * 151936 / moved.bytes_per_s)
+        kv = 1024 * 5 * 2048 * 2 + head.block.width * 5 * 2048 * 2
+        weights = 2 * (layers + head.streamed.output)
+        assert short[Phase.DRAFT] * moved.bytes_per_s == pytest.approx(weights + kv + 2 * 3 * 151936, rel=1e-2)
+        assert short[Phase.EXTEND] * moved.bytes_per_s == pytest.approx(2 * (head.streamed.fuse + 4 * 5 * 2048))
+
+
 def test_a_floor_is_bytes_or_operations_whichever_takes_longer():
     """Few tokens stream weights, many multiply: with an endless rate of one, the other alone is left."""
     target, head = presets()

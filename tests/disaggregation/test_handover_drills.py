@@ -6,6 +6,7 @@ Whatever happens, every accepted request gets the tokens and accept lengths of o
 """
 
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -19,6 +20,7 @@ from support.addresses import addresses
 from support.engines import build, greedy, sampled
 from support.handover_workers import WorkerProcess
 from support.tiny_models import Pair
+from support.warm import Popen
 from treetop.disaggregation.nixl import PACKAGES
 from treetop.distributed.engine_process import _LOAD_S
 from treetop.types.config import EngineConfig
@@ -55,15 +57,15 @@ class Site:
             disaggregation_slots=4,
             disaggregation_slot_bytes=1 << 17,
         )
-        self.decode = self.start("decode")
+        self.decode = self.start("decode", subprocess.Popen)
         self.prefill = self.start("prefill")
         self.decode.up()
 
-    def start(self, role: str) -> WorkerProcess:
+    def start(self, role: str, start: type[subprocess.Popen[bytes]] = Popen) -> WorkerProcess:
         listen = addresses(1)[0] if role == "prefill" else None
         options = DisaggregationOptions(role, listen, (), str(self.registry), None, LEASE_S)  # type: ignore[arg-type]  # a role
         gpu = None if NUM_GPUS == 0 else NUM_GPUS - 1 if role == "prefill" else 0
-        return WorkerProcess(self.folder, self.config, options, gpu=gpu)
+        return WorkerProcess(self.folder, self.config, options, gpu=gpu, start=start)
 
     def prompts(self) -> list[list[int]]:
         """Other ones each time, so that no cache has them."""

@@ -235,6 +235,6 @@ def test_a_server_ends_with_the_first_of_its_ranks(served):
     with serving(*served[0], "--engine-restarts", "0") as server:
         ranks = ranks_of(server)
         os.kill(ranks[1], signal.SIGKILL)
-        assert server.process.wait(WAIT_S) == 1
+        assert server.wait() == 1
         assert any("rank 1 has ended with exit code -9" in line for line in server.said)
     until(lambda: not any(alive(pid) for pid in ranks))

@@ -31,7 +31,7 @@ def test_a_process_is_started_with_it_unless_it_is_set(monkeypatch, given, seen,
             started.append(options["env"][VARIABLE])
             super().__init__([sys.executable, "-c", f"import os; print(os.environ['{VARIABLE}'])"], **options)
 
-    monkeypatch.setattr(process.subprocess, "Popen", Noted)
+    monkeypatch.setattr(process, "Popen", Noted)
     child = process.start_process("unused", Nothing(), **({"env": environment} if own else {}))
     assert child.communicate(timeout=60)[0].decode().strip() == seen == started[0]
 

@@ -90,7 +90,7 @@ def test_a_t2d_that_contradicts_d2t_is_refused(weak_pair, tmp_path):
         ({"num_aux_hidden_states": 2}, "num_aux_hidden_states"),
         ({"layer_types": ["sliding_attention"]}, "sliding_window"),
         ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"speculators_model_type": "peagle"}, "peagle"),
+        ({"speculators_model_type": "other"}, "other"),
         ({"speculators_model_type": "eagle3"}, "transformer_layer_config"),
         ({"eagle_config": {"use_aux_hidden_state": "no"}}, "use_aux_hidden_state"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),

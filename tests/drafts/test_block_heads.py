@@ -1,7 +1,5 @@
 """Block heads: DFlash, JetSpec and DSpark in every layout, their trees node by node against an oracle."""
 
-from functools import cache
-
 import pytest
 import torch
 
@@ -12,6 +10,7 @@ from support.block_heads import (
     LAYOUTS,
     PLAIN,
     SLIDES,
+    TOP,
     DenseBlock,
     block_shapes,
     markov_shapes,
@@ -20,15 +19,16 @@ from support.block_heads import (
     speculators,
     zlab,
 )
-from support.dense_drafts import DenseTarget, proposals_of
+from support.dense_drafts import DenseTarget
+from support.draft_rounds import assert_rounds
 from support.engines import accept_lens, build, greedy, sampled, tokens
 from support.head_layouts import LAYERS, VOCAB, save_head
-from support.oracles import grow, select
 from support.refusing import refused
 from support.tiny_models import Pair, copy_folder, save_random_llama
 from treetop.drafts.registry import drafter_spec, find_draft
 from treetop.models.registry import target_spec
 from treetop.types.errors import CheckpointError, ConfigError
+from treetop_debug.block_faults import BLOCK_FAULTS
 
 
 @pytest.fixture(scope="module")
@@ -41,31 +41,6 @@ def reference_of(folder, dense: DenseTarget, name: str, **changes) -> DenseBlock
     _, _, _, first, (causal, window), more = LAYOUTS[name]
     offset = torch.zeros(VOCAB, dtype=torch.int64)
     return DenseBlock(folder, dense.embedding, dense.lm_head, offset, first, causal, window, **{**more, **changes})
-
-
-@cache
-def plain(pair: Pair) -> list:
-    """Of the target alone, whatever the head."""
-    return tokens(build(pair, None).generate(pair.prompts([9, 3, 14], seed=1), greedy(16)))
-
-
-def assert_rounds(pair, dense, reference, shape=(3, 3, 9), count=3, **options) -> None:
-    """Trees of the first rounds are the reference's, after what was committed before each; output is plain output."""
-    k, steps, size = shape
-    llm, rounds = build(pair, shape, page_size=4, chunked_prefill_size=4, **options), []
-    llm.engine.observer = lambda plan, tree, accepted: rounds.append((tree, int(accepted.accept_len[0])))
-    prompts = pair.prompts([9, 3, 14], seed=1)
-    outputs = llm.generate(prompts[:1], greedy(16))
-    ids = [*prompts[0], outputs[0].token_ids[0]]
-    for tree, length in rounds[:count]:
-        root, born, _ = grow(ids[-1], k, steps, proposals_of(reference, dense, (1, 2, 3), ids, k))
-        nodes = select(root, born, size)
-        assert tree.tokens[0].tolist() == [node.token for node in nodes]
-        assert tree.parent[0, 1:].tolist() == [nodes.index(node.parent) for node in nodes[1:]]
-        want = torch.tensor([node.score for node in nodes])
-        torch.testing.assert_close(tree.logprob[0], want, rtol=1e-5, atol=1e-5)
-        ids = [*prompts[0], *outputs[0].token_ids][: len(ids) + length + 1]
-    assert tokens(outputs + llm.generate(prompts[1:], greedy(16))) == plain(Pair(pair.target, None))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -96,7 +71,7 @@ def test_a_file_whose_tensors_begin_with_model(target, tmp_path):
     assert_rounds(Pair(target[0], folder), target[1], reference, shape=(1, 5, 6), count=2)
 
 
-@pytest.mark.parametrize("name", ["z-lab, windows", "DeepSpec, rnn"])
+@pytest.mark.parametrize("name", ["DeepSpec, rnn", "speculators, DFlash 2"])
 def test_batches_captured_or_not_with_prefix_hits_and_retractions(target, tmp_path, name):
     """Tokens are plain decoding's; rounds those of each request alone, whatever ran beside it and however."""
     pair = Pair(target[0], saved(tmp_path, name))
@@ -160,9 +135,28 @@ def test_a_config_that_cannot_be_is_refused_by_its_key(target, tmp_path, changes
     refused(CheckpointError, lambda: drafter_spec(folder, config).check(), *parts)
 
 
+def test_more_branches_than_a_selector_scores_are_refused(target, tmp_path):
+    pair = Pair(target[0], saved(tmp_path, "speculators, DFlash 2"))
+    refused(ConfigError, lambda: build(pair, (TOP + 1, 1, 4)), "--speculative-eagle-topk", str(TOP))
+
+
 def test_a_tree_deeper_than_the_block_is_refused(target, tmp_path):
     """A block of six in place proposes five tokens, one that is shifted six."""
     for name, deepest in (("z-lab", BLOCK - 1), ("DeepSpec, vanilla", BLOCK)):
         pair = Pair(target[0], saved(tmp_path / f"{deepest}", name))
         refused(ConfigError, lambda pair=pair, n=deepest + 1: build(pair, (1, n, n + 1)), "--speculative-num-steps")
         assert build(pair, (1, deepest, deepest + 1)).generate([[5, 6]], greedy(4))
+
+
+@pytest.mark.parametrize("name", BLOCK_FAULTS)
+def test_the_oracle_tells_of_each_past_bug(target, tmp_path, name):
+    """Put back, it changes what is drafted, and no token: so only a comparison of trees can tell."""
+    found, layout = BLOCK_FAULTS[name]
+    pair = Pair(target[0], saved(tmp_path, layout))
+    reference, shape = reference_of(pair.head, target[1], layout), (3, 5, 14)
+    assert_rounds(pair, target[1], reference, shape=shape, count=5)
+    with found.active(), pytest.raises(AssertionError):
+        assert_rounds(pair, target[1], reference, shape=shape, count=5)
+    with found.active():
+        drafted = tokens(build(pair, shape).generate(pair.prompts([9, 3]), greedy(12)))
+    assert drafted == tokens(build(pair, None).generate(pair.prompts([9, 3]), greedy(12)))

@@ -44,20 +44,15 @@ def target(tmp_path_factory):
 
 
 UNKNOWN_HEADS = [
-    ("DFlash 2", {"architectures": ["DFlash2DraftModel"], "dflash_config": {"mask_token_id": 1}}, None),
     ("JetSpec of another layout", {"architectures": ["JetSpecDraftModel"]}, None),
     ("Gemma 4 DSpark", {"architectures": ["Gemma4DSparkModel"]}, None),
     ("DeepSeek-V4 DSpark", {"dspark_noise_token_id": 3}, None),
-    ("Domino", {"architectures": ["DominoDraftModel"], "dflash_config": {"mask_token_id": 1}}, None),
-    ("Domino", {"dflash_config": {"projector_type": "domino", "gru_hidden_dim": 4}}, None),
     ("XPress", {"speculators_model_type": "xpress"}, None),
     ("Medusa", {"medusa_num_heads": 4}, None),
     ("Gemma 4 assistant", {"architectures": ["Gemma4AssistantForCausalLM"]}, None),
     ("Gemma 4 assistant", {"backbone_hidden_size": 1536}, None),
     ("Gemma 4 assistant", {}, "pre_projection.weight"),
-    ("P-EAGLE", {"pard_token": 7}, None),
-    ("P-EAGLE", {"speculators_model_type": "peagle"}, None),
-    ("P-EAGLE", {}, "mask_hidden"),
+    ("PARD", {"architectures": ["LlamaForCausalLM"], "pard_token": 7}, None),
 ]
 
 

@@ -71,16 +71,19 @@ def test_a_request_that_is_not_said_to_its_end_is_a_408(hurried, said):
 
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_answers_on_a_kept_connection_come_at_once(workers):
-    """Head and body are two writes: the second does not wait until the client has acknowledged the first (40 ms)."""
+    """Head and body are two writes: the second does not wait until the client has acknowledged the first (40 ms).
+
+    Where it does, each answer takes that long, but for some at the beginning; on a busy machine one of many is quick.
+    """
     with mock(5, "1", "--api-workers", workers) as server, closing(opened(server)) as connection:
         times_s = []
-        for _ in range(20):
+        for _ in range(40):
             began_s, answer = time.monotonic(), b""
             connection.sendall(HEALTH)
             while not answer.endswith(b"}"):
                 answer += connection.recv(4096)
             times_s.append(time.monotonic() - began_s)
-    assert sorted(times_s)[10] < 0.010
+    assert min(times_s[20:]) < 0.020
 
 
 def test_a_body_must_come_at_the_minimal_rate():

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from support.block_oracle import Block, Markov
+from support.block_oracle import Block, Domino, Markov, selector_candidates, selector_score
 from support.head_layouts import VOCAB, WIDTH, head_config, layer_shapes, random_tensors, save_head
 
 BLOCK, MASK, EPS, RANK = 6, 7, 1e-5, 12
@@ -35,6 +35,27 @@ def markov_shapes(kind: str, draft_vocab: int = VOCAB, prefix: str = "markov_hea
     return shapes
 
 
+TOP, GRU, EMB = 24, 20, 10
+
+
+def dflash2_shapes(layers: int = 2) -> dict:
+    at = "candidate_selector"
+    shapes = {f"{at}.predecessor_codebook": (VOCAB, RANK), f"{at}.successor_codebook": (VOCAB, RANK)}
+    shapes[f"{at}.hidden_projection.weight"] = (RANK, WIDTH)
+    for name in (f"layers.{i}.{half}_conv" for i in range(layers) for half in ("attention", "mlp")):
+        shapes |= {f"{name}.base_kernel": (2, 2, WIDTH), f"{name}.kernel_projection.weight": (4 * WIDTH // 16, WIDTH)}
+    return shapes
+
+
+def domino_shapes() -> dict:
+    return {
+        "prefix_gru.weight_ih_l0": (3 * GRU, WIDTH),
+        "prefix_gru.weight_hh_l0": (3 * GRU, GRU),
+        "embed_proj.0.weight": (EMB, WIDTH + GRU),
+        "embed_proj.2.weight": (VOCAB, EMB),
+    }
+
+
 def own_config(layers: int = 2, **changes) -> dict:
     """z-lab's, without `dflash_config`."""
     config = head_config(
@@ -53,7 +74,8 @@ def own_config(layers: int = 2, **changes) -> dict:
 def random_block(shapes: dict, seed: int = 0) -> dict:
     """Tables as large as what they are added to."""
     made = random_tensors(shapes, seed)
-    return {name: 3 * x if "markov_w" in name else x for name, x in made.items()}
+    large = ("markov_w", "_codebook", "embed_proj.2")
+    return {name: 3 * x if any(each in name for each in large) else x for name, x in made.items()}
 
 
 IDS = [0, 1, 2]
@@ -78,6 +100,8 @@ def speculators(kind: str, layers: dict | None = None, **changes) -> dict:
     return moved | said | {"transformer_layer_config": body}
 
 
+DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": RANK, "selector_top_k": TOP}
+DOMINO = {"projector_type": "domino", "emb_dim": EMB, "gru_hidden_dim": GRU}
 WINDOWED = {"layer_types": [SLIDES, FULL], "sliding_window": 4}
 # layout: config, tensors beside the block's, algorithm, the slot that proposes first, (causal, window), more
 LAYOUTS = {
@@ -95,6 +119,18 @@ LAYOUTS = {
     "SpecForge, DSpark by its old name": (
         zlab(projector_type="dspark", markov_rank=12), markov_shapes("vanilla", prefix="logit_head"), "DSPARK", 0,
         PLAIN, {"markov": "vanilla"},
+    ),
+    "z-lab, DFlash 2": (
+        zlab(**DFLASH2) | WINDOWED | {"sliding_window": 7, "architectures": ["DFlash2DraftModel"]}, dflash2_shapes(),
+        "DFLASH2", 1, ((False, False), (7, None)), {"taps": 2},
+    ),
+    "speculators, DFlash 2": (
+        speculators("dflash2", WINDOWED, **DFLASH2), dflash2_shapes(), "DFLASH2", 1, ((False, False), (4, None)),
+        {"rule": "anchor", "taps": 2},
+    ),
+    "Domino": (zlab(**DOMINO), domino_shapes(), "DOMINO", 1, PLAIN, {"domino": 1}),
+    "Domino, shifted": (
+        zlab(**DOMINO, shift_label=True, pure_draft_prefix_len=2), domino_shapes(), "DOMINO", 0, PLAIN, {"domino": 2}
     ),
     "speculators": (speculators("dflash"), {}, "DFLASH", 1, PLAIN, {"rule": "anchor"}),
     "speculators, windows": (
@@ -136,6 +172,8 @@ class DenseBlock:
     window: tuple[int | None, ...]
     rule: str = "query"
     markov: str | None = None
+    domino: int | None = None
+    taps: int = 0
     width: int = BLOCK
     prefix: str = ""
     kept: tuple = ((), None)
@@ -144,7 +182,7 @@ class DenseBlock:
         tensors = load_file(self.folder / "model.safetensors")
         self.w = {name.removeprefix(self.prefix): x for name, x in tensors.items()}
         layers = len(self.causal)
-        self.block = Block(self.w, (layers, 4, 2, 16), EPS, 10000.0, self.causal, self.window, self.rule)
+        self.block = Block(self.w, (layers, 4, 2, 16), EPS, 10000.0, self.causal, self.window, self.rule, self.taps)
         head = next(
             (f"{name}." for name in ("markov_head", "logit_head") if f"{name}.markov_w1.weight" in self.w), None
         )
@@ -154,12 +192,31 @@ class DenseBlock:
         """features: [n, width], of the tokens before the root, which is the last of `tokens`."""
         hidden = self._hidden(features, tokens)
         logits = hidden[self.first + len(path)] @ self.lm_head.double().T
+        if self.taps:
+            return self.selected(hidden[self.first + len(path)], logits, [tokens[-1], *path][-1])
+        if self.domino is not None:
+            if len(path) < self.domino:
+                return logits
+            gru = Domino(self.w, WIDTH, GRU)
+            state = gru.begin()
+            for token in [tokens[-1], *path]:
+                state = gru.feed(self.embedding.double()[token], state)
+            return logits + gru.bias(hidden[self.first + len(path)], state)
         if self.edges is None:
             return logits
         state = self.edges.begin()
         for depth, token in enumerate([tokens[-1], *path]):
             bias, state = self.edges.step(token, hidden[self.first + depth], state)
         return logits + bias
+
+    def selected(self, hidden, logits, previous):
+        """Log-probabilities: none of others than the candidates, which share what the logits give them together."""
+        candidates = selector_candidates(logits, TOP)
+        scores = selector_score(self.w, logits, hidden, previous, candidates)
+        share = torch.logsumexp(logits[candidates], 0) - torch.logsumexp(logits, 0)
+        found = torch.full_like(logits, -torch.inf)
+        found[candidates] = torch.log_softmax(scores, 0) + share
+        return found
 
     def _hidden(self, features, tokens):
         """Of the block's slots, [width, hidden]: the same for every path below a root."""

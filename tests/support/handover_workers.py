@@ -13,6 +13,7 @@ import zmq
 
 from support.nixl_peer import OVER_TCP
 from support.waiting import WAIT_S
+from support.warm import Popen
 from treetop.core.wire import Add, Hello, Load, ProcessOptions, Ready, Updates, decode_from_core, encode
 from treetop.distributed.process import Failed
 from treetop.types.config import EngineConfig
@@ -35,14 +36,16 @@ class WorkerProcess:
         disaggregation: DisaggregationOptions,
         secret: str = SECRET,
         gpu: int | None = None,
+        start: type[subprocess.Popen[bytes]] = Popen,
     ) -> None:
+        """start: `subprocess.Popen` for a worker that imports everything itself."""
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         address = f"ipc://{folder}/{next(_NUMBERS)}"
         over = {"UCX_TLS": OVER_TCP} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
         environment = {**os.environ, SECRET_VARIABLE: secret, **over}
         command = [sys.executable, "-P", "-m", "treetop.distributed.engine_process"]
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment)
+        self.process = start(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment)
         assert self.process.stdin is not None
         options = ProcessOptions(address, config, None, 30, disaggregation)
         self.process.stdin.write(msgspec.json.encode(options) + b"\n")

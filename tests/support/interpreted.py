@@ -5,8 +5,9 @@ GPU the tests marked here are skipped.
 """
 
 import importlib.util
+import inspect
 import os
-from functools import cache
+from functools import cache, wraps
 
 import pytest
 import torch
@@ -32,3 +33,37 @@ def why_not_interpreted() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; its interpreter runs on any CPU"
     return None if INTERPRETED else f"in Triton's interpreter: `make interpreted`, or {COMMAND}"
+
+
+def patched_places() -> list[object]:
+    """Modules and classes whose functions the interpreter puts its own in the place of while a kernel runs."""
+    from triton import language as tl
+
+    return [tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base]
+
+
+def patch_without_search() -> None:
+    """Make Triton's interpreter look once for what it replaces.
+
+    It does so at each launch and at each call of a device function, among all members of these places, which is half
+    of the time of small kernels. What is replaced, by what and for how long stays as it is.
+    """
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    def builtins_of(place):
+        return [name for name, member in inspect.getmembers(place) if tl.core.is_builtin(member)]
+
+    known, search = {place: builtins_of(place) for place in patched_places()}, interpreter._patch_builtin
+
+    @wraps(search)
+    def patch(place, *more):
+        if place not in known:
+            return search(place, *more)
+        for name in known[place]:
+            member = getattr(place, name)
+            if tl.core.is_builtin(member):  # not replaced already, by the kernel that calls this function
+                interpreter._patch_attr(place, name, member, *more)
+        return None
+
+    interpreter._patch_builtin = patch

@@ -16,6 +16,7 @@ import httpx
 import openai
 
 from support.waiting import WAIT_S
+from support.warm import Popen
 from treetop.checkpoints.folder import resolve_folder
 from treetop.serve.mock_options import TEXT
 from treetop.text.tokenizer import Tokenizer
@@ -37,11 +38,18 @@ def replayed(num_prompt_tokens: int, count: int) -> str:
 class Server:
     """A running `treetop serve`, and what it has said."""
 
-    def __init__(self, *flags: str, environment: dict[str, str] | None = None, most_files: int | None = None) -> None:
+    def __init__(
+        self,
+        *flags: str,
+        environment: dict[str, str] | None = None,
+        most_files: int | None = None,
+        start: type[subprocess.Popen[str]] = Popen,
+    ) -> None:
+        """start: `subprocess.Popen` for a server, and all that it starts, which import everything themselves."""
         command = [sys.executable, "-m", "treetop.cli", "serve", "--port", "0", "--api-workers", "1", *flags]
         if most_files is not None:
             command = ["bash", "-c", f'ulimit -n {most_files}; exec "$@"', "bash", *command]
-        self.process = subprocess.Popen(
+        self.process = start(
             command,
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -57,9 +65,10 @@ class Server:
 
     def _read(self) -> None:
         assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.said.append(line)
-            self._lines.put(line)
+        with self.process.stderr as stderr:
+            for line in stderr:
+                self.said.append(line)
+                self._lines.put(line)
         self._lines.put(None)
 
     def wait_for(self, words: str) -> re.Match[str]:
@@ -109,19 +118,21 @@ class Server:
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        """Its exit code, once it and all that it started have ended and `said` holds their last words."""
         code = self.process.wait(WAIT_S)
         self._reader.join(WAIT_S)
+        assert not self._reader.is_alive(), "a process that it started lives on"
         return code
 
     def kill(self) -> None:
-        """End it, if it has not ended, and let go of what the test holds of it."""
+        """End it, if it has not ended, and let go of what the test holds of it. What it started follows by itself."""
         self.process.kill()
         self.process.wait(WAIT_S)
-        self._reader.join(WAIT_S)
         for client in (self._http, *self._clients):
             client.close()
-        assert self.process.stderr is not None
-        self.process.stderr.close()
 
 
 def command_of(pid: int) -> str:

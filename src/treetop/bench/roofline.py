@@ -14,7 +14,7 @@ import torch
 
 from treetop.bench.machine import Machine
 from treetop.checkpoints.params import Packing
-from treetop.drafts.protocol import Drafter, DrafterSpec
+from treetop.drafts.protocol import BlockSpec, Drafter, DrafterSpec
 from treetop.kernels.moe.routing import RouterSpec
 from treetop.models.config import AttentionSpec
 from treetop.models.registry import ExpertLayer, TargetSpec
@@ -80,6 +80,8 @@ def round_floor(
     if draft is not None:
         read = draft.streamed
         vocab = draft.vocab_size if read.output else 0  # without products there are no logits either
+        if draft.block is not None:
+            return floor | _block_floor(draft, draft.block, case, machine, less)
         level = forward_work(draft.attention, read.layers + read.output, case, shape.topk, vocab)
         floor[Phase.DRAFT] = max(shape.num_steps - 1, 0) * level.without(less[Phase.DRAFT]).seconds(machine)
         numbers = read.layers + read.fuse + read.output
@@ -89,6 +91,27 @@ def round_floor(
         extend = Work(extend.bytes + case.element_size * logits, extend.flop - unused)
         floor[Phase.EXTEND] = extend.without(less[Phase.EXTEND]).seconds(machine)
     return floor
+
+
+def _block_floor(
+    draft: DrafterSpec, block: BlockSpec, case: Case, machine: Machine, less: Mapping[Phase, int]
+) -> dict[Phase, float]:
+    """DRAFT and EXTEND of a drafter with a block: its layers and its output once a round, nothing at each level.
+
+    EXTEND writes K/V of the accepted tokens, and attends to nothing.
+    """
+    shape, read, size = case.shape, draft.streamed, case.element_size
+    steps = shape.num_steps
+    opened = forward_work(draft.attention, read.layers, case, block.width, 0)
+    tokens = case.batch * steps
+    opened = opened.plus(Work(size * (read.output + tokens * draft.vocab_size), 2 * read.output * tokens))
+    written = case.batch * shape.commit_width
+    kv = sum(layer.kv.numbers for layer in draft.attention)
+    extend = Work(size * (read.fuse + written * kv), 2 * read.fuse * written)
+    return {
+        Phase.DRAFT: opened.without(less[Phase.DRAFT]).seconds(machine) if steps else 0.0,
+        Phase.EXTEND: extend.without(less[Phase.EXTEND]).seconds(machine),
+    }
 
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
@@ -120,6 +143,10 @@ def saved_bytes(target: Target, drafter: Drafter | None, shape: SpecShape, rows:
     found = {Phase.VERIFY: saved(target.products, rows * shape.num_draft_tokens)}
     if drafter is not None:
         made = drafter.products
+        if drafter.block is not None:
+            of_path = rows * shape.commit_width
+            found[Phase.DRAFT] = saved([*made.layers, *made.output], of_path)
+            return found | {Phase.EXTEND: saved(made.fuse, of_path)}
         found[Phase.DRAFT] = saved([*made.layers, *made.output], rows * shape.topk)
         found[Phase.EXTEND] = saved([*made.layers, *made.fuse], rows * shape.commit_width) + saved(made.output, rows)
     return found

@@ -8,7 +8,6 @@ import io
 import logging
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -18,6 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from shutil import rmtree
+from subprocess import PIPE, Popen
 from typing import Any, TypeVar
 
 import msgspec
@@ -100,21 +100,19 @@ def report_failure(why: Failed) -> None:
 # ---------------------------------------------------------------- in the parent
 
 
-def start_process(
-    module: str, options: msgspec.Struct, arguments: Sequence[str] = (), **given: Any
-) -> "subprocess.Popen[bytes]":
+def start_process(module: str, options: msgspec.Struct, arguments: Sequence[str] = (), **given: Any) -> "Popen[bytes]":
     """Run a module in a process which ends with this one, and tell it its options.
 
     Its threads that wait leave the cores to others, unless OMP_WAIT_POLICY says otherwise.
     """
     given["env"] = {"OMP_WAIT_POLICY": "PASSIVE", **given.get("env", os.environ)}
     command = [sys.executable, "-P", "-m", module, *arguments]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, **given)
+    process = Popen(command, stdin=PIPE, stdout=PIPE, start_new_session=True, **given)
     send_line(process, options)
     return process
 
 
-def send_line(process: "subprocess.Popen[bytes]", what: msgspec.Struct) -> None:
+def send_line(process: "Popen[bytes]", what: msgspec.Struct) -> None:
     """Write a line of JSON to its stdin, if it lives."""
     assert process.stdin is not None
     with suppress(OSError):
@@ -125,7 +123,7 @@ def send_line(process: "subprocess.Popen[bytes]", what: msgspec.Struct) -> None:
 class Child:
     """A child process and a thread that watches it. ended: its exit code, once there is one."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", on_line: Callable[[bytes], object]) -> None:
+    def __init__(self, process: "Popen[bytes]", on_line: Callable[[bytes], object]) -> None:
         """on_line: told each line that it writes to stdout, on the watching thread."""
         self.process = process
         self.ended: Future[int] = Future()

@@ -1,4 +1,4 @@
-"""Block heads: one forward a round proposes every depth of a tree. DFlash, JetSpec and DSpark.
+"""Block heads: one forward a round proposes every depth of a tree. DFlash, DFlash 2, JetSpec, DSpark and Domino.
 
 A token that the target has run leaves a vector c = hidden_norm(fc(its states)), and each layer keeps K and V of it, all
 of them one product, at the token's own position: no draft forward, and no token after it. A round runs a block of the
@@ -6,7 +6,7 @@ root and masks behind it, whose queries see that context and, all or up to thems
 dropped. Slot `first + d` gives the logits of depth d + 1, with edges (`drafts.block_edges`) those of each parent.
 
 A block alone gives marginals: every node of a depth has the same proposals. `drafts.block_config` reads the layouts.
-Source: DFlash (z-lab/dflash), JetSpec, arXiv:2606.18394, and DSpark (DeepSpec).
+Source: DFlash (z-lab/dflash), JetSpec, arXiv:2606.18394, DSpark (DeepSpec), Domino (SpecForge).
 """
 
 from collections.abc import Callable
@@ -22,7 +22,8 @@ from torch import Tensor
 from treetop.attention.layer import Attend
 from treetop.checkpoints.loader import Placement, check_weights, load_weights
 from treetop.checkpoints.params import STREAMED, Param, in_formats, matrix, of_vocab, vector
-from treetop.drafts.block_edges import Edges, MarkovSpec
+from treetop.drafts.block_edges import Edges, EdgeSpec, Slot
+from treetop.drafts.block_layers import ConvolutionSpec, ConvolvedLayer
 from treetop.drafts.head_files import EMBEDDING, OUTPUT, OutputOf, check_vocab, head_output, no_offset
 from treetop.drafts.protocol import (
     BlockSpec,
@@ -63,6 +64,7 @@ class BlockHeadSpec:
     first: the slot that proposes after the root: 0 where slots predict the token after their own, 1 where their own.
     mask_token: what the block's tokens after the root are.
     edges: None for marginals.
+    convolution: around what each layer computes of the block; None without.
     output: whose matrix gives logits.
     root: what tensors' names begin with.
     stored: which of the embedding, d2t, t2d and tensors without a use the file has.
@@ -76,10 +78,11 @@ class BlockHeadSpec:
     block: BlockSpec
     first: int
     mask_token: int
-    edges: MarkovSpec | None
+    edges: EdgeSpec | None
     output: OutputOf
     root: str
     stored: frozenset[str]
+    convolution: ConvolutionSpec | None = None
     unused: tuple[str, ...] = ()
     state_dtype: torch.dtype | None = None
     reads_text: bool = False
@@ -117,6 +120,8 @@ class BlockHeadSpec:
                 *own,
                 *feed_forward_params(layer.feed_forward, f"{name}.mlp", f"{stored}.mlp", hidden),
             ]
+            if self.convolution is not None:
+                params += self.convolution.params(name, stored)
             rows += own[0].sources[1:]  # of q, k and v
             biases += [each for param in own if param.name.endswith("qkv_bias") for each in param.sources[1:]]
         params.append(matrix("context", *rows, shard=0))
@@ -144,7 +149,7 @@ class BlockHeadSpec:
     @property
     def streamed(self) -> Streamed:
         numbers = {param.name: param.numbers for param in self.params if param.kind in STREAMED}
-        fuse, edges = numbers.pop("fuse") + numbers.pop("context"), numbers.pop("markov_output", 0)
+        fuse, edges = numbers.pop("fuse") + numbers.pop("context"), numbers.pop("edge_output", 0)
         numbers.pop("lm_head", None)
         return Streamed(sum(numbers.values()), fuse, self.vocab_size * self.decoder.hidden_size + edges)
 
@@ -177,6 +182,9 @@ class _Lines:
     hidden: Tensor
     logits: Tensor
 
+    def slot(self, depth: int) -> Slot:
+        return Slot(depth, self.hidden[:, depth], self.logits[:, depth])
+
 
 class BlockHead:
     """A `Drafter` and its `Block`; see the module."""
@@ -196,8 +204,12 @@ class BlockHead:
             HeadNorms(weights[f"layers.{i}.attention.qk_norm"], config.norm_eps) if layer.attention.qk_norm else None
             for i, layer in enumerate(config.layers)
         ]
-        self.layers = [DecoderLayer(config, weights, i, ops) for i in layers]
-        self.edges: Edges | None = None if spec.edges is None else spec.edges.build(weights, ops)
+        plain = [DecoderLayer(config, weights, i, ops) for i in layers]
+        around = spec.convolution
+        self.layers: list[DecoderLayer | ConvolvedLayer] = (
+            [*plain] if around is None else [ConvolvedLayer(each, around, weights, i) for i, each in enumerate(plain)]
+        )
+        self.edges: Edges | None = None if spec.edges is None else spec.edges.build(weights, self.embedding, ops)
         self.lm_head = head_output(spec.output, weights, self.embedding, target, ops.parallel)
         self._logits: Callable[[Tensor], Tensor] = target.logits if spec.output == "target" else self._own_logits
         self.products = DraftProducts(
@@ -248,30 +260,31 @@ class BlockHead:
         ):
             x, added = layer(x, normed, turn, attend)
             x, normed = next_norm.after(x, added)
-        hidden = normed[:, spec.first : spec.first + spec.block.max_steps].contiguous()
+        hidden = normed[:, spec.first : spec.first + roots.depths].contiguous()
         lines = _Lines(hidden, self._logits(hidden))
         if self.edges is None:
             return Opened(x.new_zeros((len(tokens), 0)), lines)
-        begin = self.edges.begin(len(tokens), x)
-        return Opened(self.edges.state(roots.tokens[:, None], hidden[:, :1], begin[:, None])[:, 0], lines)
+        before = x.new_zeros((len(tokens), 1, spec.state_size))
+        return Opened(self.edges.state(roots.tokens[:, None], lines.slot(0), before)[:, 0], lines)
 
     def step(self, nodes: Nodes, positions: Tensor, attend: Attend, lines: _Lines | Any = None) -> Tensor:
         """See `Drafter`: no layer runs."""
         if self.edges is None:
             return nodes.state
-        return self.edges.state(nodes.tokens, lines.hidden[:, nodes.depth, None], nodes.state)
+        return self.edges.state(nodes.tokens, lines.slot(nodes.depth), nodes.state)
 
     def propose(self, nodes: Nodes, k: int, heat: Heat | None = None, lines: _Lines | Any = None) -> Proposal:
         """See `Drafter`: without edges all nodes of a depth have the same."""
-        logits = lines.logits[:, nodes.depth]
-        alone = nodes.tokens.dim() == 1
-        if self.edges is not None:
-            logits = (logits if alone else logits[:, None]) + self.edges.bias(nodes.state)
-        best, tokens = self._ops.top_logprobs(logits, k, self.vocab.offset, heat)
-        if self.edges is None and not alone:
-            n = nodes.tokens.shape[1]
-            best, tokens = best[:, None].expand(-1, n, -1), tokens[:, None].expand(-1, n, -1)
-        return Proposal(tokens, best)
+        slot, offset = lines.slot(nodes.depth), self.vocab.offset
+        if self.edges is None:
+            best, tokens = self._ops.top_logprobs(slot.logits, k, offset, heat)
+            of_nodes = (*nodes.tokens.shape, k)
+            best, tokens = (x.view(len(x), *[1] * (len(of_nodes) - 2), k).expand(of_nodes) for x in (best, tokens))
+            return Proposal(tokens, best)
+        if nodes.tokens.dim() > 1:
+            return self.edges.propose(slot, nodes.state, k, offset, heat)
+        found = self.edges.propose(slot, nodes.state[:, None], k, offset, heat)
+        return Proposal(found.tokens[:, 0], found.logprob[:, 0])
 
     def _own_logits(self, hidden: Tensor) -> Tensor:
         return whole_logits(self.lm_head(hidden), self.spec.vocab_size, self._ops.parallel)

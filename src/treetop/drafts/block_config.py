@@ -15,7 +15,8 @@ from treetop.checkpoints.checkpoint import tensor_files
 from treetop.checkpoints.json_file import integers
 from treetop.checkpoints.values import Config, flag, require_value, size, table
 from treetop.drafts.block import BlockHeadSpec
-from treetop.drafts.block_edges import MARKOV_KINDS, MarkovSpec
+from treetop.drafts.block_edges import MARKOV_KINDS, DominoSpec, EdgeSpec, MarkovSpec, SelectorSpec
+from treetop.drafts.block_layers import ConvolutionSpec
 from treetop.drafts.head_files import EMBEDDING, check_made_for, output_of
 from treetop.drafts.protocol import BlockSpec
 from treetop.models.config import (
@@ -31,7 +32,8 @@ from treetop.models.config import (
 from treetop.types.errors import CheckpointError, shown
 
 Writer = Literal["z-lab", "JetSpec", "DeepSpec", "SpecForge", "speculators"]
-_DEEPSPEC, _DFLASH = "Qwen3DSparkModel", ("DFlashDraftModel", "DFlashSpeculator")
+Kind = Literal["DFlash", "DFlash 2", "JetSpec", "DSpark", "Domino"]
+_DEEPSPEC, _DFLASH2, _DFLASH = "Qwen3DSparkModel", "DFlash2DraftModel", ("DFlashDraftModel", "DFlashSpeculator")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +41,11 @@ class BlockLayout:
     """Whose files these are, and of what kind. sign: the key or tensor that says so."""
 
     writer: Writer
-    kind: Literal["DFlash", "JetSpec", "DSpark"]
+    kind: Kind
     sign: str
 
 
+_OF_SPECULATORS: dict[str, Kind] = {"dflash": "DFlash", "dflash2": "DFlash 2", "dspark": "DSpark"}
 _ONLY = {"attention_sink_bias": False, "use_aux_hidden_state": True, "logit_scale": 1, "is_neox_style": True}
 """Settings of which one value is supported."""
 
@@ -50,19 +53,21 @@ _ONLY = {"attention_sink_bias": False, "use_aux_hidden_state": True, "logit_scal
 def find_block(config: Config) -> BlockLayout | None:
     """The layout of a block head whose whole `config.json` this is; None if it is of another kind."""
     said = config.get("speculators_model_type")
-    if said in ("dflash", "dspark"):
-        return BlockLayout(
-            "speculators", "DFlash" if said == "dflash" else "DSpark", f"speculators_model_type is {said}"
-        )
+    if isinstance(said, str) and said in _OF_SPECULATORS:
+        return BlockLayout("speculators", _OF_SPECULATORS[said], f"speculators_model_type is {said}")
     architectures = config.get("architectures")
     if _DEEPSPEC in _words(architectures):
-        kind: Literal["DFlash", "DSpark"] = "DSpark" if config.get("markov_rank") else "DFlash"
+        kind: Kind = "DSpark" if config.get("markov_rank") else "DFlash"
         return BlockLayout("DeepSpec", kind, f"architectures has {_DEEPSPEC}")
+    if _DFLASH2 in _words(architectures):
+        return BlockLayout("z-lab", "DFlash 2", f"architectures has {_DFLASH2}")
     dflash, named = config.get("dflash_config"), [name for name in _DFLASH if name in _words(architectures)]
     if not isinstance(dflash, dict):
         return BlockLayout("z-lab", "DFlash", f"architectures has {named[0]}") if named else None
     if dflash.get("projector_type") == "dspark":
         return BlockLayout("SpecForge", "DSpark", "dflash_config.projector_type is dspark")
+    if dflash.get("projector_type") == "domino":
+        return BlockLayout("SpecForge", "Domino", "dflash_config.projector_type is domino")
     if dflash.get("causal_head"):
         return BlockLayout("JetSpec", "JetSpec", "config.json has dflash_config.causal_head")
     return BlockLayout("z-lab", "DFlash", "config.json has dflash_config")
@@ -90,21 +95,27 @@ def block_spec(folder: Path, target: ModelConfig, dummy: bool) -> BlockHeadSpec:
     layers, causal = _layers(config, layout, names, root, where)
     decoder = model_config(config, where, layers)
     vocab_size = size(config, "draft_vocab_size", where, default=decoder.vocab_size)
-    dspark = layout.kind == "DSpark"
-    edges = _markov(config, decoder, vocab_size, where, root, names) if dspark else None
+    edges = _edges(config, layout, decoder, vocab_size, where, root, names)
     spec = BlockHeadSpec(
         folder=folder,
         decoder=decoder,
         vocab_size=vocab_size,
         aux_inputs=_aux_inputs(config, layout, len(target.layers), len(layers), where),
         target_hidden_size=size(config, "target_hidden_size", where, default=decoder.hidden_size),
-        block=BlockSpec(width, width if shifted else width - 1, causal, layout.writer == "speculators"),
+        block=BlockSpec(
+            width,
+            width if shifted else width - 1,
+            causal,
+            anchored=layout.writer == "speculators",
+            max_topk=None if edges is None else edges.max_topk,
+        ),
         first=0 if shifted else 1,
         mask_token=_mask_token(config, decoder.vocab_size, where),
         edges=edges,
         output=output_of(replace(decoder, tied_embeddings=False), vocab_size, target, names, folder),
         root=root,
         stored=names & {EMBEDDING, "d2t", "t2d"} | ({"d2t"} if vocab_size != decoder.vocab_size else set()),
+        convolution=_convolution(config, layout, decoder.hidden_size, where),
         unused=tuple(sorted(name for name in names if name.startswith("confidence_head."))),
     )
     check_made_for(where, decoder, spec.target_hidden_size, target)
@@ -140,6 +151,8 @@ def _is_shifted(config: Config, layout: BlockLayout, where: Path) -> bool:
     if layout.writer == "speculators":
         said = config.get("sample_from_anchor")
         return layout.kind == "DSpark" if said is None else flag(config, "sample_from_anchor", where)
+    if layout.kind == "Domino":
+        return flag(config, "shift_label", where)
     return layout.writer in ("DeepSpec", "SpecForge")
 
 
@@ -175,15 +188,16 @@ def _windows(config: Config, layout: BlockLayout, count: int, where: Path) -> tu
     key = "swa_window_size" if config.get("swa_window_size") is not None else "sliding_window"
     window = size(config, key, where) if any(slides) else None
     if layout.writer == "speculators":
-        causal = [own and not flag(config, "sliding_window_non_causal", where) for own in slides]
+        apart = layout.kind != "DFlash 2" and not flag(config, "sliding_window_non_causal", where)
+        causal = [own and apart for own in slides]
         reach = None if window is None else window + 1
         return [reach if own else None for own in slides], tuple(causal)
     said = config.get("is_causal") if config.get("is_causal") is not None else config.get("causal")
     if said is not None and not isinstance(said, bool):
         raise CheckpointError(f"{where}: causal must be true or false, got {shown(said)}")
     causal = [own and not everywhere for own in slides] if said is None else [said] * count
-    if layout.kind == "JetSpec":
-        causal = [True] * count
+    if layout.kind in ("JetSpec", "DFlash 2"):
+        causal = [layout.kind == "JetSpec"] * count
     return [window if own else None for own in slides], tuple(causal)
 
 
@@ -217,10 +231,37 @@ def _mask_token(config: Config, vocab_size: int, where: Path) -> int:
     return token
 
 
-def _markov(
-    config: Config, decoder: ModelConfig, vocab_size: int, where: Path, root: str, names: Collection[str]
-) -> MarkovSpec:
-    """DSpark's edges. Older files of SpecForge call the head `logit_head`."""
+def _convolution(config: Config, layout: BlockLayout, hidden: int, where: Path) -> ConvolutionSpec | None:
+    if layout.kind != "DFlash 2":
+        return None
+    group = size(config, "conv_group_size", where, default=16)
+    if hidden % group:
+        raise CheckpointError(f"{where}: conv_group_size {group} does not divide hidden_size {hidden}")
+    return ConvolutionSpec(size(config, "conv_kernel_size", where, default=2), group, hidden)
+
+
+def _edges(
+    config: Config,
+    layout: BlockLayout,
+    decoder: ModelConfig,
+    vocab_size: int,
+    where: Path,
+    root: str,
+    names: Collection[str],
+) -> EdgeSpec | None:
+    """What scores a node's proposals by its path. Older files of SpecForge call the Markov head `logit_head`."""
+    hidden = decoder.hidden_size
+    if layout.kind == "DFlash 2":
+        if vocab_size != decoder.vocab_size:
+            raise CheckpointError(f"{where}: draft_vocab_size {vocab_size}: DFlash 2 proposes all tokens of the target")
+        rank, top = size(config, "selector_rank", where), size(config, "selector_top_k", where)
+        return SelectorSpec(rank, min(top, vocab_size), hidden, vocab_size, root)
+    if layout.kind == "Domino":
+        plain = size(config, "pure_draft_prefix_len", where, default=1)
+        gru, width = size(config, "gru_hidden_dim", where), size(config, "emb_dim", where)
+        return DominoSpec(gru, width, plain, hidden, vocab_size, root)
+    if layout.kind != "DSpark":
+        return None
     kind = config.get("markov_head_type", "vanilla")
     if kind not in MARKOV_KINDS:
         raise CheckpointError(f"{where}: markov_head_type must be one of {', '.join(MARKOV_KINDS)}, got {shown(kind)}")

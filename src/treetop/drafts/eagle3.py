@@ -6,7 +6,7 @@ two it is goes by the phase, never by a width (sgl-21272).
 Source: EAGLE-3, arXiv:2503.01840. `eagle3_config` reads the layouts of its checkpoints.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -163,7 +163,13 @@ class Eagle3Spec:
         return Eagle3Head(self, weights, target, place, ops)
 
     def load(self, target: Target, place: Placement) -> "Eagle3Head":
-        """Raises CheckpointError for a wrong tensor; the draft vocabulary maps one to one into the target's."""
+        """Raises CheckpointError for a wrong tensor."""
+        return self.build(self.read(self.params, place), target, place, place.ops)
+
+    def read(self, params: Sequence[Param], place: Placement) -> Weights:
+        """The weights of these parameters. Raises CheckpointError for a wrong tensor; the draft vocabulary maps one to
+        one into the target's.
+        """
         if self.norms.doubtful:
             log.warning(
                 "%s: norm_output is true: the normed state goes on. Heads that SpecForge trained from 2026-05-27 to"
@@ -171,10 +177,10 @@ class Eagle3Spec:
                 " before-norm",
                 self.folder,
             )
-        weights = load_weights(self.folder, self.params, place)
+        weights = load_weights(self.folder, params, place)
         offset = weights["d2t"] if "d2t" in weights else no_offset(self.vocab_size, place.device)
         check_vocab(self.folder, offset, weights.pop("t2d"), self.decoder.vocab_size)
-        return self.build(weights, target, place, place.ops)
+        return weights
 
     def check(self) -> int:
         return check_weights(self.folder, self.params)
@@ -213,10 +219,10 @@ class Eagle3Head:
 
     def extend(self, tokens: Tensor, aux_hidden: Tensor, positions: Tensor, at: Extension, attend: Attend) -> Tensor:
         """See `Drafter`."""
-        return self._ops.pick(self._forward(tokens, self._fused(aux_hidden), positions, attend), at.last)
+        return self._ops.pick(self.forward(tokens, self.fused(aux_hidden), positions, attend), at.last)
 
-    def _fused(self, aux_hidden: Tensor) -> Tensor:
-        """aux_hidden: [rows, n, features * target hidden]. Returns [rows, n, hidden]."""
+    def fused(self, aux_hidden: Tensor) -> Tensor:
+        """The features of pairs. aux_hidden: [rows, n, features * target hidden]. Returns [rows, n, hidden]."""
         if self.fuse is None:
             return aux_hidden
         if self.joined_norm is not None:
@@ -228,9 +234,10 @@ class Eagle3Head:
 
     def step(self, nodes: Nodes, positions: Tensor, attend: Attend, lines: Any = None) -> Tensor:
         """See `Drafter`. The state is the residual stream before `norm`, or the normed one where the head says so."""
-        return self._forward(nodes.tokens, nodes.state, positions, attend)
+        return self.forward(nodes.tokens, nodes.state, positions, attend)
 
-    def _forward(self, tokens: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, tokens: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """The states of pairs. tokens, positions: [rows, n] int64. state: [rows, n, hidden], a feature or a state."""
         norm, width = self.hidden_norm, state.shape[-1]
         x = self._ops.embed_and_norm(self.normed_embedding, tokens, state, norm.weight, norm.eps)
         residual = x[..., -width:] if self.spec.norms.before_residual else state
@@ -245,8 +252,11 @@ class Eagle3Head:
     def _own_logits(self, state: Tensor) -> Tensor:
         return whole_logits(self.lm_head(state), self.spec.vocab_size, self._ops.parallel)
 
+    def logits(self, state: Tensor) -> Tensor:
+        """state: [..., hidden], as `forward` gives it. Returns [..., draft vocab]."""
+        return self._logits(state if self.spec.norms.output else self.norm(state))
+
     def propose(self, nodes: Nodes, k: int, heat: Heat | None = None, lines: Any = None) -> Proposal:
         """See `Drafter`."""
-        normed = nodes.state if self.spec.norms.output else self.norm(nodes.state)
-        best, tokens = self._ops.top_logprobs(self._logits(normed), k, self.vocab.offset, heat)
+        best, tokens = self._ops.top_logprobs(self.logits(nodes.state), k, self.vocab.offset, heat)
         return Proposal(tokens, best)

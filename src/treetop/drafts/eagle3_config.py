@@ -14,6 +14,7 @@ from treetop.checkpoints.values import Config, flag, size, table
 from treetop.drafts.eagle3 import Eagle3Norms, Eagle3Spec
 from treetop.drafts.head_files import (
     EMBEDDING,
+    MASK_TOKENS,
     OUTPUT,
     check_made_for,
     head_config,
@@ -75,8 +76,11 @@ def eagle3_spec(folder: Path, target: ModelConfig, dummy: bool) -> Eagle3Spec:
 
 
 def _assumed(config: Config, nested: bool, target: ModelConfig, where: Path) -> frozenset[str]:
-    """Tensors of a head that has none yet: of one layer, or as many as `speculators` says, with a head of its own."""
-    layers = range(size(config, "num_hidden_layers", where)) if nested else ()
+    """Tensors of a head that has none yet, with a head of its own: of one layer, or as many as the config says if it is
+    of `speculators` or of P-EAGLE.
+    """
+    says = nested or any(config.get(key) is not None for key in MASK_TOKENS)
+    layers = range(size(config, "num_hidden_layers", where)) if says else ()
     names = {f"layers.{i}.self_attn.q_proj.weight" for i in layers} or {"midlayer.hidden_norm.weight"}
     if size(config, "hidden_size", where) != target.hidden_size:
         names.add(EMBEDDING)

@@ -29,7 +29,10 @@ log = logging.getLogger("treetop")
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
 OutputOf = Literal["own", "embedding", "target"]
 """Whose matrix gives a head's logits."""
+MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
+"""Where heads that draft in parallel say which token stands for one not drafted yet."""
 _OF_SPECULATORS = (
+    *MASK_TOKENS,
     "draft_vocab_size",
     "target_hidden_size",
     "norm_before_residual",
@@ -50,8 +53,8 @@ def head_config(folder: Path) -> tuple[Config, bool]:
     kind = config.get("speculators_model_type")
     if kind is None:
         return config, False
-    if kind != "eagle3":
-        raise CheckpointError(f"{where}: speculators_model_type {shown(kind)} is not supported, only 'eagle3'")
+    if kind not in ("eagle3", "peagle"):
+        raise CheckpointError(f"{where}: speculators_model_type {shown(kind)} is neither 'eagle3' nor 'peagle'")
     layers = table(config, "transformer_layer_config", where)
     if not layers:
         raise CheckpointError(f"{where}: transformer_layer_config is missing")

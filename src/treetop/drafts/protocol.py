@@ -93,11 +93,13 @@ class Roots:
     """Where trees begin. tokens, positions: [rows] int64: the token after the committed ones, and their number.
 
     state: [rows, state_size], what `extend` made last.
+    depths: levels that the trees will have.
     """
 
     tokens: Tensor
     positions: Tensor
     state: Tensor
+    depths: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +118,14 @@ class BlockSpec:
     max_steps: the deepest tree that it can propose.
     causal: of each layer, whether a query sees the block up to itself, or all of it.
     anchored: windows are counted from the root for all queries, not from each query's own position.
+    max_topk: most proposals of a node; None for any.
     """
 
     width: int
     max_steps: int
     causal: tuple[bool, ...]
     anchored: bool = False
+    max_topk: int | None = None
 
 
 class Block(Protocol):

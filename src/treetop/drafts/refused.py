@@ -1,7 +1,7 @@
 """Drafters that people have and treetop does not run, by name.
 
-Source of the signs: the heads of z-lab (DFlash 2), SpecForge (Domino), DeepSpec (Gemma 4 DSpark) and amazon (P-EAGLE),
-and what vLLM and `speculators` read of them; google's assistants of Gemma 4, `transformers`' gemma4_assistant.
+Source of the signs: the heads of z-lab (DFlash 2), SpecForge (Domino), DeepSpec (Gemma 4 DSpark) and AMD (PARD), and
+what vLLM and `speculators` read of them; google's assistants of Gemma 4, `transformers`' gemma4_assistant.
 """
 
 from collections.abc import Collection
@@ -24,15 +24,13 @@ class _Kind:
 
 
 _KINDS = (
-    _Kind("DFlash 2", ("dflash2",), (), ("candidate_selector.",)),
-    _Kind("Domino", ("domino",), ("dflash_config.gru_hidden_dim",), ("prefix_gru.",)),
     _Kind("XPress", ("xpress",), (), ("mix_l",)),
     _Kind("Gemma 4 DSpark", ("gemma4dspark",)),
     _Kind("DeepSeek-V4 DSpark", (), ("dspark_noise_token_id",)),
     _Kind("Medusa", ("medusa",), ("medusa_num_heads", "medusa_num_layers")),
     _Kind("JetSpec of another layout", ("jetspec",), ("jetspec_config",)),
     _Kind("Gemma 4 assistant", ("assistant",), ("backbone_hidden_size",), ("pre_projection.", "masked_embedding.")),
-    _Kind("P-EAGLE", ("peagle", "p_eagle"), ("pard_token", "ptd_token_id"), ("mask_hidden",)),
+    _Kind("PARD", ("pard",), ("pard_token", "ptd_token_id")),
 )
 """The first that fits counts: the earlier ones have the signs of DFlash too."""
 

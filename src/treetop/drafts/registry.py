@@ -14,6 +14,7 @@ from treetop.drafts.eagle3_config import eagle3_spec
 from treetop.drafts.head_files import head_config
 from treetop.drafts.mtp import MtpSpec, find_mtp, mtp_spec
 from treetop.drafts.ngram import ngram_spec
+from treetop.drafts.peagle import PEagleSpec, peagle_sign, peagle_spec
 from treetop.drafts.protocol import DrafterSpec
 from treetop.drafts.refused import refuse_draft
 from treetop.models.config import ModelConfig, read_config
@@ -22,14 +23,19 @@ from treetop.types.errors import CheckpointError, ConfigError
 
 __all__ = ["DRAFTERS", "FoundDraft", "drafter_spec", "find_draft", "ngram_spec"]
 
-HeadSpec = EagleSpec | Eagle3Spec | BlockHeadSpec
+HeadSpec = EagleSpec | Eagle3Spec | PEagleSpec | BlockHeadSpec
 DRAFTERS: dict[str, Callable[[Path, ModelConfig, bool], HeadSpec]] = {
     "EAGLE": eagle_spec,
     "EAGLE3": eagle3_spec,
+    "PEAGLE": peagle_spec,
     "DFLASH": block_spec,
+    "DFLASH2": block_spec,
     "DSPARK": block_spec,
+    "DOMINO": block_spec,
 }
 """Algorithm -> the reader of a folder, for a target, and whether the folder has no tensors to look at."""
+_ALGORITHMS = {"DFlash 2": "DFLASH2", "DSpark": "DSPARK", "Domino": "DOMINO"}
+"""Of block heads, by their kind; of others DFLASH."""
 _ASSUMED = "EAGLE3"
 """What a folder without tensors holds, if nobody says."""
 
@@ -57,17 +63,22 @@ def drafter_spec(
     recurrence: Recurrence = "auto",
     window: int | None = None,
     eagle3: Recurrence = "auto",
+    *,
+    num_steps: int | None = None,
 ) -> DrafterSpec:
     """The drafter in a folder. algorithm: what it must be; None for what it is. dummy: its weights will be random.
-    recurrence: of MTP layers, eagle3: of an EAGLE-3 head. window: most tokens that its layers see.
+    recurrence: of MTP layers, eagle3: of an EAGLE-3 head. window: most tokens that its layers see. num_steps: of the
+    deepest tree, for a head that runs as many placeholders as it is asked for.
 
     Raises CheckpointError for a folder without a drafter that runs, ConfigError if it is of another algorithm.
     """
     spec = _any_spec(folder, target, algorithm, dummy, recurrence)
     if eagle3 != "auto":
-        if not isinstance(spec, Eagle3Spec):
+        if not isinstance(spec, Eagle3Spec | PEagleSpec):
             raise ConfigError(f"--speculative-eagle-recurrence {eagle3}: {folder} holds no EAGLE-3 head; drop it")
         spec = spec.with_recurrence(eagle3)
+    if num_steps is not None and isinstance(spec, PEagleSpec):
+        spec = spec.with_steps(num_steps)
     return spec if window is None else spec.with_window(window)
 
 
@@ -77,9 +88,8 @@ def _any_spec(
     if algorithm == "MTP" and (dummy or not _is_head(tensor_files(folder))):
         return mtp_spec(folder, target, dummy, recurrence)
     if dummy:
-        refuse_draft(read_config(folder), folder / "config.json", ())
-        block = _found_block(folder)
-        return DRAFTERS[algorithm or (_ASSUMED if block is None else block.algorithm)](folder, target, True)
+        said = _found_by_config(folder, ())
+        return DRAFTERS[algorithm or (_ASSUMED if said is None else said.algorithm)](folder, target, True)
     found = find_draft(folder)
     if algorithm not in (None, found.algorithm):
         raise ConfigError(
@@ -97,11 +107,9 @@ def find_draft(folder: Path) -> FoundDraft:
     Raises CheckpointError for a folder that holds none, or one that is not supported.
     """
     names = tensor_files(folder)
-    if (folder / "config.json").exists():
-        refuse_draft(read_config(folder), folder / "config.json", names)
-    block = _found_block(folder)
-    if block is not None:
-        return block
+    by_config = _found_by_config(folder, names)
+    if by_config is not None:
+        return by_config
     layers = [name for name in names if name.startswith("model.layers.")]
     mtp = find_mtp(names)
     if mtp is not None:
@@ -126,12 +134,24 @@ def find_draft(folder: Path) -> FoundDraft:
     )
 
 
-def _found_block(folder: Path) -> FoundDraft | None:
-    """A block head, by the folder's config, if there is any."""
-    layout = find_block(read_config(folder)) if (folder / "config.json").exists() else None
+def _found_by_config(folder: Path, names: Collection[str]) -> FoundDraft | None:
+    """A head that proposes in parallel, by the folder's config, if there is any. names: of its tensors, if it has any.
+
+    Raises CheckpointError for a head of a kind that is not supported.
+    """
+    where = folder / "config.json"
+    if not where.exists():
+        return None
+    config = read_config(folder)
+    sign = peagle_sign(config, names)
+    if sign is not None:
+        nested = config.get("speculators_model_type") is not None
+        return FoundDraft("PEAGLE", f"P-EAGLE of {'speculators' if nested else 'amazon'}", (sign,))
+    refuse_draft(config, where, names)
+    layout = find_block(config)
     if layout is None:
         return None
-    algorithm = "DSPARK" if layout.kind == "DSpark" else "DFLASH"
+    algorithm = _ALGORITHMS.get(layout.kind, "DFLASH")
     return FoundDraft(algorithm, f"{layout.kind} of {layout.writer}", (layout.sign,))
 
 

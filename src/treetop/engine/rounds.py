@@ -102,8 +102,7 @@ def _opened(runner: ModelRunner, block: Block, key: RoundKey, max_kv_len: int) -
     rows = buffers.rows[: key.bucket]
     committed = state.committed[rows]
     root = runner.probes.index(state.root[rows], 0, runner.target.config.vocab_size, "root_token", Phase.DRAFT, rows)
-    step = torch.arange(width, device=rows.device)
-    seen_from = committed[:, None] + (torch.zeros_like(step) if runner.anchored else step)
+    seen_from = block_positions(committed, width, runner.anchored)
     plans = {}
     for g in runner.draft_groups:
         mask = buffers.blocks[g.name].expand(key.bucket, -1, -1)
@@ -112,10 +111,16 @@ def _opened(runner: ModelRunner, block: Block, key: RoundKey, max_kv_len: int) -
     columns = TailColumns(key.bucket, 0, width, width)
     attend = runner.tail_attention(Phase.DRAFT, runner.draft_layers, buffers.draft_tails, plans, columns, key.shape)
     assert state.draft is not None
-    opened = block.open(Roots(root, committed, state.draft.hidden[rows]), attend)
+    opened = block.open(Roots(root, committed, state.draft.hidden[rows], key.shape.num_steps), attend)
     draft = runner.propose(root, opened.state, state.classes[rows], opened.lines)
     store_draft(state.draft, rows, rows != runner.layout.dummy_row, draft)
     return opened.lines
+
+
+def block_positions(committed: Tensor, width: int, anchored: bool) -> Tensor:
+    """Where windows of a block's queries are counted from, [rows, width]: each one's own position, or the root's."""
+    step = torch.arange(width, device=committed.device)
+    return committed[:, None] + (torch.zeros_like(step) if anchored else step)
 
 
 def level_tail(level: Level) -> tuple[Tensor, Tensor, TailColumns]:

@@ -12,7 +12,9 @@ from treetop.types.kv_chunk import ALIGNMENT
 from treetop.types.layout import PLAIN, SpecShape, shapes_beside
 from treetop.types.options import option, options_of, validate
 
-Algorithm = Literal["EAGLE", "EAGLE3", "DFLASH", "DSPARK", "MTP", "NEXTN", "NGRAM", "NONE"]
+Algorithm = Literal[
+    "EAGLE", "EAGLE3", "PEAGLE", "DFLASH", "DFLASH2", "DSPARK", "DOMINO", "MTP", "NEXTN", "NGRAM", "NONE"
+]
 _ALONE = ("MTP", "NEXTN", "NGRAM")
 """Algorithms that need no folder of a draft: the target's holds their weights, or there are none."""
 Recurrence = Literal["auto", "before-norm", "after-norm"]

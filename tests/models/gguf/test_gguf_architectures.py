@@ -25,6 +25,9 @@ _YARN = {
 }  # fmt: skip
 
 
+_GRANITE = {"attention.scale": 0.1, "embedding_scale": 12.0, "residual_scale": 0.2, "logit_scale": 8.0}
+
+
 def _gemma(**more: object) -> dict[str, object]:
     return _metadata("gemma3", **{"block_count": 4, "attention.sliding_window": 512, **more})
 
@@ -54,6 +57,16 @@ def test_metadata_becomes_the_config_of_the_same_model() -> None:
         (_gemma(**{"attention.sliding_window_pattern": 0}), "sliding_window_pattern"),
         (_gemma(block_count=2**31), "gemma3.block_count 2147483648 is more than 1024"),
         (_gemma(**{"rope.freq_base_swa": "x"}), "rope.freq_base_swa must be one float"),
+        (_metadata("granite", **_GRANITE, **{"rope.scaling.finetuned": False}), "rope.scaling.finetuned False"),
+        (_metadata("granite", **{**_GRANITE, "logit_scale": 8}), "granite.logit_scale must be one float, got 8"),
+        (_metadata("phi3", **{"rope.dimension_count": 65}), "phi3.rope.dimension_count 65 of heads of 64"),
+        (_metadata("phi3", **{"rope.dimension_count": 0}), "phi3.rope.dimension_count must be an integer above 0"),
+        (_metadata("phi3", embedding_length=4), "phi3.rope.dimension_count must be an integer above 0, got 0"),
+        (_metadata("phi3", **{"attention.sliding_window": "9"}), "phi3.attention.sliding_window must be an integer"),
+        (_metadata("mistral3", **{"attention.temperature_scale": 0.1}), "temperature_scale without .*type yarn"),
+        (_metadata("qwen2", **_YARN, **{"rope.scaling.yarn_log_multiplier": 1.0}), "yarn_log_multiplier: 1.0 is not"),
+        (_metadata(expert_count=8), "llama.expert_used_count must be an integer above 0, got None"),
+        (_metadata("llama with experts"), "'llama with experts' is not supported, only llama, granite, mistral3, phi3"),
         (_gemma(final_logit_softcapping=1), "final_logit_softcapping must be one float"),
     ],
 )
@@ -70,6 +83,24 @@ def test_scaled_rope_is_what_metadata_say() -> None:
     assert said["rope_scaling"] == {**yarn, "beta_fast": 32.0, "beta_slow": 1.0}
     said = config_of(Header(_metadata(**{"rope.scaling.factor": 8.0}), dict(_TABLE)), _FILE)
     assert said["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
+
+
+def test_relatives_of_llama_are_told_by_their_keys() -> None:
+    """Mixtral by its experts, Mistral Small 3 from Ministral 3 by its rotation, Phi's window of 0 and its share."""
+    mixtral = config_of(Header(_metadata(expert_count=8, expert_used_count=2), dict(_TABLE)), _FILE)
+    assert (mixtral["architectures"], mixtral["num_local_experts"]) == (["MixtralForCausalLM"], 8)
+    assert config_of(Header(_metadata(expert_count=0), dict(_TABLE)), _FILE)["model_type"] == "llama"
+    small = config_of(Header(_metadata("mistral3"), dict(_TABLE)), _FILE)
+    assert (small["architectures"], small["sliding_window"]) == (["MistralForCausalLM"], None)
+    grows = {"rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.1}
+    ministral = config_of(Header(_metadata("mistral3", **_YARN, **grows), dict(_TABLE)), _FILE)
+    assert ministral["architectures"] == ["Ministral3ForCausalLM"]
+    scaling = ministral["rope_scaling"]
+    assert (scaling["mscale"], scaling["mscale_all_dim"], scaling["llama_4_scaling_beta"]) == (1.0, 1.0, 0.1)
+    phi = {"attention.sliding_window": 0, "attention.key_length": 96}
+    for turned in range(2, 97, 2):
+        said = config_of(Header(_metadata("phi3", **phi, **{"rope.dimension_count": turned}), dict(_TABLE)), _FILE)
+        assert (said["sliding_window"], int(96 * said["partial_rotary_factor"])) == (None, turned)
 
 
 def test_gemma_3_is_told_by_what_llama_cpp_tells_it_by() -> None:

@@ -9,6 +9,7 @@ import huggingface_hub
 import numpy
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, Qwen2Config, Qwen2ForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -32,7 +33,7 @@ from treetop.checkpoints.checkpoint import open_file, open_tensors, stored_files
 from treetop.checkpoints.fingerprint import fingerprint
 from treetop.checkpoints.folder import resolve_folder
 from treetop.checkpoints.gguf import views
-from treetop.checkpoints.gguf.architectures import expert_names
+from treetop.checkpoints.gguf.architectures import ARCHITECTURES, expert_names
 from treetop.checkpoints.hub import hub_folder, hub_gguf
 from treetop.models.registry import target_spec
 from treetop.types.errors import CheckpointError
@@ -52,6 +53,12 @@ LLAMA3 = {
 }
 
 
+GRANITE = {
+    "embedding_multiplier": 1.7, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 3.0
+}  # fmt: skip
+GROWING = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+
+
 def _qwen2(folder: Path) -> Path:
     config = {key: each for key, each in llama_config().to_dict().items() if key not in ("model_type", "architectures")}
     return save_random(Qwen2ForCausalLM, Qwen2Config(**config), folder, 5)
@@ -61,6 +68,10 @@ def _gemma3(folder: Path, **changes: object) -> Path:
     """Seven layers, of which the sixth sees everything; norms that are exact with 1 added."""
     config = {**SIZES, "num_hidden_layers": 7, "sliding_window": WINDOW, "query_pre_attn_scalar": 12, **changes}
     save_random(Gemma3ForCausalLM, Gemma3TextConfig(**config, rope_parameters=SCALED_FULL), folder, 9)
+    return _rounded_norms(folder)
+
+
+def _rounded_norms(folder: Path) -> Path:
     tensors = load_file(folder / "model.safetensors")
     rounded = {each: t.bfloat16().float() if each.endswith("norm.weight") else t for each, t in tensors.items()}
     save_file(rounded, folder / "model.safetensors", {"format": "pt"})
@@ -71,6 +82,17 @@ def _wide_gpt_oss(folder: Path) -> Path:
     return save_random_experts(folder, "gpt_oss", seed=4, hidden_size=64, intermediate_size=64)
 
 
+def _family(name: str, **changes: object):
+    """A family of `transformers` with the sizes of a small model."""
+
+    def made(folder: Path) -> Path:
+        config = {**SIZES, "head_dim": 16, **changes}
+        kinds = (getattr(transformers, f"{name}{end}") for end in ("ForCausalLM", "Config"))
+        return _rounded_norms(save_random(next(kinds), next(kinds)(**config), folder, 11))
+
+    return made
+
+
 FOLDERS = {
     "llama": lambda folder: save_random_llama(folder, seed=3),
     "llama tied": lambda folder: save_random_llama(folder, seed=4, tie_word_embeddings=True, head_dim=24),
@@ -78,10 +100,22 @@ FOLDERS = {
     "qwen3": lambda folder: save_random_qwen3(folder, seed=6),
     "qwen3 with yarn": lambda folder: save_random_qwen3(folder, seed=6, rope_parameters=YARN),
     "gemma3": _gemma3,
+    "gemma": _family("Gemma"),
+    "granite": _family("Granite", **GRANITE),
+    "smollm3": _family("SmolLM3"),
+    "phi3": _family("Phi3", head_dim=8, sliding_window=WINDOW),
+    "phi4 mini": _family("Phi3", head_dim=8, partial_rotary_factor=0.75, tie_word_embeddings=True),
+    "mixtral": _family("Mixtral", num_local_experts=5, num_experts_per_tok=2),
+    "ministral3": _family("Ministral3", rope_parameters=GROWING),
     "gpt-oss": lambda folder: save_random_experts(folder, "gpt_oss", seed=7),
     "gpt-oss packed": lambda folder: save_mxfp4(folder, _wide_gpt_oss(folder.with_name("stacked")), seed=5),
     "qwen3 moe": lambda folder: save_random_experts(folder, "qwen3_moe", seed=7, mlp_only_layers=[]),
 }
+
+
+LIKE_THEIRS = "gemma3", "gpt-oss", "granite", "ministral3"
+"""Daily; of the others that they load as the same config and tensors is daily, and their logits are slow."""
+SLOWER = "gemma", "smollm3", "phi4 mini", "mixtral"
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -104,7 +138,7 @@ def test_a_file_is_read_as_the_folder_that_it_was_made_from(name: str, tmp_path:
                 assert torch.equal(file.get_slice(each)[3:9, :], tensor[3:9]), each
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gpt-oss"])
+@pytest.mark.parametrize("name", [*LIKE_THEIRS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOWER)])
 def test_a_files_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """float64, but for what it takes in float32 (norms, rotations), past windows; tokens equal, of trees too."""
     folder = FOLDERS[name](tmp_path / "hub")
@@ -311,7 +345,7 @@ def test_experts_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(CheckpointError, match="holds more than 100 tensors"):
         target_spec(resolve_folder(str(file))).check()
     with pytest.raises(CheckpointError, match="at most 4096 experts"):
-        expert_names("blk.0.ffn_up_exps.weight", (4097, 1, 1), file)
+        expert_names("blk.0.ffn_up_exps.weight", (4097, 1, 1), ARCHITECTURES["qwen3moe"], file)
 
 
 def test_a_damaged_file_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from treetop.checkpoints.gguf import gemma, gpt_oss
+from treetop.checkpoints.gguf import gemma, gpt_oss, llama_like
 from treetop.checkpoints.gguf.header import Header
 from treetop.checkpoints.gguf.metadata import entry
 from treetop.checkpoints.gguf.rope_factors import rope_scaling
 from treetop.types.errors import CheckpointError, shown
 
+_SILU = {"hidden_act": "silu"}
+_EXPERTS = {f"ffn_{each}_exps": f"mlp.experts.{{}}.{each}_proj" for each in ("gate", "up", "down")}
 Keys = Mapping[str, tuple[str, type]]
 """A number of the metadata: its key in the config, and its type."""
 More = Callable[[Header, str, Mapping[str, Any], Path], dict[str, Any]]
@@ -27,8 +29,9 @@ class Architecture:
     """name, model_type: of `config.json`.
 
     interleaved: llama.cpp interleaves the rows of q and k.
-    keys, fixed, more: of its config, beyond what all have.
+    keys, fixed, more: of its config, beyond what all have. yarn: keys of its scaled RoPE, likewise.
     names: of what a layer has, where they are not Llama's; of a tensor with its end, where the hub's has none.
+    experts: what the hub calls one of those that lie in one tensor, with a place for its number.
     norm_offset: what is added to its norms in the file.
     stacked: the hub too has all experts of a layer in one tensor, as GPT-OSS does.
     """
@@ -37,9 +40,11 @@ class Architecture:
     model_type: str
     interleaved: bool = False
     keys: Keys = field(default_factory=dict)
-    fixed: Mapping[str, Any] = field(default_factory=lambda: {"hidden_act": "silu"})
+    fixed: Mapping[str, Any] = field(default_factory=lambda: _SILU)
     more: More = _nothing
+    yarn: Keys = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
+    experts: Mapping[str, str] = field(default_factory=lambda: _EXPERTS)
     norm_offset: float = 0.0
     stacked: bool = False
 
@@ -49,12 +54,42 @@ _EXPERT_KEYS: Keys = {
     "expert_used_count": ("num_experts_per_tok", int),
     "expert_feed_forward_length": ("moe_intermediate_size", int),
 }
+_WITH_EXPERTS = " with experts"
+"""Of a file that says how many, where the hub has a class of its own for it."""
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", "llama", interleaved=True),
+    f"llama{_WITH_EXPERTS}": Architecture(
+        "MixtralForCausalLM",
+        "mixtral",
+        interleaved=True,
+        keys=llama_like.MIXTRAL_KEYS,
+        names=llama_like.MIXTRAL_NAMES,
+        experts=llama_like.MIXTRAL_EXPERTS,
+    ),
+    "granite": Architecture(
+        "GraniteForCausalLM", "granite", interleaved=True, keys=llama_like.GRANITE_KEYS, more=llama_like.granite
+    ),
+    "mistral3": Architecture(
+        "Ministral3ForCausalLM",
+        "ministral3",
+        interleaved=True,
+        more=llama_like.ministral3,
+        yarn=llama_like.MINISTRAL3_YARN,
+    ),
+    "phi3": Architecture("Phi3ForCausalLM", "phi3", more=llama_like.phi3, names=llama_like.PHI3_NAMES),
+    "smollm3": Architecture(
+        "SmolLM3ForCausalLM", "smollm3", interleaved=True, fixed={**_SILU, "no_rope_layer_interval": 4}
+    ),
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2"),
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3"),
     "qwen3moe": Architecture(
-        "Qwen3MoeForCausalLM", "qwen3_moe", keys=_EXPERT_KEYS, fixed={"hidden_act": "silu", "norm_topk_prob": True}
+        "Qwen3MoeForCausalLM", "qwen3_moe", keys=_EXPERT_KEYS, fixed={**_SILU, "norm_topk_prob": True}
+    ),
+    "gemma": Architecture(
+        "GemmaForCausalLM",
+        "gemma",
+        fixed=dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh"),
+        norm_offset=1.0,
     ),
     "gemma3": Architecture(
         "Gemma3ForCausalLM",
@@ -102,18 +137,17 @@ _OF_LAYER = {
 }
 UNREAD = ("rope_freqs.weight",)
 """Tensors that the config says."""
-_OF_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-"""All experts of a layer in one tensor; the hub has one each."""
 _LAYER = re.compile(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)")
 
 
 def architecture(header: Header, path: Path) -> Architecture:
     """Raises CheckpointError, which names it, for one that is not read."""
     name = header.metadata.get("general.architecture")
-    if not isinstance(name, str) or name not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
+    if not isinstance(name, str) or name not in ARCHITECTURES or name.endswith(_WITH_EXPERTS):
+        known = ", ".join(each for each in ARCHITECTURES if not each.endswith(_WITH_EXPERTS))
         raise CheckpointError(f"{path}: general.architecture {shown(name)} is not supported, only {known}")
-    return ARCHITECTURES[name]
+    own = f"{name}{_WITH_EXPERTS}" if header.metadata.get(f"{name}.expert_count") else name
+    return ARCHITECTURES.get(own, ARCHITECTURES[name])
 
 
 def names_of(architecture: str) -> tuple[str, ...]:
@@ -133,7 +167,7 @@ def config_of(header: Header, path: Path) -> dict[str, Any]:
     config["vocab_size"] = header.tensors["token_embd.weight"].shape[0]
     config["tie_word_embeddings"] = "output.weight" not in header.tensors
     config |= _head_dim(metadata, prefix, path)
-    config |= rope_scaling(header, prefix, config, path)
+    config |= rope_scaling(header, prefix, config, path, kind.yarn)
     return config | kind.more(header, prefix, config, path)
 
 
@@ -157,12 +191,12 @@ def hub_name(name: str, kind: Architecture, path: Path) -> str:
     return f"model.layers.{found[1]}.{names[found[2]]}.{found[3]}"
 
 
-def expert_names(name: str, shape: tuple[int, ...], path: Path) -> list[str]:
+def expert_names(name: str, shape: tuple[int, ...], kind: Architecture, path: Path) -> list[str]:
     """The hub's names of what a tensor holds, one an expert; [] of a tensor that is no experts'."""
     found = _LAYER.fullmatch(name)
-    if found is None or found[2] not in _OF_EXPERTS:
+    if found is None or found[2] not in kind.experts:
         return []
     if len(shape) != 3 or shape[0] > _MAX_EXPERTS:
         raise CheckpointError(f"{path}: tensor {name} has shape {shape}, not that of at most {_MAX_EXPERTS} experts")
-    stem = f"model.layers.{found[1]}.mlp.experts"
-    return [f"{stem}.{expert}.{_OF_EXPERTS[found[2]]}.{found[3]}" for expert in range(shape[0])]
+    of_layer = kind.experts[found[2]]
+    return [f"model.layers.{found[1]}.{of_layer.format(expert)}.{found[3]}" for expert in range(shape[0])]

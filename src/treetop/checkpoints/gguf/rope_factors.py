@@ -27,7 +27,7 @@ _KINDS: dict[str, dict[str, tuple[str, type]]] = {
     },
 }
 """Of a kind, the keys of its numbers, and what the hub calls them."""
-_BETAS: dict[str, float] = {"yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0}
+_DEFAULTS: dict[str, float] = {"yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "yarn_log_multiplier": 1.0}
 _SAYING_NOTHING = ("type", "finetuned", "original_context_length")
 """Keys that change no number, whatever the kind."""
 _TOLERANCE = 1e-4
@@ -35,8 +35,13 @@ _TOLERANCE = 1e-4
 _F32 = 0
 
 
-def rope_scaling(header: Header, prefix: str, config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The config's `rope_scaling`, {} without one. Raises CheckpointError for what no known rule gives."""
+def rope_scaling(
+    header: Header, prefix: str, config: Mapping[str, Any], path: Path, yarn: Mapping[str, tuple[str, type]]
+) -> dict[str, Any]:
+    """The config's `rope_scaling`, {} without one. yarn: keys of it that this architecture has beyond others.
+
+    Raises CheckpointError for what no known rule gives.
+    """
     said = f"{prefix}rope.scaling."
     kind = header.metadata.get(f"{said}type", "linear" if f"{said}factor" in header.metadata else "none")
     if kind not in _KINDS:
@@ -46,7 +51,8 @@ def rope_scaling(header: Header, prefix: str, config: Mapping[str, Any], path: P
     if kind != "none":
         if _FACTORS in header.tensors:
             raise CheckpointError(f"{path}: {said}type {kind} beside a tensor {_FACTORS} is not supported")
-        return {"rope_scaling": {"rope_type": kind, **_numbers(header, said, _KINDS[kind], path)}}
+        keys = {**_KINDS[kind], **(yarn if kind == "yarn" else {})}
+        return {"rope_scaling": {"rope_type": kind, **_numbers(header, said, keys, path)}}
     if _FACTORS not in header.tensors:
         return {}
     found = _stored(header, path)
@@ -67,7 +73,7 @@ def _numbers(header: Header, said: str, keys: Mapping[str, tuple[str, type]], pa
     for key in header.metadata:
         if key.startswith(said) and key.removeprefix(said) not in (*keys, *_SAYING_NOTHING):
             raise CheckpointError(f"{path}: {key}: {shown(header.metadata[key])} is not supported")
-    return {ours: entry(header, said + key, type_, path, _BETAS.get(key)) for key, (ours, type_) in keys.items()}
+    return {ours: entry(header, said + key, type_, path, _DEFAULTS.get(key)) for key, (ours, type_) in keys.items()}
 
 
 def _stored(header: Header, path: Path) -> tuple[float, ...]:

@@ -25,7 +25,7 @@ def views(file: GgufTensors, kind: Architecture, config: dict[str, Any], path: P
     for name, stored in file.header.tensors.items():
         if name in UNREAD or (kind.stacked and is_experts(name)):
             continue
-        experts = [] if kind.stacked else expert_names(name, stored.shape, path)
+        experts = [] if kind.stacked else expert_names(name, stored.shape, kind, path)
         of_name = {each: _expert(file, name, expert) for expert, each in enumerate(experts)}
         if not experts:
             hub = hub_name(name, kind, path)

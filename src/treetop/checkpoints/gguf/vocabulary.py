@@ -25,25 +25,29 @@ _SPACE = "\u2581"
 _LETTERS = r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 _GPT2 = rf"'s|'t|'re|'ve|'m|'ll|'d|{_LETTERS}|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_CASED = r"[^\r\n\p{L}\p{N}]?%s(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_CASED, _SHORT = r"[^\r\n\p{L}\p{N}]?%s", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_O200K = (
-    rf"{_CASED % f'{_UPPER}*{_LOWER}+'}|{_CASED % f'{_UPPER}+{_LOWER}*'}"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_BY_CASE = (
+    rf"{_CASED % f'{_UPPER}*{_LOWER}+'}%s|{_CASED % f'{_UPPER}+{_LOWER}*'}%s"
+    r"|%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Words end where small letters do. Source: tiktoken's `o200k_base`."""
+"""Words end where small letters do, perhaps with a contraction. Source: tiktoken's `o200k_base`."""
 _SPLITS: dict[str, tuple[str, ...]] = {
     "gpt-2": (_GPT2,),
     "smollm": (r"\p{N}", _GPT2),
     "llama-bpe": (_WORDS % r"\p{N}{1,3}",),
-    "gpt-4o": (_O200K,),
+    "gpt-4o": (_BY_CASE % (_SHORT, _SHORT, r"\p{N}{1,3}"),),
+    "tekken": (_BY_CASE % ("", "", r"\p{N}"),),
+    "dbrx": (_WORDS % r"\p{N}{1,3}",),
+    "smaug-bpe": (_WORDS % r"\p{N}{1,3}",),
+    "refact": (r"\p{N}", _GPT2),
     "qwen2": (_WORDS % r"\p{N}",),
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
 }
 """`tokenizer.ggml.pre`: what cuts a text, one pattern after the other. Source: llama.cpp's `llama-vocab.cpp`."""
-_BEGINS = ("llama-bpe",)
+_BEGINS = ("llama-bpe", "tekken")
 """Those that put BOS before a text where the file says nothing of it."""
-_MERGED_WHOLE = ("llama-bpe",)
+_MERGED_WHOLE = ("llama-bpe", "tekken")
 """Those in which a word that is a token is that token, whatever its merges are."""
 
 

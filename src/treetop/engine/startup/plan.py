@@ -307,22 +307,25 @@ def packing(config: EngineConfig) -> Packing:
 
 def read_draft_spec(config: EngineConfig, target: TargetSpec) -> DrafterSpec:
     """The drafter's spec, and whether the options fit it."""
-    window = config.speculative_draft_window_size
+    window, deepest = config.speculative_draft_window_size, max(shape.num_steps for shape in config.shapes)
     if config.algorithm == "NGRAM":
         if window is not None:
             raise ConfigError(f"--speculative-draft-window-size {window}: NGRAM has no layers; leave it out")
-        spec: DrafterSpec = ngram_spec(target.config, max(shape.num_steps for shape in config.shapes))
+        spec: DrafterSpec = ngram_spec(target.config, deepest)
     else:
         folder = target.folder if config.draft is None else resolve_folder(config.draft, "draft")
         dummy, recurrence = config.load_format == "dummy", config.speculative_mtp_recurrence
         eagle3 = config.speculative_eagle_recurrence
-        spec = drafter_spec(folder, target.config, config.algorithm, dummy, recurrence, window, eagle3)
-    deepest = max(shape.num_steps for shape in config.shapes)
+        spec = drafter_spec(
+            folder, target.config, config.algorithm, dummy, recurrence, window, eagle3, num_steps=deepest
+        )
     if spec.block is not None and deepest > spec.block.max_steps:
         raise ConfigError(
             f"--speculative-num-steps {deepest}: {spec.folder} proposes {spec.block.max_steps} tokens at most"
         )
     topk = max(shape.topk for shape in config.shapes)
+    if spec.block is not None and spec.block.max_topk is not None and topk > spec.block.max_topk:
+        raise ConfigError(f"--speculative-eagle-topk {topk}: {spec.folder} scores {spec.block.max_topk} tokens at most")
     if topk > spec.vocab_size:
         raise ConfigError(f"--speculative-eagle-topk {topk} exceeds the draft vocabulary of {spec.vocab_size}")
     return spec

@@ -1,0 +1,165 @@
+"""P-EAGLE in its layouts, its trees node by node against an oracle."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from support.dense_drafts import DenseTarget
+from support.dense_peagle import DensePEagle
+from support.draft_rounds import assert_rounds
+from support.engines import accept_lens, build, greedy, sampled, tokens
+from support.head_layouts import VOCAB, WIDTH, head_config, layer_shapes, random_tensors, save_head
+from support.refusing import refused
+from support.tiny_models import Pair, copy_folder, save_random_llama
+from treetop.drafts.registry import drafter_spec, find_draft
+from treetop.models.registry import target_spec
+from treetop.types.errors import CheckpointError, ConfigError
+
+MASK = 7
+IDS = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    folder = save_random_llama(tmp_path_factory.mktemp("peagle") / "target", seed=5, head_dim=16)
+    return folder, DenseTarget(folder)
+
+
+def shapes_of(layers: tuple[str, ...], vocab: int = VOCAB, mask: tuple[int, ...] = (1, 1, 3 * WIDTH)) -> dict:
+    first, *deeper = layers
+    shapes = {
+        "fc.weight": (WIDTH, 3 * WIDTH),
+        "mask_hidden": mask,
+        f"{first}.hidden_norm.weight": (WIDTH,),
+        f"{first}.input_layernorm.weight": (WIDTH,),
+        **layer_shapes(first, 2 * WIDTH),
+        "norm.weight": (WIDTH,),
+        "lm_head.weight": (vocab, WIDTH),
+    }
+    for each in deeper:
+        shapes |= {f"{each}.input_layernorm.weight": (WIDTH,), **layer_shapes(each, WIDTH)}
+    return shapes
+
+
+def speculators(**changes) -> dict:
+    body = head_config(num_hidden_layers=2)
+    del body["draft_vocab_size"]
+    said = {"speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"], "mask_token_id": MASK}
+    of_all = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3], "draft_vocab_size": VOCAB, "norm_before_residual": False}
+    return {"transformer_layer_config": body, **said, **of_all, **changes}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """config; the prefixes of its layers; what else its file has; the draft's tokens, None for the target's."""
+
+    config: dict
+    layers: tuple[str, ...] = ("layers.0", "layers.1")
+    more: dict = field(default_factory=dict)
+    mask: tuple[int, ...] = (1, 1, 3 * WIDTH)
+    before_residual: bool = False
+    vocab: int = VOCAB
+
+
+OWN_EMBEDDING = {"embed_tokens.weight": (VOCAB, WIDTH)}
+LAYOUTS = {
+    "amazon": Layout(head_config(num_hidden_layers=2, ptd_token_id=MASK, **IDS), more=OWN_EMBEDDING),
+    "amazon, midlayer and three more": Layout(
+        head_config(num_hidden_layers=4, pard_token=MASK, norm_before_residual=True, **IDS),
+        ("midlayer", "layers.1", "layers.2", "layers.3"),
+        mask=(1, 3 * WIDTH),
+        before_residual=True,
+    ),
+    "amazon, norms of heads": Layout(
+        head_config(num_hidden_layers=2, mask_token_id=MASK, **IDS),
+        more={f"layers.{i}.self_attn.{q}_norm.weight": (16,) for i in range(2) for q in "qk"},
+    ),
+    "speculators": Layout(speculators(), more=OWN_EMBEDDING),
+    "speculators, norms before and after, own vocabulary": Layout(
+        speculators(norm_before_residual=True, norm_output=True, draft_vocab_size=70),
+        more=OWN_EMBEDDING,
+        before_residual=True,
+        vocab=70,
+    ),
+}
+
+
+def saved(tmp_path, layout: Layout):
+    tensors = random_tensors({**shapes_of(layout.layers, layout.vocab, layout.mask), **layout.more})
+    tensors["mask_hidden"] = 3 * torch.randn(layout.mask, generator=torch.Generator().manual_seed(9))
+    if layout.vocab != VOCAB:
+        used = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))[: layout.vocab].sort().values
+        marks = torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, used, True)
+        tensors |= {"d2t": used - torch.arange(layout.vocab), "t2d": marks}
+    return save_head(tmp_path / "head", layout.config, tensors), tensors
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_drafts_what_its_oracle_says(target, tmp_path, name):
+    layout = LAYOUTS[name]
+    folder, tensors = saved(tmp_path, layout)
+    assert find_draft(folder).algorithm == "PEAGLE"
+    embedding = tensors.get("embed_tokens.weight", target[1].embedding)
+    offset = tensors.get("d2t", torch.zeros(layout.vocab, dtype=torch.int64))
+    reference = DensePEagle(
+        tensors, embedding, tensors["lm_head.weight"], offset, MASK, layout.layers, layout.before_residual
+    )
+    assert_rounds(Pair(target[0], folder), target[1], reference)
+
+
+def test_batches_captured_or_not_with_prefix_hits_and_retractions(target, tmp_path):
+    """Tokens are plain decoding's; rounds those of each request alone, whatever ran beside it and however."""
+    pair = Pair(target[0], saved(tmp_path, LAYOUTS["speculators"])[0])
+    prompts = [*pair.prompts([9, 20, 5, 30]), *pair.prompts([9, 20, 5, 30])]  # the second half hits the first's pages
+    params = [greedy(20), sampled(3, 20), greedy(12), sampled(5, 16, temperature=0.7)] * 2
+    shape, options = (3, 4, 12), {"page_size": 4, "chunked_prefill_size": 7, "check_level": 3}
+    alone = build(pair, shape, max_running_requests=1, disable_radix_cache=True, page_size=4)
+    want = [each for prompt, param in zip(prompts, params, strict=True) for each in alone.generate([prompt], [param])]
+    assert tokens(want) == tokens(build(pair, None).generate(prompts, params))
+    for graphs in ("off", "sim"):
+        llm = build(pair, shape, graphs=graphs, max_running_requests=4, **options)
+        got = llm.generate(prompts[:4], params[:4]) + llm.generate(prompts[4:], params[4:])
+        assert (tokens(got), accept_lens(got)) == (tokens(want), accept_lens(want))
+        llm.scheduler.check_integrity()
+    tight = build(pair, shape, max_running_requests=4, max_total_tokens=88, context_length=80, page_size=4)
+    assert tokens(tight.generate(prompts, params)) == tokens(want)
+    assert tight.scheduler.num_retractions > 0
+
+
+@pytest.mark.slow
+def test_ranks_shapes_of_one_level_and_deferred_pairs(target, tmp_path):
+    pair = Pair(target[0], saved(tmp_path, LAYOUTS["speculators"])[0])
+    prompts, params = pair.prompts([9, 20, 5]), [greedy(40), sampled(3, 30), greedy(25)]
+    want = tokens(build(pair, None).generate(prompts, params))
+    auto = build(pair, (3, 4, 12), speculative_policy="auto", speculative_calibration="learn", page_size=4)
+    assert auto.engine.runner.layout.max_deferred
+    assert tokens(auto.generate(prompts, params)) == want
+    for options in ({"shape": (2, 1, 3)}, {"shape": (3, 4, 12), "tp_size": 2, "device": "cpu"}):
+        assert tokens(build(pair, **options).generate(prompts, params)) == want
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"mask_token_id": None}, ("mask_token_id", "ptd_token_id")),
+        ({"mask_token_id": VOCAB}, ("mask_token_id", str(VOCAB))),
+        ({"mask_token_id": "7"}, ("mask_token_id",)),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, ("mask_hidden", "(1, 1, 128)")),
+        ({"transformer_layer_config": None}, ("transformer_layer_config",)),
+        ({"draft_vocab_size": 70}, ("d2t",)),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused_by_its_key(target, tmp_path, changes, parts):
+    folder = copy_folder(saved(tmp_path, LAYOUTS["speculators"])[0], tmp_path / "other", **changes)
+    config = target_spec(target[0]).config
+    refused(CheckpointError, lambda: drafter_spec(folder, config).check(), *parts)
+
+
+def test_a_head_without_its_placeholders_is_refused_and_one_of_another_kind_too(target, tmp_path):
+    folder, tensors = saved(tmp_path, LAYOUTS["amazon"])
+    config = target_spec(target[0]).config
+    refused(ConfigError, lambda: drafter_spec(folder, config, "EAGLE3"), "PEAGLE", "mask_hidden")
+    del tensors["mask_hidden"]
+    other = save_head(tmp_path / "other", LAYOUTS["amazon"].config, tensors)
+    refused(CheckpointError, lambda: drafter_spec(other, config), "mask_hidden")
