@@ -27,7 +27,7 @@ from treetop.types.tree import Accepted, DraftTree
 # ---------------------------------------------------------------- capacity
 
 
-def all_levels_wide(level: Level) -> tuple[Tensor, Tensor, TailColumns]:
+def all_levels_wide(level: Level, committed: Tensor, lead: int) -> tuple[Tensor, Tensor, TailColumns]:
     rows, k, own = level.mask.shape
     width = level.all_positions.shape[1]
     mask = F.pad(level.mask, (0, width - own))

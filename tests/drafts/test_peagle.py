@@ -113,10 +113,11 @@ def test_batches_captured_or_not_with_prefix_hits_and_retractions(target, tmp_pa
     pair = Pair(target[0], saved(tmp_path, LAYOUTS["speculators"])[0])
     prompts = [*pair.prompts([9, 20, 5, 30]), *pair.prompts([9, 20, 5, 30])]  # the second half hits the first's pages
     params = [greedy(20), sampled(3, 20), greedy(12), sampled(5, 16, temperature=0.7)] * 2
-    shape, options = (3, 4, 12), {"page_size": 4, "chunked_prefill_size": 7, "check_level": 3}
+    shape, options = (8, 3, 40), {"page_size": 4, "chunked_prefill_size": 7, "check_level": 3}
     alone = build(pair, shape, max_running_requests=1, disable_radix_cache=True, page_size=4)
     want = [each for prompt, param in zip(prompts, params, strict=True) for each in alone.generate([prompt], [param])]
     assert tokens(want) == tokens(build(pair, None).generate(prompts, params))
+    assert sum(map(sum, accept_lens(want))) > 2
     for graphs in ("off", "sim"):
         llm = build(pair, shape, graphs=graphs, max_running_requests=4, **options)
         got = llm.generate(prompts[:4], params[:4]) + llm.generate(prompts[4:], params[4:])
@@ -125,6 +126,25 @@ def test_batches_captured_or_not_with_prefix_hits_and_retractions(target, tmp_pa
     tight = build(pair, shape, max_running_requests=4, max_total_tokens=88, context_length=80, page_size=4)
     assert tokens(tight.generate(prompts, params)) == tokens(want)
     assert tight.scheduler.num_retractions > 0
+
+
+def test_other_weights_take_its_place(target, tmp_path):
+    """The specs are equal but for the folder."""
+    layout = LAYOUTS["speculators"]
+    old, (new, tensors) = saved(tmp_path / "old", layout)[0], saved(tmp_path / "new", layout)
+    other = copy_folder(new, tmp_path / "other", tensors={"mask_hidden": -tensors["mask_hidden"]})
+    prompts = Pair(target[0], old).prompts([9, 20])
+
+    def trees(llm) -> list:
+        grown = []
+        llm.engine.observer = lambda plan, tree, accepted: grown.append(tree.tokens.tolist())
+        llm.generate(prompts, greedy(6))
+        return grown
+
+    want, llm = trees(build(Pair(target[0], other), (1, 4, 5))), build(Pair(target[0], old), (1, 4, 5))
+    assert trees(llm) != want
+    llm.update_weights(draft=other)
+    assert trees(llm) == want
 
 
 @pytest.mark.slow

@@ -304,6 +304,7 @@ def test_with_topk_one_tree_and_acceptance_equal_a_chain(num_steps, seed):
         vocab=DraftVocab(offset),
         _ops=reference_ops(),
     )
+    stand_in.logits = partial(Eagle3Head.logits, stand_in)
     head = SimpleNamespace(step=step, propose=partial(Eagle3Head.propose, stand_in))
     start = torch.zeros(1, 1)
     proposal = head.propose(Nodes(torch.tensor([root]), start, 0), 1)

@@ -10,7 +10,7 @@ Source: DFlash (z-lab/dflash), JetSpec, arXiv:2606.18394, DSpark (DeepSpec), Dom
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ class BlockHeadSpec:
     stored: which of the embedding, d2t, t2d and tensors without a use the file has.
     """
 
-    folder: Path
+    folder: Path = field(compare=False)
     decoder: ModelConfig
     vocab_size: int
     aux_inputs: tuple[int, ...]

@@ -7,7 +7,7 @@ Source: EAGLE, arXiv:2401.15077; SafeAILab/EAGLE `eagle/model/cnets1.py`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ class EagleSpec:
     embedding: whether the file has one.
     """
 
-    folder: Path
+    folder: Path = field(compare=False)
     decoder: ModelConfig
     fuse_bias: bool
     output: OutputOf

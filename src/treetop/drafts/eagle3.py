@@ -7,7 +7,7 @@ Source: EAGLE-3, arXiv:2503.01840. `eagle3_config` reads the layouts of its chec
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ class Eagle3Spec:
     stored: which of the embedding, d2t and t2d the file has.
     """
 
-    folder: Path
+    folder: Path = field(compare=False)
     decoder: ModelConfig
     vocab_size: int
     target_hidden_size: int

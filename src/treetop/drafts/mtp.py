@@ -15,7 +15,7 @@ none is stored.
 
 import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +195,7 @@ class MtpSpec:
     normed_state: as asked, or as the family does it.
     """
 
-    folder: Path
+    folder: Path = field(compare=False)
     decoder: ModelConfig
     names: MtpNames
     root: str

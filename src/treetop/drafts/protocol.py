@@ -43,7 +43,7 @@ class Streamed:
 
     layers: in every forward.
     fuse: in `extend` besides.
-    output: in `propose`; of a drafter with a block in `Block.open`.
+    output: where logits are made: in `propose`, or in `Block.open` by who makes all of them there.
     """
 
     layers: int
@@ -114,11 +114,12 @@ class Opened:
 class BlockSpec:
     """A pass that a drafter makes once a round, from the root, before its tree grows: one forward, whatever the depth.
 
-    width: its queries, at positions from the root's on. Their K/V are seen by themselves alone, and are not kept.
+    width: its queries, at positions from the root's on. Their K/V are not kept.
     max_steps: the deepest tree that it can propose.
     causal: of each layer, whether a query sees the block up to itself, or all of it.
     anchored: windows are counted from the root for all queries, not from each query's own position.
     max_topk: most proposals of a node; None for any.
+    seen: the tree's nodes see all of its K/V, and stand behind it; otherwise these are seen by its own queries alone.
     """
 
     width: int
@@ -126,6 +127,7 @@ class BlockSpec:
     causal: tuple[bool, ...]
     anchored: bool = False
     max_topk: int | None = None
+    seen: bool = False
 
 
 class Block(Protocol):
@@ -151,7 +153,8 @@ class Grower(Protocol):
 class Drafter(Grower, Protocol):
     """Proposes what follows each token of a row, from a state [state_size] that it makes of the tokens before.
 
-    Slot i of its K/V, if it keeps any, holds the pair (target's states at token i, token i + 1) at position i. `extend`
+    Slot i of its K/V, if it keeps any, holds the pair (target's states at token i, token i + 1) at position i, or what
+    it makes of the tokens up to i alone, where the nodes of a tree see a block that begins with the root. `extend`
     fills slots from what the target computed; `step` runs nodes of a tree on the states of their parents.
 
     block: what it runs once a round; None where the proposals after a root follow from `extend`. With a block these are
@@ -173,7 +176,8 @@ class Drafter(Grower, Protocol):
 class DrafterSpec(Protocol):
     """A drafter before its weights are read: what has to be known to size everything.
 
-    folder: of its checkpoint, if it has one.
+    folder: of its checkpoint, if it has one. Specs that differ in it alone are equal: one's weights may take the place
+        of the other's.
     vocab_size: how many tokens it can propose.
     state_size: of a row's state.
     state_dtype: None is the engine's.

@@ -8,6 +8,7 @@ from treetop.checkpoints.checkpoint import tensor_files
 from treetop.checkpoints.values import Config
 from treetop.drafts.block import BlockHeadSpec
 from treetop.drafts.block_config import block_spec, find_block
+from treetop.drafts.draft_model import DraftModelSpec, check_same_words, draft_model_spec
 from treetop.drafts.eagle import EagleSpec, eagle_spec
 from treetop.drafts.eagle3 import Eagle3Spec
 from treetop.drafts.eagle3_config import eagle3_spec
@@ -18,12 +19,13 @@ from treetop.drafts.peagle import PEagleSpec, peagle_sign, peagle_spec
 from treetop.drafts.protocol import DrafterSpec
 from treetop.drafts.refused import refuse_draft
 from treetop.models.config import ModelConfig, read_config
+from treetop.models.registry import target_spec
 from treetop.types.config import Recurrence
 from treetop.types.errors import CheckpointError, ConfigError
 
 __all__ = ["DRAFTERS", "FoundDraft", "drafter_spec", "find_draft", "ngram_spec"]
 
-HeadSpec = EagleSpec | Eagle3Spec | PEagleSpec | BlockHeadSpec
+HeadSpec = EagleSpec | Eagle3Spec | PEagleSpec | BlockHeadSpec | DraftModelSpec
 DRAFTERS: dict[str, Callable[[Path, ModelConfig, bool], HeadSpec]] = {
     "EAGLE": eagle_spec,
     "EAGLE3": eagle3_spec,
@@ -32,6 +34,7 @@ DRAFTERS: dict[str, Callable[[Path, ModelConfig, bool], HeadSpec]] = {
     "DFLASH2": block_spec,
     "DSPARK": block_spec,
     "DOMINO": block_spec,
+    "STANDALONE": draft_model_spec,
 }
 """Algorithm -> the reader of a folder, for a target, and whether the folder has no tensors to look at."""
 _ALGORITHMS = {"DFlash 2": "DFLASH2", "DSpark": "DSPARK", "Domino": "DOMINO"}
@@ -65,10 +68,12 @@ def drafter_spec(
     eagle3: Recurrence = "auto",
     *,
     num_steps: int | None = None,
+    target_folder: Path | None = None,
 ) -> DrafterSpec:
     """The drafter in a folder. algorithm: what it must be; None for what it is. dummy: its weights will be random.
     recurrence: of MTP layers, eagle3: of an EAGLE-3 head. window: most tokens that its layers see. num_steps: of the
-    deepest tree, for a head that runs as many placeholders as it is asked for.
+    deepest tree, for a head that runs as many placeholders as it is asked for. target_folder: with the tokenizer that a
+    language model has to share.
 
     Raises CheckpointError for a folder without a drafter that runs, ConfigError if it is of another algorithm.
     """
@@ -79,6 +84,8 @@ def drafter_spec(
         spec = spec.with_recurrence(eagle3)
     if num_steps is not None and isinstance(spec, PEagleSpec):
         spec = spec.with_steps(num_steps)
+    if target_folder is not None and isinstance(spec, DraftModelSpec):
+        check_same_words(folder, spec.config.vocab_size, target_folder, target.vocab_size)
     return spec if window is None else spec.with_window(window)
 
 
@@ -87,6 +94,8 @@ def _any_spec(
 ) -> HeadSpec | MtpSpec:
     if algorithm == "MTP" and (dummy or not _is_head(tensor_files(folder))):
         return mtp_spec(folder, target, dummy, recurrence)
+    if algorithm == "STANDALONE":
+        return draft_model_spec(folder, target, dummy)
     if dummy:
         said = _found_by_config(folder, ())
         return DRAFTERS[algorithm or (_ASSUMED if said is None else said.algorithm)](folder, target, True)
@@ -101,12 +110,18 @@ def _any_spec(
     return DRAFTERS[found.algorithm](folder, target, False)
 
 
-def find_draft(folder: Path) -> FoundDraft:
+def find_draft(folder: Path, algorithm: str | None = None) -> FoundDraft:
     """Which drafter a folder holds, by the names of its tensors, and in which layout, by its config.
+
+    algorithm: what is asked for. A language model drafts only where STANDALONE is, for every target is one.
 
     Raises CheckpointError for a folder that holds none, or one that is not supported.
     """
     names = tensor_files(folder)
+    if algorithm == "STANDALONE":
+        target_spec(folder)
+        architecture = read_config(folder)["architectures"][0]
+        return FoundDraft(algorithm, architecture, (f"config.json has architectures {architecture}",))
     by_config = _found_by_config(folder, names)
     if by_config is not None:
         return by_config
@@ -119,7 +134,7 @@ def find_draft(folder: Path) -> FoundDraft:
     if layers and "fc.weight" not in names:
         raise CheckpointError(
             f"{folder}: a target, not a draft head: it holds {layers[0]} and no fc.weight; give a head's folder to"
-            " --speculative-draft-model-path"
+            " --speculative-draft-model-path, or draft with a whole model by --speculative-algorithm STANDALONE"
         )
     config, nested = head_config(folder)
     signs = _signs_of_eagle3(names)

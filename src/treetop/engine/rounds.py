@@ -85,14 +85,14 @@ def draft_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     prefix, begun = (rows, places.committed, max_kv_len), dict[GroupName, Any]()
 
     def attend(level: Level) -> Attend:
-        tail_positions, mask, columns = level_tail(level)
+        tail_positions, mask, columns = level_tail(level, places.committed, runner.layout.lead)
         plans = {}
         for g in runner.draft_groups:
             metadata = runner.metadata(phase, g, prefix, level.positions, tail_positions, mask)
             plans[g.name] = runner.plan(metadata, begun)
         return runner.tail_attention(phase, runner.draft_layers, buffers.draft_tails, plans, columns, shape)
 
-    grow_tree(grower, growth, frontier, ops, attend, lines)
+    grow_tree(grower, growth, frontier, ops, attend, lines, runner.layout.lead)
     ops.select(growth, tree, places)
 
 
@@ -123,13 +123,20 @@ def block_positions(committed: Tensor, width: int, anchored: bool) -> Tensor:
     return committed[:, None] + (torch.zeros_like(step) if anchored else step)
 
 
-def level_tail(level: Level) -> tuple[Tensor, Tensor, TailColumns]:
+def level_tail(level: Level, committed: Tensor, lead: int) -> tuple[Tensor, Tensor, TailColumns]:
     """A draft level's tail: k columns for each level up to its own, which come last (sgl-27360).
 
-    Returns its positions [rows, width], its mask [rows, k, width] and its columns.
+    lead: columns before them, of the drafter's block from position `committed` [rows] on, which all nodes see. Returns
+    the tail's positions [rows, width], its mask [rows, k, width] and its columns.
     """
     rows, k, width = level.mask.shape
-    return level.all_positions[:, :width], level.mask, TailColumns(rows, width - k, k, width)
+    positions, mask = level.all_positions[:, :width], level.mask
+    if lead:
+        before = committed[:, None] + torch.arange(lead, device=committed.device)
+        positions = torch.cat([before, positions], dim=1)
+        mask = torch.cat([mask.new_ones((rows, k, lead)), mask], dim=2)
+        width += lead
+    return positions, mask, TailColumns(rows, width - k, k, width)
 
 
 def verify_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:

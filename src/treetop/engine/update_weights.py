@@ -1,12 +1,11 @@
 """Other weights for an engine that runs: a target and its draft head of the same architecture, in place of the old."""
 
 from dataclasses import dataclass, replace
-from typing import Any, cast
 
 from torch import Tensor
 
 from treetop.checkpoints.folder import resolve_folder
-from treetop.drafts.protocol import Drafter, DrafterSpec
+from treetop.drafts.protocol import Drafter
 from treetop.engine.startup.build import kv_scales
 from treetop.engine.startup.kept_calibration import KeptCalibration, kept_calibration
 from treetop.engine.startup.plan import EnginePlan, read_draft_spec
@@ -57,7 +56,7 @@ def read_weights(engine_plan: EnginePlan, model: str | None, draft: str | None) 
         what = "output matrices, of which one is the embedding," if alike else "config.json"
         raise ConfigError(f"update_weights: {config.model} is not the model of {old.folder}: their {what} differ")
     drafter_spec = read_draft_spec(config, spec) if config.speculates else None
-    if not _are_alike(drafter_spec, engine_plan.draft):
+    if drafter_spec != engine_plan.draft:
         raise ConfigError(f"update_weights: {config.draft} is another draft head: its config or its tensors differ")
     aux = drafter_spec.aux_inputs if drafter_spec is not None else ()
     products = products_of(engine_plan)
@@ -67,11 +66,3 @@ def read_weights(engine_plan: EnginePlan, model: str | None, draft: str | None) 
         return NewWeights(new_plan, target, None, None, kv_scales(new_plan))
     kept = kept_calibration(config, spec.folder, drafter_spec, writes=True)
     return NewWeights(new_plan, target, drafter_spec.load(target, beside), kept, kv_scales(new_plan))
-
-
-def _are_alike(new: DrafterSpec | None, old: DrafterSpec | None) -> bool:
-    """Whether one may take the other's place: in all but the folder that its weights lie in."""
-    if new is None or old is None:
-        return new is old
-    moved: DrafterSpec = cast(Any, replace)(new, folder=old.folder)
-    return moved == old

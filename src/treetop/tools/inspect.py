@@ -180,7 +180,7 @@ def _draft_alone(folder: Path, config: EngineConfig) -> DraftReport | None:
 
 
 def _draft_report(folder: Path, target: TargetSpec | None, config: EngineConfig) -> DraftReport:
-    found: FoundDraft = find_draft(folder)
+    found: FoundDraft = find_draft(folder, config.algorithm)
     known = (str(folder), found.algorithm, found.layout, found.reasons, stored_files(folder))
     if target is None:
         return DraftReport(*known)

@@ -13,7 +13,7 @@ from treetop.types.layout import PLAIN, SpecShape, shapes_beside
 from treetop.types.options import option, options_of, validate
 
 Algorithm = Literal[
-    "EAGLE", "EAGLE3", "PEAGLE", "DFLASH", "DFLASH2", "DSPARK", "DOMINO", "MTP", "NEXTN", "NGRAM", "NONE"
+    "EAGLE", "EAGLE3", "PEAGLE", "DFLASH", "DFLASH2", "DSPARK", "DOMINO", "STANDALONE", "MTP", "NEXTN", "NGRAM", "NONE"
 ]
 _ALONE = ("MTP", "NEXTN", "NGRAM")
 """Algorithms that need no folder of a draft: the target's holds their weights, or there are none."""

@@ -157,6 +157,7 @@ class Layout:
     disaggregation_slots: staging slots.
     slot_tokens: most tokens whose K/V one holds.
     block: queries of the pass that the drafter makes once a round; 0 for none.
+    lead: of these, those that the nodes of its tree see: all or none.
     """
 
     shapes: tuple[SpecShape, ...]
@@ -171,6 +172,7 @@ class Layout:
     disaggregation_slots: int = 0
     slot_tokens: int = 0
     block: int = 0
+    lead: int = 0
 
     @property
     def commit_width(self) -> int:
@@ -219,7 +221,7 @@ class Layout:
 
     @property
     def draft_tail(self) -> int:
-        return max(self.block, *(shape.draft_tail for shape in self.shapes))
+        return max(self.block, *(self.lead + shape.draft_tail for shape in self.shapes))
 
     @property
     def prompt_lines(self) -> int:
@@ -349,8 +351,8 @@ class Layout:
         extends = "max over shapes of S + 1"
         if self.max_deferred:
             extends = f"max(max over shapes of S + 1 {w}, deferred {self.max_deferred})"
-        drafts = "max over shapes of k * (S - 1)"
-        if self.block:
+        drafts = "max over shapes of k * (S - 1)" + (f" + the draft's block {self.lead}" if self.lead else "")
+        if self.block > self.lead:
             drafts = f"max({drafts}, the draft's block {self.block})"
         rows = [
             Dimension("max_requests", self.max_requests, "--max-running-requests", "--max-running-requests"),

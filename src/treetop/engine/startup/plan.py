@@ -156,7 +156,7 @@ def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | N
             f"--context-length {context}: penalties can count {MAX_COUNT} tokens; lower it, or use"
             " --disable-logits-processors"
         )
-    groups = kv_groups(model, draft, ranks, config.fp8_kv)
+    groups, block = kv_groups(model, draft, ranks, config.fp8_kv), None if draft is None else draft.block
     chunk, rows = config.chunked_prefill_size or _default_chunk(config, groups), config.max_running_requests
     assert rows is not None, "plan_engine has chosen"
     layout = Layout(
@@ -169,7 +169,8 @@ def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | N
         pool_tokens=config.max_total_tokens or 0,
         max_in_flight=choose_max_in_flight(config),
         max_deferred=_max_deferred(config, context),
-        block=draft.block.width if draft is not None and draft.block is not None else 0,
+        block=0 if block is None else block.width,
+        lead=block.width if block is not None and block.seen else 0,
     )
     if config.max_total_tokens is None:
         layout = replace(layout, pool_tokens=layout.tokens_for_all)

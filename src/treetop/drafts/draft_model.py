@@ -1,0 +1,199 @@
+"""A small language model as a draft: any family that loads, with the target's vocabulary.
+
+It reads nothing of the target. Slot i of its K/V holds token i, as its own decoding has it, so `extend` runs the tokens
+themselves, which the rows' text tells. The root has no slot yet: a round runs it first, and the nodes of its tree, at
+the positions of their tokens, see it before their ancestors.
+
+Vocabularies are equal where both name a token; they may be padded to different sizes. A token that the draft does not
+have is never proposed, and is read as its token 0. Source: speculative decoding, arXiv:2211.17192; vLLM's
+`draft_model`, SGLang's `STANDALONE`.
+"""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from treetop.attention.layer import Attend
+from treetop.checkpoints.loader import Placement
+from treetop.checkpoints.params import Param
+from treetop.drafts.head_files import no_offset
+from treetop.drafts.protocol import (
+    BlockSpec,
+    DraftProducts,
+    DraftVocab,
+    Extension,
+    Nodes,
+    Opened,
+    Proposal,
+    Roots,
+    Streamed,
+)
+from treetop.kernels.table import Ops
+from treetop.kernels.tree.calibration import Heat
+from treetop.models.config import AttentionSpec, ModelConfig
+from treetop.models.registry import TargetSpec, target_spec
+from treetop.models.target import Target
+from treetop.types.errors import CheckpointError, shown
+from treetop.weights.held import Weights
+
+_DEEPEST = 2**10
+"""More levels than any tree has."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModelSpec:
+    """A `DrafterSpec`.
+
+    config: of the model, whose weights `model` reads.
+    vocab_size: tokens that it shares with the target.
+    """
+
+    folder: Path = field(compare=False)
+    model: TargetSpec = field(compare=False)
+    config: ModelConfig
+    vocab_size: int
+    aux_inputs: tuple[int, ...] = ()
+    state_dtype: torch.dtype | None = None
+    reads_text: bool = True
+    makes_logits: bool = True
+
+    def with_window(self, window: int) -> "DraftModelSpec":
+        """The same, whose layers see no more than so many tokens."""
+        config = self.config.with_window(window)
+        return replace(self, model=replace(self.model, config=config), config=config)
+
+    @property
+    def block(self) -> BlockSpec:
+        """The root alone, which nodes see."""
+        return BlockSpec(1, _DEEPEST, (True,) * len(self.attention), seen=True)
+
+    @property
+    def attention(self) -> tuple[AttentionSpec, ...]:
+        return tuple(layer.attention for layer in self.config.layers)
+
+    @property
+    def state_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def params(self) -> list[Param]:
+        return self.model.params
+
+    @property
+    def derived(self) -> int:
+        return 0
+
+    @property
+    def streamed(self) -> Streamed:
+        output = self.config.vocab_size * self.config.hidden_size
+        return Streamed(self.model.streamed - output, 0, output)
+
+    def build(self, weights: Weights, target: Target, place: Placement, ops: Ops) -> "DraftModel":
+        return DraftModel(self, self.model.build(weights, (), place, ops), place, ops)
+
+    def load(self, target: Target, place: Placement) -> "DraftModel":
+        """Raises CheckpointError for a wrong tensor."""
+        return DraftModel(self, self.model.load((), place), place, place.ops)
+
+    def check(self) -> int:
+        return self.model.check()
+
+
+class DraftModel:
+    """A `Drafter` and its `Block`; see the module. A node's state is the model's last one, after its final norm."""
+
+    def __init__(self, spec: DraftModelSpec, model: Target, place: Placement, ops: Ops) -> None:
+        self.spec, self.model, self._ops = spec, model, ops
+        layers = [product for product in model.products if product is not model.lm_head]
+        self.products = DraftProducts(layers, (), [model.lm_head])
+        self.vocab = DraftVocab(no_offset(spec.vocab_size, place.device))
+
+    @property
+    def block(self) -> "DraftModel":
+        """See `Drafter`."""
+        return self
+
+    def extend(self, tokens: Tensor, aux_hidden: Tensor, positions: Tensor, at: Extension, attend: Attend) -> Tensor:
+        """See `Drafter`: of the tokens at the slots themselves, each behind `tokens`."""
+        assert at.text is not None
+        own = at.text[at.rows[:, None], positions].to(tokens.dtype)
+        return self._ops.pick(self._states(own, positions, attend), at.last)
+
+    def open(self, roots: Roots, attend: Attend) -> Opened:
+        """See `Block`."""
+        return Opened(self._states(roots.tokens[:, None], roots.positions[:, None], attend)[:, 0], None)
+
+    def step(self, nodes: Nodes, positions: Tensor, attend: Attend, lines: Any = None) -> Tensor:
+        """See `Drafter`. Their parents' states do not count: the layers see these nodes' K/V."""
+        return self._states(nodes.tokens, positions, attend)
+
+    def propose(self, nodes: Nodes, k: int, heat: Heat | None = None, lines: Any = None) -> Proposal:
+        """See `Drafter`."""
+        logits = self.model.logits(nodes.state)
+        if logits.shape[-1] != self.spec.vocab_size:
+            logits = logits[..., : self.spec.vocab_size].contiguous()
+        best, tokens = self._ops.top_logprobs(logits, k, self.vocab.offset, heat)
+        return Proposal(tokens, best)
+
+    def _states(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """tokens, positions: [rows, n] int64. Returns [rows, n, hidden]."""
+        known = tokens < self.spec.config.vocab_size
+        return self.model.forward(torch.where(known, tokens, 0), positions, attend).hidden
+
+
+def draft_model_spec(folder: Path, target: ModelConfig, dummy: bool) -> DraftModelSpec:
+    """The language model in a folder, as a draft for `target`. dummy: its weights will be random.
+
+    Raises CheckpointError for a folder that holds none, and for what drafts cannot have.
+    """
+    model, where = target_spec(folder), folder / "config.json"
+    for layer in model.config.layers:
+        attention = layer.attention
+        no = (
+            ("experts" if layer.experts is not None else None)
+            or ("sparse attention" if attention.index is not None else None)
+            or ("layers that read another layer's K/V" if attention.reads_layer is not None else None)
+        )
+        if no is not None:
+            raise CheckpointError(
+                f"{where}: a language model with {no} is not supported as a draft; give another one to"
+                " --speculative-draft-model-path"
+            )
+    shared = min(model.config.vocab_size, target.vocab_size)
+    return DraftModelSpec(folder, model, model.config, shared)
+
+
+def check_same_words(draft: Path, draft_vocab: int, target: Path, target_vocab: int) -> None:
+    """Tokens mean the same to a draft model and its target, by the `tokenizer.json` of their folders; without both of
+    them, by the sizes of the vocabularies. Raises CheckpointError.
+    """
+    files = [folder / "tokenizer.json" for folder in (draft, target)]
+    if not all(file.is_file() for file in files):
+        if draft_vocab != target_vocab:
+            raise CheckpointError(
+                f"{draft}: a draft with a vocabulary of {draft_vocab} tokens for a target with {target_vocab}, and"
+                f" no tokenizer.json in {' and in '.join(str(f.parent) for f in files if not f.is_file())} to tell"
+                " whether they are padded ones of the same words; give a draft with the target's vocabulary to"
+                " --speculative-draft-model-path"
+            )
+        return
+    own, wanted = (_words(file) for file in files)
+    for token in sorted(own.keys() & wanted.keys()):
+        if own[token] != wanted[token]:
+            raise CheckpointError(
+                f"{files[0]}: token {token} is {shown(own[token])}, and the target's is {shown(wanted[token])}: a draft"
+                " with another vocabulary is not supported; give one with the target's to"
+                " --speculative-draft-model-path"
+            )
+
+
+def _words(file: Path) -> dict[int, str]:
+    try:
+        vocab = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
+    except Exception as error:  # the library raises bare Exception
+        raise CheckpointError(f"{file}: not a tokenizer: {error}") from None
+    return {token: word for word, token in vocab.items()}
