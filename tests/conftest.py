@@ -41,9 +41,9 @@ transformers_logging.set_verbosity_error()
 LONGEST = (
     "frozen/test_command_line.py",
     "debug/test_faults.py",
-    "kernels/test_draw.py",
-    "kernels/test_triton.py",
-    "kernels/test_round_ops.py",
+    "kernels/test_kernel_arguments.py",
+    "kernels/test_segments.py",
+    "kernels/test_tail.py",
     "disaggregation/test_handover_drills.py",
     "serve/test_ray.py",
     "distributed/test_engine_restarts.py",
@@ -53,7 +53,7 @@ LONGEST = (
     "distributed/test_tensor_parallel.py",
     "distributed/test_worker_group.py",
 )
-"""Files that run first, so that none of them is what the last process waits for."""
+"""Files that run first, so that none of them is what the last process waits for; those of kernels in their session."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

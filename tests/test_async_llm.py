@@ -1,19 +1,22 @@
 """`AsyncLLM` in this process, chat templates, and `LLM.chat`: the same tokens and text as `LLM`."""
 
 import asyncio
+import threading
 
 import pytest
 
 from support.engines import build, greedy, sampled, tokens
 from support.waiting import until
 from treetop import AsyncLLM, SamplingParams
-from treetop.core.clients import InProcessClient
+from treetop.core.clients import InProcessClient, Sinks
 from treetop.core.loop import CoreThread
 from treetop.core.mock import make_mock
 from treetop.core.wire import MockOptions
 from treetop.text.chat_template import ChatTemplate, open_chat_template
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, EngineError, InputError
+from treetop.types.ids import RequestId
+from treetop.types.requests import EngineRequest, RequestUpdate
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}"
 
@@ -118,6 +121,32 @@ def test_an_engine_that_fails_or_is_closed_is_told_to_each_reader():
             await llm.stream([1])
 
     asyncio.run(asyncio.wait_for(failing(), 60))
+
+
+def test_an_event_loop_is_woken_once_for_all_that_waits_and_one_sink_that_breaks_costs_the_others_nothing():
+    """Whatever comes while it looks is looked at; the order of each request's updates stays."""
+
+    async def run():
+        heard, woken, sinks = [], [], Sinks()
+        loop = asyncio.get_running_loop()
+        real, loop.call_soon_threadsafe = loop.call_soon_threadsafe, lambda call: (woken.append(1), real(call))
+        broken, good = (EngineRequest(RequestId(i), (1,), SamplingParams(), 0) for i in range(2))
+        sinks.add([broken], lambda update: 1 / 0)
+        deliver = sinks.add([good], heard.append)
+        thread = threading.Thread(target=lambda: [deliver([RequestUpdate(i % 2, (i,))]) for i in range(1000)])
+        thread.start()
+        thread.join()  # in which the loop stands still
+        del loop.call_soon_threadsafe
+        assert len(woken) == 1
+        await asyncio.to_thread(until, lambda: len(heard) == 500)
+        assert [update.new_ids[0] for update in heard] == [*range(1, 1000, 2)]
+        thread = threading.Thread(target=lambda: [deliver([RequestUpdate(1, (i,))]) for i in range(5000)])
+        thread.start()  # while the loop looks
+        await asyncio.to_thread(until, lambda: len(heard) == 5500)
+        assert [update.new_ids[0] for update in heard[500:]] == [*range(5000)]
+        thread.join()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_an_event_loop_that_ends_while_it_is_told_something_takes_no_other_with_it():

@@ -222,3 +222,13 @@ def test_what_was_compiled_is_kept_by_what_it_depends_on(guard, monkeypatch, tmp
     with pytest.raises(guard.UserError, match="--only tail: no launch of sm_90"):
         guard.run(guard.parse(["--only", "tail"]))
     assert [*json.loads(guard.TABLE.read_text())["budgets"]] == ["a product"]
+
+
+@compiled
+def test_planes_of_codes_fit_a_card_of_99_kib(guard):
+    """Of a tree, as an engine launches it on compute capability 12.0; with the launch for 16 bits it asked for 122."""
+    card = guard.CARDS["sm_120"]
+    name = "compressed attention of a tree's 8 x 16 queries, 1 x 128 x 576 heads, 8192 keys, K/V in FP8"
+    launch = dict(sys.modules["kernel_launches"]._latent(card))[name]
+    made = [guard.compile_one(each) for each in guard.asked_by(launch, 120) if each.kernel == "latent attention"]
+    assert [guard.faults_of(each, card, None) for each in made] == [[]]

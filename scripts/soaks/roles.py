@@ -45,8 +45,8 @@ from soaks.common import (
 from soaks.rank_books import audits
 from treetop import LLM, SamplingParams
 from treetop.core.wire import ProcessOptions
+from treetop.distributed.background import BackgroundClient
 from treetop.distributed.remote_engine import RankLink
-from treetop.distributed.remote_thread import RemoteThread
 from treetop.types.config import EngineConfig
 from treetop.types.errors import InvariantError
 from treetop.types.ids import RequestId
@@ -97,7 +97,7 @@ class Group:
 
     def __init__(self, config: EngineConfig, disaggregation: DisaggregationOptions, folder: Path) -> None:
         self.folder = folder
-        self.thread = RemoteThread(ProcessOptions("", config, disaggregation=disaggregation))
+        self.thread = BackgroundClient(ProcessOptions("", config, disaggregation=disaggregation))
         self.core, self.size = self.thread.core, config.ep_size
 
     def said(self) -> list[dict[str, Any]]:
@@ -195,7 +195,7 @@ class SoakRoles:
             asked = EngineRequest(self._thread.next_id(), tuple(prompt), live.params, live.params.seed or 0)
             self._live[asked.request_id] = live
             self.summary.arrived += 1
-            self._thread.add([asked], self._heard.put)
+            self._thread.submit([asked], self._heard.put)
 
     def _abort(self, request_id: RequestId) -> None:
         self._live[request_id].given_up = True

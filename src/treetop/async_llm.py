@@ -8,17 +8,18 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from treetop.checkpoints.sampling_defaults import sampling_defaults
 from treetop.checkpoints.weight_folders import Tensors, WeightFolders
-from treetop.core.clients import EngineClient, InProcessClient
+from treetop.core.clients import EngineClient, RequestClient
 from treetop.distributed.in_flight import InFlightCounter
 from treetop.outputs import LiveRequest, RequestOutput, TextDelta
 from treetop.serve_options import Unset, engine_config
 from treetop.structured.structure_checker import StructureChecker
 from treetop.text.lanes import Lanes
 from treetop.text.prompts import Prompt, PromptReader, one_each, paired
+from treetop.text.tokenizer import Tokenizer
 from treetop.types.config import EngineConfig
 from treetop.types.constraint import StructuredOutput, TokenConstraint
 from treetop.types.engine_options import EngineOptions
@@ -28,6 +29,9 @@ from treetop.types.options import is_integer, is_number
 from treetop.types.requests import EngineRequest, RequestUpdate
 from treetop.types.sampling import SamplingParams
 from treetop.version import DISTRIBUTION
+
+if TYPE_CHECKING:  # loads PyTorch
+    from treetop.distributed.opened import Opened
 
 _LONG = 4096
 """Characters or ids that are read beside the event loop, not in it."""
@@ -54,6 +58,8 @@ class AsyncLLM:
 
     core: EngineClient
     reader: PromptReader
+    opened: "Opened"
+    """What this object started itself, in this process."""
 
     def __init__(
         self,
@@ -63,17 +69,17 @@ class AsyncLLM:
         restarts: int | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
-        config = engine_config(model, draft, dict(options))
+        self.config = config = engine_config(model, draft, dict(options))
         self._supervised: AbstractAsyncContextManager[EngineClient] | None = None
         self._seed, self._started = config.seed or 0, False
-        self._weights = WeightFolders(config.model, config.draft)
+        self.weights = WeightFolders(config.model, config.draft)
         if restarts is not None:
             self._supervised = _supervised(config, restarts)
             return
-        from treetop.distributed.opened import open_thread  # noqa: PLC0415  # loads PyTorch
+        from treetop.distributed.opened import open_client  # noqa: PLC0415  # loads PyTorch
 
-        opened = open_thread(config)
-        self._open(InProcessClient(opened.thread, opened.info, opened.close), self._seed, None)
+        self.opened = open_client(config)
+        self._open(self.opened.client, self._seed, None)
 
     @classmethod
     def of(
@@ -82,7 +88,7 @@ class AsyncLLM:
         """Over a core that is up. seed: of the requests that bring none. alive: where they are counted."""
         llm = cls.__new__(cls)
         llm._supervised, llm._started = None, False
-        llm._weights = WeightFolders(core.info.model_path, None)
+        llm.weights = WeightFolders(core.info.model_path, None)
         llm._open(core, seed, observe, alive)
         return llm
 
@@ -131,7 +137,7 @@ class AsyncLLM:
         self._check_started()
         async with self._changing_weights:
             stack = ExitStack()  # files are written and removed beside the event loop
-            given = await asyncio.to_thread(stack.enter_context, self._weights.changing(model, draft))
+            given = await asyncio.to_thread(stack.enter_context, self.weights.changing(model, draft))
             try:
                 await self.core.update_weights(*given)
             except BaseException:
@@ -196,6 +202,19 @@ class AsyncLLM:
 
         Prompts or parameters that are one object are looked at once. seeds: None for those of the parameters.
         """
+        asked = self.requests(prompts, params, priority, timeout_s, constraints, seeds)
+        return DeltaStream(self.core, asked, self.reader.tokenizer, self._observe, self.alive.add, self.turns)
+
+    def requests(
+        self,
+        prompts: list[list[int]],
+        params: Sequence[SamplingParams],
+        priority: int = 0,
+        timeout_s: float | None = None,
+        constraints: Sequence[TokenConstraint | None] | None = None,
+        seeds: Sequence[int] | None = None,
+    ) -> list[EngineRequest]:
+        """What `queue` asks of the core, on any thread. Raises InputError."""
         if not is_integer(priority) or not -(2**31) <= priority < 2**31:
             raise InputError(f"priority must be an integer in [-2^31, 2^31), got {shown(priority)}")
         if priority and not self.core.info.by_priority:
@@ -217,7 +236,7 @@ class AsyncLLM:
             request_id = self.core.next_id()
             request = EngineRequest(request_id, prompts_by_id[id(ids)], own[id(each)], seed, *limits, constraint)
             asked.append(request._replace(bad_words=bad_words[each.bad_words]))
-        return DeltaStream(self, asked, self._observe)
+        return asked
 
     async def ids_of(
         self,
@@ -277,17 +296,26 @@ class Turns:
 class DeltaStream:
     """Deltas of one call, as they come; `close` aborts what is alive. What a slow reader has not taken is joined."""
 
-    def __init__(self, llm: AsyncLLM, asked: Sequence[EngineRequest], observe: Observer | None) -> None:
-        self._llm, self._core, self._observe = llm, llm.core, observe
+    def __init__(
+        self,
+        core: RequestClient,
+        asked: Sequence[EngineRequest],
+        tokenizer: Tokenizer | None,
+        observe: Observer | None = None,
+        count: Callable[[int], object] = lambda _: None,
+        turns: Turns | None = None,
+    ) -> None:
+        """core: runs them. count: is told how many more requests are alive. turns: of the event loop, for `push`."""
+        self._core, self._observe, self._count, self._turns = core, observe, count, turns or Turns()
         self._live: dict[RequestId, LiveRequest] = {}
         self._ready: dict[int, TextDelta] = {}  # by prompt, in the order of their coming
         self._failure: EngineError | None = None
         self._arrived = asyncio.Event()
         self._tell: Callable[[], object] = self._arrived.set
         for index, each in enumerate(asked):
-            self._live[each.request_id] = LiveRequest.of(index, each, llm.reader.tokenizer)
-        self._core.add(asked, self._take)
-        llm.alive.add(len(asked))
+            self._live[each.request_id] = LiveRequest.of(index, each, tokenizer)
+        self._core.add(asked, self.take)
+        self._count(len(asked))
 
     def __aiter__(self) -> "DeltaStream":
         return self
@@ -306,7 +334,7 @@ class DeltaStream:
 
         It may be called for nothing, and must not raise.
         """
-        self._tell = partial(self._llm.turns.add, ready)
+        self._tell = partial(self._turns.add, ready)
         self._tell()
 
     def taken(self) -> Iterable[TextDelta]:
@@ -342,7 +370,7 @@ class DeltaStream:
         for request_id in [*self._live]:
             self._end(request_id)
 
-    def _take(self, update: RequestUpdate) -> None:
+    def take(self, update: RequestUpdate) -> None:
         """An update, as soon as it comes: a stop string ends its request however slowly the text is read."""
         mine = self._live.get(update.request_id)
         if mine is None:
@@ -363,7 +391,7 @@ class DeltaStream:
 
     def _end(self, request_id: RequestId) -> None:
         del self._live[request_id]
-        self._llm.alive.add(-1)
+        self._count(-1)
 
     def _fail(self, error: EngineError) -> None:
         self._failure = error

@@ -1,30 +1,37 @@
-"""The offline interface: `LLM(...).generate(prompts, sampling_params)`."""
+"""The offline interface: `LLM(...).generate(prompts, sampling_params)`, a synchronous shell over `AsyncLLM`.
 
-import random
+It has no event loop: the caller's thread waits for updates itself, and gives them to the call's `DeltaStream`.
+"""
+
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, Unpack
 
 from torch import Tensor
 
+from treetop.async_llm import AsyncLLM, DeltaStream
 from treetop.checkpoints.sampling_defaults import sampling_defaults
-from treetop.checkpoints.weight_folders import Tensors, WeightFolders
-from treetop.core.loop import SyncClient
-from treetop.distributed.opened import LocalEngine, open_thread
+from treetop.checkpoints.weight_folders import Tensors
+from treetop.core.clients import InProcessClient, Sink
+from treetop.distributed.opened import LocalEngine
 from treetop.engine.engine import Engine
-from treetop.outputs import LiveRequest, RequestMetrics, RequestOutput, TextDelta
+from treetop.outputs import RequestMetrics, RequestOutput, TextDelta
 from treetop.scheduler.scheduler import Scheduler
-from treetop.serve_options import Unset, engine_config
-from treetop.structured.structure_checker import StructureChecker
+from treetop.serve_options import Unset
 from treetop.text.chat_input import Message, conversations_of
 from treetop.text.chat_prompt import chat_ids
 from treetop.text.chat_template import ChatTemplate, open_chat_template
-from treetop.text.prompts import BadWords, Prompt, PromptReader, one_each, paired
+from treetop.text.prompts import Prompt, one_each, paired
 from treetop.types.constraint import TokenConstraint
 from treetop.types.engine_options import EngineOptions
-from treetop.types.errors import ConfigError, InputError
-from treetop.types.requests import EngineRequest
+from treetop.types.errors import ConfigError, EngineError, InputError
+from treetop.types.ids import RequestId
+from treetop.types.requests import EngineRequest, RequestUpdate
 from treetop.types.sampling import SamplingParams
+
+if TYPE_CHECKING:  # needs an extra
+    from treetop.distributed.background import BackgroundClient
 
 __all__ = ["LLM", "RequestMetrics", "RequestOutput", "TextDelta"]
 
@@ -46,17 +53,13 @@ class LLM:
         draft: str | Path | Unset | None = Unset.UNSET,
         **options: Unpack[EngineOptions],
     ) -> None:
-        self.config = engine_config(model, draft, dict(options))
-        opened = open_thread(self.config)
-        self._weights = WeightFolders(self.config.model, self.config.draft)
-        self._local, self._close_engine = opened.local, opened.close
-        self.model_path, self.draft_path = Path(opened.info.model_path), opened.draft_path
-        self.max_context = opened.info.max_context
-        self._reader = PromptReader(opened.info)
+        self._llm = AsyncLLM(model, draft, **options)
+        self.config, opened = self._llm.config, self._llm.opened
+        self._core, self._local, self.draft_path = opened.client, opened.local, opened.draft_path
+        self.model_path = Path(self._core.info.model_path)
+        self.max_context = self._core.info.max_context
+        self._reader = self._llm.reader
         self.tokenizer = self._reader.tokenizer
-        self._structures = StructureChecker(opened.info)
-        self._core = opened.thread
-        self._seeds = random.Random(self.config.seed or 0)
         self._template: ChatTemplate | None = None
 
     @property
@@ -99,17 +102,15 @@ class LLM:
         the cache are forgotten. What is asked later sees the new weights alone. On a CPU, of one rank.
         Raises ConfigError, CheckpointError and InputError, and nothing has changed.
         """
-        with self._weights.changing(model, draft) as given:
-            self._core.update_weights(*given)
+        with self._llm.weights.changing(model, draft) as given:
+            self._core.replace_weights(*given)
         engine = self._in_this_process.engine
         self.config, self.model_path, self.draft_path = engine.config, engine.model_path, engine.draft_path
         self._template = None
 
     def close(self) -> None:
         """End every request with an error, and stop the engine's thread. What is asked later is an EngineError."""
-        self._structures.close()
-        self._core.close()
-        self._close_engine()
+        self._llm.close()
 
     def generate(
         self,
@@ -121,7 +122,7 @@ class LLM:
 
         constraints: what the tokens of each prompt are held to, if anything; an object for each.
         """
-        deltas = self.stream(prompts, sampling_params, constraints)
+        deltas = self._run(self._asked(prompts, sampling_params, constraints))
         outputs = {delta.index: delta.output for delta in deltas if delta.output is not None}
         return [outputs[index] for index in sorted(outputs)]
 
@@ -185,36 +186,98 @@ class LLM:
         constraints: TokenConstraint | Sequence[TokenConstraint | None] | None = None,
     ) -> Iterator[TextDelta]:
         """As `generate`, in pieces of text as they come. Bad input raises before any work; leaving early aborts."""
+        return self._run(self._asked(prompts, sampling_params, constraints))
+
+    def _asked(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        constraints: TokenConstraint | Sequence[TokenConstraint | None] | None,
+    ) -> list[EngineRequest]:
+        """On the caller's thread, which may be interrupted. Raises InputError."""
         listed = self._reader.ids_of(prompts, sampling_params)
-        each_own = [self._reader.bounded(each) for each in paired(sampling_params, len(listed))]
-        held_to = one_each(constraints, len(listed))
-        for each, constraint in zip(each_own, held_to, strict=True):
-            self._reader.check_params(each, constraint)
+        each_own = paired(sampling_params, len(listed))
+        asked = self._llm.requests(listed, each_own, constraints=one_each(constraints, len(listed)))
         for structure in {each.structured_output for each in each_own}:
             if structure is not None:
-                self._structures.check(structure)
-        return self._run(listed, each_own, held_to, self._reader.bad_words(each_own))
+                self._llm.structures.check(structure)
+        return asked
 
-    def _run(
-        self,
-        prompts: list[list[int]],
-        params: list[SamplingParams],
-        constraints: list[TokenConstraint | None],
-        bad_words: BadWords,
-    ) -> Iterator[TextDelta]:
-        live, asked = {}, []
-        for index, (ids, each, constraint) in enumerate(zip(prompts, params, constraints, strict=True)):
-            request_id, seed = self._core.next_id(), self._seeds.getrandbits(63) if each.seed is None else each.seed
-            request = EngineRequest(request_id, tuple(ids), each, seed, constraint=constraint)
-            asked.append(request._replace(bad_words=bad_words[each.bad_words]))
-            live[request_id] = LiveRequest.of(index, asked[-1], self.tokenizer)
-        with SyncClient(self._core) as client:
-            client.add(asked)
-            while live:
-                for update in client.get():
-                    if update.engine_failed:
-                        raise client.failure
-                    delta = live[update.request_id].take(update, client.finish)
-                    if delta.output is not None:
-                        del live[update.request_id]
-                    yield delta
+    def _run(self, asked: list[EngineRequest]) -> Iterator[TextDelta]:
+        with WaitingClient(self._core) as core:
+            stream = DeltaStream(core, asked, self.tokenizer)
+            while core.step(stream):
+                yield from stream.taken()
+
+
+class WaitingClient:
+    """The core of one `DeltaStream` whose thread waits for updates itself, and may be interrupted at any line.
+
+    It is a context: on leaving, requests that are still alive are aborted, and nothing of them is in flight any more.
+    """
+
+    def __init__(self, core: "InProcessClient | BackgroundClient") -> None:
+        self._core, self._alive = core, set[RequestId]()
+        self._queue: SimpleQueue[list[RequestUpdate]] = SimpleQueue()
+
+    def __enter__(self) -> "WaitingClient":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        alive = getattr(self, "_alive", None)  # an interrupt may have fallen into `__init__`
+        if alive:  # or into `close`
+            self._core.abort(tuple(alive))
+
+    def add(self, requests: Sequence[EngineRequest], sink: Sink) -> None:
+        """Queue requests, which are planned together. Raises EngineError if the core has ended.
+
+        sink: of the stream that `step` is given; not kept, so that whoever drops both has dropped them.
+        """
+        if self._core.failure is not None:
+            raise self._core.failure
+        self._alive.update(request.request_id for request in requests)
+        self._core.submit(requests, self._queue.put)
+
+    def abort(self, request_ids: Sequence[RequestId]) -> None:
+        self._core.abort(request_ids)
+        self._alive.difference_update(request_ids)
+
+    def finish(self, request_id: RequestId, num_tokens: int) -> None:
+        self._core.finish(request_id, num_tokens)
+        self._alive.discard(request_id)
+
+    def step(self, stream: DeltaStream) -> bool:
+        """Wait for the next updates, and give them to the stream. False if it is over.
+
+        Raises what ended the engine, or EngineError if that is not known.
+        """
+        try:
+            if stream.over:
+                return False
+        except EngineError as error:
+            raise self._core.core.failure or error from None
+        for update in self._updates():
+            stream.take(update)
+            if update.finish_reason is not None:
+                self._alive.discard(update.request_id)
+        return True
+
+    def _updates(self) -> list[RequestUpdate]:
+        ended = False
+        while True:
+            try:
+                return self._queue.get(timeout=1.0)
+            except Empty:
+                if ended:
+                    raise EngineError("the engine core has ended") from None
+                ended = self._core.failure is not None  # and looks once more: what was said last is there by now
+
+    def close(self) -> None:
+        """Abort what is alive, and wait until nothing is in flight that was."""
+        if self._alive:
+            self._core.abort(tuple(self._alive))
+        self._core.flush()
+        self._alive.clear()

@@ -7,6 +7,7 @@ import json
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from treetop.kernels.attention.attention_config import (
     nearest_class,
 )
 from treetop.kernels.gemm import skinny_gemm
-from treetop.kernels.triton_guard import GpuTraits
+from treetop.kernels.triton_guard import GpuTraits, gpu_traits
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 from treetop.types.ids import FULL
@@ -353,6 +354,20 @@ def test_products_fit_the_shared_memory_of_any_gpu(shared, gated):
         assert launch is None or not launch.tiled
     measured = GpuTraits(132, True, 227 << 10)
     assert skinny_gemm.choose_launch(32, 28672, 4096, True, measured).tiled
+
+
+@pytest.mark.parametrize(("major", "kib", "queries"), [(8, 99, 16), (12, 99, 16), (9, 227, 64), (10, 227, 64)])
+def test_planes_of_codes_fit_the_shared_memory_of_the_card(monkeypatch, major, kib, queries):
+    """What its properties say of the card decides: with 99 KiB fewer queries, and nothing on its way ahead.
+
+    How much each launch takes is in `make check-kernels`.
+    """
+    card = SimpleNamespace(major=major, multi_processor_count=128, shared_memory_per_block_optin=kib << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(torch.version, "hip", None)
+    gpu, call = gpu_traits(torch.device("cuda")), CallShape(8, 16, 1, 16, 576, 2, 8192)
+    launch = launching.for_coded_planes(launching.choose_launch(call, gpu), gpu)
+    assert (launch.block_m, launch.num_stages) == (queries, 1 if kib == 99 else 2)
 
 
 def test_auto_on_a_cpu_is_the_torch_backend():

@@ -1,6 +1,8 @@
 """The engine core: updates that stand alone, clients that wait for nobody, interrupts that lose nothing."""
 
+import asyncio
 import gc
+import os
 import pickle
 import random
 import sys
@@ -9,9 +11,13 @@ import weakref
 
 import pytest
 
+from support.callers import Caller
 from support.engines import build, greedy, tokens
 from support.fake_core import CountingEngine, ask, collected, drained, make_core
-from treetop.core.loop import CoreThread, SyncClient
+from treetop.async_llm import DeltaStream
+from treetop.core.clients import InProcessClient
+from treetop.core.loop import CoreThread
+from treetop.llm import WaitingClient
 from treetop.types.errors import EngineError
 from treetop.types.ids import RequestId
 
@@ -122,16 +128,15 @@ def test_clients_of_one_thread_each_get_their_own_updates_in_order():
     outputs = {}
 
     def serve(base):
-        with SyncClient(thread) as client:
-            numbers = [thread.next_id() for _ in range(4)]
-            client.add([ask(number, [base + 100 * i]) for i, number in enumerate(numbers)])
-            ids, left = {number: [] for number in numbers}, set(numbers)
-            while left:
-                for update in client.get():
-                    ids[update.request_id] += update.new_ids
-                    if update.finish_reason is not None:
-                        left.remove(update.request_id)
-            outputs[base] = [*ids.values()]
+        caller, numbers = Caller(thread.add), [thread.next_id() for _ in range(4)]
+        caller.add([ask(number, [base + 100 * i]) for i, number in enumerate(numbers)])
+        ids, left = {number: [] for number in numbers}, set(numbers)
+        while left:
+            for update in caller.get():
+                ids[update.request_id] += update.new_ids
+                if update.finish_reason is not None:
+                    left.remove(update.request_id)
+        outputs[base] = [*ids.values()]
 
     clients = [threading.Thread(target=serve, args=(1000 * i,)) for i in range(8)]
     for each in clients:
@@ -146,11 +151,10 @@ def test_clients_of_one_thread_each_get_their_own_updates_in_order():
 
 def test_a_prompt_that_can_never_run_is_refused_in_its_update_alone():
     thread = CoreThread(make_core(context=32))
-    with SyncClient(thread) as client:
-        client.add([ask(1, range(40)), ask(2, [5], max_tokens=2)])
-        last = {}
-        while len(last) < 2:
-            last |= {update.request_id: update for update in client.get() if update.finish_reason is not None}
+    caller, last = Caller(thread.add), {}
+    caller.add([ask(1, range(40)), ask(2, [5], max_tokens=2)])
+    while len(last) < 2:
+        last |= {update.request_id: update for update in caller.get() if update.finish_reason is not None}
     assert "--context-length" in last[1].error
     assert (last[2].error, last[2].finish_reason) == (None, "length")
 
@@ -170,30 +174,32 @@ def test_closing_tells_whoever_waits_and_refuses_what_comes_later():
 
     engine = Held()
     thread = CoreThread(make_core(engine))
-    client = SyncClient(thread)
-    client.add([ask(1, [5], max_tokens=400)])
+    core = InProcessClient(thread, None)
+    client, silenced = WaitingClient(core), WaitingClient(core)
+    stream = DeltaStream(client, [ask(1, [5], max_tokens=400)], None)
+    core.submit = lambda requests, deliver: None
+    unheard = DeltaStream(silenced, [ask(2, [5])], None)
     assert engine.reached.wait(60)
     closing = threading.Thread(target=thread.close)
     closing.start()
     engine.go.set()
-    updates = []
-    while not updates or updates[-1].finish_reason is None:
-        updates += client.get()
-    assert updates[-1].error is None or "closed" in updates[-1].error
+    with pytest.raises(EngineError, match="the engine core has been closed"):
+        [client.step(stream) and stream.taken() for _ in range(1000)]
     closing.join(60)
     assert not thread.alive
     with pytest.raises(EngineError, match="closed"):
-        client.add([ask(2, [5])])
+        DeltaStream(client, [ask(3, [5])], None)
     with pytest.raises(EngineError, match="ended"):
-        client.get()
-    client.close()
+        silenced.step(unheard)
+    for each in (client, silenced):
+        each.close()
 
 
 def test_a_client_that_the_collector_closes_on_the_cores_thread_waits_for_nothing():
     """A stream that was abandoned in a cycle goes whenever some thread allocates, the core's among them."""
     thread = CoreThread(make_core())
-    client = SyncClient(thread)
-    client.add([ask(1, [5], max_tokens=400)])
+    client = WaitingClient(InProcessClient(thread, None))
+    DeltaStream(client, [ask(1, [5], max_tokens=400)], None)
     closed = threading.Event()
 
     def collect(updates):
@@ -204,22 +210,61 @@ def test_a_client_that_the_collector_closes_on_the_cores_thread_waits_for_nothin
     if not closed.wait(60):
         thread.close.detach()  # which would wait for it, too
         pytest.fail("the core waits for itself")
-    with SyncClient(thread) as other:
-        other.add([ask(3, [5], max_tokens=1)])
-        assert other.get()[-1].finish_reason == "length"
+    other = Caller(thread.add)
+    other.add([ask(3, [5], max_tokens=1)])
+    assert other.get()[-1].finish_reason == "length"
     thread.close()
-    with pytest.raises(EngineError):
-        client.get()
 
 
 def test_an_engine_nobody_holds_is_gone_with_its_thread(strong_pair):
     llm = build(strong_pair, SHAPE)
     llm.generate([[4, 5]], greedy(3))
-    thread, engine = llm._core._thread, weakref.ref(llm.engine)
+    thread, engine = llm._core._thread._thread, weakref.ref(llm.engine)
     del llm
     gc.collect()
     assert not thread.is_alive()
     assert engine() is None
+
+
+def test_a_stream_that_is_left_or_dropped_aborts_and_one_that_was_never_read_runs_nothing(strong_pair):
+    """Also in an event loop that runs already, as in a notebook; the next call gives what a fresh engine gives."""
+    llm = build(strong_pair, SHAPE, max_running_requests=2)
+    prompts = strong_pair.prompts([5, 9, 3])
+    expected = tokens(llm.generate(prompts, greedy(12)))
+
+    async def in_a_loop():
+        left, dropped, unread = (llm.stream(prompts, greedy(200)) for _ in range(3))
+        next(left)
+        next(dropped)
+        left.close()
+        del dropped
+        llm._core.flush()
+        assert not llm._core.core.busy
+        assert tokens(llm.generate(prompts, greedy(12))) == expected
+        return unread
+
+    asyncio.run(in_a_loop())
+    llm.scheduler.check_integrity()
+    llm.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_is_told_that_it_has_no_engine(strong_pair):
+    """Its threads stay with the parent, which goes on; waiting for them would last for ever."""
+    llm = build(strong_pair, SHAPE)
+    expected = tokens(llm.generate([[4, 5]], greedy(3)))
+    child = os.fork()
+    if not child:
+        try:
+            llm.generate([[4, 5]], greedy(3))
+        except EngineError as error:
+            os._exit(7 if "closed" in str(error) else 1)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert tokens(llm.generate([[4, 5]], greedy(3))) == expected
+    llm.close()
 
 
 # ---------------------------------------------------------------------------------------------- interrupts

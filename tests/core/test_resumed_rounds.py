@@ -2,9 +2,9 @@
 
 import pytest
 
+from support.callers import Caller
 from support.engines import build, greedy, sampled
 from support.tiny_models import Pair, save_copying_head, save_weak_llama
-from treetop.core.loop import SyncClient
 from treetop.types.errors import InputError
 from treetop.types.ids import RequestId
 from treetop.types.requests import EngineRequest
@@ -25,17 +25,16 @@ def llm(tmp_path_factory):
 def run(llm, requests) -> dict:
     """Ids, log-probabilities and last update of each request, decoded together."""
     found = {request.request_id: ([], [], []) for request in requests}
-    with SyncClient(llm._core) as client:
-        client.add(requests)
-        left = len(requests)
-        while left:
-            for update in client.get():
-                ids, logprobs, updates = found[update.request_id]
-                assert not update.new_ids or update.start == len(ids) + len(asked_of(requests, update).received)
-                ids += update.new_ids
-                logprobs += update.logprobs
-                updates.append(update)
-                left -= update.finish_reason is not None
+    client, left = Caller(llm._core.submit), len(requests)
+    client.add(requests)
+    while left:
+        for update in client.get():
+            ids, logprobs, updates = found[update.request_id]
+            assert not update.new_ids or update.start == len(ids) + len(asked_of(requests, update).received)
+            ids += update.new_ids
+            logprobs += update.logprobs
+            updates.append(update)
+            left -= update.finish_reason is not None
     return {request_id: (ids, logprobs, updates[-1]) for request_id, (ids, logprobs, updates) in found.items()}
 
 

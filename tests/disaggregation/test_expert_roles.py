@@ -8,15 +8,15 @@ from contextlib import closing, contextmanager
 import pytest
 
 from support.addresses import addresses
+from support.callers import Caller
 from support.engines import greedy, sampled
 from support.expert_pairs import CHAIN, TREE, build, save_glm5_with_mtp, save_glm_with_mtp, send_to
 from support.refusing import refused
 from support.tiny_models import Pair
 from support.waiting import WAIT_S, until
-from treetop.core.loop import SyncClient
 from treetop.core.wire import ProcessOptions
 from treetop.disaggregation.connector import check_disaggregation
-from treetop.distributed.remote_thread import RemoteThread
+from treetop.distributed.background import BackgroundClient
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 from treetop.types.kv_transfer.options import DisaggregationOptions
@@ -53,7 +53,7 @@ class Side:
 
     def __init__(self, started, config, disaggregation):
         before = len(started)
-        self.thread = RemoteThread(ProcessOptions("", config, disaggregation=disaggregation))
+        self.thread = BackgroundClient(ProcessOptions("", config, disaggregation=disaggregation))
         self.ranks = started[before:]
         self.core = self.thread.core
 
@@ -73,16 +73,15 @@ class Side:
             EngineRequest(number, tuple(prompt), each, each.seed or 0)
             for number, prompt, each in zip(found, prompts, params, strict=True)
         ]
-        left = len(asked)
-        with SyncClient(self.thread) as client:
-            client.add(asked)
-            while left:
-                for update in client.get():
-                    assert update.error is None
-                    found[update.request_id][0].extend(update.new_ids)
-                    found[update.request_id][1].extend([] if update.accept_len is None else [update.accept_len])
-                    left -= update.finish_reason is not None
-                meanwhile()
+        left, caller = len(asked), Caller(self.thread.submit)
+        caller.add(asked)
+        while left:
+            for update in caller.get():
+                assert update.error is None
+                found[update.request_id][0].extend(update.new_ids)
+                found[update.request_id][1].extend([] if update.accept_len is None else [update.accept_len])
+                left -= update.finish_reason is not None
+            meanwhile()
         return [(tuple(ids), tuple(lens)) for ids, lens in found.values()]
 
     def nothing_is_held(self):
@@ -225,13 +224,12 @@ def test_a_decode_rank_that_dies_ends_its_group_and_gives_the_prefill_ranks_thei
     prompts = Pair(folder, None).prompts(LENGTHS)
     with sides(started, folder, TREE, 2, 2, lease_s=2.0) as (prefill, decode):
         asked = [EngineRequest(decode.thread.next_id(), tuple(prompt), greedy(30), 0) for prompt in prompts]
-        with SyncClient(decode.thread) as client:
-            client.add(asked)
-            until(lambda: decode.counted("num_chunks") > 1)
-            decode.ranks[0].kill()
-            failed = 0
-            while failed < len(asked):
-                failed += sum(update.engine_failed for update in client.get())
+        caller, failed = Caller(decode.thread.submit), 0
+        caller.add(asked)
+        until(lambda: decode.counted("num_chunks") > 1)
+        decode.ranks[0].kill()
+        while failed < len(asked):
+            failed += sum(update.engine_failed for update in caller.get())
         until(lambda: prefill.counted("num_peers") == 0, "a session goes on")
         prefill.all_is_back()
 

@@ -107,7 +107,7 @@ def test_a_rank_that_dies_while_all_are_parked_ends_the_others_at_once(folder, m
 def test_a_rank_that_fails_while_all_are_parked_ends_the_others_soon(folder, monkeypatch):
     """It says why, which is heard by whoever asks next."""
     with group(folder, monkeypatch) as (llm, started):
-        llm._core._loop.call_soon_threadsafe(llm._core.core.engines[0].links[0].socket.send, b"nonsense")
+        llm._core._post(llm._core.core.engines[0].links[0].socket.send, b"nonsense")
         assert started[1].wait(WAIT_S) == -9
         with pytest.raises(EngineError, match="rank 0: ValidationError"):
             llm.generate([[4, 5]], greedy(3))

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from support.callers import Caller
 from support.engines import accept_lens, greedy, products_timed_otherwise, sampled, tokens
 from support.expert_pairs import CHAIN, TREE, build, save_glm5_with_mtp, save_glm_with_mtp, send_to
 from support.grids import few_of
@@ -32,7 +33,6 @@ from support.waiting import until
 from treetop import LLM, SamplingParams, StructuredOutput
 from treetop.checkpoints.loader import Placement, load_weights, weight_bytes
 from treetop.checkpoints.params import of_rank
-from treetop.core.loop import SyncClient
 from treetop.distributed.lockstep import StepProposal, merged
 from treetop.models.experts import ExpertMLP, live_rows
 from treetop.models.registry import target_spec
@@ -137,7 +137,7 @@ class Crowd:
     def __init__(self, llm, seed):
         self.llm, self.random, self.asked, self.got, self.gone = llm, random.Random(seed), {}, {}, set()
         send_to(llm._core.core, lambda: self.random.choice(self.favoured))
-        self.client = SyncClient(llm._core)
+        self.client = Caller(llm._core.submit)
         self.favoured = [0]
 
     def come(self, count):
@@ -178,7 +178,6 @@ def crowded(folder, shape, ranks, num_steps, seed, **options):
                 if crowd.random.random() < 0.05:
                     crowd.leave()
                 alive -= len([*crowd.receive()])
-            crowd.client.close()
             for rank in started:
                 until(lambda rank=rank: not rank.core.scheduler.rows.by_row, "rows are held")
                 rank.core.scheduler.check_integrity()

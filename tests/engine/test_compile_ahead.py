@@ -508,7 +508,7 @@ def test_a_rehearsal_compiles_all_that_an_engine_launches_on_a_gpu(as_if_on_a_gp
     engine_plan = plan_engine(config)
     # The head norms its embedding, so a kernel runs while weights are loaded.
     compile_ahead(lambda: made.append(build._without_pools(engine_plan, Products({}, {}))[0]))
-    build._gpu_allowance(config, made[0], {})
+    build._gpu_allowance(engine_plan, made[0], {})
     assert not any(by_itself for _, by_itself in as_if_on_a_gpu)
     names = {name for name, _ in as_if_on_a_gpu}
     of_ranks, of_latents = {"add_shares_rms_norm", "gather"}, {"write_latent", "latent_attention"}
@@ -520,7 +520,7 @@ def test_a_rehearsal_compiles_all_that_an_engine_launches_on_a_gpu(as_if_on_a_gp
     used = [op for name, op in operations().items() if op.applies(context) and name not in of_others]
     assert names == {kernel.fn.__name__ for op in used for kernel in op.launches}
     asked = len(as_if_on_a_gpu)
-    build._gpu_allowance(config, made[0], {})
+    build._gpu_allowance(engine_plan, made[0], {})
     assert len(as_if_on_a_gpu) == asked
     compile_ahead(lambda: any_steps(rehearsed[0], random.Random(0)))
     assert as_if_on_a_gpu[asked:] == []
@@ -550,7 +550,7 @@ def test_who_rehearses(monkeypatch, able, captured, rehearsed):
     monkeypatch.setattr(build, "peak_bytes", lambda _: 0)
     monkeypatch.setattr(build, "prove_acceptance", lambda _: None)
     monkeypatch.setattr(build, "compile_all", asked.append)
-    build._gpu_allowance(engine.config, replace(engine.runner, backend=backend), {})
+    build._gpu_allowance(plan_engine(engine.config), replace(engine.runner, backend=backend), {})
     assert len(asked) == rehearsed
 
 

@@ -9,8 +9,11 @@ import pytest
 from support.fake_core import CountingEngine, ask, make_core
 from support.waiting import until
 from treetop import StructuredOutput
+from treetop.async_llm import DeltaStream
+from treetop.core.clients import InProcessClient
 from treetop.core.engine_core import EngineCore
-from treetop.core.loop import CoreThread, SyncClient
+from treetop.core.loop import CoreThread
+from treetop.llm import WaitingClient
 from treetop.scheduler.scheduler import Scheduler
 from treetop.structured.structured_output import Work
 from treetop.types.config import EngineConfig
@@ -244,12 +247,10 @@ def test_an_ignored_end_is_never_allowed():
 def test_a_client_flushes_and_closes_while_a_structure_is_compiled():
     core, _ = slow_core()
     thread = CoreThread(core)
-    with SyncClient(thread) as client:
-        client.add([constrained(1)])
-        client.add([ask(2, [7], max_tokens=2)])
-        given = []
-        while len(given) < 2:
-            given += [token for update in client.get() for token in update.new_ids]
+    with WaitingClient(InProcessClient(thread, None)) as client:
+        stream, given = DeltaStream(client, [constrained(1), ask(2, [7], max_tokens=2)], None), []
+        while len(given) < 2 and client.step(stream):
+            given += [token for delta in stream.taken() for token in delta.token_ids]
         assert given == [8, 9]
         thread.flush()
     assert thread.alive

@@ -62,17 +62,17 @@ def record(llm) -> tuple[RecordingBackend, HeadCalls]:
     llm.engine.runner = replace(device, backend=backend)
     llm.engine.launcher = Eager(llm.engine.runner)
     drafter = device.drafter
-    grow, propose = drafter.grow, drafter.propose
+    forward, propose = drafter.forward, drafter.propose
 
-    def recorded_grow(tokens, hidden, positions, attend):
-        out = grow(tokens, hidden, positions, attend)
+    def recorded_forward(tokens, hidden, positions, attend):
+        out = forward(tokens, hidden, positions, attend)
         calls.forwards.append((tokens.clone(), hidden.clone(), out.clone()))
         return out
 
-    def recorded_propose(hidden, k, heat=None):
-        proposal = propose(hidden, k, heat)
+    def recorded_propose(nodes, k, heat=None, lines=None):
+        proposal = propose(nodes, k, heat, lines)
         calls.proposals.append((proposal.tokens.tolist(), proposal.logprob.tolist()))
         return proposal
 
-    drafter.grow, drafter.propose = recorded_grow, recorded_propose
+    drafter.forward, drafter.propose = recorded_forward, recorded_propose
     return backend, calls

@@ -1,11 +1,13 @@
 """What a front end with an event loop needs of a core, and a core on a thread of its own process that offers it."""
 
 import asyncio
+import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from treetop.core.loop import EngineThread
+from treetop.core.loop import Core, CoreThread, Deliver
 from treetop.types.errors import EngineError
 from treetop.types.ids import RequestId
 from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, RequestUpdate
@@ -16,8 +18,29 @@ Sink = Callable[[RequestUpdate], None]
 
 _LOOK_S = 1.0
 
+log = logging.getLogger("treetop.core")
 
-class EngineClient(Protocol):
+
+class RequestClient(Protocol):
+    """What has requests run."""
+
+    def add(self, requests: Sequence[EngineRequest], sink: Sink) -> None:
+        """Queue requests together. If the core dies, each gets a last update that says so. Raises EngineError if dead.
+
+        Called in the event loop, where `sink` will be called too.
+        """
+        ...
+
+    def abort(self, request_ids: Sequence[RequestId]) -> None:
+        """End requests, of which nothing more will be heard; those that have ended stay as they are."""
+        ...
+
+    def finish(self, request_id: RequestId, num_tokens: int) -> None:
+        """The client stops after `num_tokens` tokens of the output; nothing more will be heard."""
+        ...
+
+
+class EngineClient(RequestClient, Protocol):
     """A core, wherever it runs.
 
     load: the last that it reported.
@@ -51,21 +74,6 @@ class EngineClient(Protocol):
 
     def next_id(self) -> RequestId: ...
 
-    def add(self, requests: Sequence[EngineRequest], sink: Sink) -> None:
-        """Queue requests together. If the core dies, each gets a last update that says so. Raises EngineError if dead.
-
-        Called in the event loop, where `sink` will be called too.
-        """
-        ...
-
-    def abort(self, request_ids: Sequence[RequestId]) -> None:
-        """End requests, of which nothing more will be heard; those that have ended stay as they are."""
-        ...
-
-    def finish(self, request_id: RequestId, num_tokens: int) -> None:
-        """The client stops after `num_tokens` tokens of the output; nothing more will be heard."""
-        ...
-
     async def update_weights(self, model: str | None, draft: str | None) -> None:
         """Go on with the weights of other folders, of None with those in force; see `LLM.update_weights`.
 
@@ -77,29 +85,58 @@ class EngineClient(Protocol):
 
 
 class Sinks:
-    """The sink of each request; all of them get an error once, if the core dies."""
+    """The sinks of requests, told in their event loop of what comes on another thread. One loop at a time uses it."""
 
     def __init__(self) -> None:
         self._sinks: dict[RequestId, Sink] = {}
+        self._mail: _Mail | None = None
 
-    def add(self, requests: Sequence[EngineRequest], sink: Sink) -> None:
+    def add(self, requests: Sequence[EngineRequest], sink: Sink) -> Deliver:
+        """Returns what takes updates of these, on any one thread."""
+        loop = asyncio.get_running_loop()
+        if self._mail is None or self._mail.loop is not loop:
+            self._mail = _Mail(loop, self._sinks)
         self._sinks.update((request.request_id, sink) for request in requests)
+        return self._mail.deliver
 
     def drop(self, request_ids: Sequence[RequestId]) -> None:
         for request_id in request_ids:
             self._sinks.pop(request_id, None)
 
-    def deliver(self, updates: Sequence[RequestUpdate]) -> None:
-        for update in updates:
-            sink = self._sinks.get(update.request_id)
-            if update.finish_reason is not None:
-                self.drop((update.request_id,))
-            if sink is not None:
-                sink(update)
 
-    def fail(self, reason: str) -> None:
-        """End all that are alive with an error."""
-        self.deliver([RequestUpdate(i, (), None, "abort", reason, engine_failed=True) for i in [*self._sinks]])
+class _Mail:
+    """Updates on their way to an event loop, which is woken once for all that wait."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, sinks: dict[RequestId, Sink]) -> None:
+        self.loop, self._sinks = loop, sinks
+        self._came: deque[list[RequestUpdate]] = deque()
+
+    def deliver(self, updates: list[RequestUpdate]) -> None:
+        self._came.append(updates)
+        if len(self._came) == 1:  # else it is awake, and looks again
+            with suppress(RuntimeError):  # the loop has been closed: nobody is left to be told
+                self.loop.call_soon_threadsafe(self._take)
+
+    def _take(self) -> None:
+        try:
+            for _ in range(len(self._came)):  # what comes meanwhile has its turn after what else waits
+                try:
+                    self._tell(self._came[0])
+                finally:
+                    self._came.popleft()
+        finally:
+            if self._came:
+                self.loop.call_soon(self._take)
+
+    def _tell(self, updates: Sequence[RequestUpdate]) -> None:
+        for update in updates:
+            ended = update.finish_reason is not None
+            sink = self._sinks.pop(update.request_id, None) if ended else self._sinks.get(update.request_id)
+            try:
+                if sink is not None:
+                    sink(update)
+            except Exception:  # one that breaks costs the others nothing
+                log.exception("an update could not be delivered")
 
 
 class InProcessClient:
@@ -107,8 +144,12 @@ class InProcessClient:
 
     pause, is_stalled, num_restarts = None, False, 0
 
-    def __init__(self, thread: EngineThread, info: CoreInfo, close_engine: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, thread: CoreThread, info: CoreInfo, close_engine: Callable[[], object] = lambda: None) -> None:
         self._thread, self.info, self._sinks, self._close_engine = thread, info, Sinks(), close_engine
+
+    @property
+    def core(self) -> Core:
+        return self._thread.core
 
     @property
     def load(self) -> CoreLoad:
@@ -128,13 +169,10 @@ class InProcessClient:
     def add(self, requests: Sequence[EngineRequest], sink: Sink) -> None:
         if self.failure is not None:
             raise self.failure
-        loop, sinks = asyncio.get_running_loop(), self._sinks
-        sinks.add(requests, sink)
+        self.submit(requests, self._sinks.add(requests, sink))
 
-        def deliver(updates: list[RequestUpdate]) -> None:  # on the core's thread
-            with suppress(RuntimeError):  # the loop has been closed: nobody is left to be told
-                loop.call_soon_threadsafe(sinks.deliver, updates)
-
+    def submit(self, requests: Sequence[EngineRequest], deliver: Deliver) -> None:
+        """As `add`, without an event loop. deliver: is called on the core's thread."""
         self._thread.add(requests, deliver)
 
     def abort(self, request_ids: Sequence[RequestId]) -> None:
@@ -146,7 +184,15 @@ class InProcessClient:
         self._thread.finish(request_id, num_tokens)
 
     async def update_weights(self, model: str | None, draft: str | None) -> None:
-        await asyncio.to_thread(self._thread.update_weights, model, draft)
+        await asyncio.to_thread(self.replace_weights, model, draft)
+
+    def replace_weights(self, model: str | None, draft: str | None) -> None:
+        """As `update_weights`, for a thread that may wait."""
+        self._thread.update_weights(model, draft)
+
+    def flush(self) -> None:
+        """Wait until all that was in flight has been committed, and all that was said before this has been heard."""
+        self._thread.flush()
 
     def close(self) -> None:
         self._thread.close()

@@ -1,4 +1,4 @@
-"""The engine loop, the thread that runs it in this process, and the requests of a caller there.
+"""The engine loop, and the thread that runs it in this process.
 
 clients --commands--> inbox --> loop: apply all, step once, deliver --updates--> each client's own queue
 
@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import count
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
 from treetop.types.errors import EngineError, InputError, TreetopError, UserError
@@ -178,41 +178,6 @@ Command = Callable[[CoreLoop], object]
 """What the thread does with its loop."""
 
 
-class HasLoad(Protocol):
-    """What an `EngineThread` runs."""
-
-    @property
-    def load(self) -> CoreLoad: ...
-
-    @property
-    def failure(self) -> BaseException | None: ...
-
-
-class EngineThread(Protocol):
-    """A thread that serves requests: see `CoreThread`."""
-
-    @property
-    def core(self) -> HasLoad: ...
-
-    @property
-    def alive(self) -> bool: ...
-
-    def next_id(self) -> RequestId: ...
-
-    def add(self, requests: Sequence[EngineRequest], deliver: Deliver) -> None: ...
-
-    def abort(self, request_ids: Sequence[RequestId]) -> None: ...
-
-    def finish(self, request_id: RequestId, num_tokens: int) -> None: ...
-
-    def update_weights(self, model: str | None, draft: str | None) -> None: ...
-
-    def flush(self) -> None: ...
-
-    @property
-    def close(self) -> Callable[[], object]: ...
-
-
 class CoreThread:
     """Runs a core until `close`, or until nobody holds this object. Requests that are alive then end with an error."""
 
@@ -247,7 +212,7 @@ class CoreThread:
     def flush(self) -> None:
         """Wait until all that was in flight has been committed, and all commands before this have been applied.
 
-        On the core's own thread, where the collector may close a client that was abandoned, it waits for nothing.
+        On the core's own thread, where the collector may close a stream that was abandoned, it waits for nothing.
         """
         if threading.current_thread() is self._thread:
             return
@@ -274,67 +239,6 @@ class CoreThread:
             raise raised[0]
         if not done.is_set():
             raise EngineError("the engine core has been closed")
-
-
-class SyncClient:
-    """The requests of one caller, and a queue of their updates. One thread uses it at a time.
-
-    It is a context: on leaving, requests that are still alive are aborted, and nothing of them is in flight any more.
-    """
-
-    def __init__(self, thread: EngineThread) -> None:
-        self._thread = thread
-        self._queue: SimpleQueue[list[RequestUpdate]] = SimpleQueue()
-        self._alive: set[RequestId] = set()
-
-    def __enter__(self) -> "SyncClient":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        alive = getattr(self, "_alive", None)  # an interrupt may have fallen into `__init__`
-        if alive:  # or into `close`
-            self._thread.abort(tuple(alive))
-
-    def add(self, requests: Sequence[EngineRequest]) -> None:
-        """Queue requests, which are planned together. Raises EngineError if the core has ended."""
-        if not self._thread.alive:
-            raise EngineError("the engine core has been closed")
-        self._alive.update(request.request_id for request in requests)
-        self._thread.add(requests, self._queue.put)
-
-    def finish(self, request_id: RequestId, num_tokens: int) -> None:
-        """Stop a request after the first `num_tokens` tokens of its output; later updates of it are not returned."""
-        self._thread.finish(request_id, num_tokens)
-        self._alive.discard(request_id)
-
-    def get(self) -> list[RequestUpdate]:
-        """Wait for the next updates. Raises EngineError if the core ends without a word."""
-        while True:
-            if not self._thread.alive and self._queue.empty():
-                raise EngineError("the engine core has ended")
-            try:
-                updates = self._queue.get(timeout=1.0)
-            except Empty:
-                continue
-            wanted = [update for update in updates if update.request_id in self._alive]
-            self._alive.difference_update(u.request_id for u in wanted if u.finish_reason is not None)
-            if wanted:
-                return wanted
-
-    @property
-    def failure(self) -> BaseException:
-        """Why the engine failed, for a client that was told so."""
-        return self._thread.core.failure or EngineError("the engine failed")
-
-    def close(self) -> None:
-        """Abort what is alive, and wait until nothing is in flight that was."""
-        if self._alive:
-            self._thread.abort(tuple(self._alive))
-        self._thread.flush()
-        self._alive.clear()
 
 
 def _close(inbox: "SimpleQueue[Command | None]", thread: threading.Thread) -> None:

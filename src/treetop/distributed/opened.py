@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from treetop.checkpoints.folder import resolve_folder
+from treetop.core.clients import InProcessClient
 from treetop.core.engine_core import EngineCore, StepEngine
 from treetop.core.loop import CoreThread
 from treetop.core.make import core_of, info_of
@@ -18,7 +19,7 @@ from treetop.types.requests import CoreInfo
 from treetop.version import DISTRIBUTION
 
 if TYPE_CHECKING:  # needs an extra
-    from treetop.distributed.remote_thread import RemoteThread
+    from treetop.distributed.background import BackgroundClient
     from treetop.distributed.tp_executor import TpExecutor
 
 
@@ -47,11 +48,9 @@ class OpenCore(NamedTuple):
 class Opened(NamedTuple):
     """What serves requests. local: the engine of this process, None if all of them are in others."""
 
-    thread: "CoreThread | RemoteThread"
-    info: CoreInfo
+    client: "InProcessClient | BackgroundClient"
     local: LocalEngine | None
     draft_path: Path | None
-    close: Callable[[], object]
 
 
 def open_core(config: EngineConfig, reached: bool = False) -> OpenCore:
@@ -71,23 +70,22 @@ def open_core(config: EngineConfig, reached: bool = False) -> OpenCore:
     return _around(executor, executor.engine, executor.next_logits, executor.close, executor)
 
 
-def open_thread(config: EngineConfig) -> Opened:
+def open_client(config: EngineConfig) -> Opened:
     """Start what a configuration asks for, and a thread that serves it. Raises as `open_core`."""
     if config.ep_size == 1:
         core, info, local, close = open_core(config)
-        return Opened(CoreThread(core), info, local, local.engine.draft_path, close)
+        return Opened(InProcessClient(CoreThread(core), info, close), local, local.engine.draft_path)
     try:
         from treetop.core.wire import ProcessOptions  # noqa: PLC0415  # needs an extra
+        from treetop.distributed.background import BackgroundClient  # noqa: PLC0415  # too
         from treetop.distributed.expert_rank import check_experts  # noqa: PLC0415  # too
-        from treetop.distributed.remote_thread import RemoteThread  # noqa: PLC0415  # too
     except ModuleNotFoundError as error:
         raise ConfigError(f"--ep-size {config.ep_size} needs {error.name}: install {DISTRIBUTION}[serve]") from None
     check_experts(config)  # before any process is started
-    thread = RemoteThread(ProcessOptions("", config, log_level=20))
-    info = thread.core.info
-    own = Path(info.model_path) if config.algorithm == "MTP" else None
+    client = BackgroundClient(ProcessOptions("", config, log_level=20))
+    own = Path(client.info.model_path) if config.algorithm == "MTP" else None
     draft = own if config.draft is None else resolve_folder(config.draft, "draft")
-    return Opened(thread, info, None, draft, _nothing)
+    return Opened(client, None, draft)
 
 
 def _around(
@@ -102,4 +100,4 @@ def _around(
 
 
 def _nothing() -> None:
-    """One engine ends with whoever holds it, engine processes with their client's thread."""
+    """One engine ends with whoever holds it."""

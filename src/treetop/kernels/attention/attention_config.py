@@ -112,6 +112,15 @@ def for_codes(launch: Launch, call: CallShape) -> Launch:
     return replace(launch, num_stages=min(launch.num_stages, 2), splits=splits)
 
 
+def for_coded_planes(launch: Launch, gpu: GpuTraits) -> Launch:
+    """The launch of a call whose compressed planes are codes of a byte, of the one for 16 bits.
+
+    Queries and widened planes lie in shared memory beside the codes: up to 122 KiB, as compiled for compute
+    capabilities 8.9 and 12.0, which have 99. There 16 queries, and one block of keys at a time, take 86.
+    """
+    return launch if gpu.shared_bytes >= 128 << 10 else replace(launch, block_m=16, num_stages=1)
+
+
 _TUNED = ("block_m", "block_n", "splits", "num_warps", "num_stages")
 
 

@@ -20,7 +20,7 @@ from treetop.kernels.attention.attention import (
     widened,
     within_page,
 )
-from treetop.kernels.attention.attention_config import CallShape, Launch, choose_launch
+from treetop.kernels.attention.attention_config import CallShape, Launch, choose_launch, for_coded_planes
 from treetop.kernels.attention.metadata import AttentionMetadata, oldest_seen
 from treetop.kernels.attention.teams import Team, join_team, row_shares, seat_of, share_of, team_of
 from treetop.kernels.dependent_launch import pdl_wait
@@ -273,7 +273,9 @@ def latent_attention(
         listed = (chosen.positions, chosen.count)
         listed_strides = (*chosen.positions.stride()[:2], chosen.count.stride(0))
         assert (chosen.positions.stride(2), chosen.count.stride(1)) == (1, 1)
-    launch = launch or choose_launch(call, gpu)
+    if launch is None:
+        launch = choose_launch(call, gpu)
+        launch = launch if scales is None else for_coded_planes(launch, gpu)
     results = Results.of(q, rank, launch.splits)
     data, tail_positions, mask, width = tail_arguments(q, metadata, tail)
     tail_strides: tuple[int, ...] = (0,) * 7

@@ -1,50 +1,73 @@
-"""Engine processes behind the interface of a `CoreThread`: their client, on an event loop of its own thread."""
+"""Engine processes without a supervisor of the caller's: their client, on an event loop of its own thread."""
 
 import asyncio
 import threading
 import weakref
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from itertools import count
 from typing import Any, TypeVar
 
+from treetop.core.clients import Sink, Sinks
 from treetop.core.loop import Deliver
 from treetop.core.wire import ProcessOptions
+from treetop.distributed.client import EngineProcessClient
 from treetop.distributed.supervisor import EngineSupervisor
 from treetop.types.errors import EngineError, TreetopError
 from treetop.types.ids import RequestId
-from treetop.types.requests import EngineRequest, RequestUpdate
+from treetop.types.requests import CoreLoad, EngineRequest, RequestUpdate
 
 Result = TypeVar("Result")
+_LOOK_S = 1.0
 
 
-class RemoteThread:
-    """See `CoreThread`. An engine that dies is not started again. Raises UserError, EngineError if it cannot start."""
+class BackgroundClient:
+    """An `EngineClient` for one event loop at a time over an `EngineProcessClient` on another.
+
+    An engine that dies is not started again. Raises UserError, EngineError if it cannot start.
+    """
+
+    pause, is_stalled, num_restarts = None, False, 0
 
     def __init__(self, process: ProcessOptions) -> None:
         """process: what each engine process is told, but for address and rank."""
-        self._loop = asyncio.new_event_loop()
-        self._ids, self._alive = count(), dict[RequestId, Deliver]()
+        self._loop, self._sinks = asyncio.new_event_loop(), Sinks()
+        self._alive: dict[RequestId, Deliver] = {}  # of this client's thread
         self._thread = threading.Thread(target=self._loop.run_forever, name="treetop-client", daemon=True)
         self._thread.start()
         try:
-            engines, watching = self._call(_started(process))
+            engines, watching = self._run(_started(process))
         except BaseException:
             _stop(self._loop, self._thread)
             raise
-        self.core = engines.core
+        self.core: EngineProcessClient = engines.core
+        self.info = self.core.info
         self.close = weakref.finalize(self, _close, self._loop, self._thread, engines, watching)
         """End the engines and the thread; any number of times."""
 
     @property
-    def alive(self) -> bool:
-        return self.close.alive
+    def load(self) -> CoreLoad:
+        return self.core.load
+
+    @property
+    def failure(self) -> EngineError | None:
+        if self.core.failure is not None:
+            return self.core.failure.with_traceback(None)  # else it keeps all calls that it was raised in
+        return None if self.close.alive else EngineError("the engine core has been closed")
+
+    async def until_failed(self) -> None:
+        while self.failure is None:
+            await asyncio.sleep(_LOOK_S)
 
     def next_id(self) -> RequestId:
-        return RequestId(next(self._ids))
+        return self.core.next_id()
 
-    def add(self, requests: Sequence[EngineRequest], deliver: Deliver) -> None:
-        """As `CoreThread.add`."""
+    def add(self, requests: Sequence[EngineRequest], sink: Sink) -> None:
+        if self.failure is not None:
+            raise self.failure
+        self.submit(requests, self._sinks.add(requests, sink))
+
+    def submit(self, requests: Sequence[EngineRequest], deliver: Deliver) -> None:
+        """As `add`, without an event loop. deliver: is called on this client's thread."""
         core, alive = self.core, self._alive
 
         def take(update: RequestUpdate) -> None:
@@ -61,10 +84,11 @@ class RemoteThread:
                 for request in requests:
                     take(RequestUpdate(request.request_id, (), None, "abort", str(error), failed))
 
-        self._loop.call_soon_threadsafe(add)
+        self._post(add)
 
     def abort(self, request_ids: Sequence[RequestId]) -> None:
-        """As `CoreThread.abort`."""
+        """As `EngineClient.abort`; a `deliver` gets a last update, as `CoreThread` gives one."""
+        self._sinks.drop(request_ids)
         core, alive = self.core, self._alive
 
         def abort() -> None:
@@ -73,22 +97,29 @@ class RemoteThread:
                 if (deliver := alive.pop(request_id, None)) is not None:
                     deliver([RequestUpdate(request_id, (), None, "abort")])
 
-        if self.alive:
-            self._loop.call_soon_threadsafe(abort)
+        self._post(abort)
 
     def finish(self, request_id: RequestId, num_tokens: int) -> None:
-        self._loop.call_soon_threadsafe(self.core.finish, request_id, num_tokens)
+        self._sinks.drop((request_id,))
+        self._post(self.core.finish, request_id, num_tokens)
 
-    def update_weights(self, model: str | None, draft: str | None) -> None:
-        """As `CoreThread.update_weights`."""
-        self._call(self.core.update_weights(model, draft))
+    async def update_weights(self, model: str | None, draft: str | None) -> None:
+        await asyncio.to_thread(self.replace_weights, model, draft)
+
+    def replace_weights(self, model: str | None, draft: str | None) -> None:
+        """As `update_weights`, for a thread that may wait."""
+        self._run(self.core.update_weights(model, draft))
 
     def flush(self) -> None:
-        """Wait until what was said before this has been sent."""
-        if self.alive and threading.current_thread() is not self._thread:
-            self._call(asyncio.sleep(0))
+        """Wait until what was said before this has been sent; on this client's own thread for nothing."""
+        if self.close.alive and threading.current_thread() is not self._thread:
+            self._run(asyncio.sleep(0))
 
-    def _call(self, work: Coroutine[Any, Any, Result]) -> Result:
+    def _post(self, call: Callable[..., object], *arguments: object) -> None:
+        with suppress(RuntimeError):  # it has been closed
+            self._loop.call_soon_threadsafe(call, *arguments)
+
+    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
