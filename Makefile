@@ -10,7 +10,7 @@ SMOLLM2 = { $(BIN)/python -m pip install -q --disable-pip-version-check --no-dep
 READY := $(VENV)/.ready
 DEV := $(VENV)/.dev
 
-.PHONY: demo quick test interpreted test-all test-gpu clients check wheel bench mutants clean
+.PHONY: demo quick test interpreted test-all test-gpu clients check check-kernels wheel bench mutants clean
 
 # A chat answer of builtin:smollm2; where its package cannot be had, a function that the embedded pair goes on with.
 demo: $(READY)
@@ -89,6 +89,20 @@ check: $(DEV)
 	$(BIN)/mypy benchmarks/*.py scripts/*.py
 	$(BIN)/lint-imports
 
+# The kernels' launches, compiled for cards that are not here, in an environment of their own with the Triton of GPU
+# machines; it comes last, since builds of PyTorch that want another one do not use it here. KERNEL_OPTIONS: of the script.
+KERNELS ?= .kernels-venv
+
+check-kernels: $(KERNELS)/.kernels
+	PYTHONPATH=src OMP_NUM_THREADS=1 $(KERNELS)/bin/python scripts/check_kernels.py $(KERNEL_OPTIONS)
+	PYTHONPATH=src OMP_NUM_THREADS=1 $(KERNELS)/bin/python -m pytest -q --noconftest tests/test_check_kernels.py
+
+$(KERNELS)/.kernels:
+	$(PYTHON) -m venv $(KERNELS)
+	$(KERNELS)/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0 numpy pytest
+	$(KERNELS)/bin/python -m pip install -q --disable-pip-version-check --no-deps triton==3.6.0
+	@touch $@
+
 # The wheel, built, installed and served from an environment of its own.
 wheel: $(DEV)
 	$(BIN)/python scripts/wheel.py
@@ -116,4 +130,4 @@ $(DEV): $(READY)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) build
+	rm -rf $(VENV) $(CLIENTS) $(KERNELS) build

@@ -50,6 +50,8 @@ def script(monkeypatch, name: str):
         ("sanitize", ["--limit-s", "-1"], ["--limit-s", "-1"]),
         ("sanitize", ["--only", "racecheck"], ["--only racecheck", "eager, memcheck"]),
         ("sanitize", ["--logs", __file__], ["--logs", __file__]),
+        ("check_kernels", ["--cards", "sm_90,h100"], ["--cards h100", "sm_90"]),
+        ("check_kernels", ["--jobs", "0"], ["--jobs must", "0"]),
         ("mutants", ["--count", "-1"], ["--count must", "-1"]),
         ("mutants", ["--limit-s", "0"], ["--limit-s must", "0"]),
         ("mutants", ["--only", "nowhere.py"], ["--only", "nowhere.py", "speculative/draft.py"]),

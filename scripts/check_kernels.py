@@ -1,0 +1,380 @@
+"""Compiles the launches of the kernels for a card that is not here, and refuses what is known to be slow or not to run.
+
+    make check-kernels                                        in an environment of its own
+    python scripts/check_kernels.py --only fp8 --show
+
+Needs Triton 3.6.0, whose wheel brings the assembler; no GPU. For sm_90 it refuses products on tensor cores that are
+waited for one by one, spilled registers, shared memory beyond the card's, and main loops of more instructions than
+`check_kernels.json` allows. The same file lists what is known to fail, with the reason: a new failure is an error, and
+so is a listed launch that passes. Other cards are compiled for by `--cards`: their loops are not counted, and no list
+of theirs is written yet. How to read a failure: docs/testing.md.
+
+What was found is kept in `build/check_kernels/` by the hash of all that it depends on, so a second run is quick. Exit
+code 1 for a failure, 2 for an option or an environment that cannot work.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import inspect
+import io
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from kernel_launches import CARDS, Card, Case, cases
+
+from treetop.kernels.triton_guard import TRITON_VERSION, interpreted
+from treetop.types.errors import UserError
+
+if TRITON_VERSION is not None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+VERSION = "3.6.0"
+TABLE = Path(__file__).with_suffix(".json")
+KEPT = Path(__file__).parent.parent / "build" / "check_kernels"
+TUNED = "sm_90"
+"""The card that the tables were measured on, whose loops are counted."""
+
+# -------------------------------------------------------------------------------------------------- what was compiled
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What a launch became.
+
+    error: why it did not compile, else "".
+    shared: bytes of shared memory of a program. registers: of a thread. spilled: bytes, stored and loaded.
+    serialized: products on tensor cores are waited for one by one.
+    loop: instructions of the main loop, 0 without one.
+    """
+
+    error: str = ""
+    shared: int = 0
+    registers: int = 0
+    spilled: int = 0
+    serialized: bool = False
+    loop: int = 0
+
+
+def read_log(log: str) -> dict[str, Any]:
+    """What `ptxas -v` says: registers, spilled bytes, and whether wgmma is serialized (C7510 and its like)."""
+    return {
+        "registers": max(map(int, re.findall(r"Used (\d+) registers", log)), default=0),
+        "spilled": sum(map(int, re.findall(r"(\d+) bytes spill", log))),
+        "serialized": re.search(r"wgmma\S* instructions are serialized", log) is not None,
+    }
+
+
+_INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(.+?)\s*;")
+_LABEL = re.compile(r"\s*(\.L_?\w+):")
+_BRANCH = re.compile(r"\bBRA\S*\s.*`\((\.L_?\w+)\)")
+_PRODUCT = re.compile(r"\b(?:[HQI]G?MMA|UTC\w*MMA)\b")
+_AHEAD = re.compile(r"\b(?:LDGSTS|UTMALDG|UBLKCP)\b")
+
+
+def main_loop(listing: str) -> int:
+    """Instructions of the main loop in what `nvdisasm -c` prints of a kernel; 0 without one.
+
+    That is, of the loops without another inside and with a product on tensor cores, the one that copies most ahead; of
+    several the longest.
+    """
+    code: list[str] = []
+    labels: dict[str, int] = {}
+    loops = []
+    for line in listing.splitlines():
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(code)
+        elif instruction := _INSTRUCTION.match(line):
+            back = _BRANCH.search(instruction[1])
+            if back and back[1] in labels:
+                loops.append((labels[back[1]], len(code)))
+            code.append(instruction[1])
+    found = [(0, 0)]
+    for first, last in loops:
+        body = code[first : last + 1]
+        inner = not any(first <= a and b <= last for a, b in loops if (a, b) != (first, last))
+        if inner and any(map(_PRODUCT.search, body)):
+            found.append((sum(map(bool, map(_AHEAD.search, body))), len(body)))
+    return max(found)[1]
+
+
+# -------------------------------------------------------------------------------------------------------- the verdict
+
+
+def faults_of(made: Compiled, card: Card, budget: int | None) -> list[str]:
+    """What is wrong with it: of "compile", "shared memory", "spills", "serialized", "loop" and "no budget"."""
+    if made.error:
+        return ["compile"]
+    tuned = card.name == TUNED
+    wrong = {
+        "shared memory": made.shared > card.gpu.shared_bytes,
+        "spills": made.spilled > 0,
+        "serialized": made.serialized,
+        "no budget": tuned and made.loop > 0 and budget is None,
+        "loop": tuned and budget is not None and made.loop > budget,
+    }
+    return [what for what, so in wrong.items() if so]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """`check_kernels.json`. budgets: launch -> instructions of its main loop on sm_90, at most.
+
+    known: (card, launch, what) -> the reason why it still fails.
+    """
+
+    budgets: Mapping[str, int]
+    known: Mapping[tuple[str, str, str], str]
+
+    @classmethod
+    def read(cls, path: Path) -> "Table":
+        data = json.loads(path.read_text(encoding="utf-8"))
+        known = {
+            (card, launch, group["what"]): group["why"]
+            for group in data["known"]
+            for card, launches in group["launches"].items()
+            for launch in launches
+        }
+        return cls(data["budgets"], known)
+
+
+def verdict(found: Mapping[tuple[str, str], Compiled], table: Table, whole: bool) -> list[str]:
+    """A line for each new failure and for each known one that is none. found: by card and launch.
+
+    whole: all launches of these cards are there, so what is listed and not among them is gone.
+    """
+    lines = []
+    for (card, launch), made in found.items():
+        budget = table.budgets.get(launch)
+        faults = faults_of(made, CARDS[card], budget)
+        for what in faults:
+            if (card, launch, what) not in table.known:
+                lines.append(f"{card}: {launch}: {what}: {told(made, what, CARDS[card], budget)}")
+        lines += [
+            f"{card}: {launch}: {what}: it passes now; take it off the list in {TABLE.name}"
+            for known_card, known_launch, what in table.known
+            if (known_card, known_launch) == (card, launch) and what not in faults
+        ]
+    if whole:
+        cards = {card for card, _ in found}
+        gone = {(card, launch) for card, launch, _ in table.known if card in cards} - set(found)
+        if TUNED in cards:
+            gone |= {(TUNED, launch) for launch in table.budgets} - set(found)
+        lines += [
+            f"{card}: {launch}: no launch is called so; take it out of {TABLE.name}" for card, launch in sorted(gone)
+        ]
+    return lines
+
+
+def told(made: Compiled, what: str, card: Card, budget: int | None) -> str:
+    """A fault with its numbers."""
+    return {
+        "compile": made.error,
+        "shared memory": f"{made.shared} bytes, the card has {card.gpu.shared_bytes}",
+        "spills": f"{made.spilled} bytes, {made.registers} registers",
+        "serialized": "wgmma waited for one by one",
+        "no budget": f"its main loop has {made.loop} instructions; write that to {TABLE.name}",
+        "loop": f"its main loop has {made.loop} instructions, the budget is {budget}",
+    }[what]
+
+
+# --------------------------------------------------------------------------------------------------------- compiling
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A kernel that a launch asks for: Triton's source, target and options."""
+
+    source: Any
+    target: Any
+    options: Any
+
+    @property
+    def kernel(self) -> str:
+        return str(self.source.name).strip("_").removesuffix("_kernel").replace("_", " ")
+
+    @property
+    def key(self) -> str:
+        """A hash of all that `compile_one` makes of it depends on."""
+        parts = (self.source.hash(), self.target, self.options.hash(), TRITON_VERSION, *_MADE_BY)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+class AbsentGpu:
+    """Triton's driver for a GPU that is not here: it can be compiled for. A device is numbered by its capability."""
+
+    def __init__(self, capability: int) -> None:
+        self.get_current_device = lambda: capability
+        self.get_current_stream = lambda device: 0
+        self.get_current_target = lambda: GPUTarget("cuda", capability, 32)
+
+
+def asked_by(launch: Callable[[], object], capability: int) -> list[Asked]:
+    """The kernels that a launch asks for on a card of so much compute capability, in order; nothing is launched."""
+    found = []
+
+    def ask(  # in the place of what compiles
+        kernel: Any, key: str, signature: Any, device: int, constants: Any, options: Any, attributes: Any, *_: Any
+    ) -> None:
+        source = kernel.ASTSource(kernel, signature, constants, attributes)
+        found.append(Asked(source, GPUTarget("cuda", capability, 32), options))
+
+    absent = patch.object(triton.runtime.driver, "_active", AbsentGpu(capability))
+    with patch.object(triton.JITFunction, "_do_compile", ask), absent:
+        launch()
+    return found
+
+
+UNTUNED = ("merge", "plan", "choose", "place")
+"""Kernels that launches bring along, whose warps no table says."""
+
+
+def named(card: Card, some: Iterable[Case]) -> Iterator[tuple[str, Asked]]:
+    """The kernels of a card's launches, each once, under the name of the first launch that asks for it."""
+    seen = set()
+    for name, launch in some:
+        asked = [each for each in asked_by(launch, card.capability) if each.kernel not in UNTUNED]
+        for number, each in enumerate(asked):
+            before = sum(other.kernel == each.kernel for other in asked[:number])
+            part = f"{each.kernel} {before + 1}" if before else each.kernel
+            if each.key not in seen:
+                seen.add(each.key)
+                yield name if len(asked) == 1 else f"{name}: {part}", each
+
+
+def compile_one(asked: Asked) -> Compiled:
+    """Compile and assemble; for `TUNED` also disassemble."""
+    log = io.StringIO()
+    triton.knobs.compilation.always_compile = triton.knobs.nvidia.dump_ptxas_log = True
+    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, TRITON_CACHE_DIR=folder):
+        try:
+            with contextlib.redirect_stdout(log):
+                made = triton.compile(asked.source, target=asked.target, options=asked.options.__dict__)
+        except Exception as error:  # of any pass of Triton's, and of the assembler
+            return Compiled(error=f"{type(error).__name__}: {str(error).strip()[:200]}")
+        listing = ""
+        if asked.target.arch == CARDS[TUNED].capability:
+            binary = Path(folder) / "kernel.cubin"
+            binary.write_bytes(made.asm["cubin"])
+            command = [disassembler(), "-c", str(binary)]
+            listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return Compiled(shared=made.metadata.shared, loop=main_loop(listing), **read_log(log.getvalue()))
+
+
+@cache
+def disassembler() -> str:
+    """The path of Triton's `nvdisasm`."""
+    return str(triton.knobs.nvidia.nvdisasm.path)
+
+
+_MAKERS: tuple[Any, ...] = (Compiled, read_log, main_loop, compile_one)
+_MADE_BY = "".join(map(inspect.getsource, _MAKERS)), (_INSTRUCTION, _LABEL, _BRANCH, _PRODUCT, _AHEAD)
+
+
+def compile_all(wanted: Sequence[Asked], jobs: int) -> Iterator[Compiled]:
+    """In the order of `wanted`; what is kept is not compiled again."""
+    KEPT.mkdir(parents=True, exist_ok=True)
+    _wanted[:] = wanted
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        yield from pool.imap(_compile_or_read, range(len(wanted)))
+
+
+_wanted: list[Asked] = []
+"""Of `compile_all`: a forked process finds them here, for they cannot be sent."""
+
+
+def _compile_or_read(number: int) -> Compiled:
+    file = KEPT / f"{_wanted[number].key}.json"
+    if file.is_file():
+        return Compiled(**json.loads(file.read_text(encoding="utf-8")))
+    made = compile_one(_wanted[number])
+    part = file.with_suffix(f".{os.getpid()}")
+    part.write_text(json.dumps(asdict(made)), encoding="utf-8")
+    part.replace(file)
+    return made
+
+
+# ------------------------------------------------------------------------------------------------------- the command
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Raises UserError for cards and numbers that cannot be."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--cards", default=TUNED, help=f"of {', '.join(CARDS)}, separated by commas")
+    parser.add_argument("--only", default="", metavar="TEXT", help="launches whose name has this text")
+    parser.add_argument("--jobs", type=int, default=2, help="processes that compile")
+    parser.add_argument("--show", action="store_true", help="print what every kernel became")
+    parser.add_argument("--write-budgets", action="store_true", help="write loops without a budget, lower the others")
+    args = parser.parse_args(arguments)
+    args.cards = args.cards.split(",")
+    if unknown := [name for name in args.cards if name not in CARDS]:
+        raise UserError(f"--cards {','.join(unknown)}: choose from {', '.join(CARDS)}")
+    if args.jobs < 1:
+        raise UserError(f"--jobs must be at least 1, not {args.jobs}")
+    if TRITON_VERSION != VERSION or interpreted():
+        have = "its interpreter" if interpreted() else TRITON_VERSION or "none"
+        raise UserError(f"Triton {VERSION} is needed, as GPU machines have it, and there is {have}: make check-kernels")
+    return args
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compile and judge. Returns the exit code."""
+    table, whole = Table.read(TABLE), not args.only
+    found: dict[tuple[str, str], Compiled] = {}
+    for card in (CARDS[name] for name in args.cards):
+        began = time.monotonic()
+        launches = [(name, asked) for name, asked in named(card, cases(card)) if args.only in name]
+        if not launches:
+            raise UserError(f"--only {args.only}: no launch of {card.name} has this in its name")
+        compiled = compile_all([asked for _, asked in launches], args.jobs)
+        of_card = {(card.name, name): made for (name, _), made in zip(launches, compiled, strict=True)}
+        assert len(of_card) == len(launches), "two kernels have one name"
+        found |= of_card
+        print(f"{card.name}: {len(of_card)} kernels, {time.monotonic() - began:.0f} s", flush=True)
+        for (_, name), made in of_card.items() if args.show else ():
+            print(f"  {name}: {made}")
+    if args.write_budgets:
+        TABLE.write_text(with_budgets(TABLE.read_text(encoding="utf-8"), found, whole), encoding="utf-8")
+        table = Table.read(TABLE)
+    lines = verdict(found, table, whole)
+    print(*lines, sep="\n", end="\n" if lines else "")
+    known = sum((card, launch) in found for card, launch, _ in table.known)
+    print(
+        f"{len(found)} kernels, {known} known failures, {len(lines)} to look at (docs/testing.md#kernels-without-a-gpu)"
+    )
+    return 1 if lines else 0
+
+
+def with_budgets(text: str, found: Mapping[tuple[str, str], Compiled], whole: bool) -> str:
+    """The table with a budget for each loop of `TUNED`: what it has where there was none or it had more."""
+    data = json.loads(text)
+    loops = {launch: made.loop for (card, launch), made in found.items() if card == TUNED and made.loop}
+    old = data["budgets"]
+    kept = {} if whole and loops else old
+    data["budgets"] = kept | {launch: min(loop, old.get(launch, loop)) for launch, loop in loops.items()}
+    return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+
+
+def main() -> int:
+    try:
+        return run(parse())
+    except UserError as error:
+        print(f"check_kernels: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

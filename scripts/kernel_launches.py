@@ -1,0 +1,327 @@
+"""The launches that `check_kernels.py` compiles: those of the tables, and those that formulas give for other shapes.
+
+Each is asked for by the function that an engine calls, with the launch that an engine would choose on the card, on
+tensors of the shapes that the tables name. Only kinds and multiples of sixteen matter to a kernel, so tensors have no
+memory (device "meta"), and a coded weight has few lines.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from treetop.kernels.attention.attention import paged_attention
+from treetop.kernels.attention.attention_config import CallShape, launch_table
+from treetop.kernels.attention.index_scores import paged_index_scores
+from treetop.kernels.attention.indexer import IndexQuery
+from treetop.kernels.attention.latent_attention import latent_attention
+from treetop.kernels.attention.metadata import AttentionMetadata, SparseKeys
+from treetop.kernels.attention.segment_attention import folders, segment_attention
+from treetop.kernels.attention.segment_prefill import segment_prefill
+from treetop.kernels.attention.segments import block_of, plan_segments
+from treetop.kernels.attention.tail import PrefixPart, tail_and_merge
+from treetop.kernels.attention.teams import make_arrivals
+from treetop.kernels.gate import Gate
+from treetop.kernels.gemm.coded import CodedWeight, Coding
+from treetop.kernels.gemm.coded_rows import choose_coded, coded_gated, coded_rows
+from treetop.kernels.gemm.fp8_rows import QuantizedRows, choose_fp8, fp8_rows
+from treetop.kernels.gemm.packed_weights import CompressedWeight, compressed_rows
+from treetop.kernels.gemm.skinny_gemm import choose_launch, choose_whole, gated_rows, load_table, skinny_gemm
+from treetop.kernels.gemm.tiles import TiledWeight, decode_tiles, tile
+from treetop.kernels.kv import FP8, PageTable
+from treetop.kernels.moe.experts import Activation, Experts, experts
+from treetop.kernels.moe.routing import Router, RouterKind, RouterSpec, Routes, Tiles, route
+from treetop.kernels.triton_guard import GpuTraits
+from treetop.types.ids import FULL
+from treetop.types.phase import Phase
+from treetop.weights.twelve_bits import offers
+
+META, HALF, LONG, INT = torch.device("meta"), torch.bfloat16, torch.int64, torch.int32
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A kind of GPU. capability: compute capability times ten; gpu: what launches depend on."""
+
+    capability: int
+    gpu: GpuTraits
+
+    @property
+    def name(self) -> str:
+        return f"sm_{self.capability}"
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether the engine takes e4m3 there."""
+        return self.capability >= 89
+
+    @property
+    def measured(self) -> bool:
+        """Whether the tables are this card's. Of others, which formulas serve, fewer formats are looked at."""
+        return self.gpu.num_sms == load_table().num_sms
+
+
+CARDS = {
+    card.name: card
+    for card in (
+        Card(80, GpuTraits(108, False, 163 << 10, True)),  # A100
+        Card(89, GpuTraits(128, False, 99 << 10, True)),  # RTX 4090
+        Card(90, GpuTraits(132, True, 227 << 10, True)),  # H100 and H200, which the tables were measured on
+        Card(100, GpuTraits(148, True, 227 << 10, True)),  # B200
+        Card(120, GpuTraits(170, True, 99 << 10, True)),  # RTX 5090
+    )
+}
+"""Source of multiprocessors and shared memory: CUDA C++ Programming Guide, "Compute Capabilities"; NVIDIA's papers."""
+
+Case = tuple[str, Callable[[], object]]
+"""What is launched, in words, and the launch."""
+
+
+def cases(card: Card) -> Iterator[Case]:
+    """All of a card."""
+    for some in (_products, _coded, _experts, _attention, _latent, _segments):
+        yield from some(card)
+
+
+def _empty(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+# ------------------------------------------------------------------------------------------------------- of products
+
+
+def _products(card: Card) -> Iterator[Case]:
+    """Of weights in 16 bits, of the shapes in `skinny_gemm.json`, and in 12 bits."""
+    gpu, table = card.gpu, load_table()
+    for n, k, gated, rows in (
+        *table.launches,
+        *((n, k, gated, 512) for n, k, gated, rows in table.whole if rows == 16),
+    ):
+        x, weight = _empty(rows, k), _empty(n, k)
+        multiply, what = gated_rows if gated else skinny_gemm, f"{n} x {k}{', gated' * gated}, {rows} rows"
+        launch, whole = choose_launch(rows, n, k, gated, gpu), choose_whole(rows, n, k, gated, gpu)
+        if launch is not None:
+            yield f"product {what}", partial(multiply, x, weight, launch, gpu)
+        if whole is not None:
+            yield f"product uncut {what}", partial(multiply, x, weight, whole, gpu, rounds=True)
+    for n, k, gated in dict.fromkeys(key[:3] for key in table.launches):
+        for rows, offer in offers(n, k, gated, gpu).items():
+            weight_12, launch_12 = _in_12_bits(n, k, gated), offer.launch
+            what = f"product in 12 bits {n} x {k}{', gated' * gated}, {rows} rows"
+            yield what, partial(compressed_rows, _empty(rows, k), weight_12, launch_12, gpu)
+
+
+def _in_12_bits(n: int, k: int, gated: bool) -> CompressedWeight:
+    words, scale = _empty(n // 64, k // 128, 3, 64, 32, dtype=torch.int16), _empty(n, dtype=torch.float32)
+    starts, listed, crowd = _empty(n // 64 + 1, dtype=INT), _empty(0, dtype=INT), dict.fromkeys((64, 128, 256), 0)
+    return CompressedWeight(words, scale, starts, listed, listed, _empty(0), gated, crowd)
+
+
+FORMATS = {
+    "fp8 by row": Coding("e4m3", 0),
+    "fp8 by block": Coding("e4m3", 128),
+    "w4a16": Coding("int4", 128),
+    "mxfp4": Coding("e2m1", 32, "e8m0"),
+    "nvfp4 (ModelOpt)": Coding("e2m1", 16, "times"),
+    "nvfp4 (compressed-tensors)": Coding("e2m1", 16, "over"),
+}
+_ONE_OF_EACH_KIND = ["fp8 by row", "w4a16", "nvfp4 (ModelOpt)"]
+_LLAMA_8B = {"gate_up": (28672, 4096, True), "down": (4096, 14336, False), "qkv": (6144, 4096, False)}
+
+
+@cache
+def _coded_weight(name: str, *shape: int) -> TiledWeight:
+    """Of equal numbers, so that its gates and ups may be said to lie in turn.
+
+    Scales are such as checkpoints have: large ones take other arithmetic.
+    """
+    coding, (*leading, k) = FORMATS[name], shape
+    of_two_levels = {"times": 2.0**-12, "over": 2.0**12}
+    codes = torch.zeros((*leading, coding.bytes_of(k)), dtype=torch.uint8)
+    scale = torch.full((*leading, coding.groups_of(k)), 2.0**-10)
+    if coding.scales != "float32":
+        scale = torch.full_like(scale, 120 if coding.scales == "e8m0" else 64, dtype=torch.uint8)
+    factor = None
+    if coding.scales in of_two_levels:
+        factor = torch.full((*leading, 1), of_two_levels[coding.scales])
+    return tile(CodedWeight(coding, k, codes, scale, factor))
+
+
+def _coded(card: Card) -> Iterator[Case]:
+    """Of coded weights: in 16 bits of few rows and of more, decoded to memory, and with inputs in e4m3, too."""
+    gpu = card.gpu
+    formats = [*FORMATS] if card.measured else _ONE_OF_EACH_KIND
+    counts = (16, 64, 256) if card.measured else (16, 256)
+    for name, (of, (lines, k, gated)), rows in product(formats, _LLAMA_8B.items(), counts):
+        launch = choose_coded(FORMATS[name].numbers, (lines, k), gated, rows, gpu)
+        multiply, weight = coded_gated if gated else coded_rows, _coded_weight(name, 256, k)
+        call = partial(multiply, _empty(rows, k), weight, launch=launch, gpu=gpu)
+        yield f"product of {name}, {of}, {rows} rows", call
+    for name in formats:
+        yield f"decoding of {name}", partial(decode_tiles, _coded_weight(name, 256, 4096), 0, 256, HALF, gpu)
+    for (of, (lines, k, gated)), group, rows in product(_LLAMA_8B.items(), (0, 128), counts if card.has_fp8 else ()):
+        groups = -(-k // group) if group else 1
+        kind: Gate | None = "silu" if gated else None
+        x = QuantizedRows(_empty(rows, k, dtype=torch.uint8), _empty(rows, groups, dtype=torch.float32))
+        scale = _empty(lines, groups, dtype=torch.float32)
+        weight_8 = CodedWeight(Coding("e4m3", group), k, _empty(lines, k, dtype=torch.uint8), scale)
+        launch_8 = choose_fp8((lines, k), group, gated, rows, gpu)
+        call = partial(fp8_rows, x, weight_8, None, kind, dtype=HALF, launch=launch_8, gpu=gpu)
+        yield f"product in fp8 {'by block' if group else 'by row'}, {of}, {rows} rows", call
+
+
+def _experts(card: Card) -> Iterator[Case]:
+    """Of Qwen3-30B-A3B's sizes, and which tokens come to them: one token, a batch, a long batch and a prefill."""
+    hidden, inner = 2048, 768
+    spec = RouterSpec(128, 8, RouterKind.SOFTMAX)
+    router = Router(spec, _empty(128, hidden), None, None)
+    for tokens in (1, 32, 512):
+        yield f"routes of {tokens} tokens", partial(route, _empty(tokens, hidden), router, None, card.gpu)
+    formats = ("16 bits", "fp8 by block", "w4a16", "mxfp4") if card.measured else ("16 bits", "mxfp4")
+    for name, (tokens, rows, tiles) in product(formats, ((1, 16, 8), (32, 16, 64), (512, 64, 64), (2048, 128, 64))):
+        sizes = (2, 2 * inner, hidden), (2, hidden, inner)
+        gate_up, down = (_coded_weight(name, *size) if name in FORMATS else _empty(*size) for size in sizes)
+        listed = (_empty(8 * tokens, dtype=INT), *(_empty(tiles, dtype=INT) for _ in range(3)), _empty(1, dtype=INT))
+        routes = Routes(_empty(tokens, 8, dtype=INT), _empty(tokens, 8, dtype=torch.float32), Tiles(rows, *listed))
+        made = Experts(gate_up, down, None, None, Activation.SILU)
+        yield (
+            f"experts of {name}, {tokens} tokens",
+            partial(experts, _empty(tokens, hidden), routes, made, card.gpu),
+        )
+
+
+# ------------------------------------------------------------------------------------------------------ of attention
+
+
+@dataclass(frozen=True, slots=True)
+class _Scene:
+    """A call of attention: rows of n queries after `keys` committed ones; n of a prefill are the last of these.
+
+    heads: K/V heads, query heads of each, and their width; element: bytes of a number. fp8: K/V are codes.
+    """
+
+    rows: int
+    n: int
+    keys: int
+    heads: tuple[int, int, int] = (8, 4, 128)
+    element: int = 2
+    causal: bool = False
+    window: int | None = None
+    fp8: bool = False
+
+    def __str__(self) -> str:
+        kv_heads, group, dim = self.heads
+        kind = "a prefill's" if self.causal else "a tree's" if self.n > 1 else "plain"
+        more = (
+            ", float32" * (self.element > 2) + ", K/V in FP8" * self.fp8 + f", window {self.window}" * bool(self.window)
+        )
+        return f"{kind} {self.rows} x {self.n} queries, {kv_heads} x {group} x {dim} heads, {self.keys} keys{more}"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.element > 2 else HALF
+
+    @property
+    def metadata(self) -> AttentionMetadata:
+        whole, positions = _empty(self.rows, dtype=LONG), _empty(self.rows, self.n, dtype=LONG)
+        table = PageTable(FULL, _empty(self.rows + 1, self.keys // 16, dtype=INT))
+        tail = () if self.causal else (positions, _empty(self.rows, self.n, self.n, dtype=torch.bool))
+        return AttentionMetadata(Phase.VERIFY, table, whole, whole, self.keys, 16, positions, self.window, *tail)
+
+    def tensors(self, planes: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Queries, pages, a tail and scales."""
+        kv_heads, group, dim = self.heads
+        kept = FP8 if self.fp8 else self.dtype
+        q = _empty(self.rows, self.n, kv_heads * group, dim, dtype=self.dtype)
+        pages, tail = (_empty(*lead, planes, kv_heads, dim, dtype=kept) for lead in ((4096,), (self.rows, self.n)))
+        scales = _empty(planes, kv_heads, dtype=torch.float32) if self.fp8 else None
+        return q, pages, None if self.causal else tail, scales
+
+    @property
+    def call(self) -> CallShape:
+        return CallShape(self.rows, self.n, *self.heads, self.element, self.keys, self.causal)
+
+
+def _measured() -> Iterator[_Scene]:
+    """The classes of `attention_config.json`."""
+    pattern = r"(tail|causal) h(\d+)x(\d+)x(\d+)e(\d+) rows(\d+) n(\d+) keys(\d+)"
+    for name in launch_table()["classes"]:
+        found = re.fullmatch(pattern, name)
+        assert found is not None, f"attention_config.json: {name} is no class"
+        kv_heads, group, dim, element, rows, n, keys = map(int, found.groups()[1:])
+        yield _Scene(rows, n, keys, (kv_heads, group, dim), element, found[1] == "causal")
+
+
+def _of_heads(*heads: int, element: int = 2, window: int | None = None) -> Iterator[_Scene]:
+    """Plain decoding, a tree and a prefill."""
+    for rows, n, causal in ((8, 1, False), (8, 16, False), (1, 512, True)):
+        yield _Scene(rows, n, 8192, (heads[0], heads[1], heads[2]), element, causal, window)
+
+
+_OTHERS = (
+    *_of_heads(8, 8, 64, window=128),
+    *_of_heads(4, 2, 256),
+    *_of_heads(2, 8, 512),
+    *_of_heads(8, 4, 128, element=4),
+)
+"""GPT-OSS's, Gemma 3's and Gemma 4's heads, and Llama's in float32."""
+
+
+def _attention(card: Card) -> Iterator[Case]:
+    """Over pages, and of tails beside a library's prefix."""
+    arrivals = make_arrivals(META, card.gpu)
+    classes = _measured() if card.measured else (_Scene(1, n, 8192) for n in (4, 64))
+    scenes = [*classes, *_of_heads(8, 4, 128), *_OTHERS]
+    if card.has_fp8:
+        scenes += [_Scene(rows, n, 32768, fp8=True) for rows, n in product((1, 8, 32), (1, 16))]
+    for scene in scenes:
+        q, pages, tail, scales = scene.tensors(planes=2)
+        call: Callable[[], object]
+        call = partial(paged_attention, q, pages, scene.metadata, tail, 1.0, None, card.gpu, None, scales, arrivals)
+        yield f"attention of {scene}", call
+    for scene in (_Scene(8, 16, 8192), *_OTHERS):
+        q, _, tail, _ = scene.tensors(planes=2)
+        if tail is not None and scene.n > 1:
+            prefix = PrefixPart(q, _empty(*q.shape[:3], dtype=torch.float32), _empty(len(q), dtype=LONG))
+            call = partial(tail_and_merge, q, prefix, tail, scene.metadata, 1.0, None, card.gpu)
+            yield f"tail and merge of {scene}", call
+
+
+def _latent(card: Card) -> Iterator[Case]:
+    """Of compressed planes, with sixteen heads and with all of DeepSeek-V3's, and what is chosen of them."""
+    arrivals = make_arrivals(META, card.gpu)
+    for heads, fp8 in product((16, 128), (False, True) if card.has_fp8 else (False,)):
+        for scene in _of_heads(1, heads, 576):
+            some = replace(scene, fp8=fp8)
+            q, pages, tail, scales = some.tensors(planes=1)
+            call = partial(latent_attention, q, pages, some.metadata, tail, 512, 1.0, card.gpu, None, arrivals, scales)
+            yield f"compressed attention of {some}", call
+    for n in (1, 16):
+        scene = _Scene(8, n, 8192, (1, 64, 576))
+        metadata, (q, pages, tail, _) = scene.metadata, scene.tensors(planes=1)
+        chosen = SparseKeys(_empty(8, n, 2048, dtype=INT), _empty(8, n, dtype=INT), metadata.mask)
+        narrowed = replace(metadata, chosen=chosen)
+        yield f"sparse attention of {scene}", partial(latent_attention, q, pages, narrowed, tail, 512, 1.0, card.gpu)
+        query = IndexQuery(_empty(8, n, 32, 128), _empty(8, n, 32, dtype=torch.float32), 2048)
+        call = partial(paged_index_scores, query, _empty(4096, 128), metadata, _empty(8, n, 128), card.gpu)
+        yield f"index scores of {scene}", call
+
+
+def _segments(card: Card) -> Iterator[Case]:
+    """Whose bits depend on a query and its keys alone."""
+    for scene in (*_of_heads(8, 4, 128), *_OTHERS):
+        q, pages, tail, _ = scene.tensors(planes=2)
+        if tail is None:
+            yield f"segments of {scene}", partial(segment_prefill, q, pages, scene.metadata, 1.0, None, card.gpu)
+        else:
+            yield f"segments of {scene}", partial(_attend_by_segments, scene, q, pages, tail, card.gpu)
+
+
+def _attend_by_segments(scene: _Scene, q: Tensor, pages: Tensor, tail: Tensor, gpu: GpuTraits) -> None:
+    call = scene.call
+    plan = plan_segments(scene.metadata, folders(call, gpu), block_of(call.head_dim, call.element_bytes), gpu)
+    segment_attention(q, pages, plan, tail, 1.0, None, gpu)
