@@ -1,10 +1,13 @@
 """A GGUF file read as a folder of the hub: its config, its tensors by the hub's names, rows in the hub's order."""
 
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from treetop.checkpoints.gguf.architectures import architecture, config_of
+from treetop.checkpoints.gguf.parts import File, files_of
 from treetop.checkpoints.gguf.tensors import GgufTensors, View
 from treetop.checkpoints.gguf.views import views
 
@@ -14,9 +17,7 @@ class GgufFolder:
 
     def __init__(self, path: Path) -> None:
         """Raises CheckpointError as the file's head, its config and its tensors' names are checked."""
-        file = GgufTensors(path)
-        self.config = config_of(file.header, path)
-        self._views = views(file, architecture(file.header, path), self.config, path)
+        self.config, self._views = _opened(files_of(path))
 
     def __enter__(self) -> "GgufFolder":
         return self
@@ -33,6 +34,15 @@ class GgufFolder:
 
     def get_slice(self, name: str) -> "_Slice":
         return _Slice(self._views[name])
+
+
+@lru_cache(maxsize=2)
+def _opened(files: tuple[File, ...]) -> tuple[dict[str, Any], dict[str, View]]:
+    """Config and tensors, once while the file is as it was: it may have a view for each of 20,000 experts' tensors."""
+    path = files[0][0]
+    file = GgufTensors(path)
+    config = config_of(file.header, path)
+    return config, views(file, architecture(file.header, path), config, path)
 
 
 class _Slice:
