@@ -78,6 +78,12 @@ def mtp(pair, shape, **options):
     return LLM(str(pair.target), speculative_algorithm="MTP", **tree, **options)
 
 
+def model(pair, shape, **options):
+    """The target drafts for itself, so that greedily all is accepted."""
+    options = {"context_length": 128, "speculative_algorithm": "STANDALONE", **options}
+    return build(Pair(pair.target, pair.target), shape, **options)
+
+
 CASES = [  # pair, shape, parameters, prefill's options, decode's, tokens of a chunk
     ("weak", (4, 5, 16), GREEDY, {"page_size": 16, "overlap": True}, {"page_size": 4}, 1000),
     ("strong", (2, 3, 6), MIXED, {"page_size": 2, "chunked_prefill_size": 16}, {"graphs": "sim", "overlap": True}, 7),
@@ -126,9 +132,11 @@ def test_what_is_packed_or_unpacked_keeps_no_other_step_from_being_launched(pair
     assert all(relay.result(each)[0] for each in ids)
 
 
-@pytest.mark.parametrize(("name", "make"), [("strong", ngram), ("mtp", mtp)])
+@pytest.mark.parametrize(("name", "make"), [("strong", ngram), ("strong", model), ("mtp", mtp)])
 def test_drafts_of_other_kinds_are_the_same(pairs, name, make):
-    """Looked up in the text, which D has from the prompt and the first token; from a layer of the target's own."""
+    """Looked up in the text, which D has from the prompt and the first token; of a language model, which runs that
+    text; from a layer of the target's own.
+    """
     expected = aggregated(pairs[name], (3, 3, 9), MIXED, make)
     workers = [Worker(pairs[name], (3, 3, 9), make, page_size=page) for page in (8, 2)]
     found, _ = handed(pairs[name], MIXED, *workers, 13)
