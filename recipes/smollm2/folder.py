@@ -1,4 +1,4 @@
-"""The target as a folder that `transformers` reads: the GGUF file decoded to bfloat16.
+"""The target as a folder that `transformers` reads: the GGUF file decoded to bfloat16, or to what --dtype says.
 
 python recipes/smollm2/folder.py build/smollm2/target
 """
@@ -19,6 +19,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
     parser.add_argument("--model", default="builtin:smollm2")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     args = parser.parse_args()
     folder = resolve_folder(args.model)
     args.output.mkdir(parents=True, exist_ok=True)
@@ -27,7 +28,7 @@ def main() -> None:
     tensors = {}
     for name, path in tensor_files(folder).items():
         with open_file(path) as stored:
-            tensors[name] = stored.get_tensor(name).to(torch.bfloat16).contiguous()
+            tensors[name] = stored.get_tensor(name).to(getattr(torch, args.dtype)).contiguous()
     save_file(tensors, args.output / "model.safetensors", metadata={"format": "pt"})
     print(f"{args.output}: {len(tensors)} tensors of {folder}")
 
