@@ -7,8 +7,8 @@ import torch
 import transformers
 
 from support.dense_drafts import DenseTarget
-from support.draft_rounds import assert_rounds
-from support.engines import accept_lens, build, greedy, sampled, tokens
+from support.draft_rounds import assert_batches, assert_rounds
+from support.engines import build, greedy, sampled, tokens
 from support.families import FAMILIES
 from support.refusing import refused
 from support.tiny_models import (
@@ -155,26 +155,9 @@ def test_it_has_to_be_asked_for_by_name_and_what_drafts_cannot_have_is_refused(t
 
 
 def test_batches_captured_or_not_with_prefix_hits_and_retractions(target, tmp_path):
-    """Tokens are plain decoding's; rounds those of each request alone, whatever ran beside it and however. The draft is
-    the target with a little noise, so that trees are accepted in part."""
-    pair = Pair(target, noisy(target, tmp_path / "draft"))
-    prompts = [*pair.prompts([9, 20, 5, 30]), *pair.prompts([9, 20, 5, 30])]  # the second half hits the first's pages
-    params = [greedy(20), sampled(3, 20), greedy(12), sampled(5, 16, temperature=0.7)] * 2
-    shape, options = (3, 4, 12), {"page_size": 4, "chunked_prefill_size": 7, "check_level": 3}
-    alone = build(pair, shape, max_running_requests=1, disable_radix_cache=True, page_size=4, **ALONE)
-    want = [each for prompt, param in zip(prompts, params, strict=True) for each in alone.generate([prompt], [param])]
-    assert tokens(want) == tokens(build(Pair(target, None), None).generate(prompts, params))
-    lengths = {length for row in accept_lens(want) for length in row}
-    assert len(lengths) > 2
-    for graphs in ("off", "sim"):
-        llm = build(pair, shape, graphs=graphs, max_running_requests=4, **ALONE, **options)
-        got = llm.generate(prompts[:4], params[:4]) + llm.generate(prompts[4:], params[4:])
-        assert (tokens(got), accept_lens(got)) == (tokens(want), accept_lens(want))
-        assert got[5].metrics.num_cached_tokens > 0
-        llm.scheduler.check_integrity()
-    tight = build(pair, shape, max_running_requests=4, max_total_tokens=88, context_length=80, page_size=4, **ALONE)
-    assert tokens(tight.generate(prompts, params)) == tokens(want)
-    assert tight.scheduler.num_retractions > 0
+    """The draft is the target with a little noise, so that trees are accepted in part."""
+    lengths = assert_batches(Pair(target, noisy(target, tmp_path / "draft")), (3, 4, 12), **ALONE)
+    assert len({*lengths}) > 2
 
 
 def noisy(target, folder, amount: float = 0.15):

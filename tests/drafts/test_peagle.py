@@ -7,8 +7,8 @@ import torch
 
 from support.dense_drafts import DenseTarget
 from support.dense_peagle import DensePEagle
-from support.draft_rounds import assert_rounds
-from support.engines import accept_lens, build, greedy, sampled, tokens
+from support.draft_rounds import assert_batches, assert_rounds
+from support.engines import build, greedy, sampled, tokens
 from support.head_layouts import VOCAB, WIDTH, head_config, layer_shapes, random_tensors, save_head
 from support.refusing import refused
 from support.tiny_models import Pair, copy_folder, save_random_llama
@@ -109,23 +109,8 @@ def test_every_layout_drafts_what_its_oracle_says(target, tmp_path, name):
 
 
 def test_batches_captured_or_not_with_prefix_hits_and_retractions(target, tmp_path):
-    """Tokens are plain decoding's; rounds those of each request alone, whatever ran beside it and however."""
     pair = Pair(target[0], saved(tmp_path, LAYOUTS["speculators"])[0])
-    prompts = [*pair.prompts([9, 20, 5, 30]), *pair.prompts([9, 20, 5, 30])]  # the second half hits the first's pages
-    params = [greedy(20), sampled(3, 20), greedy(12), sampled(5, 16, temperature=0.7)] * 2
-    shape, options = (8, 3, 40), {"page_size": 4, "chunked_prefill_size": 7, "check_level": 3}
-    alone = build(pair, shape, max_running_requests=1, disable_radix_cache=True, page_size=4)
-    want = [each for prompt, param in zip(prompts, params, strict=True) for each in alone.generate([prompt], [param])]
-    assert tokens(want) == tokens(build(pair, None).generate(prompts, params))
-    assert sum(map(sum, accept_lens(want))) > 2
-    for graphs in ("off", "sim"):
-        llm = build(pair, shape, graphs=graphs, max_running_requests=4, **options)
-        got = llm.generate(prompts[:4], params[:4]) + llm.generate(prompts[4:], params[4:])
-        assert (tokens(got), accept_lens(got)) == (tokens(want), accept_lens(want))
-        llm.scheduler.check_integrity()
-    tight = build(pair, shape, max_running_requests=4, max_total_tokens=88, context_length=80, page_size=4)
-    assert tokens(tight.generate(prompts, params)) == tokens(want)
-    assert tight.scheduler.num_retractions > 0
+    assert sum(assert_batches(pair, (8, 3, 40))) > 2
 
 
 def test_other_weights_take_its_place(target, tmp_path):

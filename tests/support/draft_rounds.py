@@ -5,7 +5,7 @@ from functools import cache
 import torch
 
 from support.dense_drafts import proposals_of
-from support.engines import build, greedy, tokens
+from support.engines import accept_lens, build, greedy, sampled, tokens
 from support.oracles import grow, select
 from support.tiny_models import Pair
 
@@ -30,6 +30,32 @@ def assert_rounds(pair, dense, reference, which=(1, 2, 3), shape=(3, 3, 9), coun
         torch.testing.assert_close(tree.logprob[0], want, rtol=1e-5, atol=1e-5)
         ids = [*prompts[0], *outputs[0].token_ids][: len(ids) + length + 1]
     assert tokens(outputs + llm.generate(prompts[1:], greedy(16))) == _plain(Pair(pair.target, None))
+
+
+def assert_batches(pair: Pair, shape, hits=True, **options) -> list[int]:
+    """Tokens are plain decoding's; rounds those of each request alone, whatever ran beside it, captured or not, with
+    prefix hits; after retractions tokens are the same. Returns the accept lengths of all rounds.
+
+    hits: whether pages of a prompt are still there when it is asked again; those behind a window have gone.
+    """
+    prompts = [*pair.prompts([9, 20, 5, 30]), *pair.prompts([9, 20, 5, 30])]  # the second half hits the first's pages
+    params = [greedy(20), sampled(3, 20), greedy(12), sampled(5, 16, temperature=0.7)] * 2
+    options = {"page_size": 4, **options}
+    alone = build(pair, shape, max_running_requests=1, disable_radix_cache=True, **options)
+    want = [each for prompt, param in zip(prompts, params, strict=True) for each in alone.generate([prompt], [param])]
+    assert tokens(want) == tokens(build(Pair(pair.target, None), None).generate(prompts, params))
+    for graphs in ("off", "sim"):
+        llm = build(
+            pair, shape, graphs=graphs, max_running_requests=4, chunked_prefill_size=7, check_level=3, **options
+        )
+        got = llm.generate(prompts[:4], params[:4]) + llm.generate(prompts[4:], params[4:])
+        assert (tokens(got), accept_lens(got)) == (tokens(want), accept_lens(want))
+        assert (got[5].metrics.num_cached_tokens > 0) == hits
+        llm.scheduler.check_integrity()
+    tight = build(pair, shape, max_running_requests=4, max_total_tokens=88, context_length=80, **options)
+    assert tokens(tight.generate(prompts, params)) == tokens(want)
+    assert tight.scheduler.num_retractions > 0
+    return [length for row in accept_lens(want) for length in row]
 
 
 def _prompts(pair: Pair) -> list:

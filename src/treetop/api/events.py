@@ -194,7 +194,7 @@ class EventStream(Response):
                     said += self._events(delta)
                 if self._deltas.over:
                     ended.set_result(None)
-            except Exception as error:
+            except Exception as error:  # whatever it was, who awaits `ended` raises it
                 ended.set_exception(error)
             writer.write_body(b"".join(said))
 

@@ -21,17 +21,17 @@ from torch import Tensor
 
 from treetop.attention.layer import Attend
 from treetop.checkpoints.loader import Placement, check_weights, load_weights
-from treetop.checkpoints.params import STREAMED, Param, in_formats, matrix, of_vocab, vector
-from treetop.drafts.block_edges import Edges, EdgeSpec, Slot
+from treetop.checkpoints.params import STREAMED, Param, in_formats, matrix, vector
+from treetop.drafts.block_edges import BlockSlot, Edges, EdgeSpec
 from treetop.drafts.block_layers import ConvolutionSpec, ConvolvedLayer
-from treetop.drafts.head_files import EMBEDDING, OUTPUT, OutputOf, check_vocab, head_output, no_offset
+from treetop.drafts.head_files import EMBEDDING, OutputOf, check_vocab, head_output, no_offset, vocab_params
 from treetop.drafts.protocol import (
+    BlockOutput,
     BlockSpec,
     DraftProducts,
     DraftVocab,
     Extension,
     Nodes,
-    Opened,
     Proposal,
     Roots,
     Streamed,
@@ -49,9 +49,6 @@ from treetop.models.layers import RMSNorm, Turn, norm_param, turn_at
 from treetop.models.target import Target
 from treetop.weights.format import Source
 from treetop.weights.held import Weights
-from treetop.weights.plain import Plain
-
-_INDICES, _MARKS = Plain(("I64",)), Plain(("BOOL", "U8", "I8", "I32", "I64"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,18 +126,9 @@ class BlockHeadSpec:
             params.append(vector("context_bias", *biases, shard=0))
         if self.edges is not None:
             params += self.edges.params()
-        return in_formats(params + self._vocab_params(), self.decoder.formats)
-
-    def _vocab_params(self) -> list[Param]:
-        hidden, wide, params = self.decoder.hidden_size, self.decoder.vocab_size, list[Param]()
-        if self.output == "own":
-            params.append(of_vocab("lm_head", OUTPUT, self.vocab_size, hidden))
-        for name, rows, kinds in (("d2t", self.vocab_size, _INDICES), ("t2d", wide, _MARKS)):
-            if name in self.stored:
-                params.append(Param(name, (rows,), (Source(name, (rows,)),), "index", format=kinds))
-        if EMBEDDING in self.stored:
-            params.append(Param(EMBEDDING, (wide, hidden), (Source(EMBEDDING, (wide, hidden)),), "table"))
-        return params
+        return in_formats(
+            params + vocab_params(self.decoder, self.vocab_size, self.output, self.stored), self.decoder.formats
+        )
 
     @property
     def derived(self) -> int:
@@ -182,12 +170,12 @@ class _Lines:
     hidden: Tensor
     logits: Tensor
 
-    def slot(self, depth: int) -> Slot:
-        return Slot(depth, self.hidden[:, depth], self.logits[:, depth])
+    def slot(self, depth: int) -> BlockSlot:
+        return BlockSlot(depth, self.hidden[:, depth], self.logits[:, depth])
 
 
 class BlockHead:
-    """A `Drafter` and its `Block`; see the module."""
+    """A `Drafter` and its `DraftBlock`; see the module."""
 
     def __init__(self, spec: BlockHeadSpec, weights: Weights, target: Target, place: Placement, ops: Ops) -> None:
         """target: whose embedding and output matrix the head uses where it has none of its own."""
@@ -246,8 +234,8 @@ class BlockHead:
         """A `WriteKV` without queries. kv: [parts, rows, n, 2 * kv_heads, dim]."""
         return self._ops.rotate_and_write(kv, turn.angles, target, slots, norms=norms, scales=scales)
 
-    def open(self, roots: Roots, attend: Attend) -> Opened:
-        """See `Block`."""
+    def open(self, roots: Roots, attend: Attend) -> BlockOutput:
+        """See `DraftBlock`."""
         spec, width = self.spec, self.spec.block.width
         tokens = torch.full_like(roots.tokens, spec.mask_token)[:, None].repeat(1, width)
         tokens[:, 0] = roots.tokens
@@ -263,17 +251,17 @@ class BlockHead:
         hidden = normed[:, spec.first : spec.first + roots.depths].contiguous()
         lines = _Lines(hidden, self._logits(hidden))
         if self.edges is None:
-            return Opened(x.new_zeros((len(tokens), 0)), lines)
+            return BlockOutput(x.new_zeros((len(tokens), 0)), lines)
         before = x.new_zeros((len(tokens), 1, spec.state_size))
-        return Opened(self.edges.state(roots.tokens[:, None], lines.slot(0), before)[:, 0], lines)
+        return BlockOutput(self.edges.state(roots.tokens[:, None], lines.slot(0), before)[:, 0], lines)
 
-    def step(self, nodes: Nodes, positions: Tensor, attend: Attend, lines: _Lines | Any = None) -> Tensor:
+    def step(self, nodes: Nodes, positions: Tensor, attend: Attend, lines: Any = None) -> Tensor:
         """See `Drafter`: no layer runs."""
         if self.edges is None:
             return nodes.state
         return self.edges.state(nodes.tokens, lines.slot(nodes.depth), nodes.state)
 
-    def propose(self, nodes: Nodes, k: int, heat: Heat | None = None, lines: _Lines | Any = None) -> Proposal:
+    def propose(self, nodes: Nodes, k: int, heat: Heat | None = None, lines: Any = None) -> Proposal:
         """See `Drafter`: without edges all nodes of a depth have the same."""
         slot, offset = lines.slot(nodes.depth), self.vocab.offset
         if self.edges is None:

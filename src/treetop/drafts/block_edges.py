@@ -26,7 +26,7 @@ MARKOV_KINDS: tuple[MarkovKind, ...] = ("vanilla", "gated", "rnn")
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class BlockSlot:
     """A slot of a block, which proposes after nodes of a depth. hidden: [rows, hidden]. logits: [rows, draft vocab]."""
 
     depth: int
@@ -40,11 +40,11 @@ class Edges(Protocol):
     @property
     def products(self) -> list[Product]: ...
 
-    def state(self, tokens: Tensor, slot: Slot, parent: Tensor) -> Tensor:
+    def state(self, tokens: Tensor, slot: BlockSlot, parent: Tensor) -> Tensor:
         """Of nodes. tokens: [rows, n] int64, target ids. slot: that proposes after them. parent: [rows, n, state_size],
         0 for a root. Returns [rows, n, state_size]."""
 
-    def propose(self, slot: Slot, state: Tensor, k: int, offset: Tensor, heat: Heat | None) -> Proposal:
+    def propose(self, slot: BlockSlot, state: Tensor, k: int, offset: Tensor, heat: Heat | None) -> Proposal:
         """What may follow nodes with these states, [rows, n, state_size]; see `Drafter.propose`.
 
         offset: that of `DraftVocab`.
@@ -116,7 +116,7 @@ class Markov:
         self.gate: Linear | None = None if spec.kind == "vanilla" else weights.linear("edge_gate")
         self.products: list[Product] = [self.output, *([] if self.gate is None else [self.gate])]
 
-    def state(self, tokens: Tensor, slot: Slot, parent: Tensor) -> Tensor:
+    def state(self, tokens: Tensor, slot: BlockSlot, parent: Tensor) -> Tensor:
         """See `Edges`."""
         own = F.embedding(tokens, self.table)
         if self.gate is None:
@@ -129,7 +129,7 @@ class Markov:
         kept = sigmoid(gate)
         return torch.cat([kept * before + (1 - kept) * torch.tanh(new), torch.tanh(out)], dim=-1)
 
-    def propose(self, slot: Slot, state: Tensor, k: int, offset: Tensor, heat: Heat | None) -> Proposal:
+    def propose(self, slot: BlockSlot, state: Tensor, k: int, offset: Tensor, heat: Heat | None) -> Proposal:
         """See `Edges`."""
         logits = slot.logits[:, None] + self.output(state[..., -self.spec.rank :])
         best, tokens = self._ops.top_logprobs(logits, k, offset, heat)
@@ -174,7 +174,7 @@ class Domino:
         )
         self.products: list[Product] = [self.input, self.recurrence, self.down, self.output]
 
-    def state(self, tokens: Tensor, slot: Slot, parent: Tensor) -> Tensor:
+    def state(self, tokens: Tensor, slot: BlockSlot, parent: Tensor) -> Tensor:
         """See `Edges`."""
         sigmoid = self._ops.functions.sigmoid
         new_reset, new_update, new = self.input(F.embedding(tokens, self.embedding)).chunk(3, dim=-1)
@@ -182,7 +182,7 @@ class Domino:
         update = sigmoid(new_update + old_update)
         return (1 - update) * torch.tanh(new + sigmoid(new_reset + old_reset) * old) + update * parent
 
-    def propose(self, slot: Slot, state: Tensor, k: int, offset: Tensor, heat: Heat | None) -> Proposal:
+    def propose(self, slot: BlockSlot, state: Tensor, k: int, offset: Tensor, heat: Heat | None) -> Proposal:
         """See `Edges`."""
         logits = slot.logits[:, None].expand(-1, state.shape[1], -1)
         if slot.depth >= self.spec.plain:
@@ -230,11 +230,11 @@ class Selector:
         self.hidden = weights.linear("edge_hidden")
         self.products: list[Product] = [self.hidden]
 
-    def state(self, tokens: Tensor, slot: Slot, parent: Tensor) -> Tensor:
+    def state(self, tokens: Tensor, slot: BlockSlot, parent: Tensor) -> Tensor:
         """See `Edges`."""
         return F.embedding(tokens, self.table) * self.hidden(slot.hidden)[:, None]
 
-    def propose(self, slot: Slot, state: Tensor, k: int, offset: Tensor, heat: Heat | None) -> Proposal:
+    def propose(self, slot: BlockSlot, state: Tensor, k: int, offset: Tensor, heat: Heat | None) -> Proposal:
         """See `Edges`."""
         logits = slot.logits.to(torch.float32)
         unary, ids = stable_topk(logits, self.spec.max_topk)  # [rows, K]

@@ -22,12 +22,12 @@ from treetop.checkpoints.loader import Placement
 from treetop.checkpoints.params import Param
 from treetop.drafts.head_files import no_offset
 from treetop.drafts.protocol import (
+    BlockOutput,
     BlockSpec,
     DraftProducts,
     DraftVocab,
     Extension,
     Nodes,
-    Opened,
     Proposal,
     Roots,
     Streamed,
@@ -104,7 +104,7 @@ class DraftModelSpec:
 
 
 class DraftModel:
-    """A `Drafter` and its `Block`; see the module. A node's state is the model's last one, after its final norm."""
+    """A `Drafter` and its `DraftBlock`; see the module. A node's state is the model's last, after its final norm."""
 
     def __init__(self, spec: DraftModelSpec, model: Target, place: Placement, ops: Ops) -> None:
         self.spec, self.model, self._ops = spec, model, ops
@@ -123,9 +123,9 @@ class DraftModel:
         own = at.text[at.rows[:, None], positions].to(tokens.dtype)
         return self._ops.pick(self._states(own, positions, attend), at.last)
 
-    def open(self, roots: Roots, attend: Attend) -> Opened:
-        """See `Block`."""
-        return Opened(self._states(roots.tokens[:, None], roots.positions[:, None], attend)[:, 0], None)
+    def open(self, roots: Roots, attend: Attend) -> BlockOutput:
+        """See `DraftBlock`."""
+        return BlockOutput(self._states(roots.tokens[:, None], roots.positions[:, None], attend)[:, 0], None)
 
     def step(self, nodes: Nodes, positions: Tensor, attend: Attend, lines: Any = None) -> Tensor:
         """See `Drafter`. Their parents' states do not count: the layers see these nodes' K/V."""

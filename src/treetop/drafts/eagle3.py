@@ -16,8 +16,16 @@ from torch import Tensor
 
 from treetop.attention.layer import Attend
 from treetop.checkpoints.loader import Placement, check_weights, load_weights
-from treetop.checkpoints.params import STREAMED, Param, in_formats, matrix, of_vocab, vector
-from treetop.drafts.head_files import EMBEDDING, OUTPUT, OutputOf, check_vocab, head_output, log, no_offset
+from treetop.checkpoints.params import STREAMED, Param, in_formats, matrix, vector
+from treetop.drafts.head_files import (
+    EMBEDDING,
+    OutputOf,
+    check_vocab,
+    head_output,
+    log,
+    no_offset,
+    vocab_params,
+)
 from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Nodes, Proposal, Streamed
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
@@ -32,9 +40,6 @@ from treetop.models.target import Target
 from treetop.types.config import Recurrence
 from treetop.weights.format import Source
 from treetop.weights.held import Weights
-from treetop.weights.plain import Plain
-
-_INDICES, _MARKS = Plain(("I64",)), Plain(("BOOL", "U8", "I8", "I32", "I64"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +118,9 @@ class Eagle3Spec:
                 *attention_params(layer.attention, f"{name}.attention", f"{stored}.self_attn", hidden, hidden),
                 *feed_forward_params(layer.feed_forward, f"{name}.mlp", f"{stored}.mlp", hidden),
             ]
-        return in_formats(params + self._vocab_params(), self.decoder.formats)
+        return in_formats(
+            params + vocab_params(self.decoder, self.vocab_size, self.output, self.stored), self.decoder.formats
+        )
 
     def _fuse_params(self) -> list[Param]:
         if not self.fuses:
@@ -135,18 +142,6 @@ class Eagle3Spec:
             *attention_params(layer.attention, "attention", f"{stored}.self_attn", 2 * hidden, hidden),
             *feed_forward_params(layer.feed_forward, "mlp", f"{stored}.mlp", hidden),
         ]
-
-    def _vocab_params(self) -> list[Param]:
-        hidden, wide = self.decoder.hidden_size, self.decoder.vocab_size
-        params = []
-        if self.output == "own":
-            params.append(of_vocab("lm_head", OUTPUT, self.vocab_size, hidden))
-        for name, rows, kinds in (("d2t", self.vocab_size, _INDICES), ("t2d", wide, _MARKS)):
-            if name in self.stored:
-                params.append(Param(name, (rows,), (Source(name, (rows,)),), "index", format=kinds))
-        if EMBEDDING in self.stored:
-            params.append(Param(EMBEDDING, (wide, hidden), (Source(EMBEDDING, (wide, hidden)),), "table"))
-        return params
 
     @property
     def derived(self) -> int:

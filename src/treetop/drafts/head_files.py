@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from treetop.checkpoints.params import Param, of_vocab
 from treetop.checkpoints.values import Config, flag, size, table
 from treetop.models.config import SLIDING_ATTENTION, LayerSpec, ModelConfig, attention_spec, dense_spec, read_config
 from treetop.models.embedding import part_of
@@ -21,8 +22,9 @@ from treetop.models.families.deepseek import latent_attention
 from treetop.models.target import Target
 from treetop.types.errors import CheckpointError, shown
 from treetop.types.parallel import Parallel
-from treetop.weights.format import Linear
+from treetop.weights.format import Linear, Source
 from treetop.weights.held import Weights
+from treetop.weights.plain import Plain
 
 log = logging.getLogger("treetop")
 
@@ -156,6 +158,22 @@ def output_of(
             f" of {target.hidden_size}"
         )
     return "target"
+
+
+_INDICES, _MARKS = Plain(("I64",)), Plain(("BOOL", "U8", "I8", "I32", "I64"))
+
+
+def vocab_params(decoder: ModelConfig, vocab_size: int, output: OutputOf, stored: Collection[str]) -> list[Param]:
+    """Of a head's vocabulary of `vocab_size`: what its file has of output matrix, d2t, t2d and embedding."""
+    hidden, wide, params = decoder.hidden_size, decoder.vocab_size, list[Param]()
+    if output == "own":
+        params.append(of_vocab("lm_head", OUTPUT, vocab_size, hidden))
+    for name, rows, kinds in (("d2t", vocab_size, _INDICES), ("t2d", wide, _MARKS)):
+        if name in stored:
+            params.append(Param(name, (rows,), (Source(name, (rows,)),), "index", format=kinds))
+    if EMBEDDING in stored:
+        params.append(Param(EMBEDDING, (wide, hidden), (Source(EMBEDDING, (wide, hidden)),), "table"))
+    return params
 
 
 def head_output(output: OutputOf, weights: Weights, embedding: Tensor, target: Target, parallel: Parallel) -> Linear:

@@ -26,12 +26,12 @@ from treetop.drafts.eagle3 import Eagle3Head, Eagle3Spec
 from treetop.drafts.eagle3_config import eagle3_spec
 from treetop.drafts.head_files import MASK_TOKENS, head_config
 from treetop.drafts.protocol import (
+    BlockOutput,
     BlockSpec,
     DraftProducts,
     DraftVocab,
     Extension,
     Nodes,
-    Opened,
     Proposal,
     Roots,
     Streamed,
@@ -129,7 +129,7 @@ class PEagleSpec:
 
 
 class PEagleHead:
-    """A `Drafter` and its `Block`; see the module. The lines are logits by depth, [rows, depths, draft vocab]."""
+    """A `Drafter` and its `DraftBlock`; see the module. The lines are logits by depth, [rows, depths, draft vocab]."""
 
     def __init__(self, spec: PEagleSpec, weights: Weights, target: Target, place: Placement, ops: Ops) -> None:
         """target: whose embedding and output matrix the head uses where it has none of its own."""
@@ -148,13 +148,13 @@ class PEagleHead:
         """See `Drafter`."""
         return self.head.extend(tokens, aux_hidden, positions, at, attend)
 
-    def open(self, roots: Roots, attend: Attend) -> Opened:
-        """See `Block`: the root is in the last pair, and placeholders stand at positions from its own on."""
+    def open(self, roots: Roots, attend: Attend) -> BlockOutput:
+        """See `DraftBlock`: the root is in the last pair, and placeholders stand at positions from its own on."""
         rows, width = len(roots.tokens), self.spec.block.width
         positions = roots.positions[:, None] + torch.arange(width, device=roots.positions.device)
         tokens = torch.full_like(positions, self.spec.mask_token)
         states = self.head.forward(tokens, self._feature.repeat(rows, width, 1), positions, attend)
-        return Opened(roots.state, self.head.logits(torch.cat([roots.state[:, None], states], dim=1)))
+        return BlockOutput(roots.state, self.head.logits(torch.cat([roots.state[:, None], states], dim=1)))
 
     def step(self, nodes: Nodes, positions: Tensor, attend: Attend, lines: Any = None) -> Tensor:
         """See `Drafter`: no layer runs, and no state counts but the root's."""

@@ -43,7 +43,7 @@ class Streamed:
 
     layers: in every forward.
     fuse: in `extend` besides.
-    output: where logits are made: in `propose`, or in `Block.open` by who makes all of them there.
+    output: where logits are made: in `propose`, or in `DraftBlock.open` by who makes all of them there.
     """
 
     layers: int
@@ -103,7 +103,7 @@ class Roots:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class BlockOutput:
     """What a block's pass gives. state: [rows, state_size], of the roots. lines: what `step` and `propose` read."""
 
     state: Tensor
@@ -130,10 +130,10 @@ class BlockSpec:
     seen: bool = False
 
 
-class Block(Protocol):
+class DraftBlock(Protocol):
     """The pass of a `BlockSpec`."""
 
-    def open(self, roots: Roots, attend: Attend) -> Opened:
+    def open(self, roots: Roots, attend: Attend) -> BlockOutput:
         """attend: of `width` queries a row."""
 
 
@@ -165,7 +165,7 @@ class Drafter(Grower, Protocol):
     products: DraftProducts
 
     @property
-    def block(self) -> Block | None: ...
+    def block(self) -> DraftBlock | None: ...
 
     def extend(self, tokens: Tensor, aux_hidden: Tensor, positions: Tensor, at: Extension, attend: Attend) -> Tensor:
         """tokens, positions: [rows, n] int64, the pairs' second tokens and their slots. aux_hidden: [rows, n, width],

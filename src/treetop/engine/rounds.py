@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from treetop.attention.layer import Attend, TailColumns
-from treetop.drafts.protocol import Block, Extension, Grower, Roots
+from treetop.drafts.protocol import DraftBlock, Extension, Grower, Roots
 from treetop.engine.buffers import poison_undeclared
 from treetop.engine.model_runner import ModelRunner
 from treetop.kernels.tree.accept import Withheld
@@ -96,7 +96,7 @@ def draft_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     ops.select(growth, tree, places)
 
 
-def _opened(runner: ModelRunner, block: Block, key: RoundKey, max_kv_len: int) -> Any:
+def _opened(runner: ModelRunner, block: DraftBlock, key: RoundKey, max_kv_len: int) -> Any:
     """The drafter's block, from the roots on; rows keep what is proposed after these. Returns the block's lines."""
     state, buffers, width = runner.state, runner.buffers, runner.layout.block
     rows = buffers.rows[: key.bucket]
