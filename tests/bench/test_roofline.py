@@ -108,7 +108,7 @@ def test_a_floor_is_bytes_or_operations_whichever_takes_longer():
 def test_a_window_bounds_the_context_that_a_layer_reads():
     target, _ = presets()
     layer = target.config.layers[0]
-    short = replace(layer, attention=replace(layer.attention, window=128))
+    short = replace(layer, mixer=replace(layer.attention, window=128))
     near = replace(target, config=replace(target.config, layers=(short,) * 16 + (layer,) * 16))
     full, half = (
         round_floor(spec, None, Case(PLAIN, 1, 32768, 2), H200)[Phase.VERIFY] * H200.bytes_per_s
@@ -130,7 +130,7 @@ def test_what_a_token_attends_to_is_weighed_against_its_products(strong_pair, al
     target, _ = presets("gpt-oss-20b")
     assert target.attended_for_a_token(torch.bfloat16) == pytest.approx(24 * layer / (2 * 12 * 64 * 64), rel=0.01)
     config = target.config
-    near = [replace(each, attention=replace(each.attention, window=128)) for each in config.layers]
+    near = [replace(each, mixer=replace(each.attention, window=128)) for each in config.layers]
     assert replace(target, config=replace(config, layers=tuple(near))).attended_for_a_token(torch.bfloat16) is None
     tied, untied = (target_spec(pair.target).attended_for_a_token(torch.float32) for pair in (alien_pair, strong_pair))
     assert tied == untied  # they differ in vocabulary and embeddings alone
@@ -168,7 +168,7 @@ def small_models(strong_pair, monkeypatch):
     head = drafter_spec(strong_pair.head, spec.config)
     layer = spec.config.layers[0]
     attention = replace(layer.attention, num_heads=4, kv=paired(2, 32), rope=replace(layer.attention.rope, head_dim=32))
-    layer = replace(layer, attention=attention, feed_forward=DenseSpec(256))
+    layer = replace(layer, mixer=attention, feed_forward=DenseSpec(256))
     target = replace(spec, config=replace(spec.config, hidden_size=128, vocab_size=512, layers=(layer, layer)))
     small = replace(head.decoder, hidden_size=128, layers=(layer,))
     head = replace(head, decoder=small, target_hidden_size=128, vocab_size=192)

@@ -301,7 +301,7 @@ def test_copies_are_counted_by_the_models_own_products(strong_pair, monkeypatch,
     config, head = llm.engine.spec, llm.engine.draft
     layer = config.layers[0]
     attention = replace(layer.attention, bias=attention_bias, output_bias=attention_bias)
-    layers = (replace(layer, attention=attention),) * len(config.layers)
+    layers = (replace(layer, mixer=attention),) * len(config.layers)
     target = replace(llm.engine.target, config=replace(config, layers=layers))
     head = replace(
         head, decoder=replace(head.decoder, hidden_size=2 * head.state_size), stored=frozenset({EMBEDDING, "d2t"})

@@ -58,8 +58,8 @@ def _dense(target: ModelConfig) -> LayerSpec | None:
 def _dense_with_window(target: ModelConfig) -> LayerSpec | None:
     """As that, with the attention of one with a window."""
     layer = _dense(target)
-    attention = next((each.attention for each in target.layers if each.attention.window is not None), None)
-    return None if layer is None or attention is None else replace(layer, attention=attention)
+    attention = next((each for each in target.attention.values() if each.window is not None), None)
+    return None if layer is None or attention is None else replace(layer, mixer=attention)
 
 
 def _dense_of_mimo(target: ModelConfig) -> LayerSpec | None:
@@ -347,7 +347,7 @@ def mtp_spec(folder: Path, target: ModelConfig, dummy: bool, recurrence: Recurre
     if layer.attention.index is not None:
         indexer = f"{names.of(names.layer, found.root, number)}.self_attn.indexer.wk.weight"
         own = replace(layer.attention.index, shares=None) if dummy or indexer in tensor_files(folder) else None
-        layer = replace(layer, attention=with_indexer(layer.attention, own))
+        layer = replace(layer, mixer=with_indexer(layer.attention, own))
     formats = read_formats(read_config(folder), folder / "config.json")
     decoder = replace(target, layers=(layer,), formats=formats)
     normed = names.normed_state if recurrence == "auto" else recurrence == "after-norm"

@@ -153,6 +153,42 @@ def attention_of_rank(spec: AttentionSpec, size: int) -> AttentionSpec:
     return replace(spec, num_heads=heads // size, kv=replace(spec.kv, heads=max(kv // size, 1)))
 
 
+LinearStorage = Literal["by key head", "by part"]
+"""How a checkpoint holds the inputs of linear attention, see `models.linear_attention`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSpec:
+    """A layer's linear attention with a delta rule: a gated delta net. See `kernels.recurrent.states`.
+
+    key_heads, heads: of queries and keys, and of values, of which several read one key.
+    key_dim, value_dim: of a head.
+    taps: of the convolution of queries, keys and values; 1 is none.
+    stored: how a checkpoint holds what it reads.
+    """
+
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    stored: LinearStorage = "by part"
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Numbers of a token's queries, keys and values, side by side in the convolution's channels."""
+        keys = self.key_heads * self.key_dim
+        return keys, keys, self.heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution."""
+        return sum(self.widths)
+
+
+Mixer = AttentionSpec | LinearSpec
+
+
 @dataclass(frozen=True, slots=True)
 class DenseSpec:
     """A gated feed-forward of one weight for all tokens. stored: how a checkpoint holds it, see `models.layers`.
@@ -234,15 +270,32 @@ FeedForwardSpec = DenseSpec | ExpertSpec | BesideSpec
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """Attention and feed-forward, each behind its norm and added to the residual stream, perhaps through another.
+    """A mixer of tokens and feed-forward, each behind its norm and added to the residual stream, perhaps through another.
 
     scaled: what the layer leaves is multiplied by a number of its own.
     """
 
-    attention: AttentionSpec
+    mixer: Mixer
     feed_forward: FeedForwardSpec
     norms: NormNames = NormNames()
     scaled: bool = False
+
+    @property
+    def attends(self) -> AttentionSpec | None:
+        """Its attention, if its mixer is that."""
+        return self.mixer if isinstance(self.mixer, AttentionSpec) else None
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """Its attention, where every layer has it: of a draft. Raises ConfigError for linear attention."""
+        if not isinstance(self.mixer, AttentionSpec):
+            raise ConfigError("linear attention: a layer that keeps keys and values is needed here")
+        return self.mixer
+
+    @property
+    def linear(self) -> LinearSpec | None:
+        """Its linear attention, if its mixer is that."""
+        return self.mixer if isinstance(self.mixer, LinearSpec) else None
 
     @property
     def experts(self) -> ExpertSpec | None:
@@ -295,14 +348,28 @@ class ModelConfig:
     def has_experts(self) -> bool:
         return any(layer.experts is not None for layer in self.layers)
 
+    @property
+    def attention(self) -> dict[int, AttentionSpec]:
+        """Layers that keep keys and values, by index."""
+        found = ((index, layer.attends) for index, layer in enumerate(self.layers))
+        return {index: spec for index, spec in found if spec is not None}
+
+    @property
+    def linear(self) -> dict[int, LinearSpec]:
+        """Layers of linear attention, by index."""
+        found = ((index, layer.linear) for index, layer in enumerate(self.layers))
+        return {index: spec for index, spec in found if spec is not None}
+
     def with_window(self, maximum: int) -> "ModelConfig":
         """The same, whose layers see no more than so many tokens. Shorter than a chunk it is a window."""
 
-        def narrowed(spec: AttentionSpec) -> AttentionSpec:
+        def narrowed(spec: Mixer) -> Mixer:
+            if not isinstance(spec, AttentionSpec):
+                return spec
             wider = spec.window is None or spec.window > maximum
             return replace(spec, window=maximum, chunked=False) if wider else spec
 
-        return replace(self, layers=tuple(replace(layer, attention=narrowed(layer.attention)) for layer in self.layers))
+        return replace(self, layers=tuple(replace(layer, mixer=narrowed(layer.mixer)) for layer in self.layers))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -325,7 +392,9 @@ def model_config(config: Config, where: Path, layers: Sequence[LayerSpec]) -> Mo
         vocab_size=size(config, "vocab_size", where),
         hidden_size=size(config, "hidden_size", where),
         norm_eps=real(config, "rms_norm_eps", where, 1e-6),
-        max_positions=max(max_positions(config, where), *(reach(layer.attention.rope) for layer in layers)),
+        max_positions=max(
+            max_positions(config, where), *(reach(each.attends.rope) for each in layers if each.attends is not None)
+        ),
         tied_embeddings=flag(config, "tie_word_embeddings", where),
         eos_token_ids=integers(config, "eos_token_id", where),
         layers=tuple(layers),

@@ -27,10 +27,10 @@ def read_kv_scales(spec: TargetSpec, parallel: Parallel) -> list[Tensor]:
     """
     found: list[Tensor] = []
     files, missing = tensor_files(spec.folder), 0
-    for index, layer in enumerate(spec.config.layers):
-        if layer.attention.reads_layer is not None:
+    for index, attention in spec.config.attention.items():
+        if attention.reads_layer is not None:
             continue
-        heads, planes = layer.attention.kv.heads, PLANES[: layer.attention.kv.planes]
+        heads, planes = attention.kv.heads, PLANES[: attention.kv.planes]
         scales = _of_layer(spec, spec.names.stored(f"model.layers.{index}.self_attn"), planes, heads, files)
         missing += scales is None
         own, first = max(heads // parallel.size, 1), parallel.rank * heads // parallel.size

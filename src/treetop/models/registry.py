@@ -261,10 +261,10 @@ class TargetSpec:
     def attended_for_a_token(self, dtype: torch.dtype) -> int | None:
         """Tokens that a prompt's token attends to for as many operations as its products take, experts chosen alone.
 
-        None if every layer has a window.
+        None if no layer attends to everything.
         """
         config = self.config
-        seen = [layer.attention for layer in config.layers if layer.attention.window is None]
+        seen = [each for each in config.attention.values() if each.window is None]
         experts = sum(layer.router.top_k * layer.numbers for layer in self.expert_layers(dtype))
         numbers = self.streamed - config.vocab_size * config.hidden_size + experts  # logits are of the last token only
         attending = sum(each.num_heads * (each.head_dim + each.kv.output_dim) for each in seen)

@@ -171,7 +171,7 @@ def _sparse_model(config: Config, where: Path, indexers: list[str]) -> ModelConf
             attends.append(with_indexer(attention, index))
         else:
             attends.append(replace(attention, index=replace(index, shares=source)))
-    layers = [replace(layer, attention=each) for layer, each in zip(model.layers, attends, strict=True)]
+    layers = [replace(layer, mixer=each) for layer, each in zip(model.layers, attends, strict=True)]
     return replace(model, layers=tuple(layers))
 
 

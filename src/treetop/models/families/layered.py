@@ -73,9 +73,7 @@ def read_dots(config: Config, where: Path) -> ModelConfig:
     plain = size(config, "max_window_layers", where) if config["sliding_window"] else num_layers(config, where)
     attention = _windows(config, where, lambda i: SLIDING_ATTENTION if i >= plain else FULL_ATTENTION)
     layers = zip(attention, glm4_moe.read(config, where).layers, strict=True)
-    return model_config(
-        config, where, [replace(layer, attention=replace(spec, qk_norm=True)) for spec, layer in layers]
-    )
+    return model_config(config, where, [replace(layer, mixer=replace(spec, qk_norm=True)) for spec, layer in layers])
 
 
 def read_solar(config: Config, where: Path) -> ModelConfig:
@@ -85,7 +83,7 @@ def read_solar(config: Config, where: Path) -> ModelConfig:
     spec = replace(attention_spec(config, where, rotary_factor=1.0), output_bias=False)
     dense = {"intermediate_size": config["moe_intermediate_size"], "first_k_dense_replace": 0}  # it has none
     layers = glm4_moe.read({**config, **dense}, where).layers
-    return model_config(config, where, [replace(layer, attention=spec) for layer in layers])
+    return model_config(config, where, [replace(layer, mixer=spec) for layer in layers])
 
 
 def unused_mellum(config: ModelConfig) -> set[str]:

@@ -63,7 +63,7 @@ def _scaled(whole: ModelConfig, rope: Config, beta: float | None, where: Path) -
     spec = whole.layers[0].attention
     scale = QueryScale(beta, size(rope, "original_max_position_embeddings", where))
     growing = replace(spec, rope=replace(spec.rope, query_scale=scale))
-    return replace(whole, layers=tuple(replace(layer, attention=growing) for layer in whole.layers))
+    return replace(whole, layers=tuple(replace(layer, mixer=growing) for layer in whole.layers))
 
 
 def read_text(config: Config, where: Path) -> ModelConfig:

@@ -58,7 +58,7 @@ def read_flex(config: Config, where: Path) -> ModelConfig:
 def _experts(config: Config, where: Path, norms: NormNames) -> ModelConfig:
     """Experts in every layer, as Qwen3's."""
     config = {**config, "moe_intermediate_size": config.get("intermediate_size")}
-    layer = replace(qwen3_moe.read(config, where).layers[0], attention=_attention(config, where, None), norms=norms)
+    layer = replace(qwen3_moe.read(config, where).layers[0], mixer=_attention(config, where, None), norms=norms)
     return model_config(config, where, [layer] * num_layers(config, where))
 
 
