@@ -1,6 +1,6 @@
 """How the layers of one phase attend: they hand over queries and K/V and get the output, and never learn the phase."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from treetop.attention.contract import AttentionBackend, SparseBackend, TailKV
+from treetop.attention.recurrent import DenseRecurrence, Recurrence
 from treetop.attention.tail import attend, with_sinks
 from treetop.checks.probes import Probes
 from treetop.kernels.attention.indexer import IndexQuery, choose_keys
 from treetop.kernels.attention.metadata import first_seen
 from treetop.kernels.kv import PagedKV, decoded, kv_dtype
+from treetop.kernels.recurrent.states import StateInputs
 from treetop.types.ids import GroupName
 from treetop.types.kv import KVFormat
 from treetop.types.phase import Phase
@@ -71,7 +73,7 @@ class ChosenKeys:
 
 
 class Attend(Protocol):
-    """Have K/V written where they belong, and attend.
+    """Have K/V written where they belong, and attend; or, in a recurrent layer, go on from the rows' states.
 
     layer: index among the model's. scale: of scores. sinks: [heads] float32, if the layer has any. index: what chooses
     the keys of sparse attention, or the layer before whose choice counts. Returns [rows, n, heads, value_dim].
@@ -83,6 +85,15 @@ class Attend(Protocol):
 
     def write(self, layer: int, write: WriteKV) -> Tensor:
         """Have K/V written, and attend to nothing. Returns the queries."""
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """A depthwise convolution along each token's own past, which the row keeps. No activation.
+
+        x: [rows, n, channels]. weight: [channels, taps], the token's own tap last. bias: [channels]. Returns x's shape.
+        """
+
+    def recur(self, layer: int, inputs: StateInputs) -> Tensor:
+        """What each token reads of the state after it, which the row keeps: [rows, n, heads, value_dim]."""
 
     def live(self) -> Tensor | None:
         """Which tokens of the batch are somebody's: [rows, n] bool; None if all are. What is padding needs no work.
@@ -110,15 +121,25 @@ class TailAttention:
     tails: group -> [layers, max rows, capacity, *format].
     plans: group -> the backend's plan, made for as many columns.
     rows: [rows] int64, of the batch.
+    recurrence: of the recurrent layers, if there are any.
     """
 
     keys: ChosenKeys
-    layers: Sequence[LayerKV]
+    layers: Mapping[int, LayerKV]
     tails: Mapping[GroupName, Tensor]
     plans: Mapping[GroupName, Any]
     columns: TailColumns
     rows: Tensor
     dummy_row: int
+    recurrence: Recurrence | None = None
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        assert self.recurrence is not None
+        return self.recurrence.convolve(layer, x, weight, bias)
+
+    def recur(self, layer: int, inputs: StateInputs) -> Tensor:
+        assert self.recurrence is not None
+        return self.recurrence.recur(layer, inputs)
 
     def live(self) -> Tensor:
         return (self.rows != self.dummy_row)[:, None].expand(-1, self.columns.count)
@@ -149,13 +170,23 @@ class CausalAttention:
     keys: of this forward's layers, and the backend.
     slots: group -> [rows, n] int64, the null slot for padding.
     valid: [rows, n] bool, what is not padding; see `live`.
+    recurrence: of the recurrent layers, if there are any.
     """
 
     keys: ChosenKeys
-    layers: Sequence[LayerKV]
+    layers: Mapping[int, LayerKV]
     slots: Mapping[GroupName, Tensor]
     plans: Mapping[GroupName, Any]
     valid: Tensor
+    recurrence: Recurrence | None = None
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        assert self.recurrence is not None
+        return self.recurrence.convolve(layer, x, weight, bias)
+
+    def recur(self, layer: int, inputs: StateInputs) -> Tensor:
+        assert self.recurrence is not None
+        return self.recurrence.recur(layer, inputs)
 
     def live(self) -> Tensor:
         return self.valid
@@ -176,19 +207,27 @@ class CausalAttention:
 class DenseAttention:
     """Attention of one sequence of `length` over itself, without pages: what everything else must agree with.
 
-    layers: the format of each, its window and whether that is a chunk's, whose K/V it reads, and the scales of these in
-        FP8.
+    layers: of each that attends, by index, the format, its window and whether that is a chunk's, whose K/V it reads, and
+        the scales of these in FP8.
+    recurrence: of the others.
     """
 
     length: int
     dtype: torch.dtype
     device: torch.device
-    layers: Sequence[tuple[KVFormat, int | None, bool, int, Tensor | None]]
+    layers: Mapping[int, tuple[KVFormat, int | None, bool, int, Tensor | None]]
+    recurrence: DenseRecurrence = field(default_factory=DenseRecurrence)
     _written: dict[int, Tensor] = field(default_factory=dict)
     _chosen: dict[int, Tensor] = field(default_factory=dict)
 
     def live(self) -> None:
         return None
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self.recurrence.convolve(layer, x, weight, bias)
+
+    def recur(self, layer: int, inputs: StateInputs) -> Tensor:
+        return self.recurrence.recur(layer, inputs)
 
     def __call__(
         self, layer: int, write: WriteKV, scale: float, sinks: Tensor | None = None, index: Index | None = None

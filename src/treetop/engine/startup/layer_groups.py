@@ -1,15 +1,19 @@
-"""Which layers share a KV group: what pools and attention backends are made for."""
+"""Which layers share a group, of K/V or of states: what pools, states and attention backends are made for."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from treetop.attention.capabilities import GroupNeed, Need
 from treetop.attention.layer import LayerKV
+from treetop.attention.recurrent import RecurrentLayer
 from treetop.checkpoints.loader import Placement
 from treetop.drafts.protocol import DrafterSpec
-from treetop.models.config import AttentionSpec, ModelConfig, attention_of_rank
+from treetop.kernels.recurrent.states import LinearStates
+from treetop.models.config import AttentionSpec, ModelConfig, attention_of_rank, linear_of_rank
 from treetop.types.errors import ConfigError
-from treetop.types.ids import FULL, INDEXED, WINDOW, GroupName, draft_group
+from treetop.types.ids import FULL, INDEXED, STATE, WINDOW, GroupName, draft_group, state_group
 from treetop.types.layout import KVGroup, Layout
+from treetop.types.state import StateGroup
 
 
 def backend_need(layout: Layout, model: ModelConfig, draft: DrafterSpec | None, place: Placement) -> Need:
@@ -47,9 +51,9 @@ def layer_groups(model: ModelConfig, draft: DrafterSpec | None, ranks: int = 1) 
     ranks: that share the models; each layer is what one of them computes.
     """
     groups: dict[GroupName, list[AttentionSpec]] = {}
-    for layer in model.layers:
-        if layer.attention.reads_layer is None:
-            groups.setdefault(group_of(layer.attention), []).append(attention_of_rank(layer.attention, ranks))
+    for attention in model.attention.values():
+        if attention.reads_layer is None:
+            groups.setdefault(group_of(attention), []).append(attention_of_rank(attention, ranks))
     if draft is not None:
         for name, own in zip(draft_groups(draft), draft.attention, strict=True):
             groups.setdefault(name, []).append(attention_of_rank(own, ranks))
@@ -76,10 +80,10 @@ def causal_blocks(draft: DrafterSpec | None) -> dict[GroupName, bool]:
     return dict(zip(draft_groups(draft), draft.block.causal, strict=True))
 
 
-def draft_layers_in_order(draft: DrafterSpec | None, layers: dict[GroupName, list[LayerKV]]) -> list[LayerKV]:
-    """Where the K/V of each of the drafter's layers live."""
+def draft_layers_in_order(draft: DrafterSpec | None, layers: dict[GroupName, list[LayerKV]]) -> dict[int, LayerKV]:
+    """Where the K/V of each of the drafter's layers live, by index."""
     queues = {name: iter(places) for name, places in layers.items()}
-    return [] if draft is None else [next(queues[name]) for name in draft_groups(draft)]
+    return {} if draft is None else {i: next(queues[name]) for i, name in enumerate(draft_groups(draft))}
 
 
 def group_of(attention: AttentionSpec) -> GroupName:
@@ -89,11 +93,29 @@ def group_of(attention: AttentionSpec) -> GroupName:
     return FULL if attention.window is None else WINDOW
 
 
-def layers_in_order(model: ModelConfig, layers: dict[GroupName, list[LayerKV]]) -> list[LayerKV]:
-    """The target's layers in the model's order, each with the place in its group of the K/V that it reads."""
+def layers_in_order(model: ModelConfig, layers: dict[GroupName, list[LayerKV]]) -> dict[int, LayerKV]:
+    """The target's layers that attend, by index, each with the place in its group of the K/V that it reads."""
     queues = {name: iter(places) for name, places in layers.items()}
-    found: list[LayerKV] = []
-    for attention in (layer.attention for layer in model.layers):
+    found: dict[int, LayerKV] = {}
+    for index, attention in model.attention.items():
         shared = attention.reads_layer
-        found.append(next(queues[group_of(attention)]) if shared is None else found[shared])
+        found[index] = next(queues[group_of(attention)]) if shared is None else found[shared]
+    return found
+
+
+def state_groups(model: ModelConfig, ranks: int = 1) -> tuple[StateGroup, ...]:
+    """The groups of states of one of `ranks` ranks: layers of one kind each, in the order of their first layers."""
+    kinds = [linear_of_rank(spec, ranks).state(STATE, 1) for spec in model.linear.values()]
+    return tuple(
+        replace(kind, name=state_group(i), num_layers=kinds.count(kind)) for i, kind in enumerate(dict.fromkeys(kinds))
+    )
+
+
+def recurrent_layers(model: ModelConfig, states: Mapping[GroupName, LinearStates]) -> dict[int, RecurrentLayer]:
+    """The target's recurrent layers, by index, each with the place of its states in its group."""
+    kinds = {index: spec.state(STATE, 1) for index, spec in model.linear.items()}
+    order, found = list(dict.fromkeys(kinds.values())), dict[int, RecurrentLayer]()
+    for index, kind in kinds.items():
+        name = state_group(order.index(kind))
+        found[index] = RecurrentLayer(name, sum(each.group == name for each in found.values()), states[name])
     return found
