@@ -1,12 +1,15 @@
 """Capacity is an algebra: formulas, their errors, and runs at the context wall with nothing to spare."""
 
+from dataclasses import replace
+
 import pytest
 
 from support.engines import build, finish, greedy, sampled, submit, tokens
 from treetop.types.errors import CapacityError, ConfigError
-from treetop.types.ids import DRAFT, FULL, WINDOW
+from treetop.types.ids import DRAFT, FULL, STATE, WINDOW, state_group
 from treetop.types.kv import paired
 from treetop.types.layout import PLAIN, KVGroup, Layout, SpecShape
+from treetop.types.state import StateGroup
 
 FULL_GROUP, DRAFT_GROUP = KVGroup(FULL, 3, paired(2, 8)), KVGroup(DRAFT, 1, paired(2, 8))
 
@@ -84,6 +87,47 @@ def test_dimensions_follow_their_formulas(page, max_in_flight):
     for name in ("max_requests", "max_context", "chunk", "page_columns", "max_positions", "draft_tail", "verify_tail"):
         assert named[name].value == getattr(made, name)
     assert named["extend_tail"].value == made.commit_width
+
+
+QWEN3_NEXT = StateGroup(STATE, 36, 8192, 4, 32, 16, 128, 128, True, False)
+
+
+def test_bytes_of_states_are_those_of_published_models():
+    """Qwen3-Next in 16 bits: 72 MiB of states and 1.7 of convolutions a row, 1.4 MiB a node, 0.85 a pending token."""
+    mib = 2**20
+    conv = 36 * 8192 * 3 * 2
+    assert QWEN3_NEXT.row_bytes(2) == 36 * 32 * 128 * 128 * 4 + conv == 72 * mib + conv
+    assert QWEN3_NEXT.pending_bytes(1, 2) == 36 * (16 * 128 + 32 * 128 + 32) * 4
+    assert round(QWEN3_NEXT.pending_bytes(1, 2) / mib, 2) == 0.85
+    assert QWEN3_NEXT.stash_bytes(16, 2) == 16 * (QWEN3_NEXT.pending_bytes(1, 2) + 36 * 8192 * 2)
+    assert round(QWEN3_NEXT.stash_bytes(1, 2) / mib, 1) == 1.4
+    assert QWEN3_NEXT.row_bytes(8) == 2 * 36 * 32 * 128 * 128 * 4 + 4 * conv, "states of float64 in an engine of it"
+
+
+def test_a_recurrence_without_heads_keeps_its_convolution_and_one_without_taps_its_state():
+    """A convolution alone has no updates; decays of each channel of a key are as many numbers as the keys'."""
+    conv = StateGroup(state_group(1), 2, 64, 3, 0, 0, 0, 0, False, False)
+    assert (conv.name, conv.row_bytes(2), conv.pending_bytes(6, 2)) == ("state1", 2 * 64 * 2 * 2, 0)
+    assert conv.stash_bytes(5, 2) == 2 * 5 * 64 * 2
+    state = StateGroup(STATE, 2, 0, 1, 4, 4, 8, 16, True, True)
+    assert state.row_bytes(2) == 2 * 4 * 8 * 16 * 4
+    assert state.pending_bytes(6, 2) == 2 * 6 * (4 * 8 + 4 * 16 + 4 * 8) * 4
+
+
+@pytest.mark.parametrize("wrong", [(0, 8, 4, 2, 1), (1, 8, 1, 2, 1), (1, 0, 4, 2, 1), (1, 8, 4, 3, 2), (1, 8, 4, 2, 0)])
+def test_a_recurrence_that_cannot_be_is_refused(wrong):
+    """No layers, channels without taps, taps without channels, and heads that do not share key heads evenly."""
+    layers, channels, taps, heads, key_heads = wrong
+    with pytest.raises(ConfigError):
+        StateGroup(STATE, layers, channels, taps, heads, key_heads, 4, 4, True, False)
+
+
+def test_states_are_sized_by_rows_paths_and_nodes():
+    """Every row and the dummy's, S + 1 pending updates a row, T nodes in a round."""
+    made = replace(layout(), state_groups=(QWEN3_NEXT,)).dimensions()
+    assert [made[f"{each}.state"].value for each in ("rows", "pending", "stash")] == [7, 6, 16]
+    assert made["rows.state"].option == "--max-running-requests"
+    assert not any(name.endswith(".state") for name in layout().dimensions())
 
 
 def test_a_window_group_holds_the_window_and_what_is_in_flight():

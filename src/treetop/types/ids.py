@@ -21,11 +21,18 @@ WINDOW = GroupName("window")
 INDEXED = GroupName("indexed")
 DRAFT = GroupName("draft")
 """The drafter's; where its layers differ in window or block, the first of several (`draft_group`)."""
+STATE = GroupName("state")
+"""Layers that keep a state by row; where they differ in kind, the first of several (`state_group`)."""
 
 
 def draft_group(index: int) -> GroupName:
     """The name of the drafter's groups, in the order of their first layers."""
     return DRAFT if index == 0 else GroupName(f"{DRAFT}{index}")
+
+
+def state_group(index: int) -> GroupName:
+    """The name of the groups of states, in the order of their first layers."""
+    return STATE if index == 0 else GroupName(f"{STATE}{index}")
 
 
 def is_draft(name: GroupName) -> bool:

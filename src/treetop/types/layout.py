@@ -10,6 +10,7 @@ from typing import NamedTuple
 from treetop.types.errors import CapacityError, ConfigError, shown
 from treetop.types.ids import GroupName, is_draft
 from treetop.types.kv import KVFormat
+from treetop.types.state import StateGroup
 
 MAX_TOPK, MAX_STEPS, MAX_NODES = 64, 64, 512
 """Past these a tree costs far more than it can win, and its tables (masks of T^2 a row) grow without a use."""
@@ -158,6 +159,7 @@ class Layout:
     slot_tokens: most tokens whose K/V one holds.
     block: queries of the pass that the drafter makes once a round; 0 for none.
     lead: of these, those that the nodes of its tree see: all or none.
+    state_groups: layers that keep a state by row instead of K/V in pages.
     """
 
     shapes: tuple[SpecShape, ...]
@@ -173,6 +175,7 @@ class Layout:
     slot_tokens: int = 0
     block: int = 0
     lead: int = 0
+    state_groups: tuple[StateGroup, ...] = ()
 
     @property
     def commit_width(self) -> int:
@@ -389,6 +392,11 @@ class Layout:
         for group in self.groups:
             formula = "pool tokens / page + null page"
             rows.append(Dimension(f"pages.{group.name}", self.num_pages[group.name], formula, "--max-total-tokens"))
+        for state in self.state_groups:
+            size, steps, nodes = "--max-running-requests", "--speculative-num-steps", "--speculative-num-draft-tokens"
+            rows.append(Dimension(f"rows.{state.name}", self.num_rows, f"{size} + the dummy row", size))
+            rows.append(Dimension(f"pending.{state.name}", w, "max over shapes of S + 1", steps))
+            rows.append(Dimension(f"stash.{state.name}", self.verify_tail, "max over shapes of T", nodes))
         return {row.name: row for row in rows}
 
     def require(self, name: str, need: int) -> None:
