@@ -270,7 +270,7 @@ FeedForwardSpec = DenseSpec | ExpertSpec | BesideSpec
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """A mixer of tokens and feed-forward, each behind its norm and added to the residual stream, perhaps through another.
+    """A mixer and a feed-forward, each behind its norm and added to the residual stream, perhaps through another.
 
     scaled: what the layer leaves is multiplied by a number of its own.
     """

@@ -1,4 +1,4 @@
-"""What recurrent layers keep: a state and a window of the convolution by row, pending updates, and the nodes of a round.
+"""What recurrent layers keep: a state and a window of the convolution by row, pending updates, and a round's nodes.
 
 A head's state M is [key_dim, value_dim]. A token scales it by e^g, takes from its value what M says of its key (the
 delta rule) and adds k^T d:  M <- e^g M;  d = beta (v - k M), or v;  M <- M + k^T d;  o = q M.
