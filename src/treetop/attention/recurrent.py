@@ -66,7 +66,7 @@ class NodeRecurrence:
         kept = self.tails[place.group].updates.layer(place.index)
         stash = Updates(kept.k[:rows, :nodes], kept.d[:rows, :nodes], kept.g[:rows, :nodes])
         states = place.states.layer(place.index)
-        return self.ops.verify_states(states, self.rows, inputs, self.parents, stash, self.dummy_row)
+        return self.ops.verify_states(states, self.rows, inputs, self.parents, stash, dummy_row=self.dummy_row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +80,15 @@ class ChunkRecurrence:
     layers: Mapping[int, RecurrentLayer]
     rows: Tensor
     valid: Tensor
-    dummy_row: int
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         place = self.layers[layer]
         conv = place.states.conv[place.index]
-        return self.ops.prefill_conv(conv, self.rows, x, self.valid, weight, bias, self.dummy_row)
+        return self.ops.prefill_conv(conv, self.rows, x, self.valid, weight, bias)
 
     def recur(self, layer: int, inputs: StateInputs) -> Tensor:
         place = self.layers[layer]
-        states = place.states.layer(place.index)
-        return self.ops.prefill_states(states, self.rows, inputs, self.valid, self.dummy_row)
+        return self.ops.prefill_states(place.states.layer(place.index), self.rows, inputs, self.valid)
 
 
 @dataclass(frozen=True, slots=True)

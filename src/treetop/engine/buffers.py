@@ -13,6 +13,7 @@ from torch import Tensor
 
 from treetop.checks.poison import poison
 from treetop.kernels.kv import kv_dtype
+from treetop.kernels.recurrent.states import StateTails, Updates
 from treetop.kernels.sampling.process import mask_words
 from treetop.kernels.tree.calibration import Calibration
 from treetop.kernels.tree.grow import TreeBuilder, make_growth
@@ -22,6 +23,7 @@ from treetop.types.ids import GroupName
 from treetop.types.layout import KVGroup, Layout, SpecShape
 from treetop.types.phase import Phase
 from treetop.types.sampling import MAX_LOGPROBS
+from treetop.types.state import StateGroup
 from treetop.types.tree import Accepted, DraftTree, PathLogprobs, PathPositions
 
 Zeros = Callable[[tuple[int, ...], torch.dtype], Tensor]
@@ -68,6 +70,7 @@ class RoundBuffers:
 
     aux_hidden: [max_requests, S + 1, 3 * hidden], of the accepted path's nodes, all auxiliary layers side by side.
     Tails: group -> [layers, max_requests, capacity, *kv.shape], each scratch of one phase.
+    state_tails: group of states -> what VERIFY keeps of its nodes; its scratch.
 
     parts: what has been asked for, by method, bucket and shape.
     """
@@ -86,6 +89,7 @@ class RoundBuffers:
     draft_tails: dict[GroupName, Tensor]
     verify_tails: dict[GroupName, Tensor]
     extend_tails: dict[GroupName, Tensor]
+    state_tails: dict[GroupName, StateTails]
     parts: dict[tuple[str, int, SpecShape], Any] = field(default_factory=dict, compare=False, repr=False)
 
     @_once
@@ -137,6 +141,18 @@ class RoundBuffers:
     @_once
     def aux_hidden_of(self, bucket: int, shape: SpecShape) -> Tensor:
         return _part(self.aux_hidden, bucket, shape.commit_width)
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of states and updates in an engine of `dtype`."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def make_updates(group: StateGroup, leading: tuple[int, int], dtype: torch.dtype, zeros: Zeros) -> Updates:
+    """Zeroed updates [layers, *leading, ...] of a group. dtype: the engine's."""
+    shapes = (group.key_heads, group.key_dim), (group.heads, group.value_dim), group.decay_shape
+    k, d, g = (zeros((group.num_layers, *leading, *shape), state_dtype(dtype)) for shape in shapes)
+    return Updates(k, d, g)
 
 
 def extend_mask(width: int) -> Tensor:
@@ -218,12 +234,20 @@ def make_round_buffers(
         draft_tails=tails(draft, layout.draft_tail),
         verify_tails=tails(target, layout.verify_tail),
         extend_tails=tails(draft, extend),
+        state_tails={
+            group.name: StateTails(
+                zeros((group.num_layers, b, t, group.channels), dtype), make_updates(group, (b, t), dtype, zeros)
+            )
+            for group in layout.state_groups
+        },
     )
 
 
 def poison_undeclared(buffers: RoundBuffers, phase: Phase) -> None:
     """Poison scratch and outputs of a phase: whatever they hold before it runs must not matter."""
     tails = [*buffers.draft_tails.values(), *buffers.verify_tails.values(), *buffers.extend_tails.values()]
+    for each in buffers.state_tails.values():
+        tails += [each.mixed, each.updates.k, each.updates.d, each.updates.g]
     held = [] if buffers.held is None else [buffers.held.allowed, buffers.held.withheld]
     drafted = [getattr(value, name) for value in (buffers.tree, buffers.places) for name in value.__dataclass_fields__]
     verified = [getattr(buffers.accepted, name) for name in buffers.accepted.__dataclass_fields__]

@@ -24,6 +24,7 @@ from treetop.engine.packed_trees import PackedTrees
 from treetop.engine.prefill import chunk_columns, chunk_width, make_batch, prefill
 from treetop.engine.processors import LogitsProcessorWriter
 from treetop.engine.prompt_logprobs import prompt_columns, with_prompt
+from treetop.engine.recurrence import begin_states
 from treetop.engine.rounds import Eager, RoundKey, RoundLauncher
 from treetop.engine.staging import (
     HostResults,
@@ -297,12 +298,12 @@ class Engine:
     def next_logits(self, ids: list[int]) -> Tensor:
         """The target's logits after `ids`, [vocab], computed densely and outside all state; for comparisons."""
         positions = torch.arange(len(ids))[None].to(self.runner.buffers.rows.device)
-        mine = [attention_of_rank(layer.attention, self.parallel.size) for layer in self.spec.layers]
-        scales = [layer.kv.scales for layer in self.runner.target_layers]
-        layers = [
-            (replace(each.kv, fp8=self.config.fp8_kv), each.window, each.chunked, each.source(index), scales[index])
-            for index, each in enumerate(mine)
-        ]
+        mine = {i: attention_of_rank(each, self.parallel.size) for i, each in self.spec.attention.items()}
+        scales = {i: layer.kv.scales for i, layer in self.runner.target_layers.items()}
+        layers = {
+            index: (replace(each.kv, fp8=self.config.fp8_kv), each.window, each.chunked, each.source(index), scales[index])
+            for index, each in mine.items()
+        }
         attend = DenseAttention(len(ids), self.dtype, positions.device, layers)
         target = self.runner.target
         tokens = torch.tensor([ids], device=positions.device)
@@ -392,6 +393,7 @@ class Engine:
     def _move_in(self, setups: Sequence[RowSetup], sent: Mapping[str, list[Tensor]]) -> None:
         """Rows get the requests that are to run in them."""
         self.runner.state.apply_setups(sent["setups"])
+        begin_states(self.runner, sent["setups"][0])
         self.runner.state.apply_prefixes(setups, sent["prefixes"])
         self._row_processors.move_in(setups)
 

@@ -1,7 +1,7 @@
 """Everything a step runs on: models, memory, a backend, guards. Built once, shared by the phases."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from treetop.attention.contract import AttentionBackend
 from treetop.attention.layer import ChosenKeys, LayerKV, TailAttention, TailColumns
+from treetop.attention.recurrent import Recurrence, RecurrentLayer
 from treetop.cache.pool import KVPool
 from treetop.checks.probes import Probes
 from treetop.drafts.protocol import Drafter, Nodes
@@ -34,7 +35,8 @@ Prefix = tuple[Tensor, Tensor, int]
 
 @dataclass(frozen=True, slots=True)
 class ModelRunner:
-    """target_layers, draft_layers: where each layer's K/V live.
+    """target_layers, draft_layers: where the K/V of each layer live, by index; of the target's that attend.
+    recurrent_layers: where the states of its others live.
     check_level: see `docs/testing.md`.
     simulation: what is accepted instead of what is right, for measuring.
     learns: rounds calibrate the drafter.
@@ -54,9 +56,10 @@ class ModelRunner:
     pools: dict[GroupName, KVPool]
     state: RowState
     buffers: RoundBuffers
-    target_layers: list[LayerKV]
-    draft_layers: list[LayerKV]
+    target_layers: Mapping[int, LayerKV]
+    draft_layers: Mapping[int, LayerKV]
     probes: Probes
+    recurrent_layers: Mapping[int, RecurrentLayer] = field(default_factory=dict)
 
     @property
     def target_groups(self) -> list[KVGroup]:
@@ -103,11 +106,12 @@ class ModelRunner:
     def tail_attention(
         self,
         phase: Phase,
-        layers: list[LayerKV],
+        layers: Mapping[int, LayerKV],
         tails: Mapping[GroupName, Tensor],
         plans: Mapping[GroupName, Any],
         columns: TailColumns,
         shape: SpecShape,
+        recurrence: Recurrence | None = None,
     ) -> TailAttention:
         """Attention of a decode phase. Raises CheckError, at every check level, if its tail is wider than the buffer
         (sgl-27360).
@@ -122,7 +126,7 @@ class ModelRunner:
                 )
         rows = self.buffers.rows[: columns.rows]
         keys = ChosenKeys(self.backend, self.probes, phase, rows)
-        return TailAttention(keys, layers, tails, plans, columns, rows, self.layout.dummy_row)
+        return TailAttention(keys, layers, tails, plans, columns, rows, self.layout.dummy_row, recurrence)
 
     def commit(self, tails: Mapping[GroupName, Tensor], paths: Paths) -> None:
         """Copy each path's K/V from the tails to positions L .. of the pages."""

@@ -1,5 +1,6 @@
 """A prefill step: one chunk a row, K/V to the pages first, the first token of a prompt's last chunk sampled."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -7,8 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.attention.layer import CausalAttention, ChosenKeys, LayerKV
+from treetop.attention.recurrent import ChunkRecurrence
 from treetop.drafts.protocol import Extension
 from treetop.engine.model_runner import ModelRunner
+from treetop.engine.recurrence import chunk_recurrence
 from treetop.engine.prompt_logprobs import PromptTokens, prompt_logprobs
 from treetop.kernels.kv import slots_of
 from treetop.kernels.tree.row_text import remember
@@ -113,7 +116,8 @@ def prefill(runner: ModelRunner, batch: PrefillBatch) -> FirstTokens:
     columns = torch.arange(batch.tokens.shape[1], device=rows.device)
     valid = columns < query_len[:, None]
     span = _Span(torch.where(valid, start[:, None] + columns, 0), valid, start + query_len)
-    attend = _attention(runner, runner.target_layers, runner.target_groups, batch, span)
+    recurrence = chunk_recurrence(runner, rows, valid)
+    attend = _attention(runner, runner.target_layers, runner.target_groups, batch, span, recurrence)
     output = runner.target.forward(batch.tokens, span.positions, attend)
     last = (query_len - 1).clamp(min=0)
     logits = logits_for(runner.target, ops.pick(output.hidden, last)[:, None], batch.choice)
@@ -153,7 +157,12 @@ def _one_column(rows: Tensor) -> Accepted:
 
 
 def _attention(
-    runner: ModelRunner, layers: list[LayerKV], groups: list[KVGroup], batch: PrefillBatch, span: _Span
+    runner: ModelRunner,
+    layers: Mapping[int, LayerKV],
+    groups: list[KVGroup],
+    batch: PrefillBatch,
+    span: _Span,
+    recurrence: ChunkRecurrence | None = None,
 ) -> CausalAttention:
     slots, plans = {}, {}
     for group in groups:
@@ -162,7 +171,7 @@ def _attention(
         prefix = batch.rows, span.kv_len, batch.max_kv_len
         plans[group.name] = runner.plan(runner.metadata(Phase.PREFILL, group, prefix, span.positions))
     keys = ChosenKeys(runner.backend, runner.probes, Phase.PREFILL, batch.rows)
-    return CausalAttention(keys, layers, slots, plans, _live(span.valid, batch.exchanged))
+    return CausalAttention(keys, layers, slots, plans, _live(span.valid, batch.exchanged), recurrence)
 
 
 def _live(valid: Tensor, exchanged: int) -> Tensor:

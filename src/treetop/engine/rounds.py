@@ -1,7 +1,7 @@
 """A decode round: three functions of device state, one after another.
 
 DRAFT   grow the tree                                  writes buffers.tree, buffers.places
-VERIFY  target forward, accept, commit the path         writes buffers.accepted, buffers.features, pages
+VERIFY  target forward, accept, commit the path         writes buffers.accepted, buffers.features, pages, states
 EXTEND  rebuild the draft's K/V, propose, finish        writes pages and row state
 
 A plain round may defer the draft's part of EXTEND: it keeps what that needs (`kernels/tree/deferred.py`) and finishes.
@@ -19,6 +19,7 @@ from treetop.attention.layer import Attend, TailColumns
 from treetop.drafts.protocol import DraftBlock, Extension, Grower, Roots
 from treetop.engine.buffers import poison_undeclared
 from treetop.engine.model_runner import ModelRunner
+from treetop.engine.recurrence import keep_states, node_recurrence
 from treetop.kernels.tree.accept import Withheld
 from treetop.kernels.tree.calibration import Heat
 from treetop.kernels.tree.commit import Paths, feature_nodes
@@ -140,7 +141,7 @@ def level_tail(level: Level, committed: Tensor, lead: int) -> tuple[Tensor, Tens
 
 
 def verify_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
-    """One target forward over the trees; accept each row's path, commit its K/V and keep its features."""
+    """One target forward over the trees; accept each row's path, commit its K/V and states, and keep its features."""
     buffers, shape, ops, phase = runner.buffers, key.shape, runner.ops, Phase.VERIFY
     rows, tree = buffers.rows[: key.bucket], buffers.tree_of(key.bucket, key.shape)
     places, accepted = buffers.places_of(key.bucket, shape), buffers.accepted_of(key.bucket, shape)
@@ -149,7 +150,9 @@ def verify_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     for g in runner.target_groups:
         plans[g.name] = runner.plan(runner.metadata(phase, g, prefix, places.nodes, places.nodes, tree.mask))
     columns = TailColumns(key.bucket, 0, shape.num_draft_tokens, shape.num_draft_tokens)
-    attend = runner.tail_attention(phase, runner.target_layers, buffers.verify_tails, plans, columns, shape)
+    recurrence = node_recurrence(runner, rows, tree.parent)
+    layers = runner.target_layers
+    attend = runner.tail_attention(phase, layers, buffers.verify_tails, plans, columns, shape, recurrence)
     output = runner.target.forward(tokens, places.nodes, attend)
     logits = logits_for(runner.target, output.hidden, key.choice)
     held = buffers.held_of(key.bucket, shape) if key.held else None
@@ -172,7 +175,9 @@ def verify_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
         found = buffers.logprobs_of(key.bucket, shape)
         copy_into(found, path_logprobs(ops, logits, accepted, found.ids.shape[2]))
     runner.count(rows, key.choice, accepted.tokens, accepted.accept_len)
-    runner.commit(buffers.verify_tails, _paths(runner, key, accepted.path))
+    paths = _paths(runner, key, accepted.path)
+    runner.commit(buffers.verify_tails, paths)
+    keep_states(runner, recurrence, paths)
     if runner.drafter is None:
         ops.finish(runner.state.tables, rows, runner.layout.dummy_row, accepted.accept_len, accepted.bonus, None)
     elif output.aux_hidden:

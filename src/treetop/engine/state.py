@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from treetop.drafts.protocol import DrafterSpec
-from treetop.engine.buffers import Zeros
+from treetop.engine.buffers import Zeros, make_updates, state_dtype
 from treetop.engine.row_record import RowRecord, record_fields
 from treetop.kernels.kv import PageTable
+from treetop.kernels.recurrent.states import LinearStates
 from treetop.kernels.sampling.process import LogitsProcessors
 from treetop.kernels.sampling.sampling import RowSamplingParams, SamplingMetadata
 from treetop.kernels.tree.calibration import Calibration, class_of, make_calibration
@@ -38,6 +39,7 @@ class RowState:
     undrafted: [num_rows] bool, rows of which no draft is accepted.
     classes: [num_rows] int64, by which a row's proposals are calibrated.
     calibration: of the pair; it is no row's.
+    states: of recurrent layers, by group; {} without any.
     """
 
     page_tables: dict[GroupName, PageTable]
@@ -53,6 +55,7 @@ class RowState:
     undrafted: Tensor
     classes: Tensor
     calibration: Calibration
+    states: dict[GroupName, LinearStates]
 
     def table_of(self, group: GroupName) -> PageTable:
         """The page table that a group's layers read: their own (sgl-24617)."""
@@ -183,7 +186,28 @@ def make_state(
         undrafted=zeros((n,), torch.bool),
         classes=zeros((n,), long),
         calibration=make_calibration(max(1, layout.commit_width - 1), layout.max_topk, zeros),
+        states=make_states(layout, dtype, zeros),
     )
+
+
+def make_states(layout: Layout, dtype: torch.dtype, zeros: Zeros) -> dict[GroupName, LinearStates]:
+    """Zeroed states of all rows, by group. dtype: the engine's."""
+    n, width = layout.num_rows, layout.commit_width
+    return {
+        group.name: LinearStates(
+            conv=zeros((group.num_layers, n, *group.conv_shape), dtype),
+            state=zeros((group.num_layers, n, *group.state_shape), state_dtype(dtype)),
+            pending=make_updates(group, (n, width), dtype, zeros),
+            count=zeros((n,), torch.int64),
+        )
+        for group in layout.state_groups
+    }
+
+
+def state_tables(states: LinearStates) -> tuple[Tensor, ...]:
+    """All that rows keep, [layers, num_rows, ...] each, but for how many updates are pending."""
+    pending = states.pending
+    return states.conv, states.state, pending.k, pending.d, pending.g
 
 
 def _make_processors(n: int, vocab_size: int, zeros: Zeros) -> LogitsProcessors:

@@ -26,7 +26,13 @@ from treetop.engine.model_runner import ModelRunner
 from treetop.engine.startup.capacity_proof import prove_acceptance
 from treetop.engine.startup.compile_ahead import compile_all
 from treetop.engine.startup.exact_ranks import check_ranks
-from treetop.engine.startup.layer_groups import causal_blocks, draft_layers_in_order, group_of, layers_in_order
+from treetop.engine.startup.layer_groups import (
+    causal_blocks,
+    draft_layers_in_order,
+    group_of,
+    layers_in_order,
+    recurrent_layers,
+)
 from treetop.engine.startup.plan import EnginePlan, captures, changed_vocab, cpu_allowance, memory_of_rank, rest_of_cpu
 from treetop.engine.startup.products import Products, products_of
 from treetop.engine.startup.worst_steps import peak_bytes
@@ -90,7 +96,7 @@ def kv_scales(engine_plan: EnginePlan) -> dict[GroupName, Tensor]:
         if group.is_draft or place.dummy:
             found[group.name] = [torch.ones((group.kv.planes, group.kv.heads))] * group.num_layers
     if groups and not place.dummy:
-        own = [layer.attention for layer in model.layers if layer.attention.reads_layer is None]
+        own = [attention for attention in model.attention.values() if attention.reads_layer is None]
         for attention, scales in zip(own, read_kv_scales(engine_plan.target, place.parallel), strict=True):
             found.setdefault(group_of(attention), []).append(scales)
     return {name: torch.stack(scales).to(place.device) for name, scales in found.items()}
@@ -139,8 +145,9 @@ def _without_pools(engine_plan: EnginePlan, products: Products) -> tuple[ModelRu
             constrains=changed is not None,
             blocks=causal_blocks(draft),
         ),
-        target_layers=[],
-        draft_layers=[],
+        target_layers={},
+        draft_layers={},
+        recurrent_layers=recurrent_layers(model, state.states),
         probes=Probes.make(place.device, config.check_level >= 2, layout.dummy_row, place.parallel.record()),
     )
     return runner, zones, zeros

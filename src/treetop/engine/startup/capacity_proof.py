@@ -9,6 +9,7 @@ import torch
 from treetop.engine.kv_transfer import StagingSlots, export_chunks, import_chunks
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.rounds import RoundKey, RoundLauncher, draft_phase
+from treetop.engine.state import state_tables
 from treetop.kernels.kv import moved
 from treetop.kernels.tree.accept import Withheld
 from treetop.kernels.tree.calibration import make_calibration
@@ -41,6 +42,8 @@ def prove_capacity(runner: ModelRunner, launcher: RoundLauncher) -> None:
             state.committed[: layout.max_requests] = layout.max_committed
             if state.deferred is not None:
                 state.deferred.count[: layout.max_requests] = layout.max_deferred if key.catches_up else 0
+            for each in state.states.values():
+                each.count[: layout.max_requests] = layout.commit_width
             launcher.launch(key, layout.max_committed)
         runner.probes.raise_if_fired()
 
@@ -55,8 +58,9 @@ def on_null_pages(runner: ModelRunner) -> Iterator[None]:
     yield
     texts = [] if state.text is None else [state.text]
     deferred = () if state.deferred is None else state.deferred.tables
+    states = [table for each in state.states.values() for table in (*state_tables(each), each.count)]
     null_pages = [pool.data[:, : layout.page_size] for pool in runner.pools.values()]  # nothing else was written
-    for tensor in (*state.record.tables.values(), *texts, *deferred, *null_pages):
+    for tensor in (*state.record.tables.values(), *texts, *deferred, *states, *null_pages):
         tensor.zero_()
     for name, table in state.page_tables.items():
         table.data.copy_(tables[name])
@@ -155,6 +159,8 @@ def _check_untouched(runner: ModelRunner, what: str) -> None:
     kept += [moved(pool.data[:, : layout.page_size]) for pool in runner.pools.values()]
     if state.deferred is not None:
         kept += [table[dummy] for table in state.deferred.tables]
+    for each in state.states.values():
+        kept += [*(table[:, dummy] for table in state_tables(each)), each.count[dummy]]
     if any(bool(tensor.any()) for tensor in kept):
         raise CheckError(f"{what} changed its state or a null page")
 

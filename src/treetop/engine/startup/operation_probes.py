@@ -90,7 +90,7 @@ def operation_problem(ops: Ops, model: ModelConfig, packed: Packed | None, most:
 
 def kept_operation_problem(ops: Ops, model: ModelConfig, packed: Packed | None) -> str | None:
     """The same, as an earlier start on this machine found it if it found nothing."""
-    layers = {(layer.attention, layer.feed_forward) for layer in model.layers}
+    layers = {(layer.mixer, layer.feed_forward) for layer in model.layers}
     coding = None if packed is None else packed.coding
     ranks = ops.parallel.size, ops.expert_ranks.size
     what = sorted(map(repr, layers)), model.hidden_size, model.vocab_size, coding, str(ops.context.dtype), ranks
@@ -120,7 +120,7 @@ def _cases(ops: Ops, model: ModelConfig, packed: Packed | None, generator: torch
     for number in sorted(parts):
         yield _Case(f"a norm of a sum of {number} parts", hidden, _norm(ops, hidden, number, model.norm_eps, generator))
     for layer in model.layers:
-        for spec in (layer.attention, layer.feed_forward, layer.experts):
+        for spec in (layer.mixer, layer.feed_forward, layer.experts):
             if spec is None or spec in made:
                 continue
             made.add(spec)

@@ -34,7 +34,7 @@ from treetop.engine.memory import (
 )
 from treetop.engine.row_record import record_bytes, record_fields
 from treetop.engine.startup.exactness import is_exact
-from treetop.engine.startup.layer_groups import backend_need, causal_blocks, kv_groups
+from treetop.engine.startup.layer_groups import backend_need, causal_blocks, kv_groups, state_groups
 from treetop.engine.startup.weight_copies import CpuWeights, with_copies, with_second_orders
 from treetop.engine.state import make_state
 from treetop.kernels.kv import FP8_CAPABILITY, kv_dtype
@@ -171,6 +171,7 @@ def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | N
         max_deferred=_max_deferred(config, context),
         block=0 if block is None else block.width,
         lead=block.width if block is not None and block.seen else 0,
+        state_groups=state_groups(model, ranks),
     )
     if config.max_total_tokens is None:
         layout = replace(layout, pool_tokens=layout.tokens_for_all)
