@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from support.interpreted import DEVICE
+from support.recurrent_oracle import random_inputs, random_parents, random_states, random_tails
 from support.round_ops import (
     Buffers,
     agreeing,
@@ -39,6 +40,8 @@ from treetop.kernels.gemm.tiles import in_turn, tile
 from treetop.kernels.kv import PageTable
 from treetop.kernels.moe.experts import Activation, Experts
 from treetop.kernels.moe.routing import Router, RouterKind, RouterSpec
+from treetop.kernels.recurrent.convolution import tree_windows
+from treetop.kernels.recurrent.states import LinearStates
 from treetop.kernels.rope import RopeSpec, RopeTable, rope_table
 from treetop.kernels.sampling.process import ONE, LogitsProcessors, mask_words
 from treetop.kernels.sampling.sampling import PartialArgmax, RowSamplingParams, SampledTokens, SamplingMetadata
@@ -51,6 +54,7 @@ from treetop.kernels.tree.select import select_reference
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.ids import FULL
 from treetop.types.layout import SpecShape
+from treetop.types.state import StateGroup
 
 SHAPE = SpecShape(3, 3, 9)
 
@@ -591,3 +595,71 @@ def pack(_: bool) -> Call:
 @case
 def unpack(_: bool) -> Call:
     return moved(unpack_reference)
+
+
+# ------------------------------------------------------------------------------------- of layers with a recurrence
+
+_ROWS = [3, 0, 5, 1, 5]
+"""Of a batch, the dummy twice."""
+_NODES, _WIDTH = 9, 4
+
+
+def _state_group() -> StateGroup:
+    return StateGroup("state", 2, 84, 4, 4, 2, 16, 5, delta=True, per_channel=False)
+
+
+def _states() -> LinearStates:
+    return random_states(_state_group(), 6, _WIDTH, torch.float32, torch.float32)
+
+
+def _parents() -> Tensor:
+    rng = random.Random(3)
+    return torch.tensor([random_parents(_NODES, kind, rng) for kind in ("tree", "chain", "star", "tree", "tree")])
+
+
+@case
+def path_conv(_: bool) -> Call:
+    conv, x = _states().conv[0], torch.randn(5, _NODES, 84)
+    return Call((conv, torch.tensor(_ROWS), x, tree_windows(_parents(), 4), torch.randn(84, 4), torch.randn(84)))
+
+
+@case
+def prefill_conv(_: bool) -> Call:
+    valid = torch.arange(7) < torch.tensor([7, 0, 2])[:, None]
+    x = torch.randn(3, 7, 84).masked_fill(~valid[..., None], 9.0)
+    return Call((_states().conv[0], torch.tensor([4, 5, 0]), x, valid, torch.randn(84, 4)))
+
+
+@case
+def verify_states(_: bool) -> Call:
+    inputs = random_inputs(_state_group(), 5, _NODES, torch.float32)
+    stash = random_tails(_state_group(), 6, _NODES + 2, torch.float32, torch.float32).updates.layer(0)
+    return Call((_states().layer(0), torch.tensor(_ROWS), inputs, _parents(), stash, 5))
+
+
+@case
+def keep_states(_: bool) -> Call:
+    tails = random_tails(_state_group(), 6, _NODES, torch.float32, torch.float32)
+    node, length = torch.randint(0, _NODES, (5, _WIDTH)), torch.tensor([0, 3, 1, 2, 2])
+    paths = Paths(torch.tensor(_ROWS), torch.zeros(5, dtype=torch.int64), length, _WIDTH, node, 5)
+    return Call((_states(), tails, paths, tree_windows(_parents(), 4)), compared=lambda args, _: args[0])
+
+
+@case
+def fold_states(_: bool) -> Call:
+    return Call((_states(), torch.tensor([4, 2, 5])), compared=lambda args, _: args[0])
+
+
+@case
+def prefill_states(_: bool) -> Call:
+    valid = torch.arange(70) < torch.tensor([70, 0, 65])[:, None]
+    inputs = random_inputs(_state_group(), 3, 70, torch.float32)
+    return Call(
+        (_states().layer(0), torch.tensor([2, 5, 4]), inputs, valid),
+        compared=lambda args, result: (result.masked_fill(~valid[..., None, None], 0), args[0].state),
+    )
+
+
+@case
+def copy_states(_: bool) -> Call:
+    return Call((_states(), torch.tensor([2, 4]), _states(), torch.tensor([5, 1])))

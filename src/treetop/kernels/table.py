@@ -10,7 +10,7 @@ its size and by where they are. Their kernels are rows too, to be tested, compil
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Generic, Protocol, TypeVar, cast, overload
 
 import torch
@@ -31,6 +31,10 @@ from treetop.kernels.gemm import skinny_gemm as skinny
 from treetop.kernels.kv import FP8_CAPABILITY
 from treetop.kernels.moe import experts as expert_products
 from treetop.kernels.moe import routing
+from treetop.kernels.recurrent import convolution
+from treetop.kernels.recurrent import keep as keeping
+from treetop.kernels.recurrent import prefill as prefilling
+from treetop.kernels.recurrent import verify as verifying
 from treetop.kernels.sampling import draw as drawing
 from treetop.kernels.sampling import process as processing
 from treetop.kernels.sampling.sampling import draw_reference, greedy_of_ranks, greedy_reference
@@ -84,6 +88,21 @@ def for_few_branches(context: OpContext) -> bool:
 def for_trees_of_one_program(context: OpContext) -> bool:
     """On a GPU, up to float32, topk 16, 128 nodes and 2,048 candidates"""
     return on_a_gpu(context) and all(growing.fits(shape) for shape in context.shapes)
+
+
+def nowhere(context: OpContext) -> bool:
+    """Nowhere yet: the reference runs on every device"""
+    return False
+
+
+def plain(reference: F) -> F:
+    """An operation's kernel where there is none yet: the reference, called as a kernel is."""
+
+    @wraps(reference)
+    def run(*args: Any, gpu: GpuTraits | None = None, **named: Any) -> Any:
+        return reference(*args, **named)
+
+    return cast(F, run)
 
 
 @dataclass(frozen=True)
@@ -289,6 +308,15 @@ class Ops:
     )
     tail_and_merge = Op(tail.tail_and_merge_reference, tail.tail_and_merge, 1e-5, on_a_gpu, (tail._tail_kernel,))
     gather_table = Op(pages.gather_table_reference, pages.gather_table, 0.0, on_a_gpu, (pages._gather_kernel,))
+
+    # of layers with a recurrence
+    path_conv = Op(convolution.path_conv_reference, plain(convolution.path_conv_reference), 1e-6, nowhere)
+    prefill_conv = Op(convolution.prefill_conv_reference, plain(convolution.prefill_conv_reference), 1e-6, nowhere)
+    verify_states = Op(verifying.verify_states_reference, plain(verifying.verify_states_reference), 1e-5, nowhere)
+    keep_states = Op(keeping.keep_states_reference, plain(keeping.keep_states_reference), 0.0, nowhere)
+    fold_states = Op(keeping.fold_states_reference, plain(keeping.fold_states_reference), 1e-6, nowhere)
+    prefill_states = Op(prefilling.prefill_states_reference, plain(prefilling.prefill_states_reference), 1e-5, nowhere)
+    copy_states = Op(keeping.copy_states_reference, plain(keeping.copy_states_reference), 0.0, nowhere)
 
     # of a round, in their order
     start = Op(growing.start_reference, growing.start, 0.0, for_trees_of_one_program, (growing._start_kernel,))

@@ -13,7 +13,9 @@ from treetop.kernels.moe.routing import RouterSpec
 from treetop.kernels.rope import RopeSpec
 from treetop.models.rope_config import max_positions, reach, rope_spec
 from treetop.types.errors import CheckpointError, ConfigError
+from treetop.types.ids import GroupName
 from treetop.types.kv import KVFormat, paired
+from treetop.types.state import StateGroup
 from treetop.weights.registry import read_formats
 from treetop.weights.rules import PLAIN, StoredFormats
 
@@ -159,12 +161,13 @@ LinearStorage = Literal["by key head", "by part"]
 
 @dataclass(frozen=True, slots=True)
 class LinearSpec:
-    """A layer's linear attention with a delta rule: a gated delta net. See `kernels.recurrent.states`.
+    """A layer's linear attention: a state by row instead of keys and values. See `kernels.recurrent.states`.
 
     key_heads, heads: of queries and keys, and of values, of which several read one key.
     key_dim, value_dim: of a head.
     taps: of the convolution of queries, keys and values; 1 is none.
     stored: how a checkpoint holds what it reads.
+    delta, per_channel: see `StateGroup`.
     """
 
     key_heads: int
@@ -173,6 +176,8 @@ class LinearSpec:
     value_dim: int
     taps: int
     stored: LinearStorage = "by part"
+    delta: bool = True
+    per_channel: bool = False
 
     @property
     def widths(self) -> tuple[int, int, int]:
@@ -182,8 +187,36 @@ class LinearSpec:
 
     @property
     def channels(self) -> int:
-        """Of the convolution."""
-        return sum(self.widths)
+        """Of the convolution; 0 without one."""
+        return sum(self.widths) if self.taps > 1 else 0
+
+    def state(self, name: GroupName, num_layers: int) -> StateGroup:
+        """What so many layers of it keep of a row."""
+        return StateGroup(
+            name,
+            num_layers,
+            channels=self.channels,
+            taps=self.taps,
+            heads=self.heads,
+            key_heads=self.key_heads,
+            key_dim=self.key_dim,
+            value_dim=self.value_dim,
+            delta=self.delta,
+            per_channel=self.per_channel,
+        )
+
+
+def linear_of_rank(spec: LinearSpec, size: int) -> LinearSpec:
+    """What one of `size` ranks computes of a layer's linear attention: whole key heads, with the values that read them.
+
+    Raises ConfigError if they cannot be divided.
+    """
+    if spec.key_heads % size != 0:
+        fits = [n for n in range(1, spec.key_heads + 1) if spec.key_heads % n == 0]
+        raise ConfigError(
+            f"--tp-size {size}: {spec.key_heads} key heads of linear attention cannot be divided; {fits} can"
+        )
+    return replace(spec, key_heads=spec.key_heads // size, heads=spec.heads // size)
 
 
 Mixer = AttentionSpec | LinearSpec
