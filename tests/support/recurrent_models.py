@@ -72,7 +72,13 @@ def params(config) -> list[Param]:
         if spec.taps > 1:
             taps = tuple(Source(f"{stored}.conv_{e}", (rows[e], spec.taps), unit=units[e]) for e in "qkv")
             found.append(Param(f"{name}.conv", (spec.channels, spec.taps), taps, "vector", 0))
-            found.append(vector(f"{name}.conv_of", *(Source(f"{stored}.bias_{e}", (rows[e],), unit=units[e]) for e in "qkv"), shard=0))
+            found.append(
+                vector(
+                    f"{name}.conv_bias",
+                    *(Source(f"{stored}.bias_{e}", (rows[e],), unit=units[e]) for e in "qkv"),
+                    shard=0,
+                )
+            )
     return [
         of_vocab("embedding", "model.embed_tokens.weight", config.vocab_size, hidden, "table"),
         *found,
@@ -85,7 +91,7 @@ class RecurrentLayer:
     def __init__(self, spec, weights, name, index, ops):
         self.spec, self.index, self.ops = linear_of_rank(spec, ops.parallel.size), index, ops
         self.inner, self.out = weights.linear(f"{name}.in"), weights.linear(f"{name}.out")
-        self.conv = (weights[f"{name}.conv"], weights[f"{name}.conv_of"]) if spec.taps > 1 else None
+        self.conv = (weights[f"{name}.conv"], weights[f"{name}.conv_bias"]) if spec.taps > 1 else None
         self.products = [self.inner, self.out]
 
     def __call__(self, x, turn, attend):
@@ -155,7 +161,9 @@ def save_pair(folder: Path, *mixers: str, seed: int = 0, **changes) -> Pair:
     tensors["lm_head.weight"] *= 4
     write_tensors(target, tensors)
     layers = [0, 1, len(mixers) - 1]
-    head = save_random_head(folder / "head", target, None, seed, eagle_config={"eagle_aux_hidden_state_layer_ids": layers})
+    head = save_random_head(
+        folder / "head", target, None, seed, eagle_config={"eagle_aux_hidden_state_layer_ids": layers}
+    )
     return Pair(target, head)
 
 

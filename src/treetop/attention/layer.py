@@ -207,8 +207,8 @@ class CausalAttention:
 class DenseAttention:
     """Attention of one sequence of `length` over itself, without pages: what everything else must agree with.
 
-    layers: of each that attends, by index, the format, its window and whether that is a chunk's, whose K/V it reads, and
-        the scales of these in FP8.
+    layers: of each that attends, by index: the format, its window and whether that is a chunk's, whose K/V it
+        reads, and the scales of these in FP8.
     recurrence: of the others.
     """
 

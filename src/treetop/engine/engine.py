@@ -301,7 +301,13 @@ class Engine:
         mine = {i: attention_of_rank(each, self.parallel.size) for i, each in self.spec.attention.items()}
         scales = {i: layer.kv.scales for i, layer in self.runner.target_layers.items()}
         layers = {
-            index: (replace(each.kv, fp8=self.config.fp8_kv), each.window, each.chunked, each.source(index), scales[index])
+            index: (
+                replace(each.kv, fp8=self.config.fp8_kv),
+                each.window,
+                each.chunked,
+                each.source(index),
+                scales[index],
+            )
             for index, each in mine.items()
         }
         attend = DenseAttention(len(ids), self.dtype, positions.device, layers)

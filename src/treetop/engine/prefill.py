@@ -11,8 +11,8 @@ from treetop.attention.layer import CausalAttention, ChosenKeys, LayerKV
 from treetop.attention.recurrent import ChunkRecurrence
 from treetop.drafts.protocol import Extension
 from treetop.engine.model_runner import ModelRunner
-from treetop.engine.recurrence import chunk_recurrence
 from treetop.engine.prompt_logprobs import PromptTokens, prompt_logprobs
+from treetop.engine.recurrence import chunk_recurrence
 from treetop.kernels.kv import slots_of
 from treetop.kernels.tree.row_text import remember
 from treetop.kernels.tree.tree import root_tree

@@ -426,7 +426,7 @@ def model_config(config: Config, where: Path, layers: Sequence[LayerSpec]) -> Mo
         hidden_size=size(config, "hidden_size", where),
         norm_eps=real(config, "rms_norm_eps", where, 1e-6),
         max_positions=max(
-            max_positions(config, where), *(reach(each.attends.rope) for each in layers if each.attends is not None)
+            [max_positions(config, where), *(reach(each.attends.rope) for each in layers if each.attends is not None)]
         ),
         tied_embeddings=flag(config, "tie_word_embeddings", where),
         eos_token_ids=integers(config, "eos_token_id", where),

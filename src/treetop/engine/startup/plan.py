@@ -35,6 +35,7 @@ from treetop.engine.memory import (
 from treetop.engine.row_record import record_bytes, record_fields
 from treetop.engine.startup.exactness import is_exact
 from treetop.engine.startup.layer_groups import backend_need, causal_blocks, kv_groups, state_groups
+from treetop.engine.startup.state_limits import within_states
 from treetop.engine.startup.weight_copies import CpuWeights, with_copies, with_second_orders
 from treetop.engine.state import make_state
 from treetop.kernels.kv import FP8_CAPABILITY, kv_dtype
@@ -113,6 +114,7 @@ def _plan_own(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel) 
 def _plan_rows(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel) -> EnginePlan:
     """The plan for a given number of rows."""
     target = target_spec(resolve_folder(config.model))
+    config = within_states(config, target.config)
     if config.ep_size > 1 and not target.config.has_experts:
         raise ConfigError(f"--ep-size {config.ep_size}: {config.model} has no experts that ranks could share")
     draft = read_draft_spec(config, target) if config.speculates else None

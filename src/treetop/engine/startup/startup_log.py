@@ -38,6 +38,7 @@ def start_up_block(
         *([about] if (about := about_activations(whole.held(engine_plan.target.params))) else []),
         f"attention {runner.backend.name}" + (f"; not {', '.join(others)} (treetop doctor says why)" if others else ""),
         _graphs(launcher),
+        *(["prefix cache off: states of recurrent layers are not cached"] if layout.state_groups else []),
         f"overlap of host and device {'on' if layout.max_in_flight > 1 else 'off'}; capture and "
         f"capacity proof {start_s:.1f} s",
     ]
