@@ -31,7 +31,7 @@ from treetop.kernels.gemm import skinny_gemm as skinny
 from treetop.kernels.kv import FP8_CAPABILITY
 from treetop.kernels.moe import experts as expert_products
 from treetop.kernels.moe import routing
-from treetop.kernels.recurrent import convolution
+from treetop.kernels.recurrent import convolution, gates
 from treetop.kernels.recurrent import keep as keeping
 from treetop.kernels.recurrent import prefill as prefilling
 from treetop.kernels.recurrent import verify as verifying
@@ -310,6 +310,8 @@ class Ops:
     gather_table = Op(pages.gather_table_reference, pages.gather_table, 0.0, on_a_gpu, (pages._gather_kernel,))
 
     # of layers with a recurrence
+    delta_inputs = Op(gates.delta_inputs_reference, plain(gates.delta_inputs_reference), 1e-6, nowhere)
+    gated_norm = Op(gates.gated_norm_reference, plain(gates.gated_norm_reference), 1e-6, nowhere)
     path_conv = Op(convolution.path_conv_reference, plain(convolution.path_conv_reference), 1e-6, nowhere)
     prefill_conv = Op(convolution.prefill_conv_reference, plain(convolution.prefill_conv_reference), 1e-6, nowhere)
     verify_states = Op(verifying.verify_states_reference, plain(verifying.verify_states_reference), 1e-5, nowhere)
