@@ -4,7 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.recurrent.states import StateInputs
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, tl
 
 LENGTH_EPS = 1e-6
 """Added to the squared length of queries and keys, whatever a model's norms add."""
@@ -39,3 +41,96 @@ def gated_norm_reference(x: Tensor, gate: Tensor, weight: Tensor, eps: float) ->
     x = x.to(dtype).to(wide)
     normed = (x * torch.rsqrt((x * x).mean(dim=-1, keepdim=True) + eps)).to(dtype) * weight
     return (normed * F.silu(gate.to(wide)).view(x.shape)).to(dtype).flatten(-2)
+
+
+def delta_inputs(
+    mixed: Tensor, gates: Tensor, rate: Tensor, bias: Tensor, key_heads: int, key_dim: int, gpu: GpuTraits
+) -> StateInputs:
+    """`delta_inputs_reference` in one launch."""
+    rows, n, channels = mixed.shape
+    heads, keys = len(rate), key_heads * key_dim
+    value_dim = (channels - 2 * keys) // heads
+    assert mixed.is_contiguous()
+    assert gates.is_contiguous()
+    q, k, v = (
+        torch.empty((rows, n, count, dim), dtype=torch.float32, device=mixed.device)
+        for count, dim in ((key_heads, key_dim), (key_heads, key_dim), (heads, value_dim))
+    )
+    g, beta = (torch.empty((rows, n, heads), dtype=torch.float32, device=mixed.device) for _ in "gb")
+    _inputs_kernel[(rows * n, 2 * key_heads + heads)](
+        q, k, v, g, beta, mixed, gates, rate, bias, key_dim**-0.5, LENGTH_EPS,
+        heads=heads, key_heads=key_heads, key_dim=key_dim, value_dim=value_dim,
+        block=lanes(max(key_dim, value_dim)), overlap=gpu.can_overlap, num_warps=1, **launch_options(gpu),
+    )  # fmt: skip
+    return StateInputs(q, k, v, g, beta)
+
+
+@jit
+def _inputs_kernel(
+    q: Arg, k: Arg, v: Arg, g: Arg, beta: Arg, mixed: Arg, gates: Arg, rate: Arg, bias: Arg, scale: Arg, eps: Arg,
+    heads: constexpr, key_heads: constexpr, key_dim: constexpr, value_dim: constexpr, block: constexpr,
+    overlap: constexpr,
+) -> None:  # fmt: skip
+    """One head of one token's queries, keys or values. Grid (tokens, heads of all three)."""
+    pdl_wait(overlap, early=True)
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    lane = tl.arange(0, block)
+    at = mixed + token * (2 * key_heads * key_dim + heads * value_dim)
+    if part < 2 * key_heads:
+        there = lane < key_dim
+        x = tl.load(at + part * key_dim + lane, mask=there, other=0.0).to(tl.float32)
+        x = (x * tl.sigmoid(x)).to(mixed.dtype.element_ty).to(tl.float32)
+        x = x * tl.rsqrt(tl.sum(x * x, 0) + eps)
+        if part < key_heads:
+            tl.store(q + (token * key_heads + part) * key_dim + lane, x * scale, mask=there)
+        else:
+            tl.store(k + (token * key_heads + part - key_heads) * key_dim + lane, x, mask=there)
+    else:
+        head = part - 2 * key_heads
+        there = lane < value_dim
+        x = tl.load(at + 2 * key_heads * key_dim + head * value_dim + lane, mask=there, other=0.0).to(tl.float32)
+        x = (x * tl.sigmoid(x)).to(mixed.dtype.element_ty).to(tl.float32)
+        tl.store(v + (token * heads + head) * value_dim + lane, x, mask=there)
+        b = tl.load(gates + token * 2 * heads + head).to(tl.float32)
+        a = tl.load(gates + token * 2 * heads + heads + head).to(tl.float32) + tl.load(bias + head)
+        small = tl.exp(tl.minimum(a, 20.0))
+        grown = 1.0 + small
+        exact = tl.where(grown == 1.0, 1.0, grown - 1.0)  # what of e^a the sum holds
+        soft = tl.where(a > 20.0, a, tl.where(grown == 1.0, small, tl.log(grown) * (small / exact)))
+        tl.store(g + token * heads + head, tl.load(rate + head) * soft)
+        tl.store(beta + token * heads + head, tl.sigmoid(b))
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, gpu: GpuTraits) -> Tensor:
+    """`gated_norm_reference` in one launch."""
+    rows, n, heads, dim = x.shape
+    x = x.contiguous()
+    assert gate.stride(2) == 1
+    out = torch.empty((rows, n, heads * dim), dtype=gate.dtype, device=x.device)
+    _gated_norm_kernel[(rows * n, heads)](
+        out, x, gate, weight, eps, n, gate.stride(0), gate.stride(1),
+        heads=heads, dim=dim, block=lanes(dim), overlap=gpu.can_overlap, num_warps=1, **launch_options(gpu),
+    )  # fmt: skip
+    return out
+
+
+@jit
+def _gated_norm_kernel(
+    out: Arg, x: Arg, gate: Arg, weight: Arg, eps: Arg, n: Arg, gate_row: Arg, gate_token: Arg,
+    heads: constexpr, dim: constexpr, block: constexpr, overlap: constexpr,
+) -> None:  # fmt: skip
+    """One head of one token. Grid (tokens, heads)."""
+    pdl_wait(overlap, early=True)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    lane = tl.arange(0, block)
+    there = lane < dim
+    numbers = tl.load(x + (token * heads + head) * dim + lane, mask=there, other=0.0)
+    numbers = numbers.to(out.dtype.element_ty).to(tl.float32)
+    numbers = numbers * tl.rsqrt(tl.sum(numbers * numbers, 0) / dim + eps)
+    normed = numbers.to(out.dtype.element_ty) * tl.load(weight + lane, mask=there, other=0.0)
+    at = gate + token // n * gate_row + token % n * gate_token + head * dim + lane
+    z = tl.load(at, mask=there, other=0.0).to(tl.float32)
+    result = normed.to(tl.float32) * (z * tl.sigmoid(z))
+    tl.store(out + (token * heads + head) * dim + lane, result.to(out.dtype.element_ty), mask=there)
