@@ -10,8 +10,13 @@ from support.engines import accept_lens, build, greedy, sampled, steps, submit, 
 from support.recurrent_models import check_dummy, check_snapshot, known_family, save_pair, snapshot, states_of
 from support.refusing import refused
 from treetop import LLM
+from treetop.engine.memory import state_bytes
+from treetop.engine.state import state_tables
+from treetop.tools.inspect import inspect
+from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 from treetop_debug.ranks import ranks_on_threads
+from treetop_debug.recurrent_faults import RECURRENT_FAULTS
 
 OPTIONS = {"context_length": 96, "max_running_requests": 4, "page_size": 4, "chunked_prefill_size": 16}
 
@@ -175,6 +180,22 @@ def test_what_states_cannot_do_is_refused_by_name(pair, tmp_path):
     assert built(pair, None).engine.config.disable_radix_cache
 
 
+def test_memory_of_states_is_planned_as_it_is_made(pair, caplog):
+    """In the plan's estimate, in the start-up log and by `inspect`."""
+    with caplog.at_level("INFO", "treetop"):
+        llm = built(pair)
+    made = [each for states in llm.engine.runner.state.states.values() for each in state_tables(states)]
+    layout = llm.engine.layout
+    assert sum(each.nbytes for each in made) == layout.num_rows * state_bytes(layout, 8)
+    assert llm.engine.memory.budget.static >= sum(each.nbytes for each in made)
+    assert "states state: 2 layers" in caplog.text
+    assert "prefix cache off" in caplog.text
+    report = inspect(EngineConfig.of(str(pair.target), dtype="float64", **OPTIONS))
+    assert report.memory is not None
+    assert sum(each.bytes_per_row for each in report.memory.states) <= state_bytes(layout, 8)
+    assert [(each.layers, each.rows) for each in report.memory.states] == [(2, 5), (2, 5)]
+
+
 # ---------------------------------------------------------------------------------------------- states
 
 
@@ -238,6 +259,14 @@ def play(pair, seeds, **options) -> Watched:
 def test_random_schedules_leave_the_states_of_the_tokens(pair, options):
     """Admissions, chunks, rounds, retractions, aborts; state, convolution and pending updates after each step."""
     assert play(pair, range(20), **options).checked > (40 if "overlap" in options else 150)
+
+
+@pytest.mark.parametrize("name", RECURRENT_FAULTS)
+def test_states_tell_of_each_past_bug(pair, prompts, name):
+    """Put back, some row has not the states of its tokens; without it all have."""
+    order = prompts[::-1]  # long prompts leave their rows to short ones
+    with RECURRENT_FAULTS[name].active(), pytest.raises(AssertionError, match=r"state|convolution|pending"):
+        run(built(pair), order, greedy(12))
 
 
 @pytest.mark.slow
