@@ -1,7 +1,7 @@
 """Faults of recurrent layers, put back by name: each leaves rows with states that are not those of their tokens
 (`tests/speculative/test_recurrence.py` compares both after each step)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from treetop.attention.recurrent import ChunkRecurrence, NodeRecurrence
+from treetop.cache.kv_cache_manager import KVCacheManager, Lease
 from treetop.engine.model_runner import ModelRunner
 from treetop.kernels.tree.commit import Paths
+from treetop.types.messages import Chunk
 from treetop_debug.faults import Fault
 from treetop_debug.patching import Patch
 
@@ -87,6 +89,36 @@ def _with_padding(real: Callable[..., ChunkRecurrence | None]) -> Callable[..., 
     return chunks
 
 
+def _a_page_earlier(real: Callable[..., None]) -> Callable[..., None]:
+    """States attached to the node before theirs (sgl-38815)."""
+
+    def place(self: KVCacheManager, lease: Lease, num_tokens: int) -> None:
+        if num_tokens in lease.keeps:
+            lease.keeps[num_tokens - self._layout.page_size] = lease.keeps.pop(num_tokens)
+        real(self, lease, num_tokens - self._layout.page_size)
+
+    return place
+
+
+def _of_a_row_with_drafts(real: Callable[..., None]) -> Callable[..., None]:
+    """What is kept is not the state of its tokens, as one with a draft's folded is not (vllm-43559)."""
+
+    def keep(runner: ModelRunner, chunks: Sequence[Chunk]) -> None:
+        real(runner, chunks)
+        for chunk in chunks:
+            if chunk.keep is not None:
+                for states in runner.state.checkpoints.values():
+                    states.state[:, chunk.keep] *= 0.5
+                    states.state[:, chunk.keep] += 1.0
+
+    return keep
+
+
+def _cut_back(real: Callable[..., Any]) -> Callable[..., Any]:
+    """A hit of pages alone: whoever begins behind them begins with no states (lmcache-4247)."""
+    return lambda self, lease: None
+
+
 _KEEP, _GUARD = "treetop.engine.rounds:keep_states", "states of tokens"
 
 RECURRENT_FAULTS: dict[str, Fault] = {
@@ -133,6 +165,33 @@ RECURRENT_FAULTS: dict[str, Fault] = {
             "state-padding",
             "padding of a chunk enters the state (vllm-55178)",
             (Patch("treetop.engine.prefill:chunk_recurrence", _with_padding),),
+            _GUARD,
+            None,
+        ),
+    )
+}
+
+CHECKPOINT_FAULTS: dict[str, Fault] = {
+    each.name: each
+    for each in (
+        Fault(
+            "state-of-another-length",
+            "states are attached to the page before theirs",
+            (Patch("treetop.cache.kv_cache_manager:KVCacheManager.place_checkpoint", _a_page_earlier),),
+            "tokens that a row's states are of",
+            1,
+        ),
+        Fault(
+            "state-missing",
+            "a hit has pages and no states",
+            (Patch("treetop.cache.kv_cache_manager:KVCacheManager.checkpoint_of", _cut_back),),
+            "without their states",
+            1,
+        ),
+        Fault(
+            "state-with-draft",
+            "what is kept of a prompt is not the state of its tokens",
+            (Patch("treetop.engine.engine:keep_checkpoints", _of_a_row_with_drafts),),
             _GUARD,
             None,
         ),

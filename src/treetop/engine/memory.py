@@ -238,9 +238,11 @@ def state_line(layout: Layout, group: StateGroup, element_size: int) -> str:
     row, width, nodes = group.row_bytes(element_size), layout.commit_width, layout.verify_tail
     row += group.pending_bytes(width, element_size)
     stash = layout.max_requests * group.stash_bytes(nodes, element_size)
+    kept = layout.checkpoints * group.row_bytes(element_size)
     return (
         f"states {group.name}: {group.num_layers} layers, {gib(row)} a row x {layout.num_rows} rows ="
         f" {gib(row * layout.num_rows)}, nodes of a round {gib(stash)}"
+        + (f", {layout.checkpoints} checkpoints {gib(kept)}" if kept else "")
     )
 
 
