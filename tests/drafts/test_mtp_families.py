@@ -1,4 +1,4 @@
-"""MTP layers of Hy3, ERNIE 4.5 and MiMo-V2: they draft what an independent computation drafts, and trees are exact."""
+"""MTP layers of Hy3, ERNIE, MiMo-V2 and Qwen3-Next draft what an independent computation drafts; trees are exact."""
 
 import json
 from dataclasses import dataclass
@@ -34,8 +34,11 @@ class Layout:
     zeroed: bool = True
     renamed: tuple[tuple[str, str], ...] = ()
     window: int | None = None
+    unit_offset: bool = False
 
 
+QWEN = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
+KINDS = [f"{kind}_attention" for kind in ("linear", "full", "linear", "linear", "full")]
 LAYOUTS = {
     "Hy3": Layout(
         "hy3",
@@ -78,6 +81,10 @@ LAYOUTS = {
         {},
         normed_state=False,
     ),
+    **{
+        tiny: Layout(tiny, "mtp.layers.0", QWEN, {"layer_types": KINDS}, zeroed=False, unit_offset=True)
+        for tiny in ("qwen3 next", "qwen3.5", "qwen3.5 moe")
+    },
     "MiMo-V2": Layout(
         "mimo v2",
         "model.mtp.layers.0",
@@ -139,7 +146,7 @@ def made(request, tmp_path_factory):
             moved = moved.replace(old, new)
         tensors[moved] = stored[name]
     for name in filter(None, layout.own):
-        wide = "proj" in name
+        wide = "proj" in name or name == "mtp.fc"
         shape = (hidden, 2 * hidden) if wide else (hidden,)
         tensors[f"{name}.weight"] = torch.randn(shape, generator=generator) * (0.12 if wide else 0.3) + (not wide)
     config = json.loads((saved.theirs / "config.json").read_text())
@@ -155,11 +162,14 @@ def test_it_drafts_what_it_must(made):
     """First drafts and deeper ones, by their trees and scores; the algorithm is inferred from the names."""
     name, layout, both, whole = made
     found = find_draft(both)
-    assert (found.algorithm, found.layout) == ("MTP", "GLM and DeepSeek" if "shared_head" in str(layout.own) else name)
+    deepseek, qwen = "shared_head" in str(layout.own), layout.own == QWEN
+    assert (found.algorithm, found.layout) == ("MTP", "GLM and DeepSeek" if deepseek else "Qwen" if qwen else name)
     how = {"dtype": torch.float64, "attn_implementation": "eager", "experts_implementation": "eager"}
     model = AutoModelForCausalLM.from_pretrained(whole, **how).eval()
     target = DenseTarget(both, attn_implementation="eager", experts_implementation="eager")
     dense: Dense = dense_of(both)
+    if layout.unit_offset:
+        dense.w |= {f"{name}.weight": dense.w[f"{name}.weight"] + 1 for name in layout.own if "norm" in name}
     reference = DenseFamilyMtp(
         *(dense, target.embedding, target.lm_head, torch.zeros(len(target.lm_head), dtype=torch.long), layout.layer),
         *(layout.own, False, layout.normed_state),

@@ -1,11 +1,14 @@
 """Operations of recurrent layers equal a recurrence from token to token, whatever tree or chunk they are given."""
 
 import random
-from dataclasses import replace
+from copy import deepcopy
+from dataclasses import fields as dataclass_fields
+from dataclasses import is_dataclass, replace
 
 import pytest
 import torch
 
+from support.interpreted import DEVICE, on_gpu_or_interpreted
 from support.recurrent_oracle import (
     GATED,
     KINDS,
@@ -23,7 +26,9 @@ from treetop.kernels.recurrent.keep import copy_states_reference, fold_states_re
 from treetop.kernels.recurrent.prefill import prefill_states_reference
 from treetop.kernels.recurrent.states import StateTails
 from treetop.kernels.recurrent.verify import verify_states_reference
+from treetop.kernels.table import Ops
 from treetop.kernels.tree.commit import Paths
+from treetop.kernels.triton_guard import gpu_traits
 
 NUM_ROWS, WIDTH = 6, 4
 ROWS = torch.tensor([3, 0, 5, 1, 5])
@@ -286,3 +291,90 @@ def test_a_chunks_convolution_moves_on_to_its_last_valid_input(n):
         for token in range(length):
             torch.testing.assert_close(out[item, token], convolved(line[token : token + 4], weight))
     assert torch.equal(conv[[1, 2, 3]], before[[1, 2, 3]])
+
+
+def on_device(value):
+    """Tensors of a dataclass, where kernels run."""
+    if isinstance(value, torch.Tensor):
+        return value.to(DEVICE)
+    if is_dataclass(value):
+        return type(value)(*(on_device(getattr(value, each.name)) for each in dataclass_fields(value)))
+    return value
+
+
+def both_ways(name, *args, after=lambda args, result: result):
+    """What an operation's reference and its kernel leave of the same arguments."""
+    op, found = getattr(Ops, name), []
+    for run in (op.reference, op.on(gpu_traits(DEVICE))):
+        own = [on_device(deepcopy(each)) for each in args]
+        found.append(after(own, run(*own)))
+    return found
+
+
+@on_gpu_or_interpreted
+@pytest.mark.parametrize("kind", ["gated delta", "decay alone"])
+@pytest.mark.parametrize("n", [1, 7, 17])
+def test_the_kernel_verifies_any_tree(kind, n):
+    """Pending updates of every number, the dummy twice, wide values in several blocks."""
+    torch.manual_seed(n)
+    group = replace(KINDS[kind], value_dim=37, channels=0, taps=1)
+    states = random_states(group, NUM_ROWS, WIDTH, torch.float32, torch.float32).layer(1)
+    inputs = random_inputs(group, len(ROWS), n, torch.float32, strong=n == 7)
+    stash = random_tails(group, len(ROWS) + 1, n + 2, torch.float32, torch.float32).updates.layer(0)
+    args = (states, ROWS, inputs, torch.tensor(trees(n, n)), stash, NUM_ROWS - 1)
+    ours, theirs = both_ways("verify_states", *args, after=lambda own, out: (out, own[0].state, own[4].d, own[4].k))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * float(other.abs().max()))
+
+
+@on_gpu_or_interpreted
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
+def test_in_the_kernel_too_a_node_that_is_not_finite_changes_nobody_but_those_below_it(name):
+    torch.manual_seed(3)
+    group, n, parents, outs = GATED, 12, trees(12, 3), []
+    layer = random_states(group, NUM_ROWS, WIDTH, torch.float32, torch.float32).layer(0)
+    inputs = random_inputs(group, len(ROWS), n, torch.float32)
+    stash = random_tails(group, len(ROWS), n, torch.float32, torch.float32).updates.layer(0)
+    for bad in (False, True):
+        if bad:
+            getattr(inputs, name)[:, 4] = NAN
+        args = (layer, ROWS, inputs, torch.tensor(parents), stash, NUM_ROWS - 1)
+        outs.append(both_ways("verify_states", *args)[1])
+    for item in range(len(ROWS)):
+        for node in range(n):
+            below = 4 in path_of(parents[item], node)
+            assert torch.equal(outs[0][item, node], outs[1][item, node]) != ((below and name != "q") or node == 4)
+
+
+@on_gpu_or_interpreted
+@pytest.mark.parametrize("n", [1, 15, 16, 17, 40])
+def test_the_kernel_takes_in_chunks_of_any_length(n):
+    """In blocks of its own: padding that is not finite changes nothing."""
+    torch.manual_seed(n)
+    states = random_states(GATED, NUM_ROWS, WIDTH, torch.float32, torch.float32).layer(1)
+    valid = torch.arange(n) < torch.tensor([n, 0, max(n - 3, 0), n // 2])[:, None]
+    inputs = random_inputs(GATED, 4, n, torch.float32)
+    for each in fields(inputs):
+        each[~valid] = NAN
+    args = (states, torch.tensor([2, 5, 0, 4]), inputs, valid)
+    ours, theirs = both_ways("prefill_states", *args, after=lambda own, out: (out[own[3]], own[0].state))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * float(other.abs().max()))
+
+
+@on_gpu_or_interpreted
+def test_the_kernels_keep_a_chain_of_columns_and_convolve_with_two_taps():
+    torch.manual_seed(11)
+    group = replace(GATED, taps=2)
+    states = random_states(group, NUM_ROWS, WIDTH, torch.float32, torch.float32)
+    tails = random_tails(group, len(ROWS), WIDTH, torch.float32, torch.float32)
+    windows = tree_windows((torch.arange(WIDTH).expand(len(ROWS), -1) - 1).clamp(min=0), 2)
+    zero = torch.zeros(len(ROWS), dtype=torch.int64)
+    paths = Paths(ROWS, zero, torch.tensor([0, 1, 3, 2, 0]), WIDTH, None, NUM_ROWS - 1)
+    ours, theirs = both_ways("keep_states", states, tails, paths, windows, after=lambda own, _: own[0])
+    assert torch.equal(ours.conv, theirs.conv)
+    assert torch.equal(ours.count, theirs.count)
+    torch.testing.assert_close(ours.pending.d, theirs.pending.d, rtol=0, atol=0, equal_nan=True)
+    x, weight = torch.randn(len(ROWS), WIDTH, group.channels), torch.randn(group.channels, 2)
+    ours, theirs = both_ways("path_conv", states.conv[0], ROWS, x, windows, weight)
+    torch.testing.assert_close(ours, theirs)

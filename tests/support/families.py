@@ -40,6 +40,10 @@ def _as_is(target: Path, folder: Path) -> Path:
     return target
 
 
+TEXT_CONFIGS = ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe")
+"""Whose configuration of text alone has another name."""
+
+
 @dataclass(frozen=True)
 class Tiny:
     """A family's tiny model. name: of the class in `transformers`, without the ending. finish: makes the folder that
@@ -60,7 +64,7 @@ class Tiny:
     def save(self, folder: Path, seed: int = 0) -> "Saved":
         config = {**SIZES, **self.config}
         if self.vision is None:
-            kind = self.name + ("Text" if self.name in ("Gemma3", "Gemma4", "Llama4") else "")
+            kind = self.name + ("Text" if self.name in TEXT_CONFIGS else "")
             config = getattr(transformers, f"{kind}Config")(**config)
         else:
             config = getattr(transformers, f"{self.name}Config")(text_config=config, **self.vision)
@@ -448,9 +452,32 @@ def _as_kimi_25(target: Path, folder: Path) -> Path:
     return folder
 
 
+LINEAR = {
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "layer_types": [f"{kind}_attention" for kind in ("linear", "linear", "full", "linear")],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}
+LINEAR_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+}
+QWEN_MROPE = _mrope(1, 1, 1, mrope_interleaved=True, partial_rotary_factor=0.5)
+
 KIMI = {**YARN, "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 FAMILIES: dict[str, Tiny] = {
+    "qwen3 next": Tiny("Qwen3Next", {**LINEAR, **LINEAR_EXPERTS, "mlp_only_layers": [1]}),
+    "qwen3.5": Tiny("Qwen3_5", {**LINEAR, "layer_types": None, "head_dim": 16, "rope_parameters": None}),
+    "qwen3.5 moe": Tiny("Qwen3_5Moe", {**LINEAR, **LINEAR_EXPERTS, "linear_num_value_heads": 2}),
+    "qwen3.5 of images": Tiny("Qwen3_5", {**LINEAR, "rope_parameters": QWEN_MROPE}, vision=SEEING["Qwen3VL"]),
+    "qwen3.5 moe of images": Tiny(
+        "Qwen3_5Moe", {**LINEAR, **LINEAR_EXPERTS, "rope_parameters": QWEN_MROPE}, vision=SEEING["Qwen3VL"]
+    ),
     "deepseek v2": Tiny("DeepseekV2", {**LATENT, **GROUPED, "topk_method": "group_limited_greedy"}),
     "deepseek v2 lite": Tiny(
         "DeepseekV2", {**LATENT, **GROUPED, "q_lora_rank": None, "n_group": 1, "rope_parameters": SCALED_ALL}

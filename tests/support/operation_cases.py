@@ -618,6 +618,16 @@ def _parents() -> Tensor:
 
 
 @case
+def delta_inputs(_: bool) -> Call:
+    return Call((torch.randn(2, 3, 84), torch.randn(2, 3, 8), -torch.rand(4) - 0.1, torch.randn(4), 2, 16))
+
+
+@case
+def gated_norm(_: bool) -> Call:
+    return Call((torch.randn(2, 3, 4, 12), torch.randn(2, 3, 80)[..., 20:68], torch.rand(12), 1e-5))
+
+
+@case
 def path_conv(_: bool) -> Call:
     conv, x = _states().conv[0], torch.randn(5, _NODES, 84)
     return Call((conv, torch.tensor(_ROWS), x, tree_windows(_parents(), 4), torch.randn(84, 4), torch.randn(84)))

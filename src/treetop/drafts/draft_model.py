@@ -152,11 +152,12 @@ def draft_model_spec(folder: Path, target: ModelConfig, dummy: bool) -> DraftMod
     """
     model, where = target_spec(folder), folder / "config.json"
     for layer in model.config.layers:
-        attention = layer.attention
+        attention = layer.attends
         no = (
             ("experts" if layer.experts is not None else None)
-            or ("sparse attention" if attention.index is not None else None)
-            or ("layers that read another layer's K/V" if attention.reads_layer is not None else None)
+            or ("linear attention" if attention is None else None)
+            or ("sparse attention" if attention is not None and attention.index is not None else None)
+            or ("layers that read another layer's K/V" if layer.attention.reads_layer is not None else None)
         )
         if no is not None:
             raise CheckpointError(

@@ -9,6 +9,8 @@ Weights lie in the target's folder. Which state goes on is the family's: GLM and
 do MiMo-V2 (vllm `mimo_v2_mtp.py`) and Hy3 (`hy_v3_mtp.py`); ERNIE has no norm there (vllm `ernie_mtp.py`, sglang
 `ernie4_eagle.py`). Step's, a dense layer with a window, reads the target's state before its final norm and chains its
 own before the norm (sglang `step3p5_mtp.py`). All of these but MiMo-V2's and Step's zero the embedding at position 0.
+Qwen3-Next's and 3.5's has the attention of their full layers,
+chains the normed state and zeroes nothing (vllm `qwen3_next_mtp.py`, `qwen3_5_mtp.py`).
 Where the target's attention is sparse, so is the layer's, by an indexer of its own at every level; it is dense where
 none is stored.
 """
@@ -41,7 +43,9 @@ from treetop.types.config import Recurrence
 from treetop.types.errors import CheckpointError, shown
 from treetop.weights.format import Source
 from treetop.weights.held import Weights
+from treetop.weights.plain import FLOATS
 from treetop.weights.registry import read_formats
+from treetop.weights.rules import Named, StoredFormats
 
 
 def _last(target: ModelConfig) -> LayerSpec:
@@ -74,6 +78,14 @@ def _dense_of_step(target: ModelConfig) -> LayerSpec | None:
     if layer is None or not isinstance(layer.feed_forward, DenseSpec):
         return None
     return replace(layer, feed_forward=replace(layer.feed_forward, limit=None))
+
+
+def _attending(target: ModelConfig) -> LayerSpec | None:
+    """The last layer, with the attention of one that has keys and values, and experts if any layer has."""
+    if not target.attention:
+        return None
+    forward = next((each.feed_forward for each in target.layers if each.experts), target.layers[-1].feed_forward)
+    return replace(target.layers[-1], mixer=[*target.attention.values()][-1], feed_forward=forward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +166,22 @@ ERNIE = MtpNames(
     shown_by="{root}mtp_linear_proj.{n}",
     kind=_dense,
 )
-_STORED = {"Hy3": HY3, "Step": STEP, "GLM and DeepSeek": GLM, "MiMo": MIMO, "MiMo-V2": MIMO_V2, "ERNIE": ERNIE}
+QWEN = MtpNames(
+    *("mtp.layers.{n}", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"),
+    shown_by="mtp.layers.{n}.input_layernorm",
+    normed_state=True,
+    zeroed=False,
+    kind=_attending,
+)
+_STORED = {
+    "Qwen": QWEN,
+    "Hy3": HY3,
+    "Step": STEP,
+    "GLM and DeepSeek": GLM,
+    "MiMo": MIMO,
+    "MiMo-V2": MIMO_V2,
+    "ERNIE": ERNIE,
+}
 """Layouts in the order in which they are looked for."""
 
 
@@ -176,14 +203,15 @@ class FoundMtp:
 def find_mtp(tensors: Collection[str]) -> FoundMtp | None:
     """The MTP layers among a folder's tensors, or None."""
     for layout, names in _STORED.items():
-        shown = re.escape(names.shown_by).replace(r"\{root\}", _ROOT).replace(r"\{n\}", r"(\d{1,9})") + r"\.weight"
+        shown = re.escape(names.shown_by).replace(r"\{root\}", _ROOT).replace(r"\{n\}", r"(?P<n>\d{1,9})") + r"\.weight"
         found = [match for tensor in tensors if (match := re.fullmatch(shown, tensor))]
         if found:
-            return FoundMtp(layout, names, found[0][1], tuple(sorted(int(match[2]) for match in found)))
+            root = found[0].groupdict().get("root", "")
+            return FoundMtp(layout, names, root, tuple(sorted(int(match["n"]) for match in found)))
     return None
 
 
-_ROOT = r"(model\.language_model\.|language_model\.model\.|model\.)"
+_ROOT = r"(?P<root>model\.language_model\.|language_model\.model\.|model\.)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +354,8 @@ def mtp_spec(folder: Path, target: ModelConfig, dummy: bool, recurrence: Recurre
     Raises CheckpointError if there is none, or it does not follow this target's layers.
     """
     count = len(target.layers)
-    found = FoundMtp("GLM", GLM, "model.", (count,)) if dummy else find_mtp(tensor_files(folder))
+    tensors = set() if dummy else set(tensor_files(folder))
+    found = _dummy(target) if dummy else find_mtp(tensors)
     if found is None:
         said, where = read_config(folder).get("num_nextn_predict_layers"), folder / "config.json"
         but = f", though {where} has num_nextn_predict_layers = {shown(said)}" if said else ""
@@ -349,10 +378,32 @@ def mtp_spec(folder: Path, target: ModelConfig, dummy: bool, recurrence: Recurre
         own = replace(layer.attention.index, shares=None) if dummy or indexer in tensor_files(folder) else None
         layer = replace(layer, mixer=with_indexer(layer.attention, own))
     formats = read_formats(read_config(folder), folder / "config.json")
+    if names is QWEN:
+        layer, formats = _as_stored(layer, tensors), _plain_as_stored(formats, tensors)
     decoder = replace(target, layers=(layer,), formats=formats)
     normed = names.normed_state if recurrence == "auto" else recurrence == "after-norm"
     reads = (count if names.before_norm else LAST_HIDDEN,)
     return MtpSpec(folder, decoder, names, found.root, number, normed, aux_inputs=reads)
+
+
+def _dummy(target: ModelConfig) -> FoundMtp:
+    return FoundMtp("Qwen", QWEN, "", (0,)) if target.linear else FoundMtp("GLM", GLM, "model.", (len(target.layers),))
+
+
+def _as_stored(layer: LayerSpec, tensors: Collection[str]) -> LayerSpec:
+    """Experts one by one or stacked, which an MTP layer may have otherwise than the target's."""
+    if layer.experts is None or not tensors:
+        return layer
+    stacked = any(name.startswith("mtp.") and name.endswith(".experts.gate_up_proj") for name in tensors)
+    return replace(layer, feed_forward=replace(layer.experts, stored="stacked of Qwen" if stacked else "each of Qwen"))
+
+
+def _plain_as_stored(formats: StoredFormats, tensors: Collection[str]) -> StoredFormats:
+    """Lists of what is not quantized forget the layer: what has a weight and nothing beside it is plain."""
+    modules = {name.removesuffix(".weight") for name in tensors if name.startswith("mtp.") and name.endswith(".weight")}
+    beside = {name.rpartition(".")[0] for name in tensors if not name.endswith((".weight", ".bias"))}
+    plain = frozenset(modules - beside)
+    return replace(formats, rules=(Named(plain, FLOATS), *formats.rules)) if plain and formats.rules else formats
 
 
 def _swapped_halves(weight: Tensor) -> Tensor:

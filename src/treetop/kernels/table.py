@@ -31,7 +31,7 @@ from treetop.kernels.gemm import skinny_gemm as skinny
 from treetop.kernels.kv import FP8_CAPABILITY
 from treetop.kernels.moe import experts as expert_products
 from treetop.kernels.moe import routing
-from treetop.kernels.recurrent import convolution
+from treetop.kernels.recurrent import convolution, gates
 from treetop.kernels.recurrent import keep as keeping
 from treetop.kernels.recurrent import prefill as prefilling
 from treetop.kernels.recurrent import verify as verifying
@@ -310,12 +310,30 @@ class Ops:
     gather_table = Op(pages.gather_table_reference, pages.gather_table, 0.0, on_a_gpu, (pages._gather_kernel,))
 
     # of layers with a recurrence
-    path_conv = Op(convolution.path_conv_reference, plain(convolution.path_conv_reference), 1e-6, nowhere)
-    prefill_conv = Op(convolution.prefill_conv_reference, plain(convolution.prefill_conv_reference), 1e-6, nowhere)
-    verify_states = Op(verifying.verify_states_reference, plain(verifying.verify_states_reference), 1e-5, nowhere)
-    keep_states = Op(keeping.keep_states_reference, plain(keeping.keep_states_reference), 0.0, nowhere)
-    fold_states = Op(keeping.fold_states_reference, plain(keeping.fold_states_reference), 1e-6, nowhere)
-    prefill_states = Op(prefilling.prefill_states_reference, plain(prefilling.prefill_states_reference), 1e-5, nowhere)
+    delta_inputs = Op(gates.delta_inputs_reference, gates.delta_inputs, 1e-5, on_a_gpu, (gates._inputs_kernel,))
+    gated_norm = Op(gates.gated_norm_reference, gates.gated_norm, 1e-6, on_a_gpu, (gates._gated_norm_kernel,))
+    path_conv = Op(convolution.path_conv_reference, convolution.path_conv, 1e-6, on_a_gpu, (convolution._conv_kernel,))
+    prefill_conv = Op(
+        convolution.prefill_conv_reference,
+        convolution.prefill_conv,
+        1e-6,
+        on_a_gpu,
+        (convolution._conv_kernel, convolution._move_on_kernel),
+    )
+    verify_states = Op(
+        verifying.verify_states_reference, verifying.verify_states, 1e-5, on_a_gpu, (verifying._verify_kernel,)
+    )
+    keep_states = Op(
+        keeping.keep_states_reference,
+        keeping.keep_states,
+        0.0,
+        on_a_gpu,
+        (keeping._keep_kernel, keeping._keep_window_kernel),
+    )
+    fold_states = Op(keeping.fold_states_reference, keeping.fold_states, 1e-5, on_a_gpu, (keeping._fold_kernel,))
+    prefill_states = Op(
+        prefilling.prefill_states_reference, prefilling.prefill_states, 1e-5, on_a_gpu, (prefilling._prefill_kernel,)
+    )
     copy_states = Op(keeping.copy_states_reference, plain(keeping.copy_states_reference), 0.0, nowhere)
 
     # of a round, in their order

@@ -1,4 +1,4 @@
-"""The attention of a layer, by its spec: the one place that makes it, and the one that lists its tensors."""
+"""The mixer of a layer, by its spec: the one place that makes it, and the one that lists its tensors."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -8,9 +8,10 @@ from torch import Tensor
 from treetop.attention.layer import Attend
 from treetop.checkpoints.params import Param
 from treetop.kernels.table import Ops
-from treetop.models.config import AttentionSpec
+from treetop.models.config import LinearSpec, Mixer
 from treetop.models.latent_attention import LatentAttention, latent_params
 from treetop.models.layers import SelfAttention, Turn, self_attention_params
+from treetop.models.linear_attention import LinearAttention, linear_params
 from treetop.types.parallel import Summed
 from treetop.weights.format import Product
 from treetop.weights.held import Weights
@@ -26,20 +27,24 @@ class Attention(Protocol):
         """x: [rows, n, in]. Returns parts [parts, rows, n, hidden], whose sum it is."""
 
 
-def attention(spec: AttentionSpec, weights: Weights, name: str, layer: int, eps: float, ops: Ops) -> Attention:
+def attention(spec: Mixer, weights: Weights, name: str, layer: int, eps: float, ops: Ops) -> Attention:
     """name: of its parameters. layer: its index among the model's. eps: of the norms of heads."""
+    if isinstance(spec, LinearSpec):
+        return LinearAttention(spec, weights, name, layer, eps, ops)
     if spec.latent is not None:
         return LatentAttention(spec, spec.latent, weights, name, layer, ops)
     return SelfAttention(spec, weights, name, layer, eps, ops)
 
 
 def attention_params(
-    spec: AttentionSpec, name: str, stored: str, width: int, hidden: int, unit_offset: bool = False
+    spec: Mixer, name: str, stored: str, width: int, hidden: int, unit_offset: bool = False
 ) -> list[Param]:
     """Of attention whose input is `width` wide. stored: the prefix of its tensors. Ranks have whole heads.
 
     Heads of queries and keys are read in the order that the rotation wants. unit_offset: of norms, see `ModelConfig`.
     """
+    if isinstance(spec, LinearSpec):
+        return linear_params(spec, name, stored, hidden)
     if spec.latent is not None:
         return latent_params(spec, spec.latent, name, stored, width, hidden)
     return self_attention_params(spec, name, stored, width, hidden, unit_offset)

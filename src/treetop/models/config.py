@@ -23,10 +23,14 @@ from treetop.weights.rules import PLAIN, StoredFormats
 @dataclass(frozen=True, slots=True)
 class OutputGate:
     """What attention gives is multiplied by an activation of a product with what attention reads: a number for each
-    head, or with per_number for each of its numbers."""
+    head, or with per_number for each of its numbers.
+
+    in_queries: a checkpoint holds it with the queries: of each head its query, then its gate.
+    """
 
     kind: Literal["sigmoid", "softplus"]
     per_number: bool = False
+    in_queries: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +261,7 @@ ExpertLayout = Literal[
     "each of HunYuan",
     "each of EXAONE",
     "each of Laguna",
+    "each of Qwen",
     "stacked",
     "stacked rows",
     "stacked halves",
@@ -265,6 +270,7 @@ ExpertLayout = Literal[
     "stacked of Granite",
     "stacked of Llama 4",
     "stacked of Mistral",
+    "stacked of Qwen",
 ]
 """How a checkpoint holds experts, see `models.experts`."""
 
@@ -277,6 +283,7 @@ class ExpertSpec:
     activation: of its gate and up.
     shared_inner: of a dense one beside them, which every token takes too; 0 is none.
     shared_limit: of its activation.
+    shared_gate: what it gives is multiplied by the sigmoid of a product with the token, one number.
     bias: experts have biases.
     stored: how a checkpoint holds them.
     """
@@ -286,6 +293,7 @@ class ExpertSpec:
     activation: Activation = Activation.SILU
     shared_inner: int = 0
     shared_limit: float | None = None
+    shared_gate: bool = False
     bias: bool = False
     stored: ExpertLayout = "each"
 
@@ -466,12 +474,17 @@ def dense_spec(config: Config, where: Path) -> DenseSpec:
     return DenseSpec(size(config, "intermediate_size", where), flag(config, "mlp_bias", where))
 
 
-FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
+FULL_ATTENTION, SLIDING_ATTENTION, LINEAR_ATTENTION = "full_attention", "sliding_attention", "linear_attention"
 
 
-def layer_types(config: Config, where: Path, default: Callable[[int], str] | None = None) -> list[str]:
+def layer_types(
+    config: Config,
+    where: Path,
+    default: Callable[[int], str] | None = None,
+    known: tuple[str, ...] = (FULL_ATTENTION, SLIDING_ATTENTION),
+) -> list[str]:
     """The type of every layer: `layer_types`, or the default by index; without one the key must be there."""
-    count, listed, known = num_layers(config, where), config.get("layer_types"), (FULL_ATTENTION, SLIDING_ATTENTION)
+    count, listed = num_layers(config, where), config.get("layer_types")
     if listed is None and default is not None:
         return [default(index) for index in range(count)]
     if not isinstance(listed, list) or len(listed) != count or any(kind not in known for kind in listed):

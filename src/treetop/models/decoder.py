@@ -9,10 +9,10 @@ from treetop.attention.layer import Attend
 from treetop.checkpoints.loader import Placement
 from treetop.checkpoints.params import Param, of_vocab
 from treetop.kernels.fused import joined_in_order
-from treetop.kernels.rope import rope_table
+from treetop.kernels.rope import RopeSpec, rope_table
 from treetop.kernels.table import Ops
 from treetop.models.attention import attention, attention_params
-from treetop.models.config import ModelConfig
+from treetop.models.config import LayerSpec, ModelConfig
 from treetop.models.embedding import lookup, piece_of, whole_logits
 from treetop.models.experts import live_rows
 from treetop.models.feed_forward import feed_forward, feed_forward_params
@@ -29,11 +29,11 @@ class DecoderLayer:
 
     def __init__(self, config: ModelConfig, weights: Weights, index: int, ops: Ops) -> None:
         spec, name, eps = config.layers[index], f"layers.{index}", config.norm_eps
-        self.rope = spec.attention.rope
+        self.rope = None if spec.attends is None else spec.attends.rope
         self._scale = config.residual_scale
         self._joins = ops.context.exact and ops.parallel.size > 1
         self.input_norm = _norm(weights, f"{name}.input_norm", eps, ops) or NoNorm(ops)
-        self.attention = attention(spec.attention, weights, f"{name}.attention", index, eps, ops)
+        self.attention = attention(spec.mixer, weights, f"{name}.attention", index, eps, ops)
         self.mlp_norm = _norm(weights, f"{name}.mlp_norm", eps, ops) or NoNorm(ops)
         self.mlp = feed_forward(spec.feed_forward, weights, f"{name}.mlp", eps, ops)
         outputs = (f"{name}.attention_output_norm", f"{name}.mlp_output_norm")
@@ -77,7 +77,7 @@ class Decoder:
         self._embed = lookup(self.embedding, ops.parallel)
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=torch.float32).to(place.dtype))
         self.layers = [DecoderLayer(config, weights, index, ops) for index in range(len(config.layers))]
-        ropes = dict.fromkeys(layer.rope for layer in self.layers)
+        ropes = dict.fromkeys(layer.rope for layer in self.layers if layer.rope is not None)
         self._ropes = {rope: rope_table(rope, place.rope_rows, place.dtype, place.device) for rope in ropes}
         self.norm = RMSNorm(weights["norm"], config.norm_eps, ops)
         self.layer_inputs = TokenInputs(config, weights, place.dtype, ops) if config.layer_inputs else None
@@ -90,7 +90,8 @@ class Decoder:
         x = self._embed(tokens)
         if self._embedding_scale != 1:
             x = x * self._embedding_scale
-        turns = {rope: turn_at(table, positions, self._ops) for rope, table in self._ropes.items()}
+        turns: dict[RopeSpec | None, Turn] = {None: Turn(None, None)}  # of layers that know no positions
+        turns |= {rope: turn_at(table, positions, self._ops) for rope, table in self._ropes.items()}
         inputs = None if self.layer_inputs is None else self.layer_inputs(tokens, x)
         live = live_rows(attend.live(), self._ops.expert_ranks) if self.config.has_experts else None
         aux_hidden, normed = {0: x}, self.layers[0].input_norm(x)
@@ -147,7 +148,7 @@ def decoder_params(config: ModelConfig) -> list[Param]:
         }
         params += [
             *(norm_param(f"{name}.{n}", f"{stored}.{s}.weight", hidden, offset) for n, s in norms.items() if s),
-            *attention_params(layer.attention, f"{name}.attention", f"{stored}.self_attn", hidden, hidden, offset),
+            *attention_params(layer.mixer, f"{name}.attention", f"{stored}.{_block(layer)}", hidden, hidden, offset),
             *feed_forward_params(layer.feed_forward, f"{name}.mlp", f"{stored}.mlp", hidden),
             *ending_params(config, name, stored, layer.scaled),
         ]
@@ -156,6 +157,11 @@ def decoder_params(config: ModelConfig) -> list[Param]:
     if not config.tied_embeddings:
         params.append(of_vocab("lm_head", "lm_head.weight", vocab, hidden))
     return params
+
+
+def _block(layer: LayerSpec) -> str:
+    """What a checkpoint calls a layer's mixer."""
+    return "self_attn" if layer.linear is None else "linear_attn"
 
 
 def unused_tensors(config: ModelConfig) -> set[str]:

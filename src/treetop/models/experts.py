@@ -4,10 +4,10 @@ How checkpoints hold experts (`ExpertSpec.stored`): "each" has three tensors an 
 "stacked" has GPT-OSS's two for all, [experts, in, out] with gates and ups in turn; "stacked rows" the same two as
 [experts, out, in], which its quantized checkpoints have; "stacked halves" has Qwen3-VL's two, [experts, in, out] with
 all gates of an expert before its ups, and a router called as with "each"; "stacked of Llama 4" has these in other
-names; "stacked halves by rows", "stacked of Granite" and "stacked of Mistral" have them as [experts, out, in], in
-Gemma 4's names, in Granite's and in those of "each"; "stacked apart" has Step's three for all, [experts, out, in]. The
-others are "each" in other names. In memory it is always gates before ups, [experts, 2, inner, hidden], and [experts,
-hidden, inner].
+names; "stacked halves by rows", "stacked of Granite", "stacked of Mistral" and "stacked of Qwen" have them as
+[experts, out, in], in Gemma 4's names, in Granite's and in those of "each"; "stacked apart" has Step's three for all,
+[experts, out, in]. The others are "each" in other names. In memory it is always gates before ups, [experts, 2, inner,
+hidden], and [experts, hidden, inner].
 
 Ranks may share the experts: each has a part of them, in order. Those of `--ep-size` give each other the rows of
 their batches; each computes what its experts add to them, and gives that back to the row's rank. There the shares are
@@ -57,6 +57,7 @@ class ExpertMLP:
         self._experts = weights.experts(name, len(own), spec.activation)
         shared = DenseSpec(spec.shared_inner, limit=spec.shared_limit)
         self._shared = dense_mlp(shared, weights, f"{name}.shared", ops) if spec.shared_inner else None
+        self._shared_gate = weights[f"{name}.shared_gate"] if spec.shared_gate else None
         self.products: list[Product] = [self, *(() if self._shared is None else self._shared.products)]
 
     def read_bytes(self, rows: int) -> int:
@@ -71,6 +72,8 @@ class ExpertMLP:
         parts = self._routed(x, live).reshape(-1, *x.shape)
         if self._shared is not None:
             shared = self._shared.parts(x)
+            if self._shared_gate is not None:
+                shared = shared * torch.sigmoid(F.linear(x, self._shared_gate))
             parts = torch.cat([parts, shared.to(parts.dtype)]) if len(parts) > 1 else torch.cat([parts, shared])
         return self._ops.parallel.share(parts)
 
@@ -137,6 +140,7 @@ _NAMES: dict[ExpertLayout, _Names] = {
     "each of ERNIE": _Names(score="moe_statics.e_score_correction_bias"),
     "each of EXAONE": _Names(score="e_score_correction_bias"),
     "each of Laguna": _Names(score="experts.e_score_correction_bias", shared="shared_expert"),
+    "each of Qwen": _Names(shared="shared_expert"),
     "stacked": _Names(router="router"),
     "stacked rows": _Names(router="router"),
     "stacked halves": _Names(),
@@ -145,6 +149,7 @@ _NAMES: dict[ExpertLayout, _Names] = {
     "stacked of Granite": _Names("block_sparse_moe", router="router.layer"),
     "stacked of Llama 4": _Names("feed_forward", router="router", shared="shared_expert"),
     "stacked of Mistral": _Names(),
+    "stacked of Qwen": _Names(shared="shared_expert"),
 }
 
 
@@ -174,6 +179,9 @@ def expert_params(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list
     if spec.shared_inner:
         shared = f"{layer if spec.stored == 'stacked apart' else stored + '.'}{names.shared}"
         params += mlp_params(DenseSpec(spec.shared_inner), f"{name}.shared", shared, hidden)
+    if spec.shared_gate:
+        source = Source(f"{stored}.shared_expert_gate.weight", (1, hidden))
+        params.append(Param(f"{name}.shared_gate", (1, hidden), (source,), "router"))
     return params
 
 
@@ -212,7 +220,7 @@ def _stacked(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list[Para
     number, inner, by_rows = (
         spec.router.num_experts,
         spec.inner_size,
-        spec.stored.endswith(("rows", "Granite", "Mistral")),
+        spec.stored.endswith(("rows", "Granite", "Mistral", "Qwen")),
     )
     granite = stored.removesuffix(".experts") if spec.stored == "stacked of Granite" else None
     params = []

@@ -163,6 +163,7 @@ def self_attention_params(
     widen = partial(_widened, dim=dim, value_dim=spec.output_dim) if spec.output_dim < dim else None
 
     parts = max(spec.joined, 1)  # of a joined tensor
+    gated = spec.gate is not None and spec.gate.in_queries
     own = {"q": q // parts, "k": kv // parts, "v": spec.kv.heads * spec.output_dim // parts}
     first = dict(zip("qkv", accumulate((0, own["q"], own["k"])), strict=True))
 
@@ -177,6 +178,9 @@ def self_attention_params(
             narrow = (shape[0] // dim * spec.output_dim, *shape[1:])
             tensor = f"{stored}.{'k' if spec.values_of_keys else 'v'}_proj.{of}"
             return Source(tensor, narrow, turned, shape[0], unit=dim, shared=True)
+        if each in ("q", "gate") and gated:
+            half = partial(_half_of_heads, dim=dim, index=int(each == "gate"), then=reorder if each == "q" else None)
+            return Source(f"{stored}.q_proj.{of}", (2 * shape[0], *shape[1:]), half, shape[0], unit=dim)
         if each == "o":
             return Source(f"{stored}.o_proj.{of}", shape, unit=spec.output_dim)
         return Source(f"{stored}.{each}_proj.{of}", shape, turned, unit=dim, shared=each == "k")
@@ -188,11 +192,12 @@ def self_attention_params(
     ]
     if spec.gate is not None:
         unit = spec.output_dim if spec.gate.per_number else 1
-        params.append(
-            matrix(
-                f"{name}.gate", Source(f"{stored}.g_proj.weight", (spec.num_heads * unit, width), unit=unit), shard=0
-            )
-        )
+        rows_of_gate = spec.num_heads * unit
+        own_gate = Source(f"{stored}.g_proj.weight", (rows_of_gate, width), unit=unit)
+        of_gate = source("gate", "weight", q, width) if gated else own_gate
+        params.append(Param(f"{name}.gate", (rows_of_gate, width), (of_gate,), "matrix", 0))
+        if gated and spec.bias:
+            params.append(Param(f"{name}.gate_bias", (q,), (source("gate", "bias", q),), "vector", 0))
     if spec.bias:
         biases = tuple(source(each, "bias", n) for each, n in rows.items())
         params.append(Param(f"{name}.qkv_bias", (sum(rows.values()),), biases, "vector", 0))
@@ -220,6 +225,12 @@ def _widened(stored: Tensor, dim: int, value_dim: int) -> Tensor:
 def _lines(stored: Tensor, parts: int, lines: slice, then: Transform | None) -> Tensor:
     """Some rows of each part of a tensor that holds several weights, perhaps turned."""
     found = stored[lines] if parts == 1 else stored.unflatten(0, (parts, -1))[:, lines].flatten(0, 1)
+    return found if then is None else then(found)
+
+
+def _half_of_heads(stored: Tensor, dim: int, index: int, then: Transform | None) -> Tensor:
+    """The first or the second `dim` rows of each head's."""
+    found = stored.unflatten(0, (-1, 2, dim))[:, index].flatten(0, 1)
     return found if then is None else then(found)
 
 

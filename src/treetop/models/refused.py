@@ -9,7 +9,9 @@ from treetop.types.errors import CheckpointError
 
 _MLA = "its attention is compressed (MLA) in another way than those that load"
 _SPARSE = "its attention is sparse in another way than those that load"
-_LINEAR = "it has layers of linear attention or state space"
+_LINEAR = "it has layers of linear attention or state space of another kind than gated delta nets"
+_QWEN4 = "it has indexed attention, hyper-connections and n-gram embeddings with a convolution of their own"
+_WRAPPED = "its language model stands in a wrapper of its own"
 _IMAGES = "it reads images or sound, and its language model is none of those that load without them"
 _ENCODER = "it is no decoder that generates text"
 
@@ -25,8 +27,9 @@ _BY_NAME = {
     _GATED_SHARED: "Qwen2Moe",
     _MLA: "AXK1 AXK2 Dots3Note HYV4 LongcatFlash MiniCPM3",
     _SPARSE: "DeepseekV4 Glm5Next",
+    _QWEN4: "Qwen4Exp",
     _LINEAR: "BailingHybrid Bamba FalconH1 FalconMamba Jamba KimiLinear Lfm2 Lfm2Moe Lfm3 Mamba Mamba2"
-    " MiniMax NemotronH OlmoHybrid Qwen3_5 Qwen3_5Moe Qwen3Next Qwen4Exp RecurrentGemma Rwkv Zamba Zamba2",
+    " MiniMax NemotronH OlmoHybrid RecurrentGemma Rwkv Zamba Zamba2",
 }
 """Of `transformers` 5.23: those whose configuration has a `kv_lora_rank`, and those with such layers."""
 _BY_ENDING = {
@@ -66,6 +69,8 @@ def refuse_by_name(name: str, where: Path) -> None:
     stem = name.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
     reasons = [why for why, names in _BY_NAME.items() if stem in names.split()]
     reasons += [why for why, endings in _BY_ENDING.items() if name.endswith(tuple(endings.split()))]
+    if name.startswith("InternS2"):
+        reasons.insert(0, _WRAPPED)
     if reasons:
         raise CheckpointError(f"{where}: architecture {name} is not supported: {reasons[0]}")
     if _DRAFT.search(name):

@@ -43,6 +43,7 @@ from treetop.models.families import (
     qwen2,
     qwen3,
     qwen3_moe,
+    qwen3_next,
     seed_oss,
     smollm3,
 )
@@ -84,6 +85,7 @@ class Family:
 
 _COMPRESSED = ("kv_lora_rank",)
 _SPARSE = (*_COMPRESSED, "index_topk")
+_LINEAR = ("linear_num_key_heads",)
 FAMILIES: dict[str, Family] = {
     "DeepseekV2ForCausalLM": Family(
         deepseek.read_v2, "compressed attention (MLA), routed and shared experts; V2-Lite too", keys=_COMPRESSED
@@ -146,6 +148,23 @@ FAMILIES: dict[str, Family] = {
     "Glm4ForCausalLM": Family(glm4.read, "half of a head turns, in pairs; norms on both sides"),
     "MiMoForCausalLM": Family(mimo.read, "Qwen2 with layers that predict further tokens", unused=mimo.unused, mtp=True),
     "Qwen3MoeForCausalLM": Family(qwen3_moe.read, "norms of heads, experts; Qwen3-Coder too"),
+    "Qwen3NextForCausalLM": Family(
+        qwen3_next.read_next,
+        "linear attention (gated delta nets) in three layers of four, routed and shared experts; Coder-Next too",
+        unused=qwen3_next.unused,
+        mtp=True,
+        keys=_LINEAR,
+    ),
+    "Qwen3_5ForCausalLM": Family(
+        qwen3_next.read_dense,
+        "linear attention (gated delta nets) in three layers of four: Qwen3.5, 3.6 and 3.8",
+        unused=qwen3_next.unused,
+        mtp=True,
+        keys=_LINEAR,
+    ),
+    "Qwen3_5MoeForCausalLM": Family(
+        qwen3_next.read_moe, "Qwen3.5 with experts", unused=qwen3_next.unused, mtp=True, keys=_LINEAR
+    ),
     "Ernie4_5ForCausalLM": Family(ernie.read, "a head's dimensions turn in pairs, biases"),
     "GraniteForCausalLM": Family(granite.read, "four multipliers: embeddings, scores, what layers add, logits"),
     "GraniteMoeForCausalLM": Family(granite.read_moe, "Granite with experts in every layer"),
@@ -214,6 +233,22 @@ FAMILIES: dict[str, Family] = {
     "Qwen2VLForConditionalGeneration": Family(qwen2.read, "the text of Qwen2-VL", text_of=("qwen2_vl_text",)),
     "Qwen2_5_VLForConditionalGeneration": Family(qwen2.read, "the text of Qwen2.5-VL", text_of=("qwen2_5_vl_text",)),
     "Qwen3VLForConditionalGeneration": Family(qwen3.read, "the text of Qwen3-VL", text_of=("qwen3_vl_text",)),
+    "Qwen3_5ForConditionalGeneration": Family(
+        qwen3_next.read_dense,
+        "the text of Qwen3.5, 3.6 and 3.8",
+        unused=qwen3_next.unused,
+        text_of=("qwen3_5_text", "qwen3_5"),
+        mtp=True,
+        keys=_LINEAR,
+    ),
+    "Qwen3_5MoeForConditionalGeneration": Family(
+        qwen3_next.read_moe,
+        "the text of Qwen3.5 and 3.6 with experts",
+        unused=qwen3_next.unused,
+        text_of=("qwen3_5_moe_text", "qwen3_5_moe"),
+        mtp=True,
+        keys=_LINEAR,
+    ),
     "Qwen3VLMoeForConditionalGeneration": Family(
         qwen3_moe.read_vl, "the text of Qwen3-VL with experts", text_of=("qwen3_vl_moe_text",)
     ),

@@ -6,6 +6,9 @@ Inputs of a row, by index: its state's taps - 1 columns, the newest last, then w
 import torch
 from torch import Tensor
 
+from treetop.kernels.dependent_launch import launch_options, pdl_wait
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, tl
+
 
 def tree_windows(parents: Tensor, taps: int) -> Tensor:
     """What stands before each node on its path, oldest first: indices into the row's inputs [rows, T, taps - 1].
@@ -64,3 +67,105 @@ def prefill_conv_reference(
 def _inputs(conv: Tensor, rows: Tensor, x: Tensor) -> Tensor:
     """[rows, taps - 1 + n, channels]."""
     return torch.cat([conv[rows].transpose(1, 2).to(x.dtype), x], dim=1)
+
+
+def path_conv(
+    conv: Tensor, rows: Tensor, x: Tensor, windows: Tensor, weight: Tensor, bias: Tensor | None = None,
+    *, gpu: GpuTraits,
+) -> Tensor:  # fmt: skip
+    """`path_conv_reference` in one launch."""
+    return _convolved(conv, rows, x, windows, weight, bias, gpu)
+
+
+def prefill_conv(
+    conv: Tensor, rows: Tensor, x: Tensor, valid: Tensor, weight: Tensor, bias: Tensor | None = None,
+    *, gpu: GpuTraits,
+) -> Tensor:  # fmt: skip
+    """`prefill_conv_reference` in two launches: the state moves on when all of it was read."""
+    out = _convolved(conv, rows, x, None, weight, bias, gpu)
+    channels, before = conv.shape[1:]
+    if before:
+        block = min(_BLOCK, lanes(channels))
+        _move_on_kernel[(-(-channels // block), len(rows))](
+            conv, rows, x, valid.sum(dim=1), x.stride(0), x.stride(1), conv.stride(0), channels,
+            before=before, block=block, overlap=gpu.can_overlap, num_warps=4, **launch_options(gpu),
+        )  # fmt: skip
+    return out
+
+
+_BLOCK = 512
+"""Channels of a program."""
+
+
+def _convolved(
+    conv: Tensor, rows: Tensor, x: Tensor, windows: Tensor | None, weight: Tensor, bias: Tensor | None, gpu: GpuTraits
+) -> Tensor:
+    """windows: None where each token stands behind the one before it."""
+    (batch, n, channels), taps = x.shape, weight.shape[1]
+    assert x.stride(2) == rows.stride(0) == 1
+    assert conv[0].is_contiguous()
+    assert weight.is_contiguous()
+    assert windows is None or windows.is_contiguous()
+    out = torch.empty((batch, n, channels), dtype=x.dtype, device=x.device)
+    block = min(_BLOCK, lanes(channels))
+    _conv_kernel[(-(-channels // block), n, batch)](
+        out, conv, rows, x, rows if windows is None else windows, weight, weight if bias is None else bias,
+        n, channels, x.stride(0), x.stride(1), conv.stride(0),
+        taps=taps, has_windows=windows is not None, has_bias=bias is not None, block=block,
+        overlap=gpu.can_overlap, num_warps=4, **launch_options(gpu),
+    )  # fmt: skip
+    return out
+
+
+@jit
+def _conv_kernel(
+    out: Arg, conv: Arg, rows: Arg, x: Arg, windows: Arg, weight: Arg, bias: Arg, n: Arg, channels: Arg,
+    x_row: Arg, x_token: Arg, conv_row: Arg,
+    taps: constexpr, has_windows: constexpr, has_bias: constexpr, block: constexpr, overlap: constexpr,
+) -> None:  # fmt: skip
+    """Some channels of one token. Grid (blocks, tokens, rows). The newest input first, as the reference sums them."""
+    pdl_wait(overlap, early=True)
+    token = tl.program_id(1)
+    item = tl.program_id(2).to(tl.int64)
+    channel = tl.program_id(0) * block + tl.arange(0, block)
+    there = channel < channels
+    state = conv + tl.load(rows + item) * conv_row + channel * (taps - 1)
+    own = x + item * x_row + channel
+    total = tl.load(own + token * x_token, mask=there, other=0.0).to(tl.float32)
+    total *= tl.load(weight + channel * taps + (taps - 1), mask=there, other=0.0).to(tl.float32)
+    for back in tl.static_range(1, taps):
+        tap = taps - 1 - back
+        index = token + tap
+        if has_windows:
+            index = tl.load(windows + (item * n + token) * (taps - 1) + tap)
+        if index < taps - 1:
+            read = tl.load(state + index, mask=there, other=0.0).to(tl.float32)
+        else:
+            read = tl.load(own + (index - (taps - 1)) * x_token, mask=there, other=0.0).to(tl.float32)
+        total += read * tl.load(weight + channel * taps + tap, mask=there, other=0.0).to(tl.float32)
+    if has_bias:
+        total += tl.load(bias + channel, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + (item * n + token) * channels + channel, total.to(out.dtype.element_ty), mask=there)
+
+
+@jit
+def _move_on_kernel(
+    conv: Arg, rows: Arg, x: Arg, counts: Arg, x_row: Arg, x_token: Arg, conv_row: Arg, channels: Arg,
+    before: constexpr, block: constexpr, overlap: constexpr,
+) -> None:  # fmt: skip
+    """Some channels of one row. Grid (blocks, rows). A source never lies before the column that it goes to."""
+    pdl_wait(overlap, early=True)
+    item = tl.program_id(1).to(tl.int64)
+    channel = tl.program_id(0) * block + tl.arange(0, block)
+    there = channel < channels
+    count = tl.load(counts + item)
+    state = conv + tl.load(rows + item) * conv_row + channel * before
+    if count > 0:
+        for column in tl.static_range(before):
+            index = count + column
+            if index < before:
+                kept = tl.load(state + index, mask=there, other=0.0)
+            else:
+                at = x + item * x_row + (index - before) * x_token + channel
+                kept = tl.load(at, mask=there, other=0.0).to(conv.dtype.element_ty)
+            tl.store(state + column, kept, mask=there)

@@ -7,8 +7,11 @@ triangular. Padding is the identity: it neither decays a state nor adds to it.
 import torch
 from torch import Tensor
 
+from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.recurrent.decay import by_channel, chain_decays
+from treetop.kernels.recurrent.head import MOST_VALUES, attend_state
 from treetop.kernels.recurrent.states import LayerStates, StateInputs
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tl
 
 BLOCK = 64
 """Tokens of a block."""
@@ -55,3 +58,64 @@ def _pairs(a: Tensor, b: Tensor, between: Tensor) -> Tensor:
     if between.shape[-1] == 1:
         return torch.einsum("bthk,bshk->bhts", a, b) * between[..., 0].permute(0, 3, 1, 2)
     return torch.einsum("bthk,bshk,btshk->bhts", a, b, between)
+
+
+def prefill_states(states: LayerStates, rows: Tensor, inputs: StateInputs, valid: Tensor, gpu: GpuTraits) -> Tensor:
+    """`prefill_states_reference` in one launch, in blocks of 16 tokens; what stands at padding is 0."""
+    if inputs.g.dim() > inputs.v.dim() - 1:  # decays by channel
+        return prefill_states_reference(states, rows, inputs, valid)
+    (batch, n, heads, value_dim), (key_heads, key_dim) = inputs.v.shape, inputs.k.shape[2:]
+    q, k, v, g = (each.contiguous() for each in (inputs.q, inputs.k, inputs.v, inputs.g))
+    beta = g if inputs.beta is None else inputs.beta.contiguous()
+    assert rows.stride(0) == 1
+    assert states.state[0].is_contiguous()
+    out = torch.zeros_like(v)
+    block_v = min(MOST_VALUES, max(16, power_of_two(value_dim)))
+    _prefill_kernel[(-(-value_dim // block_v), heads, batch)](
+        out, states.state, rows, q, k, v, g, beta, valid.sum(dim=1), n, states.state.stride(0),
+        heads=heads, key_heads=key_heads, key_dim=key_dim, value_dim=value_dim, delta=inputs.beta is not None,
+        block_t=16, block_k=max(16, power_of_two(key_dim)), block_v=block_v, overlap=gpu.can_overlap, num_warps=4,
+        **launch_options(gpu),
+    )  # fmt: skip
+    return out
+
+
+@jit
+def _prefill_kernel(
+    out: Arg, state: Arg, rows: Arg, q: Arg, k: Arg, v: Arg, g: Arg, beta: Arg, counts: Arg, n: Arg, state_row: Arg,
+    heads: constexpr, key_heads: constexpr, key_dim: constexpr, value_dim: constexpr, delta: constexpr,
+    block_t: constexpr, block_k: constexpr, block_v: constexpr, overlap: constexpr,
+) -> None:  # fmt: skip
+    """Some columns of one head's state, block after block of tokens. Grid (blocks of values, heads, rows)."""
+    pdl_wait(overlap, early=True)
+    head = tl.program_id(1)
+    item = tl.program_id(2).to(tl.int64)
+    key_head = head // (heads // key_heads)
+    count = tl.load(counts + item).to(tl.int32)
+    keys = tl.arange(0, block_k)
+    values = tl.program_id(0) * block_v + tl.arange(0, block_v)
+    token = tl.arange(0, block_t)
+    above = token[:, None] >= token[None, :]
+    if count > 0:
+        at = state + tl.load(rows + item) * state_row + head * key_dim * value_dim
+        at = at + keys[:, None] * value_dim + values[None, :]
+        inside = (keys < key_dim)[:, None] & (values < value_dim)[None, :]
+        m = tl.load(at, mask=inside, other=0.0)
+        for first in range(0, count, block_t):
+            real = first + token < count
+            place = item * n + first + token
+            of_keys = real[:, None] & (keys < key_dim)[None, :]
+            of_values = real[:, None] & (values < value_dim)[None, :]
+            key_at = (place * key_heads + key_head)[:, None] * key_dim + keys[None, :]
+            value_at = (place * heads + head)[:, None] * value_dim + values[None, :]
+            key = tl.load(k + key_at, mask=of_keys, other=0.0)
+            value = tl.load(v + value_at, mask=of_values, other=0.0)
+            log_decay = tl.load(g + place * heads + head, mask=real, other=0.0)
+            rate = tl.load(beta + place * heads + head, mask=real, other=0.0)
+            queries = tl.load(q + key_at, mask=of_keys, other=0.0)
+            found, d, _ = attend_state(m, queries, key, value, log_decay, rate, above, token, block_t, delta)
+            tl.store(out + value_at, found, mask=of_values)
+            to_end = tl.exp(tl.sum(tl.where(token[:, None] < token[None, :], log_decay[None, :], 0.0), 1))
+            m = m * tl.exp(tl.sum(log_decay, 0))
+            m = tl.dot(tl.trans(key * to_end[:, None]), d, m, input_precision="ieee")
+        tl.store(at, m, mask=inside)

@@ -11,8 +11,11 @@ what else stands in the tree changes nothing. Derivation: `docs/recurrent.md`.
 import torch
 from torch import Tensor
 
+from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.recurrent.decay import NEVER, by_channel, decays_to_end, path_decays
+from treetop.kernels.recurrent.head import MOST_VALUES, attend_state, fold_updates
 from treetop.kernels.recurrent.states import LayerStates, StateInputs, Updates
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tl
 
 
 def verify_states_reference(
@@ -77,3 +80,89 @@ def _times_state(x: Tensor, m: Tensor) -> Tensor:
 
 def _of_rows(pending: Updates, rows: Tensor) -> Updates:
     return Updates(pending.k[rows], pending.d[rows], pending.g[rows])
+
+
+def verify_states(
+    states: LayerStates, rows: Tensor, inputs: StateInputs, parents: Tensor, stash: Updates, dummy_row: int,
+    gpu: GpuTraits,
+) -> Tensor:  # fmt: skip
+    """`verify_states_reference` in one launch: a state is loaded once and stored once."""
+    if inputs.g.dim() > inputs.v.dim() - 1:  # decays by channel
+        return verify_states_reference(states, rows, inputs, parents, stash, dummy_row)
+    (batch, n, heads, value_dim), (key_heads, key_dim) = inputs.v.shape, inputs.k.shape[2:]
+    q, k, v, g = (each.contiguous() for each in (inputs.q, inputs.k, inputs.v, inputs.g))
+    beta = g if inputs.beta is None else inputs.beta.contiguous()
+    out, pending = torch.empty_like(v), states.pending
+    for each, kept in ((states.state, 3), (pending.k, 2), (pending.d, 2), (stash.k, 2), (stash.d, 2)):
+        assert each[(0,) * (each.dim() - kept)].is_contiguous()
+    assert pending.g.stride(2) == stash.g.stride(2) == rows.stride(0) == states.count.stride(0) == 1
+    block_v = min(MOST_VALUES, max(16, power_of_two(value_dim)))
+    _verify_kernel[(-(-value_dim // block_v), heads, batch)](
+        out, states.state, pending.k, pending.d, pending.g, states.count, rows, q, k, v, g, beta, parents,
+        stash.k, stash.d, stash.g, dummy_row, n, parents.stride(0), states.state.stride(0),
+        *pending.k.stride()[:2], *pending.d.stride()[:2], *pending.g.stride()[:2],
+        *stash.k.stride()[:2], *stash.d.stride()[:2], *stash.g.stride()[:2],
+        heads=heads, key_heads=key_heads, key_dim=key_dim, value_dim=value_dim, delta=inputs.beta is not None,
+        block_t=max(16, power_of_two(n)), block_k=max(16, power_of_two(key_dim)), block_v=block_v,
+        overlap=gpu.can_overlap, num_warps=4, **launch_options(gpu),
+    )  # fmt: skip
+    return out
+
+
+@jit
+def _verify_kernel(
+    out: Arg, state: Arg, pending_k: Arg, pending_d: Arg, pending_g: Arg, count: Arg, rows: Arg, q: Arg, k: Arg,
+    v: Arg, g: Arg, beta: Arg, parents: Arg, stash_k: Arg, stash_d: Arg, stash_g: Arg, dummy_row: Arg, n: Arg,
+    parents_row: Arg, state_row: Arg, pending_k_row: Arg, pending_k_token: Arg, pending_d_row: Arg,
+    pending_d_token: Arg, pending_g_row: Arg, pending_g_token: Arg, stash_k_row: Arg, stash_k_token: Arg,
+    stash_d_row: Arg, stash_d_token: Arg, stash_g_row: Arg, stash_g_token: Arg,
+    heads: constexpr, key_heads: constexpr, key_dim: constexpr, value_dim: constexpr, delta: constexpr,
+    block_t: constexpr, block_k: constexpr, block_v: constexpr, overlap: constexpr,
+) -> None:  # fmt: skip
+    """Some columns of one head's state. Grid (blocks of values, heads, rows). What is contiguous has no strides."""
+    pdl_wait(overlap, early=True)
+    head = tl.program_id(1)
+    item = tl.program_id(2).to(tl.int64)
+    key_head = head // (heads // key_heads)
+    row = tl.load(rows + item)
+    keys = tl.arange(0, block_k)
+    values = tl.program_id(0) * block_v + tl.arange(0, block_v)
+    at = state + row * state_row + head * key_dim * value_dim + keys[:, None] * value_dim + values[None, :]
+    inside = (keys < key_dim)[:, None] & (values < value_dim)[None, :]
+    m = tl.load(at, mask=inside, other=0.0)
+    m = fold_updates(
+        m, pending_k + row * pending_k_row + key_head * key_dim, pending_d + row * pending_d_row + head * value_dim,
+        pending_g + row * pending_g_row + head, tl.load(count + row), pending_k_token, pending_d_token,
+        pending_g_token, keys, values, key_dim, value_dim,
+    )  # fmt: skip
+    if row != dummy_row:
+        tl.store(at, m, mask=inside)
+
+    node = tl.arange(0, block_t)
+    real = node < n
+    token = item * n + node
+    of_keys = real[:, None] & (keys < key_dim)[None, :]
+    of_values = real[:, None] & (values < value_dim)[None, :]
+    key_at = (token * key_heads + key_head)[:, None] * key_dim + keys[None, :]
+    value_at = (token * heads + head)[:, None] * value_dim + values[None, :]
+    queries = tl.load(q + key_at, mask=of_keys, other=0.0)
+    key = tl.load(k + key_at, mask=of_keys, other=0.0)
+    value = tl.load(v + value_at, mask=of_values, other=0.0)
+    log_decay = tl.load(g + token * heads + head, mask=real, other=0.0)
+    rate = tl.load(beta + token * heads + head, mask=real, other=0.0)
+    above = node[:, None] == node[None, :]
+    climbs = real & (node > 0)
+    line = tl.load(parents + item * parents_row + node, mask=climbs, other=0)
+    while tl.max(climbs.to(tl.int32), 0) > 0:
+        above = above | (climbs[:, None] & (line[:, None] == node[None, :]))
+        climbs = climbs & (line > 0)
+        line = tl.load(parents + item * parents_row + line, mask=climbs, other=0)
+    found, d, _ = attend_state(m, queries, key, value, log_decay, rate, above, node, n, delta)
+    tl.store(out + value_at, found, mask=of_values)
+    stash_at = stash_d + item * stash_d_row + node[:, None] * stash_d_token + head * value_dim + values[None, :]
+    tl.store(stash_at, d, mask=of_values)
+    if tl.program_id(0) == 0:
+        tl.store(stash_g + item * stash_g_row + node * stash_g_token + head, log_decay, mask=real)
+        if head % (heads // key_heads) == 0:
+            kept = stash_k + item * stash_k_row + node[:, None] * stash_k_token + key_head * key_dim + keys[None, :]
+            tl.store(kept, key, mask=of_keys)

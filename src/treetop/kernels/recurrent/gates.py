@@ -1,0 +1,136 @@
+"""What the recurrence of a gated delta net reads of a layer's products, and the norm and gate of what it gives."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from treetop.kernels.dependent_launch import launch_options, pdl_wait
+from treetop.kernels.recurrent.states import StateInputs
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, tl
+
+LENGTH_EPS = 1e-6
+"""Added to the squared length of queries and keys, whatever a model's norms add."""
+
+
+def delta_inputs_reference(
+    mixed: Tensor, gates: Tensor, rate: Tensor, bias: Tensor, key_heads: int, key_dim: int
+) -> StateInputs:
+    """SiLU of what the convolution gives, as queries and keys of length 1, and values; decays and beta of the gates.
+
+    mixed: [rows, n, channels], queries, keys, values. gates: [rows, n, 2 * heads], b, then a. rate: [heads], minus
+    e^A_log, and bias: [heads], in float32 at least. Queries are multiplied by key_dim^-1/2.
+    """
+    wide, keys = torch.promote_types(mixed.dtype, torch.float32), key_heads * key_dim
+    q, k, v = F.silu(mixed).to(wide).split([keys, keys, mixed.shape[-1] - 2 * keys], dim=-1)
+    b, a = gates.to(wide).chunk(2, dim=-1)
+    q, k = (_of_length_1(x.unflatten(-1, (key_heads, key_dim))) for x in (q, k))
+    g = rate.to(wide) * F.softplus(a + bias.to(wide))
+    return StateInputs(q * key_dim**-0.5, k, v.unflatten(-1, (len(rate), -1)).contiguous(), g, torch.sigmoid(b))
+
+
+def _of_length_1(x: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + LENGTH_EPS)
+
+
+def gated_norm_reference(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The norm of each head, times weight, times SiLU of a gate.
+
+    x: [rows, n, heads, dim] float32 at least. gate: [rows, n, heads * dim]. weight: [dim]. Returns it as gate is.
+    """
+    dtype, wide = gate.dtype, x.dtype
+    x = x.to(dtype).to(wide)
+    normed = (x * torch.rsqrt((x * x).mean(dim=-1, keepdim=True) + eps)).to(dtype) * weight
+    return (normed * F.silu(gate.to(wide)).view(x.shape)).to(dtype).flatten(-2)
+
+
+def delta_inputs(
+    mixed: Tensor, gates: Tensor, rate: Tensor, bias: Tensor, key_heads: int, key_dim: int, gpu: GpuTraits
+) -> StateInputs:
+    """`delta_inputs_reference` in one launch."""
+    rows, n, channels = mixed.shape
+    heads, keys = len(rate), key_heads * key_dim
+    value_dim = (channels - 2 * keys) // heads
+    assert mixed.is_contiguous()
+    assert gates.is_contiguous()
+    q, k, v = (
+        torch.empty((rows, n, count, dim), dtype=torch.float32, device=mixed.device)
+        for count, dim in ((key_heads, key_dim), (key_heads, key_dim), (heads, value_dim))
+    )
+    g, beta = (torch.empty((rows, n, heads), dtype=torch.float32, device=mixed.device) for _ in "gb")
+    _inputs_kernel[(rows * n, 2 * key_heads + heads)](
+        q, k, v, g, beta, mixed, gates, rate, bias, key_dim**-0.5, LENGTH_EPS,
+        heads=heads, key_heads=key_heads, key_dim=key_dim, value_dim=value_dim,
+        block=lanes(max(key_dim, value_dim)), overlap=gpu.can_overlap, num_warps=1, **launch_options(gpu),
+    )  # fmt: skip
+    return StateInputs(q, k, v, g, beta)
+
+
+@jit
+def _inputs_kernel(
+    q: Arg, k: Arg, v: Arg, g: Arg, beta: Arg, mixed: Arg, gates: Arg, rate: Arg, bias: Arg, scale: Arg, eps: Arg,
+    heads: constexpr, key_heads: constexpr, key_dim: constexpr, value_dim: constexpr, block: constexpr,
+    overlap: constexpr,
+) -> None:  # fmt: skip
+    """One head of one token's queries, keys or values. Grid (tokens, heads of all three)."""
+    pdl_wait(overlap, early=True)
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    lane = tl.arange(0, block)
+    at = mixed + token * (2 * key_heads * key_dim + heads * value_dim)
+    if part < 2 * key_heads:
+        there = lane < key_dim
+        x = tl.load(at + part * key_dim + lane, mask=there, other=0.0).to(tl.float32)
+        x = (x * tl.sigmoid(x)).to(mixed.dtype.element_ty).to(tl.float32)
+        x = x * tl.rsqrt(tl.sum(x * x, 0) + eps)
+        if part < key_heads:
+            tl.store(q + (token * key_heads + part) * key_dim + lane, x * scale, mask=there)
+        else:
+            tl.store(k + (token * key_heads + part - key_heads) * key_dim + lane, x, mask=there)
+    else:
+        head = part - 2 * key_heads
+        there = lane < value_dim
+        x = tl.load(at + 2 * key_heads * key_dim + head * value_dim + lane, mask=there, other=0.0).to(tl.float32)
+        x = (x * tl.sigmoid(x)).to(mixed.dtype.element_ty).to(tl.float32)
+        tl.store(v + (token * heads + head) * value_dim + lane, x, mask=there)
+        b = tl.load(gates + token * 2 * heads + head).to(tl.float32)
+        a = tl.load(gates + token * 2 * heads + heads + head).to(tl.float32) + tl.load(bias + head)
+        small = tl.exp(tl.minimum(a, 20.0))
+        grown = 1.0 + small
+        exact = tl.where(grown == 1.0, 1.0, grown - 1.0)  # what of e^a the sum holds
+        soft = tl.where(a > 20.0, a, tl.where(grown == 1.0, small, tl.log(grown) * (small / exact)))
+        tl.store(g + token * heads + head, tl.load(rate + head) * soft)
+        tl.store(beta + token * heads + head, tl.sigmoid(b))
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, gpu: GpuTraits) -> Tensor:
+    """`gated_norm_reference` in one launch."""
+    rows, n, heads, dim = x.shape
+    x = x.contiguous()
+    assert gate.stride(2) == 1
+    out = torch.empty((rows, n, heads * dim), dtype=gate.dtype, device=x.device)
+    _gated_norm_kernel[(rows * n, heads)](
+        out, x, gate, weight, eps, n, gate.stride(0), gate.stride(1),
+        heads=heads, dim=dim, block=lanes(dim), overlap=gpu.can_overlap, num_warps=1, **launch_options(gpu),
+    )  # fmt: skip
+    return out
+
+
+@jit
+def _gated_norm_kernel(
+    out: Arg, x: Arg, gate: Arg, weight: Arg, eps: Arg, n: Arg, gate_row: Arg, gate_token: Arg,
+    heads: constexpr, dim: constexpr, block: constexpr, overlap: constexpr,
+) -> None:  # fmt: skip
+    """One head of one token. Grid (tokens, heads)."""
+    pdl_wait(overlap, early=True)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    lane = tl.arange(0, block)
+    there = lane < dim
+    numbers = tl.load(x + (token * heads + head) * dim + lane, mask=there, other=0.0)
+    numbers = numbers.to(out.dtype.element_ty).to(tl.float32)
+    numbers = numbers * tl.rsqrt(tl.sum(numbers * numbers, 0) / dim + eps)
+    normed = numbers.to(out.dtype.element_ty) * tl.load(weight + lane, mask=there, other=0.0)
+    at = gate + token // n * gate_row + token % n * gate_token + head * dim + lane
+    z = tl.load(at, mask=there, other=0.0).to(tl.float32)
+    result = normed.to(tl.float32) * (z * tl.sigmoid(z))
+    tl.store(out + (token * heads + head) * dim + lane, result.to(out.dtype.element_ty), mask=there)

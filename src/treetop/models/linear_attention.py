@@ -1,0 +1,111 @@
+"""Linear attention with a delta rule: the gated delta net of Qwen3-Next and Qwen3.5.
+
+q, k and v of a token go side by side through a causal depthwise convolution and SiLU; z, a and b do not. From there the
+recurrence of `kernels.recurrent.states`, in float32: queries and keys of length 1, queries times key_dim^-1/2,
+beta = sigmoid(b), g = -e^A_log softplus(a + dt_bias). What it gives is normed per value head, then gated by SiLU(z).
+
+How checkpoints hold it (`LinearSpec.stored`): "by key head" has two tensors, whose rows are, of each key head, its q,
+its k, and v and z of the value heads that read it; and b and a of these. "by part" has q, k and v in one, and z, b, a.
+
+Source: `transformers`' qwen3_next and qwen3_5; Gated Delta Networks, arXiv:2412.06464.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+from torch import Tensor
+
+from treetop.attention.layer import Attend
+from treetop.checkpoints.params import Param, matrix, vector
+from treetop.kernels.table import Ops
+from treetop.models.config import LinearSpec, linear_of_rank
+from treetop.models.layers import Turn
+from treetop.types.parallel import Summed
+from treetop.weights.format import Product, Source
+from treetop.weights.held import Weights
+
+
+class LinearAttention:
+    """An `Attention` whose `attend` keeps a state. name: of its parameters. eps: of the norm of its output."""
+
+    def __init__(self, spec: LinearSpec, weights: Weights, name: str, layer: int, eps: float, ops: Ops) -> None:
+        self.spec, self.layer, self._eps, self._ops = linear_of_rank(spec, ops.parallel.size), layer, eps, ops
+        self.inputs, self.gates = weights.linear(f"{name}.qkvz"), weights.linear(f"{name}.ba")
+        self.output = weights.linear(f"{name}.output")
+        self.products: list[Product] = [self.inputs, self.gates, self.output]
+        self._conv, self._norm = weights[f"{name}.conv"], weights[f"{name}.norm"]
+        self._rate, self._bias = -weights[f"{name}.rate"].exp(), weights[f"{name}.dt_bias"]
+
+    def __call__(self, x: Tensor, turn: Turn, attend: Attend) -> Summed:
+        """x: [rows, n, in]. Returns parts [parts, rows, n, hidden], of all ranks."""
+        spec = self.spec
+        mixed, z = self.inputs(x).split([sum(spec.widths), spec.widths[2]], dim=-1)
+        mixed = attend.convolve(self.layer, mixed, self._conv, None)
+        inputs = self._ops.delta_inputs(mixed, self.gates(x), self._rate, self._bias, spec.key_heads, spec.key_dim)
+        out = self._ops.gated_norm(attend.recur(self.layer, inputs), z, self._norm, self._eps)
+        return self._ops.parallel.share(self.output.parts(out))
+
+
+def linear_params(spec: LinearSpec, name: str, stored: str, hidden: int) -> list[Param]:
+    """stored: the prefix of its tensors. Ranks have whole key heads, and the value heads that read them."""
+    each = spec.heads // spec.key_heads
+    dim, values = spec.key_dim, each * spec.value_dim
+    if spec.stored == "by key head":
+        qkvz = _by_key_head(f"{stored}.in_proj_qkvz.weight", spec, (dim, dim, values, values), hidden)
+        ba = _by_key_head(f"{stored}.in_proj_ba.weight", spec, (each, each), hidden)
+    else:
+        z = Source(f"{stored}.in_proj_z.weight", (spec.widths[2], hidden), unit=values)
+        qkvz = [*_by_part(f"{stored}.in_proj_qkv.weight", spec, hidden), z]
+        ba = [Source(f"{stored}.in_proj_{gate}.weight", (spec.heads, hidden), unit=each) for gate in "ba"]
+    taps = [
+        Source(part.name, (spec.channels, 1, spec.taps), part.transform, part.rows, part.unit)
+        for part in _by_part(f"{stored}.conv1d.weight", spec, spec.taps, squeeze=True)
+    ]
+    return [
+        Param(f"{name}.qkvz", (spec.channels + spec.widths[2], hidden), tuple(qkvz), "matrix", 0),
+        Param(f"{name}.ba", (2 * spec.heads, hidden), tuple(ba), "matrix", 0),
+        Param(f"{name}.conv", (spec.channels, spec.taps), tuple(taps), "vector", 0),
+        _by_head(f"{name}.rate", f"{stored}.A_log", spec.heads, each),
+        _by_head(f"{name}.dt_bias", f"{stored}.dt_bias", spec.heads, each),
+        vector(f"{name}.norm", Source(f"{stored}.norm.weight", (spec.value_dim,))),
+        matrix(
+            f"{name}.output",
+            Source(f"{stored}.out_proj.weight", (hidden, spec.widths[2]), unit=values),
+            shard=1,
+        ),
+    ]
+
+
+def _by_head(name: str, tensor: str, heads: int, unit: int) -> Param:
+    """A number a value head."""
+    return replace(vector(name, Source(tensor, (heads,), unit=unit), shard=0), wide=True)
+
+
+def _by_key_head(tensor: str, spec: LinearSpec, widths: tuple[int, ...], hidden: int) -> list[Source]:
+    """Parts whose rows stand one after the other within each key head's. widths: of a key head."""
+    whole, first, found = (spec.key_heads * sum(widths), hidden), 0, []
+    for width in widths:
+        cut = partial(_of_each_head, heads=spec.key_heads, lines=slice(first, first + width))
+        found.append(Source(tensor, whole, cut, spec.key_heads * width, unit=width))
+        first += width
+    return found
+
+
+def _by_part(tensor: str, spec: LinearSpec, width: int, squeeze: bool = False) -> list[Source]:
+    """q, k and v one below the other."""
+    units = (spec.key_dim, spec.key_dim, spec.widths[2] // spec.key_heads)
+    first, found = 0, []
+    for rows, unit in zip(spec.widths, units, strict=True):
+        cut = partial(_rows, lines=slice(first, first + rows), squeeze=squeeze)
+        found.append(Source(tensor, (sum(spec.widths), width), cut, rows, unit=unit))
+        first += rows
+    return found
+
+
+def _rows(stored: Tensor, lines: slice, squeeze: bool) -> Tensor:
+    return stored[lines].squeeze(1) if squeeze else stored[lines]
+
+
+def _of_each_head(stored: Tensor, heads: int, lines: slice) -> Tensor:
+    by_head: Tensor = stored.unflatten(0, (heads, -1))
+    return by_head[:, lines].flatten(0, 1)

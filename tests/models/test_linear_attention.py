@@ -1,0 +1,158 @@
+"""Gated delta nets and what stands around them: `transformers` in float64, and faults that would show nowhere else."""
+
+import contextlib
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from support.engines import build, greedy, tokens
+from support.families import FAMILIES
+from support.logits import record_logits
+from support.tiny_models import copy_folder
+from treetop import LLM
+from treetop.models.config import LinearSpec, linear_of_rank
+from treetop.models.registry import target_spec
+from treetop.types.errors import CheckpointError, ConfigError
+
+NAMES = ("qwen3 next", "qwen3.5", "qwen3.5 moe", "qwen3.5 of images", "qwen3.5 moe of images")
+
+
+@contextlib.contextmanager
+def no_downcasts():
+    """`transformers` casts to float32 inside: of a float64 tensor that is left out."""
+    to, as_float, softmax = torch.Tensor.to, torch.Tensor.float, F.softmax
+
+    def kept(self, *args, **named):
+        if self.dtype == torch.float64:
+            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+            named = {key: torch.float64 if each is torch.float32 else each for key, each in named.items()}
+        return to(self, *args, **named)
+
+    def of_wide(x, *args, **named):
+        if x.dtype == torch.float64:
+            named.pop("dtype", None)
+        return softmax(x, *args, **named)
+
+    torch.Tensor.to = kept
+    torch.Tensor.float = lambda self: self if self.dtype == torch.float64 else as_float(self)
+    F.softmax = torch.nn.functional.softmax = of_wide
+    try:
+        yield
+    finally:
+        torch.Tensor.to, torch.Tensor.float = to, as_float
+        F.softmax = torch.nn.functional.softmax = softmax
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Name -> a family's folder, made when it is asked for."""
+    made = {}
+
+    def of(name):
+        if name not in made:
+            made[name] = FAMILIES[name].save(tmp_path_factory.mktemp("linear"), seed=5)
+        return made[name]
+
+    return of
+
+
+def our_logits(folder, prompt, chunk, count=1):
+    """Of the prompt and of the tokens that follow it but the last."""
+    options = {"dtype": "float64", "graphs": "off", "page_size": 4, "device": "cpu", "context_length": 256}
+    llm = LLM(model=str(folder), draft=None, chunked_prefill_size=chunk, **options)
+    seen = record_logits(llm)
+    (output,) = llm.generate([prompt], greedy(count))
+    return torch.cat([logits[0] for logits in seen]), output.token_ids
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_transformers_in_float64(saved, name):
+    """1e-11 of the largest: a prompt past a block of 64 tokens, in one chunk, and tokens after it, one by one."""
+    model, prompt = saved(name).reference(torch.float64), saved(name).pair.prompts([90], seed=2)[0]
+    ours, after = our_logits(saved(name).pair.target, prompt, 512, 5)
+    with no_downcasts():
+        theirs = saved(name).logits(model, [*prompt, *after[:-1]])
+    assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-11
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 63, 64, 65])
+def test_any_chunks_leave_the_same_state(saved, chunk):
+    """A chunk goes on from the row's state and convolution, wherever it begins."""
+    prompt = saved("qwen3.5").pair.prompts([70], seed=1)[0]
+    whole, expected = our_logits(saved("qwen3.5").pair.target, prompt, 512, 6)
+    ours, after = our_logits(saved("qwen3.5").pair.target, prompt, chunk, 6)
+    assert after == expected
+    torch.testing.assert_close(ours, whole, rtol=0, atol=1e-11 * float(whole.abs().max()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_long_chunks_and_long_prompts(saved, name):
+    prompt = saved(name).pair.prompts([240], seed=1)[0]
+    model = saved(name).reference(torch.float64)
+    with no_downcasts():
+        theirs = saved(name).logits(model, prompt)
+    for chunk in (63, 64, 65, 233):
+        ours, _ = our_logits(saved(name).pair.target, prompt, chunk)
+        assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-10
+
+
+def test_a_config_says_which_layers_are_linear_and_what_turns(saved):
+    """By `layer_types`, else every fourth layer is full; a quarter of a head turns where nobody says."""
+    folder = saved("qwen3.5").pair.target
+    config = target_spec(folder).config
+    assert list(config.linear) == [0, 1, 2]
+    assert config.attention[3].rope.rotary_dim == 4
+    assert config.unit_offset
+    assert config.linear[0] == LinearSpec(2, 6, 10, 6, 4, "by part")
+
+
+@pytest.mark.parametrize(("changes", "key"), [
+    ({"attn_output_gate": False}, "attn_output_gate"),
+    ({"use_sliding_window": True}, "use_sliding_window"),
+    ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype"),
+    ({"hidden_act": "gelu"}, "hidden_act"),
+    ({"linear_num_value_heads": 5}, "linear_num_value_heads"),
+    ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim"),
+    ({"layer_types": ["linear_attention"] * 4}, "full_attention"),
+    ({"layer_types": ["linear_attention", "sliding_attention"] * 2}, "layer_types"),
+])  # fmt: skip
+def test_what_is_not_supported_is_refused_by_name(saved, tmp_path, changes, key):
+    folder = copy_folder(saved("qwen3.5").pair.target, tmp_path / "changed", **changes)
+    with pytest.raises(CheckpointError, match=key):
+        target_spec(folder)
+
+
+def test_a_part_of_another_kind_is_refused(saved, tmp_path):
+    """Intern-S2 wraps such a text, `qwen4_exp` is one of another kind."""
+    folder = saved("qwen3.5 of images").pair.target
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    changed = copy_folder(folder, tmp_path / "changed", text_config={**text, "model_type": "qwen4_exp_text"})
+    with pytest.raises(CheckpointError, match="qwen4_exp_text"):
+        target_spec(changed)
+
+
+def test_ranks_have_whole_key_heads():
+    """With the value heads that read them; what cannot be divided is refused by the option's name."""
+    spec = LinearSpec(4, 12, 8, 8, 4)
+    assert linear_of_rank(spec, 2) == LinearSpec(2, 6, 8, 8, 4)
+    with pytest.raises(ConfigError, match=r"--tp-size 3: 4 key heads .*\[1, 2, 4\] can"):
+        linear_of_rank(spec, 3)
+
+
+@pytest.mark.parametrize("name", ["qwen3 next", "qwen3.5 moe"])
+@pytest.mark.parametrize("shape", [(1, 3, 4), (3, 4, 14)])
+def test_trees_of_lookup_are_exact_in_ragged_batches(saved, name, shape):
+    """Prompts of 1 token, of as many as a tree has, and more rows than run at once, under a simulated graph."""
+    pair = saved(name).pair
+    prompts = pair.prompts([1, 14, 30, 3, 64, 65], seed=4)
+    sizes = {"page_size": 4, "context_length": 128, "max_running_requests": 3, "chunked_prefill_size": 16}
+    expected = tokens(build(pair, None, **sizes).generate(prompts, greedy(24)))
+    names = ("topk", "num_steps", "num_draft_tokens")
+    tree = {f"speculative_{'eagle_' if each == 'topk' else ''}{each}": n for each, n in zip(names, shape, strict=True)}
+    options = {"dtype": "float64", "graphs": "sim", "device": "cpu", "check_level": 3, "speculative_algorithm": "NGRAM"}
+    llm = LLM(model=str(pair.target), **tree, **sizes, **options)
+    assert tokens(llm.generate(prompts, greedy(24))) == expected
+    llm.scheduler.check_integrity()
