@@ -14,7 +14,7 @@ KEYS = {
     "target": "folder architecture layers vocab_size hidden_size max_positions tied_embeddings parameters stored dtype"
     " weight_bytes formats activations own_draft own_head",
     "draft": "folder algorithm layout reasons stored parameters layers vocab_size aux_inputs weight_bytes formats",
-    "memory": "device total free static kept pools",
+    "memory": "device total free static kept pools states",
 }
 """What programs rely on."""
 PAIR = ("--device", "cpu", "--context-length", 128)

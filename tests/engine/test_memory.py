@@ -20,6 +20,7 @@ from treetop.engine.memory import (
     fit,
     out_of_memory_explained,
     pool_bytes,
+    state_bytes,
     step_bytes,
 )
 from treetop.engine.rounds import Eager
@@ -28,9 +29,10 @@ from treetop.engine.startup.worst_steps import worst_prefill
 from treetop.models.registry import TargetSpec, target_spec
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, ConfigError, EngineError
-from treetop.types.ids import DRAFT, FULL, WINDOW
+from treetop.types.ids import DRAFT, FULL, STATE, WINDOW
 from treetop.types.kv import paired
 from treetop.types.layout import PLAIN, KVGroup, Layout, PrefillPace, SpecShape
+from treetop.types.state import StateGroup
 
 GIB = 2**30
 GROUPS = (KVGroup(FULL, 32, paired(8, 128)), KVGroup(DRAFT, 1, paired(8, 128)))
@@ -104,6 +106,30 @@ def test_too_little_for_one_request_gives_numbers_and_options_that_work():
     assert fit(replace(LLAMA, max_context=longest), 2, tight, None)
     with pytest.raises(CapacityError):
         fit(replace(LLAMA, max_context=longest + 16), 2, tight, None)
+
+
+STATES = StateGroup(STATE, 48, 10240, 4, 48, 16, 128, 128, True, False)
+"""Of Qwen3.5-27B: 144 MiB a row in float32."""
+
+
+def test_states_of_rows_are_named_where_they_are_what_does_not_fit():
+    """What a row keeps, of how many, and the option that says so; in words of the start-up log too."""
+    hybrid = replace(LLAMA, state_groups=(STATES,), max_requests=64)
+    row = STATES.row_bytes(2) + 6 * STATES.pending_bytes(1, 2)
+    assert state_bytes(hybrid, 2) == row
+    for free in (GIB, 3 * GIB):
+        with pytest.raises(CapacityError) as error:
+            fit(replace(hybrid, max_context=100_000), 2, budget(free), None)
+        for part in (
+            f"{row * 65 / GIB:.2f} GiB",
+            f"{row / GIB:.2f} GiB a row",
+            "--max-running-requests 64",
+            "lower --max",
+        ):
+            assert part in str(error.value)
+    (line,) = [each for each in MemoryUse(hybrid, 2, budget(GIB)).lines() if each.startswith("states")]
+    assert f"{row / GIB:.2f} GiB a row x 65 rows" in line
+    assert not [each for each in MemoryUse(LLAMA, 2, budget(GIB)).lines() if "states" in each]
 
 
 def test_a_fraction_that_would_not_help_is_not_suggested():

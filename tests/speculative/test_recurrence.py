@@ -10,8 +10,13 @@ from support.engines import accept_lens, build, greedy, sampled, steps, submit, 
 from support.recurrent_models import check_dummy, check_snapshot, known_family, save_pair, snapshot, states_of
 from support.refusing import refused
 from treetop import LLM
+from treetop.engine.memory import state_bytes
+from treetop.engine.state import state_tables
+from treetop.tools.inspect import inspect
+from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 from treetop_debug.ranks import ranks_on_threads
+from treetop_debug.recurrent_faults import RECURRENT_FAULTS
 
 OPTIONS = {"context_length": 96, "max_running_requests": 4, "page_size": 4, "chunked_prefill_size": 16}
 
@@ -44,6 +49,7 @@ class Watched:
 
     def __init__(self, llm) -> None:
         self.llm, self.taken, self.checked = llm, {}, 0
+        self.seen, self.hits = set(), 0
 
     def look(self) -> None:
         """Rows whose steps have all been committed."""
@@ -52,6 +58,7 @@ class Watched:
             if request.finish_reason is None and not request.held.steps_out:
                 taken = snapshot(self.llm, row, request.num_computed_tokens)
                 self.taken.setdefault(request, []).append(taken)
+                self.seen.add(request)
 
     def settle(self, requests=None) -> None:
         """Compare those of requests that will get no tokens more; of all by default."""
@@ -166,13 +173,28 @@ def test_ranks_share_heads_and_give_what_one_gives(pair, prompts):
 
 
 def test_what_states_cannot_do_is_refused_by_name(pair, tmp_path):
-    """Bits, hand-over, heads that ranks cannot share, a model without keys and values; prefixes are not cached."""
+    """Bits, hand-over, heads that ranks cannot share, a model without keys and values."""
     refused(ConfigError, lambda: built(pair, exactness="bits", dtype="float32"), "--exactness bits", "recurrent")
     refused(ConfigError, lambda: built(pair, disaggregation_slots=2), "--disaggregation-slots 2", "recurrent")
     refused(ConfigError, lambda: built(pair, None, tp_size=4), "--tp-size 4")
     alone = save_pair(tmp_path / "alone", "sum", "delta")
     refused(ConfigError, lambda: built(alone, None), "recurrent layers alone")
-    assert built(pair, None).engine.config.disable_radix_cache
+
+
+def test_memory_of_states_is_planned_as_it_is_made(pair, caplog):
+    """In the plan's estimate, in the start-up log and by `inspect`."""
+    with caplog.at_level("INFO", "treetop"):
+        llm = built(pair)
+    state = llm.engine.runner.state
+    made = [each for states in state.states.values() for each in state_tables(states)]
+    layout = llm.engine.layout
+    assert sum(each.nbytes for each in made) == layout.num_rows * state_bytes(layout, 8)
+    assert llm.engine.memory.budget.static >= sum(each.nbytes for each in made)
+    assert "states state: 2 layers" in caplog.text
+    report = inspect(EngineConfig.of(str(pair.target), dtype="float64", **OPTIONS))
+    assert report.memory is not None
+    assert sum(each.bytes_per_row for each in report.memory.states) <= state_bytes(layout, 8)
+    assert [(each.layers, each.rows) for each in report.memory.states] == [(2, 5), (2, 5)]
 
 
 # ---------------------------------------------------------------------------------------------- states
@@ -193,13 +215,15 @@ def test_states_are_those_of_the_tokens_where_pages_run_short(pair):
     assert watched.checked > 60
 
 
-def schedule(llm, watched, rng) -> None:
+def schedule(llm, watched, rng, beginnings) -> None:
     """Some requests come, some are aborted, between steps of which several may be in flight."""
     tickets, mine, left = deque(), [], rng.randint(2, 5)
     while True:
         if left and rng.random() < 0.5:
             left -= 1
             prompt = [rng.randrange(4, 12) for _ in range(rng.choice([1, 2, 3, 5, 9, 18]))]
+            if rng.random() < 0.7:
+                prompt = rng.choice(beginnings)[: rng.randrange(4, 21)] + prompt[:9]
             params = greedy(rng.randint(1, 9)) if rng.random() < 0.8 else sampled(rng.randrange(99), 6)
             mine += submit(llm, [prompt], params)
         if rng.random() < 0.06 and (live := [each for each in mine if each.finish_reason is None]):
@@ -219,25 +243,36 @@ def schedule(llm, watched, rng) -> None:
 def play(pair, seeds, **options) -> Watched:
     """Schedules one after the other on one engine, whose rows go from hand to hand."""
     llm = built(pair, **options)
-    watched = Watched(llm)
+    watched, beginnings = Watched(llm), pair.prompts([20, 20, 20], seed=7)
     for seed in seeds:
-        schedule(llm, watched, random.Random(seed))
+        schedule(llm, watched, random.Random(seed), beginnings)
         llm.scheduler.check_integrity()
         watched.settle()
+    watched.hits = sum(request.num_cached_tokens > 0 for request in watched.seen)
     return watched
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"shape": (2, 3, 6), "max_total_tokens": 64, "context_length": 48, "check_level": 2},
+        {"shape": (2, 3, 6), "max_total_tokens": 72, "context_length": 48, "check_level": 2},
         {"shape": (1, 2, 3), "graphs": "sim", "check_level": 3, "overlap": True},
         {"shape": None, "chunked_prefill_size": 5},
     ],
 )
 def test_random_schedules_leave_the_states_of_the_tokens(pair, options):
-    """Admissions, chunks, rounds, retractions, aborts; state, convolution and pending updates after each step."""
-    assert play(pair, range(20), **options).checked > (40 if "overlap" in options else 150)
+    """Admissions, chunks, rounds, retractions, aborts, hits; state, convolution and pending updates after each step."""
+    watched = play(pair, range(20), state_checkpoint_every=8, **options)
+    assert watched.checked > (30 if "overlap" in options else 120)
+    assert watched.hits > 3
+
+
+@pytest.mark.parametrize("name", RECURRENT_FAULTS)
+def test_states_tell_of_each_past_bug(pair, prompts, name):
+    """Put back, some row has not the states of its tokens; without it all have."""
+    order = prompts[::-1]  # long prompts leave their rows to short ones
+    with RECURRENT_FAULTS[name].active(), pytest.raises(AssertionError, match=r"state|convolution|pending"):
+        run(built(pair), order, greedy(12))
 
 
 @pytest.mark.slow
@@ -245,4 +280,5 @@ def test_random_schedules_leave_the_states_of_the_tokens(pair, options):
 @pytest.mark.parametrize("shape", [(2, 3, 6), (4, 2, 16), (1, 4, 5)])
 def test_many_random_schedules(pair, shape, graphs):
     """The same, over and over."""
-    play(pair, range(1000, 1500), shape=shape, graphs=graphs, max_total_tokens=96, context_length=48, check_level=2)
+    small = {"max_total_tokens": 96, "context_length": 48, "check_level": 2, "state_checkpoint_every": 4}
+    assert play(pair, range(1000, 1500), shape=shape, graphs=graphs, **small).hits > 100

@@ -19,6 +19,7 @@ from treetop.kernels.moe.routing import RouterSpec
 from treetop.models.config import AttentionSpec
 from treetop.models.registry import ExpertLayer, TargetSpec
 from treetop.models.target import Target
+from treetop.types.ids import STATE
 from treetop.types.layout import SpecShape
 from treetop.types.phase import Phase
 from treetop.weights.format import Product
@@ -72,8 +73,10 @@ def round_floor(
     tokens of a verify chose in each layer that has any; None for choices at random.
     """
     shape, model, less = case.shape, target.config, {phase: (saved or {}).get(phase, 0) for phase in Phase}
-    attention = [layer.attention for layer in model.layers]
-    verify = forward_work(attention, target.streamed, case, shape.num_draft_tokens, model.vocab_size)
+    verify = forward_work([*model.attention.values()], target.streamed, case, shape.num_draft_tokens, model.vocab_size)
+    for group in (spec.state(STATE, 1) for spec in model.linear.values()):  # states are read and written once
+        moved = 2 * group.row_bytes(case.element_size) + group.stash_bytes(shape.num_draft_tokens, case.element_size)
+        verify = verify.plus(Work(case.batch * moved, 0))
     layers = target.expert_layers(_DTYPES[case.element_size], case.packing)
     verify = verify.plus(expert_work(layers, case.batch * shape.num_draft_tokens, distinct))
     floor = {Phase.DRAFT: 0.0, Phase.VERIFY: verify.without(less[Phase.VERIFY]).seconds(machine)}

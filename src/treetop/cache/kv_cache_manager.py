@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from treetop.cache.allocator import CACHE, FREE, Owner, PageAllocator
+from treetop.cache.checkpoints import StateCheckpoints
 from treetop.cache.prefix_cache import Node, Pages, PrefixCache, first_seen
 from treetop.types.errors import CheckError, OwnershipError
 from treetop.types.ids import NULL_PAGE, GroupName, PageId
@@ -20,6 +21,8 @@ class Lease:
     path: nodes of the prefix cache. Their columns come first and hold pages of the cache, pinned while the lease lives;
         in a window's group until they leave the window. A column whose page left the window holds the null page.
     torn: in a window's group, the column whose page lacks its first tokens, which no query of this lease sees.
+    junction: tokens after which its prompt parts from others, where no states were kept; 0 if it does nowhere.
+    keeps: number of its first tokens -> the slot that their states go to.
     """
 
     owner: Owner
@@ -27,6 +30,8 @@ class Lease:
     path: list[Node] = field(default_factory=list)
     released: bool = False
     torn: dict[GroupName, int] = field(default_factory=dict)
+    junction: int = 0
+    keeps: dict[int, int] = field(default_factory=dict)
 
     @property
     def shared(self) -> int:
@@ -41,7 +46,10 @@ class KVCacheManager:
         num_pages = layout.num_pages
         self._allocators = {g.name: PageAllocator(g.name, num_pages[g.name]) for g in layout.groups}
         self._windows = {g.name: g.window for g in layout.groups}
-        self._radix = PrefixCache(layout.page_size, int(layout.has_draft), self._windows) if radix_cache else None
+        self._checkpoints = StateCheckpoints(layout.checkpoints) if layout.state_groups and radix_cache else None
+        self._radix: PrefixCache | None = None
+        if radix_cache:
+            self._radix = PrefixCache(layout.page_size, int(layout.has_draft), self._windows, self._checkpoints)
         self._nodes: dict[GroupName, list[Node | None]] = {g: [None] * pages for g, pages in num_pages.items()}
         self._next_owner = 1
         self._next_check = {"lease": 0, "column": 0, "page": 0}  # where `check_some` goes on
@@ -52,7 +60,8 @@ class KVCacheManager:
         lease = Lease(Owner(self._next_owner), {group: [] for group in self._allocators})
         self._next_owner += 1
         if self._radix is not None:
-            lease.path = self._radix.match(ids)
+            lease.path, reach = self._radix.lookup(ids)
+            lease.junction = reach * self._layout.page_size if reach > lease.shared else 0
             self._radix.pin(lease.path)
             for group in lease.pages:
                 self._share(lease, group)
@@ -140,6 +149,41 @@ class KVCacheManager:
         lease.path += nodes
         return cells
 
+    def checkpoint_of(self, lease: Lease) -> int | None:
+        """The slot with the states that a new lease's shared tokens end with; None if it shares none, or there are no
+        recurrent layers.
+        """
+        return self._checkpoints.read(lease.path[-1]) if self._checkpoints is not None and lease.path else None
+
+    def next_checkpoint(self, lease: Lease, start: int, num_ids: int) -> int | None:
+        """Where a chunk from `start` on of a request of `num_ids` tokens has to end, for its states to be kept there.
+
+        At every `checkpoint_every` tokens, where its prompt parts from others, and at the last page that a hit of the
+        same ids can end at.
+        """
+        if self._checkpoints is None:
+            return None
+        every, page = self._layout.checkpoint_every, self._layout.page_size
+        last = (num_ids - 1) // page * page
+        ends = ((start // every + 1) * every, lease.junction, last)
+        return min((end for end in ends if start < end <= last), default=None)
+
+    def lease_checkpoint(self, lease: Lease, num_tokens: int) -> int | None:
+        """A slot for the states after a lease's first tokens; None if there is none."""
+        slot = None if self._checkpoints is None else self._checkpoints.lease()
+        if slot is not None:
+            lease.keeps[num_tokens] = slot
+        return slot
+
+    def place_checkpoint(self, lease: Lease, num_tokens: int) -> None:
+        """A lease's slot has the states after its first tokens, whose pages the cache has, and is the cache's too."""
+        if self._checkpoints is not None and num_tokens in lease.keeps:
+            slot, pages = lease.keeps.pop(num_tokens), num_tokens // self._layout.page_size
+            if 0 < pages <= lease.shared:
+                self._checkpoints.put(slot, lease.path[pages - 1])
+            else:
+                self._checkpoints.give_back(slot)
+
     def slide(self, lease: Lease, known: int) -> Cells:
         """Let go of pages behind the windows, by a known committed length; their cells become the null page."""
         cells: Cells = []
@@ -165,6 +209,10 @@ class KVCacheManager:
             self._give_back(group, [page], lease.owner)
         self.insert(lease, ids)
         lease.released = True
+        if self._checkpoints is not None:
+            for slot in lease.keeps.values():
+                self._checkpoints.give_back(slot)
+            lease.keeps.clear()
         for group, pages in lease.pages.items():
             own = [page for page in pages[lease.shared :] if page != NULL_PAGE]
             self._give_back(group, own, lease.owner)
@@ -215,6 +263,7 @@ class KVCacheManager:
             self._check_columns(lease, 0, max(len(pages) for pages in lease.pages.values()))
         if self._radix is not None:
             self._radix.check([lease.path for lease in leases])
+        self._check_checkpoints(leases)
 
     def check_some(self, leases: Sequence[Lease], count: int) -> None:
         """The same for the next `count` pages of each group and the next `count` columns of the leases, one at a time.
@@ -227,6 +276,7 @@ class KVCacheManager:
             for page in range(at["page"] + 1, min(at["page"] + count, allocator.total) + 1):
                 allocator.check_page(PageId(page))
                 self._check_page(group, PageId(page), live)
+        self._check_checkpoints(leases)
         largest = max(allocator.total for allocator in self._allocators.values())
         at["page"] = at["page"] + count if at["page"] + count < largest else 0
         if leases:
@@ -246,6 +296,11 @@ class KVCacheManager:
                 f"{group}: free {allocator.num_free} + leased {leased} + cached {cached} != {allocator.total}, or the"
                 f" cache does not own {allocator.num_cached} pages"
             )
+
+    def _check_checkpoints(self, leases: Sequence[Lease]) -> None:
+        """The partition equation of slots for states. O(slots), of which there are few."""
+        if self._checkpoints is not None:
+            self._checkpoints.check(slot for lease in leases for slot in lease.keeps.values())
 
     def _check_page(self, group: GroupName, page: PageId, live: Collection[Owner]) -> None:
         """A page's owner lives and, if it is the cache, knows of it."""

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from treetop.cache.checkpoints import StateCheckpoints
 from treetop.types.errors import OwnershipError
 from treetop.types.ids import GroupName, PageId
 
@@ -75,10 +76,17 @@ class PrefixCache:
     so a node stands before its parent, and the first of all is a leaf: the one to evict.
 
     windows: of each group, None for one that sees everything.
+    checkpoints: states of recurrent layers, without which no hit ends at a node; None for a model without such layers.
     """
 
-    def __init__(self, page_size: int, lookahead: int, windows: Mapping[GroupName, int | None]) -> None:
-        self._page_size, self._lookahead = page_size, lookahead
+    def __init__(
+        self,
+        page_size: int,
+        lookahead: int,
+        windows: Mapping[GroupName, int | None],
+        checkpoints: StateCheckpoints | None = None,
+    ) -> None:
+        self._page_size, self._lookahead, self._checkpoints = page_size, lookahead, checkpoints
         self._windows = {group: _Window(window) for group, window in windows.items() if window is not None}
         self._root = Node(0, (0, ()), None, {})
         self._nodes: dict[Key, Node] = {}
@@ -92,8 +100,13 @@ class PrefixCache:
 
         A window's group holds it if it has all pages that the next token sees.
         """
+        return self.lookup(ids)[0]
+
+    def lookup(self, ids: Sequence[int]) -> tuple[list[Node], int]:
+        """`match`, and how many pages it would be of if states were kept at every page."""
         path: list[Node] = []
-        usable, serial, limit = 0, self._root.serial, (len(ids) - 1) // self._page_size
+        usable = reach = 0
+        serial, limit = self._root.serial, (len(ids) - 1) // self._page_size
         begins = dict.fromkeys(self._windows, 0)  # first page of the unbroken run that ends here
         for tokens in self._tokens(ids, 0, limit):
             node = self._nodes.get((serial, tokens))
@@ -105,8 +118,10 @@ class PrefixCache:
                 if group not in node.pages:
                     begins[group] = end
             if all(begin <= self._first_seen(group, end) for group, begin in begins.items()):
-                usable = end
-        return path[:usable]
+                reach = end
+                if self._checkpoints is None or self._checkpoints.holds(node):
+                    usable = end
+        return path[:usable], reach
 
     def extend(self, path: Sequence[Node], ids: Sequence[int], num_pages: int) -> list[Node]:
         """The nodes that lead from a pinned path on to page `num_pages` of `ids`, found or made. They are pinned.
@@ -229,6 +244,8 @@ class PrefixCache:
             children[node.parent] += 1
             if node.pins != pins.get(node, 0) or self._is_useless(node):
                 raise OwnershipError(f"prefix cache: {node.pins} pins, {pins.get(node, 0)} leases, {node.pages}")
+        if self._checkpoints is not None and any(node not in children for node in self._checkpoints.nodes()):
+            raise OwnershipError("prefix cache: states are kept of a node that is gone")
         if any(node.num_children != count for node, count in children.items()):
             raise OwnershipError("prefix cache: a node counts its children wrongly")
         seen: set[Node | None] = set()
@@ -258,6 +275,8 @@ class PrefixCache:
         leaf.parent.num_children -= 1
         for pages in self._windows.values():
             pages.unread.pop(leaf, None)
+        if self._checkpoints is not None:
+            self._checkpoints.drop(leaf)
         return list(leaf.pages.items())
 
     def _first_seen(self, group: GroupName, num_pages: int) -> int:

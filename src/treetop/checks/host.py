@@ -15,6 +15,7 @@ from treetop.types.messages import (
     PageEdit,
     RoundPlan,
     RowResult,
+    RowSetup,
     StepPlan,
 )
 
@@ -26,6 +27,7 @@ class PlanChecker:
         self._layout, self._num_pages = layout, layout.num_pages
         self._expected: dict[Row, tuple[int, int]] = {}  # row -> (start, first token) of its next chunk
         self._filled: dict[Row, tuple[int, bool]] = {}  # row -> tokens that prefills have filled, and whether all
+        self._kept: dict[int, int] = {}  # checkpoint of states -> tokens that they are of
         self._deferred: dict[Row, int] = {}  # row -> tokens that the draft has yet to extend
 
     def check(self, plan: StepPlan) -> None:
@@ -44,11 +46,24 @@ class PlanChecker:
         check_rows([chunk.row for chunk in plan.chunks], layout)
         check_rows([setup.row for setup in plan.setups], layout)
         for setup in plan.setups:
+            self._check_states(setup)
             self._deferred.pop(setup.row, None)
             self._expected.pop(setup.row, None)
             self._filled[setup.row] = setup.committed, False
         for chunk in plan.chunks:
             self._check_chunk(chunk)
+            if chunk.keep is not None:
+                _within("checkpoint of a chunk", chunk.row, chunk.keep, 0, layout.checkpoints - 1)
+                self._kept[chunk.keep] = chunk.start + len(chunk.token_ids)
+
+    def _check_states(self, setup: RowSetup) -> None:
+        """Where layers are recurrent, who begins behind tokens has their states, of exactly as many tokens."""
+        if setup.checkpoint is not None:
+            _within("checkpoint of a row", setup.row, setup.checkpoint, 0, self._layout.checkpoints - 1)
+            length = self._kept.get(setup.checkpoint, 0)
+            _within("tokens that a row's states are of", setup.row, length, setup.committed, setup.committed)
+        elif self._layout.state_groups and setup.committed:
+            raise CheckError(f"row {setup.row} begins behind {setup.committed} tokens without their states")
 
     def _check_edit(self, edit: PageEdit) -> None:
         table, last_row = f"page_table.{edit.group}", self._layout.max_requests - 1

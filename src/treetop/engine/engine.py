@@ -24,7 +24,7 @@ from treetop.engine.packed_trees import PackedTrees
 from treetop.engine.prefill import chunk_columns, chunk_width, make_batch, prefill
 from treetop.engine.processors import LogitsProcessorWriter
 from treetop.engine.prompt_logprobs import prompt_columns, with_prompt
-from treetop.engine.recurrence import begin_states
+from treetop.engine.recurrence import begin_states, keep_checkpoints
 from treetop.engine.rounds import Eager, RoundKey, RoundLauncher
 from treetop.engine.staging import (
     HostResults,
@@ -362,6 +362,7 @@ class Engine:
         self._move_in(plan.setups, sent)
         allowed = self._node_masks.roots(plan.rows, plan.masks, len(padded), rows.device)
         first = prefill(self.runner, make_batch(plan, rows, sent["chunks"], sent["prompt"], allowed))
+        keep_checkpoints(self.runner, plan.chunks)
         zeros = torch.zeros_like(first.token)
         return Results(first.token[:, None], zeros, first.finite, first.logprobs, first.prompt)
 
@@ -399,7 +400,7 @@ class Engine:
     def _move_in(self, setups: Sequence[RowSetup], sent: Mapping[str, list[Tensor]]) -> None:
         """Rows get the requests that are to run in them."""
         self.runner.state.apply_setups(sent["setups"])
-        begin_states(self.runner, sent["setups"][0])
+        begin_states(self.runner, sent["setups"][0], setups)
         self.runner.state.apply_prefixes(setups, sent["prefixes"])
         self._row_processors.move_in(setups)
 

@@ -20,6 +20,7 @@ import torch
 
 from treetop.types.errors import CapacityError, EngineError
 from treetop.types.layout import Layout
+from treetop.types.state import StateGroup
 
 GIB = 2**30
 SLACK = 2**28
@@ -152,6 +153,14 @@ def pool_bytes(layout: Layout, element_size: int) -> int:
     )
 
 
+def state_bytes(layout: Layout, element_size: int) -> int:
+    """Bytes that a row's states take: what recurrent layers keep, with what may be pending."""
+    return sum(
+        group.row_bytes(element_size) + group.pending_bytes(layout.commit_width, element_size)
+        for group in layout.state_groups
+    )
+
+
 def bytes_per_token(layout: Layout, element_size: int) -> dict[str, int]:
     """Bytes that a token takes in each group whose pool grows with the tokens; a window's pool does not."""
     return {g.name: g.bytes_per_token(element_size) for g in layout.groups if g.window is None}
@@ -211,6 +220,8 @@ class MemoryUse:
                     else ""
                 )
             )
+        for state in self.layout.state_groups:
+            rows.append(state_line(self.layout, state, self.element_size))
         memory, budget = self.budget.memory, self.budget
         rows.append(
             f"memory: total {gib(memory.total)}, weights and tables {gib(budget.static)}"
@@ -220,6 +231,19 @@ class MemoryUse:
             f" {gib(budget.allowance)}, --mem-fraction-static {budget.fraction:g}"
         )
         return rows
+
+
+def state_line(layout: Layout, group: StateGroup, element_size: int) -> str:
+    """What a group of states takes, in words: of weights and tables, and how much of it is each row's."""
+    row, width, nodes = group.row_bytes(element_size), layout.commit_width, layout.verify_tail
+    row += group.pending_bytes(width, element_size)
+    stash = layout.max_requests * group.stash_bytes(nodes, element_size)
+    kept = layout.checkpoints * group.row_bytes(element_size)
+    return (
+        f"states {group.name}: {group.num_layers} layers, {gib(row)} a row x {layout.num_rows} rows ="
+        f" {gib(row * layout.num_rows)}, nodes of a round {gib(stash)}"
+        + (f", {layout.checkpoints} checkpoints {gib(kept)}" if kept else "")
+    )
 
 
 @contextmanager
@@ -256,11 +280,19 @@ def _too_little(layout: Layout, element_size: int, budget: Budget, tokens: int) 
     need = pool_bytes(one, element_size)
     fraction = budget.enough(need)
     raised = [] if fraction is None else [f"raise --mem-fraction-static to {fraction:g} or more"]
+    of_rows = ""
+    if layout.state_groups:
+        each = state_bytes(layout, element_size)
+        of_rows = (
+            f" (states of recurrent layers are {gib(each * layout.num_rows)} of these = {gib(each)} a row x"
+            f" (--max-running-requests {layout.max_requests} + the dummy row))"
+        )
     if budget.unused <= 0:
         ways = [*raised, "lower --max-running-requests, --context-length or --chunked-prefill-size"]
         return (
-            f"weights, tables and buffers: need {gib(budget.static)} beside {gib(budget.allowance)} for activations and"
-            f" graphs, have {gib(max(budget.memory.free + budget.static, 0))} free of {gib(budget.memory.total)};"
+            f"weights, tables and buffers: need {gib(budget.static)}{of_rows} beside {gib(budget.allowance)} for"
+            f" activations and graphs, have {gib(max(budget.memory.free + budget.static, 0))} free of"
+            f" {gib(budget.memory.total)};"
             f" {', '.join(ways)}, choose a narrower --dtype or a smaller model{budget.or_no_copies(-budget.unused)}"
         )
     context = tokens - layout.headroom
@@ -269,9 +301,11 @@ def _too_little(layout: Layout, element_size: int, budget: Budget, tokens: int) 
         ways.append("set --max-total-tokens, which overrides the fraction")
     if layout.page_size > 1:
         ways.append("lower --page-size")
+    if of_rows:
+        ways.append("lower --max-running-requests")
     return (
         f"KV pools: one request of {layout.max_positions} tokens needs {gib(need)} = {_costs(one, element_size)},"
-        f" have {gib(max(budget.pool_bytes, 0))} = {budget.formula()}; {', '.join(ways)}"
+        f" have {gib(max(budget.pool_bytes, 0))} = {budget.formula()}{of_rows}; {', '.join(ways)}"
         f"{budget.or_no_copies(need - budget.pool_bytes)}"
     )
 

@@ -1,6 +1,6 @@
 """States of recurrent layers by row: made from the layout, and what steps do to them beside the layers' forwards.
 
-    moving in    the whole state becomes zeros, and nothing is pending
+    moving in    the whole state becomes zeros, or a checkpoint's, and nothing is pending
     PREFILL      pending updates are folded, then the chunk goes on from the state
     VERIFY       each layer folds what is pending as it loads the state; nodes leave their updates in the tails;
                  once a path is accepted its updates are what is pending
@@ -8,13 +8,17 @@
 So a rejected node never was in a state, and state with pending covers exactly the tokens whose K/V the pages hold.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from treetop.attention.recurrent import ChunkRecurrence, NodeRecurrence
 from treetop.engine.model_runner import ModelRunner
 from treetop.kernels.recurrent.convolution import tree_windows
+from treetop.kernels.recurrent.states import LinearStates
 from treetop.kernels.tree.commit import Paths
+from treetop.types.messages import Chunk, RowSetup
 from treetop.types.phase import Phase
 
 
@@ -56,10 +60,30 @@ def fold_states(runner: ModelRunner, rows: Tensor) -> None:
         runner.ops.fold_states(states, rows)
 
 
-def begin_states(runner: ModelRunner, rows: Tensor) -> None:
-    """Requests move in: their states are the dummy row's, which are those of nothing. rows: [rows] int64."""
+def keep_checkpoints(runner: ModelRunner, chunks: Sequence[Chunk]) -> None:
+    """Rows' states after a prefill, of which nothing is pending, go to the slots that chunks name."""
+    for chunk in chunks:
+        if chunk.keep is not None:
+            for name, states in runner.state.states.items():
+                _copy_row(runner.state.checkpoints[name], chunk.keep, states, chunk.row)
+
+
+def _copy_row(to: LinearStates, row: int, source: LinearStates, of: int) -> None:
+    to.conv[:, row].copy_(source.conv[:, of])
+    to.state[:, row].copy_(source.state[:, of])
+
+
+def begin_states(runner: ModelRunner, rows: Tensor, setups: Sequence[RowSetup]) -> None:
+    """Requests move in: their states are a checkpoint's, or the dummy row's, which are those of nothing.
+
+    rows: [rows] int64, of the setups.
+    """
     for states in runner.state.states.values():
         runner.ops.copy_states(states, rows, states, torch.full_like(rows, runner.layout.dummy_row))
         if runner.check_level >= 3:
             for table in (states.pending.k, states.pending.d, states.pending.g):
                 table.index_fill_(1, rows, float("nan"))
+    for setup in setups:
+        if setup.checkpoint is not None:
+            for name, states in runner.state.states.items():
+                _copy_row(states, setup.row, runner.state.checkpoints[name], setup.checkpoint)

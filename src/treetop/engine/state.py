@@ -40,6 +40,7 @@ class RowState:
     classes: [num_rows] int64, by which a row's proposals are calibrated.
     calibration: of the pair; it is no row's.
     states: of recurrent layers, by group; {} without any.
+    checkpoints: what is kept of them for other requests: a row is a slot, and nothing is pending.
     """
 
     page_tables: dict[GroupName, PageTable]
@@ -56,6 +57,7 @@ class RowState:
     classes: Tensor
     calibration: Calibration
     states: dict[GroupName, LinearStates]
+    checkpoints: dict[GroupName, LinearStates]
 
     def table_of(self, group: GroupName) -> PageTable:
         """The page table that a group's layers read: their own (sgl-24617)."""
@@ -186,13 +188,13 @@ def make_state(
         undrafted=zeros((n,), torch.bool),
         classes=zeros((n,), long),
         calibration=make_calibration(max(1, layout.commit_width - 1), layout.max_topk, zeros),
-        states=make_states(layout, dtype, zeros),
+        states=make_states(layout, layout.num_rows, layout.commit_width, dtype, zeros),
+        checkpoints=make_states(layout, layout.checkpoints, 0, dtype, zeros),
     )
 
 
-def make_states(layout: Layout, dtype: torch.dtype, zeros: Zeros) -> dict[GroupName, LinearStates]:
-    """Zeroed states of all rows, by group. dtype: the engine's."""
-    n, width = layout.num_rows, layout.commit_width
+def make_states(layout: Layout, n: int, width: int, dtype: torch.dtype, zeros: Zeros) -> dict[GroupName, LinearStates]:
+    """Zeroed states of `n` rows, of which `width` updates may be pending, by group. dtype: the engine's."""
     return {
         group.name: LinearStates(
             conv=zeros((group.num_layers, n, *group.conv_shape), dtype),

@@ -123,7 +123,11 @@ class Committer:
         for chunk in plan.chunks:
             request = self._rows.by_row.get(chunk.row)
             if request is not None and request.finish_reason is None:
-                self._rows.cache(request, request.ids[: chunk.start + len(chunk.token_ids)])
+                end = chunk.start + len(chunk.token_ids)
+                if chunk.keep is None:
+                    self._rows.cache(request, request.ids[:end])
+                else:  # its last page is complete: the draft was told the token after it
+                    self._rows.cache(request, request.ids[: end + 1], end)
 
     def _emit_first(self, request: Request, first: FirstToken) -> RequestUpdate:
         """The token that another worker's prefill gave."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from itertools import chain, islice
 
+from treetop.cache.kv_cache_manager import Lease
 from treetop.scheduler.budget import PrefillBudget
 from treetop.scheduler.kv_transfer import KVTransfers
 from treetop.scheduler.queues import Queues
@@ -119,7 +120,12 @@ class PrefillPlanner:
     def _count(self, batch: Batch, request: Request) -> int:
         """Tokens that a request may bring to a batch; 0 for no row."""
         start = request.num_computed_tokens
-        return self._share(batch, start, request.num_ids - start)
+        return self._cut(request, request.held.lease, start, self._share(batch, start, request.num_ids - start))
+
+    def _cut(self, request: Request, lease: Lease, start: int, count: int) -> int:
+        """Of `count` tokens behind `start`, those up to where states of recurrent layers are to be kept."""
+        end = self._rows.kv_cache.next_checkpoint(lease, start, request.num_ids)
+        return count if end is None else min(count, end - start)
 
     def _share(self, batch: Batch, start: int, rest: int) -> int:
         """Of a request's `rest` tokens behind `start`, those for this step.
@@ -149,12 +155,14 @@ class PrefillPlanner:
         """The next `count` tokens of a request, and the token after them. After its last chunk it can decode."""
         ids, start = request.ids, request.num_computed_tokens
         of_prompt = request.params.prompt_logprobs if request.lacks_prompt_logprobs else None
-        end = start + count
+        end, kv_cache, lease, keep = start + count, self._rows.kv_cache, request.held.lease, None
+        if kv_cache.next_checkpoint(lease, start, len(ids)) == end:
+            keep = kv_cache.lease_checkpoint(lease, end)
         request.num_computed_tokens = end
         self._kv_transfer.computed(request)
         if end == len(ids):
             self._queues.prefilled(request)
-        return Chunk(request.held.row, start, ids[start:end], next_prompt_token(ids, end), of_prompt)
+        return Chunk(request.held.row, start, ids[start:end], next_prompt_token(ids, end), of_prompt, keep)
 
     def _reserve_chunk(self, request: Request, count: int) -> None:
         """Pages of the windows for one more chunk; the other groups got theirs at admission."""
@@ -172,7 +180,7 @@ class PrefillPlanner:
         lease, shared = kv_cache.open(request.reusable_ids)
         known = lease.shared * self._layout.page_size
         rest = request.num_ids - known
-        count = self._share(batch, known, rest)
+        count = self._cut(request, lease, known, self._share(batch, known, rest))
         suits = self._may_join(batch, count) and (count == rest or not whole)
         total = request.tokens_at_entry(self._layout.headroom)
         reserved = kv_cache.reserve(lease, total, known, known + count) if suits else None
@@ -184,7 +192,7 @@ class PrefillPlanner:
         if request.admitted_s is None:
             request.admitted_s, request.num_cached_tokens = self._clock(), known
         self._queues.admitted(request)
-        setups.append(request.setup(known))
+        setups.append(request.setup(known, kv_cache.checkpoint_of(lease)))
         batch.append((request, count))
         return True
 

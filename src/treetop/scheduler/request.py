@@ -113,13 +113,13 @@ class Request:
             request.prompt_logprobs = []
         return request
 
-    def setup(self, known: int) -> RowSetup:
-        """Its entry into the row that it has been given, with `known` tokens in its pages."""
+    def setup(self, known: int, checkpoint: int | None = None) -> RowSetup:
+        """Its entry into the row that it has been given, with `known` tokens in its pages, and their states."""
         history = None
         if self.params.changes_logits or self.constrained is not None:
             history = RowHistory(self.prompt_ids, tuple(self.output_ids), self.stop_ids, self.never_ids)
         prefix, constrained = tuple(self.ids[:known]), self.constrained is not None
-        return RowSetup(self.held.row, known, self.params, self.seed, history, prefix, constrained)
+        return RowSetup(self.held.row, known, self.params, self.seed, history, prefix, constrained, checkpoint)
 
     @property
     def ids(self) -> tuple[int, ...]:

@@ -74,10 +74,15 @@ class Rows:
         held = request.held
         self._write(held.row, self.kv_cache.slide(held.lease, known))
 
-    def cache(self, request: Request, ids: Sequence[int]) -> None:
-        """The pages that hold `ids`, its first tokens, enter the prefix cache, so that the next request finds them."""
+    def cache(self, request: Request, ids: Sequence[int], kept: int | None = None) -> None:
+        """The pages that hold `ids`, its first tokens, enter the prefix cache, so that the next request finds them.
+
+        kept: after so many of them its states were kept.
+        """
         held = request.held
         self._write(held.row, self.kv_cache.insert(held.lease, ids))
+        if kept is not None:
+            self.kv_cache.place_checkpoint(held.lease, kept)
 
     # ---------------------------------------------------------------- page tables
 

@@ -31,7 +31,7 @@ class LayerKind:
     """Layers that are alike.
 
     count: how many.
-    attention, feed_forward: their specs' values, but for what is off.
+    attention, feed_forward: their specs' values, but for what is off; attention may be linear.
     """
 
     count: int
@@ -103,6 +103,22 @@ class PoolReport:
 
 
 @dataclass(frozen=True, slots=True)
+class StateReport:
+    """States of recurrent layers, of `static`.
+
+    bytes_per_row: what each request row keeps, whatever its length.
+    rows: with the dummy row.
+    bytes: of all rows.
+    """
+
+    group: str
+    layers: int
+    bytes_per_row: int
+    rows: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryReport:
     """In bytes.
 
@@ -116,6 +132,7 @@ class MemoryReport:
     static: int
     kept: int
     pools: tuple[PoolReport, ...]
+    states: tuple[StateReport, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +243,7 @@ def _kinds_of(layers: tuple[LayerSpec, ...]) -> list[LayerKind]:
     order = {layer: index for index, layer in reversed(list(enumerate(layers)))}
     found = groupby(sorted(layers, key=order.__getitem__), key=order.__getitem__)
     return [
-        LayerKind(len(list(same)), _values(layers[first].attention), _values(layers[first].feed_forward))
+        LayerKind(len(list(same)), _values(layers[first].mixer), _values(layers[first].feed_forward))
         for first, same in found
     ]
 
@@ -272,10 +289,15 @@ def _memory_report(use: MemoryUse, config: EngineConfig) -> MemoryReport:
                 group.chunked,
             )
         )
+    states = []
+    for state in layout.state_groups:
+        row = state.row_bytes(size) + state.pending_bytes(layout.commit_width, size)
+        states.append(StateReport(state.name, state.num_layers, row, layout.num_rows, row * layout.num_rows))
     budget = use.budget
     device = str(compute_device(config.device))
     return MemoryReport(
-        device, budget.memory.total, budget.memory.free + budget.static, budget.static, budget.allowance, tuple(pools)
+        *(device, budget.memory.total, budget.memory.free + budget.static, budget.static, budget.allowance),
+        *(tuple(pools), tuple(states)),
     )
 
 
@@ -348,6 +370,11 @@ def _memory_lines(memory: MemoryReport) -> list[str]:
         lines.append(
             f"  KV pool {pool.group}: {pool.layers} layers{window}, {pool.bytes_per_token} bytes a token,"
             f" {pool.tokens} tokens, {_bytes(pool.bytes)}"
+        )
+    for state in memory.states:
+        lines.append(
+            f"  states {state.group}: {state.layers} layers, {_bytes(state.bytes_per_row)} a row,"
+            f" {state.rows} rows, {_bytes(state.bytes)}"
         )
     return lines
 

@@ -174,6 +174,21 @@ class EngineConfig:
         "do not keep the K/V of prompts and outputs for prompts that begin alike",
         aliases=("--no-enable-prefix-caching",),
     )
+    state_checkpoint_every: int | None = option(
+        None,
+        "tokens of a prompt after which the states of recurrent layers are kept beside its K/V, for prompts that begin"
+        " alike; a multiple of --page-size, 1024 by default; also at a prompt's last page, and where prompts part",
+        minimum=1,
+        maximum=2**20,
+    )
+    state_checkpoint_memory: float | None = option(
+        None,
+        "GiB on every GPU for these; by default as much as the states of --max-running-requests; 0 keeps none, and no"
+        " prefix of a model with recurrent layers",
+        minimum=0,
+        maximum=2**20,
+        unit=" GiB",
+    )
     disable_logits_processors: bool = option(
         False,
         "refuse requests that change logits by penalties, biases, min_tokens or allowed tokens, and keep no memory for"

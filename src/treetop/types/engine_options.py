@@ -44,6 +44,8 @@ class EngineOptions(TypedDict, total=False):
     target_gap_ms: float | None
     schedule_policy: SchedulePolicy
     disable_radix_cache: bool
+    state_checkpoint_every: int | None
+    state_checkpoint_memory: float | None
     disable_logits_processors: bool
     attention_backend: Backend
     graphs: Graphs

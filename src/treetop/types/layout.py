@@ -160,6 +160,8 @@ class Layout:
     block: queries of the pass that the drafter makes once a round; 0 for none.
     lead: of these, those that the nodes of its tree see: all or none.
     state_groups: layers that keep a state by row instead of K/V in pages.
+    checkpoints: slots for states that prompts which begin alike go on from; 0 where no prefix is kept of them.
+    checkpoint_every: tokens of a prompt from one to the next, a multiple of the page.
     """
 
     shapes: tuple[SpecShape, ...]
@@ -176,6 +178,8 @@ class Layout:
     block: int = 0
     lead: int = 0
     state_groups: tuple[StateGroup, ...] = ()
+    checkpoints: int = 0
+    checkpoint_every: int = 0
 
     @property
     def commit_width(self) -> int:
@@ -397,6 +401,9 @@ class Layout:
             rows.append(Dimension(f"rows.{state.name}", self.num_rows, f"{size} + the dummy row", size))
             rows.append(Dimension(f"pending.{state.name}", w, "max over shapes of S + 1", steps))
             rows.append(Dimension(f"stash.{state.name}", self.verify_tail, "max over shapes of T", nodes))
+        if self.state_groups:
+            formula = "--state-checkpoint-memory / bytes of a row's states"
+            rows.append(Dimension("checkpoints", self.checkpoints, formula, "--state-checkpoint-memory"))
         return {row.name: row for row in rows}
 
     def require(self, name: str, need: int) -> None:

@@ -86,6 +86,7 @@ class RowSetup:
     history: only if its logits are changed. From here on the device counts the tokens itself.
     constrained: each step that gives it a token has a `RowMask` for it, and no draft of it is accepted but where nodes
         have masks.
+    checkpoint: the slot with the states of recurrent layers after these tokens; None where it begins with nothing.
     """
 
     row: Row
@@ -95,6 +96,7 @@ class RowSetup:
     history: RowHistory | None = None
     prefix_ids: tuple[int, ...] = ()
     constrained: bool = False
+    checkpoint: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,8 @@ class Chunk:
 
     prompt_logprobs: how many of the best tokens' log-probabilities are asked for with those of the prompt tokens after
     each of these; None for no log-probabilities of them.
+
+    keep: the slot that gets the states of recurrent layers after the chunk; None for none.
     """
 
     row: Row
@@ -113,6 +117,7 @@ class Chunk:
     token_ids: tuple[int, ...]
     next_token: int | None
     prompt_logprobs: int | None = None
+    keep: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from treetop.engine.memory import (
 from treetop.engine.row_record import record_bytes, record_fields
 from treetop.engine.startup.exactness import is_exact
 from treetop.engine.startup.layer_groups import backend_need, causal_blocks, kv_groups, state_groups
-from treetop.engine.startup.state_limits import within_states
+from treetop.engine.startup.state_limits import with_checkpoints, within_states
 from treetop.engine.startup.weight_copies import CpuWeights, with_copies, with_second_orders
 from treetop.engine.state import make_state
 from treetop.kernels.kv import FP8_CAPABILITY, kv_dtype
@@ -123,6 +123,7 @@ def _plan_rows(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel)
     check_quantized_activations(config, target, device)
     layout = make_layout(config, target.config, draft, parallel.size)
     dtype = compute_dtype(config.dtype, device)
+    layout = with_checkpoints(config, layout, dtype.itemsize)
     layout, kv_transfer = _with_slots(config, layout, target.config, draft, dtype)
     dummy = config.load_format == "dummy"
     place = Placement(dtype, device, layout.max_positions, dummy, shapes=layout.shapes, parallel=parallel)

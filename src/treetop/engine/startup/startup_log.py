@@ -11,6 +11,7 @@ from treetop.engine.model_runner import ModelRunner
 from treetop.engine.rounds import RoundLauncher
 from treetop.engine.startup.mkl_sums import choose_mode
 from treetop.engine.startup.plan import EnginePlan
+from treetop.types.layout import Layout
 
 
 def start_up_block(
@@ -38,11 +39,17 @@ def start_up_block(
         *([about] if (about := about_activations(whole.held(engine_plan.target.params))) else []),
         f"attention {runner.backend.name}" + (f"; not {', '.join(others)} (treetop doctor says why)" if others else ""),
         _graphs(launcher),
-        *(["prefix cache off: states of recurrent layers are not cached"] if layout.state_groups else []),
+        *([_checkpoints(layout)] if layout.state_groups else []),
         f"overlap of host and device {'on' if layout.max_in_flight > 1 else 'off'}; capture and "
         f"capacity proof {start_s:.1f} s",
     ]
     return "\n  ".join(["treetop is up", *rows])
+
+
+def _checkpoints(layout: Layout) -> str:
+    if not layout.checkpoints:
+        return "prefix cache off: no checkpoints of recurrent layers' states are kept"
+    return f"prefix cache: {layout.checkpoints} checkpoints of states, one every {layout.checkpoint_every} tokens"
 
 
 def _graphs(launcher: RoundLauncher) -> str:

@@ -2,9 +2,15 @@
 
 from dataclasses import replace
 
+from treetop.engine.memory import GIB, gib
 from treetop.models.config import ModelConfig
 from treetop.types.config import EngineConfig
-from treetop.types.errors import ConfigError
+from treetop.types.errors import CapacityError, ConfigError
+from treetop.types.layout import Layout
+
+USUAL_DISTANCE = 1024
+"""Tokens from one checkpoint of a prompt's states to the next, rounded up to pages."""
+MOST_SLOTS = 2**16
 
 
 def within_states(config: EngineConfig, model: ModelConfig) -> EngineConfig:
@@ -13,6 +19,9 @@ def within_states(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     Without layers that attend there are no pages, by which requests are admitted and put back.
     """
     if not model.linear:
+        for name in ("state_checkpoint_every", "state_checkpoint_memory"):
+            if getattr(config, name) is not None:
+                raise ConfigError(f"--{name.replace('_', '-')}: {config.model} has no recurrent layers; leave it out")
         return config
     if not model.attention:
         raise ConfigError("a model of recurrent layers alone is not supported: none of its layers has keys and values")
@@ -21,4 +30,27 @@ def within_states(config: EngineConfig, model: ModelConfig) -> EngineConfig:
             f"--disaggregation-slots {config.disaggregation_slots}: states of recurrent layers are not handed over yet;"
             " leave it out"
         )
-    return replace(config, disable_radix_cache=True)
+    every, page = config.state_checkpoint_every, config.page_size
+    if every is not None and every % page:
+        raise ConfigError(f"--state-checkpoint-every {every} must be a multiple of --page-size {page}")
+    if config.state_checkpoint_memory == 0:
+        return replace(config, disable_radix_cache=True)
+    return config
+
+
+def with_checkpoints(config: EngineConfig, layout: Layout, element_size: int) -> Layout:
+    """The layout with as many slots for states as the configuration gives memory for, or as there are rows.
+
+    element_size: of a number of the engine's dtype. Raises CapacityError for memory that holds none.
+    """
+    if not layout.state_groups or config.disable_radix_cache:
+        return layout
+    each = sum(group.row_bytes(element_size) for group in layout.state_groups)
+    given = config.state_checkpoint_memory
+    slots = layout.max_requests if given is None else int(given * GIB) // each
+    if slots == 0:
+        raise CapacityError(
+            f"--state-checkpoint-memory {given:g} GiB: the states of one row take {gib(each)}; give more, or 0 for none"
+        )
+    every = config.state_checkpoint_every or layout.pages_for(USUAL_DISTANCE) * layout.page_size
+    return replace(layout, checkpoints=min(slots, MOST_SLOTS), checkpoint_every=every)
