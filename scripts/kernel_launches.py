@@ -35,6 +35,13 @@ from treetop.kernels.gemm.tiles import TiledWeight, decode_tiles, tile
 from treetop.kernels.kv import FP8, PageTable
 from treetop.kernels.moe.experts import Activation, Experts, experts
 from treetop.kernels.moe.routing import Router, RouterKind, RouterSpec, Routes, Tiles, route
+from treetop.kernels.recurrent.convolution import path_conv, prefill_conv
+from treetop.kernels.recurrent.gates import delta_inputs, gated_norm
+from treetop.kernels.recurrent.keep import fold_states, keep_states
+from treetop.kernels.recurrent.prefill import prefill_states
+from treetop.kernels.recurrent.states import LinearStates, StateInputs, StateTails, Updates
+from treetop.kernels.recurrent.verify import verify_states
+from treetop.kernels.tree.commit import Paths
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.types.ids import FULL
 from treetop.types.phase import Phase
@@ -83,7 +90,7 @@ Case = tuple[str, Callable[[], object]]
 
 def cases(card: Card) -> Iterator[Case]:
     """All of a card."""
-    for some in (_products, _coded, _experts, _attention, _latent, _segments):
+    for some in (_products, _coded, _experts, _attention, _latent, _segments, _recurrent):
         yield from some(card)
 
 
@@ -325,3 +332,47 @@ def _attend_by_segments(scene: _Scene, q: Tensor, pages: Tensor, tail: Tensor, g
     call = scene.call
     plan = plan_segments(scene.metadata, folders(call, gpu), block_of(call.head_dim, call.element_bytes), gpu)
     segment_attention(q, pages, plan, tail, 1.0, None, gpu)
+
+
+# ------------------------------------------------------------------------------------------------ of recurrent layers
+
+
+def _recurrent(card: Card) -> Iterator[Case]:
+    """Of Qwen3-Next's linear layers: verifications of one node, a tree and the largest, a chunk, what is kept."""
+    gpu, layers, rows, num_rows, width = card.gpu, 4, 2, 3, 6
+    key_heads, heads, dim, taps = 16, 32, 128, 4
+    channels, wide = (2 * key_heads + heads) * dim, torch.float32
+
+    def updates(*lead: int) -> Updates:
+        k, d = (_empty(*lead, count, dim, dtype=wide) for count in (key_heads, heads))
+        return Updates(k, d, _empty(*lead, heads, dtype=wide))
+
+    states = LinearStates(
+        _empty(layers, num_rows, channels, taps - 1),
+        _empty(layers, num_rows, heads, dim, dim, dtype=wide),
+        updates(layers, num_rows, width),
+        _empty(num_rows, dtype=LONG),
+    )
+    batch, weight = _empty(rows, dtype=LONG), _empty(channels, taps)
+    for nodes in (1, 16, 64):
+        of = updates(rows, nodes)
+        inputs = StateInputs(of.k, of.k, of.d, of.g, of.g)
+        parents, windows = _empty(rows, nodes, dtype=LONG), _empty(rows, nodes, taps - 1, dtype=LONG)
+        tails = StateTails(_empty(layers, rows, nodes, channels), updates(layers, rows, nodes))
+        x, valid, what = _empty(rows, nodes, channels), _empty(rows, nodes, dtype=torch.bool), f"of {nodes} tokens"
+        stash = tails.updates.layer(0)
+        verify = partial(verify_states, states.layer(0), batch, inputs, parents, stash, 2, gpu)
+        yield f"verification of states {what}", verify
+        yield f"convolution along paths {what}", partial(path_conv, states.conv[0], batch, x, windows, weight, gpu=gpu)
+        paths = Paths(batch, batch, batch, width, _empty(rows, width, dtype=LONG), 2)
+        yield f"keeping of states {what}", partial(keep_states, states, tails, paths, windows, gpu)
+        yield f"chunk of states {what}", partial(prefill_states, states.layer(0), batch, inputs, valid, gpu)
+        yield (
+            f"convolution of a chunk {what}",
+            partial(prefill_conv, states.conv[0], batch, x, valid, weight, gpu=gpu),
+        )
+        gates, rate = _empty(rows, nodes, 2 * heads), _empty(heads, dtype=wide)
+        yield f"gates of states {what}", partial(delta_inputs, x, gates, rate, rate, key_heads, dim, gpu)
+        z = _empty(rows, nodes, heads * dim)
+        yield f"norm and gate {what}", partial(gated_norm, inputs.v, z, _empty(dim), 1e-6, gpu)
+    yield "folding of states", partial(fold_states, states, batch, gpu)

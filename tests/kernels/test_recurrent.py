@@ -313,13 +313,13 @@ def both_ways(name, *args, after=lambda args, result: result):
 
 @on_gpu_or_interpreted
 @pytest.mark.parametrize("kind", ["gated delta", "decay alone"])
-@pytest.mark.parametrize("n", [1, 7, 17])
+@pytest.mark.parametrize("n", [1, 17])
 def test_the_kernel_verifies_any_tree(kind, n):
     """Pending updates of every number, the dummy twice, wide values in several blocks."""
     torch.manual_seed(n)
     group = replace(KINDS[kind], value_dim=37, channels=0, taps=1)
     states = random_states(group, NUM_ROWS, WIDTH, torch.float32, torch.float32).layer(1)
-    inputs = random_inputs(group, len(ROWS), n, torch.float32, strong=n == 7)
+    inputs = random_inputs(group, len(ROWS), n, torch.float32, strong=n == 17)
     stash = random_tails(group, len(ROWS) + 1, n + 2, torch.float32, torch.float32).updates.layer(0)
     args = (states, ROWS, inputs, torch.tensor(trees(n, n)), stash, NUM_ROWS - 1)
     ours, theirs = both_ways("verify_states", *args, after=lambda own, out: (out, own[0].state, own[4].d, own[4].k))
@@ -328,7 +328,7 @@ def test_the_kernel_verifies_any_tree(kind, n):
 
 
 @on_gpu_or_interpreted
-@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
+@pytest.mark.parametrize("name", ["v", "g"])
 def test_in_the_kernel_too_a_node_that_is_not_finite_changes_nobody_but_those_below_it(name):
     torch.manual_seed(3)
     group, n, parents, outs = GATED, 12, trees(12, 3), []
@@ -347,7 +347,7 @@ def test_in_the_kernel_too_a_node_that_is_not_finite_changes_nobody_but_those_be
 
 
 @on_gpu_or_interpreted
-@pytest.mark.parametrize("n", [1, 15, 16, 17, 40])
+@pytest.mark.parametrize("n", [1, 16, 17])
 def test_the_kernel_takes_in_chunks_of_any_length(n):
     """In blocks of its own: padding that is not finite changes nothing."""
     torch.manual_seed(n)

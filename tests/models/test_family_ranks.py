@@ -37,6 +37,8 @@ def serve(pair, shape, **options):
         "glm 5.2",
         "llama 4",
         "hunyuan moe",
+        "qwen3 next",
+        "qwen3.5",
     ],
 )
 def test_ranks_give_what_one_gives(name, tmp_path):
@@ -46,7 +48,9 @@ def test_ranks_give_what_one_gives(name, tmp_path):
         assert serve(pair, (2, 3, 6), tp_size=2) == serve(pair, (2, 3, 6))
 
 
-@pytest.mark.parametrize("name", ["gemma4 experts", "laguna", "step", "deepseek v2", "mistral4", "llama 4"])
+@pytest.mark.parametrize(
+    "name", ["gemma4 experts", "laguna", "step", "deepseek v2", "mistral4", "llama 4", "qwen3.5 moe"]
+)
 def test_ranks_that_share_experts_give_what_one_gives(name, tmp_path):
     """float64: experts of which the router reads something else, stored one by one, together, and apart."""
     pair = FAMILIES[name].save(tmp_path, seed=5).pair

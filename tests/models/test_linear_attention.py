@@ -15,6 +15,7 @@ from treetop import LLM
 from treetop.models.config import LinearSpec, linear_of_rank
 from treetop.models.registry import target_spec
 from treetop.types.errors import CheckpointError, ConfigError
+from treetop_debug.linear_faults import LINEAR_FAULTS
 
 NAMES = ("qwen3 next", "qwen3.5", "qwen3.5 moe", "qwen3.5 of images", "qwen3.5 moe of images")
 
@@ -156,3 +157,13 @@ def test_trees_of_lookup_are_exact_in_ragged_batches(saved, name, shape):
     llm = LLM(model=str(pair.target), **tree, **sizes, **options)
     assert tokens(llm.generate(prompts, greedy(24))) == expected
     llm.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("name", LINEAR_FAULTS)
+def test_a_fault_of_a_layer_shows_in_logits(saved, name):
+    """Each of them loads; nothing but a comparison with `transformers` tells."""
+    folder, prompt = saved("qwen3 next").pair.target, saved("qwen3 next").pair.prompts([20], seed=2)[0]
+    right, _ = our_logits(folder, prompt, 512)
+    with LINEAR_FAULTS[name].active():
+        wrong, _ = our_logits(folder, prompt, 512)
+    assert float((wrong - right).abs().max() / right.abs().max()) > 1e-3

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.recurrent.decay import by_channel, chain_decays
-from treetop.kernels.recurrent.head import MOST_VALUES, attend_state
+from treetop.kernels.recurrent.head import MOST_VALUES, PRODUCTS, attend_state
 from treetop.kernels.recurrent.states import LayerStates, StateInputs
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tl
 
@@ -74,7 +74,7 @@ def prefill_states(states: LayerStates, rows: Tensor, inputs: StateInputs, valid
     _prefill_kernel[(-(-value_dim // block_v), heads, batch)](
         out, states.state, rows, q, k, v, g, beta, valid.sum(dim=1), n, states.state.stride(0),
         heads=heads, key_heads=key_heads, key_dim=key_dim, value_dim=value_dim, delta=inputs.beta is not None,
-        block_t=16, block_k=max(16, power_of_two(key_dim)), block_v=block_v, overlap=gpu.can_overlap, num_warps=4,
+        block_t=16, block_v=block_v, width=16, overlap=gpu.can_overlap, num_warps=4,
         **launch_options(gpu),
     )  # fmt: skip
     return out
@@ -84,7 +84,7 @@ def prefill_states(states: LayerStates, rows: Tensor, inputs: StateInputs, valid
 def _prefill_kernel(
     out: Arg, state: Arg, rows: Arg, q: Arg, k: Arg, v: Arg, g: Arg, beta: Arg, counts: Arg, n: Arg, state_row: Arg,
     heads: constexpr, key_heads: constexpr, key_dim: constexpr, value_dim: constexpr, delta: constexpr,
-    block_t: constexpr, block_k: constexpr, block_v: constexpr, overlap: constexpr,
+    block_t: constexpr, block_v: constexpr, width: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """Some columns of one head's state, block after block of tokens. Grid (blocks of values, heads, rows)."""
     pdl_wait(overlap, early=True)
@@ -92,30 +92,45 @@ def _prefill_kernel(
     item = tl.program_id(2).to(tl.int64)
     key_head = head // (heads // key_heads)
     count = tl.load(counts + item).to(tl.int32)
-    keys = tl.arange(0, block_k)
     values = tl.program_id(0) * block_v + tl.arange(0, block_v)
     token = tl.arange(0, block_t)
     above = token[:, None] >= token[None, :]
-    if count > 0:
-        at = state + tl.load(rows + item) * state_row + head * key_dim * value_dim
-        at = at + keys[:, None] * value_dim + values[None, :]
-        inside = (keys < key_dim)[:, None] & (values < value_dim)[None, :]
-        m = tl.load(at, mask=inside, other=0.0)
-        for first in range(0, count, block_t):
-            real = first + token < count
-            place = item * n + first + token
+    base = state + tl.load(rows + item) * state_row + head * key_dim * value_dim
+    for first in range(0, count, block_t):
+        real = first + token < count
+        place = item * n + first + token
+        of_values = real[:, None] & (values < value_dim)[None, :]
+        value_at = (place * heads + head)[:, None] * value_dim + values[None, :]
+        value = tl.load(v + value_at, mask=of_values, other=0.0)
+        log_decay = tl.load(g + place * heads + head, mask=real, other=0.0)
+        rate = tl.load(beta + place * heads + head, mask=real, other=0.0)
+        of_q = tl.zeros([block_t, block_v], tl.float32)
+        of_k = tl.zeros([block_t, block_v], tl.float32)
+        seen = tl.zeros([block_t, block_t], tl.float32)
+        pairs = tl.zeros([block_t, block_t], tl.float32)
+        for piece in range(0, key_dim, width):
+            keys = piece + tl.arange(0, width)
+            inside = (keys < key_dim)[:, None] & (values < value_dim)[None, :]
             of_keys = real[:, None] & (keys < key_dim)[None, :]
-            of_values = real[:, None] & (values < value_dim)[None, :]
             key_at = (place * key_heads + key_head)[:, None] * key_dim + keys[None, :]
-            value_at = (place * heads + head)[:, None] * value_dim + values[None, :]
-            key = tl.load(k + key_at, mask=of_keys, other=0.0)
-            value = tl.load(v + value_at, mask=of_values, other=0.0)
-            log_decay = tl.load(g + place * heads + head, mask=real, other=0.0)
-            rate = tl.load(beta + place * heads + head, mask=real, other=0.0)
+            m = tl.load(base + keys[:, None] * value_dim + values[None, :], mask=inside, other=0.0)
             queries = tl.load(q + key_at, mask=of_keys, other=0.0)
-            found, d, _ = attend_state(m, queries, key, value, log_decay, rate, above, token, block_t, delta)
-            tl.store(out + value_at, found, mask=of_values)
-            to_end = tl.exp(tl.sum(tl.where(token[:, None] < token[None, :], log_decay[None, :], 0.0), 1))
-            m = m * tl.exp(tl.sum(log_decay, 0))
-            m = tl.dot(tl.trans(key * to_end[:, None]), d, m, input_precision="ieee")
-        tl.store(at, m, mask=inside)
+            key = tl.load(k + key_at, mask=of_keys, other=0.0)
+            of_q = tl.dot(queries, m, of_q, input_precision=PRODUCTS)
+            of_k = tl.dot(key, m, of_k, input_precision=PRODUCTS)
+            seen = tl.dot(queries, tl.trans(key), seen, input_precision=PRODUCTS)
+            pairs = tl.dot(key, tl.trans(key), pairs, input_precision=PRODUCTS)
+        found, d = attend_state(of_q, of_k, seen, pairs, value, log_decay, rate, above, token, block_t, delta)
+        tl.store(out + value_at, found, mask=of_values)
+        to_end = tl.exp(tl.sum(tl.where(token[:, None] < token[None, :], log_decay[None, :], 0.0), 1))
+        whole = tl.exp(tl.sum(log_decay, 0))
+        for piece in range(0, key_dim, width):
+            keys = piece + tl.arange(0, width)
+            inside = (keys < key_dim)[:, None] & (values < value_dim)[None, :]
+            of_keys = real[:, None] & (keys < key_dim)[None, :]
+            key_at = (place * key_heads + key_head)[:, None] * key_dim + keys[None, :]
+            at = base + keys[:, None] * value_dim + values[None, :]
+            key = tl.load(k + key_at, mask=of_keys, other=0.0) * to_end[:, None]
+            m = tl.load(at, mask=inside, other=0.0) * whole
+            tl.store(at, tl.dot(tl.trans(key), d, m, input_precision=PRODUCTS), mask=inside)
+        tl.debug_barrier()  # threads may read what others have written

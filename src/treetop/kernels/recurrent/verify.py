@@ -13,7 +13,7 @@ from torch import Tensor
 
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.recurrent.decay import NEVER, by_channel, decays_to_end, path_decays
-from treetop.kernels.recurrent.head import MOST_VALUES, attend_state, fold_updates
+from treetop.kernels.recurrent.head import MOST_VALUES, PRODUCTS, attend_state, fold_updates
 from treetop.kernels.recurrent.states import LayerStates, StateInputs, Updates
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tl
 
@@ -103,8 +103,8 @@ def verify_states(
         *pending.k.stride()[:2], *pending.d.stride()[:2], *pending.g.stride()[:2],
         *stash.k.stride()[:2], *stash.d.stride()[:2], *stash.g.stride()[:2],
         heads=heads, key_heads=key_heads, key_dim=key_dim, value_dim=value_dim, delta=inputs.beta is not None,
-        block_t=max(16, power_of_two(n)), block_k=max(16, power_of_two(key_dim)), block_v=block_v,
-        overlap=gpu.can_overlap, num_warps=4, **launch_options(gpu),
+        block_t=max(16, power_of_two(n)), block_v=block_v, width=32 if n <= 16 else 16,
+        overlap=gpu.can_overlap, num_warps=4 if n <= 16 else 8, **launch_options(gpu),
     )  # fmt: skip
     return out
 
@@ -117,7 +117,7 @@ def _verify_kernel(
     pending_d_token: Arg, pending_g_row: Arg, pending_g_token: Arg, stash_k_row: Arg, stash_k_token: Arg,
     stash_d_row: Arg, stash_d_token: Arg, stash_g_row: Arg, stash_g_token: Arg,
     heads: constexpr, key_heads: constexpr, key_dim: constexpr, value_dim: constexpr, delta: constexpr,
-    block_t: constexpr, block_k: constexpr, block_v: constexpr, overlap: constexpr,
+    block_t: constexpr, block_v: constexpr, width: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """Some columns of one head's state. Grid (blocks of values, heads, rows). What is contiguous has no strides."""
     pdl_wait(overlap, early=True)
@@ -125,31 +125,44 @@ def _verify_kernel(
     item = tl.program_id(2).to(tl.int64)
     key_head = head // (heads // key_heads)
     row = tl.load(rows + item)
-    keys = tl.arange(0, block_k)
     values = tl.program_id(0) * block_v + tl.arange(0, block_v)
-    at = state + row * state_row + head * key_dim * value_dim + keys[:, None] * value_dim + values[None, :]
-    inside = (keys < key_dim)[:, None] & (values < value_dim)[None, :]
-    m = tl.load(at, mask=inside, other=0.0)
-    m = fold_updates(
-        m, pending_k + row * pending_k_row + key_head * key_dim, pending_d + row * pending_d_row + head * value_dim,
-        pending_g + row * pending_g_row + head, tl.load(count + row), pending_k_token, pending_d_token,
-        pending_g_token, keys, values, key_dim, value_dim,
-    )  # fmt: skip
-    if row != dummy_row:
-        tl.store(at, m, mask=inside)
-
     node = tl.arange(0, block_t)
     real = node < n
     token = item * n + node
-    of_keys = real[:, None] & (keys < key_dim)[None, :]
     of_values = real[:, None] & (values < value_dim)[None, :]
-    key_at = (token * key_heads + key_head)[:, None] * key_dim + keys[None, :]
     value_at = (token * heads + head)[:, None] * value_dim + values[None, :]
-    queries = tl.load(q + key_at, mask=of_keys, other=0.0)
-    key = tl.load(k + key_at, mask=of_keys, other=0.0)
     value = tl.load(v + value_at, mask=of_values, other=0.0)
     log_decay = tl.load(g + token * heads + head, mask=real, other=0.0)
     rate = tl.load(beta + token * heads + head, mask=real, other=0.0)
+    pending = tl.load(count + row)
+    of_q = tl.zeros([block_t, block_v], tl.float32)
+    of_k = tl.zeros([block_t, block_v], tl.float32)
+    seen = tl.zeros([block_t, block_t], tl.float32)
+    pairs = tl.zeros([block_t, block_t], tl.float32)
+    for first in range(0, key_dim, width):
+        keys = first + tl.arange(0, width)
+        at = state + row * state_row + head * key_dim * value_dim + keys[:, None] * value_dim + values[None, :]
+        inside = (keys < key_dim)[:, None] & (values < value_dim)[None, :]
+        m = tl.load(at, mask=inside, other=0.0)
+        m = fold_updates(
+            m, pending_k + row * pending_k_row + key_head * key_dim,
+            pending_d + row * pending_d_row + head * value_dim, pending_g + row * pending_g_row + head, pending,
+            pending_k_token, pending_d_token, pending_g_token, keys, values, key_dim, value_dim,
+        )  # fmt: skip
+        if row != dummy_row:
+            tl.store(at, m, mask=inside)
+        of_keys = real[:, None] & (keys < key_dim)[None, :]
+        key_at = (token * key_heads + key_head)[:, None] * key_dim + keys[None, :]
+        queries = tl.load(q + key_at, mask=of_keys, other=0.0)
+        key = tl.load(k + key_at, mask=of_keys, other=0.0)
+        of_q = tl.dot(queries, m, of_q, input_precision=PRODUCTS)
+        of_k = tl.dot(key, m, of_k, input_precision=PRODUCTS)
+        seen = tl.dot(queries, tl.trans(key), seen, input_precision=PRODUCTS)
+        pairs = tl.dot(key, tl.trans(key), pairs, input_precision=PRODUCTS)
+        if (tl.program_id(0) == 0) & (head % (heads // key_heads) == 0):
+            kept = stash_k + item * stash_k_row + node[:, None] * stash_k_token + key_head * key_dim + keys[None, :]
+            tl.store(kept, key, mask=of_keys)
+
     above = node[:, None] == node[None, :]
     climbs = real & (node > 0)
     line = tl.load(parents + item * parents_row + node, mask=climbs, other=0)
@@ -157,12 +170,9 @@ def _verify_kernel(
         above = above | (climbs[:, None] & (line[:, None] == node[None, :]))
         climbs = climbs & (line > 0)
         line = tl.load(parents + item * parents_row + line, mask=climbs, other=0)
-    found, d, _ = attend_state(m, queries, key, value, log_decay, rate, above, node, n, delta)
+    found, d = attend_state(of_q, of_k, seen, pairs, value, log_decay, rate, above, node, n, delta)
     tl.store(out + value_at, found, mask=of_values)
     stash_at = stash_d + item * stash_d_row + node[:, None] * stash_d_token + head * value_dim + values[None, :]
     tl.store(stash_at, d, mask=of_values)
     if tl.program_id(0) == 0:
         tl.store(stash_g + item * stash_g_row + node * stash_g_token + head, log_decay, mask=real)
-        if head % (heads // key_heads) == 0:
-            kept = stash_k + item * stash_k_row + node[:, None] * stash_k_token + key_head * key_dim + keys[None, :]
-            tl.store(kept, key, mask=of_keys)
