@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from treetop.engine.model_runner import ModelRunner
+from treetop.engine.recurrence import fold_states
 from treetop.engine.row_record import parts_of
 from treetop.engine.staging import HostResults, Results
 from treetop.kernels.comm.kv_chunks import Span, checksum
@@ -110,6 +111,8 @@ def export_chunks(runner: ModelRunner, slots: StagingSlots, plan: ExportPlan) ->
         _move(runner, slots, export, runner.ops.pack, sums[i])
         segment = _record_segment(slots, export.chunk)
         if segment is not None:
+            if runner.layout.state_groups:
+                fold_states(runner, runner.state.committed.new_tensor([export.row]))
             staged = _bytes_of(slots, export.slot, segment)
             staged.copy_(runner.state.record.pack(export.row))
             sums[i, -1] = checksum(staged.clone().view(torch.int32))

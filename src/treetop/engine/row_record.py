@@ -41,7 +41,8 @@ def record_fields(layout: Layout, drafter: DrafterSpec | None, dtype: torch.dtyp
     """The table. dtype: the engine's.
 
     committed: tokens whose K/V are in the pages of every group. root: the token after them, whose K/V are in none. With
-    a drafter, what the next tree grows from: tokens and their log-probabilities, and the state they were made of.
+    a drafter, what the next tree grows from: tokens and their log-probabilities, and the state they were made of. Of
+    recurrent layers the convolution and the state, with nothing pending.
     """
     long, k = torch.int64, layout.max_topk
     fields = [RecordField("committed", (), long), RecordField("root", (), long)]
@@ -49,6 +50,13 @@ def record_fields(layout: Layout, drafter: DrafterSpec | None, dtype: torch.dtyp
         fields.append(RecordField("tokens", (k,), long))
         fields.append(RecordField("logprob", (k,), torch.float32))
         fields.append(RecordField("hidden", (drafter.state_size,), drafter.state_dtype or dtype))
+    for group in layout.state_groups:
+        wide = torch.promote_types(dtype, torch.float32)
+        own = (
+            RecordField(f"conv.{group.name}", (group.num_layers, *group.conv_shape), dtype),
+            RecordField(f"state.{group.name}", (group.num_layers, *group.state_shape), wide),
+        )
+        fields += [each for each in own if each.num_bytes]
     return tuple(fields)
 
 
@@ -65,8 +73,15 @@ class RowRecord:
     tables: Mapping[str, Tensor]
 
     @classmethod
-    def make(cls, fields: tuple[RecordField, ...], num_rows: int, zeros: Zeros) -> "RowRecord":
-        return cls(fields, {field.name: zeros((num_rows, *field.shape), field.dtype) for field in fields})
+    def make(
+        cls, fields: tuple[RecordField, ...], num_rows: int, zeros: Zeros, given: Mapping[str, Tensor]
+    ) -> "RowRecord":
+        """given: tables that are there already, by name."""
+        tables = {}
+        for field in fields:
+            shape = (num_rows, *field.shape)
+            tables[field.name] = given[field.name] if field.name in given else zeros(shape, field.dtype)
+        return cls(fields, tables)
 
     @property
     def num_bytes(self) -> int:

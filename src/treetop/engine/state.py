@@ -162,7 +162,10 @@ def make_state(
     hidden: of the target's states.
     """
     n, long, real = layout.num_rows, torch.int64, torch.float32
-    record = RowRecord.make(record_fields(layout, drafter, dtype), n, zeros)
+    states = make_states(layout, n, layout.commit_width, dtype, zeros)
+    by_row = {f"conv.{name}": each.conv.movedim(1, 0) for name, each in states.items()}
+    by_row |= {f"state.{name}": each.state.movedim(1, 0) for name, each in states.items()}
+    record = RowRecord.make(record_fields(layout, drafter, dtype), n, zeros, by_row)
     draft = text = deferred = None
     if drafter is not None:
         draft = DraftState(*(record.tables[name] for name in DraftState.__dataclass_fields__))
@@ -188,7 +191,7 @@ def make_state(
         undrafted=zeros((n,), torch.bool),
         classes=zeros((n,), long),
         calibration=make_calibration(max(1, layout.commit_width - 1), layout.max_topk, zeros),
-        states=make_states(layout, layout.num_rows, layout.commit_width, dtype, zeros),
+        states=states,
         checkpoints=make_states(layout, layout.checkpoints, 0, dtype, zeros),
     )
 
