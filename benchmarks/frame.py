@@ -26,6 +26,7 @@ NAMES = (
     *("llama-3.1-8b", "qwen3-8b", "gpt-oss-20b", "qwen3-30b-a3b"),
     *("ministral-3-8b", "ernie-4.5-21b-a3b", "gemma-4-26b-a4b"),
     *("deepseek-v2-lite", "glm-4.7-flash"),
+    *("qwen3-next-80b-a3b", "qwen3.5-9b"),
 )
 Table = dict[str, Any]
 
