@@ -21,6 +21,11 @@ from treetop_debug.recurrent_faults import RECURRENT_FAULTS
 OPTIONS = {"context_length": 96, "max_running_requests": 4, "page_size": 4, "chunked_prefill_size": 16}
 
 
+def slow(*values):
+    """A case of the long matrix."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _family():
     with known_family():
@@ -107,7 +112,7 @@ def test_plain_tokens_are_those_of_the_dense_model(pair, prompts, plain):
 
 
 @pytest.mark.parametrize("graphs", ["off", "sim"])
-@pytest.mark.parametrize("shape", [None, (1, 3, 4), (2, 3, 6), (4, 2, 16)])
+@pytest.mark.parametrize("shape", [slow(None), slow((1, 3, 4)), (2, 3, 6), (4, 2, 16)])
 def test_trees_of_a_random_head_change_no_token(pair, prompts, plain, shape, graphs):
     """Greedy, batches that drain, prompts in chunks; eager, and as captured rounds have it."""
     llm = built(pair, shape, graphs=graphs, check_level=3 if graphs == "sim" else 2)
@@ -117,7 +122,7 @@ def test_trees_of_a_random_head_change_no_token(pair, prompts, plain, shape, gra
         assert sum(sum(output.metrics.accept_lens) for output in outputs) > 2 * shape[0], "drafts were accepted"
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 5, 64])
+@pytest.mark.parametrize("chunk", [slow(1), 3, slow(5), slow(64)])
 def test_trees_from_the_text_change_no_token_whatever_the_chunks(pair, prompts, plain, chunk):
     """Chunks of one token, of taps - 1, and of all; n-gram drafts."""
     outputs = ngram(pair, chunked_prefill_size=chunk).generate(prompts, greedy(24))
@@ -201,7 +206,7 @@ def test_memory_of_states_is_planned_as_it_is_made(pair, caplog):
 # ---------------------------------------------------------------------------------------------- states
 
 
-@pytest.mark.parametrize("shape", [None, (1, 3, 4), (2, 3, 6)])
+@pytest.mark.parametrize("shape", [slow(None), slow((1, 3, 4)), (2, 3, 6)])
 def test_states_of_every_row_are_those_of_its_tokens(pair, prompts, shape):
     """After each step: state with pending, convolution and the pending updates themselves; the dummy row is zero."""
     watched = run(built(pair, shape, check_level=3), prompts, greedy(24))
