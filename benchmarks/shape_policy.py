@@ -70,7 +70,9 @@ def drawn(name: str) -> SimulatedAcceptance:
     profile = read_profile(BUILTIN + "llama-3.1-8b" if name == NEVER else name)
     depths = max(shape.num_steps for shape in SHAPES)
     made = SimulatedAcceptance.make(profile, depths, VOCAB, torch.device("cpu"))
-    return replace(made, rank=torch.full_like(made.rank, RANKS)) if name == NEVER else made
+    if name != NEVER:
+        return made
+    return replace(made, drawn=replace(made.drawn, rank=torch.full_like(made.drawn.rank, RANKS)))
 
 
 def mean_tokens(simulation: SimulatedAcceptance, shape: SpecShape, learns: bool) -> float:
