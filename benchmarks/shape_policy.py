@@ -99,7 +99,7 @@ class Load:
 
     def __init__(self, simulation: SimulatedAcceptance, rows: int, learns: bool) -> None:
         self._simulation, self._rows, self._learns = simulation, rows, learns
-        layout = Layout(SHAPES, 16, ROWS[-1], 1000, 512, (KVGroup(FULL, 1, paired(1, 8)),), 128 * 1024, max_deferred=32)
+        layout = Layout(SHAPES, 16, ROWS[-1], 1000, 512, (KVGroup(FULL, 1, paired(1, 8)),), 256 * 1024, max_deferred=16)
         self._table, self._layout = costs_of_a_gpu(SHAPES), layout
         self._policy = AdaptiveShape(self._table, layout)
         trees = [shape for shape in SHAPES if shape != PLAIN]

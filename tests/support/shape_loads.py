@@ -18,7 +18,7 @@ CONTEXT = 500
 
 def layout(max_deferred=16) -> Layout:
     group = KVGroup(FULL, 1, paired(1, 8))
-    return Layout(SHAPES, 16, ROWS[-1], 1000, 512, (group,), 128 * 1024, max_deferred=max_deferred)
+    return Layout(SHAPES, 16, ROWS[-1], 1000, 512, (group,), 256 * 1024, max_deferred=max_deferred)
 
 
 @dataclass
