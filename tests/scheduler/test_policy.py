@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from support.shape_loads import CONTEXT, SHAPES, Load, layout
+from support.shape_loads import CONTEXT, SHAPES, DrawnHead, DrawnLoad, Load, layout
 from treetop.bench.modelled_costs import costs_of_a_gpu
 from treetop.scheduler.acceptance import AcceptanceEstimate
 from treetop.scheduler.policy import CREDIT, INTEREST, AdaptiveShape
@@ -81,6 +81,39 @@ def test_it_comes_near_the_best_of_its_shapes(rows, chance):
         load.round(chance)
     best = max(load.fixed_speed(shape, chance) for shape in SHAPES)
     assert load.speed(100) >= 0.95 * best
+
+
+HEADS = {
+    "good": HeadChances((0.8, 0.79, 0.78), 0.5),
+    "mediocre": HeadChances((0.55, 0.5, 0.45), 0.4),
+    "useless": HeadChances((0.02, 0.02), 0.02),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32, 64, 128, 256])
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_that_nobody_knows_gets_the_best_shape_of_its_load(name, rows):
+    """From an engine's start, by what a calibration counts: beside the best fixed shape, and plain rounds that keep the
+    draft up with them.
+    """
+    load = DrawnLoad(rows, DrawnHead(HEADS[name]))
+    for _ in range(300):
+        load.round(None)
+    assert load.mean_speed(50) >= 0.96 * load.best_speed() - load.caught_up()
+    assert load.mean_speed(50) >= 0.985 - load.caught_up()
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32, 64, 128, 256])
+def test_a_head_that_is_wrong_from_one_moment_on_costs_two_percent_of_200_rounds(rows):
+    """And what plain rounds lose by keeping the draft up with them."""
+    load = DrawnLoad(rows, DrawnHead(HEADS["good"]))
+    for _ in range(150):
+        load.round(None)
+    load.head.become(HeadChances((0.001,), 0.001))
+    for _ in range(200):
+        load.round(None)
+    assert load.speed(0, 150) > 1.1
+    assert load.speed(150) >= 0.98 - load.caught_up() - 0.002
 
 
 def test_it_finds_out_that_drafts_hold_again():

@@ -6,10 +6,10 @@ Expected tokens come from `acceptance`, a model of the head that rounds correct;
 measured at its start, corrected by what rounds take. All of it is known a round late. Nothing here has a clock, and
 nothing that it chooses changes a token.
 
-**Prompts that wait** take turns with rounds, so a round that gives many tokens a row empties rows faster than prompts
-fill them, and one that gives few finds more rows. What flows, tokens a round, stays. So while requests join, a shape is
-judged at the rows among which it would give as many tokens as now, as far as requests and rows are there: the cheapest
-round that keeps up wins. The time of prompts, which is the same for all shapes, changes no choice.
+**Prompts that wait** change no choice at the rows that are there. Their time is the same for all shapes, so the shape
+that gives most tokens a second of rounds also serves most with prompts counted in. Each prefill step is followed by one
+round, so a shape with more tokens a round finds fewer rows; with the costs of an 8B model (`bench.modelled_costs`) the
+order of shapes is the same at those. While rows fill up, to be judged at rows that are not there yet would be wrong.
 
 A shape that does not pay costs time that nobody gives back. So there is a credit, in plain rounds: a round that
 speculates pays in advance what it would lose if nothing were accepted, and gets back what was. Each round adds a
@@ -19,7 +19,7 @@ little. What all rounds of a window may lose is so bounded, whatever is accepted
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from math import ceil, exp, log
+from math import exp, log
 from typing import Protocol
 
 from treetop.scheduler.acceptance import AcceptanceEstimate
@@ -56,8 +56,8 @@ _MOST_OFF, _MOST_OWN_OFF = log(3.0), 0.3
 class ShapePolicy(Protocol):
     """Chooses each round's shape for the batch as it stands, and learns from what rounds gave."""
 
-    def choose(self, lengths: Sequence[int], speculating: Sequence[int], joining: int = 0) -> SpecShape:
-        """See `ChooseShape`. joining: requests that will decode beside these as soon as their prompts are read."""
+    def choose(self, lengths: Sequence[int], speculating: Sequence[int]) -> SpecShape:
+        """See `ChooseShape`."""
         ...
 
     def note(self, plan: StepPlan, result: StepResult, seconds: float | None) -> None:
@@ -71,7 +71,7 @@ class FixedShape:
     def __init__(self, shape: SpecShape) -> None:
         self._shape = shape
 
-    def choose(self, lengths: Sequence[int], speculating: Sequence[int], joining: int = 0) -> SpecShape:
+    def choose(self, lengths: Sequence[int], speculating: Sequence[int]) -> SpecShape:
         return self._shape
 
     def note(self, plan: StepPlan, result: StepResult, seconds: float | None) -> None:
@@ -130,25 +130,18 @@ class AdaptiveShape:
     credit: plain rounds that may yet be lost.
     """
 
-    def __init__(
-        self,
-        table: CostTable,
-        layout: Layout,
-        head: HeadChances | None = None,
-        counts: ProposalCounts | None = None,
-    ) -> None:
-        """head: what is thought of the draft; None of one that nobody knows. counts: what a calibration knows of it."""
-        self._costs, self._layout, self._head = RoundCosts(table), layout, head or HeadChances()
+    def __init__(self, table: CostTable, layout: Layout) -> None:
+        self._costs, self._layout, self._head = RoundCosts(table), layout, HeadChances()
         self._trees = [shape for shape in table.shapes if shape != PLAIN]
         self.acceptance = AcceptanceEstimate(self._trees, self._head)
         self._bucket_for = cache(layout.bucket_for)
         self.shape, self.credit = PLAIN, CREDIT
         self._last, self._num_rounds, self._curiosity = PLAIN, 0, 0.0
         self._share = 1.0  # of the rows, that may accept drafts
-        self._counts = counts  # as they were when the last round ended
+        self._counts: ProposalCounts | None = None  # of a calibration, as it was when the last round ended
 
-    def choose(self, lengths: Sequence[int], speculating: Sequence[int], joining: int = 0) -> SpecShape:
-        """See `ShapePolicy`. The shape that runs, or another for a round that is to tell more of it."""
+    def choose(self, lengths: Sequence[int], speculating: Sequence[int]) -> SpecShape:
+        """See `ChooseShape`. The shape that runs, or another for a round that is to tell more of it."""
         if not any(speculating):
             self._last = PLAIN
             return PLAIN
@@ -158,14 +151,15 @@ class AdaptiveShape:
             if chances is not None:
                 self.acceptance.learn(chances)
         self._num_rounds += 1
-        tokens = sum(lengths) / len(lengths)
-        seconds, behind = self._seconds(len(lengths), tokens), self._costs.catch_up_seconds(len(lengths))
-        rates = self._rates(len(lengths), joining, tokens)
+        rows, tokens = self._bucket_for(len(lengths)), sum(lengths) / len(lengths)
+        seconds = {shape: self._costs.seconds(rows, shape, tokens) for shape in (PLAIN, *self._trees)}
+        behind = self._costs.catch_up_seconds(rows)
+        caught_up = behind / max(self._layout.max_deferred, 1)
+        rates = self._rates(seconds, caught_up)
         best = max(rates, key=rates.__getitem__)
         if rates[best] > _MARGIN * rates[self.shape] or rates[PLAIN] >= rates[self.shape]:
             self.shape = best
         wanted = self._trial(rates, seconds) or self.shape
-        caught_up = behind / max(self._layout.max_deferred, 1)
         self.credit = min(self.credit + max(INTEREST - caught_up / seconds[PLAIN], LEAST_INTEREST), CREDIT)
         stakes = {shape: self._at_stake(shape, seconds, behind) for shape in rates}
         if stakes[wanted] > self.credit:  # the best of those that can be paid, which plain rounds are
@@ -175,23 +169,10 @@ class AdaptiveShape:
         self._last = wanted
         return wanted
 
-    def _seconds(self, rows: int, tokens: float) -> dict[SpecShape, float]:
-        bucket = self._bucket_for(rows)
-        return {shape: self._costs.seconds(bucket, shape, tokens) for shape in (PLAIN, *self._trees)}
-
-    def _rates(self, rows: int, joining: int, tokens: float) -> dict[SpecShape, float]:
-        """Tokens a second of each shape, among the rows that it would have. tokens: that a row has."""
-        given = {PLAIN: 1.0, **{shape: self._tokens(shape) for shape in self._trees}}
-        most, flow = min(rows + joining, self._layout.max_requests), rows * given[self.shape]
-        rates = {}
-        for shape, each in given.items():
-            own = min(max(ceil(flow / each), 1), most) if joining else rows
-            bucket = self._bucket_for(own)
-            seconds = self._costs.seconds(bucket, shape, tokens)
-            if shape == PLAIN:
-                seconds += self._costs.catch_up_seconds(bucket) / max(self._layout.max_deferred, 1)
-            rates[shape] = own * each / seconds
-        return rates
+    def _rates(self, seconds: dict[SpecShape, float], caught_up: float) -> dict[SpecShape, float]:
+        """Tokens a row and second of each shape. caught_up: what a plain round leaves to the draft, in seconds."""
+        rates = {shape: self._tokens(shape) / seconds[shape] for shape in self._trees}
+        return {PLAIN: 1.0 / (seconds[PLAIN] + caught_up), **rates}
 
     def _trial(self, rates: dict[SpecShape, float], seconds: dict[SpecShape, float]) -> SpecShape | None:
         """The shape that may well be better than what runs, most of all; None if none may, or it is not its time."""

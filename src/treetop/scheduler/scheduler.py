@@ -260,15 +260,7 @@ class Scheduler:
         return plan
 
     def _choose_shape(self, lengths: Sequence[int], speculating: Sequence[int]) -> SpecShape:
-        return self.policy.choose(lengths, speculating, self._num_joining())
-
-    def _num_joining(self) -> int:
-        """Requests that will decode as soon as their prompts are read: those that have begun, and of those that wait as
-        many as rows and pages are there for, if they need as many pages as the others.
-        """
-        running, usage = len(self.rows.by_row), self.rows.kv_cache.usage
-        by_pages = running if not usage else int(running * (1.0 - usage) / usage)
-        return len(self.queues.prefilling) + min(len(self.queues.waiting), self.rows.num_free, by_pages)
+        return self.policy.choose(lengths, speculating)
 
     def _send(self, plan: StepPlan) -> None:
         self.steps.send(plan, [self.rows.by_row[row] for row in plan.rows])
