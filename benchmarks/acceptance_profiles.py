@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 
 from treetop.kernels.tree.accept import accept_reference
-from treetop.kernels.tree.calibration import Calibration, Heat, make_calibration
+from treetop.kernels.tree.calibration import Calibration, make_calibration
+from treetop.kernels.tree.drawn import RoundOfRows, choose_drawn_reference, say_level_reference, say_roots_reference
 from treetop.kernels.tree.grow import Children, TreeBuilder, grow_reference, make_growth, start_reference
 from treetop.kernels.tree.learn import Observed, learn_reference
 from treetop.kernels.tree.rows import DraftState, RowTables
 from treetop.kernels.tree.select import select_reference
 from treetop.speculative.profile import BUILTIN, AcceptanceProfile, profile_names, read_profile
-from treetop.speculative.simulation import RoundOfRows, SimulatedAcceptance
+from treetop.speculative.simulation import SimulatedAcceptance
 from treetop.types.layout import SpecShape
 from treetop.types.tree import Accepted, DraftTree, PathPositions
 
@@ -96,19 +97,19 @@ def one_round(simulation: SimulatedAcceptance, index: int, memory: Memory) -> No
     growth, tree, shape = memory.growth, memory.tree, memory.growth.shape
     k, n = shape.topk, len(growth.tokens)
     rows, zeros = torch.arange(n), torch.zeros(n, dtype=torch.int64)
-    at = RoundOfRows(rows, torch.full((n,), index), torch.ones(n, dtype=torch.bool))
-    heat, tokens = Heat(memory.calibration.heat, zeros), torch.arange(shape.num_candidates).expand(n, -1)
+    at = RoundOfRows(rows, torch.full((n,), index), zeros, rows, n, memory.calibration.heat)
+    tokens, drawn = torch.arange(shape.num_candidates).expand(n, -1), simulation.drawn
     draft = DraftState(tokens[:, :k], torch.zeros(n, k), torch.zeros(n, 1))
-    simulation.at_roots(draft, rows, at, k, heat)
+    say_roots_reference(drawn, at, k, draft.logprob)
     identity = torch.eye(k, dtype=torch.bool)
     frontier = start_reference(RowTables(zeros, zeros, zeros, draft), rows, growth, tree, memory.places, identity)
     for level in range(shape.num_steps - 1):
         first = k + level * k * k
-        says = simulation.of_level(at, level + 1, k, heat)
+        says = say_level_reference(drawn, at, level + 1, k)
         children = Children(tokens[:, first : first + k * k].view(n, k, k), says, torch.zeros(n, k, 1))
         frontier = grow_reference(growth, level, frontier, children)
     select_reference(growth, tree, memory.places)
-    accept_reference(simulation.choices(growth, at), tree, memory.accepted, None)
+    accept_reference(choose_drawn_reference(drawn, at, growth), tree, memory.accepted, None)
 
 
 def accept_length(profile: AcceptanceProfile, shape: SpecShape, learns: bool) -> float:

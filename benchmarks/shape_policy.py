@@ -70,7 +70,9 @@ def drawn(name: str) -> SimulatedAcceptance:
     profile = read_profile(BUILTIN + "llama-3.1-8b" if name == NEVER else name)
     depths = max(shape.num_steps for shape in SHAPES)
     made = SimulatedAcceptance.make(profile, depths, VOCAB, torch.device("cpu"))
-    return replace(made, rank=torch.full_like(made.rank, RANKS)) if name == NEVER else made
+    if name != NEVER:
+        return made
+    return replace(made, drawn=replace(made.drawn, rank=torch.full_like(made.drawn.rank, RANKS)))
 
 
 def mean_tokens(simulation: SimulatedAcceptance, shape: SpecShape, learns: bool) -> float:
@@ -97,7 +99,7 @@ class Load:
 
     def __init__(self, simulation: SimulatedAcceptance, rows: int, learns: bool) -> None:
         self._simulation, self._rows, self._learns = simulation, rows, learns
-        layout = Layout(SHAPES, 16, ROWS[-1], 1000, 512, (KVGroup(FULL, 1, paired(1, 8)),), 128 * 1024, max_deferred=32)
+        layout = Layout(SHAPES, 16, ROWS[-1], 1000, 512, (KVGroup(FULL, 1, paired(1, 8)),), 256 * 1024, max_deferred=16)
         self._table, self._layout = costs_of_a_gpu(SHAPES), layout
         self._policy = AdaptiveShape(self._table, layout)
         trees = [shape for shape in SHAPES if shape != PLAIN]

@@ -4,8 +4,10 @@ import json
 import math
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from support.engines import build
 from treetop.engine.startup import round_costs
@@ -69,6 +71,21 @@ def test_the_costs_of_another_model_are_caught(strong_pair, weak_pair, monkeypat
         with pytest.raises(CheckError, match="round costs: those at hand are of another engine"):
             engine(weak_pair)
         assert engine(weak_pair, check_level=0).costs == other.costs, "it does harm where no guard looks"
+
+
+def test_costs_are_of_a_card_its_driver_and_our_kernels_not_of_a_host(strong_pair, monkeypatch):
+    """A table of another card, or of other kernels, is another's; one of another host with this card is not."""
+    made = engine(strong_pair)
+    plan = replace(made._plan, place=replace(made._plan.place, device=torch.device("cuda")))
+    found = []
+    for card, host in (("a", "one"), ("a", "two"), ("b", "two")):
+        monkeypatch.setattr(round_costs.probed_products, "identity", lambda device, card=card: card)
+        monkeypatch.setattr(os, "uname", lambda host=host: SimpleNamespace(nodename=host))
+        found.append(round_costs.identity(plan, made.runner))
+    assert found[0] == found[1] != found[2]
+    assert made.costs is not None
+    with pytest.raises(CheckError, match="those at hand are of another engine"):
+        round_costs.check_made_for(replace(made.costs, made_for=found[0]), found[2])
 
 
 def test_a_file_that_is_none_of_ours_counts_as_none(tmp_path):

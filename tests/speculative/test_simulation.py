@@ -8,9 +8,10 @@ import torch
 from support.engines import build, greedy
 from treetop.engine.startup.plan import plan_engine
 from treetop.kernels.tree.calibration import make_calibration
+from treetop.kernels.tree.drawn import RoundOfRows, choose_drawn_reference, logprob_of
 from treetop.kernels.tree.grow import make_growth
-from treetop.speculative.profile import RANKS, draw_nodes, logprob_of, profile_names, read_profile
-from treetop.speculative.simulation import RoundOfRows, SimulatedAcceptance, hashed
+from treetop.speculative.profile import RANKS, draw_nodes, profile_names, read_profile
+from treetop.speculative.simulation import SimulatedAcceptance
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 from treetop.types.layout import SpecShape
@@ -55,15 +56,16 @@ def test_choices_are_a_proposal_of_the_rank_that_was_drawn_or_none_of_them():
             growth.tokens[row, 3 * group : 3 * group + 3] = torch.randperm(vocab, generator=generator)[:3]
     growth.parents[:, :13] = torch.tensor([-1, 0, 1, 2, 3, 7, 11, 12, 16, 17, 21, 22, 26])
     growth.chosen.copy_(torch.tensor([-1, 0, 1, 3, 7, 12, 2, 21, 5]))
-    at = RoundOfRows(torch.arange(rows), torch.full((rows,), 17), torch.ones(rows, dtype=torch.bool))
-    got = simulation.choices(growth, at).token
-    draws = hashed(at.seed, at.committed, torch.arange(10))
+    listed, drawn = torch.arange(rows), simulation.drawn
+    at = RoundOfRows(listed, torch.full((rows,), 17), torch.zeros(rows).long(), listed, rows, torch.ones(3))
+    got = choose_drawn_reference(drawn, at, growth).token
+    draws = at.draws(torch.arange(10))
     seen = set()
     for row in range(rows):
         for node, flat in enumerate(growth.chosen[row].tolist()):
             groups = [g for g in range(10) if int(growth.parents[row, g]) == flat]
             for group in groups:
-                rank = int(simulation.rank[-(-group // 3), int(draws[row, group]) % simulation.rank.shape[1]])
+                rank = int(drawn.rank[-(-group // 3), int(draws[row, group]) % drawn.rank.shape[1]])
                 children = growth.tokens[row, 3 * group : 3 * group + 3].tolist()
                 choice = int(got[row, node])
                 assert (children.index(choice) if choice in children else 3) == min(rank, 3)
@@ -71,7 +73,7 @@ def test_choices_are_a_proposal_of_the_rank_that_was_drawn_or_none_of_them():
     assert 0 <= int(got.min()) <= int(got.max()) < vocab
     assert {0, 3} <= seen
     growth.parents[:, :4] = 7  # as kernels leave them: what is always the same is not written
-    assert torch.equal(simulation.choices(growth, at).token, got)
+    assert torch.equal(choose_drawn_reference(drawn, at, growth).token, got)
 
 
 def test_an_engine_accepts_what_a_profile_says(strong_pair):

@@ -48,6 +48,7 @@ from treetop.kernels.sampling.sampling import PartialArgmax, RowSamplingParams, 
 from treetop.kernels.table import operations
 from treetop.kernels.tree.calibration import Heat
 from treetop.kernels.tree.commit import Paths
+from treetop.kernels.tree.drawn import DrawnNodes, RoundOfRows
 from treetop.kernels.tree.grow import Children, Frontier, TreeBuilder
 from treetop.kernels.tree.learn import Observed
 from treetop.kernels.tree.select import select_reference
@@ -506,6 +507,35 @@ def learn(_: bool) -> Call:
     accepted.finite.copy_(torch.tensor([True, True, False, True]))
     observed = Observed(torch.tensor([4, 1, 0, 5]), 5, torch.arange(6) == 3, True)
     return Call((calibration, growth, accepted, observed), compared=lambda args, result: calibration)
+
+
+def drawing() -> tuple[DrawnNodes, RoundOfRows]:
+    """Eight nodes of each of three depths, four ranks and the others; large seeds, and padding."""
+    logits = torch.sort(torch.randn(3, 8, 5) * 4, dim=2, descending=True).values
+    drawn = DrawnNodes(logits, torch.randint(0, 5, (3, 8)), 1000, 37)
+    seed = torch.randint(-(2**62), 2**62, (6,))
+    committed, classes = torch.arange(6) * 1001, torch.tensor([0, 1, 2, 0, 1, 2])
+    return drawn, RoundOfRows(seed, committed, classes, torch.tensor([4, 1, 0, 5]), 5, torch.tensor([1.0, 0.3, 4.0]))
+
+
+@case
+def say_roots(_: bool) -> Call:
+    said = torch.full((6, 4), -7.0)
+    return Call((*drawing(), 3, said), compared=lambda args, result: said)
+
+
+@case
+def say_level(_: bool) -> Call:
+    return Call((*drawing(), 2, 3))
+
+
+@case
+def choose_drawn(_: bool) -> Call:
+    buffers, growth, _, _ = growing()
+    tree, places, _ = buffers.of(4, SHAPE)
+    buffers.tree.tokens[:, 0], buffers.places.committed[:] = 7, 11
+    select_reference(growth, tree, places)
+    return Call((*drawing(), growth))
 
 
 @case

@@ -5,20 +5,22 @@ from dataclasses import dataclass, field
 
 from treetop.bench.modelled_costs import ROWS, costs_of_a_gpu
 from treetop.scheduler.policy import AdaptiveShape
-from treetop.types.costs import CostTable
+from treetop.scheduler.tree_chances import nodes_of
+from treetop.types.costs import CostTable, HeadChances
 from treetop.types.ids import FULL, Row
 from treetop.types.kv import paired
 from treetop.types.layout import PLAIN, KVGroup, Layout, SpecShape, shapes_beside
-from treetop.types.messages import RoundPlan, RowResult, StepResult
+from treetop.types.messages import ProposalCounts, RoundPlan, RowResult, StepResult
 from treetop.types.sampling import Choice
 
 SHAPES = shapes_beside(SpecShape(4, 5, 16))
 CONTEXT = 500
+DEPTHS, RANKS = 5, 4
 
 
 def layout(max_deferred=16) -> Layout:
     group = KVGroup(FULL, 1, paired(1, 8))
-    return Layout(SHAPES, 16, ROWS[-1], 1000, 512, (group,), 128 * 1024, max_deferred=max_deferred)
+    return Layout(SHAPES, 16, ROWS[-1], 1000, 512, (group,), 256 * 1024, max_deferred=max_deferred)
 
 
 @dataclass
@@ -76,3 +78,74 @@ class Load:
             path *= chance(shape, depth)
             expected += path
         return expected * self.cost(PLAIN) / self.cost(shape)
+
+
+class DrawnHead:
+    """A head whose proposals are the target's choice as often as `chances` says, and what has been counted of it."""
+
+    def __init__(self, chances: HeadChances, seed: int = 0) -> None:
+        self._random, self._seen, self._chosen = random.Random(seed), _zeros(), _zeros()
+        self.become(chances)
+
+    def become(self, chances: HeadChances) -> None:
+        """From now on it is another."""
+        self._table, self._trees = chances.table(DEPTHS, RANKS), dict[SpecShape, dict[tuple[int, ...], float]]()
+
+    def tree(self, shape: SpecShape) -> dict[tuple[int, ...], float]:
+        if shape not in self._trees:
+            self._trees[shape] = nodes_of(shape, self._table)
+        return self._trees[shape]
+
+    def tokens(self, shape: SpecShape) -> float:
+        """Of a round a row, in the mean."""
+        return 1.0 + sum(self.tree(shape).values())
+
+    def accepted(self, shape: SpecShape) -> int:
+        """Drafts of one row's tree: what is chosen at each node is drawn, until it is not in the tree."""
+        path: tuple[int, ...] = ()
+        while len(path) < shape.num_steps:
+            of_rank, draw = self._table[len(path)], self._random.random()
+            rank = next((r for r in range(RANKS) if draw < sum(of_rank[: r + 1])), RANKS)
+            for each in range(shape.topk):
+                self._seen[len(path)][each] += 1
+                self._chosen[len(path)][each] += each == rank
+            if (*path, rank) not in self.tree(shape):
+                break
+            path = (*path, rank)
+        return len(path)
+
+    def counts(self) -> ProposalCounts:
+        """As a calibration has them, of greedy requests."""
+        return ([self._seen, _zeros(), _zeros()], [self._chosen, _zeros(), _zeros()])
+
+
+def _zeros() -> list[list[float]]:
+    return [[0.0] * RANKS for _ in range(DEPTHS)]
+
+
+class DrawnLoad(Load):
+    """Rounds that accept what a head gives, and whose results bring what was counted."""
+
+    def __init__(self, rows: int, head: DrawnHead) -> None:
+        super().__init__(rows)
+        self.head, note = head, self.policy.note
+        self.policy.note = lambda plan, result, seconds: note(
+            plan, StepResult(result.rows, proposals=head.counts()), seconds
+        )
+
+    def _accepted(self, shape, chance) -> int:
+        return self.head.accepted(shape)
+
+    def mean_speed(self, start: int) -> float:
+        """As `speed`, with the mean tokens of each round's shape in the place of what it gave."""
+        part = [*zip(self.shapes, self.rounds, strict=True)][start:]
+        given = sum(self.head.tokens(shape) for shape, _ in part)
+        return self.cost(PLAIN) * given / sum(seconds for _, (seconds, _) in part)
+
+    def best_speed(self) -> float:
+        """Of rounds that all have one shape."""
+        return max(self.head.tokens(shape) * self.cost(PLAIN) / self.cost(shape) for shape in SHAPES)
+
+    def caught_up(self) -> float:
+        """The share of plain rounds' time that catching up adds."""
+        return self.table.catch_up_seconds(self.rows) / self.layout.max_deferred / self.cost(PLAIN)

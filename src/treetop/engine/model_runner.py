@@ -20,9 +20,10 @@ from treetop.kernels.kv import moved, slots_of
 from treetop.kernels.table import Ops
 from treetop.kernels.tree.calibration import Heat
 from treetop.kernels.tree.commit import Paths
+from treetop.kernels.tree.drawn import RoundOfRows
 from treetop.kernels.tree.rows import DraftState, store
 from treetop.models.target import Target
-from treetop.speculative.simulation import RoundOfRows, Simulation
+from treetop.speculative.simulation import Simulation
 from treetop.types.errors import CheckError
 from treetop.types.ids import GroupName
 from treetop.types.layout import KVGroup, Layout, SpecShape
@@ -150,7 +151,8 @@ class ModelRunner:
 
     def drawn_at(self, rows: Tensor) -> RoundOfRows:
         """What a simulation draws by, of a batch's rows [rows]."""
-        return RoundOfRows(self.state.seed[rows], self.state.committed[rows], rows != self.layout.dummy_row)
+        state, dummy = self.state, self.layout.dummy_row
+        return RoundOfRows(state.seed, state.committed, state.classes, rows, dummy, state.calibration.heat)
 
     def propose(self, tokens: Tensor, state: Tensor, classes: Tensor, lines: Any = None) -> DraftState:
         """What a row keeps of roots, tokens [rows] and their states [rows, state_size]: these, and what is proposed.

@@ -21,7 +21,6 @@ from treetop.engine.buffers import poison_undeclared
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.recurrence import keep_states, node_recurrence
 from treetop.kernels.tree.accept import Withheld
-from treetop.kernels.tree.calibration import Heat
 from treetop.kernels.tree.commit import Paths, feature_nodes
 from treetop.kernels.tree.deferred import ExtendPairs, defer, deferred_pairs
 from treetop.kernels.tree.learn import Observed
@@ -73,9 +72,9 @@ def draft_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
         assert runner.state.draft is not None
         lines = None if drafter.block is None else _opened(runner, drafter.block, key, max_kv_len)
         if isinstance(runner.simulation, SimulatedAcceptance):
-            at, heat = runner.drawn_at(rows), Heat(runner.state.calibration.heat, runner.state.classes[rows])
-            runner.simulation.at_roots(runner.state.draft, rows, at, k, heat)
-            grower = SimulatedProposals(drafter, runner.simulation, at)
+            at, drawn = runner.drawn_at(rows), runner.simulation.drawn
+            ops.say_roots(drawn, at, k, runner.state.draft.logprob)
+            grower = SimulatedProposals(drafter, drawn, ops, at)
     tree, places = buffers.tree_of(key.bucket, shape), buffers.places_of(key.bucket, shape)
     tables, places_of_rows = _tables_of_roots(runner, rows, max_kv_len, k)
     growth = buffers.growth_of(key.bucket, shape)
@@ -163,7 +162,8 @@ def verify_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     if shape.num_steps and isinstance(runner.simulation, SimulatedLengths):
         forced = runner.simulation.lengths(runner.drawn_at(rows), shape)
     elif shape.num_steps and isinstance(runner.simulation, SimulatedAcceptance):
-        chosen = runner.simulation.choices(buffers.growth_of(key.bucket, shape), runner.drawn_at(rows))
+        growth = buffers.growth_of(key.bucket, shape)
+        chosen = ops.choose_drawn(runner.simulation.drawn, runner.drawn_at(rows), growth)
     withheld = Withheld(rows, runner.state.undrafted, None if held is None else held.withheld)
     ops.accept(chosen, tree, accepted, forced, withheld if shape.num_steps else None)
     if runner.learns and shape.num_steps > 0:

@@ -40,6 +40,7 @@ from treetop.kernels.sampling import process as processing
 from treetop.kernels.sampling.sampling import draw_reference, greedy_of_ranks, greedy_reference
 from treetop.kernels.tree import accept as accepting
 from treetop.kernels.tree import commit as committing
+from treetop.kernels.tree import drawn as drawing_acceptance
 from treetop.kernels.tree import grow as growing
 from treetop.kernels.tree import learn as learning
 from treetop.kernels.tree import rows as row_state
@@ -372,6 +373,27 @@ class Ops:
         1e-6,
         for_trees_of_one_program,
         (learning._add_up_kernel, learning._fold_kernel),
+    )
+    say_roots = Op(
+        drawing_acceptance.say_roots_reference,
+        drawing_acceptance.say_roots,
+        1e-6,
+        for_trees_of_one_program,
+        (drawing_acceptance._says_kernel,),
+    )
+    say_level = Op(
+        drawing_acceptance.say_level_reference,
+        drawing_acceptance.say_level,
+        1e-6,
+        for_trees_of_one_program,
+        (drawing_acceptance._says_kernel,),
+    )
+    choose_drawn = Op(
+        drawing_acceptance.choose_drawn_reference,
+        drawing_acceptance.choose_drawn,
+        0.0,
+        for_trees_of_one_program,
+        (drawing_acceptance._choose_drawn_kernel,),
     )
     count = Op(processing.count_reference, processing.count, 0.0, on_a_gpu, (processing._count_kernel,))
     commit = Op(committing.commit_reference, committing.commit, 0.0, on_a_gpu, (committing._commit_kernel,))

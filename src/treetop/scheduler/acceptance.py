@@ -1,117 +1,122 @@
-"""How many drafts of each shape the target accepts: learned on the host from what rounds gave, a round late.
+"""How many drafts of each shape the target accepts: what a model of the head says, corrected by rounds a round late.
 
-For each shape and depth the logit of the chance that a path that got there goes on. It drifts, so what is known of it
-fades: an extended Kalman filter of a random walk, whose steps are large where little is known and small where many
-rows have said the same. A step moves the other shapes too, by a part: text that gets easy gets easy for all of them.
-Where a calibration is learned, what it has counted by depth and rank foretells shapes that have not run
-(`scheduler.tree_chances`).
+The model is a table of chances by depth and rank: what is thought of the head at first, then what a calibration has
+counted (`scheduler.tree_chances`). It says of every shape how far its paths get, also of those that have not run.
+Rounds move two things, in logits of the chance that a path goes on:
+
+- `ease`, one number for all shapes: drafts hold more often, or less, than the model says. It changes with the text and
+  comes back to 0, since the counts follow;
+- of each shape what only its own rounds tell: what it accepts beside what the model says of it.
+
+Both are estimated together, each round's surprise divided between them by how uncertain they are.
 
 Source: M. West, P. J. Harrison, H. S. Migon, "Dynamic generalized linear models and Bayesian forecasting", 1985.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import exp, log, sqrt
 
 from treetop.scheduler.tree_chances import Chances, path_chances
+from treetop.types.costs import HeadChances
 from treetop.types.layout import SpecShape
 
-_CHAIN, _TREE = 0.6, 1.0
-"""Logits before anything is known: a chain's next token holds in two of three rounds, one of a tree's a bit more."""
-_LOWEST, _HIGHEST = -2.0, 5.0
-"""What a head that is always wrong counts as: one in eight, so that it is tried again; and one that is always right."""
-_VARIANCE, _MOST_VARIANCE = 1.0, 4.0
-_DRIFT, _STALE = 0.002, 0.01
-"""Variance that a round adds, and more for a shape that it did not have: what it is worth now nobody knows."""
-_SHARED = 0.7
-"""The part of a step that other shapes make too."""
+_LONGEST = 5.0
+"""Bound of the logit of a chance, and of what moves it."""
+_BACK, _EASE = 0.995, 0.25
+"""What is left of `ease` after a round that says nothing, and its variance when nothing was said for long."""
+_OWN, _AGES = 0.04, 1e-4
+"""Variance of what a shape has of its own, at most, and what a round adds to it."""
 _LARGEST_STEP = 1.5
-_TRUST, _TINY = 0.05, 1e-9
-"""Variance of what rounds say beside which a calibration's word counts half."""
 
 
 @dataclass(slots=True)
-class _Chances:
-    """Of one shape, by depth. foretold: the logits that a calibration says, before it says any those of the start.
-    seen: the round that last told something."""
+class _OfShape:
+    """logits: by depth, that a path that got there goes on, by the model. own: to be added. variance: of `own`."""
 
     logits: list[float]
-    variances: list[float]
-    foretold: list[float]
-    seen: int = 0
+    own: float = 0.0
+    variance: float = _OWN
 
 
-@dataclass(slots=True)
 class AcceptanceEstimate:
-    """Expected tokens a row of each shape. num_rounds: so far, plain ones too."""
+    """Expected tokens a row of each shape."""
 
-    shapes: Sequence[SpecShape]
-    num_rounds: int = 0
-    _by_shape: dict[SpecShape, _Chances] = field(default_factory=dict)
+    def __init__(self, shapes: Sequence[SpecShape], head: HeadChances) -> None:
+        deepest = max((shape.num_steps for shape in shapes), default=1)
+        widest = max((shape.topk for shape in shapes), default=1)
+        chances = head.table(deepest, widest)
+        self._by_shape = {shape: _OfShape(_logits(shape, chances)) for shape in shapes}
+        self._ease, self._variance = 0.0, _EASE
+        self._told: SpecShape | None = None  # the shape that has said something last
+        self._silent = True  # the last round was plain
 
-    def __post_init__(self) -> None:
-        for shape in self.shapes:
-            depth = min(shape.num_steps, shape.num_draft_tokens - 1)
-            prior = _CHAIN if shape.topk == 1 else _TREE
-            self._by_shape[shape] = _Chances([prior] * depth, [_VARIANCE] * depth, [prior] * depth)
+    def learn(self, chances: Chances) -> None:
+        """The model has changed, but for the shape that runs not what is expected of it: that follows as `ease` goes
+        back.
+        """
+        before = None if self._told is None else _mean(self._by_shape[self._told].logits)
+        for shape, known in self._by_shape.items():
+            known.logits = _logits(shape, chances)
+        if self._told is not None and before is not None:
+            self._ease = _bounded(self._ease + before - _mean(self._by_shape[self._told].logits))
 
     def note(self, shape: SpecShape, accept_lens: Sequence[int]) -> None:
         """A round of this shape was accepted so far in each of its rows. A plain one tells nothing."""
-        self.num_rounds += 1
-        chances = self._by_shape.get(shape)
-        if chances is None or not accept_lens:
+        self._ease *= _BACK
+        self._variance = _BACK**2 * self._variance + (1 - _BACK**2) * _EASE
+        for each in self._by_shape.values():
+            each.variance = min(each.variance + _AGES, _OWN)
+        known = self._by_shape.get(shape)
+        self._silent = known is None
+        if known is None or not accept_lens:
             return
-        depth, aged = len(chances.logits), self._aged(chances)
-        ended = [0] * (depth + 1)
+        self._told, depths = shape, len(known.logits)
+        ended = [0] * (depths + 1)
         for length in accept_lens:
-            ended[min(length, depth)] += 1
-        chances.seen, reached = self.num_rounds, len(accept_lens)
-        others = [each for other, each in self._by_shape.items() if other is not shape]
-        for at in range(depth):
-            variance = min(chances.variances[at] + aged, _MOST_VARIANCE)
-            went_on = reached - ended[at]
-            chance = _chance(chances.logits[at])
-            gain = variance / (1.0 + variance * reached * chance * (1.0 - chance))
-            step = min(max(gain * (went_on - reached * chance), -_LARGEST_STEP), _LARGEST_STEP)
-            chances.logits[at] = min(max(chances.logits[at] + step, _LOWEST), _HIGHEST)
-            chances.variances[at] = gain
-            for other in others:
-                if at < len(other.logits):
-                    other.logits[at] = min(max(other.logits[at] + _SHARED * step, _LOWEST), _HIGHEST)
-            reached = went_on
-
-    def learn(self, chances: Chances | None) -> None:
-        """What a calibration says of each shape has changed: so does what is thought of it, the less the more its own
-        rounds have said.
-        """
-        if chances is None:
-            return
-        for shape, known in self._by_shape.items():
-            reached = 1.0
-            for at, path in enumerate(path_chances(shape, chances)):
-                chance = path / reached if reached > 0.0 else 0.0
-                said = min(max(log(max(chance, _TINY) / max(1.0 - chance, _TINY)), _LOWEST), _HIGHEST)
-                variance = min(known.variances[at] + self._aged(known), _MOST_VARIANCE)
-                moves = (said - known.foretold[at]) * variance / (variance + _TRUST)
-                known.logits[at] = min(max(known.logits[at] + moves, _LOWEST), _HIGHEST)
-                known.foretold[at], reached = said, path
+            ended[min(length, depths)] += 1
+        reached, surprise, information = len(accept_lens), 0.0, 0.0
+        for logit, ends in zip(known.logits, ended, strict=False):
+            chance = _chance(logit + self._ease + known.own)
+            surprise += reached - ends - reached * chance
+            information += reached * chance * (1.0 - chance)
+            reached -= ends
+        certain = 1.0 / (1.0 + (self._variance + known.variance) * information)
+        step = min(max(surprise * certain * (self._variance + known.variance), -_LARGEST_STEP), _LARGEST_STEP)
+        mine = known.variance / (self._variance + known.variance)
+        self._ease, known.own = _bounded(self._ease + step * (1 - mine)), _bounded(known.own + step * mine)
+        self._variance -= self._variance**2 * information * certain
+        known.variance -= known.variance**2 * information * certain
 
     def tokens(self, shape: SpecShape, deviations: float = 0.0) -> float:
-        """Expected tokens a row of a round. deviations: how many standard deviations better than that each chance may
-        be.
+        """Expected tokens a row of a round. deviations: how many standard deviations better than that it may be, beside
+        the shape that runs.
         """
-        chances, expected, path = self._by_shape[shape], 1.0, 1.0
-        aged = self._aged(chances)
-        for logit, variance in zip(chances.logits, chances.variances, strict=True):
-            better = deviations * sqrt(min(variance + aged, _MOST_VARIANCE)) if deviations else 0.0
-            path *= _chance(logit + better)
+        known, expected, path = self._by_shape[shape], 1.0, 1.0
+        moved = self._ease + known.own
+        if deviations:
+            moved += deviations * sqrt(known.variance + (self._variance if self._silent else 0.0))
+        for logit in known.logits:
+            path *= _chance(logit + moved)
             expected += path
         return expected
 
-    def _aged(self, chances: _Chances) -> float:
-        """Variance that has come since something was told of a shape."""
-        passed = self.num_rounds - chances.seen
-        return _DRIFT * passed + _STALE * max(passed - 1, 0)
+
+def _logits(shape: SpecShape, chances: Chances) -> list[float]:
+    found, reached = [], 1.0
+    for path in path_chances(shape, chances):
+        chance = path / reached if reached > 0.0 else 0.0
+        found.append(_bounded(log(max(chance, 1e-9) / max(1.0 - chance, 1e-9))))
+        reached = path
+    return found
+
+
+def _mean(logits: Sequence[float]) -> float:
+    return sum(logits) / len(logits)
+
+
+def _bounded(logit: float) -> float:
+    return min(max(logit, -_LONGEST), _LONGEST)
 
 
 def _chance(logit: float) -> float:

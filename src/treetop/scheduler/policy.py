@@ -2,13 +2,19 @@
 
     tokens a second of a shape = rows x expected tokens a row / seconds of its round
 
-Expected tokens come from `acceptance`, and where a calibration is learned also from what it has counted; seconds from
-the table that the engine measured at its start, corrected by what rounds take. All of it is known a round late. Nothing
-here has a clock, and nothing that it chooses changes a token.
+Expected tokens come from `acceptance`, a model of the head that rounds correct; seconds from the table that the engine
+measured at its start, corrected by what rounds take. All of it is known a round late. Nothing here has a clock, and
+nothing that it chooses changes a token.
+
+**Prompts that wait** change no choice at the rows that are there. Their time is the same for all shapes, so the shape
+that gives most tokens a second of rounds also serves most with prompts counted in. Each prefill step is followed by one
+round, so a shape with more tokens a round finds fewer rows; with the costs of an 8B model (`bench.modelled_costs`) the
+order of shapes is the same at those. While rows fill up, to be judged at rows that are not there yet would be wrong.
 
 A shape that does not pay costs time that nobody gives back. So there is a credit, in plain rounds: a round that
 speculates pays in advance what it would lose if nothing were accepted, and gets back what was. Each round adds a
-little. What all rounds of a window may lose is so bounded, whatever is accepted (`CREDIT`, `INTEREST`).
+little. What all rounds of a window may lose is so bounded, whatever is accepted: `CREDIT` and 200 times `INTEREST` are
+2 % of 200 rounds.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +24,7 @@ from typing import Protocol
 
 from treetop.scheduler.acceptance import AcceptanceEstimate
 from treetop.scheduler.tree_chances import chances_of
-from treetop.types.costs import CostTable
+from treetop.types.costs import CostTable, HeadChances
 from treetop.types.layout import PLAIN, Layout, SpecShape
 from treetop.types.messages import ProposalCounts, RoundPlan, StepPlan, StepResult
 
@@ -26,19 +32,19 @@ ChooseShape = Callable[[Sequence[int], Sequence[int]], SpecShape]
 """The shape of a round that is about to be planned, of the tokens that each of its rows is known to have, and how many
 of the rows may accept drafts, by the class of their requests."""
 
-CREDIT, FIRST_CREDIT, _FIRST = 3.0, 8.0, 50
-"""Plain rounds that speculation may lose beyond what it gains, at most; of an engine that knows nothing yet, until so
-many rounds have told it something."""
-INTEREST, LEAST_INTEREST = 0.008, 0.003
+CREDIT = 3.0
+"""Plain rounds that speculation may lose beyond what it gains, at most."""
+INTEREST, LEAST_INTEREST = 0.005, 0.003
 """Plain rounds that each round adds to the credit, less what plain rounds lose by catching up, and at least: without
 any a policy that was unlucky once would never try again."""
-_MARGIN = 1.03
+_MARGIN = 1.01
 """Times the rate of the shape that runs: what another must reach."""
 _HOPE = 1.0
 """Standard deviations by which a shape's chances may be better than thought when it is considered for a trial."""
 _EVERY, _ANYHOW = 8, 256
-"""Rounds between two thoughts of a trial, and between two trials of the second best, which may be mismeasured."""
-_CURIOSITY, _MOST_CURIOUS = 0.008, 0.5
+"""Rounds between two thoughts of a trial, and looks at what a calibration has counted; and between two trials of the
+second best, whose rounds may cost less than is thought."""
+_CURIOSITY, _MOST_CURIOUS = 0.004, 0.5
 """Of the time, what trials may cost by what is thought of their shapes; rounds that are saved up for one."""
 _FOLLOWS, _OWN_FOLLOWS, _SETTLED = 0.1, 0.2, 6
 """The part of what is off by which the factor of all shapes moves, and of two where one follows the other after so many
@@ -125,11 +131,11 @@ class AdaptiveShape:
     """
 
     def __init__(self, table: CostTable, layout: Layout) -> None:
-        self._costs, self._layout = RoundCosts(table), layout
+        self._costs, self._layout, self._head = RoundCosts(table), layout, HeadChances()
         self._trees = [shape for shape in table.shapes if shape != PLAIN]
-        self.acceptance = AcceptanceEstimate(self._trees)
+        self.acceptance = AcceptanceEstimate(self._trees, self._head)
         self._bucket_for = cache(layout.bucket_for)
-        self.shape, self.credit = PLAIN, FIRST_CREDIT
+        self.shape, self.credit = PLAIN, CREDIT
         self._last, self._num_rounds, self._curiosity = PLAIN, 0, 0.0
         self._share = 1.0  # of the rows, that may accept drafts
         self._counts: ProposalCounts | None = None  # of a calibration, as it was when the last round ended
@@ -141,18 +147,20 @@ class AdaptiveShape:
             return PLAIN
         self._share = sum(speculating) / len(lengths)
         if self._counts is not None and self._num_rounds % _EVERY == 0:
-            self.acceptance.learn(chances_of(self._counts, speculating))
+            chances = chances_of(self._counts, speculating, self._head)
+            if chances is not None:
+                self.acceptance.learn(chances)
+        self._num_rounds += 1
         rows, tokens = self._bucket_for(len(lengths)), sum(lengths) / len(lengths)
         seconds = {shape: self._costs.seconds(rows, shape, tokens) for shape in (PLAIN, *self._trees)}
-        rates = {shape: self._tokens(shape) / seconds[shape] for shape in self._trees}
         behind = self._costs.catch_up_seconds(rows)
-        caught_up = behind / max(self._layout.max_deferred, 1)  # a plain round's share
-        rates[PLAIN] = 1.0 / (seconds[PLAIN] + caught_up)
+        caught_up = behind / max(self._layout.max_deferred, 1)
+        rates = self._rates(seconds, caught_up)
         best = max(rates, key=rates.__getitem__)
         if rates[best] > _MARGIN * rates[self.shape] or rates[PLAIN] >= rates[self.shape]:
             self.shape = best
         wanted = self._trial(rates, seconds) or self.shape
-        self._add(max(INTEREST - caught_up / seconds[PLAIN], LEAST_INTEREST))
+        self.credit = min(self.credit + max(INTEREST - caught_up / seconds[PLAIN], LEAST_INTEREST), CREDIT)
         stakes = {shape: self._at_stake(shape, seconds, behind) for shape in rates}
         if stakes[wanted] > self.credit:  # the best of those that can be paid, which plain rounds are
             paid = [each for each in rates if stakes[each] <= self.credit and rates[each] >= rates[PLAIN]]
@@ -161,25 +169,24 @@ class AdaptiveShape:
         self._last = wanted
         return wanted
 
-    def _add(self, rounds: float) -> None:
-        """To the credit, whose bound falls while the first rounds run."""
-        begun = min(self._num_rounds / _FIRST, 1.0)
-        self.credit = min(self.credit + rounds, FIRST_CREDIT + begun * (CREDIT - FIRST_CREDIT))
+    def _rates(self, seconds: dict[SpecShape, float], caught_up: float) -> dict[SpecShape, float]:
+        """Tokens a row and second of each shape. caught_up: what a plain round leaves to the draft, in seconds."""
+        rates = {shape: self._tokens(shape) / seconds[shape] for shape in self._trees}
+        return {PLAIN: 1.0 / (seconds[PLAIN] + caught_up), **rates}
 
     def _trial(self, rates: dict[SpecShape, float], seconds: dict[SpecShape, float]) -> SpecShape | None:
         """The shape that may well be better than what runs, most of all; None if none may, or it is not its time."""
-        self._num_rounds += 1
         if self._num_rounds % _EVERY:
             return None
         if self._num_rounds % _ANYHOW == 0:
             return max((shape for shape in rates if shape != self.shape), key=rates.__getitem__)
         self._curiosity = min(self._curiosity + _EVERY * _CURIOSITY, _MOST_CURIOUS)
-        hopes = {shape: self._tokens(shape, _HOPE) / seconds[shape] for shape in self._trees}
+        hopes = {shape: rates[shape] * self._tokens(shape, _HOPE) / self._tokens(shape) for shape in self._trees}
         best, rate = max(hopes, key=hopes.__getitem__), rates[self.shape]
         costs = seconds[best] * (1.0 - rates[best] / rate) / seconds[self.shape]
         if best == self.shape or hopes[best] <= _MARGIN * rate or costs > self._curiosity:
             return None
-        self._curiosity -= costs
+        self._curiosity -= max(costs, 0.0)
         return best
 
     def _tokens(self, shape: SpecShape, deviations: float = 0.0) -> float:
@@ -200,6 +207,6 @@ class AdaptiveShape:
         lengths = [len(row.tokens) - 1 for row in result.rows if row.tokens and row.row not in withheld]
         self._counts = result.proposals or self._counts
         self.acceptance.note(plan.shape, lengths)
-        self._add(sum(lengths) / len(result.rows))
+        self.credit = min(self.credit + sum(lengths) / len(result.rows), CREDIT)
         if seconds is not None and not plan.catches_up:
             self._costs.note(self._bucket_for(len(plan.rows)), plan.shape, plan.committed_bound, seconds)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from heapq import nlargest
 from operator import mul
 
+from treetop.types.costs import HeadChances
 from treetop.types.layout import SpecShape
 from treetop.types.messages import ProposalCounts
 
@@ -18,17 +19,16 @@ ENOUGH = 64.0
 """Nodes of a class before it is believed, and of a depth."""
 _PRIOR = 8.0
 """Nodes that what is thought of a rank before it was seen counts for."""
-_SECOND, _FURTHER = 0.35, 0.6
-"""What the second proposal takes of the chance that the first leaves, and each further one of that before it."""
 
 Chances = Sequence[Sequence[float]]
 """By depth and rank: how often a proposal is the target's choice."""
 
 
-def chances_of(counts: ProposalCounts, rows: Sequence[int]) -> Chances | None:
+def chances_of(counts: ProposalCounts, rows: Sequence[int], head: HeadChances) -> Chances | None:
     """Of a batch with so many rows of each class. None before enough was seen.
 
-    A class that was hardly seen counts as all of them together, a depth as the one before it.
+    A class that was hardly seen counts as all of them together, a depth as the one before it. head: says of a rank that
+    was hardly seen what it takes.
     """
     seen, chosen = counts
     together = [[_sums(each[depth] for each in table) for depth in range(len(table[0]))] for table in (seen, chosen)]
@@ -37,7 +37,9 @@ def chances_of(counts: ProposalCounts, rows: Sequence[int]) -> Chances | None:
     total = max(sum(rows), 1)
     shares = [count / total for count in rows]
     of_class = [
-        _of_class(seen[kind], chosen[kind]) if seen[kind][0][0] >= ENOUGH else _of_class(*together)
+        _of_class(seen[kind], chosen[kind], head.share)
+        if seen[kind][0][0] >= ENOUGH
+        else _of_class(together[0], together[1], head.share)
         for kind in range(len(seen))
     ]
     if not any(rows):
@@ -48,7 +50,7 @@ def chances_of(counts: ProposalCounts, rows: Sequence[int]) -> Chances | None:
     ]
 
 
-def _of_class(seen: Chances, chosen: Chances) -> Chances:
+def _of_class(seen: Chances, chosen: Chances, share: float) -> Chances:
     found: list[list[float]] = []
     for of_depth, hits in zip(seen, chosen, strict=True):
         if of_depth[0] < ENOUGH and found:
@@ -57,7 +59,7 @@ def _of_class(seen: Chances, chosen: Chances) -> Chances:
         best = min(hits[0] / max(of_depth[0], 1.0), 1.0)
         chances, left = [best], 1.0 - best
         for rank in range(1, len(hits)):
-            thought = (1.0 - best) * _SECOND * _FURTHER ** (rank - 1)
+            thought = left * share
             chance = (hits[rank] + _PRIOR * thought) / (of_depth[rank] + _PRIOR)
             chances.append(min(chance, left))
             left -= chances[-1]
@@ -65,17 +67,27 @@ def _of_class(seen: Chances, chosen: Chances) -> Chances:
     return found
 
 
-def path_chances(shape: SpecShape, chances: Chances) -> list[float]:
-    """That a path of a tree of this shape has 1, 2, ... drafts. Depths that nobody knows are as the last."""
-    frontier, nodes = [1.0], list[tuple[float, int]]()
+def nodes_of(shape: SpecShape, chances: Chances) -> dict[tuple[int, ...], float]:
+    """The tree of a shape by mean chances: each node, as the ranks that lead to it, and the chance that it is accepted.
+
+    Depths that nobody knows are as the last.
+    """
+    root: tuple[int, ...] = ()
+    frontier, nodes = [(1.0, root)], list[tuple[float, tuple[int, ...]]]()
     for depth in range(shape.num_steps):
         of_rank = chances[min(depth, len(chances) - 1)][: shape.topk]
-        children = [up * chance for up in frontier for chance in of_rank]
-        nodes += [(chance, depth) for chance in children]
-        frontier = nlargest(shape.topk, children)
+        children = [(up * chance, (*path, rank)) for up, path in frontier for rank, chance in enumerate(of_rank)]
+        nodes += children
+        frontier = nlargest(shape.topk, children, key=lambda node: node[0])
+    kept = nlargest(shape.num_draft_tokens - 1, nodes, key=lambda node: (node[0], -len(node[1])))
+    return {path: chance for chance, path in kept}
+
+
+def path_chances(shape: SpecShape, chances: Chances) -> list[float]:
+    """That a path of a tree of this shape has 1, 2, ... drafts."""
     reached = [0.0] * min(shape.num_steps, shape.num_draft_tokens - 1)
-    for chance, depth in nlargest(shape.num_draft_tokens - 1, nodes, key=lambda node: (node[0], -node[1])):
-        reached[depth] += chance
+    for path, chance in nodes_of(shape, chances).items():
+        reached[len(path) - 1] += chance
     return reached
 
 

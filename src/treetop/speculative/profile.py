@@ -15,7 +15,6 @@ A profile is fitted to published accept lengths. At each node, independently of 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
-from math import log
 from pathlib import Path
 from typing import Any
 
@@ -124,10 +123,3 @@ def draw_nodes(profile: AcceptanceProfile, depth: int, count: int) -> NodeDraws:
     rank = torch.searchsorted(chances.cumsum(dim=1), torch.rand(count, 1, dtype=torch.float64))[:, 0].clamp(max=RANKS)
     each = torch.cat([chances[:, :RANKS], chances[:, RANKS:] / profile.tail], dim=1)
     return NodeDraws((each.clamp(min=_SMALL).log() * profile.scale).float(), rank)
-
-
-def logprob_of(logits: Tensor, tail: int, heat: Tensor | float) -> Tensor:
-    """Log-probabilities of the proposals: [..., RANKS] float32. logits: [..., RANKS + 1] of `NodeDraws`."""
-    hot = logits * heat
-    others = hot[..., RANKS:] + log(tail)
-    return hot[..., :RANKS] - torch.logsumexp(torch.cat([hot[..., :RANKS], others], dim=-1), dim=-1, keepdim=True)

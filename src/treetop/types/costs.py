@@ -1,4 +1,4 @@
-"""What rounds cost: seconds by rows, shape and context, as an engine measures them at its start."""
+"""What a policy starts from: what rounds cost, by rows, shape and context, and what is thought of a head."""
 
 from dataclasses import dataclass
 
@@ -54,6 +54,26 @@ class CostTable:
     def shapes(self) -> tuple[SpecShape, ...]:
         """Those that were measured, plain rounds first."""
         return tuple(dict.fromkeys([PLAIN, *(each.shape for each in self.rounds)]))
+
+
+@dataclass(frozen=True, slots=True)
+class HeadChances:
+    """How often a head's proposals are thought to be the target's choice, before any was counted.
+
+    best: of the first proposal at depth 1, 2, ...; the last holds for all that are deeper.
+    share: what each further proposal takes of the chance that those before it leave.
+    """
+
+    best: tuple[float, ...] = (0.76, 0.74, 0.72)
+    share: float = 0.45
+
+    def at(self, depth: int) -> float:
+        return self.best[min(depth, len(self.best) - 1)]
+
+    def table(self, depths: int, ranks: int) -> list[list[float]]:
+        """By depth and rank."""
+        left = [self.share * (1.0 - self.share) ** rank for rank in range(ranks - 1)]
+        return [[self.at(depth), *((1.0 - self.at(depth)) * part for part in left)] for depth in range(depths)]
 
 
 def _on_line(known: list[tuple[int, float]], rows: int) -> float:

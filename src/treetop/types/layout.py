@@ -83,11 +83,15 @@ PLAIN = SpecShape(1, 0, 1)
 
 
 def shapes_beside(shape: SpecShape) -> tuple[SpecShape, ...]:
-    """What to choose from, up to a shape's size and with it: plain rounds, two chains, a tree of half its nodes."""
+    """What to choose from, up to a shape's size and with it: plain rounds, chains of S, S / 2 and S / 4 steps,
+    trees of 8 and 16 nodes.
+
+    A tree that is hardly larger than the chain, or smaller than the one that was asked for, is its near twin.
+    """
     k, s, t = shape.topk, shape.num_steps, shape.num_draft_tokens
-    chains = [SpecShape(1, steps, steps + 1) for steps in sorted({max(s // 2, 1), s})]
-    smaller = [SpecShape(k, s, t // 2)] if k > 1 and t >= 4 else []
-    return tuple(dict.fromkeys([PLAIN, *chains, *smaller, shape]))
+    chains = [SpecShape(1, steps, steps + 1) for steps in sorted({-(-s // 4), -(-s // 2), s})]
+    between = [SpecShape(k, s, nodes) for nodes in (8, 16) if k > 1 and s + 2 < nodes <= t / 1.5]
+    return tuple(dict.fromkeys([PLAIN, *chains, *between, shape]))
 
 
 @dataclass(frozen=True, slots=True)

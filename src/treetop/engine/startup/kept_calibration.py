@@ -7,7 +7,7 @@ it is refused.
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class KeptCalibration:
     pair: str
     known: dict[str, Tensor]
     writes: bool
+    _copied: dict[str, Tensor] = field(default_factory=dict)  # on their way to the host
 
     def restore(self, calibration: Calibration, parallel: Parallel) -> None:
         """Begin with what is known, where tables of the file and of this engine have the same depths and ranks.
@@ -54,16 +55,33 @@ class KeptCalibration:
         calibration.shift.copy_(shift_of(calibration))
 
     def after(self, rounds: int, calibration: Calibration) -> None:
-        """Write the file, now and then; it waits for the rounds that are out. rounds: so many have ended."""
-        if self.writes and rounds % EVERY == 0:
-            self.write(calibration)
+        """Write the file, now and then, without a wait for the device: of a GPU, what was copied one time before.
+
+        rounds: so many have ended.
+        """
+        if not self.writes or rounds % EVERY:
+            return
+        if self._copied and calibration.heat.is_cuda:
+            self._write(self._copied)
+        self._copied.update({name: _to_host(getattr(calibration, name)) for name in _KEPT})
+        if not calibration.heat.is_cuda:
+            self._write(self._copied)
 
     def write(self, calibration: Calibration) -> None:
-        """Replace the file in one step."""
-        tables = {name: getattr(calibration, name).tolist() for name in _KEPT}
+        """Replace the file in one step by what is known now; it waits for the rounds that are out."""
+        self._write({name: getattr(calibration, name) for name in _KEPT})
+
+    def _write(self, copied: Mapping[str, Tensor]) -> None:
+        tables = {name: copied[name].tolist() for name in _KEPT}
         new = self.path.with_suffix(f".{os.getpid()}.new")
         new.write_text(json.dumps({"format": _FORMAT, "pair": self.pair, **tables}), encoding="utf-8")
         new.replace(self.path)
+
+
+def _to_host(table: Tensor) -> Tensor:
+    """A copy that is there once the device has come so far."""
+    pinned = torch.empty(table.shape, dtype=table.dtype, pin_memory=table.is_cuda)
+    return pinned.copy_(table, non_blocking=True)
 
 
 def kept_calibration(config: EngineConfig, target: Path, draft: DrafterSpec, writes: bool) -> KeptCalibration | None:

@@ -19,6 +19,7 @@ import torch
 from treetop.checkpoints.fingerprint import fingerprint
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.rounds import RoundKey, RoundLauncher
+from treetop.engine.startup import probed_products
 from treetop.engine.startup.cache_files import cache_file, keep, kept
 from treetop.engine.startup.capacity_proof import on_null_pages
 from treetop.engine.startup.plan import EnginePlan
@@ -27,7 +28,7 @@ from treetop.types.errors import CheckError, ConfigError
 from treetop.types.layout import Layout, SpecShape
 from treetop.types.sampling import Choice
 
-_VERSION = 2
+_VERSION = 3
 """Of what is measured, and how."""
 _REPEATS = 3
 """Turns of all rounds, of which the fastest counts; one more before them warms up."""
@@ -63,14 +64,17 @@ def _covers(table: CostTable, layout: Layout) -> bool:
 
 
 def identity(engine_plan: EnginePlan, runner: ModelRunner) -> str:
-    """Of all that costs depend on: models, machine, libraries, and what options make of them."""
+    """Of all that costs depend on: models, libraries, what options make of them, and the machine: of GPUs the card, its
+    driver and our kernels, so that any host of such a card may read what one has measured.
+    """
     config, layout, place = engine_plan.config, runner.layout, engine_plan.place
     on_gpu = place.device.type == "cuda"
-    device = torch.cuda.get_device_name(place.device) if on_gpu else f"cpu {os.cpu_count()} {torch.get_num_threads()}"
+    cpu = f"cpu {os.cpu_count()} {torch.get_num_threads()} {os.uname().nodename}"
+    device = probed_products.identity(place.device) if on_gpu else cpu
     folders = [each.folder for each in (engine_plan.target, engine_plan.draft) if each is not None]
     models = [None if each is None or place.dummy else fingerprint(each) for each in folders]
     words = (
-        *(config.model if place.dummy else "", config.algorithm, *models, device, os.uname().nodename),
+        *(config.model if place.dummy else "", config.algorithm, *models, device),
         *(_VERSION, torch.__version__, place.dtype, runner.backend.name, config.graphs, place.compressed),
         *(config.tp_size, layout.shapes, layout.coarse_buckets, layout.page_size, layout.max_deferred),
         *(layout.max_context, config.check_level >= 2, config.kv_cache_dtype, place.activations),
