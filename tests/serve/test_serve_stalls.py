@@ -96,6 +96,8 @@ def answer():
     gc.freeze()  # as `serve` does
     yield lambda path, body: asyncio.run(asked(path, body))
     gc.unfreeze()
+    gc.collect()
+    gc.freeze()  # as `conftest.py` had done
 
 
 def listed(item: bytes, count: int) -> bytes:
