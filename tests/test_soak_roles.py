@@ -48,7 +48,7 @@ def soak(script, model, rounds, seed=4, spoil=lambda run: None, sample=30, **cha
 @pytest.mark.parametrize(
     ("rounds", "changes"),
     [
-        (70, {"check_level": 3}),
+        (100, {"check_level": 3}),
         pytest.param(3000, {}, marks=pytest.mark.slow),
         pytest.param(1000, {"ranks": 4, "speculative": "3,1,4"}, marks=pytest.mark.slow),
     ],
@@ -86,7 +86,7 @@ def _lose(real):
 
 def test_it_sees_a_lost_slot_a_lost_page_and_a_wrong_token(script, model):
     with replaced([Patch("treetop.disaggregation.prefill:PrefillMachine._free", _lose)]):
-        assert any("are offered, and of no export" in each for each in soak(script, model, 40).failures)
+        assert any("are offered, and of no export" in each for each in soak(script, model, 100).failures)
     with fault("unaligned-allocation"):
         assert any("+ leased" in each for each in soak(script, model, 40, check_level=0).failures)
 
