@@ -46,12 +46,12 @@ from treetop_debug.ranks import MemoryGroup
 
 LENGTHS = [1, 4, 5, 15, 17, 33]
 MIXED = [
-    sampled(11, 9, temperature=0.6),
-    greedy(12),
-    sampled(2**62 + 5, 7, top_k=5),
-    sampled(13, 12, top_p=0.7),
-    sampled(0, 5, min_p=0.2, temperature=1.7, logprobs=3),
-    sampled(15, 8, top_k=4, top_p=0.9, presence_penalty=0.5, logit_bias={5: 1.5}),
+    sampled(11, 16, temperature=0.6),
+    greedy(20),
+    sampled(2**62 + 5, 12, top_k=5),
+    sampled(13, 20, top_p=0.7),
+    sampled(0, 9, min_p=0.2, temperature=1.7, logprobs=3),
+    sampled(15, 14, top_k=4, top_p=0.9, presence_penalty=0.5, logit_bias={5: 1.5}),
 ]
 
 
@@ -117,7 +117,7 @@ def test_any_placement_gives_what_one_process_gives(folders, name, shape, ranks,
     if "draft" in options:
         options = {**options, "draft": str(folders[options["draft"]])}
     prompts = Pair(folders[name], None).prompts(LENGTHS)
-    rounds = [(prompts, MIXED), (prompts[::-1], [greedy(8)] * 6)]
+    rounds = [(prompts, MIXED), (prompts[::-1], [greedy(12)] * 6)]
     want = on_one(folders[name], shape, rounds, **options)
     got, engines = on_ranks(folders[name], shape, ranks, places, rounds, **options)
     for ours, theirs in zip(got, want, strict=True):
