@@ -51,7 +51,7 @@ quick: $(DEV)
 # The long matrices too.
 test-all: $(DEV)
 	@failed=0; \
-	$(PYTEST) -m "not interpreted" || failed=1; \
+	TREETOP_TESTS=all $(PYTEST) -m "not interpreted" || failed=1; \
 	$(INTERPRET) -m "interpreted" || failed=1; \
 	exit $$failed
 

@@ -1,5 +1,6 @@
 """Session fixtures: the tiny checkpoints, made once."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -39,26 +40,55 @@ transformers_logging.set_verbosity_error()
 
 
 LONGEST = (
-    "frozen/test_command_line.py",
     "debug/test_faults.py",
-    "kernels/test_kernel_arguments.py",
+    "engine/test_compile_ahead.py",
+    "frozen/test_command_line.py",
+    "distributed/test_expert_parallel.py",
+    "serve/test_serve_life.py",
+    "kernels/test_triton.py",
     "kernels/test_segments.py",
+    "kernels/test_kernel_arguments.py",
+    "kernels/test_experts.py",
     "kernels/test_tail.py",
     "disaggregation/test_handover_drills.py",
-    "serve/test_ray.py",
     "distributed/test_engine_restarts.py",
+    "speculative/test_exactness.py",
+    "disaggregation/test_expert_roles.py",
+    "disaggregation/test_rank_roles.py",
+    "api/test_serve_sampling.py",
+    "models/test_families.py",
+    "engine/test_overlap.py",
+    "frozen/test_runs.py",
+    "parallel/test_peers.py",
+    "serve/test_serve_stalls.py",
+    "serve/test_serve_chaos.py",
+    "serve/test_ray.py",
     "distributed/test_data_parallel.py",
     "distributed/test_resumption.py",
-    "serve/test_serve_life.py",
     "distributed/test_tensor_parallel.py",
     "distributed/test_worker_group.py",
+    "scheduler/test_scheduler.py",
+    "weights/test_checkpoint_formats.py",
+    "parsers/test_parsers.py",
 )
-"""Files that run first, so that none of them is what the last process waits for; those of kernels in their session."""
+"""Files of 15 seconds or more, which run first, so that none is what the last process waits for; those of kernels
+in their session.
+"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ranks = {Path(__file__).parent / name: rank for rank, name in enumerate(LONGEST)}
     items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: no collection of garbage goes through its million objects again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, replace
+from functools import cache
 
 import pytest
 
@@ -21,6 +22,16 @@ from treetop.types.layout import PLAIN, SpecShape
 from treetop.types.sampling import SamplingParams
 
 # ---------------------------------------------------------------------------------------------- equality
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_machine():
+    """Its memory and products are measured once for all reports; `test_roofline.py` is about that."""
+    with pytest.MonkeyPatch.context() as patch:
+        measured = cache(rounds.measure_machine)
+        for module in (rounds, compare):
+            patch.setattr(module, "measure_machine", measured)
+        yield
 
 
 def two(pair, dtype, params, change=None):

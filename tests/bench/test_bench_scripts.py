@@ -233,7 +233,19 @@ def test_launches_without_a_cut_join_what_a_table_has(script, tmp_path, monkeypa
 def test_contenders_of_a_ramp_get_the_same_requests(script, capsys):
     """Plain decoding, a fixed shape and the policy, a server each: as many tokens in every step."""
     sizes = ["--clients", "1", "2", "1", "--requests", "1", "--prompt-tokens", "4", "8", "--max-tokens", "4", "8"]
-    assert script("load_ramp").main([*sizes, "--shapes", "2,1,3", "--turns", "1", "--options=--device cpu"]) == 0
+    assert (
+        script("load_ramp").main(
+            [
+                *sizes,
+                "--shapes",
+                "2,1,3",
+                "--turns",
+                "1",
+                "--options=--device cpu --context-length 256 --max-running-requests 2",
+            ]
+        )
+        == 0
+    )
     lines = [*map(json.loads, capsys.readouterr().out.splitlines())]
     runs, compared, auto = lines[:3], lines[3:6], lines[6]
     for part in (runs, compared):

@@ -16,7 +16,7 @@ from treetop.types.errors import ConfigError, EngineError, InputError
 PAIR = ["builtin:nestling", "--speculative-draft-model-path", "builtin:nestling-eagle3"]
 SHAPES = ["3,1,4", "2,2,4", "2,2,4+learn"]
 NAMES = ["plain", *SHAPES, "plain, again"]
-HEAD = {"draft": "builtin:nestling-eagle3", "dtype": "float32"}
+HEAD = {"draft": "builtin:nestling-eagle3", "dtype": "float32", "context_length": 256}
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def swept(tmp_path_factory):
     file = page.with_name("prompts.jsonl")
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     words = ["bench", *PAIR, "--sweep", "heads", "--shapes", *SHAPES, "--num-prompts", "1", "--max-tokens", "8"]
-    code = main([*words, "--prompts", str(file), "--dtype", "float32", "--plot", str(page)])
+    code = main([*words, "--prompts", str(file), "--dtype", "float32", "--context-length", "512", "--plot", str(page)])
     return json.loads(page.with_suffix(".json").read_text("utf-8")), page.read_text("utf-8"), code, words
 
 
@@ -103,7 +103,7 @@ def test_the_page_stands_alone_in_light_and_dark(swept):
 def test_names_of_models_are_text_on_the_page(swept, tmp_path):
     report = heads.run(
         "builtin:nestling",
-        {"dtype": "float32"},
+        {"dtype": "float32", "context_length": 256},
         HeadsOptions(["2,2,4"], two_prompts(tmp_path), 1, 2, (0.0,)),
         lambda _: None,
         "treetop bench '<b>'",
@@ -116,7 +116,7 @@ def test_without_a_head_lookup_is_compared_with_plain_decoding(tmp_path):
     """Prompts of a file without kinds, one to warm up; two at a time."""
     told = []
     asked = HeadsOptions(None, two_prompts(tmp_path), max_tokens=6, temperatures=(0.0,), batch_size=2)
-    report = heads.run("builtin:nestling", {"dtype": "float32"}, asked, told.append, "")
+    report = heads.run("builtin:nestling", {"dtype": "float32", "context_length": 256}, asked, told.append, "")
     assert [each.configuration for each in report.figures if each.kind == "all"] == [
         "plain",
         "n-gram 5,4,16",

@@ -41,12 +41,12 @@ def test_a_target_of_one_plane_gives_the_tokens_of_its_dense_reference(pair, sha
     prompts = pair.prompts([3, 14, 9])
     outputs = llm.generate(prompts, greedy(16))
     for prompt, output in zip(prompts, outputs, strict=True):
-        ids = list(prompt)
-        for token in output.token_ids:
-            logits = one_plane.dense_logits(pair.target, ids)
-            assert int(logits.argmax()) == token
-            assert float((logits - llm.next_logits(ids)).abs().max()) < 1e-5  # angles are made in float32
-            ids.append(token)
+        ids = [*prompt, *output.token_ids[:-1]]
+        dense = one_plane.dense_logits(pair.target, ids)[len(prompt) - 1 :]
+        assert tuple(dense.argmax(-1).tolist()) == output.token_ids
+        for n, logits in enumerate(dense):
+            ours = llm.next_logits(ids[: len(prompt) + n])
+            assert float((logits - ours).abs().max()) < 1e-5  # angles are made in float32
     assert shape is None or sum(map(sum, accept_lens(outputs))) > (10 if shape[0] > 1 else 0)
 
 

@@ -66,8 +66,19 @@ def arrivals(llm, prompts, params, rng):
 CONTEXT = 128
 
 
+COLD = {}
+"""What `computed` gave, by pair, shape and requests. Cases differ in pages, chunks and overlap too."""
+
+
 def cold(pair, shape, prompts, params):
     """The same requests in one batch, without a cache and with room for all."""
+    key = str((pair, shape, prompts, params))
+    if key not in COLD:
+        COLD[key] = computed(pair, shape, prompts, params)
+    return COLD[key]
+
+
+def computed(pair, shape, prompts, params):
     rows = {"max_running_requests": len(prompts), "check_level": 0}
     llm = build(pair, shape, context_length=CONTEXT, disable_radix_cache=True, **rows)
     requests = submit(llm, prompts, list(params))

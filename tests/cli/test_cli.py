@@ -213,7 +213,7 @@ class FakeLLM:
 
 def test_bench_compares_before_it_times_and_prints_one_object(capsys):
     """Equal outputs, exit code 0, and figures that agree with the shape."""
-    argv = ["bench", "--json", "--num-prompts", 2, "--max-tokens", 12, "--repeats", 1]
+    argv = ["bench", "--json", "--num-prompts", 2, "--max-tokens", 12, "--repeats", 1, "--context-length", 512]
     code, out, err = run(capsys, *argv)
     assert (code, err) == (0, "")
     (line,) = lines(out)
@@ -238,7 +238,7 @@ def test_a_bench_whose_outputs_differ_exits_1(capsys, monkeypatch):
         "equal_outputs",
         lambda plain, expected, got, real=compare.equal_outputs: real(plain, expected, got[::-1]),
     )
-    argv = ["bench", "--num-prompts", 2, "--max-tokens", 6, "--repeats", 1, "--json"]
+    argv = ["bench", "--num-prompts", 2, "--max-tokens", 6, "--repeats", 1, "--json", "--context-length", 512]
     code, out, _ = run(capsys, *argv)
     assert code == 1
     assert json.loads(out)["outputs_equal"] is False
@@ -261,12 +261,13 @@ def test_doctor_shows_machine_backends_capacity_and_conformance(capsys):
 
 def test_overlap_is_a_flag_with_its_opposite(capsys):
     """The capacity table has positions for the steps in flight, and the text is the same either way."""
-    argv = ("--prompt", "def f", "--max-tokens", 12, "--dtype", "float64", "--json", "--device", "cpu")
+    small = ("--device", "cpu", "--context-length", 256)
+    argv = ("--prompt", "def f", "--max-tokens", 12, "--dtype", "float64", "--json", *small)
     said = [json.loads(run(capsys, "generate", *argv, given)[1]) for given in ("--overlap", "--no-overlap")]
     assert said[0]["token_ids"] == said[1]["token_ids"]
     for given, max_in_flight in (("--overlap", 2), ("--no-overlap", 1)):
-        _, out, _ = run(capsys, "doctor", "--cases", 1, "--device", "cpu", given)
-        assert f" {2048 + max_in_flight * 6} " in out
+        _, out, _ = run(capsys, "doctor", "--cases", 1, *small, given)
+        assert f" {256 + max_in_flight * 6} " in out
 
 
 def test_trace_refuses_overlap(capsys, tmp_path):

@@ -131,7 +131,7 @@ def test_the_other_commands_refuse_in_one_line_too(capsys, argv, parts):
 
 def test_a_real_process_prints_objects_on_stdout_and_errors_on_stderr():
     """What a pipe sees: exit code 0 and one object; exit code 2, nothing, and one line."""
-    good = spawn("generate", "--json", "--prompt", PROMPT, "--max-tokens", 4)
+    good = spawn("generate", "--json", "--prompt", PROMPT, "--max-tokens", 4, "--context-length", 256)
     bad = spawn("generate", "--prompt", "x", "--graphs", "bogus")
     out, err = good.communicate(timeout=300)
     assert (good.returncode, err) == (0, "")
@@ -175,7 +175,8 @@ def test_what_the_terminal_cannot_show_is_escaped(monkeypatch, encoding):
     monkeypatch.setenv("PYTHONIOENCODING", encoding)
     prompt = "# \u2192 \u4e2d \U0001f600"
     shown, error = (
-        spawn("generate", *argv) for argv in (("--echo", "--prompt", prompt, "--max-tokens", 3), ("\u4e2d",))
+        spawn("generate", *argv)
+        for argv in (("--echo", "--prompt", prompt, "--max-tokens", 3, "--context-length", 256), ("\u4e2d",))
     )
     out, err = shown.communicate(timeout=300)
     assert (shown.returncode, err) == (0, "")

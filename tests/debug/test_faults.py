@@ -78,18 +78,16 @@ HARM = {  # fault -> what its harm's description says
 
 
 class Recorded(Provocation):
-    """Remembers every trial by (fault, level, watched), so that none is run twice."""
+    """Remembers every trial by (fault, level, watched), a sound one by what it runs on, so that none is run twice."""
 
     def __init__(self):
         super().__init__()
         self.trials = {}
 
     def run(self, fault, level, *, watched=False, sound=False):
-        if sound:
-            return super().run(fault, level, watched=watched, sound=True)
-        key = (fault.name, level, watched)
+        key = (str((fault.seed, fault.options)) if sound else fault.name, level, watched)
         if key not in self.trials:
-            self.trials[key] = super().run(fault, level, watched=watched)
+            self.trials[key] = super().run(fault, level, watched=watched, sound=sound)
         return self.trials[key]
 
 

@@ -68,25 +68,33 @@ def test_the_other_recurrence_is_an_option(family):
     assert_drafts(Pair(both, both), dense_target, want, (AFTER_NORM,), **option)
 
 
+@pytest.fixture(scope="module")
+def plain(family):
+    """Prompts that share a prefix, parameters, and the tokens of plain decoding."""
+    _, both, _ = family
+    pair = Pair(both, both)
+    base = pair.prompts([18, 5])
+    prompts, params = [*base, base[0] + [9]], [greedy(25), sampled(1, 25), greedy(20)]
+    return prompts, params, tokens(build(pair, None).generate(prompts, params))
+
+
 @pytest.mark.parametrize("algorithm", ["MTP", "NEXTN"])
 @pytest.mark.parametrize(
     "options", [{}, {"graphs": "sim", "check_level": 3}, {"overlap": True, "check_level": 2}], ids=str
 )
 @pytest.mark.parametrize("shape", [(1, 3, 4), (3, 3, 9)])
-def test_its_tokens_are_those_of_plain_decoding(family, shape, options, algorithm):
+def test_its_tokens_are_those_of_plain_decoding(family, plain, shape, options, algorithm):
     """Chains and trees, by name and without a folder of a draft; prompts that share a prefix."""
     if algorithm == "NEXTN" and options:
         pytest.skip("one spelling is enough")
     _, both, _ = family
     k, steps, size = shape
-    pair = Pair(both, both)
-    base = pair.prompts([18, 5])
-    prompts, params = [*base, base[0] + [9]], [greedy(20), sampled(1, 20), greedy(15)]
+    prompts, params, want = plain
     tree = {"speculative_eagle_topk": k, "speculative_num_steps": steps, "speculative_num_draft_tokens": size}
     llm = LLM(
         str(both), speculative_algorithm=algorithm, dtype="float64", context_length=96, page_size=4, **tree, **options
     )
-    assert tokens(llm.generate(prompts, params)) == tokens(build(pair, None).generate(prompts, params))
+    assert tokens(llm.generate(prompts, params)) == want
     llm.scheduler.check_integrity()
 
 
@@ -100,13 +108,10 @@ def test_its_tokens_are_those_of_plain_decoding(family, shape, options, algorith
     ],
     ids=str,
 )
-def test_shapes_that_switch_change_no_token(family, options):
+def test_shapes_that_switch_change_no_token(family, plain, options):
     """Plain rounds, chains and trees at random; what plain rounds defer is caught up with before a tree grows."""
     _, both, _ = family
-    pair = Pair(both, both)
-    base = pair.prompts([18, 5])
-    prompts, params = [*base, base[0] + [9]], [greedy(30), sampled(1, 30), greedy(25)]
-    want = tokens(build(pair, None).generate(prompts, params))
+    prompts, params, want = plain
     llm = switching(both, 3, **options)
     for _ in range(2):  # the second time prefixes come from the cache
         assert tokens(llm.generate(prompts, params)) == want

@@ -180,18 +180,29 @@ def test_it_drafts_what_it_must(made):
     assert_drafts(Pair(both, both), target, reference, (AFTER_NORM,))
 
 
-@pytest.mark.parametrize("shape", [(1, 3, 4), (3, 3, 9)])
-def test_its_tokens_are_those_of_plain_decoding(made, shape):
-    """Chains and trees, greedy and sampled, prompts that share a prefix, past a window, twice, checked at level 3."""
+OPTIONS = {"page_size": 4, "context_length": 96, "chunked_prefill_size": 8}
+
+
+@pytest.fixture(scope="module")
+def plain(made):
+    """Prompts, parameters and the tokens of plain decoding, which are the same with prefixes from the cache."""
     _, _, both, _ = made
     pair = Pair(both, both)
     base = pair.prompts([25, 5])
-    prompts, params = [*base, base[0] + [9]], [greedy(20), sampled(1, 20), greedy(15)]
-    options = {"page_size": 4, "context_length": 96, "chunked_prefill_size": 8}
-    llm = build(pair, shape, graphs="sim", check_level=3, **options)
-    plain = build(pair, None, **options)
+    prompts, params = [*base, base[0] + [9]], [greedy(16), sampled(1, 16), greedy(12)]
+    llm = build(pair, None, **OPTIONS)
+    want = tokens(llm.generate(prompts, params))
+    assert tokens(llm.generate(prompts, params)) == want
+    return prompts, params, want
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 4), (3, 3, 9)])
+def test_its_tokens_are_those_of_plain_decoding(made, plain, shape):
+    """Chains and trees, greedy and sampled, prompts that share a prefix, past a window, twice, checked at level 3."""
+    _, _, both, _ = made
+    llm = build(Pair(both, both), shape, graphs="sim", check_level=3, **OPTIONS)
     for _ in range(2):
-        assert tokens(llm.generate(prompts, params)) == tokens(plain.generate(prompts, params))
+        assert tokens(llm.generate(*plain[:2])) == plain[2]
     llm.scheduler.check_integrity()
 
 

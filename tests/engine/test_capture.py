@@ -61,6 +61,12 @@ def test_capturing_runs_on_dummy_rows_and_puts_the_row_list_back(strong_pair):
     assert llm.engine.runner.buffers.rows.tolist() == [3, 1, 4, 0, 2, 5]
 
 
+@pytest.fixture(scope="module")
+def captured(strong_pair):
+    """Without a prefix cache, so that each test begins as the first does."""
+    return with_fakes(strong_pair, disable_radix_cache=True)
+
+
 @pytest.mark.parametrize(
     "params",
     [
@@ -72,11 +78,13 @@ def test_capturing_runs_on_dummy_rows_and_puts_the_row_list_back(strong_pair):
     ],
     ids=[choice.value for choice in Choice],
 )
-def test_captured_rounds_give_the_tokens_of_eager_ones(strong_pair, params):
-    """The batch drains through the buckets; every choice; tokens and accepted lengths are the eager engine's."""
+def test_captured_rounds_give_the_tokens_of_eager_ones(strong_pair, captured, params):
+    """The batch drains through the buckets; every choice, one after another on one engine; tokens and accepted lengths
+    are those of an eager engine of its own."""
     prompts = strong_pair.prompts([9, 20, 5, 31, 12, 7])
     eager = build(strong_pair, max_running_requests=6, graphs="off").generate(prompts, params)
-    llm, _, recorder = with_fakes(strong_pair)
+    llm, _, recorder = captured
+    recorder.replayed.clear()
     outputs = llm.generate(prompts, params)
     assert tokens(outputs) == tokens(eager)
     assert accept_lens(outputs) == accept_lens(eager)

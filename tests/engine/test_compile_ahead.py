@@ -500,7 +500,8 @@ def test_a_rehearsal_compiles_all_that_an_engine_launches_on_a_gpu(as_if_on_a_gp
         draft=BUILTIN_DRAFT,
         device="cpu",
         attention_backend="triton",
-        max_running_requests=4,
+        max_running_requests=2,
+        context_length=512,
         speculative_calibration="learn",
         **options,
     )

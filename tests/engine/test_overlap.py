@@ -65,7 +65,7 @@ def test_overlap_changes_no_token_no_round_and_no_reason(strong_pair, *, shape, 
         "max_running_requests": rows,
         "disable_radix_cache": not radix,
     }
-    params = mixed(14, 60)
+    params = mixed(14, 45)
     expected = build(strong_pair, shape, **options, overlap=False).generate(prompts * 2, params)
     llm = build(strong_pair, shape, **options, overlap=True, graphs=graphs)
     outputs = llm.generate(prompts * 2, params)

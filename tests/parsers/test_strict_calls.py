@@ -1,6 +1,7 @@
 """Strict tools where the model decides: free text, and calls that have their schema, in every format."""
 
 import json
+from functools import cache
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
@@ -50,7 +51,8 @@ SAY = {
 }
 
 
-def tokenizer_of(words) -> tuple[LLTokenizer, dict[str, int]]:
+@cache
+def tokenizer_of(words: tuple[str, ...]) -> tuple[LLTokenizer, dict[str, int]]:
     """The embedded one, with special tokens of these names more."""
     special = {word: 4096 + place for place, word in enumerate(words)}
     more = [{**BASE["added_tokens"][0], "id": token, "content": word} for word, token in special.items()]

@@ -8,10 +8,10 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from support.examples import some_of
 from support.tiny_models import save_random_head, save_random_llama
 from treetop import LLM, SamplingParams
 from treetop.debug import two_group
@@ -242,7 +242,7 @@ class WindowMachine(RequestMachine):
     window = SPAN
 
 
-RequestMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=14, deadline=None)
-WindowMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=14, deadline=None)
+RequestMachine.TestCase.settings = some_of(10, 25, stateful_step_count=14)
+WindowMachine.TestCase.settings = some_of(10, 25, stateful_step_count=14)
 TestRequests = RequestMachine.TestCase
 TestRequestsWithAWindow = WindowMachine.TestCase

@@ -82,20 +82,31 @@ def test_drafts_from_the_text_switch_too(strong_pair, options):
     assert sum(map(sum, accept_lens(outputs))) > 20
 
 
+@pytest.fixture(scope="module")
+def trees_of(tmp_path_factory):
+    """(shape, tokens and scores of trees, accepted) of each round where so many tokens are deferred at most."""
+    folder, made = tmp_path_factory.mktemp("deferred"), {}
+    target = save_random_llama(folder / "target", seed=5, vocab_size=40)
+    pair = Pair(target, save_random_head(folder / "head", target, draft_vocab=None, seed=3))
+
+    def trees(deferred, **options):
+        if (key := (deferred, *options.items())) not in made:
+            llm, _ = adaptive(pair, (3, 3, 9), speculative_max_deferred=deferred, max_running_requests=4, **options)
+            llm.scheduler.policy = _InTurn([PLAIN] * 6 + [SpecShape(3, 3, 9)] * 2)
+            seen = []
+            llm.engine.observer = lambda plan, tree, accepted: seen.append((plan.shape, tree, accepted))
+            llm.generate(pair.prompts([9, 20, 5, 33]), greedy(30))
+            made[key] = [(shape, tree.tokens, tree.logprob, accepted.tokens) for shape, tree, accepted in seen]
+        return made[key]
+
+    return trees
+
+
 @pytest.mark.parametrize("options", [{}, {"graphs": "sim"}, {"overlap": True}], ids=str)
 @pytest.mark.parametrize("most", [1, 3, 16])
-def test_what_was_deferred_leaves_the_draft_as_if_it_had_not(tmp_path, most, options):
+def test_what_was_deferred_leaves_the_draft_as_if_it_had_not(trees_of, most, options):
     """After plain rounds and one pass the next tree is that of an engine whose plain rounds extend, K/V and all."""
-    target = save_random_llama(tmp_path / "target", seed=5, vocab_size=40)
-    pair = Pair(target, save_random_head(tmp_path / "head", target, draft_vocab=None, seed=3))
-    trees = []
-    for deferred in (0, most):
-        llm, _ = adaptive(pair, (3, 3, 9), speculative_max_deferred=deferred, max_running_requests=4, **options)
-        llm.scheduler.policy = _InTurn([PLAIN] * 6 + [SpecShape(3, 3, 9)] * 2)
-        seen = []
-        llm.engine.observer = lambda plan, tree, accepted, seen=seen: seen.append((plan.shape, tree, accepted))
-        llm.generate(pair.prompts([9, 20, 5, 33]), greedy(30))
-        trees.append([(shape, tree.tokens, tree.logprob, accepted.tokens) for shape, tree, accepted in seen])
+    trees = [trees_of(deferred, **options) for deferred in (0, most)]
     assert len(trees[0]) == len(trees[1])
     for (shape, *one), (other, *two) in zip(*trees, strict=True):
         assert shape == other

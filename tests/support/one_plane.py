@@ -133,7 +133,7 @@ def save(folder, seed=0):
 
 
 def dense_logits(folder, ids):
-    """Logits after `ids` [vocab], in float64."""
+    """Logits after each of `ids` [n, vocab], in float64."""
     w = {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
 
     def norm(x, weight):
@@ -163,4 +163,4 @@ def dense_logits(folder, ids):
                 heads.append(torch.softmax(scores / math.sqrt(KEY + TURNED), dim=0) @ values)
             rows.append(w[of + "output"] @ torch.cat(heads))
         x = x + torch.stack(rows)
-    return w["head"] @ norm(x[-1], w["norm"])
+    return norm(x, w["norm"]) @ w["head"].T

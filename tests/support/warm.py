@@ -15,6 +15,7 @@ others forks a fork server of its own before it has any thread. Linux only; else
 import atexit
 import ctypes
 import fcntl
+import gc
 import json
 import os
 import socket
@@ -209,6 +210,8 @@ def main() -> int | None:
     for name in _IMPORTED:
         with suppress(ImportError):  # of an extra that is not installed: a start will say so
             import_module(name)
+    gc.freeze()  # what is imported stays, in each process that is forked
+    atexit.register(gc.unfreeze)  # so that all is let go of at its end
     asked: tuple[dict[str, Any], list[int]] | None = _until_asked(link)
     while asked is not None:
         said, descriptors = asked
