@@ -4,6 +4,7 @@ python recipes/smollm2/folder.py build/smollm2/target
 """
 
 import argparse
+import json
 import shutil
 from pathlib import Path
 
@@ -25,6 +26,9 @@ def main() -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     for file in folder.glob("*.json"):
         shutil.copy(file, args.output / file.name)
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("quantization_config", None)
+    (args.output / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     tensors = {}
     for name, path in tensor_files(folder).items():
         with open_file(path) as stored:

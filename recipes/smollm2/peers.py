@@ -3,9 +3,9 @@
     python recipes/smollm2/folder.py build/smollm2/target32 --dtype float32
     python recipes/smollm2/peers.py --turns 2
 
-Greedy, one request at a time, float32; chat template and prompt are part of a call. treetop decodes plainly and with the
-head's tree; `transformers` plainly and by prompt lookup, its assisted generation that needs no second model (another of
-this vocabulary is larger); llama.cpp, where `llama-cpp-python` is installed, reads the GGUF file as it is (Q4_1). Each
+Greedy, one request at a time; chat template and prompt are part of a call. treetop decodes plainly and with the head's
+tree, in float32, in bfloat16, and with the file's 4 bits packed; `transformers` in float32, plainly and by prompt
+lookup, its assisted generation that needs no second model (another of this vocabulary is larger); llama.cpp, where `llama-cpp-python` is installed, reads the GGUF file as it is (Q4_1). Each
 runs in a process of its own, in turns; a figure is the best turn. Their tokens are
 compared: `transformers` has the same weights, llama.cpp computes in fewer bits.
 """
@@ -26,12 +26,18 @@ from treetop import LLM, SamplingParams
 from treetop.bench.prompts import as_questions, read_kinds
 from treetop.checkpoints.folder import resolve_folder
 
+NUMBERS: dict[str, dict[str, str | bool]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "packed": {"dtype": "bfloat16", "dequantize_weights": False},
+}
+"""In what treetop computes: options by name."""
 Answer = Callable[[list[int]], list[int]]
 
 
-def treetop(args: argparse.Namespace, shape: str | None) -> Answer:
-    """shape: S,k,T; None decodes plainly."""
-    options = {"max_running_requests": 1, "context_length": args.context, "device": "cpu"}
+def treetop(args: argparse.Namespace, shape: str | None, numbers: str) -> Answer:
+    """shape: S,k,T; None decodes plainly. numbers: one of `NUMBERS`."""
+    options = {"max_running_requests": 1, "context_length": args.context, "device": "cpu", **NUMBERS[numbers]}
     if shape is not None:
         names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
         options |= dict(zip(names, map(int, shape.split(",")), strict=True))
@@ -76,6 +82,9 @@ def llama_cpp(args: argparse.Namespace) -> Answer:
     return answer
 
 
+_FIRST = "treetop, plain, float32"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="builtin:smollm2")
@@ -86,17 +95,20 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--treetop-alone", action="store_true", help="without transformers and llama.cpp")
     parser.add_argument("--only", help="one system, in this process; otherwise each in a process of its own")
     args = parser.parse_args()
     if args.only:
         print(json.dumps(measured(args, args.only)))
         return
-    names = ["treetop, plain", *(f"treetop, tree ({shape})" for shape in args.shapes)]
-    names += ["transformers, plain", "transformers, prompt lookup"]
-    if importlib.util.find_spec("llama_cpp") is not None:
-        names.append("llama.cpp, Q4_1")
-    else:
-        print("llama-cpp-python is not installed: without it")
+    kinds = ["plain", *(f"tree ({shape})" for shape in args.shapes)]
+    names = [f"treetop, {kind}, {numbers}" for numbers in NUMBERS for kind in kinds]
+    if not args.treetop_alone:
+        names += ["transformers, plain", "transformers, prompt lookup"]
+        if importlib.util.find_spec("llama_cpp") is not None:
+            names.append("llama.cpp, Q4_1")
+        else:
+            print("llama-cpp-python is not installed: without it")
     best: dict[str, float] = {}
     said: dict[str, list[list[int]]] = {}
     for _ in range(args.turns):
@@ -106,9 +118,11 @@ def main() -> None:
             best[name] = max(best.get(name, 0.0), speed)
     print(f"{torch.get_num_threads()} threads, torch {torch.__version__}")
     for name, speed in best.items():
-        equal = sum(a == b for a, b in zip(said[name], said["treetop, plain"], strict=True))
-        ratio = speed / best["treetop, plain"]
-        print(f"{name:32} {speed:6.1f} tokens/s {ratio:5.2f} of plain, {equal} of {len(said[name])} answers equal")
+        equal = sum(a == b for a, b in zip(said[name], said[_FIRST], strict=True))
+        ratio = speed / best[_FIRST]
+        print(
+            f"{name:36} {speed:6.1f} tokens/s {ratio:5.2f} of plain in float32, {equal} of {len(said[name])} answers equal"
+        )
 
 
 def measured(args: argparse.Namespace, name: str) -> tuple[float, list[list[int]]]:
@@ -117,8 +131,8 @@ def measured(args: argparse.Namespace, name: str) -> tuple[float, list[list[int]
     folder = resolve_folder(args.model)
     prompts, _ = as_questions(folder, args.context, asked)
     if name.startswith("treetop"):
-        shape = None if "plain" in name else name.partition("(")[2][:-1]
-        answer = treetop(args, shape)
+        shape = None if "plain" in name else name.partition("(")[2].partition(")")[0]
+        answer = treetop(args, shape, name.rpartition(", ")[2])
     elif name.startswith("transformers"):
         answer = transformers(args, None if "plain" in name else 5)
     else:

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from treetop.checkpoints.gguf.architectures import KEEP_CODES
 from treetop.checkpoints.gguf.folder_view import GgufFolder
 from treetop.checkpoints.gguf.header import TYPES
 from treetop.checkpoints.gguf.open_folder import gguf_of
@@ -30,6 +31,8 @@ _MAPPED = 2**26
 """Bytes that are read of a file before it is mapped anew, so that what was read takes no memory."""
 _DECODED = frozenset(name for name, _, _ in TYPES.values())
 """Kinds of a GGUF file, which are read as F32."""
+_BLOCKS = frozenset(KEEP_CODES)
+"""Kinds of a GGUF file that are read as blocks where nothing else will do."""
 _PIECE = 2**24
 """Numbers of stored tensors that are compared at a time."""
 
@@ -44,9 +47,11 @@ class _Reader:
         self._file: Any = None
         self._read = 0
         self._ahead = set[Path]()
+        self._as_blocks = frozenset[str]()
 
     def check(self, expected: Expected) -> None:
         """Raises CheckpointError unless every tensor is of its shape and of one of its kinds."""
+        self._as_blocks = frozenset(name for name, each in expected.items() if _BLOCKS.issuperset(each.kinds))
         for name in sorted(expected, key=lambda name: self._places[name]):
             path, kinds = self._places[name], expected[name].kinds
             found, kind = self.header(name)
@@ -67,8 +72,10 @@ class _Reader:
             self._ahead.add(self._places[name])
             _read_ahead(self._places[name])
         try:
-            if span is None:
-                tensor: Tensor = self._open(name).get_tensor(name)
+            if name in self._as_blocks:
+                tensor: Tensor = self._open(name).get_blocks(name, span)
+            elif span is None:
+                tensor = self._open(name).get_tensor(name)
             else:
                 tensor = self._open(name).get_slice(name)[*(slice(None),) * span.axis, span.start : span.stop]
         except (SafetensorError, KeyError, OSError) as error:

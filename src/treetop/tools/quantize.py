@@ -62,7 +62,8 @@ def quantize(folder: Path, target: Path | None, name: str, group: int | None, ou
     if output.exists():
         raise ConfigError(f"--output {output}: it exists; name a new folder")
     config = read_config(folder)
-    if config.get("quantization_config") is not None:
+    given = config.get("quantization_config")
+    if given is not None and not (isinstance(given, dict) and given.get("quant_method") == "gguf"):
         raise CheckpointError(f"{folder}: it is quantized already; give the folder it was made from")
     files = tensor_files(folder)
     pickles = sorted({path.name for path in files.values() if path.suffix not in (".safetensors", ".gguf")})

@@ -223,7 +223,8 @@ class EngineConfig:
     dequantize_weights: bool | None = option(
         None,
         "decode quantized weights once, as they are loaded, which is the default on a CPU; if not, they stay packed in"
-        " memory and products decode them, which is the default on a GPU in 16 bits (docs/checkpoints.md)",
+        " memory and products decode them, which is the default on a GPU in 16 bits; a CPU in bfloat16 takes"
+        " integers of 4 bits as they are (docs/checkpoints.md)",
     )
     quantize_activations: bool = option(
         False,

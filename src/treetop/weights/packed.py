@@ -4,7 +4,8 @@ They are read as a checkpoint has them, by row, with a scale for each row and gr
 rows and groups, and what moves rows moves codes and scales alike. On a GPU they then lie in tiles
 (`kernels.gemm.tiles`), and a product of few rows, or with experts, is a kernel that decodes in registers. For more rows
 a block of lines is decoded into memory that the next block uses again, and the library's product is taken with it, as
-on a CPU for any number: what is held is the packed bytes and one block.
+on a CPU for any number: what is held is the packed bytes and one block. Only a CPU's products of 4-bit integers in
+bfloat16 take codes as they are, with other bits (`weights.cpu_int4`).
 """
 
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from treetop.kernels.moe.experts import Activation, Experts
 from treetop.kernels.table import OpContext, Ops
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.types.errors import CheckpointError
+from treetop.weights.cpu_int4 import Int4Linear, takes
 from treetop.weights.decoded import Decoded, Layout, checked, own_groups, pieces, unread
 from treetop.weights.format import (
     MAIN,
@@ -45,7 +47,7 @@ from treetop.weights.format import (
 )
 from treetop.weights.linear import functions_by_rows
 
-SCALE, FACTOR, ZERO = "scale", "factor", "zero"
+SCALE, FACTOR, ZERO, MINIMUM = "scale", "factor", "zero", "minimum"
 _BLOCK, _BLOCK_OF_GPU = 2**20, 2**26
 """Numbers that are decoded together for a product."""
 
@@ -85,6 +87,8 @@ class Packed:
             parts[FACTOR] = Held((*rows, 1), torch.float32)
         if coding.zeros:
             parts[ZERO] = Held(groups, torch.uint8)
+        if coding.minimums:
+            parts[MINIMUM] = Held(groups, torch.float32)
         return parts
 
     def read(self, source: Source, fetch: Fetch) -> Iterator[tuple[str, Tensor]]:
@@ -116,7 +120,13 @@ class Packed:
                 f"tensor {source.module}.g_idx: groups are out of order, though desc_act is off: use"
                 " --dequantize-weights"
             )
-        found = {MAIN: weight.codes, SCALE: weight.scale, FACTOR: weight.factor, ZERO: weight.zero}
+        found = {
+            MAIN: weight.codes,
+            SCALE: weight.scale,
+            FACTOR: weight.factor,
+            ZERO: weight.zero,
+            MINIMUM: weight.minimum,
+        }
         return ((part, each) for part, each in found.items() if each is not None)
 
     def fill_random(self, parts: Parts, generator: torch.Generator) -> None:
@@ -125,6 +135,8 @@ class Packed:
         codes = parts[MAIN].random_(0, 256, generator=generator).bitwise_and_(mask)
         if coding.zeros:
             parts[ZERO].fill_(MIDDLE)
+        if coding.minimums:
+            parts[MINIMUM].zero_()
         columns = codes.shape[-1] * coding.in_byte
         every, one = (torch.arange(256) & mask).to(torch.uint8)[None], Coding(coding.numbers, 0)
         size = decode(CodedWeight(one, every.shape[1] * one.in_byte, every, torch.ones(1, 1)))
@@ -143,7 +155,7 @@ class Packed:
     def linear(self, parts: Parts, bias: Tensor | None, holding: Holding) -> Linear:
         weight, gpu = self._weight(parts, holding.ops.context), holding.ops.gpu_for(Ops.coded_rows)
         return (
-            CodedLinear(weight, bias, holding.ops)
+            _on_a_cpu(weight, bias, holding.ops)
             if gpu is None
             else TiledLinear(tile(weight), bias, gpu, holding.ops.context.exact)
         )
@@ -151,7 +163,7 @@ class Packed:
     def gated(self, parts: Parts, bias: Tensor | None, kind: Gate, holding: Holding) -> GatedLinear:
         weight, gpu = self._weight(parts, holding.ops.context), holding.ops.gpu_for(Ops.coded_gated)
         if gpu is None:
-            return GateOver(CodedLinear(weight, bias, holding.ops), weight.shape[0], kind, holding.ops)
+            return GateOver(_on_a_cpu(weight, bias, holding.ops), weight.shape[0], kind, holding.ops)
         return TiledGated(tile(in_turn(weight.halves())), bias, kind, gpu, holding.ops.context.exact)
 
     def experts(
@@ -166,7 +178,15 @@ class Packed:
     def weight(self, parts: Parts) -> CodedWeight:
         """What is held."""
         columns = parts[MAIN].shape[-1] * self.coding.in_byte
-        return CodedWeight(self.coding, columns, parts[MAIN], parts[SCALE], parts.get(FACTOR), parts.get(ZERO))
+        return CodedWeight(
+            self.coding,
+            columns,
+            parts[MAIN],
+            parts[SCALE],
+            parts.get(FACTOR),
+            parts.get(ZERO),
+            minimum=parts.get(MINIMUM),
+        )
 
     def _weight(self, parts: Parts, context: OpContext) -> CodedWeight:
         """Raises CheckpointError for numbers that are too large for the dtype of products."""
@@ -195,6 +215,14 @@ def blocks_of(weight: CodedWeight) -> Iterator[CodedWeight]:
     rows = weight.shape[0]
     each = max(1, _BLOCK // prod(weight.shape[1:]))
     return (weight.rows(first, min(first + each, rows)) for first in range(0, rows, each))
+
+
+def _on_a_cpu(weight: CodedWeight, bias: Tensor | None, ops: Ops) -> Linear:
+    """In bfloat16 the product that takes 4-bit integers as they are, where there is one."""
+    packed = ops.context.dtype == torch.bfloat16 and not ops.context.exact and weight.codes.device.type == "cpu"
+    if packed and takes(weight.coding, tuple(weight.shape)):
+        return Int4Linear(weight, bias)
+    return CodedLinear(weight, bias, ops)
 
 
 class CodedLinear:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from treetop.types.errors import CheckpointError, shown
-from treetop.weights import compressed_tensors, fp8, int4, modelopt, mxfp4
+from treetop.weights import compressed_tensors, fp8, ggml, int4, modelopt, mxfp4
 from treetop.weights.rules import PLAIN, Named, Rule, StoredFormats
 
 
@@ -27,6 +27,7 @@ FORMATS: dict[str, Method] = {
         compressed_tensors.read, "FP8 by tensor, channel or block; W4A16; NVFP4 and MXFP4: what llm-compressor writes"
     ),
     "fp8": Method(fp8.read, "FP8 by block (`weight_block_size`: DeepSeek, Qwen3, MiniMax) or by tensor"),
+    "gguf": Method(ggml.read, "Q4_0 and Q4_1 of a GGUF file, which says so itself"),
     "gptq": Method(int4.read_gptq, "W4A16 of gptqmodel and AutoGPTQ, with or without `desc_act`"),
     "modelopt": Method(modelopt.read, "FP8 by tensor, channel or block; NVFP4; MIXED_PRECISION of these"),
     "mxfp4": Method(mxfp4.read, "experts of GPT-OSS in MXFP4"),

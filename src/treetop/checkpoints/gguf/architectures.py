@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from treetop.checkpoints.gguf import gemma, gpt_oss, llama_like
-from treetop.checkpoints.gguf.header import Header
+from treetop.checkpoints.gguf.header import TYPES, Header
 from treetop.checkpoints.gguf.metadata import entry
 from treetop.checkpoints.gguf.rope_factors import rope_scaling
 from treetop.types.errors import CheckpointError, shown
@@ -155,6 +155,11 @@ def names_of(architecture: str) -> tuple[str, ...]:
     return tuple(name for name, kind in ARCHITECTURES.items() if kind.name == architecture)
 
 
+KEEP_CODES = ("Q4_0", "Q4_1")
+"""Types whose codes and scales products may take as they are (`weights.ggml`)."""
+_ONE_PRODUCT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
 def config_of(header: Header, path: Path) -> dict[str, Any]:
     """What `config.json` would say. Raises CheckpointError for what is missing, of another type, or not supported."""
     kind, metadata = architecture(header, path), header.metadata
@@ -168,7 +173,24 @@ def config_of(header: Header, path: Path) -> dict[str, Any]:
     config["tie_word_embeddings"] = "output.weight" not in header.tensors
     config |= _head_dim(metadata, prefix, path)
     config |= rope_scaling(header, prefix, config, path, kind.yarn)
-    return config | kind.more(header, prefix, config, path)
+    config |= kind.more(header, prefix, config, path)
+    kept = {} if "quantization_config" in config else _keep_codes(header, kind, path)
+    return {**config, **({"quantization_config": {"quant_method": "gguf", **kept}} if kept else {})}
+
+
+def _keep_codes(header: Header, kind: Architecture, path: Path) -> dict[str, list[str]]:
+    """Modules of layers by type, of the types that keep their codes; what is one product is of one type."""
+    types: dict[str, str] = {}
+    for name, stored in header.tensors.items():
+        if _LAYER.fullmatch(name) and len(stored.shape) == 2 and name.endswith(".weight") and name not in UNREAD:
+            types[hub_name(name, kind, path).removesuffix(".weight")] = TYPES[stored.type][0]
+    kept: dict[str, list[str]] = {}
+    for module, type_ in types.items():
+        parent, _, own = module.rpartition(".")
+        beside = next((each for each in _ONE_PRODUCT if own in each), (own,))
+        if type_ in KEEP_CODES and all(types.get(f"{parent}.{each}", type_) == type_ for each in beside):
+            kept.setdefault(type_, []).append(module)
+    return kept
 
 
 def _head_dim(metadata: Mapping[str, Any], prefix: str, path: Path) -> dict[str, Any]:

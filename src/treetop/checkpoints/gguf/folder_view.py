@@ -10,6 +10,7 @@ from treetop.checkpoints.gguf.architectures import architecture, config_of
 from treetop.checkpoints.gguf.parts import File, files_of
 from treetop.checkpoints.gguf.tensors import GgufTensors, View
 from treetop.checkpoints.gguf.views import views
+from treetop.weights.format import Span
 
 
 class GgufFolder:
@@ -31,6 +32,17 @@ class GgufFolder:
     def get_tensor(self, name: str) -> Tensor:
         view = self._views[name]
         return view.rows(0, view.shape[0])
+
+    def get_blocks(self, name: str, span: Span | None) -> Tensor:
+        """Of a tensor [n, k] that keeps its codes, or a part: blocks [n, k / 32, bytes] uint8."""
+        view = self._views[name]
+        if view.blocks is None:
+            raise KeyError(name)
+        if span is None or span.axis == 1:
+            blocks = view.blocks(0, view.shape[0])
+            each = view.shape[1] // blocks.shape[1]
+            return blocks if span is None else blocks[:, span.start // each : -(-span.stop // each)]
+        return view.blocks(span.start, span.stop)
 
     def get_slice(self, name: str) -> "_Slice":
         return _Slice(self._views[name])

@@ -22,7 +22,7 @@ from treetop.types.user_cache import user_cache
 from treetop.version import __version__
 
 _LINK = "model.gguf"
-_LAYOUT = 2
+_LAYOUT = 3
 """Raised where what is written changes between versions."""
 _BESIDE = ("mmproj", "imatrix")
 """How files begin that hold no language model."""

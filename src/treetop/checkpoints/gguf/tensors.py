@@ -23,11 +23,13 @@ class View:
 
     kind: as it is stored, in the words of safetensors or of the file.
     rows: those from one to another along the first dimension.
+    blocks: the same as they are stored, uint8 [rows, blocks, bytes], of what keeps its codes.
     """
 
     shape: tuple[int, ...]
     kind: str
     rows: Callable[[int, int], Tensor]
+    blocks: Callable[[int, int], Tensor] | None = None
 
 
 class GgufTensors:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from treetop.checkpoints.gguf.architectures import UNREAD, Architecture, expert_names, hub_name
+from treetop.checkpoints.gguf.architectures import KEEP_CODES, UNREAD, Architecture, expert_names, hub_name
 from treetop.checkpoints.gguf.gpt_oss import is_experts
 from treetop.checkpoints.gguf.header import TYPES
 from treetop.checkpoints.gguf.stacked_views import stacked_views
@@ -41,11 +41,21 @@ def views(file: GgufTensors, kind: Architecture, config: dict[str, Any], path: P
 def _view(file: GgufTensors, name: str, hub: str, kind: Architecture, config: dict[str, Any]) -> View:
     stored = file.header.tensors[name]
     shape, type_, heads = stored.shape, TYPES[stored.type][0], _TURNED.get(hub.split(".")[-2])
+    codes = type_ in KEEP_CODES and len(shape) == 2
     if kind.interleaved and heads is not None:
-        return View(shape, type_, lambda start, stop: _halves(file, name, config[heads])[start:stop])
+        number = config[heads]
+
+        def turned(start: int, stop: int) -> Tensor:
+            return _halves(file, name, file.get_tensor(name), number)[start:stop]
+
+        def turned_blocks(start: int, stop: int) -> Tensor:
+            return _halves(file, name, file.blocks(name, 0, shape[0]), number)[start:stop]
+
+        return View(shape, type_, turned, turned_blocks if codes else None)
     if kind.norm_offset and hub.endswith("norm.weight"):
         return View(shape, type_, lambda start, stop: file.rows(name, start, stop) - kind.norm_offset)
-    return View(shape, type_, lambda start, stop: file.rows(name, start, stop))
+    blocks = (lambda start, stop: file.blocks(name, start, stop)) if codes else None
+    return View(shape, type_, lambda start, stop: file.rows(name, start, stop), blocks)
 
 
 def _expert(file: GgufTensors, name: str, expert: int) -> View:
@@ -58,9 +68,8 @@ def _expert(file: GgufTensors, name: str, expert: int) -> View:
     )
 
 
-def _halves(file: GgufTensors, name: str, heads: int) -> Tensor:
+def _halves(file: GgufTensors, name: str, tensor: Tensor, heads: int) -> Tensor:
     """Rows of each head from pairs side by side to the first halves of all pairs, then the second."""
-    tensor = file.get_tensor(name)
     if heads < 1 or len(tensor) % (2 * heads):
         raise CheckpointError(f"{file.path}: tensor {name} has {len(tensor)} rows for {heads} heads")
     return tensor.view(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)

@@ -1,12 +1,14 @@
 """Weights as codes of 8 or 4 bits with scales, and what they are.
 
     weight[i, j] = (number(codes[i, j]) - zero[i, g]) * scale[i, g]        g = j // group, in float32
+    weight[i, j] = codes[i, j] * scale[i, g] + minimum[i, g]               of integers with minimums
 
 and then rounded to the dtype of the product: once. Here it lies by rows, as checkpoints have it, so that ranks cut rows
 and groups; a GPU has it in tiles (`kernels.gemm.tiles`), and decodes it to the same bits.
 Sources: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats (MX) Specification 1.0.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -28,12 +30,14 @@ class Coding:
     group: columns that share a scale; 0 for whole rows. The last group may have fewer.
     scales: float32; e8m0, a power of two; or e4m3 times a row's factor or over it.
     zeros: integers have a zero each group, 0 to 16.
+    minimums: integers from 0 have the number of code 0 each group instead.
     """
 
     numbers: Numbers
     group: int
     scales: Scales = "float32"
     zeros: bool = False
+    minimums: bool = False
 
     @property
     def in_byte(self) -> int:
@@ -56,6 +60,7 @@ class CodedWeight:
     scale: [..., groups] float32, or uint8 where `Coding.scales` says otherwise.
     factor: [..., 1] float32, of scales of two levels; 0 is of rows that are padding.
     zero: [..., groups] uint8.
+    minimum: [..., groups] float32.
     order: [columns] int64, the group of each column where they do not follow each other.
     """
 
@@ -66,6 +71,7 @@ class CodedWeight:
     factor: Tensor | None = None
     zero: Tensor | None = None
     order: Tensor | None = None
+    minimum: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -73,18 +79,25 @@ class CodedWeight:
 
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes for each in (self.codes, self.scale, self.factor, self.zero) if each is not None)
+        parts = (self.codes, self.scale, self.factor, self.zero, self.minimum)
+        return sum(each.nbytes for each in parts if each is not None)
 
     def rows(self, start: int, stop: int) -> "CodedWeight":
         """Those of axis 0."""
-        factor, zero = (None if each is None else each[start:stop] for each in (self.factor, self.zero))
-        return replace(self, codes=self.codes[start:stop], scale=self.scale[start:stop], factor=factor, zero=zero)
+        return self._each(lambda part: part[start:stop])
 
     def halves(self) -> "CodedWeight":
         """A weight [2 * n, columns] as [2, n, columns]."""
-        factor, zero = (None if each is None else each.unflatten(0, (2, -1)) for each in (self.factor, self.zero))
-        codes, scale = (each.unflatten(0, (2, -1)) for each in (self.codes, self.scale))
-        return replace(self, codes=codes, scale=scale, factor=factor, zero=zero)
+        return self._each(lambda part: part.unflatten(0, (2, -1)))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "CodedWeight":
+        """The same change of every tensor by rows."""
+        factor, zero, minimum = (
+            None if part is None else change(part) for part in (self.factor, self.zero, self.minimum)
+        )
+        return replace(
+            self, codes=change(self.codes), scale=change(self.scale), factor=factor, zero=zero, minimum=minimum
+        )
 
 
 def decode(weight: CodedWeight) -> Tensor:
@@ -97,9 +110,12 @@ def decode(weight: CodedWeight) -> Tensor:
     excess = -k % coding.group if coding.group else 0
     whole = torch.nn.functional.pad(numbers, (0, excess)) if excess else numbers
     groups = whole.unflatten(-1, (scale.shape[-1], -1))
-    if coding.numbers == "int4":
+    if coding.numbers == "int4" and weight.minimum is None:
         groups.sub_(MIDDLE if weight.zero is None else weight.zero[..., None].to(torch.float32))
-    decoded: Tensor = groups.mul_(scale[..., None]).flatten(-2)[..., :k]
+    groups.mul_(scale[..., None])
+    if weight.minimum is not None:
+        groups.add_(weight.minimum[..., None])
+    decoded: Tensor = groups.flatten(-2)[..., :k]
     return decoded
 
 

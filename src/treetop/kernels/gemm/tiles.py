@@ -75,6 +75,8 @@ class TiledWeight:
 
 def why_not_tiled(coding: Coding) -> str | None:
     """Why weights of a coding do not lie in tiles; None if they can."""
+    if coding.minimums:
+        return "groups with a minimum"
     if coding.scales != "float32":
         return None if coding.group in ((32,) if coding.scales == "e8m0" else (16,)) else "groups of that size"
     fits = coding.group % BLOCK == 0 or coding.group in ((32, 64) if coding.numbers == "e4m3" else (16, 32, 64))
