@@ -15,15 +15,15 @@ from treetop.checkpoints.loader import Placement
 from treetop.drafts.ngram import PLACES, NgramLookup, NgramSpec
 from treetop.drafts.protocol import Nodes
 from treetop.engine.cuda_graphs import CudaGraphs
-from treetop.kernels.tree.row_text import continued, longest_matches
+from treetop.kernels.tree.row_text import continued, ending, longest_matches
 from treetop.types.errors import ConfigError
 
-COMPARED = 8
+COMPARED, SCANNED = 24, 8
 SHAPES = [(1, 4, 5), (3, 3, 9), (4, 5, 16)]
 
 
 def places_of(ids) -> list[tuple[int, int]]:
-    """(length of the match, place), longest first, then latest, in plain Python."""
+    """(length of the match, place), longest first, then latest, in plain Python: of the latest that agree so far."""
     found = []
     for place in range(len(ids) - 1):
         length = 0
@@ -31,7 +31,8 @@ def places_of(ids) -> list[tuple[int, int]]:
             length += 1
         if length:
             found.append((length, place))
-    return sorted(found, reverse=True)[:PLACES]
+    some = sorted(found, key=lambda each: (min(each[0], SCANNED), each[1]), reverse=True)[:PLACES]
+    return sorted(some, reverse=True)
 
 
 def following(ids, place, steps) -> list[int]:
@@ -49,10 +50,10 @@ def proposals_in(ids, vocab, k, steps):
         agreeing = [(n + depth, text) for n, text in known if tuple(text[:depth]) == node.path]
         longest = max((n for n, _ in agreeing), default=0)
         for n, text in agreeing:
-            weights[text[depth]] = weights.get(text[depth], 0.0) + 16.0 ** (n - longest)
+            weights[text[depth]] = weights.get(text[depth], 0.0) + 4.0 ** (n - longest)
         total = sum(weights.values())
         order = {text[depth]: -i for i, (_, text) in reversed(list(enumerate(agreeing)))}
-        trusted = 1 - 2.0**-longest
+        trusted = longest / (longest + 1)
         best = sorted(weights, key=lambda t: (-float32(weights[t]), -order[t]))
         said = [(t, math.log(weights[t] / total * trusted)) for t in best]
         fillers = [(t, -30.0 - t) for t in range(min(k + PLACES, vocab)) if t not in weights]
@@ -70,7 +71,7 @@ def test_places_and_what_followed_are_those_of_a_slow_search(seed):
     for i, ids in enumerate(rows):
         text[i, : len(ids)] = torch.tensor(ids)
     end = torch.tensor([len(ids) - 1 for ids in rows])
-    place, length = longest_matches(text, end, PLACES, COMPARED)
+    place, length = longest_matches(text, ending(text, end, COMPARED), end, PLACES)
     after = continued(text, end, place, 6)
     for i, ids in enumerate(rows):
         want = places_of(ids)

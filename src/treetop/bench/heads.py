@@ -203,7 +203,7 @@ def _read(own: EngineConfig, options: HeadsOptions, max_context: int) -> _Prompt
 
 def _configurations(own: EngineConfig, sized: dict[str, Any], options: HeadsOptions) -> list[Configuration]:
     """Plain decoding first and last, between them a draft's shapes. Raises ConfigError for what is no shape."""
-    ngram = own.speculative_algorithm == "NGRAM"
+    ngram = own.algorithm == "NGRAM"
     default = _text(own.shape)
     names = options.shapes or ((default,) if ngram else (*CHAINS, *TREES, *CALIBRATED))
     sized = {**sized, "speculative_algorithm": own.speculative_algorithm}

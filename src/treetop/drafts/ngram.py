@@ -1,9 +1,10 @@
 """Drafts looked up in a request's own text: what followed where it last read as it reads now.
 
 There are no weights and no K/V. A state is a handful of earlier places, the longest match first, each with the tokens
-that followed; nodes of a tree keep those places that agree with their path. So a tree has several continuations, and
-the more of the text agrees, the likelier one is.
-Source: prompt lookup decoding, github.com/apoorvumang/prompt-lookup-decoding; a tree of it, as SGLang's `NGRAM` has.
+that followed; nodes of a tree keep those places that agree with their path. So a tree has several continuations by how
+often each came, and the more of the text agrees, the likelier they are. Texts of earlier requests may be looked at too.
+Source: prompt lookup decoding, github.com/apoorvumang/prompt-lookup-decoding; suffix decoding, arXiv:2411.04975; a tree
+of them, as SGLang's `NGRAM` has.
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from treetop.drafts.head_files import no_offset
 from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Nodes, Proposal, Streamed
 from treetop.kernels.table import Ops
 from treetop.kernels.tree.calibration import Heat
-from treetop.kernels.tree.row_text import continued, longest_matches
+from treetop.kernels.tree.row_text import continued, continued_in_past, ending, longest_matches
 from treetop.kernels.tree.tree import stable_topk
 from treetop.models.config import AttentionSpec, ModelConfig
 from treetop.models.target import Target
@@ -29,10 +30,10 @@ from treetop.weights.held import Weights
 
 PLACES = 16
 """Earlier places that a state keeps."""
-_MOST = 8
+MOST = 24
 """Tokens of a match that are compared: longer ones count as this long."""
-_BASE = 4.0
-"""Log2 of how much more a match weighs than one that is a token shorter: 16 times, more than all others there are."""
+_BASE = 2.0
+"""Log2 of how much more a match weighs than one that is a token shorter."""
 _FILLER = -30.0
 """Log-probability of a token that nothing speaks for; a node has k children, whatever it finds."""
 
@@ -84,8 +85,16 @@ class NgramLookup:
         """See `Drafter`. Only the text counts."""
         assert at.text is not None
         text, end = at.text[at.rows], positions.gather(1, at.last[:, None])[:, 0] + 1
-        place, length = longest_matches(text, end, PLACES, _MOST)
-        following = continued(text, end, place, self.spec.num_steps)
+        suffix, steps = ending(text, end, MOST), self.spec.num_steps
+        place, length = longest_matches(text, suffix, end, PLACES)
+        following = continued(text, end, place, steps)
+        if at.past is not None:
+            past = at.past.in_order
+            place, theirs = longest_matches(past, suffix, torch.full_like(end, past.shape[1]), PLACES)
+            following = torch.cat([following, continued_in_past(past, place, steps)], dim=1)
+            length, order = torch.cat([length, theirs], dim=1).sort(dim=1, descending=True, stable=True)
+            length, order = length[:, :PLACES], order[:, :PLACES, None].expand(-1, -1, steps)
+            following = following.gather(1, order)
         return torch.cat([length[:, :, None].to(text.dtype), following], dim=2).flatten(1)
 
     def step(self, nodes: Nodes, positions: Tensor, attend: Attend, lines: Any = None) -> Tensor:
@@ -97,19 +106,20 @@ class NgramLookup:
         return torch.cat([length[..., None], F.pad(following[..., 1:], (0, 1))], dim=-1).flatten(-2)
 
     def propose(self, nodes: Nodes, k: int, heat: Heat | None = None, lines: Any = None) -> Proposal:
-        """See `Drafter`: a token's share of the places, by their matches, times how far the longest can be trusted.
+        """See `Drafter`: a token's share of the places, by their matches, times how far the longest can be trusted: one
+        of n tokens n / (n + 1), which is what code gave, edited or not.
 
         There are no logits to heat: what is learned of these proposals is in the shifts alone.
         """
         state = nodes.state
         places = state.unflatten(-1, (PLACES, -1))
         length, token = places[..., 0], places[..., 1].to(torch.int64)
-        found, longest = length > 0, length.amax(dim=-1, keepdim=True)
+        found, longest = (length > 0) & (token >= 0), self.longest(state)[..., None]
         weight = torch.where(found, torch.exp2(_BASE * (length - longest).to(torch.float32)), 0.0)
         alike = (token[..., :, None] == token[..., None, :]) & found[..., None, :]
         together = torch.where(alike, weight[..., None, :], 0.0).sum(dim=-1)
         share = together / weight.sum(dim=-1, keepdim=True).clamp(min=1e-30)
-        trusted = share * (1 - torch.exp2(-longest.to(torch.float32)))
+        trusted = share * (longest / (longest + 1.0))
         first = found & ~(alike & self._earlier(state.device)).any(dim=-1)  # of places that say the same, the best
         score = torch.where(first, trusted.log(), float("-inf"))
 
@@ -119,6 +129,11 @@ class NgramLookup:
         best, index = stable_topk(torch.cat([score, rest], dim=-1), k)
         candidates = torch.cat([token, filler.expand(*token.shape[:-1], -1)], dim=-1)
         return Proposal(candidates.gather(-1, index), best)
+
+    def longest(self, state: Tensor) -> Tensor:
+        """Tokens of the longest match of each state that something followed, [...]; 0 if there is none."""
+        places = state.unflatten(-1, (PLACES, -1))
+        return torch.where(places[..., 1] >= 0, places[..., 0], 0).amax(dim=-1)
 
     def _earlier(self, device: torch.device) -> Tensor:
         """[place, other] bool: the other is the better match."""

@@ -13,6 +13,7 @@ from treetop.checkpoints.loader import Placement
 from treetop.checkpoints.params import Param
 from treetop.kernels.table import Ops
 from treetop.kernels.tree.calibration import Heat
+from treetop.kernels.tree.row_text import PastTexts
 from treetop.models.config import AttentionSpec
 from treetop.models.target import Target
 from treetop.weights.format import Product
@@ -67,11 +68,13 @@ class Extension:
     rows: [rows] int64, in the tables.
     last: [rows] int64, the column whose state is wanted.
     text: of all rows, [num_rows, width] int32, known up to the token of that column; None unless the spec reads it.
+    past: texts that rows held before; None where none are kept.
     """
 
     rows: Tensor
     last: Tensor
     text: Tensor | None = None
+    past: PastTexts | None = None
 
 
 @dataclass(frozen=True, slots=True)

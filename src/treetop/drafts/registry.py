@@ -18,12 +18,13 @@ from treetop.drafts.ngram import ngram_spec
 from treetop.drafts.peagle import PEagleSpec, peagle_sign, peagle_spec
 from treetop.drafts.protocol import DrafterSpec
 from treetop.drafts.refused import refuse_draft
+from treetop.drafts.with_lookup import lookup_beside
 from treetop.models.config import ModelConfig, read_config
 from treetop.models.registry import target_spec
 from treetop.types.config import Recurrence
 from treetop.types.errors import CheckpointError, ConfigError
 
-__all__ = ["DRAFTERS", "FoundDraft", "drafter_spec", "find_draft", "ngram_spec"]
+__all__ = ["DRAFTERS", "FoundDraft", "drafter_spec", "find_draft", "lookup_beside", "ngram_spec"]
 
 HeadSpec = EagleSpec | Eagle3Spec | PEagleSpec | BlockHeadSpec | DraftModelSpec
 DRAFTERS: dict[str, Callable[[Path, ModelConfig, bool], HeadSpec]] = {

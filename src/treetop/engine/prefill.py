@@ -141,7 +141,7 @@ def prefill(runner: ModelRunner, batch: PrefillBatch) -> FirstTokens:
             remember(text, rows, span.positions, batch.tokens, valid)
             live = (rows != runner.layout.dummy_row)[:, None]
             remember(text, rows, span.kv_len[:, None], following[:, None], live)
-        at = Extension(rows, last, text)
+        at = Extension(rows, last, text, runner.state.past)
         extended = runner.drafter.extend(shifted, aux_hidden, span.positions, at, attend)
         draft = runner.extended(rows, following, extended, runner.state.classes[rows])
     ops.finish(runner.state.tables, rows, runner.layout.dummy_row, last, first, draft)

@@ -16,6 +16,7 @@ from treetop.kernels.sampling.process import LogitsProcessors
 from treetop.kernels.sampling.sampling import RowSamplingParams, SamplingMetadata
 from treetop.kernels.tree.calibration import Calibration, class_of, make_calibration
 from treetop.kernels.tree.deferred import DeferredPairs
+from treetop.kernels.tree.row_text import NOTHING, PastTexts
 from treetop.kernels.tree.rows import DraftState, RowTables
 from treetop.types.ids import GroupName
 from treetop.types.layout import Layout
@@ -36,6 +37,7 @@ class RowState:
     processors: None where no request may change its logits.
     text: of each row up to its root, [num_rows, width] int32, as `kernels.tree.row_text` has it; None where no
         drafter reads it.
+    past: texts that rows held before; None where none are kept.
     undrafted: [num_rows] bool, rows of which no draft is accepted.
     classes: [num_rows] int64, by which a row's proposals are calibrated.
     calibration: of the pair; it is no row's.
@@ -53,6 +55,7 @@ class RowState:
     deferred: DeferredPairs | None
     processors: LogitsProcessors | None
     text: Tensor | None
+    past: PastTexts | None
     undrafted: Tensor
     classes: Tensor
     calibration: Calibration
@@ -100,6 +103,10 @@ class RowState:
         """
         rows, *values = columns
         p = self.params
+        if self.past is not None and self.text is not None:
+            for row in rows.split(1):
+                held = self.committed[row]
+                self.past.keep(self.text[row][0], torch.where(held > 0, held + 1, 0))
         for table, value in zip((self.committed, self.seed, p.top_k, self.undrafted), values[:4], strict=True):
             table[rows] = value.to(table.dtype)
         for table, value in zip((p.temperature, p.top_p, p.min_p), values[4:], strict=True):
@@ -156,21 +163,25 @@ def make_state(
     vocab_size: int | None,
     dtype: torch.dtype,
     zeros: Zeros,
+    past_tokens: int = 0,
 ) -> RowState:
     """Zeroed tables; drafter None for plain decoding, vocab_size None where no logits are changed.
 
-    hidden: of the target's states.
+    hidden: of the target's states. past_tokens: of texts that rows held before, kept for a drafter that reads text.
     """
     n, long, real = layout.num_rows, torch.int64, torch.float32
     states = make_states(layout, n, layout.commit_width, dtype, zeros)
     by_row = {f"conv.{name}": each.conv.movedim(1, 0) for name, each in states.items()}
     by_row |= {f"state.{name}": each.state.movedim(1, 0) for name, each in states.items()}
     record = RowRecord.make(record_fields(layout, drafter, dtype), n, zeros, by_row)
-    draft = text = deferred = None
+    draft = text = deferred = past = None
     if drafter is not None:
         draft = DraftState(*(record.tables[name] for name in DraftState.__dataclass_fields__))
         if drafter.reads_text:
             text = zeros((n, layout.max_positions + 2), torch.int32)  # the root too, and one column for nothing
+            if past_tokens:
+                past = PastTexts(zeros((past_tokens + 1,), torch.int32), zeros((1,), long))
+                past.tokens.fill_(NOTHING)
     if drafter is not None and layout.max_deferred:
         pairs, width = layout.max_deferred, len(drafter.aux_inputs) * hidden
         deferred = DeferredPairs(zeros((n,), long), zeros((n, pairs), long), zeros((n, pairs, width), dtype))
@@ -188,6 +199,7 @@ def make_state(
         deferred=deferred,
         processors=None if vocab_size is None else _make_processors(n, vocab_size, zeros),
         text=text,
+        past=past,
         undrafted=zeros((n,), torch.bool),
         classes=zeros((n,), long),
         calibration=make_calibration(max(1, layout.commit_width - 1), layout.max_topk, zeros),

@@ -13,9 +13,21 @@ from treetop.types.layout import PLAIN, SpecShape, shapes_beside
 from treetop.types.options import option, options_of, validate
 
 Algorithm = Literal[
-    "EAGLE", "EAGLE3", "PEAGLE", "DFLASH", "DFLASH2", "DSPARK", "DOMINO", "STANDALONE", "MTP", "NEXTN", "NGRAM", "NONE"
+    "EAGLE",
+    "EAGLE3",
+    "PEAGLE",
+    "DFLASH",
+    "DFLASH2",
+    "DSPARK",
+    "DOMINO",
+    "STANDALONE",
+    "MTP",
+    "NEXTN",
+    "NGRAM",
+    "SUFFIX",
+    "NONE",
 ]
-_ALONE = ("MTP", "NEXTN", "NGRAM")
+_ALONE = ("MTP", "NEXTN", "NGRAM", "SUFFIX")
 """Algorithms that need no folder of a draft: the target's holds their weights, or there are none."""
 Recurrence = Literal["auto", "before-norm", "after-norm"]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
@@ -55,8 +67,20 @@ class EngineConfig:
     )
     speculative_algorithm: Algorithm | None = option(
         None,
-        "NONE forbids a draft; MTP (alias NEXTN) and NGRAM need no folder of one; STANDALONE drafts with a whole"
-        " language model (default: what the draft's tensors are)",
+        "NONE forbids a draft; MTP (alias NEXTN) and NGRAM (alias SUFFIX) need no folder of one; STANDALONE drafts with"
+        " a whole language model (default: what the draft's tensors are)",
+    )
+    speculative_suffix_lookup: bool = option(
+        False,
+        "beside a draft, look up what followed where the request's own text has stood as now; trees hold the best of"
+        " both",
+    )
+    speculative_suffix_cache_tokens: int = option(
+        0,
+        "last tokens of earlier requests' texts, whoever sent them, where NGRAM and --speculative-suffix-lookup look"
+        " drafts up too; 0 for none",
+        minimum=0,
+        maximum=2**30,
     )
     speculative_mtp_recurrence: Recurrence = option(
         "auto",
@@ -337,9 +361,19 @@ class EngineConfig:
                 " --speculative-draft-model-path",
             ),
             (
-                self.speculative_algorithm == "NGRAM" and self.draft is not None,
-                "--speculative-algorithm NGRAM looks drafts up in the request's own text: drop"
-                " --speculative-draft-model-path",
+                self.algorithm == "NGRAM" and self.draft is not None,
+                f"--speculative-algorithm {self.speculative_algorithm} looks drafts up in the request's own text: drop"
+                " --speculative-draft-model-path, or use it with --speculative-suffix-lookup instead",
+            ),
+            (
+                self.speculative_suffix_lookup and (not self.speculates or self.algorithm == "NGRAM"),
+                "--speculative-suffix-lookup looks up drafts beside a head's: give one; --speculative-algorithm NGRAM"
+                " does so alone",
+            ),
+            (
+                self.speculative_suffix_cache_tokens > 0 and not self.looks_up,
+                "--speculative-suffix-cache-tokens is read by lookups: use --speculative-algorithm NGRAM or"
+                " --speculative-suffix-lookup",
             ),
             (
                 accepted is not None and not 1 <= accepted <= maximum,
@@ -351,7 +385,7 @@ class EngineConfig:
                 "--simulate-acceptance simulates a draft: give one, and no --simulate-accept-length",
             ),
             (
-                self.simulate_acceptance is not None and self.algorithm == "NGRAM",
+                self.simulate_acceptance is not None and self.looks_up,
                 "--simulate-acceptance draws what a head says; lookup in text says nothing: use a draft head",
             ),
             (
@@ -423,7 +457,12 @@ class EngineConfig:
     def algorithm(self) -> str | None:
         """Under its one name; None to infer it, or for plain decoding."""
         asked = self.speculative_algorithm
-        return {"NEXTN": "MTP", "NONE": None}.get(asked, asked) if asked is not None else None
+        return {"NEXTN": "MTP", "SUFFIX": "NGRAM", "NONE": None}.get(asked, asked) if asked is not None else None
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether drafts are looked up in text, alone or beside a head's."""
+        return self.algorithm == "NGRAM" or self.speculative_suffix_lookup
 
     @property
     def speculates(self) -> bool:

@@ -119,7 +119,9 @@ def _without_pools(engine_plan: EnginePlan, products: Products) -> tuple[ModelRu
     layout, aux = engine_plan.layout, draft.aux_inputs if draft is not None else ()
     target, model = engine_plan.target.load(aux, place), engine_plan.target.config
     changed = changed_vocab(config, model)
-    state = make_state(layout, draft, model.hidden_size, changed, place.dtype, zeros)
+    state = make_state(
+        layout, draft, model.hidden_size, changed, place.dtype, zeros, config.speculative_suffix_cache_tokens
+    )
     learns = config.speculative_calibration == "learn" and config.simulate_accept_length is None
     simulation: Simulation | None = None
     if engine_plan.profile is not None:

@@ -111,9 +111,9 @@ def kept_calibration(config: EngineConfig, target: Path, draft: DrafterSpec, wri
 
 
 def pair_fingerprint(target: Path, draft: DrafterSpec) -> str:
-    """Of a target and its drafter's weights, or how it drafts without any."""
-    of_draft = type(draft).__name__ if draft.folder is None else fingerprint(draft.folder)
-    return f"{fingerprint(target)}-{of_draft}"
+    """Of a target, its drafter's weights, if it has any, and how it drafts, if not by their logits alone."""
+    parts = [fingerprint(folder) for folder in (target, draft.folder) if folder is not None]
+    return "-".join(parts if draft.makes_logits else [*parts, type(draft).__name__])
 
 
 def file_name(pair: str) -> str:

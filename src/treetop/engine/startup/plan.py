@@ -13,7 +13,7 @@ from treetop.checkpoints.folder import resolve_folder
 from treetop.checkpoints.loader import Placement, compute_device, compute_dtype, weight_bytes
 from treetop.checkpoints.params import Packing, check_activations
 from treetop.drafts.protocol import DrafterSpec
-from treetop.drafts.registry import drafter_spec, ngram_spec
+from treetop.drafts.registry import drafter_spec, lookup_beside, ngram_spec
 from treetop.engine.buffers import make_round_buffers
 from treetop.engine.kv_transfer import KVTransferSpec
 from treetop.engine.memory import (
@@ -324,6 +324,8 @@ def read_draft_spec(config: EngineConfig, target: TargetSpec) -> DrafterSpec:
         spec = drafter_spec(
             folder, target.config, config.algorithm, dummy, recurrence, window, eagle3, num_steps=deepest
         )
+        if config.speculative_suffix_lookup:
+            spec = lookup_beside(spec, target.config, deepest)
     if spec.block is not None and deepest > spec.block.max_steps:
         raise ConfigError(
             f"--speculative-num-steps {deepest}: {spec.folder} proposes {spec.block.max_steps} tokens at most"
@@ -359,7 +361,9 @@ def _static_estimate(
 
     model, aux = target.config, draft.aux_inputs if draft is not None else ()
     changed = changed_vocab(config, model)
-    state = make_state(layout, draft, model.hidden_size, changed, dtype, counted)
+    state = make_state(
+        layout, draft, model.hidden_size, changed, dtype, counted, config.speculative_suffix_cache_tokens
+    )
     make_round_buffers(
         *(layout, len(aux), model, state.calibration, dtype, counted),
         constrains=changed is not None,

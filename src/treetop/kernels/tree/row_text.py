@@ -1,11 +1,45 @@
-"""The text of each row on the device, and where its end has stood before. Plain tensor operations, no host sync.
+"""Texts on the device, and where they have stood as one ends now. Plain tensor operations, no host sync.
 
 text: [num_rows, width] int32, the token at each position of a row; its last column takes what must go nowhere.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+NOTHING = -1
+"""Stands where a text has no token."""
+_SCANNED = 8
+"""Tokens by which the places of a match are found; longer matches are told apart among these."""
+
+
+@dataclass(frozen=True, slots=True)
+class PastTexts:
+    """The last tokens of the texts that rows held before, one after another; older ones are overwritten.
+
+    tokens: [size + 1] int32, a ring, and one column for nothing; behind each text NOTHING.
+    written: [1] int64, how many were ever written.
+    """
+
+    tokens: Tensor
+    written: Tensor
+
+    def keep(self, text: Tensor, length: Tensor) -> None:
+        """Take in a row's text. text: [width] int32. length: [1] int64, of it; 0 for none."""
+        size = len(self.tokens) - 1
+        column = torch.arange(len(text), device=text.device)
+        kept = (column <= length) & (column > length - size) & (length > 0)
+        place = torch.where(kept, (self.written + column) % size, size)
+        self.tokens[place] = torch.where(column < length, text, NOTHING)
+        self.written.add_(torch.where(length > 0, length + 1, 0))
+
+    @property
+    def in_order(self) -> Tensor:
+        """[1, size] int32, the oldest first."""
+        size = len(self.tokens) - 1
+        return self.tokens[(self.written + torch.arange(size, device=self.tokens.device)) % size][None]
 
 
 def remember(text: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, kept: Tensor) -> None:
@@ -15,30 +49,47 @@ def remember(text: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, kept
     text[rows[:, None], place] = tokens.to(text.dtype)
 
 
-def longest_matches(text: Tensor, end: Tensor, count: int, maximum: int) -> tuple[Tensor, Tensor]:
-    """Earlier places whose text is the text's end, the longest first, then the latest.
+def ending(text: Tensor, end: Tensor, count: int) -> Tensor:
+    """The last tokens up to `end`, the last first: [rows, count] of text's dtype; -2, which is in no text, before it.
 
-    text: [rows, width] int32.
-    end: [rows] int64, where its last token stands.
-    count: places wanted.
-    maximum: tokens that are compared.
-
-    Returns place [rows, count] int64, where the match ends, and length [rows, count] int64; 0 for none.
+    text: [rows, width] int32. end: [rows] int64, where its last token stands.
     """
-    width = text.shape[1]
-    back = end[:, None] - torch.arange(maximum, device=text.device)
-    suffix = torch.where(back >= 0, text.gather(1, back.clamp(min=0)), -2)  # -2 is in no text
-    padded = F.pad(text, (maximum - 1, 0), value=-1)
+    back = end[:, None] - torch.arange(count, device=text.device)
+    return torch.where(back >= 0, text.gather(1, back.clamp(min=0)), -2)
+
+
+def longest_matches(text: Tensor, suffix: Tensor, end: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Places before `end` up to which a text reads as `suffix`, the longest first, then the latest.
+
+    text: [rows or 1, width] int32.
+    suffix: [rows, maximum] int32, as `ending` gives it.
+    end: [rows] int64.
+    count: places wanted; of those that agree in `_SCANNED` tokens, the latest.
+
+    Returns place [rows, count] int64, where the match ends, and length [rows, count] int64, 0 for none.
+    """
+    width, maximum = text.shape[1], suffix.shape[1]
+    scanned = min(_SCANNED, maximum)
+    padded = F.pad(text, (maximum - 1, 0), value=NOTHING)
     position = torch.arange(width, device=text.device)
-    alive = (position < end[:, None]).expand(len(text), -1)
-    length = torch.zeros(text.shape, dtype=torch.int64, device=text.device)
-    for m in range(maximum):
-        alive = alive & (padded[:, maximum - 1 - m : maximum - 1 - m + width] == suffix[:, m : m + 1])
+    alive = position < end[:, None]
+    length = torch.zeros(alive.shape, dtype=torch.int32, device=text.device)
+    for m in range(scanned):
+        first = maximum - 1 - m
+        alive = alive & (padded[:, first : first + width] == suffix[:, m : m + 1])
         length += alive
     found = min(count, width)
-    best = torch.topk(torch.where(length > 0, length << 32 | position, 0), found, dim=1).values
+    best = torch.topk(torch.where(length > 0, length.to(torch.int64) << 32 | position, 0), found, dim=1).values
     best = F.pad(best, (0, count - found))
-    return best & 0xFFFFFFFF, best >> 32
+    place, length = best & 0xFFFFFFFF, best >> 32
+    if maximum > scanned:
+        before = place[:, :, None] + (maximum - 1) - torch.arange(maximum, device=text.device)  # where padded
+        read = padded.expand(len(suffix), -1).gather(1, before.flatten(1)).view(before.shape)
+        whole = (read == suffix[:, None]).cumprod(dim=2).sum(dim=2)
+        length = torch.where(length > 0, whole, 0)
+        length, order = length.sort(dim=1, descending=True, stable=True)
+        place = place.gather(1, order)
+    return place, length
 
 
 def continued(text: Tensor, end: Tensor, place: Tensor, steps: int) -> Tensor:
@@ -49,3 +100,13 @@ def continued(text: Tensor, end: Tensor, place: Tensor, steps: int) -> Tensor:
     period = (end[:, None] - place).clamp(min=1)[:, :, None]
     after = place[:, :, None] + 1 + torch.arange(steps, device=text.device) % period
     return text.gather(1, after.flatten(1)).view(after.shape)
+
+
+def continued_in_past(past: Tensor, place: Tensor, steps: int) -> Tensor:
+    """What follows `place` in texts that have ended, and NOTHING from their ends on. past: [1, size] int32.
+
+    place: [rows, count] int64. Returns [rows, count, steps], of past's dtype.
+    """
+    padded = F.pad(past[0], (0, steps), value=NOTHING)
+    after = padded[place[:, :, None] + 1 + torch.arange(steps, device=past.device)]
+    return torch.where((after >= 0).cumprod(dim=2) > 0, after, NOTHING)
