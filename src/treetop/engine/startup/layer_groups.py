@@ -76,10 +76,14 @@ def causal_blocks(draft: DrafterSpec | None) -> dict[GroupName, bool]:
     return dict(zip(draft_groups(draft), draft.block.causal, strict=True))
 
 
-def draft_layers_in_order(draft: DrafterSpec | None, layers: dict[GroupName, list[LayerKV]]) -> list[LayerKV]:
-    """Where the K/V of each of the drafter's layers live."""
+def draft_layers_in_order(
+    draft: DrafterSpec | None, layers: dict[GroupName, list[LayerKV]], target: list[LayerKV]
+) -> list[LayerKV]:
+    """Where the K/V that each of the drafter's layers reads live: its own, or of the target's layers."""
+    if draft is None:
+        return []
     queues = {name: iter(places) for name, places in layers.items()}
-    return [] if draft is None else [next(queues[name]) for name in draft_groups(draft)]
+    return [target[index] for index in draft.reads_target] or [next(queues[name]) for name in draft_groups(draft)]
 
 
 def group_of(attention: AttentionSpec) -> GroupName:
