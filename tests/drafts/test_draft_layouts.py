@@ -49,7 +49,7 @@ UNKNOWN_HEADS = [
     ("DeepSeek-V4 DSpark", {"dspark_noise_token_id": 3}, None),
     ("XPress", {"speculators_model_type": "xpress"}, None),
     ("Medusa", {"medusa_num_heads": 4}, None),
-    ("Gemma 4 assistant", {"architectures": ["Gemma4AssistantForCausalLM"]}, None),
+    ("Gemma 4 assistant", {"architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma3n_assistant"}, None),
     ("Gemma 4 assistant", {"backbone_hidden_size": 1536}, None),
     ("Gemma 4 assistant", {}, "pre_projection.weight"),
     ("PARD", {"architectures": ["LlamaForCausalLM"], "pard_token": 7}, None),

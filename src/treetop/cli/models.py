@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 def rows() -> list[Row]:
     """By the registries of targets, drafts, formats and GGUF files."""
     from treetop.checkpoints.gguf.architectures import names_of
-    from treetop.drafts.registry import DRAFTERS
+    from treetop.drafts.registry import DRAFTERS, ONLY_FOR
     from treetop.models.registry import FAMILIES
     from treetop.weights.registry import FORMATS
 
@@ -52,7 +52,11 @@ def rows() -> list[Row]:
             name,
             family.about,
             bool(family.text_of),
-            (*drafts, "MTP") if family.mtp else drafts,
+            tuple(
+                draft
+                for draft in (*drafts, *(("MTP",) if family.mtp else ()))
+                if name.startswith(ONLY_FOR.get(draft, ""))
+            ),
             formats,
             names_of(name),
         )

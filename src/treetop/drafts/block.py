@@ -83,6 +83,7 @@ class BlockHeadSpec:
     unused: tuple[str, ...] = ()
     state_dtype: torch.dtype | None = None
     reads_text: bool = False
+    reads_target: tuple[int, ...] = ()
     makes_logits: bool = True
 
     def with_window(self, window: int) -> "BlockHeadSpec":

@@ -59,6 +59,7 @@ class DraftModelSpec:
     aux_inputs: tuple[int, ...] = ()
     state_dtype: torch.dtype | None = None
     reads_text: bool = True
+    reads_target: tuple[int, ...] = ()
     makes_logits: bool = True
 
     def with_window(self, window: int) -> "DraftModelSpec":

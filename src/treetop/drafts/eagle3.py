@@ -87,6 +87,7 @@ class Eagle3Spec:
     stored: frozenset[str]
     state_dtype: torch.dtype | None = None
     reads_text: bool = False
+    reads_target: tuple[int, ...] = ()
     makes_logits: bool = True
     block: None = None
 

@@ -232,6 +232,7 @@ class MtpSpec:
     aux_inputs: tuple[int, ...] = (LAST_HIDDEN,)
     state_dtype: torch.dtype | None = None
     reads_text: bool = False
+    reads_target: tuple[int, ...] = ()
     makes_logits: bool = True
     block: None = None
 

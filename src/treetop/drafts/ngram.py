@@ -51,6 +51,7 @@ class NgramSpec:
     derived: int = 0
     state_dtype: torch.dtype | None = torch.int32
     reads_text: bool = True
+    reads_target: tuple[int, ...] = ()
     makes_logits: bool = False
     block: None = None
 

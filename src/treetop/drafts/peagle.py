@@ -64,6 +64,7 @@ class PEagleSpec:
     num_steps: int = 8
     state_dtype: torch.dtype | None = None
     reads_text: bool = False
+    reads_target: tuple[int, ...] = ()
     makes_logits: bool = True
 
     def with_recurrence(self, recurrence: Recurrence) -> "PEagleSpec":

@@ -189,6 +189,7 @@ class DrafterSpec(Protocol):
     reads_text: it looks at the rows' text.
     makes_logits: its log-probabilities are a softmax, which a temperature can be learned for.
     attention: of each of its layers that keep K/V; () for none. Those alike in window and block share a group.
+    reads_target: the target's layer whose K/V of committed tokens each of its layers reads, where these keep none.
     params: its parameters.
     derived: numbers that it makes of them and keeps.
     """
@@ -219,6 +220,9 @@ class DrafterSpec(Protocol):
 
     @property
     def attention(self) -> tuple[AttentionSpec, ...]: ...
+
+    @property
+    def reads_target(self) -> tuple[int, ...]: ...
 
     @property
     def params(self) -> Sequence[Param]: ...

@@ -29,7 +29,12 @@ _KINDS = (
     _Kind("DeepSeek-V4 DSpark", (), ("dspark_noise_token_id",)),
     _Kind("Medusa", ("medusa",), ("medusa_num_heads", "medusa_num_layers")),
     _Kind("JetSpec of another layout", ("jetspec",), ("jetspec_config",)),
-    _Kind("Gemma 4 assistant", ("assistant",), ("backbone_hidden_size",), ("pre_projection.", "masked_embedding.")),
+    _Kind(
+        "Gemma 4 assistant",
+        ("assistant",),
+        ("backbone_hidden_size",),
+        ("pre_projection.", "masked_embedding."),
+    ),
     _Kind("PARD", ("pard",), ("pard_token", "ptd_token_id")),
 )
 """The first that fits counts: the earlier ones have the signs of DFlash too."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from treetop.checkpoints.checkpoint import tensor_files
 from treetop.checkpoints.values import Config
+from treetop.drafts.assistant import AssistantSpec, assistant_sign, assistant_spec
 from treetop.drafts.block import BlockHeadSpec
 from treetop.drafts.block_config import block_spec, find_block
 from treetop.drafts.draft_model import DraftModelSpec, check_same_words, draft_model_spec
@@ -24,9 +25,9 @@ from treetop.models.registry import target_spec
 from treetop.types.config import Recurrence
 from treetop.types.errors import CheckpointError, ConfigError
 
-__all__ = ["DRAFTERS", "FoundDraft", "drafter_spec", "find_draft", "lookup_beside", "ngram_spec"]
+__all__ = ["DRAFTERS", "ONLY_FOR", "FoundDraft", "drafter_spec", "find_draft", "lookup_beside", "ngram_spec"]
 
-HeadSpec = EagleSpec | Eagle3Spec | PEagleSpec | BlockHeadSpec | DraftModelSpec
+HeadSpec = AssistantSpec | EagleSpec | Eagle3Spec | PEagleSpec | BlockHeadSpec | DraftModelSpec
 DRAFTERS: dict[str, Callable[[Path, ModelConfig, bool], HeadSpec]] = {
     "EAGLE": eagle_spec,
     "EAGLE3": eagle3_spec,
@@ -35,9 +36,12 @@ DRAFTERS: dict[str, Callable[[Path, ModelConfig, bool], HeadSpec]] = {
     "DFLASH2": block_spec,
     "DSPARK": block_spec,
     "DOMINO": block_spec,
+    "GEMMA4": assistant_spec,
     "STANDALONE": draft_model_spec,
 }
 """Algorithm -> the reader of a folder, for a target, and whether the folder has no tensors to look at."""
+ONLY_FOR = {"GEMMA4": "Gemma4"}
+"""Algorithms whose targets are of one family, and how the names of its architectures begin."""
 _ALGORITHMS = {"DFlash 2": "DFLASH2", "DSpark": "DSPARK", "Domino": "DOMINO"}
 """Of block heads, by their kind; of others DFLASH."""
 _ASSUMED = "EAGLE3"
@@ -163,6 +167,9 @@ def _found_by_config(folder: Path, names: Collection[str]) -> FoundDraft | None:
     if sign is not None:
         nested = config.get("speculators_model_type") is not None
         return FoundDraft("PEAGLE", f"P-EAGLE of {'speculators' if nested else 'amazon'}", (sign,))
+    sign = assistant_sign(config)
+    if sign is not None:
+        return FoundDraft("GEMMA4", "transformers", (sign,))
     refuse_draft(config, where, names)
     layout = find_block(config)
     if layout is None:

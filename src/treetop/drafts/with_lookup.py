@@ -82,6 +82,10 @@ class WithLookupSpec:
         return self.inner.attention
 
     @property
+    def reads_target(self) -> tuple[int, ...]:
+        return self.inner.reads_target
+
+    @property
     def params(self) -> list[Param]:
         return list(self.inner.params)
 

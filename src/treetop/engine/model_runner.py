@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from treetop.attention.contract import AttentionBackend
-from treetop.attention.layer import ChosenKeys, LayerKV, TailAttention, TailColumns
+from treetop.attention.layer import CausalAttention, ChosenKeys, LayerKV, TailAttention, TailColumns
 from treetop.attention.recurrent import Recurrence, RecurrentLayer
 from treetop.cache.pool import KVPool
 from treetop.checks.probes import Probes
@@ -36,7 +36,7 @@ Prefix = tuple[Tensor, Tensor, int]
 
 @dataclass(frozen=True, slots=True)
 class ModelRunner:
-    """target_layers, draft_layers: where the K/V of each layer live, by index; of the target's that attend.
+    """target_layers, draft_layers: where the K/V that each layer reads live, by index; of the target's that attend.
     recurrent_layers: where the states of its others live.
     check_level: see `docs/testing.md`.
     simulation: what is accepted instead of what is right, for measuring.
@@ -69,6 +69,12 @@ class ModelRunner:
     @property
     def draft_groups(self) -> list[KVGroup]:
         return [group for group in self.layout.groups if group.is_draft]
+
+    @property
+    def groups_read(self) -> list[KVGroup]:
+        """The target's groups that the drafter's layers read, where these keep no K/V."""
+        names = {layer.group for layer in self.draft_layers.values()}
+        return [group for group in self.target_groups if group.name in names]
 
     def metadata(
         self,
@@ -128,6 +134,18 @@ class ModelRunner:
         rows = self.buffers.rows[: columns.rows]
         keys = ChosenKeys(self.backend, self.probes, phase, rows)
         return TailAttention(keys, layers, tails, plans, columns, rows, self.layout.dummy_row, recurrence)
+
+    def committed_attention(self, phase: Phase, prefix: Prefix, count: int) -> CausalAttention:
+        """Attention of the drafter's layers that read the target's K/V: `count` queries a row see what is committed,
+        as the last of these tokens does.
+        """
+        rows, committed, _ = prefix
+        last = (committed - 1).clamp(min=0)[:, None].expand(-1, count).contiguous()
+        plans = {g.name: self.plan(self.metadata(phase, g, prefix, last)) for g in self.groups_read}
+        nowhere = torch.zeros_like(last)
+        live = (rows != self.layout.dummy_row)[:, None].expand(-1, count)
+        keys = ChosenKeys(self.backend, self.probes, phase, rows)
+        return CausalAttention(keys, self.draft_layers, dict.fromkeys(plans, nowhere), plans, live)
 
     def commit(self, tails: Mapping[GroupName, Tensor], paths: Paths) -> None:
         """Copy each path's K/V from the tails to positions L .. of the pages."""

@@ -83,8 +83,11 @@ def draft_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
         return
     assert grower is not None
     prefix, begun = (rows, places.committed, max_kv_len), dict[GroupName, Any]()
+    beside = runner.committed_attention(phase, prefix, k) if runner.groups_read else None
 
     def attend(level: Level) -> Attend:
+        if beside is not None:
+            return beside
         tail_positions, mask, columns = level_tail(level, places.committed, runner.layout.lead)
         plans = {}
         for g in runner.draft_groups:
@@ -102,14 +105,18 @@ def _opened(runner: ModelRunner, block: DraftBlock, key: RoundKey, max_kv_len: i
     rows = buffers.rows[: key.bucket]
     committed = state.committed[rows]
     root = runner.probes.index(state.root[rows], 0, runner.target.config.vocab_size, "root_token", Phase.DRAFT, rows)
-    seen_from = block_positions(committed, width, runner.anchored)
-    plans = {}
-    for g in runner.draft_groups:
-        mask = buffers.blocks[g.name].expand(key.bucket, -1, -1)
-        prefix = (rows, committed, max_kv_len)
-        plans[g.name] = runner.plan(runner.metadata(Phase.DRAFT, g, prefix, seen_from, seen_from, mask))
-    columns = TailColumns(key.bucket, 0, width, width)
-    attend = runner.tail_attention(Phase.DRAFT, runner.draft_layers, buffers.draft_tails, plans, columns, key.shape)
+    prefix = (rows, committed, max_kv_len)
+    attend: Attend
+    if runner.groups_read:
+        attend = runner.committed_attention(Phase.DRAFT, prefix, width)
+    else:
+        seen_from = block_positions(committed, width, runner.anchored)
+        plans = {}
+        for g in runner.draft_groups:
+            mask = buffers.blocks[g.name].expand(key.bucket, -1, -1)
+            plans[g.name] = runner.plan(runner.metadata(Phase.DRAFT, g, prefix, seen_from, seen_from, mask))
+        columns, layers = TailColumns(key.bucket, 0, width, width), runner.draft_layers
+        attend = runner.tail_attention(Phase.DRAFT, layers, buffers.draft_tails, plans, columns, key.shape)
     assert state.draft is not None
     opened = block.open(Roots(root, committed, state.draft.hidden[rows], key.shape.num_steps), attend)
     draft = runner.propose(root, opened.state, state.classes[rows], opened.lines)

@@ -20,6 +20,7 @@ Algorithm = Literal[
     "DFLASH2",
     "DSPARK",
     "DOMINO",
+    "GEMMA4",
     "STANDALONE",
     "MTP",
     "NEXTN",

@@ -160,7 +160,8 @@ def _with_pools(
 ) -> ModelRunner:
     """The runner over these pools, which are the layout's."""
     layers = {name: pool.layers() for name, pool in pools.items()}
-    target_layers, draft_layers = layers_in_order(runner.target.config, layers), draft_layers_in_order(draft, layers)
+    target_layers = layers_in_order(runner.target.config, layers)
+    draft_layers = draft_layers_in_order(draft, layers, target_layers)
     return replace(runner, layout=layout, pools=pools, target_layers=target_layers, draft_layers=draft_layers)
 
 

@@ -80,10 +80,15 @@ def causal_blocks(draft: DrafterSpec | None) -> dict[GroupName, bool]:
     return dict(zip(draft_groups(draft), draft.block.causal, strict=True))
 
 
-def draft_layers_in_order(draft: DrafterSpec | None, layers: dict[GroupName, list[LayerKV]]) -> dict[int, LayerKV]:
-    """Where the K/V of each of the drafter's layers live, by index."""
+def draft_layers_in_order(
+    draft: DrafterSpec | None, layers: dict[GroupName, list[LayerKV]], target: Mapping[int, LayerKV]
+) -> dict[int, LayerKV]:
+    """Where the K/V that each of the drafter's layers reads live, by index: its own, or of the target's layers."""
+    if draft is None:
+        return {}
     queues = {name: iter(places) for name, places in layers.items()}
-    return {} if draft is None else {i: next(queues[name]) for i, name in enumerate(draft_groups(draft))}
+    places = [target[index] for index in draft.reads_target] or [next(queues[name]) for name in draft_groups(draft)]
+    return dict(enumerate(places))
 
 
 def group_of(attention: AttentionSpec) -> GroupName:
