@@ -32,14 +32,14 @@ from treetop.drafts.protocol import (
     Roots,
     Streamed,
 )
-from treetop.kernels.rope import rope_table
+from treetop.kernels.rope import RopeSpec, rope_table
 from treetop.kernels.table import Ops
 from treetop.kernels.tree.calibration import Heat
 from treetop.models.config import AttentionSpec, ModelConfig, read_config
 from treetop.models.decoder import DecoderLayer, decoder_params, unused_tensors
 from treetop.models.embedding import whole_table
 from treetop.models.families import gemma4
-from treetop.models.layers import RMSNorm, turn_at
+from treetop.models.layers import RMSNorm, Turn, turn_at
 from treetop.models.target import LAST_HIDDEN, Target
 from treetop.types.errors import CheckpointError, ConfigError, shown
 from treetop.weights.format import Source
@@ -194,7 +194,9 @@ class Assistant:
         """tokens, positions: [rows, n] int64. parents: [rows, n, state_size]. Returns their own states."""
         hidden = parents[..., self.spec.decoder.hidden_size :]
         x = self.narrow(torch.cat([F.embedding(tokens, self._of_target) * self._scale, hidden], dim=-1))
-        turns = {rope: turn_at(table, positions, self._ops) for rope, table in self._ropes.items()}
+        turns: dict[RopeSpec | None, Turn] = {
+            rope: turn_at(table, positions, self._ops) for rope, table in self._ropes.items()
+        }
         normed = self.layers[0].input_norm(x)
         for layer, next_norm in zip(
             self.layers, [*(each.input_norm for each in self.layers[1:]), self.norm], strict=True
