@@ -42,7 +42,7 @@ def fold_states_reference(states: LinearStates, rows: Tensor) -> None:
     layers, count = states.state.shape[0], states.count[rows].repeat(states.state.shape[0])
     pending = Updates(*(each[:, rows].flatten(0, 1) for each, _ in _pairs(states.pending, states.pending)))
     states.state[:, rows] = folded(states.state[:, rows].flatten(0, 1), pending, count).unflatten(0, (layers, -1))
-    states.count[rows] = 0
+    states.count.index_fill_(0, rows, 0)
 
 
 def copy_states_reference(states: LinearStates, rows: Tensor, source: LinearStates, of: Tensor) -> None:
@@ -53,7 +53,7 @@ def copy_states_reference(states: LinearStates, rows: Tensor, source: LinearStat
     """
     states.conv[:, rows] = source.conv[:, of]
     states.state[:, rows] = source.state[:, of]
-    states.count[rows] = 0
+    states.count.index_fill_(0, rows, 0)
 
 
 def _pairs(one: Updates, other: Updates) -> list[tuple[Tensor, Tensor]]:
@@ -163,7 +163,7 @@ def fold_states(states: LinearStates, rows: Tensor, gpu: GpuTraits) -> None:
         block_k=max(16, power_of_two(key_dim)), block_v=block_v, overlap=gpu.can_overlap, num_warps=4,
         **launch_options(gpu),
     )  # fmt: skip
-    states.count[rows] = 0
+    states.count.index_fill_(0, rows, 0)
 
 
 @jit
