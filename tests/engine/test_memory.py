@@ -262,7 +262,7 @@ def test_prefill_steps_are_chosen_by_the_device_unless_they_are_given(monkeypatc
     ("place", "total", "options", "rows", "minimum", "usual"),
     [
         ("cuda", 140, {}, 256, 512, 2048),
-        ("cuda", 24, {"context_length": 8192}, 32, 512, 2048),  # pools of 40,000 tokens
+        ("cuda", 24, {"context_length": 8192}, 16, 512, 2048),  # pools of 40,000 tokens
         ("cuda", 24, {"context_length": 1000}, 32, 512, 2048),  # shorter ones: more of them
         ("cuda", 24, {"context_length": 8192, "max_running_requests": 100}, 100, 512, 2048),
         ("cpu", 64, {"dtype": "bfloat16", "context_length": 2048}, 16, 128, 128),

@@ -27,6 +27,7 @@ class FixedSpec:
     derived: int = 0
     state_dtype: None = None
     reads_text: bool = False
+    reads_target: tuple[int, ...] = ()
     makes_logits: bool = True
     block: None = None
 

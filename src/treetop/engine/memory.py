@@ -38,9 +38,8 @@ USUAL_CHUNK_OF_GPU = 2048  # beside rounds
 nearly as much, for the weights are read."""
 ROWS_OF_CPU, ROWS_OF_GPU = (16, 8), (256, 128, 64, 32, 16, 8)
 """Rows to choose from, if `--max-running-requests` does not say: batches whose rounds were measured."""
-TOKENS_OF_A_ROW = 1024
-"""Pool tokens that each of so many rows must find, or its whole context if that is shorter. Requests that need more are
-admitted by pages, so rows stay empty then; a batch that is too small for what clients send is what costs."""
+TOKENS_OF_A_ROW = 2048
+"""Pool tokens that each of so many rows must find, or its whole context if that is shorter."""
 CHUNKS = ((60 * GIB, 8192), (35 * GIB, 4096), (0, 2048))
 """A GPU's memory from which on a prefill step holds so many tokens: the larger its memory, the faster it mostly is."""
 
