@@ -141,6 +141,7 @@ def test_another_vocabulary_is_refused_by_the_token_that_differs(target, vocab, 
     refused(CheckpointError, spec_of(wide, words), str(vocab + 1), str(vocab), "no tokenizer.json", str(wide))
     (wide / "tokenizer.json").write_text("[]")
     refused(CheckpointError, spec_of(wide, words), "tokenizer.json", "not a tokenizer")
+    refused(CheckpointError, lambda: build(Pair(words, other), (2, 2, 5), **ALONE), "tokenizer.json", "token 0")
 
 
 def test_it_has_to_be_asked_for_by_name_and_what_drafts_cannot_have_is_refused(target, tmp_path):

@@ -322,7 +322,15 @@ def read_draft_spec(config: EngineConfig, target: TargetSpec) -> DrafterSpec:
         dummy, recurrence = config.load_format == "dummy", config.speculative_mtp_recurrence
         eagle3 = config.speculative_eagle_recurrence
         spec = drafter_spec(
-            folder, target.config, config.algorithm, dummy, recurrence, window, eagle3, num_steps=deepest
+            folder,
+            target.config,
+            config.algorithm,
+            dummy,
+            recurrence,
+            window,
+            eagle3,
+            num_steps=deepest,
+            target_folder=target.folder,
         )
         if config.speculative_suffix_lookup:
             spec = lookup_beside(spec, target.config, deepest)
