@@ -23,6 +23,8 @@ class EngineOptions(TypedDict, total=False):
     """Every field of `EngineConfig` but model and draft, which `LLM` takes by place. See docs/options.md."""
 
     speculative_algorithm: Algorithm | None
+    speculative_suffix_lookup: bool
+    speculative_suffix_cache_tokens: int
     speculative_mtp_recurrence: Recurrence
     speculative_eagle_recurrence: Recurrence
     speculative_draft_window_size: int | None
