@@ -20,7 +20,7 @@ from frame import DEVICE, copy_bytes_per_s, end_with, machine_of, median_us, par
 from torch import Tensor
 
 from treetop.kernels.recurrent.convolution import tree_windows
-from treetop.kernels.recurrent.states import LayerStates, StateInputs, Updates
+from treetop.kernels.recurrent.states import LayerStates, StateInputs, StateUpdates
 from treetop.kernels.table import Ops
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.ids import STATE
@@ -34,10 +34,10 @@ WIDTH, LAYERS = 6, 6
 HALF, WIDE = torch.bfloat16, torch.float32
 
 
-def updates(group: StateGroup, *lead: int) -> Updates:
+def updates(group: StateGroup, *lead: int) -> StateUpdates:
     k = torch.randn(*lead, group.key_heads, group.key_dim, device=DEVICE) / group.key_dim**0.5
     d = torch.randn(*lead, group.heads, group.value_dim, device=DEVICE)
-    return Updates(k, d, -torch.rand(*lead, group.heads, device=DEVICE))
+    return StateUpdates(k, d, -torch.rand(*lead, group.heads, device=DEVICE))
 
 
 class Layer:
@@ -85,9 +85,11 @@ class Layer:
         inputs = self.inputs(self.mixed)
         assert isinstance(inputs, StateInputs)
         wide = StateInputs(*(None if x is None else x.double() for x in _parts(inputs)))  # type: ignore[arg-type]
-        pending = Updates(*(x.double() for x in (self.states.pending.k, self.states.pending.d, self.states.pending.g)))
+        pending = StateUpdates(
+            *(x.double() for x in (self.states.pending.k, self.states.pending.d, self.states.pending.g))
+        )
         states = replace(self.states, state=self.states.state.double(), pending=pending)
-        stash = Updates(self.stash.k.double(), self.stash.d.double(), self.stash.g.double())
+        stash = StateUpdates(self.stash.k.double(), self.stash.d.double(), self.stash.g.double())
         exact = Ops.verify_states.reference(states, self.rows, wide, self.parents, stash, self.dummy)
         own = replace(self.states, state=self.states.state.clone())
         ours = self.run["verify_states"](own, self.rows, inputs, self.parents, self.stash, self.dummy)

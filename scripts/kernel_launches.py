@@ -39,7 +39,7 @@ from treetop.kernels.recurrent.convolution import path_conv, prefill_conv
 from treetop.kernels.recurrent.gates import delta_inputs, gated_norm
 from treetop.kernels.recurrent.keep import fold_states, keep_states
 from treetop.kernels.recurrent.prefill import prefill_states
-from treetop.kernels.recurrent.states import LinearStates, StateInputs, StateTails, Updates
+from treetop.kernels.recurrent.states import LinearStates, StateInputs, StateTails, StateUpdates
 from treetop.kernels.recurrent.verify import verify_states
 from treetop.kernels.tree.commit import Paths
 from treetop.kernels.triton_guard import GpuTraits
@@ -343,9 +343,9 @@ def _recurrent(card: Card) -> Iterator[Case]:
     key_heads, heads, dim, taps = 16, 32, 128, 4
     channels, wide = (2 * key_heads + heads) * dim, torch.float32
 
-    def updates(*lead: int) -> Updates:
+    def updates(*lead: int) -> StateUpdates:
         k, d = (_empty(*lead, count, dim, dtype=wide) for count in (key_heads, heads))
-        return Updates(k, d, _empty(*lead, heads, dtype=wide))
+        return StateUpdates(k, d, _empty(*lead, heads, dtype=wide))
 
     states = LinearStates(
         _empty(layers, num_rows, channels, taps - 1),

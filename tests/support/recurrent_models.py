@@ -19,7 +19,7 @@ from support.tiny_models import Pair, save_random_head
 from treetop.attention.recurrent import DenseRecurrence
 from treetop.checkpoints.params import Param, matrix, of_vocab, vector
 from treetop.debug.random_checkpoint import random_tensors, write_config, write_tensors
-from treetop.kernels.recurrent.states import StateInputs, Updates
+from treetop.kernels.recurrent.states import StateInputs, StateUpdates
 from treetop.kernels.rope import rope_table
 from treetop.models.attention import attention, attention_params
 from treetop.models.config import DenseSpec, LayerSpec, LinearSpec, attention_spec, linear_of_rank, model_config
@@ -221,7 +221,7 @@ class Snapshot:
 
     length: int
     count: int
-    layers: dict[int, tuple[Tensor, Tensor, Updates]]
+    layers: dict[int, tuple[Tensor, Tensor, StateUpdates]]
 
 
 def snapshot(llm, row: int, length: int) -> Snapshot:
@@ -233,7 +233,7 @@ def snapshot(llm, row: int, length: int) -> Snapshot:
     for index, place in runner.recurrent_layers.items():
         states, at = place.states, place.index
         state, pending = states.state[at, row].clone(), states.pending
-        kept = Updates(*(each[at, row, :count].clone() for each in (pending.k, pending.d, pending.g)))
+        kept = StateUpdates(*(each[at, row, :count].clone() for each in (pending.k, pending.d, pending.g)))
         shared = state.shape[0] // kept.k.shape[1]
         for j in range(count):
             state = state * kept.g[j].exp().view(state.shape[0], -1, 1)

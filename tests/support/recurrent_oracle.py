@@ -8,7 +8,7 @@ import random
 import torch
 from torch import Tensor
 
-from treetop.kernels.recurrent.states import LinearStates, StateInputs, StateTails, Updates
+from treetop.kernels.recurrent.states import LinearStates, StateInputs, StateTails, StateUpdates
 from treetop.types.state import StateGroup
 
 GATED = StateGroup("state", 2, 52, 4, 6, 2, 8, 3, delta=True, per_channel=False)
@@ -85,11 +85,11 @@ def random_inputs(group: StateGroup, rows: int, n: int, dtype: torch.dtype, stro
     return StateInputs(*(None if each is None else each.to(dtype) for each in made))
 
 
-def random_updates(group: StateGroup, lead: tuple[int, ...], dtype: torch.dtype) -> Updates:
+def random_updates(group: StateGroup, lead: tuple[int, ...], dtype: torch.dtype) -> StateUpdates:
     """Numbers without a meaning, but for decays, which are at most 0."""
     k = torch.randn((*lead, group.key_heads, group.key_dim), dtype=dtype) / group.key_dim**0.5
     d = torch.randn((*lead, group.heads, group.value_dim), dtype=dtype)
-    return Updates(k, d, -torch.rand((*lead, *group.decay_shape), dtype=dtype))
+    return StateUpdates(k, d, -torch.rand((*lead, *group.decay_shape), dtype=dtype))
 
 
 def random_states(group: StateGroup, num_rows: int, width: int, dtype: torch.dtype, conv: torch.dtype) -> LinearStates:

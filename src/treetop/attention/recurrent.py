@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from treetop.kernels.recurrent.states import LinearStates, StateInputs, StateTails, Updates
+from treetop.kernels.recurrent.states import LinearStates, StateInputs, StateTails, StateUpdates
 from treetop.kernels.table import Ops
 from treetop.types.ids import GroupName
 
@@ -64,7 +64,7 @@ class NodeRecurrence:
     def recur(self, layer: int, inputs: StateInputs) -> Tensor:
         place, (rows, nodes) = self.layers[layer], inputs.v.shape[:2]
         kept = self.tails[place.group].updates.layer(place.index)
-        stash = Updates(kept.k[:rows, :nodes], kept.d[:rows, :nodes], kept.g[:rows, :nodes])
+        stash = StateUpdates(kept.k[:rows, :nodes], kept.d[:rows, :nodes], kept.g[:rows, :nodes])
         states = place.states.layer(place.index)
         return self.ops.verify_states(states, self.rows, inputs, self.parents, stash, dummy_row=self.dummy_row)
 
@@ -102,7 +102,7 @@ class DenseRecurrence:
 
     conv: dict[int, Tensor] = field(default_factory=dict)
     state: dict[int, Tensor] = field(default_factory=dict)
-    updates: dict[int, Updates] = field(default_factory=dict)
+    updates: dict[int, StateUpdates] = field(default_factory=dict)
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         taps = weight.shape[1]
@@ -125,5 +125,5 @@ class DenseRecurrence:
             out.append(torch.einsum("hk,hkv->hv", q[t], state))
             added.append(d)
         self.state[layer] = state
-        self.updates[layer] = Updates(inputs.k[0], torch.stack(added), inputs.g[0])
+        self.updates[layer] = StateUpdates(inputs.k[0], torch.stack(added), inputs.g[0])
         return torch.stack(out)[None]

@@ -114,7 +114,7 @@ class WithLookup:
     def __init__(self, spec: WithLookupSpec, inner: Drafter, place: Placement) -> None:
         self.spec, self.inner, self.lookup = spec, inner, NgramLookup(spec.lookup, place)
         self.vocab, self.products = inner.vocab, inner.products
-        self._block = None if inner.block is None else _Block(inner.block, spec.inner.state_size)
+        self._block = None if inner.block is None else _BlockWithLookup(inner.block, spec.inner.state_size)
 
     @property
     def block(self) -> DraftBlock | None:
@@ -153,7 +153,7 @@ class WithLookup:
         return replace(nodes, state=nodes.state[..., :size]), replace(nodes, state=places)
 
 
-class _Block:
+class _BlockWithLookup:
     """The drafter's `DraftBlock`, for states of both. size: of the drafter's."""
 
     def __init__(self, inner: DraftBlock, size: int) -> None:

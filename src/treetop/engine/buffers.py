@@ -13,7 +13,7 @@ from torch import Tensor
 
 from treetop.checks.poison import poison
 from treetop.kernels.kv import kv_dtype
-from treetop.kernels.recurrent.states import StateTails, Updates
+from treetop.kernels.recurrent.states import StateTails, StateUpdates
 from treetop.kernels.sampling.process import mask_words
 from treetop.kernels.tree.calibration import Calibration
 from treetop.kernels.tree.grow import TreeBuilder, make_growth
@@ -148,11 +148,11 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def make_updates(group: StateGroup, leading: tuple[int, int], dtype: torch.dtype, zeros: Zeros) -> Updates:
+def make_updates(group: StateGroup, leading: tuple[int, int], dtype: torch.dtype, zeros: Zeros) -> StateUpdates:
     """Zeroed updates [layers, *leading, ...] of a group. dtype: the engine's."""
     shapes = (group.key_heads, group.key_dim), (group.heads, group.value_dim), group.decay_shape
     k, d, g = (zeros((group.num_layers, *leading, *shape), state_dtype(dtype)) for shape in shapes)
-    return Updates(k, d, g)
+    return StateUpdates(k, d, g)
 
 
 def extend_mask(width: int) -> Tensor:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.recurrent.head import MOST_VALUES, fold_updates
-from treetop.kernels.recurrent.states import LinearStates, StateTails, Updates
+from treetop.kernels.recurrent.states import LinearStates, StateTails, StateUpdates
 from treetop.kernels.recurrent.verify import folded
 from treetop.kernels.tree.commit import Paths
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, power_of_two, tl
@@ -40,7 +40,7 @@ def fold_states_reference(states: LinearStates, rows: Tensor) -> None:
     rows: [rows] int64. Before a state is read by others: a checkpoint, a hand-over, a prefill.
     """
     layers, count = states.state.shape[0], states.count[rows].repeat(states.state.shape[0])
-    pending = Updates(*(each[:, rows].flatten(0, 1) for each, _ in _pairs(states.pending, states.pending)))
+    pending = StateUpdates(*(each[:, rows].flatten(0, 1) for each, _ in _pairs(states.pending, states.pending)))
     states.state[:, rows] = folded(states.state[:, rows].flatten(0, 1), pending, count).unflatten(0, (layers, -1))
     states.count.index_fill_(0, rows, 0)
 
@@ -56,7 +56,7 @@ def copy_states_reference(states: LinearStates, rows: Tensor, source: LinearStat
     states.count.index_fill_(0, rows, 0)
 
 
-def _pairs(one: Updates, other: Updates) -> list[tuple[Tensor, Tensor]]:
+def _pairs(one: StateUpdates, other: StateUpdates) -> list[tuple[Tensor, Tensor]]:
     return [(one.k, other.k), (one.d, other.d), (one.g, other.g)]
 
 

@@ -33,7 +33,7 @@ class StateInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Updates:
+class StateUpdates:
     """What tokens add to a state. Leading dimensions are said where it is used.
 
     k: [..., key_heads, key_dim]. d: [..., heads, value_dim]. g: as in `StateInputs`.
@@ -43,9 +43,9 @@ class Updates:
     d: Tensor
     g: Tensor
 
-    def layer(self, index: int) -> "Updates":
+    def layer(self, index: int) -> "StateUpdates":
         """Of one layer, where layers come first."""
-        return Updates(self.k[index], self.d[index], self.g[index])
+        return StateUpdates(self.k[index], self.d[index], self.g[index])
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class LayerStates:
 
     conv: Tensor
     state: Tensor
-    pending: Updates
+    pending: StateUpdates
     count: Tensor
 
 
@@ -70,7 +70,7 @@ class LinearStates:
 
     conv: Tensor
     state: Tensor
-    pending: Updates
+    pending: StateUpdates
     count: Tensor
 
     def layer(self, index: int) -> LayerStates:
@@ -86,4 +86,4 @@ class StateTails:
     """
 
     mixed: Tensor
-    updates: Updates
+    updates: StateUpdates

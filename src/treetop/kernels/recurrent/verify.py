@@ -14,7 +14,7 @@ from torch import Tensor
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.recurrent.decay import NEVER, by_channel, decays_to_end, path_decays
 from treetop.kernels.recurrent.head import MOST_VALUES, PRODUCTS, attend_state, fold_updates
-from treetop.kernels.recurrent.states import LayerStates, StateInputs, Updates
+from treetop.kernels.recurrent.states import LayerStates, StateInputs, StateUpdates
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tl
 
 
@@ -23,7 +23,7 @@ def verify_states_reference(
     rows: Tensor,
     inputs: StateInputs,
     parents: Tensor,
-    stash: Updates,
+    stash: StateUpdates,
     dummy_row: int,
 ) -> Tensor:
     """Fold what is pending into each row's state, and what the recurrence gives at each node, whose updates it keeps.
@@ -42,7 +42,7 @@ def verify_states_reference(
     return out
 
 
-def along_paths(m: Tensor, inputs: StateInputs, parents: Tensor) -> tuple[Tensor, Updates]:
+def along_paths(m: Tensor, inputs: StateInputs, parents: Tensor) -> tuple[Tensor, StateUpdates]:
     """Outputs [rows, T, heads, value_dim] and updates of the nodes. m: [rows, heads, key_dim, value_dim]."""
     each = m.shape[1] // inputs.k.shape[2]
     q, k = inputs.q.repeat_interleave(each, dim=2), inputs.k.repeat_interleave(each, dim=2)
@@ -60,10 +60,10 @@ def along_paths(m: Tensor, inputs: StateInputs, parents: Tensor) -> tuple[Tensor
         if inputs.beta is not None:
             taken = inputs.beta[..., None] * (k * to_here).sum(dim=-1, keepdim=True) * own[:, None]
             d = d - torch.where(below, taken, 0)
-    return out, Updates(inputs.k, torch.stack(found, dim=1), inputs.g)
+    return out, StateUpdates(inputs.k, torch.stack(found, dim=1), inputs.g)
 
 
-def folded(m: Tensor, pending: Updates, count: Tensor) -> Tensor:
+def folded(m: Tensor, pending: StateUpdates, count: Tensor) -> Tensor:
     """States with the first `count` updates of each row. m: [rows, heads, key_dim, value_dim]. count: [rows] int64."""
     there = (torch.arange(pending.d.shape[1], device=count.device) < count[:, None])[..., None, None]
     each = m.shape[1] // pending.k.shape[2]
@@ -78,12 +78,12 @@ def _times_state(x: Tensor, m: Tensor) -> Tensor:
     return torch.einsum("bthk,bhkv->bthv", x, m)
 
 
-def _of_rows(pending: Updates, rows: Tensor) -> Updates:
-    return Updates(pending.k[rows], pending.d[rows], pending.g[rows])
+def _of_rows(pending: StateUpdates, rows: Tensor) -> StateUpdates:
+    return StateUpdates(pending.k[rows], pending.d[rows], pending.g[rows])
 
 
 def verify_states(
-    states: LayerStates, rows: Tensor, inputs: StateInputs, parents: Tensor, stash: Updates, dummy_row: int,
+    states: LayerStates, rows: Tensor, inputs: StateInputs, parents: Tensor, stash: StateUpdates, dummy_row: int,
     gpu: GpuTraits,
 ) -> Tensor:  # fmt: skip
     """`verify_states_reference` in one launch: a state is loaded once and stored once."""
