@@ -22,7 +22,7 @@ from support.recurrent_oracle import (
     random_tails,
 )
 from treetop.kernels.recurrent.convolution import path_conv_reference, prefill_conv_reference, tree_windows
-from treetop.kernels.recurrent.keep import copy_states_reference, fold_states_reference, keep_states_reference
+from treetop.kernels.recurrent.keep import copy_states, fold_states_reference, keep_states_reference
 from treetop.kernels.recurrent.prefill import prefill_states_reference
 from treetop.kernels.recurrent.states import StateTails
 from treetop.kernels.recurrent.verify import verify_states_reference
@@ -216,7 +216,7 @@ def test_moving_in_writes_the_whole_state():
     """A row that a request had is as if none had: zeros, which the dummy's row has, or a checkpoint's copy."""
     torch.manual_seed(8)
     states, saved = (random_states(GATED, NUM_ROWS, WIDTH, torch.float64, torch.float64) for _ in range(2))
-    copy_states_reference(states, torch.tensor([2, 4]), saved, torch.tensor([NUM_ROWS - 1, 1]))
+    copy_states(states, torch.tensor([2, 4]), saved, torch.tensor([NUM_ROWS - 1, 1]))
     assert not states.state[:, 2].any()
     assert not states.conv[:, 2].any()
     assert torch.equal(states.state[:, 4], saved.state[:, 1])

@@ -35,7 +35,7 @@ from support.round_ops import (
     sown_growth,
 )
 from treetop.kernels.sampling.sampling import SampledTokens
-from treetop.kernels.table import OpContext, Ops, nowhere, operations
+from treetop.kernels.table import OpContext, Ops, operations
 from treetop.kernels.tree.accept import Withheld
 from treetop.kernels.tree.commit import Paths
 from treetop.kernels.tree.grow import Children
@@ -53,8 +53,7 @@ def test_kernels_are_chosen_where_they_serve(monkeypatch):
     monkeypatch.setattr("treetop.kernels.table.why_not", lambda device: None)
     monkeypatch.setattr("treetop.kernels.table.gpu_traits", lambda device: GpuTraits(8, False))
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-    gpu, tree = torch.device("cuda"), (SpecShape(2, 3, 6),)
-    every = {name for name, op in operations().items() if op.applies is not nowhere}
+    gpu, tree, every = torch.device("cuda"), (SpecShape(2, 3, 6),), set(operations())
 
     def kernels(*context) -> set[str]:
         ops = Ops(OpContext(*context))

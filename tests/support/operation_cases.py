@@ -698,8 +698,3 @@ def prefill_states(_: bool) -> Call:
         (_states().layer(0), torch.tensor([2, 5, 4]), inputs, valid),
         compared=lambda args, result: (result.masked_fill(~valid[..., None, None], 0), args[0].state),
     )
-
-
-@case
-def copy_states(_: bool) -> Call:
-    return Call((_states(), torch.tensor([2, 4]), _states(), torch.tensor([5, 1])))

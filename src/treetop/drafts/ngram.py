@@ -108,7 +108,7 @@ class NgramLookup:
 
     def propose(self, nodes: Nodes, k: int, heat: Heat | None = None, lines: Any = None) -> Proposal:
         """See `Drafter`: a token's share of the places, by their matches, times how far the longest can be trusted: one
-        of n tokens n / (n + 1), which is what code gave, edited or not.
+        of n tokens n / (n + 1).
 
         There are no logits to heat: what is learned of these proposals is in the shifts alone.
         """

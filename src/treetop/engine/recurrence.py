@@ -16,6 +16,7 @@ from torch import Tensor
 from treetop.attention.recurrent import ChunkRecurrence, NodeRecurrence
 from treetop.engine.model_runner import ModelRunner
 from treetop.kernels.recurrent.convolution import tree_windows
+from treetop.kernels.recurrent.keep import copy_states
 from treetop.kernels.recurrent.states import LinearStates
 from treetop.kernels.tree.commit import Paths
 from treetop.types.messages import Chunk, RowSetup
@@ -79,7 +80,7 @@ def begin_states(runner: ModelRunner, rows: Tensor, setups: Sequence[RowSetup]) 
     rows: [rows] int64, of the setups.
     """
     for states in runner.state.states.values():
-        runner.ops.copy_states(states, rows, states, torch.full_like(rows, runner.layout.dummy_row))
+        copy_states(states, rows, states, torch.full_like(rows, runner.layout.dummy_row))
         if runner.check_level >= 3:
             for table in (states.pending.k, states.pending.d, states.pending.g):
                 table.index_fill_(1, rows, float("nan"))

@@ -10,7 +10,7 @@ its size and by where they are. Their kernels are rows too, to be tested, compil
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, cast, overload
 
 import torch
@@ -89,21 +89,6 @@ def for_few_branches(context: OpContext) -> bool:
 def for_trees_of_one_program(context: OpContext) -> bool:
     """On a GPU, up to float32, topk 16, 128 nodes and 2,048 candidates"""
     return on_a_gpu(context) and all(growing.fits(shape) for shape in context.shapes)
-
-
-def nowhere(context: OpContext) -> bool:
-    """Nowhere yet: the reference runs on every device"""
-    return False
-
-
-def plain(reference: F) -> F:
-    """An operation's kernel where there is none yet: the reference, called as a kernel is."""
-
-    @wraps(reference)
-    def run(*args: Any, gpu: GpuTraits | None = None, **named: Any) -> Any:
-        return reference(*args, **named)
-
-    return cast(F, run)
 
 
 @dataclass(frozen=True)
@@ -335,7 +320,6 @@ class Ops:
     prefill_states = Op(
         prefilling.prefill_states_reference, prefilling.prefill_states, 1e-5, on_a_gpu, (prefilling._prefill_kernel,)
     )
-    copy_states = Op(keeping.copy_states_reference, plain(keeping.copy_states_reference), 0.0, nowhere)
 
     # of a round, in their order
     start = Op(growing.start_reference, growing.start, 0.0, for_trees_of_one_program, (growing._start_kernel,))

@@ -8,8 +8,8 @@ nothing that it chooses changes a token.
 
 **Prompts that wait** change no choice at the rows that are there. Their time is the same for all shapes, so the shape
 that gives most tokens a second of rounds also serves most with prompts counted in. Each prefill step is followed by one
-round, so a shape with more tokens a round finds fewer rows; with the costs of an 8B model (`bench.modelled_costs`) the
-order of shapes is the same at those. While rows fill up, to be judged at rows that are not there yet would be wrong.
+round, so a shape with more tokens a round finds fewer rows, which is not looked at. While rows fill up, to be judged at
+rows that are not there yet would be wrong.
 
 A shape that does not pay costs time that nobody gives back. So there is a credit, in plain rounds: a round that
 speculates pays in advance what it would lose if nothing were accepted, and gets back what was. Each round adds a

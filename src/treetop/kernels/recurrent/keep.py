@@ -45,7 +45,7 @@ def fold_states_reference(states: LinearStates, rows: Tensor) -> None:
     states.count.index_fill_(0, rows, 0)
 
 
-def copy_states_reference(states: LinearStates, rows: Tensor, source: LinearStates, of: Tensor) -> None:
+def copy_states(states: LinearStates, rows: Tensor, source: LinearStates, of: Tensor) -> None:
     """Write the whole state and convolution of some rows as others have them; nothing is pending.
 
     All layers of a group. rows, of: [rows] int64; what `of` names in source has nothing pending. A row of zeros, which
