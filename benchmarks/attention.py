@@ -21,7 +21,6 @@ import platform
 import time
 import traceback
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,8 +59,6 @@ from frame import (
 )
 from launch_tuning import LENGTHS, classes_to_tune, tune
 
-import treetop.attention
-import treetop.kernels.attention
 from treetop.attention import auto
 from treetop.attention.auto import make_backend
 from treetop.attention.capabilities import Need
@@ -73,8 +70,7 @@ from treetop.kernels.attention import attention_config
 from treetop.kernels.table import OpContext, Ops
 from treetop.kernels.triton_guard import gpu_traits
 
-CHOICES = Path(treetop.attention.__path__[0]) / auto.TABLE
-LAUNCHES = Path(treetop.kernels.attention.__path__[0]) / attention_config.TABLE
+CHOICES, LAUNCHES = auto.TABLE, attention_config.TABLE
 UNSCHEDULED = "fa3-unscheduled"
 
 
@@ -272,7 +268,7 @@ def main(arguments: list[str]) -> int:
     if options.check:
         return int(wrong > 0)
     shapes = exact_shapes() if options.exact else classes_of_auto() if options.write_table else shapes_to_time()
-    known = auto.load_table().classes if options.missing else {}
+    known = auto.load_table().entries if options.missing else {}
     shapes = [replace(each, fp8=options.fp8) for each in shapes if each.kind in kinds]
     shapes = [shape for shape in shapes if shape.call.shape_class not in known]
     timed = time_all(backends, shapes, end)

@@ -169,9 +169,9 @@ def tune(end: float, known: Mapping[tuple[str, int, int, bool, bool], CodedLaunc
 def write_table(entries: Sequence[dict[str, Any]], machine: dict[str, Any]) -> None:
     """Measured launches; others measured on the same kind of GPU stay."""
     keys = ("numbers", "lines", "k", "gated", "few")
-    joined = {tuple(e[key] for key in keys): e for e in (*entries_of(kernels._TABLE, machine), *entries)}
-    write_entries(kernels._TABLE, joined.values(), machine)
-    kernels.load_coded_table.cache_clear()
+    joined = {tuple(e[key] for key in keys): e for e in (*entries_of(kernels.TABLE, machine), *entries)}
+    write_entries(kernels.TABLE, joined.values(), machine)
+    kernels.load_table.cache_clear()
     kernels.choose_coded.cache_clear()
 
 
@@ -209,7 +209,7 @@ def main(arguments: list[str]) -> int:
     machine = machine_of(rate)
     say(machine)
     if args.write_table:
-        write_table(tune(end, kernels.load_coded_table().launches if args.missing else {}), machine)
+        write_table(tune(end, kernels.load_table().entries if args.missing else {}), machine)
     report(args.formats, rate)
     return 0
 

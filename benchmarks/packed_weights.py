@@ -183,8 +183,8 @@ def timed(shape: Shape, rows: int, case: Case, launches: Sequence[CompressedLaun
 def candidates(shape: Shape, rows: int) -> Iterator[CompressedLaunch]:
     """The cuts that fit, with every number of picks."""
     n, k, gated = shape
-    table = load_table()
-    known = [CompressedLaunch(*entry) for key, entry in table.compressed.items() if key[:3] == shape]
+    entries = [entry for key, entry in load_table().entries.items() if key[:3] == shape]
+    known = [CompressedLaunch(*entry["compressed"]["launch"]) for entry in entries if "compressed" in entry]
     for cut, picks in product(dict.fromkeys([replace(each, picks=0) for each in (*CUTS, *known)]), PICKS):
         launch = replace(cut, picks=picks)
         whole = n % launch.block_n == 0 and k % (launch.splits * BLOCK) == 0

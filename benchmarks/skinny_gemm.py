@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,7 +66,7 @@ SHAPES = {
 Qwen3-8B's `down` has the shape of `draft fc`. gpt-oss is GPT-OSS-20B, with its EAGLE-3 head; qwen3-moe Qwen3-30B-A3B.
 """
 ROWS = (16, 32, 64, 128, 192, 256)
-TABLE = Path(kernels.__file__).with_name("skinny_gemm.json")
+TABLE = kernels.TABLE
 Shapes = dict[str, tuple[int, int, bool]]
 Entry = dict[str, Any]
 Candidates = Callable[[int, int, int, bool], Iterator[RowsLaunch]]

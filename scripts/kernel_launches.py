@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from treetop.kernels.attention.attention import paged_attention
-from treetop.kernels.attention.attention_config import CallShape, launch_table
+from treetop.kernels.attention.attention_config import CallShape
+from treetop.kernels.attention.attention_config import load_table as attention_table
 from treetop.kernels.attention.index_scores import paged_index_scores
 from treetop.kernels.attention.indexer import IndexQuery
 from treetop.kernels.attention.latent_attention import latent_attention
@@ -103,10 +104,10 @@ def _empty(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
 
 def _products(card: Card) -> Iterator[Case]:
     """Of weights in 16 bits, of the shapes in `skinny_gemm.json`, and in 12 bits."""
-    gpu, table = card.gpu, load_table()
+    gpu, table = card.gpu, load_table().entries
     for n, k, gated, rows in (
-        *table.launches,
-        *((n, k, gated, 512) for n, k, gated, rows in table.whole if rows == 16),
+        *(key for key, entry in table.items() if "launch" in entry),
+        *((n, k, gated, 512) for (n, k, gated, rows), entry in table.items() if rows == 16 and "whole" in entry),
     ):
         x, weight = _empty(rows, k), _empty(n, k)
         multiply, what = gated_rows if gated else skinny_gemm, f"{n} x {k}{', gated' * gated}, {rows} rows"
@@ -115,7 +116,7 @@ def _products(card: Card) -> Iterator[Case]:
             yield f"product {what}", partial(multiply, x, weight, launch, gpu)
         if whole is not None:
             yield f"product uncut {what}", partial(multiply, x, weight, whole, gpu, rounds=True)
-    for n, k, gated in dict.fromkeys(key[:3] for key in table.launches):
+    for n, k, gated in dict.fromkeys(key[:3] for key in table):
         for rows, offer in offers(n, k, gated, gpu).items():
             weight_12, launch_12 = _in_12_bits(n, k, gated), offer.launch
             what = f"product in 12 bits {n} x {k}{', gated' * gated}, {rows} rows"
@@ -256,7 +257,7 @@ class _Scene:
 def _measured() -> Iterator[_Scene]:
     """The classes of `attention_config.json`."""
     pattern = r"(tail|causal) h(\d+)x(\d+)x(\d+)e(\d+) rows(\d+) n(\d+) keys(\d+)"
-    for name in launch_table()["classes"]:
+    for name in attention_table().entries:
         found = re.fullmatch(pattern, name)
         assert found is not None, f"attention_config.json: {name} is no class"
         kv_heads, group, dim, element, rows, n, keys = map(int, found.groups()[1:])

@@ -14,21 +14,16 @@ import torch
 
 from support.scenes import scene
 from treetop import LLM
-from treetop.attention.auto import AutoBackend, ChoiceTable, Timing, load_table, make_backend, nearest_measured
+from treetop.attention import auto as choosing
+from treetop.attention.auto import AutoBackend, Timing, choose, load_table, make_backend, nearest_measured
 from treetop.attention.capabilities import Capabilities, GroupNeed, Need, Refusal
 from treetop.attention.registry import BACKENDS, refusal, require
 from treetop.attention.torch_backend import TorchBackend
 from treetop.kernels.attention import attention_config as launching
-from treetop.kernels.attention.attention_config import (
-    CallShape,
-    Launch,
-    entry_of,
-    launch_by_formula,
-    launch_table,
-    nearest_class,
-)
+from treetop.kernels.attention.attention_config import CallShape, Launch, launch_by_formula
 from treetop.kernels.gemm import skinny_gemm
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits
+from treetop.kernels.tuning import TunedTable, nearest
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 from treetop.types.ids import FULL
@@ -151,7 +146,8 @@ def auto_of(monkeypatch, s, classes, window=None, num_sms=8, serves=("triton", "
 
     for name in BACKENDS:
         monkeypatch.setitem(BACKENDS, name, replace(BACKENDS[name], make=partial(make, name)))
-    return AutoBackend(ChoiceTable(num_sms, "2026-01-01", classes), Need(torch.bfloat16, CPU, 4, (group,))), made
+    monkeypatch.setattr(choosing, "gpu_traits", lambda device: GpuTraits(8, True, 227 << 10))
+    return AutoBackend(TunedTable(num_sms, "2026-01-01", classes), Need(torch.bfloat16, CPU, 4, (group,))), made
 
 
 def test_auto_runs_each_class_on_its_fastest_backend(monkeypatch):
@@ -196,7 +192,7 @@ def test_keys_that_were_not_measured_take_the_nearest_that_were(keys, measured, 
         f"tail h2x3x64e2 rows2 n4 keys{keys}",
     }
     classes = others | {f"tail h2x3x64e2 rows4 n4 keys{each}" for each in measured}
-    found = nearest_class(f"tail h2x3x64e2 rows4 n4 keys{keys}", classes)
+    found = nearest(f"tail h2x3x64e2 rows4 n4 keys{keys}", classes, ("keys",))
     assert found == (want and f"tail h2x3x64e2 rows4 n4 keys{want}")
 
 
@@ -232,15 +228,14 @@ def test_a_class_that_was_not_measured_takes_the_nearest_that_was(wanted, near):
     prefill += ["rows8 n8192 keys8192", "rows8 n8192 keys32768"]
     rounds = ["rows1 n1 keys2048", "rows4 n1 keys2048", "rows64 n64 keys8192"]
     measured = [f"causal h8x4x128e2 {each}" for each in prefill] + [f"tail h8x4x128e2 {each}" for each in rounds]
-    found = nearest_measured(wanted, measured)
+    found = nearest_measured(wanted, TunedTable(8, "", {name: {} for name in measured}))
     assert found == (near and f"{wanted.split(' rows', maxsplit=1)[0]} {near}")
 
 
 def test_long_prompts_of_several_rows_run_on_fa3_where_it_is_installed():
     """By the committed table, up to the largest prefills and past them."""
-    table = load_table()
     for sizes in ("rows1 n2048 keys32768", "rows1 n8192 keys32768", "rows8 n1024 keys8192", "rows16 n8192 keys131072"):
-        name, why = table.choose(f"causal h8x4x128e2 {sizes}", frozenset({"triton", "fa3"}))
+        name, why = choose(load_table(), f"causal h8x4x128e2 {sizes}", frozenset({"triton", "fa3"}))
         assert name == "fa3", why
 
 
@@ -257,8 +252,9 @@ def test_a_launch_of_the_table_serves_other_context_limits(monkeypatch):
     """What was measured, and its nearest neighbour with no more splits than blocks; the formula for all else."""
     gpu, call = GpuTraits(132, True, 227 << 10), CallShape(1, 16, 8, 4, 128, 2, 2048)
     known = {2048: Launch(64, 32, 16, 4, 3), 131072: Launch(64, 64, 9, 4, 3)}
-    classes = {replace(call, max_kv_len=keys).shape_class: entry_of(launch) for keys, launch in known.items()}
-    monkeypatch.setattr(launching, "launch_table", lambda: {"num_sms": 132, "classes": classes})
+    classes = {replace(call, max_kv_len=keys).shape_class: launch for keys, launch in known.items()}
+    monkeypatch.setattr(launching, "load_table", lambda: TunedTable(132, "", classes))
+    monkeypatch.setattr(launching, "_measured", launching._measured.__wrapped__)
     choose = launching.choose_launch.__wrapped__
     for max_kv_len, keys, splits in (
         (2048, 2048, 16),
@@ -314,26 +310,29 @@ def test_auto_leaves_triton_only_for_a_margin(monkeypatch, fa3_us, want):
 
 def test_the_committed_tables_are_well_formed():
     """Classes that the code can form, times that are positive, backends that exist, launches with every field."""
-    for name, timings in load_table().classes.items():
+    for name, timings in load_table().entries.items():
         kind, *rest = name.split()
         assert len(rest) == 4
         assert kind in ("tail", "causal")
         assert "triton" in timings
         assert set(timings) <= set(BACKENDS)
         assert all(timing.us > 0 for timing in timings.values())
-    for name, entry in launch_table()["classes"].items():
+    classes = json.loads(launching.TABLE.read_text(encoding="utf-8"))["classes"]
+    assert len(classes) == len(launching.load_table().entries) > 50
+    for name, entry in classes.items():
         assert len(name.split()) == 5
         assert {"block_m", "block_n", "splits", "num_warps", "num_stages", "us"} <= set(entry)
         assert entry["us"] <= entry["formula_us"]
-    assert json.dumps(launch_table())
 
 
 def test_the_committed_launches_of_products_can_be_launched():
     """Shares of k are whole blocks, gated ones have one split, blocks are powers of two, and all fit a Hopper GPU."""
     table = skinny_gemm.load_table()
     assert table.num_sms == 132
-    assert len(table.launches) > 30
-    for (n, k, gated, rows), launch in table.launches.items():
+    launches = {key: entry["launch"] for key, entry in table.entries.items() if "launch" in entry}
+    assert len(launches) > 30
+    for (n, k, gated, rows), cut in launches.items():
+        launch = cut and skinny_gemm.RowsLaunch(*cut)
         assert rows == skinny_gemm.row_class(rows) <= skinny_gemm.MAX_ROWS
         if launch is not None:
             assert k % (launch.splits * launch.block_k) == 0

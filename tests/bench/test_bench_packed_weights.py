@@ -38,7 +38,7 @@ def bench(monkeypatch, tmp_path):
     for each in (module, tuner, frame):
         monkeypatch.setattr(each, "DEVICE", torch.device("cpu"))
         monkeypatch.setattr(each, "gpu_traits", lambda _: H200)
-    monkeypatch.setattr(kernels, "_TABLE", table)
+    monkeypatch.setattr(kernels, "TABLE", table)
     monkeypatch.setattr(module, "COLD_BYTES", 1)
     monkeypatch.setattr(module, "shapes_here", shapes, raising=False)
     caches = (load_table, offers, choose_launch)

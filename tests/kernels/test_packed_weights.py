@@ -17,7 +17,7 @@ from treetop.engine.startup.plan import plan_engine
 from treetop.engine.startup.weight_copies import copies_estimate, with_copies
 from treetop.kernels.gemm import packed_weights
 from treetop.kernels.gemm.packed_weights import BLOCK, MAX_ROWS, TILE, CompressedLaunch, compress, decompress
-from treetop.kernels.gemm.skinny_gemm import _TABLE, load_table
+from treetop.kernels.gemm.skinny_gemm import TABLE, load_table
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, ConfigError, EngineError
@@ -332,10 +332,11 @@ def test_the_committed_launches_can_be_launched():
 
     Their limits are within what their steps can add, and never grow with the rows.
     """
-    table = load_table()
-    assert len(table.compressed) > 10
-    for (n, k, gated, rows), entry in table.compressed.items():
-        launch, limits = CompressedLaunch(*entry), table.most_outliers[n, k, gated, rows]
+    compressed = {key: entry["compressed"] for key, entry in load_table().entries.items() if "compressed" in entry}
+    assert len(compressed) > 10
+    for (n, k, gated, rows), entry in compressed.items():
+        launch = CompressedLaunch(*entry["launch"])
+        limits = {int(each): most for each, most in entry["most_outliers"].items()}
         for each, maximum in limits.items():
             assert offers(n, k, gated, H200)[each] == Offer(launch, maximum)
         assert set(limits) <= set(ROWS)
@@ -351,9 +352,9 @@ def test_the_committed_launches_can_be_launched():
 
 
 def test_a_shape_has_one_entry_in_the_table():
-    entries = json.loads(_TABLE.read_text(encoding="utf-8"))["entries"]
+    entries = json.loads(TABLE.read_text(encoding="utf-8"))["entries"]
     assert len({(each["n"], each["k"], each["gated"], each["rows"]) for each in entries}) == len(entries)
-    assert len(load_table().launches) == sum("launch" in each for each in entries)
+    assert len(load_table().entries) == len(entries)
 
 
 @pytest.mark.parametrize(
@@ -381,8 +382,6 @@ def test_small_weights_and_broken_tiles_get_none(shape):
 
 
 def test_only_weights_larger_than_those_measured_without_gain_are_worth_it():
-    table = load_table()
-    without = [
-        n * k for n, k, gated, rows in table.launches if rows == 16 and (n, k, gated, 16) not in table.compressed
-    ]
+    entries = load_table().entries.items()
+    without = [n * k for (n, k, _, rows), entry in entries if rows == 16 and "compressed" not in entry]
     assert max(without) == twelve_bits._WORTH_PARAMETERS

@@ -14,7 +14,7 @@ import torch
 from support.launches import noted_launches
 from treetop.engine.startup.probed_products import probed_products
 from treetop.kernels.gemm.coded import CodedWeight, Coding
-from treetop.kernels.gemm.skinny_gemm import choose_whole, load_table, shared_bytes
+from treetop.kernels.gemm.skinny_gemm import choose_launch, choose_whole, shared_bytes
 from treetop.kernels.gemm.tiles import in_turn, tile
 from treetop.kernels.table import OpContext, Ops
 from treetop.kernels.triton_guard import GpuTraits
@@ -55,8 +55,7 @@ def test_no_launch_cuts_k_at_any_number_of_rows(name, gpu):
 
 def test_the_table_of_few_rows_cuts_k():
     """So there is something to be seen: elsewhere a launch of few rows has splits, by the number of rows."""
-    launches = load_table().launches
-    assert len({launches[4096, 14336, False, rows].splits for rows in (16, 192)}) > 1
+    assert len({choose_launch(rows, 4096, 14336, False, H200).splits for rows in (16, 192)}) > 1
 
 
 def test_a_width_that_no_block_divides_has_no_launch():

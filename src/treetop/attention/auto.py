@@ -6,12 +6,10 @@ the largest one answers for all beyond it. Fewer queries a row than were ever me
 run on Triton.
 """
 
-import json
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
-from importlib import resources
-from math import log2
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor
@@ -24,9 +22,12 @@ from treetop.kernels.attention.attention_config import CallShape
 from treetop.kernels.attention.metadata import AttentionMetadata
 from treetop.kernels.kv import PagedKV
 from treetop.kernels.triton_guard import gpu_traits
+from treetop.kernels.tuning import TunedTable, nearest, parted, read_table
 
-TABLE = "choices.json"
+TABLE = Path(__file__).with_name("choices.json")
 FALLBACK = "triton"
+SIZES = ("rows", "n", "keys")
+"""In the name of a class."""
 LAYERS = 32
 """Over how many layers a plan made on the host is spread, when its cost is weighed."""
 
@@ -50,73 +51,50 @@ class Timing:
         return self.us + self.plan_us / LAYERS
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceTable:
-    """num_sms: of the GPU that was measured.
-    date: of the run.
-    classes: shape class -> backend -> timing.
-    """
-
-    num_sms: int
-    date: str
-    classes: dict[str, dict[str, Timing]]
-
-    def choose(self, shape_class: str, usable: frozenset[str]) -> tuple[str, str]:
-        """The backend of a class of calls among `usable`, and the reason, with the class that was measured."""
-        measured = nearest_measured(shape_class, self.classes)
-        row = {} if measured is None else self.classes[measured]
-        timings = {name: timing for name, timing in row.items() if name in usable}
-        if FALLBACK not in timings:
-            return FALLBACK, f"{shape_class}: not measured on this kind of GPU"
-        best = min(timings, key=lambda name: timings[name].cost_us)
-        if timings[best].cost_us > WORTH[shape_class.split(maxsplit=1)[0]] * timings[FALLBACK].cost_us:
-            best = FALLBACK
-        times = ", ".join(f"{name} {timing.cost_us:.1f}" for name, timing in sorted(timings.items()))
-        where = "" if measured == shape_class else f" in {measured}"
-        return best, f"{shape_class}: {times} us{where} ({self.date})"
+ChoiceTable = TunedTable[dict[str, Timing]]
+"""The timings of backends by name, by the class of a call."""
 
 
-def nearest_measured(shape_class: str, measured: Iterable[str]) -> str | None:
-    """The class among `measured` of the same kind and heads that is nearest by powers of two.
-
-    Rows and queries count before keys, of which a round knows only the most there may be. Of equally near classes the
-    one with fewer rows, then fewer queries and keys. None if no class is of the same kind and heads, or if all have
-    more queries a row: few queries are another problem than many.
-    """
-    if shape_class in measured:
-        return shape_class
-    calls, (rows, n, keys) = _sizes(shape_class)
-    alike = {name: sizes for name in measured for same, sizes in [_sizes(name)] if same == calls}
-    if not alike or n < min(sizes[1] for sizes in alike.values()):
-        return None
-
-    def distance(name: str) -> tuple[float, float, tuple[int, int, int]]:
-        near_rows, near_n, near_keys = alike[name]
-        return abs(log2(near_rows / rows)) + abs(log2(near_n / n)), abs(log2(near_keys / keys)), alike[name]
-
-    return min(alike, key=distance)
-
-
-def _sizes(shape_class: str) -> tuple[str, tuple[int, int, int]]:
-    """Kind and heads of a class; and its rows, queries a row, and keys."""
-    kind, heads, rows, n, keys = shape_class.split()
-    sizes = int(rows.removeprefix("rows")), int(n.removeprefix("n")), int(keys.removeprefix("keys"))
-    return f"{kind} {heads}", sizes
-
-
+@cache
 def load_table() -> ChoiceTable:
     """The committed table."""
-    text = resources.files("treetop.attention").joinpath(TABLE).read_text(encoding="utf-8")
-    data = json.loads(text)
-    classes = {name: {k: Timing(**v) for k, v in row.items()} for name, row in data["classes"].items()}
-    return ChoiceTable(data["num_sms"], data["date"], classes)
+    return read_table(TABLE, lambda row: {name: Timing(**timing) for name, timing in row.items()})
+
+
+def choose(table: ChoiceTable, shape_class: str, usable: frozenset[str]) -> tuple[str, str]:
+    """The backend of a class of calls among `usable`, and the reason, with the class that was measured."""
+    measured = nearest_measured(shape_class, table)
+    row = {} if measured is None else table.entries[measured]
+    timings = {name: timing for name, timing in row.items() if name in usable}
+    if FALLBACK not in timings:
+        return FALLBACK, f"{shape_class}: not measured on this kind of GPU"
+    best = min(timings, key=lambda name: timings[name].cost_us)
+    if timings[best].cost_us > WORTH[shape_class.split(maxsplit=1)[0]] * timings[FALLBACK].cost_us:
+        best = FALLBACK
+    times = ", ".join(f"{name} {timing.cost_us:.1f}" for name, timing in sorted(timings.items()))
+    where = "" if measured == shape_class else f" in {measured}"
+    return best, f"{shape_class}: {times} us{where} ({table.date})"
+
+
+def nearest_measured(shape_class: str, table: ChoiceTable) -> str | None:
+    """The measured class of the same kind and heads that is nearest: rows and queries a row count before keys, of
+    which a round knows only the most there may be.
+
+    None if there is none, or if all have more queries a row: few queries are another problem than many.
+    """
+    if shape_class in table.entries:
+        return shape_class
+    calls, sizes = parted(shape_class, SIZES)
+    alike = [theirs["n"] for same, theirs in (parted(name, SIZES) for name in table.entries) if same == calls]
+    few = not alike or sizes["n"] < min(alike)
+    return None if few else nearest(shape_class, table.entries, ("rows", "n"), ("keys",))
 
 
 def summary(table: ChoiceTable, usable: frozenset[str]) -> str:
     """How many measured classes run on which of the usable backends, in one sentence."""
-    counts = Counter(table.choose(name, usable)[0] for name in table.classes)
+    counts = Counter(choose(table, name, usable)[0] for name in table.entries)
     shares = ", ".join(f"{count} on {name}" for name, count in counts.most_common())
-    return f"{shares} of {len(table.classes)} classes measured {table.date}; triton elsewhere" if counts else "triton"
+    return f"{shares} of {len(table.entries)} classes measured {table.date}; triton elsewhere" if counts else "triton"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +130,11 @@ class AutoBackend:
 
     def __init__(self, table: ChoiceTable, need: Need) -> None:
         self._need, self._groups = need, {group.name: group for group in need.groups}
-        here = gpu_traits(need.device).num_sms == table.num_sms
-        self._table = table if here else ChoiceTable(0, "", {})
-        measured = {name for timings in self._table.classes.values() for name in timings}
+        self._table = table if table.holds_for(gpu_traits(need.device)) else replace(table, entries={})
+        measured = {name for timings in self._table.entries.values() for name in timings}
         usable = frozenset(name for name in measured if name in BACKENDS and refusal(name, need) is None)
         full = [group for group in need.groups if group.window is None]
-        names = {FALLBACK, *(self._table.choose(one, usable)[0] for group in full for one in self._classes_of(group))}
+        names = {FALLBACK, *(choose(self._table, one, usable)[0] for group in full for one in self._classes_of(group))}
         self.parts = {name: BACKENDS[name].make(need) for name in sorted(names)}
         self.capabilities: Capabilities = _joint([BACKENDS[name].capabilities for name in names])
         self.reasons: dict[str, str] = {}
@@ -166,7 +143,7 @@ class AutoBackend:
     def _classes_of(self, group: GroupNeed) -> list[str]:
         """The measured classes of the group's heads."""
         heads = self._call(group, 1, 1, 1, False).heads
-        return [name for name in self._table.classes if name.split()[1] == heads]
+        return [name for name in self._table.entries if name.split()[1] == heads]
 
     def _call(self, group: GroupNeed, rows: int, n: int, max_kv_len: int, causal: bool) -> CallShape:
         ratio, size = group.heads // group.kv_heads, self._need.dtype.itemsize
@@ -180,7 +157,7 @@ class AutoBackend:
         rows, n = metadata.positions.shape
         shape_class = self._call(group, rows, n, metadata.max_kv_len, metadata.causal).shape_class
         if shape_class not in self._chosen:
-            chosen = self._table.choose(shape_class, frozenset(self.parts))
+            chosen = choose(self._table, shape_class, frozenset(self.parts))
             self._chosen[shape_class], self.reasons[shape_class] = chosen
         return self.parts[self._chosen[shape_class]]
 

@@ -55,10 +55,11 @@ def offers(n: int, k: int, gated: bool, gpu: GpuTraits) -> dict[int, Offer]:
         return {}
     found = {}
     for rows in ROWS:
-        key = (n, k, gated, row_class(rows))
-        if key in table.launches:
-            if rows in table.most_outliers.get(key, {}):
-                found[rows] = Offer(CompressedLaunch(*table.compressed[key]), table.most_outliers[key][rows])
+        entry = table.entries.get((n, k, gated, row_class(rows)), {})
+        if "launch" in entry:
+            measured = entry.get("compressed", {"most_outliers": {}})
+            if str(rows) in measured["most_outliers"]:
+                found[rows] = Offer(CompressedLaunch(*measured["launch"]), measured["most_outliers"][str(rows)])
         elif rows <= 16 and n * k > _WORTH_PARAMETERS:
             block_n = 2 * TILE if n % (2 * TILE) == 0 else TILE
             splits = 1 if gated else most_splits(n // block_n, k // BLOCK, gpu)

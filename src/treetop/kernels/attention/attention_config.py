@@ -5,16 +5,14 @@ launch, with its time and the formula's. A number of keys that was not measured 
 was. A class of which no number of keys was measured, and another kind of GPU, use the formula.
 """
 
-import json
-from collections.abc import Container
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
-from importlib import resources
-from typing import Any
+from functools import cache, lru_cache
+from pathlib import Path
 
 from treetop.kernels.triton_guard import GpuTraits, power_of_two
+from treetop.kernels.tuning import TunedTable, nearest, read_table
 
-TABLE = "attention_config.json"
+TABLE = Path(__file__).with_name("attention_config.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,39 +60,31 @@ class CallShape:
         return f"{kind} {self.heads} rows{rows} n{n} keys{keys}"
 
 
-def nearest_class(shape_class: str, measured: Container[str]) -> str | None:
-    """The class among `measured` that differs in nothing but its keys, and in those least by powers of two.
+@cache
+def load_table() -> TunedTable[Launch]:
+    """The committed table, by `CallShape.shape_class`."""
+    return read_table(TABLE, lambda entry: Launch(**{name: entry[name] for name in _TUNED}))
 
-    Of two equally near the smaller; None if there is no such class. The bound of a captured call is the context limit,
-    and what is fastest depends on that only weakly.
+
+@cache
+def _measured(shape_class: str) -> Launch | None:
+    """The launch of the class that differs from this one in nothing but its keys, and in those least.
+
+    The bound of a captured call is the context limit, and what is fastest depends on that only weakly.
     """
-    rest, keys = shape_class.rsplit(" keys", 1)
-    for factor in (2**step for step in range(32)):
-        for near in (int(keys) // factor, int(keys) * factor):
-            if f"{rest} keys{near}" in measured:
-                return f"{rest} keys{near}"
-    return None
-
-
-@lru_cache(maxsize=1)
-def launch_table() -> dict[str, Any]:
-    """The committed table: `num_sms` of its GPU, and `classes`."""
-    table: dict[str, Any] = json.loads(
-        resources.files("treetop.kernels.attention").joinpath(TABLE).read_text(encoding="utf-8")
-    )
-    return table
+    entries = load_table().entries
+    name = nearest(shape_class, entries, ("keys",))
+    return None if name is None else entries[name]
 
 
 @lru_cache(maxsize=4096)
 def choose_launch(call: CallShape, gpu: GpuTraits) -> Launch:
     """The launch of a call, from its shape alone: the table's, with no more splits than blocks, or the formula's."""
-    table = launch_table()
-    name = nearest_class(call.shape_class, table["classes"]) if gpu.num_sms == table["num_sms"] else None
-    if name is None:
+    found = _measured(call.shape_class) if load_table().holds_for(gpu) else None
+    if found is None:
         return launch_by_formula(call, gpu)
-    entry = {each: table["classes"][name][each] for each in _TUNED}
-    entry["splits"] = max(1, min(entry["splits"], -(-call.max_kv_len // entry["block_n"])))
-    return Launch(**entry, overlap=gpu.can_overlap)
+    splits = max(1, min(found.splits, -(-call.max_kv_len // found.block_n)))
+    return replace(found, splits=splits, overlap=gpu.can_overlap)
 
 
 def for_codes(launch: Launch, call: CallShape) -> Launch:

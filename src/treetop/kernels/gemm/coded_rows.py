@@ -8,7 +8,6 @@ rounded once. A gated weight's gates and ups are lines in turn, so that the acti
 there are.
 """
 
-import json
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -31,10 +30,11 @@ from treetop.kernels.gemm.tiles import (
     untile,
 )
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tl
+from treetop.kernels.tuning import TunedTable, read_table
 
 MAX_ROWS = 256
 _MOST_OF_BLOCK = 128
-_TABLE = Path(__file__).with_name("coded_rows.json")
+TABLE = Path(__file__).with_name("coded_rows.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,17 +164,6 @@ def _coded_kernel(
 # ------------------------------------------------------------------------------------------------------- the launch
 
 
-@dataclass(frozen=True, slots=True)
-class CodedTable:
-    """Measured launches, by (numbers, lines, k, gated, few rows or more), on GPUs of compute capability 9.
-
-    num_sms: of the GPU that was measured.
-    """
-
-    num_sms: int
-    launches: dict[tuple[str, int, int, bool, bool], CodedLaunch]
-
-
 FEW = 64
 """Rows up to which a launch is one of few."""
 
@@ -189,9 +178,9 @@ def choose_coded(
     are the same for any number of rows. Others get about three programs a multiprocessor, and of more than `FEW` rows
     blocks of twice the lines, as all that were measured.
     """
-    (lines, k), table = shape, load_coded_table()
-    found = table.launches.get((numbers, lines, k, gated, rows <= FEW))
-    if found is not None and gpu.can_overlap and gpu.num_sms == table.num_sms:
+    lines, k = shape
+    found = load_table().find((numbers, lines, k, gated, rows <= FEW), gpu)
+    if found is not None:
         return replace(found, splits=1) if whole else found
     splits = 1 if gated or whole else most_splits(-(-lines // TILE), -(-k // BLOCK), gpu)
     block_n = TILE if rows <= FEW else 2 * TILE
@@ -210,10 +199,6 @@ def row_block(rows: int) -> int:
 
 
 @cache
-def load_coded_table() -> CodedTable:
-    """The committed table."""
-    if not _TABLE.is_file():
-        return CodedTable(0, {})
-    data = json.loads(_TABLE.read_text(encoding="utf-8"))
-    entries = {(e["numbers"], e["lines"], e["k"], e["gated"], e["few"]): e["launch"] for e in data["entries"]}
-    return CodedTable(data["num_sms"], {key: CodedLaunch(*launch) for key, launch in entries.items()})
+def load_table() -> TunedTable[CodedLaunch]:
+    """The committed table, by numbers, lines, k, whether gated, and whether of few rows."""
+    return read_table(TABLE, lambda entry: CodedLaunch(*entry["launch"]), ("numbers", "lines", "k", "gated", "few"))

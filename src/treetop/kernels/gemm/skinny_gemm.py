@@ -12,10 +12,10 @@ A sum's bits depend on where k is cut and on nothing else of a launch. Without a
 bits among any others, and a bias or a gate comes after a sum that is rounded, as behind the vendor's product.
 """
 
-import json
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +23,10 @@ from torch import Tensor
 from treetop.kernels.dependent_launch import ask_for, launch_options, pdl_wait
 from treetop.kernels.gate import Gate, activated, activated_reference
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tiles_of, tl
+from treetop.kernels.tuning import TunedTable, read_table
 
 MAX_ROWS = 256
-_TABLE = Path(__file__).with_name("skinny_gemm.json")
+TABLE = Path(__file__).with_name("skinny_gemm.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,10 +266,9 @@ def choose_launch(rows: int, n: int, k: int, gated: bool, gpu: GpuTraits) -> Row
     """
     if rows > MAX_ROWS:
         return None
-    table = load_table()
-    key = (n, k, gated, row_class(rows))
-    if table.holds_for(gpu) and key in table.launches:
-        return table.launches[key]
+    entry = load_table().find((n, k, gated, row_class(rows)), gpu) or {}
+    if "launch" in entry:
+        return entry["launch"] and RowsLaunch(*entry["launch"])
     block_n, block_k = 64, 64 if k % 128 else 128
     if row_class(rows) > 64 or k % block_k or n < block_n:
         return None
@@ -313,8 +313,9 @@ def choose_whole(rows: int, n: int, k: int, gated: bool, gpu: GpuTraits) -> Rows
 
 def measured_whole(rows: int, n: int, k: int, gated: bool, gpu: GpuTraits) -> RowsLaunch | None:
     """The fastest launch, by `benchmarks/skinny_gemm.py --whole`; None where that is the vendor's product."""
-    table = load_table()
-    return table.whole.get((n, k, gated, row_class(rows))) if rows <= MAX_ROWS and table.holds_for(gpu) else None
+    entry = (load_table().find((n, k, gated, row_class(rows)), gpu) if rows <= MAX_ROWS else None) or {}
+    launch = entry.get("whole", {}).get("launch")
+    return launch and RowsLaunch(*launch)
 
 
 def most_splits(tiles: int, blocks: int, gpu: GpuTraits) -> int:
@@ -332,37 +333,13 @@ def shared_bytes(launch: RowsLaunch, rows: int, gated: bool) -> int:
     return 2 * launch.num_stages * launch.block_k * lines
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchTable:
-    """Measured launches, by (n, k, gated, row class); None is the vendor's product.
-
-    num_sms: of the GPU that was measured, which has compute capability 9.
-    compressed: the fields of a `packed_weights.CompressedLaunch`, where that is faster still.
-    most_outliers: by rows, with how many in a block.
-    whole: launches that do not cut k, where that was measured and is faster than the vendor's product.
-    """
-
-    num_sms: int
-    launches: dict[tuple[int, int, bool, int], RowsLaunch | None]
-    compressed: dict[tuple[int, int, bool, int], tuple[int, int, int, int, int]]
-    most_outliers: dict[tuple[int, int, bool, int], dict[int, int]]
-    whole: dict[tuple[int, int, bool, int], RowsLaunch]
-
-    def holds_for(self, gpu: GpuTraits) -> bool:
-        return gpu.can_overlap and gpu.num_sms == self.num_sms
-
-
 @cache
-def load_table() -> LaunchTable:
-    """The committed table."""
-    if not _TABLE.is_file():
-        return LaunchTable(0, {}, {}, {}, {})
-    data = json.loads(_TABLE.read_text(encoding="utf-8"))
-    entries = {(e["n"], e["k"], e["gated"], e["rows"]): e for e in data["entries"]}
-    launches = {key: e["launch"] and RowsLaunch(*e["launch"]) for key, e in entries.items() if "launch" in e}
-    uncut = {key: e["whole"]["launch"] for key, e in entries.items() if "whole" in e}
-    whole = {key: RowsLaunch(*launch) for key, launch in uncut.items() if launch is not None}
-    measured = {key: e["compressed"] for key, e in entries.items() if "compressed" in e}
-    compressed = {key: tuple(e["launch"]) for key, e in measured.items()}
-    limits = {key: {int(rows): maximum for rows, maximum in e["most_outliers"].items()} for key, e in measured.items()}
-    return LaunchTable(data["num_sms"], launches, compressed, limits, whole)
+def load_table() -> TunedTable[dict[str, Any]]:
+    """The committed table, by n, k, whether gated, and row class. Of an entry, where it was measured:
+
+    launch: the fields of a `RowsLaunch`, or None for the vendor's product.
+    whole: `launch`, the same of those that do not cut k.
+    compressed: `launch`, the fields of a `packed_weights.CompressedLaunch`, if faster still; `most_outliers`, by rows,
+        with how many in a block.
+    """
+    return read_table(TABLE, dict, ("n", "k", "gated", "rows"))
