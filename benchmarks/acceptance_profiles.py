@@ -47,12 +47,19 @@ def root_of(value: Callable[[float], float], wanted: float, low: float, high: fl
 
 def chances_by_depth(chains: dict[int, float]) -> list[float]:
     """The mean chance of the best proposal at each depth, of the accept lengths of chains by their steps: one chance
-    for all depths that a chain has and no shorter one.
+    for all depths that a chain has and no shorter one. Raises ValueError where no chance below 1 gives a length, as
+    of chains that were measured on too few prompts.
     """
     chances: list[float] = []
     length, reached = 1.0, 1.0
     for steps, measured in sorted(chains.items()):
         new, here, before = steps - len(chances), reached, length
+        if not before <= measured < before + here * new:
+            raise ValueError(
+                f"measured: a chain of {steps} steps with an accept length of {measured} after one of {len(chances)} "
+                f"with {before}: chances below 1 give at least that and less than {before + here * new:.3f}. "
+                "Measure on more prompts, or leave one out"
+            )
         chance = root_of(lambda a: before + here * sum(a ** (i + 1) for i in range(new)), measured, 0, 1)  # noqa: B023
         length, reached = measured, here * chance**new
         chances += [chance] * new
@@ -167,7 +174,10 @@ def main() -> None:
     parser.add_argument("--fit", nargs="+", default=[], help="files to fit, first")
     args = parser.parse_args()
     for name in args.fit:
-        write(Path(name), fitted(read_profile(name)))
+        try:
+            write(Path(name), fitted(read_profile(name)))
+        except ValueError as error:
+            parser.error(f"--fit {name}: {error}")
     names = args.fit or args.profiles
     print(
         json.dumps({name: {k: round(v, 3) for k, v in figures(read_profile(name)).items()} for name in names}, indent=1)

@@ -34,6 +34,12 @@ def test_chances_of_every_profile_give_its_chains(bench):
             assert found == pytest.approx(list(chains.values()), abs=2e-3)
 
 
+@pytest.mark.parametrize("chains", [{3: 2.643, 5: 3.03, 7: 3.385}, {1: 2.0}, {3: 2.5, 5: 2.4}])
+def test_chains_that_no_chances_below_1_give_are_refused_by_name(bench, chains):
+    with pytest.raises(ValueError, match=rf"a chain of {max(chains)} steps.*Measure on more prompts"):
+        bench.chances_by_depth(chains)
+
+
 @pytest.mark.parametrize("name", ["kimi-k2", "qwen3-235b-a22b"])
 def test_raw_ranking_gives_what_was_measured_and_calibration_mends_it(bench, name, monkeypatch):
     monkeypatch.setattr(bench, "ROUNDS", 12)
