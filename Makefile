@@ -71,15 +71,18 @@ test-gpu: $(DEV)
 	sh -c '$(GPU_RUN)' $(GPU_LAST) || failed=1; \
 	exit $$failed
 
-# Libraries that agents are written with, against the server, in an environment of their own.
+# Libraries that agents are written with, and agents from npm where it is there, against the server, in an environment of
+# their own.
 CLIENTS ?= .clients-venv
 
 clients:
 	@$(MAKE) VENV=$(CLIENTS) $(CLIENTS)/.clients
-	OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest tests/api/test_client_libraries.py
+	OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest tests/api/test_client_libraries.py tests/api/test_agent_programs.py
 
 $(VENV)/.clients: $(READY)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[clients]"
+	npm install --silent --prefix $(VENV) @openai/codex@0.171.0 @anthropic-ai/claude-code@2.1.197 && \
+	  node $(VENV)/node_modules/@anthropic-ai/claude-code/install.cjs || echo "no agents: npm cannot install them"
 	@touch $@
 
 check: $(DEV)

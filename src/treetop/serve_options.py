@@ -97,6 +97,9 @@ class ServeOptions:
     enable_update_weights: bool = option(
         False, "POST /update_weights_from_disk puts the weights of another folder of this machine into the engine"
     )
+    ignore_unknown_fields: bool = option(
+        False, "leave unknown fields of requests out, and log each name once; else a 400"
+    )
     no_ui: bool = option(False, "no page at /, which chats with the model")
     access_log: bool = option(False, "a log line for each answer: client, method, path, status, seconds, request id")
     request_timeout: float | None = option(

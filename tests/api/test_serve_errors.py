@@ -43,7 +43,7 @@ def error_of(server, path, body) -> dict:
             "tools[2].function.parametrs",
             "did you mean `parameters`?",
         ),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search' is not supported, only 'function'"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search' is not supported, only 'fun"),
         ({"stream": True, "stream_options": {"foo": 1}}, "stream_options.foo", "unknown field"),
         (
             {"stream": True, "stream_options": {"include_obfuscation": True}},
@@ -76,7 +76,7 @@ def test_an_error_of_a_chat_names_the_place(server, changes, param, words):
     ("path", "changes", "words"),
     [
         (MESSAGES, {"messages": [of_user({"type": "image"})]}, "messages[0].content[0].type: 'image' is not supported"),
-        (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "s"}]}, "tools[0].type: 'web_search_20250305'"),
+        (MESSAGES, {"tools": [{"type": "web_seek_20250305", "name": "s"}]}, "tools[0].type: 'web_seek_20250305'"),
         (
             MESSAGES,
             {
@@ -95,9 +95,9 @@ def test_an_error_of_a_chat_names_the_place(server, changes, param, words):
             {"messages": [HI, {**USED, "content": [RESULT]}]},
             "messages[1].content[0].type: no 'tool_result' in",
         ),
-        (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools[0].type: 'web_search' is not supported"),
+        (RESPONSES, {"tools": [{"type": "web_seek"}]}, "tools[0].type: 'web_seek' is not supported"),
         (RESPONSES, {"input": [of_user({"type": "input_image"})]}, "input[0].content[0].type: 'input_image'"),
-        (RESPONSES, {"input": [{"type": "local_shell_call"}]}, "input[0].type: 'local_shell_call' is not supported"),
+        (RESPONSES, {"input": [{"type": "item_reference"}]}, "input[0].type: 'item_reference' is not supported"),
         (
             RESPONSES,
             {"input": [OUTPUT], "instructions": "be brief"},

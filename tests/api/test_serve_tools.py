@@ -184,7 +184,21 @@ BAD = {
     "tools[0].function.name: String should match pattern": {
         "tools": [{"type": "function", "function": {"name": "a b>"}}]
     },
-    "is not supported, only 'function'": {"tools": [{"type": "web_search"}]},
+    "is not supported, only 'function', 'custom'": {"tools": [{"type": "web_search"}]},
+    "tool_choice: there is no custom tool 'get_weather'": {
+        "tools": TOOLS,
+        "tool_choice": {"type": "custom", "custom": {"name": "get_weather"}},
+    },
+    "tool_choice: there is no tool 'other'": {
+        "tools": TOOLS,
+        "tool_choice": {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "other"}}]},
+        },
+    },
+    "enable_thinking and thinking: give one of them": {"enable_thinking": True, "thinking": {"type": "disabled"}},
+    "reasoning_effort and reasoning.effort: give one": {"reasoning_effort": "low", "reasoning": {"effort": "high"}},
+    "reasoning.exclude: not supported": {"reasoning": {"exclude": True}},
     "tools: List should have at most 1024": {"tools": TOOLS * 400},
     "guided_regex: beside tools a JSON schema or object alone": {"tools": TOOLS, "guided_regex": "a"},
     "structured_output": {"tools": TOOLS, "tool_choice": "required"},

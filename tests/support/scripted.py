@@ -41,11 +41,11 @@ class ScriptedClient:
     failure = pause = None
     is_stalled, num_restarts = False, 0
 
-    def __init__(self, reply: Callable[[str], str], can_constrain: bool = False) -> None:
-        self.reply, self.prompts = reply, []
+    def __init__(self, reply: Callable[[str], str], can_constrain: bool = False, context: int = 16384) -> None:
+        self.reply, self.prompts, self.params = reply, [], []
         folder, vocab_size = str(resolve_folder("builtin:nestling")), TOKENIZER.vocab_size
         own = {"can_constrain": can_constrain, "can_change_logits": can_constrain}
-        self.info = CoreInfo(folder, vocab_size, 16384, 64, SpecShape(1, 1, 2), **own)
+        self.info = CoreInfo(folder, vocab_size, context, 64, SpecShape(1, 1, 2), **own)
         self.fails: str | None = None
         self.pace_s = 0.0
         self.running: dict[RequestId, asyncio.Task] = {}
@@ -68,6 +68,7 @@ class ScriptedClient:
     async def _run(self, asked, sink) -> None:
         prompt = TOKENIZER.decode(list(asked.prompt_ids), special=True)
         self.prompts.append(prompt)
+        self.params.append(asked.params)
         ids = TOKENIZER.encode(self.reply(prompt), special=False)
         reason = "stop" if len(ids) <= asked.params.max_tokens else "length"
         ids = ids[: asked.params.max_tokens]
@@ -97,13 +98,13 @@ class ScriptedClient:
 
 @contextmanager
 def scripted(
-    reply: Callable[[str], str], can_constrain: bool = False, **options
+    reply: Callable[[str], str], can_constrain: bool = False, context: int = 16384, **options
 ) -> Iterator[tuple[str, ScriptedClient]]:
     """The address of a server on a thread of this process, and its core.
 
     can_constrain: structures are asked for and checked; the texts are what they are.
     """
-    core = ScriptedClient(reply, can_constrain)
+    core = ScriptedClient(reply, can_constrain, context)
     chosen = {"chat_template": TEMPLATE, "tool_call_parser": "hermes", "reasoning_parser": "qwen3", **options}
     api = ApiState(core, ServeOptions(**chosen), "scripted", 0, InFlightCounter())
     config = uvicorn.Config(make_app(api), port=0, log_config=None, lifespan="off", http="h11")

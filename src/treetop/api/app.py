@@ -47,6 +47,7 @@ def make_app(api: ApiState) -> FastAPI:
         responses=RESPONSES,
         redirect_slashes=False,  # a redirect would go wherever the client's Host says
     )
+    app.state.ignore_unknown_fields = api.options.ignore_unknown_fields
     add_error_handlers(app, {name for each in _REQUESTS for name in each.model_fields})
     for router in (completions(api), chat(api), responses(api), messages(api), operations(api)):
         app.include_router(router)

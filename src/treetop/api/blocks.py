@@ -15,13 +15,14 @@ class Block:
     """Text of one kind.
 
     index: among the output's blocks.
-    id, name: of a call, whose text is its arguments.
+    id, name: of a call, whose text is its arguments. is_custom: of a custom tool, whose text is what it is given.
     """
 
     kind: BlockKind
     index: int
     id: str = ""
     name: str = ""
+    is_custom: bool = False
     pieces: list[str] = field(default_factory=list)
 
     @property
@@ -48,7 +49,7 @@ class Blocks:
         """What these do to which block, and by which text it grows."""
         for event in events:
             if isinstance(event, CallStart):
-                yield from self._begin(Block("call", len(self.all), event.id, event.name))
+                yield from self._begin(Block("call", len(self.all), event.id, event.name, event.is_custom))
             elif isinstance(event, CallEnd):
                 yield from self.close()
             else:

@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError, from_json
 from starlette.exceptions import HTTPException
 
+from treetop.api.requests.hints import UNKNOWN_LEFT_OUT
 from treetop.types.errors import InputError
 
 MAX_OBJECTS = 2**17
@@ -88,6 +89,7 @@ class BodyRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def handled(request: Request) -> Response:
+            UNKNOWN_LEFT_OUT.set(request.app.state.ignore_unknown_fields)
             return await handle(BodyRequest(request.scope, request.receive))
 
         return handled

@@ -13,9 +13,8 @@ from treetop.api.errors import ApiError, anthropic_body
 from treetop.api.events import TYPED_STREAMS, Answer, EventTemplate, answered, collected, json_response, typed_event
 from treetop.api.limits import BodyRoute
 from treetop.api.requests.messages_body import CountRequest, MessagesRequest, ThinkingOptions
-from treetop.api.turn import Turn, check_budget, prompt_of, start_turn
+from treetop.api.turn import Turn, check_budget, prompt_of, start_turn, thinking_switches
 from treetop.outputs import RequestOutput, TextDelta
-from treetop.types.errors import InputError
 
 
 class AnthropicErrorDetail(BaseModel):
@@ -151,11 +150,8 @@ def _thinking(api: ApiState, asked: ThinkingOptions | None) -> dict[str, Any]:
         return {}
     if asked.budget_tokens is not None:
         check_budget(api, "thinking: budget_tokens")
-    wanted, form = asked.type != "disabled", api.output_format
-    switches = {name: wanted for name in ("enable_thinking", "thinking") if api.rendering.template.reads(name)}
-    if not switches and wanted != (form.is_harmony or form.thinking is not None):
-        raise InputError(f"thinking: {asked.type} is nothing that this model's chat template knows")
-    return switches
+    as_it_wants = asked.type == "adaptive"
+    return thinking_switches(api, asked.type != "disabled", None if as_it_wants else f"thinking: {asked.type}")
 
 
 def messages(api: ApiState) -> APIRouter:

@@ -18,7 +18,7 @@ from treetop.outputs import RequestOutput, TextDelta
 from treetop.parsers.events import CallEnd
 from treetop.text.chat_input import Message
 
-_PREFIX = {"text": "msg", "reasoning": "rs", "call": "fc"}
+_PREFIX = {"text": "msg", "reasoning": "rs", "call": "fc", "custom": "ctc"}
 _NUMBER, _NUMBERED = "sequence_number", b'"sequence_number":0'
 """Of an event among all, and how the first one's is written."""
 Written = dict[str, Any]
@@ -93,7 +93,7 @@ class ResponsesAnswer(Answer):
             ends = isinstance(event, CallEnd) and index == len(events)
             for step, block, text in self._blocks.take([event]):
                 if step == "opens":
-                    self._ids.append(new_id(_PREFIX[block.kind]))
+                    self._ids.append(new_id(_PREFIX["custom" if block.is_custom else block.kind]))
                 yield self._closed(step, block, text, last if ends else "completed")
         self._num_reasoning += len(delta.token_ids) if self._blocks.is_reasoning else 0
         if delta.output is not None:
@@ -110,7 +110,8 @@ class ResponsesAnswer(Answer):
         where = {"item_id": self._ids[block.index], "output_index": block.index}
         part, name = {**where, "content_index": 0}, f"response.{'output' if block.kind == 'text' else 'reasoning'}_text"
         if block.kind == "call":
-            part, name = where, "response.function_call_arguments"
+            part = where
+            name = f"response.{'custom_tool_call_input' if block.is_custom else 'function_call_arguments'}"
         logprobs: Written = {"logprobs": []} if block.kind == "text" else {}
         if step == "opens":
             yield {"type": "response.output_item.added", "output_index": block.index, "item": self._item(block)}
@@ -119,7 +120,7 @@ class ResponsesAnswer(Answer):
         elif step == "grows":
             yield {"type": f"{name}.delta", **part, "delta": text, **logprobs}
         elif block.kind == "call":
-            yield {"type": f"{name}.done", **part, "name": block.name, "arguments": block.text}
+            yield {"type": f"{name}.done", **part, **self._called(block)}
         else:
             yield {"type": f"{name}.done", **part, "text": block.text, **logprobs}
             yield {"type": "response.content_part.done", **part, "part": _part(block)}
@@ -134,8 +135,16 @@ class ResponsesAnswer(Answer):
             return {**base, "type": "message", "role": "assistant", "content": parts}
         if block.kind == "reasoning":
             return {**base, "type": "reasoning", "summary": [], "content": parts, "encrypted_content": None}
-        called = {"call_id": block.id, "name": block.name, "arguments": block.text}
-        return {**base, "type": "function_call", **called}
+        kind = "custom_tool_call" if block.is_custom else "function_call"
+        return {**base, "type": kind, "call_id": block.id, **self._called(block)}
+
+    def _called(self, block: Block) -> Written:
+        """What a call says: of which tool, and what it is given."""
+        said = {"input" if block.is_custom else "arguments": block.text}
+        tool, namespace = self._body.own_tools.get(block.name, (None, None))
+        if tool is None or namespace is None:
+            return {"name": block.name, **said}
+        return {"name": tool.name, "namespace": namespace, **said}
 
     def _end(self, output: RequestOutput) -> Written:
         """The response, which is kept if it is to be."""

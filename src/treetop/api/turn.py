@@ -9,8 +9,10 @@ from fastapi import Request
 
 from treetop.api.api_state import ApiState, Asked
 from treetop.api.requests.chat_body import ChatRequest
+from treetop.api.requests.hints import left_out
 from treetop.async_llm import DeltaStream
 from treetop.outputs import TextDelta
+from treetop.parsers.custom import CustomCalls
 from treetop.parsers.events import Arguments, CallStart, Content, Event, Parser, Reasoning
 from treetop.parsers.harmony import begins_message
 from treetop.parsers.registry import OutputFormat
@@ -43,7 +45,7 @@ async def prompt_of(api: ApiState, body: ChatRequest) -> list[int]:
     """Ids of a chat as the model gets it. Raises InputError and ApiError."""
     api.check_model(body.model)
     calls, reading = body.calls, body.reading(body.most_tokens)
-    options = {**_thinking_options(api, body.reasoning_effort), **body.template_options}
+    options = {**_thinking_options(api, body), **body.template_options}
     if tools := calls.for_template:
         _check_tools(api, calls.forced)
         options["tools"] = tools
@@ -57,8 +59,8 @@ async def start_turn(api: ApiState, request: Request, body: ChatRequest, *, cuts
 
     cuts: the most tokens that are asked for may be more than the context has room for.
     """
-    if body.thinking_token_budget is not None:
-        check_budget(api, "thinking_token_budget")
+    if body.thinking_budget is not None:
+        check_budget(api, "thinking_token_budget" if body.reasoning is None else "reasoning.max_tokens")
     ids = await prompt_of(api, body)
     if not cuts and body.most_tokens is not None:
         api.check_room(
@@ -69,7 +71,8 @@ async def start_turn(api: ApiState, request: Request, body: ChatRequest, *, cuts
     special = {} if tokenizer is None else tokenizer.special_names
     reading = reading_of(form, body, tail, special)
     await api.check_structure(request, body, reading.structure)
-    parsers = [reading.parser() for _ in range(body.n)]
+    custom = body.calls.custom
+    parsers = [CustomCalls(reading.parser(), custom) if custom else reading.parser() for _ in range(body.n)]
     deltas = api.start([ids], body, body.most_tokens, reading.structure, not special.keys().isdisjoint(reading.words))
     return Turn(ids, deltas, parsers)
 
@@ -107,7 +110,7 @@ def reading_of(form: OutputFormat, body: ChatRequest, tail: str, special: Mappin
 def _with_reasoning(form: OutputFormat, body: ChatRequest, tail: str, special: Mapping[str, int]) -> Asked | None:
     """What the output is held to, behind what may be thought before it; and by which field."""
     held, in_messages = body.structure is not None or body.holds_calls, _is_in_messages(form, body, tail)
-    reasoning = form.reasoning(tail, body.thinking_token_budget, held)
+    reasoning = form.reasoning(tail, body.thinking_budget, held)
     if body.structure is not None and not in_messages:
         field, structure = body.structure
         return field, replace(structure, reasoning=None if form.is_harmony else reasoning)
@@ -147,16 +150,39 @@ def _check_tools(api: ApiState, forced: bool) -> None:
         )
 
 
-def _thinking_options(api: ApiState, effort: str | None) -> dict[str, Any]:
-    """What a template is told of `reasoning_effort`: it, or whether to think at all. Raises InputError."""
-    if effort is None or api.rendering is None:
+def _thinking_options(api: ApiState, body: ChatRequest) -> dict[str, Any]:
+    """What a template is told of thinking: an effort, or whether to think at all.
+
+    Raises InputError for a template that knows no such thing, unless it is a hint.
+    """
+    effort, thinks = body.effort, body.thinks
+    if api.rendering is None:
         return {}
-    reads = api.rendering.template.reads
-    if reads("reasoning_effort"):
-        return {"reasoning_effort": effort}
-    switches = {name: effort != "none" for name in ("enable_thinking", "thinking") if reads(name)}
-    if not switches:
-        raise InputError("reasoning_effort: the model's chat template knows no such thing")
+    switches = {} if thinks is None else thinking_switches(api, thinks, "enable_thinking")
+    if effort is None:
+        return switches
+    if api.rendering.template.reads("reasoning_effort"):
+        return {**switches, "reasoning_effort": effort}
+    if not (known := thinking_switches(api, effort != "none", None)):
+        if not body.takes_hints:
+            raise InputError("reasoning_effort: the model's chat template knows no such thing")
+        left_out("effort", "a hint that the model's chat template does not know")
+    return {**known, **switches}
+
+
+def thinking_switches(api: ApiState, wanted: bool, field: str | None) -> dict[str, Any]:
+    """What a template is told of whether to think.
+
+    field: who says so. InputError names it if the model only does the other. None for a hint.
+    """
+    if api.rendering is None:
+        return {}
+    form, reads = api.output_format, api.rendering.template.reads
+    switches = {name: wanted for name in ("enable_thinking", "thinking") if reads(name)}
+    if field is not None and not switches and wanted != (form.is_harmony or form.thinking is not None):
+        raise InputError(
+            f"{field}: {'' if wanted else 'not '}thinking is nothing that this model's chat template knows"
+        )
     return switches
 
 
@@ -170,11 +196,11 @@ def _manners(api: ApiState) -> tuple[bool, bool]:
 
 @dataclass(slots=True)
 class Said:
-    """What a choice has said so far. calls: id, name and pieces of the arguments of each."""
+    """What a choice has said so far. calls: each, and the pieces of its arguments."""
 
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
-    calls: list[tuple[str, str, list[str]]] = field(default_factory=list)
+    calls: list[tuple[CallStart, list[str]]] = field(default_factory=list)
 
     def take(self, events: list[Event]) -> None:
         for event in events:
@@ -183,9 +209,9 @@ class Said:
             elif isinstance(event, Reasoning):
                 self.reasoning.append(event.text)
             elif isinstance(event, CallStart):
-                self.calls.append((event.id, event.name, []))
+                self.calls.append((event, []))
             elif isinstance(event, Arguments):
-                self.calls[event.index][2].append(event.text)
+                self.calls[event.index][1].append(event.text)
 
     def message(self) -> dict[str, Any]:
         """As a chat's answer has it; vLLM's name of the reasoning stands beside DeepSeek's."""
@@ -194,12 +220,15 @@ class Said:
         if reasoning:
             message |= {"reasoning_content": reasoning, "reasoning": reasoning}
         if self.calls:
-            message["tool_calls"] = [tool_call(id, name, "".join(said)) for id, name, said in self.calls]
+            message["tool_calls"] = [_tool_call(call, "".join(said)) for call, said in self.calls]
         return message
 
 
-def tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+def _tool_call(call: CallStart, said: str) -> dict[str, Any]:
+    """said: of its arguments."""
+    if call.is_custom:
+        return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": said}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": said}}
 
 
 def delta_of(events: list[Event]) -> dict[str, Any]:
@@ -208,10 +237,11 @@ def delta_of(events: list[Event]) -> dict[str, Any]:
     calls: dict[int, dict[str, Any]] = {}
     for event in events:
         if isinstance(event, CallStart):
-            calls[event.index] = {"index": event.index, **tool_call(event.id, event.name, "")}
+            calls[event.index] = {"index": event.index, **_tool_call(event, "")}
         elif isinstance(event, Arguments):
-            call = calls.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})
-            call["function"]["arguments"] += event.text
+            kind, name = ("custom", "input") if event.is_custom else ("function", "arguments")
+            call = calls.setdefault(event.index, {"index": event.index, kind: {name: ""}})
+            call[kind][name] += event.text
         else:
             said.take([event])
     delta: Mapping[str, Any] = {

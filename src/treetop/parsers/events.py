@@ -20,21 +20,27 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """A tool call begins. index: of the output's calls, from 0 on."""
+    """A tool call begins.
+
+    index: of the output's calls, from 0 on.
+    is_custom: of a tool that is given a text and no object, see `parsers/custom.py`.
+    """
 
     index: int
     id: str
     name: str
+    is_custom: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
     """More of a call's arguments, a JSON object in text. Joined they are JSON, what the model wrote if that was; a
-    beginning of it where the output was cut off.
+    beginning of it where the output was cut off. is_custom: they are a text.
     """
 
     index: int
     text: str
+    is_custom: bool = False
 
 
 @dataclass(frozen=True, slots=True)

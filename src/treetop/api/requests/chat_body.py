@@ -1,29 +1,35 @@
 """Bodies of `/v1/chat/completions`: messages, their parts and calls, and the request."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
     PrivateAttr,
+    Tag,
     ValidationError,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from treetop.api.limits import MAX_MESSAGES, MAX_PARTS, FewMembers, check_values
-from treetop.api.requests.fields import Body, SamplingFields
+from treetop.api.requests.fields import Body, SamplingFields, refuse_unsupported
 from treetop.api.requests.tools import Calls, ToolChoice, ToolList
+from treetop.parsers.custom import arguments_of
 from treetop.text.chat_input import Message
 from treetop.text.chat_template import check_options
 from treetop.types.constraint import StructuredOutput
 from treetop.types.errors import InputError, shown
+
+Value = TypeVar("Value")
 
 _OWN_FIELDS = ("tools", "add_generation_prompt", "continue_final_message")
 """What a request says in fields of their own, never in `chat_template_kwargs`."""
@@ -80,6 +86,43 @@ class ToolCall(BaseModel):
         return said
 
 
+class CustomInput(BaseModel):
+    """What a custom tool was given."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    name: str
+    input: str
+
+
+class CustomToolCall(BaseModel):
+    """A call of a custom tool that an assistant made."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    id: str | None = None
+    type: Literal["custom"]
+    custom: CustomInput
+
+    @property
+    def function(self) -> CalledFunction:
+        """As a model writes it."""
+        return CalledFunction(name=self.custom.name, arguments=arguments_of(self.custom.input))
+
+    def flat(self, as_text: bool) -> dict[str, Any]:
+        """As templates expect it; see `ToolCall`."""
+        return ToolCall(id=self.id, function=self.function).flat(as_text)
+
+
+def _kind_of_call(call: Any) -> str:
+    """A call of a function need not say that it is one."""
+    said = call.get("type") if isinstance(call, dict) else getattr(call, "type", None)
+    return "function" if said is None else said if isinstance(said, str) else ""
+
+
+Call = Annotated[
+    Annotated[ToolCall, Tag("function")] | Annotated[CustomToolCall, Tag("custom")], Discriminator(_kind_of_call)
+]
+
+
 def _object(text: str) -> str | dict[str, Any]:
     """The object that a call's arguments are; the text itself if it is none, as a model may have written it."""
     try:
@@ -95,7 +138,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Parts | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[Call], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = Field(None, description="as reasoning_content")
 
@@ -145,6 +188,25 @@ def check_arguments(messages: list[ChatMessage]) -> list[ChatMessage]:
 Messages = Annotated[list[ChatMessage], Field(max_length=MAX_MESSAGES, fail_fast=True), AfterValidator(check_arguments)]
 
 
+class Thinking(Body):
+    """Whether to think, as DeepSeek's and GLM's clients say it."""
+
+    type: Literal["enabled", "disabled"]
+
+
+class ReasoningFields(Body):
+    """How to think, as OpenRouter's clients say it. max_tokens: `thinking_token_budget`."""
+
+    effort: str | None = None
+    enabled: bool | None = None
+    max_tokens: int | None = Field(None, ge=0, lt=2**31)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unsupported(cls, values: Any) -> Any:
+        return refuse_unsupported(values, {"exclude": (False,)})
+
+
 class ChatRequest(SamplingFields):
     """OpenAI's request, with the options of `SamplingParams`, and chat_template_kwargs."""
 
@@ -163,12 +225,44 @@ class ChatRequest(SamplingFields):
     thinking_token_budget: int | None = Field(
         None, ge=0, lt=2**31, description="tokens of reasoning after which its end is forced"
     )
+    enable_thinking: bool | None = Field(None, description="whether to think, as in chat_template_kwargs")
+    thinking: Thinking | None = Field(None, description="the same, as DeepSeek's clients say it")
+    reasoning: ReasoningFields | None = Field(None, description="effort and budget, as OpenRouter's clients say them")
     _answers: dict[int, str] = PrivateAttr(default_factory=dict)
+    _takes_hints: bool = PrivateAttr(default=False)
 
     @property
     def answers(self) -> dict[int, str]:
         """By the index of a message of role tool: where a request of another kind says which call it answers."""
         return self._answers
+
+    @property
+    def thinks(self) -> bool | None:
+        """Whether to think; None if nothing is said of it. Raises InputError."""
+        return _one_of(
+            {
+                "enable_thinking": self.enable_thinking,
+                "thinking": None if self.thinking is None else self.thinking.type == "enabled",
+                "reasoning.enabled": None if self.reasoning is None else self.reasoning.enabled,
+            }
+        )
+
+    @property
+    def effort(self) -> str | None:
+        """Of thinking. Raises InputError."""
+        other = None if self.reasoning is None else self.reasoning.effort
+        return _one_of({"reasoning_effort": self.reasoning_effort, "reasoning.effort": other})
+
+    @property
+    def thinking_budget(self) -> int | None:
+        """Tokens. Raises InputError."""
+        other = None if self.reasoning is None else self.reasoning.max_tokens
+        return _one_of({"thinking_token_budget": self.thinking_token_budget, "reasoning.max_tokens": other})
+
+    @property
+    def takes_hints(self) -> bool:
+        """Whether an effort that the model's template does not know is left out: agents say one to every model."""
+        return self._takes_hints
 
     @cached_property
     def calls(self) -> Calls:
@@ -215,10 +309,15 @@ class ChatRequest(SamplingFields):
 
     @property
     def most_tokens(self) -> int | None:
-        given = {each for each in (self.max_tokens, self.max_completion_tokens) if each is not None}
-        if len(given) > 1:
-            raise InputError("max_tokens and max_completion_tokens: give one of them")
-        return given.pop() if given else None
+        return _one_of({"max_tokens": self.max_tokens, "max_completion_tokens": self.max_completion_tokens})
+
+
+def _one_of(said: Mapping[str, Value | None]) -> Value | None:
+    """What fields of one meaning say, by their names. Raises InputError where they say different things."""
+    given = {name: value for name, value in said.items() if value is not None}
+    if len({*given.values()}) > 1:
+        raise InputError(f"{' and '.join(given)}: give one of them")
+    return next(iter(given.values()), None)
 
 
 def chat_request(said: dict[str, Any], answers: Sequence[str]) -> ChatRequest:
@@ -232,5 +331,6 @@ def chat_request(said: dict[str, Any], answers: Sequence[str]) -> ChatRequest:
         first = error.errors(include_url=False, include_input=False)[0]
         raise InputError(f"{first['loc'][0] if first['loc'] else 'body'}: {first['msg']}") from None
     of_tools = [index for index, message in enumerate(chat.messages) if message.role == "tool"]
+    chat._takes_hints = True
     chat._answers = dict(zip(reversed(of_tools), reversed(answers), strict=False))
     return chat

@@ -10,6 +10,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 from treetop.api.limits import AllowedIds, FewMembers, StopIds, Texts, few_members
 from treetop.api.requests.extra_fields import TextFields, UnusedFields
+from treetop.api.requests.hints import UNKNOWN_LEFT_OUT, left_out
 from treetop.api.requests.structured import FIELDS, structured_output
 from treetop.types.constraint import StructuredOutput
 from treetop.types.errors import InputError, close_name, shown
@@ -81,6 +82,8 @@ class Body(BaseModel):
         fields = {field.alias or name: field for name, field in cls.model_fields.items()}
         optional = {name for name, field in fields.items() if not field.is_required()}
         _refuse_kind(values, fields)
+        if UNKNOWN_LEFT_OUT.get():
+            values = _known(values, fields)
         _refuse_misspelled(values, fields)
         return {name: value for name, value in values.items() if value is not None or name not in optional}
 
@@ -103,6 +106,14 @@ def _refuse_kind(values: dict[str, Any], fields: Mapping[str, FieldInfo]) -> Non
     if kinds and isinstance(kind, str) and kind not in kinds:
         told = {"at": ".type", "kind": shown(kind), "kinds": " or ".join(map(repr, kinds))}
         raise PydanticCustomError("unsupported", "{kind} is not supported, only {kinds}", told)
+
+
+def _known(values: dict[str, Any], fields: Iterable[str]) -> dict[str, Any]:
+    """Without fields that nobody knows."""
+    known = {*fields}
+    for name in sorted(values.keys() - known)[:MAX_NAMES_COMPARED]:
+        left_out(name, "an unknown field is left out (--ignore-unknown-fields)")
+    return {name: value for name, value in values.items() if name in known}
 
 
 def _refuse_misspelled(values: dict[str, Any], fields: Iterable[str]) -> None:

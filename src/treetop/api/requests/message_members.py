@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from treetop.api.errors import ApiError
+from treetop.api.requests.hints import UNKNOWN_LEFT_OUT, left_out
 from treetop.types.errors import close_name, shown
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ def check_messages(messages: "Sequence[ChatMessage]", template: str, answers: Ma
 def _check_members(where: str, extra: Mapping[str, object], taken: set[str]) -> None:
     for name, value in extra.items():
         if name not in taken and value not in (None, "", [], {}):
+            if UNKNOWN_LEFT_OUT.get():
+                left_out(f"messages: {name}", "an unknown field is left out (--ignore-unknown-fields)")
+                continue
             meant = close_name(name, (*_OF_API, *_ECHOED))
             hint = f"; did you mean `{meant}`?" if meant else ", which the chat template does not read"
             raise _wrong(f"{where}.{name[:100]}", f"unknown field{hint}", "unknown_parameter")

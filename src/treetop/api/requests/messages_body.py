@@ -1,26 +1,43 @@
 """Requests of Anthropic's `/v1/messages`, and the chats that they are."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from treetop.api.limits import MAX_MESSAGES, MAX_PARTS, FewMembers, check_values
 from treetop.api.requests.chat_body import ChatRequest, chat_request
 from treetop.api.requests.fields import MAX_STOPS, Body, refuse_unsupported
+from treetop.api.requests.hints import left_out
 from treetop.api.requests.tools import MAX_TOOLS
 from treetop.text.chat_input import Message
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "container": (),
-    "context_management": ({}, {"edits": []}),
     "mcp_servers": ([],),
     "service_tier": ("auto", "standard_only"),
     "inference_geo": (),
     "output_format": (),
 }
 """As `NEUTRAL` of `api/fields.py`."""
+
+
+_OF_PROVIDER = (
+    r"^(advisor|bash|code_execution|computer|mcp_toolset|memory|text_editor|tool_search_tool(_bm25|_regex)?|web_fetch|"
+    r"web_search)(_[0-9]{8})?$"
+)
+"""Types of tools of Anthropic's own, most with a date behind them."""
 
 
 class _Block(Body):
@@ -37,12 +54,19 @@ class TextBlock(_Block):
     citations: list[dict[str, Any]] | None = Field(None, max_length=MAX_PARTS)
 
 
-class ThinkingBlock(Body):
+class ThinkingBlock(_Block):
     """What was thought. signature: none is needed."""
 
     type: Literal["thinking"]
     thinking: str
     signature: str | None = None
+
+
+class RedactedThinkingBlock(_Block):
+    """What another model thought, encrypted: left out."""
+
+    type: Literal["redacted_thinking"]
+    data: str
 
 
 class ToolUseBlock(_Block):
@@ -55,25 +79,64 @@ class ToolUseBlock(_Block):
     caller: dict[str, Any] | None = None
 
 
+class ToolReferenceBlock(_Block):
+    """A tool that a search found, among those of `tools`. A model is told its name; it has been shown the tool."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+    @property
+    def text(self) -> str:
+        return self.tool_name
+
+
+ResultBlock = Annotated[TextBlock | ToolReferenceBlock, Field(discriminator="type")]
+
+
 class ToolResultBlock(_Block):
     """What a call gave."""
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    content: str | Annotated[list[ResultBlock], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     is_error: bool | None = None
 
 
-Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
-_NOT_OF = {"user": ("thinking", "tool_use"), "assistant": ("tool_result",)}
+class ProviderBlock(BaseModel):
+    """What a tool of Anthropic's own servers was asked and gave: left out."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    type: Literal[
+        "bash_code_execution_tool_result",
+        "code_execution_tool_result",
+        "container_upload",
+        "mcp_tool_result",
+        "mcp_tool_use",
+        "server_tool_use",
+        "text_editor_code_execution_tool_result",
+        "tool_search_tool_result",
+        "web_fetch_tool_result",
+        "web_search_tool_result",
+    ]
+
+
+Block = Annotated[
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock | ProviderBlock,
+    Field(discriminator="type"),
+]
+_NOT_OF = {
+    "user": ("thinking", "redacted_thinking", "tool_use"),
+    "assistant": ("tool_result",),
+    "system": ("thinking", "redacted_thinking", "tool_use", "tool_result"),
+}
 """Types of blocks that a role does not say."""
 BlockList = Annotated[list[Block], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
-class AnthropicMessage(Body):
-    """A message."""
+class AnthropicMessage(_Block):
+    """A message. Of role system, in the middle of a conversation: a model reads it as text of the user's."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | BlockList
 
     @field_validator("content")
@@ -89,7 +152,11 @@ class AnthropicMessage(Body):
 
 
 class AnthropicTool(_Block):
-    """A tool. Arguments stream whether `eager_input_streaming` is asked or not."""
+    """A tool. Arguments stream whether `eager_input_streaming` is asked or not.
+
+    defer_loading: to be shown once a search finds it; here it is shown at once.
+    allowed_callers: a model alone.
+    """
 
     type: Literal["custom"] = "custom"
     name: str
@@ -97,6 +164,27 @@ class AnthropicTool(_Block):
     input_schema: dict[str, Any]
     strict: bool | None = None
     eager_input_streaming: bool | None = None
+    defer_loading: bool | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    input_examples: Annotated[list[dict[str, Any]] | None, Field(max_length=MAX_PARTS)] = None
+
+
+class ProviderTool(BaseModel):
+    """A tool that Anthropic's own servers run, or that its models alone know. It is left out."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    type: Annotated[str, Field(pattern=_OF_PROVIDER)]
+
+
+def _kind_of_tool(tool: Any) -> str:
+    """A tool need not say that it is one."""
+    said = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "provider" if isinstance(said, str) and re.search(_OF_PROVIDER, said) else "custom"
+
+
+AnyTool = Annotated[
+    Annotated[AnthropicTool, Tag("custom")] | Annotated[ProviderTool, Tag("provider")], Discriminator(_kind_of_tool)
+]
 
 
 class AnthropicToolChoice(Body):
@@ -112,7 +200,7 @@ class ThinkingOptions(Body):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=0, lt=2**31)
-    display: Literal["summarized"] | None = None
+    display: Literal["summarized", "omitted"] | None = None
 
 
 class OutputFormat(Body):
@@ -129,14 +217,35 @@ class OutputConfig(Body):
     format: OutputFormat | None = None
 
 
-class CountRequest(Body):
+class KeepThinking(Body):
+    """So many of the last turns that thought."""
+
+    type: Literal["all", "thinking_turns"]
+    value: int | None = Field(None, ge=1)
+
+
+class ClearThinking(Body):
+    """Thoughts of earlier turns go. What is kept is a template's own: most show those since the last user alone."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"] | KeepThinking | None = None
+
+
+class ContextManagement(Body):
+    """What goes of a long conversation. Nothing else goes here: a client shortens what it sends."""
+
+    edits: Annotated[list[ClearThinking], Field(max_length=MAX_PARTS)] | None = None
+
+
+class CountRequest(_Block):
     """What a prompt is made of."""
 
     model: str | None = None
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: str | Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
-    tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: AnthropicToolChoice | None = None
+    context_management: ContextManagement | None = None
     thinking: ThinkingOptions | None = None
     output_config: OutputConfig | None = None
 
@@ -169,7 +278,8 @@ class CountRequest(Body):
         if self.messages[-1].role == "assistant":
             said["continue_final_message"] = True
         if self.tools:
-            said["tools"] = [_tool(tool) for tool in self.tools]
+            said["tools"] = [_tool(tool) for tool in self.tools if isinstance(tool, AnthropicTool)]
+            self._say_left_out(self.tools)
         if self.thinking is not None:
             said["thinking_token_budget"] = self.thinking.budget_tokens
         if choice is not None:
@@ -182,14 +292,30 @@ class CountRequest(Body):
                 said["response_format"] = {"type": "json_schema", "json_schema": {"schema": output.format.schema_}}
         return said
 
+    @staticmethod
+    def _say_left_out(tools: Sequence[AnthropicTool | ProviderTool]) -> None:
+        for tool in tools:
+            if isinstance(tool, ProviderTool):
+                left_out(f"tools: {tool.type}", "a tool of Anthropic's own is left out: no model here has it")
+            elif tool.defer_loading:
+                left_out("tools: defer_loading", "a hint: all tools are shown at once")
+
     def _messages(self) -> list[Message]:
         system = self.system if isinstance(self.system, str) else _joined(self.system or ())
         messages: list[Message] = [{"role": "system", "content": system}] if system else []
+        joins = False  # a system's text and the user's beside it are one message: templates want turns
         for message in self.messages:
             if message.role == "assistant":
                 messages.append(_of_assistant(message.content))
+                continue
+            first, *others = _of_user(message.content)
+            joins |= message.role == "system"
+            if joins and messages and messages[-1]["role"] == first["role"] == "user":
+                messages[-1]["content"] += f"\n\n{first['content']}"
             else:
-                messages.extend(_of_user(message.content))
+                messages.append(first)
+            messages.extend(others)
+            joins = message.role == "system"
         return messages
 
 
@@ -245,4 +371,4 @@ def _of_user(content: str | Sequence[BaseModel]) -> list[Message]:
 
 
 def _joined(blocks: Sequence[BaseModel]) -> str:
-    return "\n".join(block.text for block in blocks if isinstance(block, TextBlock))
+    return "\n".join(block.text for block in blocks if isinstance(block, TextBlock | ToolReferenceBlock))

@@ -1,7 +1,8 @@
 """Requests of `/v1/responses`, and the chats that they are."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from functools import cached_property
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
@@ -9,8 +10,11 @@ from treetop.api.limits import MAX_MESSAGES, MAX_PARTS, FewMembers, check_values
 from treetop.api.requests.chat_body import ChatRequest, chat_request
 from treetop.api.requests.extra_fields import UnusedFields
 from treetop.api.requests.fields import Body, refuse_unsupported
-from treetop.api.requests.tools import MAX_TOOLS, Function, FunctionName
+from treetop.api.requests.hints import left_out
+from treetop.api.requests.tools import MAX_TOOLS, Function, FunctionName, Grammar
+from treetop.parsers.custom import arguments_of
 from treetop.text.chat_input import Message
+from treetop.types.errors import InputError
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (False,),
@@ -21,7 +25,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "top_logprobs": (0,),
     "stream_options": ({}, {"include_obfuscation": False}),
-    "context_management": (),
+    "context_management": ([],),
 }
 """As `NEUTRAL` of `api/fields.py`."""
 
@@ -70,20 +74,58 @@ class MessageItem(_Echoed):
 
 
 class CallItem(_Echoed):
-    """A call that was made."""
+    """A call that was made. namespace: of its function, if it was in one."""
 
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
+
+
+class CustomCallItem(_Echoed):
+    """A call of a custom tool that was made."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str
+
+    @property
+    def arguments(self) -> str:
+        """As a model writes them."""
+        return arguments_of(self.input)
 
 
 class CallOutputItem(_Echoed):
     """What a call gave."""
 
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: str | ItemParts
+
+
+class ProviderItem(_Echoed):
+    """What a tool of OpenAI's own did, or its state: nothing that another model is told."""
+
+    type: Literal[
+        "code_interpreter_call",
+        "compaction",
+        "computer_call",
+        "computer_call_output",
+        "file_search_call",
+        "image_generation_call",
+        "local_shell_call",
+        "local_shell_call_output",
+        "mcp_approval_request",
+        "mcp_approval_response",
+        "mcp_call",
+        "mcp_list_tools",
+        "tool_search_call",
+        "tool_search_output",
+        "web_search_call",
+    ]
 
 
 class ReasoningText(_Echoed):
@@ -101,31 +143,130 @@ class ReasoningItem(_Echoed):
     content: Annotated[list[ReasoningText], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
 
 
-def _type_of(item: Any) -> str:
+_OF_PROVIDER = frozenset(get_args(ProviderItem.model_fields["type"].annotation))
+
+
+def _tag_of(item: Any) -> str:
     """A message need not say that it is one."""
     said = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", "message")
-    return said if isinstance(said, str) else ""
+    if not isinstance(said, str):
+        return ""
+    if said == "custom_tool_call_output":
+        return "function_call_output"
+    return "item of the provider" if said in _OF_PROVIDER else said
 
 
 Item = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CustomCallItem, Tag("custom_tool_call")]
     | Annotated[CallOutputItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
-    Discriminator(_type_of),
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[ProviderItem, Tag("item of the provider")],
+    Discriminator(_tag_of),
 ]
 
 
 class ResponseTool(Function):
-    """A function that may be called."""
+    """A function that may be called. defer_loading: to be shown once a search finds it; here it is shown at once."""
 
     type: Literal["function"]
+    defer_loading: bool | None = None
+
+    def chat_tool(self, name: str) -> dict[str, Any]:
+        """As chats have it, by the name that a model is shown."""
+        said = self.model_dump(exclude={"type", "defer_loading"}, exclude_none=True)
+        return {"type": "function", "function": {**said, "name": name}}
+
+
+class ResponseGrammar(Grammar):
+    """What the text of a custom tool is."""
+
+    type: Literal["grammar"]
+
+
+class AnyText(Body):
+    """The same: any."""
+
+    type: Literal["text"]
+
+
+class ResponseCustomTool(FunctionName):
+    """A tool that is given a text and no object; see `CustomTool`."""
+
+    type: Literal["custom"]
+    description: str | None = None
+    format: Annotated[AnyText | ResponseGrammar, Field(discriminator="type")] | None = None
+    defer_loading: bool | None = None
+
+    def chat_tool(self, name: str) -> dict[str, Any]:
+        """As chats have it, by the name that a model is shown."""
+        custom: dict[str, Any] = {"name": name, "description": self.description}
+        if isinstance(self.format, ResponseGrammar):
+            custom["format"] = {"type": "grammar", "grammar": self.format.model_dump(exclude={"type"})}
+        return {"type": "custom", "custom": custom}
+
+
+OwnTool = Annotated[ResponseTool | ResponseCustomTool, Field(discriminator="type")]
+
+
+class NamespaceTool(Body):
+    """Tools of one name. A model is shown each as NAMESPACE.NAME."""
+
+    type: Literal["namespace"]
+    name: str
+    description: str | None = None
+    tools: Annotated[list[OwnTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class ProviderTool(BaseModel):
+    """A tool that OpenAI's own servers run, or that its models alone know. It is left out."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    type: Literal[
+        "apply_patch",
+        "code_interpreter",
+        "computer",
+        "computer_use_preview",
+        "file_search",
+        "image_generation",
+        "local_shell",
+        "mcp",
+        "shell",
+        "tool_search",
+        "web_search",
+        "web_search_2025_08_26",
+        "web_search_preview",
+        "web_search_preview_2025_03_11",
+    ]
+
+
+AnyTool = Annotated[ResponseTool | ResponseCustomTool | NamespaceTool | ProviderTool, Field(discriminator="type")]
 
 
 class ResponseToolChoice(FunctionName):
     """The tool that must be called."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
+
+    @property
+    def of_chat(self) -> dict[str, Any]:
+        return {"type": self.type, self.type: {"name": self.name}}
+
+
+class AllowedResponseTools(Body):
+    """As `AllowedTools` of chats."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[Annotated[ResponseToolChoice | ProviderTool, Field(discriminator="type")]] = Field(
+        min_length=1, max_length=MAX_TOOLS
+    )
+
+    @property
+    def of_chat(self) -> dict[str, Any]:
+        named = [each.of_chat for each in self.tools if isinstance(each, ResponseToolChoice)]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": self.mode, "tools": named}}
 
 
 class TextFormat(Body):
@@ -139,17 +280,28 @@ class TextFormat(Body):
 
 
 class TextOptions(Body):
-    """Of the text. verbosity: nothing but what models say anyway."""
+    """Of the text. verbosity: a hint that no model here is given."""
 
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ReasoningOptions(Body):
-    """Of the reasoning, which comes as it is: there are no summaries."""
+    """Of the reasoning, which comes as it is: there are no summaries. effort: a hint, where a template knows it."""
 
     effort: str | None = None
-    summary: Literal["auto"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+Included = Literal[
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
 
 
 class ResponsesRequest(UnusedFields, Body):
@@ -164,16 +316,22 @@ class ResponsesRequest(UnusedFields, Body):
     top_k: int | None = None
     seed: int | None = None
     stream: bool = False
-    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Literal["auto", "none", "required"] | ResponseToolChoice | None = None
+    tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: (
+        Literal["auto", "none", "required"]
+        | Annotated[ResponseToolChoice | AllowedResponseTools, Field(discriminator="type")]
+        | None
+    ) = None
     parallel_tool_calls: bool = True
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     previous_response_id: str | None = None
     store: bool = Field(True, description="keep the conversation, for previous_response_id")
-    include: list[Literal["reasoning.encrypted_content"]] | None = Field(
-        None, description="reasoning comes in plain text, which may be sent back"
+    include: list[Included] | None = Field(
+        None,
+        description="reasoning comes in plain text, which may be sent back; of tools of OpenAI's own there is nothing",
     )
+    client_metadata: Annotated[dict[str, Any] | None, FewMembers] = None
     priority: int = 0
     timeout: float | None = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, FewMembers] = None
@@ -189,7 +347,9 @@ class ResponsesRequest(UnusedFields, Body):
         """What the input says, without instructions."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
-        calls = ((number, item) for number, item in enumerate(self.input) if isinstance(item, CallItem))
+        calls = (
+            (number, item) for number, item in enumerate(self.input) if isinstance(item, CallItem | CustomCallItem)
+        )
         check_values((f"input[{number}].arguments", call.arguments) for number, call in calls)
         return messages_of(self.input)
 
@@ -197,25 +357,44 @@ class ResponsesRequest(UnusedFields, Body):
         """messages: of the whole conversation, without instructions. Raises InputError."""
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         choice: Any = self.tool_choice
-        if isinstance(choice, ResponseToolChoice):
-            choice = {"type": "function", "function": {"name": choice.name}}
-        tools = [
-            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
-            for tool in self.tools or ()
-        ]
+        if isinstance(choice, ResponseToolChoice | AllowedResponseTools):
+            choice = choice.of_chat
+        if self.text is not None and self.text.verbosity not in (None, "medium"):
+            left_out("text.verbosity", "a hint that no model here is given")
         names = ("model", "temperature", "top_p", "top_k", "seed", "parallel_tool_calls", "priority", "timeout")
         return chat_request(
             {
                 **{name: getattr(self, name) for name in (*names, "chat_template_kwargs", "thinking_token_budget")},
                 "messages": [*system, *messages],
                 "max_completion_tokens": self.max_output_tokens,
-                "tools": tools,
+                "tools": [tool.chat_tool(name) for name, (tool, _) in self.own_tools.items()],
                 "tool_choice": choice,
                 "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
                 "response_format": self._response_format(),
             },
             answers=self._answers(),
         )
+
+    @cached_property
+    def own_tools(self) -> dict[str, tuple[ResponseTool | ResponseCustomTool, str | None]]:
+        """Those that are not OpenAI's own, by the name that a model is shown, and their namespaces.
+
+        Raises InputError.
+        """
+        named = list[tuple[str, tuple[ResponseTool | ResponseCustomTool, str | None]]]()
+        for tool in self.tools or ():
+            if isinstance(tool, ProviderTool):
+                left_out(f"tools: {tool.type}", "a tool of OpenAI's own is left out: no model here has it")
+            elif isinstance(tool, NamespaceTool):
+                named += [(shown_name(each.name, tool.name), (each, tool.name)) for each in tool.tools]
+            else:
+                named.append((tool.name, (tool, None)))
+        found = dict(named)
+        if len(found) < len(named):
+            raise InputError("tools: two have one name")
+        if any(tool.defer_loading for tool, _ in found.values()):
+            left_out("tools: defer_loading", "a hint: all tools are shown at once")
+        return found
 
     def _answers(self) -> list[str]:
         """Where the input says which calls were answered."""
@@ -233,11 +412,23 @@ class ResponsesRequest(UnusedFields, Body):
         return {"type": "json_schema", "json_schema": {**said, **schema}}
 
 
-def messages_of(items: Sequence[MessageItem | CallItem | CallOutputItem | ReasoningItem]) -> list[Message]:
+def shown_name(name: str, namespace: str | None) -> str:
+    """What a model is shown of a tool's name."""
+    return name if namespace is None else f"{namespace}.{name}"
+
+
+def messages_of(
+    items: Sequence[MessageItem | CallItem | CustomCallItem | CallOutputItem | ReasoningItem | ProviderItem],
+) -> list[Message]:
     """Messages of a chat: what an assistant thought, said and called in a row is one of them."""
     messages = list[Message]()
     open_one: Message | None = None
     for item in items:
+        if isinstance(item, ProviderItem):
+            left_out(
+                f"input: {item.type}", "an item of OpenAI's own tools is left out: it says nothing to a model here"
+            )
+            continue
         if isinstance(item, CallOutputItem):
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
             open_one = None
@@ -247,14 +438,14 @@ def messages_of(items: Sequence[MessageItem | CallItem | CallOutputItem | Reason
             open_one = None
             continue
         is_later = open_one is not None and ("tool_calls" in open_one or open_one["content"])
-        if open_one is None or (is_later and not isinstance(item, CallItem)):
+        if open_one is None or (is_later and not isinstance(item, CallItem | CustomCallItem)):
             open_one = {"role": "assistant", "content": ""}
             messages.append(open_one)
         if isinstance(item, ReasoningItem):
             thought = "".join(part.text for part in item.content or item.summary)
             open_one["reasoning_content"] = open_one.get("reasoning_content", "") + thought
-        elif isinstance(item, CallItem):
-            function = {"name": item.name, "arguments": item.arguments}
+        elif isinstance(item, CallItem | CustomCallItem):
+            function = {"name": shown_name(item.name, item.namespace), "arguments": item.arguments}
             open_one.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
         else:
             open_one["content"] = _text(item.content)

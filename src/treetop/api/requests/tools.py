@@ -1,13 +1,14 @@
 """Tools of a chat: what they may be, and the structure that a forced call has."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field
 
 from treetop.api.requests.fields import Body
 from treetop.parsers.arguments import Tools
+from treetop.parsers.custom import PARAMETERS, custom_call
 from treetop.parsers.forced import listed_calls, named_call
 from treetop.parsers.strict import SPACING, Held, StrictTools
 from treetop.parsers.text_parser import Reader
@@ -41,6 +42,54 @@ class Tool(Body):
     function: Function
 
 
+class Grammar(Body):
+    """Of a text: Lark's, as llguidance reads it, or a regular expression."""
+
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+    @property
+    def structure(self) -> StructuredOutput:
+        """Raises InputError."""
+        return StructuredOutput("regex" if self.syntax == "regex" else "grammar", self.definition)
+
+
+class InputFormat(Body):
+    """What the text of a custom tool is."""
+
+    type: Literal["text", "grammar"]
+    grammar: Grammar | None = None
+
+
+class CustomFunction(Body):
+    """A tool that is given a text. An output is held to its grammar where `tool_choice` names the tool; else the model
+    is shown it, in the description.
+    """
+
+    name: str = Field(pattern=_NAME)
+    description: str | None = None
+    format: InputFormat | None = None
+
+    @property
+    def grammar(self) -> Grammar | None:
+        return None if self.format is None else self.format.grammar
+
+
+class CustomTool(Body):
+    """A tool that is given a text and no object."""
+
+    type: Literal["custom"]
+    custom: CustomFunction
+
+    @property
+    def function(self) -> Function:
+        """As a model is shown it: a function with one text."""
+        grammar, said = self.custom.grammar, [self.custom.description] if self.custom.description else []
+        if grammar is not None:
+            said.append(f"The input has this {grammar.syntax} grammar:\n{grammar.definition}")
+        return Function(name=self.custom.name, description="\n\n".join(said) or None, parameters=PARAMETERS)
+
+
 class FunctionName(Body):
     """A function by its name."""
 
@@ -53,26 +102,69 @@ class NamedTool(Body):
     type: Literal["function"]
     function: FunctionName
 
+    @property
+    def name(self) -> str:
+        return self.function.name
 
-ToolList = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
-ToolChoice = Literal["auto", "none", "required"] | NamedTool
+
+class NamedCustomTool(Body):
+    """The same, of a custom tool."""
+
+    type: Literal["custom"]
+    custom: FunctionName
+
+    @property
+    def name(self) -> str:
+        return self.custom.name
+
+
+class Allowed(Body):
+    """The tools that may be called; with `required`, one of them must be."""
+
+    mode: Literal["auto", "required"]
+    tools: list[Annotated[NamedTool | NamedCustomTool, Field(discriminator="type")]] = Field(
+        min_length=1, max_length=MAX_TOOLS
+    )
+
+
+class AllowedTools(Body):
+    """A choice among some of the tools. The model is shown no others."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: Allowed
+
+
+ToolList = Annotated[
+    list[Annotated[Tool | CustomTool, Field(discriminator="type")]], Field(max_length=MAX_TOOLS, fail_fast=True)
+]
+ToolChoice = (
+    Literal["auto", "none", "required"]
+    | Annotated[NamedTool | NamedCustomTool | AllowedTools, Field(discriminator="type")]
+)
 
 
 class Calls:
     """What a chat's request says of tools. Raises InputError for what does not fit together."""
 
-    def __init__(self, tools: Sequence[Tool], choice: ToolChoice | None, parallel: bool) -> None:
+    def __init__(self, tools: Sequence[Tool | CustomTool], choice: ToolChoice | None, parallel: bool) -> None:
         self._functions = {tool.function.name: tool.function for tool in tools}
         if len(self._functions) < len(tools):
             raise InputError("tools: two have one name")
         self._parallel = parallel
-        self.named = choice.function.name if isinstance(choice, NamedTool) else None
-        self.required = choice == "required"
+        self._custom = {tool.custom.name: tool.custom.grammar for tool in tools if isinstance(tool, CustomTool)}
+        chosen = [choice] if isinstance(choice, NamedTool | NamedCustomTool) else []
+        allowed = choice.allowed_tools if isinstance(choice, AllowedTools) else None
+        self.named = chosen[0].name if chosen else None
+        self.required = choice == "required" or (allowed is not None and allowed.mode == "required")
         if self.forced and not tools:
             raise InputError("tool_choice: there are no tools to choose from")
-        if self.named is not None and self.named not in self._functions:
-            raise InputError(f"tool_choice: there is no tool {shown(self.named)}")
-        self._shown = [] if choice == "none" else [*tools]
+        for each in chosen if allowed is None else allowed.tools:
+            if each.name not in self._functions or (each.type == "custom") != (each.name in self._custom):
+                kind = "custom tool" if each.type == "custom" else "tool"
+                raise InputError(f"tool_choice: there is no {kind} {shown(each.name)}")
+        if allowed is not None:
+            self._functions = {each.name: self._functions[each.name] for each in allowed.tools}
+        self._may_call = choice != "none"
 
     @property
     def forced(self) -> bool:
@@ -86,7 +178,12 @@ class Calls:
     @property
     def for_template(self) -> list[dict[str, Any]]:
         """The tools as templates expect them; none if none may be called."""
-        return [tool.model_dump(exclude_none=True) for tool in self._shown]
+        if not self._may_call:
+            return []
+        return [
+            {"type": "function", "function": function.model_dump(exclude_none=True)}
+            for function in self._functions.values()
+        ]
 
     @property
     def known(self) -> Tools:
@@ -95,6 +192,8 @@ class Calls:
     @property
     def structure(self) -> StructuredOutput | None:
         """What a forced call is held to: the arguments of a named tool, or a list of calls, as vLLM has it."""
+        if self._grammar is not None:
+            return self._grammar.structure
         if self.named is not None:
             return _schema(self._parameters(self.named))
         if not self.required:
@@ -117,12 +216,12 @@ class Calls:
     @property
     def may_be(self) -> bool:
         """The model may call, and need not."""
-        return bool(self._shown) and not self.forced
+        return self._may_call and bool(self._functions) and not self.forced
 
     @property
     def are_strict(self) -> bool:
         """Calls that are not forced are held to schemas all the same."""
-        return self.may_be and any(tool.function.strict for tool in self._shown)
+        return self.may_be and any(function.strict for function in self._functions.values())
 
     def strict(
         self, held: Held | None, special: Mapping[str, int], answer: StructuredOutput | None = None
@@ -137,12 +236,17 @@ class Calls:
                 f"tools: {what}: calls in this model's format are held to no schema; leave it out, or give tool_choice"
                 " required"
             )
+        if self._grammar is not None:
+            raise InputError(
+                "tool_choice: this model's calls stand in messages, where none is held to the grammar of a custom tool;"
+                " leave the choice or the grammar out"
+            )
         if answer is not None and answer.whitespace is not None:
             raise InputError("guided_whitespace_pattern: not where the output may be a call, too; leave it out")
         schemas = {
             name: self._parameters(name) if each.strict or self.forced else None
             for name, each in self._functions.items()
-            if self._shown and self.named in (None, name)
+            if self._may_call and self.named in (None, name)
         }
         try:
             said = None if answer is None else json.loads(answer.spec or '{"type": "object"}')
@@ -159,9 +263,21 @@ class Calls:
     @property
     def reader(self) -> Reader | None:
         """Of an output that is held to `structure`."""
+        if self._grammar is not None and self.named is not None:
+            return custom_call(self.named)
         if self.named is not None:
             return named_call(self.named)
         return listed_calls if self.required else None
+
+    @property
+    def custom(self) -> Set[str]:
+        """Names of the custom tools."""
+        return self._custom.keys()
+
+    @property
+    def _grammar(self) -> Grammar | None:
+        """Of the tool that is named."""
+        return None if self.named is None else self._custom.get(self.named)
 
     def _parameters(self, name: str) -> dict[str, Any]:
         said = self._functions[name].parameters

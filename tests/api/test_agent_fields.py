@@ -1,0 +1,252 @@
+"""What agents and front ends send beside the question: custom tools, namespaces, tools of a provider's own, hints."""
+
+import json
+import logging
+
+import httpx
+import pytest
+
+from support.scripted import TEMPLATE, scripted
+from support.tool_streams import hermes
+from support.waiting import WAIT_S
+from treetop.api.requests import hints
+
+PATCH = '*** Begin Patch\n+print("é")\n*** End Patch\n'
+LARK = {"syntax": "lark", "definition": 'start: "*** Begin Patch" /(.|\\n)*/'}
+CUSTOM = {
+    "type": "custom",
+    "custom": {"name": "patch", "description": "Edits.", "format": {"type": "grammar", "grammar": LARK}},
+}
+PLAIN = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+HI = [{"role": "user", "content": "Edit it."}]
+
+
+def reply(prompt: str) -> str:
+    return hermes("patch", {"input": PATCH}) if "<tool>" not in prompt else "Done."
+
+
+@pytest.fixture(scope="module")
+def server():
+    with scripted(reply) as (url, core):
+        yield url, core
+
+
+@pytest.fixture(autouse=True)
+def untold(monkeypatch):
+    monkeypatch.setattr(hints, "_told", set())
+
+
+def post(url: str, path: str, **body) -> httpx.Response:
+    return httpx.post(url + path, json=body, timeout=WAIT_S)
+
+
+def events_of(url: str, path: str, **body) -> list[dict]:
+    with httpx.stream("POST", url + path, json={**body, "stream": True}, timeout=WAIT_S) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: {")]
+    return [json.loads(line) for line in lines]
+
+
+# ---------------------------------------------------------------------------------------------------------- tools
+
+
+def test_a_chat_calls_a_custom_tool_and_goes_on(server):
+    url, core = server
+    message = post(url, "/v1/chat/completions", messages=HI, tools=[CUSTOM, PLAIN]).json()["choices"][0]["message"]
+    (call,) = message["tool_calls"]
+    assert (call["type"], call["custom"]) == ("custom", {"name": "patch", "input": PATCH})
+    assert "this lark grammar" in core.prompts[-1]
+    chunks = events_of(url, "/v1/chat/completions", messages=HI, tools=[CUSTOM, PLAIN])
+    pieces = [call for chunk in chunks for c in chunk["choices"] for call in c["delta"].get("tool_calls", ())]
+    assert pieces[0]["type"] == "custom"
+    assert "".join(piece["custom"]["input"] for piece in pieces) == PATCH
+    talk = [*HI, message, {"role": "tool", "tool_call_id": call["id"], "content": "ok"}]
+    assert post(url, "/v1/chat/completions", messages=talk, tools=[CUSTOM]).json()["choices"][0]["message"]["content"]
+    assert "patch" + json.dumps({"input": PATCH}, ensure_ascii=False) in core.prompts[-1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_responses_call_a_custom_tool_and_go_on(server, stream):
+    url, core = server
+    tool = {"type": "custom", "name": "patch", "format": {"type": "grammar", **LARK}}
+    if stream:
+        seen = events_of(url, "/v1/responses", input="Edit it.", tools=[tool])
+        kinds = [each["type"] for each in seen if "custom" in each["type"]]
+        assert kinds == [f"response.custom_tool_call_input.{end}" for end in ("delta", "done")]
+        assert [each["input"] for each in seen if each["type"].endswith("_input.done")] == [PATCH]
+        answer = seen[-1]["response"]
+    else:
+        answer = post(url, "/v1/responses", input="Edit it.", tools=[tool]).json()
+    (item,) = answer["output"]
+    assert (item["type"], item["name"], item["input"], item["id"][:4]) == ("custom_tool_call", "patch", PATCH, "ctc-")
+    result = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "ok"}
+    for body in ({"input": [{"role": "user", "content": "Edit it."}, item, result]},
+                 {"input": [result], "previous_response_id": answer["id"]}):  # fmt: skip
+        said = post(url, "/v1/responses", tools=[tool], **body).json()
+        assert said["output"][0]["content"][0]["text"] == "Done."
+        assert "patch" + json.dumps({"input": PATCH}, ensure_ascii=False) in core.prompts[-1]
+
+
+def test_a_named_custom_tool_is_held_to_its_grammar():
+    """The output is the text itself; a regular expression and any text are held, too."""
+    asked = {"type": "custom", "custom": {"name": "patch"}}
+    with scripted(lambda _: PATCH, can_constrain=True) as (url, core):
+        for form in (
+            {"type": "grammar", "grammar": LARK},
+            {"type": "grammar", "grammar": {"syntax": "regex", "definition": "(.|\\n)*"}},
+        ):
+            tool = {"type": "custom", "custom": {"name": "patch", "format": form}}
+            body = {"messages": HI, "tools": [tool, PLAIN], "tool_choice": asked}
+            choice = post(url, "/v1/chat/completions", **body).json()["choices"][0]
+            assert choice["message"]["tool_calls"][0]["custom"] == {"name": "patch", "input": PATCH}
+            assert choice["finish_reason"] == "tool_calls"
+        held = [params.structured_output for params in core.params]
+        assert [(each.kind, each.spec) for each in held] == [("grammar", LARK["definition"]), ("regex", "(.|\\n)*")]
+        wrong = {
+            "type": "custom",
+            "custom": {"name": "patch", "format": {"type": "grammar", "grammar": {**LARK, "definition": "start: ("}}},
+        }
+        answer = post(url, "/v1/chat/completions", messages=HI, tools=[wrong], tool_choice=asked)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+
+
+def test_only_allowed_tools_are_shown(server):
+    url, core = server
+    allowed = {"mode": "auto", "tools": [{"type": "custom", "custom": {"name": "patch"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    assert post(url, "/v1/chat/completions", messages=HI, tools=[CUSTOM, PLAIN], tool_choice=choice).status_code == 200
+    assert '"patch"' in core.prompts[-1]
+    assert '"now"' not in core.prompts[-1]
+    tools = [{"type": "custom", "name": "patch"}, {"type": "function", "name": "now"}, {"type": "web_search"}]
+    choice = {
+        "type": "allowed_tools",
+        "mode": "auto",
+        "tools": [{"type": "function", "name": "now"}, {"type": "web_search"}],
+    }
+    assert post(url, "/v1/responses", input="a", tools=tools, tool_choice=choice).status_code == 200
+    assert '"patch"' not in core.prompts[-1]
+    assert '"now"' in core.prompts[-1]
+
+
+def test_functions_of_a_namespace_are_called_by_both_names():
+    tools = [
+        {"type": "namespace", "name": "files", "tools": [{"type": "function", "name": "open", "defer_loading": True}]},
+        {"type": "function", "name": "open"},
+    ]
+    with scripted(lambda p: hermes("files.open", {"a": 1}) if "<tool>" not in p else "Done.") as (url, core):
+        (item,) = post(url, "/v1/responses", input="a", tools=tools).json()["output"]
+        assert (item["name"], item["namespace"], json.loads(item["arguments"])) == ("open", "files", {"a": 1})
+        assert '"files.open"' in core.prompts[-1]
+        result = {"type": "function_call_output", "call_id": item["call_id"], "output": "ok"}
+        assert post(url, "/v1/responses", input=[item, result], tools=tools).status_code == 200
+        assert 'files.open{"a": 1}' in core.prompts[-1]
+        answer = post(url, "/v1/responses", input="a", tools=[tools[0], tools[0]])
+        assert answer.json()["error"]["message"] == "tools: two have one name"
+
+
+# ------------------------------------------------------------------------------------- a provider's own, and hints
+
+
+def test_what_a_provider_alone_has_is_left_out_and_told_once(caplog):
+    items = [{"type": "web_search_call", "id": "w"}, {"type": "reasoning", "encrypted_content": "x", "summary": []}]
+    body = {
+        "input": [*items, {"role": "user", "content": "Edit it."}],
+        "tools": [{"type": "local_shell"}, {"type": "web_search"}],
+        "include": ["reasoning.encrypted_content", "web_search_call.action.sources"],
+        "client_metadata": {"a": "b"},
+        "text": {"verbosity": "low"},
+        "reasoning": {"effort": "low", "summary": "concise"},
+        "prompt_cache_key": "k",
+    }
+    plain = TEMPLATE.replace("enable_thinking", "something")
+    with scripted(reply, chat_template=plain) as (url, core), caplog.at_level(logging.WARNING, "treetop.api"):
+        for _ in range(2):
+            assert post(url, "/v1/responses", **body).status_code == 200
+    assert "<tools>" not in core.prompts[-1]
+    told = sorted(record.message for record in caplog.records)
+    begins = [
+        "effort: a hint",
+        "input: web_search_call: ",
+        "text.verbosity: a",
+        "tools: local_shell: ",
+        "tools: web_search: ",
+    ]
+    assert len(told) == len(begins)
+    assert all(message.startswith(begin) for message, begin in zip(told, begins, strict=True))
+
+
+def test_messages_take_what_claude_code_sends(server, caplog):
+    url, core = server
+    body = {
+        "max_tokens": 99, "cache_control": {"type": "ephemeral"},
+        "thinking": {"type": "adaptive", "display": "omitted"}, "output_config": {"effort": "high"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "system": "Be brief.",
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Edit it.", "cache_control": {"ttl": "1h"}}]},
+            {"role": "system", "content": "A reminder."},
+            {"role": "user", "content": "Now."},
+            {"role": "assistant", "content": [
+                {"type": "redacted_thinking", "data": "x"},
+                {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}},
+                {"type": "tool_use", "id": "t", "name": "find", "input": {}},
+            ]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [
+                {"type": "tool_reference", "tool_name": "patch"}]}]},
+        ],
+        "tools": [
+            {"name": "patch", "input_schema": {"type": "object"}, "defer_loading": True, "allowed_callers": ["direct"]},
+            {"type": "web_search_20250305", "name": "web_search", "max_uses": 3},
+            {"type": "tool_search_tool_regex_20251119", "name": "search"},
+        ],
+    }  # fmt: skip
+    with caplog.at_level(logging.WARNING, "treetop.api"):
+        answer = post(url, "/v1/messages", **body)
+    assert answer.status_code == 200, answer.text
+    assert "<user>Edit it.\n\nA reminder.\n\nNow.\n" in core.prompts[-1]
+    assert "<tool>patch" in core.prompts[-1]
+    assert "web_search" not in core.prompts[-1]
+    assert sum("left out" in record.message for record in caplog.records) == 2
+
+
+def test_how_front_ends_say_thinking(server):
+    url, core = server
+    for body, ends in (
+        ({"enable_thinking": False}, True),
+        ({"thinking": {"type": "disabled"}}, True),
+        ({"reasoning": {"enabled": False}}, True),
+        ({"reasoning": {"effort": "none"}}, True),
+        ({"enable_thinking": True}, False),
+        ({"thinking": {"type": "enabled"}}, False),
+    ):
+        assert post(url, "/v1/chat/completions", messages=HI, **body).status_code == 200
+        assert core.prompts[-1].endswith("<think></think>") == ends
+    plain = TEMPLATE.replace("enable_thinking", "something")
+    with scripted(reply, chat_template=plain, reasoning_parser="none") as (other, _):
+        answer = post(other, "/v1/chat/completions", messages=HI, enable_thinking=True)
+        assert answer.json()["error"]["message"].startswith("enable_thinking: thinking is nothing that this model")
+        assert post(other, "/v1/chat/completions", messages=HI, enable_thinking=False).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
+def test_unknown_fields_are_left_out_where_that_is_asked(path, caplog):
+    """At any depth; what is known and cannot be done is refused all the same."""
+    said = {"role": "user", "content": [{"type": "text", "text": "a", "odd": 1}]}
+    body = {
+        "/v1/completions": {"prompt": "a"},
+        "/v1/responses": {"input": [{"role": "user", "content": "a", "odd": 1}]},
+        "/v1/messages": {"max_tokens": 9, "messages": [said]},
+        "/v1/chat/completions": {"messages": [{**said, "timestamp": 1}], "options": {"num_ctx": 1}},
+    }[path]
+    refused = {"/v1/responses": {"background": True}, "/v1/messages": {"mcp_servers": [{}]}}.get(
+        path, {"use_beam_search": True}
+    )
+    with scripted(reply, ignore_unknown_fields=True) as (url, _), caplog.at_level(logging.WARNING, "treetop.api"):
+        assert post(url, path, **body, session_id="x", temprature=1).status_code == 200
+        assert post(url, path, **body, **refused).status_code == 400
+        assert any(record.message.startswith("temprature: an unknown field") for record in caplog.records)
+        for i in range(400):
+            hints.left_out(f"field {i}" + "x" * 500, "many")
+        assert len(caplog.records) <= 256
+        assert all(len(record.message) < 200 for record in caplog.records)
+    with scripted(reply) as (url, _):
+        assert post(url, path, **body, session_id="x").status_code == 400
