@@ -99,7 +99,7 @@ GROUPS = {
     "lockstep": Group(("distributed/lockstep.py",), ("distributed/test_expert_parallel.py",)),
     "router": Group(("distributed/router.py",), ("distributed/test_prefix_router.py",)),
     "processors": Group(
-        ("kernels/sampling/process.py", "engine/processors.py"),
+        ("kernels/sampling/process.py", "engine/features/processors.py"),
         ("engine/test_processors.py", "engine/test_constraints.py", "engine/test_logprobs.py"),
     ),
 }

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from treetop.attention.recurrent import ChunkRecurrence, NodeRecurrence
 from treetop.cache.kv_cache_manager import KVCacheManager, Lease
+from treetop.engine.features.states import RowStates
 from treetop.engine.model_runner import ModelRunner
 from treetop.kernels.tree.commit import Paths
 from treetop.types.messages import Chunk
@@ -37,9 +38,9 @@ def _standing_convolution(real: Keep) -> Keep:
     """The state moves on, the convolution does not."""
 
     def keep(runner: ModelRunner, of: NodeRecurrence | None, paths: Paths) -> None:
-        before = {name: states.conv.clone() for name, states in runner.state.states.items()}
+        before = {name: states.conv.clone() for name, states in runner.state.states.groups.items()}
         real(runner, of, paths)
-        for name, states in runner.state.states.items():
+        for name, states in runner.state.states.groups.items():
             states.conv.copy_(before[name])
 
     return keep
@@ -50,7 +51,7 @@ def _nothing_pending(real: Keep) -> Keep:
 
     def keep(runner: ModelRunner, of: NodeRecurrence | None, paths: Paths) -> None:
         real(runner, of, paths)
-        for states in runner.state.states.values():
+        for states in runner.state.states.groups.values():
             states.count.zero_()
 
     return keep
@@ -73,8 +74,8 @@ def _of_a_chain(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _as_it_was_left(real: Callable[..., None]) -> Callable[..., None]:
     """A request goes on from the states of the one before it in its row."""
 
-    def begin(runner: ModelRunner, rows: Tensor, *_: Any) -> None:
-        for states in runner.state.states.values():
+    def begin(self: RowStates, rows: Tensor, *_: Any) -> None:
+        for states in self.groups.values():
             states.count[rows] = 0
 
     return begin
@@ -103,11 +104,11 @@ def _a_page_earlier(real: Callable[..., None]) -> Callable[..., None]:
 def _of_a_row_with_drafts(real: Callable[..., None]) -> Callable[..., None]:
     """What is kept is not the state of its tokens, as one with a draft's folded is not (vllm-43559)."""
 
-    def keep(runner: ModelRunner, chunks: Sequence[Chunk]) -> None:
-        real(runner, chunks)
+    def keep(self: RowStates, chunks: Sequence[Chunk]) -> None:
+        real(self, chunks)
         for chunk in chunks:
             if chunk.keep is not None:
-                for states in runner.state.checkpoints.values():
+                for states in self.checkpoints.values():
                     states.state[:, chunk.keep] *= 0.5
                     states.state[:, chunk.keep] += 1.0
 
@@ -157,7 +158,7 @@ RECURRENT_FAULTS: dict[str, Fault] = {
         Fault(
             "state-left",
             "a request moves in without its state being zeroed (vllm-metal 488)",
-            (Patch("treetop.engine.engine:begin_states", _as_it_was_left),),
+            (Patch("treetop.engine.features.states:RowStates.move_in", _as_it_was_left),),
             _GUARD,
             None,
         ),
@@ -191,7 +192,7 @@ CHECKPOINT_FAULTS: dict[str, Fault] = {
         Fault(
             "state-with-draft",
             "what is kept of a prompt is not the state of its tokens",
-            (Patch("treetop.engine.engine:keep_checkpoints", _of_a_row_with_drafts),),
+            (Patch("treetop.engine.features.states:RowStates.keep", _of_a_row_with_drafts),),
             _GUARD,
             None,
         ),

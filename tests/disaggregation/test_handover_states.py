@@ -7,7 +7,6 @@ from support.engines import build, greedy, sampled, steps, submit
 from support.handing import IDS, Relay, Worker
 from support.lookups import lookup
 from support.recurrent_models import check_dummy, check_snapshot, known_family, save_pair, snapshot, states_of
-from treetop.engine.recurrence import fold_states
 from treetop.engine.row_record import parts_of
 
 PARAMS = [greedy(16), sampled(5, 16), greedy(16), sampled(7, 16, temperature=0.6), greedy(16)]
@@ -75,7 +74,7 @@ def test_a_record_holds_the_states_of_a_rows_tokens(pair):
     before, true = snapshot(worker.llm, row, committed), states_of(worker.llm, request.ids[:committed])
     check_snapshot(before, true)
     assert before.count
-    fold_states(runner, torch.tensor([row]))
+    runner.state.states.fold(runner.ops, torch.tensor([row]))
     record = runner.state.record
     packed = parts_of(record.fields, record.pack(row))
     for index, place in runner.recurrent_layers.items():

@@ -145,7 +145,7 @@ def test_a_prefix_hit_brings_its_text(strong_pair):
     plan = llm.scheduler.plan()
     assert sum(len(chunk.token_ids) for chunk in plan.chunks) < len(prompt), "no hit"
     llm.scheduler.commit(plan, llm.engine.step(plan))
-    row = llm.engine.runner.state.text[plan.rows[0]]
+    row = llm.engine.runner.state.text.tokens[plan.rows[0]]
     assert row[: request.num_ids].tolist() == list(request.ids)
 
 

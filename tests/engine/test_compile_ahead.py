@@ -24,6 +24,7 @@ from treetop import LLM
 from treetop.attention.registry import BACKENDS
 from treetop.checkpoints.loader import Placement
 from treetop.engine.cuda_graphs import CudaGraphs
+from treetop.engine.features.sampling import RowNumbers
 from treetop.engine.prefill import PrefillBatch, prefill
 from treetop.engine.rounds import RoundKey, run_phases
 from treetop.engine.staging import StagingBuffers
@@ -33,7 +34,6 @@ from treetop.engine.startup.compile_ahead import EveryExtent, compile_all, compi
 from treetop.engine.startup.plan import plan_engine
 from treetop.engine.startup.products import Products
 from treetop.engine.startup.worst_steps import worst_prefill
-from treetop.engine.state import SETUP_COLUMNS
 from treetop.kernels import triton_guard
 from treetop.kernels.attention.attention import paged_attention
 from treetop.kernels.attention.attention_config import CallShape, Launch, choose_launch
@@ -425,7 +425,7 @@ def test_every_step_that_is_compiled_ahead_has_queries(gpu):
 def test_inputs_of_a_step_begin_at_16_bytes_whatever_their_lengths():
     """Kernels tell aligned addresses from others: no step needs a kernel for an address that no step before had."""
     layout = Layout((PLAIN,), 4, 5, 40, 16, (KVGroup(FULL, 1, KVFormat(2, 1, 4)),), 400)
-    staging = StagingBuffers(layout, torch.device("cpu"), partial(zeros_on, torch.device("cpu")), 1)
+    staging = StagingBuffers(layout, torch.device("cpu"), partial(zeros_on, torch.device("cpu")), 1, ())
     rng = random.Random(0)
     for _ in range(50):
         parts = {name: [[rng.randrange(99)] * rng.randrange(6) for _ in range(3)] for name in ("edits", "chunks")}
@@ -437,16 +437,16 @@ def test_inputs_of_a_step_begin_at_16_bytes_whatever_their_lengths():
 def test_the_largest_inputs_of_a_step_fit():
     """A prefill of all rows, of odd lengths, each with text that a drafter reads."""
     layout = Layout((PLAIN,), 4, 5, 41, 15, (KVGroup(FULL, 1, KVFormat(2, 1, 4)),), 400)
-    texts = layout.max_requests * layout.max_context
-    staging = StagingBuffers(layout, torch.device("cpu"), partial(zeros_on, torch.device("cpu")), 1, texts)
+    zeros, odd = partial(zeros_on, torch.device("cpu")), layout.max_requests
+    widths = [odd, odd, *RowNumbers.make(layout.num_rows, zeros).widths(layout), *[layout.max_context] * odd]
+    staging = StagingBuffers(layout, torch.device("cpu"), zeros, 1, widths)
     ones, cells = [1] * layout.max_requests, [1] * layout.max_edits
     staging.send(
         staging.take(),
         rows=[ones],
         edits=[cells] * 3,
-        setups=[ones] * SETUP_COLUMNS,
+        setups=[[1] * width for width in widths],
         chunks=[ones, ones, [1] * layout.chunk, [1] * layout.chunk],
-        prefixes=[[1] * layout.max_context] * layout.max_requests,
     )
 
 

@@ -177,7 +177,7 @@ def scribble_everything(llm):
 def scribble_free_rows(llm):
     """Other content in the row that no request has, and in pages that nobody owns."""
     state = llm.engine.runner.state
-    for tensor in (state.committed, state.root, state.draft.tokens, state.seed):
+    for tensor in (state.committed, state.root, state.draft.tokens, state.numbers["seed"]):
         tensor[3] = 7
     state.draft.hidden[3] = 1e9
     for group, allocator in llm.scheduler.rows.kv_cache._allocators.items():

@@ -354,11 +354,11 @@ def test_sampling_parameters_arrive_as_they_are_given(strong_pair):
     (request,) = submit(llm, strong_pair.prompts([5]), [given])
     llm.engine.launch(llm.scheduler.plan())
     state, row = llm.engine.runner.state, request.running.row
-    floats = [state.params.temperature, state.params.top_p, state.params.min_p]
+    floats = [state.numbers[name] for name in ("temperature", "top_p", "min_p")]
     assert [float(x[row]) for x in floats] == [
         float(x.new_tensor(v)) for x, v in zip(floats, (0.7, 0.9, 1e-3), strict=True)
     ]
-    assert (int(state.params.top_k[row]), int(state.seed[row])) == (5, 2**62 + 1)
+    assert (int(state.numbers["top_k"][row]), int(state.numbers["seed"][row])) == (5, 2**62 + 1)
 
 
 # ---------------------------------------------------------------------------------------------- the option

@@ -11,7 +11,7 @@ from support.logit_options import OPTIONS, SHAPE, VOCAB, WAYS, Oracle, params_of
 from support.oracles import chi_square_tail
 from support.tiny_models import EOS
 from treetop import SamplingParams
-from treetop.engine.processors import words_of
+from treetop.engine.features.processors import words_of
 from treetop.kernels.sampling.process import BIAS_SHIFT, ENDS, IN_PROMPT, ONE
 from treetop.types.errors import InputError
 from treetop.types.messages import RowHistory

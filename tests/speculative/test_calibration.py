@@ -20,7 +20,7 @@ from support.refusing import refused
 from support.round_ops import Buffers, identity, random_calibration, random_children, random_tables, shapes, sown_growth
 from treetop import ConfigError, EngineConfig
 from treetop.doctor.conformance import RandomShapes
-from treetop.kernels.tree.calibration import Heat, class_of, corrected, make_calibration
+from treetop.kernels.tree.calibration import Heat, corrected, make_calibration
 from treetop.kernels.tree.learn import (
     HORIZON,
     ONE,
@@ -34,7 +34,7 @@ from treetop.kernels.tree.learn import (
 from treetop.kernels.tree.topk import top_logprobs_reference
 from treetop.types.errors import CheckError
 from treetop.types.layout import SpecShape
-from treetop.types.sampling import CLASSES
+from treetop.types.sampling import CLASSES, class_of_temperature
 from treetop_debug.policy_faults import POLICY_FAULTS
 
 LEARN = {"speculative_calibration": "learn"}
@@ -78,7 +78,7 @@ def test_each_rows_logits_are_heated_by_its_class():
 
 
 def test_rows_are_classes_by_temperature():
-    assert class_of(torch.tensor([0.0, 0.2, 0.7, 0.71, 3.0])).tolist() == [0, 1, 1, 2, 2]
+    assert [*map(class_of_temperature, (0.0, 0.2, 0.7, 0.71, 3.0))] == [0, 1, 1, 2, 2]
 
 
 @given(shape=shapes(2), seed=st.integers(0, 10**6))

@@ -6,8 +6,8 @@ import torch
 def state_tensors(state) -> dict[str, torch.Tensor]:
     """The tables by request row."""
     found = {f"page_table.{name}": table.data for name, table in state.page_tables.items()}
-    found |= {name: getattr(state, name) for name in ("committed", "root", "seed")}
-    found |= {f"params.{name}": getattr(state.params, name) for name in state.params.__dataclass_fields__}
+    found |= {name: getattr(state, name) for name in ("committed", "root")}
+    found |= {f"numbers.{name}": getattr(state.numbers, name) for name in ("integers", "floats", "flags")}
     return found | {f"draft.{name}": getattr(state.draft, name) for name in state.draft.__dataclass_fields__}
 
 

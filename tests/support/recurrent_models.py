@@ -227,7 +227,7 @@ class Snapshot:
 def snapshot(llm, row: int, length: int) -> Snapshot:
     """Of a row with so many committed tokens."""
     runner, layers = llm.engine.runner, {}
-    counts = {int(states.count[row]) for states in runner.state.states.values()}
+    counts = {int(states.count[row]) for states in runner.state.states.groups.values()}
     assert len(counts) == 1, "groups disagree on what is pending"
     count = counts.pop()
     for index, place in runner.recurrent_layers.items():
@@ -267,7 +267,7 @@ def _equal(one: Tensor, other: Tensor, tolerance: float, what: str) -> None:
 def check_dummy(llm) -> None:
     """The dummy row's states are zero."""
     dummy = llm.engine.layout.dummy_row
-    for states in llm.engine.runner.state.states.values():
+    for states in llm.engine.runner.state.states.groups.values():
         assert int(states.count[dummy]) == 0
         for each in (states.conv, states.state, states.pending.k, states.pending.d, states.pending.g):
             assert not bool(each[:, dummy].any()), "the dummy row's states are not zero"

@@ -22,9 +22,7 @@ from treetop.engine.memory import out_of_memory_explained
 from treetop.engine.node_masks import NodeMaskWriter
 from treetop.engine.packed_trees import PackedTrees
 from treetop.engine.prefill import chunk_columns, chunk_width, make_batch, prefill
-from treetop.engine.processors import LogitsProcessorWriter
 from treetop.engine.prompt_logprobs import prompt_columns, with_prompt
-from treetop.engine.recurrence import begin_states, keep_checkpoints
 from treetop.engine.rounds import Eager, RoundKey, RoundLauncher
 from treetop.engine.staging import (
     HostResults,
@@ -48,7 +46,6 @@ from treetop.engine.startup.kept_calibration import kept_calibration
 from treetop.engine.startup.plan import EnginePlan, captures, pace_of, plan_engine
 from treetop.engine.startup.round_costs import cost_table
 from treetop.engine.startup.startup_log import start_up_block
-from treetop.engine.state import setup_columns
 from treetop.engine.step_digest import StepDigest, TreeAndPathDigest, no_digest
 from treetop.engine.update_weights import read_weights
 from treetop.models.config import attention_of_rank
@@ -62,7 +59,6 @@ from treetop.types.messages import (
     PrefillPlan,
     RoundPlan,
     RowResult,
-    RowSetup,
     StepPlan,
     StepResult,
     TreeMasks,
@@ -127,13 +123,12 @@ class Engine:
         if captures(config, device, self.runner.backend.capabilities):
             self.launcher = CudaGraphs(self.runner)
         self._plans = PlanChecker(self.layout)
-        self._row_processors = LogitsProcessorWriter(self.runner.state.processors)
         self._node_masks = NodeMaskWriter(self.spec.vocab_size)
         zeros = partial(zeros_on, device) if self._zones is None else self._zones.zeros
         with self._explained("starting"):
-            texts = 0 if self.runner.state.text is None else self.layout.max_requests * self.layout.max_context
+            widths = self.runner.state.setup_widths(self.layout)
             checksums = 0 if self.slots is None else parallel.size * self.slots.spec.num_own
-            self._staging = StagingBuffers(self.layout, device, zeros, config.check_level, texts, checksums)
+            self._staging = StagingBuffers(self.layout, device, zeros, config.check_level, widths, checksums)
         started_s = time.perf_counter()
         self.costs = None
         with torch.inference_mode(), self._explained("starting"):
@@ -173,8 +168,8 @@ class Engine:
             prove_acceptance(self.runner)
             prove_padding(self.runner, self.launcher)
             prove_capacity(self.runner, self.launcher)
-            if self.runner.learns:
-                prove_learning(self.runner)
+            if self.runner.state.learning is not None:
+                prove_learning(self.runner, self.runner.state.learning)
         self._begin_calibration()
         if self.slots is not None:
             prove_kv_transfer(self.runner, self.slots)
@@ -338,12 +333,11 @@ class Engine:
         sent = self._staging.send(
             slot,
             edits=state.edit_columns(plan.edits),
-            setups=setup_columns(plan.setups),
-            prefixes=state.prefix_columns(plan.setups),
+            setups=state.setup_columns(plan.setups),
             checks=import_columns(spec, plan, self.parallel),
         )
         state.apply_edits(sent["edits"])
-        self._move_in(plan.setups, sent)
+        state.move_in(plan.setups, sent["setups"], self.config.check_level)
         expected, known, last_rows = sent["checks"]
         return import_chunks(self.runner, self.slots, plan, expected.view(-1, spec.num_own), known, last_rows)
 
@@ -353,16 +347,15 @@ class Engine:
             slot,
             rows=[padded],
             edits=state.edit_columns(plan.edits),
-            setups=setup_columns(plan.setups),
+            setups=state.setup_columns(plan.setups),
             chunks=chunk_columns(plan, len(padded)),
-            prefixes=state.prefix_columns(plan.setups),
             prompt=prompt_columns(plan, chunk_width(plan)),
         )
         rows = self._apply(sent)
-        self._move_in(plan.setups, sent)
+        state.move_in(plan.setups, sent["setups"], self.config.check_level)
         allowed = self._node_masks.roots(plan.rows, plan.masks, len(padded), rows.device)
         first = prefill(self.runner, make_batch(plan, rows, sent["chunks"], sent["prompt"], allowed))
-        keep_checkpoints(self.runner, plan.chunks)
+        state.states.keep(plan.chunks)
         zeros = torch.zeros_like(first.token)
         return Results(first.token[:, None], zeros, first.finite, first.logprobs, first.prompt)
 
@@ -383,7 +376,8 @@ class Engine:
         candidates = None
         if plan.shape.num_steps:
             candidates = buffers.growth_of(key.bucket, key.shape).chosen.gather(1, accepted.path[:, 1:])
-        counts = self.runner.state.calibration.acceptance if self.costs is not None and self.runner.learns else None
+        learning = self.runner.state.learning
+        counts = learning.calibration.acceptance if self.costs is not None and learning is not None else None
         trees = None
         if plan.told_trees and plan.shape.num_steps:
             trees = PackedTrees.of(buffers.tree_of(key.bucket, key.shape), accepted)
@@ -396,13 +390,6 @@ class Engine:
         rows = self.runner.buffers.rows[: len(listed)].copy_(listed)
         self.runner.state.apply_edits(sent["edits"])
         return rows
-
-    def _move_in(self, setups: Sequence[RowSetup], sent: Mapping[str, list[Tensor]]) -> None:
-        """Rows get the requests that are to run in them."""
-        self.runner.state.apply_setups(sent["setups"])
-        begin_states(self.runner, sent["setups"][0], setups)
-        self.runner.state.apply_prefixes(setups, sent["prefixes"])
-        self._row_processors.move_in(setups)
 
     def _hand_out(self, value: Value) -> Value:
         """Values that may be kept past the next round. At level 1 a view of the buffers is refused (sgl-23037)."""

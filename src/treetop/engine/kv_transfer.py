@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from treetop.engine.model_runner import ModelRunner
-from treetop.engine.recurrence import fold_states
 from treetop.engine.row_record import parts_of
 from treetop.engine.staging import HostResults, Results
 from treetop.kernels.comm.kv_chunks import Span, checksum
@@ -112,7 +111,7 @@ def export_chunks(runner: ModelRunner, slots: StagingSlots, plan: ExportPlan) ->
         segment = _record_segment(slots, export.chunk)
         if segment is not None:
             if runner.layout.state_groups:
-                fold_states(runner, runner.state.committed.new_tensor([export.row]))
+                runner.state.states.fold(runner.ops, runner.state.committed.new_tensor([export.row]))
             staged = _bytes_of(slots, export.slot, segment)
             staged.copy_(runner.state.record.pack(export.row))
             sums[i, -1] = checksum(staged.clone().view(torch.int32))
@@ -154,9 +153,9 @@ def _begin(runner: ModelRunner, each: Import, good: Tensor, row: Tensor) -> Tens
     state = runner.state
     root = torch.where(good, state.root[each.row], 0)
     if state.text is not None:
-        state.text[each.row, each.chunk.total] = root.to(state.text.dtype)
+        state.text.tokens[each.row, each.chunk.total] = root.to(state.text.tokens.dtype)
     if state.processors is not None:
-        runner.ops.count(state.processors, row, root.view(1, 1), good.to(torch.int64).view(1))
+        runner.ops.count(state.processors.rows, row, root.view(1, 1), good.to(torch.int64).view(1))
     return root
 
 

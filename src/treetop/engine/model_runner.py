@@ -12,7 +12,7 @@ from treetop.attention.layer import CausalAttention, ChosenKeys, LayerKV, TailAt
 from treetop.attention.recurrent import Recurrence, RecurrentLayer
 from treetop.cache.pool import KVPool
 from treetop.checks.probes import Probes
-from treetop.drafts.protocol import Drafter, Nodes
+from treetop.drafts.protocol import Drafter, Extension, Nodes
 from treetop.engine.buffers import RoundBuffers
 from treetop.engine.state import RowState
 from treetop.kernels.attention.metadata import AttentionMetadata
@@ -28,7 +28,6 @@ from treetop.types.errors import CheckError
 from treetop.types.ids import GroupName
 from treetop.types.layout import KVGroup, Layout, SpecShape
 from treetop.types.phase import Phase
-from treetop.types.sampling import Choice
 
 Prefix = tuple[Tensor, Tensor, int]
 """(rows, extent, bound) of a phase, as in `AttentionMetadata`."""
@@ -40,15 +39,12 @@ class ModelRunner:
     recurrent_layers: where the states of its others live.
     check_level: see `docs/testing.md`.
     simulation: what is accepted instead of what is right, for measuring.
-    learns: rounds calibrate the drafter.
-    makes_logits, anchored: of the drafter's spec, and of its block's.
+    anchored: of the spec of the drafter's block.
     """
 
     layout: Layout
     check_level: int
     simulation: Simulation | None
-    learns: bool
-    makes_logits: bool
     anchored: bool
     target: Target
     drafter: Drafter | None
@@ -159,18 +155,16 @@ class ModelRunner:
                 slots = slots_of(table, paths.rows, paths.positions, paths.kept, page_size)
                 _check_committed(pool, want, slots, page_size)
 
-    def count(self, rows: Tensor, choice: Choice, tokens: Tensor, last: Tensor) -> None:
-        """What a step emitted, tokens [rows, w] up to column `last` [rows], changes later logits of its rows.
-
-        last: -1 where nothing was emitted.
-        """
-        if choice.processes and self.state.processors is not None:
-            self.ops.count(self.state.processors, rows, tokens, last + 1)
+    def extension(self, rows: Tensor, last: Tensor) -> Extension:
+        """What a draft extend is asked. rows, last: [rows] int64."""
+        text = self.state.text
+        return Extension(rows, last) if text is None else Extension(rows, last, text.tokens, text.past)
 
     def drawn_at(self, rows: Tensor) -> RoundOfRows:
         """What a simulation draws by, of a batch's rows [rows]."""
         state, dummy = self.state, self.layout.dummy_row
-        return RoundOfRows(state.seed, state.committed, state.classes, rows, dummy, state.calibration.heat)
+        seed, classes = state.numbers["seed"], state.numbers["classes"]
+        return RoundOfRows(seed, state.committed, classes, rows, dummy, state.calibration.heat)
 
     def propose(self, tokens: Tensor, state: Tensor, classes: Tensor, lines: Any = None) -> DraftState:
         """What a row keeps of roots, tokens [rows] and their states [rows, state_size]: these, and what is proposed.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from treetop.engine.buffers import HeldNodes
-from treetop.engine.processors import to_device
+from treetop.engine.features.processors import to_device
 from treetop.kernels.sampling.process import mask_words
 from treetop.types.errors import CheckError
 from treetop.types.ids import Row

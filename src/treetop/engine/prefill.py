@@ -9,7 +9,6 @@ from torch import Tensor
 
 from treetop.attention.layer import CausalAttention, ChosenKeys, LayerKV
 from treetop.attention.recurrent import ChunkRecurrence
-from treetop.drafts.protocol import Extension
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.prompt_logprobs import PromptTokens, prompt_logprobs
 from treetop.engine.recurrence import chunk_recurrence
@@ -128,7 +127,9 @@ def prefill(runner: ModelRunner, batch: PrefillBatch) -> FirstTokens:
     first, logprobs = accepted.bonus, None
     if batch.choice is Choice.LOGPROBS:
         logprobs = path_logprobs(ops, logits, accepted, min(MAX_LOGPROBS, logits.shape[2]))
-    runner.count(rows, batch.choice, first[:, None], -(batch.next_token >= 0).to(torch.int64))
+    if runner.state.processors is not None:
+        emitted = -(batch.next_token >= 0).to(torch.int64)
+        runner.state.processors.count(ops, batch.choice, rows, first[:, None], emitted)
     draft = None
     if runner.drafter is not None:
         following = torch.where(batch.next_token >= 0, batch.next_token, first)
@@ -138,12 +139,12 @@ def prefill(runner: ModelRunner, batch: PrefillBatch) -> FirstTokens:
         aux_hidden = torch.cat([output.hidden[..., :0], *output.aux_hidden], dim=-1)  # a drafter may read none
         text = runner.state.text
         if text is not None:
-            remember(text, rows, span.positions, batch.tokens, valid)
+            remember(text.tokens, rows, span.positions, batch.tokens, valid)
             live = (rows != runner.layout.dummy_row)[:, None]
-            remember(text, rows, span.kv_len[:, None], following[:, None], live)
-        at = Extension(rows, last, text, runner.state.past)
+            remember(text.tokens, rows, span.kv_len[:, None], following[:, None], live)
+        at = runner.extension(rows, last)
         extended = runner.drafter.extend(shifted, aux_hidden, span.positions, at, attend)
-        draft = runner.extended(rows, following, extended, runner.state.classes[rows])
+        draft = runner.extended(rows, following, extended, runner.state.numbers["classes"][rows])
     ops.finish(runner.state.tables, rows, runner.layout.dummy_row, last, first, draft)
     asked = None if batch.prompt is None else prompt_logprobs(runner, output.hidden, batch.prompt)
     return FirstTokens(first, accepted.finite, logprobs, asked)

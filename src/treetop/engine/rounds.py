@@ -16,15 +16,14 @@ import torch
 from torch import Tensor
 
 from treetop.attention.layer import Attend, TailColumns
-from treetop.drafts.protocol import DraftBlock, Extension, Grower, Roots
+from treetop.drafts.protocol import DraftBlock, Grower, Roots
 from treetop.engine.buffers import poison_undeclared
+from treetop.engine.features.feature import AcceptedRound
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.recurrence import keep_states, node_recurrence
 from treetop.kernels.tree.accept import Withheld
 from treetop.kernels.tree.commit import Paths, feature_nodes
 from treetop.kernels.tree.deferred import ExtendPairs, defer, deferred_pairs
-from treetop.kernels.tree.learn import Observed
-from treetop.kernels.tree.row_text import remember
 from treetop.kernels.tree.rows import DraftState, RowTables, store_draft
 from treetop.speculative.draft import Level, grow_tree
 from treetop.speculative.simulation import SimulatedAcceptance, SimulatedLengths, SimulatedProposals
@@ -119,7 +118,7 @@ def _opened(runner: ModelRunner, block: DraftBlock, key: RoundKey, max_kv_len: i
         attend = runner.tail_attention(Phase.DRAFT, layers, buffers.draft_tails, plans, columns, key.shape)
     assert state.draft is not None
     opened = block.open(Roots(root, committed, state.draft.hidden[rows], key.shape.num_steps), attend)
-    draft = runner.propose(root, opened.state, state.classes[rows], opened.lines)
+    draft = runner.propose(root, opened.state, state.numbers["classes"][rows], opened.lines)
     store_draft(state.draft, rows, rows != runner.layout.dummy_row, draft)
     return opened.lines
 
@@ -164,25 +163,20 @@ def verify_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     held = buffers.held_of(key.bucket, shape) if key.held else None
     allowed = None if held is None else held.allowed
     chosen = choose(ops, logits, runner.state.sampler, rows, places.nodes, tree, key.choice, allowed)
-    processors = runner.state.processors if key.choice.processes else None
     forced = None
     if shape.num_steps and isinstance(runner.simulation, SimulatedLengths):
         forced = runner.simulation.lengths(runner.drawn_at(rows), shape)
     elif shape.num_steps and isinstance(runner.simulation, SimulatedAcceptance):
         growth = buffers.growth_of(key.bucket, shape)
         chosen = ops.choose_drawn(runner.simulation.drawn, runner.drawn_at(rows), growth)
-    withheld = Withheld(rows, runner.state.undrafted, None if held is None else held.withheld)
+    withheld = Withheld(rows, runner.state.numbers["undrafted"], None if held is None else held.withheld)
     ops.accept(chosen, tree, accepted, forced, withheld if shape.num_steps else None)
-    if runner.learns and shape.num_steps > 0:
-        growth = buffers.growth_of(key.bucket, shape)
-        constrained = processors.constrained if processors is not None else None
-        observed = Observed(rows, runner.layout.dummy_row, constrained, runner.makes_logits)
-        ops.learn(runner.state.calibration, growth, accepted, observed)
     if key.choice is Choice.LOGPROBS:
         found = buffers.logprobs_of(key.bucket, shape)
         copy_into(found, path_logprobs(ops, logits, accepted, found.ids.shape[2]))
-    runner.count(rows, key.choice, accepted.tokens, accepted.accept_len)
     paths = _paths(runner, key, accepted.path)
+    grown = buffers.growth_of(key.bucket, shape) if shape.num_steps else None
+    runner.state.accepted(ops, AcceptedRound(key.choice, paths, places, accepted, grown))
     runner.commit(buffers.verify_tails, paths)
     keep_states(runner, recurrence, paths)
     if runner.drafter is None:
@@ -202,7 +196,6 @@ def extend_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     accepted, aux_hidden = buffers.accepted_of(key.bucket, shape), buffers.aux_hidden_of(key.bucket, shape)
     runner.probes.nan(aux_hidden, "features", Phase.EXTEND, rows)
     paths = _paths(runner, key, None)
-    _remember(runner, paths, places.path, accepted.tokens)
     pairs = ExtendPairs(places.committed, accepted.accept_len, places.path, accepted.tokens, aux_hidden)
     classes = buffers.growth_of(key.bucket, shape).classes
     draft = runner.extended(rows, accepted.bonus, _extended(runner, key, pairs, paths, max_kv_len), classes)
@@ -213,10 +206,9 @@ def defer_phase(runner: ModelRunner, key: RoundKey, _: int) -> None:
     """Keep what the draft needs of a plain round's token, and finish."""
     state, buffers, dummy = runner.state, runner.buffers, runner.layout.dummy_row
     assert state.deferred is not None
-    rows, places = buffers.rows[: key.bucket], buffers.places_of(key.bucket, key.shape)
+    rows = buffers.rows[: key.bucket]
     accepted, aux_hidden = buffers.accepted_of(key.bucket, key.shape), buffers.aux_hidden_of(key.bucket, key.shape)
     runner.probes.nan(aux_hidden, "features", Phase.EXTEND, rows)
-    _remember(runner, _paths(runner, key, None), places.path, accepted.tokens)
     defer(state.deferred, rows, dummy, accepted.bonus, aux_hidden[:, 0])
     runner.ops.finish(state.tables, rows, dummy, accepted.accept_len, accepted.bonus, None)
 
@@ -229,7 +221,7 @@ def catch_up_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     pairs, count = deferred_pairs(state.deferred, rows, state.committed[rows])
     paths = Paths(rows, pairs.first, count - 1, runner.layout.max_deferred, None, dummy)
     extended = _extended(runner, key, pairs, paths, max_kv_len)
-    draft = runner.extended(rows, state.root[rows], extended, state.classes[rows])
+    draft = runner.extended(rows, state.root[rows], extended, state.numbers["classes"][rows])
     if draft is not None:
         store_draft(state.draft, rows, count > 0, draft)
     state.deferred.count.index_fill_(0, rows, 0)  # a copy of a number of the host cannot be captured
@@ -245,16 +237,10 @@ def _extended(runner: ModelRunner, key: RoundKey, pairs: ExtendPairs, paths: Pat
         plans[g.name] = runner.plan(runner.metadata(phase, g, prefix, pairs.positions, pairs.positions, causal))
     columns = TailColumns(key.bucket, 0, width, width)
     attend = runner.tail_attention(phase, runner.draft_layers, buffers.extend_tails, plans, columns, key.shape)
-    at = Extension(paths.rows, pairs.last, runner.state.text, runner.state.past)
+    at = runner.extension(paths.rows, pairs.last)
     draft_state = runner.drafter.extend(pairs.tokens, pairs.aux_hidden, pairs.positions, at, attend)
     runner.commit(buffers.extend_tails, paths)
     return draft_state
-
-
-def _remember(runner: ModelRunner, paths: Paths, positions: Tensor, tokens: Tensor) -> None:
-    """Where the drafter reads the rows' text: what a round adds to it."""
-    if runner.state.text is not None:
-        remember(runner.state.text, paths.rows, positions + 1, tokens, paths.kept)
 
 
 ROUND: dict[Phase, PhaseFunction] = {
@@ -342,7 +328,8 @@ def _tables_of_roots(runner: ModelRunner, rows: Tensor, max_kv_len: int, k: int)
         probes.nan(logprob, "topk_logprob", phase, rows)
         probes.nan(hidden, "hidden", phase, rows)
         draft = DraftState(tokens, logprob, hidden)
-    return RowTables(committed, root, state.classes[rows], draft), torch.arange(rows.shape[0], device=rows.device)
+    classes, places = state.numbers["classes"][rows], torch.arange(rows.shape[0], device=rows.device)
+    return RowTables(committed, root, classes, draft), places
 
 
 def _probe_feature_nodes(runner: ModelRunner, rows: Tensor, path: Tensor, num_nodes: int) -> None:

@@ -15,7 +15,6 @@ from torch import Tensor
 from treetop.checks.probes import RECORD
 from treetop.engine.buffers import Zeros
 from treetop.engine.packed_trees import PackedTrees
-from treetop.engine.state import SETUP_COLUMNS
 from treetop.types.errors import CapacityError, CheckError, InvariantError
 from treetop.types.layout import Layout
 from treetop.types.messages import ProposalCounts
@@ -126,19 +125,17 @@ class StagingBuffers:
         device: torch.device,
         zeros: Zeros,
         check_level: int,
-        prefix_tokens: int = 0,
+        setup_widths: Sequence[int],
         checksums: int = 0,
     ) -> None:
-        """prefix_tokens: of prompts that a step may bring, where a drafter reads the rows' text. checksums: of a piece
-        that is handed over, of all ranks.
-        """
+        """setup_widths: of `RowState`. checksums: of a piece that is handed over, of all ranks."""
         self._check_level = check_level
         b, pieces = layout.max_requests, layout.disaggregation_slots
         # Row list, cells; for a prefill the setups, and of each row: length, next token; of each token: place, id.
         # Of each prompt token with log-probabilities: place, id. For an import the checksums of each piece, known, row.
-        numbers = 3 * b + 3 * layout.max_edits + SETUP_COLUMNS * b + prefix_tokens
+        numbers = 3 * b + 3 * layout.max_edits + sum(setup_widths)
         numbers += max(4 * layout.chunk, pieces * (checksums + 2))
-        most_columns = 1 + 3 * len(layout.groups) + SETUP_COLUMNS + 6 + b  # with the text of every row
+        most_columns = 1 + 3 * len(layout.groups) + len(setup_widths) + 6
         numbers += most_columns * (_ALIGNED - 1)
         self._inputs = zeros((numbers,), torch.int64)
         a_token = 1 + 1 + 2 * MAX_LOGPROBS  # its id, log-probabilities, ids of the best

@@ -19,6 +19,9 @@ MAX_BAD_WORDS, LONGEST_BAD_WORD = 128, 200
 CLASSES = 3
 """Of requests, by which drafts are calibrated: greedy, a temperature up to `WARM`, any above."""
 WARM = 0.7
+RULING_OUT = ("min_tokens", "allowed_token_ids", "structured_output", "bad_words")
+WEIGHING = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
+"""Options that change logits: those that rule tokens out, and those that make numbers others."""
 
 
 def class_of_temperature(temperature: float) -> int:
@@ -175,14 +178,15 @@ class SamplingParams:
     @property
     def logit_options(self) -> tuple[str, ...]:
         """The options in use that change logits, or rule tokens out, before one is chosen."""
-        neutral: dict[str, object] = {
-            "min_tokens": 0,
-            "presence_penalty": 0,
-            "frequency_penalty": 0,
-            "repetition_penalty": 1,
-        }
-        neutral |= {"logit_bias": (), "allowed_token_ids": None, "structured_output": None, "bad_words": ()}
-        return tuple(name for name, value in neutral.items() if getattr(self, name) != value)
+        return self._in_use(RULING_OUT + WEIGHING)
+
+    @property
+    def weighs(self) -> bool:
+        """Whether logits become others; what is ruled out is in the masks of a request with a structured output."""
+        return bool(self._in_use(WEIGHING))
+
+    def _in_use(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(name for name in names if getattr(self, name) != self.__dataclass_fields__[name].default)
 
     @property
     def changes_logits(self) -> bool:

@@ -120,9 +120,9 @@ def _without_pools(engine_plan: EnginePlan, products: Products) -> tuple[ModelRu
     target, model = engine_plan.target.load(aux, place), engine_plan.target.config
     changed = changed_vocab(config, model)
     state = make_state(
-        layout, draft, model.hidden_size, changed, place.dtype, zeros, config.speculative_suffix_cache_tokens
+        *(layout, draft, model.hidden_size, changed, place.dtype, zeros, config.speculative_suffix_cache_tokens),
+        learns=config.speculative_calibration == "learn" and config.simulate_accept_length is None,
     )
-    learns = config.speculative_calibration == "learn" and config.simulate_accept_length is None
     simulation: Simulation | None = None
     if engine_plan.profile is not None:
         depths = max(shape.num_steps for shape in layout.shapes)
@@ -133,8 +133,6 @@ def _without_pools(engine_plan: EnginePlan, products: Products) -> tuple[ModelRu
         layout=layout,
         check_level=config.check_level,
         simulation=simulation,
-        learns=draft is not None and learns,
-        makes_logits=draft is not None and draft.makes_logits,
         target=target,
         drafter=draft.load(target, beside) if draft is not None else None,
         anchored=draft is not None and draft.block is not None and draft.block.anchored,
@@ -149,7 +147,7 @@ def _without_pools(engine_plan: EnginePlan, products: Products) -> tuple[ModelRu
         ),
         target_layers={},
         draft_layers={},
-        recurrent_layers=recurrent_layers(model, state.states),
+        recurrent_layers=recurrent_layers(model, state.states.groups),
         probes=Probes.make(place.device, config.check_level >= 2, layout.dummy_row, place.parallel.record()),
     )
     return runner, zones, zeros

@@ -6,10 +6,10 @@ from functools import partial
 
 import torch
 
+from treetop.engine.features.learning import Learning
 from treetop.engine.kv_transfer import StagingSlots, export_chunks, import_chunks
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.rounds import RoundKey, RoundLauncher, draft_phase
-from treetop.engine.state import state_tables
 from treetop.kernels.kv import moved
 from treetop.kernels.tree.accept import Withheld
 from treetop.kernels.tree.calibration import make_calibration
@@ -42,7 +42,7 @@ def prove_capacity(runner: ModelRunner, launcher: RoundLauncher) -> None:
             state.committed[: layout.max_requests] = layout.max_committed
             if state.deferred is not None:
                 state.deferred.count[: layout.max_requests] = layout.max_deferred if key.catches_up else 0
-            for each in state.states.values():
+            for each in state.states.groups.values():
                 each.count[: layout.max_requests] = layout.commit_width
             launcher.launch(key, layout.max_committed)
         runner.probes.raise_if_fired()
@@ -56,11 +56,8 @@ def on_null_pages(runner: ModelRunner) -> Iterator[None]:
     for table in state.page_tables.values():
         table.data.zero_()
     yield
-    texts = [] if state.text is None else [state.text]
-    deferred = () if state.deferred is None else state.deferred.tables
-    states = [table for each in state.states.values() for table in (*state_tables(each), each.count)]
     null_pages = [pool.data[:, : layout.page_size] for pool in runner.pools.values()]  # nothing else was written
-    for tensor in (*state.record.tables.values(), *texts, *deferred, *states, *null_pages):
+    for tensor in (*state.written, *null_pages):
         tensor.zero_()
     for name, table in state.page_tables.items():
         table.data.copy_(tables[name])
@@ -96,14 +93,14 @@ def prove_acceptance(runner: ModelRunner) -> None:
 
 
 @torch.inference_mode()
-def prove_learning(runner: ModelRunner) -> None:
+def prove_learning(runner: ModelRunner, learning: Learning) -> None:
     """Rows learn from their own trees: each of a few whose target chooses another rank at every node.
 
     Raises CheckError if what was learned is not what their choices say, class by class.
     """
     for shape in runner.layout.shapes:
         if shape.num_steps:
-            _prove_learning_of(shape, runner)
+            _prove_learning_of(shape, runner, learning)
 
 
 def prove_kv_transfer(runner: ModelRunner, slots: StagingSlots) -> None:
@@ -119,7 +116,7 @@ def prove_kv_transfer(runner: ModelRunner, slots: StagingSlots) -> None:
     _check_untouched(runner, "KV transfer: a chunk of the dummy row")
 
 
-def _prove_learning_of(shape: SpecShape, runner: ModelRunner) -> None:
+def _prove_learning_of(shape: SpecShape, runner: ModelRunner, learning: Learning) -> None:
     """Candidates in order, as many as the tree holds; those that have children are the first k of their level."""
     device, rows, k, nodes = runner.buffers.rows.device, CLASSES, shape.topk, shape.num_draft_tokens
     long, n = torch.int64, shape.num_candidates
@@ -141,7 +138,7 @@ def _prove_learning_of(shape: SpecShape, runner: ModelRunner) -> None:
     wide, column = torch.zeros((rows, 1), dtype=long, device=device), torch.zeros(rows, dtype=long, device=device)
     finite = torch.ones(rows, dtype=torch.bool, device=device)
     accepted = Accepted(wide, column, wide, column, finite, choice.to(device))
-    observed = Observed(torch.arange(rows, device=device), rows, None, runner.makes_logits)
+    observed = Observed(torch.arange(rows, device=device), rows, None, learning.makes_logits)
     runner.ops.learn(calibration, growth, accepted, observed)
     if not torch.equal(calibration.chosen.cpu(), chosen):
         raise CheckError(f"calibration: what rows of a tree of {shape} learned is not what the target chose in them")
@@ -155,12 +152,8 @@ def _check_untouched(runner: ModelRunner, what: str) -> None:
     """All of the dummy row's state and of the null pages is zero."""
     layout, state, dummy = runner.layout, runner.state, runner.layout.dummy_row
     tables = [table.data for table in state.page_tables.values()]
-    kept = [tensor[dummy] for tensor in (*state.record.tables.values(), *tables)]
+    kept = [tensor[dummy] for tensor in (*state.written, *tables)]
     kept += [moved(pool.data[:, : layout.page_size]) for pool in runner.pools.values()]
-    if state.deferred is not None:
-        kept += [table[dummy] for table in state.deferred.tables]
-    for each in state.states.values():
-        kept += [*(table[:, dummy] for table in state_tables(each)), each.count[dummy]]
     if any(bool(tensor.any()) for tensor in kept):
         raise CheckError(f"{what} changed its state or a null page")
 
@@ -174,7 +167,7 @@ def _prove_acceptance_of(shape: SpecShape, runner: ModelRunner, bucket: int) -> 
     tree, accepted = runner.buffers.tree_of(bucket, shape), runner.buffers.accepted_of(bucket, shape)
     tree.tokens.zero_()
     nothing = runner.target.embedding.new_zeros((bucket, shape.num_draft_tokens, runner.target.config.hidden_size))
-    withheld = Withheld(runner.buffers.rows[:bucket], runner.state.undrafted, None)
+    withheld = Withheld(runner.buffers.rows[:bucket], runner.state.numbers["undrafted"], None)
     try:
         choice = runner.ops.greedy(runner.target.piece(nothing))  # all logits are 0
         runner.ops.accept(choice, tree, accepted, None, withheld)

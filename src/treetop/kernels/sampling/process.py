@@ -36,24 +36,22 @@ _BLOCK = 2048
 
 @dataclass(frozen=True, slots=True)
 class LogitsProcessors:
-    """How rows change their logits.
+    """How rows change their logits. A field that bears the name of an option holds that option of each row.
 
     words: [num_rows, vocab] int32, see above.
     biases: [num_rows, 512] float32, the first 0.
-    presence, frequency, repetition: [num_rows] float32.
+    presence_penalty, frequency_penalty, repetition_penalty: [num_rows] float32.
     may_end: [num_rows] int64, the position from which on a token may end the request.
     active: [num_rows] bool, rows that change logits; what a constraint rules out is in its masks.
-    constrained: [num_rows] bool, rows whose tokens a constraint decides, too: they teach a calibration nothing.
     """
 
     words: Tensor
     biases: Tensor
-    presence: Tensor
-    frequency: Tensor
-    repetition: Tensor
+    presence_penalty: Tensor
+    frequency_penalty: Tensor
+    repetition_penalty: Tensor
     may_end: Tensor
     active: Tensor
-    constrained: Tensor
 
 
 def process_reference(
@@ -103,9 +101,10 @@ def _processed(wide: Tensor, processors: LogitsProcessors, rows: Tensor, positio
     count.scatter_add_(2, tree.tokens[:, None, 1:].expand_as(on_path), on_path)
     bias = processors.biases[rows].gather(1, (words[:, 0] >> BIAS_SHIFT & _BIAS_MASK).to(torch.int64))
     value = wide + bias[:, None].to(wide.dtype)
-    repetition, seen = of_row(processors.repetition), (count > 0) | (words & IN_PROMPT != 0)
+    repetition, seen = of_row(processors.repetition_penalty), (count > 0) | (words & IN_PROMPT != 0)
     value = torch.where(seen, torch.where(value > 0, value / repetition, value * repetition), value)
-    value = value - of_row(processors.frequency) * count - of_row(processors.presence) * (count > 0)
+    value = value - of_row(processors.frequency_penalty) * count
+    value = value - of_row(processors.presence_penalty) * (count > 0)
     too_early = positions + 1 < processors.may_end[rows][:, None]
     ruled_out = (words & NEVER != 0) | ((words & ENDS != 0) & too_early[:, :, None])
     value = torch.where(ruled_out, float("-inf"), value)
@@ -142,8 +141,8 @@ def process(
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     block = min(_BLOCK, lanes(vocab))
     _process_kernel[(count * width, -(-vocab // block))](
-        out, logits, processors.words, processors.biases, processors.presence, processors.frequency,
-        processors.repetition, processors.may_end, processors.active.view(torch.uint8),
+        out, logits, processors.words, processors.biases, processors.presence_penalty, processors.frequency_penalty,
+        processors.repetition_penalty, processors.may_end, processors.active.view(torch.uint8),
         rows, positions, tree.tokens, tree.parent, tree.depth, rows if allowed is None else allowed,
         vocab, width, processors.biases.stride(0), *positions.stride(), tree.tokens.stride(0),
         *((0, 0) if allowed is None else allowed.stride()[:2]),

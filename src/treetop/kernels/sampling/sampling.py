@@ -23,7 +23,7 @@ TEMPERATURES = (1e-30, 1e30)
 
 @dataclass(frozen=True, slots=True)
 class RowSamplingParams:
-    """Per-row sampling parameters.
+    """Per-row sampling parameters, under the names of their options.
 
     temperature, top_p, min_p: [n] float32.
     top_k: [n] int64, 0 is off.

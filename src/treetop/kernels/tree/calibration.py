@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from treetop.kernels.triton_guard import Arg, constexpr, jit, tl
-from treetop.types.sampling import CLASSES, WARM
+from treetop.types.sampling import CLASSES
 
 
 class Heat(NamedTuple):
@@ -77,11 +77,6 @@ def make_calibration(depths: int, ranks: int, make: Callable[[tuple[int, ...], t
     )
     made.reset()
     return made
-
-
-def class_of(temperature: Tensor) -> Tensor:
-    """The classes of rows by their temperatures, [n] int64."""
-    return (temperature > 0).to(torch.int64) + (temperature > WARM).to(torch.int64)
 
 
 def corrected(logprob: Tensor, shift: Tensor) -> Tensor:

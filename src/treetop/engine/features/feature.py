@@ -1,0 +1,66 @@
+"""One lifecycle for whatever a row keeps on the device.
+
+    columns -> (one copy to the device) -> move_in      a request moves into a row
+    accepted                                            a round's paths are known; a captured round has this inside
+    forget                                              level 3: what a request must not find
+
+An engine's features are listed when its tables are made (`make_state`). One that is off is not in the list, and no step
+asks for it. Shapes say what a feature takes: tables are made on no memory to count them.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from treetop.kernels.table import Ops
+from treetop.kernels.tree.commit import Paths
+from treetop.kernels.tree.grow import TreeBuilder
+from treetop.types.layout import Layout
+from treetop.types.messages import RowSetup
+from treetop.types.sampling import Choice
+from treetop.types.tree import Accepted, PathPositions
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedRound:
+    """What a round accepted of each row of its batch. growth: the tree's candidates; None of a tree of a root alone."""
+
+    choice: Choice
+    paths: Paths
+    places: PathPositions
+    accepted: Accepted
+    growth: TreeBuilder | None
+
+
+class RowFeature(Protocol):
+    """Tables [num_rows, ...], written in place and never rebound. A feature has those of these that it needs."""
+
+    @property
+    def tables(self) -> Sequence[Tensor]:
+        """What steps write, rows first: zeros at a start, and the dummy row's for ever."""
+        return ()
+
+    def widths(self, layout: Layout) -> list[int]:
+        """The most integers of each of `columns`."""
+        return []
+
+    def columns(self, setups: Sequence[RowSetup]) -> list[list[int]]:
+        """What requests move in with, as columns of integers."""
+        return []
+
+    def move_in(self, rows: Tensor, setups: Sequence[RowSetup], columns: Iterator[Tensor]) -> None:
+        """Write the rows [n] int64 of the setups, of which there are some, whatever the rows held before.
+
+        columns: on the device; a feature takes as many as it gave. What rows had committed is still in its table.
+        """
+        return
+
+    def forget(self, rows: Tensor) -> None:
+        """Level 3: fill what rows [n] int64, about to be set up, hold and nobody may read with what shows."""
+        return
+
+    def accepted(self, ops: Ops, of: AcceptedRound) -> None:
+        """A round's paths are known, and not yet committed."""
+        return

@@ -1,0 +1,103 @@
+"""States of recurrent layers by row: what moving in, folding and the prefix cache do to them.
+
+    moving in    the whole state becomes zeros, or a checkpoint's, and nothing is pending
+    PREFILL      pending updates are folded, then the chunk goes on from the state
+    VERIFY       each layer folds what is pending as it loads the state; nodes leave their updates in the tails;
+                 once a path is accepted its updates are what is pending (`engine.recurrence`)
+
+So a rejected node never was in a state, and state with pending covers exactly the tokens whose K/V the pages hold.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from treetop.engine.buffers import Zeros, make_updates, state_dtype
+from treetop.engine.features.feature import RowFeature
+from treetop.kernels.recurrent.keep import copy_states
+from treetop.kernels.recurrent.states import LinearStates
+from treetop.kernels.table import Ops
+from treetop.types.ids import GroupName
+from treetop.types.layout import Layout
+from treetop.types.messages import Chunk, RowSetup
+
+
+@dataclass(frozen=True, slots=True)
+class RowStates(RowFeature):
+    """In the list where a model has recurrent layers.
+
+    groups: by group.
+    checkpoints: what is kept of them for other requests: a row is a slot, and nothing is pending.
+    """
+
+    groups: Mapping[GroupName, LinearStates]
+    checkpoints: Mapping[GroupName, LinearStates]
+
+    @classmethod
+    def make(cls, layout: Layout, dtype: torch.dtype, zeros: Zeros) -> "RowStates":
+        """dtype: the engine's."""
+
+        def of(n: int, width: int) -> dict[GroupName, LinearStates]:
+            """Of `n` rows, of which `width` updates may be pending."""
+            return {
+                group.name: LinearStates(
+                    conv=zeros((group.num_layers, n, *group.conv_shape), dtype),
+                    state=zeros((group.num_layers, n, *group.state_shape), state_dtype(dtype)),
+                    pending=make_updates(group, (n, width), dtype, zeros),
+                    count=zeros((n,), torch.int64),
+                )
+                for group in layout.state_groups
+            }
+
+        return cls(of(layout.num_rows, layout.commit_width), of(layout.checkpoints, 0))
+
+    @property
+    def tables(self) -> Sequence[Tensor]:
+        found = list[Tensor]()
+        for states in self.groups.values():
+            found += [states.count, *(table.movedim(1, 0) for table in _by_layer(states))]
+        return found
+
+    @property
+    def record(self) -> dict[str, Tensor]:
+        """What is handed over, rows first: nothing may be pending then."""
+        by_row = {f"conv.{name}": each.conv.movedim(1, 0) for name, each in self.groups.items()}
+        return by_row | {f"state.{name}": each.state.movedim(1, 0) for name, each in self.groups.items()}
+
+    def forget(self, rows: Tensor) -> None:
+        for states in self.groups.values():
+            for table in (states.pending.k, states.pending.d, states.pending.g):
+                table.index_fill_(1, rows, float("nan"))
+
+    def move_in(self, rows: Tensor, setups: Sequence[RowSetup], columns: Iterator[Tensor]) -> None:
+        """Their states are a checkpoint's, or the dummy row's, which are those of nothing."""
+        for name, states in self.groups.items():
+            copy_states(states, rows, states, torch.full_like(rows, len(states.count) - 1))
+            for setup in setups:
+                if setup.checkpoint is not None:
+                    _copy_row(states, setup.row, self.checkpoints[name], setup.checkpoint)
+
+    def fold(self, ops: Ops, rows: Tensor) -> None:
+        """States as they are without anything pending. rows: [rows] int64."""
+        for states in self.groups.values():
+            ops.fold_states(states, rows)
+
+    def keep(self, chunks: Sequence[Chunk]) -> None:
+        """Rows' states after a prefill, of which nothing is pending, go to the slots that chunks name."""
+        for chunk in chunks:
+            if chunk.keep is not None:
+                for name, states in self.groups.items():
+                    _copy_row(self.checkpoints[name], chunk.keep, states, chunk.row)
+
+
+def _by_layer(states: LinearStates) -> tuple[Tensor, ...]:
+    """All that rows keep, [layers, num_rows, ...] each, but for how many updates are pending."""
+    pending = states.pending
+    return states.conv, states.state, pending.k, pending.d, pending.g
+
+
+def _copy_row(to: LinearStates, row: int, source: LinearStates, of: int) -> None:
+    to.conv[:, row].copy_(source.conv[:, of])
+    to.state[:, row].copy_(source.state[:, of])

@@ -1,0 +1,58 @@
+"""The text of rows, for a drafter that reads it: see `kernels.tree.row_text`."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from treetop.engine.buffers import Zeros
+from treetop.engine.features.feature import AcceptedRound, RowFeature
+from treetop.kernels.table import Ops
+from treetop.kernels.tree.row_text import NOTHING, PastTexts, remember
+from treetop.types.layout import Layout
+from treetop.types.messages import RowSetup
+
+
+@dataclass(frozen=True, slots=True)
+class RowText(RowFeature):
+    """tokens: of each row up to its root, [num_rows, width] int32; the last column takes what must go nowhere.
+    past: texts that rows held before; None where none are kept.
+    committed: [num_rows] int64, the state's own.
+    """
+
+    tokens: Tensor
+    past: PastTexts | None
+    committed: Tensor
+
+    @classmethod
+    def make(cls, layout: Layout, committed: Tensor, past_tokens: int, zeros: Zeros) -> "RowText":
+        """past_tokens: of past texts, 0 for none."""
+        tokens = zeros((layout.num_rows, layout.max_positions + 2), torch.int32)  # the root too, and one for nothing
+        past = None
+        if past_tokens:
+            past = PastTexts(zeros((past_tokens + 1,), torch.int32), zeros((1,), torch.int64))
+            past.tokens.fill_(NOTHING)
+        return cls(tokens, past, committed)
+
+    @property
+    def tables(self) -> Sequence[Tensor]:
+        return (self.tokens[:, :-1],)
+
+    def widths(self, layout: Layout) -> list[int]:
+        return [layout.max_context] * layout.max_requests
+
+    def columns(self, setups: Sequence[RowSetup]) -> list[list[int]]:
+        """The committed text of requests, from the prefix cache."""
+        return [list(setup.prefix_ids) for setup in setups]
+
+    def move_in(self, rows: Tensor, setups: Sequence[RowSetup], columns: Iterator[Tensor]) -> None:
+        if self.past is not None:
+            for row in rows.split(1):
+                held = self.committed[row]
+                self.past.keep(self.tokens[row][0], torch.where(held > 0, held + 1, 0))
+        for setup, ids in zip(setups, columns, strict=False):
+            self.tokens[setup.row, : len(ids)] = ids.to(self.tokens.dtype)
+
+    def accepted(self, ops: Ops, of: AcceptedRound) -> None:
+        remember(self.tokens, of.paths.rows, of.places.path + 1, of.accepted.tokens, of.paths.kept)

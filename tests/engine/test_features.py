@@ -1,0 +1,90 @@
+"""What rows keep: a feature that is off, or that nobody asks for, costs a round nothing; rows are written whole."""
+
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from support.engines import build
+from treetop import SamplingParams
+from treetop.engine.features.sampling import RowNumbers
+from treetop.engine.rounds import RoundKey
+from treetop.engine.startup.build import zeros_on
+from treetop.types.ids import Row
+from treetop.types.messages import RowSetup
+from treetop.types.sampling import WEIGHING, Choice
+
+
+class Operations(TorchDispatchMode):
+    """Counts PyTorch's operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.found[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations(llm, choice=Choice.GREEDY):
+    """Of a round of the first shape."""
+    engine = llm.engine
+    engine.runner.buffers.rows.fill_(engine.layout.dummy_row)
+    with torch.inference_mode(), Operations() as counted:
+        engine.launcher.launch(RoundKey(engine.layout.buckets[0], engine.layout.shapes[0], choice), 1)
+    return counted.found
+
+
+@pytest.mark.parametrize("shape", [None, (2, 3, 6)])
+def test_logits_processors_cost_a_round_that_changes_none_nothing(strong_pair, shape):
+    """Operation by operation; one that changes logits has more, or the test would prove nothing."""
+    with_them = build(strong_pair, shape)
+    without = build(strong_pair, shape, disable_logits_processors=True)
+    assert len(with_them.engine.runner.state.features) == len(without.engine.runner.state.features) + 1
+    assert operations(with_them) == operations(without)
+    assert operations(with_them, Choice.PROCESS) > operations(with_them)
+
+
+def test_a_list_has_the_features_that_are_on(strong_pair):
+    def kinds(shape, **options):
+        return [type(each).__name__ for each in build(strong_pair, shape, **options).engine.runner.state.features]
+
+    assert kinds(None, disable_logits_processors=True) == ["RowNumbers"]
+    assert kinds((2, 3, 6)) == ["RowNumbers", "RowProcessors"]
+    learning = kinds((2, 3, 6), speculative_calibration="learn")
+    assert learning == ["RowNumbers", "Learning", "RowProcessors"]
+
+
+def test_every_number_of_a_row_is_written_whatever_it_held():
+    """Two requests, rows that hold garbage; a third row keeps its own."""
+    numbers = RowNumbers.make(5, partial(zeros_on, torch.device("cpu")))
+    for table, garbage in ((numbers.integers, -7), (numbers.floats, float("nan")), (numbers.flags, True)):
+        table.fill_(garbage)
+    given = SamplingParams(temperature=0.9, top_k=-1, min_p=0.1, presence_penalty=-1.5, speculative=False)
+    setups = [RowSetup(Row(3), 0, given, 2**62 + 1), RowSetup(Row(0), 0, SamplingParams(), 5)]
+    rows = torch.tensor([3, 0])
+    columns = numbers.columns(setups)
+    numbers.move_in(rows, setups, iter([torch.tensor(column) for column in columns]))
+    found = {name: line[rows].tolist() for name, line in numbers.lines.items()}
+    assert {name: found.pop(name) for name in ("seed", "top_k", "classes", "may_end")} == {
+        "seed": [2**62 + 1, 5],
+        "top_k": [0, 0],
+        "classes": [2, 0],
+        "may_end": [0, 0],
+    }
+    flags = {name: found.pop(name) for name in ("undrafted", "active", "constrained")}
+    assert flags == {"undrafted": [True, False], "active": [False, False], "constrained": [False, False]}
+    neutral = SamplingParams()
+    for name, values in found.items():
+        assert values == pytest.approx([getattr(given, name), getattr(neutral, name)]), name
+    assert numbers["seed"][1] == -7
+    assert torch.isnan(numbers["repetition_penalty"][1])
+
+
+def test_each_option_that_weighs_logits_has_a_number():
+    """One that was forgotten would be ignored, for constrained rows in silence; biases have a list of their own."""
+    numbers = RowNumbers.make(2, partial(zeros_on, torch.device("cpu")))
+    assert {*WEIGHING} - {"logit_bias"} <= numbers.lines.keys()
