@@ -8,7 +8,6 @@ import torch
 from support.engines import build, greedy
 from support.handing import IDS, Worker, make_pairs, run_plans, stopped
 from support.refusing import refused
-from treetop.engine import row_record
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, CheckError, ConfigError, InvariantError
 from treetop.types.ids import RequestId, Row
@@ -134,4 +133,4 @@ def test_the_record_is_every_table_of_a_row_but_its_sampling(pairs):
     assert not any(table[1].any() for table in state.record.tables.values())
     state.record.unpack(1, packed, yes)
     assert all(torch.equal(table[1], table[0]) for table in state.record.tables.values())
-    assert len(packed) == row_record.record_bytes(state.record.fields)
+    assert len(packed) == state.record.num_bytes

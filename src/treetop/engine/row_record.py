@@ -12,10 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from treetop.drafts.protocol import DrafterSpec
-from treetop.engine.buffers import Zeros
-from treetop.types.layout import Layout
-
 _WORD = 4
 """Bytes: a record is as many words, for its checksum."""
 
@@ -37,59 +33,24 @@ class RecordField(NamedTuple):
         return f"{self.name}: {list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
 
 
-def record_fields(layout: Layout, drafter: DrafterSpec | None, dtype: torch.dtype) -> tuple[RecordField, ...]:
-    """The table. dtype: the engine's.
-
-    committed: tokens whose K/V are in the pages of every group. root: the token after them, whose K/V are in none. With
-    a drafter, what the next tree grows from: tokens and their log-probabilities, and the state they were made of. Of
-    recurrent layers the convolution and the state, with nothing pending.
-    """
-    long, k = torch.int64, layout.max_topk
-    fields = [RecordField("committed", (), long), RecordField("root", (), long)]
-    if drafter is not None:
-        fields.append(RecordField("tokens", (k,), long))
-        fields.append(RecordField("logprob", (k,), torch.float32))
-        fields.append(RecordField("hidden", (drafter.state_size,), drafter.state_dtype or dtype))
-    for group in layout.state_groups:
-        wide = torch.promote_types(dtype, torch.float32)
-        own = (
-            RecordField(f"conv.{group.name}", (group.num_layers, *group.conv_shape), dtype),
-            RecordField(f"state.{group.name}", (group.num_layers, *group.state_shape), wide),
-        )
-        fields += [each for each in own if each.num_bytes]
-    return tuple(fields)
-
-
-def record_bytes(fields: Iterable[RecordField]) -> int:
-    """Of a packed record, filled up to whole words."""
-    return -(-sum(field.num_bytes for field in fields) // _WORD) * _WORD
-
-
 @dataclass(frozen=True, slots=True)
 class RowRecord:
     """The tables of all rows: each field's name -> [num_rows, *shape]. A record is one row of all, side by side."""
 
-    fields: tuple[RecordField, ...]
     tables: Mapping[str, Tensor]
 
-    @classmethod
-    def make(
-        cls, fields: tuple[RecordField, ...], num_rows: int, zeros: Zeros, given: Mapping[str, Tensor]
-    ) -> "RowRecord":
-        """given: tables that are there already, by name."""
-        tables = {}
-        for field in fields:
-            shape = (num_rows, *field.shape)
-            tables[field.name] = given[field.name] if field.name in given else zeros(shape, field.dtype)
-        return cls(fields, tables)
+    @property
+    def fields(self) -> tuple[RecordField, ...]:
+        return tuple(RecordField(name, tuple(table.shape[1:]), table.dtype) for name, table in self.tables.items())
 
     @property
     def num_bytes(self) -> int:
-        return record_bytes(self.fields)
+        """Of a packed record, filled up to whole words."""
+        return -(-sum(field.num_bytes for field in self.fields) // _WORD) * _WORD
 
     def pack(self, row: int) -> Tensor:
         """A row's record, [num_bytes] uint8."""
-        parts = [self.tables[field.name][row].reshape(-1).view(torch.uint8) for field in self.fields]
+        parts = [table[row].reshape(-1).view(torch.uint8) for table in self.tables.values()]
         packed = torch.cat(parts)
         return torch.nn.functional.pad(packed, (0, self.num_bytes - len(packed)))
 

@@ -15,7 +15,7 @@ from treetop.engine.features.processors import RowProcessors
 from treetop.engine.features.sampling import RowNumbers
 from treetop.engine.features.states import RowStates
 from treetop.engine.features.text import RowText
-from treetop.engine.row_record import RowRecord, record_fields
+from treetop.engine.row_record import RowRecord
 from treetop.kernels.kv import PageTable
 from treetop.kernels.sampling.sampling import SamplingMetadata
 from treetop.kernels.table import Ops
@@ -33,7 +33,10 @@ class RowState:
     """Tables of `num_rows` rows, written in place, never rebound.
 
     page_tables: group -> its table, [num_rows, page_columns] int32.
-    record: the tables of what a row hands over, of which committed and root [num_rows] int64 and draft are some.
+    record: the tables of what a row hands over: committed, root, draft, and what features add.
+    committed: [num_rows] int64, tokens whose K/V are in the pages of every group.
+    root: [num_rows] int64, the token after them, whose K/V are in none.
+    draft: with a drafter, what the next tree grows from.
     calibration: of the pair; it is no row's.
     features: what else rows keep, in the order in which a request moves in. What phases read is here by name, too:
     numbers, states: of recurrent layers, without groups if there are none.
@@ -110,7 +113,7 @@ class RowState:
 
     @property
     def written(self) -> list[Tensor]:
-        """All that steps write but pages, rows first: zeros at a start, and the dummy row's for ever."""
+        """All that steps write but pages, rows first: zeros at a start, and the dummy row's for ever. Some twice."""
         return [*self.record.tables.values(), *(table for feature in self.features for table in feature.tables)]
 
     @property
@@ -153,28 +156,30 @@ def make_state(
     """
     n, columns = layout.num_rows, layout.page_columns
     numbers, states = RowNumbers.make(n, zeros), RowStates.make(layout, dtype, zeros)
-    record = RowRecord.make(record_fields(layout, drafter, dtype), n, zeros, states.record)
-    committed, tables = record.tables["committed"], record.tables
+    committed, root = zeros((n,), torch.int64), zeros((n,), torch.int64)
+    recorded = {"committed": committed, "root": root}
     calibration = make_calibration(max(1, layout.commit_width - 1), layout.max_topk, zeros)
     processors = None if vocab_size is None else RowProcessors.make(numbers, vocab_size, zeros)
     draft = text = deferral = learning = None
     if drafter is not None:
-        draft = DraftState(*(tables[name] for name in DraftState.__dataclass_fields__))
+        tokens, logprob = (zeros((n, layout.max_topk), kind) for kind in (torch.int64, torch.float32))
+        draft = DraftState(tokens, logprob, zeros((n, drafter.state_size), drafter.state_dtype or dtype))
+        recorded |= {"tokens": draft.tokens, "logprob": draft.logprob, "hidden": draft.hidden}
         if drafter.reads_text:
             text = RowText.make(layout, committed, past_tokens, zeros)
         if layout.max_deferred:
             deferral = RowDeferral.make(layout, len(drafter.aux_inputs) * hidden, dtype, zeros)
         if learns:
             learning = Learning(calibration, numbers, drafter.makes_logits)
-    listed: tuple[RowFeature | None, ...] = (
-        *(numbers, learning, processors, text, deferral),
-        states if states.groups else None,
-    )
+    listed = (numbers, learning, processors, text, deferral, states if states.groups else None)
+    features: list[RowFeature] = [feature for feature in listed if feature is not None]
+    for feature in features:
+        recorded |= feature.record
     return RowState(
         page_tables={name: PageTable(name, zeros((n, columns), torch.int32)) for name in layout.token_groups},
-        record=record,
+        record=RowRecord(recorded),
         committed=committed,
-        root=tables["root"],
+        root=root,
         draft=draft,
         calibration=calibration,
         numbers=numbers,
@@ -183,5 +188,5 @@ def make_state(
         text=text,
         deferral=deferral,
         learning=learning,
-        features=tuple(feature for feature in listed if feature is not None),
+        features=tuple(features),
     )

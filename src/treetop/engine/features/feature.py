@@ -8,7 +8,7 @@ An engine's features are listed when its tables are made (`make_state`). One tha
 asks for it. Shapes say what a feature takes: tables are made on no memory to count them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,6 +41,11 @@ class RowFeature(Protocol):
     def tables(self) -> Sequence[Tensor]:
         """What steps write, rows first: zeros at a start, and the dummy row's for ever."""
         return ()
+
+    @property
+    def record(self) -> Mapping[str, Tensor]:
+        """Those that are handed over with a row, by name; see `RowRecord`."""
+        return {}
 
     def widths(self, layout: Layout) -> list[int]:
         """The most integers of each of `columns`."""

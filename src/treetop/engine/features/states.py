@@ -62,9 +62,11 @@ class RowStates(RowFeature):
 
     @property
     def record(self) -> dict[str, Tensor]:
-        """What is handed over, rows first: nothing may be pending then."""
-        by_row = {f"conv.{name}": each.conv.movedim(1, 0) for name, each in self.groups.items()}
-        return by_row | {f"state.{name}": each.state.movedim(1, 0) for name, each in self.groups.items()}
+        """The convolution and the state, of which nothing may be pending."""
+        found = dict[str, Tensor]()
+        for name, states in self.groups.items():
+            found |= {f"conv.{name}": states.conv.movedim(1, 0), f"state.{name}": states.state.movedim(1, 0)}
+        return {name: table for name, table in found.items() if table.numel()}
 
     def forget(self, rows: Tensor) -> None:
         for states in self.groups.values():

@@ -32,7 +32,6 @@ from treetop.engine.memory import (
     memory_of,
     step_bytes,
 )
-from treetop.engine.row_record import record_bytes, record_fields
 from treetop.engine.startup.exactness import is_exact
 from treetop.engine.startup.layer_groups import backend_need, causal_blocks, kv_groups, state_groups
 from treetop.engine.startup.state_limits import with_checkpoints, within_states
@@ -230,7 +229,7 @@ def _with_slots(
         raise ConfigError(
             f"--disaggregation-slots: heads of KV group {odd[0].name} are not whole 32-bit words in {stored}"
         )
-    record = record_bytes(record_fields(layout, draft, dtype))
+    record = make_state(layout, draft, model.hidden_size, None, dtype, _shape_alone).record.num_bytes
     ranks = config.tp_size
     whole = kv_groups(model, draft, 1, config.fp8_kv)
     kv_transfer = KVTransferSpec.of(layout.groups, whole, dtype.itemsize, record, ranks)
@@ -365,7 +364,7 @@ def _static_estimate(
 
     def counted(shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
         made.append(prod(shape) * kind.itemsize)
-        return torch.empty(shape, dtype=kind, device="meta")
+        return _shape_alone(shape, kind)
 
     model, aux = target.config, draft.aux_inputs if draft is not None else ()
     changed = changed_vocab(config, model)
@@ -378,6 +377,11 @@ def _static_estimate(
         blocks=causal_blocks(draft),
     )
     return weights + sum(made) + config.disaggregation_slots * config.disaggregation_slot_bytes
+
+
+def _shape_alone(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def changed_vocab(config: EngineConfig, model: ModelConfig) -> int | None:
