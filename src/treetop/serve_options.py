@@ -97,6 +97,10 @@ class ServeOptions:
     enable_update_weights: bool = option(
         False, "POST /update_weights_from_disk puts the weights of another folder of this machine into the engine"
     )
+    responses_db: str | None = option(
+        None,
+        "an SQLite file of responses and conversations: 30 days, 1 GiB (default: in memory, an hour, 64 MiB)",
+    )
     ignore_unknown_fields: bool = option(
         False, "leave unknown fields of requests out, and log each name once; else a 400"
     )

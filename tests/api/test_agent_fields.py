@@ -237,7 +237,7 @@ def test_unknown_fields_are_left_out_where_that_is_asked(path, caplog):
         "/v1/messages": {"max_tokens": 9, "messages": [said]},
         "/v1/chat/completions": {"messages": [{**said, "timestamp": 1}], "options": {"num_ctx": 1}},
     }[path]
-    refused = {"/v1/responses": {"background": True}, "/v1/messages": {"mcp_servers": [{}]}}.get(
+    refused = {"/v1/responses": {"truncation": "auto"}, "/v1/messages": {"mcp_servers": [{}]}}.get(
         path, {"use_beam_search": True}
     )
     with scripted(reply, ignore_unknown_fields=True) as (url, _), caplog.at_level(logging.WARNING, "treetop.api"):

@@ -1,7 +1,6 @@
 """`/v1/responses` and `/v1/messages` by their official clients: loops of three calls, and what surrounds them."""
 
 import json
-import tracemalloc
 
 import anthropic
 import httpx
@@ -12,7 +11,6 @@ from support.scripted import TEMPLATE, scripted
 from support.serving import serving
 from support.tool_streams import ODD, hermes
 from support.waiting import WAIT_S, until
-from treetop.api.response_store import ResponseStore
 
 STEPS = [("get_weather", ODD), ("search", {"query": 'a "b"\n</c>'}), ("now", {})]
 SCHEMAS = {name: {"type": "object", "properties": {key: {} for key in said}} for name, said in STEPS}
@@ -113,23 +111,6 @@ def test_a_loop_of_three_calls_by_responses(server, responses, stream, kept):
     assert last.count("<tool>done") == 3
 
 
-def test_what_is_kept_is_counted_in_bytes_and_comes_back_as_it_was():
-    """One wide character makes a text of Python four times as large as its length; what is kept are its bytes."""
-    text = "ab\ud83dé\U0001f600" + "x" * 100_000
-    messages = [{"role": "user", "content": text}, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]
-    for most_bytes, kept in ((101_000, True), (100_000, False)):
-        store = ResponseStore(most_bytes=most_bytes)
-        store.put("resp_1", messages)
-        assert store.get("resp_1") == (messages if kept else None)
-    tracemalloc.start()
-    store = ResponseStore(most_bytes=2**20)
-    for i in range(500):
-        store.put(f"resp_{i}", [{"role": "user", "content": str(i) * 10}] * 40)
-    size = tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
-    assert 2**19 < size < 1.1 * 2**20
-
-
 def test_a_response_that_is_cut_off_is_incomplete(responses):
     for stream in (False, True):
         answer = respond(responses, stream, input=ASK, max_output_tokens=4)
@@ -165,8 +146,12 @@ def test_text_and_parts_are_the_same_prompt(server, responses):
     ("body", "words"),
     [
         ({"input": "a", "previous_response_id": "resp_x"}, "previous_response_id: 'resp_x' is not kept"),
-        ({"input": "a", "background": True}, "background: not supported"),
-        ({"input": "a", "conversation": "c"}, "conversation: not supported"),
+        ({"input": "a", "background": True, "store": False}, "background: only with store"),
+        ({"input": "a", "conversation": "c"}, "conversation: 'c' is not kept here"),
+        (
+            {"input": "a", "conversation": "c", "previous_response_id": "r"},
+            "conversation: not with previous_response_id",
+        ),
         ({"input": "a", "truncation": "auto"}, "truncation: not supported"),
         ({"input": "a", "tools": [{"type": "unheard_of"}]}, "is not supported, only 'function'"),
         ({"input": "a", "tool_choice": {"type": "web_search"}}, "is not supported, only 'function'"),
@@ -200,19 +185,6 @@ def test_several_api_processes_keep_no_responses():
             answer = httpx.post(url + "/v1/responses", json=body, timeout=WAIT_S)
             assert answer.status_code == status
         assert "--api-workers 1" in answer.json()["error"]["message"]
-
-
-def test_kept_responses_are_bounded_and_not_kept_for_long():
-    now = [0.0]
-    store = ResponseStore(most_bytes=1000, kept_s=10, clock=lambda: now[0])
-    for i in range(20):
-        store.put(str(i), [{"role": "user", "content": "x" * 100}])
-    assert [i for i in range(20) if store.get(str(i))] == [18, 19]
-    store.put("large", [{"role": "user", "content": "x" * 2000}])
-    assert store.get("large") is None
-    assert store.get("19") is not None
-    now[0] = 11
-    assert store.get("19") is None
 
 
 # -------------------------------------------------------------------------------------------------------- Messages

@@ -17,6 +17,7 @@ from treetop.api.metrics import Metrics
 from treetop.api.rendering import Rendering
 from treetop.api.requests.fields import SamplingFields
 from treetop.api.requests.message_members import check_messages
+from treetop.api.response_store import ResponseStore
 from treetop.async_llm import AsyncLLM, DeltaStream
 from treetop.checkpoints.folder import resolve_folder
 from treetop.checkpoints.sampling_defaults import sampling_defaults, unsupported
@@ -77,6 +78,8 @@ class ApiState:
         self.output_format = output_format(
             "" if template is None else template.source, options.tool_call_parser, options.reasoning_parser
         )
+        path = options.responses_db
+        self.responses = None if path is None and options.num_api_workers > 1 else ResponseStore(path)
         self.asked_to_leave, self.draining = asyncio.Event(), False
         self.num_working = 0
         self._alive, self._most_alive = alive, core.info.max_requests + options.max_queued_requests
@@ -240,6 +243,8 @@ class ApiState:
         return {**tokens_used(asked, given), "prompt_tokens_details": {"cached_tokens": cached}}
 
     def close(self) -> None:
+        if self.responses is not None:
+            self.responses.close()
         self.llm.structures.close()
         self.llm.lanes.close()
         if self.rendering is not None:

@@ -13,7 +13,9 @@ from treetop.api.api_state import ApiState
 from treetop.api.bodies import Bodies, Body
 from treetop.api.chat import chat
 from treetop.api.completions import CompletionRequest, completions
+from treetop.api.conversations import ConversationRequest, ItemsRequest, MetadataRequest, conversations
 from treetop.api.errors import RESPONSES, add_error_handlers, as_api_error, error_response
+from treetop.api.kept_responses import OWNER, KeptResponses, kept_responses, owner_name
 from treetop.api.limits import too_large
 from treetop.api.messages import messages
 from treetop.api.operations import DetokenizeRequest, TokenizeRequest, UpdateWeightsRequest, operations
@@ -30,6 +32,9 @@ _REQUESTS = (
     CompletionRequest,
     ChatRequest,
     ResponsesRequest,
+    ConversationRequest,
+    MetadataRequest,
+    ItemsRequest,
     MessagesRequest,
     CountRequest,
     TokenizeRequest,
@@ -49,7 +54,9 @@ def make_app(api: ApiState) -> FastAPI:
     )
     app.state.ignore_unknown_fields = api.options.ignore_unknown_fields
     add_error_handlers(app, {name for each in _REQUESTS for name in each.model_fields})
-    for router in (completions(api), chat(api), responses(api), messages(api), operations(api)):
+    kept = KeptResponses(api, api.responses)
+    of_responses = (responses(api, kept), kept_responses(kept), conversations(kept))
+    for router in (completions(api), chat(api), *of_responses, messages(api), operations(api)):
         app.include_router(router)
     files = {} if api.options.no_ui else page_files()
     app.include_router(page(files))
@@ -77,7 +84,8 @@ class AuthMiddleware:
         self, app: ASGIApp, keys: tuple[str, ...], bodies: Bodies, without_key: Set[str] = frozenset()
     ) -> None:
         """without_key: paths that need none."""
-        self._app, self._keys, self._bodies = app, [key.encode() for key in keys], bodies
+        self._app, self._bodies = app, bodies
+        self._keys = {key.encode(): owner_name(key.encode()) for key in keys}
         self._without_key = without_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,7 +93,9 @@ class AuthMiddleware:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        if self._keys and scope["path"] not in self._without_key and not self._has_valid_key(headers):
+        key = self._key_of(headers)
+        scope = {**scope, "state": {**scope.get("state", {}), OWNER: self._keys.get(key, "")}}
+        if self._keys and scope["path"] not in self._without_key and not key:
             await error_response(401, "wrong or missing API key: Authorization: Bearer KEY, or X-Api-Key: KEY")(
                 scope, receive, send
             )
@@ -117,10 +127,10 @@ class AuthMiddleware:
         finally:
             body.release()
 
-    def _has_valid_key(self, headers: Headers) -> bool:
-        """Whether one of the keys is sent, in a time that does not tell how much of it is right."""
+    def _key_of(self, headers: Headers) -> bytes:
+        """The key of ours that is sent, empty without one, in a time that does not tell how much of it is right."""
         scheme, _, key = headers.get("authorization", "").partition(" ")
         bearer = key.strip() if scheme.lower() == "bearer" else ""
         sent = [bearer.encode(), headers.get("x-api-key", "").strip().encode()]
-        matches = [hmac.compare_digest(one, each) for each in self._keys for one in sent]
-        return any(matches)
+        matches = [each for each in self._keys for one in sent if hmac.compare_digest(one, each)]
+        return matches[0] if matches else b""

@@ -33,6 +33,9 @@ def typed_event(value: dict[str, Any]) -> bytes:
     return f"event: {value['type']}\n".encode() + event(value)
 
 
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
 class EventTemplate:
     """Events that differ in one text alone: the rest has been written once."""
 
@@ -149,7 +152,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, deltas: DeltaStream, answer: Answer) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        super().__init__(headers=STREAM_HEADERS)
         del self.headers["content-length"]
         self._deltas, self._answer = deltas, answer
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
 
@@ -10,13 +10,13 @@ from treetop.api.api_state import ApiState, new_id
 from treetop.api.blocks import Block, Blocks, Step
 from treetop.api.errors import RESPONSES_PATH, ApiError
 from treetop.api.events import TYPED_STREAMS, Answer, EventTemplate, answered, collected, json_response, typed_event
+from treetop.api.kept_responses import Keeper, KeptResponses, owner_of
 from treetop.api.limits import BodyRoute
 from treetop.api.requests.responses_body import ResponsesRequest
-from treetop.api.response_store import ResponseStore
-from treetop.api.turn import Said, Turn, start_turn
+from treetop.api.turn import Turn, start_turn
+from treetop.async_llm import DeltaStream
 from treetop.outputs import RequestOutput, TextDelta
 from treetop.parsers.events import CallEnd
-from treetop.text.chat_input import Message
 
 _PREFIX = {"text": "msg", "reasoning": "rs", "call": "fc", "custom": "ctc"}
 _NUMBER, _NUMBERED = "sequence_number", b'"sequence_number":0'
@@ -29,14 +29,11 @@ class ResponsesAnswer(Answer):
 
     last = b""
 
-    def __init__(
-        self, api: ApiState, body: ResponsesRequest, turn: Turn, messages: list[Message], store: ResponseStore | None
-    ) -> None:
-        """messages: of the conversation before the answer. store: None if it is not to be kept."""
-        self._api, self._body, self._turn = api, body, turn
-        self._messages, self._store = messages, store
-        self._id, self._created = new_id("resp"), int(time.time())
-        self._blocks, self._said, self._ids = Blocks(), Said(), list[str]()
+    def __init__(self, api: ApiState, body: ResponsesRequest, turn: Turn, keeper: Keeper) -> None:
+        """keeper: is given the response once it has ended."""
+        self._api, self._body, self._turn, self._keeper = api, body, turn, keeper
+        self.id, self._created = new_id("resp"), int(time.time())
+        self._blocks, self._ids = Blocks(), list[str]()
         self._statuses: dict[int, str] = {}  # of items that are closed, by block
         self._num_reasoning, self._sequence = 0, -1
         self._templates: dict[
@@ -65,6 +62,23 @@ class ResponsesAnswer(Answer):
     def end(self) -> bytes:
         return b""
 
+    @property
+    def deltas(self) -> DeltaStream:
+        return self._turn.deltas
+
+    def begun(self) -> Written:
+        """The response before anything has come."""
+        return self._response("in_progress")
+
+    def ended(self, status: Literal["cancelled", "failed"], error: ApiError | None = None) -> bytes:
+        """The event of an end before its time; the response is kept as it is then."""
+        items = [self._item(block, self._statuses.get(block.index, "incomplete")) for block in self._blocks.all]
+        response = self._response(status, items)
+        if error is not None:
+            response["error"] = {"code": error.code or "server_error", "message": str(error)}
+        self._keeper.keep(response)
+        return self._event(f"response.{status}", response=response)
+
     def failed(self, error: ApiError) -> bytes:
         return self._event("error", code=error.code or "server_error", message=str(error), param=error.param)
 
@@ -88,7 +102,6 @@ class ResponsesAnswer(Answer):
         What the end of the output closes is as complete as the output: also a call, whose end a parser says for it.
         """
         events, last = self._turn.read(delta), "completed" if delta.output is None else _status(delta.output)
-        self._said.take(events)
         for index, event in enumerate(events, 1):
             ends = isinstance(event, CallEnd) and index == len(events)
             for step, block, text in self._blocks.take([event]):
@@ -148,11 +161,10 @@ class ResponsesAnswer(Answer):
 
     def _end(self, output: RequestOutput) -> Written:
         """The response, which is kept if it is to be."""
-        status = _status(output)
-        if self._store is not None:
-            self._store.put(self._id, [*self._messages, self._said.message()])
         items = [self._item(block, self._statuses[block.index]) for block in self._blocks.all]
-        return self._response(status, items, self._usage(output))
+        response = self._response(_status(output), items, self._usage(output))
+        self._keeper.keep(response)
+        return response
 
     def _usage(self, output: RequestOutput) -> Written:
         usage = self._api.usage([self._turn.ids], [output])
@@ -173,11 +185,12 @@ class ResponsesAnswer(Answer):
         body, defaults = self._body, self._api.defaults
         said = body.model_dump(mode="json", by_alias=True, include={"tools", "tool_choice", "text", "reasoning"})
         return {
-            "id": self._id,
+            "id": self.id,
             "object": "response",
             "created_at": self._created,
             "status": status,
-            "background": False,
+            "background": body.background,
+            "conversation": None if body.conversation_id is None else {"id": body.conversation_id},
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions,
@@ -187,7 +200,7 @@ class ResponsesAnswer(Answer):
             "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": body.previous_response_id,
             "reasoning": said["reasoning"] or {"effort": None, "summary": None},
-            "store": self._store is not None,
+            "store": self._keeper.keeps,
             "temperature": defaults["temperature"] if body.temperature is None else body.temperature,
             "text": said["text"] or {"format": {"type": "text"}},
             "tool_choice": said["tool_choice"] or "auto",
@@ -210,30 +223,16 @@ def _part(block: Block) -> Written:
     return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
 
 
-def _before(body: ResponsesRequest, store: ResponseStore | None) -> list[Message]:
-    """The messages that a request goes on with. Raises ApiError for those that are not kept."""
-    if body.previous_response_id is None:
-        return []
-    field = "previous_response_id"
-    if store is None:
-        words = "several API processes keep no responses (--api-workers 1 does); send the items again"
-        raise ApiError(400, f"{field}: {words}", field, "unsupported_parameter")
-    found = store.get(body.previous_response_id)
-    if found is None:
-        words = f"{body.previous_response_id[:100]!r} is not kept here, or not any more; send the items again"
-        raise ApiError(400, f"{field}: {words}", field, "previous_response_not_found")
-    return found
-
-
-def responses(api: ApiState) -> APIRouter:
+def responses(api: ApiState, kept: KeptResponses) -> APIRouter:
     router = APIRouter(route_class=BodyRoute)
-    store = ResponseStore() if api.options.num_api_workers == 1 else None
 
     @router.post(RESPONSES_PATH, response_model=None, responses=TYPED_STREAMS)
     async def respond(request: Request, body: ResponsesRequest) -> Response:
-        messages = [*_before(body, store), *body.own_messages]
-        turn = await start_turn(api, request, body.chat(messages))
-        answer = ResponsesAnswer(api, body, turn, messages, store if body.store else None)
+        keeper = await kept.keeper(body, owner_of(request))
+        turn = await start_turn(api, request, body.chat(keeper.before))
+        answer = ResponsesAnswer(api, body, turn, keeper)
+        if body.background:
+            return kept.begin(request, answer, keeper, body.stream)
         return await answered(request, turn.deltas, answer, body.stream)
 
     return router

@@ -16,7 +16,6 @@ _HINTS = {
     "/v1/unload_lora_adapter": _LORA,
     "/load_lora_adapter": _LORA,
     "/unload_lora_adapter": _LORA,
-    "/v1/responses/": "responses are not handed out again; previous_response_id of POST /v1/responses goes on with one",
     "/v1/messages/batches": "batches are not supported; POST /v1/messages",
     "/v1/batches": "batches are not supported",
     "/v1/files": "files are not supported",

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, TypeAdapter, model_validator
+from pydantic_core import PydanticCustomError
 
 from treetop.api.limits import MAX_MESSAGES, MAX_PARTS, FewMembers, check_values
 from treetop.api.requests.chat_body import ChatRequest, chat_request
@@ -17,8 +18,6 @@ from treetop.text.chat_input import Message
 from treetop.types.errors import InputError
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "background": (False,),
-    "conversation": (),
     "prompt": (),
     "max_tool_calls": (),
     "truncation": ("disabled",),
@@ -156,6 +155,7 @@ def _tag_of(item: Any) -> str:
     return "item of the provider" if said in _OF_PROVIDER else said
 
 
+AnyItem = MessageItem | CallItem | CustomCallItem | CallOutputItem | ReasoningItem | ProviderItem
 Item = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[CallItem, Tag("function_call")]
@@ -165,6 +165,8 @@ Item = Annotated[
     | Annotated[ProviderItem, Tag("item of the provider")],
     Discriminator(_tag_of),
 ]
+ITEMS: TypeAdapter[list[AnyItem]] = TypeAdapter(list[Item])
+"""Of what was kept."""
 
 
 class ResponseTool(Function):
@@ -294,6 +296,12 @@ class ReasoningOptions(Body):
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
+class ConversationName(Body):
+    """A conversation that is kept."""
+
+    id: str
+
+
 Included = Literal[
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -326,7 +334,9 @@ class ResponsesRequest(UnusedFields, Body):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     previous_response_id: str | None = None
-    store: bool = Field(True, description="keep the conversation, for previous_response_id")
+    conversation: str | ConversationName | None = Field(None, description="go on with it, and add to it")
+    background: bool = Field(False, description="answer at once, and go on; GET /v1/responses/ID has what came of it")
+    store: bool = Field(True, description="keep it, for GET /v1/responses/ID and previous_response_id")
     include: list[Included] | None = Field(
         None,
         description="reasoning comes in plain text, which may be sent back; of tools of OpenAI's own there is nothing",
@@ -342,19 +352,31 @@ class ResponsesRequest(UnusedFields, Body):
     def _unsupported(cls, values: Any) -> Any:
         return refuse_unsupported(values, NEUTRAL)
 
-    @property
-    def own_messages(self) -> list[Message]:
-        """What the input says, without instructions."""
-        if isinstance(self.input, str):
-            return [{"role": "user", "content": self.input}]
-        calls = (
-            (number, item) for number, item in enumerate(self.input) if isinstance(item, CallItem | CustomCallItem)
-        )
-        check_values((f"input[{number}].arguments", call.arguments) for number, call in calls)
-        return messages_of(self.input)
+    @model_validator(mode="after")
+    def _together(self) -> "ResponsesRequest":
+        """Raise for what excludes each other."""
+        if self.conversation is not None and self.previous_response_id is not None:
+            raise PydanticCustomError("unsupported", "not with previous_response_id", {"at": ".conversation"})
+        if self.background and not self.store:
+            raise PydanticCustomError("unsupported", "only with store", {"at": ".background"})
+        return self
 
-    def chat(self, messages: list[Message]) -> ChatRequest:
-        """messages: of the whole conversation, without instructions. Raises InputError."""
+    @property
+    def conversation_id(self) -> str | None:
+        return self.conversation.id if isinstance(self.conversation, ConversationName) else self.conversation
+
+    @cached_property
+    def items(self) -> Sequence[AnyItem]:
+        """The input. Raises InputError for more than a chat may hold."""
+        if isinstance(self.input, str):
+            return [MessageItem(role="user", content=[InputText(type="input_text", text=self.input)])]
+        calls = ((number, item) for number, item in enumerate(self.input) if isinstance(item, CallItem))
+        check_values((f"input[{number}].arguments", call.arguments) for number, call in calls)
+        return self.input
+
+    def chat(self, before: Sequence[AnyItem]) -> ChatRequest:
+        """before: items that the input goes on with. Raises InputError."""
+        messages = messages_of([*before, *self.items])
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         choice: Any = self.tool_choice
         if isinstance(choice, ResponseToolChoice | AllowedResponseTools):
@@ -417,9 +439,7 @@ def shown_name(name: str, namespace: str | None) -> str:
     return name if namespace is None else f"{namespace}.{name}"
 
 
-def messages_of(
-    items: Sequence[MessageItem | CallItem | CustomCallItem | CallOutputItem | ReasoningItem | ProviderItem],
-) -> list[Message]:
+def messages_of(items: Sequence[AnyItem]) -> list[Message]:
     """Messages of a chat: what an assistant thought, said and called in a row is one of them."""
     messages = list[Message]()
     open_one: Message | None = None
