@@ -77,7 +77,7 @@ BLOCK_FAULTS: dict[str, tuple[Fault, str]] = {
             Fault(
                 "block-window-rule",
                 "a window that is counted from a block's root is counted from each of its queries",
-                (Patch("treetop.engine.rounds:block_positions", _own_windows),),
+                (Patch("treetop.engine.tree_growth:block_positions", _own_windows),),
                 "oracle",
                 None,
             ),

@@ -104,7 +104,7 @@ FAULTS: dict[str, Fault] = _registry(
         Fault(
             "sgl-27360",
             "each draft level fills the tail S levels wide",
-            (instead("treetop.engine.rounds:level_tail", twins.all_levels_wide),),
+            (instead("treetop.engine.tree_growth:level_tail", twins.all_levels_wide),),
             "tail of phase draft",
             0,
         ),

@@ -10,26 +10,22 @@ An EXTEND alone catches up in one pass, before such a row grows a tree or has no
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from treetop.attention.layer import Attend, TailColumns
-from treetop.drafts.protocol import DraftBlock, Grower, Roots
+from treetop.attention.layer import TailColumns
 from treetop.engine.buffers import poison_undeclared
 from treetop.engine.features.feature import AcceptedRound
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.recurrence import keep_states, node_recurrence
+from treetop.engine.tree_growth import grow_trees
 from treetop.kernels.tree.accept import Withheld
 from treetop.kernels.tree.commit import Paths, feature_nodes
 from treetop.kernels.tree.deferred import ExtendPairs, defer, deferred_pairs
-from treetop.kernels.tree.rows import DraftState, RowTables, store_draft
-from treetop.speculative.draft import Level, grow_tree
-from treetop.speculative.simulation import SimulatedAcceptance, SimulatedLengths, SimulatedProposals
+from treetop.kernels.tree.rows import store_draft
 from treetop.speculative.verify import choose, logits_for, path_logprobs
-from treetop.types.errors import CheckError
-from treetop.types.ids import GroupName
 from treetop.types.layout import PLAIN, SpecShape
 from treetop.types.phase import Phase
 from treetop.types.sampling import Choice
@@ -63,86 +59,7 @@ HostStep = Callable[[], None]
 
 def draft_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     """Grow each row's tree from the proposals stored with it."""
-    buffers, shape, ops, phase = runner.buffers, key.shape, runner.ops, Phase.DRAFT
-    rows, k = buffers.rows[: key.bucket], key.shape.topk
-    drafter, lines = runner.drafter, None
-    grower: Grower | None = drafter
-    if drafter is not None and shape.num_steps:
-        assert runner.state.draft is not None
-        lines = None if drafter.block is None else _opened(runner, drafter.block, key, max_kv_len)
-        if isinstance(runner.simulation, SimulatedAcceptance):
-            at, drawn = runner.drawn_at(rows), runner.simulation.drawn
-            ops.say_roots(drawn, at, k, runner.state.draft.logprob)
-            grower = SimulatedProposals(drafter, drawn, ops, at)
-    tree, places = buffers.tree_of(key.bucket, shape), buffers.places_of(key.bucket, shape)
-    tables, places_of_rows = _tables_of_roots(runner, rows, max_kv_len, k)
-    growth = buffers.growth_of(key.bucket, shape)
-    frontier = ops.start(tables, places_of_rows, growth, tree, places, buffers.identity[:k, :k])
-    if shape.num_steps == 0:
-        return
-    assert grower is not None
-    prefix, begun = (rows, places.committed, max_kv_len), dict[GroupName, Any]()
-    beside = runner.committed_attention(phase, prefix, k) if runner.groups_read else None
-
-    def attend(level: Level) -> Attend:
-        if beside is not None:
-            return beside
-        tail_positions, mask, columns = level_tail(level, places.committed, runner.layout.lead)
-        plans = {}
-        for g in runner.draft_groups:
-            metadata = runner.metadata(phase, g, prefix, level.positions, tail_positions, mask)
-            plans[g.name] = runner.plan(metadata, begun)
-        return runner.tail_attention(phase, runner.draft_layers, buffers.draft_tails, plans, columns, shape)
-
-    grow_tree(grower, growth, frontier, ops, attend, lines, runner.layout.lead)
-    ops.select(growth, tree, places)
-
-
-def _opened(runner: ModelRunner, block: DraftBlock, key: RoundKey, max_kv_len: int) -> Any:
-    """The drafter's block, from the roots on; rows keep what is proposed after these. Returns the block's lines."""
-    state, buffers, width = runner.state, runner.buffers, runner.layout.block
-    rows = buffers.rows[: key.bucket]
-    committed = state.committed[rows]
-    root = runner.probes.index(state.root[rows], 0, runner.target.config.vocab_size, "root_token", Phase.DRAFT, rows)
-    prefix = (rows, committed, max_kv_len)
-    attend: Attend
-    if runner.groups_read:
-        attend = runner.committed_attention(Phase.DRAFT, prefix, width)
-    else:
-        seen_from = block_positions(committed, width, runner.anchored)
-        plans = {}
-        for g in runner.draft_groups:
-            mask = buffers.blocks[g.name].expand(key.bucket, -1, -1)
-            plans[g.name] = runner.plan(runner.metadata(Phase.DRAFT, g, prefix, seen_from, seen_from, mask))
-        columns, layers = TailColumns(key.bucket, 0, width, width), runner.draft_layers
-        attend = runner.tail_attention(Phase.DRAFT, layers, buffers.draft_tails, plans, columns, key.shape)
-    assert state.draft is not None
-    opened = block.open(Roots(root, committed, state.draft.hidden[rows], key.shape.num_steps), attend)
-    draft = runner.propose(root, opened.state, state.numbers["classes"][rows], opened.lines)
-    store_draft(state.draft, rows, rows != runner.layout.dummy_row, draft)
-    return opened.lines
-
-
-def block_positions(committed: Tensor, width: int, anchored: bool) -> Tensor:
-    """Where windows of a block's queries are counted from, [rows, width]: each one's own position, or the root's."""
-    step = torch.arange(width, device=committed.device)
-    return committed[:, None] + (torch.zeros_like(step) if anchored else step)
-
-
-def level_tail(level: Level, committed: Tensor, lead: int) -> tuple[Tensor, Tensor, TailColumns]:
-    """A draft level's tail: k columns for each level up to its own, which come last (sgl-27360).
-
-    lead: columns before them, of the drafter's block from position `committed` [rows] on, which all nodes see. Returns
-    the tail's positions [rows, width], its mask [rows, k, width] and its columns.
-    """
-    rows, k, width = level.mask.shape
-    positions, mask = level.all_positions[:, :width], level.mask
-    if lead:
-        before = committed[:, None] + torch.arange(lead, device=committed.device)
-        positions = torch.cat([before, positions], dim=1)
-        mask = torch.cat([mask.new_ones((rows, k, lead)), mask], dim=2)
-        width += lead
-    return positions, mask, TailColumns(rows, width - k, k, width)
+    grow_trees(runner, runner.buffers.rows[: key.bucket], key.shape, max_kv_len)
 
 
 def verify_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
@@ -163,20 +80,18 @@ def verify_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     held = buffers.held_of(key.bucket, shape) if key.held else None
     allowed = None if held is None else held.allowed
     chosen = choose(ops, logits, runner.state.sampler, rows, places.nodes, tree, key.choice, allowed)
-    forced = None
-    if shape.num_steps and isinstance(runner.simulation, SimulatedLengths):
-        forced = runner.simulation.lengths(runner.drawn_at(rows), shape)
-    elif shape.num_steps and isinstance(runner.simulation, SimulatedAcceptance):
-        growth = buffers.growth_of(key.bucket, shape)
-        chosen = ops.choose_drawn(runner.simulation.drawn, runner.drawn_at(rows), growth)
-    withheld = Withheld(rows, runner.state.numbers["undrafted"], None if held is None else held.withheld)
-    ops.accept(chosen, tree, accepted, forced, withheld if shape.num_steps else None)
+    growth = buffers.growth_of(key.bucket, shape) if shape.num_steps else None
+    forced = withheld = None
+    if growth is not None:
+        withheld = Withheld(rows, runner.state.numbers["undrafted"], None if held is None else held.withheld)
+        if runner.simulation is not None:
+            chosen, forced = runner.simulation.choose(chosen, growth, ops, runner.drawn_at(rows))
+    ops.accept(chosen, tree, accepted, forced, withheld)
     if key.choice is Choice.LOGPROBS:
         found = buffers.logprobs_of(key.bucket, shape)
         copy_into(found, path_logprobs(ops, logits, accepted, found.ids.shape[2]))
     paths = _paths(runner, key, accepted.path)
-    grown = buffers.growth_of(key.bucket, shape) if shape.num_steps else None
-    runner.state.accepted(ops, AcceptedRound(key.choice, paths, places, accepted, grown))
+    runner.state.accepted(ops, AcceptedRound(key.choice, paths, places, accepted, growth))
     runner.commit(buffers.verify_tails, paths)
     keep_states(runner, recurrence, paths)
     if runner.drafter is None:
@@ -306,30 +221,6 @@ def _paths(runner: ModelRunner, key: RoundKey, node: Tensor | None) -> Paths:
     places, accepted = buffers.places_of(key.bucket, key.shape), buffers.accepted_of(key.bucket, key.shape)
     rows = buffers.rows[: key.bucket]
     return Paths(rows, places.committed, accepted.accept_len, width, node, runner.layout.dummy_row)
-
-
-def _tables_of_roots(runner: ModelRunner, rows: Tensor, max_kv_len: int, k: int) -> tuple[RowTables, Tensor]:
-    """The tables that trees of `k` branches start from, and where the batch's rows lie in them.
-
-    With probes on they are copies of the batch's own rows, probed, so that a start in one launch reads nothing that a
-    probe redirects.
-    """
-    state, probes, phase, vocab = runner.state, runner.probes, Phase.DRAFT, runner.target.config.vocab_size
-    if state.draft is not None and state.draft.tokens.shape[1] < k:
-        raise CheckError(f"proposals of a row: need {k}, have {state.draft.tokens.shape[1]} = max_topk")
-    if not probes.enabled:
-        return state.tables, rows
-    root = probes.index(state.root[rows], 0, vocab, "root_token", phase, rows)
-    committed = probes.index(state.committed[rows], 0, max_kv_len + 1, "committed", phase, rows)
-    draft = None
-    if state.draft is not None:
-        tokens, logprob, hidden = state.draft.tokens[rows, :k], state.draft.logprob[rows, :k], state.draft.hidden[rows]
-        tokens = probes.index(tokens, 0, vocab, "topk_token", phase, rows)
-        probes.nan(logprob, "topk_logprob", phase, rows)
-        probes.nan(hidden, "hidden", phase, rows)
-        draft = DraftState(tokens, logprob, hidden)
-    classes, places = state.numbers["classes"][rows], torch.arange(rows.shape[0], device=rows.device)
-    return RowTables(committed, root, classes, draft), places
 
 
 def _probe_feature_nodes(runner: ModelRunner, rows: Tensor, path: Tensor, num_nodes: int) -> None:

@@ -6,18 +6,32 @@ says and what the target chooses (`speculative.profile`), so that ranking, calib
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from treetop.attention.layer import Attend
 from treetop.drafts.protocol import Grower, Nodes, Proposal
+from treetop.kernels.sampling.sampling import PartialArgmax, SampledTokens
 from treetop.kernels.table import Ops
 from treetop.kernels.tree.calibration import Heat
 from treetop.kernels.tree.drawn import DRAWS, DrawnNodes, RoundOfRows
+from treetop.kernels.tree.grow import TreeBuilder
 from treetop.speculative.profile import AcceptanceProfile, draw_nodes
 from treetop.types.layout import SpecShape
+
+Chosen = SampledTokens | PartialArgmax
+
+
+class Simulation(Protocol):
+    """What takes the place of acceptance in rounds with a tree. at: of the batch's rows."""
+
+    def grower(self, drafter: Grower, logprob: Tensor, k: int, ops: Ops, at: RoundOfRows) -> Grower:
+        """What trees of `k` branches grow by. logprob: [num_rows, max_topk], of roots' proposals; written."""
+
+    def choose(self, chosen: Chosen, growth: TreeBuilder, ops: Ops, at: RoundOfRows) -> tuple[Chosen, Tensor | None]:
+        """What is taken for the target's choices, and how many drafts are accepted whatever they are, [rows] int64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +39,12 @@ class SimulatedLengths:
     """Rounds with a tree emit `emitted` tokens, in the mean if fractional; fewer where their paths are shorter."""
 
     emitted: float
+
+    def grower(self, drafter: Grower, logprob: Tensor, k: int, ops: Ops, at: RoundOfRows) -> Grower:
+        return drafter
+
+    def choose(self, chosen: Chosen, growth: TreeBuilder, ops: Ops, at: RoundOfRows) -> tuple[Chosen, Tensor | None]:
+        return chosen, self.lengths(at, growth.shape)
 
     def lengths(self, at: RoundOfRows, shape: SpecShape) -> Tensor:
         """Drafts that each row accepts, [rows] int64."""
@@ -55,6 +75,13 @@ class SimulatedAcceptance:
         logits, rank = (torch.stack([getattr(one, name) for one in each]) for name in ("logits", "rank"))
         return cls(profile, DrawnNodes(logits.to(device), rank.to(device), profile.tail, vocab_size))
 
+    def grower(self, drafter: Grower, logprob: Tensor, k: int, ops: Ops, at: RoundOfRows) -> Grower:
+        ops.say_roots(self.drawn, at, k, logprob)
+        return SimulatedProposals(drafter, self.drawn, ops, at)
+
+    def choose(self, chosen: Chosen, growth: TreeBuilder, ops: Ops, at: RoundOfRows) -> tuple[Chosen, Tensor | None]:
+        return ops.choose_drawn(self.drawn, at, growth), None
+
 
 @dataclass(frozen=True, slots=True)
 class SimulatedProposals:
@@ -71,7 +98,3 @@ class SimulatedProposals:
     def propose(self, nodes: Nodes, k: int, heat: Heat | None = None, lines: Any = None) -> Proposal:
         proposal = self.drafter.propose(nodes, k, heat, lines)
         return Proposal(proposal.tokens, self.ops.say_level(self.drawn, self.at, nodes.depth, k))
-
-
-Simulation = SimulatedLengths | SimulatedAcceptance
-"""What takes the place of acceptance."""
