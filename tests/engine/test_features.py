@@ -1,16 +1,18 @@
 """What rows keep: a feature that is off, or that nobody asks for, costs a round nothing; rows are written whole."""
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from support.engines import build
+from support.engines import build, pump, submit
 from treetop import SamplingParams
+from treetop.engine.features.feature import RowFeature
 from treetop.engine.features.sampling import RowNumbers
-from treetop.engine.rounds import RoundKey
+from treetop.engine.rounds import Eager, RoundKey
 from treetop.engine.startup.build import zeros_on
 from treetop.types.ids import Row
 from treetop.types.messages import RowSetup
@@ -88,3 +90,50 @@ def test_each_option_that_weighs_logits_has_a_number():
     """One that was forgotten would be ignored, for constrained rows in silence; biases have a list of their own."""
     numbers = RowNumbers.make(2, partial(zeros_on, torch.device("cpu")))
     assert {*WEIGHING} - {"logit_bias"} <= numbers.lines.keys()
+
+
+class Heard(RowFeature):
+    """A feature in no list: the text of each request by its seed, from what features are told alone."""
+
+    def __init__(self) -> None:
+        self.texts, self.seed_of = {}, {}
+
+    def move_in(self, rows, setups, columns) -> None:
+        for row, setup in zip(rows.tolist(), setups, strict=True):
+            self.seed_of[row] = setup.seed
+            self.texts[setup.seed] = dict(enumerate(setup.prefix_ids))
+
+    def _note(self, rows, positions, tokens, there) -> None:
+        for row, *line in zip(rows.tolist(), positions.tolist(), tokens.tolist(), there.tolist(), strict=True):
+            for at, token, known in zip(*line, strict=True):
+                if known:
+                    self.texts[self.seed_of[row]][at] = token
+
+    def rooted(self, ops, of) -> None:
+        live = torch.tensor([[row in self.seed_of] for row in of.rows.tolist()])
+        self._note(of.rows, *of.prompt)
+        self._note(of.rows, of.at[:, None], of.tokens[:, None], live)
+
+    def accepted(self, ops, of) -> None:
+        self._note(of.paths.rows, of.places.path + 1, of.accepted.tokens, of.paths.kept)
+
+
+@pytest.mark.parametrize("shape", [None, (2, 3, 8)])
+def test_a_feature_hears_of_every_token_of_its_row_and_of_no_other(strong_pair, shape):
+    """Through chunks, trees, cached prefixes, rows that change hands and requests that are retracted."""
+    options = {"page_size": 4, "context_length": 80, "max_total_tokens": 128, "chunked_prefill_size": 8}
+    llm, heard = build(strong_pair, shape, max_running_requests=4, **options), Heard()
+    engine = llm.engine
+    features = (*engine.runner.state.features, heard)
+    engine.runner = replace(engine.runner, state=replace(engine.runner.state, features=features))
+    engine.launcher = Eager(engine.runner)
+    prompts = strong_pair.prompts([30, 12, 25, 7, 30], seed=1)
+    prompts.append(prompts[0])
+    params = [SamplingParams(max_tokens=40, ignore_eos=True, seed=seed) for seed in range(len(prompts))]
+    requests = submit(llm, prompts, params)
+    for _ in pump(llm):
+        pass
+    assert llm.scheduler.num_retractions > 0
+    for prompt, request, one in zip(prompts, requests, params, strict=True):
+        whole = [*prompt, *request.output_ids]
+        assert [heard.texts[one.seed].get(at) for at in range(len(whole))] == whole

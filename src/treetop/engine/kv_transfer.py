@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from treetop.engine.features.feature import NewRoots
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.row_record import parts_of
 from treetop.engine.staging import HostResults, Results
@@ -23,6 +24,7 @@ from treetop.types.kv_transfer.layout import ChunkLayout, Segment, first_head
 from treetop.types.layout import KVGroup
 from treetop.types.messages import Export, ExportPlan, Import, ImportPlan, ImportResult
 from treetop.types.parallel import Parallel
+from treetop.types.sampling import Choice
 
 _LOWEST, _HIGHEST = -(2**63), 2**63 - 1
 
@@ -149,14 +151,10 @@ def import_chunks(
 
 
 def _begin(runner: ModelRunner, each: Import, good: Tensor, row: Tensor) -> Tensor:
-    """The root of a row that has been imported, which is known as its text and counted; 0 if it has not."""
-    state = runner.state
-    root = torch.where(good, state.root[each.row], 0)
-    if state.text is not None:
-        state.text.tokens[each.row, each.chunk.total] = root.to(state.text.tokens.dtype)
-    if state.processors is not None:
-        runner.ops.count(state.processors.rows, row, root.view(1, 1), good.to(torch.int64).view(1))
-    return root
+    """The root of a row [1] that has been imported, which is now known; 0 if it has not."""
+    root, at = torch.where(good, runner.state.root[row], 0), torch.full_like(row, each.chunk.total)
+    runner.state.rooted(runner.ops, NewRoots(Choice.PROCESS, row, at, root, good.to(torch.int64).view(1) - 1))
+    return root[0]
 
 
 def _no_sums(slots: StagingSlots, moved: Sequence[Export | Import]) -> Tensor:

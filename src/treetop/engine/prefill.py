@@ -9,11 +9,11 @@ from torch import Tensor
 
 from treetop.attention.layer import CausalAttention, ChosenKeys, LayerKV
 from treetop.attention.recurrent import ChunkRecurrence
+from treetop.engine.features.feature import NewRoots
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.prompt_logprobs import PromptTokens, prompt_logprobs
 from treetop.engine.recurrence import chunk_recurrence
 from treetop.kernels.kv import slots_of
-from treetop.kernels.tree.row_text import remember
 from treetop.kernels.tree.tree import root_tree
 from treetop.speculative.verify import choose, logits_for, path_logprobs
 from treetop.types.layout import KVGroup
@@ -127,21 +127,15 @@ def prefill(runner: ModelRunner, batch: PrefillBatch) -> FirstTokens:
     first, logprobs = accepted.bonus, None
     if batch.choice is Choice.LOGPROBS:
         logprobs = path_logprobs(ops, logits, accepted, min(MAX_LOGPROBS, logits.shape[2]))
-    if runner.state.processors is not None:
-        emitted = -(batch.next_token >= 0).to(torch.int64)
-        runner.state.processors.count(ops, batch.choice, rows, first[:, None], emitted)
-    draft = None
+    goes_on, draft = batch.next_token >= 0, None
+    following, prompt = torch.where(goes_on, batch.next_token, first), (span.positions, batch.tokens, valid)
+    roots = NewRoots(batch.choice, rows, span.kv_len, following, -goes_on.to(torch.int64), prompt)
+    runner.state.rooted(ops, roots)
     if runner.drafter is not None:
-        following = torch.where(batch.next_token >= 0, batch.next_token, first)
         shifted = torch.cat([batch.tokens[:, 1:], batch.tokens[:, :1]], dim=1)
         shifted = shifted.scatter(1, last[:, None], following[:, None])
         attend = _attention(runner, runner.draft_layers, runner.draft_groups, batch, span)
         aux_hidden = torch.cat([output.hidden[..., :0], *output.aux_hidden], dim=-1)  # a drafter may read none
-        text = runner.state.text
-        if text is not None:
-            remember(text.tokens, rows, span.positions, batch.tokens, valid)
-            live = (rows != runner.layout.dummy_row)[:, None]
-            remember(text.tokens, rows, span.kv_len[:, None], following[:, None], live)
         at = runner.extension(rows, last)
         extended = runner.drafter.extend(shifted, aux_hidden, span.positions, at, attend)
         draft = runner.extended(rows, following, extended, runner.state.numbers["classes"][rows])

@@ -9,7 +9,7 @@ from torch import Tensor
 from treetop.drafts.protocol import DrafterSpec
 from treetop.engine.buffers import Zeros
 from treetop.engine.features.deferral import RowDeferral
-from treetop.engine.features.feature import AcceptedRound, RowFeature
+from treetop.engine.features.feature import AcceptedRound, NewRoots, RowFeature
 from treetop.engine.features.learning import Learning
 from treetop.engine.features.processors import RowProcessors
 from treetop.engine.features.sampling import RowNumbers
@@ -105,6 +105,11 @@ class RowState:
                 feature.forget(rows)
             feature.move_in(rows, setups, left)
         self.committed[rows] = committed
+
+    def rooted(self, ops: Ops, of: NewRoots) -> None:
+        """Roots are known that no round chose."""
+        for feature in self.features:
+            feature.rooted(ops, of)
 
     def accepted(self, ops: Ops, of: AcceptedRound) -> None:
         """A round's paths are known."""

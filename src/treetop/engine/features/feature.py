@@ -1,6 +1,7 @@
 """One lifecycle for whatever a row keeps on the device.
 
     columns -> (one copy to the device) -> move_in      a request moves into a row
+    rooted                                              roots are known that no round chose
     accepted                                            a round's paths are known; a captured round has this inside
     forget                                              level 3: what a request must not find
 
@@ -34,6 +35,23 @@ class AcceptedRound:
     growth: TreeBuilder | None
 
 
+@dataclass(frozen=True, slots=True)
+class NewRoots:
+    """Roots that no round chose: of a prefill, and of rows that are handed over.
+
+    rows, at, tokens: [rows] int64: whose they are, where they stand, which they are.
+    emitted: [rows] int64, 0 of a root that is the request's first token, -1 of another.
+    prompt: of a prefill's chunks, positions and tokens [rows, n] int64, and which of them there are, bool.
+    """
+
+    choice: Choice
+    rows: Tensor
+    at: Tensor
+    tokens: Tensor
+    emitted: Tensor
+    prompt: tuple[Tensor, Tensor, Tensor] | None = None
+
+
 class RowFeature(Protocol):
     """Tables [num_rows, ...], written in place and never rebound. A feature has those of these that it needs."""
 
@@ -64,6 +82,10 @@ class RowFeature(Protocol):
 
     def forget(self, rows: Tensor) -> None:
         """Level 3: fill what rows [n] int64, about to be set up, hold and nobody may read with what shows."""
+        return
+
+    def rooted(self, ops: Ops, of: NewRoots) -> None:
+        """Roots are known; a drafter has not read them."""
         return
 
     def accepted(self, ops: Ops, of: AcceptedRound) -> None:

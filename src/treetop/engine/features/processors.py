@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from treetop.engine.buffers import Zeros
-from treetop.engine.features.feature import AcceptedRound, RowFeature
+from treetop.engine.features.feature import AcceptedRound, NewRoots, RowFeature
 from treetop.engine.features.sampling import RowNumbers
 from treetop.kernels.sampling.process import BIAS_SHIFT, ENDS, IN_PROMPT, NEVER, ONE, LogitsProcessors
 from treetop.kernels.table import Ops
@@ -55,10 +55,13 @@ class RowProcessors(RowFeature):
         biases = torch.tensor([0.0, *(bias for _, bias in params.logit_bias)], dtype=torch.float32)
         rows.biases[row, : len(biases)].copy_(to_device(device, biases))
 
-    def accepted(self, ops: Ops, of: AcceptedRound) -> None:
-        self.count(ops, of.choice, of.paths.rows, of.accepted.tokens, of.accepted.accept_len)
+    def rooted(self, ops: Ops, of: NewRoots) -> None:
+        self._count(ops, of.choice, of.rows, of.tokens[:, None], of.emitted)
 
-    def count(self, ops: Ops, choice: Choice, rows: Tensor, tokens: Tensor, last: Tensor) -> None:
+    def accepted(self, ops: Ops, of: AcceptedRound) -> None:
+        self._count(ops, of.choice, of.paths.rows, of.accepted.tokens, of.accepted.accept_len)
+
+    def _count(self, ops: Ops, choice: Choice, rows: Tensor, tokens: Tensor, last: Tensor) -> None:
         """What a step emitted, tokens [rows, w] up to column `last` [rows], changes later logits of its rows.
 
         last: -1 where nothing was emitted.

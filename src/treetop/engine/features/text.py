@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from treetop.engine.buffers import Zeros
-from treetop.engine.features.feature import AcceptedRound, RowFeature
+from treetop.engine.features.feature import AcceptedRound, NewRoots, RowFeature
 from treetop.kernels.table import Ops
 from treetop.kernels.tree.row_text import NOTHING, PastTexts, remember
 from treetop.types.layout import Layout
@@ -53,6 +53,13 @@ class RowText(RowFeature):
                 self.past.keep(self.tokens[row][0], torch.where(held > 0, held + 1, 0))
         for setup, ids in zip(setups, columns, strict=False):
             self.tokens[setup.row, : len(ids)] = ids.to(self.tokens.dtype)
+
+    def rooted(self, ops: Ops, of: NewRoots) -> None:
+        if of.prompt is not None:
+            positions, tokens, there = of.prompt
+            remember(self.tokens, of.rows, positions, tokens, there)
+        live = (of.rows != len(self.tokens) - 1)[:, None]
+        remember(self.tokens, of.rows, of.at[:, None], of.tokens[:, None], live)
 
     def accepted(self, ops: Ops, of: AcceptedRound) -> None:
         remember(self.tokens, of.paths.rows, of.places.path + 1, of.accepted.tokens, of.paths.kept)
