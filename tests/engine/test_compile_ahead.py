@@ -67,11 +67,12 @@ from treetop.kernels.triton_guard import (
     tl,
 )
 from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL, EngineConfig
-from treetop.types.ids import FULL
+from treetop.types.ids import FULL, Row
 from treetop.types.kv import KVFormat
 from treetop.types.layout import PLAIN, KVGroup, Layout, SpecShape
+from treetop.types.messages import RowSetup
 from treetop.types.phase import Phase
-from treetop.types.sampling import Choice
+from treetop.types.sampling import Choice, SamplingParams
 from treetop.types.tree import Accepted, DraftTree, PathPositions
 from treetop.weights import twelve_bits
 from treetop_debug.faults import FAULTS
@@ -438,7 +439,9 @@ def test_the_largest_inputs_of_a_step_fit():
     """A prefill of all rows, of odd lengths, each with text that a drafter reads."""
     layout = Layout((PLAIN,), 4, 5, 41, 15, (KVGroup(FULL, 1, KVFormat(2, 1, 4)),), 400)
     zeros, odd = partial(zeros_on, torch.device("cpu")), layout.max_requests
-    widths = [odd, odd, *RowNumbers.make(layout.num_rows, zeros).widths(layout), *[layout.max_context] * odd]
+    setups = [RowSetup(Row(0), 0, SamplingParams(), 0)] * odd
+    numbers = RowNumbers.make(layout.num_rows, zeros).columns(setups)
+    widths = [odd, odd, *map(len, numbers), *[layout.max_context] * odd]
     staging = StagingBuffers(layout, torch.device("cpu"), zeros, 1, widths)
     ones, cells = [1] * layout.max_requests, [1] * layout.max_edits
     staging.send(

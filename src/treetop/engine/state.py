@@ -22,10 +22,10 @@ from treetop.kernels.table import Ops
 from treetop.kernels.tree.calibration import Calibration, make_calibration
 from treetop.kernels.tree.deferred import DeferredPairs
 from treetop.kernels.tree.rows import DraftState, RowTables
-from treetop.types.ids import GroupName
+from treetop.types.ids import GroupName, Row
 from treetop.types.layout import Layout
 from treetop.types.messages import PageEdit, RowSetup
-from treetop.types.sampling import Choice
+from treetop.types.sampling import Choice, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +83,12 @@ class RowState:
 
     def setup_widths(self, layout: Layout) -> list[int]:
         """The most integers of each of `setup_columns`."""
-        own = [layout.max_requests] * 2
-        return own + [width for feature in self.features for width in feature.widths(layout)]
+        worst = RowSetup(Row(0), 0, SamplingParams(), 0, prefix_ids=(0,) * layout.max_context)
+        return [len(column) for column in self.setup_columns([worst] * layout.max_requests)]
 
-    def setup_columns(self, setups: Sequence[RowSetup]) -> list[list[int]]:
+    def setup_columns(self, setups: Sequence[RowSetup]) -> list[Sequence[int]]:
         """Requests that move in as columns of integers: row, committed, and those of each feature."""
-        own: list[list[int]] = [[setup.row for setup in setups], [setup.committed for setup in setups]]
+        own: list[Sequence[int]] = [[setup.row for setup in setups], [setup.committed for setup in setups]]
         return own + [column for feature in self.features for column in feature.columns(setups)]
 
     def move_in(self, setups: Sequence[RowSetup], columns: Sequence[Tensor], check_level: int) -> None:

@@ -18,7 +18,6 @@ from torch import Tensor
 from treetop.kernels.table import Ops
 from treetop.kernels.tree.commit import Paths
 from treetop.kernels.tree.grow import TreeBuilder
-from treetop.types.layout import Layout
 from treetop.types.messages import RowSetup
 from treetop.types.sampling import Choice
 from treetop.types.tree import Accepted, PathPositions
@@ -65,12 +64,8 @@ class RowFeature(Protocol):
         """Those that are handed over with a row, by name; see `RowRecord`."""
         return {}
 
-    def widths(self, layout: Layout) -> list[int]:
-        """The most integers of each of `columns`."""
-        return []
-
-    def columns(self, setups: Sequence[RowSetup]) -> list[list[int]]:
-        """What requests move in with, as columns of integers."""
+    def columns(self, setups: Sequence[RowSetup]) -> list[Sequence[int]]:
+        """What requests move in with, as columns of integers: as many for as many requests with as long a text."""
         return []
 
     def move_in(self, rows: Tensor, setups: Sequence[RowSetup], columns: Iterator[Tensor]) -> None:

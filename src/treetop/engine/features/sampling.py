@@ -15,7 +15,6 @@ from treetop.engine.buffers import Zeros
 from treetop.engine.features.feature import RowFeature
 from treetop.kernels.sampling.process import LogitsProcessors
 from treetop.kernels.sampling.sampling import RowSamplingParams
-from treetop.types.layout import Layout
 from treetop.types.messages import RowSetup
 from treetop.types.sampling import SamplingParams, class_of_temperature
 
@@ -90,10 +89,7 @@ class RowNumbers(RowFeature):
     def params(self) -> RowSamplingParams:
         return RowSamplingParams(*(self[field.name] for field in fields(RowSamplingParams)))
 
-    def widths(self, layout: Layout) -> list[int]:
-        return [len(table) * layout.max_requests for table in (self.integers, self.floats, self.flags)]
-
-    def columns(self, setups: Sequence[RowSetup]) -> list[list[int]]:
+    def columns(self, setups: Sequence[RowSetup]) -> list[Sequence[int]]:
         return [
             [number(setup) for number in _INTEGERS.values() for setup in setups],
             [_bits(getattr(setup.params, name)) for name in _OPTIONS for setup in setups],

@@ -39,12 +39,9 @@ class RowText(RowFeature):
     def tables(self) -> Sequence[Tensor]:
         return (self.tokens[:, :-1],)
 
-    def widths(self, layout: Layout) -> list[int]:
-        return [layout.max_context] * layout.max_requests
-
-    def columns(self, setups: Sequence[RowSetup]) -> list[list[int]]:
+    def columns(self, setups: Sequence[RowSetup]) -> list[Sequence[int]]:
         """The committed text of requests, from the prefix cache."""
-        return [list(setup.prefix_ids) for setup in setups]
+        return [setup.prefix_ids for setup in setups]
 
     def move_in(self, rows: Tensor, setups: Sequence[RowSetup], columns: Iterator[Tensor]) -> None:
         if self.past is not None:
