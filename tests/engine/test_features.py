@@ -45,7 +45,7 @@ def test_logits_processors_cost_a_round_that_changes_none_nothing(strong_pair, s
     """Operation by operation; one that changes logits has more, or the test would prove nothing."""
     with_them = build(strong_pair, shape)
     without = build(strong_pair, shape, disable_logits_processors=True)
-    assert len(with_them.engine.runner.state.features) == len(without.engine.runner.state.features) + 1
+    assert len(with_them.engine.runner.state.features) == len(without.engine.runner.state.features) + 2
     assert operations(with_them) == operations(without)
     assert operations(with_them, Choice.PROCESS) > operations(with_them)
 
@@ -55,9 +55,9 @@ def test_a_list_has_the_features_that_are_on(strong_pair):
         return [type(each).__name__ for each in build(strong_pair, shape, **options).engine.runner.state.features]
 
     assert kinds(None, disable_logits_processors=True) == ["RowNumbers"]
-    assert kinds((2, 3, 6)) == ["RowNumbers", "RowProcessors"]
+    assert kinds((2, 3, 6)) == ["RowNumbers", "RowProcessors", "HeldNodes"]
     learning = kinds((2, 3, 6), speculative_calibration="learn")
-    assert learning == ["RowNumbers", "Learning", "RowProcessors"]
+    assert learning == ["RowNumbers", "Learning", "RowProcessors", "HeldNodes"]
 
 
 def test_every_number_of_a_row_is_written_whatever_it_held():

@@ -161,7 +161,7 @@ class CudaGraphs:
 
         They agree on how tokens are chosen, not on who is constrained: so each captures both forms in one step.
         """
-        shared, constrains = self._runner.ops.expert_ranks.size > 1, self._runner.buffers.held is not None
+        shared, constrains = self._runner.ops.expert_ranks.size > 1, self._runner.state.masks is not None
         if not (shared and constrains and key.choice.processes) or key.catches_up:
             return [key]
         return [replace(key, held=False), replace(key, held=True)]
@@ -207,7 +207,7 @@ def greedy_keys(runner: ModelRunner) -> list[RoundKey]:
 def num_rounds(runner: ModelRunner) -> int:
     """Most rounds that can come to be captured on this device, sampled and held ones included."""
     made = [replace(key, choice=choice) for key, choice in product(greedy_keys(runner), runner.state.choices)]
-    if runner.buffers.held is not None:
+    if runner.state.masks is not None:
         made += [replace(key, held=True) for key in made if key.choice.processes and not key.catches_up]
     return len({_place(runner, key) for key in made})
 

@@ -155,7 +155,7 @@ class Engine:
     def _keys(self) -> Iterator[RoundKey]:
         for bucket, shape, choice in product(self.layout.buckets, self.layout.shapes, self.runner.state.choices):
             yield RoundKey(bucket, shape, choice)
-            if choice.processes and self.runner.buffers.held is not None:
+            if choice.processes and self.runner.state.masks is not None:
                 yield RoundKey(bucket, shape, choice, held=True)
         if self.layout.max_deferred:
             yield from map(RoundKey.of_catch_up, self.layout.buckets)
@@ -366,7 +366,8 @@ class Engine:
         key = RoundKey(len(padded), plan.shape, plan.choice, held)
         if held:
             tree, places = buffers.tree_of(key.bucket, key.shape), buffers.places_of(key.bucket, key.shape)
-            host_step = partial(self._node_masks.hold, plan, tree, places, buffers.held_of(key.bucket, key.shape))
+            nodes = self.runner.state.held_of(key.bucket, key.shape)
+            host_step = partial(self._node_masks.hold, plan, tree, places, nodes)
         if plan.catches_up:
             self.launcher.launch(RoundKey.of_catch_up(key.bucket), plan.committed_bound)
         self.launcher.launch(key, plan.committed_bound, host_step)

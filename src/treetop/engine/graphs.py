@@ -3,9 +3,8 @@
 from collections.abc import Iterable
 from functools import partial
 
-from treetop.engine.buffers import poison_undeclared
 from treetop.engine.model_runner import ModelRunner
-from treetop.engine.rounds import HostStep, RoundKey, phases_of
+from treetop.engine.rounds import HostStep, RoundKey, phases_of, poison_undeclared
 from treetop.types.phase import Phase
 
 
@@ -29,7 +28,7 @@ class GraphSim:
     def launch(self, key: RoundKey, max_kv_len: int, host_step: HostStep | None = None) -> None:
         assert max_kv_len <= self._runner.layout.max_committed
         for phase in phases_of(self._runner, key):
-            poison_undeclared(self._runner.buffers, phase)
+            poison_undeclared(self._runner, phase)
             self._captured[key, phase]()
             if phase is Phase.DRAFT and host_step is not None:
                 host_step()

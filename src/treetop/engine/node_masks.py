@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from treetop.engine.buffers import HeldNodes
+from treetop.engine.features.masks import HeldNodes
 from treetop.engine.features.processors import to_device
 from treetop.kernels.sampling.process import mask_words
 from treetop.types.errors import CheckError

@@ -19,7 +19,7 @@ def node_recurrence(runner: ModelRunner, rows: Tensor, parents: Tensor) -> NodeR
         runner.probes.index(count[rows], 0, width + 1, "pending_updates", Phase.VERIFY, rows)
     by_taps = {taps: tree_windows(parents, taps) for taps in {group.taps for group in groups}}
     windows = {group.name: by_taps[group.taps] for group in groups}
-    layers, tails = runner.recurrent_layers, runner.buffers.state_tails
+    layers, tails = runner.recurrent_layers, runner.state.states.tails
     return NodeRecurrence(runner.ops, layers, tails, windows, parents, rows, runner.layout.dummy_row)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from treetop.attention.layer import TailColumns
-from treetop.engine.buffers import poison_undeclared
+from treetop.checks.poison import poison
 from treetop.engine.features.feature import AcceptedRound
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.recurrence import keep_states, node_recurrence
@@ -77,7 +77,7 @@ def verify_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     attend = runner.tail_attention(phase, layers, buffers.verify_tails, plans, columns, shape, recurrence)
     output = runner.target.forward(tokens, places.nodes, attend)
     logits = logits_for(runner.target, output.hidden, key.choice)
-    held = buffers.held_of(key.bucket, shape) if key.held else None
+    held = runner.state.held_of(key.bucket, shape) if key.held else None
     allowed = None if held is None else held.allowed
     chosen = choose(ops, logits, runner.state.sampler, rows, places.nodes, tree, key.choice, allowed)
     growth = buffers.growth_of(key.bucket, shape) if shape.num_steps else None
@@ -192,6 +192,13 @@ def parts_of(key: RoundKey) -> tuple[PhaseFunction, ...]:
     return (draft_phase, run_from_verify) if key.held else (run_phases,)
 
 
+def poison_undeclared(runner: ModelRunner, phase: Phase) -> None:
+    """Poison scratch and outputs of a phase: whatever they hold before it runs must not matter."""
+    of_features = (tensor for feature in runner.state.features for tensor in feature.scratch(phase))
+    for tensor in (*runner.buffers.undeclared(phase), *of_features):
+        poison(tensor)
+
+
 class RoundLauncher(Protocol):
     """Runs the phases of one round over what the buffers hold."""
 
@@ -209,7 +216,7 @@ class Eager:
     def launch(self, key: RoundKey, max_kv_len: int, host_step: HostStep | None = None) -> None:
         for phase, run in phases_of(self._runner, key).items():
             if self._runner.check_level >= 3:
-                poison_undeclared(self._runner.buffers, phase)
+                poison_undeclared(self._runner, phase)
             run(self._runner, key, max_kv_len)
             if phase is Phase.DRAFT and host_step is not None:
                 host_step()

@@ -11,6 +11,7 @@ from treetop.engine.buffers import Zeros
 from treetop.engine.features.deferral import RowDeferral
 from treetop.engine.features.feature import AcceptedRound, NewRoots, RowFeature
 from treetop.engine.features.learning import Learning
+from treetop.engine.features.masks import HeldNodes
 from treetop.engine.features.processors import RowProcessors
 from treetop.engine.features.sampling import RowNumbers
 from treetop.engine.features.states import RowStates
@@ -23,7 +24,7 @@ from treetop.kernels.tree.calibration import Calibration, make_calibration
 from treetop.kernels.tree.deferred import DeferredPairs
 from treetop.kernels.tree.rows import DraftState, RowTables
 from treetop.types.ids import GroupName, Row
-from treetop.types.layout import Layout
+from treetop.types.layout import Layout, SpecShape
 from treetop.types.messages import PageEdit, RowSetup
 from treetop.types.sampling import Choice, SamplingParams
 
@@ -40,7 +41,7 @@ class RowState:
     calibration: of the pair; it is no row's.
     features: what else rows keep, in the order in which a request moves in. What phases read is here by name, too:
     numbers, states: of recurrent layers, without groups if there are none.
-    processors, text, deferral, learning: None where they are off.
+    processors, masks, text, deferral, learning: None where they are off.
     """
 
     page_tables: dict[GroupName, PageTable]
@@ -52,6 +53,7 @@ class RowState:
     numbers: RowNumbers
     states: RowStates
     processors: RowProcessors | None
+    masks: HeldNodes | None
     text: RowText | None
     deferral: RowDeferral | None
     learning: Learning | None
@@ -121,6 +123,11 @@ class RowState:
         """All that steps write but pages, rows first: zeros at a start, and the dummy row's for ever. Some twice."""
         return [*self.record.tables.values(), *(table for feature in self.features for table in feature.tables)]
 
+    def held_of(self, bucket: int, shape: SpecShape) -> HeldNodes:
+        """What the nodes of a batch's constrained rows are held to."""
+        assert self.masks is not None, "the client is told that no logits can be changed"
+        return self.masks.of(bucket, shape)
+
     @property
     def deferred(self) -> DeferredPairs | None:
         """What the draft has yet to extend; None where all rounds extend."""
@@ -165,6 +172,7 @@ def make_state(
     recorded = {"committed": committed, "root": root}
     calibration = make_calibration(max(1, layout.commit_width - 1), layout.max_topk, zeros)
     processors = None if vocab_size is None else RowProcessors.make(numbers, vocab_size, zeros)
+    masks = None if vocab_size is None else HeldNodes.make(layout, vocab_size, zeros)
     draft = text = deferral = learning = None
     if drafter is not None:
         tokens, logprob = (zeros((n, layout.max_topk), kind) for kind in (torch.int64, torch.float32))
@@ -176,7 +184,7 @@ def make_state(
             deferral = RowDeferral.make(layout, len(drafter.aux_inputs) * hidden, dtype, zeros)
         if learns:
             learning = Learning(calibration, numbers, drafter.makes_logits)
-    listed = (numbers, learning, processors, text, deferral, states if states.groups else None)
+    listed = (numbers, learning, processors, masks, text, deferral, states if states.groups else None)
     features: list[RowFeature] = [feature for feature in listed if feature is not None]
     for feature in features:
         recorded |= feature.record
@@ -190,6 +198,7 @@ def make_state(
         numbers=numbers,
         states=states,
         processors=processors,
+        masks=masks,
         text=text,
         deferral=deferral,
         learning=learning,

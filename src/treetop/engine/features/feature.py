@@ -19,6 +19,7 @@ from treetop.kernels.table import Ops
 from treetop.kernels.tree.commit import Paths
 from treetop.kernels.tree.grow import TreeBuilder
 from treetop.types.messages import RowSetup
+from treetop.types.phase import Phase
 from treetop.types.sampling import Choice
 from treetop.types.tree import Accepted, PathPositions
 
@@ -63,6 +64,10 @@ class RowFeature(Protocol):
     def record(self) -> Mapping[str, Tensor]:
         """Those that are handed over with a row, by name; see `RowRecord`."""
         return {}
+
+    def scratch(self, phase: Phase) -> Sequence[Tensor]:
+        """What a phase of a round writes before it reads it: whatever it holds before must not matter."""
+        return ()
 
     def columns(self, setups: Sequence[RowSetup]) -> list[Sequence[int]]:
         """What requests move in with, as columns of integers: as many for as many requests with as long a text."""

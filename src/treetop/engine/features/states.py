@@ -14,14 +14,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from treetop.engine.buffers import Zeros, make_updates, state_dtype
+from treetop.engine.buffers import Zeros
 from treetop.engine.features.feature import RowFeature
 from treetop.kernels.recurrent.keep import copy_states
-from treetop.kernels.recurrent.states import LinearStates
+from treetop.kernels.recurrent.states import LinearStates, StateTails, StateUpdates
 from treetop.kernels.table import Ops
 from treetop.types.ids import GroupName
 from treetop.types.layout import Layout
 from treetop.types.messages import Chunk, RowSetup
+from treetop.types.phase import Phase
+from treetop.types.state import StateGroup
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of states and updates in an engine of `dtype`."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def make_updates(group: StateGroup, leading: tuple[int, int], dtype: torch.dtype, zeros: Zeros) -> StateUpdates:
+    """Zeroed updates [layers, *leading, ...] of a group. dtype: the engine's."""
+    shapes = (group.key_heads, group.key_dim), (group.heads, group.value_dim), group.decay_shape
+    k, d, g = (zeros((group.num_layers, *leading, *shape), state_dtype(dtype)) for shape in shapes)
+    return StateUpdates(k, d, g)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +44,12 @@ class RowStates(RowFeature):
 
     groups: by group.
     checkpoints: what is kept of them for other requests: a row is a slot, and nothing is pending.
+    tails: what VERIFY keeps of its nodes; its scratch.
     """
 
     groups: Mapping[GroupName, LinearStates]
     checkpoints: Mapping[GroupName, LinearStates]
+    tails: Mapping[GroupName, StateTails]
 
     @classmethod
     def make(cls, layout: Layout, dtype: torch.dtype, zeros: Zeros) -> "RowStates":
@@ -51,7 +67,11 @@ class RowStates(RowFeature):
                 for group in layout.state_groups
             }
 
-        return cls(of(layout.num_rows, layout.commit_width), of(layout.checkpoints, 0))
+        tails, (b, t) = {}, (layout.max_requests, layout.verify_tail)
+        for group in layout.state_groups:
+            mixed = zeros((group.num_layers, b, t, group.channels), dtype)
+            tails[group.name] = StateTails(mixed, make_updates(group, (b, t), dtype, zeros))
+        return cls(of(layout.num_rows, layout.commit_width), of(layout.checkpoints, 0), tails)
 
     @property
     def tables(self) -> Sequence[Tensor]:
@@ -59,6 +79,10 @@ class RowStates(RowFeature):
         for states in self.groups.values():
             found += [states.count, *(table.movedim(1, 0) for table in _by_layer(states))]
         return found
+
+    def scratch(self, phase: Phase) -> Sequence[Tensor]:
+        each = self.tails.values()
+        return [table for one in each for table in (one.mixed, one.updates.k, one.updates.d, one.updates.g)]
 
     @property
     def record(self) -> dict[str, Tensor]:

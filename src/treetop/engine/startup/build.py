@@ -142,7 +142,6 @@ def _without_pools(engine_plan: EnginePlan, products: Products) -> tuple[ModelRu
         state=state,
         buffers=make_round_buffers(
             *(layout, len(aux), model, state.calibration, place.dtype, zeros),
-            constrains=changed is not None,
             blocks=causal_blocks(draft),
         ),
         target_layers={},

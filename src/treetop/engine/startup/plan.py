@@ -373,7 +373,6 @@ def _static_estimate(
     )
     make_round_buffers(
         *(layout, len(aux), model, state.calibration, dtype, counted),
-        constrains=changed is not None,
         blocks=causal_blocks(draft),
     )
     return weights + sum(made) + config.disaggregation_slots * config.disaggregation_slot_bytes
