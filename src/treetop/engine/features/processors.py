@@ -13,7 +13,7 @@ from torch import Tensor
 
 from treetop.engine.buffers import Zeros
 from treetop.engine.features.feature import AcceptedRound, NewRoots, RowFeature
-from treetop.engine.features.sampling import RowNumbers
+from treetop.engine.features.sampling import RowNumbers, is_active
 from treetop.kernels.sampling.process import BIAS_SHIFT, ENDS, IN_PROMPT, NEVER, ONE, LogitsProcessors
 from treetop.kernels.table import Ops
 from treetop.types.messages import RowHistory, RowSetup
@@ -43,7 +43,7 @@ class RowProcessors(RowFeature):
     def move_in(self, rows: Tensor, setups: Sequence[RowSetup], columns: Iterator[Tensor]) -> None:
         """A retracted request goes on with what it had emitted."""
         for setup in setups:
-            if setup.history is not None and (not setup.constrained or setup.params.weighs):
+            if is_active(setup) and setup.history is not None:
                 self._write(setup.row, setup.params, setup.history)
 
     def _write(self, row: int, params: SamplingParams, history: RowHistory) -> None:

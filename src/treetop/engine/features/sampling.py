@@ -35,8 +35,8 @@ def _may_end(setup: RowSetup) -> int:
     return 0 if setup.history is None else len(setup.history.prompt_ids) + setup.params.min_tokens
 
 
-def _active(setup: RowSetup) -> bool:
-    """What is ruled out is in the masks of a constrained row."""
+def is_active(setup: RowSetup) -> bool:
+    """Whether a row changes logits; what is ruled out is in the masks of a constrained one."""
     return setup.history is not None and (not setup.constrained or setup.params.weighs)
 
 
@@ -48,7 +48,7 @@ _INTEGERS: dict[str, Callable[[RowSetup], int]] = {
 }
 _FLAGS: dict[str, Callable[[RowSetup], bool]] = {
     "undrafted": lambda setup: not setup.params.speculative,
-    "active": _active,
+    "active": is_active,
     "constrained": lambda setup: setup.constrained,
 }
 
