@@ -32,6 +32,7 @@ from treetop.kernels.kv import FP8_CAPABILITY
 from treetop.kernels.moe import experts as expert_products
 from treetop.kernels.moe import routing
 from treetop.kernels.recurrent import convolution, gates
+from treetop.kernels.recurrent import head as weighing
 from treetop.kernels.recurrent import keep as keeping
 from treetop.kernels.recurrent import prefill as prefilling
 from treetop.kernels.recurrent import verify as verifying
@@ -307,7 +308,11 @@ class Ops:
         (convolution._conv_kernel, convolution._move_on_kernel),
     )
     verify_states = Op(
-        verifying.verify_states_reference, verifying.verify_states, 1e-5, on_a_gpu, (verifying._verify_kernel,)
+        verifying.verify_states_reference,
+        verifying.verify_states,
+        1e-5,
+        on_a_gpu,
+        (weighing._weigh_kernel, verifying._verify_kernel),
     )
     keep_states = Op(
         keeping.keep_states_reference,
@@ -318,7 +323,11 @@ class Ops:
     )
     fold_states = Op(keeping.fold_states_reference, keeping.fold_states, 1e-5, on_a_gpu, (keeping._fold_kernel,))
     prefill_states = Op(
-        prefilling.prefill_states_reference, prefilling.prefill_states, 1e-5, on_a_gpu, (prefilling._prefill_kernel,)
+        prefilling.prefill_states_reference,
+        prefilling.prefill_states,
+        1e-5,
+        on_a_gpu,
+        (weighing._weigh_kernel, prefilling._prefill_kernel),
     )
 
     # of a round, in their order

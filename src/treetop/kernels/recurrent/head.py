@@ -1,16 +1,154 @@
 """What kernels do with one head's state: fold updates into it, and take a block of tokens from it.
 
-A program holds some of the values of a head: columns of a state have nothing to do with each other. It reads the key
-in pieces of `width`, for products keep whole operands in registers. Everything is float32, products too, whatever the
-number of tokens.
+A program holds some of the values of a head: columns of a state have nothing to do with each other. What tokens of a
+block have to do with each other, the same for all values of a head, is a launch before (`weigh_tokens`). Everything is
+float32, products too, whatever the number of tokens.
 """
 
-from treetop.kernels.triton_guard import Arg, constexpr, jit, tl
+import torch
+from torch import Tensor
 
+from treetop.kernels.dependent_launch import launch_options, pdl_wait
+from treetop.kernels.recurrent.states import StateInputs
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tl
+
+AT_ONCE: constexpr = constexpr(16)
+"""Updates that are folded together."""
 MOST_VALUES = 32
-"""Columns of a state that a program holds."""
-PRODUCTS: constexpr = constexpr("tf32x3")
-"""Float32 on tensor cores in three parts of TF32: float32 but for the last two bits or so."""
+_WARPS = 1
+"""Of a program that weighs 16 tokens."""
+
+
+def values_of(value_dim: int) -> int:
+    """Columns of a state that a program holds."""
+    return min(MOST_VALUES, max(16, power_of_two(value_dim)))
+
+
+def contiguous(inputs: StateInputs) -> StateInputs:
+    """As kernels read them."""
+    beta = None if inputs.beta is None else inputs.beta.contiguous()
+    return StateInputs(*(x.contiguous() for x in (inputs.q, inputs.k, inputs.v, inputs.g)), beta)
+
+
+def weigh_tokens(
+    inputs: StateInputs, parents: Tensor | None, counts: Tensor | None, block_t: int, gpu: GpuTraits
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """What the tokens of each block have to do with each other, in one launch.
+
+    inputs: contiguous, decays by head. parents: [rows, n] int64, of one block of nodes; None: tokens one after another.
+    counts: [rows] int64, tokens before padding; None: all.
+    Returns weights [rows, blocks, heads, 2, block_t, block_t] float32, the inverse of I + L and Q, of no meaning past
+    the last token; starts [rows, blocks, heads, block_t], e^E, NaN where a token's own numbers are not finite; and
+    above [rows, block_t, block_t] int8, who is above whom, unwritten without parents.
+    """
+    (batch, n, heads, _), (key_heads, key_dim) = inputs.v.shape, inputs.k.shape[2:]
+    blocks, device = -(-n // block_t), inputs.v.device
+    weights = torch.empty((batch, blocks, heads, 2, block_t, block_t), dtype=torch.float32, device=device)
+    starts = torch.empty((batch, blocks, heads, block_t), dtype=torch.float32, device=device)
+    above = torch.empty((batch, block_t, block_t), dtype=torch.int8, device=device)
+    _weigh_kernel[(blocks, heads, batch)](
+        weights, starts, above, inputs.q, inputs.k, inputs.g, inputs.g if inputs.beta is None else inputs.beta,
+        starts if parents is None else parents, starts if counts is None else counts, n,
+        0 if parents is None else parents.stride(0),
+        heads=heads, key_heads=key_heads, key_dim=key_dim, delta=inputs.beta is not None, climbs=parents is not None,
+        counted=counts is not None, block_t=block_t, width=min(32, max(16, power_of_two(key_dim))),
+        overlap=gpu.can_overlap, num_warps=_WARPS if block_t == 16 else 8, **launch_options(gpu),
+    )  # fmt: skip
+    return weights, starts, above
+
+
+@jit
+def parts(x: Arg) -> Arg:
+    """(most, rest): x as TF32 holds it, cut off, and what is left."""
+    most = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    return most, x - most
+
+
+@jit
+def add_product(total: Arg, a: Arg, b: Arg) -> Arg:
+    """total + a b in three products of TF32: float32 but for the last two bits or so. a, b: of `parts`."""
+    total = tl.dot(a[1], b[0], total, input_precision="tf32")
+    total = tl.dot(a[0], b[1], total, input_precision="tf32")
+    return tl.dot(a[0], b[0], total, input_precision="tf32")
+
+
+@jit
+def transposed(x: Arg) -> Arg:
+    """Of both parts."""
+    return tl.trans(x[0]), tl.trans(x[1])
+
+
+@jit
+def _weigh_kernel(
+    weights: Arg, starts: Arg, above_of: Arg, q: Arg, k: Arg, g: Arg, beta: Arg, parents: Arg, counts: Arg,
+    n: Arg, parents_row: Arg,
+    heads: constexpr, key_heads: constexpr, key_dim: constexpr, delta: constexpr, climbs: constexpr,
+    counted: constexpr, block_t: constexpr, width: constexpr, overlap: constexpr,
+) -> None:  # fmt: skip
+    """One block of one head. Grid (blocks, heads, rows)."""
+    pdl_wait(overlap, early=True)
+    block, head = tl.program_id(0), tl.program_id(1)
+    item = tl.program_id(2).to(tl.int64)
+    key_head = head // (heads // key_heads)
+    count = n
+    if counted:
+        count = tl.load(counts + item).to(tl.int32)
+    node = tl.arange(0, block_t)
+    first = block * block_t
+    nodes = tl.minimum(count - first, block_t)
+    real = node < nodes
+    token = item * n + first + node
+    log_decay = tl.load(g + token * heads + head, mask=real, other=0.0)
+    seen = tl.zeros([block_t, block_t], tl.float32)
+    pairs = tl.zeros([block_t, block_t], tl.float32)
+    for piece in tl.static_range(0, key_dim, width):
+        keys = piece + tl.arange(0, width)
+        of_keys = real[:, None] & (keys < key_dim)[None, :]
+        key_at = (token * key_heads + key_head)[:, None] * key_dim + keys[None, :]
+        queries = tl.load(q + key_at, mask=of_keys, other=0.0)
+        key = tl.load(k + key_at, mask=of_keys, other=0.0)
+        halves = parts(key)
+        seen = add_product(seen, parts(queries), transposed(halves))
+        if delta:
+            pairs = add_product(pairs, halves, transposed(halves))
+
+    if climbs:
+        above = node[:, None] == node[None, :]
+        climbing = real & (node > 0)
+        line = tl.load(parents + item * parents_row + node, mask=climbing, other=0)
+        while tl.max(climbing.to(tl.int32), 0) > 0:
+            above = above | (climbing[:, None] & (line[:, None] == node[None, :]))
+            climbing = climbing & (line > 0)
+            line = tl.load(parents + item * parents_row + line, mask=climbing, other=0)
+        if head == 0:
+            square = (item * block_t + node)[:, None] * block_t + node[None, :]
+            tl.store(above_of + square, above.to(tl.int8))
+    else:
+        above = node[:, None] >= node[None, :]
+    strict = above & (node[:, None] != node[None, :])
+    bad = (tl.abs(log_decay) < float("inf")) == 0
+    log_decay = tl.where(bad, 0.0, log_decay)
+    start = tl.exp(tl.sum(tl.where(above, log_decay[None, :], 0.0), 1))
+    below = parts(tl.where(strict, log_decay[:, None], 0.0))
+    on_path = above.to(tl.float32)
+    between = tl.dot(on_path, below[1], tl.zeros([block_t, block_t], tl.float32), input_precision="tf32")
+    between = tl.exp(tl.dot(on_path, below[0], between, input_precision="tf32"))
+    base = ((item * tl.num_programs(0) + block) * heads + head) * 2
+    at = node[:, None] * block_t + node[None, :]
+    tl.store(weights + (base + 1) * block_t * block_t + at, tl.where(above, seen * between, 0.0))
+    if delta:
+        rate = tl.load(beta + token * heads + head, mask=real, other=0.0)
+        lower = tl.where(strict, pairs * between * rate[:, None], 0.0)
+        wild = (tl.abs(lower) < float("inf")) == 0
+        bad = bad | (tl.sum(wild.to(tl.int32), 1) > 0)
+        lower = tl.where(wild, 0.0, lower)
+        inverse = tl.where(node[:, None] == node[None, :], 1.0, 0.0)
+        for j in range(0, nodes - 1):  # row j is done: those below it take it off
+            row = tl.sum(tl.where(node[:, None] == j, inverse, 0.0), 0)
+            column = tl.sum(tl.where(node[None, :] == j, lower, 0.0), 1)
+            inverse -= column[:, None] * row[None, :]
+        tl.store(weights + base * block_t * block_t + at, inverse)
+    tl.store(starts + base // 2 * block_t + node, tl.where(bad, float("nan"), start))
 
 
 @jit
@@ -18,47 +156,46 @@ def fold_updates(
     m: Arg, k: Arg, d: Arg, g: Arg, count: Arg, k_token: Arg, d_token: Arg, g_token: Arg,
     keys: Arg, values: Arg, key_dim: constexpr, value_dim: constexpr,
 ) -> Arg:  # fmt: skip
-    """m [keys, values] after `count` updates, one after the other. k, d, g: of the first one, of this head."""
-    for token in range(0, count):
-        decay = tl.exp(tl.load(g + token * g_token))
-        key = tl.load(k + token * k_token + keys, mask=keys < key_dim, other=0.0)
-        value = tl.load(d + token * d_token + values, mask=values < value_dim, other=0.0)
-        m = m * decay + key[:, None] * value[None, :]
+    """m [keys, values] after `count` updates, as many at once as a product takes. k, d, g: of this head's first one."""
+    lane = tl.arange(0, AT_ONCE)
+    for first in tl.range(0, count, AT_ONCE, num_stages=1):
+        token = first + lane
+        there = token < count
+        log_decay = tl.load(g + token * g_token, mask=there, other=0.0)
+        key_at = (token * k_token)[:, None] + keys[None, :]
+        key = tl.load(k + key_at, mask=there[:, None] & (keys < key_dim)[None, :], other=0.0)
+        value_at = (token * d_token)[:, None] + values[None, :]
+        value = tl.load(d + value_at, mask=there[:, None] & (values < value_dim)[None, :], other=0.0)
+        to_end = tl.exp(tl.sum(tl.where(lane[None, :] > lane[:, None], log_decay[None, :], 0.0), 1))
+        left = parts(tl.trans(key * to_end[:, None]))
+        m = add_product(m * tl.exp(tl.sum(log_decay, 0)), left, parts(value))
     return m
 
 
 @jit
 def attend_state(
-    of_q: Arg, of_k: Arg, seen: Arg, pairs: Arg, v: Arg, g: Arg, beta: Arg, above: Arg, node: Arg, nodes: Arg,
-    delta: constexpr,
+    of_q: Arg, of_k: Arg, v: Arg, beta: Arg, start: Arg, above: Arg, weights: Arg, node: Arg,
+    block_t: constexpr, delta: constexpr,
 ) -> Arg:  # fmt: skip
     """(outputs, d) of a block of nodes, [nodes, values].
 
-    of_q, of_k: [nodes, values], products of queries and keys with the state before the first. seen, pairs: [nodes,
-    nodes], of queries with keys and of keys. v: [nodes, values]. g, beta: [nodes]. above: [nodes, nodes] bool, j is i
-    or above it. node: [nodes], their numbers, of which the first `nodes` are real. What is not finite stays with a node
-    and those below it: everything else is chosen, never multiplied by 0.
+    of_q, of_k: [nodes, values], products of queries and keys with the state before the first. v: [nodes, values].
+    beta, start: [nodes]. above: [nodes, nodes], j is i or above i. weights: of this head, see `weigh_tokens`. node:
+    [nodes], their numbers. What is not finite stays with a node and those below it, by value: else it is chosen away,
+    never multiplied by 0.
     """
-    bad = (tl.abs(g) < float("inf")) == 0
-    g = tl.where(bad, 0.0, g)
-    strict = above & (node[:, None] != node[None, :])
-    on_path = above.to(tl.float32)
-    decay = tl.exp(tl.sum(tl.where(above, g[None, :], 0.0), 1))
-    between = tl.exp(tl.dot(on_path, tl.where(strict, g[:, None], 0.0), input_precision=PRODUCTS))
-    d = v
+    at = node[:, None] * block_t + node[None, :]
+    look = tl.load(weights + block_t * block_t + at)
+    d = tl.where((tl.abs(start) < float("inf"))[:, None], v, float("nan"))
     if delta:
-        d = beta[:, None] * (v - of_k * decay[:, None])
-        d = tl.where(bad[:, None], float("nan"), d)
-        pairs = pairs * between * beta[:, None]
-        for j in range(0, nodes):
-            row = tl.sum(tl.where(node[:, None] == j, d, 0.0), 0)
-            own = strict & (node[None, :] == j)
-            column = tl.sum(tl.where(own, pairs, 0.0), 1)
-            d = tl.where((tl.sum(own.to(tl.int32), 1) > 0)[:, None], d - column[:, None] * row[None, :], d)
-    else:
-        d = tl.where(bad[:, None], float("nan"), d)
-    finite = tl.abs(d) < float("inf")
-    spoilt = tl.dot(on_path, tl.where(finite, 0.0, 1.0), input_precision=PRODUCTS) > 0
-    out = of_q * decay[:, None]
-    out += tl.dot(tl.where(above, seen * between, 0.0), tl.where(finite, d, 0.0), input_precision=PRODUCTS)
+        wanted = beta[:, None] * (v - of_k * start[:, None])
+        finite = tl.abs(wanted) < float("inf")
+        solve = tl.load(weights + at)
+        d = add_product(tl.zeros_like(v), parts(solve), parts(tl.where(finite, wanted, 0.0)))
+        d = tl.where(finite, d, float("nan"))
+    wild = tl.where(tl.abs(d) < float("inf"), 0.0, 1.0)
+    spoilt = tl.dot(above.to(tl.float32), wild, input_precision="tf32") > 0
+    out = add_product(of_q * start[:, None], parts(look), parts(tl.where(spoilt, 0.0, d)))
+    if delta:
+        d = tl.where(spoilt, float("nan"), d)
     return tl.where(spoilt, float("nan"), out), d

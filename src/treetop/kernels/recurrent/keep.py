@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
-from treetop.kernels.recurrent.head import MOST_VALUES, fold_updates
+from treetop.kernels.recurrent.head import fold_updates, values_of
 from treetop.kernels.recurrent.states import LinearStates, StateTails, StateUpdates
 from treetop.kernels.recurrent.verify import folded
 from treetop.kernels.tree.commit import Paths
@@ -155,7 +155,7 @@ def fold_states(states: LinearStates, rows: Tensor, gpu: GpuTraits) -> None:
     assert states.state[0, 0].is_contiguous()
     assert pending.k[0, 0, 0].is_contiguous()
     assert pending.d[0, 0, 0].is_contiguous()
-    block_v = min(MOST_VALUES, max(16, power_of_two(value_dim)))
+    block_v = values_of(value_dim)
     _fold_kernel[(-(-value_dim // block_v), heads, layers * len(rows))](
         states.state, pending.k, pending.d, pending.g, states.count, rows, len(rows), states.state.stride(0),
         states.state.stride(1), *pending.k.stride()[:3], *pending.d.stride()[:3], *pending.g.stride()[:3],

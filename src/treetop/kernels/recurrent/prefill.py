@@ -9,7 +9,15 @@ from torch import Tensor
 
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.recurrent.decay import by_channel, chain_decays
-from treetop.kernels.recurrent.head import MOST_VALUES, PRODUCTS, attend_state
+from treetop.kernels.recurrent.head import (
+    add_product,
+    attend_state,
+    contiguous,
+    parts,
+    transposed,
+    values_of,
+    weigh_tokens,
+)
 from treetop.kernels.recurrent.states import LayerStates, StateInputs
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tl
 
@@ -61,28 +69,34 @@ def _pairs(a: Tensor, b: Tensor, between: Tensor) -> Tensor:
 
 
 def prefill_states(states: LayerStates, rows: Tensor, inputs: StateInputs, valid: Tensor, gpu: GpuTraits) -> Tensor:
-    """`prefill_states_reference` in one launch, in blocks of 16 tokens; what stands at padding is 0."""
+    """`prefill_states_reference` in two launches; what stands at padding is 0."""
     if inputs.g.dim() > inputs.v.dim() - 1:  # decays by channel
         return prefill_states_reference(states, rows, inputs, valid)
+    inputs = contiguous(inputs)
     (batch, n, heads, value_dim), (key_heads, key_dim) = inputs.v.shape, inputs.k.shape[2:]
-    q, k, v, g = (each.contiguous() for each in (inputs.q, inputs.k, inputs.v, inputs.g))
-    beta = g if inputs.beta is None else inputs.beta.contiguous()
     assert rows.stride(0) == 1
     assert states.state[0].is_contiguous()
-    out = torch.zeros_like(v)
-    block_v = min(MOST_VALUES, max(16, power_of_two(value_dim)))
+    out, counts, block_v = torch.zeros_like(inputs.v), valid.sum(dim=1), values_of(value_dim)
+    block_t = 16 if n <= 16 else BLOCK
+    weights, starts, _ = weigh_tokens(inputs, None, counts, block_t, gpu)
     _prefill_kernel[(-(-value_dim // block_v), heads, batch)](
-        out, states.state, rows, q, k, v, g, beta, valid.sum(dim=1), n, states.state.stride(0),
+        out, states.state, rows, inputs.q, inputs.k, inputs.v, inputs.g,
+        inputs.g if inputs.beta is None else inputs.beta, weights, starts, counts, n, states.state.stride(0),
         heads=heads, key_heads=key_heads, key_dim=key_dim, value_dim=value_dim, delta=inputs.beta is not None,
-        block_t=16, block_v=block_v, width=16, overlap=gpu.can_overlap, num_warps=4,
-        **launch_options(gpu),
+        block_t=block_t, block_v=block_v, width=min(_WIDTH, max(16, power_of_two(key_dim))), overlap=gpu.can_overlap,
+        num_warps=4, **launch_options(gpu),
     )  # fmt: skip
     return out
 
 
+_WIDTH = 32
+"""Channels of the key in a piece of the state."""
+
+
 @jit
 def _prefill_kernel(
-    out: Arg, state: Arg, rows: Arg, q: Arg, k: Arg, v: Arg, g: Arg, beta: Arg, counts: Arg, n: Arg, state_row: Arg,
+    out: Arg, state: Arg, rows: Arg, q: Arg, k: Arg, v: Arg, g: Arg, beta: Arg, weights: Arg, starts: Arg,
+    counts: Arg, n: Arg, state_row: Arg,
     heads: constexpr, key_heads: constexpr, key_dim: constexpr, value_dim: constexpr, delta: constexpr,
     block_t: constexpr, block_v: constexpr, width: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
@@ -94,43 +108,42 @@ def _prefill_kernel(
     count = tl.load(counts + item).to(tl.int32)
     values = tl.program_id(0) * block_v + tl.arange(0, block_v)
     token = tl.arange(0, block_t)
-    above = token[:, None] >= token[None, :]
+    key_lane = tl.arange(0, width)
+    later = token[:, None] < token[None, :]
+    above = (token[:, None] >= token[None, :]).to(tl.float32)
     base = state + tl.load(rows + item) * state_row + head * key_dim * value_dim
-    for first in range(0, count, block_t):
+    base += key_lane[:, None] * value_dim + values[None, :]
+    for first in tl.range(0, count, block_t, num_stages=1):
         real = first + token < count
         place = item * n + first + token
         of_values = real[:, None] & (values < value_dim)[None, :]
         value_at = (place * heads + head)[:, None] * value_dim + values[None, :]
-        value = tl.load(v + value_at, mask=of_values, other=0.0)
-        log_decay = tl.load(g + place * heads + head, mask=real, other=0.0)
-        rate = tl.load(beta + place * heads + head, mask=real, other=0.0)
+        key_at = (place * key_heads + key_head)[:, None] * key_dim + key_lane[None, :]
         of_q = tl.zeros([block_t, block_v], tl.float32)
         of_k = tl.zeros([block_t, block_v], tl.float32)
-        seen = tl.zeros([block_t, block_t], tl.float32)
-        pairs = tl.zeros([block_t, block_t], tl.float32)
-        for piece in range(0, key_dim, width):
-            keys = piece + tl.arange(0, width)
-            inside = (keys < key_dim)[:, None] & (values < value_dim)[None, :]
-            of_keys = real[:, None] & (keys < key_dim)[None, :]
-            key_at = (place * key_heads + key_head)[:, None] * key_dim + keys[None, :]
-            m = tl.load(base + keys[:, None] * value_dim + values[None, :], mask=inside, other=0.0)
-            queries = tl.load(q + key_at, mask=of_keys, other=0.0)
-            key = tl.load(k + key_at, mask=of_keys, other=0.0)
-            of_q = tl.dot(queries, m, of_q, input_precision=PRODUCTS)
-            of_k = tl.dot(key, m, of_k, input_precision=PRODUCTS)
-            seen = tl.dot(queries, tl.trans(key), seen, input_precision=PRODUCTS)
-            pairs = tl.dot(key, tl.trans(key), pairs, input_precision=PRODUCTS)
-        found, d = attend_state(of_q, of_k, seen, pairs, value, log_decay, rate, above, token, block_t, delta)
+        for piece in tl.range(0, key_dim, width, num_stages=1):
+            inside = (piece + key_lane < key_dim)[:, None] & (values < value_dim)[None, :]
+            of_keys = real[:, None] & (piece + key_lane < key_dim)[None, :]
+            m = parts(tl.load(base + piece * value_dim, mask=inside, other=0.0))
+            of_q = add_product(of_q, parts(tl.load(q + key_at + piece, mask=of_keys, other=0.0)), m)
+            if delta:
+                of_k = add_product(of_k, parts(tl.load(k + key_at + piece, mask=of_keys, other=0.0)), m)
+        block = (item * tl.cdiv(n, block_t) + first // block_t) * heads + head
+        start = tl.load(starts + block * block_t + token)
+        value = tl.load(v + value_at, mask=of_values, other=0.0)
+        rate = tl.load(beta + place * heads + head, mask=real, other=0.0)
+        own = weights + block * 2 * block_t * block_t
+        found, d = attend_state(of_q, of_k, value, rate, start, above, own, token, block_t, delta)
         tl.store(out + value_at, found, mask=of_values)
-        to_end = tl.exp(tl.sum(tl.where(token[:, None] < token[None, :], log_decay[None, :], 0.0), 1))
+        log_decay = tl.load(g + place * heads + head, mask=real, other=0.0)
+        to_end = tl.exp(tl.sum(tl.where(later, log_decay[None, :], 0.0), 1))
         whole = tl.exp(tl.sum(log_decay, 0))
-        for piece in range(0, key_dim, width):
-            keys = piece + tl.arange(0, width)
-            inside = (keys < key_dim)[:, None] & (values < value_dim)[None, :]
-            of_keys = real[:, None] & (keys < key_dim)[None, :]
-            key_at = (place * key_heads + key_head)[:, None] * key_dim + keys[None, :]
-            at = base + keys[:, None] * value_dim + values[None, :]
-            key = tl.load(k + key_at, mask=of_keys, other=0.0) * to_end[:, None]
+        halves = parts(d)
+        for piece in tl.range(0, key_dim, width, num_stages=1):
+            inside = (piece + key_lane < key_dim)[:, None] & (values < value_dim)[None, :]
+            of_keys = real[:, None] & (piece + key_lane < key_dim)[None, :]
+            key = tl.load(k + key_at + piece, mask=of_keys, other=0.0) * to_end[:, None]
+            at = base + piece * value_dim
             m = tl.load(at, mask=inside, other=0.0) * whole
-            tl.store(at, tl.dot(tl.trans(key), d, m, input_precision=PRODUCTS), mask=inside)
+            tl.store(at, add_product(m, transposed(parts(key)), halves), mask=inside)
         tl.debug_barrier()  # threads may read what others have written

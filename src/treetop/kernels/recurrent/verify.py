@@ -13,7 +13,15 @@ from torch import Tensor
 
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.recurrent.decay import NEVER, by_channel, decays_to_end, path_decays
-from treetop.kernels.recurrent.head import MOST_VALUES, PRODUCTS, attend_state, fold_updates
+from treetop.kernels.recurrent.head import (
+    add_product,
+    attend_state,
+    contiguous,
+    fold_updates,
+    parts,
+    values_of,
+    weigh_tokens,
+)
 from treetop.kernels.recurrent.states import LayerStates, StateInputs, StateUpdates
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tl
 
@@ -86,93 +94,100 @@ def verify_states(
     states: LayerStates, rows: Tensor, inputs: StateInputs, parents: Tensor, stash: StateUpdates, dummy_row: int,
     gpu: GpuTraits,
 ) -> Tensor:  # fmt: skip
-    """`verify_states_reference` in one launch: a state is loaded once and stored once."""
+    """`verify_states_reference` in two launches: a state is loaded once and stored once."""
     if inputs.g.dim() > inputs.v.dim() - 1:  # decays by channel
         return verify_states_reference(states, rows, inputs, parents, stash, dummy_row)
+    inputs = contiguous(inputs)
     (batch, n, heads, value_dim), (key_heads, key_dim) = inputs.v.shape, inputs.k.shape[2:]
-    q, k, v, g = (each.contiguous() for each in (inputs.q, inputs.k, inputs.v, inputs.g))
-    beta = g if inputs.beta is None else inputs.beta.contiguous()
-    out, pending = torch.empty_like(v), states.pending
+    out, pending = torch.empty_like(inputs.v), states.pending
     for each, kept in ((states.state, 3), (pending.k, 2), (pending.d, 2), (stash.k, 2), (stash.d, 2)):
         assert each[(0,) * (each.dim() - kept)].is_contiguous()
     assert pending.g.stride(2) == stash.g.stride(2) == rows.stride(0) == states.count.stride(0) == 1
-    block_v = min(MOST_VALUES, max(16, power_of_two(value_dim)))
+    block_t, block_v = max(16, power_of_two(n)), values_of(value_dim)
+    weights, starts, above = weigh_tokens(inputs, parents, None, block_t, gpu)
     _verify_kernel[(-(-value_dim // block_v), heads, batch)](
-        out, states.state, pending.k, pending.d, pending.g, states.count, rows, q, k, v, g, beta, parents,
-        stash.k, stash.d, stash.g, dummy_row, n, parents.stride(0), states.state.stride(0),
-        *pending.k.stride()[:2], *pending.d.stride()[:2], *pending.g.stride()[:2],
+        out, states.state, pending.k, pending.d, pending.g, states.count, rows, inputs.q, inputs.k, inputs.v,
+        inputs.g, inputs.g if inputs.beta is None else inputs.beta, weights, starts, above, stash.k, stash.d, stash.g,
+        dummy_row, n,
+        states.state.stride(0), *pending.k.stride()[:2], *pending.d.stride()[:2], *pending.g.stride()[:2],
         *stash.k.stride()[:2], *stash.d.stride()[:2], *stash.g.stride()[:2],
         heads=heads, key_heads=key_heads, key_dim=key_dim, value_dim=value_dim, delta=inputs.beta is not None,
-        block_t=max(16, power_of_two(n)), block_v=block_v, width=32 if n <= 16 else 16,
-        overlap=gpu.can_overlap, num_warps=4 if n <= 16 else 8, **launch_options(gpu),
+        block_t=block_t, block_v=block_v, width=min(_WIDTH, max(16, power_of_two(key_dim))), overlap=gpu.can_overlap,
+        num_warps=_WARPS, **launch_options(gpu),
     )  # fmt: skip
     return out
+
+
+_WIDTH = 64
+"""Channels of the key in a piece of the state."""
+_WARPS = 4
 
 
 @jit
 def _verify_kernel(
     out: Arg, state: Arg, pending_k: Arg, pending_d: Arg, pending_g: Arg, count: Arg, rows: Arg, q: Arg, k: Arg,
-    v: Arg, g: Arg, beta: Arg, parents: Arg, stash_k: Arg, stash_d: Arg, stash_g: Arg, dummy_row: Arg, n: Arg,
-    parents_row: Arg, state_row: Arg, pending_k_row: Arg, pending_k_token: Arg, pending_d_row: Arg,
+    v: Arg, g: Arg, beta: Arg, weights: Arg, starts: Arg, above_of: Arg, stash_k: Arg, stash_d: Arg, stash_g: Arg,
+    dummy_row: Arg, n: Arg, state_row: Arg, pending_k_row: Arg, pending_k_token: Arg, pending_d_row: Arg,
     pending_d_token: Arg, pending_g_row: Arg, pending_g_token: Arg, stash_k_row: Arg, stash_k_token: Arg,
     stash_d_row: Arg, stash_d_token: Arg, stash_g_row: Arg, stash_g_token: Arg,
     heads: constexpr, key_heads: constexpr, key_dim: constexpr, value_dim: constexpr, delta: constexpr,
     block_t: constexpr, block_v: constexpr, width: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
-    """Some columns of one head's state. Grid (blocks of values, heads, rows). What is contiguous has no strides."""
+    """Some columns of one head's state. Grid (blocks of values, heads, rows). What is contiguous has no strides.
+
+    The next piece of the state is on its way while one is folded and multiplied.
+    """
     pdl_wait(overlap, early=True)
     head = tl.program_id(1)
     item = tl.program_id(2).to(tl.int64)
     key_head = head // (heads // key_heads)
     row = tl.load(rows + item)
+    pending = tl.load(count + row)
     values = tl.program_id(0) * block_v + tl.arange(0, block_v)
     node = tl.arange(0, block_t)
     real = node < n
     token = item * n + node
     of_values = real[:, None] & (values < value_dim)[None, :]
     value_at = (token * heads + head)[:, None] * value_dim + values[None, :]
-    value = tl.load(v + value_at, mask=of_values, other=0.0)
-    log_decay = tl.load(g + token * heads + head, mask=real, other=0.0)
-    rate = tl.load(beta + token * heads + head, mask=real, other=0.0)
-    pending = tl.load(count + row)
+    base = state + row * state_row + head * key_dim * value_dim
     of_q = tl.zeros([block_t, block_v], tl.float32)
     of_k = tl.zeros([block_t, block_v], tl.float32)
-    seen = tl.zeros([block_t, block_t], tl.float32)
-    pairs = tl.zeros([block_t, block_t], tl.float32)
-    for first in range(0, key_dim, width):
-        keys = first + tl.arange(0, width)
-        at = state + row * state_row + head * key_dim * value_dim + keys[:, None] * value_dim + values[None, :]
-        inside = (keys < key_dim)[:, None] & (values < value_dim)[None, :]
-        m = tl.load(at, mask=inside, other=0.0)
+    key_lane = tl.arange(0, width)
+    at = key_lane[:, None] * value_dim + values[None, :]
+    coming = tl.load(base + at, mask=(key_lane < key_dim)[:, None] & (values < value_dim)[None, :], other=0.0)
+    for piece in tl.static_range(0, key_dim, width):
+        m = coming
+        keys = piece + key_lane
+        of_keys = real[:, None] & (keys < key_dim)[None, :]
+        key_at = (token * key_heads + key_head)[:, None] * key_dim + keys[None, :]
+        queries = tl.load(q + key_at, mask=of_keys, other=0.0)
+        key = tl.load(k + key_at, mask=of_keys, other=0.0)
+        if piece + width < key_dim:
+            after = (keys + width < key_dim)[:, None] & (values < value_dim)[None, :]
+            coming = tl.load(base + (piece + width) * value_dim + at, mask=after, other=0.0)
         m = fold_updates(
             m, pending_k + row * pending_k_row + key_head * key_dim,
             pending_d + row * pending_d_row + head * value_dim, pending_g + row * pending_g_row + head, pending,
             pending_k_token, pending_d_token, pending_g_token, keys, values, key_dim, value_dim,
         )  # fmt: skip
         if row != dummy_row:
-            tl.store(at, m, mask=inside)
-        of_keys = real[:, None] & (keys < key_dim)[None, :]
-        key_at = (token * key_heads + key_head)[:, None] * key_dim + keys[None, :]
-        queries = tl.load(q + key_at, mask=of_keys, other=0.0)
-        key = tl.load(k + key_at, mask=of_keys, other=0.0)
-        of_q = tl.dot(queries, m, of_q, input_precision=PRODUCTS)
-        of_k = tl.dot(key, m, of_k, input_precision=PRODUCTS)
-        seen = tl.dot(queries, tl.trans(key), seen, input_precision=PRODUCTS)
-        pairs = tl.dot(key, tl.trans(key), pairs, input_precision=PRODUCTS)
+            inside = (keys < key_dim)[:, None] & (values < value_dim)[None, :]
+            tl.store(base + piece * value_dim + at, m, mask=inside)
+        halves = parts(m)
+        of_q = add_product(of_q, parts(queries), halves)
+        of_k = add_product(of_k, parts(key), halves)
         if (tl.program_id(0) == 0) & (head % (heads // key_heads) == 0):
             kept = stash_k + item * stash_k_row + node[:, None] * stash_k_token + key_head * key_dim + keys[None, :]
             tl.store(kept, key, mask=of_keys)
-
-    above = node[:, None] == node[None, :]
-    climbs = real & (node > 0)
-    line = tl.load(parents + item * parents_row + node, mask=climbs, other=0)
-    while tl.max(climbs.to(tl.int32), 0) > 0:
-        above = above | (climbs[:, None] & (line[:, None] == node[None, :]))
-        climbs = climbs & (line > 0)
-        line = tl.load(parents + item * parents_row + line, mask=climbs, other=0)
-    found, d = attend_state(of_q, of_k, seen, pairs, value, log_decay, rate, above, node, n, delta)
+    value = tl.load(v + value_at, mask=of_values, other=0.0)
+    rate = tl.load(beta + token * heads + head, mask=real, other=0.0)
+    start = tl.load(starts + (item * heads + head) * block_t + node)
+    above = tl.load(above_of + (item * block_t + node)[:, None] * block_t + node[None, :])
+    own = weights + (item * heads + head) * 2 * block_t * block_t
+    found, d = attend_state(of_q, of_k, value, rate, start, above, own, node, block_t, delta)
     tl.store(out + value_at, found, mask=of_values)
     stash_at = stash_d + item * stash_d_row + node[:, None] * stash_d_token + head * value_dim + values[None, :]
     tl.store(stash_at, d, mask=of_values)
     if tl.program_id(0) == 0:
+        log_decay = tl.load(g + token * heads + head, mask=real, other=0.0)
         tl.store(stash_g + item * stash_g_row + node * stash_g_token + head, log_decay, mask=real)
