@@ -1,4 +1,4 @@
-"""Layers with a recurrent state on a GPU: kernels at Qwen3-Next's widths, and engines of tiny models, captured.
+"""Kernels of layers with a recurrent state on a GPU, at Qwen3-Next's widths; engines are in test_gpu_families.py.
 
 python -m pytest tests/gpu/test_gpu_recurrent.py -q
 """
@@ -10,11 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.engines import build, greedy, tokens
-from support.families import FAMILIES
 from support.recurrent_oracle import path_of, random_inputs, random_parents, random_states, random_tails
-from treetop.bench.equality import equal_outputs
-from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.kernels.recurrent.convolution import tree_windows
 from treetop.kernels.table import Ops
 from treetop.kernels.tree.commit import Paths
@@ -27,7 +23,6 @@ DEVICE = torch.device("cuda")
 NEXT = StateGroup("state", 2, 8192, 4, 32, 16, 128, 128, delta=True, per_channel=False)
 ROWS, NUM_ROWS, WIDTH = (3, 0, 5, 1, 5), 6, 4
 """Of a batch, the dummy twice."""
-LENGTHS = (1, 12, 60)
 
 
 def moved(value, dtype=None):
@@ -128,25 +123,3 @@ def test_what_is_kept_is_the_references(taps):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
     assert_near(found[1][1], found[0][1].double(), 1e-5)
     assert torch.equal(found[1][2], found[0][2])
-
-
-@pytest.mark.parametrize("name", ["qwen3 next", "qwen3.5", "qwen3.5 moe"])
-def test_captured_rounds_give_the_tokens_of_a_cpu(name, tmp_path):
-    """float32: plain and a tree, up to near ties, twice; bfloat16: captured as eager."""
-    saved = FAMILIES[name].save(tmp_path, seed=5)
-    prompts, shape = saved.pair.prompts(LENGTHS, seed=3), (4, 3, 12)
-    options = {"page_size": 4, "chunked_prefill_size": 16, "context_length": 128, "max_running_requests": 4}
-    cpu = build(saved.pair, None, **options, dtype="float32", device="cpu", graphs="off")
-    expected = cpu.generate(prompts, greedy(16))
-    for each in (None, shape):
-        llm = build(saved.pair, each, **options, dtype="float32", device="cuda", graphs="auto", check_level=2)
-        assert isinstance(llm.engine.launcher, CudaGraphs)
-        for _ in range(2):
-            assert equal_outputs(cpu, expected, llm.generate(prompts, greedy(16))).ok
-        llm.close()
-    found = []
-    for graphs in ("auto", "off"):
-        llm = build(saved.pair, shape, **options, dtype="bfloat16", device="cuda", graphs=graphs, overlap=False)
-        found.append(tokens(llm.generate(prompts, greedy(16))))
-        llm.close()
-    assert found[0] == found[1]
