@@ -14,9 +14,11 @@ from transformers import MistralConfig, MistralForCausalLM
 from support.bits import asked, bits
 from support.engines import accept_lens, build
 from support.expert_pairs import save_glm_with_mtp
+from support.families import FAMILIES
 from support.lookups import lookup
 from support.tiny_models import (
     Pair,
+    copy_folder,
     llama_config,
     save_mxfp4,
     save_random,
@@ -34,12 +36,14 @@ LENGTHS = [1, 4, 17, 60, 63, 121, 126, 500, 507] * 4
 """Outputs of these cross the end of attention's blocks, of 64 positions, and of its first segment, of 512."""
 SIZES = {"vocab_size": 12, "max_position_embeddings": 1024}
 """Of so few tokens a head that knows nothing is often right."""
-MODELS = ["llama", "windows", "qwen3 moe", "gpt-oss", "glm mtp"]
+MODELS = ["llama", "windows", "qwen3 moe", "gpt-oss", "glm mtp", "qwen3 next"]
 
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
-    """By name. GPT-OSS has sinks, windows and experts in MXFP4; GLM drafts by its own layer, which has experts."""
+    """By name. GPT-OSS has sinks, windows and experts in MXFP4; GLM drafts by its own layer, which has experts.
+    Layers of Qwen3-Next keep states.
+    """
     folder = tmp_path_factory.mktemp("bits")
     windowed = {**llama_config(**SIZES).to_dict(), "model_type": "mistral", "sliding_window": 48}
     stacked = save_random_experts(folder / "stacked", "gpt_oss", seed=4, intermediate_size=64, **SIZES)
@@ -54,7 +58,12 @@ def pairs(tmp_path_factory):
         for name, target in targets.items()
     }
     glm = save_glm_with_mtp(folder / "glm", moe_intermediate_size=48, **SIZES)
-    return {**made, "glm mtp": Pair(glm, glm)}
+    short = FAMILIES["qwen3 next"].save(folder / "qwen3 next").pair
+    longer = {"max_position_embeddings": SIZES["max_position_embeddings"]}
+    target, head = (
+        copy_folder(each, folder / f"{each.name} of states", **longer) for each in (short.target, short.head)
+    )
+    return {**made, "glm mtp": Pair(glm, glm), "qwen3 next": Pair(target, head)}
 
 
 def serve(pair, shape, **options):
@@ -92,6 +101,7 @@ CASES = [
     ("llama", TREE, 33, 16, "off", "bfloat16"),
     ("qwen3 moe", TREE, 8, 333, "auto", "bfloat16"),
     ("gpt-oss", WIDE, 3, 333, "auto", "bfloat16"),
+    ("qwen3 next", TREE, 8, 333, "auto", "bfloat16"),
 ]
 WHOLE = [
     pytest.param(name, shape, batch, chunk, graphs, dtype, marks=pytest.mark.slow)

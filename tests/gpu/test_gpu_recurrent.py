@@ -5,6 +5,7 @@ python -m pytest tests/gpu/test_gpu_recurrent.py -q
 
 import random
 from dataclasses import fields, is_dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -97,6 +98,27 @@ def test_chunks_are_as_near_to_float64_as_float32_is(n):
         found.append((out[valid.to(DEVICE)], mine.state))
     for ours, exact in zip(found[1], found[0], strict=True):
         assert_near(ours, exact, 1e-5)
+
+
+def test_in_turn_a_chunk_and_a_tree_have_the_same_bits():
+    """As `--exactness bits` goes: nodes of any path, and the same tokens as a chunk."""
+    torch.manual_seed(4)
+    states = random_states(NEXT, NUM_ROWS, WIDTH, torch.float32, torch.float32)
+    inputs, parents = random_inputs(NEXT, len(ROWS), 16, torch.float32), parents_of(16)
+    stash = random_tails(NEXT, len(ROWS), 16, torch.float32, torch.float32).updates.layer(0)
+    verify, prefill, fold = (
+        partial(op.kernel_by_rows, gpu=gpu_traits(DEVICE))
+        for op in (Ops.verify_states, Ops.prefill_states, Ops.fold_states)
+    )
+    rows, of = torch.tensor(ROWS).to(DEVICE), moved(inputs)
+    out = verify(moved(states).layer(0), rows, of, torch.tensor(parents).to(DEVICE), moved(stash), NUM_ROWS - 1)
+    for item in range(len(ROWS)):
+        for node in (5, 15):
+            path, mine = path_of(parents[item], node), moved(states)
+            one = type(of)(*(getattr(of, each.name)[item : item + 1, path] for each in fields(of)))
+            fold(mine, rows[item : item + 1])
+            valid = torch.ones((1, len(path)), dtype=torch.bool, device=DEVICE)
+            assert torch.equal(prefill(mine.layer(0), rows[item : item + 1], one, valid)[0], out[item, path])
 
 
 @pytest.mark.parametrize("taps", [2, 4])

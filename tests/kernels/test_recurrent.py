@@ -4,6 +4,7 @@ import random
 from copy import deepcopy
 from dataclasses import fields as dataclass_fields
 from dataclasses import is_dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -302,6 +303,10 @@ def on_device(value):
     return value
 
 
+def on_device_all(values):
+    return tuple(map(on_device, values))
+
+
 def both_ways(name, *args, after=lambda args, result: result):
     """What an operation's reference and its kernel leave of the same arguments."""
     op, found = getattr(Ops, name), []
@@ -360,6 +365,76 @@ def test_the_kernel_takes_in_chunks_of_any_length(n):
     ours, theirs = both_ways("prefill_states", *args, after=lambda own, out: (out[own[3]], own[0].state))
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * float(other.abs().max()))
+
+
+def in_turn(n, parents):
+    """By the way of `bits`: a chunk of n tokens of one row, and the same as nodes of a tree that has more."""
+    torch.manual_seed(12)
+    states = random_states(GATED, NUM_ROWS, WIDTH, torch.float32, torch.float32)
+    inputs = random_inputs(GATED, 1, len(parents), torch.float32)
+    path = path_of(parents, n)
+    chunk = type(inputs)(*(each[:, path] for each in fields(inputs)))
+    valid, row = torch.ones((1, len(path)), dtype=torch.bool), torch.tensor([3])
+    stash = random_tails(GATED, 1, len(parents), torch.float32, torch.float32).updates.layer(0)
+    return states, inputs, stash, path, chunk, valid, row
+
+
+@on_gpu_or_interpreted
+@pytest.mark.parametrize("way", ["reference", "kernel"])
+def test_in_turn_a_chunk_a_tree_and_a_fold_have_the_same_bits(way):
+    """Nodes whose parents stand elsewhere; outputs, what is kept of them, and the state after them."""
+    parents = random_parents(11, "tree", random.Random(3))
+    last = max(range(11), key=lambda node: len(path_of(parents, node)))
+    states, inputs, stash, path, chunk, valid, row = on_device_all(in_turn(last, parents))
+    verify, prefill, fold = (
+        (op.by_rows if way == "reference" else partial(op.kernel_by_rows, gpu=gpu_traits(DEVICE)))
+        for op in (Ops.verify_states, Ops.prefill_states, Ops.fold_states)
+    )
+    one, two = deepcopy(states), deepcopy(states)
+    out = verify(one.layer(0), row, inputs, torch.tensor([parents], device=DEVICE), stash, NUM_ROWS - 1)
+    fold(two, row)
+    assert torch.equal(one.state[0, 3], two.state[0, 3])
+    assert torch.equal(prefill(two.layer(0), row, chunk, valid)[0], out[0, path])
+    for name in ("k", "d", "g"):
+        kept = getattr(one.pending, name)
+        kept[0, 3, :WIDTH] = getattr(stash, name)[0, path[:WIDTH]]
+    one.count[3] = min(len(path), WIDTH)
+    fold(one, row)
+    two = deepcopy(states)
+    fold(two, row)
+    first = type(chunk)(*(each[:, :WIDTH] for each in fields(chunk)))
+    prefill(two.layer(0), row, first, valid[:, :WIDTH])
+    assert torch.equal(one.state[0, 3], two.state[0, 3])
+
+
+@on_gpu_or_interpreted
+@pytest.mark.parametrize("kind", ["gated delta", "decay alone"])
+def test_the_kernel_that_goes_in_turn_gives_what_the_reference_gives(kind):
+    """Trees, the dummy twice, pending updates of every number; chunks with padding that is not finite."""
+    torch.manual_seed(13)
+    group, gpu = replace(KINDS[kind], value_dim=37), gpu_traits(DEVICE)
+    states = random_states(group, NUM_ROWS, WIDTH, torch.float32, torch.float32)
+    inputs, found = random_inputs(group, len(ROWS), 9, torch.float32), []
+    stash = random_tails(group, len(ROWS), 9, torch.float32, torch.float32).updates.layer(0)
+    lengths = torch.tensor([9, 4, 0, 1, 0])
+    for verify, prefill, fold in (
+        (Ops.verify_states.reference, Ops.prefill_states.reference, Ops.fold_states.reference),
+        (Ops.verify_states.by_rows, Ops.prefill_states.by_rows, Ops.fold_states.by_rows),
+        tuple(partial(op.kernel_by_rows, gpu=gpu) for op in (Ops.verify_states, Ops.prefill_states, Ops.fold_states)),
+    ):
+        own, kept, rows = on_device(deepcopy(states)), on_device(deepcopy(stash)), ROWS.to(DEVICE)
+        of, valid = on_device(deepcopy(inputs)), (torch.arange(9) < lengths[:, None]).to(DEVICE)
+        out = verify(own.layer(0), rows, of, torch.tensor(trees(9, 13), device=DEVICE), kept, NUM_ROWS - 1)
+        after = own.state[0].clone()
+        fold(own, rows)
+        for each in fields(of):
+            if each is not None:
+                each[~valid] = NAN
+        chunk = prefill(own.layer(1), rows, of, valid)
+        found.append((out, after, kept.d, kept.k, kept.g, chunk[valid], own.state))
+    for ours in found[1:]:
+        for one, other in zip(ours, found[0], strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * float(other.abs().max()))
 
 
 @on_gpu_or_interpreted

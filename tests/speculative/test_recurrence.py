@@ -177,8 +177,7 @@ def test_ranks_share_heads_and_give_what_one_gives(pair, prompts):
 
 
 def test_what_states_cannot_do_is_refused_by_name(pair, tmp_path):
-    """Bits, hand-over by several ranks, heads that ranks cannot share, a model without keys and values."""
-    refused(ConfigError, lambda: built(pair, exactness="bits", dtype="float32"), "--exactness bits", "recurrent")
+    """Hand-over by several ranks, heads that ranks cannot share, a model without keys and values."""
     shared = {"disaggregation_slots": 2, "tp_size": 2}
     refused(ConfigError, lambda: built(pair, **shared), "--disaggregation-slots 2", "--tp-size 2", "recurrent")
     refused(ConfigError, lambda: built(pair, None, tp_size=4), "--tp-size 4")

@@ -106,6 +106,15 @@ def linear_by_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out if bias is None else out + bias
 
 
+def sum_by_halves(terms: Tensor) -> Tensor:
+    """The sum over the last dimension but one, which goes: additions by element, in an order of its length alone."""
+    while terms.shape[-2] > 1:
+        n, half = terms.shape[-2], terms.shape[-2] // 2
+        both = terms[..., :half, :] + terms[..., n - half :, :]
+        terms = torch.cat([both, terms[..., half : n - half, :]], dim=-2) if n % 2 else both
+    return terms[..., 0, :]
+
+
 # ----------------------------------------------------------------------------------------------- by element
 
 

@@ -31,7 +31,7 @@ from treetop.kernels.gemm import skinny_gemm as skinny
 from treetop.kernels.kv import FP8_CAPABILITY
 from treetop.kernels.moe import experts as expert_products
 from treetop.kernels.moe import routing
-from treetop.kernels.recurrent import convolution, gates
+from treetop.kernels.recurrent import convolution, gates, in_turn
 from treetop.kernels.recurrent import head as weighing
 from treetop.kernels.recurrent import keep as keeping
 from treetop.kernels.recurrent import prefill as prefilling
@@ -297,8 +297,22 @@ class Ops:
     gather_table = Op(pages.gather_table_reference, pages.gather_table, 0.0, on_a_gpu, (pages._gather_kernel,))
 
     # of layers with a recurrence
-    delta_inputs = Op(gates.delta_inputs_reference, gates.delta_inputs, 1e-5, on_a_gpu, (gates._inputs_kernel,))
-    gated_norm = Op(gates.gated_norm_reference, gates.gated_norm, 1e-6, on_a_gpu, (gates._gated_norm_kernel,))
+    delta_inputs = Op(
+        gates.delta_inputs_reference,
+        gates.delta_inputs,
+        1e-5,
+        on_a_gpu,
+        (gates._inputs_kernel,),
+        in_turn.delta_inputs_by_element,
+    )
+    gated_norm = Op(
+        gates.gated_norm_reference,
+        gates.gated_norm,
+        1e-6,
+        on_a_gpu,
+        (gates._gated_norm_kernel,),
+        in_turn.gated_norm_by_element,
+    )
     path_conv = Op(convolution.path_conv_reference, convolution.path_conv, 1e-6, on_a_gpu, (convolution._conv_kernel,))
     prefill_conv = Op(
         convolution.prefill_conv_reference,
@@ -313,6 +327,8 @@ class Ops:
         1e-5,
         on_a_gpu,
         (weighing._weigh_kernel, verifying._verify_kernel),
+        in_turn.verify_in_turn,
+        in_turn.verify_in_turn_kernel,
     )
     keep_states = Op(
         keeping.keep_states_reference,
@@ -321,13 +337,23 @@ class Ops:
         on_a_gpu,
         (keeping._keep_kernel, keeping._keep_window_kernel),
     )
-    fold_states = Op(keeping.fold_states_reference, keeping.fold_states, 1e-5, on_a_gpu, (keeping._fold_kernel,))
+    fold_states = Op(
+        keeping.fold_states_reference,
+        keeping.fold_states,
+        1e-5,
+        on_a_gpu,
+        (keeping._fold_kernel, in_turn._walk_kernel),
+        in_turn.fold_in_turn,
+        in_turn.fold_in_turn_kernel,
+    )
     prefill_states = Op(
         prefilling.prefill_states_reference,
         prefilling.prefill_states,
         1e-5,
         on_a_gpu,
         (weighing._weigh_kernel, prefilling._prefill_kernel),
+        in_turn.prefill_in_turn,
+        in_turn.prefill_in_turn_kernel,
     )
 
     # of a round, in their order

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.checkpoints.params import Param, own_experts
+from treetop.kernels.exact import sum_by_halves
 from treetop.kernels.moe.routing import Router, Routes
 from treetop.kernels.table import Ops
 from treetop.models.config import DenseSpec, ExpertLayout, ExpertSpec
@@ -73,9 +74,15 @@ class ExpertMLP:
         if self._shared is not None:
             shared = self._shared.parts(x)
             if self._shared_gate is not None:
-                shared = shared * torch.sigmoid(F.linear(x, self._shared_gate))
+                shared = shared * self._ops.functions.sigmoid(self._gate_of(x, self._shared_gate))
             parts = torch.cat([parts, shared.to(parts.dtype)]) if len(parts) > 1 else torch.cat([parts, shared])
         return self._ops.parallel.share(parts)
+
+    def _gate_of(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [..., hidden] times one row of weights: [..., 1]."""
+        if not self._ops.context.exact:
+            return F.linear(x, weight)
+        return sum_by_halves((x.float() * weight[0].float())[..., None]).to(x.dtype)
 
     def routed(self, x: Tensor, live: Tensor | None, read: Tensor) -> Summed:
         """What experts add to x [..., hidden], in parts [parts, ..., hidden]. read: by the router."""

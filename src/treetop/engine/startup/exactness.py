@@ -49,8 +49,6 @@ def why_not_exact(config: EngineConfig, layout: Layout, target: TargetSpec, plac
         return Refusal(f"a tree may have {most} nodes", f"lower --speculative-num-draft-tokens {nodes} or {_TIES}")
     if any(group.kv.value_dim is not None for group in layout.groups if not group.is_draft):
         return Refusal("compressed attention (MLA) is not exact yet", _TIES)
-    if layout.state_groups:
-        return Refusal("recurrent layers are not exact yet: how tokens are folded shows in their states", _TIES)
     found = _probed_on_a_cpu(layout) if on_cpu else _probed_on_a_gpu(target, place)
     if found is None:
         return None

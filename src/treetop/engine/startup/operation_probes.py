@@ -21,10 +21,21 @@ from treetop.kernels.gemm.coded import CodedWeight
 from treetop.kernels.gemm.tiles import TiledWeight, in_turn, tile
 from treetop.kernels.moe.experts import Experts
 from treetop.kernels.moe.routing import Router, RouterKind, RouterSpec
+from treetop.kernels.recurrent.convolution import tree_windows
+from treetop.kernels.recurrent.states import LayerStates, StateUpdates
 from treetop.kernels.rope import rope_table
 from treetop.kernels.sampling.sampling import RowSamplingParams, SamplingMetadata
 from treetop.kernels.table import Ops
-from treetop.models.config import AttentionSpec, DenseSpec, ExpertSpec, ModelConfig, attention_of_rank
+from treetop.models.config import (
+    AttentionSpec,
+    DenseSpec,
+    ExpertSpec,
+    LinearSpec,
+    ModelConfig,
+    attention_of_rank,
+    linear_of_rank,
+)
+from treetop.types.ids import STATE
 from treetop.types.sampling import MAX_LOGPROBS
 from treetop.weights.format import Biases
 from treetop.weights.packed import Packed
@@ -77,7 +88,7 @@ def probed_operations(
         yield case.name, differ
         if case.last_are_zero:
             same = not any(bool(each.any()) for each in case.zeros(want))
-            yield f"{case.name} with K/V in pages and in a tail", [] if same else [rows]
+            yield f"{case.name}, prefilled as in a round", [] if same else [rows]
 
 
 def operation_problem(ops: Ops, model: ModelConfig, packed: Packed | None, most: int = MOST) -> str | None:
@@ -126,6 +137,8 @@ def _cases(ops: Ops, model: ModelConfig, packed: Packed | None, generator: torch
             made.add(spec)
             if isinstance(spec, AttentionSpec) and spec.latent is None:
                 yield _rotation(ops, attention_of_rank(spec, ranks), model.norm_eps, generator)
+            elif isinstance(spec, LinearSpec):
+                yield _recurrence(ops, linear_of_rank(spec, ranks), model.norm_eps, generator)
             elif isinstance(spec, DenseSpec):
                 operation = ops.silu_mul if spec.gate == "silu" else ops.gelu_tanh_mul
                 width = 2 * (spec.inner_size // ranks)
@@ -175,6 +188,42 @@ def _rotation(ops: Ops, spec: AttentionSpec, eps: float, generator: torch.Genera
         return into_tail[:, 0], tail[:, 0], into_pages[:, 0] - into_tail[:, 0], pages[1:] - tail[:, 0]
 
     return _Case("rotation and norms of heads", heads * dim, call, last_are_zero=2)
+
+
+def _recurrence(ops: Ops, spec: LinearSpec, eps: float, generator: torch.Generator) -> _Case:
+    """A token a row, from no state."""
+    weight = _random((max(spec.channels, 1), spec.taps), ops, generator)
+    norm = _random((spec.value_dim,), ops, generator)
+    rate, bias = (_random((spec.heads,), ops, generator).float().abs() * sign for sign in (-1, 1))
+    widths = [sum(spec.widths), 2 * spec.heads, spec.widths[2]]
+    group = spec.state(STATE, 1)
+
+    def states(rows: int) -> LayerStates:
+        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=ops.context.device)
+
+        k, d = zeros(rows, 1, spec.key_heads, spec.key_dim), zeros(rows, 1, spec.heads, spec.value_dim)
+        pending = StateUpdates(k, d, zeros(rows, 1, *group.decay_shape))
+        conv = zeros(rows, *group.conv_shape, dtype=ops.context.dtype)
+        return LayerStates(conv, zeros(rows, *group.state_shape), pending, zeros(rows, dtype=torch.int64))
+
+    def call(x: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+        """As a round's root and as a chunk of one token, which must be the same."""
+        rows, item = len(x), torch.arange(len(x), device=x.device)
+        mixed, gates, z = (each[:, None].contiguous() for each in x.split(widths, dim=-1))
+        parents, valid = item.new_zeros((rows, 1)), torch.ones((rows, 1), dtype=torch.bool, device=x.device)
+        one, two = states(rows), states(rows)
+        first = second = mixed
+        if spec.taps > 1:
+            first = ops.path_conv(one.conv, item, mixed, tree_windows(parents, spec.taps), weight)
+            second = ops.prefill_conv(two.conv, item, mixed, valid, weight)
+        inputs = ops.delta_inputs(first, gates, rate, bias, spec.key_heads, spec.key_dim)
+        verified = ops.verify_states(one, item, inputs, parents, one.pending, dummy_row=-1)
+        prefilled = ops.prefill_states(two, item, inputs, valid)
+        normed = ops.gated_norm(verified, z, norm, eps)
+        return first[:, 0], verified[:, 0], normed[:, 0], (first - second)[:, 0], (verified - prefilled)[:, 0]
+
+    return _Case("the recurrence of a layer", sum(widths), call, most=64, last_are_zero=2)
 
 
 def _routing(

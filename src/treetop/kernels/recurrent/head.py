@@ -27,7 +27,8 @@ def values_of(value_dim: int) -> int:
 def contiguous(inputs: StateInputs) -> StateInputs:
     """As kernels read them."""
     beta = None if inputs.beta is None else inputs.beta.contiguous()
-    return StateInputs(*(x.contiguous() for x in (inputs.q, inputs.k, inputs.v, inputs.g)), beta)
+    q, k, v, g = (x.contiguous() for x in (inputs.q, inputs.k, inputs.v, inputs.g))
+    return StateInputs(q, k, v, g, beta)
 
 
 def weigh_tokens(
