@@ -38,6 +38,7 @@ from treetop.kernels.moe.experts import Activation, Experts, experts
 from treetop.kernels.moe.routing import Router, RouterKind, RouterSpec, Routes, Tiles, route
 from treetop.kernels.recurrent.convolution import path_conv, prefill_conv
 from treetop.kernels.recurrent.gates import delta_inputs, gated_norm
+from treetop.kernels.recurrent.in_turn import prefill_in_turn_kernel, verify_in_turn_kernel
 from treetop.kernels.recurrent.keep import fold_states, keep_states
 from treetop.kernels.recurrent.prefill import prefill_states
 from treetop.kernels.recurrent.states import LinearStates, StateInputs, StateTails, StateUpdates
@@ -376,4 +377,10 @@ def _recurrent(card: Card) -> Iterator[Case]:
         yield f"gates of states {what}", partial(delta_inputs, x, gates, rate, rate, key_heads, dim, gpu)
         z = _empty(rows, nodes, heads * dim)
         yield f"norm and gate {what}", partial(gated_norm, inputs.v, z, _empty(dim), 1e-6, gpu)
+        in_turn = partial(verify_in_turn_kernel, states.layer(0), batch, inputs, parents, stash, 2, gpu)
+        yield f"verification of states in turn {what}", in_turn
+        yield (
+            f"chunk of states in turn {what}",
+            partial(prefill_in_turn_kernel, states.layer(0), batch, inputs, valid, gpu),
+        )
     yield "folding of states", partial(fold_states, states, batch, gpu)
