@@ -121,6 +121,32 @@ def test_trees_of_a_random_head_change_no_token(pair, prompts, plain, shape, gra
         assert sum(sum(output.metrics.accept_lens) for output in outputs) > 2 * shape[0], "drafts were accepted"
 
 
+def test_chunks_of_333_tokens_change_no_token(tmp_path):
+    """Prompts of a chunk, one more, and of several, whose last is short; against one chunk a prompt."""
+    pair = save_pair(tmp_path, "delta", "full", "sum", max_position_embeddings=1024)
+    prompts, options = pair.prompts([332, 333, 334, 700]), {"context_length": 720, "page_size": 16}
+    alone = built(pair, None, max_running_requests=1, **{**options, "chunked_prefill_size": 720})
+    want = tokens(alone.generate(prompts, greedy(12)))
+    llm = built(pair, **{**options, "chunked_prefill_size": 333, "disable_radix_cache": True})
+    assert tokens(llm.generate(prompts, greedy(12))) == want
+    assert run(llm, prompts, greedy(6)).checked >= len(prompts)
+
+
+@pytest.mark.parametrize("tails", [(1, 2, 3, 4, 5, 15, 16, 17, 63, 64, 65), slow(range(1, 66))])
+def test_what_follows_a_hit_may_be_of_any_length(pair, tails):
+    """A checkpoint's states and a tail of 1 to 65 tokens give what the whole prompt gives."""
+    base, *ends = pair.prompts([33, *tails], seed=4)
+    prompts, options = [[*base, *end[1:]] for end in ends], {"context_length": 112}  # a draft's K/V go by what follows
+    want = tokens(built(pair, None, disable_radix_cache=True, **options).generate(prompts, greedy(6)))
+    options |= {"state_checkpoint_every": 16, "state_checkpoint_memory": 0.01}
+    llm = built(pair, check_level=2, **options)
+    llm.generate([base], greedy(2))
+    outputs = llm.generate(prompts, greedy(6))
+    assert tokens(outputs) == want
+    assert [output.metrics.num_cached_tokens for output in outputs][:2] == [32, 32]
+    assert all(output.metrics.num_cached_tokens >= 32 for output in outputs)
+
+
 @pytest.mark.parametrize("chunk", [slow(1), 3, slow(5), slow(64)])
 def test_trees_from_the_text_change_no_token_whatever_the_chunks(pair, prompts, plain, chunk):
     """Chunks of one token, of taps - 1, and of all; n-gram drafts."""
