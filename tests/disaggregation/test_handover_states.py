@@ -1,5 +1,7 @@
 """States of recurrent layers go from worker to worker in the row's record: folded, under its checksum, by name."""
 
+import re
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from support.handing import IDS, Relay, Worker
 from support.lookups import lookup
 from support.recurrent_models import check_dummy, check_snapshot, known_family, save_pair, snapshot, states_of
 from treetop.engine.row_record import parts_of
+from treetop.types.errors import CapacityError
 
 PARAMS = [greedy(16), sampled(5, 16), greedy(16), sampled(7, 16, temperature=0.6), greedy(16)]
 
@@ -62,6 +65,17 @@ def test_a_state_that_was_changed_on_its_way_is_not_taken(pair):
     relay.run()
     assert relay.result(request_id)[0] == expected
     assert request_id in relay.local
+
+
+def test_a_slot_too_small_for_states_says_how_large_one_must_be(pair):
+    """The number is enough."""
+    with pytest.raises(CapacityError, match="with states of recurrent layers") as caught:
+        Worker(pair, None, disaggregation_slot_bytes=1 << 10)
+    usual, least = (int(number) for number in re.findall(r"to(?: at least)? (\d+)", str(caught.value)))
+    assert usual > least
+    Worker(pair, None, disaggregation_slot_bytes=least).close()
+    with pytest.raises(CapacityError):
+        Worker(pair, None, disaggregation_slot_bytes=least - 16)
 
 
 def test_a_record_holds_the_states_of_a_rows_tokens(pair):

@@ -14,6 +14,9 @@ from treetop.types.kv_chunk import ALIGNMENT, KVChunk
 from treetop.types.kv_transfer.transport import Memory, Range
 from treetop.types.layout import KVGroup
 
+USUAL_TOKENS = 512
+"""Of a chunk that a message proposes room for."""
+
 
 class SlotRef(NamedTuple):
     """A slot as it stood when it was offered. generation: bumped before the slot is used again."""
@@ -70,8 +73,10 @@ class ChunkLayout:
         per_token = sum(group.kv.heads * self._head_bytes(group) for group in self.groups)
         if slot_bytes < fixed + per_token:
             raise CapacityError(
-                f"disaggregation_slot_bytes: need {fixed + per_token} = record and alignment {fixed} + a token"
-                f" {per_token}, have {slot_bytes}; raise --disaggregation-slot-bytes"
+                f"disaggregation_slot_bytes: need {fixed + per_token} = record (with states of recurrent layers) and"
+                f" alignment {fixed} + a token {per_token}, have {slot_bytes}; raise --disaggregation-slot-bytes to"
+                f" {_aligned(fixed + USUAL_TOKENS * per_token)}, for chunks of {USUAL_TOKENS} tokens, or to at least"
+                f" {_aligned(fixed + per_token)}"
             )
         return (slot_bytes - fixed) // per_token
 
