@@ -7,12 +7,12 @@ import torch
 from frame import DEVICE
 
 from treetop.kernels.gemm.coded import CodedWeight
-from treetop.weights.decoded import Grid
 from treetop.weights.fp4 import NVFP4_OF_MODELOPT
 from treetop.weights.fp8 import BY_ROW, fp8
 from treetop.weights.int4 import PackQuantized, w4a16
 from treetop.weights.mxfp4 import MXFP4
-from treetop.weights.packed import Packed, packed
+from treetop.weights.packed import Packed, held
+from treetop.weights.quantized import Grid
 
 _COMPRESSED: dict[str, Any] = {"quant_method": "compressed-tensors", "ignore": ["lm_head"]}
 _MOE_IGNORE = ["lm_head", "re:.*mlp.gate$"]
@@ -40,8 +40,8 @@ CONFIGS: dict[str, Mapping[str, Any]] = {
 
 
 def _packed(format_: Any) -> Packed:
-    made = packed(format_, in_tiles=True)
-    assert isinstance(made, Packed)
+    made = held(format_, "matrix", "tiles", False)
+    assert made is not None
     return made
 
 
@@ -56,7 +56,7 @@ FORMATS: dict[str, Packed] = {
 
 def random_weight(format_: Packed, *shape: int) -> CodedWeight:
     """Of which products keep their input's size, about."""
-    held = format_.held(shape, torch.bfloat16).items()
-    parts = {name: torch.empty(each.shape, dtype=each.dtype, device=DEVICE) for name, each in held}
+    found = format_.parts(shape, torch.bfloat16).items()
+    parts = {name: torch.empty(each.shape, dtype=each.dtype, device=DEVICE) for name, each in found}
     format_.fill_random(parts, torch.Generator(DEVICE).manual_seed(0))
     return format_.weight(parts)

@@ -44,7 +44,7 @@ class Shape:
     def expert_bytes(self) -> float:
         if self.packed is None:
             return 6 * self.hidden * self.inner
-        sizes = FORMATS[self.packed].held((3 * self.inner, self.hidden), torch.bfloat16).values()
+        sizes = FORMATS[self.packed].parts((3 * self.inner, self.hidden), torch.bfloat16).values()
         return float(sum(math.prod(each.shape) * each.dtype.itemsize for each in sizes))
 
 

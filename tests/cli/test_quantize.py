@@ -69,8 +69,8 @@ def test_the_embedded_pair_gives_the_tokens_of_plain_decoding(target, head, writ
     assert sum(map(sum, accept_lens(tree))) > 0
     expected = {"plain"} if target is None else {"plain", {"fp8": "FP8", "w4a16": "W4A16"}[target]}
     spec = target_spec(pair.target)
-    assert {param.format.name for param in spec.params} == expected
-    named = {param.format.name for param in drafter_spec(pair.head, spec.config).params}
+    assert {param.stored.name for param in spec.params} == expected
+    named = {param.stored.name for param in drafter_spec(pair.head, spec.config).params}
     assert named == ({"plain"} if head is None else {"plain", {"fp8": "FP8", "w4a16": "W4A16"}[head[:-5]]})
 
 

@@ -15,6 +15,7 @@ from treetop.kernels.fused import rms_norm
 from treetop.kernels.table import OpContext, Ops
 from treetop.models.registry import target_spec
 from treetop.types.config import EngineConfig
+from treetop.weights.plain import UNQUANTIZED
 
 
 @pytest.fixture
@@ -85,12 +86,12 @@ def test_probes_of_a_gpus_operations_name_what_differs(strong_pair):
     """They run anywhere; here by the references that a CPU has with `bits`, one of which is spoilt."""
     config = target_spec(strong_pair.target).config
     ops = Ops(OpContext(torch.device("cpu"), torch.float32, exact=True))
-    assert operation_problem(ops, config, False, 20) is None
+    assert operation_problem(ops, config, UNQUANTIZED, 20) is None
     real = ops.silu_mul
     vars(ops)["silu_mul"] = lambda x: real(x) + (len(x) == 5)
-    differ = {name: counts for name, counts in probed_operations(ops, config, False, 20) if counts}
+    differ = {name: counts for name, counts in probed_operations(ops, config, UNQUANTIZED, 20) if counts}
     assert differ == {"silu of a gate": [5]}
-    assert operation_problem(ops, config, False, 20) == "silu of a gate of 5 rows"
+    assert operation_problem(ops, config, UNQUANTIZED, 20) == "silu of a gate of 5 rows"
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from treetop.checkpoints.loader import Placement, load_weights
 from treetop.checkpoints.params import matrix
 from treetop.models.registry import target_spec
 from treetop.types.errors import CheckpointError
-from treetop.weights import plain
+from treetop.weights import format as reading
 from treetop.weights.format import Source, Stored
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def test_shards_give_what_one_file_gives(strong_pair, tmp_path, monkeypatch):
     """Tensors of a layer lie in several files, and every file is mapped anew again and again."""
     folder, _ = sharded(strong_pair, tmp_path)
     monkeypatch.setattr(checkpoint, "_MAPPED", 1000)
-    monkeypatch.setattr(plain, "_PIECE", 500)  # rows of large tensors come in many parts
+    monkeypatch.setattr(reading, "_PIECE", 500)  # rows of large tensors come in many parts
     place = Placement(torch.float32, CPU, 16)
     one, many = target_spec(strong_pair.target), target_spec(folder)
     whole = load_weights(one.folder, one.params, place)

@@ -116,7 +116,7 @@ def test_a_format_says_where_a_parameter_may_be_cut(checkpoints):
         def unit(self, axis):
             return 32 if axis == 1 else 1
 
-    param = Param("down", (4, 64), (Source("down", (4, 64)),), shard=1, format=Blocks(("F32",)))
+    param = Param("down", (4, 64), (Source("down", (4, 64)),), shard=1, stored=Blocks(("F32",)))
     assert cut(param, 1, 2).shape == (4, 32)
     refused(ConfigError, lambda: cut(param, 0, 4), "--tp-size 4", "32")
 

@@ -131,7 +131,7 @@ def test_a_quantized_output_matrix_is_one_of_its_own(made, tmp_path):
     own = copy_folder(saved.pair.target, tmp_path / "own", tensors=tensors, quantization_config=config)
     spec = target_spec(own)
     assert not spec.config.tied_embeddings
-    assert spec.params[-1].format.name != "plain"
+    assert spec.params[-1].stored.name != "plain"
     assert spec.check() >= len(others) + 2  # a weight and its scales
 
 

@@ -25,7 +25,8 @@ from treetop.parallel.exchange import ExchangeRank
 from treetop.tools.inspect import as_text, inspect
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CheckpointError, ConfigError
-from treetop.weights.format import Source, Span
+from treetop.weights.format import Source, Span, read_rows
+from treetop.weights.plain import UNQUANTIZED
 from treetop.weights.registry import read_formats
 from treetop_debug.format_faults import FORMAT_FAULTS
 
@@ -68,7 +69,7 @@ def read(made, stored, shape, span=None):
         whole = tensors[name]
         return whole if part is None else whole.narrow(part.axis, part.start, part.stop - part.start)
 
-    return torch.cat([rows for _, rows in format_.read(source, fetch)]), format_
+    return torch.cat([rows for _, rows in read_rows(format_, UNQUANTIZED, source, fetch)]), format_
 
 
 def adversarial(n, k, seed=0):
@@ -162,7 +163,7 @@ def assert_transformers_agrees(family, made, tmp_path):
     """
     saved = FAMILIES[family].save(tmp_path / "plain", seed=5)
     folder, decoded = quantized(saved.pair.target, tmp_path / "made", made)
-    formats = {param.format.name for param in target_spec(folder).params if param.kind in ("matrix", "experts")}
+    formats = {param.stored.name for param in target_spec(folder).params if param.kind in ("matrix", "experts")}
     assert formats - {"plain"}
     theirs = Saved(Pair(folder, saved.pair.head), decoded, saved.architecture, saved.by_token)
     model, (prompt,) = theirs.reference(torch.float64), theirs.pair.prompts([21])
@@ -334,13 +335,13 @@ def numbers(weights, param):
     return weights.linear(param.name)(torch.eye(param.shape[1], dtype=torch.float64)).T
 
 
-@pytest.mark.parametrize("kinds", [(), ("matrix",)], ids=["decoded", "packed"])
+@pytest.mark.parametrize("packed", ["none", "rows"])
 @pytest.mark.parametrize("name", RANKED)
-def test_ranks_have_their_part_of_numbers_and_of_scales(name, kinds, pair, tmp_path):
+def test_ranks_have_their_part_of_numbers_and_of_scales(name, packed, pair, tmp_path):
     """Each source is cut at multiples of its format's units."""
     folder, _ = quantized(pair.target, tmp_path / "made", FORMATS[name])
-    spec, place = target_spec(folder), Placement(torch.float64, torch.device("cpu"), 1, packed=kinds)
-    quantized_params = [each for each in place.own(spec.params) if each.format.name != "plain"]
+    spec, place = target_spec(folder), Placement(torch.float64, torch.device("cpu"), 1, packed=packed)
+    quantized_params = [each for each in place.own(spec.params) if each.stored.name != "plain"]
     loaded = load_weights(folder, spec.params, place)
     whole = {param.name: numbers(loaded, param) for param in quantized_params}
     for rank in range(2):
@@ -381,7 +382,7 @@ def test_memory_is_counted_as_it_is_taken_and_inspect_says_so(name, dequantized,
     spec = target_spec(folder)
     place = Placement(torch.bfloat16, torch.device("cpu"), 8, packed=packing(config))
     params = place.own(spec.params)
-    small = [param for param in params if param.format.name != "plain"]
+    small = [param for param in params if param.stored.name != "plain"]
     for weights in (load_weights(folder, spec.params, place), random_weights(params, place)):
         held = sum(each.nbytes for each in weights.held.values())
         assert held == weight_bytes(params, torch.bfloat16)
@@ -398,7 +399,7 @@ def test_memory_is_counted_as_it_is_taken_and_inspect_says_so(name, dequantized,
         sizes = [float(each(x[:, : param.shape[1]]).float().std()) for each, param in zip(made, small, strict=True)]
     assert all(0.5 < each < 2 for each in sizes), "random weights keep their input's size, about"
     report = inspect(config)
-    stored = small[0].format.name + (" decoded" if dequantized else "")
+    stored = small[0].stored.name + (" decoded" if dequantized else "")
     assert set(report.target.formats) == {"plain", stored}
     assert f"{stored} " in as_text(report)
     assert report.target.weight_bytes == held
@@ -425,7 +426,7 @@ def test_model_optimizers_own_file_counts(pair, tmp_path):
     refused(CheckpointError, load(folder), "unexpected tensor", "input_scale")
     own = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": said["ignore"]}}
     (folder / "hf_quant_config.json").write_text(json.dumps(own))
-    assert {param.format.name for param in target_spec(folder).params} == {"plain", "FP8"}
+    assert {param.stored.name for param in target_spec(folder).params} == {"plain", "FP8"}
 
 
 def test_a_format_that_is_taken_for_another_is_caught_by_the_check_of_tensors(pair, tmp_path):

@@ -9,7 +9,6 @@ from treetop.kernels.table import OpContext, Ops
 from treetop.types.layout import PLAIN
 from treetop.weights.cpu_int4 import Int4Linear, takes
 from treetop.weights.format import MAIN, Holding
-from treetop.weights.ggml import Ggml
 from treetop.weights.packed import CodedLinear, Packed
 
 CPU = torch.device("cpu")
@@ -88,5 +87,5 @@ def test_bits_that_may_not_change_are_decoded(dtype: torch.dtype, exact: bool, k
     assert weight.minimum is not None
     parts = {MAIN: weight.codes, "scale": weight.scale, "minimum": weight.minimum}
     holding = Holding(Ops(OpContext(CPU, dtype, (PLAIN,), exact)))
-    linear = Packed("Q4_1", Ggml("Q4_1")).linear(parts, None, holding)
+    linear = Packed("Q4_1", CODINGS[0]).linear(parts, None, holding)
     assert type(linear) is kind

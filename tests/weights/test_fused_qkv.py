@@ -17,9 +17,10 @@ from treetop.drafts.registry import drafter_spec
 from treetop.models.layers import self_attention_params
 from treetop.models.registry import target_spec
 from treetop.types.errors import CheckpointError
-from treetop.weights.decoded import Grid
-from treetop.weights.format import Source
+from treetop.weights.format import Source, read_rows
 from treetop.weights.fp8 import fp8
+from treetop.weights.plain import UNQUANTIZED
+from treetop.weights.quantized import Grid
 
 PARTS, BLOCK = 2, 32
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -39,7 +40,9 @@ def test_blocks_begin_anew_in_each_part():
         "x.weight": (6, 2),
         "x.weight_scale_inv": (4, 1),
     }
-    ((_, rows),) = format_.read(source, partial(fetched, {"x.weight": codes, "x.weight_scale_inv": scales}))
+    ((_, rows),) = read_rows(
+        format_, UNQUANTIZED, source, partial(fetched, {"x.weight": codes, "x.weight_scale_inv": scales})
+    )
     assert rows.tolist() == [[1, 2], [1, 2], [10, 20], [100, 200], [100, 200], [0.5, 1]]
 
 
@@ -130,7 +133,7 @@ def test_ranks_cut_whole_heads_of_it(folders):
         (qkv, *_) = in_formats(self_attention_params(attention, "a", name, 32, 32), spec.config.formats)
         for source, *parts in zip(qkv.sources, *(cut(qkv, rank, 2).sources for rank in range(2)), strict=True):
             whole, *halves = (
-                torch.cat([rows for _, rows in qkv.format.read(each, partial(fetched, tensors))])
+                torch.cat([rows for _, rows in read_rows(qkv.stored, qkv.held, each, partial(fetched, tensors))])
                 for each in (source, *parts)
             )
             assert torch.equal(whole, torch.cat(halves))

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from treetop.types.errors import CheckpointError
-from treetop.weights.format import Source
+from treetop.weights.format import Source, read_rows
+from treetop.weights.plain import UNQUANTIZED
 from treetop.weights.registry import read_formats
 
 E4M3 = torch.float8_e4m3fn
@@ -33,7 +34,7 @@ def read(config, shape, **tensors):
         assert span is None or span.stop - span.start <= given[name].shape[span.axis]
         return given[name] if span is None else given[name].narrow(span.axis, span.start, span.stop - span.start)
 
-    return torch.cat([rows for _, rows in format_.read(source, fetch)])
+    return torch.cat([rows for _, rows in read_rows(format_, UNQUANTIZED, source, fetch)])
 
 
 AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}
@@ -147,8 +148,8 @@ def test_mxfp4_scales_are_powers_of_two_of_which_127_is_one():
     assert read(config, (1, 64), weight_packed=ALL_CODES.repeat(1, 4), weight_scale=scale)[0].tolist() == want
     format_ = read_formats({"quantization_config": {"quant_method": "mxfp4"}}, None).of("model.layers.0.mlp.experts.x")
     tensors = {"blocks": ALL_CODES.repeat(1, 4).view(1, 1, 2, 16), "scales": scale.view(1, 1, 2)}
-    source = Source("x", (1, 1, 64), stacked=True)
-    (rows,) = [rows for _, rows in format_.read(source, lambda name, span: tensors[name.rpartition("_")[2]])]
+    source, fetch = Source("x", (1, 1, 64), stacked=True), lambda name, span: tensors[name.rpartition("_")[2]]
+    (rows,) = [rows for _, rows in read_rows(format_, UNQUANTIZED, source, fetch)]
     assert rows.flatten().tolist() == want
 
 

@@ -18,6 +18,7 @@ from treetop.tools.quantize import quantize
 from treetop.types.errors import CheckpointError
 from treetop.weights import packed
 from treetop.weights.packed import CodedLinear, GateOver
+from treetop.weights.plain import UNQUANTIZED
 
 CPU = torch.device("cpu")
 
@@ -112,5 +113,4 @@ def test_what_cannot_stay_packed_is_named(pair, tmp_path):
 def test_groups_out_of_order_are_decoded_though_others_stay_packed(pair, tmp_path):
     """`desc_act`: its numbers have no coding in memory, and `treetop inspect` says which are decoded."""
     folder, _ = quantized(pair.target, tmp_path / "gptq", gptq(16, act_order=True))
-    formats = {each.format for each in stay_packed(target_spec(folder).params, "rows")}
-    assert not any(isinstance(each, packed.Packed) for each in formats)
+    assert {each.held for each in stay_packed(target_spec(folder).params, "rows")} == {UNQUANTIZED}

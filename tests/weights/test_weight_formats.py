@@ -27,7 +27,7 @@ from treetop.types.errors import CheckpointError, ConfigError
 from treetop.types.layout import SpecShape
 from treetop.types.phase import Phase
 from treetop.weights import registry
-from treetop.weights.format import MAIN, Held, Source, Span, Stored, read_rows
+from treetop.weights.format import MAIN, Held, Source, Span, Stored
 from treetop.weights.rules import Rule, StoredFormats, kept_plain
 
 METHOD, SCALE = "rows-of-int8", "scale"
@@ -37,10 +37,11 @@ TREE = (4, 3, 12)
 
 @dataclass(frozen=True)
 class Int8:
-    """block: rows that have to stay together."""
+    """As a checkpoint stores it. block: rows that have to stay together."""
 
     block: int = 1
     name: str = "int8"
+    coding = activations = None
 
     def stored(self, source):
         *rows, _ = source.shape
@@ -50,12 +51,32 @@ class Int8:
     def unit(self, axis):
         return self.block if axis == 0 else 1
 
-    def held(self, shape, dtype):
+    def decoded(self, source, span, fetch):
+        raise AssertionError("nobody decodes it as it is loaded")
+
+
+@dataclass(frozen=True)
+class HeldInt8:
+    """As it lies in memory: int8 and scales, decoded for each product."""
+
+    name: str = "int8"
+    coding = activations = None
+
+    def stored(self, source):
+        return {}
+
+    def unit(self, axis):
+        return 1
+
+    def parts(self, shape, dtype):
         return {MAIN: Held(shape, torch.int8), SCALE: Held((*shape[:-1], 1), torch.float32)}
 
-    def read(self, source, fetch):
-        yield MAIN, read_rows(source, f"{source.module}.weight", fetch)
-        yield SCALE, read_rows(source, f"{source.module}.weight_scale", fetch, columns=None)
+    def read(self, stored, source, span, fetch):
+        name = f"{source.module}.weight"
+        return {MAIN: fetch(name, span), SCALE: fetch(f"{name}_scale", None if span and span.axis == 1 else span)}
+
+    def columns(self, part, span):
+        return span if part == MAIN else Span(1, 0, 1)
 
     def fill_random(self, parts, generator):
         parts[MAIN].random_(-127, 128, generator=generator)
@@ -106,9 +127,11 @@ class Int8Gated:
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch):
-    """The line in the registry."""
+    """The lines in the registry, one of what is stored and one of what is held."""
     read = lambda config, where: (*kept_plain(config, "ignore", where), Rule("*", Int8()))  # noqa: E731
     monkeypatch.setitem(registry.FORMATS, METHOD, registry.Method(read, "int8 by row"))
+    held = lambda stored, *_: HeldInt8() if isinstance(stored, Int8) else None  # noqa: E731
+    monkeypatch.setattr(registry, "HELD", (*registry.HELD, held))
 
 
 def is_quantized(name, tensor, ignored):
@@ -173,10 +196,10 @@ def test_a_heads_format_is_its_own(folders):
     """Neither is inherited, whichever folder says something."""
     target, head = (target_spec(folders[name][0]) for name in ("target", "plain target"))
     for spec, names in ((target, {"int8", "plain"}), (head, {"plain"})):
-        assert {param.format.name for param in spec.params} == names
+        assert {param.stored.name for param in spec.params} == names
         for name, expected in (("head", {"int8", "plain"}), ("plain head", {"plain"})):
             made = drafter_spec(folders[name][0], spec.config)
-            assert {param.format.name for param in made.params} == expected
+            assert {param.stored.name for param in made.params} == expected
 
 
 def test_mtp_layers_may_be_in_another_format_than_their_target(folders, tmp_path):
@@ -191,7 +214,7 @@ def test_mtp_layers_may_be_in_another_format_than_their_target(folders, tmp_path
         folder = copy_folder(plain.folder, tmp_path / name, tensors=projection, quantization_config=config)
         for target in (plain, target_spec(folder)):
             both = target_spec(folder), drafter_spec(folder, target.config, "MTP")
-            found = [{p.format.name for p in spec.params if p.kind == "matrix"} for spec in both]
+            found = [{p.stored.name for p in spec.params if p.kind == "matrix"} for spec in both]
             assert found == [{each} for each in formats]
 
 
@@ -202,17 +225,18 @@ def test_what_speculators_copies_of_the_target_into_a_head_is_not_the_heads(fold
     layers = Pair(head, head).config
     nested = {**layers, "quantization_config": {"quant_method": METHOD}}
     folder = copy_folder(head, tmp_path / "head", **config, transformer_layer_config=nested)
-    assert {param.format.name for param in drafter_spec(folder, target.config).params} == {"plain"}
+    assert {param.stored.name for param in drafter_spec(folder, target.config).params} == {"plain"}
 
 
 def test_memory_is_counted_as_it_is_taken(folders):
     """With random weights too; where weights lie in int8 no copy in another order is counted or timed."""
     spec = target_spec(folders["target"][0])
     place = Placement(torch.float32, torch.device("cpu"), 8)
-    loaded, dummies = load_weights(spec.folder, spec.params, place), random_weights(spec.params, place)
+    params = place.held(spec.params)
+    loaded, dummies = load_weights(spec.folder, spec.params, place), random_weights(params, place)
     for weights in (loaded, dummies):
-        assert sum(each.nbytes for each in weights.held.values()) == weight_bytes(spec.params, torch.float32)
-    assert weight_bytes(spec.params, torch.float32) < weight_bytes(
+        assert sum(each.nbytes for each in weights.held.values()) == weight_bytes(params, torch.float32)
+    assert weight_bytes(params, torch.float32) < weight_bytes(
         target_spec(folders["plain target"][0]).params, torch.float32
     )
     x = torch.randn(64, generator=torch.Generator().manual_seed(0))
@@ -239,8 +263,8 @@ def test_the_floor_counts_the_bytes_that_are_read(folders):
     llm = build(Pair(folders["target"][0], folders["head"][0]), TREE)
     runner = llm.engine.runner
     saved = saved_bytes(runner.target, runner.drafter, SpecShape(4, 3, 12), 2)
-    quantized_numbers = sum(p.numbers for p in llm.engine.target.params if p.format.name == "int8")
-    rows = sum(p.shape[0] for p in llm.engine.target.params if p.format.name == "int8")
+    quantized_numbers = sum(p.numbers for p in llm.engine.target.params if p.stored.name == "int8")
+    rows = sum(p.shape[0] for p in llm.engine.target.params if p.stored.name == "int8")
     assert saved[Phase.VERIFY] == 7 * quantized_numbers - 4 * rows
     assert saved[Phase.DRAFT] > 0
 
@@ -256,7 +280,7 @@ def test_ranks_have_their_part_of_numbers_and_of_scales(folders, name, size):
     for rank in range(size):
         part = replace(place, parallel=ExchangeRank(rank, size, place.device, None, None))
         mine = load_weights(spec.folder, spec.params, part)
-        for param in (p for p in spec.params if p.format.name == "int8"):
+        for param in (p for p in spec.params if p.stored.name == "int8"):
             own, all_of_it = (numbers(each.held[param.name].parts, torch.float64) for each in (mine, whole))
             rows = all_of_it.split([source.shape[0] for source in param.sources])
             spans = [source.span or Span(0, 0, source.shape[0]) for source in cut(param, rank, size).sources]
@@ -267,8 +291,8 @@ def test_ranks_have_their_part_of_numbers_and_of_scales(folders, name, size):
 def test_a_vocabulary_is_not_cut_within_a_block():
     """Nine rows for two ranks are five each, which blocks of two rows do not make."""
     param = of_vocab("head", "head", 9, 4)
-    assert cut(replace(param, format=Int8(block=5)), 0, 2).shape == (5, 4)
-    refused(ConfigError, lambda: cut(replace(param, format=Int8(block=2)), 0, 2), "--tp-size 2", "head", "units of 2")
+    assert cut(replace(param, stored=Int8(block=5)), 0, 2).shape == (5, 4)
+    refused(ConfigError, lambda: cut(replace(param, stored=Int8(block=2)), 0, 2), "--tp-size 2", "head", "units of 2")
 
 
 def test_one_product_is_in_one_format(folders):

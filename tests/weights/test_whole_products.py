@@ -23,7 +23,7 @@ from treetop.weights import gpu_products, linear, packed
 from treetop.weights.format import Holding, ProductWeight
 from treetop.weights.gpu_products import COUNTS, MOST_ROWS, Probed, WholeProduct, probe
 from treetop.weights.packed import TiledGated, TiledLinear
-from treetop.weights.plain import FLOATS
+from treetop.weights.plain import UNQUANTIZED
 
 H200 = GpuTraits(132, True, 227 << 10)
 SHAPES = {
@@ -119,9 +119,9 @@ def test_a_plain_weights_products_are_whole_and_rounded_before_a_bias_or_a_gate(
     libraries(monkeypatch)
     weight = torch.zeros(shape, dtype=torch.bfloat16)
     bias = torch.zeros(shape[0], dtype=torch.bfloat16) if biased else None
-    made = FLOATS.linear({"": weight}, bias, holding())
+    made = UNQUANTIZED.linear({"": weight}, bias, holding())
     if kind is not None:
-        made = FLOATS.gated({"": weight}, bias, kind, holding())
+        made = UNQUANTIZED.gated({"": weight}, bias, kind, holding())
     for rows, noted in products_at(made, shape[1], ROWS_OF_LAUNCHES, monkeypatch).items():
         first, *after = noted
         assert first.kernel == "_skinny_gemm_kernel"
@@ -167,7 +167,7 @@ def test_the_library_serves_at_counts_that_were_probed_alone(monkeypatch, on_a_g
     seen = libraries(monkeypatch)
     probed = Probed((512, 256), (128, 192, 1024, 8192))
     weight = torch.zeros((512, 256), dtype=torch.bfloat16)
-    made = FLOATS.linear({"": weight}, None, holding(probed={(512, 256): probed}))
+    made = UNQUANTIZED.linear({"": weight}, None, holding(probed={(512, 256): probed}))
     asked = [1, 64, 65, 100, 128, 129, 193, 600, 700, 1024, 1025, 8000, 8193, 20000]
     found = products_at(made, 256, asked, monkeypatch)
     ours = {rows: [each.arguments["rows"] for each in noted] for rows, noted in found.items() if noted}
@@ -253,7 +253,7 @@ def test_a_start_refuses_by_name_and_remembers_what_it_found(monkeypatch, tmp_pa
 
     monkeypatch.setattr(f"{module}.probe", probing)
     monkeypatch.setattr(f"{module}.identity", lambda device, *what: "-".join(map(str, what)).replace(" ", ""))
-    device, plain = torch.device("cpu"), ProductWeight(FLOATS, (64, 64), gated=False, bias=True)
+    device, plain = torch.device("cpu"), ProductWeight(UNQUANTIZED, (64, 64), gated=False, bias=True)
     for _ in range(2):
         found = probed_products([plain, replace(plain, gated=True)], torch.float16, device)
         assert found == {(64, 64): Probed((64, 64), (128, 192))}

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 
 from treetop.bench.machine import Machine
-from treetop.checkpoints.params import Packing
 from treetop.drafts.protocol import BlockSpec, Drafter, DrafterSpec
 from treetop.kernels.moe.routing import RouterSpec
 from treetop.models.config import AttentionSpec
@@ -22,7 +21,7 @@ from treetop.models.target import Target
 from treetop.types.ids import STATE
 from treetop.types.layout import SpecShape
 from treetop.types.phase import Phase
-from treetop.weights.format import Product
+from treetop.weights.format import Packing, Product
 
 
 @dataclass(frozen=True, slots=True)

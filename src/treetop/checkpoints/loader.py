@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from treetop.checkpoints.checkpoint import all_finite, check_tensors, open_tensors
-from treetop.checkpoints.params import Packing, Param, of_rank, stay_packed, stored_tensors
+from treetop.checkpoints.params import Param, of_rank, stay_packed, stored_tensors
 from treetop.checkpoints.progress import progress
 from treetop.kernels.table import OpContext, Ops
 from treetop.types.errors import CheckpointError, ConfigError
 from treetop.types.layout import SpecShape
 from treetop.types.parallel import SINGLE_RANK, Parallel
 from treetop.weights.cpu_products import ChosenProduct, Shape
-from treetop.weights.format import MAIN, Fetch, Holding
+from treetop.weights.format import MAIN, Fetch, Holding, Packing, read_rows
 from treetop.weights.gpu_products import Probed
 from treetop.weights.held import HeldWeight, Weights
-from treetop.weights.plain import FLOATS
+from treetop.weights.plain import UNQUANTIZED
 
 _TORCH_DTYPES = {
     "float64": torch.float64,
@@ -110,7 +110,7 @@ def load_weights(folder: Path, params: Sequence[Param], place: Placement, ignore
     stored, total = stored_tensors(place.held(params)), weight_bytes(mine, place.dtype)
     with open_tensors(folder, stored, ignored, place.device) as fetch, progress(folder, total) as loaded:
         for param in mine:
-            held[param.name] = HeldWeight(param.format, param.shape, _filled(param, fetch, place, folder))
+            held[param.name] = HeldWeight(param.held, param.shape, _filled(param, fetch, place, folder))
             loaded(held[param.name].nbytes)
     return Weights(held, place.holding)
 
@@ -126,7 +126,7 @@ def _filled(param: Param, fetch: Fetch, place: Placement, folder: Path) -> dict[
     for source in param.sources:
         if source.span is not None and source.span.start == source.span.stop:
             continue
-        for part, rows in param.format.read(source, fetch):
+        for part, rows in read_rows(param.stored, param.held, source, fetch):
             filled[part] = _put(parts[part], filled[part], rows, f"{folder}: tensor {source.name}")
             del rows  # before more is read
     for part, whole in parts.items():
@@ -165,16 +165,16 @@ def random_weights(params: Sequence[Param], place: Placement) -> Weights:
     for param in params:
         parts = param.empty(place.dtype, place.device)
         if param.kind in ("matrix", "experts", "heads", "router", "table"):
-            param.format.fill_random(parts, generator)
+            param.held.fill_random(parts, generator)
         else:
             parts[MAIN].fill_(int(param.kind == "vector" and not param.name.endswith("bias")))
-        held[param.name] = HeldWeight(param.format, param.shape, parts)
+        held[param.name] = HeldWeight(param.held, param.shape, parts)
     return Weights(held, place.holding)
 
 
 def without_memory(params: Sequence[Param], place: Placement) -> Weights:
     """Weights of real shapes without numbers, on the device `meta`: what is made of them says what it takes."""
-    held = {p.name: HeldWeight(p.format, p.shape, p.empty(place.dtype, "meta")) for p in params}
+    held = {p.name: HeldWeight(p.held, p.shape, p.empty(place.dtype, "meta")) for p in params}
     return Weights(held, place.holding)
 
 
@@ -187,7 +187,6 @@ def format_bytes(params: Sequence[Param], dtype: torch.dtype) -> dict[str, int]:
     """What the parameters of each format take, by its name, and whether they are decoded."""
     found = Counter[str]()
     for param in params:
-        name = param.format.name
-        decoded = name != FLOATS.name and param.format.held(param.shape, dtype) == FLOATS.held(param.shape, dtype)
-        found[f"{name} decoded" if decoded else name] += param.held_bytes(dtype)
+        decoded = param.held == UNQUANTIZED and param.stored.name != param.held.name
+        found[f"{param.stored.name} decoded" if decoded else param.held.name] += param.held_bytes(dtype)
     return dict(found)

@@ -11,18 +11,16 @@ from torch import Tensor
 
 from treetop.types.errors import CheckpointError, ConfigError
 from treetop.types.parallel import SINGLE_RANK, ExpertPart, Parallel, expert_part
-from treetop.weights.decoded import Decoded
-from treetop.weights.format import Held, Source, Span, Stored, WeightFormat
-from treetop.weights.packed import packed
-from treetop.weights.plain import FLOATS
+from treetop.weights.format import Held, HeldFormat, Packing, Source, Span, Stored, StoredFormat
+from treetop.weights.plain import FLOATS, UNQUANTIZED
+from treetop.weights.registry import held_format
 from treetop.weights.rules import StoredFormats
-from treetop.weights.w8a8 import W8A8, w8a8
 
 Kind = Literal["matrix", "experts", "heads", "router", "table", "vector", "score", "index"]
 """A weight that inputs are multiplied by, one of many experts of which inputs take some, one of many heads of which
 each takes its own, one that chooses experts or keys, one that rows are looked up in, a vector of a norm or a bias, one
-that decides choices and keeps 32 bits, integers. The first three may be quantized, heads' only in a format that is
-decoded as it is loaded."""
+that decides choices and keeps 32 bits, integers. The first three may be quantized; heads' are decoded as they are
+loaded."""
 _QUANTIZED: tuple[Kind, ...] = ("matrix", "experts", "heads")
 STREAMED: tuple[Kind, ...] = ("matrix", "heads", "router")
 """What a forward reads all of."""
@@ -36,6 +34,7 @@ class Param:
     """A parameter of a model: its sources' rows, one below the other.
 
     name: ours, by which the model takes it.
+    stored, held: how a checkpoint has it, and how it lies in memory.
     wide: kept in no less than float32.
     experts: how many experts' rows it holds, one below the other; 0 for what belongs to no expert.
     padded: where ranks cannot divide its one source's rows, zeros stand for those that are missing.
@@ -46,7 +45,8 @@ class Param:
     sources: tuple[Source, ...]
     kind: Kind = "matrix"
     shard: Shard = "whole"
-    format: WeightFormat = FLOATS
+    stored: StoredFormat = FLOATS
+    held: HeldFormat = UNQUANTIZED
     wide: bool = False
     experts: int = 0
     padded: bool = False
@@ -55,22 +55,26 @@ class Param:
     def numbers(self) -> int:
         return prod(self.shape)
 
-    def held(self, dtype: torch.dtype) -> dict[str, Held]:
+    def unit(self, axis: int) -> int:
+        """Along this axis it may be cut at multiples of it only."""
+        return lcm(self.stored.unit(axis), self.held.unit(axis))
+
+    def parts(self, dtype: torch.dtype) -> dict[str, Held]:
         """Its tensors in memory where models compute in `dtype`, by the names of its format."""
         if self.kind == "index":
             dtype = torch.int64
         elif self.kind == "score" or self.wide:
             dtype = torch.promote_types(dtype, torch.float32)
-        return self.format.held(self.shape, dtype)
+        return self.held.parts(self.shape, dtype)
 
     def held_bytes(self, dtype: torch.dtype) -> int:
         """Bytes in memory."""
-        return sum(prod(each.shape) * each.dtype.itemsize for each in self.held(dtype).values())
+        return sum(prod(each.shape) * each.dtype.itemsize for each in self.parts(dtype).values())
 
     def empty(self, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
         """Memory for it."""
         return {
-            part: torch.empty(each.shape, dtype=each.dtype, device=device) for part, each in self.held(dtype).items()
+            part: torch.empty(each.shape, dtype=each.dtype, device=device) for part, each in self.parts(dtype).items()
         }
 
     def rows_of(self, source: Source) -> int:
@@ -80,7 +84,11 @@ class Param:
 
 def stored_tensors(params: Iterable[Param]) -> dict[str, Stored]:
     """What a checkpoint must hold."""
-    return {name: each for p in params for s in p.sources for name, each in p.format.stored(s).items()}
+    found: dict[str, Stored] = {}
+    for param in params:
+        for source in param.sources:
+            found |= param.stored.stored(source) | param.held.stored(source)
+    return found
 
 
 def in_formats(params: Iterable[Param], formats: StoredFormats) -> list[Param]:
@@ -93,7 +101,7 @@ def in_formats(params: Iterable[Param], formats: StoredFormats) -> list[Param]:
         return list(params)
     found = [_in_format(param, formats) if param.kind in _QUANTIZED else param for param in params]
     for _, layer in groupby((p for p in found if p.kind == "experts"), key=lambda p: p.name.rpartition(".")[0]):
-        _one_format([(param.format, param.sources[0]) for param in layer], formats)
+        _one_format([(param.stored, param.sources[0]) for param in layer], formats)
     return found
 
 
@@ -101,12 +109,7 @@ def _in_format(param: Param, formats: StoredFormats) -> Param:
     format_ = _one_format([(formats.of(source.module), source) for source in param.sources], formats)
     for source in param.sources:
         format_.stored(source)  # or it raises
-    shape, dtype = param.shape, torch.float32
-    if param.kind == "heads" and format_.held(shape, dtype) != FLOATS.held(shape, dtype):
-        raise CheckpointError(
-            f"{formats.where}: {param.sources[0].module} is read in plain numbers, not {format_.name}"
-        )
-    return replace(param, format=format_)
+    return replace(param, stored=format_)
 
 
 def renamed(params: Iterable[Param], names: Mapping[str, str]) -> list[Param]:
@@ -123,43 +126,35 @@ def renamed(params: Iterable[Param], names: Mapping[str, str]) -> list[Param]:
     ]
 
 
-Packing = Literal["none", "rows", "tiles"]
-"""Which quantized weights stay packed in memory: those that can, by rows; or those that can in tiles, as a GPU reads
-them."""
-
-
 def stay_packed(params: Iterable[Param], packing: Packing, activations: bool = False) -> list[Param]:
-    """Parameters, packed in memory where they and their format can be.
+    """Parameters as they are held, packed in memory where they and their format can be.
 
     activations: weights of matrices are such that quantize their inputs, where the checkpoint says how. Raises
     CheckpointError for a shape that a packed format cannot have.
     """
-    if activations:
-        params = [replace(each, format=w8a8(each.format)) if each.kind == "matrix" else each for each in params]
-    if packing == "none":
-        return list(params)
-    return [_packed(param, packing == "tiles") if param.kind in ("matrix", "experts") else param for param in params]
+    made = [replace(each, held=held_format(each.stored, each.kind, packing, activations)) for each in params]
+    stored_tensors(made)  # or it raises
+    return made
 
 
 def check_activations(params: Sequence[Param], folder: object) -> None:
     """Raises ConfigError for a target in which `--quantize-activations` cannot be honoured, by the weight's name."""
     matrices = [each for each in params if each.kind == "matrix"]
     for each in matrices:
-        reason = each.format.activations if isinstance(each.format, Decoded) else None
-        if isinstance(reason, str):
+        if isinstance(reason := each.stored.activations, str):
             raise ConfigError(
-                f"--quantize-activations: {each.sources[0].module} in {each.format.name} {reason}; drop the option"
+                f"--quantize-activations: {each.sources[0].module} in {each.stored.name} {reason}; drop the option"
             )
-    if not any(isinstance(each.format, Decoded) for each in matrices):
+    if all(each.stored.activations is None for each in matrices):
         raise ConfigError(f"--quantize-activations: {folder} has no dense products in FP8; drop the option")
 
 
 def about_activations(params: Sequence[Param]) -> str | None:
     """Which of a target's products quantize their inputs, in words; None if none do. params: as they are held."""
-    formats = {each.format for each in params if isinstance(each.format, W8A8)}
-    if not formats:
+    found = {str(each.held.activations) for each in params if each.held.activations is not None}
+    if not found:
         return None
-    ways = " and ".join(sorted(str(each.activations) for each in formats))
+    ways = " and ".join(sorted(found))
     wide = [
         words
         for kind, words in (("experts", "experts"), ("heads", "heads of compressed attention"))
@@ -169,14 +164,7 @@ def about_activations(params: Sequence[Param]) -> str | None:
     return f"activations in FP8 {ways}{kept}"
 
 
-def _packed(param: Param, in_tiles: bool) -> Param:
-    format_ = packed(param.format, in_tiles)
-    for source in param.sources:
-        format_.stored(source)  # or it raises
-    return replace(param, format=format_)
-
-
-def _one_format(each: Sequence[tuple[WeightFormat, Source]], formats: StoredFormats) -> WeightFormat:
+def _one_format(each: Sequence[tuple[StoredFormat, Source]], formats: StoredFormats) -> StoredFormat:
     first, source = each[0]
     for other, another in each[1:]:
         if other != first:
@@ -216,8 +204,8 @@ def cut(param: Param, rank: int, size: int) -> Param | None:
     if param.padded:
         length = param.shape[0]
         each = -(-length // size)
-        if each % param.format.unit(0) != 0:
-            raise _undivided(param.sources[0], size, length, 0, param.format.unit(0))
+        if each % param.unit(0) != 0:
+            raise _undivided(param.sources[0], size, length, 0, param.unit(0))
         span = Span(0, min(rank * each, length), min((rank + 1) * each, length))
         return replace(param, shape=(each, *param.shape[1:]), sources=(replace(param.sources[0], span=span),))
     spans = [_span(param, source, axis, rank, size) for source in param.sources]
@@ -265,7 +253,7 @@ def of_rank(params: Sequence[Param], parallel: Parallel, expert_ranks: Parallel 
 
 def _span(param: Param, source: Source, axis: int, rank: int, size: int) -> Span:
     """The part of a source that is the rank's."""
-    length, unit = param.rows_of(source) if axis == 0 else param.shape[axis], lcm(source.unit, param.format.unit(axis))
+    length, unit = param.rows_of(source) if axis == 0 else param.shape[axis], lcm(source.unit, param.unit(axis))
     units = length // unit
     if length % unit == 0 and units % size == 0:
         return Span(axis, rank * length // size, (rank + 1) * length // size)

@@ -20,7 +20,7 @@ from torch import Tensor
 from treetop.checkpoints.loader import Placement
 from treetop.doctor.rank_sums import rank_sum_differs
 from treetop.doctor.tables import print_table
-from treetop.engine.startup.operation_probes import packed_experts, probed_operations
+from treetop.engine.startup.operation_probes import experts_format, probed_operations
 from treetop.engine.startup.plan import EnginePlan
 from treetop.engine.startup.products import Products, products_of
 from treetop.kernels.exact import BY_ELEMENT, LIBRARY, MOST_ROWS, adversarial
@@ -68,7 +68,7 @@ def operations(engine_plan: EnginePlan) -> Iterator[tuple[str, list[int]]]:
         yield f"sum over {place.parallel.size} ranks, and norm", [] if differ is None else [differ]
     yield from _products(engine_plan)
     if place.device.type == "cuda":
-        yield from probed_operations(place.ops, target.config, packed_experts(place.own(target.params)))
+        yield from probed_operations(place.ops, target.config, experts_format(place.own(target.params)))
         return
     hidden, vocab = target.config.hidden_size, target.config.vocab_size
     norm = torch.ones(hidden, dtype=place.dtype, device=place.device)

@@ -116,7 +116,7 @@ class AssistantSpec:
             order = Source("masked_embedding.token_ordering", (vocab,))
             params += [
                 matrix("centroids", Source("masked_embedding.centroids.weight", (self.clusters.count, hidden))),
-                Param("order", (vocab,), (order,), "index", format=Plain(("I64",))),
+                Param("order", (vocab,), (order,), "index", stored=Plain(("I64",))),
             ]
         return in_formats(params, self.decoder.formats)
 

@@ -170,7 +170,7 @@ def vocab_params(decoder: ModelConfig, vocab_size: int, output: OutputOf, stored
         params.append(of_vocab("lm_head", OUTPUT, vocab_size, hidden))
     for name, rows, kinds in (("d2t", vocab_size, _INDICES), ("t2d", wide, _MARKS)):
         if name in stored:
-            params.append(Param(name, (rows,), (Source(name, (rows,)),), "index", format=kinds))
+            params.append(Param(name, (rows,), (Source(name, (rows,)),), "index", stored=kinds))
     if EMBEDDING in stored:
         params.append(Param(EMBEDDING, (wide, hidden), (Source(EMBEDDING, (wide, hidden)),), "table"))
     return params

@@ -11,9 +11,9 @@ from treetop.checkpoints.checkpoint import open_tensors, tensor_files
 from treetop.models.registry import TargetSpec
 from treetop.types.errors import CheckpointError
 from treetop.types.parallel import Parallel
-from treetop.weights.decoded import SCALES
 from treetop.weights.format import Stored
 from treetop.weights.kv_scales import PLANES, scale_names, zero_names
+from treetop.weights.quantized import SCALES
 
 _log = logging.getLogger("treetop")
 

@@ -12,7 +12,7 @@ import torch
 from treetop.checkpoints.checkpoint import tensor_files
 from treetop.checkpoints.json_file import custom_code
 from treetop.checkpoints.loader import Placement, check_weights, load_weights
-from treetop.checkpoints.params import STREAMED, Packing, Param, in_formats, stay_packed
+from treetop.checkpoints.params import STREAMED, Param, in_formats, stay_packed
 from treetop.checkpoints.values import Config
 from treetop.kernels.moe.routing import RouterSpec
 from treetop.kernels.table import Ops
@@ -52,6 +52,7 @@ from treetop.models.refused import refuse_adapter, refuse_by_key, refuse_by_name
 from treetop.models.target import Target
 from treetop.models.tied_head import HEAD, holds_own_head
 from treetop.types.errors import CheckpointError, shown
+from treetop.weights.format import Packing
 from treetop.weights.held import Weights
 from treetop.weights.kv_scales import all_names
 

@@ -12,8 +12,8 @@ from typing import Any
 from treetop.kernels.gemm.fp8_rows import Activations
 from treetop.types.errors import CheckpointError, shown
 from treetop.weights import fp4, fp8, int4
-from treetop.weights.decoded import WIDE, Decoded, Grid
 from treetop.weights.plain import FLOATS
+from treetop.weights.quantized import WIDE, Grid, Quantized
 from treetop.weights.rules import Named, Rule, name_list, patterns
 
 _CLASSES = ("Linear",)
@@ -56,7 +56,7 @@ def read(config: Mapping[str, Any], where: Path) -> tuple[Rule | Named, ...]:
     return (*named, *classes)
 
 
-def _format(group: Mapping[str, Any], config: Mapping[str, Any], where: Path) -> Decoded:
+def _format(group: Mapping[str, Any], config: Mapping[str, Any], where: Path) -> Quantized:
     """Of a group's weights."""
     args, stored = group.get("weights"), group.get("format") or config.get("format")
     if not isinstance(args, Mapping):

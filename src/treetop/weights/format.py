@@ -1,17 +1,20 @@
-"""What a format of weights says of itself. Whoever declares, reads, counts or multiplies weights asks the format.
+"""What a format of weights says of itself: how a checkpoint stores them, and how they are held and multiplied by.
 
-A format is one file in this package, and one line in `weights.registry` if a checkpoint can ask for it by name. Which
-weights are in it is known when parameters are declared, before anything is read.
+Each is one file in this package, and one line in `weights.registry`. How a weight is stored is known when parameters
+are declared, how it is held when an engine is planned; both before anything is read.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from math import prod
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from treetop.kernels.gate import Gate
+from treetop.kernels.gemm.coded import CodedWeight, Coding
+from treetop.kernels.gemm.fp8_rows import Activations
 from treetop.kernels.moe.experts import Activation
 from treetop.kernels.moe.routing import Routes
 from treetop.kernels.table import Ops
@@ -23,7 +26,11 @@ MAIN = ""
 """The part of a parameter that bears its name alone; a plain one has no other."""
 
 Parts = Mapping[str, Tensor]
-"""The tensors that a parameter lies in, by the names that `WeightFormat.held` gives them."""
+"""The tensors that a parameter lies in, by the names that `HeldFormat.parts` gives them."""
+
+Packing = Literal["none", "rows", "tiles"]
+"""Which quantized weights stay packed in memory: those that can, by rows; or those that can in tiles, as a GPU reads
+them."""
 
 Biases = tuple[Tensor | None, Tensor | None]
 """Of experts' gates and ups [experts, 2, inner], and of what follows [experts, hidden]."""
@@ -43,8 +50,8 @@ class Source:
     """Rows of a parameter, and what they are made of.
 
     name, shape: what is stored, were it plain.
-    transform: from the stored tensor to those rows, where they are not equal; it moves whole rows, so formats apply it
-        to whatever they store by row.
+    transform: from the stored tensor to those rows, where they are not equal; it moves whole rows, so it is
+        applied to whatever is held by row.
     rows: how many, where they are not all of its numbers.
     unit: how many rows or columns belong together, such as those of a head.
     shared: ranks in excess of the units may share one.
@@ -94,21 +101,6 @@ class Held:
 
 Fetch = Callable[[str, Span | None], Tensor]
 """Reads a stored tensor by name, or a part of it."""
-
-
-def read_rows(source: Source, name: str, fetch: Fetch, columns: int | None = 1) -> Tensor:
-    """A source's rows, or those of its span, of a tensor that is stored by row.
-
-    columns: how many of the source's columns one of the tensor's stands for, such as those of a group; None for all.
-    """
-    transform, span = source.transform, source.span
-    if span is not None and span.axis == 1:
-        span = None if columns is None else Span(1, span.start // columns, span.stop // columns)
-    if transform is None:
-        return fetch(name, span)
-    if source.stacked or span is None:
-        return transform(fetch(name, span))
-    return transform(fetch(name, None)).narrow(span.axis, span.start, span.stop - span.start)
 
 
 class Product(Protocol):
@@ -178,16 +170,23 @@ class Holding:
         return self.chosen.get((weight.shape[0], weight.shape[1]))
 
 
-class WeightFormat(Protocol):
-    """A format is a value: equal to another that says the same.
+class StoredFormat(Protocol):
+    """How a checkpoint stores a weight. A value: equal to another that says the same.
 
     name: for people.
-
-    Tensors may be without memory (`meta`) where an engine is planned.
+    coding: what its codes and scales mean; None where there are none that products could decode.
+    activations: how products' inputs are quantized where `--quantize-activations` asks for it, or why they are not;
+        None of what is not quantized.
     """
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def coding(self) -> Coding | None: ...
+
+    @property
+    def activations(self) -> Activations | str | None: ...
 
     def stored(self, source: Source) -> dict[str, Stored]:
         """The tensors that a checkpoint holds of a source. Raises CheckpointError for a shape that cannot be so."""
@@ -195,14 +194,52 @@ class WeightFormat(Protocol):
     def unit(self, axis: int) -> int:
         """Along this axis a parameter may be cut at multiples of it only."""
 
-    def held(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Held]:
+    def decoded(self, source: Source, span: Span | None, fetch: Fetch) -> Tensor:
+        """What is stored of a source, or a part of it, as plain numbers in the source's shape.
+
+        Raises CheckpointError for what is no weight, as `coded` does.
+        """
+
+    def coded(self, source: Source, span: Span | None, fetch: Fetch) -> CodedWeight:
+        """The same as codes and scales, where there is a `coding`."""
+
+
+class HeldFormat(Protocol):
+    """How a weight lies in memory, and the products that are taken with it. A value, as a `StoredFormat` is.
+
+    name: for people.
+    coding: of codes that products decode; None if they are taken with plain numbers.
+    activations: how products quantize their inputs; None if they do not.
+
+    Tensors may be without memory (`meta`) where an engine is planned.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def coding(self) -> Coding | None: ...
+
+    @property
+    def activations(self) -> Activations | None: ...
+
+    def stored(self, source: Source) -> dict[str, Stored]:
+        """What it reads beside a stored weight. Raises CheckpointError for a shape that cannot be held so."""
+
+    def unit(self, axis: int) -> int:
+        """As `StoredFormat.unit`."""
+
+    def parts(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Held]:
         """The tensors that a parameter of this shape lies in where models compute in `dtype`; rows along axis 0."""
 
-    def read(self, source: Source, fetch: Fetch) -> Iterator[tuple[str, Tensor]]:
-        """A source's rows, or those of its span, for each part that is held; a part's may come in several pieces.
+    def read(self, stored: StoredFormat, source: Source, span: Span | None, fetch: Fetch) -> dict[str, Tensor]:
+        """What lies in each part of a source's rows as they are stored, or of a span of them.
 
-        Nothing is kept of a piece when the next one is read. Raises CheckpointError for what is no weight.
+        Raises CheckpointError for what is no weight.
         """
+
+    def columns(self, part: str, span: Span) -> Span:
+        """Of a span of columns, those that a part has."""
 
     def fill_random(self, parts: Parts, generator: torch.Generator) -> None:
         """Random numbers, of which products keep their input's size, about."""
@@ -225,6 +262,42 @@ class WeightFormat(Protocol):
         """Those with experts. gate_up: parts [experts, 2, inner, ...], gates first; down: [experts, hidden, ...]."""
 
 
+def read_rows(stored: StoredFormat, held: HeldFormat, source: Source, fetch: Fetch) -> Iterator[tuple[str, Tensor]]:
+    """A source's rows, or those of its span, for each part that is held; a part's may come in several pieces.
+
+    What is taken as it is stored, or expert by expert, comes in pieces, so that little of it is in memory beside its
+    parameter. Raises CheckpointError for what is no weight.
+    """
+    transform, span = source.transform, source.span
+    whole = transform is not None and not source.stacked
+    for piece in (None,) if whole else _pieces(source, stored.unit(0)):
+        found = held.read(stored, source, piece, fetch)
+        for part in tuple(found):
+            rows = found.pop(part)
+            if transform is not None:
+                rows = transform(rows)
+            if whole and span is not None:
+                own = held.columns(part, span) if span.axis == 1 else span
+                rows = rows.narrow(own.axis, own.start, own.stop - own.start)
+            yield part, rows
+            del rows  # before more is read
+
+
+_PIECE = 2**22
+"""Numbers that are read together."""
+
+
+def _pieces(source: Source, unit: int) -> Iterator[Span]:
+    """Parts of a source, or of its span, that are read one by one. unit: of rows."""
+    span = source.span or Span(0, 0, source.shape[0])
+    if span.axis != 0:
+        yield span
+        return
+    each = max(1, _PIECE // prod(source.shape[1:]) // unit) * unit
+    for first in range(span.start, span.stop, each):
+        yield Span(0, first, min(first + each, span.stop))
+
+
 @dataclass(frozen=True, slots=True)
 class ProductWeight:
     """A weight that products are taken with.
@@ -233,7 +306,7 @@ class ProductWeight:
     bias: whether there is one.
     """
 
-    format: WeightFormat
+    format: HeldFormat
     shape: Shape
     gated: bool
     bias: bool

@@ -14,8 +14,8 @@ import torch
 
 from treetop.kernels.gemm.coded import CodedWeight, Coding
 from treetop.types.errors import CheckpointError
-from treetop.weights.decoded import Decoded, own_groups
 from treetop.weights.format import Fetch, Source, Span, Stored
+from treetop.weights.quantized import Quantized, own_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,6 @@ class Fp4:
 
 
 NVFP4_GROUP, MXFP4_GROUP = 16, 32
-NVFP4 = Decoded("NVFP4", Fp4(NVFP4_GROUP, whole=("_global_scale", "over")))
-NVFP4_OF_MODELOPT = Decoded("NVFP4", Fp4(NVFP4_GROUP, "", ("_scale_2", "times")))
-MXFP4_EACH = Decoded("MXFP4", Fp4(MXFP4_GROUP))
+NVFP4 = Quantized("NVFP4", Fp4(NVFP4_GROUP, whole=("_global_scale", "over")))
+NVFP4_OF_MODELOPT = Quantized("NVFP4", Fp4(NVFP4_GROUP, "", ("_scale_2", "times")))
+MXFP4_EACH = Quantized("MXFP4", Fp4(MXFP4_GROUP))

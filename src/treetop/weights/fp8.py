@@ -17,9 +17,9 @@ from torch import Tensor
 from treetop.kernels.gemm.coded import CodedWeight, Coding
 from treetop.kernels.gemm.fp8_rows import GROUPS, Activations
 from treetop.types.errors import CheckpointError, shown
-from treetop.weights.decoded import SCALES, WIDE, Decoded, Grid, relative_error
 from treetop.weights.format import Fetch, Source, Span, Stored
 from treetop.weights.plain import FLOATS
+from treetop.weights.quantized import SCALES, WIDE, Grid, Quantized, relative_error
 from treetop.weights.rules import Named, Rule, kept_plain
 
 CODES = ("F8_E4M3",)
@@ -76,13 +76,13 @@ def fp8(
     kinds: tuple[str, ...] = SCALES,
     apart: bool = False,
     activations: Activations | str = WIDE,
-) -> Decoded:
-    """The format. activations: of `Decoded`; other arguments are those of `Fp8`."""
+) -> Quantized:
+    """The format. activations: of `Quantized`; other arguments are those of `Fp8`."""
     if isinstance(activations, Activations) and grid.columns != activations.group:
         activations = f"has scales of {grid.columns} columns of weights, and activations {activations}"
     elif isinstance(activations, Activations) and grid.columns and grid.columns not in GROUPS:
         activations = f"has activations {activations}, where {', '.join(map(str, GROUPS))} are built"
-    return Decoded("FP8", Fp8(grid, end, kinds, apart), activations)
+    return Quantized("FP8", Fp8(grid, end, kinds, apart), activations)
 
 
 BLOCK_KINDS = (*SCALES, "F8_E8M0")

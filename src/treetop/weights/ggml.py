@@ -15,8 +15,8 @@ from torch import Tensor
 
 from treetop.kernels.gemm.coded import MIDDLE, CodedWeight, Coding
 from treetop.types.errors import CheckpointError
-from treetop.weights.decoded import Decoded
 from treetop.weights.format import Fetch, Source, Span, Stored
+from treetop.weights.quantized import Quantized
 from treetop.weights.rules import Named, Rule, name_list
 
 GROUP = 32
@@ -60,7 +60,7 @@ def _codes(stored: Tensor) -> Tensor:
 def read(config: Mapping[str, Any], where: Path) -> tuple[Rule | Named, ...]:
     """`quant_method` gguf: the modules in each type, by name, as `checkpoints.gguf` lists them."""
     return tuple(
-        Named(frozenset(names), Decoded(kind, Ggml(kind)))
+        Named(frozenset(names), Quantized(kind, Ggml(kind)))
         for kind in KINDS
         if (names := name_list(config, kind, where))
     )

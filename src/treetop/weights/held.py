@@ -11,20 +11,20 @@ from treetop.weights.format import (
     MAIN,
     ExpertProducts,
     GatedLinear,
+    HeldFormat,
     Holding,
     Linear,
     Parts,
     ProductWeight,
-    WeightFormat,
 )
-from treetop.weights.plain import FLOATS
+from treetop.weights.plain import UNQUANTIZED
 
 
 @dataclass(frozen=True, slots=True)
 class HeldWeight:
     """A parameter in memory. shape: of its numbers."""
 
-    format: WeightFormat
+    format: HeldFormat
     shape: tuple[int, ...]
     parts: Parts
 
@@ -70,8 +70,8 @@ class Weights:
 
     def linear_with(self, table: Tensor) -> Linear:
         """The product with a plain table [out, in] that is used otherwise too."""
-        self.products.append(ProductWeight(FLOATS, (table.shape[0], table.shape[1]), gated=False, bias=False))
-        return FLOATS.linear({MAIN: table}, None, self._holding)
+        self.products.append(ProductWeight(UNQUANTIZED, (table.shape[0], table.shape[1]), gated=False, bias=False))
+        return UNQUANTIZED.linear({MAIN: table}, None, self._holding)
 
     def experts(self, name: str, number: int, activation: Activation) -> ExpertProducts:
         """The products with `number` experts, NAME.gate_up and NAME.down, and their biases if they have any."""

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from treetop.kernels.gemm.coded import MIDDLE, CodedWeight, Coding
 from treetop.types.errors import CheckpointError, shown
-from treetop.weights.decoded import SCALES, Decoded, Grid, own_groups, relative_error, unpacked
 from treetop.weights.format import Fetch, Source, Span, Stored
 from treetop.weights.plain import FLOATS
+from treetop.weights.quantized import SCALES, Grid, Quantized, own_groups, relative_error, unpacked
 from treetop.weights.rules import Named, Rule, kept_plain, patterns
 
 _WORDS = ("I32",)
@@ -199,8 +199,8 @@ def _in_order(words: Tensor) -> Tensor:
     return codes.flatten(-2)
 
 
-def w4a16(layout: PackQuantized | Gptq | Awq) -> Decoded:
-    return Decoded("W4A16", layout)
+def w4a16(layout: PackQuantized | Gptq | Awq) -> Quantized:
+    return Quantized("W4A16", layout)
 
 
 def read_gptq(config: Mapping[str, Any], where: Path) -> tuple[Rule | Named, ...]:

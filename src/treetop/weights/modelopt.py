@@ -11,11 +11,11 @@ from typing import Any
 from treetop.kernels.gemm.fp8_rows import Activations
 from treetop.types.errors import CheckpointError, shown
 from treetop.weights import fp4, fp8
-from treetop.weights.decoded import SCALES, Decoded, Grid
+from treetop.weights.quantized import SCALES, Grid, Quantized
 from treetop.weights.rules import Named, Rule, kept_plain
 
 _BLOCK = 128
-_ALGORITHMS: dict[str, Decoded] = {
+_ALGORITHMS: dict[str, Quantized] = {
     "FP8": fp8.fp8(fp8.WHOLE, activations=Activations(fixed=True)),
     "FP8_PER_CHANNEL_PER_TOKEN": fp8.fp8(fp8.BY_ROW, activations=Activations()),
     "FP8_PB_WO": fp8.fp8(Grid(_BLOCK, _BLOCK), "_scale", SCALES, apart=True),
@@ -34,13 +34,13 @@ def read(config: Mapping[str, Any], where: Path) -> tuple[Rule | Named, ...]:
     layers = config.get("quantized_layers")
     if not isinstance(layers, Mapping) or not all(isinstance(each, Mapping) for each in layers.values()):
         raise CheckpointError(f"{where}: quantization_config: quantized_layers must name modules, got {shown(layers)}")
-    found: dict[Decoded, set[str]] = {}
+    found: dict[Quantized, set[str]] = {}
     for module, each in layers.items():
         found.setdefault(_format(each.get("quant_algo"), each, where), set()).add(module)
     return (*plain, *(Named(frozenset(modules), format_, inside=True) for format_, modules in found.items()))
 
 
-def _format(name: object, config: Mapping[str, Any], where: Path) -> Decoded:
+def _format(name: object, config: Mapping[str, Any], where: Path) -> Quantized:
     format_ = _ALGORITHMS.get(name.upper()) if isinstance(name, str) else None
     if format_ is None:
         raise CheckpointError(

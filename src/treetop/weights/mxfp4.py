@@ -10,9 +10,9 @@ from typing import Any
 
 from treetop.kernels.gemm.coded import CodedWeight, Coding
 from treetop.types.errors import CheckpointError
-from treetop.weights.decoded import Decoded, own_groups
 from treetop.weights.format import Fetch, Source, Span, Stored
 from treetop.weights.fp4 import MXFP4_GROUP
+from treetop.weights.quantized import Quantized, own_groups
 from treetop.weights.rules import Named, Rule, kept_plain
 
 
@@ -50,7 +50,7 @@ class Mxfp4:
         return CodedWeight(self.coding, MXFP4_GROUP * scale.shape[-1], codes.flatten(-2), scale)
 
 
-MXFP4 = Decoded("MXFP4", Mxfp4())
+MXFP4 = Quantized("MXFP4", Mxfp4())
 
 
 def read(config: Mapping[str, Any], where: Path) -> tuple[Rule | Named, ...]:

@@ -22,13 +22,13 @@ from treetop.kernels.fused import gate_mul, gate_mul_reference, joined
 from treetop.kernels.gate import Gate
 from treetop.kernels.gemm.coded import MIDDLE, CodedWeight, Coding, decode
 from treetop.kernels.gemm.coded_rows import MAX_ROWS, choose_coded, coded_gated, coded_rows
+from treetop.kernels.gemm.fp8_rows import Activations
 from treetop.kernels.gemm.tiles import TILE, TiledWeight, apart, decode_tiles, in_turn, tile, why_not_tiled
 from treetop.kernels.moe.experts import Activation, Experts
 from treetop.kernels.table import OpContext, Ops
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.types.errors import CheckpointError
 from treetop.weights.cpu_int4 import Int4Linear, takes
-from treetop.weights.decoded import Decoded, Layout, checked, own_groups, pieces, unread
 from treetop.weights.format import (
     MAIN,
     Biases,
@@ -38,14 +38,16 @@ from treetop.weights.format import (
     Held,
     Holding,
     Linear,
+    Packing,
     Parts,
     ProductWeight,
     Source,
     Span,
     Stored,
-    WeightFormat,
+    StoredFormat,
 )
 from treetop.weights.linear import functions_by_rows
+from treetop.weights.quantized import own_groups
 
 SCALE, FACTOR, ZERO, MINIMUM = "scale", "factor", "zero", "minimum"
 _BLOCK, _BLOCK_OF_GPU = 2**20, 2**26
@@ -54,15 +56,11 @@ _BLOCK, _BLOCK_OF_GPU = 2**20, 2**26
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A `WeightFormat` of a layout whose codes have a coding. name: of what is stored."""
+    """A `HeldFormat` of codes. name: of what is stored."""
 
     name: str
-    layout: Layout
-
-    @property
-    def coding(self) -> Coding:
-        assert self.layout.coding is not None
-        return self.layout.coding
+    coding: Coding
+    activations: Activations | None = None
 
     def stored(self, source: Source) -> dict[str, Stored]:
         columns = source.shape[-1]
@@ -70,13 +68,12 @@ class Packed:
             raise CheckpointError(
                 f"tensor {source.name}: rows of {columns} numbers are not whole bytes of two: use --dequantize-weights"
             )
-        return {**self.layout.stored(source), **unread(source)}
+        return {}
 
     def unit(self, axis: int) -> int:
-        unit = self.layout.unit(axis)
-        return lcm(unit, self.coding.group or 1, self.coding.in_byte) if axis == 1 else unit
+        return lcm(self.coding.group or 1, self.coding.in_byte) if axis == 1 else 1
 
-    def held(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Held]:
+    def parts(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Held]:
         rows, coding = shape[:-1], self.coding
         groups = (*rows, coding.groups_of(shape[-1]))
         parts = {
@@ -91,30 +88,8 @@ class Packed:
             parts[MINIMUM] = Held(groups, torch.float32)
         return parts
 
-    def read(self, source: Source, fetch: Fetch) -> Iterator[tuple[str, Tensor]]:
-        transform, span = source.transform, source.span
-        if transform is None or source.stacked:
-            for piece in pieces(source, self.unit(0)):
-                for part, rows in self._parts(source, piece, fetch):
-                    yield part, rows if transform is None else transform(rows)
-            return
-        for part, rows in self._parts(source, None, fetch):
-            moved = transform(rows)
-            if span is not None and span.axis == 1:
-                own = self._own(part, span)
-                yield part, moved[:, own.start : own.stop]
-            else:
-                yield part, moved if span is None else moved[span.start : span.stop]
-
-    def _own(self, part: str, span: Span) -> Span:
-        """Of columns, what a part has of them."""
-        if part == MAIN:
-            return Span(1, span.start // self.coding.in_byte, -(-span.stop // self.coding.in_byte))
-        return Span(1, 0, 1) if part == FACTOR else own_groups(span, self.coding.group)
-
-    def _parts(self, source: Source, span: Span | None, fetch: Fetch) -> Iterator[tuple[str, Tensor]]:
-        weight = self.layout.coded(source, span, fetch)
-        checked(source, weight)
+    def read(self, stored: StoredFormat, source: Source, span: Span | None, fetch: Fetch) -> dict[str, Tensor]:
+        weight = stored.coded(source, span, fetch)
         if weight.order is not None:
             raise CheckpointError(
                 f"tensor {source.module}.g_idx: groups are out of order, though desc_act is off: use"
@@ -127,7 +102,12 @@ class Packed:
             ZERO: weight.zero,
             MINIMUM: weight.minimum,
         }
-        return ((part, each) for part, each in found.items() if each is not None)
+        return {part: each for part, each in found.items() if each is not None}
+
+    def columns(self, part: str, span: Span) -> Span:
+        if part == MAIN:
+            return Span(1, span.start // self.coding.in_byte, -(-span.stop // self.coding.in_byte))
+        return Span(1, 0, 1) if part == FACTOR else own_groups(span, self.coding.group)
 
     def fill_random(self, parts: Parts, generator: torch.Generator) -> None:
         coding = self.coding
@@ -198,16 +178,12 @@ class Packed:
         return weight
 
 
-def packed(format_: WeightFormat, in_tiles: bool = False) -> WeightFormat:
-    """The format whose weights stay packed; the same one if there is none, or they do already.
-
-    in_tiles: they have to be such that lie in tiles.
-    """
-    coding = format_.layout.coding if isinstance(format_, Decoded) else None
-    if coding is None or (in_tiles and why_not_tiled(coding) is not None):
-        return format_
-    assert isinstance(format_, Decoded)
-    return Packed(format_.name, format_.layout)
+def held(stored: StoredFormat, kind: str, packing: Packing, activations: bool) -> Packed | None:
+    """Codes of products' and experts' weights where they can stay packed, as `weights.registry.HELD` asks."""
+    coding = stored.coding if packing != "none" and kind in ("matrix", "experts") else None
+    if coding is None or (packing == "tiles" and why_not_tiled(coding) is not None):
+        return None
+    return Packed(stored.name, coding)
 
 
 def blocks_of(weight: CodedWeight) -> Iterator[CodedWeight]:

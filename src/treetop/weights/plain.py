@@ -1,9 +1,8 @@
-"""Numbers as they are, in floating point or, beside weights, integers: the format of what is not quantized.
+"""Numbers as they are, in floating point or, beside weights, integers: how they are stored, and how they are held.
 
 On a GPU a weight may be kept in 12 bits too (`twelve_bits`), on a CPU in a second order (`cpu_products`).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -12,6 +11,8 @@ import torch
 from torch import Tensor
 
 from treetop.kernels.gate import Gate
+from treetop.kernels.gemm.coded import CodedWeight, Coding
+from treetop.kernels.gemm.fp8_rows import Activations
 from treetop.kernels.moe.experts import Activation, Experts
 from treetop.kernels.table import Ops
 from treetop.kernels.triton_guard import GpuTraits
@@ -29,22 +30,21 @@ from treetop.weights.format import (
     Source,
     Span,
     Stored,
-    read_rows,
+    StoredFormat,
 )
 from treetop.weights.gpu_products import WholeProduct
 from treetop.weights.linear import LibraryGated, LibraryLinear, SkinnyGated, SkinnyLinear, WholeLinear
 from treetop.weights.twelve_bits import compressed_bytes
 
-_PIECE = 2**24
-"""Numbers of a stored tensor that are read together."""
-
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """A `WeightFormat`: one tensor, of one of these kinds of safetensors."""
+    """A `StoredFormat`: one tensor, of one of these kinds of safetensors."""
 
     kinds: tuple[str, ...]
     name: str = "plain"
+    coding: Coding | None = None
+    activations: Activations | str | None = None
 
     def stored(self, source: Source) -> dict[str, Stored]:
         return {source.name: Stored(source.shape, self.kinds)}
@@ -52,17 +52,39 @@ class Plain:
     def unit(self, axis: int) -> int:
         return 1
 
-    def held(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Held]:
+    def decoded(self, source: Source, span: Span | None, fetch: Fetch) -> Tensor:
+        return fetch(source.name, span)
+
+    def coded(self, source: Source, span: Span | None, fetch: Fetch) -> CodedWeight:
+        raise AssertionError(f"{source.name} has no codes")
+
+
+FLOATS = Plain(("F64", "F32", "F16", "BF16"))
+"""Fewer bits would need scales: those are formats of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unquantized:
+    """A `HeldFormat`: plain numbers in the dtype of products, decoded as they are loaded where they were quantized."""
+
+    name: str = "plain"
+    coding: Coding | None = None
+    activations: Activations | None = None
+
+    def stored(self, source: Source) -> dict[str, Stored]:
+        return {}
+
+    def unit(self, axis: int) -> int:
+        return 1
+
+    def parts(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Held]:
         return {MAIN: Held(shape, dtype)}
 
-    def read(self, source: Source, fetch: Fetch) -> Iterator[tuple[str, Tensor]]:
-        """What is taken as it is stored comes in pieces, so that little of it is in memory beside its parameter."""
-        if source.transform is not None or source.span is not None:
-            yield MAIN, read_rows(source, source.name, fetch)
-            return
-        rows, step = source.shape[0], max(1, _PIECE // prod(source.shape[1:]))
-        for first in range(0, rows, step):
-            yield MAIN, fetch(source.name, Span(0, first, min(first + step, rows)))
+    def read(self, stored: StoredFormat, source: Source, span: Span | None, fetch: Fetch) -> dict[str, Tensor]:
+        return {MAIN: stored.decoded(source, span, fetch)}
+
+    def columns(self, part: str, span: Span) -> Span:
+        return span
 
     def fill_random(self, parts: Parts, generator: torch.Generator) -> None:
         parts[MAIN].normal_(std=float(parts[MAIN].shape[-1] ** -0.5), generator=generator)
@@ -94,5 +116,4 @@ class Plain:
         return partial(holding.ops.experts, experts=Experts(gate_up[MAIN], down[MAIN], *biases, activation))
 
 
-FLOATS = Plain(("F64", "F32", "F16", "BF16"))
-"""Fewer bits would need scales: those are formats of their own."""
+UNQUANTIZED = Unquantized()

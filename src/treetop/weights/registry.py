@@ -1,4 +1,4 @@
-"""Formats that a checkpoint can ask for, by the `quant_method` of its `quantization_config`."""
+"""Formats: as stored, which a checkpoint asks for by the `quant_method` of its `quantization_config`; and as held."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from treetop.types.errors import CheckpointError, shown
-from treetop.weights import compressed_tensors, fp8, ggml, int4, modelopt, mxfp4
+from treetop.weights import compressed_tensors, fp8, ggml, int4, modelopt, mxfp4, packed, w8a8
+from treetop.weights.format import HeldFormat, Packing, StoredFormat
+from treetop.weights.plain import UNQUANTIZED
 from treetop.weights.rules import PLAIN, Named, Rule, StoredFormats
 
 
@@ -48,3 +50,14 @@ def read_formats(config: Mapping[str, Any], where: Path) -> StoredFormats:
             f"{where}: quantization_config: {shown(given)} is not supported, only quant_method {' or '.join(FORMATS)}"
         )
     return StoredFormats(FORMATS[method].read(given, where), str(where))
+
+
+HELD: tuple[Callable[[StoredFormat, str, Packing, bool], HeldFormat | None], ...] = (w8a8.held, packed.held)
+"""What each way to hold weights makes of a stored format, of a parameter's kind, where weights may stay packed and
+where inputs are to be quantized; in order of preference."""
+
+
+def held_format(stored: StoredFormat, kind: str, packing: Packing, activations: bool) -> HeldFormat:
+    """The first of `HELD` that holds a weight of this kind; where there is none it is decoded as it is loaded."""
+    made = (each(stored, kind, packing, activations) for each in HELD)
+    return next((each for each in made if each is not None), UNQUANTIZED)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from treetop.types.errors import CheckpointError, shown
-from treetop.weights.format import WeightFormat
+from treetop.weights.format import StoredFormat
 from treetop.weights.plain import FLOATS
 
 
@@ -21,7 +21,7 @@ class Rule:
     """
 
     pattern: str
-    format: WeightFormat
+    format: StoredFormat
 
     def matches(self, module: str) -> bool:
         if self.pattern.startswith("re:"):
@@ -38,7 +38,7 @@ class Named:
     """
 
     names: frozenset[str]
-    format: WeightFormat
+    format: StoredFormat
     inside: bool = False
     ends: tuple[str, ...] = ()
 
@@ -58,7 +58,7 @@ class StoredFormats:
     rules: tuple[Rule | Named, ...] = ()
     where: str = field(default="", compare=False)
 
-    def of(self, module: str) -> WeightFormat:
+    def of(self, module: str) -> StoredFormat:
         """module: the name of a weight's tensor, were it plain, without `.weight`."""
         names = _spellings(module)
         return next((rule.format for rule in self.rules if any(map(rule.matches, names))), FLOATS)
@@ -84,7 +84,7 @@ def name_list(config: Mapping[str, Any], key: str, where: Path) -> list[str]:
     return names
 
 
-def patterns(names: Sequence[str], format_: WeightFormat, key: str, where: Path) -> tuple[Rule | Named, ...]:
+def patterns(names: Sequence[str], format_: StoredFormat, key: str, where: Path) -> tuple[Rule | Named, ...]:
     """Names and, after `re:`, regular expressions, as `compressed-tensors` has them."""
     expressions = [name for name in names if name.startswith("re:")]
     for each in expressions:

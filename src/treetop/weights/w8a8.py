@@ -6,7 +6,6 @@ rows of one product must agree on it. Experts and the heads of compressed attent
 bits.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -16,15 +15,15 @@ from torch import Tensor
 
 from treetop.kernels.fused import joined
 from treetop.kernels.gate import Gate
-from treetop.kernels.gemm.coded import CodedWeight
+from treetop.kernels.gemm.coded import CodedWeight, Coding
 from treetop.kernels.gemm.fp8_rows import Activations, QuantizedRows, choose_fp8, fp8_rows
 from treetop.kernels.gemm.tiles import in_turn
 from treetop.kernels.moe.experts import Activation
 from treetop.kernels.table import Ops
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.types.errors import CheckpointError
-from treetop.weights.decoded import SCALES, Decoded
 from treetop.weights.format import (
+    MAIN,
     Biases,
     ExpertProducts,
     Fetch,
@@ -32,20 +31,23 @@ from treetop.weights.format import (
     Held,
     Holding,
     Linear,
+    Packing,
     Parts,
     ProductWeight,
     Source,
+    Span,
     Stored,
-    WeightFormat,
+    StoredFormat,
 )
-from treetop.weights.packed import SCALE, GateOver, Packed, blocks_of
+from treetop.weights.packed import GateOver, Packed, blocks_of
+from treetop.weights.quantized import SCALES
 
 INPUT = "input"
 
 
 @dataclass(frozen=True, slots=True)
 class W8A8:
-    """A `WeightFormat` of FP8 weights and inputs. packed: that of the weights alone."""
+    """A `HeldFormat` of FP8 weights and inputs. packed: that of the weights alone."""
 
     packed: Packed
     activations: Activations
@@ -54,6 +56,10 @@ class W8A8:
     def name(self) -> str:
         return f"{self.packed.name} with activations in FP8 {self.activations}"
 
+    @property
+    def coding(self) -> Coding:
+        return self.packed.coding
+
     def stored(self, source: Source) -> dict[str, Stored]:
         scale = {_scale_of(source): Stored((1,), SCALES, others=((),))} if self.activations.fixed else {}
         return {**self.packed.stored(source), **scale}
@@ -61,18 +67,21 @@ class W8A8:
     def unit(self, axis: int) -> int:
         return self.packed.unit(axis)
 
-    def held(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Held]:
+    def parts(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Held]:
         scale = {INPUT: Held((*shape[:-1], 1), torch.float32)} if self.activations.fixed else {}
-        return {**self.packed.held(shape, dtype), **scale}
+        return {**self.packed.parts(shape, dtype), **scale}
 
-    def read(self, source: Source, fetch: Fetch) -> Iterator[tuple[str, Tensor]]:
-        for part, rows in self.packed.read(source, fetch):
-            yield part, rows
-            if part == SCALE and self.activations.fixed:
-                scale = fetch(_scale_of(source), None).to(torch.float32).view(1, 1)
-                if not bool((scale > 0) & scale.isfinite()):
-                    raise CheckpointError(f"tensor {_scale_of(source)}: {float(scale)} is no scale")
-                yield INPUT, scale.expand(len(rows), 1)
+    def read(self, stored: StoredFormat, source: Source, span: Span | None, fetch: Fetch) -> dict[str, Tensor]:
+        parts = self.packed.read(stored, source, span, fetch)
+        if self.activations.fixed:
+            scale = fetch(_scale_of(source), None).to(torch.float32).view(1, 1)
+            if not bool((scale > 0) & scale.isfinite()):
+                raise CheckpointError(f"tensor {_scale_of(source)}: {float(scale)} is no scale")
+            parts[INPUT] = scale.expand(len(parts[MAIN]), 1)
+        return parts
+
+    def columns(self, part: str, span: Span) -> Span:
+        return Span(1, 0, 1) if part == INPUT else self.packed.columns(part, span)
 
     def fill_random(self, parts: Parts, generator: torch.Generator) -> None:
         self.packed.fill_random(parts, generator)
@@ -118,11 +127,12 @@ def _fixed(parts: Parts) -> Tensor | None:
     return scale[0].clone()
 
 
-def w8a8(format_: WeightFormat) -> WeightFormat:
-    """The format whose products quantize their inputs; the same one if the checkpoint does not say how."""
-    if not isinstance(format_, Decoded) or isinstance(format_.activations, str):
-        return format_
-    return W8A8(Packed(format_.name, format_.layout), format_.activations)
+def held(stored: StoredFormat, kind: str, packing: Packing, activations: bool) -> W8A8 | None:
+    """Products whose inputs are quantized too, if they are to be and the checkpoint says how."""
+    if not activations or kind != "matrix" or not isinstance(stored.activations, Activations):
+        return None
+    assert stored.coding is not None
+    return W8A8(Packed(stored.name, stored.coding), stored.activations)
 
 
 class W8A8Linear:

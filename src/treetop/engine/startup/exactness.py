@@ -12,7 +12,7 @@ from treetop.attention.capabilities import HALF, Need, Refusal
 from treetop.attention.registry import BACKENDS, exact_backend
 from treetop.checkpoints.loader import Placement
 from treetop.engine.startup.mkl_sums import choose_mode, remedy
-from treetop.engine.startup.operation_probes import kept_operation_problem, packed_experts
+from treetop.engine.startup.operation_probes import experts_format, kept_operation_problem
 from treetop.kernels.exact import elementwise_problem
 from treetop.kernels.tree import topk
 from treetop.kernels.triton_guard import why_not
@@ -97,4 +97,4 @@ def _probed_on_a_cpu(layout: Layout) -> str | None:
 
 def _probed_on_a_gpu(target: TargetSpec, place: Placement) -> str | None:
     ops = replace(place, exact=True).ops
-    return kept_operation_problem(ops, target.config, packed_experts(place.own(target.params)))
+    return kept_operation_problem(ops, target.config, experts_format(place.own(target.params)))

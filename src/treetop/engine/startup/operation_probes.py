@@ -17,9 +17,6 @@ from treetop.engine.startup.cache_files import cache_file, keep
 from treetop.engine.startup.probed_products import identity
 from treetop.kernels.exact import Functions, adversarial
 from treetop.kernels.fused import HeadNorms
-from treetop.kernels.gemm.coded import CodedWeight
-from treetop.kernels.gemm.tiles import TiledWeight, in_turn, tile
-from treetop.kernels.moe.experts import Experts
 from treetop.kernels.moe.routing import Router, RouterKind, RouterSpec
 from treetop.kernels.recurrent.convolution import tree_windows
 from treetop.kernels.recurrent.states import LayerStates, StateUpdates
@@ -37,8 +34,8 @@ from treetop.models.config import (
 )
 from treetop.types.ids import STATE
 from treetop.types.sampling import MAX_LOGPROBS
-from treetop.weights.format import Biases
-from treetop.weights.packed import Packed
+from treetop.weights.format import Biases, HeldFormat, Holding, Parts
+from treetop.weights.plain import UNQUANTIZED
 
 _COUNTS = (1, 2, 3, 5, 8, 16, 17, 31, 64, 65, 100, 512, 513, 1000)
 MOST = 1100
@@ -66,16 +63,15 @@ class _Case:
 
 
 def probed_operations(
-    ops: Ops, model: ModelConfig, packed: Packed | None, most: int = MOST
+    ops: Ops, model: ModelConfig, held: HeldFormat, most: int = MOST
 ) -> Iterator[tuple[str, list[int]]]:
     """Each operation of a target, and the row counts at which the bits of a row are not those among most rows.
 
-    ops: of a target, or of a rank of one. packed: the format of its experts, where they stay packed. most: rows that
-    are tried.
+    ops: of a target, or of a rank of one. held: how its experts are. most: rows that are tried.
     """
     device, dtype = ops.context.device, ops.context.dtype
     generator = torch.Generator(device).manual_seed(model.hidden_size)
-    for case in _cases(ops, model, packed, generator):
+    for case in _cases(ops, model, held, generator):
         rows, differ = min(most, case.most), list[int]()
         x = adversarial((rows, case.width), generator).clamp_(-1e3, 1e3).to(dtype)
         number = torch.arange(rows, device=device)
@@ -91,24 +87,23 @@ def probed_operations(
             yield f"{case.name}, prefilled as in a round", [] if same else [rows]
 
 
-def operation_problem(ops: Ops, model: ModelConfig, packed: Packed | None, most: int = MOST) -> str | None:
+def operation_problem(ops: Ops, model: ModelConfig, held: HeldFormat, most: int = MOST) -> str | None:
     """The first of `probed_operations` whose bits depend on the batch; None if there is none."""
-    for name, differ in probed_operations(ops, model, packed, most):
+    for name, differ in probed_operations(ops, model, held, most):
         if differ:
             return f"{name} of {differ[0]} rows"
     return None
 
 
-def kept_operation_problem(ops: Ops, model: ModelConfig, packed: Packed | None) -> str | None:
+def kept_operation_problem(ops: Ops, model: ModelConfig, held: HeldFormat) -> str | None:
     """The same, as an earlier start on this machine found it if it found nothing."""
     layers = {(layer.mixer, layer.feed_forward) for layer in model.layers}
-    coding = None if packed is None else packed.coding
     ranks = ops.parallel.size, ops.expert_ranks.size
-    what = sorted(map(repr, layers)), model.hidden_size, model.vocab_size, coding, str(ops.context.dtype), ranks
+    what = sorted(map(repr, layers)), model.hidden_size, model.vocab_size, held.coding, str(ops.context.dtype), ranks
     file = cache_file("exact-operations", identity(ops.context.device, *what))
     if file.is_file():
         return None
-    problem = operation_problem(ops, model, packed)
+    problem = operation_problem(ops, model, held)
     if problem is None:
         keep(file, "{}")
     return problem
@@ -123,7 +118,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return bool(same.all())
 
 
-def _cases(ops: Ops, model: ModelConfig, packed: Packed | None, generator: torch.Generator) -> Iterator[_Case]:
+def _cases(ops: Ops, model: ModelConfig, held: HeldFormat, generator: torch.Generator) -> Iterator[_Case]:
     made = set[object]()
     hidden, ranks = model.hidden_size, ops.parallel.size
     parts = {1, ranks, ops.expert_ranks.size}
@@ -145,7 +140,7 @@ def _cases(ops: Ops, model: ModelConfig, packed: Packed | None, generator: torch
                 yield _Case(f"{spec.gate} of a gate", width, partial(_of_rows, operation))
             elif isinstance(spec, ExpertSpec):
                 yield _Case("routing", hidden, _routing(ops, spec.router, hidden, generator))
-                yield _Case("products with experts", hidden, _experts(ops, spec, hidden, packed, generator))
+                yield _Case("products with experts", hidden, _experts(ops, spec, hidden, held, generator))
     for name in Functions.__dataclass_fields__:
         yield _Case(name, 1000, partial(_of_rows, getattr(ops.functions, name)))
     yield _Case("log-probabilities", model.vocab_size, _logprobs(ops, model.vocab_size), 128)
@@ -245,7 +240,7 @@ def _routing(
 
 
 def _experts(
-    ops: Ops, spec: ExpertSpec, hidden: int, packed: Packed | None, generator: torch.Generator
+    ops: Ops, spec: ExpertSpec, hidden: int, held: HeldFormat, generator: torch.Generator
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
     router = Router(
         RouterSpec(_EXPERTS, min(4, spec.router.top_k), RouterKind.SOFTMAX),
@@ -254,34 +249,25 @@ def _experts(
         None,
     )
     inner = spec.inner_size
-    weights: tuple[Tensor | TiledWeight, Tensor | TiledWeight]
-    if packed is not None:
-        up, down = (
-            _coded(packed, (_EXPERTS, *shape), ops, generator) for shape in ((2, inner, hidden), (hidden, inner))
-        )
-        weights = tile(in_turn(up)), tile(down)
-    else:
-        weights = (
-            _random((_EXPERTS, 2, inner, hidden), ops, generator) * hidden**-0.5,
-            _random((_EXPERTS, hidden, inner), ops, generator) * inner**-0.5,
-        )
+    shapes = (_EXPERTS, 2, inner, hidden), (_EXPERTS, hidden, inner)
+    up, down = (_random_parts(held, shape, ops, generator) for shape in shapes)
     biases: Biases = None, None
     if spec.bias:
         biases = _random((_EXPERTS, 2, inner), ops, generator), _random((_EXPERTS, hidden), ops, generator)
-    made = Experts(*weights, *biases, spec.activation)
+    products = held.experts(up, down, biases, spec.activation, Holding(ops))
 
     def call(x: Tensor, _: Tensor) -> tuple[Tensor, ...]:
-        return (ops.experts(x, ops.route(x, router, None), experts=made).transpose(0, 1),)
+        return (products(x, ops.route(x, router, None)).transpose(0, 1),)
 
     return call
 
 
-def _coded(packed: Packed, shape: tuple[int, ...], ops: Ops, generator: torch.Generator) -> CodedWeight:
+def _random_parts(held: HeldFormat, shape: tuple[int, ...], ops: Ops, generator: torch.Generator) -> Parts:
     """With products of about their input's size."""
-    held = packed.held(shape, ops.context.dtype).items()
-    parts = {part: torch.empty(each.shape, dtype=each.dtype, device=ops.context.device) for part, each in held}
-    packed.fill_random(parts, generator)
-    return packed.weight(parts)
+    found = held.parts(shape, ops.context.dtype).items()
+    parts = {part: torch.empty(each.shape, dtype=each.dtype, device=ops.context.device) for part, each in found}
+    held.fill_random(parts, generator)
+    return parts
 
 
 def _logprobs(ops: Ops, vocab: int) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
@@ -310,6 +296,6 @@ def _random(shape: tuple[int, ...], ops: Ops, generator: torch.Generator) -> Ten
     return torch.randn(shape, generator=generator, device=ops.context.device).to(ops.context.dtype)
 
 
-def packed_experts(params: Iterable[Param]) -> Packed | None:
-    """The format of a target's experts, as they are held, if they stay packed."""
-    return next((p.format for p in params if p.kind == "experts" and isinstance(p.format, Packed)), None)
+def experts_format(params: Iterable[Param]) -> HeldFormat:
+    """How a target's experts are held, of one that has any."""
+    return next((param.held for param in params if param.kind == "experts"), UNQUANTIZED)

@@ -11,7 +11,7 @@ from treetop.attention.capabilities import Capabilities, Need
 from treetop.attention.registry import BACKENDS, exact_backend, refusal, require
 from treetop.checkpoints.folder import resolve_folder
 from treetop.checkpoints.loader import Placement, compute_device, compute_dtype, weight_bytes
-from treetop.checkpoints.params import Packing, check_activations
+from treetop.checkpoints.params import check_activations
 from treetop.drafts.protocol import DrafterSpec
 from treetop.drafts.registry import drafter_spec, lookup_beside, ngram_spec
 from treetop.engine.buffers import make_round_buffers
@@ -47,6 +47,7 @@ from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, ConfigError
 from treetop.types.layout import KVGroup, Layout, PrefillPace
 from treetop.types.parallel import SINGLE_RANK, Parallel, PlaceholderRank
+from treetop.weights.format import Packing
 from treetop.weights.kv_scales import check_scheme
 
 

@@ -19,7 +19,7 @@ from treetop.types.errors import ConfigError
 from treetop.weights.cpu_products import Shape
 from treetop.weights.format import ProductWeight
 from treetop.weights.gpu_products import Probed, keep_products_whole, probe
-from treetop.weights.plain import FLOATS
+from treetop.weights.plain import UNQUANTIZED
 
 
 def probed_products(weights: list[ProductWeight], dtype: torch.dtype, device: torch.device) -> dict[Shape, Probed]:
@@ -27,7 +27,7 @@ def probed_products(weights: list[ProductWeight], dtype: torch.dtype, device: to
     keep_products_whole()
     gated = dict[Shape, bool]()
     for each in weights:
-        if each.format.held(each.shape, dtype) == FLOATS.held(each.shape, dtype):
+        if each.format == UNQUANTIZED:
             gated[each.shape] = gated.get(each.shape, False) or each.gated
     found = {shape: _probed(shape, with_gate, dtype, device) for shape, with_gate in sorted(gated.items())}
     torch.cuda.empty_cache()

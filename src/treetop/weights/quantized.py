@@ -1,50 +1,29 @@
-"""Formats whose weights are decoded as they are loaded: what products are taken with is plain.
+"""Formats of codes and scales, as checkpoints store them.
 
 A weight is (code - zero) * scale, in float32, and then rounded to the dtype in which models compute: once, unless its
 scales are of 32 bits. So it has the same bits in every product, of one row or of many, and what a library of the format
-decompresses has them too. Weights that stay packed (`weights.packed`) have these bits where they are decoded.
+decompresses has them too. Weights that stay packed (`weights.packed`) have these bits where
+they are decoded, others (`weights.plain`) once they are loaded.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from treetop.kernels.gate import Gate
 from treetop.kernels.gemm.coded import CodedWeight, Coding, decode
 from treetop.kernels.gemm.fp8_rows import Activations
-from treetop.kernels.moe.experts import Activation
-from treetop.kernels.triton_guard import GpuTraits
 from treetop.types.errors import CheckpointError
-from treetop.weights.format import (
-    MAIN,
-    Biases,
-    ExpertProducts,
-    Fetch,
-    GatedLinear,
-    Held,
-    Holding,
-    Linear,
-    Parts,
-    ProductWeight,
-    Source,
-    Span,
-    Stored,
-)
+from treetop.weights.format import Fetch, Source, Span, Stored
 from treetop.weights.kv_scales import all_names
-from treetop.weights.plain import FLOATS
 
-_PIECE = 2**22
-"""Numbers that are decoded together."""
 SCALES = ("F32", "BF16", "F16")
 """Kinds of scales in floating point."""
 WIDE = "has no activations in FP8"
 
 
-class Layout(Protocol):
+class CodesLayout(Protocol):
     """How a checkpoint holds a weight's codes and scales. A value, as a format is.
 
     coding: what these mean in memory; None where they do not lie so that a product decodes them.
@@ -54,67 +33,43 @@ class Layout(Protocol):
     def coding(self) -> Coding | None: ...
 
     def stored(self, source: Source) -> dict[str, Stored]:
-        """As `WeightFormat.stored`."""
+        """As `StoredFormat.stored`."""
 
     def unit(self, axis: int) -> int:
-        """As `WeightFormat.unit`."""
+        """As `StoredFormat.unit`."""
 
     def coded(self, source: Source, span: Span | None, fetch: Fetch) -> CodedWeight:
         """What is stored of a source, or a part of it, in the source's shape."""
 
 
 @dataclass(frozen=True, slots=True)
-class Decoded:
-    """A `WeightFormat` of a layout. name: of what is stored.
-
-    activations: how products' inputs are quantized where `--quantize-activations` asks for it, or why they are not.
-    """
+class Quantized:
+    """A `StoredFormat` of a layout."""
 
     name: str
-    layout: Layout
-    activations: Activations | str = WIDE
+    layout: CodesLayout
+    activations: Activations | str | None = WIDE
+
+    @property
+    def coding(self) -> Coding | None:
+        return self.layout.coding
 
     def stored(self, source: Source) -> dict[str, Stored]:
-        return {**self.layout.stored(source), **unread(source)}
+        return {**self.layout.stored(source), **_unread(source)}
 
     def unit(self, axis: int) -> int:
         return self.layout.unit(axis)
 
-    def held(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Held]:
-        return FLOATS.held(shape, dtype)
+    def decoded(self, source: Source, span: Span | None, fetch: Fetch) -> Tensor:
+        return _numbers(source, self.layout.coded(source, span, fetch))
 
-    def read(self, source: Source, fetch: Fetch) -> Iterator[tuple[str, Tensor]]:
-        transform, span = source.transform, source.span
-        if transform is not None and not source.stacked:
-            rows = transform(self._decoded(source, None, fetch))
-            yield MAIN, rows if span is None else rows.narrow(span.axis, span.start, span.stop - span.start)
-            return
-        for piece in pieces(source, self.unit(0)):
-            rows = self._decoded(source, piece, fetch)
-            yield MAIN, rows if transform is None else transform(rows)
-
-    def _decoded(self, source: Source, span: Span | None, fetch: Fetch) -> Tensor:
-        return checked(source, self.layout.coded(source, span, fetch))
-
-    def fill_random(self, parts: Parts, generator: torch.Generator) -> None:
-        FLOATS.fill_random(parts, generator)
-
-    def copy_bytes(self, weight: ProductWeight, dtype: torch.dtype, gpu: GpuTraits | None) -> int:
-        return FLOATS.copy_bytes(weight, dtype, gpu)
-
-    def linear(self, parts: Parts, bias: Tensor | None, holding: Holding) -> Linear:
-        return FLOATS.linear(parts, bias, holding)
-
-    def gated(self, parts: Parts, bias: Tensor | None, kind: Gate, holding: Holding) -> GatedLinear:
-        return FLOATS.gated(parts, bias, kind, holding)
-
-    def experts(
-        self, gate_up: Parts, down: Parts, biases: Biases, activation: Activation, holding: Holding
-    ) -> ExpertProducts:
-        return FLOATS.experts(gate_up, down, biases, activation, holding)
+    def coded(self, source: Source, span: Span | None, fetch: Fetch) -> CodedWeight:
+        weight = self.layout.coded(source, span, fetch)
+        _numbers(source, weight)  # or it raises
+        return weight
 
 
-def checked(source: Source, weight: CodedWeight) -> Tensor:
+def _numbers(source: Source, weight: CodedWeight) -> Tensor:
     """The numbers, float32. Raises CheckpointError for what is none."""
     rows = decode(weight)
     if not bool(rows.isfinite().all()):
@@ -122,18 +77,7 @@ def checked(source: Source, weight: CodedWeight) -> Tensor:
     return rows
 
 
-def pieces(source: Source, unit: int) -> Iterator[Span]:
-    """Parts of a source, or of its span, that are decoded one by one. unit: of rows."""
-    span = source.span or Span(0, 0, source.shape[0])
-    if span.axis != 0:
-        yield span
-        return
-    each = max(1, _PIECE // prod(source.shape[1:]) // unit) * unit
-    for first in range(span.start, span.stop, each):
-        yield Span(0, first, min(first + each, span.stop))
-
-
-def unread(source: Source) -> dict[str, Stored]:
+def _unread(source: Source) -> dict[str, Stored]:
     """Scales of activations and of K/V, which files may hold: `weights.w8a8` reads the former, `models.kv_scales` the
     latter."""
     module, layer, last = source.module, *source.module.rpartition(".")[::2]
