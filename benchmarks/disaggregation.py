@@ -22,7 +22,7 @@ from serving import gaps_ms, pair, shown
 
 from treetop.bench.serve import summary
 from treetop.types.errors import InputError
-from treetop_debug.servers import Client, handed_over, until, workers
+from treetop_debug.servers import CompletionClient, handed_over, until, workers
 
 _GAP_PROMPTS = 64
 """Of `--gap-prompt-tokens`, which come again only once caches have lost them."""
@@ -34,12 +34,14 @@ def prompt(draw: random.Random, count: int) -> list[int]:
     return [draw.randrange(3, VOCABULARY) for _ in range(count)]
 
 
-async def first_token_ms(client: Client, draw: random.Random, count: int, repeats: int) -> list[float]:
+async def first_token_ms(client: CompletionClient, draw: random.Random, count: int, repeats: int) -> list[float]:
     """Of prompts that no cache has, one after the other; the first warms up."""
     return [(await client.ask(prompt(draw, count), 1)).ttft_ms for _ in range(1 + repeats)][1:]
 
 
-async def measure_first_tokens(compared: dict[str, Client], args: argparse.Namespace, draw: random.Random) -> None:
+async def measure_first_tokens(
+    compared: dict[str, CompletionClient], args: argparse.Namespace, draw: random.Random
+) -> None:
     for count in args.prompt_tokens:
         line: dict[str, Any] = {"part": "ttft", "prompt_tokens": count}
         for name, client in compared.items():
@@ -60,7 +62,7 @@ async def measure_first_tokens(compared: dict[str, Client], args: argparse.Names
         say(line)
 
 
-async def measure_gaps(name: str, client: Client, args: argparse.Namespace, draw: random.Random) -> None:
+async def measure_gaps(name: str, client: CompletionClient, args: argparse.Namespace, draw: random.Random) -> None:
     """Streams that decode: alone, then while a prompt is always on its way."""
 
     made = [prompt(draw, args.gap_prompt_tokens) for _ in range(_GAP_PROMPTS)]  # takes milliseconds each

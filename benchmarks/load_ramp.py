@@ -29,8 +29,7 @@ from typing import Any
 
 from frame import end_with, parser_of, say
 
-from treetop.bench.http_client import Address
-from treetop.bench.http_client import Client as HttpClient
+from treetop.bench.http_client import Address, HttpClient
 from treetop.bench.prompts import read_prompts
 from treetop.checkpoints.folder import resolve_folder
 from treetop.checkpoints.loader import compute_device
@@ -38,7 +37,7 @@ from treetop.text.tokenizer import open_tokenizer
 from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL
 from treetop.types.errors import EngineError, InputError
 from treetop.types.layout import SpecShape
-from treetop_debug.servers import Client, descendants, metrics, served
+from treetop_debug.servers import CompletionClient, descendants, metrics, served
 
 PLAIN, AUTO = "plain", "auto"
 CLIENTS = (1, 2, 4, 8, 16, 32, 64, 32, 16, 8, 4, 2, 1)
@@ -89,7 +88,7 @@ def bodies(args: argparse.Namespace) -> list[list[list[Body]]]:
     return [[[body(client + n) for n in range(args.requests)] for client in range(clients)] for clients in steps]
 
 
-async def answered(server: Client, asked: Sequence[Body]) -> int:
+async def answered(server: CompletionClient, asked: Sequence[Body]) -> int:
     """One client's requests, one after the other. Returns its tokens."""
     connection, tokens = HttpClient(Address.of(server.url), None), 0
     for body in asked:
@@ -102,12 +101,12 @@ async def answered(server: Client, asked: Sequence[Body]) -> int:
     return tokens
 
 
-def processor_s(server: Client) -> float:
+def processor_s(server: CompletionClient) -> float:
     """What its processes have used. Linux knows the clock of another process by its id."""
     return sum(time.clock_gettime(~pid << 3 | 2) for pid in (server.pid, *descendants(server.pid)))
 
 
-async def step(server: Client, clients: Sequence[Sequence[Body]]) -> Step:
+async def step(server: CompletionClient, clients: Sequence[Sequence[Body]]) -> Step:
     def counted() -> list[int]:
         found = metrics(server.url)
         return [int(found[name]) for name in COUNTED]

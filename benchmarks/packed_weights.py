@@ -37,7 +37,7 @@ from treetop.kernels.gemm.packed_weights import (
 )
 from treetop.kernels.gemm.skinny_gemm import RowsLaunch, choose_launch, load_table, row_class
 from treetop.kernels.triton_guard import compile_ahead, gpu_traits
-from treetop.weights.twelve_bits import ROWS, CompressedProducts, Offer, offers
+from treetop.weights.twelve_bits import ROWS, CompressedProducts, LaunchLimit, offers
 
 NAMES = ("qkv", "output", "gate_up", "down", "lm_head", "draft fc", "draft qkv", "draft lm_head")
 UNMEASURED = {"70b qkv": (10240, 8192, False), "14b gate_up": (27648, 5120, True)}
@@ -309,7 +309,7 @@ class Line:
         return " ".join(cells) + ("  SLOWER" if self.slower else "")
 
 
-def compare(name: str, shape: Shape, distribution: str, offered: dict[int, Offer]) -> Iterator[Line]:
+def compare(name: str, shape: Shape, distribution: str, offered: dict[int, LaunchLimit]) -> Iterator[Line]:
     """Products of all numbers of rows; refused ones are timed too where there is a launch that can."""
     n, k, _ = shape
     wholes, smalls = copies(shape, DISTRIBUTIONS[distribution](n, k))

@@ -39,7 +39,7 @@ from serving import pair
 from disaggregation import prompt
 from treetop.types.errors import EngineError, InputError
 from treetop.types.kv_transfer.options import Mode
-from treetop_debug.servers import Client, Stream, descendants, processes_of, served, until, workers
+from treetop_debug.servers import CompletionClient, Stream, descendants, processes_of, served, until, workers
 
 SMALL = {
     "hidden_size": 64,
@@ -91,7 +91,7 @@ class Drills:
             return await self._while_decoding(servers["decode"], "engine_process")
 
     async def _while_decoding(
-        self, server: Client, module: str, rank: int = 0, *, stopped: bool = False
+        self, server: CompletionClient, module: str, rank: int = 0, *, stopped: bool = False
     ) -> dict[str, Any]:
         """rank: among the processes of the module."""
         act = partial(self._end, processes_of(server, module)[rank : rank + 1], stopped)
@@ -125,7 +125,7 @@ class Drills:
             return {**found, "first_token_undisturbed": round(first_s, 3)}
 
     async def _disturbed(
-        self, server: Client, due: Callable[[Sequence[Stream]], bool], act: Callable[[], None]
+        self, server: CompletionClient, due: Callable[[Sequence[Stream]], bool], act: Callable[[], None]
     ) -> tuple[list[Stream], float]:
         """Streams to their ends, and when something was done to them: when it was due."""
         ids = [prompt(self._draw, self._args.prompt_tokens) for _ in range(self._args.rows)]

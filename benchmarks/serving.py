@@ -51,7 +51,7 @@ from treetop.types.errors import EngineError, InputError
 from treetop.types.ids import RequestId
 from treetop.types.messages import StepPlan, StepResult
 from treetop.types.requests import EngineRequest
-from treetop_debug.servers import Client, Stream, served, until
+from treetop_debug.servers import CompletionClient, Stream, served, until
 
 PARTS = ("rounds", "host", "ttft", "gaps")
 CACHED = 0.9
@@ -68,7 +68,7 @@ class Bench:
     """Both engines, and what is asked of them."""
 
     llm: LLM
-    client: Client
+    client: CompletionClient
     batches: list[int]
     input_tokens: int
     prompt_tokens: int

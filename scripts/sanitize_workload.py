@@ -31,7 +31,7 @@ from treetop.kernels.attention.metadata import AttentionMetadata
 from treetop.kernels.attention.pages import gather_table
 from treetop.kernels.attention.tail import PrefixPart, tail_and_merge
 from treetop.kernels.comm import peers
-from treetop.kernels.comm.kv_chunks import Span
+from treetop.kernels.comm.kv_chunks import ChunkSpan
 from treetop.kernels.comm.kv_chunks import pack as pack_piece
 from treetop.kernels.comm.kv_chunks import unpack as unpack_piece
 from treetop.kernels.gemm.coded import CodedWeight, Coding
@@ -243,7 +243,7 @@ def pieces_of_a_request(device: torch.device) -> None:
     table = torch.tensor([5, 2, 7], dtype=torch.int32, device=device)
     stride = 2 * 9 * 2 * 24 * pool.itemsize
     slot = torch.zeros(32 + 3 * stride, dtype=torch.uint8, device=device)
-    span = Span(1, 9, 4, 32, stride)
+    span = ChunkSpan(1, 9, 4, 32, stride)
     packed, unpacked = torch.zeros((2, 3), dtype=torch.int64, device=device)
     pack_piece(slot, pool, table, span, packed, gpu)
     unpack_piece(slot, torch.zeros_like(pool), table, span, unpacked, gpu)

@@ -16,7 +16,7 @@ from support.engines import build, greedy
 from support.refusing import refused
 from treetop import LLM, SamplingParams
 from treetop.core.make import info_of
-from treetop.core.wire import Add, decode_to_core, encode
+from treetop.core.wire import AddRequests, decode_to_core, encode
 from treetop.text.prompts import PromptReader
 from treetop.types import errors
 from treetop.types.config import EngineConfig
@@ -208,7 +208,7 @@ def test_numbers_of_numpy_and_lists_are_sampling_parameters():
 def test_whatever_parameters_are_legal_reach_an_engine_in_another_process(strong_pair, options):
     reader = PromptReader(info_of(build(strong_pair, SHAPE).engine))
     params = reader.bounded(SamplingParams(**options))
-    (received,) = decode_to_core(encode(Add((EngineRequest(RequestId(0), (4,), params, 0),)))).requests
+    (received,) = decode_to_core(encode(AddRequests((EngineRequest(RequestId(0), (4,), params, 0),)))).requests
     assert received.params == params
 
 

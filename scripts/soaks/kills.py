@@ -45,12 +45,11 @@ from soaks.common import (
     save_tiny_glm,
 )
 from treetop import LLM, SamplingParams
-from treetop.bench.http_client import Address, HttpError
-from treetop.bench.http_client import Client as HttpClient
+from treetop.bench.http_client import Address, HttpClient, HttpError
 from treetop.types.config import EngineConfig
 from treetop.types.kv_transfer.options import Mode
 from treetop.types.options import options_of
-from treetop_debug.servers import Client, is_up, metrics, processes_of, workers
+from treetop_debug.servers import CompletionClient, is_up, metrics, processes_of, workers
 
 LEAST = (("seconds", 1), ("every", 0.1), ("stopped_seconds", 0.1), ("clients", 1), ("ranks", 2))
 ROLES: tuple[Mode, ...] = ("prefill", "decode")
@@ -118,7 +117,11 @@ class SoakKills:
     """Drives two workers as clients would, and strikes them."""
 
     def __init__(
-        self, servers: dict[Mode, Client], args: argparse.Namespace, params: Callable[[], SamplingParams], vocab: int
+        self,
+        servers: dict[Mode, CompletionClient],
+        args: argparse.Namespace,
+        params: Callable[[], SamplingParams],
+        vocab: int,
     ) -> None:
         self._servers, self._args, self._params, self._vocab = servers, args, params, vocab
         self.summary, self._rng = KillsSummary(seed=args.seed), random.Random(args.seed)

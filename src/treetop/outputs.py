@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from treetop.text.text import OutputText
+from treetop.text.text import IncrementalDetokenizer
 from treetop.text.tokenizer import Tokenizer
 from treetop.types.ids import RequestId
 from treetop.types.requests import EngineRequest, RequestUpdate
@@ -112,7 +112,7 @@ class LiveRequest:
 
     index: int
     prompt_ids: Sequence[int]
-    text: OutputText | None
+    text: IncrementalDetokenizer | None
     logprobs: list[TokenLogprobs] | None
     hidden_ends: frozenset[int] = frozenset()
     tells_trees: bool = False
@@ -136,7 +136,9 @@ class LiveRequest:
         if tokenizer is None:
             return cls(index, prompt_ids, None, logprobs, tells_trees=params.tells_trees)
         keeps_stop = params.include_stop_str_in_output
-        text = OutputText(tokenizer.stream(prompt_ids, not params.skip_special_tokens), params.stop, keeps_stop)
+        text = IncrementalDetokenizer(
+            tokenizer.stream(prompt_ids, not params.skip_special_tokens), params.stop, keeps_stop
+        )
         hidden_ends = frozenset() if params.skip_special_tokens or keeps_stop else tokenizer.special_ids
         return cls(index, prompt_ids, text, logprobs, hidden_ends, params.tells_trees)
 

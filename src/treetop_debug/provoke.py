@@ -21,7 +21,7 @@ from torch import Tensor
 
 from treetop.checkpoints.folder import resolve_folder
 from treetop.debug.oracle import DensePair
-from treetop.doctor.conformance import WINDOW, Case, Conformance, follow
+from treetop.doctor.conformance import WINDOW, Conformance, ConformanceCase, follow
 from treetop.llm import LLM, RequestOutput
 from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL
 from treetop.types.errors import TreetopError
@@ -137,7 +137,7 @@ class Provocation:
         """
         gpu = self.device == "cuda"
         where = ("triton", "auto", "float32") if gpu else ("torch", "sim", "float64")
-        case = Case(where[0], where[1], 2, 2, 3, "largest", WINDOW, 5, "shuffled", where[2], overlap=False)
+        case = ConformanceCase(where[0], where[1], 2, 2, 3, "largest", WINDOW, 5, "shuffled", where[2], overlap=False)
         with fault.active():
             found = self._conformance.run(case, self.device, check_level=0).failure
         if found is not None:

@@ -49,7 +49,7 @@ class Stream:
         return 1e3 * (self.events[0][0] - self.asked_s)
 
 
-class Client:
+class CompletionClient:
     """Asks the server for completions of ids. pid: of the server's process. start_s: what its start has taken.
 
     said: its last lines on stderr.
@@ -57,7 +57,7 @@ class Client:
 
     def __init__(self, url: str, pid: int, start_s: float, said: deque[str]) -> None:
         self.url, self.pid, self.start_s, self.said = url, pid, start_s, said
-        self._http = http_client.Client(http_client.Address.of(url), None)
+        self._http = http_client.HttpClient(http_client.Address.of(url), None)
 
     async def close(self) -> None:
         await self._http.close()
@@ -106,7 +106,7 @@ async def until(true: Callable[[], bool], tasks: Sequence["asyncio.Future[Any]"]
 @asynccontextmanager
 async def served(
     model: str, options: dict[str, Any], environment: dict[str, str] | None = None
-) -> AsyncIterator[Client]:
+) -> AsyncIterator[CompletionClient]:
     """A `treetop serve` of its own, which ends with this. environment: variables beside those of this process."""
     flags = [word for name, value in options.items() for word in flag_of(name, value)]
     command = [sys.executable, "-m", "treetop.cli", "serve", model, "--port", "0", "--log-interval", "0", *flags]
@@ -126,7 +126,7 @@ async def served(
             said.append(line.strip())
             found = re.search(r"on (http://\S+)", line)
         reading = asyncio.create_task(_keep(process.stderr, said))
-        client = Client(found[1], process.pid, time.perf_counter() - began_s, said)
+        client = CompletionClient(found[1], process.pid, time.perf_counter() - began_s, said)
         try:
             yield client
         finally:
@@ -147,7 +147,7 @@ async def _keep(lines: asyncio.StreamReader, said: deque[str]) -> None:
 @asynccontextmanager
 async def workers(
     model: str, options: dict[str, Any], roles: Sequence[Mode], second: Mode = "prefill"
-) -> AsyncIterator[dict[Mode, Client]]:
+) -> AsyncIterator[dict[Mode, CompletionClient]]:
     """A server of each role; the one that decodes has found the one that prefills.
 
     With tp_size and ep_size in the options a server has as many GPUs. second: the role whose server has the GPUs after
@@ -199,7 +199,7 @@ def descendants(pid: int) -> list[int]:
     return [*sorted(own), *(each for child in sorted(own) for each in descendants(child))]
 
 
-def processes_of(server: Client, module: str) -> list[int]:
+def processes_of(server: CompletionClient, module: str) -> list[int]:
     """Processes of a server that run this module of `treetop.distributed`."""
     found = []
     for pid in descendants(server.pid):

@@ -10,7 +10,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 
 from support.serving import mock
 from support.waiting import until
-from treetop.api.bodies import FREE_BYTES, Bodies, Body
+from treetop.api.bodies import FREE_BYTES, Bodies, MeteredBody
 from treetop.serve_options import ServeOptions
 from treetop.types.errors import ConfigError
 
@@ -30,7 +30,7 @@ def test_a_body_waits_for_room_and_goes_on_when_another_is_answered():
 
     async def run():
         bodies = Bodies(2**20, 1000, wait_s=60)
-        first, second = Body(bodies, coming(FREE_BYTES, 600)), Body(bodies, coming(FREE_BYTES + 500, 500))
+        first, second = MeteredBody(bodies, coming(FREE_BYTES, 600)), MeteredBody(bodies, coming(FREE_BYTES + 500, 500))
         await first.receive()
         assert bodies.num_bytes == 0
         await first.receive()
@@ -53,11 +53,11 @@ def test_a_body_waits_for_room_and_goes_on_when_another_is_answered():
 def test_a_body_without_room_is_a_503_and_a_small_one_comes_through():
     async def run():
         bodies = Bodies(2**20, 1000, wait_s=0.01)
-        await Body(bodies, coming(FREE_BYTES + 900)).receive()
+        await MeteredBody(bodies, coming(FREE_BYTES + 900)).receive()
         with pytest.raises(HTTPException, match="--max-bodies-bytes") as raised:
-            await Body(bodies, coming(FREE_BYTES + 101)).receive()
+            await MeteredBody(bodies, coming(FREE_BYTES + 101)).receive()
         assert raised.value.status_code == 503
-        await Body(bodies, coming(HIGH_WATER_LIMIT)).receive()  # as much as the web server holds in any case
+        await MeteredBody(bodies, coming(HIGH_WATER_LIMIT)).receive()  # as much as the web server holds in any case
         assert bodies.num_bytes == 900
 
     asyncio.run(run())

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from treetop.api.metric_names import ALIASES, MIN_WINDOW_S, RecentRates
-from treetop.api.metrics import FEW_ROUNDS, Interval, Metrics
+from treetop.api.metrics import FEW_ROUNDS, LogInterval, Metrics
 from treetop.outputs import LiveRequest
 from treetop.types.ids import RequestId
 from treetop.types.layout import PLAIN, SpecShape
@@ -197,7 +197,7 @@ def test_the_dashboard_asks_for_what_is_exported():
 
 def test_a_log_line_says_what_was_done_and_none_that_nothing_was(caplog):
     caplog.set_level(logging.INFO, "treetop.server")
-    interval = Interval()
+    interval = LogInterval()
     interval.log_load(CoreLoad(), "")
     assert not caplog.records
     interval.tokens, interval.rounds, interval.accepted = 30, 10, 15
@@ -212,7 +212,7 @@ def test_a_log_line_says_what_was_done_and_none_that_nothing_was(caplog):
 @pytest.mark.parametrize(("accepted", "warns"), [(0, True), (0.09, True), (0.2, False)])
 def test_a_draft_that_is_never_right_is_a_warning_that_says_what_to_do(caplog, accepted, warns):
     """Once in a while, and only after many rounds, which may come in several intervals."""
-    interval = Interval()
+    interval = LogInterval()
     for _ in range(4):
         interval.rounds, interval.accepted = FEW_ROUNDS // 2, int(accepted * FEW_ROUNDS // 2)
         interval.log_load(CoreLoad(1), "")

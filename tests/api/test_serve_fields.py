@@ -7,7 +7,7 @@ import pytest
 from support.serving import STREAM, TOKENIZER, replayed
 from treetop import SamplingParams
 from treetop.outputs import LiveRequest
-from treetop.text.text import OutputText
+from treetop.text.text import IncrementalDetokenizer
 from treetop.types.errors import InputError
 from treetop.types.ids import RequestId
 from treetop.types.requests import EngineRequest, RequestUpdate
@@ -165,7 +165,7 @@ def test_spaces_between_special_tokens_are_as_the_tokenizer_has_them(server):
 def test_the_shortest_of_stop_strings_at_one_place_ends_the_text(one_by_one):
     ids = TOKENIZER.encode("x = area(r)", special=False)
     for keeps, want in ((False, "x = "), (True, "x = are")):
-        text = OutputText(TOKENIZER.stream(), ("area", "are"), keeps)
+        text = IncrementalDetokenizer(TOKENIZER.stream(), ("area", "are"), keeps)
         for part in [[token] for token in ids] if one_by_one else [ids]:
             text.feed(part)
         text.finish()

@@ -16,7 +16,7 @@ from support.scenes import scene
 from treetop import LLM
 from treetop.attention import auto as choosing
 from treetop.attention.auto import AutoBackend, Timing, choose, load_table, make_backend, nearest_measured
-from treetop.attention.capabilities import Capabilities, GroupNeed, Need, Refusal
+from treetop.attention.capabilities import BackendRefusal, Capabilities, GroupNeed, Need
 from treetop.attention.registry import BACKENDS, refusal, require
 from treetop.attention.torch_backend import TorchBackend
 from treetop.kernels.attention import attention_config as launching
@@ -85,7 +85,7 @@ def test_what_the_table_admits_is_not_refused(monkeypatch, name):
 def test_a_cpu_is_refused_by_every_gpu_backend(name, dtype):
     """Whatever the dtype: nobody is sent to another one, only to find that it takes a GPU."""
     problem = refusal(name, Need(dtype, CPU))
-    assert isinstance(problem, Refusal)
+    assert isinstance(problem, BackendRefusal)
     assert "CUDA device" in problem.reason or "Triton is not installed" in problem.reason
     assert problem.remedy == "use --attention-backend torch"
 

@@ -12,7 +12,7 @@ from support.tiny_models import copy_folder
 from treetop.bench import compare, equality, rounds
 from treetop.bench.equality import Equality, equal_outputs
 from treetop.bench.prompts import prompt_ids
-from treetop.bench.rounds import Grid, engine_config, plain_options, run_grid
+from treetop.bench.rounds import RoundGrid, engine_config, plain_options, run_grid
 from treetop.bench.sweeps import SweepOptions, make_grid
 from treetop.cli import main
 from treetop.llm import LLM
@@ -101,16 +101,16 @@ def grid_of(sweep=None, model=None, engine=None, **options):
 
 def test_each_sweep_varies_one_thing():
     own = (PLAIN, SpecShape(4, 5, 16))
-    assert grid_of() == Grid(own, (2,), (1024,), 3)
-    assert grid_of("batch") == Grid(own, (1, 2, 4, 8, 16, 32, 64), (1024,), 3)
-    assert grid_of("context") == Grid(own, (2,), (1024, 2048, 4096, 8192, 16384, 32768), 3)
+    assert grid_of() == RoundGrid(own, (2,), (1024,), 3)
+    assert grid_of("batch") == RoundGrid(own, (1, 2, 4, 8, 16, 32, 64), (1024,), 3)
+    assert grid_of("context") == RoundGrid(own, (2,), (1024, 2048, 4096, 8192, 16384, 32768), 3)
     assert grid_of("tree").shapes[0] == PLAIN
     assert len(set(grid_of("tree").shapes)) == 8
     table = grid_of("table")
     assert table.shapes == (PLAIN, SpecShape(1, 3, 4), SpecShape(1, 5, 6), SpecShape(4, 5, 16))
     assert table.batches == (1, 8, 32)
     given = grid_of("batch", batches=[3], inputs=[7, 9], shapes=["0,1,1", "2,3,4"])
-    assert given == Grid((PLAIN, SpecShape(3, 2, 4)), (3,), (7, 9), 3)
+    assert given == RoundGrid((PLAIN, SpecShape(3, 2, 4)), (3,), (7, 9), 3)
     assert grid_of(engine={"speculative_algorithm": "NONE"}).shapes == (PLAIN,)
 
 
@@ -132,7 +132,7 @@ def test_a_grid_that_cannot_be_measured_is_refused(options, kind, part):
 
 
 def test_an_engine_has_the_rows_and_the_context_that_its_grid_needs():
-    grid = Grid((PLAIN, SpecShape(2, 3, 6)), (1, 5), (300,), 10)
+    grid = RoundGrid((PLAIN, SpecShape(2, 3, 6)), (1, 5), (300,), 10)
     config = engine_config(None, {"simulate_accept_length": 4}, grid.shapes[1], grid)
     assert (config.max_running_requests, config.context_length) == (5, 1024)
     assert config.shape == grid.shapes[1]
@@ -157,7 +157,7 @@ def test_an_engine_has_the_rows_and_the_context_that_its_grid_needs():
 
 
 def test_rows_hardly_grow_before_all_are_timed(strong_pair):
-    grid = Grid((SpecShape(2, 3, 6),), (8,), (400,), 4, prefill_size=800)
+    grid = RoundGrid((SpecShape(2, 3, 6),), (8,), (400,), 4, prefill_size=800)
     options = {"draft": str(strong_pair.head), "simulate_accept_length": 3, "chunked_prefill_size": 800}
     llm = LLM(**asdict(engine_config(str(strong_pair.target), options, grid.shapes[0], grid)))
     first, begun = 0, set()
@@ -215,7 +215,7 @@ def test_a_comparison_refuses_before_it_loads_an_engine(capsys, monkeypatch, opt
 def test_a_grid_is_measured_after_outputs_were_compared(strong_pair):
     """Every case has its phases, and figures that agree with each other."""
     said = []
-    grid = Grid((PLAIN, SpecShape(2, 3, 6)), (1, 3), (20, 40), 4)
+    grid = RoundGrid((PLAIN, SpecShape(2, 3, 6)), (1, 3), (20, 40), 4)
     options = {"draft": str(strong_pair.head), "dtype": "float64"}
     report = run_grid(str(strong_pair.target), options, grid, said.append)
     assert report.checked.startswith("outputs equal")
@@ -237,7 +237,7 @@ def test_a_tree_alone_is_compared_with_plain_decoding(strong_pair, monkeypatch):
     """A grid needs no plain shape for that; plain decoding alone has nothing to be compared with."""
     options = {"draft": str(strong_pair.head), "dtype": "float64"}
     measure = lambda *shapes: run_grid(  # noqa: E731  # one call
-        str(strong_pair.target), options, Grid(shapes, (1,), (20,), 2), lambda text: None
+        str(strong_pair.target), options, RoundGrid(shapes, (1,), (20,), 2), lambda text: None
     )
     assert measure(SpecShape(2, 3, 6)).checked.startswith("outputs equal")
     assert measure(PLAIN).checked == "outputs not checked: plain decoding alone"
@@ -250,13 +250,13 @@ def test_what_every_shape_showed_is_reported(strong_pair, monkeypatch):
     """Not only what the last one did."""
     told = iter((Equality(10, 2, 0, (1e-6,)), Equality(10, 2, 0)))
     monkeypatch.setattr(rounds, "equal_outputs", lambda *args: next(told))
-    grid = Grid((PLAIN, SpecShape(2, 3, 6), SpecShape(1, 3, 4)), (1,), (20,), 2)
+    grid = RoundGrid((PLAIN, SpecShape(2, 3, 6), SpecShape(1, 3, 4)), (1,), (20,), 2)
     report = run_grid(str(strong_pair.target), {"draft": str(strong_pair.head)}, grid, lambda text: None)
     assert report.checked == "outputs equal, 10 tokens, 1 near ties excused; outputs equal, 10 tokens"
 
 
 def test_a_forced_accept_length_is_what_is_measured(strong_pair):
-    grid = Grid((SpecShape(2, 3, 6),), (2,), (20,), 4)
+    grid = RoundGrid((SpecShape(2, 3, 6),), (2,), (20,), 4)
     options = {"draft": str(strong_pair.head), "simulate_accept_length": 3}
     report = run_grid(str(strong_pair.target), options, grid, lambda text: None)
     assert report.figures[0].accept_length == 3
@@ -275,7 +275,7 @@ def test_shapes_whose_outputs_differ_are_not_timed(strong_pair, monkeypatch):
             or rounds.Figures((0, 1, 1), 1, 1, 1.0, 1.0, 1.0, 1.0, {}, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1, 1.0)
         ),
     )
-    grid = Grid((PLAIN, SpecShape(2, 3, 6)), (1,), (20,), 2)
+    grid = RoundGrid((PLAIN, SpecShape(2, 3, 6)), (1,), (20,), 2)
     with pytest.raises(EngineError, match="outputs differ in 1 of 2"):
         run_grid(str(strong_pair.target), {"draft": str(strong_pair.head)}, grid, lambda text: None)
     assert measured == [PLAIN]
@@ -289,7 +289,7 @@ def test_dummy_weights_need_a_config_folder_alone(tmp_path, strong_pair):
         folders[name].mkdir()
         (folders[name] / "config.json").write_text((folder / "config.json").read_text())
     options = {"draft": str(folders["head"]), "load_format": "dummy", "simulate_accept_length": 2}
-    grid = Grid((PLAIN, SpecShape(2, 3, 6)), (2,), (20,), 2)
+    grid = RoundGrid((PLAIN, SpecShape(2, 3, 6)), (2,), (20,), 2)
     report = run_grid(str(folders["target"]), options, grid, lambda text: None)
     assert "random weights" in report.checked
     assert [each.accept_length for each in report.figures] == [1, 2]
@@ -301,7 +301,7 @@ def test_a_dummy_head_of_another_width_has_an_embedding_of_its_own(tmp_path, str
     changes = {"hidden_size": width // 2, "target_hidden_size": width, "head_dim": 8}
     head = copy_folder(strong_pair.head, tmp_path / "h", **changes)
     options = {"draft": str(head), "load_format": "dummy", "simulate_accept_length": 2}
-    grid = Grid((SpecShape(2, 3, 6),), (2,), (20,), 2)
+    grid = RoundGrid((SpecShape(2, 3, 6),), (2,), (20,), 2)
     report = run_grid(str(strong_pair.target), options, grid, lambda text: None)
     assert report.figures[0].accept_length == 2
 

@@ -15,9 +15,9 @@ from support.serving import mock
 from support.waiting import until
 from treetop.bench import serve_plot
 from treetop.bench.arrivals import ARRIVALS
-from treetop.bench.http_client import Address, Client
+from treetop.bench.http_client import Address, HttpClient
 from treetop.bench.lengths import lengths_of
-from treetop.bench.serve import Answer, LoadOptions, point_of, run, summary
+from treetop.bench.serve import LoadOptions, TimedAnswer, point_of, run, summary
 from treetop.bench.serve_compare import read_reports
 from treetop.bench.workload import conversations
 from treetop.cli import main
@@ -49,9 +49,9 @@ def test_percentiles_are_values_that_so_many_do_not_exceed():
 def test_the_figures_of_a_run():
     """By hand: two good answers and a failed one in ten seconds."""
     answers = [
-        Answer([1.0, 1.5, 2.0], 2.0, 11, 5, 2, ["a", "b", "c"]),
-        Answer([3.0, 5.0], 5.0, 5, 6, 0, ["d", "e"]),
-        Answer(end_s=0.5, error="HTTP 500: x"),
+        TimedAnswer([1.0, 1.5, 2.0], 2.0, 11, 5, 2, ["a", "b", "c"]),
+        TimedAnswer([3.0, 5.0], 5.0, 5, 6, 0, ["d", "e"]),
+        TimedAnswer(end_s=0.5, error="HTTP 500: x"),
     ]
     point = point_of(answers, 10.0, 2, {"ttft": 2000, "itl": 600})
     assert (point.num_requests, point.num_failed, point.errors) == (3, 1, {"HTTP 500: x": 1})
@@ -105,7 +105,7 @@ def test_connections_are_kept_and_one_that_the_server_has_closed_is_replaced():
     """As of clients with a pool: as many connections as requests at a time. The server lets go of them when idle."""
 
     async def talked(url) -> list[int]:
-        client, opened = Client(Address.of(url), None), []
+        client, opened = HttpClient(Address.of(url), None), []
         body = {"prompt": "a", "max_tokens": 3, "stream": True}
 
         async def ask() -> None:
@@ -289,7 +289,7 @@ def test_prompts_of_ids_have_their_lengths_and_answers_theirs(server, tmp_path):
 
 def test_reports_of_several_servers_are_compared(tmp_path, capsys):
     """A value for each figure, server and number of clients; names are given or the files'; the last run counts."""
-    answers = [Answer([1.0, 1.5, 2.0], 2.0, 11, 5, 2, ["a", "b", "c"])]
+    answers = [TimedAnswer([1.0, 1.5, 2.0], 2.0, 11, 5, 2, ["a", "b", "c"])]
     for name, most in (("ours", (1, 8, 8)), ("theirs", (8, None))):
         points = [asdict(point_of(answers, 10.0 / (at + 1), each, {})) for at, each in enumerate(most)]
         (tmp_path / f"{name}.json").write_text(json.dumps({"options": {}, "model": f"<{name}>", "points": points}))

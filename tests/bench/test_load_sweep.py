@@ -24,7 +24,7 @@ def options_of(pair):
 
 def test_a_sweep_measures_every_way_at_every_batch(weak_pair, prompts):
     told = []
-    asked = load.LoadOptions((1, 3), prompts, max_tokens=9, repeats=2)
+    asked = load.BatchSweepOptions((1, 3), prompts, max_tokens=9, repeats=2)
     report = load.run(str(weak_pair.target), options_of(weak_pair), asked, told.append)
     ways = ["plain", "1,1,2", "2,1,3", "2,2,4", "auto"]
     assert [(point.batch, point.way) for point in report.points] == [(batch, way) for batch in (1, 3) for way in ways]
@@ -47,7 +47,7 @@ def test_a_sweep_measures_every_way_at_every_batch(weak_pair, prompts):
 def test_a_sweep_of_random_weights_needs_no_tokenizer(strong_pair):
     """What is accepted is simulated; shapes and their costs are real."""
     options = {**options_of(strong_pair), "dtype": "float32", "load_format": "dummy", "context_length": 280}
-    asked = load.LoadOptions((2,), max_tokens=5, repeats=1)
+    asked = load.BatchSweepOptions((2,), max_tokens=5, repeats=1)
     for simulated in ({"simulate_acceptance": "builtin:llama-3.1-8b"}, {"simulate_accept_length": 1}):
         report = load.run(str(strong_pair.target), {**options, **simulated}, asked, lambda _: None)
         assert report.equality == "outputs not checked: acceptance is simulated"
@@ -56,7 +56,7 @@ def test_a_sweep_of_random_weights_needs_no_tokenizer(strong_pair):
 
 def test_what_a_sweep_of_load_cannot_do_is_refused(weak_pair, prompts, capsys):
     with pytest.raises(ConfigError, match="--sweep load compares shapes of drafts"):
-        load.run(str(weak_pair.target), {}, load.LoadOptions((1,), prompts), print)
+        load.run(str(weak_pair.target), {}, load.BatchSweepOptions((1,), prompts), print)
     assert main(["bench", "--sweep", "load", "--shapes", "1,1,2"]) == 2
     assert "not for --sweep load" in capsys.readouterr().err
     assert main(["bench", "--speculative-policy", "auto"]) == 2

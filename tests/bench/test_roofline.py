@@ -21,7 +21,7 @@ from treetop.types.kv import paired
 from treetop.types.layout import PLAIN, SpecShape
 from treetop.types.phase import Phase
 from treetop.weights import twelve_bits
-from treetop.weights.twelve_bits import Offer
+from treetop.weights.twelve_bits import LaunchLimit
 
 PRESETS = Path(__file__).parents[2] / "benchmarks" / "presets"
 H200 = Machine("H200", "2", "bfloat16", 4.27e12, 790e12)
@@ -172,7 +172,7 @@ def small_models(strong_pair, monkeypatch):
     target = replace(spec, config=replace(spec.config, hidden_size=128, vocab_size=512, layers=(layer, layer)))
     small = replace(head.decoder, hidden_size=128, layers=(layer,))
     head = replace(head, decoder=small, target_hidden_size=128, vocab_size=192)
-    offer = Offer(CompressedLaunch(64, 1, 3, 4, 16), 16)
+    offer = LaunchLimit(CompressedLaunch(64, 1, 3, 4, 16), 16)
     offered = {1: offer, 4: offer, 8: offer, 16: offer}
     monkeypatch.setattr(twelve_bits, "offers", lambda n, k, gated, gpu: {1: offer} if k == 256 == 2 * n else offered)
     place = Placement(torch.bfloat16, torch.device("cpu"), 8, compressed=True)

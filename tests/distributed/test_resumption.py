@@ -12,7 +12,7 @@ import zmq
 
 from support.fake_core import ask, make_core
 from support.waiting import WAIT_S
-from treetop.core.wire import ID_RANGE, Add, Hello, Leave, decode_from_core
+from treetop.core.wire import ID_RANGE, AddRequests, ClientHello, Leave, decode_from_core
 from treetop.distributed.client import EngineProcessClient
 from treetop.distributed.engine_process import EngineServer, Parts
 from treetop.types.ids import RequestId
@@ -222,15 +222,15 @@ def test_what_a_client_said_last_before_it_ended_starts_nothing():
     server = EngineServer(Parts(core, INFO), wire)
     first, second = (RequestId(number * ID_RANGE) for number in (1, 2))
     for identity, number, request_id in ((b"a", 1, first), (b"b", 2, second)):
-        server._apply(identity, Hello(number))
-        server._apply(identity, Add((ask(request_id, [number] * 5, 40),)))
+        server._apply(identity, ClientHello(number))
+        server._apply(identity, AddRequests((ask(request_id, [number] * 5, 40),)))
     server._loop.step()
     server._apply(b"b", Leave(1))
     assert core.scheduler.queues.by_id.keys() == {second}
     num_sent = wire.send_multipart.call_count
-    server._apply(b"a", Add((ask(first + 1, [3] * 5, 40),)))
-    server._apply(b"late", Hello(1))
-    server._apply(b"late", Add((ask(first + 2, [3] * 5, 40),)))
+    server._apply(b"a", AddRequests((ask(first + 1, [3] * 5, 40),)))
+    server._apply(b"late", ClientHello(1))
+    server._apply(b"late", AddRequests((ask(first + 2, [3] * 5, 40),)))
     assert core.scheduler.queues.by_id.keys() == {second}
     assert wire.send_multipart.call_count == num_sent
     while core.busy:

@@ -9,14 +9,23 @@ from allpairspy import AllPairs
 from support.engines import build, greedy
 from support.tiny_models import Pair, save_random_head, save_random_llama
 from treetop.debug.oracle import DensePair
-from treetop.doctor.conformance import AXES, WINDOW, Case, Conformance, all_cases, calibrate, follow, quick_cases
+from treetop.doctor.conformance import (
+    AXES,
+    WINDOW,
+    Conformance,
+    ConformanceCase,
+    all_cases,
+    calibrate,
+    follow,
+    quick_cases,
+)
 from treetop_debug.faults import fault
 
 NAMES = list(AXES)
 
 
-def pairwise() -> list[Case]:
-    return [Case(*values) for values in AllPairs([list(values) for values in AXES.values()])]
+def pairwise() -> list[ConformanceCase]:
+    return [ConformanceCase(*values) for values in AllPairs([list(values) for values in AXES.values()])]
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +132,7 @@ SEEN_ON_LONG_PATHS = ["sgl-26628-missed", "in-place-compaction"]
 @pytest.mark.parametrize("name", SEEN_BY_THE_MATRIX)
 def test_a_fault_makes_a_case_of_the_matrix_fail(conformance, name):
     """Without any guard, the comparison with the oracle alone finds the bug."""
-    case = Case("torch", "sim", 2, 2, 3, "largest", WINDOW, 5, "shuffled", "float64", True)
+    case = ConformanceCase("torch", "sim", 2, 2, 3, "largest", WINDOW, 5, "shuffled", "float64", True)
     assert conformance.run(case).failure is None
     with fault(name):
         assert conformance.run(case, check_level=0).failure is not None
@@ -142,6 +151,6 @@ def test_a_fault_of_the_accepted_path_makes_a_deep_case_fail(accepting_pair, nam
 
 def test_a_fault_of_the_windows_table_stops_a_case(conformance):
     """Full-group addresses in the window's pool leave it."""
-    case = Case("torch", "off", 2, 2, 3, "largest", WINDOW, 5, "shuffled", "float64", True)
+    case = ConformanceCase("torch", "off", 2, 2, 3, "largest", WINDOW, 5, "shuffled", "float64", True)
     with pytest.raises(IndexError), fault("sgl-24617"):
         conformance.run(case, check_level=0)

@@ -18,7 +18,7 @@ from support.oracles import chi_square_tail, drawn, float32, philox4x32_10, warp
 from support.tiny_models import EOS
 from treetop import LLM, SamplingParams, StructuredOutput
 from treetop.distributed.client import EngineProcessClient
-from treetop.distributed.tp_wire import Launch, decode_to_worker, encode
+from treetop.distributed.tp_wire import LaunchStep, decode_to_worker, encode
 from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.scheduler.constrained import ConstraintState
 from treetop.types.errors import CheckError, InputError
@@ -417,7 +417,7 @@ def test_a_constraint_stays_in_its_process_and_its_masks_reach_every_rank(strong
         plan = llm.scheduler.plan()
         if plan is None:
             break
-        assert decode_to_worker(encode(Launch.of(number, 2, plan))).plan() == plan
+        assert decode_to_worker(encode(LaunchStep.of(number, 2, plan))).plan() == plan
         masks += len(plan.masks)
         llm.scheduler.commit(plan, llm.engine.step(plan))
     assert masks == 5

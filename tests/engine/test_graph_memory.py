@@ -8,7 +8,7 @@ from support.refusing import refused
 from treetop.engine import engine as engines
 from treetop.engine.cuda_graphs import CudaGraphs, num_rounds
 from treetop.engine.graph_memory import GraphMemory
-from treetop.engine.memory import BYTES_PER_GRAPH, SLACK, Budget, Memory, activation_allowance
+from treetop.engine.memory import BYTES_PER_GRAPH, SLACK, Budget, DeviceMemory, activation_allowance
 from treetop.types.errors import CapacityError
 
 GIB, MIB = 2**30, 2**20
@@ -16,7 +16,7 @@ PEAK, ROUNDS = 3 * GIB, 20
 
 
 def budget(fraction=0.9) -> Budget:
-    return Budget(Memory(80 * GIB, 60 * GIB), 16 * GIB, activation_allowance(PEAK, ROUNDS), fraction)
+    return Budget(DeviceMemory(80 * GIB, 60 * GIB), 16 * GIB, activation_allowance(PEAK, ROUNDS), fraction)
 
 
 @pytest.mark.parametrize("each", [MIB, 24 * MIB, 100 * MIB, GIB])

@@ -12,7 +12,7 @@ from treetop import LLM
 from treetop.engine import memory
 from treetop.engine.memory import (
     Budget,
-    Memory,
+    DeviceMemory,
     MemoryUse,
     activation_allowance,
     bytes_per_token,
@@ -42,7 +42,7 @@ ONE_TOKEN = 2 * 33 * 2 * 8 * 128
 
 
 def budget(free, total=80 * GIB, static=17 * GIB, allowance=2 * GIB, fraction=0.88):
-    return Budget(Memory(total, free), static, allowance, fraction)
+    return Budget(DeviceMemory(total, free), static, allowance, fraction)
 
 
 # ---------------------------------------------------------------------------------------------- arithmetic
@@ -165,12 +165,12 @@ def test_a_windows_pool_is_fixed_and_comes_first():
     fixed = pool_bytes(made, 2)
     assert fixed == (16 + (1 + 8 * made.window_pages(128)) * 16) * 16 * 2 * 8 * 128 * 2
     have = fixed + 10_000 * 16 * 2 * 8 * 128 * 2
-    given = Budget(Memory(80 * GIB, have), 0, 0, 0.99)
+    given = Budget(DeviceMemory(80 * GIB, have), 0, 0, 0.99)
     assert fit(made, 2, given, None).pool_tokens == 10_000 // 16 * 16
     alone = replace(made, groups=(window,))
     assert pool_bytes(fit(alone, 2, budget(free=60 * GIB), None), 2) == pool_bytes(alone, 2)
     with pytest.raises(CapacityError):
-        fit(alone, 2, Budget(Memory(80 * GIB, pool_bytes(alone, 2) - 1), 0, 0, 0.99), None)
+        fit(alone, 2, Budget(DeviceMemory(80 * GIB, pool_bytes(alone, 2) - 1), 0, 0, 0.99), None)
 
 
 @pytest.mark.parametrize(
@@ -205,11 +205,11 @@ def test_a_control_groups_limit_counts_as_the_machines_memory(tmp_path):
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 900 kB\n")
     machine = memory._ram(meminfo)
-    assert machine == Memory(1000 * 1024, 900 * 1024)
+    assert machine == DeviceMemory(1000 * 1024, 900 * 1024)
     assert memory._limited(machine, tmp_path) == machine
     for name, text in (("memory.max", "512000"), ("memory.current", "300000"), ("memory.stat", "inactive_file 100000")):
         (tmp_path / name).write_text(text + "\n")
-    assert memory._limited(machine, tmp_path) == Memory(512000, 312000)
+    assert memory._limited(machine, tmp_path) == DeviceMemory(512000, 312000)
     (tmp_path / "memory.max").write_text("max\n")
     assert memory._limited(machine, tmp_path) == machine
     assert memory._ram(tmp_path / "nothing").free > 0
@@ -252,7 +252,7 @@ def test_prefill_steps_are_chosen_by_the_device_unless_they_are_given(monkeypatc
     """On a GPU that is not here, of an H200's memory."""
     monkeypatch.setattr(planning, "compute_device", lambda option: torch.device(place))
     monkeypatch.setattr(planning, "refusal", lambda name, need: None)
-    monkeypatch.setattr(planning, "memory_of", lambda device: Memory(140 * GIB, 140 * GIB))
+    monkeypatch.setattr(planning, "memory_of", lambda device: DeviceMemory(140 * GIB, 140 * GIB))
     preset = Path(__file__).parents[2] / "benchmarks" / "presets" / "llama-3.1-8b"
     config = EngineConfig(str(preset), load_format="dummy", **{"max_running_requests": 8, **options})
     assert planning.make_layout(config, target_spec(preset).config, None).chunk == chunk
@@ -277,7 +277,7 @@ def test_rows_and_the_tokens_beside_a_round_follow_device_and_memory(
     """
     monkeypatch.setattr(planning, "compute_device", lambda option: torch.device(place))
     monkeypatch.setattr(planning, "refusal", lambda name, need: None)
-    monkeypatch.setattr(planning, "memory_of", lambda device: Memory(total * GIB, total * GIB))
+    monkeypatch.setattr(planning, "memory_of", lambda device: DeviceMemory(total * GIB, total * GIB))
     monkeypatch.setattr(planning, "with_copies", lambda config, place, budget, *rest: budget)
     preset = Path(__file__).parents[2] / "benchmarks" / "presets" / "llama-3.1-8b"
     planned = planning.plan_engine(EngineConfig(str(preset), load_format="dummy", **options))
@@ -291,7 +291,7 @@ def test_rows_and_the_tokens_beside_a_round_follow_device_and_memory(
 def with_memory(monkeypatch, total, *free):
     """What is free before loading, and after it."""
     left = list(free)
-    monkeypatch.setattr(planning, "memory_of", lambda device: Memory(total, left.pop(0)))
+    monkeypatch.setattr(planning, "memory_of", lambda device: DeviceMemory(total, left.pop(0)))
 
 
 def test_an_engine_with_little_memory_gets_smaller_pools_and_the_same_tokens(strong_pair, monkeypatch):
@@ -322,7 +322,7 @@ def test_a_model_that_cannot_fit_is_refused_before_its_weights_are_read(strong_p
 
 def test_thousands_of_rows_are_counted_before_they_can_exhaust_a_cpus_memory(monkeypatch):
     """The worst step is left free beside the pools: 64 rows fit into 4 GiB; 4096 are refused with the numbers."""
-    monkeypatch.setattr(planning, "memory_of", lambda device: Memory(4 * GIB, 4 * GIB))
+    monkeypatch.setattr(planning, "memory_of", lambda device: DeviceMemory(4 * GIB, 4 * GIB))
     some = LLM(max_running_requests=64, context_length=64, check_level=0, device="cpu").engine
     rest = int(0.12 * 4 * GIB)
     assert some.memory.budget.allowance - rest == pytest.approx(step_bytes(some.layout, 4096, 4), abs=2)

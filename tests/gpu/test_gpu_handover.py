@@ -7,7 +7,7 @@ import torch
 
 from support.engines import build, greedy, sampled
 from support.handing import Relay, Worker, bits
-from treetop.kernels.comm.kv_chunks import Span, pack, pack_reference, unpack, unpack_reference
+from treetop.kernels.comm.kv_chunks import ChunkSpan, pack, pack_reference, unpack, unpack_reference
 from treetop.kernels.triton_guard import gpu_traits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -22,7 +22,7 @@ def test_a_large_chunk_moves_as_the_reference_moves_it(dtype):
     pool = torch.randn(4, 64 * 16, 2, 8, 128, device="cuda").to(dtype)
     table = torch.randperm(63, device="cuda", dtype=torch.int32) + 1
     stride = 4 * 480 * 2 * 128 * dtype.itemsize
-    span, memory = Span(21, 480, 16, 32, stride), torch.zeros(32 + 8 * stride, dtype=torch.uint8, device="cuda")
+    span, memory = ChunkSpan(21, 480, 16, 32, stride), torch.zeros(32 + 8 * stride, dtype=torch.uint8, device="cuda")
     one, other = memory.clone(), memory.clone()
     gpu, sums = gpu_traits(pool.device), torch.zeros(4, 8, dtype=torch.int64, device="cuda")
     pack(one, pool, table, span, sums[0], gpu=gpu)

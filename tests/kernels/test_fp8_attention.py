@@ -19,7 +19,7 @@ from treetop.kernels.attention.attention import paged_attention, paged_attention
 from treetop.kernels.attention.attention_config import Launch
 from treetop.kernels.attention.indexer import IndexNorm, write_index_keys, write_index_keys_reference
 from treetop.kernels.attention.latent import LatentNorm, write_latent, write_latent_reference
-from treetop.kernels.comm.kv_chunks import Span, pack, pack_reference, unpack, unpack_reference
+from treetop.kernels.comm.kv_chunks import ChunkSpan, pack, pack_reference, unpack, unpack_reference
 from treetop.kernels.fused import rotate_and_write, rotate_and_write_reference
 from treetop.kernels.kv import FP8, PageTable, decoded, encoded
 from treetop.kernels.kv import moved as as_bytes
@@ -260,7 +260,7 @@ def test_a_commit_and_a_transfer_move_codes_as_they_are():
     assert torch.equal(*(as_bytes(pool) for pool in pools))
     at = int(table[1, 1]) * 4  # column 2 of row 1, whose prefix is 2
     assert torch.equal(as_bytes(pools[1])[:, at], as_bytes(tail)[:, 0, int(node[0, 2])])
-    span, slots, sums = Span(0, 6, 4, 0, 16 * 12 * 2), [], []
+    span, slots, sums = ChunkSpan(0, 6, 4, 0, 16 * 12 * 2), [], []
     for run in (pack_reference, lambda *args: pack(*args, GPU)):
         slots.append(torch.zeros(1024, dtype=torch.uint8, device=DEVICE))
         sums.append(torch.zeros(2, dtype=torch.int64, device=DEVICE))

@@ -11,7 +11,7 @@ from support.engines import build
 from support.tiny_models import save_random_experts
 from treetop.checkpoints.loader import Placement
 from treetop.drafts.head_files import EMBEDDING
-from treetop.engine.memory import Budget, Memory, MemoryUse, fit, out_of_memory_explained, pool_bytes
+from treetop.engine.memory import Budget, DeviceMemory, MemoryUse, fit, out_of_memory_explained, pool_bytes
 from treetop.engine.startup import weight_copies as deciding
 from treetop.engine.startup.plan import plan_engine
 from treetop.engine.startup.weight_copies import copies_estimate, with_copies
@@ -22,7 +22,14 @@ from treetop.kernels.triton_guard import GpuTraits
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, ConfigError, EngineError
 from treetop.weights import plain, twelve_bits
-from treetop.weights.twelve_bits import ROWS, Offer, compress_if_faster, compressed_bytes, offers, why_not_compressed
+from treetop.weights.twelve_bits import (
+    ROWS,
+    LaunchLimit,
+    compress_if_faster,
+    compressed_bytes,
+    offers,
+    why_not_compressed,
+)
 
 CPU = torch.device("cpu")
 H200 = GpuTraits(132, True, 227 << 10)
@@ -144,7 +151,12 @@ def test_outliers_are_counted_by_blocks_of_lines():
 def test_each_number_of_rows_is_decided_by_the_block_that_has_most(monkeypatch):
     """At the limit 12 bits serve, one outlier more and 16 do; without any number of rows left nothing is kept."""
     launch, wide = CompressedLaunch(64, 1, 3, 4, 16), CompressedLaunch(128, 1, 3, 8, 64)
-    table = {1: Offer(launch, 90), 4: Offer(launch, 50), 16: Offer(launch, 50), 32: Offer(wide, 60)}
+    table = {
+        1: LaunchLimit(launch, 90),
+        4: LaunchLimit(launch, 50),
+        16: LaunchLimit(launch, 50),
+        32: LaunchLimit(wide, 60),
+    }
     monkeypatch.setattr(twelve_bits, "offers", lambda *args: table)
 
     def rows_of(counts):
@@ -207,7 +219,7 @@ def decide(monkeypatch, strong_pair):
 )
 def test_by_itself_copies_take_a_quarter_of_what_pools_could_have(decide, total, free, fraction, expected):
     """Less by the fraction, or by what others left free; asked for, they are made, and not wanted, they are not."""
-    budget = Budget(Memory(total * GIB, free * GIB), 0, 0, fraction)
+    budget = Budget(DeviceMemory(total * GIB, free * GIB), 0, 0, fraction)
     made = decide(budget, 10 * GIB)
     assert (made.copies > 0) is expected
     assert made.static == made.copies
@@ -265,7 +277,7 @@ def test_parts_of_ranks_come_out_of_12_bits_bit_for_bit():
 def test_by_itself_copies_leave_the_tokens_that_were_asked_for(decide):
     asked, pools = decide.layout.pool_tokens, pool_bytes(decide.layout, 2)
     for spare, expected in ((40 * GIB, True), (40 * GIB - 1, False)):
-        budget = Budget(Memory(1000 * GIB, pools + spare), 0, 0, 0.5)
+        budget = Budget(DeviceMemory(1000 * GIB, pools + spare), 0, 0, 0.5)
         assert (decide(budget, 10 * GIB, max_total_tokens=asked).copies > 0) is expected
 
 
@@ -273,7 +285,7 @@ def test_by_itself_copies_leave_room_for_a_request(decide):
     """A request that takes nine tenths of what is left has its pools, and no copies beside them."""
     one = pool_bytes(replace(decide.layout, pool_tokens=decide.layout.tokens_per_request), 2)
     for total, expected in ((16 * one, True), (10 * one // 9, False)):
-        budget = Budget(Memory(total, total), 0, 0, 0.999)
+        budget = Budget(DeviceMemory(total, total), 0, 0, 0.999)
         assert (decide(budget, one // 5).copies > 0) is expected
 
 
@@ -286,9 +298,9 @@ def test_without_room_errors_name_the_option_if_it_helps(strong_pair):
         for copies, named in ((need, True), (0, False), (1 if need > 1 else 0, False)):
             free = unused if tokens is None else 0
             with pytest.raises(CapacityError) as error:
-                fit(layout, 2, Budget(Memory(2**40, free), 2**30, 0, 0.9, copies), tokens)
+                fit(layout, 2, Budget(DeviceMemory(2**40, free), 2**30, 0, 0.9, copies), tokens)
             assert (advice in str(error.value)) is named
-    use = MemoryUse(layout, 2, Budget(Memory(2**40, 0), 2**30, 0, 0.9, 10 * GIB))
+    use = MemoryUse(layout, 2, Budget(DeviceMemory(2**40, 0), 2**30, 0, 0.9, 10 * GIB))
     with pytest.raises(EngineError, match=advice), out_of_memory_explained("x", CPU, use):
         raise RuntimeError("out of memory")
     assert "(of which up to 10.00 GiB copies of weights in 12 bits)" in use.lines()[-1]
@@ -338,7 +350,7 @@ def test_the_committed_launches_can_be_launched():
         launch = CompressedLaunch(*entry["launch"])
         limits = {int(each): most for each, most in entry["most_outliers"].items()}
         for each, maximum in limits.items():
-            assert offers(n, k, gated, H200)[each] == Offer(launch, maximum)
+            assert offers(n, k, gated, H200)[each] == LaunchLimit(launch, maximum)
         assert set(limits) <= set(ROWS)
         assert max(limits) <= rows <= MAX_ROWS
         assert sorted(limits.values(), reverse=True) == [limits[each] for each in sorted(limits)]

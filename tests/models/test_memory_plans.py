@@ -16,7 +16,7 @@ import transformers
 
 from support.grids import few_of
 from treetop.checkpoints.loader import Placement, load_weights, weight_bytes
-from treetop.engine.memory import Memory
+from treetop.engine.memory import DeviceMemory
 from treetop.engine.startup import plan as planning
 from treetop.models.registry import target_spec
 from treetop.types.config import EngineConfig
@@ -299,7 +299,7 @@ def test_kv_is_planned_by_kind_of_layer(shape, tmp_path, monkeypatch):
     """
     monkeypatch.setattr(planning, "compute_device", lambda option: torch.device("cuda"))
     monkeypatch.setattr(planning, "refusal", lambda name, need: None)
-    monkeypatch.setattr(planning, "memory_of", lambda device: Memory(1024 * GIB, 1024 * GIB))
+    monkeypatch.setattr(planning, "memory_of", lambda device: DeviceMemory(1024 * GIB, 1024 * GIB))
     monkeypatch.setattr(planning, "with_copies", lambda config, place, budget, *rest: budget)
     folder = str(folder_of(shape, tmp_path))
     rows = {"context_length": 32768, "max_running_requests": 8, "page_size": 16}

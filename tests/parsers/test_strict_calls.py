@@ -11,7 +11,7 @@ from support.tool_streams import said as arguments
 from treetop.api.requests.tools import Calls, Function, Tool
 from treetop.checkpoints.folder import resolve_folder
 from treetop.parsers import harmony
-from treetop.parsers.registry import TOOL_PARSERS, OutputFormat
+from treetop.parsers.registry import TOOL_PARSERS, OutputParsers
 from treetop.types.constraint import StructuredOutput
 from treetop.types.errors import InputError
 
@@ -66,7 +66,7 @@ def calls_of(parameters=PARAMETERS, strict=True, parallel=True) -> Calls:
     return Calls([Tool(type="function", function=function), loose], None, parallel)
 
 
-def taken(form: OutputFormat, words, text: str, answer=None, **options) -> int | None:
+def taken(form: OutputParsers, words, text: str, answer=None, **options) -> int | None:
     """Characters of the text before the first token that the structure does not allow; None if it allows it all.
 
     answer: the schema of what is said in place of calls.
@@ -84,8 +84,8 @@ def taken(form: OutputFormat, words, text: str, answer=None, **options) -> int |
     return None if matcher.is_accepting() else len(text)
 
 
-def form_of(name: str) -> OutputFormat:
-    return OutputFormat(is_harmony=True) if name == "openai" else OutputFormat(TOOL_PARSERS[name])
+def form_of(name: str) -> OutputParsers:
+    return OutputParsers(is_harmony=True) if name == "openai" else OutputParsers(TOOL_PARSERS[name])
 
 
 @pytest.mark.parametrize("special", [False, True])
@@ -198,7 +198,7 @@ def test_a_schema_that_cannot_be_held_is_refused_by_name(name, parameters, words
 def test_a_format_that_cannot_be_held_is_refused_by_name():
     assert not calls_of(strict=False).are_strict
     with pytest.raises(InputError, match="tools: strict: "):
-        calls_of().strict(OutputFormat().strict, {})
+        calls_of().strict(OutputParsers().strict, {})
 
 
 def test_the_marks_of_harmony_are_those_of_its_parser():

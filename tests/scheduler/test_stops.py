@@ -12,7 +12,7 @@ from support.oracles import stop_index
 from support.tiny_models import EOS, Pair, save_tokenizer
 from treetop import SamplingParams
 from treetop.scheduler.stops import first_stop
-from treetop.text.text import OutputText
+from treetop.text.text import IncrementalDetokenizer
 from treetop.text.tokenizer import Tokenizer
 
 SHAPE = (4, 4, 24)
@@ -185,7 +185,7 @@ def test_text_in_pieces_equals_text_at_once_for_any_ids(word_tokenizer, data):
         width = data.draw(st.integers(1, 4))
         groups.append(ids[at : at + width])
         at += width
-    shown = OutputText(tokenizer.stream(), stops)
+    shown = IncrementalDetokenizer(tokenizer.stream(), stops)
     pieces, emitted = [], []
     for group in groups:
         found = shown.feed(group)
@@ -207,7 +207,7 @@ def test_text_in_pieces_equals_text_at_once_for_any_ids(word_tokenizer, data):
 def test_text_is_shown_as_soon_as_no_stop_string_can_begin_in_it(word_tokenizer):
     """Text that cannot be the beginning of a stop string is not held back."""
     tokenizer, _ = word_tokenizer
-    shown = OutputText(tokenizer.stream(), ("aab",))
+    shown = IncrementalDetokenizer(tokenizer.stream(), ("aab",))
     a, b, space = 4, 5, 15
     pieces = []
     for token in (b, a, a, a, space, a):

@@ -12,7 +12,7 @@ from support.serving import command_of, mock, serving
 from support.storms import MANNERS, PAIR, Ask, nothing_is_left, of_the_mock, of_the_pair, storm
 from support.threads import in_threads, joined
 from support.waiting import WAIT_S, until
-from treetop.bench.http_client import Address, Client
+from treetop.bench.http_client import Address, HttpClient
 
 TIGHT = ("--max-total-tokens", "340", "--context-length", "300", "--page-size", "4", "--max-running-requests", "6")
 
@@ -115,7 +115,7 @@ def test_the_benchmarks_client_sees_the_same_events():
         ask = of_the_mock()[3]
 
         async def read() -> str:
-            client = Client(Address.of(server.url), None)
+            client = HttpClient(Address.of(server.url), None)
             events = client.events("/v1/completions", {**ask.body, "stream": True})
             text = "".join([choice["text"] async for event in events for choice in event["choices"]])
             await client.close()

@@ -14,7 +14,7 @@ import pytest
 
 from support.serving import mock
 from support.waiting import WAIT_S, until
-from treetop.serve.connections import RESERVED_FILES, Listener, most_connections
+from treetop.serve.connections import RESERVED_FILES, LimitedListener, most_connections
 from treetop.serve.log_limit import LogLimit
 from treetop.types.errors import ConfigError
 
@@ -262,7 +262,7 @@ def test_a_listener_without_open_files_tries_again(monkeypatch, caplog):
 
     async def run() -> bytes:
         real = socket.create_server(("127.0.0.1", 0))
-        listener = Listener(Full(real), 1, Kept)
+        listener = LimitedListener(Full(real), 1, Kept)
         listener.start()
         for _ in range(2):  # the place of the first is free again
             reader, writer = await asyncio.open_connection(*real.getsockname())

@@ -10,7 +10,7 @@ from treetop.api.requests.messages_body import MessagesRequest
 from treetop.api.requests.responses_body import ResponsesRequest
 from treetop.api.turn import reading_of
 from treetop.checkpoints.folder import resolve_folder
-from treetop.parsers.events import Arguments, CallStart, Content, Event, Reasoning
+from treetop.parsers.events import Arguments, CallStart, Content, Event, ReasoningDelta
 from treetop.parsers.registry import output_format
 from treetop.text.chat_prompt import chat_ids
 from treetop.text.chat_template import ChatTemplate
@@ -102,7 +102,7 @@ def said_alone(chat: ChatRequest, answer: Callable[[list[int], SamplingParams], 
 def text_of(event: Event) -> str:
     if isinstance(event, CallStart):
         return event.name
-    return event.text if isinstance(event, Content | Reasoning | Arguments) else ""
+    return event.text if isinstance(event, Content | ReasoningDelta | Arguments) else ""
 
 
 def said_whole(path: str, answer: dict) -> str:

@@ -14,7 +14,7 @@ import zmq
 from support.nixl_peer import OVER_TCP
 from support.waiting import WAIT_S
 from support.warm import Popen
-from treetop.core.wire import Add, Hello, Load, ProcessOptions, Ready, Updates, decode_from_core, encode
+from treetop.core.wire import AddRequests, ClientHello, Load, ProcessOptions, Ready, Updates, decode_from_core, encode
 from treetop.distributed.process import Failed
 from treetop.types.config import EngineConfig
 from treetop.types.ids import RequestId
@@ -53,7 +53,7 @@ class WorkerProcess:
         self._socket = self.context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.connect(address)
-        self._socket.send(encode(Hello()))
+        self._socket.send(encode(ClientHello()))
         self.load = CoreLoad()
         self._failed: str | None = None
         self.info: object = None
@@ -86,7 +86,7 @@ class WorkerProcess:
         requests = tuple(EngineRequest(i, tuple(prompt), each, each.seed or 0) for i, prompt, each in asked)
         for request_id in ids:
             self.tokens[request_id], self.accept_lens[request_id] = [], []
-        self._socket.send(encode(Add(requests)))
+        self._socket.send(encode(AddRequests(requests)))
         return ids
 
     def read(self, patience_ms: int = 0) -> None:

@@ -19,7 +19,7 @@ from treetop.disaggregation.events import (
     Connected,
     Disconnect,
     Disconnected,
-    Finish,
+    FinishExport,
     PrefillLocally,
     Pull,
     Pulled,
@@ -222,7 +222,7 @@ class World:
                 node.memory[slot][0] = ("half packed", request_id)
                 prompt_ids = node.machine.slots[slot].export.prompt.ids  # type: ignore[union-attr]  # a slot in use
                 self.after(self.soon(0.05), lambda: self._staged(node, request_id, slot, chunk, prompt_ids))
-            case Finish(request_id):
+            case FinishExport(request_id):
                 del node.running[request_id]
             case Cancel(request_id):
                 node.running.pop(request_id, None)

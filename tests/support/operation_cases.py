@@ -28,7 +28,7 @@ from treetop.kernels.attention.metadata import AttentionMetadata
 from treetop.kernels.attention.segments import plan_reference
 from treetop.kernels.attention.tail import PrefixPart
 from treetop.kernels.comm import peers
-from treetop.kernels.comm.kv_chunks import Span, pack_reference, unpack_reference
+from treetop.kernels.comm.kv_chunks import ChunkSpan, pack_reference, unpack_reference
 from treetop.kernels.comm.peers import Mailboxes
 from treetop.kernels.fused import HeadNorms
 from treetop.kernels.gemm.coded import CodedWeight, Coding
@@ -608,7 +608,7 @@ def gather(_: bool) -> Call:
 def moved(run: Callable[..., Any]) -> Call:
     """Nine tokens from the middle of a page on, of heads that are no power of two; the row's third page is missing."""
     kind = torch.float16 if run is pack_reference else torch.float32
-    span = Span(first=6, count=9, page_size=4, offset=48, stride=2304)
+    span = ChunkSpan(first=6, count=9, page_size=4, offset=48, stride=2304)
     table = torch.tensor([5, 2, 0, 7, 1], dtype=torch.int32)
     pool, slot = torch.randn(3, 32, 2, 2, 6).to(kind), torch.randint(0, 256, (8192,), dtype=torch.uint8)
     pool[:, :4] = 0

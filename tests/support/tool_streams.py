@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, field
 
 from treetop.parsers.arguments import Tools
-from treetop.parsers.events import Arguments, CallEnd, CallStart, Content, Event, Parser, Reasoning
+from treetop.parsers.events import Arguments, CallEnd, CallStart, Content, Event, Parser, ReasoningDelta
 from treetop.parsers.registry import output_format
 
 WEATHER = {
@@ -416,7 +416,7 @@ class Heard:
         for event in events:
             if isinstance(event, Content):
                 self.content += event.text
-            elif isinstance(event, Reasoning):
+            elif isinstance(event, ReasoningDelta):
                 assert not self.calls, "reasoning comes first"
                 self.reasoning += event.text
             elif isinstance(event, CallStart):

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as BpeTokenizer
 from support.refusing import refused
 from support.tiny_models import byte_characters, save_random_llama
 from treetop import LLM, SamplingParams
-from treetop.text.text import OutputText
+from treetop.text.text import IncrementalDetokenizer
 from treetop.text.token_bound import NFC_SHRINKS
 from treetop.text.tokenizer import Tokenizer, TokenStream
 from treetop.types.errors import InputError
@@ -185,7 +185,7 @@ def test_bytes_that_are_put_together_read_as_the_decoder_reads_them(special_fold
 @settings(max_examples=300, deadline=None)
 def test_any_ids_give_text_whose_pieces_join_to_it(folder, prompt, ids, stops, widths):
     """Also bytes that are no UTF-8, at which the library's own streams raise."""
-    shown = OutputText(Tokenizer(folder).stream(prompt), stops)
+    shown = IncrementalDetokenizer(Tokenizer(folder).stream(prompt), stops)
     pieces, taken = [], 0
     for width in itertools.cycle(widths):
         if taken >= len(ids) or shown.feed(ids[taken : taken + width]) is not None:

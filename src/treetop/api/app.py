@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from treetop.api.access import AccessMiddleware
 from treetop.api.api_state import ApiState
-from treetop.api.bodies import Bodies, Body
+from treetop.api.bodies import Bodies, MeteredBody
 from treetop.api.chat import chat
 from treetop.api.completions import CompletionRequest, completions
 from treetop.api.conversations import ConversationRequest, ItemsRequest, MetadataRequest, conversations
@@ -109,7 +109,7 @@ class AuthMiddleware:
         if length.isdecimal() and int(length[:20]) > self._bodies.maximum:
             await error_response(413, too_large(self._bodies.maximum))(scope, receive, send)
             return
-        body, started = Body(self._bodies, receive), False
+        body, started = MeteredBody(self._bodies, receive), False
 
         async def noted(message: Message) -> None:
             nonlocal started

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from treetop.parsers.events import Arguments, CallEnd, CallStart, Content, Event, Reasoning
+from treetop.parsers.events import Arguments, CallEnd, CallStart, Content, Event, ReasoningDelta
 
 BlockKind = Literal["reasoning", "text", "call"]
 Step = Literal["opens", "grows", "closes"]
@@ -73,5 +73,5 @@ class Blocks:
         yield "opens", block, ""
 
 
-def _kind(event: Content | Reasoning | Arguments) -> BlockKind:
-    return "text" if isinstance(event, Content) else "reasoning" if isinstance(event, Reasoning) else "call"
+def _kind(event: Content | ReasoningDelta | Arguments) -> BlockKind:
+    return "text" if isinstance(event, Content) else "reasoning" if isinstance(event, ReasoningDelta) else "call"

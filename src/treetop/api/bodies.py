@@ -51,7 +51,7 @@ class Bodies:
             self._freed = asyncio.Event()
 
 
-class Body:
+class MeteredBody:
     """A request's body, piece by piece, metered before anything is made of it."""
 
     def __init__(self, bodies: Bodies, receive: Receive) -> None:

@@ -141,7 +141,7 @@ class Metrics:
         self._page.register(AliasedMetrics(source, model_name))
         self._new_tokens, self._new_rounds, self._added_s = 0, Counts[int](), float("-inf")
         self._new_drafted, self._new_ranks = 0, Counts[int]()  # of these rounds
-        self.interval = Interval()
+        self.interval = LogInterval()
 
     def arrived(self, num_prompt_tokens: int) -> None:
         self._prompt_tokens.inc(num_prompt_tokens)
@@ -253,7 +253,7 @@ class Metrics:
         }
 
 
-class Interval:
+class LogInterval:
     """Counts since the last log line, and rounds since the last warning."""
 
     def __init__(self) -> None:

@@ -13,9 +13,9 @@ from treetop.api.requests.hints import left_out
 from treetop.async_llm import DeltaStream
 from treetop.outputs import TextDelta
 from treetop.parsers.custom import CustomCalls
-from treetop.parsers.events import Arguments, CallStart, Content, Event, Parser, Reasoning
+from treetop.parsers.events import Arguments, CallStart, Content, Event, Parser, ReasoningDelta
 from treetop.parsers.harmony import begins_message
-from treetop.parsers.registry import OutputFormat
+from treetop.parsers.registry import OutputParsers
 from treetop.parsers.thinking import plain
 from treetop.text.prompts import SERVE_WITHOUT
 from treetop.types.constraint import StructuredOutput
@@ -91,7 +91,7 @@ class OutputReading:
     words: tuple[str, ...]
 
 
-def reading_of(form: OutputFormat, body: ChatRequest, tail: str, special: Mapping[str, int]) -> OutputReading:
+def reading_of(form: OutputParsers, body: ChatRequest, tail: str, special: Mapping[str, int]) -> OutputReading:
     """How a chat's outputs are read. tail: the end of the prompt's text. special: ids of special tokens by their names.
 
     Raises InputError.
@@ -107,7 +107,7 @@ def reading_of(form: OutputFormat, body: ChatRequest, tail: str, special: Mappin
     return OutputReading(_with_reasoning(form, body, tail, special), parser, words)
 
 
-def _with_reasoning(form: OutputFormat, body: ChatRequest, tail: str, special: Mapping[str, int]) -> Asked | None:
+def _with_reasoning(form: OutputParsers, body: ChatRequest, tail: str, special: Mapping[str, int]) -> Asked | None:
     """What the output is held to, behind what may be thought before it; and by which field."""
     held, in_messages = body.structure is not None or body.holds_calls, _is_in_messages(form, body, tail)
     reasoning = form.reasoning(tail, body.thinking_budget, held)
@@ -122,7 +122,7 @@ def _with_reasoning(form: OutputFormat, body: ChatRequest, tail: str, special: M
     return "thinking_token_budget", StructuredOutput("text", reasoning=reasoning)
 
 
-def _is_in_messages(form: OutputFormat, body: ChatRequest, tail: str) -> bool:
+def _is_in_messages(form: OutputParsers, body: ChatRequest, tail: str) -> bool:
     """Whether what an output must be, a call or JSON, stands in a message of Harmony's, and others may come first."""
     if body.structure is None or not (form.is_harmony and begins_message(tail)):
         return False
@@ -206,7 +206,7 @@ class Said:
         for event in events:
             if isinstance(event, Content):
                 self.content.append(event.text)
-            elif isinstance(event, Reasoning):
+            elif isinstance(event, ReasoningDelta):
                 self.reasoning.append(event.text)
             elif isinstance(event, CallStart):
                 self.calls.append((event, []))

@@ -83,7 +83,7 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class BackendRefusal:
     """Why a backend cannot serve, in one sentence, and the option to change."""
 
     reason: str

@@ -9,7 +9,7 @@ from typing import get_args
 
 import torch
 
-from treetop.attention.capabilities import Capabilities, GroupNeed, Need, Refusal
+from treetop.attention.capabilities import BackendRefusal, Capabilities, GroupNeed, Need
 from treetop.attention.contract import BackendSpec
 from treetop.kernels.triton_guard import why_not
 from treetop.types.config import Backend
@@ -25,7 +25,7 @@ def load(name: str) -> BackendSpec:
 BACKENDS: dict[str, BackendSpec] = {name: load(name) for name in get_args(Backend) if name != "auto"}
 
 
-def refusal(name: str, need: Need) -> Refusal | None:
+def refusal(name: str, need: Need) -> BackendRefusal | None:
     """Why the backend called `name` cannot serve `need`; None if it can.
 
     The kind of device comes first, which no other option makes up for; then the limits, which cost nothing to check;
@@ -33,27 +33,27 @@ def refusal(name: str, need: Need) -> Refusal | None:
     """
     able, probes = BACKENDS[name].capabilities, BACKENDS[name].probes
     if why_not in probes and (problem := why_not(need.device)) is not None:
-        return Refusal(problem, _other(name, need.device))
+        return BackendRefusal(problem, _other(name, need.device))
     if (refused := _of_numbers(able, need)) is not None:
         return refused
     if need.exact and need.device.type == "cuda" and not able.exact:
         exact = [other for other, spec in BACKENDS.items() if spec.capabilities.exact]
         remedy = "use --exactness ties" + "".join(f" or --attention-backend {other}" for other in exact)
-        return Refusal("its bits depend on the batch", remedy)
+        return BackendRefusal("its bits depend on the batch", remedy)
     if need.max_in_flight > 1 and able.needs_host_extents:
         reason = "it plans with exact lengths on the host, so only one round may be in flight"
-        return Refusal(reason, "use --no-overlap or --attention-backend triton")
+        return BackendRefusal(reason, "use --no-overlap or --attention-backend triton")
     for group in need.groups:
         if (refused := _of_group(able, need, group)) is not None:
             return refused
     if able.page_sizes is not None and need.page_size not in (None, *able.page_sizes):
         sizes = ", ".join(str(size) for size in able.page_sizes)
         reason = f"it serves pages of {sizes} tokens, not of {need.page_size}"
-        return Refusal(reason, f"use --page-size {max(able.page_sizes)} or --attention-backend triton")
+        return BackendRefusal(reason, f"use --page-size {max(able.page_sizes)} or --attention-backend triton")
     for probe in probes:
         problem = probe(need.device)
         if problem is not None:
-            return Refusal(problem, _other(name, need.device))
+            return BackendRefusal(problem, _other(name, need.device))
     return None
 
 
@@ -62,32 +62,34 @@ def exact_backend(need: Need) -> str | None:
     return next((name for name in BACKENDS if refusal(name, replace(need, exact=True)) is None), None)
 
 
-def _of_group(able: Capabilities, need: Need, group: GroupNeed) -> Refusal | None:
+def _of_group(able: Capabilities, need: Need, group: GroupNeed) -> BackendRefusal | None:
     """What the layers of a KV group have against a backend."""
     if group.sparse and not able.sparse:
         reason = f"it has no kernel for sparse attention (DSA) (KV group {group.name})"
-        return Refusal(reason, f"use --attention-backend {_wider(need)}")
+        return BackendRefusal(reason, f"use --attention-backend {_wider(need)}")
     if group.latent is not None:
         if able.latents is not None and group.latent not in able.latents:
             wide = f" with latents {group.latent} wide" if able.latents else ""
             reason = f"it has no kernel for compressed attention (MLA){wide} (KV group {group.name})"
-            return Refusal(reason, f"use --attention-backend {'torch' if able.latents else _wider(need)}")
+            return BackendRefusal(reason, f"use --attention-backend {'torch' if able.latents else _wider(need)}")
     elif able.head_dims is not None and group.head_dim not in able.head_dims:
         reason = f"it has no kernel for heads {group.head_dim} wide (KV group {group.name})"
-        return Refusal(reason, "use --attention-backend torch")
+        return BackendRefusal(reason, "use --attention-backend torch")
     return None
 
 
-def _of_numbers(able: Capabilities, need: Need) -> Refusal | None:
+def _of_numbers(able: Capabilities, need: Need) -> BackendRefusal | None:
     """What dtypes stand against a backend."""
     if need.dtype not in able.dtypes:
         names = " and ".join(_name(dtype) for dtype in able.dtypes)
-        return Refusal(
+        return BackendRefusal(
             f"it computes in {names}, not in {_name(need.dtype)}",
             f"use --dtype {_name(able.dtypes[0])} or --attention-backend {_wider(need)}",
         )
     if need.fp8_kv and not able.fp8_kv:
-        return Refusal("it reads no K/V in FP8", f"use --kv-cache-dtype auto or --attention-backend {_wider(need)}")
+        return BackendRefusal(
+            "it reads no K/V in FP8", f"use --kv-cache-dtype auto or --attention-backend {_wider(need)}"
+        )
     return None
 
 

@@ -60,7 +60,7 @@ class Rate:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class CompareReport:
     """What a run measured.
 
     accept_length: mean a + 1 of all rounds.
@@ -132,7 +132,7 @@ _SPARE_ROUNDS = 64
 """Room in the context for rounds that are not timed."""
 
 
-def run(model: str | None, engine_options: dict[str, Any], options: BenchOptions) -> Report:
+def run(model: str | None, engine_options: dict[str, Any], options: BenchOptions) -> CompareReport:
     """Load both engines, compare, then time. Raises UserError for options that cannot work.
 
     Contexts are as long as the prompts need unless an option says otherwise, for two engines share the memory. Prompts
@@ -178,7 +178,7 @@ def run(model: str | None, engine_options: dict[str, Any], options: BenchOptions
     emitted = max(sum(output.round_tokens for output in got), 1)
     shape = speculative.config.shape
     machine = measure_machine(speculative.engine.runner.buffers.rows.device, speculative.engine.dtype)
-    return Report(
+    return CompareReport(
         shape=(shape.num_steps, shape.topk, shape.num_draft_tokens),
         dtype=str(speculative.engine.dtype).removeprefix("torch."),
         threads=torch.get_num_threads(),

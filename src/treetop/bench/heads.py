@@ -19,11 +19,11 @@ from treetop.bench.heads_report import (
     AGAIN,
     ALONE,
     HEADER,
-    Call,
+    BatchRun,
     Check,
     Comparison,
     Family,
-    Figures,
+    HeadFigures,
     HeadsReport,
     comparison,
     figures_of,
@@ -232,9 +232,9 @@ class _Sweep:
         self, model: str | None, prompts: _Prompts, options: HeadsOptions, tell: Callable[[str], None]
     ) -> None:
         self._model, self._prompts, self._options, self._tell = model, prompts, options, tell
-        self._calls: dict[str, dict[float, list[Call]]] = {}
+        self._calls: dict[str, dict[float, list[BatchRun]]] = {}
         self._interrupted = False
-        self.figures: list[Figures] = []
+        self.figures: list[HeadFigures] = []
         self.checks: list[Check] = []
         self.skipped: dict[str, str] = {}
         self.failed: dict[str, str] = {}
@@ -287,12 +287,12 @@ class _Sweep:
                 equality = equal_outputs(llm, expected, got, sampled=temperature > 0)
                 self.checks.append(Check(name, temperature, equality.ok, equality.sentence()))
 
-    def _all_calls(self, llm: LLM, temperature: float) -> list[Call]:
+    def _all_calls(self, llm: LLM, temperature: float) -> list[BatchRun]:
         return [
             call for kind, ids in self._prompts.counted.items() for call in self._together(llm, kind, ids, temperature)
         ]
 
-    def _together(self, llm: LLM, kind: str, prompts: list[list[int]], temperature: float) -> list[Call]:
+    def _together(self, llm: LLM, kind: str, prompts: list[list[int]], temperature: float) -> list[BatchRun]:
         """Answers to prompts, as many together as asked. The number of a prompt is its seed."""
         calls, size = [], self._options.batch_size
         for at in range(0, len(prompts), size):
@@ -305,7 +305,7 @@ class _Sweep:
             outputs = llm.generate(some, params)
             seconds = time.perf_counter() - began_s
             _raise_failed(outputs)
-            calls.append(Call(kind, outputs, seconds))
+            calls.append(BatchRun(kind, outputs, seconds))
         return calls
 
     def comparisons(self, configurations: Sequence[Configuration]) -> list[Comparison]:

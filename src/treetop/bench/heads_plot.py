@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Sequence
 
 from treetop.bench.axes import ticks_of
-from treetop.bench.heads_report import AGAIN, ALL, ALONE, Family, Figures, HeadsReport, verdict
+from treetop.bench.heads_report import AGAIN, ALL, ALONE, Family, HeadFigures, HeadsReport, verdict
 from treetop.bench.intervals import Interval
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 560, 118, 52, 8, 40
@@ -73,7 +73,7 @@ def page(report: HeadsReport) -> str:
 
 
 def svg(
-    figures: Sequence[Figures], value: Callable[[Figures], Interval | None], line: float | None, words: str = ""
+    figures: Sequence[HeadFigures], value: Callable[[HeadFigures], Interval | None], line: float | None, words: str = ""
 ) -> str:
     """A bar a configuration and temperature, its interval as a whisker. line: a value that is marked."""
     names = list(dict.fromkeys(each.configuration for each in figures))
@@ -104,7 +104,7 @@ def svg(
     return "".join([*parts, "</svg>"])
 
 
-def _bar(figure: Figures, value: Interval | None, y: float, across: Callable[[float], float], number: int) -> str:
+def _bar(figure: HeadFigures, value: Interval | None, y: float, across: Callable[[float], float], number: int) -> str:
     """number: of its temperature; later ones are paler."""
     if value is None:
         return ""
@@ -124,7 +124,7 @@ def _opacity(number: int) -> float:
 
 
 def _figure(
-    figures: Sequence[Figures], words: str, value: Callable[[Figures], Interval | None], line: float | None
+    figures: Sequence[HeadFigures], words: str, value: Callable[[HeadFigures], Interval | None], line: float | None
 ) -> str:
     return f"<figure><h2>{_escaped(words)}</h2>{svg(figures, value, line, words)}</figure>"
 
@@ -193,7 +193,7 @@ def _kinds(report: HeadsReport) -> str:
     return _tabulated(f"<tr><th></th>{heads}</tr><tr><th>S, k, T</th>{titles}</tr>", rows)
 
 
-def _whole(report: HeadsReport) -> list[tuple[str, list[Figures]]]:
+def _whole(report: HeadsReport) -> list[tuple[str, list[HeadFigures]]]:
     """Figures of all prompts, by configuration."""
     figures = [each for each in report.figures if each.kind == ALL]
     names = dict.fromkeys(each.configuration for each in figures)

@@ -18,7 +18,7 @@ ALONE, AGAIN = "plain", "plain, again"
 Family = Literal["plain", "n-gram", "chain", "tree", "calibrated"]
 
 
-class Call(NamedTuple):
+class BatchRun(NamedTuple):
     """Prompts of one kind that were answered together, and how long that took."""
 
     kind: str
@@ -31,7 +31,7 @@ class Call(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class HeadFigures:
     """One configuration at one temperature on prompts of one kind, or of all.
 
     accept_length: tokens a round, the bonus token included, the first token of an answer not; by resampling prompts.
@@ -127,7 +127,7 @@ class HeadsReport:
     chat_template: bool
     max_tokens: int
     batch_size: int
-    figures: tuple[Figures, ...]
+    figures: tuple[HeadFigures, ...]
     checks: tuple[Check, ...]
     comparisons: tuple[Comparison, ...]
     skipped: dict[str, str]
@@ -184,8 +184,8 @@ class HeadsReport:
 
 
 def figures_of(
-    name: str, family: Family, temperature: float, calls: Sequence[Call], plain: Sequence[Call]
-) -> list[Figures]:
+    name: str, family: Family, temperature: float, calls: Sequence[BatchRun], plain: Sequence[BatchRun]
+) -> list[HeadFigures]:
     """Of all prompts, then of each kind. plain: the calls of plain decoding, one for one."""
     found = []
     for kind in (ALL, *dict.fromkeys(call.kind for call in calls)):
@@ -194,7 +194,7 @@ def figures_of(
         outputs = [output for call in own for output in call.outputs]
         expected = [output for _, call in pairs for output in call.outputs]
         found.append(
-            Figures(
+            HeadFigures(
                 configuration=name,
                 family=family,
                 temperature=temperature,
@@ -211,7 +211,7 @@ def figures_of(
 
 
 def comparison(
-    names: tuple[str, str], why: str, temperature: float, first: Sequence[Call], second: Sequence[Call]
+    names: tuple[str, str], why: str, temperature: float, first: Sequence[BatchRun], second: Sequence[BatchRun]
 ) -> Comparison | None:
     """Of two configurations on the same prompts; None if one has no round."""
     accepted = ratio_interval(per_round(first), inverse(per_round(second)))
@@ -219,13 +219,13 @@ def comparison(
     return Comparison(*names, why, temperature, accepted, faster) if accepted and faster else None
 
 
-def per_round(calls: Sequence[Call]) -> Factor:
+def per_round(calls: Sequence[BatchRun]) -> Factor:
     """Tokens that rounds gave over rounds, prompt by prompt."""
     outputs = [output for call in calls for output in call.outputs]
     return [output.round_tokens for output in outputs], [output.metrics.target_forwards for output in outputs]
 
 
-def per_second(calls: Sequence[Call]) -> Factor:
+def per_second(calls: Sequence[BatchRun]) -> Factor:
     """Tokens over seconds, call by call."""
     return [call.tokens for call in calls], [call.seconds for call in calls]
 

@@ -55,7 +55,7 @@ class _Kept:
     used: bool = False
 
 
-class Client:
+class HttpClient:
     """Requests to one server, any number at a time, within one event loop. Raises HttpError and OSError.
 
     A connection whose answer was read to its end waits for the next request. One that the server has closed meanwhile

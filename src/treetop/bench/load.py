@@ -33,7 +33,7 @@ _PROMPTS, _DUMMY_LENGTH = 64, 256
 
 
 @dataclass(frozen=True, slots=True)
-class LoadOptions:
+class BatchSweepOptions:
     """batches: prompts decoded together.
     prompts: a file; None is the embedded pair's held-out ones.
     """
@@ -78,7 +78,7 @@ HEADER = f"{'batch':>5}  {'shape':>8}  {'tokens/s':>9}  {'of a user':>9}  {'plai
 
 
 @dataclass(frozen=True, slots=True)
-class LoadReport:
+class BatchSweepReport:
     """All points, by batch, each way in turn. equality: of the policy's outputs and plain ones."""
 
     model: str
@@ -105,8 +105,8 @@ class LoadReport:
 
 
 def run(
-    model: str | None, engine_options: dict[str, Any], options: LoadOptions, tell: Callable[[str], None]
-) -> LoadReport:
+    model: str | None, engine_options: dict[str, Any], options: BatchSweepOptions, tell: Callable[[str], None]
+) -> BatchSweepReport:
     """Load both engines, compare their outputs, then time. Raises UserError for options that cannot work.
 
     There is no prefix cache, so that each pass is all of the work.
@@ -130,7 +130,7 @@ def run(
         **wanted,
     }
     plain, drafting = LLM(model, **plain_options(sized)), LLM(model, **sized)
-    sweep = _Sweep(plain, drafting, prompts, options)
+    sweep = _LoadSweep(plain, drafting, prompts, options)
     equality = sweep.check()
     tell(equality)
     tell(HEADER)
@@ -141,13 +141,13 @@ def run(
             points.append(point)
     device = drafting.engine.runner.buffers.rows.device.type
     dtype = str(drafting.engine.dtype).removeprefix("torch.")
-    return LoadReport(config.model, device, dtype, options.max_tokens, options.repeats, equality, tuple(points))
+    return BatchSweepReport(config.model, device, dtype, options.max_tokens, options.repeats, equality, tuple(points))
 
 
-class _Sweep:
+class _LoadSweep:
     """Passes of one number of prompts by every way."""
 
-    def __init__(self, plain: LLM, drafting: LLM, prompts: list[list[int]], options: LoadOptions) -> None:
+    def __init__(self, plain: LLM, drafting: LLM, prompts: list[list[int]], options: BatchSweepOptions) -> None:
         self._plain, self._drafting, self._prompts, self._options = plain, drafting, prompts, options
         self._auto = drafting.scheduler.policy
         shapes = drafting.engine.layout.shapes

@@ -4,13 +4,13 @@ import html
 import json
 from dataclasses import asdict
 
-from treetop.bench.load import AUTO, LoadPoint, LoadReport
+from treetop.bench.load import AUTO, BatchSweepReport, LoadPoint
 from treetop.bench.serve_plot import COLOURS, STYLE, Mark, svg
 
 _WIDTH, _HEIGHT = 600, 14
 
 
-def page(report: LoadReport) -> str:
+def page(report: BatchSweepReport) -> str:
     """The plot, the shapes of the policy's rounds over time at each batch, the figures as text and as JSON."""
     ways = dict.fromkeys(point.way for point in report.points)
     marks = {
@@ -32,7 +32,7 @@ def page(report: LoadReport) -> str:
     )
 
 
-def strips(report: LoadReport) -> str:
+def strips(report: BatchSweepReport) -> str:
     """A bar a batch, its rounds from left to right, each in its shape's colour."""
     automatic = [point for point in report.points if point.way == AUTO]
     shapes = list(dict.fromkeys(shape for point in automatic for shape, _ in point.runs))

@@ -25,18 +25,18 @@ from treetop.weights.format import Packing, Product
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class RoundWork:
     """Bytes moved and floating-point operations done."""
 
     bytes: float
     flop: float
 
-    def without(self, saved: int) -> "Work":
+    def without(self, saved: int) -> "RoundWork":
         """The same with fewer bytes."""
-        return Work(self.bytes - saved, self.flop)
+        return RoundWork(self.bytes - saved, self.flop)
 
-    def plus(self, other: "Work") -> "Work":
-        return Work(self.bytes + other.bytes, self.flop + other.flop)
+    def plus(self, other: "RoundWork") -> "RoundWork":
+        return RoundWork(self.bytes + other.bytes, self.flop + other.flop)
 
     def seconds(self, machine: Machine) -> float:
         return max(self.bytes / machine.bytes_per_s, self.flop / machine.flop_per_s)
@@ -75,7 +75,7 @@ def round_floor(
     verify = forward_work([*model.attention.values()], target.streamed, case, shape.num_draft_tokens, model.vocab_size)
     for group in (spec.state(STATE, 1) for spec in model.linear.values()):  # states are read and written once
         moved = 2 * group.row_bytes(case.element_size) + group.stash_bytes(shape.num_draft_tokens, case.element_size)
-        verify = verify.plus(Work(case.batch * moved, 0))
+        verify = verify.plus(RoundWork(case.batch * moved, 0))
     layers = target.expert_layers(_DTYPES[case.element_size], case.packing)
     verify = verify.plus(expert_work(layers, case.batch * shape.num_draft_tokens, distinct))
     floor = {Phase.DRAFT: 0.0, Phase.VERIFY: verify.without(less[Phase.VERIFY]).seconds(machine)}
@@ -90,7 +90,7 @@ def round_floor(
         extend = forward_work(draft.attention, numbers, case, shape.commit_width, 0)
         # Only the last column of a row proposes: one row of logits each, and of products with the output matrix.
         logits, unused = case.batch * vocab, 2 * read.output * case.batch * (shape.commit_width - 1)
-        extend = Work(extend.bytes + case.element_size * logits, extend.flop - unused)
+        extend = RoundWork(extend.bytes + case.element_size * logits, extend.flop - unused)
         floor[Phase.EXTEND] = extend.without(less[Phase.EXTEND]).seconds(machine)
     return floor
 
@@ -106,10 +106,10 @@ def _block_floor(
     steps = shape.num_steps
     opened = forward_work(draft.attention, read.layers, case, block.width, 0)
     tokens = case.batch * steps
-    opened = opened.plus(Work(size * (read.output + tokens * draft.vocab_size), 2 * read.output * tokens))
+    opened = opened.plus(RoundWork(size * (read.output + tokens * draft.vocab_size), 2 * read.output * tokens))
     written = case.batch * shape.commit_width
     kv = sum(layer.kv.numbers for layer in draft.attention)
-    extend = Work(size * (read.fuse + written * kv), 2 * read.fuse * written)
+    extend = RoundWork(size * (read.fuse + written * kv), 2 * read.fuse * written)
     return {
         Phase.DRAFT: opened.without(less[Phase.DRAFT]).seconds(machine) if steps else 0.0,
         Phase.EXTEND: extend.without(less[Phase.EXTEND]).seconds(machine),
@@ -120,11 +120,11 @@ _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 """Of the case's element sizes."""
 
 
-def expert_work(layers: Sequence[ExpertLayer], tokens: int, distinct: Sequence[float] | None = None) -> Work:
+def expert_work(layers: Sequence[ExpertLayer], tokens: int, distinct: Sequence[float] | None = None) -> RoundWork:
     """What the chosen experts of a forward of so many tokens take. distinct: as in `round_floor`."""
     counts = [distinct_at_random(layer.router, tokens) for layer in layers] if distinct is None else distinct
     moved = sum(count * layer.bytes for count, layer in zip(counts, layers, strict=True))
-    return Work(moved, sum(2 * tokens * layer.router.top_k * layer.numbers for layer in layers))
+    return RoundWork(moved, sum(2 * tokens * layer.router.top_k * layer.numbers for layer in layers))
 
 
 def distinct_at_random(router: RouterSpec, tokens: int) -> float:
@@ -154,7 +154,7 @@ def saved_bytes(target: Target, drafter: Drafter | None, shape: SpecShape, rows:
     return found
 
 
-def forward_work(layers: Sequence[AttentionSpec], numbers: int, case: Case, queries: int, vocab: int) -> Work:
+def forward_work(layers: Sequence[AttentionSpec], numbers: int, case: Case, queries: int, vocab: int) -> RoundWork:
     """One forward of `queries` tokens a row, each with `vocab` logits. numbers: of the weights that it streams."""
     tokens, size = case.batch * queries, case.element_size
     seen = [case.context if layer.window is None else min(case.context, layer.window) for layer in layers]
@@ -164,4 +164,4 @@ def forward_work(layers: Sequence[AttentionSpec], numbers: int, case: Case, quer
     moved = size * (numbers + tokens * vocab) + of_kv * (case.batch * read + tokens * written)
     numbers_of = [layer.num_heads * (layer.head_dim + layer.kv.output_dim) for layer in layers]
     attention = sum(2 * each * length for each, length in zip(numbers_of, seen, strict=True))
-    return Work(moved, tokens * (2 * numbers + attention))
+    return RoundWork(moved, tokens * (2 * numbers + attention))

@@ -45,7 +45,7 @@ _MIN_CHUNK, _MAX_CHUNK = 512, 8192
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class RoundGrid:
     """What is measured: every shape with every batch and every prompt length (tokens).
 
     rounds, warm_up: timed of each, and before that not timed.
@@ -152,7 +152,7 @@ def warm_up(device: torch.device) -> int:
     return _WARM_UP[device.type]
 
 
-def run_grid(model: str | None, options: dict[str, Any], grid: Grid, tell: Callable[[str], None]) -> RoundsReport:
+def run_grid(model: str | None, options: dict[str, Any], grid: RoundGrid, tell: Callable[[str], None]) -> RoundsReport:
     """Measure a grid, an engine a shape. tell: gets each line of text as it is known.
 
     With real weights each shape's greedy output is first compared with that of the first shape, or of plain decoding if
@@ -200,7 +200,7 @@ def run_grid(model: str | None, options: dict[str, Any], grid: Grid, tell: Calla
     return RoundsReport(machine, checked, tuple(figures))
 
 
-def engine_config(model: str | None, options: dict[str, Any], shape: SpecShape, grid: Grid) -> EngineConfig:
+def engine_config(model: str | None, options: dict[str, Any], shape: SpecShape, grid: RoundGrid) -> EngineConfig:
     """The engine of one shape: rows and context as the grid needs them, unless they were given. Raises ConfigError.
 
     Prompts come again and again, so there is no prefix cache: a request that hits it would take up its rounds earlier.
@@ -409,7 +409,7 @@ def _between_ms(begin: Any, end: Any) -> float:
     return 1e3 * (end - begin) if isinstance(begin, float) else float(begin.elapsed_time(end))
 
 
-def _greedy(llm: LLM, grid: Grid) -> list[RequestOutput]:
+def _greedy(llm: LLM, grid: RoundGrid) -> list[RequestOutput]:
     """What this shape makes of a prompt or two."""
     prompts = prompt_ids(llm, min(2, max(grid.batches)), min(grid.lengths))
     return llm.generate(prompts, SamplingParams(max_tokens=_CHECKED_TOKENS, ignore_eos=True))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from treetop.bench.arrivals import ARRIVALS
-from treetop.bench.http_client import Address, Client, HttpError
+from treetop.bench.http_client import Address, HttpClient, HttpError
 from treetop.bench.lengths import lengths_of, read_lengths
 from treetop.bench.workload import Conversation, conversations, conversations_of_ids
 from treetop.types.errors import ConfigError, EngineError
@@ -113,7 +113,7 @@ class LoadOptions:
 
 
 @dataclass(slots=True)
-class Answer:
+class TimedAnswer:
     """One request. Times in seconds from its beginning; event_s: when text came. num_tokens: as the server counts."""
 
     event_s: list[float] = field(default_factory=list)
@@ -175,14 +175,14 @@ def run(options: LoadOptions, tell: Callable[[str], None] = lambda text: None) -
 
 
 async def _run(options: LoadOptions, tell: Callable[[str], None]) -> LoadReport:
-    client = Client(Address.of(options.base_url), options.api_key)
+    client = HttpClient(Address.of(options.base_url), options.api_key)
     try:
         return await _measured(client, options, tell)
     finally:
         await client.close()
 
 
-async def _measured(client: Client, options: LoadOptions, tell: Callable[[str], None]) -> LoadReport:
+async def _measured(client: HttpClient, options: LoadOptions, tell: Callable[[str], None]) -> LoadReport:
     try:
         listed = await client.get("/v1/models")
         model = options.model or str(listed["data"][0]["id"])
@@ -190,17 +190,17 @@ async def _measured(client: Client, options: LoadOptions, tell: Callable[[str], 
         raise EngineError(f"--base-url {options.base_url}: /v1/models: {type(error).__name__}: {error}") from None
     points = []
     for maximum in options.max_concurrency or (None,):
-        points.append(await Load(client, options, model).run(maximum))
+        points.append(await LoadRun(client, options, model).run(maximum))
         tell(point_text(points[-1]))
     shown = asdict(options)
     shown.pop("api_key")
     return LoadReport(shown, model, points)
 
 
-class Load:
+class LoadRun:
     """One run: conversations that begin when they should, each turn after the answer to the one before."""
 
-    def __init__(self, client: Client, options: LoadOptions, model: str) -> None:
+    def __init__(self, client: HttpClient, options: LoadOptions, model: str) -> None:
         self._client, self._options = client, options
         self._path = "/v1/chat/completions" if options.endpoint == "chat" else "/v1/completions"
         self._common = {
@@ -223,7 +223,7 @@ class Load:
             at_s = ARRIVALS[options.arrivals](len(talks), options.request_rate, options.burst_size, rng)
         gate, started_s = asyncio.Semaphore(maximum or len(talks)), time.perf_counter()
 
-        async def talk(conversation: Conversation, begins_s: float) -> list[Answer]:
+        async def talk(conversation: Conversation, begins_s: float) -> list[TimedAnswer]:
             await asyncio.sleep(max(begins_s - (time.perf_counter() - started_s), 0))
             async with gate:
                 return await self._talk(conversation)
@@ -232,7 +232,7 @@ class Load:
         answers = [answer for each in listed for answer in each]
         return point_of(answers, time.perf_counter() - started_s, maximum, options.goodput)
 
-    async def _talk(self, conversation: Conversation) -> list[Answer]:
+    async def _talk(self, conversation: Conversation) -> list[TimedAnswer]:
         answers = []
         while not conversation.ended:
             prompt = conversation.ask(self._options.endpoint == "chat")
@@ -245,8 +245,8 @@ class Load:
             conversation.texts.append("".join(answer.text))
         return answers
 
-    async def ask(self, prompt: dict[str, Any]) -> Answer:
-        answer, started_s = Answer(), time.perf_counter()
+    async def ask(self, prompt: dict[str, Any]) -> TimedAnswer:
+        answer, started_s = TimedAnswer(), time.perf_counter()
         try:
             async with asyncio.timeout(self._options.request_timeout):
                 async with aclosing(self._client.events(self._path, {**self._common, **prompt})) as events:
@@ -262,7 +262,7 @@ class Load:
         return answer
 
 
-def _take(answer: Answer, event: dict[str, Any], now_s: float) -> None:
+def _take(answer: TimedAnswer, event: dict[str, Any], now_s: float) -> None:
     for choice in event.get("choices", ()):
         text = choice["text"] if "text" in choice else choice["delta"].get("content")
         if text or choice.get("token_ids"):
@@ -274,7 +274,7 @@ def _take(answer: Answer, event: dict[str, Any], now_s: float) -> None:
         answer.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
 
-def point_of(answers: Sequence[Answer], elapsed_s: float, maximum: int | None, target: dict[str, float]) -> Point:
+def point_of(answers: Sequence[TimedAnswer], elapsed_s: float, maximum: int | None, target: dict[str, float]) -> Point:
     """The figures of a run. A request that failed counts as one that missed the target."""
     good = [answer for answer in answers if answer.error is None]
     errors: dict[str, int] = {}

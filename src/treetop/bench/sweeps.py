@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from treetop.bench.rounds import Grid, warm_up
+from treetop.bench.rounds import RoundGrid, warm_up
 from treetop.checkpoints.loader import compute_device
 from treetop.types.config import EngineConfig
 from treetop.types.errors import InputError
@@ -32,7 +32,7 @@ class SweepOptions:
     batch_size: int
 
 
-def make_grid(model: str | None, engine_options: dict[str, Any], options: SweepOptions) -> Grid:
+def make_grid(model: str | None, engine_options: dict[str, Any], options: SweepOptions) -> RoundGrid:
     """The grid that the options mean. Raises UserError for numbers that no benchmark has."""
     for name in ("batches", "inputs"):
         bad = [value for value in getattr(options, name) or () if value < 1]
@@ -51,7 +51,7 @@ def make_grid(model: str | None, engine_options: dict[str, Any], options: SweepO
         shapes = (PLAIN, *chosen)
     batches = {"batch": BATCHES, "table": TABLE_BATCHES}.get(options.sweep or "", (options.batch_size,))
     lengths = CONTEXTS if options.sweep == "context" else (INPUT,)
-    return Grid(
+    return RoundGrid(
         shapes,
         tuple(options.batches or batches),
         tuple(options.inputs or lengths),

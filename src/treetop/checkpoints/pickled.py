@@ -59,11 +59,11 @@ class PickledTensors:
     def get_tensor(self, name: str) -> Tensor:
         return self._tensors[name].detach()
 
-    def get_slice(self, name: str) -> "_Slice":
-        return _Slice(self.get_tensor(name))
+    def get_slice(self, name: str) -> "_PickledSlice":
+        return _PickledSlice(self.get_tensor(name))
 
 
-class _Slice:
+class _PickledSlice:
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
 

@@ -89,8 +89,8 @@ def _run_load(args: argparse.Namespace, given_to_engine: dict[str, Any]) -> int:
     _refuse(args, others, "not for --sweep load, whose shapes are --speculative-shapes")
     if args.plot is not None:
         axes.check_path(Path(args.plot))
-    names = [field.name for field in fields(load.LoadOptions)]
-    options = load.LoadOptions(**{name: value for name in names if (value := getattr(args, name)) is not None})
+    names = [field.name for field in fields(load.BatchSweepOptions)]
+    options = load.BatchSweepOptions(**{name: value for name in names if (value := getattr(args, name)) is not None})
     tell = (lambda text: None) if args.json else (lambda text: print(text, flush=True))
     report = load.run(args.model, given_to_engine, options, tell)
     print(json.dumps(asdict(report)) if args.json else "\n".join(report.verdicts()))

@@ -13,19 +13,19 @@ ID_RANGE = 2**40
 """Request ids that each client has for itself: client i those from i times this on."""
 
 
-class Hello(msgspec.Struct, frozen=True, tag=True):
+class ClientHello(msgspec.Struct, frozen=True, tag=True):
     """A client asks what it talks to; the answer is `Ready` or `Failed`. number: of this client among all."""
 
     number: int = 0
 
 
-class Add(msgspec.Struct, frozen=True, tag=True):
+class AddRequests(msgspec.Struct, frozen=True, tag=True):
     """Requests that are planned together. Their ids come from the client's own range."""
 
     requests: tuple[EngineRequest, ...]
 
 
-class Abort(msgspec.Struct, frozen=True, tag=True):
+class AbortRequests(msgspec.Struct, frozen=True, tag=True):
     """End these requests; a last update comes for those that are alive."""
 
     request_ids: tuple[RequestId, ...]
@@ -147,7 +147,7 @@ class ProcessOptions(msgspec.Struct, frozen=True):
         return str(Path(self.address.removeprefix("ipc://")).parent)
 
 
-ToCore = Hello | Add | Abort | Finish | Leave | UpdateWeights
+ToCore = ClientHello | AddRequests | AbortRequests | Finish | Leave | UpdateWeights
 FromCore = Ready | Updates | Load | WeightsUpdated
 
 encode = msgspec.msgpack.Encoder().encode

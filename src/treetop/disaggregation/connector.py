@@ -21,7 +21,7 @@ from treetop.disaggregation.events import (
     Disconnected,
     Effect,
     Event,
-    Finish,
+    FinishExport,
     Log,
     PrefillLocally,
     Pull,
@@ -207,7 +207,7 @@ class KVConnector:
                 scheduler.kv_transfer.stage(effect)
             case Start():
                 self._start(effect, now)
-            case Finish(request_id):
+            case FinishExport(request_id):
                 scheduler.finish_export(request_id)
             case Cancel(request_id):
                 scheduler.abort(request_id)

@@ -83,7 +83,7 @@ class Start(NamedTuple):
     prompt: Prompt
 
 
-class Finish(NamedTuple):
+class FinishExport(NamedTuple):
     """All chunks have been taken: row and pages of a request that was prefilled may go."""
 
     request_id: RequestId
@@ -108,4 +108,4 @@ class Log(NamedTuple):
     text: str
 
 
-Effect = Send | Disconnect | Pull | Recv | Stage | Start | Finish | Cancel | PrefillLocally | Log
+Effect = Send | Disconnect | Pull | Recv | Stage | Start | FinishExport | Cancel | PrefillLocally | Log

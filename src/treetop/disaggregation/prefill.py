@@ -18,7 +18,7 @@ from treetop.disaggregation.events import (
     Disconnected,
     Effect,
     Event,
-    Finish,
+    FinishExport,
     Received,
     Send,
     Start,
@@ -48,7 +48,7 @@ Key = tuple[PeerId, int, int]
 
 
 @dataclass(slots=True, eq=False)
-class Export:
+class ExportedRequest:
     """A request that is computed for a peer.
 
     staged: its tokens before this one have been given a slot.
@@ -77,7 +77,7 @@ class SendSlot:
 
     state: Literal["free", "staging", "offered"] = "free"
     generation: int = 0
-    export: Export | None = None
+    export: ExportedRequest | None = None
 
 
 class PrefillMachine:
@@ -97,8 +97,8 @@ class PrefillMachine:
         self, num_slots: int, tokens_per_slot: int, layout: ChunkLayout, vocab_size: int, deadlines: Deadlines
     ) -> None:
         self.slots = [SendSlot() for _ in range(num_slots)]
-        self.exports: dict[Key, Export] = {}
-        self._by_id: dict[RequestId, Export] = {}
+        self.exports: dict[Key, ExportedRequest] = {}
+        self._by_id: dict[RequestId, ExportedRequest] = {}
         self._peers: set[PeerId] = set()
         self._tokens_per_slot, self._layout, self._vocab_size = tokens_per_slot, layout, vocab_size
         self._deadlines, self._ids = deadlines, count()
@@ -169,7 +169,7 @@ class PrefillMachine:
             self._drop(older, None)
         max_tokens = min(asked.max_tokens, self._tokens_per_slot)
         request_id = RequestId(next(self._ids))
-        export = self.exports[key] = self._by_id[request_id] = Export(
+        export = self.exports[key] = self._by_id[request_id] = ExportedRequest(
             key, request_id, asked.prompt, asked.start, max_tokens, until_s
         )
         self._effects.append(Start(request_id, asked.start, export.prompt))
@@ -221,7 +221,7 @@ class PrefillMachine:
             if export.staged == export.total and not export.slots:
                 self._remove(export)
                 self._load = self._load._replace(num_requests_done=self._load.num_requests_done + 1)
-                self._effects.append(Finish(export.request_id))
+                self._effects.append(FinishExport(export.request_id))
 
     def _stage(self) -> None:
         """Give free slots to what has been computed, first come, first served."""
@@ -244,7 +244,7 @@ class PrefillMachine:
             self._drop(export, None)
         self._peers.discard(peer)
 
-    def _drop(self, export: Export, reason: str | None, cancel: bool = True) -> None:
+    def _drop(self, export: ExportedRequest, reason: str | None, cancel: bool = True) -> None:
         """Give an export up. reason: what its peer is told."""
         self._remove(export)
         for index in [*export.slots]:
@@ -258,7 +258,7 @@ class PrefillMachine:
             peer, request, attempt = export.key
             self._send(peer, Refused(request, attempt, reason))
 
-    def _remove(self, export: Export) -> None:
+    def _remove(self, export: ExportedRequest) -> None:
         del self.exports[export.key], self._by_id[export.request_id]
 
     def _free(self, index: int) -> None:

@@ -25,11 +25,11 @@ import zmq
 from treetop.core.engine_core import STALLED_S
 from treetop.core.loop import Core, CoreLoop
 from treetop.core.wire import (
-    Abort,
-    Add,
+    AbortRequests,
+    AddRequests,
+    ClientHello,
     Finish,
     FromCore,
-    Hello,
     Leave,
     Load,
     ProcessOptions,
@@ -149,17 +149,17 @@ class EngineServer:
 
     def _apply(self, identity: bytes, command: ToCore) -> None:
         match command:
-            case Hello(number):
+            case ClientHello(number):
                 if number not in self._left:
                     self._identities[number] = identity
                     self._clients.setdefault(identity, partial(self._send_updates, identity))
                     self._send(identity, Ready(self._info))
-            case Add(requests):
+            case AddRequests(requests):
                 if identity in self._clients:
                     self._loop.add(requests, self._clients[identity])
             case Leave(number):
                 self._leave(number)
-            case Abort(request_ids):
+            case AbortRequests(request_ids):
                 self._loop.abort(request_ids)
             case Finish(request_id, num_tokens):
                 self._loop.finish(request_id, num_tokens)

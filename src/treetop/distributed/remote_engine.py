@@ -17,11 +17,11 @@ import zmq.asyncio
 
 from treetop.core.clients import Sink
 from treetop.core.wire import (
-    Abort,
-    Add,
+    AbortRequests,
+    AddRequests,
+    ClientHello,
     Finish,
     FromCore,
-    Hello,
     Leave,
     Load,
     Ready,
@@ -168,7 +168,7 @@ class RemoteEngine:
     async def _handshake(self, socket: AsyncSocket, address: str) -> CoreInfo:
         socket.sndhwm = socket.rcvhwm = socket.linger = 0
         socket.connect(address)
-        socket.send(encode(Hello(self._client)))
+        socket.send(encode(ClientHello(self._client)))
         while not isinstance(answer := decode_from_core(await socket.recv()), Ready):
             pass
         return answer.info
@@ -258,7 +258,7 @@ class RemoteEngine:
                 self._put((request,), link)
             given.setdefault(link, []).append(request)
         for link, requests in given.items():
-            link.send(Add(tuple(requests)))
+            link.send(AddRequests(tuple(requests)))
         if self._journal.settled:
             self.settled.set()
 
@@ -346,4 +346,4 @@ class RemoteEngine:
             if link is not None:
                 by_link.setdefault(link, []).append(request_id)
         for link, mine in by_link.items():
-            link.send(Abort(tuple(mine)))
+            link.send(AbortRequests(tuple(mine)))

@@ -31,7 +31,7 @@ from treetop.distributed.rank_groups import ExpertEngines, RankGroups
 from treetop.distributed.tp_wire import (
     Ended,
     FromWorker,
-    Launch,
+    LaunchStep,
     Moved,
     NextLogits,
     TreeMasksMade,
@@ -121,7 +121,7 @@ class TpExecutor:
         number = self._launched
         self._launched += 1
         try:
-            self._ranks.broadcast(encode(Launch.of(number, self.engine.bucket_of(plan), plan)))
+            self._ranks.broadcast(encode(LaunchStep.of(number, self.engine.bucket_of(plan), plan)))
             with self._ranks.no_longer_than(self.config.step_timeout):
                 return GroupStep(number, self.engine.launch(plan))
         except BaseException as error:

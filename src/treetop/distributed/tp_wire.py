@@ -34,7 +34,7 @@ class WorkerOptions(msgspec.Struct, frozen=True):
     engines: ExpertEngines | None = None
 
 
-class Launch(msgspec.Struct, frozen=True, tag=True):
+class LaunchStep(msgspec.Struct, frozen=True, tag=True):
     """Launch step `number`, one more than the last, in a batch of `bucket` rows: what rank 0 launches, too.
 
     kind: the plan's class by name; plans have no tag of their own.
@@ -47,7 +47,7 @@ class Launch(msgspec.Struct, frozen=True, tag=True):
     encoded: msgspec.Raw
 
     @classmethod
-    def of(cls, number: int, bucket: int, plan: StepPlan) -> "Launch":
+    def of(cls, number: int, bucket: int, plan: StepPlan) -> "LaunchStep":
         return cls(number, bucket, _KINDS[type(plan)], msgspec.Raw(encode(plan)))
 
     def plan(self) -> StepPlan:
@@ -96,7 +96,7 @@ class Moved(msgspec.Struct, frozen=True, tag=True):
     state: State
 
 
-ToWorker = Launch | TreeMasksMade | NextLogits | Connect | Disconnect | Pull
+ToWorker = LaunchStep | TreeMasksMade | NextLogits | Connect | Disconnect | Pull
 FromWorker = WorkerStarted | WorkerReady | Ended | Moved
 
 encode = msgspec.msgpack.Encoder().encode

@@ -24,7 +24,7 @@ from treetop.distributed.rank_groups import RankGroups
 from treetop.distributed.tp_wire import (
     Ended,
     FromWorker,
-    Launch,
+    LaunchStep,
     Moved,
     NextLogits,
     TreeMasksMade,
@@ -125,7 +125,7 @@ class TpWorker:
             for number, state in self._agent.moved():
                 self._send(Moved(self._options.rank, number, state))
 
-    def _launch(self, message: Launch) -> None:
+    def _launch(self, message: LaunchStep) -> None:
         """Raises before anything is launched that rank 0 does not launch: no rank waits for what never comes."""
         if message.number != self._next:
             raise InvariantError(

@@ -45,7 +45,7 @@ AXES: dict[str, tuple[object, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class ConformanceCase:
     """One point of the matrix; the fields are the axes."""
 
     backend: str
@@ -81,19 +81,19 @@ class CaseResult:
     failure: or None.
     """
 
-    case: Case
+    case: ConformanceCase
     rounds: int
     ties: int
     failure: str | None
 
 
-def all_cases() -> Iterator[Case]:
+def all_cases() -> Iterator[ConformanceCase]:
     """The full matrix."""
     for values in product(*AXES.values()):
-        yield Case(*values)  # type: ignore[arg-type]  # AXES is in the order of the fields
+        yield ConformanceCase(*values)  # type: ignore[arg-type]  # AXES is in the order of the fields
 
 
-def quick_cases(count: int, seed: int = 0, gpu: bool = False, backend: str = "auto") -> list[Case]:
+def quick_cases(count: int, seed: int = 0, gpu: bool = False, backend: str = "auto") -> list[ConformanceCase]:
     """Random cases in which every value of every axis appears. gpu: Triton and captured rounds too.
 
     backend: only this one, if it is one of those that can be compared in full precision.
@@ -109,7 +109,7 @@ def quick_cases(count: int, seed: int = 0, gpu: bool = False, backend: str = "au
         column = [values[i % len(values)] for i in range(max(count, len(values)))]
         rng.shuffle(column)
         columns.append(column[:count])
-    cases = [Case(*values) for values in zip(*columns, strict=True)]
+    cases = [ConformanceCase(*values) for values in zip(*columns, strict=True)]
     return [replace(case, dtype="float32") if case.backend == "triton" else case for case in cases]
 
 
@@ -157,7 +157,7 @@ class Conformance:
             self._seeded[seed] = (str(target), str(head))
         return self._seeded[seed]
 
-    def run(self, case: Case, device: str = "auto", check_level: int = 3) -> CaseResult:
+    def run(self, case: ConformanceCase, device: str = "auto", check_level: int = 3) -> CaseResult:
         """Run one case to its end or its first difference."""
         target, head, oracle = self._pairs[case.window]
         shape = case.shape

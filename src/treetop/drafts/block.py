@@ -45,7 +45,7 @@ from treetop.models.config import AttentionSpec, ModelConfig
 from treetop.models.decoder import DecoderLayer
 from treetop.models.embedding import part_of, whole_logits, whole_table
 from treetop.models.feed_forward import feed_forward_params
-from treetop.models.layers import RMSNorm, Turn, norm_param, turn_at
+from treetop.models.layers import RMSNorm, Rotary, norm_param, turn_at
 from treetop.models.target import Target
 from treetop.weights.format import Source
 from treetop.weights.held import Weights
@@ -226,7 +226,7 @@ class BlockHead:
     def _write(
         self,
         kv: Tensor,
-        turn: Turn,
+        turn: Rotary,
         norms: HeadNorms | None,
         target: Tensor,
         slots: Tensor | None,

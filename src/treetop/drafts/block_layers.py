@@ -15,7 +15,7 @@ from treetop.attention.layer import Attend
 from treetop.checkpoints.params import Param, matrix
 from treetop.kernels.fused import joined
 from treetop.models.decoder import DecoderLayer
-from treetop.models.layers import Turn
+from treetop.models.layers import Rotary
 from treetop.types.parallel import Summed, taken
 from treetop.weights.format import Product, Source
 from treetop.weights.held import Weights
@@ -72,7 +72,7 @@ class ConvolvedLayer:
         self.products: list[Product] = [*layer.products, self.attention_conv.made, self.mlp_conv.made]
 
     def __call__(
-        self, x: Tensor, normed: Tensor, turn: Turn, attend: Attend, live: Tensor | None = None
+        self, x: Tensor, normed: Tensor, turn: Rotary, attend: Attend, live: Tensor | None = None
     ) -> tuple[Tensor, Summed]:
         """See `DecoderLayer`."""
         layer, mixed = self.layer, Convolution.mixed

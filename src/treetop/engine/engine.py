@@ -27,7 +27,7 @@ from treetop.engine.rounds import Eager, RoundKey, RoundLauncher
 from treetop.engine.staging import (
     HostResults,
     InFlightResults,
-    Results,
+    RowResults,
     Slot,
     StagingBuffers,
     check_own_memory,
@@ -310,7 +310,7 @@ class Engine:
         tokens = torch.tensor([ids], device=positions.device)
         return target.logits(target.forward(tokens, positions, attend).hidden[0, -1])
 
-    def _run(self, plan: StepPlan, slot: Slot) -> Results:
+    def _run(self, plan: StepPlan, slot: Slot) -> RowResults:
         match plan:
             case PrefillPlan():
                 return self._prefill(plan, slot)
@@ -321,13 +321,13 @@ class Engine:
             case ImportPlan():
                 return self._import(plan, slot)
 
-    def _export(self, plan: ExportPlan, slot: Slot) -> Results:
+    def _export(self, plan: ExportPlan, slot: Slot) -> RowResults:
         assert self.slots is not None
         state = self.runner.state
         state.apply_edits(self._staging.send(slot, edits=state.edit_columns(plan.edits))["edits"])
         return export_chunks(self.runner, self.slots, plan)
 
-    def _import(self, plan: ImportPlan, slot: Slot) -> Results:
+    def _import(self, plan: ImportPlan, slot: Slot) -> RowResults:
         assert self.slots is not None
         state, spec = self.runner.state, self.slots.spec
         sent = self._staging.send(
@@ -341,7 +341,7 @@ class Engine:
         expected, known, last_rows = sent["checks"]
         return import_chunks(self.runner, self.slots, plan, expected.view(-1, spec.num_own), known, last_rows)
 
-    def _prefill(self, plan: PrefillPlan, slot: Slot) -> Results:
+    def _prefill(self, plan: PrefillPlan, slot: Slot) -> RowResults:
         padded, state = self._padded(plan), self.runner.state
         sent = self._staging.send(
             slot,
@@ -357,9 +357,9 @@ class Engine:
         first = prefill(self.runner, make_batch(plan, rows, sent["chunks"], sent["prompt"], allowed))
         state.states.keep(plan.chunks)
         zeros = torch.zeros_like(first.token)
-        return Results(first.token[:, None], zeros, first.finite, first.logprobs, first.prompt)
+        return RowResults(first.token[:, None], zeros, first.finite, first.logprobs, first.prompt)
 
-    def _round(self, plan: RoundPlan, slot: Slot) -> Results:
+    def _round(self, plan: RoundPlan, slot: Slot) -> RowResults:
         padded, edits = self._padded(plan), self.runner.state.edit_columns(plan.edits)
         self._apply(self._staging.send(slot, rows=[padded], edits=edits))
         buffers, held, host_step = self.runner.buffers, bool(plan.masks), None
@@ -383,7 +383,7 @@ class Engine:
         if plan.told_trees and plan.shape.num_steps:
             trees = PackedTrees.of(buffers.tree_of(key.bucket, key.shape), accepted)
         of_round = accepted.tokens, accepted.accept_len, accepted.finite
-        return Results(*of_round, logprobs, candidates=candidates, proposals=counts, trees=trees)
+        return RowResults(*of_round, logprobs, candidates=candidates, proposals=counts, trees=trees)
 
     def _apply(self, sent: Mapping[str, list[Tensor]]) -> Tensor:
         """Write the row list into its buffer, and page-table cells into the tables. Returns the row list."""

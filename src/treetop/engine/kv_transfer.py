@@ -15,8 +15,8 @@ from torch import Tensor
 from treetop.engine.features.feature import NewRoots
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.row_record import parts_of
-from treetop.engine.staging import HostResults, Results
-from treetop.kernels.comm.kv_chunks import Span, checksum
+from treetop.engine.staging import HostResults, RowResults
+from treetop.kernels.comm.kv_chunks import ChunkSpan, checksum
 from treetop.kernels.kv import moved
 from treetop.types.errors import CheckError
 from treetop.types.kv_chunk import KVChunk
@@ -32,7 +32,7 @@ _LOWEST, _HIGHEST = -(2**63), 2**63 - 1
 class Move(Protocol):
     """`pack` or `unpack` of the table of operations."""
 
-    def __call__(self, slot: Tensor, pool: Tensor, table: Tensor, span: Span, sums: Tensor) -> None: ...
+    def __call__(self, slot: Tensor, pool: Tensor, table: Tensor, span: ChunkSpan, sums: Tensor) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class StagingSlots:
 # ---------------------------------------------------------------- device
 
 
-def export_chunks(runner: ModelRunner, slots: StagingSlots, plan: ExportPlan) -> Results:
+def export_chunks(runner: ModelRunner, slots: StagingSlots, plan: ExportPlan) -> RowResults:
     """Pack chunks into slots. As results, a chunk a row: tokens: checksums of all ranks; finite: see `_same_record`."""
     sums = _no_sums(slots, plan.exports)
     sound = torch.ones_like(sums[:, 0], dtype=torch.bool)
@@ -119,12 +119,12 @@ def export_chunks(runner: ModelRunner, slots: StagingSlots, plan: ExportPlan) ->
             sums[i, -1] = checksum(staged.clone().view(torch.int32))
             sound[i] = _same_record(runner, export.row, staged)
     gathered = runner.ops.parallel.gather(sums).movedim(0, 1).flatten(1)
-    return Results(gathered, gathered.new_zeros(len(sums)), _all_ranks(runner.ops.parallel, sound))
+    return RowResults(gathered, gathered.new_zeros(len(sums)), _all_ranks(runner.ops.parallel, sound))
 
 
 def import_chunks(
     runner: ModelRunner, slots: StagingSlots, plan: ImportPlan, expected: Tensor, known: Tensor, last_rows: Tensor
-) -> Results:
+) -> RowResults:
     """Check and unpack chunks from slots; then write the rows of last chunks, whose requests have been set up.
 
     expected: [chunks, num_own] int64, checksums; known: [chunks] int64, 0 where there are none. last_rows: of last
@@ -147,7 +147,7 @@ def import_chunks(
         runner.state.record.unpack(each.row, record, good[i])
         written[i] = (runner.state.record.pack(each.row) == record).all() | ~good[i]
         roots[i] = _begin(runner, each, good[i], row.view(1))
-    return Results(roots[:, None], good.to(torch.int64), written)
+    return RowResults(roots[:, None], good.to(torch.int64), written)
 
 
 def _begin(runner: ModelRunner, each: Import, good: Tensor, row: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ def _move(runner: ModelRunner, slots: StagingSlots, moved: Export | Import, run:
         first = chunk.first_seen(group.window)
         if first < chunk.end:
             stride = mine[1].offset - mine[0].offset if len(mine) > 1 else 0
-            span = Span(first, chunk.end - first, layout.page_size, mine[0].offset, stride)
+            span = ChunkSpan(first, chunk.end - first, layout.page_size, mine[0].offset, stride)
             pool, table = runner.pools[group.name].data, runner.state.table_of(group.name).data[moved.row]
             run(slots.memory[moved.slot], pool, table, span, sums[begin:end])
         begin = end

@@ -45,7 +45,7 @@ CHUNKS = ((60 * GIB, 8192), (35 * GIB, 4096), (0, 2048))
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class DeviceMemory:
     """Bytes of a device: all of it, and what nobody uses."""
 
     total: int
@@ -63,7 +63,7 @@ class Budget:
     rest: of the allowance, what the fraction leaves free on a CPU.
     """
 
-    memory: Memory
+    memory: DeviceMemory
     static: int
     allowance: int
     fraction: float
@@ -106,12 +106,12 @@ class Budget:
         )
 
 
-def memory_of(device: torch.device) -> Memory:
+def memory_of(device: torch.device) -> DeviceMemory:
     """A GPU's memory as its driver sees it, or the machine's, limits of a control group included."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what the allocator keeps for later counts as free
         free, total = torch.cuda.mem_get_info(device)
-        return Memory(total, free)
+        return DeviceMemory(total, free)
     return _limited(_ram(Path("/proc/meminfo")), Path("/sys/fs/cgroup"))
 
 
@@ -316,18 +316,18 @@ def _costs(layout: Layout, element_size: int) -> str:
     return f"{layout.pool_tokens} tokens x ({' + '.join(each)}) + null pages and windows {gib(fixed)}"
 
 
-def _ram(meminfo: Path) -> Memory:
+def _ram(meminfo: Path) -> DeviceMemory:
     """The machine's memory; without /proc what the system says there is, all of it counted as free."""
     try:
         rows = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines())
         total, free = (1024 * int(rows[name].split()[0]) for name in ("MemTotal", "MemAvailable"))
-        return Memory(total, free)
+        return DeviceMemory(total, free)
     except (OSError, ValueError, KeyError, IndexError):
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return Memory(total, total)
+        return DeviceMemory(total, total)
 
 
-def _limited(memory: Memory, group: Path) -> Memory:
+def _limited(memory: DeviceMemory, group: Path) -> DeviceMemory:
     """Memory under the limit of a control group (version 2), if there is one; its page cache counts as free."""
     try:
         limit = int((group / "memory.max").read_text(encoding="ascii"))  # "max" is no limit
@@ -336,7 +336,7 @@ def _limited(memory: Memory, group: Path) -> Memory:
         used -= int(rows.get("inactive_file", 0))
     except (OSError, ValueError):
         return memory
-    return Memory(min(memory.total, limit), min(memory.free, max(limit - used, 0)))
+    return DeviceMemory(min(memory.total, limit), min(memory.free, max(limit - used, 0)))
 
 
 def _first_line(error: BaseException) -> str:

@@ -42,7 +42,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Results:
+class RowResults:
     """What the host learns of a step's rows.
 
     tokens: [rows, w] int64.
@@ -69,7 +69,7 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class HostResults:
-    """`Results` on the host, and the record of the probes. candidates: () where there are none."""
+    """`RowResults` on the host, and the record of the probes. candidates: () where there are none."""
 
     tokens: list[tuple[int, ...]]
     accept_len: list[int]
@@ -183,7 +183,7 @@ class StagingBuffers:
         sent = islice(self._inputs[:need].split(widths), 0, None, 2)
         return {name: [*islice(sent, len(part))] for name, part in parts.items()}
 
-    def post(self, slot: Slot, results: Results, record: Tensor) -> InFlightResults:
+    def post(self, slot: Slot, results: RowResults, record: Tensor) -> InFlightResults:
         """Copy a step's results into its slot, in one copy, and mark the step's end."""
         parts = [results.tokens.reshape(-1), results.accept_len, results.finite.to(torch.int64)]
         if results.candidates is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class LinearScaling:
     """Positions are divided by the factor."""
 
     factor: float
@@ -95,7 +95,7 @@ class RopeSpec:
 
     head_dim: int
     theta: float
-    scaling: Linear | Llama3 | Yarn | DynamicNTK | Proportional | None = None
+    scaling: LinearScaling | Llama3 | Yarn | DynamicNTK | Proportional | None = None
     rotary_dim: int | None = None
     interleaved: bool = False
     query_scale: QueryScale | None = None
@@ -141,7 +141,7 @@ def inverse_frequencies(spec: RopeSpec, positions: Tensor) -> Tensor:
         theta = spec.theta * grown ** (spec.turned / (spec.turned - 2))
         return 1.0 / theta[:, None] ** exponent
     inverse = 1.0 / spec.theta**exponent
-    if isinstance(scaling, Linear | Proportional):
+    if isinstance(scaling, LinearScaling | Proportional):
         inverse = inverse / scaling.factor
     elif isinstance(scaling, Llama3):
         wavelength = 2 * math.pi / inverse

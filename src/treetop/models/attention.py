@@ -10,7 +10,7 @@ from treetop.checkpoints.params import Param
 from treetop.kernels.table import Ops
 from treetop.models.config import LinearSpec, Mixer
 from treetop.models.latent_attention import LatentAttention, latent_params
-from treetop.models.layers import SelfAttention, Turn, self_attention_params
+from treetop.models.layers import Rotary, SelfAttention, self_attention_params
 from treetop.models.linear_attention import LinearAttention, linear_params
 from treetop.types.parallel import Summed
 from treetop.weights.format import Product
@@ -23,7 +23,7 @@ class Attention(Protocol):
     @property
     def products(self) -> Sequence[Product]: ...
 
-    def __call__(self, x: Tensor, turn: Turn, attend: Attend) -> Summed:
+    def __call__(self, x: Tensor, turn: Rotary, attend: Attend) -> Summed:
         """x: [rows, n, in]. Returns parts [parts, rows, n, hidden], whose sum it is."""
 
 

@@ -17,7 +17,7 @@ from treetop.models.embedding import lookup, piece_of, whole_logits
 from treetop.models.experts import live_rows
 from treetop.models.feed_forward import feed_forward, feed_forward_params
 from treetop.models.layer_inputs import TokenInputs, ending_params, layer_ending, token_input_params
-from treetop.models.layers import NoNorm, RMSNorm, Turn, norm_param, turn_at
+from treetop.models.layers import NoNorm, RMSNorm, Rotary, norm_param, turn_at
 from treetop.models.target import LAST_HIDDEN, TargetOutput
 from treetop.types.parallel import Summed, taken
 from treetop.weights.format import Linear, Product
@@ -44,7 +44,7 @@ class DecoderLayer:
             self.products += self.ending.products
 
     def __call__(
-        self, x: Tensor, normed: Tensor, turn: Turn, attend: Attend, live: Tensor | None = None
+        self, x: Tensor, normed: Tensor, turn: Rotary, attend: Attend, live: Tensor | None = None
     ) -> tuple[Tensor, Summed]:
         """x: the residual stream, normed: its input norm. Returns the stream after attention, and what to add to it."""
         added = self._added(self.attention(normed, turn, attend), self.attention_output_norm, x.dtype)
@@ -90,7 +90,7 @@ class Decoder:
         x = self._embed(tokens)
         if self._embedding_scale != 1:
             x = x * self._embedding_scale
-        turns: dict[RopeSpec | None, Turn] = {None: Turn(None, None)}  # of layers that know no positions
+        turns: dict[RopeSpec | None, Rotary] = {None: Rotary(None, None)}  # of layers that know no positions
         turns |= {rope: turn_at(table, positions, self._ops) for rope, table in self._ropes.items()}
         inputs = None if self.layer_inputs is None else self.layer_inputs(tokens, x)
         live = live_rows(attend.live(), self._ops.expert_ranks) if self.config.has_experts else None

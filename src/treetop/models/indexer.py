@@ -33,7 +33,7 @@ class Indexer:
         self._norm = IndexNorm(weights[f"{name}.norm"], weights[f"{name}.norm_bias"], spec.norm_eps)
 
     def asks(self, x: Tensor, query_latent: Tensor, angles: Any) -> IndexQuery:
-        """x: [rows, n, in], what the layer reads. query_latent: [rows, n, query_rank], normed. angles: see `Turn`."""
+        """x: [rows, n, in], what the layer reads. query_latent: [rows, n, query_rank], normed. angles: see `Rotary`."""
         heads = self.query(query_latent).unflatten(-1, (self.spec.num_heads, -1))
         weights = F.linear(x.to(self._weights.dtype), self._weights)
         return IndexQuery(self._ops.turn_index_heads(heads, angles), weights, self.spec.top_k)

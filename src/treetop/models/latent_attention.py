@@ -19,7 +19,7 @@ from treetop.kernels.rope import head_order
 from treetop.kernels.table import Ops
 from treetop.models.config import AttentionSpec, LatentSpec
 from treetop.models.indexer import Indexer, indexer_params
-from treetop.models.layers import RMSNorm, Turn, norm_param, reorder_heads
+from treetop.models.layers import RMSNorm, Rotary, norm_param, reorder_heads
 from treetop.types.parallel import Summed
 from treetop.weights.format import Product, Source
 from treetop.weights.held import Weights
@@ -68,7 +68,7 @@ class LatentAttention:
             self.indexer = Indexer(spec.index, weights, f"{name}.indexer", ops)
             self.products += self.indexer.products
 
-    def __call__(self, x: Tensor, turn: Turn, attend: Attend) -> Summed:
+    def __call__(self, x: Tensor, turn: Rotary, attend: Attend) -> Summed:
         """x: [rows, n, in]. Returns parts [parts, rows, n, hidden], of all ranks."""
         down, first, still = self.down.parts(x), self._latent.query_rank or 0, self._latent.still_dim
         of = x if self.query_norm is None else self.query_norm.of_parts(down[..., :first], x.dtype)[0]
@@ -86,7 +86,7 @@ class LatentAttention:
         absorbed: Tensor,
         turned: Tensor,
         down: Tensor,
-        turn: Turn,
+        turn: Rotary,
         target: Tensor,
         slots: Tensor | None,
         scales: Tensor | None,
@@ -96,7 +96,7 @@ class LatentAttention:
         return q if turn.query_scale is None else q * turn.query_scale
 
     def _write_both(
-        self, latents: WriteKV, x: Tensor, turn: Turn, target: Tensor, slots: Tensor | None, scales: Tensor | None
+        self, latents: WriteKV, x: Tensor, turn: Rotary, target: Tensor, slots: Tensor | None, scales: Tensor | None
     ) -> Tensor:
         """A `WriteKV`, of the indexer's keys too, which are a plane's last numbers."""
         assert self.indexer is not None

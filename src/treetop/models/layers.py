@@ -72,7 +72,7 @@ class WholeNorms:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class Rotary:
     """How the heads of a batch turn. angles: what `Ops.angles` gives. query_scale: [rows, n, 1, 1], what turned queries
     are multiplied by, if they are."""
 
@@ -80,10 +80,10 @@ class Turn:
     query_scale: Tensor | None
 
 
-def turn_at(table: RopeTable, positions: Tensor, ops: Ops) -> Turn:
+def turn_at(table: RopeTable, positions: Tensor, ops: Ops) -> Rotary:
     """positions: [rows, n] int64."""
     scale = table.query_scale
-    return Turn(ops.angles(table, positions), None if scale is None else scale[positions][..., None, None])
+    return Rotary(ops.angles(table, positions), None if scale is None else scale[positions][..., None, None])
 
 
 class SelfAttention:
@@ -106,7 +106,7 @@ class SelfAttention:
         self._whole_norms = WholeNorms(spec, weights, name, eps, ops) if spec.whole_qk_norm else None
         self.sinks = weights[f"{name}.sinks"].float() if spec.sinks else None
 
-    def __call__(self, x: Tensor, turn: Turn, attend: Attend) -> Summed:
+    def __call__(self, x: Tensor, turn: Rotary, attend: Attend) -> Summed:
         """x: [rows, n, in]. Returns parts [parts, rows, n, hidden], of all ranks."""
         qkv = self.qkv.parts(x)
         if self._whole_norms is not None:
@@ -115,7 +115,7 @@ class SelfAttention:
         attended = attend(self.layer, partial(self._write, qkv, turn), self.scale, self.sinks)
         return self._ops.parallel.share(self.output.parts(self._gated(attended, x).flatten(2)))
 
-    def _write(self, qkv: Tensor, turn: Turn, target: Tensor, slots: Tensor | None, scales: Tensor | None) -> Tensor:
+    def _write(self, qkv: Tensor, turn: Rotary, target: Tensor, slots: Tensor | None, scales: Tensor | None) -> Tensor:
         """A `WriteKV`. What reads another layer's K/V has queries alone.
 
         Weights after the rotation multiply queries alone, those of keys too: scores are the same.

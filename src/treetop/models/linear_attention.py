@@ -19,7 +19,7 @@ from treetop.attention.layer import Attend
 from treetop.checkpoints.params import Param, matrix, vector
 from treetop.kernels.table import Ops
 from treetop.models.config import LinearSpec, linear_of_rank
-from treetop.models.layers import Turn
+from treetop.models.layers import Rotary
 from treetop.types.parallel import Summed
 from treetop.weights.format import Product, Source
 from treetop.weights.held import Weights
@@ -36,7 +36,7 @@ class LinearAttention:
         self._conv, self._norm = weights[f"{name}.conv"], weights[f"{name}.norm"]
         self._rate, self._bias = -weights[f"{name}.rate"].exp(), weights[f"{name}.dt_bias"]
 
-    def __call__(self, x: Tensor, turn: Turn, attend: Attend) -> Summed:
+    def __call__(self, x: Tensor, turn: Rotary, attend: Attend) -> Summed:
         """x: [rows, n, in]. Returns parts [parts, rows, n, hidden], of all ranks."""
         spec = self.spec
         mixed, z = self.inputs(x).split([sum(spec.widths), spec.widths[2]], dim=-1)

@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 from treetop.checkpoints.values import Config, flag, real, size, table
-from treetop.kernels.rope import DynamicNTK, Linear, Llama3, Proportional, RopeSpec, Yarn
+from treetop.kernels.rope import DynamicNTK, LinearScaling, Llama3, Proportional, RopeSpec, Yarn
 from treetop.types.errors import CheckpointError, shown
 
 
@@ -71,7 +71,7 @@ def _rope_table(config: Config, layer_type: str | None, where: Path) -> Config:
 
 def _rope_scaling(
     config: Config, rope: Config, turned: int, theta: float, where: Path
-) -> Linear | Llama3 | Yarn | DynamicNTK | Proportional | None:
+) -> LinearScaling | Llama3 | Yarn | DynamicNTK | Proportional | None:
     """turned: dimensions of a head that turn. Raises CheckpointError for a kind that is not supported."""
     kind, positions = rope.get("rope_type", rope.get("type", "default")), max_positions(config, where)
     key = "original_max_position_embeddings"
@@ -79,7 +79,7 @@ def _rope_scaling(
     if kind in ("default", "mrope"):
         return None
     if kind == "linear":
-        return Linear(real(rope, "factor", where))
+        return LinearScaling(real(rope, "factor", where))
     if kind == "llama3":
         low, high = real(rope, "low_freq_factor", where), real(rope, "high_freq_factor", where)
         if low > high:

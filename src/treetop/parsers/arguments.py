@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from treetop.parsers.json_text import OF_PYTHON, escaped, mended, refuse
-from treetop.parsers.source import Markers, Source, Steps, Take
+from treetop.parsers.source import Markers, Steps, Take, TextBuffer
 from treetop.parsers.writer import Writer
 from treetop.types.constraint import is_utf8
 
@@ -77,7 +77,7 @@ class ValueEnds:
 class TaggedArguments:
     """Writes the arguments of one call as an object, member by member."""
 
-    def __init__(self, source: Source, out: Writer, tools: Tools, tool: str) -> None:
+    def __init__(self, source: TextBuffer, out: Writer, tools: Tools, tool: str) -> None:
         self._source, self._out, self._tools, self._tool = source, out, tools, tool
         self._any = False
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from treetop.parsers.events import Arguments, CallEnd, CallStart, Event, Parser
 from treetop.parsers.json_text import escaped
-from treetop.parsers.source import END, Source, Steps
+from treetop.parsers.source import END, Steps, TextBuffer
 from treetop.parsers.text_parser import Reader
 from treetop.parsers.writer import Writer
 
@@ -84,7 +84,7 @@ def arguments_of(text: str) -> str:
 def custom_call(name: str) -> Reader:
     """An output that is the input of one call of this tool, as one that is held to a grammar."""
 
-    def read(source: Source, out: Writer) -> Steps[None]:
+    def read(source: TextBuffer, out: Writer) -> Steps[None]:
         out.start(name)
         out.arguments(f'{{"{INPUT}": "')
         yield from source.until(END, lambda text: out.arguments(escaped(text)))

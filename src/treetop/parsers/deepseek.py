@@ -13,7 +13,7 @@ deepseek-ai/DeepSeek-V3-0324 and deepseek-ai/DeepSeek-V3.1.
 
 from treetop.parsers.arguments import Tools
 from treetop.parsers.json_text import Ends, json_value
-from treetop.parsers.source import Markers, Source, Steps
+from treetop.parsers.source import Markers, Steps, TextBuffer
 from treetop.parsers.writer import Writer
 
 WORDS = (
@@ -32,13 +32,13 @@ _KIND = "function"
 """What V3 writes in place of the name, which comes behind."""
 
 
-def deepseek(source: Source, out: Writer, tools: Tools) -> Steps[None]:
+def deepseek(source: TextBuffer, out: Writer, tools: Tools) -> Steps[None]:
     while (yield from source.until(_BEGIN, out.content)):
         while (yield from source.until(_NEXT, out.content)) == _CALL:
             yield from _call(source, out)
 
 
-def _call(source: Source, out: Writer) -> Steps[None]:
+def _call(source: TextBuffer, out: Writer) -> Steps[None]:
     source.keep()
     name = yield from _name(source)
     text = source.kept()
@@ -53,7 +53,7 @@ def _call(source: Source, out: Writer) -> Steps[None]:
         out.end()
 
 
-def _name(source: Source) -> Steps[str]:
+def _name(source: TextBuffer) -> Steps[str]:
     """Read a call's head up to its object, or to its end if it has none. Returns the name; "" for what is no call."""
     head, name = list[str](), list[str]()
     found = yield from source.until(_HEAD, head.append)

@@ -12,7 +12,7 @@ class Content:
 
 
 @dataclass(frozen=True, slots=True)
-class Reasoning:
+class ReasoningDelta:
     """Text of what the model thinks before it answers."""
 
     text: str
@@ -50,7 +50,7 @@ class CallEnd:
     index: int
 
 
-Event = Content | Reasoning | CallStart | Arguments | CallEnd
+Event = Content | ReasoningDelta | CallStart | Arguments | CallEnd
 
 
 class Parser(Protocol):

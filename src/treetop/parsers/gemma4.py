@@ -8,7 +8,7 @@ Gemma 4.
 
 from treetop.parsers.arguments import Tools
 from treetop.parsers.json_text import Ends, json_value
-from treetop.parsers.source import Markers, Source, Steps
+from treetop.parsers.source import Markers, Steps, TextBuffer
 from treetop.parsers.writer import Writer
 
 WORDS = ("<|tool_call>", "<tool_call|>", '<|"|>')
@@ -18,7 +18,7 @@ _BEGIN, _NAME_END, _END = Markers(_OPEN), Markers("{", _OPEN, _CLOSE), Markers(_
 _CALL = "call:"
 
 
-def gemma4(source: Source, out: Writer, tools: Tools) -> Steps[None]:
+def gemma4(source: TextBuffer, out: Writer, tools: Tools) -> Steps[None]:
     while (yield from source.until(_BEGIN, out.content)):
         source.keep()
         yield from source.space()

@@ -21,7 +21,7 @@ of zai-org/GLM-4.5, zai-org/GLM-4.7 and tencent/Hy3-preview.
 from treetop.parsers.arguments import TaggedArguments, Tools, ValueEnds, bare
 from treetop.parsers.json_call import CallRules, json_call
 from treetop.parsers.json_text import Ends, json_value
-from treetop.parsers.source import Markers, Source, Steps
+from treetop.parsers.source import Markers, Steps, TextBuffer
 from treetop.parsers.writer import Writer
 
 WORDS = "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>"
@@ -38,12 +38,12 @@ _SURE = _KEY, _SEP, _CLOSE
 """Behind a name these say that it is one; else it must be that of a tool."""
 
 
-def glm45(source: Source, out: Writer, tools: Tools) -> Steps[None]:
+def glm45(source: TextBuffer, out: Writer, tools: Tools) -> Steps[None]:
     while (yield from source.until(_BEGIN, out.content)):
         yield from _call(source, out, tools)
 
 
-def hy_v3(source: Source, out: Writer, tools: Tools) -> Steps[None]:
+def hy_v3(source: TextBuffer, out: Writer, tools: Tools) -> Steps[None]:
     while found := (yield from source.until(_BEGIN_IN_BLOCKS, out.content)):
         if found == _OPEN:
             yield from _call(source, out, tools)
@@ -57,7 +57,7 @@ def hy_v3(source: Source, out: Writer, tools: Tools) -> Steps[None]:
             out.content("" if is_block else found + text)
 
 
-def _call(source: Source, out: Writer, tools: Tools) -> Steps[None]:
+def _call(source: TextBuffer, out: Writer, tools: Tools) -> Steps[None]:
     """Read a call behind its first tag, or what is none."""
     pieces = list[str]()
     found = yield from source.until(_NAME_END, pieces.append)
@@ -82,7 +82,7 @@ def _call(source: Source, out: Writer, tools: Tools) -> Steps[None]:
             yield from _members(source, TaggedArguments(source, out, tools, name), found)
 
 
-def _object_with_name(source: Source, out: Writer, before: str) -> Steps[None]:
+def _object_with_name(source: TextBuffer, out: Writer, before: str) -> Steps[None]:
     """Read a call as Hermes writes it, or text."""
     source.keep()
     is_call = yield from json_call(source, out, CallRules(ends=_JSON_ENDS))
@@ -93,13 +93,13 @@ def _object_with_name(source: Source, out: Writer, before: str) -> Steps[None]:
         out.content(_OPEN + before + text)
 
 
-def _close(source: Source) -> Steps[None]:
+def _close(source: TextBuffer) -> Steps[None]:
     """Read up to the call's end, and it; what else ends it stays."""
     found = yield from source.until(_NEXT, lambda _: None)
     source.back("" if found == _CLOSE else found or "")
 
 
-def _members(source: Source, arguments: TaggedArguments, found: str | None) -> Steps[None]:
+def _members(source: TextBuffer, arguments: TaggedArguments, found: str | None) -> Steps[None]:
     """Read keys and values. found: the tag before them."""
     if found in (_SEP, _OPEN, _BLOCK_END):
         found = yield from source.until(_NEXT, lambda _: None)

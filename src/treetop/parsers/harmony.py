@@ -12,7 +12,7 @@ import json
 import re
 
 from treetop.parsers.json_text import Ends, json_value
-from treetop.parsers.source import Markers, Source, Steps
+from treetop.parsers.source import Markers, Steps, TextBuffer
 from treetop.parsers.text_parser import Reader
 from treetop.parsers.writer import Writer
 from treetop.types.constraint import Reasoning
@@ -48,7 +48,7 @@ def harmony(tail: str) -> Reader:
     """tail: the end of the prompt's text. Where it opens no message, the output goes on with a final one."""
     in_head = begins_message(tail)
 
-    def read(source: Source, out: Writer) -> Steps[None]:
+    def read(source: TextBuffer, out: Writer) -> Steps[None]:
         messages = _Messages(source, out)
         if not in_head:
             yield from messages.body(_opened(tail) or "final", None)
@@ -61,7 +61,7 @@ def harmony(tail: str) -> Reader:
 class _Messages:
     """Reads messages; a second one of a channel begins on a line of its own."""
 
-    def __init__(self, source: Source, out: Writer) -> None:
+    def __init__(self, source: TextBuffer, out: Writer) -> None:
         self._source, self._out = source, out
         self._said = {"analysis": False, "final": False}
 

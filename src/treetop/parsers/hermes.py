@@ -20,7 +20,7 @@ tencent/Hunyuan-A13B-Instruct, vLLM's tool_chat_template_phi4_mini, and its docu
 from treetop.parsers.arguments import Tools
 from treetop.parsers.json_call import CallRules, json_calls
 from treetop.parsers.json_text import Ends
-from treetop.parsers.source import Markers, Source, Steps
+from treetop.parsers.source import Markers, Steps, TextBuffer
 from treetop.parsers.writer import Writer
 
 
@@ -33,7 +33,7 @@ class MarkedCalls:
         self._opens, self._begin, self._next = opens, Markers(*opens), Markers(*self.words)
         self._rules = CallRules(ends=Ends(self.words))
 
-    def __call__(self, source: Source, out: Writer, tools: Tools) -> Steps[None]:
+    def __call__(self, source: TextBuffer, out: Writer, tools: Tools) -> Steps[None]:
         mark = yield from source.until(self._begin, out.content)
         while mark is not None:
             source.keep()

@@ -25,7 +25,7 @@ documentation.
 import re
 
 from treetop.parsers.arguments import TaggedArguments, Tools, ValueEnds, bare
-from treetop.parsers.source import Markers, Source, Steps
+from treetop.parsers.source import Markers, Steps, TextBuffer
 from treetop.parsers.writer import Writer
 
 DSML = "｜DSML｜"
@@ -46,12 +46,12 @@ class Invokes:
         self._value_ends = ValueEnds((f"</{prefix}parameter>",), (self._parameter, *around))
         self._typed = typed
 
-    def __call__(self, source: Source, out: Writer, tools: Tools) -> Steps[None]:
+    def __call__(self, source: TextBuffer, out: Writer, tools: Tools) -> Steps[None]:
         while (yield from source.until(self._begin, out.content)):
             while (yield from source.until(self._call_or_end, out.content)) == self._invoke:
                 yield from self._call(source, out, tools)
 
-    def _call(self, source: Source, out: Writer, tools: Tools) -> Steps[None]:
+    def _call(self, source: TextBuffer, out: Writer, tools: Tools) -> Steps[None]:
         pieces = list[str]()
         ended = yield from source.until(_HEAD_END, pieces.append)
         name = bare("".join(pieces))

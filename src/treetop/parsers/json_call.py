@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from treetop.parsers.json_text import NO_ENDS, Ends, json_value, mended
-from treetop.parsers.source import Source, Steps, Take
+from treetop.parsers.source import Steps, Take, TextBuffer
 from treetop.parsers.writer import Writer
 
 _ARGUMENTS = ("arguments", "parameters")
@@ -35,11 +35,11 @@ class CallRules:
 ANY = CallRules()
 
 
-def json_call(source: Source, out: Writer, rules: CallRules = ANY) -> Steps[bool]:
+def json_call(source: TextBuffer, out: Writer, rules: CallRules = ANY) -> Steps[bool]:
     """Read an object that is a call. Returns whether it was one; if it was none, it may have been read in part."""
     if not (yield from source.word("{")):
         return False
-    call = _Call(out, rules)
+    call = _JsonCall(out, rules)
     whole = yield from _members(source, call)
     if whole and not call.begun and call.is_known and not rules.strict:
         call.begin()
@@ -48,7 +48,7 @@ def json_call(source: Source, out: Writer, rules: CallRules = ANY) -> Steps[bool
     return call.begun
 
 
-def json_calls(source: Source, out: Writer, rules: CallRules = ANY) -> Steps[bool]:
+def json_calls(source: TextBuffer, out: Writer, rules: CallRules = ANY) -> Steps[bool]:
     """Read calls one behind the other, perhaps in a list. Returns whether there was one; of it nothing is kept."""
     is_any = False
     yield from source.space()
@@ -65,7 +65,7 @@ def json_calls(source: Source, out: Writer, rules: CallRules = ANY) -> Steps[boo
             source.kept()
 
 
-class _Call:
+class _JsonCall:
     """What is known of a call: it begins when it has a name and arguments."""
 
     def __init__(self, out: Writer, rules: CallRules) -> None:
@@ -84,7 +84,7 @@ class _Call:
         self.begun = True
 
 
-def _members(source: Source, call: _Call) -> Steps[bool]:
+def _members(source: TextBuffer, call: _JsonCall) -> Steps[bool]:
     """Read members of an object up to its last bracket. Returns whether all is well."""
     while True:
         yield from source.space()
@@ -99,7 +99,7 @@ def _members(source: Source, call: _Call) -> Steps[bool]:
                 return False
 
 
-def _member(source: Source, call: _Call) -> Steps[bool]:
+def _member(source: TextBuffer, call: _JsonCall) -> Steps[bool]:
     """Read a member. Returns whether all is well."""
     pieces, ends = list[str](), call.rules.ends
     if not (yield from json_value(source, pieces.append, ends)):
@@ -134,7 +134,7 @@ def _member(source: Source, call: _Call) -> Steps[bool]:
     return done
 
 
-def _arguments(source: Source, take: Take, ends: Ends) -> Steps[bool]:
+def _arguments(source: TextBuffer, take: Take, ends: Ends) -> Steps[bool]:
     """Read arguments: an object, or an object's text as a JSON string; null is an empty object."""
     first = yield from source.peek()
     if first and first in "{[":

@@ -9,7 +9,7 @@ import json
 import re
 from typing import NamedTuple, NoReturn
 
-from treetop.parsers.source import Markers, Source, Steps, Take
+from treetop.parsers.source import Markers, Steps, Take, TextBuffer
 
 _BARE = re.compile(r"""[,{}\[\]\n<"]""")
 _BARE_KEY = re.compile(r"[:,}\]\s<]")
@@ -30,7 +30,7 @@ class Ends(NamedTuple):
 NO_ENDS = Ends()
 
 
-def json_value(source: Source, take: Take, ends: Ends = NO_ENDS, quote: str = "") -> Steps[bool]:
+def json_value(source: TextBuffer, take: Take, ends: Ends = NO_ENDS, quote: str = "") -> Steps[bool]:
     """Read a value. Returns whether it is complete; at a stop it is.
 
     ends: tags of the format, which stay. quote: what the format has around texts in place of quotes, without escapes.
@@ -41,7 +41,7 @@ def json_value(source: Source, take: Take, ends: Ends = NO_ENDS, quote: str = ""
 
 def mended(text: str) -> str:
     """The JSON of a text that is meant to be."""
-    source, pieces = Source(), list[str]()
+    source, pieces = TextBuffer(), list[str]()
     source.feed(text)
     source.end(True)
     for _ in json_value(source, pieces.append):
@@ -79,7 +79,7 @@ class _Level:
 class _Value:
     """A value on its way through. Spaces and a comma wait in `_held` until it is known what follows them."""
 
-    def __init__(self, source: Source, take: Take, ends: Ends, quote: str) -> None:
+    def __init__(self, source: TextBuffer, take: Take, ends: Ends, quote: str) -> None:
         self._source, self._take, self._ends, self._quote = source, take, ends, quote
         self._levels: list[_Level] = []
         self._num_open = {"{": 0, "[": 0}

@@ -11,7 +11,7 @@ import re
 
 from treetop.parsers.arguments import Tools
 from treetop.parsers.json_text import Ends, json_value
-from treetop.parsers.source import Markers, Source, Steps
+from treetop.parsers.source import Markers, Steps, TextBuffer
 from treetop.parsers.writer import Writer
 
 SECTION = "<|tool_calls_section_begin|>"
@@ -36,7 +36,7 @@ _BEGIN, _NEXT, _HEAD, _END = (
 _ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?", re.DOTALL)
 
 
-def kimi_k2(source: Source, out: Writer, tools: Tools) -> Steps[None]:
+def kimi_k2(source: TextBuffer, out: Writer, tools: Tools) -> Steps[None]:
     while found := (yield from source.until(_BEGIN, out.content)):
         source.back(found if found == _CALL else "")
         while (yield from source.until(_NEXT, out.content)) == _CALL:
@@ -44,7 +44,7 @@ def kimi_k2(source: Source, out: Writer, tools: Tools) -> Steps[None]:
                 break
 
 
-def _call(source: Source, out: Writer) -> Steps[bool]:
+def _call(source: TextBuffer, out: Writer) -> Steps[bool]:
     """Read a call behind its marker. Returns whether another may follow in the section."""
     head = list[str]()
     source.keep()

@@ -8,14 +8,14 @@ and between. Source: the chat template of meta-llama/Llama-3.1-8B-Instruct.
 
 from treetop.parsers.arguments import Tools
 from treetop.parsers.json_call import CallRules, json_call
-from treetop.parsers.source import Markers, Source, Steps
+from treetop.parsers.source import Markers, Steps, TextBuffer
 from treetop.parsers.writer import Writer
 
 TAG = "<|python_tag|>"
 _BEGIN = Markers("{", TAG)
 
 
-def llama3_json(source: Source, out: Writer, tools: Tools) -> Steps[None]:
+def llama3_json(source: TextBuffer, out: Writer, tools: Tools) -> Steps[None]:
     rules, before = CallRules(tools.names, strict=True), _Before(out)
     while found := (yield from source.until(_BEGIN, before.take)):
         source.keep()

@@ -13,7 +13,7 @@ import string
 from treetop.parsers.arguments import Tools
 from treetop.parsers.json_call import CallRules, json_calls
 from treetop.parsers.json_text import Ends, json_value
-from treetop.parsers.source import Markers, Source, Steps
+from treetop.parsers.source import Markers, Steps, TextBuffer
 from treetop.parsers.writer import Writer
 
 WORDS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
@@ -28,7 +28,7 @@ def new_mistral_id() -> str:
     return "".join(secrets.choice(_LETTERS) for _ in range(9))
 
 
-def mistral(source: Source, out: Writer, tools: Tools) -> Steps[None]:
+def mistral(source: TextBuffer, out: Writer, tools: Tools) -> Steps[None]:
     while (yield from source.until(_BEGIN, out.content)):
         source.keep()
         yield from source.space()
@@ -41,7 +41,7 @@ def mistral(source: Source, out: Writer, tools: Tools) -> Steps[None]:
             out.content(_CALLS + text)
 
 
-def _call(source: Source, out: Writer) -> Steps[bool]:
+def _call(source: TextBuffer, out: Writer) -> Steps[bool]:
     name, call_id = list[str](), list[str]()
     found = yield from source.until(_NAME_END, name.append)
     if found == _ID:

@@ -11,14 +11,14 @@ allenai/Olmo-3-7B-Instruct, and vLLM's tool_chat_template_olmo3.
 
 from treetop.parsers.arguments import Tools
 from treetop.parsers.pythonic import python_call
-from treetop.parsers.source import Markers, Source, Steps
+from treetop.parsers.source import Markers, Steps, TextBuffer
 from treetop.parsers.writer import Writer
 
 _OPEN, _CLOSE = "<function_calls>", "</function_calls>"
 _BEGIN, _END = Markers(_OPEN), Markers(_CLOSE)
 
 
-def olmo3(source: Source, out: Writer, tools: Tools) -> Steps[None]:
+def olmo3(source: TextBuffer, out: Writer, tools: Tools) -> Steps[None]:
     while (yield from source.until(_BEGIN, out.content)):
         num_before = out.num_calls
         source.keep()

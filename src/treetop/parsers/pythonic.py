@@ -17,7 +17,7 @@ import json
 import re
 
 from treetop.parsers.arguments import Tools, json_of_python
-from treetop.parsers.source import END, Source, Steps, Take
+from treetop.parsers.source import END, Steps, Take, TextBuffer
 from treetop.parsers.writer import Writer
 
 START, STOP = WORDS = ("<|python_start|>", "<|python_end|>")
@@ -25,7 +25,7 @@ _NAME_END, _KEY_END = re.compile(r"[^A-Za-z0-9_.:/-]"), re.compile(r"[^A-Za-z0-9
 _BRACKET, _QUOTES = re.compile(r"[()\[\]{},'\"]"), {quote: re.compile(rf"[\\{quote}]") for quote in "'\""}
 
 
-def pythonic(source: Source, out: Writer, tools: Tools) -> Steps[None]:
+def pythonic(source: TextBuffer, out: Writer, tools: Tools) -> Steps[None]:
     source.keep()
     yield from source.space()
     yield from source.word(START)
@@ -44,7 +44,7 @@ def pythonic(source: Source, out: Writer, tools: Tools) -> Steps[None]:
     yield from source.until(END, out.content)
 
 
-def python_call(source: Source, out: Writer, tools: Tools) -> Steps[bool]:
+def python_call(source: TextBuffer, out: Writer, tools: Tools) -> Steps[bool]:
     """Read a call of one of the tools, behind spaces. Returns whether there was one, and it has come to its end.
 
     What has been read is kept: all that is no call, and nothing else.
@@ -65,7 +65,7 @@ def python_call(source: Source, out: Writer, tools: Tools) -> Steps[bool]:
 class _Call:
     """The arguments of one call."""
 
-    def __init__(self, source: Source, out: Writer, names: list[str]) -> None:
+    def __init__(self, source: TextBuffer, out: Writer, names: list[str]) -> None:
         """names: of the tool's parameters, in their order."""
         self._source, self._out, self._names = source, out, names
         self._begun = ""

@@ -15,7 +15,7 @@ place of the parameters.
 
 from treetop.parsers.arguments import TaggedArguments, Tools, ValueEnds, bare
 from treetop.parsers.json_text import Ends, json_value
-from treetop.parsers.source import Markers, Source, Steps
+from treetop.parsers.source import Markers, Steps, TextBuffer
 from treetop.parsers.writer import Writer
 
 _FUNCTION, _PARAMETER, _END = "<function=", "<parameter=", "</function>"
@@ -33,7 +33,7 @@ class TaggedFunctions:
         self._next = Markers(_PARAMETER, *self._around)
         self._value_ends = ValueEnds(("\n</parameter>", "</parameter>"), (_PARAMETER, *self._around))
 
-    def __call__(self, source: Source, out: Writer, tools: Tools) -> Steps[None]:
+    def __call__(self, source: TextBuffer, out: Writer, tools: Tools) -> Steps[None]:
         while marker := (yield from source.until(self._begin, out.content)):
             source.keep()
             inner = marker
@@ -51,7 +51,7 @@ class TaggedFunctions:
             text = source.kept()
             out.content("" if closed else text)
 
-    def _call(self, source: Source, out: Writer, tools: Tools) -> Steps[bool]:
+    def _call(self, source: TextBuffer, out: Writer, tools: Tools) -> Steps[bool]:
         """Read a call behind `<function=`. Returns whether it was one; one that has begun is one."""
         pieces = list[str]()
         ended_by = yield from source.until(_NAME_END, pieces.append)
@@ -71,7 +71,7 @@ class TaggedFunctions:
         yield from self._parameters(source, TaggedArguments(source, out, tools, name))
         return True
 
-    def _parameters(self, source: Source, arguments: TaggedArguments) -> Steps[None]:
+    def _parameters(self, source: TextBuffer, arguments: TaggedArguments) -> Steps[None]:
         while (found := (yield from source.until(self._next, lambda _: None))) == _PARAMETER:
             pieces = list[str]()
             if not (yield from source.until(_NAME_END, pieces.append)):

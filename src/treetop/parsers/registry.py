@@ -11,7 +11,7 @@ from treetop.parsers.events import Parser
 from treetop.parsers.llama3_json import llama3_json
 from treetop.parsers.olmo3 import olmo3
 from treetop.parsers.qwen3_coder import qwen3_coder, seed_oss
-from treetop.parsers.source import Source, Steps
+from treetop.parsers.source import Steps, TextBuffer
 from treetop.parsers.strict import Held
 from treetop.parsers.text_parser import PlainText, Reader, TextParser
 from treetop.parsers.thinking import Thinking, plain, thinking
@@ -33,7 +33,7 @@ class ToolFormat:
     new_id: makes the ids of calls.
     """
 
-    read: Callable[[Source, Writer, Tools], Steps[None]]
+    read: Callable[[TextBuffer, Writer, Tools], Steps[None]]
     sign: str
     words: tuple[str, ...] = ()
     strict: Held | None = None
@@ -160,7 +160,7 @@ TOOL_NAMES, REASONING_NAMES = get_args(ToolParserName), get_args(ReasoningParser
 
 
 @dataclass(frozen=True, slots=True)
-class OutputFormat:
+class OutputParsers:
     """How a model writes reasoning and tool calls, as far as it is known."""
 
     tools: ToolFormat | None = None
@@ -231,7 +231,7 @@ def _with_tools(form: ToolFormat, tools: Tools) -> Reader:
     return lambda source, out: form.read(source, out, tools)
 
 
-def output_format(template: str, tool_parser: str | None = None, reasoning_parser: str | None = None) -> OutputFormat:
+def output_format(template: str, tool_parser: str | None = None, reasoning_parser: str | None = None) -> OutputParsers:
     """Of a model with this chat template. The others: names of parsers, None to go by the template."""
     if tool_parser is None:
         tool_parser = _first_in(template, _SIGNS)
@@ -239,11 +239,11 @@ def output_format(template: str, tool_parser: str | None = None, reasoning_parse
     if reasoning_parser is None:
         reasoning_parser = _reasoning_of(template, tool_parser)
     if tool_parser == HARMONY_TOOLS or reasoning_parser == HARMONY_REASONING:
-        return OutputFormat(is_harmony=True)
+        return OutputParsers(is_harmony=True)
     thinks = REASONING_PARSERS.get(reasoning_parser)
     if thinks is not None and not named:  # many templates speak of reasoning whose models do not reason
         thinks = replace(thinks, awaits=False)
-    return OutputFormat(TOOL_PARSERS.get(_SAME.get(tool_parser, tool_parser)), thinks)
+    return OutputParsers(TOOL_PARSERS.get(_SAME.get(tool_parser, tool_parser)), thinks)
 
 
 def _reasoning_of(template: str, tool_parser: str) -> str:

@@ -1,7 +1,7 @@
 """Text that comes in pieces, read by generators: each step waits, with a bare `yield`, for as much text as it needs.
 
-A format is a generator function over a `Source`. It never sees where a piece ends, so it cannot depend on that. What is
-held back is shorter than the longest marker, so the work is linear in the text however it is cut.
+A format is a generator function over a `TextBuffer`. It never sees where a piece ends, so it cannot depend on that.
+What is held back is shorter than the longest marker, so the work is linear in the text however it is cut.
 """
 
 import re
@@ -36,7 +36,7 @@ END = Markers()
 """Nothing but the end of the text."""
 
 
-class Source:
+class TextBuffer:
     """The text that has come and has not been read."""
 
     def __init__(self) -> None:

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 
 from treetop.parsers.events import Content, Event
-from treetop.parsers.source import Source, Steps
+from treetop.parsers.source import Steps, TextBuffer
 from treetop.parsers.writer import Writer, new_call_id
 
-Reader = Callable[[Source, Writer], Steps[None]]
+Reader = Callable[[TextBuffer, Writer], Steps[None]]
 """Reads an output to its end."""
 
 
@@ -15,7 +15,7 @@ class TextParser:
 
     def __init__(self, reader: Reader, most_calls: int | None = None, new_id: Callable[[], str] = new_call_id) -> None:
         """most_calls, new_id: as `Writer` has them."""
-        self._source, self._writer = Source(), Writer(most_calls, new_id)
+        self._source, self._writer = TextBuffer(), Writer(most_calls, new_id)
         self._steps = reader(self._source, self._writer)
 
     def push(self, text: str) -> list[Event]:

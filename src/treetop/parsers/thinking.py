@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from treetop.parsers.source import END, Markers, Source, Steps
+from treetop.parsers.source import END, Markers, Steps, TextBuffer
 from treetop.parsers.text_parser import Reader
 from treetop.parsers.writer import Writer
 
@@ -41,7 +41,7 @@ def thinking(tags: Thinking, tail: str, then: Reader) -> Reader:
     inside, ends = tags.begins_inside(tail), Markers(tags.closes, *tags.also_closes)
     waits = tags.awaits and not tags.has_closed(tail)
 
-    def read(source: Source, out: Writer) -> Steps[None]:
+    def read(source: TextBuffer, out: Writer) -> Steps[None]:
         space = yield from source.space()
         ended_by: str | None = ""
         opened = yield from source.word(tags.opens)
@@ -66,7 +66,7 @@ def thinking(tags: Thinking, tail: str, then: Reader) -> Reader:
     return read
 
 
-def _late(source: Source, out: Writer, ends: Markers, tags: Thinking, space: str) -> Steps[str]:
+def _late(source: TextBuffer, out: Writer, ends: Markers, tags: Thinking, space: str) -> Steps[str]:
     """Read what is reasoning if `closes` comes, and else comes again. Returns `closes`, or ""."""
     pieces = [space]
     found = yield from source.until(ends, pieces.append)
@@ -77,9 +77,9 @@ def _late(source: Source, out: Writer, ends: Markers, tags: Thinking, space: str
     return ""
 
 
-def _without(source: Source, out: Writer, then: Reader, marks: Markers) -> Steps[None]:
+def _without(source: TextBuffer, out: Writer, then: Reader, marks: Markers) -> Steps[None]:
     """What comes, but for the first of the marks."""
-    inner = Source()
+    inner = TextBuffer()
     steps = then(inner, out)
 
     def take(text: str) -> None:
@@ -94,6 +94,6 @@ def _without(source: Source, out: Writer, then: Reader, marks: Markers) -> Steps
         raise AssertionError("a reader waits behind the end of the text")
 
 
-def plain(source: Source, out: Writer) -> Steps[None]:
+def plain(source: TextBuffer, out: Writer) -> Steps[None]:
     """All is content."""
     yield from source.until(END, out.content)

@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Callable
 
-from treetop.parsers.events import Arguments, CallEnd, CallStart, Content, Event, Reasoning
+from treetop.parsers.events import Arguments, CallEnd, CallStart, Content, Event, ReasoningDelta
 
 _SPACES = " \t\r\n"
 
@@ -23,7 +23,7 @@ class Writer:
         """most_calls: calls beyond these are left out. new_id: makes the ids of calls that bring none."""
         self._most_calls, self._new_id = most_calls, new_id
         self._events: list[Event] = []
-        self._joining: tuple[type[Content | Reasoning | Arguments], list[str]] | None = None
+        self._joining: tuple[type[Content | ReasoningDelta | Arguments], list[str]] | None = None
         self._content_spaces, self._reasoning_spaces = list[str](), list[str]()
         self._has_reasoning = self._has_arguments = False
         self.num_calls = 0
@@ -42,7 +42,7 @@ class Writer:
         body = text.rstrip(_SPACES)
         if body:
             self._has_reasoning = True
-            self._join(Reasoning, *self._reasoning_spaces, body)
+            self._join(ReasoningDelta, *self._reasoning_spaces, body)
             self._reasoning_spaces.clear()
         if len(body) < len(text):
             self._reasoning_spaces.append(text[len(body) :])
@@ -85,7 +85,7 @@ class Writer:
     def _is_wanted(self) -> bool:
         return self._most_calls is None or self.num_calls <= self._most_calls
 
-    def _join(self, kind: type[Content | Reasoning | Arguments], *texts: str) -> None:
+    def _join(self, kind: type[Content | ReasoningDelta | Arguments], *texts: str) -> None:
         if self._joining is None or self._joining[0] is not kind:
             self._cut()
             self._joining = kind, []
@@ -100,4 +100,4 @@ class Writer:
         if text and kind is Arguments:
             self._events.append(Arguments(self.num_calls - 1, text))
         elif text:
-            self._events.append(Content(text) if kind is Content else Reasoning(text))
+            self._events.append(Content(text) if kind is Content else ReasoningDelta(text))

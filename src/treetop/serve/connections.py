@@ -199,7 +199,7 @@ class Connection(H11Protocol):
             self.transport.write(self.conn.send(each) or b"")
 
 
-class Listener:
+class LimitedListener:
     """Accepts connections, so many at a time, from a socket that other processes may share."""
 
     def __init__(
@@ -264,11 +264,11 @@ class Listener:
 
 
 class ApiServer(uvicorn.Server):
-    """uvicorn behind a `Listener`. Leaves signals alone: whoever runs it has handlers of its own."""
+    """uvicorn behind a `LimitedListener`. Leaves signals alone: whoever runs it has handlers of its own."""
 
     def __init__(self, config: uvicorn.Config, listening: socket.socket, maximum: int, patience: Patience) -> None:
         super().__init__(config)
-        self._listener = Listener(
+        self._listener = LimitedListener(
             listening, maximum, lambda ended: Connection(config, self.server_state, patience, ended)
         )
 

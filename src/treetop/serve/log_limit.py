@@ -9,7 +9,7 @@ _MAX_KINDS = 256
 
 
 @dataclass(slots=True)
-class _Window:
+class _LogWindow:
     since_s: float
     count: int = 0
 
@@ -23,7 +23,7 @@ class LogLimit(logging.Filter):
     def __init__(self, maximum: int = 5, interval_s: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._maximum, self._interval_s, self._clock = maximum, interval_s, clock
-        self._kinds: dict[tuple[str, int, str], _Window] = {}
+        self._kinds: dict[tuple[str, int, str], _LogWindow] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno < logging.WARNING:
@@ -43,4 +43,4 @@ class LogLimit(logging.Filter):
         self._kinds.pop(kind, None)
         if len(self._kinds) >= _MAX_KINDS:
             del self._kinds[next(iter(self._kinds))]  # the oldest
-        self._kinds[kind] = _Window(now_s, 1)
+        self._kinds[kind] = _LogWindow(now_s, 1)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from treetop.text.tokenizer import TokenStream
 
 
-class OutputText:
+class IncrementalDetokenizer:
     """Text of the emitted tokens, each decoded once, in pieces, up to the first stop string.
 
     What might become a stop string waits until it is none, so one that is found lies in what waits.

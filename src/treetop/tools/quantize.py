@@ -35,7 +35,7 @@ _OUTPUTS = ("lm_head.weight", "embed_tokens.weight")
 
 
 @dataclass(frozen=True, slots=True)
-class Quantized:
+class QuantizedFolder:
     """What was written.
 
     weights: how many were rounded.
@@ -52,7 +52,7 @@ class Quantized:
     group: int
 
 
-def quantize(folder: Path, target: Path | None, name: str, group: int | None, output: Path) -> Quantized:
+def quantize(folder: Path, target: Path | None, name: str, group: int | None, output: Path) -> QuantizedFolder:
     """Write a folder's checkpoint in a format to `output`, file by file, with all that lies beside the weights.
 
     target: of a draft head, its target's folder. name: one of `FORMATS`. group: numbers that share a scale of 4 bits; 0
@@ -151,7 +151,7 @@ def _said(name: str, group: int, plain: list[str]) -> dict[str, Any]:
 
 def _write(
     files: dict[str, Path], chosen: dict[str, Source], encode: Callable[[Tensor], dict[str, Tensor]], output: Path
-) -> Quantized:
+) -> QuantizedFolder:
     """The weight files, each from one of the folder's, and an index if there are several."""
     places: dict[str, str] = {}
     before = after = 0
@@ -177,7 +177,7 @@ def _write(
     if len(set(places.values())) > 1:
         index = {"metadata": {"total_size": after}, "weight_map": dict(sorted(places.items()))}
         (output / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return Quantized(len(chosen), before, after, error, worst, 0)
+    return QuantizedFolder(len(chosen), before, after, error, worst, 0)
 
 
 def _checked(tensor: Tensor, name: str) -> Tensor:

@@ -26,7 +26,7 @@ ROWS = (1, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class LaunchLimit:
     """A launch, and the most outliers of a block of lines with which it is faster than the whole weight's."""
 
     launch: CompressedLaunch
@@ -44,7 +44,7 @@ def why_not_compressed(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 @cache
-def offers(n: int, k: int, gated: bool, gpu: GpuTraits) -> dict[int, Offer]:
+def offers(n: int, k: int, gated: bool, gpu: GpuTraits) -> dict[int, LaunchLimit]:
     """By `ROWS`, the launches that make products with a compressed weight [n, k] faster, if its outliers are few.
 
     Measured ones lie in `skinny_gemm.json`. Other weights, if larger than the largest that gained nothing, get about
@@ -59,21 +59,21 @@ def offers(n: int, k: int, gated: bool, gpu: GpuTraits) -> dict[int, Offer]:
         if "launch" in entry:
             measured = entry.get("compressed", {"most_outliers": {}})
             if str(rows) in measured["most_outliers"]:
-                found[rows] = Offer(CompressedLaunch(*measured["launch"]), measured["most_outliers"][str(rows)])
+                found[rows] = LaunchLimit(CompressedLaunch(*measured["launch"]), measured["most_outliers"][str(rows)])
         elif rows <= 16 and n * k > _WORTH_PARAMETERS:
             block_n = 2 * TILE if n % (2 * TILE) == 0 else TILE
             splits = 1 if gated else most_splits(n // block_n, k // BLOCK, gpu)
             launch = CompressedLaunch(
                 block_n, splits, num_stages=4, num_warps=block_n // 16, picks=64 if splits == 1 else 32
             )
-            found[rows] = Offer(launch, int(_MAX_UNMEASURED * block_n * k))
+            found[rows] = LaunchLimit(launch, int(_MAX_UNMEASURED * block_n * k))
     return found
 
 
 class CompressedProducts:
     """A weight in 12 bits, and the launches with which its products are faster than those of the whole weight."""
 
-    def __init__(self, weight: CompressedWeight, offered: Mapping[int, Offer]) -> None:
+    def __init__(self, weight: CompressedWeight, offered: Mapping[int, LaunchLimit]) -> None:
         self.weight = weight
         self.launches = {
             rows: offer.launch

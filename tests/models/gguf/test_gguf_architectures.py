@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from treetop.checkpoints.gguf.architectures import ARCHITECTURES, config_of, hub_name
-from treetop.checkpoints.gguf.header import Header, Stored
+from treetop.checkpoints.gguf.header import Header, TensorInfo
 from treetop.types.errors import CheckpointError
 
 _FILE = Path("m.gguf")
@@ -13,7 +13,7 @@ _SIZES = {
     "embedding_length": 576, "feed_forward_length": 1536, "block_count": 30, "attention.head_count": 9,
     "attention.head_count_kv": 3, "context_length": 8192, "attention.layer_norm_rms_epsilon": 9.999999747378752e-06,
 }  # fmt: skip
-_TABLE = {"token_embd.weight": Stored(0, (49152, 576), 0, 0, _FILE)}
+_TABLE = {"token_embd.weight": TensorInfo(0, (49152, 576), 0, 0, _FILE)}
 
 
 def _metadata(name: str = "llama", **more: object) -> dict[str, object]:

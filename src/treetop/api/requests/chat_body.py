@@ -188,7 +188,7 @@ def check_arguments(messages: list[ChatMessage]) -> list[ChatMessage]:
 Messages = Annotated[list[ChatMessage], Field(max_length=MAX_MESSAGES, fail_fast=True), AfterValidator(check_arguments)]
 
 
-class Thinking(Body):
+class ThinkingParam(Body):
     """Whether to think, as DeepSeek's and GLM's clients say it."""
 
     type: Literal["enabled", "disabled"]
@@ -226,7 +226,7 @@ class ChatRequest(SamplingFields):
         None, ge=0, lt=2**31, description="tokens of reasoning after which its end is forced"
     )
     enable_thinking: bool | None = Field(None, description="whether to think, as in chat_template_kwargs")
-    thinking: Thinking | None = Field(None, description="the same, as DeepSeek's clients say it")
+    thinking: ThinkingParam | None = Field(None, description="the same, as DeepSeek's clients say it")
     reasoning: ReasoningFields | None = Field(None, description="effort and budget, as OpenRouter's clients say them")
     _answers: dict[int, str] = PrivateAttr(default_factory=dict)
     _takes_hints: bool = PrivateAttr(default=False)

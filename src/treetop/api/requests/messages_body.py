@@ -169,7 +169,7 @@ class AnthropicTool(_Block):
     input_examples: Annotated[list[dict[str, Any]] | None, Field(max_length=MAX_PARTS)] = None
 
 
-class ProviderTool(BaseModel):
+class ServerTool(BaseModel):
     """A tool that Anthropic's own servers run, or that its models alone know. It is left out."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
@@ -183,7 +183,7 @@ def _kind_of_tool(tool: Any) -> str:
 
 
 AnyTool = Annotated[
-    Annotated[AnthropicTool, Tag("custom")] | Annotated[ProviderTool, Tag("provider")], Discriminator(_kind_of_tool)
+    Annotated[AnthropicTool, Tag("custom")] | Annotated[ServerTool, Tag("provider")], Discriminator(_kind_of_tool)
 ]
 
 
@@ -293,9 +293,9 @@ class CountRequest(_Block):
         return said
 
     @staticmethod
-    def _say_left_out(tools: Sequence[AnthropicTool | ProviderTool]) -> None:
+    def _say_left_out(tools: Sequence[AnthropicTool | ServerTool]) -> None:
         for tool in tools:
-            if isinstance(tool, ProviderTool):
+            if isinstance(tool, ServerTool):
                 left_out(f"tools: {tool.type}", "a tool of Anthropic's own is left out: no model here has it")
             elif tool.defer_loading:
                 left_out("tools: defer_loading", "a hint: all tools are shown at once")

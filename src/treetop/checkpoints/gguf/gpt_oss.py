@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treetop.checkpoints.gguf.header import MXFP4, Header, Stored
+from treetop.checkpoints.gguf.header import MXFP4, Header, TensorInfo
 from treetop.checkpoints.gguf.metadata import windows
 from treetop.types.errors import CheckpointError
 
@@ -44,7 +44,7 @@ class Stacked:
 
 def stacked_experts(header: Header, path: Path) -> list[Stacked]:
     """Of all layers, weights and biases. Raises CheckpointError where a part is missing or has another shape."""
-    layers: dict[str, list[Stored]] = {}
+    layers: dict[str, list[TensorInfo]] = {}
     for name, stored in header.tensors.items():
         if (match := _EXPERTS.fullmatch(name)) is not None:
             layers.setdefault(match[1], []).extend([stored] if match[2] == "weight" else [])

@@ -43,7 +43,7 @@ MXFP4 = 39
 
 
 @dataclass(frozen=True)
-class Stored:
+class TensorInfo:
     """Where a tensor lies: type by number, shape with the longest stride first, byte where it starts, bytes, file."""
 
     type: int
@@ -58,7 +58,7 @@ class Header:
     """What a file says before its tensors. A list of metadata is a tuple."""
 
     metadata: dict[str, Any]
-    tensors: dict[str, Stored]
+    tensors: dict[str, TensorInfo]
 
 
 def read_header(path: Path) -> Header:
@@ -92,14 +92,14 @@ class _Walk:
         listed = [self._entry() for _ in range(tensors)]
         return Header(metadata, self._placed(listed, self._alignment(metadata)))
 
-    def _placed(self, listed: list[tuple[str, int, tuple[int, ...], int]], alignment: int) -> dict[str, Stored]:
+    def _placed(self, listed: list[tuple[str, int, tuple[int, ...], int]], alignment: int) -> dict[str, TensorInfo]:
         begin = -(-self._at // alignment) * alignment
-        placed: dict[str, Stored] = {}
+        placed: dict[str, TensorInfo] = {}
         for name, type_, shape, offset in listed:
             if name in placed:
                 raise self._wrong(f"tensor {shown(name)} is there twice")
             _, numbers, size = TYPES[type_]
-            stored = Stored(type_, shape, begin + offset, prod(shape) // numbers * size, self._path)
+            stored = TensorInfo(type_, shape, begin + offset, prod(shape) // numbers * size, self._path)
             if offset % alignment:
                 raise self._wrong(f"tensor {shown(name)}: offset {offset} is no multiple of {alignment}")
             if stored.start + stored.size > len(self._data):
@@ -110,7 +110,7 @@ class _Walk:
         self._check_apart(placed)
         return placed
 
-    def _check_apart(self, placed: dict[str, Stored]) -> None:
+    def _check_apart(self, placed: dict[str, TensorInfo]) -> None:
         end, before = 0, ""
         for name, stored in sorted(placed.items(), key=lambda item: item[1].start):
             if stored.start < end:

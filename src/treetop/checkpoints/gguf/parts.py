@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
-from treetop.checkpoints.gguf.header import Header, Stored, read_header
+from treetop.checkpoints.gguf.header import Header, TensorInfo, read_header
 from treetop.types.errors import CheckpointError, shown
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})", re.DOTALL)
@@ -64,7 +64,7 @@ def kept_header(path: Path) -> Header:
 def _header(files: tuple[File, ...]) -> Header:
     paths = [path for path, _, _ in files]
     headers = [read_header(path) for path in paths]
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, TensorInfo] = {}
     for number, (path, header) in enumerate(zip(paths, headers, strict=True)):
         _check(header, path, number, len(paths))
         for name, stored in header.tensors.items():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treetop.checkpoints.gguf.header import TYPES, Header, Stored
+from treetop.checkpoints.gguf.header import TYPES, Header, TensorInfo
 from treetop.checkpoints.gguf.parts import kept_header
 from treetop.types.errors import CheckpointError, ConfigError
 from treetop.version import DISTRIBUTION
@@ -67,7 +67,7 @@ class GgufTensors:
         raw = self._read(stored, start * size, (stop - start) * size)
         return torch.from_numpy(raw).view(stop - start, *stored.shape[1:-1], stored.shape[-1] // numbers, width)
 
-    def _decoded(self, stored: Stored, start: int, rows: int, size: int) -> Tensor:
+    def _decoded(self, stored: TensorInfo, start: int, rows: int, size: int) -> Tensor:
         """Rows of so many bytes each, from one of the tensor's on."""
         raw = self._read(stored, start * size, rows * size)
         kind: Any = self._gguf.GGMLQuantizationType(stored.type)
@@ -75,7 +75,7 @@ class GgufTensors:
             return torch.from_numpy(raw.view("float32" if kind.name == "F32" else "float16").astype("float32"))
         return torch.from_numpy(self._gguf.dequantize(raw.reshape(rows, size), kind))
 
-    def _read(self, stored: Stored, start: int, size: int) -> Any:
+    def _read(self, stored: TensorInfo, start: int, size: int) -> Any:
         """Bytes of the file, as an array of its own."""
         raw = self._numpy.fromfile(stored.path, dtype="uint8", count=size, offset=stored.start + start)
         if raw.size != size:

@@ -64,10 +64,10 @@ class Vocabulary:
 
 def vocabulary(metadata: Mapping[str, Any], size: int, path: Path) -> Vocabulary:
     """size: of the model's vocabulary. Raises CheckpointError, which names the entry, for what is not supported."""
-    return _Reader(metadata, size, path).vocabulary()
+    return _FieldReader(metadata, size, path).vocabulary()
 
 
-class _Reader:
+class _FieldReader:
     def __init__(self, metadata: Mapping[str, Any], size: int, path: Path) -> None:
         self._metadata, self._size, self._path = metadata, size, path
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from treetop.attention import exact_backend as on_a_cpu
-from treetop.attention.capabilities import HALF, Need, Refusal
+from treetop.attention.capabilities import HALF, BackendRefusal, Need
 from treetop.attention.registry import BACKENDS, exact_backend
 from treetop.checkpoints.loader import Placement
 from treetop.engine.startup.mkl_sums import choose_mode, remedy
@@ -34,7 +34,7 @@ def is_exact(config: EngineConfig, layout: Layout, target: TargetSpec, place: Pl
     return True
 
 
-def why_not_exact(config: EngineConfig, layout: Layout, target: TargetSpec, place: Placement) -> Refusal | None:
+def why_not_exact(config: EngineConfig, layout: Layout, target: TargetSpec, place: Placement) -> BackendRefusal | None:
     """What stands against `--exactness bits`; None if nothing does.
 
     Operations but products are probed: on a CPU once a process, on a GPU once a machine. What ranks do together is
@@ -46,40 +46,44 @@ def why_not_exact(config: EngineConfig, layout: Layout, target: TargetSpec, plac
         return problem
     if nodes > on_a_cpu.MOST_NODES:
         most = on_a_cpu.MOST_NODES
-        return Refusal(f"a tree may have {most} nodes", f"lower --speculative-num-draft-tokens {nodes} or {_TIES}")
+        return BackendRefusal(
+            f"a tree may have {most} nodes", f"lower --speculative-num-draft-tokens {nodes} or {_TIES}"
+        )
     if any(group.kv.value_dim is not None for group in layout.groups if not group.is_draft):
-        return Refusal("compressed attention (MLA) is not exact yet", _TIES)
+        return BackendRefusal("compressed attention (MLA) is not exact yet", _TIES)
     found = _probed_on_a_cpu(layout) if on_cpu else _probed_on_a_gpu(target, place)
     if found is None:
         return None
     helps = remedy() if on_cpu else None
-    return Refusal(
+    return BackendRefusal(
         f"on this machine the bits of {found} depend on the batch", _TIES if helps is None else f"{helps}, or {_TIES}"
     )
 
 
-def _of_device(config: EngineConfig, place: Placement) -> Refusal | None:
+def _of_device(config: EngineConfig, place: Placement) -> BackendRefusal | None:
     """What device, dtype and attention backend have against it."""
     name, topk_of = config.attention_backend, max(shape.topk for shape in config.shapes)
     if place.device.type == "cpu":
         if place.dtype != torch.float32:
-            return Refusal("it is built for float32", f"{_TIES} or --dtype float32")
+            return BackendRefusal("it is built for float32", f"{_TIES} or --dtype float32")
         if name not in ("auto", "torch"):
-            return Refusal(f"attention backend {name} is not exact", "use --attention-backend torch")
+            return BackendRefusal(f"attention backend {name} is not exact", "use --attention-backend torch")
         return None
     if place.dtype not in HALF:
-        return Refusal("on a GPU it is built for bfloat16 and float16", f"{_TIES} or --dtype bfloat16")
+        return BackendRefusal("on a GPU it is built for bfloat16 and float16", f"{_TIES} or --dtype bfloat16")
     missing = why_not(place.device)
     if missing is not None:
-        return Refusal(missing, _TIES)
+        return BackendRefusal(missing, _TIES)
     if config.fp8_kv:
-        return Refusal("on a GPU no attention backend is exact with K/V in FP8", f"{_TIES} or --kv-cache-dtype auto")
+        return BackendRefusal(
+            "on a GPU no attention backend is exact with K/V in FP8", f"{_TIES} or --kv-cache-dtype auto"
+        )
     if name == "auto" and exact_backend(Need(place.dtype, place.device)) is None:
-        return Refusal("no attention backend is exact on this GPU", f"{_TIES} or --device cpu")
+        return BackendRefusal("no attention backend is exact on this GPU", f"{_TIES} or --device cpu")
     if name != "auto" and not BACKENDS[name].capabilities.exact:
-        return Refusal(f"attention backend {name} is not exact", f"use --attention-backend auto or {_TIES[4:]}")
+        return BackendRefusal(f"attention backend {name} is not exact", f"use --attention-backend auto or {_TIES[4:]}")
     if topk_of > topk.MOST:
-        return Refusal(
+        return BackendRefusal(
             f"kernels choose among {topk.MOST} branches", f"lower --speculative-eagle-topk {topk_of} or {_TIES}"
         )
     return None

@@ -25,7 +25,7 @@ from treetop.engine.memory import (
     TOKENS_OF_A_ROW,
     USUAL_CHUNK_OF_GPU,
     Budget,
-    Memory,
+    DeviceMemory,
     MemoryUse,
     chunk_of_gpu,
     fit,
@@ -130,7 +130,7 @@ def _plan_rows(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel)
     place = replace(place, expert_ranks=expert_ranks, packed=packing(config), activations=config.quantize_activations)
     place = replace(place, exact=is_exact(config, layout, target, place))
     memory, static = memory_of_rank(place), _static_estimate(config, layout, target, draft, place)
-    memory = Memory(memory.total, memory.free - static)
+    memory = DeviceMemory(memory.total, memory.free - static)
     allowance = cpu_allowance(config, memory, place, layout, target.config)
     budget = Budget(memory, static, allowance, config.mem_fraction_static, rest=rest_of_cpu(config, memory, place))
     budget = with_copies(config, place, budget, layout, target, draft)
@@ -346,11 +346,11 @@ def read_draft_spec(config: EngineConfig, target: TargetSpec) -> DrafterSpec:
     return spec
 
 
-def memory_of_rank(place: Placement) -> Memory:
+def memory_of_rank(place: Placement) -> DeviceMemory:
     """Of the rank's device; ranks on a CPU share its memory."""
     memory, ranks = memory_of(place.device), place.parallel.size * place.expert_ranks.size
     sharing = ranks if place.device.type == "cpu" else 1
-    return Memory(memory.total // sharing, memory.free // sharing)
+    return DeviceMemory(memory.total // sharing, memory.free // sharing)
 
 
 def _static_estimate(
@@ -389,7 +389,9 @@ def changed_vocab(config: EngineConfig, model: ModelConfig) -> int | None:
     return None if config.disable_logits_processors else model.vocab_size
 
 
-def cpu_allowance(config: EngineConfig, memory: Memory, place: Placement, layout: Layout, model: ModelConfig) -> int:
+def cpu_allowance(
+    config: EngineConfig, memory: DeviceMemory, place: Placement, layout: Layout, model: ModelConfig
+) -> int:
     """On a CPU nothing measures a peak: the worst step and the fraction's rest of what is free stay free.
 
     A GPU's is measured later.
@@ -399,6 +401,6 @@ def cpu_allowance(config: EngineConfig, memory: Memory, place: Placement, layout
     return rest_of_cpu(config, memory, place) + step_bytes(layout, model.vocab_size, place.dtype.itemsize)
 
 
-def rest_of_cpu(config: EngineConfig, memory: Memory, place: Placement) -> int:
+def rest_of_cpu(config: EngineConfig, memory: DeviceMemory, place: Placement) -> int:
     """Bytes of a CPU's free memory that the fraction leaves to others."""
     return int((1 - config.mem_fraction_static) * max(memory.free, 0)) if place.device.type == "cpu" else 0

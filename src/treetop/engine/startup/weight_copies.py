@@ -10,7 +10,7 @@ from torch import Tensor
 
 from treetop.checkpoints.loader import Placement, without_memory
 from treetop.drafts.protocol import DrafterSpec
-from treetop.engine.memory import Budget, Memory, fit, pool_bytes
+from treetop.engine.memory import Budget, DeviceMemory, fit, pool_bytes
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits
 from treetop.models.registry import TargetSpec
 from treetop.types.config import EngineConfig
@@ -50,7 +50,7 @@ def with_copies(
         copies_estimate(target, draft, place.dtype, gpu_traits(place.device), place),
         _left(config, place, budget, layout),
     )
-    memory = Memory(budget.memory.total, budget.memory.free - copies)
+    memory = DeviceMemory(budget.memory.total, budget.memory.free - copies)
     made = replace(budget, memory=memory, static=budget.static + copies, copies=copies)
     if config.compress_weights or (4 * copies <= left and _fits(config, place, made, layout)):
         return made
@@ -88,7 +88,7 @@ def with_second_orders(
     shapes, size = tuple(each.shape for each, copy in zip(weights, sizes, strict=True) if copy), sum(sizes)
     own = product_weights(target, None, place) if place.exact else []
     targets = sum(1 for copy in sizes[: len(own)] if copy)
-    memory = Memory(budget.memory.total, budget.memory.free - size)
+    memory = DeviceMemory(budget.memory.total, budget.memory.free - size)
     made = replace(budget, memory=memory, static=budget.static + size)
     if 4 * size <= _left(config, place, budget, layout) and _fits(config, place, made, layout):
         return made, CpuWeights(shapes, 2, targets)

@@ -21,7 +21,7 @@ _TILE = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ChunkSpan:
     """Where a chunk's K/V of a group lie.
 
     first, count: its tokens.
@@ -43,7 +43,7 @@ def checksum(words: Tensor) -> Tensor:
     return ((words.to(torch.int64) & 0xFFFFFFFF) * factors).sum(-1)
 
 
-def pack_reference(slot: Tensor, pool: Tensor, table: Tensor, span: Span, sums: Tensor) -> None:
+def pack_reference(slot: Tensor, pool: Tensor, table: Tensor, span: ChunkSpan, sums: Tensor) -> None:
     """Copy a chunk's K/V of a group, all its layers, from the pages of a row into a slot; add up its checksums.
 
     slot: [slot_bytes] uint8. pool: [layers, slots, planes, kv_heads, head_dim]. table: [columns] int32, the row's
@@ -55,7 +55,7 @@ def pack_reference(slot: Tensor, pool: Tensor, table: Tensor, span: Span, sums: 
     sums += checksum(taken.view(_WORD).flatten(1))
 
 
-def unpack_reference(slot: Tensor, pool: Tensor, table: Tensor, span: Span, sums: Tensor) -> None:
+def unpack_reference(slot: Tensor, pool: Tensor, table: Tensor, span: ChunkSpan, sums: Tensor) -> None:
     """`pack_reference` the other way: from a slot into the pages of a row, but for the null page.
 
     The checksums are of what the slot holds.
@@ -70,14 +70,14 @@ def unpack_reference(slot: Tensor, pool: Tensor, table: Tensor, span: Span, sums
     sums += checksum(taken.view(_WORD))
 
 
-def _slots(table: Tensor, span: Span) -> Tensor:
+def _slots(table: Tensor, span: ChunkSpan) -> Tensor:
     """Where the chunk's tokens are in the pool, [count] int64."""
     positions = torch.arange(span.first, span.first + span.count, device=table.device)[None]
     row = positions.new_zeros(1)
     return slots_of(table[None], row, positions, torch.ones_like(positions, dtype=torch.bool), span.page_size)[0]
 
 
-def _segments(slot: Tensor, pool: Tensor, span: Span) -> Tensor:
+def _segments(slot: Tensor, pool: Tensor, span: ChunkSpan) -> Tensor:
     """The heads' bytes in a slot, [kv_heads, bytes] uint8."""
     layers, _, planes, heads, dim = pool.shape
     size = layers * span.count * planes * dim * pool.element_size()
@@ -86,17 +86,17 @@ def _segments(slot: Tensor, pool: Tensor, span: Span) -> Tensor:
     return slot.as_strided((heads, size), (span.stride, 1), slot.storage_offset() + span.offset)
 
 
-def pack(slot: Tensor, pool: Tensor, table: Tensor, span: Span, sums: Tensor, gpu: GpuTraits) -> None:
+def pack(slot: Tensor, pool: Tensor, table: Tensor, span: ChunkSpan, sums: Tensor, gpu: GpuTraits) -> None:
     """`pack_reference` in one launch."""
     _move(slot, pool, table, span, sums, into_pages=False)
 
 
-def unpack(slot: Tensor, pool: Tensor, table: Tensor, span: Span, sums: Tensor, gpu: GpuTraits) -> None:
+def unpack(slot: Tensor, pool: Tensor, table: Tensor, span: ChunkSpan, sums: Tensor, gpu: GpuTraits) -> None:
     """`unpack_reference` in one launch; the null page is not touched."""
     _move(slot, pool, table, span, sums, into_pages=True)
 
 
-def _move(slot: Tensor, pool: Tensor, table: Tensor, span: Span, sums: Tensor, into_pages: bool) -> None:
+def _move(slot: Tensor, pool: Tensor, table: Tensor, span: ChunkSpan, sums: Tensor, into_pages: bool) -> None:
     _segments(slot, pool, span)  # it fits
     layers, _, planes, heads, _ = pool.shape
     words, slot_words = pool.view(_WORD), slot.view(_WORD)
