@@ -2,11 +2,14 @@
 
     python recipes/smollm2/measure.py --model builtin:smollm2 --head builtin:smollm2-eagle3 --json build/smollm2/figures.json
     python recipes/smollm2/measure.py --model FOLDER --head OTHER --shapes plain 5,1,6 5,4,16 --prompts 8
+    python recipes/smollm2/measure.py --head builtin:smollm2-eagle3 build/smollm2/smollm2-dspark --shapes plain 7,1,8 8,8,64 \
+        --json build/smollm2/heads.json --limit-s 400
 
 Each configuration is an engine of its own: it answers `--warm` prompts that do not count, of which `learn` learns its
 calibration, then the same prompts of each kind greedily and at temperature 0.8. Accept length: tokens a round, the bonus
 token included, the first token of an answer not. The interval is of 95 %, by resampling prompts 2,000 times. Greedy tokens
 are compared with those of plain decoding; where they part, the count says so (near ties of rounding in 16 bits).
+A JSON file that is there keeps its rows, and what they measured is not measured again; plain decoding is, to compare with.
 """
 
 import argparse
@@ -23,6 +26,7 @@ from treetop import LLM, SamplingParams
 
 SHAPES = ("plain", "ngram", "3,1,4", "5,1,6", "7,1,8", "5,4,8", "7,4,8", "5,4,16", "8,8,32")
 CHOSEN = ("5,1,6+learn", "5,4,8+learn", "7,4,8+learn", "5,4,16+learn")
+WITHOUT_HEAD = ("plain", "ngram")
 KINDS = ("chat", "code", "summary", "json")
 Prompts = dict[str, list[list[dict[str, str]]]]
 
@@ -48,7 +52,7 @@ def read_prompts(file: Path, count: int, warm: int) -> tuple[Prompts, list[list[
     return counted, others
 
 
-def engine(args: argparse.Namespace, name: str) -> LLM:
+def engine(args: argparse.Namespace, head: str, name: str) -> LLM:
     """The engine of a configuration: plain, ngram, or S,k,T with an optional +learn."""
     options = {"max_running_requests": 1, "context_length": args.context}
     if args.dtype:
@@ -60,7 +64,7 @@ def engine(args: argparse.Namespace, name: str) -> LLM:
         return LLM(args.model, None, speculative_algorithm="NGRAM", **options)
     steps, topk, nodes = (int(number) for number in shape.split(","))
     return LLM(
-        args.model, args.head, speculative_num_steps=steps, speculative_eagle_topk=topk,
+        args.model, head, speculative_num_steps=steps, speculative_eagle_topk=topk,
         speculative_num_draft_tokens=nodes, speculative_calibration=calibration or "off", **options,
     )  # fmt: skip
 
@@ -89,7 +93,9 @@ def main() -> None:
     """Measure every configuration, and print a line each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="builtin:smollm2")
-    parser.add_argument("--head", default="builtin:smollm2-eagle3")
+    parser.add_argument(
+        "--head", nargs="+", default=["builtin:smollm2-eagle3"], help="each is measured with all shapes"
+    )
     parser.add_argument("--shapes", nargs="+", default=[*SHAPES, *CHOSEN])
     parser.add_argument("--heldout", type=Path, default=BUILD / "heldout.jsonl")
     parser.add_argument("--prompts", type=int, default=24, help="of each kind")
@@ -99,14 +105,25 @@ def main() -> None:
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.8])
     parser.add_argument("--dtype")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--limit-s", type=float, default=3600, help="begin no configuration after so many seconds")
     args = parser.parse_args()
+    began = time.perf_counter()
     counted, others = read_prompts(args.heldout, args.prompts, args.warm)
-    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     plain: dict[tuple[str, float, int], tuple[int, ...]] = {}
     speeds: dict[tuple[str, float], float] = {}
-    rows = []
-    for name in args.shapes:
-        llm = engine(args, name)
+    rows = json.loads(args.json.read_text())["rows"] if args.json and args.json.exists() else []
+    own = [name for name in args.shapes if name in WITHOUT_HEAD]
+    drafting = [name for name in args.shapes if name not in WITHOUT_HEAD]
+    for head, name in [("", name) for name in own] + [(head, name) for name in drafting for head in args.head]:
+        if name == "plain":
+            rows = [row for row in rows if row["configuration"] != "plain"]
+        if any((row["head"], row["configuration"]) == (head, name) for row in rows):
+            continue
+        if time.perf_counter() - began > args.limit_s:
+            print(f"time is up before {head} {name}; run this again")
+            break
+        llm = engine(args, head, name)
+        found = []
         for number, messages in enumerate(others if "learn" in name else others[:8]):
             answer(llm, messages, 0.8 * (number % 2), args.max_tokens, number)
         for temperature in args.temperatures:
@@ -120,18 +137,26 @@ def main() -> None:
                 differ = sum(plain.get(key, each.tokens) != each.tokens for key, each in zip(keys, given, strict=True))
                 length, low, high = interval(given)
                 row = {
-                    "configuration": name, "kind": kind, "temperature": temperature, "accept_length": round(length, 3),
-                    "low": round(low, 3), "high": round(high, 3), "tokens_per_second": round(speed, 1),
+                    "head": head, "configuration": name, "kind": kind, "temperature": temperature,
+                    "accept_length": round(length, 3), "low": round(low, 3), "high": round(high, 3),
+                    "tokens_per_second": round(speed, 1),
                     "over_plain": round(speed / speeds[kind, temperature], 3) if speeds else None,
                     "tokens": sum(len(each.tokens) for each in given), "prompts": len(given), "differ_from_plain": differ,
                 }  # fmt: skip
-                rows.append(row)
+                found.append(row)
                 print(json.dumps(row), flush=True)
+        rows += found
         llm.close()
         del llm
-    if args.json:
-        record = {"machine": machine, "torch": torch.__version__, "model": args.model, "head": args.head, "rows": rows}
-        args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        if args.json:
+            write(args, rows)
+
+
+def write(args: argparse.Namespace, rows: list[dict]) -> None:
+    """All rows so far, and on what they were measured."""
+    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    record = {"machine": machine, "torch": torch.__version__, "model": args.model, "rows": rows}
+    args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

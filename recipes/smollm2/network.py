@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-TAPS = (2, 14, 28)  # layers of the target whose outputs the head reads: the residual stream
+TAPS = (2, 14, 28)  # layers of the target whose outputs the EAGLE-3 head reads: the residual stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,9 @@ class Features(NamedTuple):
 class Target:
     """The frozen target, and what the head reads of it."""
 
-    def __init__(self, folder: Path, device: torch.device) -> None:
+    def __init__(self, folder: Path, device: torch.device, taps: tuple[int, ...] = TAPS) -> None:
+        """taps: layers whose outputs are read, never the last."""
+        self.taps = taps
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
         self.model.requires_grad_(False)
@@ -203,7 +205,7 @@ class Target:
             input_ids=ids, position_ids=positions, attention_mask=seen, use_cache=False, output_hidden_states=True
         )
         # hidden_states[i] is the residual stream before layer i, so the output of layer i - 1.
-        taps = torch.cat([states.hidden_states[tap + 1] for tap in TAPS], dim=-1)
+        taps = torch.cat([states.hidden_states[tap + 1] for tap in self.taps], dim=-1)
         return Features(self.model.lm_head(states.last_hidden_state), taps, inner.embed_tokens(ids))
 
 
