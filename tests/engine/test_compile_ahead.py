@@ -327,7 +327,7 @@ def launch_a_round(ops):
         growth, 0, frontier, Children(torch.zeros(1, 2, 2, dtype=long), torch.zeros(1, 2, 2), torch.zeros(1, 2, 8))
     )
     ops.select(growth, tree, places)
-    ops.top_logprobs(torch.zeros(1, 2, 40), 2, None, growth.row_heat)
+    ops.top_logprobs(torch.zeros(1, 2, 40), 2, None, growth.row_heat(0))
     accepted = Accepted(
         wide, rows, wide.clone(), rows.clone(), torch.zeros(1, dtype=torch.bool), torch.zeros(1, 6, dtype=long)
     )

@@ -57,7 +57,7 @@ def test_choices_are_a_proposal_of_the_rank_that_was_drawn_or_none_of_them():
     growth.parents[:, :13] = torch.tensor([-1, 0, 1, 2, 3, 7, 11, 12, 16, 17, 21, 22, 26])
     growth.chosen.copy_(torch.tensor([-1, 0, 1, 3, 7, 12, 2, 21, 5]))
     listed, drawn = torch.arange(rows), simulation.drawn
-    at = RoundOfRows(listed, torch.full((rows,), 17), torch.zeros(rows).long(), listed, rows, torch.ones(3))
+    at = RoundOfRows(listed, torch.full((rows,), 17), torch.zeros(rows).long(), listed, rows, torch.ones(4, 3))
     got = choose_drawn_reference(drawn, at, growth).token
     draws = at.draws(torch.arange(10))
     seen = set()
@@ -96,7 +96,7 @@ def test_a_calibration_learns_the_scale_of_a_profile(strong_pair):
     llm = build(strong_pair, (3, 5, 6), simulate_acceptance=KIMI, speculative_calibration="learn")
     prompts = strong_pair.prompts([5, 9] * 4)
     llm.generate(prompts, greedy(200))
-    heat = float(llm.engine.runner.state.calibration.heat[0])
+    heat = float(llm.engine.runner.state.calibration.heat[0, 0])
     assert heat == pytest.approx(1 / read_profile(KIMI).scale, rel=0.25)
     outputs = llm.generate(prompts, greedy(200))
     lengths = [n for output in outputs for n in output.metrics.accept_lens[:-1]]

@@ -515,7 +515,9 @@ def drawing() -> tuple[DrawnNodes, RoundOfRows]:
     drawn = DrawnNodes(logits, torch.randint(0, 5, (3, 8)), 1000, 37)
     seed = torch.randint(-(2**62), 2**62, (6,))
     committed, classes = torch.arange(6) * 1001, torch.tensor([0, 1, 2, 0, 1, 2])
-    return drawn, RoundOfRows(seed, committed, classes, torch.tensor([4, 1, 0, 5]), 5, torch.tensor([1.0, 0.3, 4.0]))
+    return drawn, RoundOfRows(
+        seed, committed, classes, torch.tensor([4, 1, 0, 5]), 5, torch.rand(drawn.logits.shape[0], 3) * 3 + 0.1
+    )
 
 
 @case

@@ -26,9 +26,9 @@ class OracleNode:
 
 @dataclass(frozen=True, slots=True)
 class OracleCalibration:
-    """What the head's logits are multiplied by, and what is added to log-probabilities, by depth and rank."""
+    """What the head's logits are multiplied by, by depth, and what is added to log-probabilities, by depth and rank."""
 
-    heat: float
+    heat: list[float]
     shift: list[list[float]]
 
 
@@ -82,7 +82,7 @@ class DensePair:
         """The tree that follows `ids`, whose last token is the root: `size` nodes in breadth-first order."""
         heat, shift = calibration.heat, calibration.shift
         aux_hidden = self.run_target(ids[:-1])[1]
-        state, logprobs = self.run_head(ids, aux_hidden, [], heat)
+        state, logprobs = self.run_head(ids, aux_hidden, [], heat[0])
         found = [OracleNode(ids[-1], 0, 0.0)]
         flat: list[tuple[int, float, int]] = []  # (token, logprob, flat index of the parent or -1)
         frontier: list[tuple[int, list[int], list[Tensor]]] = []  # (flat index, ids, branch states)
@@ -92,7 +92,7 @@ class DensePair:
         for depth in range(1, steps):
             grown: list[tuple[float, int, list[int], list[Tensor]]] = []
             for index, path, branch in frontier:
-                state, logprobs = self.run_head(path, aux_hidden, branch, heat)
+                state, logprobs = self.run_head(path, aux_hidden, branch, heat[depth])
                 for token, logprob in _corrected(self._best(logprobs, k), shift[depth]):
                     score = float(torch.tensor(flat[index][1]) + torch.tensor(logprob))  # float32, as drafted
                     grown.append((score, len(flat), [*path, token], [*branch, state]))

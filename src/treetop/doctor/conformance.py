@@ -192,18 +192,23 @@ class Conformance:
         return CaseResult(case, rounds, ties, failure)
 
 
+_HEATS = (0.5, 1.0, 1.7)
+
+
 def calibrate(llm: LLM, seed: int) -> None:
     """Write what a pair might have taught: an engine with calibration off keeps it."""
     calibration, random_ = llm.engine.runner.state.calibration, random.Random(seed)
-    calibration.heat.fill_(random_.choice((0.5, 1.0, 1.7)))
+    first, others = random_.choice(_HEATS), calibration.heat[1:]
     shifts = [random_.uniform(-1, 1) for _ in range(calibration.shift[0].numel())]
     calibration.shift.copy_(torch.tensor(shifts).view(calibration.shift.shape[1:]))
+    heats = [first, *(random_.choice(_HEATS) for _ in others)]
+    calibration.heat.copy_(torch.tensor(heats)[:, None])
 
 
 def calibration_of(llm: LLM) -> OracleCalibration:
     """By which an engine that learns nothing grows trees of greedy requests."""
     calibration = llm.engine.runner.state.calibration
-    return OracleCalibration(float(calibration.heat[0]), calibration.shift[0].tolist())
+    return OracleCalibration(calibration.heat[:, 0].tolist(), calibration.shift[0].tolist())
 
 
 def follow(

@@ -172,7 +172,7 @@ class ModelRunner:
         classes: [rows] int64, by which proposals are calibrated. lines: of the drafter's block.
         """
         assert self.drafter is not None
-        heat = Heat(self.state.calibration.heat, classes)
+        heat = Heat(self.state.calibration.heat[0], classes)
         proposal = self.drafter.propose(Nodes(tokens, state, 0), self.layout.max_topk, heat, lines)
         return DraftState(proposal.tokens, proposal.logprob, state)
 

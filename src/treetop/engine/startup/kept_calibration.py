@@ -26,7 +26,7 @@ from treetop.types.parallel import Parallel
 EVERY = 256
 """Rounds after which a file is written again."""
 _KEPT = ("heat", "nodes", "seen", "chosen", "predicted")
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def _tables(path: Path, pair: str, found: Mapping[str, Any]) -> dict[str, Tensor
         tables = {name: torch.tensor(found[name], dtype=torch.float32) for name in _KEPT}
     except (ValueError, KeyError, TypeError, RuntimeError, OverflowError) as error:
         raise ConfigError(f"{flag} is damaged ({shown(str(error))[1:-1]}); remove it") from None
-    if [table.dim() for table in tables.values()] != [1, 2, 3, 3, 3] or any(
+    if [table.dim() for table in tables.values()] != [2, 2, 3, 3, 3] or any(
         not bool((table.isfinite() & (table >= 0)).all()) for table in tables.values()
     ):
         raise ConfigError(f"{flag} is damaged (its tables are no counts); remove it")

@@ -1,10 +1,11 @@
 """Calibration: what a head's log-probabilities say of acceptance, learned from the target's choices.
 
 The score of a node is its estimated probability to be accepted. A head's logits are multiplied by a learned heat, one
-over a temperature, before the softmax; then each log-probability gets a learned shift, by the depth of the proposal and
-its rank among the k of its parent. So the same trees grow whatever the scale of a head's logits, and no chain and no
-token depends on it. Rows are of a class by the temperature that they sample with, for a draw agrees with a head less
-often than an argmax. Learning is in `kernels.tree.learn`.
+over a temperature, before the softmax, by the depth of the proposal: heads that draft all depths in one pass are surer
+of deep ones than they should be. Then each log-probability gets a learned shift, by that depth and by its rank among
+the k of its parent. So the same trees grow whatever the scale of a head's logits; no chain and no token depends on it.
+Rows are of a class by the temperature that they sample with, for a draw agrees with a head less often than an argmax.
+Learning is in `kernels.tree.learn`.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from treetop.types.sampling import CLASSES
 
 
 class Heat(NamedTuple):
-    """What logits are multiplied by. table: [classes] float32. classes: [rows] int64, of a batch's rows."""
+    """What logits of a depth are multiplied by. table: [classes] float32. classes: [rows] int64, of a batch's rows."""
 
     table: Tensor
     classes: Tensor
@@ -33,7 +34,7 @@ class Heat(NamedTuple):
 class Calibration:
     """The state of an engine, on the device: written in place, never rebound.
 
-    heat: [classes] float32.
+    heat: [depths, classes] float32, so that a depth's are side by side.
     shift: [classes, depths, ranks] float32.
     nodes: [classes, depths] float32, learned from, of those remembered.
     seen, chosen, predicted: [classes, depths, ranks] float32, of those nodes how many had a proposal of a rank, how
@@ -67,7 +68,7 @@ def make_calibration(depths: int, ranks: int, make: Callable[[tuple[int, ...], t
     """The state of an engine that has learned nothing, in memory that `make` gives."""
     real, by_depth, by_rank = torch.float32, (CLASSES, depths), (CLASSES, depths, ranks)
     made = Calibration(
-        make((CLASSES,), real),
+        make((depths, CLASSES), real),
         make(by_rank, real),
         make(by_depth, real),
         make(by_rank, real),

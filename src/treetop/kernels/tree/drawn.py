@@ -42,7 +42,7 @@ class RoundOfRows:
     """What a round's draws depend on.
 
     seed, committed, classes: [num_rows] int64, of all rows. rows: [rows] int64, the batch's. dummy_row: padding.
-    heat: [classes] float32, what the head's logits are multiplied by.
+    heat: [depths, classes] float32, what the head's logits are multiplied by.
     """
 
     seed: Tensor
@@ -86,7 +86,7 @@ def say_level_reference(drawn: DrawnNodes, at: RoundOfRows, depth: int, k: int) 
 
 def _says(drawn: DrawnNodes, at: RoundOfRows, depth: int, groups: Tensor, k: int) -> Tensor:
     """[rows, n, k] float32. groups: [n] int64."""
-    heat = at.heat[at.classes[at.rows]][:, None, None]
+    heat = at.heat[depth][at.classes[at.rows]][:, None, None]
     return logprob_of(drawn.logits[depth, at.draws(groups) % drawn.rank.shape[1]], drawn.tail, heat)[
         ..., :k
     ].contiguous()
@@ -129,8 +129,8 @@ def _launch_says(drawn: DrawnNodes, at: RoundOfRows, depth: int, k: int, out: Te
     """Into [num_rows, k or more] at depth 0, else into [rows, k, k]."""
     _, draws, width = drawn.logits.shape
     _says_kernel[(len(at.rows),)](
-        out, drawn.logits[depth], at.seed, at.committed, at.classes, at.heat, at.rows, at.dummy_row, out.stride(0),
-        1 + (depth - 1) * k if depth else 0, log(drawn.tail),
+        out, drawn.logits[depth], at.seed, at.committed, at.classes, at.heat[depth], at.rows, at.dummy_row,
+        out.stride(0), 1 + (depth - 1) * k if depth else 0, log(drawn.tail),
         roots=depth == 0, k=k, draws=draws, ranks=width - 1, block_k=lanes(k if depth else 1), block_r=lanes(width),
         overlap=gpu.can_overlap, num_warps=1, **launch_options(gpu),
     )  # fmt: skip

@@ -104,10 +104,9 @@ class TreeBuilder:
         first = torch.arange(-1, k, device=self.parents.device).expand(len(self.parents), -1)
         return torch.cat([first, self.parents[:, k + 1 : groups]], dim=1)[:, :groups]
 
-    @property
-    def row_heat(self) -> Heat:
-        """By which the head's log-probabilities of these rows are taken."""
-        return Heat(self.heat, self.classes)
+    def row_heat(self, depth: int) -> Heat:
+        """By which the head's log-probabilities after these rows' nodes of a depth are taken."""
+        return Heat(self.heat[depth], self.classes)
 
 
 def make_growth(

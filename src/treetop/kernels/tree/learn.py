@@ -2,9 +2,9 @@
 
 What is learned from: every verified node whose children the head proposed, on the accepted path or not, and all k of
 them, selected or not. Predicted and observed shares are kept as sums in which later rounds weigh more, and of which no
-more than `HORIZON` nodes' worth is remembered. Heat follows the best proposals: it rises while they are chosen more
-often than predicted (stochastic approximation; H. Robbins and S. Monro, Ann. Math. Statist. 22, 1951). A shift is the
-log of observed over predicted, both with a prior.
+more than `HORIZON` nodes' worth is remembered. Heat follows the best proposals of a depth: it rises while they are
+chosen more often than predicted (stochastic approximation; H. Robbins and S. Monro, Ann. Math. Statist. 22, 1951). A
+shift is the log of observed over predicted, both with a prior.
 
 Sums of a round are integers, so that they are the same in any order; all ranks that share a model learn the same.
 """
@@ -24,7 +24,7 @@ from treetop.types.tree import Accepted
 HORIZON = 8192.0
 """Nodes that a class remembers at each depth."""
 PRIOR_NODES = 64.0
-"""Nodes that the heat a head begins with counts for."""
+"""Nodes of a depth that the heat a head begins with counts for."""
 PRIOR_CHOICES = 4.0
 """Choices, predicted and observed alike, that a shift of 0 counts for."""
 NEWEST = 2.0
@@ -91,9 +91,8 @@ def _fold(calibration: Calibration, k: int, makes_logits: bool) -> None:
     nodes, chosen = sums[:, :, 0], sums[:, :, 1 : 1 + ranks]
     predicted = sums[:, :, 1 + ranks :] * (1.0 / ONE)
     if makes_logits:
-        missed = (chosen[:, :, 0] - predicted[:, :, 0]).sum(dim=1)
-        known = PRIOR_NODES + c.nodes.sum(dim=1) + nodes.sum(dim=1)
-        step = (GAIN * missed / known).clamp(-LARGEST_STEP, LARGEST_STEP)
+        missed, known = chosen[:, :, 0] - predicted[:, :, 0], PRIOR_NODES + c.nodes + nodes
+        step = (GAIN * missed / known).clamp(-LARGEST_STEP, LARGEST_STEP).T
         c.heat.copy_((c.heat.log() + step).clamp(-LOG_HEAT, LOG_HEAT).exp())
     keep = (1.0 - NEWEST * nodes / (PRIOR_NODES + c.nodes + nodes)).clamp(min=0.0)[:, :, None]
     c.seen.mul_(keep)[:, :, :k].add_(nodes[:, :, None])
@@ -201,11 +200,11 @@ def _fold_kernel(
     new_predicted = tl.load(at + ranks, mask=there, other=0).to(tl.float32) * (1.0 / one)
     old_nodes = tl.load(nodes + kind * depths + depth, mask=inside, other=0.0)
     if makes_logits:
-        missed = tl.sum(tl.sum(tl.where(rank[None, :] == 0, new_chosen - new_predicted, 0.0), 1), 0)
-        known = prior_nodes + tl.sum(old_nodes, 0) + tl.sum(new_nodes, 0)
-        step = tl.minimum(tl.maximum(gain * missed / known, -largest_step), largest_step)
-        log = tl.minimum(tl.maximum(tl.log(tl.load(heat + kind)) + step, -log_heat), log_heat)
-        tl.store(heat + kind, tl.exp(log))
+        missed = tl.sum(tl.where(rank[None, :] == 0, new_chosen - new_predicted, 0.0), 1)
+        step = gain * missed / (prior_nodes + old_nodes + new_nodes)
+        own = heat + depth * tl.num_programs(0) + kind
+        hot = tl.log(tl.load(own, mask=inside, other=1.0)) + tl.minimum(tl.maximum(step, -largest_step), largest_step)
+        tl.store(own, tl.exp(tl.minimum(tl.maximum(hot, -log_heat), log_heat)), mask=inside)
     keep = tl.maximum(1.0 - newest * new_nodes / (prior_nodes + old_nodes + new_nodes), 0.0)[:, None]
     new_seen = tl.where((rank < k)[None, :], new_nodes[:, None], 0.0)
     all_seen = tl.load(seen + cell, mask=there, other=0.0) * keep + new_seen
