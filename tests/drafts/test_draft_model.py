@@ -100,8 +100,10 @@ def test_every_family_drafts_for_itself_or_is_refused(tmp_path, name):
     pair = FAMILIES[name].save(tmp_path).pair
     itself = Pair(pair.target, pair.target)
     config = target_spec(pair.target).config
-    attends = [layer.attention for layer in config.layers]
-    if config.has_experts or any(each.index is not None or each.reads_layer is not None for each in attends):
+    attends = [layer.attends for layer in config.layers]
+    if config.has_experts or any(
+        each is None or each.index is not None or each.reads_layer is not None for each in attends
+    ):
         refused(CheckpointError, lambda: drafter_spec(pair.target, config, "STANDALONE"), "not supported as a draft")
         return
     llm = build(itself, (1, 4, 5), page_size=4, **ALONE)
@@ -128,20 +130,17 @@ def with_words(folder, count: int, first: int = 0):
     return folder
 
 
-def test_another_vocabulary_is_refused_by_the_token_that_differs(target, vocab, tmp_path):
+def test_vocabularies_that_cannot_be_compared_are_refused(target, vocab, tmp_path):
     config = target_spec(target).config
     words = with_words(copy_folder(target, tmp_path / "target"), vocab)
-    other = with_words(save_random_llama(tmp_path / "other", **SMALL), vocab, first=500)
     wide = save_random_llama(tmp_path / "wide", **SMALL, vocab_size=vocab + 1)
 
     def spec_of(folder, beside):
         return lambda: drafter_spec(folder, config, "STANDALONE", target_folder=beside)
 
-    refused(CheckpointError, spec_of(other, words), "tokenizer.json", "token 0", "0500", "0000")
     refused(CheckpointError, spec_of(wide, words), str(vocab + 1), str(vocab), "no tokenizer.json", str(wide))
     (wide / "tokenizer.json").write_text("[]")
     refused(CheckpointError, spec_of(wide, words), "tokenizer.json", "not a tokenizer")
-    refused(CheckpointError, lambda: build(Pair(words, other), (2, 2, 5), **ALONE), "tokenizer.json", "token 0")
 
 
 def test_it_has_to_be_asked_for_by_name_and_what_drafts_cannot_have_is_refused(target, tmp_path):

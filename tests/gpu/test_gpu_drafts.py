@@ -14,9 +14,10 @@ from support.block_heads import saved as save_block_head
 from support.engines import accept_lens, build, greedy, sampled, tokens
 from support.peagle_heads import LAYOUTS as PEAGLE_LAYOUTS
 from support.peagle_heads import saved as save_peagle
-from support.tiny_models import Pair, save_random_head, save_random_llama
+from support.tiny_models import Pair, save_random_head, save_random_llama, save_tokenizer
 from treetop.bench.equality import equal_outputs
 from treetop.engine.cuda_graphs import CudaGraphs
+from treetop.models.registry import target_spec
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -40,6 +41,15 @@ def language_model(folder):
     return Pair(llama(folder), draft), {"speculative_algorithm": "STANDALONE"}
 
 
+def language_model_of_other_words(folder):
+    """Its words are every second of the target's, backwards."""
+    pair, options = language_model(folder)
+    vocab = target_spec(pair.target).config.vocab_size
+    save_tokenizer(pair.target, vocab, lambda token: f"{token:04}".encode())
+    save_tokenizer(pair.head, vocab, lambda token: f"{2 * (vocab - token):04}".encode())
+    return pair, options
+
+
 def assistant(folder, *clusters):
     target = save_assisted(folder / "target")
     return Pair(target, save_assistant(folder / "head", target, *clusters)), {}
@@ -58,6 +68,7 @@ CASES = {
     **{name: of_block(name) for name in LAYOUTS},
     **{f"P-EAGLE, {name}": of_peagle(name) for name in PEAGLE_LAYOUTS},
     "a language model": language_model,
+    "a language model of other words": language_model_of_other_words,
     "an assistant": assistant,
     "an assistant with clusters": lambda folder: assistant(folder, 8, 2),
     "lookup beside a head": lookup_beside_a_head,

@@ -1,12 +1,12 @@
-"""A small language model as a draft: any family that loads, with the target's vocabulary.
+"""A small language model as a draft: any family that loads.
 
 It reads nothing of the target. Slot i of its K/V holds token i, as its own decoding has it, so `extend` runs the tokens
 themselves, which the rows' text tells. The root has no slot yet: a round runs it first, and the nodes of its tree, at
 the positions of their tokens, see it before their ancestors.
 
-Vocabularies are equal where both name a token; they may be padded to different sizes. A token that the draft does not
-have is never proposed, and is read as its token 0. Source: speculative decoding, arXiv:2211.17192; vLLM's
-`draft_model`, SGLang's `STANDALONE`.
+Vocabularies whose ids mean the same may be padded to different sizes: a token that the draft does not have is never
+proposed, and is read as its token 0. Others are translated token by token (`drafts.shared_words`). Source: speculative
+decoding, arXiv:2211.17192; vLLM's `draft_model`, SGLang's `STANDALONE`.
 """
 
 from dataclasses import dataclass, field, replace
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from treetop.attention.layer import Attend
@@ -32,12 +31,13 @@ from treetop.drafts.protocol import (
     Roots,
     Streamed,
 )
+from treetop.drafts.shared_words import SharedWords
 from treetop.kernels.table import Ops
 from treetop.kernels.tree.calibration import Heat
 from treetop.models.config import AttentionSpec, ModelConfig
 from treetop.models.registry import TargetSpec, target_spec
 from treetop.models.target import Target
-from treetop.types.errors import CheckpointError, shown
+from treetop.types.errors import CheckpointError
 from treetop.weights.held import Weights
 
 _DEEPEST = 2**10
@@ -50,12 +50,14 @@ class DraftModelSpec:
 
     config: of the model, whose weights `model` reads.
     vocab_size: tokens that it shares with the target.
+    words: which those are; None where they are the first ones of both.
     """
 
     folder: Path = field(compare=False)
     model: TargetSpec = field(compare=False)
     config: ModelConfig
     vocab_size: int
+    words: SharedWords | None = field(default=None, compare=False)
     aux_inputs: tuple[int, ...] = ()
     state_dtype: torch.dtype | None = None
     reads_text: bool = True
@@ -66,6 +68,10 @@ class DraftModelSpec:
         """The same, whose layers see no more than so many tokens."""
         config = self.config.with_window(window)
         return replace(self, model=replace(self.model, config=config), config=config)
+
+    def with_words(self, words: SharedWords) -> "DraftModelSpec":
+        """The same, with a vocabulary of its own."""
+        return replace(self, words=words, vocab_size=len(words.meant))
 
     @property
     def block(self) -> BlockSpec:
@@ -111,7 +117,14 @@ class DraftModel:
         self.spec, self.model, self._ops = spec, model, ops
         layers = [product for product in model.products if product is not model.lm_head]
         self.products = DraftProducts(layers, (), [model.lm_head])
-        self.vocab = DraftVocab(no_offset(spec.vocab_size, place.device))
+        words = spec.words
+        self._reads = None if words is None else words.reads.to(place.device)
+        self._proposed = None if words is None else words.proposed.to(place.device)
+        self.vocab = DraftVocab(
+            no_offset(spec.vocab_size, place.device)
+            if words is None
+            else (words.meant - torch.arange(spec.vocab_size)).to(place.device)
+        )
 
     @property
     def block(self) -> "DraftModel":
@@ -135,15 +148,19 @@ class DraftModel:
     def propose(self, nodes: Nodes, k: int, heat: Heat | None = None, lines: Any = None) -> Proposal:
         """See `Drafter`."""
         logits = self.model.logits(nodes.state)
-        if logits.shape[-1] != self.spec.vocab_size:
+        if self._proposed is not None:
+            logits = logits.index_select(-1, self._proposed)
+        elif logits.shape[-1] != self.spec.vocab_size:
             logits = logits[..., : self.spec.vocab_size].contiguous()
         best, tokens = self._ops.top_logprobs(logits, k, self.vocab.offset, heat)
         return Proposal(tokens, best)
 
     def _states(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """tokens, positions: [rows, n] int64. Returns [rows, n, hidden]."""
-        known = tokens < self.spec.config.vocab_size
-        return self.model.forward(torch.where(known, tokens, 0), positions, attend).hidden
+        own = (
+            torch.where(tokens < self.spec.config.vocab_size, tokens, 0) if self._reads is None else self._reads[tokens]
+        )
+        return self.model.forward(own, positions, attend).hidden
 
 
 def draft_model_spec(folder: Path, target: ModelConfig, dummy: bool) -> DraftModelSpec:
@@ -167,35 +184,3 @@ def draft_model_spec(folder: Path, target: ModelConfig, dummy: bool) -> DraftMod
             )
     shared = min(model.config.vocab_size, target.vocab_size)
     return DraftModelSpec(folder, model, model.config, shared)
-
-
-def check_same_words(draft: Path, draft_vocab: int, target: Path, target_vocab: int) -> None:
-    """Tokens mean the same to a draft model and its target, by the `tokenizer.json` of their folders; without both of
-    them, by the sizes of the vocabularies. Raises CheckpointError.
-    """
-    files = [folder / "tokenizer.json" for folder in (draft, target)]
-    if not all(file.is_file() for file in files):
-        if draft_vocab != target_vocab:
-            raise CheckpointError(
-                f"{draft}: a draft with a vocabulary of {draft_vocab} tokens for a target with {target_vocab}, and"
-                f" no tokenizer.json in {' and in '.join(str(f.parent) for f in files if not f.is_file())} to tell"
-                " whether they are padded ones of the same words; give a draft with the target's vocabulary to"
-                " --speculative-draft-model-path"
-            )
-        return
-    own, wanted = (_words(file) for file in files)
-    for token in sorted(own.keys() & wanted.keys()):
-        if own[token] != wanted[token]:
-            raise CheckpointError(
-                f"{files[0]}: token {token} is {shown(own[token])}, and the target's is {shown(wanted[token])}: a draft"
-                " with another vocabulary is not supported; give one with the target's to"
-                " --speculative-draft-model-path"
-            )
-
-
-def _words(file: Path) -> dict[int, str]:
-    try:
-        vocab = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
-    except Exception as error:  # the library raises bare Exception
-        raise CheckpointError(f"{file}: not a tokenizer: {error}") from None
-    return {token: word for word, token in vocab.items()}

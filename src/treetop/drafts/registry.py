@@ -9,7 +9,7 @@ from treetop.checkpoints.values import Config
 from treetop.drafts.assistant import AssistantSpec, assistant_sign, assistant_spec
 from treetop.drafts.block import BlockHeadSpec
 from treetop.drafts.block_config import block_spec, find_block
-from treetop.drafts.draft_model import DraftModelSpec, check_same_words, draft_model_spec
+from treetop.drafts.draft_model import DraftModelSpec, draft_model_spec
 from treetop.drafts.eagle import EagleSpec, eagle_spec
 from treetop.drafts.eagle3 import Eagle3Spec
 from treetop.drafts.eagle3_config import eagle3_spec
@@ -19,6 +19,7 @@ from treetop.drafts.ngram import ngram_spec
 from treetop.drafts.peagle import PEagleSpec, peagle_sign, peagle_spec
 from treetop.drafts.protocol import DrafterSpec
 from treetop.drafts.refused import refuse_draft
+from treetop.drafts.shared_words import shared_words
 from treetop.drafts.with_lookup import lookup_beside
 from treetop.models.config import ModelConfig, read_config
 from treetop.models.registry import target_spec
@@ -77,8 +78,8 @@ def drafter_spec(
 ) -> DrafterSpec:
     """The drafter in a folder. algorithm: what it must be; None for what it is. dummy: its weights will be random.
     recurrence: of MTP layers, eagle3: of an EAGLE-3 head. window: most tokens that its layers see. num_steps: of the
-    deepest tree, for a head that runs as many placeholders as it is asked for. target_folder: with the tokenizer that a
-    language model has to share.
+    deepest tree, for a head that runs as many placeholders as it is asked for. target_folder: with the tokenizer that
+    tells which words a language model shares.
 
     Raises CheckpointError for a folder without a drafter that runs, ConfigError if it is of another algorithm.
     """
@@ -90,7 +91,8 @@ def drafter_spec(
     if num_steps is not None and isinstance(spec, PEagleSpec):
         spec = spec.with_steps(num_steps)
     if target_folder is not None and isinstance(spec, DraftModelSpec):
-        check_same_words(folder, spec.config.vocab_size, target_folder, target.vocab_size)
+        words = shared_words(folder, spec.config.vocab_size, target_folder, target.vocab_size)
+        spec = spec if words is None else spec.with_words(words)
     return spec if window is None else spec.with_window(window)
 
 
