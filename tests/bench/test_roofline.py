@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.assistants import save_assistant, save_assisted
 from treetop.bench import sweeps
 from treetop.bench.machine import Machine, measure_machine
 from treetop.bench.roofline import Case, round_floor, saved_bytes
 from treetop.checkpoints.loader import Placement, random_weights
+from treetop.drafts.peagle import PEagleSpec
 from treetop.drafts.registry import drafter_spec
 from treetop.kernels.gemm.packed_weights import CompressedLaunch
 from treetop.kernels.table import OpContext, Ops
@@ -91,6 +93,43 @@ def test_a_block_is_one_forward_whatever_the_depth():
         weights = 2 * (layers + head.streamed.output)
         assert short[Phase.DRAFT] * moved.bytes_per_s == pytest.approx(weights + kv + 2 * 3 * 151936, rel=1e-2)
         assert short[Phase.EXTEND] * moved.bytes_per_s == pytest.approx(2 * (head.streamed.fuse + 4 * 5 * 2048))
+
+
+def test_placeholders_are_one_forward_beside_the_extend_of_pairs():
+    """P-EAGLE: DRAFT runs the layers once and makes all logits; EXTEND runs them over the path, and makes none."""
+    target, head = presets()
+    draft, read = PEagleSpec(head, 0, (1, 1, 3 * 4096)).with_steps(6), head.streamed
+    moved, kv = replace(H200, flop_per_s=math.inf), 2048
+    floor = round_floor(target, draft, Case(SpecShape(4, 6, 16), 2, 1000, 2), moved)
+    drafted = read.layers + read.output + 2 * (1000 + 5) * kv + 2 * 6 * 32000
+    assert floor[Phase.DRAFT] * moved.bytes_per_s == pytest.approx(2 * drafted)
+    extended = read.layers + read.fuse + 2 * (1000 + 7) * kv
+    assert floor[Phase.EXTEND] * moved.bytes_per_s == pytest.approx(2 * extended)
+
+
+def test_a_language_model_runs_its_root_each_level_and_the_path():
+    """Its output matrix at the root and at each level, not over the path."""
+    target, _ = presets()
+    draft = drafter_spec(PRESETS / "llama-3.1-8b", target.config, "STANDALONE", dummy=True)
+    moved, kv, output = replace(H200, flop_per_s=math.inf), 32 * 2048, 4096 * 128256
+    floor = round_floor(target, draft, Case(SpecShape(4, 3, 12), 2, 1000, 2), moved)
+    level = target.streamed + 2 * (1000 + 4) * kv + 2 * 4 * 128256
+    root = target.streamed + 2 * (1000 + 1) * kv + 2 * 128256
+    assert floor[Phase.DRAFT] * moved.bytes_per_s == pytest.approx(2 * (root + 2 * level))
+    path = target.streamed - output + 2 * (1000 + 4) * kv
+    assert floor[Phase.EXTEND] * moved.bytes_per_s == pytest.approx(2 * path)
+
+
+def test_an_assistant_reads_the_targets_context_at_each_level(tmp_path):
+    """And keeps nothing itself: EXTEND moves no byte."""
+    target_folder = save_assisted(tmp_path / "target")
+    target = target_spec(target_folder)
+    draft = drafter_spec(save_assistant(tmp_path / "head", target_folder), target.config)
+    moved = replace(H200, flop_per_s=math.inf)
+    short, long = (round_floor(target, draft, Case(SpecShape(2, 3, 7), 1, n, 2), moved) for n in (1, 3))
+    of_token = sum(target.config.layers[i].attention.kv.numbers for i in draft.reads_target)
+    assert (long[Phase.DRAFT] - short[Phase.DRAFT]) * moved.bytes_per_s == pytest.approx(3 * 2 * 2 * of_token)
+    assert long[Phase.EXTEND] == 0
 
 
 def test_a_floor_is_bytes_or_operations_whichever_takes_longer():
@@ -191,15 +230,15 @@ def test_what_is_saved_counts_each_product_by_its_own_rows(small_models):
         return pytest.approx(numbers / 2, rel=0.08)
 
     few = 2 * (qkv + output + gate_up) + 512 * 128
-    assert saved_bytes(target, None, PLAIN, 1) == {Phase.VERIFY: near(few + 2 * down)}
-    assert saved_bytes(target, None, PLAIN, 16) == {Phase.VERIFY: near(few)}
-    assert saved_bytes(target, None, PLAIN, 17) == {Phase.VERIFY: 0}
+    assert saved_bytes(target, None, None, PLAIN, 1) == {Phase.VERIFY: near(few + 2 * down)}
+    assert saved_bytes(target, None, None, PLAIN, 16) == {Phase.VERIFY: near(few)}
+    assert saved_bytes(target, None, None, PLAIN, 17) == {Phase.VERIFY: 0}
     level = 2 * qkv + output + gate_up
     fuse = 128 * 128 * len(head.spec.aux_inputs)
-    got = saved_bytes(target, head, SpecShape(4, 5, 8), 2)
+    got = saved_bytes(target, head, head.spec, SpecShape(4, 5, 8), 2)
     extend = near(level + fuse + 192 * 128)
     assert got == {Phase.VERIFY: near(few), Phase.DRAFT: near(level + 192 * 128), Phase.EXTEND: extend}
-    got = saved_bytes(target, head, SpecShape(4, 5, 8), 3)
+    got = saved_bytes(target, head, head.spec, SpecShape(4, 5, 8), 3)
     assert got == {Phase.VERIFY: 0, Phase.DRAFT: near(level + 192 * 128), Phase.EXTEND: near(192 * 128)}
 
 

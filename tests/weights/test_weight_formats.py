@@ -262,7 +262,7 @@ def test_inspect_says_what_is_quantized(folders):
 def test_the_floor_counts_the_bytes_that_are_read(folders):
     llm = build(Pair(folders["target"][0], folders["head"][0]), TREE)
     runner = llm.engine.runner
-    saved = saved_bytes(runner.target, runner.drafter, SpecShape(4, 3, 12), 2)
+    saved = saved_bytes(runner.target, runner.drafter, runner.drafter.spec, SpecShape(4, 3, 12), 2)
     quantized_numbers = sum(p.numbers for p in llm.engine.target.params if p.stored.name == "int8")
     rows = sum(p.shape[0] for p in llm.engine.target.params if p.stored.name == "int8")
     assert saved[Phase.VERIFY] == 7 * quantized_numbers - 4 * rows

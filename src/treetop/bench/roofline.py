@@ -2,9 +2,10 @@
 
 A forward streams its weights once, in the engine's dtype, reads the K/V of every row's context, writes the new K/V and
 the logits; the floor is the larger of bytes over the copy bandwidth and operations over the matrix rate. Activations
-count as free, and so does everything that is not a matrix product. A round is one verify, S - 1 draft levels and one
-draft extend. Weights in another format take less: that is the floor of the bytes really read. Of experts those
-that somebody chose are read once: so many as were counted, or as choices at random give.
+count as free, and so does everything that is not a matrix product. A round is one verify, a draft's block, S - 1 draft
+levels and one draft extend, as far as these are forwards of the draft (`drafts.protocol.Streamed`). Weights in another
+format take less: that is the floor of the bytes really read. Of experts those that somebody chose are read once: as
+many as were counted, or as choices at random give.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from treetop.bench.machine import Machine
-from treetop.drafts.protocol import BlockSpec, Drafter, DrafterSpec
+from treetop.drafts.protocol import Drafter, DrafterSpec
 from treetop.kernels.moe.routing import RouterSpec
 from treetop.models.config import AttentionSpec
 from treetop.models.registry import ExpertLayer, TargetSpec
@@ -80,40 +81,54 @@ def round_floor(
     verify = verify.plus(expert_work(layers, case.batch * shape.num_draft_tokens, distinct))
     floor = {Phase.DRAFT: 0.0, Phase.VERIFY: verify.without(less[Phase.VERIFY]).seconds(machine)}
     if draft is not None:
-        read = draft.streamed
-        vocab = draft.vocab_size if read.output else 0  # without products there are no logits either
-        if draft.block is not None:
-            return floor | _block_floor(draft, draft.block, case, machine, less)
-        level = forward_work(draft.attention, read.layers + read.output, case, shape.topk, vocab)
-        floor[Phase.DRAFT] = max(shape.num_steps - 1, 0) * level.without(less[Phase.DRAFT]).seconds(machine)
-        numbers = read.layers + read.fuse + read.output
-        extend = forward_work(draft.attention, numbers, case, shape.commit_width, 0)
-        # Only the last column of a row proposes: one row of logits each, and of products with the output matrix.
-        logits, unused = case.batch * vocab, 2 * read.output * case.batch * (shape.commit_width - 1)
-        extend = RoundWork(extend.bytes + case.element_size * logits, extend.flop - unused)
-        floor[Phase.EXTEND] = extend.without(less[Phase.EXTEND]).seconds(machine)
+        reads = [model.layers[index].attention for index in draft.reads_target]
+        floor[Phase.DRAFT] = sum(
+            work.without(less[Phase.DRAFT]).seconds(machine) for work in _draft_forwards(draft, reads, case)
+        )
+        floor[Phase.EXTEND] = _extend_work(draft, case).without(less[Phase.EXTEND]).seconds(machine)
     return floor
 
 
-def _block_floor(
-    draft: DrafterSpec, block: BlockSpec, case: Case, machine: Machine, less: Mapping[Phase, int]
-) -> dict[Phase, float]:
-    """DRAFT and EXTEND of a drafter with a block: its layers and its output once a round, nothing at each level.
+def _draft_forwards(draft: DrafterSpec, reads: Sequence[AttentionSpec], case: Case) -> list[RoundWork]:
+    """Each forward of DRAFT: the block's, then S - 1 levels. reads: layers of the target whose K/V a forward reads.
 
-    EXTEND writes K/V of the accepted tokens, and attends to nothing.
+    Who runs no layer at a level makes the logits of all depths in the block; others there make the root's.
     """
-    shape, read, size = case.shape, draft.streamed, case.element_size
-    steps = shape.num_steps
-    opened = forward_work(draft.attention, read.layers, case, block.width, 0)
-    tokens = case.batch * steps
-    opened = opened.plus(RoundWork(size * (read.output + tokens * draft.vocab_size), 2 * read.output * tokens))
-    written = case.batch * shape.commit_width
-    kv = sum(layer.kv.numbers for layer in draft.attention)
-    extend = RoundWork(size * (read.fuse + written * kv), 2 * read.fuse * written)
-    return {
-        Phase.DRAFT: opened.without(less[Phase.DRAFT]).seconds(machine) if steps else 0.0,
-        Phase.EXTEND: extend.without(less[Phase.EXTEND]).seconds(machine),
-    }
+    shape, read = case.shape, draft.streamed
+    vocab = draft.vocab_size if read.output else 0  # without products there are no logits either
+    forwards = list[RoundWork]()
+    if draft.block is not None and shape.num_steps:
+        opened = _forward_of(draft, reads, case, draft.block.width)
+        forwards.append(opened.plus(_logits(read.output, vocab, case, 1 if read.in_levels else shape.num_steps)))
+    if read.in_levels:
+        level = _forward_of(draft, reads, case, shape.topk).plus(_logits(read.output, vocab, case, shape.topk))
+        forwards += [level] * max(shape.num_steps - 1, 0)
+    return forwards
+
+
+def _forward_of(draft: DrafterSpec, reads: Sequence[AttentionSpec], case: Case, queries: int) -> RoundWork:
+    """A draft's layers over `queries` tokens a row, and what it reads of the target's K/V."""
+    seen = sum(layer.kv.numbers * _reach(layer, case) for layer in reads) * case.batch
+    of_kv = 1 if case.fp8_kv else case.element_size
+    return forward_work(draft.attention, draft.streamed.layers, case, queries, 0).plus(RoundWork(of_kv * seen, 0))
+
+
+def _logits(output: int, vocab: int, case: Case, tokens: int) -> RoundWork:
+    """`tokens` logits a row. output: of the matrix, in numbers."""
+    rows = case.batch * tokens
+    return RoundWork(case.element_size * (output + rows * vocab), 2 * output * rows)
+
+
+def _extend_work(draft: DrafterSpec, case: Case) -> RoundWork:
+    """A forward over the accepted tokens, or K/V of them alone; without a block the last column of a row proposes."""
+    shape, read, written = case.shape, draft.streamed, case.batch * case.shape.commit_width
+    if not read.in_extend:
+        kv = sum(layer.kv.numbers for layer in draft.attention)
+        return RoundWork(case.element_size * (read.fuse + written * kv), 2 * read.fuse * written)
+    extend = forward_work(draft.attention, read.layers + read.fuse, case, shape.commit_width, 0)
+    if draft.block is not None:
+        return extend
+    return extend.plus(_logits(read.output, draft.vocab_size if read.output else 0, case, 1))
 
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
@@ -132,10 +147,12 @@ def distinct_at_random(router: RouterSpec, tokens: int) -> float:
     return router.num_experts * (1 - (1 - router.top_k / router.num_experts) ** tokens)
 
 
-def saved_bytes(target: Target, drafter: Drafter | None, shape: SpecShape, rows: int) -> dict[Phase, int]:
+def saved_bytes(
+    target: Target, drafter: Drafter | None, draft: DrafterSpec | None, shape: SpecShape, rows: int
+) -> dict[Phase, int]:
     """Bytes of weights that a forward of each phase does not read, since they take fewer than in the engine's dtype.
 
-    rows: of the batch, with its padding.
+    draft: what the drafter is. rows: of the batch, with its padding.
     """
     size = target.embedding.element_size()
 
@@ -143,21 +160,25 @@ def saved_bytes(target: Target, drafter: Drafter | None, shape: SpecShape, rows:
         return sum(size * each.numbers - each.read_bytes(rows) for each in products)
 
     found = {Phase.VERIFY: saved(target.products, rows * shape.num_draft_tokens)}
-    if drafter is not None:
-        made = drafter.products
-        if drafter.block is not None:
-            of_path = rows * shape.commit_width
-            found[Phase.DRAFT] = saved([*made.layers, *made.output], of_path)
-            return found | {Phase.EXTEND: saved(made.fuse, of_path)}
-        found[Phase.DRAFT] = saved([*made.layers, *made.output], rows * shape.topk)
-        found[Phase.EXTEND] = saved([*made.layers, *made.fuse], rows * shape.commit_width) + saved(made.output, rows)
+    if drafter is not None and draft is not None:
+        made, read, of_path = drafter.products, draft.streamed, rows * shape.commit_width
+        of_draft = rows * shape.topk if read.in_levels else of_path
+        found[Phase.DRAFT] = saved([*made.layers, *made.output], of_draft)
+        found[Phase.EXTEND] = saved([*(made.layers if read.in_extend else ()), *made.fuse], of_path)
+        if draft.block is None:
+            found[Phase.EXTEND] += saved(made.output, rows)
     return found
+
+
+def _reach(layer: AttentionSpec, case: Case) -> int:
+    """Committed tokens that a layer's queries see."""
+    return case.context if layer.window is None else min(case.context, layer.window)
 
 
 def forward_work(layers: Sequence[AttentionSpec], numbers: int, case: Case, queries: int, vocab: int) -> RoundWork:
     """One forward of `queries` tokens a row, each with `vocab` logits. numbers: of the weights that it streams."""
     tokens, size = case.batch * queries, case.element_size
-    seen = [case.context if layer.window is None else min(case.context, layer.window) for layer in layers]
+    seen = [_reach(layer, case) for layer in layers]
     read = sum(layer.kv.numbers * length for layer, length in zip(layers, seen, strict=True))
     written = sum(layer.kv.numbers for layer in layers)
     of_kv = 1 if case.fp8_kv else size

@@ -275,7 +275,7 @@ def measure(llm: LLM, batch: int, length: int, rounds: int, machine: Machine, st
     shape = llm.config.shape
     case = Case(shape, batch, length, llm.engine.dtype.itemsize, llm.config.fp8_kv, packing(llm.config))
     runner = llm.engine.runner
-    mine = saved_bytes(runner.target, runner.drafter, shape, llm.engine.layout.bucket_for(batch))
+    mine = saved_bytes(runner.target, runner.drafter, llm.engine.draft, shape, llm.engine.layout.bucket_for(batch))
     saved = {phase: ranks * less for phase, less in mine.items()}
     distinct = None
     if alone:

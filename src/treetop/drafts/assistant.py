@@ -125,7 +125,8 @@ class AssistantSpec:
         numbers = {param.name: param.numbers for param in self.params if param.kind in STREAMED}
         output, hidden = numbers.pop("centroids", 0), self.decoder.hidden_size
         share = 1.0 if self.clusters is None else self.clusters.kept / self.clusters.count
-        return Streamed(sum(numbers.values()), 0, output + int(self.vocab_size * hidden * share))
+        output += int(self.vocab_size * hidden * share)
+        return Streamed(sum(numbers.values()), 0, output, in_extend=False)
 
     def build(self, weights: Weights, target: Target, place: Placement, ops: Ops) -> "Assistant":
         return Assistant(self, weights, target, place, ops)

@@ -140,7 +140,8 @@ class BlockHeadSpec:
         numbers = {param.name: param.numbers for param in self.params if param.kind in STREAMED}
         fuse, edges = numbers.pop("fuse") + numbers.pop("context"), numbers.pop("edge_output", 0)
         numbers.pop("lm_head", None)
-        return Streamed(sum(numbers.values()), fuse, self.vocab_size * self.decoder.hidden_size + edges)
+        output = self.vocab_size * self.decoder.hidden_size + edges
+        return Streamed(sum(numbers.values()), fuse, output, in_levels=False, in_extend=False)
 
     def build(self, weights: Weights, target: Target, place: Placement, ops: Ops) -> "BlockHead":
         return BlockHead(self, weights, target, place, ops)

@@ -116,7 +116,7 @@ class PEagleSpec:
 
     @property
     def streamed(self) -> Streamed:
-        return self.head.streamed
+        return replace(self.head.streamed, in_levels=False)
 
     def build(self, weights: Weights, target: Target, place: Placement, ops: Ops) -> "PEagleHead":
         return PEagleHead(self, weights, target, place, ops)

@@ -45,11 +45,15 @@ class Streamed:
     layers: in every forward.
     fuse: in `extend` besides.
     output: where logits are made: in `propose`, or in `DraftBlock.open` by who makes all of them there.
+    in_levels: `step` is a forward, after which `propose` makes logits.
+    in_extend: `extend` is a forward, too.
     """
 
     layers: int
     fuse: int
     output: int
+    in_levels: bool = True
+    in_extend: bool = True
 
 
 @dataclass(frozen=True, slots=True)
