@@ -5,9 +5,11 @@ import json
 import pytest
 import torch
 
+from support.block_heads import LAYOUTS as BLOCK_LAYOUTS
+from support.block_heads import block_shapes, random_block
 from support.dense_drafts import DenseEagle3, DenseTarget, dense_of
 from support.engines import build, greedy, sampled, steps, submit, tokens
-from support.head_layouts import LAYERS, VOCAB, assert_drafts
+from support.head_layouts import LAYERS, VOCAB, assert_drafts, save_head
 from support.refusing import refused
 from support.tiny_models import Pair, copy_folder, save_random_head, save_random_llama
 from treetop.debug.two_group import write_two_group_pair
@@ -87,3 +89,58 @@ def test_a_window_that_cannot_be_is_refused(pair, tmp_path):
     refused(ConfigError, lambda: build(pair, (3, 3, 9), speculative_draft_window_size=0), "draft-window-size")
     said = copy_folder(pair.head, tmp_path / "said", layer_types=None, use_sliding_window=True)
     refused(CheckpointError, lambda: drafter_spec(said, target_spec(pair.target).config), "use_sliding_window")
+
+
+@pytest.fixture(scope="module")
+def windowed_block(pair, tmp_path_factory):
+    """A DFlash 2 head of one layer with a window of 12 and one without."""
+    config, more, *_ = BLOCK_LAYOUTS["z-lab, DFlash 2"]
+    folder = tmp_path_factory.mktemp("windowed block") / "head"
+    return Pair(
+        pair.target, save_head(folder, config | {"sliding_window": 12}, random_block({**block_shapes(2), **more}))
+    )
+
+
+@pytest.mark.parametrize("tokens_of_pool", [None, 150])
+def test_a_windowed_block_bounds_prefix_hits_no_more_than_a_windowed_target_does(
+    windowed_block, tmp_path, tokens_of_pool
+):
+    """The same traffic through a target whose window is as wide, plainly: each prompt hits as far, or further.
+
+    The pools of windows differ by the tokens that a round may write.
+    """
+    sizes = {"page_size": 4, "chunked_prefill_size": 8, "context_length": 96, "max_running_requests": 3}
+    target = Pair(write_two_group_pair(tmp_path)[0], None)
+    assert target_spec(target.target).config.layers[0].attention.window == 12
+    engines = [
+        build(each, shape, max_total_tokens=tokens_of_pool, **sizes)
+        for each, shape in ((windowed_block, (3, 3, 9)), (target, None))
+    ]
+    prompts = target.prompts([40, 20, 9], seed=4)
+    traffic = [prompts, prompts[:1], [prompts[0][:30], prompts[1] + [5] * 9], prompts[2:], [prompts[0]] * 2]
+    seen = [
+        [output.metrics.num_cached_tokens for some in traffic for output in llm.generate(some, greedy(12))]
+        for llm in engines
+    ]
+    assert all(of_block >= of_target for of_block, of_target in zip(*seen, strict=True)), seen
+    assert any(seen[1])
+
+
+def test_trees_after_a_prefix_hit_are_those_of_an_engine_without_a_cache(windowed_block):
+    """At every boundary of a page that a prompt is cut at: the window's pages before it are there, or it is no hit."""
+    sizes = {"page_size": 4, "chunked_prefill_size": 8, "context_length": 96, "max_running_requests": 2}
+    prompt, hits = windowed_block.prompts([44], seed=6)[0], []
+    trees = {}
+    for name, more in (("cached", {}), ("alone", {"disable_radix_cache": True})):
+        llm = build(windowed_block, (3, 3, 9), **sizes, **more)
+        llm.generate([prompt], greedy(4))
+        for length in range(3, 44):
+            first = []
+            llm.engine.observer = lambda plan, tree, accepted, first=first: first.append(tree)
+            output = llm.generate([[*prompt[:length], 7]], greedy(2))[0]
+            trees[name, length] = first[0].tokens[0].tolist(), first[0].logprob[0].clone()
+            hits.append(output.metrics.num_cached_tokens)
+    for length in range(3, 44):
+        assert trees["cached", length][0] == trees["alone", length][0]
+        torch.testing.assert_close(trees["cached", length][1], trees["alone", length][1], rtol=1e-5, atol=1e-5)
+    assert len({*hits}) > 5
