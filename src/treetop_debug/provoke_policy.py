@@ -119,7 +119,7 @@ def _another_pair(folder: Path, level: int) -> str:
             kept.write(calibration)
             llm.close()
     same = heats[0] == heats[1]
-    return "" if same else f"a new head begins with temperatures {[round(1 / each, 2) for each in heats[1]]}"
+    return "" if same else f"a new head begins with temperatures {[round(1 / each, 2) for each in heats[1][0]]}"
 
 
 def _believed(real: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
