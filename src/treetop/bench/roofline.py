@@ -9,7 +9,7 @@ many as were counted, or as choices at random give.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -48,6 +48,7 @@ class Case:
     """One round: `batch` rows, each with `context` committed tokens.
 
     element_size: bytes of a weight, and of a K but in FP8.
+    fp8_kv, fp8_draft_kv: the target's K/V are in it, the draft's own.
     packing: of experts' quantized weights.
     """
 
@@ -57,6 +58,7 @@ class Case:
     element_size: int
     fp8_kv: bool = False
     packing: Packing = "none"
+    fp8_draft_kv: bool = False
 
 
 def round_floor(
@@ -110,7 +112,12 @@ def _forward_of(draft: DrafterSpec, reads: Sequence[AttentionSpec], case: Case, 
     """A draft's layers over `queries` tokens a row, and what it reads of the target's K/V."""
     seen = sum(layer.kv.numbers * _reach(layer, case) for layer in reads) * case.batch
     of_kv = 1 if case.fp8_kv else case.element_size
-    return forward_work(draft.attention, draft.streamed.layers, case, queries, 0).plus(RoundWork(of_kv * seen, 0))
+    own = _of_draft(case)
+    return forward_work(draft.attention, draft.streamed.layers, own, queries, 0).plus(RoundWork(of_kv * seen, 0))
+
+
+def _of_draft(case: Case) -> Case:
+    return replace(case, fp8_kv=case.fp8_draft_kv)
 
 
 def _logits(output: int, vocab: int, case: Case, tokens: int) -> RoundWork:
@@ -124,8 +131,9 @@ def _extend_work(draft: DrafterSpec, case: Case) -> RoundWork:
     shape, read, written = case.shape, draft.streamed, case.batch * case.shape.commit_width
     if not read.in_extend:
         kv = sum(layer.kv.numbers for layer in draft.attention)
-        return RoundWork(case.element_size * (read.fuse + written * kv), 2 * read.fuse * written)
-    extend = forward_work(draft.attention, read.layers + read.fuse, case, shape.commit_width, 0)
+        of_kv = 1 if case.fp8_draft_kv else case.element_size
+        return RoundWork(case.element_size * read.fuse + of_kv * written * kv, 2 * read.fuse * written)
+    extend = forward_work(draft.attention, read.layers + read.fuse, _of_draft(case), shape.commit_width, 0)
     if draft.block is not None:
         return extend
     return extend.plus(_logits(read.output, draft.vocab_size if read.output else 0, case, 1))

@@ -273,7 +273,8 @@ def measure(llm: LLM, batch: int, length: int, rounds: int, machine: Machine, st
     alone = ranks == 1  # a posed batch is of one rank only
     phases = phase_times_ms(llm, batch, length, rounds) if alone else {}
     shape = llm.config.shape
-    case = Case(shape, batch, length, llm.engine.dtype.itemsize, llm.config.fp8_kv, packing(llm.config))
+    size, config = llm.engine.dtype.itemsize, llm.config
+    case = Case(shape, batch, length, size, config.fp8_kv, packing(config), config.fp8_draft_kv)
     runner = llm.engine.runner
     mine = saved_bytes(runner.target, runner.drafter, llm.engine.draft, shape, llm.engine.layout.bucket_for(batch))
     saved = {phase: ranks * less for phase, less in mine.items()}

@@ -99,10 +99,16 @@ def in_formats(params: Iterable[Param], formats: StoredFormats) -> list[Param]:
     """
     if not formats.rules:
         return list(params)
-    found = [_in_format(param, formats) if param.kind in _QUANTIZED else param for param in params]
+    found = [_in_format(param, formats) if _is_quantized(param) else param for param in params]
     for _, layer in groupby((p for p in found if p.kind == "experts"), key=lambda p: p.name.rpartition(".")[0]):
         _one_format([(param.stored, param.sources[0]) for param in layer], formats)
     return found
+
+
+def _is_quantized(param: Param) -> bool:
+    """Whether a format can be of it: of matrices those of a Linear alone, and a GRU's are none."""
+    of_a_linear = param.kind != "matrix" or all(source.name.endswith(".weight") for source in param.sources)
+    return param.kind in _QUANTIZED and of_a_linear
 
 
 def _in_format(param: Param, formats: StoredFormats) -> Param:

@@ -99,6 +99,9 @@ class EngineConfig:
         minimum=1,
         maximum=2**40,
     )
+    speculative_draft_kv_cache_dtype: KVCacheDType | None = option(
+        None, "what a draft's own K/V are kept in, in the words of --kv-cache-dtype (default: as the target's)"
+    )
     speculative_num_steps: int = option(5, "levels of the tree (S)")
     speculative_eagle_topk: int = option(4, "branches of each node (k); 1 is a chain")
     speculative_num_draft_tokens: int = option(16, "nodes verified in one pass, root included (T)")
@@ -429,8 +432,13 @@ class EngineConfig:
 
     @property
     def fp8_kv(self) -> bool:
-        """Whether K/V are kept in FP8."""
+        """Whether the target's K/V are kept in FP8."""
         return self.kv_cache_dtype == "fp8_e4m3"
+
+    @property
+    def fp8_draft_kv(self) -> bool:
+        """Whether a draft's own K/V are."""
+        return (self.speculative_draft_kv_cache_dtype or self.kv_cache_dtype) == "fp8_e4m3"
 
     @property
     def shape(self) -> SpecShape:

@@ -28,6 +28,7 @@ class EngineOptions(TypedDict, total=False):
     speculative_mtp_recurrence: Recurrence
     speculative_eagle_recurrence: Recurrence
     speculative_draft_window_size: int | None
+    speculative_draft_kv_cache_dtype: KVCacheDType | None
     speculative_policy: SpeculativePolicy
     speculative_shapes: str | None
     speculative_max_deferred: int

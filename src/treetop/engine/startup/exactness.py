@@ -74,10 +74,9 @@ def _of_device(config: EngineConfig, place: Placement) -> BackendRefusal | None:
     missing = why_not(place.device)
     if missing is not None:
         return BackendRefusal(missing, _TIES)
-    if config.fp8_kv:
-        return BackendRefusal(
-            "on a GPU no attention backend is exact with K/V in FP8", f"{_TIES} or --kv-cache-dtype auto"
-        )
+    if config.fp8_kv or (config.speculates and config.fp8_draft_kv):
+        flag = "--kv-cache-dtype" if config.fp8_kv else "--speculative-draft-kv-cache-dtype"
+        return BackendRefusal("on a GPU no attention backend is exact with K/V in FP8", f"{_TIES} or {flag} auto")
     if name == "auto" and exact_backend(Need(place.dtype, place.device)) is None:
         return BackendRefusal("no attention backend is exact on this GPU", f"{_TIES} or --device cpu")
     if name != "auto" and not BACKENDS[name].capabilities.exact:

@@ -37,10 +37,19 @@ def backend_need(layout: Layout, model: ModelConfig, draft: DrafterSpec | None, 
     return Need(place.dtype, place.device, layout.page_size, tuple(groups), in_flight, rows, queries, place.exact, fp8)
 
 
-def kv_groups(model: ModelConfig, draft: DrafterSpec | None, ranks: int, fp8: bool = False) -> tuple[KVGroup, ...]:
-    """The KV groups of one of `ranks` ranks. fp8: K/V are in it, the draft's too."""
+def kv_groups(
+    model: ModelConfig, draft: DrafterSpec | None, ranks: int, fp8: bool = False, fp8_draft: bool = False
+) -> tuple[KVGroup, ...]:
+    """The KV groups of one of `ranks` ranks. fp8: the target's K/V are in it; fp8_draft: the draft's own."""
+    of_draft = () if draft is None else draft_groups(draft)
     return tuple(
-        KVGroup(name, len(of), replace(of[0].kv, fp8=fp8), of[0].window, of[0].chunked)
+        KVGroup(
+            name,
+            len(of),
+            replace(of[0].kv, fp8=fp8_draft if name in of_draft else fp8),
+            of[0].window,
+            of[0].chunked,
+        )
         for name, of in layer_groups(model, draft, ranks).items()
     )
 

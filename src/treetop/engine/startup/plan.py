@@ -159,7 +159,8 @@ def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | N
             f"--context-length {context}: penalties can count {MAX_COUNT} tokens; lower it, or use"
             " --disable-logits-processors"
         )
-    groups, block = kv_groups(model, draft, ranks, config.fp8_kv), None if draft is None else draft.block
+    groups = kv_groups(model, draft, ranks, config.fp8_kv, config.fp8_draft_kv)
+    block = None if draft is None else draft.block
     chunk, rows = config.chunked_prefill_size or _default_chunk(config, groups), config.max_running_requests
     assert rows is not None, "plan_engine has chosen"
     layout = Layout(
@@ -183,15 +184,16 @@ def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | N
 
 
 def check_kv_cache_dtype(config: EngineConfig, target: TargetSpec, device: torch.device) -> None:
-    """Raises ConfigError or CheckpointError where K/V cannot be what `--kv-cache-dtype` says."""
-    if not config.fp8_kv:
-        return
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+    """Raises ConfigError or CheckpointError where K/V cannot be what `--kv-cache-dtype` says, or the draft's option."""
+    flag = (
+        "--kv-cache-dtype" if config.fp8_kv else "--speculative-draft-kv-cache-dtype" if config.fp8_draft_kv else None
+    )
+    if flag is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         raise ConfigError(
-            f"--kv-cache-dtype fp8_e4m3: {torch.cuda.get_device_name(device)} does not convert FP8, which needs compute"
-            f" capability {'.'.join(map(str, FP8_CAPABILITY))}; use --kv-cache-dtype auto"
+            f"{flag} fp8_e4m3: {torch.cuda.get_device_name(device)} does not convert FP8, which needs compute"
+            f" capability {'.'.join(map(str, FP8_CAPABILITY))}; use {flag} auto"
         )
-    if config.load_format != "dummy":
+    if config.fp8_kv and config.load_format != "dummy":
         check_scheme(read_config(target.folder), target.folder / "config.json")
 
 
@@ -232,7 +234,7 @@ def _with_slots(
         )
     record = make_state(layout, draft, model.hidden_size, None, dtype, _shape_alone).record.num_bytes
     ranks = config.tp_size
-    whole = kv_groups(model, draft, 1, config.fp8_kv)
+    whole = kv_groups(model, draft, 1, config.fp8_kv, config.fp8_draft_kv)
     kv_transfer = KVTransferSpec.of(layout.groups, whole, dtype.itemsize, record, ranks)
     tokens = min(kv_transfer.own.tokens_per_slot(config.disaggregation_slot_bytes), layout.max_context)
     layout = replace(layout, disaggregation_slots=config.disaggregation_slots, slot_tokens=tokens)
@@ -338,6 +340,9 @@ def read_draft_spec(config: EngineConfig, target: TargetSpec) -> DrafterSpec:
         raise ConfigError(
             f"--speculative-num-steps {deepest}: {spec.folder} proposes {spec.block.max_steps} tokens at most"
         )
+    kept = config.speculative_draft_kv_cache_dtype
+    if kept is not None and not spec.attention:
+        raise ConfigError(f"--speculative-draft-kv-cache-dtype {kept}: this draft keeps no K/V; leave it out")
     topk = max(shape.topk for shape in config.shapes)
     if spec.block is not None and spec.block.max_topk is not None and topk > spec.block.max_topk:
         raise ConfigError(f"--speculative-eagle-topk {topk}: {spec.folder} scores {spec.block.max_topk} tokens at most")

@@ -77,7 +77,7 @@ def identity(engine_plan: EnginePlan, runner: ModelRunner) -> str:
         *(config.model if place.dummy else "", config.algorithm, *models, device),
         *(_VERSION, torch.__version__, place.dtype, runner.backend.name, config.graphs, place.compressed),
         *(config.tp_size, layout.shapes, layout.coarse_buckets, layout.page_size, layout.max_deferred),
-        *(layout.max_context, config.check_level >= 2, config.kv_cache_dtype, place.activations),
+        *(layout.max_context, config.check_level >= 2, config.kv_cache_dtype, config.fp8_draft_kv, place.activations),
     )
     return hashlib.sha256(repr(words).encode()).hexdigest()[:32]
 
