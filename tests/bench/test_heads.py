@@ -5,12 +5,15 @@ import re
 
 import pytest
 
+from support.block_heads import BLOCK, saved
+from support.tiny_models import save_random_llama
 from treetop.bench import heads, heads_plot, prompts, provenance
 from treetop.bench.heads import HeadsOptions
 from treetop.bench.intervals import ratio_interval
 from treetop.checkpoints.folder import resolve_folder
 from treetop.cli import main
 from treetop.text.tokenizer import open_tokenizer
+from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, EngineError, InputError
 
 PAIR = ["builtin:nestling", "--speculative-draft-model-path", "builtin:nestling-eagle3"]
@@ -125,6 +128,26 @@ def test_without_a_head_lookup_is_compared_with_plain_decoding(tmp_path):
     assert (report.algorithm, report.head, report.prompts, report.warm_up) == ("NGRAM", None, {"prompts": 2}, 1)
     assert report.ok
     assert len(told) == 2 + 3
+
+
+def test_a_blocks_trees_are_no_deeper_than_it_proposes(tmp_path):
+    """Of the sweep's own shapes, each once; of a head that grows level by level they are as they stand."""
+    target = save_random_llama(tmp_path / "target", head_dim=16)
+    for name, deepest in (("z-lab", BLOCK - 1), ("DeepSpec, rnn", BLOCK)):
+        own = EngineConfig.of(str(target), draft=str(saved(tmp_path / name, name)))
+        assert heads._deepest(own) == deepest
+        found = heads._configurations(own, {}, HeadsOptions(), deepest)
+        assert max(each.shape.num_steps for each in found) == deepest
+        assert len({each.name for each in found}) == len(found)
+        for each in found:
+            shape = each.shape
+            assert shape.num_draft_tokens <= 1 + shape.num_candidates
+            assert shape.topk > 1 or shape.num_draft_tokens == shape.num_steps + 1
+    assert heads._fitted("8,8,32", 7) == "7,8,32"
+    assert heads._fitted("5,4,16+learn", 1) == "1,4,5+learn"
+    own = EngineConfig.of(PAIR[0], draft=PAIR[2])
+    names = [each.name for each in heads._configurations(own, {}, HeadsOptions(), heads._deepest(own))]
+    assert names[1:-1] == [*heads.CHAINS, *heads.TREES, *heads.CALIBRATED]
 
 
 def test_what_no_time_is_left_for_and_what_fails_is_named(tmp_path, monkeypatch):

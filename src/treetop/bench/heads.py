@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -34,7 +34,7 @@ from treetop.bench.provenance import revision, versions
 from treetop.bench.rounds import plain_options, up_to_step
 from treetop.checkpoints.folder import resolve_folder
 from treetop.checkpoints.loader import compute_device, compute_dtype
-from treetop.engine.startup.plan import plan_engine
+from treetop.engine.startup.plan import plan_engine, read_draft_spec
 from treetop.llm import LLM, RequestOutput
 from treetop.models.registry import target_spec
 from treetop.types.config import EngineConfig
@@ -132,7 +132,7 @@ def run(
             f"a prompt of {prompts.longest} tokens and --max-tokens {options.max_tokens} need a context of {need}, have"
             f" {sized['context_length']}; choose other --prompts, lower --max-tokens or raise --context-length"
         )
-    configurations = _configurations(own, sized, options)
+    configurations = _configurations(own, sized, options, _deepest(own))
     for each in configurations:
         plan_engine(EngineConfig.of(model, **each.options))  # refuses what an engine would
     device = compute_device(own.device)
@@ -201,11 +201,33 @@ def _read(own: EngineConfig, options: HeadsOptions, max_context: int) -> _Prompt
     return _Prompts(by_kind, ids[: len(before)], max(map(len, ids)), templated)
 
 
-def _configurations(own: EngineConfig, sized: dict[str, Any], options: HeadsOptions) -> list[Configuration]:
-    """Plain decoding first and last, between them a draft's shapes. Raises ConfigError for what is no shape."""
+def _deepest(own: EngineConfig) -> float:
+    """Levels of the deepest tree that the draft proposes."""
+    shallow = replace(own, speculative_num_steps=1, speculative_eagle_topk=1, speculative_num_draft_tokens=2)
+    draft = read_draft_spec(shallow, target_spec(resolve_folder(own.model)))
+    return math.inf if draft.block is None else draft.block.max_steps
+
+
+def _fitted(name: str, deepest: float) -> str:
+    """A shape of the sweep's own, no deeper than that; of a chain as many nodes as levels allow."""
+    text, learns = name.removesuffix(LEARN), name.endswith(LEARN)
+    shape = SpecShape.parse(text, "--shapes")
+    steps = int(min(shape.num_steps, deepest))
+    nodes = min(shape.num_draft_tokens, 1 + shape.topk + (steps - 1) * shape.topk**2)
+    return _text(SpecShape(shape.topk, steps, nodes)) + LEARN * learns
+
+
+def _configurations(
+    own: EngineConfig, sized: dict[str, Any], options: HeadsOptions, deepest: float
+) -> list[Configuration]:
+    """Plain decoding first and last, between them a draft's shapes. Raises ConfigError for what is no shape.
+
+    deepest: levels that the sweep's own shapes have at most.
+    """
     ngram = own.algorithm == "NGRAM"
     default = _text(own.shape)
-    names = options.shapes or ((default,) if ngram else (*CHAINS, *TREES, *CALIBRATED))
+    ours = (default,) if ngram else tuple(_fitted(name, deepest) for name in (*CHAINS, *TREES, *CALIBRATED))
+    names = options.shapes or ours
     sized = {**sized, "speculative_algorithm": own.speculative_algorithm}
     plainly = plain_options(sized)
     found = [Configuration(ALONE, "plain", PLAIN, plainly)]
