@@ -203,7 +203,7 @@ def _drafted_otherwise(fault: Fault, **options: Any) -> str | None:
     """The first difference of the embedded pair's rounds with the fault from the dense oracle, or None."""
     oracle = DensePair(resolve_folder(BUILTIN_MODEL), resolve_folder(BUILTIN_DRAFT))
     with fault.active():
-        llm = LLM(speculative_calibration="off", **options)
+        llm = LLM(BUILTIN_MODEL, BUILTIN_DRAFT, speculative_calibration="off", **options)
         return follow(llm, oracle, _prompts(llm)[:1], [SamplingParams(max_tokens=12, ignore_eos=True)])[2]
 
 

@@ -21,6 +21,7 @@ from treetop.debug.oracle import DensePair
 from treetop.debug.two_group import write_two_group_pair
 from treetop.doctor.conformance import RandomShapes, follow
 from treetop.llm import LLM
+from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL
 from treetop.types.errors import TreetopError
 from treetop.types.layout import SpecShape
 from treetop.types.sampling import SamplingParams
@@ -129,7 +130,7 @@ def _believed(real: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str,
 def _another_row(folder: Path, level: int) -> str:
     """What one round of the embedded pair teaches, beside what the target chose in it."""
     options = {**_OPTIONS, "max_running_requests": len(_TEXTS), "check_level": max(level, 0), **_LEARN}
-    llm, found = LLM(**options), list[list[int]]()
+    llm, found = LLM(BUILTIN_MODEL, BUILTIN_DRAFT, **options), list[list[int]]()
     shape = llm.config.shape
     llm.engine.observer = lambda plan, tree, accepted: found.append(_hits(llm, shape, accepted.choice))
     llm.generate(_TEXTS, SamplingParams(max_tokens=2, ignore_eos=True))

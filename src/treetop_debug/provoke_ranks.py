@@ -8,6 +8,7 @@ from typing import Any
 
 from treetop.debug.random_checkpoint import write_expert_target
 from treetop.llm import LLM
+from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL
 from treetop.types.errors import EngineError
 from treetop.types.sampling import SamplingParams
 from treetop_debug.expert_ranks import expert_ranks_on_threads
@@ -51,7 +52,9 @@ def find_rank_fault(name: str) -> RankFinding:
 
 
 def _found(fault: Fault, ranks: AbstractContextManager[Any], prompts: list[Any], **options: Any) -> RankFinding:
-    options = {"check_level": fault.level or 0, "context_length": 256, "dtype": "float32", **options, **fault.options}
+    pair = {"model": BUILTIN_MODEL, "draft": BUILTIN_DRAFT}
+    sizes = {"check_level": fault.level or 0, "context_length": 256, "dtype": "float32"}
+    options = {**pair, **sizes, **options, **fault.options}
     params = SamplingParams(max_tokens=_TOKENS, ignore_eos=True)
     deadline_s = _DEADLINE_S if "did not answer in" in fault.guard else _LONG_S
     found = ""
