@@ -18,6 +18,7 @@ from treetop.api.errors import RESPONSES, add_error_handlers, as_api_error, erro
 from treetop.api.kept_responses import OWNER, KeptResponses, kept_responses, owner_name
 from treetop.api.limits import too_large
 from treetop.api.messages import messages
+from treetop.api.ollama import OllamaChat, OllamaGenerate, ollama
 from treetop.api.operations import DetokenizeRequest, TokenizeRequest, UpdateWeightsRequest, operations
 from treetop.api.page import page, page_files
 from treetop.api.requests.chat_body import ChatRequest
@@ -37,6 +38,8 @@ _REQUESTS = (
     ItemsRequest,
     MessagesRequest,
     CountRequest,
+    OllamaChat,
+    OllamaGenerate,
     TokenizeRequest,
     DetokenizeRequest,
     UpdateWeightsRequest,
@@ -56,7 +59,7 @@ def make_app(api: ApiState) -> FastAPI:
     add_error_handlers(app, {name for each in _REQUESTS for name in each.model_fields})
     kept = KeptResponses(api, api.responses)
     of_responses = (responses(api, kept), kept_responses(kept), conversations(kept))
-    for router in (completions(api), chat(api), *of_responses, messages(api), operations(api)):
+    for router in (completions(api), chat(api), *of_responses, messages(api), ollama(api), operations(api)):
         app.include_router(router)
     files = {} if api.options.no_ui else page_files()
     app.include_router(page(files))

@@ -79,6 +79,7 @@ _OF_ANTHROPIC = {
 MESSAGES = "/v1/messages"
 """What paths of Anthropic's API begin with."""
 RESPONSES_PATH = "/v1/responses"
+OLLAMA = "/api/"
 _OWN_NAMES: dict[str, dict[str, str]] = {
     RESPONSES_PATH: {
         "messages": "input",
@@ -86,6 +87,14 @@ _OWN_NAMES: dict[str, dict[str, str]] = {
         "max_completion_tokens": "max_output_tokens",
         "response_format": "text",
         "reasoning_effort": "reasoning",
+    },
+    OLLAMA: {
+        "max_tokens": "options.num_predict",
+        "repetition_penalty": "options.repeat_penalty",
+        "temperature": "options.temperature",
+        "response_format": "format",
+        "reasoning_effort": "think",
+        "enable_thinking": "think",
     },
     MESSAGES: {
         "stop strings": "stop_sequences",
@@ -125,7 +134,9 @@ class ErrorResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = self._body
-        if scope["path"].startswith(MESSAGES):
+        if scope["path"].startswith(OLLAMA):
+            body = {"error": self._message}
+        elif scope["path"].startswith(MESSAGES):
             body = anthropic_body(self.status_code, self._message, scope.get("state", {}).get("request_id"))
         await JSONResponse(body, self.status_code, self._more)(scope, receive, send)
 

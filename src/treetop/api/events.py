@@ -88,10 +88,11 @@ def check_output(output: RequestOutput) -> None:
 class Answer(Protocol):
     """A request as it is answered, at once or in events.
 
-    last: what ends a stream.
+    last: what ends a stream. media_type: of one.
     """
 
     last: bytes
+    media_type: str = "text/event-stream"
 
     async def whole(self, request: Request) -> Response: ...
 
@@ -149,10 +150,8 @@ class EventStream(Response):
     nothing is written, and its deltas are joined.
     """
 
-    media_type = "text/event-stream"
-
     def __init__(self, deltas: DeltaStream, answer: Answer) -> None:
-        super().__init__(headers=STREAM_HEADERS)
+        super().__init__(headers=STREAM_HEADERS, media_type=answer.media_type)
         del self.headers["content-length"]
         self._deltas, self._answer = deltas, answer
 

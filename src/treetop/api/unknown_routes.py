@@ -2,6 +2,7 @@
 
 _LORA = "LoRA adapters are not supported; merge one into the weights, or use /update_weights_from_disk"
 _POOLING = "embeddings, scores and ranks are not supported: this server generates text"
+_NO_FETCH = "models are not fetched here: one is served, by `treetop serve MODEL`"
 _HINTS = {
     "/v1/embeddings": _POOLING,
     "/v1/score": _POOLING,
@@ -12,6 +13,13 @@ _HINTS = {
     "/rerank": _POOLING,
     "/pooling": _POOLING,
     "/classify": _POOLING,
+    "/api/embed": _POOLING,
+    "/api/embeddings": _POOLING,
+    "/api/pull": _NO_FETCH,
+    "/api/push": _NO_FETCH,
+    "/api/create": _NO_FETCH,
+    "/api/copy": _NO_FETCH,
+    "/api/delete": _NO_FETCH,
     "/v1/load_lora_adapter": _LORA,
     "/v1/unload_lora_adapter": _LORA,
     "/load_lora_adapter": _LORA,
