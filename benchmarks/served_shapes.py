@@ -8,7 +8,8 @@ One engine has all shapes; acceptance is drawn from `--profile`, so that no weig
 rounds, by shape and rows, as the engine measures them (anew: nothing is read of an earlier start). Then cells: so many
 clients, each of which sends its next request when it has its answer, `--turns` requests each that count,
 three times as many up to 32 clients, by every way in turn.
-`plain` here is plain rounds of this engine, whose prompts the draft reads too.
+`plain` here is plain rounds of this engine, whose prompts the draft reads too. A shape that the engine does not
+run at so many rows (`Layout.shapes_at`) has no cell there.
 
 A cell is written as soon as it is known. Started again with the same `--out` the script goes on after the last cell,
 and stops before it begins one when `--seconds` are over: so runs of ten minutes add up. JSON: costs, times of rounds
@@ -138,6 +139,12 @@ class Served:
             "rounds": dict(seen.shapes.most_common()),
         }
 
+    def runs(self, way: str, clients: int) -> bool:
+        """Whether the engine has rounds of a way for so many clients."""
+        layout = self._engine.layout
+        shapes = layout.shapes_at(layout.bucket_for(min(clients, layout.max_requests)))
+        return way in (PLAIN_WAY, AUTO) or SpecShape.parse(way, "--shapes") in shapes
+
     def _about(self, mean: int, dice: random.Random) -> int:
         return max(round(mean * dice.uniform(1 - self._spread, 1 + self._spread)), 2)
 
@@ -209,7 +216,7 @@ def main(arguments: list[str]) -> int:
     for repeat in range(args.repeats):
         for clients in args.clients:
             for way in args.ways:
-                if done[clients, way] > repeat:
+                if done[clients, way] > repeat or not served.runs(way, clients):
                     continue
                 if time.perf_counter() - started_s > args.seconds:
                     print("time is over: start it again to go on", flush=True)

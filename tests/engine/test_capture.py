@@ -1,13 +1,19 @@
 """Capturing at start, with a recorder that runs on a CPU: what is captured when, in which order, and that it serves."""
 
+from dataclasses import replace
+
 import pytest
 
 from support.engines import accept_lens, build, greedy, sampled, tokens
 from support.fake_recorder import FakeRecorder
+from treetop.checks.host import check_round
 from treetop.engine.cuda_graphs import CudaGraphs, greedy_keys, num_rounds
 from treetop.engine.rounds import RoundKey
 from treetop.kernels.table import Ops
-from treetop.types.layout import PLAIN, SpecShape
+from treetop.types.errors import CheckError
+from treetop.types.ids import Row
+from treetop.types.layout import PLAIN, SpecShape, shapes_beside
+from treetop.types.messages import RoundPlan
 from treetop.types.parallel import PlaceholderRank
 from treetop.types.phase import Phase
 from treetop.types.sampling import Choice
@@ -132,3 +138,43 @@ def test_filters_share_the_graph_of_sampling_where_both_are_the_same_work(strong
     graphs.capture([RoundKey(4, TREE, Choice.SAMPLE), RoundKey(4, TREE, Choice.FILTER)])
     assert len(recorder.recorded) == known + (2 if apart else 1)
     assert num_rounds(graphs._runner) == 4 * ((5 if apart else 4) + sum(choice.processes for choice in Choice))
+
+
+def test_shapes_that_are_chosen_are_captured_in_all_buckets_before_anybody_waits(strong_pair, monkeypatch):
+    """The round with most nodes comes first, for it makes the pool: a fault of the order makes a pool a shape.
+
+    No greedy round is captured while requests are served, and what is captured then collects no garbage.
+    """
+    llm, recorder = build(strong_pair, speculative_policy="auto", max_running_requests=32), FakeRecorder()
+    llm.engine.launcher = graphs = CudaGraphs(llm.engine.runner, recorder)
+    graphs.capture_all()
+    layout, rounds = llm.engine.layout, [key for key in recorder.recorded if not key.catches_up]
+    assert {key.bucket for key in rounds} == {*layout.buckets} > {*layout.coarse_buckets}
+    nodes = [key.bucket * key.shape.num_draft_tokens for key in rounds]
+    assert nodes == sorted(nodes, reverse=True)
+    known = len(recorder.recorded)
+    collected = []
+    monkeypatch.setattr("gc.collect", lambda *_: collected.append(1))
+    llm.generate(strong_pair.prompts([9] * 20), [greedy(4 + n) for n in range(20)])
+    assert len(recorder.recorded) == known
+    llm.generate(strong_pair.prompts([9]), sampled(1, 8))
+    assert len(recorder.recorded) > known
+    assert not collected
+
+
+def test_a_chosen_shape_has_rounds_of_few_nodes_only(strong_pair):
+    """At 256 rows an engine that chooses has no graph of a tree of 16, and its table of costs none."""
+    shapes = shapes_beside(TREE)
+    layout = replace(build(strong_pair, max_running_requests=2).engine.layout, shapes=shapes, max_requests=256)
+    at = {rows: {shape.num_draft_tokens for shape in layout.shapes_at(rows)} for rows in (1, 64, 96, 128, 192, 256)}
+    assert at[1] == at[64] == {1, 3, 4, 6, 8, 16}
+    assert at[96] == at[128] == {1, 3, 4, 6, 8}
+    assert at[192] == {1, 3, 4}
+    assert at[256] == {1, 3, 4}
+    assert [layout.most_rows(shape) for shape in shapes] == [256, 256, 256, 128, 128, 64]
+    assert replace(layout, shapes=(TREE,)).shapes_at(256) == (TREE,)
+    rows = tuple(Row(row) for row in range(96))
+    plan = RoundPlan((), (), rows, TREE, 10, Choice.GREEDY)
+    with pytest.raises(CheckError, match="of 96 rows is not one of those"):
+        check_round(plan, layout)
+    check_round(replace(plan, rows=rows[:64]), layout)

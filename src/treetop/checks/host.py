@@ -168,8 +168,11 @@ def check_cell(edit: PageEdit, pages: Sequence[int] | None) -> None:
 
 def check_round(plan: RoundPlan, layout: Layout) -> None:
     check_rows(plan.rows, layout)
-    if plan.shape not in layout.shapes:
-        raise CheckError(f"shape {plan.shape} is not one of the layout's {layout.shapes}")
+    allowed = layout.shapes_at(layout.bucket_for(max(len(plan.rows), plan.min_rows)))
+    if plan.shape not in allowed:
+        raise CheckError(
+            f"shape {plan.shape} of {len(plan.rows)} rows is not one of those that the layout has for them, {allowed}"
+        )
     if not 0 <= plan.committed_bound <= layout.max_committed:
         raise CheckError(f"committed_bound {plan.committed_bound} lies outside [0, {layout.max_committed}]")
 

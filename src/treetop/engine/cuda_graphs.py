@@ -3,15 +3,17 @@
 A graph holds all phases, so that nothing stands between them and the last kernel of one overlaps the first of the next.
 Only a round with constrained rows is two: the host says between them what may follow the nodes of their trees.
 All graphs share one memory pool and one stream: what passes between phases and rounds lives in `RoundBuffers`, outside
-the pool, and nothing that outlives a replay is a view of it. The biggest bucket is captured first, so that the smaller
-ones fit into the memory it left in the pool.
+the pool, and nothing that outlives a replay is a view of it. The round with the most nodes is captured first, so that
+all others fit into the memory it left in the pool.
 
-Greedy rounds of the coarse buckets are captured at start, the others when they are first asked for: that costs one
-eager run and one capture of a round, some tens of milliseconds for an 8B model, for which an engine that never samples
-has no use. Where PyTorch's operations draw, filters sort the vocabulary of every node, memory that the pool would keep
-for good, and are a graph of their own.
+At start greedy rounds of the coarse buckets are captured, and of all buckets where shapes are chosen, for there each
+bucket has many. The others are when they are first asked for: that costs one eager run and one capture of a round, for
+which an engine that never samples has no use. Requests wait meanwhile, so nothing else is done then: a collection of
+garbage may take longer than the round. Where PyTorch's operations draw, filters sort the vocabulary of every node, memory
+that the pool would keep for good, and are a graph of their own.
 """
 
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -122,12 +124,15 @@ class CudaGraphs:
         return {phase: graph.replay for phase, graph in graphs.items()}
 
     def capture_all(self) -> None:
-        """Capture greedy rounds of each coarse bucket and shape; a progress bar shows on a terminal.
+        """Capture greedy rounds of each coarse bucket, and of every one where shapes are chosen; a progress bar shows
+        on a terminal.
 
         The first is measured apart: it makes the pool.
         """
-        coarse, free = {*self._runner.layout.coarse_buckets}, [self._free()]
-        keys = [key for key in greedy_keys(self._runner) if key.bucket in coarse]
+        gc.collect()  # the graphs of an engine that is gone
+        layout, free = self._runner.layout, [self._free()]
+        early = {*(layout.buckets if len(layout.shapes) > 1 else layout.coarse_buckets)}
+        keys = [key for key in greedy_keys(self._runner) if key.bucket in early]
         for part in (keys[:1], keys[1:]):
             self.capture(part)
             free.append(self._free())
@@ -176,7 +181,7 @@ class CudaGraphs:
         before = rows.clone()
         rows.fill_(self._runner.layout.dummy_row)
         try:
-            with no_collection():
+            with no_collection(first=False):
                 yield
         finally:
             rows.copy_(before)
@@ -197,10 +202,13 @@ def plan_host_extents(runner: ModelRunner, key: RoundKey) -> None:
 
 
 def greedy_keys(runner: ModelRunner) -> list[RoundKey]:
-    """Greedy rounds of every bucket and shape, the biggest bucket first; then what catches up, if rounds may defer."""
+    """Greedy rounds of every bucket and shape, those with the most nodes first; then what catches up, if rounds may
+    defer.
+    """
     layout = runner.layout
     buckets = layout.buckets[::-1]
-    rounds = [RoundKey(bucket, shape, Choice.GREEDY) for bucket, shape in product(buckets, layout.shapes)]
+    rounds = [RoundKey(bucket, shape, Choice.GREEDY) for bucket in buckets for shape in layout.shapes_at(bucket)]
+    rounds.sort(key=lambda key: key.bucket * key.shape.num_draft_tokens, reverse=True)
     return rounds + [RoundKey.of_catch_up(bucket) for bucket in buckets if layout.max_deferred]
 
 

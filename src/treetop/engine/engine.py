@@ -153,7 +153,8 @@ class Engine:
         self._node_masks.tell = tell
 
     def _keys(self) -> Iterator[RoundKey]:
-        for bucket, shape, choice in product(self.layout.buckets, self.layout.shapes, self.runner.state.choices):
+        rounds = ((bucket, shape) for bucket in self.layout.buckets for shape in self.layout.shapes_at(bucket))
+        for (bucket, shape), choice in product(rounds, self.runner.state.choices):
             yield RoundKey(bucket, shape, choice)
             if choice.processes and self.runner.state.masks is not None:
                 yield RoundKey(bucket, shape, choice, held=True)

@@ -6,9 +6,13 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def no_collection() -> Iterator[None]:
-    """Collect now and not inside: what only a collection frees, as the graphs of an engine that is gone, stays."""
-    gc.collect()
+def no_collection(first: bool = True) -> Iterator[None]:
+    """Nothing is collected inside: what only a collection frees, as the graphs of an engine that is gone, stays.
+
+    first: collect now, for which a process that serves may have no time.
+    """
+    if first:
+        gc.collect()
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -134,7 +134,7 @@ class AdaptiveShape:
         self._costs, self._layout, self._head = RoundCosts(table), layout, HeadChances()
         self._trees = [shape for shape in table.shapes if shape != PLAIN]
         self.acceptance = AcceptanceEstimate(self._trees, self._head)
-        self._bucket_for = cache(layout.bucket_for)
+        self._bucket_for, self._shapes_at = cache(layout.bucket_for), cache(layout.shapes_at)
         self.shape, self.credit = PLAIN, CREDIT
         self._last, self._num_rounds, self._curiosity = PLAIN, 0, 0.0
         self._share = 1.0  # of the rows, that may accept drafts
@@ -152,12 +152,16 @@ class AdaptiveShape:
                 self.acceptance.learn(chances)
         self._num_rounds += 1
         rows, tokens = self._bucket_for(len(lengths)), sum(lengths) / len(lengths)
-        seconds = {shape: self._costs.seconds(rows, shape, tokens) for shape in (PLAIN, *self._trees)}
+        allowed = self._shapes_at(rows)
+        seconds = {
+            shape: self._costs.seconds(rows, shape, tokens) for shape in (PLAIN, *self._trees) if shape in allowed
+        }
         behind = self._costs.catch_up_seconds(rows)
         caught_up = behind / max(self._layout.max_deferred, 1)
         rates = self._rates(seconds, caught_up)
         best = max(rates, key=rates.__getitem__)
-        if rates[best] > _MARGIN * rates[self.shape] or rates[PLAIN] >= rates[self.shape]:
+        runs = rates.get(self.shape, 0.0)  # 0 for more rows than that shape may have
+        if rates[best] > _MARGIN * runs or rates[PLAIN] >= runs:
             self.shape = best
         wanted = self._trial(rates, seconds) or self.shape
         self.credit = min(self.credit + max(INTEREST - caught_up / seconds[PLAIN], LEAST_INTEREST), CREDIT)
@@ -171,7 +175,7 @@ class AdaptiveShape:
 
     def _rates(self, seconds: dict[SpecShape, float], caught_up: float) -> dict[SpecShape, float]:
         """Tokens a row and second of each shape. caught_up: what a plain round leaves to the draft, in seconds."""
-        rates = {shape: self._tokens(shape) / seconds[shape] for shape in self._trees}
+        rates = {shape: self._tokens(shape) / seconds[shape] for shape in seconds if shape != PLAIN}
         return {PLAIN: 1.0 / (seconds[PLAIN] + caught_up), **rates}
 
     def _trial(self, rates: dict[SpecShape, float], seconds: dict[SpecShape, float]) -> SpecShape | None:
@@ -181,7 +185,9 @@ class AdaptiveShape:
         if self._num_rounds % _ANYHOW == 0:
             return max((shape for shape in rates if shape != self.shape), key=rates.__getitem__)
         self._curiosity = min(self._curiosity + _EVERY * _CURIOSITY, _MOST_CURIOUS)
-        hopes = {shape: rates[shape] * self._tokens(shape, _HOPE) / self._tokens(shape) for shape in self._trees}
+        hopes = {
+            shape: rates[shape] * self._tokens(shape, _HOPE) / self._tokens(shape) for shape in rates if shape != PLAIN
+        }
         best, rate = max(hopes, key=hopes.__getitem__), rates[self.shape]
         costs = seconds[best] * (1.0 - rates[best] / rate) / seconds[self.shape]
         if best == self.shape or hopes[best] <= _MARGIN * rate or costs > self._curiosity:

@@ -94,6 +94,11 @@ def shapes_beside(shape: SpecShape) -> tuple[SpecShape, ...]:
     return tuple(dict.fromkeys([PLAIN, *chains, *between, shape]))
 
 
+MAX_CHOSEN_NODES = 1024
+"""Nodes of all rows that a round of a shape which was chosen among others has at most. Long before, an 8B model's round
+takes a GPU time in proportion to them (`bench.modelled_costs`), so that fewer nodes a row give more tokens a second."""
+
+
 @dataclass(frozen=True, slots=True)
 class KVGroup:
     """Layers that share a page table and a pool.
@@ -266,6 +271,20 @@ class Layout:
         """Those of them that an engine makes ready at its start: powers of two, and the maximum."""
         powers = [2**i for i in range(self.max_requests.bit_length()) if 2**i < self.max_requests]
         return (*powers, self.max_requests)
+
+    def shapes_at(self, rows: int) -> tuple[SpecShape, ...]:
+        """What a round of so many rows may be. Of several shapes: plain rounds, the smallest tree, and all others whose
+        nodes of all rows are `MAX_CHOSEN_NODES` at most.
+        """
+        if len(self.shapes) == 1:
+            return self.shapes
+        smallest = min(shape.num_draft_tokens for shape in self.shapes if shape != PLAIN)
+        most = max(smallest, MAX_CHOSEN_NODES // rows)
+        return tuple(shape for shape in self.shapes if shape.num_draft_tokens <= most)
+
+    def most_rows(self, shape: SpecShape) -> int:
+        """The largest bucket whose rounds may have this shape."""
+        return max((bucket for bucket in self.buckets if shape in self.shapes_at(bucket)), default=1)
 
     @property
     def prefill_widths(self) -> dict[int, int]:

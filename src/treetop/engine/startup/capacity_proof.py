@@ -35,7 +35,7 @@ def prove_capacity(runner: ModelRunner, launcher: RoundLauncher) -> None:
     need = layout.pages_for(layout.max_context + layout.max_in_flight * layout.commit_width)
     if need > layout.page_columns:
         raise CheckError(f"page_columns: need {need} for the rounds at the context wall, have {layout.page_columns}")
-    keys = [RoundKey(layout.max_requests, shape, Choice.GREEDY) for shape in layout.shapes]
+    keys = [RoundKey(layout.most_rows(shape), shape, Choice.GREEDY) for shape in layout.shapes]
     with on_null_pages(runner):
         for key in (*keys, RoundKey.of_catch_up(layout.max_requests)) if layout.max_deferred else keys:
             runner.buffers.rows.copy_(runner.buffers.rows.new_tensor(range(layout.max_requests)))

@@ -28,7 +28,7 @@ from treetop.types.errors import CheckError, ConfigError
 from treetop.types.layout import Layout, SpecShape
 from treetop.types.sampling import Choice
 
-_VERSION = 3
+_VERSION = 4
 """Of what is measured, and how."""
 _REPEATS = 3
 """Turns of all rounds, of which the fastest counts; one more before them warms up."""
@@ -128,10 +128,15 @@ def measure(runner: ModelRunner, launcher: RoundLauncher, made_for: str) -> Cost
     """Seconds of rounds of every shape and of catching up. Leaves state and null pages as they were."""
     layout = runner.layout
     long = min(_LONG, layout.max_committed)
-    short, largest = min(_SHORT, long), layout.max_requests
-    keys = [RoundKey(rows, shape, Choice.GREEDY) for shape in layout.shapes for rows in layout.coarse_buckets]
+    short = min(_SHORT, long)
+    coarse = {
+        shape: [rows for rows in layout.coarse_buckets if shape in layout.shapes_at(rows)] for shape in layout.shapes
+    }
+    keys = [RoundKey(rows, shape, Choice.GREEDY) for shape in layout.shapes for rows in coarse[shape]]
     keys += [RoundKey.of_catch_up(rows) for rows in layout.coarse_buckets if layout.max_deferred]
-    runs = [(key, short) for key in keys] + [(RoundKey(largest, shape, Choice.GREEDY), long) for shape in layout.shapes]
+    runs = [(key, short) for key in keys] + [
+        (RoundKey(coarse[shape][-1], shape, Choice.GREEDY), long) for shape in layout.shapes
+    ]
     least = dict.fromkeys(runs, float("inf"))
     with on_null_pages(runner):
         for turn in range(1 + _REPEATS):  # a machine that is busy for a while is so for all
@@ -140,6 +145,7 @@ def measure(runner: ModelRunner, launcher: RoundLauncher, made_for: str) -> Cost
                 least[key, tokens] = min(least[key, tokens], seconds) if turn else least[key, tokens]
     rounds = []
     for key in (key for key in keys if not key.catches_up):
+        largest = coarse[key.shape][-1]
         full = RoundKey(largest, key.shape, Choice.GREEDY)
         more = max(least[full, long] - least[full, short], 0.0) / max(long - short, 1)
         rounds.append(RoundCost(key.bucket, key.shape, least[key, short], more * key.bucket / largest))

@@ -72,6 +72,6 @@ def _prompt_tokens(runner: ModelRunner, dummies: Tensor, maximum: int) -> Prompt
 def _round(runner: ModelRunner, choice: Choice) -> None:
     layout = runner.layout
     runner.buffers.rows.fill_(layout.dummy_row)
-    keys = [RoundKey(layout.max_requests, shape, choice) for shape in layout.shapes]
+    keys = [RoundKey(layout.most_rows(shape), shape, choice) for shape in layout.shapes]
     for key in (*keys, RoundKey.of_catch_up(layout.max_requests)) if layout.max_deferred else keys:
         run_phases(runner, key, layout.max_committed)
