@@ -1,10 +1,12 @@
 """Operations of recurrent layers equal a recurrence from token to token, whatever tree or chunk they are given."""
 
 import random
+import sys
 from copy import deepcopy
 from dataclasses import fields as dataclass_fields
 from dataclasses import is_dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,10 +24,11 @@ from support.recurrent_oracle import (
     random_states,
     random_tails,
 )
+from treetop.kernels.recurrent import fla
 from treetop.kernels.recurrent.convolution import path_conv_reference, prefill_conv_reference, tree_windows
 from treetop.kernels.recurrent.keep import copy_states, fold_states_reference, keep_states_reference
 from treetop.kernels.recurrent.prefill import prefill_states_reference
-from treetop.kernels.recurrent.states import StateTails
+from treetop.kernels.recurrent.states import StateInputs, StateTails
 from treetop.kernels.recurrent.verify import verify_states_reference
 from treetop.kernels.table import Ops
 from treetop.kernels.tree.commit import Paths
@@ -260,6 +263,37 @@ def test_a_chunk_of_decays_by_channel():
     outs, each = by_node(m, inputs, random_parents(70, "chain", random.Random(0)), 0)
     torch.testing.assert_close(out[0], outs, rtol=0, atol=1e-11)
     torch.testing.assert_close(states.state[0, 0], each[-1], rtol=0, atol=1e-11)
+
+
+def by_definition(q, k, v, g, beta, *, scale, initial_state, output_final_state):
+    """What flash-linear-attention's function is asked for, token by token."""
+    assert output_final_state
+    inputs, outs, after = StateInputs(q * scale, k, v, g, beta), [], []
+    for row, state in enumerate(initial_state):
+        chain = random_parents(q.shape[1], "chain", random.Random(0))
+        out, each = by_node(state, inputs, chain, row)
+        outs.append(out)
+        after.append(each[-1])
+    return torch.stack(outs), torch.stack(after)
+
+
+def test_another_librarys_prefill_is_given_what_it_takes(monkeypatch):
+    """Padding that is not finite is the identity; each row goes on from its own state; it may be missing."""
+    monkeypatch.setitem(sys.modules, fla.MODULE, None)
+    assert "flash-linear-attention cannot be imported" in fla.why_not_fla()
+    monkeypatch.setitem(sys.modules, fla.MODULE, SimpleNamespace(chunk_gated_delta_rule=by_definition))
+    assert fla.why_not_fla() is None
+    torch.manual_seed(14)
+    states = random_states(GATED, NUM_ROWS, WIDTH, torch.float64, torch.float64)
+    inputs, rows = random_inputs(GATED, 3, 9, torch.float64), torch.tensor([2, 5, 0])
+    valid = torch.arange(9) < torch.tensor([9, 0, 4])[:, None]
+    for each in fields(inputs):
+        each[~valid] = NAN
+    one, two = deepcopy(states), deepcopy(states)
+    want = prefill_states_reference(one.layer(1), rows, inputs, valid)
+    got = fla.prefill_by_fla(two.layer(1), rows, inputs, valid, torch.float64)
+    torch.testing.assert_close(got[valid], want[valid], **EXACT)
+    torch.testing.assert_close(one.state, two.state, **EXACT)
 
 
 @pytest.mark.parametrize("taps", [1, 2, 4])

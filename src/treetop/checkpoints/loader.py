@@ -60,6 +60,7 @@ class Placement:
     expert_ranks: the same of ranks that share only the experts.
     packed: which quantized parameters stay packed in memory.
     activations: products with FP8 weights quantize their inputs.
+    fla: prompts go through linear attention by `flash-linear-attention`.
     """
 
     dtype: torch.dtype
@@ -75,11 +76,13 @@ class Placement:
     expert_ranks: Parallel = SINGLE_RANK
     packed: Packing = "none"
     activations: bool = False
+    fla: bool = False
 
     @property
     def ops(self) -> Ops:
         """The operations that serve here."""
-        return Ops(OpContext(self.device, self.dtype, self.shapes, self.exact), self.parallel, self.expert_ranks)
+        context = OpContext(self.device, self.dtype, self.shapes, self.exact, self.fla)
+        return Ops(context, self.parallel, self.expert_ranks)
 
     @property
     def holding(self) -> Holding:

@@ -3,9 +3,10 @@
 Every row of `Ops` is an operation. An instance of it holds, for one engine, the function of each row that serves there:
 nowhere else is a kernel chosen over its reference. `docs/operations.md` is this table, written out.
 
-Three things are chosen elsewhere, for they depend on more than an engine: the attention of a phase, by its backend, the
-product with a weight, by its format (`treetop.weights`) and the rows of each call, and an exchange between ranks, by
-its size and by where they are. Their kernels are rows too, to be tested, compiled ahead and checked with the rest.
+Four things are chosen elsewhere, for they depend on more than an engine: the attention of a phase, by its backend, the
+product with a weight, by its format (`treetop.weights`) and the rows of each call, an exchange between ranks, by its
+size and by where they are, and prompts in linear attention, which an option gives to another library. Their kernels
+are rows too, to be tested, compiled ahead and checked with the rest.
 """
 
 from collections.abc import Callable
@@ -36,6 +37,7 @@ from treetop.kernels.recurrent import head as weighing
 from treetop.kernels.recurrent import keep as keeping
 from treetop.kernels.recurrent import prefill as prefilling
 from treetop.kernels.recurrent import verify as verifying
+from treetop.kernels.recurrent.fla import prefill_by_fla
 from treetop.kernels.sampling import draw as drawing
 from treetop.kernels.sampling import process as processing
 from treetop.kernels.sampling.sampling import draw_reference, greedy_of_ranks, greedy_reference
@@ -59,12 +61,14 @@ class OpContext:
     """What an engine computes on, and the shapes of its trees; () where no tree is grown.
 
     exact: a row has the same bits in any company: on a CPU in float32 (`kernels.exact`), on a GPU in 16 bits.
+    fla: prompts go through linear attention by `flash-linear-attention`.
     """
 
     device: torch.device
     dtype: torch.dtype
     shapes: tuple[SpecShape, ...] = ()
     exact: bool = False
+    fla: bool = False
 
 
 def on_a_gpu(context: OpContext) -> bool:
@@ -447,6 +451,8 @@ class Ops:
             gpu = self.gpu_for(op)
             reference = op.by_rows if context.exact and op.by_rows is not None else op.reference
             vars(self)[name] = reference if gpu is None else op.on(gpu, context.exact)
+        if context.fla:
+            vars(self)["prefill_states"] = partial(prefill_by_fla, dtype=context.dtype)
         if parallel.size > 1:
             vars(self)["greedy"] = partial(greedy_of_ranks, self.greedy, parallel)
             vars(self)["add"] = partial(_add_of_ranks, self.add)

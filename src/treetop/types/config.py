@@ -34,6 +34,7 @@ Recurrence = Literal["auto", "before-norm", "after-norm"]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Backend = Literal["auto", "torch", "triton", "segments", "fa3", "flashinfer", "fa4"]
 """Each but auto is a file of `treetop.attention`, which this name registers."""
+LinearPrefill = Literal["auto", "fla"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
 Graphs = Literal["auto", "off", "sim"]
@@ -223,6 +224,11 @@ class EngineConfig:
         " them",
     )
     attention_backend: Backend = option("auto", "who computes attention")
+    linear_attn_prefill_backend: LinearPrefill = option(
+        "auto",
+        "who takes prompts through linear attention: auto, our kernels in float32; fla, flash-linear-attention in 16"
+        " bits, on a GPU where it is installed",
+    )
     graphs: Graphs = option("auto", "captured graphs; sim gives a CPU their semantics, for tests")
     overlap: bool | None = option(
         None, "launch a round before the last one's results are known; on by default where rounds are captured"

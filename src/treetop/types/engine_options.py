@@ -11,6 +11,7 @@ from treetop.types.config import (
     Exactness,
     Graphs,
     KVCacheDType,
+    LinearPrefill,
     LoadFormat,
     Recurrence,
     SchedulePolicy,
@@ -51,6 +52,7 @@ class EngineOptions(TypedDict, total=False):
     state_checkpoint_memory: float | None
     disable_logits_processors: bool
     attention_backend: Backend
+    linear_attn_prefill_backend: LinearPrefill
     graphs: Graphs
     overlap: bool | None
     dtype: DType

@@ -34,7 +34,7 @@ from treetop.engine.memory import (
 )
 from treetop.engine.startup.exactness import is_exact
 from treetop.engine.startup.layer_groups import backend_need, causal_blocks, kv_groups, state_groups
-from treetop.engine.startup.state_limits import with_checkpoints, within_states
+from treetop.engine.startup.state_limits import uses_fla, with_checkpoints, within_states
 from treetop.engine.startup.weight_copies import CpuWeights, with_copies, with_second_orders
 from treetop.engine.state import make_state
 from treetop.kernels.kv import FP8_CAPABILITY, kv_dtype
@@ -129,6 +129,7 @@ def _plan_rows(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel)
     place = Placement(dtype, device, layout.max_positions, dummy, shapes=layout.shapes, parallel=parallel)
     place = replace(place, expert_ranks=expert_ranks, packed=packing(config), activations=config.quantize_activations)
     place = replace(place, exact=is_exact(config, layout, target, place))
+    place = replace(place, fla=uses_fla(config, target.config, place))
     memory, static = memory_of_rank(place), _static_estimate(config, layout, target, draft, place)
     memory = DeviceMemory(memory.total, memory.free - static)
     allowance = cpu_allowance(config, memory, place, layout, target.config)

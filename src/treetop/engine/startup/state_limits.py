@@ -2,7 +2,11 @@
 
 from dataclasses import replace
 
+import torch
+
+from treetop.checkpoints.loader import Placement
 from treetop.engine.memory import GIB, gib
+from treetop.kernels.recurrent.fla import why_not_fla
 from treetop.models.config import ModelConfig
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, ConfigError
@@ -36,6 +40,24 @@ def within_states(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     if config.state_checkpoint_memory == 0:
         return replace(config, disable_radix_cache=True)
     return config
+
+
+def uses_fla(config: EngineConfig, model: ModelConfig, place: Placement) -> bool:
+    """Whether flash-linear-attention takes prompts in. Raises ConfigError where it is asked for and cannot."""
+    if config.linear_attn_prefill_backend != "fla":
+        return False
+    kinds = model.linear.values()
+    problems = {
+        "no layer has linear attention": not kinds,
+        "its layers have no delta rule with decays by head": any(not kind.delta or kind.per_channel for kind in kinds),
+        f"it runs on a GPU, not on {place.device.type}": place.device.type != "cuda",
+        f"it computes in 16 bits, not in {place.dtype}": place.dtype not in (torch.bfloat16, torch.float16),
+        "its bits depend on chunks, and --exactness is bits": place.exact,
+    }
+    problem = next((what for what, so in problems.items() if so), None) or why_not_fla()
+    if problem is not None:
+        raise ConfigError(f"--linear-attn-prefill-backend fla: {problem}; use auto")
+    return True
 
 
 def with_checkpoints(config: EngineConfig, layout: Layout, element_size: int) -> Layout:
