@@ -1,5 +1,6 @@
 """The policy that chooses shapes, in modelled time: what it may lose, what it gains, and what it costs."""
 
+import re
 import time
 
 import pytest
@@ -248,3 +249,13 @@ def test_a_round_of_64_rows_takes_the_host_little_time():
         return (time.thread_time() - started_s) / 25
 
     assert min(round_s() for _ in range(20)) < min(sum_s() for _ in range(20))
+
+
+def test_a_start_says_what_is_expected_where_drafts_pay_and_what_may_be_lost():
+    """By costs: where a tree costs twenty plain rounds plain ones are expected, and nothing is promised."""
+    told = AdaptiveShape(costs_of_a_gpu(SHAPES), layout()).expectation()
+    assert re.search(r"[12]\.\d\dx at 1 rows \(S=5 k=4 T=16, pays from 1\.\d\d tokens a round on\)", told)
+    assert "at 256 rows (S=" in told
+    assert "loses 2 % of them at most" in told
+    dear = CostTable("x", tuple(RoundCost(1, shape, 0.1 if shape == PLAIN else 2.0, 0.0) for shape in SHAPES))
+    assert "1.00x at 1 rows (S=0 k=1 T=1)" in AdaptiveShape(dear, layout()).expectation()

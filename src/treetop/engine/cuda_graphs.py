@@ -9,8 +9,8 @@ all others fit into the memory it left in the pool.
 At start greedy rounds of the coarse buckets are captured, and of all buckets where shapes are chosen, for there each
 bucket has many. The others are when they are first asked for: that costs one eager run and one capture of a round, for
 which an engine that never samples has no use. Requests wait meanwhile, so nothing else is done then: a collection of
-garbage may take longer than the round. Where PyTorch's operations draw, filters sort the vocabulary of every node, memory
-that the pool would keep for good, and are a graph of their own.
+garbage may take longer than the round. Where PyTorch's operations draw, filters sort the vocabulary of every node,
+memory that the pool would keep for good, and are a graph of their own.
 """
 
 import gc

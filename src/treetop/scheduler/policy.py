@@ -173,6 +173,27 @@ class AdaptiveShape:
         self._last = wanted
         return wanted
 
+    def expectation(self) -> str:
+        """For a log: what it expects beside plain rounds at next to no context, by rows, how many tokens a round of a
+        row must give there to pay, and the most that it can lose.
+        """
+        told = []
+        for rows in sorted({1, min(32, self._layout.max_requests), self._layout.max_requests}):
+            bucket, tokens = self._bucket_for(rows), {PLAIN: 1.0}
+            allowed = [shape for shape in self._trees if shape in self._shapes_at(bucket)]
+            tokens |= {shape: self.acceptance.tokens(shape) for shape in allowed}
+            plain_s = self._costs.seconds(bucket, PLAIN, 0.0)
+            costs = {shape: self._costs.seconds(bucket, shape, 0.0) / plain_s for shape in tokens}
+            best = max(tokens, key=lambda shape: tokens[shape] / costs[shape])
+            name = f"S={best.num_steps} k={best.topk} T={best.num_draft_tokens}"
+            pays = f", pays from {costs[best]:.2f} tokens a round on" if best != PLAIN else ""
+            told.append(f"{tokens[best] / costs[best]:.2f}x at {rows} rows ({name}{pays})")
+        lost = 100 * (CREDIT / 200 + INTEREST)
+        return (
+            f"--speculative-policy auto expects, of a head it does not know, {', '.join(told)} of plain rounds' speed;"
+            f" in 200 rounds it loses {lost:.0f} % of them at most, and what catching up costs"
+        )
+
     def _rates(self, seconds: dict[SpecShape, float], caught_up: float) -> dict[SpecShape, float]:
         """Tokens a row and second of each shape. caught_up: what a plain round leaves to the draft, in seconds."""
         rates = {shape: self._tokens(shape) / seconds[shape] for shape in seconds if shape != PLAIN}

@@ -9,6 +9,7 @@ forming: what may come first in a constrained request is not known yet.
 What other workers prefill, and what is prefilled for them: `scheduler/kv_transfer.py`.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
@@ -34,6 +35,8 @@ from treetop.types.ids import PageId, RequestId, Row
 from treetop.types.layout import Layout, PrefillPace, SpecShape
 from treetop.types.messages import NodeMasks, PrefillPlan, RowTree, StepPlan, StepResult
 from treetop.types.requests import CoreLoad, EngineRequest, RequestUpdate, check_prompt, late_error
+
+log = logging.getLogger("treetop")
 
 _PATIENCE_S = 0.02
 """How long a step waits for a constraint that was just asked. Later its row sits rounds out."""
@@ -76,6 +79,8 @@ class Scheduler:
         target_gap_s = None if config.target_gap_ms is None else config.target_gap_ms / 1000
         self._budget = PrefillBudget(layout, pace, target_gap_s, config.prefill_tokens_per_round)
         self.policy: ShapePolicy = FixedShape(config.shape) if costs is None else AdaptiveShape(costs, layout)
+        if isinstance(self.policy, AdaptiveShape):
+            log.info("%s", self.policy.expectation())
         self._untold: dict[RequestId, Request] = {}  # those whose last update has not been handed out
         self._retractions_before = 0
         self._open_books()
