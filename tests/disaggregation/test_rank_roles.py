@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from support import recurrent_models
 from support.addresses import addresses
 from support.rank_pairs import LENGTHS, PARAMS, answers, options_of, save_pair
 from support.waiting import WAIT_S
@@ -130,6 +131,18 @@ def test_workers_of_any_ranks_hand_over_to_each_other(workers, pair, expected):
     assert workers.generate(pair.prompts(LENGTHS), PARAMS) == expected
     load = workers.decode.connector.load
     assert (load.num_requests_done, load.num_local_prefills) == (2 * len(LENGTHS), 0)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 2)])
+def test_states_of_ranks_are_handed_over(tmp_path, sizes):
+    """Each rank has heads of a recurrence and their channels of the convolution; the record has all of them."""
+    with recurrent_models.known_family(), ranks_on_threads():
+        pair = recurrent_models.save_pair(tmp_path, "sum", "delta", "full")
+        expected, both = answers(pair), Workers(pair, *sizes)
+        assert both.generate(pair.prompts(LENGTHS), PARAMS) == expected
+        load = both.decode.connector.load
+        assert (load.num_requests_done, load.num_local_prefills) == (len(LENGTHS), 0)
+        both.close()
 
 
 @pytest.mark.parametrize("workers", [(2, 2, ("lease_s", 2.0))], indirect=True, ids=str)

@@ -203,11 +203,9 @@ def test_ranks_share_heads_and_give_what_one_gives(pair, prompts):
 
 
 def test_what_states_cannot_do_is_refused_by_name(pair, tmp_path):
-    """Hand-over by several ranks, heads that ranks cannot share, a model without keys and values."""
+    """Another library's prefill, heads that ranks cannot share, a model without keys and values."""
     by_fla = {"linear_attn_prefill_backend": "fla"}
     refused(ConfigError, lambda: built(pair, **by_fla), "--linear-attn-prefill-backend fla", "no delta rule")
-    shared = {"disaggregation_slots": 2, "tp_size": 2}
-    refused(ConfigError, lambda: built(pair, **shared), "--disaggregation-slots 2", "--tp-size 2", "recurrent")
     refused(ConfigError, lambda: built(pair, None, tp_size=4), "--tp-size 4")
     delta = save_pair(tmp_path / "delta", "delta", "full")
     refused(ConfigError, lambda: built(delta, **by_fla), "--linear-attn-prefill-backend fla", "GPU", "use auto")

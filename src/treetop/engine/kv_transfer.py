@@ -200,7 +200,9 @@ def _bytes_of(slots: StagingSlots, slot: int, segment: Segment) -> Tensor:
 def _same_record(runner: ModelRunner, row: int, staged: Tensor) -> Tensor:
     """Whether each field of a packed record is the row's own, bit for bit."""
     record = runner.state.record
-    bits = [(record.tables[name][row], value) for name, value in parts_of(record.fields, staged).items()]
+    bits = [
+        (record.tables[name][row], record.own(name, value)) for name, value in parts_of(record.fields, staged).items()
+    ]
     return torch.stack([(_bits(one) == _bits(two)).all() for one, two in bits]).all()
 
 

@@ -26,6 +26,7 @@ from treetop.kernels.tree.rows import DraftState, RowTables
 from treetop.types.ids import GroupName, Row
 from treetop.types.layout import Layout, SpecShape
 from treetop.types.messages import PageEdit, RowSetup
+from treetop.types.parallel import SINGLE_RANK, Parallel
 from treetop.types.sampling import Choice, SamplingParams
 
 
@@ -160,11 +161,12 @@ def make_state(
     past_tokens: int = 0,
     *,
     learns: bool = False,
+    parallel: Parallel = SINGLE_RANK,
 ) -> RowState:
     """Zeroed tables; drafter None for plain decoding, vocab_size None where no logits are changed.
 
     hidden: of the target's states. past_tokens: of texts that rows held before, kept for a drafter that reads text.
-    learns: rounds calibrate the drafter.
+    learns: rounds calibrate the drafter. parallel: the rank, whose record is that of all.
     """
     n, columns = layout.num_rows, layout.page_columns
     numbers, states = RowNumbers.make(n, zeros), RowStates.make(layout, dtype, zeros)
@@ -186,11 +188,13 @@ def make_state(
             learning = Learning(calibration, numbers, drafter.makes_logits)
     listed = (numbers, learning, processors, masks, text, deferral, states if states.groups else None)
     features: list[RowFeature] = [feature for feature in listed if feature is not None]
+    shared = dict[str, tuple[int, ...]]()
     for feature in features:
         recorded |= feature.record
+        shared |= feature.shared
     return RowState(
         page_tables={name: PageTable(name, zeros((n, columns), torch.int32)) for name in layout.token_groups},
-        record=RowRecord(recorded),
+        record=RowRecord(recorded, shared, parallel),
         committed=committed,
         root=root,
         draft=draft,

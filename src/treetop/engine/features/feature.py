@@ -65,6 +65,11 @@ class RowFeature(Protocol):
         """Those that are handed over with a row, by name; see `RowRecord`."""
         return {}
 
+    @property
+    def shared(self) -> Mapping[str, tuple[int, ...]]:
+        """Of these, those of which each rank has a share; see `RowRecord`."""
+        return {}
+
     def scratch(self, phase: Phase) -> Sequence[Tensor]:
         """What a phase of a round writes before it reads it: whatever it holds before must not matter."""
         return ()

@@ -92,6 +92,16 @@ class RowStates(RowFeature):
             found |= {f"conv.{name}": states.conv.movedim(1, 0), f"state.{name}": states.state.movedim(1, 0)}
         return {name: table for name, table in found.items() if table.numel()}
 
+    @property
+    def shared(self) -> dict[str, tuple[int, ...]]:
+        """Heads; and of convolutions the channels of queries, keys and values."""
+        found = dict[str, tuple[int, ...]]()
+        for name, states in self.groups.items():
+            k, d = states.pending.k, states.pending.d
+            keys, values = k.shape[3] * k.shape[4], d.shape[3] * d.shape[4]
+            found |= {f"conv.{name}": (keys, keys, values), f"state.{name}": (d.shape[3],)}
+        return {name: widths for name, widths in found.items() if name in self.record}
+
     def forget(self, rows: Tensor) -> None:
         for states in self.groups.values():
             for table in (states.pending.k, states.pending.d, states.pending.g):

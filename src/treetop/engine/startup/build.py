@@ -122,6 +122,7 @@ def _without_pools(engine_plan: EnginePlan, products: Products) -> tuple[ModelRu
     state = make_state(
         *(layout, draft, model.hidden_size, changed, place.dtype, zeros, config.speculative_suffix_cache_tokens),
         learns=config.speculative_calibration == "learn" and config.simulate_accept_length is None,
+        parallel=place.parallel,
     )
     simulation: Simulation | None = None
     if engine_plan.profile is not None:

@@ -124,7 +124,7 @@ def _plan_rows(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel)
     layout = make_layout(config, target.config, draft, parallel.size)
     dtype = compute_dtype(config.dtype, device)
     layout = with_checkpoints(config, layout, dtype.itemsize)
-    layout, kv_transfer = _with_slots(config, layout, target.config, draft, dtype)
+    layout, kv_transfer = _with_slots(config, layout, target.config, draft, dtype, parallel)
     dummy = config.load_format == "dummy"
     place = Placement(dtype, device, layout.max_positions, dummy, shapes=layout.shapes, parallel=parallel)
     place = replace(place, expert_ranks=expert_ranks, packed=packing(config), activations=config.quantize_activations)
@@ -219,8 +219,9 @@ def _max_deferred(config: EngineConfig, context: int) -> int:
 
 
 def _with_slots(
-    config: EngineConfig, layout: Layout, model: ModelConfig, draft: DrafterSpec | None, dtype: torch.dtype
-) -> tuple[Layout, KVTransferSpec | None]:
+    config: EngineConfig, layout: Layout, model: ModelConfig, draft: DrafterSpec | None, dtype: torch.dtype,
+    parallel: Parallel,
+) -> tuple[Layout, KVTransferSpec | None]:  # fmt: skip
     """The layout with the staging slots that are asked for, and what they hold.
 
     Raises ConfigError or CapacityError for slots that cannot hold this model's tokens.
@@ -233,8 +234,8 @@ def _with_slots(
         raise ConfigError(
             f"--disaggregation-slots: heads of KV group {odd[0].name} are not whole 32-bit words in {stored}"
         )
-    record = make_state(layout, draft, model.hidden_size, None, dtype, _shape_alone).record.num_bytes
-    ranks = config.tp_size
+    state = make_state(layout, draft, model.hidden_size, None, dtype, _shape_alone, parallel=parallel)
+    record, ranks = state.record.num_bytes, config.tp_size
     whole = kv_groups(model, draft, 1, config.fp8_kv, config.fp8_draft_kv)
     kv_transfer = KVTransferSpec.of(layout.groups, whole, dtype.itemsize, record, ranks)
     tokens = min(kv_transfer.own.tokens_per_slot(config.disaggregation_slot_bytes), layout.max_context)

@@ -29,11 +29,6 @@ def within_states(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         return config
     if not model.attention:
         raise ConfigError("a model of recurrent layers alone is not supported: none of its layers has keys and values")
-    if config.disaggregation_slots and config.tp_size > 1:
-        raise ConfigError(
-            f"--disaggregation-slots {config.disaggregation_slots}: states of recurrent layers that --tp-size"
-            f" {config.tp_size} ranks share are not handed over yet; use --tp-size 1"
-        )
     every, page = config.state_checkpoint_every, config.page_size
     if every is not None and every % page:
         raise ConfigError(f"--state-checkpoint-every {every} must be a multiple of --page-size {page}")
