@@ -43,7 +43,7 @@ def updates(group: StateGroup, *lead: int) -> StateUpdates:
 class Layer:
     """Random states of `rows` rows and what comes in for them: `n` tokens each."""
 
-    def __init__(self, group: StateGroup, rows: int, n: int) -> None:
+    def __init__(self, group: StateGroup, rows: int, n: int, exact: bool = False) -> None:
         ops, gpu = Ops, gpu_traits(DEVICE)
         self.group, self.rows, self.dummy = group, torch.arange(rows, device=DEVICE), rows
         conv = torch.randn(rows + 1, group.channels, group.taps - 1, device=DEVICE, dtype=HALF)
@@ -63,7 +63,7 @@ class Layer:
         self.windows = tree_windows(self.parents, group.taps)
         self.valid = torch.ones((rows, n), dtype=torch.bool, device=DEVICE)
         names = ("path_conv", "prefill_conv", "delta_inputs", "verify_states", "prefill_states", "gated_norm")
-        self.run: dict[str, Callable[..., object]] = {name: getattr(ops, name).on(gpu) for name in names}
+        self.run: dict[str, Callable[..., object]] = {name: getattr(ops, name).on(gpu, exact) for name in names}
 
     def inputs(self, mixed: object) -> object:
         return self.run["delta_inputs"](
@@ -111,12 +111,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--batches", type=numbers, default=[1, 8, 32])
     parser.add_argument("--nodes", type=numbers, default=[1, 4, 16, 64])
     parser.add_argument("--chunks", type=numbers, help="time chunks of so many tokens instead")
+    parser.add_argument("--exact", action="store_true", help="time what --exactness bits has instead")
     args: argparse.Namespace = parser.parse_args(arguments)
     group, copy = GROUPS[args.model], copy_bytes_per_s()
     say(machine_of(copy))
     for rows in args.batches:
         for n in args.chunks or args.nodes:
-            layers = [Layer(group, rows, n) for _ in range(LAYERS)]
+            layers = [Layer(group, rows, n, args.exact) for _ in range(LAYERS)]
             error = None if args.chunks else layers[0].error()
             if error is not None and error > 1e-4:
                 raise AssertionError(f"{n} nodes, {rows} rows: outputs are off by {error:.1e}")
