@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from treetop.bench import axes, plot, rounds
+from treetop.bench import page as pages
+from treetop.bench import plot, rounds
 from treetop.bench.machine import Machine
 
 MACHINE = Machine("H200", "2", "bfloat16", 4.27e12, 790e12)
@@ -40,8 +41,8 @@ def test_a_plot_has_a_line_each_for_wall_device_and_floor_of_every_series():
     assert plot.axis_of(grid) == "batch"
     lines = plot.lines_of(grid, "batch")
     assert len(lines) == 6
-    assert lines[0][3] == [(1, 4.0), (2, 5.0), (8, 11.0)]
-    assert lines[2][3] == [(1, 2.0), (2, 2.5), (8, 5.5)]
+    assert lines[0].points == [(1, 4.0), (2, 5.0), (8, 11.0)]
+    assert lines[2].points == [(1, 2.0), (2, 2.5), (8, 5.5)]
     report = rounds.RoundsReport(MACHINE, "outputs equal </script>", tuple(grid))
     page = plot.page(report)
     assert page.count("<polyline") == 6
@@ -50,8 +51,8 @@ def test_a_plot_has_a_line_each_for_wall_device_and_floor_of_every_series():
     assert plot.axis_of([figures((0, 1, 1), 1, n, 1.0) for n in (1, 2)]) == "length"
     trees = [figures((3, 1, 4), 1, 64, 1.0), figures((5, 4, 16), 1, 64, 2.0)]
     assert plot.axis_of(trees) == "nodes"
-    assert plot.lines_of(trees, "nodes")[0][3] == [(4, 1.0), (16, 2.0)]
-    assert "<polyline" in plot.svg(plot.lines_of(trees[:1], "nodes"), "nodes")
+    assert plot.lines_of(trees, "nodes")[0].points == [(4, 1.0), (16, 2.0)]
+    assert "<polyline" in pages.chart(plot.lines_of(trees[:1], "nodes"), "T", "ms", logarithmic=True)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def test_a_plot_has_a_line_each_for_wall_device_and_floor_of_every_series():
     ],
 )
 def test_ticks_are_round_numbers_up_to_the_largest_value(maximum, ticks):
-    assert axes.ticks_of(maximum) == pytest.approx(ticks)
+    assert pages.ticks_of(maximum) == pytest.approx(ticks)
 
 
 def test_figures_stand_below_their_titles():
@@ -80,8 +81,8 @@ def test_figures_stand_below_their_titles():
 
 
 def test_a_plot_that_can_be_written_is_not_written_before_there_is_one(tmp_path):
-    axes.check_path(tmp_path / "p.html")
+    pages.check_path(tmp_path / "p.html")
     assert not list(tmp_path.iterdir())
     (tmp_path / "p.html").write_text("old")
-    axes.check_path(tmp_path / "p.html")
+    pages.check_path(tmp_path / "p.html")
     assert (tmp_path / "p.html").read_text() == "old"

@@ -1,12 +1,12 @@
 """A sweep of heads as one HTML file that needs nothing else: what it says, two bar charts, tables, its command."""
 
 import html
-import json
 from collections.abc import Callable, Sequence
 
-from treetop.bench.axes import ticks_of
 from treetop.bench.heads_report import AGAIN, ALL, ALONE, Family, HeadFigures, HeadsReport, verdict
 from treetop.bench.intervals import Interval
+from treetop.bench.page import page as html_page
+from treetop.bench.page import ticks_of
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 560, 118, 52, 8, 40
 BAR, GAP = 13, 9
@@ -50,16 +50,13 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 def page(report: HeadsReport) -> str:
     """The page, with the figures as JSON in it."""
     draft = report.head or f"{report.algorithm} drafts"
-    data = json.dumps(report.as_json()).replace("<", "\\u003c")
     whole = [each for each in report.figures if each.kind == ALL]
     charts = (
         _figure(whole, "Tokens a round (accept length)", lambda each: each.accept_length, None),
         _figure(whole, "Tokens a second over plain decoding", lambda each: each.over_plain, 1.0),
     )
-    return (
-        "<!doctype html><html lang='en'><meta charset='utf-8'><meta name='viewport' content='width=device-width'>"
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        f"<title>treetop bench: {_escaped(draft)}</title><style>{STYLE}</style>"
+    return html_page(
+        f"treetop bench: {draft}",
         f"<h1>What a draft is worth: {_escaped(draft)} on {_escaped(report.model)}</h1>"
         f"<p class='soft'>{_escaped(_setting(report))}</p>"
         f"<section><h2>What the figures say</h2><ul>{_items(report.remarks())}</ul>{_comparisons(report)}</section>"
@@ -67,8 +64,11 @@ def page(report: HeadsReport) -> str:
         f"<section><h2>All prompts</h2>{_table(report)}</section>"
         f"<section><h2>Tokens a round by kind of prompt</h2>{_kinds(report)}</section>"
         f"<section><h2>Are the tokens plain decoding's?</h2>{_equality(report)}</section>"
-        f"<section><h2>How this was measured</h2>{_method(report)}</section>"
-        f"<script type='application/json' id='data'>{data}</script></html>"
+        f"<section><h2>How this was measured</h2>{_method(report)}</section>",
+        data=report.as_json(),
+        style=STYLE,
+        head="<meta name='viewport' content='width=device-width'>"
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
     )
 
 

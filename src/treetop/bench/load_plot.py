@@ -1,11 +1,11 @@
-"""A sweep of load as one HTML file that needs nothing else: what a user gets against what all get, and which shapes."""
+"""A sweep of load as a page: what a user gets against what all get, and which shapes."""
 
-import html
-import json
 from dataclasses import asdict
 
 from treetop.bench.load import AUTO, BatchSweepReport, LoadPoint
-from treetop.bench.serve_plot import COLOURS, STYLE, Mark, svg
+from treetop.bench.page import COLOURS, element
+from treetop.bench.page import page as html_page
+from treetop.bench.serve_plot import Mark, svg
 
 _WIDTH, _HEIGHT = 600, 14
 
@@ -21,14 +21,15 @@ def page(report: BatchSweepReport) -> str:
         ]
         for way in ways
     }
-    data = json.dumps(asdict(report)).replace("<", "\\u003c")
-    return (
-        "<!doctype html><meta charset='utf-8'><title>treetop bench: load</title>"
-        f"<style>{STYLE}</style><h1>{html.escape(report.model)}</h1>"
-        f"<p>{html.escape(report.device)}, {html.escape(report.dtype)}. {html.escape(report.equality)}</p>"
-        f"{svg(marks)}<h2>Shapes of auto, round by round</h2>{strips(report)}"
-        f"<pre>{html.escape(report.text())}</pre>"
-        f"<script type='application/json' id='data'>{data}</script>"
+    return html_page(
+        "treetop bench: load",
+        element("h1", report.model),
+        element("p", f"{report.device}, {report.dtype}. {report.equality}"),
+        svg(marks),
+        "<h2>Shapes of auto, round by round</h2>",
+        strips(report),
+        element("pre", report.text()),
+        data=asdict(report),
     )
 
 

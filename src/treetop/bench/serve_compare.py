@@ -1,14 +1,15 @@
 """Several servers under the same load: their reports of `treetop bench serve --json` side by side."""
 
-import html
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
+from treetop.bench.page import element
+from treetop.bench.page import page as html_page
 from treetop.bench.serve import LoadReport, Point
-from treetop.bench.serve_plot import STYLE, marks_of, svg
+from treetop.bench.serve_plot import marks_of, svg
 from treetop.types.errors import InputError
 
 
@@ -89,11 +90,15 @@ def page(reports: Mapping[str, LoadReport]) -> str:
     }
     drawn = {name: points for name, points in drawn.items() if points}
     head, *lines = table(reports)
-    rows = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in line)}</tr>" for line in lines)
-    heads = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
+    heads, *rows = (
+        f"<tr>{''.join(element(tag, cell) for cell in line)}</tr>"
+        for tag, line in (("th", head), *(("td", line) for line in lines))
+    )
     loads = "\n".join(f"{name}: {each.model}, {each.options}" for name, each in reports.items())
-    return (
-        f"<!doctype html><meta charset='utf-8'><title>treetop bench serve</title><style>{STYLE}</style>"
-        f"<h1>Servers under load</h1>{svg(drawn) if drawn else ''}"
-        f"<table><tr>{heads}</tr>{rows}</table><pre>{html.escape(loads)}</pre>"
+    return html_page(
+        "treetop bench serve",
+        "<h1>Servers under load</h1>",
+        svg(drawn) if drawn else "",
+        f"<table>{heads}{''.join(rows)}</table>",
+        element("pre", loads),
     )

@@ -83,12 +83,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_load(args: argparse.Namespace, given_to_engine: dict[str, Any]) -> int:
     """The policy against fixed shapes over batches."""
-    from treetop.bench import axes, load, load_plot
+    from treetop.bench import load, load_plot, page
 
     others = ("shapes", "inputs", "transformers", "num_prompts", "batch_size", "rounds")
     _refuse(args, others, "not for --sweep load, whose shapes are --speculative-shapes")
     if args.plot is not None:
-        axes.check_path(Path(args.plot))
+        page.check_path(Path(args.plot))
     names = [field.name for field in fields(load.BatchSweepOptions)]
     options = load.BatchSweepOptions(**{name: value for name in names if (value := getattr(args, name)) is not None})
     tell = (lambda text: None) if args.json else (lambda text: print(text, flush=True))
@@ -101,12 +101,13 @@ def _run_load(args: argparse.Namespace, given_to_engine: dict[str, Any]) -> int:
 
 def _run_heads(args: argparse.Namespace, given_to_engine: dict[str, Any]) -> int:
     """What a head is worth: text as it is measured, and at the end a page and JSON."""
-    from treetop.bench import axes, heads, heads_plot
+    from treetop.bench import heads, heads_plot
+    from treetop.bench.page import check_path
 
     _refuse(args, ("batches", "inputs", "transformers", "repeats", "rounds"), "not for --sweep heads")
     page = Path(args.plot or "heads.html")
     data = page.with_suffix(".json")
-    axes.check_path(page)
+    check_path(page)
     check_writable(data, "--plot")
     there = [str(path) for path in (page, data) if args.plot is None and path.exists()]
     if there:
@@ -136,14 +137,14 @@ def _refuse(args: argparse.Namespace, names: Sequence[str], why: str) -> None:
 
 def _run_sweep(args: argparse.Namespace, given_to_engine: dict[str, Any]) -> int:
     """Rounds over a grid; text as it is measured, or one JSON object."""
-    from treetop.bench import axes, plot, rounds, sweeps
+    from treetop.bench import page, plot, rounds, sweeps
 
     compared = ("transformers", "prompts", "num_prompts", "max_tokens", "repeats")
     _refuse(args, compared, "for comparing whole outputs, not for a sweep of rounds")
     if args.batches is not None and args.batch_size is not None:
         raise InputError("--batches and --batch-size: give one of them")
     if args.plot is not None:
-        axes.check_path(Path(args.plot))
+        page.check_path(Path(args.plot))
     names = [field.name for field in fields(sweeps.SweepOptions)]
     defaults = {"batch_size": 1, "rounds": 20}
     given = {name: value for name in names if (value := getattr(args, name)) is not None}

@@ -9,8 +9,8 @@ from typing import Any
 
 from treetop.bench import serve, serve_compare
 from treetop.bench.arrivals import ARRIVALS
-from treetop.bench.axes import check_path
 from treetop.bench.lengths import SPECIFICATION
+from treetop.bench.page import check_path
 from treetop.bench.serve import LoadOptions
 from treetop.bench.serve_plot import page
 from treetop.types.errors import ConfigError
