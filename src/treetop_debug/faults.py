@@ -8,7 +8,7 @@ the command line. The identifiers are those of the reports; `docs/testing.md` li
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -95,171 +95,169 @@ _MOVED_ENTRY = """entry = tl.load(node + item * node_row + column)
 """
 
 
-def _registry(faults: Sequence[Fault]) -> dict[str, Fault]:
+def by_name(*faults: Fault) -> dict[str, Fault]:
     return {each.name: each for each in faults}
 
 
-FAULTS: dict[str, Fault] = _registry(
-    [
-        Fault(
-            "sgl-27360",
-            "each draft level fills the tail S levels wide",
-            (instead("treetop.engine.tree_growth:level_tail", twins.all_levels_wide),),
-            "tail of phase draft",
-            0,
+FAULTS: dict[str, Fault] = by_name(
+    Fault(
+        "sgl-27360",
+        "each draft level fills the tail S levels wide",
+        (instead("treetop.engine.tree_growth:level_tail", twins.all_levels_wide),),
+        "tail of phase draft",
+        0,
+    ),
+    Fault(
+        "sgl-27338",
+        "the draft tail is sized without the factor k",
+        (instead("treetop.types.layout:Layout.draft_tail", property(twins.no_topk_factor)),),
+        "tail of phase draft",
+        0,
+    ),
+    Fault(
+        "sgl-23037-padding",
+        "the padding of the row list keeps the rows of an earlier, larger batch",
+        (Patch("treetop.engine.engine:pad_rows", twins.stale_padding),),
+        "padding of the row list",
+        1,
+    ),
+    Fault(
+        "sgl-23037-alias",
+        "results are views of buffers that the next round overwrites",
+        (
+            instead("treetop.engine.staging:copy_out", twins.view),
+            instead("treetop.engine.engine:copy_out", twins.view),
         ),
-        Fault(
-            "sgl-27338",
-            "the draft tail is sized without the factor k",
-            (instead("treetop.types.layout:Layout.draft_tail", property(twins.no_topk_factor)),),
-            "tail of phase draft",
-            0,
-        ),
-        Fault(
-            "sgl-23037-padding",
-            "the padding of the row list keeps the rows of an earlier, larger batch",
-            (Patch("treetop.engine.engine:pad_rows", twins.stale_padding),),
-            "padding of the row list",
-            1,
-        ),
-        Fault(
-            "sgl-23037-alias",
-            "results are views of buffers that the next round overwrites",
-            (
-                instead("treetop.engine.staging:copy_out", twins.view),
-                instead("treetop.engine.engine:copy_out", twins.view),
-            ),
-            "shares memory with the round's buffers",
-            1,
-        ),
-        Fault(
-            "padding-siblings",
-            "acceptance relies on siblings that differ, which the dummy row's do not",
-            (
-                instead("treetop.kernels.tree.accept:accept", twins.whole_tree),
-                kernel_twin(
-                    "treetop.kernels.tree.accept:_accept_kernel",
-                    ("length = deepest // block_t\n", "length = tl.sum(agreed.to(tl.int32), 0) - 1\n"),
-                    (
-                        "on_path = tl.load(mask + row * mask_row + last * mask_node + node, mask=real, other=0) != 0\n",
-                        "on_path = agreed\n",
-                    ),
+        "shares memory with the round's buffers",
+        1,
+    ),
+    Fault(
+        "padding-siblings",
+        "acceptance relies on siblings that differ, which the dummy row's do not",
+        (
+            instead("treetop.kernels.tree.accept:accept", twins.whole_tree),
+            kernel_twin(
+                "treetop.kernels.tree.accept:_accept_kernel",
+                ("length = deepest // block_t\n", "length = tl.sum(agreed.to(tl.int32), 0) - 1\n"),
+                (
+                    "on_path = tl.load(mask + row * mask_row + last * mask_node + node, mask=real, other=0) != 0\n",
+                    "on_path = agreed\n",
                 ),
             ),
-            "padded batch",
-            1,
-            {"speculative_eagle_topk": 4, "speculative_num_steps": 1, "speculative_num_draft_tokens": 5},
-            seed=ZERO_AFTER_ZERO,
         ),
-        Fault(
-            "sgl-24617",
-            "window layers read the page table of the full group",
-            (instead("treetop.engine.state:RowState.table_of", twins.full_table),),
-            "were given the page table of full",
-            1,
-            seed=0,
-        ),
-        Fault(
-            "sgl-26628-missed",
-            "draft extend does not see the tokens it has just written",
-            (instead("treetop.engine.buffers:extend_mask", twins.misses_itself),),
-            "visibility",
-            None,
-        ),
-        Fault(
-            "sgl-26628-twice",
-            "draft extend counts its own tokens as committed too",
-            (Patch("treetop.engine.model_runner:ModelRunner.metadata", twins.counts_twice),),
-            "visibility",
-            None,
-            {"graphs": "sim"},
-        ),
-        Fault(
-            "sgl-25015",
-            "draft positions are one too far",
-            (
-                instead("treetop.kernels.tree.grow:draft_positions", twins.one_too_far),
-                kernel_twin(
-                    "treetop.kernels.tree.grow:_start_kernel",
-                    ("node, length + node // k,", "node, length + node // k + 1,"),
-                ),
+        "padded batch",
+        1,
+        {"speculative_eagle_topk": 4, "speculative_num_steps": 1, "speculative_num_draft_tokens": 5},
+        seed=ZERO_AFTER_ZERO,
+    ),
+    Fault(
+        "sgl-24617",
+        "window layers read the page table of the full group",
+        (instead("treetop.engine.state:RowState.table_of", twins.full_table),),
+        "were given the page table of full",
+        1,
+        seed=0,
+    ),
+    Fault(
+        "sgl-26628-missed",
+        "draft extend does not see the tokens it has just written",
+        (instead("treetop.engine.buffers:extend_mask", twins.misses_itself),),
+        "visibility",
+        None,
+    ),
+    Fault(
+        "sgl-26628-twice",
+        "draft extend counts its own tokens as committed too",
+        (Patch("treetop.engine.model_runner:ModelRunner.metadata", twins.counts_twice),),
+        "visibility",
+        None,
+        {"graphs": "sim"},
+    ),
+    Fault(
+        "sgl-25015",
+        "draft positions are one too far",
+        (
+            instead("treetop.kernels.tree.grow:draft_positions", twins.one_too_far),
+            kernel_twin(
+                "treetop.kernels.tree.grow:_start_kernel",
+                ("node, length + node // k,", "node, length + node // k + 1,"),
             ),
-            "visibility",
-            None,
         ),
-        Fault(
-            "sgl-27545",
-            "draft extend finds a row's features with stride S + 1 instead of T",
-            (
-                instead("treetop.kernels.tree.commit:feature_nodes", twins.stride_of_path),
-                instead("treetop.engine.rounds:feature_nodes", twins.stride_of_path),
-                kernel_twin(
-                    "treetop.kernels.tree.commit:_path_features_kernel",
-                    ("row * num_nodes +", "row * width +"),
-                ),
+        "visibility",
+        None,
+    ),
+    Fault(
+        "sgl-27545",
+        "draft extend finds a row's features with stride S + 1 instead of T",
+        (
+            instead("treetop.kernels.tree.commit:feature_nodes", twins.stride_of_path),
+            instead("treetop.engine.rounds:feature_nodes", twins.stride_of_path),
+            kernel_twin(
+                "treetop.kernels.tree.commit:_path_features_kernel",
+                ("row * num_nodes +", "row * width +"),
             ),
-            "detect_oob: feature_node",
-            2,
         ),
-        Fault(
-            "sgl-26972",
-            "page tables have no headroom at the context wall",
-            (instead("treetop.types.layout:Layout.page_columns", property(twins.no_headroom)),),
-            "page_columns: need",
-            1,
-        ),
-        Fault(
-            "column-ancestors",
-            "a branch of the draft tree sees its own column instead of its ancestors",
-            (
-                instead("treetop.kernels.tree.grow:next_level_mask", twins.own_column),
-                kernel_twin(
-                    "treetop.kernels.tree.grow:_grow_kernel",
-                    ("parent[:, None] * mask_node", "slot[:, None] * mask_node"),
-                ),
+        "detect_oob: feature_node",
+        2,
+    ),
+    Fault(
+        "sgl-26972",
+        "page tables have no headroom at the context wall",
+        (instead("treetop.types.layout:Layout.page_columns", property(twins.no_headroom)),),
+        "page_columns: need",
+        1,
+    ),
+    Fault(
+        "column-ancestors",
+        "a branch of the draft tree sees its own column instead of its ancestors",
+        (
+            instead("treetop.kernels.tree.grow:next_level_mask", twins.own_column),
+            kernel_twin(
+                "treetop.kernels.tree.grow:_grow_kernel",
+                ("parent[:, None] * mask_node", "slot[:, None] * mask_node"),
             ),
-            "visibility",
-            None,
         ),
-        Fault(
-            "in-place-compaction",
-            "the accepted path is compacted inside the tail, last entry first",
-            (
-                instead("treetop.kernels.tree.commit:commit_tail", twins.in_place),
-                kernel_twin("treetop.kernels.tree.commit:_commit_kernel", (_ENTRY, _MOVED_ENTRY)),
-            ),
-            "commit: a committed slot",
-            3,
+        "visibility",
+        None,
+    ),
+    Fault(
+        "in-place-compaction",
+        "the accepted path is compacted inside the tail, last entry first",
+        (
+            instead("treetop.kernels.tree.commit:commit_tail", twins.in_place),
+            kernel_twin("treetop.kernels.tree.commit:_commit_kernel", (_ENTRY, _MOVED_ENTRY)),
         ),
-        Fault(
-            "unaligned-allocation",
-            "a release gives back whole pages only, the last partial page is leaked",
-            (Patch("treetop.scheduler.rows:Rows.leave", twins.whole_pages_only),),
-            "leased",
-            None,
-        ),
-        Fault(
-            "prefix-without-draft",
-            "a prefix hit shares the target's pages but not the draft's",
-            (Patch("treetop.cache.kv_cache_manager:KVCacheManager._share", twins.target_groups_only),),
-            "prefix hit",
-            1,
-            {"disable_radix_cache": False},
-        ),
-        Fault(
-            "chunk-tail",
-            "the draft's last slot of a chunk holds a wrong next token",
-            (instead("treetop.scheduler.prefill:next_prompt_token", twins.last_token_again),),
-            "promised by the chunk before",
-            1,
-            {"chunked_prefill_size": 8},
-        ),
-        Fault(
-            "limit-before-stop",
-            "max_tokens is checked before EOS in the tokens of one round",
-            (instead("treetop.scheduler.committer:first_stop", twins.limit_first),),
-            "emitted tokens",
-            1,
-        ),
-    ]
+        "commit: a committed slot",
+        3,
+    ),
+    Fault(
+        "unaligned-allocation",
+        "a release gives back whole pages only, the last partial page is leaked",
+        (Patch("treetop.scheduler.rows:Rows.leave", twins.whole_pages_only),),
+        "leased",
+        None,
+    ),
+    Fault(
+        "prefix-without-draft",
+        "a prefix hit shares the target's pages but not the draft's",
+        (Patch("treetop.cache.kv_cache_manager:KVCacheManager._share", twins.target_groups_only),),
+        "prefix hit",
+        1,
+        {"disable_radix_cache": False},
+    ),
+    Fault(
+        "chunk-tail",
+        "the draft's last slot of a chunk holds a wrong next token",
+        (instead("treetop.scheduler.prefill:next_prompt_token", twins.last_token_again),),
+        "promised by the chunk before",
+        1,
+        {"chunked_prefill_size": 8},
+    ),
+    Fault(
+        "limit-before-stop",
+        "max_tokens is checked before EOS in the tokens of one round",
+        (instead("treetop.scheduler.committer:first_stop", twins.limit_first),),
+        "emitted tokens",
+        1,
+    ),
 )

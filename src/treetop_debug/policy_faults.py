@@ -14,7 +14,7 @@ from treetop.kernels.tree.deferred import DeferredPairs, ExtendPairs
 from treetop.kernels.tree.grow import TreeBuilder
 from treetop.kernels.tree.learn import Observed
 from treetop.types.tree import Accepted
-from treetop_debug.faults import Fault
+from treetop_debug.faults import Fault, by_name
 from treetop_debug.patching import Patch, instead, kernel_twin
 
 
@@ -46,42 +46,39 @@ def _skips_the_newest(real: Callable[..., Any]) -> Callable[..., Any]:
     return deferred_pairs
 
 
-POLICY_FAULTS: dict[str, Fault] = {
-    each.name: each
-    for each in (
-        Fault(
-            "deferred-token-skipped",
-            "the pass that catches up leaves out the newest token that a row has deferred",
-            (Patch("treetop.engine.rounds:deferred_pairs", _skips_the_newest),),
-            "visibility",
-            None,
-        ),
-        Fault(
-            "costs-of-another-model",
-            "what rounds cost is kept by machine, so another model's engine begins with it",
-            (instead("treetop.engine.startup.round_costs:cost_file", _of_the_machine_alone),),
-            "round costs: those at hand are of another engine",
-            1,
-        ),
-        Fault(
-            "calibration-of-another-pair",
-            "what is learned is kept by target, so another draft head begins with it",
-            (instead("treetop.engine.startup.kept_calibration:file_name", _of_the_target_alone),),
-            "was learned of the pair",
-            0,
-        ),
-        Fault(
-            "calibration-of-another-row",
-            "a row learns from the target's choices in the tree of the next row, of nodes that it rejects",
-            (
-                Patch("treetop.kernels.tree.learn:_add_up", _choices_of_the_next_row),
-                kernel_twin(
-                    "treetop.kernels.tree.learn:_add_up_kernel",
-                    ("choice + item * choice_row", "choice + (item + 1) % tl.num_programs(0) * choice_row"),
-                ),
+POLICY_FAULTS = by_name(
+    Fault(
+        "deferred-token-skipped",
+        "the pass that catches up leaves out the newest token that a row has deferred",
+        (Patch("treetop.engine.rounds:deferred_pairs", _skips_the_newest),),
+        "visibility",
+        None,
+    ),
+    Fault(
+        "costs-of-another-model",
+        "what rounds cost is kept by machine, so another model's engine begins with it",
+        (instead("treetop.engine.startup.round_costs:cost_file", _of_the_machine_alone),),
+        "round costs: those at hand are of another engine",
+        1,
+    ),
+    Fault(
+        "calibration-of-another-pair",
+        "what is learned is kept by target, so another draft head begins with it",
+        (instead("treetop.engine.startup.kept_calibration:file_name", _of_the_target_alone),),
+        "was learned of the pair",
+        0,
+    ),
+    Fault(
+        "calibration-of-another-row",
+        "a row learns from the target's choices in the tree of the next row, of nodes that it rejects",
+        (
+            Patch("treetop.kernels.tree.learn:_add_up", _choices_of_the_next_row),
+            kernel_twin(
+                "treetop.kernels.tree.learn:_add_up_kernel",
+                ("choice + item * choice_row", "choice + (item + 1) % tl.num_programs(0) * choice_row"),
             ),
-            "calibration: what rows of a tree",
-            1,
         ),
-    )
-}
+        "calibration: what rows of a tree",
+        1,
+    ),
+)

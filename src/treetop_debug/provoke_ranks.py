@@ -1,7 +1,6 @@
 """Faults of several ranks, run: its guard must tell of each, in time. Ranks are threads here."""
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,8 +12,8 @@ from treetop.types.errors import EngineError
 from treetop.types.sampling import SamplingParams
 from treetop_debug.expert_ranks import expert_ranks_on_threads
 from treetop_debug.faults import Fault
-from treetop_debug.lockstep_faults import LOCKSTEP_FAULTS
-from treetop_debug.rank_faults import RANK_FAULTS
+from treetop_debug.provoke import Finding
+from treetop_debug.rank_faults import LOCKSTEP_FAULTS, RANK_FAULTS
 from treetop_debug.ranks import ranks_on_threads
 
 _TOKENS = 200
@@ -24,20 +23,9 @@ NAMES = (*RANK_FAULTS, *LOCKSTEP_FAULTS)
 """Of all faults of several ranks."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankFinding:
-    """caught: the guard's words, or None."""
-
-    fault: Fault
-    caught: str | None
-
-    @property
-    def by(self) -> str:
-        return "any level" if self.fault.level is None else f"check level {self.fault.level}"
-
-
-def find_rank_fault(name: str) -> RankFinding:
-    """Requests on a group with the fault, at its guard's level. Raises ConfigError without the serve extra.
+def find_rank_fault(name: str) -> Finding:
+    """Requests on a group with the fault, at its guard's level; no harm is looked for. Raises ConfigError without the
+    serve extra.
 
     Ranks that share every layer run the embedded pair. Ranks that share experts run a random target that has some; the
     request goes to the first of them, and the other has none, which is what these faults are about.
@@ -51,7 +39,7 @@ def find_rank_fault(name: str) -> RankFinding:
         return _found(LOCKSTEP_FAULTS[name], expert_ranks_on_threads(), [prompt], **options)
 
 
-def _found(fault: Fault, ranks: AbstractContextManager[Any], prompts: list[Any], **options: Any) -> RankFinding:
+def _found(fault: Fault, ranks: AbstractContextManager[Any], prompts: list[Any], **options: Any) -> Finding:
     pair = {"model": BUILTIN_MODEL, "draft": BUILTIN_DRAFT}
     sizes = {"check_level": fault.level or 0, "context_length": 256, "dtype": "float32"}
     options = {**pair, **sizes, **options, **fault.options}
@@ -66,4 +54,5 @@ def _found(fault: Fault, ranks: AbstractContextManager[Any], prompts: list[Any],
             found = str(error)
         finally:
             llm.close()
-    return RankFinding(fault, found if fault.guard in found else None)
+    by = "any level" if fault.level is None else f"check level {fault.level}"
+    return Finding(fault, found if fault.guard in found else None, by, None)

@@ -14,7 +14,7 @@ from treetop.engine.features.states import RowStates
 from treetop.engine.model_runner import ModelRunner
 from treetop.kernels.tree.commit import Paths
 from treetop.types.messages import Chunk
-from treetop_debug.faults import Fault
+from treetop_debug.faults import Fault, by_name
 from treetop_debug.patching import Patch
 
 Keep = Callable[[ModelRunner, NodeRecurrence | None, Paths], None]
@@ -122,79 +122,73 @@ def _cut_back(real: Callable[..., Any]) -> Callable[..., Any]:
 
 _KEEP, _GUARD = "treetop.engine.rounds:keep_states", "states of tokens"
 
-RECURRENT_FAULTS: dict[str, Fault] = {
-    each.name: each
-    for each in (
-        Fault("state-rejected", "a rejected node is folded", (Patch(_KEEP, _one_node_more),), _GUARD, None),
-        Fault("state-by-column", "a path's updates are taken by column", (Patch(_KEEP, _by_column),), _GUARD, None),
-        Fault(
-            "state-conv-stands",
-            "states are rolled on after acceptance, convolutions are not (llama.cpp 28123)",
-            (Patch(_KEEP, _standing_convolution),),
-            _GUARD,
-            None,
-        ),
-        Fault(
-            "state-of-the-round-before",
-            "a round reads the state of before the drafts that were accepted (vllm-39273)",
-            (Patch(_KEEP, _nothing_pending),),
-            _GUARD,
-            None,
-        ),
-        Fault(
-            "state-twice",
-            "pending updates are folded twice",
-            (Patch("treetop.kernels.recurrent.verify:folded", _twice),),
-            _GUARD,
-            None,
-        ),
-        Fault(
-            "state-window-by-column",
-            "a node's convolution reads the columns before it instead of its ancestors",
-            (Patch("treetop.engine.recurrence:tree_windows", _of_a_chain),),
-            _GUARD,
-            None,
-        ),
-        Fault(
-            "state-left",
-            "a request moves in without its state being zeroed (vllm-metal 488)",
-            (Patch("treetop.engine.features.states:RowStates.move_in", _as_it_was_left),),
-            _GUARD,
-            None,
-        ),
-        Fault(
-            "state-padding",
-            "padding of a chunk enters the state (vllm-55178)",
-            (Patch("treetop.engine.prefill:chunk_recurrence", _with_padding),),
-            _GUARD,
-            None,
-        ),
-    )
-}
+RECURRENT_FAULTS = by_name(
+    Fault("state-rejected", "a rejected node is folded", (Patch(_KEEP, _one_node_more),), _GUARD, None),
+    Fault("state-by-column", "a path's updates are taken by column", (Patch(_KEEP, _by_column),), _GUARD, None),
+    Fault(
+        "state-conv-stands",
+        "states are rolled on after acceptance, convolutions are not (llama.cpp 28123)",
+        (Patch(_KEEP, _standing_convolution),),
+        _GUARD,
+        None,
+    ),
+    Fault(
+        "state-of-the-round-before",
+        "a round reads the state of before the drafts that were accepted (vllm-39273)",
+        (Patch(_KEEP, _nothing_pending),),
+        _GUARD,
+        None,
+    ),
+    Fault(
+        "state-twice",
+        "pending updates are folded twice",
+        (Patch("treetop.kernels.recurrent.verify:folded", _twice),),
+        _GUARD,
+        None,
+    ),
+    Fault(
+        "state-window-by-column",
+        "a node's convolution reads the columns before it instead of its ancestors",
+        (Patch("treetop.engine.recurrence:tree_windows", _of_a_chain),),
+        _GUARD,
+        None,
+    ),
+    Fault(
+        "state-left",
+        "a request moves in without its state being zeroed (vllm-metal 488)",
+        (Patch("treetop.engine.features.states:RowStates.move_in", _as_it_was_left),),
+        _GUARD,
+        None,
+    ),
+    Fault(
+        "state-padding",
+        "padding of a chunk enters the state (vllm-55178)",
+        (Patch("treetop.engine.prefill:chunk_recurrence", _with_padding),),
+        _GUARD,
+        None,
+    ),
+)
 
-CHECKPOINT_FAULTS: dict[str, Fault] = {
-    each.name: each
-    for each in (
-        Fault(
-            "state-of-another-length",
-            "states are attached to the page before theirs",
-            (Patch("treetop.cache.kv_cache_manager:KVCacheManager.place_checkpoint", _a_page_earlier),),
-            "tokens that a row's states are of",
-            1,
-        ),
-        Fault(
-            "state-missing",
-            "a hit has pages and no states",
-            (Patch("treetop.cache.kv_cache_manager:KVCacheManager.checkpoint_of", _cut_back),),
-            "without their states",
-            1,
-        ),
-        Fault(
-            "state-with-draft",
-            "what is kept of a prompt is not the state of its tokens",
-            (Patch("treetop.engine.features.states:RowStates.keep", _of_a_row_with_drafts),),
-            _GUARD,
-            None,
-        ),
-    )
-}
+CHECKPOINT_FAULTS = by_name(
+    Fault(
+        "state-of-another-length",
+        "states are attached to the page before theirs",
+        (Patch("treetop.cache.kv_cache_manager:KVCacheManager.place_checkpoint", _a_page_earlier),),
+        "tokens that a row's states are of",
+        1,
+    ),
+    Fault(
+        "state-missing",
+        "a hit has pages and no states",
+        (Patch("treetop.cache.kv_cache_manager:KVCacheManager.checkpoint_of", _cut_back),),
+        "without their states",
+        1,
+    ),
+    Fault(
+        "state-with-draft",
+        "what is kept of a prompt is not the state of its tokens",
+        (Patch("treetop.engine.features.states:RowStates.keep", _of_a_row_with_drafts),),
+        _GUARD,
+        None,
+    ),
+)

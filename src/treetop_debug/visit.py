@@ -1,5 +1,7 @@
 """What `treetop doctor --faults` runs and prints."""
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.progress import Progress
 
@@ -13,34 +15,16 @@ from treetop_debug.provoke_policy import find_policy_fault
 
 def show_faults(console: Console, device: str) -> int:
     """Put each fault back, print which guard told of it, and what it does where none looks. 1 if any is missed."""
-    findings: list[Finding] = []
     with Provocation(device) as provocation, Progress(console=console, transient=True) as progress:
-        task = progress.add_task("faults", total=len(FAULTS))
-        for fault in FAULTS.values():
-            findings.append(provocation.find(fault))
-            progress.advance(task)
-    rows = [
-        (f.fault.name, f.by if f.caught else "NOT CAUGHT", f.caught or "", f.harm or "NO HARM SHOWN") for f in findings
-    ]
-    print_table(console, "faults", ("fault", "guard", "what it said", "without a guard"), rows)
-    missed = [f.fault.name for f in findings if not f.ok]
-    console.print(
-        f"faults: {len(findings) - len(missed)} of {len(findings)} caught on {device}, with harm shown without a guard"
-    )
-    return int(bool(missed)) | _policy_faults(console) | _rank_faults(console)
+        found = [provocation.find(each) for each in progress.track(FAULTS.values(), description="faults")]
+    return _told(console, "faults", found, f" on {device}") | _policy_faults(console) | _rank_faults(console)
 
 
 def _policy_faults(console: Console) -> int:
     """Those of what decides which trees are verified, on the CPU."""
     with Progress(console=console, transient=True) as progress:
-        findings = [find_policy_fault(name) for name in progress.track(POLICY_FAULTS, description="policy")]
-    rows = [
-        (f.fault.name, f.by if f.caught else "NOT CAUGHT", f.caught or "", f.harm or "NO HARM SHOWN") for f in findings
-    ]
-    print_table(console, "faults of the policy", ("fault", "guard", "what it said", "without a guard"), rows)
-    num_caught = sum(f.ok for f in findings)
-    console.print(f"faults of the policy: {num_caught} of {len(findings)} caught, with harm shown without a guard")
-    return int(num_caught < len(findings))
+        found = [find_policy_fault(name) for name in progress.track(POLICY_FAULTS, description="policy")]
+    return _told(console, "faults of the policy", found)
 
 
 def _rank_faults(console: Console) -> int:
@@ -51,9 +35,18 @@ def _rank_faults(console: Console) -> int:
         console.print(f"faults of ranks: not run without {error.name}: install {DISTRIBUTION}[serve]")
         return 0
     with Progress(console=console, transient=True) as progress:
-        findings = [find_rank_fault(name) for name in progress.track(NAMES, description="ranks")]
-    rows = [(f.fault.name, f.by if f.caught else "NOT CAUGHT", f.caught or "") for f in findings]
-    print_table(console, "faults of ranks", ("fault", "guard", "what it said"), rows)
-    num_caught = sum(f.caught is not None for f in findings)
-    console.print(f"faults of ranks: {num_caught} of {len(findings)} caught")
-    return int(num_caught < len(findings))
+        found = [find_rank_fault(name) for name in progress.track(NAMES, description="ranks")]
+    return _told(console, "faults of ranks", found, harm=False)
+
+
+def _told(console: Console, title: str, findings: Sequence[Finding], where: str = "", harm: bool = True) -> int:
+    """A row a fault, and how many were caught. harm: they were looked at without a guard, too. 1 if any is missed."""
+    rows = [
+        (f.fault.name, f.by if f.caught else "NOT CAUGHT", f.caught or "", f.harm or "NO HARM SHOWN") for f in findings
+    ]
+    head, shown = ("fault", "guard", "what it said", "without a guard"), 4 if harm else 3
+    print_table(console, title, head[:shown], [row[:shown] for row in rows])
+    caught = sum(f.ok if harm else f.caught is not None for f in findings)
+    with_harm = ", with harm shown without a guard" if harm else ""
+    console.print(f"{title}: {caught} of {len(findings)} caught{where}{with_harm}")
+    return int(caught < len(findings))

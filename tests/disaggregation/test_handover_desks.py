@@ -16,7 +16,7 @@ from treetop.types.kv_transfer.scheduling import Admitted, FirstToken, Prompt
 from treetop.types.kv_transfer.transport import PeerId, State, Way
 from treetop.types.kv_transfer.wire import Offer
 from treetop.types.sampling import SamplingParams
-from treetop_debug.disaggregation_faults import DISAGGREGATION_FAULTS
+from treetop_debug.transfer_faults import DISAGGREGATION_FAULTS
 
 CALM = Odds()
 LOSSY = Odds(loss=0.1, twice=0.1, delay_s=0.3)

@@ -14,7 +14,7 @@ from treetop.types.kv_transfer.scheduling import Dropped, Recv, Stage
 from treetop.types.messages import ExportPlan
 from treetop.types.requests import EngineRequest
 from treetop_debug.ranks import ranks_on_threads
-from treetop_debug.record_faults import RECORD_FAULTS
+from treetop_debug.transfer_faults import RECORD_FAULTS
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,7 @@ from treetop.types.errors import ConfigError, EngineError, InputError, UserError
 from treetop.types.parallel import SINGLE_RANK
 from treetop.types.requests import EngineRequest
 from treetop_debug.expert_ranks import expert_ranks_on_threads
-from treetop_debug.lockstep_faults import LOCKSTEP_FAULTS
+from treetop_debug.rank_faults import LOCKSTEP_FAULTS
 from treetop_debug.ranks import MemoryGroup
 
 LENGTHS = [1, 4, 5, 15, 17, 33]

@@ -10,7 +10,7 @@ from treetop.distributed.router import PrefixRouter, ReplicaLoad, page_keys
 from treetop.types.errors import CheckError
 from treetop.types.ids import FULL
 from treetop.types.requests import PrefixPages
-from treetop_debug.router_faults import ROUTER_FAULTS
+from treetop_debug.rank_faults import ROUTER_FAULTS
 
 
 @dataclass

@@ -19,7 +19,7 @@ from treetop.types.ids import RequestId
 from treetop.types.layout import SpecShape
 from treetop.types.messages import PrefillPlan, RowResult, StepResult
 from treetop.types.requests import CoreInfo, EngineRequest, RequestUpdate
-from treetop_debug.resume_faults import RESUME_FAULTS
+from treetop_debug.rank_faults import RESUME_FAULTS
 
 POISON = 999
 

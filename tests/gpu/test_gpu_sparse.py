@@ -25,7 +25,7 @@ from treetop.kernels.kv import FP8, PagedKV, PageTable
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.ids import FULL
 from treetop.types.phase import Phase
-from treetop_debug.sparse_faults import SPARSE_FAULTS
+from treetop_debug.model_faults import SPARSE_FAULTS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -15,7 +15,7 @@ from treetop import LLM
 from treetop.models.config import LinearSpec, linear_of_rank
 from treetop.models.registry import target_spec
 from treetop.types.errors import CheckpointError, ConfigError
-from treetop_debug.linear_faults import LINEAR_FAULTS
+from treetop_debug.model_faults import LINEAR_FAULTS
 
 NAMES = ("qwen3 next", "qwen3.5", "qwen3.5 moe", "qwen3.5 of images", "qwen3.5 moe of images")
 

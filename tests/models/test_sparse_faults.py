@@ -4,7 +4,7 @@ import pytest
 
 from support.engines import build, greedy, tokens
 from support.families import FAMILIES
-from treetop_debug.sparse_faults import SPARSE_FAULTS
+from treetop_debug.model_faults import SPARSE_FAULTS
 
 LIMITS = (3, 9, 12)
 """The longest prompt leaves first, so that the batch shrinks and its rows move up."""

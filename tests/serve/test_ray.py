@@ -27,7 +27,7 @@ from treetop.types.errors import ConfigError, EngineError, UserError
 from treetop.types.layout import SpecShape
 from treetop.types.requests import CoreInfo, EngineRequest, RequestUpdate
 from treetop.types.sampling import SamplingParams
-from treetop_debug.resume_faults import RESUME_FAULTS
+from treetop_debug.rank_faults import RESUME_FAULTS
 
 with warnings.catch_warnings():  # of Ray's own modules, as they are imported
     warnings.simplefilter("ignore")

@@ -28,7 +28,7 @@ from treetop.types.errors import CheckpointError, ConfigError
 from treetop.weights.format import Source, Span, read_rows
 from treetop.weights.plain import UNQUANTIZED
 from treetop.weights.registry import read_formats
-from treetop_debug.format_faults import FORMAT_FAULTS
+from treetop_debug.model_faults import FORMAT_FAULTS
 
 INT4 = {"num_bits": 4, "type": "int"}
 FP8 = {"num_bits": 8, "type": "float"}

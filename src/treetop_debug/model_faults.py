@@ -1,8 +1,12 @@
-"""Faults of compressed and of sparse attention, put back by name. They do harm to such targets only
-(`test_sparse_faults.py`)."""
+"""Faults of models and their folders, put back by name: each does harm to some targets only.
+
+Formats of weights: `test_checkpoint_formats.py`; gated delta nets and the layers between them, whose logits it
+changes: `test_linear_attention.py`; compressed and sparse attention: `test_sparse_faults.py`.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,8 +15,93 @@ from torch import Tensor
 from treetop.kernels.attention.indexer import IndexQuery
 from treetop.kernels.attention.metadata import AttentionMetadata, SparseKeys
 from treetop.kernels.rope import Rotation
-from treetop_debug.faults import Fault
+from treetop.models.config import read_config
+from treetop_debug.faults import Fault, by_name
 from treetop_debug.patching import Patch, instead
+
+
+def _of_the_copy(real: Callable[..., Any]) -> Callable[..., Any]:
+    """A head's configuration with what its copy of the target's says of quantized weights."""
+
+    def head_config(folder: Path) -> Any:
+        config, nested = real(folder)
+        copied = read_config(folder).get("transformer_layer_config", {}).get("quantization_config")
+        return {**config, "quantization_config": copied}, nested
+
+    return head_config
+
+
+def _e4m3(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Scales that are powers of two, expected as e4m3 of the same shape."""
+
+    def stored(self: Any, source: Any) -> Any:
+        found = real(self, source)
+        name = f"{source.name}_scale"
+        return {**found, name: replace(found[name], kinds=("F8_E4M3",))}
+
+    return stored
+
+
+FORMAT_FAULTS = by_name(
+    Fault(
+        "vllm-25883",
+        "a draft head's weights are taken to be in its target's format",
+        (Patch("treetop.drafts.eagle3_config:head_config", _of_the_copy),),
+        "missing tensor",
+        0,
+    ),
+    Fault(
+        "vllm-28435",
+        "e8m0 scales are taken for e4m3 scales of the same shape",
+        (Patch("treetop.weights.fp4:Fp4.stored", _e4m3),),
+        "stored as U8, expected F8_E4M3",
+        0,
+    ),
+)
+
+
+_GUARD = "logits"
+
+
+def _without_ones(stored: Tensor, reorder: object) -> Tensor:
+    """A norm of 1 + w that multiplies by w."""
+    return stored.to(torch.float64)
+
+
+def _halves(stored: Tensor, dim: int, index: int, then: object) -> Tensor:
+    """All queries, then all gates, instead of both head by head."""
+    return stored.chunk(2)[index]
+
+
+def _parts(stored: Tensor, heads: int, lines: slice) -> Tensor:
+    """Rows of all key heads' queries, then keys, instead of both by key head."""
+    return stored[lines.start * heads : lines.stop * heads]
+
+
+LINEAR_FAULTS = by_name(
+    Fault(
+        "linear-ones-left-out",
+        "norms multiply by w instead of 1 + w (vllm-mlx 400)",
+        (instead("treetop.models.layers:_offset_by_one", _without_ones),),
+        _GUARD,
+        None,
+    ),
+    Fault(
+        "linear-gate-by-halves",
+        "queries and gates are read by halves instead of by heads",
+        (instead("treetop.models.layers:_half_of_heads", _halves),),
+        _GUARD,
+        None,
+    ),
+    Fault(
+        "linear-rows-by-part",
+        "inputs that are stored by key head are read by part",
+        (instead("treetop.models.linear_attention:_of_each_head", _parts),),
+        _GUARD,
+        None,
+    ),
+)
+
 
 _NARROWED = "treetop.attention.layer:ChosenKeys.narrowed"
 
@@ -146,50 +235,47 @@ def _turned_for_the_next(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return rotate_
 
 
-SPARSE_FAULTS: dict[str, Fault] = {
-    each.name: each
-    for each in (
-        Fault(
-            "sgl-30854",
-            "a batch that has shrunk attends to what was chosen for the larger one's rows",
-            (_choosing(_of_a_larger_batch),),
-            "detect_oob: chosen_key",
-            2,
-        ),
-        Fault(
-            "sgl-32527",
-            "a layer that shares a choice takes another batch's, as that of a rank without requests",
-            (Patch(_NARROWED, _of_the_forward_before),),
-            "detect_oob: chosen_key",
-            2,
-        ),
-        Fault(
-            "index-of-a-rejected-node",
-            "an indexer chooses among all nodes of a tree, not among a query's ancestors",
-            (_choosing(lambda: _among_all_nodes),),
-            "detect_oob: chosen_key",
-            2,
-        ),
-        Fault(
-            "latent-before-its-norm",
-            "a latent is written as it is before its norm",
-            (instead("treetop.kernels.attention.latent:rms_norm", _not_normed),),
-            "tokens",
-            None,
-        ),
-        Fault(
-            "latent-as-two-planes",
-            "a latent's page is read as one of two planes",
-            (Patch("treetop.attention.contract:TailKV.v", _second_plane),),
-            "tokens",
-            None,
-        ),
-        Fault(
-            "rope-of-another-position",
-            "what turns of a key is turned for another token's position",
-            (Patch("treetop.kernels.attention.latent:rotate_", _turned_for_the_next),),
-            "tokens",
-            None,
-        ),
-    )
-}
+SPARSE_FAULTS = by_name(
+    Fault(
+        "sgl-30854",
+        "a batch that has shrunk attends to what was chosen for the larger one's rows",
+        (_choosing(_of_a_larger_batch),),
+        "detect_oob: chosen_key",
+        2,
+    ),
+    Fault(
+        "sgl-32527",
+        "a layer that shares a choice takes another batch's, as that of a rank without requests",
+        (Patch(_NARROWED, _of_the_forward_before),),
+        "detect_oob: chosen_key",
+        2,
+    ),
+    Fault(
+        "index-of-a-rejected-node",
+        "an indexer chooses among all nodes of a tree, not among a query's ancestors",
+        (_choosing(lambda: _among_all_nodes),),
+        "detect_oob: chosen_key",
+        2,
+    ),
+    Fault(
+        "latent-before-its-norm",
+        "a latent is written as it is before its norm",
+        (instead("treetop.kernels.attention.latent:rms_norm", _not_normed),),
+        "tokens",
+        None,
+    ),
+    Fault(
+        "latent-as-two-planes",
+        "a latent's page is read as one of two planes",
+        (Patch("treetop.attention.contract:TailKV.v", _second_plane),),
+        "tokens",
+        None,
+    ),
+    Fault(
+        "rope-of-another-position",
+        "what turns of a key is turned for another token's position",
+        (Patch("treetop.kernels.attention.latent:rotate_", _turned_for_the_next),),
+        "tokens",
+        None,
+    ),
+)
