@@ -10,8 +10,8 @@ from treetop.attention import exact_backend
 from treetop.attention.contract import TailKV
 from treetop.attention.exact_backend import ExactBackend
 from treetop.attention.torch_backend import TorchBackend
+from treetop.exact.probe import adversarial
 from treetop.kernels.attention.metadata import AttentionMetadata
-from treetop.kernels.exact import adversarial
 from treetop.kernels.kv import PagedKV, PageTable, write_pages
 from treetop.types.ids import FULL
 from treetop.types.phase import Phase

@@ -7,10 +7,11 @@ import torch
 from rich.console import Console
 
 from treetop.doctor import exactness, rank_sums
-from treetop.doctor.exactness import differing, show_exactness
+from treetop.doctor.exactness import show_exactness
 from treetop.doctor.report import exactness_words
-from treetop.engine.startup.operation_probes import operation_problem, probed_operations
+from treetop.engine.startup.operation_probes import operation_probe
 from treetop.engine.startup.plan import plan_engine
+from treetop.exact.probe import BitProbe, RowCase, of_rows
 from treetop.kernels.fused import rms_norm
 from treetop.kernels.table import OpContext, Ops
 from treetop.models.registry import target_spec
@@ -79,19 +80,22 @@ def test_without_a_promise_it_says_what_differs_and_is_no_failure(visit):
 
 
 def test_counts_that_differ_are_found():
-    assert differing(lambda x: x * 2 + (len(x) in (3, 33)), 6, torch.device("cpu"), torch.float32) == [3, 33]
+    case = RowCase("odd", 6, of_rows(lambda x: x * 2 + (len(x) in (3, 33))))
+    probe = BitProbe(lambda _: [case], exactness.COUNTS, max(exactness.COUNTS), 0, torch.float32, torch.device("cpu"))
+    assert dict(probe.run()) == {"odd": [3, 33]}
 
 
 def test_probes_of_a_gpus_operations_name_what_differs(strong_pair):
     """They run anywhere; here by the references that a CPU has with `bits`, one of which is spoilt."""
     config = target_spec(strong_pair.target).config
     ops = Ops(OpContext(torch.device("cpu"), torch.float32, exact=True))
-    assert operation_problem(ops, config, UNQUANTIZED, 20) is None
+    probe = operation_probe(ops, config, UNQUANTIZED, 20)
+    assert probe.problem() is None
     real = ops.silu_mul
     vars(ops)["silu_mul"] = lambda x: real(x) + (len(x) == 5)
-    differ = {name: counts for name, counts in probed_operations(ops, config, UNQUANTIZED, 20) if counts}
+    differ = {name: counts for name, counts in probe.run() if counts}
     assert differ == {"silu of a gate": [5]}
-    assert operation_problem(ops, config, UNQUANTIZED, 20) == "silu of a gate of 5 rows"
+    assert probe.problem() == "silu of a gate of 5 rows"
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from support.operation_cases import coded_weight
 from support.quantized import by_library, fp8_blocks, quantized
 from support.tiny_models import Pair, save_random_experts, save_random_head, save_random_llama
 from treetop import SamplingParams
+from treetop.exact.probe import same_bits
 from treetop.kernels.gemm.coded import CodedWeight, Coding
 from treetop.kernels.gemm.fp8_rows import (
     Activations,
@@ -24,7 +25,6 @@ from treetop.kernels.gemm.fp8_rows import (
 )
 from treetop.kernels.kv import FP8, FP8_CAPABILITY
 from treetop.kernels.triton_guard import gpu_traits
-from treetop.weights.gpu_products import same_bits
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < FP8_CAPABILITY,

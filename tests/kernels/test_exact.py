@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from treetop.exact.probe import adversarial
 from treetop.kernels import exact
-from treetop.kernels.exact import BY_ELEMENT, LIBRARY, MOST_ROWS, RUNGS, ByRows, adversarial, least_rows, rung
+from treetop.kernels.exact import BY_ELEMENT, LIBRARY, MOST_ROWS, RUNGS, ByRows, least_rows, rung
 from treetop.weights.cpu_products import Call, choose_products
 from treetop.weights.linear import LibraryGated, LibraryLinear
 

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from treetop.attention.contract import TailKV
 from treetop.attention.torch_backend import CAPABILITIES, TorchBackend, TorchPlan, TorchPrefix, broken_rows
+from treetop.exact.probe import adversarial
 from treetop.kernels.attention.attention import tail_visible
 from treetop.kernels.attention.metadata import AttentionMetadata
-from treetop.kernels.exact import adversarial
 from treetop.kernels.kv import PagedKV, decoded, moved, slots_of
 from treetop.types.ids import is_draft
 

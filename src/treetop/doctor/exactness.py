@@ -20,10 +20,11 @@ from torch import Tensor
 from treetop.checkpoints.loader import Placement
 from treetop.doctor.rank_sums import rank_sum_differs
 from treetop.doctor.tables import print_table
-from treetop.engine.startup.operation_probes import experts_format, probed_operations
+from treetop.engine.startup.operation_probes import experts_format, operation_probe
 from treetop.engine.startup.plan import EnginePlan
 from treetop.engine.startup.products import Products, products_of
-from treetop.kernels.exact import BY_ELEMENT, LIBRARY, MOST_ROWS, adversarial
+from treetop.exact.probe import BitProbe, RowCase, of_rows
+from treetop.kernels.exact import BY_ELEMENT, LIBRARY, MOST_ROWS, Functions
 from treetop.kernels.fused import rms_norm
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.llm import LLM
@@ -66,21 +67,32 @@ def operations(engine_plan: EnginePlan) -> Iterator[tuple[str, list[int]]]:
     if place.parallel.size > 1:
         differ = rank_sum_differs(engine_plan)
         yield f"sum over {place.parallel.size} ranks, and norm", [] if differ is None else [differ]
-    yield from _products(engine_plan)
+    yield from _probe(engine_plan, _products).run()
     if place.device.type == "cuda":
-        yield from probed_operations(place.ops, target.config, experts_format(place.own(target.params)))
-        return
-    hidden, vocab = target.config.hidden_size, target.config.vocab_size
-    norm = torch.ones(hidden, dtype=place.dtype, device=place.device)
-    yield f"norm of {hidden}", differing(lambda x: rms_norm(x, norm, 1e-5), hidden, place.device, place.dtype)
+        yield from operation_probe(place.ops, target.config, experts_format(place.own(target.params))).run()
+    else:
+        yield from _probe(engine_plan, _others).run()
+
+
+def _probe(engine_plan: EnginePlan, cases: Callable[[EnginePlan, torch.Generator], Iterator[RowCase]]) -> BitProbe:
+    place = engine_plan.place
+    return BitProbe(partial(cases, engine_plan), COUNTS, max(COUNTS), 0, place.dtype, place.device)
+
+
+def _others(engine_plan: EnginePlan, _: torch.Generator) -> Iterator[RowCase]:
+    """What else a CPU computes by row or by element."""
+    place, model = engine_plan.place, engine_plan.target.config
+    hidden, vocab = model.hidden_size, model.vocab_size
+    norm = torch.ones(hidden, dtype=place.dtype)
+    yield RowCase(f"norm of {hidden}", hidden, of_rows(lambda x: rms_norm(x, norm, 1e-5)))
     functions = BY_ELEMENT if place.exact else LIBRARY
-    for name in ("silu", "gelu_tanh", "sigmoid", "softplus"):
-        yield f"{name} of 1000", differing(getattr(functions, name), 1000, place.device, place.dtype)
+    for name in Functions.__dataclass_fields__:
+        yield RowCase(f"{name} of 1000", 1000, of_rows(getattr(functions, name)))
     for name, function in (("log_softmax", torch.log_softmax), ("softmax", torch.softmax)):
-        yield f"{name} of {vocab}", differing(partial(_by_row, function), vocab, place.device, place.dtype)
+        yield RowCase(f"{name} of {vocab}", vocab, of_rows(partial(_by_row, function)))
 
 
-def _products(engine_plan: EnginePlan) -> Iterator[tuple[str, list[int]]]:
+def _products(engine_plan: EnginePlan, generator: torch.Generator) -> Iterator[RowCase]:
     """With weights of each of the target's shapes that are in no other format, by what serves them."""
     place = engine_plan.place
     if place.device.type == "cpu":  # products of the first rank, which here tells no other
@@ -93,11 +105,10 @@ def _products(engine_plan: EnginePlan) -> Iterator[tuple[str, list[int]]]:
         param.shape for param in place.own(engine_plan.target.params) if param.kind == "matrix" or param.name in tied
     }
     shapes = sorted(chosen.probed) if chosen.probed else sorted((shape[0], shape[1]) for shape in weights)
-    generator = torch.Generator().manual_seed(0)
     for out, width in shapes:
-        weight = (torch.randn((out, width), generator=generator) * width**-0.5).to(place.device, place.dtype)
-        product, by = _product(weight, chosen, place)
-        yield f"product [{out}, {width}]{by}", differing(product, width, place.device, place.dtype)
+        weight = torch.randn((out, width), generator=generator, device=place.device) * width**-0.5
+        product, by = _product(weight.to(place.dtype), chosen, place)
+        yield RowCase(f"product [{out}, {width}]{by}", width, of_rows(product))
 
 
 def _product(weight: Tensor, chosen: Products, place: Placement) -> tuple[Callable[[Tensor], Tensor], str]:
@@ -116,19 +127,6 @@ def _by_row(function: Callable[..., Tensor], x: Tensor) -> Tensor:
 
 def _linear(weight: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda x: F.linear(x, weight)
-
-
-def differing(call: Callable[[Tensor], Tensor], width: int, device: torch.device, dtype: torch.dtype) -> list[int]:
-    """Row counts at which some row has other bits than among the most rows."""
-    generator = torch.Generator().manual_seed(width)
-    most = max(COUNTS)
-    x = adversarial((most, width), generator).clamp_(-1e4, 1e4).to(device, dtype)
-    want, found = call(x), list[int]()
-    for rows in COUNTS:
-        at = torch.randperm(most, generator=generator)[:rows].to(device)
-        if not torch.equal(call(x[at]), want[at]):
-            found.append(rows)
-    return found
 
 
 # --------------------------------------------------------------------------------------------------- engines

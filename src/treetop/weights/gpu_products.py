@@ -10,13 +10,15 @@ again, or a gate.
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treetop.kernels.exact import adversarial, rung
+from treetop.exact.probe import adversarial, differing, same_bits
+from treetop.kernels.exact import rung
 from treetop.kernels.fused import gate_mul
 from treetop.kernels.gate import Gate
 from treetop.kernels.gemm.skinny_gemm import MAX_ROWS, choose_whole, gated_rows, measured_whole, skinny_gemm
@@ -143,16 +145,12 @@ def probe(
     assert launch is not None
     want = skinny_gemm(x, weight, launch, gpu, rounds=True)[0]
 
-    def differs(call: Callable[[Tensor], Tensor], rows: int) -> bool:
-        at = torch.randperm(most, generator=generator, device=device)[:rows]
-        return not same_bits(call(x[at]), want[at])
+    def differ(call: Callable[[Tensor], Tensor], counts: tuple[int, ...]) -> list[int]:
+        return list(differing(call, (x,), [rows for rows in counts if rows <= most], generator, want))
 
-    def of_library(x: Tensor) -> Tensor:
-        return library(x, weight)
-
-    found = Probed(shape, tuple(rows for rows in COUNTS if rows <= most and not differs(of_library, rows)))
-    own = WholeProduct(weight, None, None, gpu, Probed(shape, ()))
-    few = [rows for rows in OWN_COUNTS if rows <= most and differs(own, rows)]
+    not_alike = set(differ(partial(library, weight=weight), COUNTS))
+    found = Probed(shape, tuple(rows for rows in COUNTS if rows <= most and rows not in not_alike))
+    few = differ(WholeProduct(weight, None, None, gpu, Probed(shape, ())), OWN_COUNTS)
     if few:
         return found, f"products [{n}, {k}] of {', '.join(map(str, few))} rows"
     if gated:
@@ -166,11 +164,3 @@ def probe(
 
 OWN_COUNTS = (1, 2, 7, 16, 17, 32, 33, 64, 65, 128, 129, 192, 193, 256, 257, 640)
 """Row counts of every kind of launch of our kernel, with last blocks of rows that are full and that are not."""
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Of tensors in 16 bits, but that any NaN is one: a product past the dtype's range times a gate's 0."""
-    if torch.equal(one.view(torch.int16), other.view(torch.int16)):
-        return True
-    differs = one.view(torch.int16) != other.view(torch.int16)
-    return not bool((differs & ~(one.isnan() & other.isnan())).any())

@@ -11,7 +11,7 @@ from torch import Tensor
 from treetop.checkpoints.loader import Placement
 from treetop.engine.startup.plan import EnginePlan
 from treetop.engine.startup.probed_products import identity
-from treetop.kernels.exact import adversarial
+from treetop.exact.probe import adversarial
 from treetop.kernels.fused import joined_in_order
 from treetop.kernels.table import Ops
 from treetop.parallel.exchange import SMALL

@@ -6,16 +6,15 @@ of rows: so each operation of a target runs at its own widths, with all rows and
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from treetop.checkpoints.params import Param
-from treetop.engine.startup.cache_files import cache_file, keep
 from treetop.engine.startup.probed_products import identity
-from treetop.kernels.exact import Functions, adversarial
+from treetop.exact.probe import BitProbe, RowCase, of_rows
+from treetop.kernels.exact import Functions
 from treetop.kernels.fused import HeadNorms
 from treetop.kernels.moe.routing import Router, RouterKind, RouterSpec
 from treetop.kernels.recurrent.convolution import tree_windows
@@ -45,86 +44,33 @@ _EXPERTS = 8
 """Of the layer of experts that is tried: which of them there are changes no product."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Case:
-    """An operation of rows x [rows, width] and their numbers [rows], which say where a row stands and how it samples.
-
-    Returns tensors [rows, ...]. most: rows that are tried. last_are_zero: how many of them must be 0.
-    """
-
-    name: str
-    width: int
-    call: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
-    most: int = MOST
-    last_are_zero: int = 0
-
-    def zeros(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return results[len(results) - self.last_are_zero :]
-
-
-def probed_operations(
-    ops: Ops, model: ModelConfig, held: HeldFormat, most: int = MOST
-) -> Iterator[tuple[str, list[int]]]:
-    """Each operation of a target, and the row counts at which the bits of a row are not those among most rows.
+def operation_probe(ops: Ops, model: ModelConfig, held: HeldFormat, most: int = MOST) -> BitProbe:
+    """Of each operation of a target.
 
     ops: of a target, or of a rank of one. held: how its experts are. most: rows that are tried.
     """
-    device, dtype = ops.context.device, ops.context.dtype
-    generator = torch.Generator(device).manual_seed(model.hidden_size)
-    for case in _cases(ops, model, held, generator):
-        rows, differ = min(most, case.most), list[int]()
-        x = adversarial((rows, case.width), generator).clamp_(-1e3, 1e3).to(dtype)
-        number = torch.arange(rows, device=device)
-        want = case.call(x, number)
-        for count in (*(count for count in _COUNTS if count < rows), rows):
-            at = torch.randperm(rows, generator=generator, device=device)[:count]
-            got = case.call(x[at], number[at])
-            if not all(_equal(one, other[at]) for one, other in zip(got, want, strict=True)):
-                differ.append(count)
-        yield case.name, differ
-        if case.last_are_zero:
-            same = not any(bool(each.any()) for each in case.zeros(want))
-            yield f"{case.name}, prefilled as in a round", [] if same else [rows]
-
-
-def operation_problem(ops: Ops, model: ModelConfig, held: HeldFormat, most: int = MOST) -> str | None:
-    """The first of `probed_operations` whose bits depend on the batch; None if there is none."""
-    for name, differ in probed_operations(ops, model, held, most):
-        if differ:
-            return f"{name} of {differ[0]} rows"
-    return None
+    cases = partial(_cases, ops, model, held)
+    return BitProbe(cases, _COUNTS, most, model.hidden_size, ops.context.dtype, ops.context.device)
 
 
 def kept_operation_problem(ops: Ops, model: ModelConfig, held: HeldFormat) -> str | None:
-    """The same, as an earlier start on this machine found it if it found nothing."""
+    """The first operation whose bits depend on the batch; None where there is none, or was none on this machine."""
     layers = {(layer.mixer, layer.feed_forward) for layer in model.layers}
     ranks = ops.parallel.size, ops.expert_ranks.size
     what = sorted(map(repr, layers)), model.hidden_size, model.vocab_size, held.coding, str(ops.context.dtype), ranks
-    file = cache_file("exact-operations", identity(ops.context.device, *what))
-    if file.is_file():
-        return None
-    problem = operation_problem(ops, model, held)
-    if problem is None:
-        keep(file, "{}")
-    return problem
+    probe = operation_probe(ops, model, held)
+    return probe.kept_problem("exact-operations", identity(ops.context.device, *what))
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    """Bit for bit, but that any NaN is one."""
-    same = one == other
-    if one.is_floating_point():
-        same |= one.isnan() & other.isnan()
-        same &= one.signbit() == other.signbit()
-    return bool(same.all())
-
-
-def _cases(ops: Ops, model: ModelConfig, held: HeldFormat, generator: torch.Generator) -> Iterator[_Case]:
+def _cases(ops: Ops, model: ModelConfig, held: HeldFormat, generator: torch.Generator) -> Iterator[RowCase]:
     made = set[object]()
     hidden, ranks = model.hidden_size, ops.parallel.size
     parts = {1, ranks, ops.expert_ranks.size}
     parts |= {each.router.top_k + bool(each.shared_inner) for layer in model.layers if (each := layer.experts)}
     for number in sorted(parts):
-        yield _Case(f"a norm of a sum of {number} parts", hidden, _norm(ops, hidden, number, model.norm_eps, generator))
+        yield RowCase(
+            f"a norm of a sum of {number} parts", hidden, _norm(ops, hidden, number, model.norm_eps, generator)
+        )
     for layer in model.layers:
         for spec in (layer.mixer, layer.feed_forward, layer.experts):
             if spec is None or spec in made:
@@ -137,18 +83,14 @@ def _cases(ops: Ops, model: ModelConfig, held: HeldFormat, generator: torch.Gene
             elif isinstance(spec, DenseSpec):
                 operation = ops.silu_mul if spec.gate == "silu" else ops.gelu_tanh_mul
                 width = 2 * (spec.inner_size // ranks)
-                yield _Case(f"{spec.gate} of a gate", width, partial(_of_rows, operation))
+                yield RowCase(f"{spec.gate} of a gate", width, of_rows(operation))
             elif isinstance(spec, ExpertSpec):
-                yield _Case("routing", hidden, _routing(ops, spec.router, hidden, generator))
-                yield _Case("products with experts", hidden, _experts(ops, spec, hidden, held, generator))
+                yield RowCase("routing", hidden, _routing(ops, spec.router, hidden, generator))
+                yield RowCase("products with experts", hidden, _experts(ops, spec, hidden, held, generator))
     for name in Functions.__dataclass_fields__:
-        yield _Case(name, 1000, partial(_of_rows, getattr(ops.functions, name)))
-    yield _Case("log-probabilities", model.vocab_size, _logprobs(ops, model.vocab_size), 128)
-    yield _Case("drawing a token", model.vocab_size, _draws(ops), 128)
-
-
-def _of_rows(operation: Callable[[Tensor], Tensor], x: Tensor, _: Tensor) -> tuple[Tensor, ...]:
-    return (operation(x),)
+        yield RowCase(name, 1000, of_rows(getattr(ops.functions, name)))
+    yield RowCase("log-probabilities", model.vocab_size, _logprobs(ops, model.vocab_size), 128)
+    yield RowCase("drawing a token", model.vocab_size, _draws(ops), 128)
 
 
 def _norm(
@@ -164,7 +106,7 @@ def _norm(
     return call
 
 
-def _rotation(ops: Ops, spec: AttentionSpec, eps: float, generator: torch.Generator) -> _Case:
+def _rotation(ops: Ops, spec: AttentionSpec, eps: float, generator: torch.Generator) -> RowCase:
     kv_heads = spec.kv.heads if spec.reads_layer is None else 0
     heads, dim = spec.num_heads + 2 * kv_heads, spec.head_dim
     table = rope_table(spec.rope, _POSITIONS, ops.context.dtype, ops.context.device)
@@ -182,10 +124,10 @@ def _rotation(ops: Ops, spec: AttentionSpec, eps: float, generator: torch.Genera
         into_pages = ops.rotate_and_write(qkv.clone(), turned, pages, slots, norms=norms)
         return into_tail[:, 0], tail[:, 0], into_pages[:, 0] - into_tail[:, 0], pages[1:] - tail[:, 0]
 
-    return _Case("rotation and norms of heads", heads * dim, call, last_are_zero=2)
+    return RowCase("rotation and norms of heads", heads * dim, call, last_are_zero=2)
 
 
-def _recurrence(ops: Ops, spec: LinearSpec, eps: float, generator: torch.Generator) -> _Case:
+def _recurrence(ops: Ops, spec: LinearSpec, eps: float, generator: torch.Generator) -> RowCase:
     """A token a row, from no state."""
     weight = _random((max(spec.channels, 1), spec.taps), ops, generator)
     norm = _random((spec.value_dim,), ops, generator)
@@ -218,7 +160,7 @@ def _recurrence(ops: Ops, spec: LinearSpec, eps: float, generator: torch.Generat
         normed = ops.gated_norm(verified, z, norm, eps)
         return first[:, 0], verified[:, 0], normed[:, 0], (first - second)[:, 0], (verified - prefilled)[:, 0]
 
-    return _Case("the recurrence of a layer", sum(widths), call, most=64, last_are_zero=2)
+    return RowCase("the recurrence of a layer", sum(widths), call, most=64, last_are_zero=2)
 
 
 def _routing(

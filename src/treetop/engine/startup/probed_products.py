@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 import treetop.kernels
-from treetop.engine.startup.cache_files import cache_file, keep, kept
 from treetop.kernels.gemm.skinny_gemm import choose_whole
 from treetop.kernels.triton_guard import TRITON_VERSION, gpu_traits
+from treetop.types.cache_files import cache_file, keep, kept
 from treetop.types.errors import ConfigError
 from treetop.weights.cpu_products import Shape
 from treetop.weights.format import ProductWeight
@@ -88,9 +88,10 @@ def _cublas() -> list[str]:
 
 @cache
 def _kernels() -> str:
-    """Of the text of all kernels and of what calls them."""
+    """Of the text of all kernels, of what calls them, and of what probes them."""
     text = hashlib.sha256()
-    for folder in (Path(treetop.kernels.__path__[0]), Path(treetop.kernels.__path__[0]).parent / "weights"):
+    kernels = Path(treetop.kernels.__path__[0])
+    for folder in (kernels, kernels.parent / "weights", kernels.parent / "exact"):
         for file in sorted([*folder.rglob("*.py"), *folder.rglob("*.json")]):
             text.update(file.read_bytes())
     return text.hexdigest()
