@@ -5,10 +5,8 @@ from safetensors.torch import load_file
 
 from support.engines import build
 from support.families import FAMILIES
-from support.refusing import refused
 from treetop.tools.inspect import inspect
 from treetop.types.config import EngineConfig
-from treetop.types.errors import ConfigError
 from treetop.types.ids import DRAFT, FULL
 from treetop.types.kv import compressed, paired
 from treetop_debug.ranks import ranks_on_threads
@@ -29,14 +27,6 @@ def test_a_token_takes_one_plane_on_every_rank(pair, ranks):
         assert layout.group(DRAFT).kv == paired(4 // ranks, 6)
         assert pools[FULL].data.shape[2:] == (1, 1, 26)
         llm.close()
-
-
-def test_bits_are_refused_by_name(pair):
-    refused(
-        ConfigError,
-        lambda: build(pair, None, dtype="float32", exactness="bits"),
-        *("--exactness bits", "compressed attention (MLA)", "--exactness ties"),
-    )
 
 
 def test_a_folders_report_names_the_latent(pair):

@@ -165,5 +165,5 @@ def test_backends_without_kernels_of_it_are_refused_by_name(name, device, monkey
 
 def test_bits_are_refused_by_name(saved):
     refused(
-        ConfigError, lambda: build(saved.pair, None, dtype="float32", exactness="bits"), "--exactness bits", "(MLA)"
+        ConfigError, lambda: build(saved.pair, None, dtype="float32", exactness="bits"), "--exactness bits", "(DSA)"
     )

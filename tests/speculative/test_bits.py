@@ -14,6 +14,7 @@ from support.tiny_models import Pair, copy_folder, llama_config, save_random, sa
 from treetop import SamplingParams
 from treetop.doctor.conformance import RandomShapes
 from treetop.types.errors import ConfigError
+from treetop_debug.ranks import ranks_on_threads
 
 BITS = {"exactness": "bits", "dtype": "float32"}
 LENGTHS = [1, 4, 17, 100, 121, 126, 128, 140]
@@ -150,13 +151,48 @@ def test_states_of_rows_change_no_bit(tmp_path):
     assert bits(loose) != want[:1], "the comparison sees nothing"
 
 
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("deepseek v3", {"kv_cache_dtype": "fp8_e4m3"}),
+        pytest.param("deepseek v2 lite", {}, marks=pytest.mark.slow),
+        pytest.param("deepseek v3", {"tp_size": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_compressed_attention_changes_no_bit(tmp_path, family, more):
+    """A plane that is key and value of all heads, in FP8 and of two ranks too, retracted or from the prefix cache."""
+    lengths = [1, 30, 100, 121]
+    pair = FAMILIES[family].save(tmp_path).pair
+    prompts, want = pair.prompts(lengths), None
+    with ranks_on_threads():
+        for shape, batch, chunk, options in (
+            (None, 1, 512, {"disable_radix_cache": True}),
+            (None, 4, 16, {}),
+            ((4, 5, 16), 2, 333, {"graphs": "sim", "check_level": 3}),
+            ((2, 3, 5), 4, 7, {"max_total_tokens": 204, "page_size": 4}),
+        ):
+            sizes = {"max_running_requests": batch, "chunked_prefill_size": chunk, "context_length": 200}
+            llm = build(pair, shape, **BITS, **sizes, **{**options, **more})
+            outputs = llm.generate(prompts, asked(prompts))
+            want = want or bits(outputs)
+            assert bits(outputs) == want, (shape, batch, chunk)
+            if "disable_radix_cache" not in options:
+                assert bits(llm.generate(prompts, asked(prompts))) == want, "from the prefix cache"
+            assert "max_total_tokens" not in options or llm.scheduler.num_retractions > 0
+            llm.close()
+        ties = {**BITS, "exactness": "ties"}
+        llm = build(pair, (4, 5, 16), **ties, context_length=200, **more)
+        assert bits(llm.generate(prompts, asked(prompts))) != want, "the comparison sees nothing"
+        llm.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_every_family_has_the_bits_of_plain_decoding(tmp_path, family):
     """Gates, norms, scales, routers and heads of every kind that there is a tiny model of."""
     pair = FAMILIES[family].save(tmp_path).pair
-    if "kv_lora_rank" in pair.config:
-        with pytest.raises(ConfigError, match=r"compressed attention \(MLA\) is not exact yet"):
+    if "index_topk" in pair.config:
+        with pytest.raises(ConfigError, match=r"sparse attention \(DSA\) is not exact yet"):
             build(pair, None, **BITS)
         return
     want = bits(serve(pair, None, [1, 9, 30], context_length=None)[1])

@@ -129,15 +129,17 @@ class ExactBackend:
     ) -> Tensor:
         if isinstance(plan, TorchPlan):
             return self._plain.prefix_tail(q, kv, plan, tail, scale, sinks)
-        seen = decoded(tail.data, tail.scales, q.dtype)
-        return _attend(q, _gather(kv, plan.prefix.slots, q.dtype), seen, plan, scale, sinks)
+        seen = decoded(tail.planes, tail.scales, q.dtype)
+        prefix = _gather(kv, plan.prefix.slots, q.dtype)
+        return _attend(q, TailKV(prefix, kv.value_dim), seen, plan, scale, sinks)
 
     def causal(
         self, q: Tensor, kv: PagedKV, plan: ExactPlan | TorchPlan, scale: float, sinks: Tensor | None = None
     ) -> Tensor:
         if isinstance(plan, TorchPlan):
             return self._plain.causal(q, kv, plan, scale, sinks)
-        return _attend(q, _gather(kv, plan.prefix.slots, q.dtype), None, plan, scale, sinks)
+        prefix = _gather(kv, plan.prefix.slots, q.dtype)
+        return _attend(q, TailKV(prefix, kv.value_dim), None, plan, scale, sinks)
 
 
 def _bias(visible: Tensor) -> Tensor:
@@ -146,20 +148,22 @@ def _bias(visible: Tensor) -> Tensor:
 
 def _gather(kv: PagedKV, slots: Tensor, dtype: torch.dtype) -> Tensor:
     """K/V of the prefix: [rows, keys, planes, kv_heads, d]; the null slot is finite."""
-    stored = moved(kv.data).index_select(0, slots.reshape(-1)).view(kv.data.dtype)
-    return decoded(stored.view(*slots.shape, *kv.data.shape[1:]), kv.scales, dtype)
+    planes = moved(kv.planes)
+    stored = planes.index_select(0, slots.reshape(-1)).view(kv.data.dtype)
+    return decoded(stored.view(*slots.shape, *planes.shape[1:]), kv.scales, dtype)
 
 
 def _attend(
-    q: Tensor, prefix: Tensor, tail: Tensor | None, plan: ExactPlan, scale: float, sinks: Tensor | None
+    q: Tensor, prefix: TailKV, tail: Tensor | None, plan: ExactPlan, scale: float, sinks: Tensor | None
 ) -> Tensor:
-    """q: [rows, n, heads, d]. prefix, tail: [rows, keys, planes, kv_heads, d]. Returns [rows, n, heads, d].
+    """q: [rows, n, heads, d]. prefix, tail: [rows, keys, planes, kv_heads, d], of which as many are a value as the
+    prefix says. Returns [rows, n, heads, value_dim].
 
     As in `torch_backend`, a row of a tree whose result is not finite is computed again, each query with zeros where it
     sees nothing: a zero there and another number of queries change no bit.
     """
     out = _at_once(q, prefix, tail, plan, scale, sinks)
-    keys = prefix.shape[1]
+    keys = prefix.data.shape[1]
     if tail is None:
         return out
     for row in broken_rows(out):
@@ -168,7 +172,8 @@ def _attend(
             at = slice(node, node + 1)
             bias = plan.bias[own, at]
             seen = (bias == 0)[0, 0, :, None, None, None]
-            parts = prefix[own].where(seen[:keys], 0.0), tail[own].where(seen[keys:], 0.0)
+            shown = TailKV(prefix.data[own].where(seen[:keys], 0.0), prefix.value_dim)
+            parts = shown, tail[own].where(seen[keys:], 0.0)
             later = None if plan.later is None else plan.later[own]
             one = ExactPlan(plan.prefix, bias, later)
             out[own, at] = _at_once(q[own, at], *parts, one, scale, sinks)
@@ -176,24 +181,25 @@ def _attend(
 
 
 def _at_once(
-    q: Tensor, prefix: Tensor, tail: Tensor | None, plan: ExactPlan, scale: float, sinks: Tensor | None
+    q: Tensor, prefix: TailKV, tail: Tensor | None, plan: ExactPlan, scale: float, sinks: Tensor | None
 ) -> Tensor:
     rows, n, heads, dim = q.shape
-    kv_heads = prefix.shape[3]
-    parts = [each.permute(2, 0, 3, 1, 4) for each in (prefix, tail) if each is not None]
+    kv_heads = prefix.data.shape[3]
+    parts = [each.permute(2, 0, 3, 1, 4) for each in (prefix.data, tail) if each is not None]
     kv = torch.cat(parts, dim=3) if len(parts) > 1 else parts[0].contiguous()  # [planes, rows, kv_heads, keys, d]
     keys = kv.shape[3]
     k = kv[0].view(rows * kv_heads, keys, dim)
-    v = kv[-1].view(rows * kv_heads, keys, dim)
-    v = torch.cat([v, v.new_ones(1).expand(*v.shape[:2], _ones(dim))], dim=2)
+    v = kv[-1].view(rows * kv_heads, keys, dim)[..., : prefix.value_dim]
+    wide = v.shape[2]
+    v = torch.cat([v, v.new_ones(1).expand(*v.shape[:2], _ones(wide))], dim=2)
     grouped = q.view(rows, n, kv_heads, -1, dim).transpose(1, 2)  # [rows, kv_heads, n, group, d]
     step = max(1, _SCORES // (rows * heads * keys))
     outs = []
     for start in range(0, n, step):
         lanes = slice(start, start + step)
-        outs.append(_of_queries(grouped[:, :, lanes], k, v, _lanes(plan, lanes), scale, sinks))
+        outs.append(_of_queries(grouped[:, :, lanes], k, v, wide, _lanes(plan, lanes), scale, sinks))
     out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
-    return out.transpose(1, 2).reshape(rows, n, heads, dim)
+    return out.transpose(1, 2).reshape(rows, n, heads, wide)
 
 
 def _ones(dim: int) -> int:
@@ -205,8 +211,12 @@ def _lanes(plan: ExactPlan, lanes: slice) -> ExactPlan:
     return ExactPlan(plan.prefix, plan.bias[:, lanes], plan.later)
 
 
-def _of_queries(q: Tensor, k: Tensor, v: Tensor, plan: ExactPlan, scale: float, sinks: Tensor | None) -> Tensor:
-    """q: [rows, kv_heads, n, group, d]. k: [rows * kv_heads, keys, d]. v: the same with ones behind. Returns like q."""
+def _of_queries(
+    q: Tensor, k: Tensor, v: Tensor, wide: int, plan: ExactPlan, scale: float, sinks: Tensor | None
+) -> Tensor:
+    """q: [rows, kv_heads, n, group, d]. k: [rows * kv_heads, keys, d]. v: of `wide` numbers, with ones behind. Returns
+    [rows, kv_heads, n, group, wide].
+    """
     rows, kv_heads, n, group, dim = q.shape
     flat = q.reshape(rows * kv_heads, n * group, dim)
     scores = scored(flat, k, scale).view(rows, kv_heads, n, group, -1)
@@ -222,10 +232,10 @@ def _of_queries(q: Tensor, k: Tensor, v: Tensor, plan: ExactPlan, scale: float, 
         later = (last * plan.later[:, None, None]).flatten(0, 1).flatten(1, 2)
         last.masked_fill_(plan.later[:, None, None], 0.0)
     total = folded(weights.flatten(0, 1).flatten(1, 2), v, plan.prefix.whole, later)
-    mass = total[..., dim : dim + 1]
+    mass = total[..., wide : wide + 1]
     if sinks is not None:
         mass = mass + torch.exp(logit - peak).flatten(0, 1).flatten(1, 2)
-    return (total[..., :dim] / mass).view(q.shape)
+    return (total[..., :wide] / mass).view(rows, kv_heads, n, group, wide)
 
 
 def scored(q: Tensor, k: Tensor, scale: float) -> Tensor:
@@ -276,10 +286,11 @@ _CHAINS = ((1, 0), (2, 0), (3, 0), (3, 2), (16, 0), (77, 12), (100, 28), (127, 1
 
 
 @cache
-def problem(dim: int, threads: int) -> str | None:
+def problem(dim: int, threads: int, value_dim: int | None = None) -> str | None:
     """What of attention with heads of `dim` is not as the module needs it on this machine; None if all is.
 
-    threads: of PyTorch. Tried are the calls that serve, with numbers of widely different size.
+    threads: of PyTorch. value_dim: of a head's value, where that is narrower (MLA). Tried are the
+    calls that serve, with numbers of widely different size.
     """
     generator = torch.Generator().manual_seed(dim * threads)
     most = max(_QUERIES)
@@ -291,25 +302,26 @@ def problem(dim: int, threads: int) -> str | None:
             got = scored(q[:batch, :queries].contiguous(), k[:batch, at:].contiguous(), 0.3)
             if not torch.equal(got, want[:batch, :queries, at:]):
                 return f"attention's scores with heads of {dim}"
-    width = dim + _ones(dim)
+    wide = value_dim or dim
+    width = wide + _ones(wide)
     for count, between in _CHAINS:
         weights, v = adversarial((8, most, count), generator).abs(), adversarial((8, count, width), generator)
         total = adversarial((8, most, width), generator)
         want, added = torch.bmm(weights, v), torch.baddbmm(total, weights, v)
         if not torch.equal(added, total + want):
-            return f"attention's sums with heads of {dim}"
+            return f"attention's sums with heads of {wide}"
         places = torch.randperm(count + between, generator=generator)[:count].sort().values
-        wide, wide_v = (
+        spread, spread_v = (
             weights.new_zeros(8, most, count + between),
             adversarial((8, count + between, width), generator),
         )
-        wide[:, :, places], wide_v[:, places] = weights, v
+        spread[:, :, places], spread_v[:, places] = weights, v
         for batch, queries in ((batch, n) for batch in _BATCHES for n in _QUERIES):
-            got = folded(wide[:batch, :queries].contiguous(), wide_v[:batch].contiguous(), 0)
+            got = folded(spread[:batch, :queries].contiguous(), spread_v[:batch].contiguous(), 0)
             if not torch.equal(got, want[:batch, :queries]):
-                return f"attention's sums with heads of {dim}"
-            some = _of_least(total[:batch, :queries]), _of_least(wide[:batch, :queries]), _of_batch(wide_v[:batch])
+                return f"attention's sums with heads of {wide}"
+            some = _of_least(total[:batch, :queries]), _of_least(spread[:batch, :queries]), _of_batch(spread_v[:batch])
             got = torch.baddbmm(*some)[:batch, :queries]
             if not torch.equal(got, added[:batch, :queries]):
-                return f"attention's sums with heads of {dim}"
+                return f"attention's sums with heads of {wide}"
     return None

@@ -15,6 +15,7 @@ from torch import Tensor
 from treetop.attention.layer import Attend, Index, WriteKV
 from treetop.checkpoints.params import Param, matrix
 from treetop.kernels.attention.latent import LatentNorm
+from treetop.kernels.exact import ByRows, least_rows
 from treetop.kernels.rope import head_order
 from treetop.kernels.table import Ops
 from treetop.models.config import AttentionSpec, LatentSpec
@@ -26,19 +27,35 @@ from treetop.weights.held import Weights
 
 
 class HeadsProduct:
-    """x [rows, n, heads, in] times a matrix of each head's own, [heads, in, out]. A `Product`."""
+    """x [rows, n, heads, in] times a matrix of each head's own, [heads, in, out]. A `Product`.
 
-    def __init__(self, weight: Tensor) -> None:
+    exact: a row has the same bits in any company; on a CPU in float32.
+    """
+
+    def __init__(self, weight: Tensor, exact: bool = False) -> None:
         self._weight, self.numbers = weight, weight.numel()
+        self._exact: ByRows | None = None
+        if exact and weight.device.type == "cpu":
+            self._exact = ByRows(self._of_flat, least_rows(self._of_flat, weight.shape[0] * weight.shape[1]))
 
     def read_bytes(self, rows: int) -> int:
         return self.numbers * self._weight.element_size()
 
     def __call__(self, x: Tensor) -> Tensor:
         """Returns [rows, n, heads, out]."""
-        by_head = torch.bmm(x.flatten(0, 1).transpose(0, 1), self._weight)
-        out: Tensor = by_head.transpose(0, 1).unflatten(0, x.shape[:2])
+        if self._exact is not None:
+            flat = self._exact(x.flatten(2))
+            return flat.view(*x.shape[:3], -1)
+        out: Tensor = self._of_rows(x.flatten(0, 1)).unflatten(0, x.shape[:2])
         return out
+
+    def _of_rows(self, x: Tensor) -> Tensor:
+        """x: [rows, heads, in]. Returns [rows, heads, out]."""
+        return torch.bmm(x.transpose(0, 1), self._weight).transpose(0, 1)
+
+    def _of_flat(self, x: Tensor) -> Tensor:
+        """x: [rows, heads * in]. Returns [rows, heads * out]."""
+        return self._of_rows(x.unflatten(-1, self._weight.shape[:2])).flatten(1)
 
 
 class LatentAttention:
@@ -55,8 +72,8 @@ class LatentAttention:
         self.down, self.query = weights.linear(f"{name}.down"), weights.linear(f"{name}.query")
         self.output, up = weights.linear(f"{name}.output"), weights[f"{name}.up"]
         by_head = up.view(-1, latent.still_dim + latent.value_dim, latent.rank)
-        self.to_key = HeadsProduct(by_head[:, : latent.still_dim])
-        self.to_value = HeadsProduct(by_head[:, latent.still_dim :].transpose(1, 2))
+        self.to_key = HeadsProduct(by_head[:, : latent.still_dim], ops.context.exact)
+        self.to_value = HeadsProduct(by_head[:, latent.still_dim :].transpose(1, 2), ops.context.exact)
         self._heads = len(by_head)
         self.products: list[Product] = [self.down, self.query, self.to_key, self.to_value, self.output]
         self.norm = LatentNorm(weights[f"{name}.norm"], latent.norm_eps)

@@ -49,8 +49,11 @@ def why_not_exact(config: EngineConfig, layout: Layout, target: TargetSpec, plac
         return BackendRefusal(
             f"a tree may have {most} nodes", f"lower --speculative-num-draft-tokens {nodes} or {_TIES}"
         )
-    if any(group.kv.value_dim is not None for group in layout.groups if not group.is_draft):
-        return BackendRefusal("compressed attention (MLA) is not exact yet", _TIES)
+    own = [group.kv for group in layout.groups if not group.is_draft]
+    if any(kv.index_dim for kv in own):
+        return BackendRefusal("sparse attention (DSA) is not exact yet: its indexer's scores are a batch's", _TIES)
+    if any(kv.value_dim is not None for kv in own) and not on_cpu:
+        return BackendRefusal("compressed attention (MLA) is not exact yet on a GPU", f"{_TIES} or --device cpu")
     found = _probed_on_a_cpu(layout) if on_cpu else _probed_on_a_gpu(target, place)
     if found is None:
         return None
@@ -94,7 +97,7 @@ def _probed_on_a_cpu(layout: Layout) -> str | None:
     found = elementwise_problem(threads)
     for group in layout.groups:
         if found is None and not group.is_draft:
-            found = on_a_cpu.problem(group.kv.head_dim, threads)
+            found = on_a_cpu.problem(group.kv.head_dim, threads, group.kv.value_dim)
     return found
 
 
