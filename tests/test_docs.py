@@ -58,6 +58,16 @@ def lost_files(page):
     return [name for name in names if not ((ROOT / name).exists() or any(ROOT.glob(f"tests/**/{name}")))]
 
 
+def lost_tests(page):
+    """Tests in backticks, `file::name`, that do not exist."""
+    named = [span.split("::") for span in spans(page) if re.fullmatch(r"tests/\S+\.py::\w+", span)]
+    return [
+        f"{file}::{name}"
+        for file, name in named
+        if not (ROOT / file).is_file() or f"def {name}(" not in text_of(ROOT / file)
+    ]
+
+
 def dead_links(page):
     """Relative links whose file, or whose heading in it, does not exist."""
     dead = []
@@ -94,6 +104,7 @@ def test_the_readme_leads_to_every_page():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_are_named_exist(page):
     assert not lost_files(page)
+    assert not lost_tests(page)
 
 
 def test_files_of_earlier_commits_are_in_them():
@@ -162,11 +173,13 @@ def test_what_is_wrong_is_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
         "# A title\n[a](no.md) [b](#a-title) [c](#b) `src/treetop/no.py` `README.md`\n\n"
+        "`tests/test_docs.py::test_no` `tests/test_docs.py::test_what_is_wrong_is_found`\n\n"
         "```\ntreetop generate --nothing # x\n```\n",
         encoding="utf-8",
     )
     assert dead_links(page) == ["no.md", "#b"]
     assert lost_files(page) == ["src/treetop/no.py"]
+    assert lost_tests(page) == ["tests/test_docs.py::test_no"]
     assert commands(page) == [["treetop", "generate", "--nothing"]]
     with pytest.raises(SystemExit):
         test_commands_are_taken_by_what_they_call(commands(page)[0])
