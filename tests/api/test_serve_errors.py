@@ -196,6 +196,8 @@ def test_agents_that_ask_for_more_than_the_context_holds_are_told_that_it_was_cu
         ("POST", "/v1/load_lora_adapter", "merge one into the weights"),
         ("GET", "/v1/responses/resp_1", "is not kept here"),
         ("POST", "/chat/completions", "POST /v1/chat/completions"),
+        ("POST", "/flush_cache", "needs no flush"),
+        ("POST", "/abort_request", "close the request's connection"),
         ("GET", "/docs", "/openapi.json"),
         ("GET", "/nothing", "/openapi.json lists what there is"),
     ],

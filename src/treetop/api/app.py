@@ -17,6 +17,7 @@ from treetop.api.conversations import ConversationRequest, ItemsRequest, Metadat
 from treetop.api.errors import RESPONSES, add_error_handlers, as_api_error, error_response
 from treetop.api.kept_responses import OWNER, KeptResponses, kept_responses, owner_name
 from treetop.api.limits import too_large
+from treetop.api.llama_cpp import LlamaCppRequest, llama_cpp
 from treetop.api.messages import messages
 from treetop.api.ollama import OllamaChat, OllamaGenerate, ollama
 from treetop.api.operations import DetokenizeRequest, TokenizeRequest, UpdateWeightsRequest, operations
@@ -25,9 +26,10 @@ from treetop.api.requests.chat_body import ChatRequest
 from treetop.api.requests.messages_body import CountRequest, MessagesRequest
 from treetop.api.requests.responses_body import ResponsesRequest
 from treetop.api.responses import responses
+from treetop.api.sglang import GenerateRequest, sglang
 from treetop.version import __version__
 
-_OPEN = ("/health", "/health/live", "/health/ready", "/metrics", "/version")
+_OPEN = ("/health", "/health/live", "/health/ready", "/metrics", "/ping", "/version")
 """Paths that need no key."""
 _REQUESTS = (
     CompletionRequest,
@@ -40,6 +42,8 @@ _REQUESTS = (
     CountRequest,
     OllamaChat,
     OllamaGenerate,
+    LlamaCppRequest,
+    GenerateRequest,
     TokenizeRequest,
     DetokenizeRequest,
     UpdateWeightsRequest,
@@ -59,7 +63,16 @@ def make_app(api: ApiState) -> FastAPI:
     add_error_handlers(app, {name for each in _REQUESTS for name in each.model_fields})
     kept = KeptResponses(api, api.responses)
     of_responses = (responses(api, kept), kept_responses(kept), conversations(kept))
-    for router in (completions(api), chat(api), *of_responses, messages(api), ollama(api), operations(api)):
+    for router in (
+        completions(api),
+        chat(api),
+        *of_responses,
+        messages(api),
+        ollama(api),
+        llama_cpp(api),
+        sglang(api),
+        operations(api),
+    ):
         app.include_router(router)
     files = {} if api.options.no_ui else page_files()
     app.include_router(page(files))

@@ -162,6 +162,23 @@ async def echoed(api: ApiState, body: CompletionRequest, ids: list[list[int]]) -
     return await api.llm.lanes.run(sum(map(len, ids)), tokenizer.decode_each, ids)
 
 
+async def start_completion(
+    api: ApiState, request: Request, body: CompletionRequest
+) -> tuple[list[list[int]], DeltaStream]:
+    """Queue what another API asks for: ids of its prompts, and their outputs.
+
+    Without `max_tokens` to the context's end.
+    """
+    api.check_model(body.model)
+    api.check_count(body.num_prompts * body.n)
+    most = body.max_tokens if "max_tokens" in body.model_fields_set else None
+    ids = await api.llm.ids_of(body.prompt, body.reading(most))
+    if not ids:
+        raise InputError("prompt: the list is empty")
+    await api.check_structure(request, body, body.structure)
+    return ids, api.start(ids, body, most, body.structure)
+
+
 def completions(api: ApiState) -> APIRouter:
     router = APIRouter(route_class=BodyRoute)
 

@@ -50,7 +50,7 @@ class EventTemplate:
         return self._before + encode(text) + self._after
 
 
-def json_response(value: dict[str, Any]) -> Response:
+def json_response(value: dict[str, Any] | list[dict[str, Any]]) -> Response:
     return Response(encode(value), media_type="application/json")
 
 

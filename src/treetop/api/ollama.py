@@ -10,10 +10,10 @@ from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from treetop.api.api_state import ApiState
-from treetop.api.completions import CompletionRequest
+from treetop.api.completions import CompletionRequest, start_completion
 from treetop.api.errors import ApiError
 from treetop.api.events import Answer, answered, collected, encode, json_response
 from treetop.api.limits import MAX_MESSAGES, MAX_PARTS, BodyRoute, FewMembers
@@ -275,6 +275,19 @@ class OllamaAnswer(Answer):
         }
 
 
+class OllamaError(BaseModel):
+    """The body of an answer that is an error."""
+
+    error: str
+
+
+_ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": OllamaError}, "5XX": {"model": OllamaError}}
+_LINES: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"application/x-ndjson": {"schema": {"type": "string"}}}},
+    **_ERRORS,
+}
+
+
 def _call(call_id: str, name: str, arguments: str) -> Written:
     try:
         said = json.loads(arguments or "{}")
@@ -290,12 +303,12 @@ def _written(line: Written) -> bytes:
 def ollama(api: ApiState) -> APIRouter:
     router = APIRouter(route_class=BodyRoute, prefix="/api")
 
-    @router.post("/chat", response_model=None)
+    @router.post("/chat", response_model=None, responses=_LINES)
     async def chat(request: Request, body: OllamaChat) -> Response:
         turn = await start_turn(api, request, body.chat())
         return await answered(request, turn.deltas, OllamaAnswer(turn, body.model, True), body.stream)
 
-    @router.post("/generate", response_model=None)
+    @router.post("/generate", response_model=None, responses=_LINES)
     async def generate(request: Request, body: OllamaGenerate) -> Response:
         if body.raw or api.rendering is None:
             turn = await _goes_on(api, request, body.completion())
@@ -311,7 +324,7 @@ def ollama(api: ApiState) -> APIRouter:
     async def running() -> Response:
         return json_response({"models": [_model(api, name) for name in api.names]})
 
-    @router.post("/show", response_model=None)
+    @router.post("/show", response_model=None, responses=_ERRORS)
     async def show(body: ShowRequest) -> Response:
         api.check_model(body.model.removesuffix(_LATEST))
         template = "" if api.rendering is None else api.rendering.template.source
@@ -332,13 +345,9 @@ def ollama(api: ApiState) -> APIRouter:
 
 
 async def _goes_on(api: ApiState, request: Request, body: CompletionRequest) -> Turn:
-    """Queue a text that goes on, to the end of the context if nothing else is said."""
-    api.check_model(body.model)
-    said = "max_tokens" in body.model_fields_set
-    most = body.max_tokens if said else None
-    ids = await api.llm.ids_of(body.prompt, body.reading(most))
-    await api.check_structure(request, body, body.structure)
-    return Turn(ids[0], api.start(ids, body, most, body.structure), [PlainText()])
+    """Queue a text that goes on."""
+    ids, deltas = await start_completion(api, request, body)
+    return Turn(ids[0], deltas, [PlainText()])
 
 
 _DETAILS = {

@@ -107,6 +107,38 @@ def _add_state(router: APIRouter, api: ApiState) -> None:
         """200 as long as new requests are welcome."""
         return error_response(503, "the server is shutting down") if api.leaving else await health()
 
+    @router.get("/ping", response_model=None)
+    @router.post("/ping", response_model=None)
+    async def ping() -> Response:
+        """As SageMaker asks for it."""
+        return await ready()
+
+    @router.get("/load", response_model=None)
+    async def load() -> Response:
+        """Requests that run and wait, by vLLM's name; and beside it what else a router may go by."""
+        load = api.core.load
+        waits = {"num_running": load.num_running, "num_waiting": load.num_waiting, "kv_usage": load.kv_usage}
+        return json_response({"server_load": load.num_running + load.num_waiting, **waits})
+
+    @router.get("/server_info", response_model=None)
+    @router.get("/get_server_info", response_model=None)
+    async def server_info() -> Response:
+        """What is served and how; no option of the server's, for a key may be among them."""
+        info = api.core.info
+        return json_response(
+            {
+                "version": __version__,
+                "served_model_names": list(api.names),
+                "max_model_len": info.max_context,
+                "max_running_requests": info.max_requests,
+                "speculative_num_steps": info.shape.num_steps,
+                "speculative_eagle_topk": info.shape.topk,
+                "speculative_num_draft_tokens": info.shape.num_draft_tokens,
+                "exactness": info.exactness,
+                "system_fingerprint": api.system_fingerprint,
+            }
+        )
+
     @router.get("/metrics", response_model=None, response_class=PlainTextResponse)
     async def metrics() -> Response:
         api.metrics.take(api.core.load, api.core.num_restarts, api.core.is_stalled)

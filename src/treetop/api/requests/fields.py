@@ -138,7 +138,8 @@ class StreamOptions(Body):
         return refuse_unsupported(values, {"include_obfuscation": (False,)})
 
 
-def _listed(value: Any) -> Any:
+def listed(value: Any) -> Any:
+    """A text alone is a list of one."""
     return [value] if isinstance(value, str) else value
 
 
@@ -173,7 +174,7 @@ class SamplingFields(TextFields, UnusedFields, Body):
     structural_tag: dict[str, Any] | str | None = None
     best_of: int | None = None
     seed: int | None = None
-    stop: Annotated[Stops | None, BeforeValidator(_listed)] = None
+    stop: Annotated[Stops | None, BeforeValidator(listed)] = None
     stop_token_ids: StopIds | None = None
     ignore_eos: bool = False
     priority: int = 0
