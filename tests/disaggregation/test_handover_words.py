@@ -62,7 +62,8 @@ def test_a_slot_that_holds_no_token_is_refused_by_its_option() -> None:
 
 
 def test_a_schema_names_the_first_field_that_differs() -> None:
-    one = Schema(1, "a", "b", "bfloat16", ("full",), ("root",), (4, 5, 16), 1000, 4096)
+    one = Schema(1, "a", "b", "bfloat16", ("full",), ("root",), (4, 5, 16), 1000, 4096, "ties")
     assert one.difference(one) is None
     assert one.difference(one._replace(draft="c", dtype="float16")) == "draft: b here, c there"
+    assert one.difference(one._replace(exactness="bits")) == "exactness: ties here, bits there"
     assert one.difference(one._replace(shape=(4, 5, 17))).startswith("shape: ")

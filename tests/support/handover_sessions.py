@@ -20,7 +20,7 @@ from treetop.types.kv_transfer.scheduling import FirstToken, Prompt
 from treetop.types.kv_transfer.transport import PeerId
 from treetop.types.sampling import SamplingParams, TokenLogprobs
 
-SCHEMA = Schema(1, "target", "draft", "float64", ("full: 2 layers",), ("root",), (4, 5, 16), 1000, 4096)
+SCHEMA = Schema(1, "target", "draft", "float64", ("full: 2 layers",), ("root",), (4, 5, 16), 1000, 4096, "ties")
 SECRET = b"of at least sixteen bytes"
 OF_PREFILL, OF_DECODE = wire.Metadata(3, (b"p",)), wire.Metadata(4, (b"d", b"e"))
 MESSAGES = (

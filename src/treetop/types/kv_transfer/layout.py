@@ -118,6 +118,7 @@ class Schema(NamedTuple):
     groups, record: each group and each field of a record in words.
     shape: k, S, T.
     slot_bytes: a chunk that fits one's slot must fit the other's.
+    exactness: of `--exactness`; K/V that a batch has rounded are not those of bits.
     """
 
     wire: int
@@ -129,6 +130,7 @@ class Schema(NamedTuple):
     shape: tuple[int, int, int]
     vocab_size: int
     slot_bytes: int
+    exactness: str
 
     def difference(self, other: "Schema") -> str | None:
         """The first field in which another differs, with both values; None if there is none."""

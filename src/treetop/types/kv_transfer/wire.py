@@ -17,7 +17,7 @@ from treetop.types.kv_chunk import KVChunk
 from treetop.types.kv_transfer.layout import Schema, SlotRef
 from treetop.types.kv_transfer.scheduling import FirstToken, Prompt
 
-WIRE_VERSION = 6
+WIRE_VERSION = 7
 
 
 class Metadata(msgspec.Struct, frozen=True, array_like=True):
