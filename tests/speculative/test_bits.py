@@ -8,6 +8,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from support.bits import asked, bits
 from support.engines import accept_lens, build
 from support.families import FAMILIES
+from support.handing import IDS, Relay, Worker
 from support.lookups import lookup
 from support.mtp_layers import mtp_tensors
 from support.tiny_models import Pair, copy_folder, llama_config, save_random, save_random_experts, save_random_head
@@ -220,6 +221,20 @@ def test_mtp_layers_change_no_bit(tmp_path):
     options = {"speculative_algorithm": "MTP", "max_running_requests": 3}
     _, outputs = serve(pair, (2, 3, 6), [1, 30, 125], make=lookup, **options)
     assert bits(outputs) == want
+
+
+def test_a_hand_over_changes_no_bit(strong_pair, plain):
+    """From a worker whose pages have 8 tokens, prefilled in chunks, to one whose pages have 2; greedy and sampled."""
+    options = {**BITS, "context_length": 256, "max_running_requests": 4, "chunked_prefill_size": 32}
+    workers = [Worker(strong_pair, (4, 5, 16), **{**options, "page_size": size}) for size in (8, 2)]
+    relay, prompts = Relay(*workers, 7), strong_pair.prompts(LENGTHS)
+    ids = relay.submit(prompts, asked(prompts), IDS)
+    relay.run()
+    assert not relay.local, "a request was prefilled here"
+    results = [relay.result(each) for each in ids]
+    assert [list(tokens) for tokens, _, _ in results] == [list(tokens) for tokens, _ in plain]
+    logprobs = [[each.logprob.hex() for each in logprobs] for _, _, logprobs in results]
+    assert logprobs == [[logprob for logprob, _ in each] for _, each in plain]
 
 
 def test_lookups_change_no_bit(strong_pair):
