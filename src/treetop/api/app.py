@@ -110,7 +110,7 @@ class AuthMiddleware:
             return
         headers = Headers(scope=scope)
         key = self._key_of(headers)
-        scope = {**scope, "state": {**scope.get("state", {}), OWNER: self._keys.get(key, "")}}
+        scope.setdefault("state", {})[OWNER] = self._keys.get(key, "")  # in place: what is outer reads the route of it
         if self._keys and scope["path"] not in self._without_key and not key:
             await error_response(401, "wrong or missing API key: Authorization: Bearer KEY, or X-Api-Key: KEY")(
                 scope, receive, send

@@ -68,7 +68,7 @@ class Keeper:
     own: list[Record]
     owner: str
     store: ResponseStore | None
-    conversation: "tuple[ResponseStore, str] | None"
+    conversation: tuple[ResponseStore, str] | None
 
     @property
     def keeps(self) -> bool:
