@@ -307,7 +307,7 @@ def test_a_doctor_that_finds_a_difference_exits_1(capsys, monkeypatch):
     )
     code, out, _ = run(capsys, "doctor", "--cases", 2)
     assert code == 1
-    assert out.count("FAILED Case(") == 2
+    assert out.count("FAILED ConformanceCase(") == 2
     assert "0 of 2 cases agree" in out
 
 

@@ -80,7 +80,7 @@ def as_chat(path: str, body: dict, maximum: int) -> tuple[dict, ChatRequest]:
         return body, ChatRequest.model_validate(body)
     if path == RESPONSES:
         asked = ResponsesRequest.model_validate(body)
-        return body, asked.chat(asked.own_messages)
+        return body, asked.chat(())
     thinks = body.get("thinking", {}).get("type") == "enabled"
     return body, MessagesRequest.model_validate(body).chat({"enable_thinking": thinks} if "thinking" in body else {})
 
