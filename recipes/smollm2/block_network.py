@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from network import Features, Norm, Shape, Target, rotated, turns
+from network import DraftVocabulary, Features, Norm, Shape, Target, rotated, turns
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -143,7 +143,7 @@ class Recurrence(nn.Module):
         return self.markov_w2(torch.stack(made, dim=-2))
 
 
-class BlockHead(nn.Module):
+class BlockHead(DraftVocabulary):
     """fc over the taps, layers over blocks, a recurrence over paths, and a vocabulary of its own."""
 
     def __init__(self, shape: BlockShape, vocab: Tensor) -> None:
@@ -155,15 +155,7 @@ class BlockHead(nn.Module):
         self.layers = nn.ModuleList(Layer(s) for _ in range(shape.layers))
         self.markov_head = Recurrence(s.vocab, s.draft_vocab, s.hidden, shape.rank)
         self.lm_head = linear(s.hidden, s.draft_vocab)
-        self.register_buffer("d2t", vocab - torch.arange(len(vocab)))
-        member = torch.zeros(s.vocab, dtype=torch.bool)
-        member[vocab] = True
-        self.register_buffer("t2d", member)
-
-    @property
-    def vocab(self) -> Tensor:
-        """Target id of each draft id, [draft_vocab] int64."""
-        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+        self.hold(vocab, s.vocab)
 
     @torch.no_grad()
     def begin_from(self, target: Target) -> None:

@@ -85,7 +85,23 @@ class Norm(nn.Module):
         return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
 
 
-class Head(nn.Module):
+class DraftVocabulary(nn.Module):
+    """What a head says of its own vocabulary, by the names of published files: `d2t`, `t2d`."""
+
+    def hold(self, vocab: Tensor, target_size: int) -> None:
+        """vocab: [draft_vocab] int64 ids of the target, ascending. target_size: of the target's vocabulary."""
+        self.register_buffer("d2t", vocab - torch.arange(len(vocab)))
+        member = torch.zeros(target_size, dtype=torch.bool)
+        member[vocab] = True
+        self.register_buffer("t2d", member)
+
+    @property
+    def vocab(self) -> Tensor:
+        """Target id of each draft id, [draft_vocab] int64."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+
+class Head(DraftVocabulary):
     """fc over the taps, one decoder layer over [embedding, state], and a vocabulary of its own."""
 
     def __init__(self, shape: Shape, vocab: Tensor) -> None:
@@ -122,15 +138,7 @@ class Head(nn.Module):
         )
         self.norm = Norm(s.hidden, s.norm_eps)
         self.lm_head = linear(s.hidden, s.draft_vocab)
-        self.register_buffer("d2t", vocab - torch.arange(len(vocab)))
-        member = torch.zeros(s.vocab, dtype=torch.bool)
-        member[vocab] = True
-        self.register_buffer("t2d", member)
-
-    @property
-    def vocab(self) -> Tensor:
-        """Target id of each draft id, [draft_vocab] int64."""
-        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+        self.hold(vocab, s.vocab)
 
     @torch.no_grad()
     def begin_from(self, target: "Target") -> None:

@@ -109,6 +109,19 @@ def test_a_named_custom_tool_is_held_to_its_grammar():
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
 
 
+@pytest.mark.parametrize("form", [{"type": "grammar"}, {"type": "text", "grammar": LARK}, {"type": "json"}])
+def test_a_format_is_a_text_or_a_whole_grammar(server, form):
+    chat = {"messages": HI, "tools": [{"type": "custom", "custom": {"name": "patch", "format": form}}]}
+    response = {"input": "a", "tools": [{"type": "custom", "name": "patch", "format": form}]}
+    for path, body, place in (
+        ("/v1/chat/completions", chat, "tools[0].custom.format"),
+        ("/v1/responses", response, "tools[0].format"),
+    ):
+        error = post(server[0], path, **body)
+        assert error.status_code == 400
+        assert error.json()["error"]["param"].startswith(place)
+
+
 def test_only_allowed_tools_are_shown(server):
     url, core = server
     allowed = {"mode": "auto", "tools": [{"type": "custom", "custom": {"name": "patch"}}]}
@@ -205,7 +218,14 @@ def test_messages_take_what_claude_code_sends(server, caplog):
     assert "<user>Edit it.\n\nA reminder.\n\nNow.\n" in core.prompts[-1]
     assert "<tool>patch" in core.prompts[-1]
     assert "web_search" not in core.prompts[-1]
-    assert sum("left out" in record.message for record in caplog.records) == 2
+    told = sorted(record.message for record in caplog.records if "left out" in record.message)
+    kinds = ["redacted_thinking", "server_tool_use", "tool_search_tool_regex_20251119", "web_search_20250305"]
+    assert len(told) == len(kinds)
+    assert all(kind in message for message, kind in zip(told, kinds, strict=True))
+    body["context_management"]["edits"][0]["keep"] = {"type": "thinking_turns", "value": 1}
+    with caplog.at_level(logging.WARNING, "treetop.api"):
+        assert post(url, "/v1/messages", **body).status_code == 200
+    assert caplog.records[-1].message.startswith("context_management: clear_thinking: a hint")
 
 
 def test_how_front_ends_say_thinking(server):

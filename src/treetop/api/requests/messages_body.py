@@ -273,13 +273,13 @@ class CountRequest(_Block):
 
     def _chat(self) -> dict[str, Any]:
         self._check_inputs()
+        self._say_left_out()
         choice, output = self.tool_choice, self.output_config
         said: dict[str, Any] = {"model": self.model, "messages": self._messages()}
         if self.messages[-1].role == "assistant":
             said["continue_final_message"] = True
         if self.tools:
             said["tools"] = [_tool(tool) for tool in self.tools if isinstance(tool, AnthropicTool)]
-            self._say_left_out(self.tools)
         if self.thinking is not None:
             said["thinking_token_budget"] = self.thinking.budget_tokens
         if choice is not None:
@@ -292,9 +292,17 @@ class CountRequest(_Block):
                 said["response_format"] = {"type": "json_schema", "json_schema": {"schema": output.format.schema_}}
         return said
 
-    @staticmethod
-    def _say_left_out(tools: Sequence[AnthropicTool | ServerTool]) -> None:
-        for tool in tools:
+    def _say_left_out(self) -> None:
+        """Tell in the log what is without effect here."""
+        for _, block in self._blocks():
+            if isinstance(block, ProviderBlock | RedactedThinkingBlock):
+                left_out(f"messages: {block.type}", "a block of Anthropic's own is left out")
+        edits = self.context_management.edits if self.context_management is not None else None
+        if any(edit.keep != "all" for edit in edits or ()):
+            left_out(
+                "context_management: clear_thinking", "a hint: what is kept of thoughts is the chat template's own"
+            )
+        for tool in self.tools or ():
             if isinstance(tool, ServerTool):
                 left_out(f"tools: {tool.type}", "a tool of Anthropic's own is left out: no model here has it")
             elif tool.defer_loading:

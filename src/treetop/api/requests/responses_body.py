@@ -12,7 +12,7 @@ from treetop.api.requests.chat_body import ChatRequest, chat_request
 from treetop.api.requests.extra_fields import UnusedFields
 from treetop.api.requests.fields import Body, refuse_unsupported
 from treetop.api.requests.hints import left_out
-from treetop.api.requests.tools import MAX_TOOLS, Function, FunctionName, Grammar
+from treetop.api.requests.tools import MAX_TOOLS, AnyText, Function, FunctionName, Grammar
 from treetop.parsers.custom import arguments_of
 from treetop.text.chat_input import Message
 from treetop.types.errors import InputError
@@ -185,12 +185,6 @@ class ResponseGrammar(Grammar):
     """What the text of a custom tool is."""
 
     type: Literal["grammar"]
-
-
-class AnyText(Body):
-    """The same: any."""
-
-    type: Literal["text"]
 
 
 class ResponseCustomTool(FunctionName):

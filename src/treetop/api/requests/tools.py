@@ -54,11 +54,17 @@ class Grammar(Body):
         return StructuredOutput("regex" if self.syntax == "regex" else "grammar", self.definition)
 
 
-class InputFormat(Body):
-    """What the text of a custom tool is."""
+class AnyText(Body):
+    """What a custom tool is given: any text."""
 
-    type: Literal["text", "grammar"]
-    grammar: Grammar | None = None
+    type: Literal["text"]
+
+
+class TextOfGrammar(Body):
+    """The same: one of a grammar."""
+
+    type: Literal["grammar"]
+    grammar: Grammar
 
 
 class CustomFunction(Body):
@@ -68,11 +74,11 @@ class CustomFunction(Body):
 
     name: str = Field(pattern=_NAME)
     description: str | None = None
-    format: InputFormat | None = None
+    format: Annotated[AnyText | TextOfGrammar, Field(discriminator="type")] | None = None
 
     @property
     def grammar(self) -> Grammar | None:
-        return None if self.format is None else self.format.grammar
+        return self.format.grammar if isinstance(self.format, TextOfGrammar) else None
 
 
 class CustomTool(Body):
