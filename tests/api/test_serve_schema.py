@@ -14,6 +14,17 @@ PATHS = (
     "/tokenize",
     "/detokenize",
 )
+MESSAGES = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
+STREAMED = {
+    "/v1/completions": {"prompt": "Hello", "max_tokens": 3},
+    "/v1/chat/completions": MESSAGES,
+    "/v1/responses": {"input": "Hello"},
+    "/v1/messages": MESSAGES,
+    "/generate": {"text": "Hello"},
+    "/completion": {"prompt": "Hello", "n_predict": 3},
+    "/api/chat": {"model": "", "messages": MESSAGES["messages"]},
+    "/api/generate": {"model": "", "prompt": "Hello"},
+}
 OPEN = ("/v1/models", "/v1/responses/", "/v1/conversations/", "/health", "/metrics", "/version")
 """What paths without a body begin with."""
 
@@ -24,11 +35,20 @@ def server(mock_server):
     return mock_server
 
 
+def read_schema(server):
+    return schemathesis.openapi.from_dict(server.get("/openapi.json").json())
+
+
+def checks():
+    from schemathesis.specs.openapi import checks as said
+
+    return [said.status_code_conformance, said.content_type_conformance, said.response_schema_conformance]
+
+
 def ask_what_the_schema_generates(server, examples: int) -> set[int]:
     """Bodies that fit the schema and bodies that do not, in turn, at every endpoint. Returns the statuses."""
-    schema = schemathesis.openapi.from_dict(server.get("/openapi.json").json())
     seen: set[int] = set()
-    for operation in (each.ok() for each in schema.get_all_operations()):
+    for operation in (each.ok() for each in read_schema(server).get_all_operations()):
         for mode in schemathesis.GenerationMode:
             if operation.body or (operation.path.startswith(OPEN) and mode.is_positive):
                 search(server, operation.as_strategy(generation_mode=mode), examples, seen)
@@ -36,10 +56,6 @@ def ask_what_the_schema_generates(server, examples: int) -> set[int]:
 
 
 def search(server, cases, examples: int, seen: set[int]) -> None:
-    from schemathesis.specs.openapi import checks as said
-
-    checks = [said.status_code_conformance, said.content_type_conformance, said.response_schema_conformance]
-
     @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(case=cases)
     def ask(case):
@@ -48,7 +64,7 @@ def search(server, cases, examples: int, seen: set[int]) -> None:
             case.body or ()
         )  # a request may say how long it may take
         assert answer.status_code < 500 or asked_for, (case.path, case.body, answer.text[:500])
-        case.validate_response(answer, checks=checks)
+        case.validate_response(answer, checks=checks())
         seen.add(answer.status_code)
 
     ask()
@@ -57,6 +73,30 @@ def search(server, cases, examples: int, seen: set[int]) -> None:
 def test_what_the_schema_allows_and_what_it_does_not_is_never_a_500(server):
     assert set(PATHS) <= set(server.get("/openapi.json").json()["paths"])
     assert {200, 400} <= ask_what_the_schema_generates(server, 6)
+
+
+@pytest.mark.parametrize("path", STREAMED)
+def test_a_stream_is_what_the_schema_says(server, path):
+    operation = read_schema(server)[path]["POST"]
+    body = {**STREAMED[path], "stream": True}
+    if "model" in body:
+        body["model"] = server.get("/v1/models").json()["data"][0]["id"]
+    case = operation.Case(body=body, media_type="application/json")
+    answer = case.call(base_url=server.url, timeout=300)
+    assert answer.status_code == 200, answer.text
+    case.validate_response(answer, checks=checks())
+
+
+def test_every_path_that_streams_is_among_them(server):
+    bodies = server.get("/openapi.json").json()
+    streams = {name for name, kind in bodies["components"]["schemas"].items() if "stream" in kind.get("properties", {})}
+    takes = {
+        path
+        for path, methods in bodies["paths"].items()
+        for reference in [methods.get("post", {}).get("requestBody", {}).get("content", {}).get("application/json", {})]
+        if reference.get("schema", {}).get("$ref", "").rsplit("/")[-1] in streams
+    }
+    assert takes == set(STREAMED)
 
 
 @pytest.mark.slow

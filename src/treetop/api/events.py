@@ -16,12 +16,10 @@ from treetop.outputs import RequestOutput, TextDelta
 encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 """What ends a stream of completions and chats."""
-STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
-"""What the OpenAPI schema says of an endpoint that answers with events if it is asked to."""
-TYPED_STREAMS: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/event-stream": {"schema": {"description": "events, each with its type on a line before"}}}}
+STREAMS: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"schema": {"description": "server-sent events, if stream is true"}}}}
 }
-"""The same, of one whose events say their type."""
+"""What the OpenAPI schema says of an endpoint that answers with events if it is asked to."""
 
 
 def event(value: dict[str, Any]) -> bytes:

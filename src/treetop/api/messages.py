@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from treetop.api.api_state import ApiState, new_id
 from treetop.api.blocks import Block, Blocks, Step
 from treetop.api.errors import ApiError, anthropic_body
-from treetop.api.events import TYPED_STREAMS, Answer, EventTemplate, answered, collected, json_response, typed_event
+from treetop.api.events import STREAMS, Answer, EventTemplate, answered, collected, json_response, typed_event
 from treetop.api.limits import BodyRoute
 from treetop.api.requests.messages_body import CountRequest, MessagesRequest, ThinkingOptions
 from treetop.api.turn import Turn, check_budget, prompt_of, start_turn, thinking_switches
@@ -157,7 +157,7 @@ def _thinking(api: ApiState, asked: ThinkingOptions | None) -> dict[str, Any]:
 def messages(api: ApiState) -> APIRouter:
     router = APIRouter(route_class=BodyRoute)
 
-    @router.post("/v1/messages", response_model=None, responses={**TYPED_STREAMS, **_ERRORS})
+    @router.post("/v1/messages", response_model=None, responses={**STREAMS, **_ERRORS})
     async def complete(request: Request, body: MessagesRequest) -> Response:
         turn = await start_turn(api, request, body.chat(_thinking(api, body.thinking)))
         return await answered(request, turn.deltas, MessagesAnswer(api, body, turn), body.stream)

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from treetop.api.api_state import ApiState, new_id
 from treetop.api.blocks import Block, Blocks, Step
 from treetop.api.errors import RESPONSES_PATH, ApiError
-from treetop.api.events import TYPED_STREAMS, Answer, EventTemplate, answered, collected, json_response, typed_event
+from treetop.api.events import STREAMS, Answer, EventTemplate, answered, collected, json_response, typed_event
 from treetop.api.kept_responses import Keeper, KeptResponses, owner_of
 from treetop.api.limits import BodyRoute
 from treetop.api.requests.responses_body import ResponsesRequest
@@ -226,7 +226,7 @@ def _part(block: Block) -> Written:
 def responses(api: ApiState, kept: KeptResponses) -> APIRouter:
     router = APIRouter(route_class=BodyRoute)
 
-    @router.post(RESPONSES_PATH, response_model=None, responses=TYPED_STREAMS)
+    @router.post(RESPONSES_PATH, response_model=None, responses=STREAMS)
     async def respond(request: Request, body: ResponsesRequest) -> Response:
         keeper = await kept.keeper(body, owner_of(request))
         turn = await start_turn(api, request, body.chat(keeper.before))
