@@ -45,7 +45,6 @@ def target(tmp_path_factory):
 
 UNKNOWN_HEADS = [
     ("JetSpec of another layout", {"architectures": ["JetSpecDraftModel"]}, None),
-    ("Gemma 4 DSpark", {"architectures": ["Gemma4DSparkModel"]}, None),
     ("DeepSeek-V4 DSpark", {"dspark_noise_token_id": 3}, None),
     ("XPress", {"speculators_model_type": "xpress"}, None),
     ("Medusa", {"medusa_num_heads": 4}, None),

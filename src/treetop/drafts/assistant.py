@@ -37,7 +37,7 @@ from treetop.kernels.table import Ops
 from treetop.kernels.tree.calibration import Heat
 from treetop.models.config import AttentionSpec, ModelConfig, read_config
 from treetop.models.decoder import DecoderLayer, decoder_params, unused_tensors
-from treetop.models.embedding import whole_table
+from treetop.models.embedding import rounded, whole_table
 from treetop.models.families import gemma4
 from treetop.models.layers import RMSNorm, Rotary, turn_at
 from treetop.models.target import LAST_HIDDEN, Target
@@ -154,9 +154,8 @@ class Assistant:
         """target: whose embedding nodes have."""
         config = spec.decoder
         self.spec, self._ops = spec, ops
-        scale = torch.tensor(target.config.embedding_scale, dtype=torch.float32).to(place.dtype)
         self._of_target = whole_table(target.embedding, spec.vocab_size, ops.parallel)
-        self._scale = float(scale)
+        self._scale = rounded(target.config.embedding_scale, place.dtype)
         self.narrow, self.widen = weights.linear("narrow"), weights.linear("widen")
         self.layers = [DecoderLayer(config, weights, index, ops) for index in range(len(config.layers))]
         ropes = dict.fromkeys(layer.attention.rope for layer in config.layers)
@@ -203,10 +202,7 @@ class Assistant:
             self.layers, [*(each.input_norm for each in self.layers[1:]), self.norm], strict=True
         ):
             x, added = layer(x, normed, turns[layer.rope], attend)
-            x = self._ops.add(x, added)
-            if layer.ending is not None:
-                x = layer.ending(x, None)
-            normed = next_norm(x)
+            x, normed = layer.leave(x, added, next_norm)
         return torch.cat([normed, self.widen(normed)], dim=-1)
 
     def propose(self, nodes: Nodes, k: int, heat: Heat | None = None, lines: Any = None) -> Proposal:

@@ -40,12 +40,10 @@ from treetop.kernels.fused import HeadNorms
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
 from treetop.kernels.tree.calibration import Heat
-from treetop.models.attention import attention_params
 from treetop.models.config import AttentionSpec, ModelConfig
-from treetop.models.decoder import DecoderLayer
-from treetop.models.embedding import part_of, whole_logits, whole_table
-from treetop.models.feed_forward import feed_forward_params
-from treetop.models.layers import RMSNorm, Rotary, norm_param, turn_at
+from treetop.models.decoder import DecoderLayer, capped, layer_params
+from treetop.models.embedding import part_of, rounded, whole_logits, whole_table
+from treetop.models.layers import RMSNorm, Rotary, head_norms, norm_param, turn_at
 from treetop.models.target import Target
 from treetop.weights.format import Source
 from treetop.weights.held import Weights
@@ -111,17 +109,13 @@ class BlockHeadSpec:
         rows, biases = list[Source](), list[Source]()
         for index, layer in enumerate(self.decoder.layers):
             name, stored = f"layers.{index}", f"{root}layers.{index}"
-            own = attention_params(layer.attention, f"{name}.attention", f"{stored}.self_attn", hidden, hidden)
-            params += [
-                norm_param(f"{name}.input_norm", f"{stored}.input_layernorm.weight", hidden),
-                norm_param(f"{name}.mlp_norm", f"{stored}.post_attention_layernorm.weight", hidden),
-                *own,
-                *feed_forward_params(layer.feed_forward, f"{name}.mlp", f"{stored}.mlp", hidden),
-            ]
+            own = {param.name: param for param in layer_params(self.decoder, index, stored)}
+            params += own.values()
             if self.convolution is not None:
                 params += self.convolution.params(name, stored)
-            rows += own[0].sources[1:]  # of q, k and v
-            biases += [each for param in own if param.name.endswith("qkv_bias") for each in param.sources[1:]]
+            rows += own[f"{name}.attention.qkv"].sources[1:]  # of q, k and v
+            if layer.attention.bias:
+                biases += own[f"{name}.attention.qkv_bias"].sources[1:]
         params.append(matrix("context", *rows, shard=0))
         if biases:
             params.append(vector("context_bias", *biases, shard=0))
@@ -190,17 +184,19 @@ class BlockHead:
         self._rope = rope_table(config.layers[0].attention.rope, place.rope_rows, place.dtype, place.device)
         self.fuse, self.context = weights.linear("fuse"), weights.linear("context")
         self.hidden_norm, self.norm = (RMSNorm(weights[name], config.norm_eps, ops) for name in ("hidden_norm", "norm"))
-        self._key_norms = [
-            HeadNorms(weights[f"layers.{i}.attention.qk_norm"], config.norm_eps) if layer.attention.qk_norm else None
+        self._embedding_scale = rounded(config.embedding_scale, place.dtype)
+        plain = [DecoderLayer(config, weights, i, ops) for i in layers]
+        self._norms = [
+            head_norms(layer.attention, weights, f"layers.{i}.attention", config.norm_eps, ops)
             for i, layer in enumerate(config.layers)
         ]
-        plain = [DecoderLayer(config, weights, i, ops) for i in layers]
         around = spec.convolution
         self.layers: list[DecoderLayer | ConvolvedLayer] = (
             [*plain] if around is None else [ConvolvedLayer(each, around, weights, i) for i, each in enumerate(plain)]
         )
         self.edges: Edges | None = None if spec.edges is None else spec.edges.build(weights, self.embedding, ops)
         self.lm_head = head_output(spec.output, weights, self.embedding, target, ops.parallel)
+        self._product = capped(self.lm_head, config.logits_cap)
         self._logits: Callable[[Tensor], Tensor] = target.logits if spec.output == "target" else self._own_logits
         self.products = DraftProducts(
             [product for layer in self.layers for product in layer.products],
@@ -220,7 +216,7 @@ class BlockHead:
         turn = turn_at(self._rope, positions, self._ops)
         kv = self.context.parts(context)
         kv = kv.unflatten(-1, (len(self.layers), -1, self.spec.attention[0].head_dim))
-        for index, norms in enumerate(self._key_norms):
+        for index, norms in enumerate(self._norms):
             attend.write(index, partial(self._write, kv[..., index, :, :].contiguous(), turn, norms))
         return aux_hidden.new_zeros((len(at.rows), self.spec.state_size))
 
@@ -244,12 +240,14 @@ class BlockHead:
         positions = roots.positions[:, None] + torch.arange(width, device=tokens.device)
         turn = turn_at(self._rope, positions, self._ops)
         x = F.embedding(tokens, self.embedding)
+        if self._embedding_scale != 1:
+            x = x * self._embedding_scale
         normed = self.layers[0].input_norm(x)
         for layer, next_norm in zip(
             self.layers, [*(each.input_norm for each in self.layers[1:]), self.norm], strict=True
         ):
             x, added = layer(x, normed, turn, attend)
-            x, normed = next_norm.after(x, added)
+            x, normed = layer.leave(x, added, next_norm)
         hidden = normed[:, spec.first : spec.first + roots.depths].contiguous()
         lines = _Lines(hidden, self._logits(hidden))
         if self.edges is None:
@@ -277,4 +275,4 @@ class BlockHead:
         return Proposal(found.tokens[:, 0], found.logprob[:, 0])
 
     def _own_logits(self, hidden: Tensor) -> Tensor:
-        return whole_logits(self.lm_head(hidden), self.spec.vocab_size, self._ops.parallel)
+        return whole_logits(self._product(hidden), self.spec.vocab_size, self._ops.parallel)

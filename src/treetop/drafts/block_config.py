@@ -1,5 +1,5 @@
-"""Which block head a folder holds: DFlash of z-lab, JetSpec, DFlash and DSpark of DeepSpec and `speculators`, DSpark of
-SpecForge.
+"""Which block head a folder holds: DFlash of z-lab, JetSpec, DFlash and DSpark of DeepSpec (with layers of Qwen3 or
+Gemma 4) and `speculators`, DSpark of SpecForge.
 
 Names of tensors do not tell them apart where it counts: which layer's state a number means, which slot proposes after
 the root, what a window is. Sources: z-lab/dflash 44947fb, DeepSpec afdfa7c, JetSpec 2c7b3fa, SpecForge a6b6b02,
@@ -29,20 +29,24 @@ from treetop.models.config import (
     model_config,
     read_config,
 )
+from treetop.models.families import gemma4
 from treetop.types.errors import CheckpointError, shown
 
 Writer = Literal["z-lab", "JetSpec", "DeepSpec", "SpecForge", "speculators"]
 Kind = Literal["DFlash", "DFlash 2", "JetSpec", "DSpark", "Domino"]
-_DEEPSPEC, _DFLASH2, _DFLASH = "Qwen3DSparkModel", "DFlash2DraftModel", ("DFlashDraftModel", "DFlashSpeculator")
+Body = Literal["Qwen3", "Gemma 4"]
+_DFLASH2, _DFLASH = "DFlash2DraftModel", ("DFlashDraftModel", "DFlashSpeculator")
+_DEEPSPEC: dict[str, Body] = {"Qwen3DSparkModel": "Qwen3", "Gemma4DSparkModel": "Gemma 4"}
 
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Whose files these are, and of what kind. sign: the key or tensor that says so."""
+    """Whose files these are, and of what kind. sign: the key or tensor that says so. body: whose layers it has."""
 
     writer: Writer
     kind: Kind
     sign: str
+    body: Body = "Qwen3"
 
 
 _OF_SPECULATORS: dict[str, Kind] = {"dflash": "DFlash", "dflash2": "DFlash 2", "dspark": "DSpark"}
@@ -56,9 +60,9 @@ def find_block(config: Config) -> BlockLayout | None:
     if isinstance(said, str) and said in _OF_SPECULATORS:
         return BlockLayout("speculators", _OF_SPECULATORS[said], f"speculators_model_type is {said}")
     architectures = config.get("architectures")
-    if _DEEPSPEC in _words(architectures):
+    for name in _DEEPSPEC.keys() & _words(architectures):
         kind: Kind = "DSpark" if config.get("markov_rank") else "DFlash"
-        return BlockLayout("DeepSpec", kind, f"architectures has {_DEEPSPEC}")
+        return BlockLayout("DeepSpec", kind, f"architectures has {name}", _DEEPSPEC[name])
     if _DFLASH2 in _words(architectures):
         return BlockLayout("z-lab", "DFlash 2", f"architectures has {_DFLASH2}")
     dflash, named = config.get("dflash_config"), [name for name in _DFLASH if name in _words(architectures)]
@@ -87,20 +91,23 @@ def block_spec(folder: Path, target: ModelConfig, dummy: bool) -> BlockHeadSpec:
     names = frozenset(tensor_files(folder)) if not dummy else frozenset[str]()
     layout = find_block(whole)
     if layout is None:
-        raise CheckpointError(f"{where}: no block head: neither dflash_config, nor {_DEEPSPEC}, nor of speculators")
+        raise CheckpointError(f"{where}: no block head: neither dflash_config, nor of DeepSpec, nor of speculators")
     config = _joined(whole, layout, where)
     root = "model." if "model.fc.weight" in names else ""
     width = size(config, "block_size", where)
     shifted = _is_shifted(config, layout, where)
-    layers, causal = _layers(config, layout, names, root, where)
-    decoder = model_config(config, where, layers)
+    if layout.body == "Gemma 4":
+        decoder, causal = _of_gemma(config, where), (False,) * size(config, "num_hidden_layers", where)
+    else:
+        layers, causal = _layers(config, layout, names, root, where)
+        decoder = model_config(config, where, layers)
     vocab_size = size(config, "draft_vocab_size", where, default=decoder.vocab_size)
     edges = _edges(config, layout, decoder, vocab_size, where, root, names)
     spec = BlockHeadSpec(
         folder=folder,
         decoder=decoder,
         vocab_size=vocab_size,
-        aux_inputs=_aux_inputs(config, layout, len(target.layers), len(layers), where),
+        aux_inputs=_aux_inputs(config, layout, len(target.layers), len(decoder.layers), where),
         target_hidden_size=size(config, "target_hidden_size", where, default=decoder.hidden_size),
         block=BlockSpec(
             width,
@@ -119,9 +126,10 @@ def block_spec(folder: Path, target: ModelConfig, dummy: bool) -> BlockHeadSpec:
         unused=tuple(sorted(name for name in names if name.startswith("confidence_head."))),
     )
     check_made_for(where, decoder, spec.target_hidden_size, target)
-    if target.embedding_scale != 1 or target.logits_scale != 1 or target.logits_cap is not None:
+    if _scales(target) != _scales(decoder):
         raise CheckpointError(
-            f"{where}: a block head for a target that scales its embeddings or logits is not supported"
+            f"{where}: the target scales its embeddings or logits, or caps these, and the head does not do so too: this"
+            f" is not supported (scales and cap: {_scales(target)}, the head's {_scales(decoder)})"
         )
     if target.hidden_size != decoder.hidden_size and EMBEDDING not in spec.stored:
         raise CheckpointError(
@@ -129,6 +137,20 @@ def block_spec(folder: Path, target: ModelConfig, dummy: bool) -> BlockHeadSpec:
             f" embedding of {target.hidden_size}"
         )
     return spec
+
+
+def _scales(config: ModelConfig) -> tuple[float, float, float | None]:
+    return config.embedding_scale, config.logits_scale, config.logits_cap
+
+
+def _of_gemma(config: Config, where: Path) -> ModelConfig:
+    """Full layers of Gemma 4, whatever it keeps beside them. Source: DeepSpec `modeling/dspark/gemma4`."""
+    for key, only in {"enable_moe_block": False, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}.items():
+        require_value(config, key, only, where)
+    kinds = [FULL_ATTENTION] * size(config, "num_hidden_layers", where)
+    if config.get("layer_types") not in (None, kinds):
+        raise CheckpointError(f"{where}: layer_types: a head with layers of Gemma 4 has {FULL_ATTENTION} alone")
+    return gemma4.read({**config, "layer_types": kinds, "hidden_size_per_layer_input": 0}, where)
 
 
 def _joined(whole: Config, layout: BlockLayout, where: Path) -> Config:

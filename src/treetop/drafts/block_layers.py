@@ -67,7 +67,7 @@ class ConvolvedLayer:
     """A layer between whose norms and residual sums stand convolutions."""
 
     def __init__(self, layer: DecoderLayer, spec: ConvolutionSpec, weights: Weights, index: int) -> None:
-        self.layer, self.input_norm = layer, layer.input_norm
+        self.layer, self.input_norm, self.leave = layer, layer.input_norm, layer.leave
         self.attention_conv, self.mlp_conv = (Convolution(spec, weights, f"layers.{index}.{half}") for half in _HALVES)
         self.products: list[Product] = [*layer.products, self.attention_conv.made, self.mlp_conv.made]
 

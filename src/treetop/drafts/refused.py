@@ -1,7 +1,7 @@
 """Drafters that people have and treetop does not run, by name.
 
-Source of the signs: the heads of z-lab (DFlash 2), SpecForge (Domino), DeepSpec (Gemma 4 DSpark) and AMD (PARD), and
-what vLLM and `speculators` read of them; google's assistants of Gemma 4, `transformers`' gemma4_assistant.
+Source of the signs: the heads of hao-ai-lab (JetSpec), DeepSeek-V4's own DSpark and AMD (PARD), and what vLLM and
+`speculators` read of them; google's assistants of Gemma 4, `transformers`' gemma4_assistant.
 """
 
 from collections.abc import Collection
@@ -25,7 +25,6 @@ class _Kind:
 
 _KINDS = (
     _Kind("XPress", ("xpress",), (), ("mix_l",)),
-    _Kind("Gemma 4 DSpark", ("gemma4dspark",)),
     _Kind("DeepSeek-V4 DSpark", (), ("dspark_noise_token_id",)),
     _Kind("Medusa", ("medusa",), ("medusa_num_heads", "medusa_num_layers")),
     _Kind("JetSpec of another layout", ("jetspec",), ("jetspec_config",)),

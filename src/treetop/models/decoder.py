@@ -1,5 +1,6 @@
 """A decoder of layers described by data: Llama, Qwen3, and what else differs from them in data only."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -13,7 +14,7 @@ from treetop.kernels.rope import RopeSpec, rope_table
 from treetop.kernels.table import Ops
 from treetop.models.attention import attention, attention_params
 from treetop.models.config import LayerSpec, ModelConfig
-from treetop.models.embedding import lookup, piece_of, whole_logits
+from treetop.models.embedding import lookup, piece_of, rounded, whole_logits
 from treetop.models.experts import live_rows
 from treetop.models.feed_forward import feed_forward, feed_forward_params
 from treetop.models.layer_inputs import TokenInputs, ending_params, layer_ending, token_input_params
@@ -30,7 +31,7 @@ class DecoderLayer:
     def __init__(self, config: ModelConfig, weights: Weights, index: int, ops: Ops) -> None:
         spec, name, eps = config.layers[index], f"layers.{index}", config.norm_eps
         self.rope = None if spec.attends is None else spec.attends.rope
-        self._scale = config.residual_scale
+        self._scale, self._add = config.residual_scale, ops.add
         self._joins = ops.context.exact and ops.parallel.size > 1
         self.input_norm = _norm(weights, f"{name}.input_norm", eps, ops) or NoNorm(ops)
         self.attention = attention(spec.mixer, weights, f"{name}.attention", index, eps, ops)
@@ -50,6 +51,18 @@ class DecoderLayer:
         added = self._added(self.attention(normed, turn, attend), self.attention_output_norm, x.dtype)
         x, normed = self.mlp_norm.after(x, added)
         return x, self._added(self.mlp(normed, live, x), self.mlp_output_norm, x.dtype)
+
+    def leave(
+        self, x: Tensor, added: Summed, norm: RMSNorm | NoNorm, inputs: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Of what `__call__` returns: the stream behind the layer, and what comes next of it, through `norm`.
+
+        inputs: of `TokenInputs`.
+        """
+        if self.ending is None:
+            return norm.after(x, added)
+        x = self.ending(self._add(x, added), inputs)
+        return x, norm(x)
 
     def _added(self, parts: Summed, norm: RMSNorm | None, dtype: torch.dtype) -> Summed:
         """What is added to the residual stream of what a half of the layer gives."""
@@ -75,14 +88,14 @@ class Decoder:
         self.config, self.aux_inputs, self._ops = config, aux_inputs, ops
         self.embedding = weights["embedding"]
         self._embed = lookup(self.embedding, ops.parallel)
-        self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=torch.float32).to(place.dtype))
+        self._embedding_scale = rounded(config.embedding_scale, place.dtype)
         self.layers = [DecoderLayer(config, weights, index, ops) for index in range(len(config.layers))]
         ropes = dict.fromkeys(layer.rope for layer in self.layers if layer.rope is not None)
         self._ropes = {rope: rope_table(rope, place.rope_rows, place.dtype, place.device) for rope in ropes}
         self.norm = RMSNorm(weights["norm"], config.norm_eps, ops)
         self.layer_inputs = TokenInputs(config, weights, place.dtype, ops) if config.layer_inputs else None
         self.lm_head = weights.linear_with(self.embedding) if config.tied_embeddings else weights.linear("lm_head")
-        self._logits = self.lm_head if config.logits_cap is None else partial(_capped, self.lm_head, config.logits_cap)
+        self._logits = capped(self.lm_head, config.logits_cap)
         self._piece = piece_of(self._logits, self.embedding.shape[0], config.vocab_size, ops.parallel)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> TargetOutput:
@@ -98,11 +111,7 @@ class Decoder:
         next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True), 1):
             x, added = layer(x, normed, turns[layer.rope], attend, live)
-            if layer.ending is None:
-                x, normed = next_norm.after(x, added)
-            else:
-                x = layer.ending(self._ops.add(x, added), inputs)
-                normed = next_norm(x)
+            x, normed = layer.leave(x, added, next_norm, inputs)
             if index in self.aux_inputs:
                 aux_hidden[index] = x
         aux_hidden[LAST_HIDDEN] = normed
@@ -127,6 +136,11 @@ class Decoder:
         return hidden if self.config.logits_scale == 1 else hidden * self.config.logits_scale
 
 
+def capped(lm_head: Linear, cap: float | None) -> Callable[[Tensor], Tensor]:
+    """The product that gives logits, between -cap and cap if there is one."""
+    return lm_head if cap is None else partial(_capped, lm_head, cap)
+
+
 def _capped(lm_head: Linear, cap: float, hidden: Tensor) -> Tensor:
     return (lm_head(hidden) / cap).tanh_().mul_(cap)
 
@@ -138,25 +152,30 @@ def decoder_params(config: ModelConfig) -> list[Param]:
         of_vocab("embedding", "model.embed_tokens.weight", vocab, hidden, "table"),
         norm_param("norm", "model.norm.weight", hidden, offset),
     ]
-    for index, layer in enumerate(config.layers):
-        name, stored = f"layers.{index}", f"model.layers.{index}"
-        norms = {
-            "input_norm": layer.norms.attention,
-            "mlp_norm": layer.norms.feed_forward,
-            "attention_output_norm": layer.norms.attention_output,
-            "mlp_output_norm": layer.norms.feed_forward_output,
-        }
-        params += [
-            *(norm_param(f"{name}.{n}", f"{stored}.{s}.weight", hidden, offset) for n, s in norms.items() if s),
-            *attention_params(layer.mixer, f"{name}.attention", f"{stored}.{_block(layer)}", hidden, hidden, offset),
-            *feed_forward_params(layer.feed_forward, f"{name}.mlp", f"{stored}.mlp", hidden),
-            *ending_params(config, name, stored, layer.scaled),
-        ]
+    for index in range(len(config.layers)):
+        params += layer_params(config, index, f"model.layers.{index}")
     if config.layer_inputs is not None:
         params += token_input_params(config, config.layer_inputs)
     if not config.tied_embeddings:
         params.append(of_vocab("lm_head", "lm_head.weight", vocab, hidden))
     return params
+
+
+def layer_params(config: ModelConfig, index: int, stored: str) -> list[Param]:
+    """Of one layer. stored: the prefix of its tensors."""
+    layer, name, hidden, offset = config.layers[index], f"layers.{index}", config.hidden_size, config.unit_offset
+    norms = {
+        "input_norm": layer.norms.attention,
+        "mlp_norm": layer.norms.feed_forward,
+        "attention_output_norm": layer.norms.attention_output,
+        "mlp_output_norm": layer.norms.feed_forward_output,
+    }
+    return [
+        *(norm_param(f"{name}.{n}", f"{stored}.{s}.weight", hidden, offset) for n, s in norms.items() if s),
+        *attention_params(layer.mixer, f"{name}.attention", f"{stored}.{_block(layer)}", hidden, hidden, offset),
+        *feed_forward_params(layer.feed_forward, f"{name}.mlp", f"{stored}.mlp", hidden),
+        *ending_params(config, name, stored, layer.scaled),
+    ]
 
 
 def _block(layer: LayerSpec) -> str:

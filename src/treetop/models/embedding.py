@@ -19,6 +19,11 @@ def lookup(table: Tensor, parallel: Parallel) -> Lookup:
     return partial(_lookup, table) if parallel.size == 1 else partial(_lookup_in_part, table, parallel)
 
 
+def rounded(scale: float, dtype: torch.dtype) -> float:
+    """What embeddings are multiplied by, as their dtype rounds it."""
+    return float(torch.tensor(scale, dtype=torch.float32).to(dtype))
+
+
 def _lookup(table: Tensor, tokens: Tensor) -> Tensor:
     return F.embedding(tokens, table)
 

@@ -101,7 +101,7 @@ class SelfAttention:
         self.gate = None if spec.gate is None else weights.linear(f"{name}.gate")
         if self.gate is not None:
             self.products.append(self.gate)
-        self.norms = HeadNorms(_head_norms(spec, weights, name, ops), eps) if spec.qk_norm else None
+        self.norms = head_norms(spec, weights, name, eps, ops)
         self._late_weights = _late_weights(weights[f"{name}.qk_norm"]) if spec.norm_weights == "after" else None
         self._whole_norms = WholeNorms(spec, weights, name, eps, ops) if spec.whole_qk_norm else None
         self.sinks = weights[f"{name}.sinks"].float() if spec.sinks else None
@@ -139,12 +139,17 @@ class SelfAttention:
         return attended * (gate.view_as(attended) if spec.gate.per_number else gate[..., None])
 
 
-def _head_norms(spec: AttentionSpec, weights: Weights, name: str, ops: Ops) -> Tensor:
-    """Those of `HeadNorms`: values have no weight, nor have queries and keys any before the rotation in some models."""
+def head_norms(spec: AttentionSpec, weights: Weights, name: str, eps: float, ops: Ops) -> HeadNorms | None:
+    """Of a layer; values have no weight, nor have queries and keys any before the rotation in some models."""
+    if not spec.qk_norm:
+        return None
     if spec.norm_weights != "before":
-        return torch.ones((2 + spec.value_norm, spec.head_dim), dtype=ops.context.dtype, device=ops.context.device)
+        ones = torch.ones((2 + spec.value_norm, spec.head_dim), dtype=ops.context.dtype, device=ops.context.device)
+        return HeadNorms(ones, eps)
     weight = weights[f"{name}.qk_norm"]
-    return torch.cat([weight, torch.ones_like(weight[:1])]) if spec.value_norm and len(weight) == 2 else weight
+    if spec.value_norm and len(weight) == 2:
+        weight = torch.cat([weight, torch.ones_like(weight[:1])])
+    return HeadNorms(weight, eps)
 
 
 def _late_weights(weight: Tensor) -> Tensor:
