@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import treetop
-from support.engines import build, greedy, tokens
+from support.engines import build, greedy, hold_core_thread, tokens
 from support.fake_core import CountingEngine, PagedEngine, ask, collected, make_core
 from support.tiny_models import Pair
 from treetop.core.loop import CoreLoop
@@ -212,7 +212,8 @@ def test_an_engine_whose_books_broke_answers_as_a_fresh_one(request, kind, overl
     llm = build(pair, (2, 3, 6), **options)
     listed = [*pair.prompts([30, 17, 5]), pair.prompts([30])[0] + [1, 2, 3]]
     expected = tokens(llm.generate(listed, greedy(24)))
-    core = llm._core.core  # its thread waits for commands all the while
+    hold_core_thread(llm)
+    core = llm._core.core
 
     def run(number: int) -> tuple[dict, dict]:
         for at, prompt in enumerate(listed):

@@ -11,6 +11,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from support.engines import hold_core_thread
 from support.examples import some_of
 from support.tiny_models import save_random_head, save_random_llama
 from treetop import LLM, SamplingParams
@@ -93,6 +94,7 @@ class RequestMachine(RuleBasedStateMachine):
             speculative_num_steps=num_steps,
             speculative_num_draft_tokens=size,
         )
+        hold_core_thread(self.llm)
         self.alive = {}  # request id -> (request, expected ids, expected reason)
         self.tickets = deque()
 

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
+from threading import Event
 
+from support.waiting import WAIT_S
 from treetop import LLM, SamplingParams
 from treetop.types.ids import RequestId
 from treetop.types.requests import EngineRequest
@@ -78,8 +80,38 @@ def accept_lens(outputs) -> list[tuple[int, ...]]:
     return [output.metrics.accept_lens for output in outputs]
 
 
+class _Hold:
+    """A command with which the core's thread does nothing until it is given another one."""
+
+    def __init__(self, inbox) -> None:
+        self.inbox, self.begun = inbox, Event()
+
+    def __call__(self, loop) -> None:
+        command = self
+        while isinstance(command, _Hold):
+            command.begun.set()
+            command = self.inbox.get()
+        if command is None:
+            self.inbox.put(None)
+        else:
+            command(loop)
+
+
+def hold_core_thread(llm) -> None:
+    """What is given to the scheduler itself is the caller's to run: the core's thread leaves it alone.
+
+    It would run it too if it came to its inbox, or back to it, only after that. It goes on with the next request of
+    `generate`, and with all that is there.
+    """
+    hold = _Hold(llm._core._thread._inbox)
+    hold.inbox.put(hold)
+    assert hold.begun.wait(WAIT_S), "the core's thread does not come to its inbox"
+
+
 def submit(llm, prompts, params, constraints=None) -> list:
     """Queue requests beside the core's thread, for a test that runs the steps itself; returns them."""
+    if not llm.scheduler.has_work:
+        hold_core_thread(llm)
     listed = params if isinstance(params, list) else [params] * len(prompts)
     asked = [
         EngineRequest(RequestId(next(_IDS)), tuple(prompt), each, each.seed or 0, constraint=constraint)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from support.engines import build
+from support.engines import build, hold_core_thread
 from support.families import FAMILIES
 from support.mtp_layers import NAMES, mtp_tensors
 from support.tiny_models import Pair, copy_folder, save_copying_head, save_random_llama, save_weak_llama
@@ -53,6 +53,7 @@ class Worker:
     def __init__(self, pair, shape, make=build, **options):
         with slots_kept() as kept:
             self.llm = make(pair, shape, **{"context_length": 128, **SLOTS, **options})
+        hold_core_thread(self.llm)
         self.slots, self.core, self.scheduler = kept, self.llm._core.core, self.llm.scheduler
         self.engine = self.llm.engine
         self.free = list(range(self.engine.layout.disaggregation_slots))
