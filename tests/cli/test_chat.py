@@ -5,7 +5,6 @@ import os
 import pty
 import select
 import signal
-import subprocess
 import sys
 import time
 from contextlib import contextmanager
@@ -13,8 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from support.command_line import SOURCE, refused, run
+from support.command_line import refused, run
 from support.waiting import WAIT_S
+from support.warm import Popen
 from treetop import LLM
 from treetop.checkpoints.folder import resolve_folder
 from treetop.cli.chat import _typed
@@ -41,9 +41,9 @@ class Terminal:
 
     def __init__(self, *flags: str) -> None:
         self._mine, theirs = pty.openpty()
-        environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "TERM": "xterm-256color"}
+        environment = {**os.environ, "TERM": "xterm-256color"}
         command = [sys.executable, "-m", "treetop.cli", "chat", "--temperature", "0", *flags]
-        self.process = subprocess.Popen(
+        self.process = Popen(
             command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
         )
         os.close(theirs)

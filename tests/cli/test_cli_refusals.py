@@ -3,6 +3,7 @@
 import json
 import math
 import signal
+import subprocess
 
 import pytest
 import torch
@@ -161,7 +162,7 @@ def test_ctrl_c_ends_a_stream_with_exit_code_130():
 
 def test_a_closed_pipe_is_no_error():
     """`treetop ... | head` ends quietly."""
-    process = spawn("generate", "--prompt", PROMPT, "--max-tokens", 2000, "--ignore-eos")
+    process = spawn("generate", "--prompt", PROMPT, "--max-tokens", 2000, "--ignore-eos", start=subprocess.Popen)
     assert process.stdout.read(1)
     process.stdout.close()
     assert process.wait(timeout=300) == 0

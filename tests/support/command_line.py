@@ -1,13 +1,11 @@
 """What tests of the command line share: running it in this process, or in one of its own."""
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
+from support.warm import Popen
 from treetop.cli import main
 
-SOURCE = Path(__file__).parents[2] / "src"
 PROMPT = "def add(a, b):\n"
 
 
@@ -22,12 +20,10 @@ def run(capsys, *argv):
     return code, out, err
 
 
-def spawn(*argv, **options):
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+def spawn(*argv, start: type[subprocess.Popen[str]] = Popen):
+    """Its streams are pipes of text. start: `subprocess.Popen` for a process whose start and end are all Python's."""
     command = [sys.executable, "-m", "treetop.cli", *map(str, argv)]
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
-    )
+    return start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def lines(text) -> list[str]:
