@@ -29,10 +29,9 @@ from importlib import import_module
 from typing import Any
 
 _STARTS_OTHERS = ("treetop.cli", "treetop.distributed.engine_process")
-_MODULES = (*_STARTS_OTHERS, "treetop.distributed.tp_worker")
-"""What can be started so, each with a `main`. An API process cannot: prometheus_client, as it is imported, reads where
-the processes meet.
-"""
+_API = "treetop.serve.worker"
+_MODULES = (*_STARTS_OTHERS, "treetop.distributed.tp_worker", _API)
+"""What can be started so, each with a `main`."""
 _IMPORTED = (*_MODULES, "treetop.serve.serve", "treetop.core.mock", "treetop.distributed.expert_rank", "treetop.llm")
 _READ_EARLY = ("PYTHON", "LD_", "OMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH", "TRITON")
 """Beginnings of names that Python and libraries read as they start."""
@@ -222,6 +221,10 @@ def main() -> int | None:
     from treetop.distributed import process
 
     process.Popen = Popen
+    if said["module"] == _API:  # reads PROMETHEUS_MULTIPROC_DIR as it is imported, and it is said only now
+        from prometheus_client import values
+
+        values.ValueClass = values.get_value_class()
     return import_module(said["module"]).main()
 
 
