@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from support import warm
+from support.holding import STEPS, Held
 from support.serving import children_of, command_of, mock
 from support.waiting import WAIT_S, until
 from treetop.core.wire import MockOptions, ProcessOptions
@@ -82,11 +83,13 @@ def test_processes_of_a_server_are_its_own(start):
         assert server.end() == 0
 
 
-def test_what_reads_its_environment_as_it_starts_is_started_cold():
+def test_what_reads_its_environment_as_it_starts_is_started_cold(tmp_path):
+    """But for what is held at a place, which is found in the environment once it is forked."""
     command = [sys.executable, "-m", "treetop.cli", "--version"]
     for name in ("PYTHONPATH", "OMP_NUM_THREADS", "LD_PRELOAD"):
         assert not warm._starts_alike({**os.environ, name: "other"})
     assert warm._starts_alike({**os.environ, "XDG_CACHE_HOME": "other"})
+    assert warm._starts_alike({**os.environ, **Held(tmp_path, STEPS).environment})
     assert warm._warm_command(command) == ["treetop.cli", "--version"]
     assert warm._warm_command(["bash", "-c", "true"]) is None
     assert warm._warm_command([sys.executable, "-m", "treetop.text.render"]) is None

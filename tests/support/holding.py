@@ -1,7 +1,12 @@
-"""Processes that a test holds still at a place, to look at them for as long as it likes."""
+"""Processes that a test holds still at a place, to look at them for as long as it likes.
+
+One that starts cold reads `sitecustomize.py` as Python starts; one that is forked (`warm.py`), before its `main`.
+"""
 
 import os
 from pathlib import Path
+
+from support.warm import HELD
 
 _HELD = """
 import os, sys, time
@@ -53,7 +58,7 @@ class Held:
         self._file = folder / "held"
         (folder / "sitecustomize.py").write_text(_HELD.format(file=str(self._file)) + place)
         path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-        self.environment = {"PYTHONPATH": path}
+        self.environment = {"PYTHONPATH": path, HELD: str(folder)}
         self.hold()
 
     def hold(self) -> None:

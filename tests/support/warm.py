@@ -18,6 +18,7 @@ import fcntl
 import gc
 import json
 import os
+import runpy
 import socket
 import subprocess
 import sys
@@ -36,6 +37,8 @@ _IMPORTED = (*_MODULES, "treetop.serve.serve", "treetop.core.mock", "treetop.dis
 _READ_EARLY = ("PYTHON", "LD_", "OMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH", "TRITON")
 """Beginnings of names that Python and libraries read as they start."""
 _WAITS = "OMP_WAIT_POLICY"
+HELD = "TREETOP_TESTS_HELD"
+"""Names the first folder of PYTHONPATH, whose `sitecustomize.py` says where the process is held (`holding.py`)."""
 _PADDING = 8192
 _PR_SET_CHILD_SUBREAPER = 36
 _MOST_BYTES, _MOST_FDS = 2**17, 64
@@ -79,7 +82,12 @@ def _warm_command(args: Any) -> list[str] | None:
 
 
 def _read_early(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(_READ_EARLY)}
+    """Without the folder of `HELD`, which is looked at before the process's `main`."""
+    early = {name: value for name, value in environment.items() if name.startswith(_READ_EARLY)}
+    if HELD in environment:
+        path = early.pop("PYTHONPATH").removeprefix(environment[HELD]).removeprefix(os.pathsep)
+        early |= {"PYTHONPATH": path} if path else {}
+    return early
 
 
 def _starts_alike(environment: Mapping[str, str]) -> bool:
@@ -173,7 +181,7 @@ def _become(asked: dict[str, Any], descriptors: list[int]) -> None:
     os.environ.clear()
     os.environ.update(asked["environment"])
     os.chdir(asked["folder"])
-    sys.argv = [asked["module"], *asked["arguments"]]
+    sys.argv, sys.orig_argv = [asked["module"], *asked["arguments"]], asked["command"]
     _write_command_line(asked["command"])
 
 
@@ -225,6 +233,8 @@ def main() -> int | None:
         from prometheus_client import values
 
         values.ValueClass = values.get_value_class()
+    if HELD in os.environ:
+        runpy.run_path(os.path.join(os.environ[HELD], "sitecustomize.py"))
     return import_module(said["module"]).main()
 
 
