@@ -26,6 +26,10 @@ def _of_the_machine_alone(_: str) -> Path:
     return Path(os.environ["XDG_CACHE_HOME"]) / "treetop" / "round-costs" / "machine.json"
 
 
+def _head_of_the_machine(_: str) -> Path:
+    return Path(os.environ["XDG_CACHE_HOME"]) / "treetop" / "acceptance" / "machine.json"
+
+
 def _choices_of_the_next_row(real: Callable[..., None]) -> Callable[..., None]:
     """A row's proposals beside what the target chose in another's tree, where nearly all are rejected."""
 
@@ -67,6 +71,13 @@ POLICY_FAULTS = by_name(
         (instead("treetop.engine.startup.kept_calibration:file_name", _of_the_target_alone),),
         "was learned of the pair",
         0,
+    ),
+    Fault(
+        "head-of-another-pair",
+        "what a head accepts is kept by machine, so another pair's engine begins with it",
+        (instead("treetop.engine.startup.kept_head:head_file", _head_of_the_machine),),
+        "acceptance in",
+        1,
     ),
     Fault(
         "calibration-of-another-row",

@@ -22,6 +22,7 @@ from treetop.debug.two_group import write_two_group_pair
 from treetop.doctor.conformance import RandomShapes, follow
 from treetop.llm import LLM
 from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL
+from treetop.types.costs import HeadChances
 from treetop.types.errors import TreetopError
 from treetop.types.layout import SpecShape
 from treetop.types.sampling import SamplingParams
@@ -50,6 +51,7 @@ _LEARN: dict[str, Any] = {"speculative_calibration": "learn"}
 _PROMPTS = [[(7 * i + 13 * j) % 96 for j in range(5 + 4 * i)] for i in range(4)]
 _TEXTS = ["def area(radius):\n", "import os\nimport ", "class Queue:\n", "for name in sorted(", "    return self."]
 _PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
+_USELESS = HeadChances((0.02,), 0.02)
 Pair = tuple[Path, Path]
 Scene = Callable[[Path, int], str]
 """(folder, check level): what happened, in words; raises what a guard says."""
@@ -102,6 +104,18 @@ def _costs(folder: Path, level: int) -> str:
     return "a model's rounds are believed to cost what another's took" if same else ""
 
 
+def _head(folder: Path, level: int) -> str:
+    """A pair that has learned that nothing holds, then another pair, with none that has learned before it."""
+    options: dict[str, Any] = {"speculative_shapes": "1,1,2", "max_running_requests": 1, **_AUTO}
+    with patch.dict(os.environ, {"XDG_CACHE_HOME": str(folder / "cache")}):
+        for seed in (0, 1):
+            llm = _llm(write_two_group_pair(folder / str(seed), seed=seed), level, **options)
+            chances = llm.engine.head.chances
+            llm.engine.head.keep(_USELESS)
+            llm.close()
+    return f"a new head begins with chances {chances.best}" if chances == _USELESS else ""
+
+
 def _another_pair(folder: Path, level: int) -> str:
     """Two heads of one target, whose calibrations are kept; without the check of a file where nobody is to look."""
     pair, heats = write_two_group_pair(folder), []
@@ -151,6 +165,7 @@ def _hits(llm: LLM, shape: SpecShape, choice: Tensor) -> list[int]:
 _SCENES: dict[str, Scene] = {
     "deferred-token-skipped": _skipped,
     "costs-of-another-model": _costs,
+    "head-of-another-pair": _head,
     "calibration-of-another-pair": _another_pair,
     "calibration-of-another-row": _another_row,
 }

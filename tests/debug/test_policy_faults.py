@@ -8,6 +8,7 @@ from treetop_debug.provoke_policy import _SCENES, find_policy_fault
 HARM = {
     "deferred-token-skipped": "not what the head drafts",
     "costs-of-another-model": "believed to cost what another's took",
+    "head-of-another-pair": "a new head begins with chances (0.02,)",
     "calibration-of-another-pair": "a new head begins with temperatures",
     "calibration-of-another-row": "times instead of",
 }

@@ -85,7 +85,8 @@ def chance(path, rate):
 @pytest.mark.parametrize("shape", [SpecShape(4, 3, 9), SpecShape(2, 4, 12), SpecShape(3, 1, 4), CHAIN])
 def test_paths_get_as_far_as_the_best_nodes_say(shape):
     rate = [0.55, 0.23, 0.11, 0.05]
-    got = path_chances(shape, [rate] * 8)
+    got, by_best = path_chances(shape, [rate] * 8)
+    assert all(0 < best <= path for best, path in zip(by_best, got, strict=True))
     want = paths_by_hand(shape, rate)[: len(got)]
     assert got == pytest.approx(want)
     assert all(a >= b for a, b in itertools.pairwise([1.0, *got]))

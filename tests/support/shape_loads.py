@@ -101,7 +101,11 @@ class DrawnHead:
         return 1.0 + sum(self.tree(shape).values())
 
     def accepted(self, shape: SpecShape) -> int:
-        """Drafts of one row's tree: what is chosen at each node is drawn, until it is not in the tree."""
+        """Drafts of one row's tree."""
+        return len(self.path(shape))
+
+    def path(self, shape: SpecShape) -> tuple[int, ...]:
+        """Their ranks: what is chosen at each node is drawn, until it is not in the tree."""
         path: tuple[int, ...] = ()
         while len(path) < shape.num_steps:
             of_rank, draw = self._table[len(path)], self._random.random()
@@ -112,7 +116,7 @@ class DrawnHead:
             if (*path, rank) not in self.tree(shape):
                 break
             path = (*path, rank)
-        return len(path)
+        return path
 
     def counts(self) -> ProposalCounts:
         """As a calibration has them, of greedy requests."""

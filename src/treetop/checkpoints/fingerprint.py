@@ -6,7 +6,13 @@ from pathlib import Path
 _ENDS, _BLOCKS, _BLOCK = 1 << 16, 64, 1 << 12
 """Bytes at both ends of a file that are read, and how many blocks of how many bytes between them."""
 _KINDS = (".safetensors", ".bin", ".pt", ".gguf", ".json")
-_LEFT_OUT = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
+_LEFT_OUT = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "acceptance.json",
+)
 """What does not change a row's state."""
 
 

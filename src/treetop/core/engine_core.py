@@ -132,6 +132,7 @@ class EngineCore(Generic[InFlightStep]):
         self._in_flight.clear()
         self.num_committed = self.num_launched
         self._failed += self.scheduler.fail(WEIGHTS_REPLACED, engine_failed=False)
+        self.scheduler.policy.begin()
 
     def fail(self, error: BaseException) -> list[RequestUpdate]:
         """End every request with this error, and forget the steps in flight."""

@@ -29,6 +29,8 @@ def core_of(runs: StepEngine[Step], engine: Engine) -> EngineCore[Step]:
         vocab_size=vocab_size,
         pace=engine.pace,
         costs=engine.costs,
+        head=lambda: engine.head.chances,
+        keep_head=engine.keep_head,
         work_clock=work_clock(engine.runner.buffers.rows.device),
         structures=structures,
     )

@@ -131,6 +131,9 @@ class RandomShapes:
     def note(self, plan: StepPlan, result: StepResult, seconds: float | None) -> None:
         """It learns nothing."""
 
+    def begin(self) -> None:
+        """It knows nothing of a head."""
+
 
 class Conformance:
     """Holds the checkpoints on disk while cases run; a context manager."""

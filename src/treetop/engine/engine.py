@@ -43,6 +43,7 @@ from treetop.engine.startup.capacity_proof import (
     prove_padding,
 )
 from treetop.engine.startup.kept_calibration import kept_calibration
+from treetop.engine.startup.kept_head import KeptHead, kept_head
 from treetop.engine.startup.plan import EnginePlan, captures, pace_of, plan_engine
 from treetop.engine.startup.round_costs import cost_table
 from treetop.engine.startup.startup_log import start_up_block
@@ -50,6 +51,7 @@ from treetop.engine.step_digest import StepDigest, TreeAndPathDigest, no_digest
 from treetop.engine.update_weights import read_weights
 from treetop.models.config import attention_of_rank
 from treetop.types.config import EngineConfig
+from treetop.types.costs import HeadChances
 from treetop.types.errors import InvariantError
 from treetop.types.ids import NULL_PAGE, GroupName, PageId
 from treetop.types.messages import (
@@ -94,8 +96,8 @@ class Engine:
         each with rows of its own.
         config: what was left to device and memory is in it.
         target, draft: what was read of the checkpoints; spec: the target's configuration. pace: of prefill steps
-        between rounds. costs: of rounds, where a policy chooses their shape. slots: to hand requests over by, None for
-        none.
+        between rounds. costs, head: of rounds, and what is known of the head, where a policy chooses their shape.
+        slots: to hand requests over by, None for none.
         """
         if parallel.size != config.tp_size:
             raise InvariantError(f"an engine of --tp-size {config.tp_size} was made for a group of {parallel.size}")
@@ -130,11 +132,12 @@ class Engine:
             checksums = 0 if self.slots is None else parallel.size * self.slots.spec.num_own
             self._staging = StagingBuffers(self.layout, device, zeros, config.check_level, widths, checksums)
         started_s = time.perf_counter()
-        self.costs = None
+        self.costs, self.head = None, KeptHead()
         with torch.inference_mode(), self._explained("starting"):
             self._start_up()
             if len(self.layout.shapes) > 1:
                 self.costs = cost_table(engine_plan, self.runner, self.launcher)
+                self.head = kept_head(engine_plan, writes=first)
             self._forget_pages()
         start_s = time.perf_counter() - started_s
         if log.isEnabledFor(logging.INFO):  # saying why other backends were refused tries them
@@ -204,6 +207,8 @@ class Engine:
             held.copy_(scales)
         self.launcher = GraphSim(self.runner, self._keys()) if self.config.graphs == "sim" else Eager(self.runner)
         self._kept = new.kept
+        if self.costs is not None:
+            self.head = kept_head(new.plan, writes=True)
         self._begin_calibration()
 
     def _serve(self, engine_plan: EnginePlan) -> None:
@@ -219,6 +224,10 @@ class Engine:
             self._kept.restore(self.runner.state.calibration, self.parallel)
         else:
             self.runner.state.calibration.reset()
+
+    def keep_head(self, learned: HeadChances) -> None:
+        """What was learned of the head that drafts now, for the next start."""
+        self.head.keep(learned)
 
     def release(self) -> None:
         """Give back what captured rounds hold of others, such as of a group of ranks. Nothing runs afterwards."""

@@ -10,6 +10,9 @@ Rounds move two things, in logits of the chance that a path goes on:
 
 Both are estimated together, each round's surprise divided between them by how uncertain they are.
 
+Beside that, how often paths went on by the best proposal is added up by depth, with what the model said of it:
+`learned` is the model's head so corrected, for the next start.
+
 Source: M. West, P. J. Harrison, H. S. Migon, "Dynamic generalized linear models and Bayesian forecasting", 1985.
 """
 
@@ -28,15 +31,47 @@ _BACK, _EASE = 0.995, 0.25
 _OWN, _AGES = 0.04, 1e-4
 """Variance of what a shape has of its own, at most, and what a round adds to it."""
 _LARGEST_STEP = 1.5
+_KNOWN, _REMEMBERED = 64.0, 8192.0
+"""Nodes of a depth that what is thought of it counts for, and that are remembered of it."""
+_LOOKED_AT = 16
+"""Rows of a round by which depths are counted."""
 
 
 @dataclass(slots=True)
 class _OfShape:
-    """logits: by depth, that a path that got there goes on, by the model. own: to be added. variance: of `own`."""
+    """logits: by depth, that a path that got there goes on, by the model. own: to be added. variance: of `own`.
+
+    by_best: by depth, the chance that it goes on by its node's best proposal.
+    """
 
     logits: list[float]
+    by_best: list[float]
     own: float = 0.0
     variance: float = _OWN
+
+
+@dataclass(slots=True)
+class _OfDepth:
+    """Paths that got to a depth, those that went on there by the best proposal, and how many the model said would."""
+
+    reached: float = 0.0
+    by_best: float = 0.0
+    expected: float = 0.0
+
+    def note(self, by_best: bool, chance: float) -> None:
+        if self.reached >= _REMEMBERED:
+            self.reached, self.by_best, self.expected = self.reached / 2, self.by_best / 2, self.expected / 2
+        self.reached += 1
+        self.by_best += by_best
+        self.expected += chance
+
+    def corrected(self, best: float) -> float:
+        """What the chance of the best proposal was, by how much more often than thought paths went on by it."""
+        if not self.reached:
+            return best
+        thought = self.expected / self.reached
+        found = (self.by_best + _KNOWN * thought) / (self.reached + _KNOWN)
+        return _chance(_bounded(_logit(best) + _logit(found) - _logit(thought)))
 
 
 class AcceptanceEstimate:
@@ -46,7 +81,8 @@ class AcceptanceEstimate:
         deepest = max((shape.num_steps for shape in shapes), default=1)
         widest = max((shape.topk for shape in shapes), default=1)
         chances = head.table(deepest, widest)
-        self._by_shape = {shape: _OfShape(_logits(shape, chances)) for shape in shapes}
+        self._head, self._by_depth = head, [_OfDepth() for _ in range(deepest)]
+        self._by_shape = {shape: _OfShape(*_of_model(shape, chances)) for shape in shapes}
         self._ease, self._variance = 0.0, _EASE
         self._told: SpecShape | None = None  # the shape that has said something last
         self._silent = True  # the last round was plain
@@ -57,12 +93,15 @@ class AcceptanceEstimate:
         """
         before = None if self._told is None else _mean(self._by_shape[self._told].logits)
         for shape, known in self._by_shape.items():
-            known.logits = _logits(shape, chances)
+            known.logits, known.by_best = _of_model(shape, chances)
         if self._told is not None and before is not None:
             self._ease = _bounded(self._ease + before - _mean(self._by_shape[self._told].logits))
 
-    def note(self, shape: SpecShape, accept_lens: Sequence[int]) -> None:
-        """A round of this shape was accepted so far in each of its rows. A plain one tells nothing."""
+    def note(self, shape: SpecShape, accept_lens: Sequence[int], ranks: Sequence[Sequence[int]] = ()) -> None:
+        """A round of this shape was accepted so far in each of its rows. A plain one tells nothing.
+
+        ranks: of what was accepted, by row, among the proposals of its node, where that is known.
+        """
         self._ease *= _BACK
         self._variance = _BACK**2 * self._variance + (1 - _BACK**2) * _EASE
         for each in self._by_shape.values():
@@ -76,6 +115,9 @@ class AcceptanceEstimate:
         for length in accept_lens:
             ended[min(length, depths)] += 1
         reached, surprise, information = len(accept_lens), 0.0, 0.0
+        for path in ranks[:_LOOKED_AT]:
+            for depth, chance in enumerate(known.by_best[: len(path) + 1]):
+                self._by_depth[depth].note(depth < len(path) and path[depth] == 0, chance)
         for logit, ends in zip(known.logits, ended, strict=False):
             chance = _chance(logit + self._ease + known.own)
             surprise += reached - ends - reached * chance
@@ -87,6 +129,11 @@ class AcceptanceEstimate:
         self._ease, known.own = _bounded(self._ease + step * (1 - mine)), _bounded(known.own + step * mine)
         self._variance -= self._variance**2 * information * certain
         known.variance -= known.variance**2 * information * certain
+
+    def learned(self) -> HeadChances:
+        """What is thought of the head by all rounds since the start."""
+        best = (each.corrected(self._head.at(depth)) for depth, each in enumerate(self._by_depth))
+        return HeadChances(tuple(best), self._head.share)
 
     def tokens(self, shape: SpecShape, deviations: float = 0.0) -> float:
         """Expected tokens a row of a round. deviations: how many standard deviations better than that it may be, beside
@@ -102,13 +149,18 @@ class AcceptanceEstimate:
         return expected
 
 
-def _logits(shape: SpecShape, chances: Chances) -> list[float]:
-    found, reached = [], 1.0
-    for path in path_chances(shape, chances):
-        chance = path / reached if reached > 0.0 else 0.0
-        found.append(_bounded(log(max(chance, 1e-9) / max(1.0 - chance, 1e-9))))
+def _of_model(shape: SpecShape, chances: Chances) -> tuple[list[float], list[float]]:
+    """`logits` and `by_best` of a shape."""
+    logits, by_best, reached = [], [], 1.0
+    for path, of_best in zip(*path_chances(shape, chances), strict=True):
+        logits.append(_bounded(_logit(path / reached if reached > 0.0 else 0.0)))
+        by_best.append(of_best / reached if reached > 0.0 else 0.0)
         reached = path
-    return found
+    return logits, by_best
+
+
+def _logit(chance: float) -> float:
+    return log(max(chance, 1e-9) / max(1.0 - chance, 1e-9))
 
 
 def _mean(logits: Sequence[float]) -> float:

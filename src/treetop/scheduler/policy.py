@@ -23,7 +23,7 @@ from math import exp, log
 from typing import Protocol
 
 from treetop.scheduler.acceptance import AcceptanceEstimate
-from treetop.scheduler.tree_chances import chances_of
+from treetop.scheduler.tree_chances import chances_of, head_of
 from treetop.types.costs import CostTable, HeadChances
 from treetop.types.layout import PLAIN, Layout, SpecShape
 from treetop.types.messages import ProposalCounts, RoundPlan, StepPlan, StepResult
@@ -46,6 +46,8 @@ _EVERY, _ANYHOW = 8, 256
 second best, whose rounds may cost less than is thought."""
 _CURIOSITY, _MOST_CURIOUS = 0.004, 0.5
 """Of the time, what trials may cost by what is thought of their shapes; rounds that are saved up for one."""
+_FIRST_KEPT, _KEEPS = 64, 256
+"""Rounds with a tree after which what was learned of the head is kept, and kept again."""
 _FOLLOWS, _OWN_FOLLOWS, _SETTLED = 0.1, 0.2, 6
 """The part of what is off by which the factor of all shapes moves, and of two where one follows the other after so many
 rounds."""
@@ -64,6 +66,10 @@ class ShapePolicy(Protocol):
         """A step's result is here. seconds: what it took, as the host saw it; None if that says nothing."""
         ...
 
+    def begin(self) -> None:
+        """The head is another from now on: its weights were replaced."""
+        ...
+
 
 class FixedShape:
     """A `ShapePolicy`: always the same."""
@@ -76,6 +82,9 @@ class FixedShape:
 
     def note(self, plan: StepPlan, result: StepResult, seconds: float | None) -> None:
         """It learns nothing."""
+
+    def begin(self) -> None:
+        """It knows nothing of a head."""
 
 
 class RoundCosts:
@@ -130,12 +139,25 @@ class AdaptiveShape:
     credit: plain rounds that may yet be lost.
     """
 
-    def __init__(self, table: CostTable, layout: Layout) -> None:
-        self._costs, self._layout, self._head = RoundCosts(table), layout, HeadChances()
+    def __init__(
+        self,
+        table: CostTable,
+        layout: Layout,
+        head: Callable[[], HeadChances] = HeadChances,
+        keep_head: Callable[[HeadChances], object] = lambda learned: None,
+    ) -> None:
+        """head: what is thought of the one that drafts now, before it has. keep_head: told now and then what was
+        learned of it.
+        """
+        self._costs, self._layout, self._known_head, self._keep_head = RoundCosts(table), layout, head, keep_head
         self._trees = [shape for shape in table.shapes if shape != PLAIN]
-        self.acceptance = AcceptanceEstimate(self._trees, self._head)
         self._bucket_for, self._shapes_at = cache(layout.bucket_for), cache(layout.shapes_at)
-        self.shape, self.credit = PLAIN, CREDIT
+        self.begin()
+
+    def begin(self) -> None:
+        self._head = self._known_head()
+        self.acceptance = AcceptanceEstimate(self._trees, self._head)
+        self.shape, self.credit, self._num_told = PLAIN, CREDIT, 0
         self._last, self._num_rounds, self._curiosity = PLAIN, 0, 0.0
         self._share = 1.0  # of the rows, that may accept drafts
         self._counts: ProposalCounts | None = None  # of a calibration, as it was when the last round ended
@@ -173,6 +195,10 @@ class AdaptiveShape:
         self._last = wanted
         return wanted
 
+    def learned(self) -> HeadChances:
+        """The head as rounds and, where there is one, a calibration have shown it."""
+        return self.acceptance.learned() if self._counts is None else head_of(self._counts, self._head)
+
     def expectation(self) -> str:
         """For a log: what it expects beside plain rounds at next to no context, by rows, how many tokens a round of a
         row must give there to pay, and the most that it can lose.
@@ -190,7 +216,7 @@ class AdaptiveShape:
             told.append(f"{tokens[best] / costs[best]:.2f}x at {rows} rows ({name}{pays})")
         lost = 100 * (CREDIT / 200 + INTEREST)
         return (
-            f"--speculative-policy auto expects, of a head it does not know, {', '.join(told)} of plain rounds' speed;"
+            f"--speculative-policy auto expects, {self._head.source}, {', '.join(told)} of plain rounds' speed;"
             f" in 200 rounds it loses {lost:.0f} % of them at most, and what catching up costs"
         )
 
@@ -231,9 +257,14 @@ class AdaptiveShape:
         if not isinstance(plan, RoundPlan) or not result.rows:
             return
         withheld = {*plan.undrafted, *(mask.row for mask in plan.masks)}
-        lengths = [len(row.tokens) - 1 for row in result.rows if row.tokens and row.row not in withheld]
+        told = [row for row in result.rows if row.tokens and row.row not in withheld]
+        lengths = [len(row.tokens) - 1 for row in told]
         self._counts = result.proposals or self._counts
-        self.acceptance.note(plan.shape, lengths)
+        self.acceptance.note(plan.shape, lengths, [row.ranks for row in told if len(row.ranks) == len(row.tokens) - 1])
+        if plan.shape != PLAIN and lengths:
+            self._num_told += 1
+            if self._num_told == _FIRST_KEPT or self._num_told % _KEEPS == 0:
+                self._keep_head(self.learned())
         self.credit = min(self.credit + sum(lengths) / len(result.rows), CREDIT)
         if seconds is not None and not plan.catches_up:
             self._costs.note(self._bucket_for(len(plan.rows)), plan.shape, plan.committed_bound, seconds)

@@ -29,7 +29,7 @@ from treetop.scheduler.rounds import RoundPlanner
 from treetop.scheduler.rows import Rows
 from treetop.scheduler.steps import StepsOut, StepTimes
 from treetop.types.config import EngineConfig
-from treetop.types.costs import CostTable
+from treetop.types.costs import CostTable, HeadChances
 from treetop.types.errors import ConfigError, InputError, InvariantError
 from treetop.types.ids import PageId, RequestId, Row
 from treetop.types.layout import Layout, PrefillPace, SpecShape
@@ -62,14 +62,16 @@ class Scheduler:
         structures: Structures | None = None,
         *,
         costs: CostTable | None = None,
+        head: Callable[[], HeadChances] = HeadChances,
+        keep_head: Callable[[HeadChances], object] = lambda learned: None,
         work_clock: Callable[[], float] | None = None,
     ) -> None:
         """clock: seconds, for the stats of requests and for their deadlines. vocab_size: None takes no constraints.
 
         pace: of prefill steps between rounds; None counts no attention. structures: None takes no structures.
 
-        costs: of rounds, for a policy that chooses their shape; None for one shape. work_clock: by which these were
-        measured; None is `clock`.
+        costs: of rounds, for a policy that chooses their shape; None for one shape. head, keep_head: see
+        `AdaptiveShape`. work_clock: by which costs were measured; None is `clock`.
         """
         self._vocab_size, self._structures = vocab_size, structures
         self._layout, self._config, self._eos_ids, self._clock = layout, config, frozenset(eos_ids), clock
@@ -78,7 +80,9 @@ class Scheduler:
         pace = pace or PrefillPace(layout.chunk, layout.chunk, None)
         target_gap_s = None if config.target_gap_ms is None else config.target_gap_ms / 1000
         self._budget = PrefillBudget(layout, pace, target_gap_s, config.prefill_tokens_per_round)
-        self.policy: ShapePolicy = FixedShape(config.shape) if costs is None else AdaptiveShape(costs, layout)
+        self.policy: ShapePolicy = (
+            FixedShape(config.shape) if costs is None else AdaptiveShape(costs, layout, head, keep_head)
+        )
         if isinstance(self.policy, AdaptiveShape):
             log.info("%s", self.policy.expectation())
         self._untold: dict[RequestId, Request] = {}  # those whose last update has not been handed out

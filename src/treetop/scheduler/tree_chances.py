@@ -19,6 +19,8 @@ ENOUGH = 64.0
 """Nodes of a class before it is believed, and of a depth."""
 _PRIOR = 8.0
 """Nodes that what is thought of a rank before it was seen counts for."""
+_LEAST = 1e-3
+"""That a chance is away from 0 and 1."""
 
 Chances = Sequence[Sequence[float]]
 """By depth and rank: how often a proposal is the target's choice."""
@@ -48,6 +50,21 @@ def chances_of(counts: ProposalCounts, rows: Sequence[int], head: HeadChances) -
         [sum(map(mul, shares, of_rank)) for of_rank in zip(*of_depth, strict=True)]
         for of_depth in zip(*of_class, strict=True)
     ]
+
+
+def head_of(counts: ProposalCounts, known: HeadChances) -> HeadChances:
+    """The head that was counted, of all classes together; `known` counts for `ENOUGH` nodes of each depth."""
+    seen, chosen = ([_sums(each[depth] for each in table) for depth in range(len(table[0]))] for table in counts)
+    best, second, left = [], ENOUGH * known.share, ENOUGH
+    for depth, (of_depth, hits) in enumerate(zip(seen, chosen, strict=True)):
+        best.append((hits[0] + ENOUGH * known.at(depth)) / (of_depth[0] + ENOUGH))
+        if len(of_depth) > 1:
+            second, left = second + hits[1], left + of_depth[1] * (1.0 - best[-1])
+    return HeadChances(tuple(map(_inside, best)), _inside(second / left))
+
+
+def _inside(chance: float) -> float:
+    return min(max(chance, _LEAST), 1.0 - _LEAST)
 
 
 def _of_class(seen: Chances, chosen: Chances, share: float) -> Chances:
@@ -83,12 +100,16 @@ def nodes_of(shape: SpecShape, chances: Chances) -> dict[tuple[int, ...], float]
     return {path: chance for chance, path in kept}
 
 
-def path_chances(shape: SpecShape, chances: Chances) -> list[float]:
-    """That a path of a tree of this shape has 1, 2, ... drafts."""
-    reached = [0.0] * min(shape.num_steps, shape.num_draft_tokens - 1)
+def path_chances(shape: SpecShape, chances: Chances) -> tuple[list[float], list[float]]:
+    """That a path of a tree of this shape has 1, 2, ... drafts, and that the last of so many is its node's best
+    proposal.
+    """
+    depths = min(shape.num_steps, shape.num_draft_tokens - 1)
+    reached, by_best = [0.0] * depths, [0.0] * depths
     for path, chance in nodes_of(shape, chances).items():
         reached[len(path) - 1] += chance
-    return reached
+        by_best[len(path) - 1] += chance * (path[-1] == 0)
+    return reached, by_best
 
 
 def _sums(rows: Iterable[Sequence[float]]) -> list[float]:
