@@ -1,6 +1,7 @@
 """What callers of the front ends may choose."""
 
 import importlib.util
+import re
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
@@ -11,9 +12,11 @@ from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 from treetop.types.options import option, validate
 
-KEY_VARIABLE = "TREETOP_API_KEY"
 _SECONDS: dict[str, Any] = {"above": 0, "maximum": 10**6, "must": "must be a number of seconds above 0, up to 10^6"}
 _WAIT: dict[str, Any] = {"minimum": 0, "below": float("inf"), "must": "must be a number of seconds"}
+
+
+_OWN_PATHS = ("v1", "v2", "api", "ui", "health", "metrics")
 
 
 class Unset(Enum):
@@ -39,6 +42,29 @@ class ServeOptions:
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on, 0 for a free one", minimum=0, maximum=65535)
+    uds: str | None = option(None, "file of a Unix socket to listen on, instead of --host and --port", metavar="FILE")
+    root_path: str = option(
+        "",
+        "path under which a proxy in front has the server, which it may strip or leave: /llm",
+        check=lambda path: not path or re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", path) is not None,
+        must="must be a path such as /llm",
+        metavar="PATH",
+    )
+    ssl_certfile: str | None = option(
+        None, "PEM file of the server's certificate and those between it and a known one: HTTPS", metavar="FILE"
+    )
+    ssl_keyfile: str | None = option(
+        None, "PEM file of its private key, not encrypted (default: in --ssl-certfile)", metavar="FILE"
+    )
+    ssl_ca_certs: str | None = option(
+        None, "PEM file of authorities whose certificates clients must bring", metavar="FILE"
+    )
+    ssl_cert_reqs: int | None = option(
+        None,
+        "with --ssl-ca-certs: 2, clients must bring a certificate; 1, they may; 0, nobody asks (default: 2)",
+        minimum=0,
+        maximum=2,
+    )
     api_workers: int | None = option(
         None, "processes for HTTP and text (default: one for each four cores, 4 at most)", minimum=1, maximum=256
     )
@@ -62,9 +88,7 @@ class ServeOptions:
     reasoning_parser: ReasoningParserName | None = option(
         None, "how outputs write reasoning (default: as the chat template says; none leaves it in the text)"
     )
-    api_key: tuple[str, ...] = option(
-        (), f"key that requests must bring; repeats (default: ${KEY_VARIABLE}, else none)", metavar="TEXT"
-    )
+    api_key: tuple[str, ...] = option((), "key that requests must bring; repeats (default: none)", metavar="TEXT")
     allow_origin: tuple[str, ...] = option(
         (), "origin whose web pages may call the server (CORS); repeats (default: none)", metavar="TEXT"
     )
@@ -136,6 +160,11 @@ class ServeOptions:
         return self.api_workers or 1
 
     @property
+    def cert_reqs(self) -> int:
+        """What is asked of clients' certificates, as `ssl.VerifyMode` counts."""
+        return 2 if self.ssl_cert_reqs is None else self.ssl_cert_reqs
+
+    @property
     def bodies_bytes(self) -> int:
         """`max_bodies_bytes`, or what follows from the largest body."""
         return self.max_bodies_bytes or 16 * self.max_body_bytes
@@ -154,6 +183,18 @@ class ServeOptions:
                 self.max_bodies_bytes is not None and self.max_bodies_bytes < self.max_body_bytes,
                 f"--max-bodies-bytes {self.max_bodies_bytes}: less than one body may have,"
                 f" --max-body-bytes {self.max_body_bytes}",
+            ),
+            (
+                self.ssl_certfile is None and any((self.ssl_keyfile, self.ssl_ca_certs)),
+                "--ssl-keyfile, --ssl-ca-certs: only with --ssl-certfile",
+            ),
+            (
+                self.ssl_cert_reqs is not None and self.ssl_ca_certs is None,
+                "--ssl-cert-reqs: only with --ssl-ca-certs",
+            ),
+            (
+                self.root_path.split("/")[1:2] in [[name] for name in _OWN_PATHS],
+                f"--root-path {self.root_path}: the server has paths of its own that begin so; take another",
             ),
             (any(not key for key in self.api_key), "--api-key must not be empty"),
             (any(not name for name in self.served_model_name), "--served-model-name must not be empty"),

@@ -7,7 +7,8 @@ import pytest
 from support.serving import serving
 from treetop.checkpoints.values import require_value
 from treetop.cli import build_parser
-from treetop.serve.serve import _is_local
+from treetop.serve.listening import is_for_others
+from treetop.serve_options import ServeOptions
 from treetop.types.errors import CheckpointError
 
 
@@ -51,7 +52,8 @@ def test_an_error_quotes_a_hundred_thousand_characters_short(capsys, words, valu
     ("host", "local"), [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False)]
 )
 def test_an_address_that_others_may_reach_is_known(host, local):
-    assert _is_local(host) is local
+    assert is_for_others(ServeOptions(host=host)) is not local
+    assert not is_for_others(ServeOptions(host=host, uds="some.sock"))
 
 
 @pytest.mark.parametrize(("flags", "warns"), [((), True), (("--api-key", "k"), False)])

@@ -1,4 +1,4 @@
-"""What every request passes first: its id, whether the server still takes work, the count, and the access log."""
+"""What every request passes first: a proxy's path, its id, whether work is still taken, the count, the access log."""
 
 import asyncio
 import logging
@@ -22,6 +22,20 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._~:/+=@-]{1,128}")
 _LONGEST_PATH = 200
 _GONE = 499
 """The status of a request whose client left before an answer, as nginx counts it."""
+
+
+class RootPathMiddleware:
+    """Middleware: what is inside of it sees paths as if there were no proxy, which every rule by path relies on."""
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        """root_path: begins with a slash, does not end with one."""
+        self._app, self._prefix = app, f"{root_path}/"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(self._prefix):
+            scope = {**scope, "path": "/" + scope["path"].removeprefix(self._prefix)}
+            scope.pop("raw_path", None)
+        await self._app(scope, receive, send)
 
 
 class AccessMiddleware:

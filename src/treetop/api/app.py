@@ -8,7 +8,7 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from treetop.api.access import AccessMiddleware
+from treetop.api.access import AccessMiddleware, RootPathMiddleware
 from treetop.api.api_state import ApiState
 from treetop.api.bodies import Bodies, MeteredBody
 from treetop.api.chat import chat
@@ -58,6 +58,7 @@ def make_app(api: ApiState) -> FastAPI:
         redoc_url=None,
         responses=RESPONSES,
         redirect_slashes=False,  # a redirect would go wherever the client's Host says
+        servers=[{"url": api.options.root_path}] if api.options.root_path else None,
     )
     app.state.ignore_unknown_fields = api.options.ignore_unknown_fields
     add_error_handlers(app, {name for each in _REQUESTS for name in each.model_fields})
@@ -86,7 +87,9 @@ def make_app(api: ApiState) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["X-Request-Id"],
         )
-    app.add_middleware(AccessMiddleware, api=api)  # the last is the outermost
+    app.add_middleware(AccessMiddleware, api=api)
+    if api.options.root_path:
+        app.add_middleware(RootPathMiddleware, root_path=api.options.root_path)  # the last is the outermost
     return app
 
 

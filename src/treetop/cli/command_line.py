@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
 from treetop.cli import bench, bench_serve, chat, doctor, generate, inspect, models, quantize, serve, trace
+from treetop.cli.environment import environment_words, warn_of_unknown, with_words
 from treetop.cli.hints import short, unknown_options, with_hint
 from treetop.types.default_model import VARIABLE, default_line
 from treetop.types.errors import ConfigError, EngineError, UserError
@@ -80,10 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace, parser: argparse.ArgumentParser, given: Sequence[str]) -> int:
     """Run a command, on engines with a bug of the past if the environment names one."""
-    if getattr(args, "config", None) is not None:
-        from treetop.cli.config_file import with_config_file
-
-        args = parser.parse_args(with_config_file(args, given))
+    args = with_defaults_of_the_place(args, parser, given)
     if (
         not os.environ.get(VARIABLE)
         and getattr(args, "model", "") is None
@@ -99,6 +97,21 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser, given: Seque
         raise ConfigError(f"TREETOP_FAULT needs {error.name}; pip install {DISTRIBUTION}[debug]") from None
     with environment_fault(os.environ):
         return int(args.run(args))
+
+
+def with_defaults_of_the_place(
+    args: argparse.Namespace, parser: argparse.ArgumentParser, given: Sequence[str]
+) -> argparse.Namespace:
+    """With what the environment and a configuration file say, where the command line does not. Raises ConfigError."""
+    if not getattr(args, "takes_engine", False):
+        return args
+    warn_of_unknown(os.environ)
+    words = with_words(given, environment_words(args, os.environ))
+    if getattr(args, "config", None) is not None:
+        from treetop.cli.config_file import with_config_file
+
+        words = with_config_file(args, words)
+    return parser.parse_args(words) if len(words) > len(given) else args
 
 
 def exit_code(program: str, run: Callable[[], int]) -> int:

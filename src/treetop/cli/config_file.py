@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from treetop.cli.environment import with_words
 from treetop.cli.serve import add_options, check_packages
 from treetop.types.errors import ConfigError
 
@@ -21,8 +22,7 @@ def with_config_file(args: argparse.Namespace, argv: Sequence[str]) -> list[str]
         raise ConfigError(f"{where}: {' '.join(str(error).split())}") from None
     if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
         raise ConfigError(f"{where}: expected flags and their values, as in `context-length: 4096`")
-    at = list(argv).index("serve") + 1
-    return [*argv[:at], *words_of(given, where), *argv[at:]]
+    return with_words(argv, words_of(given, where))
 
 
 def words_of(given: Mapping[str, Any], where: str) -> list[str]:

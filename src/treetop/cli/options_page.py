@@ -13,7 +13,13 @@ _HEAD = """\
 
 Every option, from the tables that check it. On the command line they are flags; in Python they are arguments under the
 names in the second column (`LLM(MODEL, page_size=32)`, `SamplingParams(top_p=0.9)`); `treetop serve --config FILE`
-reads flags without dashes from YAML. All wrong options are reported together, before any work.
+reads flags without dashes from YAML.
+
+A variable of the environment stands for each flag: `TREETOP_` and the flag's first name,
+`TREETOP_MAX_RUNNING_REQUESTS=32` for `--max-running-requests 32`, for every command with an engine that has the flag.
+The command line has precedence over the variable, the variable over `--config FILE`, which may be `TREETOP_CONFIG`.
+Several values are divided by white space, switches are `true` or `false`, and an empty variable is none. All wrong
+options are reported together, before any work.
 
 This page is written by `src/treetop/cli/options_page.py`, and a test holds it to the tables.
 """
@@ -36,13 +42,14 @@ def page() -> str:
     return "\n".join(parts)
 
 
-_COLUMNS = "| flag | Python | values | default | what it does |\n|---|---|---|---|---|"
+_COLUMNS = "| flag | Python | variable | values | default | what it does |\n|---|---|---|---|---|---|"
 
 
 def _row(row: Option) -> str:
     flags = [f"`{flag}`" for flag in (row.flag, *row.aliases) if flag]
     name = "MODEL" if row.name == "model" else ", ".join(flags)
-    cells = [name, f"`{row.name}`", " ".join(_values(row)), _default(row), row.help]
+    named = "TREETOP_MODEL" if row.name == "model" else row.variable
+    cells = [name, f"`{row.name}`", f"`{named}`" if named else "", " ".join(_values(row)), _default(row), row.help]
     return "| " + " | ".join(each.replace("|", "\\|") for each in cells) + " |"
 
 

@@ -39,8 +39,8 @@ def app(given: Mapping[str, Any]) -> Any:
 
 
 def _build(given: Mapping[str, Any]) -> Any:
-    from treetop.cli.command_line import build_parser
-    from treetop.cli.config_file import with_config_file, words_of
+    from treetop.cli.command_line import build_parser, with_defaults_of_the_place
+    from treetop.cli.config_file import words_of
     from treetop.cli.serve import asked_for
     from treetop.ray.app import build_app
 
@@ -57,9 +57,7 @@ def _build(given: Mapping[str, Any]) -> Any:
     try:
         with redirect_stderr(said):
             parser = build_parser()
-            args = parser.parse_args(words)
-            if path is not None:
-                args = parser.parse_args(with_config_file(args, words))
+            args = with_defaults_of_the_place(parser.parse_args(words), parser, words)
     except SystemExit:
         raise ConfigError(f"{_WHERE}: {said.getvalue().strip()}") from None
     return build_app(*asked_for(args), scale)

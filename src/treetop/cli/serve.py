@@ -1,12 +1,11 @@
 """`treetop serve`: an HTTP server with OpenAI's API."""
 
 import argparse
-import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from treetop.cli.options import add_engine_options, add_flags, engine_options, given_options
-from treetop.serve_options import KEY_VARIABLE, ServeOptions, Unset, engine_config, is_installed
+from treetop.serve_options import ServeOptions, Unset, engine_config, is_installed
 from treetop.types.errors import ConfigError
 from treetop.types.kv_transfer.options import DEFAULT_SLOTS, DisaggregationOptions
 from treetop.types.options import flag
@@ -93,10 +92,7 @@ def asked_for(args: argparse.Namespace) -> tuple["ProcessOptions", ServeOptions]
 
 def serve_options(args: argparse.Namespace) -> ServeOptions:
     """The server's options that were given. Raises ConfigError."""
-    given = given_options(args, ServeOptions)
-    if "api_key" not in given and os.environ.get(KEY_VARIABLE):
-        given["api_key"] = [os.environ[KEY_VARIABLE]]
-    return ServeOptions(**given)
+    return ServeOptions(**given_options(args, ServeOptions))
 
 
 def disaggregation_options(args: argparse.Namespace) -> DisaggregationOptions:

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import resource
 import socket
+import ssl
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,8 @@ _TRICKLE = 1024
 _AT_ONCE = 64
 """Connections that are accepted before anything else is done."""
 _RETRY_S = 1.0
+_GOODBYE_S = 5.0
+"""How long a client of TLS has to say goodbye, which it need not."""
 
 
 def most_connections(asked: int) -> int:
@@ -203,9 +206,20 @@ class LimitedListener:
     """Accepts connections, so many at a time, from a socket that other processes may share."""
 
     def __init__(
-        self, listening: socket.socket, maximum: int, make: Callable[[Callable[[], None]], asyncio.Protocol]
+        self,
+        listening: socket.socket,
+        maximum: int,
+        make: Callable[[Callable[[], None]], asyncio.Protocol],
+        tls: ssl.SSLContext | None = None,
+        handshake_s: float = 30.0,
     ) -> None:
-        """make: the protocol of a connection, which calls what it is given once it is gone."""
+        """make: the protocol of a connection, which calls what it is given once it is gone.
+
+        handshake_s: seconds that a client has for that of TLS.
+        """
+        self._secured: dict[str, Any] = {}
+        if tls is not None:
+            self._secured = {"ssl": tls, "ssl_handshake_timeout": handshake_s, "ssl_shutdown_timeout": _GOODBYE_S}
         self._socket, self._maximum, self._make = listening, maximum, make
         self._loop = asyncio.get_running_loop()
         self._num_open, self._accepting, self._closed = 0, False, False
@@ -239,7 +253,7 @@ class LimitedListener:
                 self._pause()
                 return
             try:
-                accepted, _ = self._socket.accept()
+                accepted, client = self._socket.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:  # no open file or no memory is left
@@ -251,12 +265,16 @@ class LimitedListener:
             accepted.setblocking(False)
             with contextlib.suppress(OSError):  # its client has gone already
                 accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # head and body are two writes
-            opening = self._loop.create_task(self._open(accepted))
+            opening = self._loop.create_task(self._open(accepted, client))
             self._opening.add(opening)
             opening.add_done_callback(self._opening.discard)
 
-    async def _open(self, accepted: socket.socket) -> None:
-        await self._loop.connect_accepted_socket(lambda: self._make(self._ended), accepted)
+    async def _open(self, accepted: socket.socket, client: Any) -> None:
+        try:
+            await self._loop.connect_accepted_socket(lambda: self._make(self._ended), accepted, **self._secured)
+        except OSError as error:  # of the handshake: no protocol has heard of this connection
+            log.warning("no TLS with client %s: %s", client, error.strerror or error)
+            self._ended()
 
     def _ended(self) -> None:
         self._num_open -= 1
@@ -266,11 +284,20 @@ class LimitedListener:
 class ApiServer(uvicorn.Server):
     """uvicorn behind a `LimitedListener`. Leaves signals alone: whoever runs it has handlers of its own."""
 
-    def __init__(self, config: uvicorn.Config, listening: socket.socket, maximum: int, patience: Patience) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        listening: socket.socket,
+        maximum: int,
+        patience: Patience,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         super().__init__(config)
-        self._listener = LimitedListener(
-            listening, maximum, lambda ended: Connection(config, self.server_state, patience, ended)
-        )
+
+        def make(ended: Callable[[], None]) -> asyncio.Protocol:
+            return Connection(config, self.server_state, patience, ended)
+
+        self._listener = LimitedListener(listening, maximum, make, tls, patience.read_s)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])

@@ -20,6 +20,7 @@ from treetop.api.app import make_app
 from treetop.core.clients import EngineClient
 from treetop.distributed.in_flight import InFlightCounter
 from treetop.serve.connections import ApiServer, Patience, most_connections
+from treetop.serve.listening import tls_context
 from treetop.serve.log_limit import LogLimit
 from treetop.serve_options import ServeOptions
 
@@ -82,7 +83,8 @@ async def serve(
         server_header=False,
         timeout_keep_alive=patience.idle_s,  # type: ignore[arg-type]  # seconds of any kind
     )
-    server, code = ApiServer(config, listening, most_connections(options.serve.max_connections), patience), 0
+    maximum = most_connections(options.serve.max_connections)
+    server, code = ApiServer(config, listening, maximum, patience, tls_context(options.serve)), 0
 
     def stop(number: signal.Signals) -> None:
         nonlocal code

@@ -10,7 +10,6 @@ the others see the end of their stdin, and end.
 """
 
 import asyncio
-import ipaddress
 import logging
 import os
 import signal
@@ -33,10 +32,10 @@ from treetop.distributed.in_flight import InFlightCounter
 from treetop.distributed.process import Child, send_line, start_process
 from treetop.distributed.supervisor import EngineSupervisor, RestartLimit, Watchdog
 from treetop.serve.connections import BACKLOG, most_connections
+from treetop.serve.listening import address_of, is_for_others, listening_socket, tls_context
 from treetop.serve.own_folder import own_folder
 from treetop.serve.run import ApiOptions, log_to_stderr, serve
 from treetop.serve_options import ServeOptions
-from treetop.types.errors import ConfigError
 
 _ENDED_BY_SIGNAL = {0, -signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGINT}
 """Exit codes of an API process that was told to end."""
@@ -52,32 +51,11 @@ def run(process: ProcessOptions, options: ServeOptions) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     options = options.by_cores(cores)
     most_connections(options.max_connections)
-    if not (options.api_key or _is_local(options.host)):
+    tls_context(options)
+    if is_for_others(options) and not options.api_key:
         log.warning("--host %s without --api-key: whoever reaches this address may use the server", options.host)
-    listening = _bind(options)
-    with own_folder() as folder:
+    with listening_socket(options) as listening, own_folder() as folder:
         return asyncio.run(_run(folder, process, options, listening))
-
-
-def _is_local(host: str) -> bool:
-    """Whether an address is of this machine alone. A name but localhost may be any."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _bind(options: ServeOptions) -> socket.socket:
-    """The socket, before anything takes time; it listens once the engine is up."""
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind((options.host, options.port))
-    except OSError as error:
-        listening.close()
-        raise ConfigError(f"--host {options.host} --port {options.port}: {error.strerror or error}") from None
-    return listening
 
 
 async def _run(folder: Path, process: ProcessOptions, options: ServeOptions, listening: socket.socket) -> int:
@@ -301,11 +279,10 @@ class ApiProcesses:
 
 
 def _print_address(listening: socket.socket, core: EngineClient, api_options: ApiOptions) -> None:
-    host, port = listening.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
+    address = address_of(listening, api_options.serve)
     names = ", ".join(api_options.serve.served_model_name or (api_options.model,))
     print(
-        f"treetop: serving {names} on http://{shown}:{port} (context {core.info.max_context},"
+        f"treetop: serving {names} on {address} (context {core.info.max_context},"
         f" {core.info.max_requests} requests at a time)",
         file=sys.stderr,
         flush=True,

@@ -75,6 +75,11 @@ class Option:
         return self.flag[2:].replace("-", "_") if self.flag is not None and self.flag.startswith("--") else None
 
     @property
+    def variable(self) -> str:
+        """What stands for the flag in the environment; "" without one."""
+        return "" if self.dest is None else variable(str(self.flag))
+
+    @property
     def default_words(self) -> str | None:
         """The default for help and docs; None where the help itself says what happens."""
         known = isinstance(self.default, int | float | str) and not isinstance(self.default, bool)
@@ -201,6 +206,11 @@ def validate(
 def flag(name: str) -> str:
     """The command-line spelling of an option that has no spelling of its own."""
     return "--" + name.replace("_", "-")
+
+
+def variable(flag: str) -> str:
+    """The name in the environment of what a flag says."""
+    return "TREETOP_" + flag.removeprefix("--").replace("-", "_").upper()
 
 
 def is_finite(value: float) -> bool:

@@ -20,7 +20,7 @@ const state = {
 const isChat = () => state.model?.treetop?.chat ?? true;
 const hasTrees = () => state.model?.treetop?.draft_trees ?? false;
 const name = () => state.model.id.split("/").at(-1); // of a folder or a hub's id
-const path = () => (isChat() ? "/v1/chat/completions" : "/v1/completions");
+const path = () => (isChat() ? "v1/chat/completions" : "v1/completions");
 
 function say(words) {
   at("status").textContent = words;
@@ -92,7 +92,7 @@ function bodyOf(text) {
 }
 
 function showCurl(body = bodyOf(at("prompt").value)) {
-  at("curl").textContent = curl(location.origin, path(), body, state.key !== "");
+  at("curl").textContent = curl(new URL(".", document.baseURI), path(), body, state.key !== "");
 }
 
 function turn(kind, name) {

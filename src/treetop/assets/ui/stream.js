@@ -21,7 +21,7 @@ async function checked(response) {
 }
 
 export async function models(key) {
-  return (await checked(await fetch("/v1/models", { headers: headers(key) }))).json();
+  return (await checked(await fetch("v1/models", { headers: headers(key) }))).json();
 }
 
 export async function post(path, body, key, signal) {
@@ -56,7 +56,7 @@ const GAUGES = {
 
 // Requests that run and wait, and the share of KV pages in use, of /metrics; null where it has none.
 export async function load() {
-  const text = await (await checked(await fetch("/metrics"))).text();
+  const text = await (await checked(await fetch("metrics"))).text();
   const found = {};
   for (const [name, metric] of Object.entries(GAUGES)) {
     const line = text.split("\n").find((each) => each.startsWith(`${metric}{`) || each.startsWith(`${metric} `));
@@ -66,9 +66,9 @@ export async function load() {
 }
 
 // The same request for a shell. The key is not shown: it comes from the environment.
-export function curl(origin, path, body, hasKey) {
+export function curl(base, path, body, hasKey) {
   const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
   const key = hasKey ? ' \\\n  -H "Authorization: Bearer $TREETOP_API_KEY"' : "";
   const json = JSON.stringify(body, null, 2);
-  return `curl -N ${origin}${path} \\\n  -H 'Content-Type: application/json'${key} \\\n  -d ${quoted(json)}`;
+  return `curl -N ${base}${path} \\\n  -H 'Content-Type: application/json'${key} \\\n  -d ${quoted(json)}`;
 }
