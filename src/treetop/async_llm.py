@@ -26,7 +26,7 @@ from treetop.types.engine_options import EngineOptions
 from treetop.types.errors import ConfigError, EngineError, InputError, shown
 from treetop.types.ids import RequestId
 from treetop.types.options import is_integer, is_number
-from treetop.types.requests import EngineRequest, RequestUpdate
+from treetop.types.requests import EngineRequest, RequestUpdate, Whose
 from treetop.types.sampling import SamplingParams
 from treetop.version import DISTRIBUTION
 
@@ -197,12 +197,13 @@ class AsyncLLM:
         timeout_s: float | None = None,
         constraints: Sequence[TokenConstraint | None] | None = None,
         seeds: Sequence[int] | None = None,
+        whose: Whose = Whose(),  # noqa: B008  # frozen
     ) -> "DeltaStream":
         """As `stream`, at once, for prompts that `ids_of` gave, and as many parameters, their structures checked.
 
         Prompts or parameters that are one object are looked at once. seeds: None for those of the parameters.
         """
-        asked = self.requests(prompts, params, priority, timeout_s, constraints, seeds)
+        asked = self.requests(prompts, params, priority, timeout_s, constraints, seeds, whose)
         return DeltaStream(self.core, asked, self.reader.tokenizer, self._observe, self.alive.add, self.turns)
 
     def requests(
@@ -213,6 +214,7 @@ class AsyncLLM:
         timeout_s: float | None = None,
         constraints: Sequence[TokenConstraint | None] | None = None,
         seeds: Sequence[int] | None = None,
+        whose: Whose = Whose(),  # noqa: B008  # frozen
     ) -> list[EngineRequest]:
         """What `queue` asks of the core, on any thread. Raises InputError."""
         if not is_integer(priority) or not -(2**31) <= priority < 2**31:
@@ -226,7 +228,7 @@ class AsyncLLM:
         own: dict[int, SamplingParams] = {}
         prompts_by_id: dict[int, tuple[int, ...]] = {}
         limits = int(priority), None if timeout_s is None else float(timeout_s)
-        asked, bad_words = [], self.reader.bad_words(params)
+        asked, bad_words = list[EngineRequest](), self.reader.bad_words(params)
         for ids, each, seed, constraint in zip(prompts, params, given, held_to, strict=True):
             if id(each) not in own or constraint is not None:
                 own[id(each)] = self.reader.bounded(each)
@@ -235,7 +237,9 @@ class AsyncLLM:
                 prompts_by_id[id(ids)] = tuple(ids)
             request_id = self.core.next_id()
             request = EngineRequest(request_id, prompts_by_id[id(ids)], own[id(each)], seed, *limits, constraint)
-            asked.append(request._replace(bad_words=bad_words[each.bad_words]))
+            group = (asked[0].request_id if asked else request_id) if whose.as_one else None
+            request = request._replace(bad_words=bad_words[each.bad_words], tenant=whose.tenant, group=group)
+            asked.append(request._replace(cache_salt=whose.cache_salt))
         return asked
 
     async def ids_of(

@@ -359,3 +359,28 @@ def test_a_node_that_is_evicted_before_its_child_is_found():
     cache._unpinned.move_to_end(path[1])
     with pytest.raises(OwnershipError, match="evicted before its child"):
         cache.check([])
+
+
+# ---------------------------------------------------------------------------------------------- salts
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_a_salt_finds_its_own_prefix_and_no_other(lookahead):
+    """The same tokens under two salts, and under none, are three paths; a salt is no token that could follow a page."""
+    cache = PrefixCache(2, lookahead, {FULL: None})
+    ids, pages = list(range(9)), iter(range(1, 100))
+    paths = {}
+    for salt in ("", "a", "b"):
+        paths[salt] = cache.extend([], ids, 3, salt)
+        for node in paths[salt]:
+            cache.fill(node, FULL, PageId(next(pages)))
+        cache.unpin(paths[salt])
+    for salt, path in paths.items():
+        assert cache.match(ids, salt) == path
+        assert cache.match([*ids[:5], 77, 78, 79], salt) == path[:2]
+    assert cache.match(ids, "c") == []
+    assert cache.num_pages(FULL) == 9
+    cache.check([])
+    while cache.num_evictable(FULL):
+        cache.evict(FULL)
+    assert cache.match(ids, "a") == []

@@ -31,7 +31,7 @@ from treetop.text.chat_template import open_chat_template
 from treetop.text.tokenizer import open_tokenizer
 from treetop.types.constraint import StructuredOutput
 from treetop.types.errors import ConfigError, InputError, shown
-from treetop.types.requests import check_prompt, late_error
+from treetop.types.requests import Whose, check_prompt, late_error
 from treetop.types.sampling import SamplingParams
 from treetop.version import __version__
 
@@ -148,7 +148,12 @@ class ApiState:
         with self._alive.locked():
             self._admit(len(prompts))
             stream = self.llm.queue(
-                prompts, [params] * len(prompts), body.priority, timeout_s, seeds=body.seeds(len(ids))
+                prompts,
+                [params] * len(prompts),
+                body.priority,
+                timeout_s,
+                seeds=body.seeds(len(ids)),
+                whose=Whose(cache_salt=body.cache_salt or "", as_one=True),
             )
         self.metrics.arrived(sum(map(len, prompts)))
         return stream

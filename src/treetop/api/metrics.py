@@ -69,6 +69,9 @@ class Metrics:
         self._waiting = gauge("num_requests_waiting", "Requests that wait for a row")
         self._kv_usage = gauge("kv_cache_usage_perc", "Share of the fullest pool's pages that requests hold, 0 to 1")
         self._retractions = gauge("num_retractions", "Requests put back for want of pages, since the start")
+        self._gave_way = gauge(
+            "num_gave_way", "Requests put back so that others have their share of the rows, since the start"
+        )
         self._restarts = gauge("num_engine_restarts", "Engines that took the place of one that had died")
         self._stalled = gauge("engine_stalled", "1 while the engine is silent for longer than --watchdog-timeout")
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that were queued")
@@ -220,6 +223,7 @@ class Metrics:
         self._waiting.set(load.num_waiting)
         self._kv_usage.set(load.kv_usage)
         self._retractions.set(load.num_retractions)
+        self._gave_way.set(load.num_gave_way)
         if load.kv_transfer is not None:
             for name, gauge in self._kv_transfer.items():
                 gauge.labels(self._model_name).set(getattr(load.kv_transfer, name))

@@ -23,6 +23,7 @@ class Lease:
     torn: in a window's group, the column whose page lacks its first tokens, which no query of this lease sees.
     junction: tokens after which its prompt parts from others, where no states were kept; 0 if it does nowhere.
     keeps: number of its first tokens -> the slot that their states go to.
+    salt: it shares pages only with leases of the same.
     """
 
     owner: Owner
@@ -32,6 +33,7 @@ class Lease:
     torn: dict[GroupName, int] = field(default_factory=dict)
     junction: int = 0
     keeps: dict[int, int] = field(default_factory=dict)
+    salt: str = ""
 
     @property
     def shared(self) -> int:
@@ -55,12 +57,15 @@ class KVCacheManager:
         self._next_check = {"lease": 0, "column": 0, "page": 0}  # where `check_some` goes on
         self._freed: list[tuple[GroupName, PageId]] = []
 
-    def open(self, ids: Sequence[int]) -> tuple[Lease, Cells]:
-        """A lease for a request whose tokens begin with `ids`, and the cells of the prefix it shares with the cache."""
-        lease = Lease(Owner(self._next_owner), {group: [] for group in self._allocators})
+    def open(self, ids: Sequence[int], salt: str = "") -> tuple[Lease, Cells]:
+        """A lease for a request whose tokens begin with `ids`, and the cells of the prefix it shares with the cache.
+
+        salt: of what the cache has, only pages of the same.
+        """
+        lease = Lease(Owner(self._next_owner), {group: [] for group in self._allocators}, salt=salt)
         self._next_owner += 1
         if self._radix is not None:
-            lease.path, reach = self._radix.lookup(ids)
+            lease.path, reach = self._radix.lookup(ids, salt)
             lease.junction = reach * self._layout.page_size if reach > lease.shared else 0
             self._radix.pin(lease.path)
             for group in lease.pages:
@@ -131,7 +136,7 @@ class KVCacheManager:
             return []
         full = min(len(ids) // self._layout.page_size, *(len(pages) for pages in lease.pages.values()))
         cells: Cells = []
-        nodes = self._radix.extend(lease.path, ids, full)
+        nodes = self._radix.extend(lease.path, ids, full, lease.salt)
         for column, node in enumerate(nodes, start=lease.shared):
             for group, held in lease.pages.items():
                 page = held[column]

@@ -17,8 +17,10 @@ from treetop.cache.checkpoints import StateCheckpoints
 from treetop.types.errors import OwnershipError
 from treetop.types.ids import GroupName, PageId
 
-Key = tuple[int, tuple[int, ...]]
-"""The parent's serial number; the tokens of the page, and with a draft head the one after them."""
+PageTokens = tuple[int | str, ...]
+"""The tokens of a page, and with a draft head the one after them; behind the first page's a salt, if there is one."""
+Key = tuple[int, PageTokens]
+"""The parent's serial number, and what the page holds."""
 Pages = list[tuple[GroupName, PageId]]
 
 
@@ -59,14 +61,18 @@ def first_seen(window: int | None, position: int, page_size: int) -> int:
     return 0 if window is None else max(position - window + 1, 0) // page_size
 
 
-def page_tokens(ids: Sequence[int], page_size: int, lookahead: int, begin: int, end: int) -> Iterator[tuple[int, ...]]:
+def page_tokens(
+    ids: Sequence[int], page_size: int, lookahead: int, begin: int, end: int, salt: str = ""
+) -> Iterator[PageTokens]:
     """What pages `begin .. end` of `ids` depend on beside the pages before them, as far as `ids` know it.
 
-    lookahead: 1 with a draft head, whose last K/V of a page depend on the token after it, 0 without.
+    lookahead: 1 with a draft head, whose last K/V of a page depend on the token after it, 0 without. salt: no page is
+    one of another salt.
     """
     width, known = page_size + lookahead, tuple(ids)
     for start in range(begin * page_size, min(end * page_size, len(known) - width + 1), page_size):
-        yield known[start : start + width]
+        tokens = known[start : start + width]
+        yield (*tokens, salt) if salt and not start else tokens
 
 
 class PrefixCache:
@@ -95,20 +101,20 @@ class PrefixCache:
 
     # ---------------------------------------------------------------- lookup and insertion
 
-    def match(self, ids: Sequence[int]) -> list[Node]:
+    def match(self, ids: Sequence[int], salt: str = "") -> list[Node]:
         """The longest path for `ids` that every group still holds, one token at least left to compute.
 
-        A window's group holds it if it has all pages that the next token sees.
+        A window's group holds it if it has all pages that the next token sees. salt: of the requests that left it.
         """
-        return self.lookup(ids)[0]
+        return self.lookup(ids, salt)[0]
 
-    def lookup(self, ids: Sequence[int]) -> tuple[list[Node], int]:
+    def lookup(self, ids: Sequence[int], salt: str = "") -> tuple[list[Node], int]:
         """`match`, and how many pages it would be of if states were kept at every page."""
         path: list[Node] = []
         usable = reach = 0
         serial, limit = self._root.serial, (len(ids) - 1) // self._page_size
         begins = dict.fromkeys(self._windows, 0)  # first page of the unbroken run that ends here
-        for tokens in self._tokens(ids, 0, limit):
+        for tokens in self._tokens(ids, 0, limit, salt):
             node = self._nodes.get((serial, tokens))
             if node is None:
                 break
@@ -123,14 +129,14 @@ class PrefixCache:
                     usable = end
         return path[:usable], reach
 
-    def extend(self, path: Sequence[Node], ids: Sequence[int], num_pages: int) -> list[Node]:
+    def extend(self, path: Sequence[Node], ids: Sequence[int], num_pages: int, salt: str = "") -> list[Node]:
         """The nodes that lead from a pinned path on to page `num_pages` of `ids`, found or made. They are pinned.
 
         `ids` are what the client received, never more (sgl-35694); a page that they do not determine gets no node.
         """
         nodes: list[Node] = []
         node = path[-1] if path else self._root
-        for tokens in self._tokens(ids, len(path), num_pages):
+        for tokens in self._tokens(ids, len(path), num_pages, salt):
             key = (node.serial, tokens)
             child = self._nodes.get(key)
             if child is None:
@@ -283,5 +289,5 @@ class PrefixCache:
         """First page of a group that the token after `num_pages` sees."""
         return first_seen(self._windows[group].window, num_pages * self._page_size, self._page_size)
 
-    def _tokens(self, ids: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, ...]]:
-        return page_tokens(ids, self._page_size, self._lookahead, begin, end)
+    def _tokens(self, ids: Sequence[int], begin: int, end: int, salt: str) -> Iterator[PageTokens]:
+        return page_tokens(ids, self._page_size, self._lookahead, begin, end, salt)

@@ -115,9 +115,9 @@ class EngineProcessClient:
         for index in {*(serving or range(len(self.engines))), *(() if engine is None else (engine,))}:
             alive |= self.engines[index].standings
         ids = request.prompt_ids + request.received
-        order = self._router.choose(request.request_id, ids, alive)
+        order = self._router.choose(request.request_id, ids, alive, request.cache_salt)
         link = next(each for each in order if engine in (None, each.engine))
-        self._router.routed(request.request_id, ids, link)
+        self._router.routed(request.request_id, ids, link, request.cache_salt)
         return link
 
 
@@ -129,6 +129,7 @@ def _joined(loads: Sequence[CoreLoad]) -> CoreLoad:
         max(load.kv_usage for load in loads),
         sum(load.num_retractions for load in loads),
         joined_kv_transfer([load.kv_transfer for load in loads if load.kv_transfer is not None]),
+        sum(load.num_gave_way for load in loads),
     )
 
 

@@ -81,11 +81,13 @@ class PrefixRouter(Generic[ReplicaId]):
         self._sent: OrderedDict[Hashable, tuple[ReplicaId, float]] = OrderedDict()
         self._num_chosen = 0
 
-    def choose(self, request: Hashable, ids: Sequence[int], alive: Mapping[ReplicaId, ReplicaLoad]) -> list[ReplicaId]:
+    def choose(
+        self, request: Hashable, ids: Sequence[int], alive: Mapping[ReplicaId, ReplicaLoad], salt: str = ""
+    ) -> list[ReplicaId]:
         """The replicas in the order in which the request is to be offered to them, none if none is alive.
 
-        request: names it; it may be asked for again if none of them took it. Raises CheckError for a replica that is
-        not alive.
+        request: names it; it may be asked for again if none of them took it. salt: of its pages. Raises CheckError for
+        a replica that is not alive.
         """
         for replica, load in alive.items():
             self._replicas.setdefault(replica, _Replica(load)).load = load
@@ -93,7 +95,7 @@ class PrefixRouter(Generic[ReplicaId]):
         if not self._replicas:
             return []
         self._sent.pop(request, None)
-        queue, keys = self._queues(), self._keys(ids)
+        queue, keys = self._queues(), self._keys(ids, salt)
         shortest = min(queue.values())
         held = {name: known.num_held(self._own(known, keys)) for name, known in self._replicas.items()}
 
@@ -107,11 +109,11 @@ class PrefixRouter(Generic[ReplicaId]):
         self._send(request, order[0], keys)
         return order
 
-    def routed(self, request: Hashable, ids: Sequence[int], replica: ReplicaId) -> None:
+    def routed(self, request: Hashable, ids: Sequence[int], replica: ReplicaId, salt: str = "") -> None:
         """A replica has taken the request, and counts it itself from now on."""
         chosen = self._sent.pop(request, None)
         if (chosen is None or chosen[0] != replica) and replica in self._replicas:
-            self._remember(replica, self._keys(ids))
+            self._remember(replica, self._keys(ids, salt))
 
     def num_pages(self, replica: ReplicaId) -> int:
         """Keys that are kept for a replica."""
@@ -153,22 +155,22 @@ class PrefixRouter(Generic[ReplicaId]):
         prefix = known.load.prefix
         return () if prefix is None else keys.get((prefix.page_size, prefix.lookahead), ())
 
-    def _keys(self, ids: Sequence[int]) -> Keys:
+    def _keys(self, ids: Sequence[int], salt: str) -> Keys:
         """Replicas of one model cut prompts alike, but while one takes the other's place they may not."""
         shapes = {
             (prefix.page_size, prefix.lookahead)
             for known in self._replicas.values()
             if (prefix := known.load.prefix) is not None
         }
-        return {shape: page_keys(ids, *shape) for shape in shapes}
+        return {shape: page_keys(ids, *shape, salt) for shape in shapes}
 
 
-def page_keys(ids: Sequence[int], page_size: int, lookahead: int) -> list[int]:
+def page_keys(ids: Sequence[int], page_size: int, lookahead: int, salt: str = "") -> list[int]:
     """A number for each page of a prompt that the prefix cache may have, all but the one of the last token.
 
     It stands for the page and all before it; two that are equal by chance, one in 2^64, cost a prefill.
     """
     keys: list[int] = []
-    for tokens in page_tokens(ids, page_size, lookahead, 0, (len(ids) - 1) // page_size):
+    for tokens in page_tokens(ids, page_size, lookahead, 0, (len(ids) - 1) // page_size, salt):
         keys.append(hash((keys[-1] if keys else 0, tokens)))
     return keys

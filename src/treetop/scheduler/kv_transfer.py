@@ -84,7 +84,7 @@ class KVTransfers:
     def admit(self, request: Request) -> bool:
         """Give a waiting request a row, and pages for all its tokens and one round; False if there is no room."""
         kv_cache = self._rows.kv_cache
-        lease, shared = kv_cache.open(request.ids)
+        lease, shared = kv_cache.open(request.ids, request.cache_salt)
         known, total = lease.shared * self._layout.page_size, request.tokens_at_entry(self._layout.headroom)
         reserved = kv_cache.reserve_import(lease, total, request.num_ids)
         if reserved is None:

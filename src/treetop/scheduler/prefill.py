@@ -9,6 +9,7 @@ from treetop.scheduler.kv_transfer import KVTransfers
 from treetop.scheduler.queues import Queues
 from treetop.scheduler.request import Request, logprobs_of, masks_of
 from treetop.scheduler.rows import Rows
+from treetop.scheduler.shares import Shares
 from treetop.scheduler.steps import StepsOut
 from treetop.types.errors import InvariantError
 from treetop.types.layout import Layout
@@ -42,8 +43,10 @@ class PrefillPlanner:
         clock: Callable[[], float],
     ) -> None:
         self._layout, self._queues, self._rows, self._steps, self._clock = layout, queues, rows, steps, clock
-        self._kv_transfer, self._budget = kv_transfer, budget
+        self._kv_transfer, self._budget, self.shares = kv_transfer, budget, Shares(queues, rows)
         self._last_s = float("-inf")  # when the last step was planned
+        self.lacks_pages: Request | None = None
+        """Who would have had the next row in the last step that was planned, had there been pages."""
         self._cut_last = False  # whether a prompt did not end in it, and nobody has passed it
 
     def may_wait(self) -> bool:
@@ -66,6 +69,7 @@ class PrefillPlanner:
         """The next step; None if there is nothing to prefill, or no room for it."""
         setups: list[RowSetup] = []
         batch: Batch = []
+        self.lacks_pages = None
         if self._cut_last:
             self._pass(batch, setups)
         self._cut_last = not batch
@@ -93,12 +97,11 @@ class PrefillPlanner:
             if self._may_join(batch, count):
                 self._reserve_chunk(request, count)
                 batch.append((request, count))
-        while self._queues.waiting and self._rows.may_enter:
-            request = self._queues.waiting[0]
-            if request.remote:  # its row is set up by its last import
-                if not self._kv_transfer.admit(request):
+        while self._rows.may_enter and (first := self.shares.first()) is not None:
+            if first.remote:  # its row is set up by its last import
+                if not self._kv_transfer.admit(first):
                     break
-            elif not self._admit(request, batch, setups):
+            elif not self._admit(first, batch, setups):
                 break
 
     def _pass(self, batch: Batch, setups: list[RowSetup]) -> None:
@@ -111,7 +114,7 @@ class PrefillPlanner:
             if count == request.num_ids - request.num_computed_tokens and self._may_join(batch, count):
                 self._reserve_chunk(request, count)
                 batch.append((request, count))
-        for request in self._queues.waiting[:_PASSING]:
+        for request in self.shares.first_few(_PASSING):
             if request.order[0] != first.order[0] or not self._rows.may_enter:
                 break
             if not request.remote:
@@ -177,7 +180,7 @@ class PrefillPlanner:
         False if there is no room, or its first chunk does not suit the batch. whole: that has to be its last.
         """
         kv_cache = self._rows.kv_cache
-        lease, shared = kv_cache.open(request.reusable_ids)
+        lease, shared = kv_cache.open(request.reusable_ids, request.cache_salt)
         known = lease.shared * self._layout.page_size
         rest = request.num_ids - known
         count = self._cut(request, lease, known, self._share(batch, known, rest))
@@ -185,6 +188,7 @@ class PrefillPlanner:
         total = request.tokens_at_entry(self._layout.headroom)
         reserved = kv_cache.reserve(lease, total, known, known + count) if suits else None
         if reserved is None:
+            self.lacks_pages = request if suits else None
             kv_cache.release(lease)
             return False
         request.num_computed_tokens = known

@@ -4,6 +4,7 @@ from bisect import insort
 from operator import attrgetter
 
 from treetop.scheduler.request import Request
+from treetop.scheduler.shares import Tally
 from treetop.types.ids import RequestId
 
 _ORDER = attrgetter("order")
@@ -14,6 +15,7 @@ class Queues:
 
     forming: they have no row and no answer of their constraints.
     waiting: the next first, by `Request.order`. The others: oldest admission first.
+    waiting_of, waiting_tally: the same by tenant, and how many there are (`scheduler/shares.py`).
     importing: another worker prefills them.
     exporting: prefilled for another worker, which has not taken all of it.
     """
@@ -22,6 +24,8 @@ class Queues:
         self.by_id: dict[RequestId, Request] = {}
         self.forming: list[Request] = []
         self.waiting: list[Request] = []
+        self.waiting_of: dict[str, list[Request]] = {}
+        self.waiting_tally = Tally()
         self.prefilling: list[Request] = []
         self.importing: list[Request] = []
         self.decoding: list[Request] = []
@@ -38,7 +42,7 @@ class Queues:
 
     def admitted(self, request: Request) -> None:
         """It waited, and has been given a row."""
-        self.waiting.remove(request)
+        self._wait_no_more(request)
         (self.importing if request.remote else self.prefilling).append(request)
 
     def prefilled(self, request: Request) -> None:
@@ -60,7 +64,10 @@ class Queues:
         """It has ended."""
         del self.by_id[request.request_id]
         if request.running is None:
-            (self.forming if request in self.forming else self.waiting).remove(request)
+            if request in self.forming:
+                self.forming.remove(request)
+            else:
+                self._wait_no_more(request)
         else:
             self._of(request).remove(request)
 
@@ -69,6 +76,16 @@ class Queues:
             self.forming.append(request)
         else:
             insort(self.waiting, request, key=_ORDER)
+            insort(self.waiting_of.setdefault(request.tenant.name, []), request, key=_ORDER)
+            self.waiting_tally.add(request, 1)
+
+    def _wait_no_more(self, request: Request) -> None:
+        self.waiting.remove(request)
+        of_tenant = self.waiting_of[request.tenant.name]
+        of_tenant.remove(request)
+        if not of_tenant:
+            del self.waiting_of[request.tenant.name]
+        self.waiting_tally.add(request, -1)
 
     def _of(self, request: Request) -> list[Request]:
         """Where a running request stands."""

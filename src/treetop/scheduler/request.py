@@ -7,7 +7,7 @@ from treetop.cache.kv_cache_manager import Lease
 from treetop.scheduler.constrained import ConstraintState, Structures, constrained_by
 from treetop.types.ids import RequestId, Row
 from treetop.types.messages import RowHistory, RowMask, RowSetup
-from treetop.types.requests import EngineRequest, check_received
+from treetop.types.requests import EngineRequest, Tenant, check_received
 from treetop.types.sampling import Choice, FinishReason, SamplingParams, TokenLogprobs
 
 MAX_RETRACTIONS = 3
@@ -36,6 +36,7 @@ class Request:
     """Mutable, owned by the scheduler.
 
     order: lower runs first, and is put back last; no two are equal.
+    tenant, group: who shares rows with it (`scheduler/shares.py`).
     stop_ids: EOS, unless it is ignored, and the request's own.
     max_output: tokens that max_tokens and the context allow.
     num_computed_tokens: tokens whose K/V the pages hold, as far as the host knows; a chunk counts once it is planned, a
@@ -58,6 +59,9 @@ class Request:
     choice: Choice
     order: tuple[int, int]
     arrival_s: float
+    tenant: Tenant
+    group: RequestId
+    cache_salt: str
     output_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     finish_reason: FinishReason | None = None
@@ -105,6 +109,9 @@ class Request:
             choice,
             order,
             arrival_s,
+            asked.tenant,
+            asked.request_id if asked.group is None else asked.group,
+            asked.cache_salt,
             received,
         )
         request.constrained = constrained

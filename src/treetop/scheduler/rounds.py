@@ -110,13 +110,17 @@ class RoundPlanner:
         held.reserved = max(held.reserved, self._layout.pages_for(need) * self._layout.page_size)
         return True
 
-    def _retract(self, request: Request) -> None:
+    def put_back(self, request: Request) -> None:
         """Back to the queue; it resumes by a prefill of its prompt and output (sgl-28254)."""
         assert not self._steps, "its length is not known"
         if not self._kv_transfer.retract(request):
             self._rows.leave(request, request.ids[: request.num_complete])
             self._queues.put_back(request)
             request.num_computed_tokens = 0
+
+    def _retract(self, request: Request) -> None:
+        """Back to the queue, for want of pages."""
+        self.put_back(request)
         request.num_retractions += 1
         self.num_retractions += 1
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from treetop.cache.kv_cache_manager import Cells, KVCacheManager, Lease
 from treetop.checks.host import check_cached, check_cell
 from treetop.scheduler.request import Request, Running
+from treetop.scheduler.shares import Tally
 from treetop.types.errors import InvariantError
 from treetop.types.ids import GroupName, PageId, Row
 from treetop.types.layout import Layout
@@ -20,6 +21,7 @@ class Rows:
         self._layout, self._check_level = layout, check_level
         self.kv_cache = KVCacheManager(layout, radix_cache, check_level)
         self.by_row: dict[Row, Request] = {}
+        self.tally = Tally()
         self.cells: dict[tuple[GroupName, Row, int], PageId] = {}
         self._free = [Row(row) for row in range(layout.max_requests - 1, -1, -1)]
 
@@ -39,6 +41,7 @@ class Rows:
         """Give a request a free row, with the pages that its lease has."""
         request.running = Running(self._free.pop(), lease, reserved)
         self.by_row[request.running.row] = request
+        self.tally.add(request, 1)
         self._write(request.running.row, cells)
 
     def leave(self, request: Request, ids: Sequence[int]) -> None:
@@ -49,6 +52,7 @@ class Rows:
         self.kv_cache.release(held.lease, ids)
         self._free.append(held.row)
         del self.by_row[held.row]
+        self.tally.add(request, -1)
         self.cells = {cell: page for cell, page in self.cells.items() if cell[1] != held.row}
         request.running = None
 

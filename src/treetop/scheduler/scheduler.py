@@ -86,7 +86,7 @@ class Scheduler:
         if isinstance(self.policy, AdaptiveShape):
             log.info("%s", self.policy.expectation())
         self._untold: dict[RequestId, Request] = {}  # those whose last update has not been handed out
-        self._retractions_before = 0
+        self._retractions_before = self._num_gave_way = 0
         self._open_books()
 
     def _open_books(self) -> None:
@@ -108,10 +108,10 @@ class Scheduler:
     def add(self, asked: EngineRequest, remote: bool = False, export_from: int | None = None) -> Request:
         """Queue a request. Raises InputError, before anything changes, for one that can never run.
 
-        remote: another worker may prefill it, which its events tell the state machine; what has a constraint or bad
-        words, asks for log-probabilities of its prompt, or goes on behind tokens of another engine, is prefilled here
-        all the same. export_from: it is prefilled for another worker, which has the tokens before this one, and ends
-        with `finish_export`.
+        remote: another worker may prefill it, which its events tell the state machine; what has a constraint, bad
+        words or a salt, asks for log-probabilities of its prompt, or goes on behind tokens of another engine, is
+        prefilled here all the same. export_from: it is prefilled for another worker, which has the tokens before this
+        one, and ends with `finish_export`.
         """
         check_prompt(asked.prompt_ids, self._layout.max_context)
         if remote or export_from is not None:
@@ -121,7 +121,7 @@ class Scheduler:
         order, now = (asked.priority if self._by_priority else 0, next(self._numbers)), self._clock()
         maximum = self._layout.max_context
         request = Request.of(asked, self._eos_ids, maximum, order, now, self._vocab_size, self._structures)
-        asks_more = asked.params.prompt_logprobs is not None or bool(asked.bad_words)
+        asks_more = asked.params.prompt_logprobs is not None or bool(asked.bad_words or asked.cache_salt)
         request.remote = remote and request.constrained is None and not asked.received and not asks_more
         request.export_from = export_from
         if export_from is None:  # else events tell the desk
@@ -239,7 +239,8 @@ class Scheduler:
     def load(self) -> CoreLoad:
         """What it is busy with; requests that ended while a step of theirs is out count as running."""
         waiting = len(self.queues.waiting) + len(self.queues.forming)
-        return CoreLoad(len(self.rows.by_row), waiting, self.rows.kv_cache.usage, self.num_retractions)
+        kv_usage, given_way = self.rows.kv_cache.usage, self._num_gave_way
+        return CoreLoad(len(self.rows.by_row), waiting, kv_usage, self.num_retractions, num_gave_way=given_way)
 
     # ---------------------------------------------------------------- planning and results
 
@@ -255,7 +256,7 @@ class Scheduler:
         if handed is not None:
             self._send(handed)
             return handed
-        if self.steps.num_computing == self._layout.max_in_flight:
+        if self.steps.num_computing == self._layout.max_in_flight or not self._gave_way():
             return None
         ready = self._rounds.ready()
         rounds_first = bool(ready) and (self._rounds_due > 0 or self._prefill.may_wait())
@@ -267,6 +268,18 @@ class Scheduler:
             self._rounds_due = due
             self._send(plan)
         return plan
+
+    def _gave_way(self) -> bool:
+        """Put back who holds more rows than their share while others wait; False if steps are out, and whom it takes
+        shows once they are committed.
+        """
+        over = self._prefill.shares.over(self._prefill.lacks_pages)
+        if over and self.steps:
+            return False
+        for request in over:
+            self._rounds.put_back(request)
+        self._num_gave_way += len(over)
+        return True
 
     def _choose_shape(self, lengths: Sequence[int], speculating: Sequence[int]) -> SpecShape:
         return self.policy.choose(lengths, speculating)

@@ -17,6 +17,27 @@ from treetop.types.sampling import FinishReason, SamplingParams, TokenLogprobs
 from treetop.types.verified_tree import VerifiedTree
 
 
+class Tenant(NamedTuple):
+    """Whose requests share rows as one: an API key's, by its name. "" for those of nobody in particular.
+
+    max_rows: of an engine that they hold at most; None for all.
+    """
+
+    name: str = ""
+    max_rows: int | None = None
+
+
+class Whose(NamedTuple):
+    """What the requests of one call have in common beside what they ask.
+
+    cache_salt: as in `EngineRequest`. as_one: they share rows as one request, as its choices do.
+    """
+
+    tenant: Tenant = Tenant()
+    cache_salt: str = ""
+    as_one: bool = False
+
+
 class EngineRequest(NamedTuple):
     """One prompt. The client chooses the id, which no other request of this core may ever have.
 
@@ -24,6 +45,8 @@ class EngineRequest(NamedTuple):
     timeout_s: seconds from its arrival in the core after which it is ended with an error; None for no such limit.
     constraint: cannot cross to another process.
     bad_words: sequences of ids of which none may come.
+    group: the first choice of those that share rows as one request; None for a request that is alone.
+    cache_salt: the prefix cache gives it only what requests with the same salt have left there.
     received: output that the client has already, of an engine that is gone; this one goes on behind it, and all limits
         count it.
     """
@@ -37,6 +60,9 @@ class EngineRequest(NamedTuple):
     constraint: TokenConstraint | None = None
     received: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    tenant: Tenant = Tenant()
+    group: RequestId | None = None
+    cache_salt: str = ""
 
 
 class RequestStats(NamedTuple):
@@ -189,6 +215,7 @@ class CoreLoad(NamedTuple):
     """What a core is busy with.
 
     kv_usage: share of the fullest pool that requests hold.
+    num_gave_way: requests put back so that others have their share of the rows.
     kv_transfer: None without disaggregation.
     """
 
@@ -197,6 +224,7 @@ class CoreLoad(NamedTuple):
     kv_usage: float = 0.0
     num_retractions: int = 0
     kv_transfer: KVTransferStats | None = None
+    num_gave_way: int = 0
 
 
 def check_prompt(prompt_ids: Sequence[int], max_context: int) -> None:

@@ -143,6 +143,10 @@ def listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+CacheSalt = Annotated[
+    str | None,
+    Field(min_length=1, max_length=256, description="only requests with the same salt share cached prefixes; vLLM's"),
+]
 Stops = Annotated[list[Annotated[str, Field(max_length=LONGEST_STOP)]], Field(max_length=MAX_STOPS)]
 
 
@@ -178,6 +182,7 @@ class SamplingFields(TextFields, UnusedFields, Body):
     stop_token_ids: StopIds | None = None
     ignore_eos: bool = False
     priority: int = 0
+    cache_salt: CacheSalt = None
     timeout: float | None = Field(None, description="seconds after which the request ends with an error")
     stream: bool = False
     stream_options: StreamOptions | None = None

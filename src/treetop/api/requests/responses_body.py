@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from treetop.api.limits import MAX_MESSAGES, MAX_PARTS, FewMembers, check_values
 from treetop.api.requests.chat_body import ChatRequest, chat_request
 from treetop.api.requests.extra_fields import UnusedFields
-from treetop.api.requests.fields import Body, refuse_unsupported
+from treetop.api.requests.fields import Body, CacheSalt, refuse_unsupported
 from treetop.api.requests.hints import left_out
 from treetop.api.requests.tools import MAX_TOOLS, AnyText, Function, FunctionName, Grammar
 from treetop.parsers.custom import arguments_of
@@ -337,6 +337,7 @@ class ResponsesRequest(UnusedFields, Body):
     )
     client_metadata: Annotated[dict[str, Any] | None, FewMembers] = None
     priority: int = 0
+    cache_salt: CacheSalt = None
     timeout: float | None = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, FewMembers] = None
     thinking_token_budget: int | None = Field(None, ge=0, lt=2**31, description="as of chats")
@@ -378,9 +379,10 @@ class ResponsesRequest(UnusedFields, Body):
         if self.text is not None and self.text.verbosity not in (None, "medium"):
             left_out("text.verbosity", "a hint that no model here is given")
         names = ("model", "temperature", "top_p", "top_k", "seed", "parallel_tool_calls", "priority", "timeout")
+        more = ("chat_template_kwargs", "thinking_token_budget", "cache_salt")
         return chat_request(
             {
-                **{name: getattr(self, name) for name in (*names, "chat_template_kwargs", "thinking_token_budget")},
+                **{name: getattr(self, name) for name in (*names, *more)},
                 "messages": [*system, *messages],
                 "max_completion_tokens": self.max_output_tokens,
                 "tools": [tool.chat_tool(name) for name, (tool, _) in self.own_tools.items()],
