@@ -25,7 +25,17 @@ GRID = [(1, 1, 2), (1, 3, 4), (1, 6, 7), (2, 2, 5), (2, 3, 6), (4, 3, 12), (4, 5
 
 OF_EACH_KIND = (
     *("llama 3", "gemma3", "qwen3 vl", "mixtral", "qwen3 windows", "mimo v2", "step 3.5", "laguna", "llama 4"),
-    *("hunyuan moe", "granite moe", "gemma4 experts", "deepseek v2", "glm 5.2", "kimi k2.5", "qwen3 next"),
+    *(
+        "hunyuan moe",
+        "granite moe",
+        "gemma4 experts",
+        "deepseek v2",
+        "glm 5.2",
+        "kimi k2.5",
+        "qwen3 next",
+        "nemotron",
+        "falcon 40b",
+    ),
 )
 """Families whose trees are compared in the short run too: one of each kind of attention, experts and folder."""
 
@@ -34,7 +44,10 @@ def named(name: str) -> str:
     return name.replace(" ", "-")
 
 
-@pytest.fixture(scope="module", params=FAMILIES, ids=named)
+OFTEN = [pytest.param(name, marks=[pytest.mark.slow] * tiny.slow) for name, tiny in FAMILIES.items()]
+
+
+@pytest.fixture(scope="module", params=OFTEN, ids=named)
 def saved(request, tmp_path_factory) -> Saved:
     return FAMILIES[request.param].save(tmp_path_factory.mktemp("family"), seed=5)
 
@@ -321,6 +334,11 @@ UNSUPPORTED = [
     ("gemma", {"hidden_act": "silu"}, "hidden_act"),
     ("dots", {"topk_group": 3}, "topk_group"),
     ("cwm", {"layer_types": ["chunked_attention"] * 4}, "layer_types"),
+    ("cohere", {"use_qk_norm": True}, "use_qk_norm"),
+    ("falcon 7b", {"alibi": True}, "alibi"),
+    ("falcon 7b", {"activation": "silu"}, "activation"),
+    ("phi", {"qk_layernorm": True}, "qk_layernorm"),
+    ("nemotron", {"hidden_act": "silu"}, "hidden_act"),
     ("qwen3 vl moe", {"text_config": {"norm_topk_prob": False, "model_type": "qwen3_vl_moe_text"}}, "norm_topk_prob"),
 ]
 

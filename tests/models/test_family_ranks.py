@@ -39,6 +39,7 @@ def serve(pair, shape, **options):
         "hunyuan moe",
         "qwen3 next",
         "qwen3.5",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("nemotron", "phi", "falcon 40b", "qwen2 moe")),
     ],
 )
 def test_ranks_give_what_one_gives(name, tmp_path):

@@ -49,6 +49,8 @@ class Tiny:
     """A family's tiny model. name: of the class in `transformers`, without the ending. finish: makes the folder that
     treetop reads of the one that `transformers` wrote. by_token: the reference runs one token after the other.
     vision: of a family that reads images too, the other keys of its config; `config` is then its language model's.
+    without: keys of `SIZES` that its config has not got.
+    slow: compared in the long run alone, for another one of its kind is in the short one.
     """
 
     name: str
@@ -56,13 +58,15 @@ class Tiny:
     finish: Callable[[Path, Path], Path] = _as_is
     by_token: bool = False
     vision: dict[str, Any] | None = None
+    without: tuple[str, ...] = ()
+    slow: bool = False
 
     @property
     def architecture(self) -> str:
         return f"{self.name}For{'CausalLM' if self.vision is None else 'ConditionalGeneration'}"
 
     def save(self, folder: Path, seed: int = 0) -> "Saved":
-        config = {**SIZES, **self.config}
+        config = {key: value for key, value in {**SIZES, **self.config}.items() if key not in self.without}
         if self.vision is None:
             kind = self.name + ("Text" if self.name in TEXT_CONFIGS else "")
             config = getattr(transformers, f"{kind}Config")(**config)
@@ -725,6 +729,48 @@ FAMILIES: dict[str, Tiny] = {
     "olmoe": Tiny("Olmoe", {"head_dim": 8, "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True}),
     "solar": Tiny("SolarOpen", {key: DEEPSEEK[key] for key in DEEPSEEK if key != "first_k_dense_replace"}),
     "mixtral": Tiny("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
+    "apertus": Tiny("Apertus", {"head_dim": 8}),
+    "arcee": Tiny("Arcee", {"mlp_bias": True}, slow=True),
+    "nemotron": Tiny("Nemotron", {"norm_eps": 1e-4}),
+    "starcoder2": Tiny("Starcoder2", {"head_dim": 8, "sliding_window": WINDOW}, slow=True),
+    "cohere": Tiny("Cohere", {"head_dim": 8, "logit_scale": 0.4}, slow=True),
+    "cohere 2": Tiny("Cohere2", {"head_dim": 8, "logit_scale": 0.4, "sliding_window": WINDOW}),
+    "falcon 7b": Tiny("Falcon", without=("head_dim",), slow=True),
+    "falcon 40b": Tiny(
+        "Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 40}, without=("head_dim",)
+    ),
+    "falcon 11b": Tiny(
+        "Falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1, "bias": True},
+        without=("head_dim",),
+        slow=True,
+    ),
+    "falcon in turn": Tiny("Falcon", {"parallel_attn": False, "multi_query": False}, without=("head_dim",), slow=True),
+    "gpt neox": Tiny("GPTNeoX", {"num_key_value_heads": 4}, without=("head_dim",)),
+    "gpt neox in turn": Tiny(
+        "GPTNeoX",
+        slow=True,
+        config={
+            "num_key_value_heads": 4,
+            "intermediate_size": 48,
+            "use_parallel_residual": False,
+            "attention_bias": False,
+        },
+        without=("head_dim",),
+    ),
+    "phi": Tiny("Phi", {"head_dim": 8}),
+    "qwen2 moe": Tiny(
+        "Qwen2Moe",
+        {
+            **WINDOWED,
+            "head_dim": 8,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 20,
+            "mlp_only_layers": [1],
+        },
+    ),
     "minimax m2": Tiny("MiniMaxM2", {"num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 6}),
     "hunyuan": Tiny("HunYuanDenseV1", {"tie_word_embeddings": True, "rope_parameters": ALPHA, "pad_token_id": 0}),
     "hunyuan moe": Tiny(

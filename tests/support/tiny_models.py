@@ -131,11 +131,11 @@ def save_random(kind, config, folder: Path, seed: int) -> Path:
     model = kind(config).eval()
     with torch.no_grad():
         for name, weight in model.state_dict().items():
-            if "norm" in name or name.endswith(("scale", "scalar")):
+            if ("norm" in name and not name.endswith("bias")) or name.endswith(("scale", "scalar")):
                 weight.uniform_(0.5, 1.5)
             elif name.endswith(("bias", "sinks")):
                 weight.normal_(0, 0.3)
-            else:
+            elif weight.dim():
                 weight.normal_(0, weight.shape[-1] ** -0.5)
     model.save_pretrained(folder)
     return folder

@@ -240,6 +240,23 @@ class DenseSpec:
     limit: float | None = None
 
 
+Ungated = Literal["relu2", "gelu", "gelu_tanh", "xielu"]
+"""The activation of a feed-forward without a gate, see `models.ungated`."""
+
+
+@dataclass(frozen=True, slots=True)
+class UngatedSpec:
+    """A feed-forward without a gate: down(activation(up(x))).
+
+    names: what a checkpoint calls up and down.
+    """
+
+    inner_size: int
+    activation: Ungated
+    bias: bool = False
+    names: tuple[str, str] = ("up_proj", "down_proj")
+
+
 @dataclass(frozen=True, slots=True)
 class NormNames:
     """How a checkpoint names a layer's norms: of what attention and feed-forward read, and of what they add.
@@ -306,7 +323,9 @@ class BesideSpec:
     experts: ExpertSpec
 
 
-FeedForwardSpec = DenseSpec | ExpertSpec | BesideSpec
+FeedForwardSpec = DenseSpec | UngatedSpec | ExpertSpec | BesideSpec
+NormKind = Literal["rms", "layer", "layer with bias"]
+"""x / rms(x), or (x - mean(x)) / rms(x - mean(x)), times a weight, perhaps plus a bias."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,12 +333,15 @@ class LayerSpec:
     """A mixer and a feed-forward, each behind its norm and added to the residual stream, perhaps through another.
 
     scaled: what the layer leaves is multiplied by a number of its own.
+    side_by_side: the feed-forward reads what enters the layer: through its own norm, or, without one, what attention
+        reads.
     """
 
     mixer: Mixer
     feed_forward: FeedForwardSpec
     norms: NormNames = NormNames()
     scaled: bool = False
+    side_by_side: bool = False
 
     @property
     def attends(self) -> AttentionSpec | None:
@@ -361,11 +383,13 @@ class LayerInputs:
 class ModelConfig:
     """A decoder: what holds for all of it, and its layers, first to last.
 
+    norm: the kind of norm of the residual stream.
     unit_offset: a norm multiplies by 1 + its weight.
     embedding_scale: embeddings are multiplied by it as the compute dtype rounds it.
     residual_scale: what attention and feed-forward add is multiplied by it.
     logits_scale: so are logits.
     logits_cap: logits are its tanh(logits / cap).
+    logits_bias: the output matrix has a bias.
     layer_inputs: what each layer adds of the token.
     formats: of its weights, as its own checkpoint says.
     """
@@ -377,11 +401,13 @@ class ModelConfig:
     tied_embeddings: bool
     eos_token_ids: tuple[int, ...]
     layers: tuple[LayerSpec, ...]
+    norm: NormKind = "rms"
     unit_offset: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
     logits_cap: float | None = None
+    logits_bias: bool = False
     layer_inputs: LayerInputs | None = None
     formats: StoredFormats = PLAIN
 

@@ -18,10 +18,10 @@ from treetop.models.embedding import lookup, piece_of, rounded, whole_logits
 from treetop.models.experts import live_rows
 from treetop.models.feed_forward import feed_forward, feed_forward_params
 from treetop.models.layer_inputs import TokenInputs, ending_params, layer_ending, token_input_params
-from treetop.models.layers import NoNorm, RMSNorm, Rotary, norm_param, turn_at
+from treetop.models.layers import NoNorm, Norm, Rotary, stream_norm, stream_norm_params, turn_at
 from treetop.models.target import LAST_HIDDEN, TargetOutput
 from treetop.types.parallel import Summed, taken
-from treetop.weights.format import Linear, Product
+from treetop.weights.format import Linear, Product, Source
 from treetop.weights.held import Weights
 
 
@@ -33,12 +33,16 @@ class DecoderLayer:
         self.rope = None if spec.attends is None else spec.attends.rope
         self._scale, self._add = config.residual_scale, ops.add
         self._joins = ops.context.exact and ops.parallel.size > 1
-        self.input_norm = _norm(weights, f"{name}.input_norm", eps, ops) or NoNorm(ops)
+        self._side_by_side = spec.side_by_side
+        norm = partial(_norm, weights, config, ops=ops)
+        self.input_norm = norm(f"{name}.input_norm") or NoNorm(ops)
         self.attention = attention(spec.mixer, weights, f"{name}.attention", index, eps, ops)
-        self.mlp_norm = _norm(weights, f"{name}.mlp_norm", eps, ops) or NoNorm(ops)
+        own_norm = norm(f"{name}.mlp_norm")
+        self.mlp_norm = own_norm or NoNorm(ops)
+        self._mlp_reads = own_norm if spec.side_by_side else None
         self.mlp = feed_forward(spec.feed_forward, weights, f"{name}.mlp", eps, ops)
         outputs = (f"{name}.attention_output_norm", f"{name}.mlp_output_norm")
-        self.attention_output_norm, self.mlp_output_norm = (_norm(weights, each, eps, ops) for each in outputs)
+        self.attention_output_norm, self.mlp_output_norm = map(norm, outputs)
         self.ending = layer_ending(config, weights, index, ops)
         self.products: list[Product] = [*self.attention.products, *self.mlp.products]
         if self.ending is not None:
@@ -49,11 +53,15 @@ class DecoderLayer:
     ) -> tuple[Tensor, Summed]:
         """x: the residual stream, normed: its input norm. Returns the stream after attention, and what to add to it."""
         added = self._added(self.attention(normed, turn, attend), self.attention_output_norm, x.dtype)
-        x, normed = self.mlp_norm.after(x, added)
+        if self._side_by_side:
+            normed = normed if self._mlp_reads is None else self._mlp_reads(x)
+            x = self._add(x, added)
+        else:
+            x, normed = self.mlp_norm.after(x, added)
         return x, self._added(self.mlp(normed, live, x), self.mlp_output_norm, x.dtype)
 
     def leave(
-        self, x: Tensor, added: Summed, norm: RMSNorm | NoNorm, inputs: Tensor | None = None
+        self, x: Tensor, added: Summed, norm: Norm | NoNorm, inputs: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Of what `__call__` returns: the stream behind the layer, and what comes next of it, through `norm`.
 
@@ -64,7 +72,7 @@ class DecoderLayer:
         x = self.ending(self._add(x, added), inputs)
         return x, norm(x)
 
-    def _added(self, parts: Summed, norm: RMSNorm | None, dtype: torch.dtype) -> Summed:
+    def _added(self, parts: Summed, norm: Norm | None, dtype: torch.dtype) -> Summed:
         """What is added to the residual stream of what a half of the layer gives."""
         if norm is not None:
             parts = norm.of_parts(parts, dtype)
@@ -74,9 +82,9 @@ class DecoderLayer:
         return (joined_in_order(parts)[None] if self._joins else parts) * self._scale
 
 
-def _norm(weights: Weights, name: str, eps: float, ops: Ops) -> RMSNorm | None:
+def _norm(weights: Weights, config: ModelConfig, name: str, ops: Ops) -> Norm | None:
     """None if the layer has none of this name."""
-    return RMSNorm(weights[name], eps, ops) if name in weights else None
+    return stream_norm(weights, name, config.norm, config.norm_eps, ops) if name in weights else None
 
 
 class Decoder:
@@ -92,7 +100,7 @@ class Decoder:
         self.layers = [DecoderLayer(config, weights, index, ops) for index in range(len(config.layers))]
         ropes = dict.fromkeys(layer.rope for layer in self.layers if layer.rope is not None)
         self._ropes = {rope: rope_table(rope, place.rope_rows, place.dtype, place.device) for rope in ropes}
-        self.norm = RMSNorm(weights["norm"], config.norm_eps, ops)
+        self.norm = stream_norm(weights, "norm", config.norm, config.norm_eps, ops)
         self.layer_inputs = TokenInputs(config, weights, place.dtype, ops) if config.layer_inputs else None
         self.lm_head = weights.linear_with(self.embedding) if config.tied_embeddings else weights.linear("lm_head")
         self._logits = capped(self.lm_head, config.logits_cap)
@@ -147,10 +155,10 @@ def _capped(lm_head: Linear, cap: float, hidden: Tensor) -> Tensor:
 
 def decoder_params(config: ModelConfig) -> list[Param]:
     """By the names that Llama gave its tensors, and most others after it."""
-    hidden, vocab, offset = config.hidden_size, config.vocab_size, config.unit_offset
+    hidden, vocab = config.hidden_size, config.vocab_size
     params = [
         of_vocab("embedding", "model.embed_tokens.weight", vocab, hidden, "table"),
-        norm_param("norm", "model.norm.weight", hidden, offset),
+        *stream_norm_params("norm", "model.norm", config),
     ]
     for index in range(len(config.layers)):
         params += layer_params(config, index, f"model.layers.{index}")
@@ -158,6 +166,8 @@ def decoder_params(config: ModelConfig) -> list[Param]:
         params += token_input_params(config, config.layer_inputs)
     if not config.tied_embeddings:
         params.append(of_vocab("lm_head", "lm_head.weight", vocab, hidden))
+    if config.logits_bias:
+        params.append(Param("lm_head_bias", (vocab,), (Source("lm_head.bias", (vocab,)),), "vector", 0, padded=True))
     return params
 
 
@@ -171,7 +181,7 @@ def layer_params(config: ModelConfig, index: int, stored: str) -> list[Param]:
         "mlp_output_norm": layer.norms.feed_forward_output,
     }
     return [
-        *(norm_param(f"{name}.{n}", f"{stored}.{s}.weight", hidden, offset) for n, s in norms.items() if s),
+        *(p for n, s in norms.items() if s for p in stream_norm_params(f"{name}.{n}", f"{stored}.{s}", config)),
         *attention_params(layer.mixer, f"{name}.attention", f"{stored}.{_block(layer)}", hidden, hidden, offset),
         *feed_forward_params(layer.feed_forward, f"{name}.mlp", f"{stored}.mlp", hidden),
         *ending_params(config, name, stored, layer.scaled),

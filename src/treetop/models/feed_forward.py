@@ -8,9 +8,10 @@ from torch import Tensor
 from treetop.checkpoints.params import Param
 from treetop.kernels.table import Ops
 from treetop.models.beside import BesideMLP, beside_params
-from treetop.models.config import BesideSpec, ExpertSpec, FeedForwardSpec
+from treetop.models.config import BesideSpec, ExpertSpec, FeedForwardSpec, UngatedSpec
 from treetop.models.experts import ExpertMLP, expert_params
 from treetop.models.layers import dense_mlp, mlp_params
+from treetop.models.ungated import UngatedMLP, ungated_params
 from treetop.types.parallel import Summed
 from treetop.weights.format import Product
 from treetop.weights.held import Weights
@@ -33,6 +34,8 @@ def feed_forward(spec: FeedForwardSpec, weights: Weights, name: str, eps: float,
         return BesideMLP(spec, weights, name, eps, ops)
     if isinstance(spec, ExpertSpec):
         return ExpertMLP(spec, weights, name, ops)
+    if isinstance(spec, UngatedSpec):
+        return UngatedMLP(spec, weights, name, ops)
     return dense_mlp(spec, weights, name, ops)
 
 
@@ -42,4 +45,6 @@ def feed_forward_params(spec: FeedForwardSpec, name: str, stored: str, hidden: i
         return beside_params(spec, name, stored, hidden)
     if isinstance(spec, ExpertSpec):
         return expert_params(spec, name, stored, hidden)
+    if isinstance(spec, UngatedSpec):
+        return ungated_params(spec, name, stored, hidden)
     return mlp_params(spec, name, stored, hidden)

@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.attention.layer import Attend
@@ -16,7 +17,7 @@ from treetop.kernels.gate import Gate
 from treetop.kernels.moe.experts import Activation
 from treetop.kernels.rope import RopeTable, head_order
 from treetop.kernels.table import Ops
-from treetop.models.config import AttentionSpec, DenseSpec
+from treetop.models.config import AttentionSpec, DenseSpec, ModelConfig, NormKind
 from treetop.types.parallel import Summed, taken
 from treetop.weights.format import Product, Source
 from treetop.weights.held import Weights
@@ -41,6 +42,38 @@ class RMSNorm:
     def of_parts(self, parts: Summed, dtype: torch.dtype) -> Tensor:
         """The norm of a product in parts [parts, ...], rounded to dtype before, as one part."""
         return self(self._joined(taken(parts)).to(dtype))[None]
+
+
+class LayerNorm:
+    """(x - mean(x)) / rms(x - mean(x)) * weight + bias over the last dimension, in float32 at least."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float, ops: Ops) -> None:
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        self._weight, self._bias = weight.to(wide), None if bias is None else bias.to(wide)
+        self._eps, self._ops = eps, ops
+
+    def __call__(self, x: Tensor) -> Tensor:
+        wide = x.to(self._weight.dtype)
+        return F.layer_norm(wide, self._weight.shape, self._weight, self._bias, self._eps).to(x.dtype)
+
+    def after(self, x: Tensor, delta: Summed) -> tuple[Tensor, Tensor]:
+        """As `RMSNorm.after`."""
+        total = self._ops.add(x, delta)
+        return total, self(total)
+
+    def of_parts(self, parts: Summed, dtype: torch.dtype) -> Tensor:
+        """As `RMSNorm.of_parts`."""
+        return self(joined(taken(parts)).to(dtype))[None]
+
+
+Norm = RMSNorm | LayerNorm
+
+
+def stream_norm(weights: Weights, name: str, kind: NormKind, eps: float, ops: Ops) -> Norm:
+    """A norm of the residual stream."""
+    if kind == "rms":
+        return RMSNorm(weights[name], eps, ops)
+    return LayerNorm(weights[name], weights.pop(f"{name}_bias"), eps, ops)
 
 
 class NoNorm:
@@ -317,6 +350,15 @@ def _half(stored: Tensor, index: int) -> Tensor:
 def norm_param(name: str, stored: str, size: int, unit_offset: bool = False) -> Param:
     """unit_offset: 1 is added to the stored weight, in float32, as the norm would."""
     return replace(vector(name, _norm(stored, size, unit_offset)), wide=unit_offset)
+
+
+def stream_norm_params(name: str, stored: str, config: ModelConfig) -> list[Param]:
+    """Of `stream_norm`. stored: the prefix of its tensors."""
+    size, wide = config.hidden_size, config.norm != "rms"
+    found = [norm_param(name, f"{stored}.weight", size, config.unit_offset)]
+    if config.norm == "layer with bias":
+        found.append(vector(f"{name}_bias", Source(f"{stored}.bias", (size,))))
+    return [replace(each, wide=each.wide or wide) for each in found]
 
 
 def _norm(stored: str, size: int, unit_offset: bool, reorder: Transform | None = None) -> Source:

@@ -16,15 +16,11 @@ _IMAGES = "it reads images or sound, and its language model is none of those tha
 _ENCODER = "it is no decoder that generates text"
 
 _SOFTCAPPED = "its scores or logits are capped (softcap)"
-_PARALLEL = "its attention and feed-forward are added side by side"
-_UNGATED = "its feed-forward has no gate"
-_GATED_SHARED = "its shared experts have a gate of their own"
+_LEARNED = "its positions are learned or biases of scores"
 
 _BY_NAME = {
     _SOFTCAPPED: "Gemma2 VaultGemma",
-    _PARALLEL: "Cohere Cohere2 Falcon GPTNeoX GPTJ Phi",
-    _UNGATED: "Apertus Arcee GPT2 GPTBigCode Nemotron OPT Starcoder2",
-    _GATED_SHARED: "Qwen2Moe",
+    _LEARNED: "Bloom GPT2 GPTBigCode MPT OPT",
     _MLA: "AXK1 AXK2 Dots3Note HYV4 LongcatFlash MiniCPM3",
     _SPARSE: "DeepseekV4 Glm5Next",
     _QWEN4: "Qwen4Exp",

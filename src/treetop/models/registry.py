@@ -45,7 +45,9 @@ from treetop.models.families import (
     qwen3_moe,
     qwen3_next,
     seed_oss,
+    side_by_side,
     smollm3,
+    ungated,
 )
 from treetop.models.multimodal import TEXT_ALONE, TOWERS, StoredNames, names_in, text_config
 from treetop.models.refused import refuse_adapter, refuse_by_key, refuse_by_name
@@ -203,6 +205,35 @@ FAMILIES: dict[str, Family] = {
     "MinistralForCausalLM": Family(layered.read_ministral, "Mistral with windows in some layers"),
     "OlmoeForCausalLM": Family(olmo.read_moe, "norms of all queries and all keys, experts in every layer"),
     "SolarOpenForCausalLM": Family(layered.read_solar, "experts of DeepSeek-V3 in every layer"),
+    "ApertusForCausalLM": Family(ungated.read_apertus, "norms of heads, a feed-forward without a gate (xIELU)"),
+    "ArceeForCausalLM": Family(ungated.read_arcee, "a feed-forward without a gate (squared ReLU)"),
+    "NemotronForCausalLM": Family(
+        ungated.read_nemotron, "norms that subtract the mean, a feed-forward without a gate, half of a head turns"
+    ),
+    "Starcoder2ForCausalLM": Family(
+        ungated.read_starcoder, "norms that subtract the mean, biases, a feed-forward without a gate, perhaps a window"
+    ),
+    "CohereForCausalLM": Family(
+        side_by_side.read_cohere, "attention beside feed-forward, norms that subtract the mean: Command R, Aya"
+    ),
+    "Cohere2ForCausalLM": Family(
+        side_by_side.read_cohere_2, "Cohere with windows in layers that turn, others that do not: Command R7B and A"
+    ),
+    "FalconForCausalLM": Family(
+        side_by_side.read_falcon, "attention beside feed-forward, one key or few, no gate", side_by_side.falcon_params
+    ),
+    "GPTNeoXForCausalLM": Family(
+        side_by_side.read_neox,
+        "attention beside feed-forward, a quarter of a head turns, biases, no gate: Pythia too",
+        side_by_side.neox_params,
+        side_by_side.neox_unused,
+    ),
+    "PhiForCausalLM": Family(
+        side_by_side.read_phi, "attention beside feed-forward, biases, no gate: Phi-1 and 2", side_by_side.phi_params
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        qwen2.read_moe, "biases of q, k and v, experts and a shared one with a gate of its own"
+    ),
     "SmolLM3ForCausalLM": Family(smollm3.read, "every fourth layer does not turn"),
     "Gemma3ForConditionalGeneration": Family(gemma3.read, "the text of Gemma 3", text_of=("gemma3_text",)),
     "Gemma4ForConditionalGeneration": Family(

@@ -169,7 +169,7 @@ def _prove_acceptance_of(shape: SpecShape, runner: ModelRunner, bucket: int) -> 
     nothing = runner.target.embedding.new_zeros((bucket, shape.num_draft_tokens, runner.target.config.hidden_size))
     withheld = Withheld(runner.buffers.rows[:bucket], runner.state.numbers["undrafted"], None)
     try:
-        choice = runner.ops.greedy(runner.target.piece(nothing))  # all logits are 0
+        choice = runner.ops.greedy(torch.zeros_like(runner.target.piece(nothing)))
         runner.ops.accept(choice, tree, accepted, None, withheld)
         path = accepted.path[0, : int(accepted.accept_len[0]) + 1].tolist()
     except (IndexError, RuntimeError) as error:

@@ -16,6 +16,7 @@ from treetop.engine.startup.operation_probes import experts_format, kept_operati
 from treetop.kernels.exact import elementwise_problem
 from treetop.kernels.tree import topk
 from treetop.kernels.triton_guard import why_not
+from treetop.models.config import ModelConfig, UngatedSpec
 from treetop.models.registry import TargetSpec
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
@@ -49,6 +50,9 @@ def why_not_exact(config: EngineConfig, layout: Layout, target: TargetSpec, plac
         return BackendRefusal(
             f"a tree may have {most} nodes", f"lower --speculative-num-draft-tokens {nodes} or {_TIES}"
         )
+    unbuilt = _of_model(target.config)
+    if unbuilt is not None:
+        return BackendRefusal(f"{unbuilt} not exact yet", _TIES)
     own = [group.kv for group in layout.groups if not group.is_draft]
     if any(kv.index_dim for kv in own):
         return BackendRefusal("sparse attention (DSA) is not exact yet: its indexer's scores are a batch's", _TIES)
@@ -61,6 +65,15 @@ def why_not_exact(config: EngineConfig, layout: Layout, target: TargetSpec, plac
     return BackendRefusal(
         f"on this machine the bits of {found} depend on the batch", _TIES if helps is None else f"{helps}, or {_TIES}"
     )
+
+
+def _of_model(config: ModelConfig) -> str | None:
+    """What a model has for which it is not built, with its verb."""
+    if config.norm != "rms":
+        return "norms that subtract the mean are"
+    forwards = (layer.feed_forward for layer in config.layers)
+    kinds = {each.activation for each in forwards if isinstance(each, UngatedSpec)} - {"relu2"}
+    return f"{sorted(kinds)[0]} without a gate is" if kinds else None
 
 
 def _of_device(config: EngineConfig, place: Placement) -> BackendRefusal | None:

@@ -1,4 +1,4 @@
-"""Qwen2 and 2.5, dense: Llama with biases of q, k and v, and perhaps a window in later layers."""
+"""Qwen2 and 2.5: Llama with biases of q, k and v, and perhaps a window in later layers; Qwen2-MoE with experts."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +7,7 @@ from treetop.checkpoints.values import Config, flag, size
 from treetop.models.config import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
+    ExpertSpec,
     LayerSpec,
     ModelConfig,
     attention_spec,
@@ -14,6 +15,7 @@ from treetop.models.config import (
     layer_types,
     model_config,
 )
+from treetop.models.families import qwen3_moe
 from treetop.types.errors import CheckpointError
 
 
@@ -22,6 +24,23 @@ def read(config: Config, where: Path) -> ModelConfig:
     dense = dense_spec(config, where)
     layers = [LayerSpec(replace(attention, window=window), dense) for window in windows(config, where)]
     return model_config(config, where, layers)
+
+
+def read_moe(config: Config, where: Path) -> ModelConfig:
+    """Qwen1.5-MoE and Qwen2-57B-A14B: Qwen3's experts, beside a shared one with a gate of its own."""
+    config = {"qkv_bias": True, "num_experts": 60, "num_experts_per_tok": 4, "norm_topk_prob": False, **config}
+    config = {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, **config}
+    spec = attention_spec(config, where)
+    attention = replace(spec, bias=flag(config, "qkv_bias", where), output_bias=False)
+    shared = size(config, "shared_expert_intermediate_size", where)
+    forwards = (
+        replace(each.feed_forward, shared_inner=shared, shared_gate=True, stored="each of Qwen")
+        if isinstance(each.feed_forward, ExpertSpec)
+        else each.feed_forward
+        for each in qwen3_moe.read({**config, "use_sliding_window": False}, where).layers
+    )
+    layers = zip(windows(config, where), forwards, strict=True)
+    return model_config(config, where, [LayerSpec(replace(attention, window=window), each) for window, each in layers])
 
 
 def windows(config: Config, where: Path) -> list[int | None]:
