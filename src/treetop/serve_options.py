@@ -125,6 +125,18 @@ class ServeOptions:
         None,
         "an SQLite file of responses and conversations: 30 days, 1 GiB (default: in memory, an hour, 64 MiB)",
     )
+    batch_dir: str | None = option(
+        None,
+        "folder of /v1/files and /v1/batches, which go on after a restart (default: neither)",
+        metavar="FOLDER",
+    )
+    batch_bytes: int = option(2**30, "most bytes of the files in --batch-dir", minimum=1)
+    batch_requests: int | None = option(
+        None,
+        "requests of batches that an API process makes at a time (default: half of those that run at a time)",
+        minimum=1,
+        maximum=65536,
+    )
     ignore_unknown_fields: bool = option(
         False, "leave unknown fields of requests out, and log each name once; else a 400"
     )

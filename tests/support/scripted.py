@@ -107,9 +107,16 @@ def scripted(
     core = ScriptedClient(reply, can_constrain, context)
     chosen = {"chat_template": TEMPLATE, "tool_call_parser": "hermes", "reasoning_parser": "qwen3", **options}
     api = ApiState(core, ServeOptions(**chosen), "scripted", 0, InFlightCounter())
-    config = uvicorn.Config(make_app(api), port=0, log_config=None, lifespan="off", http="h11")
+    app = make_app(api)
+    config = uvicorn.Config(app, port=0, log_config=None, lifespan="off", http="h11")
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
+
+    async def run() -> None:
+        if api.options.batch_dir is not None:
+            await app.state.batches.resume()
+        await server.serve()
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
     thread.start()
     until(lambda: server.started)
     try:

@@ -11,6 +11,7 @@ from uuid import uuid4
 
 from fastapi import Request
 
+from treetop.api.batches.store import BatchStore
 from treetop.api.errors import ApiError
 from treetop.api.events import client_gone
 from treetop.api.metrics import Metrics
@@ -261,6 +262,8 @@ def check_files(model: str, options: ServeOptions) -> None:
     folder = resolve_folder(model)
     open_tokenizer(folder)
     sampling_defaults(folder)
+    if options.batch_dir is not None:
+        BatchStore(Path(options.batch_dir), options.batch_bytes)
     template = open_chat_template(folder, options.chat_template)
     if template is not None:
         problem = None if options.chat_template is None else template.problem()

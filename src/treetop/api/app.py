@@ -2,6 +2,7 @@
 
 import hmac
 from collections.abc import Set
+from pathlib import Path
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers
@@ -10,6 +11,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from treetop.api.access import AccessMiddleware, RootPathMiddleware
 from treetop.api.api_state import ApiState
+from treetop.api.batches.batches import Batches
+from treetop.api.batches.routes import FILES, BatchRequest, batch_routes, file_routes
+from treetop.api.batches.store import BatchStore
 from treetop.api.bodies import Bodies, MeteredBody
 from treetop.api.chat import chat
 from treetop.api.completions import CompletionRequest, completions
@@ -47,6 +51,7 @@ _REQUESTS = (
     TokenizeRequest,
     DetokenizeRequest,
     UpdateWeightsRequest,
+    BatchRequest,
 )
 
 
@@ -75,6 +80,11 @@ def make_app(api: ApiState) -> FastAPI:
         operations(api),
     ):
         app.include_router(router)
+    if api.options.batch_dir is not None:
+        store = BatchStore(Path(api.options.batch_dir), api.options.batch_bytes)
+        app.state.batches = Batches(api, store, app)
+        app.include_router(file_routes(store))
+        app.include_router(batch_routes(store, app.state.batches))
     files = {} if api.options.no_ui else page_files()
     app.include_router(page(files))
     bodies = Bodies(api.options.max_body_bytes, api.options.bodies_bytes)
@@ -111,10 +121,11 @@ class AuthMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        key = self._key_of(headers)
-        scope.setdefault("state", {})[OWNER] = self._keys.get(key, "")  # in place: what is outer reads the route of it
-        if self._keys and scope["path"] not in self._without_key and not key:
+        headers, state = Headers(scope=scope), scope.setdefault("state", {})
+        is_ours = OWNER in state  # a request of a batch, whose owner is known
+        key = b"" if is_ours else self._key_of(headers)
+        state.setdefault(OWNER, self._keys.get(key, ""))  # in place: what is outer reads the route of it
+        if self._keys and scope["path"] not in self._without_key and not (key or is_ours):
             await error_response(401, "wrong or missing API key: Authorization: Bearer KEY, or X-Api-Key: KEY")(
                 scope, receive, send
             )
@@ -128,7 +139,7 @@ class AuthMiddleware:
         if length.isdecimal() and int(length[:20]) > self._bodies.maximum:
             await error_response(413, too_large(self._bodies.maximum))(scope, receive, send)
             return
-        body, started = MeteredBody(self._bodies, receive), False
+        body, started = MeteredBody(self._bodies, receive, is_json=scope["path"] != FILES), False
 
         async def noted(message: Message) -> None:
             nonlocal started

@@ -10,7 +10,7 @@ from contextlib import suppress
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive
 
-from treetop.api.limits import BodyMeter
+from treetop.api.limits import BodyMeter, ByteMeter
 
 FREE_BYTES = 2**16
 """Of each body: so much the web server holds of one before it stops reading, in any case."""
@@ -54,8 +54,10 @@ class Bodies:
 class MeteredBody:
     """A request's body, piece by piece, metered before anything is made of it."""
 
-    def __init__(self, bodies: Bodies, receive: Receive) -> None:
-        self._bodies, self._receive, self._meter = bodies, receive, BodyMeter(bodies.maximum)
+    def __init__(self, bodies: Bodies, receive: Receive, is_json: bool = True) -> None:
+        """is_json: else nothing but its bytes counts."""
+        self._bodies, self._receive = bodies, receive
+        self._meter = BodyMeter(bodies.maximum) if is_json else ByteMeter(bodies.maximum)
         self._taken = 0
         self._released = False
 

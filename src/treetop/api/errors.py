@@ -59,6 +59,7 @@ _KINDS = {
     401: ("authentication_error", "invalid_api_key"),
     403: ("permission_error", "permission_denied"),
     404: ("not_found_error", "not_found"),
+    409: ("invalid_request_error", "conflict"),
     405: ("invalid_request_error", "method_not_supported"),
     413: ("invalid_request_error", "request_too_large"),
     429: ("rate_limit_error", "rate_limit_exceeded"),

@@ -32,19 +32,30 @@ MAX_STOP_IDS, MAX_ALLOWED_IDS = 1024, 2**18
 _PIECE = 2**16
 
 
-class BodyMeter:
-    """Counts a body as it comes. Whatever is no JSON passes, too: the parser will say so."""
+class ByteMeter:
+    """Counts the bytes of a body as they come."""
 
     def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
-        self._rest, self._inside = b"", 0  # half an escape; 1 inside a text, else 0
-        self.num_bytes = self.num_quotes = self.num_brackets = self.num_commas = 0
+        self._most_bytes, self.num_bytes = most_bytes, 0
 
     def take(self, piece: bytes) -> None:
-        """Raises HTTPException for one byte, text, list, object or value too many."""
+        """Raises HTTPException for one byte too many."""
         self.num_bytes += len(piece)
         if self.num_bytes > self._most_bytes:
             raise HTTPException(413, too_large(self._most_bytes))
+
+
+class BodyMeter(ByteMeter):
+    """Counts a body as it comes. Whatever is no JSON passes, too: the parser will say so."""
+
+    def __init__(self, most_bytes: int) -> None:
+        super().__init__(most_bytes)
+        self._rest, self._inside = b"", 0  # half an escape; 1 inside a text, else 0
+        self.num_quotes = self.num_brackets = self.num_commas = 0
+
+    def take(self, piece: bytes) -> None:
+        """Raises HTTPException for one byte, text, list, object or value too many."""
+        super().take(piece)
         for start in range(0, len(piece), _PIECE):
             self.count(piece[start : start + _PIECE])
             if self.num_quotes // 2 + self.num_brackets > MAX_OBJECTS:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
-from treetop.cli import bench, bench_serve, chat, doctor, generate, inspect, models, quantize, serve, trace
+from treetop.cli import bench, bench_serve, chat, doctor, generate, inspect, models, quantize, run_batch, serve, trace
 from treetop.cli.environment import environment_words, warn_of_unknown, with_words
 from treetop.cli.hints import short, unknown_options, with_hint
 from treetop.types.default_model import VARIABLE, default_line
@@ -31,6 +31,7 @@ COMMANDS: dict[str, Command] = {
     "generate": generate,
     "chat": chat,
     "serve": serve,
+    "run-batch": run_batch,
     "bench": bench,
     "bench-serve": bench_serve,
     "trace": trace,

@@ -60,9 +60,9 @@ def _add_flag(parser: argparse._ActionsContainer, row: Option) -> None:
 
 
 def given_options(args: argparse.Namespace, kind: type) -> dict[str, Any]:
-    """The options of a table that were given; the others keep their defaults."""
+    """The options of a table that were given, of those that the command has; the others keep their defaults."""
     flags = {name: row.dest for name, row in options_of(kind).items() if row.dest is not None}
-    return {name: value for name, dest in flags.items() if (value := getattr(args, dest)) is not None}
+    return {name: value for name, dest in flags.items() if (value := getattr(args, dest, None)) is not None}
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:

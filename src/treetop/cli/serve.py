@@ -1,6 +1,7 @@
 """`treetop serve`: an HTTP server with OpenAI's API."""
 
 import argparse
+from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -21,15 +22,7 @@ _ONLY_ONE = ("--pipeline-parallel-size",)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    aliases = add_engine_options(parser)
-    serve = parser.add_argument_group("server")
-    add_flags(serve, ServeOptions)
-    serve.add_argument("--config", metavar="FILE", help="YAML of flags without dashes; the command line has precedence")
-    serve.add_argument(
-        "--mock-engine",
-        metavar="STEP_MS,TOKENS",
-        help="no model runs: steps take so long and rounds give so many tokens (N, or A-B at random), for tests",
-    )
+    add_serving_options(parser)
     apart = parser.add_argument_group("prefill and decode in workers of their own")
     add_flags(apart, DisaggregationOptions)
     apart.add_argument(
@@ -43,6 +36,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=("nixl",),
         default="nixl",
         help="what moves KV (default %(default)s)",
+    )
+
+
+def add_serving_options(parser: argparse.ArgumentParser, but: Collection[str] = ()) -> None:
+    """Of whatever runs engines in processes behind the application. but: options of the server that it has not."""
+    aliases = add_engine_options(parser)
+    serve = parser.add_argument_group("server")
+    add_flags(serve, ServeOptions, but)
+    serve.add_argument("--config", metavar="FILE", help="YAML of flags without dashes; the command line has precedence")
+    serve.add_argument(
+        "--mock-engine",
+        metavar="STEP_MS,TOKENS",
+        help="no model runs: steps take so long and rounds give so many tokens (N, or A-B at random), for tests",
     )
     aliases.add_argument("--model", "--model-path", dest="model_flag", metavar="MODEL", help="as MODEL")
     aliases.add_argument(*_ONLY_ONE, dest="parallel_size", type=int, default=1, metavar="N", help="only 1 for now")
@@ -66,7 +72,7 @@ def asked_for(args: argparse.Namespace) -> tuple["ProcessOptions", ServeOptions]
     model = args.model if args.model is not None else args.model_flag
     config = engine_config(model, Unset.UNSET, given)
     options = serve_options(args)
-    disaggregation = disaggregation_options(args)
+    disaggregation = disaggregation_options(args) if hasattr(args, "disaggregation_mode") else DisaggregationOptions()
     from treetop.core.wire import ProcessOptions  # too
     from treetop.disaggregation.connector import check_disaggregation  # needs the serve extra
     from treetop.serve.mock_options import mock_options  # too

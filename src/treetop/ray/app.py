@@ -87,6 +87,10 @@ def build_app(process: ProcessOptions, options: ServeOptions, scale: Scale) -> A
     for name in ("host", "port"):
         if getattr(options, name) != getattr(defaults, name):
             raise ConfigError(f"--{name}: Ray's proxy listens; give it to `serve start --http-{name}`")
+    if options.uds is not None or options.ssl_certfile is not None:
+        raise ConfigError("--uds, --ssl-certfile: Ray's proxy listens; give it its own")
+    if options.batch_dir is not None:
+        raise ConfigError("--batch-dir: replicas share no folder; use treetop run-batch, or one server")
     if options.shutdown_delay:
         raise ConfigError("--shutdown-delay: Ray's proxy is asked for readiness, and Ray drains what leaves; drop it")
     if process.disaggregation.mode == "prefill":

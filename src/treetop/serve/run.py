@@ -74,8 +74,9 @@ async def serve(
     api = ApiState(core, options.serve, options.model, first_seed(options.seed, options.client), alive)
     asked = options.serve
     patience = Patience(asked.http_read_timeout, asked.timeout_keep_alive, asked.http_min_rate)
+    app = make_app(api)
     config = uvicorn.Config(
-        make_app(api),
+        app,
         http="h11",  # as `Connection`
         log_config=None,
         access_log=False,
@@ -100,6 +101,8 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
     side: list[Awaitable[None]] = [_end_with(core, server), _leave(api, server), log_load(api, options.number)]
+    if options.serve.batch_dir is not None:
+        side.append(app.state.batches.resume())
     if started is not None:
         side.append(_when_started(server, started))
     tasks = [asyncio.ensure_future(each) for each in side]

@@ -16,8 +16,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -62,9 +62,27 @@ async def _run(folder: Path, process: ProcessOptions, options: ServeOptions, lis
     stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     apis: list[ApiProcess] = []  # none until they serve
     _on_signals(stopped, apis)
+    async with started_engines(process, options, stopped) as (core, engines):
+        if stopped.done():
+            return stopped.result()
+        api_options = ApiOptions(options, process.config.model, process.config.seed)
+        if options.num_api_workers > 1:
+            return await ApiProcesses(engines, core, api_options, listening, folder, apis).serve(stopped)
+        with watched(engines):
+            return await serve(core, api_options, listening, lambda: _print_address(listening, core, api_options))
+
+
+@asynccontextmanager
+async def started_engines(
+    process: ProcessOptions, options: ServeOptions, stopped: "asyncio.Future[int]"
+) -> AsyncIterator[tuple[EngineProcessClient, list[EngineSupervisor]]]:
+    """The engines, up, until the end of the block; or killed, if `stopped` is done first.
+
+    Raises UserError and EngineError.
+    """
     watchdog = Watchdog(options.watchdog_timeout, options.watchdog_restart)
     async with AsyncExitStack() as stack:
-        core, engines = EngineProcessClient(0, watchdog.timeout_s, options.dp_size), []
+        core, engines = EngineProcessClient(0, watchdog.timeout_s, options.dp_size), list[EngineSupervisor]()
         for replica in range(options.dp_size):
             own = msgspec.structs.replace(process, replica=replica, num_replicas=options.dp_size)
             engines.append(EngineSupervisor(own, options.engine_restarts, watchdog, core))
@@ -77,17 +95,9 @@ async def _run(folder: Path, process: ProcessOptions, options: ServeOptions, lis
             started.cancel()
             for each in engines:
                 each.kill()
-            return stopped.result()
-        started.result()
-        api_options = ApiOptions(options, process.config.model, process.config.seed)
-        if options.num_api_workers > 1:
-            return await ApiProcesses(engines, core, api_options, listening, folder, apis).serve(stopped)
-        watches = [asyncio.ensure_future(_watch(each)) for each in engines]
-        try:
-            return await serve(core, api_options, listening, lambda: _print_address(listening, core, api_options))
-        finally:
-            for watch in watches:
-                watch.cancel()
+        else:
+            started.result()
+        yield core, engines
 
 
 async def start(engines: Sequence[EngineSupervisor], model: str, options: ServeOptions) -> None:
@@ -95,6 +105,17 @@ async def start(engines: Sequence[EngineSupervisor], model: str, options: ServeO
     for each in engines:
         each.launch()
     await asyncio.gather(*(each.meet() for each in engines), asyncio.to_thread(check_files, model, options))
+
+
+@contextmanager
+def watched(engines: Sequence[EngineSupervisor]) -> Iterator[None]:
+    """Engines that die are started again meanwhile."""
+    watches = [asyncio.ensure_future(_watch(each)) for each in engines]
+    try:
+        yield
+    finally:
+        for watch in watches:
+            watch.cancel()
 
 
 async def _watch(engines: EngineSupervisor, up: "asyncio.Future[None] | None" = None) -> str:

@@ -1,0 +1,1 @@
+"""Requests of a file, answered into another: OpenAI's batches."""
