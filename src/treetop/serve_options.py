@@ -137,6 +137,11 @@ class ServeOptions:
         minimum=1,
         maximum=65536,
     )
+    kv_events_config: str | None = option(
+        None,
+        "JSON that says where KV events are published, as vLLM has it (docs/scale.md#kv-events; default: nowhere)",
+        metavar="JSON",
+    )
     ignore_unknown_fields: bool = option(
         False, "leave unknown fields of requests out, and log each name once; else a 400"
     )

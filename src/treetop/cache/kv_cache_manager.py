@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from treetop.cache.allocator import CACHE, FREE, Owner, PageAllocator
 from treetop.cache.checkpoints import StateCheckpoints
-from treetop.cache.prefix_cache import Node, Pages, PrefixCache, first_seen
+from treetop.cache.prefix_cache import CacheWatcher, Node, Pages, PrefixCache, first_seen
 from treetop.types.errors import CheckError, OwnershipError
 from treetop.types.ids import NULL_PAGE, GroupName, PageId
 from treetop.types.layout import Layout
@@ -56,6 +56,12 @@ class KVCacheManager:
         self._next_owner = 1
         self._next_check = {"lease": 0, "column": 0, "page": 0}  # where `check_some` goes on
         self._freed: list[tuple[GroupName, PageId]] = []
+
+    def watch(self, watcher: CacheWatcher) -> None:
+        """Tell what the prefix cache has. It is empty still."""
+        if self._radix is not None:
+            self._radix.watcher = watcher
+            watcher.cleared()
 
     def open(self, ids: Sequence[int], salt: str = "") -> tuple[Lease, Cells]:
         """A lease for a request whose tokens begin with `ids`, and the cells of the prefix it shares with the cache.

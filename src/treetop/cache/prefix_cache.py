@@ -12,6 +12,7 @@ No operation walks the trie: each takes constant time a page that it finds, adds
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from treetop.cache.checkpoints import StateCheckpoints
 from treetop.types.errors import OwnershipError
@@ -22,6 +23,18 @@ PageTokens = tuple[int | str, ...]
 Key = tuple[int, PageTokens]
 """The parent's serial number, and what the page holds."""
 Pages = list[tuple[GroupName, PageId]]
+
+
+class CacheWatcher(Protocol):
+    """Is told of pages as they come and go, on the cache's thread. serial: of a node; the root's is 0."""
+
+    def stored(self, parent: int, serial: int, page: PageTokens) -> None: ...
+
+    def removed(self, serial: int) -> None: ...
+
+    def cleared(self) -> None:
+        """There is no page any more, and serial numbers begin anew."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +96,7 @@ class PrefixCache:
 
     windows: of each group, None for one that sees everything.
     checkpoints: states of recurrent layers, without which no hit ends at a node; None for a model without such layers.
+    watcher: hears of every node; None if nobody does.
     """
 
     def __init__(
@@ -98,6 +112,7 @@ class PrefixCache:
         self._nodes: dict[Key, Node] = {}
         self._unpinned: OrderedDict[Node, None] = OrderedDict()
         self._next_serial = 1
+        self.watcher: CacheWatcher | None = None
 
     # ---------------------------------------------------------------- lookup and insertion
 
@@ -143,6 +158,8 @@ class PrefixCache:
                 child = self._nodes[key] = Node(self._next_serial, key, node, {}, pins=1)
                 self._next_serial += 1
                 node.num_children += 1
+                if self.watcher is not None:
+                    self.watcher.stored(node.serial, child.serial, tokens)
             else:
                 self._pin(child)
             nodes.append(child)
@@ -279,6 +296,8 @@ class PrefixCache:
         assert leaf.parent is not None
         del self._nodes[leaf.key], self._unpinned[leaf]
         leaf.parent.num_children -= 1
+        if self.watcher is not None:
+            self.watcher.removed(leaf.serial)
         for pages in self._windows.values():
             pages.unread.pop(leaf, None)
         if self._checkpoints is not None:

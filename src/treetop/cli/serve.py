@@ -73,7 +73,7 @@ def asked_for(args: argparse.Namespace) -> tuple["ProcessOptions", ServeOptions]
     config = engine_config(model, Unset.UNSET, given)
     options = serve_options(args)
     disaggregation = disaggregation_options(args) if hasattr(args, "disaggregation_mode") else DisaggregationOptions()
-    from treetop.core.wire import ProcessOptions  # too
+    from treetop.core.wire import ProcessOptions, kv_events_options  # too
     from treetop.disaggregation.connector import check_disaggregation  # needs the serve extra
     from treetop.serve.mock_options import mock_options  # too
 
@@ -87,7 +87,12 @@ def asked_for(args: argparse.Namespace) -> tuple["ProcessOptions", ServeOptions]
     if disaggregation.mode == "prefill" and options.dp_size > 1:
         raise ConfigError("--dp-size: not with --disaggregation-mode prefill; start several, with an address each")
     process = ProcessOptions(
-        "", config, mock_options(args.mock_engine, config), log_level=20, disaggregation=disaggregation
+        "",
+        config,
+        mock_options(args.mock_engine, config),
+        log_level=20,
+        disaggregation=disaggregation,
+        kv_events=kv_events_options(options.kv_events_config, config),
     )
     if disaggregation.mode != "null":
         if process.mock is not None:

@@ -1,10 +1,12 @@
 """Messages between API processes and engine processes: typed msgpack messages, never pickles."""
 
 from pathlib import Path
+from typing import Annotated, Literal
 
 import msgspec
 
 from treetop.types.config import EngineConfig
+from treetop.types.errors import ConfigError
 from treetop.types.ids import RequestId
 from treetop.types.kv_transfer.options import DisaggregationOptions
 from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, RequestUpdate
@@ -106,6 +108,24 @@ EngineEvent = EngineUp | EngineLost | EngineDead
 """Sent to API processes, a line of JSON each."""
 
 
+class KVEventsOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's `--kv-events-config`: where the prefix cache's pages are told of.
+
+    endpoint: of the PUB socket. replay_endpoint: of the ROUTER that tells again. buffer_steps: batches that it has.
+    hwm: messages that may wait for a slow reader; more are lost to it. hash_seed: of block hashes, PYTHONHASHSEED's.
+    """
+
+    enable_kv_cache_events: bool = False
+    publisher: Literal["zmq", "null"] = "zmq"
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: Annotated[int, msgspec.Meta(ge=1, le=2**20)] = 10_000
+    hwm: Annotated[int, msgspec.Meta(ge=1, le=2**20)] = 100_000
+    max_queue_size: Annotated[int, msgspec.Meta(ge=1)] = 100_000
+    topic: str = ""
+    hash_seed: str = ""
+
+
 class MockOptions(msgspec.Struct, frozen=True):
     """An engine without a model.
 
@@ -129,6 +149,7 @@ class ProcessOptions(msgspec.Struct, frozen=True):
     rank: of `config.ep_size`.
     replica: of `num_replicas`, which share the machine.
     weights: a file that says which weights are in force once they have been replaced, for the engine after this one.
+    kv_events: where its prefix cache is told of; None for nowhere.
     """
 
     address: str
@@ -140,11 +161,27 @@ class ProcessOptions(msgspec.Struct, frozen=True):
     replica: int = 0
     num_replicas: int = 1
     weights: str | None = None
+    kv_events: KVEventsOptions | None = None
 
     @property
     def folder(self) -> str:
         """Where its socket lies, and where ranks meet."""
         return str(Path(self.address.removeprefix("ipc://")).parent)
+
+
+def kv_events_options(given: str | None, config: EngineConfig) -> KVEventsOptions | None:
+    """Of `--kv-events-config`; None where nothing is to be published. Raises ConfigError."""
+    if given is None:
+        return None
+    try:
+        options = msgspec.json.decode(given, type=KVEventsOptions)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"--kv-events-config: {error}") from None
+    if not options.enable_kv_cache_events or options.publisher == "null":
+        return None
+    if config.disable_radix_cache:
+        raise ConfigError("--kv-events-config: with --disable-radix-cache there is nothing to tell")
+    return options
 
 
 ToCore = ClientHello | AddRequests | AbortRequests | Finish | Leave | UpdateWeights

@@ -50,6 +50,7 @@ from treetop.types.requests import CoreInfo, CoreLoad, RequestUpdate
 if TYPE_CHECKING:  # loads PyTorch, which takes seconds
     from treetop.distributed.lockstep import Lockstep
     from treetop.distributed.tp_executor import TpExecutor
+    from treetop.scheduler.scheduler import Scheduler
 
 _LOAD_S = 0.25
 """Seconds between two words about the load, at least."""
@@ -233,7 +234,9 @@ class EngineProcess:
         if options.mock is not None:
             from treetop.core.mock import make_mock  # noqa: PLC0415  # needs no PyTorch
 
-            return Parts(*make_mock(options.config, options.mock))
+            mock_core, info = make_mock(options.config, options.mock)
+            self._tell_cache(mock_core.scheduler, stack)
+            return Parts(mock_core, info)
         take_share(options)
         if options.config.ep_size > 1:
             from treetop.distributed.expert_rank import open_rank  # noqa: PLC0415  # loads PyTorch
@@ -250,6 +253,7 @@ class EngineProcess:
             engine, executor = opened.local.engine, opened.local.executor
             scheduler = opened.local.scheduler
             parts = Parts(opened.core, opened.info, executor=executor)
+        self._tell_cache(scheduler, stack)
         if options.disaggregation.mode == "null":
             return parts
         if not options.rank:
@@ -261,6 +265,18 @@ class EngineProcess:
         )
         stack.callback(connector.close)
         return parts._replace(connector=connector, info=parts.info._replace(refuses=connector.refuses))
+
+    def _tell_cache(self, scheduler: "Scheduler", stack: ExitStack) -> None:
+        """Publish what the prefix cache has, if that is asked for. stack: ends it."""
+        options = self.options
+        if options.kv_events is None:
+            return
+        from treetop.distributed.kv_events import KVEventPublisher  # noqa: PLC0415  # few ask for it
+
+        rank = options.replica * options.config.ep_size + options.rank
+        publisher = KVEventPublisher(options.kv_events, options.config.page_size, rank, self._context)
+        stack.callback(publisher.close)
+        scheduler.watch_cache(publisher)
 
     def _guard(self, lockstep: "Lockstep[Any]") -> None:
         """On a thread of its own: the rank may wait where nothing reaches it, such as for its device."""

@@ -17,6 +17,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Any
 
+from treetop.cache.prefix_cache import CacheWatcher
 from treetop.scheduler.budget import PrefillBudget
 from treetop.scheduler.committer import Committer, stats_of
 from treetop.scheduler.constrained import Structures
@@ -87,7 +88,13 @@ class Scheduler:
             log.info("%s", self.policy.expectation())
         self._untold: dict[RequestId, Request] = {}  # those whose last update has not been handed out
         self._retractions_before = self._num_gave_way = 0
+        self._cache_watcher: CacheWatcher | None = None
         self._open_books()
+
+    def watch_cache(self, watcher: CacheWatcher) -> None:
+        """Tell what the prefix cache has from now on, also of those after this one. Nothing has been asked yet."""
+        self._cache_watcher = watcher
+        self.rows.kv_cache.watch(watcher)
 
     def _open_books(self) -> None:
         """Nobody waits or runs, every page is free, and nothing is out."""
@@ -101,6 +108,8 @@ class Scheduler:
         self._prefill = PrefillPlanner(layout, self._budget, *shared, self.kv_transfer, clock)
         self._rounds = RoundPlanner(layout, self._choose_shape, *shared, self.kv_transfer)
         self._committer = Committer(*shared, self.kv_transfer, config.check_level, clock)
+        if self._cache_watcher is not None:
+            self.rows.kv_cache.watch(self._cache_watcher)
         self._rounds_due = 0  # before the next prefill step
 
     # ---------------------------------------------------------------- requests in and out

@@ -1,0 +1,221 @@
+"""KV events for routers: which pages the prefix cache has, told over zmq in vLLM's messages.
+
+PUB   topic, sequence number (8 bytes, big endian), payload: msgpack of [time, events, data parallel rank]
+ROUTER  a first sequence number -> (number, payload) of each batch from there on that is kept, then (-1, nothing)
+
+Events are arrays: ["BlockStored", hashes, parent's hash or nil, token ids, block size, LoRA id, medium, LoRA name],
+["BlockRemoved", hashes, medium], ["AllBlocksCleared"]. A block's hash is what vLLM's `sha256_cbor` gives, its last 64
+bits: SHA-256 of the canonical CBOR of [parent's hash, tokens, extra keys], the first block's parent that of the seed.
+
+Source: https://docs.vllm.ai/en/stable/examples/online_serving/kv_events_subscriber/, RFC 8949 (CBOR).
+"""
+
+import hashlib
+import logging
+import queue
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import zmq
+
+from treetop.cache.prefix_cache import PageTokens
+from treetop.core.wire import KVEventsOptions
+from treetop.types.errors import ConfigError
+
+log = logging.getLogger("treetop.core")
+
+END = (-1).to_bytes(8, "big", signed=True)
+"""The sequence number that ends a replay."""
+_MEDIUM = "GPU"
+_LOOK_S = 0.05
+"""Between two looks for whoever asks for a replay, while nothing else happens."""
+_CLEARED = (None, 0, 0, ())
+
+Change = tuple[bool | None, int, int, PageTokens]
+"""Whether a page came or went, None for the end of all; its parent's serial number and its own; what it holds."""
+
+
+def block_hash(parent: bytes, tokens: Sequence[int], salt: str) -> bytes:
+    """32 bytes. salt: "" for none; vLLM's extra keys of a first block are its cache salt."""
+    extra = _head(4, 1) + _text(salt) if salt else b"\xf6"
+    listed = b"".join(_head(0, each) for each in tokens)
+    return hashlib.sha256(b"\x83" + _head(2, len(parent)) + parent + _head(4, len(tokens)) + listed + extra).digest()
+
+
+def seed_hash(seed: str) -> bytes:
+    """The parent of every first block."""
+    return hashlib.sha256(_text(seed)).digest()
+
+
+def _text(text: str) -> bytes:
+    given = text.encode()
+    return _head(3, len(given)) + given
+
+
+def _head(major: int, value: int) -> bytes:
+    """The head of a CBOR item in its shortest form. RFC 8949, 3 and 4.2.1."""
+    if value < 24:
+        return bytes(((major << 5) | value,))
+    for code, size in ((24, 1), (25, 2), (26, 4), (27, 8)):
+        if value < 1 << (8 * size):
+            return bytes(((major << 5) | code,)) + value.to_bytes(size, "big")
+    raise ValueError(f"{value} has more than 64 bits")
+
+
+class EventWriter:
+    """Turns changes of a prefix cache into events.
+
+    With a draft head pages of one text may be several, by the token after them. A router counts them as one block: it
+    is stored with the first and removed with the last.
+    """
+
+    def __init__(self, page_size: int, seed: str) -> None:
+        self._page_size, self._root = page_size, seed_hash(seed)
+        self._begin()
+
+    def events(self, changes: Sequence[Change]) -> list[tuple[Any, ...]]:
+        """Of changes in their order. Neighbours of a path are one event."""
+        events: list[tuple[Any, ...]] = []
+        last = None  # serial number of the last page of an event that may grow
+        for is_stored, parent, serial, page in changes:
+            if is_stored is None:
+                self._begin()
+                events, last = [("AllBlocksCleared",)], None
+            elif is_stored:
+                tokens = [each for each in page[: self._page_size] if isinstance(each, int)]
+                salt = page[-1] if isinstance(page[-1], str) else ""
+                above = self._hashes[parent]
+                digest = self._hashes[serial] = block_hash(above, tokens, salt)
+                self._counts[digest] += 1
+                if self._counts[digest] > 1:
+                    last = None
+                elif last == parent and events:
+                    events[-1][1].append(_shown(digest))
+                    events[-1][3].extend(tokens)
+                    last = serial
+                else:
+                    shown_parent = _shown(above) if parent else None
+                    hashes = [_shown(digest)]
+                    events.append(("BlockStored", hashes, shown_parent, tokens, self._page_size, None, _MEDIUM, None))
+                    last = serial
+            else:
+                last, digest = None, self._hashes.pop(serial)
+                self._counts[digest] -= 1
+                if not self._counts[digest]:
+                    del self._counts[digest]
+                    if events and events[-1][0] == "BlockRemoved":
+                        events[-1][1].append(_shown(digest))
+                    else:
+                        events.append(("BlockRemoved", [_shown(digest)], _MEDIUM))
+        return events
+
+    def _begin(self) -> None:
+        self._hashes = {0: self._root}  # by serial number
+        self._counts: Counter[bytes] = Counter()
+
+
+def _shown(digest: bytes) -> int:
+    return int.from_bytes(digest[-8:], "big")
+
+
+class KVEventPublisher:
+    """A `CacheWatcher` that tells a network. The cache's thread only notes; another one hashes and sends."""
+
+    def __init__(
+        self, options: KVEventsOptions, page_size: int, rank: int, context: "zmq.Context[zmq.Socket[bytes]]"
+    ) -> None:
+        """rank: of this engine among those side by side; ports count up from it. Raises ConfigError."""
+        self._rank, self._topic = rank, options.topic.encode()
+        self._writer = EventWriter(page_size, options.hash_seed)
+        self._changes: queue.Queue[Change | None] = queue.Queue(options.max_queue_size)
+        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=options.buffer_steps)
+        self._sequence = 0
+        self._pub = _opened(context, zmq.PUB, endpoint_of(options.endpoint, rank), options.hwm)
+        self._replay = None
+        if options.replay_endpoint is not None:
+            self._replay = _opened(context, zmq.ROUTER, endpoint_of(options.replay_endpoint, rank), options.hwm, True)
+        self._thread = threading.Thread(target=self._run, name="treetop-kv-events", daemon=True)
+        self._thread.start()
+
+    def stored(self, parent: int, serial: int, page: PageTokens) -> None:
+        self._changes.put((True, parent, serial, page))
+
+    def removed(self, serial: int) -> None:
+        self._changes.put((False, 0, serial, ()))
+
+    def cleared(self) -> None:
+        self._changes.put(_CLEARED)
+
+    def close(self) -> None:
+        """Once all that was noted is sent."""
+        self._changes.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        encoder, is_open = msgspec.msgpack.Encoder(), True
+        while is_open:
+            changes = [*self._waiting()]
+            is_open = None not in changes
+            try:
+                self._publish(self._writer.events([each for each in changes if each is not None]), encoder)
+                self._answer()
+            except Exception:  # a bug, or a socket's: the cache goes on
+                log.exception("KV events were lost")
+        for socket in (self._pub, self._replay):
+            if socket is not None:
+                socket.close()
+
+    def _publish(self, events: list[tuple[Any, ...]], encoder: msgspec.msgpack.Encoder) -> None:
+        if events:
+            payload, number = encoder.encode([time.time(), events, self._rank]), self._sequence.to_bytes(8, "big")
+            self._sequence += 1
+            self._kept.append((number, payload))
+            self._pub.send_multipart((self._topic, number, payload))
+
+    def _waiting(self) -> Iterator[Change | None]:
+        """What was noted: after the first whatever is there."""
+        try:
+            yield self._changes.get(timeout=_LOOK_S)
+            while True:
+                yield self._changes.get_nowait()
+        except queue.Empty:
+            return
+
+    def _answer(self) -> None:
+        """Whoever asks for a replay."""
+        while self._replay is not None and self._replay.poll(0):
+            frames = self._replay.recv_multipart()
+            if len(frames) != 3 or len(frames[2]) != 8:
+                log.warning("a request for a replay of KV events is none: %d frames", len(frames))
+                continue
+            for number, payload in self._kept:
+                if number >= frames[2]:
+                    self._replay.send_multipart((frames[0], b"", number, payload))
+            self._replay.send_multipart((frames[0], b"", END, b""))
+
+
+def endpoint_of(endpoint: str, rank: int) -> str:
+    """Of an engine side by side with others: ports count up, other names get a suffix."""
+    if not rank:
+        return endpoint
+    base, _, port = endpoint.rpartition(":")
+    return f"{base}:{int(port) + rank}" if endpoint.startswith("tcp:") else f"{endpoint}_dp{rank}"
+
+
+def _opened(
+    context: "zmq.Context[zmq.Socket[bytes]]", kind: int, endpoint: str, hwm: int, binds: bool = False
+) -> "zmq.Socket[bytes]":
+    """Bound where the endpoint is a place of this machine, else connected. Raises ConfigError."""
+    socket: zmq.Socket[bytes] = context.socket(kind)
+    socket.set_hwm(hwm)
+    try:
+        is_place = "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc:", "inproc:"))
+        (socket.bind if binds or is_place else socket.connect)(endpoint)
+    except (zmq.ZMQError, ValueError) as error:
+        socket.close(linger=0)
+        raise ConfigError(f"--kv-events-config: {endpoint}: {error}") from None
+    return socket

@@ -1,0 +1,279 @@
+"""KV events: the hashes, the messages as vLLM documents them, replay, and that they tell what the cache has."""
+
+import random
+import struct
+import time
+
+import msgspec
+import pytest
+import zmq
+
+from support.fake_core import ask, make_core
+from support.serving import mock
+from support.waiting import WAIT_S, until
+from treetop.core.wire import KVEventsOptions, kv_events_options
+from treetop.distributed.kv_events import EventWriter, KVEventPublisher, block_hash, endpoint_of, seed_hash
+from treetop.types.config import EngineConfig
+from treetop.types.errors import ConfigError
+
+SEED = "4e1195df020de59e0d65a33a4279f1183e7ae4e5d980e309f8b55adff2e61c3e"
+"""Of "0"; these and the constants below: `hashlib.sha256(cbor2.dumps(value, canonical=True))` of cbor2 6.2."""
+
+
+def test_hashes_are_those_of_sha256_cbor():
+    """Tokens of every size that CBOR has a head for; a chain; a salt; a list longer than one byte says."""
+    assert seed_hash("0").hex() == SEED
+    first = block_hash(bytes.fromhex(SEED), (1, 23, 24, 300), "")
+    assert first.hex() == "44dc0b75ed75fca048021f15e9a785aec4062f011e7aae9b0276ad8ab621d6d2"
+    second = block_hash(first, (70000, 2**32 - 1, 0, 255), "")
+    assert second.hex() == "7bca3fadc428e506e36f73fd72bce3f8cb838139dad3f7bd72b22a8040cb3e60"
+    salted = block_hash(bytes.fromhex(SEED), (1, 2, 3, 4), "tenant é")
+    assert salted.hex() == "aee474f924dfd5c6c63d7f46a50404559c9f3af1503a6009250cfb771bec06a7"
+    long = block_hash(bytes.fromhex(SEED), range(1000, 1064), "")
+    assert long.hex() == "ddbd2646f98e3429b92ad271a9efc30d75baaa9587babc8a4bfe16629b0c22c5"
+
+
+class Event(msgspec.Struct, array_like=True, omit_defaults=True, tag=True):
+    """The types of vLLM's page on subscribers, as a consumer writes them down."""
+
+
+class BlockStored(Event):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+
+
+class BlockRemoved(Event):
+    block_hashes: list[int]
+    medium: str | None
+
+
+class AllBlocksCleared(Event):
+    pass
+
+
+class Batch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+class Consumer:
+    """What a router knows: hash -> (parent, tokens)."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, tuple[int | None, tuple[int, ...]]] = {}
+        self.num_batches = 0
+
+    def take(self, payload: bytes) -> None:
+        self.num_batches += 1
+        for event in msgspec.msgpack.decode(payload, type=Batch).events:
+            if isinstance(event, AllBlocksCleared):
+                self.blocks.clear()
+            elif isinstance(event, BlockRemoved):
+                for each in event.block_hashes:
+                    del self.blocks[each]
+            else:
+                parent, size = event.parent_block_hash, event.block_size
+                assert event.medium == "GPU"
+                assert len(event.token_ids) == size * len(event.block_hashes)
+                assert parent is None or parent in self.blocks
+                for place, each in enumerate(event.block_hashes):
+                    assert each not in self.blocks, "stored twice"
+                    self.blocks[each] = parent, tuple(event.token_ids[place * size : (place + 1) * size])
+                    parent = each
+
+
+def expected(core, seed: str) -> dict[int, tuple[int | None, tuple[int, ...]]]:
+    """The blocks that the cache has, from its nodes, each hashed along its path."""
+    radix = core.scheduler.rows.kv_cache._radix
+    found = {}
+    for each in radix._nodes.values():
+        node, path = each, []
+        while node.parent is not None:
+            path.append(node.key[1])
+            node = node.parent
+        digest, shown = seed_hash(seed), None
+        for page in reversed(path):
+            salt = page[-1] if isinstance(page[-1], str) else ""
+            tokens = page[: radix._page_size]
+            digest, parent = block_hash(digest, tokens, salt), shown
+            shown = int.from_bytes(digest[-8:], "big")
+            found[shown] = parent, tokens
+    return found
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.changes = []
+
+    def stored(self, parent, serial, page) -> None:
+        self.changes.append((True, parent, serial, page))
+
+    def removed(self, serial) -> None:
+        self.changes.append((False, 0, serial, ()))
+
+    def cleared(self) -> None:
+        self.changes.append((None, 0, 0, ()))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_consumer_has_what_the_cache_has_after_any_work(seed):
+    """Shared prefixes, forks behind a page (one block for a router, two pages with a draft), evictions, failures."""
+    rng, recorder, consumer = random.Random(seed), Recorder(), Consumer()
+    core = make_core(rows=2, pages=24, context=80)
+    core.scheduler.watch_cache(recorder)
+    writer, encoder = EventWriter(4, "0"), msgspec.msgpack.Encoder()
+    for number in range(60):
+        prompt = [rng.randrange(2) for _ in range(rng.randrange(1, 40))]
+        core.add(ask(number, prompt, max_tokens=rng.randrange(1, 12)))
+        while core.busy:
+            core.step()
+            if rng.random() < 0.02:
+                core.fail(RuntimeError("a test"))
+        events = writer.events(recorder.changes)
+        recorder.changes.clear()
+        if events:
+            consumer.take(encoder.encode([0.0, events, 0]))
+        assert consumer.blocks == expected(core, "0")
+    assert consumer.num_batches > 20
+
+
+def test_bytes_are_those_of_the_documented_messages():
+    """Built here by hand: msgpack of arrays; a block with two nodes comes once and goes once."""
+    writer = EventWriter(2, "0")
+    first, second = (block_hash(seed_hash("0"), tokens, "") for tokens in ((1, 2), (3, 4)))
+    inner = block_hash(first, (5, 300), "")
+    changes = [
+        (None, 0, 0, ()),
+        (True, 0, 1, (1, 2, 9)),
+        (True, 1, 2, (5, 300, 7)),
+        (True, 0, 3, (1, 2, 8)),
+        (True, 0, 4, (3, 4, 8)),
+        (False, 0, 2, ()),
+        (False, 0, 1, ()),
+        (False, 0, 4, ()),
+    ]
+    payload = msgspec.msgpack.encode([1.5, writer.events(changes), 3])
+
+    def u64(digest: bytes) -> bytes:
+        return b"\xcf" + digest[-8:]
+
+    def text(word: str) -> bytes:
+        return bytes([0xA0 + len(word)]) + word.encode()
+
+    stored = b"\x98" + text("BlockStored")
+    end = b"\x02\xc0" + text("GPU") + b"\xc0"
+    assert payload == b"".join(
+        [
+            b"\x93\xcb" + struct.pack(">d", 1.5) + b"\x94",
+            b"\x91" + text("AllBlocksCleared"),
+            stored + b"\x92" + u64(first) + u64(inner) + b"\xc0" + b"\x94\x01\x02\x05\xcd\x01\x2c" + end,
+            stored + b"\x91" + u64(second) + b"\xc0" + b"\x92\x03\x04" + end,
+            b"\x93" + text("BlockRemoved") + b"\x92" + u64(inner) + u64(second) + text("GPU"),
+            b"\x03",
+        ]
+    )
+    assert writer.events([(False, 0, 3, ())]) == [("BlockRemoved", [int.from_bytes(first[-8:], "big")], "GPU")]
+
+
+def test_a_subscriber_that_missed_batches_has_them_told_again():
+    context = zmq.Context()
+    options = KVEventsOptions(
+        True, endpoint="inproc://events", replay_endpoint="inproc://again", buffer_steps=3, topic="kv"
+    )
+    publisher = KVEventPublisher(options, 2, 0, context)
+    sub, req = context.socket(zmq.SUB), context.socket(zmq.DEALER)
+    try:
+        sub.connect("inproc://events")
+        sub.setsockopt(zmq.SUBSCRIBE, b"kv")
+        req.connect("inproc://again")
+        for socket in (sub, req):
+            socket.RCVTIMEO = int(1000 * WAIT_S)
+        numbers, serial = [], 0
+        while not numbers or numbers[-1] < 5:  # the first may come before the subscription
+            serial += 1
+            publisher.stored(0, serial, (serial, 2))
+            if sub.poll(200):
+                topic, number, payload = sub.recv_multipart()
+                assert topic == b"kv"
+                numbers.append(int.from_bytes(number, "big"))
+                assert msgspec.msgpack.decode(payload, type=Batch).events[0].token_ids == [serial, 2]
+        assert numbers == [*range(numbers[0], 6)]
+        req.send_multipart([b"", b"junk"])  # is no request, and ends nothing
+        req.send_multipart([b"", (4).to_bytes(8, "big")])
+        told = []
+        while not told or told[-1][0] != b"\xff" * 8:
+            empty, number, payload = req.recv_multipart()
+            assert empty == b""
+            told.append((number, payload))
+        assert [int.from_bytes(number, "big") for number, _ in told[:-1]] == [4, 5]
+        assert msgspec.msgpack.decode(told[0][1], type=Batch).ts < time.time()
+        assert told[-1][1] == b""
+        publisher.cleared()
+        publisher.close()
+        _, _, last = sub.recv_multipart()
+        assert msgspec.msgpack.decode(last, type=Batch).events == [AllBlocksCleared()]
+    finally:
+        context.destroy(linger=0)
+
+
+def test_endpoints_count_up_and_those_that_cannot_be_are_refused():
+    assert endpoint_of("tcp://*:5557", 2) == "tcp://*:5559"
+    assert endpoint_of("ipc:///run/kv", 1) == "ipc:///run/kv_dp1"
+    assert endpoint_of("tcp://*:5557", 0) == "tcp://*:5557"
+    context = zmq.Context()
+    with pytest.raises(ConfigError, match="--kv-events-config: tcp://nowhere: "):
+        KVEventPublisher(KVEventsOptions(True, endpoint="tcp://nowhere"), 2, 0, context)
+    context.destroy(linger=0)
+
+
+def test_the_configuration_is_vllms():
+    config = EngineConfig()
+    given = '{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:1", "topic": "kv@a@b"}'
+    options = kv_events_options(given, config)
+    assert (options.endpoint, options.topic, options.replay_endpoint) == ("tcp://*:1", "kv@a@b", None)
+    assert kv_events_options('{"publisher": "zmq"}', config) is None
+    assert kv_events_options(None, config) is None
+    for wrong, words in (("{", "--kv-events-config: "), ('{"a": 1}', "unknown field `a`"), ('{"hwm": 0}', "hwm")):
+        with pytest.raises(ConfigError, match=words):
+            kv_events_options(wrong, config)
+    with pytest.raises(ConfigError, match="disable-radix-cache"):
+        kv_events_options(given, EngineConfig(disable_radix_cache=True))
+
+
+def test_a_server_tells_of_the_pages_of_its_prompts(tmp_path):
+    """Over sockets of the file system; replayed for whoever came too late."""
+    events = {
+        "enable_kv_cache_events": True,
+        "endpoint": f"ipc://{tmp_path}/events",
+        "replay_endpoint": f"ipc://{tmp_path}/again",
+        "hash_seed": "0",
+    }
+    flags = ("--page-size", "4", "--kv-events-config", msgspec.json.encode(events).decode())
+    with mock(0, "1", *flags) as server:
+        prompt = [*range(100, 114)]
+        server.post("/v1/completions", {"prompt": prompt, "max_tokens": 4})
+        context, consumer = zmq.Context(), Consumer()
+        req = context.socket(zmq.DEALER)
+        req.RCVTIMEO = int(1000 * WAIT_S)
+        try:
+            req.connect(events["replay_endpoint"])
+
+            def told() -> bool:
+                consumer.__init__()
+                req.send_multipart([b"", (0).to_bytes(8, "big")])
+                while payload := req.recv_multipart()[2]:
+                    consumer.take(payload)
+                return len(consumer.blocks) >= 3
+
+            until(told)
+        finally:
+            context.destroy(linger=0)
+        parent = seed_hash("0")
+        for begin in (0, 4, 8):
+            parent = block_hash(parent, prompt[begin : begin + 4], "")
+            assert consumer.blocks[int.from_bytes(parent[-8:], "big")][1] == tuple(prompt[begin : begin + 4])
