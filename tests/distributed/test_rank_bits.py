@@ -16,6 +16,7 @@ from support.engines import accept_lens, build
 from support.tiny_models import Pair, save_random_experts, save_random_head, save_random_llama
 from treetop.engine.startup import exact_ranks
 from treetop.engine.startup.exact_ranks import sums_differ
+from treetop.kernels.profile import profile_of
 from treetop.kernels.table import OpContext, Ops
 from treetop.parallel import exchange
 from treetop.parallel.exchange import Rendezvous
@@ -168,7 +169,7 @@ def test_a_sum_is_that_of_rounded_shares_in_the_order_of_the_ranks(tmp_path, siz
         want = (x.float() + want).to(dtype)
 
         def work(rank, parallel, x=x, shares=shares):
-            ops = Ops(OpContext(CPU, dtype, exact=True), parallel=parallel)
+            ops = Ops(OpContext(CPU, dtype, profile=profile_of("bits", CPU)), parallel=parallel)
             return ops.add(x, parallel.share(shares[rank])), len(parallel.sum(shares[rank]))
 
         for found, parts in on_ranks(tmp_path / f"{rows}", size, work, exact=dtype):
@@ -181,7 +182,7 @@ def test_ranks_find_a_sum_that_depends_on_its_rows(tmp_path, size):
     """All of them, also if only one adds otherwise, and the start of an engine is refused on all."""
 
     def work(rank, parallel, spoilt):
-        ops = Ops(OpContext(CPU, torch.float32, exact=True), parallel=parallel)
+        ops = Ops(OpContext(CPU, torch.float32, profile=profile_of("bits", CPU)), parallel=parallel)
         if spoilt and rank == 1:
             real = parallel.share
             parallel.share = lambda parts: real(parts) * (1 + 2**-20 * (parts.shape[1] == 7))

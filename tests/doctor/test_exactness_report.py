@@ -13,6 +13,7 @@ from treetop.engine.startup.operation_probes import operation_probe
 from treetop.engine.startup.plan import plan_engine
 from treetop.exact.probe import BitProbe, RowCase, of_rows
 from treetop.kernels.fused import rms_norm
+from treetop.kernels.profile import profile_of
 from treetop.kernels.table import OpContext, Ops
 from treetop.models.registry import target_spec
 from treetop.types.config import EngineConfig
@@ -88,7 +89,7 @@ def test_counts_that_differ_are_found():
 def test_probes_of_a_gpus_operations_name_what_differs(strong_pair):
     """They run anywhere; here by the references that a CPU has with `bits`, one of which is spoilt."""
     config = target_spec(strong_pair.target).config
-    ops = Ops(OpContext(torch.device("cpu"), torch.float32, exact=True))
+    ops = Ops(OpContext(torch.device("cpu"), torch.float32, profile=profile_of("bits", torch.device("cpu"))))
     probe = operation_probe(ops, config, UNQUANTIZED, 20)
     assert probe.problem() is None
     real = ops.silu_mul

@@ -15,6 +15,7 @@ from treetop.checkpoints.params import stay_packed
 from treetop.engine.startup.operation_probes import experts_format, operation_probe
 from treetop.exact.probe import adversarial, same_bits
 from treetop.kernels.gate import Gate
+from treetop.kernels.profile import profile_of
 from treetop.kernels.table import OpContext, Ops
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.models.registry import target_spec
@@ -102,7 +103,7 @@ MODELS_SOON = {torch.bfloat16: ("qwen3-30b-a3b", "gpt-oss-20b", "gemma-4-26b-a4b
 def test_a_row_of_any_other_operation_has_its_bits_at_any_number_of_rows(preset, dtype):
     """Norms, rotation, gates, routing, products with experts, log-probabilities and draws, at a model's own widths."""
     target = target_spec(PRESETS / preset)
-    ops = Ops(OpContext(GPU, dtype, exact=True))
+    ops = Ops(OpContext(GPU, dtype, profile=profile_of("bits", GPU)))
     assert operation_probe(ops, target.config, experts_format(stay_packed(target.params, "tiles"))).problem() is None
 
 

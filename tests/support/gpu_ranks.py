@@ -16,6 +16,7 @@ from torch import Tensor
 from treetop.checks.probes import LATE
 from treetop.engine.startup.exact_ranks import sums_differ
 from treetop.kernels.comm.peers import LOOK_NS
+from treetop.kernels.profile import profile_of
 from treetop.kernels.table import OpContext, Ops
 from treetop.parallel import exchange
 from treetop.parallel.exchange import Group, Rendezvous
@@ -106,7 +107,10 @@ def exact_sums_are_one(rank: int, group: Group) -> None:
     try:
         for dtype in (torch.bfloat16, torch.float16):
             parallel._exact = dtype
-            ops = Ops(OpContext(torch.device("cuda"), dtype, exact=True), parallel=parallel)
+            ops = Ops(
+                OpContext(torch.device("cuda"), dtype, profile=profile_of("bits", torch.device("cuda"))),
+                parallel=parallel,
+            )
             for width in (64, 512, 2880, 4096, 8192):
                 for peers, fewest in ((parallel.peers, many), (None, many), (None, 2)):
                     before, parallel.peers, exchange._MANY_RANKS = parallel.peers, peers, fewest

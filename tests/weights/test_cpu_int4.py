@@ -5,6 +5,7 @@ import torch
 
 from support.operation_cases import coded_weight
 from treetop.kernels.gemm.coded import CodedWeight, Coding, decode
+from treetop.kernels.profile import profile_of
 from treetop.kernels.table import OpContext, Ops
 from treetop.types.layout import PLAIN
 from treetop.weights.cpu_int4 import Int4Linear, takes
@@ -77,15 +78,20 @@ def test_what_the_operation_has_not_is_not_taken(coding: Coding, shape: tuple[in
 
 
 @pytest.mark.parametrize(
-    ("dtype", "exact", "kind"),
-    [(torch.bfloat16, False, Int4Linear), (torch.float32, False, CodedLinear), (torch.float32, True, CodedLinear)],
+    ("dtype", "exactness", "kind"),
+    [
+        (torch.bfloat16, "ties", Int4Linear),
+        (torch.float32, "ties", CodedLinear),
+        (torch.float32, "bits", CodedLinear),
+        (torch.bfloat16, "bits", CodedLinear),
+    ],
     ids=str,
 )
-def test_bits_that_may_not_change_are_decoded(dtype: torch.dtype, exact: bool, kind: type) -> None:
+def test_bits_that_may_not_change_are_decoded(dtype: torch.dtype, exactness: str, kind: type) -> None:
     """Only bfloat16, which rounds inputs anyway, takes codes; `--exactness bits` never."""
     weight = weight_of(CODINGS[0])
     assert weight.minimum is not None
     parts = {MAIN: weight.codes, "scale": weight.scale, "minimum": weight.minimum}
-    holding = Holding(Ops(OpContext(CPU, dtype, (PLAIN,), exact)))
+    holding = Holding(Ops(OpContext(CPU, dtype, (PLAIN,), profile_of(exactness, CPU))))
     linear = Packed("Q4_1", CODINGS[0]).linear(parts, None, holding)
     assert type(linear) is kind

@@ -12,6 +12,7 @@ from support.tiny_models import Pair, copy_folder, save_random_head, save_random
 from treetop import SamplingParams
 from treetop.checkpoints.params import stay_packed
 from treetop.kernels.gemm.coded import Coding, decode
+from treetop.kernels.profile import profile_of
 from treetop.kernels.table import OpContext, Ops
 from treetop.models.registry import target_spec
 from treetop.tools.quantize import quantize
@@ -59,7 +60,9 @@ def test_a_row_has_the_same_bits_in_any_company(small_blocks):
     """In float32 with `--exactness bits`."""
     torch.manual_seed(2)
     linear = CodedLinear(
-        coded_weight(44, 96, Coding("e4m3", 0), CPU), None, Ops(OpContext(CPU, torch.float32, exact=True))
+        coded_weight(44, 96, Coding("e4m3", 0), CPU),
+        None,
+        Ops(OpContext(CPU, torch.float32, profile=profile_of("bits", CPU))),
     )
     x = torch.randn(70, 96)
     whole = linear(x)

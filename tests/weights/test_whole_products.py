@@ -16,6 +16,7 @@ from treetop.engine.startup.probed_products import probed_products
 from treetop.kernels.gemm.coded import CodedWeight, Coding
 from treetop.kernels.gemm.skinny_gemm import choose_launch, choose_whole, shared_bytes
 from treetop.kernels.gemm.tiles import in_turn, tile
+from treetop.kernels.profile import profile_of
 from treetop.kernels.table import OpContext, Ops
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.types.errors import ConfigError
@@ -68,7 +69,9 @@ def test_a_width_that_no_block_divides_has_no_launch():
 def holding(dtype=torch.bfloat16, **options):
     """What an exact engine on a GPU would hold products with."""
     ops = Ops(OpContext(torch.device("cpu"), dtype))
-    object.__setattr__(ops, "context", OpContext(torch.device("cuda"), dtype, exact=True))
+    object.__setattr__(
+        ops, "context", OpContext(torch.device("cuda"), dtype, profile=profile_of("bits", torch.device("cuda")))
+    )
     ops.gpu_for = lambda op: H200 if op.applies(ops.context) else None
     return Holding(ops, **options)
 
@@ -155,7 +158,7 @@ def test_a_packed_weights_products_are_whole_and_one_kernels(monkeypatch, on_a_g
     weight = CodedWeight(coding, k, torch.zeros((n, coding.bytes_of(k)), dtype=torch.uint8), groups, zero=zero)
     monkeypatch.setattr(packed, "decode_tiles", None)  # what the library would take
     small = tile(weight), tile(in_turn(weight.halves()))
-    for made in (TiledLinear(small[0], None, H200, exact=True), TiledGated(small[1], None, "silu", H200, exact=True)):
+    for made in (TiledLinear(small[0], None, H200, whole=True), TiledGated(small[1], None, "silu", H200, whole=True)):
         for rows, noted in products_at(made, k, ROWS_OF_LAUNCHES, monkeypatch).items():
             assert [each.kernel for each in noted] == ["_coded_kernel"], rows
             assert noted[0].grid[2] == 1

@@ -17,7 +17,7 @@ from torch import Tensor
 from treetop.attention.capabilities import Capabilities, GroupNeed, Need
 from treetop.attention.contract import AttentionBackend, HostPlanned, RoundExtents, TailKV
 from treetop.attention.exact_backend import ExactBackend
-from treetop.attention.registry import BACKENDS, exact_backend, refusal, require
+from treetop.attention.registry import BACKENDS, fallback, refusal, require
 from treetop.kernels.attention.attention_config import CallShape
 from treetop.kernels.attention.metadata import AttentionMetadata
 from treetop.kernels.kv import PagedKV
@@ -203,12 +203,8 @@ def make_backend(name: str, need: Need) -> AttentionBackend[Any, Any]:
     Where bits are to be exact on a GPU it is the one that can. Raises ConfigError with the reason and the option to
     change.
     """
-    on_a_gpu = need.device.type == "cuda"
-    if name == "auto" and need.exact and on_a_gpu:
-        name = exact_backend(need) or FALLBACK
-    elif name == "auto" and refusal(FALLBACK, need) is None:
+    if name == "auto" and (name := fallback(need)) == FALLBACK and refusal(FALLBACK, need) is None:
         auto = AutoBackend(load_table(), need)
         return auto if len(auto.parts) > 1 else auto.parts[FALLBACK]
-    name = "torch" if name == "auto" else name
     able = require(name, need)
     return ExactBackend(need.dtype, need.device) if need.exact and not able.exact else BACKENDS[name].make(need)

@@ -62,6 +62,13 @@ def exact_backend(need: Need) -> str | None:
     return next((name for name in BACKENDS if refusal(name, replace(need, exact=True)) is None), None)
 
 
+def fallback(need: Need) -> str:
+    """The backend that serves `auto` where there is no more to choose among."""
+    if need.exact and need.device.type == "cuda":
+        return exact_backend(need) or "triton"
+    return "torch" if refusal("triton", need) is not None else "triton"
+
+
 def _of_group(able: Capabilities, need: Need, group: GroupNeed) -> BackendRefusal | None:
     """What the layers of a KV group have against a backend."""
     if group.sparse and not able.sparse:

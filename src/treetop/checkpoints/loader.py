@@ -12,6 +12,7 @@ from torch import Tensor
 from treetop.checkpoints.checkpoint import all_finite, check_tensors, open_tensors
 from treetop.checkpoints.params import Param, of_rank, stay_packed, stored_tensors
 from treetop.checkpoints.progress import progress
+from treetop.kernels.profile import TIES, Profile
 from treetop.kernels.table import OpContext, Ops
 from treetop.types.errors import CheckpointError, ConfigError
 from treetop.types.layout import SpecShape
@@ -53,8 +54,8 @@ class Placement:
     dummy: random weights, no file.
     compressed: weights in 12 bits as well.
     products: on a CPU, the calls for weights of each shape.
-    probed: on a GPU with `exact`, what was found of the library's products by shape of a weight.
-    exact: a row has the same bits in any company; on a CPU in float32, on a GPU in 16 bits.
+    probed: on a GPU of products that are probed, what was found of the library's products by shape of a weight.
+    profile: the ways that are taken where bits depend on it.
     shapes: of trees that will be grown.
     parallel: the rank that computes.
     expert_ranks: the same of ranks that share only the experts.
@@ -70,7 +71,7 @@ class Placement:
     compressed: bool = False
     products: Mapping[Shape, ChosenProduct] = field(default_factory=dict)
     probed: Mapping[Shape, Probed] = field(default_factory=dict)
-    exact: bool = False
+    profile: Profile = TIES
     shapes: tuple[SpecShape, ...] = ()
     parallel: Parallel = SINGLE_RANK
     expert_ranks: Parallel = SINGLE_RANK
@@ -81,7 +82,7 @@ class Placement:
     @property
     def ops(self) -> Ops:
         """The operations that serve here."""
-        context = OpContext(self.device, self.dtype, self.shapes, self.exact, self.fla)
+        context = OpContext(self.device, self.dtype, self.shapes, self.profile, self.fla)
         return Ops(context, self.parallel, self.expert_ranks)
 
     @property

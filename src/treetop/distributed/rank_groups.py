@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from treetop.checkpoints.loader import compute_dtype
+from treetop.kernels.profile import profile_of
 from treetop.parallel.exchange import Group, Rendezvous
 from treetop.types.config import EngineConfig
 from treetop.types.parallel import SINGLE_RANK, Parallel
@@ -53,7 +54,8 @@ class RankGroups:
         try:
             if config.tp_size > 1:
                 place = Rendezvous(Path(folder) / "meeting", rank, config.tp_size)
-                exact = compute_dtype(config.dtype, device) if config.exactness == "bits" else None
+                in_order = profile_of(config.exactness, device).sums_in_order
+                exact = compute_dtype(config.dtype, device) if in_order else None
                 self._groups.append(Group(place, device, not config.disable_custom_all_reduce, exact))
                 self.parallel = self._groups[-1].parallel
             if engines is not None:

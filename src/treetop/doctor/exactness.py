@@ -24,7 +24,7 @@ from treetop.engine.startup.operation_probes import experts_format, operation_pr
 from treetop.engine.startup.plan import EnginePlan
 from treetop.engine.startup.products import Products, products_of
 from treetop.exact.probe import BitProbe, RowCase, of_rows
-from treetop.kernels.exact import BY_ELEMENT, LIBRARY, MOST_ROWS, Functions
+from treetop.kernels.exact import MOST_ROWS, Functions
 from treetop.kernels.fused import rms_norm
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.llm import LLM
@@ -85,7 +85,7 @@ def _others(engine_plan: EnginePlan, _: torch.Generator) -> Iterator[RowCase]:
     hidden, vocab = model.hidden_size, model.vocab_size
     norm = torch.ones(hidden, dtype=place.dtype)
     yield RowCase(f"norm of {hidden}", hidden, of_rows(lambda x: rms_norm(x, norm, 1e-5)))
-    functions = BY_ELEMENT if place.exact else LIBRARY
+    functions = place.profile.functions
     for name in Functions.__dataclass_fields__:
         yield RowCase(f"{name} of 1000", 1000, of_rows(getattr(functions, name)))
     for name, function in (("log_softmax", torch.log_softmax), ("softmax", torch.softmax)):

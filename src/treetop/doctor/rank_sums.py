@@ -14,6 +14,7 @@ from treetop.checkpoints.loader import compute_dtype
 from treetop.doctor.exchange import leave, measured_by_ranks
 from treetop.engine.startup.exact_ranks import sums_differ
 from treetop.engine.startup.plan import EnginePlan
+from treetop.kernels.profile import profile_of
 from treetop.kernels.table import OpContext, Ops
 from treetop.parallel.exchange import Group, Rendezvous
 
@@ -28,7 +29,7 @@ def rank_sum_differs(engine_plan: EnginePlan) -> int | None:
     config, place, model = engine_plan.config, engine_plan.place, engine_plan.target.config
     more = (
         *(str(model.hidden_size), str(model.norm_eps), str(place.dtype).removeprefix("torch.")),
-        *(str(int(flag)) for flag in (place.exact, not config.disable_custom_all_reduce)),
+        *(str(int(flag)) for flag in (config.exactness == "bits", not config.disable_custom_all_reduce)),
     )
     found = measured_by_ranks("treetop.doctor.rank_sums", config.tp_size, place.device.type, *more)
     return int(found[_DIFFER]) if _DIFFER in found else None
@@ -41,7 +42,8 @@ def main(folder: str, rank: int, size: int, place: str, width: int, eps: float, 
     kind = compute_dtype(dtype, device)
     group = Group(Rendezvous(Path(folder) / "meeting", rank, size), device, peers, kind if exact else None)
     with torch.inference_mode():
-        differ = sums_differ(Ops(OpContext(device, kind, exact=exact), parallel=group.parallel), width, eps)
+        context = OpContext(device, kind, profile=profile_of("bits" if exact else "ties", device))
+        differ = sums_differ(Ops(context, parallel=group.parallel), width, eps)
     if rank == 0:
         print(json.dumps({} if differ is None else {_DIFFER: differ}))
     group.parallel.minimum(0)  # nobody leaves before all have compared

@@ -24,7 +24,6 @@ from treetop.kernels.attention import latent_attention as latent_attending
 from treetop.kernels.attention import segment_attention as segment_attending
 from treetop.kernels.attention import segment_prefill as segment_prefilling
 from treetop.kernels.comm import kv_chunks, peers
-from treetop.kernels.exact import BY_ELEMENT, LIBRARY
 from treetop.kernels.gemm import coded_rows as coded
 from treetop.kernels.gemm import fp8_rows as fp8
 from treetop.kernels.gemm import packed_weights, tiles
@@ -32,6 +31,7 @@ from treetop.kernels.gemm import skinny_gemm as skinny
 from treetop.kernels.kv import FP8_CAPABILITY
 from treetop.kernels.moe import experts as expert_products
 from treetop.kernels.moe import routing
+from treetop.kernels.profile import TIES, Profile
 from treetop.kernels.recurrent import convolution, gates, in_turn
 from treetop.kernels.recurrent import head as weighing
 from treetop.kernels.recurrent import keep as keeping
@@ -60,14 +60,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 class OpContext:
     """What an engine computes on, and the shapes of its trees; () where no tree is grown.
 
-    exact: a row has the same bits in any company: on a CPU in float32 (`kernels.exact`), on a GPU in 16 bits.
+    profile: the ways that are taken where bits depend on it.
     fla: prompts go through linear attention by `flash-linear-attention`.
     """
 
     device: torch.device
     dtype: torch.dtype
     shapes: tuple[SpecShape, ...] = ()
-    exact: bool = False
+    profile: Profile = TIES
     fla: bool = False
 
 
@@ -131,9 +131,9 @@ class Op(Generic[F]):
         """The operation itself, from the class. An instance holds the function it chose under the same name."""
         return self
 
-    def on(self, gpu: GpuTraits, exact: bool = False) -> F:
-        """The kernel on a GPU, called like the reference. exact: a row's bits depend on no other."""
-        kernel = self.kernel_by_rows if exact and self.kernel_by_rows is not None else self.kernel
+    def on(self, gpu: GpuTraits, by_rows: bool = False) -> F:
+        """The kernel on a GPU, called like the reference. by_rows: a row's bits depend on no other."""
+        kernel = self.kernel_by_rows if by_rows and self.kernel_by_rows is not None else self.kernel
         return cast(F, partial(kernel, gpu=gpu))
 
 
@@ -444,19 +444,22 @@ class Ops:
         self, context: OpContext, parallel: Parallel = SINGLE_RANK, expert_ranks: Parallel = SINGLE_RANK
     ) -> None:
         self.context, self.parallel, self.expert_ranks = context, parallel, expert_ranks
-        by_element = context.exact and context.device.type == "cpu"  # a GPU computes each element alike
-        self.functions = BY_ELEMENT if by_element else LIBRARY
+        self.functions = context.profile.functions
         self._gpu = gpu_traits(context.device) if on_a_gpu(context) else None
         for name, op in operations().items():
             gpu = self.gpu_for(op)
-            reference = op.by_rows if context.exact and op.by_rows is not None else op.reference
-            vars(self)[name] = reference if gpu is None else op.on(gpu, context.exact)
+            reference = op.by_rows if self.profile.by_rows and op.by_rows is not None else op.reference
+            vars(self)[name] = reference if gpu is None else op.on(gpu, self.profile.by_rows)
         if context.fla:
             vars(self)["prefill_states"] = partial(prefill_by_fla, dtype=context.dtype)
         if parallel.size > 1:
             vars(self)["greedy"] = partial(greedy_of_ranks, self.greedy, parallel)
             vars(self)["add"] = partial(_add_of_ranks, self.add)
             vars(self)["add_rms_norm"] = partial(_add_rms_norm_of_ranks, self.add_rms_norm)
+
+    @property
+    def profile(self) -> Profile:
+        return self.context.profile
 
     @property
     def filters_apart(self) -> bool:

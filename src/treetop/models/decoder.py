@@ -32,7 +32,7 @@ class DecoderLayer:
         spec, name, eps = config.layers[index], f"layers.{index}", config.norm_eps
         self.rope = None if spec.attends is None else spec.attends.rope
         self._scale, self._add = config.residual_scale, ops.add
-        self._joins = ops.context.exact and ops.parallel.size > 1
+        self._joins = ops.profile.sums_in_order and ops.parallel.size > 1
         self._side_by_side = spec.side_by_side
         norm = partial(_norm, weights, config, ops=ops)
         self.input_norm = norm(f"{name}.input_norm") or NoNorm(ops)

@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.checkpoints.params import Param, own_experts
-from treetop.kernels.exact import sum_by_halves
 from treetop.kernels.moe.routing import Router, Routes
 from treetop.kernels.table import Ops
 from treetop.models.config import DenseSpec, ExpertLayout, ExpertSpec
@@ -74,15 +73,9 @@ class ExpertMLP:
         if self._shared is not None:
             shared = self._shared.parts(x)
             if self._shared_gate is not None:
-                shared = shared * self._ops.functions.sigmoid(self._gate_of(x, self._shared_gate))
+                shared = shared * self._ops.functions.sigmoid(self._ops.profile.one_line(x, self._shared_gate))
             parts = torch.cat([parts, shared.to(parts.dtype)]) if len(parts) > 1 else torch.cat([parts, shared])
         return self._ops.parallel.share(parts)
-
-    def _gate_of(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [..., hidden] times one row of weights: [..., 1]."""
-        if not self._ops.context.exact:
-            return F.linear(x, weight)
-        return sum_by_halves((x.float() * weight[0].float())[..., None]).to(x.dtype)
 
     def routed(self, x: Tensor, live: Tensor | None, read: Tensor) -> Summed:
         """What experts add to x [..., hidden], in parts [parts, ..., hidden]. read: by the router."""
@@ -112,7 +105,7 @@ class ExpertMLP:
 
     def _added(self, parts: Tensor) -> Tensor:
         """The sum of several parts; where bits are exact the first plus the others added in their order, one launch."""
-        return self._ops.add(parts[0], parts[1:]) if self._ops.context.exact else parts.sum(dim=0)
+        return self._ops.add(parts[0], parts[1:]) if self._ops.profile.sums_in_order else parts.sum(dim=0)
 
 
 def live_rows(live: Tensor | None, ranks: Parallel) -> Tensor | None:

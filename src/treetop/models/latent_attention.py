@@ -16,6 +16,7 @@ from treetop.attention.layer import Attend, Index, WriteKV
 from treetop.checkpoints.params import Param, matrix
 from treetop.kernels.attention.latent import LatentNorm
 from treetop.kernels.exact import ByRows, least_rows
+from treetop.kernels.profile import TIES, Profile
 from treetop.kernels.rope import head_order
 from treetop.kernels.table import Ops
 from treetop.models.config import AttentionSpec, LatentSpec
@@ -29,13 +30,13 @@ from treetop.weights.held import Weights
 class HeadsProduct:
     """x [rows, n, heads, in] times a matrix of each head's own, [heads, in, out]. A `Product`.
 
-    exact: a row has the same bits in any company; on a CPU in float32.
+    profile: by one call for any number of rows, a row has the same bits in any company.
     """
 
-    def __init__(self, weight: Tensor, exact: bool = False) -> None:
+    def __init__(self, weight: Tensor, profile: Profile = TIES) -> None:
         self._weight, self.numbers = weight, weight.numel()
         self._exact: ByRows | None = None
-        if exact and weight.device.type == "cpu":
+        if profile.products == "one call":
             self._exact = ByRows(self._of_flat, least_rows(self._of_flat, weight.shape[0] * weight.shape[1]))
 
     def read_bytes(self, rows: int) -> int:
@@ -72,8 +73,8 @@ class LatentAttention:
         self.down, self.query = weights.linear(f"{name}.down"), weights.linear(f"{name}.query")
         self.output, up = weights.linear(f"{name}.output"), weights[f"{name}.up"]
         by_head = up.view(-1, latent.still_dim + latent.value_dim, latent.rank)
-        self.to_key = HeadsProduct(by_head[:, : latent.still_dim], ops.context.exact)
-        self.to_value = HeadsProduct(by_head[:, latent.still_dim :].transpose(1, 2), ops.context.exact)
+        self.to_key = HeadsProduct(by_head[:, : latent.still_dim], ops.profile)
+        self.to_value = HeadsProduct(by_head[:, latent.still_dim :].transpose(1, 2), ops.profile)
         self._heads = len(by_head)
         self.products: list[Product] = [self.down, self.query, self.to_key, self.to_value, self.output]
         self.norm = LatentNorm(weights[f"{name}.norm"], latent.norm_eps)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from treetop.attention.layer import Attend
 from treetop.checkpoints.params import Param, matrix, vector
-from treetop.kernels.fused import HeadNorms, joined, joined_in_order
+from treetop.kernels.fused import HeadNorms, joined
 from treetop.kernels.gate import Gate
 from treetop.kernels.moe.experts import Activation
 from treetop.kernels.rope import RopeTable, head_order
@@ -30,7 +30,7 @@ class RMSNorm:
 
     def __init__(self, weight: Tensor, eps: float, ops: Ops) -> None:
         self.weight, self.eps, self._ops = weight, eps, ops
-        self._joined = joined_in_order if ops.context.exact else joined
+        self._joined = ops.profile.joined
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._ops.add_rms_norm(x, None, self.weight, self.eps)[1]

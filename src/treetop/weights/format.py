@@ -156,10 +156,6 @@ class Holding:
     chosen: Mapping[Shape, ChosenProduct] = field(default_factory=dict)
     probed: Mapping[Shape, Probed] = field(default_factory=dict)
 
-    @property
-    def exact(self) -> bool:
-        return self.ops.context.exact
-
     def probe_of(self, weight: Tensor) -> Probed:
         """What was found for a weight [out, in]; of one that was not probed that the library serves nowhere."""
         shape = weight.shape[0], weight.shape[1]

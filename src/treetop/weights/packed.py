@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, get_num_threads
 
-from treetop.kernels.exact import LIBRARY, linear_by_rows
+from treetop.kernels.exact import LIBRARY
 from treetop.kernels.fused import gate_mul, gate_mul_reference, joined
 from treetop.kernels.gate import Gate
 from treetop.kernels.gemm.coded import MIDDLE, CodedWeight, Coding, decode
@@ -137,14 +137,14 @@ class Packed:
         return (
             _on_a_cpu(weight, bias, holding.ops)
             if gpu is None
-            else TiledLinear(tile(weight), bias, gpu, holding.ops.context.exact)
+            else TiledLinear(tile(weight), bias, gpu, holding.ops.profile.by_rows)
         )
 
     def gated(self, parts: Parts, bias: Tensor | None, kind: Gate, holding: Holding) -> GatedLinear:
         weight, gpu = self._weight(parts, holding.ops.context), holding.ops.gpu_for(Ops.coded_gated)
         if gpu is None:
             return GateOver(_on_a_cpu(weight, bias, holding.ops), weight.shape[0], kind, holding.ops)
-        return TiledGated(tile(in_turn(weight.halves())), bias, kind, gpu, holding.ops.context.exact)
+        return TiledGated(tile(in_turn(weight.halves())), bias, kind, gpu, holding.ops.profile.by_rows)
 
     def experts(
         self, gate_up: Parts, down: Parts, biases: Biases, activation: Activation, holding: Holding
@@ -195,7 +195,7 @@ def blocks_of(weight: CodedWeight) -> Iterator[CodedWeight]:
 
 def _on_a_cpu(weight: CodedWeight, bias: Tensor | None, ops: Ops) -> Linear:
     """In bfloat16 the product that takes 4-bit integers as they are, where there is one."""
-    packed = ops.context.dtype == torch.bfloat16 and not ops.context.exact and weight.codes.device.type == "cpu"
+    packed = ops.context.dtype == torch.bfloat16 and not ops.profile.by_rows and weight.codes.device.type == "cpu"
     if packed and takes(weight.coding, tuple(weight.shape)):
         return Int4Linear(weight, bias)
     return CodedLinear(weight, bias, ops)
@@ -206,7 +206,7 @@ class CodedLinear:
 
     def __init__(self, weight: CodedWeight, bias: Tensor | None, ops: Ops) -> None:
         self._weight, self._bias = weight, bias
-        self._product = linear_by_rows if ops.context.exact else F.linear
+        self._product = ops.profile.linear
         self.numbers = prod(weight.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -232,8 +232,7 @@ class GateOver:
     def __init__(self, linear: Linear, lines: int, kind: Gate, ops: Ops) -> None:
         self._linear = linear
         self.numbers, self.read_bytes = linear.numbers, linear.read_bytes
-        exact = ops.context.exact
-        functions = functions_by_rows(kind, lines, get_num_threads()) if exact else LIBRARY
+        functions = functions_by_rows(kind, lines, get_num_threads()) if ops.profile.by_rows else LIBRARY
         gpu = ops.gpu_for(Ops.silu_mul)
         self._gate = partial(gate_mul_reference, kind=kind, functions=functions)
         if gpu is not None:
@@ -244,10 +243,10 @@ class GateOver:
 
 
 class TiledLinear:
-    """`Linear` over a weight in tiles, on a GPU. exact: a row has the same bits in any company."""
+    """`Linear` over a weight in tiles, on a GPU. whole: no sum over k is cut, and none is the library's."""
 
-    def __init__(self, weight: TiledWeight, bias: Tensor | None, gpu: GpuTraits, exact: bool = False) -> None:
-        self._weight, self._bias, self._gpu, self._exact = weight, bias, gpu, exact
+    def __init__(self, weight: TiledWeight, bias: Tensor | None, gpu: GpuTraits, whole: bool = False) -> None:
+        self._weight, self._bias, self._gpu, self._whole = weight, bias, gpu, whole
         self.numbers = prod(weight.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -255,10 +254,10 @@ class TiledLinear:
 
     def parts(self, x: Tensor) -> Tensor:
         rows, weight = x.reshape(-1, x.shape[-1]).contiguous(), self._weight
-        if len(rows) > MAX_ROWS and not self._exact:
+        if len(rows) > MAX_ROWS and not self._whole:
             found = _by_library(rows, weight, self._bias, self._gpu)[None]
         else:
-            launch = choose_coded(weight.coding.numbers, _size(weight), False, len(rows), self._gpu, self._exact)
+            launch = choose_coded(weight.coding.numbers, _size(weight), False, len(rows), self._gpu, self._whole)
             found = coded_rows(rows, weight, self._bias, launch=launch, gpu=self._gpu)
         return found.view(len(found), *x.shape[:-1], -1)
 
@@ -267,21 +266,21 @@ class TiledLinear:
 
 
 class TiledGated:
-    """`GatedLinear` over a weight in tiles, gates and ups in turn. bias: gates first. exact: as `TiledLinear`."""
+    """`GatedLinear` over a weight in tiles, gates and ups in turn. bias: gates first. whole: as `TiledLinear`."""
 
     def __init__(
-        self, weight: TiledWeight, bias: Tensor | None, kind: Gate, gpu: GpuTraits, exact: bool = False
+        self, weight: TiledWeight, bias: Tensor | None, kind: Gate, gpu: GpuTraits, whole: bool = False
     ) -> None:
-        self._weight, self._bias, self._kind, self._gpu, self._exact = weight, bias, kind, gpu, exact
+        self._weight, self._bias, self._kind, self._gpu, self._whole = weight, bias, kind, gpu, whole
         self.numbers = prod(weight.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
         rows, weight = x.reshape(-1, x.shape[-1]).contiguous(), self._weight
-        if len(rows) > MAX_ROWS and not self._exact:
+        if len(rows) > MAX_ROWS and not self._whole:
             both = torch.cat(apart(_by_library(rows, weight, None, self._gpu), -1), -1)
             found = gate_mul(both if self._bias is None else both + self._bias, self._kind, self._gpu)
         else:
-            launch = choose_coded(weight.coding.numbers, _size(weight), True, len(rows), self._gpu, self._exact)
+            launch = choose_coded(weight.coding.numbers, _size(weight), True, len(rows), self._gpu, self._whole)
             found = coded_gated(rows, weight, self._kind, self._bias, launch=launch, gpu=self._gpu)
         return found.view(*x.shape[:-1], -1)
 

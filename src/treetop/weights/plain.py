@@ -96,7 +96,7 @@ class Unquantized:
 
     def linear(self, parts: Parts, bias: Tensor | None, holding: Holding) -> Linear:
         weight, gpu = parts[MAIN], holding.ops.gpu_for(Ops.skinny_gemm)
-        if gpu is not None and holding.exact:
+        if gpu is not None and holding.ops.profile.products == "probed":
             return WholeLinear(WholeProduct(weight, bias, None, gpu, holding.probe_of(weight)))
         if gpu is None:
             return LibraryLinear(weight, bias, holding.choice(weight))
@@ -104,7 +104,7 @@ class Unquantized:
 
     def gated(self, parts: Parts, bias: Tensor | None, kind: Gate, holding: Holding) -> GatedLinear:
         weight, gpu = parts[MAIN], holding.ops.gpu_for(Ops.gated_rows)
-        if gpu is not None and holding.exact:
+        if gpu is not None and holding.ops.profile.products == "probed":
             return WholeLinear(WholeProduct(weight, bias, kind, gpu, holding.probe_of(weight)))
         if gpu is None or bias is not None:
             return LibraryGated(weight, bias, holding.choice(weight), kind)

@@ -165,8 +165,8 @@ class W8A8Linear:
     def _product(self, x: QuantizedRows, dtype: torch.dtype) -> Tensor:
         weight, bias, kind, gpu = self._weight, self._bias, self._kind, self._gpu
         if gpu is not None:
-            group, exact = weight.coding.group, self._ops.context.exact
-            launch = choose_fp8(self._shape, group, kind is not None, len(x.codes), gpu, exact)
+            group, whole = weight.coding.group, self._ops.profile.by_rows
+            launch = choose_fp8(self._shape, group, kind is not None, len(x.codes), gpu, whole)
             return fp8_rows(x, weight, bias, kind, dtype=dtype, launch=launch, gpu=gpu)
         out, start = [], 0
         for block in blocks_of(weight):

@@ -27,7 +27,7 @@ def check_ranks(engine_plan: EnginePlan) -> None:
     """Collective. Raises ConfigError, on all ranks, where ranks could not give one result, or where a sum of theirs
     depends on its rows."""
     place = engine_plan.place
-    if not place.exact or place.parallel.size * place.expert_ranks.size == 1:
+    if not place.profile.sums_in_order or place.parallel.size * place.expert_ranks.size == 1:
         return
     if place.device.type == "cuda" and not _alike(place):
         raise ConfigError("--exactness bits: ranks have GPUs or libraries of several kinds; use --exactness ties")

@@ -14,6 +14,7 @@ from treetop.checkpoints.loader import Placement
 from treetop.engine.startup.mkl_sums import choose_mode, remedy
 from treetop.engine.startup.operation_probes import experts_format, kept_operation_problem
 from treetop.kernels.exact import elementwise_problem
+from treetop.kernels.profile import Profile, profile_of
 from treetop.kernels.tree import topk
 from treetop.kernels.triton_guard import why_not
 from treetop.models.config import ModelConfig, UngatedSpec
@@ -25,14 +26,13 @@ from treetop.types.layout import Layout
 _TIES = "use --exactness ties"
 
 
-def is_exact(config: EngineConfig, layout: Layout, target: TargetSpec, place: Placement) -> bool:
-    """Whether a row's bits depend on it alone. Raises ConfigError where `--exactness bits` cannot be honoured."""
-    if config.exactness == "ties":
-        return False
-    problem = why_not_exact(config, layout, target, place)
+def chosen_profile(config: EngineConfig, layout: Layout, target: TargetSpec, place: Placement) -> Profile:
+    """How a target computes. Raises ConfigError where `--exactness bits` cannot be honoured."""
+    profile = profile_of(config.exactness, place.device)
+    problem = why_not_exact(config, layout, target, place) if profile.by_rows else None
     if problem is not None:
         raise ConfigError(f"--exactness bits: {problem.reason}; {problem.remedy}")
-    return True
+    return profile
 
 
 def why_not_exact(config: EngineConfig, layout: Layout, target: TargetSpec, place: Placement) -> BackendRefusal | None:
@@ -115,5 +115,5 @@ def _probed_on_a_cpu(layout: Layout) -> str | None:
 
 
 def _probed_on_a_gpu(target: TargetSpec, place: Placement) -> str | None:
-    ops = replace(place, exact=True).ops
+    ops = replace(place, profile=profile_of("bits", place.device)).ops
     return kept_operation_problem(ops, target.config, experts_format(place.own(target.params)))

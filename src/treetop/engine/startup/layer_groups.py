@@ -34,7 +34,8 @@ def backend_need(layout: Layout, model: ModelConfig, draft: DrafterSpec | None, 
     rows = layout.max_requests
     in_flight = layout.max_in_flight
     fp8 = any(group.kv.fp8 for group in layout.groups)
-    return Need(place.dtype, place.device, layout.page_size, tuple(groups), in_flight, rows, queries, place.exact, fp8)
+    exact = place.profile.exact_attention
+    return Need(place.dtype, place.device, layout.page_size, tuple(groups), in_flight, rows, queries, exact, fp8)
 
 
 def kv_groups(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from treetop.attention.capabilities import Capabilities, Need
-from treetop.attention.registry import BACKENDS, exact_backend, refusal, require
+from treetop.attention.registry import BACKENDS, fallback, require
 from treetop.checkpoints.folder import resolve_folder
 from treetop.checkpoints.loader import Placement, compute_device, compute_dtype, weight_bytes
 from treetop.checkpoints.params import check_activations
@@ -32,12 +32,13 @@ from treetop.engine.memory import (
     memory_of,
     step_bytes,
 )
-from treetop.engine.startup.exactness import is_exact
+from treetop.engine.startup.exactness import chosen_profile
 from treetop.engine.startup.layer_groups import backend_need, causal_blocks, kv_groups, state_groups
 from treetop.engine.startup.state_limits import uses_fla, with_checkpoints, within_states
 from treetop.engine.startup.weight_copies import CpuWeights, with_copies, with_second_orders
 from treetop.engine.state import make_state
 from treetop.kernels.kv import FP8_CAPABILITY, kv_dtype
+from treetop.kernels.profile import profile_of
 from treetop.kernels.sampling.process import MAX_COUNT
 from treetop.kernels.table import OpContext, on_a_gpu_in_16_bits
 from treetop.models.config import ModelConfig, read_config
@@ -128,7 +129,7 @@ def _plan_rows(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel)
     dummy = config.load_format == "dummy"
     place = Placement(dtype, device, layout.max_positions, dummy, shapes=layout.shapes, parallel=parallel)
     place = replace(place, expert_ranks=expert_ranks, packed=packing(config), activations=config.quantize_activations)
-    place = replace(place, exact=is_exact(config, layout, target, place))
+    place = replace(place, profile=chosen_profile(config, layout, target, place))
     place = replace(place, fla=uses_fla(config, target.config, place))
     memory, static = memory_of_rank(place), _static_estimate(config, layout, target, draft, place)
     memory = DeviceMemory(memory.total, memory.free - static)
@@ -268,9 +269,8 @@ def _attends(config: EngineConfig, device: torch.device) -> str:
     """The attention backend; of `auto` the one that it falls back to."""
     if config.attention_backend != "auto":
         return config.attention_backend
-    if config.exactness == "bits" and device.type == "cuda":
-        return exact_backend(Need(compute_dtype(config.dtype, device), device)) or "triton"
-    return "torch" if refusal("triton", Need(compute_dtype(config.dtype, device), device)) is not None else "triton"
+    exact = profile_of(config.exactness, device).exact_attention
+    return fallback(Need(compute_dtype(config.dtype, device), device, exact=exact))
 
 
 def _default_chunk(config: EngineConfig, groups: tuple[KVGroup, ...]) -> int:

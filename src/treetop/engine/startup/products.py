@@ -12,6 +12,7 @@ from treetop.checkpoints.loader import Placement
 from treetop.engine.startup.plan import EnginePlan
 from treetop.engine.startup.probed_products import probed_products
 from treetop.engine.startup.weight_copies import CpuWeights, product_weights
+from treetop.kernels.profile import TIES
 from treetop.types.errors import ConfigError
 from treetop.weights.cpu_products import Call, ChosenProduct, Shape, choose_products, is_exact_from
 from treetop.weights.gpu_products import Probed
@@ -38,16 +39,16 @@ class Products:
 
     def of_draft(self, place: Placement) -> Placement:
         """Where a draft does: it changes no token, whatever its bits."""
-        return replace(place, products=self.draft, exact=False)
+        return replace(place, products=self.draft, profile=TIES)
 
 
 def products_of(engine_plan: EnginePlan) -> Products:
     """Nothing on a GPU unless bits are to be exact. Raises ConfigError where a machine's cannot be."""
     place, weights = engine_plan.place, engine_plan.weights
-    if place.device.type == "cuda" and place.exact:
+    if place.profile.products == "probed":
         needed = product_weights(engine_plan.target, None, place)
         return Products({}, {}, probed_products(needed, place.dtype, place.device))
-    if not place.exact:
+    if place.profile.products == "fastest":
         timed = _timed(weights, place)
         return Products(timed, timed)
     target = choose_products(weights.shapes[: weights.targets], place.dtype, weights.orders, exact=True)

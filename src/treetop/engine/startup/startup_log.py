@@ -27,7 +27,7 @@ def start_up_block(
         shared += f", whose experts {config.ep_size} engines share; of engine {whole.expert_ranks.rank}:"
     elif config.tp_size > 1:
         shared += f"; of rank {whole.parallel.rank}:"
-    sums = choose_mode() if engine_plan.place.exact and place.type == "cpu" else None
+    sums = choose_mode() if engine_plan.place.profile.products == "one call" else None
     others = [name for name in BACKENDS if refusal(name, engine_plan.need) is not None]
     rows = [
         f"model {config.model}, draft {config.draft or config.algorithm or 'none'},"

@@ -39,7 +39,7 @@ def with_copies(
     problem = why_not_compressed(place.device, place.dtype)
     if config.compress_weights and problem is not None:
         raise ConfigError(f"--compress-weights: {problem}; use --no-compress-weights")
-    if config.compress_weights and place.exact and draft is None:
+    if config.compress_weights and place.profile.products == "probed" and draft is None:
         raise ConfigError(
             "--compress-weights: with --exactness bits a target's weights have 16 bits, and there is no draft; use"
             " --no-compress-weights"
@@ -86,7 +86,7 @@ def with_second_orders(
     weights = product_weights(target, draft, place)
     sizes = [each.format.copy_bytes(each, place.dtype, None) for each in weights]
     shapes, size = tuple(each.shape for each, copy in zip(weights, sizes, strict=True) if copy), sum(sizes)
-    own = product_weights(target, None, place) if place.exact else []
+    own = product_weights(target, None, place) if place.profile.products == "one call" else []
     targets = sum(1 for copy in sizes[: len(own)] if copy)
     memory = DeviceMemory(budget.memory.total, budget.memory.free - size)
     made = replace(budget, memory=memory, static=budget.static + size)
@@ -120,7 +120,7 @@ def copies_estimate(
     """Bytes of the copies of a rank's weights with which products on this GPU may be faster: a draft's alone where the
     target's bits are exact."""
     weights = product_weights(target, draft, place)
-    own = len(product_weights(target, None, place)) if place.exact else 0
+    own = len(product_weights(target, None, place)) if place.profile.products == "probed" else 0
     return sum(each.format.copy_bytes(each, dtype, gpu) for each in weights[own:])
 
 

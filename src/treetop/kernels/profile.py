@@ -1,0 +1,63 @@
+"""How an engine computes where that decides what a row's bits depend on: one value, chosen once, at the plan.
+
+Everything that may be computed in two ways reads a field here; nothing else asks for `--exactness`. What each way has
+to be is written down in docs/exactness.md.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from treetop.kernels.exact import BY_ELEMENT, LIBRARY, Functions, linear_by_rows, sum_by_halves
+from treetop.kernels.fused import joined, joined_in_order
+from treetop.types.config import Exactness
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The ways that are taken.
+
+    exactness: that this is, of `--exactness`.
+    by_rows: an operation that has a form by rows takes it, and no launch cuts a sum over k: a row has the same bits in
+        any company. Without it the fastest form and launch serve.
+    functions: activations of plain tensor operations.
+    linear: products of plain tensor operations, as `F.linear`.
+    one_line: the product of x [..., in] with one line of weights [1, in]: [..., 1].
+    joined: the sum of a product's parts.
+    sums_in_order: several parts or ranks' shares are one sum, in their order, whatever their rows.
+    products: with a target's weights, by the fastest call for each number of rows, by one call for all, or on a GPU by
+        what a probe found to be exact.
+    exact_attention: the attention backend has to give a query the same bits in any batch.
+    """
+
+    exactness: Exactness
+    by_rows: bool
+    functions: Functions
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    one_line: Callable[[Tensor, Tensor], Tensor]
+    joined: Callable[[Tensor], Tensor]
+    sums_in_order: bool
+    products: Literal["fastest", "one call", "probed"]
+    exact_attention: bool
+
+
+def _line_by_halves(x: Tensor, weight: Tensor) -> Tensor:
+    return sum_by_halves((x.float() * weight[0].float())[..., None]).to(x.dtype)
+
+
+TIES = Profile("ties", False, LIBRARY, F.linear, F.linear, joined, False, "fastest", False)
+_BITS_OF_CPU = Profile(
+    "bits", True, BY_ELEMENT, linear_by_rows, _line_by_halves, joined_in_order, True, "one call", True
+)
+_BITS_OF_GPU = replace(_BITS_OF_CPU, functions=LIBRARY, products="probed")  # a GPU computes each element alike
+
+
+def profile_of(exactness: Exactness, device: torch.device) -> Profile:
+    """The profile of `--exactness` on a device. Whether it can be honoured: `engine.startup.exactness`."""
+    if exactness == "ties":
+        return TIES
+    return _BITS_OF_CPU if device.type == "cpu" else _BITS_OF_GPU
