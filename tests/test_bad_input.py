@@ -15,8 +15,8 @@ import pytest
 from support.engines import build, greedy
 from support.refusing import refused
 from treetop import LLM, SamplingParams
-from treetop.core.make import info_of
 from treetop.core.wire import AddRequests, decode_to_core, encode
+from treetop.distributed.open import info_of
 from treetop.text.prompts import PromptReader
 from treetop.types import errors
 from treetop.types.config import EngineConfig

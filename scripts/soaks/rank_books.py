@@ -146,7 +146,7 @@ def audits(folder: Path) -> Iterator[None]:
 
         return make
 
-    noted = Patch("treetop.distributed.expert_rank:core_of", core_of)
+    noted = Patch("treetop.distributed.open:core_of", core_of)
     with replaced([noted, Patch("treetop.distributed.engine_process:open_connector", open_connector)]):
         yield
 

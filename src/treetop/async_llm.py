@@ -31,7 +31,7 @@ from treetop.types.sampling import SamplingParams
 from treetop.version import DISTRIBUTION
 
 if TYPE_CHECKING:  # loads PyTorch
-    from treetop.distributed.opened import Opened
+    from treetop.distributed.open import Opened
 
 _LONG = 4096
 """Characters or ids that are read beside the event loop, not in it."""
@@ -76,7 +76,7 @@ class AsyncLLM:
         if restarts is not None:
             self._supervised = _supervised(config, restarts)
             return
-        from treetop.distributed.opened import open_client  # noqa: PLC0415  # loads PyTorch
+        from treetop.distributed.open import open_client  # noqa: PLC0415  # loads PyTorch
 
         self.opened = open_client(config)
         self._open(self.opened.client, self._seed, None)

@@ -14,7 +14,7 @@ from treetop.async_llm import AsyncLLM, DeltaStream
 from treetop.checkpoints.sampling_defaults import sampling_defaults
 from treetop.checkpoints.weight_folders import Tensors
 from treetop.core.clients import InProcessClient, Sink
-from treetop.distributed.opened import LocalEngine
+from treetop.distributed.open import OpenCore
 from treetop.engine.engine import Engine
 from treetop.outputs import RequestMetrics, RequestOutput, TextDelta
 from treetop.scheduler.scheduler import Scheduler
@@ -77,7 +77,7 @@ class LLM:
         return self._in_this_process.next_logits(ids)
 
     @property
-    def _in_this_process(self) -> LocalEngine:
+    def _in_this_process(self) -> OpenCore:
         if self._local is None:
             raise ConfigError(
                 f"--ep-size {self.config.ep_size}: the engines are in other processes; this needs one here"

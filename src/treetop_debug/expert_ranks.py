@@ -63,7 +63,7 @@ def expert_ranks_on_threads() -> Iterator[list[ExpertRankThread]]:
             instead("treetop.distributed.tp_worker:NixlTransport", LoopbackTransport),
             instead("treetop.distributed.engine_process:NixlTransport", LoopbackTransport),
             instead("treetop.distributed.engine_process:take_share", lambda options: None),
-            Patch("treetop.distributed.expert_rank:core_of", _noted),
+            Patch("treetop.distributed.open:core_of", _noted),
             Patch("treetop.distributed.engine_process:open_connector", _noted_connector),
             Patch("treetop.distributed.lockstep:StepSync._receive", _mortal),
         ]

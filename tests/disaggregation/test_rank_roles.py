@@ -15,7 +15,7 @@ from support.waiting import WAIT_S
 from treetop.disaggregation.agent import block_copies, joined
 from treetop.disaggregation.connector import open_connector
 from treetop.disaggregation.loopback import LoopbackTransport
-from treetop.distributed.opened import open_core
+from treetop.distributed.open import open_core
 from treetop.engine.kv_staging import staging_of
 from treetop.types.config import EngineConfig
 from treetop.types.ids import GroupName, RequestId
@@ -44,7 +44,7 @@ class Worker:
     def __init__(self, pair, disaggregation, **options):
         slots = {"disaggregation_slots": 3, "disaggregation_slot_bytes": 1 << 15}
         self.opened = open_core(EngineConfig(**options_of(pair, **slots, **options)), True)
-        self.core, local = self.opened.core, self.opened.local
+        self.core, local = self.opened.core, self.opened
         self.connector = open_connector(
             local.scheduler, staging_of(local.engine), disaggregation, LoopbackTransport, local.executor
         )
@@ -163,7 +163,7 @@ def test_what_does_not_come_to_one_rank_has_not_come(workers, pair, expected, ra
 @pytest.mark.parametrize("workers", [(2, 2)], indirect=True, ids=str)
 def test_a_wrong_byte_on_one_rank_is_seen_by_all(workers, pair, expected, monkeypatch):
     """The second rank's, before any rank imports: a checksum says so, and the request is prefilled locally."""
-    kv_transfer, transport = workers.decode.opened.local.scheduler.kv_transfer, workers.transports[1]
+    kv_transfer, transport = workers.decode.opened.scheduler.kv_transfer, workers.transports[1]
     refused, real, poll = [], kv_transfer._give_up, transport.poll
     spoilt = []
 

@@ -9,7 +9,7 @@ import pytest
 from support.engines import build
 from support.shape_loads import DrawnHead
 from treetop.checkpoints.fingerprint import fingerprint
-from treetop.core.make import core_of
+from treetop.distributed.open import core_of
 from treetop.engine.startup.kept_head import FILE, head_file
 from treetop.llm import LLM
 from treetop.scheduler.acceptance import AcceptanceEstimate

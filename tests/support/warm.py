@@ -33,7 +33,7 @@ _STARTS_OTHERS = ("treetop.cli", "treetop.distributed.engine_process")
 _API = "treetop.serve.worker"
 _MODULES = (*_STARTS_OTHERS, "treetop.distributed.tp_worker", _API)
 """What can be started so, each with a `main`."""
-_IMPORTED = (*_MODULES, "treetop.serve.serve", "treetop.core.mock", "treetop.distributed.expert_rank", "treetop.llm")
+_IMPORTED = (*_MODULES, "treetop.serve.serve", "treetop.core.mock", "treetop.distributed.open", "treetop.llm")
 _READ_EARLY = ("PYTHON", "LD_", "OMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH", "TRITON")
 """Beginnings of names that Python and libraries read as they start."""
 _WAITS = "OMP_WAIT_POLICY"

@@ -238,31 +238,27 @@ class EngineProcess:
             self._tell_cache(mock_core.scheduler, stack)
             return Parts(mock_core, info)
         take_share(options)
-        if options.config.ep_size > 1:
-            from treetop.distributed.expert_rank import open_rank  # noqa: PLC0415  # loads PyTorch
+        from treetop.distributed.open import open_core  # noqa: PLC0415  # loads PyTorch, which takes seconds
+        from treetop.distributed.rank_groups import ExpertEngines  # noqa: PLC0415  # too
 
-            rank = open_rank(options, self._context, stack)
-            threading.Thread(target=self._guard, args=(rank.lockstep,), name="treetop-guard", daemon=True).start()
-            engine, scheduler, executor = rank.engine, rank.core.scheduler, rank.executor
-            parts = Parts(rank.core, rank.info, executor=executor, lockstep=rank.lockstep)
-        else:
-            from treetop.distributed.opened import open_core  # noqa: PLC0415  # loads PyTorch, which takes seconds
-
-            opened = open_core(options.config, options.disaggregation.mode != "null")
-            stack.callback(opened.close)
-            engine, executor = opened.local.engine, opened.local.executor
-            scheduler = opened.local.scheduler
-            parts = Parts(opened.core, opened.info, executor=executor)
-        self._tell_cache(scheduler, stack)
+        config, engines = options.config, None
+        if config.ep_size > 1:
+            engines = ExpertEngines(options.folder, options.rank, config.ep_size)
+        opened = open_core(config, options.disaggregation.mode != "null", engines, self._context)
+        stack.callback(opened.close)
+        executor, lockstep = opened.executor, opened.lockstep
+        if lockstep is not None:
+            threading.Thread(target=self._guard, args=(lockstep,), name="treetop-guard", daemon=True).start()
+        parts = Parts(opened.core, opened.info, executor=executor, lockstep=lockstep)
+        self._tell_cache(opened.core.scheduler, stack)
         if options.disaggregation.mode == "null":
             return parts
         if not options.rank:
             logging.getLogger("treetop.core").info(options.disaggregation.words(options.config.ep_size))
         from treetop.engine.kv_staging import staging_of  # noqa: PLC0415  # too
 
-        connector = open_connector(
-            scheduler, staging_of(engine), options.disaggregation.of_rank(options.rank), NixlTransport, executor
-        )
+        own, staging = options.disaggregation.of_rank(options.rank), staging_of(opened.engine)
+        connector = open_connector(opened.scheduler, staging, own, NixlTransport, executor)
         stack.callback(connector.close)
         return parts._replace(connector=connector, info=parts.info._replace(refuses=connector.refuses))
 
