@@ -2,6 +2,7 @@
 
 import gc
 import os
+import random
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -9,12 +10,11 @@ os.environ["TREETOP_DEFAULT_MODEL"] = "nestling"  # whatever is installed
 if Path("/proc/cpuinfo").exists() and "GenuineIntel" in Path("/proc/cpuinfo").read_text():
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")  # as `--exactness bits` chooses, which comes too late in a test
 
-import hypothesis
 import pytest
 import torch
 from transformers.utils import logging as transformers_logging
 
-from support import warm, windowed_llama
+from support import examples, warm, windowed_llama
 from support.interpreted import INTERPRETED, patch_without_search, why_not_interpreted
 from support.tiny_models import (
     Pair,
@@ -29,10 +29,7 @@ from treetop.distributed import process
 from treetop.models.registry import FAMILIES
 
 torch.set_num_threads(1)  # the models are too small to share
-hypothesis.settings.register_profile(
-    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
-hypothesis.settings.load_profile("any machine")
+examples.register()
 if INTERPRETED and why_not_interpreted() is None:
     patch_without_search()
 transformers_logging.disable_progress_bar()
@@ -76,6 +73,16 @@ in their session.
 """
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if examples.EVERYTHING and config.getoption("hypothesis_seed", None) is None:
+        config.option.hypothesis_seed = str(examples.SEED)
+
+
+def pytest_report_header() -> str:
+    return f"TREETOP_TESTS_SEED={examples.SEED} draws the same again"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ranks = {Path(__file__).parent / name: rank for rank, name in enumerate(LONGEST)}
     items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
@@ -91,8 +98,20 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
+def _draw_again() -> None:
+    """What is drawn next depends on nothing that was run before, nor on which process it was run by."""
+    random.seed(examples.SEED)
+    torch.manual_seed(examples.SEED)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    _draw_again()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    _draw_again()
     if item.get_closest_marker("interpreted") and (why_not := why_not_interpreted()):
         pytest.skip(why_not)  # from here, so that the closing lines say it once
 

@@ -1,12 +1,27 @@
-"""How many examples a long property tries: some each day, others each day, and all of them in `make test-all`."""
+"""How many examples a long property tries, and which: the same each day, others each time in `make test-all`."""
 
 import os
+import random
 
-from hypothesis import settings
+import hypothesis
 
 EVERYTHING = os.environ.get("TREETOP_TESTS") == "all"
 """Whether this session is one of `make test-all`."""
+SEED = int(os.environ.setdefault("TREETOP_TESTS_SEED", str(random.randrange(10**6) if EVERYTHING else 0)))
+"""Of what tests draw and give no seed: that of the environment, where pytest's worker processes have it from."""
 
 
-def some_of(daily: int, everything: int, **options: int) -> settings:
-    return settings(max_examples=everything if EVERYTHING else daily, deadline=None, **options)
+def register() -> None:
+    """A day's examples are found by hash of the test, and nothing is kept of the day before."""
+    same = {"derandomize": True, "database": None}
+    hypothesis.settings.register_profile(
+        "tests",
+        deadline=None,  # on any machine
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+        **({"print_blob": True} if EVERYTHING else same),
+    )
+    hypothesis.settings.load_profile("tests")
+
+
+def some_of(daily: int, everything: int, **options: int) -> hypothesis.settings:
+    return hypothesis.settings(max_examples=everything if EVERYTHING else daily, deadline=None, **options)
