@@ -3,8 +3,10 @@
 The libraries are stand-ins with the vendors' layouts (fake_libraries.py); test_gpu_backends.py has the real ones.
 """
 
+import sys
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from support.fake_libraries import BUILDS, FakeFlashInfer, register_fa3
 from support.operations import reference_ops
 from support.scenes import assert_close, assert_close_lse, dense_answer, scene
 from treetop import LLM
+from treetop.attention import auto as choosing
 from treetop.attention import fa3_backend, fa4_backend, flashinfer_backend
 from treetop.attention.capabilities import GroupNeed, Need
 from treetop.attention.contract import RoundExtents
@@ -22,12 +25,14 @@ from treetop.attention.fa3_backend import FlashOp
 from treetop.attention.flash_pages import FlashPages, PagedCall
 from treetop.attention.flashinfer_backend import FlashInferPages, HostPages, workspace_bytes
 from treetop.attention.library_backend import LibraryBackend
+from treetop.attention.registry import BACKENDS
 from treetop.attention.torch_backend import TorchBackend
 from treetop.engine.cuda_graphs import plan_host_extents
 from treetop.engine.rounds import Eager
 from treetop.engine.startup.layer_groups import backend_need
 from treetop.kernels.attention.attention import paged_attention_reference
 from treetop.kernels.kv import PageTable
+from treetop.kernels.triton_guard import GpuTraits, why_not
 from treetop.types.ids import FULL
 from treetop.types.layout import SpecShape
 from treetop.types.parallel import SINGLE_RANK
@@ -47,10 +52,10 @@ VARIETY = [
 CAUSAL = [{"n": 1}, {"n": 9, "page_size": 1}, {"n": 12, "page_size": 16, "max_kv_len": 90}, {"n": 12, "window": 5}]
 
 
-@pytest.fixture(scope="module", params=BUILDS)
+@pytest.fixture(params=BUILDS)
 def fa3(request):
     library = register_fa3(request.param)
-    operators = getattr(torch.ops, request.param)
+    operators = getattr(torch.ops, BUILDS[request.param].namespace)
     scheduler = getattr(operators, "get_scheduler_metadata", None)
     yield FlashOp(operators.fwd.default, scheduler and scheduler.default, request.param)
     library._destroy()
@@ -211,7 +216,7 @@ def test_host_pages_are_flashinfers_arrays():
 
 def test_fa3_is_taken_from_the_named_file_first(monkeypatch, tmp_path):
     """The environment variable wins; a file that is none is an error that names it."""
-    library = register_fa3("_vllm_fa3_C")
+    library = register_fa3("vllm")
     monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
     monkeypatch.setenv(fa3_backend.FA3_FILE, "/some/fa3.so")
     assert fa3_backend.find_fa3().source == "TREETOP_FA3_LIBRARY=/some/fa3.so (torch.ops._vllm_fa3_C.fwd)"
@@ -222,6 +227,51 @@ def test_fa3_is_taken_from_the_named_file_first(monkeypatch, tmp_path):
     wrong.write_text("no library")
     monkeypatch.setenv(fa3_backend.FA3_FILE, str(wrong))
     assert f"FlashAttention-3 was not found: TREETOP_FA3_LIBRARY={wrong} cannot be used" in fa3_backend.problem(CPU)
+
+
+def test_fa3_of_the_extra_is_found_and_auto_takes_it_for_prefill_and_wide_trees(monkeypatch, tmp_path):
+    """`treetop-llm[fa3]` brings a module that registers its operator when imported; the committed table does the rest.
+
+    As on an H200: few queries stay on Triton, whose kernel takes the tail along. Without the module all do.
+    """
+    module = "from support.fake_libraries import FA3_WHEEL, register_fa3\nlibrary = register_fa3(FA3_WHEEL)\n"
+    monkeypatch.delenv(fa3_backend.FA3_FILE, raising=False)
+    for name in ("triton", "fa3"):  # all but what asks for the GPU and its Triton
+        probes = tuple(probe for probe in BACKENDS[name].probes if probe is not why_not)
+        monkeypatch.setitem(BACKENDS, name, replace(BACKENDS[name], probes=probes))
+    monkeypatch.setattr(choosing, "gpu_traits", lambda device: GpuTraits(132, True, 227 << 10))
+    need = Need(torch.bfloat16, CPU, 16, (GroupNeed(FULL, 32, 8, 128),))
+    calls = {
+        "plain": (1, 1, 8192, False),
+        "a tree": (8, 16, 4096, False),
+        "a wide tree": (32, 64, 4096, False),
+        "a prefill": (1, 2048, 32768, True),
+    }
+
+    def backends():
+        backend = choosing.make_backend("auto", need)
+        return {what: backend_of(backend, need.groups[0], *call) for what, call in calls.items()}
+
+    assert set(backends().values()) == {"triton"}
+    (tmp_path / "flash_attn_interface.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = fa3_backend.find_fa3()
+    assert found.source == "flash_attn_interface (torch.ops.flash_attn_3.fwd)"
+    assert len(found.schemas) == 2
+    on_fa3, on_triton = ("a wide tree", "a prefill"), ("plain", "a tree")
+    assert backends() == dict.fromkeys(on_triton, "triton") | dict.fromkeys(on_fa3, "fa3")
+    sys.modules.pop("flash_attn_interface").library._destroy()
+
+
+def backend_of(backend, group, rows, n, keys, causal):
+    """The name of what `auto` runs a call on."""
+    if not isinstance(backend, choosing.AutoBackend):
+        return backend.name
+    metadata = SimpleNamespace(
+        table=SimpleNamespace(group=group.name), window=None, positions=torch.empty(rows, n, device="meta"),
+        max_kv_len=keys, causal=causal,
+    )  # fmt: skip
+    return backend.backend_for(metadata).name
 
 
 def test_fa3_that_is_not_installed_says_what_was_looked_for(monkeypatch):

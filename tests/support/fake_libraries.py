@@ -7,11 +7,12 @@ without keys leaves a large negative number, and an out that must not be used).
 """
 
 import math
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-FA3_SCHEMA = (
+_FWD = (
     "fwd(Tensor q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor? out, Tensor? cu_seqlens_q,"
     " Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, Tensor? seqused_q, Tensor? seqused_k, int? max_seqlen_q,"
     " int? max_seqlen_k, Tensor? page_table, Tensor? kv_batch_idx, Tensor? leftpad_k, Tensor? rotary_cos,"
@@ -20,50 +21,97 @@ FA3_SCHEMA = (
     " bool is_rotary_interleaved, Tensor? scheduler_metadata, int num_splits, bool? pack_gqa, int sm_margin"
     "{rest}) -> Tensor[]"
 )
-BUILDS = {
-    "_vllm_fa3_C": {"chunk": "", "rest": ", Tensor? s_aux, int cp_world_size, int cp_rank, Tensor? cp_tot_seqused_k"},
-    "flash_attn_3": {"chunk": "int attention_chunk, ", "rest": ""},
-    "sgl_kernel": {"chunk": "int attention_chunk, ", "rest": ", Tensor? sinks"},
-}
-SCHEDULER_SCHEMA = (
+_SCHEDULER = (
     "get_scheduler_metadata(int batch_size, int max_seqlen_q, int max_seqlen_k, int num_heads, int num_heads_k,"
     " int headdim, int headdim_v, ScalarType qkv_dtype, Tensor seqused_k, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k,"
     " Tensor? cu_seqlens_k_new, Tensor? seqused_q, Tensor? leftpad_k, int? page_size, int max_seqlen_k_new,"
     " bool is_causal, int window_size_left, int window_size_right, bool has_softcap, int num_splits, bool? pack_gqa,"
     " int sm_margin) -> Tensor"
 )
+_WHEEL_FWD = (
+    "fwd(Tensor q, Tensor k, Tensor v, Tensor? k_new=None, Tensor? v_new=None, Tensor? q_v=None, Tensor? out=None,"
+    " Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? cu_seqlens_k_new=None, Tensor? seqused_q=None,"
+    " Tensor? seqused_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None, Tensor? page_table=None,"
+    " Tensor? kv_batch_idx=None, Tensor? leftpad_k=None, Tensor? rotary_cos=None, Tensor? rotary_sin=None,"
+    " Tensor? seqlens_rotary=None, Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None,"
+    " float? softmax_scale=None, bool is_causal=False, int window_size_left=-1, int window_size_right=-1,"
+    " int attention_chunk=0, float softcap=0., bool is_rotary_interleaved=False, Tensor? scheduler_metadata=None,"
+    " int num_splits=0, bool? pack_gqa=None, int sm_margin=0, Tensor? sinks=None) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_WHEEL_SCHEDULER = (
+    "get_scheduler_metadata(int batch_size, int max_seqlen_q, int max_seqlen_k, int num_heads, int num_heads_k,"
+    " int headdim, int headdim_v, ScalarType qkv_dtype, Tensor seqused_k, Tensor? cu_seqlens_q=None,"
+    " Tensor? cu_seqlens_k=None, Tensor? cu_seqlens_k_new=None, Tensor? seqused_q=None, Tensor? leftpad_k=None,"
+    " int? page_size=None, int max_seqlen_k_new=0, bool is_causal=False, int window_size_left=-1,"
+    " int window_size_right=-1, int attention_chunk=0, bool has_softcap=False, int num_splits=0,"
+    " bool? pack_gqa=None, int sm_margin=0) -> Tensor"
+)
+
+
+@dataclass(frozen=True)
+class Build:
+    """A compiled FlashAttention-3: its namespace, and the schemas of its operators, of which the second may lack."""
+
+    namespace: str
+    fwd: str
+    scheduler: str | None = _SCHEDULER
+
+
+FA3_WHEEL = "tokenspeed-fa3"
+"""The extra `fa3`: schemas as tokenspeed-fa3 3.0.0.post20260810 registers them, but for what they say of aliases."""
+_OF_VLLM = ", Tensor? s_aux, int cp_world_size, int cp_rank, Tensor? cp_tot_seqused_k"
+_CHUNK = "int attention_chunk, "
+BUILDS = {
+    "vllm": Build("_vllm_fa3_C", _FWD.format(chunk="", rest=_OF_VLLM)),
+    "hopper": Build("flash_attn_3", _FWD.format(chunk=_CHUNK, rest="")),
+    "sgl-kernel": Build("sgl_kernel", _FWD.format(chunk=_CHUNK, rest=", Tensor? sinks"), scheduler=None),
+    FA3_WHEEL: Build("flash_attn_3", _WHEEL_FWD, _WHEEL_SCHEDULER),
+}
 calls = []  # operands of every call, by name, for tests to look at
 
 
-def register_fa3(namespace):
-    """Define torch.ops.<namespace>.fwd; returns the library, which keeps it alive."""
-    library = torch.library.Library(namespace, "DEF")
-    library.define(FA3_SCHEMA.format(**BUILDS[namespace]))
-    names = [a.name for a in getattr(torch.ops, namespace).fwd.default._schema.arguments]
-
-    def fwd(*operands):
-        given = dict(zip(names, operands, strict=True))
-        calls.append(given)
-        return fa3(given)
-
-    library.impl("fwd", fwd, "CPU")
-    if namespace != "sgl_kernel":  # one build without it
-        library.define(SCHEDULER_SCHEMA)
-        library.impl("get_scheduler_metadata", schedule, "CPU")
+def register_fa3(name):
+    """Define `fwd` of a build, and its scheduler's operator; returns the library, which keeps them alive."""
+    build = BUILDS[name]
+    library = torch.library.Library(build.namespace, "DEF")
+    library.define(build.fwd)
+    library.impl("fwd", _by_name(build, "fwd", attend), "CPU")
+    if build.scheduler is not None:
+        library.define(build.scheduler)
+        library.impl("get_scheduler_metadata", _by_name(build, "get_scheduler_metadata", schedule), "CPU")
     return library
 
 
-def schedule(  # noqa: PLR0917 - the vendor's
-    rows, n, max_kv_len, heads, kv_heads, dim, dim_v, dtype, lengths, *rest
-):
+def _by_name(build, operator, run):
+    """`run` of operands by their names, which a schema gives; the last ones do not come where they are its defaults."""
+    schema = getattr(getattr(torch.ops, build.namespace), operator).default._schema
+    names, several = [each.name for each in schema.arguments], len(schema.returns) > 1
+    defaults = {each.name: each.default_value for each in schema.arguments if each.has_default_value()}
+
+    def call(*operands):
+        made = run(defaults | dict(zip(names, operands, strict=False)))
+        return tuple(made) if several else made
+
+    return call
+
+
+def attend(given):
+    calls.append(given)
+    return fa3(given)
+
+
+def schedule(given):
     """A tensor that says what it was made for."""
-    starts, _, _, query_len, _, page_size, new, causal, left, right, softcap, splits, _, _ = rest
-    assert (new, left, right, softcap, splits) == (0, -1, -1, False, int(causal))
-    assert (starts is not None) == causal
-    assert (query_len is not None) == causal
-    assert dim == dim_v
-    assert lengths.dtype == torch.int32
-    return torch.tensor([rows, n, max_kv_len, heads, kv_heads, dim, page_size, int(causal)], dtype=torch.int32)
+    neutral = {"window_size_left": -1, "window_size_right": -1, "max_seqlen_k_new": 0, "has_softcap": False}
+    causal = given["is_causal"]
+    assert all(given[name] == value for name, value in neutral.items())
+    assert given["num_splits"] == int(causal)
+    assert (given["cu_seqlens_q"] is not None) == causal
+    assert (given["seqused_q"] is not None) == causal
+    assert given["headdim"] == given["headdim_v"]
+    assert given["seqused_k"].dtype == torch.int32
+    names = ("batch_size", "max_seqlen_q", "max_seqlen_k", "num_heads", "num_heads_k", "headdim", "page_size")
+    return torch.tensor([*(given[name] for name in names), int(causal)], dtype=torch.int32)
 
 
 def fa3(given):
