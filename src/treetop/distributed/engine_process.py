@@ -250,7 +250,7 @@ class EngineProcess:
         if lockstep is not None:
             threading.Thread(target=self._guard, args=(lockstep,), name="treetop-guard", daemon=True).start()
         parts = Parts(opened.core, opened.info, executor=executor, lockstep=lockstep)
-        self._tell_cache(opened.core.scheduler, stack)
+        self._tell_cache(opened.scheduler, stack)
         if options.disaggregation.mode == "null":
             return parts
         if not options.rank:
