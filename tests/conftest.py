@@ -80,7 +80,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header() -> str:
-    return f"TREETOP_TESTS_SEED={examples.SEED} draws the same again"
+    return f"TESTS_SEED={examples.SEED} draws the same again"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

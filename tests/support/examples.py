@@ -7,7 +7,7 @@ import hypothesis
 
 EVERYTHING = os.environ.get("TREETOP_TESTS") == "all"
 """Whether this session is one of `make test-all`."""
-SEED = int(os.environ.setdefault("TREETOP_TESTS_SEED", str(random.randrange(10**6) if EVERYTHING else 0)))
+SEED = int(os.environ.setdefault("TESTS_SEED", str(random.randrange(10**6) if EVERYTHING else 0)))
 """Of what tests draw and give no seed: that of the environment, where pytest's worker processes have it from."""
 
 

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, cast
 from starlette.types import ASGIApp
 
 from treetop.api.api_state import ApiState
-from treetop.api.batches.lines import BatchInput, Line, answered_ids, read_input, unasked_line
+from treetop.api.batches.lines import BatchInput, BatchLine, answered_ids, read_input, unasked_line
 from treetop.api.batches.runner import BatchRunner
 from treetop.api.batches.store import BatchStore, Record, new_id
 
@@ -118,7 +118,7 @@ class _RunningBatch:
                 for name, mode in (("input_file_id", "rb"), ("output_file_id", "ab"), ("error_file_id", "ab"))
             )
 
-            def keep(line: Line, status: int, answer: bytes) -> None:
+            def keep(line: BatchLine, status: int, answer: bytes) -> None:
                 file, count = (output, "completed") if status < 400 else (errors, "failed")
                 file.write(answer)
                 file.flush()

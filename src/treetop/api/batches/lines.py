@@ -21,7 +21,7 @@ _LONGEST_ID = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class BatchLine:
     """A request of an input file, by its place there: start and size in bytes."""
 
     custom_id: str
@@ -49,7 +49,7 @@ class Problem:
 class BatchInput:
     """Requests of a file, and what is wrong with it: there is either no problem or nothing to run."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[BatchLine, ...]
     problems: tuple[Problem, ...]
 
     def check(self, name: str) -> None:
@@ -62,7 +62,7 @@ class BatchInput:
 
 def read_input(file: BinaryIO, endpoint: str | None = None, most_lines: int | None = None) -> BatchInput:
     """Look at every line of a file. endpoint: the only one that its requests may name; None for any of `ENDPOINTS`."""
-    lines: list[Line] = []
+    lines: list[BatchLine] = []
     problems: list[Problem] = []
     seen: set[str] = set()
     start = 0
@@ -93,7 +93,7 @@ class _LineError(Exception):
         self.code, self.param = code, param
 
 
-def _read(raw: bytes, start: int, endpoint: str | None) -> Line:
+def _read(raw: bytes, start: int, endpoint: str | None) -> BatchLine:
     try:
         given = json.loads(raw)
     except (ValueError, RecursionError):
@@ -114,7 +114,7 @@ def _read(raw: bytes, start: int, endpoint: str | None) -> Line:
         raise _LineError("unsupported_parameter", "nobody could read a stream: leave stream and background out", "body")
     if unknown := given.keys() - {"custom_id", "method", "url", "body"}:
         raise _LineError("unknown_parameter", f"unknown members: {', '.join(map(shown, sorted(unknown)))}")
-    return Line(custom_id, url, start, len(raw))
+    return BatchLine(custom_id, url, start, len(raw))
 
 
 def answer_line(custom_id: str, status: int, request_id: str, body: bytes) -> bytes:

@@ -8,14 +8,14 @@ from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Scope
 
-from treetop.api.batches.lines import Line, answer_line
+from treetop.api.batches.lines import BatchLine, answer_line
 from treetop.api.kept_responses import OWNER
 
 _AGAIN_S = 0.25
 """Before a request that found no room is made again."""
 _NO_ROOM = (429, 503)
 
-Keep = Callable[[Line, int, bytes], None]
+Keep = Callable[[BatchLine, int, bytes], None]
 """Takes a request, the status of its answer and the line to keep."""
 
 
@@ -65,7 +65,7 @@ class BatchRunner:
         self._places = asyncio.Semaphore(at_a_time)
 
     async def run(
-        self, lines: Iterable[Line], file: BinaryIO, owner: str, keep: Keep, goes_on: Callable[[], bool]
+        self, lines: Iterable[BatchLine], file: BinaryIO, owner: str, keep: Keep, goes_on: Callable[[], bool]
     ) -> None:
         """Answer all lines of a file, in any order. A request that finds no room is made again.
 
@@ -84,7 +84,7 @@ class BatchRunner:
                 await asyncio.gather(*workers, return_exceptions=True)
 
     async def _work(
-        self, waiting: Iterator[Line], file: BinaryIO, owner: str, keep: Keep, goes_on: Callable[[], bool]
+        self, waiting: Iterator[BatchLine], file: BinaryIO, owner: str, keep: Keep, goes_on: Callable[[], bool]
     ) -> None:
         while True:
             async with self._places:
