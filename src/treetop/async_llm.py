@@ -158,9 +158,11 @@ class AsyncLLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         constraints: TokenConstraint | Sequence[TokenConstraint | None] | None = None,
+        *,
+        lora: str | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt, as `LLM.generate`; cancelling the task aborts."""
-        return await (await self.stream(prompts, sampling_params, constraints=constraints)).outputs()
+        return await (await self.stream(prompts, sampling_params, constraints=constraints, lora=lora)).outputs()
 
     async def stream(
         self,
@@ -169,8 +171,11 @@ class AsyncLLM:
         priority: int = 0,
         timeout_s: float | None = None,
         constraints: TokenConstraint | Sequence[TokenConstraint | None] | None = None,
+        *,
+        lora: str | None = None,
     ) -> "DeltaStream":
         """Queue the prompts; the result gives pieces of text as they come. priority, timeout_s: of `EngineRequest`.
+        lora: as of `LLM.generate`.
 
         Raises InputError before any work, and EngineError if the engine is dead.
         """
@@ -179,7 +184,8 @@ class AsyncLLM:
         each_own = paired(sampling_params, len(listed))
         for structure in {each.structured_output for each in each_own}:
             await self.check_structure(structure)
-        return self.queue(listed, each_own, priority, timeout_s, one_each(constraints, len(listed)))
+        held_to, whose = one_each(constraints, len(listed)), Whose(lora=lora or "")
+        return self.queue(listed, each_own, priority, timeout_s, held_to, whose=whose)
 
     async def check_structure(self, asked: StructuredOutput | None) -> None:
         """Raise InputError for a structure that no text has, or that cannot be kept within the limits.
@@ -223,6 +229,9 @@ class AsyncLLM:
             raise InputError("priority: requests are served as they come; start with --schedule-policy priority")
         if timeout_s is not None and not (is_number(timeout_s) and 0 < timeout_s <= MAX_TIMEOUT_S):
             raise InputError(f"timeout must be a number of seconds above 0, up to {MAX_TIMEOUT_S}")
+        if whose.lora and whose.lora not in self.core.info.loras:
+            known = ", ".join(self.core.info.loras) or "none"
+            raise InputError(f"lora: {shown(whose.lora)} is no adapter of this engine; --lora-modules names {known}")
         held_to = constraints or [None] * len(params)
         given = [self._seed_of(each) for each in params] if seeds is None else seeds
         own: dict[int, SamplingParams] = {}
@@ -239,7 +248,7 @@ class AsyncLLM:
             request = EngineRequest(request_id, prompts_by_id[id(ids)], own[id(each)], seed, *limits, constraint)
             group = (asked[0].request_id if asked else request_id) if whose.as_one else None
             request = request._replace(bad_words=bad_words[each.bad_words], tenant=whose.tenant, group=group)
-            asked.append(request._replace(cache_salt=whose.cache_salt))
+            asked.append(request._replace(cache_salt=whose.salt, lora=whose.lora))
         return asked
 
     async def ids_of(

@@ -27,7 +27,7 @@ from treetop.types.constraint import TokenConstraint
 from treetop.types.engine_options import EngineOptions
 from treetop.types.errors import ConfigError, EngineError, InputError
 from treetop.types.ids import RequestId
-from treetop.types.requests import EngineRequest, RequestUpdate
+from treetop.types.requests import EngineRequest, RequestUpdate, Whose
 from treetop.types.sampling import SamplingParams
 
 if TYPE_CHECKING:  # needs an extra
@@ -117,12 +117,15 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         constraints: TokenConstraint | Sequence[TokenConstraint | None] | None = None,
+        *,
+        lora: str | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt. A str or a list of ids is one prompt; a list of sampling_params pairs with the prompts.
 
-        constraints: what the tokens of each prompt are held to, if anything; an object for each.
+        constraints: what the tokens of each prompt are held to, if anything; an object for each. lora: the name of an
+        adapter of `lora_modules`; None for the model as it is.
         """
-        deltas = self._run(self._asked(prompts, sampling_params, constraints))
+        deltas = self._run(self._asked(prompts, sampling_params, constraints, lora))
         outputs = {delta.index: delta.output for delta in deltas if delta.output is not None}
         return [outputs[index] for index in sorted(outputs)]
 
@@ -133,11 +136,13 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         chat_template: str | None = None,
         continue_final_message: bool = False,
+        *,
+        lora: str | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
-        """The next message of each conversation, as `chat_prompts` reads it."""
+        """The next message of each conversation, as `chat_prompts` reads it. lora: see `generate`."""
         prompts = self.chat_prompts(conversations, sampling_params, chat_template, continue_final_message, **options)
-        return self.generate(prompts, sampling_params)
+        return self.generate(prompts, sampling_params, lora=lora)
 
     def chat_prompts(
         self,
@@ -184,20 +189,24 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         constraints: TokenConstraint | Sequence[TokenConstraint | None] | None = None,
+        *,
+        lora: str | None = None,
     ) -> Iterator[TextDelta]:
         """As `generate`, in pieces of text as they come. Bad input raises before any work; leaving early aborts."""
-        return self._run(self._asked(prompts, sampling_params, constraints))
+        return self._run(self._asked(prompts, sampling_params, constraints, lora))
 
     def _asked(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         constraints: TokenConstraint | Sequence[TokenConstraint | None] | None,
+        lora: str | None,
     ) -> list[EngineRequest]:
         """On the caller's thread, which may be interrupted. Raises InputError."""
         listed = self._reader.ids_of(prompts, sampling_params)
         each_own = paired(sampling_params, len(listed))
-        asked = self._llm.requests(listed, each_own, constraints=one_each(constraints, len(listed)))
+        held_to, whose = one_each(constraints, len(listed)), Whose(lora=lora or "")
+        asked = self._llm.requests(listed, each_own, constraints=held_to, whose=whose)
         for structure in {each.structured_output for each in each_own}:
             if structure is not None:
                 self._llm.structures.check(structure)

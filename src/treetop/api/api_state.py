@@ -63,7 +63,7 @@ class ApiState:
         Raises UserError for files of the model that cannot be read.
         """
         self.options, self.core = options, core
-        self.names = options.served_model_name or (model,)
+        self.names = (*(options.served_model_name or (model,)), *core.info.loras)
         self.created = int(time.time())
         self.metrics = Metrics(self.names[0], core.info)
         self.llm = AsyncLLM.of(core, seed, self.metrics.observe, alive)
@@ -154,10 +154,13 @@ class ApiState:
                 body.priority,
                 timeout_s,
                 seeds=body.seeds(len(ids)),
-                whose=Whose(cache_salt=body.cache_salt or "", as_one=True),
+                whose=Whose(cache_salt=body.cache_salt or "", as_one=True, lora=self._adapter_of(body.model)),
             )
         self.metrics.arrived(sum(map(len, prompts)))
         return stream
+
+    def _adapter_of(self, name: str | None) -> str:
+        return name if name is not None and name in self.core.info.loras else ""
 
     def _check_size(self, ids: Sequence[list[int]], count: int, params: SamplingParams) -> None:
         """Raise for what would hold up the engine by its mere size."""

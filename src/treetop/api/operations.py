@@ -167,6 +167,7 @@ def _model(api: ApiState, name: str) -> dict[str, Any]:
         "created": api.created,
         "owned_by": "treetop",
         "root": api.names[0],
+        "parent": api.names[0] if name in api.core.info.loras else None,
         "max_model_len": api.core.info.max_context,
         "treetop": {"chat": api.rendering is not None, "draft_trees": api.core.info.has_trees},
     }

@@ -24,7 +24,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "input_embeds": (),
     "log_metrics": (True, False),
     "logprob_start_len": (-1,),
-    "lora_path": (),
     "return_hidden_states": (False,),
     "return_logprob": (False,),
     "return_text_in_logprobs": (False,),
@@ -74,12 +73,13 @@ class SglangParams(Body):
 
 
 class GenerateRequest(Body):
-    """Texts or ids that go on. rid: an id that comes back."""
+    """Texts or ids that go on. lora_path: the name of an adapter. rid: an id that comes back."""
 
     text: str | Texts | None = None
     input_ids: Ids | list[Ids] | None = None
     sampling_params: SglangParams = Field(default_factory=lambda: SglangParams.model_validate({}))
     stream: bool = False
+    lora_path: str | None = Field(None, max_length=200)
     rid: str | None = Field(None, max_length=200)
 
     @model_validator(mode="before")
@@ -93,7 +93,8 @@ class GenerateRequest(Body):
         if (self.text is None) == (self.input_ids is None):
             raise InputError("text, input_ids: give one of them")
         prompt = self.input_ids if self.text is None else self.text
-        return CompletionRequest.model_validate({**self.sampling_params.said, "stream": self.stream, "prompt": prompt})
+        said = {**self.sampling_params.said, "stream": self.stream, "prompt": prompt, "model": self.lora_path}
+        return CompletionRequest.model_validate(said)
 
     @property
     def is_one(self) -> bool:

@@ -1,6 +1,6 @@
 """What is said of a path that is no route: what to use instead, or that there is no such thing."""
 
-_LORA = "LoRA adapters are not supported; merge one into the weights, or use /update_weights_from_disk"
+_LORA = "adapters are named at the start: --lora-modules NAME=FOLDER; a request gives the name as its model"
 _POOLING = "embeddings, scores and ranks are not supported: this server generates text"
 _NO_FETCH = "models are not fetched here: one is served, by `treetop serve MODEL`"
 _HINTS = {

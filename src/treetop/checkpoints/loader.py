@@ -17,6 +17,7 @@ from treetop.kernels.table import OpContext, Ops
 from treetop.types.errors import CheckpointError, ConfigError
 from treetop.types.layout import SpecShape
 from treetop.types.parallel import SINGLE_RANK, Parallel
+from treetop.weights.adapted import Adapters
 from treetop.weights.cpu_products import ChosenProduct, Shape
 from treetop.weights.format import MAIN, Fetch, Holding, Packing, read_rows
 from treetop.weights.gpu_products import Probed
@@ -62,6 +63,7 @@ class Placement:
     packed: which quantized parameters stay packed in memory.
     activations: products with FP8 weights quantize their inputs.
     fla: prompts go through linear attention by `flash-linear-attention`.
+    adapters: beside the target's products, if there are any.
     """
 
     dtype: torch.dtype
@@ -78,6 +80,7 @@ class Placement:
     packed: Packing = "none"
     activations: bool = False
     fla: bool = False
+    adapters: Adapters | None = None
 
     @property
     def ops(self) -> Ops:
@@ -88,7 +91,7 @@ class Placement:
     @property
     def holding(self) -> Holding:
         """What products here may use."""
-        return Holding(self.ops, self.compressed, self.products, self.probed)
+        return Holding(self.ops, self.compressed, self.products, self.probed, self.adapters)
 
     def held(self, params: Iterable[Param]) -> list[Param]:
         """Parameters in the formats in which they are held. Raises as `stay_packed`."""

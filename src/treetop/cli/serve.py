@@ -72,6 +72,9 @@ def asked_for(args: argparse.Namespace) -> tuple["ProcessOptions", ServeOptions]
     model = args.model if args.model is not None else args.model_flag
     config = engine_config(model, Unset.UNSET, given)
     options = serve_options(args)
+    taken = set(options.served_model_name or (config.model,)) & set(config.adapters)
+    if taken:
+        raise ConfigError(f"--lora-modules: {', '.join(sorted(taken))} is the model's own name here; give another")
     disaggregation = disaggregation_options(args) if hasattr(args, "disaggregation_mode") else DisaggregationOptions()
     from treetop.core.wire import ProcessOptions, kv_events_options  # too
     from treetop.disaggregation.connector import check_disaggregation  # needs the serve extra

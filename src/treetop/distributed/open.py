@@ -206,4 +206,5 @@ def info_of(engine: Engine) -> CoreInfo:
         exactness=config.exactness,
         can_withhold=not config.simulates,
         has_trees=any(shape.num_steps for shape in config.shapes),
+        loras=tuple(config.adapters),
     )

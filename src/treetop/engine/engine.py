@@ -316,8 +316,10 @@ class Engine:
             for index, each in mine.items()
         }
         attend = DenseAttention(len(ids), self.dtype, positions.device, layers)
-        target = self.runner.target
+        target, adapters = self.runner.target, self.runner.adapters
         tokens = torch.tensor([ids], device=positions.device)
+        if adapters is not None:
+            adapters.select(torch.zeros_like(tokens[:, 0]))
         return target.logits(target.forward(tokens, positions, attend).hidden[0, -1])
 
     def _run(self, plan: StepPlan, slot: Slot) -> RowResults:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from treetop.attention.contract import AttentionBackend
-from treetop.attention.layer import CausalAttention, ChosenKeys, LayerKV, TailAttention, TailColumns
+from treetop.attention.layer import Attend, CausalAttention, ChosenKeys, LayerKV, TailAttention, TailColumns
 from treetop.attention.recurrent import Recurrence, RecurrentLayer
 from treetop.cache.pool import KVPool
 from treetop.checks.probes import Probes
@@ -22,12 +22,13 @@ from treetop.kernels.tree.calibration import Heat
 from treetop.kernels.tree.commit import Paths
 from treetop.kernels.tree.drawn import RoundOfRows
 from treetop.kernels.tree.rows import DraftState, store
-from treetop.models.target import Target
+from treetop.models.target import Target, TargetOutput
 from treetop.speculative.simulation import Simulation
 from treetop.types.errors import CheckError
 from treetop.types.ids import GroupName
 from treetop.types.layout import KVGroup, Layout, SpecShape
 from treetop.types.phase import Phase
+from treetop.weights.adapted import Adapters
 
 Prefix = tuple[Tensor, Tensor, int]
 """(rows, extent, bound) of a phase, as in `AttentionMetadata`."""
@@ -37,6 +38,7 @@ Prefix = tuple[Tensor, Tensor, int]
 class ModelRunner:
     """target_layers, draft_layers: where the K/V that each layer reads live, by index; of the target's that attend.
     recurrent_layers: where the states of its others live.
+    adapters: beside the target's products, None without any.
     check_level: see `docs/testing.md`.
     simulation: what is accepted instead of what is right, for measuring.
     anchored: of the spec of the drafter's block.
@@ -57,6 +59,7 @@ class ModelRunner:
     draft_layers: Mapping[int, LayerKV]
     probes: Probes
     recurrent_layers: Mapping[int, RecurrentLayer] = field(default_factory=dict)
+    adapters: Adapters | None = None
 
     @property
     def target_groups(self) -> list[KVGroup]:
@@ -71,6 +74,12 @@ class ModelRunner:
         """The target's groups that the drafter's layers read, where these keep no K/V."""
         names = {layer.group for layer in self.draft_layers.values()}
         return [group for group in self.target_groups if group.name in names]
+
+    def run_target(self, rows: Tensor, tokens: Tensor, positions: Tensor, attend: Attend) -> TargetOutput:
+        """The target's forward of rows [rows] int64, each with its adapter; see `Target.forward`."""
+        if self.adapters is not None:
+            self.adapters.select(self.state.numbers["adapter"][rows])
+        return self.target.forward(tokens, positions, attend)
 
     def metadata(
         self,

@@ -117,7 +117,7 @@ def prefill(runner: ModelRunner, batch: PrefillBatch) -> FirstTokens:
     span = _Span(torch.where(valid, start[:, None] + columns, 0), valid, start + query_len)
     recurrence = chunk_recurrence(runner, rows, valid)
     attend = _attention(runner, runner.target_layers, runner.target_groups, batch, span, recurrence)
-    output = runner.target.forward(batch.tokens, span.positions, attend)
+    output = runner.run_target(rows, batch.tokens, span.positions, attend)
     last = (query_len - 1).clamp(min=0)
     logits = logits_for(runner.target, ops.pick(output.hidden, last)[:, None], batch.choice)
     tree, accepted = root_tree(batch.next_token), _one_column(rows)

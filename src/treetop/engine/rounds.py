@@ -75,7 +75,7 @@ def verify_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     recurrence = node_recurrence(runner, rows, tree.parent)
     layers = runner.target_layers
     attend = runner.tail_attention(phase, layers, buffers.verify_tails, plans, columns, shape, recurrence)
-    output = runner.target.forward(tokens, places.nodes, attend)
+    output = runner.run_target(rows, tokens, places.nodes, attend)
     logits = logits_for(runner.target, output.hidden, key.choice)
     held = runner.state.held_of(key.bucket, shape) if key.held else None
     allowed = None if held is None else held.allowed

@@ -46,6 +46,7 @@ class Request:
     constrained: None if any token may come, but for never_ids.
     remote: another worker is to prefill it.
     export_from: it is prefilled for another worker, which wants its tokens from here on, and never decodes.
+    adapter: the slot of its adapter; 0 for none.
     prompt_logprobs: those that are known, from the prompt's second token on; None if they are not asked for, or were
         told with the first token. The rest is for the stats.
     """
@@ -75,6 +76,7 @@ class Request:
     export_from: int | None = None
     admitted_s: float | None = None
     first_token_s: float | None = None
+    adapter: int = 0
 
     @classmethod
     def of(
@@ -126,7 +128,9 @@ class Request:
         if self.params.changes_logits or self.constrained is not None:
             history = RowHistory(self.prompt_ids, tuple(self.output_ids), self.stop_ids, self.never_ids)
         prefix, constrained = tuple(self.ids[:known]), self.constrained is not None
-        return RowSetup(self.held.row, known, self.params, self.seed, history, prefix, constrained, checkpoint)
+        return RowSetup(
+            self.held.row, known, self.params, self.seed, history, prefix, constrained, checkpoint, self.adapter
+        )
 
     @property
     def ids(self) -> tuple[int, ...]:

@@ -86,6 +86,7 @@ class Scheduler:
         )
         if isinstance(self.policy, AdaptiveShape):
             log.info("%s", self.policy.expectation())
+        self._adapters = {name: slot for slot, name in enumerate(("", *config.adapters))}
         self._untold: dict[RequestId, Request] = {}  # those whose last update has not been handed out
         self._retractions_before = self._num_gave_way = 0
         self._cache_watcher: CacheWatcher | None = None
@@ -131,6 +132,7 @@ class Scheduler:
         maximum = self._layout.max_context
         request = Request.of(asked, self._eos_ids, maximum, order, now, self._vocab_size, self._structures)
         asks_more = asked.params.prompt_logprobs is not None or bool(asked.bad_words or asked.cache_salt)
+        request.adapter = self._adapters[asked.lora]
         request.remote = remote and request.constrained is None and not asked.received and not asks_more
         request.export_from = export_from
         if export_from is None:  # else events tell the desk

@@ -1,5 +1,6 @@
 """Options of the engine. They enter once, are validated once with all problems reported together, and are passed on."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -281,6 +282,13 @@ class EngineConfig:
         maximum=3,
         must="must be 0, 1, 2 or 3",
     )
+    lora_modules: tuple[str, ...] = option(
+        (),
+        "adapters that PEFT wrote, each under the name that a request gives instead of the model's; NAME=FOLDER, or a"
+        " dict in Python; on a CPU (docs/lora.md)",
+        metavar="NAME=FOLDER",
+        several=True,
+    )
     seed: int | None = option(
         None,
         "each prompt draws its own seed from this one: the same seed and prompts give the same sampled tokens (default:"
@@ -434,7 +442,30 @@ class EngineConfig:
                 "--quantize-activations multiplies FP8 weights as they are: drop --dequantize-weights",
             ),
             (bool(tree), tree),
+            *self._rules_of_lora(),
         ]
+
+    def _rules_of_lora(self) -> list[tuple[bool, str]]:
+        names = [text.partition("=")[0] for text in self.lora_modules]
+        wrong = next((text for text in self.lora_modules if not all(text.partition("="))), None)
+        twice = next((name for name in names if names.count(name) > 1), None)
+        return [
+            (wrong is not None, f"--lora-modules must be NAME=FOLDER, got {shown(wrong)}"),
+            (twice is not None, f"--lora-modules names {shown(twice)} twice"),
+            (
+                bool(names) and self.exactness == "bits",
+                "--lora-modules: not with --exactness bits; use --exactness ties",
+            ),
+            (
+                bool(names) and self.disaggregation_slots > 0,
+                "--lora-modules: requests with adapters are not handed over; drop --disaggregation-slots",
+            ),
+        ]
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The folders of `lora_modules` by their names, in their order."""
+        return {name: folder for name, _, folder in (text.partition("=") for text in self.lora_modules)}
 
     @property
     def fp8_kv(self) -> bool:
@@ -502,6 +533,8 @@ class EngineConfig:
         plain = model is not None or options.get("speculative_algorithm") in ("NONE", *_ALONE)
         own = default_pair() if model is None else (model, "")
         given = {"model": own[0], "draft": None if plain else own[1], **options}
+        if isinstance(modules := given.get("lora_modules"), Mapping):
+            given["lora_modules"] = tuple(f"{name}={folder}" for name, folder in modules.items())
         known = set(options_of(cls))
         unknown = sorted(set(given) - known)
         if unknown:

@@ -1,5 +1,7 @@
 """Options of `LLM` and `AsyncLLM` as an editor sees them. `EngineConfig` says what each does; a test ties the two."""
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TypedDict
 
 from treetop.types.config import (
@@ -66,6 +68,7 @@ class EngineOptions(TypedDict, total=False):
     simulate_accept_length: float | None
     simulate_acceptance: str | None
     check_level: int
+    lora_modules: Mapping[str, str | Path] | tuple[str, ...] | list[str]
     seed: int | None
     tp_size: int
     ep_size: int

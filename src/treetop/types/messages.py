@@ -87,6 +87,7 @@ class RowSetup:
     constrained: each step that gives it a token has a `RowMask` for it, and no draft of it is accepted but where nodes
         have masks.
     checkpoint: the slot with the states of recurrent layers after these tokens; None where it begins with nothing.
+    adapter: the slot of its adapter; 0 for none.
     """
 
     row: Row
@@ -97,6 +98,7 @@ class RowSetup:
     prefix_ids: tuple[int, ...] = ()
     constrained: bool = False
     checkpoint: int | None = None
+    adapter: int = 0
 
 
 @dataclass(frozen=True, slots=True)

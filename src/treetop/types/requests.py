@@ -30,12 +30,18 @@ class Tenant(NamedTuple):
 class Whose(NamedTuple):
     """What the requests of one call have in common beside what they ask.
 
-    cache_salt: as in `EngineRequest`. as_one: they share rows as one request, as its choices do.
+    cache_salt, lora: as in `EngineRequest`. as_one: they share rows as one request, as its choices do.
     """
 
     tenant: Tenant = Tenant()
     cache_salt: str = ""
     as_one: bool = False
+    lora: str = ""
+
+    @property
+    def salt(self) -> str:
+        """What parts the prefix cache: K/V are an adapter's, too."""
+        return f"{self.cache_salt}\0{self.lora}" if self.lora else self.cache_salt
 
 
 class EngineRequest(NamedTuple):
@@ -47,6 +53,7 @@ class EngineRequest(NamedTuple):
     bad_words: sequences of ids of which none may come.
     group: the first choice of those that share rows as one request; None for a request that is alone.
     cache_salt: the prefix cache gives it only what requests with the same salt have left there.
+    lora: the name of its adapter; "" for none.
     received: output that the client has already, of an engine that is gone; this one goes on behind it, and all limits
         count it.
     """
@@ -63,6 +70,7 @@ class EngineRequest(NamedTuple):
     tenant: Tenant = Tenant()
     group: RequestId | None = None
     cache_salt: str = ""
+    lora: str = ""
 
 
 class RequestStats(NamedTuple):
@@ -159,6 +167,7 @@ class CoreInfo(NamedTuple):
     eos_ids: the model's.
     by_priority: whether it goes by the priority of requests.
     exactness: in force, of `--exactness`.
+    loras: names of adapters.
     """
 
     model_path: str
@@ -177,6 +186,7 @@ class CoreInfo(NamedTuple):
     exactness: Exactness = "ties"
     can_withhold: bool = False
     has_trees: bool = False
+    loras: tuple[str, ...] = ()
 
 
 class KVTransferStats(NamedTuple):

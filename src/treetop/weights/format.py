@@ -7,7 +7,7 @@ are declared, how it is held when an engine is planned; both before anything is 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from treetop.kernels.table import Ops
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.weights.cpu_products import ChosenProduct, Shape
 from treetop.weights.gpu_products import Probed
+
+if TYPE_CHECKING:  # is made of these protocols
+    from treetop.weights.adapted import Adapters
 
 MAIN = ""
 """The part of a parameter that bears its name alone; a plain one has no other."""
@@ -149,12 +152,14 @@ class Holding:
     copies: on a GPU weights may be kept a second time, if products are faster with that.
     chosen: on a CPU, the calls for weights of each shape.
     probed: on a GPU, where a row's bits may depend on it alone, what was found of the library's products by shape.
+    adapters: beside the products; None without any.
     """
 
     ops: Ops
     copies: bool = False
     chosen: Mapping[Shape, ChosenProduct] = field(default_factory=dict)
     probed: Mapping[Shape, Probed] = field(default_factory=dict)
+    adapters: "Adapters | None" = None
 
     def probe_of(self, weight: Tensor) -> Probed:
         """What was found for a weight [out, in]; of one that was not probed that the library serves nowhere."""

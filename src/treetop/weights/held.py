@@ -7,6 +7,7 @@ from torch import Tensor
 
 from treetop.kernels.gate import Gate
 from treetop.kernels.moe.experts import Activation
+from treetop.weights.adapted import AdaptedGated
 from treetop.weights.format import (
     MAIN,
     ExpertProducts,
@@ -61,10 +62,14 @@ class Weights:
     def linear(self, name: str) -> Linear:
         """The product with a weight [out, in], and its bias if it has one."""
         weight, bias = self._take(name, gated=False)
-        return weight.format.linear(weight.parts, bias, self._holding)
+        linear, adapters = weight.format.linear(weight.parts, bias, self._holding), self._holding.adapters
+        return linear if adapters is None else adapters.linear(name, linear)
 
     def gated(self, name: str, kind: Gate = "silu") -> GatedLinear:
         """Activated gate times up, both of a product with one weight [2 * out, in]; see `linear`."""
+        adapters = self._holding.adapters
+        if adapters is not None and name in adapters.factors:
+            return AdaptedGated(self.linear(name), kind, self._holding.ops.functions)
         weight, bias = self._take(name, gated=True)
         return weight.format.gated(weight.parts, bias, kind, self._holding)
 

@@ -1,4 +1,4 @@
-"""Numbers that a row's tokens are chosen by: the request's own, and what follows from it.
+"""Numbers of a row that are its request's own, or follow from it: those that its tokens are chosen by, mostly.
 
 One table for each kind of number, so that moving in costs the same however many options there are. A number that bears
 the name of an option is that option: whoever adds one to `RowSamplingParams` or `LogitsProcessors` adds nothing here.
@@ -45,6 +45,7 @@ _INTEGERS: dict[str, Callable[[RowSetup], int]] = {
     "top_k": lambda setup: min(max(setup.params.top_k, 0), _ANY_VOCABULARY),
     "classes": lambda setup: class_of_temperature(setup.params.temperature),
     "may_end": _may_end,
+    "adapter": lambda setup: setup.adapter,
 }
 _FLAGS: dict[str, Callable[[RowSetup], bool]] = {
     "undrafted": lambda setup: not setup.params.speculative,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from treetop.attention.auto import make_backend
 from treetop.cache.pool import KVPool, make_pools
+from treetop.checkpoints.adapters import load_adapters
 from treetop.checks.poison import RedZones
 from treetop.checks.probes import Probes
 from treetop.drafts.protocol import DrafterSpec
@@ -23,6 +24,7 @@ from treetop.engine.memory import (
     out_of_memory_explained,
 )
 from treetop.engine.model_runner import ModelRunner
+from treetop.engine.startup.adapters import adapters_of
 from treetop.engine.startup.capacity_proof import prove_acceptance
 from treetop.engine.startup.compile_ahead import compile_all
 from treetop.engine.startup.exact_ranks import check_ranks
@@ -117,7 +119,11 @@ def _without_pools(engine_plan: EnginePlan, products: Products) -> tuple[ModelRu
     zones = RedZones(place.device) if config.check_level >= 3 else None
     zeros: Zeros = zones.zeros if zones is not None else partial(zeros_on, place.device)
     layout, aux = engine_plan.layout, draft.aux_inputs if draft is not None else ()
-    target, model = engine_plan.target.load(aux, place), engine_plan.target.config
+    folders, spec, model = engine_plan.adapters, engine_plan.target, engine_plan.target.config
+    adapters = adapters_of(folders, spec, place, layout.num_rows, zeros)
+    target = spec.load(aux, replace(place, adapters=adapters))
+    if adapters is not None:
+        load_adapters(adapters, folders, place.own(spec.params))
     changed = changed_vocab(config, model)
     state = make_state(
         *(layout, draft, model.hidden_size, changed, place.dtype, zeros, config.speculative_suffix_cache_tokens),
@@ -149,6 +155,7 @@ def _without_pools(engine_plan: EnginePlan, products: Products) -> tuple[ModelRu
         draft_layers={},
         recurrent_layers=recurrent_layers(model, state.states.groups),
         probes=Probes.make(place.device, config.check_level >= 2, layout.dummy_row, place.parallel.record()),
+        adapters=adapters,
     )
     return runner, zones, zeros
 

@@ -11,6 +11,7 @@ from treetop.attention.capabilities import Capabilities, Need
 from treetop.attention.registry import BACKENDS, fallback, require
 from treetop.checkpoints.folder import resolve_folder
 from treetop.checkpoints.loader import Placement, compute_device, compute_dtype, weight_bytes
+from treetop.checkpoints.lora_folder import LoraFolder
 from treetop.checkpoints.params import check_activations
 from treetop.drafts.protocol import DrafterSpec
 from treetop.drafts.registry import drafter_spec, lookup_beside, ngram_spec
@@ -32,6 +33,7 @@ from treetop.engine.memory import (
     memory_of,
     step_bytes,
 )
+from treetop.engine.startup.adapters import adapters_of, read_adapters
 from treetop.engine.startup.exactness import chosen_profile
 from treetop.engine.startup.layer_groups import backend_need, causal_blocks, kv_groups, state_groups
 from treetop.engine.startup.state_limits import uses_fla, with_checkpoints, within_states
@@ -62,6 +64,7 @@ class EnginePlan:
     weights: whose products are chosen by timing.
     kv_transfer: what staging slots hold, if there are any.
     profile: by which acceptance is simulated, if it is.
+    adapters: of `--lora-modules`, checked.
     """
 
     config: EngineConfig
@@ -74,6 +77,7 @@ class EnginePlan:
     weights: CpuWeights
     kv_transfer: KVTransferSpec | None
     profile: AcceptanceProfile | None
+    adapters: tuple[LoraFolder, ...] = ()
 
 
 def plan_engine(
@@ -122,6 +126,7 @@ def _plan_rows(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel)
     device = compute_device(config.device)
     check_kv_cache_dtype(config, target, device)
     check_quantized_activations(config, target, device)
+    adapters = read_adapters(config, target, device)
     layout = make_layout(config, target.config, draft, parallel.size)
     dtype = compute_dtype(config.dtype, device)
     layout = with_checkpoints(config, layout, dtype.itemsize)
@@ -131,7 +136,7 @@ def _plan_rows(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel)
     place = replace(place, expert_ranks=expert_ranks, packed=packing(config), activations=config.quantize_activations)
     place = replace(place, profile=chosen_profile(config, layout, target, place))
     place = replace(place, fla=uses_fla(config, target.config, place))
-    memory, static = memory_of_rank(place), _static_estimate(config, layout, target, draft, place)
+    memory, static = memory_of_rank(place), _static_estimate(config, layout, target, draft, place, adapters)
     memory = DeviceMemory(memory.total, memory.free - static)
     allowance = cpu_allowance(config, memory, place, layout, target.config)
     budget = Budget(memory, static, allowance, config.mem_fraction_static, rest=rest_of_cpu(config, memory, place))
@@ -145,7 +150,8 @@ def _plan_rows(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel)
     use = MemoryUse(layout, dtype.itemsize, budget)
     if config.compress_weights is None:
         config = replace(config, compress_weights=place.compressed)
-    return EnginePlan(config, target, draft, layout, place, need, use, weights, kv_transfer, _profile_of(config))
+    profile = _profile_of(config)
+    return EnginePlan(config, target, draft, layout, place, need, use, weights, kv_transfer, profile, adapters)
 
 
 def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | None, ranks: int = 1) -> Layout:
@@ -361,8 +367,9 @@ def memory_of_rank(place: Placement) -> DeviceMemory:
 
 
 def _static_estimate(
-    config: EngineConfig, layout: Layout, target: TargetSpec, draft: DrafterSpec | None, place: Placement
-) -> int:
+    config: EngineConfig, layout: Layout, target: TargetSpec, draft: DrafterSpec | None, place: Placement,
+    adapters: tuple[LoraFolder, ...],
+) -> int:  # fmt: skip
     """Bytes of weights, tables and buffers, from their shapes: no less than that will be taken."""
     dtype = place.dtype
     weights = weight_bytes(place.own(target.params), dtype)
@@ -374,6 +381,7 @@ def _static_estimate(
         made.append(prod(shape) * kind.itemsize)
         return _shape_alone(shape, kind)
 
+    adapters_of(adapters, target, place, layout.num_rows, counted)
     model, aux = target.config, draft.aux_inputs if draft is not None else ()
     changed = changed_vocab(config, model)
     state = make_state(
