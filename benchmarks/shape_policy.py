@@ -113,7 +113,8 @@ class Load:
         return self._table.seconds(self._rows, shape, CONTEXT)
 
     def round(self) -> None:
-        shape, most = self._policy.choose([CONTEXT] * self._rows, [self._rows, 0, 0]), self._layout.max_deferred
+        most = self._layout.max_deferred
+        shape = self._policy.choose([CONTEXT] * self._rows, [self._rows, 0, 0], self._deferred)
         behind = self._deferred > 0 if shape != PLAIN else self._deferred == most
         self._deferred = 0 if shape != PLAIN else 1 + (0 if behind else self._deferred)
         seconds = self.cost(shape) + behind * self._table.catch_up_seconds(self._rows)

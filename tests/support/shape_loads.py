@@ -1,7 +1,9 @@
 """Rounds without an engine: a policy chooses their shapes, a model says what they cost, and an adversary what holds."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from treetop.bench.modelled_costs import ROWS, costs_of_a_gpu
 from treetop.scheduler.policy import AdaptiveShape
@@ -27,11 +29,13 @@ def layout(max_deferred=16) -> Layout:
 class Load:
     """`rows` rows under a policy. rounds: seconds and tokens a row of each; shapes: of each.
 
-    busy: how many times longer rounds take than the table says.
+    known: what is thought of the head at first. busy: how many times longer rounds take than the table says.
     """
 
     rows: int
     table: CostTable = field(default_factory=lambda: costs_of_a_gpu(SHAPES))
+    layout: Layout = field(default_factory=layout)
+    known: Callable[[], HeadChances] = HeadChances
     seed: int = 0
     busy: float = 1.0
     rounds: list[tuple[float, float]] = field(default_factory=list)
@@ -39,15 +43,15 @@ class Load:
     deferred: int = 0
 
     def __post_init__(self) -> None:
-        self.layout, self._random = layout(), random.Random(self.seed)
-        self.policy = AdaptiveShape(self.table, self.layout)
+        self._random = random.Random(self.seed)
+        self.policy = AdaptiveShape(self.table, self.layout, self.known)
 
     def cost(self, shape) -> float:
         return self.busy * self.table.seconds(self.layout.bucket_for(self.rows), shape, CONTEXT)
 
     def round(self, chance) -> None:
         """One round. chance(shape, depth): that a path that got there goes on."""
-        shape = self.policy.choose([CONTEXT] * self.rows, [self.rows, 0, 0])
+        shape = self.policy.choose([CONTEXT] * self.rows, [self.rows, 0, 0], self.deferred)
         behind = self.deferred > 0 if shape != PLAIN else self.deferred == self.layout.max_deferred
         self.deferred = 0 if shape != PLAIN else 1 + (0 if behind else self.deferred)
         seconds = self.cost(shape) + behind * self.table.catch_up_seconds(self.rows)
@@ -130,8 +134,9 @@ def _zeros() -> list[list[float]]:
 class DrawnLoad(Load):
     """Rounds that accept what a head gives, and whose results bring what was counted."""
 
-    def __init__(self, rows: int, head: DrawnHead) -> None:
-        super().__init__(rows)
+    def __init__(self, rows: int, head: DrawnHead, *given: Any) -> None:
+        """given: more of `Load`."""
+        super().__init__(rows, *given)
         self.head, note = head, self.policy.note
         self.policy.note = lambda plan, result, seconds: note(
             plan, StepResult(result.rows, proposals=head.counts()), seconds
@@ -148,7 +153,7 @@ class DrawnLoad(Load):
 
     def best_speed(self) -> float:
         """Of rounds that all have one shape."""
-        return max(self.head.tokens(shape) * self.cost(PLAIN) / self.cost(shape) for shape in SHAPES)
+        return max(self.head.tokens(shape) * self.cost(PLAIN) / self.cost(shape) for shape in self.table.shapes)
 
     def caught_up(self) -> float:
         """The share of plain rounds' time that catching up adds."""

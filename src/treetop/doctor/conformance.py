@@ -123,7 +123,7 @@ class RandomShapes:
         self._shapes, self._random = shapes, random.Random(seed)
         self.chosen: list[SpecShape] = []
 
-    def choose(self, lengths: Sequence[int], speculating: Sequence[int]) -> SpecShape:
+    def choose(self, lengths: Sequence[int], speculating: Sequence[int], deferred: int = 0) -> SpecShape:
         stays = bool(self.chosen) and self._random.random() < 0.6
         self.chosen.append(self.chosen[-1] if stays else self._random.choice(self._shapes))
         return self.chosen[-1]

@@ -38,6 +38,9 @@ USUAL_CHUNK_OF_GPU = 2048  # beside rounds
 nearly as much, for the weights are read."""
 ROWS_OF_CPU, ROWS_OF_GPU = (16, 8), (256, 128, 64, 32, 16, 8)
 """Rows to choose from, if `--max-running-requests` does not say: batches whose rounds were measured."""
+DEFERRED_ON_CPU, DEFERRED_ON_GPU = 128, 32
+"""Tokens of a row that plain rounds may leave to one later pass of the draft, if `--speculative-max-deferred` does not
+say: of a small model a pass costs much however few it has."""
 TOKENS_OF_A_ROW = 2048
 """Pool tokens that each of so many rows must find, or its whole context if that is shorter."""
 CHUNKS = ((60 * GIB, 8192), (35 * GIB, 4096), (0, 2048))

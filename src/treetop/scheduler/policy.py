@@ -14,12 +14,15 @@ rows that are not there yet would be wrong.
 A shape that does not pay costs time that nobody gives back. So there is a credit, in plain rounds: a round that
 speculates pays in advance what it would lose if nothing were accepted, and gets back what was. Each round adds a
 little. What all rounds of a window may lose is so bounded, whatever is accepted: `CREDIT` and 200 times `INTEREST` are
-2 % of 200 rounds.
+2 % of 200 rounds. Where a round of few rows stakes more than that lets it lose twice, as small models on a CPU do, what
+was accepted beyond what rounds cost is saved up to `_STAKES` of it.
+
+A shape whose round takes as long as plain rounds for all tokens that it could give is left out.
 """
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from math import exp, log
+from math import exp, inf, log, sqrt
 from typing import Protocol
 
 from treetop.scheduler.acceptance import AcceptanceEstimate
@@ -28,15 +31,18 @@ from treetop.types.costs import CostTable, HeadChances
 from treetop.types.layout import PLAIN, Layout, SpecShape
 from treetop.types.messages import ProposalCounts, RoundPlan, StepPlan, StepResult
 
-ChooseShape = Callable[[Sequence[int], Sequence[int]], SpecShape]
-"""The shape of a round that is about to be planned, of the tokens that each of its rows is known to have, and how many
-of the rows may accept drafts, by the class of their requests."""
+ChooseShape = Callable[[Sequence[int], Sequence[int], int], SpecShape]
+"""The shape of a round that is about to be planned, of the tokens that each of its rows is known to have, how many of
+the rows may accept drafts, by the class of their requests, and the most tokens that one has deferred."""
 
 CREDIT = 3.0
 """Plain rounds that speculation may lose beyond what it gains, at most."""
 INTEREST, LEAST_INTEREST = 0.005, 0.003
 """Plain rounds that each round adds to the credit, less what plain rounds lose by catching up, and at least: without
 any a policy that was unlucky once would never try again."""
+_STAKES = 3.0
+"""Stakes of one row that may be saved up, if these are more than `CREDIT`, of what was accepted: a round of few rows
+that stakes most of the credit would otherwise be its last for long, however good the head. More rows vary less."""
 _MARGIN = 1.01
 """Times the rate of the shape that runs: what another must reach."""
 _HOPE = 1.0
@@ -46,6 +52,8 @@ _EVERY, _ANYHOW = 8, 256
 second best, whose rounds may cost less than is thought."""
 _CURIOSITY, _MOST_CURIOUS = 0.004, 0.5
 """Of the time, what trials may cost by what is thought of their shapes; rounds that are saved up for one."""
+_ANYHOW_COSTS = 0.001
+"""Of the time, what trials of the best tree beside plain rounds may cost if nothing is accepted."""
 _FIRST_KEPT, _KEEPS = 64, 256
 """Rounds with a tree after which what was learned of the head is kept, and kept again."""
 _FOLLOWS, _OWN_FOLLOWS, _SETTLED = 0.1, 0.2, 6
@@ -58,7 +66,7 @@ _MOST_OFF, _MOST_OWN_OFF = log(3.0), 0.3
 class ShapePolicy(Protocol):
     """Chooses each round's shape for the batch as it stands, and learns from what rounds gave."""
 
-    def choose(self, lengths: Sequence[int], speculating: Sequence[int]) -> SpecShape:
+    def choose(self, lengths: Sequence[int], speculating: Sequence[int], deferred: int = 0) -> SpecShape:
         """See `ChooseShape`."""
         ...
 
@@ -77,7 +85,7 @@ class FixedShape:
     def __init__(self, shape: SpecShape) -> None:
         self._shape = shape
 
-    def choose(self, lengths: Sequence[int], speculating: Sequence[int]) -> SpecShape:
+    def choose(self, lengths: Sequence[int], speculating: Sequence[int], deferred: int = 0) -> SpecShape:
         return self._shape
 
     def note(self, plan: StepPlan, result: StepResult, seconds: float | None) -> None:
@@ -158,14 +166,13 @@ class AdaptiveShape:
         self._head = self._known_head()
         self.acceptance = AcceptanceEstimate(self._trees, self._head)
         self.shape, self.credit, self._num_told = PLAIN, CREDIT, 0
-        self._last, self._num_rounds, self._curiosity = PLAIN, 0, 0.0
+        self._num_rounds, self._curiosity, self._anyhow, self._most_credit = 0, 0.0, 0.0, CREDIT
         self._share = 1.0  # of the rows, that may accept drafts
         self._counts: ProposalCounts | None = None  # of a calibration, as it was when the last round ended
 
-    def choose(self, lengths: Sequence[int], speculating: Sequence[int]) -> SpecShape:
+    def choose(self, lengths: Sequence[int], speculating: Sequence[int], deferred: int = 0) -> SpecShape:
         """See `ChooseShape`. The shape that runs, or another for a round that is to tell more of it."""
         if not any(speculating):
-            self._last = PLAIN
             return PLAIN
         self._share = sum(speculating) / len(lengths)
         if self._counts is not None and self._num_rounds % _EVERY == 0:
@@ -174,26 +181,35 @@ class AdaptiveShape:
                 self.acceptance.learn(chances)
         self._num_rounds += 1
         rows, tokens = self._bucket_for(len(lengths)), sum(lengths) / len(lengths)
-        allowed = self._shapes_at(rows)
-        seconds = {
-            shape: self._costs.seconds(rows, shape, tokens) for shape in (PLAIN, *self._trees) if shape in allowed
-        }
+        seconds = self._seconds(rows, tokens)
         behind = self._costs.catch_up_seconds(rows)
         caught_up = behind / max(self._layout.max_deferred, 1)
+        stakes = {shape: self._at_stake(shape, seconds, behind if deferred else 0.0) for shape in seconds}
         rates = self._rates(seconds, caught_up)
         best = max(rates, key=rates.__getitem__)
         runs = rates.get(self.shape, 0.0)  # 0 for more rows than that shape may have
         if rates[best] > _MARGIN * runs or rates[PLAIN] >= runs:
             self.shape = best
-        wanted = self._trial(rates, seconds) or self.shape
-        self.credit = min(self.credit + max(INTEREST - caught_up / seconds[PLAIN], LEAST_INTEREST), CREDIT)
-        stakes = {shape: self._at_stake(shape, seconds, behind) for shape in rates}
+        self._anyhow += _ANYHOW_COSTS
+        wanted = self._trial(rates, seconds, stakes) or self.shape
+        interest = max(INTEREST - caught_up / seconds[PLAIN], LEAST_INTEREST)
+        self.credit = max(self.credit, min(self.credit + interest, CREDIT))
         if stakes[wanted] > self.credit:  # the best of those that can be paid, which plain rounds are
             paid = [each for each in rates if stakes[each] <= self.credit and rates[each] >= rates[PLAIN]]
             wanted = max(paid, key=rates.__getitem__)
         self.credit -= stakes[wanted]
-        self._last = wanted
+        self._most_credit = self._credit_of(wanted, seconds, len(lengths))
         return wanted
+
+    def _seconds(self, rows: int, tokens: float) -> dict[SpecShape, float]:
+        """Of a round of each shape that so many rows may have and that would win if all were accepted; plain first."""
+        plain_s = self._costs.seconds(rows, PLAIN, tokens)
+        found, allowed = {PLAIN: plain_s}, self._shapes_at(rows)
+        for shape in self._trees:
+            seconds = self._costs.seconds(rows, shape, tokens) if shape in allowed else inf
+            if seconds < plain_s * (1 + shape.depth):
+                found[shape] = seconds
+        return found
 
     def learned(self) -> HeadChances:
         """The head as rounds and, where there is one, a calibration have shown it."""
@@ -203,21 +219,23 @@ class AdaptiveShape:
         """For a log: what it expects beside plain rounds at next to no context, by rows, how many tokens a round of a
         row must give there to pay, and the most that it can lose.
         """
-        told = []
+        told, most_credit, caught_up = [], CREDIT, 0.0
         for rows in sorted({1, min(32, self._layout.max_requests), self._layout.max_requests}):
-            bucket, tokens = self._bucket_for(rows), {PLAIN: 1.0}
-            allowed = [shape for shape in self._trees if shape in self._shapes_at(bucket)]
-            tokens |= {shape: self.acceptance.tokens(shape) for shape in allowed}
-            plain_s = self._costs.seconds(bucket, PLAIN, 0.0)
-            costs = {shape: self._costs.seconds(bucket, shape, 0.0) / plain_s for shape in tokens}
+            seconds = self._seconds(self._bucket_for(rows), 0.0)
+            tokens = {shape: 1.0 if shape == PLAIN else self.acceptance.tokens(shape) for shape in seconds}
+            costs = {shape: seconds[shape] / seconds[PLAIN] for shape in seconds}
             best = max(tokens, key=lambda shape: tokens[shape] / costs[shape])
             name = f"S={best.num_steps} k={best.topk} T={best.num_draft_tokens}"
             pays = f", pays from {costs[best]:.2f} tokens a round on" if best != PLAIN else ""
             told.append(f"{tokens[best] / costs[best]:.2f}x at {rows} rows ({name}{pays})")
-        lost = 100 * (CREDIT / 200 + INTEREST)
+            most_credit = max(most_credit, self._credit_of(best, seconds, rows))
+            behind = self._costs.catch_up_seconds(self._bucket_for(rows)) / seconds[PLAIN]
+            caught_up = max(caught_up, behind / max(self._layout.max_deferred, 1))
+        lost = 100 * (most_credit / 200 + INTEREST)
         return (
             f"--speculative-policy auto expects, {self._head.source}, {', '.join(told)} of plain rounds' speed;"
-            f" in 200 rounds it loses {lost:.0f} % of them at most, and what catching up costs"
+            f" in 200 rounds it loses {lost:.1f} % of them at most, and {100 * caught_up:.1f} % by keeping the draft up"
+            " with plain ones"
         )
 
     def _rates(self, seconds: dict[SpecShape, float], caught_up: float) -> dict[SpecShape, float]:
@@ -225,12 +243,18 @@ class AdaptiveShape:
         rates = {shape: self._tokens(shape) / seconds[shape] for shape in seconds if shape != PLAIN}
         return {PLAIN: 1.0 / (seconds[PLAIN] + caught_up), **rates}
 
-    def _trial(self, rates: dict[SpecShape, float], seconds: dict[SpecShape, float]) -> SpecShape | None:
+    def _trial(
+        self, rates: dict[SpecShape, float], seconds: dict[SpecShape, float], stakes: dict[SpecShape, float]
+    ) -> SpecShape | None:
         """The shape that may well be better than what runs, most of all; None if none may, or it is not its time."""
-        if self._num_rounds % _EVERY:
+        if self._num_rounds % _EVERY or len(rates) == 1:
             return None
         if self._num_rounds % _ANYHOW == 0:
-            return max((shape for shape in rates if shape != self.shape), key=rates.__getitem__)
+            second = max((shape for shape in rates if shape != self.shape), key=rates.__getitem__)
+            if self.shape == PLAIN and stakes[second] > self._anyhow:
+                return None
+            self._anyhow = 0.0
+            return second
         self._curiosity = min(self._curiosity + _EVERY * _CURIOSITY, _MOST_CURIOUS)
         hopes = {
             shape: rates[shape] * self._tokens(shape, _HOPE) / self._tokens(shape) for shape in rates if shape != PLAIN
@@ -248,9 +272,11 @@ class AdaptiveShape:
 
     def _at_stake(self, shape: SpecShape, seconds: dict[SpecShape, float], behind: float) -> float:
         """Plain rounds that a round loses if nothing is accepted, with what it has to catch up first."""
-        if shape == PLAIN:
-            return 0.0
-        return max((seconds[shape] + (behind if self._last == PLAIN else 0.0)) / seconds[PLAIN] - 1.0, 0.0)
+        return 0.0 if shape == PLAIN else max((seconds[shape] + behind) / seconds[PLAIN] - 1.0, 0.0)
+
+    def _credit_of(self, shape: SpecShape, seconds: dict[SpecShape, float], rows: int) -> float:
+        """What may be saved up while a shape runs."""
+        return max(CREDIT, _STAKES * self._at_stake(shape, seconds, 0.0) / sqrt(rows))
 
     def note(self, plan: StepPlan, result: StepResult, seconds: float | None) -> None:
         """Learn what a round gave, and what it took."""
@@ -265,6 +291,6 @@ class AdaptiveShape:
             self._num_told += 1
             if self._num_told == _FIRST_KEPT or self._num_told % _KEEPS == 0:
                 self._keep_head(self.learned())
-        self.credit = min(self.credit + sum(lengths) / len(result.rows), CREDIT)
+        self.credit = min(self.credit + sum(lengths) / len(result.rows), self._most_credit)
         if seconds is not None and not plan.catches_up:
             self._costs.note(self._bucket_for(len(plan.rows)), plan.shape, plan.committed_bound, seconds)

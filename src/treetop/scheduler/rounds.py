@@ -55,7 +55,8 @@ class RoundPlanner:
         speculating = [0] * CLASSES
         for request in batch:
             speculating[class_of_temperature(request.params.temperature)] += request.params.speculative
-        shape = self._choose([request.num_computed_tokens for request in batch], speculating)
+        deferred = max(request.held.deferred for request in batch)
+        shape = self._choose([request.num_computed_tokens for request in batch], speculating, deferred)
         return RoundPlan(
             edits=self._rows.take_edits(),
             freed=self._rows.kv_cache.take_freed(),

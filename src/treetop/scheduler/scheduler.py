@@ -292,8 +292,8 @@ class Scheduler:
         self._num_gave_way += len(over)
         return True
 
-    def _choose_shape(self, lengths: Sequence[int], speculating: Sequence[int]) -> SpecShape:
-        return self.policy.choose(lengths, speculating)
+    def _choose_shape(self, lengths: Sequence[int], speculating: Sequence[int], deferred: int) -> SpecShape:
+        return self.policy.choose(lengths, speculating, deferred)
 
     def _send(self, plan: StepPlan) -> None:
         self.steps.send(plan, [self.rows.by_row[row] for row in plan.rows])

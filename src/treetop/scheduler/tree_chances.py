@@ -104,8 +104,7 @@ def path_chances(shape: SpecShape, chances: Chances) -> tuple[list[float], list[
     """That a path of a tree of this shape has 1, 2, ... drafts, and that the last of so many is its node's best
     proposal.
     """
-    depths = min(shape.num_steps, shape.num_draft_tokens - 1)
-    reached, by_best = [0.0] * depths, [0.0] * depths
+    reached, by_best = [0.0] * shape.depth, [0.0] * shape.depth
     for path, chance in nodes_of(shape, chances).items():
         reached[len(path) - 1] += chance
         by_best[len(path) - 1] += chance * (path[-1] == 0)

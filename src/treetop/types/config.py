@@ -118,9 +118,10 @@ class EngineConfig:
         " and the shape above)",
         metavar='"S,k,T S,k,T"',
     )
-    speculative_max_deferred: int = option(
-        32,
-        "with auto: tokens of a request that plain rounds may leave to one later pass of the draft; 0 for none",
+    speculative_max_deferred: int | None = option(
+        None,
+        "with auto: tokens of a request that plain rounds may leave to one later pass of the draft; 0 for none"
+        " (default: 32 on a GPU, 128 on a CPU)",
         minimum=0,
         maximum=1024,
     )

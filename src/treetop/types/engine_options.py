@@ -34,7 +34,7 @@ class EngineOptions(TypedDict, total=False):
     speculative_draft_kv_cache_dtype: KVCacheDType | None
     speculative_policy: SpeculativePolicy
     speculative_shapes: str | None
-    speculative_max_deferred: int
+    speculative_max_deferred: int | None
     speculative_num_steps: int
     speculative_eagle_topk: int
     speculative_num_draft_tokens: int

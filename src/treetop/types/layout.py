@@ -51,6 +51,11 @@ class SpecShape:
                 f"no tree has {given}: num-draft-tokens must be <= 1 + k + (S - 1) k^2 = {1 + self.num_candidates}"
             )
 
+    @property
+    def depth(self) -> int:
+        """Drafts of the longest path, at most."""
+        return min(self.num_steps, self.num_draft_tokens - 1)
+
     @classmethod
     def parse(cls, text: str, option: str) -> "SpecShape":
         """A shape from "S,k,T". Raises ConfigError that names the option."""

@@ -18,6 +18,8 @@ from treetop.drafts.registry import drafter_spec, lookup_beside, ngram_spec
 from treetop.engine.buffers import make_round_buffers
 from treetop.engine.kv_transfer import KVTransferSpec
 from treetop.engine.memory import (
+    DEFERRED_ON_CPU,
+    DEFERRED_ON_GPU,
     MIN_CHUNK_OF_CPU,
     MIN_CHUNK_OF_GPU,
     ROWS_OF_CPU,
@@ -219,10 +221,13 @@ def check_quantized_activations(config: EngineConfig, target: TargetSpec, device
 
 def _max_deferred(config: EngineConfig, context: int) -> int:
     """Tokens of a row that plain rounds may defer. A backend that plans on the host knows rounds only."""
-    able = BACKENDS[_attends(config, compute_device(config.device))].capabilities
+    device = compute_device(config.device)
+    able = BACKENDS[_attends(config, device)].capabilities
     if len(config.shapes) == 1 or able.needs_host_extents:
         return 0
-    return min(config.speculative_max_deferred, context - 1)
+    by_device = DEFERRED_ON_CPU if device.type == "cpu" else DEFERRED_ON_GPU
+    asked = config.speculative_max_deferred
+    return min(by_device if asked is None else asked, context - 1)
 
 
 def _with_slots(
