@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from support.command_line import refused, run
+from support.holding import ANSWER, Held
 from support.waiting import WAIT_S
 from support.warm import Popen
 from treetop import LLM
@@ -39,9 +40,9 @@ def piped(capsys, monkeypatch, text: str, *flags):
 class Terminal:
     """A chat of a process of its own, at a pseudo-terminal."""
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags: str, environment: dict[str, str]) -> None:
         self._mine, theirs = pty.openpty()
-        environment = {**os.environ, "TERM": "xterm-256color"}
+        environment = {**os.environ, **environment, "TERM": "xterm-256color"}
         command = [sys.executable, "-m", "treetop.cli", "chat", "--temperature", "0", *flags]
         self.process = Popen(
             command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
@@ -76,8 +77,8 @@ class Terminal:
 
 
 @contextmanager
-def terminal(*flags: str):
-    chat = Terminal(*flags)
+def terminal(*flags: str, environment: dict[str, str]):
+    chat = Terminal(*flags, environment=environment)
     try:
         yield chat
     finally:
@@ -190,15 +191,17 @@ def test_text_is_divided_by_the_tokens_that_it_comes_of():
 # ---------------------------------------------------------------------------------------------- a terminal
 
 
-def test_ctrl_c_ends_an_answer_and_not_the_chat():
-    """What came stays in the conversation; Ctrl-D ends the chat."""
-    with terminal("--ignore-eos", "--color-depth") as chat:
+def test_ctrl_c_ends_an_answer_and_not_the_chat(tmp_path):
+    """In the middle of it, where it stands still. What came stays in the conversation; Ctrl-D ends the chat."""
+    held = Held(tmp_path, ANSWER)
+    with terminal("--ignore-eos", "--color-depth", environment=held.environment) as chat:
         chat.wait_for("/help lists commands")
         chat.wait_for("> ")
         chat.type(f"{HI}\n")
         chat.wait_for("\x1b[38;5;34m")  # a draft of depth 1
         chat.interrupt()
         chat.wait_for("[stopped]")
+        held.go()
         chat.wait_for("> ")
         chat.type("/max-tokens 4\n")
         chat.wait_for("max-tokens: 4")

@@ -45,6 +45,20 @@ if is_of("treetop.cli"):
     run._end_with = held_end_with
 """
 """A server without an engine goes on saying so."""
+ANSWER = """
+if is_of("treetop.cli"):
+    from treetop.cli.chat_session import ChatSession
+    show = ChatSession._show
+
+    def held_show(session, pieces):
+        shown = [*pieces]
+        show(session, shown)
+        if any(depth == 1 and text.strip() for text, depth in shown):
+            wait()
+
+    ChatSession._show = held_show
+"""
+"""An answer of a chat stands still once it has shown a token of the first draft depth."""
 
 
 class Held:
