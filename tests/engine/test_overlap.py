@@ -1,10 +1,12 @@
 """Overlap: a step is launched before the last one's results are known, and no token changes."""
 
+from functools import cache, partial
 from itertools import pairwise
 
 import pytest
 
 from support.engines import accept_lens, build, finish, greedy, pump, sampled, steps, submit, tokens
+from support.grids import few_of
 from support.memory import all_tensors
 from treetop import LLM, SamplingParams
 from treetop.debug.two_group import write_two_group_pair
@@ -44,6 +46,18 @@ def idle(llm) -> bool:
 # ---------------------------------------------------------------------------------------------- the same tokens
 
 
+@pytest.fixture(scope="module")
+def one_step_at_a_time(strong_pair):
+    """What mixed requests give without overlap, by shape."""
+
+    @cache
+    def outputs(shape):
+        prompts = strong_pair.prompts(LENGTHS)
+        return build(strong_pair, shape, overlap=False).generate(prompts * 2, mixed(14, 45))
+
+    return outputs
+
+
 @pytest.mark.parametrize(
     ("shape", "page", "chunk", "rows", "radix", "graphs"),
     [
@@ -56,8 +70,13 @@ def idle(llm) -> bool:
         (SHAPE, 16, 7, 1, True, "sim"),
     ],
 )
-def test_overlap_changes_no_token_no_round_and_no_reason(strong_pair, *, shape, page, chunk, rows, radix, graphs):
-    """Stops in paths, mixed sampling, chunks, more requests than rows: all as without it, rounds counted alike."""
+def test_overlap_changes_no_token_no_round_and_no_reason(
+    strong_pair, one_step_at_a_time, *, shape, page, chunk, rows, radix, graphs
+):
+    """Stops in paths, mixed sampling, chunks, more requests than rows: all as without it, rounds counted alike.
+
+    Without it pages, chunks, rows and the prefix cache are others, of which no round depends either.
+    """
     prompts = strong_pair.prompts(LENGTHS)
     options = {
         "page_size": page,
@@ -65,10 +84,9 @@ def test_overlap_changes_no_token_no_round_and_no_reason(strong_pair, *, shape, 
         "max_running_requests": rows,
         "disable_radix_cache": not radix,
     }
-    params = mixed(14, 45)
-    expected = build(strong_pair, shape, **options, overlap=False).generate(prompts * 2, params)
+    expected = one_step_at_a_time(shape)
     llm = build(strong_pair, shape, **options, overlap=True, graphs=graphs)
-    outputs = llm.generate(prompts * 2, params)
+    outputs = llm.generate(prompts * 2, mixed(14, 45))
     assert outcome(outputs) == outcome(expected)
     assert accept_lens(outputs) == accept_lens(expected)
     assert idle(llm)
@@ -107,15 +125,21 @@ def test_overlap_changes_no_token_when_requests_are_retracted(
     assert idle(llm)
 
 
-@pytest.mark.parametrize(("page", "chunk", "level"), [(1, 9, 1), (4, 512, 3), (16, 5, 3), (16, 5, 1)])
-def test_overlap_changes_no_token_behind_a_window(tmp_path, page, chunk, level):
-    """Pages leave the window by the length that is known, while a round further on may run."""
-    target, head = write_two_group_pair(tmp_path, window=12)
+@pytest.fixture(scope="module")
+def behind_a_window(tmp_path_factory):
+    """Prompts, an engine of such options, and what it gives without overlap."""
+    target, head = write_two_group_pair(tmp_path_factory.mktemp("windows"), window=12)
     shape = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
-    options = {"dtype": "float64", "context_length": 128, "page_size": page, "chunked_prefill_size": chunk, **shape}
+    make = partial(LLM, str(target), str(head), dtype="float64", context_length=128, **shape)
     prompts = [[(7 * i + 3 * j) % 96 for j in range(n)] for i, n in enumerate((40, 3, 61, 12))]
-    expected = LLM(str(target), str(head), **options).generate(prompts, mixed(4, 50))
-    llm = LLM(str(target), str(head), **options, overlap=True, check_level=level)
+    return prompts, make, make().generate(prompts, mixed(4, 50))
+
+
+@pytest.mark.parametrize(("page", "chunk", "level"), few_of([(1, 9, 1), (4, 512, 3), (16, 5, 3), (16, 5, 1)], 0, 1, 2))
+def test_overlap_changes_no_token_behind_a_window(behind_a_window, page, chunk, level):
+    """Pages leave the window by the length that is known, while a round further on may run."""
+    prompts, make, expected = behind_a_window
+    llm = make(page_size=page, chunked_prefill_size=chunk, overlap=True, check_level=level)
     assert outcome(llm.generate(prompts, mixed(4, 50))) == outcome(expected)
     assert idle(llm)
 
