@@ -108,10 +108,11 @@ CASES = [  # model, shape, ranks, the rank of each of twelve requests, options
     ("glm 5", TREE, 2, [0, 1, 1] * 4, {"graphs": "sim", "check_level": 3}),
     ("glm 5", CHAIN, 4, [3] * 12, {"overlap": True, "check_level": 2, "chunked_prefill_size": 7}),
     ("gpt_oss", TREE, 2, [1, 0, 1] * 4, {"tp_size": 2, "speculative_algorithm": "NGRAM", "overlap": True}),
+    ("glm 5", CHAIN, 2, [1] * 12, {"overlap": True, "check_level": 2, "chunked_prefill_size": 7}),
 ]
 
 
-@pytest.mark.parametrize(("name", "shape", "ranks", "places", "options"), few_of(CASES, 0, 2, 5, 8, 9, 11, 13))
+@pytest.mark.parametrize(("name", "shape", "ranks", "places", "options"), few_of(CASES, 0, 2, 5, 8, 9, 11, 15))
 def test_any_placement_gives_what_one_process_gives(folders, name, shape, ranks, places, options):
     """Greedy and sampled, trees, chains and plain; ranks that are idle all the time; prompts that are cached."""
     if "draft" in options:

@@ -9,6 +9,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from support.dense_drafts import AFTER_NORM, DenseMtp, DenseTarget, dense_of
 from support.engines import build, greedy, sampled, tokens
+from support.grids import few_of
 from support.head_layouts import WIDTH, assert_drafts
 from support.mtp_layers import NAMES, mtp_tensors
 from support.refusing import refused
@@ -98,14 +99,18 @@ def test_its_tokens_are_those_of_plain_decoding(family, plain, shape, options, a
     llm.scheduler.check_integrity()
 
 
+SWITCHED = [
+    {},
+    {"graphs": "sim", "check_level": 3},
+    {"overlap": True, "check_level": 2},
+    {"speculative_calibration": "learn", "graphs": "sim", "overlap": True},
+]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"graphs": "sim", "check_level": 3},
-        {"overlap": True, "check_level": 2},
-        {"speculative_calibration": "learn", "graphs": "sim", "overlap": True},
-    ],
+    ("family", "options"),
+    few_of([(name, options) for name in NAMES for options in SWITCHED], 1, 2, 4, 7),  # with and without each, of both
+    indirect=["family"],
     ids=str,
 )
 def test_shapes_that_switch_change_no_token(family, plain, options):
