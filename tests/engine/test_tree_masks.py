@@ -194,7 +194,7 @@ def check(asked, outputs, *, trees=True):
     ("shape", "options"),
     [
         (None, {}),
-        (SHAPE, {}),
+        pytest.param(SHAPE, {}, marks=pytest.mark.slow),
         (SHAPE, {"graphs": "sim", "check_level": 3, "overlap": True}),
         ((3, 4, 25), {"max_running_requests": 3, "check_level": 2, "overlap": True}),
         ((1, 5, 6), {"graphs": "sim", "chunked_prefill_size": 16}),

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from support.engines import accept_lens, build, finish, greedy, pump, sampled, steps, submit, tokens
+from support.grids import few_of
 from treetop.scheduler.rows import Rows
 from treetop.types.errors import CheckError
 from treetop.types.ids import RequestId
@@ -117,9 +118,12 @@ def roomy(strong_pair):
     return prompts, params, tokens(build(strong_pair, None, context_length=128).generate(prompts, params))
 
 
-@pytest.mark.parametrize("radix", [False, True])
+SHORT = [(None, 4, 512), (SHAPE, 4, 7), ((4, 3, 12), 1, 16), (SHAPE, 16, 5)]
+
+
 @pytest.mark.parametrize(
-    ("shape", "page", "chunk"), [(None, 4, 512), (SHAPE, 4, 7), ((4, 3, 12), 1, 16), (SHAPE, 16, 5)]
+    ("shape", "page", "chunk", "radix"),
+    few_of([(*sizes, radix) for sizes in SHORT for radix in (False, True)], 1, 2, 5, 6),
 )
 def test_retraction_and_resumption_do_not_change_the_tokens(strong_pair, roomy, shape, page, chunk, radix):
     """With too few pages for all, requests are retracted, resume by a prefill, and give the same tokens."""
