@@ -1,7 +1,8 @@
-"""What `--exactness bits` costs: on a CPU the embedded pair with `bits` and with `ties`, in turns.
+"""What `--exactness bits` costs: on a CPU a pair with `bits` and with `ties`, in turns.
 
     MKL_CBWR=AUTO,STRICT python benchmarks/exactness.py --turns 9        on an Intel CPU
     python benchmarks/exactness.py --turns 9
+    python benchmarks/exactness.py --pair smollm2 --exact-sums integers --requests 1 4 --tokens 32 --turns 5
     python benchmarks/exactness.py --device cuda
 
 A figure is the median over turns of tokens per second of CPU time with `bits` over that with `ties` beside it, so that
@@ -15,6 +16,7 @@ token of one prompt; then their ratios.
 import gc
 import statistics
 import time
+from typing import get_args
 
 import torch
 from frame import NAMES, end_with, machine_of, parser_of, preset, say
@@ -24,11 +26,12 @@ from treetop import LLM, SamplingParams
 from treetop.bench.prompts import prompt_ids
 from treetop.bench.rounds import wall_times_ms
 from treetop.scheduler.policy import FixedShape
+from treetop.types.config import Exactness, ExactSums
+from treetop.types.default_model import PAIRS
+from treetop.types.engine_options import EngineOptions
 from treetop.types.layout import PLAIN, SpecShape
 
 PROMPTS = ["def area(r):", "import os\n", "class A:\n    def f(self):", "for i in range(10):"] * 2
-CASES = [(1, 128), (8, 128), (1, 500)]
-"""Requests, and tokens of each."""
 ROWS, BEHIND, PROMPTS_OF = (1, 8, 32), 1024, (1024, 8192)
 """On a GPU: batches of rounds, the tokens before these, and the prompts that are prefilled."""
 
@@ -75,11 +78,20 @@ def on_a_gpu(name: str, rounds: int) -> None:
     say({"bits / ties": ratios})
 
 
-def on_a_cpu(turns: int) -> None:
-    for draft in ("builtin:nestling-eagle3", None):
-        ties = LLM("builtin:nestling", draft, max_running_requests=8, exactness="ties")
-        bits = LLM("builtin:nestling", draft, max_running_requests=8, exactness="bits")
-        for requests, max_tokens in CASES:
+def _served(model: str, draft: str | None, exactness: Exactness, sums: ExactSums) -> LLM:
+    options: EngineOptions = {"max_running_requests": 8, "context_length": 1024}
+    options |= {"exactness": exactness, "exact_sums": sums}
+    if draft is None:
+        options["speculative_algorithm"] = "NONE"
+    return LLM(model, draft, **options)
+
+
+def on_a_cpu(pair: str, sums: ExactSums, batches: list[int], max_tokens: int, turns: int) -> None:
+    model, head = PAIRS[pair]
+    for draft in (head, None):
+        ties, bits = _served(model, draft, "ties", sums), _served(model, draft, "bits", sums)
+        say({"draft": draft, "products": sorted({each.calls[0] for each in bits.engine.products if each.exact})})
+        for requests in batches:
             pairs = []
             for turn in range(turns + 1):
                 order = (ties, bits) if turn % 2 else (bits, ties)
@@ -102,6 +114,10 @@ def on_a_cpu(turns: int) -> None:
 def main(arguments: list[str]) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--turns", type=int, default=9, help="on a CPU")
+    parser.add_argument("--pair", choices=PAIRS, default="nestling", help="on a CPU")
+    parser.add_argument("--exact-sums", choices=get_args(ExactSums), default="auto", help="on a CPU")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8], help="on a CPU, at once")
+    parser.add_argument("--tokens", type=int, default=128, help="on a CPU, of each request")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--preset", choices=NAMES, default=NAMES[0], help="on a GPU")
     parser.add_argument("--rounds", type=int, default=20, help="on a GPU, of each case")
@@ -110,7 +126,7 @@ def main(arguments: list[str]) -> int:
     if args.device == "cuda":
         on_a_gpu(args.preset, args.rounds)
     else:
-        on_a_cpu(args.turns)
+        on_a_cpu(args.pair, args.exact_sums, args.requests, args.tokens, args.turns)
     return 0
 
 

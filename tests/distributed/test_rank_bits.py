@@ -6,6 +6,7 @@ Ranks are threads here; `test_worker_group.py` and `test_expert_group.py` have t
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from support import expert_pairs
 from support.bits import asked, bits
 from support.engines import accept_lens, build
 from support.tiny_models import Pair, save_random_experts, save_random_head, save_random_llama
+from treetop.checkpoints.loader import Placement
 from treetop.engine.startup import exact_ranks
 from treetop.engine.startup.exact_ranks import sums_differ
-from treetop.kernels.profile import profile_of
+from treetop.kernels.profile import Integers, profile_of
 from treetop.kernels.table import OpContext, Ops
 from treetop.parallel import exchange
 from treetop.parallel.exchange import Rendezvous
@@ -203,11 +205,11 @@ def test_the_first_ranks_exact_products_hold_for_all(pairs, monkeypatch):
     """Whatever another has timed; what another cannot take is refused on all ranks."""
     taken, real = [], cpu_products._fastest_exact
 
-    def otherwise(shape, times, threads):
-        call, least = real(shape, times, threads)
-        taken.append(call)
-        return (cpu_products.Call.LINEAR, None) if len(taken) % 3 else (call, least)
+    def otherwise(shape, times, threads, among):
+        taken.append(real(shape, times, threads, among))
+        return (cpu_products.Call.INTEGERS, 1) if len(taken) % 3 else taken[-1]
 
+    monkeypatch.setattr(cpu_products, "found_once", lambda kind, made_for, find: find())  # no cache that they share
     monkeypatch.setattr(cpu_products, "_fastest_exact", otherwise)
     seen = []
     product = cpu_products.ChosenProduct.product
@@ -223,3 +225,16 @@ def test_the_first_ranks_exact_products_hold_for_all(pairs, monkeypatch):
     monkeypatch.setattr("treetop.engine.startup.products.is_exact_from", lambda shape, call, least: False)
     with pytest.raises(ConfigError, match="exact on the first rank are not on another"):
         serve(pairs["llama"], None)
+
+
+def test_ranks_whose_attention_has_other_sums_are_refused(tmp_path):
+    """As where one rank's library has exact sums and another's has none."""
+
+    def work(rank, parallel):
+        profile = profile_of("bits", CPU, Integers(attention=rank == 1))
+        place = Placement(torch.float32, CPU, 1, parallel=parallel, profile=profile)
+        with pytest.raises(ConfigError, match=r"attention .* is not on another; use --exact-sums integers"):
+            exact_ranks.check_ranks(SimpleNamespace(place=place))
+        return True
+
+    assert on_ranks(tmp_path, 2, work, exact=torch.float32) == [True] * 2

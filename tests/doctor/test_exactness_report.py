@@ -109,4 +109,6 @@ def test_probes_of_a_gpus_operations_name_what_differs(strong_pair):
 )
 def test_every_report_names_what_is_in_force_and_what_could_be(strong_pair, options, words):
     config = EngineConfig.of(str(strong_pair.target), **{"dtype": "float32", "device": "cpu", **options})
-    assert exactness_words(plan_engine(config)) == words
+    told = exactness_words(plan_engine(config))
+    assert told.split("; attention by ")[0] == words
+    assert ("; attention by " in told) == (options == {"exactness": "bits"})

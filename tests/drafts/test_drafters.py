@@ -105,7 +105,7 @@ def test_doctor_start_log_trace_and_roofline_take_it_as_it_is(strong_pair):
     engine_plan = plan_engine(llm.config)
     assert f"{strong_pair.head}: 0 tensors" in checkpoint(engine_plan)[1][1]
     engine = llm.engine
-    assert "tree S=3 k=4 T=12" in start_up_block(engine_plan, engine.runner, engine.launcher, engine.memory, 0.0)
+    assert "tree S=3 k=4 T=12" in start_up_block(engine_plan, engine.runner, (), engine.launcher, engine.memory, 0.0)
     assert trace.drafted_vocabulary(llm) == set(range(llm.engine.spec.vocab_size))
     machine = Machine("a machine", "1", "float64", 1e9, 1e12)
     floor = round_floor(llm.engine.target, llm.engine.draft, Case(SpecShape(4, 3, 12), 2, 30, 8), machine)

@@ -4,10 +4,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from treetop.exact.fixed_point import fixed_point_linear
 from treetop.exact.probe import adversarial
 from treetop.kernels import exact
 from treetop.kernels.exact import BY_ELEMENT, LIBRARY, MOST_ROWS, RUNGS, ByRows, least_rows, rung
-from treetop.weights.cpu_products import Call, choose_products
+from treetop.types.cache_files import keep_first, kept
+from treetop.types.errors import ConfigError
+from treetop.weights import cpu_products
+from treetop.weights.cpu_products import Call, choose_exact_products
 from treetop.weights.linear import LibraryGated, LibraryLinear
 
 
@@ -18,14 +22,14 @@ def test_rungs_hold_every_count_and_pad_little():
 
 
 def test_calls_are_given_probed_counts_only():
-    """Padded up to the least and to a rung, and cut where there are more; rows alone where no count is exact."""
+    """Padded up to the least and to a rung, and cut where there are more."""
     counts = []
 
     def call(x):
         counts.append(len(x))
         return x * 2
 
-    for least, allowed in ((4, {n for n in RUNGS if n >= 4}), (1, set(RUNGS)), (None, {1})):
+    for least, allowed in ((4, {n for n in RUNGS if n >= 4}), (1, set(RUNGS))):
         for rows in (0, 1, 3, 17, 33, 127, 128, 129, 300):
             counts.clear()
             x = torch.randn(rows, 5)
@@ -60,12 +64,21 @@ def test_a_row_that_knows_its_place_is_noticed():
     assert least_rows(lambda x: x + torch.arange(len(x))[:, None] % 2, 8) is None
 
 
+SUMS = {"auto": set(Call), "packed": {Call.PACKED}, "linear": {Call.LINEAR}, "integers": {Call.INTEGERS}}
+
+
+@pytest.mark.parametrize("sums", sorted(SUMS))
+@pytest.mark.parametrize("orders", [1, 2])
 @pytest.mark.parametrize("shape", [(24, 50), (96, 64), (211, 64), (64, 200), (7, 16)])
-def test_rows_of_chosen_products_are_the_same_in_any_company(shape):
-    """Plain, with a bias and gated, in whatever form was chosen; counts that were not probed too."""
-    chosen = choose_products([shape], torch.float32, 2, exact=True)[shape]
+def test_rows_of_chosen_products_are_the_same_in_any_company(shape, orders, sums):
+    """Plain, with a bias and gated, by each call that is exact here; counts that were not probed too."""
+    try:
+        chosen = choose_exact_products([shape], orders, sums)[shape]
+    except ConfigError as error:
+        assert sums in ("packed", "linear")
+        pytest.skip(f"not exact on this CPU: {error}")
     assert chosen.exact
-    assert chosen.calls[0] in (Call.PACKED, Call.LINEAR)
+    assert chosen.calls[0] in SUMS[sums]
     generator = torch.Generator().manual_seed(2)
     weight, bias = torch.randn(shape, generator=generator), torch.randn(shape[0], generator=generator)
     x = adversarial((300, shape[1]), generator)
@@ -77,6 +90,49 @@ def test_rows_of_chosen_products_are_the_same_in_any_company(shape):
         for rows in (1, 2, 3, 5, 9, 19, 35, 60, 131, 299):
             at = torch.randperm(300, generator=generator)[:rows]
             assert torch.equal(product(x[at]), want[at])
+
+
+@pytest.fixture
+def no_exact_call(monkeypatch, tmp_path):
+    """A CPU whose library's products all depend on their rows, met for the first time."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cpu_products, "_least_rows", lambda shape, call, threads: None)
+    monkeypatch.setattr(exact, "least_rows_of_linear", lambda out, width, threads: None)
+
+
+def test_where_no_call_is_exact_sums_are_of_integers_or_it_is_refused_by_name(no_exact_call):
+    assert choose_exact_products([(24, 50)], 2)[24, 50].calls[0] is Call.INTEGERS
+    for sums in ("packed", "linear"):
+        with pytest.raises(
+            ConfigError, match=rf"--exact-sums {sums}: .* \[24, 50\] .* use --exact-sums auto or integers"
+        ):
+            choose_exact_products([(24, 50)], 2, sums)
+    weight, x = torch.randn(24, 50), torch.randn(9, 50)
+    assert torch.equal(exact.linear_by_rows(x, weight, None), fixed_point_linear(x, weight, None))
+
+
+def test_what_was_chosen_first_holds_for_later_starts(monkeypatch, tmp_path):
+    """Whatever a later one would have timed: calls differ in their bits. Other libraries begin anew."""
+    calls = [Call.LINEAR, Call.PACKED]
+    monkeypatch.setattr(cpu_products, "_fastest_exact", lambda *_: (calls.pop(0), 4))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "one"))
+    first = choose_exact_products([(24, 50)], 2)[24, 50]
+    assert (first.calls[0], first.least) == (Call.LINEAR, 4)
+    again = choose_exact_products([(24, 50)] * 3, 1)[24, 50]
+    assert (again.calls[0], again.least, again.count) == (Call.LINEAR, 4, 3)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
+    assert choose_exact_products([(24, 50)], 2)[24, 50].calls[0] is Call.PACKED
+
+
+def test_of_two_processes_that_find_out_at_a_time_the_first_one_holds(tmp_path):
+    file = tmp_path / "kind" / "hash.json"
+    assert keep_first(file, '["one", 1]') == ["one", 1]
+    assert keep_first(file, '["other", 2]') == ["one", 1] == kept(file)
+    file.write_text("no JSON")
+    assert keep_first(file, "[3]") == [3] == kept(file)
+    assert sorted(each.name for each in file.parent.iterdir()) == ["hash.json"]
+    (tmp_path / "a file").write_text("")
+    assert keep_first(tmp_path / "a file" / "hash.json", "[4]") == [4], "nothing can be kept there"
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "softplus", "silu", "gelu_tanh"])

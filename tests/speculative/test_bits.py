@@ -14,8 +14,13 @@ from support.lookups import lookup
 from support.mtp_layers import mtp_tensors
 from support.tiny_models import Pair, copy_folder, llama_config, save_random, save_random_experts, save_random_head
 from treetop import SamplingParams
+from treetop.attention import exact_backend
+from treetop.attention.integer_sums import IntegerSums
 from treetop.doctor.conformance import RandomShapes
+from treetop.engine.startup import exactness
 from treetop.types.errors import ConfigError
+from treetop.weights import cpu_products
+from treetop.weights.cpu_products import Call
 from treetop_debug.ranks import ranks_on_threads
 
 BITS = {"exactness": "bits", "dtype": "float32"}
@@ -73,6 +78,52 @@ def test_the_whole_matrix_of_shapes_batches_and_chunks(strong_pair, plain, *, sh
         assert bits(outputs) == plain
 
 
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("sums", [pytest.param("packed", marks=SLOW), pytest.param("linear", marks=SLOW), "integers"])
+def test_whosever_sums_they_are_a_tree_changes_no_bit(strong_pair, plain, sums):
+    """Each that `--exact-sums` may choose, forced: where the library's are not exact it is refused by name."""
+    options, lengths = {"exact_sums": sums, "chunked_prefill_size": 16}, [17, 121]
+    try:
+        want = bits(serve(strong_pair, None, lengths, exact_sums=sums)[1])
+    except ConfigError as error:
+        assert sums != "integers"
+        pytest.skip(f"not exact on this CPU: {error}")
+    _, outputs = serve(strong_pair, (4, 5, 16), lengths, max_running_requests=3, graphs="sim", **options)
+    assert bits(outputs) == want
+    assert sum(map(sum, accept_lens(outputs))) > 0
+    assert sums != "integers" or want != [plain[LENGTHS.index(length)] for length in lengths], "they are the library's"
+
+
+@pytest.fixture
+def library_without_chains(monkeypatch, tmp_path):
+    """A CPU, met for the first time, whose library gives no exact attention, and no exact `F.linear` either."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(exact_backend, "problem", lambda *_: "attention's scores with heads of 16")
+    monkeypatch.setattr(cpu_products, "_least_rows", lambda shape, call, threads: 1 if call is Call.PACKED else None)
+
+
+def test_without_a_setting_that_helps_attention_has_sums_of_integers(strong_pair, library_without_chains, monkeypatch):
+    """As on a CPU whose library has no mode: products are still the library's where these are exact."""
+    monkeypatch.setattr(exactness, "remedy", lambda: None)
+    want = bits(serve(strong_pair, None, [17])[1])
+    llm, outputs = serve(strong_pair, (4, 5, 16), [17], max_running_requests=3)
+    assert isinstance(llm.engine.runner.backend._sums, IntegerSums)
+    assert {each.calls[0] for each in llm.engine.products if each.exact} <= {Call.PACKED, Call.INTEGERS}
+    assert bits(outputs) == want
+
+
+def test_where_a_setting_would_help_it_is_refused_and_names_both_ways(strong_pair, library_without_chains, monkeypatch):
+    """Else the bits of a process would depend on what it did before."""
+    monkeypatch.setattr(exactness, "remedy", lambda: "start with a mode")
+    words = "attention's scores .* depend on the batch; start with a mode, or use --exact-sums integers"
+    for sums in ("auto", "packed"):
+        with pytest.raises(ConfigError, match=words):
+            build(strong_pair, None, **BITS, exact_sums=sums)
+    build(strong_pair, None, **BITS, exact_sums="integers").close()
+
+
 def test_without_it_logits_differ(strong_pair, plain):
     """The comparison sees what it is for: by default float32 rounds otherwise with the number of rows."""
     _, outputs = serve(strong_pair, (4, 5, 16), max_running_requests=3, exactness="ties")
@@ -118,15 +169,22 @@ def families(tmp_path_factory):
     return pairs
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_experts_windows_and_sinks_change_no_bit(families, name):
+@pytest.mark.parametrize(
+    ("name", "sums"),
+    [
+        ("qwen3_moe", "auto"),
+        ("gpt_oss", "auto"),
+        pytest.param("gpt_oss", "integers", marks=SLOW),
+    ],
+)
+def test_experts_windows_and_sinks_change_no_bit(families, name, sums):
     """Tokens of an expert vary with the batch; a window ends anywhere in a block."""
     pair, lengths = families[name], [9, 30, 125]
-    want = bits(serve(pair, None, lengths)[1])
+    want = bits(serve(pair, None, lengths, exact_sums=sums)[1])
     for shape, batch, chunk in [(None, 3, 16), ((4, 5, 16), 2, 333)]:
         options = {"graphs": "sim", "check_level": 3} if shape else {}
         sizes = {"max_running_requests": batch, "chunked_prefill_size": chunk}
-        _, outputs = serve(pair, shape, lengths, **sizes, **options)
+        _, outputs = serve(pair, shape, lengths, exact_sums=sums, **sizes, **options)
         assert bits(outputs) == want, (shape, batch, chunk)
 
 
@@ -157,6 +215,7 @@ def test_states_of_rows_change_no_bit(tmp_path):
     ("family", "more"),
     [
         ("deepseek v3", {"kv_cache_dtype": "fp8_e4m3"}),
+        pytest.param("deepseek v3", {"exact_sums": "integers"}, marks=pytest.mark.slow),
         pytest.param("deepseek v2 lite", {}, marks=pytest.mark.slow),
         pytest.param("deepseek v3", {"tp_size": 2}, marks=pytest.mark.slow),
     ],

@@ -207,4 +207,8 @@ def make_backend(name: str, need: Need) -> AttentionBackend[Any, Any]:
         auto = AutoBackend(load_table(), need)
         return auto if len(auto.parts) > 1 else auto.parts[FALLBACK]
     able = require(name, need)
-    return ExactBackend(need.dtype, need.device) if need.exact and not able.exact else BACKENDS[name].make(need)
+    return (
+        ExactBackend(need.dtype, need.device, need.integers)
+        if need.exact and not able.exact
+        else BACKENDS[name].make(need)
+    )

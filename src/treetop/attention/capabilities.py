@@ -65,6 +65,7 @@ class Need:
     max_in_flight: rounds in flight.
 
     exact: results have the same bits in any batch: of PyTorch's on a CPU, of one that says so on a GPU.
+    integers: on a CPU, and its sums are of integers, not the library's.
 
     fp8_kv: K/V are in FP8.
 
@@ -80,6 +81,7 @@ class Need:
     queries: int = 0
     exact: bool = False
     fp8_kv: bool = False
+    integers: bool = False
 
 
 @dataclass(frozen=True, slots=True)

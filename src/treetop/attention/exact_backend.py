@@ -15,17 +15,20 @@ along any path they rise in position. A row's keys are laid out as
 where rows with fewer whole blocks have what is not theirs masked. A path that crosses into the next block has the rest
 of its tail summed apart, and added last. A prefill has all its keys in pages, and only blocks.
 
-That the library's products are such chains, whatever their shape, is no promise: `problem` probes it.
+That the library's products are such chains, whatever their shape, is no promise: `problem` probes it. Where they are
+not, scores and sums are of integers (`attention.integer_sums`), and the rest is the same.
 """
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.attention.contract import TailKV
+from treetop.attention.integer_sums import IntegerSums
 from treetop.attention.torch_backend import CAPABILITIES, TorchBackend, TorchPlan, TorchPrefix, broken_rows
 from treetop.exact.probe import adversarial
 from treetop.kernels.attention.attention import tail_visible
@@ -74,14 +77,56 @@ class ExactPlan:
     later: Tensor | None
 
 
+class Sums(Protocol):
+    """The two sums of attention. batch: rows times K/V heads."""
+
+    def held(self, k: Tensor, v: Tensor) -> Any:
+        """What the other two take of keys [batch, keys, d] and values [batch, keys, wide]."""
+
+    def scores(self, q: Tensor, held: Any, scale: float) -> Tensor:
+        """q: [batch, queries, d]. Returns [batch, queries, keys]."""
+
+    def weighed(self, weights: Tensor, held: Any, plan: ExactPlan) -> tuple[Tensor, Tensor]:
+        """The sum of weights times values, [batch, n * group, wide], and that of the weights, [batch, n * group, 1].
+
+        weights: [rows, kv_heads, n, group, keys], which may be written to.
+        """
+
+
+class ChainSums:
+    """`Sums` by the library's products."""
+
+    def held(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
+        """The values with ones behind, and how wide they are without."""
+        wide = v.shape[2]
+        ones = v.new_ones(1).expand(*v.shape[:2], _ones(wide))
+        return k, torch.cat([v, ones], dim=2), wide
+
+    def scores(self, q: Tensor, held: tuple[Tensor, Tensor, int], scale: float) -> Tensor:
+        return scored(q, held[0], scale)
+
+    def weighed(self, weights: Tensor, held: tuple[Tensor, Tensor, int], plan: ExactPlan) -> tuple[Tensor, Tensor]:
+        later, (_, v, wide) = None, held
+        if plan.later is not None:
+            last = weights[..., -plan.later.shape[2] :]
+            later = (last * plan.later[:, None, None]).flatten(0, 1).flatten(1, 2)
+            last.masked_fill_(plan.later[:, None, None], 0.0)
+        total = folded(weights.flatten(0, 1).flatten(1, 2), v, plan.prefix.whole, later)
+        return total[..., :wide], total[..., wide : wide + 1]
+
+
 class ExactBackend:
-    """The target's attention as above. Drafts, which change no token, have PyTorch's."""
+    """The target's attention as above. Drafts, which change no token, have PyTorch's.
+
+    integers: sums are of integers, and not the library's.
+    """
 
     name = "torch"
     capabilities = replace(CAPABILITIES, exact=True)
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, integers: bool = False) -> None:
         self._plain = TorchBackend(dtype, device)
+        self._sums: Sums = IntegerSums() if integers else ChainSums()
 
     def begin(self, metadata: AttentionMetadata) -> ExactPrefix | TorchPrefix:
         if is_draft(metadata.table.group):
@@ -131,7 +176,7 @@ class ExactBackend:
             return self._plain.prefix_tail(q, kv, plan, tail, scale, sinks)
         seen = decoded(tail.planes, tail.scales, q.dtype)
         prefix = _gather(kv, plan.prefix.slots, q.dtype)
-        return _attend(q, TailKV(prefix, kv.value_dim), seen, plan, scale, sinks)
+        return _attend(self._sums, q, TailKV(prefix, kv.value_dim), seen, plan, scale, sinks)
 
     def causal(
         self, q: Tensor, kv: PagedKV, plan: ExactPlan | TorchPlan, scale: float, sinks: Tensor | None = None
@@ -139,7 +184,7 @@ class ExactBackend:
         if isinstance(plan, TorchPlan):
             return self._plain.causal(q, kv, plan, scale, sinks)
         prefix = _gather(kv, plan.prefix.slots, q.dtype)
-        return _attend(q, TailKV(prefix, kv.value_dim), None, plan, scale, sinks)
+        return _attend(self._sums, q, TailKV(prefix, kv.value_dim), None, plan, scale, sinks)
 
 
 def _bias(visible: Tensor) -> Tensor:
@@ -154,7 +199,7 @@ def _gather(kv: PagedKV, slots: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _attend(
-    q: Tensor, prefix: TailKV, tail: Tensor | None, plan: ExactPlan, scale: float, sinks: Tensor | None
+    sums: Sums, q: Tensor, prefix: TailKV, tail: Tensor | None, plan: ExactPlan, scale: float, sinks: Tensor | None
 ) -> Tensor:
     """q: [rows, n, heads, d]. prefix, tail: [rows, keys, planes, kv_heads, d], of which as many are a value as the
     prefix says. Returns [rows, n, heads, value_dim].
@@ -162,7 +207,7 @@ def _attend(
     As in `torch_backend`, a row of a tree whose result is not finite is computed again, each query with zeros where it
     sees nothing: a zero there and another number of queries change no bit.
     """
-    out = _at_once(q, prefix, tail, plan, scale, sinks)
+    out = _at_once(sums, q, prefix, tail, plan, scale, sinks)
     keys = prefix.data.shape[1]
     if tail is None:
         return out
@@ -176,12 +221,12 @@ def _attend(
             parts = shown, tail[own].where(seen[keys:], 0.0)
             later = None if plan.later is None else plan.later[own]
             one = ExactPlan(plan.prefix, bias, later)
-            out[own, at] = _at_once(q[own, at], *parts, one, scale, sinks)
+            out[own, at] = _at_once(sums, q[own, at], *parts, one, scale, sinks)
     return out
 
 
 def _at_once(
-    q: Tensor, prefix: TailKV, tail: Tensor | None, plan: ExactPlan, scale: float, sinks: Tensor | None
+    sums: Sums, q: Tensor, prefix: TailKV, tail: Tensor | None, plan: ExactPlan, scale: float, sinks: Tensor | None
 ) -> Tensor:
     rows, n, heads, dim = q.shape
     kv_heads = prefix.data.shape[3]
@@ -190,16 +235,15 @@ def _at_once(
     keys = kv.shape[3]
     k = kv[0].view(rows * kv_heads, keys, dim)
     v = kv[-1].view(rows * kv_heads, keys, dim)[..., : prefix.value_dim]
-    wide = v.shape[2]
-    v = torch.cat([v, v.new_ones(1).expand(*v.shape[:2], _ones(wide))], dim=2)
+    held = sums.held(k, v)
     grouped = q.view(rows, n, kv_heads, -1, dim).transpose(1, 2)  # [rows, kv_heads, n, group, d]
     step = max(1, _SCORES // (rows * heads * keys))
     outs = []
     for start in range(0, n, step):
         lanes = slice(start, start + step)
-        outs.append(_of_queries(grouped[:, :, lanes], k, v, wide, _lanes(plan, lanes), scale, sinks))
+        outs.append(_of_queries(sums, grouped[:, :, lanes], held, _lanes(plan, lanes), scale, sinks))
     out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
-    return out.transpose(1, 2).reshape(rows, n, heads, wide)
+    return out.transpose(1, 2).reshape(rows, n, heads, prefix.value_dim or dim)
 
 
 def _ones(dim: int) -> int:
@@ -211,31 +255,19 @@ def _lanes(plan: ExactPlan, lanes: slice) -> ExactPlan:
     return ExactPlan(plan.prefix, plan.bias[:, lanes], plan.later)
 
 
-def _of_queries(
-    q: Tensor, k: Tensor, v: Tensor, wide: int, plan: ExactPlan, scale: float, sinks: Tensor | None
-) -> Tensor:
-    """q: [rows, kv_heads, n, group, d]. k: [rows * kv_heads, keys, d]. v: of `wide` numbers, with ones behind. Returns
-    [rows, kv_heads, n, group, wide].
-    """
-    rows, kv_heads, n, group, dim = q.shape
-    flat = q.reshape(rows * kv_heads, n * group, dim)
-    scores = scored(flat, k, scale).view(rows, kv_heads, n, group, -1)
+def _of_queries(sums: Sums, q: Tensor, held: Any, plan: ExactPlan, scale: float, sinks: Tensor | None) -> Tensor:
+    """q: [rows, kv_heads, n, group, d]. held: of `Sums`. Returns [rows, kv_heads, n, group, wide]."""
+    rows, kv_heads, n, group, _ = q.shape
+    scores = sums.scores(q.reshape(rows * kv_heads, n * group, -1), held, scale).view(rows, kv_heads, n, group, -1)
     scores += plan.bias[:, None, :, None]
     peak = scores.amax(dim=-1, keepdim=True)
     if sinks is not None:
         logit = sinks.view(kv_heads, 1, group, 1)
         peak = torch.maximum(peak, logit)
-    weights = scores.sub_(peak).exp_()
-    later = None
-    if plan.later is not None:
-        last = weights[..., -plan.later.shape[2] :]
-        later = (last * plan.later[:, None, None]).flatten(0, 1).flatten(1, 2)
-        last.masked_fill_(plan.later[:, None, None], 0.0)
-    total = folded(weights.flatten(0, 1).flatten(1, 2), v, plan.prefix.whole, later)
-    mass = total[..., wide : wide + 1]
+    total, mass = sums.weighed(scores.sub_(peak).exp_(), held, plan)
     if sinks is not None:
         mass = mass + torch.exp(logit - peak).flatten(0, 1).flatten(1, 2)
-    return (total[..., :wide] / mass).view(rows, kv_heads, n, group, wide)
+    return (total / mass).to(q.dtype).view(rows, kv_heads, n, group, -1)
 
 
 def scored(q: Tensor, k: Tensor, scale: float) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from treetop.attention import auto
 from treetop.attention.registry import BACKENDS, refusal
-from treetop.engine.startup.exactness import why_not_exact
+from treetop.engine.startup.exactness import sums_words, why_not_exact
 from treetop.engine.startup.plan import EnginePlan
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.layout import Layout
@@ -103,7 +103,7 @@ def exactness_words(engine_plan: EnginePlan) -> str:
     """The exactness in force, and whether `bits` could be; for that its probes run."""
     config = engine_plan.config
     if config.exactness == "bits":
-        return "exactness bits: every logit is that of plain decoding"
+        return "; ".join(["exactness bits: every logit is that of plain decoding", *sums_words(engine_plan.place)])
     problem = why_not_exact(config, engine_plan.layout, engine_plan.target, engine_plan.place)
     bits = "--exactness bits can serve" if problem is None else f"no bits: {problem.reason}"
     return f"exactness {config.exactness}; {bits}"

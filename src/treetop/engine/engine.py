@@ -141,7 +141,7 @@ class Engine:
             self._forget_pages()
         start_s = time.perf_counter() - started_s
         if log.isEnabledFor(logging.INFO):  # saying why other backends were refused tries them
-            log.info("%s", start_up_block(engine_plan, self.runner, self.launcher, self.memory, start_s))
+            log.info("%s", start_up_block(engine_plan, self.runner, self.products, self.launcher, self.memory, start_s))
 
     def _explained(self, doing: str) -> AbstractContextManager[None]:
         """Out of memory becomes an EngineError with the numbers and the options to change."""

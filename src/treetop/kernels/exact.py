@@ -2,7 +2,8 @@
 
 A library sums a product in an order that it may choose by the number of rows: of MKL, one row, two or three, and more
 differ. So rows go to a call in counts that were probed (`RUNGS`), padded up to one, and many go in slices. What a probe
-compares are bits, of rows anywhere in a batch, for one number of threads.
+compares are bits, of rows anywhere in a batch, for one number of threads. Where no call passes, sums are of integers
+(`exact.fixed_point`).
 
 A library's elementwise kernel may compute the last elements of its range otherwise than the others (a vector's lanes
 or one number, `exp` of another source), and the range depends on batch and threads. `BY_ELEMENT` are made of
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from treetop.exact.fixed_point import fixed_point_linear
 from treetop.exact.probe import adversarial, differing, same_bits
 
 MOST_ROWS = 128
@@ -37,22 +39,21 @@ RUNGS = sorted({rung(rows) for rows in range(1, MOST_ROWS + 1)})
 class ByRows:
     """A call x [rows, in] -> [rows, out] whose result for a row has the same bits whatever the others are.
 
-    least: the number of rows from which on that holds, see `least_rows`; None where it never does: then each row is
-    computed alone.
+    least: the number of rows from which on that holds, see `least_rows`.
     """
 
-    def __init__(self, call: Callable[[Tensor], Tensor], least: int | None) -> None:
-        self._call, self._most = call, 1 if least is None else MOST_ROWS
-        self._rungs = [rung(max(rows, least or 1)) for rows in range(1, self._most + 1)]
+    def __init__(self, call: Callable[[Tensor], Tensor], least: int) -> None:
+        self._call = call
+        self._rungs = [rung(max(rows, least)) for rows in range(1, MOST_ROWS + 1)]
         self._rungs.insert(0, self._rungs[0])
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [..., in]. Returns [..., out], contiguous."""
         rows = x.reshape(-1, x.shape[-1])
-        if len(rows) <= self._most:
+        if len(rows) <= MOST_ROWS:
             out = self._padded(rows)
         else:
-            out = torch.cat([self._padded(part) for part in rows.split(self._most)])
+            out = torch.cat([self._padded(part) for part in rows.split(MOST_ROWS)])
         return out.view(*x.shape[:-1], out.shape[-1])
 
     def _padded(self, rows: Tensor) -> Tensor:
@@ -84,6 +85,8 @@ def least_rows_of_linear(out: int, width: int, threads: int) -> int | None:
 def linear_by_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`F.linear` of float32 x [rows, in], whose rows have the same bits in any company."""
     least = least_rows_of_linear(*weight.shape, torch.get_num_threads())
+    if least is None:
+        return fixed_point_linear(x, weight, bias)
     out = ByRows(lambda rows: F.linear(rows, weight), least)(x)
     return out if bias is None else out + bias
 

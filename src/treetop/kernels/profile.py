@@ -12,9 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from treetop.exact.fixed_point import fixed_point_linear
 from treetop.kernels.exact import BY_ELEMENT, LIBRARY, Functions, linear_by_rows, sum_by_halves
 from treetop.kernels.fused import joined, joined_in_order
 from treetop.types.config import Exactness
+
+
+@dataclass(frozen=True, slots=True)
+class Integers:
+    """Where sums are of integers. products: with all weights, and not only with those of which no call is exact.
+    attention: in attention."""
+
+    products: bool = False
+    attention: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +42,7 @@ class Profile:
     products: with a target's weights, by the fastest call for each number of rows, by one call for all, or on a GPU by
         what a probe found to be exact.
     exact_attention: the attention backend has to give a query the same bits in any batch.
+    integers: what serves on a CPU instead of the library's exact products: sums of integers (`exact.fixed_point`).
     """
 
     exactness: Exactness
@@ -43,6 +54,7 @@ class Profile:
     sums_in_order: bool
     products: Literal["fastest", "one call", "probed"]
     exact_attention: bool
+    integers: Integers = Integers()
 
 
 def _line_by_halves(x: Tensor, weight: Tensor) -> Tensor:
@@ -56,8 +68,11 @@ _BITS_OF_CPU = Profile(
 _BITS_OF_GPU = replace(_BITS_OF_CPU, functions=LIBRARY, products="probed")  # a GPU computes each element alike
 
 
-def profile_of(exactness: Exactness, device: torch.device) -> Profile:
+def profile_of(exactness: Exactness, device: torch.device, integers: Integers = Integers()) -> Profile:
     """The profile of `--exactness` on a device. Whether it can be honoured: `engine.startup.exactness`."""
     if exactness == "ties":
         return TIES
-    return _BITS_OF_CPU if device.type == "cpu" else _BITS_OF_GPU
+    if device.type != "cpu":
+        return _BITS_OF_GPU
+    linear = fixed_point_linear if integers.products else linear_by_rows
+    return replace(_BITS_OF_CPU, linear=linear, integers=integers)

@@ -450,6 +450,9 @@ class Ops:
             gpu = self.gpu_for(op)
             reference = op.by_rows if self.profile.by_rows and op.by_rows is not None else op.reference
             vars(self)[name] = reference if gpu is None else op.on(gpu, self.profile.by_rows)
+        if self.profile.integers.products:
+            vars(self)["route"] = partial(routing.route_by_rows, linear=self.profile.linear)
+            vars(self)["experts"] = partial(expert_products.experts_by_rows, linear=self.profile.linear)
         if context.fla:
             vars(self)["prefill_states"] = partial(prefill_by_fla, dtype=context.dtype)
         if parallel.size > 1:

@@ -6,6 +6,7 @@ attention gives (absorbed): so attention reads one plane of `rank + turned` numb
 Source: DeepSeek-V2, arXiv:2405.04434, section 2.1 and appendix B; names of tensors by `transformers`' deepseek_v2.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from treetop.attention.layer import Attend, Index, WriteKV
 from treetop.checkpoints.params import Param, matrix
+from treetop.exact.fixed_point import FixedPointMatrices
 from treetop.kernels.attention.latent import LatentNorm
 from treetop.kernels.exact import ByRows, least_rows
 from treetop.kernels.profile import TIES, Profile
@@ -36,8 +38,13 @@ class HeadsProduct:
     def __init__(self, weight: Tensor, profile: Profile = TIES) -> None:
         self._weight, self.numbers = weight, weight.numel()
         self._exact: ByRows | None = None
+        self._multiplied: Callable[[Tensor], Tensor] = lambda x: torch.bmm(x, weight)
         if profile.products == "one call":
-            self._exact = ByRows(self._of_flat, least_rows(self._of_flat, weight.shape[0] * weight.shape[1]))
+            whole = not profile.integers.products
+            least = least_rows(self._of_flat, weight.shape[0] * weight.shape[1]) if whole else None
+            if least is None:
+                self._multiplied = FixedPointMatrices(weight)
+            self._exact = ByRows(self._of_flat, least or 1)
 
     def read_bytes(self, rows: int) -> int:
         return self.numbers * self._weight.element_size()
@@ -52,7 +59,7 @@ class HeadsProduct:
 
     def _of_rows(self, x: Tensor) -> Tensor:
         """x: [rows, heads, in]. Returns [rows, heads, out]."""
-        return torch.bmm(x.transpose(0, 1), self._weight).transpose(0, 1)
+        return self._multiplied(x.transpose(0, 1)).transpose(0, 1)
 
     def _of_flat(self, x: Tensor) -> Tensor:
         """x: [rows, heads * in]. Returns [rows, heads * out]."""

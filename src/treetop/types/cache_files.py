@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -39,3 +40,23 @@ def keep(file: Path, text: str) -> None:
         own.replace(file)
     except OSError as error:
         log.info("%s: nothing is kept: %s", file.parent.name, error)
+
+
+def keep_first(file: Path, text: str) -> Any:
+    """As `keep`, but that of several processes the first one's stays. Returns the JSON that is kept, or this one."""
+    own = file.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        own.write_text(text)
+        try:
+            if file.exists() and kept(file) is None:
+                file.unlink()  # none of ours
+            file.hardlink_to(own)
+        except FileExistsError:
+            pass
+        finally:
+            own.unlink()
+    except OSError as error:
+        log.info("%s: nothing is kept: %s", file.parent.name, error)
+    found = kept(file)
+    return json.loads(text) if found is None else found

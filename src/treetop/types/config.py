@@ -43,6 +43,7 @@ Calibration = Literal["learn", "frozen", "off"]
 SpeculativePolicy = Literal["auto", "fixed"]
 SchedulePolicy = Literal["fcfs", "priority"]
 Exactness = Literal["bits", "ties"]
+ExactSums = Literal["auto", "packed", "linear", "integers"]
 KVCacheDType = Literal["auto", "fp8_e4m3"]
 
 _MAX_NAME = 64
@@ -246,6 +247,12 @@ class EngineConfig:
         "what equals plain decoding: bits, every logit and token, whatever tree, batch, chunk or prefix, on a CPU in"
         " float32 and on a GPU in bfloat16 or float16 (docs/exactness.md); ties, all tokens but at near ties of"
         " rounding",
+    )
+    exact_sums: ExactSums = option(
+        "auto",
+        "with bits on a CPU, whose sums are exact: auto, the fastest library call of which a probe says so when a shape"
+        " is first met on a machine, and our sums of integers where none is; packed and linear, only oneDNN's or"
+        " F.linear's; integers, ours, the same on every CPU and slower (docs/exactness.md)",
     )
     device: DeviceName = option("auto", "auto is a GPU if there is one")
     load_format: LoadFormat = option(

@@ -11,6 +11,7 @@ from treetop.types.config import (
     DeviceName,
     DType,
     Exactness,
+    ExactSums,
     Graphs,
     KVCacheDType,
     LinearPrefill,
@@ -60,6 +61,7 @@ class EngineOptions(TypedDict, total=False):
     dtype: DType
     kv_cache_dtype: KVCacheDType
     exactness: Exactness
+    exact_sums: ExactSums
     device: DeviceName
     load_format: LoadFormat
     compress_weights: bool | None

@@ -2,8 +2,11 @@
 
 On one CPU oneDNN's packed layout wins at every count of rows, on another a plain `weight @ x.T` takes less than half of
 its time for one row. So each call is timed on weights of the model's shapes, for four classes of row counts, and every
-class gets the fastest. Float64 always takes `F.linear`: there one row and many rows are to agree. Where bits must not
-depend on the number of rows (`--exactness bits`), one call serves all classes, and a probe says that it may.
+class gets the fastest. Float64 always takes `F.linear`: there one row and many rows are to agree.
+
+Where bits must not depend on the number of rows (`--exactness bits`), one call serves all classes, and a probe says
+that it may; where none may, sums are of integers (`exact.fixed_point`). What was chosen first on a machine holds for
+all later starts, for calls differ in their bits.
 """
 
 import time
@@ -12,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache
+from functools import cache, partial
 from itertools import combinations
 from math import prod, sqrt
 
@@ -20,7 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from treetop.exact.fixed_point import FixedPointWeight, fixed_point_linear
+from treetop.exact.machine import found_once
 from treetop.kernels.exact import ByRows, least_rows
+from treetop.types.config import ExactSums
+from treetop.types.errors import ConfigError
 
 Shape = tuple[int, int]
 """Of a weight, (out, in)."""
@@ -38,12 +45,14 @@ class Order(StrEnum):
 
 
 class Call(StrEnum):
-    """A library call that gives the product. Where times are about equal, an earlier one is taken."""
+    """What gives the product: a library call or, where bits are exact, sums of integers. Where times are about equal,
+    an earlier one is taken."""
 
     PACKED = "packed oneDNN"
     LINEAR = "F.linear"
     TURNED = "W @ x.T"
     COLUMNS = "x @ W.T copied"
+    INTEGERS = "integers in float64"
 
 
 _ORDER = {
@@ -52,6 +61,14 @@ _ORDER = {
     Call.TURNED: Order.ROWS,
     Call.COLUMNS: Order.COLUMNS,
 }
+"""Of the library's."""
+_EXACT: dict[ExactSums, tuple[Call, ...]] = {
+    "auto": (Call.PACKED, Call.LINEAR, Call.INTEGERS),
+    "packed": (Call.PACKED,),
+    "linear": (Call.LINEAR,),
+    "integers": (Call.INTEGERS,),
+}
+"""Calls among which `--exact-sums` chooses; integers where no other is exact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +117,11 @@ class ChosenProduct:
 
     calls: by row class.
     exact: one call for all, whose rows have the same bits in any company.
-    least: it is given at least so many rows, None for one at a time; of an exact one.
+    least: it is given at least so many rows; of an exact one.
     times_us: by row class, of each call with `RowClass.timed` rows and, of a large weight, a part; empty where time ran
-        out or only other shapes were timed.
+        out, only other shapes were timed, or an earlier start has chosen.
     count: weights of this shape.
+    kept: of sums of integers, that these are held, in twice the memory of the weight, and not made for each product.
     """
 
     shape: Shape
@@ -112,7 +130,8 @@ class ChosenProduct:
     calls: tuple[Call, ...]
     times_us: tuple[Mapping[Call, float], ...]
     exact: bool = False
-    least: int | None = 1
+    least: int = 1
+    kept: bool = True
 
     def sentence(self) -> str:
         """The choice as text, with the times of all calls."""
@@ -120,8 +139,7 @@ class ChosenProduct:
         for kind, chosen, times in zip(ROW_CLASSES, self.calls, self.times_us, strict=True):
             each = ", ".join(f"{call} {us:.0f} us" for call, us in sorted(times.items(), key=lambda item: item[1]))
             classes.append(f"{kind.name}: {chosen} ({each or 'as others, or not timed'})")
-        rows = f" of {self.least} rows and more" if self.least is not None else " row by row"
-        each_row = f"; exact, in calls{rows}" if self.exact else ""
+        each_row = f"; exact, in calls of {self.least} rows and more" if self.exact else ""
         return f"{self.count} x [{self.shape[0]}, {self.shape[1]}]  " + "; ".join(classes) + each_row
 
     def product(self, weight: Tensor, bias: Tensor | None, then: Product | None = None) -> Product:
@@ -129,8 +147,7 @@ class ChosenProduct:
         if not self.exact:
             product = CpuProduct(weight, bias, self.calls)
             return product if then is None else lambda x: then(product(x))
-        call = self.calls[0]
-        plain = _product(call, _in_order(weight, _ORDER[call]), None)
+        plain = _exact_product(self.calls[0], weight, self.kept)
 
         def biased(rows: Tensor) -> Tensor:
             out = plain(rows)
@@ -140,18 +157,65 @@ class ChosenProduct:
 
 
 def choose_products(
-    shapes: Iterable[Shape], dtype: torch.dtype, orders: int, budget_s: float = BUDGET_S, exact: bool = False
+    shapes: Iterable[Shape], dtype: torch.dtype, orders: int, budget_s: float = BUDGET_S
 ) -> dict[Shape, ChosenProduct]:
     """The fastest call of each row class for the weights of a model, by shape; empty where only `F.linear` is used.
 
     shapes: of every weight. orders: 1 or 2, how many copies of a weight may be kept, each in its order. A shape is
-    timed once a process for each dtype and number of threads. exact: one call for all row classes, the fastest in all
-    whose bits of a row depend on it alone; float32.
+    timed once a process for each dtype and number of threads.
     """
     counts = Counter(shapes)
     if dtype not in TIMED_DTYPES:
         return {}
-    ends_s, threads, default = time.perf_counter() + budget_s, torch.get_num_threads(), default_call(dtype)
+    times, chosen, default = _times_of(counts, dtype, budget_s), {}, default_call(dtype)
+    together = [_together(times[index].values()) for index in range(len(ROW_CLASSES))]
+    for shape, count in counts.items():
+        own = tuple(times[index].get(shape, {}) for index in range(len(ROW_CLASSES)))
+        ratios = [_smoothed(*each) for each in zip(own, together, strict=True)]
+        name = str(dtype).removeprefix("torch.")
+        chosen[shape] = ChosenProduct(shape, name, count, fastest(ratios, orders, default), own)
+    return chosen
+
+
+def choose_exact_products(
+    shapes: Iterable[Shape], orders: int, sums: ExactSums = "auto", budget_s: float = BUDGET_S
+) -> dict[Shape, ChosenProduct]:
+    """As `choose_products`, in float32, of each shape one call for all row classes that gives a row its bits alone.
+
+    It is the fastest in all classes among those of `--exact-sums`, when a shape was first met on this machine. Raises
+    ConfigError if none of them is exact.
+    """
+    counts, threads, times = Counter(shapes), torch.get_num_threads(), dict[int, dict[Shape, Mapping[Call, float]]]()
+
+    def find(shape: Shape) -> list[object]:
+        if not times:  # once something is not known
+            times.update(_times_of(counts, torch.float32, budget_s) if len(_EXACT[sums]) > 1 else _NO_TIMES)
+        own = tuple(times[index].get(shape, {}) for index in range(len(ROW_CLASSES)))
+        found = _fastest_exact(shape, own, threads, _EXACT[sums])
+        return [] if found is None else [found[0].value, found[1]]
+
+    chosen = {}
+    for shape, count in counts.items():
+        found = found_once("exact-products", (sums, shape, threads), partial(find, shape))
+        if not found:
+            raise ConfigError(
+                f"--exact-sums {sums}: on this machine the bits of a product with a weight [{shape[0]}, {shape[1]}]"
+                " depend on the batch; use --exact-sums auto or integers"
+            )
+        own = tuple(times[index].get(shape, {}) if times else {} for index in range(len(ROW_CLASSES)))
+        calls = (Call(found[0]),) * len(ROW_CLASSES)
+        chosen[shape] = ChosenProduct(shape, "float32", count, calls, own, True, int(found[1]), orders > 1)
+    return chosen
+
+
+_NO_TIMES: dict[int, dict[Shape, Mapping[Call, float]]] = {index: {} for index in range(len(ROW_CLASSES))}
+
+
+def _times_of(
+    counts: Mapping[Shape, int], dtype: torch.dtype, budget_s: float
+) -> dict[int, dict[Shape, Mapping[Call, float]]]:
+    """By row class and shape, of the shapes that are timed, the times of each call. counts: of weights."""
+    ends_s, threads = time.perf_counter() + budget_s, torch.get_num_threads()
     largest = sorted(counts, key=lambda shape: counts[shape] * shape[0] * shape[1], reverse=True)
     times: dict[int, dict[Shape, Mapping[Call, float]]] = {}
     for index in _TIMED_FIRST:
@@ -160,17 +224,7 @@ def choose_products(
         missing = dict.fromkeys(key for key in keys.values() if key not in _TIMES)
         _TIMES.update(_time_calls(list(missing), ends_s))
         times[index] = {shape: _TIMES[key] for shape, key in keys.items()}
-    chosen = {}
-    for shape, count in counts.items():
-        own = tuple(times[index].get(shape, {}) for index in range(len(ROW_CLASSES)))
-        ratios = [_smoothed(own[index], _together(times[index].values())) for index in range(len(ROW_CLASSES))]
-        name = str(dtype).removeprefix("torch.")
-        if exact:
-            call, least = _fastest_exact(shape, own, threads)
-            chosen[shape] = ChosenProduct(shape, name, count, (call,) * len(ROW_CLASSES), own, exact=True, least=least)
-        else:
-            chosen[shape] = ChosenProduct(shape, name, count, fastest(ratios, orders, default), own)
-    return chosen
+    return times
 
 
 def _together(times: Iterable[Mapping[Call, float]]) -> dict[Call, float]:
@@ -192,20 +246,18 @@ def _smoothed(own: Mapping[Call, float], together: Mapping[Call, float]) -> Mapp
     return {call: sqrt(own[call] / min(own.values()) * ratio) for call, ratio in together.items()} if own else together
 
 
-def _fastest_exact(shape: Shape, times: Sequence[Mapping[Call, float]], threads: int) -> tuple[Call, int | None]:
-    """Of the calls for any number of rows the fastest that is exact, and `ChosenProduct.least` of it.
+def _fastest_exact(
+    shape: Shape, times: Sequence[Mapping[Call, float]], threads: int, among: Sequence[Call] = _EXACT["auto"]
+) -> tuple[Call, int] | None:
+    """Of these calls for any number of rows the fastest that is exact, and `ChosenProduct.least` of it; None for none.
 
     times: by row class, of each call. A call that is given more rows than a class has takes the time of those.
     """
     packs = default_call(torch.float32) is Call.PACKED
-    probed = {
-        call: _least_rows(shape, call, threads)
-        for call in (Call.PACKED, Call.LINEAR)
-        if packs or call is not Call.PACKED
-    }
-    exact = {call: least for call, least in probed.items() if least is not None}
+    library = [call for call in among if call in _ORDER and (packs or call is not Call.PACKED)]
+    exact = {call: least for call in library if (least := _least_rows(shape, call, threads)) is not None}
     if not exact:
-        return Call.LINEAR, None
+        return (Call.INTEGERS, 1) if Call.INTEGERS in among else None
     classes = range(len(ROW_CLASSES))
     at = {call: [max(i, bisect_left(_ENDS, least)) for i in classes] for call, least in exact.items()}
     if any(call not in times[j] for call, places in at.items() for j in places):
@@ -228,10 +280,12 @@ def _least_rows(shape: Shape, call: Call, threads: int) -> int | None:
     return least_rows(_product(call, _in_order(weight, _ORDER[call]), None), width)
 
 
-def is_exact_from(shape: Shape, call: Call, least: int | None) -> bool:
-    """Whether products with weights of this shape are exact in calls of `least` rows and more; None is row by row."""
+def is_exact_from(shape: Shape, call: Call, least: int) -> bool:
+    """Whether products with weights of this shape are exact in calls of `least` rows and more."""
+    if call is Call.INTEGERS:
+        return True
     own = _least_rows(shape, call, torch.get_num_threads())
-    return least is None or (own is not None and own <= least)
+    return own is not None and own <= least
 
 
 def default_call(dtype: torch.dtype) -> Call:
@@ -300,6 +354,13 @@ def _product(call: Call, weight: Tensor, bias: Tensor | None) -> Product:
     return turned
 
 
+def _exact_product(call: Call, weight: Tensor, kept: bool) -> Product:
+    """The product by one call. weight: [out, in] float32. kept: see `ChosenProduct`."""
+    if call is not Call.INTEGERS:
+        return _product(call, _in_order(weight, _ORDER[call]), None)
+    return FixedPointWeight(weight) if kept else partial(fixed_point_linear, weight=weight, bias=None)
+
+
 @dataclass(frozen=True, slots=True)
 class _Timed:
     """What is timed: a weight or its first part, and a number of rows."""
@@ -318,7 +379,9 @@ class _Timed:
     def calls(self) -> list[Call]:
         """A copy [in, out] is for one row alone, whose product is a walk through memory."""
         packs = default_call(self.dtype) is Call.PACKED
-        return [call for call in Call if packs or call is not Call.PACKED if call is not Call.COLUMNS or self.rows == 1]
+        return [
+            call for call in _ORDER if packs or call is not Call.PACKED if call is not Call.COLUMNS or self.rows == 1
+        ]
 
 
 _TIMES: dict[_Timed, Mapping[Call, float]] = {}

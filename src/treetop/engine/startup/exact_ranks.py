@@ -29,6 +29,10 @@ def check_ranks(engine_plan: EnginePlan) -> None:
     place = engine_plan.place
     if not place.profile.sums_in_order or place.parallel.size * place.expert_ranks.size == 1:
         return
+    if not _of_all(place, int(place.profile.integers.attention)):
+        raise ConfigError(
+            "--exactness bits: attention that is exact on one rank is not on another; use --exact-sums integers"
+        )
     if place.device.type == "cuda" and not _alike(place):
         raise ConfigError("--exactness bits: ranks have GPUs or libraries of several kinds; use --exactness ties")
     model = engine_plan.target.config
@@ -43,7 +47,11 @@ def check_ranks(engine_plan: EnginePlan) -> None:
 
 def _alike(place: Placement) -> bool:
     """Whether what bits of an operation depend on is the same for all ranks (`engine.startup.probed_products`)."""
-    number = int(identity(place.device)[:15], 16)
+    return _of_all(place, int(identity(place.device)[:15], 16))
+
+
+def _of_all(place: Placement, number: int) -> bool:
+    """Collective: whether all ranks have this number."""
     least, negative = (place.expert_ranks.minimum(place.parallel.minimum(each)) for each in (number, -number))
     return least == -negative
 

@@ -3,7 +3,10 @@
 What `bits` asks of each operation of a target is written down in docs/exactness.md.
 """
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -11,10 +14,11 @@ from treetop.attention import exact_backend as on_a_cpu
 from treetop.attention.capabilities import HALF, BackendRefusal, Need
 from treetop.attention.registry import BACKENDS, exact_backend
 from treetop.checkpoints.loader import Placement
-from treetop.engine.startup.mkl_sums import choose_mode, remedy
 from treetop.engine.startup.operation_probes import experts_format, kept_operation_problem
+from treetop.exact.machine import cpu_model, found_once
+from treetop.exact.mkl_mode import choose_mode, remedy
 from treetop.kernels.exact import elementwise_problem
-from treetop.kernels.profile import Profile, profile_of
+from treetop.kernels.profile import Integers, Profile, profile_of
 from treetop.kernels.tree import topk
 from treetop.kernels.triton_guard import why_not
 from treetop.models.config import ModelConfig, UngatedSpec
@@ -22,8 +26,10 @@ from treetop.models.registry import TargetSpec
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 from treetop.types.layout import Layout
+from treetop.weights.cpu_products import ChosenProduct
 
 _TIES = "use --exactness ties"
+_INTEGERS = "use --exact-sums integers"
 
 
 def chosen_profile(config: EngineConfig, layout: Layout, target: TargetSpec, place: Placement) -> Profile:
@@ -32,7 +38,22 @@ def chosen_profile(config: EngineConfig, layout: Layout, target: TargetSpec, pla
     problem = why_not_exact(config, layout, target, place) if profile.by_rows else None
     if problem is not None:
         raise ConfigError(f"--exactness bits: {problem.reason}; {problem.remedy}")
-    return profile
+    if profile.products != "one call":
+        return profile
+    integers = Integers(config.exact_sums == "integers", _integers(config, layout))
+    return profile_of(config.exactness, place.device, integers)
+
+
+def sums_words(place: Placement, products: Iterable[ChosenProduct] = ()) -> list[str]:
+    """On a CPU with `--exactness bits`, whose sums define a row's bits. products: as they were chosen."""
+    if place.profile.products != "one call":
+        return []
+    counts = Counter(each.calls[0].value for each in products if each.exact)
+    calls = ", ".join(f"{call} ({count} shapes)" for call, count in counts.items())
+    attention = "integers in float64" if place.profile.integers.attention else "the library's chains"
+    mode = choose_mode()
+    words = [f"attention by {attention}", *([] if mode is None else [mode]), f"as first found on {cpu_model()}"]
+    return [f"products by {calls}", *words] if calls else words
 
 
 def why_not_exact(config: EngineConfig, layout: Layout, target: TargetSpec, place: Placement) -> BackendRefusal | None:
@@ -58,13 +79,11 @@ def why_not_exact(config: EngineConfig, layout: Layout, target: TargetSpec, plac
         return BackendRefusal("sparse attention (DSA) is not exact yet: its indexer's scores are a batch's", _TIES)
     if any(kv.value_dim is not None for kv in own) and not on_cpu:
         return BackendRefusal("compressed attention (MLA) is not exact yet on a GPU", f"{_TIES} or --device cpu")
-    found = _probed_on_a_cpu(layout) if on_cpu else _probed_on_a_gpu(target, place)
+    found = _probed_on_a_cpu(config, layout) if on_cpu else _probed_on_a_gpu(target, place)
     if found is None:
         return None
-    helps = remedy() if on_cpu else None
-    return BackendRefusal(
-        f"on this machine the bits of {found} depend on the batch", _TIES if helps is None else f"{helps}, or {_TIES}"
-    )
+    ways = [each for each in (remedy(), _INTEGERS) if each] if on_cpu else []
+    return BackendRefusal(f"on this machine the bits of {found} depend on the batch", ", or ".join([*ways, _TIES]))
 
 
 def _of_model(config: ModelConfig) -> str | None:
@@ -104,14 +123,35 @@ def _of_device(config: EngineConfig, place: Placement) -> BackendRefusal | None:
     return None
 
 
-def _probed_on_a_cpu(layout: Layout) -> str | None:
+def _probed_on_a_cpu(config: EngineConfig, layout: Layout) -> str | None:
+    """What of a target's operations but products is not exact and has no other form."""
     choose_mode()
     threads = torch.get_num_threads()
-    found = elementwise_problem(threads)
-    for group in layout.groups:
-        if found is None and not group.is_draft:
-            found = on_a_cpu.problem(group.kv.head_dim, threads, group.kv.value_dim)
-    return found
+    found: str | None = found_once("exact-operations", threads, partial(elementwise_problem, threads))
+    return found or (None if _integers(config, layout) else _no_chains(layout))
+
+
+def _integers(config: EngineConfig, layout: Layout) -> bool:
+    """Whether attention on a CPU has sums of integers.
+
+    Without being asked for that is where the library's are not exact and no mode of it could help: so it is the same in
+    every process of a machine.
+    """
+    if config.exact_sums != "auto":
+        return config.exact_sums == "integers"
+    return _no_chains(layout) is not None and remedy() is None
+
+
+def _no_chains(layout: Layout) -> str | None:
+    """What of attention by the library is not exact on this CPU."""
+    choose_mode()
+    threads = torch.get_num_threads()
+    for group in (group.kv for group in layout.groups if not group.is_draft):
+        sizes = group.head_dim, threads, group.value_dim
+        found: str | None = found_once("exact-attention", sizes, partial(on_a_cpu.problem, *sizes))
+        if found is not None:
+            return found
+    return None
 
 
 def _probed_on_a_gpu(target: TargetSpec, place: Placement) -> str | None:

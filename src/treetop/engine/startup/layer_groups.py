@@ -34,8 +34,9 @@ def backend_need(layout: Layout, model: ModelConfig, draft: DrafterSpec | None, 
     rows = layout.max_requests
     in_flight = layout.max_in_flight
     fp8 = any(group.kv.fp8 for group in layout.groups)
-    exact = place.profile.exact_attention
-    return Need(place.dtype, place.device, layout.page_size, tuple(groups), in_flight, rows, queries, exact, fp8)
+    exact, integers = place.profile.exact_attention, place.profile.integers.attention
+    need = Need(place.dtype, place.device, layout.page_size, tuple(groups), in_flight, rows, queries, exact, fp8)
+    return replace(need, integers=integers)
 
 
 def kv_groups(

@@ -14,7 +14,14 @@ from treetop.engine.startup.probed_products import probed_products
 from treetop.engine.startup.weight_copies import CpuWeights, product_weights
 from treetop.kernels.profile import TIES
 from treetop.types.errors import ConfigError
-from treetop.weights.cpu_products import Call, ChosenProduct, Shape, choose_products, is_exact_from
+from treetop.weights.cpu_products import (
+    Call,
+    ChosenProduct,
+    Shape,
+    choose_exact_products,
+    choose_products,
+    is_exact_from,
+)
 from treetop.weights.gpu_products import Probed
 
 
@@ -51,7 +58,8 @@ def products_of(engine_plan: EnginePlan) -> Products:
     if place.profile.products == "fastest":
         timed = _timed(weights, place)
         return Products(timed, timed)
-    target = choose_products(weights.shapes[: weights.targets], place.dtype, weights.orders, exact=True)
+    sums = engine_plan.config.exact_sums
+    target = choose_exact_products(weights.shapes[: weights.targets], weights.orders, sums)
     return Products(_agreed(target, place), _timed(replace(weights, shapes=weights.shapes[weights.targets :]), place))
 
 
@@ -63,10 +71,10 @@ def _agreed(own: Mapping[Shape, ChosenProduct], place: Placement) -> Mapping[Sha
     if place.parallel.size * place.expert_ranks.size == 1 or not own:
         return own
     every = list(Call)
-    mine = torch.tensor([[every.index(each.calls[0]), each.least or 0] for each in own.values()])
+    mine = torch.tensor([[every.index(each.calls[0]), each.least] for each in own.values()])
     first = place.expert_ranks.gather(place.parallel.gather(mine)[0])[0].tolist()
     told = {
-        shape: replace(each, calls=(every[call],) * len(each.calls), least=least or None)
+        shape: replace(each, calls=(every[call],) * len(each.calls), least=least)
         for (shape, each), (call, least) in zip(own.items(), first, strict=True)
     }
     able = all(is_exact_from(shape, each.calls[0], each.least) for shape, each in told.items())

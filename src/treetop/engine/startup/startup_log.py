@@ -9,15 +9,22 @@ from treetop.engine.graphs import GraphSim
 from treetop.engine.memory import MemoryUse
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.rounds import RoundLauncher
-from treetop.engine.startup.mkl_sums import choose_mode
+from treetop.engine.startup.exactness import sums_words
 from treetop.engine.startup.plan import EnginePlan
 from treetop.types.layout import Layout
+from treetop.weights.cpu_products import ChosenProduct
 
 
 def start_up_block(
-    engine_plan: EnginePlan, runner: ModelRunner, launcher: RoundLauncher, use: MemoryUse, start_s: float
+    engine_plan: EnginePlan,
+    runner: ModelRunner,
+    products: tuple[ChosenProduct, ...],
+    launcher: RoundLauncher,
+    use: MemoryUse,
+    start_s: float,
 ) -> str:
-    """Model, tree, memory, backend and those that do not serve, graphs; a line each. start_s: capture and proof."""
+    """Model, tree, memory, whose sums, backend and those that do not serve, graphs; a line each. start_s: capture and
+    proof."""
     config, layout, shape = engine_plan.config, runner.layout, engine_plan.config.shape
     place, dtype = engine_plan.place.device, engine_plan.place.dtype
     tree = f"tree S={shape.num_steps} k={shape.topk} T={shape.num_draft_tokens}" if runner.drafter else "no draft"
@@ -27,7 +34,6 @@ def start_up_block(
         shared += f", whose experts {config.ep_size} engines share; of engine {whole.expert_ranks.rank}:"
     elif config.tp_size > 1:
         shared += f"; of rank {whole.parallel.rank}:"
-    sums = choose_mode() if engine_plan.place.profile.products == "one call" else None
     others = [name for name in BACKENDS if refusal(name, engine_plan.need) is not None]
     rows = [
         f"model {config.model}, draft {config.draft or config.algorithm or 'none'},"
@@ -35,7 +41,7 @@ def start_up_block(
         f"{tree}; {layout.max_requests} requests of {layout.max_context} tokens, pages of {layout.page_size},"
         f" prefill in steps of {layout.chunk}",
         *use.lines(),
-        f"exactness {config.exactness}" + (f"; {sums}" if sums else ""),
+        "; ".join([f"exactness {config.exactness}", *sums_words(engine_plan.place, products)]),
         *([about] if (about := about_activations(whole.held(engine_plan.target.params))) else []),
         f"attention {runner.backend.name}" + (f"; not {', '.join(others)} (treetop doctor says why)" if others else ""),
         _graphs(launcher),

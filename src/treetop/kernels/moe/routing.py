@@ -136,9 +136,9 @@ def route_reference(
     return Routes(expert, weight, apart=router.own is not None, of_inputs=router.spec.of_inputs)
 
 
-def route_by_rows(x: Tensor, router: Router, live: Tensor | None) -> Routes:
+def route_by_rows(x: Tensor, router: Router, live: Tensor | None, linear: RowProduct = linear_by_rows) -> Routes:
     """`route_reference` on a CPU in float32, where what a token gets has the same bits in any batch."""
-    return route_reference(x, router, live, linear_by_rows, BY_ELEMENT)
+    return route_reference(x, router, live, linear, BY_ELEMENT)
 
 
 def each_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -15,6 +15,8 @@ import torch
 VARIABLE, MODE = "MKL_CBWR", "AUTO,STRICT"
 _AUTO_STRICT = 2 | 0x10000
 """That mode as a number (MKL_CBWR_AUTO, MKL_CBWR_STRICT of mkl_types.h)."""
+_ALL = -1
+"""Of a mode, its branch and its strictness (MKL_CBWR_ALL)."""
 
 
 @cache
@@ -27,13 +29,27 @@ def choose_mode() -> str | None:
         return None
     if _given() is None:
         os.environ[VARIABLE] = MODE
-        library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-        try:
-            chosen = ctypes.CDLL(str(library)).mkl_serv_cbwr_set(_AUTO_STRICT)
-        except (OSError, AttributeError):  # another build: its first call reads the variable
-            chosen = 0
-        logging.getLogger("treetop").debug("%s=%s: MKL answers %d", VARIABLE, MODE, chosen)
+        # of another build it is None: there MKL's first call reads the variable
+        answer = _asked("mkl_serv_cbwr_set", _AUTO_STRICT)
+        logging.getLogger("treetop").debug("%s=%s: MKL answers %s", VARIABLE, MODE, answer)
     return f"sums of MKL by {VARIABLE}={os.environ[VARIABLE]}"
+
+
+def mode_in_force() -> int | None:
+    """MKL's number of the mode that this process has, None where that cannot be asked."""
+    return _asked("mkl_serv_cbwr_get", _ALL)
+
+
+def _asked(function: str, number: int) -> int | None:
+    if not torch.backends.mkl.is_available():
+        return None
+    try:
+        answer: int = getattr(ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")), function)(
+            number
+        )
+    except (OSError, AttributeError):
+        return None
+    return answer
 
 
 def remedy() -> str | None:

@@ -1,0 +1,36 @@
+"""Exact attention's two sums as sums of integers, which no library and no order changes (`exact.fixed_point`).
+
+    score of a key    q . k * scale: the exact sum of both on their grids, rounded
+    result            the exact sum of weight * v over all keys, by the exact sum of the weights, rounded once
+
+A key that is not seen has weight 0 and changes no sum of integers, and there are no blocks: where keys lie, and which
+lie beside them, does not matter.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from treetop.exact.fixed_point import LINE, fixed_point_mean, fixed_point_scores, fixed_point_sum, on_grid
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Keys and values [batch, keys, ...] on their grids, each with its unit [batch, keys, 1]."""
+
+    key: tuple[Tensor, Tensor]
+    value: tuple[Tensor, Tensor]
+
+
+class IntegerSums:
+    """`Sums` of `attention.exact_backend`, for any library and any tree."""
+
+    def held(self, k: Tensor, v: Tensor) -> _Held:
+        return _Held(on_grid(k, LINE), on_grid(v, LINE))
+
+    def scores(self, q: Tensor, held: _Held, scale: float) -> Tensor:
+        return fixed_point_scores(q, *held.key, scale)
+
+    def weighed(self, weights: Tensor, held: _Held, plan: object) -> tuple[Tensor, Tensor]:
+        flat = weights.flatten(0, 1).flatten(1, 2)
+        return fixed_point_mean(flat, *held.value), fixed_point_sum(flat)
