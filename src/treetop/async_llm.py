@@ -355,6 +355,10 @@ class DeltaStream:
         came, self._ready = self._ready, {}
         return came.values()
 
+    def alive(self) -> Iterable[tuple[RequestId, LiveRequest]]:
+        """Those that have not ended."""
+        return self._live.items()
+
     @property
     def over(self) -> bool:
         """Whether all has been taken and nothing more comes. Raises EngineError if that is the engine's failure."""

@@ -108,6 +108,7 @@ class LiveRequest:
     prefill_s: as the engine told it with the first.
     hidden_ends: tokens that the text does not show where one of them ended the request.
     tells_trees: whether each round tells its tree.
+    priority: as in `EngineRequest`.
     """
 
     index: int
@@ -128,19 +129,20 @@ class LiveRequest:
     last_s: float | None = None
     prefill_s: float | None = None
     num_cached_tokens: int = 0
+    priority: int = 0
 
     @classmethod
     def of(cls, index: int, asked: EngineRequest, tokenizer: Tokenizer | None) -> "LiveRequest":
         prompt_ids, params = asked.prompt_ids, asked.params
         logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         if tokenizer is None:
-            return cls(index, prompt_ids, None, logprobs, tells_trees=params.tells_trees)
+            return cls(index, prompt_ids, None, logprobs, tells_trees=params.tells_trees, priority=asked.priority)
         keeps_stop = params.include_stop_str_in_output
         text = IncrementalDetokenizer(
             tokenizer.stream(prompt_ids, not params.skip_special_tokens), params.stop, keeps_stop
         )
         hidden_ends = frozenset() if params.skip_special_tokens or keeps_stop else tokenizer.special_ids
-        return cls(index, prompt_ids, text, logprobs, hidden_ends, params.tells_trees)
+        return cls(index, prompt_ids, text, logprobs, hidden_ends, params.tells_trees, priority=asked.priority)
 
     def take(
         self,

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from treetop.parsers.registry import ReasoningParserName, ToolParserName
 from treetop.types.config import EngineConfig
@@ -146,6 +146,12 @@ class ServeOptions:
         False, "leave unknown fields of requests out, and log each name once; else a 400"
     )
     no_ui: bool = option(False, "no page at /, which chats with the model")
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "collector that OpenTelemetry traces go to, as http://HOST:4317 (docs/serving.md#traces; default: none)",
+        metavar="URL",
+    )
+    log_format: Literal["text", "json"] = option("text", "lines of the log on stderr; json: an object each")
     access_log: bool = option(False, "a log line for each answer: client, method, path, status, seconds, request id")
     request_timeout: float | None = option(
         None, "seconds that a request may take; it then ends with an error (default: all it needs)", **_SECONDS

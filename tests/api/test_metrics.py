@@ -13,7 +13,7 @@ from treetop.api.metrics import FEW_ROUNDS, LogInterval, Metrics
 from treetop.outputs import LiveRequest
 from treetop.types.ids import RequestId
 from treetop.types.layout import PLAIN, SpecShape
-from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, RequestUpdate
+from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, PrefixPages, RequestUpdate
 from treetop.types.sampling import SamplingParams
 
 ROUTERS = """num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_hits prefix_cache_queries
@@ -32,7 +32,7 @@ TREE = SpecShape(2, 3, 6)
 
 
 def made(shape=TREE) -> Metrics:
-    return Metrics("m", CoreInfo("/none", 100, 64, 4, shape))
+    return Metrics("m", CoreInfo("/none", 100, 64, 4, shape, prefix=PrefixPages(16, 1, 9), by_priority=True))
 
 
 @pytest.mark.parametrize("exactness", ["bits", "ties"])
@@ -188,6 +188,7 @@ def test_the_dashboard_asks_for_what_is_exported():
     assert base - {re.sub(parts, "", name) for name in used} == {
         "treetop:spec_decode_num_draft_tokens",
         "treetop:exactness_info",
+        "treetop:cache_config_info",
     }
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
     for expression in asked:

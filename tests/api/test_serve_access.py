@@ -188,7 +188,8 @@ def test_paths_and_methods_of_anybody_make_no_metrics(server):
 
 def front_of(**changes) -> SimpleNamespace:
     options = SimpleNamespace(access_log=False)
-    defaults = {"leaving": False, "draining": False, "num_working": 0, "options": options, "metrics": Mock()}
+    watched = {"options": options, "metrics": Mock(), "tracer": None}
+    defaults = {"leaving": False, "draining": False, "num_working": 0, **watched}
     return SimpleNamespace(**{**defaults, **changes})
 
 

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import re
 import time
+from contextlib import AbstractContextManager, nullcontext
 from urllib.parse import quote
 from uuid import uuid4
 
@@ -13,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from treetop.api.api_state import ApiState
 from treetop.api.errors import error_response
+from treetop.distributed.log_lines import FIELDS
 
 log = logging.getLogger("treetop.access")
 
@@ -78,7 +80,8 @@ class AccessMiddleware:
                 return
             api.num_working += work
             try:
-                await self._app(inner, receive, answered)
+                with self._traced(scope, request_id):
+                    await self._app(inner, receive, answered)
             finally:
                 api.num_working -= work
         except asyncio.CancelledError:
@@ -91,6 +94,10 @@ class AccessMiddleware:
             api.metrics.answered(route, method if method in _METHODS else "other", status)
             if api.options.access_log:
                 _log(scope, status, time.perf_counter() - began_s, request_id)
+
+    def _traced(self, scope: Scope, request_id: str) -> AbstractContextManager[None]:
+        tracer = self._api.tracer
+        return nullcontext() if tracer is None else tracer.answering(Headers(scope=scope), request_id)
 
 
 def _shutting_down() -> Response:
@@ -106,4 +113,7 @@ def _log(scope: Scope, status: int, seconds: float, request_id: str) -> None:
     """A line without the query, which may hold what is nobody's business."""
     host = (scope.get("client") or ("-",))[0]
     path = quote(scope["path"], safe="/:@~+=,")[:_LONGEST_PATH]
-    log.info("%s %s %s %d %.4f s %s", host, scope["method"][:20], path, status, seconds, request_id)
+    method = scope["method"][:20]
+    fields = {"client": host, "method": method, "path": path, "status": status, "seconds": round(seconds, 4)}
+    extra = {FIELDS: {**fields, "request_id": request_id}}
+    log.info("%s %s %s %d %.4f s %s", host, method, path, status, seconds, request_id, extra=extra)

@@ -19,12 +19,13 @@ from treetop.api.rendering import Rendering
 from treetop.api.requests.fields import SamplingFields
 from treetop.api.requests.message_members import check_messages
 from treetop.api.response_store import ResponseStore
-from treetop.async_llm import AsyncLLM, DeltaStream
+from treetop.api.telemetry.tracing import check_tracing, open_tracer
+from treetop.async_llm import AsyncLLM, DeltaStream, Observer
 from treetop.checkpoints.folder import resolve_folder
 from treetop.checkpoints.sampling_defaults import sampling_defaults, unsupported
 from treetop.core.clients import EngineClient
 from treetop.distributed.in_flight import InFlightCounter
-from treetop.outputs import RequestOutput
+from treetop.outputs import LiveRequest, RequestOutput
 from treetop.parsers.registry import output_format
 from treetop.serve_options import ServeOptions
 from treetop.text.chat_input import Message
@@ -32,7 +33,7 @@ from treetop.text.chat_template import open_chat_template
 from treetop.text.tokenizer import open_tokenizer
 from treetop.types.constraint import StructuredOutput
 from treetop.types.errors import ConfigError, InputError, shown
-from treetop.types.requests import Whose, check_prompt, late_error
+from treetop.types.requests import RequestUpdate, Whose, check_prompt, late_error
 from treetop.types.sampling import SamplingParams
 from treetop.version import __version__
 
@@ -66,7 +67,8 @@ class ApiState:
         self.names = (*(options.served_model_name or (model,)), *core.info.loras)
         self.created = int(time.time())
         self.metrics = Metrics(self.names[0], core.info)
-        self.llm = AsyncLLM.of(core, seed, self.metrics.observe, alive)
+        self.tracer = open_tracer(options.otlp_traces_endpoint, self.names[0])
+        self.llm = AsyncLLM.of(core, seed, self._observer, alive)
         folder = Path(core.info.model_path)
         self.defaults = sampling_defaults(folder)
         for wish in unsupported(folder):
@@ -157,6 +159,8 @@ class ApiState:
                 whose=Whose(cache_salt=body.cache_salt or "", as_one=True, lora=self._adapter_of(body.model)),
             )
         self.metrics.arrived(sum(map(len, prompts)))
+        if self.tracer is not None:
+            self.tracer.begin(stream, params, body.n)
         return stream
 
     def _adapter_of(self, name: str | None) -> str:
@@ -251,7 +255,21 @@ class ApiState:
         cached = min(asked, sum(output.metrics.num_cached_tokens for output in outputs))
         return {**tokens_used(asked, given), "prompt_tokens_details": {"cached_tokens": cached}}
 
+    @property
+    def _observer(self) -> Observer:
+        metrics, tracer = self.metrics, self.tracer
+        if tracer is None:
+            return metrics.observe
+
+        def observe(live: LiveRequest, update: RequestUpdate) -> None:
+            metrics.observe(live, update)
+            tracer.observe(live, update)
+
+        return observe
+
     def close(self) -> None:
+        if self.tracer is not None:
+            self.tracer.close()
         if self.responses is not None:
             self.responses.close()
         self.llm.structures.close()
@@ -262,6 +280,7 @@ class ApiState:
 
 def check_files(model: str, options: ServeOptions) -> None:
     """Raise UserError for files that a `ApiState` of this model could not read. It takes no engine to know."""
+    check_tracing(options.otlp_traces_endpoint)
     folder = resolve_folder(model)
     open_tokenizer(folder)
     sampling_defaults(folder)

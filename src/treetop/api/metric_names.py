@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
@@ -24,6 +24,10 @@ ALIASES = {
     "time_to_first_token_seconds": ("vllm:time_to_first_token_seconds", "sglang:time_to_first_token_seconds"),
     "inter_token_latency_seconds": ("vllm:inter_token_latency_seconds", "sglang:inter_token_latency_seconds"),
     "e2e_request_latency_seconds": ("vllm:e2e_request_latency_seconds", "sglang:e2e_request_latency_seconds"),
+    "request_prompt_tokens": ("vllm:request_prompt_tokens",),
+    "request_generation_tokens": ("vllm:request_generation_tokens",),
+    "time_per_output_token_seconds": ("vllm:request_time_per_output_token_seconds",),
+    "cache_config_info": ("vllm:cache_config_info",),
     "request_queue_time_seconds": ("vllm:request_queue_time_seconds", "sglang:queue_time_seconds"),
     "request_prefill_time_seconds": ("vllm:request_prefill_time_seconds",),
     "request_decode_time_seconds": ("vllm:request_decode_time_seconds",),
@@ -94,11 +98,19 @@ class AliasedMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         totals: dict[str, float] = {}
         for metric in self._source.collect():
+            if metric.name == OWN + "num_retractions":
+                yield self._preemptions(metric)
             yield metric
             totals |= {each.name: each.value for each in metric.samples if each.name in _COUNTED}
             for alias in ALIASES.get(metric.name.removeprefix(OWN), ()):
                 yield _renamed(metric, alias)
         yield from self._lately.gauges(totals, self._model_name)
+
+    def _preemptions(self, retractions: Metric) -> Metric:
+        """The same under vLLM's name, as a counter, which it is: engines tell what they have counted themselves."""
+        counter = CounterMetricFamily("vllm:num_preemptions", retractions.documentation, labels=["model_name"])
+        counter.add_metric([self._model_name], sum(sample.value for sample in retractions.samples))
+        return counter
 
 
 def _renamed(metric: Metric, name: str) -> Metric:

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from treetop.api.metric_names import OWN, AliasedMetrics
+from treetop.api.telemetry.lengths import RequestLengths, add_infos
 from treetop.outputs import LiveRequest, RequestOutput
 from treetop.types.requests import CoreInfo, CoreLoad, RequestUpdate
 
@@ -49,7 +50,7 @@ class Metrics:
     """Counts what one API process serves. Several are added up through files, if the environment names a place."""
 
     def __init__(self, model_name: str, info: CoreInfo) -> None:
-        self._shape = info.shape
+        self._shape, self._model_name = info.shape, model_name
         self._registry = registry = CollectorRegistry()
         several = "PROMETHEUS_MULTIPROC_DIR" in os.environ
 
@@ -89,6 +90,7 @@ class Metrics:
         self._prefill_s = histogram("request_prefill_time_seconds", "From a row to the first token", _FIRST_S)
         self._decode_s = histogram("request_decode_time_seconds", "From the first token to the last", _WHOLE_S)
         self._inference_s = histogram("request_inference_time_seconds", "From a row to the last token", _WHOLE_S)
+        self._lengths = RequestLengths(model_name, info, registry)
         self._drafts = counter("spec_decode_num_drafts", "Trees that were verified")
         self._draft_tokens = counter("spec_decode_num_draft_tokens", "Drafts that were verified, roots excluded")
         self._accepted = counter("spec_decode_num_accepted_tokens", "Drafts that were accepted")
@@ -102,15 +104,7 @@ class Metrics:
             )
             for name, documentation in _KV_TRANSFER.items()
         }
-        self._model_name = model_name
-        exactness = Gauge(
-            OWN + "exactness_info",
-            "1 for the --exactness in force",
-            ["model_name", "exactness"],
-            registry=registry,
-            multiprocess_mode="mostrecent",
-        )
-        exactness.labels(model_name, info.exactness).set(1)
+        add_infos(model_name, info, registry)
         success = Counter(
             OWN + "request_success", "Requests that ended", ["model_name", "finished_reason"], registry=registry
         )
@@ -142,6 +136,7 @@ class Metrics:
             source = MultiProcessCollector(CollectorRegistry())  # type: ignore[no-untyped-call]  # theirs
         self._page = CollectorRegistry()
         self._page.register(AliasedMetrics(source, model_name))
+        ProcessCollector(registry=self._page)
         self._new_tokens, self._new_rounds, self._added_s = 0, Counts[int](), float("-inf")
         self._new_drafted, self._new_ranks = 0, Counts[int]()  # of these rounds
         self.interval = LogInterval()
@@ -172,6 +167,7 @@ class Metrics:
             self._hits.inc(update.num_cached_tokens)
         if update.queue_s is not None and update.prefill_s is not None:
             self._queue_s.observe(update.queue_s)
+            self._lengths.admitted(live, update.queue_s)
             self._prefill_s.observe(update.prefill_s)
         if update.accept_len is not None and update.num_drafted:
             self._round(update.accept_len, update.num_drafted)
@@ -194,6 +190,7 @@ class Metrics:
         decode_s = 0.0 if live.first_s is None else last_s - live.first_s
         self._decode_s.observe(decode_s)
         self._inference_s.observe(prefill_s + decode_s)
+        self._lengths.ended(live, len(live.output_ids) + len(update.new_ids), decode_s)
 
     def _round(self, accept_len: int, num_drafted: int) -> None:
         self._new_rounds[accept_len] += 1

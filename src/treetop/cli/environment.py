@@ -21,8 +21,8 @@ _TABLES = (EngineConfig, SamplingParams, ServeOptions, DisaggregationOptions)
 _SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _MODEL, _CONFIG = variable("--model"), variable("--config")
 _OTHERS = {"TREETOP_FAULT", "TREETOP_FA3_LIBRARY", "TREETOP_DISAGGREGATION_SECRET", "TREETOP_HANDOVER_SECRET", VARIABLE}
-_OF_KUBERNETES = re.compile(r"\w+_(SERVICE_HOST|SERVICE_PORT\w*|PORT_\d+_\w+)")
-"""Variables that each container gets for a service, here of one that is called treetop-something."""
+_OF_OTHERS = re.compile(r"TREETOP_TESTS\w*|\w+_(SERVICE_HOST|SERVICE_PORT\w*|PORT_\d+_\w+)")
+"""Variables of the tests, and those that each container in Kubernetes gets for a service called treetop-something."""
 
 
 def environment_words(args: argparse.Namespace, environment: Mapping[str, str]) -> list[str]:
@@ -57,7 +57,7 @@ def warn_of_unknown(environment: Mapping[str, str]) -> None:
     """A line on stderr for each variable that is nearly one of ours."""
     known = {row.variable for row in _rows()} | {_MODEL, _CONFIG} | _OTHERS
     for name in environment:
-        is_strange = name.startswith("TREETOP_") and name not in known and not _OF_KUBERNETES.fullmatch(name)
+        is_strange = name.startswith("TREETOP_") and name not in known and not _OF_OTHERS.fullmatch(name)
         if is_strange and (meant := close_name(name, known)):
             print(f"treetop: {name} is no option; did you mean {meant}?", file=sys.stderr)
 

@@ -43,6 +43,7 @@ from treetop.core.wire import (
 )
 from treetop.disaggregation.connector import Connector, open_connector
 from treetop.disaggregation.nixl import NixlTransport
+from treetop.distributed.log_lines import log_to_stderr
 from treetop.distributed.process import EXIT_REPORTED, EXIT_USER_ERROR, Failed, begin, report_failure
 from treetop.types.errors import ConfigError, EngineError, UserError
 from treetop.types.requests import CoreInfo, CoreLoad, RequestUpdate
@@ -343,7 +344,7 @@ def main() -> int:
     options, parent = begin(ProcessOptions, lambda said: said.folder)
     options = with_noted_weights(options)
     who = f"rank {options.rank}: " if options.config.ep_size > 1 else ""
-    logging.basicConfig(level=options.log_level, format=f"{who}%(message)s", stream=sys.stderr)
+    log_to_stderr(options.log_level, "%(message)s", who)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         code = EngineProcess(options, context, report_failure).run()

@@ -19,6 +19,7 @@ from treetop.checkpoints.loader import compute_device
 from treetop.disaggregation.agent import Connect, RankAgent
 from treetop.disaggregation.events import Disconnect, Pull
 from treetop.disaggregation.nixl import NixlTransport
+from treetop.distributed.log_lines import log_to_stderr
 from treetop.distributed.process import EXIT_REPORTED, EXIT_USER_ERROR, Failed, begin, report_failure
 from treetop.distributed.rank_groups import RankGroups
 from treetop.distributed.tp_wire import (
@@ -169,7 +170,7 @@ class TpWorker:
 
 def main() -> int:
     options, parent = begin(WorkerOptions, lambda said: said.folder)
-    logging.basicConfig(level=logging.WARNING, format=f"rank {options.rank}: %(message)s", stream=sys.stderr)
+    log_to_stderr(logging.WARNING, "%(message)s", f"rank {options.rank}: ")
     torch.set_num_threads(options.threads)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:

@@ -7,7 +7,6 @@ import random
 import secrets
 import signal
 import socket
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from treetop.api.api_state import ApiState
 from treetop.api.app import make_app
 from treetop.core.clients import EngineClient
 from treetop.distributed.in_flight import InFlightCounter
+from treetop.distributed.log_lines import log_to_stderr
 from treetop.serve.connections import ApiServer, Patience, most_connections
 from treetop.serve.listening import tls_context
 from treetop.serve.log_limit import LogLimit
@@ -153,8 +153,7 @@ async def log_load(api: ApiState, number: int | None) -> None:
         api.metrics.interval.log_load(api.core.load, "" if number is None else f"[{number}] ")
 
 
-def log_to_stderr() -> None:
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+def log_server() -> None:
+    """The log of a process that serves."""
+    log_to_stderr(logging.WARNING, "%(asctime)s %(levelname)s %(message)s", filters=[LogLimit()])
     logging.getLogger("treetop").setLevel(logging.INFO)
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(LogLimit())

@@ -21,7 +21,8 @@ from treetop.api.batches.runner import BatchRunner
 from treetop.core.wire import ProcessOptions
 from treetop.distributed.client import EngineProcessClient
 from treetop.distributed.in_flight import InFlightCounter
-from treetop.serve.run import first_seed, log_to_stderr
+from treetop.distributed.log_lines import FORMAT, say
+from treetop.serve.run import first_seed, log_server
 from treetop.serve.serve import started_engines, watched
 from treetop.serve_options import ServeOptions
 from treetop.types.errors import EngineError, InputError
@@ -29,7 +30,8 @@ from treetop.types.errors import EngineError, InputError
 
 def run(process: ProcessOptions, options: ServeOptions, input_file: str, output_file: str) -> int:
     """Answer each request that the output does not. Returns the exit code. Raises UserError and EngineError."""
-    log_to_stderr()
+    os.environ[FORMAT] = options.log_format
+    log_server()
     for name in (input_file, output_file):
         if "://" in name:
             raise InputError(f"{name}: files of this machine only; fetch it first")
@@ -140,4 +142,4 @@ class _Bar:
     def _tell(self) -> None:
         rate = (self._done - self._begun) / max(time.monotonic() - self._began_s, 1e-3)
         failed = f", {self._failed} with an error" if self._failed else ""
-        print(f"treetop: {self._done} of {self._total} requests{failed} ({rate:.1f} a second)", file=sys.stderr)
+        say(f"treetop: {self._done} of {self._total} requests{failed} ({rate:.1f} a second)")

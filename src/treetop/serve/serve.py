@@ -15,7 +15,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from itertools import count
@@ -29,12 +28,13 @@ from treetop.core.clients import EngineClient
 from treetop.core.wire import EngineDead, EngineEvent, EngineLost, EngineUp, ProcessOptions
 from treetop.distributed.client import EngineProcessClient
 from treetop.distributed.in_flight import InFlightCounter
+from treetop.distributed.log_lines import FORMAT, say
 from treetop.distributed.process import Child, send_line, start_process
 from treetop.distributed.supervisor import EngineSupervisor, RestartLimit, Watchdog
 from treetop.serve.connections import BACKLOG, most_connections
 from treetop.serve.listening import address_of, is_for_others, listening_socket, tls_context
 from treetop.serve.own_folder import own_folder
-from treetop.serve.run import ApiOptions, log_to_stderr, serve
+from treetop.serve.run import ApiOptions, log_server, serve
 from treetop.serve_options import ServeOptions
 
 _ENDED_BY_SIGNAL = {0, -signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGINT}
@@ -47,7 +47,8 @@ log = logging.getLogger("treetop.server")
 
 def run(process: ProcessOptions, options: ServeOptions) -> int:
     """Serve until SIGTERM, SIGINT or the engine's death. Returns the exit code. Raises UserError and EngineError."""
-    log_to_stderr()
+    os.environ[FORMAT] = options.log_format
+    log_server()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     options = options.by_cores(cores)
     most_connections(options.max_connections)
@@ -302,9 +303,7 @@ class ApiProcesses:
 def _print_address(listening: socket.socket, core: EngineClient, api_options: ApiOptions) -> None:
     address = address_of(listening, api_options.serve)
     names = ", ".join(api_options.serve.served_model_name or (api_options.model,))
-    print(
+    say(
         f"treetop: serving {names} on {address} (context {core.info.max_context},"
-        f" {core.info.max_requests} requests at a time)",
-        file=sys.stderr,
-        flush=True,
+        f" {core.info.max_requests} requests at a time)"
     )

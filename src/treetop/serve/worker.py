@@ -19,14 +19,14 @@ import msgspec
 from treetop.core.wire import EngineDead, EngineEvent, EngineLost, EngineUp
 from treetop.distributed.client import EngineProcessClient
 from treetop.distributed.remote_engine import RemoteEngine
-from treetop.serve.run import ApiOptions, log_to_stderr, serve
+from treetop.serve.run import ApiOptions, log_server, serve
 
 
 def main() -> int:
     listening = socket.socket(fileno=int(sys.argv[1]))
     stdin = io.FileIO(0, closefd=False)  # without a buffer, whose lock the thread would hold at the end
     options = msgspec.json.decode(stdin.readline(), type=ApiOptions)
-    log_to_stderr()
+    log_server()
     return asyncio.run(_run(options, listening, stdin))
 
 

@@ -1,0 +1,1 @@
+"""What is told of requests to systems that watch servers, beside /metrics."""
