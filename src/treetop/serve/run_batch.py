@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from treetop.api.api_state import ApiState
 from treetop.api.app import make_app
-from treetop.api.batches.lines import Line, answered_ids, read_input
+from treetop.api.batches.lines import BatchLine, answered_ids, read_input
 from treetop.api.batches.runner import BatchRunner
 from treetop.core.wire import ProcessOptions
 from treetop.distributed.client import EngineProcessClient
@@ -51,7 +51,7 @@ def run(process: ProcessOptions, options: ServeOptions, input_file: str, output_
 
 
 async def _run(
-    process: ProcessOptions, options: ServeOptions, left: list[Line], asked: BinaryIO, answers: BinaryIO, bar: "_Bar"
+    process: ProcessOptions, options: ServeOptions, left: list[BatchLine], asked: BinaryIO, answers: BinaryIO, bar: "_Bar"
 ) -> int:
     stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
@@ -62,7 +62,7 @@ async def _run(
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop, number)
 
-    def keep(line: Line, status: int, answer: bytes) -> None:
+    def keep(line: BatchLine, status: int, answer: bytes) -> None:
         answers.write(answer)
         answers.flush()
         bar.advance(status < 400)
