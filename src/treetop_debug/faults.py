@@ -8,10 +8,11 @@ the command line. The identifiers are those of the reports; `docs/testing.md` li
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -34,6 +35,8 @@ class Fault:
     level: the check level whose guard catches it; None if the visibility decoder or a comparison of outputs must.
     options: engine options it needs to do harm.
     seed: of the two-group pair that it needs to do harm; None is the embedded pair.
+    scene: what it is run in, of (folder, check level), -1 where nobody is to look: it says what happened, and raises
+        what a guard says. None is the scenario that serves most (`provoke`).
     """
 
     name: str
@@ -43,6 +46,7 @@ class Fault:
     level: int | None
     options: Mapping[str, Any] = field(default_factory=dict)
     seed: int | None = None
+    scene: Callable[[Path, int], str] | None = None
 
     @contextmanager
     def active(self) -> Iterator[None]:

@@ -14,6 +14,7 @@ from treetop.kernels.tree.deferred import DeferredPairs, ExtendPairs
 from treetop.kernels.tree.grow import TreeBuilder
 from treetop.kernels.tree.learn import Observed
 from treetop.types.tree import Accepted
+from treetop_debug import policy_scenes
 from treetop_debug.faults import Fault, by_name
 from treetop_debug.patching import Patch, instead, kernel_twin
 
@@ -57,6 +58,7 @@ POLICY_FAULTS = by_name(
         (Patch("treetop.engine.rounds:deferred_pairs", _skips_the_newest),),
         "visibility",
         None,
+        scene=policy_scenes.rounds_of_random_shapes,
     ),
     Fault(
         "costs-of-another-model",
@@ -64,6 +66,7 @@ POLICY_FAULTS = by_name(
         (instead("treetop.engine.startup.round_costs:cost_file", _of_the_machine_alone),),
         "round costs: those at hand are of another engine",
         1,
+        scene=policy_scenes.two_models_costs,
     ),
     Fault(
         "calibration-of-another-pair",
@@ -71,6 +74,7 @@ POLICY_FAULTS = by_name(
         (instead("treetop.engine.startup.kept_calibration:file_name", _of_the_target_alone),),
         "was learned of the pair",
         0,
+        scene=policy_scenes.two_heads_calibrations,
     ),
     Fault(
         "head-of-another-pair",
@@ -78,6 +82,7 @@ POLICY_FAULTS = by_name(
         (instead("treetop.engine.startup.kept_head:head_file", _head_of_the_machine),),
         "acceptance in",
         1,
+        scene=policy_scenes.two_pairs_heads,
     ),
     Fault(
         "calibration-of-another-row",
@@ -91,5 +96,6 @@ POLICY_FAULTS = by_name(
         ),
         "calibration: what rows of a tree",
         1,
+        scene=policy_scenes.one_rounds_lesson,
     ),
 )

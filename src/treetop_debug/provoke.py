@@ -15,6 +15,8 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import Tensor
@@ -192,6 +194,23 @@ class Provocation:
         tokens = tuple(output.token_ids for output in outputs)
         rounds = sum(output.metrics.target_forwards for output in outputs)
         return Trial(tokens, rounds, error, sum(tensor.tolist() != values for tensor, values in kept))
+
+
+def find_in_scene(fault: Fault) -> Finding:
+    """Run a fault in its own scene: with its guard, and without any."""
+    assert fault.scene is not None
+    caught = None
+    watched = wrapped_runner(VisibilityWatch().wrap) if fault.level is None else nullcontext()
+    with TemporaryDirectory(prefix="treetop-scene-") as folder:
+        try:
+            with fault.active(), watched:
+                fault.scene(Path(folder) / "guarded", fault.level or 0)
+        except TreetopError as error:
+            caught = str(error) if fault.guard in str(error) else None
+        with fault.active():
+            harm = fault.scene(Path(folder) / "harm", -1)
+    by = "visibility decoder" if fault.level is None else f"check level {fault.level}"
+    return Finding(fault, caught, by, harm or None)
 
 
 def looks_from_the_host(fault: Fault) -> bool:

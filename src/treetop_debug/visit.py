@@ -9,8 +9,7 @@ from treetop.doctor.tables import print_table
 from treetop.version import DISTRIBUTION
 from treetop_debug.faults import FAULTS
 from treetop_debug.policy_faults import POLICY_FAULTS
-from treetop_debug.provoke import Finding, Provocation
-from treetop_debug.provoke_policy import find_policy_fault
+from treetop_debug.provoke import Finding, Provocation, find_in_scene
 
 
 def show_faults(console: Console, device: str) -> int:
@@ -23,7 +22,7 @@ def show_faults(console: Console, device: str) -> int:
 def _policy_faults(console: Console) -> int:
     """Those of what decides which trees are verified, on the CPU."""
     with Progress(console=console, transient=True) as progress:
-        found = [find_policy_fault(name) for name in progress.track(POLICY_FAULTS, description="policy")]
+        found = [find_in_scene(each) for each in progress.track(POLICY_FAULTS.values(), description="policy")]
     return _told(console, "faults of the policy", found)
 
 

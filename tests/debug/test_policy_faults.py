@@ -3,7 +3,7 @@
 import pytest
 
 from treetop_debug.policy_faults import POLICY_FAULTS
-from treetop_debug.provoke_policy import _SCENES, find_policy_fault
+from treetop_debug.provoke import find_in_scene
 
 HARM = {
     "deferred-token-skipped": "not what the head drafts",
@@ -16,7 +16,7 @@ HARM = {
 
 @pytest.mark.parametrize("name", POLICY_FAULTS)
 def test_it_is_caught_and_does_harm_where_nobody_looks(name):
-    found = find_policy_fault(name)
+    found = find_in_scene(POLICY_FAULTS[name])
     assert found.caught is not None, "its guard said nothing"
     assert POLICY_FAULTS[name].guard in found.caught
     assert HARM[name] in (found.harm or ""), found.harm
@@ -25,6 +25,7 @@ def test_it_is_caught_and_does_harm_where_nobody_looks(name):
 @pytest.mark.parametrize("name", POLICY_FAULTS)
 def test_without_it_the_scene_is_quiet(name, tmp_path):
     """At the level of its guard, and where none looks: what is called harm comes of the fault alone."""
-    assert _SCENES[name](tmp_path / "guarded", POLICY_FAULTS[name].level or 0) == ""
+    fault = POLICY_FAULTS[name]
+    assert fault.scene(tmp_path / "guarded", fault.level or 0) == ""
     if name != "costs-of-another-model":  # its engines measure, which takes the longest
-        assert _SCENES[name](tmp_path / "quiet", -1) == ""
+        assert fault.scene(tmp_path / "quiet", -1) == ""

@@ -1,16 +1,13 @@
-"""Faults of what decides which trees are verified, run on the CPU: does its guard tell of each, and what does it do
-where none looks?
+"""Scenes of faults of what decides which trees are verified, on the CPU.
 
-They need more than one engine, or rounds whose shapes change, so each has a scene of its own. Random pairs of a few
-thousand weights are enough.
+They need more than one engine, or rounds whose shapes change. Random pairs of a few thousand weights are enough. Each
+is given a folder and a check level, -1 where nobody is to look; it says what happened, and raises what a guard says.
 """
 
 import os
 import shutil
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -23,14 +20,9 @@ from treetop.doctor.conformance import RandomShapes, follow
 from treetop.llm import LLM
 from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL
 from treetop.types.costs import HeadChances
-from treetop.types.errors import TreetopError
 from treetop.types.layout import SpecShape
 from treetop.types.sampling import SamplingParams
-from treetop_debug.faults import Fault
-from treetop_debug.patching import Patch, replaced, wrapped_runner
-from treetop_debug.policy_faults import POLICY_FAULTS
-from treetop_debug.provoke import Finding
-from treetop_debug.visibility import VisibilityWatch
+from treetop_debug.patching import Patch, replaced
 
 _TREE: dict[str, Any] = {
     "speculative_num_steps": 3,
@@ -53,36 +45,13 @@ _TEXTS = ["def area(radius):\n", "import os\nimport ", "class Queue:\n", "for na
 _PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
 _USELESS = HeadChances((0.02,), 0.02)
 Pair = tuple[Path, Path]
-Scene = Callable[[Path, int], str]
-"""(folder, check level): what happened, in words; raises what a guard says."""
-
-
-def find_policy_fault(name: str) -> Finding:
-    """Run a fault in its scene: with its guard, and without any. A sound engine is beside it where two are compared."""
-    fault, scene = POLICY_FAULTS[name], _SCENES[name]
-    with TemporaryDirectory(prefix="treetop-policy-") as folder:
-        caught = _caught(fault, scene, Path(folder) / "guarded")
-        with fault.active():
-            harm = scene(Path(folder) / "harm", -1)
-    by = "visibility decoder" if fault.level is None else f"check level {fault.level}"
-    return Finding(fault, caught, by, harm or None)
-
-
-def _caught(fault: Fault, scene: Scene, folder: Path) -> str | None:
-    watched = wrapped_runner(VisibilityWatch().wrap) if fault.level is None else nullcontext()
-    try:
-        with fault.active(), watched:
-            scene(folder, fault.level or 0)
-    except TreetopError as error:
-        return str(error) if fault.guard in str(error) else None
-    return None
 
 
 def _llm(pair: Pair, level: int, **options: Any) -> LLM:
     return LLM(str(pair[0]), str(pair[1]), **{**_OPTIONS, "check_level": max(level, 0), **options})
 
 
-def _skipped(folder: Path, level: int) -> str:
+def rounds_of_random_shapes(folder: Path, level: int) -> str:
     """Rounds of random shapes beside the dense oracle."""
     pair = write_two_group_pair(folder, window=10_000)
     llm = _llm(pair, level, dtype="float64", speculative_calibration="off", **_AUTO)
@@ -91,7 +60,7 @@ def _skipped(folder: Path, level: int) -> str:
     return f"not what the head drafts: {failure[:80]}" if failure else ""
 
 
-def _costs(folder: Path, level: int) -> str:
+def two_models_costs(folder: Path, level: int) -> str:
     """An engine of small trees, then one of another model's, each with a first start on this machine."""
     shapes: dict[str, Any] = {"speculative_shapes": "1,1,2", "max_running_requests": 1, **_AUTO}
     with patch.dict(os.environ, {"XDG_CACHE_HOME": str(folder / "cache")}):
@@ -104,7 +73,7 @@ def _costs(folder: Path, level: int) -> str:
     return "a model's rounds are believed to cost what another's took" if same else ""
 
 
-def _head(folder: Path, level: int) -> str:
+def two_pairs_heads(folder: Path, level: int) -> str:
     """A pair that has learned that nothing holds, then another pair, with none that has learned before it."""
     options: dict[str, Any] = {"speculative_shapes": "1,1,2", "max_running_requests": 1, **_AUTO}
     with patch.dict(os.environ, {"XDG_CACHE_HOME": str(folder / "cache")}):
@@ -116,7 +85,7 @@ def _head(folder: Path, level: int) -> str:
     return f"a new head begins with chances {chances.best}" if chances == _USELESS else ""
 
 
-def _another_pair(folder: Path, level: int) -> str:
+def two_heads_calibrations(folder: Path, level: int) -> str:
     """Two heads of one target, whose calibrations are kept; without the check of a file where nobody is to look."""
     pair, heats = write_two_group_pair(folder), []
     other = pair[0], folder / "other-head"
@@ -141,7 +110,7 @@ def _believed(real: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str,
     return lambda path, pair, found: real(path, found["pair"], found)
 
 
-def _another_row(folder: Path, level: int) -> str:
+def one_rounds_lesson(folder: Path, level: int) -> str:
     """What one round of the embedded pair teaches, beside what the target chose in it."""
     options = {**_OPTIONS, "max_running_requests": len(_TEXTS), "check_level": max(level, 0), **_LEARN}
     llm, found = LLM(BUILTIN_MODEL, BUILTIN_DRAFT, **options), list[list[int]]()
@@ -160,12 +129,3 @@ def _hits(llm: LLM, shape: SpecShape, choice: Tensor) -> list[int]:
     tokens = runner.buffers.growth_of(rows, shape).tokens[:, : shape.topk]
     live = runner.buffers.rows[:rows] != runner.layout.dummy_row
     return [int(each) for each in ((tokens == choice[:, :1]) & live[:, None]).sum(dim=0)]
-
-
-_SCENES: dict[str, Scene] = {
-    "deferred-token-skipped": _skipped,
-    "costs-of-another-model": _costs,
-    "head-of-another-pair": _head,
-    "calibration-of-another-pair": _another_pair,
-    "calibration-of-another-row": _another_row,
-}
