@@ -21,7 +21,8 @@ from torch import Tensor
 from treetop.attention.capabilities import Capabilities, Need
 from treetop.kernels.attention.indexer import IndexQuery
 from treetop.kernels.attention.metadata import AttentionMetadata
-from treetop.kernels.kv import PagedKV
+from treetop.kernels.kv import KVParts, PagedKV, decoded
+from treetop.types.kv import KVFormat
 from treetop.types.phase import Phase
 
 P = TypeVar("P")
@@ -30,12 +31,20 @@ Q = TypeVar("Q")
 
 @dataclass(frozen=True, slots=True)
 class TailKV:
-    """K/V of the tail of one layer. data: [rows, t, planes, kv_heads, head_dim]. The rest as in `PagedKV`."""
+    """K/V of the tail of one layer. data: [rows, t, planes, kv_heads, head_dim]. The rest as in `PagedKV`, which a
+    `read` tail needs no more."""
 
     data: Tensor
     value_dim: int | None = None
     index_dim: int = 0
     scales: Tensor | None = None
+    parts: KVParts | None = None
+
+    def read(self, dtype: torch.dtype) -> "TailKV":
+        """What is stored there as plain numbers; itself, and nothing computed, where they are."""
+        if self.scales is None and self.parts is None:
+            return self
+        return TailKV(decoded(self.data, self.scales, dtype, self.parts), self.value_dim, self.index_dim)
 
     @property
     def planes(self) -> Tensor:
@@ -115,11 +124,16 @@ class HostPlanned(Protocol):
     def plan_round(self, round: RoundExtents) -> None: ...
 
 
+def as_it_is(form: KVFormat) -> KVFormat:
+    return form
+
+
 @dataclass(frozen=True, slots=True)
 class BackendSpec:
     """All that is known of a backend: the value `BACKEND` of its file.
 
     make: a backend for an engine that it can serve.
+    stores: how pages are to hold a format that the backend reads in another way, such as in parts; by default as it is.
     probes: in their order, each says in one sentence why the backend cannot run on a device, or None; `why_not` of
         `kernels.triton_guard` is the first of all that need a GPU.
     """
@@ -127,3 +141,4 @@ class BackendSpec:
     capabilities: Capabilities
     make: Callable[[Need], AttentionBackend[Any, Any]]
     probes: tuple[Callable[[torch.device], str | None], ...] = ()
+    stores: Callable[[KVFormat], KVFormat] = as_it_is

@@ -1,6 +1,6 @@
 """How the layers of one phase attend: they hand over queries and K/V and get the output, and never learn the phase."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -13,7 +13,7 @@ from treetop.attention.tail import attend, with_sinks
 from treetop.checks.probes import Probes
 from treetop.kernels.attention.indexer import IndexQuery, choose_keys
 from treetop.kernels.attention.metadata import first_seen
-from treetop.kernels.kv import PagedKV, decoded, kv_dtype
+from treetop.kernels.kv import KVParts, PagedKV, decoded, kv_dtype, write_pages
 from treetop.kernels.recurrent.states import StateInputs
 from treetop.types.ids import GroupName
 from treetop.types.kv import KVFormat
@@ -103,6 +103,15 @@ class Attend(Protocol):
         ...
 
 
+def written_plainly(
+    write: WriteKV, parts: KVParts, shape: Sequence[int], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """K/V in the engine's dtype, [*shape, head_dim], of layers that store them in parts; and the queries."""
+    numbers = sum(part.numbers for part in parts.parts)
+    plain = torch.empty((*shape, numbers), dtype=parts.engine, device=device)
+    return plain, write(plain, None, None)
+
+
 @dataclass(frozen=True, slots=True)
 class TailColumns:
     """Of a tail, in a batch of `rows`: new K/V go to `count` of them from `start` on, queries see the first `width`."""
@@ -149,13 +158,18 @@ class TailAttention:
     ) -> Tensor:
         place, tail = self.layers[layer], self._tail(layer)
         q = self.write(layer, write)
-        seen = TailKV(tail, place.kv.value_dim, place.kv.index_dim, place.kv.scales)
+        seen = TailKV(tail, place.kv.value_dim, place.kv.index_dim, place.kv.scales, place.kv.parts)
         plan = self.keys.narrowed(layer, index, place.kv, self.plans[place.group], seen)
         return self.keys.backend.prefix_tail(q, place.kv, plan, seen, scale, sinks)
 
     def write(self, layer: int, write: WriteKV) -> Tensor:
-        at = self.columns
-        return write(self._tail(layer)[:, at.start : at.start + at.count], None, self.layers[layer].kv.scales)
+        at, kv = self.columns, self.layers[layer].kv
+        columns = self._tail(layer)[:, at.start : at.start + at.count]
+        if kv.parts is None:
+            return write(columns, None, kv.scales)
+        plain, q = written_plainly(write, kv.parts, columns.shape[:-1], columns.device)
+        columns.copy_(kv.parts.packed(plain))
+        return q
 
     def _tail(self, layer: int) -> Tensor:
         """What queries see of it, [rows, width, *format]."""
@@ -200,7 +214,12 @@ class CausalAttention:
 
     def write(self, layer: int, write: WriteKV) -> Tensor:
         place = self.layers[layer]
-        return write(place.kv.data, self.slots[place.group], place.kv.scales)
+        kv, slots = place.kv, self.slots[place.group]
+        if kv.parts is None:
+            return write(kv.data, slots, kv.scales)
+        plain, q = written_plainly(write, kv.parts, (*slots.shape, *kv.data.shape[1:-1]), slots.device)
+        write_pages(kv, slots, kv.parts.packed(plain))
+        return q
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +268,11 @@ class DenseAttention:
 
     def write(self, layer: int, write: WriteKV) -> Tensor:
         form, _, _, source, scales = self.layers[layer]
+        if form.parts:  # no layer reads another's
+            parts, shape = KVParts(form.parts, self.dtype), (1, self.length, form.planes, form.heads)
+            plain, q = written_plainly(write, parts, shape, self.device)
+            self._written[layer] = parts.unpacked(parts.packed(plain))
+            return q
         if source == layer:
             stored = kv_dtype(form, self.dtype)
             self._written[layer] = torch.empty((1, self.length, *form.shape), dtype=stored, device=self.device)

@@ -1,6 +1,7 @@
 """A backend made of a library that attends to pages: the tail, the merge, windows and sinks are shared.
 
-prefix_tail   the library over the pages, then tail and merge in one Triton launch
+prefix_tail   the library over the pages, then tail and merge in one Triton launch; of compressed attention (MLA), whose
+              value is narrower than its key, in plain tensor operations
 causal        the library, after which padding is set to 0 and a sink takes its share
 a window      the Triton backend: a library's window counts queries, a tree's goes by position
 """
@@ -16,7 +17,7 @@ from treetop.attention.capabilities import Capabilities
 from treetop.attention.contract import AttentionBackend, RoundExtents, TailKV
 from treetop.attention.tail import with_sinks
 from treetop.kernels.attention.metadata import AttentionMetadata
-from treetop.kernels.attention.tail import PrefixPart
+from treetop.kernels.attention.tail import PrefixPart, tail_and_merge_reference
 from treetop.kernels.kv import PagedKV
 from treetop.kernels.table import Ops
 
@@ -106,8 +107,10 @@ class LibraryBackend:
     ) -> Tensor:
         if isinstance(plan, WindowPlan):
             return self._windows.prefix_tail(q, kv, plan.inner, tail, scale, sinks)
-        part = plan.attend(q, kv, scale)
-        return self._ops.tail_and_merge(q, part, tail.data, plan.metadata, scale, sinks)
+        part, seen = plan.attend(q, kv, scale), tail.read(q.dtype)
+        if seen.value_dim is not None:  # no kernel has a value that is narrower than the key
+            return tail_and_merge_reference(q, part, seen.planes, plan.metadata, scale, sinks, seen.value_dim)
+        return self._ops.tail_and_merge(q, part, seen.data, plan.metadata, scale, sinks)
 
     def causal(
         self,

@@ -110,7 +110,7 @@ class TorchBackend:
 
     def _read(self, kv: PagedKV, stored: Tensor) -> TailKV:
         """What K/V of a layer, gathered by `_gather`, stand for."""
-        return TailKV(decoded(stored.view(kv.data.dtype), kv.scales, self._dtype), kv.value_dim)
+        return TailKV(decoded(stored.view(kv.data.dtype), kv.scales, self._dtype, kv.parts), kv.value_dim)
 
 
 def _prefix_visible(prefix: TorchPrefix, metadata: AttentionMetadata) -> Tensor:

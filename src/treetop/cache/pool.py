@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from treetop.attention.layer import LayerKV
-from treetop.kernels.kv import PagedKV, kv_dtype
+from treetop.kernels.kv import KVParts, PagedKV, kv_dtype
 from treetop.types.ids import GroupName
 from treetop.types.layout import KVGroup, Layout
 
@@ -16,21 +16,19 @@ from treetop.types.layout import KVGroup, Layout
 class KVPool:
     """All pages of one group. data: [layers, num_pages * page_size, *group.kv.shape].
     scales: [layers, planes, kv_heads] float32, in FP8; else None.
+    parts: how planes lie there, where that is in parts.
     """
 
     group: KVGroup
     data: Tensor
     scales: Tensor | None = None
+    parts: KVParts | None = None
 
     def layers(self) -> list[LayerKV]:
         """The group's layers in order, each with its pages."""
-        form = self.group.kv
+        form, scales = self.group.kv, [None] * len(self.data) if self.scales is None else [*self.scales]
         return [
-            LayerKV(
-                self.group.name,
-                i,
-                PagedKV(pages, form.value_dim, form.index_dim, None if self.scales is None else self.scales[i]),
-            )
+            LayerKV(self.group.name, i, PagedKV(pages, form.value_dim, form.index_dim, scales[i], self.parts))
             for i, pages in enumerate(self.data)
         ]
 
@@ -50,5 +48,6 @@ def make_pools(
         slots = layout.num_pages[group.name] * layout.page_size
         shape = (group.num_layers, slots, *group.kv.shape)
         data = zeros(shape, kv_dtype(group.kv, dtype))
-        pools[group.name] = KVPool(group, data, scales[group.name] if group.kv.fp8 else None)
+        parts = KVParts(group.kv.parts, dtype) if group.kv.parts else None
+        pools[group.name] = KVPool(group, data, scales[group.name] if group.kv.fp8 else None, parts)
     return pools

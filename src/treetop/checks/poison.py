@@ -12,11 +12,16 @@ _PATTERN = 0xA5
 
 
 def poison(tensor: Tensor) -> None:
-    """NaN for floats, the smallest value for integers, True for flags: legal nowhere, or at least never by luck."""
+    """NaN for floats, the smallest value for integers, True for flags: legal nowhere, or at least never by luck.
+
+    Bytes have all bits set: whatever float lies in them is NaN.
+    """
     if tensor.dtype == torch.bool:
         tensor.fill_(True)
     elif tensor.is_floating_point():
         tensor.fill_(float("nan"))
+    elif tensor.dtype == torch.uint8:
+        tensor.fill_(255)
     else:
         tensor.fill_(torch.iinfo(tensor.dtype).min)
 

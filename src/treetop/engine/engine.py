@@ -304,16 +304,9 @@ class Engine:
         """The target's logits after `ids`, [vocab], computed densely and outside all state; for comparisons."""
         positions = torch.arange(len(ids))[None].to(self.runner.buffers.rows.device)
         mine = {i: attention_of_rank(each, self.parallel.size) for i, each in self.spec.attention.items()}
-        scales = {i: layer.kv.scales for i, layer in self.runner.target_layers.items()}
+        places = {i: (self.layout.group(at.group).kv, at.kv.scales) for i, at in self.runner.target_layers.items()}
         layers = {
-            index: (
-                replace(each.kv, fp8=self.config.fp8_kv),
-                each.window,
-                each.chunked,
-                each.source(index),
-                scales[index],
-            )
-            for index, each in mine.items()
+            i: (places[i][0], each.window, each.chunked, each.source(i), places[i][1]) for i, each in mine.items()
         }
         attend = DenseAttention(len(ids), self.dtype, positions.device, layers)
         target, adapters = self.runner.target, self.runner.adapters

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from treetop.types.ids import GroupName
-from treetop.types.kv import KVFormat
+from treetop.types.kv import KVFormat, KVPart
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -21,8 +21,47 @@ FP8_CAPABILITY = (8, 9)
 
 
 def kv_dtype(form: KVFormat, engine: torch.dtype) -> torch.dtype:
-    """What numbers of a format are stored in."""
-    return FP8 if form.fp8 else engine
+    """What numbers of a format are stored in; uint8 where they lie in parts."""
+    return torch.uint8 if form.parts else FP8 if form.fp8 else engine
+
+
+@dataclass(frozen=True, slots=True)
+class KVParts:
+    """How planes are stored whose parts are not alike (`types.kv.KVPart`).
+
+    engine: the dtype that is written and read.
+    """
+
+    parts: tuple[KVPart, ...]
+    engine: torch.dtype
+
+    def packed(self, kv: Tensor) -> Tensor:
+        """K/V [..., head_dim] as they are stored, [..., width] uint8: each number rounded once, to the nearest."""
+        pieces = []
+        for part, own in zip(self.parts, kv.split([each.numbers for each in self.parts], -1), strict=True):
+            dtype = getattr(torch, part.dtype)
+            if not part.group:
+                pieces.append(own.contiguous().to(dtype).view(torch.uint8))
+                continue
+            groups = own.to(torch.float32).unflatten(-1, (-1, part.group))
+            largest = torch.finfo(dtype).max
+            factor = groups.abs().amax(-1) / largest
+            factor = torch.where(factor > 0, factor, 1.0)
+            codes = (groups / factor[..., None]).clamp(-largest, largest).to(dtype)
+            pieces += [codes.flatten(-2).view(torch.uint8), factor.view(torch.uint8)]
+        return torch.cat(pieces, -1)
+
+    def unpacked(self, data: Tensor) -> Tensor:
+        """What stored K/V [..., width] uint8 stand for, [..., head_dim]."""
+        found = []
+        for part, own in zip(self.parts, data.split([each.num_bytes for each in self.parts], -1), strict=True):
+            dtype = getattr(torch, part.dtype)
+            codes = own[..., : part.numbers * dtype.itemsize].contiguous().view(dtype)
+            if part.group:
+                factor = own[..., codes.shape[-1] * dtype.itemsize :].contiguous().view(torch.float32)
+                codes = (codes.to(torch.float32).unflatten(-1, (-1, part.group)) * factor[..., None]).flatten(-2)
+            found.append(codes.to(self.engine))
+        return torch.cat(found, -1)
 
 
 def moved(x: Tensor) -> Tensor:
@@ -42,8 +81,10 @@ def encoded(kv: Tensor, scales: Tensor | None) -> Tensor:
     return (kv.to(wide) / scales.to(wide)[..., None]).clamp(-LARGEST, LARGEST).to(FP8)
 
 
-def decoded(kv: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """What stored K/V stand for, rounded to `dtype`. kv, scales: as in `encoded`."""
+def decoded(kv: Tensor, scales: Tensor | None, dtype: torch.dtype, parts: KVParts | None = None) -> Tensor:
+    """What stored K/V stand for, rounded to `dtype`. kv, scales: as in `encoded`. parts: of what is stored so."""
+    if parts is not None:
+        return parts.unpacked(kv)
     if scales is None:
         return kv
     wide = torch.promote_types(dtype, torch.float32)
@@ -65,12 +106,14 @@ class PagedKV:
     data: [slots, planes, kv_heads, head_dim], of which K is the first plane and V the last.
     value_dim, index_dim: see `types.kv.KVFormat`.
     scales: [planes, kv_heads] float32, of numbers in FP8; None of others.
+    parts: how planes lie there that are stored in parts, [slots, planes, kv_heads, width] uint8.
     """
 
     data: Tensor
     value_dim: int | None = None
     index_dim: int = 0
     scales: Tensor | None = None
+    parts: KVParts | None = None
 
     @property
     def planes(self) -> Tensor:

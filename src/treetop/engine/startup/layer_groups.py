@@ -1,9 +1,10 @@
 """Which layers share a group, of K/V or of states: what pools, states and attention backends are made for."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from treetop.attention.capabilities import GroupNeed, Need
+from treetop.attention.contract import as_it_is
 from treetop.attention.layer import LayerKV
 from treetop.attention.recurrent import RecurrentLayer
 from treetop.checkpoints.loader import Placement
@@ -12,6 +13,7 @@ from treetop.kernels.recurrent.states import LinearStates
 from treetop.models.config import AttentionSpec, ModelConfig, attention_of_rank, linear_of_rank
 from treetop.types.errors import ConfigError
 from treetop.types.ids import FULL, INDEXED, STATE, WINDOW, GroupName, draft_group, state_group
+from treetop.types.kv import KVFormat
 from treetop.types.layout import KVGroup, Layout
 from treetop.types.state import StateGroup
 
@@ -40,15 +42,23 @@ def backend_need(layout: Layout, model: ModelConfig, draft: DrafterSpec | None, 
 
 
 def kv_groups(
-    model: ModelConfig, draft: DrafterSpec | None, ranks: int, fp8: bool = False, fp8_draft: bool = False
+    model: ModelConfig,
+    draft: DrafterSpec | None,
+    ranks: int,
+    fp8: bool = False,
+    fp8_draft: bool = False,
+    stores: Callable[[KVFormat], KVFormat] = as_it_is,
 ) -> tuple[KVGroup, ...]:
-    """The KV groups of one of `ranks` ranks. fp8: the target's K/V are in it; fp8_draft: the draft's own."""
+    """The KV groups of one of `ranks` ranks.
+
+    fp8: the target's K/V are in it; fp8_draft: the draft's own. stores: of the attention backend.
+    """
     of_draft = () if draft is None else draft_groups(draft)
     return tuple(
         KVGroup(
             name,
             len(of),
-            replace(of[0].kv, fp8=fp8_draft if name in of_draft else fp8),
+            stores(replace(of[0].kv, fp8=fp8_draft if name in of_draft else fp8)),
             of[0].window,
             of[0].chunked,
         )

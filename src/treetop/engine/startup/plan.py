@@ -1,5 +1,6 @@
 """From a configuration to a plan: specs, capacity algebra, and what each part will take. No weight is read."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from treetop.attention.capabilities import Capabilities, Need
+from treetop.attention.contract import as_it_is
 from treetop.attention.registry import BACKENDS, fallback, require
 from treetop.checkpoints.folder import resolve_folder
 from treetop.checkpoints.loader import Placement, compute_device, compute_dtype, weight_bytes
@@ -50,6 +52,7 @@ from treetop.models.registry import TargetSpec, target_spec
 from treetop.speculative.profile import RANKS, AcceptanceProfile, read_profile
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, ConfigError
+from treetop.types.kv import KVFormat
 from treetop.types.layout import KVGroup, Layout, PrefillPace
 from treetop.types.parallel import SINGLE_RANK, Parallel, PlaceholderRank
 from treetop.weights.format import Packing
@@ -169,7 +172,7 @@ def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | N
             f"--context-length {context}: penalties can count {MAX_COUNT} tokens; lower it, or use"
             " --disable-logits-processors"
         )
-    groups = kv_groups(model, draft, ranks, config.fp8_kv, config.fp8_draft_kv)
+    groups = kv_groups(model, draft, ranks, config.fp8_kv, config.fp8_draft_kv, _stores(config))
     block = None if draft is None else draft.block
     chunk, rows = config.chunked_prefill_size or _default_chunk(config, groups), config.max_running_requests
     assert rows is not None, "plan_engine has chosen"
@@ -240,7 +243,7 @@ def _with_slots(
     """
     if not config.disaggregation_slots:
         return layout, None
-    odd = [group for group in layout.groups if group.kv.head_dim * group.kv.itemsize(dtype.itemsize) % 4]
+    odd = [group for group in layout.groups if group.kv.width * group.kv.itemsize(dtype.itemsize) % 4]
     if odd:
         stored = kv_dtype(odd[0].kv, dtype)
         raise ConfigError(
@@ -248,7 +251,7 @@ def _with_slots(
         )
     state = make_state(layout, draft, model.hidden_size, None, dtype, _shape_alone, parallel=parallel)
     record, ranks = state.record.num_bytes, config.tp_size
-    whole = kv_groups(model, draft, 1, config.fp8_kv, config.fp8_draft_kv)
+    whole = kv_groups(model, draft, 1, config.fp8_kv, config.fp8_draft_kv, _stores(config))
     kv_transfer = KVTransferSpec.of(layout.groups, whole, dtype.itemsize, record, ranks)
     tokens = min(kv_transfer.own.tokens_per_slot(config.disaggregation_slot_bytes), layout.max_context)
     layout = replace(layout, disaggregation_slots=config.disaggregation_slots, slot_tokens=tokens)
@@ -282,6 +285,11 @@ def _attends(config: EngineConfig, device: torch.device) -> str:
         return config.attention_backend
     exact = profile_of(config.exactness, device).exact_attention
     return fallback(Need(compute_dtype(config.dtype, device), device, exact=exact))
+
+
+def _stores(config: EngineConfig) -> Callable[[KVFormat], KVFormat]:
+    """How pages hold a format: as the attention backend reads it. `auto` has none that reads another."""
+    return as_it_is if config.attention_backend == "auto" else BACKENDS[config.attention_backend].stores
 
 
 def _default_chunk(config: EngineConfig, groups: tuple[KVGroup, ...]) -> int:

@@ -20,7 +20,7 @@ from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_o
 class PrefixPart:
     """What a library says of the committed keys.
 
-    out: [rows, n, heads, head_dim], dense in its last dimension. lse: [rows, n, heads] float32, any strides; times
+    out: [rows, n, heads, value_dim], dense in its last dimension. lse: [rows, n, heads] float32, any strides; times
     `unit` it is the natural logarithm. kv_len: [rows] int64, the number of keys. Where a row has none, or the lse is
     -inf, neither counts, whatever lies there: libraries differ on what they leave for an empty prefix. An lse of a row
     with keys that is NaN or +inf is an error before, and shows.
@@ -38,17 +38,24 @@ class PrefixPart:
 
 
 def tail_and_merge_reference(
-    q: Tensor, prefix: PrefixPart, tail: Tensor, metadata: AttentionMetadata, scale: float, sinks: Tensor | None = None
+    q: Tensor,
+    prefix: PrefixPart,
+    tail: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sinks: Tensor | None = None,
+    value_dim: int | None = None,
 ) -> Tensor:
     """Attention over prefix and tail, from the prefix's (out, lse), densely and in float32 (float64 if q is).
 
-    q: [rows, n, heads, head_dim], dense in its last dimension. tail: [rows, t, 2, kv_heads, head_dim]. sinks: [heads]
-    float32. Returns [rows, n, heads, head_dim]. A query that sees nothing at all gets 0.
+    q: [rows, n, heads, head_dim], dense in its last dimension. tail: [rows, t, planes, kv_heads, head_dim], of which K
+    is the first plane and V the last. sinks: [heads] float32. value_dim: how many of V's first numbers are the value,
+    which may be K's as well; None is all. Returns [rows, n, heads, value_dim]. A query that sees nothing at all gets 0.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     out, lse = prefix.normalised()
     visible = tail_visible(metadata)
-    kv_heads = tail.shape[3]
+    kv_heads, values = tail.shape[3], tail[:, :, -1, :, :value_dim]
     grouped = q.to(wide).unflatten(2, (kv_heads, -1))
     scores = torch.einsum("bnhgd,bmhd->bnhgm", grouped, tail[:, :, 0].to(wide)) * scale
     scores = scores.masked_fill(~visible[:, :, None, None], float("-inf"))
@@ -57,7 +64,7 @@ def tail_and_merge_reference(
     if sinks is not None:
         total = torch.logaddexp(total, sinks.to(wide).view(kv_heads, -1))
     base = torch.where(total > float("-inf"), total, 0)
-    new = torch.einsum("bnhgm,bmhd->bnhgd", torch.exp(scores - base[..., None]), tail[:, :, 1].to(wide))
+    new = torch.einsum("bnhgm,bmhd->bnhgd", torch.exp(scores - base[..., None]), values.to(wide))
     old = out.to(wide).unflatten(2, (kv_heads, -1)) * torch.exp(before - base)[..., None]
     merged: Tensor = new + old
     return merged.flatten(2, 3).to(q.dtype)

@@ -169,7 +169,7 @@ def words_of_groups(groups: Sequence[KVGroup]) -> tuple[str, ...]:
     return tuple(
         f"{each.name}: {each.num_layers} layers, {each.kv.planes} planes, {each.kv.heads} heads of {each.kv.head_dim},"
         f" {'chunks of' if each.chunked else 'window'} {each.window}, {each.kv.index_dim} numbers of an indexer"
-        f"{', FP8' if each.kv.fp8 else ''}"
+        f"{', FP8' if each.kv.fp8 else ''}{f', in parts {each.kv.parts}' if each.kv.parts else ''}"
         for each in groups
     )
 
