@@ -51,7 +51,12 @@ def run(process: ProcessOptions, options: ServeOptions, input_file: str, output_
 
 
 async def _run(
-    process: ProcessOptions, options: ServeOptions, left: list[BatchLine], asked: BinaryIO, answers: BinaryIO, bar: "_Bar"
+    process: ProcessOptions,
+    options: ServeOptions,
+    left: list[BatchLine],
+    asked: BinaryIO,
+    answers: BinaryIO,
+    bar: "_Bar",
 ) -> int:
     stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 

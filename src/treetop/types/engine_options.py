@@ -1,7 +1,6 @@
 """Options of `LLM` and `AsyncLLM` as an editor sees them. `EngineConfig` says what each does; a test ties the two."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TypedDict
 
 from treetop.types.config import (
@@ -70,7 +69,7 @@ class EngineOptions(TypedDict, total=False):
     simulate_accept_length: float | None
     simulate_acceptance: str | None
     check_level: int
-    lora_modules: Mapping[str, str | Path] | tuple[str, ...] | list[str]
+    lora_modules: tuple[str, ...] | Mapping[str, str]
     seed: int | None
     tp_size: int
     ep_size: int
