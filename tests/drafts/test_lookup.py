@@ -17,6 +17,7 @@ from treetop.drafts.protocol import DraftProducts, DraftVocab, Nodes, Proposal
 from treetop.drafts.with_lookup import WithLookup, WithLookupSpec
 from treetop.kernels.tree.row_text import NOTHING, PastTexts, continued_in_past, ending, longest_matches
 from treetop.types.errors import ConfigError
+from treetop.types.requests import Whose
 
 BESIDE = {"speculative_suffix_lookup": True}
 SENTENCE = "Once upon a time there was a little cat. " * 6
@@ -35,27 +36,35 @@ def test_past_texts_are_the_last_tokens_that_were_kept(seed):
     """Longer and shorter than the ring, empty ones too; matches end and go on within a text."""
     rng, width = random.Random(seed), 14
     size = rng.choice([6, 20, 50])
-    past = PastTexts(torch.full((size + 1,), NOTHING, dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
-    want = [NOTHING] * size
+    past = PastTexts(
+        torch.full((size + 1,), NOTHING, dtype=torch.int32),
+        torch.zeros(size + 1, dtype=torch.int64),
+        torch.zeros(1, dtype=torch.int64),
+    )
+    want, owners = [NOTHING] * size, [0] * size
     for _ in range(9):
         text = torch.tensor([rng.randrange(3) for _ in range(width)], dtype=torch.int32)
         length = rng.choice([0, 1, 2, 5, 9, width - 1])
-        past.keep(text, torch.tensor([length]))
+        owner = rng.randrange(2)
+        past.keep(text, torch.tensor([length]), torch.tensor([owner]))
         want += [*text[:length].tolist(), NOTHING] if length else []
-    want = want[-size:]
-    assert past.in_order.tolist() == [want]
+        owners += [owner] * (length + 1) if length else []
+    want, owners = want[-size:], owners[-size:]
+    kept, whose = past.in_order
+    assert (kept.tolist(), whose.tolist()) == ([want], [owners])
 
     own = torch.tensor([[rng.randrange(3) for _ in range(7)] for _ in range(2)], dtype=torch.int32)
     end = torch.tensor([6, 3])
-    place, length = longest_matches(past.in_order, ending(own, end, 5), torch.full_like(end, size), PLACES)
-    after = continued_in_past(past.in_order, place, 4)
+    mine = whose == torch.tensor([[0], [1]])
+    place, length = longest_matches(kept, ending(own, end, 5), torch.full_like(end, size), PLACES, mine)
+    after = continued_in_past(kept, place, 4)
     for i, last in enumerate(end.tolist()):
         ids, found = own[i, : last + 1].tolist(), []
         for at in range(size):
             n = 0
             while n < min(5, at + 1, len(ids)) and want[at - n] == ids[last - n]:
                 n += 1
-            if n:
+            if n and owners[at] == i:
                 found.append((n, at))
         found = sorted(found, reverse=True)[:PLACES]
         assert [(n, p) for n, p in zip(length[i].tolist(), place[i].tolist(), strict=True) if n] == found
@@ -81,6 +90,20 @@ def test_a_later_request_drafts_from_an_earlier_one(strong_pair, beside):
         assert [tokens(each)[0] for each in outputs] == [*tokens(plain), tokens(plain)[0]]
     assert found[400][0] == found[0][0], "nothing is known yet"
     assert found[400][2] > max(found[0][2] + 0.5, 4.0)
+
+
+def test_nobody_drafts_from_a_text_of_another_salt(strong_pair):
+    """As with the prefix cache: what one asked shows to no other, not by how fast an answer comes either."""
+    prompt, found = strong_pair.prompts([12])[0], {}
+    options = {"speculative_suffix_cache_tokens": 400, "max_running_requests": 1, "context_length": 160}
+    for salts in (("", ""), ("a", "a"), ("a", "b"), ("a", "")):
+        llm, outputs = lookup(strong_pair, (1, 4, 5), **options), []
+        for salt in salts:
+            asked = llm._llm.requests([prompt], [greedy(40)], whose=Whose(cache_salt=salt))
+            outputs.append([each.output for each in llm._run(asked) if each.output is not None])
+        found[salts] = [mean(each) for each in outputs]
+    assert all(second > first + 0.5 for first, second in (found["", ""], found["a", "a"]))
+    assert all(second == first for first, second in (found["a", "b"], found["a", ""]))
 
 
 # ---------------------------------------------------------------------------------------------------- beside a head

@@ -90,8 +90,10 @@ class NgramLookup:
         place, length = longest_matches(text, suffix, end, PLACES)
         following = continued(text, end, place, steps)
         if at.past is not None:
-            past = at.past.in_order
-            place, theirs = longest_matches(past, suffix, torch.full_like(end, past.shape[1]), PLACES)
+            assert at.owners is not None
+            past, owners = at.past.in_order
+            mine, whole = owners == at.owners[at.rows][:, None], torch.full_like(end, past.shape[1])
+            place, theirs = longest_matches(past, suffix, whole, PLACES, mine)
             following = torch.cat([following, continued_in_past(past, place, steps)], dim=1)
             length, order = torch.cat([length, theirs], dim=1).sort(dim=1, descending=True, stable=True)
             length, order = length[:, :PLACES], order[:, :PLACES, None].expand(-1, -1, steps)

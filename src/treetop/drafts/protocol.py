@@ -72,13 +72,15 @@ class Extension:
     rows: [rows] int64, in the tables.
     last: [rows] int64, the column whose state is wanted.
     text: of all rows, [num_rows, width] int32, known up to the token of that column; None unless the spec reads it.
-    past: texts that rows held before; None where none are kept.
+    past: texts that rows held before, of which a row sees those of its own owner; None where none are kept.
+    owners: of all rows, [num_rows] int64, beside `past`.
     """
 
     rows: Tensor
     last: Tensor
     text: Tensor | None = None
     past: PastTexts | None = None
+    owners: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,7 +167,7 @@ class ModelRunner:
     def extension(self, rows: Tensor, last: Tensor) -> Extension:
         """What a draft extend is asked. rows, last: [rows] int64."""
         text = self.state.text
-        return Extension(rows, last) if text is None else Extension(rows, last, text.tokens, text.past)
+        return Extension(rows, last) if text is None else Extension(rows, last, text.tokens, text.past, text.owners)
 
     def drawn_at(self, rows: Tensor) -> RoundOfRows:
         """What a simulation draws by, of a batch's rows [rows]."""

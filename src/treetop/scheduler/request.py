@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from hashlib import sha256
 
 from treetop.cache.kv_cache_manager import Lease
 from treetop.scheduler.constrained import ConstraintState, Structures, constrained_by
@@ -127,9 +129,17 @@ class Request:
         history = None
         if self.params.changes_logits or self.constrained is not None:
             history = RowHistory(self.prompt_ids, tuple(self.output_ids), self.stop_ids, self.never_ids)
-        prefix, constrained = tuple(self.ids[:known]), self.constrained is not None
         return RowSetup(
-            self.held.row, known, self.params, self.seed, history, prefix, constrained, checkpoint, self.adapter
+            self.held.row,
+            known,
+            self.params,
+            self.seed,
+            history,
+            prefix_ids=tuple(self.ids[:known]),
+            constrained=self.constrained is not None,
+            checkpoint=checkpoint,
+            adapter=self.adapter,
+            owner=owner_of(self.cache_salt),
         )
 
     @property
@@ -206,3 +216,9 @@ def logprobs_of(batch: Sequence[Request]) -> tuple[int | None, ...]:
 def masks_of(batch: Iterable[Request]) -> tuple[RowMask, ...]:
     """Of requests that get a token in a plan, those that are constrained."""
     return tuple(RowMask(each.held.row, each.constrained.mask()) for each in batch if each.constrained is not None)
+
+
+@lru_cache(maxsize=4096)
+def owner_of(salt: str) -> int:
+    """A number of 63 bits for a salt, 0 for none; the same in every process."""
+    return int.from_bytes(sha256(salt.encode()).digest()[:8], "big") >> 1 if salt else 0

@@ -81,8 +81,8 @@ class EngineConfig:
     )
     speculative_suffix_cache_tokens: int = option(
         0,
-        "last tokens of earlier requests' texts, whoever sent them, where NGRAM and --speculative-suffix-lookup look"
-        " drafts up too; 0 for none",
+        "last tokens of earlier requests' texts, of those with the same cache_salt, where NGRAM and"
+        " --speculative-suffix-lookup look drafts up too; 0 for none",
         minimum=0,
         maximum=2**30,
     )

@@ -88,6 +88,8 @@ class RowSetup:
         have masks.
     checkpoint: the slot with the states of recurrent layers after these tokens; None where it begins with nothing.
     adapter: the slot of its adapter; 0 for none.
+    owner: whose texts it may draft from, a number made of the salt that parts the prefix cache; 0 for all that have
+        none.
     """
 
     row: Row
@@ -99,6 +101,7 @@ class RowSetup:
     constrained: bool = False
     checkpoint: int | None = None
     adapter: int = 0
+    owner: int = 0
 
 
 @dataclass(frozen=True, slots=True)

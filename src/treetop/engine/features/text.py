@@ -18,11 +18,13 @@ from treetop.types.messages import RowSetup
 class RowText(RowFeature):
     """tokens: of each row up to its root, [num_rows, width] int32; the last column takes what must go nowhere.
     past: texts that rows held before; None where none are kept.
+    owners: of each row's text, [num_rows] int64, by which past ones are told apart.
     committed: [num_rows] int64, the state's own.
     """
 
     tokens: Tensor
     past: PastTexts | None
+    owners: Tensor
     committed: Tensor
 
     @classmethod
@@ -31,23 +33,25 @@ class RowText(RowFeature):
         tokens = zeros((layout.num_rows, layout.max_positions + 2), torch.int32)  # the root too, and one for nothing
         past = None
         if past_tokens:
-            past = PastTexts(zeros((past_tokens + 1,), torch.int32), zeros((1,), torch.int64))
+            size = (past_tokens + 1,)
+            past = PastTexts(zeros(size, torch.int32), zeros(size, torch.int64), zeros((1,), torch.int64))
             past.tokens.fill_(NOTHING)
-        return cls(tokens, past, committed)
+        return cls(tokens, past, zeros((layout.num_rows,), torch.int64), committed)
 
     @property
     def tables(self) -> Sequence[Tensor]:
         return (self.tokens[:, :-1],)
 
     def columns(self, setups: Sequence[RowSetup]) -> list[Sequence[int]]:
-        """The committed text of requests, from the prefix cache."""
-        return [setup.prefix_ids for setup in setups]
+        """Whose requests are, and their committed text, from the prefix cache."""
+        return [[setup.owner for setup in setups], *(setup.prefix_ids for setup in setups)]
 
     def move_in(self, rows: Tensor, setups: Sequence[RowSetup], columns: Iterator[Tensor]) -> None:
         if self.past is not None:
             for row in rows.split(1):
                 held = self.committed[row]
-                self.past.keep(self.tokens[row][0], torch.where(held > 0, held + 1, 0))
+                self.past.keep(self.tokens[row][0], torch.where(held > 0, held + 1, 0), self.owners[row])
+        self.owners[rows] = next(columns)
         for setup, ids in zip(setups, columns, strict=False):
             self.tokens[setup.row, : len(ids)] = ids.to(self.tokens.dtype)
 

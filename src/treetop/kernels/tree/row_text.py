@@ -20,26 +20,30 @@ class PastTexts:
     """The last tokens of the texts that rows held before, one after another; older ones are overwritten.
 
     tokens: [size + 1] int32, a ring, and one column for nothing; behind each text NOTHING.
+    owners: [size + 1] int64, whose text each token is of.
     written: [1] int64, how many were ever written.
     """
 
     tokens: Tensor
+    owners: Tensor
     written: Tensor
 
-    def keep(self, text: Tensor, length: Tensor) -> None:
-        """Take in a row's text. text: [width] int32. length: [1] int64, of it; 0 for none."""
+    def keep(self, text: Tensor, length: Tensor, owner: Tensor) -> None:
+        """Take in a row's text. text: [width] int32. length: [1] int64, of it; 0 for none. owner: [1] int64."""
         size = len(self.tokens) - 1
         column = torch.arange(len(text), device=text.device)
         kept = (column <= length) & (column > length - size) & (length > 0)
         place = torch.where(kept, (self.written + column) % size, size)
         self.tokens[place] = torch.where(column < length, text, NOTHING)
+        self.owners[place] = owner.expand(len(place))
         self.written.add_(torch.where(length > 0, length + 1, 0))
 
     @property
-    def in_order(self) -> Tensor:
-        """[1, size] int32, the oldest first."""
+    def in_order(self) -> tuple[Tensor, Tensor]:
+        """Tokens [1, size] int32 and their owners [1, size] int64, the oldest first."""
         size = len(self.tokens) - 1
-        return self.tokens[(self.written + torch.arange(size, device=self.tokens.device)) % size][None]
+        order = (self.written + torch.arange(size, device=self.tokens.device)) % size
+        return self.tokens[order][None], self.owners[order][None]
 
 
 def remember(text: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, kept: Tensor) -> None:
@@ -58,13 +62,16 @@ def ending(text: Tensor, end: Tensor, count: int) -> Tensor:
     return torch.where(back >= 0, text.gather(1, back.clamp(min=0)), -2)
 
 
-def longest_matches(text: Tensor, suffix: Tensor, end: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def longest_matches(
+    text: Tensor, suffix: Tensor, end: Tensor, count: int, among: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Places before `end` up to which a text reads as `suffix`, the longest first, then the latest.
 
     text: [rows or 1, width] int32.
     suffix: [rows, maximum] int32, as `ending` gives it.
     end: [rows] int64.
     count: places wanted; of those that agree in `_SCANNED` tokens, the latest.
+    among: [rows, width] bool, places that count; None for all.
 
     Returns place [rows, count] int64, where the match ends, and length [rows, count] int64, 0 for none.
     """
@@ -73,6 +80,8 @@ def longest_matches(text: Tensor, suffix: Tensor, end: Tensor, count: int) -> tu
     padded = F.pad(text, (maximum - 1, 0), value=NOTHING)
     position = torch.arange(width, device=text.device)
     alive = position < end[:, None]
+    if among is not None:
+        alive = alive & among
     length = torch.zeros(alive.shape, dtype=torch.int32, device=text.device)
     for m in range(scanned):
         first = maximum - 1 - m
