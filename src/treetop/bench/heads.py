@@ -18,7 +18,7 @@ from treetop.bench.equality import equal_outputs
 from treetop.bench.heads_report import (
     AGAIN,
     ALONE,
-    HEADER,
+    COLUMNS,
     BatchRun,
     Check,
     Comparison,
@@ -138,7 +138,7 @@ def run(
     device = compute_device(own.device)
     machine = measure_machine(device, compute_dtype(own.dtype, device))
     tell(machine.sentence())
-    tell(HEADER)
+    tell(COLUMNS.head)
     sweep = _Sweep(model, prompts, options, tell)
     sweep.run(configurations)
     return HeadsReport(

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
+from treetop.bench.columns import Columns
 from treetop.bench.intervals import Factor, Interval, ratio_interval
 from treetop.bench.machine import Machine
 from treetop.outputs import RequestOutput
@@ -54,14 +55,14 @@ class HeadFigures:
 
     def row(self) -> str:
         accepted, faster = (each.text() if each else "-" for each in (self.accept_length, self.over_plain))
-        return (
-            f"{self.configuration:14} {self.temperature:4g}  {accepted:>18}  {self.tokens_per_s:9.1f}"
-            f"  {faster:>18}  {self.differ:3} of {self.prompts}"
-        )
+        rates = accepted, f"{self.tokens_per_s:.1f}", faster
+        differ = f"{self.differ:3} of {self.prompts}"
+        return COLUMNS.row([self.configuration, f"{self.temperature:g}", *rates, differ])
 
 
-HEADER = (
-    f"{'S,k,T':14} {'temp':>4}  {'accept length':>18}  {'tokens/s':>9}  {'over plain':>18}  tokens differ from plain's"
+COLUMNS = Columns.of(
+    *(("S,k,T", -14), ("temp", 5), ("accept length", 20), ("tokens/s", 11), ("over plain", 20)),
+    ("tokens differ from plain's", 0),
 )
 
 

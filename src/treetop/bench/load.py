@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from treetop.bench.columns import Columns
 from treetop.bench.equality import equal_outputs
 from treetop.bench.prompts import random_prompts, read_prompts
 from treetop.bench.rounds import plain_options, up_to_step
@@ -44,6 +45,11 @@ class BatchSweepOptions:
     repeats: int = 5
 
 
+_COLUMNS = Columns.of(
+    ("batch", 5), ("shape", 10), ("tokens/s", 11), ("of a user", 11), ("plain", 9), ("accept", 8), ("rounds of auto", 0)
+)
+
+
 @dataclass(frozen=True, slots=True)
 class LoadPoint:
     """One way to decode at one batch.
@@ -68,13 +74,8 @@ class LoadPoint:
 
     def row(self) -> str:
         shapes = "  ".join(f"{shape}: {count}" for shape, count in self.rounds.items()) if self.way == AUTO else ""
-        return (
-            f"{self.batch:5}  {self.way:>8}  {self.tokens_per_s:9.1f}  {self.tokens_per_s_user:9.1f}"
-            f"  {self.over_plain:6.2f}x  {self.accept_length:6.2f}  {shapes}"
-        )
-
-
-HEADER = f"{'batch':>5}  {'shape':>8}  {'tokens/s':>9}  {'of a user':>9}  {'plain':>7}  {'accept':>6}  rounds of auto"
+        rates = f"{self.tokens_per_s:.1f}", f"{self.tokens_per_s_user:.1f}", f"{self.over_plain:.2f}x"
+        return _COLUMNS.row([str(self.batch), self.way, *rates, f"{self.accept_length:.2f}", shapes])
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,9 @@ class BatchSweepReport:
 
     def text(self) -> str:
         where = f"{self.model}, {self.dtype} on {self.device}, {self.max_tokens} tokens, {self.repeats} passes"
-        return "\n".join([where, self.equality, HEADER, *(point.row() for point in self.points), *self.verdicts()])
+        return "\n".join(
+            [where, self.equality, _COLUMNS.head, *(point.row() for point in self.points), *self.verdicts()]
+        )
 
     def verdicts(self) -> list[str]:
         """Of each batch: auto against the best fixed shape, plain among them."""
@@ -133,7 +136,7 @@ def run(
     sweep = _LoadSweep(plain, drafting, prompts, options)
     equality = sweep.check()
     tell(equality)
-    tell(HEADER)
+    tell(_COLUMNS.head)
     points = []
     for batch in options.batches:
         for point in sweep.measure(batch):

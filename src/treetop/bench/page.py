@@ -18,7 +18,7 @@ STYLE = (
 )
 
 
-class Line(NamedTuple):
+class Curve(NamedTuple):
     """Points that are joined. name: "" has no entry beside the chart. marks: words beside each point."""
 
     name: str
@@ -47,7 +47,7 @@ def element(tag: str, text: str) -> str:
     return f"<{tag}>{html.escape(text)}</{tag}>"
 
 
-def chart(lines: Sequence[Line], across: str, up: str, logarithmic: bool = False) -> str:
+def chart(lines: Sequence[Curve], across: str, up: str, logarithmic: bool = False) -> str:
     """Lines over an x that starts at 0, or is logarithmic with the values there are as ticks, and a y from 0.
 
     across, up: what x and y are.

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from treetop.bench.page import COLOURS, Line, chart, element
+from treetop.bench.page import COLOURS, Curve, chart, element
 from treetop.bench.page import page as html_page
 from treetop.bench.rounds import Figures, RoundsReport
 
@@ -33,7 +33,7 @@ def axis_of(figures: Sequence[Figures]) -> str:
     return "nodes"
 
 
-def lines_of(figures: Sequence[Figures], axis: str) -> list[Line]:
+def lines_of(figures: Sequence[Figures], axis: str) -> list[Curve]:
     """Three lines (wall, device, floor) a series; a series is what does not vary along x."""
     series: dict[tuple[object, ...], list[Figures]] = {}
     for each in figures:
@@ -41,12 +41,12 @@ def lines_of(figures: Sequence[Figures], axis: str) -> list[Line]:
             () if axis == "nodes" else (each.shape, each.batch if axis == "length" else each.length)
         )
         series.setdefault(key, []).append(each)
-    lines: list[Line] = []
+    lines: list[Curve] = []
     for index, (fixed, members) in enumerate(series.items()):
         name = "all shapes" if not fixed else f"{fixed[0]}, {'B' if axis == 'length' else 'input'} {fixed[1]}"
         for kind, dashes in STYLES:
             points = sorted((_x(each, axis), getattr(each, f"{kind}_ms")) for each in members)
-            lines.append(Line(f"{name}: {kind}", COLOURS[index % len(COLOURS)], points, dashes))
+            lines.append(Curve(f"{name}: {kind}", COLOURS[index % len(COLOURS)], points, dashes))
     return lines
 
 

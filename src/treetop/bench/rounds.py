@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 
+from treetop.bench.columns import Columns
 from treetop.bench.equality import equal_outputs
 from treetop.bench.experts import distinct_experts
 from treetop.bench.machine import Machine, measure_machine, synchronize
@@ -70,7 +71,7 @@ class RoundGrid:
         return self.prefill_size or min(max(max(self.lengths) * max(self.batches), _MIN_CHUNK), _MAX_CHUNK)
 
 
-_COLUMNS = (
+_COLUMNS = Columns.of(
     ("S", 3), ("k", 4), ("T", 4), ("B", 5), ("input", 7), ("wall ms", 10), ("low .. high", 19), ("device ms", 11),
     ("draft + verify + extend", 26), ("floor", 9), ("wall/floor", 12), ("device/floor", 14), ("wall/read", 11),
     ("tokens/s", 10), ("accept", 8), ("experts", 9),
@@ -111,7 +112,7 @@ class Figures:
     start_s: float
     distinct_experts: float | None = None
 
-    HEADER = "".join(title.rjust(width) for title, width in _COLUMNS)
+    HEADER = _COLUMNS.head
 
     def row(self) -> str:
         parts = (self.phase_ms.get(phase, 0.0) for phase in (Phase.DRAFT, Phase.VERIFY, Phase.EXTEND))
@@ -129,7 +130,7 @@ class Figures:
             f"{self.accept_length:.2f}",
             "-" if self.distinct_experts is None else f"{self.distinct_experts:.1f}",
         )
-        return "".join(text.rjust(width) for text, (_, width) in zip(texts, _COLUMNS, strict=True))
+        return _COLUMNS.row(texts)
 
 
 @dataclass(frozen=True, slots=True)

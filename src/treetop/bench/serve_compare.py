@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
+from treetop.bench.columns import Columns
 from treetop.bench.page import element
 from treetop.bench.page import page as html_page
 from treetop.bench.serve import LoadReport, Point
@@ -77,9 +78,8 @@ def _shown(value: float | None) -> str:
 
 def text(reports: Mapping[str, LoadReport]) -> str:
     lines = table(reports)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    head, *rest = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
-    return "\n".join([f"clients at a time:\n{head}", *rest])
+    columns = Columns.fitting(lines)
+    return "\n".join(["clients at a time:", *map(columns.row, lines)])
 
 
 def page(reports: Mapping[str, LoadReport]) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import NamedTuple
 
-from treetop.bench.page import COLOURS, Line, chart, element
+from treetop.bench.page import COLOURS, Curve, chart, element
 from treetop.bench.page import page as html_page
 from treetop.bench.serve import LoadReport, Point, point_text
 
@@ -40,7 +40,7 @@ def marks_of(points: Iterable[Point]) -> list[Mark]:
 def svg(servers: Mapping[str, list[Mark]]) -> str:
     """A line through the runs of each server: tokens a second of one user along x, of all along y."""
     lines = [
-        Line(name, COLOURS[number % len(COLOURS)], [mark[:2] for mark in marks], marks=[mark.name for mark in marks])
+        Curve(name, COLOURS[number % len(COLOURS)], [mark[:2] for mark in marks], marks=[mark.name for mark in marks])
         for number, (name, marks) in enumerate(servers.items())
     ]
     return chart(lines, "tokens/s of one user", "tokens/s of all")
