@@ -366,7 +366,7 @@ def test_an_unsupported_key_is_refused_by_name(models, tmp_path, name, changes, 
     ("LongcatFlashForCausalLM", "MLA"),
     ("DeepseekV4ForCausalLM", "sparse"),
     ("Glm5NextForCausalLM", "sparse"),
-    ("KimiLinearForCausalLM", "another kind than gated delta nets"),
+    ("BailingHybridForCausalLM", "another kind than those that load"),
     ("Qwen4ExpForConditionalGeneration", "hyper-connections"),
     ("InternS2PreviewForConditionalGeneration", "wrapper"),
     ("Mamba2ForCausalLM", "state space"),
@@ -384,12 +384,12 @@ def test_an_unsupported_architecture_is_refused_by_name_and_reason(models, tmp_p
     refused(CheckpointError, lambda: target_spec(folder), "config.json", architecture, reason)
 
 
-def test_granite_4_with_mamba_is_refused_by_that(models, tmp_path):
-    """Its config names Mamba's sizes whether it has such layers or not: the types of layers decide."""
-    mixed = ["full_attention", "linear_attention"] * 2
-    for kinds in (mixed, None):
-        folder = copy_folder(models("granite 4"), tmp_path / str(kinds)[:4], layer_types=kinds)
-        refused(CheckpointError, lambda folder=folder: target_spec(folder), "mamba_d_state", "state space")
+def test_granite_4_has_mamba_where_the_types_of_its_layers_say_so(models, tmp_path):
+    """Its config names Mamba's sizes whether it has such layers or not; types have two spellings."""
+    kinds = ["mamba", "attention", "mamba", "attention"]
+    folder = copy_folder(models("granite 4"), tmp_path / "mixed", layer_types=kinds, mamba_n_heads=8, mamba_d_head=8)
+    assert list(target_spec(folder).config.recurrent) == [0, 2]
+    assert not target_spec(models("granite 4")).config.recurrent
 
 
 def test_a_lora_adapter_is_refused(models, tmp_path):

@@ -8,6 +8,7 @@ from treetop_debug.expert_ranks import expert_ranks_on_threads
 from treetop_debug.ranks import ranks_on_threads
 
 LENGTHS = (1, 12, 40)
+NEWER = ("nemotron", "phi", "falcon 40b", "qwen2 moe", "lfm2", "falcon h1")
 
 
 def serve(pair, shape, **options):
@@ -39,7 +40,8 @@ def serve(pair, shape, **options):
         "hunyuan moe",
         "qwen3 next",
         "qwen3.5",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("nemotron", "phi", "falcon 40b", "qwen2 moe")),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in NEWER),
+        "granite 4 hybrid",
     ],
 )
 def test_ranks_give_what_one_gives(name, tmp_path):

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,11 +13,14 @@ from support.families import FAMILIES
 from support.logits import record_logits
 from support.tiny_models import copy_folder
 from treetop import LLM
-from treetop.models.config import LinearSpec, linear_of_rank
+from treetop.engine.startup.state_limits import check_device
+from treetop.models.config import LinearSpec
 from treetop.models.registry import target_spec
 from treetop.types.errors import CheckpointError, ConfigError
 from treetop_debug.model_faults import LINEAR_FAULTS
 
+OTHERS = ("lfm2", "bamba", "granite 4 hybrid", "falcon h1")
+"""Recurrent layers of other kinds."""
 NAMES = ("qwen3 next", "qwen3.5", "qwen3.5 moe", "qwen3.5 of images", "qwen3.5 moe of images")
 
 
@@ -68,7 +72,7 @@ def our_logits(folder, prompt, chunk, count=1):
     return torch.cat([logits[0] for logits in seen]), output.token_ids
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *OTHERS])
 def test_logits_are_those_of_transformers_in_float64(saved, name):
     """1e-11 of the largest: a prompt past a block of 64 tokens, in one chunk, and tokens after it, one by one."""
     model, prompt = saved(name).reference(torch.float64), saved(name).pair.prompts([90], seed=2)[0]
@@ -88,8 +92,32 @@ def test_any_chunks_leave_the_same_state(saved, chunk):
     torch.testing.assert_close(ours, whole, rtol=0, atol=1e-11 * float(whole.abs().max()))
 
 
+def test_limits_of_steps_hold_for_single_tokens_too(saved, tmp_path):
+    """Of Mamba-2, with chunks of a token: `transformers` leaves limits out there, and has them in a whole prompt."""
+    limited = {"time_step_limit": [0.4, 0.9]}
+    folder, prompt = copy_folder(saved("bamba").pair.target, tmp_path / "limited", **limited), [7, 5, 9, 4, 8, 6] * 3
+    model = replace(saved("bamba"), theirs=folder).reference(torch.float64)
+    with no_downcasts():
+        theirs = saved("bamba").logits(model, prompt)
+    ours, _ = our_logits(folder, prompt, 1)
+    without, _ = our_logits(saved("bamba").pair.target, prompt, 1)
+    largest = float(theirs.abs().max())
+    assert float((ours - theirs).abs().max()) < 1e-11 * largest
+    assert float((without - theirs).abs().max()) > 1e-3 * largest
+
+
+def test_other_recurrences_run_on_a_cpu_alone(saved):
+    with pytest.raises(ConfigError, match=r"--device cuda: Mamba-2 .* --device cpu"):
+        check_device(target_spec(saved("bamba").pair.target).config, torch.device("cuda"))
+
+
+def test_bits_of_other_recurrences_are_refused_by_name(saved):
+    with pytest.raises(ConfigError, match="--exactness bits: a short convolution is not exact yet"):
+        LLM(str(saved("lfm2").pair.target), draft=None, device="cpu", dtype="float32", graphs="off", exactness="bits")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *OTHERS])
 def test_long_chunks_and_long_prompts(saved, name):
     prompt = saved(name).pair.prompts([240], seed=1)[0]
     model = saved(name).reference(torch.float64)
@@ -104,10 +132,10 @@ def test_a_config_says_which_layers_are_linear_and_what_turns(saved):
     """By `layer_types`, else every fourth layer is full; a quarter of a head turns where nobody says."""
     folder = saved("qwen3.5").pair.target
     config = target_spec(folder).config
-    assert list(config.linear) == [0, 1, 2]
+    assert list(config.recurrent) == [0, 1, 2]
     assert config.attention[3].rope.rotary_dim == 4
     assert config.unit_offset
-    assert config.linear[0] == LinearSpec(2, 6, 10, 6, 4, "by part")
+    assert config.recurrent[0] == LinearSpec(2, 6, 10, 6, 4, "by part")
 
 
 @pytest.mark.parametrize(("changes", "key"), [
@@ -138,9 +166,9 @@ def test_a_part_of_another_kind_is_refused(saved, tmp_path):
 def test_ranks_have_whole_key_heads():
     """With the value heads that read them; what cannot be divided is refused by the option's name."""
     spec = LinearSpec(4, 12, 8, 8, 4)
-    assert linear_of_rank(spec, 2) == LinearSpec(2, 6, 8, 8, 4)
+    assert spec.of_rank(2) == LinearSpec(2, 6, 8, 8, 4)
     with pytest.raises(ConfigError, match=r"--tp-size 3: 4 key heads .*\[1, 2, 4\] can"):
-        linear_of_rank(spec, 3)
+        spec.of_rank(3)
 
 
 @pytest.mark.parametrize("name", ["qwen3 next", "qwen3.5 moe"])

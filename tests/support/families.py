@@ -470,6 +470,22 @@ LINEAR_EXPERTS = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 20,
 }
+MAMBA = {
+    "mamba_n_heads": 6,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 10,
+    "mamba_d_conv": 4,
+    "pad_token_id": 0,
+}
+MIXED = {**MAMBA, "mamba_n_heads": 8, "head_dim": 8}
+LFM2 = {
+    "head_dim": 8,
+    "conv_L_cache": 4,
+    "norm_eps": 1e-4,
+    "layer_types": ["conv", "conv", "full_attention", "conv"],
+    "pad_token_id": 0,
+}
 QWEN_MROPE = _mrope(1, 1, 1, mrope_interleaved=True, partial_rotary_factor=0.5)
 
 KIMI = {**YARN, "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
@@ -770,6 +786,47 @@ FAMILIES: dict[str, Tiny] = {
             "shared_expert_intermediate_size": 20,
             "mlp_only_layers": [1],
         },
+    ),
+    "lfm2": Tiny("Lfm2", {**LFM2, "conv_bias": True, "intermediate_size": 60, "block_multiple_of": 8}),
+    "lfm2 moe": Tiny(
+        "Lfm2Moe",
+        {**LFM2, "num_dense_layers": 1, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+        slow=True,
+    ),
+    "bamba": Tiny("Bamba", {**MIXED, "attn_layer_indices": [2], "mamba_proj_bias": True, "rope_parameters": None}),
+    "granite 4 hybrid": Tiny(
+        "GraniteMoeHybrid",
+        {
+            **GRANITE,
+            **GRANITE_4,
+            **MIXED,
+            "embedding_multiplier": 1.75,  # which float32 has, in which such a number is kept
+            "layer_types": [f"{kind}_attention" for kind in ("linear", "linear", "full", "linear")],
+            "position_embedding_type": None,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+        },
+    ),
+    "falcon h1": Tiny(
+        "FalconH1",
+        {
+            **MAMBA,
+            "mamba_d_ssm": 48,
+            "head_dim": 8,
+            "num_hidden_layers": 3,
+            "embedding_multiplier": 1.25,
+            "lm_head_multiplier": 0.8,
+            "key_multiplier": 0.7,
+            "attention_in_multiplier": 1.2,
+            "attention_out_multiplier": 0.9,
+            "ssm_in_multiplier": 1.1,
+            "ssm_out_multiplier": 0.8,
+            "ssm_multipliers": [0.875, 1.125, 0.75, 1.25, 0.625],
+            "mlp_multipliers": [1.3, 0.6],
+        },
+    ),
+    "falcon h1 of norms": Tiny(
+        "FalconH1", {**MAMBA, "mamba_d_ssm": 48, "head_dim": 8, "mamba_rms_norm": True}, slow=True
     ),
     "minimax m2": Tiny("MiniMaxM2", {"num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 6}),
     "hunyuan": Tiny("HunYuanDenseV1", {"tie_word_embeddings": True, "rope_parameters": ALPHA, "pad_token_id": 0}),

@@ -22,7 +22,7 @@ from treetop.debug.random_checkpoint import random_tensors, write_config, write_
 from treetop.kernels.recurrent.states import StateInputs, StateUpdates
 from treetop.kernels.rope import rope_table
 from treetop.models.attention import attention, attention_params
-from treetop.models.config import DenseSpec, LayerSpec, LinearSpec, attention_spec, linear_of_rank, model_config
+from treetop.models.config import DenseSpec, LayerSpec, LinearSpec, attention_spec, model_config
 from treetop.models.embedding import lookup, piece_of, whole_logits
 from treetop.models.layers import RMSNorm, norm_param, turn_at
 from treetop.models.registry import FAMILIES, Family, target_spec
@@ -59,7 +59,7 @@ def params(config) -> list[Param]:
     for index, layer in enumerate(config.layers):
         name, stored = f"layers.{index}", f"model.layers.{index}"
         found.append(norm_param(f"{name}.norm", f"{stored}.norm.weight", hidden))
-        spec = layer.linear
+        spec = layer.recurrent
         if spec is None:
             found += attention_params(layer.attention, f"{name}.mixer", f"{stored}.self_attn", hidden, hidden)
             continue
@@ -89,7 +89,7 @@ def params(config) -> list[Param]:
 
 class RecurrentLayer:
     def __init__(self, spec, weights, name, index, ops):
-        self.spec, self.index, self.ops = linear_of_rank(spec, ops.parallel.size), index, ops
+        self.spec, self.index, self.ops = spec.of_rank(ops.parallel.size), index, ops
         self.inner, self.out = weights.linear(f"{name}.in"), weights.linear(f"{name}.out")
         self.conv = (weights[f"{name}.conv"], weights[f"{name}.conv_bias"]) if spec.taps > 1 else None
         self.products = [self.inner, self.out]
@@ -117,8 +117,8 @@ class TinyRecurrent:
         self._embed, eps = lookup(self.embedding, ops.parallel), config.norm_eps
         self.norms = [RMSNorm(weights[f"layers.{i}.norm"], eps, ops) for i in range(len(config.layers))]
         self.layers = [
-            RecurrentLayer(layer.linear, weights, f"layers.{i}", i, ops)
-            if layer.linear is not None
+            RecurrentLayer(layer.recurrent, weights, f"layers.{i}", i, ops)
+            if layer.recurrent is not None
             else attention(layer.attention, weights, f"layers.{i}.mixer", i, eps, ops)
             for i, layer in enumerate(config.layers)
         ]

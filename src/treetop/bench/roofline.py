@@ -76,7 +76,7 @@ def round_floor(
     """
     shape, model, less = case.shape, target.config, {phase: (saved or {}).get(phase, 0) for phase in Phase}
     verify = forward_work([*model.attention.values()], target.streamed, case, shape.num_draft_tokens, model.vocab_size)
-    for group in (spec.state(STATE, 1) for spec in model.linear.values()):  # states are read and written once
+    for group in (spec.state(STATE, 1) for spec in model.recurrent.values()):  # states are read and written once
         moved = 2 * group.row_bytes(case.element_size) + group.stash_bytes(shape.num_draft_tokens, case.element_size)
         verify = verify.plus(RoundWork(case.batch * moved, 0))
     layers = target.expert_layers(_DTYPES[case.element_size], case.packing)

@@ -388,7 +388,9 @@ def mtp_spec(folder: Path, target: ModelConfig, dummy: bool, recurrence: Recurre
 
 
 def _dummy(target: ModelConfig) -> FoundMtp:
-    return FoundMtp("Qwen", QWEN, "", (0,)) if target.linear else FoundMtp("GLM", GLM, "model.", (len(target.layers),))
+    return (
+        FoundMtp("Qwen", QWEN, "", (0,)) if target.recurrent else FoundMtp("GLM", GLM, "model.", (len(target.layers),))
+    )
 
 
 def _as_stored(layer: LayerSpec, tensors: Collection[str]) -> LayerSpec:

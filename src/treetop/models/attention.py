@@ -8,10 +8,14 @@ from torch import Tensor
 from treetop.attention.layer import Attend
 from treetop.checkpoints.params import Param
 from treetop.kernels.table import Ops
-from treetop.models.config import LinearSpec, Mixer
+from treetop.models.config import BothSpec, LinearSpec, Mixer
 from treetop.models.latent_attention import LatentAttention, latent_params
 from treetop.models.layers import Rotary, SelfAttention, self_attention_params
 from treetop.models.linear_attention import LinearAttention, linear_params
+from treetop.models.mixers.both import BothMixer, both_params
+from treetop.models.mixers.mamba2 import Mamba2, mamba_params
+from treetop.models.mixers.recurrences import ConvSpec, MambaSpec
+from treetop.models.mixers.short_convolution import ShortConvolution, conv_params
 from treetop.types.parallel import Summed
 from treetop.weights.format import Product
 from treetop.weights.held import Weights
@@ -31,6 +35,12 @@ def attention(spec: Mixer, weights: Weights, name: str, layer: int, eps: float, 
     """name: of its parameters. layer: its index among the model's. eps: of the norms of heads."""
     if isinstance(spec, LinearSpec):
         return LinearAttention(spec, weights, name, layer, eps, ops)
+    if isinstance(spec, ConvSpec):
+        return ShortConvolution(weights, name, layer, ops)
+    if isinstance(spec, MambaSpec):
+        return Mamba2(spec, weights, name, layer, ops)
+    if isinstance(spec, BothSpec):
+        return BothMixer(spec, weights, name, layer, eps, ops)
     if spec.latent is not None:
         return LatentAttention(spec, spec.latent, weights, name, layer, ops)
     return SelfAttention(spec, weights, name, layer, eps, ops)
@@ -45,6 +55,12 @@ def attention_params(
     """
     if isinstance(spec, LinearSpec):
         return linear_params(spec, name, stored, hidden)
+    if isinstance(spec, ConvSpec):
+        return conv_params(spec, name, stored, hidden)
+    if isinstance(spec, MambaSpec):
+        return mamba_params(spec, name, stored, hidden)
+    if isinstance(spec, BothSpec):
+        return both_params(spec, name, stored, width, hidden)
     if spec.latent is not None:
         return latent_params(spec, spec.latent, name, stored, width, hidden)
     return self_attention_params(spec, name, stored, width, hidden, unit_offset)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from treetop.checkpoints.json_file import integers, read_object
 from treetop.checkpoints.values import Config, flag, real, require_value, size, table
@@ -11,6 +11,7 @@ from treetop.kernels.gate import Gate
 from treetop.kernels.moe.experts import Activation
 from treetop.kernels.moe.routing import RouterSpec
 from treetop.kernels.rope import RopeSpec
+from treetop.models.mixers.recurrences import ConvSpec, MambaSpec, RecurrentSpec
 from treetop.models.rope_config import max_positions, reach, rope_spec
 from treetop.types.errors import CheckpointError, ConfigError
 from treetop.types.ids import GroupName
@@ -174,6 +175,7 @@ class LinearSpec:
     delta, per_channel: see `StateGroup`.
     """
 
+    block: ClassVar[str] = "linear_attn"
     key_heads: int
     heads: int
     key_dim: int
@@ -194,6 +196,18 @@ class LinearSpec:
         """Of the convolution; 0 without one."""
         return sum(self.widths) if self.taps > 1 else 0
 
+    def of_rank(self, size: int) -> "LinearSpec":
+        """What one of `size` ranks computes: whole key heads, with the values that read them.
+
+        Raises ConfigError if they cannot be divided.
+        """
+        if self.key_heads % size != 0:
+            fits = [n for n in range(1, self.key_heads + 1) if self.key_heads % n == 0]
+            raise ConfigError(
+                f"--tp-size {size}: {self.key_heads} key heads of linear attention cannot be divided; {fits} can"
+            )
+        return replace(self, key_heads=self.key_heads // size, heads=self.heads // size)
+
     def state(self, name: GroupName, num_layers: int) -> StateGroup:
         """What so many layers of it keep of a row."""
         return StateGroup(
@@ -210,20 +224,21 @@ class LinearSpec:
         )
 
 
-def linear_of_rank(spec: LinearSpec, size: int) -> LinearSpec:
-    """What one of `size` ranks computes of a layer's linear attention: whole key heads, with the values that read them.
+@dataclass(frozen=True, slots=True)
+class BothSpec:
+    """Attention and a recurrence of the same normed input, added.
 
-    Raises ConfigError if they cannot be divided.
+    of_input, of_output: what attention's input and output are multiplied by.
     """
-    if spec.key_heads % size != 0:
-        fits = [n for n in range(1, spec.key_heads + 1) if spec.key_heads % n == 0]
-        raise ConfigError(
-            f"--tp-size {size}: {spec.key_heads} key heads of linear attention cannot be divided; {fits} can"
-        )
-    return replace(spec, key_heads=spec.key_heads // size, heads=spec.heads // size)
+
+    attention: AttentionSpec
+    recurrent: MambaSpec
+    of_input: float = 1.0
+    of_output: float = 1.0
 
 
-Mixer = AttentionSpec | LinearSpec
+RecurrentKind = LinearSpec | ConvSpec | MambaSpec
+Mixer = AttentionSpec | RecurrentKind | BothSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +246,7 @@ class DenseSpec:
     """A gated feed-forward of one weight for all tokens. stored: how a checkpoint holds it, see `models.layers`.
 
     limit: see `Activation`.
+    of_gate, of_output: what the gate before its activation, and what it gives, are multiplied by.
     """
 
     inner_size: int
@@ -238,6 +254,8 @@ class DenseSpec:
     gate: Gate = "silu"
     stored: Literal["apart", "joined", "joined of Granite"] = "apart"
     limit: float | None = None
+    of_gate: float = 1.0
+    of_output: float = 1.0
 
 
 Ungated = Literal["relu2", "gelu", "gelu_tanh", "xielu"]
@@ -346,6 +364,8 @@ class LayerSpec:
     @property
     def attends(self) -> AttentionSpec | None:
         """Its attention, if its mixer is that."""
+        if isinstance(self.mixer, BothSpec):
+            return self.mixer.attention
         return self.mixer if isinstance(self.mixer, AttentionSpec) else None
 
     @property
@@ -356,9 +376,11 @@ class LayerSpec:
         return self.mixer
 
     @property
-    def linear(self) -> LinearSpec | None:
-        """Its linear attention, if its mixer is that."""
-        return self.mixer if isinstance(self.mixer, LinearSpec) else None
+    def recurrent(self) -> RecurrentSpec | None:
+        """What keeps a state by row, if its mixer is that, or has it."""
+        if isinstance(self.mixer, BothSpec):
+            return self.mixer.recurrent
+        return None if isinstance(self.mixer, AttentionSpec) else self.mixer
 
     @property
     def experts(self) -> ExpertSpec | None:
@@ -422,9 +444,9 @@ class ModelConfig:
         return {index: spec for index, spec in found if spec is not None}
 
     @property
-    def linear(self) -> dict[int, LinearSpec]:
-        """Layers of linear attention, by index."""
-        found = ((index, layer.linear) for index, layer in enumerate(self.layers))
+    def recurrent(self) -> dict[int, RecurrentSpec]:
+        """Layers that keep a state by row, by index."""
+        found = ((index, layer.recurrent) for index, layer in enumerate(self.layers))
         return {index: spec for index, spec in found if spec is not None}
 
     def with_window(self, maximum: int) -> "ModelConfig":

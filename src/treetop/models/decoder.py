@@ -190,7 +190,7 @@ def layer_params(config: ModelConfig, index: int, stored: str) -> list[Param]:
 
 def _block(layer: LayerSpec) -> str:
     """What a checkpoint calls a layer's mixer."""
-    return "self_attn" if layer.linear is None else "linear_attn"
+    return "self_attn" if layer.recurrent is None or layer.attends is not None else layer.recurrent.block
 
 
 def unused_tensors(config: ModelConfig) -> set[str]:

@@ -178,7 +178,10 @@ def expert_params(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list
         params += make(spec, name, f"{stored}.experts", hidden)
     if spec.shared_inner:
         shared = f"{layer if spec.stored == 'stacked apart' else stored + '.'}{names.shared}"
-        params += mlp_params(DenseSpec(spec.shared_inner), f"{name}.shared", shared, hidden)
+        dense = DenseSpec(spec.shared_inner)
+        if spec.stored == "stacked of Granite":
+            dense, shared = DenseSpec(spec.shared_inner, stored="joined of Granite"), f"{layer}mlp"
+        params += mlp_params(dense, f"{name}.shared", shared, hidden)
     if spec.shared_gate:
         source = Source(f"{stored}.shared_expert_gate.weight", (1, hidden))
         params.append(Param(f"{name}.shared_gate", (1, hidden), (source,), "router"))

@@ -295,13 +295,14 @@ class GatedMLP:
         return self.down.parts(self.gate_up(x))
 
 
-class LimitedMLP:
-    """`GatedMLP` with a limited activation, which a few layers of a few models have."""
+class SteppedMLP:
+    """`GatedMLP` in steps: with a limited activation, or multipliers, which few models have."""
 
-    def __init__(self, weights: Weights, name: str, ops: Ops, activation: Activation) -> None:
+    def __init__(self, spec: DenseSpec, weights: Weights, name: str, ops: Ops) -> None:
         self.gate_up, self.down = weights.linear(f"{name}.gate_up"), weights.linear(f"{name}.down")
         self.products: list[Product] = [self.gate_up, self.down]
-        self._activation, self._ops = activation, ops
+        self._activation, self._ops = Activation(spec.gate, spec.limit), ops
+        self._of_gate, self._of_output = spec.of_gate, spec.of_output
 
     def __call__(self, x: Tensor, live: Tensor | None = None, stream: Tensor | None = None) -> Summed:
         return self._ops.parallel.share(self.parts(x))
@@ -309,13 +310,15 @@ class LimitedMLP:
     def parts(self, x: Tensor) -> Tensor:
         """This rank's share of it."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down.parts(self._activation(gate, up, self._ops.functions))
+        gate = gate if self._of_gate == 1 else gate * self._of_gate
+        parts = self.down.parts(self._activation(gate, up, self._ops.functions))
+        return parts if self._of_output == 1 else parts * self._of_output
 
 
-def dense_mlp(spec: DenseSpec, weights: Weights, name: str, ops: Ops) -> GatedMLP | LimitedMLP:
+def dense_mlp(spec: DenseSpec, weights: Weights, name: str, ops: Ops) -> GatedMLP | SteppedMLP:
     """name: of its parameters."""
-    if spec.limit is not None:
-        return LimitedMLP(weights, name, ops, Activation(spec.gate, spec.limit))
+    if spec.limit is not None or (spec.of_gate, spec.of_output) != (1, 1):
+        return SteppedMLP(spec, weights, name, ops)
     return GatedMLP(weights, name, ops, spec.gate)
 
 

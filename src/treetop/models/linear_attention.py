@@ -18,7 +18,7 @@ from torch import Tensor
 from treetop.attention.layer import Attend
 from treetop.checkpoints.params import Param, matrix, vector
 from treetop.kernels.table import Ops
-from treetop.models.config import LinearSpec, linear_of_rank
+from treetop.models.config import LinearSpec
 from treetop.models.layers import Rotary
 from treetop.types.parallel import Summed
 from treetop.weights.format import Product, Source
@@ -29,7 +29,7 @@ class LinearAttention:
     """An `Attention` whose `attend` keeps a state. name: of its parameters. eps: of the norm of its output."""
 
     def __init__(self, spec: LinearSpec, weights: Weights, name: str, layer: int, eps: float, ops: Ops) -> None:
-        self.spec, self.layer, self._eps, self._ops = linear_of_rank(spec, ops.parallel.size), layer, eps, ops
+        self.spec, self.layer, self._eps, self._ops = spec.of_rank(ops.parallel.size), layer, eps, ops
         self.inputs, self.gates = weights.linear(f"{name}.qkvz"), weights.linear(f"{name}.ba")
         self.output = weights.linear(f"{name}.output")
         self.products: list[Product] = [self.inputs, self.gates, self.output]

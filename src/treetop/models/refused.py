@@ -9,7 +9,7 @@ from treetop.types.errors import CheckpointError
 
 _MLA = "its attention is compressed (MLA) in another way than those that load"
 _SPARSE = "its attention is sparse in another way than those that load"
-_LINEAR = "it has layers of linear attention or state space of another kind than gated delta nets"
+_LINEAR = "it has layers of linear attention or state space of another kind than those that load"
 _QWEN4 = "it has indexed attention, hyper-connections and n-gram embeddings with a convolution of their own"
 _WRAPPED = "its language model stands in a wrapper of its own"
 _IMAGES = "it reads images or sound, and its language model is none of those that load without them"
@@ -24,7 +24,7 @@ _BY_NAME = {
     _MLA: "AXK1 AXK2 Dots3Note HYV4 LongcatFlash MiniCPM3",
     _SPARSE: "DeepseekV4 Glm5Next",
     _QWEN4: "Qwen4Exp",
-    _LINEAR: "BailingHybrid Bamba FalconH1 FalconMamba Jamba KimiLinear Lfm2 Lfm2Moe Lfm3 Mamba Mamba2"
+    _LINEAR: "BailingHybrid FalconMamba Jamba KimiLinear Lfm3 Mamba Mamba2"
     " MiniMax NemotronH OlmoHybrid RecurrentGemma Rwkv Zamba Zamba2",
 }
 """Of `transformers` 5.23: those whose configuration has a `kv_lora_rank`, and those with such layers."""

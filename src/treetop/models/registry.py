@@ -49,6 +49,7 @@ from treetop.models.families import (
     smollm3,
     ungated,
 )
+from treetop.models.families.hybrids import lfm2, mamba
 from treetop.models.multimodal import TEXT_ALONE, TOWERS, StoredNames, names_in, text_config
 from treetop.models.refused import refuse_adapter, refuse_by_key, refuse_by_name
 from treetop.models.target import Target
@@ -119,6 +120,13 @@ FAMILIES: dict[str, Family] = {
         glm4_moe.read, "half of a head turns, routed and shared experts", unused=glm4_moe.unused, mtp=True
     ),
     "GptOssForCausalLM": Family(gpt_oss.read, "windows in every other layer, sinks, biases, experts"),
+    "Lfm2ForCausalLM": Family(
+        lfm2.read,
+        "short convolutions among attention, norms of heads: LFM2 and 2.5",
+        lfm2.params,
+        keys=("conv_L_cache",),
+    ),
+    "Lfm2MoeForCausalLM": Family(lfm2.read_moe, "LFM2 with experts: 8B-A1B", lfm2.params, keys=("conv_L_cache",)),
     "LlamaForCausalLM": Family(llama.read, "the plain decoder: Llama 2, 3 and what is published as it"),
     "Llama4ForCausalLM": Family(
         llama4.read, "chunks, layers that do not turn, experts whose inputs are weighted", llama4.params
@@ -171,7 +179,15 @@ FAMILIES: dict[str, Family] = {
     "Ernie4_5ForCausalLM": Family(ernie.read, "a head's dimensions turn in pairs, biases"),
     "GraniteForCausalLM": Family(granite.read, "four multipliers: embeddings, scores, what layers add, logits"),
     "GraniteMoeForCausalLM": Family(granite.read_moe, "Granite with experts in every layer"),
-    "GraniteMoeHybridForCausalLM": Family(granite.read_4, "Granite 4 without Mamba"),
+    "GraniteMoeHybridForCausalLM": Family(
+        granite.read_4, "Granite 4: Mamba-2 among attention, or attention alone; experts", keys=mamba.KEYS
+    ),
+    "BambaForCausalLM": Family(
+        mamba.read_bamba, "Mamba-2 among attention, of which half of a head turns", mamba.params, keys=mamba.KEYS
+    ),
+    "FalconH1ForCausalLM": Family(
+        mamba.read_falcon, "Mamba-2 beside attention in each layer, multipliers", mamba.params, keys=mamba.KEYS
+    ),
     "MiniMaxM2ForCausalLM": Family(
         mixtral.read_minimax, "norms of all queries and all keys, part of a head turns, experts"
     ),

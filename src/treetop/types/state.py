@@ -19,6 +19,7 @@ class StateGroup:
         i // (heads // key_heads).
     delta: what the state has for a key already is subtracted from the key's value (the delta rule).
     per_channel: decays are numbers of [heads, key_dim], else of [heads].
+    parts: channels of the convolution's parts, of each of which ranks have a share; () for queries, keys and values.
 
     Numbers of states and updates are of float32, or of the engine's dtype if that is wider; those of convolutions are
     of the engine's dtype. element_size: bytes of one of these.
@@ -34,6 +35,7 @@ class StateGroup:
     value_dim: int
     delta: bool
     per_channel: bool
+    parts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         counts = (self.channels, self.heads, self.key_heads, self.key_dim, self.value_dim)
@@ -54,6 +56,12 @@ class StateGroup:
     def conv_shape(self) -> tuple[int, int]:
         """Of a row in one layer."""
         return self.channels, self.taps - 1
+
+    @property
+    def conv_parts(self) -> tuple[int, ...]:
+        """Channels of the convolution's parts."""
+        keys = self.key_heads * self.key_dim
+        return self.parts or (keys, keys, self.heads * self.value_dim)
 
     @property
     def decay_shape(self) -> tuple[int, ...]:

@@ -45,11 +45,13 @@ class RowStates(RowFeature):
     groups: by group.
     checkpoints: what is kept of them for other requests: a row is a slot, and nothing is pending.
     tails: what VERIFY keeps of its nodes; its scratch.
+    conv_parts: channels of each convolution's parts, of which ranks have shares.
     """
 
     groups: Mapping[GroupName, LinearStates]
     checkpoints: Mapping[GroupName, LinearStates]
     tails: Mapping[GroupName, StateTails]
+    conv_parts: Mapping[GroupName, tuple[int, ...]]
 
     @classmethod
     def make(cls, layout: Layout, dtype: torch.dtype, zeros: Zeros) -> "RowStates":
@@ -71,7 +73,8 @@ class RowStates(RowFeature):
         for group in layout.state_groups:
             mixed = zeros((group.num_layers, b, t, group.channels), dtype)
             tails[group.name] = StateTails(mixed, make_updates(group, (b, t), dtype, zeros))
-        return cls(of(layout.num_rows, layout.commit_width), of(layout.checkpoints, 0), tails)
+        parts = {group.name: group.conv_parts for group in layout.state_groups}
+        return cls(of(layout.num_rows, layout.commit_width), of(layout.checkpoints, 0), tails, parts)
 
     @property
     def tables(self) -> Sequence[Tensor]:
@@ -94,12 +97,10 @@ class RowStates(RowFeature):
 
     @property
     def shared(self) -> dict[str, tuple[int, ...]]:
-        """Heads; and of convolutions the channels of queries, keys and values."""
+        """Heads; and of convolutions the channels of each part."""
         found = dict[str, tuple[int, ...]]()
         for name, states in self.groups.items():
-            k, d = states.pending.k, states.pending.d
-            keys, values = k.shape[3] * k.shape[4], d.shape[3] * d.shape[4]
-            found |= {f"conv.{name}": (keys, keys, values), f"state.{name}": (d.shape[3],)}
+            found |= {f"conv.{name}": self.conv_parts[name], f"state.{name}": (states.state.shape[2],)}
         return {name: widths for name, widths in found.items() if name in self.record}
 
     def forget(self, rows: Tensor) -> None:

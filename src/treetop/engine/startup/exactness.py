@@ -15,13 +15,14 @@ from treetop.attention.capabilities import HALF, BackendRefusal, Need
 from treetop.attention.registry import BACKENDS, exact_backend
 from treetop.checkpoints.loader import Placement
 from treetop.engine.startup.operation_probes import experts_format, kept_operation_problem
+from treetop.engine.startup.state_limits import KINDS
 from treetop.exact.machine import cpu_model, found_once
 from treetop.exact.mkl_mode import choose_mode, remedy
 from treetop.kernels.exact import elementwise_problem
 from treetop.kernels.profile import Integers, Profile, profile_of
 from treetop.kernels.tree import topk
 from treetop.kernels.triton_guard import why_not
-from treetop.models.config import ModelConfig, UngatedSpec
+from treetop.models.config import LinearSpec, ModelConfig, UngatedSpec
 from treetop.models.registry import TargetSpec
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
@@ -88,6 +89,9 @@ def why_not_exact(config: EngineConfig, layout: Layout, target: TargetSpec, plac
 
 def _of_model(config: ModelConfig) -> str | None:
     """What a model has for which it is not built, with its verb."""
+    others = sorted({type(spec).__name__ for spec in config.recurrent.values() if not isinstance(spec, LinearSpec)})
+    if others:
+        return f"{' and '.join(KINDS[each] for each in others)} is"
     if config.norm != "rms":
         return "norms that subtract the mean are"
     forwards = (layer.feed_forward for layer in config.layers)

@@ -10,7 +10,7 @@ from treetop.attention.recurrent import RecurrentLayer
 from treetop.checkpoints.loader import Placement
 from treetop.drafts.protocol import DrafterSpec
 from treetop.kernels.recurrent.states import LinearStates
-from treetop.models.config import AttentionSpec, ModelConfig, attention_of_rank, linear_of_rank
+from treetop.models.config import AttentionSpec, ModelConfig, attention_of_rank
 from treetop.types.errors import ConfigError
 from treetop.types.ids import FULL, INDEXED, STATE, WINDOW, GroupName, draft_group, state_group
 from treetop.types.kv import KVFormat
@@ -131,7 +131,7 @@ def layers_in_order(model: ModelConfig, layers: dict[GroupName, list[LayerKV]]) 
 
 def state_groups(model: ModelConfig, ranks: int = 1) -> tuple[StateGroup, ...]:
     """The groups of states of one of `ranks` ranks: layers of one kind each, in the order of their first layers."""
-    kinds = [linear_of_rank(spec, ranks).state(STATE, 1) for spec in model.linear.values()]
+    kinds = [spec.of_rank(ranks).state(STATE, 1) for spec in model.recurrent.values()]
     return tuple(
         replace(kind, name=state_group(i), num_layers=kinds.count(kind)) for i, kind in enumerate(dict.fromkeys(kinds))
     )
@@ -139,7 +139,7 @@ def state_groups(model: ModelConfig, ranks: int = 1) -> tuple[StateGroup, ...]:
 
 def recurrent_layers(model: ModelConfig, states: Mapping[GroupName, LinearStates]) -> dict[int, RecurrentLayer]:
     """The target's recurrent layers, by index, each with the place of its states in its group."""
-    kinds = {index: spec.state(STATE, 1) for index, spec in model.linear.items()}
+    kinds = {index: spec.state(STATE, 1) for index, spec in model.recurrent.items()}
     order, found = list(dict.fromkeys(kinds.values())), dict[int, RecurrentLayer]()
     for index, kind in kinds.items():
         name = state_group(order.index(kind))

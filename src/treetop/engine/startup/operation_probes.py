@@ -29,7 +29,6 @@ from treetop.models.config import (
     LinearSpec,
     ModelConfig,
     attention_of_rank,
-    linear_of_rank,
 )
 from treetop.types.ids import STATE
 from treetop.types.sampling import MAX_LOGPROBS
@@ -79,7 +78,7 @@ def _cases(ops: Ops, model: ModelConfig, held: HeldFormat, generator: torch.Gene
             if isinstance(spec, AttentionSpec) and spec.latent is None:
                 yield _rotation(ops, attention_of_rank(spec, ranks), model.norm_eps, generator)
             elif isinstance(spec, LinearSpec):
-                yield _recurrence(ops, linear_of_rank(spec, ranks), model.norm_eps, generator)
+                yield _recurrence(ops, spec.of_rank(ranks), model.norm_eps, generator)
             elif isinstance(spec, DenseSpec):
                 operation = ops.silu_mul if spec.gate == "silu" else ops.gelu_tanh_mul
                 width = 2 * (spec.inner_size // ranks)

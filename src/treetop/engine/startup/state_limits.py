@@ -7,9 +7,10 @@ import torch
 from treetop.checkpoints.loader import Placement
 from treetop.engine.memory import GIB, gib
 from treetop.kernels.recurrent.fla import why_not_fla
-from treetop.models.config import ModelConfig
+from treetop.models.config import LinearSpec, ModelConfig
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, ConfigError
+from treetop.types.ids import STATE
 from treetop.types.layout import Layout
 
 USUAL_DISTANCE = 1024
@@ -22,7 +23,7 @@ def within_states(config: EngineConfig, model: ModelConfig) -> EngineConfig:
 
     Without layers that attend there are no pages, by which requests are admitted and put back.
     """
-    if not model.linear:
+    if not model.recurrent:
         for name in ("state_checkpoint_every", "state_checkpoint_memory"):
             if getattr(config, name) is not None:
                 raise ConfigError(f"--{name.replace('_', '-')}: {config.model} has no recurrent layers; leave it out")
@@ -37,11 +38,22 @@ def within_states(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     return config
 
 
+def check_device(model: ModelConfig, device: torch.device) -> None:
+    """Raises ConfigError for recurrent layers of a kind whose kernels have run on no GPU."""
+    others = sorted({type(spec).__name__ for spec in model.recurrent.values() if not isinstance(spec, LinearSpec)})
+    if others and device.type == "cuda":
+        what = " and ".join(KINDS[each] for each in others)
+        raise ConfigError(f"--device {device.type}: {what} runs on a CPU alone so far; use --device cpu")
+
+
+KINDS = {"ConvSpec": "a short convolution", "MambaSpec": "Mamba-2"}
+
+
 def uses_fla(config: EngineConfig, model: ModelConfig, place: Placement) -> bool:
     """Whether flash-linear-attention takes prompts in. Raises ConfigError where it is asked for and cannot."""
     if config.linear_attn_prefill_backend != "fla":
         return False
-    kinds = model.linear.values()
+    kinds = [spec.state(STATE, 1) for spec in model.recurrent.values()]
     problems = {
         "no layer has linear attention": not kinds,
         "its layers have no delta rule with decays by head": any(not kind.delta or kind.per_channel for kind in kinds),

@@ -49,6 +49,7 @@ class RouterSpec:
         best expert alone: DeepSeek-V2, arXiv:2405.04434, section 2.2.2.
     factors: each expert has a number that its weights are multiplied by in the end.
     of_inputs: weights multiply what experts read, not what they give.
+    least: added to the sum of a token's weights that they are divided by; kernels know the default alone.
     """
 
     num_experts: int
@@ -63,6 +64,7 @@ class RouterSpec:
     group_best: Literal[1, 2] = 2
     factors: bool = False
     of_inputs: bool = False
+    least: float = 1e-20
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,12 +163,8 @@ def choose_experts(
         _, expert = stable_topk(_within_groups(choice, spec), spec.top_k)
         weight = score.gather(1, expert)
     if spec.renormalise:
-        weight = weight / (weight.sum(dim=-1, keepdim=True) + _LEAST)
+        weight = weight / (weight.sum(dim=-1, keepdim=True) + spec.least)
     return expert, weight * spec.scale
-
-
-_LEAST = 1e-20
-"""Added to a sum that is divided by."""
 
 
 def _within_groups(choice: Tensor, spec: RouterSpec) -> Tensor:

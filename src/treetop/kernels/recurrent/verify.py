@@ -73,6 +73,8 @@ def along_paths(m: Tensor, inputs: StateInputs, parents: Tensor) -> tuple[Tensor
 
 def folded(m: Tensor, pending: StateUpdates, count: Tensor) -> Tensor:
     """States with the first `count` updates of each row. m: [rows, heads, key_dim, value_dim]. count: [rows] int64."""
+    if not m.numel():  # a convolution alone
+        return m
     there = (torch.arange(pending.d.shape[1], device=count.device) < count[:, None])[..., None, None]
     each = m.shape[1] // pending.k.shape[2]
     k, d = torch.where(there, pending.k, 0).repeat_interleave(each, dim=2), torch.where(there, pending.d, 0)

@@ -1,5 +1,5 @@
 """Granite: Llama with four multipliers, of embeddings, scores, what layers add, and logits. It may have experts in all
-layers. Version 4, as far as its layers are attention: its feed-forward has other names, and heads may not turn.
+layers. Version 4: Mamba-2 in most layers or none, a feed-forward of other names, and heads that may not turn.
 
 Source: `transformers`' granite, granitemoe and granitemoehybrid, whose defaults these are.
 """
@@ -11,10 +11,13 @@ from treetop.checkpoints.values import Config, real, require_value, size
 from treetop.kernels.moe.routing import RouterKind, RouterSpec
 from treetop.kernels.rope import RopeSpec
 from treetop.models.config import (
+    FULL_ATTENTION,
+    LINEAR_ATTENTION,
     AttentionSpec,
     DenseSpec,
     ExpertSpec,
     LayerSpec,
+    Mixer,
     ModelConfig,
     attention_spec,
     dense_spec,
@@ -22,6 +25,7 @@ from treetop.models.config import (
     num_experts_per_token,
     num_layers,
 )
+from treetop.models.families.hybrids.mamba import kinds, mamba_spec
 
 
 def read(config: Config, where: Path) -> ModelConfig:
@@ -31,31 +35,42 @@ def read(config: Config, where: Path) -> ModelConfig:
 def read_moe(config: Config, where: Path) -> ModelConfig:
     require_value(config, "hidden_act", "silu", where)
     config = {"num_local_experts": 8, "num_experts_per_tok": 2, **config}
-    number = size(config, "num_local_experts", where)
-    router = RouterSpec(number, num_experts_per_token(config, number, where), RouterKind.TOPK_SOFTMAX)
-    experts = ExpertSpec(size(config, "intermediate_size", where), router, stored="stacked of Granite")
-    return _model(config, where, LayerSpec(_attention(config, where), experts))
+    return _model(config, where, LayerSpec(_attention(config, where), _experts(config, where)))
 
 
 def read_4(config: Config, where: Path) -> ModelConfig:
-    """Of attention alone; `models.refused` has refused other layers."""
+    """Layers of Mamba-2 and of attention; experts, where there are any, beside a shared one."""
     require_value(config, "hidden_act", "silu", where)
-    require_value(config, "num_local_experts", 0, where)
+    config = {"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024, **config}
     require_value(config, "position_embedding_type", "rope", where)
     attention = _attention(config, where)
     if config.get("position_embedding_type") is None:
         attention = replace(attention, rope=RopeSpec(attention.head_dim, attention.rope.theta, rotary_dim=0))
-    dense = DenseSpec(size(config, "shared_intermediate_size", where, default=1024), stored="joined of Granite")
-    return _model(config, where, LayerSpec(attention, dense))
+    inner = size(config, "shared_intermediate_size", where)
+    forward: DenseSpec | ExpertSpec = DenseSpec(inner, stored="joined of Granite")
+    if config["num_local_experts"]:
+        forward = replace(_experts(config, where), shared_inner=inner)
+    of_kind = kinds(config, where)
+    mixers: dict[str, Mixer] = {FULL_ATTENTION: attention}
+    if LINEAR_ATTENTION in of_kind:
+        mixers[LINEAR_ATTENTION] = mamba_spec({"rms_norm_eps": 1e-6, **config}, where)
+    return _model(config, where, *(LayerSpec(mixers[kind], forward) for kind in of_kind))
+
+
+def _experts(config: Config, where: Path) -> ExpertSpec:
+    number = size(config, "num_local_experts", where)
+    router = RouterSpec(number, num_experts_per_token(config, number, where), RouterKind.TOPK_SOFTMAX)
+    return ExpertSpec(size(config, "intermediate_size", where), router, stored="stacked of Granite")
 
 
 def _attention(config: Config, where: Path) -> AttentionSpec:
     return replace(attention_spec(config, where), scale=real(config, "attention_multiplier", where, 1.0))
 
 
-def _model(config: Config, where: Path, layer: LayerSpec) -> ModelConfig:
+def _model(config: Config, where: Path, *layers: LayerSpec) -> ModelConfig:
+    """layers: of all, or one that all are like."""
     return replace(
-        model_config(config, where, [layer] * num_layers(config, where)),
+        model_config(config, where, layers * (num_layers(config, where) if len(layers) == 1 else 1)),
         embedding_scale=real(config, "embedding_multiplier", where, 1.0),
         residual_scale=real(config, "residual_multiplier", where, 1.0),
         logits_scale=1 / real(config, "logits_scaling", where, 1.0),

@@ -1,0 +1,1 @@
+"""Families with recurrent layers of other kinds than gated delta nets."""
