@@ -23,13 +23,13 @@ SEED = "4e1195df020de59e0d65a33a4279f1183e7ae4e5d980e309f8b55adff2e61c3e"
 def test_hashes_are_those_of_sha256_cbor():
     """Tokens of every size that CBOR has a head for; a chain; a salt; a list longer than one byte says."""
     assert seed_hash("0").hex() == SEED
-    first = block_hash(bytes.fromhex(SEED), (1, 23, 24, 300), "")
+    first = block_hash(bytes.fromhex(SEED), (1, 23, 24, 300))
     assert first.hex() == "44dc0b75ed75fca048021f15e9a785aec4062f011e7aae9b0276ad8ab621d6d2"
-    second = block_hash(first, (70000, 2**32 - 1, 0, 255), "")
+    second = block_hash(first, (70000, 2**32 - 1, 0, 255))
     assert second.hex() == "7bca3fadc428e506e36f73fd72bce3f8cb838139dad3f7bd72b22a8040cb3e60"
-    salted = block_hash(bytes.fromhex(SEED), (1, 2, 3, 4), "tenant é")
+    salted = block_hash(bytes.fromhex(SEED), (1, 2, 3, 4), ["tenant é"])
     assert salted.hex() == "aee474f924dfd5c6c63d7f46a50404559c9f3af1503a6009250cfb771bec06a7"
-    long = block_hash(bytes.fromhex(SEED), range(1000, 1064), "")
+    long = block_hash(bytes.fromhex(SEED), range(1000, 1064))
     assert long.hex() == "ddbd2646f98e3429b92ad271a9efc30d75baaa9587babc8a4bfe16629b0c22c5"
 
 
@@ -98,9 +98,8 @@ def expected(core, seed: str) -> dict[int, tuple[int | None, tuple[int, ...]]]:
             node = node.parent
         digest, shown = seed_hash(seed), None
         for page in reversed(path):
-            salt = page[-1] if isinstance(page[-1], str) else ""
             tokens = page[: radix._page_size]
-            digest, parent = block_hash(digest, tokens, salt), shown
+            digest, parent = block_hash(digest, tokens), shown
             shown = int.from_bytes(digest[-8:], "big")
             found[shown] = parent, tokens
     return found
@@ -145,8 +144,8 @@ def test_a_consumer_has_what_the_cache_has_after_any_work(seed):
 def test_bytes_are_those_of_the_documented_messages():
     """Built here by hand: msgpack of arrays; a block with two nodes comes once and goes once."""
     writer = EventWriter(2, "0")
-    first, second = (block_hash(seed_hash("0"), tokens, "") for tokens in ((1, 2), (3, 4)))
-    inner = block_hash(first, (5, 300), "")
+    first, second = (block_hash(seed_hash("0"), tokens) for tokens in ((1, 2), (3, 4)))
+    inner = block_hash(first, (5, 300))
     changes = [
         (None, 0, 0, ()),
         (True, 0, 1, (1, 2, 9)),
@@ -178,6 +177,17 @@ def test_bytes_are_those_of_the_documented_messages():
         ]
     )
     assert writer.events([(False, 0, 3, ())]) == [("BlockRemoved", [int.from_bytes(first[-8:], "big")], "GPU")]
+
+
+def test_an_adapter_is_a_key_of_all_its_blocks_and_a_salt_of_the_first():
+    """As `Whose.salt` says them both; the constants are of cbor2, as those above."""
+    pages = [(True, 0, 1, (1, 2, f"salt{chr(0)}adapter")), (True, 1, 2, (3, 4))]
+    ((kind, hashes, parent, _, _, _, _, adapter),) = EventWriter(2, "0").events(pages)
+    assert (kind, parent, adapter) == ("BlockStored", None, "adapter")
+    assert [f"{each:016x}" for each in hashes] == ["e78f17344882b1b6", "d6612103b229d7cd"]
+    (salted,) = EventWriter(2, "0").events([(True, 0, 1, (1, 2, "salt"))])
+    assert salted[1] == [int.from_bytes(block_hash(seed_hash("0"), (1, 2), ["salt"])[-8:], "big")]
+    assert salted[-1] is None
 
 
 def test_a_subscriber_that_missed_batches_has_them_told_again():
@@ -275,5 +285,5 @@ def test_a_server_tells_of_the_pages_of_its_prompts(tmp_path):
             context.destroy(linger=0)
         parent = seed_hash("0")
         for begin in (0, 4, 8):
-            parent = block_hash(parent, prompt[begin : begin + 4], "")
+            parent = block_hash(parent, prompt[begin : begin + 4])
             assert consumer.blocks[int.from_bytes(parent[-8:], "big")][1] == tuple(prompt[begin : begin + 4])

@@ -39,9 +39,9 @@ Change = tuple[bool | None, int, int, PageTokens]
 """Whether a page came or went, None for the end of all; its parent's serial number and its own; what it holds."""
 
 
-def block_hash(parent: bytes, tokens: Sequence[int], salt: str) -> bytes:
-    """32 bytes. salt: "" for none; vLLM's extra keys of a first block are its cache salt."""
-    extra = _head(4, 1) + _text(salt) if salt else b"\xf6"
+def block_hash(parent: bytes, tokens: Sequence[int], extra_keys: Sequence[str] = ()) -> bytes:
+    """32 bytes. extra_keys: the adapter's name, and of a first block the cache salt, where there are such."""
+    extra = _head(4, len(extra_keys)) + b"".join(map(_text, extra_keys)) if extra_keys else b"\xf6"
     listed = b"".join(_head(0, each) for each in tokens)
     return hashlib.sha256(b"\x83" + _head(2, len(parent)) + parent + _head(4, len(tokens)) + listed + extra).digest()
 
@@ -87,9 +87,12 @@ class EventWriter:
                 events, last = [("AllBlocksCleared",)], None
             elif is_stored:
                 tokens = [each for each in page[: self._page_size] if isinstance(each, int)]
-                salt = page[-1] if isinstance(page[-1], str) else ""
-                above = self._hashes[parent]
-                digest = self._hashes[serial] = block_hash(above, tokens, salt)
+                above, adapter = self._known[parent]
+                salt = page[-1] if isinstance(page[-1], str) else ""  # of a first page alone
+                if "\0" in salt:
+                    salt, _, adapter = salt.rpartition("\0")
+                digest = block_hash(above, tokens, [each for each in (adapter, salt) if each])
+                self._known[serial] = digest, adapter
                 self._counts[digest] += 1
                 if self._counts[digest] > 1:
                     last = None
@@ -100,10 +103,11 @@ class EventWriter:
                 else:
                     shown_parent = _shown(above) if parent else None
                     hashes = [_shown(digest)]
-                    events.append(("BlockStored", hashes, shown_parent, tokens, self._page_size, None, _MEDIUM, None))
+                    name = adapter or None
+                    events.append(("BlockStored", hashes, shown_parent, tokens, self._page_size, None, _MEDIUM, name))
                     last = serial
             else:
-                last, digest = None, self._hashes.pop(serial)
+                last, (digest, _) = None, self._known.pop(serial)
                 self._counts[digest] -= 1
                 if not self._counts[digest]:
                     del self._counts[digest]
@@ -114,7 +118,7 @@ class EventWriter:
         return events
 
     def _begin(self) -> None:
-        self._hashes = {0: self._root}  # by serial number
+        self._known = {0: (self._root, "")}  # hash and adapter, by serial number
         self._counts: Counter[bytes] = Counter()
 
 
