@@ -33,7 +33,7 @@ def test_every_bucket_of_the_shape_that_is_planned_is_captured_at_start_the_bigg
     """Greedy only, a graph a round, and none that no plan asks for."""
     llm, graphs, recorder = with_fakes(strong_pair, shape)
     keys = [RoundKey(bucket, TREE if shape else PLAIN, Choice.GREEDY) for bucket in (6, 4, 2, 1)]
-    assert greedy_keys(graphs._runner) == keys
+    assert greedy_keys(graphs._runner.layout) == keys
     assert recorder.recorded == keys
     assert len(graphs) == 4
     assert graphs.seconds > 0

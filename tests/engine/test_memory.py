@@ -10,7 +10,10 @@ import torch
 from support.engines import build, finish, greedy, submit, tokens
 from treetop import LLM
 from treetop.engine import memory
+from treetop.engine.cuda_graphs import num_captured
+from treetop.engine.graph_memory import GraphMemory
 from treetop.engine.memory import (
+    BYTES_PER_GRAPH,
     Budget,
     DeviceMemory,
     MemoryUse,
@@ -25,6 +28,7 @@ from treetop.engine.memory import (
 )
 from treetop.engine.rounds import Eager
 from treetop.engine.startup import plan as planning
+from treetop.engine.startup.default_rows import allowance_of_a_gpu, keep_lengths, tokens_of_a_row
 from treetop.engine.startup.worst_steps import worst_prefill
 from treetop.models.registry import TargetSpec, target_spec
 from treetop.types.config import EngineConfig
@@ -32,6 +36,7 @@ from treetop.types.errors import CapacityError, ConfigError, EngineError
 from treetop.types.ids import DRAFT, FULL, STATE, WINDOW
 from treetop.types.kv import paired
 from treetop.types.layout import PLAIN, KVGroup, Layout, PrefillPace, SpecShape
+from treetop.types.sampling import Choice
 from treetop.types.state import StateGroup
 
 GIB = 2**30
@@ -251,7 +256,7 @@ def test_a_gpus_prefill_steps_go_by_its_memory_and_the_models_windows(total, win
 def test_prefill_steps_are_chosen_by_the_device_unless_they_are_given(monkeypatch, place, options, chunk):
     """On a GPU that is not here, of an H200's memory."""
     monkeypatch.setattr(planning, "compute_device", lambda option: torch.device(place))
-    monkeypatch.setattr(planning, "refusal", lambda name, need: None)
+    monkeypatch.setattr(planning, "fallback", lambda need: "triton")
     monkeypatch.setattr(planning, "memory_of", lambda device: DeviceMemory(140 * GIB, 140 * GIB))
     preset = Path(__file__).parents[2] / "benchmarks" / "presets" / "llama-3.1-8b"
     config = EngineConfig(str(preset), load_format="dummy", **{"max_running_requests": 8, **options})
@@ -262,7 +267,7 @@ def test_prefill_steps_are_chosen_by_the_device_unless_they_are_given(monkeypatc
     ("place", "total", "options", "rows", "minimum", "usual"),
     [
         ("cuda", 140, {}, 256, 512, 2048),
-        ("cuda", 24, {"context_length": 8192}, 16, 512, 2048),  # pools of 40,000 tokens
+        ("cuda", 24, {"context_length": 8192}, 32, 512, 2048),  # pools of 50,000 tokens
         ("cuda", 24, {"context_length": 1000}, 32, 512, 2048),  # shorter ones: more of them
         ("cuda", 24, {"context_length": 8192, "max_running_requests": 100}, 100, 512, 2048),
         ("cpu", 64, {"dtype": "bfloat16", "context_length": 2048}, 16, 128, 128),
@@ -276,13 +281,77 @@ def test_rows_and_the_tokens_beside_a_round_follow_device_and_memory(
     Its layers have 218.1 million weights, and 4 x 4096 operations for each token that one attends to.
     """
     monkeypatch.setattr(planning, "compute_device", lambda option: torch.device(place))
-    monkeypatch.setattr(planning, "refusal", lambda name, need: None)
+    monkeypatch.setattr(planning, "fallback", lambda need: "triton")
     monkeypatch.setattr(planning, "memory_of", lambda device: DeviceMemory(total * GIB, total * GIB))
     monkeypatch.setattr(planning, "with_copies", lambda config, place, budget, *rest: budget)
     preset = Path(__file__).parents[2] / "benchmarks" / "presets" / "llama-3.1-8b"
     planned = planning.plan_engine(EngineConfig(str(preset), load_format="dummy", **options))
     assert planned.config.max_running_requests == planned.layout.max_requests == rows
     assert planning.pace_of(planned.target, planned.place) == PrefillPace(minimum, usual, 26624)
+
+
+@pytest.mark.parametrize(
+    ("total", "policy", "seen", "rows"),
+    [
+        (79, "auto", None, 256),
+        (79, "fixed", None, 256),
+        (140, "auto", None, 256),
+        (79, "auto", 1152, 256),  # 1,024 in, 128 out
+        (79, "auto", 3000, 64),
+        (140, "auto", 3000, 128),
+    ],
+)
+def test_an_8b_engine_has_as_many_rows_as_what_requests_have_been_fills(monkeypatch, total, policy, seen, rows):
+    """On a card of 80 and of 141 GB, with weights in 12 bits beside their own; the plan says how many and why.
+
+    Pools and graphs of all rounds that can come fit beside each other, and what they leave is no less than a start asks
+    for: `GraphMemory.check` of graphs that take all that is allowed.
+    """
+    monkeypatch.setattr(planning, "compute_device", lambda option: torch.device("cuda"))
+    monkeypatch.setattr(planning, "fallback", lambda need: "triton")
+    monkeypatch.setattr(planning, "memory_of", lambda device: DeviceMemory(total * GIB, total * GIB))
+    copies = 97 * GIB // 10
+    monkeypatch.setattr(
+        planning,
+        "with_copies",
+        lambda config, place, budget, *rest: replace(
+            budget,
+            copies=copies,
+            static=budget.static + copies,
+            memory=DeviceMemory(budget.memory.total, budget.memory.free - copies),
+        ),
+    )
+    if seen is not None:
+        monkeypatch.setattr(planning, "tokens_of_a_row", lambda folder, dummy: (seen, "as requests have been here"))
+    presets = Path(__file__).parents[2] / "benchmarks" / "presets"
+    draft = str(presets / "eagle3-llama-3.1-8b")
+    config = EngineConfig(str(presets / "llama-3.1-8b"), draft, load_format="dummy", speculative_policy=policy)
+    planned = planning.plan_engine(config)
+    layout, model, budget = planned.layout, planned.target.config, planned.use.budget
+    assert layout.max_requests == rows
+    assert f"{rows} rows: K/V hold " in planned.rows
+    room = allowance_of_a_gpu(layout, model.hidden_size, model.vocab_size, True)
+    choices, shapes = [*Choice], layout.shapes
+    num_rounds = num_captured(layout, choices, True, filters_apart=True)
+    assert room - num_rounds * BYTES_PER_GRAPH > GIB, "steps have room, too"
+    assert len(shapes) == (6 if policy == "auto" else 1)
+    final = fit(layout, 2, replace(budget, allowance=room), None)
+    assert final.pool_tokens >= rows * (seen or 1024)
+    left = budget.memory.free - pool_bytes(final, 2) - num_rounds * BYTES_PER_GRAPH
+    graphs = GraphMemory(num_rounds, num_rounds, num_rounds * BYTES_PER_GRAPH, 0, left)
+    graphs.check(replace(budget, allowance=room))
+
+
+def test_how_long_requests_are_is_kept_by_target(strong_pair, weak_pair, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert tokens_of_a_row(strong_pair.target, dummy=False)[0] == 1024
+    keep_lengths(strong_pair.target, 700.4)
+    assert tokens_of_a_row(strong_pair.target, dummy=False) == (700, "700 tokens each, as requests have been here")
+    assert tokens_of_a_row(weak_pair.target, dummy=False)[0] == tokens_of_a_row(strong_pair.target, True)[0] == 1024
+    (file,) = (tmp_path / "treetop" / "request-lengths").iterdir()
+    for damaged in ("[]", '{"tokens": -1}', '{"tokens": "7"}', "{"):
+        file.write_text(damaged)
+        assert tokens_of_a_row(strong_pair.target, dummy=False)[0] == 1024
 
 
 # ---------------------------------------------------------------------------------------------- engines

@@ -256,6 +256,13 @@ class KVCacheManager:
             1 - (each.num_free + self._evictable(group)) / each.total for group, each in self._allocators.items()
         )
 
+    @property
+    def num_available(self) -> int:
+        """Tokens that may be given pages now, in the group that has fewest, but for windows, which give theirs back."""
+        whole = [group.name for group in self._layout.groups if group.window is None]
+        pages = (self._allocators[each].num_free + self._evictable(each) for each in whole or self._allocators)
+        return self._layout.page_size * min(pages)
+
     def _evictable(self, group: GroupName) -> int:
         return 0 if self._radix is None else self._radix.num_evictable(group)
 

@@ -179,6 +179,7 @@ def core_of(runs: StepEngine[Step], engine: Engine) -> EngineCore[Step]:
         costs=engine.costs,
         head=lambda: engine.head.chances,
         keep_head=engine.keep_head,
+        keep_lengths=engine.keep_lengths,
         work_clock=work_clock(engine.runner.buffers.rows.device),
         structures=structures,
     )

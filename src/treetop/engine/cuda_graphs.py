@@ -33,6 +33,7 @@ from treetop.engine.memory import memory_of
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.rounds import HostStep, RoundKey, parts_of, phases_of
 from treetop.kernels.garbage import no_collection
+from treetop.types.layout import Layout
 from treetop.types.phase import Phase
 from treetop.types.sampling import Choice
 
@@ -132,7 +133,7 @@ class CudaGraphs:
         gc.collect()  # the graphs of an engine that is gone
         layout, free = self._runner.layout, [self._free()]
         early = {*(layout.buckets if len(layout.shapes) > 1 else layout.coarse_buckets)}
-        keys = [key for key in greedy_keys(self._runner) if key.bucket in early]
+        keys = [key for key in greedy_keys(self._runner.layout) if key.bucket in early]
         for part in (keys[:1], keys[1:]):
             self.capture(part)
             free.append(self._free())
@@ -142,7 +143,11 @@ class CudaGraphs:
     def capture(self, keys: Sequence[RoundKey]) -> None:
         """Capture those of the keys that are not yet, in their order."""
         runner, max_kv_len = self._runner, self._runner.layout.max_committed
-        missing = [place for place in dict.fromkeys(_place(runner, key) for key in keys) if place not in self._graphs]
+        missing = [
+            place
+            for place in dict.fromkeys(_place(runner.ops.filters_apart, key) for key in keys)
+            if place not in self._graphs
+        ]
         if not missing:
             return
         hidden = len(missing) == 1 or not sys.stderr.isatty()
@@ -156,7 +161,7 @@ class CudaGraphs:
                 )
 
     def _captured(self, key: RoundKey) -> tuple[Graph, ...]:
-        place = _place(self._runner, key)
+        place = _place(self._runner.ops.filters_apart, key)
         if place not in self._graphs:
             self.capture(self._alike(key))
         return self._graphs[place]
@@ -201,11 +206,10 @@ def plan_host_extents(runner: ModelRunner, key: RoundKey) -> None:
         cast(HostPlanned, runner.backend).plan_round(round)
 
 
-def greedy_keys(runner: ModelRunner) -> list[RoundKey]:
+def greedy_keys(layout: Layout) -> list[RoundKey]:
     """Greedy rounds of every bucket and shape, those with the most nodes first; then what catches up, if rounds may
     defer.
     """
-    layout = runner.layout
     buckets = layout.buckets[::-1]
     rounds = [RoundKey(bucket, shape, Choice.GREEDY) for bucket in buckets for shape in layout.shapes_at(bucket)]
     rounds.sort(key=lambda key: key.bucket * key.shape.num_draft_tokens, reverse=True)
@@ -214,15 +218,20 @@ def greedy_keys(runner: ModelRunner) -> list[RoundKey]:
 
 def num_rounds(runner: ModelRunner) -> int:
     """Most rounds that can come to be captured on this device, sampled and held ones included."""
-    made = [replace(key, choice=choice) for key, choice in product(greedy_keys(runner), runner.state.choices)]
-    if runner.state.masks is not None:
+    return num_captured(runner.layout, runner.state.choices, runner.state.masks is not None, runner.ops.filters_apart)
+
+
+def num_captured(layout: Layout, choices: Sequence[Choice], holds: bool, filters_apart: bool) -> int:
+    """The same of a layout. holds: trees of some rows may be constrained."""
+    made = [replace(key, choice=choice) for key, choice in product(greedy_keys(layout), choices)]
+    if holds:
         made += [replace(key, held=True) for key in made if key.choice.processes and not key.catches_up]
-    return len({_place(runner, key) for key in made})
+    return len({_place(filters_apart, key) for key in made})
 
 
-def _place(runner: ModelRunner, key: RoundKey) -> RoundKey:
+def _place(filters_apart: bool, key: RoundKey) -> RoundKey:
     """Where a round's graph is kept: rounds that are the same work share it."""
     if key.catches_up:
         return RoundKey.of_catch_up(key.bucket)
-    alike = key.choice is Choice.FILTER and not runner.ops.filters_apart
+    alike = key.choice is Choice.FILTER and not filters_apart
     return replace(key, choice=Choice.SAMPLE) if alike else key

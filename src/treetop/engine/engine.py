@@ -42,6 +42,7 @@ from treetop.engine.startup.capacity_proof import (
     prove_learning,
     prove_padding,
 )
+from treetop.engine.startup.default_rows import keep_lengths
 from treetop.engine.startup.kept_calibration import kept_calibration
 from treetop.engine.startup.kept_head import KeptHead, kept_head
 from treetop.engine.startup.plan import EnginePlan, captures, pace_of, plan_engine
@@ -228,6 +229,11 @@ class Engine:
     def keep_head(self, learned: HeadChances) -> None:
         """What was learned of the head that drafts now, for the next start."""
         self.head.keep(learned)
+
+    def keep_lengths(self, tokens: float) -> None:
+        """How many tokens requests have had, for the next start's rows."""
+        if self.config.load_format != "dummy" and self.parallel.rank == 0 and not self.config.simulates:
+            keep_lengths(self.model_path, tokens)
 
     def release(self) -> None:
         """Give back what captured rounds hold of others, such as of a group of ranks. Nothing runs afterwards."""

@@ -113,16 +113,22 @@ class PrefillBudget:
         start, attended = max(chunk.start for chunk in plan.chunks), self._pace.attended
         return tokens if attended is None else tokens + tokens * start // attended
 
-    def tokens(self, rows: int, start: int) -> int:
-        """Most of a step whose deepest chunk has `start` tokens before it, while `rows` rows decode."""
+    def tokens(self, rows: int, start: int, waiting: int = 0) -> int:
+        """Most of a step whose deepest chunk has `start` tokens before it, while `rows` rows decode.
+
+        waiting: requests that wait for their prompts and may have a row.
+        """
         layout, attended = self._layout, self._pace.attended
-        most = self._most_work(rows)
+        most = self._most_work(rows, waiting)
         if attended is None or not rows:
             return most
         return max(most * attended // (attended + start), min(most, layout.page_size))
 
-    def _most_work(self, rows: int) -> int:
+    def _most_work(self, rows: int, waiting: int = 0) -> int:
         """Of a step before a round of `rows` rows; 0 rows: nobody waits for it.
+
+        A step of a fixed size is larger by as much as more rows would decode if those that wait did: each round until
+        then is one of few. So a prompt beside many streams makes them wait no longer, and a crowd fills empty rows.
 
         Step and round take the target together. But a step may take a share of its round, and as much as costs little
         more than nothing at all, or prompts would never end where rounds are slow.
@@ -133,7 +139,8 @@ class PrefillBudget:
         if not rows or self._target_gap_s == 0:
             return chunk
         if self._target_gap_s is None:
-            return min(max(rows * self._layout.verify_tail, self._pace.usual), chunk)
+            usual = max(rows * self._layout.verify_tail, self._pace.usual)
+            return min(usual + usual * waiting // rows, chunk)
         round_s = self.rounds.seconds(self._layout.bucket_for(rows))
         within = self.prefills.size_within(max(self._target_gap_s - round_s, _SHARE_OF_A_ROUND * round_s))
         return min(max(int(within or 0), self._pace.minimum), chunk)

@@ -102,6 +102,8 @@ class Committer:
         request.output_ids += new_ids
         request.finish_reason = reason
         self._queues.remove(request)
+        if reason in ("stop", "length") and request.export_from is None:
+            self._rows.lengths.note(request)
         self._kv_transfer.ended(request)
         self._settle(request)
         stats = stats_of(request, self._clock())

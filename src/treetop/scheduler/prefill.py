@@ -44,6 +44,7 @@ class PrefillPlanner:
     ) -> None:
         self._layout, self._queues, self._rows, self._steps, self._clock = layout, queues, rows, steps, clock
         self._kv_transfer, self._budget, self.shares = kv_transfer, budget, Shares(queues, rows)
+        self._num_waiting = 0
         self._last_s = float("-inf")  # when the last step was planned
         self.lacks_pages: Request | None = None
         """Who would have had the next row in the last step that was planned, had there been pages."""
@@ -70,6 +71,8 @@ class PrefillPlanner:
         setups: list[RowSetup] = []
         batch: Batch = []
         self.lacks_pages = None
+        entering = min(len(self._queues.waiting), self._rows.num_free)
+        self._num_waiting = max(len(self._queues.prefilling) + entering - 1, 0)  # beside the first
         if self._cut_last:
             self._pass(batch, setups)
         self._cut_last = not batch
@@ -145,7 +148,8 @@ class PrefillPlanner:
         """Tokens that one more row may bring to a batch, whose size counts its padding; 0 for no row. start: behind so
         many."""
         deepest = max([start, *(request.num_computed_tokens for request, _ in batch)])
-        room = self._budget.tokens(len(self._queues.decoding), deepest) // self._layout.bucket_for(len(batch) + 1)
+        most = self._budget.tokens(len(self._queues.decoding), deepest, self._num_waiting)
+        room = most // self._layout.bucket_for(len(batch) + 1)
         return room if all(count <= room for _, count in batch) else 0
 
     def _may_join(self, batch: Batch, count: int) -> bool:
@@ -167,6 +171,16 @@ class PrefillPlanner:
             self._queues.prefilled(request)
         return Chunk(request.held.row, start, ids[start:end], next_prompt_token(ids, end), of_prompt, keep)
 
+    def _will_fit(self, request: Request, num_tokens: int) -> bool:
+        """Whether pages are there for so many tokens, and for what requests that run and this one will still bring, by
+        what others have been.
+
+        One alone may always enter. Nothing is set aside for it: who needs more than there is has others retracted.
+        """
+        running = [*self._queues.prefilling, *self._queues.decoding]
+        to_come = self._rows.lengths.to_come([*running, request])
+        return not running or not to_come or num_tokens + to_come <= self._rows.kv_cache.num_available
+
     def _reserve_chunk(self, request: Request, count: int) -> None:
         """Pages of the windows for one more chunk; the other groups got theirs at admission."""
         self._rows.slide(request, self._steps.num_known(request))
@@ -186,7 +200,9 @@ class PrefillPlanner:
         count = self._cut(request, lease, known, self._share(batch, known, rest))
         suits = self._may_join(batch, count) and (count == rest or not whole)
         total = request.tokens_at_entry(self._layout.headroom)
-        reserved = kv_cache.reserve(lease, total, known, known + count) if suits else None
+        reserved = None
+        if suits and self._will_fit(request, total - known):
+            reserved = kv_cache.reserve(lease, total, known, known + count)
         if reserved is None:
             self.lacks_pages = request if suits else None
             kv_cache.release(lease)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from treetop.cache.kv_cache_manager import Cells, KVCacheManager, Lease
 from treetop.checks.host import check_cached, check_cell
+from treetop.scheduler.lengths import RequestLengths
 from treetop.scheduler.request import Request, Running
 from treetop.scheduler.shares import Tally
 from treetop.types.errors import InvariantError
@@ -17,8 +18,9 @@ class Rows:
     them.
     """
 
-    def __init__(self, layout: Layout, radix_cache: bool, check_level: int) -> None:
-        self._layout, self._check_level = layout, check_level
+    def __init__(self, layout: Layout, radix_cache: bool, check_level: int, lengths: RequestLengths) -> None:
+        """lengths: of requests, also of those before these books were opened."""
+        self._layout, self._check_level, self.lengths = layout, check_level, lengths
         self.kv_cache = KVCacheManager(layout, radix_cache, check_level)
         self.by_row: dict[Row, Request] = {}
         self.tally = Tally()

@@ -22,6 +22,7 @@ from treetop.scheduler.budget import PrefillBudget
 from treetop.scheduler.committer import Committer, stats_of
 from treetop.scheduler.constrained import Structures
 from treetop.scheduler.kv_transfer import KVTransfers
+from treetop.scheduler.lengths import RequestLengths
 from treetop.scheduler.policy import AdaptiveShape, FixedShape, ShapePolicy
 from treetop.scheduler.prefill import PrefillPlanner
 from treetop.scheduler.queues import Queues
@@ -65,6 +66,7 @@ class Scheduler:
         costs: CostTable | None = None,
         head: Callable[[], HeadChances] = HeadChances,
         keep_head: Callable[[HeadChances], object] = lambda learned: None,
+        keep_lengths: Callable[[float], object] = lambda tokens: None,
         work_clock: Callable[[], float] | None = None,
     ) -> None:
         """clock: seconds, for the stats of requests and for their deadlines. vocab_size: None takes no constraints.
@@ -72,7 +74,7 @@ class Scheduler:
         pace: of prefill steps between rounds; None counts no attention. structures: None takes no structures.
 
         costs: of rounds, for a policy that chooses their shape; None for one shape. head, keep_head: see
-        `AdaptiveShape`. work_clock: by which costs were measured; None is `clock`.
+        `AdaptiveShape`. keep_lengths: see `RequestLengths`. work_clock: by which costs were measured; None is `clock`.
         """
         self._vocab_size, self._structures = vocab_size, structures
         self._layout, self._config, self._eos_ids, self._clock = layout, config, frozenset(eos_ids), clock
@@ -81,6 +83,7 @@ class Scheduler:
         pace = pace or PrefillPace(layout.chunk, layout.chunk, None)
         target_gap_s = None if config.target_gap_ms is None else config.target_gap_ms / 1000
         self._budget = PrefillBudget(layout, pace, target_gap_s, config.prefill_tokens_per_round)
+        self._lengths = RequestLengths(keep_lengths)
         self.policy: ShapePolicy = (
             FixedShape(config.shape) if costs is None else AdaptiveShape(costs, layout, head, keep_head)
         )
@@ -103,7 +106,7 @@ class Scheduler:
         self._deadlines: list[tuple[float, RequestId]] = []  # a heap; some may have ended
         self.queues, self.steps = Queues(), StepsOut()
         self._gaps, self._work = StepTimes(clock), StepTimes(self._work_clock)
-        self.rows = Rows(layout, not config.disable_radix_cache, config.check_level)
+        self.rows = Rows(layout, not config.disable_radix_cache, config.check_level, self._lengths)
         shared = self.queues, self.rows, self.steps
         self.kv_transfer = KVTransfers(layout, self.queues, self.rows, clock)
         self._prefill = PrefillPlanner(layout, self._budget, *shared, self.kv_transfer, clock)

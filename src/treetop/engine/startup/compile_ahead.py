@@ -32,7 +32,7 @@ def compile_all(runner: ModelRunner) -> None:
     """Compile the kernels of the worst steps, of all greedy rounds, and of prefill steps of every size."""
     max_kv_len = runner.layout.max_committed
     worst = [step for choice in (Choice.FILTER, Choice.LOGPROBS) for step in worst_steps(runner, choice)]
-    rounds = [partial(run_phases, runner, key, max_kv_len) for key in greedy_keys(runner)]
+    rounds = [partial(run_phases, runner, key, max_kv_len) for key in greedy_keys(runner.layout)]
     compile_steps([*worst, *rounds, *_prefills(runner)])
 
 

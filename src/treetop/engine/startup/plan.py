@@ -27,7 +27,6 @@ from treetop.engine.memory import (
     ROWS_OF_CPU,
     ROWS_OF_GPU,
     SMALL_CHUNK,
-    TOKENS_OF_A_ROW,
     USUAL_CHUNK_OF_GPU,
     Budget,
     DeviceMemory,
@@ -38,6 +37,7 @@ from treetop.engine.memory import (
     step_bytes,
 )
 from treetop.engine.startup.adapters import adapters_of, read_adapters
+from treetop.engine.startup.default_rows import allowance_of_a_gpu, tokens_of_a_row
 from treetop.engine.startup.exactness import chosen_profile
 from treetop.engine.startup.layer_groups import backend_need, causal_blocks, kv_groups, state_groups
 from treetop.engine.startup.state_limits import check_device, uses_fla, with_checkpoints, within_states
@@ -70,6 +70,7 @@ class EnginePlan:
     kv_transfer: what staging slots hold, if there are any.
     profile: by which acceptance is simulated, if it is.
     adapters: of `--lora-modules`, checked.
+    rows: how many there are and why, in words, if the options do not say.
     """
 
     config: EngineConfig
@@ -83,6 +84,7 @@ class EnginePlan:
     kv_transfer: KVTransferSpec | None
     profile: AcceptanceProfile | None
     adapters: tuple[LoraFolder, ...] = ()
+    rows: str = ""
 
 
 def plan_engine(
@@ -113,12 +115,27 @@ def _plan_own(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel) 
     if config.max_running_requests is not None:
         return _plan_rows(config, parallel, expert_ranks)
     *many, fewest = ROWS_OF_CPU if compute_device(config.device).type == "cpu" else ROWS_OF_GPU
+    tokens, source = tokens_of_a_row(target_spec(resolve_folder(config.model)).folder, config.load_format == "dummy")
     for rows in many:
         with suppress(CapacityError):
             engine_plan = _plan_rows(replace(config, max_running_requests=rows), parallel, expert_ranks)
-            if engine_plan.layout.pool_tokens >= rows * min(engine_plan.layout.max_context, TOKENS_OF_A_ROW):
-                return engine_plan
-    return _plan_rows(replace(config, max_running_requests=fewest), parallel, expert_ranks)
+            held, need = pool_tokens_at_last(engine_plan), rows * min(engine_plan.layout.max_context, tokens)
+            if held >= need:
+                return replace(engine_plan, rows=f"{rows} rows: K/V hold {held} tokens, these need {need}, {source}")
+    engine_plan = _plan_rows(replace(config, max_running_requests=fewest), parallel, expert_ranks)
+    return replace(engine_plan, rows=f"{fewest} rows, the fewest: K/V hold {pool_tokens_at_last(engine_plan)} tokens")
+
+
+def pool_tokens_at_last(engine_plan: EnginePlan) -> int:
+    """Tokens of the plan's pools once a start has measured what steps take and captured its rounds, by estimate.
+
+    Raises CapacityError if not one request fits beside these.
+    """
+    config, layout, place, model = engine_plan.config, engine_plan.layout, engine_plan.place, engine_plan.target.config
+    if config.max_total_tokens is not None or place.device.type == "cpu":
+        return layout.pool_tokens
+    room = allowance_of_a_gpu(layout, model.hidden_size, model.vocab_size, not config.disable_logits_processors)
+    return fit(layout, place.dtype.itemsize, replace(engine_plan.use.budget, allowance=room), None).pool_tokens
 
 
 def _plan_rows(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel) -> EnginePlan:

@@ -40,6 +40,7 @@ def start_up_block(
         f" {str(dtype).removeprefix('torch.')} on {_name(place)}{shared}",
         f"{tree}; {layout.max_requests} requests of {layout.max_context} tokens, pages of {layout.page_size},"
         f" prefill in steps of {layout.chunk}",
+        *([engine_plan.rows] if engine_plan.rows else []),
         *use.lines(),
         "; ".join([f"exactness {config.exactness}", *sums_words(engine_plan.place, products)]),
         *([about] if (about := about_activations(whole.held(engine_plan.target.params))) else []),
