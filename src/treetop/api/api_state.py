@@ -89,8 +89,10 @@ class ApiState:
 
     @property
     def system_fingerprint(self) -> str:
-        """What bits of an answer depend on beside the request and the machine: this version, and what is exact."""
-        return f"treetop-{__version__}-{self.core.info.exactness}"
+        """What bits of an answer depend on beside the request and the machine: this version, what is exact, and why."""
+        info = self.core.info
+        by = f"-by-auto.{info.exactness_by}" if info.exactness_by else ""
+        return f"treetop-{__version__}-{info.exactness}{by}"
 
     @property
     def leaving(self) -> bool:

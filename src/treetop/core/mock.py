@@ -111,7 +111,7 @@ def make_mock(config: EngineConfig, mock: MockOptions) -> tuple[EngineCore[_Due]
         config.shape,
         by_priority=config.schedule_policy == "priority",
         prefix=None if config.disable_radix_cache else PrefixPages.of(layout),
-        exactness=config.exactness,
+        exactness="ties" if config.exactness == "auto" else config.exactness,
     )
     return EngineCore(MockEngine(mock), Scheduler(layout, config, ())), info
 

@@ -4,6 +4,7 @@
 `open_client` starts what a front end speaks to. What needs an extra is imported where it is asked for.
 """
 
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -19,6 +20,7 @@ from treetop.core.clients import InProcessClient
 from treetop.core.engine_core import EngineCore, StepEngine
 from treetop.core.loop import CoreThread
 from treetop.engine.engine import Engine
+from treetop.engine.startup.exactness_table import settled
 from treetop.engine.startup.plan import packing
 from treetop.engine.startup.round_costs import work_clock
 from treetop.models.registry import target_spec
@@ -41,6 +43,7 @@ if TYPE_CHECKING:  # needs an extra
     from treetop.distributed.rank_groups import ExpertEngines
     from treetop.distributed.tp_executor import TpExecutor
 
+log = logging.getLogger("treetop")
 Step = TypeVar("Step")
 
 
@@ -86,6 +89,10 @@ def open_core(
     steps are kept in step through the context. Raises UserError for what cannot work, before anything is started where
     it can, and EngineError for a rank that fails.
     """
+    told = settled(config)
+    if config.exactness != told.config.exactness:
+        log.info("exactness auto is %s: %s", told.config.exactness, told.why)
+    config = told.config
     with ExitStack() as stack:
         if engines is not None:
             check_experts(config)
@@ -105,7 +112,7 @@ def open_core(
             stack.callback(step_sync.close)
             runs = lockstep = Lockstep(runs, step_sync, config.step_timeout)
         core = core_of(runs, engine)
-        return OpenCore(core, info_of(engine), engine, next_logits, stack.pop_all().close, executor, lockstep)
+        return OpenCore(core, info_of(engine, told.by), engine, next_logits, stack.pop_all().close, executor, lockstep)
 
 
 def _executor_of(config: EngineConfig, reached: bool, engines: "ExpertEngines | None") -> "TpExecutor":
@@ -187,7 +194,8 @@ def core_of(runs: StepEngine[Step], engine: Engine) -> EngineCore[Step]:
     return EngineCore(runs, scheduler)
 
 
-def info_of(engine: Engine) -> CoreInfo:
+def info_of(engine: Engine, exactness_by: str = "") -> CoreInfo:
+    """exactness_by: see `CoreInfo`."""
     config, layout = engine.config, engine.layout
     return CoreInfo(
         model_path=str(engine.model_path),
@@ -205,6 +213,7 @@ def info_of(engine: Engine) -> CoreInfo:
             config.structured_output_timeout, config.structured_output_memory, config.structured_output_whitespace
         ),
         exactness=config.exactness,
+        exactness_by=exactness_by,
         can_withhold=not config.simulates,
         has_trees=any(shape.num_steps for shape in config.shapes),
         loras=tuple(config.adapters),

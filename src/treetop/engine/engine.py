@@ -43,6 +43,7 @@ from treetop.engine.startup.capacity_proof import (
     prove_padding,
 )
 from treetop.engine.startup.default_rows import keep_lengths
+from treetop.engine.startup.exactness import whose_sums
 from treetop.engine.startup.kept_calibration import kept_calibration
 from treetop.engine.startup.kept_head import KeptHead, kept_head
 from treetop.engine.startup.plan import EnginePlan, captures, pace_of, plan_engine
@@ -118,7 +119,7 @@ class Engine:
         self._rounds = 0
         built = build_runner(engine_plan)
         self.layout, self.memory, self._zones = built.runner.layout, built.use, built.zones
-        self.products = built.products
+        self.products, self.sums = built.products, whose_sums(engine_plan.place, built.products)
         self.runner, self.slots = built.runner, built.slots
         self.launcher: RoundLauncher = Eager(self.runner)
         if config.graphs == "sim":

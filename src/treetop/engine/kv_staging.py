@@ -26,7 +26,7 @@ def staging_of(engine: Engine) -> Staging:
         shape=(shape.topk, shape.num_steps, shape.num_draft_tokens),
         vocab_size=engine.spec.vocab_size,
         slot_bytes=config.disaggregation_slot_bytes,
-        exactness=config.exactness,
+        exactness=", ".join([config.exactness, *engine.sums]),
     )
     device = memory.device.index or 0 if memory.device.type == "cuda" else None
     reached = Memory(memory.data_ptr(), memory.nbytes, device)

@@ -70,7 +70,7 @@ _BITS_OF_GPU = replace(_BITS_OF_CPU, functions=LIBRARY, products="probed")  # a 
 
 def profile_of(exactness: Exactness, device: torch.device, integers: Integers = Integers()) -> Profile:
     """The profile of `--exactness` on a device. Whether it can be honoured: `engine.startup.exactness`."""
-    if exactness == "ties":
+    if exactness != "bits":  # of auto before it is settled (`engine.startup.exactness_table`)
         return TIES
     if device.type != "cpu":
         return _BITS_OF_GPU

@@ -42,7 +42,7 @@ Graphs = Literal["auto", "off", "sim"]
 Calibration = Literal["learn", "frozen", "off"]
 SpeculativePolicy = Literal["auto", "fixed"]
 SchedulePolicy = Literal["fcfs", "priority"]
-Exactness = Literal["bits", "ties"]
+Exactness = Literal["auto", "bits", "ties"]
 ExactSums = Literal["auto", "packed", "linear", "integers"]
 KVCacheDType = Literal["auto", "fp8_e4m3"]
 
@@ -246,7 +246,7 @@ class EngineConfig:
         "ties",
         "what equals plain decoding: bits, every logit and token, whatever tree, batch, chunk or prefix, on a CPU in"
         " float32 and on a GPU in bfloat16 or float16 (docs/exactness.md); ties, all tokens but at near ties of"
-        " rounding",
+        " rounding; auto, what a table has for the device and the kind of model: bits where it is nearly as fast",
     )
     exact_sums: ExactSums = option(
         "auto",

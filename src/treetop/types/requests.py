@@ -166,7 +166,7 @@ class CoreInfo(NamedTuple):
         rounds.
     eos_ids: the model's.
     by_priority: whether it goes by the priority of requests.
-    exactness: in force, of `--exactness`.
+    exactness: in force, of `--exactness`; by: the row of the table of `auto`, "" where the option said so.
     loras: names of adapters.
     """
 
@@ -184,6 +184,7 @@ class CoreInfo(NamedTuple):
     prefix: PrefixPages | None = None
     structure_limits: StructureLimits = StructureLimits()
     exactness: Exactness = "ties"
+    exactness_by: str = ""
     can_withhold: bool = False
     has_trees: bool = False
     loras: tuple[str, ...] = ()

@@ -3,7 +3,6 @@
 What `bits` asks of each operation of a target is written down in docs/exactness.md.
 """
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -45,16 +44,20 @@ def chosen_profile(config: EngineConfig, layout: Layout, target: TargetSpec, pla
     return profile_of(config.exactness, place.device, integers)
 
 
-def sums_words(place: Placement, products: Iterable[ChosenProduct] = ()) -> list[str]:
-    """On a CPU with `--exactness bits`, whose sums define a row's bits. products: as they were chosen."""
+def whose_sums(place: Placement, products: Iterable[ChosenProduct] = ()) -> list[str]:
+    """On a CPU with `--exactness bits`, which sums define a row's bits. products: as they were chosen."""
     if place.profile.products != "one call":
         return []
-    counts = Counter(each.calls[0].value for each in products if each.exact)
-    calls = ", ".join(f"{call} ({count} shapes)" for call, count in counts.items())
+    calls = sorted({each.calls[0].value for each in products if each.exact})
     attention = "integers in float64" if place.profile.integers.attention else "the library's chains"
-    mode = choose_mode()
-    words = [f"attention by {attention}", *([] if mode is None else [mode]), f"as first found on {cpu_model()}"]
-    return [f"products by {calls}", *words] if calls else words
+    return [*([f"products by {' and '.join(calls)}"] if calls else []), f"attention by {attention}"]
+
+
+def sums_words(place: Placement, products: Iterable[ChosenProduct] = ()) -> list[str]:
+    """The same, and what decided it."""
+    words = whose_sums(place, products)
+    mode = choose_mode() if words else None
+    return [*words, *([] if mode is None else [mode]), *([f"as first found on {cpu_model()}"] if words else [])]
 
 
 def why_not_exact(config: EngineConfig, layout: Layout, target: TargetSpec, place: Placement) -> BackendRefusal | None:
@@ -63,15 +66,9 @@ def why_not_exact(config: EngineConfig, layout: Layout, target: TargetSpec, plac
     Operations but products are probed: on a CPU once a process, on a GPU once a machine. What ranks do together is
     tried when they have met (`engine.startup.exact_ranks`).
     """
-    on_cpu, nodes = place.device.type == "cpu", max(shape.num_draft_tokens for shape in layout.shapes)
-    problem = _of_device(config, place)
+    on_cpu, problem = place.device.type == "cpu", unfit_options(config, place)
     if problem is not None:
         return problem
-    if nodes > on_a_cpu.MOST_NODES:
-        most = on_a_cpu.MOST_NODES
-        return BackendRefusal(
-            f"a tree may have {most} nodes", f"lower --speculative-num-draft-tokens {nodes} or {_TIES}"
-        )
     unbuilt = _of_model(target.config)
     if unbuilt is not None:
         return BackendRefusal(f"{unbuilt} not exact yet", _TIES)
@@ -97,6 +94,15 @@ def _of_model(config: ModelConfig) -> str | None:
     forwards = (layer.feed_forward for layer in config.layers)
     kinds = {each.activation for each in forwards if isinstance(each, UngatedSpec)} - {"relu2"}
     return f"{sorted(kinds)[0]} without a gate is" if kinds else None
+
+
+def unfit_options(config: EngineConfig, place: Placement) -> BackendRefusal | None:
+    """What options have against `bits` on a device, whatever the machine and the model."""
+    most, nodes = on_a_cpu.MOST_NODES, max(shape.num_draft_tokens for shape in config.shapes)
+    problem = _of_device(config, place)
+    if problem is not None or nodes <= most:
+        return problem
+    return BackendRefusal(f"a tree may have {most} nodes", f"lower --speculative-num-draft-tokens {nodes} or {_TIES}")
 
 
 def _of_device(config: EngineConfig, place: Placement) -> BackendRefusal | None:

@@ -39,6 +39,7 @@ from treetop.engine.memory import (
 from treetop.engine.startup.adapters import adapters_of, read_adapters
 from treetop.engine.startup.default_rows import allowance_of_a_gpu, tokens_of_a_row
 from treetop.engine.startup.exactness import chosen_profile
+from treetop.engine.startup.exactness_table import settled
 from treetop.engine.startup.layer_groups import backend_need, causal_blocks, kv_groups, state_groups
 from treetop.engine.startup.state_limits import check_device, uses_fla, with_checkpoints, within_states
 from treetop.engine.startup.weight_copies import CpuWeights, with_copies, with_second_orders
@@ -96,11 +97,18 @@ def plan_engine(
     says what the given one leaves to device and memory. Raises UserError for what cannot work, before any weight is
     read.
     """
+    config = settled(config).config
     parallel = parallel or (SINGLE_RANK if config.tp_size == 1 else PlaceholderRank(config.tp_size))
     expert_ranks = expert_ranks or (SINGLE_RANK if config.ep_size == 1 else PlaceholderRank(config.ep_size))
     engine_plan = _plan_own(config, parallel, expert_ranks)
     if isinstance(expert_ranks, PlaceholderRank):
         return engine_plan
+    exact = int(engine_plan.place.profile.by_rows)
+    if expert_ranks.minimum(exact) != -expert_ranks.minimum(-exact):
+        raise ConfigError(
+            f"--exactness auto: it is {config.exactness} here and not so on another rank, whose device is another;"
+            " use --exactness bits or ties on all"
+        )
     # Steps of all ranks have one size, and a request gets the same bits on any of them.
     own = engine_plan.layout.max_requests, engine_plan.layout.chunk, int(engine_plan.place.compressed)
     agreed = tuple(expert_ranks.minimum(number) for number in own)

@@ -118,7 +118,7 @@ class Schema(NamedTuple):
     groups, record: each group and each field of a record in words.
     shape: k, S, T.
     slot_bytes: a chunk that fits one's slot must fit the other's.
-    exactness: of `--exactness`; K/V that a batch has rounded are not those of bits.
+    exactness: of `--exactness`, and whose sums; K/V that a batch has rounded are not those of bits.
     """
 
     wire: int

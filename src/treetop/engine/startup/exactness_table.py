@@ -1,0 +1,99 @@
+"""What `--exactness auto` stands for: a table of devices and kinds of models, and never a timing.
+
+So starts, ranks, replicas and both sides of a hand-over come to the same, if they have the same device, model and
+options; where they have not, they are refused by name. A row is `bits` where its cost was measured to be at most 1.08
+times that of `ties`; what no row names is `ties`.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from treetop.checkpoints.folder import resolve_folder
+from treetop.checkpoints.loader import Placement, compute_device, compute_dtype
+from treetop.engine.startup.exactness import unfit_options
+from treetop.models.config import ModelConfig
+from treetop.models.registry import target_spec
+from treetop.types.config import EngineConfig
+
+Kind = Literal["dense", "experts", "compressed", "sparse", "recurrent"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Where `auto` is `bits`.
+
+    device: a CPU's maker as it names itself, or a GPU as the driver does.
+    drafted: with a draft, whose trees hide a part of the cost.
+    measured: the commit at which bits / ties was measured, and the figure; docs/exactness.md has the command.
+    """
+
+    device: str
+    kind: Kind
+    drafted: bool
+    measured: str
+
+
+TABLE = (Row("AuthenticAMD", "dense", True, "0.946 to 0.989 of the speed at 215b9f6"),)
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """config: with `bits` or `ties`. why: in words. by: short, "" where the option said so."""
+
+    config: EngineConfig
+    why: str
+    by: str = ""
+
+
+def settled(config: EngineConfig) -> Settled:
+    """What a configuration's exactness is. Raises as reading the model's config.json does."""
+    if config.exactness != "auto":
+        return Settled(config, "as asked")
+    device = compute_device(config.device)
+    place = Placement(compute_dtype(config.dtype, device), device, 1)
+    maker, kind = device_name(device), kind_of(target_spec(resolve_folder(config.model)).config)
+    row = next((row for row in TABLE if (row.device, row.kind, row.drafted) == (maker, kind, config.speculates)), None)
+    drafted = "with a draft" if config.speculates else "without a draft"
+    if row is None:
+        why = f"no row for a {kind} model {drafted} on {maker}"
+        return Settled(replace(config, exactness="ties"), why, _short(maker, kind))
+    problem = unfit_options(config, place)
+    if problem is not None:
+        return Settled(replace(config, exactness="ties"), problem.reason, "options")
+    why = f"{kind} models {drafted} on {maker} have {row.measured}"
+    return Settled(replace(config, exactness="bits"), why, _short(maker, kind))
+
+
+def _short(maker: str, kind: Kind) -> str:
+    return f"{kind}.{maker}".replace(" ", "-")
+
+
+def kind_of(model: ModelConfig) -> Kind:
+    """The mechanism that decides what `bits` costs; of several the later named."""
+    specs = model.attention.values()
+    if len(specs) < len(model.layers):
+        return "recurrent"
+    if any(spec.index is not None for spec in specs):
+        return "sparse"
+    if any(spec.latent is not None for spec in specs):
+        return "compressed"
+    return "experts" if model.has_experts else "dense"
+
+
+def device_name(device: torch.device) -> str:
+    """A GPU's model, or a CPU's maker."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else _maker()
+
+
+@cache
+def _maker() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return "another CPU"
+    found = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return found.get("vendor_id") or ("ARM" if "CPU implementer" in found else "another CPU")
