@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from support.command_line import PROMPT, lines, refused, run, spawn
+from support.holding import STREAM, Held
 from support.tiny_models import copy_folder
 
 # ---------------------------------------------------------------------------------------------- bad input
@@ -142,14 +143,15 @@ def test_a_real_process_prints_objects_on_stdout_and_errors_on_stderr():
     assert len(lines(err)) == 1
 
 
-def test_ctrl_c_ends_a_stream_with_exit_code_130():
-    """After the first piece of text an interrupt ends the process at once, without a traceback.
+def test_ctrl_c_ends_a_stream_with_exit_code_130(tmp_path):
+    """After the first piece of text, where it stands still, an interrupt ends the process at once, without a traceback.
 
     A shell's background job ignores interrupts, and what it starts would.
     """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        process = spawn("generate", "--prompt", PROMPT, "--max-tokens", 2000, "--ignore-eos")
+        argv = ["generate", "--prompt", PROMPT, "--max-tokens", 2000, "--ignore-eos"]
+        process = spawn(*argv, environment=Held(tmp_path, STREAM).environment)
     finally:
         signal.signal(signal.SIGINT, before)
     assert process.stdout.read(1)

@@ -1,5 +1,6 @@
 """What tests of the command line share: running it in this process, or in one of its own."""
 
+import os
 import subprocess
 import sys
 
@@ -20,10 +21,14 @@ def run(capsys, *argv):
     return code, out, err
 
 
-def spawn(*argv, start: type[subprocess.Popen[str]] = Popen):
-    """Its streams are pipes of text. start: `subprocess.Popen` for a process whose start and end are all Python's."""
+def spawn(*argv, start: type[subprocess.Popen[str]] = Popen, environment: dict[str, str] | None = None):
+    """Its streams are pipes of text.
+
+    start: `subprocess.Popen` for a process whose start and end are all Python's. environment: beside that of the tests.
+    """
     command = [sys.executable, "-m", "treetop.cli", *map(str, argv)]
-    return start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    env = {**os.environ, **(environment or {})}
+    return start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
 
 def lines(text) -> list[str]:

@@ -59,6 +59,20 @@ if is_of("treetop.cli"):
     ChatSession._show = held_show
 """
 """An answer of a chat stands still once it has shown a token of the first draft depth."""
+STREAM = """
+if is_of("treetop.cli"):
+    from treetop.llm import LLM
+    stream = LLM.stream
+
+    def held_stream(*args, **options):
+        for delta in stream(*args, **options):
+            yield delta
+            if delta.text:
+                wait()
+
+    LLM.stream = held_stream
+"""
+"""A command that shows text as it comes stands still after each piece."""
 
 
 class Held:

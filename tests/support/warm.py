@@ -37,7 +37,7 @@ _IMPORTED = (*_MODULES, "treetop.serve.serve", "treetop.core.mock", "treetop.dis
 _READ_EARLY = ("PYTHON", "LD_", "OMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH", "TRITON")
 """Beginnings of names that Python and libraries read as they start."""
 _WAITS = "OMP_WAIT_POLICY"
-HELD = "TREETOP_TESTS_HELD"
+HELD = "TESTS_HELD"
 """Names the first folder of PYTHONPATH, whose `sitecustomize.py` says where the process is held (`holding.py`)."""
 _PADDING = 8192
 _PR_SET_CHILD_SUBREAPER = 36
