@@ -267,7 +267,7 @@ def test_prefill_steps_are_chosen_by_the_device_unless_they_are_given(monkeypatc
     ("place", "total", "options", "rows", "minimum", "usual"),
     [
         ("cuda", 140, {}, 256, 512, 2048),
-        ("cuda", 24, {"context_length": 8192}, 32, 512, 2048),  # pools of 50,000 tokens
+        ("cuda", 24, {"context_length": 8192}, 16, 512, 2048),  # pools of 50,000 tokens
         ("cuda", 24, {"context_length": 1000}, 32, 512, 2048),  # shorter ones: more of them
         ("cuda", 24, {"context_length": 8192, "max_running_requests": 100}, 100, 512, 2048),
         ("cpu", 64, {"dtype": "bfloat16", "context_length": 2048}, 16, 128, 128),
@@ -293,8 +293,8 @@ def test_rows_and_the_tokens_beside_a_round_follow_device_and_memory(
 @pytest.mark.parametrize(
     ("total", "policy", "seen", "rows"),
     [
-        (79, "auto", None, 256),
-        (79, "fixed", None, 256),
+        (79, "auto", None, 128),
+        (79, "fixed", None, 128),
         (140, "auto", None, 256),
         (79, "auto", 1152, 256),  # 1,024 in, 128 out
         (79, "auto", 3000, 64),
@@ -336,7 +336,7 @@ def test_an_8b_engine_has_as_many_rows_as_what_requests_have_been_fills(monkeypa
     assert room - num_rounds * BYTES_PER_GRAPH > GIB, "steps have room, too"
     assert len(shapes) == (6 if policy == "auto" else 1)
     final = fit(layout, 2, replace(budget, allowance=room), None)
-    assert final.pool_tokens >= rows * (seen or 1024)
+    assert final.pool_tokens >= rows * (seen or 2048)
     left = budget.memory.free - pool_bytes(final, 2) - num_rounds * BYTES_PER_GRAPH
     graphs = GraphMemory(num_rounds, num_rounds, num_rounds * BYTES_PER_GRAPH, 0, left)
     graphs.check(replace(budget, allowance=room))
@@ -344,14 +344,14 @@ def test_an_8b_engine_has_as_many_rows_as_what_requests_have_been_fills(monkeypa
 
 def test_how_long_requests_are_is_kept_by_target(strong_pair, weak_pair, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert tokens_of_a_row(strong_pair.target, dummy=False)[0] == 1024
+    assert tokens_of_a_row(strong_pair.target, dummy=False)[0] == 2048
     keep_lengths(strong_pair.target, 700.4)
     assert tokens_of_a_row(strong_pair.target, dummy=False) == (700, "700 tokens each, as requests have been here")
-    assert tokens_of_a_row(weak_pair.target, dummy=False)[0] == tokens_of_a_row(strong_pair.target, True)[0] == 1024
+    assert tokens_of_a_row(weak_pair.target, dummy=False)[0] == tokens_of_a_row(strong_pair.target, True)[0] == 2048
     (file,) = (tmp_path / "treetop" / "request-lengths").iterdir()
     for damaged in ("[]", '{"tokens": -1}', '{"tokens": "7"}', "{"):
         file.write_text(damaged)
-        assert tokens_of_a_row(strong_pair.target, dummy=False)[0] == 1024
+        assert tokens_of_a_row(strong_pair.target, dummy=False)[0] == 2048
 
 
 # ---------------------------------------------------------------------------------------------- engines

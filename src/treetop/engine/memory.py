@@ -41,7 +41,7 @@ ROWS_OF_CPU, ROWS_OF_GPU = (16, 8), (256, 128, 64, 32, 16, 8)
 DEFERRED_ON_CPU, DEFERRED_ON_GPU = 128, 32
 """Tokens of a row that plain rounds may leave to one later pass of the draft, if `--speculative-max-deferred` does not
 say: of a small model a pass costs much however few it has."""
-TOKENS_OF_A_ROW = 1024
+TOKENS_OF_A_ROW = 2048
 """Pool tokens that each of so many rows must find, or its whole context if that is shorter, where nobody knows how long
 requests are: who needs more waits, or has others retracted."""
 CHUNKS = ((60 * GIB, 8192), (35 * GIB, 4096), (0, 2048))
