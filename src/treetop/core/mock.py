@@ -112,6 +112,7 @@ def make_mock(config: EngineConfig, mock: MockOptions) -> tuple[EngineCore[_Due]
         by_priority=config.schedule_policy == "priority",
         prefix=None if config.disable_radix_cache else PrefixPages.of(layout),
         exactness="ties" if config.exactness == "auto" else config.exactness,
+        loras=tuple(config.adapters),
     )
     return EngineCore(MockEngine(mock), Scheduler(layout, config, ())), info
 
