@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from treetop.text.text import IncrementalDetokenizer
 from treetop.text.tokenizer import Tokenizer
@@ -109,6 +110,7 @@ class LiveRequest:
     hidden_ends: tokens that the text does not show where one of them ended the request.
     tells_trees: whether each round tells its tree.
     priority: as in `EngineRequest`.
+    tenant: the name of the API key that it came with, "" without one.
     """
 
     index: int
@@ -130,19 +132,21 @@ class LiveRequest:
     prefill_s: float | None = None
     num_cached_tokens: int = 0
     priority: int = 0
+    tenant: str = ""
 
     @classmethod
     def of(cls, index: int, asked: EngineRequest, tokenizer: Tokenizer | None) -> "LiveRequest":
         prompt_ids, params = asked.prompt_ids, asked.params
         logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        told: dict[str, Any] = {"priority": asked.priority, "tenant": asked.tenant.name}
         if tokenizer is None:
-            return cls(index, prompt_ids, None, logprobs, tells_trees=params.tells_trees, priority=asked.priority)
+            return cls(index, prompt_ids, None, logprobs, tells_trees=params.tells_trees, **told)
         keeps_stop = params.include_stop_str_in_output
         text = IncrementalDetokenizer(
             tokenizer.stream(prompt_ids, not params.skip_special_tokens), params.stop, keeps_stop
         )
         hidden_ends = frozenset() if params.skip_special_tokens or keeps_stop else tokenizer.special_ids
-        return cls(index, prompt_ids, text, logprobs, hidden_ends, params.tells_trees, priority=asked.priority)
+        return cls(index, prompt_ids, text, logprobs, hidden_ends, params.tells_trees, **told)
 
     def take(
         self,

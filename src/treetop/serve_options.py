@@ -89,6 +89,9 @@ class ServeOptions:
         None, "how outputs write reasoning (default: as the chat template says; none leaves it in the text)"
     )
     api_key: tuple[str, ...] = option((), "key that requests must bring; repeats (default: none)", metavar="TEXT")
+    api_keys_file: str | None = option(
+        None, "YAML or JSON of keys with names and limits, read again on SIGHUP", metavar="FILE"
+    )
     allow_origin: tuple[str, ...] = option(
         (), "origin whose web pages may call the server (CORS); repeats (default: none)", metavar="TEXT"
     )

@@ -42,7 +42,7 @@ class ScriptedClient:
     is_stalled, num_restarts = False, 0
 
     def __init__(self, reply: Callable[[str], str], can_constrain: bool = False, context: int = 16384) -> None:
-        self.reply, self.prompts, self.params = reply, [], []
+        self.reply, self.prompts, self.params, self.asked = reply, [], [], []
         folder, vocab_size = str(resolve_folder("builtin:nestling")), TOKENIZER.vocab_size
         own = {"can_constrain": can_constrain, "can_change_logits": can_constrain}
         self.info = CoreInfo(folder, vocab_size, context, 64, SpecShape(1, 1, 2), **own)
@@ -69,6 +69,7 @@ class ScriptedClient:
         prompt = TOKENIZER.decode(list(asked.prompt_ids), special=True)
         self.prompts.append(prompt)
         self.params.append(asked.params)
+        self.asked.append(asked)
         ids = TOKENIZER.encode(self.reply(prompt), special=False)
         reason = "stop" if len(ids) <= asked.params.max_tokens else "length"
         ids = ids[: asked.params.max_tokens]

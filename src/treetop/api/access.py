@@ -18,8 +18,9 @@ from treetop.distributed.log_lines import FIELDS
 
 log = logging.getLogger("treetop.access")
 
-_READS = ("GET", "HEAD", "OPTIONS")
-_METHODS = (*_READS, "POST", "PUT", "PATCH", "DELETE")
+READS = ("GET", "HEAD", "OPTIONS")
+"""Methods of requests that are no work."""
+_METHODS = (*READS, "POST", "PUT", "PATCH", "DELETE")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._~:/+=@-]{1,128}")
 _LONGEST_PATH = 200
 _GONE = 499
@@ -73,7 +74,7 @@ class AccessMiddleware:
                     headers["Connection"] = "close"
             await send(message)
 
-        work = method not in _READS
+        work = method not in READS
         try:
             if work and api.draining:
                 await _shutting_down()(inner, receive, answered)

@@ -14,13 +14,14 @@ from fastapi import Request
 from treetop.api.batches.store import BatchStore
 from treetop.api.errors import ApiError
 from treetop.api.events import client_gone
+from treetop.api.keys.api_keys import CALLER, ApiKey, Keys
 from treetop.api.metrics import Metrics
 from treetop.api.rendering import Rendering
 from treetop.api.requests.fields import SamplingFields
 from treetop.api.requests.message_members import check_messages
 from treetop.api.response_store import ResponseStore
 from treetop.api.telemetry.tracing import check_tracing, open_tracer
-from treetop.async_llm import AsyncLLM, DeltaStream, Observer
+from treetop.async_llm import AsyncLLM, DeltaStream
 from treetop.checkpoints.folder import resolve_folder
 from treetop.checkpoints.sampling_defaults import sampling_defaults, unsupported
 from treetop.core.clients import EngineClient
@@ -33,7 +34,7 @@ from treetop.text.chat_template import open_chat_template
 from treetop.text.tokenizer import open_tokenizer
 from treetop.types.constraint import StructuredOutput
 from treetop.types.errors import ConfigError, InputError, shown
-from treetop.types.requests import RequestUpdate, Whose, check_prompt, late_error
+from treetop.types.requests import RequestUpdate, Tenant, Whose, check_prompt, late_error
 from treetop.types.sampling import SamplingParams
 from treetop.version import __version__
 
@@ -57,9 +58,16 @@ class ApiState:
     """
 
     def __init__(
-        self, core: EngineClient, options: ServeOptions, model: str, seed: int, alive: InFlightCounter
+        self,
+        core: EngineClient,
+        options: ServeOptions,
+        model: str,
+        seed: int,
+        alive: InFlightCounter,
+        keys: Keys | None = None,
     ) -> None:
-        """model: as the caller named it. alive: counts the requests of all API processes.
+        """model: as the caller named it. alive: counts the requests of all API processes. keys: None for those of the
+        options.
 
         Raises UserError for files of the model that cannot be read.
         """
@@ -68,7 +76,8 @@ class ApiState:
         self.created = int(time.time())
         self.metrics = Metrics(self.names[0], core.info)
         self.tracer = open_tracer(options.otlp_traces_endpoint, self.names[0])
-        self.llm = AsyncLLM.of(core, seed, self._observer, alive)
+        self.keys = keys or Keys.of(options)
+        self.llm = AsyncLLM.of(core, seed, self._observe, alive)
         folder = Path(core.info.model_path)
         self.defaults = sampling_defaults(folder)
         for wish in unsupported(folder):
@@ -145,6 +154,7 @@ class ApiState:
             raise ApiError(400, self.core.info.refuses, code="prefill_worker")
         maximum = self.core.info.max_context if max_tokens is None else max_tokens
         held_to = None if structure is None else structure[1]
+        key = CALLER.get()
         params, timeout_s = body.params(self.defaults, maximum, held_to), self._timeout_of(body)
         if shows_special:
             params = replace(params, skip_special_tokens=False)
@@ -158,15 +168,26 @@ class ApiState:
                 body.priority,
                 timeout_s,
                 seeds=body.seeds(len(ids)),
-                whose=Whose(cache_salt=body.cache_salt or "", as_one=True, lora=self._adapter_of(body.model)),
+                whose=_whose(key, body.cache_salt, self._adapter_of(body.model)),
             )
-        self.metrics.arrived(sum(map(len, prompts)))
+        num_tokens = sum(map(len, prompts))
+        self.metrics.arrived(num_tokens)
+        if key is not None:
+            self.metrics.of_keys.arrived(key.name, num_tokens)
+            self.keys.limits.used(key.name, num_tokens)
         if self.tracer is not None:
             self.tracer.begin(stream, params, body.n)
         return stream
 
     def _adapter_of(self, name: str | None) -> str:
         return name if name is not None and name in self.core.info.loras else ""
+
+    def _observe(self, live: LiveRequest, update: RequestUpdate) -> None:
+        self.metrics.observe(live, update)
+        if live.tenant and update.new_ids:
+            self.keys.limits.used(live.tenant, len(update.new_ids))
+        if self.tracer is not None:
+            self.tracer.observe(live, update)
 
     def _check_size(self, ids: Sequence[list[int]], count: int, params: SamplingParams) -> None:
         """Raise for what would hold up the engine by its mere size."""
@@ -257,23 +278,12 @@ class ApiState:
         cached = min(asked, sum(output.metrics.num_cached_tokens for output in outputs))
         return {**tokens_used(asked, given), "prompt_tokens_details": {"cached_tokens": cached}}
 
-    @property
-    def _observer(self) -> Observer:
-        metrics, tracer = self.metrics, self.tracer
-        if tracer is None:
-            return metrics.observe
-
-        def observe(live: LiveRequest, update: RequestUpdate) -> None:
-            metrics.observe(live, update)
-            tracer.observe(live, update)
-
-        return observe
-
     def close(self) -> None:
         if self.tracer is not None:
             self.tracer.close()
         if self.responses is not None:
             self.responses.close()
+        self.keys.limits.close()
         self.llm.structures.close()
         self.llm.lanes.close()
         if self.rendering is not None:
@@ -313,6 +323,13 @@ class UsageSoFar:
 
 def tokens_used(asked: int, given: int) -> dict[str, int]:
     return {"prompt_tokens": asked, "completion_tokens": given, "total_tokens": asked + given}
+
+
+def _whose(key: ApiKey | None, salt: str | None, adapter: str) -> Whose:
+    """Of a request's choices. salt: that the request asks for."""
+    if key is None:
+        return Whose(cache_salt=salt or "", as_one=True, lora=adapter)
+    return Whose(Tenant(key.name, key.max_rows), key.salt(salt), as_one=True, lora=adapter)
 
 
 def new_id(kind: str) -> str:

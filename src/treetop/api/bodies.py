@@ -25,26 +25,48 @@ class Bodies:
     num_bytes: that all of them have now, beside the free ones.
     """
 
-    def __init__(self, maximum: int, budget: int, wait_s: float = WAIT_S) -> None:
-        """budget: the most that `num_bytes` may be."""
+    def __init__(
+        self,
+        maximum: int,
+        budget: int,
+        wait_s: float = WAIT_S,
+        *,
+        within: "Bodies | None" = None,
+        of_key: bool = False,
+    ) -> None:
+        """budget: the most that `num_bytes` may be. within: a budget that all of it comes out of, too. of_key: it is an
+        API key's.
+        """
         self.maximum, self.num_bytes = maximum, 0
+        self._within, self._of_key = within, of_key
         self._budget, self._wait_s = budget, wait_s
         self._freed = asyncio.Event()
 
     async def take(self, num_bytes: int) -> None:
-        """Wait for room. Raises HTTPException, 503, if none comes in time."""
+        """Wait for room. Raises HTTPException, 503, if none comes in time; 429 where others of the key have it."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._wait_s):
                 while self.num_bytes + num_bytes > self._budget:
                     await self._freed.wait()
         if self.num_bytes + num_bytes > self._budget:
-            raise HTTPException(
-                503, f"bodies of other requests have all {self._budget} bytes (--max-bodies-bytes); try again later"
-            )
+            limit, status = ("max_bodies_bytes of the key", 429) if self._of_key else ("--max-bodies-bytes", 503)
+            told = f"bodies of other requests have all {self._budget} bytes ({limit}); try again later"
+            raise HTTPException(status, told, {"Retry-After": "1"})
         self.num_bytes += num_bytes
+        if self._within is not None:
+            try:
+                await self._within.take(num_bytes)
+            except BaseException:
+                self._give(num_bytes)
+                raise
 
     def give(self, num_bytes: int) -> None:
         """Room for others, who look in the order in which they came."""
+        if num_bytes and self._within is not None:
+            self._within.give(num_bytes)
+        self._give(num_bytes)
+
+    def _give(self, num_bytes: int) -> None:
         if num_bytes:
             self.num_bytes -= num_bytes
             self._freed.set()

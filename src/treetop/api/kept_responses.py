@@ -4,7 +4,6 @@ import asyncio
 from asyncio import wrap_future
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
 from typing import Any, Literal, Protocol
 
 from fastapi import APIRouter, Request, Response
@@ -25,11 +24,6 @@ MOST_LISTED = 100
 _EVENTS_KEPT_S = 60.0
 """Of a response that was made in the background, after its end."""
 _NO_STORE = "several API processes keep nothing together (--responses-db FILE does, or --api-workers 1)"
-
-
-def owner_name(key: bytes) -> str:
-    """Of an API key, which is not to be read from what is kept."""
-    return sha256(key).hexdigest()
 
 
 def owner_of(request: Request) -> str:

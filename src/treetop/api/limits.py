@@ -76,7 +76,7 @@ class BodyMeter(ByteMeter):
 
 
 def too_large(most_bytes: int) -> str:
-    return f"the body has more than {most_bytes} bytes (--max-body-bytes)"
+    return f"the body has more than {most_bytes} bytes (--max-body-bytes, max_bodies_bytes of a key)"
 
 
 class BodyRequest(Request):

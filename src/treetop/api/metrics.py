@@ -125,17 +125,16 @@ class Metrics:
         self._of_rank = partial(ranks.labels, model_name)
         for rank in range(self._shape.topk if self._shape.num_steps else 0):
             self._of_rank(str(rank))
+        self.of_keys = KeyMetrics(registry, model_name)
         self._http = Counter(
             OWN + "http_requests",
             "Answers by route; 499 if the client had gone before",
             ["model_name", "handler", "method", "status"],
             registry=registry,
         )
-        source: Collector = registry
-        if several:
-            source = MultiProcessCollector(CollectorRegistry())  # type: ignore[no-untyped-call]  # theirs
+        every: Collector = MultiProcessCollector(CollectorRegistry()) if several else registry  # type: ignore[no-untyped-call]  # theirs
         self._page = CollectorRegistry()
-        self._page.register(AliasedMetrics(source, model_name))
+        self._page.register(AliasedMetrics(every, model_name))
         ProcessCollector(registry=self._page)
         self._new_tokens, self._new_rounds, self._added_s = 0, Counts[int](), float("-inf")
         self._new_drafted, self._new_ranks = 0, Counts[int]()  # of these rounds
@@ -158,6 +157,8 @@ class Metrics:
         if count:
             self._new_tokens += count
             self.interval.tokens += count
+            if live.tenant:
+                self.of_keys.generated(live.tenant, count)
             if live.last_s is None:
                 self._first_s.observe(now - live.started_s)
             else:
@@ -201,6 +202,7 @@ class Metrics:
     def _add(self) -> None:
         """Add tokens and rounds to their counters, each of which takes a lock."""
         self._tokens.inc(self._new_tokens)
+        self.of_keys.add()
         self._new_tokens, rounds, self._new_rounds = 0, self._new_rounds, Counts[int]()
         self._drafts.inc(rounds.total())
         self._draft_tokens.inc(self._new_drafted)
@@ -252,6 +254,38 @@ class Metrics:
                 "num_spec_tokens": shape.num_draft_tokens - 1,
             }
         }
+
+
+class KeyMetrics:
+    """What API keys use, by their names: those are the operator's, so no client can make one, and none is a key."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        def counter(name: str, documentation: str, *labels: str) -> Counter:
+            return Counter(OWN + name, documentation, ["model_name", "key", *labels], registry=registry)
+
+        self._model_name, self._new = model_name, Counts[str]()
+        self._requests = counter("key_requests", "Requests of an API key that are more than reads")
+        self._refused = counter("key_requests_refused", "Of these, those beyond its limits a minute", "limit")
+        self._prompt = counter("key_prompt_tokens", "Prompt tokens of an API key's requests that were queued")
+        self._tokens = counter("key_generation_tokens", "Tokens that clients with an API key received")
+
+    def asked(self, name: str, refused: str | None) -> None:
+        """A request that is more than a read. refused: by which limit."""
+        self._requests.labels(self._model_name, name).inc()
+        if refused is not None:
+            self._refused.labels(self._model_name, name, refused).inc()
+
+    def arrived(self, name: str, num_prompt_tokens: int) -> None:
+        self._prompt.labels(self._model_name, name).inc(num_prompt_tokens)
+
+    def generated(self, name: str, count: int) -> None:
+        self._new[name] += count
+
+    def add(self) -> None:
+        """Add what was generated to its counter."""
+        new, self._new = self._new, Counts[str]()
+        for name, count in new.items():
+            self._tokens.labels(self._model_name, name).inc(count)
 
 
 class LogInterval:

@@ -104,7 +104,14 @@ class EngineDead(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
+class KeysChanged(msgspec.Struct, frozen=True, tag=True):
+    """To an API process: the file with keys has this text now, which is sound."""
+
+    text: str
+
+
 EngineEvent = EngineUp | EngineLost | EngineDead
+ApiEvent = EngineEvent | KeysChanged
 """Sent to API processes, a line of JSON each."""
 
 

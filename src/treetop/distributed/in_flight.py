@@ -1,11 +1,10 @@
 """Counts the requests in flight in all API processes, so that the queue bound holds for all of them together."""
 
-import fcntl
-import mmap
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from treetop.distributed.shared_file import SharedFile
 
 _SIZE = 8
 
@@ -15,12 +14,8 @@ class InFlightCounter:
 
     def __init__(self, file: Path | None = None, number: int = 0, num_processes: int = 1) -> None:
         """file: None for a process that is alone. number: of this process."""
-        self._fd, size = -1, _SIZE * num_processes
-        if file is not None:
-            self._fd = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
-            os.ftruncate(self._fd, size)
-        self._counts = memoryview(mmap.mmap(self._fd, size)).cast("q")  # -1 maps memory of this process alone
-        self._number = number
+        self._shared = SharedFile(file, _SIZE * num_processes)
+        self._counts, self._number = self._shared.memory.cast("q"), number
 
     @property
     def own(self) -> int:
@@ -36,16 +31,8 @@ class InFlightCounter:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """No other process adds what it has looked at under this lock; anyone may subtract."""
-        if self._fd < 0:
+        with self._shared.locked():
             yield
-            return
-        fcntl.lockf(self._fd, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.lockf(self._fd, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._shared.close()

@@ -16,6 +16,8 @@ import uvicorn
 
 from treetop.api.api_state import ApiState
 from treetop.api.app import make_app
+from treetop.api.keys.api_keys import Keys
+from treetop.api.keys.rate_limits import RateLimits
 from treetop.core.clients import EngineClient
 from treetop.distributed.in_flight import InFlightCounter
 from treetop.distributed.log_lines import log_to_stderr
@@ -39,7 +41,8 @@ class ApiOptions(msgspec.Struct, frozen=True):
     seed: `--seed`, if it was given.
     number: of this process, None if there is but one.
     client: of this process among all that the engine has ever had.
-    alive_file: where several count their requests.
+    alive_file, limits_file: where several count their requests, and what keys have used.
+    keys: the text of the file with API keys.
     """
 
     serve: ServeOptions
@@ -48,6 +51,13 @@ class ApiOptions(msgspec.Struct, frozen=True):
     number: int | None = None
     client: int = 0
     alive_file: str | None = None
+    limits_file: str | None = None
+    keys: str | None = None
+
+    def open_keys(self) -> Keys:
+        """Raises ConfigError."""
+        limits = RateLimits(None if self.limits_file is None else Path(self.limits_file))
+        return Keys(self.serve, self.keys, limits)
 
 
 def first_seed(seed: int | None, client: int = 0) -> int:
@@ -62,7 +72,11 @@ def first_seed(seed: int | None, client: int = 0) -> int:
 
 
 async def serve(
-    core: EngineClient, options: ApiOptions, listening: socket.socket, started: Callable[[], None] | None = None
+    core: EngineClient,
+    options: ApiOptions,
+    listening: socket.socket,
+    keys: Keys,
+    started: Callable[[], None] | None = None,
 ) -> int:
     """Serve over a core that is up until SIGTERM, SIGINT or its death. Returns the exit code.
 
@@ -71,7 +85,7 @@ async def serve(
     """
     file, number = options.alive_file, options.number or 0
     alive = InFlightCounter(None if file is None else Path(file), number, options.serve.num_api_workers)
-    api = ApiState(core, options.serve, options.model, first_seed(options.seed, options.client), alive)
+    api = ApiState(core, options.serve, options.model, first_seed(options.seed, options.client), alive, keys)
     asked = options.serve
     patience = Patience(asked.http_read_timeout, asked.timeout_keep_alive, asked.http_min_rate)
     app = make_app(api)

@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -24,8 +24,9 @@ from typing import Any
 import msgspec
 
 from treetop.api.api_state import check_files
+from treetop.api.keys.api_keys import all_keys, read_file
 from treetop.core.clients import EngineClient
-from treetop.core.wire import EngineDead, EngineEvent, EngineLost, EngineUp, ProcessOptions
+from treetop.core.wire import ApiEvent, EngineDead, EngineLost, EngineUp, KeysChanged, ProcessOptions
 from treetop.distributed.client import EngineProcessClient
 from treetop.distributed.in_flight import InFlightCounter
 from treetop.distributed.log_lines import FORMAT, say
@@ -36,6 +37,7 @@ from treetop.serve.listening import address_of, is_for_others, listening_socket,
 from treetop.serve.own_folder import own_folder
 from treetop.serve.run import ApiOptions, log_server, serve
 from treetop.serve_options import ServeOptions
+from treetop.types.errors import ConfigError
 
 _ENDED_BY_SIGNAL = {0, -signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGINT}
 """Exit codes of an API process that was told to end."""
@@ -53,24 +55,32 @@ def run(process: ProcessOptions, options: ServeOptions) -> int:
     options = options.by_cores(cores)
     most_connections(options.max_connections)
     tls_context(options)
-    if is_for_others(options) and not options.api_key:
+    key_text = read_file(options.api_keys_file)
+    if is_for_others(options) and not all_keys(options, key_text):
         log.warning("--host %s without --api-key: whoever reaches this address may use the server", options.host)
     with listening_socket(options) as listening, own_folder() as folder:
-        return asyncio.run(_run(folder, process, options, listening))
+        return asyncio.run(_run(folder, process, options, listening, key_text))
 
 
-async def _run(folder: Path, process: ProcessOptions, options: ServeOptions, listening: socket.socket) -> int:
+async def _run(
+    folder: Path, process: ProcessOptions, options: ServeOptions, listening: socket.socket, key_text: str | None
+) -> int:
+    """key_text: of the file with keys."""
+    api_options = ApiOptions(options, process.config.model, process.config.seed, keys=key_text)
     stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     apis: list[ApiProcess] = []  # none until they serve
     _on_signals(stopped, apis)
     async with started_engines(process, options, stopped) as (core, engines):
         if stopped.done():
             return stopped.result()
-        api_options = ApiOptions(options, process.config.model, process.config.seed)
         if options.num_api_workers > 1:
-            return await ApiProcesses(engines, core, api_options, listening, folder, apis).serve(stopped)
+            processes = ApiProcesses(engines, core, api_options, listening, folder, apis)
+            _on_hangup(options, processes.change_keys)
+            return await processes.serve(stopped)
+        keys = api_options.open_keys()
+        _on_hangup(options, keys.replace)
         with watched(engines):
-            return await serve(core, api_options, listening, lambda: _print_address(listening, core, api_options))
+            return await serve(core, api_options, listening, keys, lambda: _print_address(listening, core, api_options))
 
 
 @asynccontextmanager
@@ -142,6 +152,24 @@ def _on_signals(stopped: "asyncio.Future[int]", apis: "Sequence[ApiProcess]") ->
         asyncio.get_running_loop().add_signal_handler(number, stop, number)
 
 
+def _on_hangup(options: ServeOptions, replace: Callable[[str], object]) -> None:
+    """SIGHUP reads the file with keys again, if there is one; what is wrong with it is said, and the old one holds."""
+    if options.api_keys_file is None:
+        return
+
+    def read_again() -> None:
+        try:
+            text = read_file(options.api_keys_file) or ""
+            keys = all_keys(options, text)
+            replace(text)
+        except ConfigError as error:
+            log.error("SIGHUP: %s; the keys from before hold", error)
+        else:
+            log.info("SIGHUP: %s: %d keys hold from now on", options.api_keys_file, len(keys))
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, read_again)
+
+
 class ApiProcess:
     """An API process.
 
@@ -157,7 +185,7 @@ class ApiProcess:
         self.ended = asyncio.wrap_future(self.child.ended)
         self.fronts = [ApiFront(self, replica) for replica in range(num_engines)]
 
-    def send_line(self, event: EngineEvent) -> None:
+    def send_line(self, event: ApiEvent) -> None:
         if not self.ended.done():
             send_line(self.child.process, event)
 
@@ -218,6 +246,12 @@ class ApiProcesses:
         self._folder, self._apis = folder, apis
         self._restarts, self._numbers = RestartLimit(api_options.serve.api_restarts), count(1)
 
+    def change_keys(self, text: str) -> None:
+        """All processes go by another text of the file with keys, also those that are started from now on."""
+        self._api_options = msgspec.structs.replace(self._api_options, keys=text)
+        for api in self._apis:
+            api.send_line(KeysChanged(text))
+
     async def serve(self, stopped: "asyncio.Future[int]") -> int:
         """Until none is left, an engine ends, or a signal comes. Returns the exit code."""
         self._listening.listen(BACKLOG)
@@ -270,7 +304,11 @@ class ApiProcesses:
         metrics.mkdir(exist_ok=True)
         environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
         options = msgspec.structs.replace(
-            self._api_options, number=place, client=number, alive_file=str(self._folder / "alive")
+            self._api_options,
+            number=place,
+            client=number,
+            alive_file=str(self._folder / "alive"),
+            limits_file=str(self._folder / "limits"),
         )
         process = start_process("treetop.serve.worker", options, [str(fd)], pass_fds=(fd,), env=environment)
         api = ApiProcess(process, place, number, len(self._engines))

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from treetop.core.wire import EngineDead, EngineEvent, EngineLost, EngineUp
+from treetop.api.keys.api_keys import Keys
+from treetop.core.wire import ApiEvent, EngineDead, EngineEvent, EngineLost, EngineUp, KeysChanged
 from treetop.distributed.client import EngineProcessClient
 from treetop.distributed.remote_engine import RemoteEngine
 from treetop.serve.run import ApiOptions, log_server, serve
@@ -36,13 +37,15 @@ async def _run(options: ApiOptions, listening: socket.socket, stdin: io.FileIO) 
     serving = asyncio.Event()
     for each in watches:
         each.serving = serving
-    threading.Thread(target=_read_events, args=(stdin, watches, asyncio.get_running_loop()), daemon=True).start()
+    keys = options.open_keys()
+    arguments = stdin, watches, keys, asyncio.get_running_loop()
+    threading.Thread(target=_read_events, args=arguments, daemon=True).start()
     try:
         for each in watches:
             await each.first.wait()
         if core.failure is not None:
             return 1
-        return await serve(core, options, listening, serving.set)
+        return await serve(core, options, listening, keys, serving.set)
     finally:
         core.close()
 
@@ -75,9 +78,14 @@ class _EngineWatch:
         sys.stdout.flush()
 
 
-def _read_events(stdin: io.FileIO, watches: Sequence[_EngineWatch], loop: asyncio.AbstractEventLoop) -> None:
+def _read_events(
+    stdin: io.FileIO, watches: Sequence[_EngineWatch], keys: Keys, loop: asyncio.AbstractEventLoop
+) -> None:
     while line := stdin.readline():
-        event = msgspec.json.decode(line, type=EngineEvent)
+        event = msgspec.json.decode(line, type=ApiEvent)
+        if isinstance(event, KeysChanged):
+            loop.call_soon_threadsafe(keys.replace, event.text)
+            continue
         loop.call_soon_threadsafe(watches[event.replica].take, event)
     os._exit(1)
 

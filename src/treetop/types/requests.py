@@ -18,7 +18,7 @@ from treetop.types.verified_tree import VerifiedTree
 
 
 class Tenant(NamedTuple):
-    """Whose requests share rows as one: an API key's, by its name. "" for those of nobody in particular.
+    """Whose requests share rows as one: an API key's, by the name of it. "" for those of nobody in particular.
 
     max_rows: of an engine that they hold at most; None for all.
     """
@@ -40,8 +40,8 @@ class Whose(NamedTuple):
 
     @property
     def salt(self) -> str:
-        """What parts the prefix cache: K/V are an adapter's, too."""
-        return f"{self.cache_salt}\0{self.lora}" if self.lora else self.cache_salt
+        """What parts the prefix cache: K/V are an adapter's, too, whatever a request calls its salt."""
+        return f"{self.lora}\0{self.cache_salt}" if self.lora or self.cache_salt else ""
 
 
 class EngineRequest(NamedTuple):

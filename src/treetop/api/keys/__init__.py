@@ -1,0 +1,1 @@
+"""Who may ask: API keys, their limits, and what they have used."""
