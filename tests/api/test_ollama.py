@@ -92,7 +92,7 @@ def test_options_are_a_requests_own_and_hints_are_told(server, caplog, monkeypat
     got = (params.temperature, params.top_k, params.top_p, params.min_p, params.seed, params.stop, params.max_tokens)
     assert got == (0.25, 7, 0.5, 0.1, 4, ("zzz",), 33)
     assert core.prompts[-1].endswith("<think></think>")
-    assert sorted(record.message.split(":")[0] for record in caplog.records) == ["options.num_ctx", "options.num_gpu"]
+    assert sorted(record.message.split(":")[0] for record in caplog.records) == ["num_ctx", "num_gpu"]
     for name in ("/api/tags", "/api/ps"):
         assert [model["name"] for model in httpx.get(url + name).json()["models"]] == ["scripted"]
     assert {"completion", "tools"} <= set(post(url, "/api/show")["capabilities"])

@@ -11,26 +11,24 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from treetop.api.access import READS, AccessMiddleware, RootPathMiddleware
 from treetop.api.api_state import ApiState
 from treetop.api.batches.batches import Batches
-from treetop.api.batches.routes import FILES, BatchRequest, batch_routes, file_routes
+from treetop.api.batches.routes import FILES, batch_routes, file_routes
 from treetop.api.batches.store import BatchStore
 from treetop.api.bodies import MeteredBody
 from treetop.api.chat import chat
-from treetop.api.completions import CompletionRequest, completions
-from treetop.api.conversations import ConversationRequest, ItemsRequest, MetadataRequest, conversations
+from treetop.api.completions import completions
+from treetop.api.conversations import conversations
 from treetop.api.errors import RESPONSES, add_error_handlers, as_api_error, error_response
 from treetop.api.kept_responses import OWNER, KeptResponses, kept_responses
 from treetop.api.keys.api_keys import CALLER
 from treetop.api.limits import too_large
-from treetop.api.llama_cpp import LlamaCppRequest, llama_cpp
+from treetop.api.llama_cpp import llama_cpp
 from treetop.api.messages import messages
-from treetop.api.ollama import OllamaChat, OllamaGenerate, ollama
-from treetop.api.operations import DetokenizeRequest, TokenizeRequest, UpdateWeightsRequest, operations
+from treetop.api.ollama import ollama
+from treetop.api.operations import operations
 from treetop.api.page import page, page_files
-from treetop.api.requests.chat_body import ChatRequest
-from treetop.api.requests.messages_body import CountRequest, MessagesRequest
-from treetop.api.requests.responses_body import ResponsesRequest
+from treetop.api.requests.fields_page import BODIES
 from treetop.api.responses import responses
-from treetop.api.sglang import GenerateRequest, sglang
+from treetop.api.sglang import sglang
 from treetop.version import __version__
 
 _OPEN = ("/health", "/health/live", "/health/ready", "/metrics", "/ping", "/version")
@@ -39,24 +37,6 @@ RATE_HEADERS = tuple(
     f"x-ratelimit-{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")
 )
 """OpenAI's headers of limits."""
-_REQUESTS = (
-    CompletionRequest,
-    ChatRequest,
-    ResponsesRequest,
-    ConversationRequest,
-    MetadataRequest,
-    ItemsRequest,
-    MessagesRequest,
-    CountRequest,
-    OllamaChat,
-    OllamaGenerate,
-    LlamaCppRequest,
-    GenerateRequest,
-    TokenizeRequest,
-    DetokenizeRequest,
-    UpdateWeightsRequest,
-    BatchRequest,
-)
 
 
 def make_app(api: ApiState) -> FastAPI:
@@ -70,7 +50,7 @@ def make_app(api: ApiState) -> FastAPI:
         servers=[{"url": api.options.root_path}] if api.options.root_path else None,
     )
     app.state.ignore_unknown_fields = api.options.ignore_unknown_fields
-    add_error_handlers(app, {name for each in _REQUESTS for name in each.model_fields})
+    add_error_handlers(app, {name for each in BODIES.values() for name in each.model_fields})
     kept = KeptResponses(api, api.responses)
     of_responses = (responses(api, kept), kept_responses(kept), conversations(kept))
     for router in (

@@ -4,23 +4,22 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from treetop.api.api_state import ApiState
 from treetop.api.completions import CompletionRequest, start_completion
 from treetop.api.errors import ApiError, error_body
 from treetop.api.events import STREAMS, Answer, answered, collected, event, json_response
 from treetop.api.limits import BodyRoute, Ids
-from treetop.api.requests.fields import Body, Stops, listed, refuse_unsupported
-from treetop.api.requests.hints import left_out
+from treetop.api.requests.fields import Body, Neutral, Stops, listed
 from treetop.async_llm import DeltaStream
 from treetop.outputs import RequestOutput, TextDelta
 
-_HINTS = (
+HINTS = (
     "cache_prompt", "id_slot", "n_cache_reuse", "n_keep", "penalize_nl", "repeat_last_n", "return_progress", "slot_id",
     "timings_per_token",
 )  # fmt: skip
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: Neutral = {
     "dry_multiplier": (0,),
     "dynatemp_range": (0,),
     "image_data": ([],),
@@ -31,12 +30,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "typical_p": (1,),
     "xtc_probability": (0,),
 }
-"""As `NEUTRAL` of `api/requests/fields.py`."""
+"""As `Body.neutral`."""
 
 
 class LlamaCppRequest(Body):
     """A text, or ids, that go on. n_predict: -1 and -2 for all that the context holds. seed: -1 for any."""
 
+    neutral, hints = NEUTRAL, HINTS
     prompt: str | Ids
     n_predict: int = Field(-1, ge=-2)
     stream: bool = False
@@ -52,16 +52,6 @@ class LlamaCppRequest(Body):
     ignore_eos: bool = False
     grammar: str | None = None
     json_schema: dict[str, Any] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _unsupported(cls, values: Any) -> Any:
-        kept = refuse_unsupported(values, _NEUTRAL)
-        if not isinstance(kept, dict):
-            return kept
-        for name in (name for name in _HINTS if name in kept):
-            left_out(name, "a hint to another kind of runner")
-        return {name: value for name, value in kept.items() if name not in _HINTS}
 
     @property
     def completion(self) -> CompletionRequest:

@@ -7,10 +7,10 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field
 
 from treetop.api.api_state import ApiState
 from treetop.api.completions import CompletionRequest, start_completion
@@ -18,8 +18,7 @@ from treetop.api.errors import ApiError
 from treetop.api.events import Answer, answered, collected, encode, json_response
 from treetop.api.limits import MAX_MESSAGES, MAX_PARTS, BodyRoute, FewMembers
 from treetop.api.requests.chat_body import ChatRequest, chat_request
-from treetop.api.requests.fields import Body, Stops, refuse_unsupported
-from treetop.api.requests.hints import left_out
+from treetop.api.requests.fields import Body, Neutral, Stops
 from treetop.api.requests.tools import ToolList
 from treetop.api.turn import Said, Turn, start_turn
 from treetop.outputs import RequestOutput, TextDelta
@@ -30,7 +29,7 @@ from treetop.version import __version__
 
 Written = dict[str, Any]
 
-_HINTS = (
+HINTS = (
     "f16_kv", "logits_all", "low_vram", "main_gpu", "mirostat_eta", "mirostat_tau", "num_batch", "num_ctx", "num_gpu",
     "num_keep", "num_thread", "numa", "penalize_newline", "repeat_last_n", "use_mlock", "use_mmap", "vocab_only",
 )  # fmt: skip
@@ -41,6 +40,7 @@ _LATEST = ":latest"
 class OllamaOptions(Body):
     """How tokens are chosen. num_predict: -1 and -2 for all that the context holds."""
 
+    neutral, hints = {"mirostat": (0,), "tfs_z": (1,), "typical_p": (1,)}, HINTS
     num_predict: int | None = Field(None, ge=-2)
     temperature: float | None = None
     top_k: int | None = None
@@ -51,16 +51,6 @@ class OllamaOptions(Body):
     repeat_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _unsupported(cls, values: Any) -> Any:
-        kept = refuse_unsupported(values, {"mirostat": (0,), "tfs_z": (1,), "typical_p": (1,)})
-        if not isinstance(kept, dict):
-            return kept
-        for name in (name for name in _HINTS if name in kept):
-            left_out(f"options.{name}", "a hint to another kind of runner")
-        return {name: value for name, value in kept.items() if name not in _HINTS}
 
     @property
     def said(self) -> dict[str, Any]:
@@ -89,6 +79,7 @@ class OllamaCall(Body):
 class OllamaMessage(Body):
     """A message. What a tool gave answers the earliest open call, of `tool_name` where that is said."""
 
+    neutral: ClassVar[Neutral] = {"images": ([],)}
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     thinking: str | None = None
@@ -96,15 +87,11 @@ class OllamaMessage(Body):
     tool_name: str | None = None
     tool_call_id: str | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _unsupported(cls, values: Any) -> Any:
-        return refuse_unsupported(values, {"images": ([],)})
-
 
 class OllamaRequest(Body):
     """What both kinds of requests say."""
 
+    hints = ("keep_alive",)
     model: str
     stream: bool = True
     format: str | dict[str, Any] | None = Field(None, description="json, or a JSON schema")
@@ -148,14 +135,10 @@ class OllamaChat(OllamaRequest):
 class OllamaGenerate(OllamaRequest):
     """A prompt: the user's of a chat, or, `raw` or without a chat template, a text that goes on."""
 
+    neutral: ClassVar[Neutral] = {"context": ([],), "images": ([],), "suffix": ("",), "template": ("",)}
     prompt: str = ""
     system: str | None = None
     raw: bool = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _unsupported(cls, values: Any) -> Any:
-        return refuse_unsupported(values, {"context": ([],), "images": ([],), "suffix": ("",), "template": ("",)})
 
     def chat(self) -> ChatRequest:
         """Raises InputError."""

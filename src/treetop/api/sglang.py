@@ -5,19 +5,19 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from treetop.api.api_state import ApiState, new_id
 from treetop.api.completions import CompletionRequest, start_completion
 from treetop.api.errors import ApiError, error_body
 from treetop.api.events import DONE, STREAMS, Answer, answered, collected, event, json_response
 from treetop.api.limits import BodyRoute, FewMembers, Ids, StopIds, Texts
-from treetop.api.requests.fields import MAX_CHOICES, Body, Stops, listed, refuse_unsupported
+from treetop.api.requests.fields import MAX_CHOICES, Body, Neutral, Stops, listed
 from treetop.async_llm import DeltaStream
 from treetop.outputs import RequestOutput, TextDelta
 from treetop.types.errors import InputError
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: Neutral = {
     "audio_data": ([],),
     "image_data": ([],),
     "video_data": ([],),
@@ -30,7 +30,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "token_ids_logprob": (),
     "top_logprobs_num": (0,),
 }
-"""As `NEUTRAL` of `api/requests/fields.py`."""
+"""As `Body.neutral`."""
 
 
 class SglangParams(Body):
@@ -75,17 +75,13 @@ class SglangParams(Body):
 class GenerateRequest(Body):
     """Texts or ids that go on. lora_path: the name of an adapter. rid: an id that comes back."""
 
+    neutral = NEUTRAL
     text: str | Texts | None = None
     input_ids: Ids | list[Ids] | None = None
     sampling_params: SglangParams = Field(default_factory=lambda: SglangParams.model_validate({}))
     stream: bool = False
     lora_path: str | None = Field(None, max_length=200)
     rid: str | None = Field(None, max_length=200)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _unsupported(cls, values: Any) -> Any:
-        return refuse_unsupported(values, _NEUTRAL)
 
     @property
     def completion(self) -> CompletionRequest:

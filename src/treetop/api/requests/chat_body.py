@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -16,12 +16,11 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from treetop.api.limits import MAX_MESSAGES, MAX_PARTS, FewMembers, check_values
-from treetop.api.requests.fields import Body, SamplingFields, refuse_unsupported
+from treetop.api.requests.fields import Body, Neutral, SamplingFields
 from treetop.api.requests.tools import Calls, ToolChoice, ToolList
 from treetop.parsers.custom import arguments_of
 from treetop.text.chat_input import Message
@@ -197,14 +196,10 @@ class ThinkingParam(Body):
 class ReasoningFields(Body):
     """How to think, as OpenRouter's clients say it. max_tokens: `thinking_token_budget`."""
 
+    neutral: ClassVar[Neutral] = {"exclude": (False,)}
     effort: str | None = None
     enabled: bool | None = None
     max_tokens: int | None = Field(None, ge=0, lt=2**31)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _unsupported(cls, values: Any) -> Any:
-        return refuse_unsupported(values, {"exclude": (False,)})
 
 
 class ChatRequest(SamplingFields):

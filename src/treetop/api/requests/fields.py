@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
 from pydantic.fields import FieldInfo
@@ -21,7 +21,9 @@ MAX_STOPS, LONGEST_STOP = 16, 1000
 MAX_NAMES_COMPARED = 8
 """Unknown names of an object that are compared with the known ones."""
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+Neutral = Mapping[str, tuple[Any, ...]]
+"""Values by the names of fields."""
+NEUTRAL: Neutral = {
     "length_penalty": (1,),
     "logits_processors": ([],),
     "suffix": ("",),
@@ -44,13 +46,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "lora_path": (),
 }
-"""Known fields that cannot be honoured, and the values that ask for nothing; null asks for nothing either."""
+"""As `Body.neutral`, of what chooses tokens."""
 
 
-def refuse_unsupported(values: Any, neutral: Mapping[str, tuple[Any, ...]]) -> Any:
-    """Drop known fields that ask for nothing. Raises for one that asks for something. neutral: as `NEUTRAL`."""
-    if not isinstance(values, dict):
-        return values
+def _refuse_unsupported(values: dict[str, Any], neutral: Neutral) -> dict[str, Any]:
+    """Drop known fields that ask for nothing. Raises for one that asks for something."""
     kept = dict(values)
     for name in neutral.keys() & kept.keys():
         value = kept.pop(name)
@@ -65,21 +65,32 @@ def _same(value: Any, neutral: Any) -> bool:
 
 
 class Body(BaseModel):
-    """A request's body: types as they are said, no unknown field, no NaN. Null is as good as nothing said."""
+    """A request's body: types as they are said, no unknown field, no NaN. Null is as good as nothing said.
 
+    neutral: known fields that cannot be honoured, and the values that ask for nothing; null asks for nothing either.
+    hints: fields that no answer depends on; those that are not declared are told in the log.
+    """
+
+    neutral: ClassVar[Neutral] = {}
+    hints: ClassVar[tuple[str, ...]] = ()
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     _few_members = model_validator(mode="before")(few_members)
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, values: Any) -> Any:
-        """Drop nulls of fields that need not be given.
+        """Drop nulls of fields that need not be given, and fields that ask for nothing.
 
-        Raises for what hides other errors: another kind of thing than this, and a misspelled name.
+        Raises for a field that asks for what cannot be, and for what hides other errors: another kind of thing than
+        this, and a misspelled name.
         """
         if not isinstance(values, dict):
             return values
         fields = {field.alias or name: field for name, field in cls.model_fields.items()}
+        values = _refuse_unsupported(values, {name: each for name, each in cls.neutral.items() if name not in fields})
+        for name in [name for name in cls.hints if name in values and name not in fields]:
+            left_out(name, "a hint that no answer depends on here")
+            del values[name]
         optional = {name for name, field in fields.items() if not field.is_required()}
         _refuse_kind(values, fields)
         if UNKNOWN_LEFT_OUT.get():
@@ -129,13 +140,9 @@ class StreamOptions(Body):
     continuous_usage_stats: each event has its choice's so far.
     """
 
+    neutral = {"include_obfuscation": (False,)}
     include_usage: bool = False
     continuous_usage_stats: bool = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _unsupported(cls, values: Any) -> Any:
-        return refuse_unsupported(values, {"include_obfuscation": (False,)})
 
 
 def listed(value: Any) -> Any:
@@ -153,6 +160,7 @@ Stops = Annotated[list[Annotated[str, Field(max_length=LONGEST_STOP)]], Field(ma
 class SamplingFields(TextFields, UnusedFields, Body):
     """How tokens are chosen and when they end. What is null or absent is the model's default."""
 
+    neutral, hints = NEUTRAL, tuple(UnusedFields.model_fields)
     model: str | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     temperature: float | None = None
@@ -186,11 +194,6 @@ class SamplingFields(TextFields, UnusedFields, Body):
     timeout: float | None = Field(None, description="seconds after which the request ends with an error")
     stream: bool = False
     stream_options: StreamOptions | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _unsupported(cls, values: Any) -> Any:
-        return refuse_unsupported(values, {name: NEUTRAL[name] for name in NEUTRAL if name not in cls.model_fields})
 
     @property
     def include_usage(self) -> bool:

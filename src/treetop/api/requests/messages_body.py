@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -12,25 +12,24 @@ from pydantic import (
     Tag,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from treetop.api.limits import MAX_MESSAGES, MAX_PARTS, FewMembers, check_values
 from treetop.api.requests.chat_body import ChatRequest, chat_request
-from treetop.api.requests.fields import MAX_STOPS, Body, refuse_unsupported
+from treetop.api.requests.fields import MAX_STOPS, Body, Neutral
 from treetop.api.requests.hints import left_out
 from treetop.api.requests.tools import MAX_TOOLS
 from treetop.text.chat_input import Message
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: Neutral = {
     "container": (),
     "mcp_servers": ([],),
     "service_tier": ("auto", "standard_only"),
     "inference_geo": (),
     "output_format": (),
 }
-"""As `NEUTRAL` of `api/fields.py`."""
+"""As `Body.neutral`."""
 
 
 _OF_PROVIDER = (
@@ -43,6 +42,7 @@ _OF_PROVIDER = (
 class _Block(Body):
     """cache_control: taken and not used, for every prefix is cached."""
 
+    hints: ClassVar[tuple[str, ...]] = ("cache_control",)
     cache_control: Annotated[dict[str, Any] | None, FewMembers] = None
 
 
@@ -240,6 +240,8 @@ class ContextManagement(Body):
 class CountRequest(_Block):
     """What a prompt is made of."""
 
+    neutral = NEUTRAL
+    hints: ClassVar[tuple[str, ...]] = ("cache_control", "context_management")
     model: str | None = None
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: str | Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
@@ -248,11 +250,6 @@ class CountRequest(_Block):
     context_management: ContextManagement | None = None
     thinking: ThinkingOptions | None = None
     output_config: OutputConfig | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _unsupported(cls, values: Any) -> Any:
-        return refuse_unsupported(values, NEUTRAL)
 
     def chat(self, template_options: Mapping[str, Any]) -> ChatRequest:
         """template_options: what follows from `thinking`. Raises InputError."""
@@ -330,6 +327,7 @@ class CountRequest(_Block):
 class MessagesRequest(CountRequest):
     """Anthropic's request."""
 
+    hints: ClassVar[tuple[str, ...]] = (*CountRequest.hints, "metadata")
     max_tokens: int
     stop_sequences: Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stream: bool = False

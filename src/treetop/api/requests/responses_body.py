@@ -10,14 +10,14 @@ from pydantic_core import PydanticCustomError
 from treetop.api.limits import MAX_MESSAGES, MAX_PARTS, FewMembers, check_values
 from treetop.api.requests.chat_body import ChatRequest, chat_request
 from treetop.api.requests.extra_fields import UnusedFields
-from treetop.api.requests.fields import Body, CacheSalt, refuse_unsupported
+from treetop.api.requests.fields import Body, CacheSalt, Neutral
 from treetop.api.requests.hints import left_out
 from treetop.api.requests.tools import MAX_TOOLS, AnyText, Function, FunctionName, Grammar
 from treetop.parsers.custom import arguments_of
 from treetop.text.chat_input import Message
 from treetop.types.errors import InputError
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: Neutral = {
     "prompt": (),
     "max_tool_calls": (),
     "truncation": ("disabled",),
@@ -26,7 +26,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream_options": ({}, {"include_obfuscation": False}),
     "context_management": ([],),
 }
-"""As `NEUTRAL` of `api/fields.py`."""
+"""As `Body.neutral`."""
 
 
 class _Echoed(BaseModel):
@@ -309,6 +309,7 @@ Included = Literal[
 class ResponsesRequest(UnusedFields, Body):
     """OpenAI's request."""
 
+    neutral, hints = NEUTRAL, (*UnusedFields.model_fields, "client_metadata")
     model: str | None = None
     input: str | Annotated[list[Item], Field(max_length=MAX_MESSAGES, fail_fast=True)]
     instructions: str | None = None
@@ -341,11 +342,6 @@ class ResponsesRequest(UnusedFields, Body):
     timeout: float | None = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, FewMembers] = None
     thinking_token_budget: int | None = Field(None, ge=0, lt=2**31, description="as of chats")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _unsupported(cls, values: Any) -> Any:
-        return refuse_unsupported(values, NEUTRAL)
 
     @model_validator(mode="after")
     def _together(self) -> "ResponsesRequest":
