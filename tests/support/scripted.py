@@ -36,6 +36,7 @@ class ScriptedClient:
     can_constrain: see `scripted`.
     fails: the error that each request ends with.
     pace_s: between two updates.
+    widths: the fewest and the most tokens of an update.
     """
 
     failure = pause = None
@@ -48,6 +49,7 @@ class ScriptedClient:
         self.info = CoreInfo(folder, vocab_size, context, 64, SpecShape(1, 1, 2), **own)
         self.fails: str | None = None
         self.pace_s = 0.0
+        self.widths = (1, 5)
         self.running: dict[RequestId, asyncio.Task] = {}
         self._ids, self._random = count(), random.Random(0)
 
@@ -77,7 +79,7 @@ class ScriptedClient:
         if self.fails is not None:
             ids, reason = (), "abort"
         while start < len(ids):
-            size = self._random.randint(1, 5)
+            size = self._random.randint(*self.widths)
             await asyncio.sleep(self.pace_s)
             sink(RequestUpdate(asked.request_id, tuple(ids[start : start + size]), start=start))
             start += size
