@@ -398,7 +398,8 @@ def _as_stored(layer: LayerSpec, tensors: Collection[str]) -> LayerSpec:
     if layer.experts is None or not tensors:
         return layer
     stacked = any(name.startswith("mtp.") and name.endswith(".experts.gate_up_proj") for name in tensors)
-    return replace(layer, feed_forward=replace(layer.experts, stored="stacked of Qwen" if stacked else "each of Qwen"))
+    stored = replace(layer.experts.stored, tensors="stacked" if stacked else "each", by_rows=stacked)
+    return replace(layer, feed_forward=replace(layer.experts, stored=stored))
 
 
 def _plain_as_stored(formats: StoredFormats, tensors: Collection[str]) -> StoredFormats:

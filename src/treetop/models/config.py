@@ -241,6 +241,9 @@ RecurrentKind = LinearSpec | ConvSpec | MambaSpec
 Mixer = AttentionSpec | RecurrentKind | BothSpec
 
 
+DenseLayout = Literal["apart", "joined", "joined of Granite"]
+
+
 @dataclass(frozen=True, slots=True)
 class DenseSpec:
     """A gated feed-forward of one weight for all tokens. stored: how a checkpoint holds it, see `models.layers`.
@@ -252,7 +255,7 @@ class DenseSpec:
     inner_size: int
     bias: bool = False
     gate: Gate = "silu"
-    stored: Literal["apart", "joined", "joined of Granite"] = "apart"
+    stored: DenseLayout = "apart"
     limit: float | None = None
     of_gate: float = 1.0
     of_output: float = 1.0
@@ -288,26 +291,39 @@ class NormNames:
     feed_forward_output: str | None = None
 
 
-ExpertLayout = Literal[
-    "each",
-    "each w",
-    "each of Hy3",
-    "each of ERNIE",
-    "each of HunYuan",
-    "each of EXAONE",
-    "each of Laguna",
-    "each of Qwen",
-    "stacked",
-    "stacked rows",
-    "stacked halves",
-    "stacked halves by rows",
-    "stacked apart",
-    "stacked of Granite",
-    "stacked of Llama 4",
-    "stacked of Mistral",
-    "stacked of Qwen",
-]
-"""How a checkpoint holds experts, see `models.experts`."""
+@dataclass(frozen=True, slots=True)
+class ExpertLayout:
+    """How a checkpoint holds a layer's feed-forward of experts, and what it calls it.
+
+    tensors: three matrices an expert; or stacked, one tensor of all experts' gates and ups and one of what follows; or
+        apart, one of the gates, one of the ups and one of what follows.
+    block: of the feed-forward within its layer; "" is the layer itself.
+    router, score: within the block, its matrix and the correction of its choices.
+    each: of an expert, gate, up and down.
+    stacked: within the block, of stacked tensors.
+    by_rows: a stacked matrix is [out, in], as a product's weight, and not [in, out].
+    in_turn: its gates and ups lie in turn, and not one half after the other.
+    score_rows: the correction is [1, experts].
+    shared: the shared experts.
+    shared_in_layer: they stand beside the block and not in it.
+    shared_stored: how they are held, see `DenseSpec`.
+    """
+
+    tensors: Literal["each", "stacked", "apart"] = "each"
+    block: str = "mlp"
+    router: str = "gate"
+    score: str = "gate.e_score_correction_bias"
+    each: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    stacked: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
+    by_rows: bool = False
+    in_turn: bool = False
+    score_rows: bool = False
+    shared: str = "shared_experts"
+    shared_in_layer: bool = False
+    shared_stored: DenseLayout = "apart"
+
+
+EACH = ExpertLayout()
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +346,7 @@ class ExpertSpec:
     shared_limit: float | None = None
     shared_gate: bool = False
     bias: bool = False
-    stored: ExpertLayout = "each"
+    stored: ExpertLayout = EACH
 
 
 @dataclass(frozen=True, slots=True)

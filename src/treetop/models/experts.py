@@ -1,13 +1,7 @@
 """A feed-forward of experts, of which a router chooses some for each token, and the parameters it consists of.
 
-How checkpoints hold experts (`ExpertSpec.stored`): "each" has three tensors an expert, as dense layers have them;
-"stacked" has GPT-OSS's two for all, [experts, in, out] with gates and ups in turn; "stacked rows" the same two as
-[experts, out, in], which its quantized checkpoints have; "stacked halves" has Qwen3-VL's two, [experts, in, out] with
-all gates of an expert before its ups, and a router called as with "each"; "stacked of Llama 4" has these in other
-names; "stacked halves by rows", "stacked of Granite", "stacked of Mistral" and "stacked of Qwen" have them as
-[experts, out, in], in Gemma 4's names, in Granite's and in those of "each"; "stacked apart" has Step's three for all,
-[experts, out, in]. The others are "each" in other names. In memory it is always gates before ups, [experts, 2, inner,
-hidden], and [experts, hidden, inner].
+A family's file says how checkpoints hold its experts and what they call them (`models.config.ExpertLayout`). In memory
+it is always gates before ups, [experts, 2, inner, hidden], and [experts, hidden, inner].
 
 Ranks may share the experts: each has a part of them, in order. Those of `--ep-size` give each other the rows of
 their batches; each computes what its experts add to them, and gives that back to the row's rank. There the shares are
@@ -17,8 +11,6 @@ So a token's experts are added on each rank as one engine adds all of them, then
 `--tp-size`.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,7 +18,7 @@ from torch import Tensor
 from treetop.checkpoints.params import Param, own_experts
 from treetop.kernels.moe.routing import Router, Routes
 from treetop.kernels.table import Ops
-from treetop.models.config import DenseSpec, ExpertLayout, ExpertSpec
+from treetop.models.config import DenseSpec, ExpertSpec
 from treetop.models.layers import dense_mlp, mlp_params
 from treetop.types.parallel import Parallel, Summed, expert_part
 from treetop.weights.format import Product, Source, Span
@@ -119,68 +111,27 @@ def live_rows(live: Tensor | None, ranks: Parallel) -> Tensor | None:
     return flat if ranks.size == 1 else ranks.gather(flat.to(torch.uint8)).bool().flatten()
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """What a checkpoint calls a layer's feed-forward of experts, and what is in it: the router, the correction of its
-    choices, an expert's gate, up and down, the shared experts."""
-
-    block: str = "mlp"
-    router: str = "gate"
-    score: str = "gate.e_score_correction_bias"
-    each: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    shared: str = "shared_experts"
-
-
-_APART = _Names("moe", score="router_bias", shared="share_expert")
-_NAMES: dict[ExpertLayout, _Names] = {
-    "each": _Names(),
-    "each w": _Names("block_sparse_moe", score="e_score_correction_bias", each=("w1", "w3", "w2")),
-    "each of Hy3": _Names(router="router.gate", score="expert_bias", shared="shared_mlp"),
-    "each of HunYuan": _Names(router="gate.wg", shared="shared_mlp"),
-    "each of ERNIE": _Names(score="moe_statics.e_score_correction_bias"),
-    "each of EXAONE": _Names(score="e_score_correction_bias"),
-    "each of Laguna": _Names(score="experts.e_score_correction_bias", shared="shared_expert"),
-    "each of Qwen": _Names(shared="shared_expert"),
-    "stacked": _Names(router="router"),
-    "stacked rows": _Names(router="router"),
-    "stacked halves": _Names(),
-    "stacked halves by rows": _Names("", router="router.proj"),
-    "stacked apart": _APART,
-    "stacked of Granite": _Names("block_sparse_moe", router="router.layer"),
-    "stacked of Llama 4": _Names("feed_forward", router="router", shared="shared_expert"),
-    "stacked of Mistral": _Names(),
-    "stacked of Qwen": _Names(shared="shared_expert"),
-}
-
-
 def expert_params(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list[Param]:
     """stored: the prefix of its tensors. Ranks have whole experts, and all of the router."""
     number, kind, router = spec.router.num_experts, spec.router, f"{name}.router"
-    names = _NAMES[spec.stored]
-    layer = stored.removesuffix("mlp")
+    names, layer = spec.stored, stored.removesuffix("mlp")
     stored = f"{layer}{names.block}".removesuffix(".")
     gate = f"{stored}.{names.router}"
     params = [Param(router, (number, hidden), (Source(f"{gate}.weight", (number, hidden)),), "router")]
     if kind.bias:
         params.append(Param(f"{router}_bias", (number,), (Source(f"{gate}.bias", (number,)),), "vector"))
     if kind.correction:
-        shape = (1, number) if spec.stored == "each of ERNIE" else (number,)
+        shape = (1, number) if names.score_rows else (number,)
         params.append(
             Param(f"{router}_score", (number,), (Source(f"{stored}.{names.score}", shape, rows=number),), "score")
         )
     if kind.factors:
         factor = Source(f"{stored}.router.per_expert_scale", (number,))
         params.append(Param(f"{router}_factor", (number,), (factor,), "score"))
-    if spec.stored == "stacked apart":
-        params += _apart(spec, name, stored, hidden)
-    else:
-        make = _stacked if spec.stored.startswith("stacked") else _each
-        params += make(spec, name, f"{stored}.experts", hidden)
+    params += _MAKE[names.tensors](spec, name, stored, hidden)
     if spec.shared_inner:
-        shared = f"{layer if spec.stored == 'stacked apart' else stored + '.'}{names.shared}"
-        dense = DenseSpec(spec.shared_inner)
-        if spec.stored == "stacked of Granite":
-            dense, shared = DenseSpec(spec.shared_inner, stored="joined of Granite"), f"{layer}mlp"
+        dense = DenseSpec(spec.shared_inner, stored=names.shared_stored)
+        shared = f"{layer if names.shared_in_layer else stored + '.'}{names.shared}"
         params += mlp_params(dense, f"{name}.shared", shared, hidden)
     if spec.shared_gate:
         source = Source(f"{stored}.shared_expert_gate.weight", (1, hidden))
@@ -207,11 +158,10 @@ def _each(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list[Param]:
     """Three matrices an expert, without biases."""
     assert not spec.bias
     number, inner = spec.router.num_experts, spec.inner_size
-    gate, up, last = _NAMES[spec.stored].each
-    both = [
-        Source(f"{stored}.{expert}.{each}.weight", (inner, hidden)) for expert in range(number) for each in (gate, up)
-    ]
-    down = [Source(f"{stored}.{expert}.{last}.weight", (hidden, inner)) for expert in range(number)]
+    gate, up, last = spec.stored.each
+    of, every = f"{stored}.experts", range(number)
+    both = [Source(f"{of}.{expert}.{each}.weight", (inner, hidden)) for expert in every for each in (gate, up)]
+    down = [Source(f"{of}.{expert}.{last}.weight", (hidden, inner)) for expert in every]
     return [
         Param(f"{name}.gate_up", (number * 2 * inner, hidden), tuple(both), "experts", experts=number),
         Param(f"{name}.down", (number * hidden, inner), tuple(down), "experts", experts=number),
@@ -220,34 +170,29 @@ def _each(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list[Param]:
 
 def _stacked(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list[Param]:
     """One tensor for all experts' gates and ups, in turn, and one for what follows."""
-    number, inner, by_rows = (
-        spec.router.num_experts,
-        spec.inner_size,
-        spec.stored.endswith(("rows", "Granite", "Mistral", "Qwen")),
-    )
-    granite = stored.removesuffix(".experts") if spec.stored == "stacked of Granite" else None
-    params = []
-    for each, (out, width) in {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}.items():
+    number, inner, by_rows = spec.router.num_experts, spec.inner_size, spec.stored.by_rows
+    params, sizes = [], ((2 * inner, hidden), (hidden, inner))
+    for each, tensor, (out, width) in zip(("gate_up", "down"), spec.stored.stacked, sizes, strict=True):
         shape = (number, out, width) if by_rows else (number, width, out)
-        in_turn = each == "gate_up" and spec.stored in ("stacked", "stacked rows")
+        in_turn = each == "gate_up" and spec.stored.in_turn
 
-        def arranged(tensor: Tensor, in_turn: bool = in_turn) -> Tensor:
-            lines = tensor if by_rows else tensor.transpose(1, 2)
+        def arranged(held: Tensor, in_turn: bool = in_turn) -> Tensor:
+            lines = held if by_rows else held.transpose(1, 2)
             return _gates_first(lines) if in_turn else lines
 
-        tensor = f"{stored}.{each}_proj" if granite is None else f"{granite}.{_GRANITE[each]}_linear.weight"
-        source = Source(tensor, shape, arranged, rows=number * out, stacked=True)
+        source = Source(f"{stored}.{tensor}", shape, arranged, rows=number * out, stacked=True)
         params.append(Param(f"{name}.{each}", (number * out, width), (source,), "experts", experts=number))
     if spec.bias:
         both, last = number * 2 * inner, number * hidden
-        biases = Source(f"{stored}.gate_up_proj_bias", (number, 2 * inner), _gates_first, rows=both, stacked=True)
-        after = Source(f"{stored}.down_proj_bias", (number, hidden), rows=last, stacked=True)
+        first, second = (f"{stored}.{tensor}_bias" for tensor in spec.stored.stacked)
+        biases = Source(first, (number, 2 * inner), _gates_first, rows=both, stacked=True)
+        after = Source(second, (number, hidden), rows=last, stacked=True)
         params.append(Param(f"{name}.gate_up_bias", (both,), (biases,), "vector", experts=number))
         params.append(Param(f"{name}.down_bias", (last,), (after,), "vector", experts=number))
     return params
 
 
-_GRANITE = {"gate_up": "input", "down": "output"}
+_MAKE = {"each": _each, "stacked": _stacked, "apart": _apart}
 
 
 def _gates_first(lines: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from treetop.checkpoints.values import Config, flag, real, require_value, size, 
 from treetop.kernels.moe.routing import RouterKind, RouterSpec
 from treetop.kernels.rope import Yarn
 from treetop.models.config import (
+    EACH,
     AttentionSpec,
     DenseSpec,
     ExpertLayout,
@@ -204,7 +205,7 @@ def latent_attention(config: Config, where: Path) -> AttentionSpec:
 
 
 def latent_model(
-    config: Config, where: Path, router: RouterSpec, sparse: list[bool], stored: ExpertLayout = "each"
+    config: Config, where: Path, router: RouterSpec, sparse: list[bool], stored: ExpertLayout = EACH
 ) -> ModelConfig:
     """Compressed attention in each layer. sparse: whether a layer has experts. stored: how those are."""
     require_value(config, "moe_layer_freq", 1, where)

@@ -14,6 +14,7 @@ from treetop.checkpoints.values import Config, flag, require_value, size
 from treetop.kernels.moe.routing import RouterKind, RouterSpec
 from treetop.models.config import (
     AttentionSpec,
+    ExpertLayout,
     ExpertSpec,
     LayerSpec,
     ModelConfig,
@@ -24,6 +25,8 @@ from treetop.models.config import (
 )
 from treetop.models.decoder import unused_tensors
 from treetop.types.errors import CheckpointError
+
+_STORED = ExpertLayout(score="moe_statics.e_score_correction_bias", score_rows=True)
 
 _DEFAULTS = {"rope_theta": 5e5, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "max_position_embeddings": 131072}
 _DENSE = {"head_dim": 128, "num_key_value_heads": 2}
@@ -54,7 +57,7 @@ def read_moe(config: Config, where: Path) -> ModelConfig:
     router = RouterSpec(number, chosen, RouterKind.SOFTMAX, renormalise=True, correction=True)
     inner = size(config, "moe_intermediate_size", where)
     shared = inner * size(config, "moe_num_shared_experts", where, default=2)
-    experts = ExpertSpec(inner, router, shared_inner=shared, stored="each of ERNIE")
+    experts = ExpertSpec(inner, router, shared_inner=shared, stored=_STORED)
     first, step = (size(config, f"moe_layer_{key}", where, default=1) for key in ("start_index", "interval"))
     said = config.get("moe_layer_end_index")
     last = count - 1 if said in (None, -1) else size(config, "moe_layer_end_index", where)

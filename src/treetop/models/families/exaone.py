@@ -16,6 +16,7 @@ from treetop.models.config import (
     SLIDING_ATTENTION,
     AttentionSpec,
     DenseSpec,
+    ExpertLayout,
     ExpertSpec,
     LayerSpec,
     ModelConfig,
@@ -60,7 +61,7 @@ def read_moe(config: Config, where: Path) -> ModelConfig:
     assert experts is not None
     kinds: dict[str, DenseSpec | ExpertSpec] = {
         "dense": dense_spec(config, where),
-        "sparse": replace(experts, stored="each of EXAONE"),
+        "sparse": replace(experts, stored=ExpertLayout(score="e_score_correction_bias")),
     }
     layers = zip(_attention(config, where), named, strict=True)
     return model_config(config, where, [LayerSpec(attention, kinds[kind]) for attention, kind in layers])

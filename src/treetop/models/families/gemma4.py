@@ -17,6 +17,7 @@ from treetop.models.config import (
     AttentionSpec,
     BesideSpec,
     DenseSpec,
+    ExpertLayout,
     ExpertSpec,
     LayerInputs,
     LayerSpec,
@@ -29,6 +30,8 @@ from treetop.models.config import (
 )
 from treetop.models.decoder import unused_tensors
 from treetop.types.errors import CheckpointError
+
+_STORED = ExpertLayout("stacked", "", "router.proj", by_rows=True)
 
 _DEFAULTS: dict[str, Any] = {
     "vocab_size": 262144,
@@ -120,7 +123,7 @@ def _experts(config: dict[str, Any], where: Path) -> ExpertSpec:
         raise CheckpointError(f"{where}: top_k_experts {chosen} exceeds num_experts {number}")
     router = RouterSpec(number, chosen, RouterKind.SOFTMAX, renormalise=True, factors=True)
     inner = size(config, "moe_intermediate_size", where)
-    return ExpertSpec(inner, router, Activation.GELU, stored="stacked halves by rows")
+    return ExpertSpec(inner, router, Activation.GELU, stored=_STORED)
 
 
 def unused(config: ModelConfig) -> set[str]:

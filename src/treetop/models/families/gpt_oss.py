@@ -32,7 +32,8 @@ def read(config: Config, where: Path) -> ModelConfig:
     number = size(config, "num_local_experts", where)
     router = RouterSpec(number, num_experts_per_token(config, number, where), RouterKind.TOPK_SOFTMAX, bias=True)
     inner = size(config, "intermediate_size", where)
-    stored: ExpertLayout = "stacked" if config.get("quantization_config") is None else "stacked rows"
+    by_rows = config.get("quantization_config") is not None
+    stored = ExpertLayout("stacked", router="router", by_rows=by_rows, in_turn=True)
     experts = ExpertSpec(inner, router, Activation.CLAMPED, bias=True, stored=stored)
     window = size(config, "sliding_window", where)
     kinds = config.get("layer_types") or [_FULL if layer % 2 else _WINDOW for layer in range(count)]

@@ -15,6 +15,7 @@ from treetop.models.config import (
     LINEAR_ATTENTION,
     AttentionSpec,
     DenseSpec,
+    ExpertLayout,
     ExpertSpec,
     LayerSpec,
     Mixer,
@@ -26,6 +27,17 @@ from treetop.models.config import (
     num_layers,
 )
 from treetop.models.families.hybrids.mamba import kinds, mamba_spec
+
+_STORED = ExpertLayout(
+    "stacked",
+    "block_sparse_moe",
+    "router.layer",
+    stacked=("input_linear.weight", "output_linear.weight"),
+    by_rows=True,
+    shared="mlp",
+    shared_in_layer=True,
+    shared_stored="joined of Granite",
+)
 
 
 def read(config: Config, where: Path) -> ModelConfig:
@@ -60,7 +72,7 @@ def read_4(config: Config, where: Path) -> ModelConfig:
 def _experts(config: Config, where: Path) -> ExpertSpec:
     number = size(config, "num_local_experts", where)
     router = RouterSpec(number, num_experts_per_token(config, number, where), RouterKind.TOPK_SOFTMAX)
-    return ExpertSpec(size(config, "intermediate_size", where), router, stored="stacked of Granite")
+    return ExpertSpec(size(config, "intermediate_size", where), router, stored=_STORED)
 
 
 def _attention(config: Config, where: Path) -> AttentionSpec:

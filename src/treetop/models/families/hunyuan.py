@@ -13,6 +13,7 @@ from treetop.checkpoints.values import Config, real, require_value, size, table
 from treetop.kernels.moe.routing import RouterKind, RouterSpec
 from treetop.models.config import (
     AttentionSpec,
+    ExpertLayout,
     ExpertSpec,
     LayerSpec,
     ModelConfig,
@@ -42,7 +43,7 @@ def read_moe(config: Config, where: Path) -> ModelConfig:
         require_value({key: _of_all(config, key, value, where)}, key, value, where)
     chosen = num_experts_per_token(config, number, where)
     router = RouterSpec(number, chosen, RouterKind.SOFTMAX, renormalise=True)
-    experts = ExpertSpec(inner, router, shared_inner=inner, stored="each of HunYuan")
+    experts = ExpertSpec(inner, router, shared_inner=inner, stored=ExpertLayout(router="gate.wg", shared="shared_mlp"))
     return model_config(config, where, [LayerSpec(_attention(config, where), experts)] * num_layers(config, where))
 
 

@@ -10,6 +10,7 @@ from treetop.checkpoints.values import Config, real, size
 from treetop.kernels.moe.routing import RouterKind, RouterSpec
 from treetop.models.config import (
     DenseSpec,
+    ExpertLayout,
     ExpertSpec,
     LayerSpec,
     ModelConfig,
@@ -20,6 +21,8 @@ from treetop.models.config import (
     num_experts_per_token,
 )
 from treetop.models.decoder import unused_tensors
+
+_STORED = ExpertLayout(router="router.gate", score="expert_bias", shared="shared_mlp")
 
 
 def read(config: Config, where: Path) -> ModelConfig:
@@ -32,7 +35,7 @@ def read(config: Config, where: Path) -> ModelConfig:
     shared = inner * size(config, "num_shared_experts", where, default=1)
     kinds: dict[str, DenseSpec | ExpertSpec] = {
         "dense": dense_spec(config, where),
-        "sparse": ExpertSpec(inner, router, shared_inner=shared, stored="each of Hy3"),
+        "sparse": ExpertSpec(inner, router, shared_inner=shared, stored=_STORED),
     }
     return model_config(config, where, [LayerSpec(attention, kinds[kind]) for kind in mlp_layer_types(config, where)])
 

@@ -16,6 +16,7 @@ from treetop.models.config import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
     DenseSpec,
+    ExpertLayout,
     ExpertSpec,
     LayerSpec,
     ModelConfig,
@@ -30,6 +31,9 @@ from treetop.models.config import (
     own_config,
 )
 from treetop.types.errors import CheckpointError, shown
+
+_EACH = ExpertLayout(score="experts.e_score_correction_bias", shared="shared_expert")
+_APART = ExpertLayout("apart", "moe", score="router_bias", shared="share_expert", shared_in_layer=True)
 
 _ROPE = {
     FULL_ATTENTION: {"rope_theta": 5e5, "partial_rotary_factor": 0.5},
@@ -71,7 +75,7 @@ def read(config: Config, where: Path) -> ModelConfig:
         size(config, "moe_intermediate_size", where),
         router,
         shared_inner=size(config, "shared_expert_intermediate_size", where),
-        stored="each of Laguna",
+        stored=_EACH,
     )
     forward: dict[str, DenseSpec | ExpertSpec] = {"dense": dense_spec(config, where), "sparse": experts}
     layers = []
@@ -161,7 +165,7 @@ def read_step(config: Config, where: Path) -> ModelConfig:
         if mlp == "sparse":
             inner, beside = (size(config, key, where) for key in ("moe_intermediate_size", "share_expert_dim"))
             activation = Activation("silu", routed[index])
-            forward = ExpertSpec(inner, router, activation, beside, shared[index], stored="stacked apart")
+            forward = ExpertSpec(inner, router, activation, beside, shared[index], stored=_APART)
         layers.append(LayerSpec(attention, forward))
     return replace(model_config(config, where, layers), unit_offset=True)
 

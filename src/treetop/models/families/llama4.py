@@ -18,6 +18,7 @@ from treetop.models.config import (
     FULL_ATTENTION,
     AttentionSpec,
     DenseSpec,
+    ExpertLayout,
     ExpertSpec,
     LayerSpec,
     ModelConfig,
@@ -28,6 +29,8 @@ from treetop.models.config import (
 )
 from treetop.models.decoder import decoder_params
 from treetop.types.errors import CheckpointError
+
+_STORED = ExpertLayout("stacked", "feed_forward", router="router", shared="shared_expert")
 
 CHUNKED_ATTENTION = "chunked_attention"
 _DEFAULTS: dict[str, Any] = {
@@ -96,7 +99,7 @@ def _attention(config: Config, turns: bool, kind: str, where: Path) -> Attention
 def _experts(config: Config, where: Path) -> ExpertSpec:
     number, inner = size(config, "num_local_experts", where), size(config, "intermediate_size", where)
     router = RouterSpec(number, num_experts_per_token(config, number, where), RouterKind.SIGMOID, of_inputs=True)
-    return ExpertSpec(inner, router, shared_inner=inner, stored="stacked of Llama 4")
+    return ExpertSpec(inner, router, shared_inner=inner, stored=_STORED)
 
 
 def params(config: ModelConfig) -> list[Param]:

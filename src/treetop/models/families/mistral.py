@@ -11,7 +11,15 @@ from typing import Any
 from treetop.checkpoints.values import Config, real, require_value, size, table
 from treetop.kernels.moe.routing import RouterKind
 from treetop.kernels.rope import QueryScale
-from treetop.models.config import LayerSpec, ModelConfig, attention_spec, dense_spec, model_config, num_layers
+from treetop.models.config import (
+    ExpertLayout,
+    LayerSpec,
+    ModelConfig,
+    attention_spec,
+    dense_spec,
+    model_config,
+    num_layers,
+)
 from treetop.models.families.deepseek import LATENT_SIZES, dense_first, latent_model
 from treetop.models.routers import renormalised, router_in_groups
 from treetop.types.errors import CheckpointError
@@ -41,7 +49,7 @@ def read_4(config: Config, where: Path) -> ModelConfig:
     if share is not None and round((turned + still) * real({key: share}, key, where)) != turned:
         raise CheckpointError(f"{where}: {key} {share} does not turn the {turned} of qk_rope_head_dim")
     router = renormalised(router_in_groups(config, where, RouterKind.SOFTMAX), config, where)
-    whole = latent_model(config, where, router, dense_first(config, where), "stacked of Mistral")
+    whole = latent_model(config, where, router, dense_first(config, where), ExpertLayout("stacked", by_rows=True))
     return _scaled(whole, rope, beta, where)
 
 

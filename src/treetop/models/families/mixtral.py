@@ -11,6 +11,7 @@ from treetop.checkpoints.values import Config, require_value, size
 from treetop.kernels.moe.routing import RouterKind, RouterSpec
 from treetop.models.config import (
     AttentionSpec,
+    ExpertLayout,
     ExpertSpec,
     LayerSpec,
     ModelConfig,
@@ -19,6 +20,8 @@ from treetop.models.config import (
     num_experts_per_token,
     num_layers,
 )
+
+STORED = ExpertLayout(block="block_sparse_moe", score="e_score_correction_bias", each=("w1", "w3", "w2"))
 
 
 def read(config: Config, where: Path) -> ModelConfig:
@@ -46,5 +49,5 @@ def _model(config: Config, where: Path, attention: AttentionSpec, kind: RouterKi
     number, sigmoid = size(config, "num_local_experts", where), kind is RouterKind.SIGMOID
     chosen = num_experts_per_token(config, number, where)
     router = RouterSpec(number, chosen, kind, renormalise=sigmoid, correction=sigmoid)
-    experts = ExpertSpec(size(config, "intermediate_size", where), router, stored="each w")
+    experts = ExpertSpec(size(config, "intermediate_size", where), router, stored=STORED)
     return model_config(config, where, [LayerSpec(attention, experts)] * num_layers(config, where))

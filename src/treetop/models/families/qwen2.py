@@ -7,6 +7,7 @@ from treetop.checkpoints.values import Config, flag, size
 from treetop.models.config import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
+    ExpertLayout,
     ExpertSpec,
     LayerSpec,
     ModelConfig,
@@ -17,6 +18,9 @@ from treetop.models.config import (
 )
 from treetop.models.families import qwen3_moe
 from treetop.types.errors import CheckpointError
+
+STORED = ExpertLayout(shared="shared_expert")
+"""Also of later families."""
 
 
 def read(config: Config, where: Path) -> ModelConfig:
@@ -34,7 +38,7 @@ def read_moe(config: Config, where: Path) -> ModelConfig:
     attention = replace(spec, bias=flag(config, "qkv_bias", where), output_bias=False)
     shared = size(config, "shared_expert_intermediate_size", where)
     forwards = (
-        replace(each.feed_forward, shared_inner=shared, shared_gate=True, stored="each of Qwen")
+        replace(each.feed_forward, shared_inner=shared, shared_gate=True, stored=STORED)
         if isinstance(each.feed_forward, ExpertSpec)
         else each.feed_forward
         for each in qwen3_moe.read({**config, "use_sliding_window": False}, where).layers

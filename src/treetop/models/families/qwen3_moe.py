@@ -8,6 +8,7 @@ from treetop.checkpoints.values import Config, flag, require_value, size
 from treetop.kernels.moe.routing import RouterKind, RouterSpec
 from treetop.models.config import (
     DenseSpec,
+    ExpertLayout,
     ExpertSpec,
     LayerSpec,
     ModelConfig,
@@ -25,7 +26,7 @@ def read_vl(config: Config, where: Path) -> ModelConfig:
     require_value(config, "norm_topk_prob", True, where)
     whole = read({**config, "norm_topk_prob": True}, where)
     layers = (
-        replace(layer, feed_forward=replace(layer.feed_forward, stored="stacked halves"))
+        replace(layer, feed_forward=replace(layer.feed_forward, stored=ExpertLayout("stacked")))
         if isinstance(layer.feed_forward, ExpertSpec)
         else layer
         for layer in whole.layers

@@ -31,6 +31,7 @@ from treetop.models.config import (
     num_layers,
 )
 from treetop.models.decoder import unused_tensors
+from treetop.models.families import qwen2
 from treetop.types.errors import CheckpointError
 
 _DEFAULTS: dict[str, Any] = {
@@ -133,7 +134,7 @@ def _experts(config: Config, where: Path) -> ExpertSpec:
         router,
         shared_inner=size(config, "shared_expert_intermediate_size", where),
         shared_gate=True,
-        stored="stacked of Qwen" if stacked else "each of Qwen",
+        stored=replace(qwen2.STORED, tensors="stacked", by_rows=True) if stacked else qwen2.STORED,
     )
 
 

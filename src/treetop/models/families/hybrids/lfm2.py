@@ -26,6 +26,7 @@ from treetop.models.config import (
     num_layers,
 )
 from treetop.models.decoder import decoder_params
+from treetop.models.families import mixtral
 from treetop.models.mixers.recurrences import ConvSpec
 from treetop.types.errors import CheckpointError
 
@@ -86,7 +87,7 @@ def read_moe(config: Config, where: Path) -> ModelConfig:
         least=1e-6,
     )
     dense = DenseSpec(size(config, "intermediate_size", where))
-    experts = ExpertSpec(size(config, "moe_intermediate_size", where), router, stored="each w")
+    experts = ExpertSpec(size(config, "moe_intermediate_size", where), router, stored=mixtral.STORED)
     forwards = [dense if index < plain else experts for index in range(num_layers(config, where))]
     return _model(config, where, forwards)
 
