@@ -8,7 +8,7 @@ from treetop_debug.expert_ranks import expert_ranks_on_threads
 from treetop_debug.ranks import ranks_on_threads
 
 LENGTHS = (1, 12, 40)
-NEWER = ("nemotron", "phi", "falcon 40b", "qwen2 moe", "lfm2", "falcon h1")
+NEWER = ("nemotron", "phi", "falcon 40b", "qwen2 moe", "lfm2", "falcon h1", "nemotron h")
 
 
 def serve(pair, shape, **options):
@@ -52,7 +52,11 @@ def test_ranks_give_what_one_gives(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma4 experts", "laguna", "step", "deepseek v2", "mistral4", "llama 4", "qwen3.5 moe"]
+    "name",
+    [
+        *("gemma4 experts", "laguna", "step", "deepseek v2", "mistral4", "llama 4", "qwen3.5 moe"),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("nemotron h", "lfm2 moe")),
+    ],
 )
 def test_ranks_that_share_experts_give_what_one_gives(name, tmp_path):
     """float64: experts of which the router reads something else, stored one by one, together, and apart."""

@@ -19,7 +19,7 @@ from treetop.models.registry import target_spec
 from treetop.types.errors import CheckpointError, ConfigError
 from treetop_debug.model_faults import LINEAR_FAULTS
 
-OTHERS = ("lfm2", "bamba", "granite 4 hybrid", "falcon h1")
+OTHERS = ("lfm2", "bamba", "granite 4 hybrid", "falcon h1", "nemotron h")
 """Recurrent layers of other kinds."""
 NAMES = ("qwen3 next", "qwen3.5", "qwen3.5 moe", "qwen3.5 of images", "qwen3.5 moe of images")
 
@@ -27,7 +27,7 @@ NAMES = ("qwen3 next", "qwen3.5", "qwen3.5 moe", "qwen3.5 of images", "qwen3.5 m
 @contextlib.contextmanager
 def no_downcasts():
     """`transformers` casts to float32 inside: of a float64 tensor that is left out."""
-    to, as_float, softmax = torch.Tensor.to, torch.Tensor.float, F.softmax
+    to, as_float, as_type, softmax = torch.Tensor.to, torch.Tensor.float, torch.Tensor.type, F.softmax
 
     def kept(self, *args, **named):
         if self.dtype == torch.float64:
@@ -40,13 +40,16 @@ def no_downcasts():
             named.pop("dtype", None)
         return softmax(x, *args, **named)
 
-    torch.Tensor.to = kept
+    def typed(self, *args):
+        return self if self.dtype == torch.float64 and args == (torch.float32,) else as_type(self, *args)
+
+    torch.Tensor.to, torch.Tensor.type = kept, typed
     torch.Tensor.float = lambda self: self if self.dtype == torch.float64 else as_float(self)
     F.softmax = torch.nn.functional.softmax = of_wide
     try:
         yield
     finally:
-        torch.Tensor.to, torch.Tensor.float = to, as_float
+        torch.Tensor.to, torch.Tensor.float, torch.Tensor.type = to, as_float, as_type
         F.softmax = torch.nn.functional.softmax = softmax
 
 
@@ -75,7 +78,7 @@ def our_logits(folder, prompt, chunk, count=1):
 @pytest.mark.parametrize("name", [*NAMES, *OTHERS])
 def test_logits_are_those_of_transformers_in_float64(saved, name):
     """1e-11 of the largest: a prompt past a block of 64 tokens, in one chunk, and tokens after it, one by one."""
-    model, prompt = saved(name).reference(torch.float64), saved(name).pair.prompts([90], seed=2)[0]
+    model, prompt = saved(name).reference(torch.float64).double(), saved(name).pair.prompts([90], seed=2)[0]
     ours, after = our_logits(saved(name).pair.target, prompt, 512, 5)
     with no_downcasts():
         theirs = saved(name).logits(model, [*prompt, *after[:-1]])
@@ -120,7 +123,7 @@ def test_bits_of_other_recurrences_are_refused_by_name(saved):
 @pytest.mark.parametrize("name", [*NAMES, *OTHERS])
 def test_long_chunks_and_long_prompts(saved, name):
     prompt = saved(name).pair.prompts([240], seed=1)[0]
-    model = saved(name).reference(torch.float64)
+    model = saved(name).reference(torch.float64).double()
     with no_downcasts():
         theirs = saved(name).logits(model, prompt)
     for chunk in (63, 64, 65, 233):

@@ -793,6 +793,27 @@ FAMILIES: dict[str, Tiny] = {
         {**LFM2, "num_dense_layers": 1, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
         slow=True,
     ),
+    "nemotron h": Tiny(
+        "NemotronH",
+        {
+            "hybrid_override_pattern": "ME*-ME",
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 8,
+            "n_groups": 2,
+            "ssm_state_size": 10,
+            "time_step_min": 1e-12,  # `transformers` clamps steps of a prompt below it, not those of single tokens
+            "layer_norm_epsilon": 1e-4,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "n_group": 2,
+            "topk_group": 1,
+            "moe_intermediate_size": 24,
+            "moe_latent_size": 20,
+            "moe_shared_expert_intermediate_size": 28,
+            "routed_scaling_factor": 1.5,
+            "pad_token_id": 0,
+        },
+    ),
     "bamba": Tiny("Bamba", {**MIXED, "attn_layer_indices": [2], "mamba_proj_bias": True, "rope_parameters": None}),
     "granite 4 hybrid": Tiny(
         "GraniteMoeHybrid",

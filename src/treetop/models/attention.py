@@ -8,7 +8,7 @@ from torch import Tensor
 from treetop.attention.layer import Attend
 from treetop.checkpoints.params import Param
 from treetop.kernels.table import Ops
-from treetop.models.config import BothSpec, LinearSpec, Mixer
+from treetop.models.config import AbsentSpec, BothSpec, LinearSpec, Mixer
 from treetop.models.latent_attention import LatentAttention, latent_params
 from treetop.models.layers import Rotary, SelfAttention, self_attention_params
 from treetop.models.linear_attention import LinearAttention, linear_params
@@ -41,6 +41,7 @@ def attention(spec: Mixer, weights: Weights, name: str, layer: int, eps: float, 
         return Mamba2(spec, weights, name, layer, ops)
     if isinstance(spec, BothSpec):
         return BothMixer(spec, weights, name, layer, eps, ops)
+    assert not isinstance(spec, AbsentSpec)
     if spec.latent is not None:
         return LatentAttention(spec, spec.latent, weights, name, layer, ops)
     return SelfAttention(spec, weights, name, layer, eps, ops)
@@ -53,6 +54,8 @@ def attention_params(
 
     Heads of queries and keys are read in the order that the rotation wants. unit_offset: of norms, see `ModelConfig`.
     """
+    if isinstance(spec, AbsentSpec):
+        return []
     if isinstance(spec, LinearSpec):
         return linear_params(spec, name, stored, hidden)
     if isinstance(spec, ConvSpec):

@@ -238,7 +238,14 @@ class BothSpec:
 
 
 RecurrentKind = LinearSpec | ConvSpec | MambaSpec
-Mixer = AttentionSpec | RecurrentKind | BothSpec
+
+
+@dataclass(frozen=True, slots=True)
+class AbsentSpec:
+    """Stands where a layer has no mixer, or no feed-forward, but the other alone."""
+
+
+Mixer = AttentionSpec | RecurrentKind | BothSpec | AbsentSpec
 
 
 DenseLayout = Literal["apart", "joined", "joined of Granite"]
@@ -336,6 +343,7 @@ class ExpertSpec:
     shared_limit: of its activation.
     shared_gate: what it gives is multiplied by the sigmoid of a product with the token, one number.
     bias: experts have biases.
+    latent: what experts read and give is so wide, between two products of all; 0 is as wide as the layer.
     stored: how a checkpoint holds them.
     """
 
@@ -346,6 +354,7 @@ class ExpertSpec:
     shared_limit: float | None = None
     shared_gate: bool = False
     bias: bool = False
+    latent: int = 0
     stored: ExpertLayout = EACH
 
 
@@ -357,7 +366,7 @@ class BesideSpec:
     experts: ExpertSpec
 
 
-FeedForwardSpec = DenseSpec | UngatedSpec | ExpertSpec | BesideSpec
+FeedForwardSpec = DenseSpec | UngatedSpec | ExpertSpec | BesideSpec | AbsentSpec
 NormKind = Literal["rms", "layer", "layer with bias"]
 """x / rms(x), or (x - mean(x)) / rms(x - mean(x)), times a weight, perhaps plus a bias."""
 
@@ -396,7 +405,7 @@ class LayerSpec:
         """What keeps a state by row, if its mixer is that, or has it."""
         if isinstance(self.mixer, BothSpec):
             return self.mixer.recurrent
-        return None if isinstance(self.mixer, AttentionSpec) else self.mixer
+        return None if isinstance(self.mixer, AttentionSpec | AbsentSpec) else self.mixer
 
     @property
     def experts(self) -> ExpertSpec | None:

@@ -13,7 +13,7 @@ from treetop.kernels.fused import joined_in_order
 from treetop.kernels.rope import RopeSpec, rope_table
 from treetop.kernels.table import Ops
 from treetop.models.attention import attention, attention_params
-from treetop.models.config import LayerSpec, ModelConfig
+from treetop.models.config import AbsentSpec, LayerSpec, ModelConfig
 from treetop.models.embedding import lookup, piece_of, rounded, whole_logits
 from treetop.models.experts import live_rows
 from treetop.models.feed_forward import feed_forward, feed_forward_params
@@ -36,15 +36,20 @@ class DecoderLayer:
         self._side_by_side = spec.side_by_side
         norm = partial(_norm, weights, config, ops=ops)
         self.input_norm = norm(f"{name}.input_norm") or NoNorm(ops)
-        self.attention = attention(spec.mixer, weights, f"{name}.attention", index, eps, ops)
+        self._mixes, self._feeds = (not isinstance(each, AbsentSpec) for each in (spec.mixer, spec.feed_forward))
+        self.products: list[Product] = []
+        if self._mixes:
+            self.attention = attention(spec.mixer, weights, f"{name}.attention", index, eps, ops)
+            self.products += self.attention.products
         own_norm = norm(f"{name}.mlp_norm")
         self.mlp_norm = own_norm or NoNorm(ops)
         self._mlp_reads = own_norm if spec.side_by_side else None
-        self.mlp = feed_forward(spec.feed_forward, weights, f"{name}.mlp", eps, ops)
+        if self._feeds:
+            self.mlp = feed_forward(spec.feed_forward, weights, f"{name}.mlp", eps, ops)
+            self.products += self.mlp.products
         outputs = (f"{name}.attention_output_norm", f"{name}.mlp_output_norm")
         self.attention_output_norm, self.mlp_output_norm = map(norm, outputs)
         self.ending = layer_ending(config, weights, index, ops)
-        self.products: list[Product] = [*self.attention.products, *self.mlp.products]
         if self.ending is not None:
             self.products += self.ending.products
 
@@ -52,7 +57,11 @@ class DecoderLayer:
         self, x: Tensor, normed: Tensor, turn: Rotary, attend: Attend, live: Tensor | None = None
     ) -> tuple[Tensor, Summed]:
         """x: the residual stream, normed: its input norm. Returns the stream after attention, and what to add to it."""
+        if not self._mixes:
+            return x, self._added(self.mlp(normed, live, x), self.mlp_output_norm, x.dtype)
         added = self._added(self.attention(normed, turn, attend), self.attention_output_norm, x.dtype)
+        if not self._feeds:
+            return x, added
         if self._side_by_side:
             normed = normed if self._mlp_reads is None else self._mlp_reads(x)
             x = self._add(x, added)

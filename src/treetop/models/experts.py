@@ -1,7 +1,8 @@
 """A feed-forward of experts, of which a router chooses some for each token, and the parameters it consists of.
 
 A family's file says how checkpoints hold its experts and what they call them (`models.config.ExpertLayout`). In memory
-it is always gates before ups, [experts, 2, inner, hidden], and [experts, hidden, inner].
+it is always gates before ups, [experts, 2, inner, hidden], and [experts, hidden, inner]. Of experts without a gate up
+stands for both and is held twice, so that relu(up) * up is their activation.
 
 Ranks may share the experts: each has a part of them, in order. Those of `--ep-size` give each other the rows of
 their batches; each computes what its experts add to them, and gives that back to the row's rank. There the shares are
@@ -15,11 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treetop.checkpoints.params import Param, own_experts
+from treetop.checkpoints.params import Param, matrix, own_experts
+from treetop.kernels.fused import joined
 from treetop.kernels.moe.routing import Router, Routes
 from treetop.kernels.table import Ops
-from treetop.models.config import DenseSpec, ExpertSpec
-from treetop.models.layers import dense_mlp, mlp_params
+from treetop.models.config import DenseSpec, ExpertSpec, UngatedSpec
+from treetop.models.layers import GatedMLP, SteppedMLP, dense_mlp, mlp_params
+from treetop.models.ungated import UngatedMLP, ungated_params
 from treetop.types.parallel import Parallel, Summed, expert_part
 from treetop.weights.format import Product, Source, Span
 from treetop.weights.held import Weights
@@ -47,10 +50,12 @@ class ExpertMLP:
             weights.pop(f"{router}_factor"),
         )
         self._experts = weights.experts(name, len(own), spec.activation)
-        shared = DenseSpec(spec.shared_inner, limit=spec.shared_limit)
-        self._shared = dense_mlp(shared, weights, f"{name}.shared", ops) if spec.shared_inner else None
+        self._shared = _shared_mlp(spec, weights, f"{name}.shared", ops) if spec.shared_inner else None
         self._shared_gate = weights[f"{name}.shared_gate"] if spec.shared_gate else None
         self.products: list[Product] = [self, *(() if self._shared is None else self._shared.products)]
+        if spec.latent:
+            self._narrow, self._widen = weights.linear(f"{name}.narrow"), weights.linear(f"{name}.widen")
+            self.products += [self._narrow, self._widen]
 
     def read_bytes(self, rows: int) -> int:
         return 0
@@ -61,7 +66,12 @@ class ExpertMLP:
 
     def __call__(self, x: Tensor, live: Tensor | None = None, stream: Tensor | None = None) -> Summed:
         """x: [..., hidden]; live: of `live_rows`. Returns parts [parts, ..., hidden], of experts 0 where not live."""
-        parts = self._routed(x, live).reshape(-1, *x.shape)
+        if self.spec.latent:
+            narrow = self._narrow(x)
+            found = self._routed(narrow, live, x).reshape(-1, *narrow.shape)
+            parts = self._widen.parts(joined(found).to(x.dtype))
+        else:
+            parts = self._routed(x, live).reshape(-1, *x.shape)
         if self._shared is not None:
             shared = self._shared.parts(x)
             if self._shared_gate is not None:
@@ -76,7 +86,7 @@ class ExpertMLP:
     def _routed(self, x: Tensor, live: Tensor | None, read: Tensor | None = None) -> Tensor:
         """This rank's share of it, in parts [parts, rows, hidden]. read: by the router, if it is not x."""
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        seen = rows if read is None else read.reshape(-1, x.shape[-1]).contiguous()
+        seen = rows if read is None else read.reshape(-1, read.shape[-1]).contiguous()
         if self._ranks.size == 1:
             return self._experts(rows, self.route(seen, live))
         return self._routed_by_ranks(rows, live, seen)
@@ -98,6 +108,13 @@ class ExpertMLP:
     def _added(self, parts: Tensor) -> Tensor:
         """The sum of several parts; where bits are exact the first plus the others added in their order, one launch."""
         return self._ops.add(parts[0], parts[1:]) if self._ops.profile.sums_in_order else parts.sum(dim=0)
+
+
+def _shared_mlp(spec: ExpertSpec, weights: Weights, name: str, ops: Ops) -> GatedMLP | SteppedMLP | UngatedMLP:
+    """What all tokens take beside experts, which have a gate if these have."""
+    if spec.activation.kind == "relu":
+        return UngatedMLP(UngatedSpec(spec.shared_inner, "relu2"), weights, name, ops)
+    return dense_mlp(DenseSpec(spec.shared_inner, limit=spec.shared_limit), weights, name, ops)
 
 
 def live_rows(live: Tensor | None, ranks: Parallel) -> Tensor | None:
@@ -128,11 +145,18 @@ def expert_params(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list
     if kind.factors:
         factor = Source(f"{stored}.router.per_expert_scale", (number,))
         params.append(Param(f"{router}_factor", (number,), (factor,), "score"))
-    params += _MAKE[names.tensors](spec, name, stored, hidden)
+    params += _MAKE[names.tensors](spec, name, stored, spec.latent or hidden)
+    if spec.latent:
+        narrow, widen = (f"{stored}.fc{index}_latent_proj.weight" for index in (1, 2))
+        params.append(matrix(f"{name}.narrow", Source(narrow, (spec.latent, hidden))))
+        params.append(matrix(f"{name}.widen", Source(widen, (hidden, spec.latent))))
     if spec.shared_inner:
-        dense = DenseSpec(spec.shared_inner, stored=names.shared_stored)
         shared = f"{layer if names.shared_in_layer else stored + '.'}{names.shared}"
-        params += mlp_params(dense, f"{name}.shared", shared, hidden)
+        if spec.activation.kind == "relu":
+            params += ungated_params(UngatedSpec(spec.shared_inner, "relu2"), f"{name}.shared", shared, hidden)
+        else:
+            dense = DenseSpec(spec.shared_inner, stored=names.shared_stored)
+            params += mlp_params(dense, f"{name}.shared", shared, hidden)
     if spec.shared_gate:
         source = Source(f"{stored}.shared_expert_gate.weight", (1, hidden))
         params.append(Param(f"{name}.shared_gate", (1, hidden), (source,), "router"))

@@ -8,7 +8,7 @@ from torch import Tensor
 from treetop.checkpoints.params import Param
 from treetop.kernels.table import Ops
 from treetop.models.beside import BesideMLP, beside_params
-from treetop.models.config import BesideSpec, ExpertSpec, FeedForwardSpec, UngatedSpec
+from treetop.models.config import AbsentSpec, BesideSpec, ExpertSpec, FeedForwardSpec, UngatedSpec
 from treetop.models.experts import ExpertMLP, expert_params
 from treetop.models.layers import dense_mlp, mlp_params
 from treetop.models.ungated import UngatedMLP, ungated_params
@@ -36,11 +36,14 @@ def feed_forward(spec: FeedForwardSpec, weights: Weights, name: str, eps: float,
         return ExpertMLP(spec, weights, name, ops)
     if isinstance(spec, UngatedSpec):
         return UngatedMLP(spec, weights, name, ops)
+    assert not isinstance(spec, AbsentSpec)
     return dense_mlp(spec, weights, name, ops)
 
 
 def feed_forward_params(spec: FeedForwardSpec, name: str, stored: str, hidden: int) -> list[Param]:
     """stored: the prefix of its tensors."""
+    if isinstance(spec, AbsentSpec):
+        return []
     if isinstance(spec, BesideSpec):
         return beside_params(spec, name, stored, hidden)
     if isinstance(spec, ExpertSpec):

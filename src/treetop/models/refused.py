@@ -25,7 +25,7 @@ _BY_NAME = {
     _SPARSE: "DeepseekV4 Glm5Next",
     _QWEN4: "Qwen4Exp",
     _LINEAR: "BailingHybrid FalconMamba Jamba KimiLinear Lfm3 Mamba Mamba2"
-    " MiniMax NemotronH OlmoHybrid RecurrentGemma Rwkv Zamba Zamba2",
+    " MiniMax OlmoHybrid RecurrentGemma Rwkv Zamba Zamba2",
 }
 """Of `transformers` 5.23: those whose configuration has a `kv_lora_rank`, and those with such layers."""
 _BY_ENDING = {

@@ -49,7 +49,7 @@ from treetop.models.families import (
     smollm3,
     ungated,
 )
-from treetop.models.families.hybrids import lfm2, mamba
+from treetop.models.families.hybrids import lfm2, mamba, nemotron_h
 from treetop.models.multimodal import TEXT_ALONE, TOWERS, StoredNames, names_in, text_config
 from treetop.models.refused import refuse_adapter, refuse_by_key, refuse_by_name
 from treetop.models.target import Target
@@ -181,6 +181,13 @@ FAMILIES: dict[str, Family] = {
     "GraniteMoeForCausalLM": Family(granite.read_moe, "Granite with experts in every layer"),
     "GraniteMoeHybridForCausalLM": Family(
         granite.read_4, "Granite 4: Mamba-2 among attention, or attention alone; experts", keys=mamba.KEYS
+    ),
+    "NemotronHForCausalLM": Family(
+        nemotron_h.read,
+        "layers of Mamba-2, attention, feed-forward or experts alone: Nemotron-H, Nano 2, Nemotron 3",
+        nemotron_h.params,
+        nemotron_h.unused,
+        keys=mamba.KEYS,
     ),
     "BambaForCausalLM": Family(
         mamba.read_bamba, "Mamba-2 among attention, of which half of a head turns", mamba.params, keys=mamba.KEYS
