@@ -1,10 +1,12 @@
 """Where a server listens: HTTPS, a Unix socket, and a path under which a proxy has it."""
 
+import asyncio
 import json
 import shutil
 import socket
 import ssl
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -12,7 +14,7 @@ import pytest
 
 from support.serving import Server, replayed
 from support.waiting import WAIT_S
-from treetop.serve.listening import listening_socket, tls_context
+from treetop.serve.listening import listening_socket, renew_certificate, tls_context
 from treetop.serve_options import ServeOptions
 from treetop.types.errors import ConfigError
 
@@ -133,6 +135,45 @@ def test_files_of_tls_that_cannot_be_used_are_told_before_anything_is_loaded(tmp
     context = tls_context(optional)
     assert context is not None
     assert context.verify_mode is ssl.CERT_OPTIONAL
+
+
+@needs_openssl
+def test_a_certificate_that_is_renewed_is_given_to_whoever_comes_next(tmp_path, caplog):
+    """A pair that does not fit yet is not taken; the old one goes on meanwhile. The handshake runs in memory."""
+    ours = Authority(tmp_path, "ours")
+    first, second = ours.certificate("first"), ours.certificate("second")
+    used = str(tmp_path / "used.pem"), str(tmp_path / "used.key")
+    for source, target in zip(first, used, strict=True):
+        shutil.copy(source, target)
+    options = ServeOptions(ssl_certfile=used[0], ssl_keyfile=used[1])
+    context = tls_context(options)
+
+    def given() -> bytes:
+        to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+        client = trusting(ours.file).wrap_bio(to_client, to_server, server_hostname="127.0.0.1")
+        server = context.wrap_bio(to_server, to_client, server_side=True)
+        for side in (client, server, client, server):
+            with suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+        return client.getpeercert(True)
+
+    def certificate_of(pair: tuple[str, str]) -> bytes:
+        return ssl.PEM_cert_to_DER_cert(Path(pair[0]).read_text())
+
+    async def run() -> None:
+        looking = asyncio.ensure_future(renew_certificate(context, options, 0.01))
+        await asyncio.sleep(0)  # it has looked once
+        assert given() == certificate_of(first)
+        shutil.copy(second[0], used[0])
+        while "cannot be used yet" not in caplog.text:
+            await asyncio.sleep(0.01)
+        assert given() == certificate_of(first)
+        shutil.copy(second[1], used[1])
+        while given() != certificate_of(second):
+            await asyncio.sleep(0.01)
+        looking.cancel()
+
+    asyncio.run(asyncio.wait_for(run(), 20))
 
 
 @pytest.mark.parametrize(

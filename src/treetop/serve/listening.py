@@ -1,6 +1,8 @@
 """Where a server listens: an address, or a socket in the file system; and what is spoken there, HTTP or HTTPS."""
 
+import asyncio
 import ipaddress
+import logging
 import os
 import socket
 import ssl
@@ -10,6 +12,11 @@ from pathlib import Path
 
 from treetop.serve_options import ServeOptions
 from treetop.types.errors import ConfigError
+
+log = logging.getLogger("treetop.server")
+
+LOOK_S = 30.0
+"""Between two looks at the files of a certificate."""
 
 
 @contextmanager
@@ -104,6 +111,38 @@ def tls_context(options: ServeOptions) -> ssl.SSLContext | None:
     except (OSError, ValueError) as error:  # an SSLError is an OSError
         raise ConfigError(f"{named}: {getattr(error, 'strerror', None) or error}") from None
     return context
+
+
+async def renew_certificate(context: ssl.SSLContext, options: ServeOptions, look_s: float = LOOK_S) -> None:
+    """For as long as it runs: connections that come after the files have changed are given the new certificate.
+
+    Files that do not fit, as between two writes, are left for the next look.
+    """
+    known = _changes(options)
+    while True:
+        await asyncio.sleep(look_s)
+        if (now := _changes(options)) == known:
+            continue
+        try:
+            tls_context(options)  # on one of its own: half of a pair must not get into that in use
+            context.load_cert_chain(str(options.ssl_certfile), options.ssl_keyfile, password=_no_password)
+        except (ConfigError, OSError, ValueError) as error:
+            log.warning("the certificate has changed and cannot be used yet: %s", error)
+            continue
+        known = now
+        log.info("the certificate has changed: new connections are given it")
+
+
+def _changes(options: ServeOptions) -> list[tuple[int, int] | None]:
+    """What tells one version of the files from another; None of one that is not there."""
+    found: list[tuple[int, int] | None] = []
+    for name in (options.ssl_certfile, options.ssl_keyfile):
+        try:
+            told = os.stat(name) if name is not None else None
+        except OSError:
+            told = None
+        found.append(None if told is None else (told.st_ino, told.st_mtime_ns))
+    return found
 
 
 def _no_password() -> str:

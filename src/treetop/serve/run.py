@@ -22,7 +22,7 @@ from treetop.core.clients import EngineClient
 from treetop.distributed.in_flight import InFlightCounter
 from treetop.distributed.log_lines import log_to_stderr
 from treetop.serve.connections import ApiServer, Patience, most_connections
-from treetop.serve.listening import tls_context
+from treetop.serve.listening import renew_certificate, tls_context
 from treetop.serve.log_limit import LogLimit
 from treetop.serve_options import ServeOptions
 
@@ -99,7 +99,8 @@ async def serve(
         timeout_keep_alive=patience.idle_s,  # type: ignore[arg-type]  # seconds of any kind
     )
     maximum = most_connections(options.serve.max_connections)
-    server, code = ApiServer(config, listening, maximum, patience, tls_context(options.serve)), 0
+    tls = tls_context(options.serve)
+    server, code = ApiServer(config, listening, maximum, patience, tls), 0
 
     def stop(number: signal.Signals) -> None:
         nonlocal code
@@ -115,6 +116,8 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
     side: list[Awaitable[None]] = [_end_with(core, server), _leave(api, server), log_load(api, options.number)]
+    if tls is not None:
+        side.append(renew_certificate(tls, options.serve))
     if options.serve.batch_dir is not None:
         side.append(app.state.batches.resume())
     if started is not None:
