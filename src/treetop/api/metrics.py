@@ -14,7 +14,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from treetop.api.metric_names import OWN, AliasedMetrics
-from treetop.api.telemetry.lengths import RequestLengths, add_infos
+from treetop.api.telemetry.lengths import LengthMetrics, add_infos
 from treetop.outputs import LiveRequest, RequestOutput
 from treetop.types.requests import CoreInfo, CoreLoad, RequestUpdate
 
@@ -90,7 +90,7 @@ class Metrics:
         self._prefill_s = histogram("request_prefill_time_seconds", "From a row to the first token", _FIRST_S)
         self._decode_s = histogram("request_decode_time_seconds", "From the first token to the last", _WHOLE_S)
         self._inference_s = histogram("request_inference_time_seconds", "From a row to the last token", _WHOLE_S)
-        self._lengths = RequestLengths(model_name, info, registry)
+        self._lengths = LengthMetrics(model_name, info, registry)
         self._drafts = counter("spec_decode_num_drafts", "Trees that were verified")
         self._draft_tokens = counter("spec_decode_num_draft_tokens", "Drafts that were verified, roots excluded")
         self._accepted = counter("spec_decode_num_accepted_tokens", "Drafts that were accepted")

@@ -13,7 +13,7 @@ _MOST_PRIORITY = 10
 """Of a label, either way: anybody may give any priority."""
 
 
-class RequestLengths:
+class LengthMetrics:
     """Lengths of prompts and answers, and waiting by priority."""
 
     def __init__(self, model_name: str, info: CoreInfo, registry: CollectorRegistry) -> None:
