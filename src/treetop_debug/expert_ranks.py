@@ -72,10 +72,10 @@ def expert_ranks_on_threads() -> Iterator[list[ExpertRankThread]]:
 
 
 def _noted(real: Callable[..., EngineCore[Any]]) -> Callable[..., EngineCore[Any]]:
-    def core_of(runs: Lockstep[Any], engine: Engine) -> EngineCore[Any]:
+    def core_of(runs: Lockstep[Any], engine: Engine, *given: Any) -> EngineCore[Any]:
         thread = threading.current_thread()
         assert isinstance(thread, ExpertRankThread)
-        thread.core = real(runs, engine)
+        thread.core = real(runs, engine, *given)
         return thread.core
 
     return core_of

@@ -145,9 +145,9 @@ def _skips(real: Callable[[Lockstep[Any]], None]) -> Callable[[Lockstep[Any]], N
     return execute_dummy_batch
 
 
-def _smallest(step: StepProposal, shape: SpecShape) -> StepPlan:
+def _smallest(step: StepProposal, shapes: Sequence[SpecShape]) -> StepPlan:
     """Nobody's rows in the smallest batch there is, as if no other rank had more."""
-    return real_without_rows(StepProposal(min(step.rows, 1), 0, min(step.tokens, 1)), shape)
+    return real_without_rows(StepProposal(min(step.rows, 1), 0, min(step.tokens, 1)), shapes)
 
 
 LOCKSTEP_FAULTS = by_name(

@@ -34,10 +34,12 @@ from treetop import LLM, SamplingParams, StructuredOutput
 from treetop.checkpoints.loader import Placement, load_weights, weight_bytes
 from treetop.checkpoints.params import of_rank
 from treetop.distributed.lockstep import StepProposal, merged
+from treetop.doctor.conformance import RandomShapes
 from treetop.models.experts import ExpertMLP, live_rows
 from treetop.models.registry import target_spec
 from treetop.parallel.exchange import ExchangeRank, Rendezvous
 from treetop.types.errors import ConfigError, EngineError, InputError, UserError
+from treetop.types.messages import RoundPlan
 from treetop.types.parallel import SINGLE_RANK
 from treetop.types.requests import EngineRequest
 from treetop_debug.expert_ranks import expert_ranks_on_threads
@@ -299,6 +301,60 @@ def test_what_cannot_work_is_refused_by_name(folders, tmp_path):
         llm = build(folder, None, 2)
         refused(ConfigError, lambda: llm.scheduler, "--ep-size 2", "other processes")
         llm.close()
+
+
+AUTO = {"speculative_policy": "auto", "speculative_shapes": "1,1,2 2,3,6", "speculative_max_deferred": 3}
+
+
+@pytest.mark.parametrize(
+    ("places", "options"),
+    [
+        ([0, 1] * 6, {"graphs": "sim", "overlap": True, "check_level": 3}),
+        ([1] * 12, {"chunked_prefill_size": 5, "check_level": 2}),  # who has no rows says nothing of shapes
+    ],
+)
+def test_ranks_run_one_shape_whatever_each_would_choose(folders, places, options):
+    """Each rank's policy takes any shape, unlike the others': tokens are those of one process, and every round of all
+    ranks has the shape that was agreed on, catching up included.
+    """
+    prompts = Pair(folders["glm"], None).prompts(LENGTHS)
+    with expert_ranks_on_threads() as started:
+        llm = build(folders["glm"], TREE, 2, **AUTO, **options)
+        try:
+            send_to(llm._core.core, iter(places).__next__)
+            seen = {}
+            for rank in started:
+                seen[rank] = []
+                layout, policy = rank.core.engine._engine.layout, RandomShapes(rank.core.engine._engine.layout.shapes)
+                policy._random.seed(started.index(rank))
+                rank.core.scheduler.policy = policy
+                launch = rank.core.engine._engine.launch
+
+                def watched(plan, launch=launch, seen=seen[rank]):
+                    if isinstance(plan, RoundPlan):
+                        seen.append((plan.shape, plan.catches_up))
+                    return launch(plan)
+
+                rank.core.engine._engine.launch = watched
+            found = [llm.generate(prompts, MIXED), llm.generate(prompts[::-1], MIXED)]
+            wanted = {shape for rank in started for shape in rank.core.scheduler.policy.chosen}
+        finally:
+            llm.close()
+    assert wanted == set(layout.shapes), "they wanted all"
+    one, other = seen.values()
+    assert one == other
+    assert len({shape for shape, _ in one}) == 3
+    assert any(catches_up for _, catches_up in one)
+    expected = on_one(folders["glm"], TREE, [(prompts, MIXED), (prompts[::-1], MIXED)])
+    assert [tokens(each) for each in found] == [tokens(each) for each in expected]
+
+
+def test_the_shape_that_is_wanted_is_that_of_most_rows():
+    """And never one that all rows may not have."""
+    many, few, none = StepProposal(8, shape=1, wanted=0), StepProposal(2, shape=1, wanted=2), StepProposal()
+    assert merged([few, many, none], False) == merged([none, few, many], True) == StepProposal(8, shape=1, wanted=0)
+    behind = StepProposal(2, shape=1, catches_up=True, wanted=2)
+    assert merged([behind, many], False) == StepProposal(8, shape=1, catches_up=True, wanted=0)
 
 
 @pytest.mark.parametrize("name", LOCKSTEP_FAULTS)

@@ -168,7 +168,6 @@ def test_a_smaller_round_takes_no_longer_than_a_larger_one():
         ({"speculative_shapes": "0,1,1"}, "there is no tree among them"),
         ({"speculative_shapes": "2,1,5"}, "no chain has"),
         ({"speculative_shapes": "1,1,2", "speculative_policy": "fixed"}, "is for --speculative-policy auto"),
-        ({"ep_size": 2}, "use fixed with --ep-size"),
     ],
     ids=str,
 )

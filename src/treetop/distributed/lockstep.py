@@ -8,12 +8,16 @@ Experts make every step a sequence of exchanges, so all ranks have to run it, of
 graph. Each sends a proposal once a step, and takes the largest of all; no rank decides for others. While nobody
 proposes anything nothing is sent: the group is idle, and the first proposal wakes it.
 
+Rounds whose shape a policy chooses have one shape on all ranks, which is agreed on a round before: with its proposal of
+a round each says what it would choose, and all take what the one with most rows has said. A round is planned in that
+shape. It changes with a round alone, and then nobody has one planned that was not launched.
+
 It is host code between two steps. With two steps in flight a step is agreed on while the one before it runs.
 """
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
@@ -37,11 +41,17 @@ class StepProposal(msgspec.Struct, frozen=True, array_like=True):
     rows: of a round's batch.
     choice: how a round's tokens are chosen, its place in `Choice`.
     tokens: of a prefill's batch. Padding counts.
+    shape: of a round, its place in `Layout.shapes`.
+    catches_up: a round begins with what rows have deferred.
+    wanted: the shape that later rounds should have.
     """
 
     rows: int = 0
     choice: int = 0
     tokens: int = 0
+    shape: int = 0
+    catches_up: bool = False
+    wanted: int = 0
 
 
 class ProposalMessage(msgspec.Struct, frozen=True, array_like=True):
@@ -53,13 +63,21 @@ class ProposalMessage(msgspec.Struct, frozen=True, array_like=True):
 
 
 def merged(proposals: Iterable[StepProposal], prefilled_last: bool) -> StepProposal:
-    """The largest of each number, of a prefill or of a round. Prefill goes first, but takes turns with rounds."""
-    rows, choice, tokens = (
-        max(column) for column in zip(*((w.rows, w.choice, w.tokens) for w in proposals), strict=True)
-    )
+    """The largest of each number, of a prefill or of a round. Prefill goes first, but takes turns with rounds.
+
+    The shape that is wanted is that of most rows, of several alike the largest.
+    """
+    listed = [*proposals]
+    tokens, rows = max(each.tokens for each in listed), max(each.rows for each in listed)
     if tokens and not (rows and prefilled_last):
         return StepProposal(tokens=tokens)
-    return StepProposal(rows, choice)
+    return StepProposal(
+        rows,
+        max(each.choice for each in listed),
+        shape=max(each.shape for each in listed),
+        catches_up=any(each.catches_up for each in listed),
+        wanted=max((each.rows, each.wanted) for each in listed)[1],
+    )
 
 
 class StepSync:
@@ -151,6 +169,7 @@ class Lockstep(Generic[InFlight]):
         self._engine, self._step_sync, self._timeout_s = engine, step_sync, timeout_s
         self._out: deque[LockstepStep[InFlight]] = deque()
         self._prefilled_last = False
+        self._shape = self._wanted = 0  # places in `Layout.shapes`: of rounds now, and what this rank would choose
         self.waiting_since: float | None = None
         self.num_steps = self.num_idle = 0
         """Steps that were launched, and those among them without rows."""
@@ -163,19 +182,30 @@ class Lockstep(Generic[InFlight]):
         """Where others' words arrive."""
         return [self._step_sync.inbox]
 
+    def agree_on_shape(self, wanted: SpecShape) -> SpecShape:
+        """The shape of a round that is about to be planned. wanted: what this rank would choose, which goes out with
+        the proposal of that round.
+
+        Nobody knows how many rows a later round will have: what all rows may not have stands for the next smaller.
+        """
+        layout = self._engine.layout
+        allowed = [layout.shapes.index(shape) for shape in layout.shapes_at(layout.bucket_for(layout.max_requests))]
+        self._wanted = max(place for place in allowed if place <= layout.shapes.index(wanted))
+        return layout.shapes[self._shape]
+
     def launch(self, plan: StepPlan) -> LockstepStep[InFlight]:
         """Launch a plan as soon as the ranks agree on a step of its kind; one that needs no expert at once."""
         if isinstance(plan, ExportPlan | ImportPlan):
             return self._started(plan)
-        proposal = proposal_of(self._engine, plan)
+        proposal = proposal_of(self._engine, plan, self._wanted)
         while bool(proposal.tokens) != bool((step := self._agree(proposal)).tokens):
-            self._start(without_rows(step, self._engine.layout.shapes[0]), step)
+            self._start(without_rows(step, self._engine.layout.shapes), step)
         return self._start(grown(plan, step), step)
 
     def execute_dummy_batch(self) -> None:
         """Take part in a step of the others, without rows."""
         step = self._agree(StepProposal())
-        self._start(without_rows(step, self._engine.layout.shapes[0]), step)
+        self._start(without_rows(step, self._engine.layout.shapes), step)
 
     def collect(self, in_flight: LockstepStep[InFlight]) -> StepResult:
         """As `StepEngine.collect`. Steps without rows that were launched before end with it."""
@@ -190,11 +220,13 @@ class Lockstep(Generic[InFlight]):
         self.waiting_since = time.monotonic()
         step = merged(self._step_sync.agree(proposal, self._timeout_s), self._prefilled_last)
         self._prefilled_last = step.tokens > 0
+        if not step.tokens:
+            self._shape = step.wanted
         return step
 
     def _start(self, plan: PrefillPlan | RoundPlan, step: StepProposal) -> LockstepStep[InFlight]:
         """Raises CheckError before it launches what the others do not launch: nobody waits for what never comes."""
-        mine = proposal_of(self._engine, plan)
+        mine = proposal_of(self._engine, plan, step.wanted)
         if mine != step:
             number = self._step_sync.step - 1
             raise CheckError(f"step {number}: this rank would launch {mine}, the ranks have agreed on {step}")
@@ -218,22 +250,30 @@ class Lockstep(Generic[InFlight]):
         self.waiting_since = None
 
 
-def proposal_of(engine: RankEngine[InFlight], plan: PrefillPlan | RoundPlan) -> StepProposal:
+def proposal_of(engine: RankEngine[InFlight], plan: PrefillPlan | RoundPlan, wanted: int) -> StepProposal:
     """The proposal for a plan. The kinds of round and the sizes are all that exchanges depend on."""
     if isinstance(plan, PrefillPlan):
         return StepProposal(tokens=engine.tokens_of(plan))
-    return StepProposal(engine.bucket_of(plan), _CHOICES.index(plan.choice))
+    shape = engine.layout.shapes.index(plan.shape)
+    return StepProposal(
+        engine.bucket_of(plan),
+        _CHOICES.index(plan.choice),
+        shape=shape,
+        catches_up=plan.catches_up,
+        wanted=wanted,
+    )
 
 
 def grown(plan: PrefillPlan | RoundPlan, step: StepProposal) -> PrefillPlan | RoundPlan:
     """A plan in the size that was agreed on."""
     if isinstance(plan, PrefillPlan):
         return replace(plan, min_batch_tokens=step.tokens)
-    return replace(plan, min_rows=step.rows, choice=_CHOICES[step.choice])
+    return replace(plan, min_rows=step.rows, choice=_CHOICES[step.choice], catches_up=step.catches_up)
 
 
-def without_rows(step: StepProposal, shape: SpecShape) -> PrefillPlan | RoundPlan:
+def without_rows(step: StepProposal, shapes: Sequence[SpecShape]) -> PrefillPlan | RoundPlan:
     """A plan of nobody's rows, for a step that others have rows for: all of its batch is padding."""
     if step.tokens:
         return PrefillPlan((), (), (), (), Choice.GREEDY, min_batch_tokens=step.tokens)
-    return RoundPlan((), (), (), shape, 0, _CHOICES[step.choice], min_rows=step.rows)
+    choice, shape = _CHOICES[step.choice], shapes[step.shape]
+    return RoundPlan((), (), (), shape, 0, choice, min_rows=step.rows, catches_up=step.catches_up)

@@ -30,6 +30,7 @@ from treetop.structured.structured_output import StructuredOutputManager
 from treetop.types.config import EngineConfig
 from treetop.types.constraint import StructureLimits
 from treetop.types.errors import ConfigError
+from treetop.types.layout import SpecShape
 from treetop.types.parallel import SINGLE_RANK, PlaceholderRank
 from treetop.types.requests import CoreInfo, PrefixPages
 from treetop.types.sampling import MAX_LOGPROBS
@@ -111,7 +112,8 @@ def open_core(
             step_sync = StepSync(engines.folder, engines.rank, engines.size, context)
             stack.callback(step_sync.close)
             runs = lockstep = Lockstep(runs, step_sync, config.step_timeout)
-        core = core_of(runs, engine)
+        agree_on_shape = (lambda wanted: wanted) if lockstep is None else lockstep.agree_on_shape
+        core = core_of(runs, engine, agree_on_shape)
         return OpenCore(core, info_of(engine, told.by), engine, next_logits, stack.pop_all().close, executor, lockstep)
 
 
@@ -171,8 +173,10 @@ def check_experts(config: EngineConfig) -> None:
         )
 
 
-def core_of(runs: StepEngine[Step], engine: Engine) -> EngineCore[Step]:
-    """A core with a scheduler for the engine. runs: what its steps are launched on."""
+def core_of(
+    runs: StepEngine[Step], engine: Engine, agree_on_shape: Callable[[SpecShape], SpecShape] = lambda wanted: wanted
+) -> EngineCore[Step]:
+    """A core with a scheduler for the engine. runs: what its steps are launched on. agree_on_shape: see `Scheduler`."""
     info = info_of(engine)
     vocab_size = info.vocab_size if info.can_constrain else None
     grammars = GrammarCompiler(engine.model_path, info.vocab_size, info.eos_ids, info.structure_limits.whitespace)
@@ -186,6 +190,7 @@ def core_of(runs: StepEngine[Step], engine: Engine) -> EngineCore[Step]:
         costs=engine.costs,
         head=lambda: engine.head.chances,
         keep_head=engine.keep_head,
+        agree_on_shape=agree_on_shape,
         keep_lengths=engine.keep_lengths,
         work_clock=work_clock(engine.runner.buffers.rows.device),
         structures=structures,

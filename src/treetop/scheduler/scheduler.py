@@ -66,6 +66,7 @@ class Scheduler:
         costs: CostTable | None = None,
         head: Callable[[], HeadChances] = HeadChances,
         keep_head: Callable[[HeadChances], object] = lambda learned: None,
+        agree_on_shape: Callable[[SpecShape], SpecShape] = lambda wanted: wanted,
         keep_lengths: Callable[[float], object] = lambda tokens: None,
         work_clock: Callable[[], float] | None = None,
     ) -> None:
@@ -74,7 +75,8 @@ class Scheduler:
         pace: of prefill steps between rounds; None counts no attention. structures: None takes no structures.
 
         costs: of rounds, for a policy that chooses their shape; None for one shape. head, keep_head: see
-        `AdaptiveShape`. keep_lengths: see `RequestLengths`. work_clock: by which costs were measured; None is `clock`.
+        `AdaptiveShape`. agree_on_shape: from what the policy wants to what ranks run together. keep_lengths: see
+        `RequestLengths`. work_clock: by which costs were measured; None is `clock`.
         """
         self._vocab_size, self._structures = vocab_size, structures
         self._layout, self._config, self._eos_ids, self._clock = layout, config, frozenset(eos_ids), clock
@@ -83,7 +85,7 @@ class Scheduler:
         pace = pace or PrefillPace(layout.chunk, layout.chunk, None)
         target_gap_s = None if config.target_gap_ms is None else config.target_gap_ms / 1000
         self._budget = PrefillBudget(layout, pace, target_gap_s, config.prefill_tokens_per_round)
-        self._lengths = RequestLengths(keep_lengths)
+        self._lengths, self._agree_on_shape = RequestLengths(keep_lengths), agree_on_shape
         self.policy: ShapePolicy = (
             FixedShape(config.shape) if costs is None else AdaptiveShape(costs, layout, head, keep_head)
         )
@@ -296,7 +298,7 @@ class Scheduler:
         return True
 
     def _choose_shape(self, lengths: Sequence[int], speculating: Sequence[int], deferred: int) -> SpecShape:
-        return self.policy.choose(lengths, speculating, deferred)
+        return self._agree_on_shape(self.policy.choose(lengths, speculating, deferred))
 
     def _send(self, plan: StepPlan) -> None:
         self.steps.send(plan, [self.rows.by_row[row] for row in plan.rows])

@@ -424,10 +424,6 @@ class EngineConfig:
                 " needs none",
             ),
             (
-                auto and self.ep_size > 1,
-                "--speculative-policy auto: ranks that share experts run one shape; use fixed with --ep-size",
-            ),
-            (
                 self.speculative_eagle_recurrence != "auto" and (not self.speculates or self.algorithm in _ALONE),
                 "--speculative-eagle-recurrence is of an EAGLE-3 head: give one, or drop it",
             ),

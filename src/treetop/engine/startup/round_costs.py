@@ -39,8 +39,8 @@ _SHORT, _LONG = 16, 1024
 def cost_table(engine_plan: EnginePlan, runner: ModelRunner, launcher: RoundLauncher) -> CostTable:
     """The table of this engine: that of an earlier start on this machine, or measured now and kept.
 
-    Ranks that share a model take part together, and measure unless all have a table. Raises CheckError, at check level
-    1, for a table that was made for something else.
+    Ranks that share a model, or experts, take part together, and measure unless all have a table. Raises CheckError, at
+    check level 1, for a table that was made for something else.
     """
     made_for = identity(engine_plan, runner)
     table = read(cost_file(made_for))
@@ -48,7 +48,8 @@ def cost_table(engine_plan: EnginePlan, runner: ModelRunner, launcher: RoundLaun
         table = None
     if table is not None and runner.check_level >= 1:
         check_made_for(table, made_for)
-    if engine_plan.place.parallel.minimum(int(table is not None)):
+    place = engine_plan.place
+    if place.expert_ranks.minimum(place.parallel.minimum(int(table is not None))):
         assert table is not None
         return table
     table = measure(runner, launcher, made_for)
