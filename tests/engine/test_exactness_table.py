@@ -1,15 +1,20 @@
 """`--exactness auto`: a table says what it is, so that no timing and no process can come to another."""
 
 import pytest
+import torch
 
 from support.families import FAMILIES
+from treetop.checkpoints.loader import Placement
 from treetop.distributed.open import open_core
 from treetop.engine.startup import exactness_table
+from treetop.engine.startup.exactness import whose_sums
 from treetop.engine.startup.exactness_table import TABLE, Row, kind_of, settled
 from treetop.engine.startup.plan import plan_engine
+from treetop.kernels.profile import Integers, profile_of
 from treetop.models.registry import target_spec
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
+from treetop.weights.cpu_products import Call, ChosenProduct
 
 KINDS = {
     "llama 3": "dense",
@@ -92,3 +97,16 @@ def test_ranks_that_come_to_another_are_refused_by_name(strong_pair, named):
 def test_the_table_has_no_row_twice():
     keys = [(row.device, row.kind, row.drafted) for row in TABLE]
     assert len(set(keys)) == len(keys)
+
+
+def test_workers_say_whose_sums_they_have():
+    """A schema's words: K/V by other sums are not those of plain decoding here."""
+    cpu = torch.device("cpu")
+    product = ChosenProduct((8, 4), "float32", 1, (Call.INTEGERS,) * 4, ({},) * 4, exact=True)
+    said = {
+        attention: whose_sums(Placement(torch.float32, cpu, 1, profile=profile_of("bits", cpu, integers)), [product])
+        for attention, integers in ((True, Integers(attention=True)), (False, Integers()))
+    }
+    assert said[True] == ["products by integers in float64", "attention by integers in float64"]
+    assert said[False] == ["products by integers in float64", "attention by the library's chains"]
+    assert whose_sums(Placement(torch.float32, cpu, 1), [product]) == []
