@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from treetop.attention.integer_sums import index_scores_of_integers
 from treetop.exact import fixed_point
 from treetop.exact.fixed_point import (
     LINE,
@@ -19,6 +20,7 @@ from treetop.exact.fixed_point import (
     on_grid,
 )
 from treetop.exact.probe import adversarial
+from treetop.kernels.attention.indexer import IndexQuery, index_scores
 from treetop.kernels.exact import least_rows
 
 SHAPES = [(24, 50), (7, 16), (64, LONGEST), (33, LONGEST + 1), (16, 5000)]
@@ -129,6 +131,17 @@ def test_attention_is_one_sum_wherever_its_keys_lie(keys):
     spread[:, :, at], others[:, at] = weights, v
     assert torch.equal(fixed_point_mean(spread, *on_grid(others, LINE)), want)
     assert torch.equal(fixed_point_sum(spread), mass)
+
+
+def test_an_indexers_scores_are_those_of_each_query_and_key_alone():
+    """Near `index_scores`, and with the same bits for fewer queries, rows and keys in another order."""
+    heads, keys = adversarial((3, 5, 4, 16), generator()), adversarial((3, 40, 16), generator(1))
+    query = IndexQuery(heads, torch.randn((3, 5, 4), generator=generator(2)), 7)
+    want, near = index_scores_of_integers(query, keys), index_scores(query, keys)
+    torch.testing.assert_close(want, near, rtol=1e-4, atol=1e-4 * float(near.abs().max()))
+    order = torch.randperm(40, generator=generator(3))
+    few = IndexQuery(heads[1:2, 2:4], query.weights[1:2, 2:4], 7)
+    assert torch.equal(index_scores_of_integers(few, keys[1:2, order]), want[1:2, 2:4][..., order])
 
 
 def test_scores_are_those_of_each_key_alone():

@@ -15,6 +15,7 @@ from support.mtp_layers import mtp_tensors
 from support.tiny_models import Pair, copy_folder, llama_config, save_random, save_random_experts, save_random_head
 from treetop import SamplingParams
 from treetop.attention import exact_backend
+from treetop.attention.exact_backend import ExactBackend
 from treetop.attention.integer_sums import IntegerSums
 from treetop.doctor.conformance import RandomShapes
 from treetop.engine.startup import exactness
@@ -214,6 +215,11 @@ def test_states_of_rows_change_no_bit(tmp_path):
 @pytest.mark.parametrize(
     ("family", "more"),
     [
+        pytest.param("glm 5", {}, marks=pytest.mark.slow),
+        pytest.param("deepseek v32", {}, marks=pytest.mark.slow),
+        pytest.param("glm 5.2", {"kv_cache_dtype": "fp8_e4m3"}, marks=pytest.mark.slow),
+        pytest.param("glm 5", {"exact_sums": "integers"}, marks=pytest.mark.slow),
+        pytest.param("glm 5", {"tp_size": 2}, marks=pytest.mark.slow),
         ("deepseek v3", {"kv_cache_dtype": "fp8_e4m3"}),
         pytest.param("deepseek v3", {"exact_sums": "integers"}, marks=pytest.mark.slow),
         pytest.param("deepseek v2 lite", {}, marks=pytest.mark.slow),
@@ -247,15 +253,28 @@ def test_compressed_attention_changes_no_bit(tmp_path, family, more):
         llm.close()
 
 
+def test_keys_that_an_indexer_chooses_change_no_bit(tmp_path, monkeypatch):
+    """GLM-5: what a query attends to is chosen by scores that are its own, in a tree as in a prefill by chunks."""
+    pair, seen, choose = FAMILIES["glm 5"].save(tmp_path).pair, [], ExactBackend.choose
+
+    def noted(self, query, kv, plan, tail):
+        chosen = choose(self, query, kv, plan, tail)
+        seen.append(bool((chosen.sum(dim=2) < (plan.bias == 0).sum(dim=2)).any()))
+        return chosen
+
+    want = bits(serve(pair, None, [17, 30], context_length=64)[1])
+    monkeypatch.setattr(ExactBackend, "choose", noted)
+    sizes = {"context_length": 64, "max_running_requests": 2, "chunked_prefill_size": 7}
+    _, outputs = serve(pair, (4, 5, 16), [17, 30], **sizes)
+    assert bits(outputs) == want
+    assert any(seen), "all keys were chosen"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_every_family_has_the_bits_of_plain_decoding(tmp_path, family):
     """Gates, norms, scales, routers and heads of every kind that there is a tiny model of."""
     pair = FAMILIES[family].save(tmp_path).pair
-    if "index_topk" in pair.config:
-        with pytest.raises(ConfigError, match=r"sparse attention \(DSA\) is not exact yet"):
-            build(pair, None, **BITS)
-        return
     want = bits(serve(pair, None, [1, 9, 30], context_length=None)[1])
     _, outputs = serve(pair, (4, 5, 16), [1, 9, 30], context_length=None, max_running_requests=3)
     assert bits(outputs) == want

@@ -28,10 +28,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.attention.contract import TailKV
-from treetop.attention.integer_sums import IntegerSums
-from treetop.attention.torch_backend import CAPABILITIES, TorchBackend, TorchPlan, TorchPrefix, broken_rows
+from treetop.attention.integer_sums import IntegerSums, index_scores_of_integers
+from treetop.attention.torch_backend import (
+    CAPABILITIES,
+    TorchBackend,
+    TorchPlan,
+    TorchPrefix,
+    broken_rows,
+    first_hidden,
+)
 from treetop.exact.probe import adversarial
 from treetop.kernels.attention.attention import tail_visible
+from treetop.kernels.attention.indexer import IndexQuery, best_keys
 from treetop.kernels.attention.metadata import AttentionMetadata
 from treetop.kernels.kv import PagedKV, decoded, moved, slots_of
 from treetop.types.ids import is_draft
@@ -162,6 +170,28 @@ class ExactBackend:
         visible = torch.cat([visible.expand(-1, tail.shape[1], -1), tail], dim=2)
         later = metadata.tail_positions[:, None] >= (begun.first + BLOCK)[:, None, None]
         return ExactPlan(begun, _bias(visible), later if bool((later & tail).any()) else None)
+
+    def choose(self, query: IndexQuery, kv: PagedKV, plan: ExactPlan | TorchPlan, tail: TailKV | None) -> Tensor:
+        """[rows, n, keys] bool, of keys in the order of the plan, which along any path is that of positions."""
+        if isinstance(plan, TorchPlan):
+            return self._plain.choose(query, kv, plan, tail)
+        visible, slots = plan.bias == 0, plan.prefix.slots
+        if visible.shape[2] <= query.top_k:
+            return visible
+        keys = moved(kv.index_keys).index_select(0, slots.reshape(-1)).unflatten(0, slots.shape)
+        if tail is not None:
+            keys = torch.cat([keys, moved(tail.index_keys)], dim=1)
+        return best_keys(index_scores_of_integers(query, keys.view(kv.data.dtype)), visible, query.top_k)
+
+    def hidden(self, plan: ExactPlan | TorchPlan, chosen: Tensor) -> Tensor:
+        if isinstance(plan, TorchPlan):
+            return self._plain.hidden(plan, chosen)
+        return first_hidden(plan.bias == 0, chosen)
+
+    def narrowed(self, plan: ExactPlan | TorchPlan, chosen: Tensor) -> ExactPlan | TorchPlan:
+        if isinstance(plan, TorchPlan):
+            return self._plain.narrowed(plan, chosen)
+        return replace(plan, bias=_bias(chosen))
 
     def prefix_tail(
         self,

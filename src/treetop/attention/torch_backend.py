@@ -92,9 +92,7 @@ class TorchBackend:
         return choose_keys(query, keys.view(kv.data.dtype), plan.visible)
 
     def hidden(self, plan: TorchPlan, chosen: Tensor) -> Tensor:
-        wrong = (chosen & ~plan.visible).any(dim=1)
-        found: Tensor = torch.where(wrong.any(dim=1), wrong.to(torch.int8).argmax(dim=1), -1)
-        return found
+        return first_hidden(plan.visible, chosen)
 
     def narrowed(self, plan: TorchPlan, chosen: Tensor) -> TorchPlan:
         return plan if chosen is plan.visible else self._showing(plan.prefix, chosen)
@@ -111,6 +109,13 @@ class TorchBackend:
     def _read(self, kv: PagedKV, stored: Tensor) -> TailKV:
         """What K/V of a layer, gathered by `_gather`, stand for."""
         return TailKV(decoded(stored.view(kv.data.dtype), kv.scales, self._dtype, kv.parts), kv.value_dim)
+
+
+def first_hidden(visible: Tensor, chosen: Tensor) -> Tensor:
+    """[rows] int64: the first key that some query of a row has chosen and does not see, -1 for none."""
+    wrong = (chosen & ~visible).any(dim=1)
+    found: Tensor = torch.where(wrong.any(dim=1), wrong.to(torch.int8).argmax(dim=1), -1)
+    return found
 
 
 def _prefix_visible(prefix: TorchPrefix, metadata: AttentionMetadata) -> Tensor:

@@ -149,6 +149,7 @@ _UNIFORM: dict[str, Callable[[Tensor], Tensor]] = {
 _BY_ROW: dict[str, Callable[[Tensor], Tensor]] = {
     "the norm of a row": lambda x: torch.linalg.vector_norm(x, dim=-1, keepdim=True),
     "the sum of a row": lambda x: x.sum(dim=-1, keepdim=True),
+    "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
     "log_softmax": lambda x: torch.log_softmax(x, dim=-1),
     "softmax": lambda x: torch.softmax(x, dim=-1),
     "cumsum": lambda x: x.abs().cumsum(dim=-1, dtype=torch.float64),

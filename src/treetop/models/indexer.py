@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.checkpoints.params import Param, matrix, vector
@@ -35,7 +34,8 @@ class Indexer:
     def asks(self, x: Tensor, query_latent: Tensor, angles: Any) -> IndexQuery:
         """x: [rows, n, in], what the layer reads. query_latent: [rows, n, query_rank], normed. angles: see `Rotary`."""
         heads = self.query(query_latent).unflatten(-1, (self.spec.num_heads, -1))
-        weights = F.linear(x.to(self._weights.dtype), self._weights)
+        rows = x.flatten(0, -2).to(self._weights.dtype)
+        weights = self._ops.profile.linear(rows, self._weights, None).view(*x.shape[:-1], -1)
         return IndexQuery(self._ops.turn_index_heads(heads, angles), weights, self.spec.top_k)
 
     def write(self, x: Tensor, angles: Any, target: Tensor, slots: Tensor | None, scales: Tensor | None) -> None:

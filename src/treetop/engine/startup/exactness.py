@@ -73,8 +73,8 @@ def why_not_exact(config: EngineConfig, layout: Layout, target: TargetSpec, plac
     if unbuilt is not None:
         return BackendRefusal(f"{unbuilt} not exact yet", _TIES)
     own = [group.kv for group in layout.groups if not group.is_draft]
-    if any(kv.index_dim for kv in own):
-        return BackendRefusal("sparse attention (DSA) is not exact yet: its indexer's scores are a batch's", _TIES)
+    if any(kv.index_dim for kv in own) and not on_cpu:
+        return BackendRefusal("sparse attention (DSA) is not exact yet on a GPU", f"{_TIES} or --device cpu")
     if any(kv.value_dim is not None for kv in own) and not on_cpu:
         return BackendRefusal("compressed attention (MLA) is not exact yet on a GPU", f"{_TIES} or --device cpu")
     found = _probed_on_a_cpu(config, layout) if on_cpu else _probed_on_a_gpu(target, place)
@@ -157,7 +157,7 @@ def _no_chains(layout: Layout) -> str | None:
     choose_mode()
     threads = torch.get_num_threads()
     for group in (group.kv for group in layout.groups if not group.is_draft):
-        sizes = group.head_dim, threads, group.value_dim
+        sizes = group.head_dim - group.index_dim, threads, group.value_dim
         found: str | None = found_once("exact-attention", sizes, partial(on_a_cpu.problem, *sizes))
         if found is not None:
             return found
