@@ -73,10 +73,10 @@ def expert_ranks_on_threads() -> Iterator[list[ExpertRankThread]]:
 
 def _noted(real: Callable[..., EngineCore[Any]]) -> Callable[..., EngineCore[Any]]:
     def core_of(runs: Lockstep[Any], engine: Engine, *given: Any) -> EngineCore[Any]:
-        thread = threading.current_thread()
-        assert isinstance(thread, ExpertRankThread)
-        thread.core = real(runs, engine, *given)
-        return thread.core
+        core, thread = real(runs, engine, *given), threading.current_thread()
+        if isinstance(thread, ExpertRankThread):  # or of an engine beside the ranks
+            thread.core = core
+        return core
 
     return core_of
 
