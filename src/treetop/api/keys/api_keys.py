@@ -128,14 +128,14 @@ def all_keys(options: ServeOptions, text: str | None) -> list[ApiKey]:
     ]
     if text is None:
         return plain
-    return [*plain, *_Reader(str(options.api_keys_file), plain).keys(text)]
+    return [*plain, *_KeyFile(str(options.api_keys_file), plain).keys(text)]
 
 
 def _digest(key: str) -> bytes:
     return sha256(key.encode(errors="surrogatepass")).digest()
 
 
-class _Reader:
+class _KeyFile:
     """Reads a file of keys, YAML or JSON, and finds all that is wrong with it. No message holds a key."""
 
     def __init__(self, path: str, others: Iterable[ApiKey]) -> None:

@@ -35,7 +35,7 @@ class Limits(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Allowed:
+class RateAnswer:
     """Whether a request may begin.
 
     headers: OpenAI's, of the limits that there are.
@@ -69,11 +69,11 @@ class RateLimits:
         self.flush()
         self._slots, self._limits = slots, dict(limits)
 
-    def take(self, name: str) -> Allowed:
+    def take(self, name: str) -> RateAnswer:
         """Count one request, unless it is refused."""
         requests, tokens = self._limits.get(name, Limits())
         if requests is None and tokens is None:
-            return Allowed({})
+            return RateAnswer({})
         now, slot, headers = self._clock(), self._slots[name], dict[str, str]()
         self.flush()
         refused: tuple[str, float] | None = None
@@ -92,9 +92,9 @@ class RateLimits:
             if refused is None and requests is not None:
                 self._add(slot + _REQUESTS, requests, 1, now)
         if refused is None:
-            return Allowed(headers)
+            return RateAnswer(headers)
         kind, retry_s = refused
-        return Allowed({**headers, "Retry-After": str(max(math.ceil(retry_s), 1))}, kind, retry_s)
+        return RateAnswer({**headers, "Retry-After": str(max(math.ceil(retry_s), 1))}, kind, retry_s)
 
     def used(self, name: str, tokens: int) -> None:
         """Tokens of a prompt or an output. They are counted within a moment, and before the next `take`."""
