@@ -130,8 +130,8 @@ def audits(folder: Path) -> Iterator[None]:
     books: dict[int, Books] = {}  # by scheduler
 
     def core_of(real: Callable[..., EngineCore[Any]]) -> Callable[..., EngineCore[Any]]:
-        def make(runs: Lockstep[Any], engine: Any) -> EngineCore[Any]:
-            core = real(runs, engine)
+        def make(runs: Lockstep[Any], engine: Any, *given: Any) -> EngineCore[Any]:
+            core = real(runs, engine, *given)
             mine = books[id(core.scheduler)] = Books(core, folder)
             engine.launch = mine.noted(engine.launch)
             return core
