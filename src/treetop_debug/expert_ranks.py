@@ -10,12 +10,12 @@ from typing import Any
 
 import zmq
 
-from treetop.core.engine_core import EngineCore
+from treetop.core.engine_core import EngineCore, StepEngine
 from treetop.core.wire import ProcessOptions
 from treetop.disaggregation.connector import Connector
 from treetop.disaggregation.loopback import LoopbackTransport
 from treetop.distributed.engine_process import EngineProcess
-from treetop.distributed.lockstep import Lockstep, StepSync
+from treetop.distributed.lockstep import StepSync
 from treetop.distributed.tp_wire import WorkerOptions
 from treetop.engine.engine import Engine
 from treetop_debug.patching import Patch, instead, replaced
@@ -72,9 +72,10 @@ def expert_ranks_on_threads() -> Iterator[list[ExpertRankThread]]:
 
 
 def _noted(real: Callable[..., EngineCore[Any]]) -> Callable[..., EngineCore[Any]]:
-    def core_of(runs: Lockstep[Any], engine: Engine, *given: Any) -> EngineCore[Any]:
+    def core_of(runs: StepEngine[Any], engine: Engine, *given: Any) -> EngineCore[Any]:
+        """Other engines of the process have cores, too."""
         core, thread = real(runs, engine, *given), threading.current_thread()
-        if isinstance(thread, ExpertRankThread):  # or of an engine beside the ranks
+        if isinstance(thread, ExpertRankThread):
             thread.core = core
         return core
 

@@ -8,7 +8,7 @@ from treetop.checkpoints.loader import Placement
 from treetop.distributed.open import open_core
 from treetop.engine.startup import exactness_table
 from treetop.engine.startup.exactness import whose_sums
-from treetop.engine.startup.exactness_table import TABLE, Row, kind_of, settled
+from treetop.engine.startup.exactness_table import TABLE, ExactnessRow, kind_of, settled
 from treetop.engine.startup.plan import plan_engine
 from treetop.kernels.profile import Integers, profile_of
 from treetop.models.registry import target_spec
@@ -34,7 +34,7 @@ def config_of(pair, **options):
 def named(monkeypatch):
     """A CPU of a maker that has a row for dense models with a draft, and none else."""
     monkeypatch.setattr(exactness_table, "_maker", lambda: "Maker")
-    monkeypatch.setattr(exactness_table, "TABLE", (Row("Maker", "dense", True, "1.0 of the speed"),))
+    monkeypatch.setattr(exactness_table, "TABLE", (ExactnessRow("Maker", "dense", True, "1.0 of the speed"),))
 
 
 @pytest.mark.parametrize("family", sorted(KINDS))

@@ -8,7 +8,7 @@ HELP = "which architectures load, what differs in each, which drafts and formats
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ModelRow:
     """An architecture.
 
     drafts: values of `--speculative-algorithm`.
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def rows() -> list[Row]:
+def rows() -> list[ModelRow]:
     """By the registries of targets, drafts, formats and GGUF files."""
     from treetop.checkpoints.gguf.architectures import names_of
     from treetop.drafts.registry import DRAFTERS, ONLY_FOR
@@ -48,7 +48,7 @@ def rows() -> list[Row]:
 
     drafts, formats = (*DRAFTERS, "NGRAM"), tuple(FORMATS)
     return [
-        Row(
+        ModelRow(
             name,
             family.about,
             bool(family.text_of),

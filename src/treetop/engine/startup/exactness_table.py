@@ -23,7 +23,7 @@ Kind = Literal["dense", "experts", "compressed", "sparse", "recurrent"]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ExactnessRow:
     """Where `auto` is `bits`.
 
     device: a CPU's maker as it names itself, or a GPU as the driver does.
@@ -37,7 +37,7 @@ class Row:
     measured: str
 
 
-TABLE = (Row("AuthenticAMD", "dense", True, "0.946 to 0.989 of the speed at 215b9f6"),)
+TABLE = (ExactnessRow("AuthenticAMD", "dense", True, "0.946 to 0.989 of the speed at 215b9f6"),)
 
 
 @dataclass(frozen=True, slots=True)
