@@ -470,6 +470,17 @@ LINEAR_EXPERTS = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 20,
 }
+
+
+def _as_kimi_linear(target: Path, folder: Path) -> Path:
+    """The dense layer as published: `transformers` writes it under the name of experts."""
+    tensors = load_file(target / "model.safetensors")
+    named = {name.replace(".0.block_sparse_moe.", ".0.mlp."): tensor for name, tensor in tensors.items()}
+    copied = copy_folder(target, folder)
+    save_file(named, copied / "model.safetensors", metadata={"format": "pt"})
+    return copied
+
+
 MAMBA = {
     "mamba_n_heads": 6,
     "mamba_d_head": 8,
@@ -813,6 +824,29 @@ FAMILIES: dict[str, Tiny] = {
             "routed_scaling_factor": 1.5,
             "pad_token_id": 0,
         },
+    ),
+    "kimi linear": Tiny(
+        "KimiLinear",
+        {
+            **{key: value for key, value in LATENT.items() if key != "head_dim"},
+            "num_key_value_heads": 4,
+            "q_lora_rank": None,
+            "linear_attn_config": {
+                "head_dim": 10,
+                "num_heads": 4,
+                "short_conv_kernel_size": 3,
+                "full_attn_layers": [3],
+                "kda_layers": [1, 2, 4],
+            },
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "n_group": 2,
+            "routed_scaling_factor": 1.5,
+            "pad_token_id": 0,
+        },
+        _as_kimi_linear,
+        without=("head_dim",),
     ),
     "bamba": Tiny("Bamba", {**MIXED, "attn_layer_indices": [2], "mamba_proj_bias": True, "rope_parameters": None}),
     "granite 4 hybrid": Tiny(

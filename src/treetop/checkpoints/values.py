@@ -114,6 +114,8 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "norm_epsilon": (1e-30, 1.0),
     "norm_eps": (1e-30, 1.0),
     "conv_L_cache": (2, 64),
+    "linear_head_dim": (1, _MAX_WIDTH),
+    "linear_num_heads": (1, _MAX_HEADS),
     "mamba_num_heads": (1, _MAX_HEADS),
     "mamba_head_dim": (1, _MAX_WIDTH),
     "n_groups": (1, _MAX_HEADS),

@@ -13,8 +13,9 @@ from treetop.models.latent_attention import LatentAttention, latent_params
 from treetop.models.layers import Rotary, SelfAttention, self_attention_params
 from treetop.models.linear_attention import LinearAttention, linear_params
 from treetop.models.mixers.both import BothMixer, both_params
+from treetop.models.mixers.kimi_delta import KimiDelta, kimi_params
 from treetop.models.mixers.mamba2 import Mamba2, mamba_params
-from treetop.models.mixers.recurrences import ConvSpec, MambaSpec
+from treetop.models.mixers.recurrences import ConvSpec, KimiSpec, MambaSpec
 from treetop.models.mixers.short_convolution import ShortConvolution, conv_params
 from treetop.types.parallel import Summed
 from treetop.weights.format import Product
@@ -37,6 +38,8 @@ def attention(spec: Mixer, weights: Weights, name: str, layer: int, eps: float, 
         return LinearAttention(spec, weights, name, layer, eps, ops)
     if isinstance(spec, ConvSpec):
         return ShortConvolution(weights, name, layer, ops)
+    if isinstance(spec, KimiSpec):
+        return KimiDelta(spec, weights, name, layer, eps, ops)
     if isinstance(spec, MambaSpec):
         return Mamba2(spec, weights, name, layer, ops)
     if isinstance(spec, BothSpec):
@@ -60,6 +63,8 @@ def attention_params(
         return linear_params(spec, name, stored, hidden)
     if isinstance(spec, ConvSpec):
         return conv_params(spec, name, stored, hidden)
+    if isinstance(spec, KimiSpec):
+        return kimi_params(spec, name, stored, hidden)
     if isinstance(spec, MambaSpec):
         return mamba_params(spec, name, stored, hidden)
     if isinstance(spec, BothSpec):

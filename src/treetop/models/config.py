@@ -11,7 +11,7 @@ from treetop.kernels.gate import Gate
 from treetop.kernels.moe.experts import Activation
 from treetop.kernels.moe.routing import RouterSpec
 from treetop.kernels.rope import RopeSpec
-from treetop.models.mixers.recurrences import ConvSpec, MambaSpec, RecurrentSpec
+from treetop.models.mixers.recurrences import ConvSpec, KimiSpec, MambaSpec, RecurrentSpec
 from treetop.models.rope_config import max_positions, reach, rope_spec
 from treetop.types.errors import CheckpointError, ConfigError
 from treetop.types.ids import GroupName
@@ -237,7 +237,7 @@ class BothSpec:
     of_output: float = 1.0
 
 
-RecurrentKind = LinearSpec | ConvSpec | MambaSpec
+RecurrentKind = LinearSpec | ConvSpec | KimiSpec | MambaSpec
 
 
 @dataclass(frozen=True, slots=True)

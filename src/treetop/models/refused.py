@@ -24,7 +24,7 @@ _BY_NAME = {
     _MLA: "AXK1 AXK2 Dots3Note HYV4 LongcatFlash MiniCPM3",
     _SPARSE: "DeepseekV4 Glm5Next",
     _QWEN4: "Qwen4Exp",
-    _LINEAR: "BailingHybrid FalconMamba Jamba KimiLinear Lfm3 Mamba Mamba2"
+    _LINEAR: "BailingHybrid FalconMamba Jamba KimiK3 Lfm3 Mamba Mamba2"
     " MiniMax OlmoHybrid RecurrentGemma Rwkv Zamba Zamba2",
 }
 """Of `transformers` 5.23: those whose configuration has a `kv_lora_rank`, and those with such layers."""

@@ -49,7 +49,7 @@ from treetop.models.families import (
     smollm3,
     ungated,
 )
-from treetop.models.families.hybrids import lfm2, mamba, nemotron_h
+from treetop.models.families.hybrids import kimi_linear, lfm2, mamba, nemotron_h
 from treetop.models.multimodal import TEXT_ALONE, TOWERS, StoredNames, names_in, text_config
 from treetop.models.refused import refuse_adapter, refuse_by_key, refuse_by_name
 from treetop.models.target import Target
@@ -188,6 +188,12 @@ FAMILIES: dict[str, Family] = {
         nemotron_h.params,
         nemotron_h.unused,
         keys=mamba.KEYS,
+    ),
+    "KimiLinearForCausalLM": Family(
+        kimi_linear.read,
+        "Kimi delta attention (KDA) beside compressed attention (MLA), experts",
+        kimi_linear.params,
+        keys=_COMPRESSED,
     ),
     "BambaForCausalLM": Family(
         mamba.read_bamba, "Mamba-2 among attention, of which half of a head turns", mamba.params, keys=mamba.KEYS

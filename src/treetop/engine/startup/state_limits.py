@@ -46,7 +46,7 @@ def check_device(model: ModelConfig, device: torch.device) -> None:
         raise ConfigError(f"--device {device.type}: {what} runs on a CPU alone so far; use --device cpu")
 
 
-KINDS = {"ConvSpec": "a short convolution", "MambaSpec": "Mamba-2"}
+KINDS = {"ConvSpec": "a short convolution", "KimiSpec": "Kimi delta attention", "MambaSpec": "Mamba-2"}
 
 
 def uses_fla(config: EngineConfig, model: ModelConfig, place: Placement) -> bool:

@@ -61,6 +61,35 @@ class ConvSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class KimiSpec:
+    """Kimi delta attention (`models.mixers.kimi_delta`): as many heads of keys as of values, of one width."""
+
+    block: ClassVar[str] = "self_attn"
+    heads: int
+    head_dim: int
+    taps: int
+
+    def state(self, name: GroupName, num_layers: int) -> StateGroup:
+        return StateGroup(
+            name,
+            num_layers,
+            channels=3 * self.heads * self.head_dim,
+            taps=self.taps,
+            heads=self.heads,
+            key_heads=self.heads,
+            key_dim=self.head_dim,
+            value_dim=self.head_dim,
+            delta=True,
+            per_channel=True,
+        )
+
+    def of_rank(self, size: int) -> "KimiSpec":
+        if self.heads % size:
+            raise ConfigError(f"--tp-size {size}: {self.heads} heads of Kimi delta attention cannot be divided")
+        return replace(self, heads=self.heads // size)
+
+
+@dataclass(frozen=True, slots=True)
 class MambaSpec:
     """A layer of Mamba-2 (`models.mamba2`): head i of `heads` reads the key and query of group i * groups // heads.
 

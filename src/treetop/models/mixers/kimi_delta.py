@@ -1,0 +1,88 @@
+"""Kimi delta attention (KDA): a gated delta net whose state decays by a number for each channel of the key.
+
+    q, k, v = products of x, through a causal depthwise convolution and SiLU; q and k of length 1, q times dim^-1/2
+    g = -e^A_log softplus(f_b(f_a(x)) + dt_bias), of each channel;  beta = sigmoid(b(x))
+    out(norm(recurrence) * weight * sigmoid(g_b(g_a(x))))       the norm of each head
+
+In float32 at least from the recurrence's inputs to the gate. The recurrence is that of `kernels.recurrent.states`; what
+decays between two tokens is a power of the sum of g between them, never a quotient of two powers, which float32 has not
+got. Source: Kimi Linear, arXiv:2510.26692; `transformers`' kimi_linear. A checkpoint has a tensor for each part.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from treetop.attention.layer import Attend
+from treetop.checkpoints.params import Param, matrix, vector
+from treetop.kernels.recurrent.gates import LENGTH_EPS
+from treetop.kernels.recurrent.states import StateInputs
+from treetop.kernels.table import Ops
+from treetop.models.layers import Rotary
+from treetop.models.mixers.recurrences import KimiSpec
+from treetop.types.parallel import Summed
+from treetop.weights.format import Product, Source
+from treetop.weights.held import Weights
+
+
+class KimiDelta:
+    """An `Attention` whose `attend` keeps a state. name: of its parameters. eps: of the norm of its output."""
+
+    def __init__(self, spec: KimiSpec, weights: Weights, name: str, layer: int, eps: float, ops: Ops) -> None:
+        self.spec, self._layer, self._eps, self._ops = spec.of_rank(ops.parallel.size), layer, eps, ops
+        names = ("qkv", "rate", "narrow", "decay", "gate", "output")
+        self.qkv, self.beta, self.narrow, self.decay, self.gate, self.output = (
+            weights.linear(f"{name}.{each}") for each in names
+        )
+        self.products: list[Product] = [self.qkv, self.beta, self.narrow, self.decay, self.gate, self.output]
+        self._conv, self._norm = weights[f"{name}.conv"], weights[f"{name}.norm"]
+        self._speed, self._bias = -weights[f"{name}.speed"].exp(), weights[f"{name}.dt_bias"]
+
+    def __call__(self, x: Tensor, turn: Rotary, attend: Attend) -> Summed:
+        """x: [rows, n, in]. Returns parts [parts, rows, n, hidden], of all ranks."""
+        spec, wide = self.spec, self._speed.dtype
+        by_head = (spec.heads, spec.head_dim)
+        mixed = F.silu(attend.convolve(self._layer, self.qkv(x), self._conv, None)).to(wide)
+        q, k, v = (each.unflatten(-1, by_head) for each in mixed.chunk(3, dim=-1))
+        q, k = (each * torch.rsqrt(each.square().sum(dim=-1, keepdim=True) + LENGTH_EPS) for each in (q, k))
+        of_decay, of_gate = self.narrow(x).chunk(2, dim=-1)
+        steps = F.softplus((self.decay(of_decay).to(wide) + self._bias).unflatten(-1, by_head))
+        beta = self.beta(x).to(wide).sigmoid()
+        inputs = StateInputs(q * spec.head_dim**-0.5, k, v.contiguous(), self._speed[:, None] * steps, beta)
+        out = attend.recur(self._layer, inputs)
+        normed = out * torch.rsqrt(out.square().mean(dim=-1, keepdim=True) + self._eps) * self._norm
+        gated = normed.flatten(2) * self.gate(of_gate).to(wide).sigmoid()
+        return self._ops.parallel.share(self.output.parts(gated.to(x.dtype)))
+
+
+def kimi_params(spec: KimiSpec, name: str, stored: str, hidden: int) -> list[Param]:
+    """stored: the prefix of its tensors. Ranks have whole heads, and all of the narrow products."""
+    dim, inner = spec.head_dim, spec.heads * spec.head_dim
+
+    def wide(each: str, width: int) -> Source:
+        return Source(f"{stored}.{each}_proj.weight", (inner, width), unit=dim)
+
+    taps = (
+        Source(f"{stored}.{each}_conv1d.weight", (inner, 1, spec.taps), _squeezed, inner, unit=dim) for each in "qkv"
+    )
+    narrow = (Source(f"{stored}.{each}_a_proj.weight", (dim, hidden)) for each in "fg")
+    speed = Source(f"{stored}.A_log", (1, 1, spec.heads, 1), partial(torch.reshape, shape=(spec.heads,)), spec.heads)
+    return [
+        matrix(f"{name}.qkv", *(wide(each, hidden) for each in "qkv"), shard=0),
+        matrix(f"{name}.rate", Source(f"{stored}.b_proj.weight", (spec.heads, hidden)), shard=0),
+        matrix(f"{name}.narrow", *narrow),
+        matrix(f"{name}.decay", wide("f_b", dim), shard=0),
+        matrix(f"{name}.gate", wide("g_b", dim), shard=0),
+        matrix(f"{name}.output", Source(f"{stored}.o_proj.weight", (hidden, inner), unit=dim), shard=1),
+        Param(f"{name}.conv", (3 * inner, spec.taps), tuple(taps), "vector", 0),
+        Param(f"{name}.speed", (spec.heads,), (speed,), "vector", 0, wide=True),
+        replace(vector(f"{name}.dt_bias", Source(f"{stored}.dt_bias", (inner,), unit=dim), shard=0), wide=True),
+        replace(vector(f"{name}.norm", Source(f"{stored}.o_norm.weight", (dim,))), wide=True),
+    ]
+
+
+def _squeezed(stored: Tensor) -> Tensor:
+    return stored.squeeze(1)
