@@ -6,8 +6,8 @@
 Needs Triton 3.6.0, whose wheel brings the assembler; no GPU. For sm_90 it refuses products on tensor cores that are
 waited for one by one, spilled registers, shared memory beyond the card's, and main loops of more instructions than
 `check_kernels.json` allows. The same file lists what is known to fail, with the reason: a new failure is an error, and
-so is a listed launch that passes. Other cards are compiled for by `--cards`: their loops are not counted, and no list
-of theirs is written yet. How to read a failure: docs/testing.md.
+so is a listed launch that passes. Other cards are compiled for by `--cards`, with lists of their own: their loops are
+not counted. How to read a failure: docs/testing.md.
 
 What was found is kept in `build/check_kernels/` by the hash of all that it depends on, so a second run is quick. Exit
 code 1 for a failure, 2 for an option or an environment that cannot work.

@@ -80,7 +80,7 @@ CARDS = {
         Card(80, GpuTraits(108, False, 163 << 10, True)),  # A100
         Card(89, GpuTraits(128, False, 99 << 10, True)),  # RTX 4090
         Card(90, GpuTraits(132, True, 227 << 10, True)),  # H100 and H200, which the tables were measured on
-        Card(100, GpuTraits(148, True, 227 << 10, True)),  # B200
+        Card(100, GpuTraits(148, True, 227 << 10, True, True)),  # B200
         Card(120, GpuTraits(170, True, 99 << 10, True)),  # RTX 5090
     )
 }

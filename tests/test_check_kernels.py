@@ -232,3 +232,25 @@ def test_planes_of_codes_fit_a_card_of_99_kib(guard):
     launch = dict(sys.modules["kernel_launches"]._latent(card))[name]
     made = [guard.compile_one(each) for each in guard.asked_by(launch, 120) if each.kernel == "latent attention"]
     assert [guard.faults_of(each, card, None) for each in made] == [[]]
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("card", "cases_of", "name"),
+    [
+        ("sm_89", "_attention", "attention of a tree's 8 x 16 queries, 8 x 4 x 128 heads, 32768 keys, K/V in FP8"),
+        ("sm_120", "_attention", "attention of a prefill's 1 x 512 queries, 8 x 4 x 128 heads, 8192 keys"),
+        ("sm_80", "_products", "product uncut 28672 x 4096, gated, 512 rows"),
+        ("sm_89", "_experts", "experts of mxfp4, 512 tokens"),
+        ("sm_100", "_latent", "compressed attention of a tree's 8 x 16 queries, 1 x 128 x 576 heads, 8192 keys"),
+    ],
+)
+def test_launches_fit_where_no_warp_group_shares_operands(guard, card, cases_of, name):
+    """As an engine launches them. With the launches of an H100, or of four warps, they spilled up to 536 bytes; and on
+    compute capability 10.0 planes asked for 345 KiB of shared memory, which has 227.
+    """
+    some, capability = guard.CARDS[card], guard.CARDS[card].capability
+    launch = dict(getattr(sys.modules["kernel_launches"], cases_of)(some))[name]
+    made = [guard.compile_one(each) for each in guard.asked_by(launch, capability) if each.kernel != "merge"]
+    assert made
+    assert [guard.faults_of(each, some, None) for each in made] == [[]] * len(made)

@@ -355,9 +355,10 @@ def test_products_fit_the_shared_memory_of_any_gpu(shared, gated):
     assert skinny_gemm.choose_launch(32, 28672, 4096, True, measured).tiled
 
 
-@pytest.mark.parametrize(("major", "kib", "queries"), [(8, 99, 16), (12, 99, 16), (9, 227, 64), (10, 227, 64)])
+@pytest.mark.parametrize(("major", "kib", "queries"), [(8, 99, 16), (12, 99, 16), (9, 227, 64), (10, 227, 16)])
 def test_planes_of_codes_fit_the_shared_memory_of_the_card(monkeypatch, major, kib, queries):
-    """What its properties say of the card decides: with 99 KiB fewer queries, and nothing on its way ahead.
+    """What its properties say of the card decides: with 99 KiB, or where products keep their sums in a memory of their
+    own, fewer queries, and nothing on its way ahead.
 
     How much each launch takes is in `make check-kernels`.
     """
@@ -366,7 +367,18 @@ def test_planes_of_codes_fit_the_shared_memory_of_the_card(monkeypatch, major, k
     monkeypatch.setattr(torch.version, "hip", None)
     gpu, call = gpu_traits(torch.device("cuda")), CallShape(8, 16, 1, 16, 576, 2, 8192)
     launch = launching.for_coded_planes(launching.choose_launch(call, gpu), gpu)
-    assert (launch.block_m, launch.num_stages) == (queries, 1 if kib == 99 else 2)
+    assert (launch.block_m, launch.num_stages) == (queries, 1 if queries == 16 else 2)
+
+
+def test_blocks_are_for_warp_groups_only_where_the_card_has_them(monkeypatch):
+    """Elsewhere operands lie in registers beside the sums, so 64 queries take eight warps; an H100's launches stay."""
+    call = CallShape(8, 16, 8, 4, 128, 2, 8192)
+    for major, kib, warps in ((8, 163, 8), (8, 99, 8), (12, 99, 8), (9, 227, 4), (10, 227, 4)):
+        card = SimpleNamespace(major=major, multi_processor_count=128, shared_memory_per_block_optin=kib << 10)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, card=card: card)
+        monkeypatch.setattr(torch.version, "hip", None)
+        launch = launch_by_formula(call, gpu_traits(torch.device("cuda")))
+        assert (launch.block_m, launch.num_warps) == (64, warps)
 
 
 def test_auto_on_a_cpu_is_the_torch_backend():

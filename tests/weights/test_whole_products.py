@@ -43,7 +43,7 @@ ROWS = [*range(1, 700), 1024, 4096, 8192, 8193]
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: f"{gpu.num_sms} multiprocessors")
 @pytest.mark.parametrize("name", SHAPES)
 def test_no_launch_cuts_k_at_any_number_of_rows(name, gpu):
-    """And each fits the GPU: tiles only where it has them."""
+    """And each fits the GPU: tiles only where it has them, and sums of gates and ups beside operands in registers."""
     n, k, gated = SHAPES[name]
     for rows in ROWS:
         launch = choose_whole(rows, n, k, gated, gpu)
@@ -52,6 +52,8 @@ def test_no_launch_cuts_k_at_any_number_of_rows(name, gpu):
         assert shared_bytes(launch, rows, gated) <= gpu.shared_bytes
         assert gpu.can_overlap or not launch.tiled
         assert rows <= 256 or launch.block_rows
+        if rows > 64 and gated and not gpu.by_warp_groups:
+            assert 2 * launch.block_n * launch.block_rows <= 64 * 32 * launch.num_warps
 
 
 def test_the_table_of_few_rows_cuts_k():

@@ -170,12 +170,23 @@ class GpuTraits:
     can_overlap: programmatic dependent launch and tile descriptors, compute capability 9.0 and later.
     shared_bytes: shared memory that one program may use.
     has_bfloat16: arithmetic of two bfloat16s at once, compute capability 8.0 and later.
+    has_tensor_memory: products keep their sums in a memory of their own (tcgen05), compute capabilities 10.x and 11.0.
     """
 
     num_sms: int
     can_overlap: bool
     shared_bytes: int = 48 << 10
     has_bfloat16: bool = False
+    has_tensor_memory: bool = False
+
+    @property
+    def by_warp_groups(self) -> bool:
+        """Whether tensor cores multiply for four warps at once and read operands from shared memory (wgmma, tcgen05).
+
+        Those GPUs, compute capabilities 9.0, 10.x and 11.0, are the ones with 227 KiB. Elsewhere each warp multiplies
+        for itself, with operands in registers.
+        """
+        return self.shared_bytes >= 227 << 10
 
 
 def gpu_traits(device: torch.device) -> GpuTraits:
@@ -188,7 +199,8 @@ def gpu_traits(device: torch.device) -> GpuTraits:
         properties, "shared_memory_per_block_optin", 99 << 10
     )  # what the smallest of today's GPUs has
     has_bfloat16 = torch.version.hip is None and properties.major >= 8 and not interpreted()
-    return GpuTraits(properties.multi_processor_count, can_overlap, shared_bytes, has_bfloat16)
+    has_tensor_memory = has_bfloat16 and properties.major in (10, 11)
+    return GpuTraits(properties.multi_processor_count, can_overlap, shared_bytes, has_bfloat16, has_tensor_memory)
 
 
 def power_of_two(x: int) -> int:

@@ -106,9 +106,11 @@ def for_coded_planes(launch: Launch, gpu: GpuTraits) -> Launch:
     """The launch of a call whose compressed planes are codes of a byte, of the one for 16 bits.
 
     Queries and widened planes lie in shared memory beside the codes: up to 122 KiB, as compiled for compute
-    capabilities 8.9 and 12.0, which have 99. There 16 queries, and one block of keys at a time, take 86.
+    capabilities 8.9 and 12.0, which have 99. There 16 queries, and one block of keys at a time, take 86; and where
+    32 would spill a kilobyte of registers, on 10.0.
     """
-    return launch if gpu.shared_bytes >= 128 << 10 else replace(launch, block_m=16, num_stages=1)
+    roomy = gpu.shared_bytes >= 128 << 10 and not gpu.has_tensor_memory
+    return launch if roomy else replace(launch, block_m=16, num_stages=1)
 
 
 _TUNED = ("block_m", "block_n", "splits", "num_warps", "num_stages")
@@ -125,7 +127,9 @@ def launch_by_formula(call: CallShape, gpu: GpuTraits) -> Launch:
     width = call.n * call.group
     lanes = max(16, power_of_two(width))
     fitting = 2  # programs on a multiprocessor
-    if call.head_dim > 512 and call.element_bytes == 2 and gpu.shared_bytes >= 227 << 10:  # planes: keys and values
+    # Planes are keys and values. In tensor memory's way of products they lie in shared memory twice: up to 345 KiB.
+    by_groups = gpu.by_warp_groups and not gpu.has_tensor_memory
+    if call.head_dim > 512 and call.element_bytes == 2 and by_groups:
         block_m, block_n, warps, stages = max(16, lanes // 2), 64, 4, 2
         if lanes >= 128:  # by warp groups
             block_m, warps, fitting = 64, 8, 1
@@ -137,6 +141,8 @@ def launch_by_formula(call: CallShape, gpu: GpuTraits) -> Launch:
         block_m, block_n, warps, stages = min(lanes, 64), 32, 4, 2
     else:
         block_m, block_n, warps, stages = min(lanes, 64), 64, 4, 3
+    if block_m == 64 and not gpu.by_warp_groups:  # what fits in registers where operands lie there too
+        warps = 8
     programs = call.rows * call.kv_heads * -(-width // block_m)
     splits = fitting * gpu.num_sms // programs
     # Parts cost what they write and merge: few of short ranges, more of long ones, or where SMs would stand idle.

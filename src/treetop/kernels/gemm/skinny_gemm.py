@@ -295,9 +295,12 @@ def choose_whole(rows: int, n: int, k: int, gated: bool, gpu: GpuTraits) -> Rows
     if rows > 64:
         few = rows <= MAX_ROWS
         narrow, ahead = 32 if outputs < 32 * gpu.num_sms else 64, int(few and size == 64)
+        alone = gated and not gpu.by_warp_groups  # operands in registers, too: of gates and ups those of 128 lines fit
         wanted = [
-            RowsLaunch(block_n, size, 1, stages, max(4, block_n // 16), ahead, gpu.can_overlap, True, 128)
-            for block_n in ((narrow,) if few else (128, 64))
+            RowsLaunch(
+                block_n, size, 1, stages, max(4, block_n // (8 if alone else 16)), ahead, gpu.can_overlap, True, 128
+            )
+            for block_n in ((narrow,) if few else (64,) if alone else (128, 64))
             for stages in (6, 5, 4, 3, 2)
             if few or stages < 5
         ]

@@ -13,7 +13,7 @@ own, parts that the next kernel adds up in their order: nothing depends on which
 another. Weights are 16 or 32 bits, or coded in tiles and decoded in registers, whatever the number of tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -167,7 +167,7 @@ _WHOLE = GroupedLaunch(64, BLOCK, 1, 7, 2)
 
 
 def choose_grouped(
-    tiles: Tiles, k: int, lines: int, gated: bool, packed: bool, size: int, whole: bool = False
+    tiles: Tiles, k: int, lines: int, gated: bool, packed: bool, size: int, whole: bool, gpu: GpuTraits
 ) -> GroupedLaunch:
     """The launch of a product with weights [experts, lines, k]. packed: in tiles. size: bytes of a number of x. whole:
     k is not cut.
@@ -181,6 +181,8 @@ def choose_grouped(
     if packed:
         kind = "long" if tiles.rows > 32 else "few" if len(tiles.expert) <= _FEW_TILES else "more"
         launch = _PACKED[kind][0 if gated else 1]
+        if kind == "long" and not gpu.by_warp_groups:  # what fits in registers where operands lie there too
+            launch = replace(launch, num_warps=8)
         return _WHOLE if whole and launch.splits > 1 else launch
     splits = 1 if whole or gated or lines * len(tiles.expert) > 64 * 512 or k < 1024 else 2
     return GroupedLaunch(64, BLOCK, splits, 4 if tiles.rows <= 32 else 3, 4)
@@ -197,7 +199,7 @@ def experts(x: Tensor, routes: Routes, experts: Experts, gpu: GpuTraits, by_rows
     tokens, top_k = routes.expert.shape
     _, inner, hidden = experts.size
     launches = [
-        choose_grouped(routes.tiles, k, lines, gated, isinstance(weight, TiledWeight), x.element_size(), by_rows)
+        choose_grouped(routes.tiles, k, lines, gated, isinstance(weight, TiledWeight), x.element_size(), by_rows, gpu)
         for weight, k, lines, gated in (
             (experts.gate_up, hidden, 2 * inner, True),
             (experts.down, inner, hidden, False),
