@@ -192,7 +192,6 @@ FAMILIES: dict[str, Family] = {
     "KimiLinearForCausalLM": Family(
         kimi_linear.read,
         "Kimi delta attention (KDA) beside compressed attention (MLA), experts",
-        kimi_linear.params,
         keys=_COMPRESSED,
     ),
     "BambaForCausalLM": Family(

@@ -9,18 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from treetop.checkpoints.json_file import integers
-from treetop.checkpoints.params import Param, renamed
 from treetop.checkpoints.values import Config, require_value, size, table
 from treetop.models.config import (
     FULL_ATTENTION,
     LINEAR_ATTENTION,
     AttentionSpec,
+    ExpertLayout,
     Mixer,
     ModelConfig,
     layer_types,
     num_layers,
 )
-from treetop.models.decoder import decoder_params
 from treetop.models.families.deepseek import dense_first, latent_attention, latent_model
 from treetop.models.mixers.recurrences import KimiSpec
 from treetop.models.routers import corrected_sigmoids
@@ -56,6 +55,7 @@ _LINEAR = {
     "num_heads": "linear_num_heads",
     "short_conv_kernel_size": "linear_conv_kernel_dim",
 }
+_STORED = ExpertLayout(block="block_sparse_moe", each=("w1", "w3", "w2"))
 
 
 def read(config: Config, where: Path) -> ModelConfig:
@@ -70,14 +70,10 @@ def read(config: Config, where: Path) -> ModelConfig:
     if config.get("mlp_layer_types") is not None:
         sparse = [kind == "sparse" for kind in config["mlp_layer_types"]]
     router = corrected_sigmoids(config, where)
-    whole = latent_model({**config, "rope_parameters": None, "rope_scaling": None}, where, router, sparse, "each w")
+    whole = latent_model({**config, "rope_parameters": None, "rope_scaling": None}, where, router, sparse, _STORED)
     mixers: dict[str, Mixer] = {FULL_ATTENTION: _latent(config, where), LINEAR_ATTENTION: _delta(config, where)}
     layers = zip(whole.layers, kinds, strict=True)
     return replace(whole, layers=tuple(replace(layer, mixer=mixers[kind]) for layer, kind in layers))
-
-
-def params(config: ModelConfig) -> list[Param]:
-    return renamed(decoder_params(config), {".e_score_correction_bias": ".gate.e_score_correction_bias"})
 
 
 def _latent(config: Config, where: Path) -> AttentionSpec:
