@@ -75,7 +75,7 @@ def _short(maker: str, kind: Kind) -> str:
 def kind_of(model: ModelConfig) -> Kind:
     """The mechanism that decides what `bits` costs; of several the later named."""
     specs = model.attention.values()
-    if len(specs) < len(model.layers):
+    if model.recurrent:
         return "recurrent"
     if any(spec.index is not None for spec in specs):
         return "sparse"
