@@ -11,18 +11,20 @@ sends its next request when it has the answer to the last. Half are greedy. Prom
 held-out texts, or random ids for a model without a tokenizer. `--turns N` times, in alternating order; medians.
 
 One JSON object a line: `run` of each server, `contender` with its rates of the whole ramp and of each step, and beside
-plain's of the same turn; at last `auto` beside plain and the best fixed shape. Of rounds: the share of rows' rounds
+plain's of the same turn; at last `auto` beside plain and the best fixed shape, of the whole ramp and of each number of
+clients alone, with 95 % intervals of the mean over paired turns. Of rounds: the share of rows' rounds
 without drafts, the mean drafts of the others, and how many of these were accepted. On a CPU also rates by the processor
 time of the server's processes, for other work on the machine is no cost of theirs.
 """
 
 import argparse
 import asyncio
+import math
 import random
 import shlex
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -146,6 +148,42 @@ def ratio(own: Sequence[Ramp], other: Sequence[Ramp], clock: str) -> float:
     return round(statistics.median(rate(a, clock) / rate(b, clock) for a, b in zip(own, other, strict=True)), 3)
 
 
+T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+"""Of Student's t, two-sided, by degrees of freedom from 1 on; more count as 9."""
+
+
+def interval(own: Sequence[Ramp], other: Sequence[Ramp], clock: str) -> list[float] | None:
+    """95 % of the mean ratio, by the logarithms of the turns' ratios; None for one turn."""
+    logs = [math.log(rate(a, clock) / rate(b, clock)) for a, b in zip(own, other, strict=True)]
+    if len(logs) < 2:
+        return None
+    mean, half = statistics.mean(logs), T_95[min(len(logs), 10) - 2] * statistics.stdev(logs) / math.sqrt(len(logs))
+    return [round(math.exp(mean + sign * half), 3) for sign in (-1, 1)]
+
+
+def beside(runs: Mapping[str, Sequence[Ramp]], shapes: Sequence[str], clock: str) -> dict[str, Any]:
+    """`auto` beside plain, and beside the fixed shape, or plain, that is best in the median."""
+    plain, auto = runs[PLAIN], runs[AUTO]
+    best = max((PLAIN, *shapes), key=lambda name: ratio(runs[name], plain, clock))
+    return {
+        "best_fixed": best,
+        "auto_over_best_fixed": ratio(auto, runs[best], clock),
+        "best_fixed_95": interval(auto, runs[best], clock),
+        "auto_over_plain": ratio(auto, plain, clock),
+        "plain_95": interval(auto, plain, clock),
+    }
+
+
+def loads(runs: Mapping[str, Sequence[Ramp]], clients: Sequence[int], shapes: Sequence[str], clock: str) -> Any:
+    """The same of each number of clients, on the way up and down together."""
+    found = []
+    for count in sorted(set(clients)):
+        at = [i for i, each in enumerate(clients) if each == count]
+        own = {name: [[ramp[i] for i in at] for ramp in each] for name, each in runs.items()}
+        found.append({"clients": count, **beside(own, shapes, clock)})
+    return found
+
+
 def figures(own: Sequence[Ramp], plain: Sequence[Ramp], clocks: Sequence[str]) -> dict[str, Any]:
     """Of one contender, the whole ramp or a part of it."""
 
@@ -194,9 +232,8 @@ async def run(args: argparse.Namespace) -> None:
         )
     found: dict[str, Any] = {}
     for clock in clocks:
-        best = max(args.shapes, key=lambda shape, clock=clock: ratio(runs[shape], plain, clock))  # type: ignore[misc]
-        over = {"auto_over_best_fixed": ratio(runs[AUTO], runs[best], clock)}
-        found[f"by_{clock}"] = {"best_fixed": best, **over, "auto_over_plain": ratio(runs[AUTO], plain, clock)}
+        of_loads = loads(runs, args.clients, args.shapes, clock)
+        found[f"by_{clock}"] = {**beside(runs, args.shapes, clock), "loads": of_loads}
     say({"part": "auto", "turns": args.turns, **found})
 
 

@@ -259,8 +259,28 @@ def test_contenders_of_a_ramp_get_the_same_requests(script, capsys):
     plain, fixed, _ = (each["ramp"] for each in compared)
     assert (plain["over_plain_by_s"], plain["plain_share"], fixed["plain_share"]) == (1, 1, 0)
     assert fixed["mean_drafts"] == 2 >= fixed["mean_accepted"] >= 0
-    assert auto["by_cpu_s"]["best_fixed"] == "2,1,3"
+    assert auto["by_cpu_s"]["best_fixed"] in ("plain", "2,1,3")
     assert auto["by_s"]["auto_over_plain"] > 0
+    assert auto["by_s"]["plain_95"] is None, "one turn says nothing of how far it is off"
+    assert [each["clients"] for each in auto["by_s"]["loads"]] == [1, 2]
+
+
+def test_a_ramps_intervals_are_of_paired_turns(script):
+    """A machine that is slower in some turns for all is off by nothing; the best of a load is plain where that is."""
+    ramp = script("load_ramp")
+
+    def turns(*rates):
+        return [
+            [ramp.Step(1, rate, 1.0, 1.0, 1, 0, 0, 0), ramp.Step(4, 2 * rate, 1.0, 1.0, 1, 0, 0, 0)] for rate in rates
+        ]
+
+    plain, fixed, auto = turns(100, 50, 200), turns(90, 45, 180), turns(110, 55, 220)
+    assert ramp.interval(auto, plain, "s") == [1.1, 1.1]
+    low, high = ramp.interval(turns(110, 55, 240), plain, "s")
+    assert low < 1.1 < high
+    found = ramp.loads({"plain": plain, "2,1,3": fixed, "auto": auto}, (1, 4), ["2,1,3"], "s")
+    assert [each["clients"] for each in found] == [1, 4]
+    assert all(each["best_fixed"] == "plain" and each["auto_over_best_fixed"] == 1.1 for each in found)
 
 
 def test_options_of_a_ramp_are_for_every_server_and_those_of_drafts_for_drafts(script):
