@@ -79,8 +79,8 @@ def two_pairs_heads(folder: Path, level: int) -> str:
     with patch.dict(os.environ, {"XDG_CACHE_HOME": str(folder / "cache")}):
         for seed in (0, 1):
             llm = _llm(write_two_group_pair(folder / str(seed), seed=seed), level, **options)
-            chances = llm.engine.head.chances
-            llm.engine.head.keep(_USELESS)
+            chances = llm.engine.experience.head.chances
+            llm.engine.experience.head.keep(_USELESS)
             llm.close()
     return f"a new head begins with chances {chances.best}" if chances == _USELESS else ""
 

@@ -35,7 +35,7 @@ def empty_cache(monkeypatch, tmp_path):
 def test_the_embedded_head_says_in_its_folder_what_its_profile_says():
     llm = LLM(BUILTIN_MODEL, BUILTIN_DRAFT, **AUTO, speculative_shapes="1,1,2")
     profile, policy = read_profile("builtin:nestling"), llm.scheduler.policy
-    assert llm.engine.head.chances == HeadChances(profile.chances, profile.share)
+    assert llm.engine.experience.head.chances == HeadChances(profile.chances, profile.share)
     assert isinstance(policy, AdaptiveShape)
     assert f"of a head as {FILE} of its folder says" in policy.expectation()
     llm.close()
@@ -46,7 +46,7 @@ def test_what_is_learned_in_service_is_what_the_next_start_begins_with(weak_pair
     files = sorted(weak_pair.head.iterdir())
     options = {**AUTO, "speculative_shapes": "2,1,3", "max_running_requests": 2}
     llm = LLM(str(weak_pair.target), str(weak_pair.head), **options)
-    before, policy = llm.engine.head.chances, llm.scheduler.policy
+    before, policy = llm.engine.experience.head.chances, llm.scheduler.policy
     assert before == HeadChances()
     assert isinstance(policy, AdaptiveShape)
     went_on, note = list[bool](), policy.note
@@ -55,12 +55,12 @@ def test_what_is_learned_in_service_is_what_the_next_start_begins_with(weak_pair
         went_on.extend(len(row.tokens) > 1 for row in result.rows if isinstance(plan, RoundPlan))
         note(plan, result, seconds)
 
-    policy.choose, policy.note = (lambda lengths, speculating: SpecShape(1, 2, 3)), counted
+    policy.choose, policy.note = (lambda *batch: SpecShape(1, 2, 3)), counted
     llm.generate([[number] for number in range(8)], SamplingParams(max_tokens=60, ignore_eos=True))
     llm.close()
     with caplog.at_level("INFO", logger="treetop"):
         llm = LLM(str(weak_pair.target), str(weak_pair.head), **options)
-    after = llm.engine.head.chances
+    after = llm.engine.experience.head.chances
     llm.close()
     assert "expects, of a head as it was here" in caplog.text
     seen = 2 * 64
@@ -72,13 +72,13 @@ def test_what_is_learned_in_service_is_what_the_next_start_begins_with(weak_pair
 def test_other_weights_are_another_head(strong_pair, weak_pair):
     """After weights were replaced the policy begins with what is known of the new pair."""
     made = build(strong_pair, (2, 3, 6), **{**AUTO, "context_length": 64}).engine
-    made.head.keep(HeadChances((0.9,), 0.3))
+    made.experience.head.keep(HeadChances((0.9,), 0.3))
     core = core_of(made, made)
     policy = core.scheduler.policy
     assert isinstance(policy, AdaptiveShape)
     policy.credit, policy.shape = 0.0, made.layout.shapes[-1]
     core.update_weights(str(strong_pair.target), str(strong_pair.head))
-    assert made.head.chances == HeadChances((0.9,), 0.3)
+    assert made.experience.head.chances == HeadChances((0.9,), 0.3)
     assert policy.learned().best == pytest.approx((0.9,) * 3)
     assert (policy.shape, policy.credit) == (PLAIN, 3.0)
 
@@ -91,7 +91,7 @@ def test_a_file_in_the_folder_is_read_checked_and_no_part_of_the_pair(strong_pai
     before = fingerprint(folder)
 
     def start():
-        return build(pair, (1, 1, 2), **{**AUTO, "context_length": 64, "speculative_shapes": "1,1,2"}).engine
+        return build(pair, (1, 1, 2), **{**AUTO, "context_length": 64, "speculative_shapes": "1,1,2"}).engine.experience
 
     (folder / FILE).write_text(json.dumps({"source": "here", "chances": [0.4, 0.3], "share": 0.2, "tail": 7}))
     assert fingerprint(folder) == before

@@ -177,7 +177,7 @@ def test_shapes_that_change_defer_and_overlap_change_no_token(pair, prompts, pla
     """Plain rounds that defer the draft's part, chains and trees in turn; with steps in flight."""
     llm = built(pair, speculative_policy="auto", **options)
     shapes = random.Random(0)
-    llm.scheduler.policy.choose = lambda lengths, speculating: shapes.choice(llm.engine.layout.shapes)
+    llm.scheduler.policy.choose = lambda *batch: shapes.choice(llm.engine.layout.shapes)
     assert tokens(llm.generate(prompts, greedy(24))) == plain
 
 

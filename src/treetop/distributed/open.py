@@ -177,7 +177,7 @@ def core_of(
     runs: StepEngine[Step], engine: Engine, agree_on_shape: Callable[[SpecShape], SpecShape] = lambda wanted: wanted
 ) -> EngineCore[Step]:
     """A core with a scheduler for the engine. runs: what its steps are launched on. agree_on_shape: see `Scheduler`."""
-    info = info_of(engine)
+    info, experience = info_of(engine), engine.experience
     vocab_size = info.vocab_size if info.can_constrain else None
     grammars = GrammarCompiler(engine.model_path, info.vocab_size, info.eos_ids, info.structure_limits.whitespace)
     structures = StructuredOutputManager(grammars, info.structure_limits.timeout_s)
@@ -188,10 +188,10 @@ def core_of(
         vocab_size=vocab_size,
         pace=engine.pace,
         costs=engine.costs,
-        head=lambda: engine.head.chances,
-        keep_head=engine.keep_head,
+        head=lambda: experience.head.chances,
+        keep_head=experience.keep_head,
         agree_on_shape=agree_on_shape,
-        keep_lengths=engine.keep_lengths,
+        keep_lengths=experience.keep_lengths,
         work_clock=work_clock(engine.runner.buffers.rows.device),
         structures=structures,
     )

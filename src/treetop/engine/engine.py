@@ -16,6 +16,7 @@ from treetop.attention.layer import DenseAttention
 from treetop.checks.host import PlanChecker, check_padded, check_result
 from treetop.checks.poison import poison
 from treetop.engine.cuda_graphs import CudaGraphs
+from treetop.engine.experience import Experience
 from treetop.engine.graphs import GraphSim
 from treetop.engine.kv_transfer import collect_exports, collect_imports, export_chunks, import_chunks, import_columns
 from treetop.engine.memory import out_of_memory_explained
@@ -42,10 +43,9 @@ from treetop.engine.startup.capacity_proof import (
     prove_learning,
     prove_padding,
 )
-from treetop.engine.startup.default_rows import keep_lengths
 from treetop.engine.startup.exactness import whose_sums
 from treetop.engine.startup.kept_calibration import kept_calibration
-from treetop.engine.startup.kept_head import KeptHead, kept_head
+from treetop.engine.startup.kept_head import kept_head
 from treetop.engine.startup.plan import EnginePlan, captures, pace_of, plan_engine
 from treetop.engine.startup.round_costs import cost_table
 from treetop.engine.startup.startup_log import start_up_block
@@ -53,7 +53,6 @@ from treetop.engine.step_digest import StepDigest, TreeAndPathDigest, no_digest
 from treetop.engine.update_weights import read_weights
 from treetop.models.config import attention_of_rank
 from treetop.types.config import EngineConfig
-from treetop.types.costs import HeadChances
 from treetop.types.errors import InvariantError
 from treetop.types.ids import NULL_PAGE, GroupName, PageId
 from treetop.types.messages import (
@@ -98,7 +97,7 @@ class Engine:
         each with rows of its own.
         config: what was left to device and memory is in it.
         target, draft: what was read of the checkpoints; spec: the target's configuration. pace: of prefill steps
-        between rounds. costs, head: of rounds, and what is known of the head, where a policy chooses their shape.
+        between rounds. costs: of rounds, where a policy chooses their shape. experience: what service teaches.
         slots: to hand requests over by, None for none.
         """
         if parallel.size != config.tp_size:
@@ -134,12 +133,13 @@ class Engine:
             checksums = 0 if self.slots is None else parallel.size * self.slots.spec.num_own
             self._staging = StagingBuffers(self.layout, device, zeros, config.check_level, widths, checksums)
         started_s = time.perf_counter()
-        self.costs, self.head = None, KeptHead()
+        teaches = parallel.rank == 0 and config.load_format != "dummy" and not config.simulates
+        self.costs, self.experience = None, Experience(folder=self.model_path if teaches else None)
         with torch.inference_mode(), self._explained("starting"):
             self._start_up()
             if len(self.layout.shapes) > 1:
                 self.costs = cost_table(engine_plan, self.runner, self.launcher)
-                self.head = kept_head(engine_plan, writes=first)
+                self.experience.head = kept_head(engine_plan, writes=first)
             self._forget_pages()
         start_s = time.perf_counter() - started_s
         if log.isEnabledFor(logging.INFO):  # saying why other backends were refused tries them
@@ -210,7 +210,7 @@ class Engine:
         self.launcher = GraphSim(self.runner, self._keys()) if self.config.graphs == "sim" else Eager(self.runner)
         self._kept = new.kept
         if self.costs is not None:
-            self.head = kept_head(new.plan, writes=True)
+            self.experience.head = kept_head(new.plan, writes=True)
         self._begin_calibration()
 
     def _serve(self, engine_plan: EnginePlan) -> None:
@@ -226,15 +226,6 @@ class Engine:
             self._kept.restore(self.runner.state.calibration, self.parallel)
         else:
             self.runner.state.calibration.reset()
-
-    def keep_head(self, learned: HeadChances) -> None:
-        """What was learned of the head that drafts now, for the next start."""
-        self.head.keep(learned)
-
-    def keep_lengths(self, tokens: float) -> None:
-        """How many tokens requests have had, for the next start's rows."""
-        if self.config.load_format != "dummy" and self.parallel.rank == 0 and not self.config.simulates:
-            keep_lengths(self.model_path, tokens)
 
     def release(self) -> None:
         """Give back what captured rounds hold of others, such as of a group of ranks. Nothing runs afterwards."""
