@@ -32,6 +32,7 @@ from treetop.engine.rounds import Eager
 from treetop.engine.startup.layer_groups import backend_need
 from treetop.kernels.attention.attention import paged_attention_reference
 from treetop.kernels.kv import PageTable
+from treetop.kernels.profile import TIES
 from treetop.kernels.triton_guard import GpuTraits, why_not
 from treetop.types.ids import FULL
 from treetop.types.layout import SpecShape
@@ -416,7 +417,7 @@ def test_an_engines_need_names_every_group_with_its_heads(weak_pair):
     llm = LLM(str(weak_pair.target), str(weak_pair.head), page_size=8, dtype="float32")
     device = llm.engine.runner
     model, draft = llm.engine.spec, llm.engine.draft
-    place = type("Place", (), {"dtype": torch.float32, "device": CPU, "parallel": SINGLE_RANK, "exact": False})
+    place = type("Place", (), {"dtype": torch.float32, "device": CPU, "parallel": SINGLE_RANK, "profile": TIES})
     need = backend_need(device.layout, model, draft, place)
     assert need.groups == groups_of(device)
     assert (need.page_size, need.dtype) == (8, torch.float32)

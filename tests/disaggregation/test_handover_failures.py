@@ -124,7 +124,7 @@ def test_aborts_failures_and_retractions_in_the_middle_keep_the_books_whole(pair
     """
     rng, name = random.Random(11), "windows"
     alone = build(pairs[name], (2, 3, 6), context_length=128)
-    short = {"max_total_tokens": 192, "max_running_requests": 4, "disaggregation_slots": 2}
+    short = {"max_total_tokens": 160, "max_running_requests": 4, "disaggregation_slots": 2}
     prefill = Worker(pairs[name], (2, 3, 6), page_size=2, chunked_prefill_size=16, overlap=True, **short)
     decode = Worker(pairs[name], (2, 3, 6), page_size=4, overlap=True, check_level=3, **short)
 

@@ -66,16 +66,17 @@ def test_every_number_of_a_row_is_written_whatever_it_held():
     for table, garbage in ((numbers.integers, -7), (numbers.floats, float("nan")), (numbers.flags, True)):
         table.fill_(garbage)
     given = SamplingParams(temperature=0.9, top_k=-1, min_p=0.1, presence_penalty=-1.5, speculative=False)
-    setups = [RowSetup(Row(3), 0, given, 2**62 + 1), RowSetup(Row(0), 0, SamplingParams(), 5)]
+    setups = [RowSetup(Row(3), 0, given, 2**62 + 1, adapter=2), RowSetup(Row(0), 0, SamplingParams(), 5)]
     rows = torch.tensor([3, 0])
     columns = numbers.columns(setups)
     numbers.move_in(rows, setups, iter([torch.tensor(column) for column in columns]))
     found = {name: line[rows].tolist() for name, line in numbers.lines.items()}
-    assert {name: found.pop(name) for name in ("seed", "top_k", "classes", "may_end")} == {
+    assert {name: found.pop(name) for name in ("seed", "top_k", "classes", "may_end", "adapter")} == {
         "seed": [2**62 + 1, 5],
         "top_k": [0, 0],
         "classes": [2, 0],
         "may_end": [0, 0],
+        "adapter": [2, 0],
     }
     flags = {name: found.pop(name) for name in ("undrafted", "active", "constrained")}
     assert flags == {"undrafted": [True, False], "active": [False, False], "constrained": [False, False]}

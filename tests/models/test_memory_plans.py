@@ -298,7 +298,7 @@ def test_kv_is_planned_by_kind_of_layer(shape, tmp_path, monkeypatch):
     On a GPU that is not here, of 1 TiB.
     """
     monkeypatch.setattr(planning, "compute_device", lambda option: torch.device("cuda"))
-    monkeypatch.setattr(planning, "refusal", lambda name, need: None)
+    monkeypatch.setattr(planning, "fallback", lambda need: "triton")
     monkeypatch.setattr(planning, "memory_of", lambda device: DeviceMemory(1024 * GIB, 1024 * GIB))
     monkeypatch.setattr(planning, "with_copies", lambda config, place, budget, *rest: budget)
     folder = str(folder_of(shape, tmp_path))

@@ -20,7 +20,7 @@ from treetop.kernels.attention.indexer import IndexQuery, choose_keys, index_sco
 from treetop.models.registry import target_spec
 from treetop.tools.inspect import inspect
 from treetop.types.config import EngineConfig
-from treetop.types.errors import CheckpointError, ConfigError
+from treetop.types.errors import CheckpointError
 from treetop.types.ids import DRAFT, FULL, INDEXED
 from treetop.types.kv import KVFormat, compressed
 from treetop_debug.ranks import ranks_on_threads
@@ -161,9 +161,3 @@ def test_backends_without_kernels_of_it_are_refused_by_name(name, device, monkey
     if found is not None:
         assert "sparse attention (DSA)" in found.reason
         assert "--attention-backend t" in found.remedy
-
-
-def test_bits_are_refused_by_name(saved):
-    refused(
-        ConfigError, lambda: build(saved.pair, None, dtype="float32", exactness="bits"), "--exactness bits", "(DSA)"
-    )

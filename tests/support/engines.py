@@ -40,11 +40,9 @@ def products_timed_otherwise() -> Iterator[list]:
     asked, taken = count(), []
 
     def timed(real):
-        def choose(shapes, dtype, orders, exact=False):
+        def choose(shapes, dtype, orders):
             calls = (list(Call)[next(asked) % 3],) * len(ROW_CLASSES)
-            return {
-                shape: replace(each, calls=calls) for shape, each in real(shapes, dtype, orders, exact=exact).items()
-            }
+            return {shape: replace(each, calls=calls) for shape, each in real(shapes, dtype, orders).items()}
 
         return choose
 

@@ -5,6 +5,7 @@ many rows do not end a start that fewer would not.
 """
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 from treetop.checkpoints.fingerprint import fingerprint
@@ -22,7 +23,9 @@ logit of a round's nodes: in float32, with copies."""
 
 def tokens_of_a_row(folder: Path, dummy: bool) -> tuple[int, str]:
     """Tokens that K/V must hold for each row, and where that comes from, in words. folder: of the target."""
-    held = None if dummy else kept(cache_file(_KIND, fingerprint(folder)))
+    held = None
+    with suppress(OSError):  # of a folder whose files cannot be read, which loading says
+        held = None if dummy else kept(cache_file(_KIND, fingerprint(folder)))
     tokens = held.get("tokens") if isinstance(held, dict) else None
     if isinstance(tokens, int) and 0 < tokens < 2**40:
         return tokens, f"{tokens} tokens each, as requests have been here"
@@ -31,7 +34,8 @@ def tokens_of_a_row(folder: Path, dummy: bool) -> tuple[int, str]:
 
 def keep_lengths(folder: Path, tokens: float) -> None:
     """How many tokens requests have had, for the next start of this target."""
-    keep(cache_file(_KIND, fingerprint(folder)), json.dumps({"tokens": max(round(tokens), 1)}))
+    with suppress(OSError):  # a folder may have gone since
+        keep(cache_file(_KIND, fingerprint(folder)), json.dumps({"tokens": max(round(tokens), 1)}))
 
 
 def allowance_of_a_gpu(layout: Layout, hidden: int, vocab_size: int, processes: bool) -> int:
