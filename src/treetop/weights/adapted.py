@@ -44,10 +44,6 @@ class Adapters:
         """What follows is of rows with these slots [rows] int64."""
         self.current[: len(slots)].copy_(slots)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(each.a.nbytes + each.b.nbytes for each in self.factors.values())
-
     def linear(self, name: str, base: Linear) -> Linear:
         """A product with what adapters add to it; as it is where they change nothing."""
         return AdaptedLinear(base, self.factors[name], self.current) if name in self.factors else base
