@@ -13,7 +13,9 @@ from support.engines import accept_lens, greedy
 from support.gpu_pairs import make
 from treetop.bench.equality import equal_outputs
 from treetop.engine.cuda_graphs import CudaGraphs
+from treetop.kernels.attention.attention import widened
 from treetop.kernels.kv import FP8
+from treetop.kernels.triton_guard import Arg, constexpr, jit, tl
 from treetop.types.ids import FULL
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -75,6 +77,26 @@ def test_in_bfloat16_captured_rounds_differ_by_roundings_alone(prompts, capsys, 
         )
     assert all(span <= ROUNDINGS for span in spans)
     assert sum(map(sum, accept_lens(got))) > 0, "nothing was accepted, so nothing was tested"
+
+
+@jit
+def _widen(out: Arg, codes: Arg, packed: constexpr) -> None:
+    at = tl.arange(0, 16)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    tl.store(out + at, widened(tl.load(codes + at), at >= 0, tl.float16, packed))
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="packed conversions are for 9.0"
+)
+def test_packed_conversions_give_the_bits_of_single_ones():
+    """All 256 codes, NaN and both zeros among them, at each place of a register."""
+    codes = torch.arange(2048, device="cuda").mul_(37).add_(torch.arange(2048, device="cuda") // 256).to(torch.uint8)
+    assert len(codes.unique()) == 256
+    packed, single = (torch.empty(2048, dtype=torch.float16, device="cuda") for _ in range(2))
+    _widen[(1,)](packed, codes.view(FP8), packed=True)
+    _widen[(1,)](single, codes.view(FP8), packed=False)
+    assert torch.equal(packed.view(torch.int16), single.view(torch.int16))
+    assert torch.equal(packed.nan_to_num(0.5), codes.view(FP8).to(torch.float16).nan_to_num(0.5))
 
 
 def test_pools_hold_twice_the_tokens():

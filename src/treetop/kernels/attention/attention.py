@@ -131,13 +131,14 @@ def add_sink(sink: Arg, acc: Arg, peak: Arg, mass: Arg) -> Arg:
 
 @jit
 def load_kv(
-    base: Arg, at: Arg, stored: Arg, v_offset: Arg, dims: Arg, dim: constexpr, block_d: constexpr, dtype: constexpr
+    base: Arg, at: Arg, stored: Arg, v_offset: Arg, dims: Arg, dim: constexpr, block_d: constexpr, dtype: constexpr,
+    hopper: constexpr,
 ) -> Arg:  # fmt: skip
     """K and V of keys at element offsets `at` [n] int64, in `dtype`; 0 where not `stored` and past the head's width."""
     mask = stored[:, None] if dim == block_d else stored[:, None] & (dims < dim)[None, :]
     where = base + at[:, None] + dims[None, :]
     k, v = tl.load(where, mask=mask, other=0.0), tl.load(where + v_offset, mask=mask, other=0.0)
-    return widened(k, mask, dtype), widened(v, mask, dtype)
+    return widened(k, mask, dtype, hopper), widened(v, mask, dtype, hopper)
 
 
 @jit
@@ -149,13 +150,26 @@ def beside_codes(q: Arg) -> Arg:
 
 
 @jit
-def widened(x: Arg, mask: Arg, dtype: constexpr) -> Arg:
-    """What was loaded where `mask` says, in `dtype`.
+def widened(x: Arg, mask: Arg, dtype: constexpr, hopper: constexpr) -> Arg:
+    """What was loaded where `mask` says, in `dtype`. hopper: compute capability 9.0 and later.
 
-    The choice, which changes nothing, keeps a conversion before the way to a product's operand. Triton would have codes
-    of a byte go that way, and a value's lie the wrong way round there: each was then loaded by itself (Triton 3.6).
+    A conversion has to stay before the way to a product's operand. Triton would have codes of a byte go that way, and a
+    value's lie the wrong way round there: each was then loaded by itself (Triton 3.6). Assembly that is not pure stays
+    where it is; elsewhere a choice that changes nothing keeps it there, with a select for each number.
     """
-    return x if x.dtype == dtype else tl.where(mask, x.to(dtype), 0.0)
+    if x.dtype == dtype:
+        wide = x
+    elif hopper and dtype == tl.float16:
+        wide = tl.inline_asm_elementwise(
+            _FOUR_CODES, "=r,=r,r", [x.to(tl.uint8, bitcast=True)], dtype=tl.float16, is_pure=False, pack=4
+        )
+    else:
+        wide = tl.where(mask, x.to(dtype), 0.0)
+    return wide
+
+
+_FOUR_CODES = constexpr("{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }")
+"""Four codes in e4m3 as four float16s, exactly; a NaN is one. PTX ISA 8.5, `cvt`."""
 
 
 @jit
@@ -163,6 +177,7 @@ def fold_tail(
     q: Arg, tail: Arg, tail_positions: Arg, mask: Arg, query: Arg, real: Arg, oldest: Arg, dims: Arg, stop: Arg,
     t: Arg, tail_column: Arg, tail_v: Arg, position_column: Arg, mask_query: Arg, mask_column: Arg, acc: Arg, peak: Arg,
     mass: Arg, scale: Arg, dim: constexpr, window: constexpr, block_t: constexpr, block_d: constexpr,
+    hopper: constexpr,
 ) -> Arg:  # fmt: skip
     """Fold columns 0 .. stop of a dense tail into the running softmax.
 
@@ -172,7 +187,7 @@ def fold_tail(
     for column_start in tl.range(0, stop, block_t, num_stages=1):
         column = column_start + tl.arange(0, block_t)
         there = column < t
-        k, v = load_kv(tail, column.to(tl.int64) * tail_column, there, tail_v, dims, dim, block_d, q.dtype)
+        k, v = load_kv(tail, column.to(tl.int64) * tail_column, there, tail_v, dims, dim, block_d, q.dtype, hopper)
         shown = mask + query[:, None] * mask_query + column[None, :] * mask_column
         visible = tl.load(shown, mask=real[:, None] & there[None, :], other=0) != 0
         if window > 0:
@@ -286,6 +301,7 @@ def _attention_kernel(
             queries, tail + kv_head * dim + row * tail_row, tail_positions + row * tail_position_row,
             mask + row * mask_row, query, real, oldest, dims, tl.where(folds_tail, t, 0), t, tail_column, tail_v,
             tail_position_column, mask_query, mask_column, acc, peak, mass, scale, dim, window, block_t, block_d,
+            overlap,
         )  # fmt: skip
 
     if helped:
@@ -302,7 +318,7 @@ def _attention_kernel(
             key = block * block_n + tl.arange(0, block_n)
             stored = key < end
             slot = page.to(tl.int64) * page_size + within_page(key, page_size)
-            k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d, queries.dtype)
+            k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d, queries.dtype, overlap)
             page = page_of(table, block + 1, start, end, block_n, page_size)
             acc, peak, mass = fold(queries, k, v, stored, acc, peak, mass, scale, False)
 
@@ -310,7 +326,7 @@ def _attention_kernel(
         key = block * block_n + tl.arange(0, block_n)
         stored = (key >= start) & (key < end)
         slot = page.to(tl.int64) * page_size + within_page(key, page_size)
-        k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d, queries.dtype)
+        k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d, queries.dtype, overlap)
         page = page_of(table, block + 1, start, end, block_n, page_size)  # its latency hides behind this block's work
         visible = stored[None, :]
         if causal:

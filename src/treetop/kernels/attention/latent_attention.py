@@ -47,14 +47,15 @@ def latent_attention_reference(
 
 @jit
 def _load_plane(
-    base: Arg, at: Arg, stored: Arg, lane_c: Arg, lane_r: Arg, rank: constexpr, turned: constexpr, dtype: constexpr
+    base: Arg, at: Arg, stored: Arg, lane_c: Arg, lane_r: Arg, rank: constexpr, turned: constexpr, dtype: constexpr,
+    hopper: constexpr,
 ) -> Arg:  # fmt: skip
     """The latents and turned keys of planes at element offsets `at` [n] int64, in `dtype`; 0 where not `stored`."""
     where, mask_c = base + at[:, None], stored[:, None] & (lane_c < rank)[None, :]
     mask_r = stored[:, None] & (lane_r < turned)[None, :]
     k = tl.load(where + lane_c[None, :], mask=mask_c, other=0.0)
     r = tl.load(where + rank + lane_r[None, :], mask=mask_r, other=0.0)
-    return widened(k, mask_c, dtype), widened(r, mask_r, dtype)
+    return widened(k, mask_c, dtype, hopper), widened(r, mask_r, dtype, hopper)
 
 
 @jit
@@ -189,7 +190,7 @@ def _latent_attention_kernel(
             column = column_start + tl.arange(0, block_t)
             there = column < t
             at = row * tail_row + column.to(tl.int64) * tail_column
-            k, k_turned = _load_plane(tail, at, there, lane_c, lane_r, rank, turned, queries.dtype)
+            k, k_turned = _load_plane(tail, at, there, lane_c, lane_r, rank, turned, queries.dtype, overlap)
             shown = mask + row * mask_row + query[:, None] * mask_query + column[None, :] * mask_column
             visible = tl.load(shown, mask=real[:, None] & there[None, :], other=0) != 0
             if window > 0:
@@ -212,12 +213,12 @@ def _latent_attention_kernel(
         # The latency of the next block's places hides behind this block's work.
         if sparse:
             at = place * slot_stride
-            k, k_turned = _load_plane(pages, at, stored, lane_c, lane_r, rank, turned, queries.dtype)
+            k, k_turned = _load_plane(pages, at, stored, lane_c, lane_r, rank, turned, queries.dtype, overlap)
             place = _chosen_slots(table, chosen, block + 1, end, length, block_n, page_size)
         else:
             slot = place.to(tl.int64) * page_size + within_page(key, page_size)
             at = slot * slot_stride
-            k, k_turned = _load_plane(pages, at, stored, lane_c, lane_r, rank, turned, queries.dtype)
+            k, k_turned = _load_plane(pages, at, stored, lane_c, lane_r, rank, turned, queries.dtype, overlap)
             place = page_of(table, block + 1, start, end, block_n, page_size)
         visible = stored[None, :]
         if causal:

@@ -103,7 +103,7 @@ def fold_paths(
     key = block * block_n + tl.arange(0, block_n)
     stored = (key >= start) & (key < end)
     slot = page_of(table, block, start, end, block_n, page_size).to(tl.int64) * page_size + within_page(key, page_size)
-    k, v = load_kv(pages, slot * slot_stride, stored, v_offset, dims, dim, block_d, q.dtype)
+    k, v = load_kv(pages, slot * slot_stride, stored, v_offset, dims, dim, block_d, q.dtype, False)
     raw = tl.dot(q, tl.trans(k), input_precision="ieee")
 
     columns = tl.arange(0, block_t)
@@ -197,7 +197,7 @@ def _segments_kernel(
             key = block * block_n + tl.arange(0, block_n)
             stored = key >= start
             slot = page.to(tl.int64) * page_size + within_page(key, page_size)
-            k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d, queries.dtype)
+            k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d, queries.dtype, overlap)
             page = page_of(table, block + 1, start, end, block_n, page_size)  # its latency hides behind this block's
             visible = stored[None, :]
             if window > 0:

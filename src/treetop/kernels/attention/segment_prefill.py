@@ -80,7 +80,7 @@ def _prefill_kernel(
             key = block * block_n + tl.arange(0, block_n)
             stored = key < end
             slot = page.to(tl.int64) * page_size + within_page(key, page_size)
-            k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d, queries.dtype)
+            k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d, queries.dtype, overlap)
             page = page_of(table, block + 1, start, end, block_n, page_size)
             each, each_peak, each_mass = fold(queries, k, v, stored, each, each_peak, each_mass, scale, False)
     for block in range(middle, stop):
@@ -90,7 +90,7 @@ def _prefill_kernel(
         key = block * block_n + tl.arange(0, block_n)
         stored = (key >= start) & (key < end)
         slot = page.to(tl.int64) * page_size + within_page(key, page_size)
-        k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d, queries.dtype)
+        k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d, queries.dtype, overlap)
         page = page_of(table, block + 1, start, end, block_n, page_size)
         visible = stored[None, :] & (key[None, :] <= position[:, None]) & real[:, None]
         if window > 0:

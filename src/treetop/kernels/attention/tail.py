@@ -113,7 +113,7 @@ def _tail_kernel(
     acc, peak, mass = fold_tail(
         queries, tail + kv_head * dim + row * tail_row, tail_positions + row * tail_position_row, mask + row * mask_row,
         query, real, oldest, dims, t, t, tail_column, tail_v, tail_position_column, mask_query, mask_column, acc,
-        peak, mass, scale, dim, window, block_t, block_d,
+        peak, mass, scale, dim, window, block_t, block_d, overlap,
     )  # fmt: skip
     if has_sinks:
         acc, peak, mass = add_sink(tl.load(sinks + head, mask=real, other=0.0), acc, peak, mass)
