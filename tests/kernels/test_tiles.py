@@ -24,6 +24,8 @@ from treetop.kernels.gemm.coded_rows import (
 )
 from treetop.kernels.gemm.tiles import decode_tiles, in_turn, tile, untile, why_not_tiled
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits
+from treetop.weights import packed
+from treetop.weights.packed import TiledGated, TiledLinear
 
 CODINGS = [
     Coding("e4m3", 0),
@@ -275,6 +277,8 @@ def test_each_weight_has_the_bits_of_the_reference(coding, kind):
             assert torch.equal(picked(weight, dtype, splits), want.float())
             assert torch.equal(decode_tiles(weight, 0, lines, dtype, gpu_traits(DEVICE)), want)
             assert torch.equal(decode_tiles(weight, 64, lines, dtype, gpu_traits(DEVICE)), want[64:]) or lines == 64
+        parted = decode_tiles(weight, 0, lines, dtype, gpu_traits(DEVICE), parted=True)
+        assert torch.equal(parted, torch.cat([want[::2], want[1::2]]))
 
 
 @on_gpu_or_interpreted
@@ -298,6 +302,32 @@ def test_a_gated_product_is_that_of_the_halves(rows, kind):
     got = coded_gated(x, weight, kind, bias, launch=CodedLaunch(64, 1, 2, 4), gpu=gpu_traits(DEVICE)).float()
     want = coded_gated_reference(x, weight, kind, bias).float()
     assert float((got - want).norm() / want.norm()) < (1e-2 if ON_GPU else 1e-5)
+
+
+@on_gpu_or_interpreted
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("coding", [Coding("e4m3", 128), Coding("e2m1", 16, "times")], ids=str)
+def test_many_rows_take_the_library_block_by_block(coding, biased, monkeypatch):
+    """Of a line's product and of a gate: as of one block, in their places, the last block smaller."""
+    monkeypatch.setattr(packed, "MAX_ROWS", 16)
+    monkeypatch.setattr(packed, "_BLOCK_OF_GPU", 64 * 128)
+    lines, k, gpu = 2 * 69, 128, gpu_traits(DEVICE)
+    both = tile(in_turn(made(lines // 2, k, coding, experts=(2,))))
+    plain, dtype = tile(made(lines, k, coding)), DTYPES[0]
+    x, bias = (torch.randn(shape, device=DEVICE, dtype=dtype) for shape in ((17, k), (lines,)))
+    x /= decode(untile(both)).std() * k**0.5
+    given = bias if biased else None
+    seen = []
+    real = packed.decode_tiles
+    monkeypatch.setattr(packed, "decode_tiles", lambda *args, **more: seen.append(args[1:3]) or real(*args, **more))
+    for got, want in (
+        (TiledLinear(plain, given, gpu)(x), coded_rows_reference(x, plain, given)[0]),
+        (TiledGated(both, given, "silu", gpu)(x), coded_gated_reference(x, both, "silu", given)),
+    ):
+        assert got.shape == want.shape
+        error = (got.float() - want.float()).norm(dim=0) / want.float().norm(dim=0)
+        assert float(error.max()) < (1e-2 if ON_GPU else 1e-5)
+    assert seen == 2 * [(0, 64), (64, 128), (128, 138)]
 
 
 @on_gpu_or_interpreted

@@ -219,21 +219,28 @@ def gelu_tanh_mul(gate_up: Tensor, gpu: GpuTraits) -> Tensor:
     return gate_mul(gate_up, "gelu_tanh", gpu)
 
 
-def gate_mul(gate_up: Tensor, kind: Gate, gpu: GpuTraits) -> Tensor:
+def gate_mul(gate_up: Tensor, kind: Gate, gpu: GpuTraits, out: Tensor | None = None) -> Tensor:
+    """out: [..., inner], or None for new memory; its rows may stand apart."""
     inner = gate_up.shape[-1] // 2
-    out = torch.empty((*gate_up.shape[:-1], inner), dtype=gate_up.dtype, device=gate_up.device)
+    if out is None:
+        out = torch.empty((*gate_up.shape[:-1], inner), dtype=gate_up.dtype, device=gate_up.device)
+    assert out.stride(-1) == 1
+    assert out.ndim == 2 or out.is_contiguous()
     block = min(1024, power_of_two(inner))
     _gate_mul_kernel[(out.numel() // inner, -(-inner // block))](
-        out, gate_up, inner=inner, block=block, kind=kind, overlap=gpu.can_overlap, num_warps=4, **launch_options(gpu)
-    )
+        out, gate_up, out.stride(-2) if out.ndim > 1 else inner, inner=inner, block=block, kind=kind,
+        overlap=gpu.can_overlap, num_warps=4, **launch_options(gpu)
+    )  # fmt: skip
     return out
 
 
 @jit
 def _gate_mul_kernel(
-    out: Arg, gate_up: Arg, inner: constexpr, block: constexpr, kind: constexpr, overlap: constexpr
+    out: Arg, gate_up: Arg, apart: Arg, inner: constexpr, block: constexpr, kind: constexpr, overlap: constexpr
 ) -> None:
-    """One block of a row a program. out: [rows, inner]; gate_up: [rows, 2 * inner]. Grid (rows, inner / block)."""
+    """One block of a row a program. out: [rows, inner], rows `apart` from each other; gate_up: [rows, 2 * inner]. Grid
+    (rows, inner / block).
+    """
     pdl_wait(overlap, early=True)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
@@ -241,7 +248,7 @@ def _gate_mul_kernel(
     gate = tl.load(gate_up + row * 2 * inner + column, mask=there, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * inner + inner + column, mask=there, other=0.0).to(tl.float32)
     value = activated(gate, kind) * up
-    tl.store(out + row * inner + column, value.to(out.dtype.element_ty), mask=there)
+    tl.store(out + row * apart + column, value.to(out.dtype.element_ty), mask=there)
 
 
 # ----------------------------------------------------------------------------------------------- rotation and write

@@ -14,7 +14,6 @@ from functools import partial
 from math import lcm, prod
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, get_num_threads
 
 from treetop.kernels.exact import LIBRARY
@@ -23,7 +22,7 @@ from treetop.kernels.gate import Gate
 from treetop.kernels.gemm.coded import MIDDLE, CodedWeight, Coding, decode
 from treetop.kernels.gemm.coded_rows import MAX_ROWS, choose_coded, coded_gated, coded_rows
 from treetop.kernels.gemm.fp8_rows import Activations
-from treetop.kernels.gemm.tiles import TILE, TiledWeight, apart, decode_tiles, in_turn, tile, why_not_tiled
+from treetop.kernels.gemm.tiles import TILE, TiledWeight, decode_tiles, in_turn, tile, why_not_tiled
 from treetop.kernels.moe.experts import Activation, Experts
 from treetop.kernels.table import OpContext, Ops
 from treetop.kernels.triton_guard import GpuTraits
@@ -50,8 +49,8 @@ from treetop.weights.linear import functions_by_rows
 from treetop.weights.quantized import own_groups
 
 SCALE, FACTOR, ZERO, MINIMUM = "scale", "factor", "zero", "minimum"
-_BLOCK, _BLOCK_OF_GPU = 2**20, 2**26
-"""Numbers that are decoded together for a product."""
+_BLOCK, _BLOCK_OF_GPU = 2**20, 2**24
+"""Numbers that are decoded together for a product; on a GPU they stay in its L2, where the product finds them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,11 +254,19 @@ class TiledLinear:
     def parts(self, x: Tensor) -> Tensor:
         rows, weight = x.reshape(-1, x.shape[-1]).contiguous(), self._weight
         if len(rows) > MAX_ROWS and not self._whole:
-            found = _by_library(rows, weight, self._bias, self._gpu)[None]
+            found = self._by_library(rows)[None]
         else:
             launch = choose_coded(weight.coding.numbers, _size(weight), False, len(rows), self._gpu, self._whole)
             found = coded_rows(rows, weight, self._bias, launch=launch, gpu=self._gpu)
         return found.view(len(found), *x.shape[:-1], -1)
+
+    def _by_library(self, rows: Tensor) -> Tensor:
+        """Lines by lines that are decoded into memory; each block's product lands in its place."""
+        out = rows.new_empty((len(rows), self._weight.shape[0]))
+        for first, stop in _decoded_together(self._weight):
+            block = decode_tiles(self._weight, first, stop, rows.dtype, self._gpu)
+            _multiply(rows, block, None if self._bias is None else self._bias[first:stop], out[:, first:stop])
+        return out
 
     def read_bytes(self, rows: int) -> int:
         return self._weight.nbytes
@@ -277,12 +284,22 @@ class TiledGated:
     def __call__(self, x: Tensor) -> Tensor:
         rows, weight = x.reshape(-1, x.shape[-1]).contiguous(), self._weight
         if len(rows) > MAX_ROWS and not self._whole:
-            both = torch.cat(apart(_by_library(rows, weight, None, self._gpu), -1), -1)
-            found = gate_mul(both if self._bias is None else both + self._bias, self._kind, self._gpu)
+            found = self._by_library(rows)
         else:
             launch = choose_coded(weight.coding.numbers, _size(weight), True, len(rows), self._gpu, self._whole)
             found = coded_gated(rows, weight, self._kind, self._bias, launch=launch, gpu=self._gpu)
         return found.view(*x.shape[:-1], -1)
+
+    def _by_library(self, rows: Tensor) -> Tensor:
+        """As of `TiledLinear`, a block's gates before its ups, which are activated into the block's columns."""
+        weight, halves = self._weight, None if self._bias is None else self._bias.view(2, -1)
+        out = rows.new_empty((len(rows), weight.shape[0] // 2))
+        for first, stop in _decoded_together(weight):
+            block = decode_tiles(weight, first, stop, rows.dtype, self._gpu, parted=True)
+            both, own = rows.new_empty((len(rows), stop - first)), slice(first // 2, stop // 2)
+            _multiply(rows, block, None if halves is None else halves[:, own].flatten(), both)
+            gate_mul(both, self._kind, self._gpu, out[:, own])
+        return out
 
     def read_bytes(self, rows: int) -> int:
         return self._weight.nbytes
@@ -293,15 +310,16 @@ def _size(weight: TiledWeight) -> tuple[int, int]:
     return lines, columns
 
 
-def _by_library(rows: Tensor, weight: TiledWeight, bias: Tensor | None, gpu: GpuTraits) -> Tensor:
-    """Lines by lines that are decoded into memory, each block's product by the library."""
+def _decoded_together(weight: TiledWeight) -> Iterator[tuple[int, int]]:
+    """Spans of lines, in whole tiles."""
     lines, k = weight.shape
     each = max(1, _BLOCK_OF_GPU // (k * TILE)) * TILE
-    out = torch.empty((len(rows), lines), dtype=rows.dtype, device=rows.device)
-    for first in range(0, lines, each):
-        stop = min(first + each, lines)
-        part = F.linear(
-            rows, decode_tiles(weight, first, stop, rows.dtype, gpu), None if bias is None else bias[first:stop]
-        )
-        out[:, first:stop] = part
-    return out
+    return ((first, min(first + each, lines)) for first in range(0, lines, each))
+
+
+def _multiply(rows: Tensor, block: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """The library's product with a block of lines, into columns of a result."""
+    if bias is None:
+        torch.mm(rows, block.T, out=out)
+    else:
+        torch.addmm(bias, rows, block.T, out=out)

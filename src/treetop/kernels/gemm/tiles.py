@@ -253,22 +253,31 @@ def untile(weight: TiledWeight) -> CodedWeight:
     return CodedWeight(coding, k, codes, lines_of(scale)[..., :groups], factor, held)
 
 
-def decode_tiles_reference(weight: TiledWeight, first: int, stop: int, dtype: torch.dtype) -> Tensor:
-    """Lines first .. stop of a weight of no experts, [lines, columns]; first is a multiple of TILE."""
-    return decode(untile(weight).rows(first, stop)).to(dtype)
+def decode_tiles_reference(
+    weight: TiledWeight, first: int, stop: int, dtype: torch.dtype, parted: bool = False
+) -> Tensor:
+    """Lines first .. stop of a weight of no experts, [lines, columns]; first is a multiple of TILE.
+
+    parted: even lines come before odd ones, so gates before ups.
+    """
+    lines = decode(untile(weight).rows(first, stop)).to(dtype)
+    return torch.cat(apart(lines, 0)) if parted else lines
 
 
 # -------------------------------------------------------------------------------------------------------- the kernel
 
 
-def decode_tiles(weight: TiledWeight, first: int, stop: int, dtype: torch.dtype, gpu: GpuTraits) -> Tensor:
+def decode_tiles(
+    weight: TiledWeight, first: int, stop: int, dtype: torch.dtype, gpu: GpuTraits, parted: bool = False
+) -> Tensor:
     """`decode_tiles_reference` in one launch."""
     assert first % TILE == 0
+    assert not parted or stop % 2 == 0
     k, blocks = weight.shape[-1], weight.words.shape[2]
     out = torch.empty((stop - first, k), dtype=dtype, device=weight.words.device)
     _decode_tiles_kernel[(-(-(stop - first) // TILE), blocks)](
         out, *tile_arguments(weight), first // TILE, stop - first, k, **tile_options(weight, dtype, gpu),
-        overlap=gpu.can_overlap, num_warps=4, **launch_options(gpu),
+        parted=parted, overlap=gpu.can_overlap, num_warps=4, **launch_options(gpu),
     )  # fmt: skip
     return out
 
@@ -294,7 +303,7 @@ def tile_options(weight: TiledWeight, dtype: torch.dtype, gpu: GpuTraits) -> dic
 def _decode_tiles_kernel(
     out: Arg, words: Arg, scale: Arg, factor: Arg, zero: Arg, first: Arg, lines: Arg, k: Arg, numbers: constexpr,
     scales: constexpr, form: constexpr, group: constexpr, has_zero: constexpr, per: constexpr, fast: constexpr,
-    overlap: constexpr,
+    parted: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """The weights of a tile and block. Grid (tiles, blocks)."""
     pdl_wait(overlap)
@@ -324,7 +333,8 @@ def _decode_tiles_kernel(
             )  # fmt: skip
             column = block * 128 + part * whole + piece * width + lane
             there = (line < lines)[:, None] & (column < k)
-            tl.store(out + line.to(tl.int64)[:, None] * k + column, w, mask=there)
+            place = line % 2 * (lines // 2) + line // 2 if parted else line
+            tl.store(out + place.to(tl.int64)[:, None] * k + column, w, mask=there)
 
 
 @jit
