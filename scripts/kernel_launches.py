@@ -135,10 +135,12 @@ FORMATS = {
     "fp8 by block": Coding("e4m3", 128),
     "w4a16": Coding("int4", 128),
     "mxfp4": Coding("e2m1", 32, "e8m0"),
+    "nvfp4": Coding("e2m1", 16, "e4m3"),
     "nvfp4 (ModelOpt)": Coding("e2m1", 16, "times"),
     "nvfp4 (compressed-tensors)": Coding("e2m1", 16, "over"),
 }
-_ONE_OF_EACH_KIND = ["fp8 by row", "w4a16", "nvfp4 (ModelOpt)"]
+"""Of NVFP4 the first has its factor on the sums; the others, where bits are those of decoded weights, in them."""
+_ONE_OF_EACH_KIND = ["fp8 by row", "w4a16", "nvfp4"]
 _LLAMA_8B = {"gate_up": (28672, 4096, True), "down": (4096, 14336, False), "qkv": (6144, 4096, False)}
 
 
@@ -149,7 +151,7 @@ def _coded_weight(name: str, *shape: int) -> TiledWeight:
     Scales are such as checkpoints have: large ones take other arithmetic.
     """
     coding, (*leading, k) = FORMATS[name], shape
-    of_two_levels = {"times": 2.0**-12, "over": 2.0**12}
+    of_two_levels = {"e4m3": 2.0**-12, "times": 2.0**-12, "over": 2.0**12}
     codes = torch.zeros((*leading, coding.bytes_of(k)), dtype=torch.uint8)
     scale = torch.full((*leading, coding.groups_of(k)), 2.0**-10)
     if coding.scales != "float32":

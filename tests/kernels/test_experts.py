@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from support.grids import few_of
 from support.interpreted import DEVICE, ON_GPU, needs_gpu, on_gpu_or_interpreted
 from support.operation_cases import coded_weight
-from treetop.kernels.gemm.coded import CodedWeight, Coding, decode
+from treetop.kernels.gemm.coded import CodedWeight, Coding, decode, factor_apart
 from treetop.kernels.gemm.tiles import in_turn, tile
 from treetop.kernels.moe import experts as products
 from treetop.kernels.moe import routing
@@ -346,6 +346,23 @@ def test_the_grouped_products_equal_the_reference(tokens, activation, packed):
     assert torch.equal(*parts)
     assert not bool(parts[0][:, ~live].any())
     assert near(parts[0].float().sum(0), want, 0.01)
+
+
+@on_gpu_or_interpreted
+def test_experts_whose_sums_get_the_factor_equal_the_reference():
+    """NVFP4: gates and ups of each expert have a factor of their own."""
+    torch.manual_seed(3)
+    dtype = torch.bfloat16 if ON_GPU else torch.float16
+    with DEVICE:
+        router = make_router(RouterSpec(5, 2, RouterKind.TOPK_SOFTMAX), 96, dtype)
+        _, rows = coded_experts(5, 96, 64, "nvfp4", Activation.SILU)
+        apart = tile(factor_apart(in_turn(rows.gate_up))), tile(factor_apart(rows.down))
+        x, gpu = torch.randn(7, 96).to(dtype), gpu_traits(DEVICE)
+        routes = routing.route(x, router, None, gpu)
+        made = Experts(*apart, None, None, Activation.SILU)
+        got = products.experts(x, routes, made, gpu).float().sum(0)
+        for other in (rows, made):
+            assert near(got, experts_reference(x.float(), routes, other)[0], 0.01)
 
 
 @on_gpu_or_interpreted

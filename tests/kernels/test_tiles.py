@@ -13,7 +13,7 @@ import torch
 from support.interpreted import DEVICE, ON_GPU, on_gpu_or_interpreted
 from support.operation_cases import coded_weight
 from treetop.kernels.gemm import tiles
-from treetop.kernels.gemm.coded import CodedWeight, Coding, decode
+from treetop.kernels.gemm.coded import CodedWeight, Coding, decode, factor_apart
 from treetop.kernels.gemm.coded_rows import (
     CodedLaunch,
     choose_coded,
@@ -177,17 +177,20 @@ def twice(numbers):
 
 
 FOLDED = {"e4m3": 2.0**120, "e2m1": 2.0**126, "int4": 1.0}
+OF_SUMS = 2.0**8
+"""What is left to the sums, where a factor goes to them."""
 
 
 def assembled(weight, scale, zero):
     """Weights [lines, columns] bfloat16 by the assembly, of a block whose lines have one scale and zero each."""
     numbers, words = weight.coding.numbers, pairs(weight.words[0, 0, 0])
-    made, folded = [], scale.float() * FOLDED[numbers]
+    apart = weight.coding.scales == "e4m3"
+    made, folded = [], scale.float() * (FOLDED[numbers] / (OF_SUMS if apart else 1))
     for part in range(2 if numbers == "e4m3" else 4):
         n = follow(getattr(tiles, f"_MOVE_{numbers.upper()}_{part}"), words)
         if numbers == "int4":
             n = follow(tiles._LESS, n, twice(zero.float() + 128))
-        if weight.form == "bfloat16" or weight.coding.scales == "e8m0":
+        if weight.form == "bfloat16" or apart or weight.coding.scales == "e8m0":
             n = follow(tiles._TIMES, n, twice(folded))
         elif weight.form == "float16":
             high = folded.to(torch.bfloat16)
@@ -228,6 +231,38 @@ def test_the_assembly_of_mxfp4_reaches_the_least_and_the_largest_scales():
         small = tile(weight)
         value = torch.ldexp(torch.ones(64, 1), torch.tensor(scale - 127))
         assert torch.equal(assembled(small, value, None), decode(weight).to(torch.bfloat16))
+
+
+TWO_LEVELS = [Coding("e2m1", 16, "times"), Coding("e2m1", 16, "over")]
+
+
+def test_the_assembly_multiplies_numbers_in_e2m1_and_scales_in_e4m3_without_rounding():
+    """All pairs of them, negative scales too: the bits of the reference but for 2 ** 8, which the sums make up for."""
+    every = torch.arange(256, dtype=torch.uint8).view(4, 64).repeat(16, 1)
+    for code in [code for code in range(256) if code & 0x7F != 0x7F]:  # no NaN
+        scale = torch.full((64, 8), code, dtype=torch.uint8)
+        weight = factor_apart(CodedWeight(TWO_LEVELS[0], 128, every, scale, torch.ones(64, 1)))
+        small = tile(weight)
+        assert not small.wide
+        level = scale[:, :1].view(torch.float8_e4m3fn).float()
+        assert float(level.abs().max()) * (FOLDED["e2m1"] / OF_SUMS) < torch.finfo(torch.bfloat16).max
+        assert torch.equal(assembled(small, level, None).float() * OF_SUMS, decode(weight))
+
+
+@pytest.mark.parametrize("coding", TWO_LEVELS, ids=str)
+def test_a_factor_that_goes_to_the_sums_leaves_weights_that_16_bits_hold(coding):
+    """And makes them what they were; without one, and of lines that are padding, nothing changes."""
+    weight = made(70, 256, coding)
+    weight.factor[3] = 0.0
+    weight.codes[3] = 0
+    left = factor_apart(weight)
+    numbers = decode(left)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(numbers.to(dtype).float(), numbers)
+    torch.testing.assert_close(numbers * left.factor, decode(weight), rtol=2**-22, atol=0)
+    assert equal(untile(tile(left)), left)
+    plain = made(70, 256, Coding("int4", 128))
+    assert factor_apart(plain) is plain
 
 
 def test_following_can_fail():
@@ -282,6 +317,36 @@ def test_each_weight_has_the_bits_of_the_reference(coding, kind):
 
 
 @on_gpu_or_interpreted
+@pytest.mark.parametrize("coding", TWO_LEVELS, ids=str)
+def test_weights_without_their_factor_are_exact_and_sums_get_it(coding):
+    """Each by itself, whatever the dtype and the splits; what is decoded into memory has none."""
+    for lines, k, splits in ((64, 256, 2), (70, 134, 1)):
+        by_rows = factor_apart(made(lines, k, coding))
+        weight = tile(by_rows)
+        for dtype in DTYPES:
+            want = decode(by_rows) * by_rows.factor
+            assert torch.equal(picked(weight, dtype, splits), want if splits > 1 else want.to(dtype).float())
+            assert torch.equal(decode_tiles(weight, 0, lines, dtype, gpu_traits(DEVICE)).float(), decode(by_rows))
+
+
+@on_gpu_or_interpreted
+@pytest.mark.parametrize("coding", TWO_LEVELS, ids=str)
+def test_products_whose_sums_get_a_factor_equal_the_reference(coding):
+    """With a bias, which gets none; of a gate, whose gates and ups have their own; of lines that fill no tile."""
+    x, bias = torch.randn(19, 256, device=DEVICE, dtype=DTYPES[0]), torch.randn(72, device=DEVICE, dtype=DTYPES[0])
+    weight, both = tile(factor_apart(made(72, 256, coding))), made(36, 256, coding, experts=(2,))
+    x, gpu, most = x / float(decode(both).std() * 16), gpu_traits(DEVICE), 1e-2 if ON_GPU else 1e-5
+    for launch in (CodedLaunch(64, 1, 2, 4), CodedLaunch(128, 2, 2, 4)):
+        got = coded_rows(x, weight, bias, launch=launch, gpu=gpu).float().sum(0)
+        want = coded_rows_reference(x, weight, bias)[0]
+        assert float((got - want).norm() / want.norm()) < most
+    gated = tile(factor_apart(in_turn(both)))
+    got = coded_gated(x, gated, "silu", bias, launch=CodedLaunch(64, 1, 2, 4), gpu=gpu).float()
+    want = coded_gated_reference(x, tile(in_turn(both)), "silu", bias).float()
+    assert float((got - want).norm() / want.norm()) < most
+
+
+@on_gpu_or_interpreted
 @pytest.mark.parametrize("coding", [CODINGS[1], CODINGS[7], CODINGS[9]], ids=str)
 def test_products_equal_the_reference(coding):
     x, bias = torch.randn(19, 256, device=DEVICE, dtype=DTYPES[0]), torch.randn(72, device=DEVICE, dtype=DTYPES[0])
@@ -306,14 +371,14 @@ def test_a_gated_product_is_that_of_the_halves(rows, kind):
 
 @on_gpu_or_interpreted
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("coding", [Coding("e4m3", 128), Coding("e2m1", 16, "times")], ids=str)
+@pytest.mark.parametrize("coding", [Coding("e4m3", 128), *TWO_LEVELS], ids=str)
 def test_many_rows_take_the_library_block_by_block(coding, biased, monkeypatch):
     """Of a line's product and of a gate: as of one block, in their places, the last block smaller."""
     monkeypatch.setattr(packed, "MAX_ROWS", 16)
     monkeypatch.setattr(packed, "_BLOCK_OF_GPU", 64 * 128)
     lines, k, gpu = 2 * 69, 128, gpu_traits(DEVICE)
-    both = tile(in_turn(made(lines // 2, k, coding, experts=(2,))))
-    plain, dtype = tile(made(lines, k, coding)), DTYPES[0]
+    both = tile(factor_apart(in_turn(made(lines // 2, k, coding, experts=(2,)))))
+    plain, dtype = tile(factor_apart(made(lines, k, coding))), DTYPES[0]
     x, bias = (torch.randn(shape, device=DEVICE, dtype=dtype) for shape in ((17, k), (lines,)))
     x /= decode(untile(both)).std() * k**0.5
     given = bias if biased else None
@@ -328,6 +393,19 @@ def test_many_rows_take_the_library_block_by_block(coding, biased, monkeypatch):
         error = (got.float() - want.float()).norm(dim=0) / want.float().norm(dim=0)
         assert float(error.max()) < (1e-2 if ON_GPU else 1e-5)
     assert seen == 2 * [(0, 64), (64, 128), (128, 138)]
+
+
+def test_lines_of_one_factor_are_one_product():
+    """A fused weight has a run for each tensor of the checkpoint; lines in turn have one of gates and one of ups."""
+    weight = made(192, 128, Coding("e2m1", 16, "times"))
+    weight.factor[:128], weight.factor[128:] = 0.5, 0.25
+    (one,) = packed._decoded_together(tile(factor_apart(weight)), parted=False)
+    assert one.runs == ((slice(0, 128), 0.5), (slice(128, 192), 0.25))
+    weight.factor[:96], weight.factor[96:] = 0.5, 0.25
+    (one,) = packed._decoded_together(tile(factor_apart(in_turn(weight.halves()))), parted=True)
+    assert one.runs == ((slice(0, 96), 0.5), (slice(96, 192), 0.25))
+    (one,) = packed._decoded_together(tile(made(192, 128, Coding("int4", 128))), parted=True)
+    assert one.runs == ((slice(0, 192), 1.0),)
 
 
 @on_gpu_or_interpreted

@@ -16,14 +16,15 @@ from treetop.engine.startup.probed_products import probed_products
 from treetop.kernels.gemm.coded import CodedWeight, Coding
 from treetop.kernels.gemm.skinny_gemm import choose_launch, choose_whole, shared_bytes
 from treetop.kernels.gemm.tiles import in_turn, tile
+from treetop.kernels.moe.experts import Activation
 from treetop.kernels.profile import profile_of
 from treetop.kernels.table import OpContext, Ops
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.types.errors import ConfigError
 from treetop.weights import gpu_products, linear, packed
-from treetop.weights.format import Holding, ProductWeight
+from treetop.weights.format import MAIN, Holding, ProductWeight
 from treetop.weights.gpu_products import COUNTS, MOST_ROWS, Probed, WholeProduct, probe
-from treetop.weights.packed import TiledGated, TiledLinear
+from treetop.weights.packed import Packed, TiledGated, TiledLinear
 from treetop.weights.plain import UNQUANTIZED
 
 H200 = GpuTraits(132, True, 227 << 10)
@@ -165,6 +166,23 @@ def test_a_packed_weights_products_are_whole_and_one_kernels(monkeypatch, on_a_g
             assert [each.kernel for each in noted] == ["_coded_kernel"], rows
             assert noted[0].grid[2] == 1
             assert noted[0].arguments["share"] == k // 128
+
+
+@pytest.mark.parametrize("exactness", ["bits", "ties"])
+def test_where_bits_are_those_of_decoded_weights_a_factor_stays_in_them(on_a_gpu, exactness):
+    """Else it goes to the sums of all products: few rows, many, gates and experts."""
+    ops = holding()
+    gpu, level = torch.device("cuda"), "times" if exactness == "bits" else "e4m3"
+    object.__setattr__(ops.ops, "context", OpContext(gpu, torch.bfloat16, profile=profile_of(exactness, gpu)))
+    parts = {MAIN: torch.zeros((128, 128), dtype=torch.uint8), packed.SCALE: torch.zeros((128, 16), dtype=torch.uint8)}
+    parts[packed.FACTOR] = torch.rand(128, 1)
+    held = Packed("NVFP4", Coding("e2m1", 16, "times"))
+    made = held.linear(parts, None, ops), held.gated(parts, None, "silu", ops)
+    assert {one._weight.coding.scales for one in made} == {level}
+    first, second = ({n: part.unflatten(0, sizes) for n, part in parts.items()} for sizes in ((2, 2, 32), (2, 64)))
+    experts = held.experts(first, second, (None, None), Activation.SILU, ops).keywords["experts"]
+    scales = {experts.gate_up.coding.scales, experts.down.coding.scales}
+    assert scales == {level}
 
 
 def test_the_library_serves_at_counts_that_were_probed_alone(monkeypatch, on_a_gpu):

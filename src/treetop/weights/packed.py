@@ -8,7 +8,7 @@ on a CPU for any number: what is held is the packed bytes and one block. Only a 
 bfloat16 take codes as they are, with other bits (`weights.cpu_int4`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import lcm, prod
@@ -19,10 +19,10 @@ from torch import Tensor, get_num_threads
 from treetop.kernels.exact import LIBRARY
 from treetop.kernels.fused import gate_mul, gate_mul_reference, joined
 from treetop.kernels.gate import Gate
-from treetop.kernels.gemm.coded import MIDDLE, CodedWeight, Coding, decode
+from treetop.kernels.gemm.coded import MIDDLE, CodedWeight, Coding, decode, factor_apart
 from treetop.kernels.gemm.coded_rows import MAX_ROWS, choose_coded, coded_gated, coded_rows
 from treetop.kernels.gemm.fp8_rows import Activations
-from treetop.kernels.gemm.tiles import TILE, TiledWeight, decode_tiles, in_turn, tile, why_not_tiled
+from treetop.kernels.gemm.tiles import TILE, TiledWeight, apart, decode_tiles, in_turn, tile, why_not_tiled
 from treetop.kernels.moe.experts import Activation, Experts
 from treetop.kernels.table import OpContext, Ops
 from treetop.kernels.triton_guard import GpuTraits
@@ -136,14 +136,14 @@ class Packed:
         return (
             _on_a_cpu(weight, bias, holding.ops)
             if gpu is None
-            else TiledLinear(tile(weight), bias, gpu, holding.ops.profile.by_rows)
+            else TiledLinear(_tiled(weight, holding), bias, gpu, holding.ops.profile.by_rows)
         )
 
     def gated(self, parts: Parts, bias: Tensor | None, kind: Gate, holding: Holding) -> GatedLinear:
         weight, gpu = self._weight(parts, holding.ops.context), holding.ops.gpu_for(Ops.coded_gated)
         if gpu is None:
             return GateOver(_on_a_cpu(weight, bias, holding.ops), weight.shape[0], kind, holding.ops)
-        return TiledGated(tile(in_turn(weight.halves())), bias, kind, gpu, holding.ops.profile.by_rows)
+        return TiledGated(_tiled(in_turn(weight.halves()), holding), bias, kind, gpu, holding.ops.profile.by_rows)
 
     def experts(
         self, gate_up: Parts, down: Parts, biases: Biases, activation: Activation, holding: Holding
@@ -151,7 +151,7 @@ class Packed:
         first, second = (self._weight(each, holding.ops.context) for each in (gate_up, down))
         if holding.ops.gpu_for(Ops.experts) is None:
             return partial(holding.ops.experts, experts=Experts(first, second, *biases, activation))
-        made = Experts(tile(in_turn(first)), tile(second), *biases, activation)
+        made = Experts(_tiled(in_turn(first), holding), _tiled(second, holding), *biases, activation)
         return partial(holding.ops.experts, experts=made)
 
     def weight(self, parts: Parts) -> CodedWeight:
@@ -190,6 +190,11 @@ def blocks_of(weight: CodedWeight) -> Iterator[CodedWeight]:
     rows = weight.shape[0]
     each = max(1, _BLOCK // prod(weight.shape[1:]))
     return (weight.rows(first, min(first + each, rows)) for first in range(0, rows, each))
+
+
+def _tiled(weight: CodedWeight, holding: Holding) -> TiledWeight:
+    """Where bits need not be those of decoded weights, a factor of two levels goes to the sums, in all products."""
+    return tile(weight if holding.ops.profile.by_rows else factor_apart(weight))
 
 
 def _on_a_cpu(weight: CodedWeight, bias: Tensor | None, ops: Ops) -> Linear:
@@ -246,6 +251,7 @@ class TiledLinear:
 
     def __init__(self, weight: TiledWeight, bias: Tensor | None, gpu: GpuTraits, whole: bool = False) -> None:
         self._weight, self._bias, self._gpu, self._whole = weight, bias, gpu, whole
+        self._together = _decoded_together(weight, parted=False)
         self.numbers = prod(weight.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -263,9 +269,10 @@ class TiledLinear:
     def _by_library(self, rows: Tensor) -> Tensor:
         """Lines by lines that are decoded into memory; each block's product lands in its place."""
         out = rows.new_empty((len(rows), self._weight.shape[0]))
-        for first, stop in _decoded_together(self._weight):
-            block = decode_tiles(self._weight, first, stop, rows.dtype, self._gpu)
-            _multiply(rows, block, None if self._bias is None else self._bias[first:stop], out[:, first:stop])
+        for each in self._together:
+            own = slice(each.first, each.stop)
+            block = decode_tiles(self._weight, each.first, each.stop, rows.dtype, self._gpu)
+            _multiply(rows, block, None if self._bias is None else self._bias[own], out[:, own], each.runs)
         return out
 
     def read_bytes(self, rows: int) -> int:
@@ -279,6 +286,7 @@ class TiledGated:
         self, weight: TiledWeight, bias: Tensor | None, kind: Gate, gpu: GpuTraits, whole: bool = False
     ) -> None:
         self._weight, self._bias, self._kind, self._gpu, self._whole = weight, bias, kind, gpu, whole
+        self._together = _decoded_together(weight, parted=True)
         self.numbers = prod(weight.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -294,10 +302,10 @@ class TiledGated:
         """As of `TiledLinear`, a block's gates before its ups, which are activated into the block's columns."""
         weight, halves = self._weight, None if self._bias is None else self._bias.view(2, -1)
         out = rows.new_empty((len(rows), weight.shape[0] // 2))
-        for first, stop in _decoded_together(weight):
-            block = decode_tiles(weight, first, stop, rows.dtype, self._gpu, parted=True)
-            both, own = rows.new_empty((len(rows), stop - first)), slice(first // 2, stop // 2)
-            _multiply(rows, block, None if halves is None else halves[:, own].flatten(), both)
+        for each in self._together:
+            block = decode_tiles(weight, each.first, each.stop, rows.dtype, self._gpu, parted=True)
+            both, own = rows.new_empty((len(rows), len(block))), slice(each.first // 2, each.stop // 2)
+            _multiply(rows, block, None if halves is None else halves[:, own].flatten(), both, each.runs)
             gate_mul(both, self._kind, self._gpu, out[:, own])
         return out
 
@@ -310,16 +318,38 @@ def _size(weight: TiledWeight) -> tuple[int, int]:
     return lines, columns
 
 
-def _decoded_together(weight: TiledWeight) -> Iterator[tuple[int, int]]:
-    """Spans of lines, in whole tiles."""
+@dataclass(frozen=True, slots=True)
+class _Together:
+    """Lines first .. stop, which are decoded together. runs: of what is decoded, with the factor of their sums."""
+
+    first: int
+    stop: int
+    runs: tuple[tuple[slice, float], ...]
+
+
+def _decoded_together(weight: TiledWeight, parted: bool) -> list[_Together]:
+    """All lines, in whole tiles. A tensor of the checkpoint has one factor of sums, so runs are few."""
     lines, k = weight.shape
     each = max(1, _BLOCK_OF_GPU // (k * TILE)) * TILE
-    return ((first, min(first + each, lines)) for first in range(0, lines, each))
+    factors = torch.ones(lines)
+    if weight.coding.scales == "e4m3":
+        assert weight.factor is not None
+        factors = weight.factor.flatten()[:lines].cpu()
+    found = []
+    for first in range(0, lines, each):
+        own = factors[first : first + each]
+        values, counts = (torch.cat(apart(own, 0)) if parted else own).unique_consecutive(return_counts=True)
+        stops = counts.cumsum(0).tolist()
+        runs = zip(map(slice, [0, *stops], stops), values.tolist(), strict=False)
+        found.append(_Together(first, first + len(own), tuple(runs)))
+    return found
 
 
-def _multiply(rows: Tensor, block: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """The library's product with a block of lines, into columns of a result."""
-    if bias is None:
-        torch.mm(rows, block.T, out=out)
-    else:
-        torch.addmm(bias, rows, block.T, out=out)
+def _multiply(
+    rows: Tensor, block: Tensor, bias: Tensor | None, out: Tensor, runs: Sequence[tuple[slice, float]]
+) -> None:
+    """The library's product with a block of lines, into columns of a result. Factors go to sums before rounding."""
+    for own, factor in runs:
+        into, of_own = out[:, own], None if bias is None else bias[own]
+        beta = 0 if of_own is None else 1  # what a result has is not read
+        torch.addmm(into if of_own is None else of_own, rows, block[own].T, beta=beta, alpha=factor, out=into)

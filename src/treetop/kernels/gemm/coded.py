@@ -20,7 +20,7 @@ MIDDLE = 8
 """The code of 0 among integers without a zero."""
 
 Numbers = Literal["e4m3", "e2m1", "int4"]
-Scales = Literal["float32", "e8m0", "times", "over"]
+Scales = Literal["float32", "e8m0", "e4m3", "times", "over"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Coding:
     """What codes and scales mean.
 
     group: columns that share a scale; 0 for whole rows. The last group may have fewer.
-    scales: float32; e8m0, a power of two; or e4m3 times a row's factor or over it.
+    scales: float32; e8m0, a power of two; or e4m3, alone, times a row's factor or over it.
     zeros: integers have a zero each group, 0 to 16.
     minimums: integers from 0 have the number of code 0 each group instead.
     """
@@ -58,7 +58,8 @@ class CodedWeight:
 
     codes: [..., bytes] uint8.
     scale: [..., groups] float32, or uint8 where `Coding.scales` says otherwise.
-    factor: [..., 1] float32, of scales of two levels; 0 is of rows that are padding.
+    factor: [..., 1] float32, of scales of two levels; 0 is of rows that are padding. Beside e4m3 alone it is no part of
+        the weight: sums of a product are multiplied by it.
     zero: [..., groups] uint8.
     minimum: [..., groups] float32.
     order: [columns] int64, the group of each column where they do not follow each other.
@@ -100,6 +101,20 @@ class CodedWeight:
         )
 
 
+def factor_apart(weight: CodedWeight) -> CodedWeight:
+    """A weight of scales of two levels whose factor goes to the sums; another as it is.
+
+    What is left is exact in any dtype of products: a number of 2 significant bits times a scale of 4, from 2 ** -10 to
+    2688. So a product rounds once, at its end. A factor that divides becomes its reciprocal, rounded to float32.
+    """
+    if weight.factor is None:
+        return weight
+    factor = weight.factor
+    if weight.coding.scales == "over":
+        factor = 1 / factor.where(factor != 0, 1)
+    return replace(weight, coding=replace(weight.coding, scales="e4m3"), factor=factor)
+
+
 def decode(weight: CodedWeight) -> Tensor:
     """The numbers [..., columns] float32."""
     numbers, scale = _numbers(weight), _scales(weight)
@@ -137,6 +152,8 @@ def _scales(weight: CodedWeight) -> Tensor:
         return scale
     if kind == "e8m0":
         return torch.ldexp(torch.ones_like(scale, dtype=torch.float32), scale.int() - 127)
-    assert weight.factor is not None
     levels = scale.view(torch.float8_e4m3fn).to(torch.float32)
+    if kind == "e4m3":
+        return levels
+    assert weight.factor is not None
     return levels * weight.factor if kind == "times" else levels / weight.factor.where(weight.factor != 0, 1)

@@ -48,11 +48,16 @@ class CodedLaunch:
 
 
 def coded_rows_reference(x: Tensor, weight: TiledWeight, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias` of a weight that is decoded and rounded to x's dtype, summed in float32.
+    """`x @ weight.T + bias` of a weight that is decoded and rounded to x's dtype, summed in float32. A factor of sums
+    goes to them before the bias.
 
     Returns [1, rows, lines].
     """
-    out = x.to(torch.float32) @ decode(untile(weight)).to(x.dtype).to(torch.float32).T
+    by_rows = untile(weight)
+    out = x.to(torch.float32) @ decode(by_rows).to(x.dtype).to(torch.float32).T
+    if by_rows.coding.scales == "e4m3":
+        assert by_rows.factor is not None
+        out *= by_rows.factor[:, 0]
     return (out if bias is None else out + bias.to(torch.float32))[None]
 
 

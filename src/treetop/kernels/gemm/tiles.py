@@ -13,7 +13,9 @@ where it is 2 ** 120 and 2 ** 126 times too small, subnormal codes too; an integ
 from which 128 and its zero are taken. That is exact. One multiplication by the scale then rounds once: in bfloat16
 where scales are bfloat16s; as number * high + number * low, of which only the sum rounds, where they are float16s, for
 a number has 5 bits at most and the lower part of such a scale 3; elsewhere in float32. So a weight has the bits of
-`coded.decode`, rounded to bfloat16.
+`coded.decode`, rounded to bfloat16. Numbers in e2m1 times scales in e4m3 are bfloat16s without rounding: where their
+factor goes to the sums (`coded.factor_apart`), so do the last 2 ** 8 that they are too small by, for 448 * 2 ** 126 is
+no bfloat16.
 
 A line and group has one word of 32 bits of scales: a float32; or bits of a bfloat16 or a float16 in its upper half and
 the group's zero in its lower half; or four scales of 8 bits.
@@ -48,7 +50,7 @@ class TiledWeight:
     shape: ([experts,] lines, columns).
     words: [experts, tiles, blocks, TILE, 64 or 32] int16.
     scale: [experts, tiles, of columns, TILE] int32.
-    factor: [experts, tiles, TILE] float32, of scales of two levels.
+    factor: [experts, tiles, TILE] float32, of scales of two levels, or of sums.
     zero: as scale, where these are float32.
     form: of scales.
     wide: a scale is so large that decoding takes other arithmetic.
@@ -182,6 +184,8 @@ def _is_wide(weight: CodedWeight) -> bool:
     coding = weight.coding
     if coding.scales == "e8m0":
         return bool((weight.scale > 128).any())
+    if coding.scales == "e4m3":
+        return False
     folded = 2.0 ** (126 - _FOLDED[coding.numbers])
     if weight.factor is None:
         return coding.numbers != "int4" and bool((weight.scale.abs() >= folded).any())
@@ -305,7 +309,7 @@ def _decode_tiles_kernel(
     scales: constexpr, form: constexpr, group: constexpr, has_zero: constexpr, per: constexpr, fast: constexpr,
     parted: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
-    """The weights of a tile and block. Grid (tiles, blocks)."""
+    """The weights of a tile and block, without a factor of sums. Grid (tiles, blocks)."""
     pdl_wait(overlap)
     whole: constexpr = 64 if numbers == "e4m3" else 32
     width: constexpr = whole if group == 0 or group >= whole else group
@@ -331,6 +335,8 @@ def _decode_tiles_kernel(
                 word, part, part * whole + piece * width, s, m, scale, zero, f,
                 (tile * blocks + block) * (per * 64) + inside, numbers, scales, form, group, has_zero, fast, dtype,
             )  # fmt: skip
+            if scales == "e4m3" and fast:
+                w = _two_of(w, tl.full(w.shape, 256.0, tl.bfloat16), _TIMES)
             column = block * 128 + part * whole + piece * width + lane
             there = (line < lines)[:, None] & (column < k)
             place = line % 2 * (lines // 2) + line // 2 if parted else line
@@ -343,7 +349,7 @@ def tile_product(
     last: Arg, k: Arg, numbers: constexpr, scales: constexpr, form: constexpr, group: constexpr, has_zero: constexpr,
     per: constexpr, fast: constexpr, block_m: constexpr, block_n: constexpr, dtype: constexpr,
 ) -> Arg:  # fmt: skip
-    """The product of lines with rows over blocks first .. last, [block_n, block_m] float32.
+    """The product of lines with rows over blocks first .. last, [block_n, block_m] float32, times a factor of sums.
 
     x_at: [block_m, 1], where rows begin; x_there: [block_m], whether they are there. tile, inside: [block_n], the tile
     of each line and its place in that.
@@ -378,6 +384,9 @@ def tile_product(
             column = block * 128 + piece * width + lane
             values = tl.load(x_at + column, mask=x_there[:, None] & (column < k), other=0.0)
             total = tl.dot(w, tl.trans(values), total, input_precision="ieee")
+    if scales == "e4m3":
+        of_sums = tl.load(factor + tile * 64 + inside)
+        total *= (of_sums * 256.0 if fast else of_sums)[:, None]
     return total
 
 
@@ -415,15 +424,20 @@ def _line_scale(
 ) -> Arg:  # fmt: skip
     """Of each line the scale in float32, with what it makes up for if `fast`, and what integers are less by."""
     if form == "bytes":
-        bits = (tl.load(scale + at + step // 4 * 64) >> (step % 4 * 8)) & 0xFF
-        if scales == "e8m0" and fast:
-            s = ((bits + 126) << 23).to(tl.float32, bitcast=True)
-        elif scales == "e8m0":
-            s = tl.maximum(bits << 23, 0x400000).to(tl.float32, bitcast=True)  # the least is a subnormal one
-        elif scales == "times":
-            s = _e4m3(bits) * f
-        else:
-            s = tl.div_rn(_e4m3(bits), tl.where(f == 0.0, 1.0, f))
+        held = tl.load(scale + at + step // 4 * 64)
+        if scales == "e8m0":
+            bits = (held >> (step % 4 * 8)) & 0xFF
+            if fast:
+                s = ((bits + 126) << 23).to(tl.float32, bitcast=True)
+            else:
+                s = tl.maximum(bits << 23, 0x400000).to(tl.float32, bitcast=True)  # the least is a subnormal one
+        else:  # the sign stays where it is, the rest moves to the end of the exponent
+            bits = ((held << (24 - step % 4 * 8)) >> 4) & -0x78100000
+            s = bits.to(tl.float32, bitcast=True) * 1329227995784915872903807060280344576.0
+            if scales == "times":
+                s = s * f
+            elif scales == "over":
+                s = tl.div_rn(s, tl.where(f == 0.0, 1.0, f))
         m = s
     else:
         held = tl.load(scale + at + step * 64)
@@ -444,6 +458,8 @@ def _line_scale(
             m = m + 128.0
         elif numbers == "e4m3":
             s = s * 1329227995784915872903807060280344576.0
+        elif scales == "e4m3":
+            s = s * 332306998946228968225951765070086144.0
         elif scales != "e8m0":
             s = s * 85070591730234615865843651857942052864.0
     return s, m
@@ -506,7 +522,7 @@ def _times(
     if fast:
         if numbers == "int4":
             n = _two_of(n, tl.broadcast_to(m.to(tl.bfloat16), n.shape), _LESS)
-        if form == "bfloat16" or scales == "e8m0":
+        if form == "bfloat16" or scales == "e8m0" or scales == "e4m3":
             w = _two_of(n, tl.broadcast_to(s.to(tl.bfloat16), n.shape), _TIMES)
         elif form == "float16":
             high = s.to(tl.bfloat16)

@@ -126,7 +126,12 @@ class _Decoding:
     turned: bool
 
     def __getitem__(self, expert: int) -> Tensor:
-        lines = decode(self.weight.rows(expert, expert + 1))[0].to(self.dtype)
+        own = self.weight.rows(expert, expert + 1)
+        lines = decode(own)[0]
+        if own.coding.scales == "e4m3":  # the factor of sums
+            assert own.factor is not None
+            lines = lines * own.factor[0]
+        lines = lines.to(self.dtype)
         return lines.unflatten(0, (-1, 2)).transpose(0, 1) if self.turned else lines
 
 
