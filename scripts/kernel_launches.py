@@ -177,8 +177,8 @@ def _coded(card: Card) -> Iterator[Case]:
     for (of, (lines, k, gated)), group, rows in product(_LLAMA_8B.items(), (0, 128), counts if card.has_fp8 else ()):
         groups = -(-k // group) if group else 1
         kind: Gate | None = "silu" if gated else None
-        x = QuantizedRows(_empty(rows, k, dtype=torch.uint8), _empty(rows, groups, dtype=torch.float32))
-        scale = _empty(lines, groups, dtype=torch.float32)
+        x = QuantizedRows(_empty(rows, k, dtype=torch.uint8), _empty(groups, rows, dtype=torch.float32).T)
+        scale = _empty(groups, lines, dtype=torch.float32).T
         weight_8 = CodedWeight(Coding("e4m3", group), k, _empty(lines, k, dtype=torch.uint8), scale)
         launch_8 = choose_fp8((lines, k), group, gated, rows, gpu)
         call = partial(fp8_rows, x, weight_8, None, kind, dtype=HALF, launch=launch_8, gpu=gpu)

@@ -17,6 +17,7 @@ from treetop.exact.probe import same_bits
 from treetop.kernels.gemm.coded import CodedWeight, Coding
 from treetop.kernels.gemm.fp8_rows import (
     Activations,
+    by_group,
     choose_fp8,
     fp8_rows,
     fp8_rows_reference,
@@ -55,7 +56,7 @@ def made(lines, k, group) -> CodedWeight:
     torch.manual_seed(lines + k)
     weight = coded_weight(lines, k, Coding("e4m3", group), GPU)
     codes = (torch.randn(lines, k, device=GPU) * 100).clamp(-448, 448).to(FP8).view(torch.uint8)
-    return CodedWeight(weight.coding, k, codes, weight.scale + 1e-3)
+    return by_group(CodedWeight(weight.coding, k, codes, weight.scale + 1e-3))
 
 
 @pytest.mark.parametrize("how", WAYS, ids=str)

@@ -19,6 +19,7 @@ from treetop.kernels.gemm.coded import Coding, decode
 from treetop.kernels.gemm.fp8_rows import (
     Activations,
     Fp8Launch,
+    by_group,
     choose_fp8,
     fp8_rows,
     fp8_rows_reference,
@@ -166,6 +167,7 @@ def test_the_kernel_gives_the_codes_of_the_reference(how):
         x = hard_rows().clamp(-6e4, 6e4).to(dtype).to(DEVICE)
         with np.errstate(invalid="ignore"):
             got = quantize_rows(x, how, fixed, gpu=gpu_traits(DEVICE))
+            assert got.scale.T.is_contiguous()
         want = quantize_rows_reference(x, how, fixed)
         torch.testing.assert_close(got.scale, want.scale, rtol=0, atol=0, equal_nan=True)
         for one, other in zip(numbers(got.codes), numbers(want.codes), strict=True):
@@ -181,7 +183,7 @@ def close(got, want):
 @pytest.mark.parametrize("rows", [1, 21, 70])
 def test_the_kernel_gives_the_products_of_the_reference(rows, group):
     """Lines, columns and groups that fill no block; k cut or not; with a bias."""
-    weight = coded_weight(72, 328, Coding("e4m3", group))
+    weight = by_group(coded_weight(72, 328, Coding("e4m3", group)))
     x, bias = e4m3_rows(rows, 328, weight.scale.shape[1]), torch.randn(72, device=DEVICE)
     x = type(x)(x.codes.to(DEVICE), x.scale.to(DEVICE))
     want = fp8_rows_reference(x, weight, bias)[0]

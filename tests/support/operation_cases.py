@@ -33,7 +33,7 @@ from treetop.kernels.comm.peers import Mailboxes
 from treetop.kernels.fused import HeadNorms
 from treetop.kernels.gemm.coded import CodedWeight, Coding
 from treetop.kernels.gemm.coded_rows import CodedLaunch
-from treetop.kernels.gemm.fp8_rows import Activations, Fp8Launch, QuantizedRows
+from treetop.kernels.gemm.fp8_rows import Activations, Fp8Launch, QuantizedRows, by_group
 from treetop.kernels.gemm.packed_weights import CompressedLaunch, compress
 from treetop.kernels.gemm.skinny_gemm import RowsLaunch
 from treetop.kernels.gemm.tiles import in_turn, tile
@@ -233,7 +233,7 @@ def decode_tiles(_: bool) -> Call:
 
 
 def e4m3_rows(rows: int, k: int, groups: int) -> QuantizedRows:
-    return QuantizedRows(coded_weight(rows, k, Coding("e4m3", 0)).codes, torch.rand(rows, groups) + 0.1)
+    return QuantizedRows(coded_weight(rows, k, Coding("e4m3", 0)).codes, torch.rand(groups, rows).T + 0.1)
 
 
 @case
@@ -245,7 +245,7 @@ def quantize_rows(_: bool) -> Call:
 
 @case
 def fp8_rows(_: bool) -> Call:
-    weight = coded_weight(72, 200, Coding("e4m3", 32))
+    weight = by_group(coded_weight(72, 200, Coding("e4m3", 32)))
     more = {"dtype": torch.float32, "launch": Fp8Launch(64, 2, 1, 4)}
     return Call((e4m3_rows(19, 200, 7), weight, torch.randn(72)), more, summed)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from treetop.kernels.fused import joined
 from treetop.kernels.gate import Gate
 from treetop.kernels.gemm.coded import CodedWeight, Coding
-from treetop.kernels.gemm.fp8_rows import Activations, QuantizedRows, choose_fp8, fp8_rows
+from treetop.kernels.gemm.fp8_rows import Activations, QuantizedRows, by_group, choose_fp8, fp8_rows
 from treetop.kernels.gemm.tiles import in_turn
 from treetop.kernels.moe.experts import Activation
 from treetop.kernels.table import Ops
@@ -146,9 +146,10 @@ class W8A8Linear:
         self, weight: CodedWeight, bias: Tensor | None, kind: Gate | None, how: Activations, fixed: Tensor | None,
         ops: Ops,
     ) -> None:  # fmt: skip
-        self._weight, self._bias, self._kind, self._ops = weight, bias, kind, ops
-        self._quantized = partial(ops.quantize_rows, how=how, fixed=fixed)
         self._gpu, self._shape = ops.gpu_for(Ops.fp8_rows), (weight.shape[0], weight.shape[1])
+        self._weight = weight if self._gpu is None else by_group(weight)
+        self._bias, self._kind, self._ops = bias, kind, ops
+        self._quantized = partial(ops.quantize_rows, how=how, fixed=fixed)
         self.numbers = prod(weight.shape)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ Sources: arXiv:2412.19437 (DeepSeek-V3), section 3.3; `compressed-tensors` 0.20 
 Point Specification 1.0.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -28,7 +28,7 @@ from treetop.kernels.gemm.coded_rows import FEW, row_block
 from treetop.kernels.gemm.skinny_gemm import most_splits
 from treetop.kernels.gemm.tiles import apart
 from treetop.kernels.kv import FP8, LARGEST
-from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, jit_for_any, lanes, tl
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit_for_any, lanes, tl
 
 BLOCK = 128
 """Columns after which sums go to float32, where a row has one scale."""
@@ -62,7 +62,7 @@ class Activations:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
-    """Inputs in e4m3. codes: [rows, k] uint8. scale: [rows, groups] float32."""
+    """Inputs in e4m3. codes: [rows, k] uint8. scale: [rows, groups] float32, of kernels with rows side by side."""
 
     codes: Tensor
     scale: Tensor
@@ -133,18 +133,18 @@ def quantize_rows(x: Tensor, how: Activations, fixed: Tensor | None = None, *, g
     groups, width = -(-k // group), lanes(group)
     block = 1 if how.group == 0 else min(_PROGRAM // width, lanes(groups))
     codes = torch.empty((rows, k), dtype=torch.uint8, device=x.device)
-    scale = torch.empty((rows, groups), dtype=torch.float32, device=x.device)
+    scale = torch.empty((groups, rows), dtype=torch.float32, device=x.device).T
     _quantize_kernel[(rows, -(-groups // block))](
-        codes, scale, x, scale if fixed is None else fixed, k, groups, group=how.group, fixed=fixed is not None,
+        codes, scale, x, scale if fixed is None else fixed, rows, k, groups, group=how.group, fixed=fixed is not None,
         powers=how.powers, width=width, block=block, overlap=gpu.can_overlap,
         num_warps=max(4, min(16, width * block // 1024)), **launch_options(gpu),
     )  # fmt: skip
     return QuantizedRows(codes, scale)
 
 
-@jit
+@jit_for_any("rows")
 def _quantize_kernel(
-    codes: Arg, scale: Arg, x: Arg, given: Arg, k: Arg, groups: Arg, group: constexpr, fixed: constexpr,
+    codes: Arg, scale: Arg, x: Arg, given: Arg, rows: Arg, k: Arg, groups: Arg, group: constexpr, fixed: constexpr,
     powers: constexpr, width: constexpr, block: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """`block` groups of a row. Grid (rows, groups / block)."""
@@ -166,7 +166,7 @@ def _quantize_kernel(
             bits = s.to(tl.int32, bitcast=True)
             bits = tl.where(bits < 0x7F800000, (bits + 0x7FFFFF) & 0x7F800000, bits)
             s = bits.to(tl.float32, bitcast=True)
-    tl.store(scale + row * groups + own, s, mask=own < groups)
+    tl.store(scale + own.to(tl.int64) * rows + row, s, mask=own < groups)
     tl.store(codes + row * k + column, e4m3(values, s[:, None]), mask=there)
 
 
@@ -190,10 +190,14 @@ def fp8_rows(
     launch: Fp8Launch,
     gpu: GpuTraits,
 ) -> Tensor:
-    """`fp8_rows_reference` in parts that add up to it: of several in float32, of one in `dtype`. Of a gate one."""
+    """`fp8_rows_reference` in parts that add up to it: of several in float32, of one in `dtype`. Of a gate one.
+
+    Scales of a group lie side by side, of rows and of the weight's lines (`by_group`): a block of lines finds them
+    together.
+    """
     (rows, k), (lines, columns) = x.codes.shape, weight.shape
     assert k == columns
-    assert all(each.is_contiguous() for each in (x.codes, x.scale, weight.codes, weight.scale))
+    assert all(each.is_contiguous() for each in (x.codes, x.scale.T, weight.codes, weight.scale.T))
     assert launch.splits == 1 or kind is None
     width = lines if kind is None else lines // 2
     made = dtype if launch.splits == 1 else torch.float32
@@ -210,6 +214,11 @@ def fp8_rows(
         num_warps=launch.num_warps, **launch_options(gpu),
     )  # fmt: skip
     return out
+
+
+def by_group(weight: CodedWeight) -> CodedWeight:
+    """A weight whose scales are in memory as `fp8_rows` reads them."""
+    return replace(weight, scale=weight.scale.T.contiguous().T)
 
 
 @jit_for_any("rows")
@@ -243,8 +252,8 @@ def _fp8_kernel(
         values = tl.load(x_at + column, mask=there[:, None] & (column < k), other=0.0)
         if grouped:
             part = tl.dot(w, tl.trans(values), max_num_imprecise_acc=block_k)
-            s = tl.load(weight_scale + own * blocks + block)
-            of_rows = tl.load(x_scale + row.to(tl.int64) * blocks + block, mask=there, other=0.0)
+            s = tl.load(weight_scale + block * lines + own)
+            of_rows = tl.load(x_scale + block * rows + row, mask=there, other=0.0)
             total += part * (s[:, None] * of_rows[None, :])
         else:
             total = tl.dot(w, tl.trans(values), total, max_num_imprecise_acc=block_k)
