@@ -38,6 +38,9 @@ _LEAST = torch.finfo(torch.float32).eps
 """The scale of zeros, as `compressed-tensors` has it."""
 _PROGRAM = 4096
 """Numbers of groups that a program quantizes."""
+_AHEAD = constexpr(32)
+"""Rows of a block up to which a group's scales are asked for a block ahead: they come from memory, with little to wait
+under; of more rows the products last longer than they take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,15 +249,22 @@ def _fp8_kernel(
     there = row < rows
     x_at = x + row.to(tl.int64)[:, None] * k
     total = tl.zeros([block_n, block_m], tl.float32)
+    ahead: constexpr = grouped and block_m <= _AHEAD
+    if ahead:
+        s, of_rows = _scales(weight_scale, x_scale, tl.minimum(first, blocks - 1), own, row, there, lines, rows)
     for block in range(first, last):
         column = block * block_k + lane
         w = tl.load(w_at + column, mask=column < k, other=0.0)
         values = tl.load(x_at + column, mask=there[:, None] & (column < k), other=0.0)
         if grouped:
+            of_block = tl.minimum(block + 1, blocks - 1) if ahead else block
+            s_new, of_rows_new = _scales(weight_scale, x_scale, of_block, own, row, there, lines, rows)
+            if not ahead:
+                s, of_rows = s_new, of_rows_new
             part = tl.dot(w, tl.trans(values), max_num_imprecise_acc=block_k)
-            s = tl.load(weight_scale + block * lines + own)
-            of_rows = tl.load(x_scale + block * rows + row, mask=there, other=0.0)
             total += part * (s[:, None] * of_rows[None, :])
+            if ahead:
+                s, of_rows = s_new, of_rows_new
         else:
             total = tl.dot(w, tl.trans(values), total, max_num_imprecise_acc=block_k)
     if not grouped:
@@ -274,6 +284,14 @@ def _fp8_kernel(
             total += tl.load(bias + own).to(tl.float32)[:, None]
         at = out + (split.to(tl.int64) * rows + row[None, :]) * lines + line[:, None]
         tl.store(at, total.to(out.dtype.element_ty), mask=(line < lines)[:, None] & there[None, :])
+
+
+@jit_for_any("rows")
+def _scales(
+    weight_scale: Arg, x_scale: Arg, block: Arg, own: Arg, row: Arg, there: Arg, lines: Arg, rows: Arg
+) -> tuple[Arg, Arg]:  # fmt: skip
+    """Of a block's lines and rows."""
+    return tl.load(weight_scale + block * lines + own), tl.load(x_scale + block * rows + row, mask=there, other=0.0)
 
 
 # ------------------------------------------------------------------------------------------------------- the launch
