@@ -49,8 +49,9 @@ from treetop.weights.linear import functions_by_rows
 from treetop.weights.quantized import own_groups
 
 SCALE, FACTOR, ZERO, MINIMUM = "scale", "factor", "zero", "minimum"
-_BLOCK, _BLOCK_OF_GPU = 2**20, 2**24
-"""Numbers that are decoded together for a product; on a GPU they stay in its L2, where the product finds them."""
+_BLOCK, _BLOCK_OF_GPU = 2**20, 2**26
+"""Numbers that are decoded together for a product. On a GPU smaller ones, which its L2 would hold, leave the library's
+products too few lines: of 512 rows of FP8 on an H200 2**24 take 1.2 times as long for `down` of Llama-3.1-8B."""
 
 
 @dataclass(frozen=True, slots=True)
