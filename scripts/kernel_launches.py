@@ -27,6 +27,7 @@ from treetop.kernels.attention.segments import block_of, plan_segments
 from treetop.kernels.attention.tail import PrefixPart, tail_and_merge
 from treetop.kernels.attention.teams import make_arrivals
 from treetop.kernels.gate import Gate
+from treetop.kernels.gemm.adapter_rows import AdapterFactors, adapt, adapt_gated, tile_rows
 from treetop.kernels.gemm.coded import CodedWeight, Coding
 from treetop.kernels.gemm.coded_rows import choose_coded, coded_gated, coded_rows
 from treetop.kernels.gemm.fp8_rows import QuantizedRows, choose_fp8, fp8_rows
@@ -47,6 +48,7 @@ from treetop.kernels.tree.commit import Paths
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.types.ids import FULL
 from treetop.types.phase import Phase
+from treetop.weights.adapted import Adapters
 from treetop.weights.twelve_bits import offers
 
 META, HALF, LONG, INT = torch.device("meta"), torch.bfloat16, torch.int64, torch.int32
@@ -92,7 +94,7 @@ Case = tuple[str, Callable[[], object]]
 
 def cases(card: Card) -> Iterator[Case]:
     """All of a card."""
-    for some in (_products, _coded, _experts, _attention, _latent, _segments, _recurrent):
+    for some in (_products, _coded, _adapters, _experts, _attention, _latent, _segments, _recurrent):
         yield from some(card)
 
 
@@ -183,6 +185,23 @@ def _coded(card: Card) -> Iterator[Case]:
         launch_8 = choose_fp8((lines, k), group, gated, rows, gpu)
         call = partial(fp8_rows, x, weight_8, None, kind, dtype=HALF, launch=launch_8, gpu=gpu)
         yield f"product in fp8 {'by block' if group else 'by row'}, {of}, {rows} rows", call
+
+
+_ADAPTED = {"qkv": (4096, (4096, 5120, 6144)), "gate_up": (4096, (14336, 28672)), "down": (14336, (4096,))}
+"""Columns, and the ends of what is joined, of a Llama 8B's."""
+
+
+def _adapters(card: Card) -> Iterator[Case]:
+    """Of 8 adapters beside a Llama 8B, of 32 rows with a token and with a tree, of two ranks."""
+    for rows, n in ((32, 1), (32, 16)):
+        tiles = Adapters({}, 9, _empty(rows, dtype=LONG), _empty(4, rows, dtype=INT)).tiles(rows, n)
+        yield f"tiles of adapters, {rows} rows of {n}", partial(tile_rows, tiles, 9, card.gpu)
+        for (name, (k, ends)), rank in product(_ADAPTED.items(), (16, 64)):
+            x, parts = _empty(rows, n, k), _empty(2, rows, n, ends[-1], dtype=torch.float32)
+            a, b = _empty(9, len(ends) * rank, k), _empty(9, ends[-1], rank)
+            factors, what = AdapterFactors(a, b, ends, _empty(len(ends) + 1, dtype=INT)), f"adapters of {name}"
+            run = partial(adapt_gated, kind="silu") if name == "gate_up" else adapt
+            yield f"{what}, rank {rank}, {rows} rows of {n}", partial(run, parts, x, factors, tiles, gpu=card.gpu)
 
 
 def _experts(card: Card) -> Iterator[Case]:

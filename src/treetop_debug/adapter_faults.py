@@ -30,10 +30,10 @@ def _rows_of_the_batch_before(real: Callable[..., None]) -> Callable[..., None]:
     """Products go by what was selected for the first batch."""
     begun = set[int]()
 
-    def select(self: Adapters, slots: Any) -> None:
+    def select(self: Adapters, slots: Any, *more: Any) -> None:
         if id(self) not in begun and bool(slots.any()):
             begun.add(id(self))
-            real(self, slots)
+            real(self, slots, *more)
 
     return select
 

@@ -31,6 +31,7 @@ from treetop.kernels.comm import peers
 from treetop.kernels.comm.kv_chunks import ChunkSpan, pack_reference, unpack_reference
 from treetop.kernels.comm.peers import Mailboxes
 from treetop.kernels.fused import HeadNorms
+from treetop.kernels.gemm.adapter_rows import AdapterFactors, tile_rows_reference
 from treetop.kernels.gemm.coded import CodedWeight, Coding
 from treetop.kernels.gemm.coded_rows import CodedLaunch
 from treetop.kernels.gemm.fp8_rows import Activations, Fp8Launch, QuantizedRows, by_group
@@ -56,6 +57,7 @@ from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.ids import FULL
 from treetop.types.layout import SpecShape
 from treetop.types.state import StateGroup
+from treetop.weights.adapted import Adapters
 
 SHAPE = SpecShape(3, 3, 9)
 
@@ -248,6 +250,34 @@ def fp8_rows(_: bool) -> Call:
     weight = by_group(coded_weight(72, 200, Coding("e4m3", 32)))
     more = {"dtype": torch.float32, "launch": Fp8Launch(64, 2, 1, 4)}
     return Call((e4m3_rows(19, 200, 7), weight, torch.randn(72)), more, summed)
+
+
+def adapter_case(rows, n, k, ends, rank, slots, parts) -> tuple[Any, ...]:
+    """Random factors of rank 16 at most, zeros of no adapter; rows of any slot, some of none; their tiles."""
+    listed = torch.randint(0, slots, (rows,))
+    a, b = torch.randn(slots, len(ends) * rank, k) * k**-0.5, torch.randn(slots, ends[-1], rank)
+    a[0], b[0] = 0, 0
+    factors = AdapterFactors(a, b, ends, torch.tensor([0, *ends], dtype=torch.int32))
+    adapters = Adapters({}, slots, listed, torch.zeros(4, rows, dtype=torch.int32))
+    tiles = adapters.tiles(rows, n)
+    tile_rows_reference(tiles, slots)
+    return torch.randn(parts, rows, n, ends[-1]), torch.randn(rows, n, k), factors, tiles
+
+
+@case
+def tile_rows(_: bool) -> Call:
+    adapters = Adapters({}, 5, torch.randint(0, 5, (37,)), torch.zeros(4, 37, dtype=torch.int32))
+    return Call((adapters.tiles(37, 8), 5))
+
+
+@case
+def adapt(_: bool) -> Call:
+    return Call(adapter_case(5, 3, 136, (100, 132, 164), 24, 4, 2), compared=only_result)
+
+
+@case
+def adapt_gated(_: bool) -> Call:
+    return Call(adapter_case(5, 3, 136, (76, 152), 8, 4, 2), compared=only_result)
 
 
 @case

@@ -1,13 +1,15 @@
 """Adapters in memory: tables with a slot for each folder, filled as the weights beside them are."""
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from treetop.checkpoints.lora_folder import LoraFolder, is_adaptable
 from treetop.checkpoints.params import Param
-from treetop.weights.adapted import AdapterFactors, Adapters
+from treetop.kernels.gemm.adapter_rows import AdapterFactors
+from treetop.weights.adapted import Adapters
 from treetop.weights.format import Source
 
 Zeros = Callable[[tuple[int, ...], torch.dtype], Tensor]
@@ -20,10 +22,11 @@ def make_adapters(
     changed = {module for folder in folders for module in folder.modules}
     rank, slots, factors = max(folder.rank for folder in folders), len(folders) + 1, dict[str, AdapterFactors]()
     for param in _changed(params, changed):
-        out, width = param.shape
-        ranks = rank * len(param.sources)
-        factors[param.name] = AdapterFactors(zeros((slots, ranks, width), dtype), zeros((slots, out, ranks), dtype))
-    return Adapters(factors, zeros((rows,), torch.int64))
+        (out, width), ends = param.shape, tuple(accumulate(_rows(param, source) for source in param.sources))
+        a, b = zeros((slots, rank * len(ends), width), dtype), zeros((slots, out, rank), dtype)
+        bounds = torch.tensor([0, *ends], dtype=torch.int32, device=a.device)
+        factors[param.name] = AdapterFactors(a, b, ends, bounds)
+    return Adapters(factors, slots, zeros((rows,), torch.int64), zeros((4, rows), torch.int32))
 
 
 def load_adapters(adapters: Adapters, folders: Sequence[LoraFolder], params: Iterable[Param]) -> None:
@@ -41,17 +44,21 @@ def _changed(params: Iterable[Param], modules: set[str]) -> list[Param]:
 
 def _fill(factors: AdapterFactors, slot: int, folder: LoraFolder, param: Param) -> None:
     """Each source has a part of the ranks, and its own rows."""
-    each, row = factors.a.shape[1] // len(param.sources), 0
-    for index, source in enumerate(param.sources):
-        span = source.span
-        rows = span.stop - span.start if span is not None and span.axis == 0 else param.rows_of(source)
+    row = 0
+    for index, (source, end) in enumerate(zip(param.sources, factors.ends, strict=True)):
         module = folder.modules.get(source.module)
         if module is not None:
             a, b = _own(source, *folder.read(module.name))
-            ranks = slice(index * each, index * each + module.rank)
-            factors.a[slot, ranks].copy_(a)
-            factors.b[slot, row : row + rows, ranks].copy_(b.to(torch.float64) * module.scale)
-        row += rows
+            first = index * factors.rank
+            factors.a[slot, first : first + module.rank].copy_(a)
+            factors.b[slot, row:end, : module.rank].copy_(b.to(torch.float64) * module.scale)
+        row = end
+
+
+def _rows(param: Param, source: Source) -> int:
+    """How many rows of a rank's parameter are made of a source."""
+    span = source.span
+    return span.stop - span.start if span is not None and span.axis == 0 else param.rows_of(source)
 
 
 def _own(source: Source, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -310,7 +310,7 @@ class Engine:
         target, adapters = self.runner.target, self.runner.adapters
         tokens = torch.tensor([ids], device=positions.device)
         if adapters is not None:
-            adapters.select(torch.zeros_like(tokens[:, 0]))
+            adapters.select(torch.zeros_like(tokens[:, 0]), len(ids), self.runner.ops)
         return target.logits(target.forward(tokens, positions, attend).hidden[0, -1])
 
     def _run(self, plan: StepPlan, slot: Slot) -> RowResults:

@@ -78,7 +78,7 @@ class ModelRunner:
     def run_target(self, rows: Tensor, tokens: Tensor, positions: Tensor, attend: Attend) -> TargetOutput:
         """The target's forward of rows [rows] int64, each with its adapter; see `Target.forward`."""
         if self.adapters is not None:
-            self.adapters.select(self.state.numbers["adapter"][rows])
+            self.adapters.select(self.state.numbers["adapter"][rows], tokens.shape[1], self.ops)
         return self.target.forward(tokens, positions, attend)
 
     def metadata(

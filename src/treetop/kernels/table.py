@@ -24,6 +24,7 @@ from treetop.kernels.attention import latent_attention as latent_attending
 from treetop.kernels.attention import segment_attention as segment_attending
 from treetop.kernels.attention import segment_prefill as segment_prefilling
 from treetop.kernels.comm import kv_chunks, peers
+from treetop.kernels.gemm import adapter_rows as adapting
 from treetop.kernels.gemm import coded_rows as coded
 from treetop.kernels.gemm import fp8_rows as fp8
 from treetop.kernels.gemm import packed_weights, tiles
@@ -234,6 +235,21 @@ class Ops:
     )
     quantize_rows = Op(fp8.quantize_rows_reference, fp8.quantize_rows, 0.0, on_a_gpu_with_fp8, (fp8._quantize_kernel,))
     fp8_rows = Op(fp8.fp8_rows_reference, fp8.fp8_rows, 1e-5, on_a_gpu_with_fp8, (fp8._fp8_kernel,))
+    tile_rows = Op(adapting.tile_rows_reference, adapting.tile_rows, 0.0, on_a_gpu, (adapting._tile_rows_kernel,))
+    adapt = Op(
+        adapting.adapt_reference,
+        adapting.adapt,
+        1e-5,
+        on_a_gpu,
+        (adapting._shrink_kernel, adapting._expand_kernel),
+    )
+    adapt_gated = Op(
+        adapting.adapt_gated_reference,
+        adapting.adapt_gated,
+        1e-5,
+        on_a_gpu,
+        (adapting._shrink_kernel, adapting._expand_kernel),
+    )
     route = Op(
         routing.route_reference,
         routing.route,

@@ -293,7 +293,7 @@ class EngineConfig:
     lora_modules: tuple[str, ...] = option(
         (),
         "adapters that PEFT wrote, each under the name that a request gives instead of the model's; NAME=FOLDER, or a"
-        " dict in Python; on a CPU (docs/lora.md)",
+        " dict in Python (docs/lora.md)",
         metavar="NAME=FOLDER",
         several=True,
     )

@@ -1,52 +1,52 @@
-"""Low-rank adapters beside products: each row of a batch adds its own adapter's, in one product for all rows.
+"""Low-rank adapters beside products: each row of a batch adds its own adapter's (`kernels.gemm.adapter_rows`).
 
     y[row] = W x[row] + B[slot of the row] (A[slot of the row] x[row])
 
-Slot 0 is of rows without an adapter: its numbers are 0 for ever. Where a weight is joined of several modules (q, k and
-v) each has a part of the ranks, so that one pair of products serves them all. Factors lie in the dtype in which models
-compute, whatever the weights beside them are held in.
-Source: L. Chen et al., "Punica: Multi-Tenant LoRA Serving", arXiv:2310.18547.
+Factors lie in the dtype in which models compute, whatever the weights beside them are held in. Tables are as they are
+made for ever: captured rounds read them, so an adapter comes and goes in its slot.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from treetop.kernels.exact import Functions
-from treetop.kernels.gate import Gate, activated_reference
+from treetop.kernels.fused import joined
+from treetop.kernels.gate import Gate
+from treetop.kernels.gemm.adapter_rows import AdapterFactors, RowTiles, most_tiles, tokens_of_tile
+from treetop.kernels.table import Ops
 from treetop.weights.format import Linear
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterFactors:
-    """Of one product, by slot. a: [slots, ranks, in]. b: [slots, out, ranks], scaled."""
-
-    a: Tensor
-    b: Tensor
-
-    def added(self, x: Tensor, slots: Tensor) -> Tensor:
-        """x: [rows, n, in]. slots: [rows] int64. Returns [rows, n, out]."""
-        inner = torch.bmm(x, self.a[slots].transpose(1, 2))
-        return torch.bmm(inner, self.b[slots].transpose(1, 2))
-
-
-@dataclass(frozen=True, slots=True)
 class Adapters:
-    """factors: by the name of the product's parameter. current: [rows] int64, the slots of the rows of the batch that a
-    model is run on."""
+    """factors: by the name of the product's parameter. slots: how many, with that of no adapter.
+
+    current: [rows] int64, the slots of the rows of the batch that a model is run on. tiled: [4, rows] int32, of
+    `RowTiles`.
+    """
 
     factors: Mapping[str, AdapterFactors]
+    slots: int
     current: Tensor
+    tiled: Tensor
 
-    def select(self, slots: Tensor) -> None:
-        """What follows is of rows with these slots [rows] int64."""
+    def select(self, slots: Tensor, n: int, ops: Ops) -> None:
+        """What follows is of rows with these slots [rows] int64, n tokens each."""
         self.current[: len(slots)].copy_(slots)
+        if ops.gpu_for(Ops.adapt) is not None:
+            ops.tile_rows(self.tiles(len(slots), n), self.slots)
 
-    def linear(self, name: str, base: Linear) -> Linear:
+    def tiles(self, rows: int, n: int) -> RowTiles:
+        """Of a batch of so many rows with n tokens each."""
+        per_tile = max(1, tokens_of_tile(n) // n)
+        order, *where = self.tiled.unbind()
+        most = most_tiles(rows, per_tile, self.slots)
+        return RowTiles(per_tile, self.current[:rows], order[:rows], *(each[:most] for each in where))
+
+    def linear(self, name: str, base: Linear, ops: Ops) -> Linear:
         """A product with what adapters add to it; as it is where they change nothing."""
-        return AdaptedLinear(base, self.factors[name], self.current) if name in self.factors else base
+        return AdaptedLinear(base, self.factors[name], self, ops) if name in self.factors else base
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,8 @@ class AdaptedLinear:
 
     base: Linear
     factors: AdapterFactors
-    current: Tensor
+    adapters: Adapters
+    ops: Ops
 
     @property
     def numbers(self) -> int:
@@ -65,11 +66,10 @@ class AdaptedLinear:
         return self.base.read_bytes(rows)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.factors.added(x, self.current[: len(x)])
+        return joined(self.parts(x)).to(x.dtype)
 
     def parts(self, x: Tensor) -> Tensor:
-        parts, added = self.base.parts(x), self.factors.added(x, self.current[: len(x)])
-        return torch.cat([parts[:1] + added.to(parts.dtype), parts[1:]])
+        return self.ops.adapt(self.base.parts(x), x, self.factors, self.adapters.tiles(*x.shape[:2]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,9 @@ class AdaptedGated:
 
     both: Linear
     kind: Gate
-    functions: Functions
+    factors: AdapterFactors
+    adapters: Adapters
+    ops: Ops
 
     @property
     def numbers(self) -> int:
@@ -88,5 +90,5 @@ class AdaptedGated:
         return self.both.read_bytes(rows)
 
     def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self.both(x).chunk(2, dim=-1)
-        return activated_reference(gate, self.kind, self.functions) * up
+        tiles = self.adapters.tiles(*x.shape[:2])
+        return self.ops.adapt_gated(self.both.parts(x), x, self.factors, tiles, self.kind)

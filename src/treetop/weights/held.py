@@ -61,15 +61,14 @@ class Weights:
 
     def linear(self, name: str) -> Linear:
         """The product with a weight [out, in], and its bias if it has one."""
-        weight, bias = self._take(name, gated=False)
-        linear, adapters = weight.format.linear(weight.parts, bias, self._holding), self._holding.adapters
-        return linear if adapters is None else adapters.linear(name, linear)
+        linear, adapters = self._linear(name), self._holding.adapters
+        return linear if adapters is None else adapters.linear(name, linear, self._holding.ops)
 
     def gated(self, name: str, kind: Gate = "silu") -> GatedLinear:
         """Activated gate times up, both of a product with one weight [2 * out, in]; see `linear`."""
         adapters = self._holding.adapters
         if adapters is not None and name in adapters.factors:
-            return AdaptedGated(self.linear(name), kind, self._holding.ops.functions)
+            return AdaptedGated(self._linear(name), kind, adapters.factors[name], adapters, self._holding.ops)
         weight, bias = self._take(name, gated=True)
         return weight.format.gated(weight.parts, bias, kind, self._holding)
 
@@ -89,6 +88,11 @@ class Weights:
             activation,
             self._holding,
         )
+
+    def _linear(self, name: str) -> Linear:
+        """The product with a weight and nothing beside it."""
+        weight, bias = self._take(name, gated=False)
+        return weight.format.linear(weight.parts, bias, self._holding)
 
     def _take(self, name: str, gated: bool) -> tuple[HeldWeight, Tensor | None]:
         weight, bias = self.held.pop(name), self.pop(f"{name}_bias")

@@ -2,23 +2,16 @@
 
 from pathlib import Path
 
-import torch
-
 from treetop.checkpoints.adapters import Zeros, make_adapters
 from treetop.checkpoints.loader import Placement
 from treetop.checkpoints.lora_folder import LoraFolder, read_lora
 from treetop.models.registry import TargetSpec
 from treetop.types.config import EngineConfig
-from treetop.types.errors import ConfigError
 from treetop.weights.adapted import Adapters
 
 
-def read_adapters(config: EngineConfig, target: TargetSpec, device: torch.device) -> tuple[LoraFolder, ...]:
-    """Those that a configuration names, in its order. Raises ConfigError where there can be none, CheckpointError."""
-    if not config.lora_modules:
-        return ()
-    if device.type != "cpu":
-        raise ConfigError("--lora-modules: built for a CPU; use --device cpu, or merge the adapter into the weights")
+def read_adapters(config: EngineConfig, target: TargetSpec) -> tuple[LoraFolder, ...]:
+    """Those that a configuration names, in its order. Raises CheckpointError."""
     return tuple(read_lora(Path(folder), target.params) for folder in config.adapters.values())
 
 

@@ -1,0 +1,320 @@
+"""What low-rank adapters add to a product, each row of a batch its own adapter's: grouped by adapter, in two launches.
+
+    inner[token] = A[slot of its row] x[token]          a part for each share of k, in float32
+    out[token]  += B[slot of its row] inner[token]      added up in the order of the shares
+
+Rows with one adapter share tiles (`tile_rows`, once a forward), so that its factors are read once for all of them. The
+first launch cuts k, for there are few ranks and many columns; it is cut by k alone, whatever the number of rows. Slot 0
+is of rows without an adapter, padding too: their programs return at once. Nothing is decided by the host: rows and
+slots are data of the device.
+Source: L. Chen et al., "Punica: Multi-Tenant LoRA Serving", arXiv:2310.18547.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from treetop.kernels.dependent_launch import launch_options, pdl_wait
+from treetop.kernels.fused import gate_mul_reference, joined
+from treetop.kernels.gate import Gate, activated
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, jit_for_any, lanes, power_of_two, tl
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFactors:
+    """Of one product, by slot; those of slot 0 are 0 for ever.
+
+    A product may be joined of several (q, k and v), each with ranks of its own.
+
+    a: [slots, joined * rank, in]. b: [slots, out, rank], scaled. ends: behind the last output of each that is joined.
+    bounds: 0 and these, [joined + 1] int32.
+    """
+
+    a: Tensor
+    b: Tensor
+    ends: tuple[int, ...]
+    bounds: Tensor
+
+    @property
+    def rank(self) -> int:
+        return self.b.shape[2]
+
+
+@dataclass(frozen=True, slots=True)
+class RowTiles:
+    """Rows of a batch in the order of their slots, cut into tiles of one slot and at most `per_tile` rows.
+
+    slots: [rows] int64, of each row. order: [rows] int32. slot, start, count: [most tiles] int32, where a tile lies in
+    `order`; a tile that is not there has no rows.
+    """
+
+    per_tile: int
+    slots: Tensor
+    order: Tensor
+    slot: Tensor
+    start: Tensor
+    count: Tensor
+
+
+_FEW, _MANY = 16, 64
+"""Tokens of a tile, where rows have up to 4 each and where they have more."""
+_SHARE, _MOST_SHARES = 512, 16
+"""Columns of a share of k, and how many shares there are at most."""
+_BLOCK_K = 128
+"""Columns that a program of the first launch takes at a time."""
+
+
+def tokens_of_tile(n: int) -> int:
+    """How many tokens a tile holds where each row has n."""
+    return _FEW if n <= 4 else _MANY
+
+
+def most_tiles(rows: int, per_tile: int, slots: int) -> int:
+    return min(rows, rows // per_tile + slots)
+
+
+# ------------------------------------------------------------------------------------------------------------- tiles
+
+
+def tile_rows_reference(tiles: RowTiles, num_slots: int) -> None:
+    """Write who shares a tile by `tiles.slots`, each below num_slots."""
+    order = tiles.slots.argsort(stable=True)
+    counts = tiles.slots.bincount(minlength=num_slots)
+    per_slot = (counts + tiles.per_tile - 1) // tiles.per_tile
+    found = torch.arange(num_slots, device=order.device).repeat_interleave(per_slot)
+    at = torch.arange(len(found), device=order.device) - (per_slot.cumsum(0) - per_slot)[found]
+    tiles.order.copy_(order)
+    for each in (tiles.slot, tiles.start, tiles.count):
+        each.zero_()
+    tiles.slot[: len(found)] = found.to(torch.int32)
+    tiles.start[: len(found)] = ((counts.cumsum(0) - counts)[found] + at * tiles.per_tile).to(torch.int32)
+    tiles.count[: len(found)] = (counts[found] - at * tiles.per_tile).clamp(max=tiles.per_tile).to(torch.int32)
+
+
+def tile_rows(tiles: RowTiles, num_slots: int, gpu: GpuTraits) -> None:
+    """`tile_rows_reference` in one launch."""
+    rows, most = len(tiles.slots), len(tiles.slot)
+    _tile_rows_kernel[(1,)](
+        tiles.order, tiles.slot, tiles.start, tiles.count, tiles.slots, rows, num_slots, most, per=tiles.per_tile,
+        block=lanes(rows), overlap=gpu.can_overlap, num_warps=4, **launch_options(gpu),
+    )  # fmt: skip
+
+
+@jit_for_any("rows", "slots", "most")
+def _tile_rows_kernel(
+    order: Arg, tile_slot: Arg, tile_start: Arg, tile_count: Arg, slot_of: Arg, rows: Arg, slots: Arg, most: Arg,
+    per: constexpr, block: constexpr, overlap: constexpr,
+) -> None:  # fmt: skip
+    """All rows and tiles in one program, slot after slot."""
+    pdl_wait(overlap, early=True)
+    lane = tl.arange(0, block)
+    own = tl.load(slot_of + lane, mask=lane < rows, other=-1)
+    begun = 0
+    tiles = 0
+    for slot in range(slots):
+        mine = own == slot
+        count = tl.sum(mine.to(tl.int32), 0)
+        place = begun + tl.cumsum(mine.to(tl.int32), 0) - 1
+        tl.store(order + place, lane, mask=mine)
+        number = tl.cdiv(count, per)
+        there = lane < number
+        tl.store(tile_slot + tiles + lane, tl.zeros([block], tl.int32) + slot, mask=there)
+        tl.store(tile_start + tiles + lane, begun + lane * per, mask=there)
+        tl.store(tile_count + tiles + lane, tl.minimum(count - lane * per, per), mask=there)
+        begun += count
+        tiles += number
+    beyond = (tiles + lane) < most
+    tl.store(tile_slot + tiles + lane, tl.zeros([block], tl.int32), mask=beyond)
+    tl.store(tile_start + tiles + lane, tl.zeros([block], tl.int32), mask=beyond)
+    tl.store(tile_count + tiles + lane, tl.zeros([block], tl.int32), mask=beyond)
+
+
+# ---------------------------------------------------------------------------------------------------------- products
+
+
+def added_reference(x: Tensor, factors: AdapterFactors, slots: Tensor) -> Tensor:
+    """What adapters add to a product of x [rows, n, in], by slots [rows] int64. Returns [rows, n, out]."""
+    inner = torch.bmm(x, factors.a[slots].transpose(1, 2)).unflatten(2, (-1, factors.rank)).unbind(2)
+    outputs = factors.b[slots].transpose(1, 2).tensor_split(factors.ends[:-1], dim=2)
+    return torch.cat([torch.bmm(*each) for each in zip(inner, outputs, strict=True)], dim=2)
+
+
+def adapt_reference(parts: Tensor, x: Tensor, factors: AdapterFactors, tiles: RowTiles) -> Tensor:
+    """The parts of a product with what each row's adapter adds to it, in place in the first of them.
+
+    parts: [parts, rows, n, out]. x: [rows, n, in].
+    """
+    parts[0] += added_reference(x, factors, tiles.slots)
+    return parts
+
+
+def adapt(parts: Tensor, x: Tensor, factors: AdapterFactors, tiles: RowTiles, gpu: GpuTraits) -> Tensor:
+    """`adapt_reference` in two launches."""
+    parts = parts.contiguous()
+    _expand(parts, parts, x, factors, tiles, None, gpu)
+    return parts
+
+
+def adapt_gated_reference(
+    parts: Tensor, x: Tensor, factors: AdapterFactors, tiles: RowTiles, kind: Gate = "silu"
+) -> Tensor:
+    """Activated gate times up of a product with what each row's adapter adds to it; it may use the parts up.
+
+    parts: [parts, rows, n, 2 * inner], gate first. x: [rows, n, in]. Returns [rows, n, inner].
+    """
+    return gate_mul_reference(joined(adapt_reference(parts, x, factors, tiles)).to(x.dtype), kind)
+
+
+def adapt_gated(
+    parts: Tensor, x: Tensor, factors: AdapterFactors, tiles: RowTiles, kind: Gate = "silu", *, gpu: GpuTraits
+) -> Tensor:
+    """`adapt_gated_reference` in two launches."""
+    out = torch.empty((*x.shape[:2], parts.shape[3] // 2), dtype=x.dtype, device=x.device)
+    _expand(out, parts.contiguous(), x, factors, tiles, kind, gpu)
+    return out
+
+
+def _expand(
+    out: Tensor, parts: Tensor, x: Tensor, factors: AdapterFactors, tiles: RowTiles, kind: Gate | None, gpu: GpuTraits
+) -> None:
+    (rows, n, k), block_m, joins, rank = x.shape, tokens_of_tile(x.shape[1]), len(factors.ends), factors.rank
+    splits = min(_MOST_SHARES, -(-k // _SHARE))
+    share = -(-k // splits // _BLOCK_K) * _BLOCK_K
+    inner = torch.empty((splits, rows * n, joins * rank), dtype=torch.float32, device=x.device)
+    grid = len(tiles.slot), -(-min(tiles.per_tile, rows) * n // block_m)
+    where = tiles.order, tiles.slot, tiles.start, tiles.count, n, rows * n
+    common: dict[str, object] = {
+        "rank": rank, "joins": joins, "block_m": block_m, "block_r": max(16, power_of_two(rank)),
+        "overlap": gpu.can_overlap, "num_warps": 4, **launch_options(gpu),
+    }  # fmt: skip
+    _shrink_kernel[(*grid, joins * splits)](
+        inner, x.contiguous(), factors.a, *where, k, share=share, block_k=_BLOCK_K, num_stages=3, **common
+    )
+    size, block_n = parts.shape[3], 128 if block_m == _FEW else 64
+    _expand_kernel[(*grid, -(-out.shape[-1] // block_n))](
+        out, parts, inner, factors.b, factors.bounds, *where, size, splits=splits, parts_of=len(parts), kind=kind,
+        block_n=block_n, **common,
+    )  # fmt: skip
+
+
+@jit_for_any("n", "tokens")
+def _shrink_kernel(
+    inner: Arg, x: Arg, a: Arg, order: Arg, tile_slot: Arg, tile_start: Arg, tile_count: Arg, n: Arg, tokens: Arg,
+    k: Arg, share: constexpr, rank: constexpr, joins: constexpr, block_m: constexpr, block_r: constexpr,
+    block_k: constexpr, overlap: constexpr,
+) -> None:  # fmt: skip
+    """One share of k of one tile's tokens, for one of what is joined. Grid (tiles, blocks of tokens, joins * splits).
+
+    inner: [splits, tokens, joins * rank] float32. x: [tokens, k], contiguous.
+    """
+    pdl_wait(overlap, early=True)
+    tile, at = tl.program_id(0), tl.program_id(2)
+    slot = tl.load(tile_slot + tile).to(tl.int64)
+    begin, count = tl.load(tile_start + tile), tl.load(tile_count + tile) * n
+    lane = tl.program_id(1) * block_m + tl.arange(0, block_m)
+    if (slot > 0) & (tl.program_id(1) * block_m < count):
+        there = lane < count
+        row = tl.load(order + begin + lane // n, mask=there, other=0)
+        token = row.to(tl.int64) * n + lane % n
+        join, split = at % joins, at // joins
+        number = tl.arange(0, block_r)
+        x_at = x + token[:, None] * k
+        a_at = a + (slot * (joins * rank) + join * rank + number)[None, :] * k
+        end = tl.minimum((split + 1) * share, k)
+        total = tl.zeros([block_m, block_r], tl.float32)
+        for i in range(0, share, block_k):
+            column = split * share + i + tl.arange(0, block_k)
+            valid = column < end
+            values = tl.load(x_at + column[None, :], mask=there[:, None] & valid[None, :], other=0.0)
+            factor = tl.load(a_at + column[:, None], mask=(number < rank)[None, :] & valid[:, None], other=0.0)
+            total = tl.dot(values, factor, total, input_precision="ieee")
+        inner_at = inner + (split.to(tl.int64) * tokens + token)[:, None] * (joins * rank)
+        tl.store(inner_at + (join * rank + number)[None, :], total, mask=there[:, None] & (number < rank)[None, :])
+
+
+@jit_for_any("n", "tokens")
+def _expand_kernel(
+    out: Arg, parts: Arg, inner: Arg, b: Arg, bounds: Arg, order: Arg, tile_slot: Arg, tile_start: Arg,
+    tile_count: Arg, n: Arg, tokens: Arg, size: Arg, splits: constexpr, parts_of: constexpr, kind: constexpr,
+    rank: constexpr, joins: constexpr, block_m: constexpr, block_n: constexpr, block_r: constexpr, overlap: constexpr,
+) -> None:  # fmt: skip
+    """A block of outputs of one tile's tokens. Grid (tiles, blocks of tokens, blocks of outputs).
+
+    parts: [parts_of, tokens, size]. kind: of a gate, where out is [tokens, size / 2]; else None, and out is the first
+    part, to which is added.
+    """
+    pdl_wait(overlap, early=True)
+    tile = tl.program_id(0)
+    slot = tl.load(tile_slot + tile).to(tl.int64)
+    begin, count = tl.load(tile_start + tile), tl.load(tile_count + tile) * n
+    lane = tl.program_id(1) * block_m + tl.arange(0, block_m)
+    if tl.program_id(1) * block_m < count:
+        there = lane < count
+        row = tl.load(order + begin + lane // n, mask=there, other=0)
+        token = row.to(tl.int64) * n + lane % n
+        first = tl.program_id(2) * block_n
+        line = first + tl.arange(0, block_n)
+        if kind is None:
+            if slot > 0:
+                added = _added(
+                    inner, b, bounds, slot, token, there, first, tokens, size, splits, rank, joins, block_m, block_n,
+                    block_r,
+                )  # fmt: skip
+                at = out + token[:, None] * size + line[None, :]
+                mask = there[:, None] & (line < size)[None, :]
+                added += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+                tl.store(at, added.to(out.dtype.element_ty), mask=mask)
+        else:
+            half = size // 2
+            mask = there[:, None] & (line < half)[None, :]
+            gate = _whole(parts, token, line, mask, tokens, size, parts_of)
+            up = _whole(parts, token, half + line, mask, tokens, size, parts_of)
+            if slot > 0:
+                gate += _added(
+                    inner, b, bounds, slot, token, there, first, tokens, size, splits, rank, joins, block_m, block_n,
+                    block_r,
+                )  # fmt: skip
+                up += _added(
+                    inner, b, bounds, slot, token, there, half + first, tokens, size, splits, rank, joins, block_m,
+                    block_n, block_r,
+                )  # fmt: skip
+            value = activated(gate, kind) * up
+            tl.store(out + token[:, None] * half + line[None, :], value.to(out.dtype.element_ty), mask=mask)
+
+
+@jit
+def _whole(parts: Arg, token: Arg, line: Arg, mask: Arg, tokens: Arg, size: Arg, parts_of: constexpr) -> Arg:
+    """A block of the sum of a product's parts, in float32."""
+    at = parts + token[:, None] * size + line[None, :]
+    total = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, parts_of):
+        total += tl.load(at + part * tokens.to(tl.int64) * size, mask=mask, other=0.0).to(tl.float32)
+    return total
+
+
+@jit
+def _added(
+    inner: Arg, b: Arg, bounds: Arg, slot: Arg, token: Arg, there: Arg, first: Arg, tokens: Arg, size: Arg,
+    splits: constexpr, rank: constexpr, joins: constexpr, block_m: constexpr, block_n: constexpr, block_r: constexpr,
+) -> Arg:  # fmt: skip
+    """What the adapter of a slot adds to the outputs from `first` on, [block_m, block_n] float32."""
+    number, line = tl.arange(0, block_r), first + tl.arange(0, block_n)
+    total = tl.zeros([block_m, block_n], tl.float32)
+    for join in tl.static_range(joins):
+        low, high = tl.load(bounds + join), tl.load(bounds + join + 1)
+        if (first < high) & (first + block_n > low):
+            at = inner + token[:, None] * (joins * rank) + (join * rank + number)[None, :]
+            mask = there[:, None] & (number < rank)[None, :]
+            values = tl.load(at, mask=mask, other=0.0)
+            if block_m * block_r <= 1024:  # all loads at once
+                for split in tl.static_range(1, splits):
+                    values += tl.load(at + split * tokens.to(tl.int64) * (joins * rank), mask=mask, other=0.0)
+            else:
+                for split in range(1, splits):
+                    values += tl.load(at + split * tokens.to(tl.int64) * (joins * rank), mask=mask, other=0.0)
+            own = (line >= low) & (line < high)
+            b_at = b + (slot * size + line)[None, :] * rank + number[:, None]
+            factor = tl.load(b_at, mask=own[None, :] & (number < rank)[:, None], other=0.0)
+            total = tl.dot(values.to(factor.dtype), factor, total, input_precision="ieee")
+    return total

@@ -1,0 +1,73 @@
+"""Adapters on an NVIDIA GPU: captured rounds read each row's from buffers, beside plain and packed weights."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from support.engines import build, greedy, tokens
+from support.loras import EVERY, merged, save_lora
+from support.quantized import by_library, quantized
+from support.tiny_models import Pair, save_random_head, save_random_llama
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+SHAPE = (4, 3, 12)
+W4A16 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lora")
+    target = save_random_llama(folder / "target", seed=8, vocab_size=12, intermediate_size=128)
+    return Pair(target, save_random_head(folder / "head", target, draft_vocab=11, seed=2))
+
+
+@pytest.fixture(scope="module")
+def adapters(pair, tmp_path_factory):
+    """Eight: name, folder, and the scale of its products."""
+    folder, made = tmp_path_factory.mktemp("adapters"), []
+    for i in range(8):
+        kinds = EVERY if i % 2 == 0 else ("q_proj", "v_proj", "down_proj")
+        rank = (8, 16, 64)[i % 3]
+        made.append((f"a{i}", save_lora(folder / f"a{i}", pair.target, rank, 2.0 * rank, i, kinds), 2.0))
+    return made
+
+
+def answers(pair, adapters, names, prompts, params, **options):
+    """Of all names in one batch: by name, the tokens of each prompt."""
+    modules = {name: str(folder) for name, folder, _ in adapters}
+    llm = build(pair, SHAPE, device="cuda", lora_modules=modules, max_running_requests=32, **options)
+    streams = [(name, llm.stream(prompts, params, lora=name)) for name in names]
+    begun = [(name, [next(stream)], stream) for name, stream in streams]
+    found = {}
+    for name, first, stream in begun:
+        outputs = {d.index: d.output.token_ids for d in (*first, *stream) if d.output is not None}
+        found[name] = [outputs[index] for index in sorted(outputs)]
+    llm.close()
+    return found
+
+
+def test_float32_answers_are_those_of_merged_weights(pair, adapters, tmp_path):
+    """Captured rounds of trees, all adapters and none in one batch."""
+    prompts, params = pair.prompts([5, 41, 17], seed=2), greedy(24)
+    got = answers(pair, adapters, [None, *(name for name, _, _ in adapters)], prompts, params, dtype="float32")
+    for name, folder, scale in [(None, None, 0), *adapters]:
+        whole = pair.target if name is None else merged(tmp_path / name, pair.target, folder, scale)
+        llm = build(Pair(whole, None), None, device="cuda", dtype="float32")
+        assert got[name] == tokens(llm.generate(prompts, params)), name
+        llm.close()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_captured_rounds_equal_eager_ones(pair, adapters, tmp_path, packed):
+    """bfloat16: the same kernels on the same numbers; beside packed weights, too. Captured ones come to other rows."""
+    target, options = pair.target, {"dtype": "bfloat16", "overlap": False}
+    if packed:
+        store = partial(by_library, "pack-quantized", torch.bfloat16, **W4A16)
+        target, _ = quantized(pair.target, tmp_path / "target", store())
+    prompts, params = pair.prompts([5, 41], seed=2), greedy(24)
+    names, own = [None, *(name for name, _, _ in adapters)], Pair(target, pair.head)
+    found = [answers(own, adapters, names, prompts, params, graphs=graphs, **options) for graphs in ("auto", "off")]
+    assert found[0] == found[1]
+    assert len({str(each) for each in found[0].values()}) > 1
