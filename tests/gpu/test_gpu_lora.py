@@ -1,19 +1,16 @@
 """Adapters on an NVIDIA GPU: captured rounds read each row's from buffers, beside plain and packed weights."""
 
-from functools import partial
-
 import pytest
 import torch
 
 from support.engines import build, greedy, tokens
 from support.loras import EVERY, merged, save_lora
-from support.quantized import by_library, quantized
+from support.quantized import fp8_blocks, quantized
 from support.tiny_models import Pair, save_random_head, save_random_llama
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 SHAPE = (4, 3, 12)
-W4A16 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False}
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +61,7 @@ def test_captured_rounds_equal_eager_ones(pair, adapters, tmp_path, packed):
     """bfloat16: the same kernels on the same numbers; beside packed weights, too. Captured ones come to other rows."""
     target, options = pair.target, {"dtype": "bfloat16", "overlap": False}
     if packed:
-        store = partial(by_library, "pack-quantized", torch.bfloat16, **W4A16)
-        target, _ = quantized(pair.target, tmp_path / "target", store())
+        target, _ = quantized(pair.target, tmp_path / "target", fp8_blocks(32, 64))
     prompts, params = pair.prompts([5, 41], seed=2), greedy(24)
     names, own = [None, *(name for name, _, _ in adapters)], Pair(target, pair.head)
     found = [answers(own, adapters, names, prompts, params, graphs=graphs, **options) for graphs in ("auto", "off")]
