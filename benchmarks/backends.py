@@ -46,7 +46,12 @@ PHASES = {
     "extend": Shape("draft", 5, S + 1, 900, S + 1),
     "prefill": Shape("prefill", 5, 300, 900, 0),
 }
-TREE: dict[str, Any] = {"speculative_eagle_topk": K, "speculative_num_steps": S, "speculative_num_draft_tokens": T}
+TREE: dict[str, Any] = {
+    "speculative_policy": "fixed",
+    "speculative_eagle_topk": K,
+    "speculative_num_steps": S,
+    "speculative_num_draft_tokens": T,
+}
 BEGIN, END = "<!-- written by benchmarks/backends.py -->", "<!-- until here -->"
 
 

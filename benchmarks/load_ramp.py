@@ -132,7 +132,8 @@ def contenders(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     for text in args.shapes:
         shape = SpecShape.parse(text, "--shapes")
         sizes = shape.num_steps, shape.topk, shape.num_draft_tokens
-        found[text] = {"draft": args.draft, **given, **dict(zip(names, sizes, strict=True))}
+        fixed = {"speculative_policy": "fixed", **dict(zip(names, sizes, strict=True))}
+        found[text] = {"draft": args.draft, **given, **fixed}
     chosen = {"speculative_policy": "auto", "speculative_calibration": "learn"}
     found[AUTO] = {"draft": args.draft, **given, **chosen, "speculative_shapes": " ".join(args.shapes)}
     return found

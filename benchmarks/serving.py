@@ -308,6 +308,7 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
     context = max(stream, args.prompt_tokens + 1)
     return {
         "simulate_accept_length": args.accept_length,
+        "speculative_policy": "fixed",
         "load_format": "auto" if args.model else "dummy",
         "max_running_requests": rows,
         "context_length": context,

@@ -54,7 +54,7 @@ def read_prompts(file: Path, count: int, warm: int) -> tuple[Prompts, list[list[
 
 def engine(args: argparse.Namespace, head: str, name: str) -> LLM:
     """The engine of a configuration: plain, ngram, or S,k,T with an optional +learn."""
-    options = {"max_running_requests": 1, "context_length": args.context}
+    options = {"max_running_requests": 1, "context_length": args.context, "speculative_policy": "fixed"}
     if args.dtype:
         options["dtype"] = args.dtype
     shape, _, calibration = name.partition("+")

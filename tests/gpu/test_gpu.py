@@ -26,7 +26,8 @@ PROMPTS = ["def area(radius):", "class Queue:\n    def __init__(self", "import o
 
 
 def run(params, draft="builtin:nestling-eagle3", **options):
-    llm = LLM(None, draft, **{"dtype": "float32", "max_running_requests": 4, "page_size": 16, **options})
+    own = {"dtype": "float32", "max_running_requests": 4, "page_size": 16}
+    llm = LLM(None, draft, **{**own, "speculative_policy": "fixed", **options})
     outputs = llm.generate(PROMPTS * 2, params)
     llm.scheduler.check_integrity()
     return llm, outputs

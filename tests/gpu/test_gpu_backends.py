@@ -187,7 +187,8 @@ def run(name, target=None, draft="builtin:nestling-eagle3", **options):
     problem = refusal(name, Need(torch.bfloat16, GPU)) if name in BACKENDS else None
     if problem is not None:
         pytest.skip(f"{name}: {problem.reason}")
-    settings = {"dtype": "bfloat16", "max_running_requests": 4, "page_size": 16, **options}
+    own = {"dtype": "bfloat16", "max_running_requests": 4, "page_size": 16}
+    settings = {**own, "speculative_policy": "fixed", **options}
     llm = LLM(target, draft, attention_backend=name, **settings)
     outputs = llm.generate(PROMPTS * 2 if target is None else [[5, 9, 31, 7] * 9, [3], [8] * 30], greedy(48))
     llm.scheduler.check_integrity()

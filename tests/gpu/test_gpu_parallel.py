@@ -26,7 +26,8 @@ PROMPTS = ["def area(radius):", "class Queue:\n    def __init__(self", "import o
 
 @contextmanager
 def engine(**options):
-    llm = LLM(**{"dtype": "float32", "max_running_requests": 4, "page_size": 16, "device": "cuda", **options})
+    own = {"dtype": "float32", "max_running_requests": 4, "page_size": 16, "device": "cuda"}
+    llm = LLM(**{**own, "speculative_policy": "fixed", **options})
     try:
         yield llm
     finally:

@@ -367,7 +367,10 @@ def test_a_calibration_that_cannot_be_used_is_refused_by_name(strong_pair, tmp_p
     ("options", "words"),
     [
         ({"speculative_calibration": "frozen"}, "frozen needs --speculative-calibration-dir"),
-        ({"speculative_calibration_dir": "x"}, "give --speculative-calibration learn"),
+        (
+            {"speculative_calibration": "off", "speculative_calibration_dir": "x"},
+            "give --speculative-calibration learn",
+        ),
         ({"draft": None, "speculative_calibration_dir": "x", **LEARN}, "a draft"),
         ({"load_format": "dummy", "speculative_calibration_dir": "x", **LEARN}, "--load-format dummy"),
     ],

@@ -140,6 +140,7 @@ def run(model: str | None, engine_options: dict[str, Any], options: BenchOptions
     """
     if options.transformers and importlib.util.find_spec("transformers") is None:
         raise ConfigError("--transformers: the library is not installed; pip install transformers")
+    engine_options = {**engine_options, "speculative_policy": "fixed"}
     config = EngineConfig.of(model, **engine_options)
     if not config.speculates:
         raise ConfigError(

@@ -241,6 +241,7 @@ def _configurations(
             "speculative_eagle_topk": shape.topk,
             "speculative_num_draft_tokens": shape.num_draft_tokens,
             "speculative_calibration": "learn" if learns else "off",
+            "speculative_policy": "fixed",
         }
         family: Family = "n-gram" if ngram else "calibrated" if learns else "chain" if shape.topk == 1 else "tree"
         found.append(Configuration(f"n-gram {name}" if ngram else name, family, shape, {**sized, **own_options}))

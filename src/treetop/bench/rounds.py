@@ -215,6 +215,7 @@ def engine_config(model: str | None, options: dict[str, Any], shape: SpecShape, 
         "chunked_prefill_size": grid.chunk,
         "prefill_tokens_per_round": grid.chunk,
         **options,
+        "speculative_policy": "fixed",
         "disable_radix_cache": True,
     }
     base = EngineConfig.of(model, **plain_options(rows))

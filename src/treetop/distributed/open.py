@@ -20,6 +20,7 @@ from treetop.core.clients import InProcessClient
 from treetop.core.engine_core import EngineCore, StepEngine
 from treetop.core.loop import CoreThread
 from treetop.engine.engine import Engine
+from treetop.engine.startup.default_policy import with_policy
 from treetop.engine.startup.exactness_table import settled
 from treetop.engine.startup.plan import packing
 from treetop.engine.startup.round_costs import work_clock
@@ -90,7 +91,7 @@ def open_core(
     steps are kept in step through the context. Raises UserError for what cannot work, before anything is started where
     it can, and EngineError for a rank that fails.
     """
-    told = settled(config)
+    told = settled(with_policy(config))
     if config.exactness != told.config.exactness:
         log.info("exactness auto is %s: %s", told.config.exactness, told.why)
     config = told.config

@@ -139,7 +139,7 @@ def collect(model: str | None, engine_options: dict[str, Any], prompt: str, para
         raise ConfigError("trace times each round by itself, which --overlap makes meaningless; leave it out")
     if engine_options.get("speculative_policy") == "auto":
         raise ConfigError("trace shows trees of one shape; leave --speculative-policy auto out")
-    llm = LLM(model, **{**engine_options, "overlap": False})
+    llm = LLM(model, **{**engine_options, "speculative_policy": "fixed", "overlap": False})
     if llm.engine.runner.drafter is None:
         raise ConfigError("trace shows a draft head's trees; give --speculative-draft-model-path, not NONE")
     seen: list[tuple[DraftTree, Accepted]] = []

@@ -108,10 +108,10 @@ class EngineConfig:
     speculative_num_steps: int = option(5, "levels of the tree (S)")
     speculative_eagle_topk: int = option(4, "branches of each node (k); 1 is a chain")
     speculative_num_draft_tokens: int = option(16, "nodes verified in one pass, root included (T)")
-    speculative_policy: SpeculativePolicy = option(
-        "fixed",
+    speculative_policy: SpeculativePolicy | None = option(
+        None,
         "fixed: every round has the shape above; auto: each round the shape that pays at this load, plain where none"
-        " does (docs/policy.md)",
+        " does (docs/policy.md; default: auto on a GPU, fixed on a CPU)",
     )
     speculative_shapes: str | None = option(
         None,
@@ -126,10 +126,11 @@ class EngineConfig:
         minimum=0,
         maximum=1024,
     )
-    speculative_calibration: Calibration = option(
-        "off",
+    speculative_calibration: Calibration | None = option(
+        None,
         "how a node's chance to be accepted is told from the draft's log-probabilities: off believes them, learn"
-        " corrects them by what the target chooses, frozen by what was learned before; no token depends on it",
+        " corrects them by what the target chooses, frozen by what was learned before; no token depends on it (default:"
+        " learn with auto, else off)",
     )
     speculative_calibration_dir: str | None = option(
         None,
@@ -428,7 +429,7 @@ class EngineConfig:
                 "--speculative-eagle-recurrence is of an EAGLE-3 head: give one, or drop it",
             ),
             (
-                self.speculative_shapes is not None and not auto,
+                self.speculative_shapes is not None and self.speculative_policy == "fixed",
                 "--speculative-shapes is for --speculative-policy auto",
             ),
             (
@@ -488,8 +489,8 @@ class EngineConfig:
 
     @property
     def shapes(self) -> tuple[SpecShape, ...]:
-        """The shapes that rounds may have, smaller trees first."""
-        if not self.speculates or self.speculative_policy == "fixed":
+        """The shapes that rounds may have, smaller trees first; of a configuration with its policy said."""
+        if not self.speculates or self.speculative_policy != "auto":
             return (self.shape,)
         return self._listed() or shapes_beside(self.shape)
 

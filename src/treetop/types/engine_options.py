@@ -32,13 +32,13 @@ class EngineOptions(TypedDict, total=False):
     speculative_eagle_recurrence: Recurrence
     speculative_draft_window_size: int | None
     speculative_draft_kv_cache_dtype: KVCacheDType | None
-    speculative_policy: SpeculativePolicy
+    speculative_policy: SpeculativePolicy | None
     speculative_shapes: str | None
     speculative_max_deferred: int | None
     speculative_num_steps: int
     speculative_eagle_topk: int
     speculative_num_draft_tokens: int
-    speculative_calibration: Calibration
+    speculative_calibration: Calibration | None
     speculative_calibration_dir: str | None
     page_size: int
     max_running_requests: int | None

@@ -37,6 +37,7 @@ from treetop.engine.memory import (
     step_bytes,
 )
 from treetop.engine.startup.adapters import adapters_of, read_adapters
+from treetop.engine.startup.default_policy import with_policy
 from treetop.engine.startup.default_rows import allowance_of_a_gpu, tokens_of_a_row
 from treetop.engine.startup.exactness import chosen_profile
 from treetop.engine.startup.exactness_table import settled
@@ -97,7 +98,7 @@ def plan_engine(
     says what the given one leaves to device and memory. Raises UserError for what cannot work, before any weight is
     read.
     """
-    config = settled(config).config
+    config = settled(with_policy(config)).config
     parallel = parallel or (SINGLE_RANK if config.tp_size == 1 else PlaceholderRank(config.tp_size))
     expert_ranks = expert_ranks or (SINGLE_RANK if config.ep_size == 1 else PlaceholderRank(config.ep_size))
     engine_plan = _plan_own(config, parallel, expert_ranks)
