@@ -166,9 +166,9 @@ def test_the_kernel_gives_the_codes_of_the_reference(how):
     for dtype in (torch.float32, torch.bfloat16 if ON_GPU else torch.float16):
         x = hard_rows().clamp(-6e4, 6e4).to(dtype).to(DEVICE)
         with np.errstate(invalid="ignore"):
-            got = quantize_rows(x, how, fixed, gpu=gpu_traits(DEVICE))
+            got = quantize_rows(x, how, fixed, 5, gpu=gpu_traits(DEVICE))
             assert got.scale.T.is_contiguous()
-        want = quantize_rows_reference(x, how, fixed)
+        want = quantize_rows_reference(x, how, fixed, 5)
         torch.testing.assert_close(got.scale, want.scale, rtol=0, atol=0, equal_nan=True)
         for one, other in zip(numbers(got.codes), numbers(want.codes), strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)

@@ -13,11 +13,11 @@ from math import prod
 import torch
 from torch import Tensor
 
-from treetop.kernels.fused import joined
+from treetop.kernels.fused import gate_mul, joined
 from treetop.kernels.gate import Gate
 from treetop.kernels.gemm.coded import CodedWeight, Coding
 from treetop.kernels.gemm.fp8_rows import Activations, QuantizedRows, by_group, choose_fp8, fp8_rows
-from treetop.kernels.gemm.tiles import in_turn
+from treetop.kernels.gemm.scaled_mm import ROWS_OF_GROUPS, library_from, scaled_rows, why_not
 from treetop.kernels.moe.experts import Activation
 from treetop.kernels.table import Ops
 from treetop.kernels.triton_guard import GpuTraits
@@ -98,10 +98,7 @@ class W8A8:
         weight, fixed, ops = self.packed.weight(parts), _fixed(parts), holding.ops
         if ops.gpu_for(Ops.fp8_rows) is None:
             return GateOver(W8A8Linear(weight, bias, None, self.activations, fixed, ops), weight.shape[0], kind, ops)
-        if bias is not None:
-            bias = bias.unflatten(0, (2, -1)).T.flatten()
-        turned = in_turn(weight.halves())
-        return W8A8Linear(turned, bias, kind, self.activations, fixed, ops)
+        return W8A8Linear(weight, bias, kind, self.activations, fixed, ops)
 
     def experts(
         self, gate_up: Parts, down: Parts, biases: Biases, activation: Activation, holding: Holding
@@ -138,18 +135,21 @@ def held(stored: StoredFormat, kind: str, packing: Packing, activations: bool) -
 class W8A8Linear:
     """`Linear`, or with a `kind` `GatedLinear`, of inputs that are quantized.
 
-    weight: by rows, of a gated one gates and ups in turn; the bias in the same order. fixed: the scale of inputs, where
-    it is. On a GPU by kernels; elsewhere by the references, some lines after the others.
+    weight: by rows, of a gated one gates, then ups, as the bias. fixed: the scale of inputs, where it is. On a GPU by
+    our kernel, of many rows by the library where it is faster and bits need not be a row's own; elsewhere by the
+    references, some lines after the others. library_from: rows from which the library multiplies, or None for those of
+    the table.
     """
 
     def __init__(
         self, weight: CodedWeight, bias: Tensor | None, kind: Gate | None, how: Activations, fixed: Tensor | None,
-        ops: Ops,
+        ops: Ops, library_from: int | None = None,
     ) -> None:  # fmt: skip
         self._gpu, self._shape = ops.gpu_for(Ops.fp8_rows), (weight.shape[0], weight.shape[1])
         self._weight = weight if self._gpu is None else by_group(weight)
         self._bias, self._kind, self._ops = bias, kind, ops
         self._quantized = partial(ops.quantize_rows, how=how, fixed=fixed)
+        self._library_from = _library_from(self._weight, bias, kind, ops, self._gpu, library_from)
         self.numbers = prod(weight.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -157,11 +157,19 @@ class W8A8Linear:
 
     def parts(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        found = self._product(self._quantized(rows), x.dtype)
+        if self._gpu is not None and self._library_from is not None and len(rows) >= self._library_from:
+            found = self._by_library(rows, self._gpu)[None]
+        else:
+            found = self._product(self._quantized(rows), x.dtype)
         return found.view(len(found), *x.shape[:-1], -1)
 
     def read_bytes(self, rows: int) -> int:
         return self._weight.nbytes
+
+    def _by_library(self, rows: Tensor, gpu: GpuTraits) -> Tensor:
+        multiple = ROWS_OF_GROUPS if self._weight.coding.group else 1
+        found = scaled_rows(self._quantized(rows, multiple=multiple), self._weight, self._bias)[: len(rows)]
+        return found if self._kind is None else gate_mul(found, self._kind, gpu)
 
     def _product(self, x: QuantizedRows, dtype: torch.dtype) -> Tensor:
         weight, bias, kind, gpu = self._weight, self._bias, self._kind, self._gpu
@@ -176,3 +184,12 @@ class W8A8Linear:
             out.append(self._ops.fp8_rows(x, block, own, kind, dtype=dtype))
             start = stop
         return torch.cat(out, -1)
+
+
+def _library_from(
+    weight: CodedWeight, bias: Tensor | None, kind: Gate | None, ops: Ops, gpu: GpuTraits | None, asked: int | None
+) -> int | None:
+    """Rows from which the library multiplies, those asked for or what was measured; None if it never does."""
+    if gpu is None or ops.profile.by_rows or why_not(weight, bias, ops.context.dtype, gpu) is not None:
+        return None
+    return asked or library_from((weight.shape[0], weight.shape[1]), weight.coding.group, kind is not None, gpu)

@@ -26,7 +26,6 @@ from treetop.kernels.gate import Gate, activated, activated_reference
 from treetop.kernels.gemm.coded import CodedWeight
 from treetop.kernels.gemm.coded_rows import FEW, row_block
 from treetop.kernels.gemm.skinny_gemm import most_splits
-from treetop.kernels.gemm.tiles import apart
 from treetop.kernels.kv import FP8, LARGEST
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit_for_any, lanes, tl
 
@@ -71,12 +70,16 @@ class QuantizedRows:
     scale: Tensor
 
 
-def quantize_rows_reference(x: Tensor, how: Activations, fixed: Tensor | None = None) -> QuantizedRows:
-    """x [rows, k] in e4m3, by float32 arithmetic. fixed: [1] float32, the scale of `Activations.fixed`.
+def quantize_rows_reference(
+    x: Tensor, how: Activations, fixed: Tensor | None = None, multiple: int = 1
+) -> QuantizedRows:
+    """x [rows, k] in e4m3, by float32 arithmetic. fixed: [1] float32, the scale of `Activations.fixed`. multiple: rows
+    are filled up with zeros to a multiple of it.
 
     A number beyond 448 times its scale becomes 448. NaN makes its group's scale NaN, or with a fixed one stays.
     """
-    wide, (rows, k) = x.to(torch.float32), x.shape
+    wide = torch.nn.functional.pad(x.to(torch.float32), (0, 0, 0, -len(x) % multiple))
+    rows, k = wide.shape
     group = how.group or k
     whole = torch.nn.functional.pad(wide, (0, -k % group)).view(rows, -1, group)
     if fixed is None:
@@ -108,7 +111,7 @@ def fp8_rows_reference(
 ) -> Tensor:
     """The product [1, rows, lines] with a weight in e4m3 by rows, exact but for scales, rounded to `dtype` once.
 
-    kind: of a gate, where lines are gates and ups in turn; the result is then [1, rows, lines / 2], activated in
+    kind: of a gate, where lines are all gates, then all ups; the result is then [1, rows, lines / 2], activated in
     float32.
     """
     group, k = weight.coding.group or weight.columns, weight.columns
@@ -121,36 +124,38 @@ def fp8_rows_reference(
         total += bias.to(torch.float64)
     if kind is None:
         return total.to(dtype)[None]
-    gate, up = apart(total.to(torch.float32), -1)
+    gate, up = total.to(torch.float32).chunk(2, -1)
     return (activated_reference(gate, kind) * up).to(dtype)[None]
 
 
 # ------------------------------------------------------------------------------------------------------- the kernels
 
 
-def quantize_rows(x: Tensor, how: Activations, fixed: Tensor | None = None, *, gpu: GpuTraits) -> QuantizedRows:
+def quantize_rows(
+    x: Tensor, how: Activations, fixed: Tensor | None = None, multiple: int = 1, *, gpu: GpuTraits
+) -> QuantizedRows:
     """`quantize_rows_reference` in one launch. x: contiguous."""
     assert x.is_contiguous()
-    rows, k = x.shape
-    group = how.group or k
+    there, k = x.shape
+    rows, group = there + -there % multiple, how.group or k
     groups, width = -(-k // group), lanes(group)
     block = 1 if how.group == 0 else min(_PROGRAM // width, lanes(groups))
     codes = torch.empty((rows, k), dtype=torch.uint8, device=x.device)
     scale = torch.empty((groups, rows), dtype=torch.float32, device=x.device).T
     _quantize_kernel[(rows, -(-groups // block))](
-        codes, scale, x, scale if fixed is None else fixed, rows, k, groups, group=how.group, fixed=fixed is not None,
-        powers=how.powers, width=width, block=block, overlap=gpu.can_overlap,
+        codes, scale, x, scale if fixed is None else fixed, there, rows, k, groups, group=how.group,
+        fixed=fixed is not None, powers=how.powers, width=width, block=block, overlap=gpu.can_overlap,
         num_warps=max(4, min(16, width * block // 1024)), **launch_options(gpu),
     )  # fmt: skip
     return QuantizedRows(codes, scale)
 
 
-@jit_for_any("rows")
+@jit_for_any("present", "rows")
 def _quantize_kernel(
-    codes: Arg, scale: Arg, x: Arg, given: Arg, rows: Arg, k: Arg, groups: Arg, group: constexpr, fixed: constexpr,
-    powers: constexpr, width: constexpr, block: constexpr, overlap: constexpr,
+    codes: Arg, scale: Arg, x: Arg, given: Arg, present: Arg, rows: Arg, k: Arg, groups: Arg, group: constexpr,
+    fixed: constexpr, powers: constexpr, width: constexpr, block: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
-    """`block` groups of a row. Grid (rows, groups / block)."""
+    """`block` groups of a row, of zeros from row `present` on. Grid (rows, groups / block)."""
     row = tl.program_id(0).to(tl.int64)
     own = tl.program_id(1) * block + tl.arange(0, block)
     lane = tl.arange(0, width)
@@ -158,7 +163,8 @@ def _quantize_kernel(
     column = own[:, None] * size + lane[None, :]
     there = (own < groups)[:, None] & (lane < size)[None, :] & (column < k)
     pdl_wait(overlap, early=True)
-    values = tl.load(x + row * k + column, mask=there, other=0.0).to(tl.float32)
+    held = tl.where(row < present, k, 0)
+    values = tl.load(x + row * k + column, mask=there & (column < held), other=0.0).to(tl.float32)
     if fixed:
         s = tl.load(given) + tl.zeros([block], tl.float32)
     else:
@@ -232,13 +238,18 @@ def _fp8_kernel(
 ) -> None:  # fmt: skip
     """A block of lines and rows over one share of k, in blocks. Grid (rows / block_m, lines / block_n, splits).
 
-    out: [splits, rows, n]. kind: of a gate, where lines are gates and ups in turn, or None. The first split adds the
-    bias.
+    out: [splits, rows, n]. kind: of a gate, where lines are gates, then ups, or None. The first split adds the bias.
     """
     split = tl.program_id(2)
     row = tl.program_id(0) * block_m + tl.arange(0, block_m)
     line = tl.program_id(1) * block_n + tl.arange(0, block_n)
-    own = tl.minimum(line, lines - 1).to(tl.int64)
+    if kind is not None:  # as many gates, then their ups
+        half: constexpr = block_n // 2
+        inside = tl.arange(0, block_n)
+        output = tl.program_id(1) * half + inside % half
+        own = (tl.minimum(output, lines // 2 - 1) + inside // half * (lines // 2)).to(tl.int64)
+    else:
+        own = tl.minimum(line, lines - 1).to(tl.int64)
     blocks = (k + block_k - 1) // block_k
     first, last = split * share, tl.minimum((split + 1) * share, blocks)
     w_at = weight + own[:, None] * k
@@ -272,10 +283,10 @@ def _fp8_kernel(
         total = total * (tl.load(weight_scale + own)[:, None] * of_rows[None, :])
     if kind is not None:
         n = lines // 2
-        output = tl.program_id(1) * (block_n // 2) + tl.arange(0, block_n // 2)
+        output = tl.program_id(1) * half + tl.arange(0, half)
         if has_bias:
             total += tl.load(bias + own).to(tl.float32)[:, None]
-        gate, up = tl.split(tl.permute(tl.reshape(total, [block_n // 2, 2, block_m]), [0, 2, 1]))
+        gate, up = tl.split(tl.permute(tl.reshape(total, [2, half, block_m]), [1, 2, 0]))
         at = out + row.to(tl.int64)[None, :] * n + output[:, None]
         value = activated(gate, kind) * up
         tl.store(at, value.to(out.dtype.element_ty), mask=(output < n)[:, None] & there[None, :])
