@@ -22,6 +22,7 @@ from treetop import AsyncLLM, SamplingParams
 from treetop.core.engine_core import WEIGHTS_REPLACED
 from treetop.distributed.client import EngineProcessClient
 from treetop.tools.quantize import quantize
+from treetop.types.changes import UpdateWeights
 from treetop.types.errors import CheckpointError, ConfigError, EngineError, InputError
 
 BITS = {"exactness": "bits", "dtype": "float32"}
@@ -237,25 +238,25 @@ def test_tensors_that_the_engine_may_have_taken_stay_until_others_are_in_force(s
     async def cancelled() -> None:
         llm, begun = AsyncLLM(str(strong_pair.target), None, **BITS), asyncio.Event()
 
-        async def slowly(model, draft):
-            given.append(Path(model))
+        async def slowly(change):
+            given.append(Path(change.model))
             begun.set()
             await asyncio.Event().wait()
 
-        llm.core.update_weights, tensors = slowly, load_file(trained.target / "model.safetensors")
+        llm.core.change, tensors = slowly, load_file(trained.target / "model.safetensors")
         task = asyncio.ensure_future(llm.update_weights(tensors))
         await begun.wait()
         task.cancel()
         await asyncio.wait([task])
         assert task.cancelled()
         for error, stays in ((EngineError("it has ended"), True), (ConfigError("another model"), False)):
-            llm.core.update_weights = AsyncMock(side_effect=error)
+            llm.core.change = AsyncMock(side_effect=error)
             with pytest.raises(type(error)):
                 await llm.update_weights(tensors)
-            given.append(Path(llm.core.update_weights.call_args.args[0]))
+            given.append(Path(llm.core.change.call_args.args[0].model))
             assert given[-1].exists() is stays
         assert given[0].is_dir()
-        llm.core.update_weights = AsyncMock()
+        llm.core.change = AsyncMock()
         await llm.update_weights(str(strong_pair.target))
         assert not any(folder.exists() for folder in given)
         llm.close()
@@ -267,20 +268,20 @@ def test_over_http_only_where_the_operator_says_so():
     """SGLang's path and field. A request that it has ended may be asked again: 503."""
     asked = []
 
-    async def update_weights(model, draft):
-        if model == "bad":
+    async def change(asked_for):
+        if asked_for.model == "bad":
             raise ConfigError("update_weights: bad is not the model")
-        asked.append((model, draft))
+        asked.append((asked_for.model, asked_for.draft))
 
     path, body = "/update_weights_from_disk", {"model_path": "new", "draft_model_path": "head"}
     with scripted(lambda _: "a") as (url, core):
-        core.update_weights = update_weights
+        core.change = change
         refused = httpx.post(url + path, json=body)
         assert refused.status_code == 403
         assert "--enable-update-weights" in refused.json()["error"]["message"]
     assert asked == []
     with scripted(lambda _: "a", enable_update_weights=True, api_key=("key",)) as (url, core):
-        core.update_weights = update_weights
+        core.change = change
         assert httpx.post(url + path, json=body).status_code == 401
         key = {"Authorization": "Bearer key"}
         assert httpx.post(url + path, json=body, headers=key).json()["success"] is True
@@ -295,12 +296,9 @@ def test_over_http_only_where_the_operator_says_so():
 
 def test_where_weights_cannot_be_replaced_it_is_refused_by_name():
     async def refusals():
-        one, two = EngineProcessClient(), EngineProcessClient(num_engines=2)
-        with pytest.raises(ConfigError, match="serve with --dp-size 1, not 2"):
-            await two.update_weights("m", None)
-        with pytest.raises(EngineError, match="the engine is being started again"):
-            await one.update_weights("m", None)
-        for each in (one, two):
-            each.close()
+        for client in (EngineProcessClient(), EngineProcessClient(num_engines=2)):
+            with pytest.raises(EngineError, match="the engine is being started again"):
+                await client.change(UpdateWeights("m"))
+            client.close()
 
     asyncio.run(refusals())

@@ -20,6 +20,7 @@ from treetop.structured.structure_checker import StructureChecker
 from treetop.text.lanes import Lanes
 from treetop.text.prompts import Prompt, PromptReader, one_each, paired
 from treetop.text.tokenizer import Tokenizer
+from treetop.types.changes import LoadLora, UnloadLora, UpdateWeights
 from treetop.types.config import EngineConfig
 from treetop.types.constraint import StructuredOutput, TokenConstraint
 from treetop.types.engine_options import EngineOptions
@@ -52,8 +53,9 @@ class AsyncLLM:
     dies is started again up to so many times within an hour, and requests go on behind what they have. Such an engine
     starts in `async with AsyncLLM(..., restarts=3) as llm:` and ends with it.
 
-    `generate`, `stream`, `default_sampling_params`, `update_weights` and `close` are for all; the rest is for what
-    serves requests over a core, and may change in any release. Raises UserError for a configuration that cannot work.
+    `generate`, `stream`, `default_sampling_params`, `update_weights`, `load_lora`, `unload_lora` and `close` are for
+    all; the rest is for what serves requests over a core, and may change in any release. Raises UserError for a
+    configuration that cannot work.
     """
 
     core: EngineClient
@@ -139,11 +141,23 @@ class AsyncLLM:
             stack = ExitStack()  # files are written and removed beside the event loop
             given = await asyncio.to_thread(stack.enter_context, self.weights.changing(model, draft))
             try:
-                await self.core.update_weights(*given)
+                await self.core.change(UpdateWeights(*given))
             except BaseException:
                 await asyncio.to_thread(stack.__exit__, *sys.exc_info())
                 raise
             await asyncio.to_thread(stack.close)
+
+    async def load_lora(self, name: str, path: str | Path) -> None:
+        """As `LLM.load_lora`; every engine has it, and whatever takes its place."""
+        self._check_started()
+        async with self._changing_weights:
+            await self.core.change(LoadLora(name, str(path)))
+
+    async def unload_lora(self, name: str) -> None:
+        """As `LLM.unload_lora`."""
+        self._check_started()
+        async with self._changing_weights:
+            await self.core.change(UnloadLora(name))
 
     def close(self) -> None:
         """End every request with an error, and let the core go."""
@@ -231,7 +245,7 @@ class AsyncLLM:
             raise InputError(f"timeout must be a number of seconds above 0, up to {MAX_TIMEOUT_S}")
         if whose.lora and whose.lora not in self.core.info.loras:
             known = ", ".join(self.core.info.loras) or "none"
-            raise InputError(f"lora: {shown(whose.lora)} is no adapter of this engine; --lora-modules names {known}")
+            raise InputError(f"lora: {shown(whose.lora)} is no adapter of this engine, which has {known}")
         held_to = constraints or [None] * len(params)
         given = [self._seed_of(each) for each in params] if seeds is None else seeds
         own: dict[int, SamplingParams] = {}

@@ -23,6 +23,7 @@ from treetop.text.chat_input import Message, conversations_of
 from treetop.text.chat_prompt import chat_ids
 from treetop.text.chat_template import ChatTemplate, open_chat_template
 from treetop.text.prompts import Prompt, one_each, paired
+from treetop.types.changes import LoadLora, UnloadLora, UpdateWeights
 from treetop.types.constraint import TokenConstraint
 from treetop.types.engine_options import EngineOptions
 from treetop.types.errors import ConfigError, EngineError, InputError
@@ -103,10 +104,21 @@ class LLM:
         Raises ConfigError, CheckpointError and InputError, and nothing has changed.
         """
         with self._llm.weights.changing(model, draft) as given:
-            self._core.replace_weights(*given)
+            self._core.change_now(UpdateWeights(*given))
         engine = self._in_this_process.engine
         self.config, self.model_path, self.draft_path = engine.config, engine.model_path, engine.draft_path
         self._template = None
+
+    def load_lora(self, name: str, path: str | Path) -> None:
+        """An adapter that PEFT wrote, for requests that name it from now on; with `enable_lora`.
+
+        Raises InputError for a name that is taken, CheckpointError and ConfigError for a folder that does not fit.
+        """
+        self._core.change_now(LoadLora(name, str(path)))
+
+    def unload_lora(self, name: str) -> None:
+        """No request may name this adapter any more; those that have go on with it. Raises InputError."""
+        self._core.change_now(UnloadLora(name))
 
     def close(self) -> None:
         """End every request with an error, and stop the engine's thread. What is asked later is an EngineError."""

@@ -18,7 +18,7 @@ from treetop.types.errors import CheckpointError
         (["serv"], "did you mean serve?"),
         (["serve", "--max-model-lenn", "9"], "did you mean --max-model-len?"),
         (["generate", "--temperatur=1"], "did you mean --temperature?"),
-        (["serve", "--enable-lora"], "merge the adapter into the weights"),
+        (["serve", "--lora-paths"], "--lora-modules NAME=FOLDER"),
         (["serve", "--quantization", "fp8"], "treetop quantize"),
         (["serve", "--speculative-ngram-graft", "2"], "--speculative-algorithm NGRAM"),
         (["serve", "--trust-remote-code"], "no code of a model folder is ever run"),

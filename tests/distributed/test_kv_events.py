@@ -181,7 +181,7 @@ def test_bytes_are_those_of_the_documented_messages():
 
 def test_an_adapter_is_a_key_of_all_its_blocks_and_a_salt_of_the_first():
     """As `Whose.salt` says them both; the constants are of cbor2, as those above."""
-    pages = [(True, 0, 1, (1, 2, f"salt{chr(0)}adapter")), (True, 1, 2, (3, 4))]
+    pages = [(True, 0, 1, (1, 2, f"adapter{chr(0)}salt")), (True, 1, 2, (3, 4))]
     ((kind, hashes, parent, _, _, _, _, adapter),) = EventWriter(2, "0").events(pages)
     assert (kind, parent, adapter) == ("BlockStored", None, "adapter")
     assert [f"{each:016x}" for each in hashes] == ["e78f17344882b1b6", "d6612103b229d7cd"]

@@ -16,6 +16,7 @@ from treetop.scheduler.acceptance import AcceptanceEstimate
 from treetop.scheduler.policy import AdaptiveShape
 from treetop.scheduler.tree_chances import head_of
 from treetop.speculative.profile import read_profile
+from treetop.types.changes import UpdateWeights
 from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL
 from treetop.types.costs import HeadChances
 from treetop.types.errors import CheckpointError
@@ -77,7 +78,7 @@ def test_other_weights_are_another_head(strong_pair, weak_pair):
     policy = core.scheduler.policy
     assert isinstance(policy, AdaptiveShape)
     policy.credit, policy.shape = 0.0, made.layout.shapes[-1]
-    core.update_weights(str(strong_pair.target), str(strong_pair.head))
+    core.prepare(UpdateWeights(str(strong_pair.target), str(strong_pair.head)))()
     assert made.experience.head.chances == HeadChances((0.9,), 0.3)
     assert policy.learned().best == pytest.approx((0.9,) * 3)
     assert (policy.shape, policy.credit) == (PLAIN, 3.0)

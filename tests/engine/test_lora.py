@@ -226,6 +226,7 @@ def test_a_server_has_adapters_as_models(adapters, tmp_path, options):
     want = [llm.generate("Once upon", params, lora=name)[0].text for name in (None, "it")]
     assert want[0] != want[1]
     flags = ("--speculative-draft-model-path", "builtin:nestling-eagle3", "--lora-modules", f"it={lora}")
+    flags += ("--enable-lora", "--max-loras", "1", "--max-cpu-loras", "2")
     with serving("builtin:nestling", "--served-model-name", "base", *flags, *options) as server:
         listed = {each["id"]: each["parent"] for each in server.get("/v1/models").json()["data"]}
         assert listed == {"base": None, "it": "base"}
@@ -235,7 +236,20 @@ def test_a_server_has_adapters_as_models(adapters, tmp_path, options):
         said = {"text": "Once upon", "lora_path": "it", "sampling_params": {"max_new_tokens": 12, "temperature": 0}}
         assert server.post("/generate", said).json()["text"] == want[1]
         assert server.post("/v1/completions", asked | {"model": "other"}).status_code == 404
-        assert "--lora-modules" in server.post("/v1/load_lora_adapter", {}).json()["error"]["message"]
+        new = {"lora_name": "more", "lora_path": str(lora)}
+        assert server.post("/v1/load_lora_adapter", {}).status_code == 400
+        assert server.post("/v1/load_lora_adapter", new | {"lora_name": "base"}).status_code == 400
+        answer = server.post("/v1/load_lora_adapter", new)
+        assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'more' added successfully.")
+        assert "already" in server.post("/v1/load_lora_adapter", new).json()["error"]["message"]
+        for _ in range(3):  # whichever engine takes it
+            body = server.post("/v1/completions", asked | {"model": "more"}).json()
+            assert (body["choices"][0]["text"], body["model"]) == (want[1], "more")
+        assert {each["id"] for each in server.get("/v1/models").json()["data"]} == {"base", "it", "more"}
+        assert server.post("/v1/unload_lora_adapter", {"lora_name": "it"}).status_code == 200
+        assert server.post("/v1/unload_lora_adapter", {"lora_name": "it"}).status_code == 404
+        assert server.post("/v1/completions", asked | {"model": "it"}).status_code == 404
+        assert server.post("/v1/completions", asked | {"model": "more"}).json()["choices"][0]["text"] == want[1]
 
 
 def test_an_adapter_that_is_called_as_the_model_is_refused(adapters, capsys):

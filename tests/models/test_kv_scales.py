@@ -13,6 +13,7 @@ from support.tiny_models import Pair, copy_folder
 from treetop.attention.registry import BACKENDS
 from treetop.engine.startup.plan import check_kv_cache_dtype, plan_engine
 from treetop.models.registry import target_spec
+from treetop.types.changes import UpdateWeights
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CheckpointError, ConfigError
 from treetop.types.ids import FULL, WINDOW
@@ -148,7 +149,7 @@ def test_what_cannot_read_fp8_is_refused_by_name(pair, monkeypatch):
 
 def test_other_weights_bring_their_own_scales(pair, scaled_pair):
     llm = build(pair, None, **OPTIONS)
-    llm.engine.update_weights(str(scaled_pair.target), None)
+    llm.engine.prepare(UpdateWeights(str(scaled_pair.target)))()
     prompts = pair.prompts(LENGTHS)
     want = build(scaled_pair, None, **OPTIONS).generate(prompts, greedy(12))
     assert tokens(llm.generate(prompts, greedy(12))) == tokens(want)

@@ -72,7 +72,7 @@ class ApiState:
         Raises UserError for files of the model that cannot be read.
         """
         self.options, self.core = options, core
-        self.names = (*(options.served_model_name or (model,)), *core.info.loras)
+        self.base_names = options.served_model_name or (model,)
         self.created = int(time.time())
         self.metrics = Metrics(self.names[0], core.info)
         self.tracer = open_tracer(options.otlp_traces_endpoint, self.names[0])
@@ -106,6 +106,11 @@ class ApiState:
     @property
     def leaving(self) -> bool:
         return self.asked_to_leave.is_set()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of models, and of adapters that are loaded."""
+        return (*self.base_names, *self.core.info.loras)
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.names:

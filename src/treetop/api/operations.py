@@ -40,6 +40,21 @@ class UpdateWeightsRequest(Body):
     draft_model_path: str | None = Field(None, min_length=1, description="the draft head's; without it the head stays")
 
 
+class LoadLoraRequest(Body):
+    """vLLM's: a folder on the server's machine."""
+
+    lora_name: str = Field(min_length=1, max_length=200)
+    lora_path: str = Field(min_length=1)
+    load_inplace: bool = Field(False, description="true is refused: unload it first")
+
+
+class UnloadLoraRequest(Body):
+    """vLLM's."""
+
+    lora_name: str = Field(min_length=1, max_length=200)
+    lora_int_id: int | None = Field(None, description="taken and not needed")
+
+
 def operations(api: ApiState) -> APIRouter:
     router = APIRouter(route_class=BodyRoute)
     _add_tokens(router, api)
@@ -158,6 +173,24 @@ def _add_weights(router: APIRouter, api: ApiState) -> None:
             raise ApiError(403, "weights cannot be replaced here: serve with --enable-update-weights")
         await api.llm.update_weights(body.model_path, body.draft_model_path)
         return json_response({"success": True, "message": f"the weights of {body.model_path} are in force"})
+
+    @router.post("/v1/load_lora_adapter", response_model=None)
+    async def load_lora_adapter(body: LoadLoraRequest) -> Response:
+        """Requests may give its name as their model from now on."""
+        if body.load_inplace:
+            raise InputError("load_inplace: not supported; unload the adapter, then load it under the same name")
+        if body.lora_name in api.base_names:
+            raise InputError(f"lora_name: {body.lora_name!r} is the model's own name here; give another")
+        await api.llm.load_lora(body.lora_name, body.lora_path)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    @router.post("/v1/unload_lora_adapter", response_model=None)
+    async def unload_lora_adapter(body: UnloadLoraRequest) -> Response:
+        """Requests that have named it go on with it."""
+        if body.lora_name not in api.core.info.loras:
+            raise ApiError(404, f"lora_name: {body.lora_name!r} is no adapter of this server", "lora_name")
+        await api.llm.unload_lora(body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
 def _model(api: ApiState, name: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """What is said of a path that is no route: what to use instead, or that there is no such thing."""
 
-_LORA = "adapters are named at the start: --lora-modules NAME=FOLDER; a request gives the name as its model"
+_LORA = "POST /v1/load_lora_adapter or /v1/unload_lora_adapter; a request gives an adapter's name as its model"
 _POOLING = "embeddings, scores and ranks are not supported: this server generates text"
 _NO_FETCH = "models are not fetched here: one is served, by `treetop serve MODEL`"
 _HINTS = {
@@ -20,8 +20,6 @@ _HINTS = {
     "/api/create": _NO_FETCH,
     "/api/copy": _NO_FETCH,
     "/api/delete": _NO_FETCH,
-    "/v1/load_lora_adapter": _LORA,
-    "/v1/unload_lora_adapter": _LORA,
     "/load_lora_adapter": _LORA,
     "/unload_lora_adapter": _LORA,
     "/v1/messages/batches": "batches are not supported; POST /v1/messages",

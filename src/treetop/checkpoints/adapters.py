@@ -1,40 +1,73 @@
-"""Adapters in memory: tables with a slot for each folder, filled as the weights beside them are."""
+"""Adapters in memory: tables of the device with a slot for each, and on the host what may be put into one."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from treetop.checkpoints.lora_folder import LoraFolder, is_adaptable
+from treetop.checkpoints.lora_folder import LoraFolder, adaptable_modules, is_adaptable
 from treetop.checkpoints.params import Param
 from treetop.kernels.gemm.adapter_rows import AdapterFactors
+from treetop.types.errors import ConfigError
 from treetop.weights.adapted import Adapters
 from treetop.weights.format import Source
 
 Zeros = Callable[[tuple[int, ...], torch.dtype], Tensor]
+HostFactors = Mapping[str, tuple[Tensor, Tensor]]
+"""Of one adapter, as they lie in a slot: a and b by the product's parameter, of those that it changes."""
 
 
 def make_adapters(
-    folders: Sequence[LoraFolder], params: Iterable[Param], rows: int, dtype: torch.dtype, zeros: Zeros
+    modules: Iterable[str], rank: int, slots: int, params: Iterable[Param], rows: int, dtype: torch.dtype, zeros: Zeros
 ) -> Adapters:
-    """Tables for these, in slots from 1 on, of zeros. params: a rank's own. rows: of the largest batch."""
-    changed = {module for folder in folders for module in folder.modules}
-    rank, slots, factors = max(folder.rank for folder in folders), len(folders) + 1, dict[str, AdapterFactors]()
+    """Tables of zeros for so many adapters of these modules, of this rank at most, and for none in slot 0.
+
+    params: a rank's own. rows: of the largest batch.
+    """
+    factors, changed = dict[str, AdapterFactors](), set(modules)
     for param in _changed(params, changed):
         (out, width), ends = param.shape, tuple(accumulate(_rows(param, source) for source in param.sources))
-        a, b = zeros((slots, rank * len(ends), width), dtype), zeros((slots, out, rank), dtype)
+        a, b = zeros((slots + 1, rank * len(ends), width), dtype), zeros((slots + 1, out, rank), dtype)
         bounds = torch.tensor([0, *ends], dtype=torch.int32, device=a.device)
         factors[param.name] = AdapterFactors(a, b, ends, bounds)
-    return Adapters(factors, slots, zeros((rows,), torch.int64), zeros((4, rows), torch.int32))
+    return Adapters(factors, slots + 1, zeros((rows,), torch.int64), zeros((4, rows), torch.int32))
 
 
-def load_adapters(adapters: Adapters, folders: Sequence[LoraFolder], params: Iterable[Param]) -> None:
-    """Read each folder into its slot. Raises CheckpointError for a factor that is not finite."""
-    listed = list(params)
-    for slot, folder in enumerate(folders, 1):
-        for param in _changed(listed, set(folder.modules)):
-            _fill(adapters.factors[param.name], slot, folder, param)
+def modules_for(folders: Sequence[LoraFolder], params: Sequence[Param], any_later: bool) -> set[str]:
+    """Modules that there must be tables for: those of folders, or all that adapters may be beside."""
+    return adaptable_modules(params) if any_later else {module for folder in folders for module in folder.modules}
+
+
+def read_factors(adapters: Adapters, folder: LoraFolder, params: Iterable[Param], pinned: bool) -> HostFactors:
+    """What a folder puts into a slot. params: a rank's own. pinned: a GPU copies it.
+
+    Raises CheckpointError for a factor that is not finite, ConfigError for more ranks than there is room for.
+    """
+    found = dict[str, tuple[Tensor, Tensor]]()
+    for param in _changed(params, set(folder.modules)):
+        factors = adapters.factors[param.name]
+        if folder.rank > factors.rank:
+            raise ConfigError(
+                f"{folder.path}: it has rank {folder.rank}, have {factors.rank}; start with --max-lora-rank"
+                f" {folder.rank}"
+            )
+        a, b = (torch.zeros(each.shape[1:], dtype=each.dtype, pin_memory=pinned) for each in (factors.a, factors.b))
+        _fill(a, b, factors.ends, folder, param)
+        found[param.name] = a, b
+    return found
+
+
+def put(adapters: Adapters, slot: int, host: HostFactors) -> None:
+    """These factors are the slot's, behind what the device does already."""
+    for name, factors in adapters.factors.items():
+        if name in host:
+            a, b = host[name]
+            factors.a[slot].copy_(a, non_blocking=True)
+            factors.b[slot].copy_(b, non_blocking=True)
+        else:
+            factors.a[slot].zero_()
+            factors.b[slot].zero_()
 
 
 def _changed(params: Iterable[Param], modules: set[str]) -> list[Param]:
@@ -42,16 +75,15 @@ def _changed(params: Iterable[Param], modules: set[str]) -> list[Param]:
     return [p for p in params if is_adaptable(p) and any(source.module in modules for source in p.sources)]
 
 
-def _fill(factors: AdapterFactors, slot: int, folder: LoraFolder, param: Param) -> None:
-    """Each source has a part of the ranks, and its own rows."""
-    row = 0
-    for index, (source, end) in enumerate(zip(param.sources, factors.ends, strict=True)):
+def _fill(a: Tensor, b: Tensor, ends: Sequence[int], folder: LoraFolder, param: Param) -> None:
+    """Each source has a part of the ranks, and its own rows. a: [joined * rank, in]. b: [out, rank]."""
+    row, rank = 0, b.shape[1]
+    for index, (source, end) in enumerate(zip(param.sources, ends, strict=True)):
         module = folder.modules.get(source.module)
         if module is not None:
-            a, b = _own(source, *folder.read(module.name))
-            first = index * factors.rank
-            factors.a[slot, first : first + module.rank].copy_(a)
-            factors.b[slot, row:end, : module.rank].copy_(b.to(torch.float64) * module.scale)
+            own_a, own_b = _own(source, *folder.read(module.name))
+            a[index * rank : index * rank + module.rank].copy_(own_a)
+            b[row:end, : module.rank].copy_(own_b.to(torch.float64) * module.scale)
         row = end
 
 

@@ -121,6 +121,11 @@ def _opened(file: Path) -> Any:
         raise CheckpointError(f"{file}: not readable: {error}") from None
 
 
+def adaptable_modules(params: Sequence[Param]) -> set[str]:
+    """By the names of a checkpoint. params: of a model, whole."""
+    return set(_places(params))
+
+
 def _places(params: Sequence[Param]) -> dict[str, list[Source]]:
     """The sources that are made of each module, of those that adapters may be beside."""
     found = dict[str, list[Source]]()

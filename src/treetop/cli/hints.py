@@ -6,11 +6,10 @@ from collections.abc import Iterable, Sequence
 
 from treetop.types.errors import close_name
 
-_LORA = "LoRA adapters are not supported; merge the adapter into the weights"
 _WHY = {
-    "--enable-lora": _LORA,
-    "--lora-modules": _LORA,
-    "--lora-paths": _LORA,
+    "--lora-paths": "--lora-modules NAME=FOLDER names adapters",
+    "--max-loras-per-batch": "--max-loras says how many adapters are on the device",
+    "--max-loaded-loras": "--max-cpu-loras says how many adapters may be loaded",
     "--quantization": "the format of weights is read from the model folder; `treetop quantize` writes others",
     "--speculative-ngram-graft": "grafts are gone; --speculative-algorithm NGRAM looks drafts up in a request's text",
     "--trust-remote-code": "no code of a model folder is ever run; `treetop models` lists what loads",

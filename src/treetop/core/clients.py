@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from treetop.core.loop import Core, CoreThread, Deliver
+from treetop.types.changes import Change
 from treetop.types.errors import EngineError
 from treetop.types.ids import RequestId
 from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, RequestUpdate
@@ -74,8 +75,8 @@ class EngineClient(RequestClient, Protocol):
 
     def next_id(self) -> RequestId: ...
 
-    async def update_weights(self, model: str | None, draft: str | None) -> None:
-        """Go on with the weights of other folders, of None with those in force; see `LLM.update_weights`.
+    async def change(self, change: Change) -> None:
+        """Change the engine, and `info` with it.
 
         Raises UserError, and nothing has changed; EngineError if the engine is gone before it has answered.
         """
@@ -183,12 +184,13 @@ class InProcessClient:
         self._sinks.drop((request_id,))
         self._thread.finish(request_id, num_tokens)
 
-    async def update_weights(self, model: str | None, draft: str | None) -> None:
-        await asyncio.to_thread(self.replace_weights, model, draft)
+    async def change(self, change: Change) -> None:
+        await asyncio.to_thread(self.change_now, change)
 
-    def replace_weights(self, model: str | None, draft: str | None) -> None:
-        """As `update_weights`, for a thread that may wait."""
-        self._thread.update_weights(model, draft)
+    def change_now(self, change: Change) -> None:
+        """As `change`, for a thread that may wait."""
+        self._thread.change(change)
+        self.info = self.core.current(self.info)
 
     def flush(self) -> None:
         """Wait until all that was in flight has been committed, and all that was said before this has been heard."""

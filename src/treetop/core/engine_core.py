@@ -2,13 +2,15 @@
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
 from treetop.scheduler.scheduler import Scheduler
+from treetop.types.changes import Change, Commit, LoadLora, UnloadLora, UpdateWeights
 from treetop.types.errors import EngineError, UserError
 from treetop.types.ids import RequestId
 from treetop.types.messages import StepPlan, StepResult
-from treetop.types.requests import CoreLoad, EngineRequest, RequestUpdate
+from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, RequestUpdate
 
 Result = TypeVar("Result")
 InFlightStep = TypeVar("InFlightStep")
@@ -30,11 +32,11 @@ class StepEngine(Protocol[InFlightStep]):
         """Wait for the end of a step, and read its result."""
         ...
 
-    def update_weights(self, model: str | None, draft: str | None) -> None:
-        """Go on with other weights, of these folders; None for those in force, read again.
+    def prepare(self, change: Change) -> Commit:
+        """Read and check what a change asks for; what is returned puts it in force.
 
-        What was in flight is not collected. Raises UserError, and nothing has changed, for what does not fit or where
-        this cannot be.
+        What is in flight then is collected unless the change makes it worthless. Raises UserError, and nothing has
+        changed, for what does not fit or where this cannot be.
         """
         ...
 
@@ -122,13 +124,33 @@ class EngineCore(Generic[InFlightStep]):
         self.num_committed += 1
         return early + updates
 
-    def update_weights(self, model: str | None, draft: str | None) -> None:
-        """Between two steps: go on with other weights, end every request, and forget all K/V of the old ones.
-
-        Requests that were alive are told so in the next step, with what they had received. What the engine raises, this
-        raises, and nothing has changed.
+    def prepare(self, change: Change) -> Commit:
+        """Between two steps, read and check what a change asks for; what is returned puts it in force, between two
+        steps too. What the engine raises, this raises, and nothing has changed.
         """
-        self.engine.update_weights(model, draft)
+        adapters = self.scheduler.adapters
+        match change:
+            case UpdateWeights():
+                commit = self.engine.prepare(change)
+                return lambda: self._replaced(commit)
+            case LoadLora(name):
+                numbered = replace(change, number=adapters.next_number(name))
+                commit = self.engine.prepare(numbered)
+                return lambda: (commit(), adapters.add(name, numbered.number))
+            case UnloadLora(name):
+                adapters.check_known(name)
+                return lambda: adapters.remove(name)
+
+    def current(self, info: CoreInfo) -> CoreInfo:
+        """What a client must know of it, as it is now."""
+        return info._replace(loras=self.scheduler.adapters.names)
+
+    def _replaced(self, commit: Commit) -> None:
+        """Other weights: every request ends, and all K/V of the old ones are forgotten.
+
+        Requests that were alive are told so in the next step, with what they had received.
+        """
+        commit()
         self._in_flight.clear()
         self.num_committed = self.num_launched
         self._failed += self.scheduler.fail(WEIGHTS_REPLACED, engine_failed=False)

@@ -14,9 +14,10 @@ from itertools import count
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
+from treetop.types.changes import Change, Commit
 from treetop.types.errors import EngineError, InputError, TreetopError, UserError
 from treetop.types.ids import RequestId
-from treetop.types.requests import CoreLoad, EngineRequest, RequestUpdate
+from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, RequestUpdate
 
 if TYPE_CHECKING:  # needs an extra
     from treetop.disaggregation.connector import Connector
@@ -52,7 +53,9 @@ class Core(Protocol):
 
     def finish(self, request_id: RequestId, num_tokens: int) -> RequestUpdate | None: ...
 
-    def update_weights(self, model: str | None, draft: str | None) -> None: ...
+    def prepare(self, change: Change) -> Commit: ...
+
+    def current(self, info: CoreInfo) -> CoreInfo: ...
 
     def step(self) -> list[RequestUpdate]: ...
 
@@ -134,9 +137,13 @@ class CoreLoop:
         """A client has gone: its requests end."""
         self.abort([request_id for request_id, each in self._clients.items() if each is deliver])
 
-    def update_weights(self, model: str | None, draft: str | None) -> None:
-        """As `EngineCore.update_weights`; whoever had a request alive has been told when this returns."""
-        self.core.update_weights(model, draft)
+    def change(self, change: Change) -> None:
+        """Prepare a change, and put it in force. Raises as `EngineCore.prepare`."""
+        self.commit(self.core.prepare(change))
+
+    def commit(self, commit: Commit) -> None:
+        """Put in force what was prepared; whom it ended has been told when this returns."""
+        commit()
         if self.core.busy:
             self.step()
 
@@ -221,13 +228,13 @@ class CoreThread:
         while self.alive and not done.wait(timeout=1.0):
             pass
 
-    def update_weights(self, model: str | None, draft: str | None) -> None:
-        """As `CoreLoop.update_weights`, and wait for it. Raises EngineError if the core has ended."""
+    def change(self, change: Change) -> None:
+        """As `CoreLoop.change`, and wait for it. Raises EngineError if the core has ended."""
         done, raised = threading.Event(), list[BaseException]()
 
         def update(loop: CoreLoop) -> None:
             try:
-                loop.update_weights(model, draft)
+                loop.change(change)
             except BaseException as error:
                 raised.append(error)
             done.set()

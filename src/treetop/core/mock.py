@@ -13,6 +13,7 @@ from treetop.checkpoints.json_file import MAX_TOKENS, read_object
 from treetop.core.engine_core import EngineCore
 from treetop.core.wire import MockOptions
 from treetop.scheduler.scheduler import Scheduler
+from treetop.types.changes import Change, Commit, asked_as
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CheckpointError, ConfigError
 from treetop.types.ids import FULL, Row
@@ -58,8 +59,8 @@ class MockEngine:
         minimum, maximum = self._options.minimum, self._options.maximum
         return StepResult(tuple(self._next(row, self._random.randint(minimum, maximum)) for row in plan.rows))
 
-    def update_weights(self, model: str | None, draft: str | None) -> None:
-        raise ConfigError("update_weights: --mock has no weights; leave it out")
+    def prepare(self, change: Change) -> Commit:
+        raise ConfigError(f"{asked_as(change)}: --mock has no weights; leave it out")
 
     def _next(self, row: Row, count: int) -> RowResult:
         stream, start = self._options.stream, self._position[row]

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from treetop.types.changes import CHANGES, Change, asked_as
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 from treetop.types.ids import RequestId
@@ -46,16 +47,32 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
-class UpdateWeights(msgspec.Struct, frozen=True, tag=True):
-    """Go on with the weights of other folders, of None with those in force. number: of the client's, for the answer."""
+Stage = Literal["prepare", "commit", "drop"]
+
+
+class AskChange(msgspec.Struct, frozen=True, tag=True):
+    """A stage of a change: prepare it, then put it in force or drop it. number: of the client's, for the answers.
+
+    kind: of `CHANGES`, for changes have no tag of their own. encoded: the change.
+    """
 
     number: int
-    model: str | None
-    draft: str | None
+    stage: Stage
+    kind: str
+    encoded: msgspec.Raw
+
+    @classmethod
+    def of(cls, number: int, stage: Stage, change: Change) -> "AskChange":
+        return cls(number, stage, asked_as(change), msgspec.Raw(encode(change)))
+
+    @property
+    def change(self) -> Change:
+        """Raises msgspec.ValidationError for what is no change of its kind."""
+        return msgspec.msgpack.decode(self.encoded, type=CHANGES[self.kind])
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine is up."""
+    """The engine is up; or it is, and something has changed."""
 
     info: CoreInfo
 
@@ -72,8 +89,8 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     load: CoreLoad
 
 
-class WeightsUpdated(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `UpdateWeights`. error: why nothing has changed; user_error: whoever asked can change that."""
+class ChangeDone(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `AskChange`. error: why nothing has changed; user_error: whoever asked can change that."""
 
     number: int
     error: str | None = None
@@ -155,7 +172,8 @@ class ProcessOptions(msgspec.Struct, frozen=True):
     disaggregation: what it does for others.
     rank: of `config.ep_size`.
     replica: of `num_replicas`, which share the machine.
-    weights: a file that says which weights are in force once they have been replaced, for the engine after this one.
+    noted: a file that says which weights and adapters are in force once they have changed, for the engine after this
+        one.
     kv_events: where its prefix cache is told of; None for nowhere.
     """
 
@@ -167,7 +185,7 @@ class ProcessOptions(msgspec.Struct, frozen=True):
     rank: int = 0
     replica: int = 0
     num_replicas: int = 1
-    weights: str | None = None
+    noted: str | None = None
     kv_events: KVEventsOptions | None = None
 
     @property
@@ -191,8 +209,8 @@ def kv_events_options(given: str | None, config: EngineConfig) -> KVEventsOption
     return options
 
 
-ToCore = ClientHello | AddRequests | AbortRequests | Finish | Leave | UpdateWeights
-FromCore = Ready | Updates | Load | WeightsUpdated
+ToCore = ClientHello | AddRequests | AbortRequests | Finish | Leave | AskChange
+FromCore = Ready | Updates | Load | ChangeDone
 
 encode = msgspec.msgpack.Encoder().encode
 _to_core: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)

@@ -12,6 +12,7 @@ from treetop.core.loop import Deliver
 from treetop.core.wire import ProcessOptions
 from treetop.distributed.client import EngineProcessClient
 from treetop.distributed.supervisor import EngineSupervisor
+from treetop.types.changes import Change
 from treetop.types.errors import EngineError, TreetopError
 from treetop.types.ids import RequestId
 from treetop.types.requests import CoreLoad, EngineRequest, RequestUpdate
@@ -103,12 +104,12 @@ class BackgroundClient:
         self._sinks.drop((request_id,))
         self._post(self.core.finish, request_id, num_tokens)
 
-    async def update_weights(self, model: str | None, draft: str | None) -> None:
-        await asyncio.to_thread(self.replace_weights, model, draft)
+    async def change(self, change: Change) -> None:
+        await asyncio.to_thread(self.change_now, change)
 
-    def replace_weights(self, model: str | None, draft: str | None) -> None:
-        """As `update_weights`, for a thread that may wait."""
-        self._run(self.core.update_weights(model, draft))
+    def change_now(self, change: Change) -> None:
+        """As `change`, for a thread that may wait."""
+        self._run(self.core.change(change))
 
     def flush(self) -> None:
         """Wait until what was said before this has been sent; on this client's own thread for nothing."""

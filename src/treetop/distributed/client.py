@@ -6,13 +6,15 @@ Each request goes to one process of one engine. Which, the router says (`router.
 
 from asyncio import Event
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import count
 
 from treetop.core.clients import Sink
 from treetop.core.wire import ID_RANGE
 from treetop.distributed.remote_engine import WATCHDOG_S, RankLink, RemoteEngine
 from treetop.distributed.router import PrefixRouter, ReplicaLoad
-from treetop.types.errors import ConfigError, EngineError, InputError
+from treetop.types.changes import Change
+from treetop.types.errors import EngineError, InputError
 from treetop.types.ids import RequestId
 from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, KVTransferStats
 
@@ -93,10 +95,20 @@ class EngineProcessClient:
         for each in self.engines:
             each.finish(request_id, num_tokens)
 
-    async def update_weights(self, model: str | None, draft: str | None) -> None:
-        if len(self.engines) > 1:
-            raise ConfigError(f"update_weights: built for one engine; serve with --dp-size 1, not {len(self.engines)}")
-        await self.engines[0].update_weights(model, draft)
+    async def change(self, change: Change) -> None:
+        """All engines prepare it, then all take it; where one refuses, none does."""
+        prepared = list[RemoteEngine]()
+        try:
+            for each in self.engines:
+                await each.change(change, "prepare")
+                prepared.append(each)
+        except BaseException:
+            for each in prepared:
+                with suppress(EngineError):
+                    await each.change(change, "drop")
+            raise
+        for each in self.engines:
+            await each.change(change, "commit")
 
     def left(self, number: int) -> None:
         """Another client of these engines has ended. An engine that starts later will not hear of it."""

@@ -27,6 +27,8 @@ from treetop.core.loop import Core, CoreLoop
 from treetop.core.wire import (
     AbortRequests,
     AddRequests,
+    AskChange,
+    ChangeDone,
     ClientHello,
     Finish,
     FromCore,
@@ -36,8 +38,6 @@ from treetop.core.wire import (
     Ready,
     ToCore,
     Updates,
-    UpdateWeights,
-    WeightsUpdated,
     decode_to_core,
     encode,
 )
@@ -45,6 +45,8 @@ from treetop.disaggregation.connector import Connector, open_connector
 from treetop.disaggregation.nixl import NixlTransport
 from treetop.distributed.log_lines import log_to_stderr
 from treetop.distributed.process import EXIT_REPORTED, EXIT_USER_ERROR, Failed, begin, report_failure
+from treetop.types.changes import Change, Commit, LoadLora, UnloadLora, UpdateWeights
+from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, EngineError, UserError
 from treetop.types.requests import CoreInfo, CoreLoad, RequestUpdate
 
@@ -87,13 +89,14 @@ class EngineServer:
         parts: Parts,
         socket: "zmq.Socket[bytes]",
         over: Callable[[], bool] = lambda: False,
-        weights: str | None = None,
+        options: ProcessOptions | None = None,
     ) -> None:
-        """weights: the file of `ProcessOptions`."""
+        """options: of the process, in whose file changes are noted; None for none."""
         self._core, self._info, self._connector, self._executor, self._lockstep = parts
         self._loop, self._socket, self._over = CoreLoop(self._core, self._connector, self._lockstep), socket, over
         self._why: BaseException | None = None
-        self._weights = weights
+        self._options = options
+        self._prepared: tuple[bytes, Commit] | None = None  # and whose
         self._clients: dict[bytes, Callable[[list[RequestUpdate]], None]] = {}
         self._identities: dict[int, bytes] = {}  # of clients, by number
         self._left: set[int] = set()
@@ -165,18 +168,29 @@ class EngineServer:
                 self._loop.abort(request_ids)
             case Finish(request_id, num_tokens):
                 self._loop.finish(request_id, num_tokens)
-            case UpdateWeights():
-                self._send(identity, self._update_weights(command))
+            case AskChange():
+                self._send(identity, self._change(identity, command))
 
-    def _update_weights(self, asked: UpdateWeights) -> WeightsUpdated:
-        """An engine that takes this one's place has the new weights, too. Every request has ended before that is so."""
+    def _change(self, identity: bytes, asked: AskChange) -> ChangeDone:
+        """An engine that takes this one's place has what was changed, too. Whom that ended has been told before."""
         try:
-            self._loop.update_weights(asked.model, asked.draft)
-        except Exception as error:  # a folder may be unreadable, and memory short: the old weights stay
-            return WeightsUpdated(asked.number, str(error) or type(error).__name__, isinstance(error, UserError))
-        if self._weights is not None:
-            note_weights(Path(self._weights), asked.model, asked.draft)
-        return WeightsUpdated(asked.number)
+            if self._prepared is not None and self._prepared[0] != identity:
+                raise EngineError("another change is being made; ask again")
+            if asked.stage == "prepare":
+                self._prepared = identity, self._core.prepare(asked.change)
+            elif asked.stage == "drop":
+                self._prepared = None
+            elif self._prepared is not None:
+                (_, commit), self._prepared = self._prepared, None
+                self._loop.commit(commit)
+                self._info = self._core.current(self._info)
+                for each in self._clients:
+                    self._send(each, Ready(self._info))
+                if self._options is not None and self._options.noted is not None:
+                    note_change(Path(self._options.noted), self._options.config, asked.change)
+        except Exception as error:  # a folder may be unreadable, and memory short: nothing has changed
+            return ChangeDone(asked.number, str(error) or type(error).__name__, isinstance(error, UserError))
+        return ChangeDone(asked.number)
 
     def _leave(self, number: int) -> None:
         """A client has ended. What it said last may be on its way still."""
@@ -184,6 +198,8 @@ class EngineServer:
         identity = self._identities.pop(number, None)
         if identity is not None:
             self._loop.leave(self._clients.pop(identity))
+            if self._prepared is not None and self._prepared[0] == identity:
+                self._prepared = None
 
     def _send_updates(self, identity: bytes, updates: list[RequestUpdate]) -> None:
         self._send(identity, Updates(tuple(updates)))
@@ -221,7 +237,7 @@ class EngineProcess:
             try:
                 socket.bind(self.options.address)
                 parts = self._open(stack)
-                failure = EngineServer(parts, socket, self.over.is_set, self.options.weights).run()
+                failure = EngineServer(parts, socket, self.over.is_set, self.options).run()
             except Exception as error:  # whatever ends it, the parent is told
                 failure = error
             self.over.set()
@@ -286,32 +302,43 @@ class EngineProcess:
                 return
 
 
-class WeightsNote(msgspec.Struct, frozen=True):
-    """Folders of the weights in force; None for those of the options."""
+class ChangesNote(msgspec.Struct, frozen=True):
+    """What has changed since the options: folders of the weights in force, None for theirs; adapters, None likewise."""
 
     model: str | None = None
     draft: str | None = None
+    loras: dict[str, str] | None = None
 
 
-def note_weights(file: Path, model: str | None, draft: str | None) -> None:
-    """Note folders that are not None, in one step."""
-    old = noted_weights(file)
-    new = WeightsNote(old.model if model is None else model, old.draft if draft is None else draft)
+def note_change(file: Path, config: EngineConfig, change: Change) -> None:
+    """Note what is in force now, in one step."""
+    note = noted_changes(file)
+    loras = dict(config.adapters if note.loras is None else note.loras)
+    match change:
+        case UpdateWeights(model, draft):
+            note = msgspec.structs.replace(note, model=model or note.model, draft=draft or note.draft)
+        case LoadLora(name, path):
+            note = msgspec.structs.replace(note, loras={**loras, name: path})
+        case UnloadLora(name):
+            loras.pop(name, None)
+            note = msgspec.structs.replace(note, loras=loras)
     beside = file.with_suffix(".new")
-    beside.write_bytes(msgspec.json.encode(new))
+    beside.write_bytes(msgspec.json.encode(note))
     beside.replace(file)
 
 
-def noted_weights(file: Path) -> WeightsNote:
-    return msgspec.json.decode(file.read_bytes(), type=WeightsNote) if file.exists() else WeightsNote()
+def noted_changes(file: Path) -> ChangesNote:
+    return msgspec.json.decode(file.read_bytes(), type=ChangesNote) if file.exists() else ChangesNote()
 
 
-def with_noted_weights(options: ProcessOptions) -> ProcessOptions:
-    """The options, with the weights that an engine before this one went on with."""
-    if options.weights is None:
+def with_noted_changes(options: ProcessOptions) -> ProcessOptions:
+    """The options, with the weights and adapters that an engine before this one went on with."""
+    if options.noted is None:
         return options
-    noted, config = noted_weights(Path(options.weights)), options.config
-    config = replace(config, model=noted.model or config.model, draft=noted.draft or config.draft)
+    note, config = noted_changes(Path(options.noted)), options.config
+    config = replace(config, model=note.model or config.model, draft=note.draft or config.draft)
+    if note.loras is not None:
+        config = replace(config, lora_modules=tuple(f"{name}={path}" for name, path in note.loras.items()))
     return msgspec.structs.replace(options, config=config)
 
 
@@ -342,7 +369,7 @@ def take_share(options: ProcessOptions) -> None:
 
 def main() -> int:
     options, parent = begin(ProcessOptions, lambda said: said.folder)
-    options = with_noted_weights(options)
+    options = with_noted_changes(options)
     who = f"rank {options.rank}: " if options.config.ep_size > 1 else ""
     log_to_stderr(options.log_level, "%(message)s", who)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

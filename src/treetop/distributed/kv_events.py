@@ -90,7 +90,7 @@ class EventWriter:
                 above, adapter = self._known[parent]
                 salt = page[-1] if isinstance(page[-1], str) else ""  # of a first page alone
                 if "\0" in salt:
-                    salt, _, adapter = salt.rpartition("\0")
+                    adapter, _, salt = salt.partition("\0")
                 digest = block_hash(above, tokens, [each for each in (adapter, salt) if each])
                 self._known[serial] = digest, adapter
                 self._counts[digest] += 1

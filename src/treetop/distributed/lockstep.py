@@ -25,6 +25,7 @@ import msgspec
 import zmq
 
 from treetop.core.engine_core import StepEngine
+from treetop.types.changes import Change, Commit, asked_as
 from treetop.types.errors import CheckError, ConfigError, EngineError
 from treetop.types.layout import Layout, SpecShape
 from treetop.types.messages import ExportPlan, ImportPlan, PrefillPlan, RoundPlan, StepPlan, StepResult
@@ -213,8 +214,8 @@ class Lockstep(Generic[InFlight]):
             self._end_oldest()
         return in_flight.result
 
-    def update_weights(self, model: str | None, draft: str | None) -> None:
-        raise ConfigError("update_weights: built for one engine; use --ep-size 1")
+    def prepare(self, change: Change) -> Commit:
+        raise ConfigError(f"{asked_as(change)}: not with ranks that share experts; use --ep-size 1")
 
     def _agree(self, proposal: StepProposal) -> StepProposal:
         self.waiting_since = time.monotonic()

@@ -19,21 +19,23 @@ from treetop.core.clients import Sink
 from treetop.core.wire import (
     AbortRequests,
     AddRequests,
+    AskChange,
+    ChangeDone,
     ClientHello,
     Finish,
     FromCore,
     Leave,
     Load,
     Ready,
+    Stage,
     ToCore,
     Updates,
-    UpdateWeights,
-    WeightsUpdated,
     decode_from_core,
     encode,
 )
 from treetop.distributed.journal import Journal
 from treetop.distributed.router import ReplicaLoad
+from treetop.types.changes import Change, asked_as
 from treetop.types.errors import ConfigError, EngineError
 from treetop.types.ids import RequestId
 from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest
@@ -111,7 +113,7 @@ class RemoteEngine:
         self._watchdog_s = watchdog_s
         self._journal = Journal()
         self._link_of: dict[RequestId, RankLink] = {}
-        self._updating: dict[int, asyncio.Future[WeightsUpdated]] = {}
+        self._updating: dict[int, asyncio.Future[ChangeDone]] = {}
         self._numbers = count()
         self.failure: EngineError | None = None
         self.num_restarts = -1
@@ -200,18 +202,19 @@ class RemoteEngine:
             link.send(Finish(request_id, num_tokens))
         self._give()
 
-    async def update_weights(self, model: str | None, draft: str | None) -> None:
-        """As `EngineClient.update_weights`."""
+    async def change(self, change: Change, stage: Stage) -> None:
+        """A stage of `EngineClient.change`."""
+        what = asked_as(change)
         if self.failure is not None:
             raise self.failure.with_traceback(None)
         if not self._up:
-            raise EngineError("update_weights: the engine is being started again; ask again once it is up")
+            raise EngineError(f"{what}: the engine is being started again; ask again once it is up")
         if len(self.links) != 1:
-            raise ConfigError(f"update_weights: built for one engine, and these are {len(self.links)} (--ep-size)")
+            raise ConfigError(f"{what}: not with ranks that share experts, which are {len(self.links)} (--ep-size)")
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
         self._updating[number] = answer
         try:
-            self.links[0].send(UpdateWeights(number, model, draft))
+            self.links[0].send(AskChange.of(number, stage, change))
             said = await answer
         finally:
             del self._updating[number]
@@ -319,11 +322,11 @@ class RemoteEngine:
                 self._give()
             case Load(load):
                 link.load = load
-            case WeightsUpdated(number):
+            case ChangeDone(number):
                 if number in self._updating and not self._updating[number].done():
                     self._updating[number].set_result(message)
-            case Ready():
-                pass
+            case Ready(info):
+                link.info = info
 
     def _leave(self) -> None:
         """Hear nothing more of the engine that there was."""
@@ -332,7 +335,7 @@ class RemoteEngine:
         self.stalled.clear()
         for number, answer in self._updating.items():
             if not answer.done():
-                answer.set_result(WeightsUpdated(number, "update_weights: the engine has ended before it had answered"))
+                answer.set_result(ChangeDone(number, "the engine has ended before it had answered"))
         for task in (*self._readers, self._watchdog):
             if task is not None and task is not asyncio.current_task():
                 task.cancel()

@@ -91,7 +91,7 @@ class EngineSupervisor:
         """
         weights = Path(tempfile.gettempdir()) / f"treetop-weights-{uuid4().hex}.json"
         weakref.finalize(self, Path.unlink, weights, missing_ok=True)
-        self._options, self._watchdog = msgspec.structs.replace(process, weights=str(weights)), watchdog
+        self._options, self._watchdog = msgspec.structs.replace(process, noted=str(weights)), watchdog
         self._restarts = RestartLimit(restarts)
         self._others: list[FrontEnd] = []
         self._group: ProcessGroup | None = None

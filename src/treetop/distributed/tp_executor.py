@@ -25,10 +25,12 @@ import zmq
 from torch import Tensor
 
 from treetop.checkpoints.loader import compute_device
+from treetop.core.wire import AskChange
 from treetop.disaggregation.agent import Order
 from treetop.distributed.process import FAILURE_REPORT_S, Failed, ProcessGroup, as_error
 from treetop.distributed.rank_groups import ExpertEngines, RankGroups
 from treetop.distributed.tp_wire import (
+    Changed,
     Ended,
     FromWorker,
     LaunchStep,
@@ -45,6 +47,7 @@ from treetop.distributed.tp_worker import digest_of
 from treetop.engine.engine import Engine, InFlightStep
 from treetop.engine.startup.plan import plan_engine
 from treetop.parallel.exchange import RENDEZVOUS_S, START_S
+from treetop.types.changes import Change, Commit, asked_as
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CheckError, ConfigError, EngineError, TreetopError, UserError
 from treetop.types.kv_transfer.transport import State
@@ -151,8 +154,39 @@ class TpExecutor:
         except BaseException as error:
             raise self._ended(error, "in a forward for logits") from error
 
-    def update_weights(self, model: str | None, draft: str | None) -> None:
-        raise ConfigError(f"update_weights: built for one rank; use --tp-size 1, not {self.config.tp_size}")
+    def prepare(self, change: Change) -> Commit:
+        """As `Engine.prepare`, on all ranks: where one refuses, none takes it. A rank that dies ends the group."""
+        self._check_alive()
+        commit: Commit | None = None
+        refusal: Exception | None = None
+        try:
+            self._ranks.broadcast(encode(AskChange.of(0, "prepare", change)))
+            with self._ranks.no_longer_than(START_S, hint=""):
+                try:
+                    commit = self.engine.prepare(change)
+                except Exception as error:  # the others have to be heard all the same
+                    refusal = error
+            others = self._ranks.await_changed(time.monotonic() + START_S)
+        except BaseException as error:
+            raise self._ended(error, f"in {asked_as(change)}") from error
+        refusal = refusal or next((error for error in map(_refusal, others) if error is not None), None)
+        if commit is None or refusal is not None:
+            self._ranks.broadcast(encode(AskChange.of(0, "drop", change)))
+            assert refusal is not None
+            raise refusal
+        return partial(self._commit, change, commit)
+
+    def _commit(self, change: Change, own: Commit) -> None:
+        """A rank that fails now has neither what was nor what is to be: the group ends."""
+        try:
+            self._ranks.broadcast(encode(AskChange.of(0, "commit", change)))
+            with self._ranks.no_longer_than(START_S, hint=""):
+                own()
+            failure = next(filter(None, map(_refusal, self._ranks.await_changed(time.monotonic() + START_S))), None)
+            if failure is not None:
+                raise EngineError(str(failure))
+        except BaseException as error:
+            raise self._ended(error, f"in {asked_as(change)}") from error
 
     def order(self, order: Order) -> None:
         """As `OtherRanks.order`. Of a rank that has died the next step says so."""
@@ -301,6 +335,15 @@ class _Workers:
             digests[message.rank] = message.digest
         return digests
 
+    def await_changed(self, deadline: float) -> list[Changed]:
+        """What each has come to in a stage of a change."""
+        found = list[Changed]()
+        for rank in self._plans:
+            word = self._await(partial(_from, rank, Changed), deadline, "take part in a change", {rank})
+            assert isinstance(word, Changed)
+            found.append(word)
+        return found
+
     def free(self) -> None:
         """Whoever waits for others in an exchange gives up."""
         if self._exchange is not None:
@@ -344,7 +387,14 @@ class _Workers:
         return got
 
 
-def _from(rank: int, kind: "type[WorkerStarted | WorkerReady]", message: FromWorker) -> bool:
+def _refusal(word: Changed) -> Exception | None:
+    """Why a rank refuses; None if it does not."""
+    if word.error is None:
+        return None
+    return ConfigError(word.error) if word.user_error else EngineError(f"rank {word.rank}: {word.error}")
+
+
+def _from(rank: int, kind: "type[WorkerStarted | WorkerReady | Changed]", message: FromWorker) -> bool:
     return isinstance(message, kind) and message.rank == rank
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from treetop.core.wire import AskChange
 from treetop.disaggregation.agent import Connect
 from treetop.disaggregation.events import Disconnect, Pull
 from treetop.distributed.rank_groups import ExpertEngines
@@ -67,6 +68,14 @@ class NextLogits(msgspec.Struct, frozen=True, tag=True):
     ids: list[int]
 
 
+class Changed(msgspec.Struct, frozen=True, tag=True):
+    """The answer of a worker to a stage of a change. error: why nothing has changed there."""
+
+    rank: int
+    error: str | None = None
+    user_error: bool = False
+
+
 class WorkerStarted(msgspec.Struct, frozen=True, tag=True):
     """A worker process has started, and joins the rendezvous."""
 
@@ -96,8 +105,8 @@ class Moved(msgspec.Struct, frozen=True, tag=True):
     state: State
 
 
-ToWorker = LaunchStep | TreeMasksMade | NextLogits | Connect | Disconnect | Pull
-FromWorker = WorkerStarted | WorkerReady | Ended | Moved
+ToWorker = LaunchStep | TreeMasksMade | NextLogits | AskChange | Connect | Disconnect | Pull
+FromWorker = WorkerStarted | WorkerReady | Ended | Moved | Changed
 
 encode = msgspec.msgpack.Encoder().encode
 _KINDS: dict[type[StepPlan], PlanKind] = {

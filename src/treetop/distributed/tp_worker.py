@@ -16,6 +16,7 @@ import torch
 import zmq
 
 from treetop.checkpoints.loader import compute_device
+from treetop.core.wire import AskChange
 from treetop.disaggregation.agent import Connect, RankAgent
 from treetop.disaggregation.events import Disconnect, Pull
 from treetop.disaggregation.nixl import NixlTransport
@@ -23,6 +24,7 @@ from treetop.distributed.log_lines import log_to_stderr
 from treetop.distributed.process import EXIT_REPORTED, EXIT_USER_ERROR, Failed, begin, report_failure
 from treetop.distributed.rank_groups import RankGroups
 from treetop.distributed.tp_wire import (
+    Changed,
     Ended,
     FromWorker,
     LaunchStep,
@@ -37,7 +39,8 @@ from treetop.distributed.tp_wire import (
 )
 from treetop.engine.engine import Engine, InFlightStep
 from treetop.engine.kv_staging import staging_of
-from treetop.types.errors import CheckError, EngineError, InvariantError
+from treetop.types.changes import Commit
+from treetop.types.errors import CheckError, EngineError, InvariantError, UserError
 from treetop.types.messages import NodeMasks, RowTree, StepResult
 
 LINGER_MS = 2000
@@ -70,6 +73,7 @@ class TpWorker:
         self._next = 0
         self._agent: RankAgent | None = None
         self._failed = threading.Event()
+        self._prepared: Commit | None = None
 
     def run(self) -> int:
         """Meet the others, start the engine, then follow until something fails, which is told. Returns an exit code."""
@@ -109,10 +113,28 @@ class TpWorker:
             case Connect() | Disconnect() | Pull():
                 assert self._agent is not None
                 self._agent.take(message)
+            case AskChange(stage="drop"):
+                self._prepared = None
+            case AskChange():
+                self._send(self._change(message))
             case TreeMasksMade():
                 raise InvariantError("TreeMasksMade received between two steps")
             case _:
                 self._launch(message)
+
+    def _change(self, asked: AskChange) -> Changed:
+        """A stage of a change. What fails in the last one, rank 0 ends the group for."""
+        rank = self._options.rank
+        try:
+            if asked.stage == "prepare":
+                self._prepared = self._engine.prepare(asked.change)
+            else:
+                assert self._prepared is not None
+                commit, self._prepared = self._prepared, None
+                commit()
+        except Exception as error:  # rank 0 says so to whoever asked
+            return Changed(rank, str(error) or type(error).__name__, isinstance(error, UserError))
+        return Changed(rank)
 
     @property
     def _wait_ms(self) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 from treetop.attention.layer import DenseAttention
 from treetop.checks.host import PlanChecker, check_padded, check_result
 from treetop.checks.poison import poison
+from treetop.engine.adapters import EngineAdapters
 from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.engine.experience import Experience
 from treetop.engine.graphs import GraphSim
@@ -50,8 +51,9 @@ from treetop.engine.startup.plan import EnginePlan, captures, pace_of, plan_engi
 from treetop.engine.startup.round_costs import cost_table
 from treetop.engine.startup.startup_log import start_up_block
 from treetop.engine.step_digest import StepDigest, TreeAndPathDigest, no_digest
-from treetop.engine.update_weights import read_weights
+from treetop.engine.update_weights import NewWeights, read_weights
 from treetop.models.config import attention_of_rank
+from treetop.types.changes import Change, Commit, LoadLora, UnloadLora, UpdateWeights
 from treetop.types.config import EngineConfig
 from treetop.types.errors import InvariantError
 from treetop.types.ids import NULL_PAGE, GroupName, PageId
@@ -120,6 +122,8 @@ class Engine:
         self.layout, self.memory, self._zones = built.runner.layout, built.use, built.zones
         self.products, self.sums = built.products, whose_sums(engine_plan.place, built.products)
         self.runner, self.slots = built.runner, built.slots
+        tables = built.runner.adapters
+        self.adapters = None if tables is None else EngineAdapters(engine_plan, tables)
         self.launcher: RoundLauncher = Eager(self.runner)
         if config.graphs == "sim":
             self.launcher = GraphSim(self.runner, self._keys())
@@ -195,12 +199,22 @@ class Engine:
             for name in self.layout.token_groups:
                 self._poison_pages((name, PageId(page)) for page in range(1, self.layout.num_pages[name]))
 
-    def update_weights(self, model: str | None, draft: str | None) -> None:
-        """Read other weights, then put them in the place of target and draft; see `engine.update_weights`.
+    def prepare(self, change: Change) -> Commit:
+        """Read and check what a change asks for. What is returned puts it in force, once no step is out.
 
-        No step may be out, and no K/V of before may be read. What it raises, it raises before anything has changed.
+        Nothing has changed before. Raises UserError, also for what cannot be here.
         """
-        new = read_weights(self._plan, model, draft)
+        match change:
+            case UpdateWeights(model, draft):
+                return partial(self._replace_weights, read_weights(self._plan, model, draft))
+            case LoadLora():
+                assert self.adapters is not None  # the scheduler has refused it
+                return self.adapters.prepare(change)
+            case UnloadLora():
+                return lambda: None  # the scheduler's: a plan says when nobody has it any more
+
+    def _replace_weights(self, new: NewWeights) -> None:
+        """Put other weights in the place of target and draft. No K/V of before may be read."""
         self._serve(new.plan)
         self.runner = replace(self.runner, target=new.target, drafter=new.drafter)
         for name, scales in new.kv_scales.items():
@@ -355,6 +369,8 @@ class Engine:
             prompt=prompt_columns(plan, chunk_width(plan)),
         )
         rows = self._apply(sent)
+        if self.adapters is not None:
+            self.adapters.apply(plan.adapters)
         state.move_in(plan.setups, sent["setups"], self.config.check_level)
         allowed = self._node_masks.roots(plan.rows, plan.masks, len(padded), rows.device)
         first = prefill(self.runner, make_batch(plan, rows, sent["chunks"], sent["prompt"], allowed))

@@ -43,8 +43,8 @@ def read_weights(engine_plan: EnginePlan, model: str | None, draft: str | None) 
         raise ConfigError(
             "update_weights: built for a CPU, one rank and no --disaggregation-slots; start another engine"
         )
-    if engine_plan.adapters:
-        raise ConfigError("update_weights: --lora-modules are of the weights in force; start another engine")
+    if config.has_loras:
+        raise ConfigError("update_weights: adapters are of the weights in force; start another engine")
     if place.dummy:
         raise ConfigError("update_weights: --load-format dummy reads no weights; start with a folder's")
     if draft is not None and config.draft is None:

@@ -13,6 +13,7 @@ from ray.exceptions import RayActorError
 
 from treetop.core.clients import Sink
 from treetop.distributed.journal import Journal
+from treetop.types.changes import Change, asked_as
 from treetop.types.errors import ConfigError, EngineError
 from treetop.types.ids import RequestId
 from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, RequestUpdate
@@ -56,8 +57,8 @@ class RayClient:
             stream = asyncio.get_running_loop().create_task(self._run(request, sink), context=Context())
             self._streams[request.request_id] = stream
 
-    async def update_weights(self, model: str | None, draft: str | None) -> None:
-        raise ConfigError("update_weights: built for one engine; replicas behind Ray are started with new weights")
+    async def change(self, change: Change) -> None:
+        raise ConfigError(f"{asked_as(change)}: replicas behind Ray are started anew")
 
     def abort(self, request_ids: Sequence[RequestId]) -> None:
         for request_id in request_ids:

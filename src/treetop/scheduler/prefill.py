@@ -1,9 +1,10 @@
 """Who is admitted, and which chunks of which prompts a prefill step takes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 
 from treetop.cache.kv_cache_manager import Lease
+from treetop.scheduler.adapters import AdapterBooks
 from treetop.scheduler.budget import PrefillBudget
 from treetop.scheduler.kv_transfer import KVTransfers
 from treetop.scheduler.queues import Queues
@@ -41,9 +42,12 @@ class PrefillPlanner:
         steps: StepsOut,
         kv_transfer: KVTransfers,
         clock: Callable[[], float],
+        *,
+        adapters: AdapterBooks,
     ) -> None:
         self._layout, self._queues, self._rows, self._steps, self._clock = layout, queues, rows, steps, clock
         self._kv_transfer, self._budget, self.shares = kv_transfer, budget, Shares(queues, rows)
+        self._adapters = adapters
         self._num_waiting = 0
         self._last_s = float("-inf")  # when the last step was planned
         self.lacks_pages: Request | None = None
@@ -91,7 +95,12 @@ class PrefillPlanner:
             choice=Choice.costliest(request.choice for request, _ in batch),
             logprobs=logprobs_of([request for request, _ in batch]),
             masks=masks_of(last),
+            adapters=self._adapters.take_edits(each.adapter for each in self._everybody()),
         )
+
+    def _everybody(self) -> Iterator[Request]:
+        """Who is alive, and who has ended and holds a row."""
+        return chain(self._queues.by_id.values(), self._rows.by_row.values())
 
     def _in_order(self, batch: Batch, setups: list[RowSetup]) -> None:
         """Those that have begun, then those that wait, until one has no room."""
@@ -194,6 +203,8 @@ class PrefillPlanner:
         False if there is no room, or its first chunk does not suit the batch. whole: that has to be its last.
         """
         kv_cache = self._rows.kv_cache
+        if not self._adapters.place(request.adapter, {each.adapter for each in self._rows.by_row.values()}):
+            return False
         lease, shared = kv_cache.open(request.reusable_ids, request.cache_salt)
         known = lease.shared * self._layout.page_size
         rest = request.num_ids - known

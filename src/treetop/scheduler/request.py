@@ -6,6 +6,7 @@ from functools import lru_cache
 from hashlib import sha256
 
 from treetop.cache.kv_cache_manager import Lease
+from treetop.scheduler.adapters import NO_ADAPTER, Adapter
 from treetop.scheduler.constrained import ConstraintState, Structures, constrained_by
 from treetop.types.ids import RequestId, Row
 from treetop.types.messages import RowHistory, RowMask, RowSetup
@@ -48,7 +49,7 @@ class Request:
     constrained: None if any token may come, but for never_ids.
     remote: another worker is to prefill it.
     export_from: it is prefilled for another worker, which wants its tokens from here on, and never decodes.
-    adapter: the slot of its adapter; 0 for none.
+    adapter: its own, or that of none.
     prompt_logprobs: those that are known, from the prompt's second token on; None if they are not asked for, or were
         told with the first token. The rest is for the stats.
     """
@@ -78,7 +79,7 @@ class Request:
     export_from: int | None = None
     admitted_s: float | None = None
     first_token_s: float | None = None
-    adapter: int = 0
+    adapter: Adapter = NO_ADAPTER
 
     @classmethod
     def of(
@@ -138,7 +139,7 @@ class Request:
             prefix_ids=tuple(self.ids[:known]),
             constrained=self.constrained is not None,
             checkpoint=checkpoint,
-            adapter=self.adapter,
+            adapter=self.adapter.slot,
             owner=owner_of(self.cache_salt),
         )
 

@@ -18,6 +18,7 @@ from itertools import count
 from typing import Any
 
 from treetop.cache.prefix_cache import CacheWatcher
+from treetop.scheduler.adapters import AdapterBooks
 from treetop.scheduler.budget import PrefillBudget
 from treetop.scheduler.committer import Committer, stats_of
 from treetop.scheduler.constrained import Structures
@@ -91,7 +92,7 @@ class Scheduler:
         )
         if isinstance(self.policy, AdaptiveShape):
             log.info("%s", self.policy.expectation())
-        self._adapters = {name: slot for slot, name in enumerate(("", *config.adapters))}
+        self.adapters = AdapterBooks(config.adapters, config.num_lora_slots, config.most_loras)
         self._untold: dict[RequestId, Request] = {}  # those whose last update has not been handed out
         self._retractions_before = self._num_gave_way = 0
         self._cache_watcher: CacheWatcher | None = None
@@ -111,7 +112,7 @@ class Scheduler:
         self.rows = Rows(layout, not config.disable_radix_cache, config.check_level, self._lengths)
         shared = self.queues, self.rows, self.steps
         self.kv_transfer = KVTransfers(layout, self.queues, self.rows, clock)
-        self._prefill = PrefillPlanner(layout, self._budget, *shared, self.kv_transfer, clock)
+        self._prefill = PrefillPlanner(layout, self._budget, *shared, self.kv_transfer, clock, adapters=self.adapters)
         self._rounds = RoundPlanner(layout, self._choose_shape, *shared, self.kv_transfer)
         self._committer = Committer(*shared, self.kv_transfer, config.check_level, clock)
         if self._cache_watcher is not None:
@@ -131,13 +132,15 @@ class Scheduler:
         check_prompt(asked.prompt_ids, self._layout.max_context)
         if remote or export_from is not None:
             self._check_kv_transfer(asked, remote, export_from)
+        adapter = self.adapters.named(asked.lora)
         if asked.request_id in self.queues.by_id:
             raise InvariantError(f"request id {asked.request_id} is given twice")
         order, now = (asked.priority if self._by_priority else 0, next(self._numbers)), self._clock()
         maximum = self._layout.max_context
         request = Request.of(asked, self._eos_ids, maximum, order, now, self._vocab_size, self._structures)
         asks_more = asked.params.prompt_logprobs is not None or bool(asked.bad_words or asked.cache_salt)
-        request.adapter = self._adapters[asked.lora]
+        request.adapter = adapter
+        request.cache_salt = adapter.salt(asked.cache_salt)
         request.remote = remote and request.constrained is None and not asked.received and not asks_more
         request.export_from = export_from
         if export_from is None:  # else events tell the desk
@@ -323,6 +326,7 @@ class Scheduler:
         """
         old, now = self.kv_transfer, self._clock()
         self._retractions_before = self.num_retractions
+        self.adapters.lose_slots()
         self._open_books()
         self.kv_transfer.lose_all(old)
         self.rows.kv_cache.note_all_freed()

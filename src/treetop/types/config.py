@@ -298,6 +298,16 @@ class EngineConfig:
         metavar="NAME=FOLDER",
         several=True,
     )
+    enable_lora: bool = option(False, "adapters may be loaded and unloaded while it runs (docs/lora.md)")
+    max_loras: int | None = option(
+        None, "adapters on the device at a time (default: those of --lora-modules, 1 at least)", minimum=1, maximum=1024
+    )
+    max_cpu_loras: int | None = option(
+        None, "adapters that may be loaded in all (default: as many as on the device)", minimum=1, maximum=65536
+    )
+    max_lora_rank: int = option(
+        16, "with --enable-lora, ranks of adapters; one of --lora-modules may have more", minimum=1, maximum=512
+    )
     seed: int | None = option(
         None,
         "each prompt draws its own seed from this one: the same seed and prompts give the same sampled tokens (default:"
@@ -454,16 +464,27 @@ class EngineConfig:
         names = [text.partition("=")[0] for text in self.lora_modules]
         wrong = next((text for text in self.lora_modules if not all(text.partition("="))), None)
         twice = next((name for name in names if names.count(name) > 1), None)
+        named, most = len(names), self.max_cpu_loras
         return [
+            (
+                not names and not self.enable_lora and (self.max_loras or self.max_cpu_loras) is not None,
+                "--max-loras and --max-cpu-loras: there are no adapters; add --enable-lora or --lora-modules",
+            ),
+            (
+                most is not None and most < max(named, self.num_lora_slots),
+                f"--max-cpu-loras {most}: need {max(named, self.num_lora_slots)}, those of --lora-modules ({named}) and"
+                f" as many as on the device (--max-loras {self.num_lora_slots}); raise it",
+            ),
             (wrong is not None, f"--lora-modules must be NAME=FOLDER, got {shown(wrong)}"),
             (twice is not None, f"--lora-modules names {shown(twice)} twice"),
             (
-                bool(names) and self.exactness == "bits",
-                "--lora-modules: not with --exactness bits; use --exactness ties",
+                self.has_loras and self.exactness == "bits",
+                "--lora-modules, --enable-lora: not with --exactness bits; use --exactness ties",
             ),
             (
-                bool(names) and self.disaggregation_slots > 0,
-                "--lora-modules: requests with adapters are not handed over; drop --disaggregation-slots",
+                self.has_loras and self.disaggregation_slots > 0,
+                "--lora-modules, --enable-lora: requests with adapters are not handed over; drop"
+                " --disaggregation-slots",
             ),
         ]
 
@@ -471,6 +492,23 @@ class EngineConfig:
     def adapters(self) -> dict[str, str]:
         """The folders of `lora_modules` by their names, in their order."""
         return {name: folder for name, _, folder in (text.partition("=") for text in self.lora_modules)}
+
+    @property
+    def has_loras(self) -> bool:
+        """Whether requests may have adapters."""
+        return bool(self.lora_modules) or self.enable_lora
+
+    @property
+    def num_lora_slots(self) -> int:
+        """Adapters on the device at a time."""
+        return (self.max_loras or max(len(self.lora_modules), 1)) if self.has_loras else 0
+
+    @property
+    def most_loras(self) -> int:
+        """Adapters in all, where they may be loaded later; else 0."""
+        if not self.enable_lora:
+            return 0
+        return self.max_cpu_loras or max(self.num_lora_slots, len(self.lora_modules))
 
     @property
     def fp8_kv(self) -> bool:

@@ -70,6 +70,10 @@ class EngineOptions(TypedDict, total=False):
     simulate_acceptance: str | None
     check_level: int
     lora_modules: tuple[str, ...] | Mapping[str, str]
+    enable_lora: bool
+    max_loras: int | None
+    max_cpu_loras: int | None
+    max_lora_rank: int
     seed: int | None
     tp_size: int
     ep_size: int

@@ -126,6 +126,14 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterEdit:
+    """A slot of the device has this adapter from now on; of slot 0, the host may forget it. number: see `LoadLora`."""
+
+    slot: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillPlan:
     """One prefill step: edits and setups are applied first.
 
@@ -142,6 +150,7 @@ class PrefillPlan:
     logprobs: tuple[int | None, ...] = ()
     masks: tuple[RowMask, ...] = ()
     min_batch_tokens: int = 0
+    adapters: tuple[AdapterEdit, ...] = ()
 
     @property
     def rows(self) -> tuple[Row, ...]:

@@ -10,7 +10,13 @@ from treetop.api.completions import CompletionRequest
 from treetop.api.conversations import ConversationRequest, ItemsRequest, MetadataRequest
 from treetop.api.llama_cpp import LlamaCppRequest
 from treetop.api.ollama import OllamaChat, OllamaGenerate, ShowRequest
-from treetop.api.operations import DetokenizeRequest, TokenizeRequest, UpdateWeightsRequest
+from treetop.api.operations import (
+    DetokenizeRequest,
+    LoadLoraRequest,
+    TokenizeRequest,
+    UnloadLoraRequest,
+    UpdateWeightsRequest,
+)
 from treetop.api.requests.chat_body import ChatRequest
 from treetop.api.requests.fields import Body
 from treetop.api.requests.messages_body import CountRequest, MessagesRequest
@@ -35,6 +41,8 @@ BODIES: dict[str, type[Body]] = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/update_weights_from_disk": UpdateWeightsRequest,
+    "/v1/load_lora_adapter": LoadLoraRequest,
+    "/v1/unload_lora_adapter": UnloadLoraRequest,
 }
 """Of POST requests, by route."""
 _HEAD = """\

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from treetop.checkpoints.adapters import Zeros, make_adapters
+from treetop.checkpoints.adapters import Zeros, make_adapters, modules_for
 from treetop.checkpoints.loader import Placement
 from treetop.checkpoints.lora_folder import LoraFolder, read_lora
 from treetop.models.registry import TargetSpec
@@ -16,7 +16,11 @@ def read_adapters(config: EngineConfig, target: TargetSpec) -> tuple[LoraFolder,
 
 
 def adapters_of(
-    folders: tuple[LoraFolder, ...], target: TargetSpec, place: Placement, rows: int, zeros: Zeros
+    config: EngineConfig, folders: tuple[LoraFolder, ...], target: TargetSpec, place: Placement, rows: int, zeros: Zeros
 ) -> Adapters | None:
-    """Tables for these, not yet filled; None without any."""
-    return make_adapters(folders, place.own(target.params), rows, place.dtype, zeros) if folders else None
+    """Tables for a configuration's adapters and for those that may come later, of zeros; None without any."""
+    if not config.has_loras:
+        return None
+    modules = modules_for(folders, target.params, config.enable_lora)
+    rank = max([config.max_lora_rank if config.enable_lora else 1, *(folder.rank for folder in folders)])
+    return make_adapters(modules, rank, config.num_lora_slots, place.own(target.params), rows, place.dtype, zeros)

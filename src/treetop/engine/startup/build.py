@@ -9,7 +9,6 @@ from torch import Tensor
 
 from treetop.attention.auto import make_backend
 from treetop.cache.pool import KVPool, make_pools
-from treetop.checkpoints.adapters import load_adapters
 from treetop.checks.poison import RedZones
 from treetop.checks.probes import Probes
 from treetop.drafts.protocol import DrafterSpec
@@ -119,11 +118,9 @@ def _without_pools(engine_plan: EnginePlan, products: Products) -> tuple[ModelRu
     zones = RedZones(place.device) if config.check_level >= 3 else None
     zeros: Zeros = zones.zeros if zones is not None else partial(zeros_on, place.device)
     layout, aux = engine_plan.layout, draft.aux_inputs if draft is not None else ()
-    folders, spec, model = engine_plan.adapters, engine_plan.target, engine_plan.target.config
-    adapters = adapters_of(folders, spec, place, layout.num_rows, zeros)
+    spec, model = engine_plan.target, engine_plan.target.config
+    adapters = adapters_of(config, engine_plan.adapters, spec, place, layout.num_rows, zeros)
     target = spec.load(aux, replace(place, adapters=adapters))
-    if adapters is not None:
-        load_adapters(adapters, folders, place.own(spec.params))
     changed = changed_vocab(config, model)
     state = make_state(
         *(layout, draft, model.hidden_size, changed, place.dtype, zeros, config.speculative_suffix_cache_tokens),

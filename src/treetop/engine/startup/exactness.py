@@ -98,8 +98,8 @@ def _of_model(config: ModelConfig) -> str | None:
 
 def unfit_options(config: EngineConfig, place: Placement) -> BackendRefusal | None:
     """What options have against `bits` on a device, whatever the machine and the model."""
-    if config.lora_modules:
-        return BackendRefusal("what adapters add is not probed", f"{_TIES} or drop --lora-modules")
+    if config.has_loras:
+        return BackendRefusal("what adapters add is not probed", f"{_TIES} or drop --lora-modules and --enable-lora")
     most, nodes = on_a_cpu.MOST_NODES, max(shape.num_draft_tokens for shape in config.shapes)
     problem = _of_device(config, place)
     if problem is not None or nodes <= most:

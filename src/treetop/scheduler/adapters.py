@@ -1,0 +1,131 @@
+"""Which adapters there are, and which of them have a slot of the device: the most recently used.
+
+A row that enters has its adapter's slot for as long as it holds its row; a slot whose adapter no row has may be given
+to another, the least recently used first. What that takes is told with the next prefill step, to all ranks alike.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from treetop.types.errors import ConfigError, InputError, shown
+from treetop.types.messages import AdapterEdit
+
+
+@dataclass(slots=True, eq=False)
+class Adapter:
+    """number: of all that there ever were, 0 of none. version: of those of this name. slot: 0 for none."""
+
+    name: str
+    number: int
+    version: int = 1
+    slot: int = 0
+    used: int = 0
+
+    def salt(self, given: str) -> str:
+        """What parts the prefix cache, of what a request brings: a name that was given again means other K/V."""
+        return given if self.version == 1 else f"{given}\0{self.version}"
+
+
+NO_ADAPTER = Adapter("", 0)
+
+
+class AdapterBooks:
+    """names: those that a start has read, in their order, as many in slots as there are. most: in all, 0 where none may
+    be loaded later.
+    """
+
+    def __init__(self, names: Iterable[str], slots: int, most: int) -> None:
+        self._slots: list[Adapter | None] = [None] * slots
+        self._most, self._versions, self._clock = most, Counter[str](), 0
+        self._by_name, self._leaving, self._edits = dict[str, Adapter](), list[Adapter](), list[AdapterEdit]()
+        self._last = 0
+        for name in names:
+            adapter = self.add(name, self._last + 1)
+            if adapter.number <= slots:
+                self._slots[adapter.number - 1], adapter.slot = adapter, adapter.number
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._by_name)
+
+    def named(self, name: str) -> Adapter:
+        """Raises InputError for a name that nobody has any more."""
+        if not name:
+            return NO_ADAPTER
+        if name not in self._by_name:
+            raise InputError(f"lora: {shown(name)} is no adapter of this engine: it has been unloaded")
+        return self._by_name[name]
+
+    # ---------------------------------------------------------------- who there is
+
+    def next_number(self, name: str) -> int:
+        """Of an adapter that is to be added. Raises InputError for a name that is taken, ConfigError if none may be."""
+        if not self._most:
+            raise ConfigError(f"lora_name: {shown(name)}: none can be loaded while it runs; start with --enable-lora")
+        if name in self._by_name:
+            raise InputError(f"lora_name: {shown(name)} has already been loaded; unload it first")
+        if len(self._by_name) >= self._most:
+            raise ConfigError(
+                f"lora_name: {shown(name)}: {len(self._by_name)} adapters are loaded, --max-cpu-loras {self._most} are"
+                " the most; unload one or raise it"
+            )
+        return self._last + 1
+
+    def check_known(self, name: str) -> None:
+        """Raises InputError for a name that nobody has."""
+        if name not in self._by_name:
+            known = ", ".join(self._by_name) or "none"
+            raise InputError(f"lora_name: {shown(name)} is no adapter of this engine, which has {known}")
+
+    def add(self, name: str, number: int) -> Adapter:
+        self._last = number
+        self._versions[name] += 1
+        adapter = self._by_name[name] = Adapter(name, number, self._versions[name])
+        return adapter
+
+    def remove(self, name: str) -> None:
+        """Requests that have it go on with it."""
+        self._leaving.append(self._by_name.pop(name))
+
+    # ---------------------------------------------------------------- slots
+
+    def place(self, adapter: Adapter, running: Collection[Adapter]) -> bool:
+        """A slot for a row that is about to enter; False while other rows hold all of them. running: who has rows."""
+        if adapter is NO_ADAPTER:
+            return True
+        if not adapter.slot:
+            free = [slot for slot, each in enumerate(self._slots, 1) if each is None or each not in running]
+            if not free:
+                return False
+            slot = min(free, key=self._last_used)
+            old = self._slots[slot - 1]
+            if old is not None:
+                old.slot = 0
+            self._slots[slot - 1], adapter.slot = adapter, slot
+            self._edits.append(AdapterEdit(slot, adapter.number))
+        self._clock += 1
+        adapter.used = self._clock
+        return True
+
+    def _last_used(self, slot: int) -> int:
+        held = self._slots[slot - 1]
+        return -1 if held is None else held.used
+
+    def take_edits(self, alive: Iterable[Adapter]) -> tuple[AdapterEdit, ...]:
+        """What has changed since the last plan that was told. alive: of all requests."""
+        if self._leaving:
+            held = set(alive)
+            for adapter in [each for each in self._leaving if each not in held]:
+                self._leaving.remove(adapter)
+                if adapter.slot:
+                    self._slots[adapter.slot - 1] = None
+                self._edits.append(AdapterEdit(0, adapter.number))
+        edits, self._edits = tuple(self._edits), []
+        return edits
+
+    def lose_slots(self) -> None:
+        """What the device has of them is not known any more."""
+        for adapter in (each for each in self._slots if each is not None):
+            adapter.slot = 0
+        self._slots, self._edits = [None] * len(self._slots), [each for each in self._edits if not each.slot]

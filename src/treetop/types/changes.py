@@ -1,0 +1,48 @@
+"""What changes an engine that runs, between two of its steps: one value each, which every rank and replica is given.
+
+All read and check first (`prepare`), and nothing has changed if one refuses; then all take it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+Commit = Callable[[], object]
+"""Puts what was prepared in force. It is dropped by not being called."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateWeights:
+    """Go on with the weights of other folders, of None with those in force, read again."""
+
+    model: str | None = None
+    draft: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadLora:
+    """An adapter that requests may name from now on. number: by which the core tells it from every other, ever."""
+
+    name: str
+    path: str
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadLora:
+    """No request may name this adapter any more. Those that have named it go on with it to their end."""
+
+    name: str
+
+
+Change = UpdateWeights | LoadLora | UnloadLora
+CHANGES: dict[str, type[Change]] = {
+    "update_weights": UpdateWeights,
+    "load_lora": LoadLora,
+    "unload_lora": UnloadLora,
+}
+"""By what an `LLM` calls them."""
+
+
+def asked_as(change: Change) -> str:
+    """What an `LLM` calls a change."""
+    return next(name for name, kind in CHANGES.items() if isinstance(change, kind))
