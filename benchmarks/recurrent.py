@@ -1,11 +1,12 @@
-"""Times the linear layers of Qwen3-Next and Qwen3.5-27B on one GPU, without their products with weights.
+"""Times the recurrent layers of Qwen3-Next and others on one GPU, without their products with weights.
 
     python benchmarks/recurrent.py --batches 1,8,32 --nodes 1,4,16,64
     python benchmarks/recurrent.py --chunks 2048,8192 --batches 1
 
 A time is that of one layer in a replayed graph of many over different states, as in a round: convolution along paths,
-gates, verification with one update pending for one node and six for more, norm and gate. Outputs are checked against
-the reference before anything is timed. `floor_us` is what a load and a store of the states take at the machine's copy
+gates, verification with one update pending for one node and six for more, norm and gate. Gates and norm are those of a
+gated delta net; of other kinds convolution and verification are timed alone. Outputs are checked against the reference
+before anything is timed. `floor_us` is what a load and a store of the states take at the machine's copy
 rate. `--chunks` times prefill in the same way. JSON lines on stdout; the first names the machine.
 """
 
@@ -29,6 +30,8 @@ from treetop.types.state import StateGroup
 GROUPS = {
     "qwen3-next": StateGroup(STATE, 36, 8192, 4, 32, 16, 128, 128, delta=True, per_channel=False),
     "qwen3.5-27b": StateGroup(STATE, 48, 10240, 4, 48, 16, 128, 128, delta=True, per_channel=False),
+    "kimi-linear": StateGroup(STATE, 20, 12288, 4, 32, 32, 128, 128, delta=True, per_channel=True),
+    "nemotron-3-nano": StateGroup(STATE, 23, 6144, 4, 64, 8, 128, 64, delta=False, per_channel=False),
 }
 WIDTH, LAYERS = 6, 6
 HALF, WIDE = torch.bfloat16, torch.float32
@@ -37,7 +40,7 @@ HALF, WIDE = torch.bfloat16, torch.float32
 def updates(group: StateGroup, *lead: int) -> StateUpdates:
     k = torch.randn(*lead, group.key_heads, group.key_dim, device=DEVICE) / group.key_dim**0.5
     d = torch.randn(*lead, group.heads, group.value_dim, device=DEVICE)
-    return StateUpdates(k, d, -torch.rand(*lead, group.heads, device=DEVICE))
+    return StateUpdates(k, d, -torch.rand(*lead, *group.decay_shape, device=DEVICE))
 
 
 class Layer:
@@ -56,7 +59,10 @@ class Layer:
         self.rate, self.bias = -torch.rand(group.heads, device=DEVICE), torch.randn(group.heads, device=DEVICE)
         self.z = torch.randn(rows, n, group.heads * group.value_dim, device=DEVICE, dtype=HALF)
         self.norm = torch.ones(group.value_dim, device=DEVICE, dtype=HALF)
-        self.stash = updates(group, rows, n)
+        self.stash, self.given = updates(group, rows, n), None
+        if not group.delta or group.per_channel:
+            of, beta = updates(group, rows, n), torch.rand(rows, n, group.heads, device=DEVICE)
+            self.given = StateInputs(of.k, of.k.clone(), of.d, of.g, beta if group.delta else None)
         rng = random.Random(n)
         line = [[0, *(rng.randrange(node) for node in range(1, n))] for _ in range(rows)]
         self.parents = torch.tensor(line, device=DEVICE)
@@ -66,19 +72,23 @@ class Layer:
         self.run: dict[str, Callable[..., object]] = {name: getattr(ops, name).on(gpu, exact) for name in names}
 
     def inputs(self, mixed: object) -> object:
-        return self.run["delta_inputs"](
+        return self.given or self.run["delta_inputs"](
             mixed, self.gates, self.rate, self.bias, self.group.key_heads, self.group.key_dim
         )
 
     def verify(self) -> None:
         mixed = self.run["path_conv"](self.states.conv, self.rows, self.mixed, self.windows, self.weight)
         call = (self.states, self.rows, self.inputs(mixed), self.parents, self.stash, self.dummy)
-        self.run["gated_norm"](self.run["verify_states"](*call), self.z, self.norm, 1e-6)
+        self.leave(self.run["verify_states"](*call))
 
     def prefill(self) -> None:
         mixed = self.run["prefill_conv"](self.states.conv, self.rows, self.mixed, self.valid, self.weight)
         out = self.run["prefill_states"](self.states, self.rows, self.inputs(mixed), self.valid)
-        self.run["gated_norm"](out, self.z, self.norm, 1e-6)
+        self.leave(out)
+
+    def leave(self, out: object) -> None:
+        if self.given is None:
+            self.run["gated_norm"](out, self.z, self.norm, 1e-6)
 
     def error(self) -> float:
         """Of a verification, as a share of the largest output, against the reference in float64."""

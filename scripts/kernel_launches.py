@@ -360,36 +360,66 @@ def _attend_by_segments(scene: _Scene, q: Tensor, pages: Tensor, tail: Tensor, g
 # ------------------------------------------------------------------------------------------------ of recurrent layers
 
 
+@dataclass(frozen=True, slots=True)
+class _Recurrence:
+    """Sizes of one model's recurrent layers."""
+
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    delta: bool = True
+    per_channel: bool = False
+
+    def updates(self, *lead: int) -> StateUpdates:
+        wide = torch.float32
+        k = _empty(*lead, self.key_heads, self.key_dim, dtype=wide)
+        decays = (self.heads, self.key_dim) if self.per_channel else (self.heads,)
+        return StateUpdates(
+            k, _empty(*lead, self.heads, self.value_dim, dtype=wide), _empty(*lead, *decays, dtype=wide)
+        )
+
+    def states(self, layers: int, num_rows: int, width: int, channels: int, before: int) -> LinearStates:
+        return LinearStates(
+            _empty(layers, num_rows, channels, before),
+            _empty(layers, num_rows, self.heads, self.key_dim, self.value_dim, dtype=torch.float32),
+            self.updates(layers, num_rows, width),
+            _empty(num_rows, dtype=LONG),
+        )
+
+    def inputs(self, rows: int, nodes: int) -> StateInputs:
+        of = self.updates(rows, nodes)
+        rates = _empty(rows, nodes, self.heads, dtype=torch.float32) if self.delta else None
+        return StateInputs(of.k, of.k, of.d, of.g, rates)
+
+
+_OTHER_RECURRENCES = {
+    "Kimi-Linear": _Recurrence(32, 32, 128, 128, per_channel=True),
+    "Nemotron-3-Nano": _Recurrence(8, 64, 128, 64, delta=False),
+    "Falcon-H1": _Recurrence(1, 24, 256, 64, delta=False),
+}
+
+
 def _recurrent(card: Card) -> Iterator[Case]:
-    """Of Qwen3-Next's linear layers: verifications of one node, a tree and the largest, a chunk, what is kept."""
+    """Of Qwen3-Next's linear layers: verifications of one node, a tree and the largest, a chunk, what is kept.
+
+    Of recurrences of other kinds what differs: the states.
+    """
     gpu, layers, rows, num_rows, width = card.gpu, 4, 2, 3, 6
     key_heads, heads, dim, taps = 16, 32, 128, 4
-    channels, wide = (2 * key_heads + heads) * dim, torch.float32
-
-    def updates(*lead: int) -> StateUpdates:
-        k, d = (_empty(*lead, count, dim, dtype=wide) for count in (key_heads, heads))
-        return StateUpdates(k, d, _empty(*lead, heads, dtype=wide))
-
-    states = LinearStates(
-        _empty(layers, num_rows, channels, taps - 1),
-        _empty(layers, num_rows, heads, dim, dim, dtype=wide),
-        updates(layers, num_rows, width),
-        _empty(num_rows, dtype=LONG),
-    )
+    channels, wide, of_next = (2 * key_heads + heads) * dim, torch.float32, _Recurrence(16, 32, 128, 128)
+    states = of_next.states(layers, num_rows, width, channels, taps - 1)
     batch, weight = _empty(rows, dtype=LONG), _empty(channels, taps)
     for nodes in (1, 16, 64):
-        of = updates(rows, nodes)
-        inputs = StateInputs(of.k, of.k, of.d, of.g, of.g)
+        inputs = of_next.inputs(rows, nodes)
         parents, windows = _empty(rows, nodes, dtype=LONG), _empty(rows, nodes, taps - 1, dtype=LONG)
-        tails = StateTails(_empty(layers, rows, nodes, channels), updates(layers, rows, nodes))
-        x, valid, what = _empty(rows, nodes, channels), _empty(rows, nodes, dtype=torch.bool), f"of {nodes} tokens"
-        stash = tails.updates.layer(0)
-        verify = partial(verify_states, states.layer(0), batch, inputs, parents, stash, 2, gpu)
-        yield f"verification of states {what}", verify
+        tails = StateTails(_empty(layers, rows, nodes, channels), of_next.updates(layers, rows, nodes))
+        x, what = _empty(rows, nodes, channels), f"of {nodes} tokens"
+        yield from _states_of(states, inputs, parents, tails.updates.layer(0), what, gpu)
         yield f"convolution along paths {what}", partial(path_conv, states.conv[0], batch, x, windows, weight, gpu=gpu)
         paths = Paths(batch, batch, batch, width, _empty(rows, width, dtype=LONG), 2)
         yield f"keeping of states {what}", partial(keep_states, states, tails, paths, windows, gpu)
-        yield f"chunk of states {what}", partial(prefill_states, states.layer(0), batch, inputs, valid, gpu)
+        valid = _empty(rows, nodes, dtype=torch.bool)
         yield (
             f"convolution of a chunk {what}",
             partial(prefill_conv, states.conv[0], batch, x, valid, weight, gpu=gpu),
@@ -398,10 +428,24 @@ def _recurrent(card: Card) -> Iterator[Case]:
         yield f"gates of states {what}", partial(delta_inputs, x, gates, rate, rate, key_heads, dim, gpu)
         z = _empty(rows, nodes, heads * dim)
         yield f"norm and gate {what}", partial(gated_norm, inputs.v, z, _empty(dim), 1e-6, gpu)
-        in_turn = partial(verify_in_turn_kernel, states.layer(0), batch, inputs, parents, stash, 2, gpu)
-        yield f"verification of states in turn {what}", in_turn
-        yield (
-            f"chunk of states in turn {what}",
-            partial(prefill_in_turn_kernel, states.layer(0), batch, inputs, valid, gpu),
-        )
     yield "folding of states", partial(fold_states, states, batch, gpu)
+    for name, other in _OTHER_RECURRENCES.items():
+        states = other.states(layers, num_rows, width, 0, 0)
+        for nodes in (1, 16, 64):
+            parents, what = _empty(rows, nodes, dtype=LONG), f"of {nodes} tokens, {name}"
+            stash = other.updates(rows, nodes)
+            yield from _states_of(states, other.inputs(rows, nodes), parents, stash, what, gpu)
+        yield f"folding of states, {name}", partial(fold_states, states, batch, gpu)
+
+
+def _states_of(
+    states: LinearStates, inputs: StateInputs, parents: Tensor, stash: StateUpdates, what: str, gpu: GpuTraits
+) -> Iterator[Case]:
+    """Verifications and chunks, each in blocks and in turn."""
+    batch, of_layer = _empty(len(parents), dtype=LONG), states.layer(0)
+    valid = _empty(*parents.shape, dtype=torch.bool)
+    nodes, chunk = (of_layer, batch, inputs, parents, stash, 2, gpu), (of_layer, batch, inputs, valid, gpu)
+    yield f"verification of states {what}", partial(verify_states, *nodes)
+    yield f"chunk of states {what}", partial(prefill_states, *chunk)
+    yield f"verification of states in turn {what}", partial(verify_in_turn_kernel, *nodes)
+    yield f"chunk of states in turn {what}", partial(prefill_in_turn_kernel, *chunk)

@@ -28,6 +28,12 @@ NAMES += [
     "qwen3 next",
     "qwen3.5",
     "qwen3.5 moe",
+    "lfm2",
+    "bamba",
+    "granite 4 hybrid",
+    "falcon h1",
+    "nemotron h",
+    "kimi linear",
 ]
 """Norms of all q and k and none before, multipliers, layers without rotation, joined and partly rotated q and k,
 interleaved rotation, text of what sees, experts under other names and with biased sigmoid routers.

@@ -351,7 +351,7 @@ def both_ways(name, *args, after=lambda args, result: result):
 
 
 @on_gpu_or_interpreted
-@pytest.mark.parametrize("kind", ["gated delta", "decay alone"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [1, 17])
 def test_the_kernel_verifies_any_tree(kind, n):
     """Pending updates of every number, the dummy twice, wide values in several blocks."""
@@ -367,10 +367,10 @@ def test_the_kernel_verifies_any_tree(kind, n):
 
 
 @on_gpu_or_interpreted
-@pytest.mark.parametrize("name", ["v", "g"])
-def test_in_the_kernel_too_a_node_that_is_not_finite_changes_nobody_but_those_below_it(name):
+@pytest.mark.parametrize(("kind", "name"), [("gated delta", "v"), ("gated delta", "g"), ("delta by channel", "g")])
+def test_in_the_kernel_too_a_node_that_is_not_finite_changes_nobody_but_those_below_it(kind, name):
     torch.manual_seed(3)
-    group, n, parents, outs = GATED, 12, trees(12, 3), []
+    group, n, parents, outs = KINDS[kind], 12, trees(12, 3), []
     layer = random_states(group, NUM_ROWS, WIDTH, torch.float32, torch.float32).layer(0)
     inputs = random_inputs(group, len(ROWS), n, torch.float32)
     stash = random_tails(group, len(ROWS), n, torch.float32, torch.float32).updates.layer(0)
@@ -386,13 +386,15 @@ def test_in_the_kernel_too_a_node_that_is_not_finite_changes_nobody_but_those_be
 
 
 @on_gpu_or_interpreted
-@pytest.mark.parametrize("n", [1, 16, 17])
-def test_the_kernel_takes_in_chunks_of_any_length(n):
+@pytest.mark.parametrize(
+    ("kind", "n"), [("gated delta", 1), ("gated delta", 16), ("gated delta", 17), ("delta by channel", 17)]
+)
+def test_the_kernel_takes_in_chunks_of_any_length(kind, n):
     """In blocks of its own: padding that is not finite changes nothing."""
     torch.manual_seed(n)
-    states = random_states(GATED, NUM_ROWS, WIDTH, torch.float32, torch.float32).layer(1)
+    states = random_states(KINDS[kind], NUM_ROWS, WIDTH, torch.float32, torch.float32).layer(1)
     valid = torch.arange(n) < torch.tensor([n, 0, max(n - 3, 0), n // 2])[:, None]
-    inputs = random_inputs(GATED, 4, n, torch.float32)
+    inputs = random_inputs(KINDS[kind], 4, n, torch.float32)
     for each in fields(inputs):
         each[~valid] = NAN
     args = (states, torch.tensor([2, 5, 0, 4]), inputs, valid)
@@ -442,7 +444,7 @@ def test_in_turn_a_chunk_a_tree_and_a_fold_have_the_same_bits(way):
 
 
 @on_gpu_or_interpreted
-@pytest.mark.parametrize("kind", ["gated delta", "decay alone"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_kernel_that_goes_in_turn_gives_what_the_reference_gives(kind):
     """Trees, the dummy twice, pending updates of every number; chunks with padding that is not finite."""
     torch.manual_seed(13)

@@ -13,7 +13,6 @@ from support.families import FAMILIES
 from support.logits import record_logits
 from support.tiny_models import copy_folder
 from treetop import LLM
-from treetop.engine.startup.state_limits import check_device
 from treetop.models.config import LinearSpec
 from treetop.models.registry import target_spec
 from treetop.types.errors import CheckpointError, ConfigError
@@ -114,11 +113,6 @@ def test_limits_of_steps_hold_for_single_tokens_too(saved, tmp_path):
     largest = float(theirs.abs().max())
     assert float((ours - theirs).abs().max()) < 1e-11 * largest
     assert float((without - theirs).abs().max()) > 1e-3 * largest
-
-
-def test_other_recurrences_run_on_a_cpu_alone(saved):
-    with pytest.raises(ConfigError, match=r"--device cuda: Mamba-2 .* --device cpu"):
-        check_device(target_spec(saved("bamba").pair.target).config, torch.device("cuda"))
 
 
 def test_bits_of_other_recurrences_are_refused_by_name(saved):

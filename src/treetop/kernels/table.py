@@ -346,7 +346,7 @@ class Ops:
         verifying.verify_states,
         1e-5,
         on_a_gpu,
-        (weighing._weigh_kernel, verifying._verify_kernel),
+        (weighing._pair_kernel, weighing._weigh_kernel, verifying._verify_kernel),
         in_turn.verify_in_turn,
         in_turn.verify_in_turn_kernel,
     )
@@ -371,7 +371,7 @@ class Ops:
         prefilling.prefill_states,
         1e-5,
         on_a_gpu,
-        (weighing._weigh_kernel, prefilling._prefill_kernel),
+        (weighing._pair_kernel, weighing._weigh_kernel, prefilling._prefill_kernel),
         in_turn.prefill_in_turn,
         in_turn.prefill_in_turn_kernel,
     )

@@ -14,7 +14,6 @@ from treetop.attention.capabilities import HALF, BackendRefusal, Need
 from treetop.attention.registry import BACKENDS, exact_backend
 from treetop.checkpoints.loader import Placement
 from treetop.engine.startup.operation_probes import experts_format, kept_operation_problem
-from treetop.engine.startup.state_limits import KINDS
 from treetop.exact.machine import cpu_model, found_once
 from treetop.exact.mkl_mode import choose_mode, remedy
 from treetop.kernels.exact import elementwise_problem
@@ -30,6 +29,7 @@ from treetop.weights.cpu_products import ChosenProduct
 
 _TIES = "use --exactness ties"
 _INTEGERS = "use --exact-sums integers"
+_KINDS = {"ConvSpec": "a short convolution", "KimiSpec": "Kimi delta attention", "MambaSpec": "Mamba-2"}
 
 
 def chosen_profile(config: EngineConfig, layout: Layout, target: TargetSpec, place: Placement) -> Profile:
@@ -88,7 +88,7 @@ def _of_model(config: ModelConfig) -> str | None:
     """What a model has for which it is not built, with its verb."""
     others = sorted({type(spec).__name__ for spec in config.recurrent.values() if not isinstance(spec, LinearSpec)})
     if others:
-        return f"{' and '.join(KINDS[each] for each in others)} is"
+        return f"{' and '.join(_KINDS[each] for each in others)} is"
     if config.norm != "rms":
         return "norms that subtract the mean are"
     forwards = (layer.feed_forward for layer in config.layers)

@@ -42,7 +42,7 @@ from treetop.engine.startup.default_rows import allowance_of_a_gpu, tokens_of_a_
 from treetop.engine.startup.exactness import chosen_profile
 from treetop.engine.startup.exactness_table import settled
 from treetop.engine.startup.layer_groups import backend_need, causal_blocks, kv_groups, state_groups
-from treetop.engine.startup.state_limits import check_device, uses_fla, with_checkpoints, within_states
+from treetop.engine.startup.state_limits import uses_fla, with_checkpoints, within_states
 from treetop.engine.startup.weight_copies import CpuWeights, with_copies, with_second_orders
 from treetop.engine.state import make_state
 from treetop.kernels.kv import FP8_CAPABILITY, kv_dtype
@@ -166,7 +166,6 @@ def _plan_rows(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel)
     place = Placement(dtype, device, layout.max_positions, dummy, shapes=layout.shapes, parallel=parallel)
     place = replace(place, expert_ranks=expert_ranks, packed=packing(config), activations=config.quantize_activations)
     place = replace(place, profile=chosen_profile(config, layout, target, place))
-    check_device(target.config, place.device)
     place = replace(place, fla=uses_fla(config, target.config, place))
     memory, static = memory_of_rank(place), _static_estimate(config, layout, target, draft, place, adapters)
     memory = DeviceMemory(memory.total, memory.free - static)

@@ -7,7 +7,7 @@ import torch
 from treetop.checkpoints.loader import Placement
 from treetop.engine.memory import GIB, gib
 from treetop.kernels.recurrent.fla import why_not_fla
-from treetop.models.config import LinearSpec, ModelConfig
+from treetop.models.config import ModelConfig
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, ConfigError
 from treetop.types.ids import STATE
@@ -36,17 +36,6 @@ def within_states(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     if config.state_checkpoint_memory == 0:
         return replace(config, disable_radix_cache=True)
     return config
-
-
-def check_device(model: ModelConfig, device: torch.device) -> None:
-    """Raises ConfigError for recurrent layers of a kind whose kernels have run on no GPU."""
-    others = sorted({type(spec).__name__ for spec in model.recurrent.values() if not isinstance(spec, LinearSpec)})
-    if others and device.type == "cuda":
-        what = " and ".join(KINDS[each] for each in others)
-        raise ConfigError(f"--device {device.type}: {what} runs on a CPU alone so far; use --device cpu")
-
-
-KINDS = {"ConvSpec": "a short convolution", "KimiSpec": "Kimi delta attention", "MambaSpec": "Mamba-2"}
 
 
 def uses_fla(config: EngineConfig, model: ModelConfig, place: Placement) -> bool:

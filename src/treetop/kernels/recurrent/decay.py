@@ -11,7 +11,7 @@ NEVER = float("-inf")
 """The log of the decay from a token that is not on the path."""
 
 
-def by_channel(g: Tensor, k: Tensor) -> Tensor:
+def with_channels(g: Tensor, k: Tensor) -> Tensor:
     """g with its last dimension, of the key's width or of 1. k: [rows, n, key_heads, key_dim]."""
     return g if g.dim() == k.dim() else g[..., None]
 

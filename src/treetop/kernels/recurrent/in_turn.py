@@ -14,9 +14,9 @@ from torch import Tensor
 
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.exact import BY_ELEMENT, sum_by_halves
-from treetop.kernels.recurrent.decay import by_channel
+from treetop.kernels.recurrent.decay import with_channels
 from treetop.kernels.recurrent.gates import delta_inputs_reference, gated_norm_reference
-from treetop.kernels.recurrent.head import contiguous, values_of
+from treetop.kernels.recurrent.head import by_channel, contiguous, values_of
 from treetop.kernels.recurrent.states import LayerStates, LinearStates, StateInputs, StateUpdates
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tl
 
@@ -82,7 +82,7 @@ def _token(m: Tensor, inputs: StateInputs, token: int) -> tuple[Tensor, Tensor, 
 
 def _decayed(m: Tensor, g: Tensor) -> Tensor:
     """g: [rows, heads] or [rows, heads, key_dim]."""
-    return by_channel(g[:, None], m[:, None, :, :, 0])[:, 0, ..., None].exp() * m
+    return with_channels(g[:, None], m[:, None, :, :, 0])[:, 0, ..., None].exp() * m
 
 
 def _added(m: Tensor, k: Tensor, d: Tensor) -> Tensor:
@@ -119,8 +119,6 @@ def verify_in_turn_kernel(
     gpu: GpuTraits,
 ) -> Tensor:  # fmt: skip
     """`verify_in_turn` in one launch."""
-    if inputs.g.dim() > inputs.v.dim() - 1:  # decays by channel
-        return verify_in_turn(states, rows, inputs, parents, stash, dummy_row)
     return _walk(states, rows, inputs, parents, None, stash, dummy_row, gpu)
 
 
@@ -128,20 +126,19 @@ def prefill_in_turn_kernel(
     states: LayerStates, rows: Tensor, inputs: StateInputs, valid: Tensor, gpu: GpuTraits
 ) -> Tensor:
     """`prefill_in_turn` in one launch; what stands at padding is 0."""
-    if inputs.g.dim() > inputs.v.dim() - 1:  # decays by channel
-        return prefill_in_turn(states, rows, inputs, valid)
     return _walk(states, rows, inputs, None, valid.sum(dim=1), states.pending, -1, gpu)
 
 
 def fold_in_turn_kernel(states: LinearStates, rows: Tensor, gpu: GpuTraits) -> None:
     """`fold_in_turn`, a launch a layer."""
-    if states.pending.g.dim() > 4:  # decays by channel
-        fold_in_turn(states, rows)
-        return
     key_heads, heads = states.pending.k.shape[3], states.state.shape[2]
+    if not heads:  # a convolution alone
+        states.count.index_fill_(0, rows, 0)
+        return
     of = states.state.new_zeros(len(rows), 0, 1, 1)
     k, v = of.expand(-1, -1, key_heads, states.state.shape[3]), of.expand(-1, -1, heads, states.state.shape[4])
-    nothing = StateInputs(k, k, v, v[..., 0], v[..., 0])
+    g = of.expand(-1, -1, heads, states.state.shape[3]) if states.pending.g.dim() > 4 else v[..., 0]
+    nothing = StateInputs(k, k, v, g, v[..., 0])
     for layer in range(states.state.shape[0]):
         of_layer = states.layer(layer)
         _walk(of_layer, rows, nothing, None, torch.zeros_like(rows), of_layer.pending, -1, gpu)
@@ -158,7 +155,9 @@ def _walk(
     pending, block_v = states.pending, values_of(value_dim)
     for each, kept in ((states.state, 3), (pending.k, 2), (pending.d, 2), (stash.k, 2), (stash.d, 2)):
         assert each[(0,) * (each.dim() - kept)].is_contiguous()
-    assert pending.g.stride(2) == stash.g.stride(2) == rows.stride(0) == states.count.stride(0) == 1
+    assert pending.g[0, 0].is_contiguous()
+    assert stash.g[0, 0].is_contiguous()
+    assert rows.stride(0) == states.count.stride(0) == 1
     out = torch.zeros_like(inputs.v)
     _walk_kernel[(-(-value_dim // block_v), heads, batch)](
         out, states.state, pending.k, pending.d, pending.g, states.count, rows, inputs.q, inputs.k, inputs.v,
@@ -168,15 +167,26 @@ def _walk(
         *pending.d.stride()[:2], *pending.g.stride()[:2], *stash.k.stride()[:2], *stash.d.stride()[:2],
         *stash.g.stride()[:2],
         heads=heads, key_heads=key_heads, key_dim=key_dim, value_dim=value_dim, delta=inputs.beta is not None,
-        climbs=parents is not None, block_k=max(16, power_of_two(key_dim)), block_v=block_v, overlap=gpu.can_overlap,
-        num_warps=4, enable_fp_fusion=False, **launch_options(gpu),
+        per_channel=by_channel(inputs), climbs=parents is not None, block_k=max(16, power_of_two(key_dim)),
+        block_v=block_v, overlap=gpu.can_overlap, num_warps=4, enable_fp_fusion=False, **launch_options(gpu),
     )  # fmt: skip
     return out
 
 
 @jit
-def _updated(m: Arg, key: Arg, d: Arg, log_decay: Arg) -> Arg:
-    return m * tl.exp(log_decay) + key[:, None] * d[None, :]
+def _decay_of(log_decay: Arg, keys: Arg, key_dim: constexpr, per_channel: constexpr) -> Arg:
+    """Of a head: a number, or one by channel [keys, 1]. log_decay: of this head and token."""
+    if per_channel:
+        log_decay = log_decay + keys
+        decay = tl.exp(tl.load(log_decay, mask=keys < key_dim, other=0.0))[:, None]
+    else:
+        decay = tl.exp(tl.load(log_decay))
+    return decay
+
+
+@jit
+def _updated(m: Arg, key: Arg, d: Arg, decay: Arg) -> Arg:
+    return m * decay + key[:, None] * d[None, :]
 
 
 @jit
@@ -187,7 +197,7 @@ def _walk_kernel(
     pending_d_token: Arg, pending_g_row: Arg, pending_g_token: Arg, stash_k_row: Arg, stash_k_token: Arg,
     stash_d_row: Arg, stash_d_token: Arg, stash_g_row: Arg, stash_g_token: Arg,
     heads: constexpr, key_heads: constexpr, key_dim: constexpr, value_dim: constexpr, delta: constexpr,
-    climbs: constexpr, block_k: constexpr, block_v: constexpr, overlap: constexpr,
+    per_channel: constexpr, climbs: constexpr, block_k: constexpr, block_v: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """Some columns of one head's state. Grid (blocks of values, heads, rows). No product is fused with a sum."""
     pdl_wait(overlap, early=True)
@@ -201,12 +211,15 @@ def _walk_kernel(
     at = state + row * state_row + head * key_dim * value_dim + keys[:, None] * value_dim + values[None, :]
     inside = of_keys[:, None] & of_values[None, :]
     m = tl.load(at, mask=inside, other=0.0)
+    of_head = head * key_dim if per_channel else head  # of decays
+    of_heads = heads * key_dim if per_channel else heads
     for token in range(0, tl.load(count + row)):
         key_at = pending_k + row * pending_k_row + token * pending_k_token + key_head * key_dim
         d_at = pending_d + row * pending_d_row + token * pending_d_token + head * value_dim
-        log_decay = tl.load(pending_g + row * pending_g_row + token * pending_g_token + head)
+        g_at = pending_g + row * pending_g_row + token * pending_g_token + of_head
+        decay = _decay_of(g_at, keys, key_dim, per_channel)
         key, d = tl.load(key_at + keys, mask=of_keys, other=0.0), tl.load(d_at + values, mask=of_values, other=0.0)
-        m = _updated(m, key, d, log_decay)
+        m = _updated(m, key, d, decay)
     nodes = n
     if climbs:
         if row != dummy_row:
@@ -237,23 +250,29 @@ def _walk_kernel(
                         k + ((before + above) * key_heads + key_head) * key_dim + keys, mask=of_keys, other=0.0
                     )
                     d = tl.load(stash_at + above * stash_d_token, mask=of_values, other=0.0)
-                    m = _updated(m, key, d, tl.load(g + (before + above) * heads + head))
+                    g_at = g + (before + above) * of_heads + of_head
+                    m = _updated(m, key, d, _decay_of(g_at, keys, key_dim, per_channel))
             last = node
         key_at = ((before + node) * key_heads + key_head) * key_dim + keys
         key = tl.load(k + key_at, mask=of_keys, other=0.0)
         query = tl.load(q + key_at, mask=of_keys, other=0.0)
         value_at = ((before + node) * heads + head) * value_dim + values
         d = tl.load(v + value_at, mask=of_values, other=0.0)
-        log_decay = tl.load(g + (before + node) * heads + head)
+        g_at = g + (before + node) * of_heads + of_head
+        decay = _decay_of(g_at, keys, key_dim, per_channel)
         if delta:
-            read = tl.sum(m * tl.exp(log_decay) * key[:, None], 0)
+            read = tl.sum(m * decay * key[:, None], 0)
             d = tl.load(beta + (before + node) * heads + head) * (d - read)
-        m = _updated(m, key, d, log_decay)
+        m = _updated(m, key, d, decay)
         tl.store(out + value_at, tl.sum(m * query[:, None], 0), mask=of_values)
         if climbs:
             tl.store(stash_at + node * stash_d_token, d, mask=of_values)
             if tl.program_id(0) == 0:
-                tl.store(stash_g + item * stash_g_row + node * stash_g_token + head, log_decay)
+                kept_g = stash_g + item * stash_g_row + node * stash_g_token + of_head
+                if per_channel:
+                    tl.store(kept_g + keys, tl.load(g_at + keys, mask=of_keys, other=0.0), mask=of_keys)
+                else:
+                    tl.store(kept_g, tl.load(g_at))
                 if head % (heads // key_heads) == 0:
                     kept = stash_k + item * stash_k_row + node * stash_k_token + key_head * key_dim
                     tl.store(kept + keys, key, mask=of_keys)

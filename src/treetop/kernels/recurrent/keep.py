@@ -65,7 +65,12 @@ def keep_states(states: LinearStates, tails: StateTails, paths: Paths, windows: 
     layers, batch = states.state.shape[0], len(paths.rows)
     node = paths.rows if paths.node is None else paths.node
     assert paths.rows.stride(0) == paths.accept_len.stride(0) == states.count.stride(0) == 1
-    for kept, new in _pairs(states.pending, tails.updates):
+    pairs = _pairs(states.pending, tails.updates)
+    if not states.state.shape[2]:  # a convolution alone
+        live, counts = paths.rows != paths.dummy_row, states.count[paths.rows]
+        states.count[paths.rows] = torch.where(live, paths.accept_len + 1, counts)
+        pairs = []
+    for kept, new in pairs:
         size = kept[0, 0, 0].numel()
         assert kept.stride(2) == new.stride(2) == size
         block = min(1024, lanes(size))
@@ -148,10 +153,11 @@ def fold_states(states: LinearStates, rows: Tensor, gpu: GpuTraits) -> None:
     """`fold_states_reference`: a launch for all layers, and one for the counts."""
     pending = states.pending
     layers, _, heads, key_dim, value_dim = states.state.shape
-    if pending.g.dim() > 4:  # decays by channel
-        fold_states_reference(states, rows)
+    if not heads:  # a convolution alone
+        states.count.index_fill_(0, rows, 0)
         return
-    assert rows.stride(0) == states.count.stride(0) == pending.g.stride(3) == 1
+    assert rows.stride(0) == states.count.stride(0) == 1
+    assert pending.g[0, 0, 0].is_contiguous()
     assert states.state[0, 0].is_contiguous()
     assert pending.k[0, 0, 0].is_contiguous()
     assert pending.d[0, 0, 0].is_contiguous()
@@ -160,8 +166,8 @@ def fold_states(states: LinearStates, rows: Tensor, gpu: GpuTraits) -> None:
         states.state, pending.k, pending.d, pending.g, states.count, rows, len(rows), states.state.stride(0),
         states.state.stride(1), *pending.k.stride()[:3], *pending.d.stride()[:3], *pending.g.stride()[:3],
         heads=heads, key_heads=pending.k.shape[3], key_dim=key_dim, value_dim=value_dim,
-        block_k=max(16, power_of_two(key_dim)), block_v=block_v, overlap=gpu.can_overlap, num_warps=4,
-        **launch_options(gpu),
+        per_channel=pending.g.dim() == pending.d.dim(), block_k=max(16, power_of_two(key_dim)), block_v=block_v,
+        overlap=gpu.can_overlap, num_warps=4, **launch_options(gpu),
     )  # fmt: skip
     states.count.index_fill_(0, rows, 0)
 
@@ -171,7 +177,7 @@ def _fold_kernel(
     state: Arg, pending_k: Arg, pending_d: Arg, pending_g: Arg, count: Arg, rows: Arg, num_rows: Arg,
     state_layer: Arg, state_row: Arg, k_layer: Arg, k_row: Arg, k_token: Arg, d_layer: Arg, d_row: Arg, d_token: Arg,
     g_layer: Arg, g_row: Arg, g_token: Arg,
-    heads: constexpr, key_heads: constexpr, key_dim: constexpr, value_dim: constexpr,
+    heads: constexpr, key_heads: constexpr, key_dim: constexpr, value_dim: constexpr, per_channel: constexpr,
     block_k: constexpr, block_v: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """Some columns of one head's state. Grid (blocks of values, heads, layers * rows)."""
@@ -190,7 +196,7 @@ def _fold_kernel(
         m = fold_updates(
             tl.load(at, mask=inside, other=0.0), pending_k + layer * k_layer + row * k_row + key_head * key_dim,
             pending_d + layer * d_layer + row * d_row + head * value_dim,
-            pending_g + layer * g_layer + row * g_row + head, pending, k_token, d_token, g_token,
-            keys, values, key_dim, value_dim,
+            pending_g + layer * g_layer + row * g_row + (head * key_dim if per_channel else head), pending,
+            k_token, d_token, g_token, keys, values, key_dim, value_dim, per_channel,
         )  # fmt: skip
         tl.store(at, m, mask=inside)
