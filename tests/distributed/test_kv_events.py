@@ -8,13 +8,23 @@ import msgspec
 import pytest
 import zmq
 
-from support.fake_core import ask, make_core
+from support.fake_core import PagedEngine, ask, make_core
 from support.serving import mock
 from support.waiting import WAIT_S, until
 from treetop.core.wire import KVEventsOptions, kv_events_options
-from treetop.distributed.kv_events import EventWriter, KVEventPublisher, block_hash, endpoint_of, seed_hash
+from treetop.distributed.kv_events import (
+    GPU,
+    HOST,
+    EventWriter,
+    KVEventPublisher,
+    MediumWatcher,
+    block_hash,
+    endpoint_of,
+    seed_hash,
+)
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
+from treetop_debug.offloading_faults import OFFLOADING_FAULTS
 
 SEED = "4e1195df020de59e0d65a33a4279f1183e7ae4e5d980e309f8b55adff2e61c3e"
 """Of "0"; these and the constants below: `hashlib.sha256(cbor2.dumps(value, canonical=True))` of cbor2 6.2."""
@@ -66,6 +76,7 @@ class Consumer:
 
     def __init__(self) -> None:
         self.blocks: dict[int, tuple[int | None, tuple[int, ...]]] = {}
+        self.on_host: dict[int, tuple[int | None, tuple[int, ...]]] = {}
         self.num_batches = 0
 
     def take(self, payload: bytes) -> None:
@@ -73,23 +84,25 @@ class Consumer:
         for event in msgspec.msgpack.decode(payload, type=Batch).events:
             if isinstance(event, AllBlocksCleared):
                 self.blocks.clear()
-            elif isinstance(event, BlockRemoved):
+                self.on_host.clear()
+                continue
+            blocks = {"GPU": self.blocks, "CPU": self.on_host}[event.medium]
+            if isinstance(event, BlockRemoved):
                 for each in event.block_hashes:
-                    del self.blocks[each]
+                    del blocks[each]
             else:
                 parent, size = event.parent_block_hash, event.block_size
-                assert event.medium == "GPU"
                 assert len(event.token_ids) == size * len(event.block_hashes)
-                assert parent is None or parent in self.blocks
+                assert parent is None or parent in blocks
                 for place, each in enumerate(event.block_hashes):
-                    assert each not in self.blocks, "stored twice"
-                    self.blocks[each] = parent, tuple(event.token_ids[place * size : (place + 1) * size])
+                    assert each not in blocks, "stored twice"
+                    blocks[each] = parent, tuple(event.token_ids[place * size : (place + 1) * size])
                     parent = each
 
 
-def expected(core, seed: str) -> dict[int, tuple[int | None, tuple[int, ...]]]:
-    """The blocks that the cache has, from its nodes, each hashed along its path."""
-    radix = core.scheduler.rows.kv_cache._radix
+def expected(kv_cache, seed: str) -> dict[int, tuple[int | None, tuple[int, ...]]]:
+    """The blocks that a cache has, from its nodes, each hashed along its path."""
+    radix = kv_cache._radix
     found = {}
     for each in radix._nodes.values():
         node, path = each, []
@@ -105,26 +118,24 @@ def expected(core, seed: str) -> dict[int, tuple[int | None, tuple[int, ...]]]:
     return found
 
 
-class Recorder:
-    def __init__(self) -> None:
-        self.changes = []
-
-    def stored(self, parent, serial, page) -> None:
-        self.changes.append((True, parent, serial, page))
-
-    def removed(self, serial) -> None:
-        self.changes.append((False, 0, serial, ()))
-
-    def cleared(self) -> None:
-        self.changes.append((None, 0, 0, ()))
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_a_consumer_has_what_the_cache_has_after_any_work(seed):
     """Shared prefixes, forks behind a page (one block for a router, two pages with a draft), evictions, failures."""
-    rng, recorder, consumer = random.Random(seed), Recorder(), Consumer()
-    core = make_core(rows=2, pages=24, context=80)
-    core.scheduler.watch_cache(recorder)
+    core = make_core(PagedEngine, rows=2, pages=24, context=80, host_pages=40)
+    assert follow(core, random.Random(seed)) > 20
+    assert core.scheduler.load.host_tier.loaded_tokens > 0
+
+
+@pytest.fixture(autouse=True)
+def _few(monkeypatch):
+    """Tokens are worth a load."""
+    monkeypatch.setattr("treetop.cache.host_tier.LEAST_TOKENS", 4)
+
+
+def follow(core, rng) -> int:
+    """Batches of events of some work, after each request of which the consumer knows what both media have."""
+    changes, consumer = [], Consumer()
+    core.scheduler.watch_cache(MediumWatcher(GPU, changes.append), MediumWatcher(HOST, changes.append))
     writer, encoder = EventWriter(4, "0"), msgspec.msgpack.Encoder()
     for number in range(60):
         prompt = [rng.randrange(2) for _ in range(rng.randrange(1, 40))]
@@ -133,12 +144,21 @@ def test_a_consumer_has_what_the_cache_has_after_any_work(seed):
             core.step()
             if rng.random() < 0.02:
                 core.fail(RuntimeError("a test"))
-        events = writer.events(recorder.changes)
-        recorder.changes.clear()
+        events = writer.events(changes)
+        changes.clear()
         if events:
             consumer.take(encoder.encode([0.0, events, 0]))
-        assert consumer.blocks == expected(core, "0")
-    assert consumer.num_batches > 20
+        rows = core.scheduler.rows
+        assert consumer.blocks == expected(rows.kv_cache, "0")
+        assert consumer.on_host == expected(rows.host._host, "0"), "events of the host"
+    return consumer.num_batches
+
+
+def test_a_router_that_is_told_of_no_eviction_on_the_host_is_noticed():
+    fault = OFFLOADING_FAULTS["host-page-told-as-stored"]
+    core = make_core(PagedEngine, rows=2, pages=24, context=80, host_pages=24)
+    with fault.active(), pytest.raises(AssertionError, match=fault.guard):
+        follow(core, random.Random(1))
 
 
 def test_bytes_are_those_of_the_documented_messages():
@@ -147,14 +167,14 @@ def test_bytes_are_those_of_the_documented_messages():
     first, second = (block_hash(seed_hash("0"), tokens) for tokens in ((1, 2), (3, 4)))
     inner = block_hash(first, (5, 300))
     changes = [
-        (None, 0, 0, ()),
-        (True, 0, 1, (1, 2, 9)),
-        (True, 1, 2, (5, 300, 7)),
-        (True, 0, 3, (1, 2, 8)),
-        (True, 0, 4, (3, 4, 8)),
-        (False, 0, 2, ()),
-        (False, 0, 1, ()),
-        (False, 0, 4, ()),
+        ("GPU", None, 0, 0, ()),
+        ("GPU", True, 0, 1, (1, 2, 9)),
+        ("GPU", True, 1, 2, (5, 300, 7)),
+        ("GPU", True, 0, 3, (1, 2, 8)),
+        ("GPU", True, 0, 4, (3, 4, 8)),
+        ("GPU", False, 0, 2, ()),
+        ("GPU", False, 0, 1, ()),
+        ("GPU", False, 0, 4, ()),
     ]
     payload = msgspec.msgpack.encode([1.5, writer.events(changes), 3])
 
@@ -176,16 +196,16 @@ def test_bytes_are_those_of_the_documented_messages():
             b"\x03",
         ]
     )
-    assert writer.events([(False, 0, 3, ())]) == [("BlockRemoved", [int.from_bytes(first[-8:], "big")], "GPU")]
+    assert writer.events([("GPU", False, 0, 3, ())]) == [("BlockRemoved", [int.from_bytes(first[-8:], "big")], "GPU")]
 
 
 def test_an_adapter_is_a_key_of_all_its_blocks_and_a_salt_of_the_first():
     """As `Whose.salt` says them both; the constants are of cbor2, as those above."""
-    pages = [(True, 0, 1, (1, 2, f"adapter{chr(0)}salt")), (True, 1, 2, (3, 4))]
+    pages = [("GPU", True, 0, 1, (1, 2, f"adapter{chr(0)}salt")), ("GPU", True, 1, 2, (3, 4))]
     ((kind, hashes, parent, _, _, _, _, adapter),) = EventWriter(2, "0").events(pages)
     assert (kind, parent, adapter) == ("BlockStored", None, "adapter")
     assert [f"{each:016x}" for each in hashes] == ["e78f17344882b1b6", "d6612103b229d7cd"]
-    (salted,) = EventWriter(2, "0").events([(True, 0, 1, (1, 2, "salt"))])
+    (salted,) = EventWriter(2, "0").events([("GPU", True, 0, 1, (1, 2, "salt"))])
     assert salted[1] == [int.from_bytes(block_hash(seed_hash("0"), (1, 2), ["salt"])[-8:], "big")]
     assert salted[-1] is None
 
@@ -206,7 +226,7 @@ def test_a_subscriber_that_missed_batches_has_them_told_again():
         numbers, serial = [], 0
         while not numbers or numbers[-1] < 5:  # the first may come before the subscription
             serial += 1
-            publisher.stored(0, serial, (serial, 2))
+            publisher.gpu.stored(0, serial, (serial, 2))
             if sub.poll(200):
                 topic, number, payload = sub.recv_multipart()
                 assert topic == b"kv"
@@ -223,7 +243,7 @@ def test_a_subscriber_that_missed_batches_has_them_told_again():
         assert [int.from_bytes(number, "big") for number, _ in told[:-1]] == [4, 5]
         assert msgspec.msgpack.decode(told[0][1], type=Batch).ts < time.time()
         assert told[-1][1] == b""
-        publisher.cleared()
+        publisher.gpu.cleared()
         publisher.close()
         _, _, last = sub.recv_multipart()
         assert msgspec.msgpack.decode(last, type=Batch).events == [AllBlocksCleared()]

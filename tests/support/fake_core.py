@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 from treetop import SamplingParams
 from treetop.core.engine_core import EngineCore
@@ -11,7 +12,7 @@ from treetop.types.config import EngineConfig
 from treetop.types.ids import FULL, NULL_PAGE, RequestId
 from treetop.types.kv import paired
 from treetop.types.layout import KVGroup, Layout, SpecShape
-from treetop.types.messages import PrefillPlan, RowResult, StepResult
+from treetop.types.messages import OffloadPlan, PrefillPlan, RowResult, StepResult
 from treetop.types.requests import EngineRequest
 
 
@@ -25,6 +26,8 @@ class CountingEngine:
         return plan
 
     def collect(self, plan):
+        if isinstance(plan, OffloadPlan):
+            return StepResult()
         return StepResult(tuple(self._row(plan, i, row) for i, row in enumerate(plan.rows)))
 
     def _row(self, plan, i, row):
@@ -49,8 +52,11 @@ class PagedEngine(CountingEngine):
         super().__init__()
         self.layout, self.page_size = layout, layout.page_size
         self.tables, self.memory, self.ids = {}, {}, {}
+        self.host, self.fetched = {}, {}
 
     def launch(self, plan):
+        if isinstance(plan, OffloadPlan):
+            return plan, StepResult(intact=self._offload(plan))
         for edit in plan.edits:
             self.tables[edit.group, edit.row, edit.column] = edit.page
         if isinstance(plan, PrefillPlan):
@@ -61,6 +67,22 @@ class PagedEngine(CountingEngine):
                 self._keep(chunk.row, chunk.token_ids)
         results = [self._row(plan, i, row) for i, row in enumerate(plan.rows)]
         return plan, StepResult(tuple(results))
+
+    def _offload(self, plan):
+        """Whole pages go there and come back, and are what they were once they are put together."""
+        for each in plan.unpacks:
+            assert self.fetched.pop(each) == self.host[each.group, each.host_page], "it changed on its way"
+            self._write(each, self.host[each.group, each.host_page])
+        for each in plan.saves:
+            places = [(each.group, each.page, i) for i in range(self.page_size)]
+            self.host[each.group, each.host_page] = [self.memory[place] for place in places]
+        for each in plan.fetches:
+            self.fetched[each] = self.host[each.group, each.host_page]
+        return True
+
+    def _write(self, copy, tokens):
+        for i, token in enumerate(tokens):
+            self.memory[copy.group, copy.page, i] = token
 
     def collect(self, launched):
         return launched[1]
@@ -111,9 +133,10 @@ def make_core(
     *,
     pace=None,
     groups=None,
+    host_pages=0,
     **options,
 ) -> EngineCore:
-    """engine: or what makes one for a layout."""
+    """engine: or what makes one for a layout. host_pages: of a tier on the host, if there are any."""
     layout = Layout(
         shapes=(SpecShape(2, 3, 6),),
         page_size=4,
@@ -124,6 +147,9 @@ def make_core(
         pool_tokens=4 * pages,
         max_in_flight=max_in_flight,
     )
+    if host_pages:
+        host = replace(layout, pool_tokens=4 * host_pages, max_requests=host_pages // 8)
+        layout = replace(layout, host=host, copied_pages=2)
     config = EngineConfig(max_running_requests=rows, page_size=4, **options)
     engine = engine(layout) if isinstance(engine, type) else engine or CountingEngine()
     return EngineCore(engine, Scheduler(layout, config, [10**6], clock, pace=pace))

@@ -36,6 +36,13 @@ _KV_TRANSFER = {
     "write_gb_s": "GB/s of writes when a link was last tried",
 }
 """Of `KVTransferStats`."""
+_HOST_TIER = {
+    "saved_tokens": "Tokens whose K/V went to the host, since the start",
+    "loaded_tokens": "Tokens whose K/V came back from the host, since the start",
+    "failed_loads": "Loads from the host of which a page was not what had been saved, since the start",
+    "usage_perc": "Share of the fullest group's pages on the host that hold K/V, 0 to 1",
+}
+"""Of `HostTierStats`."""
 _FIRST_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.4, 1, 5)
 _WHOLE_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 480, 960)
@@ -54,9 +61,11 @@ class Metrics:
         self._registry = registry = CollectorRegistry()
         several = "PROMETHEUS_MULTIPROC_DIR" in os.environ
 
+        def unset(name: str, documentation: str) -> Gauge:
+            return Gauge(OWN + name, documentation, ["model_name"], registry=registry, multiprocess_mode="mostrecent")
+
         def gauge(name: str, documentation: str) -> Gauge:
-            kind = Gauge(OWN + name, documentation, ["model_name"], registry=registry, multiprocess_mode="mostrecent")
-            return kind.labels(model_name)
+            return unset(name, documentation).labels(model_name)
 
         def counter(name: str, documentation: str) -> Counter:
             return Counter(OWN + name, documentation, ["model_name"], registry=registry).labels(model_name)
@@ -94,16 +103,8 @@ class Metrics:
         self._drafts = counter("spec_decode_num_drafts", "Trees that were verified")
         self._draft_tokens = counter("spec_decode_num_draft_tokens", "Drafts that were verified, roots excluded")
         self._accepted = counter("spec_decode_num_accepted_tokens", "Drafts that were accepted")
-        self._kv_transfer = {
-            name: Gauge(
-                OWN + "kv_transfer_" + name,
-                documentation,
-                ["model_name"],
-                registry=registry,
-                multiprocess_mode="mostrecent",
-            )
-            for name, documentation in _KV_TRANSFER.items()
-        }
+        self._kv_transfer = {name: unset("kv_transfer_" + name, text) for name, text in _KV_TRANSFER.items()}
+        self._host_tier = {name: unset("kv_offload_" + name, text) for name, text in _HOST_TIER.items()}
         add_infos(model_name, info, registry)
         success = Counter(
             OWN + "request_success", "Requests that ended", ["model_name", "finished_reason"], registry=registry
@@ -226,6 +227,9 @@ class Metrics:
         if load.kv_transfer is not None:
             for name, gauge in self._kv_transfer.items():
                 gauge.labels(self._model_name).set(getattr(load.kv_transfer, name))
+        if load.host_tier is not None:
+            for name, gauge in self._host_tier.items():
+                gauge.labels(self._model_name).set(getattr(load.host_tier, name))
 
     def page(self) -> tuple[bytes, str]:
         """The text that Prometheus reads, and its content type."""

@@ -81,6 +81,10 @@ class KVCacheManager:
         cells = [(g, column, page) for g, pages in lease.pages.items() for column, page in enumerate(pages)]
         return lease, cells
 
+    def num_known(self, ids: Sequence[int], salt: str = "") -> int:
+        """Tokens that `open` would find in the prefix cache."""
+        return 0 if self._radix is None else len(self._radix.match(ids, salt)) * self._layout.page_size
+
     def _share(self, lease: Lease, group: GroupName) -> None:
         """Take over a group's pages of a prefix hit, those that a query after it can see (sgl-19796)."""
         assert self._radix is not None
@@ -255,6 +259,11 @@ class KVCacheManager:
         return max(
             1 - (each.num_free + self._evictable(group)) / each.total for group, each in self._allocators.items()
         )
+
+    @property
+    def share_cached(self) -> float:
+        """Share of the fullest group's pages that the prefix cache has."""
+        return max(each.num_cached / each.total for each in self._allocators.values())
 
     @property
     def num_available(self) -> int:

@@ -12,6 +12,7 @@ from treetop.types.messages import (
     ExportPlan,
     Import,
     ImportPlan,
+    OffloadPlan,
     PageEdit,
     RoundPlan,
     RowResult,
@@ -42,6 +43,9 @@ class PlanChecker:
             return
         if isinstance(plan, ExportPlan | ImportPlan):
             self._check_kv_chunks(plan)
+            return
+        if isinstance(plan, OffloadPlan):
+            self._check_copies(plan)
             return
         check_rows([chunk.row for chunk in plan.chunks], layout)
         check_rows([setup.row for setup in plan.setups], layout)
@@ -104,6 +108,23 @@ class PlanChecker:
             self._deferred.update(dict.fromkeys(last, 0))
             if [setup.row for setup in plan.setups] != last:
                 raise CheckError(f"imports end in rows {last}, and rows {[s.row for s in plan.setups]} are set up")
+
+    def _check_copies(self, plan: OffloadPlan) -> None:
+        """No page of either side twice, and each of those that there are."""
+        assert self._layout.host is not None, "there are no pages on the host"
+        for copies in (plan.saves, plan.fetches, plan.unpacks):
+            for side in (1, 2):
+                pages = [(each.group, each[side]) for each in copies]
+                if len(set(pages)) != len(pages):
+                    raise CheckError(f"a page is copied twice in {pages}")
+            for each in copies:
+                if each.group in self._num_pages:
+                    ends = self._num_pages[each.group], self._layout.host.num_pages[each.group]
+                    _within(f"copied page of {each.group}", 0, each.page, 1, ends[0] - 1)
+                    _within(f"copied page of {each.group} on the host", 0, each.host_page, 1, ends[1] - 1)
+        if plan.states is not None:
+            slot, tokens = plan.states
+            self._kept[slot] = tokens
 
     def _check_kv_chunk(self, each: Export | Import, chunk: KVChunk) -> None:
         layout, row = self._layout, each.row

@@ -16,7 +16,7 @@ from treetop.distributed.router import PrefixRouter, ReplicaLoad
 from treetop.types.changes import Change
 from treetop.types.errors import EngineError, InputError
 from treetop.types.ids import RequestId
-from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, KVTransferStats
+from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, HostTierStats, KVTransferStats
 
 _SILENT_S = 4.0
 """An engine says something each second. One that does not hangs, or takes one long step; another may have time."""
@@ -142,7 +142,17 @@ def _joined(loads: Sequence[CoreLoad]) -> CoreLoad:
         sum(load.num_retractions for load in loads),
         joined_kv_transfer([load.kv_transfer for load in loads if load.kv_transfer is not None]),
         sum(load.num_gave_way for load in loads),
+        joined_host_tier([load.host_tier for load in loads if load.host_tier is not None]),
     )
+
+
+def joined_host_tier(loads: Sequence[HostTierStats]) -> HostTierStats | None:
+    """Of several engines: of the fullest tier, and all else added up; None of none."""
+    if not loads:
+        return None
+    saved, loaded = sum(load.saved_tokens for load in loads), sum(load.loaded_tokens for load in loads)
+    failed, usage = sum(load.failed_loads for load in loads), max(load.usage_perc for load in loads)
+    return HostTierStats(saved, loaded, failed, usage)
 
 
 def joined_kv_transfer(loads: Sequence[KVTransferStats]) -> KVTransferStats | None:

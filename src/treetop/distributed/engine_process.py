@@ -289,7 +289,7 @@ class EngineProcess:
         rank = options.replica * options.config.ep_size + options.rank
         publisher = KVEventPublisher(options.kv_events, options.config.page_size, rank, self._context)
         stack.callback(publisher.close)
-        scheduler.watch_cache(publisher)
+        scheduler.watch_cache(publisher.gpu, publisher.host)
 
     def _guard(self, lockstep: "Lockstep[Any]") -> None:
         """On a thread of its own: the rank may wait where nothing reaches it, such as for its device."""

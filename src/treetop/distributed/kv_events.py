@@ -16,7 +16,7 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -30,13 +30,14 @@ log = logging.getLogger("treetop.core")
 
 END = (-1).to_bytes(8, "big", signed=True)
 """The sequence number that ends a replay."""
-_MEDIUM = "GPU"
+GPU, HOST = "GPU", "CPU"
+"""Media, as vLLM names them: of the prefix cache, and of the tier on the host."""
 _LOOK_S = 0.05
 """Between two looks for whoever asks for a replay, while nothing else happens."""
-_CLEARED = (None, 0, 0, ())
 
-Change = tuple[bool | None, int, int, PageTokens]
-"""Whether a page came or went, None for the end of all; its parent's serial number and its own; what it holds."""
+Change = tuple[str, bool | None, int, int, PageTokens]
+"""The medium; whether a page came or went there, None for the end of all; its parent's serial number and its own; what
+it holds."""
 
 
 def block_hash(parent: bytes, tokens: Sequence[int], extra_keys: Sequence[str] = ()) -> bytes:
@@ -75,26 +76,27 @@ class EventWriter:
 
     def __init__(self, page_size: int, seed: str) -> None:
         self._page_size, self._root = page_size, seed_hash(seed)
-        self._begin()
+        self._stored = {medium: _Stored(self._root) for medium in (GPU, HOST)}
 
     def events(self, changes: Sequence[Change]) -> list[tuple[Any, ...]]:
         """Of changes in their order. Neighbours of a path are one event."""
         events: list[tuple[Any, ...]] = []
-        last = None  # serial number of the last page of an event that may grow
-        for is_stored, parent, serial, page in changes:
+        last, at = None, GPU  # serial number of the last page of an event that may grow, and its medium
+        for medium, is_stored, parent, serial, page in changes:
+            known, counts = self._stored[medium].known, self._stored[medium].counts
+            last, at = last if medium == at else None, medium
             if is_stored is None:
-                self._begin()
-                events, last = [("AllBlocksCleared",)], None
+                events, last = self._cleared(medium, events), None
             elif is_stored:
                 tokens = [each for each in page[: self._page_size] if isinstance(each, int)]
-                above, adapter = self._known[parent]
+                above, adapter = known[parent]
                 salt = page[-1] if isinstance(page[-1], str) else ""  # of a first page alone
                 if "\0" in salt:
                     adapter, _, salt = salt.partition("\0")
                 digest = block_hash(above, tokens, [each for each in (adapter, salt) if each])
-                self._known[serial] = digest, adapter
-                self._counts[digest] += 1
-                if self._counts[digest] > 1:
+                known[serial] = digest, adapter
+                counts[digest] += 1
+                if counts[digest] > 1:
                     last = None
                 elif last == parent and events:
                     events[-1][1].append(_shown(digest))
@@ -104,22 +106,49 @@ class EventWriter:
                     shown_parent = _shown(above) if parent else None
                     hashes = [_shown(digest)]
                     name = adapter or None
-                    events.append(("BlockStored", hashes, shown_parent, tokens, self._page_size, None, _MEDIUM, name))
+                    events.append(("BlockStored", hashes, shown_parent, tokens, self._page_size, None, medium, name))
                     last = serial
             else:
-                last, (digest, _) = None, self._known.pop(serial)
-                self._counts[digest] -= 1
-                if not self._counts[digest]:
-                    del self._counts[digest]
-                    if events and events[-1][0] == "BlockRemoved":
+                last, (digest, _) = None, known.pop(serial)
+                counts[digest] -= 1
+                if not counts[digest]:
+                    del counts[digest]
+                    if events and events[-1][0] == "BlockRemoved" and events[-1][2] == medium:
                         events[-1][1].append(_shown(digest))
                     else:
-                        events.append(("BlockRemoved", [_shown(digest)], _MEDIUM))
+                        events.append(("BlockRemoved", [_shown(digest)], medium))
         return events
 
-    def _begin(self) -> None:
-        self._known = {0: (self._root, "")}  # hash and adapter, by serial number
-        self._counts: Counter[bytes] = Counter()
+    def _cleared(self, medium: str, events: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        """The events, and that a medium has nothing any more. The GPU's end is the host's, too, and is told last."""
+        gone, self._stored[medium] = [*map(_shown, self._stored[medium].counts)], _Stored(self._root)
+        if medium == GPU:
+            return [("AllBlocksCleared",)]
+        return [*events, ("BlockRemoved", gone, medium)] if gone else events
+
+
+class _Stored:
+    """What a medium has. known: hash and adapter, by serial number. counts: pages of each hash."""
+
+    def __init__(self, root: bytes) -> None:
+        self.known = {0: (root, "")}
+        self.counts: Counter[bytes] = Counter()
+
+
+class MediumWatcher:
+    """A `CacheWatcher` that notes what a medium has."""
+
+    def __init__(self, medium: str, note: Callable[[Change], None]) -> None:
+        self._medium, self._note = medium, note
+
+    def stored(self, parent: int, serial: int, page: PageTokens) -> None:
+        self._note((self._medium, True, parent, serial, page))
+
+    def removed(self, serial: int) -> None:
+        self._note((self._medium, False, 0, serial, ()))
+
+    def cleared(self) -> None:
+        self._note((self._medium, None, 0, 0, ()))
 
 
 def _shown(digest: bytes) -> int:
@@ -127,7 +156,10 @@ def _shown(digest: bytes) -> int:
 
 
 class KVEventPublisher:
-    """A `CacheWatcher` that tells a network. The cache's thread only notes; another one hashes and sends."""
+    """Tells a network what watchers note. The cache's thread only notes; another one hashes and sends.
+
+    gpu, host: watchers of the prefix cache, and of the tier on the host.
+    """
 
     def __init__(
         self, options: KVEventsOptions, page_size: int, rank: int, context: "zmq.Context[zmq.Socket[bytes]]"
@@ -136,6 +168,7 @@ class KVEventPublisher:
         self._rank, self._topic = rank, options.topic.encode()
         self._writer = EventWriter(page_size, options.hash_seed)
         self._changes: queue.Queue[Change | None] = queue.Queue(options.max_queue_size)
+        self.gpu, self.host = (MediumWatcher(medium, self._changes.put) for medium in (GPU, HOST))
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=options.buffer_steps)
         self._sequence = 0
         self._pub = _opened(context, zmq.PUB, endpoint_of(options.endpoint, rank), options.hwm)
@@ -144,15 +177,6 @@ class KVEventPublisher:
             self._replay = _opened(context, zmq.ROUTER, endpoint_of(options.replay_endpoint, rank), options.hwm, True)
         self._thread = threading.Thread(target=self._run, name="treetop-kv-events", daemon=True)
         self._thread.start()
-
-    def stored(self, parent: int, serial: int, page: PageTokens) -> None:
-        self._changes.put((True, parent, serial, page))
-
-    def removed(self, serial: int) -> None:
-        self._changes.put((False, 0, serial, ()))
-
-    def cleared(self) -> None:
-        self._changes.put(_CLEARED)
 
     def close(self) -> None:
         """Once all that was noted is sent."""

@@ -28,7 +28,7 @@ from treetop.core.engine_core import StepEngine
 from treetop.types.changes import Change, Commit, asked_as
 from treetop.types.errors import CheckError, ConfigError, EngineError
 from treetop.types.layout import Layout, SpecShape
-from treetop.types.messages import ExportPlan, ImportPlan, PrefillPlan, RoundPlan, StepPlan, StepResult
+from treetop.types.messages import ExportPlan, ImportPlan, OffloadPlan, PrefillPlan, RoundPlan, StepPlan, StepResult
 from treetop.types.sampling import Choice
 
 InFlight = TypeVar("InFlight")
@@ -196,7 +196,7 @@ class Lockstep(Generic[InFlight]):
 
     def launch(self, plan: StepPlan) -> LockstepStep[InFlight]:
         """Launch a plan as soon as the ranks agree on a step of its kind; one that needs no expert at once."""
-        if isinstance(plan, ExportPlan | ImportPlan):
+        if isinstance(plan, ExportPlan | ImportPlan | OffloadPlan):
             return self._started(plan)
         proposal = proposal_of(self._engine, plan, self._wanted)
         while bool(proposal.tokens) != bool((step := self._agree(proposal)).tokens):

@@ -13,9 +13,9 @@ from treetop.disaggregation.events import Disconnect, Pull
 from treetop.distributed.rank_groups import ExpertEngines
 from treetop.types.config import EngineConfig
 from treetop.types.kv_transfer.transport import State
-from treetop.types.messages import ExportPlan, ImportPlan, NodeMasks, PrefillPlan, RoundPlan, StepPlan
+from treetop.types.messages import ExportPlan, ImportPlan, NodeMasks, OffloadPlan, PrefillPlan, RoundPlan, StepPlan
 
-PlanKind = Literal["PrefillPlan", "RoundPlan", "ExportPlan", "ImportPlan"]
+PlanKind = Literal["PrefillPlan", "RoundPlan", "ExportPlan", "ImportPlan", "OffloadPlan"]
 
 
 class WorkerOptions(msgspec.Struct, frozen=True):
@@ -114,6 +114,7 @@ _KINDS: dict[type[StepPlan], PlanKind] = {
     RoundPlan: "RoundPlan",
     ExportPlan: "ExportPlan",
     ImportPlan: "ImportPlan",
+    OffloadPlan: "OffloadPlan",
 }
 _plans: dict[PlanKind, msgspec.msgpack.Decoder[StepPlan]] = {
     name: msgspec.msgpack.Decoder(kind) for kind, name in _KINDS.items()

@@ -61,6 +61,7 @@ from treetop.types.messages import (
     ExportPlan,
     ImportPlan,
     NodeMasks,
+    OffloadPlan,
     PrefillPlan,
     RoundPlan,
     RowResult,
@@ -121,7 +122,7 @@ class Engine:
         built = build_runner(engine_plan)
         self.layout, self.memory, self._zones = built.runner.layout, built.use, built.zones
         self.products, self.sums = built.products, whose_sums(engine_plan.place, built.products)
-        self.runner, self.slots = built.runner, built.slots
+        self.runner, self.slots, self._host_pages = built.runner, built.slots, built.host_pages
         tables = built.runner.adapters
         self.adapters = None if tables is None else EngineAdapters(engine_plan, tables)
         self.launcher: RoundLauncher = Eager(self.runner)
@@ -245,6 +246,8 @@ class Engine:
         """Give back what captured rounds hold of others, such as of a group of ranks. Nothing runs afterwards."""
         if isinstance(self.launcher, CudaGraphs):
             self.launcher.release()
+        if self._host_pages is not None:
+            self._host_pages.release()
 
     def step(self, plan: StepPlan) -> StepResult:
         """Run one prefill step or one decode round, and wait for its result. Zero rows are a legal batch."""
@@ -283,6 +286,8 @@ class Engine:
             self._kept.after(self._rounds, self.runner.state.calibration)
         if self._zones is not None:
             self._zones.check()
+        if isinstance(plan, OffloadPlan):
+            return StepResult(digest=got.record[-1], intact=bool(got.accept_len[0]))
         if isinstance(plan, ExportPlan | ImportPlan):
             return self._collect_chunks(plan, got)
         rows = []
@@ -337,6 +342,9 @@ class Engine:
                 return self._export(plan, slot)
             case ImportPlan():
                 return self._import(plan, slot)
+            case OffloadPlan():
+                assert self._host_pages is not None
+                return self._host_pages.run(plan)
 
     def _export(self, plan: ExportPlan, slot: Slot) -> RowResults:
         assert self.slots is not None
@@ -423,7 +431,7 @@ class Engine:
 
     def bucket_of(self, plan: StepPlan) -> int:
         """Rows that a step runs with, padding included; of KV chunks, how many."""
-        if isinstance(plan, ExportPlan | ImportPlan):
+        if isinstance(plan, ExportPlan | ImportPlan | OffloadPlan):
             return len(plan.rows)
         minimum = plan.min_rows if isinstance(plan, RoundPlan) else 0
         return self.layout.bucket_for(max(len(plan.rows), minimum))

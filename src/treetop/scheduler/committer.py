@@ -11,7 +11,7 @@ from treetop.scheduler.steps import StepsOut
 from treetop.scheduler.stops import first_stop
 from treetop.types.errors import InputError
 from treetop.types.kv_transfer.scheduling import FirstToken
-from treetop.types.messages import ExportPlan, ImportPlan, PrefillPlan, RoundPlan, StepPlan, StepResult
+from treetop.types.messages import ExportPlan, ImportPlan, OffloadPlan, PrefillPlan, RoundPlan, StepPlan, StepResult
 from treetop.types.requests import RequestStats, RequestUpdate
 from treetop.types.sampling import FinishReason
 
@@ -45,6 +45,8 @@ class Committer:
             case ImportPlan():
                 done = self._kv_transfer.commit_imports(plan, requests, result)
                 updates = [self._emit_first(request, first) for request, first in done]
+            case OffloadPlan():
+                updates = []
             case _:
                 updates = self._commit_rows(plan, result)
         for request in requests:

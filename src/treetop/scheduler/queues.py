@@ -1,4 +1,6 @@
-"""Where the requests that have not ended stand: forming, waiting, prefilling, importing, decoding, exporting."""
+"""Where the requests that have not ended stand: forming, loading, waiting, prefilling, importing, decoding or
+exporting.
+"""
 
 from bisect import insort
 from operator import attrgetter
@@ -11,9 +13,10 @@ _ORDER = attrgetter("order")
 
 
 class Queues:
-    """Every request that has not ended stands in `by_id` and in one of the six queues.
+    """Every request that has not ended stands in `by_id` and in one of the seven queues.
 
     forming: they have no row and no answer of their constraints.
+    loading: they have no row, and K/V of their prompts come from the host.
     waiting: the next first, by `Request.order`. The others: oldest admission first.
     waiting_of, waiting_tally: the same by tenant, and how many there are (`scheduler/shares.py`).
     importing: another worker prefills them.
@@ -23,6 +26,7 @@ class Queues:
     def __init__(self) -> None:
         self.by_id: dict[RequestId, Request] = {}
         self.forming: list[Request] = []
+        self.loading: list[Request] = []
         self.waiting: list[Request] = []
         self.waiting_of: dict[str, list[Request]] = {}
         self.waiting_tally = Tally()
@@ -38,6 +42,16 @@ class Queues:
     def formed(self, request: Request) -> None:
         """It may have a row now."""
         self.forming.remove(request)
+        self._wait(request)
+
+    def loads(self, request: Request) -> None:
+        """It waited, and what it has in common with others is on its way."""
+        self._wait_no_more(request)
+        self.loading.append(request)
+
+    def loaded(self, request: Request) -> None:
+        """It may have a row now."""
+        self.loading.remove(request)
         self._wait(request)
 
     def admitted(self, request: Request) -> None:
@@ -64,8 +78,9 @@ class Queues:
         """It has ended."""
         del self.by_id[request.request_id]
         if request.running is None:
-            if request in self.forming:
-                self.forming.remove(request)
+            without_a_row = next((each for each in (self.forming, self.loading) if request in each), None)
+            if without_a_row is not None:
+                without_a_row.remove(request)
             else:
                 self._wait_no_more(request)
         else:

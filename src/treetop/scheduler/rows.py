@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from treetop.cache.host_tier import HostTier
 from treetop.cache.kv_cache_manager import Cells, KVCacheManager, Lease
 from treetop.checks.host import check_cached, check_cell
 from treetop.scheduler.lengths import RequestLengths
@@ -22,6 +23,7 @@ class Rows:
         """lengths: of requests, also of those before these books were opened."""
         self._layout, self._check_level, self.lengths = layout, check_level, lengths
         self.kv_cache = KVCacheManager(layout, radix_cache, check_level)
+        self.host = HostTier(layout, self.kv_cache, check_level) if layout.host is not None else None
         self.by_row: dict[Row, Request] = {}
         self.tally = Tally()
         self.cells: dict[tuple[GroupName, Row, int], PageId] = {}
@@ -52,6 +54,8 @@ class Rows:
         if self._check_level >= 1:
             check_cached(held.row, len(ids), request.num_complete)
         self.kv_cache.release(held.lease, ids)
+        if self.host is not None:
+            self.host.left(ids, request.cache_salt, len(request.prompt_ids))
         self._free.append(held.row)
         del self.by_row[held.row]
         self.tally.add(request, -1)
@@ -117,6 +121,10 @@ class Rows:
             if shared > known:
                 raise InvariantError(f"row {row}: {shared} tokens are cached, {known} committed")
         leases = [request.held.lease for request in self.by_row.values()]
+        if self.host is not None:
+            leases += self.host.leases
+        if count is None and self.host is not None:
+            self.host.check()
         if count is None:
             self.kv_cache.check(leases)
         else:

@@ -4,7 +4,8 @@ forming --> waiting --admit--> prefilling --last chunk--> decoding --stop--> end
                ^                                             |
                '----------------- retract -------------------'
 
-forming: what may come first in a constrained request is not known yet.
+forming: what may come first in a constrained request is not known yet. Before it is admitted, K/V of its prompt may be
+loaded that the tier on the host has and the device has not (`cache/host_tier.py`).
 
 What other workers prefill, and what is prefilled for them: `scheduler/kv_transfer.py`.
 """
@@ -14,9 +15,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from heapq import heapify, heappop, heappush
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
+from treetop.cache.host_tier import HostTier
 from treetop.cache.prefix_cache import CacheWatcher
 from treetop.scheduler.adapters import AdapterBooks
 from treetop.scheduler.budget import PrefillBudget
@@ -36,8 +38,8 @@ from treetop.types.costs import CostTable, HeadChances
 from treetop.types.errors import ConfigError, InputError, InvariantError
 from treetop.types.ids import PageId, RequestId, Row
 from treetop.types.layout import Layout, PrefillPace, SpecShape
-from treetop.types.messages import NodeMasks, PrefillPlan, RowTree, StepPlan, StepResult
-from treetop.types.requests import CoreLoad, EngineRequest, RequestUpdate, check_prompt, late_error
+from treetop.types.messages import NodeMasks, OffloadPlan, PrefillPlan, RowTree, StepPlan, StepResult
+from treetop.types.requests import CoreLoad, EngineRequest, HostTierStats, RequestUpdate, check_prompt, late_error
 
 log = logging.getLogger("treetop")
 
@@ -96,12 +98,23 @@ class Scheduler:
         self._untold: dict[RequestId, Request] = {}  # those whose last update has not been handed out
         self._retractions_before = self._num_gave_way = 0
         self._cache_watcher: CacheWatcher | None = None
+        self._host_watcher: CacheWatcher | None = None
+        self._host_counts = HostTierStats()
         self._open_books()
 
-    def watch_cache(self, watcher: CacheWatcher) -> None:
-        """Tell what the prefix cache has from now on, also of those after this one. Nothing has been asked yet."""
-        self._cache_watcher = watcher
-        self.rows.kv_cache.watch(watcher)
+    def watch_cache(self, watcher: CacheWatcher, host: CacheWatcher | None = None) -> None:
+        """Tell what the prefix cache has from now on, also of those after this one. Nothing has been asked yet.
+
+        host: is told the same of the tier on the host.
+        """
+        self._cache_watcher, self._host_watcher = watcher, host
+        self._watch()
+
+    def _watch(self) -> None:
+        if self._host_watcher is not None and self.rows.host is not None:
+            self.rows.host.watch(self._host_watcher)
+        if self._cache_watcher is not None:
+            self.rows.kv_cache.watch(self._cache_watcher)
 
     def _open_books(self) -> None:
         """Nobody waits or runs, every page is free, and nothing is out."""
@@ -110,13 +123,14 @@ class Scheduler:
         self.queues, self.steps = Queues(), StepsOut()
         self._gaps, self._work = StepTimes(clock), StepTimes(self._work_clock)
         self.rows = Rows(layout, not config.disable_radix_cache, config.check_level, self._lengths)
+        if self.rows.host is not None:
+            self.rows.host.counts = self._host_counts
         shared = self.queues, self.rows, self.steps
         self.kv_transfer = KVTransfers(layout, self.queues, self.rows, clock)
         self._prefill = PrefillPlanner(layout, self._budget, *shared, self.kv_transfer, clock, adapters=self.adapters)
         self._rounds = RoundPlanner(layout, self._choose_shape, *shared, self.kv_transfer)
         self._committer = Committer(*shared, self.kv_transfer, config.check_level, clock)
-        if self._cache_watcher is not None:
-            self.rows.kv_cache.watch(self._cache_watcher)
+        self._watch()
         self._rounds_due = 0  # before the next prefill step
 
     # ---------------------------------------------------------------- requests in and out
@@ -248,7 +262,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.queues.by_id)
+        """Whether a request has not ended, or K/V are to be copied to the host."""
+        return bool(self.queues.by_id) or (self.rows.host is not None and self.rows.host.has_work)
 
     @property
     def num_retractions(self) -> int:
@@ -257,9 +272,16 @@ class Scheduler:
     @property
     def load(self) -> CoreLoad:
         """What it is busy with; requests that ended while a step of theirs is out count as running."""
-        waiting = len(self.queues.waiting) + len(self.queues.forming)
+        waiting = len(self.queues.waiting) + len(self.queues.forming) + len(self.queues.loading)
         kv_usage, given_way = self.rows.kv_cache.usage, self._num_gave_way
-        return CoreLoad(len(self.rows.by_row), waiting, kv_usage, self.num_retractions, num_gave_way=given_way)
+        return CoreLoad(
+            num_running=len(self.rows.by_row),
+            num_waiting=waiting,
+            kv_usage=kv_usage,
+            num_retractions=self.num_retractions,
+            num_gave_way=given_way,
+            host_tier=None if self.rows.host is None else self.rows.host.stats,
+        )
 
     # ---------------------------------------------------------------- planning and results
 
@@ -271,10 +293,10 @@ class Scheduler:
         """
         if len(self.steps) == self._layout.max_steps:
             return None
-        handed = self.kv_transfer.plan()
-        if handed is not None:
-            self._send(handed)
-            return handed
+        moved = self.kv_transfer.plan() or self._offload()
+        if moved is not None:
+            self._send(moved)
+            return moved
         if self.steps.num_computing == self._layout.max_in_flight or not self._gave_way():
             return None
         ready = self._rounds.ready()
@@ -287,6 +309,26 @@ class Scheduler:
             self._rounds_due = due
             self._send(plan)
         return plan
+
+    def _offload(self) -> OffloadPlan | None:
+        """Copies to the host, or from there for those who would have the next rows."""
+        host = self.rows.host
+        if host is None:
+            return None
+        for request in [*islice(self.queues.waiting, self.rows.num_free)]:
+            if not request.asked_host and not request.remote:
+                request.asked_host = True
+                if host.load(request.request_id, request.reusable_ids, request.cache_salt):
+                    self.queues.loads(request)
+        plan = host.plan()
+        self._loaded(host)
+        return plan
+
+    def _loaded(self, host: HostTier) -> None:
+        """Whose loads have ended wait for rows again, unless they have ended themselves."""
+        for request in [self.queues.by_id.get(request_id) for request_id in host.loaded()]:
+            if request is not None:
+                self.queues.loaded(request)
 
     def _gave_way(self) -> bool:
         """Put back who holds more rows than their share while others wait; False if steps are out, and whom it takes
@@ -311,6 +353,9 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
         """Apply a step's result. A request with non-finite logits fails alone; one that has ended gets nothing more."""
         updates = self._committer.commit(plan, result)
+        if isinstance(plan, OffloadPlan) and self.rows.host is not None:
+            self.rows.host.commit(result.intact)
+            self._loaded(self.rows.host)
         seconds, worked = self._gaps.ended(), self._work.ended()
         self._budget.note(plan, seconds, self.steps.has_prefill)
         self.policy.note(plan, result, None if self.steps.has_prefill else worked)
@@ -327,6 +372,8 @@ class Scheduler:
         old, now = self.kv_transfer, self._clock()
         self._retractions_before = self.num_retractions
         self.adapters.lose_slots()
+        if self.rows.host is not None:
+            self._host_counts = self.rows.host.counts
         self._open_books()
         self.kv_transfer.lose_all(old)
         self.rows.kv_cache.note_all_freed()

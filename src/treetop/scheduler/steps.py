@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from treetop.scheduler.request import Request
 from treetop.types.errors import InvariantError
-from treetop.types.messages import ExportPlan, ImportPlan, PrefillPlan, RoundPlan, StepPlan
+from treetop.types.messages import ExportPlan, ImportPlan, OffloadPlan, PrefillPlan, RoundPlan, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ class StepsOut:
 
     @property
     def num_computing(self) -> int:
-        """Without those that pack and unpack what is transferred."""
-        return sum(not isinstance(step.plan, ExportPlan | ImportPlan) for step in self._steps)
+        """Without those that move K/V alone."""
+        return sum(not isinstance(step.plan, ExportPlan | ImportPlan | OffloadPlan) for step in self._steps)
 
     @property
     def has_prefill(self) -> bool:

@@ -222,6 +222,14 @@ class EngineConfig:
         maximum=2**20,
         unit=" GiB",
     )
+    kv_offloading_size: float | None = option(
+        None,
+        "GiB of host memory, those of all ranks of --tp-size together, that keep K/V which the GPU's prefix cache gives"
+        " up, for prompts that begin alike (docs/offloading.md; default: none)",
+        above=0,
+        maximum=2**20,
+        unit=" GiB",
+    )
     disable_logits_processors: bool = option(
         False,
         "refuse requests that change logits by penalties, biases, min_tokens or allowed tokens, and keep no memory for"
@@ -455,6 +463,10 @@ class EngineConfig:
             (
                 self.quantize_activations and self.dequantize_weights is True,
                 "--quantize-activations multiplies FP8 weights as they are: drop --dequantize-weights",
+            ),
+            (
+                self.kv_offloading_size is not None and self.disable_radix_cache,
+                "--kv-offloading-size keeps what the prefix cache gives up: drop --disable-radix-cache",
             ),
             (bool(tree), tree),
             *self._rules_of_lora(),

@@ -52,6 +52,7 @@ class EngineOptions(TypedDict, total=False):
     disable_radix_cache: bool
     state_checkpoint_every: int | None
     state_checkpoint_memory: float | None
+    kv_offloading_size: float | None
     disable_logits_processors: bool
     attention_backend: Backend
     linear_attn_prefill_backend: LinearPrefill

@@ -176,6 +176,8 @@ class Layout:
     state_groups: layers that keep a state by row instead of K/V in pages.
     checkpoints: slots for states that prompts which begin alike go on from; 0 where no prefix is kept of them.
     checkpoint_every: tokens of a prompt from one to the next, a multiple of the page.
+    host: of the pages on the host that keep what leaves these, with rows and tokens in proportion; None for none.
+    copied_pages: pages of each group that one step copies there or back.
     """
 
     shapes: tuple[SpecShape, ...]
@@ -194,6 +196,8 @@ class Layout:
     state_groups: tuple[StateGroup, ...] = ()
     checkpoints: int = 0
     checkpoint_every: int = 0
+    host: "Layout | None" = None
+    copied_pages: int = 0
 
     @property
     def commit_width(self) -> int:
@@ -215,8 +219,10 @@ class Layout:
 
     @property
     def max_steps(self) -> int:
-        """Steps in flight with one that packs or unpacks what is transferred, so that it keeps no other from it."""
-        return self.max_in_flight + (self.disaggregation_slots > 0)
+        """Steps in flight with one that packs or unpacks what is transferred, and one that copies to the host or back,
+        so that these keep no other from it.
+        """
+        return self.max_in_flight + (self.disaggregation_slots > 0) + (self.host is not None)
 
     @property
     def max_committed(self) -> int:
@@ -364,6 +370,15 @@ class Layout:
             )
             for group in self.groups
         }
+
+    def page_bytes(self, element_size: int) -> dict[GroupName, int]:
+        """Bytes of a page of each group, and of a slot for states of each group of these."""
+        pages = {group.name: self.page_size * group.bytes_per_token(element_size) for group in self.groups}
+        return pages | {group.name: group.row_bytes(element_size) for group in self.state_groups if self.checkpoints}
+
+    def copied(self, name: GroupName) -> int:
+        """Pages of a group that one step copies to the host or back; of states one slot."""
+        return 1 if any(group.name == name for group in self.state_groups) else self.copied_pages
 
     @property
     def token_groups(self) -> tuple[GroupName, ...]:

@@ -241,7 +241,37 @@ class ImportPlan:
         return tuple(each.row for each in self.imports)
 
 
-StepPlan = PrefillPlan | RoundPlan | ExportPlan | ImportPlan
+class PageCopy(NamedTuple):
+    """A page on the device and its copy on the host; of a group of states, slots."""
+
+    group: GroupName
+    page: PageId
+    host_page: PageId
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadPlan:
+    """Copies between device and host, of one direction. freed: pages given back since the last plan.
+
+    saves: pages that go to the host.
+    fetches: pages on the host that come as far as the device's staging memory.
+    unpacks: what the offload plan before this fetched, which goes into its pages.
+    states: (slot, tokens) of the checkpoint of recurrent states that this completes on the device.
+    """
+
+    freed: tuple[tuple[GroupName, PageId], ...]
+    saves: tuple[PageCopy, ...] = ()
+    fetches: tuple[PageCopy, ...] = ()
+    unpacks: tuple[PageCopy, ...] = ()
+    states: tuple[int, int] | None = None
+    edits: tuple[PageEdit, ...] = ()
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return ()
+
+
+StepPlan = PrefillPlan | RoundPlan | ExportPlan | ImportPlan | OffloadPlan
 
 
 ProposalCounts = tuple[Sequence[Sequence[Sequence[float]]], Sequence[Sequence[Sequence[float]]]]
@@ -289,6 +319,7 @@ class StepResult:
     rows: of a prefill or a round.
     exports: each export's checksums, of the chunk on all ranks.
     imports: of imports.
+    intact: of an offload, whether all that came from the host is what was saved.
     """
 
     rows: tuple[RowResult, ...] = ()
@@ -296,3 +327,4 @@ class StepResult:
     exports: tuple[tuple[int, ...], ...] = ()
     imports: tuple[ImportResult, ...] = ()
     proposals: ProposalCounts | None = None
+    intact: bool = True

@@ -222,12 +222,27 @@ class KVTransferStats(NamedTuple):
     write_gb_s: float = 0.0
 
 
+class HostTierStats(NamedTuple):
+    """What the tier of K/V on the host has done since the start.
+
+    saved_tokens, loaded_tokens: whose K/V went to the host, and came back.
+    failed_loads: of which a page was not what had been saved.
+    usage_perc: share of the fullest group's pages on the host, 0 to 1.
+    """
+
+    saved_tokens: int = 0
+    loaded_tokens: int = 0
+    failed_loads: int = 0
+    usage_perc: float = 0.0
+
+
 class CoreLoad(NamedTuple):
     """What a core is busy with.
 
     kv_usage: share of the fullest pool that requests hold.
     num_gave_way: requests put back so that others have their share of the rows.
     kv_transfer: None without disaggregation.
+    host_tier: None without --kv-offloading-size.
     """
 
     num_running: int = 0
@@ -236,6 +251,7 @@ class CoreLoad(NamedTuple):
     num_retractions: int = 0
     kv_transfer: KVTransferStats | None = None
     num_gave_way: int = 0
+    host_tier: HostTierStats | None = None
 
 
 def check_prompt(prompt_ids: Sequence[int], max_context: int) -> None:

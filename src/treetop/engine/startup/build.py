@@ -14,6 +14,7 @@ from treetop.checks.probes import Probes
 from treetop.drafts.protocol import DrafterSpec
 from treetop.engine.buffers import Zeros, make_round_buffers
 from treetop.engine.cuda_graphs import num_rounds
+from treetop.engine.host_pages import CopyStaging, HostPages
 from treetop.engine.kv_transfer import StagingSlots
 from treetop.engine.memory import (
     Budget,
@@ -27,6 +28,7 @@ from treetop.engine.startup.adapters import adapters_of
 from treetop.engine.startup.capacity_proof import prove_acceptance
 from treetop.engine.startup.compile_ahead import compile_all
 from treetop.engine.startup.exact_ranks import check_ranks
+from treetop.engine.startup.host_layout import with_host
 from treetop.engine.startup.layer_groups import (
     causal_blocks,
     draft_layers_in_order,
@@ -53,10 +55,12 @@ class BuiltRunner:
     use: where memory went.
     products: on a CPU, how products with weights are taken.
     slots: to hand requests over by, if there are any.
+    host_pages: that keep K/V on the host, if there are any.
     """
 
     runner: ModelRunner
     slots: StagingSlots | None
+    host_pages: HostPages | None
     zones: RedZones | None
     use: MemoryUse
     products: tuple[ChosenProduct, ...]
@@ -75,6 +79,7 @@ def build_runner(engine_plan: EnginePlan) -> BuiltRunner:
         before = _allocated(place.device)
         runner, zones, zeros = _without_pools(engine_plan, products)
         slots = _make_slots(engine_plan, zeros)
+        staging = CopyStaging.make(runner.layout, place.dtype.itemsize, zeros) if runner.layout.host else None
         static = _allocated(place.device) - before or engine_plan.use.budget.static
         allowance = _gpu_allowance(engine_plan, runner, scales) if place.device.type == "cuda" else 0
     memory = memory_of_rank(place)
@@ -83,10 +88,14 @@ def build_runner(engine_plan: EnginePlan) -> BuiltRunner:
     budget = Budget(memory, static, allowance, config.mem_fraction_static, copies, rest)
     layout = fit(engine_plan.layout, place.dtype.itemsize, budget, config.max_total_tokens)
     layout = replace(layout, pool_tokens=place.parallel.minimum(layout.pool_tokens))  # one host plans for all ranks
+    layout = with_host(config, layout, place.dtype.itemsize)
     use = MemoryUse(layout, place.dtype.itemsize, budget)
     with out_of_memory_explained("making the KV pools", place.device, use):
         pools = make_pools(layout, place.dtype, zeros, scales)
-    return BuiltRunner(_with_pools(runner, engine_plan.draft, layout, pools), slots, zones, use, products.all)
+    runner, host_pages = _with_pools(runner, engine_plan.draft, layout, pools), None
+    if staging is not None:
+        host_pages = HostPages(layout, pools, runner.state.states, staging, place.parallel)
+    return BuiltRunner(runner, slots, host_pages, zones, use, products.all)
 
 
 def kv_scales(engine_plan: EnginePlan) -> dict[GroupName, Tensor]:

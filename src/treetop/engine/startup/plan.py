@@ -41,6 +41,7 @@ from treetop.engine.startup.default_policy import with_policy
 from treetop.engine.startup.default_rows import allowance_of_a_gpu, tokens_of_a_row
 from treetop.engine.startup.exactness import chosen_profile
 from treetop.engine.startup.exactness_table import settled
+from treetop.engine.startup.host_layout import check_host_tier, staging_bytes, with_host
 from treetop.engine.startup.layer_groups import backend_need, causal_blocks, kv_groups, state_groups
 from treetop.engine.startup.state_limits import uses_fla, with_checkpoints, within_states
 from treetop.engine.startup.weight_copies import CpuWeights, with_copies, with_second_orders
@@ -161,6 +162,7 @@ def _plan_rows(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel)
     layout = make_layout(config, target.config, draft, parallel.size)
     dtype = compute_dtype(config.dtype, device)
     layout = with_checkpoints(config, layout, dtype.itemsize)
+    check_host_tier(config, device)
     layout, kv_transfer = _with_slots(config, layout, target.config, draft, dtype, parallel)
     dummy = config.load_format == "dummy"
     place = Placement(dtype, device, layout.max_positions, dummy, shapes=layout.shapes, parallel=parallel)
@@ -174,7 +176,7 @@ def _plan_rows(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel)
     budget = with_copies(config, place, budget, layout, target, draft)
     place = replace(place, compressed=budget.copies > 0)
     budget, weights = with_second_orders(config, place, budget, layout, target, draft)
-    layout = fit(layout, dtype.itemsize, budget, config.max_total_tokens)
+    layout = with_host(config, fit(layout, dtype.itemsize, budget, config.max_total_tokens), dtype.itemsize)
     need = backend_need(layout, target.config, draft, place)
     if config.attention_backend != "auto":
         require(config.attention_backend, need)
@@ -430,7 +432,8 @@ def _static_estimate(
         *(layout, len(aux), model, state.calibration, dtype, counted),
         blocks=causal_blocks(draft),
     )
-    return weights + sum(made) + config.disaggregation_slots * config.disaggregation_slot_bytes
+    slots = config.disaggregation_slots * config.disaggregation_slot_bytes
+    return weights + sum(made) + slots + staging_bytes(config, layout, dtype.itemsize)
 
 
 def _shape_alone(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
