@@ -5,8 +5,8 @@
 
 Agents take all turns but the last; then others come, whose K/V evict theirs; then each agent's last turn, which loads
 what the host kept, the same again, which the GPU has now, and the same under another salt, which is computed. Times are
-from a request's arrival to its first token, with nobody beside. One JSON object. Exit code 1 if a load failed or brought
-less than nine tenths of what it could, or if tokens differ with --exactness bits.
+from a request's arrival to its first token, with nobody beside. One JSON object. Exit code 1 if a load failed or
+brought less than nine tenths of what it could, or if tokens differ with --exactness bits.
 """
 
 import random
@@ -51,6 +51,7 @@ def main(given: list[str]) -> int:
         max_total_tokens=options.pool_tokens,
         kv_offloading_size=options.host_gib,
         graphs="off",
+        speculative_policy="fixed",
         compress_weights=False,
     )
     start_s = time.perf_counter() - started_s

@@ -13,7 +13,7 @@ from treetop.engine.startup import host_layout
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
-POOL = {"max_running_requests": 4, "context_length": 512, "page_size": 16}
+POOL = {"max_running_requests": 4, "context_length": 512, "page_size": 16, "speculative_policy": "fixed"}
 
 
 def turns(vocab, agents=8, count=3, first=200, more=64):
@@ -32,7 +32,7 @@ def test_what_returns_is_what_left(monkeypatch, options):
     monkeypatch.setattr(host_pages, "SLAB_BYTES", 2**20)
     outputs = []
     for pool, size in ((1024, 0.25), (16384, None)):
-        llm = make(**{**POOL, "max_total_tokens": pool, "kv_offloading_size": size, "exactness": "bits", **options})
+        llm = make(**{**POOL, "max_total_tokens": pool, "kv_offloading_size": size, **options})
         assert isinstance(llm.engine.launcher, CudaGraphs)
         asked = [*turns(llm.engine.spec.vocab_size)]
         outputs.append([llm.generate([prompt], greedy(16))[0] for prompt in asked])
@@ -51,7 +51,7 @@ def test_what_returns_is_what_left(monkeypatch, options):
 
 
 def test_a_damaged_page_is_computed_again(monkeypatch):
-    llm = make(**{**POOL, "max_total_tokens": 1024, "kv_offloading_size": 0.25, "exactness": "bits"})
+    llm = make(**{**POOL, "max_total_tokens": 1024, "kv_offloading_size": 0.25})
     asked = [*turns(llm.engine.spec.vocab_size, count=1)]
     want = tokens([llm.generate([prompt], greedy(16))[0] for prompt in asked])
     torch.cuda.synchronize()
