@@ -122,8 +122,9 @@ def test_what_cannot_be_is_refused_in_ollamas_shape(server, path, body, status, 
 
 
 def test_a_client_that_goes_frees_its_request_and_an_error_is_a_line():
-    with scripted(lambda _: "word " * 2000) as (url, core):
-        core.pace_s = 0.05
+    """The text would last for minutes; its thoughts end at once, so that the first line does not wait for its end."""
+    with scripted(lambda _: "<think>\nA.\n</think>\n\n" + "word " * 2000) as (url, core):
+        core.pace_s = 0.5
         with httpx.stream(
             "POST", url + "/api/chat", json={"model": "scripted", "messages": HI}, timeout=WAIT_S
         ) as answer:

@@ -16,7 +16,7 @@ import httpx
 import openai
 import pytest
 
-from support.holding import LAST_WORDS, STEPS, Held
+from support.holding import LAST_WORDS, SHORT_TURNS, STEPS, Held
 from support.serving import Server, command_of, mock, replayed, serving
 from support.threads import in_threads, joined
 from support.waiting import WAIT_S, until
@@ -286,7 +286,7 @@ def test_an_api_process_that_is_killed_is_started_again_and_cuts_no_streams_but_
 
     While one process is stopped the other takes all that comes, so three streams are known to be with each.
     """
-    held = Held(tmp_path, STEPS)
+    held = Held(tmp_path, STEPS + SHORT_TURNS)
     flags = ("--api-workers", "2", "--max-running-requests", "6", "--max-queued-requests", "0")
     with mock(250, "1", *flags, environment=held.environment) as server:
         body, texts, cut = {"model": NAME, "prompt": "a", "max_tokens": 200, "stream": True}, [], []

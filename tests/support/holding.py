@@ -31,6 +31,12 @@ if is_of("engine_process"):
     mock.time = SimpleNamespace(monotonic=time.monotonic, sleep=wait)
 """
 """Steps of the mock engine take their time; once they are let go, none."""
+SHORT_TURNS = """
+if is_of("treetop.cli"):
+    from treetop.distributed import supervisor
+    supervisor.TURN_S = 0.5
+"""
+"""Held nowhere: API processes that are stopped are waited for not so long before the next has the new engine."""
 LAST_WORDS = """
 if is_of("treetop.cli"):
     import asyncio
