@@ -34,6 +34,8 @@ NAMES += [
     "falcon h1",
     "nemotron h",
     "kimi linear",
+    "minimax",
+    "olmo hybrid",
 ]
 """Norms of all q and k and none before, multipliers, layers without rotation, joined and partly rotated q and k,
 interleaved rotation, text of what sees, experts under other names and with biased sigmoid routers.

@@ -11,7 +11,7 @@ from support.logits import record_logits
 from support.refusing import refused
 from support.tiny_models import copy_folder
 from treetop import LLM
-from treetop.models.config import attention_of_rank
+from treetop.models.config import NormedStream, attention_of_rank
 from treetop.models.registry import FAMILIES as KNOWN
 from treetop.models.registry import target_spec
 from treetop.types.errors import CheckpointError, ConfigError
@@ -163,6 +163,7 @@ def test_every_family_has_a_tiny_model():
     """A family that is added without one fails here, but for those of other files."""
     made = {tiny.architecture for tiny in FAMILIES.values()}
     made |= {"MiMoForCausalLM", "Step3p5ForCausalLM", "KimiK25ForConditionalGeneration"}
+    made |= {"MiniMaxText01ForCausalLM", "MiniMaxM1ForCausalLM"}
     elsewhere = {f"{name}ForCausalLM" for name in ("GptOss", "Glm4Moe", "Qwen3Moe", "MiMoV2")}
     assert set(KNOWN) - elsewhere <= made
 
@@ -204,6 +205,24 @@ def test_llama_4_of_the_first_release_means_the_same(tmp_path):
     published = {"no_rope_layers": None, "no_rope_layer_interval": None, "attention_chunk_size": None}
     other = respelled(saved, tmp_path / "said", layer_types=None, **published)
     assert [layer.attention.window for layer in other.layers] == [8192] * 3 + [None]
+
+
+def test_minimax_of_the_first_release_means_the_same(tmp_path):
+    """Kinds as numbers, factors under other names, a part of a head that turns."""
+    folder = FAMILIES["minimax"].save(tmp_path).pair.target
+    config = json.loads((folder / "config.json").read_text())
+    older = {"architectures": ["MiniMaxM1ForCausalLM"], "attn_type_list": [0, 0, 1, 0], "layer_types": None}
+    for half in ("full", "linear", "mlp"):
+        for each in ("alpha", "beta"):
+            key = "mlp_{}_factor" if half == "mlp" else half + "_attn_{}_factor"
+            name = half if half == "mlp" else f"{half}_attention"
+            older[f"layernorm_{name}_{each}"] = config[key.format(each)]
+            older[key.format(each)] = None
+    found = target_spec(copy_folder(folder, tmp_path / "older", **older)).config
+    assert found == target_spec(folder).config
+    assert found.layers[0].normed_stream == NormedStream((1.25, 0.75), (1.75, 0.875))
+    turned = target_spec(copy_folder(folder, tmp_path / "turned", **older, rotary_dim=4)).config
+    assert turned.attention[2].rope.turned == 4
 
 
 def test_hunyuan_as_published_means_the_same(tmp_path):
@@ -367,6 +386,7 @@ def test_an_unsupported_key_is_refused_by_name(models, tmp_path, name, changes, 
     ("DeepseekV4ForCausalLM", "sparse"),
     ("Glm5NextForCausalLM", "sparse"),
     ("BailingHybridForCausalLM", "another kind than those that load"),
+    ("KimiK3ForCausalLM", "residuals across layers"),
     ("Qwen4ExpForConditionalGeneration", "hyper-connections"),
     ("InternS2PreviewForConditionalGeneration", "wrapper"),
     ("Mamba2ForCausalLM", "state space"),

@@ -18,7 +18,7 @@ from treetop.models.registry import target_spec
 from treetop.types.errors import CheckpointError, ConfigError
 from treetop_debug.model_faults import LINEAR_FAULTS
 
-OTHERS = ("lfm2", "bamba", "granite 4 hybrid", "falcon h1", "nemotron h", "kimi linear")
+OTHERS = ("lfm2", "bamba", "granite 4 hybrid", "falcon h1", "nemotron h", "kimi linear", "minimax", "olmo hybrid")
 """Recurrent layers of other kinds."""
 NAMES = ("qwen3 next", "qwen3.5", "qwen3.5 moe", "qwen3.5 of images", "qwen3.5 moe of images")
 

@@ -96,6 +96,9 @@ class Saved:
         )
         if self.architecture == "Llama4ForConditionalGeneration":
             model = model.language_model  # the whole fails on text alone: `image_outputs` (transformers 5.24)
+        for module in model.modules():
+            if hasattr(module, "slope_rate"):
+                _with_whole_slopes(module)
         model.generation_config.eos_token_id = None
         return model
 
@@ -116,6 +119,18 @@ class Saved:
             cache = output[named]
             rows.append(output.logits[0])
         return torch.cat(rows)
+
+
+def _with_whole_slopes(module: Any) -> None:
+    """MiniMax's decays in float64: `transformers` has them in float32, and in the model's dtype of what it has read."""
+    heads, layers = module.num_attention_heads, module.num_hidden_layers
+    head = torch.arange(1, heads + 1, dtype=torch.float64)
+    factor = 1 - module.layer_idx / (layers - 1 + 1e-5) + 1e-5
+    whole = (2.0 ** (-8 * head / heads) * factor)[:, None, None]
+    dtype = module.slope_rate.dtype
+    made = (whole, *module.decay_factors(whole))
+    for name, value in zip(("slope_rate", "query_decay", "key_decay", "diagonal_decay"), made, strict=True):
+        setattr(module, name, torch.nn.Buffer(value.to(dtype)))
 
 
 def _with_mtp(target: Path, folder: Path) -> Path:
@@ -478,6 +493,25 @@ def _as_kimi_linear(target: Path, folder: Path) -> Path:
     named = {name.replace(".0.block_sparse_moe.", ".0.mlp."): tensor for name, tensor in tensors.items()}
     copied = copy_folder(target, folder)
     save_file(named, copied / "model.safetensors", metadata={"format": "pt"})
+    return copied
+
+
+def _as_olmo_hybrid(target: Path, folder: Path) -> Path:
+    """As published: `transformers` writes norms of full layers as those of linear ones, and convolutions in thirds."""
+    config = json.loads((target / "config.json").read_text())
+    full = [f".{index}.feedforward_layer_norm." for index, kind in enumerate(config["layer_types"]) if kind[0] == "f"]
+    tensors = {}
+    for name, tensor in load_file(target / "model.safetensors").items():
+        of_full = any(each in name for each in full)
+        tensors[name.replace("feedforward_layer_norm", "post_attention_layernorm") if of_full else name] = tensor
+    for name in [name for name in tensors if "q_conv1d" in name]:
+        names = [name.replace("q_conv1d", f"{part}_conv1d") for part in "qkv"]
+        keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+        whole = torch.cat([tensors[each] for each in names])
+        tensors |= dict(zip(names, whole.split([keys, keys, len(whole) - 2 * keys]), strict=True))
+    copied = copy_folder(target, folder)
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(whole, copied / "model.safetensors", metadata={"format": "pt"})
     return copied
 
 
@@ -847,6 +881,54 @@ FAMILIES: dict[str, Tiny] = {
         },
         _as_kimi_linear,
         without=("head_dim",),
+    ),
+    "minimax": Tiny(
+        "MiniMax",
+        {
+            "layer_types": [f"{kind}_attention" for kind in ("linear", "linear", "full", "linear")],
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "block_size": 16,
+            "linear_attn_alpha_factor": 1.25,
+            "linear_attn_beta_factor": 0.75,
+            "full_attn_alpha_factor": 1.5,
+            "full_attn_beta_factor": 0.5,
+            "mlp_alpha_factor": 1.75,
+            "mlp_beta_factor": 0.875,
+        },
+    ),
+    "olmo hybrid": Tiny(
+        "OlmoHybrid",
+        {
+            **{key: value for key, value in LINEAR.items() if key != "rope_parameters"},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "pad_token_id": 0,
+        },
+        _as_olmo_hybrid,
+        without=("head_dim",),
+    ),
+    "olmo hybrid without rotation": Tiny(
+        "OlmoHybrid",
+        {
+            **LINEAR,
+            "rope_parameters": {"rope_type": "default", "rope_theta": None},
+            "linear_allow_neg_eigval": False,
+            "pad_token_id": 0,
+        },
+        _as_olmo_hybrid,
+        without=("head_dim",),
+        slow=True,
+    ),
+    "minicpm 3": Tiny(
+        "MiniCPM3",
+        {
+            **LATENT,
+            "head_dim": LATENT["qk_rope_head_dim"],
+            "scale_emb": 1.75,
+            "scale_depth": 1.5,
+            "dim_model_base": 10,
+            "tie_word_embeddings": True,
+        },
     ),
     "bamba": Tiny("Bamba", {**MIXED, "attn_layer_indices": [2], "mamba_proj_bias": True, "rope_parameters": None}),
     "granite 4 hybrid": Tiny(

@@ -14,8 +14,9 @@ from treetop.models.layers import Rotary, SelfAttention, self_attention_params
 from treetop.models.linear_attention import LinearAttention, linear_params
 from treetop.models.mixers.both import BothMixer, both_params
 from treetop.models.mixers.kimi_delta import KimiDelta, kimi_params
+from treetop.models.mixers.lightning import Lightning, lightning_params
 from treetop.models.mixers.mamba2 import Mamba2, mamba_params
-from treetop.models.mixers.recurrences import ConvSpec, KimiSpec, MambaSpec
+from treetop.models.mixers.recurrences import ConvSpec, KimiSpec, LightningSpec, MambaSpec
 from treetop.models.mixers.short_convolution import ShortConvolution, conv_params
 from treetop.types.parallel import Summed
 from treetop.weights.format import Product
@@ -40,6 +41,8 @@ def attention(spec: Mixer, weights: Weights, name: str, layer: int, eps: float, 
         return ShortConvolution(weights, name, layer, ops)
     if isinstance(spec, KimiSpec):
         return KimiDelta(spec, weights, name, layer, eps, ops)
+    if isinstance(spec, LightningSpec):
+        return Lightning(spec, weights, name, layer, ops)
     if isinstance(spec, MambaSpec):
         return Mamba2(spec, weights, name, layer, ops)
     if isinstance(spec, BothSpec):
@@ -65,6 +68,8 @@ def attention_params(
         return conv_params(spec, name, stored, hidden)
     if isinstance(spec, KimiSpec):
         return kimi_params(spec, name, stored, hidden)
+    if isinstance(spec, LightningSpec):
+        return lightning_params(spec, name, stored, hidden)
     if isinstance(spec, MambaSpec):
         return mamba_params(spec, name, stored, hidden)
     if isinstance(spec, BothSpec):

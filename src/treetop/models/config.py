@@ -11,7 +11,7 @@ from treetop.kernels.gate import Gate
 from treetop.kernels.moe.experts import Activation
 from treetop.kernels.moe.routing import RouterSpec
 from treetop.kernels.rope import RopeSpec
-from treetop.models.mixers.recurrences import ConvSpec, KimiSpec, MambaSpec, RecurrentSpec
+from treetop.models.mixers.recurrences import ConvSpec, KimiSpec, LightningSpec, MambaSpec, RecurrentSpec
 from treetop.models.rope_config import max_positions, reach, rope_spec
 from treetop.types.errors import CheckpointError, ConfigError
 from treetop.types.ids import GroupName
@@ -160,7 +160,7 @@ def attention_of_rank(spec: AttentionSpec, size: int) -> AttentionSpec:
     return replace(spec, num_heads=heads // size, kv=replace(spec.kv, heads=max(kv // size, 1)))
 
 
-LinearStorage = Literal["by key head", "by part"]
+LinearStorage = Literal["by key head", "by part", "by tensor"]
 """How a checkpoint holds the inputs of linear attention, see `models.linear_attention`."""
 
 
@@ -173,6 +173,8 @@ class LinearSpec:
     taps: of the convolution of queries, keys and values; 1 is none.
     stored: how a checkpoint holds what it reads.
     delta, per_channel: see `StateGroup`.
+    of_beta: beta is multiplied by it.
+    norm_eps: of the norm of its output; None for that of the model's norms.
     """
 
     block: ClassVar[str] = "linear_attn"
@@ -184,6 +186,8 @@ class LinearSpec:
     stored: LinearStorage = "by part"
     delta: bool = True
     per_channel: bool = False
+    of_beta: float = 1.0
+    norm_eps: float | None = None
 
     @property
     def widths(self) -> tuple[int, int, int]:
@@ -237,7 +241,7 @@ class BothSpec:
     of_output: float = 1.0
 
 
-RecurrentKind = LinearSpec | ConvSpec | KimiSpec | MambaSpec
+RecurrentKind = LinearSpec | ConvSpec | KimiSpec | LightningSpec | MambaSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,12 +376,24 @@ NormKind = Literal["rms", "layer", "layer with bias"]
 
 
 @dataclass(frozen=True, slots=True)
+class NormedStream:
+    """A layer whose halves leave a * normed + b * added: what they read goes on, and not what entered the norm.
+
+    of_mixer, of_feed_forward: (a, b) of each half.
+    """
+
+    of_mixer: tuple[float, float]
+    of_feed_forward: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """A mixer and a feed-forward, each behind its norm and added to the residual stream, perhaps through another.
 
     scaled: what the layer leaves is multiplied by a number of its own.
     side_by_side: the feed-forward reads what enters the layer: through its own norm, or, without one, what attention
         reads.
+    normed_stream: the residual stream is what a half has read, see there; None: what has entered its norm.
     """
 
     mixer: Mixer
@@ -385,6 +401,7 @@ class LayerSpec:
     norms: NormNames = NormNames()
     scaled: bool = False
     side_by_side: bool = False
+    normed_stream: NormedStream | None = None
 
     @property
     def attends(self) -> AttentionSpec | None:

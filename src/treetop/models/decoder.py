@@ -31,7 +31,12 @@ class DecoderLayer:
     def __init__(self, config: ModelConfig, weights: Weights, index: int, ops: Ops) -> None:
         spec, name, eps = config.layers[index], f"layers.{index}", config.norm_eps
         self.rope = None if spec.attends is None else spec.attends.rope
-        self._scale, self._add = config.residual_scale, ops.add
+        self._add, stream = ops.add, spec.normed_stream
+        self._keep: float | None = None
+        self._mlp_keep: float | None = None
+        self._scale = self._mlp_scale = config.residual_scale
+        if stream is not None:
+            (self._keep, self._scale), (self._mlp_keep, self._mlp_scale) = stream.of_mixer, stream.of_feed_forward
         self._joins = ops.profile.sums_in_order and ops.parallel.size > 1
         self._side_by_side = spec.side_by_side
         norm = partial(_norm, weights, config, ops=ops)
@@ -58,8 +63,9 @@ class DecoderLayer:
     ) -> tuple[Tensor, Summed]:
         """x: the residual stream, normed: its input norm. Returns the stream after attention, and what to add to it."""
         if not self._mixes:
-            return x, self._added(self.mlp(normed, live, x), self.mlp_output_norm, x.dtype)
-        added = self._added(self.attention(normed, turn, attend), self.attention_output_norm, x.dtype)
+            return x, self._added(self.mlp(normed, live, x), self.mlp_output_norm, x.dtype, self._mlp_scale)
+        added = self._added(self.attention(normed, turn, attend), self.attention_output_norm, x.dtype, self._scale)
+        x = _kept(x, normed, self._keep)
         if not self._feeds:
             return x, added
         if self._side_by_side:
@@ -67,7 +73,8 @@ class DecoderLayer:
             x = self._add(x, added)
         else:
             x, normed = self.mlp_norm.after(x, added)
-        return x, self._added(self.mlp(normed, live, x), self.mlp_output_norm, x.dtype)
+        added = self._added(self.mlp(normed, live, x), self.mlp_output_norm, x.dtype, self._mlp_scale)
+        return _kept(x, normed, self._mlp_keep), added
 
     def leave(
         self, x: Tensor, added: Summed, norm: Norm | NoNorm, inputs: Tensor | None = None
@@ -81,14 +88,19 @@ class DecoderLayer:
         x = self.ending(self._add(x, added), inputs)
         return x, norm(x)
 
-    def _added(self, parts: Summed, norm: Norm | None, dtype: torch.dtype) -> Summed:
+    def _added(self, parts: Summed, norm: Norm | None, dtype: torch.dtype, scale: float) -> Summed:
         """What is added to the residual stream of what a half of the layer gives."""
         if norm is not None:
             parts = norm.of_parts(parts, dtype)
-        if self._scale == 1:
+        if scale == 1:
             return parts
         parts = taken(parts)
-        return (joined_in_order(parts)[None] if self._joins else parts) * self._scale
+        return (joined_in_order(parts)[None] if self._joins else parts) * scale
+
+
+def _kept(x: Tensor, normed: Tensor, keep: float | None) -> Tensor:
+    """The residual stream that what a half gives is added to: x, or so much of what the half has read."""
+    return x if keep is None else normed if keep == 1 else normed * keep
 
 
 def _norm(weights: Weights, config: ModelConfig, name: str, ops: Ops) -> Norm | None:

@@ -6,8 +6,9 @@ beta = sigmoid(b), g = -e^A_log softplus(a + dt_bias). What it gives is normed p
 
 How checkpoints hold it (`LinearSpec.stored`): "by key head" has two tensors, whose rows are, of each key head, its q,
 its k, and v and z of the value heads that read it; and b and a of these. "by part" has q, k and v in one, and z, b, a.
+"by tensor" has each by itself, their convolutions too, as OLMo Hybrid, whose beta is up to 2.
 
-Source: `transformers`' qwen3_next and qwen3_5; Gated Delta Networks, arXiv:2412.06464.
+Source: `transformers`' qwen3_next, qwen3_5 and olmo_hybrid; Gated Delta Networks, arXiv:2412.06464.
 """
 
 from dataclasses import replace
@@ -29,7 +30,8 @@ class LinearAttention:
     """An `Attention` whose `attend` keeps a state. name: of its parameters. eps: of the norm of its output."""
 
     def __init__(self, spec: LinearSpec, weights: Weights, name: str, layer: int, eps: float, ops: Ops) -> None:
-        self.spec, self.layer, self._eps, self._ops = spec.of_rank(ops.parallel.size), layer, eps, ops
+        self.spec, self.layer, self._ops = spec.of_rank(ops.parallel.size), layer, ops
+        self._eps = eps if spec.norm_eps is None else spec.norm_eps
         self.inputs, self.gates = weights.linear(f"{name}.qkvz"), weights.linear(f"{name}.ba")
         self.output = weights.linear(f"{name}.output")
         self.products: list[Product] = [self.inputs, self.gates, self.output]
@@ -42,6 +44,8 @@ class LinearAttention:
         mixed, z = self.inputs(x).split([sum(spec.widths), spec.widths[2]], dim=-1)
         mixed = attend.convolve(self.layer, mixed, self._conv, None)
         inputs = self._ops.delta_inputs(mixed, self.gates(x), self._rate, self._bias, spec.key_heads, spec.key_dim)
+        if spec.of_beta != 1:
+            inputs = inputs.with_beta(spec.of_beta)
         out = self._ops.gated_norm(attend.recur(self.layer, inputs), z, self._norm, self._eps)
         return self._ops.parallel.share(self.output.parts(out))
 
@@ -50,7 +54,11 @@ def linear_params(spec: LinearSpec, name: str, stored: str, hidden: int) -> list
     """stored: the prefix of its tensors. Ranks have whole key heads, and the value heads that read them."""
     each = spec.heads // spec.key_heads
     dim, values = spec.key_dim, each * spec.value_dim
-    if spec.stored == "by key head":
+    ends = ("norm", "out_proj")
+    if spec.stored == "by tensor":
+        qkvz, ends = _each(spec, stored, hidden), ("o_norm", "o_proj")
+        ba = [Source(f"{stored}.{gate}_proj.weight", (spec.heads, hidden), unit=each) for gate in "ba"]
+    elif spec.stored == "by key head":
         qkvz = _by_key_head(f"{stored}.in_proj_qkvz.weight", spec, (dim, dim, values, values), hidden)
         ba = _by_key_head(f"{stored}.in_proj_ba.weight", spec, (each, each), hidden)
     else:
@@ -61,16 +69,21 @@ def linear_params(spec: LinearSpec, name: str, stored: str, hidden: int) -> list
         Source(part.name, (spec.channels, 1, spec.taps), part.transform, part.rows, part.unit)
         for part in _by_part(f"{stored}.conv1d.weight", spec, spec.taps, squeeze=True)
     ]
+    if spec.stored == "by tensor":
+        taps = [
+            Source(f"{stored}.{part}_conv1d.weight", (rows, 1, spec.taps), _squeezed, rows, unit)
+            for part, rows, unit in zip("qkv", spec.widths, (dim, dim, values), strict=True)
+        ]
     return [
         Param(f"{name}.qkvz", (spec.channels + spec.widths[2], hidden), tuple(qkvz), "matrix", 0),
         Param(f"{name}.ba", (2 * spec.heads, hidden), tuple(ba), "matrix", 0),
         Param(f"{name}.conv", (spec.channels, spec.taps), tuple(taps), "vector", 0),
         _by_head(f"{name}.rate", f"{stored}.A_log", spec.heads, each),
         _by_head(f"{name}.dt_bias", f"{stored}.dt_bias", spec.heads, each),
-        vector(f"{name}.norm", Source(f"{stored}.norm.weight", (spec.value_dim,))),
+        vector(f"{name}.norm", Source(f"{stored}.{ends[0]}.weight", (spec.value_dim,))),
         matrix(
             f"{name}.output",
-            Source(f"{stored}.out_proj.weight", (hidden, spec.widths[2]), unit=values),
+            Source(f"{stored}.{ends[1]}.weight", (hidden, spec.widths[2]), unit=values),
             shard=1,
         ),
     ]
@@ -100,6 +113,17 @@ def _by_part(tensor: str, spec: LinearSpec, width: int, squeeze: bool = False) -
         found.append(Source(tensor, (sum(spec.widths), width), cut, rows, unit=unit))
         first += rows
     return found
+
+
+def _each(spec: LinearSpec, stored: str, hidden: int) -> list[Source]:
+    """q, k, v and z, a tensor each."""
+    values = spec.widths[2] // spec.key_heads
+    widths = zip("qkvg", (*spec.widths, spec.widths[2]), (spec.key_dim, spec.key_dim, values, values), strict=True)
+    return [Source(f"{stored}.{part}_proj.weight", (rows, hidden), unit=unit) for part, rows, unit in widths]
+
+
+def _squeezed(stored: Tensor) -> Tensor:
+    return stored.squeeze(1)
 
 
 def _rows(stored: Tensor, lines: slice, squeeze: bool) -> Tensor:

@@ -11,6 +11,7 @@ _MLA = "its attention is compressed (MLA) in another way than those that load"
 _SPARSE = "its attention is sparse in another way than those that load"
 _LINEAR = "it has layers of linear attention or state space of another kind than those that load"
 _QWEN4 = "it has indexed attention, hyper-connections and n-gram embeddings with a convolution of their own"
+_KIMI_3 = "beside Kimi delta attention it has residuals across layers, latent experts, SiTU and gated MLA"
 _WRAPPED = "its language model stands in a wrapper of its own"
 _IMAGES = "it reads images or sound, and its language model is none of those that load without them"
 _ENCODER = "it is no decoder that generates text"
@@ -21,13 +22,13 @@ _LEARNED = "its positions are learned or biases of scores"
 _BY_NAME = {
     _SOFTCAPPED: "Gemma2 VaultGemma",
     _LEARNED: "Bloom GPT2 GPTBigCode MPT OPT",
-    _MLA: "AXK1 AXK2 Dots3Note HYV4 LongcatFlash MiniCPM3",
+    _MLA: "AXK1 AXK2 Dots3Note HYV4 LongcatFlash",
     _SPARSE: "DeepseekV4 Glm5Next",
     _QWEN4: "Qwen4Exp",
-    _LINEAR: "BailingHybrid FalconMamba Jamba KimiK3 Lfm3 Mamba Mamba2"
-    " MiniMax OlmoHybrid RecurrentGemma Rwkv Zamba Zamba2",
+    _KIMI_3: "KimiK3",
+    _LINEAR: "BailingHybrid FalconMamba Jamba Lfm3 Mamba Mamba2 RecurrentGemma Rwkv Zamba Zamba2",
 }
-"""Of `transformers` 5.23: those whose configuration has a `kv_lora_rank`, and those with such layers."""
+"""Of `transformers` 5.24: those whose configuration has a `kv_lora_rank`, and those with such layers; and Kimi-K3."""
 _BY_ENDING = {
     _IMAGES: "ForConditionalGeneration ForImageTextToText",
     _ENCODER: "ForMaskedLM ForSequenceClassification ForTokenClassification ForQuestionAnswering EncoderModel",

@@ -49,7 +49,7 @@ from treetop.models.families import (
     smollm3,
     ungated,
 )
-from treetop.models.families.hybrids import kimi_linear, lfm2, mamba, nemotron_h
+from treetop.models.families.hybrids import kimi_linear, lfm2, mamba, minimax, nemotron_h, olmo_hybrid
 from treetop.models.multimodal import TEXT_ALONE, TOWERS, StoredNames, names_in, text_config
 from treetop.models.refused import refuse_adapter, refuse_by_key, refuse_by_name
 from treetop.models.target import Target
@@ -113,6 +113,9 @@ FAMILIES: dict[str, Family] = {
         mistral.read_4, "compressed attention (MLA), queries scaled by position, experts", keys=_COMPRESSED
     ),
     "YoutuForCausalLM": Family(deepseek.read_youtu, "compressed attention (MLA)", keys=_COMPRESSED),
+    "MiniCPM3ForCausalLM": Family(
+        deepseek.read_minicpm, "compressed attention (MLA), multipliers: MiniCPM3", keys=_COMPRESSED
+    ),
     "KimiK25ForConditionalGeneration": Family(
         deepseek.read_v3, "the text of Kimi-K2.5 and later", text_of=("kimi_k2", "deepseek_v3"), keys=_COMPRESSED
     ),
@@ -193,6 +196,14 @@ FAMILIES: dict[str, Family] = {
         kimi_linear.read,
         "Kimi delta attention (KDA) beside compressed attention (MLA), experts",
         keys=_COMPRESSED,
+    ),
+    "MiniMaxForCausalLM": Family(
+        minimax.read, "lightning attention among attention, experts: MiniMax-01", unused=minimax.unused
+    ),
+    "MiniMaxText01ForCausalLM": Family(minimax.read, "MiniMax-01 as first published", unused=minimax.unused),
+    "MiniMaxM1ForCausalLM": Family(minimax.read, "MiniMax-M1: MiniMax-01's layers", unused=minimax.unused),
+    "OlmoHybridForCausalLM": Family(
+        olmo_hybrid.read, "linear attention (gated delta nets) among attention of OLMo 3", keys=_LINEAR
     ),
     "BambaForCausalLM": Family(
         mamba.read_bamba, "Mamba-2 among attention, of which half of a head turns", mamba.params, keys=mamba.KEYS

@@ -29,7 +29,12 @@ from treetop.weights.cpu_products import ChosenProduct
 
 _TIES = "use --exactness ties"
 _INTEGERS = "use --exact-sums integers"
-_KINDS = {"ConvSpec": "a short convolution", "KimiSpec": "Kimi delta attention", "MambaSpec": "Mamba-2"}
+_KINDS = {
+    "ConvSpec": "a short convolution",
+    "KimiSpec": "Kimi delta attention",
+    "MambaSpec": "Mamba-2",
+    "LightningSpec": "lightning attention",
+}
 
 
 def chosen_profile(config: EngineConfig, layout: Layout, target: TargetSpec, place: Placement) -> Profile:

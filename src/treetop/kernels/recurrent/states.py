@@ -10,7 +10,7 @@ d of a node depends on its ancestors alone: acceptance copies the path's (k, d, 
 folds them into M as it loads it. State with pending covers exactly the row's committed tokens, at every phase's edge.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -30,6 +30,10 @@ class StateInputs:
     v: Tensor
     g: Tensor
     beta: Tensor | None
+
+    def with_beta(self, factor: float) -> "StateInputs":
+        """The same, whose beta is multiplied by it."""
+        return self if self.beta is None else replace(self, beta=self.beta * factor)
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,6 +114,24 @@ def read_youtu(config: Config, where: Path) -> ModelConfig:
     return model_config(config, where, [layer] * num_layers(config, where))
 
 
+def read_minicpm(config: Config, where: Path) -> ModelConfig:
+    """MiniCPM3, without experts, which turns in halves; embeddings, what layers add and logits are scaled."""
+    sizes = {"kv_lora_rank": 256, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "q_lora_rank": 768}
+    scales = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}
+    config = {**sizes, **scales, "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "rope_interleave": False, **config}
+    hidden, count = size(config, "hidden_size", where), num_layers(config, where)
+    if config.get("v_head_dim") is None:
+        config = {**config, "v_head_dim": hidden // size(config, "num_attention_heads", where)}
+    layer = LayerSpec(latent_attention(config, where), dense_spec(config, where))
+    depth, base = config["scale_depth"], config["dim_model_base"]
+    return replace(
+        model_config(config, where, [layer] * count),
+        embedding_scale=real(config, "scale_emb", where),
+        residual_scale=1.0 if depth is None else real(config, "scale_depth", where) / math.sqrt(count),
+        logits_scale=1.0 if base is None else real(config, "dim_model_base", where) / hidden,
+    )
+
+
 def read_v32(config: Config, where: Path) -> ModelConfig:
     """DeepSeek V3.2, in which every layer has an indexer; its heads turn in halves, not in pairs of neighbours."""
     config = {**_V3, "q_lora_rank": 1536, "rope_interleave": True, **_INDEX, "index_n_heads": 64, **config}

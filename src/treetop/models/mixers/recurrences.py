@@ -90,6 +90,38 @@ class KimiSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class LightningSpec:
+    """Lightning attention (`models.mixers.lightning`): as many heads of keys as of values, of one width.
+
+    of_slopes: what the slopes of all heads are multiplied by in this layer.
+    """
+
+    block: ClassVar[str] = "self_attn"
+    heads: int
+    head_dim: int
+    of_slopes: float
+
+    def state(self, name: GroupName, num_layers: int) -> StateGroup:
+        return StateGroup(
+            name,
+            num_layers,
+            channels=0,
+            taps=1,
+            heads=self.heads,
+            key_heads=self.heads,
+            key_dim=self.head_dim,
+            value_dim=self.head_dim,
+            delta=False,
+            per_channel=False,
+        )
+
+    def of_rank(self, size: int) -> "LightningSpec":
+        if size > 1:
+            raise ConfigError(f"--tp-size {size}: lightning attention has a norm over all heads; use --tp-size 1")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
 class MambaSpec:
     """A layer of Mamba-2 (`models.mamba2`): head i of `heads` reads the key and query of group i * groups // heads.
 
