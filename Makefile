@@ -21,11 +21,13 @@ demo: $(READY)
 	else echo "the demo runs the embedded pair"; \
 	$(BIN)/treetop generate --echo --compare-plain --max-tokens 192 --temperature 0.6 --seed 5 --prompt-file docs/demo_prompt.txt; fi
 
-# Two processes, a thread of arithmetic each: most of a test is Python. Files in the order of tests/conftest.py.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Three processes, a thread of arithmetic each: most of a test is Python, and on two cores one of three waits for a
+# server or a rank. Files in the order of tests/conftest.py. Byte code is written whatever the environment says, for
+# each process that starts reads it.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # Triton decides at import whether it interprets its kernels: those that need it to are a session of their own.
-INTERPRET := TRITON_INTERPRET=1 $(PYTEST) tests/kernels
+INTERPRET := TRITON_INTERPRET=1 $(PYTEST) -n 2 tests/kernels
 
 # Both sessions always run to their end; it fails if one does.
 test: $(DEV)
