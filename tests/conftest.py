@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers.utils import logging as transformers_logging
 
-from support import examples, warm, windowed_llama
+from support import examples, pairwise, warm, windowed_llama
 from support.interpreted import INTERPRETED, patch_without_search, why_not_interpreted
 from support.tiny_models import (
     Pair,
@@ -83,15 +83,18 @@ def pytest_report_header() -> str:
     return f"TESTS_SEED={examples.SEED} draws the same again"
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    pairwise.leave_the_rest(items)
     ranks = {Path(__file__).parent / name: rank for rank, name in enumerate(LONGEST)}
     items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
 
 
 def pytest_collection_finish() -> None:
-    """What is imported stays: no collection of garbage goes through its million objects again."""
+    """What is imported stays: no collection of garbage goes through its million objects again, and there are fewer."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(5000, 10, 10)
 
 
 def pytest_sessionfinish() -> None:

@@ -145,6 +145,7 @@ def test_states_of_ranks_are_handed_over(tmp_path, sizes):
         both.close()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("workers", [(2, 2, ("lease_s", 2.0))], indirect=True, ids=str)
 @pytest.mark.parametrize("how", ["stalled", "broken"])
 @pytest.mark.parametrize("rank", [0, 1])

@@ -45,6 +45,7 @@ def rounds_of_a_chain(output, vocab, num_steps):
     return accepted
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     "options", [{}, {"graphs": "sim", "check_level": 3}, {"check_level": 2}, {"disable_radix_cache": True}], ids=str
 )

@@ -79,22 +79,26 @@ def plain(family):
     return prompts, params, tokens(build(pair, None).generate(prompts, params))
 
 
-@pytest.mark.parametrize("algorithm", ["MTP", "NEXTN"])
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
-    "options", [{}, {"graphs": "sim", "check_level": 3}, {"overlap": True, "check_level": 2}], ids=str
+    "options",
+    [
+        {},
+        {"graphs": "sim", "check_level": 3},
+        {"overlap": True, "check_level": 2},
+        {"speculative_algorithm": "NEXTN"},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("shape", [(1, 3, 4), (3, 3, 9)])
-def test_its_tokens_are_those_of_plain_decoding(family, plain, shape, options, algorithm):
-    """Chains and trees, by name and without a folder of a draft; prompts that share a prefix."""
-    if algorithm == "NEXTN" and options:
-        pytest.skip("one spelling is enough")
+def test_its_tokens_are_those_of_plain_decoding(family, plain, shape, options):
+    """Chains and trees, by both its names and without a folder of a draft; prompts that share a prefix."""
     _, both, _ = family
     k, steps, size = shape
     prompts, params, want = plain
     tree = {"speculative_eagle_topk": k, "speculative_num_steps": steps, "speculative_num_draft_tokens": size}
-    llm = LLM(
-        str(both), speculative_algorithm=algorithm, dtype="float64", context_length=96, page_size=4, **tree, **options
-    )
+    options = {"speculative_algorithm": "MTP", **options}
+    llm = LLM(str(both), dtype="float64", context_length=96, page_size=4, **tree, **options)
     assert tokens(llm.generate(prompts, params)) == want
     llm.scheduler.check_integrity()
 

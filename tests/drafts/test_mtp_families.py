@@ -196,6 +196,7 @@ def plain(made):
     return prompts, params, want
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("shape", [(1, 3, 4), (3, 3, 9)])
 def test_its_tokens_are_those_of_plain_decoding(made, plain, shape):
     """Chains and trees, greedy and sampled, prompts that share a prefix, past a window, twice, checked at level 3."""

@@ -101,6 +101,7 @@ def test_the_first_tree_is_that_of_a_slow_search(strong_pair, shape):
             assert len(of) == len(set(of)), "two siblings are one token"
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     "options",
     [

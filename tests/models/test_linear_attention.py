@@ -175,6 +175,7 @@ def test_ranks_have_whole_key_heads():
         spec.of_rank(3)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("name", ["qwen3 next", "qwen3.5 moe"])
 @pytest.mark.parametrize("shape", [(1, 3, 4), (3, 4, 14)])
 def test_trees_of_lookup_are_exact_in_ragged_batches(saved, name, shape):

@@ -102,6 +102,7 @@ def trees_of(tmp_path_factory):
     return trees
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("options", [{}, {"graphs": "sim"}, {"overlap": True}], ids=str)
 @pytest.mark.parametrize("most", [1, 3, 16])
 def test_what_was_deferred_leaves_the_draft_as_if_it_had_not(trees_of, most, options):
