@@ -20,7 +20,7 @@ from treetop.structured.structure_checker import StructureChecker
 from treetop.text.lanes import Lanes
 from treetop.text.prompts import Prompt, PromptReader, one_each, paired
 from treetop.text.tokenizer import Tokenizer
-from treetop.types.changes import LoadLora, UnloadLora, UpdateWeights
+from treetop.types.changes import LoadLora, Sleep, UnloadLora, UpdateWeights, WakeUp
 from treetop.types.config import EngineConfig
 from treetop.types.constraint import StructuredOutput, TokenConstraint
 from treetop.types.engine_options import EngineOptions
@@ -158,6 +158,23 @@ class AsyncLLM:
         self._check_started()
         async with self._changing_weights:
             await self.core.change(UnloadLora(name))
+
+    async def sleep(self, level: int = 1) -> None:
+        """As `LLM.sleep`, of all engines."""
+        self._check_started()
+        async with self._changing_weights:
+            await self.core.change(Sleep(level))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """As `LLM.wake_up`."""
+        self._check_started()
+        async with self._changing_weights:
+            await self.core.change(WakeUp(None if tags is None else tuple(tags)))
+
+    @property
+    def is_sleeping(self) -> bool:
+        self._check_started()
+        return bool(self.core.info.asleep)
 
     def close(self) -> None:
         """End every request with an error, and let the core go."""

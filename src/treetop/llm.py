@@ -23,7 +23,7 @@ from treetop.text.chat_input import Message, conversations_of
 from treetop.text.chat_prompt import chat_ids
 from treetop.text.chat_template import ChatTemplate, open_chat_template
 from treetop.text.prompts import Prompt, one_each, paired
-from treetop.types.changes import LoadLora, UnloadLora, UpdateWeights
+from treetop.types.changes import LoadLora, Sleep, UnloadLora, UpdateWeights, WakeUp
 from treetop.types.constraint import TokenConstraint
 from treetop.types.engine_options import EngineOptions
 from treetop.types.errors import ConfigError, EngineError, InputError
@@ -119,6 +119,26 @@ class LLM:
     def unload_lora(self, name: str) -> None:
         """No request may name this adapter any more; those that have go on with it. Raises InputError."""
         self._core.change_now(UnloadLora(name))
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back until `wake_up`: that of K/V, and on a GPU that of weights, which stay on the host.
+
+        level: 2 drops weights wherever they are; `wake_up` reads their folders again. Requests that are alive end with
+        finish_reason "abort" and an error that says so; those that come meanwhile do at once. Cached prefixes are
+        forgotten. Raises InputError, and ConfigError where memory is not this engine's alone.
+        """
+        self._core.change_now(Sleep(level))
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """As after a start. tags: "weights" or "kv_cache" alone, None for both; requests run once both are awake.
+
+        Raises InputError, and CheckpointError for weights that cannot be read any more; all sleeps as before then.
+        """
+        self._core.change_now(WakeUp(None if tags is None else tuple(tags)))
+
+    @property
+    def is_sleeping(self) -> bool:
+        return bool(self._core.info.asleep)
 
     def close(self) -> None:
         """End every request with an error, and stop the engine's thread. What is asked later is an EngineError."""

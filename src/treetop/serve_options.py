@@ -124,6 +124,9 @@ class ServeOptions:
     enable_update_weights: bool = option(
         False, "POST /update_weights_from_disk puts the weights of another folder of this machine into the engine"
     )
+    enable_sleep_mode: bool = option(
+        False, "POST /sleep gives memory back, POST /wake_up takes it again (docs/python.md)"
+    )
     responses_db: str | None = option(
         None,
         "an SQLite file of responses and conversations: 30 days, 1 GiB (default: in memory, an hour, 64 MiB)",

@@ -1,8 +1,8 @@
 """What runs a server: models, tokens, health, metrics, version."""
 
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Query, Response
 from fastapi.responses import PlainTextResponse
 from pydantic import Field
 
@@ -174,6 +174,24 @@ def _add_weights(router: APIRouter, api: ApiState) -> None:
         await api.llm.update_weights(body.model_path, body.draft_model_path)
         return json_response({"success": True, "message": f"the weights of {body.model_path} are in force"})
 
+    @router.post("/sleep", response_model=None)
+    async def sleep(level: int = 1) -> Response:
+        """vLLM's: requests end, and memory is given back."""
+        _check_sleep_mode(api)
+        await api.llm.sleep(level)
+        return Response(status_code=200)
+
+    @router.post("/wake_up", response_model=None)
+    async def wake_up(tags: Annotated[list[str] | None, Query()] = None) -> Response:
+        """vLLM's. tags: weights, kv_cache; both without any."""
+        _check_sleep_mode(api)
+        await api.llm.wake_up(tags)
+        return Response(status_code=200)
+
+    @router.get("/is_sleeping", response_model=None)
+    async def is_sleeping() -> Response:
+        return json_response({"is_sleeping": api.llm.is_sleeping})
+
     @router.post("/v1/load_lora_adapter", response_model=None)
     async def load_lora_adapter(body: LoadLoraRequest) -> Response:
         """Requests may give its name as their model from now on."""
@@ -191,6 +209,11 @@ def _add_weights(router: APIRouter, api: ApiState) -> None:
             raise ApiError(404, f"lora_name: {body.lora_name!r} is no adapter of this server", "lora_name")
         await api.llm.unload_lora(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+def _check_sleep_mode(api: ApiState) -> None:
+    if not api.options.enable_sleep_mode:
+        raise ApiError(403, "this server does not sleep: serve with --enable-sleep-mode")
 
 
 def _model(api: ApiState, name: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ _OF_CONNECTIONS = (
     "timeout_keep_alive",
     "drain_timeout",
     "shutdown_delay",
+    "enable_sleep_mode",
     "enable_update_weights",
     "responses_db",
     "batch_dir",

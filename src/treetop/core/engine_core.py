@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
 from treetop.scheduler.scheduler import Scheduler
-from treetop.types.changes import Change, Commit, LoadLora, UnloadLora, UpdateWeights
-from treetop.types.errors import EngineError, UserError
+from treetop.types.changes import TAGS, Change, Commit, LoadLora, Sleep, UnloadLora, UpdateWeights, WakeUp
+from treetop.types.errors import ConfigError, EngineError, UserError
 from treetop.types.ids import RequestId
 from treetop.types.messages import StepPlan, StepResult
 from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, RequestUpdate
@@ -17,6 +17,8 @@ InFlightStep = TypeVar("InFlightStep")
 """A step in flight."""
 WEIGHTS_REPLACED = "the weights were replaced by update_weights"
 """The error of a request that was alive then."""
+ASLEEP = "the engine is asleep: wake_up lets requests in again"
+"""That of one that was alive when it fell asleep, or came then."""
 STALLED_S = 0.005
 """How long a core that is stalled may look away: no longer than a command may wait."""
 
@@ -52,6 +54,8 @@ class EngineCore(Generic[InFlightStep]):
     def __init__(self, engine: StepEngine[InFlightStep], scheduler: Scheduler) -> None:
         self.engine, self.scheduler = engine, scheduler
         self.failure: BaseException | None = None
+        self.asleep: tuple[str, ...] = ()
+        """Of `TAGS`."""
         self.stalled = False
         """Whether the last step had nothing to do, though requests are alive: they wait for another worker, or for what
         their constraints allow."""
@@ -131,6 +135,8 @@ class EngineCore(Generic[InFlightStep]):
         adapters = self.scheduler.adapters
         match change:
             case UpdateWeights():
+                if "weights" in self.asleep:
+                    raise ConfigError("update_weights: the weights sleep; wake_up(tags=['weights']) first")
                 commit = self.engine.prepare(change)
                 return lambda: self._replaced(commit)
             case LoadLora(name):
@@ -140,10 +146,31 @@ class EngineCore(Generic[InFlightStep]):
             case UnloadLora(name):
                 adapters.check_known(name)
                 return lambda: adapters.remove(name)
+            case Sleep():
+                commit = self.engine.prepare(change)
+                return lambda: self._falls_asleep(commit)
+            case WakeUp(tags):
+                commit = self.engine.prepare(change)
+                return lambda: self._wakes(commit, tags)
 
     def current(self, info: CoreInfo) -> CoreInfo:
         """What a client must know of it, as it is now."""
-        return info._replace(loras=self.scheduler.adapters.names)
+        return info._replace(loras=self.scheduler.adapters.names, asleep=self.asleep)
+
+    @property
+    def refuses(self) -> str | None:
+        """Why no request is taken, if so."""
+        return ASLEEP if self.asleep else None
+
+    def _falls_asleep(self, commit: Commit) -> None:
+        """Every request ends, for its K/V go; they are told so in the next step."""
+        commit()
+        self.asleep = self.asleep or TAGS
+        self._forget(ASLEEP)
+
+    def _wakes(self, commit: Commit, tags: tuple[str, ...] | None) -> None:
+        commit()
+        self.asleep = () if tags is None else tuple(tag for tag in self.asleep if tag not in tags)
 
     def _replaced(self, commit: Commit) -> None:
         """Other weights: every request ends, and all K/V of the old ones are forgotten.
@@ -151,9 +178,13 @@ class EngineCore(Generic[InFlightStep]):
         Requests that were alive are told so in the next step, with what they had received.
         """
         commit()
+        self._forget(WEIGHTS_REPLACED)
+
+    def _forget(self, why: str) -> None:
+        """All K/V, and the steps in flight. Every request ends."""
         self._in_flight.clear()
         self.num_committed = self.num_launched
-        self._failed += self.scheduler.fail(WEIGHTS_REPLACED, engine_failed=False)
+        self._failed += self.scheduler.fail(why, engine_failed=False)
         self.scheduler.policy.begin()
 
     def fail(self, error: BaseException) -> list[RequestUpdate]:

@@ -57,6 +57,9 @@ class Core(Protocol):
 
     def current(self, info: CoreInfo) -> CoreInfo: ...
 
+    @property
+    def refuses(self) -> str | None: ...
+
     def step(self) -> list[RequestUpdate]: ...
 
     def fail(self, error: BaseException) -> list[RequestUpdate]: ...
@@ -111,7 +114,7 @@ class CoreLoop:
 
     def add(self, requests: Sequence[EngineRequest], deliver: Deliver) -> None:
         """Queue requests together. One that can never run, or not here, is told so in its last update."""
-        refused = None if self.connector is None else self.connector.refuses
+        refused = self.core.refuses or (None if self.connector is None else self.connector.refuses)
         if refused is not None:
             deliver([RequestUpdate(each.request_id, (), None, "abort", refused) for each in requests])
             return

@@ -20,12 +20,23 @@ from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.engine.experience import Experience
 from treetop.engine.graphs import GraphSim
 from treetop.engine.kv_transfer import collect_exports, collect_imports, export_chunks, import_chunks, import_columns
-from treetop.engine.memory import out_of_memory_explained
+from treetop.engine.memory import gib, out_of_memory_explained
 from treetop.engine.node_masks import NodeMaskWriter
 from treetop.engine.packed_trees import PackedTrees
 from treetop.engine.prefill import chunk_columns, chunk_width, make_batch, prefill
 from treetop.engine.prompt_logprobs import prompt_columns, with_prompt
 from treetop.engine.rounds import Eager, RoundKey, RoundLauncher
+from treetop.engine.sleep import (
+    Models,
+    SleepState,
+    asked_to_wake,
+    check_sleep,
+    dropped_models,
+    fall_asleep,
+    give_back,
+    held_bytes,
+    wake,
+)
 from treetop.engine.staging import (
     HostResults,
     InFlightResults,
@@ -53,7 +64,7 @@ from treetop.engine.startup.startup_log import start_up_block
 from treetop.engine.step_digest import StepDigest, TreeAndPathDigest, no_digest
 from treetop.engine.update_weights import NewWeights, read_weights
 from treetop.models.config import attention_of_rank
-from treetop.types.changes import Change, Commit, LoadLora, UnloadLora, UpdateWeights
+from treetop.types.changes import Change, Commit, LoadLora, Sleep, UnloadLora, UpdateWeights, WakeUp
 from treetop.types.config import EngineConfig
 from treetop.types.errors import InvariantError
 from treetop.types.ids import NULL_PAGE, GroupName, PageId
@@ -125,11 +136,8 @@ class Engine:
         self.runner, self.slots, self._host_pages = built.runner, built.slots, built.host_pages
         tables = built.runner.adapters
         self.adapters = None if tables is None else EngineAdapters(engine_plan, tables)
-        self.launcher: RoundLauncher = Eager(self.runner)
-        if config.graphs == "sim":
-            self.launcher = GraphSim(self.runner, self._keys())
-        if captures(config, device, self.runner.backend.capabilities):
-            self.launcher = CudaGraphs(self.runner)
+        self.launcher = self._make_launcher()
+        self._asleep = SleepState()
         self._plans = PlanChecker(self.layout)
         self._node_masks = NodeMaskWriter(self.spec.vocab_size)
         zeros = partial(zeros_on, device) if self._zones is None else self._zones.zeros
@@ -153,6 +161,12 @@ class Engine:
     def _explained(self, doing: str) -> AbstractContextManager[None]:
         """Out of memory becomes an EngineError with the numbers and the options to change."""
         return out_of_memory_explained(doing, self.runner.buffers.rows.device, self.memory)
+
+    def _make_launcher(self) -> RoundLauncher:
+        """Over the runner as it is; nothing is captured yet."""
+        if captures(self.config, self.runner.buffers.rows.device, self.runner.backend.capabilities):
+            return CudaGraphs(self.runner)
+        return GraphSim(self.runner, self._keys()) if self.config.graphs == "sim" else Eager(self.runner)
 
     def set_tree_masks(self, tree_masks: TreeMasks) -> None:
         """Who says what may follow the nodes of constrained rows' trees. Without it their drafts are not accepted."""
@@ -213,6 +227,34 @@ class Engine:
                 return self.adapters.prepare(change)
             case UnloadLora():
                 return lambda: None  # the scheduler's: a plan says when nobody has it any more
+            case Sleep(level):
+                check_sleep(self._plan, level)
+                return partial(self._fall_asleep, level)
+            case WakeUp(tags):
+                asked = asked_to_wake(self._asleep, tags)
+                return partial(self._wake, asked, dropped_models(self._plan, self.runner, self._asleep, asked))
+
+    def _fall_asleep(self, level: int) -> None:
+        """Nothing runs until all of it is awake again."""
+        if self._asleep.tags:
+            return
+        before = held_bytes(self.runner)
+        self.release()
+        self.runner, self._asleep = fall_asleep(self.runner, level)
+        self.launcher = Eager(self.runner)
+        give_back(self.runner)
+        log.info("asleep, level %d: %s given back", level, gib(before - held_bytes(self.runner)))
+
+    def _wake(self, asked: set[str], models: Models | None) -> None:
+        if not asked:
+            return
+        with torch.inference_mode(), self._explained("waking up"):
+            self.runner, self._asleep = wake(self._plan, self.layout, self.runner, self._asleep, asked, models)
+            if not self._asleep.tags:
+                self.launcher = self._make_launcher()
+                if isinstance(self.launcher, CudaGraphs):
+                    self.launcher.capture_all()
+                self._begin_calibration()
 
     def _replace_weights(self, new: NewWeights) -> None:
         """Put other weights in the place of target and draft. No K/V of before may be read."""
@@ -222,7 +264,7 @@ class Engine:
             held = self.runner.pools[name].scales
             assert held is not None
             held.copy_(scales)
-        self.launcher = GraphSim(self.runner, self._keys()) if self.config.graphs == "sim" else Eager(self.runner)
+        self.launcher = self._make_launcher()
         self._kept = new.kept
         if self.costs is not None:
             self.experience.head = kept_head(new.plan, writes=True)

@@ -14,6 +14,7 @@ from treetop.models.registry import target_spec
 from treetop.models.target import Target
 from treetop.types.errors import ConfigError
 from treetop.types.ids import GroupName
+from treetop.weights.adapted import Adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +61,15 @@ def read_weights(engine_plan: EnginePlan, model: str | None, draft: str | None) 
     drafter_spec = read_draft_spec(config, spec) if config.speculates else None
     if drafter_spec != engine_plan.draft:
         raise ConfigError(f"update_weights: {config.draft} is another draft head: its config or its tensors differ")
-    aux = drafter_spec.aux_inputs if drafter_spec is not None else ()
-    products = products_of(engine_plan)
-    target, beside = spec.load(aux, products.of_target(place)), products.of_draft(place)
     new_plan = replace(engine_plan, config=config, target=spec, draft=drafter_spec)
-    if drafter_spec is None:
-        return NewWeights(new_plan, target, None, None, kv_scales(new_plan))
-    kept = kept_calibration(config, spec.folder, drafter_spec, writes=True)
-    return NewWeights(new_plan, target, drafter_spec.load(target, beside), kept, kv_scales(new_plan))
+    target, drafter = load_models(new_plan, None)
+    kept = None if drafter_spec is None else kept_calibration(config, spec.folder, drafter_spec, writes=True)
+    return NewWeights(new_plan, target, drafter, kept, kv_scales(new_plan))
+
+
+def load_models(engine_plan: EnginePlan, adapters: Adapters | None) -> tuple[Target, Drafter | None]:
+    """Target and draft head of a plan's folders, beside which adapters are. Raises as a start does."""
+    draft, products = engine_plan.draft, products_of(engine_plan)
+    place = replace(engine_plan.place, adapters=adapters)
+    target = engine_plan.target.load(draft.aux_inputs if draft is not None else (), products.of_target(place))
+    return target, None if draft is None else draft.load(target, products.of_draft(engine_plan.place))

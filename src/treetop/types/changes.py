@@ -34,11 +34,29 @@ class UnloadLora:
     name: str
 
 
-Change = UpdateWeights | LoadLora | UnloadLora
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    """Give memory back. K/V are dropped; weights are kept on the host (level 1) or dropped, too (level 2)."""
+
+    level: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class WakeUp:
+    """Have it again: what these of `TAGS` name, None for all that sleeps."""
+
+    tags: tuple[str, ...] | None = None
+
+
+TAGS = ("weights", "kv_cache")
+"""What sleeps, and wakes by itself."""
+Change = UpdateWeights | LoadLora | UnloadLora | Sleep | WakeUp
 CHANGES: dict[str, type[Change]] = {
     "update_weights": UpdateWeights,
     "load_lora": LoadLora,
     "unload_lora": UnloadLora,
+    "sleep": Sleep,
+    "wake_up": WakeUp,
 }
 """By what an `LLM` calls them."""
 

@@ -168,6 +168,7 @@ class CoreInfo(NamedTuple):
     by_priority: whether it goes by the priority of requests.
     exactness: in force, of `--exactness`; by: the row of the table of `auto`, "" where the option said so.
     loras: names of adapters.
+    asleep: what sleeps, of `TAGS`.
     """
 
     model_path: str
@@ -188,6 +189,7 @@ class CoreInfo(NamedTuple):
     can_withhold: bool = False
     has_trees: bool = False
     loras: tuple[str, ...] = ()
+    asleep: tuple[str, ...] = ()
 
 
 class KVTransferStats(NamedTuple):

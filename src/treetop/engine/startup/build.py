@@ -92,7 +92,7 @@ def build_runner(engine_plan: EnginePlan) -> BuiltRunner:
     use = MemoryUse(layout, place.dtype.itemsize, budget)
     with out_of_memory_explained("making the KV pools", place.device, use):
         pools = make_pools(layout, place.dtype, zeros, scales)
-    runner, host_pages = _with_pools(runner, engine_plan.draft, layout, pools), None
+    runner, host_pages = with_pools(runner, engine_plan.draft, layout, pools), None
     if staging is not None:
         host_pages = HostPages(layout, pools, runner.state.states, staging, place.parallel)
     return BuiltRunner(runner, slots, host_pages, zones, use, products.all)
@@ -166,7 +166,7 @@ def _without_pools(engine_plan: EnginePlan, products: Products) -> tuple[ModelRu
     return runner, zones, zeros
 
 
-def _with_pools(
+def with_pools(
     runner: ModelRunner, draft: DrafterSpec | None, layout: Layout, pools: dict[GroupName, KVPool]
 ) -> ModelRunner:
     """The runner over these pools, which are the layout's."""
@@ -184,7 +184,7 @@ def _gpu_allowance(engine_plan: EnginePlan, runner: ModelRunner, scales: Mapping
     able, place = runner.backend.capabilities, runner.buffers.rows.device
     layout = replace(runner.layout, pool_tokens=0)
     pools = make_pools(layout, runner.buffers.aux_hidden.dtype, partial(zeros_on, place), scales)
-    tried = _with_pools(runner, engine_plan.draft, layout, pools)
+    tried = with_pools(runner, engine_plan.draft, layout, pools)
     captured = captures(engine_plan.config, place, able)
     if captured and able.captures_first_call:
         compile_all(tried)
