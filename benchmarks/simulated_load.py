@@ -15,26 +15,40 @@ import statistics
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
+from treetop.bench.modelled_costs import mixed_seconds
 from treetop.core.engine_core import EngineCore
 from treetop.scheduler.scheduler import Scheduler
 from treetop.types.config import EngineConfig
 from treetop.types.ids import FULL, RequestId
 from treetop.types.kv import paired
-from treetop.types.layout import PLAIN, KVGroup, Layout, PrefillPace
-from treetop.types.messages import PrefillPlan, RoundPlan, RowResult, StepPlan, StepResult
+from treetop.types.layout import PLAIN, KVGroup, Layout, PrefillPace, SpecShape
+from treetop.types.messages import (
+    MixedPlan,
+    PrefillPlan,
+    RoundPlan,
+    RowResult,
+    StepPlan,
+    StepResult,
+    prefill_of,
+    round_of,
+)
 from treetop.types.requests import EngineRequest
 from treetop.types.sampling import SamplingParams
+
+_CONTEXT = 1024
+"""Tokens that a row of a tree's round attends to, about."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
     """Seconds of a step. prefill: (tokens, seconds) of measured prefill steps, padding counted, tokens rising; between
-    them and beyond them it is linear. attended: as in `PrefillPace`. round_s, row_s: of a round, and of each of its
-    rows. launch_s: host's, for a prefill step, whose launches the device follows one by one.
+    them and beyond them it is linear. attended: as in `PrefillPace`. round_s, row_s: of a plain round, and of each of
+    its rows; of trees `bench.modelled_costs` says what rounds take, and of mixed steps. launch_s: host's, for a prefill
+    step, whose launches the device follows one by one. mixed_s: of a mixed step, at least.
     """
 
     prefill: tuple[tuple[int, float], ...]
@@ -42,15 +56,29 @@ class StepCost:
     round_s: float
     row_s: float
     launch_s: float = 0.0
+    mixed_s: float = 0.0
 
     def of(self, plan: StepPlan, layout: Layout) -> float:
+        if isinstance(plan, MixedPlan):
+            return self._mixed_s(plan, layout)
         rows = layout.bucket_for(len(plan.rows))
         if isinstance(plan, RoundPlan):
-            return self.round_s + rows * self.row_s
+            plain = plan.shape == PLAIN
+            return self.round_s + rows * self.row_s if plain else mixed_seconds(rows, plan.shape, _CONTEXT, 0)
         assert isinstance(plan, PrefillPlan)
-        tokens = rows * max(len(chunk.token_ids) for chunk in plan.chunks)
-        behind = 0.0 if self.attended is None else max(chunk.start for chunk in plan.chunks) / self.attended
+        tokens, behind = self._work_of(plan, layout)
         return self._prefill_s(tokens) * (1 + behind)
+
+    def _mixed_s(self, plan: MixedPlan, layout: Layout) -> float:
+        (tokens, behind), rows = self._work_of(plan.prefill, layout), layout.bucket_for(len(plan.round.rows))
+        attended = mixed_seconds(0, PLAIN, 0, tokens) - mixed_seconds(0, PLAIN, 0, 0)
+        return max(self.mixed_s, mixed_seconds(rows, plan.round.shape, _CONTEXT, tokens)) + behind * attended
+
+    def _work_of(self, plan: PrefillPlan, layout: Layout) -> tuple[int, float]:
+        """Tokens with their padding, and what they cost more for those before them."""
+        tokens = layout.bucket_for(len(plan.chunks)) * max(len(chunk.token_ids) for chunk in plan.chunks)
+        behind = 0.0 if self.attended is None else max(chunk.start for chunk in plan.chunks) / self.attended
+        return tokens, behind
 
     def _prefill_s(self, tokens: int) -> float:
         at = min(max(bisect_right(self.prefill, (tokens, 0.0)), 1), len(self.prefill) - 1)
@@ -65,19 +93,31 @@ AFFINE_8B = StepCost(((0, 0.0035), (36_000, 1.0035)), 26_600, 0.0035, 45e-6)
 LATE_HOST_8B = StepCost(((0, 0.0015), (42_000, 1.0015)), 26_600, 0.0035, 45e-6, launch_s=0.015)
 """A device without a floor, and a host that takes 15 ms to launch a prefill step, and so learns late that the round
 before it has ended."""
-COSTS = {"h200-8b": H200_8B, "affine-8b": AFFINE_8B, "late-host-8b": LATE_HOST_8B}
+FLOOR_8B = replace(H200_8B, mixed_s=0.016)
+"""As the first, with mixed steps whose launches the device follows one by one, as it does those of prefill steps."""
+CAPTURED_8B = replace(
+    H200_8B, prefill=((0, 0.0035), *((n, mixed_seconds(0, PLAIN, 0, n)) for n in (64, 128, 256, 512, 8192)))
+)
+"""As the first, were small prefill steps captured too."""
+COSTS = {
+    "h200-8b": H200_8B,
+    "floor-8b": FLOOR_8B,
+    "affine-8b": AFFINE_8B,
+    "late-host-8b": LATE_HOST_8B,
+}
 
 
 class SimulatedEngine:
-    """Takes the time of a step and gives each row a token. `now_s` is the clock of all who take part."""
+    """Takes the time of a step and gives each row a token, or in rounds of a tree so many in the mean. `now_s` is the
+    clock of all who take part."""
 
-    def __init__(self, cost: StepCost, layout: Layout) -> None:
+    def __init__(self, cost: StepCost, layout: Layout, accept_length: float = 1.0) -> None:
         self.now_s = self.busy_s = self._free_s = 0.0
-        self._cost, self._layout = cost, layout
+        self._cost, self._layout, self._accept_length, self._dice = cost, layout, accept_length, random.Random(0)
 
     def launch(self, plan: StepPlan) -> tuple[StepPlan, float]:
         cost_s, begun_s = self._cost.of(plan, self._layout), max(self._free_s, self.now_s)
-        self.now_s += self._cost.launch_s if isinstance(plan, PrefillPlan) else 0.0
+        self.now_s += 0.0 if prefill_of(plan) is None else self._cost.launch_s
         self._free_s = max(begun_s + cost_s, self.now_s)
         self.busy_s += cost_s
         return plan, self._free_s
@@ -85,11 +125,13 @@ class SimulatedEngine:
     def collect(self, in_flight: tuple[StepPlan, float]) -> StepResult:
         plan, end_s = in_flight
         self.now_s = max(self.now_s, end_s)
-        if isinstance(plan, PrefillPlan):
-            return StepResult(
-                tuple(RowResult(each.row, (1,) if each.next_token is None else (), True) for each in plan.chunks)
-            )
-        return StepResult(tuple(RowResult(row, (1,), True) for row in plan.rows))
+        prefill, round = prefill_of(plan), round_of(plan)
+        chunks = () if prefill is None else prefill.chunks
+        results = [RowResult(each.row, (1,) if each.next_token is None else (), True) for each in chunks]
+        for row in () if round is None else round.rows:
+            count = int(self._accept_length + self._dice.random()) if round is not None and round.shape != PLAIN else 1
+            results.append(RowResult(row, (1,) * count, True, ranks=(0,) * (count - 1)))
+        return StepResult(tuple(results))
 
     def update_weights(self, model: str | None, draft: str | None) -> None:
         raise NotImplementedError
@@ -124,11 +166,18 @@ class Simulation:
     """A scheduler, and clients that may come again when their requests end."""
 
     def __init__(
-        self, cost: StepCost = H200_8B, rows: int = 256, chunk: int = 8192, context: int = 33_000, **options: Any
+        self,
+        cost: StepCost = H200_8B,
+        rows: int = 256,
+        chunk: int = 8192,
+        context: int = 33_000,
+        shape: SpecShape = PLAIN,
+        accept_length: float = 1.0,
+        **options: Any,
     ) -> None:
         """options: of `EngineConfig`; a target for gaps of 50 ms where they name none."""
         self._layout = Layout(
-            shapes=(PLAIN,),
+            shapes=(shape,),
             page_size=16,
             max_requests=rows,
             max_context=context,
@@ -137,9 +186,13 @@ class Simulation:
             pool_tokens=rows * 4096 + 16 * context,
             max_in_flight=2,
         )
-        self.engine = SimulatedEngine(cost, self._layout)
+        self.engine = SimulatedEngine(cost, self._layout, accept_length)
+        if shape != PLAIN:
+            k, s, t = shape.topk, shape.num_steps, shape.num_draft_tokens
+            options |= {"draft": "a head", "speculative_eagle_topk": k, "speculative_num_steps": s}
+            options["speculative_num_draft_tokens"] = t
         config = EngineConfig(disable_radix_cache=True, check_level=0, **{"target_gap_ms": 50.0, **options})
-        pace = PrefillPace(512, 2048, cost.attended)
+        pace = PrefillPace(512, 2048, cost.attended, 1024)
         self.core = EngineCore(
             self.engine, Scheduler(self._layout, config, (), clock=lambda: self.engine.now_s, pace=pace)
         )
@@ -263,13 +316,17 @@ def main() -> None:
     parser.add_argument("--spread", type=float, default=0.1, help="of lengths around their means")
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--costs", choices=list(COSTS), default="h200-8b")
+    parser.add_argument("--shape", default="0,1,1", help="of rounds, S,k,T")
+    parser.add_argument("--accept-length", type=float, default=1.0, help="tokens of a row in a round, in the mean")
     parser.add_argument("--options", nargs="+", default=[""], help="options of the engine, name=value,name=value")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     results = []
     for options in args.options:
         for clients in args.clients:
-            simulation = Simulation(COSTS[args.costs], args.rows, **_options_of(options))
+            shape = SpecShape.parse(args.shape, "--shape")
+            drafts = {"shape": shape, "accept_length": args.accept_length}
+            simulation = Simulation(COSTS[args.costs], args.rows, **drafts, **_options_of(options))
             got = figures(closed_loop(simulation, clients, args.input, args.output, args.requests, args.spread))
             host_us = round(1e6 * statistics.median(simulation.host_s), 1)
             results.append({"options": options or "default", "clients": clients, **asdict(got), "host_us": host_us})

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from treetop.engine.rounds import run_from_verify, run_phases
+from treetop.engine.rounds import run_behind_draft, run_phases
 from treetop.types.phase import Phase
 
 
@@ -35,4 +35,4 @@ class FakeRecorder:
 def _name(run):
     """The key of a recorded round or its later part, or (phase, key) of a recorded phase."""
     _, key, _ = run.args
-    return key if run.func in (run_phases, run_from_verify) else (Phase(run.func.__name__.removesuffix("_phase")), key)
+    return key if run.func in (run_phases, run_behind_draft) else (Phase(run.func.__name__.removesuffix("_phase")), key)

@@ -26,6 +26,13 @@ def costs_of_a_gpu(shapes: Sequence[SpecShape]) -> CostTable:
     return CostTable("a model", tuple(rounds), tuple(CatchUpCost(rows, (0.2 + 0.013 * rows) / 1e3) for rows in ROWS))
 
 
+def mixed_seconds(rows: int, shape: SpecShape, row_tokens: float, tokens: int) -> float:
+    """Of a round with a chunk of `tokens` prompt tokens in its forward, if it is captured. row_tokens: see
+    `CostTable.seconds`."""
+    products = _products_ms(rows * shape.num_draft_tokens + tokens) - _products_ms(rows * shape.num_draft_tokens)
+    return _seconds(rows, shape) + (_TOKEN_MS * rows * row_tokens + products) / 1e3
+
+
 def _seconds(rows: int, shape: SpecShape) -> float:
     drafted = shape.num_steps * (_STEP_MS + _DRAFT_NODE_MS * rows * shape.topk)
     return (_products_ms(rows * shape.num_draft_tokens) + drafted) / 1e3

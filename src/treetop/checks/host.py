@@ -12,6 +12,7 @@ from treetop.types.messages import (
     ExportPlan,
     Import,
     ImportPlan,
+    MixedPlan,
     OffloadPlan,
     PageEdit,
     RoundPlan,
@@ -37,6 +38,9 @@ class PlanChecker:
         layout.require("max_edits", len(plan.edits))
         for edit in plan.edits:
             self._check_edit(edit)
+        if isinstance(plan, MixedPlan):
+            self._check_mixed(plan)
+            return
         if isinstance(plan, RoundPlan):
             check_round(plan, layout)
             self._check_deferred(plan)
@@ -59,6 +63,17 @@ class PlanChecker:
             if chunk.keep is not None:
                 _within("checkpoint of a chunk", chunk.row, chunk.keep, 0, layout.checkpoints - 1)
                 self._kept[chunk.keep] = chunk.start + len(chunk.token_ids)
+
+    def _check_mixed(self, plan: MixedPlan) -> None:
+        """Both parts are steps that can be run, no row is in both, and no page-table cell is named twice."""
+        if not self._layout.mixed:
+            raise CheckError("mixed step: the layout has no room for one")
+        check_rows(plan.rows, self._layout)
+        cells = [(edit.group, edit.row, edit.column) for edit in plan.edits]
+        if len({*cells}) < len(cells):
+            raise CheckError(f"mixed step: a page-table cell is named twice in {cells}")
+        for part in (plan.prefill, plan.round):
+            self.check(part)
 
     def _check_states(self, setup: RowSetup) -> None:
         """Where layers are recurrent, who begins behind tokens has their states, of exactly as many tokens."""

@@ -19,7 +19,7 @@ from treetop.types.errors import CheckpointError, ConfigError
 from treetop.types.ids import FULL, Row
 from treetop.types.kv import paired
 from treetop.types.layout import KVGroup, Layout
-from treetop.types.messages import PrefillPlan, RowResult, StepPlan, StepResult
+from treetop.types.messages import PrefillPlan, RowResult, StepPlan, StepResult, WholePlan, parts_of_plan
 from treetop.types.requests import CoreInfo, PrefixPages
 
 _CHUNK, _ROWS = 2048, 64
@@ -51,16 +51,18 @@ class MockEngine:
         left_s = in_flight.at_s - time.monotonic()
         if left_s > 0:
             time.sleep(left_s)
-        plan = in_flight.plan
-        if isinstance(plan, PrefillPlan):
-            for chunk in plan.chunks:
-                self._position[chunk.row] = chunk.start + len(chunk.token_ids)
-            return StepResult(tuple(self._next(chunk.row, int(chunk.next_token is None)) for chunk in plan.chunks))
-        minimum, maximum = self._options.minimum, self._options.maximum
-        return StepResult(tuple(self._next(row, self._random.randint(minimum, maximum)) for row in plan.rows))
+        return StepResult(tuple(row for part in parts_of_plan(in_flight.plan) for row in self._of(part)))
 
     def prepare(self, change: Change) -> Commit:
         raise ConfigError(f"{asked_as(change)}: --mock has no weights; leave it out")
+
+    def _of(self, plan: WholePlan) -> list[RowResult]:
+        if isinstance(plan, PrefillPlan):
+            for chunk in plan.chunks:
+                self._position[chunk.row] = chunk.start + len(chunk.token_ids)
+            return [self._next(chunk.row, int(chunk.next_token is None)) for chunk in plan.chunks]
+        minimum, maximum = self._options.minimum, self._options.maximum
+        return [self._next(row, self._random.randint(minimum, maximum)) for row in plan.rows]
 
     def _next(self, row: Row, count: int) -> RowResult:
         stream, start = self._options.stream, self._position[row]

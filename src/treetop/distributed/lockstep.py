@@ -28,16 +28,29 @@ from treetop.core.engine_core import StepEngine
 from treetop.types.changes import Change, Commit, asked_as
 from treetop.types.errors import CheckError, ConfigError, EngineError
 from treetop.types.layout import Layout, SpecShape
-from treetop.types.messages import ExportPlan, ImportPlan, OffloadPlan, PrefillPlan, RoundPlan, StepPlan, StepResult
+from treetop.types.messages import (
+    ExportPlan,
+    ImportPlan,
+    MixedPlan,
+    OffloadPlan,
+    PrefillPlan,
+    RoundPlan,
+    StepPlan,
+    StepResult,
+    prefill_of,
+    round_of,
+)
 from treetop.types.sampling import Choice
 
 InFlight = TypeVar("InFlight")
+ModelPlan = PrefillPlan | RoundPlan | MixedPlan
+"""A step that runs the model."""
 _CHOICES = [*Choice]
 _TICK_S = 0.1
 
 
 class StepProposal(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank proposes for a step: a round, a prefill, or nothing, all of it 0.
+    """What a rank proposes for a step: a round, a prefill, both in one forward, or nothing, all of it 0.
 
     rows: of a round's batch.
     choice: how a round's tokens are chosen, its place in `Choice`.
@@ -64,17 +77,20 @@ class ProposalMessage(msgspec.Struct, frozen=True, array_like=True):
 
 
 def merged(proposals: Iterable[StepProposal], prefilled_last: bool) -> StepProposal:
-    """The largest of each number, of a prefill or of a round. Prefill goes first, but takes turns with rounds.
+    """The largest of each number, of a prefill or of a round. Prefill goes first, but takes turns with rounds; if one
+    rank wants a mixed step, all have one.
 
     The shape that is wanted is that of most rows, of several alike the largest.
     """
     listed = [*proposals]
     tokens, rows = max(each.tokens for each in listed), max(each.rows for each in listed)
-    if tokens and not (rows and prefilled_last):
+    mixed = any(each.tokens and each.rows for each in listed)
+    if tokens and not mixed and not (rows and prefilled_last):
         return StepProposal(tokens=tokens)
     return StepProposal(
         rows,
         max(each.choice for each in listed),
+        tokens if mixed else 0,
         shape=max(each.shape for each in listed),
         catches_up=any(each.catches_up for each in listed),
         wanted=max((each.rows, each.wanted) for each in listed)[1],
@@ -199,9 +215,9 @@ class Lockstep(Generic[InFlight]):
         if isinstance(plan, ExportPlan | ImportPlan | OffloadPlan):
             return self._started(plan)
         proposal = proposal_of(self._engine, plan, self._wanted)
-        while bool(proposal.tokens) != bool((step := self._agree(proposal)).tokens):
+        while not _takes(step := self._agree(proposal), proposal):
             self._start(without_rows(step, self._engine.layout.shapes), step)
-        return self._start(grown(plan, step), step)
+        return self._start(grown(plan, step, self._engine.layout.shapes), step)
 
     def execute_dummy_batch(self) -> None:
         """Take part in a step of the others, without rows."""
@@ -221,11 +237,11 @@ class Lockstep(Generic[InFlight]):
         self.waiting_since = time.monotonic()
         step = merged(self._step_sync.agree(proposal, self._timeout_s), self._prefilled_last)
         self._prefilled_last = step.tokens > 0
-        if not step.tokens:
+        if step.rows:
             self._shape = step.wanted
         return step
 
-    def _start(self, plan: PrefillPlan | RoundPlan, step: StepProposal) -> LockstepStep[InFlight]:
+    def _start(self, plan: ModelPlan, step: StepProposal) -> LockstepStep[InFlight]:
         """Raises CheckError before it launches what the others do not launch: nobody waits for what never comes."""
         mine = proposal_of(self._engine, plan, step.wanted)
         if mine != step:
@@ -251,30 +267,41 @@ class Lockstep(Generic[InFlight]):
         self.waiting_since = None
 
 
-def proposal_of(engine: RankEngine[InFlight], plan: PrefillPlan | RoundPlan, wanted: int) -> StepProposal:
+def _takes(step: StepProposal, proposal: StepProposal) -> bool:
+    """Whether a plan of this proposal runs in a step: in one of its kind, or in a mixed one."""
+    return bool(step.tokens and step.rows) or bool(step.tokens) == bool(proposal.tokens)
+
+
+def proposal_of(engine: RankEngine[InFlight], plan: ModelPlan, wanted: int) -> StepProposal:
     """The proposal for a plan. The kinds of round and the sizes are all that exchanges depend on."""
-    if isinstance(plan, PrefillPlan):
-        return StepProposal(tokens=engine.tokens_of(plan))
-    shape = engine.layout.shapes.index(plan.shape)
+    prefill, round = prefill_of(plan), round_of(plan)
+    tokens = 0 if prefill is None else engine.tokens_of(prefill)
+    if round is None:
+        return StepProposal(tokens=tokens)
     return StepProposal(
-        engine.bucket_of(plan),
-        _CHOICES.index(plan.choice),
-        shape=shape,
-        catches_up=plan.catches_up,
-        wanted=wanted,
+        engine.bucket_of(round),
+        _CHOICES.index(round.choice),
+        tokens,
+        engine.layout.shapes.index(round.shape),
+        round.catches_up,
+        wanted,
     )
 
 
-def grown(plan: PrefillPlan | RoundPlan, step: StepProposal) -> PrefillPlan | RoundPlan:
-    """A plan in the size that was agreed on."""
-    if isinstance(plan, PrefillPlan):
-        return replace(plan, min_batch_tokens=step.tokens)
-    return replace(plan, min_rows=step.rows, choice=_CHOICES[step.choice], catches_up=step.catches_up)
+def grown(plan: ModelPlan, step: StepProposal, shapes: Sequence[SpecShape]) -> ModelPlan:
+    """A plan in the size that was agreed on, with a part of nobody's rows where others have one."""
+    prefill, round = prefill_of(plan), round_of(plan)
+    if prefill is None:
+        prefill = PrefillPlan((), (), (), (), Choice.GREEDY)
+    if round is None:
+        round = RoundPlan((), (), (), shapes[step.shape], 0, Choice.GREEDY)
+    prefill = replace(prefill, min_batch_tokens=step.tokens)
+    round = replace(round, min_rows=step.rows, choice=_CHOICES[step.choice], catches_up=step.catches_up)
+    if step.tokens and step.rows:
+        return MixedPlan(prefill, round)
+    return prefill if step.tokens else round
 
 
-def without_rows(step: StepProposal, shapes: Sequence[SpecShape]) -> PrefillPlan | RoundPlan:
+def without_rows(step: StepProposal, shapes: Sequence[SpecShape]) -> ModelPlan:
     """A plan of nobody's rows, for a step that others have rows for: all of its batch is padding."""
-    if step.tokens:
-        return PrefillPlan((), (), (), (), Choice.GREEDY, min_batch_tokens=step.tokens)
-    choice, shape = _CHOICES[step.choice], shapes[step.shape]
-    return RoundPlan((), (), (), shape, 0, choice, min_rows=step.rows, catches_up=step.catches_up)
+    return grown(PrefillPlan((), (), (), (), Choice.GREEDY), step, shapes)

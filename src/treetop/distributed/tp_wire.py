@@ -13,9 +13,18 @@ from treetop.disaggregation.events import Disconnect, Pull
 from treetop.distributed.rank_groups import ExpertEngines
 from treetop.types.config import EngineConfig
 from treetop.types.kv_transfer.transport import State
-from treetop.types.messages import ExportPlan, ImportPlan, NodeMasks, OffloadPlan, PrefillPlan, RoundPlan, StepPlan
+from treetop.types.messages import (
+    ExportPlan,
+    ImportPlan,
+    MixedPlan,
+    NodeMasks,
+    OffloadPlan,
+    PrefillPlan,
+    RoundPlan,
+    StepPlan,
+)
 
-PlanKind = Literal["PrefillPlan", "RoundPlan", "ExportPlan", "ImportPlan", "OffloadPlan"]
+PlanKind = Literal["PrefillPlan", "RoundPlan", "MixedPlan", "ExportPlan", "ImportPlan", "OffloadPlan"]
 
 
 class WorkerOptions(msgspec.Struct, frozen=True):
@@ -112,6 +121,7 @@ encode = msgspec.msgpack.Encoder().encode
 _KINDS: dict[type[StepPlan], PlanKind] = {
     PrefillPlan: "PrefillPlan",
     RoundPlan: "RoundPlan",
+    MixedPlan: "MixedPlan",
     ExportPlan: "ExportPlan",
     ImportPlan: "ImportPlan",
     OffloadPlan: "OffloadPlan",

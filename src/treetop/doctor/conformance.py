@@ -123,6 +123,10 @@ class RandomShapes:
         self._shapes, self._random = shapes, random.Random(seed)
         self.chosen: list[SpecShape] = []
 
+    @property
+    def shape(self) -> SpecShape:
+        return self.chosen[-1] if self.chosen else self._shapes[0]
+
     def choose(self, lengths: Sequence[int], speculating: Sequence[int], deferred: int = 0) -> SpecShape:
         stays = bool(self.chosen) and self._random.random() < 0.6
         self.chosen.append(self.chosen[-1] if stays else self._random.choice(self._shapes))

@@ -1,7 +1,8 @@
 """Captured rounds: a CUDA graph for each bucket, shape and choice, replayed without a host sync.
 
 A graph holds all phases, so that nothing stands between them and the last kernel of one overlaps the first of the next.
-Only a round with constrained rows is two: the host says between them what may follow the nodes of their trees.
+Only a round with constrained rows is two: the host says between them what may follow the nodes of their trees. So is
+one with a prefill in its forward, which is launched between them.
 All graphs share one memory pool and one stream: what passes between phases and rounds lives in `RoundBuffers`, outside
 the pool, and nothing that outlives a replay is a view of it. The round with the most nodes is captured first, so that
 all others fit into the memory it left in the pool.
@@ -157,7 +158,7 @@ class CudaGraphs:
         ):
             for place in progress.track(missing, description="capturing graphs"):
                 self._graphs[place] = tuple(
-                    self._recorder.record(partial(run, runner, place, max_kv_len)) for run in parts_of(place)
+                    self._recorder.record(partial(run, runner, place, max_kv_len)) for run in parts_of(runner, place)
                 )
 
     def _captured(self, key: RoundKey) -> tuple[Graph, ...]:
@@ -207,12 +208,13 @@ def plan_host_extents(runner: ModelRunner, key: RoundKey) -> None:
 
 
 def greedy_keys(layout: Layout) -> list[RoundKey]:
-    """Greedy rounds of every bucket and shape, those with the most nodes first; then what catches up, if rounds may
-    defer.
+    """Greedy rounds of every bucket and shape, those with the most nodes first; then mixed ones and what catches up, if
+    any do.
     """
     buckets = layout.buckets[::-1]
     rounds = [RoundKey(bucket, shape, Choice.GREEDY) for bucket in buckets for shape in layout.shapes_at(bucket)]
     rounds.sort(key=lambda key: key.bucket * key.shape.num_draft_tokens, reverse=True)
+    rounds += [replace(key, mixed=True) for key in rounds if layout.mixed]
     return rounds + [RoundKey.of_catch_up(bucket) for bucket in buckets if layout.max_deferred]
 
 
@@ -225,7 +227,7 @@ def num_captured(layout: Layout, choices: Sequence[Choice], holds: bool, filters
     """The same of a layout. holds: trees of some rows may be constrained."""
     made = [replace(key, choice=choice) for key, choice in product(greedy_keys(layout), choices)]
     if holds:
-        made += [replace(key, held=True) for key in made if key.choice.processes and not key.catches_up]
+        made += [replace(key, held=True) for key in made if key.choice.processes and not (key.catches_up or key.mixed)]
     return len({_place(filters_apart, key) for key in made})
 
 
@@ -233,5 +235,7 @@ def _place(filters_apart: bool, key: RoundKey) -> RoundKey:
     """Where a round's graph is kept: rounds that are the same work share it."""
     if key.catches_up:
         return RoundKey.of_catch_up(key.bucket)
+    if key.mixed:  # how tokens are chosen, and what may follow, is between its graphs
+        return RoundKey(key.bucket, key.shape, Choice.GREEDY, mixed=True)
     alike = key.choice is Choice.FILTER and not filters_apart
     return replace(key, choice=Choice.SAMPLE) if alike else key

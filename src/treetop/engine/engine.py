@@ -21,11 +21,12 @@ from treetop.engine.experience import Experience
 from treetop.engine.graphs import GraphSim
 from treetop.engine.kv_transfer import collect_exports, collect_imports, export_chunks, import_chunks, import_columns
 from treetop.engine.memory import gib, out_of_memory_explained
+from treetop.engine.mixed import mixed_verify
 from treetop.engine.node_masks import NodeMaskWriter
 from treetop.engine.packed_trees import PackedTrees
-from treetop.engine.prefill import chunk_columns, chunk_width, make_batch, prefill
+from treetop.engine.prefill import FirstTokens, PrefillBatch, chunk_columns, chunk_width, make_batch, prefill
 from treetop.engine.prompt_logprobs import prompt_columns, with_prompt
-from treetop.engine.rounds import Eager, RoundKey, RoundLauncher
+from treetop.engine.rounds import Eager, HostStep, RoundKey, RoundLauncher
 from treetop.engine.sleep import (
     Models,
     SleepState,
@@ -71,6 +72,7 @@ from treetop.types.ids import NULL_PAGE, GroupName, PageId
 from treetop.types.messages import (
     ExportPlan,
     ImportPlan,
+    MixedPlan,
     NodeMasks,
     OffloadPlan,
     PrefillPlan,
@@ -79,6 +81,10 @@ from treetop.types.messages import (
     StepPlan,
     StepResult,
     TreeMasks,
+    WholePlan,
+    parts_of_plan,
+    prefill_of,
+    round_of,
 )
 from treetop.types.parallel import SINGLE_RANK, Parallel
 from treetop.types.tree import Accepted, DraftTree
@@ -91,10 +97,13 @@ Observer = Callable[[RoundPlan, DraftTree, Accepted], None]
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A step that was launched. It may be dropped. seen: what the observer will be told of a round."""
+    """A step that was launched. It may be dropped.
+
+    posted: of each of its parts, see `parts_of_plan`. seen: what the observer will be told of a round.
+    """
 
     plan: StepPlan
-    posted: InFlightResults
+    posted: tuple[InFlightResults, ...]
     seen: tuple[DraftTree, Accepted] | None
 
 
@@ -180,6 +189,8 @@ class Engine:
         rounds = ((bucket, shape) for bucket in self.layout.buckets for shape in self.layout.shapes_at(bucket))
         for (bucket, shape), choice in product(rounds, self.runner.state.choices):
             yield RoundKey(bucket, shape, choice)
+            if self.layout.mixed:
+                yield RoundKey(bucket, shape, choice, mixed=True)
             if choice.processes and self.runner.state.masks is not None:
                 yield RoundKey(bucket, shape, choice, held=True)
         if self.layout.max_deferred:
@@ -303,35 +314,48 @@ class Engine:
             self._plans.check(plan)
         if level >= 3:
             self._poison_pages(plan.freed)
-            if isinstance(plan, PrefillPlan):
-                runner.state.forget_pages([setup.row for setup in plan.setups])
+            prefill = prefill_of(plan)
+            if prefill is not None:
+                runner.state.forget_pages([setup.row for setup in prefill.setups])
         slot = self._staging.take()
         with self._explained("running"):
             run = self._run(plan, slot)
-        posted = self._staging.post(slot, run, runner.probes.posted)
+        posted = list[InFlightResults]()
+        for each in run:
+            behind = sum(len(before.values) for before in posted)
+            posted.append(self._staging.post(slot, each, runner.probes.posted, behind))
         if runner.probes.enabled:
             runner.probes.record.zero_()
-        seen = None
-        if self.observer is not None and isinstance(plan, RoundPlan):
-            tree = runner.buffers.tree_of(posted.rows, plan.shape)
-            seen = (self._hand_out(tree), self._hand_out(runner.buffers.accepted_of(posted.rows, plan.shape)))
-        return InFlightStep(plan, posted, seen)
+        seen, round = None, round_of(plan)
+        if self.observer is not None and round is not None:
+            bucket = posted[-1].rows
+            tree = runner.buffers.tree_of(bucket, round.shape)
+            seen = (self._hand_out(tree), self._hand_out(runner.buffers.accepted_of(bucket, round.shape)))
+        return InFlightStep(plan, tuple(posted), seen)
 
     def collect(self, in_flight: InFlightStep) -> StepResult:
         """Wait for the end of a step, and nothing later, and read its result. Raises CheckError if a probe fired."""
-        plan, got = in_flight.plan, collect(in_flight.posted)
-        if self.observer is not None and in_flight.seen is not None and isinstance(plan, RoundPlan):
-            self.observer(plan, *in_flight.seen)
-        self.runner.probes.check(got.record)
-        if self._kept is not None and isinstance(plan, RoundPlan):
+        plan, got = in_flight.plan, [collect(posted) for posted in in_flight.posted]
+        round = round_of(plan)
+        if self.observer is not None and in_flight.seen is not None and round is not None:
+            self.observer(round, *in_flight.seen)
+        self.runner.probes.check(got[-1].record)
+        if self._kept is not None and round is not None:
             self._rounds += 1
             self._kept.after(self._rounds, self.runner.state.calibration)
         if self._zones is not None:
             self._zones.check()
         if isinstance(plan, OffloadPlan):
-            return StepResult(digest=got.record[-1], intact=bool(got.accept_len[0]))
+            return StepResult(digest=got[0].record[-1], intact=bool(got[0].accept_len[0]))
         if isinstance(plan, ExportPlan | ImportPlan):
-            return self._collect_chunks(plan, got)
+            return self._collect_chunks(plan, got[0])
+        parts = zip(parts_of_plan(plan), got, strict=True)
+        rows = [row for part, of_part in parts for row in self._collect_rows(part, of_part)]
+        return StepResult(tuple(rows), got[-1].record[-1], proposals=got[-1].proposals)
+
+    def _collect_rows(self, plan: WholePlan, got: HostResults) -> list[RowResult]:
+        """What a prefill or a round gave its rows."""
+        assert isinstance(plan, PrefillPlan | RoundPlan)
         rows = []
         for i, row in enumerate(plan.rows):
             ends = isinstance(plan, RoundPlan) or plan.chunks[i].next_token is None  # else a chunk, and no token yet
@@ -349,7 +373,7 @@ class Engine:
                 rows[-1] = with_prompt(rows[-1], plan, i, got.prompt)
             if self.config.check_level >= 1:
                 check_result(rows[-1], self.spec.vocab_size, self.layout.commit_width)
-        return StepResult(tuple(rows), got.record[-1], proposals=got.proposals)
+        return rows
 
     def _collect_chunks(self, plan: ExportPlan | ImportPlan, got: HostResults) -> StepResult:
         assert self.slots is not None
@@ -374,19 +398,22 @@ class Engine:
             adapters.select(torch.zeros_like(tokens[:, 0]), len(ids), self.runner.ops)
         return target.logits(target.forward(tokens, positions, attend).hidden[0, -1])
 
-    def _run(self, plan: StepPlan, slot: Slot) -> RowResults:
+    def _run(self, plan: StepPlan, slot: Slot) -> tuple[RowResults, ...]:
+        """Launch a step. Returns the results of its parts."""
         match plan:
             case PrefillPlan():
-                return self._prefill(plan, slot)
+                return (self._prefill(plan, slot),)
             case RoundPlan():
-                return self._round(plan, slot)
+                return (self._round(plan, slot),)
+            case MixedPlan():
+                return self._mixed(plan, slot)
             case ExportPlan():
-                return self._export(plan, slot)
+                return (self._export(plan, slot),)
             case ImportPlan():
-                return self._import(plan, slot)
+                return (self._import(plan, slot),)
             case OffloadPlan():
                 assert self._host_pages is not None
-                return self._host_pages.run(plan)
+                return (self._host_pages.run(plan),)
 
     def _export(self, plan: ExportPlan, slot: Slot) -> RowResults:
         assert self.slots is not None
@@ -409,38 +436,75 @@ class Engine:
         return import_chunks(self.runner, self.slots, plan, expected.view(-1, spec.num_own), known, last_rows)
 
     def _prefill(self, plan: PrefillPlan, slot: Slot) -> RowResults:
-        padded, state = self._padded(plan), self.runner.state
-        sent = self._staging.send(
-            slot,
-            rows=[padded],
-            edits=state.edit_columns(plan.edits),
-            setups=state.setup_columns(plan.setups),
-            chunks=chunk_columns(plan, len(padded)),
-            prompt=prompt_columns(plan, chunk_width(plan)),
-        )
+        padded = self._padded(plan)
+        edits = self.runner.state.edit_columns(plan.edits)
+        sent = self._staging.send(slot, rows=[padded], edits=edits, **self._columns_of(plan, padded))
         rows = self._apply(sent)
+        return self._of_prefill(plan, prefill(self.runner, self._batch_of(plan, rows, sent)))
+
+    def _columns_of(self, plan: PrefillPlan, padded: list[int]) -> dict[str, Sequence[Sequence[int]]]:
+        """What a prefill sends to the device beside row list and cells."""
+        return {
+            "setups": self.runner.state.setup_columns(plan.setups),
+            "chunks": chunk_columns(plan, len(padded)),
+            "prompt": prompt_columns(plan, chunk_width(plan)),
+        }
+
+    def _batch_of(self, plan: PrefillPlan, rows: Tensor, sent: Mapping[str, list[Tensor]]) -> PrefillBatch:
+        """Requests move in, and their chunks as a batch. rows: [bucket] int64. sent: `_columns_of`, on the device."""
         if self.adapters is not None:
             self.adapters.apply(plan.adapters)
-        state.move_in(plan.setups, sent["setups"], self.config.check_level)
-        allowed = self._node_masks.roots(plan.rows, plan.masks, len(padded), rows.device)
-        first = prefill(self.runner, make_batch(plan, rows, sent["chunks"], sent["prompt"], allowed))
-        state.states.keep(plan.chunks)
+        self.runner.state.move_in(plan.setups, sent["setups"], self.config.check_level)
+        allowed = self._node_masks.roots(plan.rows, plan.masks, len(rows), rows.device)
+        return make_batch(plan, rows, sent["chunks"], sent["prompt"], allowed)
+
+    def _of_prefill(self, plan: PrefillPlan, first: FirstTokens) -> RowResults:
+        self.runner.state.states.keep(plan.chunks)
         zeros = torch.zeros_like(first.token)
         return RowResults(first.token[:, None], zeros, first.finite, first.logprobs, first.prompt)
 
     def _round(self, plan: RoundPlan, slot: Slot) -> RowResults:
         padded, edits = self._padded(plan), self.runner.state.edit_columns(plan.edits)
         self._apply(self._staging.send(slot, rows=[padded], edits=edits))
-        buffers, held, host_step = self.runner.buffers, bool(plan.masks), None
-        key = RoundKey(len(padded), plan.shape, plan.choice, held)
-        if held:
-            tree, places = buffers.tree_of(key.bucket, key.shape), buffers.places_of(key.bucket, key.shape)
-            nodes = self.runner.state.held_of(key.bucket, key.shape)
-            host_step = partial(self._node_masks.hold, plan, tree, places, nodes)
+        key = RoundKey(len(padded), plan.shape, plan.choice, bool(plan.masks))
+        self._launch_round(plan, key, self._host_step(plan, key))
+        return self._of_round(plan, key)
+
+    def _mixed(self, plan: MixedPlan, slot: Slot) -> tuple[RowResults, ...]:
+        """A round between whose DRAFT and EXTEND one forward takes its nodes and the chunks of a prefill."""
+        chunks, round, runner = plan.prefill, plan.round, self.runner
+        prompts, padded = self._padded(chunks), self._padded(round)
+        edits, columns = runner.state.edit_columns(plan.edits), self._columns_of(chunks, prompts)
+        sent = self._staging.send(slot, rows=[padded], prompts=[prompts], edits=edits, **columns)
+        self._apply(sent)
+        batch = self._batch_of(chunks, sent["prompts"][0], sent)
+        key = RoundKey(len(padded), round.shape, round.choice, bool(round.masks), mixed=True)
+        host_step, first = self._host_step(round, key), list[FirstTokens]()
+
+        def between() -> None:
+            if host_step is not None:
+                host_step()
+            first.append(mixed_verify(runner, batch, key, round.committed_bound))
+
+        self._launch_round(round, key, between)
+        return self._of_prefill(chunks, first[0]), self._of_round(round, key)
+
+    def _host_step(self, plan: RoundPlan, key: RoundKey) -> HostStep | None:
+        """What the host does once trees are grown; None if no row is constrained."""
+        if not key.held:
+            return None
+        buffers = self.runner.buffers
+        tree, places = buffers.tree_of(key.bucket, key.shape), buffers.places_of(key.bucket, key.shape)
+        return partial(self._node_masks.hold, plan, tree, places, self.runner.state.held_of(key.bucket, key.shape))
+
+    def _launch_round(self, plan: RoundPlan, key: RoundKey, between: HostStep | None) -> None:
         if plan.catches_up:
             self.launcher.launch(RoundKey.of_catch_up(key.bucket), plan.committed_bound)
-        self.launcher.launch(key, plan.committed_bound, host_step)
-        self._step_digest(self.runner.probes.digest, buffers, key)
+        self.launcher.launch(key, plan.committed_bound, between)
+        self._step_digest(self.runner.probes.digest, self.runner.buffers, key)
+
+    def _of_round(self, plan: RoundPlan, key: RoundKey) -> RowResults:
+        buffers = self.runner.buffers
         accepted = buffers.accepted_of(key.bucket, key.shape)
         logprobs = buffers.logprobs_of(key.bucket, key.shape) if plan.logprobs else None
         candidates = None
@@ -472,7 +536,9 @@ class Engine:
         return replace(value, **copies)
 
     def bucket_of(self, plan: StepPlan) -> int:
-        """Rows that a step runs with, padding included; of KV chunks, how many."""
+        """Rows that a step runs with, padding included, of all its parts; of KV chunks, how many."""
+        if isinstance(plan, MixedPlan):
+            return self.bucket_of(plan.prefill) + self.bucket_of(plan.round)
         if isinstance(plan, ExportPlan | ImportPlan | OffloadPlan):
             return len(plan.rows)
         minimum = plan.min_rows if isinstance(plan, RoundPlan) else 0

@@ -36,6 +36,9 @@ MIN_CHUNK_OF_CPU, MIN_CHUNK_OF_GPU = 128, 512
 USUAL_CHUNK_OF_GPU = 2048  # beside rounds
 """Prompt tokens of a prefill step between two rounds, at least, and before it is known what steps cost. Fewer cost
 nearly as much, for the weights are read."""
+MIXED_CHUNK_OF_GPU = 1024
+"""Of one with a round in its forward: more steps save more readings of weights. Launched one by one, fewer tokens of an
+8B model take as long (`docs/policy.md`)."""
 ROWS_OF_CPU, ROWS_OF_GPU = (16, 8), (256, 128, 64, 32, 16, 8)
 """Rows to choose from, if `--max-running-requests` does not say: batches whose rounds were measured."""
 DEFERRED_ON_CPU, DEFERRED_ON_GPU = 128, 32
@@ -140,12 +143,14 @@ def step_bytes(layout: Layout, vocab_size: int, element_size: int) -> int:
 
     PyTorch's attention gathers a layer's prefix, joins it with the tail, of codes makes numbers, and has two masks and
     a bias for each query, a tree's node or a prompt's token. In a round each node has its logits later, and what
-    drawing from them takes; of a prompt's tokens with log-probabilities no more have them at a time, or a few.
+    drawing from them takes; of a prompt's tokens with log-probabilities no more have them at a time, or a few. A mixed
+    step has the masks of a prefill and of a round.
     """
     numbers, fp8 = max(group.kv.numbers for group in layout.groups), any(group.kv.fp8 for group in layout.groups)
     rows, nodes = layout.max_requests, layout.max_requests * layout.verify_tail
     gathered = rows * numbers * (2 + 2 * max(element_size, 4) if fp8 else 2 * element_size)
-    masked = max(nodes, layout.chunk) * (element_size + 2)
+    queries = nodes + layout.chunk if layout.mixed else max(nodes, layout.chunk)
+    masked = queries * (element_size + 2)
     lines = max(nodes, layout.prompt_lines)
     return max(layout.max_committed * (gathered + masked), lines * vocab_size * (element_size + _BYTES_PER_DRAW))
 

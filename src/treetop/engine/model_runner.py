@@ -35,6 +35,19 @@ Prefix = tuple[Tensor, Tensor, int]
 
 
 @dataclass(frozen=True, slots=True)
+class TargetInput:
+    """What the target's forward of a phase is given.
+
+    rows: [rows] int64. tokens, positions: [rows, n] int64.
+    """
+
+    rows: Tensor
+    tokens: Tensor
+    positions: Tensor
+    attend: Attend
+
+
+@dataclass(frozen=True, slots=True)
 class ModelRunner:
     """target_layers, draft_layers: where the K/V that each layer reads live, by index; of the target's that attend.
     recurrent_layers: where the states of its others live.
@@ -75,11 +88,11 @@ class ModelRunner:
         names = {layer.group for layer in self.draft_layers.values()}
         return [group for group in self.target_groups if group.name in names]
 
-    def run_target(self, rows: Tensor, tokens: Tensor, positions: Tensor, attend: Attend) -> TargetOutput:
-        """The target's forward of rows [rows] int64, each with its adapter; see `Target.forward`."""
+    def run_target(self, given: TargetInput) -> TargetOutput:
+        """The target's forward of a phase's rows, each with its adapter; see `Target.forward`."""
         if self.adapters is not None:
-            self.adapters.select(self.state.numbers["adapter"][rows], tokens.shape[1], self.ops)
-        return self.target.forward(tokens, positions, attend)
+            self.adapters.select(self.state.numbers["adapter"][given.rows], given.tokens.shape[1], self.ops)
+        return self.target.forward(given.tokens, given.positions, given.attend)
 
     def metadata(
         self,

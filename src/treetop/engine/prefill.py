@@ -1,7 +1,7 @@
 """A prefill step: one chunk a row, K/V to the pages first, the first token of a prompt's last chunk sampled."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -10,11 +10,12 @@ from torch import Tensor
 from treetop.attention.layer import CausalAttention, ChosenKeys, LayerKV
 from treetop.attention.recurrent import ChunkRecurrence
 from treetop.engine.features.feature import NewRoots
-from treetop.engine.model_runner import ModelRunner
+from treetop.engine.model_runner import ModelRunner, TargetInput
 from treetop.engine.prompt_logprobs import PromptTokens, prompt_logprobs
 from treetop.engine.recurrence import chunk_recurrence
 from treetop.kernels.kv import slots_of
 from treetop.kernels.tree.tree import root_tree
+from treetop.models.target import TargetOutput
 from treetop.speculative.verify import choose, logits_for, path_logprobs
 from treetop.types.layout import KVGroup
 from treetop.types.messages import PrefillPlan
@@ -46,6 +47,10 @@ class PrefillBatch:
     exchanged: int = 0
     prompt: PromptTokens | None = None
     allowed: Tensor | None = None
+
+    def alone(self) -> "PrefillBatch":
+        """Without what more ranks exchange than it has."""
+        return replace(self, exchanged=0)
 
 
 def chunk_columns(plan: PrefillPlan, bucket: int) -> list[list[int]]:
@@ -110,14 +115,35 @@ class FirstTokens:
 
 def prefill(runner: ModelRunner, batch: PrefillBatch) -> FirstTokens:
     """Process one chunk a row."""
-    rows, query_len, ops = batch.rows, batch.query_len, runner.ops
+    begun = begin_prefill(runner, batch)
+    return end_prefill(runner, begun, runner.run_target(begun.given))
+
+
+@dataclass(frozen=True, slots=True)
+class BegunPrefill:
+    """A prefill before the target's forward, and what it is given."""
+
+    batch: PrefillBatch
+    span: _Span
+    given: TargetInput
+
+
+def begin_prefill(runner: ModelRunner, batch: PrefillBatch) -> BegunPrefill:
+    """What the target is given of one chunk a row."""
+    rows, query_len = batch.rows, batch.query_len
     start = runner.state.committed[rows]
     columns = torch.arange(batch.tokens.shape[1], device=rows.device)
     valid = columns < query_len[:, None]
     span = _Span(torch.where(valid, start[:, None] + columns, 0), valid, start + query_len)
     recurrence = chunk_recurrence(runner, rows, valid)
     attend = _attention(runner, runner.target_layers, runner.target_groups, batch, span, recurrence)
-    output = runner.run_target(rows, batch.tokens, span.positions, attend)
+    return BegunPrefill(batch, span, TargetInput(rows, batch.tokens, span.positions, attend))
+
+
+def end_prefill(runner: ModelRunner, begun: BegunPrefill, output: TargetOutput) -> FirstTokens:
+    """Sample first tokens, and have the draft read the chunks. output: of as many rows and tokens as the batch."""
+    batch, span, ops = begun.batch, begun.span, runner.ops
+    rows, query_len, valid = batch.rows, batch.query_len, span.valid
     last = (query_len - 1).clamp(min=0)
     logits = logits_for(runner.target, ops.pick(output.hidden, last)[:, None], batch.choice)
     tree, accepted = root_tree(batch.next_token), _one_column(rows)

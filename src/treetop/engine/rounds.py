@@ -16,15 +16,17 @@ import torch
 from torch import Tensor
 
 from treetop.attention.layer import TailColumns
+from treetop.attention.recurrent import NodeRecurrence
 from treetop.checks.poison import poison
 from treetop.engine.features.feature import AcceptedRound
-from treetop.engine.model_runner import ModelRunner
+from treetop.engine.model_runner import ModelRunner, TargetInput
 from treetop.engine.recurrence import keep_states, node_recurrence
 from treetop.engine.tree_growth import grow_trees
 from treetop.kernels.tree.accept import Withheld
 from treetop.kernels.tree.commit import Paths, feature_nodes
 from treetop.kernels.tree.deferred import ExtendPairs, defer, deferred_pairs
 from treetop.kernels.tree.rows import store_draft
+from treetop.models.target import TargetOutput
 from treetop.speculative.verify import choose, logits_for, path_logprobs
 from treetop.types.layout import PLAIN, SpecShape
 from treetop.types.phase import Phase
@@ -38,6 +40,7 @@ class RoundKey:
 
     held: it is split before VERIFY, where the host says what may follow the nodes of constrained rows.
     catches_up: no round, but the draft extend of what rows have deferred.
+    mixed: its VERIFY shares a forward with a prefill, which runs between its DRAFT and its EXTEND.
     """
 
     bucket: int
@@ -45,6 +48,7 @@ class RoundKey:
     choice: Choice
     held: bool = False
     catches_up: bool = False
+    mixed: bool = False
 
     @classmethod
     def of_catch_up(cls, bucket: int) -> "RoundKey":
@@ -53,8 +57,8 @@ class RoundKey:
 
 PhaseFunction = Callable[[ModelRunner, RoundKey, int], None]
 """(runner, key, bound): bound is a host number no row's committed length exceeds."""
-HostStep = Callable[[], None]
-"""What the host does between DRAFT and VERIFY of a round that is `held`."""
+HostStep = Callable[[], object]
+"""What is done between DRAFT and VERIFY of a round that is `held`, or DRAFT and EXTEND of one that is `mixed`."""
 
 
 def draft_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
@@ -64,9 +68,23 @@ def draft_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
 
 def verify_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     """One target forward over the trees; accept each row's path, commit its K/V and states, and keep its features."""
-    buffers, shape, ops, phase = runner.buffers, key.shape, runner.ops, Phase.VERIFY
+    begun = begin_verify(runner, key, max_kv_len)
+    end_verify(runner, key, begun, runner.run_target(begun.given))
+
+
+@dataclass(frozen=True, slots=True)
+class BegunVerify:
+    """A verification before the target's forward, and what it is given. recurrence: None without recurrent layers."""
+
+    given: TargetInput
+    recurrence: NodeRecurrence | None
+
+
+def begin_verify(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> BegunVerify:
+    """What the target is given of the trees of a round's rows."""
+    buffers, shape, phase = runner.buffers, key.shape, Phase.VERIFY
     rows, tree = buffers.rows[: key.bucket], buffers.tree_of(key.bucket, key.shape)
-    places, accepted = buffers.places_of(key.bucket, shape), buffers.accepted_of(key.bucket, shape)
+    places = buffers.places_of(key.bucket, shape)
     tokens = runner.probes.index(tree.tokens, 0, runner.target.config.vocab_size, "tree_token", phase, rows)
     prefix, plans = (rows, places.committed, max_kv_len), {}
     for g in runner.target_groups:
@@ -75,7 +93,14 @@ def verify_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     recurrence = node_recurrence(runner, rows, tree.parent)
     layers = runner.target_layers
     attend = runner.tail_attention(phase, layers, buffers.verify_tails, plans, columns, shape, recurrence)
-    output = runner.run_target(rows, tokens, places.nodes, attend)
+    return BegunVerify(TargetInput(rows, tokens, places.nodes, attend), recurrence)
+
+
+def end_verify(runner: ModelRunner, key: RoundKey, begun: BegunVerify, output: TargetOutput) -> None:
+    """Accept, commit and keep what the target's forward gave. output: of as many rows and nodes as the round."""
+    buffers, shape, ops = runner.buffers, key.shape, runner.ops
+    rows, tree = begun.given.rows, buffers.tree_of(key.bucket, key.shape)
+    places, accepted = buffers.places_of(key.bucket, shape), buffers.accepted_of(key.bucket, shape)
     logits = logits_for(runner.target, output.hidden, key.choice)
     held = runner.state.held_of(key.bucket, shape) if key.held else None
     allowed = None if held is None else held.allowed
@@ -93,7 +118,7 @@ def verify_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     paths = _paths(runner, key, accepted.path)
     runner.state.accepted(ops, AcceptedRound(key.choice, paths, places, accepted, growth))
     runner.commit(buffers.verify_tails, paths)
-    keep_states(runner, recurrence, paths)
+    keep_states(runner, begun.recurrence, paths)
     if runner.drafter is None:
         ops.finish(runner.state.tables, rows, runner.layout.dummy_row, accepted.accept_len, accepted.bonus, None)
     elif output.aux_hidden:
@@ -166,12 +191,19 @@ ROUND: dict[Phase, PhaseFunction] = {
 
 
 def phases_of(runner: ModelRunner, key: RoundKey) -> dict[Phase, PhaseFunction]:
-    """The phases of a round on this device, in order; without a drafter there is nothing to extend."""
+    """The phases of a round on this device, in order; without a drafter there is nothing to extend. That of a mixed
+    round which is not its own is left out.
+    """
     if key.catches_up:
         return {Phase.EXTEND: catch_up_phase}
+    phases = dict(ROUND)
     if runner.drafter is None:
-        return {phase: run for phase, run in ROUND.items() if phase is not Phase.EXTEND}
-    return {**ROUND, Phase.EXTEND: defer_phase} if runner.layout.defers(key.shape) else ROUND
+        del phases[Phase.EXTEND]
+    elif runner.layout.defers(key.shape):
+        phases[Phase.EXTEND] = defer_phase
+    if key.mixed:
+        del phases[Phase.VERIFY]
+    return phases
 
 
 def run_phases(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
@@ -180,16 +212,18 @@ def run_phases(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
         run(runner, key, max_kv_len)
 
 
-def run_from_verify(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
-    """What follows the host's step in a round that is held."""
+def run_behind_draft(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
+    """What follows the step between, in a round that is held or mixed."""
     for phase, run in phases_of(runner, key).items():
         if phase is not Phase.DRAFT:
             run(runner, key, max_kv_len)
 
 
-def parts_of(key: RoundKey) -> tuple[PhaseFunction, ...]:
+def parts_of(runner: ModelRunner, key: RoundKey) -> tuple[PhaseFunction, ...]:
     """What runs without the host taking part: all of a round, or what comes before and after its step."""
-    return (draft_phase, run_from_verify) if key.held else (run_phases,)
+    if not (key.held or key.mixed):
+        return (run_phases,)
+    return (draft_phase, run_behind_draft) if len(phases_of(runner, key)) > 1 else (draft_phase,)
 
 
 def poison_undeclared(runner: ModelRunner, phase: Phase) -> None:
@@ -203,7 +237,7 @@ class RoundLauncher(Protocol):
     """Runs the phases of one round over what the buffers hold."""
 
     def launch(self, key: RoundKey, max_kv_len: int, host_step: HostStep | None = None) -> None:
-        """host_step: of a round that is `held`, between DRAFT and VERIFY."""
+        """host_step: of a round that is `held` or `mixed`, behind DRAFT."""
         ...
 
 

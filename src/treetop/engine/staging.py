@@ -131,11 +131,11 @@ class StagingBuffers:
         """setup_widths: of `RowState`. checksums: of a piece that is handed over, of all ranks."""
         self._check_level = check_level
         b, pieces = layout.max_requests, layout.disaggregation_slots
-        # Row list, cells; for a prefill the setups, and of each row: length, next token; of each token: place, id.
+        # Row lists, cells; for a prefill the setups, and of each row: length, next token; of each token: place, id.
         # Of each prompt token with log-probabilities: place, id. For an import the checksums of each piece, known, row.
-        numbers = 3 * b + 3 * layout.max_edits + sum(setup_widths)
+        numbers = 4 * b + 3 * layout.max_edits + sum(setup_widths)
         numbers += max(4 * layout.chunk, pieces * (checksums + 2))
-        most_columns = 1 + 3 * len(layout.groups) + len(setup_widths) + 6
+        most_columns = 2 + 3 * len(layout.groups) + len(setup_widths) + 6
         numbers += most_columns * (_ALIGNED - 1)
         self._inputs = zeros((numbers,), torch.int64)
         a_token = 1 + 1 + 2 * MAX_LOGPROBS  # its id, log-probabilities, ids of the best
@@ -143,7 +143,8 @@ class StagingBuffers:
         a_round = b * (layout.commit_width * a_token + 2 + layout.commit_width - 1)
         a_round += 2 * CLASSES * layout.commit_width * layout.max_topk  # of a calibration
         a_round += b * PackedTrees.width(layout.verify_tail, layout.commit_width)
-        results = max(a_round, of_prompts, pieces * (checksums + 2))
+        most = a_round + RECORD + of_prompts if layout.mixed else max(a_round, of_prompts)
+        results = max(most, pieces * (checksums + 2))
         self._results = zeros((results + RECORD,), torch.int64)
         self._slots = [self._slot(device) for _ in range(layout.max_steps + 1)]
         self._steps = 0
@@ -183,8 +184,11 @@ class StagingBuffers:
         sent = islice(self._inputs[:need].split(widths), 0, None, 2)
         return {name: [*islice(sent, len(part))] for name, part in parts.items()}
 
-    def post(self, slot: Slot, results: RowResults, record: Tensor) -> InFlightResults:
-        """Copy a step's results into its slot, in one copy, and mark the step's end."""
+    def post(self, slot: Slot, results: RowResults, record: Tensor, behind: int = 0) -> InFlightResults:
+        """Copy a step's results into its slot, in one copy, and mark the step's end.
+
+        behind: numbers in the slot that are of another part of the step.
+        """
         parts = [results.tokens.reshape(-1), results.accept_len, results.finite.to(torch.int64)]
         if results.candidates is not None:
             parts.append(results.candidates.reshape(-1))
@@ -198,9 +202,10 @@ class StagingBuffers:
         for each in (logprobs, prompt):
             if each is not None:
                 parts += [each.ids.reshape(-1), _bits(each.values)]
-        packed = self._results[: sum(len(part) for part in parts)]
+        end = behind + sum(len(part) for part in parts)
+        packed = self._results[behind:end]
         torch.cat(parts, out=packed)
-        values = copy_out(packed, slot.results[: len(packed)])
+        values = copy_out(packed, slot.results[behind:end])
         if self._check_level >= 1:
             check_own_memory("tokens", values, packed)
         if slot.done is not None:

@@ -14,7 +14,7 @@ from statistics import median
 from typing import NamedTuple
 
 from treetop.types.layout import Layout, PrefillPace
-from treetop.types.messages import PrefillPlan, RoundPlan, StepPlan
+from treetop.types.messages import PrefillPlan, RoundPlan, StepPlan, prefill_of
 
 _REMEMBERED = 64
 """Steps of a kind that costs are learned from: what they cost changes with what they attend to."""
@@ -95,6 +95,8 @@ class PrefillBudget:
     def note(self, plan: StepPlan, seconds: float, before_prefill: bool) -> None:
         """A step took so long, as the host saw it. before_prefill: a prefill step was launched behind it meanwhile.
 
+        A mixed step counts as a prefill, its round included, for that is what a stream waits for.
+
         Launching one takes the host longer than a round takes the device. So the end of a round before it is seen late,
         and only both together are a measure.
         """
@@ -104,31 +106,35 @@ class PrefillBudget:
                 self._late_s = max(seconds - self.rounds.seconds(rows), 0.0)
             else:
                 self.rounds.note(rows, seconds)
-        elif isinstance(plan, PrefillPlan):
-            self.prefills.note(self._work_of(plan), seconds + self._late_s)
+        prefill = prefill_of(plan)
+        if prefill is not None:
+            self.prefills.note(self.work_of(prefill), seconds + self._late_s)
             self._late_s = 0.0
 
-    def _work_of(self, plan: PrefillPlan) -> int:
+    def work_of(self, plan: PrefillPlan) -> int:
+        """Of a prefill step, or of the prefill of a mixed one."""
         tokens = self._layout.bucket_for(len(plan.chunks)) * max(len(chunk.token_ids) for chunk in plan.chunks)
         start, attended = max(chunk.start for chunk in plan.chunks), self._pace.attended
         return tokens if attended is None else tokens + tokens * start // attended
 
-    def tokens(self, rows: int, start: int, waiting: int = 0) -> int:
+    def tokens(self, rows: int, start: int, waiting: int = 0, mixed: bool = False) -> int:
         """Most of a step whose deepest chunk has `start` tokens before it, while `rows` rows decode.
 
-        waiting: requests that wait for their prompts and may have a row.
+        waiting: requests that wait for their prompts and may have a row. mixed: it has these rows' round in it.
         """
         layout, attended = self._layout, self._pace.attended
-        most = self._most_work(rows, waiting)
+        most = self._most_work(rows, waiting, mixed)
         if attended is None or not rows:
             return most
         return max(most * attended // (attended + start), min(most, layout.page_size))
 
-    def _most_work(self, rows: int, waiting: int = 0) -> int:
+    def _most_work(self, rows: int, waiting: int = 0, mixed: bool = False) -> int:
         """Of a step before a round of `rows` rows; 0 rows: nobody waits for it.
 
         A step of a fixed size is larger by as much as more rows would decode if those that wait did: each round until
         then is one of few. So a prompt beside many streams makes them wait no longer, and a crowd fills empty rows.
+        A mixed one is smaller while few wait: each saves a reading of the weights, so prompts gain by coming in more of
+        them, but not if rows stand empty for it.
 
         Step and round take the target together. But a step may take a share of its round, and as much as costs little
         more than nothing at all, or prompts would never end where rounds are slow.
@@ -139,8 +145,10 @@ class PrefillBudget:
         if not rows or self._target_gap_s == 0:
             return chunk
         if self._target_gap_s is None:
-            usual = max(rows * self._layout.verify_tail, self._pace.usual)
-            return min(usual + usual * waiting // rows, chunk)
+            usual, sooner = max(rows * self._layout.verify_tail, self._pace.usual), 1
+            if mixed and self._pace.mixed is not None:  # trees empty their rows sooner
+                usual, sooner = self._pace.mixed, self._layout.verify_tail
+            return min(usual + usual * waiting * sooner // rows, chunk)
         round_s = self.rounds.seconds(self._layout.bucket_for(rows))
         within = self.prefills.size_within(max(self._target_gap_s - round_s, _SHARE_OF_A_ROUND * round_s))
         return min(max(int(within or 0), self._pace.minimum), chunk)
@@ -150,7 +158,7 @@ class PrefillBudget:
         round_s = self.rounds.seconds(self._layout.bucket_for(rows))
         if self._tokens is not None or not self._target_gap_s or not round_s:
             return 1
-        return max(ceil(self.prefills.seconds(self._work_of(plan)) * (1 / _MOST_SHARE - 1) / round_s), 1)
+        return max(ceil(self.prefills.seconds(self.work_of(plan)) * (1 / _MOST_SHARE - 1) / round_s), 1)
 
     def may_wait(self, rows: int, work: int, waited_s: float, longest_s: float) -> bool:
         """Whether `work` that waits had better wait for more, while `rows` rows decode.

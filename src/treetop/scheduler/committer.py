@@ -11,7 +11,17 @@ from treetop.scheduler.steps import StepsOut
 from treetop.scheduler.stops import first_stop
 from treetop.types.errors import InputError
 from treetop.types.kv_transfer.scheduling import FirstToken
-from treetop.types.messages import ExportPlan, ImportPlan, OffloadPlan, PrefillPlan, RoundPlan, StepPlan, StepResult
+from treetop.types.messages import (
+    ExportPlan,
+    ImportPlan,
+    MixedPlan,
+    OffloadPlan,
+    PrefillPlan,
+    RoundPlan,
+    StepPlan,
+    StepResult,
+    parts_of_result,
+)
 from treetop.types.requests import RequestStats, RequestUpdate
 from treetop.types.sampling import FinishReason
 
@@ -47,6 +57,9 @@ class Committer:
                 updates = [self._emit_first(request, first) for request, first in done]
             case OffloadPlan():
                 updates = []
+            case MixedPlan():
+                of_prefill, of_round = parts_of_result(plan, result)
+                updates = self._commit_rows(plan.prefill, of_prefill) + self._commit_rows(plan.round, of_round)
             case _:
                 updates = self._commit_rows(plan, result)
         for request in requests:

@@ -64,7 +64,13 @@ _MOST_OFF, _MOST_OWN_OFF = log(3.0), 0.3
 
 
 class ShapePolicy(Protocol):
-    """Chooses each round's shape for the batch as it stands, and learns from what rounds gave."""
+    """Chooses each round's shape for the batch as it stands, and learns from what rounds gave.
+
+    shape: which runs now, but for trials.
+    """
+
+    @property
+    def shape(self) -> SpecShape: ...
 
     def choose(self, lengths: Sequence[int], speculating: Sequence[int], deferred: int = 0) -> SpecShape:
         """See `ChooseShape`."""
@@ -83,10 +89,10 @@ class FixedShape:
     """A `ShapePolicy`: always the same."""
 
     def __init__(self, shape: SpecShape) -> None:
-        self._shape = shape
+        self.shape = shape
 
     def choose(self, lengths: Sequence[int], speculating: Sequence[int], deferred: int = 0) -> SpecShape:
-        return self._shape
+        return self.shape
 
     def note(self, plan: StepPlan, result: StepResult, seconds: float | None) -> None:
         """It learns nothing."""

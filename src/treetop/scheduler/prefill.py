@@ -53,12 +53,13 @@ class PrefillPlanner:
         self.lacks_pages: Request | None = None
         """Who would have had the next row in the last step that was planned, had there been pages."""
         self._cut_last = False  # whether a prompt did not end in it, and nobody has passed it
+        self._mixed = False  # whether the step that is being planned has a round in its forward
 
     def may_wait(self) -> bool:
         """Whether what could be prefilled had better wait for more, as `PrefillBudget.may_wait` says."""
         budget, rows, now = self._budget, len(self._queues.decoding), self._clock()
         enough, work, waited, longest = budget.tokens(rows, 0), 0, 0.0, 0.0
-        for request in chain(self._queues.prefilling, islice(self._queues.waiting, self._rows.num_free)):
+        for request in self._candidates():
             work += request.num_ids - request.num_computed_tokens
             if work >= enough:
                 return False
@@ -66,12 +67,22 @@ class PrefillPlanner:
             waited, longest = waited + since, max(longest, since)
         return work > 0 and budget.may_wait(rows, work, waited, longest)
 
+    @property
+    def has_work(self) -> bool:
+        """Whether a prompt has begun, or may have a row."""
+        return any(True for _ in self._candidates())
+
+    def _candidates(self) -> Iterator[Request]:
+        yield from self._queues.prefilling
+        yield from islice(self._queues.waiting, self._rows.num_free)
+
     def rounds_after(self, plan: PrefillPlan) -> int:
         """Rounds that are due before the next step, where some can run."""
         return self._budget.rounds_after(plan, len(self._queues.decoding))
 
-    def plan(self) -> PrefillPlan | None:
-        """The next step; None if there is nothing to prefill, or no room for it."""
+    def plan(self, mixed: bool = False) -> PrefillPlan | None:
+        """The next step; None if there is nothing to prefill, or no room for it. mixed: a round is in its forward."""
+        self._mixed = mixed
         setups: list[RowSetup] = []
         batch: Batch = []
         self.lacks_pages = None
@@ -157,7 +168,7 @@ class PrefillPlanner:
         """Tokens that one more row may bring to a batch, whose size counts its padding; 0 for no row. start: behind so
         many."""
         deepest = max([start, *(request.num_computed_tokens for request, _ in batch)])
-        most = self._budget.tokens(len(self._queues.decoding), deepest, self._num_waiting)
+        most = self._budget.tokens(len(self._queues.decoding), deepest, self._num_waiting, self._mixed)
         room = most // self._layout.bucket_for(len(batch) + 1)
         return room if all(count <= room for _, count in batch) else 0
 

@@ -110,6 +110,10 @@ class Rows:
                 check_cell(edit, None if owner is None else owner.held.lease.pages[edit.group])
         return edits
 
+    def put_back(self, edits: Sequence[PageEdit]) -> None:
+        """Edits that were taken for a plan are left to the next one, which is launched with it or in its place."""
+        self.cells = {(edit.group, edit.row, edit.column): edit.page for edit in edits} | self.cells
+
     # ---------------------------------------------------------------- inspection
 
     def check(self, num_known: Callable[[Request], int], count: int | None) -> None:

@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from itertools import count, islice
 from typing import Any
@@ -26,6 +27,7 @@ from treetop.scheduler.committer import Committer, stats_of
 from treetop.scheduler.constrained import Structures
 from treetop.scheduler.kv_transfer import KVTransfers
 from treetop.scheduler.lengths import RequestLengths
+from treetop.scheduler.mixed import MixedSteps
 from treetop.scheduler.policy import AdaptiveShape, FixedShape, ShapePolicy
 from treetop.scheduler.prefill import PrefillPlanner
 from treetop.scheduler.queues import Queues
@@ -38,7 +40,18 @@ from treetop.types.costs import CostTable, HeadChances
 from treetop.types.errors import ConfigError, InputError, InvariantError
 from treetop.types.ids import PageId, RequestId, Row
 from treetop.types.layout import Layout, PrefillPace, SpecShape
-from treetop.types.messages import NodeMasks, OffloadPlan, PrefillPlan, RowTree, StepPlan, StepResult
+from treetop.types.messages import (
+    MixedPlan,
+    NodeMasks,
+    OffloadPlan,
+    RowTree,
+    StepPlan,
+    StepResult,
+    parts_of_plan,
+    parts_of_result,
+    prefill_of,
+    round_of,
+)
 from treetop.types.requests import CoreLoad, EngineRequest, HostTierStats, RequestUpdate, check_prompt, late_error
 
 log = logging.getLogger("treetop")
@@ -88,6 +101,7 @@ class Scheduler:
         pace = pace or PrefillPace(layout.chunk, layout.chunk, None)
         target_gap_s = None if config.target_gap_ms is None else config.target_gap_ms / 1000
         self._budget = PrefillBudget(layout, pace, target_gap_s, config.prefill_tokens_per_round)
+        self._mixing = MixedSteps(layout, config.mixed_chunk, self._budget)
         self._lengths, self._agree_on_shape = RequestLengths(keep_lengths), agree_on_shape
         self.policy: ShapePolicy = (
             FixedShape(config.shape) if costs is None else AdaptiveShape(costs, layout, head, keep_head)
@@ -301,12 +315,13 @@ class Scheduler:
             return None
         ready = self._rounds.ready()
         rounds_first = bool(ready) and (self._rounds_due > 0 or self._prefill.may_wait())
-        plan: StepPlan | None = None if rounds_first else self._prefill.plan()
+        plan = None if rounds_first else self._prompts(ready)
         if plan is None and ready:
             plan = self._rounds.plan(ready) or (None if self.steps else self._prefill.plan())
         if plan is not None:
-            due = self._prefill.rounds_after(plan) if isinstance(plan, PrefillPlan) else self._rounds_due - 1
-            self._rounds_due = due
+            prefill, took_turns = prefill_of(plan), round_of(plan) is not None
+            due = self._rounds_due if prefill is None else self._prefill.rounds_after(prefill)
+            self._rounds_due = due - took_turns
             self._send(plan)
         return plan
 
@@ -329,6 +344,24 @@ class Scheduler:
         for request in [self.queues.by_id.get(request_id) for request_id in host.loaded()]:
             if request is not None:
                 self.queues.loaded(request)
+
+    def _prompts(self, ready: Sequence[Request]) -> StepPlan | None:
+        """A prefill step, with a round of all that are ready in its forward where that pays; None if there is nothing
+        to prefill, or no room for it.
+
+        The round is planned first, as it may have to put requests back: so it is what comes of it if the prefill then
+        finds no room. Prompts that end in the step decode from the next round on.
+        """
+        if not self._mixing.wanted(len(ready), self.policy.shape) or not self._prefill.has_work:
+            return self._prefill.plan()
+        round = self._rounds.plan(ready)
+        if round is None:  # pages are short
+            return None if self.steps else self._prefill.plan()
+        self.rows.put_back(round.edits)  # in one list no cell is named twice, and `max_edits` bounds it
+        prefill = self._prefill.plan(mixed=True)
+        if prefill is None:
+            return replace(round, edits=self.rows.take_edits())
+        return MixedPlan(prefill, replace(round, edits=()))
 
     def _gave_way(self) -> bool:
         """Put back who holds more rows than their share while others wait; False if steps are out, and whom it takes
@@ -358,7 +391,10 @@ class Scheduler:
             self._loaded(self.rows.host)
         seconds, worked = self._gaps.ended(), self._work.ended()
         self._budget.note(plan, seconds, self.steps.has_prefill)
-        self.policy.note(plan, result, None if self.steps.has_prefill else worked)
+        self._mixing.note(plan, seconds)
+        alone = not isinstance(plan, MixedPlan) and not self.steps.has_prefill
+        for part, of_part in zip(parts_of_plan(plan), parts_of_result(plan, result), strict=True):
+            self.policy.note(part, of_part, worked if alone else None)
         return self._reported(updates)
 
     def fail(self, error: str, engine_failed: bool = True) -> list[RequestUpdate]:

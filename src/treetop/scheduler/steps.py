@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from treetop.scheduler.request import Request
 from treetop.types.errors import InvariantError
-from treetop.types.messages import ExportPlan, ImportPlan, OffloadPlan, PrefillPlan, RoundPlan, StepPlan
+from treetop.types.messages import ExportPlan, ImportPlan, OffloadPlan, StepPlan, prefill_of, round_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,26 +51,28 @@ class StepsOut:
 
     @property
     def has_prefill(self) -> bool:
-        return any(isinstance(step.plan, PrefillPlan) for step in self._steps)
+        return any(prefill_of(step.plan) is not None for step in self._steps)
 
     def send(self, plan: StepPlan, requests: list[Request]) -> None:
-        rounds = int(isinstance(plan, RoundPlan))
-        for request in requests:
-            held = request.held
-            held.steps_out += 1
-            held.rounds_out += rounds
+        self._count(plan, requests, 1)
         self._steps.append(StepOut(plan, requests))
 
     def take(self, plan: StepPlan) -> list[Request]:
         """Its result is here. Returns its requests. Raises InvariantError unless it is the oldest that is out."""
         if not self._steps or self._steps[0].plan is not plan:
             raise InvariantError("results are committed in the order of their plans, each once")
-        step, rounds = self._steps.popleft(), int(isinstance(plan, RoundPlan))
-        for request in step.requests:
+        requests = self._steps.popleft().requests
+        self._count(plan, requests, -1)
+        return requests
+
+    def _count(self, plan: StepPlan, requests: list[Request], sign: int) -> None:
+        """A round's rows are a step's last."""
+        round = round_of(plan)
+        first = len(requests) - (0 if round is None else len(round.rows))
+        for place, request in enumerate(requests):
             held = request.held
-            held.steps_out -= 1
-            held.rounds_out -= rounds
-        return step.requests
+            held.steps_out += sign
+            held.rounds_out += sign * (place >= first)
 
     def num_known(self, request: Request) -> int:
         """Tokens whose K/V the pages hold for certain, in every group: without chunks that are out, and without what
@@ -79,6 +81,8 @@ class StepsOut:
         held = request.held
         if held.steps_out > held.rounds_out:
             for step in self._steps:
-                if request in step.requests and isinstance(step.plan, PrefillPlan):
-                    return next(chunk.start for chunk in step.plan.chunks if chunk.row == held.row)
+                prefill = prefill_of(step.plan)
+                for chunk in () if prefill is None else prefill.chunks:
+                    if chunk.row == held.row and request in step.requests:
+                        return chunk.start
         return request.num_complete

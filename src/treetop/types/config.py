@@ -39,6 +39,7 @@ LinearPrefill = Literal["auto", "fla"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
 Graphs = Literal["auto", "off", "sim"]
+MixedChunk = Literal["off", "auto", "on"]
 Calibration = Literal["learn", "frozen", "off"]
 SpeculativePolicy = Literal["auto", "fixed"]
 SchedulePolicy = Literal["fcfs", "priority"]
@@ -196,6 +197,11 @@ class EngineConfig:
         minimum=0,
         maximum=3_600_000,
         unit=" ms",
+    )
+    mixed_chunk: MixedChunk = option(
+        "off",
+        "a chunk of prompts in the forward of a round, so that weights are read once for both: on beside every round,"
+        " auto where costs say so, which large trees do not (docs/policy.md)",
     )
     schedule_policy: SchedulePolicy = option(
         "fcfs",
@@ -489,6 +495,11 @@ class EngineConfig:
             ),
             (wrong is not None, f"--lora-modules must be NAME=FOLDER, got {shown(wrong)}"),
             (twice is not None, f"--lora-modules names {shown(twice)} twice"),
+            (
+                self.has_loras and self.mixed_chunk != "off",
+                "--lora-modules, --enable-lora: kernels group the rows of a batch, and in a mixed step each token is a"
+                " row; use --mixed-chunk off",
+            ),
             (
                 self.has_loras and self.exactness == "bits",
                 "--lora-modules, --enable-lora: not with --exactness bits; use --exactness ties",

@@ -15,6 +15,7 @@ from treetop.types.config import (
     KVCacheDType,
     LinearPrefill,
     LoadFormat,
+    MixedChunk,
     Recurrence,
     SchedulePolicy,
     SpeculativePolicy,
@@ -48,6 +49,7 @@ class EngineOptions(TypedDict, total=False):
     chunked_prefill_size: int | None
     prefill_tokens_per_round: int | None
     target_gap_ms: float | None
+    mixed_chunk: MixedChunk
     schedule_policy: SchedulePolicy
     disable_radix_cache: bool
     state_checkpoint_every: int | None

@@ -151,11 +151,13 @@ class PrefillPace(NamedTuple):
     usual: tokens that it holds at least where no target for gaps is given.
     attended: tokens before a token that cost as much as the token's products; None where that does not grow with their
         number.
+    mixed: as `usual`, of a step with a round in its forward; None for as many.
     """
 
     minimum: int
     usual: int
     attended: int | None
+    mixed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +180,7 @@ class Layout:
     checkpoint_every: tokens of a prompt from one to the next, a multiple of the page.
     host: of the pages on the host that keep what leaves these, with rows and tokens in proportion; None for none.
     copied_pages: pages of each group that one step copies there or back.
+    mixed: a prefill step may have a round in its forward.
     """
 
     shapes: tuple[SpecShape, ...]
@@ -198,6 +201,7 @@ class Layout:
     checkpoint_every: int = 0
     host: "Layout | None" = None
     copied_pages: int = 0
+    mixed: bool = False
 
     @property
     def commit_width(self) -> int:

@@ -188,6 +188,30 @@ class RoundPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class MixedPlan:
+    """A prefill step and a decode round of other rows, in one forward of the target: its weights are read once.
+
+    Edits and setups of both are applied first; no cell is named twice. No row is in both. Its result holds the rows of
+    the prefill, then those of the round.
+    """
+
+    prefill: PrefillPlan
+    round: RoundPlan
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return (*self.prefill.rows, *self.round.rows)
+
+    @property
+    def edits(self) -> tuple[PageEdit, ...]:
+        return (*self.round.edits, *self.prefill.edits)
+
+    @property
+    def freed(self) -> tuple[tuple[GroupName, PageId], ...]:
+        return (*self.round.freed, *self.prefill.freed)
+
+
+@dataclass(frozen=True, slots=True)
 class Export:
     """Pack a KV chunk of `row` into staging slot `slot`. The last one has the row's record too."""
 
@@ -271,7 +295,24 @@ class OffloadPlan:
         return ()
 
 
-StepPlan = PrefillPlan | RoundPlan | ExportPlan | ImportPlan | OffloadPlan
+WholePlan = PrefillPlan | RoundPlan | ExportPlan | ImportPlan | OffloadPlan
+"""A step of one kind."""
+StepPlan = WholePlan | MixedPlan
+
+
+def parts_of_plan(plan: StepPlan) -> tuple[WholePlan, ...]:
+    """The steps of one kind that a step consists of, in the order of its rows."""
+    return (plan.prefill, plan.round) if isinstance(plan, MixedPlan) else (plan,)
+
+
+def prefill_of(plan: StepPlan) -> PrefillPlan | None:
+    """Of a step that has one."""
+    return next((part for part in parts_of_plan(plan) if isinstance(part, PrefillPlan)), None)
+
+
+def round_of(plan: StepPlan) -> RoundPlan | None:
+    """Of a step that has one."""
+    return next((part for part in parts_of_plan(plan) if isinstance(part, RoundPlan)), None)
 
 
 ProposalCounts = tuple[Sequence[Sequence[Sequence[float]]], Sequence[Sequence[Sequence[float]]]]
@@ -316,7 +357,7 @@ class StepResult:
 
     digest: of what the step came to, which is the same on every rank.
     proposals: of a round of an engine that learns a calibration, where shapes are chosen by it.
-    rows: of a prefill or a round.
+    rows: of a prefill, a round, or both, in this order.
     exports: each export's checksums, of the chunk on all ranks.
     imports: of imports.
     intact: of an offload, whether all that came from the host is what was saved.
@@ -328,3 +369,11 @@ class StepResult:
     imports: tuple[ImportResult, ...] = ()
     proposals: ProposalCounts | None = None
     intact: bool = True
+
+
+def parts_of_result(plan: StepPlan, result: StepResult) -> tuple[StepResult, ...]:
+    """What each of `parts_of_plan` gave. Only a round has proposals."""
+    if not isinstance(plan, MixedPlan):
+        return (result,)
+    first = len(plan.prefill.chunks)
+    return StepResult(result.rows[:first]), StepResult(result.rows[first:], proposals=result.proposals)

@@ -2,14 +2,17 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from treetop.engine.features.learning import Learning
 from treetop.engine.kv_transfer import StagingSlots, export_chunks, import_chunks
+from treetop.engine.mixed import mixed_verify
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.rounds import RoundKey, RoundLauncher, draft_phase
+from treetop.engine.startup.worst_steps import dummy_batch
 from treetop.kernels.kv import moved
 from treetop.kernels.tree.accept import Withheld
 from treetop.kernels.tree.calibration import make_calibration
@@ -25,7 +28,8 @@ from treetop.types.tree import Accepted
 
 
 def prove_capacity(runner: ModelRunner, launcher: RoundLauncher) -> None:
-    """Run every shape with all rows as long as they can get, on the null page, and put the state back.
+    """Run every shape with all rows as long as they can get, on the null page, and put the state back; mixed steps too,
+    whose largest chunk is the last row's, at the end of the context.
 
     Memory for that is in the account before: a GPU has tried it (`engine.startup.worst_steps`), a CPU counts it
     (`step_bytes`). Raises CheckError where a buffer was sized by another formula than the one that fills it (sgl-27338,
@@ -36,16 +40,32 @@ def prove_capacity(runner: ModelRunner, launcher: RoundLauncher) -> None:
     if need > layout.page_columns:
         raise CheckError(f"page_columns: need {need} for the rounds at the context wall, have {layout.page_columns}")
     keys = [RoundKey(layout.most_rows(shape), shape, Choice.GREEDY) for shape in layout.shapes]
+    mixed = [replace(key, mixed=True) for key in keys if layout.mixed]
+    if layout.max_deferred:
+        keys.append(RoundKey.of_catch_up(layout.max_requests))
     with on_null_pages(runner):
-        for key in (*keys, RoundKey.of_catch_up(layout.max_requests)) if layout.max_deferred else keys:
+        for key in keys + mixed:
             runner.buffers.rows.copy_(runner.buffers.rows.new_tensor(range(layout.max_requests)))
             state.committed[: layout.max_requests] = layout.max_committed
             if state.deferred is not None:
                 state.deferred.count[: layout.max_requests] = layout.max_deferred if key.catches_up else 0
             for each in state.states.groups.values():
                 each.count[: layout.max_requests] = layout.commit_width
-            launcher.launch(key, layout.max_committed)
+            launcher.launch(key, layout.max_committed, partial(_longest_chunk, runner, key) if key.mixed else None)
         runner.probes.raise_if_fired()
+
+
+def _longest_chunk(runner: ModelRunner, key: RoundKey) -> None:
+    """A mixed round's forward with the largest chunk of one row, which gives its place in the round to the dummy."""
+    layout, row = runner.layout, runner.layout.max_requests - 1
+    width = layout.prefill_widths[1]
+    start = layout.max_context - width
+    batch = dummy_batch(runner, key.choice, 1, width)
+    batch.rows.fill_(row)
+    batch.query_len.fill_(width)
+    runner.buffers.rows[row] = layout.dummy_row
+    runner.state.committed[row] = start
+    mixed_verify(runner, batch, key, layout.max_committed)
 
 
 @contextmanager
@@ -72,7 +92,12 @@ def prove_padding(runner: ModelRunner, launcher: RoundLauncher) -> None:
     bucket = layout.buckets[0]
     runner.buffers.rows.fill_(layout.dummy_row)
     for shape in layout.shapes:
-        launcher.launch(RoundKey(bucket, shape, Choice.GREEDY), layout.max_committed)
+        key = RoundKey(bucket, shape, Choice.GREEDY)
+        launcher.launch(key, layout.max_committed)
+        if layout.mixed:
+            batch, mixed = dummy_batch(runner, key.choice, 1, 1), replace(key, mixed=True)
+            between = partial(mixed_verify, runner, batch, mixed, layout.max_committed)
+            launcher.launch(mixed, layout.max_committed, between)
     if layout.max_deferred:
         launcher.launch(RoundKey.of_catch_up(bucket), layout.max_committed)
     runner.probes.raise_if_fired()

@@ -24,6 +24,7 @@ from treetop.engine.memory import (
     DEFERRED_ON_GPU,
     MIN_CHUNK_OF_CPU,
     MIN_CHUNK_OF_GPU,
+    MIXED_CHUNK_OF_GPU,
     ROWS_OF_CPU,
     ROWS_OF_GPU,
     SMALL_CHUNK,
@@ -217,6 +218,7 @@ def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | N
         block=0 if block is None else block.width,
         lead=block.width if block is not None and block.seen else 0,
         state_groups=state_groups(model, ranks),
+        mixed=config.mixed_chunk != "off",
     )
     if config.max_total_tokens is None:
         layout = replace(layout, pool_tokens=layout.tokens_for_all)
@@ -332,7 +334,8 @@ def pace_of(target: TargetSpec, place: Placement) -> PrefillPace:
     """What a prefill step between two rounds costs."""
     on_cpu = place.device.type == "cpu"
     minimum = MIN_CHUNK_OF_CPU if on_cpu else MIN_CHUNK_OF_GPU
-    return PrefillPace(minimum, minimum if on_cpu else USUAL_CHUNK_OF_GPU, target.attended_for_a_token(place.dtype))
+    usual, mixed = (minimum, minimum) if on_cpu else (USUAL_CHUNK_OF_GPU, MIXED_CHUNK_OF_GPU)
+    return PrefillPace(minimum, usual, target.attended_for_a_token(place.dtype), mixed)
 
 
 def captures(config: EngineConfig, device: torch.device, able: Capabilities) -> bool:

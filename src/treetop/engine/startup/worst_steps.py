@@ -6,28 +6,32 @@ import torch
 from torch import Tensor
 
 from treetop.engine.cuda_graphs import Run
+from treetop.engine.mixed import mixed_verify
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.prefill import PrefillBatch, prefill
 from treetop.engine.prompt_logprobs import PromptTokens
-from treetop.engine.rounds import RoundKey, run_phases
+from treetop.engine.rounds import Eager, RoundKey, run_phases
 from treetop.types.layout import Layout
 from treetop.types.sampling import Choice
 
 
 @torch.inference_mode()
 def peak_bytes(runner: ModelRunner) -> int:
-    """Bytes that the worst prefill and the worst round reserve on a GPU, added up.
+    """Bytes that the worst prefill, alone or in a mixed step, and the worst round reserve on a GPU, added up.
 
-    Both run on dummy rows, which leaves no trace in any state. They are added, not compared, for the memory of
+    They run on dummy rows, which leaves no trace in any state. They are added, not compared, for the memory of
     captured rounds stays theirs while a prefill runs. What they compile and load is left in place: the driver's part
     of it is then no longer counted as free.
     """
-    return sum(_peak(step) for step in worst_steps(runner, Choice.LOGPROBS))
+    round, *prefills = map(_peak, worst_steps(runner, Choice.LOGPROBS))
+    return round + max(prefills)
 
 
-def worst_steps(runner: ModelRunner, choice: Choice) -> tuple[Run, Run]:
-    """The worst prefill and the worst round of those that choose tokens so, on dummy rows. LOGPROBS takes most."""
-    return partial(dummy_prefill, runner, choice, *worst_prefill(runner.layout)), partial(_round, runner, choice)
+def worst_steps(runner: ModelRunner, choice: Choice) -> tuple[Run, ...]:
+    """The worst round, prefill and mixed step of those that choose tokens so, on dummy rows. LOGPROBS takes most."""
+    rows, width = worst_prefill(runner.layout)
+    steps = partial(_round, runner, choice), partial(dummy_prefill, runner, choice, rows, width)
+    return (*steps, partial(_mixed, runner, choice, rows, width)) if runner.layout.mixed else steps
 
 
 def worst_prefill(layout: Layout) -> tuple[int, int]:
@@ -50,8 +54,13 @@ def _peak(run: Run) -> int:
 
 def dummy_prefill(runner: ModelRunner, choice: Choice, rows: int, width: int) -> None:
     """A prefill step of dummy rows, of `width` tokens each."""
+    prefill(runner, dummy_batch(runner, choice, rows, width))
+
+
+def dummy_batch(runner: ModelRunner, choice: Choice, rows: int, width: int) -> PrefillBatch:
+    """Of a prefill step of dummy rows, of `width` tokens each, all of them padding."""
     dummies = runner.buffers.rows.new_full((rows,), runner.layout.dummy_row)
-    batch = PrefillBatch(
+    return PrefillBatch(
         rows=dummies,
         tokens=dummies.new_zeros((rows, width)),
         query_len=dummies.new_zeros(rows),
@@ -60,7 +69,6 @@ def dummy_prefill(runner: ModelRunner, choice: Choice, rows: int, width: int) ->
         choice=choice,
         prompt=_prompt_tokens(runner, dummies, rows * width) if choice is Choice.LOGPROBS else None,
     )
-    prefill(runner, batch)
 
 
 def _prompt_tokens(runner: ModelRunner, dummies: Tensor, maximum: int) -> PromptTokens:
@@ -75,3 +83,11 @@ def _round(runner: ModelRunner, choice: Choice) -> None:
     keys = [RoundKey(layout.most_rows(shape), shape, choice) for shape in layout.shapes]
     for key in (*keys, RoundKey.of_catch_up(layout.max_requests)) if layout.max_deferred else keys:
         run_phases(runner, key, layout.max_committed)
+
+
+def _mixed(runner: ModelRunner, choice: Choice, rows: int, width: int) -> None:
+    layout, batch = runner.layout, dummy_batch(runner, choice, rows, width)
+    runner.buffers.rows.fill_(layout.dummy_row)
+    for shape in layout.shapes:
+        key = RoundKey(layout.most_rows(shape), shape, choice, mixed=True)
+        Eager(runner).launch(key, layout.max_committed, partial(mixed_verify, runner, batch, key, layout.max_committed))

@@ -1,0 +1,43 @@
+"""When a prefill step and a round share a forward of the target: a mixed step reads the weights once for both.
+
+What that saves is one reading of the weights, less what the round's nodes compute anyway. So plain rounds, chains and
+small trees gain, large trees nothing (`docs/policy.md`). Nothing here has a clock.
+"""
+
+from treetop.scheduler.budget import CostCurve, PrefillBudget
+from treetop.types.config import MixedChunk
+from treetop.types.layout import Layout, SpecShape
+from treetop.types.messages import MixedPlan, PrefillPlan, StepPlan
+
+FEW_NODES = 128
+"""Nodes of all rows beside which a chunk is taken under `auto`. In the scheduler's simulation chains of 128 nodes gain
+9 % of tokens/s, of 256 nothing, and trees of 128 nodes nothing (an 8B model, `docs/policy.md`)."""
+
+
+class MixedSteps:
+    """Says whether the next prefill step takes a round along.
+
+    apart, together: seconds of prefill steps and of mixed ones, by the work of their chunks.
+    """
+
+    def __init__(self, layout: Layout, mode: MixedChunk, budget: PrefillBudget) -> None:
+        self._layout, self._mode, self._budget = layout, mode, budget
+        self.apart, self.together = CostCurve(), CostCurve()
+
+    def wanted(self, rows: int, shape: SpecShape) -> bool:
+        """Whether a round of so many rows, of this shape, is to have prompts beside it, if there are any."""
+        if self._mode == "off" or not rows:
+            return False
+        if self._mode == "on":
+            return True
+        bucket, work = self._layout.bucket_for(rows), self._budget.tokens(rows, 0, mixed=True)
+        apart_s, together_s = self.apart.seconds(work), self.together.seconds(work)
+        pays = not apart_s or together_s <= apart_s + self._budget.rounds.seconds(bucket)
+        return pays and bucket * shape.num_draft_tokens <= FEW_NODES
+
+    def note(self, plan: StepPlan, seconds: float) -> None:
+        """A step took so long, as the host saw it."""
+        if isinstance(plan, PrefillPlan):
+            self.apart.note(self._budget.work_of(plan), seconds)
+        elif isinstance(plan, MixedPlan):
+            self.together.note(self._budget.work_of(plan.prefill), seconds)
