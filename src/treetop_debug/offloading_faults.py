@@ -89,7 +89,7 @@ OFFLOADING_FAULTS = by_name(
     Fault(
         "host-page-read-too-early",
         "a page is put together before its copy has ended",
-        (instead("treetop.engine.host_pages:HostPages._wait", _at_once),),
+        (instead("treetop.engine.host_pages:HostPageCopies._wait", _at_once),),
         "are damaged",
         None,
     ),

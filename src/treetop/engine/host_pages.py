@@ -169,7 +169,7 @@ class _GroupPages:
         return [(t, part.unflatten(1, (t.shape[0], t.shape[2]))) for t, part in zip(self.tables, parts, strict=True)]
 
 
-class HostPages:
+class HostPageCopies:
     """Pages on the host of a rank's engine, by group."""
 
     def __init__(

@@ -52,6 +52,8 @@ def check_sleep(engine_plan: EnginePlan, level: int) -> None:
         raise InputError(f"level: 1 keeps weights on the host, 2 drops them, got {shown(level)}")
     if config.disaggregation_slots or config.check_level >= 3:
         raise ConfigError("sleep: not with --disaggregation-slots or --check-level 3")
+    if config.kv_offloading_size is not None:
+        raise ConfigError("sleep: not with --kv-offloading-size, whose copies are of pages that sleep; drop it")
     if level == 2 and engine_plan.place.dummy:
         raise ConfigError("sleep: level 2 drops weights, and --load-format dummy has none to read; use level 1")
 

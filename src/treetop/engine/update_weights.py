@@ -45,7 +45,7 @@ def read_weights(engine_plan: EnginePlan, model: str | None, draft: str | None) 
             "update_weights: built for a CPU, one rank and no --disaggregation-slots; start another engine"
         )
     if config.has_loras:
-        raise ConfigError("update_weights: adapters are of the weights in force; start another engine")
+        raise ConfigError("update_weights: adapters are of the weights in force; start without --lora-modules")
     if place.dummy:
         raise ConfigError("update_weights: --load-format dummy reads no weights; start with a folder's")
     if draft is not None and config.draft is None:

@@ -14,7 +14,7 @@ from treetop.checks.probes import Probes
 from treetop.drafts.protocol import DrafterSpec
 from treetop.engine.buffers import Zeros, make_round_buffers
 from treetop.engine.cuda_graphs import num_rounds
-from treetop.engine.host_pages import CopyStaging, HostPages
+from treetop.engine.host_pages import CopyStaging, HostPageCopies
 from treetop.engine.kv_transfer import StagingSlots
 from treetop.engine.memory import (
     Budget,
@@ -60,7 +60,7 @@ class BuiltRunner:
 
     runner: ModelRunner
     slots: StagingSlots | None
-    host_pages: HostPages | None
+    host_pages: HostPageCopies | None
     zones: RedZones | None
     use: MemoryUse
     products: tuple[ChosenProduct, ...]
@@ -94,7 +94,7 @@ def build_runner(engine_plan: EnginePlan) -> BuiltRunner:
         pools = make_pools(layout, place.dtype, zeros, scales)
     runner, host_pages = with_pools(runner, engine_plan.draft, layout, pools), None
     if staging is not None:
-        host_pages = HostPages(layout, pools, runner.state.states, staging, place.parallel)
+        host_pages = HostPageCopies(layout, pools, runner.state.states, staging, place.parallel)
     return BuiltRunner(runner, slots, host_pages, zones, use, products.all)
 
 
