@@ -38,7 +38,7 @@ from treetop.scheduler.policy import FixedShape
 from treetop.types.errors import EngineError
 from treetop.types.ids import RequestId
 from treetop.types.layout import PLAIN, SpecShape
-from treetop.types.messages import RoundPlan
+from treetop.types.messages import MixedPlan, RoundPlan, round_of
 from treetop.types.requests import EngineRequest
 from treetop.types.sampling import SamplingParams
 
@@ -58,11 +58,13 @@ class Stream:
 
 @dataclass(slots=True)
 class Seen:
-    """What clients saw of the requests that count: tokens, and when; seconds."""
+    """What clients saw of the requests that count: tokens, and when; seconds. shapes: rounds of each. mixed: of these,
+    those with prompts in their forward."""
 
     first: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     shapes: Counter[str] = field(default_factory=Counter)
+    mixed: int = 0
 
 
 def name_of(shape: SpecShape) -> str:
@@ -105,8 +107,10 @@ class Served:
         while alive:
             while (plan := self._scheduler.plan()) is not None:
                 out.append((plan, self._engine.launch(plan)))
-                if isinstance(plan, RoundPlan):
-                    watch(plan)
+                decodes = round_of(plan)
+                if decodes is not None:
+                    watch(decodes)
+                seen.mixed += isinstance(plan, MixedPlan)
             plan, in_flight = out.pop(0)
             updates = self._scheduler.commit(plan, self._engine.collect(in_flight))
             now = time.perf_counter()
@@ -137,6 +141,7 @@ class Served:
             "first_ms": quantiles(seen.first),
             "gap_ms": quantiles(seen.gaps),
             "rounds": dict(seen.shapes.most_common()),
+            "mixed": seen.mixed,
         }
 
     def runs(self, way: str, clients: int) -> bool:

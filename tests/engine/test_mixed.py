@@ -6,7 +6,10 @@ from dataclasses import replace
 import pytest
 
 from support.engines import build, greedy, pump, sampled, submit, tokens
+from support.fake_recorder import FakeRecorder
 from treetop import SamplingParams
+from treetop.engine.cuda_graphs import CudaGraphs
+from treetop.engine.rounds import RoundKey
 from treetop.types.messages import MixedPlan
 
 SHAPE = (2, 3, 6)
@@ -88,3 +91,23 @@ def test_requests_that_are_retracted_get_the_same(strong_pair, plainly):
     assert got == expected
     assert llm.scheduler.num_retractions > 0
     assert kinds[MixedPlan] > 4
+
+
+@pytest.mark.parametrize("shape", [None, SHAPE])
+def test_captured_rounds_lend_their_forward_to_prompts(strong_pair, plainly, shape):
+    """DRAFT and EXTEND are graphs that were captured at the start, the forward between them is not; also where the host
+    says between them what may follow.
+    """
+    prompts, params, expected = plainly
+    options = {"chunked_prefill_size": 8, "max_running_requests": 4, "disable_radix_cache": True, "overlap": True}
+    llm, recorder = build(strong_pair, shape, mixed_chunk="on", **options), FakeRecorder()
+    llm.engine.launcher = graphs = CudaGraphs(llm.engine.runner, recorder)
+    graphs.capture_all()
+    at_start = len(graphs)
+    got, kinds = run(llm, prompts, params)
+    assert got == expected
+    assert sum(key.mixed for key in recorder.replayed if isinstance(key, RoundKey)) == (
+        kinds[MixedPlan] if shape else 0
+    )
+    sampled_later = {key for key in recorder.recorded[at_start:] if isinstance(key, RoundKey) and key.mixed}
+    assert not sampled_later, "how tokens are chosen is between the graphs"

@@ -32,7 +32,7 @@ from treetop.attention.contract import HostPlanned, RoundExtents
 from treetop.engine.graph_memory import GraphMemory
 from treetop.engine.memory import memory_of
 from treetop.engine.model_runner import ModelRunner
-from treetop.engine.rounds import HostStep, RoundKey, parts_of, phases_of
+from treetop.engine.rounds import HostStep, RoundKey, parts_of, phases_of, run_phases
 from treetop.kernels.garbage import no_collection
 from treetop.types.layout import Layout
 from treetop.types.phase import Phase
@@ -157,6 +157,8 @@ class CudaGraphs:
             Progress(console=Console(stderr=True), transient=True, disable=hidden) as progress,
         ):
             for place in progress.track(missing, description="capturing graphs"):
+                if place.mixed:  # what its EXTEND reads is written between its graphs
+                    run_phases(runner, replace(place, mixed=False), max_kv_len)
                 self._graphs[place] = tuple(
                     self._recorder.record(partial(run, runner, place, max_kv_len)) for run in parts_of(runner, place)
                 )

@@ -17,11 +17,11 @@ FEW_NODES = 128
 class MixedSteps:
     """Says whether the next prefill step takes a round along.
 
-    apart, together: seconds of prefill steps and of mixed ones, by the work of their chunks.
+    budget: of prefill steps. apart, together: seconds of these and of mixed ones, by the work of their chunks.
     """
 
     def __init__(self, layout: Layout, mode: MixedChunk, budget: PrefillBudget) -> None:
-        self._layout, self._mode, self._budget = layout, mode, budget
+        self._layout, self._mode, self.budget = layout, mode, budget
         self.apart, self.together = CostCurve(), CostCurve()
 
     def wanted(self, rows: int, shape: SpecShape) -> bool:
@@ -30,14 +30,14 @@ class MixedSteps:
             return False
         if self._mode == "on":
             return True
-        bucket, work = self._layout.bucket_for(rows), self._budget.tokens(rows, 0, mixed=True)
+        bucket, work = self._layout.bucket_for(rows), self.budget.tokens(rows, 0, mixed=True)
         apart_s, together_s = self.apart.seconds(work), self.together.seconds(work)
-        pays = not apart_s or together_s <= apart_s + self._budget.rounds.seconds(bucket)
+        pays = not apart_s or together_s <= apart_s + self.budget.rounds.seconds(bucket)
         return pays and bucket * shape.num_draft_tokens <= FEW_NODES
 
     def note(self, plan: StepPlan, seconds: float) -> None:
         """A step took so long, as the host saw it."""
         if isinstance(plan, PrefillPlan):
-            self.apart.note(self._budget.work_of(plan), seconds)
+            self.apart.note(self.budget.work_of(plan), seconds)
         elif isinstance(plan, MixedPlan):
-            self.together.note(self._budget.work_of(plan.prefill), seconds)
+            self.together.note(self.budget.work_of(plan.prefill), seconds)

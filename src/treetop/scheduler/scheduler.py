@@ -66,7 +66,7 @@ class Scheduler:
 
     Where requests stand: `queues`. What they hold: `rows`. What is in flight: `steps`. What goes to other workers and
     comes from them: `kv_transfer`. Two planners and a committer share these four. Which shape a round has: `policy`,
-    which may be set between steps, as conformance does.
+    and which have prompts in their forward: `mixing`; both may be set between steps, as conformance does.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Scheduler:
         pace = pace or PrefillPace(layout.chunk, layout.chunk, None)
         target_gap_s = None if config.target_gap_ms is None else config.target_gap_ms / 1000
         self._budget = PrefillBudget(layout, pace, target_gap_s, config.prefill_tokens_per_round)
-        self._mixing = MixedSteps(layout, config.mixed_chunk, self._budget)
+        self.mixing = MixedSteps(layout, config.mixed_chunk, self._budget)
         self._lengths, self._agree_on_shape = RequestLengths(keep_lengths), agree_on_shape
         self.policy: ShapePolicy = (
             FixedShape(config.shape) if costs is None else AdaptiveShape(costs, layout, head, keep_head)
@@ -352,7 +352,7 @@ class Scheduler:
         The round is planned first, as it may have to put requests back: so it is what comes of it if the prefill then
         finds no room. Prompts that end in the step decode from the next round on.
         """
-        if not self._mixing.wanted(len(ready), self.policy.shape) or not self._prefill.has_work:
+        if not self.mixing.wanted(len(ready), self.policy.shape) or not self._prefill.has_work:
             return self._prefill.plan()
         round = self._rounds.plan(ready)
         if round is None:  # pages are short
@@ -391,7 +391,7 @@ class Scheduler:
             self._loaded(self.rows.host)
         seconds, worked = self._gaps.ended(), self._work.ended()
         self._budget.note(plan, seconds, self.steps.has_prefill)
-        self._mixing.note(plan, seconds)
+        self.mixing.note(plan, seconds)
         alone = not isinstance(plan, MixedPlan) and not self.steps.has_prefill
         for part, of_part in zip(parts_of_plan(plan), parts_of_result(plan, result), strict=True):
             self.policy.note(part, of_part, worked if alone else None)
