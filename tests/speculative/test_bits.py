@@ -189,10 +189,21 @@ def test_experts_windows_and_sinks_change_no_bit(families, name, sums):
         assert bits(outputs) == want, (shape, batch, chunk)
 
 
-def test_states_of_rows_change_no_bit(tmp_path):
-    """A gated delta net and gated shared experts: a state has the bits of its tokens, whatever brought them in."""
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3 next",
+        "nemotron h",
+        *(
+            pytest.param(name, marks=SLOW)
+            for name in ("lfm2", "bamba", "granite 4 hybrid", "falcon h1", "kimi linear", "minimax", "olmo hybrid")
+        ),
+    ],
+)
+def test_states_of_rows_change_no_bit(family, tmp_path):
+    """A state has the bits of its tokens, whatever brought them in: of every kind, beside experts of every kind."""
     exact = {**BITS, "context_length": 64}
-    pair = FAMILIES["qwen3 next"].save(tmp_path).pair
+    pair = FAMILIES[family].save(tmp_path).pair
     prompts = pair.prompts([17, 12, 15])
     llm = build(pair, None, **exact, max_running_requests=1, chunked_prefill_size=64, disable_radix_cache=True)
     want, hits = bits(llm.generate(prompts, asked(prompts))), 0

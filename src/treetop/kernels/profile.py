@@ -36,6 +36,7 @@ class Profile:
         any company. Without it the fastest form and launch serve.
     functions: activations of plain tensor operations.
     linear: products of plain tensor operations, as `F.linear`.
+    total: the sum over the last dimension, which stays.
     one_line: the product of x [..., in] with one line of weights [1, in]: [..., 1].
     joined: the sum of a product's parts.
     sums_in_order: several parts or ranks' shares are one sum, in their order, whatever their rows.
@@ -49,6 +50,7 @@ class Profile:
     by_rows: bool
     functions: Functions
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    total: Callable[[Tensor], Tensor]
     one_line: Callable[[Tensor, Tensor], Tensor]
     joined: Callable[[Tensor], Tensor]
     sums_in_order: bool
@@ -61,9 +63,17 @@ def _line_by_halves(x: Tensor, weight: Tensor) -> Tensor:
     return sum_by_halves((x.float() * weight[0].float())[..., None]).to(x.dtype)
 
 
-TIES = Profile("ties", False, LIBRARY, F.linear, F.linear, joined, False, "fastest", False)
+def _total(x: Tensor) -> Tensor:
+    return x.sum(dim=-1, keepdim=True)
+
+
+def _total_by_halves(x: Tensor) -> Tensor:
+    return sum_by_halves(x[..., None])
+
+
+TIES = Profile("ties", False, LIBRARY, F.linear, _total, F.linear, joined, False, "fastest", False)
 _BITS_OF_CPU = Profile(
-    "bits", True, BY_ELEMENT, linear_by_rows, _line_by_halves, joined_in_order, True, "one call", True
+    "bits", True, BY_ELEMENT, linear_by_rows, _total_by_halves, _line_by_halves, joined_in_order, True, "one call", True
 )
 _BITS_OF_GPU = replace(_BITS_OF_CPU, functions=LIBRARY, products="probed")  # a GPU computes each element alike
 

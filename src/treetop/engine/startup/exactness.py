@@ -74,9 +74,9 @@ def why_not_exact(config: EngineConfig, layout: Layout, target: TargetSpec, plac
     on_cpu, problem = place.device.type == "cpu", unfit_options(config, place)
     if problem is not None:
         return problem
-    unbuilt = _of_model(target.config)
+    unbuilt = why_not_model(target.config, on_cpu)
     if unbuilt is not None:
-        return BackendRefusal(f"{unbuilt} not exact yet", _TIES)
+        return unbuilt
     own = [group.kv for group in layout.groups if not group.is_draft]
     if any(kv.index_dim for kv in own) and not on_cpu:
         return BackendRefusal("sparse attention (DSA) is not exact yet on a GPU", f"{_TIES} or --device cpu")
@@ -89,16 +89,17 @@ def why_not_exact(config: EngineConfig, layout: Layout, target: TargetSpec, plac
     return BackendRefusal(f"on this machine the bits of {found} depend on the batch", ", or ".join([*ways, _TIES]))
 
 
-def _of_model(config: ModelConfig) -> str | None:
-    """What a model has for which it is not built, with its verb."""
+def why_not_model(config: ModelConfig, on_cpu: bool) -> BackendRefusal | None:
+    """What a model has for which it is not built."""
     others = sorted({type(spec).__name__ for spec in config.recurrent.values() if not isinstance(spec, LinearSpec)})
-    if others:
-        return f"{' and '.join(_KINDS[each] for each in others)} is"
+    if others and not on_cpu:
+        what = " and ".join(_KINDS[each] for each in others)
+        return BackendRefusal(f"{what} is not exact yet on a GPU", f"{_TIES} or --device cpu")
     if config.norm != "rms":
-        return "norms that subtract the mean are"
+        return BackendRefusal("norms that subtract the mean are not exact yet", _TIES)
     forwards = (layer.feed_forward for layer in config.layers)
     kinds = {each.activation for each in forwards if isinstance(each, UngatedSpec)} - {"relu2"}
-    return f"{sorted(kinds)[0]} without a gate is" if kinds else None
+    return BackendRefusal(f"{sorted(kinds)[0]} without a gate is not exact yet", _TIES) if kinds else None
 
 
 def unfit_options(config: EngineConfig, place: Placement) -> BackendRefusal | None:

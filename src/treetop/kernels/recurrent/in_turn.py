@@ -61,6 +61,8 @@ def fold_in_turn(states: LinearStates, rows: Tensor) -> None:
 
 def _folded(m: Tensor, pending: StateUpdates, rows: Tensor, count: Tensor) -> Tensor:
     """m: [rows, heads, key_dim, value_dim]."""
+    if not m.numel():  # a convolution alone
+        return m
     each = m.shape[1] // pending.k.shape[2]
     for token in range(pending.d.shape[1]):
         k, d, g = (x[rows, token] for x in (pending.k, pending.d, pending.g))

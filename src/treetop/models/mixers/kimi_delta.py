@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.attention.layer import Attend
@@ -43,18 +42,18 @@ class KimiDelta:
 
     def __call__(self, x: Tensor, turn: Rotary, attend: Attend) -> Summed:
         """x: [rows, n, in]. Returns parts [parts, rows, n, hidden], of all ranks."""
-        spec, wide = self.spec, self._speed.dtype
+        spec, wide, functions, total = self.spec, self._speed.dtype, self._ops.functions, self._ops.profile.total
         by_head = (spec.heads, spec.head_dim)
-        mixed = F.silu(attend.convolve(self._layer, self.qkv(x), self._conv, None)).to(wide)
+        mixed = functions.silu(attend.convolve(self._layer, self.qkv(x), self._conv, None)).to(wide)
         q, k, v = (each.unflatten(-1, by_head) for each in mixed.chunk(3, dim=-1))
-        q, k = (each * torch.rsqrt(each.square().sum(dim=-1, keepdim=True) + LENGTH_EPS) for each in (q, k))
+        q, k = (each * torch.rsqrt(total(each.square()) + LENGTH_EPS) for each in (q, k))
         of_decay, of_gate = self.narrow(x).chunk(2, dim=-1)
-        steps = F.softplus((self.decay(of_decay).to(wide) + self._bias).unflatten(-1, by_head))
-        beta = self.beta(x).to(wide).sigmoid()
+        steps = functions.softplus((self.decay(of_decay).to(wide) + self._bias).unflatten(-1, by_head))
+        beta = functions.sigmoid(self.beta(x).to(wide))
         inputs = StateInputs(q * spec.head_dim**-0.5, k, v.contiguous(), self._speed[:, None] * steps, beta)
         out = attend.recur(self._layer, inputs)
-        normed = out * torch.rsqrt(out.square().mean(dim=-1, keepdim=True) + self._eps) * self._norm
-        gated = normed.flatten(2) * self.gate(of_gate).to(wide).sigmoid()
+        normed = out * torch.rsqrt(total(out.square()) / spec.head_dim + self._eps) * self._norm
+        gated = normed.flatten(2) * functions.sigmoid(self.gate(of_gate).to(wide))
         return self._ops.parallel.share(self.output.parts(gated.to(x.dtype)))
 
 

@@ -12,7 +12,6 @@ Source: MiniMax-01, arXiv:2501.08313; `transformers`' minimax.
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.attention.layer import Attend
@@ -48,13 +47,14 @@ class Lightning:
 
     def __call__(self, x: Tensor, turn: Rotary, attend: Attend) -> Summed:
         """x: [rows, n, in]. Returns parts [parts, rows, n, hidden], of all ranks."""
-        spec, wide = self.spec, self._decay.dtype
-        mixed = F.silu(self.inputs(x)).to(wide)
+        spec, wide, functions = self.spec, self._decay.dtype, self._ops.functions
+        mixed = functions.silu(self.inputs(x)).to(wide)
         q, k, v = (each.unflatten(-1, (spec.heads, spec.head_dim)).contiguous() for each in mixed.chunk(3, dim=-1))
         inputs = StateInputs(q, k, v, self._decay.expand(*x.shape[:2], -1).contiguous(), None)
         out = attend.recur(self._layer, inputs).flatten(2)
-        normed = out * torch.rsqrt(out.square().mean(dim=-1, keepdim=True) + NORM_EPS) * self._norm
-        gated = normed * self.gate(x).to(wide).sigmoid()
+        mean = self._ops.profile.total(out.square()) / out.shape[-1]
+        normed = out * torch.rsqrt(mean + NORM_EPS) * self._norm
+        gated = normed * functions.sigmoid(self.gate(x).to(wide))
         return self._ops.parallel.share(self.output.parts(gated.to(x.dtype)))
 
 

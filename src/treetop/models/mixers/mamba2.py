@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.attention.layer import Attend
@@ -49,10 +48,10 @@ class Mamba2:
             each = tuple(part * scale for part, scale in zip(each, spec.scales, strict=True))
         mixed = attend.convolve(self._layer, torch.cat(each[1:4], dim=-1), self._conv, self._conv_bias)
         wide = self._rate.dtype
-        value, key, query = F.silu(mixed).to(wide).split(widths[1:4], dim=-1)
+        value, key, query = self._ops.functions.silu(mixed).to(wide).split(widths[1:4], dim=-1)
         value = value.unflatten(-1, (spec.heads, spec.head_dim))
         key, query = (part.unflatten(-1, (spec.groups, spec.state_dim)) for part in (key, query))
-        step = F.softplus(each[4].to(wide) + self._bias).clamp(*spec.limits)
+        step = self._ops.functions.softplus(each[4].to(wide) + self._bias).clamp(*spec.limits)
         given = StateInputs(query, key, step[..., None] * value, self._rate * step, None)
         out = attend.recur(self._layer, given) + self._skip[:, None] * value
         made = self.output.parts(self._gated(out.flatten(2), each[0].to(wide)).to(dtype))
@@ -60,7 +59,7 @@ class Mamba2:
 
     def _gated(self, y: Tensor, z: Tensor) -> Tensor:
         """y, z: [rows, n, inner]."""
-        gate = F.silu(z)
+        gate = self._ops.functions.silu(z)
         if self._norm is None:
             return y * gate
         if self.spec.norm == "norm first":
@@ -70,7 +69,7 @@ class Mamba2:
     def _normed(self, y: Tensor) -> Tensor:
         assert self._norm is not None
         by_group = y.unflatten(-1, (self.spec.norm_groups, -1))
-        mean = by_group.square().mean(dim=-1, keepdim=True)
+        mean = self._ops.profile.total(by_group.square()) / by_group.shape[-1]
         normed: Tensor = (by_group * torch.rsqrt(mean + self.spec.norm_eps)).flatten(-2) * self._norm
         return normed
 
