@@ -67,8 +67,15 @@ def stats(llm):
     return llm.scheduler.load.host_tier
 
 
-@pytest.mark.parametrize("kind", ["whole", "windowed"])
-@pytest.mark.parametrize("options", [{"overlap": True, "graphs": "sim"}, {"check_level": 3}], ids=["overlap", "poison"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        pytest.param("whole", {"overlap": True, "graphs": "sim"}, id="whole-overlap"),
+        pytest.param("whole", {"check_level": 3}, id="whole-poison", marks=pytest.mark.slow),
+        pytest.param("windowed", {"overlap": True, "graphs": "sim"}, id="windowed-overlap", marks=pytest.mark.slow),
+        pytest.param("windowed", {"check_level": 3}, id="windowed-poison"),
+    ],
+)
 def test_a_hit_on_the_host_gives_what_computing_gives(strong_pair, windowed, kind, options):
     """Tokens and accept lengths of agents' turns are those of an engine that evicts nothing, and most comes back."""
     pair = strong_pair if kind == "whole" else windowed
