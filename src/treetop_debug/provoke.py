@@ -178,7 +178,7 @@ class Provocation:
     ) -> Trial:
         """The scenario on an engine with the fault (or a sound one, with the same options). place: device options."""
         model, draft = (BUILTIN_MODEL, BUILTIN_DRAFT) if fault.seed is None else self._conformance.pair(fault.seed)
-        options = {**_OPTIONS, **fault.options, **place, "check_level": level}
+        options = {"speculative_policy": "fixed", **_OPTIONS, **fault.options, **place, "check_level": level}
         outputs: list[RequestOutput] = []
         kept: list[tuple[Tensor, list[Any]]] = []
         error: Exception | None = None
@@ -222,7 +222,7 @@ def _drafted_otherwise(fault: Fault, **options: Any) -> str | None:
     """The first difference of the embedded pair's rounds with the fault from the dense oracle, or None."""
     oracle = DensePair(resolve_folder(BUILTIN_MODEL), resolve_folder(BUILTIN_DRAFT))
     with fault.active():
-        llm = LLM(BUILTIN_MODEL, BUILTIN_DRAFT, speculative_calibration="off", **options)
+        llm = LLM(BUILTIN_MODEL, BUILTIN_DRAFT, speculative_policy="fixed", **options)
         return follow(llm, oracle, _prompts(llm)[:1], [SamplingParams(max_tokens=12, ignore_eos=True)])[2]
 
 

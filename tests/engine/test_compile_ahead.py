@@ -520,6 +520,7 @@ def test_a_rehearsal_compiles_all_that_an_engine_launches_on_a_gpu(as_if_on_a_gp
     of_others = {"plan_segments", "segment_attention", "segment_prefill"}
     of_others |= {"gather_table", "tail_and_merge", "route", "experts", "pack", "unpack", *of_ranks, *of_latents}
     of_others |= {"coded_rows", "coded_gated", "decode_tiles", "quantize_rows", "fp8_rows"}
+    of_others |= {"tile_rows", "adapt", "adapt_gated"}  # of --lora-modules
     of_others |= {name for name, op in operations().items() if "kernels.recurrent" in op.reference.__module__}
     of_others |= {"say_roots", "say_level", "choose_drawn"}  # of --simulate-acceptance
     context = on_a_gpu_of(engine_plan.place)
@@ -564,7 +565,7 @@ def test_who_rehearses(monkeypatch, able, captured, rehearsed):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_captured_engine_compiles_everything_ahead(compilations, dtype):
     """Neither the worst steps nor the captures of a start compile anything themselves; then the engine works."""
-    llm = LLM(dtype=dtype, max_running_requests=4)
+    llm = LLM(dtype=dtype, max_running_requests=4, speculative_policy="fixed")
     assert isinstance(llm.engine.launcher, CudaGraphs)
     here = [by_itself for _, by_itself in compilations]
     ahead = here.index(False)  # loading weights runs a kernel before

@@ -32,6 +32,7 @@ def count_all() -> dict[str, dict[str, int]]:
 
 def _count(shape: tuple[int, int, int] | None) -> dict[str, int]:
     options: dict[str, Any] = {"device": "cuda", "graphs": "auto", "overlap": False, "max_running_requests": 1}
+    options["speculative_policy"] = "fixed"
     tree = {"draft": None} if shape is None else dict(zip(SHAPE, shape, strict=True))
     llm = LLM(**tree, **options)
     _profiled(llm, LONG)  # whatever is compiled or captured late

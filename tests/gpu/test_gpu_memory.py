@@ -48,7 +48,7 @@ def test_an_8b_model_takes_its_share_and_serves_a_full_batch_without_running_out
     """Whole contexts of 64 rows do not fit: the pools take the fraction, coarse buckets are captured, it samples."""
     needs(60)
     begun = time.perf_counter()
-    llm = LLM(**LLAMA, max_running_requests=64, context_length=32768)
+    llm = LLM(**LLAMA, speculative_policy="fixed", max_running_requests=64, context_length=32768)
     start_s = time.perf_counter() - begun
     use, layout, graphs = llm.engine.memory, llm.engine.layout, llm.engine.launcher
     free, total = torch.cuda.mem_get_info()
@@ -124,7 +124,10 @@ def test_graphs_captured_at_start_serve_greedy_and_sampled_rounds():
     """float32: tokens of captured and eager engines agree; a sampled batch adds sampled rounds, each once."""
     prompts = ["def area(radius):", "class Queue:\n    def __init__(self", "import os\n"] * 2
     params = [greedy(30), sampled(3, 30), sampled(4, 30, top_p=0.9)] * 2
-    captured, eager = (LLM(dtype="float32", max_running_requests=6, graphs=graphs) for graphs in ("auto", "off"))
+    captured, eager = (
+        LLM(dtype="float32", speculative_policy="fixed", max_running_requests=6, graphs=graphs)
+        for graphs in ("auto", "off")
+    )
     known = len(captured.engine.launcher)
     for each in params[:3]:
         assert tokens(captured.generate(prompts, each)) == tokens(eager.generate(prompts, each))
