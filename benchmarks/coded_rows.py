@@ -13,7 +13,7 @@ were. JSON lines on stdout; the first names the machine. bf16_us: of the weight 
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from functools import partial
 from itertools import product
 from typing import Any
@@ -35,7 +35,7 @@ from frame import (
 from torch import Tensor
 
 from treetop.kernels.gemm import coded_rows as kernels
-from treetop.kernels.gemm.coded_rows import CLASSES, FEW, CodedLaunch, choose_coded, coded_gated, coded_rows
+from treetop.kernels.gemm.coded_rows import FEW, CodedLaunch, choose_coded, coded_gated, coded_rows
 from treetop.kernels.gemm.tiles import BLOCK, TiledWeight, apart, decode_tiles, in_turn, tile
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.weights.linear import SkinnyGated, SkinnyLinear
@@ -53,20 +53,17 @@ SHAPES = {
 """Name -> (lines, k, gated): the products of Llama-3.1-8B, and those in which Qwen3-8B and Qwen3-30B-A3B differ."""
 TUNED = ("fp8-channel", "w4a16", "nvfp4")
 """One format of each kind of numbers: what is chosen for it is chosen for others of these."""
-ROWS = (1, 4, 16, 64, 128, 256)
+ROWS = (1, 4, 16, 64, 256)
 
 
-def candidates(lines: int, k: int, gated: bool, rows: int, splits: int | None) -> Iterator[CodedLaunch]:
-    """Launches that could be fast for a number of `CLASSES`. splits: those of few rows, which more rows share."""
-    few = rows <= FEW
-    cuts = ((64, 2), (64, 4), (64, 8), (128, 4), (128, 8), (256, 8)) if few else ((64, 4), (128, 4), (128, 8), (256, 8))
+def candidates(lines: int, k: int, gated: bool, few: bool, splits: int | None) -> Iterator[CodedLaunch]:
+    """Launches that could be fast. splits: those of few rows, which more rows share."""
+    cuts = ((64, 2), (64, 4), (128, 4), (128, 8), (256, 8)) if few else ((64, 4), (128, 4), (128, 8), (256, 8))
     blocks, stages = -(-k // BLOCK), (2, 3, 4, 6) if few else (2, 3, 4)
-    wide = (128, 256) if rows > 128 else (128,)
-    cut_k = (1, 2, 3, 4, 8) if splits is None else (splits,)
-    for (block_n, warps), each, depth, ahead, most in product(cuts, cut_k, stages, (False, True), wide):
+    for (block_n, warps), each, depth in product(cuts, (1, 2, 3, 4, 8) if splits is None else (splits,), stages):
         programs = -(-lines // block_n) * each
         if each == 1 or (not gated and 64 <= programs <= 1056 and blocks % each == 0):
-            yield CodedLaunch(block_n, each, depth, warps, ahead, most)
+            yield CodedLaunch(block_n, each, depth, warps)
 
 
 def multiply(x: Tensor, weight: TiledWeight, gated: bool, launch: CodedLaunch | None = None) -> Tensor:
@@ -115,24 +112,24 @@ def compile_once(job: tuple[str, int, bool, CodedLaunch]) -> None:
 def compile_all() -> None:
     """On all cores: a kernel depends on whether there are several splits, not on how many."""
     jobs: dict[object, tuple[str, int, bool, CodedLaunch]] = {}
-    for name, (lines, k, gated), most in product(TUNED, SHAPES.values(), CLASSES):
-        for launch in candidates(lines, k, gated, most, None):
-            key = name, most, gated, replace(launch, splits=min(launch.splits, 2))
-            jobs.setdefault(key, (name, 16 if most <= FEW else most, gated, launch))
+    for name, (lines, k, gated), few in product(TUNED, SHAPES.values(), (True, False)):
+        for launch in candidates(lines, k, gated, few, None):
+            key = name, few, gated, launch.splits > 1, launch.block_n, launch.num_stages, launch.num_warps
+            jobs.setdefault(key, (name, 16 if few else 256, gated, launch))
     compile_on_all_cores(compile_once, jobs.values())
 
 
 def fastest(
-    weights: Sequence[TiledWeight], gated: bool, most: int, splits: int | None, end: float
+    weights: Sequence[TiledWeight], gated: bool, few: bool, splits: int | None, end: float
 ) -> tuple[float, CodedLaunch] | None:
     """Us, of the rows that count together, and launch of the fastest; None without any."""
     (lines, k), found = weights[0].shape, []
-    for launch in candidates(lines, k, gated, most, splits):
+    for launch in candidates(lines, k, gated, few, splits):
         if time.monotonic() > end:
             break
         try:
             us = 0.0
-            for rows in (1, 16) if most <= FEW else (most,):
+            for rows in (1, 16) if few else (256,):
                 x = torch.randn(rows, k, dtype=torch.bfloat16, device=DEVICE)
                 check(x, weights[0], gated, launch)
                 us += measure_us(x, weights, gated, launch)
@@ -142,36 +139,36 @@ def fastest(
     return min(found, key=lambda pair: pair[0]) if found else None
 
 
-def tune(end: float, known: Mapping[tuple[str, int, int, bool, int], CodedLaunch]) -> list[dict[str, Any]]:
-    """Entries of the table. known: those that are not measured again, by their keys."""
+def tune(end: float, known: Mapping[tuple[str, int, int, bool, bool], CodedLaunch]) -> list[dict[str, Any]]:
+    """Entries of the table. known: those that are not measured again, by numbers, lines, k, gated and few."""
     entries = []
     compile_all()
     for (shape, (lines, k, gated)), name in product(SHAPES.items(), TUNED):
         splits, numbers = None, FORMATS[name].coding.numbers
-        if all((numbers, lines, k, gated, most) in known for most in CLASSES):
+        if all((numbers, lines, k, gated, few) in known for few in (True, False)):
             continue
         weights = [made(name, lines, k, gated) for _ in range(2)]
         weights = [weights[i % 2] for i in range(calls(2 * weights[0].nbytes))] if weights[0].nbytes > 6e7 else [
             made(name, lines, k, gated) for _ in range(calls(weights[0].nbytes))
         ]  # fmt: skip
-        for most in CLASSES:
-            if (there := known.get((numbers, lines, k, gated, most))) is not None:
+        for few in (True, False):
+            if (there := known.get((numbers, lines, k, gated, few))) is not None:
                 splits = there.splits
                 continue
-            best = fastest(weights, gated, most, splits, end)
+            best = fastest(weights, gated, few, splits, end)
             if best is None:
                 continue
             us, launch = best
             splits = launch.splits
             entry = {"name": shape, "numbers": numbers, "lines": lines, "k": k, "gated": gated}
-            entries.append({**entry, "rows": most, "launch": astuple(launch), "us": round(us, 1)})
+            entries.append({**entry, "few": few, "launch": astuple(launch), "us": round(us, 1)})
             say(entries[-1])
     return entries
 
 
 def write_table(entries: Sequence[dict[str, Any]], machine: dict[str, Any]) -> None:
     """Measured launches; others measured on the same kind of GPU stay."""
-    keys = ("numbers", "lines", "k", "gated", "rows")
+    keys = ("numbers", "lines", "k", "gated", "few")
     joined = {tuple(e[key] for key in keys): e for e in (*entries_of(kernels.TABLE, machine), *entries)}
     write_entries(kernels.TABLE, joined.values(), machine)
     kernels.load_table.cache_clear()

@@ -349,24 +349,6 @@ def test_the_grouped_products_equal_the_reference(tokens, activation, packed):
 
 
 @on_gpu_or_interpreted
-@pytest.mark.parametrize("name", few_of([*CODINGS], 1))
-def test_blocks_decoded_ahead_give_the_same_bits(name, monkeypatch):
-    """In sizes that fill no tile, k cut as by default."""
-    dtype, real, gpu = torch.bfloat16 if ON_GPU else torch.float32, products.choose_grouped, gpu_traits(DEVICE)
-    with DEVICE:
-        made, _ = coded_experts(5, 160, 96, name, Activation.SILU)
-        x, router = torch.randn(9, 160).to(dtype), make_router(RouterSpec(5, 2, RouterKind.TOPK_SOFTMAX), 160, dtype)
-    routes, found = routing.route(x, router, None, gpu), []
-    for ahead in (False, True):
-        monkeypatch.setattr(
-            products, "choose_grouped", lambda *args, ahead=ahead: replace(real(*args), num_stages=2, ahead=ahead)
-        )
-        found.append(products.experts(x, routes, made, gpu))
-    assert float(found[0].float().norm()) > 0
-    assert torch.equal(*found)
-
-
-@on_gpu_or_interpreted
 def test_experts_whose_sums_get_the_factor_equal_the_reference():
     """NVFP4: gates and ups of each expert have a factor of their own."""
     torch.manual_seed(3)

@@ -20,7 +20,7 @@ from treetop.kernels.exact import LIBRARY
 from treetop.kernels.fused import gate_mul, gate_mul_reference, joined
 from treetop.kernels.gate import Gate
 from treetop.kernels.gemm.coded import MIDDLE, CodedWeight, Coding, decode, factor_apart
-from treetop.kernels.gemm.coded_rows import choose_coded, coded_gated, coded_rows
+from treetop.kernels.gemm.coded_rows import MAX_ROWS, choose_coded, coded_gated, coded_rows
 from treetop.kernels.gemm.fp8_rows import Activations
 from treetop.kernels.gemm.tiles import TILE, TiledWeight, apart, decode_tiles, in_turn, tile, why_not_tiled
 from treetop.kernels.moe.experts import Activation, Experts
@@ -260,10 +260,10 @@ class TiledLinear:
 
     def parts(self, x: Tensor) -> Tensor:
         rows, weight = x.reshape(-1, x.shape[-1]).contiguous(), self._weight
-        launch = choose_coded(weight.coding.numbers, _size(weight), False, len(rows), self._gpu, self._whole)
-        if len(rows) > launch.max_rows and not self._whole:
+        if len(rows) > MAX_ROWS and not self._whole:
             found = self._by_library(rows)[None]
         else:
+            launch = choose_coded(weight.coding.numbers, _size(weight), False, len(rows), self._gpu, self._whole)
             found = coded_rows(rows, weight, self._bias, launch=launch, gpu=self._gpu)
         return found.view(len(found), *x.shape[:-1], -1)
 
@@ -292,10 +292,10 @@ class TiledGated:
 
     def __call__(self, x: Tensor) -> Tensor:
         rows, weight = x.reshape(-1, x.shape[-1]).contiguous(), self._weight
-        launch = choose_coded(weight.coding.numbers, _size(weight), True, len(rows), self._gpu, self._whole)
-        if len(rows) > launch.max_rows and not self._whole:
+        if len(rows) > MAX_ROWS and not self._whole:
             found = self._by_library(rows)
         else:
+            launch = choose_coded(weight.coding.numbers, _size(weight), True, len(rows), self._gpu, self._whole)
             found = coded_gated(rows, weight, self._kind, self._bias, launch=launch, gpu=self._gpu)
         return found.view(*x.shape[:-1], -1)
 

@@ -1,11 +1,11 @@
 """Products of few rows with a coded weight that lies in tiles: each tile is decoded as it is read.
 
-    y = x @ weight.T + bias        x: [rows, k]; of more than `max_rows` the library is faster with decoded weights
+    y = x @ weight.T + bias        x: [rows, k]; of more than MAX_ROWS the library is faster with decoded weights
 
 A program computes `block_n` lines over one share of k, with the weight as the left operand and sums in float32 that are
 rounded once. A gated weight's gates and ups are lines in turn, so that the activation is a product's end. k is cut in
 `splits` where lines alone give too few programs, by the weight's shape alone: a row's bits do not depend on how many
-there are. A launch `ahead` decodes a block while the tensor cores multiply the one before (`tiles_ahead`).
+there are.
 """
 
 from dataclasses import dataclass, replace
@@ -29,29 +29,22 @@ from treetop.kernels.gemm.tiles import (
     tile_product,
     untile,
 )
-from treetop.kernels.gemm.tiles_ahead import tile_product_ahead
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tl
 from treetop.kernels.tuning import TunedTable, read_table
 
+MAX_ROWS = 256
+_MOST_OF_BLOCK = 128
 TABLE = Path(__file__).with_name("coded_rows.json")
 
 
 @dataclass(frozen=True, slots=True)
 class CodedLaunch:
-    """How a product is cut: lines of a block, a multiple of 64; splits of k; pipeline stages; warps.
-
-    ahead: a block is decoded under the products of the one before.
-    block_rows: rows of a block at most: each weight is decoded once for so many.
-    max_rows: rows up to which it serves; of more the library multiplies with decoded weights.
-    """
+    """How a product is cut: lines of a block, a multiple of 64; splits of k; pipeline stages; warps."""
 
     block_n: int
     splits: int
     num_stages: int
     num_warps: int
-    ahead: bool = False
-    block_rows: int = 128
-    max_rows: int = 256
 
 
 def coded_rows_reference(x: Tensor, weight: TiledWeight, bias: Tensor | None = None) -> Tensor:
@@ -115,7 +108,7 @@ def _launch(
     gpu: GpuTraits,
 ) -> None:  # fmt: skip
     (rows, k), (lines, columns) = x.shape, weight.shape
-    block_m = row_block(rows, launch.block_rows)
+    block_m = row_block(rows)
     assert k == columns
     assert x.is_contiguous()
     blocks = -(-k // BLOCK)
@@ -124,8 +117,7 @@ def _launch(
     _coded_kernel[grid](
         out, x, *tile_arguments(weight), x if bias is None else bias, rows, lines, k, share,
         **tile_options(weight, x.dtype, gpu), has_bias=bias is not None, block_m=block_m, block_n=launch.block_n,
-        kind=kind, overlap=gpu.can_overlap, ahead=launch.num_stages if launch.ahead else 0,
-        num_stages=launch.num_stages, num_warps=launch.num_warps,
+        kind=kind, overlap=gpu.can_overlap, num_stages=launch.num_stages, num_warps=launch.num_warps,
         **launch_options(gpu),
     )  # fmt: skip
 
@@ -135,7 +127,7 @@ def _coded_kernel(
     out: Arg, x: Arg, words: Arg, scale: Arg, factor: Arg, zero: Arg, bias: Arg, rows: Arg, lines: Arg, k: Arg,
     share: Arg, numbers: constexpr, scales: constexpr, form: constexpr, group: constexpr, has_zero: constexpr,
     per: constexpr, fast: constexpr, has_bias: constexpr, block_m: constexpr, block_n: constexpr, kind: constexpr,
-    overlap: constexpr, ahead: constexpr,
+    overlap: constexpr,
 ) -> None:  # fmt: skip
     """One block of lines and rows over one share of k, in blocks. Grid (rows / block_m, lines / block_n, splits).
 
@@ -153,17 +145,10 @@ def _coded_kernel(
         ask_for(words + (own + tl.minimum(first, blocks - 1)) * size + tl.arange(0, size // 64) * 64)
     pdl_wait(overlap, early=True)
     x_at = x + row.to(tl.int64)[:, None] * k
-    tile = tl.minimum(line // 64, tiles - 1)
-    if ahead > 0:
-        total = tile_product_ahead(
-            x_at, row < rows, words, scale, factor, zero, tile, line % 64, first, last, k, numbers, scales, form, group,
-            has_zero, per, fast, block_m, block_n, x.dtype.element_ty, ahead,
-        )  # fmt: skip
-    else:
-        total = tile_product(
-            x_at, row < rows, words, scale, factor, zero, tile, line % 64, first, last, k, numbers, scales, form, group,
-            has_zero, per, fast, block_m, block_n, x.dtype.element_ty,
-        )  # fmt: skip
+    total = tile_product(
+        x_at, row < rows, words, scale, factor, zero, tl.minimum(line // 64, tiles - 1), line % 64, first, last, k,
+        numbers, scales, form, group, has_zero, per, fast, block_m, block_n, x.dtype.element_ty,
+    )  # fmt: skip
     if kind is not None:
         n = lines // 2
         output = tl.program_id(1) * (block_n // 2) + tl.arange(0, block_n // 2)
@@ -184,9 +169,7 @@ def _coded_kernel(
 # ------------------------------------------------------------------------------------------------------- the launch
 
 
-CLASSES = (64, 128, 256)
-"""Rows up to which an entry of the table holds, the last for more, too."""
-FEW = CLASSES[0]
+FEW = 64
 """Rows up to which a launch is one of few."""
 
 
@@ -196,15 +179,12 @@ def choose_coded(
 ) -> CodedLaunch:
     """The launch for a weight [lines, k]. whole: k is not cut.
 
-    Measured ones lie in `coded_rows.json` (`benchmarks/coded_rows.py --write-table` measures again), of the fewest rows
-    of `CLASSES` that `rows` are among, or else of the most; splits are the same for any number of rows. Others get
-    about three programs a multiprocessor, and of more than `FEW` rows blocks of twice the lines, as all that were
-    measured.
+    Measured ones lie in `coded_rows.json` (`benchmarks/coded_rows.py --write-table` measures again), of which splits
+    are the same for any number of rows. Others get about three programs a multiprocessor, and of more than `FEW` rows
+    blocks of twice the lines, as all that were measured.
     """
     lines, k = shape
-    own = (each for each in CLASSES if rows <= each or each == CLASSES[-1])
-    tuned = (load_table().find((numbers, lines, k, gated, each), gpu) for each in own if (rows <= FEW) == (each <= FEW))
-    found = next((each for each in tuned if each is not None), None)
+    found = load_table().find((numbers, lines, k, gated, rows <= FEW), gpu)
     if found is not None:
         return replace(found, splits=1) if whole else found
     splits = 1 if gated or whole else most_splits(-(-lines // TILE), -(-k // BLOCK), gpu)
@@ -218,12 +198,12 @@ _SPARE = 16 << 10
 """Bytes of shared memory for what is no stage."""
 
 
-def row_block(rows: int, most: int = 128) -> int:
+def row_block(rows: int) -> int:
     """Rows of a block."""
-    return min(most, max(16, power_of_two(rows)))
+    return min(_MOST_OF_BLOCK, max(16, power_of_two(rows)))
 
 
 @cache
 def load_table() -> TunedTable[CodedLaunch]:
-    """The committed table, by numbers, lines, k, whether gated, and a number of `CLASSES`."""
-    return read_table(TABLE, lambda entry: CodedLaunch(*entry["launch"]), ("numbers", "lines", "k", "gated", "rows"))
+    """The committed table, by numbers, lines, k, whether gated, and whether of few rows."""
+    return read_table(TABLE, lambda entry: CodedLaunch(*entry["launch"]), ("numbers", "lines", "k", "gated", "few"))

@@ -24,7 +24,6 @@ from treetop.kernels.exact import BY_ELEMENT, LIBRARY, Functions, linear_by_rows
 from treetop.kernels.gate import Gate, activated, activated_reference
 from treetop.kernels.gemm.coded import CodedWeight, decode
 from treetop.kernels.gemm.tiles import BLOCK, TiledWeight, tile_arguments, tile_options, tile_product, untile
-from treetop.kernels.gemm.tiles_ahead import tile_product_ahead
 from treetop.kernels.moe.routing import Routes, RowProduct, Tiles, each_row
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, tl
 
@@ -152,17 +151,13 @@ _FEW = 512
 
 @dataclass(frozen=True, slots=True)
 class GroupedLaunch:
-    """How a grouped product is cut: lines and columns of a block, splits of k, pipeline stages, warps.
-
-    ahead: of weights in tiles a block is decoded under the products of the one before.
-    """
+    """How a grouped product is cut: lines and columns of a block, splits of k, pipeline stages, warps."""
 
     block_n: int
     block_k: int
     splits: int
     num_stages: int
     num_warps: int
-    ahead: bool = False
 
 
 _PACKED = {
@@ -251,8 +246,7 @@ def _grouped(
         kind=None if activation is None else activation.kind, limited=limit is not None, apart=routes.apart,
         weighted=gated == routes.of_inputs, top_k=top_k,
         block_m=tiles.rows, block_n=launch.block_n, block_k=launch.block_k,
-        overlap=gpu.can_overlap, ahead=launch.num_stages if launch.ahead else 0, num_stages=launch.num_stages,
-        num_warps=launch.num_warps, **launch_options(gpu),
+        overlap=gpu.can_overlap, num_stages=launch.num_stages, num_warps=launch.num_warps, **launch_options(gpu),
     )  # fmt: skip
 
 
@@ -268,7 +262,7 @@ def _grouped_kernel(
     k: Arg, share: Arg, numbers: constexpr, scales: constexpr, form: constexpr, group: constexpr, has_zero: constexpr,
     per: constexpr, fast: constexpr, has_bias: constexpr, gated: constexpr, kind: constexpr, limited: constexpr,
     apart: constexpr, weighted: constexpr, top_k: constexpr, block_m: constexpr, block_n: constexpr,
-    block_k: constexpr, overlap: constexpr, ahead: constexpr,
+    block_k: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """A block of lines for one tile over one share of k. Grid (most tiles + 1, lines / block_n, splits); the last
     writes zeros for padding, and for what another rank's experts compute.
@@ -300,16 +294,10 @@ def _grouped_kernel(
             tiles = ((2 * n if gated else n) + 63) // 64
             own = expert * tiles + tl.minimum(line // 64, tiles - 1)
             first, end = split * share // 128, tl.minimum((split + 1) * share, k)
-            if ahead > 0:
-                total = tile_product_ahead(
-                    x_at, there, weight, scale, factor, zero, own, line % 64, first, tl.cdiv(end, 128), k, numbers,
-                    scales, form, group, has_zero, per, fast, block_m, block_n, dtype, ahead,
-                )  # fmt: skip
-            else:
-                total = tile_product(
-                    x_at, there, weight, scale, factor, zero, own, line % 64, first, tl.cdiv(end, 128), k, numbers,
-                    scales, form, group, has_zero, per, fast, block_m, block_n, dtype,
-                )  # fmt: skip
+            total = tile_product(
+                x_at, there, weight, scale, factor, zero, own, line % 64, first, tl.cdiv(end, 128), k, numbers, scales,
+                form, group, has_zero, per, fast, block_m, block_n, dtype,
+            )  # fmt: skip
         else:
             total = _product(x_at, weight, expert, line, split, there, n, k, share, gated, block_m, block_n, block_k)
         if gated:
