@@ -10,13 +10,13 @@ import pytest
 
 from treetop.attention import auto
 from treetop.kernels.attention import attention_config as attention
-from treetop.kernels.gemm import coded_rows, skinny_gemm
+from treetop.kernels.gemm import coded_rows, scaled_mm, skinny_gemm
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.kernels.tuning import TunedTable, nearest, parted, read_table
 
 MEASURED = GpuTraits(132, True, 227 << 10)
 OTHERS = [replace(MEASURED, num_sms=84), replace(MEASURED, can_overlap=False)]
-TABLES = {module.__name__: module.load_table for module in (auto, attention, coded_rows, skinny_gemm)}
+TABLES = {module.__name__: module.load_table for module in (auto, attention, coded_rows, scaled_mm, skinny_gemm)}
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -38,6 +38,9 @@ def test_every_product_of_the_tables_gets_its_launch():
         rows = 1 if few else 65
         assert coded_rows.choose_coded(numbers, (lines, k), gated, rows, MEASURED) == launch
         assert coded_rows.choose_coded(numbers, (lines, k), gated, rows, MEASURED, whole=True).splits == 1
+    for key, (rows,) in scaled_mm.load_table().entries.items():
+        lines, k, group, gated = key
+        assert scaled_mm.library_from((lines, k), group, gated, MEASURED) == rows
 
 
 def steps(size):
