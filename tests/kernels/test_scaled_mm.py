@@ -16,6 +16,7 @@ from treetop.kernels.gemm.fp8_rows import (
 from treetop.kernels.gemm.scaled_mm import ROWS_OF_GROUPS, library_from, scaled_rows, why_not
 from treetop.kernels.triton_guard import GpuTraits
 
+CPU = torch.device("cpu")
 HOPPER = GpuTraits(132, True, 227 << 10, True)
 OTHERS = {
     "A100": GpuTraits(108, False, 163 << 10, True),
@@ -63,7 +64,7 @@ def test_operands_keep_to_the_librarys_rules_and_the_product_is_the_references(g
     """Rows that are no multiple of four, and groups of k (3, 5) that are none."""
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", by_rules)
     torch.manual_seed(rows + k)
-    weight = by_group(coded_weight(64, k, Coding("e4m3", group)))
+    weight = by_group(coded_weight(64, k, Coding("e4m3", group), CPU))
     x = quantize_rows_reference(torch.randn(rows, k), Activations(group), multiple=ROWS_OF_GROUPS if group else 1)
     x = QuantizedRows(x.codes, x.scale.T.contiguous().T)  # as the kernel lays them
     bias = None if group else torch.randn(64, dtype=torch.bfloat16)
@@ -85,7 +86,8 @@ def test_filled_rows_are_zeros_and_change_no_other():
 
 def test_torch_itself_takes_the_operands_of_whole_rows():
     """Its own `scaled_mm` on a CPU, which knows no groups."""
-    weight, x = coded_weight(32, 160, Coding("e4m3", 0)), e4m3_rows(6, 160, 1)
+    weight, x = coded_weight(32, 160, Coding("e4m3", 0), CPU), e4m3_rows(6, 160, 1)
+    x = QuantizedRows(x.codes.cpu(), x.scale)
     want = fp8_rows_reference(x, weight)[0]
     got = scaled_rows(x, weight).float()
     assert float((got - want).norm() / want.norm()) < 4e-3
@@ -103,13 +105,13 @@ def test_torch_itself_takes_the_operands_of_whole_rows():
 )
 def test_what_the_library_cannot_is_left_to_the_kernel(lines, k, group, bias, why):
     found = why_not(
-        coded_weight(lines, k, Coding("e4m3", group)), torch.zeros(lines) if bias else None, torch.bfloat16, HOPPER
+        coded_weight(lines, k, Coding("e4m3", group), CPU), torch.zeros(lines) if bias else None, torch.bfloat16, HOPPER
     )
     assert why in str(found)
 
 
 def test_only_hopper_and_bfloat16_take_the_library():
-    weight = coded_weight(64, 256, Coding("e4m3", 0))
+    weight = coded_weight(64, 256, Coding("e4m3", 0), CPU)
     assert all(why_not(weight, None, torch.bfloat16, gpu) is not None for gpu in OTHERS.values())
     assert "float16" in str(why_not(weight, None, torch.float16, HOPPER))
 
