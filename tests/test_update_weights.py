@@ -1,6 +1,7 @@
 """Other weights in a running engine: nothing of the old ones is used again."""
 
 import asyncio
+import gc
 import json
 import os
 import shutil
@@ -11,14 +12,15 @@ from unittest.mock import AsyncMock
 import httpx
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from support.engines import build, sampled
 from support.scripted import scripted
-from support.serving import child_of
+from support.serving import child_of, serving
 from support.tiny_models import Pair, save_random_head, save_random_llama
 from support.waiting import WAIT_S
-from treetop import AsyncLLM, SamplingParams
+from treetop import LLM, AsyncLLM, SamplingParams
+from treetop.checkpoints.folder import resolve_folder
 from treetop.core.engine_core import WEIGHTS_REPLACED
 from treetop.distributed.client import EngineProcessClient
 from treetop.tools.quantize import quantize
@@ -75,6 +77,70 @@ def test_requests_in_flight_end_with_what_they_had(strong_pair, trained):
     llm.scheduler.check_integrity()
     prompts = strong_pair.prompts([9, 4])
     assert answers(llm, prompts) == answers(build(trained, None, **BITS), prompts)
+
+
+def test_requests_in_flight_may_go_on_with_the_new_weights(strong_pair, trained):
+    """They keep what they had; what follows is what the new weights say behind it. One waits, one is prefilled."""
+    llm = build(strong_pair, (2, 3, 6), **BITS, page_size=4, max_running_requests=2, chunked_prefill_size=8)
+    prompts = strong_pair.prompts([9, 40, 5])
+    streams = [llm.stream([prompt], sampled(1, 60, logprobs=0)) for prompt in prompts]
+    begun = [[next(streams[0])], [], []]
+    assert begun[0][0].token_ids
+    llm.update_weights(trained.target, trained.head, in_flight="retract")
+    outputs = [[*first, *stream][-1].output for first, stream in zip(begun, streams, strict=True)]
+    fresh = build(trained, None, **BITS)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert (output.finish_reason, len(output.token_ids), len(output.logprobs)) == ("length", 60, 60)
+        assert output.metrics.weight_version == 1
+        for at in (58, 59):
+            logits = fresh.next_logits([*prompt, *output.token_ids[:at]]).double().log_softmax(-1)
+            assert output.logprobs[at].logprob == pytest.approx(float(logits[output.token_ids[at]]), abs=1e-4)
+    llm.scheduler.check_integrity()
+    assert answers(llm, prompts[:1]) == answers(fresh, prompts[:1])
+    with pytest.raises(InputError, match="in_flight: must be abort or retract, got 'keep'"):
+        llm.update_weights(trained.target, in_flight="keep")
+
+
+def test_ranks_have_other_weights_all_or_none(strong_pair, trained, tmp_path):
+    """Also where one of them alone refuses, for its part of a tensor holds what is no number."""
+    llm, prompts = build(strong_pair, (2, 3, 6), tp_size=2, device="cpu"), strong_pair.prompts([9, 30])
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    old, new = (
+        [each.token_ids for each in build(pair, None).generate(prompts, params)] for pair in (strong_pair, trained)
+    )
+
+    def given():
+        return [(each.token_ids, each.metrics.weight_version) for each in llm.generate(prompts, params)]
+
+    assert given() == [(ids, 0) for ids in old]
+    llm.update_weights(trained.target, trained.head)
+    assert given() == [(ids, 1) for ids in new]
+    with pytest.raises((ConfigError, CheckpointError)):
+        llm.update_weights(tmp_path)
+    for row in (0, -1):  # of the first rank, of the second
+        tensors = tensors_of(strong_pair.target)
+        tensors["model.layers.1.mlp.up_proj.weight"][row] = torch.inf
+        with pytest.raises((CheckpointError, ConfigError), match="NaN or infinite"):
+            llm.update_weights(tensors, strong_pair.head)
+    assert given() == [(ids, 1) for ids in new]
+    llm.update_weights(strong_pair.target, strong_pair.head)
+    assert given() == [(ids, 2) for ids in old]
+
+
+@pytest.mark.parametrize("times", [12, pytest.param(200, marks=pytest.mark.slow)])
+def test_memory_is_flat_however_often_weights_are_replaced(strong_pair, trained, times):
+    """No tensor is held that was not; and the last answers are a fresh engine's."""
+    llm, prompts = build(strong_pair, (2, 3, 6), **BITS), strong_pair.prompts([9])
+    held = []
+    for turn in range(times):
+        pair = (trained, strong_pair)[turn % 2]
+        llm.update_weights(pair.target, pair.head, in_flight=("abort", "retract")[turn % 2])
+        llm.generate(prompts, SamplingParams(max_tokens=4))
+        if turn in (3, times - 1):
+            gc.collect()
+            held.append(sum(each.nbytes for each in gc.get_objects() if type(each) is torch.Tensor))
+    assert held[0] == held[1]
+    assert answers(llm, prompts) == answers(build(strong_pair, None, **BITS), prompts)
 
 
 def test_what_does_not_fit_changes_nothing(strong_pair, weak_pair, tmp_path):
@@ -271,9 +337,9 @@ def test_over_http_only_where_the_operator_says_so():
     async def change(asked_for):
         if asked_for.model == "bad":
             raise ConfigError("update_weights: bad is not the model")
-        asked.append((asked_for.model, asked_for.draft))
+        asked.append((asked_for.model, asked_for.draft, asked_for.in_flight))
 
-    path, body = "/update_weights_from_disk", {"model_path": "new", "draft_model_path": "head"}
+    path, body = "/update_weights_from_disk", {"model_path": "new", "draft_model_path": "head", "in_flight": "retract"}
     with scripted(lambda _: "a") as (url, core):
         core.change = change
         refused = httpx.post(url + path, json=body)
@@ -291,7 +357,34 @@ def test_over_http_only_where_the_operator_says_so():
         core.fails = WEIGHTS_REPLACED
         ended = httpx.post(url + "/v1/completions", json={"prompt": "a"}, headers=key)
         assert (ended.status_code, ended.json()["error"]["code"]) == (503, "weights_replaced")
-    assert asked == [("new", "head")]
+    assert asked == [("new", "head", "retract")]
+
+
+@pytest.mark.slow
+def test_engines_side_by_side_have_other_weights_all_or_none(tmp_path):
+    """Every answer says of which weights it is, whichever engine gives it."""
+    folder = shutil.copytree(resolve_folder("builtin:nestling"), tmp_path / "new")
+    tensors = tensors_of(folder)
+    name = next(name for name in tensors if name.endswith("0.mlp.down_proj.weight"))
+    save_file({**tensors, name: tensors[name].flip(0).contiguous()}, folder / "model.safetensors")
+    torn = shutil.copytree(folder, tmp_path / "torn")
+    save_file({**tensors, name: tensors[name] * torch.inf}, torn / "model.safetensors")
+    asked = {"prompt": ["Once", "upon", "a", "time"], "max_tokens": 12, "temperature": 0}
+
+    def answers(server):
+        body = server.post("/v1/completions", asked).json()
+        return [each["text"] for each in body["choices"]], body["weight_version"]
+
+    want = [each.text for each in LLM(folder, None).generate(asked["prompt"], SamplingParams(max_tokens=12))]
+    with serving("builtin:nestling", "--dp-size", "2", "--enable-update-weights") as server:
+        old = answers(server)
+        assert server.post("/update_weights_from_disk", {"model_path": str(torn)}).status_code == 400
+        assert [answers(server) for _ in range(3)] == [old] * 3
+        assert server.post("/update_weights_from_disk", {"model_path": str(folder)}).status_code == 200
+        assert [answers(server) for _ in range(3)] == [(want, 1)] * 3
+        assert old == (old[0], 0)
+        assert old[0] != want
+        assert server.get("/v1/models").json()["data"][0]["weight_version"] == 1
 
 
 def test_where_weights_cannot_be_replaced_it_is_refused_by_name():

@@ -20,7 +20,7 @@ from treetop.structured.structure_checker import StructureChecker
 from treetop.text.lanes import Lanes
 from treetop.text.prompts import Prompt, PromptReader, one_each, paired
 from treetop.text.tokenizer import Tokenizer
-from treetop.types.changes import LoadLora, Sleep, UnloadLora, UpdateWeights, WakeUp
+from treetop.types.changes import InFlight, LoadLora, Sleep, UnloadLora, UpdateWeights, WakeUp, check_in_flight
 from treetop.types.config import EngineConfig
 from treetop.types.constraint import StructuredOutput, TokenConstraint
 from treetop.types.engine_options import EngineOptions
@@ -129,7 +129,10 @@ class AsyncLLM:
         return SamplingParams(**{**sampling_defaults(Path(self.core.info.model_path)), **changes})
 
     async def update_weights(
-        self, model: str | Path | Tensors | None = None, draft: str | Path | Tensors | None = None
+        self,
+        model: str | Path | Tensors | None = None,
+        draft: str | Path | Tensors | None = None,
+        in_flight: InFlight = "abort",
     ) -> None:
         """As `LLM.update_weights`, for requests of all tasks. An engine that takes this one's place has them, too.
 
@@ -137,11 +140,12 @@ class AsyncLLM:
         cancelled the engine may take the weights yet.
         """
         self._check_started()
+        check_in_flight(in_flight)
         async with self._changing_weights:
             stack = ExitStack()  # files are written and removed beside the event loop
             given = await asyncio.to_thread(stack.enter_context, self.weights.changing(model, draft))
             try:
-                await self.core.change(UpdateWeights(*given))
+                await self.core.change(UpdateWeights(*given, in_flight))
             except BaseException:
                 await asyncio.to_thread(stack.__exit__, *sys.exc_info())
                 raise

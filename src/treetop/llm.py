@@ -23,7 +23,7 @@ from treetop.text.chat_input import Message, conversations_of
 from treetop.text.chat_prompt import chat_ids
 from treetop.text.chat_template import ChatTemplate, open_chat_template
 from treetop.text.prompts import Prompt, one_each, paired
-from treetop.types.changes import LoadLora, Sleep, UnloadLora, UpdateWeights, WakeUp
+from treetop.types.changes import InFlight, LoadLora, Sleep, UnloadLora, UpdateWeights, WakeUp, check_in_flight
 from treetop.types.constraint import TokenConstraint
 from treetop.types.engine_options import EngineOptions
 from treetop.types.errors import ConfigError, EngineError, InputError
@@ -93,18 +93,23 @@ class LLM:
         return SamplingParams(**{**sampling_defaults(self.model_path), **changes})
 
     def update_weights(
-        self, model: str | Path | Tensors | None = None, draft: str | Path | Tensors | None = None
+        self,
+        model: str | Path | Tensors | None = None,
+        draft: str | Path | Tensors | None = None,
+        in_flight: InFlight = "abort",
     ) -> None:
         """Go on with other weights of the same architecture, such as a trainer's after its last step.
 
         model, draft: folders, or all tensors by the names that the folder in force has for them: a mapping, or pairs
-        one after another. What is not given stays. All is read and checked before anything changes. Requests that are
-        alive then end with finish_reason "abort" and an error that says so, and with the tokens they had; prefixes in
-        the cache are forgotten. What is asked later sees the new weights alone. On a CPU, of one rank.
+        one after another. What is not given stays. All is read and checked before anything changes, on all ranks.
+        in_flight: requests that are alive end with finish_reason "abort" and an error that says so, and with the tokens
+        they had; or, "retract", keep these and go on with the new weights. Prefixes in the cache are forgotten. What is
+        asked later sees the new weights alone; `metrics.weight_version` of its output counts them. On a CPU.
         Raises ConfigError, CheckpointError and InputError, and nothing has changed.
         """
+        check_in_flight(in_flight)
         with self._llm.weights.changing(model, draft) as given:
-            self._core.change_now(UpdateWeights(*given))
+            self._core.change_now(UpdateWeights(*given, in_flight))
         engine = self._in_this_process.engine
         self.config, self.model_path, self.draft_path = engine.config, engine.model_path, engine.draft_path
         self._template = None

@@ -25,6 +25,7 @@ class RequestMetrics:
     accept_ranks: of each round's accepted drafts among the proposals after their parents, the draft's favourite 0.
     tokens_per_second: from the call to the last token, waiting for a row included.
     num_cached_tokens: of the prompt, from the prefix cache.
+    weight_version: how often weights had been replaced when its last tokens were computed.
     """
 
     accept_length: float | None
@@ -34,6 +35,7 @@ class RequestMetrics:
     num_cached_tokens: int = 0
     num_drafted: tuple[int, ...] = ()
     accept_ranks: tuple[tuple[int, ...], ...] = ()
+    weight_version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,7 @@ class LiveRequest:
     last_s: float | None = None
     prefill_s: float | None = None
     num_cached_tokens: int = 0
+    weight_version: int = 0
     priority: int = 0
     tenant: str = ""
 
@@ -192,6 +195,8 @@ class LiveRequest:
             self.prefill_s = update.prefill_s
         if update.num_cached_tokens is not None:
             self.num_cached_tokens = update.num_cached_tokens
+        if update.weight_version is not None:
+            self.weight_version = update.weight_version
         if update.accept_len is not None:
             self.accept_lens.append(update.accept_len)
             self.num_drafted.append(update.num_drafted)
@@ -226,6 +231,7 @@ class LiveRequest:
                 num_cached_tokens=self.num_cached_tokens,
                 num_drafted=tuple(self.num_drafted),
                 accept_ranks=tuple(self.accept_ranks),
+                weight_version=self.weight_version,
             ),
             error=update.error,
             timed_out=update.timed_out,

@@ -101,4 +101,6 @@ class Choices:
         return {**own, "system_fingerprint": self.api.system_fingerprint, "choices": choices}
 
     def _closing(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        return {"usage": self.api.usage(self.prompts, outputs), "metrics": self.api.metrics.of(outputs)}
+        version = max((output.metrics.weight_version for output in outputs), default=0)
+        used = {"usage": self.api.usage(self.prompts, outputs), "metrics": self.api.metrics.of(outputs)}
+        return {**used, "weight_version": version}

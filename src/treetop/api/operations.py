@@ -12,6 +12,7 @@ from treetop.api.events import json_response
 from treetop.api.limits import BodyRoute, Ids
 from treetop.api.requests.chat_body import Messages
 from treetop.api.requests.fields import Body
+from treetop.types.changes import InFlight
 from treetop.types.errors import InputError
 from treetop.version import __version__
 
@@ -38,6 +39,7 @@ class UpdateWeightsRequest(Body):
 
     model_path: str = Field(min_length=1)
     draft_model_path: str | None = Field(None, min_length=1, description="the draft head's; without it the head stays")
+    in_flight: InFlight = Field("abort", description="of requests that are alive: retract lets them go on")
 
 
 class LoadLoraRequest(Body):
@@ -171,7 +173,7 @@ def _add_weights(router: APIRouter, api: ApiState) -> None:
         """Go on with other weights: what is answered from then on is theirs alone."""
         if not api.options.enable_update_weights:
             raise ApiError(403, "weights cannot be replaced here: serve with --enable-update-weights")
-        await api.llm.update_weights(body.model_path, body.draft_model_path)
+        await api.llm.update_weights(body.model_path, body.draft_model_path, body.in_flight)
         return json_response({"success": True, "message": f"the weights of {body.model_path} are in force"})
 
     @router.post("/sleep", response_model=None)
@@ -225,5 +227,6 @@ def _model(api: ApiState, name: str) -> dict[str, Any]:
         "root": api.names[0],
         "parent": api.names[0] if name in api.core.info.loras else None,
         "max_model_len": api.core.info.max_context,
+        "weight_version": api.core.info.weight_version,
         "treetop": {"chat": api.rendering is not None, "draft_trees": api.core.info.has_trees},
     }

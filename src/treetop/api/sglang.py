@@ -143,6 +143,7 @@ class GenerateAnswer(Answer):
                 "prompt_tokens": len(output.prompt_token_ids),
                 "completion_tokens": len(output.token_ids),
                 "cached_tokens": output.metrics.num_cached_tokens,
+                "weight_version": str(output.metrics.weight_version),
                 "e2e_latency": time.perf_counter() - self._began_s,
             }
             return {"text": text, "output_ids": output.token_ids, "meta_info": meta}

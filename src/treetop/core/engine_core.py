@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
 from treetop.scheduler.scheduler import Scheduler
-from treetop.types.changes import TAGS, Change, Commit, LoadLora, Sleep, UnloadLora, UpdateWeights, WakeUp
+from treetop.types.changes import TAGS, Change, Commit, InFlight, LoadLora, Sleep, UnloadLora, UpdateWeights, WakeUp
 from treetop.types.errors import ConfigError, EngineError, UserError
 from treetop.types.ids import RequestId
-from treetop.types.messages import StepPlan, StepResult
+from treetop.types.messages import PrefillPlan, StepPlan, StepResult
 from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, RequestUpdate
 
 Result = TypeVar("Result")
@@ -54,6 +54,8 @@ class EngineCore(Generic[InFlightStep]):
     def __init__(self, engine: StepEngine[InFlightStep], scheduler: Scheduler) -> None:
         self.engine, self.scheduler = engine, scheduler
         self.failure: BaseException | None = None
+        self.weight_version = 0
+        """How often weights have been replaced."""
         self.asleep: tuple[str, ...] = ()
         """Of `TAGS`."""
         self.stalled = False
@@ -62,7 +64,7 @@ class EngineCore(Generic[InFlightStep]):
         self.num_launched = self.num_committed = 0
         """Steps; those that a failure lost count as committed."""
         self._in_flight: deque[tuple[StepPlan, InFlightStep]] = deque()
-        self._failed: list[RequestUpdate] = []  # of requests that a command has ended by its failure
+        self._failed: list[RequestUpdate] = []  # of what a command has ended, or has waited for
 
     @property
     def busy(self) -> bool:
@@ -121,12 +123,19 @@ class EngineCore(Generic[InFlightStep]):
             if self.stalled:
                 self.scheduler.await_answer(STALLED_S if not early else 0)
                 return early
-            plan, in_flight = self._in_flight.popleft()
-            updates = self.scheduler.commit(plan, self.engine.collect(in_flight))
+            updates = self._commit_oldest()
         except BaseException as error:  # whatever it was, every client must hear of it
             return early + self.fail(error)
-        self.num_committed += 1
         return early + updates
+
+    def _commit_oldest(self) -> list[RequestUpdate]:
+        """The updates of the step that was launched first."""
+        plan, in_flight = self._in_flight.popleft()
+        updates = self.scheduler.commit(plan, self.engine.collect(in_flight))
+        self.num_committed += 1
+        if isinstance(plan, PrefillPlan):  # the first tokens of a request, or those after it was put back
+            return [each._replace(weight_version=self.weight_version) for each in updates]
+        return updates
 
     def prepare(self, change: Change) -> Commit:
         """Between two steps, read and check what a change asks for; what is returned puts it in force, between two
@@ -138,7 +147,7 @@ class EngineCore(Generic[InFlightStep]):
                 if "weights" in self.asleep:
                     raise ConfigError("update_weights: the weights sleep; wake_up(tags=['weights']) first")
                 commit = self.engine.prepare(change)
-                return lambda: self._replaced(commit)
+                return lambda: self._replaced(commit, change.in_flight)
             case LoadLora(name):
                 numbered = replace(change, number=adapters.next_number(name))
                 commit = self.engine.prepare(numbered)
@@ -155,7 +164,9 @@ class EngineCore(Generic[InFlightStep]):
 
     def current(self, info: CoreInfo) -> CoreInfo:
         """What a client must know of it, as it is now."""
-        return info._replace(loras=self.scheduler.adapters.names, asleep=self.asleep)
+        return info._replace(
+            loras=self.scheduler.adapters.names, asleep=self.asleep, weight_version=self.weight_version
+        )
 
     @property
     def refuses(self) -> str | None:
@@ -172,13 +183,21 @@ class EngineCore(Generic[InFlightStep]):
         commit()
         self.asleep = () if tags is None else tuple(tag for tag in self.asleep if tag not in tags)
 
-    def _replaced(self, commit: Commit) -> None:
-        """Other weights: every request ends, and all K/V of the old ones are forgotten.
+    def _replaced(self, commit: Commit, in_flight: InFlight) -> None:
+        """Other weights: all K/V of the old ones are forgotten, and requests end or are put back.
 
-        Requests that were alive are told so in the next step, with what they had received.
+        Those that end are told so in the next step, with what they had received.
         """
+        if in_flight == "retract":
+            while self._in_flight:
+                self._failed += self._commit_oldest()
         commit()
-        self._forget(WEIGHTS_REPLACED)
+        self.weight_version += 1
+        if in_flight == "retract":
+            self.scheduler.begin_anew()
+            self.scheduler.policy.begin()
+        else:
+            self._forget(WEIGHTS_REPLACED)
 
     def _forget(self, why: str) -> None:
         """All K/V, and the steps in flight. Every request ends."""

@@ -315,7 +315,7 @@ def note_change(file: Path, config: EngineConfig, change: Change) -> None:
     note = noted_changes(file)
     loras = dict(config.adapters if note.loras is None else note.loras)
     match change:
-        case UpdateWeights(model, draft):
+        case UpdateWeights(model=model, draft=draft):
             note = msgspec.structs.replace(note, model=model or note.model, draft=draft or note.draft)
         case LoadLora(name, path):
             note = msgspec.structs.replace(note, loras={**loras, name: path})

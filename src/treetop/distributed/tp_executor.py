@@ -24,7 +24,7 @@ import torch
 import zmq
 from torch import Tensor
 
-from treetop.checkpoints.loader import compute_device
+from treetop.checkpoints.loader import ELSEWHERE, compute_device
 from treetop.core.wire import AskChange
 from treetop.disaggregation.agent import Order
 from treetop.distributed.process import FAILURE_REPORT_S, Failed, ProcessGroup, as_error
@@ -169,7 +169,9 @@ class TpExecutor:
             others = self._ranks.await_changed(time.monotonic() + START_S)
         except BaseException as error:
             raise self._ended(error, f"in {asked_as(change)}") from error
-        refusal = refusal or next((error for error in map(_refusal, others) if error is not None), None)
+        said = [refusal, *map(_refusal, others)]
+        refusals = [each for each in said if each is not None]
+        refusal = min(refusals, key=lambda each: ELSEWHERE in str(each), default=None)
         if commit is None or refusal is not None:
             self._ranks.broadcast(encode(AskChange.of(0, "drop", change)))
             assert refusal is not None

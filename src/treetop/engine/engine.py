@@ -141,6 +141,7 @@ class Engine:
         self._rounds = 0
         built = build_runner(engine_plan)
         self.layout, self.memory, self._zones = built.runner.layout, built.use, built.zones
+        self._chosen = built.chosen
         self.products, self.sums = built.products, whose_sums(engine_plan.place, built.products)
         self.runner, self.slots, self._host_pages = built.runner, built.slots, built.host_pages
         tables = built.runner.adapters
@@ -231,8 +232,8 @@ class Engine:
         Nothing has changed before. Raises UserError, also for what cannot be here.
         """
         match change:
-            case UpdateWeights(model, draft):
-                return partial(self._replace_weights, read_weights(self._plan, model, draft))
+            case UpdateWeights(model=model, draft=draft):
+                return partial(self._replace_weights, read_weights(self._plan, model, draft, self._chosen))
             case LoadLora():
                 assert self.adapters is not None  # the scheduler has refused it
                 return self.adapters.prepare(change)
@@ -243,7 +244,9 @@ class Engine:
                 return partial(self._fall_asleep, level)
             case WakeUp(tags):
                 asked = asked_to_wake(self._asleep, tags)
-                return partial(self._wake, asked, dropped_models(self._plan, self.runner, self._asleep, asked))
+                return partial(
+                    self._wake, asked, dropped_models(self._plan, self._chosen, self.runner, self._asleep, asked)
+                )
 
     def _fall_asleep(self, level: int) -> None:
         """Nothing runs until all of it is awake again."""
@@ -278,7 +281,7 @@ class Engine:
         self.launcher = self._make_launcher()
         self._kept = new.kept
         if self.costs is not None:
-            self.experience.head = kept_head(new.plan, writes=True)
+            self.experience.head = kept_head(new.plan, writes=self.parallel.rank == 0)
         self._begin_calibration()
 
     def _serve(self, engine_plan: EnginePlan) -> None:

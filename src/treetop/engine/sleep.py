@@ -21,6 +21,7 @@ from treetop.drafts.protocol import Drafter
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.startup.build import kv_scales, with_pools, zeros_on
 from treetop.engine.startup.plan import EnginePlan
+from treetop.engine.startup.products import Products
 from treetop.engine.update_weights import load_models
 from treetop.kernels.table import Ops
 from treetop.models.target import Target
@@ -85,10 +86,10 @@ def asked_to_wake(asleep: SleepState, tags: tuple[str, ...] | None) -> set[str]:
 
 
 def dropped_models(
-    engine_plan: EnginePlan, runner: ModelRunner, asleep: SleepState, asked: Collection[str]
+    engine_plan: EnginePlan, products: Products, runner: ModelRunner, asleep: SleepState, asked: Collection[str]
 ) -> Models | None:
     """The models of an engine's folders, where they are to wake and had been dropped. Raises as a start does."""
-    return load_models(engine_plan, runner.adapters) if asleep.level == 2 and "weights" in asked else None
+    return load_models(engine_plan, products, runner.adapters) if asleep.level == 2 and "weights" in asked else None
 
 
 def wake(

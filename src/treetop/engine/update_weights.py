@@ -9,7 +9,7 @@ from treetop.drafts.protocol import Drafter
 from treetop.engine.startup.build import kv_scales
 from treetop.engine.startup.kept_calibration import KeptCalibration, kept_calibration
 from treetop.engine.startup.plan import EnginePlan, read_draft_spec
-from treetop.engine.startup.products import products_of
+from treetop.engine.startup.products import Products
 from treetop.models.registry import target_spec
 from treetop.models.target import Target
 from treetop.types.errors import ConfigError
@@ -33,16 +33,16 @@ class NewWeights:
     kv_scales: dict[GroupName, Tensor]
 
 
-def read_weights(engine_plan: EnginePlan, model: str | None, draft: str | None) -> NewWeights:
+def read_weights(engine_plan: EnginePlan, model: str | None, draft: str | None, products: Products) -> NewWeights:
     """Read a target and a draft head from folders; None for those of the plan, read again.
 
     Products are taken as they were, so that bits depend on the numbers alone. Raises ConfigError for another
     architecture and where captured rounds or other ranks hold the old weights, CheckpointError as a start does.
     """
     config, place = engine_plan.config, engine_plan.place
-    if place.device.type != "cpu" or config.tp_size * config.ep_size > 1 or config.disaggregation_slots:
+    if place.device.type != "cpu" or config.ep_size > 1 or config.disaggregation_slots:
         raise ConfigError(
-            "update_weights: built for a CPU, one rank and no --disaggregation-slots; start another engine"
+            "update_weights: built for a CPU, no --ep-size and no --disaggregation-slots; start another engine"
         )
     if config.has_loras:
         raise ConfigError("update_weights: adapters are of the weights in force; start without --lora-modules")
@@ -61,15 +61,17 @@ def read_weights(engine_plan: EnginePlan, model: str | None, draft: str | None) 
     drafter_spec = read_draft_spec(config, spec) if config.speculates else None
     if drafter_spec != engine_plan.draft:
         raise ConfigError(f"update_weights: {config.draft} is another draft head: its config or its tensors differ")
+    first = place.parallel.rank == 0
     new_plan = replace(engine_plan, config=config, target=spec, draft=drafter_spec)
-    target, drafter = load_models(new_plan, None)
-    kept = None if drafter_spec is None else kept_calibration(config, spec.folder, drafter_spec, writes=True)
+    target, drafter = load_models(new_plan, products, None)
+    kept = None if drafter_spec is None else kept_calibration(config, spec.folder, drafter_spec, first)
     return NewWeights(new_plan, target, drafter, kept, kv_scales(new_plan))
 
 
-def load_models(engine_plan: EnginePlan, adapters: Adapters | None) -> tuple[Target, Drafter | None]:
+def load_models(
+    engine_plan: EnginePlan, products: Products, adapters: Adapters | None
+) -> tuple[Target, Drafter | None]:
     """Target and draft head of a plan's folders, beside which adapters are. Raises as a start does."""
-    draft, products = engine_plan.draft, products_of(engine_plan)
-    place = replace(engine_plan.place, adapters=adapters)
+    draft, place = engine_plan.draft, replace(engine_plan.place, adapters=adapters)
     target = engine_plan.target.load(draft.aux_inputs if draft is not None else (), products.of_target(place))
     return target, None if draft is None else draft.load(target, products.of_draft(engine_plan.place))

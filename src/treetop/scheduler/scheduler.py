@@ -421,6 +421,27 @@ class Scheduler:
         ]
         return self._reported(failed)
 
+    def begin_anew(self) -> None:
+        """All K/V have lost their meaning, and no step is out: whoever runs is put back, and goes on by a prefill.
+
+        The books begin anew, without a prefix cache; who waits keeps its place.
+        """
+        assert not self.steps
+        for request in [*self.queues.prefilling, *self.queues.decoding]:
+            self._rounds.put_back(request)
+        alive, deadlines, old = [*self.queues.by_id.values()], self._deadlines, self.kv_transfer
+        self._retractions_before = self.num_retractions
+        if self.rows.host is not None:
+            self._host_counts = self.rows.host.counts
+        self._open_books()
+        self.kv_transfer.lose_all(old)
+        self.rows.kv_cache.note_all_freed()
+        self._deadlines = deadlines
+        for request in alive:
+            if request.prompt_logprobs:
+                request.prompt_logprobs.clear()  # they were the old weights'
+            self.queues.add(request)
+
     # ---------------------------------------------------------------- inspection
 
     def ids_by_row(self) -> dict[Row, tuple[int, ...]]:

@@ -5,17 +5,26 @@ All read and check first (`prepare`), and nothing has changed if one refuses; th
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, get_args
 
+from treetop.types.errors import InputError, shown
+
+InFlight = Literal["abort", "retract"]
+IN_FLIGHT: tuple[str, ...] = get_args(InFlight)
 Commit = Callable[[], object]
 """Puts what was prepared in force. It is dropped by not being called."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateWeights:
-    """Go on with the weights of other folders, of None with those in force, read again."""
+    """Go on with the weights of other folders, of None with those in force, read again.
+
+    in_flight: what becomes of requests that are alive: they end, or are put back and go on with the new weights.
+    """
 
     model: str | None = None
     draft: str | None = None
+    in_flight: InFlight = "abort"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +68,12 @@ CHANGES: dict[str, type[Change]] = {
     "wake_up": WakeUp,
 }
 """By what an `LLM` calls them."""
+
+
+def check_in_flight(given: object) -> None:
+    """Raises InputError for what is none of `IN_FLIGHT`."""
+    if given not in IN_FLIGHT:
+        raise InputError(f"in_flight: must be {' or '.join(IN_FLIGHT)}, got {shown(given)}")
 
 
 def asked_as(change: Change) -> str:

@@ -106,6 +106,7 @@ class RequestUpdate(NamedTuple):
     prompt_logprobs: of the prompt's tokens from the second on, with the first new token or the end, if the request asks
         for them.
     tree: that the round verified, if the request asks for it.
+    weight_version: of what new_ids and those after them are of, with the first of a request, or after it was put back.
     """
 
     request_id: RequestId
@@ -126,6 +127,7 @@ class RequestUpdate(NamedTuple):
     num_drafted: int = 0
     accept_ranks: tuple[int, ...] = ()
     tree: VerifiedTree | None = None
+    weight_version: int | None = None
 
     @property
     def draft_depths(self) -> tuple[int, ...]:
@@ -169,6 +171,7 @@ class CoreInfo(NamedTuple):
     exactness: in force, of `--exactness`; by: the row of the table of `auto`, "" where the option said so.
     loras: names of adapters.
     asleep: what sleeps, of `TAGS`.
+    weight_version: how often weights have been replaced.
     """
 
     model_path: str
@@ -190,6 +193,7 @@ class CoreInfo(NamedTuple):
     has_trees: bool = False
     loras: tuple[str, ...] = ()
     asleep: tuple[str, ...] = ()
+    weight_version: int = 0
 
 
 class KVTransferStats(NamedTuple):

@@ -53,7 +53,8 @@ class BuiltRunner:
 
     zones: at check level 3, between which every buffer lies.
     use: where memory went.
-    products: on a CPU, how products with weights are taken.
+    products: on a CPU, how products with weights are taken. chosen: the same, and what was probed, for weights that
+        come later: ranks have agreed on it.
     slots: to hand requests over by, if there are any.
     host_pages: that keep K/V on the host, if there are any.
     """
@@ -64,6 +65,7 @@ class BuiltRunner:
     zones: RedZones | None
     use: MemoryUse
     products: tuple[ChosenProduct, ...]
+    chosen: Products
 
 
 def build_runner(engine_plan: EnginePlan) -> BuiltRunner:
@@ -95,7 +97,7 @@ def build_runner(engine_plan: EnginePlan) -> BuiltRunner:
     runner, host_pages = with_pools(runner, engine_plan.draft, layout, pools), None
     if staging is not None:
         host_pages = HostPageCopies(layout, pools, runner.state.states, staging, place.parallel)
-    return BuiltRunner(runner, slots, host_pages, zones, use, products.all)
+    return BuiltRunner(runner, slots, host_pages, zones, use, products.all, products)
 
 
 def kv_scales(engine_plan: EnginePlan) -> dict[GroupName, Tensor]:
