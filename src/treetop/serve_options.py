@@ -166,6 +166,11 @@ class ServeOptions:
     engine_restarts: int = option(
         3, "how often within an hour a dead engine is started again; requests go on", minimum=0, maximum=1000
     )
+    spare_engine: bool = option(
+        False,
+        "keep a process that has imported all that an engine needs, and becomes the next one if one dies: it is up"
+        " seconds sooner",
+    )
     api_restarts: int = option(
         10, "how often within an hour a dead API process of several is started again", minimum=0, maximum=1000
     )

@@ -13,7 +13,7 @@ import pytest
 
 from support import chats
 from support.holding import ENGINE_START, STEPS, Held
-from support.serving import child_of, command_of, mock, replayed, serving
+from support.serving import child_of, children_of, command_of, mock, replayed, serving
 from support.storms import NAME, PAIR, nothing_is_left, of_the_mock, of_the_pair, storm
 from support.waiting import WAIT_S, until
 from treetop import LLM, AsyncLLM, SamplingParams
@@ -55,6 +55,27 @@ def test_the_pair_goes_on_in_another_engine_as_it_would_have():
         )
         assert outcomes == {"result": 18}
         assert server.metric("treetop:num_engine_restarts") == 1
+
+
+def test_a_spare_takes_the_place_of_an_engine_that_dies():
+    """It becomes the engine, requests go on with it, and another spare waits; none is left at the end."""
+    with mock(2, "1-4", *chats.FLAGS, "--spare-engine") as server:
+
+        def processes():
+            return sorted(children_of(server.process.pid, "engine_process"))
+
+        until(lambda: len(processes()) == 2)
+        (spare,) = (pid for pid in processes() if "--spare" in command_of(pid))
+        (engine,) = (pid for pid in processes() if pid != spare)
+        outcomes = asyncio.run(storm(server, of_the_mock(), 6, 3, during=lambda: os.kill(engine, signal.SIGKILL)))
+        assert outcomes.keys() <= {"result", "left"}, outcomes
+        until(lambda: server.get("/health").status_code == 200)
+        until(lambda: server.metric("treetop:num_engine_restarts") == 1)
+        until(lambda: len(processes()) == 2)
+        assert spare in processes(), "it is the engine"
+        last = processes()
+        nothing_is_left(server)
+    until(lambda: not any(map(command_of, last)))
 
 
 def test_health_while_an_engine_is_started_again_and_after_the_last_restart(tmp_path):

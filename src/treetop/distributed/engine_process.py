@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -44,7 +45,7 @@ from treetop.core.wire import (
 from treetop.disaggregation.connector import Connector, open_connector
 from treetop.disaggregation.nixl import NixlTransport
 from treetop.distributed.log_lines import log_to_stderr
-from treetop.distributed.process import EXIT_REPORTED, EXIT_USER_ERROR, Failed, begin, report_failure
+from treetop.distributed.process import EXIT_REPORTED, EXIT_USER_ERROR, SPARE, Failed, begin, report_failure
 from treetop.types.changes import Change, Commit, LoadLora, UnloadLora, UpdateWeights
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, EngineError, UserError
@@ -368,6 +369,8 @@ def take_share(options: ProcessOptions) -> None:
 
 
 def main() -> int:
+    if SPARE in sys.argv[1:]:
+        import_module("treetop.distributed.open")  # which loads PyTorch
     options, parent = begin(ProcessOptions, lambda said: said.folder)
     options = with_noted_changes(options)
     who = f"rank {options.rank}: " if options.config.ep_size > 1 else ""

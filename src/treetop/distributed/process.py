@@ -71,7 +71,10 @@ def begin(kind: type[Options], folder: Callable[[Options], str | None]) -> tuple
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     stdin = io.FileIO(0, closefd=False)  # without a buffer, whose lock the thread would hold at the end
-    options = msgspec.json.decode(stdin.readline(), type=kind)
+    line = stdin.readline()
+    if not line:  # a spare that nobody needed
+        sys.exit(0)
+    options = msgspec.json.decode(line, type=kind)
     watch = threading.Thread(target=_end_with_parent, args=(stdin, folder(options)), name="treetop-parent", daemon=True)
     watch.start()
     return options, watch
@@ -101,15 +104,54 @@ def report_failure(why: Failed) -> None:
 
 
 def start_process(module: str, options: msgspec.Struct, arguments: Sequence[str] = (), **given: Any) -> "Popen[bytes]":
-    """Run a module in a process which ends with this one, and tell it its options.
+    """Run a module in a process which ends with this one, and tell it its options."""
+    process = open_process(module, arguments, **given)
+    send_line(process, options)
+    return process
+
+
+def open_process(module: str, arguments: Sequence[str] = (), **given: Any) -> "Popen[bytes]":
+    """A process that waits for its options.
 
     Its threads that wait leave the cores to others, unless OMP_WAIT_POLICY says otherwise.
     """
     given["env"] = {"OMP_WAIT_POLICY": "PASSIVE", **given.get("env", os.environ)}
     command = [sys.executable, "-P", "-m", module, *arguments]
-    process = Popen(command, stdin=PIPE, stdout=PIPE, start_new_session=True, **given)
-    send_line(process, options)
-    return process
+    return Popen(command, stdin=PIPE, stdout=PIPE, start_new_session=True, **given)
+
+
+SPARE = "--spare"
+"""Argument of a process that is to import all that it may need before it waits for its options."""
+
+
+class SpareProcesses:
+    """Processes of a module that wait for their options: what takes the place of one that died starts sooner."""
+
+    def __init__(self, module: str) -> None:
+        self._module, self._waiting = module, list["Popen[bytes]"]()
+        self.close = weakref.finalize(self, SpareProcesses._close, self._waiting)
+        """End all; any number of times."""
+
+    def keep(self, count: int) -> None:
+        """So many wait from now on."""
+        self._waiting[:] = [process for process in self._waiting if process.poll() is None]
+        while len(self._waiting) < count:
+            self._waiting.append(open_process(self._module, [SPARE]))
+
+    def take(self) -> "Popen[bytes] | None":
+        """One that waits; None if none does."""
+        while self._waiting:
+            process = self._waiting.pop(0)
+            if process.poll() is None:
+                return process
+        return None
+
+    @staticmethod
+    def _close(waiting: "list[Popen[bytes]]") -> None:
+        while waiting:
+            process = waiting.pop()
+            process.kill()
+            process.communicate()
 
 
 def send_line(process: "Popen[bytes]", what: msgspec.Struct) -> None:
@@ -177,9 +219,21 @@ class ProcessGroup:
         self.close = weakref.finalize(self, ProcessGroup._close, self._children, self._over, self.folder)
         """End all processes, remove all files; any number of times."""
 
-    def start(self, name: str, module: str, options: msgspec.Struct, prefix: str = "", **given: Any) -> None:
-        """name, prefix: `rank 1`, and what comes before its own words."""
-        process = start_process(module, options, **given)
+    def start(
+        self,
+        name: str,
+        module: str,
+        options: msgspec.Struct,
+        prefix: str = "",
+        spare: "Popen[bytes] | None" = None,
+        **given: Any,
+    ) -> None:
+        """name, prefix: `rank 1`, and what comes before its own words. spare: that waits for its options."""
+        if spare is None:
+            process = start_process(module, options, **given)
+        else:
+            process = spare
+            send_line(process, options)
         me = weakref.ref(self)
 
         def on_line(line: bytes) -> None:

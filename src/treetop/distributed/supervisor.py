@@ -21,7 +21,7 @@ import msgspec
 from treetop.core.wire import ProcessOptions
 from treetop.disaggregation.registry import withdraw
 from treetop.distributed.client import EngineProcessClient
-from treetop.distributed.process import Failed, ProcessGroup, as_error
+from treetop.distributed.process import Failed, ProcessGroup, SpareProcesses, as_error
 from treetop.distributed.remote_engine import WATCHDOG_S
 from treetop.types.config import EngineConfig
 from treetop.types.errors import EngineError, UserError
@@ -30,6 +30,8 @@ WINDOW_S = 3600.0
 """Restarts are counted that lie no longer back."""
 TURN_S = 30.0
 """Seconds after which the next front end is given an engine beside one that has not answered, such as a stopped one."""
+
+_MODULE = "treetop.distributed.engine_process"
 
 log = logging.getLogger("treetop.distributed")
 
@@ -85,14 +87,17 @@ class EngineSupervisor:
         restarts: int,
         watchdog: Watchdog = WATCHDOG,
         core: EngineProcessClient | None = None,
+        spare: bool = False,
     ) -> None:
         """process: what each engine process is told, but for address and rank. restarts: how often within an hour an
         engine that has died is started again. core: of all replicas, whoever starts them; None for one of this alone.
+        spare: whether processes wait to be the next engine.
         """
         weights = Path(tempfile.gettempdir()) / f"treetop-weights-{uuid4().hex}.json"
         weakref.finalize(self, Path.unlink, weights, missing_ok=True)
         self._options, self._watchdog = msgspec.structs.replace(process, noted=str(weights)), watchdog
         self._restarts = RestartLimit(restarts)
+        self._spares = SpareProcesses(_MODULE) if spare and restarts else None
         self._others: list[FrontEnd] = []
         self._group: ProcessGroup | None = None
         self.core = core or EngineProcessClient(watchdog_s=watchdog.timeout_s)
@@ -113,7 +118,7 @@ class EngineSupervisor:
             level = max(level, logging.WARNING) if rank else level
             options = msgspec.structs.replace(self._options, address=address, rank=rank, log_level=level)
             name, prefix = (f"rank {rank}", f"rank {rank}: ") if size > 1 else ("the engine process", "")
-            self._group.start(name, "treetop.distributed.engine_process", options, prefix)
+            self._group.start(name, _MODULE, options, prefix, None if self._spares is None else self._spares.take())
 
     async def meet(self) -> None:
         """Wait until the engine is up. Raises UserError and EngineError for what it says."""
@@ -141,6 +146,8 @@ class EngineSupervisor:
         except Exception as error:  # a bug: nobody may wait for ever
             log.exception("the engine is not watched any more")
             reason = f"the engine is not watched any more: {type(error).__name__}"
+        if self._spares is not None:
+            self._spares.close()
         for front in self._fronts:
             front.fail(reason)
         return reason
@@ -154,6 +161,8 @@ class EngineSupervisor:
                 await self._while_it_lives(_resume(self._fronts, self.addresses))
                 if lost_s is not None:
                     log.warning("the engine is up again, after %.1f s", time.monotonic() - lost_s)
+                if self._spares is not None:
+                    self._spares.keep(self._options.config.ep_size)
                 if up is not None and not up.done():
                     up.set_result(None)
                 why = await self._ended()
@@ -196,6 +205,8 @@ class EngineSupervisor:
 
     def kill(self) -> None:
         """Do not wait for what it is doing: it may be loading for minutes yet."""
+        if self._spares is not None:
+            self._spares.close()
         if self._group is not None:
             self._group.end(Failed("shut down"))
 

@@ -96,7 +96,7 @@ async def started_engines(
         core, engines = EngineProcessClient(0, watchdog.timeout_s, options.dp_size), list[EngineSupervisor]()
         for replica in range(options.dp_size):
             own = msgspec.structs.replace(process, replica=replica, num_replicas=options.dp_size)
-            engines.append(EngineSupervisor(own, options.engine_restarts, watchdog, core))
+            engines.append(EngineSupervisor(own, options.engine_restarts, watchdog, core, options.spare_engine))
             stack.push_async_callback(engines[-1].close)
         stack.callback(core.close)
         started = asyncio.ensure_future(start(engines, process.config.model, options))
