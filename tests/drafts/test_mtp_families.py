@@ -107,6 +107,7 @@ class DenseFamilyMtp(DenseMtp):
     model: object = None
     window: int | None = None
     zeroed: bool = True
+    layers: int = 1
 
     def run(self, tokens, hidden):
         d, (embedding, state, projection, _) = self.dense, self.names
@@ -116,15 +117,17 @@ class DenseFamilyMtp(DenseMtp):
         both = [d.norm(embedded, f"{embedding}.weight"), d.norm(hidden, f"{state}.weight")]
         x = d.linear(torch.cat(both, -1), projection)
         n, body = len(tokens), getattr(self.model, "language_model", None) or self.model.model
-        rotate = body.rotary_emb if self.window is None else partial(body.rotary_emb, layer_type="sliding_attention")
+        rotate = getattr(body, "rotary_emb", lambda x, positions: None)
+        rotate = rotate if self.window is None else partial(rotate, layer_type="sliding_attention")
         hide = torch.ones(n, n, dtype=torch.bool).triu(1)
         if self.window is not None:
             hide |= torch.ones(n, n, dtype=torch.bool).tril(-self.window)
         mask = torch.zeros(n, n, dtype=torch.float64).masked_fill(hide, float("-inf"))[None, None]
         angles = rotate(x[None], torch.arange(n)[None])
         with torch.no_grad():
-            x = body.layers[-1](x[None], attention_mask=mask, position_embeddings=angles)
-            x = (x[0] if isinstance(x, tuple) else x)[0]  # beside what an indexer chose
+            for layer in body.layers[-self.layers :]:
+                x = layer(x[None], attention_mask=mask, position_embeddings=angles)
+                x = (x[0] if isinstance(x, tuple) else x)[0]  # beside what an indexer chose
         return self.normed(x) if self.normed_state else x
 
     def normed(self, x):
@@ -254,6 +257,63 @@ def test_tokens_with_steps_layer_are_those_of_plain_decoding(step):
     plain = tokens(build(pair, None, page_size=4).generate(prompts, params))
     for shape in ((1, 3, 4), (3, 3, 9)):
         assert tokens(build(pair, shape, page_size=4, graphs="sim", check_level=3).generate(prompts, params)) == plain
+
+
+@pytest.fixture(scope="module")
+def nemotron(tmp_path_factory):
+    """A folder of Nemotron-H with MTP layers, and one of eight layers whose last two are those."""
+    folder, tiny = tmp_path_factory.mktemp("nemotron"), FAMILIES["nemotron h"]
+    whole = type(tiny)(tiny.name, {**tiny.config, "hybrid_override_pattern": "ME*-ME*E", "vocab_size": 211}).save(
+        folder / "whole", seed=9
+    )
+    stored, generator = load_file(whole.theirs / "model.safetensors"), torch.Generator().manual_seed(2)
+    tensors = {}
+    for name, tensor in stored.items():
+        for old, new in (("backbone.layers.6.", "mtp.layers.0."), ("backbone.layers.7.", "mtp.layers.1.")):
+            if name.startswith(old):
+                tensors |= {name: None, new + name.removeprefix(old): tensor}
+    for name in NEMOTRON:
+        shape = (32, 64) if "proj" in name else (32,)
+        tensors[f"{name}.weight"] = torch.randn(shape, generator=generator) * 0.12 + ("proj" not in name)
+    kinds = json.loads((whole.theirs / "config.json").read_text())["layers_block_type"][:6]
+    said = {"layers_block_type": kinds, "num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}
+    return copy_folder(whole.theirs, folder / "both", tensors=tensors, num_hidden_layers=6, **said), whole.theirs
+
+
+NEMOTRON = (*(f"mtp.layers.0.{name}" for name in ("enorm", "hnorm", "eh_proj")), "mtp.layers.1.final_layernorm")
+
+
+def test_nemotrons_two_layers_draft_what_they_must(nemotron):
+    """Attention and experts behind a norm each; the state that goes on is the normed one."""
+    both, whole = nemotron
+    assert find_draft(both).layout == "Nemotron"
+    config = json.loads((both / "config.json").read_text())
+    config["rms_norm_eps"] = config["layer_norm_epsilon"]
+    how = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float64, **how).eval()
+    target = DenseTarget(both, **how)
+    reference = DenseFamilyMtp(
+        *(dense_of(both, config), target.embedding, target.lm_head, torch.zeros(211, dtype=torch.long), ""),
+        *(NEMOTRON, False, True),
+        model=model,
+        zeroed=False,
+        layers=2,
+    )
+    assert_drafts(Pair(both, both), target, reference, (AFTER_NORM,))
+
+
+def test_tokens_with_nemotrons_layers_are_those_of_plain_decoding(nemotron, tmp_path):
+    """And what they are not is refused: another pattern, a tensor that nobody reads."""
+    both, _ = nemotron
+    pair = Pair(both, both)
+    prompts, params = pair.prompts([25, 5]), [greedy(20), sampled(1, 20)]
+    plain = tokens(build(pair, None, page_size=4).generate(prompts, params))
+    for shape in ((1, 3, 4), (3, 3, 9)):
+        assert tokens(build(pair, shape, page_size=4, graphs="sim", check_level=3).generate(prompts, params)) == plain
+    other = copy_folder(both, tmp_path / "other", mtp_hybrid_override_pattern="M*E")
+    refused(CheckpointError, lambda: build(Pair(other, other), (3, 3, 9)), "mtp_hybrid_override_pattern")
+    more = copy_folder(both, tmp_path / "more", tensors={"mtp.layers.1.mixer.gate.bias": torch.zeros(6)})
+    refused(CheckpointError, lambda: build(Pair(more, more), (3, 3, 9)), "mtp.layers.1.mixer.gate.bias")
 
 
 def test_a_layer_in_a_folder_of_images_is_found(tmp_path):

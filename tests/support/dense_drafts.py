@@ -33,7 +33,8 @@ class DenseTarget:
         for index, layer in enumerate(body.layers):
             layer.register_forward_pre_hook(lambda _, args, index=index: self._keep(index, args[0]))
             layer.register_forward_hook(lambda _, args, out, index=index: self._keep(index + 1, out))
-        body.norm.register_forward_hook(lambda _, args, out: self._keep(AFTER_NORM, out))
+        norm = body.norm_f if hasattr(body, "norm_f") else body.norm
+        norm.register_forward_hook(lambda _, args, out: self._keep(AFTER_NORM, out))
 
     def _keep(self, index, value) -> None:
         self._seen[index] = value[0] if isinstance(value, tuple) else value

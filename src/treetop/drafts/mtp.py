@@ -10,7 +10,8 @@ do MiMo-V2 (vllm `mimo_v2_mtp.py`) and Hy3 (`hy_v3_mtp.py`); ERNIE has no norm t
 `ernie4_eagle.py`). Step's, a dense layer with a window, reads the target's state before its final norm and chains its
 own before the norm (sglang `step3p5_mtp.py`). All of these but MiMo-V2's and Step's zero the embedding at position 0.
 Qwen3-Next's and 3.5's has the attention of their full layers,
-chains the normed state and zeroes nothing (vllm `qwen3_next_mtp.py`, `qwen3_5_mtp.py`).
+chains the normed state and zeroes nothing (vllm `qwen3_next_mtp.py`, `qwen3_5_mtp.py`). So does Nemotron 3's, which is
+stored as two layers with a norm each, attention and experts (vllm `nemotron_h_mtp.py`).
 Where the target's attention is sparse, so is the layer's, by an indexer of its own at every level; it is dense where
 none is stored.
 """
@@ -28,12 +29,22 @@ from treetop.attention.layer import Attend
 from treetop.checkpoints.checkpoint import tensor_files
 from treetop.checkpoints.loader import Placement, check_weights, load_weights
 from treetop.checkpoints.params import STREAMED, Param, in_formats, matrix, stored_tensors
+from treetop.checkpoints.values import require_value
 from treetop.drafts.head_files import no_offset
 from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Nodes, Proposal, Streamed
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
 from treetop.kernels.tree.calibration import Heat
-from treetop.models.config import AttentionSpec, DenseSpec, LayerSpec, ModelConfig, NormNames, read_config, with_indexer
+from treetop.models.config import (
+    AbsentSpec,
+    AttentionSpec,
+    DenseSpec,
+    LayerSpec,
+    ModelConfig,
+    NormNames,
+    read_config,
+    with_indexer,
+)
 from treetop.models.decoder import DecoderLayer, decoder_params
 from treetop.models.embedding import whole_table
 from treetop.models.experts import live_rows
@@ -88,6 +99,12 @@ def _attending(target: ModelConfig) -> LayerSpec | None:
     return replace(target.layers[-1], mixer=[*target.attention.values()][-1], feed_forward=forward)
 
 
+def _attention_and_experts(target: ModelConfig) -> LayerSpec | None:
+    """What the target has as two layers."""
+    layer = _attending(target)
+    return None if layer is None or layer.experts is None else replace(layer, norms=NormNames())
+
+
 @dataclass(frozen=True, slots=True)
 class MtpNames:
     """How a family calls an MTP layer's own tensors, and what differs.
@@ -101,6 +118,8 @@ class MtpNames:
     zeroed: the embedding at position 0 counts as zero.
     follows: the layers are numbered on from the target's.
     before_norm: it reads the target's state before the final norm.
+    renamed: parts of the decoder layer's names, and what they are stored as.
+    pattern: keys of a config and what they may say of the layer's halves.
     kind: which of the target's layers it is like.
     """
 
@@ -116,6 +135,8 @@ class MtpNames:
     zeroed: bool = True
     follows: bool = False
     before_norm: bool = False
+    renamed: tuple[tuple[str, str], ...] = ()
+    pattern: tuple[tuple[str, tuple[Any, ...]], ...] = ()
     kind: Callable[[ModelConfig], LayerSpec | None] = _last
 
     def of(self, name: str, root: str, number: int) -> str:
@@ -173,8 +194,27 @@ QWEN = MtpNames(
     zeroed=False,
     kind=_attending,
 )
+NEMOTRON = MtpNames(
+    *("mtp.layers.{n}", "mtp.layers.{n}.enorm", "mtp.layers.{n}.hnorm", "mtp.layers.{n}.eh_proj"),
+    "mtp.layers.1.final_layernorm",
+    shown_by="mtp.layers.{n}.eh_proj",
+    normed_state=True,
+    zeroed=False,
+    renamed=(
+        ("mtp.layers.0.self_attn.", "mtp.layers.0.mixer."),
+        ("mtp.layers.0.mlp.", "mtp.layers.1.mixer."),
+        ("mtp.layers.0.input_layernorm.", "mtp.layers.0.norm."),
+        ("mtp.layers.0.post_attention_layernorm.", "mtp.layers.1.norm."),
+    ),
+    pattern=(
+        ("mtp_hybrid_override_pattern", ("*E",)),
+        ("mtp_layers_block_type", (["attention", "moe"], ["full_attention", "moe"])),
+    ),
+    kind=_attention_and_experts,
+)
 _STORED = {
     "Qwen": QWEN,
+    "Nemotron": NEMOTRON,
     "Hy3": HY3,
     "Step": STEP,
     "GLM and DeepSeek": GLM,
@@ -269,7 +309,11 @@ class MtpSpec:
                 if tensor is not None
             ),
             matrix("projection", Source(f"{self._stored(names.projection)}.weight", (hidden, 2 * hidden), swap)),
-            *(_moved(each, self.prefix) for each in decoder_params(self.decoder) if each.name.startswith("layers.0.")),
+            *(
+                _moved(each, self.prefix, names.renamed)
+                for each in decoder_params(self.decoder)
+                if each.name.startswith("layers.0.")
+            ),
         ]
         return in_formats(params, self.decoder.formats)
 
@@ -296,8 +340,14 @@ class MtpSpec:
     def _ignored(self) -> set[str]:
         copies, own = {f"{self._stored(name)}.weight" for name in self.names.copies}, stored_tensors(self.params)
         return copies | {
-            name for name in tensor_files(self.folder) if name not in own and not name.startswith(self.prefix + ".")
+            name for name in tensor_files(self.folder) if name not in own and not name.startswith(self._prefixes)
         }
+
+    @property
+    def _prefixes(self) -> tuple[str, ...]:
+        """Of names of which all must be read."""
+        stored = {".".join(new.split(".")[:3]) for _, new in self.names.renamed}
+        return tuple(f"{each}." for each in sorted({self.prefix, *stored}))
 
     def _stored(self, name: str) -> str:
         return self.names.of(name, self.root, self.number)
@@ -371,6 +421,10 @@ def mtp_spec(folder: Path, target: ModelConfig, dummy: bool, recurrence: Recurre
         raise CheckpointError(
             f"{folder}: the MTP layer {found_at} does not follow the target's {count} layers: it would be {would_be}"
         )
+    said = {} if dummy else read_config(folder)
+    for key, known in names.pattern:
+        if said.get(key) is not None and said[key] not in known:
+            require_value(said, key, known[0], folder / "config.json")
     layer = names.kind(target)
     if layer is None or layer.attention.reads_layer is not None or layer.scaled or target.layer_inputs is not None:
         raise CheckpointError(f"{folder}: an MTP layer in {found.layout}'s names is not supported with this target")
@@ -379,8 +433,10 @@ def mtp_spec(folder: Path, target: ModelConfig, dummy: bool, recurrence: Recurre
         own = replace(layer.attention.index, shares=None) if dummy or indexer in tensor_files(folder) else None
         layer = replace(layer, mixer=with_indexer(layer.attention, own))
     formats = read_formats(read_config(folder), folder / "config.json")
+    if names in (QWEN, NEMOTRON):
+        formats = _plain_as_stored(formats, tensors)
     if names is QWEN:
-        layer, formats = _as_stored(layer, tensors), _plain_as_stored(formats, tensors)
+        layer = _as_stored(layer, tensors)
     decoder = replace(target, layers=(layer,), formats=formats)
     normed = names.normed_state if recurrence == "auto" else recurrence == "after-norm"
     reads = (count if names.before_norm else LAST_HIDDEN,)
@@ -388,9 +444,11 @@ def mtp_spec(folder: Path, target: ModelConfig, dummy: bool, recurrence: Recurre
 
 
 def _dummy(target: ModelConfig) -> FoundMtp:
-    return (
-        FoundMtp("Qwen", QWEN, "", (0,)) if target.recurrent else FoundMtp("GLM", GLM, "model.", (len(target.layers),))
-    )
+    if any(isinstance(layer.mixer, AbsentSpec) for layer in target.layers):
+        return FoundMtp("Nemotron", NEMOTRON, "", (0,))
+    if target.recurrent:
+        return FoundMtp("Qwen", QWEN, "", (0,))
+    return FoundMtp("GLM", GLM, "model.", (len(target.layers),))
 
 
 def _as_stored(layer: LayerSpec, tensors: Collection[str]) -> LayerSpec:
@@ -415,7 +473,13 @@ def _swapped_halves(weight: Tensor) -> Tensor:
     return torch.cat(weight.chunk(2, dim=1)[::-1], dim=1)
 
 
-def _moved(param: Param, prefix: str) -> Param:
-    """A parameter of a model's first layer, stored under another prefix."""
-    sources = (replace(each, name=prefix + each.name.removeprefix("model.layers.0")) for each in param.sources)
-    return replace(param, sources=tuple(sources))
+def _moved(param: Param, prefix: str, renamed: tuple[tuple[str, str], ...] = ()) -> Param:
+    """A parameter of a model's first layer, stored under another prefix, and perhaps otherwise from there on."""
+
+    def stored(name: str) -> str:
+        name = prefix + name.removeprefix("model.layers.0")
+        for old, new in renamed:
+            name = name.replace(old, new)
+        return name
+
+    return replace(param, sources=tuple(replace(each, name=stored(each.name)) for each in param.sources))

@@ -190,6 +190,7 @@ FAMILIES: dict[str, Family] = {
         "layers of Mamba-2, attention, feed-forward or experts alone: Nemotron-H, Nano 2, Nemotron 3",
         nemotron_h.params,
         nemotron_h.unused,
+        mtp=True,
         keys=mamba.KEYS,
     ),
     "KimiLinearForCausalLM": Family(
