@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.kernels.attention.indexer import IndexQuery
@@ -102,6 +103,56 @@ LINEAR_FAULTS = by_name(
     ),
 )
 
+
+def _in_16_bits(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def slopes(*call: Any) -> Tensor:
+        exact = real(*call)
+        return exact.bfloat16().to(exact.dtype)
+
+    return slopes
+
+
+def _other_order(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The gate behind the norm, where it stands before it."""
+
+    def gated(self: Any, y: Tensor, z: Tensor) -> Tensor:
+        normed: Tensor = self._normed(y) * F.silu(z)
+        return normed
+
+    return gated
+
+
+MIXER_FAULTS = by_name(
+    Fault(
+        "minimax-slopes-in-16-bits",
+        "slopes of lightning attention are rounded to bfloat16",
+        (Patch("treetop.models.mixers.lightning:slopes", _in_16_bits),),
+        _GUARD,
+        None,
+    ),
+    Fault(
+        "minimax-whole-stream",
+        "what has entered a norm goes on, and not what has left it",
+        (Patch("treetop.models.decoder:_kept", lambda real: lambda x, normed, keep: x),),
+        _GUARD,
+        None,
+    ),
+    Fault(
+        "bamba-norm-first",
+        "Mamba-2's gate stands behind the norm",
+        (Patch("treetop.models.mixers.mamba2:Mamba2._gated", _other_order),),
+        _GUARD,
+        None,
+    ),
+    Fault(
+        "olmo-hybrid-beta-up-to-1",
+        "a delta rule that may be up to 2 is up to 1",
+        (Patch("treetop.kernels.recurrent.states:StateInputs.with_beta", lambda real: lambda self, factor: self),),
+        _GUARD,
+        None,
+    ),
+)
+"""Of layers with recurrences of other kinds; a name begins with its family."""
 
 _NARROWED = "treetop.attention.layer:ChosenKeys.narrowed"
 

@@ -12,6 +12,7 @@ from treetop.attention.recurrent import ChunkRecurrence, NodeRecurrence
 from treetop.cache.kv_cache_manager import KVCacheManager, Lease
 from treetop.engine.features.states import RowStates
 from treetop.engine.model_runner import ModelRunner
+from treetop.kernels.recurrent.decay import NEVER
 from treetop.kernels.tree.commit import Paths
 from treetop.types.messages import Chunk
 from treetop_debug.faults import Fault, by_name
@@ -59,6 +60,24 @@ def _nothing_pending(real: Keep) -> Keep:
 
 def _twice(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda m, pending, count: real(real(m, pending, count), pending, count)
+
+
+def _by_head(real: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    def with_channels(g: Tensor, k: Tensor) -> Tensor:
+        each = real(g, k)
+        return each.mean(dim=-1, keepdim=True).expand_as(each)
+
+    return with_channels
+
+
+def _quotients(real: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    def path_decays(g: Tensor, parents: Tensor) -> Tensor:
+        logs = real(g, parents)
+        since_root = logs[:, :, :1].exp()
+        quotients = (since_root * (1 / since_root.transpose(1, 2))).log()
+        return torch.cat([logs[:, :, :1], torch.where(logs[:, :, 1:] > NEVER, quotients, NEVER)], dim=2)
+
+    return path_decays
 
 
 def _of_a_chain(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -168,6 +187,24 @@ RECURRENT_FAULTS = by_name(
         None,
     ),
 )
+
+CHANNEL_FAULTS = by_name(
+    Fault(
+        "state-decay-by-head",
+        "all channels of a key decay alike, by their mean",
+        tuple(Patch(f"treetop.kernels.recurrent.{each}:with_channels", _by_head) for each in ("verify", "prefill")),
+        _GUARD,
+        None,
+    ),
+    Fault(
+        "decay-by-quotient",
+        "decays between two nodes are quotients of powers, which float32 has not got",
+        (Patch("treetop.kernels.recurrent.verify:path_decays", _quotients),),
+        "outputs near those of float64",
+        None,
+    ),
+)
+"""Of Kimi delta attention alone."""
 
 CHECKPOINT_FAULTS = by_name(
     Fault(

@@ -33,6 +33,7 @@ from treetop.kernels.recurrent.verify import verify_states_reference
 from treetop.kernels.table import Ops
 from treetop.kernels.tree.commit import Paths
 from treetop.kernels.triton_guard import gpu_traits
+from treetop_debug.recurrent_faults import CHANNEL_FAULTS
 
 NUM_ROWS, WIDTH = 6, 4
 ROWS = torch.tensor([3, 0, 5, 1, 5])
@@ -93,6 +94,16 @@ def test_float32_is_as_near_as_node_by_node(kind):
         wide = type(inputs)(*(None if each is None else each.double() for each in fields(inputs)))
         expected, _ = by_node(before[item].double(), wide, parents[item], item)
         assert float((out[item] - expected).abs().max() / expected.abs().max()) < 2e-6
+
+
+def test_quotients_of_powers_are_not_near():
+    """Of decays by channel, strong ones: the fault is seen by what the test above looks at."""
+    group = KINDS["delta by channel"]
+    with CHANNEL_FAULTS["decay-by-quotient"].active():
+        out, _, _, inputs, parents, before = verified(group, 32, torch.float32, seed=1, strong=True)
+    wide = type(inputs)(*(each.double() for each in fields(inputs)))
+    expected = torch.stack([by_node(before[i].double(), wide, parents[i], i)[0] for i in range(len(ROWS))])
+    assert not float((out - expected).abs().max() / expected.abs().max()) < 2e-6
 
 
 def fields(inputs):

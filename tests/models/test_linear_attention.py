@@ -17,7 +17,7 @@ from treetop.engine.startup.exactness import why_not_model
 from treetop.models.config import LinearSpec
 from treetop.models.registry import target_spec
 from treetop.types.errors import CheckpointError, ConfigError
-from treetop_debug.model_faults import LINEAR_FAULTS
+from treetop_debug.model_faults import LINEAR_FAULTS, MIXER_FAULTS
 
 OTHERS = ("lfm2", "bamba", "granite 4 hybrid", "falcon h1", "nemotron h", "kimi linear", "minimax", "olmo hybrid")
 """Recurrent layers of other kinds."""
@@ -204,3 +204,14 @@ def test_a_fault_of_a_layer_shows_in_logits(saved, name):
     with LINEAR_FAULTS[name].active():
         wrong, _ = our_logits(folder, prompt, 512)
     assert float((wrong - right).abs().max() / right.abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("name", MIXER_FAULTS)
+def test_a_fault_of_another_kind_of_layer_shows_in_logits(saved, name):
+    """As above: beyond what equality with `transformers` allows, by far."""
+    family = next(each for each in OTHERS if name.startswith(each.replace(" ", "-")))
+    folder, prompt = saved(family).pair.target, saved(family).pair.prompts([20], seed=2)[0]
+    right, _ = our_logits(folder, prompt, 512)
+    with MIXER_FAULTS[name].active():
+        wrong, _ = our_logits(folder, prompt, 512)
+    assert float((wrong - right).abs().max() / right.abs().max()) > 1e-6

@@ -7,6 +7,7 @@ import pytest
 
 from support.drain import Crossover, staggered
 from support.engines import accept_lens, build, greedy, sampled, steps, submit, tokens
+from support.families import FAMILIES
 from support.recurrent_models import check_dummy, check_snapshot, known_family, save_pair, snapshot, states_of
 from support.refusing import refused
 from treetop import LLM
@@ -15,7 +16,7 @@ from treetop.tools.inspect import inspect
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 from treetop_debug.ranks import ranks_on_threads
-from treetop_debug.recurrent_faults import RECURRENT_FAULTS
+from treetop_debug.recurrent_faults import CHANNEL_FAULTS, RECURRENT_FAULTS
 
 OPTIONS = {"context_length": 96, "max_running_requests": 4, "page_size": 4, "chunked_prefill_size": 16}
 
@@ -305,6 +306,62 @@ def test_states_tell_of_each_past_bug(pair, prompts, name):
     order = prompts[::-1]  # long prompts leave their rows to short ones
     with RECURRENT_FAULTS[name].active(), pytest.raises(AssertionError, match=r"state|convolution|pending"):
         run(built(pair), order, greedy(12))
+
+
+FEW = {"max_total_tokens": 72, "context_length": 48, "check_level": 2, "state_checkpoint_every": 8}
+OFTEN = ("lfm2", "nemotron h", "kimi linear")
+KINDS = ("lfm2", "bamba", "granite 4 hybrid", "falcon h1", "nemotron h", "kimi linear", "minimax", "olmo hybrid")
+"""Families with recurrences of every kind."""
+WITHOUT = {
+    "lfm2": ("state-of-the-round-before", "state-twice"),
+    "minimax": ("state-conv-stands", "state-window-by-column"),
+}
+"""Faults of what a kind has not got: a convolution alone has no state, lightning attention no convolution."""
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory):
+    """Name -> a family's target with a random head, made when it is asked for."""
+    made = {}
+
+    def of(name):
+        if name not in made:
+            made[name] = FAMILIES[name].save(tmp_path_factory.mktemp("kind"), seed=5).pair
+        return made[name]
+
+    return of
+
+
+@pytest.mark.parametrize("name", [each if each in OFTEN else slow(each) for each in KINDS])
+def test_random_schedules_of_every_kind_leave_the_states_of_the_tokens(families, name):
+    """As above, of families as they are published: states and convolutions, or convolutions alone."""
+    watched = play(families(name), range(3), shape=(2, 3, 6), **FEW)
+    assert watched.checked > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("graphs", ["off", "sim"])
+@pytest.mark.parametrize("name", KINDS)
+def test_many_random_schedules_of_every_kind(families, name, graphs):
+    assert play(families(name), range(2000, 2300), shape=(2, 3, 6), graphs=graphs, **FEW).hits > 50
+
+
+def test_decays_by_head_are_not_those_by_channel(families):
+    pair = families("kimi linear")
+    with CHANNEL_FAULTS["state-decay-by-head"].active(), pytest.raises(AssertionError, match=r"state|pending"):
+        run(built(pair), pair.prompts([17, 6], seed=2), greedy(6))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", RECURRENT_FAULTS)
+@pytest.mark.parametrize("name", KINDS)
+def test_states_of_every_kind_tell_of_each_past_bug(families, name, fault):
+    """But where a kind has not what the fault is in: a convolution alone has no state, lightning no convolution."""
+    if fault in WITHOUT.get(name, ()):
+        pytest.skip("this kind keeps nothing that the fault changes")
+    pair = families(name)
+    with RECURRENT_FAULTS[fault].active(), pytest.raises(AssertionError, match=r"state|convolution|pending"):
+        run(built(pair), pair.prompts([40, 33, 17, 16, 6, 2, 1], seed=2), greedy(12))
 
 
 @pytest.mark.slow
