@@ -64,6 +64,10 @@ class PageAllocator:
             raise OwnershipError(f"{self.group}: a new order must hold the free pages, each once")
         self._free = dict.fromkeys(arranged)
 
+    def owned(self) -> list[PageId]:
+        """Pages that somebody owns, in their order."""
+        return [PageId(page) for page, owner in enumerate(self._owner) if owner != FREE and page != NULL_PAGE]
+
     def owned_by(self, owner: Owner) -> list[PageId]:
         return [PageId(page) for page in range(1, len(self._owner)) if self._owner[page] == owner]
 
@@ -74,11 +78,11 @@ class PageAllocator:
         """Raise OwnershipError unless free + leased + cached == total, each page exactly once."""
         if NULL_PAGE in self._free:
             raise OwnershipError(f"{self.group}: the null page is free")
-        for page in range(1, len(self._owner)):
-            self.check_page(PageId(page))
-        owned = sum(owner != FREE for owner in self._owner[1:])
-        if len(self._free) + owned != self.total:
-            raise OwnershipError(f"{self.group}: {len(self._free)} free + {owned} owned != {self.total} pages")
+        owned = {*self.owned()}
+        if doubtful := {*range(1, len(self._owner))} - (self._free.keys() ^ owned):
+            self.check_page(PageId(min(doubtful)))
+        if len(self._free) + len(owned) != self.total:
+            raise OwnershipError(f"{self.group}: {len(self._free)} free + {len(owned)} owned != {self.total} pages")
         if self._num_cached != len(self.owned_by(CACHE)):
             raise OwnershipError(f"{self.group}: the cache owns {len(self.owned_by(CACHE))}, not {self._num_cached}")
 
