@@ -319,6 +319,7 @@ def is_long(tokens, activation, packed):
 
 
 @on_gpu_or_interpreted
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     ("tokens", "activation", "packed"),
     [

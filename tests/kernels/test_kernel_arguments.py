@@ -112,7 +112,7 @@ def made(pair, **options):
 def answers(llm, pair):
     """Two requests, the second of which is soon alone."""
     try:
-        return tokens(llm.generate(pair.prompts([3, 9]), [greedy(2), greedy(5)]))
+        return tokens(llm.generate(pair.prompts([3, 9]), [greedy(2), greedy(3)]))
     finally:
         llm.close()
 

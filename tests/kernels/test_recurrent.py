@@ -362,6 +362,7 @@ def both_ways(name, *args, after=lambda args, result: result):
 
 
 @on_gpu_or_interpreted
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [1, 17])
 def test_the_kernel_verifies_any_tree(kind, n):

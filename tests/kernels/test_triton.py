@@ -332,6 +332,7 @@ def test_products_of_any_shape_are_ours_or_the_librarys():
 
 
 @interpreted
+@pytest.mark.pairwise
 @pytest.mark.parametrize("in_pages", [False, True])
 @pytest.mark.parametrize("normed", [0, 1, 2, 3])
 @pytest.mark.parametrize("parts", [1, 2])

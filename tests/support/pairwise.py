@@ -10,10 +10,10 @@ import pytest
 
 
 def leave_the_rest(items: Sequence[pytest.Item]) -> None:
-    """Marks slow what `covering` does not choose of each test marked `pairwise`, fixtures with parameters included."""
+    """Marks slow what `covering` does not choose of each test marked `pairwise`, among the cases that are not slow."""
     matrices = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("pairwise"):
+        if item.get_closest_marker("pairwise") and not item.get_closest_marker("slow"):
             matrices[item.nodeid.partition("[")[0]].append(item)
     for cases in matrices.values():
         daily = covering([{name: repr(value) for name, value in case.callspec.params.items()} for case in cases])
