@@ -75,6 +75,7 @@ HARM = {  # fault -> what its harm's description says
     "chunk-tail": "not what the head drafts",
     "limit-before-stop": "wrong tokens",
 }
+OF_EACH_HARM = ("sgl-23037-padding", "sgl-27545", "unaligned-allocation", "sgl-23037-alias", "sgl-26972", "sgl-25015")
 
 
 class Recorded(Provocation):
@@ -135,7 +136,7 @@ def test_a_fault_is_caught_by_the_guard_that_is_named_for_it(provocation, name):
     assert "\n" not in said(trial)
 
 
-@pytest.mark.parametrize("name", few_of([*FAULTS], *range(0, len(FAULTS), 2)))
+@pytest.mark.parametrize("name", few_of([*FAULTS], *range(0, len(FAULTS), 4)))
 def test_a_fault_is_caught_in_rounds_with_the_semantics_of_graphs(provocation, name):
     """The same guard, on replays."""
     found = FAULTS[name]
@@ -145,7 +146,7 @@ def test_a_fault_is_caught_in_rounds_with_the_semantics_of_graphs(provocation, n
     assert isinstance(trial.error, TreetopError)
 
 
-@pytest.mark.parametrize("name", few_of(ABOVE_0, *range(1, len(ABOVE_0), 2)))
+@pytest.mark.parametrize("name", few_of(ABOVE_0, *range(1, len(ABOVE_0), 5)))
 def test_a_fault_is_not_caught_at_the_level_below_its_guard(provocation, name):
     """The guard at that level is what catches it: one level lower, and without the decoder, nothing says those words.
 
@@ -161,7 +162,7 @@ def test_a_fault_is_not_caught_at_the_level_below_its_guard(provocation, name):
         assert found.guard not in said(trial)
 
 
-@pytest.mark.parametrize("name", few_of([*FAULTS], *range(0, len(FAULTS), 2)))
+@pytest.mark.parametrize("name", few_of([*FAULTS], *map([*FAULTS].index, OF_EACH_HARM)))
 def test_a_fault_does_harm_where_no_guard_looks(provocation, name):
     """Wrong tokens, a lower accept length, lost pages, an overwritten result or a crash: no fault is a straw man."""
     harm = provocation.harm(FAULTS[name])

@@ -11,6 +11,7 @@ from support.addresses import addresses
 from support.callers import Caller
 from support.engines import greedy, sampled
 from support.expert_pairs import CHAIN, TREE, build, save_glm5_with_mtp, save_glm_with_mtp, send_to
+from support.grids import few_of
 from support.refusing import refused
 from support.tiny_models import Pair
 from support.waiting import WAIT_S, until
@@ -172,7 +173,8 @@ def test_groups_hand_over_what_one_process_computes(
 
 
 @pytest.mark.parametrize(
-    ("shape", "prefill_ranks", "decode_ranks", "places"), [(TREE, 2, 2, [1] * 6), (CHAIN, 4, 2, [0, 1, 1] * 2)]
+    ("shape", "prefill_ranks", "decode_ranks", "places"),
+    few_of([(TREE, 2, 2, [1] * 6), (CHAIN, 4, 2, [0, 1, 1] * 2)], 0),
 )
 def test_sparse_attention_is_handed_over_with_its_indexers_keys(
     started, tmp_path, shape, prefill_ranks, decode_ranks, places

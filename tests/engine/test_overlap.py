@@ -63,9 +63,9 @@ def one_step_at_a_time(strong_pair):
     [
         (None, 4, 512, 3, False, "sim"),
         (None, 4, 512, 3, True, "off"),
-        (SHAPE, 1, 5, 3, False, "off"),
+        pytest.param(SHAPE, 1, 5, 3, False, "off", marks=pytest.mark.slow),
         (SHAPE, 1, 5, 3, True, "sim"),
-        ((4, 3, 16), 4, 16, 8, False, "sim"),
+        pytest.param((4, 3, 16), 4, 16, 8, False, "sim", marks=pytest.mark.slow),
         ((4, 3, 16), 4, 16, 8, True, "off"),
         (SHAPE, 16, 7, 1, True, "sim"),
     ],
@@ -103,9 +103,9 @@ def unhurried(strong_pair):
 @pytest.mark.parametrize(
     ("shape", "page", "chunk", "level", "radix"),
     [
-        (None, 4, 512, 1, True),
+        pytest.param(None, 4, 512, 1, True, marks=pytest.mark.slow),
         (None, 4, 512, 3, False),
-        (SHAPE, 4, 7, 1, False),
+        pytest.param(SHAPE, 4, 7, 1, False, marks=pytest.mark.slow),
         (SHAPE, 4, 7, 3, True),
         ((4, 3, 12), 1, 16, 1, True),
         ((4, 3, 12), 1, 16, 3, False),

@@ -33,14 +33,11 @@ def serve(pair, shape, **options):
         "laguna",
         "step",
         "mimo v2",
-        "ministral3",
         "ernie moe",
         "glm 5.2",
         "llama 4",
-        "hunyuan moe",
         "qwen3 next",
-        "qwen3.5",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in NEWER),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("ministral3", "hunyuan moe", "qwen3.5", *NEWER)),
         "granite 4 hybrid",
     ],
 )
@@ -54,8 +51,8 @@ def test_ranks_give_what_one_gives(name, tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        *("gemma4 experts", "laguna", "step", "deepseek v2", "mistral4", "llama 4", "qwen3.5 moe"),
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("nemotron h", "lfm2 moe")),
+        *("gemma4 experts", "laguna", "deepseek v2", "llama 4", "qwen3.5 moe"),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("step", "mistral4", "nemotron h", "lfm2 moe")),
     ],
 )
 def test_ranks_that_share_experts_give_what_one_gives(name, tmp_path):

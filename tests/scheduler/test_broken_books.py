@@ -172,7 +172,7 @@ def broken_at(line: int, groups, max_in_flight, radix, seed) -> None:
 SETUPS = [("window", 2, True), ("draft", 1, True), ("full", 2, False), ("window", 1, False), ("full", 2, True)]
 
 
-@pytest.mark.parametrize("share", [16, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("share", [24, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("groups", "max_in_flight", "radix"), SETUPS)
 def test_an_exception_in_any_line_of_the_books_ends_what_runs_and_nothing_else(groups, max_in_flight, radix, share):
     """A line at a time: all that was taken is told of it, and later requests are served by the right pages."""
@@ -202,7 +202,7 @@ def window_pair(tmp_path_factory) -> Pair:
     return Pair(*two_group.write_two_group_pair(tmp_path_factory.mktemp("windows"), 12))
 
 
-@pytest.mark.parametrize("runs", [6, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("runs", [4, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("kind", "overlap"), [("window", True), ("strong", True), ("strong", False)])
 def test_an_engine_whose_books_broke_answers_as_a_fresh_one(request, kind, overlap, runs):
     """The device's page tables are those of the new books, with prefix hits, windows and two steps in flight."""

@@ -54,7 +54,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "batch", "chunk", "graphs"), few_of(CASES, 0, 1, 2, 3, 5, 6, 7, 8))
+@pytest.mark.parametrize(("shape", "batch", "chunk", "graphs"), few_of(CASES, 0, 1, 2, 5, 6, 8))
 def test_every_logit_is_that_of_plain_decoding(strong_pair, plain, *, shape, batch, chunk, graphs):
     """Greedy, sampled and changed logits, whatever the tree, the batch, the chunks and the launcher."""
     options = {"max_running_requests": batch, "chunked_prefill_size": chunk, "graphs": graphs}

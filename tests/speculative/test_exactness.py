@@ -30,7 +30,7 @@ def plain(strong_pair, weak_pair, alien_pair, qwen3_pair):
     return {name: tokens(serve(pair, None, 1, greedy(40))) for name, pair in pairs.items()}
 
 
-@pytest.mark.parametrize(("shape", "page", "chunk", "batch"), few_of(GRID, 0, 2, 3, 7, 9, 11, 13, 15, 17))
+@pytest.mark.parametrize(("shape", "page", "chunk", "batch"), few_of(GRID, 2, 3, 9, 11, 15, 17))
 def test_speculative_greedy_equals_plain_greedy(strong_pair, plain, *, shape, page, chunk, batch):
     """In float64 the tokens are equal one for one, whatever the tree, the paging, the chunking and the batch."""
     outputs = serve(strong_pair, shape, batch, greedy(40), page_size=page, chunked_prefill_size=chunk)
@@ -72,7 +72,7 @@ def test_a_head_that_overflows_changes_no_token(tmp_path, shape):
     down[:, 0] = torch.randn(down.shape[0]).double()
     hot = copy_folder(tame, tmp_path / "hot", tensors=dict(zip(names, (gate, up, down), strict=True)))
     pair = Pair(target, hot)
-    prompts = pair.prompts(range(5, 25))
+    prompts = pair.prompts(range(5, 15))
     want = tokens(build(pair, None).generate(prompts, greedy(40)))
     outputs = build(pair, shape).generate(prompts, greedy(40))
     assert tokens(outputs) == want

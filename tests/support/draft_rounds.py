@@ -42,8 +42,9 @@ def assert_batches(pair: Pair, shape, hits=True, **options) -> list[int]:
     params = [greedy(20), sampled(3, 20), greedy(12), sampled(5, 16, temperature=0.7)] * 2
     options = {"page_size": 4, **options}
     alone = build(pair, shape, max_running_requests=1, disable_radix_cache=True, **options)
-    want = [each for prompt, param in zip(prompts, params, strict=True) for each in alone.generate([prompt], [param])]
-    assert tokens(want) == tokens(build(Pair(pair.target, None), None).generate(prompts, params))
+    first = zip(prompts[:4], params[:4], strict=True)
+    want = [each for prompt, param in first for each in alone.generate([prompt], [param])] * 2
+    assert tokens(want[:4]) == tokens(build(Pair(pair.target, None), None).generate(prompts[:4], params[:4]))
     for graphs in ("off", "sim"):
         llm = build(
             pair, shape, graphs=graphs, max_running_requests=4, chunked_prefill_size=7, check_level=3, **options
