@@ -70,9 +70,9 @@ def test_a_round_of_whom_nobody_asks_copies_no_trees(strong_pair):
     llm, copied = build(strong_pair, SHAPE, overlap=False), []
     post = llm.engine._staging.post
 
-    def noted(slot, results, record):
+    def noted(slot, results, record, *behind):
         copied.append(results.trees is not None)
-        return post(slot, results, record)
+        return post(slot, results, record, *behind)
 
     llm.engine._staging.post = noted
     submit(llm, strong_pair.prompts([5, 9]), [asking(greedy(6)), greedy(40)])

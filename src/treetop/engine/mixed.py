@@ -15,6 +15,7 @@ from treetop.engine.model_runner import ModelRunner, TargetInput
 from treetop.engine.prefill import FirstTokens, PrefillBatch, begin_prefill, end_prefill
 from treetop.engine.rounds import RoundKey, begin_verify, end_verify, poison_undeclared
 from treetop.models.target import TargetOutput
+from treetop.types.errors import CheckError
 from treetop.types.phase import Phase
 
 
@@ -23,6 +24,8 @@ def mixed_verify(runner: ModelRunner, batch: PrefillBatch, key: RoundKey, max_kv
 
     batch: of other rows, in memory of its own.
     """
+    if runner.check_level >= 1 and batch.rows.data_ptr() == runner.buffers.rows.data_ptr():
+        raise CheckError("mixed step: the rows of its prefill lie where those of its round do")
     if runner.check_level >= 3:
         poison_undeclared(runner, Phase.VERIFY)
     prompts, nodes = begin_prefill(runner, batch.alone()), begin_verify(runner, key, max_kv_len)

@@ -203,6 +203,8 @@ class StagingBuffers:
             if each is not None:
                 parts += [each.ids.reshape(-1), _bits(each.values)]
         end = behind + sum(len(part) for part in parts)
+        if end > len(self._results):
+            raise CheckError(f"results of a step: need {end} integers, have {len(self._results)} for all its parts")
         packed = self._results[behind:end]
         torch.cat(parts, out=packed)
         values = copy_out(packed, slot.results[behind:end])
