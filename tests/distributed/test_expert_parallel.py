@@ -90,12 +90,12 @@ def on_ranks(folder, shape, ranks, places, rounds, **options):
 
 
 def on_one(folder, shape, rounds, **options):
-    llm = build(folder, shape, 1, **{**options, "tp_size": 1})
+    llm = build(folder, shape, 1, **{**options, "tp_size": 1, "mixed_chunk": "off"})
     return [llm.generate(prompts, params) for prompts, params in rounds]
 
 
 CASES = [  # model, shape, ranks, the rank of each of twelve requests, options
-    ("glm", TREE, 2, [0, 1] * 6, {"graphs": "sim", "check_level": 3}),
+    ("glm", TREE, 2, [0, 1] * 6, {"graphs": "sim", "check_level": 3, "mixed_chunk": "on", "chunked_prefill_size": 8}),
     ("glm", TREE, 4, [2] * 12, {"graphs": "sim", "overlap": True}),
     ("glm", CHAIN, 4, [1, 3, 3, 1, 3, 3, 2, 2, 2, 1, 3, 3], {"overlap": True, "check_level": 2}),
     ("glm", None, 2, [1] * 6 + [0, 1] * 3, {"chunked_prefill_size": 5}),
@@ -104,7 +104,7 @@ CASES = [  # model, shape, ranks, the rank of each of twelve requests, options
     ("gpt_oss", None, 2, [0, 1, 1, 1, 1, 1] * 2, {"chunked_prefill_size": 7}),
     ("qwen3", TREE, 2, [0, 0, 0, 1, 0, 0] * 2, {"graphs": "sim", "draft": "head"}),
     ("gpt_oss", TREE, 4, [0, 2] * 6, {"graphs": "sim", "speculative_algorithm": "NGRAM", "overlap": True}),
-    ("glm", TREE, 2, [0, 1] * 6, {"tp_size": 2, "overlap": True, "check_level": 3}),
+    ("glm", TREE, 2, [0, 1] * 6, {"tp_size": 2, "overlap": True, "check_level": 3, "mixed_chunk": "on"}),
     ("glm", CHAIN, 2, [1] * 12, {"tp_size": 2, "graphs": "sim", "chunked_prefill_size": 7}),
     ("qwen3", None, 2, [0, 1, 1] * 4, {"tp_size": 2}),
     ("glm 5", TREE, 2, [0, 1, 1] * 4, {"graphs": "sim", "check_level": 3}),
@@ -116,7 +116,7 @@ CASES = [  # model, shape, ranks, the rank of each of twelve requests, options
 
 @pytest.mark.parametrize(("name", "shape", "ranks", "places", "options"), few_of(CASES, 0, 5, 8, 9, 15))
 def test_any_placement_gives_what_one_process_gives(folders, name, shape, ranks, places, options):
-    """Greedy and sampled, trees, chains and plain; ranks that are idle all the time; prompts that are cached."""
+    """Greedy and sampled, trees, chains and plain; ranks that are idle all the time; prompts that are cached, or in rounds."""
     if "draft" in options:
         options = {**options, "draft": str(folders[options["draft"]])}
     prompts = Pair(folders[name], None).prompts(LENGTHS)

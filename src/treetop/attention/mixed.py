@@ -77,13 +77,14 @@ class MixedAttention:
         of_parts = zip(self.parts, *split, betas, strict=True)
         return self._joined([part.attend.recur(layer, StateInputs(*own)) for part, *own in of_parts])
 
-    def live(self) -> Tensor | None:
-        found = [part.attend.live() for part in self.parts]
-        ones = [each is None or each.numel() == part.count for part, each in zip(self.parts, found, strict=True)]
-        assert all(ones), "a part's excess of exchanged tokens is the whole step's"
-        known = [each for each in found if each is not None]
-        assert len(known) == len(found)
-        flat = torch.cat([each.reshape(-1) for each in known])
+    def live(self) -> Tensor:
+        """The excess of exchanged tokens is the whole step's, behind all parts' own."""
+        found = list[Tensor]()
+        for part in self.parts:
+            live = part.attend.live()
+            assert live is not None
+            found.append(live.reshape(-1)[: part.count])
+        flat = torch.cat(found)
         return F.pad(flat, (0, max(self.exchanged - len(flat), 0)))
 
     def _writes(self, layer: int, write: WriteKV) -> list[WriteKV]:

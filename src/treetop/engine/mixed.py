@@ -28,7 +28,7 @@ def mixed_verify(runner: ModelRunner, batch: PrefillBatch, key: RoundKey, max_kv
         raise CheckError("mixed step: the rows of its prefill lie where those of its round do")
     if runner.check_level >= 3:
         poison_undeclared(runner, Phase.VERIFY)
-    prompts, nodes = begin_prefill(runner, batch.alone()), begin_verify(runner, key, max_kv_len)
+    prompts, nodes = begin_prefill(runner, batch), begin_verify(runner, key, max_kv_len)
     given = (prompts.given, nodes.given)
     parts = tuple(Part(each.attend, *each.tokens.shape) for each in given)
     attend = MixedAttention(parts, runner.target_layers, batch.exchanged and batch.exchanged + parts[1].count)

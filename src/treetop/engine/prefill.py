@@ -1,7 +1,7 @@
 """A prefill step: one chunk a row, K/V to the pages first, the first token of a prompt's last chunk sampled."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -47,10 +47,6 @@ class PrefillBatch:
     exchanged: int = 0
     prompt: PromptTokens | None = None
     allowed: Tensor | None = None
-
-    def alone(self) -> "PrefillBatch":
-        """Without what more ranks exchange than it has."""
-        return replace(self, exchanged=0)
 
 
 def chunk_columns(plan: PrefillPlan, bucket: int) -> list[list[int]]:
