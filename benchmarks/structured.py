@@ -8,6 +8,8 @@ Decodes JSON schemas with the embedded pair, greedily, and checks each text. It 
 accept      tokens a round and row: of the structures; of the same texts, drafted without branches; without structures
 tokens/s    of `rows` structures at once, and of one alone; without structures
 others      what a batch of `rows` gives to each row without a structure, where one has one and where none has
+records     one row, lists of records as long as texts without a structure: tokens a round of both, and what a round
+            takes with a structure against one without, processor time of all threads and time that passes, in pairs
 masks       milliseconds a round of the host's walk along the trees, of all rows and of one, and the share of the time
             that `rows` structures take
 
@@ -53,6 +55,13 @@ def schema_of(number: int) -> dict[str, Any]:
     fields = FIELDS[number % len(FIELDS)]
     schema = {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
     return {**schema, "x-guidance": {"whitespace_flexible": False}}  # or a small model writes spaces to the end
+
+
+def records_of(number: int) -> dict[str, Any]:
+    """Eight records, with white space as it is by default."""
+    record = {name: value for name, value in schema_of(number).items() if name != "x-guidance"}
+    fields = {"records": {"type": "array", "items": record, "minItems": 8, "maxItems": 8}}
+    return {"type": "object", "properties": fields, "required": ["records"], "additionalProperties": False}
 
 
 class Follow:
@@ -148,6 +157,32 @@ def others_and_masks(bench: Bench, repeats: int) -> dict[str, Any]:
     }
 
 
+def records(bench: Bench, repeats: int) -> dict[str, Any]:
+    """What a round of one row takes with a structure and without, by turns."""
+    count, spent = 160, dict[str, list[tuple[float, float]]]()
+    held = [StructuredOutput("json_schema", json.dumps(records_of(i))) for i in range(len(FIELDS))]
+    kinds = {
+        "structure": [SamplingParams(max_tokens=count, structured_output=each) for each in held],
+        "free": [SamplingParams(max_tokens=count, ignore_eos=True)] * len(held),
+    }
+    accept = dict[str, float]()
+    for turn in range(repeats + 1):
+        for name, params in kinds.items():
+            began = time.process_time(), time.perf_counter()
+            outputs = [bench.llm.generate([prompt], [each])[0] for prompt, each in zip(PROMPTS, params, strict=True)]
+            took = time.process_time() - began[0], time.perf_counter() - began[1]
+            rounds = sum(len(output.metrics.accept_lens) for output in outputs)
+            accept[name] = accept_length(outputs)
+            if turn:  # the first compiles
+                spent.setdefault(name, []).append((took[0] / rounds, took[1] / rounds))
+    pairs = [*zip(spent["structure"], spent["free"], strict=True)]
+    return {
+        "accept": accept,
+        "round_processor_time": statistics.median(held[0] / free[0] for held, free in pairs),
+        "round_time": statistics.median(held[1] / free[1] for held, free in pairs),
+    }
+
+
 def measure(bench: Bench, repeats: int) -> dict[str, Any]:
     """Each kind once, unmeasured, then `repeats` times by turns."""
     texts, _ = bench.timed(bench.held)
@@ -171,6 +206,7 @@ def measure(bench: Bench, repeats: int) -> dict[str, Any]:
     return {
         "accept": {"structures": accept_length(texts), "forced": accept_length(same), "free": accept_length(free)},
         "tokens_per_second": {name: statistics.median(values) for name, values in speeds.items()},
+        "records": records(bench, repeats),
         **others_and_masks(bench, repeats),
     }
 

@@ -49,6 +49,20 @@ def test_trees_spell_the_output_and_change_none(strong_pair, options):
     assert [each.draft_depths for each in plain] == [each.draft_depths for each in outputs]
 
 
+def test_a_tree_goes_on_behind_what_a_structure_forces(weak_pair):
+    """All that must come is drafted, as deep as a tree may be, and behind it the head's own proposals."""
+    llm, text = build(weak_pair, SHAPE, overlap=False), "abcde("
+    held = StructuredOutput("regex", r"abcde\([a-k]{8}")
+    (output,) = llm.generate(weak_pair.prompts([9]), asking(SamplingParams(max_tokens=12, structured_output=held)))
+    llm.close()
+    assert output.text[:6] == text
+    deep, short = output.trees[:2]
+    assert output.metrics.accept_lens[0] == len(deep.path) - 1 == 3
+    only = short.tokens.index(output.token_ids[5])
+    assert short.parents[only] == 0, "the last that is forced"
+    assert short.parents.count(only) == 3, "the head's own"
+
+
 def test_a_told_tree_is_the_one_that_the_engine_has_verified(strong_pair):
     """As its observer sees it, log-probabilities to the bit; rounds of others copy none."""
     llm, seen = build(strong_pair, SHAPE, overlap=False), []

@@ -18,6 +18,7 @@ from treetop.kernels.tree.accept import accept, force
 from treetop.kernels.tree.rows import DraftState, RowTables
 from treetop.kernels.tree.tree import ancestor_mask, keyed_topk, next_level_mask, stable_topk
 from treetop.speculative.draft import grow_tree
+from treetop.speculative.forced import Forced, force_roots
 from treetop.types.layout import SpecShape
 from treetop.types.tree import DraftTree, PathPositions
 
@@ -75,13 +76,17 @@ def shapes(draw):
     return SpecShape(k, num_steps, width)
 
 
-def grown(head, shape, starts, roots, committed):
-    """A batch of trees from production code, and the levels it asked attention for."""
+def grown(head, shape, starts, roots, committed, chains=None):
+    """A batch of trees from production code, and the levels it asked attention for. chains: [rows, S], see `Forced`."""
     levels = []
     state = torch.tensor(starts, dtype=torch.float64)[:, None]
     proposal = head.propose(Nodes(torch.tensor(roots), state, 0), shape.topk)
     draft = DraftState(proposal.tokens, proposal.logprob, state)
     tables = RowTables(torch.tensor(committed), torch.tensor(roots), torch.zeros_like(torch.tensor(roots)), draft)
+    if chains is not None:
+        rows = torch.arange(len(roots))
+        force_roots(draft, rows, rows >= 0, shape.topk, chains[:, 0])
+        head = Forced(head, chains)
     return planted(head, tables, shape, levels.append)[0], levels
 
 
@@ -125,6 +130,46 @@ def test_growing_and_selecting_a_tree_equals_the_oracle(shape, seed, all_equal, 
             assert level.index == index
             assert level.positions[row].tolist() == [committed[row] + index] * shape.topk
             assert level.mask[row].tolist() == [[e in node.line() for e in earlier] for node in frontiers[index]]
+
+
+def forced(proposals, must: list[int]):
+    """The same proposals of a node, but along a chain that must come: its next token, which nothing else may be."""
+
+    def with_chain(node):
+        said, depth = proposals(node), len(node.path)
+        if depth == len(must) or [*node.path] != must[:depth]:
+            return said
+        (first, _), *others = said
+        listed = [first if token == must[depth] else token for token, _ in others]
+        return [(must[depth], 0.0), *((token, -100.0) for token in listed)]
+
+    return with_chain
+
+
+@given(shape=shapes(), seed=st.integers(0, 10**6), rows=st.integers(1, 3))
+@settings(max_examples=60, deadline=None)
+def test_a_tree_begins_with_what_is_forced_and_goes_on_as_the_drafter_says(shape, seed, rows):
+    """Chains of any length up to the tree's depth, beside rows without one: the whole chain is in each tree that has
+    room, siblings stay distinct, and the rest is what an oracle grows.
+    """
+    head, dice = ScriptedHead(seed), random.Random(seed)
+    starts, roots = [seed % 1000 + 7 * row for row in range(rows)], list(range(rows))
+    chains = [[dice.randrange(VOCAB) for _ in range(dice.randint(0, shape.num_steps))] for _ in range(rows)]
+    listed = torch.tensor([[*must, *[-1] * (shape.num_steps + 1 - len(must))] for must in chains], dtype=torch.int32)
+    tree, _ = grown(head, shape, starts, roots, [0] * rows, listed)
+    for row, must in enumerate(chains):
+        said = forced(head.after(starts[row], shape.topk), must)
+        root, born, _ = grow(roots[row], shape.topk, shape.num_steps, said)
+        nodes = select(root, born, shape.num_draft_tokens)
+        assert tree.tokens[row].tolist() == [node.token for node in nodes]
+        assert tree.parent[row].tolist() == [0, *(nodes.index(node.parent) for node in nodes[1:])]
+        assert tree.logprob[row].tolist() == [node.score for node in nodes]
+        for node in nodes:
+            assert len({child.token for child in node.children}) == len(node.children)
+        at = root
+        for token in must[: shape.num_draft_tokens - 1]:
+            at = at.children[0]
+            assert (at.token, at in nodes) == (token, True)
 
 
 def test_equal_scores_keep_the_earlier_candidates():

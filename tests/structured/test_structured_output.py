@@ -38,7 +38,7 @@ class OneEach(CountingEngine):
 class Slow:
     """Answers when the test says so."""
 
-    overdue = None
+    overdue, forced = None, ()
 
     def __init__(self, without):
         self.without, self.questions, self.answers = without, [], []

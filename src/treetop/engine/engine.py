@@ -501,6 +501,8 @@ class Engine:
         return partial(self._node_masks.hold, plan, tree, places, self.runner.state.held_of(key.bucket, key.shape))
 
     def _launch_round(self, plan: RoundPlan, key: RoundKey, between: HostStep | None) -> None:
+        if key.held:
+            self._node_masks.force(plan, self.runner.state.held_of(key.bucket, key.shape))
         if plan.catches_up:
             self.launcher.launch(RoundKey.of_catch_up(key.bucket), plan.committed_bound)
         self.launcher.launch(key, plan.committed_bound, between)

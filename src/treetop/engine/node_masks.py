@@ -1,6 +1,7 @@
-"""The masks of constrained rows: one a node of the tree, made by the host between a round's draft and its verification.
+"""What constrained rows are held to: one mask a node of the tree, made by the host between a round's draft and its
+verification, and before that the tokens that every tree begins with.
 
-DRAFT --> tokens and parents of the constrained rows' trees --host--> masks --> VERIFY
+forced --> DRAFT --> tokens and parents of the constrained rows' trees --host--> masks --> VERIFY
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,15 @@ class NodeMaskWriter:
         self._vocab_size, self._words = vocab_size, mask_words(vocab_size)
         self.tree_masks: TreeMasks = no_masks
         self.tell: Callable[[Sequence[NodeMasks]], object] = _nobody
+
+    def force(self, plan: RoundPlan, held: HeldNodes) -> None:
+        """Write what must follow the roots of constrained rows. held: of the batch."""
+        width = held.forced.shape[1] - 1
+        of_row = {mask.row: mask.forced[:width] for mask in plan.masks}
+        lines = [[*of_row.get(row, ())] for row in plan.rows]
+        held.forced.fill_(-1)
+        known = torch.tensor([[*line, *[-1] * (width - len(line))] for line in lines], dtype=torch.int32)
+        held.forced[: len(lines), :width] = to_device(held.forced.device, known)
 
     def hold(self, plan: RoundPlan, tree: DraftTree, places: PathPositions, held: HeldNodes) -> None:
         """Ask for masks of the trees of constrained rows, and write them; the host waits for trees that have drafts.

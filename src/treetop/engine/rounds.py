@@ -38,7 +38,8 @@ from treetop.types.tree import copy_into
 class RoundKey:
     """What a captured round is made for. Everything else is data in buffers.
 
-    held: it is split before VERIFY, where the host says what may follow the nodes of constrained rows.
+    held: it has constrained rows. Their trees begin with what is forced, and it is split before VERIFY, where the host
+        says what may follow their nodes.
     catches_up: no round, but the draft extend of what rows have deferred.
     mixed: its VERIFY shares a forward with a prefill, which runs between its DRAFT and its EXTEND.
     """
@@ -62,8 +63,9 @@ HostStep = Callable[[], object]
 
 
 def draft_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
-    """Grow each row's tree from the proposals stored with it."""
-    grow_trees(runner, runner.buffers.rows[: key.bucket], key.shape, max_kv_len)
+    """Grow each row's tree from the proposals stored with it, behind what must follow its root."""
+    forced = runner.state.held_of(key.bucket, key.shape).forced if key.held else None
+    grow_trees(runner, runner.buffers.rows[: key.bucket], key.shape, max_kv_len, forced)
 
 
 def verify_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:

@@ -11,16 +11,22 @@ from treetop.drafts.protocol import DraftBlock, Grower, Roots
 from treetop.engine.model_runner import ModelRunner
 from treetop.kernels.tree.rows import DraftState, RowTables, store_draft
 from treetop.speculative.draft import Level, grow_tree
+from treetop.speculative.forced import Forced, force_roots
 from treetop.types.errors import CheckError
 from treetop.types.ids import GroupName
 from treetop.types.layout import SpecShape
 from treetop.types.phase import Phase
 
 
-def grow_trees(runner: ModelRunner, rows: Tensor, shape: SpecShape, max_kv_len: int) -> None:
-    """Grow each row's tree from the proposals stored with it. rows: [rows] int64. max_kv_len: as in `PhaseFunction`."""
+def grow_trees(
+    runner: ModelRunner, rows: Tensor, shape: SpecShape, max_kv_len: int, forced: Tensor | None = None
+) -> None:
+    """Grow each row's tree from the proposals stored with it. rows: [rows] int64. max_kv_len: as in `PhaseFunction`.
+
+    forced: what must follow each root, as `Forced` has it; None if nothing is known of any.
+    """
     buffers, ops, bucket, k = runner.buffers, runner.ops, len(rows), shape.topk
-    grower, lines = _grower(runner, rows, shape, max_kv_len) if shape.num_steps else (None, None)
+    grower, lines = _grower(runner, rows, shape, max_kv_len, forced) if shape.num_steps else (None, None)
     tree, places = buffers.tree_of(bucket, shape), buffers.places_of(bucket, shape)
     tables, places_of_rows = _tables_of_roots(runner, rows, max_kv_len, k)
     growth = buffers.growth_of(bucket, shape)
@@ -31,15 +37,21 @@ def grow_trees(runner: ModelRunner, rows: Tensor, shape: SpecShape, max_kv_len: 
         ops.select(growth, tree, places)
 
 
-def _grower(runner: ModelRunner, rows: Tensor, shape: SpecShape, max_kv_len: int) -> tuple[Grower, Any]:
+def _grower(
+    runner: ModelRunner, rows: Tensor, shape: SpecShape, max_kv_len: int, forced: Tensor | None
+) -> tuple[Grower, Any]:
     """What trees grow by, and the lines of its block, once rows keep the proposals that are to grow."""
     drafter, draft, simulation = runner.drafter, runner.state.draft, runner.simulation
     assert drafter is not None
     assert draft is not None
     lines = None if drafter.block is None else _opened(runner, drafter.block, rows, shape, max_kv_len)
-    if simulation is None:
-        return drafter, lines
-    return simulation.grower(drafter, draft.logprob, shape.topk, runner.ops, runner.drawn_at(rows)), lines
+    grower: Grower = drafter
+    if simulation is not None:
+        grower = simulation.grower(drafter, draft.logprob, shape.topk, runner.ops, runner.drawn_at(rows))
+    if forced is not None:
+        force_roots(draft, rows, rows != runner.layout.dummy_row, shape.topk, forced[:, 0])
+        grower = Forced(grower, forced)
+    return grower, lines
 
 
 def _level_attention(

@@ -114,6 +114,11 @@ class ConstraintState:
     def _packed(self, allowed: int) -> bytes:
         return allowed.to_bytes(-(-self._vocab_size // 8), "little")
 
+    @property
+    def forced(self) -> tuple[int, ...]:
+        """What must follow, as far as that is known. No question is open."""
+        return self._constraint.forced
+
     def walk(self, tree: RowTree, until_s: float) -> "Future[None] | None":
         """Begin to find out what may follow the nodes of its tree, until then by `time.monotonic`. No question is open.
 
@@ -217,7 +222,7 @@ class _Anything:
 class Inline:
     """A caller's constraint, which answers at once, on the thread that asks."""
 
-    overdue = None
+    overdue, forced = None, ()
 
     def __init__(self, constraint: TokenConstraint) -> None:
         self._constraint = constraint

@@ -218,7 +218,8 @@ def logprobs_of(batch: Sequence[Request]) -> tuple[int | None, ...]:
 
 def masks_of(batch: Iterable[Request]) -> tuple[RowMask, ...]:
     """Of requests that get a token in a plan, those that are constrained."""
-    return tuple(RowMask(each.held.row, each.constrained.mask()) for each in batch if each.constrained is not None)
+    held = ((each.held.row, each.constrained) for each in batch if each.constrained is not None)
+    return tuple(RowMask(row, constrained.mask(), constrained.forced) for row, constrained in held)
 
 
 @lru_cache(maxsize=4096)

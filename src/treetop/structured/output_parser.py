@@ -62,6 +62,13 @@ class OutputParser:
             raise refused("reasoning may not end here, and its budget is spent")
         return (1 << forced).to_bytes(forced // 8 + 1 if mask is None else len(mask), "little")
 
+    def forced(self) -> tuple[int, ...]:
+        """Tokens that must follow, as far as that is known."""
+        token = None if self._limit is None else self._limit.forced(self._thoughts[-1])
+        if token is not None:
+            return (token,)
+        return () if self._matcher is None else tuple(self._matcher.compute_ff_tokens())
+
     def _consume(self, new_ids: Sequence[int]) -> None:
         matcher = self._matcher
         if matcher is not None and new_ids and not matcher.consume_tokens(list(new_ids)):

@@ -70,6 +70,7 @@ class GrammarConstraint:
         self._parser: OutputParser | None = None
         self._compiling: Work[OutputParser] | None = None
         self._masking: Work[Mask] | None = None
+        self.forced: tuple[int, ...] = ()
 
     def ask(self, new_ids: Sequence[int]) -> "Future[Mask]":
         if self._compiling is None:
@@ -111,7 +112,8 @@ class GrammarConstraint:
     def _mask(self, new_ids: tuple[int, ...]) -> Mask:
         assert self._parser is not None
         self._parser.follow(new_ids)
-        return self._masked(self._parser.mask())
+        mask, self.forced = self._parser.mask(), self._parser.forced()
+        return self._masked(mask)
 
     def _masked(self, words: Mask) -> Mask:
         """The library's mask, which is padded to words, without what is never allowed."""

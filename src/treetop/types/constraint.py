@@ -77,6 +77,14 @@ class SlowConstraint(Protocol):
         ...
 
     @property
+    def forced(self) -> tuple[int, ...]:
+        """Tokens that come next whatever is chosen, as far as they are known. The last question has been answered.
+
+        They shape the draft and decide nothing: what may come is what is answered.
+        """
+        ...
+
+    @property
     def overdue(self) -> str | None:
         """Why the question that is open is given up; None while it is not."""
         ...

@@ -39,10 +39,14 @@ class RowHistory:
 
 @dataclass(frozen=True, slots=True)
 class RowMask:
-    """What may follow `row`'s root in this step: bit t % 8 of byte t // 8 of `allowed` for token t."""
+    """What may follow `row`'s root in this step: bit t % 8 of byte t // 8 of `allowed` for token t.
+
+    forced: tokens of which each is the only one that may come behind those before it, as far as they are known.
+    """
 
     row: Row
     allowed: bytes
+    forced: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

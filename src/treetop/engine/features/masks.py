@@ -1,4 +1,7 @@
-"""Masks of constrained rows' nodes, written by the host between DRAFT and VERIFY (`engine.node_masks`)."""
+"""What the host knows of constrained rows (`engine.node_masks`).
+
+Before DRAFT it writes what is forced behind their roots, between DRAFT and VERIFY the masks of their nodes.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,20 +22,25 @@ class HeldNodes(RowFeature):
 
     allowed: [max_requests, T, words] int32, what may follow a node; see `process_reference`.
     withheld: [max_requests, T] bool, nodes behind which that is not known, which are not accepted.
+    forced: [max_requests, S + 1] int32, tokens that must follow a root, -1 where none is known; the last is unused.
     """
 
     allowed: Tensor
     withheld: Tensor
+    forced: Tensor
 
     @classmethod
     def make(cls, layout: Layout, vocab_size: int, zeros: Zeros) -> "HeldNodes":
         nodes = layout.max_requests, layout.verify_tail
-        return cls(zeros((*nodes, mask_words(vocab_size)), torch.int32).fill_(-1), zeros(nodes, torch.bool))
+        allowed = zeros((*nodes, mask_words(vocab_size)), torch.int32).fill_(-1)
+        forced = zeros((layout.max_requests, layout.commit_width), torch.int32).fill_(-1)
+        return cls(allowed, zeros(nodes, torch.bool), forced)
 
     def of(self, bucket: int, shape: SpecShape) -> "HeldNodes":
         """Those of a batch."""
         nodes = bucket, shape.num_draft_tokens
-        return HeldNodes(part_of(self.allowed, *nodes), part_of(self.withheld, *nodes))
+        forced = part_of(self.forced, bucket, shape.commit_width)
+        return HeldNodes(part_of(self.allowed, *nodes), part_of(self.withheld, *nodes), forced)
 
     def scratch(self, phase: Phase) -> Sequence[Tensor]:
         return (self.allowed, self.withheld) if phase is Phase.DRAFT else ()

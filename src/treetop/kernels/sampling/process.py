@@ -69,13 +69,16 @@ def process_reference(
     t // 32 for token t; None if any token may. Returns [rows, T, vocab], float64 like the logits or else float32; what
     is ruled out has -inf.
     """
-    wide = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32, copy=True)
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    wide = logits.to(dtype, copy=True, memory_format=torch.contiguous_format)
     some = concerned(processors.active[rows])
-    part = DraftTree(*(getattr(tree, name)[some] for name in DraftTree.__dataclass_fields__))
-    wide[some] = _processed(wide[some], processors, rows[some], positions[some], part)
+    if len(some):
+        part = DraftTree(*(getattr(tree, name)[some] for name in DraftTree.__dataclass_fields__))
+        wide[some] = _processed(wide[some], processors, rows[some], positions[some], part)
     if allowed is not None:
-        held = concerned((allowed != -1).flatten(1).any(dim=1))
-        wide[held] = wide[held].masked_fill(~unpacked(allowed[held], wide.shape[2]), float("-inf"))
+        nodes, of_node = wide.view(-1, wide.shape[2]), allowed.flatten(0, 1)
+        held = concerned((of_node != -1).any(dim=1))
+        nodes[held] = nodes[held].masked_fill_(~unpacked(of_node[held], wide.shape[2]), float("-inf"))
     return wide
 
 
