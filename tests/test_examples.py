@@ -1,0 +1,26 @@
+"""Examples run as they stand."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SAY = {
+    "serve_and_stream.py": "",
+    "schema_along_trees.py": "rounds of the target",
+    "new_family.py": "no draft: 47 rounds",
+}
+"""What must be in their output. `on_policy.py` takes minutes, for it trains: it is run by hand, docs/exactness.md."""
+
+
+@pytest.mark.parametrize("name", SAY)
+def test_an_example_runs_as_it_says(name):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, f"examples/{name}"]
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert len(ran.stdout.split()) > 3
+    assert SAY[name] in ran.stdout
