@@ -25,8 +25,8 @@ STREAMED = {
     "/api/chat": {"model": "", "messages": MESSAGES["messages"]},
     "/api/generate": {"model": "", "prompt": "Hello"},
 }
-OPEN = ("/v1/models", "/v1/responses/", "/v1/conversations/", "/health", "/metrics", "/version")
-"""What paths without a body begin with."""
+MANY = 300
+"""Examples of an operation and a mode, at most, however long the search."""
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +46,13 @@ def checks():
 
 
 def ask_what_the_schema_generates(server, examples: int) -> set[int]:
-    """Bodies that fit the schema and bodies that do not, in turn, at every endpoint. Returns the statuses."""
+    """What fits the schema and what does not, in turn, of every method of every path. Returns the statuses."""
     seen: set[int] = set()
     for operation in (each.ok() for each in read_schema(server).get_all_operations()):
+        count = examples if operation.body or operation.path_parameters or operation.query else 2  # else one case
         for mode in schemathesis.GenerationMode:
-            if operation.body or (operation.path.startswith(OPEN) and mode.is_positive):
-                search(server, operation.as_strategy(generation_mode=mode), examples, seen)
+            if mode.is_positive or operation.body or operation.query:  # any text is a path's parameter
+                search(server, operation.as_strategy(generation_mode=mode), min(count, MANY), seen)
     return seen
 
 
