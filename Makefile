@@ -10,7 +10,7 @@ SMOLLM2 = { $(BIN)/python -m pip install -q --disable-pip-version-check --no-dep
 READY := $(VENV)/.ready
 DEV := $(VENV)/.dev
 
-.PHONY: demo quick test interpreted test-all test-gpu clients check check-kernels wheel bench mutants clean
+.PHONY: demo quick test interpreted test-all test-gpu clients check docs check-kernels wheel bench mutants clean
 
 # A chat answer of builtin:smollm2; where its package cannot be had, a function that the embedded pair goes on with.
 demo: $(READY)
@@ -93,6 +93,18 @@ check: $(DEV)
 	$(BIN)/mypy
 	$(BIN)/mypy benchmarks/*.py scripts/*.py
 	$(BIN)/lint-imports
+	@$(MAKE) docs
+
+# The site of docs/ in build/site, strictly: dead links fail. In an environment of its own; mkdocs 2 reads other themes.
+DOCS ?= .docs-venv
+
+docs: $(DOCS)/.docs
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python scripts/docs_site.py
+
+$(DOCS)/.docs:
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install -q --disable-pip-version-check "mkdocs-material>=9.6,<10" "mkdocs>=1.6,<2"
+	@touch $@
 
 # The kernels' launches, compiled for cards that are not here, in an environment of their own with the Triton of GPU
 # machines; it comes last, since builds of PyTorch that want another one do not use it here. KERNEL_OPTIONS: of the script.
@@ -135,4 +147,4 @@ $(DEV): $(READY)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(KERNELS) build
+	rm -rf $(VENV) $(CLIENTS) $(KERNELS) $(DOCS) build

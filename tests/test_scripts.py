@@ -80,3 +80,25 @@ def test_the_groups_of_the_mutation_run_name_files_that_exist(monkeypatch):
     source, tests = SCRIPTS.parent / "src" / "treetop", SCRIPTS.parent / "tests"
     assert not [file for group in groups for file in group.files if not (source / file).is_file()]
     assert not [file for group in groups for file in group.tests if not (tests / file).is_file()]
+
+
+def test_the_site_takes_what_pages_link_to_and_refuses_what_is_not_there(monkeypatch, tmp_path):
+    """Also beyond `docs/`; what stands in code is no link."""
+    site = script(monkeypatch, "docs_site")
+    monkeypatch.setattr(site, "ROOT", tmp_path)
+    for name in (*site.FIRST, "docs/a.md", "more/b.md", "more/c.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    (tmp_path / "docs/a.md").write_text(
+        "[b](../more/b.md#top) [w](https://x/y.md) `[n](no.md)`\n```\n[n](no.md)\n```\n"
+    )
+    (tmp_path / "more/b.md").write_text("[c](c.py)")
+    assert {*map(str, (each.relative_to(tmp_path) for each in site.files()))} == {
+        *site.FIRST,
+        "docs/a.md",
+        "more/b.md",
+        "more/c.py",
+    }
+    (tmp_path / "more/b.md").write_text("[c](d.py) [out](../../x)")
+    with pytest.raises(SystemExit, match=r"x is not there\n.*d\.py is not there"):
+        site.files()
