@@ -46,6 +46,7 @@ from treetop.checkpoints.loader import compute_device
 from treetop.core.engine_core import EngineCore
 from treetop.core.loop import CoreLoop
 from treetop.core.wire import Updates, encode
+from treetop.types.changes import Change, Commit
 from treetop.types.config import BUILTIN_MODEL, EngineConfig
 from treetop.types.errors import EngineError, InputError
 from treetop.types.ids import RequestId
@@ -152,8 +153,8 @@ class TimedEngine:
         self.wait_s += time.perf_counter() - started_s
         return result
 
-    def update_weights(self, model: str | None, draft: str | None) -> None:
-        self._engine.update_weights(model, draft)
+    def prepare(self, change: Change) -> Commit:
+        return self._engine.prepare(change)
 
 
 async def host(bench: Bench) -> AsyncIterator[dict[str, Any]]:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from treetop.bench.modelled_costs import mixed_seconds
 from treetop.core.engine_core import EngineCore
 from treetop.scheduler.scheduler import Scheduler
+from treetop.types.changes import Change, Commit
 from treetop.types.config import EngineConfig
 from treetop.types.ids import FULL, RequestId
 from treetop.types.kv import paired
@@ -133,7 +134,7 @@ class SimulatedEngine:
             results.append(RowResult(row, (1,) * count, True, ranks=(0,) * (count - 1)))
         return StepResult(tuple(results))
 
-    def update_weights(self, model: str | None, draft: str | None) -> None:
+    def prepare(self, change: Change) -> Commit:
         raise NotImplementedError
 
 
