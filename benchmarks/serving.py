@@ -154,7 +154,8 @@ class TimedEngine:
         return result
 
     def prepare(self, change: Change) -> Commit:
-        return self._engine.prepare(change)
+        commit: Commit = self._engine.prepare(change)
+        return commit
 
 
 async def host(bench: Bench) -> AsyncIterator[dict[str, Any]]:

@@ -116,7 +116,7 @@ CASES = [  # model, shape, ranks, the rank of each of twelve requests, options
 
 @pytest.mark.parametrize(("name", "shape", "ranks", "places", "options"), few_of(CASES, 0, 5, 8, 9, 15))
 def test_any_placement_gives_what_one_process_gives(folders, name, shape, ranks, places, options):
-    """Greedy and sampled, trees, chains and plain; ranks that are always idle; prompts that are cached, or in rounds."""
+    """Greedy and sampled, trees, chains and plain; ranks that are always idle; cached prompts, or in rounds."""
     if "draft" in options:
         options = {**options, "draft": str(folders[options["draft"]])}
     prompts = Pair(folders[name], None).prompts(LENGTHS)
