@@ -198,12 +198,12 @@ def test_costs_choose_what_is_mixed(mode, mixes):
     assert not mixing.wanted(0, PLAIN)
     assert (mixing.wanted(32, chain), mixing.wanted(33, chain)) == mixes
     round, prefill = (RoundPlan((), (), tuple(map(Row, range(32))), PLAIN, 0, Choice.GREEDY), chunk_of(1024))
-    for plan, seconds in ((round, 0.005), (prefill, 0.024), (MixedPlan(prefill, round), 0.0295)):
+    for plan, seconds in ((round, 0.005), (prefill, 0.024), (MixedPlan(prefill, round), 0.0275)):
         budget.note(plan, seconds, False)
         mixing.note(plan, seconds)
     assert mixing.wanted(32, PLAIN) == (mode == "on")
     for _ in range(40):
-        mixing.note(MixedPlan(prefill, round), 0.0285)
+        mixing.note(MixedPlan(prefill, round), 0.0255)
     assert mixing.wanted(32, PLAIN) == (mode != "off")
 
 

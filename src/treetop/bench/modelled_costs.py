@@ -33,9 +33,14 @@ def mixed_seconds(rows: int, shape: SpecShape, row_tokens: float, tokens: int) -
     return _seconds(rows, shape) + (_TOKEN_MS * rows * row_tokens + products) / 1e3
 
 
+def nodes_seconds(rows: int, nodes: int, num_steps: int, topk: int, row_tokens: float) -> float:
+    """Of a round with so many nodes of all rows, whose trees grow in so many steps."""
+    drafted = num_steps * (_STEP_MS + _DRAFT_NODE_MS * rows * topk)
+    return (_products_ms(nodes) + drafted + _TOKEN_MS * rows * row_tokens) / 1e3
+
+
 def _seconds(rows: int, shape: SpecShape) -> float:
-    drafted = shape.num_steps * (_STEP_MS + _DRAFT_NODE_MS * rows * shape.topk)
-    return (_products_ms(rows * shape.num_draft_tokens) + drafted) / 1e3
+    return nodes_seconds(rows, rows * shape.num_draft_tokens, shape.num_steps, shape.topk, 0.0)
 
 
 def _products_ms(nodes: int) -> float:

@@ -80,6 +80,8 @@ class PrefillBudget:
 
     Work is counted in tokens, padding included, that attend to nothing before their chunk: one behind s tokens is
     1 + s / `attended` of these.
+
+    late_s: the end of the last round was seen so late; see `note`.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class PrefillBudget:
         """
         self._layout, self._pace, self._target_gap_s, self._tokens = layout, pace, target_gap_s, tokens
         self.prefills, self.rounds = CostCurve(), CostCurve()
-        self._late_s = 0.0  # of the last round, whose end was seen that late
+        self.late_s = 0.0  # of the last round, whose end was seen that late
 
     def note(self, plan: StepPlan, seconds: float, before_prefill: bool) -> None:
         """A step took so long, as the host saw it. before_prefill: a prefill step was launched behind it meanwhile.
@@ -103,13 +105,13 @@ class PrefillBudget:
         if isinstance(plan, RoundPlan):
             rows = self._layout.bucket_for(len(plan.rows))
             if before_prefill:
-                self._late_s = max(seconds - self.rounds.seconds(rows), 0.0)
+                self.late_s = max(seconds - self.rounds.seconds(rows), 0.0)
             else:
                 self.rounds.note(rows, seconds)
         prefill = prefill_of(plan)
         if prefill is not None:
-            self.prefills.note(self.work_of(prefill), seconds + self._late_s)
-            self._late_s = 0.0
+            self.prefills.note(self.work_of(prefill), seconds + self.late_s)
+            self.late_s = 0.0
 
     def work_of(self, plan: PrefillPlan) -> int:
         """Of a prefill step, or of the prefill of a mixed one."""

@@ -14,6 +14,11 @@ FEW_NODES = 128
 9 % of tokens/s, of 256 nothing, and trees of 128 nodes nothing (an 8B model, `docs/policy.md`)."""
 
 
+_GAIN = 0.9
+"""Of the time of both apart, what a mixed step may take under `auto`: prompts that end in it decode a round later, and
+that costs some of what is gained. Launched one by one on an H200 it took as long (`docs/policy.md`)."""
+
+
 class MixedSteps:
     """Says whether the next prefill step takes a round along.
 
@@ -32,12 +37,12 @@ class MixedSteps:
             return True
         bucket, work = self._layout.bucket_for(rows), self.budget.tokens(rows, 0, mixed=True)
         apart_s, together_s = self.apart.seconds(work), self.together.seconds(work)
-        pays = not apart_s or together_s <= apart_s + self.budget.rounds.seconds(bucket)
+        pays = not apart_s or together_s <= _GAIN * (apart_s + self.budget.rounds.seconds(bucket))
         return pays and bucket * shape.num_draft_tokens <= FEW_NODES
 
-    def note(self, plan: StepPlan, seconds: float) -> None:
-        """A step took so long, as the host saw it."""
+    def note(self, plan: StepPlan, seconds: float, late_s: float = 0.0) -> None:
+        """A step took so long, as the host saw it. late_s: of `PrefillBudget`, before it has noted the step."""
         if isinstance(plan, PrefillPlan):
-            self.apart.note(self.budget.work_of(plan), seconds)
+            self.apart.note(self.budget.work_of(plan), seconds + late_s)
         elif isinstance(plan, MixedPlan):
-            self.together.note(self.budget.work_of(plan.prefill), seconds)
+            self.together.note(self.budget.work_of(plan.prefill), seconds + late_s)

@@ -390,8 +390,8 @@ class Scheduler:
             self.rows.host.commit(result.intact)
             self._loaded(self.rows.host)
         seconds, worked = self._gaps.ended(), self._work.ended()
+        self.mixing.note(plan, seconds, self._budget.late_s)
         self._budget.note(plan, seconds, self.steps.has_prefill)
-        self.mixing.note(plan, seconds)
         alone = not isinstance(plan, MixedPlan) and not self.steps.has_prefill
         for part, of_part in zip(parts_of_plan(plan), parts_of_result(plan, result), strict=True):
             self.policy.note(part, of_part, worked if alone else None)
