@@ -127,7 +127,7 @@ def test_ranks_have_other_weights_all_or_none(strong_pair, trained, tmp_path):
     assert given() == [(ids, 2) for ids in old]
 
 
-@pytest.mark.parametrize("times", [12, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [8, pytest.param(200, marks=pytest.mark.slow)])
 def test_memory_is_flat_however_often_weights_are_replaced(strong_pair, trained, times):
     """No tensor is held that was not; and the last answers are a fresh engine's."""
     llm, prompts = build(strong_pair, (2, 3, 6), **BITS), strong_pair.prompts([9])

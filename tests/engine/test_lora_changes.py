@@ -9,6 +9,7 @@ from support.loras import EVERY, merged, save_lora
 from support.refusing import refused
 from support.tiny_models import Pair, save_random_head, save_random_llama
 from treetop.types.errors import CheckpointError, ConfigError, InputError
+from treetop_debug.patching import Patch, replaced
 
 SHAPE = (3, 4, 12)
 
@@ -22,9 +23,9 @@ def pair(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def adapters(pair, tmp_path_factory):
-    """Five: name, folder, and the model that it makes."""
+    """Four: name, folder, and the model that it makes."""
     folder, made = tmp_path_factory.mktemp("adapters"), []
-    for i in range(5):
+    for i in range(4):
         kinds, rank = (EVERY, ("q_proj", "down_proj"))[i % 2], (4, 16, 1)[i % 3]
         lora = save_lora(folder / f"a{i}", pair.target, rank, 2.0 * rank, i, kinds)
         made.append((f"a{i}", lora, merged(folder / f"m{i}", pair.target, lora, 2.0)))
@@ -44,10 +45,10 @@ def asked(pair):
 
 
 def test_more_adapters_than_slots(pair, adapters, wanted):
-    """Two slots for five, rows of all in flight at once: the least recently used goes, and none while it has a row."""
+    """Two slots for four, rows of all in flight at once: the least recently used goes, and none while it has a row."""
     prompts, params = asked(pair)
     modules = {name: str(folder) for name, folder, _ in adapters[:3]}
-    more = {"max_loras": 2, "max_cpu_loras": 5, "max_total_tokens": 300, "context_length": 64, "page_size": 4}
+    more = {"max_loras": 2, "max_cpu_loras": 4, "max_total_tokens": 300, "context_length": 64, "page_size": 4}
     llm = build(pair, SHAPE, lora_modules=modules, enable_lora=True, check_level=3, graphs="sim", **more)
     for name, folder, _ in adapters[3:]:
         llm.load_lora(name, folder)
@@ -99,6 +100,18 @@ def test_what_cannot_be_loaded_is_refused_and_changes_nothing(pair, adapters, wa
     refused(ConfigError, lambda: plain.load_lora("b", adapters[2][1]), "--enable-lora")
 
 
+def test_pages_under_a_name_that_was_given_again_would_show(pair, adapters, wanted):
+    """The fault that the version of a name guards against: its prefixes are found by the name alone."""
+    prompts, params = asked(pair)
+    llm = build(pair, SHAPE, enable_lora=True, max_loras=1, page_size=4)
+    with replaced([Patch("treetop.scheduler.adapters:Adapter.salt", lambda real: lambda self, given: given)]):
+        for (name, folder, _), same in zip(adapters[:2], (True, False), strict=True):
+            llm.load_lora("it", folder)
+            assert (tokens(llm.generate(prompts, params, lora="it")) == wanted[name]) is same
+            llm.unload_lora("it")
+
+
+@pytest.mark.slow
 def test_ranks_agree_on_what_comes_and_goes(pair, adapters, wanted, tmp_path):
     """A folder that no rank takes leaves all as they were."""
     prompts, params = asked(pair)

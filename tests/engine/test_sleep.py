@@ -88,6 +88,7 @@ def test_weights_that_are_gone_leave_it_asleep(pair, tmp_path):
     assert answers(llm, pair) == want
 
 
+@pytest.mark.slow
 def test_ranks_and_adapters_sleep_too(pair, tmp_path):
     lora = {"it": str(save_lora(tmp_path / "lora", pair.target, 4, 8.0, 1))}
     want = [answers(build(pair, SHAPE, lora_modules=lora), pair, lora=name) for name in (None, "it")]
