@@ -11,11 +11,14 @@ from support.logits import record_logits
 from support.refusing import refused
 from support.tiny_models import copy_folder
 from treetop import LLM
+from treetop.attention import registry
+from treetop.attention.capabilities import GroupNeed, Need
+from treetop.attention.registry import BACKENDS, refusal
 from treetop.models.config import NormedStream, attention_of_rank
 from treetop.models.registry import FAMILIES as KNOWN
 from treetop.models.registry import target_spec
 from treetop.types.errors import CheckpointError, ConfigError
-from treetop.types.ids import NULL_PAGE
+from treetop.types.ids import FULL, NULL_PAGE
 from treetop.types.ids import WINDOW as WINDOW_GROUP
 
 LENGTHS = (1, WINDOW - 1, WINDOW, 5 * WINDOW)
@@ -391,7 +394,7 @@ def test_an_unsupported_key_is_refused_by_name(models, tmp_path, name, changes, 
     ("InternS2PreviewForConditionalGeneration", "wrapper"),
     ("Mamba2ForCausalLM", "state space"),
     ("LlavaForConditionalGeneration", "images"),
-    ("Gemma2ForCausalLM", "softcap"),
+    ("VaultGemmaForCausalLM", "softcap"),
     ("BertForMaskedLM", "no decoder"),
     ("Gemma4AssistantForCausalLM", "--speculative-draft-model-path"),
     ("LlamaForCausalLMEagle3", "--speculative-draft-model-path"),
@@ -410,6 +413,20 @@ def test_granite_4_has_mamba_where_the_types_of_its_layers_say_so(models, tmp_pa
     folder = copy_folder(models("granite 4"), tmp_path / "mixed", layer_types=kinds, mamba_n_heads=8, mamba_d_head=8)
     assert list(target_spec(folder).config.recurrent) == [0, 2]
     assert not target_spec(models("granite 4")).config.recurrent
+
+
+def test_a_cap_of_scores_shows_in_logits_and_needs_plain_operations(models, tmp_path):
+    """Backends without it, and `bits`, are refused by name; a config may say that there is none."""
+    folder, ids = models("gemma2"), [5, 7, 9, 4, 8, 6]
+    free = copy_folder(folder, tmp_path / "free", attn_logit_softcapping=None)
+    assert target_spec(free).config.attention[0].score_cap is None
+    found = [LLM(str(each), draft=None, dtype="float64", graphs="off", device="cpu") for each in (folder, free)]
+    assert not torch.allclose(*(llm.engine.next_logits(ids) for llm in found), atol=1e-4)
+    need = Need(torch.float32, torch.device("cpu"), 16, (GroupNeed(FULL, 4, 2, 12, cap=0.5),))
+    assert "capped scores" in registry._of_group(BACKENDS["triton"].capabilities, need, need.groups[0]).reason
+    assert refusal("torch", need) is None
+    with pytest.raises(ConfigError, match="--exactness bits: attention with capped scores is not exact yet"):
+        LLM(str(folder), draft=None, device="cpu", dtype="float32", graphs="off", exactness="bits")
 
 
 def test_a_lora_adapter_is_refused(models, tmp_path):

@@ -657,6 +657,17 @@ FAMILIES: dict[str, Tiny] = {
             "rope_parameters": {"full_attention": YARN, "sliding_attention": SCALED_FULL["sliding_attention"]},
         },
     ),
+    "gemma2": Tiny(
+        "Gemma2",
+        {
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 20,
+            "head_dim": 12,
+            "attn_logit_softcapping": 0.5,
+            "final_logit_softcapping": 2.0,
+            "tie_word_embeddings": True,
+        },
+    ),
     "gemma4": Tiny("Gemma4", GEMMA4),
     "gemma4 experts": Tiny("Gemma4", GEMMA4_EXPERTS),
     "gemma4 of images": Tiny("Gemma4", {**GEMMA4, "pad_token_id": 0}, vision=SEEING["Gemma4"]),

@@ -19,6 +19,7 @@ class Capabilities:
         is any.
     sparse: it attends to the keys that an indexer chooses (DSA).
     fp8_kv: it reads K/V in FP8.
+    caps: it caps scores (softcap).
     own_windows: it applies a window by position itself, trees included; without it layers with a window run on the
         Triton kernel.
     own_sinks: its kernel takes attention sinks; without it they come in the merge, and after `causal` from its lse.
@@ -35,6 +36,7 @@ class Capabilities:
     latents: tuple[int, ...] | None = ()
     sparse: bool = False
     fp8_kv: bool = False
+    caps: bool = False
     own_windows: bool = True
     own_sinks: bool = True
     captures: bool = True
@@ -47,7 +49,7 @@ class Capabilities:
 @dataclass(frozen=True, slots=True)
 class GroupNeed:
     """The layers of one KV group, as attention sees them. latent: how wide that is; None without compression. sparse:
-    an indexer chooses what they see."""
+    an indexer chooses what they see. cap: of scores."""
 
     name: GroupName
     heads: int
@@ -56,6 +58,7 @@ class GroupNeed:
     window: int | None = None
     latent: int | None = None
     sparse: bool = False
+    cap: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

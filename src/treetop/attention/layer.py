@@ -228,6 +228,7 @@ class DenseAttention:
 
     layers: of each that attends, by index: the format, its window and whether that is a chunk's, whose K/V it
         reads, and the scales of these in FP8.
+    caps: of scores, of layers that have one.
     recurrence: of the others.
     """
 
@@ -236,6 +237,7 @@ class DenseAttention:
     device: torch.device
     layers: Mapping[int, tuple[KVFormat, int | None, bool, int, Tensor | None]]
     recurrence: DenseRecurrence = field(default_factory=DenseRecurrence)
+    caps: Mapping[int, float] = field(default_factory=dict)
     _written: dict[int, Tensor] = field(default_factory=dict)
     _chosen: dict[int, Tensor] = field(default_factory=dict)
 
@@ -263,7 +265,7 @@ class DenseAttention:
             visible = self._chosen[layer] = choose_keys(index, TailKV(kv, index_dim=form.index_dim).index_keys, visible)
         elif index is not None:
             visible = self._chosen[index]
-        out, lse = attend(q, seen.k, seen.v, visible, scale)
+        out, lse = attend(q, seen.k, seen.v, visible, scale, self.caps.get(layer))
         return out if sinks is None else with_sinks(out, lse, sinks)
 
     def write(self, layer: int, write: WriteKV) -> Tensor:

@@ -74,6 +74,9 @@ def _of_group(able: Capabilities, need: Need, group: GroupNeed) -> BackendRefusa
     if group.sparse and not able.sparse:
         reason = f"it has no kernel for sparse attention (DSA) (KV group {group.name})"
         return BackendRefusal(reason, f"use --attention-backend {_wider(need)}")
+    if group.cap is not None and not able.caps:
+        reason = f"it has no kernel for capped scores (softcap) (KV group {group.name})"
+        return BackendRefusal(reason, "use --attention-backend torch")
     if group.latent is not None:
         if able.latents is not None and group.latent not in able.latents:
             wide = f" with latents {group.latent} wide" if able.latents else ""

@@ -4,10 +4,13 @@ import torch
 from torch import Tensor
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, cap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Attention with a mask, in plain tensor operations, with its log-sum-exp.
 
     q: [rows, n, heads, d]. k: [rows, m, kv_heads, d]. v: [rows, m, kv_heads, value_dim]. visible: [rows, n, m] bool.
+    cap: scores are its tanh(scores / cap).
     Returns out [rows, n, heads, value_dim] and lse [rows, n, heads] float32; a query that sees nothing gets out 0 and
     lse -inf.
     """
@@ -15,6 +18,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tu
     kv_heads = k.shape[2]
     grouped = q.reshape(rows, n, kv_heads, heads // kv_heads, dim)
     scores = torch.einsum("bnhgd,bmhd->bnhgm", grouped, k) * scale
+    if cap is not None:
+        scores = torch.tanh(scores / cap) * cap
     scores = scores.masked_fill(~visible[:, :, None, None, :], float("-inf"))
     lse = torch.logsumexp(scores, dim=-1)
     seen = lse > float("-inf")

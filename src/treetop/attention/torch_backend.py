@@ -1,6 +1,7 @@
 """The reference backend: gathers pages and calls PyTorch's attention. Runs anywhere, in every dtype."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -13,10 +14,11 @@ from treetop.kernels.attention.attention import tail_visible
 from treetop.kernels.attention.indexer import IndexQuery, choose_keys
 from treetop.kernels.attention.metadata import AttentionMetadata
 from treetop.kernels.kv import PagedKV, Ruler, decoded, make_ruler, moved, slots_at
+from treetop.types.ids import GroupName
 
 # Pages are gathered as far as the bound says: a captured round would gather the whole context.
 CAPABILITIES = Capabilities(
-    (torch.float64, torch.float32, *HALF), latents=None, sparse=True, fp8_kv=True, captures=False
+    (torch.float64, torch.float32, *HALF), latents=None, sparse=True, fp8_kv=True, caps=True, captures=False
 )
 
 
@@ -36,21 +38,23 @@ class TorchPrefix:
 class TorchPlan:
     """visible: [rows, n, width (+ t)] bool, the prefix then the tail.
     bias: 0 where visible, -inf elsewhere.
+    cap: of scores.
     """
 
     prefix: TorchPrefix
     visible: Tensor
     bias: Tensor
+    cap: float | None = None
 
 
 class TorchBackend:
-    """Fused prefix + tail: one gather, one concatenation, one call for both parts."""
+    """Fused prefix + tail: one gather, one concatenation, one call for both parts. caps: of scores, by KV group."""
 
     name = "torch"
     capabilities = CAPABILITIES
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype, self._device = dtype, device
+    def __init__(self, dtype: torch.dtype, device: torch.device, caps: Mapping[GroupName, float] | None = None) -> None:
+        self._dtype, self._device, self._caps = dtype, device, caps or {}
 
         self._ruler: Ruler | None = None
 
@@ -75,11 +79,11 @@ class TorchBackend:
             visible = (visible & causal) | empty
         else:
             visible = torch.cat([visible, tail_visible(metadata)], dim=2)
-        return self._showing(begun, visible)
+        return self._showing(begun, visible, self._caps.get(metadata.table.group))
 
-    def _showing(self, begun: TorchPrefix, visible: Tensor) -> TorchPlan:
+    def _showing(self, begun: TorchPrefix, visible: Tensor, cap: float | None) -> TorchPlan:
         bias = torch.zeros(visible.shape, dtype=self._dtype, device=self._device)
-        return TorchPlan(begun, visible, bias.masked_fill_(~visible, float("-inf")))
+        return TorchPlan(begun, visible, bias.masked_fill_(~visible, float("-inf")), cap)
 
     def choose(self, query: IndexQuery, kv: PagedKV, plan: TorchPlan, tail: TailKV | None) -> Tensor:
         """[rows, n, width (+ t)] bool: what is visible, if that cannot be more than is chosen."""
@@ -95,7 +99,7 @@ class TorchBackend:
         return first_hidden(plan.visible, chosen)
 
     def narrowed(self, plan: TorchPlan, chosen: Tensor) -> TorchPlan:
-        return plan if chosen is plan.visible else self._showing(plan.prefix, chosen)
+        return plan if chosen is plan.visible else self._showing(plan.prefix, chosen, plan.cap)
 
     def prefix_tail(
         self, q: Tensor, kv: PagedKV, plan: TorchPlan, tail: TailKV, scale: float, sinks: Tensor | None = None
@@ -104,7 +108,7 @@ class TorchBackend:
         return _attention(q, self._read(kv, stored), plan, scale, sinks)
 
     def causal(self, q: Tensor, kv: PagedKV, plan: TorchPlan, scale: float, sinks: Tensor | None = None) -> Tensor:
-        return _at_once(q, self._read(kv, _gather(kv, plan.prefix)), plan.visible, plan.bias, scale, sinks)
+        return _at_once(q, self._read(kv, _gather(kv, plan.prefix)), plan, scale, sinks)
 
     def _read(self, kv: PagedKV, stored: Tensor) -> TailKV:
         """What K/V of a layer, gathered by `_gather`, stand for."""
@@ -139,14 +143,15 @@ def _attention(q: Tensor, kv: TailKV, plan: TorchPlan, scale: float, sinks: Tens
     A query whose result is not finite may have met an infinite number that it does not see, of a draft beside it, for
     0 * inf is no number: its row's queries are computed again, each with zeros in place of what it does not see.
     """
-    out = _at_once(q, kv, plan.visible, plan.bias, scale, sinks)
+    out = _at_once(q, kv, plan, scale, sinks)
     for row in broken_rows(out):
         own = slice(row, row + 1)
         for node in range(q.shape[1]):
             at = slice(node, node + 1)
             visible = plan.visible[own, at]
             seen = TailKV(kv.data[own].where(visible[0, 0, :, None, None, None], 0.0), kv.value_dim)
-            out[own, at] = _at_once(q[own, at], seen, visible, plan.bias[own, at], scale, sinks)
+            alone = replace(plan, visible=visible, bias=plan.bias[own, at])
+            out[own, at] = _at_once(q[own, at], seen, alone, scale, sinks)
     return out
 
 
@@ -159,24 +164,25 @@ def broken_rows(out: Tensor) -> list[int]:
     return rows
 
 
-def _at_once(q: Tensor, kv: TailKV, visible: Tensor, bias: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
+def _at_once(q: Tensor, kv: TailKV, plan: TorchPlan, scale: float, sinks: Tensor | None) -> Tensor:
     """All queries in one call.
 
-    PyTorch's attention gives no lse, as sinks need, and would copy a plane that is key and value for every head.
+    PyTorch's attention gives no lse, as sinks need, caps no scores, and would copy a plane that is key and value for
+    every head.
     """
-    if sinks is not None:
-        return with_sinks(*attend(q, kv.k, kv.v, visible, scale), sinks)
-    if kv.data.shape[2] == 1:
-        return attend(q, kv.k, kv.v, visible, scale)[0]
+    if sinks is not None or plan.cap is not None or kv.data.shape[2] == 1:
+        out, lse = attend(q, kv.k, kv.v, plan.visible, scale, plan.cap)
+        return out if sinks is None else with_sinks(out, lse, sinks)
     k, v = kv.k.transpose(1, 2), kv.v.transpose(1, 2)
     out = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k, v, attn_mask=bias[:, None], scale=scale, enable_gqa=q.shape[2] != k.shape[1]
+        q.transpose(1, 2), k, v, attn_mask=plan.bias[:, None], scale=scale, enable_gqa=q.shape[2] != k.shape[1]
     )
     return out.transpose(1, 2)
 
 
 def _make(need: Need) -> TorchBackend:
-    return TorchBackend(need.dtype, need.device)
+    caps = {group.name: group.cap for group in need.groups if group.cap is not None}
+    return TorchBackend(need.dtype, need.device, caps)
 
 
 BACKEND = BackendSpec(CAPABILITIES, _make)

@@ -97,6 +97,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "num_sliding_attention_heads": (1, _MAX_HEADS),
     "llama_4_scaling_beta": (1e-6, 1e3),
     "final_logit_softcapping": (1e-3, 1e6),
+    "attn_logit_softcapping": (1e-3, 1e6),
     "global_head_dim": (2, 2**12),
     "num_global_key_value_heads": (1, _MAX_HEADS),
     "hidden_size_per_layer_input": (0, 2**14),

@@ -394,7 +394,8 @@ class Engine:
         layers = {
             i: (places[i][0], each.window, each.chunked, each.source(i), places[i][1]) for i, each in mine.items()
         }
-        attend = DenseAttention(len(ids), self.dtype, positions.device, layers)
+        caps = {i: each.score_cap for i, each in mine.items() if each.score_cap is not None}
+        attend = DenseAttention(len(ids), self.dtype, positions.device, layers, caps=caps)
         target, adapters = self.runner.target, self.runner.adapters
         tokens = torch.tensor([ids], device=positions.device)
         if adapters is not None:

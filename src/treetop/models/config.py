@@ -93,6 +93,7 @@ class AttentionSpec:
     gate: of the output.
     value_dim: of a value, where it is narrower than a key; it is kept as wide.
     value_scale: what values are multiplied by.
+    score_cap: scores are its tanh(scores / cap).
     values_of_keys: v is what k is before norm and rotation.
     reads_layer: whose K/V it attends to, where it has none of its own.
     latent: it is compressed; then `rope` is of what turns of a head alone.
@@ -117,6 +118,7 @@ class AttentionSpec:
     gate: OutputGate | None = None
     value_dim: int | None = None
     value_scale: float = 1.0
+    score_cap: float | None = None
     values_of_keys: bool = False
     reads_layer: int | None = None
     latent: LatentSpec | None = None

@@ -20,7 +20,7 @@ _SOFTCAPPED = "its scores or logits are capped (softcap)"
 _LEARNED = "its positions are learned or biases of scores"
 
 _BY_NAME = {
-    _SOFTCAPPED: "Gemma2 VaultGemma",
+    _SOFTCAPPED: "VaultGemma",
     _LEARNED: "Bloom GPT2 GPTBigCode MPT OPT",
     _MLA: "AXK1 AXK2 Dots3Note HYV4 LongcatFlash",
     _SPARSE: "DeepseekV4 Glm5Next",

@@ -235,6 +235,9 @@ FAMILIES: dict[str, Family] = {
     ),
     "FlexOlmoForCausalLM": Family(olmo.read_flex, "OLMo 2 with experts in every layer"),
     "GemmaForCausalLM": Family(gemma3.read_1, "scaled embeddings, norms of 1 + w"),
+    "Gemma2ForCausalLM": Family(
+        gemma3.read_2, "windows, norms on both sides, capped scores and logits, norms of 1 + w"
+    ),
     "GlmForCausalLM": Family(glm4.read_2024, "GLM-4 of 2024: half of a head turns, in pairs"),
     "HeliumForCausalLM": Family(ernie.read_helium, "a head's dimensions turn in pairs"),
     "MellumForCausalLM": Family(

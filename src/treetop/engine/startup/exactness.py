@@ -95,6 +95,8 @@ def why_not_model(config: ModelConfig, on_cpu: bool) -> BackendRefusal | None:
     if others and not on_cpu:
         what = " and ".join(_KINDS[each] for each in others)
         return BackendRefusal(f"{what} is not exact yet on a GPU", f"{_TIES} or --device cpu")
+    if any(spec.score_cap is not None for spec in config.attention.values()):
+        return BackendRefusal("attention with capped scores is not exact yet", _TIES)
     if config.norm != "rms":
         return BackendRefusal("norms that subtract the mean are not exact yet", _TIES)
     forwards = (layer.feed_forward for layer in config.layers)

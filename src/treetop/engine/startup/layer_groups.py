@@ -29,6 +29,7 @@ def backend_need(layout: Layout, model: ModelConfig, draft: DrafterSpec | None, 
             of[0].window,
             of[0].kv.value_dim,
             sparse=any(layer.index is not None for layer in of),
+            cap=of[0].score_cap,
         )
         for name, of in layer_groups(model, draft, place.parallel.size).items()
     ]
@@ -81,6 +82,8 @@ def layer_groups(model: ModelConfig, draft: DrafterSpec | None, ranks: int = 1) 
     for name, layers in groups.items():
         if len({(layer.window, layer.chunked) for layer in layers}) != 1:
             raise ConfigError("a model with two different windows is not supported")
+        if len({layer.score_cap for layer in layers}) != 1:
+            raise ConfigError(f"layers of KV group {name} with different caps of scores are not supported")
         if len({(layer.num_heads, layer.kv) for layer in layers}) != 1:
             raise ConfigError(f"layers of KV group {name} with different heads are not supported")
     return groups

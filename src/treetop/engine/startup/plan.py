@@ -181,6 +181,8 @@ def _plan_rows(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel)
     need = backend_need(layout, target.config, draft, place)
     if config.attention_backend != "auto":
         require(config.attention_backend, need)
+    elif device.type == "cuda" and any(group.cap is not None for group in need.groups):
+        require("triton", need)  # who wants plain operations there says so
     use = MemoryUse(layout, dtype.itemsize, budget)
     if config.compress_weights is None:
         config = replace(config, compress_weights=place.compressed)

@@ -1,7 +1,8 @@
-"""Gemma 1: Llama with norms of 1 + w and scaled embeddings. Gemma 3, text: that with windows in most layers, norms on
-both sides of attention and feed-forward, two rotations.
+"""Gemma 1: Llama with norms of 1 + w and scaled embeddings. Gemma 2: that with windows in every other layer, norms on
+both sides of attention and feed-forward, capped scores and logits. Gemma 3, text: windows in most layers, two
+rotations, norms of heads, no caps.
 
-Source: the Gemma 3 report, arXiv:2503.19786, and `transformers`' configurations of both, whose defaults these are.
+Source: the Gemma 3 report, arXiv:2503.19786, and `transformers`' configurations of all, whose defaults these are.
 """
 
 from dataclasses import replace
@@ -52,6 +53,18 @@ _NORMS = NormNames(
 )
 
 
+_DEFAULTS_2 = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+"""Without the keys; null is none."""
+
+
 def read(config: Config, where: Path) -> ModelConfig:
     config = {**_DEFAULTS, **{key: value for key, value in config.items() if value is not None}}
     for key, value in _ONLY.items():
@@ -69,6 +82,25 @@ def read(config: Config, where: Path) -> ModelConfig:
         )
     whole = model_config(config, where, layers)
     return replace(whole, unit_offset=True, embedding_scale=whole.hidden_size**0.5)
+
+
+def read_2(config: Config, where: Path) -> ModelConfig:
+    caps = {key: real({**_CAPS, **config}, key, where) for key in _CAPS if {**_CAPS, **config}[key] is not None}
+    config = {**_DEFAULTS_2, **{key: value for key, value in config.items() if value is not None}}
+    for key in ("hidden_activation", "use_bidirectional_attention"):
+        require_value(config, key, _ONLY[key], where)
+    kinds = layer_types(config, where, lambda i: FULL_ATTENTION if i % 2 else SLIDING_ATTENTION)
+    window = {FULL_ATTENTION: None, SLIDING_ATTENTION: size(config, "sliding_window", where)}
+    attention = replace(
+        attention_spec(config, where),
+        scale=real(config, "query_pre_attn_scalar", where) ** -0.5,
+        score_cap=caps.get("attn_logit_softcapping"),
+    )
+    dense = DenseSpec(size(config, "intermediate_size", where), gate="gelu_tanh")
+    layers = [LayerSpec(replace(attention, window=window[kind]), dense, norms=_NORMS) for kind in kinds]
+    whole = model_config(config, where, layers)
+    scale, cap = whole.hidden_size**0.5, caps.get("final_logit_softcapping")
+    return replace(whole, unit_offset=True, embedding_scale=scale, logits_cap=cap)
 
 
 def read_1(config: Config, where: Path) -> ModelConfig:
