@@ -48,7 +48,7 @@ def soak(script, model, rounds, seed=4, spoil=lambda run: None, sample=30, **cha
 @pytest.mark.parametrize(
     ("rounds", "changes"),
     [
-        (100, {"check_level": 3}),
+        (60, {"check_level": 3}),
         pytest.param(3000, {}, marks=pytest.mark.slow),
         pytest.param(1000, {"ranks": 4, "speculative": "3,1,4"}, marks=pytest.mark.slow),
     ],
@@ -64,7 +64,7 @@ def test_groups_with_roles_run_long_and_clean(script, model, rounds, changes):
     assert (done.ties, done.unequal) == (0, 0)
 
 
-@pytest.mark.parametrize("rounds", [40, pytest.param(1500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [20, pytest.param(1500, marks=pytest.mark.slow)])
 def test_groups_of_a_sparse_model_run_long_and_clean(script, tmp_path, rounds):
     """GLM-5.2's kind, past the few keys that its indexers choose."""
     done = soak(script, script.save_tiny_glm(tmp_path, "glm-5"), rounds)

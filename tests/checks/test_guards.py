@@ -190,6 +190,7 @@ def assert_same_rounds(ours, theirs):
 CROWDED = {"context_length": 128, "max_total_tokens": 192, "page_size": 4, "chunked_prefill_size": 7}
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("radix", [False, True])
 @pytest.mark.parametrize("graphs", ["off", "sim"])
 def test_poison_changes_no_bit_of_any_round(strong_pair, graphs, radix):
