@@ -52,6 +52,7 @@ def parser_of() -> argparse.ArgumentParser:
         add("--context-length", type=int)
         if name == "engine":
             add("--attention-backend", default="auto", choices=table["attention_backend"].choices)
+            add("--kv-offloading-size", type=float, metavar="GIB", help="of the tier on the host, on a CPU too")
             add("--disable-radix-cache", action="store_true", help="keep no pages for prompts that repeat")
         else:
             add("--ranks", type=int, default=2, help="of each worker")

@@ -1,14 +1,17 @@
 """The embedded pair in this process: requests come, run and are aborted at random for many rounds.
 
 Device probes are on, and the pool is too small for its rows, so that requests are retracted. The load changes every
-some rounds, down to nothing and back. At the end no request, row or page is left, GPU memory is what it was at half
-time, and a random sample of the finished requests gets the same tokens from a fresh engine that has room.
+some rounds, down to nothing and back. With `--kv-offloading-size` half of the prompts go on from earlier answers, whose
+K/V the host kept; now and then all pages there are damaged. At the end no request, row or page is left, GPU memory is
+what it was at half time, and a random sample of the finished requests gets the same tokens from a fresh engine that has
+room.
 """
 
 import argparse
 import json
 import random
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,6 +25,7 @@ from treetop.checkpoints.folder import resolve_folder
 from treetop.checkpoints.loader import compute_device
 from treetop.llm import RequestOutput, TextDelta
 from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL
+from treetop_debug.patching import instead, replaced
 
 LEAST = (("rounds", 1),)
 LOADS = (0, 1, 2, 3, 5, 8, 9, 16)
@@ -37,6 +41,7 @@ class EngineSummary(Summary):
     rounds: int = 0
     largest_batch: int = 0
     idle_checks: int = 0
+    damages: int = 0
     rounds_per_s: float = 0.0
 
 
@@ -59,6 +64,7 @@ class Soak:
         self._streams: list[Stream] = []
         self._texts = prompt_ids(llm)
         self._accepted = self._row_rounds = 0
+        self._earlier = deque[list[int]](maxlen=64 if llm.engine.layout.host is not None else 0)
         llm.engine.observer = lambda plan, tree, accepted: self._count(len(plan.rows))
 
     def run(self, rounds: int) -> EngineSummary:
@@ -133,6 +139,7 @@ class Soak:
             self.summary.fail(f"a request failed: {output.error}")
         if not 1 <= len(output.token_ids) <= params.max_tokens:
             self.summary.fail(f"{len(output.token_ids)} tokens for {params}")
+        self._earlier.append([*output.prompt_token_ids, *output.token_ids])
         one = Answered(output.prompt_token_ids, params, [*output.token_ids], output.finish_reason)
         if len(self.sample) < self._sample_size:
             self.sample.append(one)
@@ -142,6 +149,9 @@ class Soak:
     def _random_prompt(self) -> list[int]:
         """A piece of a held-out text: mostly short, sometimes most of the context, sometimes all but a few tokens."""
         rng, context = self._rng, self.llm.engine.layout.max_context
+        if self._earlier and rng.random() < 0.5:
+            earlier = rng.choice(self._earlier)
+            return [*earlier, *rng.choice(self._texts)][: min(len(earlier) + rng.randint(1, 32), context - 1)]
         longest = rng.choice((context // 8, context // 4, context // 2, context - 1))
         length = context - rng.randint(1, 8) if rng.random() < 0.05 else rng.randint(1, longest)
         text: list[int] = []
@@ -154,9 +164,15 @@ class Soak:
         """Nothing is alive: all rows and pages are accounted for, and nobody is left in a queue."""
         self.llm._core.flush()  # the last steps of requests that have ended
         self.llm.scheduler.check_integrity()
-        if self.llm.scheduler.has_work:
+        if self.llm.scheduler.queues.by_id:
             self.summary.fail("requests are alive that nobody waits for")
         self.summary.idle_checks += 1
+        host = self.llm.engine._host_pages
+        if host is not None and self._rng.random() < 0.05:
+            for group in host._groups.values():
+                for slab in group.slabs:
+                    slab.result()[:, ::5] ^= 1 << 6
+            self.summary.damages += 1
 
     def _count(self, rows: int) -> None:
         self.summary.rounds += 1
@@ -196,15 +212,22 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
         "max_running_requests": 8,
         "chunked_prefill_size": 128,
         "max_total_tokens": 5 * args.context_length // 2,
+        "kv_offloading_size": args.kv_offloading_size,
     }
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Soak and compare; what is printed."""
     options = options_of(args)
-    soak = Soak(LLM(**options), args.seed, args.sample)
+    with replaced([instead("treetop.engine.startup.host_layout:refuse_cpu", lambda size, device: None)]):
+        soak = Soak(LLM(**options), args.seed, args.sample)
     summary = soak.run(args.rounds)
+    tier = soak.llm.scheduler.load.host_tier
+    if tier is not None and (not tier.loaded_tokens or tier.failed_loads > summary.damages):
+        summary.fail(f"the tier on the host: {tier}, {summary.damages} damages")
     room = 8 * (args.context_length + 64)
-    soak.compare(LLM(**{**options, "max_total_tokens": room, "disable_radix_cache": True, "check_level": 1}))
+    alone = {"max_total_tokens": room, "disable_radix_cache": True, "check_level": 1, "kv_offloading_size": None}
+    soak.compare(LLM(**{**options, **alone}))
     launcher, backend = type(soak.llm.engine.launcher).__name__, soak.llm.engine.runner.backend.name
-    return {"options": {**options, "seed": args.seed}, "launcher": launcher, "backend": backend} | asdict(summary)
+    found = {"options": {**options, "seed": args.seed}, "launcher": launcher, "backend": backend} | asdict(summary)
+    return found if tier is None else {**found, "host_tier": tier._asdict()}

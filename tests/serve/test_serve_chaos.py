@@ -1,18 +1,22 @@
 """Load with clients of every kind: each accepted request ends in its result or a clear error, and nothing leaks."""
 
 import asyncio
+import json
 import os
 import signal
 from functools import partial
+from importlib.util import find_spec
 
 import pytest
+import zmq
 
 from support import chats
-from support.serving import command_of, mock, serving
-from support.storms import MANNERS, PAIR, Ask, nothing_is_left, of_the_mock, of_the_pair, storm
+from support.serving import children_of, command_of, mock, serving
+from support.storms import MANNERS, NAME, PAIR, Ask, nothing_is_left, of_the_mock, of_the_pair, storm
 from support.threads import in_threads, joined
 from support.waiting import WAIT_S, until
 from treetop.bench.http_client import Address, HttpClient
+from treetop.distributed.kv_events import END
 
 TIGHT = ("--max-total-tokens", "340", "--context-length", "300", "--page-size", "4", "--max-running-requests", "6")
 
@@ -122,3 +126,66 @@ def test_the_benchmarks_client_sees_the_same_events():
             return text
 
         assert asyncio.run(read()) == ask.text
+
+
+@pytest.mark.slow
+def test_with_everything_on_engines_that_are_killed_cost_a_pause(tmp_path):
+    """KV events that somebody hears, traces that nobody takes (where their exporter is installed), keys, batches, a
+    spare, the log as JSON, two front ends: every answer is whole, the batch comes to its end, each engine tells events.
+    """
+    traces = (
+        () if find_spec("opentelemetry.exporter.otlp") is None else ("--otlp-traces-endpoint", "http://127.0.0.1:9")
+    )
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("keys:\n- name: one\n  key: secret-one\n- name: two\n  key: secret-two\n", encoding="utf-8")
+    events = {
+        "enable_kv_cache_events": True,
+        "endpoint": f"ipc://{tmp_path}/e",
+        "replay_endpoint": f"ipc://{tmp_path}/r",
+    }
+    flags = (
+        *(*chats.FLAGS, "--api-workers", "2", "--spare-engine", "--log-format", "json", "--page-size", "4"),
+        *("--api-keys-file", str(keys), "--batch-dir", str(tmp_path / "batches")),
+        *("--kv-events-config", json.dumps(events), *traces),
+    )
+    context = zmq.Context()
+    asked = context.socket(zmq.DEALER)
+    asked.RCVTIMEO = int(1000 * WAIT_S)
+    asked.connect(events["replay_endpoint"])
+    lines = b"".join(
+        json.dumps({"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body}).encode() + b"\n"
+        for i in range(30)
+        for body in [{"model": NAME, "prompt": "a b c", "max_tokens": 30}]
+    )
+    try:
+        with mock(2, "1-4", *flags) as server:
+            client = server.client(api_key="secret-two")
+            file = client.files.create(file=("a.jsonl", lines), purpose="batch")
+            batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+
+            def processes():
+                return sorted(children_of(server.process.pid, "engine_process"))
+
+            for _ in range(2):
+                until(lambda: len(processes()) == 2)
+                kill = partial(os.kill, processes()[0], signal.SIGKILL)  # the other is younger, the spare
+                outcomes = asyncio.run(storm(server, of_the_mock(), 8, 4, during=kill, key="secret-one"))
+                assert outcomes.keys() <= {"result", "left"}, outcomes
+                until(lambda: server.get("/health").status_code == 200)
+            until(lambda: client.batches.retrieve(batch.id).status == "completed")
+            done = client.batches.retrieve(batch.id)
+            assert (done.request_counts.completed, done.request_counts.failed) == (30, 0)
+            assert server.post("/v1/completions", {"model": NAME, "prompt": "a"}).status_code == 401
+            until(lambda: server.metric("treetop:num_engine_restarts") >= 2)
+            nothing_is_left(server)
+            asked.send_multipart([b"", (0).to_bytes(8, "big")])
+            told = [asked.recv_multipart()]
+            while told[-1][1] != END:
+                told.append(asked.recv_multipart())
+            assert told[0][1] == (0).to_bytes(8, "big"), "the last engine begins anew"
+            assert b"AllBlocksCleared" in told[0][2]
+            assert b"BlockStored" in b"".join(payload for _, _, payload in told)
+            last = processes()
+        until(lambda: not any(map(command_of, last)))
+    finally:
+        context.destroy(linger=0)

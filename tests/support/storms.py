@@ -80,14 +80,18 @@ async def send(server: Server, http: httpx.AsyncClient, ask: Ask, manner: str, r
     raise AssertionError("a stream ends without its last event")
 
 
-async def storm(server: Server, asks: list[Ask], clients: int, each: int, manners=MANNERS, during=None) -> Counter:
-    """`clients` at once, `each` requests one after the other. during: called once a third of them have ended."""
+async def storm(
+    server: Server, asks: list[Ask], clients: int, each: int, manners=MANNERS, during=None, key: str = "none"
+) -> Counter:
+    """`clients` at once, `each` requests one after the other. during: called once a third of them have ended. key: of
+    all.
+    """
     outcomes: Counter = Counter()
 
     async def client(number: int) -> None:
         nonlocal during
         rng = random.Random(number)
-        async with httpx.AsyncClient(timeout=PATIENCE_S) as http:
+        async with httpx.AsyncClient(timeout=PATIENCE_S, headers={"Authorization": f"Bearer {key}"}) as http:
             for _ in range(each):
                 try:
                     said = await send(server, http, rng.choice(asks), rng.choice(manners), rng)
