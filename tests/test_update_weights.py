@@ -79,9 +79,11 @@ def test_requests_in_flight_end_with_what_they_had(strong_pair, trained):
     assert answers(llm, prompts) == answers(build(trained, None, **BITS), prompts)
 
 
-def test_requests_in_flight_may_go_on_with_the_new_weights(strong_pair, trained):
+@pytest.mark.parametrize("mixed", ["on", pytest.param("off", marks=pytest.mark.slow)])
+def test_requests_in_flight_may_go_on_with_the_new_weights(strong_pair, trained, mixed):
     """They keep what they had; what follows is what the new weights say behind it. One waits, one is prefilled."""
-    llm = build(strong_pair, (2, 3, 6), **BITS, page_size=4, max_running_requests=2, chunked_prefill_size=8)
+    more = {"page_size": 4, "max_running_requests": 2, "chunked_prefill_size": 8, "mixed_chunk": mixed}
+    llm = build(strong_pair, (2, 3, 6), **BITS, **more)
     prompts = strong_pair.prompts([9, 40, 5])
     streams = [llm.stream([prompt], sampled(1, 60, logprobs=0)) for prompt in prompts]
     begun = [[next(streams[0])], [], []]

@@ -9,7 +9,7 @@ from treetop.scheduler.scheduler import Scheduler
 from treetop.types.changes import TAGS, Change, Commit, InFlight, LoadLora, Sleep, UnloadLora, UpdateWeights, WakeUp
 from treetop.types.errors import ConfigError, EngineError, UserError
 from treetop.types.ids import RequestId
-from treetop.types.messages import PrefillPlan, StepPlan, StepResult
+from treetop.types.messages import RoundPlan, StepPlan, StepResult
 from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, RequestUpdate
 
 Result = TypeVar("Result")
@@ -133,7 +133,7 @@ class EngineCore(Generic[InFlightStep]):
         plan, in_flight = self._in_flight.popleft()
         updates = self.scheduler.commit(plan, self.engine.collect(in_flight))
         self.num_committed += 1
-        if isinstance(plan, PrefillPlan):  # the first tokens of a request, or those after it was put back
+        if not isinstance(plan, RoundPlan):  # the first tokens of a request, or those after it was put back
             return [each._replace(weight_version=self.weight_version) for each in updates]
         return updates
 
