@@ -13,7 +13,7 @@ from treetop.api.metrics import FEW_ROUNDS, LogInterval, Metrics
 from treetop.outputs import LiveRequest
 from treetop.types.ids import RequestId
 from treetop.types.layout import PLAIN, SpecShape
-from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, PrefixPages, RequestUpdate
+from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, HostTierStats, PrefixPages, RequestUpdate
 from treetop.types.sampling import SamplingParams
 
 ROUTERS = """num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_hits prefix_cache_queries
@@ -185,6 +185,7 @@ def test_the_dashboard_asks_for_what_is_exported():
     metrics.of_keys.asked("team", "requests")  # by names of keys: there are none without one
     metrics.of_keys.arrived("team", 3)
     metrics.of_keys.generated("team", 3)
+    metrics.take(CoreLoad(host_tier=HostTierStats()), 0)  # too
     names = exported(metrics)
     assert used <= names
     parts = r"_(total|bucket|sum|count|created)$"
