@@ -124,7 +124,7 @@ def held_to(seed):
     ("shape", "options"),
     [
         (None, {}),
-        (SHAPE, {"graphs": "sim", "check_level": 3, "overlap": True}),
+        (SHAPE, {"graphs": "sim", "check_level": 3, "overlap": True, "mixed_chunk": "on", "chunked_prefill_size": 16}),
         (SHAPE, {"check_level": 3, "max_running_requests": 5, "attention_backend": "torch"}),
         ((4, 3, 37), {"overlap": False, "max_running_requests": 3}),
         ((1, 5, 6), {"overlap": True, "chunked_prefill_size": 16}),

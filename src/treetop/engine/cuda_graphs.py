@@ -237,7 +237,7 @@ def _place(filters_apart: bool, key: RoundKey) -> RoundKey:
     """Where a round's graph is kept: rounds that are the same work share it."""
     if key.catches_up:
         return RoundKey.of_catch_up(key.bucket)
-    if key.mixed:  # how tokens are chosen, and what may follow, is between its graphs
-        return RoundKey(key.bucket, key.shape, Choice.GREEDY, mixed=True)
+    if key.mixed:
+        return RoundKey.of_mixed(key.bucket, key.shape)
     alike = key.choice is Choice.FILTER and not filters_apart
     return replace(key, choice=Choice.SAMPLE) if alike else key

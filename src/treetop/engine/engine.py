@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import product, starmap
 from typing import TypeVar
 
 import torch
@@ -187,11 +187,11 @@ class Engine:
         self._node_masks.tell = tell
 
     def _keys(self) -> Iterator[RoundKey]:
-        rounds = ((bucket, shape) for bucket in self.layout.buckets for shape in self.layout.shapes_at(bucket))
+        rounds = [(bucket, shape) for bucket in self.layout.buckets for shape in self.layout.shapes_at(bucket)]
+        if self.layout.mixed:
+            yield from starmap(RoundKey.of_mixed, rounds)
         for (bucket, shape), choice in product(rounds, self.runner.state.choices):
             yield RoundKey(bucket, shape, choice)
-            if self.layout.mixed:
-                yield RoundKey(bucket, shape, choice, mixed=True)
             if choice.processes and self.runner.state.masks is not None:
                 yield RoundKey(bucket, shape, choice, held=True)
         if self.layout.max_deferred:
@@ -482,7 +482,7 @@ class Engine:
         sent = self._staging.send(slot, rows=[padded], prompts=[prompts], edits=edits, **columns)
         self._apply(sent)
         batch = self._batch_of(chunks, sent["prompts"][0], sent)
-        key = RoundKey(len(padded), round.shape, round.choice, bool(round.masks), mixed=True)
+        key = RoundKey(len(padded), round.shape, round.choice, bool(round.masks))
         host_step, first = self._host_step(round, key), list[FirstTokens]()
 
         def between() -> None:
@@ -490,7 +490,7 @@ class Engine:
                 host_step()
             first.append(mixed_verify(runner, batch, key, round.committed_bound))
 
-        self._launch_round(round, key, between)
+        self._launch_round(round, RoundKey.of_mixed(key.bucket, key.shape), between)
         return self._of_prefill(chunks, first[0]), self._of_round(round, key)
 
     def _host_step(self, plan: RoundPlan, key: RoundKey) -> HostStep | None:

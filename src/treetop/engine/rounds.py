@@ -52,6 +52,11 @@ class RoundKey:
     mixed: bool = False
 
     @classmethod
+    def of_mixed(cls, bucket: int, shape: SpecShape) -> "RoundKey":
+        """How tokens are chosen, and what may follow, is a matter of the forward between its phases."""
+        return cls(bucket, shape, Choice.GREEDY, mixed=True)
+
+    @classmethod
     def of_catch_up(cls, bucket: int) -> "RoundKey":
         return cls(bucket, PLAIN, Choice.GREEDY, catches_up=True)
 
