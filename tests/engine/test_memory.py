@@ -287,7 +287,9 @@ def test_rows_and_the_tokens_beside_a_round_follow_device_and_memory(
     preset = Path(__file__).parents[2] / "benchmarks" / "presets" / "llama-3.1-8b"
     planned = planning.plan_engine(EngineConfig(str(preset), load_format="dummy", **options))
     assert planned.config.max_running_requests == planned.layout.max_requests == rows
-    assert planning.pace_of(planned.target, planned.place) == PrefillPace(minimum, usual, 26624)
+    assert planning.pace_of(planned.target, planned.place) == PrefillPace(
+        minimum, usual, 26624, 1024 if place == "cuda" else minimum
+    )
 
 
 @pytest.mark.parametrize(
@@ -409,19 +411,20 @@ def test_a_worst_step_is_its_gathered_contexts_and_masks_or_its_draws():
     assert step_bytes(replace(LLAMA, max_requests=1, max_context=2**17, chunk=8192), 128256, 4) > 8192 * 2**17 * 6
 
 
-def test_the_proofs_run_the_dummy_row_then_all_rows_and_put_the_state_back(strong_pair, monkeypatch):
-    """Also with more rows than a few: a buffer that lacks rows shows only where all are used."""
+@pytest.mark.parametrize("mode", ["off", "on"])
+def test_the_proofs_run_the_dummy_row_then_all_rows_and_put_the_state_back(strong_pair, monkeypatch, mode):
+    """Also with more rows than a few: a buffer that lacks rows shows only where all are used. Mixed steps likewise."""
     ran = []
     launch = Eager.launch
 
-    def note(self, key, max_kv_len):
-        ran.append((key.bucket, key.shape, self._runner.buffers.rows[: key.bucket].tolist()))
-        launch(self, key, max_kv_len)
+    def note(self, key, max_kv_len, *between):
+        ran.append((key.bucket, key.mixed, self._runner.buffers.rows[: key.bucket].tolist()))
+        launch(self, key, max_kv_len, *between)
 
     monkeypatch.setattr(Eager, "launch", note)
-    llm = build(strong_pair, max_running_requests=20)
-    (shape,) = llm.engine.layout.shapes
-    assert ran == [(1, shape, [20]), (20, shape, list(range(20)))]
+    llm = build(strong_pair, max_running_requests=20, mixed_chunk=mode)
+    kinds = [False] if mode == "off" else [False, True]
+    assert ran == [(n, mixed, rows) for n, rows in ((1, [20]), (20, list(range(20)))) for mixed in kinds]
     assert not llm.engine.runner.state.committed.any()
 
 
