@@ -14,18 +14,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from support.engines import build, sampled
+from support.engines import build, greedy, sampled
 from support.scripted import scripted
 from support.serving import child_of, serving
 from support.tiny_models import Pair, save_random_head, save_random_llama
 from support.waiting import WAIT_S
 from treetop import LLM, AsyncLLM, SamplingParams
 from treetop.checkpoints.folder import resolve_folder
-from treetop.core.engine_core import WEIGHTS_REPLACED
+from treetop.core.engine_core import WEIGHTS_REPLACED, EngineCore
 from treetop.distributed.client import EngineProcessClient
 from treetop.tools.quantize import quantize
 from treetop.types.changes import UpdateWeights
 from treetop.types.errors import CheckpointError, ConfigError, EngineError, InputError
+from treetop.types.ids import RequestId
+from treetop.types.requests import EngineRequest
 
 BITS = {"exactness": "bits", "dtype": "float32"}
 PARAMS = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=1)
@@ -60,6 +62,20 @@ def test_after_it_every_bit_is_that_of_an_engine_of_the_new_weights(strong_pair,
     llm.update_weights(strong_pair.target)
     assert answers(llm, prompts) == old
     llm.scheduler.check_integrity()
+
+
+def test_weights_that_fail_half_way_end_the_engine_and_all_requests(strong_pair, monkeypatch):
+    llm = build(strong_pair, (2, 3, 6))
+    core = EngineCore(llm.engine, llm.scheduler)
+    monkeypatch.setattr(llm.engine, "prepare", lambda change: lambda: 1 // 0)
+    core.add(EngineRequest(RequestId(1), (5, 6, 7), greedy(50), 0))
+    core.step()
+    with pytest.raises(ZeroDivisionError):
+        core.prepare(UpdateWeights())()
+    assert isinstance(core.failure, ZeroDivisionError)
+    (ended,) = core.step()
+    assert ended.engine_failed
+    assert "ZeroDivisionError" in ended.error
 
 
 def test_requests_in_flight_end_with_what_they_had(strong_pair, trained):

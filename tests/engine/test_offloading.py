@@ -2,6 +2,7 @@
 
 import random
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import count
 from unittest.mock import patch
 
@@ -293,3 +294,31 @@ def test_adapters_part_the_host(tmp_path, strong_pair):
     assert got == want
     assert len({*want.values()}) == 2
     assert stats(llm).loaded_tokens >= 160
+
+
+def test_a_windows_pool_holds_what_is_copied_beside_every_request(windowed):
+    """Of one row whose prompts come one behind the other: what is saved of one lies there as the next is prefilled."""
+    rng = random.Random(5)
+    prompts = [[rng.randrange(VOCAB) for _ in range(130)] for _ in range(4)]
+    with on_a_cpu():
+        llm = with_tier(windowed, **{**POOL, "max_running_requests": 1, "overlap": True})
+        requests = submit(llm, prompts, [greedy(4)] * 4)
+        assert any(isinstance(plan, OffloadPlan) and plan.saves for plan, _ in [*pump(llm)])
+    assert [len(request.output_ids) for request in requests] == [4] * 4
+    layout = llm.engine.layout
+    without = replace(layout, copied_pages=0).num_pages["window"]
+    assert layout.num_pages["window"] == without + layout.window_pages(40)
+
+
+def test_nothing_is_loaded_for_a_request_that_has_ended(strong_pair):
+    rng = random.Random(6)
+    with on_a_cpu():
+        llm = with_tier(strong_pair, **POOL)
+        replay(llm, turns(rng, count=1))
+        host = llm.scheduler.rows.host
+        ended, alive = RequestId(next(NUMBERS)), RequestId(next(NUMBERS))
+        with patch.object(type(host._device), "num_known", lambda self, *_: 0 if self is host._device else 96):
+            assert host.load(ended, [1] * 96, "")
+            assert host.load(alive, [2] * 96, "")
+        host.forget(ended)
+    assert [each.request_id for each in host._loads] == [alive]

@@ -69,6 +69,7 @@ def test_tags_wake_apart_and_weights_may_change_between(pair, tmp_path):
     refused(InputError, lambda: llm.wake_up(["graphs"]), "tags", "'graphs'")
     llm.wake_up(["weights"])
     assert llm.is_sleeping
+    refused(ConfigError, lambda: llm.sleep(2), "sleep", "wake_up")
     llm.update_weights(other.target)
     assert llm.generate([5, 6], greedy(4))[0].error == ASLEEP
     llm.wake_up(["kv_cache"])

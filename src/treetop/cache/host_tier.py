@@ -123,6 +123,10 @@ class HostTier:
         self._loads.append(_Wanted(ids, salt, request_id))
         return True
 
+    def forget(self, request_id: RequestId) -> None:
+        """It has ended: nothing is loaded for it any more. A load that has begun ends by itself."""
+        self._loads = deque(each for each in self._loads if each.request_id != request_id)
+
     def loaded(self) -> list[RequestId]:
         """Whose loads have ended since the last call, well or not."""
         loaded, self._loaded = self._loaded, []

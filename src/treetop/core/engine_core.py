@@ -9,7 +9,7 @@ from treetop.scheduler.scheduler import Scheduler
 from treetop.types.changes import TAGS, Change, Commit, InFlight, LoadLora, Sleep, UnloadLora, UpdateWeights, WakeUp
 from treetop.types.errors import ConfigError, EngineError, UserError
 from treetop.types.ids import RequestId
-from treetop.types.messages import RoundPlan, StepPlan, StepResult
+from treetop.types.messages import ExportPlan, ImportPlan, OffloadPlan, RoundPlan, StepPlan, StepResult
 from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, RequestUpdate
 
 Result = TypeVar("Result")
@@ -21,6 +21,9 @@ ASLEEP = "the engine is asleep: wake_up lets requests in again"
 """That of one that was alive when it fell asleep, or came then."""
 STALLED_S = 0.005
 """How long a core that is stalled may look away: no longer than a command may wait."""
+
+_COPIES = ExportPlan, ImportPlan, OffloadPlan
+"""Plans of steps that run no model."""
 
 
 class StepEngine(Protocol[InFlightStep]):
@@ -61,6 +64,8 @@ class EngineCore(Generic[InFlightStep]):
         self.stalled = False
         """Whether the last step had nothing to do, though requests are alive: they wait for another worker, or for what
         their constraints allow."""
+        self.copies_alone = False
+        """Whether the last step ran no model, and none is out."""
         self.num_launched = self.num_committed = 0
         """Steps; those that a failure lost count as committed."""
         self._in_flight: deque[tuple[StepPlan, InFlightStep]] = deque()
@@ -123,7 +128,9 @@ class EngineCore(Generic[InFlightStep]):
             if self.stalled:
                 self.scheduler.await_answer(STALLED_S if not early else 0)
                 return early
+            copies = all(isinstance(plan, _COPIES) for plan, _ in self._in_flight)
             updates = self._commit_oldest()
+            self.copies_alone = copies and not self._in_flight
         except BaseException as error:  # whatever it was, every client must hear of it
             return early + self.fail(error)
         return early + updates
@@ -141,6 +148,18 @@ class EngineCore(Generic[InFlightStep]):
         """Between two steps, read and check what a change asks for; what is returned puts it in force, between two
         steps too. What the engine raises, this raises, and nothing has changed.
         """
+        commit = self._prepared(change)
+        return lambda: self._put_in_force(commit)
+
+    def _put_in_force(self, commit: Commit) -> None:
+        """A half of a change is no engine: if it fails all end, as with a step."""
+        try:
+            commit()
+        except BaseException as error:
+            self._failed = self.fail(error)
+            raise
+
+    def _prepared(self, change: Change) -> Commit:
         adapters = self.scheduler.adapters
         match change:
             case UpdateWeights():
@@ -153,7 +172,7 @@ class EngineCore(Generic[InFlightStep]):
                 commit = self.engine.prepare(numbered)
                 return lambda: (commit(), adapters.add(name, numbered.number))
             case UnloadLora(name):
-                adapters.check_known(name)
+                adapters.check_removable(name)
                 return lambda: adapters.remove(name)
             case Sleep():
                 commit = self.engine.prepare(change)

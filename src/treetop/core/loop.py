@@ -47,6 +47,9 @@ class Core(Protocol):
     @property
     def stalled(self) -> bool: ...
 
+    @property
+    def copies_alone(self) -> bool: ...
+
     def add(self, request: EngineRequest, remote: bool = False) -> None: ...
 
     def abort(self, request_id: RequestId) -> RequestUpdate | None: ...
@@ -105,7 +108,7 @@ class CoreLoop:
                 self.connector.poll(time.monotonic())
             if self.core.busy:
                 self.step()
-            if self.peers is not None and self.idle and self.peers.has_proposals():
+            if self.peers is not None and (self.idle or self.core.copies_alone) and self.peers.has_proposals():
                 self.peers.execute_dummy_batch()
 
     @property

@@ -4,6 +4,7 @@ Each request goes to one process of one engine. Which, the router says (`router.
 `--ep-size` more processes of each, and to it both are links. What a client has with one engine is `remote_engine.py`.
 """
 
+import logging
 from asyncio import Event
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,13 +14,30 @@ from treetop.core.clients import Sink
 from treetop.core.wire import ID_RANGE
 from treetop.distributed.remote_engine import WATCHDOG_S, RankLink, RemoteEngine
 from treetop.distributed.router import PrefixRouter, ReplicaLoad
-from treetop.types.changes import Change
-from treetop.types.errors import EngineError, InputError
+from treetop.types.changes import Change, LoadLora, Sleep, UnloadLora, UpdateWeights, WakeUp, asked_as
+from treetop.types.errors import ConfigError, EngineError, InputError
 from treetop.types.ids import RequestId
 from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, HostTierStats, KVTransferStats
 
+log = logging.getLogger("treetop")
+
 _SILENT_S = 4.0
 """An engine says something each second. One that does not hangs, or takes one long step; another may have time."""
+
+
+def has_taken(change: Change, info: CoreInfo) -> bool:
+    """Whether an engine is already as a change would have it; of weights nothing is known."""
+    match change:
+        case LoadLora(name=name):
+            return name in info.loras
+        case UnloadLora(name=name):
+            return name not in info.loras
+        case Sleep():
+            return bool(info.asleep)
+        case WakeUp(tags=tags):
+            return not {*(info.asleep if tags is None else tags)} & {*info.asleep}
+        case UpdateWeights():
+            return False
 
 
 class EngineProcessClient:
@@ -96,19 +114,33 @@ class EngineProcessClient:
             each.finish(request_id, num_tokens)
 
     async def change(self, change: Change) -> None:
-        """All engines prepare it, then all take it; where one refuses, none does."""
-        prepared = list[RemoteEngine]()
+        """All engines prepare it, then all take it; where one refuses, none does. If one ends between the two, the one
+        that takes its place takes it, too.
+        """
+        asked, lost = list[RemoteEngine](), list[RemoteEngine]()
+        restarts = [each.num_restarts for each in self.engines]
         try:
             for each in self.engines:
+                asked.append(each)
                 await each.change(change, "prepare")
-                prepared.append(each)
         except BaseException:
-            for each in prepared:
-                with suppress(EngineError):
+            for each in asked:
+                with suppress(EngineError, ConfigError):
                     await each.change(change, "drop")
             raise
         for each in self.engines:
-            await each.change(change, "commit")
+            try:
+                await each.change(change, "commit")
+            except EngineError as error:
+                log.warning(
+                    "%s: an engine did not take it: %s; the one after it is asked again", asked_as(change), error
+                )
+                lost.append(each)
+        for each in lost:
+            await each.another(restarts[self.engines.index(each)])
+            if not has_taken(change, each.links[0].info):
+                await each.change(change, "prepare")
+                await each.change(change, "commit")
 
     def left(self, number: int) -> None:
         """Another client of these engines has ended. An engine that starts later will not hear of it."""

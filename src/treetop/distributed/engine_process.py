@@ -51,6 +51,8 @@ from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, EngineError, UserError
 from treetop.types.requests import CoreInfo, CoreLoad, RequestUpdate
 
+log = logging.getLogger("treetop")
+
 if TYPE_CHECKING:  # loads PyTorch, which takes seconds
     from treetop.distributed.lockstep import Lockstep
     from treetop.distributed.tp_executor import TpExecutor
@@ -181,7 +183,9 @@ class EngineServer:
                 self._prepared = identity, self._core.prepare(asked.change)
             elif asked.stage == "drop":
                 self._prepared = None
-            elif self._prepared is not None:
+            elif self._prepared is None:
+                raise EngineError("nothing is prepared here: this engine was started meanwhile")
+            else:
                 (_, commit), self._prepared = self._prepared, None
                 self._loop.commit(commit)
                 self._info = self._core.current(self._info)
@@ -339,7 +343,12 @@ def with_noted_changes(options: ProcessOptions) -> ProcessOptions:
     note, config = noted_changes(Path(options.noted)), options.config
     config = replace(config, model=note.model or config.model, draft=note.draft or config.draft)
     if note.loras is not None:
-        config = replace(config, lora_modules=tuple(f"{name}={path}" for name, path in note.loras.items()))
+        there = {name: path for name, path in note.loras.items() if Path(path).is_dir()}
+        for name in note.loras.keys() - there.keys():
+            log.warning("adapter %s is gone: its folder %s is not there any more", name, note.loras[name])
+        modules = tuple(f"{name}={path}" for name, path in there.items())
+        slots, most = config.num_lora_slots, config.most_loras  # as many as before, however many there are now
+        config = replace(config, lora_modules=modules, max_loras=slots or None, max_cpu_loras=most or None)
     return msgspec.structs.replace(options, config=config)
 
 

@@ -221,6 +221,13 @@ class RemoteEngine:
         if said.error is not None:
             raise ConfigError(said.error) if said.user_error else EngineError(said.error)
 
+    async def another(self, restarts: int) -> None:
+        """Wait for an engine that comes after so many restarts. Raises EngineError if none does."""
+        while self.num_restarts <= restarts or not self._up:
+            if self.failure is not None:
+                raise self.failure.with_traceback(None)
+            await asyncio.sleep(_TICK_S)
+
     def left(self, number: int) -> None:
         """Another client of this engine has ended. One that comes later will not hear of it."""
         for link in self.links if self._up else ():

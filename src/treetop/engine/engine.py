@@ -65,9 +65,9 @@ from treetop.engine.startup.startup_log import start_up_block
 from treetop.engine.step_digest import StepDigest, TreeAndPathDigest, no_digest
 from treetop.engine.update_weights import NewWeights, read_weights
 from treetop.models.config import attention_of_rank
-from treetop.types.changes import Change, Commit, LoadLora, Sleep, UnloadLora, UpdateWeights, WakeUp
+from treetop.types.changes import TAGS, Change, Commit, LoadLora, Sleep, UnloadLora, UpdateWeights, WakeUp
 from treetop.types.config import EngineConfig
-from treetop.types.errors import InvariantError
+from treetop.types.errors import ConfigError, InvariantError
 from treetop.types.ids import NULL_PAGE, GroupName, PageId
 from treetop.types.messages import (
     ExportPlan,
@@ -241,6 +241,8 @@ class Engine:
                 return lambda: None  # the scheduler's: a plan says when nobody has it any more
             case Sleep(level):
                 check_sleep(self._plan, level)
+                if self._asleep.tags and (self._asleep.tags != TAGS or level > self._asleep.level):
+                    raise ConfigError("sleep: a part is awake, or weights are on the host; wake_up first")
                 return partial(self._fall_asleep, level)
             case WakeUp(tags):
                 asked = asked_to_wake(self._asleep, tags)
@@ -275,6 +277,8 @@ class Engine:
         self._serve(new.plan)
         self.runner = replace(self.runner, target=new.target, drafter=new.drafter)
         for name, scales in new.kv_scales.items():
+            if name not in self.runner.pools:
+                continue  # K/V sleep, and wake with these
             held = self.runner.pools[name].scales
             assert held is not None
             held.copy_(scales)

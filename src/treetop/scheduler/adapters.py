@@ -63,6 +63,8 @@ class AdapterBooks:
         """Of an adapter that is to be added. Raises InputError for a name that is taken, ConfigError if none may be."""
         if not self._most:
             raise ConfigError(f"lora_name: {shown(name)}: none can be loaded while it runs; start with --enable-lora")
+        if "=" in name or "\0" in name:
+            raise InputError(f"lora_name: {shown(name)}: a name has no = and no NUL")
         if name in self._by_name:
             raise InputError(f"lora_name: {shown(name)} has already been loaded; unload it first")
         if len(self._by_name) >= self._most:
@@ -72,8 +74,10 @@ class AdapterBooks:
             )
         return self._last + 1
 
-    def check_known(self, name: str) -> None:
-        """Raises InputError for a name that nobody has."""
+    def check_removable(self, name: str) -> None:
+        """Raises InputError for a name that nobody has, ConfigError if none may go."""
+        if not self._most:
+            raise ConfigError(f"lora_name: {shown(name)}: none can be unloaded while it runs; start with --enable-lora")
         if name not in self._by_name:
             known = ", ".join(self._by_name) or "none"
             raise InputError(f"lora_name: {shown(name)} is no adapter of this engine, which has {known}")

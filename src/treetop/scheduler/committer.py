@@ -117,6 +117,8 @@ class Committer:
         request.output_ids += new_ids
         request.finish_reason = reason
         self._queues.remove(request)
+        if self._rows.host is not None:
+            self._rows.host.forget(request.request_id)
         if reason in ("stop", "length") and request.export_from is None:
             self._rows.lengths.note(request)
         self._kv_transfer.ended(request)

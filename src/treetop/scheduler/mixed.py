@@ -18,6 +18,9 @@ _GAIN = 0.9
 """Of the time of both apart, what a mixed step may take under `auto`: prompts that end in it decode a round later, and
 that costs some of what is gained. Launched one by one on an H200 it took as long (`docs/policy.md`)."""
 
+_TRIED = 8
+"""Mixed steps after which their measured times are believed: the first may compile or capture."""
+
 
 class MixedSteps:
     """Says whether the next prefill step takes a round along.
@@ -27,7 +30,7 @@ class MixedSteps:
 
     def __init__(self, layout: Layout, mode: MixedChunk, budget: PrefillBudget) -> None:
         self._layout, self._mode, self.budget = layout, mode, budget
-        self.apart, self.together = CostCurve(), CostCurve()
+        self.apart, self.together, self._num_tried = CostCurve(), CostCurve(), 0
 
     def wanted(self, rows: int, shape: SpecShape) -> bool:
         """Whether a round of so many rows, of this shape, is to have prompts beside it, if there are any."""
@@ -37,12 +40,16 @@ class MixedSteps:
             return True
         bucket, work = self._layout.bucket_for(rows), self.budget.tokens(rows, 0, mixed=True)
         apart_s, together_s = self.apart.seconds(work), self.together.seconds(work)
-        pays = not apart_s or together_s <= _GAIN * (apart_s + self.budget.rounds.seconds(bucket))
+        known = apart_s and self._num_tried >= _TRIED
+        pays = not known or together_s <= _GAIN * (apart_s + self.budget.rounds.seconds(bucket))
         return pays and bucket * shape.num_draft_tokens <= FEW_NODES
 
     def note(self, plan: StepPlan, seconds: float, late_s: float = 0.0) -> None:
         """A step took so long, as the host saw it. late_s: of `PrefillBudget`, before it has noted the step."""
+        if self._mode != "auto":
+            return
         if isinstance(plan, PrefillPlan):
             self.apart.note(self.budget.work_of(plan), seconds + late_s)
         elif isinstance(plan, MixedPlan):
+            self._num_tried += 1
             self.together.note(self.budget.work_of(plan.prefill), seconds + late_s)

@@ -99,7 +99,7 @@ class RoundPlanner:
             return True
         self._rows.slide(request, self._steps.num_known(request))
         while not self._rows.reserve(request, need):
-            if self._steps:
+            if self._steps.has_rows:
                 return False
             loose = [each for queue in self._queues.running for each in queue if not each.keeps_its_pages]
             if not loose or len(self._rows.by_row) == 1:
@@ -113,11 +113,11 @@ class RoundPlanner:
 
     def put_back(self, request: Request) -> None:
         """Back to the queue; it resumes by a prefill of its prompt and output (sgl-28254)."""
-        assert not self._steps, "its length is not known"
+        assert not self._steps.has_rows, "its length is not known"
         if not self._kv_transfer.retract(request):
             self._rows.leave(request, request.ids[: request.num_complete])
             self._queues.put_back(request)
-            request.num_computed_tokens = 0
+            request.num_computed_tokens, request.asked_host = 0, False
 
     def _retract(self, request: Request) -> None:
         """Back to the queue, for want of pages."""

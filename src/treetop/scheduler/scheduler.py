@@ -317,7 +317,7 @@ class Scheduler:
         rounds_first = bool(ready) and (self._rounds_due > 0 or self._prefill.may_wait())
         plan = None if rounds_first else self._prompts(ready)
         if plan is None and ready:
-            plan = self._rounds.plan(ready) or (None if self.steps else self._prefill.plan())
+            plan = self._rounds.plan(ready) or (None if self.steps.has_rows else self._prefill.plan())
         if plan is not None:
             prefill, took_turns = prefill_of(plan), round_of(plan) is not None
             due = self._rounds_due if prefill is None else self._prefill.rounds_after(prefill)
@@ -356,7 +356,7 @@ class Scheduler:
             return self._prefill.plan()
         round = self._rounds.plan(ready)
         if round is None:  # pages are short
-            return None if self.steps else self._prefill.plan()
+            return None if self.steps.has_rows else self._prefill.plan()
         self.rows.put_back(round.edits)  # in one list no cell is named twice, and `max_edits` bounds it
         prefill = self._prefill.plan(mixed=True)
         if prefill is None:
@@ -368,7 +368,7 @@ class Scheduler:
         shows once they are committed.
         """
         over = self._prefill.shares.over(self._prefill.lacks_pages)
-        if over and self.steps:
+        if over and self.steps.has_rows:
             return False
         for request in over:
             self._rounds.put_back(request)

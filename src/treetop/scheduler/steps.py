@@ -50,6 +50,11 @@ class StepsOut:
         return sum(not isinstance(step.plan, ExportPlan | ImportPlan | OffloadPlan) for step in self._steps)
 
     @property
+    def has_rows(self) -> bool:
+        """Whether a step is out that has anybody's row: copies of pages to the host and back have none."""
+        return any(step.requests for step in self._steps)
+
+    @property
     def has_prefill(self) -> bool:
         return any(prefill_of(step.plan) is not None for step in self._steps)
 

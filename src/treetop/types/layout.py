@@ -364,14 +364,13 @@ class Layout:
 
     @property
     def num_pages(self) -> dict[GroupName, int]:
-        """Pages of each group, the null page included. A window's pool holds every request's window."""
+        """Pages of each group, the null page included. A window's pool holds every request's window, and one that is
+        being copied to the host or from there.
+        """
+        windows = self.max_requests + (self.copied_pages > 0)
         return {
             group.name: 1
-            + (
-                self.pages_for(self.pool_tokens)
-                if group.window is None
-                else self.max_requests * self.window_pages(group.window)
-            )
+            + (self.pages_for(self.pool_tokens) if group.window is None else windows * self.window_pages(group.window))
             for group in self.groups
         }
 

@@ -152,7 +152,12 @@ def listed(value: Any) -> Any:
 
 CacheSalt = Annotated[
     str | None,
-    Field(min_length=1, max_length=256, description="only requests with the same salt share cached prefixes; vLLM's"),
+    Field(
+        min_length=1,
+        max_length=256,
+        pattern=r"^[^\x00]*$",
+        description="only requests with the same salt share cached prefixes; vLLM's",
+    ),
 ]
 Stops = Annotated[list[Annotated[str, Field(max_length=LONGEST_STOP)]], Field(max_length=MAX_STOPS)]
 

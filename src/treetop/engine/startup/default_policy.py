@@ -14,8 +14,8 @@ def with_policy(config: EngineConfig) -> EngineConfig:
     """The configuration with `speculative_policy` and `speculative_calibration` said, as asked or by default."""
     policy, learns = config.speculative_policy, config.speculative_calibration
     if policy is None:
-        chooses = config.speculates and compute_device(config.device).type == "cuda"
-        policy = "auto" if chooses or config.speculative_shapes is not None else "fixed"
+        chooses = config.speculative_shapes is not None or compute_device(config.device).type == "cuda"
+        policy = "auto" if config.speculates and chooses else "fixed"
     if learns is None:
         learns = "learn" if policy == "auto" else "off"
     return replace(config, speculative_policy=policy, speculative_calibration=learns)

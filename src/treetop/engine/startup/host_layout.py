@@ -18,7 +18,7 @@ def check_host_tier(config: EngineConfig, device: torch.device) -> None:
     if config.kv_offloading_size is None:
         return
     refuse_cpu(config.kv_offloading_size, device)
-    memory, need = memory_of(torch.device("cpu")), int(config.kv_offloading_size * GIB)
+    memory, need = memory_of(torch.device("cpu")), int(config.kv_offloading_size * GIB) * config.ep_size
     if need > memory.free:
         raise CapacityError(
             f"--kv-offloading-size {config.kv_offloading_size:g}: need {gib(need)} of host memory, have"
@@ -35,6 +35,13 @@ def refuse_cpu(size: float, device: torch.device) -> None:
         )
 
 
+def with_copied(config: EngineConfig, layout: Layout, element_size: int) -> Layout:
+    """The layout with what one step copies, before its pools are sized."""
+    if config.kv_offloading_size is None:
+        return layout
+    return replace(layout, copied_pages=_copied_pages(layout, element_size))
+
+
 def with_host(config: EngineConfig, layout: Layout, element_size: int) -> Layout:
     """The layout with pages on the host. element_size: of a number of the engine's dtype.
 
@@ -43,7 +50,7 @@ def with_host(config: EngineConfig, layout: Layout, element_size: int) -> Layout
     if config.kv_offloading_size is None:
         return layout
     have = int(config.kv_offloading_size * GIB) // config.tp_size
-    layout = replace(layout, host=None, copied_pages=_copied_pages(layout, element_size))
+    layout = replace(with_copied(config, layout, element_size), host=None)
     times = have / host_bytes(layout, element_size)
     host = _scaled(layout, times)
     while host_bytes(host, element_size) > have and times > 0:  # null pages, and what was rounded up
@@ -69,7 +76,7 @@ def staging_bytes(config: EngineConfig, layout: Layout, element_size: int) -> in
     """Bytes of the device that copies pass through, of two plans in turn."""
     if config.kv_offloading_size is None:
         return 0
-    layout = replace(layout, copied_pages=_copied_pages(layout, element_size))
+    layout = with_copied(config, layout, element_size)
     return 2 * sum(layout.copied(name) * size for name, size in layout.page_bytes(element_size).items())
 
 

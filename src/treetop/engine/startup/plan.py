@@ -42,7 +42,7 @@ from treetop.engine.startup.default_policy import with_policy
 from treetop.engine.startup.default_rows import allowance_of_a_gpu, tokens_of_a_row
 from treetop.engine.startup.exactness import chosen_profile
 from treetop.engine.startup.exactness_table import settled
-from treetop.engine.startup.host_layout import check_host_tier, staging_bytes, with_host
+from treetop.engine.startup.host_layout import check_host_tier, staging_bytes, with_copied, with_host
 from treetop.engine.startup.layer_groups import backend_need, causal_blocks, kv_groups, state_groups
 from treetop.engine.startup.state_limits import uses_fla, with_checkpoints, within_states
 from treetop.engine.startup.weight_copies import CpuWeights, with_copies, with_second_orders
@@ -164,6 +164,7 @@ def _plan_rows(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel)
     dtype = compute_dtype(config.dtype, device)
     layout = with_checkpoints(config, layout, dtype.itemsize)
     check_host_tier(config, device)
+    layout = with_copied(config, layout, dtype.itemsize)
     layout, kv_transfer = _with_slots(config, layout, target.config, draft, dtype, parallel)
     dummy = config.load_format == "dummy"
     place = Placement(dtype, device, layout.max_positions, dummy, shapes=layout.shapes, parallel=parallel)

@@ -8,8 +8,9 @@ one for all rows. What a row becomes depends on it alone, so a batch changes not
 
 The reference adds products of codes in float64, which is exact: they are multiples of 2 ** -18 below 2 ** 18, and a row
 has less than 2 ** 17. The kernel adds them in float32, for Hopper's tensor cores keep about 14 bits while they add up
-e4m3: after each 128 columns, or each group, what they have goes to a sum in float32 registers. One kernel serves every
-number of rows, with the weight as the left operand; k is cut for few rows alone, and never where bits are a row's own.
+e4m3: after each 128 columns, or each group, what they have goes to a sum in float32 registers. This kernel serves
+every number of rows, with the weight as the left operand; k is cut for few rows alone, and never where bits are a row's
+own. Where bits may differ, `scaled_mm` takes many.
 Sources: arXiv:2412.19437 (DeepSeek-V3), section 3.3; `compressed-tensors` 0.20 `calculate_qparams`; OCP 8-bit Floating
 Point Specification 1.0.
 """

@@ -27,10 +27,17 @@ GROUP = 128
 """Columns of a group that the library knows, beside whole rows."""
 ROWS_OF_GROUPS = 4
 """Rows of inputs by groups come in multiples of this."""
+CUDA_OF_GROUPS = (12, 9)
+"""Whose cuBLASLt knows scales of groups; PyTorch raises with an earlier one."""
 TABLE = Path(__file__).with_name("scaled_mm.json")
 _FROM = 1024
 """Rows from which the library multiplies with weights that were not measured. Source: vllm-project/vllm pull 49932,
 which finds it as fast as any from there on."""
+
+
+def cuda_version() -> tuple[int, ...]:
+    """Of PyTorch's build; (0,) of one without."""
+    return tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
 
 
 def why_not(weight: CodedWeight, bias: Tensor | None, dtype: torch.dtype, gpu: GpuTraits) -> str | None:
@@ -42,6 +49,8 @@ def why_not(weight: CodedWeight, bias: Tensor | None, dtype: torch.dtype, gpu: G
         return f"results in {dtype}"
     if lines % 16 or k % 16:
         return f"{lines} lines of {k} numbers are not in sixteens"
+    if group and cuda_version() < CUDA_OF_GROUPS:
+        return "scales of groups need cuBLASLt of CUDA 12.9"
     if group not in (0, GROUP) or (group and k % GROUP):
         return f"groups of {group} in rows of {k}"
     return "a bias beside scales of groups" if group and bias is not None else None
