@@ -18,6 +18,14 @@ from treetop.kernels.triton_guard import GpuTraits
 
 CPU = torch.device("cpu")
 HOPPER = GpuTraits(132, True, 227 << 10, True)
+
+
+@pytest.fixture(autouse=True)
+def of_cuda(monkeypatch):
+    """A PyTorch of CUDA 13."""
+    monkeypatch.setattr(scaled_mm, "cuda_version", lambda: (13, 0))
+
+
 OTHERS = {
     "A100": GpuTraits(108, False, 163 << 10, True),
     "B200": GpuTraits(148, True, 227 << 10, True, True),
@@ -125,3 +133,10 @@ def test_the_table_says_from_which_rows(monkeypatch):
     assert library_from((64, 256), 0, True, HOPPER) is None
     assert library_from((64, 512), 0, False, HOPPER) == 1024
     library_from.cache_clear()
+
+
+def test_a_cuda_without_scales_of_groups_takes_those_of_rows_alone(monkeypatch):
+    monkeypatch.setattr(scaled_mm, "cuda_version", lambda: (12, 8))
+    by_group, by_row = (coded_weight(64, 256, Coding("e4m3", group), CPU) for group in (128, 0))
+    assert "CUDA 12.9" in str(why_not(by_group, None, torch.bfloat16, HOPPER))
+    assert why_not(by_row, None, torch.bfloat16, HOPPER) is None
