@@ -131,6 +131,7 @@ def test_shapes_that_switch_change_no_token(family, plain, options):
 def switching(both, max_deferred, **options):
     tree = {"speculative_eagle_topk": 3, "speculative_num_steps": 3, "speculative_num_draft_tokens": 9}
     auto = {"speculative_policy": "auto", "speculative_max_deferred": max_deferred}
+    options = {"speculative_calibration": "off", **options}
     sizes = {"dtype": "float64", "context_length": 96, "page_size": 4}
     llm = LLM(str(both), speculative_algorithm="NEXTN", **tree, **auto, **sizes, **options)
     llm.scheduler.policy = RandomShapes(llm.engine.layout.shapes)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from support.engines import build, greedy, sampled, steps, submit, tokens
-from support.grids import few_of
 from support.memory import buffer_tensors
 from treetop import LLM
 from treetop.cache.allocator import FREE
@@ -22,6 +21,8 @@ from treetop.types.sampling import Choice
 
 SHAPE = (2, 3, 6)
 SHAPES = [None, (1, 1, 2), (1, 4, 5), (2, 1, 3), (2, 3, 6), (4, 3, 12), (8, 2, 40)]
+EVERY_OTHER = [pytest.param(each, marks=[pytest.mark.slow] * (i % 2)) for i, each in enumerate(SHAPES)]
+"""Of a day."""
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def mixed(count):
 # ---------------------------------------------------------------------------------------------- equal to eager
 
 
-@pytest.mark.parametrize("shape", few_of(SHAPES, 0, 2, 4, 6))
+@pytest.mark.parametrize("shape", EVERY_OTHER)
 def test_replays_equal_eager_rounds_bit_for_bit(strong_pair, shape):
     """Batches that grow to eight rows and shrink to one: every bucket, partly and wholly filled, every choice.
 

@@ -24,7 +24,13 @@ from treetop.types.layout import PLAIN, SpecShape
 from treetop.types.messages import RoundPlan
 from treetop.types.sampling import SamplingParams
 
-AUTO = {"speculative_policy": "auto", "max_running_requests": 1, "context_length": 256, "device": "cpu"}
+AUTO = {
+    "speculative_policy": "auto",
+    "speculative_calibration": "off",
+    "max_running_requests": 1,
+    "context_length": 256,
+    "device": "cpu",
+}
 CHAIN, TREE = SpecShape(1, 5, 6), SpecShape(4, 5, 16)
 
 

@@ -116,7 +116,9 @@ def test_what_was_deferred_leaves_the_draft_as_if_it_had_not(trees_of, most, opt
 
 
 class _InTurn:
-    """A policy that goes through a list of shapes again and again."""
+    """A policy that goes through a list of shapes again and again. shape: what runs between trials."""
+
+    shape = PLAIN
 
     def __init__(self, shapes) -> None:
         self._shapes, self._next = shapes, 0

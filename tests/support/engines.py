@@ -20,7 +20,8 @@ _IDS = count(10**6)
 
 def build(pair, shape=(4, 5, 16), **options) -> LLM:
     """An engine in float64 for `pair` with tree `shape` (k, S, T); None decodes plainly without a head."""
-    own = {"dtype": "float64", "context_length": 256, "max_running_requests": 8, "speculative_policy": "fixed"}
+    own = {"dtype": "float64", "context_length": 256, "max_running_requests": 8}
+    own |= {"speculative_policy": "fixed", "speculative_calibration": "off"}
     options = {**own, **options}
     if shape is None:
         return LLM(model=str(pair.target), draft=None, **options)

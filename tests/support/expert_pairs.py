@@ -44,7 +44,7 @@ def build(folder, shape, ranks, **options):
     if shape is not None and "draft" not in options:
         options.setdefault("speculative_algorithm", "MTP")
     own = {"dtype": "float64", "context_length": 96, "page_size": 4, "max_running_requests": 4}
-    options = {**own, "speculative_policy": "fixed", **options}
+    options = {**own, "speculative_policy": "fixed", "speculative_calibration": "off", **options}
     if shape is not None:
         k, steps, size = shape
         tree = {"speculative_eagle_topk": k, "speculative_num_steps": steps, "speculative_num_draft_tokens": size}

@@ -112,24 +112,11 @@ def load_weights(folder: Path, params: Sequence[Param], place: Placement, ignore
     Each is filled from one stored tensor after another, where the model computes: beside them there is at most one
     tensor in memory. A terminal sees how far it is. ignored: tensors that the files may hold. Raises CheckpointError
     as `checkpoint.open_tensors` says, for what is no weight in its format, and for a number that is too large for the
-    dtype in which it is to be held; on all ranks that share a model where it does on one.
+    dtype in which it is to be held.
     """
     mine = place.own(params)
     if place.dummy:
         return random_weights(mine, place)
-    try:
-        weights = _read(folder, params, mine, place, ignored)
-    except Exception:
-        place.parallel.minimum(0)
-        raise
-    if not place.parallel.minimum(1):
-        raise CheckpointError(f"{folder}: {ELSEWHERE}")
-    return weights
-
-
-def _read(
-    folder: Path, params: Sequence[Param], mine: Sequence[Param], place: Placement, ignored: Collection[str]
-) -> Weights:
     held: dict[str, HeldWeight] = {}
     stored, total = stored_tensors(place.held(params)), weight_bytes(mine, place.dtype)
     with open_tensors(folder, stored, ignored, place.device) as fetch, progress(folder, total) as loaded:

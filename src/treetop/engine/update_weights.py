@@ -1,10 +1,14 @@
 """Other weights for an engine that runs: a target and its draft head of the same architecture, in place of the old."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
 
 from torch import Tensor
 
 from treetop.checkpoints.folder import resolve_folder
+from treetop.checkpoints.loader import ELSEWHERE, Placement
 from treetop.drafts.protocol import Drafter
 from treetop.engine.startup.build import kv_scales
 from treetop.engine.startup.kept_calibration import KeptCalibration, kept_calibration
@@ -12,9 +16,11 @@ from treetop.engine.startup.plan import EnginePlan, read_draft_spec
 from treetop.engine.startup.products import Products
 from treetop.models.registry import target_spec
 from treetop.models.target import Target
-from treetop.types.errors import ConfigError
+from treetop.types.errors import CheckpointError, ConfigError
 from treetop.types.ids import GroupName
 from treetop.weights.adapted import Adapters
+
+Loaded = TypeVar("Loaded")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +77,25 @@ def read_weights(engine_plan: EnginePlan, model: str | None, draft: str | None, 
 def load_models(
     engine_plan: EnginePlan, products: Products, adapters: Adapters | None
 ) -> tuple[Target, Drafter | None]:
-    """Target and draft head of a plan's folders, beside which adapters are. Raises as a start does."""
-    draft, place = engine_plan.draft, replace(engine_plan.place, adapters=adapters)
-    target = engine_plan.target.load(draft.aux_inputs if draft is not None else (), products.of_target(place))
-    return target, None if draft is None else draft.load(target, products.of_draft(engine_plan.place))
+    """Target and draft head of a plan's folders, beside which adapters are. Raises as a start does, on all ranks that
+    share a model where it does on one.
+    """
+    spec, draft, place = engine_plan.target, engine_plan.draft, replace(engine_plan.place, adapters=adapters)
+    aux = draft.aux_inputs if draft is not None else ()
+    target = _on_all_ranks(spec.folder, place, lambda: spec.load(aux, products.of_target(place)))
+    if draft is None:
+        return target, None
+    beside = products.of_draft(engine_plan.place)
+    return target, _on_all_ranks(draft.folder or spec.folder, place, lambda: draft.load(target, beside))
+
+
+def _on_all_ranks(folder: Path, place: Placement, load: Callable[[], Loaded]) -> Loaded:
+    """What is loaded. Raises CheckpointError for a folder whose part another rank could not take."""
+    try:
+        loaded = load()
+    except Exception:
+        place.parallel.minimum(0)
+        raise
+    if not place.parallel.minimum(1):
+        raise CheckpointError(f"{folder}: {ELSEWHERE}")
+    return loaded

@@ -490,8 +490,8 @@ class EngineConfig:
             ),
             (
                 most is not None and most < max(named, self.num_lora_slots),
-                f"--max-cpu-loras {most}: need {max(named, self.num_lora_slots)}, those of --lora-modules ({named}) and"
-                f" as many as on the device (--max-loras {self.num_lora_slots}); raise it",
+                f"--max-cpu-loras {shown(most)}: need those of --lora-modules ({named}) and as many as on the device"
+                f" (--max-loras {shown(self.num_lora_slots)}); raise it",
             ),
             (wrong is not None, f"--lora-modules must be NAME=FOLDER, got {shown(wrong)}"),
             (twice is not None, f"--lora-modules names {shown(twice)} twice"),
