@@ -3,12 +3,15 @@
 import gc
 import os
 import random
+import signal
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["TREETOP_DEFAULT_MODEL"] = "nestling"  # whatever is installed
 if Path("/proc/cpuinfo").exists() and "GenuineIntel" in Path("/proc/cpuinfo").read_text():
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")  # as `--exactness bits` chooses, which comes too late in a test
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background; what tests start would ignore it, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 import torch

@@ -201,6 +201,9 @@ def test_costs_choose_what_is_mixed(mode, mixes):
     for plan, seconds in ((round, 0.005), (prefill, 0.024), (MixedPlan(prefill, round), 0.0275)):
         budget.note(plan, seconds, False)
         mixing.note(plan, seconds)
+    assert mixing.wanted(32, PLAIN) == (mode != "off"), "one step may compile or capture"
+    for _ in range(8):
+        mixing.note(MixedPlan(prefill, round), 0.0275)
     assert mixing.wanted(32, PLAIN) == (mode == "on")
     for _ in range(40):
         mixing.note(MixedPlan(prefill, round), 0.0255)
