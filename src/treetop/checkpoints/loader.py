@@ -32,10 +32,6 @@ _TORCH_DTYPES = {
 }
 
 
-ELSEWHERE = "another rank cannot take its part of the weights"
-"""What a rank says of a folder that it could take."""
-
-
 def compute_device(option: str) -> torch.device:
     """The device that `--device` means; `auto` is a GPU if there is one."""
     if option == "cuda" and not torch.cuda.is_available():

@@ -24,7 +24,7 @@ import torch
 import zmq
 from torch import Tensor
 
-from treetop.checkpoints.loader import ELSEWHERE, compute_device
+from treetop.checkpoints.loader import compute_device
 from treetop.core.wire import AskChange
 from treetop.disaggregation.agent import Order
 from treetop.distributed.process import FAILURE_REPORT_S, Failed, ProcessGroup, as_error
@@ -46,6 +46,7 @@ from treetop.distributed.tp_wire import (
 from treetop.distributed.tp_worker import digest_of
 from treetop.engine.engine import Engine, InFlightStep
 from treetop.engine.startup.plan import plan_engine
+from treetop.engine.update_weights import ELSEWHERE
 from treetop.parallel.exchange import RENDEZVOUS_S, START_S
 from treetop.types.changes import Change, Commit, asked_as
 from treetop.types.config import EngineConfig

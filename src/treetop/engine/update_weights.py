@@ -8,7 +8,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from treetop.checkpoints.folder import resolve_folder
-from treetop.checkpoints.loader import ELSEWHERE, Placement
+from treetop.checkpoints.loader import Placement
 from treetop.drafts.protocol import Drafter
 from treetop.engine.startup.build import kv_scales
 from treetop.engine.startup.kept_calibration import KeptCalibration, kept_calibration
@@ -21,6 +21,8 @@ from treetop.types.ids import GroupName
 from treetop.weights.adapted import Adapters
 
 Loaded = TypeVar("Loaded")
+ELSEWHERE = "another rank cannot take its part of the weights"
+"""What a rank says of a folder that it could take."""
 
 
 @dataclass(frozen=True, slots=True)
