@@ -320,8 +320,8 @@ def test_the_table_of_models_is_that_of_the_registry_and_of_the_docs(capsys):
     assert {line.split("`")[1] for line in architectures.splitlines()[2:]} == known
     assert [line.split("`")[1] for line in methods.splitlines()[2:]] == list(FORMATS)
     assert {line.split("`")[1] for line in files.splitlines()[2:]} == {*ARCHITECTURES}
-    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
-    assert printed in page, "docs/checkpoints.md: put the output of `treetop models` there"
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    assert printed in page
     rows = json.loads(run(capsys, "models", "--json")[1])
     assert [row["architecture"] for row in rows] == sorted(known)
 
@@ -330,8 +330,8 @@ def test_the_table_of_what_is_refused_is_that_of_the_code_and_of_the_docs(capsys
     """And what stands there is refused for what stands there."""
     code, printed, _ = run(capsys, "models", "--refused")
     assert code == 0
-    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
-    assert printed in page, "docs/checkpoints.md: put the output of `treetop models --refused` there"
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    assert printed in page
     for why, names in json.loads(run(capsys, "models", "--refused", "--json")[1]).items():
         for name in names:
             assert f"{name}ForCausalLM" not in FAMILIES

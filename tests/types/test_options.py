@@ -1,11 +1,10 @@
-"""The tables of options, and what is made from them: the page, the types that editors see, the public names."""
+"""The tables of options, and what is made from them: the types that editors see, the public names."""
 
 import asyncio
 import json
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import get_type_hints
 
 import pytest
@@ -14,7 +13,6 @@ import treetop
 from support.refusing import refused
 from support.tiny_models import copy_folder
 from treetop import LLM, AsyncLLM, CheckpointError, ConfigError, EngineConfig, EngineError, SamplingParams
-from treetop.cli.options_page import page
 from treetop.serve_options import ServeOptions
 from treetop.types import errors
 from treetop.types.engine_options import EngineOptions
@@ -22,11 +20,6 @@ from treetop.types.kv_transfer.options import DisaggregationOptions
 from treetop.types.options import options_of
 
 TABLES = [EngineConfig, SamplingParams, ServeOptions, DisaggregationOptions]
-
-
-def test_the_page_of_options_is_the_tables_written_out():
-    """`python -m treetop.cli.options_page > docs/options.md`."""
-    assert (Path(__file__).parents[2] / "docs/options.md").read_text(encoding="utf-8") == page()
 
 
 def test_an_editor_sees_every_option_of_an_engine_with_its_type():

@@ -31,7 +31,7 @@ from treetop.api.responses import responses
 from treetop.api.sglang import sglang
 from treetop.version import __version__
 
-_OPEN = ("/health", "/health/live", "/health/ready", "/metrics", "/ping", "/version")
+OPEN = ("/health", "/health/live", "/health/ready", "/metrics", "/ping", "/version")
 """Paths that need no key."""
 RATE_HEADERS = tuple(
     f"x-ratelimit-{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")
@@ -71,7 +71,7 @@ def make_app(api: ApiState) -> FastAPI:
         app.include_router(batch_routes(store, app.state.batches))
     files = {} if api.options.no_ui else page_files()
     app.include_router(page(files))
-    app.add_middleware(AuthMiddleware, api=api, without_key={*_OPEN, *files})
+    app.add_middleware(AuthMiddleware, api=api, without_key={*OPEN, *files})
     if api.options.allow_origin:
         app.add_middleware(
             CORSMiddleware,

@@ -104,6 +104,7 @@ def chat(api: ApiState) -> APIRouter:
 
     @router.post("/v1/chat/completions", response_model=None, responses=STREAMS)
     async def complete(request: Request, body: ChatRequest) -> Response:
+        """OpenAI's Chat Completions: messages through the model's chat template, tools, structures, streams."""
         turn = await start_turn(api, request, body, cuts=False)
         return await answered(request, turn.deltas, Chat(api, body, turn), body.stream)
 

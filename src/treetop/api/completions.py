@@ -184,6 +184,7 @@ def completions(api: ApiState) -> APIRouter:
 
     @router.post("/v1/completions", response_model=None, responses=STREAMS)
     async def complete(request: Request, body: CompletionRequest) -> Response:
+        """OpenAI's Completions: text, ids, or lists of either; several choices, streams."""
         api.check_model(body.model)
         api.check_count(body.num_prompts * body.n)
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens

@@ -55,6 +55,7 @@ def conversations(kept: KeptResponses) -> APIRouter:
 
     @router.post(PATH, response_model=None)
     async def create(request: Request, body: ConversationRequest) -> Response:
+        """A conversation that responses go on with."""
         name, record = new_id("conv"), {
             "created_at": int(time.time()), "metadata": body.metadata or {}, "items": kept_items(body.items or ()),
         }  # fmt: skip
@@ -63,15 +64,18 @@ def conversations(kept: KeptResponses) -> APIRouter:
 
     @router.get(path, response_model=None)
     async def retrieve(request: Request, name: str) -> Response:
+        """One, without its items."""
         return json_response(_shown(name, await held(request, name)))
 
     @router.post(path, response_model=None)
     async def update(request: Request, name: str, body: MetadataRequest) -> Response:
+        """Its metadata."""
         record = await changed(request, name, lambda found: {**found, "metadata": body.metadata})
         return json_response(_shown(name, record))
 
     @router.delete(path, response_model=None)
     async def delete(request: Request, name: str) -> Response:
+        """Forget it."""
         await held(request, name)
         await wrap_future(kept.store("conversation").delete(name, owner_of(request)))
         return json_response({"id": name, "object": "conversation.deleted", "deleted": True})
@@ -80,20 +84,24 @@ def conversations(kept: KeptResponses) -> APIRouter:
     async def list_items(
         request: Request, name: str, limit: int = 20, order: str = "desc", after: str | None = None
     ) -> Response:
+        """Its items, in pages."""
         return json_response(page_of((await held(request, name))["items"], limit, order, after))
 
     @router.post(path + "/items", response_model=None)
     async def add_items(request: Request, name: str, body: ItemsRequest) -> Response:
+        """Items behind those it has."""
         added = kept_items(body.items)
         await changed(request, name, lambda found: {**found, "items": [*found["items"], *added]})
         return json_response(page_of(added, MOST_ADDED, "asc", None))
 
     @router.get(path + "/items/{item}", response_model=None)
     async def retrieve_item(request: Request, name: str, item: str) -> Response:
+        """One item."""
         return json_response(_item(await held(request, name), item))
 
     @router.delete(path + "/items/{item}", response_model=None)
     async def delete_item(request: Request, name: str, item: str) -> Response:
+        """Forget one item."""
         _item(await held(request, name), item)
         record = await changed(
             request, name, lambda found: {**found, "items": [each for each in found["items"] if each["id"] != item]}

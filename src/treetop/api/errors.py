@@ -54,7 +54,7 @@ class ErrorBody(BaseModel):
 RESPONSES: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}
 """What the OpenAPI schema says of all endpoints."""
 
-_KINDS = {
+KINDS = {
     400: ("invalid_request_error", "invalid_value"),
     401: ("authentication_error", "invalid_api_key"),
     403: ("permission_error", "permission_denied"),
@@ -115,7 +115,7 @@ _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503:
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    kind, usual = _KINDS.get(status, ("invalid_request_error", "invalid_request"))
+    kind, usual = KINDS.get(status, ("invalid_request_error", "invalid_request"))
     return {"error": {"message": message, "type": kind, "param": param, "code": code or usual}}
 
 

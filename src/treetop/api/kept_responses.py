@@ -235,6 +235,7 @@ def kept_responses(kept: KeptResponses) -> APIRouter:
 
     @router.get(path, response_model=None)
     async def retrieve(request: Request, response_id: str, stream: bool = False, starting_after: int = -1) -> Response:
+        """A response that was kept; its events again with stream=true."""
         record = await kept.record(response_id, owner_of(request))
         if stream:
             return kept.events(response_id, owner_of(request), starting_after)
@@ -242,6 +243,7 @@ def kept_responses(kept: KeptResponses) -> APIRouter:
 
     @router.delete(path, response_model=None)
     async def delete(request: Request, response_id: str) -> Response:
+        """Forget it."""
         await kept.record(response_id, owner_of(request))
         await kept.cancel(response_id, owner_of(request))
         await wrap_future(kept.store("id").delete(response_id, owner_of(request)))
@@ -249,6 +251,7 @@ def kept_responses(kept: KeptResponses) -> APIRouter:
 
     @router.post(path + "/cancel", response_model=None)
     async def cancel(request: Request, response_id: str) -> Response:
+        """End one that runs in the background."""
         record = await kept.record(response_id, owner_of(request))
         if not record["response"]["background"]:
             raise ApiError(400, "id: only one in the background can be cancelled", "id")
@@ -259,6 +262,7 @@ def kept_responses(kept: KeptResponses) -> APIRouter:
     async def input_items(
         request: Request, response_id: str, limit: int = 20, order: str = "desc", after: str | None = None
     ) -> Response:
+        """The items that it answered."""
         record = await kept.record(response_id, owner_of(request))
         return json_response(page_of([*record["before"], *record["input"]], limit, order, after))
 

@@ -115,11 +115,13 @@ def llama_cpp(api: ApiState) -> APIRouter:
 
     @router.post("/completion", response_model=None, responses=STREAMS)
     async def completion(request: Request, body: LlamaCppRequest) -> Response:
+        """llama.cpp's, over Completions."""
         _, deltas = await start_completion(api, request, body.completion)
         return await answered(request, deltas, LlamaCppAnswer(deltas, api.names[0]), body.stream)
 
     @router.get("/props", response_model=None)
     async def props() -> Response:
+        """What llama.cpp says of a server."""
         return json_response(
             {
                 "default_generation_settings": {"n_ctx": api.core.info.max_context},

@@ -159,11 +159,13 @@ def messages(api: ApiState) -> APIRouter:
 
     @router.post("/v1/messages", response_model=None, responses={**STREAMS, **_ERRORS})
     async def complete(request: Request, body: MessagesRequest) -> Response:
+        """Anthropic's Messages: blocks, tools, thinking, streams."""
         turn = await start_turn(api, request, body.chat(_thinking(api, body.thinking)))
         return await answered(request, turn.deltas, MessagesAnswer(api, body, turn), body.stream)
 
     @router.post("/v1/messages/count_tokens", response_model=None, responses=_ERRORS)
     async def count_tokens(body: CountRequest) -> Response:
+        """Tokens of such a request's prompt."""
         ids = await prompt_of(api, body.chat(_thinking(api, body.thinking)))
         return json_response({"input_tokens": len(ids)})
 

@@ -58,7 +58,7 @@ class Metrics:
 
     def __init__(self, model_name: str, info: CoreInfo) -> None:
         self._shape, self._model_name = info.shape, model_name
-        self._registry = registry = CollectorRegistry()
+        self.registry = registry = CollectorRegistry()
         several = "PROMETHEUS_MULTIPROC_DIR" in os.environ
 
         def unset(name: str, documentation: str) -> Gauge:

@@ -288,11 +288,13 @@ def ollama(api: ApiState) -> APIRouter:
 
     @router.post("/chat", response_model=None, responses=_LINES)
     async def chat(request: Request, body: OllamaChat) -> Response:
+        """Ollama's chat, as JSON lines."""
         turn = await start_turn(api, request, body.chat())
         return await answered(request, turn.deltas, OllamaAnswer(turn, body.model, True), body.stream)
 
     @router.post("/generate", response_model=None, responses=_LINES)
     async def generate(request: Request, body: OllamaGenerate) -> Response:
+        """Ollama's completion, as JSON lines."""
         if body.raw or api.rendering is None:
             turn = await _goes_on(api, request, body.completion())
         else:
@@ -301,14 +303,17 @@ def ollama(api: ApiState) -> APIRouter:
 
     @router.get("/tags", response_model=None)
     async def tags() -> Response:
+        """Models, as Ollama lists them."""
         return json_response({"models": [_model(api, name) for name in api.names]})
 
     @router.get("/ps", response_model=None)
     async def running() -> Response:
+        """The same: all that is served is loaded."""
         return json_response({"models": [_model(api, name) for name in api.names]})
 
     @router.post("/show", response_model=None, responses=_ERRORS)
     async def show(body: ShowRequest) -> Response:
+        """What Ollama says of a model."""
         api.check_model(body.model.removesuffix(_LATEST))
         template = "" if api.rendering is None else api.rendering.template.source
         able = {
@@ -322,6 +327,7 @@ def ollama(api: ApiState) -> APIRouter:
 
     @router.get("/version", response_model=None)
     async def version() -> Response:
+        """Of treetop."""
         return json_response({"version": __version__})
 
     return router

@@ -65,10 +65,12 @@ def operations(api: ApiState) -> APIRouter:
 
     @router.get("/v1/models", response_model=None)
     async def models() -> Response:
+        """Names that requests may give as their model, adapters too, and what each can do."""
         return json_response({"object": "list", "data": [_model(api, name) for name in api.names]})
 
     @router.get("/v1/models/{name:path}", response_model=None)
     async def model(name: str) -> Response:
+        """One of them."""
         api.check_model(name)
         return json_response(_model(api, name))
 
@@ -78,6 +80,7 @@ def operations(api: ApiState) -> APIRouter:
 def _add_tokens(router: APIRouter, api: ApiState) -> None:
     @router.post("/tokenize", response_model=None)
     async def tokenize(body: TokenizeRequest) -> Response:
+        """Text or messages to ids."""
         api.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InputError("give prompt or messages")
@@ -91,6 +94,7 @@ def _add_tokens(router: APIRouter, api: ApiState) -> None:
 
     @router.post("/detokenize", response_model=None)
     async def detokenize(body: DetokenizeRequest) -> Response:
+        """Ids to text."""
         api.check_model(body.model)
         reader = api.llm.reader
         tokenizer = reader.tokenizer
@@ -158,12 +162,14 @@ def _add_state(router: APIRouter, api: ApiState) -> None:
 
     @router.get("/metrics", response_model=None, response_class=PlainTextResponse)
     async def metrics() -> Response:
+        """Prometheus' text."""
         api.metrics.take(api.core.load, api.core.num_restarts, api.core.is_stalled)
         content, kind = api.metrics.page()
         return Response(content, media_type=kind)
 
     @router.get("/version", response_model=None)
     async def version() -> Response:
+        """Of treetop."""
         return json_response({"version": __version__})
 
 
@@ -192,6 +198,7 @@ def _add_weights(router: APIRouter, api: ApiState) -> None:
 
     @router.get("/is_sleeping", response_model=None)
     async def is_sleeping() -> Response:
+        """vLLM's."""
         return json_response({"is_sleeping": api.llm.is_sleeping})
 
     @router.post("/v1/load_lora_adapter", response_model=None)

@@ -228,6 +228,7 @@ def responses(api: ApiState, kept: KeptResponses) -> APIRouter:
 
     @router.post(RESPONSES_PATH, response_model=None, responses=STREAMS)
     async def respond(request: Request, body: ResponsesRequest) -> Response:
+        """OpenAI's Responses: items, function calls, reasoning; kept, in the background, streams."""
         keeper = await kept.keeper(body, owner_of(request))
         turn = await start_turn(api, request, body.chat(keeper.before))
         answer = ResponsesAnswer(api, body, turn, keeper)

@@ -155,6 +155,7 @@ def sglang(api: ApiState) -> APIRouter:
 
     @router.post("/generate", response_model=None, responses=STREAMS)
     async def generate(request: Request, body: GenerateRequest) -> Response:
+        """SGLang's, over Completions."""
         _, deltas = await start_completion(api, request, body.completion)
         return await answered(request, deltas, GenerateAnswer(body, deltas), body.stream)
 

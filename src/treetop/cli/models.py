@@ -65,13 +65,15 @@ def rows() -> list[ModelRow]:
 
 
 def as_markdown() -> str:
-    """The tables that stand in docs/checkpoints.md."""
+    """The tables that stand in docs/models.md; drafts are those that not every target may have."""
     from treetop.weights.registry import FORMATS
 
-    lines = ["| architecture | what differs from Llama | drafts |", "|---|---|---|"]
+    lines = ["| architecture | what differs from Llama | own drafts |", "|---|---|---|"]
+    common = set.intersection(*(set(row.drafts) for row in rows()))
     for row in rows():
         what = f"{row.differs_in}; images are refused" if row.text_only else row.differs_in
-        lines.append(f"| `{row.architecture}` | {what} | {', '.join(row.drafts)} |")
+        own = ", ".join(each for each in row.drafts if each not in common)
+        lines.append(f"| `{row.architecture}` | {what} | {own} |")
     lines += ["", "| `quant_method` | what is read |", "|---|---|"]
     lines += [f"| `{name}` | {method.about} |" for name, method in FORMATS.items()]
     lines += ["", "| architecture of a GGUF file | read as |", "|---|---|"]
@@ -80,7 +82,7 @@ def as_markdown() -> str:
 
 
 def refused_as_markdown() -> str:
-    """The table of what is refused that stands in docs/checkpoints.md."""
+    """The table of what is refused that stands in docs/models.md."""
     from treetop.models.refused import known_refused
 
     lines = ["| why it is refused | architectures |", "|---|---|"]

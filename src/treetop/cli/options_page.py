@@ -1,4 +1,4 @@
-"""`docs/options.md` is the tables of options, written out: `python -m treetop.cli.options_page > docs/options.md`."""
+"""`docs/options.md` is the tables of options, written out by `scripts/reference.py`."""
 
 from collections.abc import Iterator
 
@@ -65,7 +65,3 @@ def _values(row: Option) -> Iterator[str]:
 
 def _default(row: Option) -> str:
     return "none" if row.default is None or row.default in ((), "") else f"`{row.default}`"
-
-
-if __name__ == "__main__":
-    print(page(), end="")

@@ -72,6 +72,7 @@ def file_routes(store: BatchStore) -> APIRouter:
 
     @router.post(FILES, response_model=None)
     async def upload(request: Request) -> Response:
+        """A file of requests, as a form."""
         body = await request.body()
         parts = await asyncio.to_thread(read_form, request.headers.get("content-type", ""), body)
         for name in (*_FORM_FIELDS, *parts):
@@ -93,21 +94,25 @@ def file_routes(store: BatchStore) -> APIRouter:
     async def files(
         request: Request, limit: int = 100, order: str = "desc", after: str | None = None, purpose: str | None = None
     ) -> Response:
+        """Files, in pages."""
         listed = await asyncio.to_thread(store.list, "file", owner_of(request))
         mine = [each for each in listed if purpose in (None, each["purpose"])]
         return json_response(page_of(mine, limit, order, after))
 
     @router.get(FILES + "/{file_id}", response_model=None)
     async def file(request: Request, file_id: str) -> Response:
+        """One, without its content."""
         return json_response(await _held(store, "file", file_id, request))
 
     @router.get(FILES + "/{file_id}/content", response_model=None)
     async def content(request: Request, file_id: str) -> Response:
+        """What a file holds."""
         await _held(store, "file", file_id, request)
         return FileResponse(store.data(file_id), media_type="application/octet-stream")
 
     @router.delete(FILES + "/{file_id}", response_model=None)
     async def delete(request: Request, file_id: str) -> Response:
+        """Forget a file."""
         await _held(store, "file", file_id, request)
         runs = await asyncio.to_thread(lambda: [record for _, record in store.unfinished()])
         if any(file_id == each["input_file_id"] for each in runs):
@@ -123,6 +128,7 @@ def _add_batches(router: APIRouter, store: BatchStore, batches: Batches) -> None
 
     @router.post(path, response_model=None)
     async def create(request: Request, body: BatchRequest) -> Response:
+        """Run a file's requests."""
         owner = owner_of(request)
         assert body.endpoint in ENDPOINTS
         if await asyncio.to_thread(store.get, body.input_file_id, owner) is None:
@@ -134,15 +140,18 @@ def _add_batches(router: APIRouter, store: BatchStore, batches: Batches) -> None
 
     @router.get(path, response_model=None)
     async def listed(request: Request, limit: int = 20, after: str | None = None) -> Response:
+        """Batches, in pages."""
         mine = await asyncio.to_thread(store.list, "batch", owner_of(request))
         return json_response(page_of(mine, limit, "desc", after))
 
     @router.get(path + "/{batch_id}", response_model=None)
     async def retrieve(request: Request, batch_id: str) -> Response:
+        """How far a batch is."""
         return json_response(await _held(store, "batch", batch_id, request))
 
     @router.post(path + "/{batch_id}/cancel", response_model=None)
     async def cancel(request: Request, batch_id: str) -> Response:
+        """End a batch; what is done is kept."""
         record = await _held(store, "batch", batch_id, request)
         if record["status"] in ENDED:
             raise ApiError(409, f"id: this batch is {record['status']}", "id", "batch_ended")

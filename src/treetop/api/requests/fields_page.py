@@ -1,4 +1,4 @@
-"""`docs/fields.md`, what bodies hold, is written by `python -m treetop.api.requests.fields_page > docs/fields.md`."""
+"""`docs/fields.md`, what bodies hold, is written by `scripts/reference.py`."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -128,7 +128,3 @@ def _bounds(schema: Mapping[str, Any]) -> str:
     if least is None and most is None:
         return ""
     return f" from {least}" * (least is not None) + f" to {most}" * (most is not None)
-
-
-if __name__ == "__main__":
-    print(page(), end="")
