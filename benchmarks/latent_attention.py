@@ -4,6 +4,7 @@
     python benchmarks/latent_attention.py --heads 16 --lengths 65536         some of them
     python benchmarks/latent_attention.py --kv-cache-dtype fp8_e4m3          planes of a byte a number
     python benchmarks/latent_attention.py --flashinfer                       that library's kernel beside ours
+    python benchmarks/latent_attention.py --flashmla                         that backend, prefix and tail, beside ours
     python benchmarks/latent_attention.py --tune --limit-s 400               the best launches of each shape
 
 A shape is B rows of a committed prefix, each with T queries of a tree and its T columns. Times are of captured calls of
@@ -38,6 +39,8 @@ from frame import (
 )
 from torch import Tensor
 
+from treetop.attention.auto import make_backend
+from treetop.attention.capabilities import GroupNeed, Need
 from treetop.attention.contract import TailKV
 from treetop.attention.triton_backend import TritonBackend
 from treetop.kernels.attention.attention_config import CallShape, Launch, choose_launch
@@ -52,7 +55,7 @@ from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.ids import FULL
 from treetop.types.phase import Phase
 
-RANK, PLANE, INDEX, PAGE, SCALE = 512, 576, 128, 16, 0.05
+RANK, PLANE, INDEX, SCALE = 512, 576, 128, 0.05
 TOLERANCE = 1.2e-2
 """Relative error of a right result in bfloat16."""
 
@@ -60,7 +63,7 @@ TOLERANCE = 1.2e-2
 @dataclass(frozen=True)
 class Shape:
     """heads, index_heads: of attention and of its indexer. length: of the prefix. T: `queries`. bound: of lengths.
-    itemsize: bytes of a plane's number."""
+    itemsize: bytes of a plane's number. page: tokens of a page."""
 
     heads: int
     length: int
@@ -70,6 +73,7 @@ class Shape:
     top_k: int
     bound: int
     itemsize: int
+    page: int
 
     @property
     def kept(self) -> int:
@@ -109,13 +113,13 @@ class Case:
 
     def __init__(self, shape: Shape) -> None:
         s, self.shape, self.gpu = shape, shape, gpu_traits(DEVICE)
-        columns = -(-s.length // PAGE)
+        columns = -(-s.length // s.page)
         half = torch.bfloat16
         with DEVICE:
             order = torch.randperm(s.rows * columns) + 1
-            table = torch.zeros((s.rows, -(-s.bound // PAGE)), dtype=torch.int32)
+            table = torch.zeros((s.rows, -(-s.bound // s.page)), dtype=torch.int32)
             table[:, :columns] = order.view(s.rows, columns)
-            slots = (1 + s.rows * columns) * PAGE
+            slots = (1 + s.rows * columns) * s.page
             scales = torch.full((1, 1), 0.02) if s.itemsize == 1 else None
             fit = int(0.6 * torch.cuda.mem_get_info()[0] // s.layer_bytes)
             self.layers = [
@@ -132,7 +136,7 @@ class Case:
                 torch.arange(s.rows),
                 kv_len,
                 s.bound,
-                PAGE,
+                s.page,
                 spots,
                 None,
                 spots,
@@ -181,18 +185,18 @@ class Case:
         """Of FlashInfer's kernel, over the prefix alone, planned before: it knows no tree."""
         mla = importlib.import_module("flashinfer.mla")
 
-        s, columns, half = self.shape, -(-self.shape.length // PAGE), torch.bfloat16
+        s, columns, half = self.shape, -(-self.shape.length // self.shape.page), torch.bfloat16
         with DEVICE:
             library = mla.BatchMLAPagedAttentionWrapper(torch.empty(256 << 20, dtype=torch.int8))
             each = torch.arange(s.rows + 1, dtype=torch.int32)
         pages = self.metadata.table.data[:, :columns].flatten().contiguous()
         lengths = self.metadata.kv_len.to(torch.int32)
-        sizes = s.heads, RANK, PLANE - RANK, PAGE
+        sizes = s.heads, RANK, PLANE - RANK, s.page
         library.plan(each * s.queries, each * columns, pages, lengths, *sizes, False, SCALE, half, half)
         still, turned = (part.flatten(0, 1).contiguous() for part in self.q.split([RANK, PLANE - RANK], dim=-1))
 
         def attend(layer: PagedKV) -> Tensor:
-            planes = layer.planes[:, 0, 0].unflatten(0, (-1, PAGE))
+            planes = layer.planes[:, 0, 0].unflatten(0, (-1, s.page))
             found: Tensor = library.run(still, turned, planes[..., :RANK], planes[..., RANK:])
             return found
 
@@ -204,6 +208,34 @@ class Case:
         error = float((attend(self.layers[0]).view_as(ours).float() - ours.float()).norm() / ours.float().norm())
         assert error < TOLERANCE, f"FlashInfer and ours differ by {error}"
         return self.median_us(attend)
+
+    def flashmla_us(self) -> tuple[float, float]:
+        """Of FlashMLA's backend, prefix and tail as an engine calls it, and of the library's prefix alone."""
+        group = GroupNeed(FULL, self.shape.heads, 1, PLANE, latent=RANK)
+        library = make_backend("flashmla", Need(torch.bfloat16, DEVICE, self.shape.page, (group,)))
+        layers = [PagedKV(layer.planes.contiguous(), RANK) for layer in self.layers[: -(-len(self.layers) // 2)]]
+        tail = TailKV(self.tail.planes, RANK)
+
+        def call(layers: list[PagedKV], attend: Callable[[Any, PagedKV], object]) -> list[Callable[[], object]]:
+            """The first layer begins the phase, which the others share."""
+            plans: list[Any] = []
+
+            def one(layer: PagedKV, first: bool) -> object:
+                if first:
+                    plans[:] = [library.plan(library.begin(self.metadata), self.metadata)]
+                return attend(plans[0], layer)
+
+            return [partial(one, layer, i == 0) for i, layer in enumerate(layers)]
+
+        def whole(plan: Any, layer: PagedKV) -> Tensor:
+            return library.prefix_tail(self.q, layer, plan, tail, SCALE)
+
+        plan = library.plan(library.begin(self.metadata), self.metadata)
+        ours, theirs = self.dense(self.layers[0]).float(), whole(plan, layers[0]).float()
+        error = float((theirs - ours).norm() / ours.norm())
+        assert error < TOLERANCE, f"FlashMLA and ours differ by {error}"
+        alone = call(layers, lambda plan, layer: plan.attend(self.q, layer, SCALE))
+        return median_us(call(layers, whole), 15), median_us(alone, 15)
 
     def errors(self) -> dict[str, float]:
         """Of the first row's dense and sparse results, and how many of its choices are not the reference's."""
@@ -245,12 +277,15 @@ def shapes(options: argparse.Namespace) -> list[Shape]:
     itemsize = 2 if options.kv_cache_dtype == "auto" else 1
     sizes = itertools.product(options.heads, options.lengths, options.queries, options.rows)
     return [
-        Shape(heads, length, queries, rows, options.index_heads, options.top_k, max(options.bound, length), itemsize)
+        Shape(
+            heads, length, queries, rows, options.index_heads, options.top_k, max(options.bound, length), itemsize,
+            64 if options.flashmla else 16,
+        )
         for heads, length, queries, rows in sizes
-    ]
+    ]  # fmt: skip
 
 
-def measured(shape: Shape, copy: float, matrix: float, *, flashinfer: bool) -> dict[str, Any]:
+def measured(shape: Shape, copy: float, matrix: float, *, flashinfer: bool, flashmla: bool) -> dict[str, Any]:
     """All times of a shape in us, and its floors."""
     case = Case(shape)
     errors = case.errors()
@@ -264,6 +299,8 @@ def measured(shape: Shape, copy: float, matrix: float, *, flashinfer: bool) -> d
     }
     if flashinfer:
         times["flashinfer"] = case.flashinfer_us()
+    if flashmla:
+        times["flashmla"], times["flashmla prefix"] = case.flashmla_us()
     floors = {
         name: 1e6 * max(moved / copy, operations / matrix)
         for name, (moved, operations) in {"dense": shape.dense(), "sparse": shape.sparse()}.items()
@@ -318,6 +355,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--bound", type=int, default=131072, help="context limit that a launch is made for")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto", help="auto: bfloat16")
     parser.add_argument("--flashinfer", action="store_true", help="its kernel too, in 16 bits")
+    parser.add_argument("--flashmla", action="store_true", help="its backend too, in 16 bits, all on pages of 64")
     parser.add_argument("--tune", action="store_true", help="try launches of both kernels, and write nothing")
     parser.add_argument("--limit-s", type=float, default=1e9, help="begin no shape after this many seconds")
     parser.add_argument("--json", metavar="FILE", help="write the results here instead of stdout")
@@ -335,7 +373,7 @@ def main(arguments: list[str]) -> int:
             results.append(tuned(shape, end))
             tell(f"{shape}  " + "  ".join(f"{name} {results[-1][name]}" for name in ("dense", "attention")))
             continue
-        row = measured(shape, copy, matrix, flashinfer=options.flashinfer)
+        row = measured(shape, copy, matrix, flashinfer=options.flashinfer, flashmla=options.flashmla)
         us, floors, errors = row["us"], row["floor_us"], row["errors"]
         right = errors["choice"] == 0 and max(errors["dense"], errors["sparse"]) < TOLERANCE
         wrong += not right
@@ -345,7 +383,7 @@ def main(arguments: list[str]) -> int:
             f"  sparse {us['sparse']:8.1f} ({us['sparse'] / floors['sparse']:.2f} x floor)"
             f" = scores {us['scores']:.1f} + choice {us['choice']:.1f} + attention {us['attention']:.1f}"
             f"  sparse/dense {us['sparse'] / us['dense']:.2f}{'' if right else f'  WRONG {errors}'}"
-            f"{'  flashinfer {:.1f}'.format(us['flashinfer']) if options.flashinfer else ''}"
+            + "".join(f"  {name} {us[name]:.1f}" for name in us if name.startswith("flash"))
         )
     write_report({**machine_of(copy), "wrong": wrong, "results": results}, options.json)
     return int(wrong > 0)

@@ -21,10 +21,11 @@ from treetop.kernels.attention.index_scores import paged_index_scores
 from treetop.kernels.attention.indexer import IndexQuery
 from treetop.kernels.attention.latent_attention import latent_attention
 from treetop.kernels.attention.metadata import AttentionMetadata, SparseKeys
+from treetop.kernels.attention.prefix_part import PrefixPart
 from treetop.kernels.attention.segment_attention import folders, segment_attention
 from treetop.kernels.attention.segment_prefill import segment_prefill
 from treetop.kernels.attention.segments import block_of, plan_segments
-from treetop.kernels.attention.tail import PrefixPart, tail_and_merge
+from treetop.kernels.attention.tail import tail_and_merge
 from treetop.kernels.attention.teams import make_arrivals
 from treetop.kernels.gate import Gate
 from treetop.kernels.gemm.adapter_rows import AdapterFactors, adapt, adapt_gated, tile_rows
@@ -330,6 +331,14 @@ def _latent(card: Card) -> Iterator[Case]:
             q, pages, tail, scales = some.tensors(planes=1)
             call = partial(latent_attention, q, pages, some.metadata, tail, 512, 1.0, card.gpu, None, arrivals, scales)
             yield f"compressed attention of {some}", call
+    for heads, n in product((16, 128), (1, 16)):
+        scene = _Scene(8, n, 8192, (1, heads, 576))
+        q, _, tail, _ = scene.tensors(planes=1)
+        assert tail is not None
+        out, lse = _empty(8, n, heads, 512), _empty(8, n, heads, dtype=torch.float32)
+        prefix = PrefixPart(out, lse, _empty(8, dtype=LONG))
+        call = partial(tail_and_merge, q, prefix, tail, scene.metadata, 1.0, None, card.gpu, 512)
+        yield f"tail and merge of planes of {scene}", call
     for n in (1, 16):
         scene = _Scene(8, n, 8192, (1, 64, 576))
         metadata, (q, pages, tail, _) = scene.metadata, scene.tensors(planes=1)

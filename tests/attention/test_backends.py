@@ -26,7 +26,7 @@ from treetop.kernels.triton_guard import GpuTraits, gpu_traits
 from treetop.kernels.tuning import TunedTable, nearest
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
-from treetop.types.ids import FULL
+from treetop.types.ids import DRAFT, FULL
 from treetop.types.options import options_of
 from treetop.types.phase import Phase
 
@@ -73,10 +73,11 @@ def test_a_limit_is_refused_with_the_reason_and_the_option(monkeypatch, name, ch
 def test_what_the_table_admits_is_not_refused(monkeypatch, name):
     serve_everywhere(monkeypatch, *BACKENDS)
     able = BACKENDS[name].capabilities
+    compressed = (GroupNeed(DRAFT, 6, 1, 576, latent=512),) if able.compressed_only else ()
     for dtype in able.dtypes:
         for dim in able.head_dims or (16, 80):
             for page in able.page_sizes or (1, 128):
-                need = Need(dtype, CPU, page, (replace(GROUP, head_dim=dim, window=7),))
+                need = Need(dtype, CPU, page, (replace(GROUP, head_dim=dim, window=7), *compressed))
                 assert refusal(name, need) is None
 
 

@@ -23,7 +23,8 @@ from treetop.attention.contract import BackendSpec
 from treetop.attention.library_backend import LibraryBackend
 from treetop.attention.registry import BACKENDS, refusal
 from treetop.attention.torch_backend import TorchBackend
-from treetop.kernels.attention.tail import PrefixPart, tail_and_merge_reference
+from treetop.kernels.attention.prefix_part import PrefixPart
+from treetop.kernels.attention.tail import tail_and_merge_reference
 from treetop.kernels.kv import KVParts, decoded
 from treetop.kernels.table import OpContext, Ops
 from treetop.types import options

@@ -18,7 +18,8 @@ from treetop.kernels.attention import attention
 from treetop.kernels.attention.attention import paged_attention, paged_attention_reference
 from treetop.kernels.attention.attention_config import Launch
 from treetop.kernels.attention.pages import gather_table, gather_table_reference
-from treetop.kernels.attention.tail import PrefixPart, tail_and_merge, tail_and_merge_reference
+from treetop.kernels.attention.prefix_part import PrefixPart
+from treetop.kernels.attention.tail import tail_and_merge, tail_and_merge_reference
 from treetop.kernels.kv import PageTable
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.ids import FULL
@@ -110,6 +111,38 @@ def test_tail_and_merge_equals_dense_attention(options, with_sinks):
     two = 1.4426950408889634
     part = replace(part, lse=part.lse * two, unit=1 / two)
     assert_close(tail_and_merge(s.q, part, s.tail.data, s.metadata, s.scale, sinks, GPU), want, s)
+
+
+LATENT = [{"heads": 3, "n": 4}, {"heads": 5, "n": 9, "t": 20, "page_size": 8}, {"heads": 16, "n": 1, "t": 1}]
+
+
+@interpreted
+@pytest.mark.parametrize("options", LATENT, ids=str)
+def test_a_tail_of_one_plane_is_merged_by_its_own_kernel(options):
+    """Widths that are no powers of two, garbage in empty rows, wider planes, a base-2 lse, keys that are not finite.
+
+    A query that saw nothing of a row with keys takes the tail alone, and a prefix that is not finite shows.
+    """
+    s = scene(kv_heads=1, dim=26, latent=20, **options)
+    part, tail = prefix_of(s), s.tail.data.repeat(1, 1, 1, 1, 2)[..., :26]
+    want = dense_answer(s, with_tail=True)[0]
+    two = 1.4426950408889634
+    for each in (part, replace(part, lse=part.lse * two, unit=1 / two)):
+        got = tail_and_merge(s.q, each, tail, s.metadata, s.scale, None, GPU, value_dim=20)
+        assert got.shape == (*s.q.shape[:3], 20)
+        assert_close(got, want, s)
+    empty, tail = part.kv_len == 0, s.tail.data.clone()
+    tail[:, 0] = float("nan")
+    sees = s.metadata.mask[:, :, 0]
+    got = tail_and_merge(s.q, part, tail, s.metadata, s.scale, None, GPU, value_dim=20)
+    assert torch.equal(got.isnan().all(dim=(2, 3)), sees)
+    assert_close(got[~sees], want[~sees], s)
+    for lse in (float("-inf"), float("nan")):
+        part.lse[:], part.out[:] = lse, float("nan")
+        got = tail_and_merge(s.q, part, s.tail.data, s.metadata, s.scale, None, GPU, value_dim=20)
+        alone = tail_and_merge_reference(s.q, part, s.tail.data, s.metadata, s.scale, value_dim=20)
+        assert bool(got[~empty].isnan().all()) == (lse != float("-inf"))
+        torch.testing.assert_close(got, alone, equal_nan=True, atol=1e-5, rtol=1e-5)
 
 
 @interpreted

@@ -4,10 +4,13 @@ FlashAttention-3: an operator with the schema of the compiled build (out [rows, 
 natural, uninitialised memory where `seqused_q` ends, which is NaN here; lse -inf and out 0 for a row without keys).
 FlashInfer: a wrapper whose `run` may only see what `plan` was given on the host (lse [queries, heads], base 2; a row
 without keys leaves a large negative number, and an out that must not be used).
+FlashMLA: `flash_mla_with_kvcache` over planes that are key and value (lse [rows, heads, n] natural, +inf and out 0 for
+a row without keys), and what its first call leaves for those that share its lengths.
 """
 
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import ClassVar
 
 import torch
@@ -198,4 +201,41 @@ class FakeFlashInfer:
                 scores = scores.masked_fill(late, -math.inf)
             lse[mine] = scores.logsumexp(-1).T / math.log(2)
             out[mine] = torch.einsum("hnm,mhd->nhd", scores.softmax(-1), values.float()).to(q.dtype)
+        return out, lse
+
+
+class FakeFlashMLA:
+    """Stands for the package `flash_mla`, with kernels for these pages and planes."""
+
+    def __init__(self, page=64, rank=512, turned=64):
+        self.sizes, self.calls = (page, rank, turned), []
+
+    def get_mla_metadata(self):
+        return SimpleNamespace(of=None), None
+
+    def flash_mla_with_kvcache(  # noqa: PLR0917 - the vendor's
+        self, q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits=None,
+        softmax_scale=None, causal=False, is_fp8_kvcache=None, indices=None, use_legacy=False,
+    ):  # fmt: skip
+        page, rank, turned = self.sizes
+        rows, n, heads, dim = q.shape
+        assert (dim, head_dim_v, use_legacy, causal, is_fp8_kvcache) == (rank + turned, rank, True, False, False)
+        assert k_cache.shape[1:] == (page, 1, dim)
+        assert q.stride(-1) == k_cache.stride(-1) == block_table.stride(-1) == 1
+        assert block_table.dtype == cache_seqlens.dtype == torch.int32
+        assert cache_seqlens.is_contiguous()
+        assert len(block_table) == len(cache_seqlens) == rows
+        made_for = (*q.shape, *cache_seqlens.tolist())
+        assert tile_scheduler_metadata.of in (None, made_for), "work was divided for other lengths"
+        tile_scheduler_metadata.of = made_for
+        self.calls.append((q, k_cache, block_table, tile_scheduler_metadata))
+        out, lse = torch.zeros(rows, n, heads, rank, dtype=q.dtype), torch.full((rows, heads, n), math.inf)
+        for i, length in enumerate(cache_seqlens.tolist()):
+            k_cache[block_table[i, 0].item()]  # what it reads of a row without keys
+            if length == 0:
+                continue
+            keys = k_cache[block_table[i, : -(-length // page)].long()].flatten(0, 2)[:length]
+            scores = torch.einsum("nhd,md->hnm", q[i].float(), keys.float()) * softmax_scale
+            lse[i] = scores.logsumexp(-1)
+            out[i] = torch.einsum("hnm,md->nhd", scores.softmax(-1), keys[:, :rank].float()).to(q.dtype)
         return out, lse

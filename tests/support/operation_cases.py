@@ -25,8 +25,8 @@ from treetop.kernels.attention.attention_config import Launch
 from treetop.kernels.attention.indexer import IndexNorm, IndexQuery
 from treetop.kernels.attention.latent import LatentNorm
 from treetop.kernels.attention.metadata import AttentionMetadata
+from treetop.kernels.attention.prefix_part import PrefixPart
 from treetop.kernels.attention.segments import plan_reference
-from treetop.kernels.attention.tail import PrefixPart
 from treetop.kernels.comm import peers
 from treetop.kernels.comm.kv_chunks import ChunkSpan, pack_reference, unpack_reference
 from treetop.kernels.comm.peers import Mailboxes

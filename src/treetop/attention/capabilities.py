@@ -17,11 +17,15 @@ class Capabilities:
     head_dims, page_sizes: None is any.
     latents: how wide the latents of compressed attention may be, whose plane is key and value; () is none of it, None
         is any.
+    turned: how wide the part of such a plane that turns may be; None is any.
+    compressed_only: it has no other attention; layers without compression run on the Triton kernel, and an engine that
+        has none with it is refused.
     sparse: it attends to the keys that an indexer chooses (DSA).
     fp8_kv: it reads K/V in FP8.
     caps: it caps scores (softcap).
     own_windows: it applies a window by position itself, trees included; without it layers with a window run on the
         Triton kernel.
+    own_prefill: it serves prompts too; without it they run on the Triton kernel.
     own_sinks: its kernel takes attention sinks; without it they come in the merge, and after `causal` from its lse.
     captures: its calls may be recorded in a CUDA graph.
     captures_first_call: also the first one, in which a library may compile or load.
@@ -34,11 +38,14 @@ class Capabilities:
     head_dims: tuple[int, ...] | None = None
     page_sizes: tuple[int, ...] | None = None
     latents: tuple[int, ...] | None = ()
+    turned: tuple[int, ...] | None = None
+    compressed_only: bool = False
     sparse: bool = False
     fp8_kv: bool = False
     caps: bool = False
     own_windows: bool = True
     own_sinks: bool = True
+    own_prefill: bool = True
     captures: bool = True
     captures_first_call: bool = False
     needs_host_extents: bool = False

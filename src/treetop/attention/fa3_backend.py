@@ -17,7 +17,7 @@ from torch import Tensor
 from treetop.attention.capabilities import HALF, Capabilities, Need
 from treetop.attention.contract import BackendSpec
 from treetop.attention.flash_pages import FlashPages, PagedCall
-from treetop.attention.library_backend import LibraryBackend, first_line
+from treetop.attention.library_backend import LibraryBackend, first_line, on_hopper
 from treetop.attention.triton_backend import TritonBackend
 from treetop.kernels.table import OpContext, Ops
 from treetop.kernels.triton_guard import why_not
@@ -190,15 +190,9 @@ def problem(device: torch.device) -> str | None:
     return None
 
 
-def _hopper(device: torch.device) -> str | None:
-    """Compute capability 9, which the kernels are compiled for."""
-    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
-    return None if major == 9 else f"its kernels are for GPUs of compute capability 9.x, this one has {major}.{minor}"
-
-
 def _make(need: Need) -> LibraryBackend:
     ops = Ops(OpContext(need.device, need.dtype))
     return LibraryBackend("fa3", CAPABILITIES, FlashPages(find_fa3(), ops), TritonBackend(need.device), ops)
 
 
-BACKEND = BackendSpec(CAPABILITIES, _make, (why_not, _hopper, problem))
+BACKEND = BackendSpec(CAPABILITIES, _make, (why_not, on_hopper, problem))

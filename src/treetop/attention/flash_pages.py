@@ -9,7 +9,7 @@ from torch import Tensor
 from treetop.attention.contract import RoundExtents
 from treetop.attention.library_backend import AttendPages
 from treetop.kernels.attention.metadata import AttentionMetadata
-from treetop.kernels.attention.tail import PrefixPart
+from treetop.kernels.attention.prefix_part import PrefixPart
 from treetop.kernels.kv import PagedKV
 from treetop.kernels.table import Ops
 
@@ -62,6 +62,15 @@ class FlashTable:
     table: Tensor
     lengths: Tensor
 
+    @classmethod
+    def of(cls, metadata: AttentionMetadata, ops: Ops) -> "FlashTable":
+        """Gathered in one launch, with the null page where a row has no keys."""
+        columns = min(max(-(-metadata.max_kv_len // metadata.page_size), 1), metadata.table.data.shape[1])
+        table, lengths = ops.gather_table(
+            metadata.table.data, metadata.rows, metadata.kv_len, columns, metadata.page_size
+        )
+        return cls(metadata, table, lengths)
+
 
 class FlashPages:
     """`attention` over pages."""
@@ -70,11 +79,7 @@ class FlashPages:
         self._attention, self._ops = attention, ops
 
     def begin(self, metadata: AttentionMetadata) -> FlashTable:
-        columns = min(max(-(-metadata.max_kv_len // metadata.page_size), 1), metadata.table.data.shape[1])
-        table, lengths = self._ops.gather_table(
-            metadata.table.data, metadata.rows, metadata.kv_len, columns, metadata.page_size
-        )
-        return FlashTable(metadata, table, lengths)
+        return FlashTable.of(metadata, self._ops)
 
     def plan(self, begun: FlashTable, metadata: AttentionMetadata) -> AttendPages:
         if not metadata.causal:

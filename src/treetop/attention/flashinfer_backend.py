@@ -20,7 +20,7 @@ from treetop.attention.contract import BackendSpec, RoundExtents
 from treetop.attention.library_backend import AttendPages, LibraryBackend, first_line
 from treetop.attention.triton_backend import TritonBackend
 from treetop.kernels.attention.metadata import AttentionMetadata
-from treetop.kernels.attention.tail import PrefixPart
+from treetop.kernels.attention.prefix_part import PrefixPart
 from treetop.kernels.kv import PagedKV
 from treetop.kernels.table import OpContext, Ops
 from treetop.kernels.triton_guard import gpu_traits, why_not

@@ -1,9 +1,9 @@
 """A backend made of a library that attends to pages: the tail, the merge, windows and sinks are shared.
 
-prefix_tail   the library over the pages, then tail and merge in one Triton launch; of compressed attention (MLA), whose
-              value is narrower than its key, in plain tensor operations
+prefix_tail   the library over the pages, then tail and merge in one Triton launch
 causal        the library, after which padding is set to 0 and a sink takes its share
 a window      the Triton backend: a library's window counts queries, a tree's goes by position
+what it has no kernel for, as its capabilities say: prompts, or layers without compression: the Triton backend
 """
 
 from collections.abc import Callable
@@ -13,11 +13,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from treetop.attention.capabilities import Capabilities
+from treetop.attention.capabilities import Capabilities, GroupNeed
 from treetop.attention.contract import AttentionBackend, RoundExtents, TailKV
 from treetop.attention.tail import with_sinks
 from treetop.kernels.attention.metadata import AttentionMetadata
-from treetop.kernels.attention.tail import PrefixPart, tail_and_merge_reference
+from treetop.kernels.attention.prefix_part import PrefixPart
 from treetop.kernels.kv import PagedKV
 from treetop.kernels.table import Ops
 
@@ -37,7 +37,7 @@ class PagesLibrary(Protocol):
 
 
 class LibraryPrefix:
-    """What library and window backend made of a prefix when the first plan of each asked."""
+    """What library and other backend made of a prefix when the first plan of each asked."""
 
     def __init__(self) -> None:
         self._begun: dict[object, Any] = {}
@@ -58,27 +58,30 @@ class LibraryPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class WindowPlan:
-    """The window backend's plan of a phase."""
+class OtherPlan:
+    """The other backend's plan of a phase."""
 
     inner: Any
 
 
 class LibraryBackend:
-    """See the module. windows: the backend of layers with a window."""
+    """See the module. others: the backend of layers with a window, and of what the library has no kernel for. groups:
+    whose layers are asked for, where that may be some of them."""
 
     def __init__(
         self,
         name: str,
         capabilities: Capabilities,
         library: PagesLibrary,
-        windows: AttentionBackend[Any, Any],
+        others: AttentionBackend[Any, Any],
         ops: Ops,
+        groups: tuple[GroupNeed, ...] = (),
     ) -> None:
         assert not capabilities.own_windows  # shared here, as are sinks
         assert not capabilities.own_sinks
         self.name, self.capabilities = name, capabilities
-        self._library, self._windows, self._ops = library, windows, ops
+        self._library, self._others, self._ops = library, others, ops
+        self._uncompressed = {g.name for g in groups if capabilities.compressed_only and g.latent is None}
 
     def plan_round(self, round: RoundExtents) -> None:
         """Where the library needs lengths on the host: exact plans for a round about to run."""
@@ -87,9 +90,15 @@ class LibraryBackend:
     def begin(self, metadata: AttentionMetadata) -> LibraryPrefix:
         return LibraryPrefix()
 
-    def plan(self, begun: LibraryPrefix, metadata: AttentionMetadata) -> LibraryPlan | WindowPlan:
-        if metadata.window is not None:
-            return WindowPlan(self._windows.plan(begun.of(self._windows, metadata), metadata))
+    def _elsewhere(self, metadata: AttentionMetadata) -> bool:
+        """Whether the other backend serves a phase of a group's layers."""
+        if metadata.window is not None or metadata.table.group in self._uncompressed:
+            return True
+        return metadata.causal and not self.capabilities.own_prefill
+
+    def plan(self, begun: LibraryPrefix, metadata: AttentionMetadata) -> LibraryPlan | OtherPlan:
+        if self._elsewhere(metadata):
+            return OtherPlan(self._others.plan(begun.of(self._others, metadata), metadata))
         padding = None
         if metadata.causal:
             query_len, n = metadata.kv_len - metadata.positions[:, 0], metadata.positions.shape[1]
@@ -100,28 +109,26 @@ class LibraryBackend:
         self,
         q: Tensor,
         kv: PagedKV,
-        plan: LibraryPlan | WindowPlan,
+        plan: LibraryPlan | OtherPlan,
         tail: TailKV,
         scale: float,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        if isinstance(plan, WindowPlan):
-            return self._windows.prefix_tail(q, kv, plan.inner, tail, scale, sinks)
+        if isinstance(plan, OtherPlan):
+            return self._others.prefix_tail(q, kv, plan.inner, tail, scale, sinks)
         part, seen = plan.attend(q, kv, scale), tail.read(q.dtype)
-        if seen.value_dim is not None:  # no kernel has a value that is narrower than the key
-            return tail_and_merge_reference(q, part, seen.planes, plan.metadata, scale, sinks, seen.value_dim)
-        return self._ops.tail_and_merge(q, part, seen.data, plan.metadata, scale, sinks)
+        return self._ops.tail_and_merge(q, part, seen.planes, plan.metadata, scale, sinks, value_dim=seen.value_dim)
 
     def causal(
         self,
         q: Tensor,
         kv: PagedKV,
-        plan: LibraryPlan | WindowPlan,
+        plan: LibraryPlan | OtherPlan,
         scale: float,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        if isinstance(plan, WindowPlan):
-            return self._windows.causal(q, kv, plan.inner, scale, sinks)
+        if isinstance(plan, OtherPlan):
+            return self._others.causal(q, kv, plan.inner, scale, sinks)
         assert plan.padding is not None
         part = plan.attend(q, kv, scale)
         out = part.out if sinks is None else with_sinks(part.out, part.lse * part.unit, sinks)
@@ -131,3 +138,9 @@ class LibraryBackend:
 def first_line(error: BaseException) -> str:
     """What a library's error says, for the sentence of a refusal."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def on_hopper(device: torch.device) -> str | None:
+    """Compute capability 9, which some libraries' kernels are compiled for alone."""
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    return None if major == 9 else f"its kernels are for GPUs of compute capability 9.x, this one has {major}.{minor}"

@@ -43,6 +43,9 @@ def refusal(name: str, need: Need) -> BackendRefusal | None:
     if need.max_in_flight > 1 and able.needs_host_extents:
         reason = "it plans with exact lengths on the host, so only one round may be in flight"
         return BackendRefusal(reason, "use --no-overlap or --attention-backend triton")
+    if able.compressed_only and need.groups and all(group.latent is None for group in need.groups):
+        reason = "it has kernels for compressed attention (MLA) alone, and no layer here has that"
+        return BackendRefusal(reason, f"use --attention-backend {_wider(need)}")
     for group in need.groups:
         if (refused := _of_group(able, need, group)) is not None:
             return refused
@@ -81,7 +84,16 @@ def _of_group(able: Capabilities, need: Need, group: GroupNeed) -> BackendRefusa
         if able.latents is not None and group.latent not in able.latents:
             wide = f" with latents {group.latent} wide" if able.latents else ""
             reason = f"it has no kernel for compressed attention (MLA){wide} (KV group {group.name})"
-            return BackendRefusal(reason, f"use --attention-backend {'torch' if able.latents else _wider(need)}")
+            return BackendRefusal(
+                reason,
+                f"use --attention-backend {'torch' if able.latents and not able.compressed_only else _wider(need)}",
+            )
+        turned = group.head_dim - group.latent
+        if able.turned is not None and turned not in able.turned:
+            reason = (
+                f"its latents' part that turns is {turned} wide, and it has no kernel for that (KV group {group.name})"
+            )
+            return BackendRefusal(reason, f"use --attention-backend {_wider(need)}")
     elif able.head_dims is not None and group.head_dim not in able.head_dims:
         reason = f"it has no kernel for heads {group.head_dim} wide (KV group {group.name})"
         return BackendRefusal(reason, "use --attention-backend torch")

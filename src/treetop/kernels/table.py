@@ -19,7 +19,7 @@ from torch import Tensor
 
 from treetop.kernels import fused
 from treetop.kernels.attention import attention as attending
-from treetop.kernels.attention import index_scores, index_topk, indexer, latent, pages, segments, tail
+from treetop.kernels.attention import index_scores, index_topk, indexer, latent, latent_tail, pages, segments, tail
 from treetop.kernels.attention import latent_attention as latent_attending
 from treetop.kernels.attention import segment_attention as segment_attending
 from treetop.kernels.attention import segment_prefill as segment_prefilling
@@ -313,7 +313,13 @@ class Ops:
         on_a_gpu,
         (index_topk._select_kernel,),
     )
-    tail_and_merge = Op(tail.tail_and_merge_reference, tail.tail_and_merge, 1e-5, on_a_gpu, (tail._tail_kernel,))
+    tail_and_merge = Op(
+        tail.tail_and_merge_reference,
+        tail.tail_and_merge,
+        1e-5,
+        on_a_gpu,
+        (tail._tail_kernel, latent_tail._latent_tail_kernel),
+    )
     gather_table = Op(pages.gather_table_reference, pages.gather_table, 0.0, on_a_gpu, (pages._gather_kernel,))
 
     # of layers with a recurrence

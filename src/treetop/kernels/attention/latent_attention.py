@@ -46,7 +46,7 @@ def latent_attention_reference(
 
 
 @jit
-def _load_plane(
+def load_plane(
     base: Arg, at: Arg, stored: Arg, lane_c: Arg, lane_r: Arg, rank: constexpr, turned: constexpr, dtype: constexpr,
     hopper: constexpr,
 ) -> Arg:  # fmt: skip
@@ -75,7 +75,7 @@ def _chosen_slots(
 
 
 @jit
-def _fold_planes(
+def fold_planes(
     q: Arg, q_turned: Arg, k: Arg, k_turned: Arg, visible: Arg, acc: Arg, peak: Arg, mass: Arg, scale: Arg,
     masked: constexpr,
 ) -> Arg:  # fmt: skip
@@ -190,14 +190,14 @@ def _latent_attention_kernel(
             column = column_start + tl.arange(0, block_t)
             there = column < t
             at = row * tail_row + column.to(tl.int64) * tail_column
-            k, k_turned = _load_plane(tail, at, there, lane_c, lane_r, rank, turned, queries.dtype, overlap)
+            k, k_turned = load_plane(tail, at, there, lane_c, lane_r, rank, turned, queries.dtype, overlap)
             shown = mask + row * mask_row + query[:, None] * mask_query + column[None, :] * mask_column
             visible = tl.load(shown, mask=real[:, None] & there[None, :], other=0) != 0
             if window > 0:
                 at_position = tail_positions + row * tail_position_row + column * tail_position_column
                 tail_position = tl.load(at_position, mask=there, other=0).to(tl.int32)
                 visible = visible & (tail_position[None, :] >= oldest[:, None])
-            acc, peak, mass = _fold_planes(
+            acc, peak, mass = fold_planes(
                 queries, q_turned, k, k_turned, visible, acc, peak, mass, scale, True
             )  # fmt: skip
 
@@ -213,19 +213,19 @@ def _latent_attention_kernel(
         # The latency of the next block's places hides behind this block's work.
         if sparse:
             at = place * slot_stride
-            k, k_turned = _load_plane(pages, at, stored, lane_c, lane_r, rank, turned, queries.dtype, overlap)
+            k, k_turned = load_plane(pages, at, stored, lane_c, lane_r, rank, turned, queries.dtype, overlap)
             place = _chosen_slots(table, chosen, block + 1, end, length, block_n, page_size)
         else:
             slot = place.to(tl.int64) * page_size + within_page(key, page_size)
             at = slot * slot_stride
-            k, k_turned = _load_plane(pages, at, stored, lane_c, lane_r, rank, turned, queries.dtype, overlap)
+            k, k_turned = load_plane(pages, at, stored, lane_c, lane_r, rank, turned, queries.dtype, overlap)
             place = page_of(table, block + 1, start, end, block_n, page_size)
         visible = stored[None, :]
         if causal:
             visible = visible & (key[None, :] <= position[:, None])
         if window > 0:
             visible = visible & (key[None, :] >= oldest[:, None])
-        acc, peak, mass = _fold_planes(queries, q_turned, k, k_turned, visible, acc, peak, mass, scale, True)
+        acc, peak, mass = fold_planes(queries, q_turned, k, k_turned, visible, acc, peak, mass, scale, True)
 
     if helped:
         acc, peak, mass, last = join_team(

@@ -5,36 +5,16 @@ takes the sink last: so the merge by log-sum-exp costs no pass of its own.
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from treetop.kernels.attention.attention import add_sink, fold_tail, tail_visible
+from treetop.kernels.attention.latent_tail import latent_tail_and_merge
 from treetop.kernels.attention.metadata import AttentionMetadata, oldest_seen
+from treetop.kernels.attention.prefix_part import PrefixPart
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tl
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixPart:
-    """What a library says of the committed keys.
-
-    out: [rows, n, heads, value_dim], dense in its last dimension. lse: [rows, n, heads] float32, any strides; times
-    `unit` it is the natural logarithm. kv_len: [rows] int64, the number of keys. Where a row has none, or the lse is
-    -inf, neither counts, whatever lies there: libraries differ on what they leave for an empty prefix. An lse of a row
-    with keys that is NaN or +inf is an error before, and shows.
-    """
-
-    out: Tensor
-    lse: Tensor
-    kv_len: Tensor
-    unit: float = 1.0
-
-    def normalised(self) -> tuple[Tensor, Tensor]:
-        """(out, lse) as the contract has them: natural, and 0 and -inf where nothing was seen."""
-        seen = (self.kv_len > 0)[:, None, None] & (self.lse != float("-inf"))
-        return torch.where(seen[..., None], self.out, 0), torch.where(seen, self.lse * self.unit, float("-inf"))
 
 
 def tail_and_merge_reference(
@@ -131,8 +111,12 @@ def tail_and_merge(
     scale: float,
     sinks: Tensor | None,
     gpu: GpuTraits,
+    value_dim: int | None = None,
 ) -> Tensor:
     """`tail_and_merge_reference` in one launch."""
+    if value_dim is not None:
+        assert sinks is None, "no model has compressed attention and sinks"
+        return latent_tail_and_merge(q, prefix, tail, metadata, scale, value_dim, gpu)
     rows, n, heads, dim = q.shape
     kv_heads, width = tail.shape[3], tail.shape[1]
     positions, tail_positions, mask = metadata.positions, metadata.tail_positions, metadata.mask
