@@ -126,8 +126,8 @@ def held_to(seed):
         (None, {}),
         (SHAPE, {"graphs": "sim", "check_level": 3, "overlap": True, "mixed_chunk": "on", "chunked_prefill_size": 16}),
         (SHAPE, {"check_level": 3, "max_running_requests": 5, "attention_backend": "torch"}),
-        ((4, 3, 37), {"overlap": False, "max_running_requests": 3}),
-        ((1, 5, 6), {"overlap": True, "chunked_prefill_size": 16}),
+        ((4, 3, 37), {"overlap": False, "max_running_requests": 3, "speculative_node_budget": 40}),
+        ((1, 5, 6), {"overlap": True, "chunked_prefill_size": 16, "speculative_node_budget": 20}),
         (SHAPE, {"tp_size": 2, "graphs": "sim", "check_level": 3, "overlap": True}),
     ],
 )

@@ -57,6 +57,7 @@ from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.ids import FULL
 from treetop.types.layout import SpecShape
 from treetop.types.state import StateGroup
+from treetop.types.tree import FlatNodes
 from treetop.weights.adapted import Adapters
 
 SHAPE = SpecShape(3, 3, 9)
@@ -455,6 +456,22 @@ def select(_: bool) -> Call:
     tree.parent[:, 0], tree.depth[:, 0], tree.logprob[:, 0], tree.mask[:, 0] = 0, 0, 0.0, False
     tree.mask[:, 0, 0], places.nodes[:, 0] = True, 11
     return Call((growth, tree, places), compared=lambda args, result: buffers)
+
+
+@case
+def trim(_: bool) -> Call:
+    buffers, growth, _, _ = growing()
+    tree, places, _ = buffers.of(4, SHAPE)
+    buffers.tree.tokens[:, 0], buffers.places.committed[:] = 7, 11
+    tree.parent[:, 0], tree.depth[:, 0], tree.logprob[:, 0] = 0, 0, 0.0
+    tree.mask[:, 0, 0] = True
+    select_reference(growth, tree, places)
+    tree.logprob[1] = 0.0  # all tie
+    tree.logprob[2, 5:] = float("nan")
+    flat = FlatNodes(*(torch.full(size, -9) for size in ((4,), (4,), (17,), (4, SHAPE.num_draft_tokens))))
+    rows = torch.tensor([4, 1, 0, 5])
+    written = tree, places, growth.chosen, flat
+    return Call((tree, places, growth.chosen, rows, 5, flat), compared=lambda args, result: written)
 
 
 @case

@@ -20,7 +20,7 @@ from treetop.types.ids import GroupName
 from treetop.types.layout import KVGroup, Layout, SpecShape
 from treetop.types.phase import Phase
 from treetop.types.sampling import MAX_LOGPROBS
-from treetop.types.tree import Accepted, DraftTree, PathLogprobs, PathPositions
+from treetop.types.tree import Accepted, DraftTree, FlatNodes, PathLogprobs, PathPositions
 
 Zeros = Callable[[tuple[int, ...], torch.dtype], Tensor]
 """Makes a zeroed tensor on the engine's device; at check level 3 inside red zones."""
@@ -48,7 +48,7 @@ class RoundBuffers:
     """rows: the graph input.
     identity, causal: the masks of level 0 and of draft extend, which nothing writes.
     blocks: group -> the mask [B, B] of the drafter's block, which nothing writes.
-    tree, places, growth: written by DRAFT.
+    tree, places, growth, flat: written by DRAFT; flat only where a budget cuts trees.
     accepted, logprobs, aux_hidden: written by VERIFY; logprobs only if the round has them.
 
     aux_hidden: [max_requests, S + 1, 3 * hidden], of the accepted path's nodes, all auxiliary layers side by side.
@@ -65,6 +65,7 @@ class RoundBuffers:
     places: PathPositions
     accepted: Accepted
     growth: dict[SpecShape, TreeBuilder]
+    flat: FlatNodes
     logprobs: PathLogprobs
     aux_hidden: Tensor
     draft_tails: dict[GroupName, Tensor]
@@ -75,7 +76,8 @@ class RoundBuffers:
     def undeclared(self, phase: Phase) -> list[Tensor]:
         """Scratch and outputs of a phase: whatever they hold before it runs must not matter."""
         tails = [*self.draft_tails.values(), *self.verify_tails.values(), *self.extend_tails.values()]
-        drafted = [getattr(value, name) for value in (self.tree, self.places) for name in value.__dataclass_fields__]
+        values = self.tree, self.places, self.flat
+        drafted = [getattr(value, name) for value in values for name in value.__dataclass_fields__]
         verified = [getattr(self.accepted, name) for name in self.accepted.__dataclass_fields__]
         verified += [self.logprobs.values, self.logprobs.ids, self.aux_hidden]
         outputs = {Phase.DRAFT: [*drafted, *verified], Phase.VERIFY: verified, Phase.EXTEND: []}
@@ -115,6 +117,19 @@ class RoundBuffers:
     @_once
     def growth_of(self, bucket: int, shape: SpecShape) -> TreeBuilder:
         return self.growth[shape].first(bucket)
+
+    @_once
+    def flat_of(self, bucket: int, shape: SpecShape) -> FlatNodes | None:
+        """None where no budget cuts the trees of such a batch."""
+        if not shape.is_ragged_at(bucket):
+            return None
+        flat = self.flat
+        return FlatNodes(
+            part_of(flat.count, bucket),
+            part_of(flat.row_start, bucket),
+            part_of(flat.at, shape.nodes_at(bucket)),
+            part_of(flat.spread, bucket, shape.num_draft_tokens),
+        )
 
     @_once
     def logprobs_of(self, bucket: int, shape: SpecShape) -> PathLogprobs:
@@ -196,6 +211,9 @@ def make_round_buffers(
             zeros((b, t), long),
         ),
         growth={shape: make_growth(shape, b, calibration, zeros) for shape in layout.shapes},
+        flat=FlatNodes(
+            zeros((b,), long), zeros((b,), long), zeros((layout.most_flat_nodes,), long), zeros((b, t), long)
+        ),
         logprobs=PathLogprobs(zeros((b, w, 1 + best), torch.float32), zeros((b, w, best), long)),
         aux_hidden=zeros((b, w, num_features * hidden), dtype),
         draft_tails=tails(draft, layout.draft_tail),

@@ -375,7 +375,9 @@ class Engine:
             tree = None
             if isinstance(plan, RoundPlan) and got.trees is not None and tokens and row in plan.told_trees:
                 tree = got.trees.tree_of(i, tokens)
-            rows.append(RowResult(row, tokens, got.finite[i], logprobs, ranks=ranks, tree=tree))
+            cut = isinstance(plan, RoundPlan) and plan.shape.is_ragged_at(len(got.finite))
+            num_nodes = got.candidates[i][-1] if cut else 0
+            rows.append(RowResult(row, tokens, got.finite[i], logprobs, ranks=ranks, tree=tree, num_nodes=num_nodes))
             if isinstance(plan, PrefillPlan) and got.prompt is not None:
                 rows[-1] = with_prompt(rows[-1], plan, i, got.prompt)
             if self.config.check_level >= 1:
@@ -520,6 +522,9 @@ class Engine:
         candidates = None
         if plan.shape.num_steps:
             candidates = buffers.growth_of(key.bucket, key.shape).chosen.gather(1, accepted.path[:, 1:])
+            flat = buffers.flat_of(key.bucket, key.shape)
+            if flat is not None:
+                candidates = torch.cat([candidates, flat.count[:, None]], dim=1)
         learning = self.runner.state.learning
         counts = learning.calibration.acceptance if self.costs is not None and learning is not None else None
         trees = None

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from treetop.attention.contract import AttentionBackend
 from treetop.attention.layer import Attend, CausalAttention, ChosenKeys, LayerKV, TailAttention, TailColumns
+from treetop.attention.ragged import RaggedAttention
 from treetop.attention.recurrent import Recurrence, RecurrentLayer
 from treetop.cache.pool import KVPool
 from treetop.checks.probes import Probes
@@ -28,6 +29,7 @@ from treetop.types.errors import CheckError
 from treetop.types.ids import GroupName
 from treetop.types.layout import KVGroup, Layout, SpecShape
 from treetop.types.phase import Phase
+from treetop.types.tree import FlatNodes
 from treetop.weights.adapted import Adapters
 
 Prefix = tuple[Tensor, Tensor, int]
@@ -152,6 +154,24 @@ class ModelRunner:
         rows = self.buffers.rows[: columns.rows]
         keys = ChosenKeys(self.backend, self.probes, phase, rows)
         return TailAttention(keys, layers, tails, plans, columns, rows, self.layout.dummy_row, recurrence)
+
+    def ragged_attention(
+        self, flat: FlatNodes, node_rows: Tensor, plans: Mapping[GroupName, Any], recurrence: Recurrence | None
+    ) -> RaggedAttention:
+        """Attention of a verification of flat nodes. node_rows: [N] int64, whose they are. Raises CheckError, at every
+        check level, if they are more than the tail's buffer holds.
+        """
+        need, tails = len(flat.at), {}
+        for name, tail in self.buffers.verify_tails.items():
+            have = tail.shape[1] * tail.shape[2]
+            if need > have:
+                raise CheckError(
+                    f"phase {Phase.VERIFY}, group {name}: {need} flat nodes, have {have} = rows * verify_tail entries"
+                )
+            tails[name] = tail.view(tail.shape[0], have, *tail.shape[3:])
+        rows, dummy = self.buffers.rows[: len(flat.count)], self.layout.dummy_row
+        keys = ChosenKeys(self.backend, self.probes, Phase.VERIFY, rows)
+        return RaggedAttention(keys, self.target_layers, tails, plans, flat, node_rows != dummy, recurrence)
 
     def committed_attention(self, phase: Phase, prefix: Prefix, count: int) -> CausalAttention:
         """Attention of the drafter's layers that read the target's K/V: `count` queries a row see what is committed,

@@ -69,12 +69,14 @@ class NodeMaskWriter:
 
     def _asked(self, at: Mapping[Row, int], tree: DraftTree, max_depth: int) -> Sequence[NodeMasks]:
         """Masks of the trees of rows, by their places in the batch."""
-        tokens, parents = torch.stack(
-            [tree.tokens, tree.parent]
+        tokens, parents, padding = torch.stack(
+            [tree.tokens, tree.parent, tree.is_padding]
         ).tolist()  # of all rows: one copy, and no index before it
-        masks = self.tree_masks(
-            [RowTree(row, tuple(tokens[place]), tuple(parents[place]), max_depth) for row, place in at.items()]
-        )
+        trees = []
+        for row, place in at.items():
+            count = len(padding[place]) - sum(padding[place])
+            trees.append(RowTree(row, tuple(tokens[place][:count]), tuple(parents[place][:count]), max_depth))
+        masks = self.tree_masks(trees)
         self.tell(masks)
         return masks
 
@@ -108,7 +110,7 @@ def _replant(place: int, new: RowTree, source: Sequence[int], tree: DraftTree, p
         depth[node] = depth[up] + 1
         mask[node] |= mask[up]
     numbers = to_device(device, torch.tensor([new.tokens, new.parent, depth, source]))
-    tree.tokens[place], tree.parent[place], tree.depth[place] = numbers[0], numbers[1], numbers[2]
-    tree.mask[place] = to_device(device, mask)
-    tree.logprob[place] = tree.logprob[place, numbers[3]]
-    places.nodes[place] = places.committed[place] + numbers[2]
+    tree.tokens[place, :count], tree.parent[place, :count], tree.depth[place, :count] = numbers[:3]
+    tree.mask[place, :count, :count] = to_device(device, mask)
+    tree.logprob[place, :count] = tree.logprob[place, numbers[3]]
+    places.nodes[place, :count] = places.committed[place] + numbers[2]

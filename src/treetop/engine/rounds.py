@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from treetop.attention.layer import TailColumns
+from treetop.attention.layer import Attend, TailColumns
 from treetop.attention.recurrent import NodeRecurrence
 from treetop.checks.poison import poison
 from treetop.engine.features.feature import AcceptedRound
@@ -23,15 +23,16 @@ from treetop.engine.model_runner import ModelRunner, TargetInput
 from treetop.engine.recurrence import keep_states, node_recurrence
 from treetop.engine.tree_growth import grow_trees
 from treetop.kernels.tree.accept import Withheld
-from treetop.kernels.tree.commit import Paths, feature_nodes
+from treetop.kernels.tree.commit import Paths, feature_nodes, flat_entries
 from treetop.kernels.tree.deferred import ExtendPairs, defer, deferred_pairs
 from treetop.kernels.tree.rows import store_draft
+from treetop.kernels.tree.trim import spread_nodes
 from treetop.models.target import TargetOutput
-from treetop.speculative.verify import choose, logits_for, path_logprobs
+from treetop.speculative.verify import choose, logits_for, path_logprobs, spread_choice
 from treetop.types.layout import PLAIN, SpecShape
 from treetop.types.phase import Phase
 from treetop.types.sampling import Choice
-from treetop.types.tree import copy_into
+from treetop.types.tree import FlatNodes, copy_into
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,30 +89,47 @@ class BegunVerify:
 
 
 def begin_verify(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> BegunVerify:
-    """What the target is given of the trees of a round's rows."""
+    """What the target is given of the trees of a round's rows: [rows, T] nodes, or those that a budget has left of
+    them, [N, 1].
+    """
     buffers, shape, phase = runner.buffers, key.shape, Phase.VERIFY
     rows, tree = buffers.rows[: key.bucket], buffers.tree_of(key.bucket, key.shape)
-    places = buffers.places_of(key.bucket, shape)
-    tokens = runner.probes.index(tree.tokens, 0, runner.target.config.vocab_size, "tree_token", phase, rows)
+    places, flat = buffers.places_of(key.bucket, shape), buffers.flat_of(key.bucket, shape)
     prefix, plans = (rows, places.committed, max_kv_len), {}
     for g in runner.target_groups:
         plans[g.name] = runner.plan(runner.metadata(phase, g, prefix, places.nodes, places.nodes, tree.mask))
-    columns = TailColumns(key.bucket, 0, shape.num_draft_tokens, shape.num_draft_tokens)
     recurrence = node_recurrence(runner, rows, tree.parent)
-    layers = runner.target_layers
-    attend = runner.tail_attention(phase, layers, buffers.verify_tails, plans, columns, shape, recurrence)
-    return BegunVerify(TargetInput(rows, tokens, places.nodes, attend), recurrence)
+    tokens, positions, node_rows = tree.tokens, places.nodes, rows
+    attend: Attend
+    if flat is None:
+        columns = TailColumns(key.bucket, 0, shape.num_draft_tokens, shape.num_draft_tokens)
+        layers = runner.target_layers
+        attend = runner.tail_attention(phase, layers, buffers.verify_tails, plans, columns, shape, recurrence)
+    else:
+        tokens, positions = (each.flatten().index_select(0, flat.at)[:, None] for each in (tokens, positions))
+        node_rows = rows[:, None].expand_as(tree.tokens).flatten().index_select(0, flat.at)
+        attend = runner.ragged_attention(flat, node_rows, plans, recurrence)
+    tokens = runner.probes.index(tokens, 0, runner.target.config.vocab_size, "tree_token", phase, node_rows)
+    return BegunVerify(TargetInput(node_rows, tokens, positions, attend), recurrence)
 
 
 def end_verify(runner: ModelRunner, key: RoundKey, begun: BegunVerify, output: TargetOutput) -> None:
-    """Accept, commit and keep what the target's forward gave. output: of as many rows and nodes as the round."""
+    """Accept, commit and keep what the target's forward gave. output: of the nodes that it was given."""
     buffers, shape, ops = runner.buffers, key.shape, runner.ops
-    rows, tree = begun.given.rows, buffers.tree_of(key.bucket, key.shape)
+    rows, tree = buffers.rows[: key.bucket], buffers.tree_of(key.bucket, key.shape)
     places, accepted = buffers.places_of(key.bucket, shape), buffers.accepted_of(key.bucket, shape)
+    flat, given = buffers.flat_of(key.bucket, shape), begun.given
     logits = logits_for(runner.target, output.hidden, key.choice)
     held = runner.state.held_of(key.bucket, shape) if key.held else None
     allowed = None if held is None else held.allowed
-    chosen = choose(ops, logits, runner.state.sampler, rows, places.nodes, tree, key.choice, allowed)
+    if flat is None:
+        chosen = choose(ops, logits, runner.state.sampler, rows, places.nodes, tree, key.choice, allowed)
+    elif key.choice.processes:  # what changes or tells logits goes by rows
+        logits = spread_nodes(flat, logits)
+        chosen = choose(ops, logits, runner.state.sampler, rows, places.nodes, tree, key.choice, allowed)
+    else:
+        of_nodes = choose(ops, logits, runner.state.sampler, given.rows, given.positions, tree, key.choice)
+        chosen = spread_choice(flat, of_nodes)
     growth = buffers.growth_of(key.bucket, shape) if shape.num_steps else None
     forced = withheld = None
     if growth is not None:
@@ -124,13 +142,15 @@ def end_verify(runner: ModelRunner, key: RoundKey, begun: BegunVerify, output: T
         copy_into(found, path_logprobs(ops, logits, accepted, found.ids.shape[2]))
     paths = _paths(runner, key, accepted.path)
     runner.state.accepted(ops, AcceptedRound(key.choice, paths, places, accepted, growth))
-    runner.commit(buffers.verify_tails, paths)
+    tail_paths = paths if flat is None else paths.of_flat(flat, runner.layout.verify_tail)
+    runner.commit(buffers.verify_tails, tail_paths)
     keep_states(runner, begun.recurrence, paths)
     if runner.drafter is None:
         ops.finish(runner.state.tables, rows, runner.layout.dummy_row, accepted.accept_len, accepted.bonus, None)
     elif output.aux_hidden:
-        _probe_feature_nodes(runner, rows, accepted.path, shape.num_draft_tokens)
-        ops.path_aux_hidden(buffers.aux_hidden_of(key.bucket, shape), output.aux_hidden, accepted.path)
+        path = accepted.path if flat is None else flat_entries(flat, accepted.path, 1)
+        _probe_feature_nodes(runner, rows, path, given.tokens.shape[1], flat)
+        ops.path_aux_hidden(buffers.aux_hidden_of(key.bucket, shape), output.aux_hidden, path)
 
 
 def extend_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
@@ -271,9 +291,15 @@ def _paths(runner: ModelRunner, key: RoundKey, node: Tensor | None) -> Paths:
     return Paths(rows, places.committed, accepted.accept_len, width, node, runner.layout.dummy_row)
 
 
-def _probe_feature_nodes(runner: ModelRunner, rows: Tensor, path: Tensor, num_nodes: int) -> None:
+def _probe_feature_nodes(
+    runner: ModelRunner, rows: Tensor, path: Tensor, num_nodes: int, flat: FlatNodes | None
+) -> None:
     """Level 2: the features that extend is given are nodes of their own row's tree."""
     if runner.probes.enabled:
         nodes = feature_nodes(path, num_nodes).view(path.shape)
-        first = torch.arange(path.shape[0], device=path.device)[:, None] * num_nodes
-        runner.probes.index(nodes, first, first + num_nodes, "feature_node", Phase.VERIFY, rows)
+        if flat is None:
+            first = torch.arange(path.shape[0], device=path.device)[:, None] * num_nodes
+            end = first + num_nodes
+        else:
+            first, end = flat.row_start[:, None], (flat.row_start + flat.count)[:, None]
+        runner.probes.index(nodes, first, end, "feature_node", Phase.VERIFY, rows)

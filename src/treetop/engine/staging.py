@@ -50,7 +50,8 @@ class RowResults:
     finite: [rows] bool.
     logprobs: if a row asks for them.
     prompt: of prompt tokens, [n, 1 + maximum] and [n, maximum], if a chunk asks for them.
-    candidates: of a round with drafts, [rows, w - 1] int64, which candidate each accepted draft was, by flat index.
+    candidates: of a round with drafts, [rows, w - 1] int64, which candidate each accepted draft was, by flat index; and
+        nodes, [rows, 1], where a budget has cut trees.
     proposals: [2, classes, depths, ranks] float32, of a calibration's counts, if the host goes by them.
     trees: of a round with drafts, what was verified, if a row asks.
 
@@ -140,7 +141,7 @@ class StagingBuffers:
         self._inputs = zeros((numbers,), torch.int64)
         a_token = 1 + 1 + 2 * MAX_LOGPROBS  # its id, log-probabilities, ids of the best
         of_prompts = b * (a_token + 2) + layout.chunk * a_token
-        a_round = b * (layout.commit_width * a_token + 2 + layout.commit_width - 1)
+        a_round = b * (layout.commit_width * a_token + 2 + layout.commit_width)
         a_round += 2 * CLASSES * layout.commit_width * layout.max_topk  # of a calibration
         a_round += b * PackedTrees.width(layout.verify_tail, layout.commit_width)
         most = a_round + RECORD + of_prompts if layout.mixed else max(a_round, of_prompts)

@@ -35,6 +35,9 @@ def grow_trees(
         attend = _level_attention(runner, rows, places.committed, shape, max_kv_len)
         grow_tree(grower, growth, frontier, ops, attend, lines, runner.layout.lead)
         ops.select(growth, tree, places)
+    flat = buffers.flat_of(bucket, shape)
+    if flat is not None:
+        ops.trim(tree, places, growth.chosen, rows, runner.layout.dummy_row, flat)
 
 
 def _grower(

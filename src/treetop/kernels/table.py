@@ -50,6 +50,7 @@ from treetop.kernels.tree import learn as learning
 from treetop.kernels.tree import rows as row_state
 from treetop.kernels.tree import select as selecting
 from treetop.kernels.tree import topk
+from treetop.kernels.tree import trim as trimming
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits, why_not
 from treetop.types.layout import SpecShape
 from treetop.types.parallel import SINGLE_RANK, Parallel, Summed
@@ -394,6 +395,13 @@ class Ops:
     grow = Op(growing.grow_reference, growing.grow, 0.0, for_trees_of_one_program, (growing._grow_kernel,))
     select = Op(
         selecting.select_reference, selecting.select, 0.0, for_trees_of_one_program, (selecting._select_kernel,)
+    )
+    trim = Op(
+        trimming.trim_reference,
+        trimming.trim,
+        0.0,
+        for_trees_of_one_program,
+        (trimming._rank_kernel, trimming._trim_kernel),
     )
     greedy = Op(greedy_reference, accepting.best_of_pieces, 0.0, for_trees_of_one_program, (accepting._pieces_kernel,))
     process = Op(processing.process_reference, processing.process, 1e-6, on_a_gpu, (processing._process_kernel,))

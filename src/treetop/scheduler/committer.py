@@ -91,7 +91,8 @@ class Committer:
             if tokens:
                 update = self._emit(request, tokens, len(tokens) - 1 if is_round else None)
                 ranks = () if row_result.row in replanted else row_result.ranks
-                drafted = num_drafted if request.params.speculative else 0
+                drafted = row_result.num_nodes - 1 if row_result.num_nodes else num_drafted
+                drafted = drafted if request.params.speculative else 0
                 update = update._replace(num_drafted=drafted, accept_ranks=ranks, tree=row_result.tree)
                 updates.append(update._replace(logprobs=logprobs[: len(update.new_ids)]) if logprobs else update)
                 if request.prompt_logprobs is not None:

@@ -10,9 +10,10 @@ from torch import Tensor
 from treetop.kernels.sampling.sampling import PartialArgmax, SampledTokens, SamplingMetadata
 from treetop.kernels.table import Ops
 from treetop.kernels.tree.commit import feature_nodes
+from treetop.kernels.tree.trim import spread_nodes
 from treetop.models.target import Target
 from treetop.types.sampling import Choice
-from treetop.types.tree import Accepted, DraftTree, PathLogprobs
+from treetop.types.tree import Accepted, DraftTree, FlatNodes, PathLogprobs
 
 
 def logits_for(target: Target, hidden: Tensor, how: Choice) -> Tensor:
@@ -44,6 +45,13 @@ def choose(  # noqa: PLR0917
     if how.processes and sampler.processors is not None:
         logits = ops.process(logits, sampler.processors, rows, positions, tree, allowed)
     return ops.draw(logits, sampler, rows, positions, how.filters)
+
+
+def spread_choice(flat: FlatNodes, chosen: SampledTokens | PartialArgmax) -> SampledTokens | PartialArgmax:
+    """`spread_nodes` of the target's tokens."""
+    if isinstance(chosen, PartialArgmax):
+        return PartialArgmax(spread_nodes(flat, chosen.key))
+    return SampledTokens(spread_nodes(flat, chosen.token), spread_nodes(flat, chosen.finite))
 
 
 def path_logprobs(ops: Ops, logits: Tensor, accepted: Accepted, maximum: int) -> PathLogprobs:

@@ -109,6 +109,13 @@ class EngineConfig:
     speculative_num_steps: int = option(5, "levels of the tree (S)")
     speculative_eagle_topk: int = option(4, "branches of each node (k); 1 is a chain")
     speculative_num_draft_tokens: int = option(16, "nodes verified in one pass, root included (T)")
+    speculative_node_budget: int | None = option(
+        None,
+        "nodes that a round verifies of all its rows together: a root of each, then those of the likeliest paths, at"
+        " most T of a row (default: T of each)",
+        minimum=1,
+        maximum=2**20,
+    )
     speculative_policy: SpeculativePolicy | None = option(
         None,
         "fixed: every round has the shape above; auto: each round the shape that pays at this load, plain where none"
@@ -475,7 +482,35 @@ class EngineConfig:
                 "--kv-offloading-size keeps what the prefix cache gives up: drop --disable-radix-cache",
             ),
             (bool(tree), tree),
+            *self._rules_of_budget(),
             *self._rules_of_lora(),
+        ]
+
+    def _rules_of_budget(self) -> list[tuple[bool, str]]:
+        budget, name = self.speculative_node_budget is not None, "--speculative-node-budget"
+        return [
+            (
+                budget and not self.speculates,
+                f"{name} needs a draft: give --speculative-draft-model-path or an algorithm that needs none",
+            ),
+            (
+                budget and (self.speculative_policy == "auto" or self.speculative_shapes is not None),
+                f"{name} is of one shape: use --speculative-policy fixed, and no --speculative-shapes",
+            ),
+            (
+                budget and self.mixed_chunk != "off",
+                f"{name}: a mixed step takes whole trees; use --mixed-chunk off",
+            ),
+            (
+                budget and self.simulate_accept_length is not None,
+                f"{name} goes by what a draft says, which --simulate-accept-length passes over; use"
+                " --simulate-acceptance",
+            ),
+            (
+                budget and self.has_loras,
+                f"{name}: kernels group the rows of a batch by adapter, and each node is a row; drop --lora-modules and"
+                " --enable-lora",
+            ),
         ]
 
     def _rules_of_lora(self) -> list[tuple[bool, str]]:
@@ -587,7 +622,8 @@ class EngineConfig:
         return self.simulate_accept_length is not None or self.simulate_acceptance is not None
 
     def _tree(self) -> SpecShape:
-        return SpecShape(self.speculative_eagle_topk, self.speculative_num_steps, self.speculative_num_draft_tokens)
+        k, s, t = self.speculative_eagle_topk, self.speculative_num_steps, self.speculative_num_draft_tokens
+        return SpecShape(k, s, t, self.speculative_node_budget or 0)
 
     @classmethod
     def of(cls, model: str | None, **options: object) -> "EngineConfig":

@@ -39,6 +39,7 @@ class EngineOptions(TypedDict, total=False):
     speculative_num_steps: int
     speculative_eagle_topk: int
     speculative_num_draft_tokens: int
+    speculative_node_budget: int | None
     speculative_calibration: Calibration | None
     speculative_calibration_dir: str | None
     page_size: int

@@ -18,7 +18,8 @@ MAX_TOPK, MAX_STEPS, MAX_NODES = 64, 64, 512
 
 @dataclass(frozen=True, slots=True, order=True)
 class SpecShape:
-    """A tree's shape: `topk` branches a node, `num_steps` levels, `num_draft_tokens` nodes verified, root included.
+    """A tree's shape: `topk` branches a node, `num_steps` levels, `num_draft_tokens` nodes verified, root included; and
+    with a `node_budget`, so many nodes of all rows of a batch together, a root of each at least (0: no budget).
 
     Valid iff it is plain decoding (1, 0, 1) or `2 <= T <= 1 + k + (S - 1) k^2`, with `k == 1` implying `T == S + 1`,
     and each number is at most its `MAX_`.
@@ -28,9 +29,12 @@ class SpecShape:
     topk: int
     num_steps: int
     num_draft_tokens: int
+    node_budget: int = 0
 
     def __post_init__(self) -> None:
         k, s, t = self.topk, self.num_steps, self.num_draft_tokens
+        if self.node_budget and (k, s, t) == (1, 0, 1):
+            raise ConfigError(f"--speculative-node-budget {shown(self.node_budget)}: a plain round has roots alone")
         given = (
             f"--speculative-eagle-topk {shown(k)}, --speculative-num-steps {shown(s)},"
             f" --speculative-num-draft-tokens {shown(t)}"
@@ -50,6 +54,15 @@ class SpecShape:
             raise ConfigError(
                 f"no tree has {given}: num-draft-tokens must be <= 1 + k + (S - 1) k^2 = {1 + self.num_candidates}"
             )
+
+    def nodes_at(self, rows: int) -> int:
+        """Nodes that the target's forward of a batch of so many rows holds, padding rows included."""
+        full = rows * self.num_draft_tokens
+        return min(full, max(rows, self.node_budget)) if self.node_budget else full
+
+    def is_ragged_at(self, rows: int) -> bool:
+        """Whether the budget cuts the trees of a batch of so many rows."""
+        return self.nodes_at(rows) < rows * self.num_draft_tokens
 
     @property
     def depth(self) -> int:
@@ -264,6 +277,12 @@ class Layout:
     @property
     def verify_tail(self) -> int:
         return max(shape.num_draft_tokens for shape in self.shapes)
+
+    @property
+    def most_flat_nodes(self) -> int:
+        """Nodes of a batch whose trees a budget cuts; 0 if none does."""
+        batches = ((shape, rows) for shape in self.shapes for rows in self.buckets if shape.is_ragged_at(rows))
+        return max((shape.nodes_at(rows) for shape, rows in batches), default=0)
 
     @property
     def num_rows(self) -> int:

@@ -333,6 +333,7 @@ class RowResult(NamedTuple):
     prompt_logprobs: of the prompt tokens from the chunk's second on, and of the one after it, if it asks.
     ranks: of each accepted draft among the proposals after its parent, the draft's favourite 0.
     tree: that was verified, for a row that asks.
+    num_nodes: of that tree, where a budget has cut it; else 0.
     """
 
     row: Row
@@ -342,6 +343,7 @@ class RowResult(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     ranks: tuple[int, ...] = ()
     tree: VerifiedTree | None = None
+    num_nodes: int = 0
 
 
 class ImportResult(NamedTuple):

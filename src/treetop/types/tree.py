@@ -24,6 +24,32 @@ class DraftTree:
     mask: "Tensor"
     logprob: "Tensor"
 
+    @property
+    def is_padding(self) -> "Tensor":
+        """Nodes that a budget has cut, see `FlatNodes`: [rows, T] bool."""
+        padding = self.depth == 0
+        padding[:, 0] = False
+        return padding
+
+
+@dataclass(frozen=True, slots=True)
+class FlatNodes:
+    """Where the nodes of a batch of trees that a budget has cut stand one after the other, all of a row together.
+
+    Of a tree so cut the first `count` nodes of a row hold; what follows is padding: token 0 at the root's depth, where
+    no path comes but to the root, under it, seen by itself alone, with a log-probability of -inf.
+
+    count: [rows] int64, at least 1; their sum is N.
+    row_start: [rows] int64, the first of each row's: the sum of `count` of the rows before.
+    at: [N] int64, `row * T + node` of each.
+    spread: [rows, T] int64, `row_start + node`; of padding the row's root.
+    """
+
+    count: "Tensor"
+    row_start: "Tensor"
+    at: "Tensor"
+    spread: "Tensor"
+
 
 @dataclass(frozen=True, slots=True)
 class Accepted:

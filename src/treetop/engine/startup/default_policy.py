@@ -15,7 +15,7 @@ def with_policy(config: EngineConfig) -> EngineConfig:
     policy, learns = config.speculative_policy, config.speculative_calibration
     if policy is None:
         chooses = config.speculative_shapes is not None or compute_device(config.device).type == "cuda"
-        policy = "auto" if config.speculates and chooses else "fixed"
+        policy = "auto" if config.speculates and chooses and config.speculative_node_budget is None else "fixed"
     if learns is None:
         learns = "learn" if policy == "auto" else "off"
     return replace(config, speculative_policy=policy, speculative_calibration=learns)

@@ -3,7 +3,7 @@
 On a GPU each is one launch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.kv import commit_tail, moved, slots_of
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, tl
+from treetop.types.tree import FlatNodes
 
 _BLOCK = 1024
 """Elements of a feature that a program moves."""
@@ -24,7 +25,8 @@ class Paths:
 
     rows, committed, accept_len: [rows] int64.
     width: columns a row, S + 1.
-    node: [rows, width] int64, the tail entry of each column; None where column j is entry j.
+    node: [rows, width] int64, the tail entry of each column, counted from its row's first; None where column j is entry
+        j.
     dummy_row: commits nothing.
     """
 
@@ -34,6 +36,11 @@ class Paths:
     width: int
     node: Tensor | None
     dummy_row: int
+
+    def of_flat(self, flat: FlatNodes, capacity: int) -> "Paths":
+        """The same of a tail whose entries stand as `flat` says, in the memory of `capacity` entries a row."""
+        assert self.node is not None
+        return replace(self, node=flat_entries(flat, self.node, capacity))
 
     @property
     def source(self) -> Tensor:
@@ -55,6 +62,15 @@ class Paths:
     @property
     def _columns(self) -> Tensor:
         return torch.arange(self.width, device=self.rows.device)
+
+
+def flat_entries(flat: FlatNodes, path: Tensor, capacity: int) -> Tensor:
+    """Where the nodes of paths stand, counted from where their rows would begin with `capacity` entries each.
+
+    path: [rows, width] int64, nodes of each row's tree. Returns [rows, width] int64, below 0 for most.
+    """
+    row = torch.arange(path.shape[0], device=path.device)
+    return path + (flat.row_start - row * capacity)[:, None]
 
 
 def commit_reference(pool: Tensor, tail: Tensor, page_table: Tensor, page_size: int, paths: Paths) -> None:
