@@ -29,7 +29,8 @@ from treetop.debug.two_group import write_two_group_pair
 from treetop.engine.model_runner import ModelRunner
 from treetop.kernels.attention.metadata import AttentionMetadata
 from treetop.kernels.attention.pages import gather_table
-from treetop.kernels.attention.tail import PrefixPart, tail_and_merge
+from treetop.kernels.attention.prefix_part import PrefixPart
+from treetop.kernels.attention.tail import tail_and_merge
 from treetop.kernels.comm import peers
 from treetop.kernels.comm.kv_chunks import ChunkSpan
 from treetop.kernels.comm.kv_chunks import pack as pack_piece
