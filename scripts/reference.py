@@ -4,6 +4,7 @@
 """
 
 import ast
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,6 +31,15 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 API = ROOT / "src" / "treetop" / "api"
 _HEADS = {
+    "benchmarks": """\
+# Benchmarks
+
+Release RELEASE. VERSIONS, if nothing else is said; each table has its card, date, commit and command. Weights are
+random where no others are named, so accept lengths are forced or drawn from measured rates. Real answers are in
+[smollm2.md](smollm2.md), what the load decides in [policy.md](policy.md).
+
+This page is written by `scripts/reference.py` from `docs/figures/benchmarks.json`.
+""",
     "endpoints": """\
 # Endpoints
 
@@ -222,7 +232,28 @@ def model_page() -> str:
     return "\n".join([_HEADS["models"], models.as_markdown(), refused, models.refused_as_markdown()])
 
 
+def benchmarks() -> str:
+    """`docs/figures/benchmarks.json`, table by table."""
+    results = json.loads((DOCS / "figures" / "benchmarks.json").read_text(encoding="utf-8"))
+    parts = [_HEADS["benchmarks"].replace("RELEASE", results["release"]).replace("VERSIONS", results["versions"])]
+    for table in results["tables"]:
+        at = f" at {table['commit']}" if table["commit"] else ""
+        columns = table["columns"]
+        parts += [
+            f"## {table['title']}\n\n{table['what']} {table['card']}, {table['date']}{at}: `{table['command']}`\n",
+            _row(columns) + "\n" + _row(["---"] * len(columns)).replace(" ", ""),
+            "\n".join(map(_row, table["rows"])) + "\n",
+            "".join(f"- {note}\n" for note in table["notes"]),
+        ]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _row(cells: list[object]) -> str:
+    return "| " + " | ".join(f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in cells) + " |"
+
+
 PAGES: dict[str, Callable[[], str]] = {
+    "benchmarks.md": benchmarks,
     "endpoints.md": endpoints,
     "errors.md": error_pages,
     "fields.md": fields_page.page,
