@@ -1,4 +1,4 @@
-"""Served throughput with prompts in the round and without, paired: one engine, equal requests, turns A B B A.
+"""Served throughput with prompts in the round and without, paired: one engine, equal requests, modes in turn.
 
     python benchmarks/mixed_chunk.py --out build/mixed.json                       an 8B model's shape, on a GPU, plain
     python benchmarks/mixed_chunk.py --shape 3,1,4 --clients 32 --out build/mixed_chains.json
@@ -6,15 +6,22 @@
         --clients 4 --input 32 --output 16 --rows 4 --out /tmp/mixed.json
 
 Clients each send their next request when they have their answer. With a shape acceptance is drawn from `--profile`, so
-that no weights are needed. `off` is the engine with its mixed steps switched off, so it has the same memory and graphs.
-JSON: `cells`, as `served_shapes.py` has them, with `mode`; and `steps`, the medians of seconds of rounds by rows, of
-prefill steps and of mixed ones by prompt tokens, as the host saw them.
+that no weights are needed. Modes: `off` is the engine with its mixed steps switched off, so it has the same memory and
+graphs; `eager` has them launched one by one; `captured` in the graphs of rounds, as `--mixed-chunk on` is; `auto`.
+First steps alone, on the null page, at so many rows: milliseconds until the host has launched one and until the device
+has ended it, of a round, of prefills, and of mixed steps of both kinds by their prompt tokens.
+JSON: `alone`; `cells`, as `served_shapes.py` has them, with `mode`; and `steps`, the medians of seconds of rounds by
+rows, of prefill steps and of mixed ones by prompt tokens, as the host saw them.
 """
 
 import json
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest.mock import patch
 
@@ -24,12 +31,78 @@ from served_shapes import Served, name_of
 
 from treetop import LLM
 from treetop.bench.provenance import versions
+from treetop.engine.prefill import PrefillBatch, prefill
+from treetop.engine.prompt_blocks import block_numbers
+from treetop.engine.rounds import RoundKey, mixed_verify
+from treetop.engine.startup.capacity_proof import on_null_pages
+from treetop.engine.startup.worst_steps import dummy_batch
 from treetop.scheduler.mixed import MixedSteps
-from treetop.types.config import MixedChunk
+from treetop.types.ids import Row
 from treetop.types.layout import PLAIN, SpecShape
+from treetop.types.messages import Chunk
+from treetop.types.sampling import Choice
 
-_TURNS: tuple[MixedChunk, ...] = ("off", "on", "on", "off")
+_TURNS = ("off", "captured", "auto", "eager", "captured", "off")
 _SIZES = (128, 256, 512, 1024, 2048)
+
+
+def alone(llm: LLM, rows: int, shape: SpecShape, tokens: int) -> dict[str, tuple[float, float]]:
+    """Milliseconds, of the host and until the end, of steps at `rows` rows behind `tokens` tokens: medians."""
+    engine, runner, layout = llm.engine, llm.engine.runner, llm.engine.layout
+    key, bound = RoundKey(layout.coarse_bucket_for(rows), shape, Choice.GREEDY), layout.max_committed
+    last = layout.max_requests - 1
+
+    def batch(width: int) -> PrefillBatch:
+        made = dummy_batch(runner, Choice.GREEDY, 1, width)
+        made.rows.fill_(last)
+        made.query_len.fill_(width)
+        return made
+
+    def eager(width: int) -> Callable[[], object]:
+        chunk = batch(width)
+        between = partial(mixed_verify, runner, chunk, key, bound)
+        return partial(engine.launcher.launch, RoundKey.of_mixed(key.bucket, shape), bound, between)
+
+    def captured(size: int) -> Callable[[], object]:
+        chunk = Chunk(Row(last), tokens, (0,) * size, None)
+        numbers = block_numbers([chunk], size, layout.prompt_block, layout.dummy_row)
+        runner.buffers.prompts.write(size, runner.buffers.rows.new_tensor(numbers))
+        return partial(engine.launcher.launch, replace(key, prompts=size), bound)
+
+    def apart(width: int) -> Callable[[], object]:
+        return partial(prefill, runner, batch(width))
+
+    def plainly(_: int) -> Callable[[], object]:
+        return partial(engine.launcher.launch, key, bound)
+
+    steps: dict[str, tuple[Callable[[int], Callable[[], object]], int]] = {"round": (plainly, 0)}
+    wide = [size for size in _SIZES if size + tokens < layout.max_context]
+    steps |= {f"prefill {size}": (apart, size) for size in wide}
+    steps |= {f"eager {size}": (eager, size) for size in wide}
+    steps |= {f"captured {size}": (captured, size) for size in layout.prompt_sizes if size in wide}
+    found = dict[str, tuple[float, float]]()
+    with torch.inference_mode(), on_null_pages(runner):
+        for name, (make, size) in steps.items():
+            run, times = make(size), list[tuple[float, float]]()
+            for _ in range(7):
+                listed = [*range(rows)] + [layout.dummy_row] * (key.bucket - rows)
+                runner.buffers.rows[: key.bucket].copy_(runner.buffers.rows.new_tensor(listed))
+                runner.buffers.rows[runner.buffers.rows == last] = layout.dummy_row
+                runner.state.committed[: layout.max_requests] = tokens
+                wait(runner.buffers.rows.device)
+                started_s = time.perf_counter()
+                run()
+                launched_s = time.perf_counter()
+                wait(runner.buffers.rows.device)
+                times.append((launched_s - started_s, time.perf_counter() - started_s))
+            host, end = zip(*times[2:], strict=True)
+            found[name] = round(1e3 * median(host), 2), round(1e3 * median(end), 2)
+    return found
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def main(arguments: list[str]) -> int:
@@ -48,6 +121,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--turns", type=int, default=1, help="requests of a client that count")
     parser.add_argument("--tokens", type=int, help="prompt tokens of every step beside rounds")
     parser.add_argument("--seconds", type=float, default=480.0, help="no cell is begun after so many")
+    parser.add_argument("--modes", nargs="+", choices=("off", "eager", "captured", "auto"), default=_TURNS)
+    parser.add_argument("--alone", action="store_true", help="time steps alone first")
+    parser.add_argument("--graphs", choices=("auto", "sim", "off"), default="auto")
     parser.add_argument("--out", type=Path, required=True, help="JSON that is written")
     args = parser.parse_args(arguments)
     started_s, shape = time.perf_counter(), SpecShape.parse(args.shape, "--shape")
@@ -71,12 +147,18 @@ def main(arguments: list[str]) -> int:
             check_level=0,
             load_format="auto" if args.model else "dummy",
             mixed_chunk="on",
+            graphs=args.graphs,
             prefill_tokens_per_round=args.tokens,
             **tree,
         )
     layout, device, scheduler = llm.engine.layout, llm.engine.runner.buffers.rows.device, llm.scheduler
     budget = scheduler.mixing.budget
-    by_mode: dict[MixedChunk, MixedSteps] = {mode: MixedSteps(layout, mode, budget) for mode in ("off", "on")}
+    by_mode = {
+        "off": MixedSteps(layout, "off", budget),
+        "eager": MixedSteps(replace(layout, prompt_sizes=()), "on", budget),
+        "captured": MixedSteps(layout, "on", budget),
+        "auto": MixedSteps(layout, "auto", budget),
+    }
     found: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "versions": versions(),
@@ -84,10 +166,13 @@ def main(arguments: list[str]) -> int:
         "shape": name_of(shape),
         "cells": [],
     }
+    for rows in args.clients if args.alone else ():
+        found.setdefault("alone", {})[rows] = times = alone(llm, min(rows, args.rows), shape, args.input // 2)
+        print(json.dumps({"rows": rows, "alone": times}), flush=True)
     served = Served(llm, args.input, args.output, args.spread)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     for clients in args.clients:
-        for mode in _TURNS:
+        for mode in args.modes:
             if time.perf_counter() - started_s > args.seconds:
                 print("time is over", flush=True)
                 return 0
@@ -100,8 +185,8 @@ def main(arguments: list[str]) -> int:
             rows = layout.bucket_for(clients)
             found["steps"] = {
                 "rounds": {rows: budget.rounds.seconds(rows)},
-                "apart": {size: by_mode["off"].apart.seconds(size) for size in _SIZES},
-                "mixed": {size: by_mode["on"].together.seconds(size) for size in _SIZES},
+                "apart": {size: by_mode["auto"].apart.seconds(size) for size in _SIZES},
+                "mixed": {size: by_mode["auto"].together.seconds(size) for size in _SIZES},
             }
             args.out.write_text(json.dumps(found, indent=1), encoding="utf-8")
             print(json.dumps(cell), flush=True)

@@ -1,4 +1,6 @@
-"""Faults of mixed steps by name (`tests/engine/test_mixed.py`): how a prefill and a round may be joined wrong."""
+"""Faults of mixed steps by name (`tests/engine/test_mixed.py`, `test_packed.py`): how a prefill and a round may be
+joined wrong.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -9,8 +11,9 @@ from torch import Tensor
 from treetop.attention.mixed import MixedAttention, Part
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.prefill import PrefillBatch
+from treetop.engine.prompt_blocks import PromptBuffers
 from treetop.types.layout import Layout
-from treetop.types.messages import MixedPlan, StepPlan
+from treetop.types.messages import Chunk, MixedPlan, StepPlan
 from treetop_debug.faults import Fault, by_name
 from treetop_debug.patching import Patch
 
@@ -134,5 +137,96 @@ MIXED_FAULTS = by_name(
         (Patch("treetop.attention.mixed:MixedAttention._writes", _writes_what_it_reads),),
         "oracle",
         None,
+    ),
+)
+
+
+def _own_state(real: Callable[..., list[int]]) -> Callable[..., list[int]]:
+    """Every block changes its row's state as if it were a chunk."""
+
+    def numbers(chunks: Sequence[Chunk], size: int, width: int, dummy_row: int) -> list[int]:
+        made, blocks = real(chunks, size, width, dummy_row), size // width
+        return [*made[:blocks], *made[:blocks], *made[2 * blocks :]]
+
+    return numbers
+
+
+def _behind_the_row_alone(real: Callable[..., list[int]]) -> Callable[..., list[int]]:
+    """Blocks of a chunk all stand where it starts."""
+
+    def numbers(chunks: Sequence[Chunk], size: int, width: int, dummy_row: int) -> list[int]:
+        made, blocks = real(chunks, size, width, dummy_row), size // width
+        return [*made[: 2 * blocks], *[0] * blocks, *made[3 * blocks :]]
+
+    return numbers
+
+
+def _smaller(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Buffers are sized by the smallest batch (sgl-27338)."""
+
+    def made(size: int, width: int, zeros: Any) -> Any:
+        return real(size // 4, width, zeros)
+
+    return made
+
+
+def _live_blocks_alone(real: Callable[..., None]) -> Callable[..., None]:
+    """What nobody has keeps the rows of the step before (sgl-23037)."""
+
+    def write(self: PromptBuffers, size: int, numbers: Tensor) -> None:
+        before = self.lines_of(size)
+        held = [each.clone() for each in before]
+        real(self, size, numbers)
+        nobody = before.query_len == 0
+        for line, old in zip(before, held, strict=True):
+            line[nobody] = old[nobody]
+
+    return write
+
+
+def _not_kept(real: Callable[..., None]) -> Callable[..., None]:
+    """First tokens stay in memory of the graph, and the host reads what the buffer held."""
+
+    def keep(self: PromptBuffers, token: Tensor, finite: Tensor) -> None:
+        real(self, token[:0], finite)
+
+    return keep
+
+
+PACKED_FAULTS = by_name(
+    Fault(
+        "packed-blocks-change-state",
+        "blocks before a chunk's last count as chunks of their own",
+        (Patch("treetop.engine.engine:block_numbers", _own_state),),
+        "oracle",
+        None,
+    ),
+    Fault(
+        "packed-blocks-without-offset",
+        "a block's extent lacks the blocks of its chunk before it (sgl-26512)",
+        (Patch("treetop.engine.engine:block_numbers", _behind_the_row_alone),),
+        "oracle",
+        None,
+    ),
+    Fault(
+        "packed-buffers-of-the-smallest",
+        "inputs of prompts are sized by another formula than fills them (sgl-27338)",
+        (Patch("treetop.engine.buffers:make_prompt_buffers", _smaller),),
+        "prompts in a round: need",
+        1,
+    ),
+    Fault(
+        "packed-stale-blocks",
+        "padding of a batch keeps rows, offsets and counts of the step before (sgl-23037)",
+        (Patch("treetop.engine.prompt_blocks:PromptBuffers.write", _live_blocks_alone),),
+        "oracle",
+        None,
+    ),
+    Fault(
+        "packed-first-tokens-not-kept",
+        "first tokens are read where no replay has written them",
+        (Patch("treetop.engine.prompt_blocks:PromptBuffers.keep", _not_kept),),
+        "token: row",
+        1,
     ),
 )

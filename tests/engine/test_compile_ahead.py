@@ -542,7 +542,10 @@ def any_steps(runner, rng):
         maximum = min(width + int(2 ** rng.uniform(0, 11)), layout.max_committed)
         dummies = runner.buffers.rows.new_full((rows,), layout.dummy_row)
         none = dummies.new_zeros(rows)
-        prefill(runner, PrefillBatch(dummies, dummies.new_zeros((rows, width)), none, none - 1, maximum, choice))
+        prefill(
+            runner,
+            PrefillBatch(dummies, dummies, none, dummies.new_zeros((rows, width)), none, none - 1, maximum, choice),
+        )
         run_phases(runner, RoundKey(rows, rng.choice(layout.shapes), choice), layout.max_committed)
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from treetop.engine.prompt_blocks import PromptBuffers, make_prompt_buffers
 from treetop.kernels.kv import kv_dtype
 from treetop.kernels.tree.calibration import Calibration
 from treetop.kernels.tree.grow import TreeBuilder, make_growth
@@ -48,6 +49,7 @@ class RoundBuffers:
     """rows: the graph input.
     identity, causal: the masks of level 0 and of draft extend, which nothing writes.
     blocks: group -> the mask [B, B] of the drafter's block, which nothing writes.
+    prompts: graph inputs of rounds that have prompts in their forward, and what these found.
     tree, places, growth, flat: written by DRAFT; flat only where a budget cuts trees.
     accepted, logprobs, aux_hidden: written by VERIFY; logprobs only if the round has them.
 
@@ -58,6 +60,7 @@ class RoundBuffers:
     """
 
     rows: Tensor
+    prompts: PromptBuffers
     identity: Tensor
     causal: Tensor
     blocks: dict[GroupName, Tensor]
@@ -79,7 +82,7 @@ class RoundBuffers:
         values = self.tree, self.places, self.flat
         drafted = [getattr(value, name) for value in values for name in value.__dataclass_fields__]
         verified = [getattr(self.accepted, name) for name in self.accepted.__dataclass_fields__]
-        verified += [self.logprobs.values, self.logprobs.ids, self.aux_hidden]
+        verified += [self.logprobs.values, self.logprobs.ids, self.aux_hidden, self.prompts.token, self.prompts.finite]
         outputs = {Phase.DRAFT: [*drafted, *verified], Phase.VERIFY: verified, Phase.EXTEND: []}
         return tails + outputs[phase]
 
@@ -191,6 +194,7 @@ def make_round_buffers(
     draft = [group for group in layout.groups if group.is_draft]
     return RoundBuffers(
         rows=zeros((b,), long),
+        prompts=make_prompt_buffers(max(layout.prompt_sizes, default=0), layout.prompt_block, zeros),
         identity=identity,
         causal=causal,
         blocks=masks,

@@ -2,16 +2,18 @@
 
 A graph holds all phases, so that nothing stands between them and the last kernel of one overlaps the first of the next.
 Only a round with constrained rows is two: the host says between them what may follow the nodes of their trees. So is
-one with a prefill in its forward, which is launched between them.
+one with a prefill in its forward, which is launched between them, but for prompts in a batch of fixed size: that is in
+the graph, whose key says how large.
 All graphs share one memory pool and one stream: what passes between phases and rounds lives in `RoundBuffers`, outside
 the pool, and nothing that outlives a replay is a view of it. The round with the most nodes is captured first, so that
 all others fit into the memory it left in the pool.
 
 At start greedy rounds of the coarse buckets are captured, and of all buckets where shapes are chosen, for there each
-bucket has many. The others are when they are first asked for: that costs one eager run and one capture of a round, for
-which an engine that never samples has no use. Requests wait meanwhile, so nothing else is done then: a collection of
-garbage may take longer than the round. Where PyTorch's operations draw, filters sort the vocabulary of every node,
-memory that the pool would keep for good, and are a graph of their own.
+bucket has many; those with prompts in their forward of coarse buckets, which serve them alone. The others are when they
+are first asked for: that costs one eager run and one capture of a round, for which an engine that never samples has no
+use. Requests wait meanwhile, so nothing else is done then: a collection of garbage may take longer than the round.
+Where PyTorch's operations draw, filters sort the vocabulary of every node, memory that the pool would keep for good,
+and are a graph of their own.
 """
 
 import gc
@@ -37,6 +39,9 @@ from treetop.kernels.garbage import no_collection
 from treetop.types.layout import Layout
 from treetop.types.phase import Phase
 from treetop.types.sampling import Choice
+
+_NODES_WITH_PROMPTS = 256
+"""Nodes of all rows up to which rounds with prompts in their forward are captured at start: more gain nothing by it."""
 
 Run = Callable[[], None]
 
@@ -134,7 +139,12 @@ class CudaGraphs:
         gc.collect()  # the graphs of an engine that is gone
         layout, free = self._runner.layout, [self._free()]
         early = {*(layout.buckets if len(layout.shapes) > 1 else layout.coarse_buckets)}
-        keys = [key for key in greedy_keys(self._runner.layout) if key.bucket in early]
+        keys = [
+            key
+            for key in greedy_keys(self._runner.layout)
+            if key.bucket in early
+            and not (key.prompts and key.bucket * key.shape.num_draft_tokens > _NODES_WITH_PROMPTS)
+        ]
         for part in (keys[:1], keys[1:]):
             self.capture(part)
             free.append(self._free())
@@ -157,6 +167,8 @@ class CudaGraphs:
             Progress(console=Console(stderr=True), transient=True, disable=hidden) as progress,
         ):
             for place in progress.track(missing, description="capturing graphs"):
+                if place.prompts:
+                    runner.buffers.prompts.clear(place.prompts, runner.layout.dummy_row)
                 if place.mixed:  # what its EXTEND reads is written between its graphs
                     run_phases(runner, replace(place, mixed=False), max_kv_len)
                 self._graphs[place] = tuple(
@@ -181,18 +193,20 @@ class CudaGraphs:
 
     @contextmanager
     def _on_dummy_rows(self) -> Iterator[None]:
-        """The row list is all dummies inside; the time counts as capturing.
+        """The row list is all dummies inside, and prompts may be cleared; the time counts as capturing.
 
         Nothing is collected: a graph of an engine that is gone, freed while another is captured, spoils that.
         """
-        started_s, rows = time.perf_counter(), self._runner.buffers.rows
-        before = rows.clone()
-        rows.fill_(self._runner.layout.dummy_row)
+        buffers, dummy_row = self._runner.buffers, self._runner.layout.dummy_row
+        started_s, inputs = time.perf_counter(), (buffers.rows, buffers.prompts.inputs)
+        before = [each.clone() for each in inputs]
+        buffers.rows.fill_(dummy_row)
         try:
             with no_collection(first=False):
                 yield
         finally:
-            rows.copy_(before)
+            for each, held in zip(inputs, before, strict=True):
+                each.copy_(held)
             self.seconds += time.perf_counter() - started_s
 
 
@@ -210,14 +224,27 @@ def plan_host_extents(runner: ModelRunner, key: RoundKey) -> None:
 
 
 def greedy_keys(layout: Layout) -> list[RoundKey]:
-    """Greedy rounds of every bucket and shape, those with the most nodes first; then mixed ones and what catches up, if
-    any do.
+    """Greedy rounds of every bucket and shape, also with prompts in their forward, those with the most tokens first;
+    then mixed ones that are launched in parts, and what catches up, if any do.
     """
     buckets = layout.buckets[::-1]
     rounds = [RoundKey(bucket, shape, Choice.GREEDY) for bucket in buckets for shape in layout.shapes_at(bucket)]
-    rounds.sort(key=lambda key: key.bucket * key.shape.num_draft_tokens, reverse=True)
-    rounds += [replace(key, mixed=True) for key in rounds if layout.mixed]
+    with_prompts = [
+        replace(key, prompts=size)
+        for key in rounds
+        if key.bucket in layout.coarse_buckets
+        for size in layout.prompt_sizes
+    ]
+    mixed = [replace(key, mixed=True) for key in rounds if layout.mixed]
+    rounds += with_prompts
+    rounds.sort(key=lambda key: key.bucket * key.shape.num_draft_tokens + key.prompts, reverse=True)
+    rounds += mixed
     return rounds + [RoundKey.of_catch_up(bucket) for bucket in buckets if layout.max_deferred]
+
+
+def _gains_nothing(key: RoundKey) -> bool:
+    """Whether a round has too many nodes to be worth having ready with prompts in its forward."""
+    return key.bucket * key.shape.num_draft_tokens > _NODES_WITH_PROMPTS
 
 
 def num_rounds(runner: ModelRunner) -> int:
@@ -228,6 +255,7 @@ def num_rounds(runner: ModelRunner) -> int:
 def num_captured(layout: Layout, choices: Sequence[Choice], holds: bool, filters_apart: bool) -> int:
     """The same of a layout. holds: trees of some rows may be constrained."""
     made = [replace(key, choice=choice) for key, choice in product(greedy_keys(layout), choices)]
+    made = [key for key in made if not (key.prompts and key.choice.processes)]
     if holds:
         made += [replace(key, held=True) for key in made if key.choice.processes and not (key.catches_up or key.mixed)]
     return len({_place(filters_apart, key) for key in made})

@@ -21,12 +21,12 @@ from treetop.engine.experience import Experience
 from treetop.engine.graphs import GraphSim
 from treetop.engine.kv_transfer import collect_exports, collect_imports, export_chunks, import_chunks, import_columns
 from treetop.engine.memory import gib, out_of_memory_explained
-from treetop.engine.mixed import mixed_verify
 from treetop.engine.node_masks import NodeMaskWriter
 from treetop.engine.packed_trees import PackedTrees
 from treetop.engine.prefill import FirstTokens, PrefillBatch, chunk_columns, chunk_width, make_batch, prefill
+from treetop.engine.prompt_blocks import block_numbers
 from treetop.engine.prompt_logprobs import prompt_columns, with_prompt
-from treetop.engine.rounds import Eager, HostStep, RoundKey, RoundLauncher
+from treetop.engine.rounds import Eager, HostStep, RoundKey, RoundLauncher, mixed_verify
 from treetop.engine.sleep import (
     Models,
     SleepState,
@@ -87,6 +87,7 @@ from treetop.types.messages import (
     round_of,
 )
 from treetop.types.parallel import SINGLE_RANK, Parallel
+from treetop.types.sampling import Choice
 from treetop.types.tree import Accepted, DraftTree
 
 log = logging.getLogger("treetop")
@@ -194,6 +195,8 @@ class Engine:
             yield RoundKey(bucket, shape, choice)
             if choice.processes and self.runner.state.masks is not None:
                 yield RoundKey(bucket, shape, choice, held=True)
+            if not choice.processes and bucket in self.layout.coarse_buckets:
+                yield from (RoundKey(bucket, shape, choice, prompts=size) for size in self.layout.prompt_sizes)
         if self.layout.max_deferred:
             yield from map(RoundKey.of_catch_up, self.layout.buckets)
 
@@ -416,7 +419,7 @@ class Engine:
             case RoundPlan():
                 return (self._round(plan, slot),)
             case MixedPlan():
-                return self._mixed(plan, slot)
+                return self._with_prompts(plan, slot) if plan.prefill.packed else self._mixed(plan, slot)
             case ExportPlan():
                 return (self._export(plan, slot),)
             case ImportPlan():
@@ -477,7 +480,7 @@ class Engine:
         padded, edits = self._padded(plan), self.runner.state.edit_columns(plan.edits)
         self._apply(self._staging.send(slot, rows=[padded], edits=edits))
         key = RoundKey(len(padded), plan.shape, plan.choice, bool(plan.masks))
-        self._launch_round(plan, key, self._host_step(plan, key))
+        self._launch_round(plan, key, plan.committed_bound, self._host_step(plan, key))
         return self._of_round(plan, key)
 
     def _mixed(self, plan: MixedPlan, slot: Slot) -> tuple[RowResults, ...]:
@@ -496,8 +499,28 @@ class Engine:
                 host_step()
             first.append(mixed_verify(runner, batch, key, round.committed_bound))
 
-        self._launch_round(round, RoundKey.of_mixed(key.bucket, key.shape), between)
+        self._launch_round(round, RoundKey.of_mixed(key.bucket, key.shape), round.committed_bound, between)
         return self._of_prefill(chunks, first[0]), self._of_round(round, key)
+
+    def _with_prompts(self, plan: MixedPlan, slot: Slot) -> tuple[RowResults, ...]:
+        """A round with chunks packed into a batch of fixed size in its forward: one graph, as any other round."""
+        chunks, round, runner = plan.prefill, plan.round, self.runner
+        padded, size, prompts = self._padded(round), chunks.packed, runner.buffers.prompts
+        sent = self._staging.send(
+            slot,
+            rows=[padded],
+            edits=runner.state.edit_columns(plan.edits),
+            setups=runner.state.setup_columns(chunks.setups),
+            blocks=[block_numbers(chunks.chunks, size, prompts.width, self.layout.dummy_row)],
+        )
+        self._apply(sent)
+        runner.state.move_in(chunks.setups, sent["setups"], self.config.check_level)
+        prompts.write(size, *sent["blocks"])
+        key = RoundKey(len(padded), round.shape, Choice.costliest((chunks.choice, round.choice)), prompts=size)
+        ends = [chunk.start + len(chunk.token_ids) for chunk in chunks.chunks]
+        self._launch_round(round, key, max([round.committed_bound, *ends]), None)
+        token, finite = (each[: prompts.blocks_of(size)] for each in (prompts.token, prompts.finite))
+        return RowResults(token[:, None], torch.zeros_like(token), finite), self._of_round(round, key)
 
     def _host_step(self, plan: RoundPlan, key: RoundKey) -> HostStep | None:
         """What the host does once trees are grown; None if no row is constrained."""
@@ -507,12 +530,12 @@ class Engine:
         tree, places = buffers.tree_of(key.bucket, key.shape), buffers.places_of(key.bucket, key.shape)
         return partial(self._node_masks.hold, plan, tree, places, self.runner.state.held_of(key.bucket, key.shape))
 
-    def _launch_round(self, plan: RoundPlan, key: RoundKey, between: HostStep | None) -> None:
+    def _launch_round(self, plan: RoundPlan, key: RoundKey, bound: int, between: HostStep | None) -> None:
         if key.held:
             self._node_masks.force(plan, self.runner.state.held_of(key.bucket, key.shape))
         if plan.catches_up:
             self.launcher.launch(RoundKey.of_catch_up(key.bucket), plan.committed_bound)
-        self.launcher.launch(key, plan.committed_bound, between)
+        self.launcher.launch(key, bound, between)
         self._step_digest(self.runner.probes.digest, self.runner.buffers, key)
 
     def _of_round(self, plan: RoundPlan, key: RoundKey) -> RowResults:

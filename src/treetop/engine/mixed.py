@@ -1,10 +1,9 @@
-"""A mixed step: the chunks of a prefill and the nodes of a round in one forward of the target.
+"""Two forwards of the target in one: what each part gives its tokens is what it would give them alone.
 
-    DRAFT of the round  |  one forward  |  VERIFY's end: accept, commit   |  EXTEND of the round
-                        |               |  the prefill's end: sample,     |
-                        |               |  have the draft read the chunks |
+    chunks of a prefill, padded  |  nodes of a round    one token a row, one after the other
 
-Rows of both are different, and what a phase writes is by row. So either end may come first.
+Products, norms and feed-forwards take all tokens at once, so the weights are read once; each part attends as it does
+alone (`attention/mixed.py`).
 """
 
 import torch
@@ -12,30 +11,17 @@ from torch import Tensor
 
 from treetop.attention.mixed import MixedAttention, Part
 from treetop.engine.model_runner import ModelRunner, TargetInput
-from treetop.engine.prefill import FirstTokens, PrefillBatch, begin_prefill, end_prefill
-from treetop.engine.rounds import RoundKey, begin_verify, end_verify, poison_undeclared
 from treetop.models.target import TargetOutput
-from treetop.types.errors import CheckError
-from treetop.types.phase import Phase
 
 
-def mixed_verify(runner: ModelRunner, batch: PrefillBatch, key: RoundKey, max_kv_len: int) -> FirstTokens:
-    """VERIFY of a round whose trees are grown, and a prefill beside it; see `prefill` and `verify_phase`.
+def run_together(runner: ModelRunner, given: tuple[TargetInput, ...], exchanged: int = 0) -> list[TargetOutput]:
+    """The target's forward of all that is given, and what it gave each. Rows of different parts are different.
 
-    batch: of other rows, in memory of its own.
+    exchanged: tokens that ranks with shared experts exchange, where these are more than there are.
     """
-    if runner.check_level >= 1 and batch.rows.data_ptr() == runner.buffers.rows.data_ptr():
-        raise CheckError("mixed step: the rows of its prefill lie where those of its round do")
-    if runner.check_level >= 3:
-        poison_undeclared(runner, Phase.VERIFY)
-    prompts, nodes = begin_prefill(runner, batch), begin_verify(runner, key, max_kv_len)
-    given = (prompts.given, nodes.given)
     parts = tuple(Part(each.attend, *each.tokens.shape) for each in given)
-    attend = MixedAttention(parts, runner.target_layers, batch.exchanged and batch.exchanged + parts[1].count)
-    output = runner.run_target(_joined(given, attend))
-    of_prompts, of_nodes = _divided(output, parts)
-    end_verify(runner, key, nodes, of_nodes)
-    return end_prefill(runner, prompts, of_prompts)
+    attend = MixedAttention(parts, runner.target_layers, exchanged)
+    return _divided(runner.run_target(_joined(given, attend)), parts)
 
 
 def _joined(given: tuple[TargetInput, ...], attend: MixedAttention) -> TargetInput:

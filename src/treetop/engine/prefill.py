@@ -9,7 +9,7 @@ from torch import Tensor
 
 from treetop.attention.layer import CausalAttention, ChosenKeys, LayerKV
 from treetop.attention.recurrent import ChunkRecurrence
-from treetop.engine.features.feature import NewRoots
+from treetop.engine.features.feature import NewRoots, PromptLines
 from treetop.engine.model_runner import ModelRunner, TargetInput
 from treetop.engine.prompt_logprobs import PromptTokens, prompt_logprobs
 from treetop.engine.recurrence import chunk_recurrence
@@ -29,6 +29,8 @@ class PrefillBatch:
     """One prefill step on the device.
 
     rows: [rows] int64.
+    ends: [rows] int64, whose state changes: the row itself, or the dummy row where a line is not a chunk's last.
+    offset: [rows] int64, tokens of the same row that other lines of the batch hold before these.
     tokens: [rows, n] int64, padded.
     query_len: [rows] int64, 0 for the dummy row.
     next_token: [rows] int64, the prompt token after the chunk; -1 for a prompt's last chunk.
@@ -39,6 +41,8 @@ class PrefillBatch:
     """
 
     rows: Tensor
+    ends: Tensor
+    offset: Tensor
     tokens: Tensor
     query_len: Tensor
     next_token: Tensor
@@ -74,9 +78,8 @@ def make_batch(
     max_kv_len = max((chunk.start + len(chunk.token_ids) for chunk in plan.chunks), default=1)
     tokens = rows.new_zeros(len(rows) * width).index_copy_(0, place, ids).view(len(rows), width)
     asked = PromptTokens(*prompt) if len(prompt[0]) else None
-    return PrefillBatch(
-        rows, tokens, query_len, next_token, max_kv_len, plan.choice, plan.min_batch_tokens, asked, allowed
-    )
+    sizes = max_kv_len, plan.choice, plan.min_batch_tokens
+    return PrefillBatch(rows, rows, torch.zeros_like(rows), tokens, query_len, next_token, *sizes, asked, allowed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +130,7 @@ class BegunPrefill:
 def begin_prefill(runner: ModelRunner, batch: PrefillBatch) -> BegunPrefill:
     """What the target is given of one chunk a row."""
     rows, query_len = batch.rows, batch.query_len
-    start = runner.state.committed[rows]
+    start = runner.state.committed[rows] + batch.offset
     columns = torch.arange(batch.tokens.shape[1], device=rows.device)
     valid = columns < query_len[:, None]
     span = _Span(torch.where(valid, start[:, None] + columns, 0), valid, start + query_len)
@@ -139,7 +142,7 @@ def begin_prefill(runner: ModelRunner, batch: PrefillBatch) -> BegunPrefill:
 def end_prefill(runner: ModelRunner, begun: BegunPrefill, output: TargetOutput) -> FirstTokens:
     """Sample first tokens, and have the draft read the chunks. output: of as many rows and tokens as the batch."""
     batch, span, ops = begun.batch, begun.span, runner.ops
-    rows, query_len, valid = batch.rows, batch.query_len, span.valid
+    rows, query_len, valid = batch.ends, batch.query_len, span.valid
     last = (query_len - 1).clamp(min=0)
     logits = logits_for(runner.target, ops.pick(output.hidden, last)[:, None], batch.choice)
     tree, accepted = root_tree(batch.next_token), _one_column(rows)
@@ -150,7 +153,8 @@ def end_prefill(runner: ModelRunner, begun: BegunPrefill, output: TargetOutput) 
     if batch.choice is Choice.LOGPROBS:
         logprobs = path_logprobs(ops, logits, accepted, min(MAX_LOGPROBS, logits.shape[2]))
     goes_on, draft = batch.next_token >= 0, None
-    following, prompt = torch.where(goes_on, batch.next_token, first), (span.positions, batch.tokens, valid)
+    following = torch.where(goes_on, batch.next_token, first)
+    prompt = PromptLines(batch.rows, span.positions, batch.tokens, valid)
     roots = NewRoots(batch.choice, rows, span.kv_len, following, -goes_on.to(torch.int64), prompt)
     runner.state.rooted(ops, roots)
     if runner.drafter is not None:
@@ -161,7 +165,7 @@ def end_prefill(runner: ModelRunner, begun: BegunPrefill, output: TargetOutput) 
         at = runner.extension(rows, last)
         extended = runner.drafter.extend(shifted, aux_hidden, span.positions, at, attend)
         draft = runner.extended(rows, following, extended, runner.state.numbers["classes"][rows])
-    ops.finish(runner.state.tables, rows, runner.layout.dummy_row, last, first, draft)
+    ops.finish(runner.state.tables, rows, runner.layout.dummy_row, batch.offset + last, first, draft)
     asked = None if batch.prompt is None else prompt_logprobs(runner, output.hidden, batch.prompt)
     return FirstTokens(first, accepted.finite, logprobs, asked)
 

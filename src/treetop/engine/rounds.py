@@ -2,6 +2,7 @@
 
 DRAFT   grow the tree                                  writes buffers.tree, buffers.places
 VERIFY  target forward, accept, commit the path         writes buffers.accepted, buffers.features, pages, states
+        with prompts in it: their K/V, first tokens     writes buffers.prompts, pages, row state
 EXTEND  rebuild the draft's K/V, propose, finish        writes pages and row state
 
 A plain round may defer the draft's part of EXTEND: it keeps what that needs (`kernels/tree/deferred.py`) and finishes.
@@ -19,7 +20,9 @@ from treetop.attention.layer import Attend, TailColumns
 from treetop.attention.recurrent import NodeRecurrence
 from treetop.checks.poison import poison
 from treetop.engine.features.feature import AcceptedRound
+from treetop.engine.mixed import run_together
 from treetop.engine.model_runner import ModelRunner, TargetInput
+from treetop.engine.prefill import FirstTokens, PrefillBatch, begin_prefill, end_prefill
 from treetop.engine.recurrence import keep_states, node_recurrence
 from treetop.engine.tree_growth import grow_trees
 from treetop.kernels.tree.accept import Withheld
@@ -29,6 +32,7 @@ from treetop.kernels.tree.rows import store_draft
 from treetop.kernels.tree.trim import spread_nodes
 from treetop.models.target import TargetOutput
 from treetop.speculative.verify import choose, logits_for, path_logprobs, spread_choice
+from treetop.types.errors import CheckError
 from treetop.types.layout import PLAIN, SpecShape
 from treetop.types.phase import Phase
 from treetop.types.sampling import Choice
@@ -43,6 +47,7 @@ class RoundKey:
         says what may follow their nodes.
     catches_up: no round, but the draft extend of what rows have deferred.
     mixed: its VERIFY shares a forward with a prefill, which runs between its DRAFT and its EXTEND.
+    prompts: tokens of prompts in blocks that are in the forward of its VERIFY, padding counted, as it is captured.
     """
 
     bucket: int
@@ -51,6 +56,7 @@ class RoundKey:
     held: bool = False
     catches_up: bool = False
     mixed: bool = False
+    prompts: int = 0
 
     @classmethod
     def of_mixed(cls, bucket: int, shape: SpecShape) -> "RoundKey":
@@ -153,6 +159,30 @@ def end_verify(runner: ModelRunner, key: RoundKey, begun: BegunVerify, output: T
         ops.path_aux_hidden(buffers.aux_hidden_of(key.bucket, shape), output.aux_hidden, path)
 
 
+def mixed_verify(runner: ModelRunner, batch: PrefillBatch, key: RoundKey, max_kv_len: int) -> FirstTokens:
+    """VERIFY of a round whose trees are grown, and a prefill beside it; see `prefill` and `verify_phase`.
+
+    batch: of other rows, in memory of its own. Either end may come first, for what they write is by row.
+    """
+    if runner.check_level >= 1 and batch.rows.data_ptr() == runner.buffers.rows.data_ptr():
+        raise CheckError("mixed step: the rows of its prefill lie where those of its round do")
+    if runner.check_level >= 3 and not key.prompts:
+        poison_undeclared(runner, Phase.VERIFY)
+    prompts, nodes = begin_prefill(runner, batch), begin_verify(runner, key, max_kv_len)
+    exchanged = batch.exchanged and batch.exchanged + nodes.given.tokens.numel()
+    of_prompts, of_nodes = run_together(runner, (prompts.given, nodes.given), exchanged)
+    end_verify(runner, key, nodes, of_nodes)
+    return end_prefill(runner, prompts, of_prompts)
+
+
+def verify_with_prompts(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
+    """VERIFY with what `buffers.prompts` holds in its forward, in a batch of fixed size: all of it is data."""
+    prompts = runner.buffers.prompts
+    batch = PrefillBatch(*prompts.lines_of(key.prompts), max_kv_len, key.choice)
+    first = mixed_verify(runner, batch, key, max_kv_len)
+    prompts.keep(first.token, first.finite)
+
+
 def extend_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     """Rebuild the draft's K/V of the accepted tokens from the target's features, propose what follows, and finish.
 
@@ -230,6 +260,8 @@ def phases_of(runner: ModelRunner, key: RoundKey) -> dict[Phase, PhaseFunction]:
         phases[Phase.EXTEND] = defer_phase
     if key.mixed:
         del phases[Phase.VERIFY]
+    if key.prompts:
+        phases[Phase.VERIFY] = verify_with_prompts
     return phases
 
 

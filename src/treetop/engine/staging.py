@@ -15,6 +15,7 @@ from torch import Tensor
 from treetop.checks.probes import RECORD
 from treetop.engine.buffers import Zeros
 from treetop.engine.packed_trees import PackedTrees
+from treetop.engine.prompt_blocks import num_numbers
 from treetop.types.errors import CapacityError, CheckError, InvariantError
 from treetop.types.layout import Layout
 from treetop.types.messages import ProposalCounts
@@ -132,15 +133,18 @@ class StagingBuffers:
         """setup_widths: of `RowState`. checksums: of a piece that is handed over, of all ranks."""
         self._check_level = check_level
         b, pieces = layout.max_requests, layout.disaggregation_slots
-        # Row lists, cells; for a prefill the setups, and of each row: length, next token; of each token: place, id.
+        # Row lists, cells; for a prefill the setups, and of each row: length, next token; of each token: place, id; or
+        # blocks of prompts.
         # Of each prompt token with log-probabilities: place, id. For an import the checksums of each piece, known, row.
         numbers = 4 * b + 3 * layout.max_edits + sum(setup_widths)
-        numbers += max(4 * layout.chunk, pieces * (checksums + 2))
+        packed = max((num_numbers(size, layout.prompt_block) for size in layout.prompt_sizes), default=0)
+        numbers += max(4 * layout.chunk, pieces * (checksums + 2), packed)
         most_columns = 2 + 3 * len(layout.groups) + len(setup_widths) + 6
         numbers += most_columns * (_ALIGNED - 1)
         self._inputs = zeros((numbers,), torch.int64)
         a_token = 1 + 1 + 2 * MAX_LOGPROBS  # its id, log-probabilities, ids of the best
-        of_prompts = b * (a_token + 2) + layout.chunk * a_token
+        lines = max(b, max(layout.prompt_sizes, default=0) // layout.prompt_block)
+        of_prompts = lines * (a_token + 2) + layout.chunk * a_token
         a_round = b * (layout.commit_width * a_token + 2 + layout.commit_width)
         a_round += 2 * CLASSES * layout.commit_width * layout.max_topk  # of a calibration
         a_round += b * PackedTrees.width(layout.verify_tail, layout.commit_width)

@@ -115,7 +115,7 @@ class PrefillBudget:
 
     def work_of(self, plan: PrefillPlan) -> int:
         """Of a prefill step, or of the prefill of a mixed one."""
-        tokens = self._layout.bucket_for(len(plan.chunks)) * max(len(chunk.token_ids) for chunk in plan.chunks)
+        tokens = plan.packed or self._layout.bucket_for(len(plan.chunks)) * max(len(c.token_ids) for c in plan.chunks)
         start, attended = max(chunk.start for chunk in plan.chunks), self._pace.attended
         return tokens if attended is None else tokens + tokens * start // attended
 
@@ -154,6 +154,15 @@ class PrefillBudget:
         round_s = self.rounds.seconds(self._layout.bucket_for(rows))
         within = self.prefills.size_within(max(self._target_gap_s - round_s, _SHARE_OF_A_ROUND * round_s))
         return min(max(int(within or 0), self._pace.minimum), chunk)
+
+    def most_packed(self, rows: int) -> float:
+        """Tokens of a batch of fixed size beside a round of `rows` rows, at most: by what was asked for, or by what
+        steps of this kind have taken."""
+        if self._tokens is not None:
+            return self._tokens
+        if not self._target_gap_s or not self.prefills.size_within(self._target_gap_s):
+            return self._layout.chunk
+        return self._most_work(rows)
 
     def rounds_after(self, plan: PrefillPlan, rows: int) -> int:
         """Rounds of `rows` rows that are due before the next prefill step: 1, or what gives them their share."""

@@ -2,24 +2,34 @@
 
 What that saves is one reading of the weights, less what the round's nodes compute anyway. So plain rounds, chains and
 small trees gain, large trees nothing (`docs/policy.md`). Nothing here has a clock.
+
+Where rounds are captured a step's chunks are packed into a batch of one of a few sizes (`Layout.prompt_sizes`), which
+is in the round's graph. Others are launched one by one, which takes the host longer than it takes a GPU.
 """
+
+from collections import Counter
+from collections.abc import Callable
 
 from treetop.scheduler.budget import CostCurve, PrefillBudget
 from treetop.types.config import MixedChunk
 from treetop.types.layout import Layout, SpecShape
-from treetop.types.messages import MixedPlan, PrefillPlan, StepPlan
+from treetop.types.messages import MixedPlan, PrefillPlan, RoundPlan, StepPlan
 
-FEW_NODES = 128
-"""Nodes of all rows beside which a chunk is taken under `auto`. In the scheduler's simulation chains of 128 nodes gain
-9 % of tokens/s, of 256 nothing, and trees of 128 nodes nothing (an 8B model, `docs/policy.md`)."""
+FEW_NODES, FEW_NODES_CAPTURED = 128, 256
+"""Nodes of all rows beside which a chunk is taken under `auto`, at most. In the scheduler's simulation chains of 128
+nodes gain 9 % of tokens/s, of 256 nothing, and trees of 128 nodes nothing (an 8B model, `docs/policy.md`). Of captured
+ones measured costs decide up to twice as many."""
 
-
-_GAIN = 0.9
+_GAIN, _GAIN_CAPTURED = 0.9, 0.97
 """Of the time of both apart, what a mixed step may take under `auto`: prompts that end in it decode a round later, and
 that costs some of what is gained. Launched one by one on an H200 it took as long (`docs/policy.md`)."""
 
 _TRIED = 8
-"""Mixed steps after which their measured times are believed: the first may compile or capture."""
+"""Mixed steps of a size after which their measured times are believed: the first may compile or capture."""
+
+_STEPS = 4
+"""In which what waits should end, about: in fewer, larger ones first tokens come sooner, in more of them more rounds
+cost next to nothing."""
 
 
 class MixedSteps:
@@ -30,19 +40,53 @@ class MixedSteps:
 
     def __init__(self, layout: Layout, mode: MixedChunk, budget: PrefillBudget) -> None:
         self._layout, self._mode, self.budget = layout, mode, budget
-        self.apart, self.together, self._num_tried = CostCurve(), CostCurve(), 0
+        self.apart, self.together, self._num_tried = CostCurve(), CostCurve(), Counter[int]()
 
-    def wanted(self, rows: int, shape: SpecShape) -> bool:
-        """Whether a round of so many rows, of this shape, is to have prompts beside it, if there are any."""
+    def wanted(self, rows: int, shape: SpecShape, work: Callable[[int], int]) -> bool:
+        """Whether a round of so many rows, of this shape, is to have prompts beside it, if there are any.
+
+        work: prompt tokens that wait, up to as many as it is given.
+        """
         if self._mode == "off" or not rows:
             return False
         if self._mode == "on":
             return True
-        bucket, work = self._layout.bucket_for(rows), self.budget.tokens(rows, 0, mixed=True)
-        apart_s, together_s = self.apart.seconds(work), self.together.seconds(work)
-        known = apart_s and self._num_tried >= _TRIED
-        pays = not known or together_s <= _GAIN * (apart_s + self.budget.rounds.seconds(bucket))
-        return pays and bucket * shape.num_draft_tokens <= FEW_NODES
+        bucket, sizes = self._layout.bucket_for(rows), self._layout.prompt_sizes
+        nodes = bucket * shape.num_draft_tokens
+        if not sizes:
+            return nodes <= FEW_NODES and self._pays(bucket, 0)
+        crowd = rows * sizes[-1]  # rows that stand empty cost more than is saved
+        return nodes <= FEW_NODES_CAPTURED and any(self._pays(bucket, size) for size in sizes) and work(crowd) < crowd
+
+    def size(self, round: RoundPlan, work: Callable[[int], int]) -> int:
+        """Of the batch that chunks beside a round are packed into; 0 where they are launched one by one.
+
+        The smallest in which what waits ends in a few steps.
+        """
+        sizes = self._layout.prompt_sizes
+        if not sizes or round.masks or round.choice.processes:
+            return 0
+        bucket = self._layout.bucket_for(len(round.rows))
+        if self._mode == "auto":
+            sizes = tuple(size for size in sizes if self._pays(bucket, size)) or sizes
+        most = self.budget.most_packed(len(round.rows))
+        sizes = tuple(size for size in sizes if size <= most) or sizes[:1]
+        need = work(_STEPS * sizes[-1])
+        return next((size for size in sizes if _STEPS * size >= need), sizes[-1])
+
+    def _pays(self, bucket: int, size: int) -> bool:
+        """Whether a mixed step is, or may be, shorter than its chunks and its round apart. size: 0 for one that is not
+        captured.
+
+        Of captured ones a step apart holds more, so that they pay for their share of one.
+        """
+        work = size or self.budget.tokens(bucket, 0, mixed=True)
+        whole = self.budget.tokens(bucket, 0) if size else work
+        apart_s, together_s = self.apart.seconds(whole) * work / whole, self.together.seconds(work)
+        if not apart_s or self._num_tried[size] < _TRIED:
+            return True
+        gain = _GAIN_CAPTURED if size else _GAIN
+        return together_s <= gain * (apart_s + self.budget.rounds.seconds(bucket))
 
     def note(self, plan: StepPlan, seconds: float, late_s: float = 0.0) -> None:
         """A step took so long, as the host saw it. late_s: of `PrefillBudget`, before it has noted the step."""
@@ -51,5 +95,5 @@ class MixedSteps:
         if isinstance(plan, PrefillPlan):
             self.apart.note(self.budget.work_of(plan), seconds + late_s)
         elif isinstance(plan, MixedPlan):
-            self._num_tried += 1
+            self._num_tried[plan.prefill.packed] += 1
             self.together.note(self.budget.work_of(plan.prefill), seconds + late_s)

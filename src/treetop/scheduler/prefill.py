@@ -13,7 +13,7 @@ from treetop.scheduler.rows import Rows
 from treetop.scheduler.shares import Shares
 from treetop.scheduler.steps import StepsOut
 from treetop.types.errors import InvariantError
-from treetop.types.layout import Layout
+from treetop.types.layout import Layout, num_blocks
 from treetop.types.messages import Chunk, PrefillPlan, RowSetup
 from treetop.types.sampling import Choice
 
@@ -54,6 +54,7 @@ class PrefillPlanner:
         """Who would have had the next row in the last step that was planned, had there been pages."""
         self._cut_last = False  # whether a prompt did not end in it, and nobody has passed it
         self._mixed = False  # whether the step that is being planned has a round in its forward
+        self._packed = 0  # see `PrefillPlan`
 
     def may_wait(self) -> bool:
         """Whether what could be prefilled had better wait for more, as `PrefillBudget.may_wait` says."""
@@ -80,9 +81,22 @@ class PrefillPlanner:
         """Rounds that are due before the next step, where some can run."""
         return self._budget.rounds_after(plan, len(self._queues.decoding))
 
-    def plan(self, mixed: bool = False) -> PrefillPlan | None:
-        """The next step; None if there is nothing to prefill, or no room for it. mixed: a round is in its forward."""
-        self._mixed = mixed
+    def work(self, enough: int) -> int:
+        """Tokens that are to be prefilled of those who have a row or may have one, up to `enough`."""
+        work = 0
+        for request in self._candidates():
+            work += request.num_ids - request.num_computed_tokens
+            if work >= enough:
+                break
+        return min(work, enough)
+
+    def plan(self, mixed: bool = False, packed: int = 0) -> PrefillPlan | None:
+        """The next step; None if there is nothing to prefill, or no room for it. mixed: a round is in its forward.
+
+        packed: as in `PrefillPlan`, if who comes first can be in such a batch.
+        """
+        first = next(self._candidates(), None)
+        self._mixed, self._packed = mixed, packed if first is None or _may_be_packed(first) else 0
         setups: list[RowSetup] = []
         batch: Batch = []
         self.lacks_pages = None
@@ -107,6 +121,7 @@ class PrefillPlanner:
             logprobs=logprobs_of([request for request, _ in batch]),
             masks=masks_of(last),
             adapters=self._adapters.take_edits(each.adapter for each in self._everybody()),
+            packed=self._packed,
         )
 
     def _everybody(self) -> Iterator[Request]:
@@ -117,7 +132,7 @@ class PrefillPlanner:
         """Those that have begun, then those that wait, until one has no room."""
         for request in self._queues.prefilling:
             count = self._count(batch, request)
-            if self._may_join(batch, count):
+            if self._may_join(batch, request, count):
                 self._reserve_chunk(request, count)
                 batch.append((request, count))
         while self._rows.may_enter and (first := self.shares.first()) is not None:
@@ -134,7 +149,7 @@ class PrefillPlanner:
             return
         for request in self._queues.prefilling[1:]:
             count = self._count(batch, request)
-            if count == request.num_ids - request.num_computed_tokens and self._may_join(batch, count):
+            if count == request.num_ids - request.num_computed_tokens and self._may_join(batch, request, count):
                 self._reserve_chunk(request, count)
                 batch.append((request, count))
         for request in self.shares.first_few(_PASSING):
@@ -160,20 +175,25 @@ class PrefillPlanner:
         a step.
         """
         room = self._room(batch, start)
-        if not room or not self._queues.decoding:
+        if not room or self._packed or not self._queues.decoding:
             return min(room, rest)
         return -(-rest // -(-rest // room))
 
     def _room(self, batch: Batch, start: int) -> int:
         """Tokens that one more row may bring to a batch, whose size counts its padding; 0 for no row. start: behind so
         many."""
+        if self._packed:
+            width = self._layout.prompt_block
+            return self._packed - width * sum(num_blocks(count, width) for _, count in batch)
         deepest = max([start, *(request.num_computed_tokens for request, _ in batch)])
         most = self._budget.tokens(len(self._queues.decoding), deepest, self._num_waiting, self._mixed)
         room = most // self._layout.bucket_for(len(batch) + 1)
         return room if all(count <= room for _, count in batch) else 0
 
-    def _may_join(self, batch: Batch, count: int) -> bool:
+    def _may_join(self, batch: Batch, request: Request, count: int) -> bool:
         """Whether a row with `count` tokens may join a batch: its padding is cheap, or a third of the whole at most."""
+        if self._packed:
+            return count > 0 and _may_be_packed(request)
         counts = [each for _, each in batch] + [count]
         padding = self._layout.bucket_for(len(counts)) * max(counts) - sum(counts)
         return count > 0 and padding <= max(sum(counts) // 2, _CHEAP_PADDING)
@@ -220,7 +240,7 @@ class PrefillPlanner:
         known = lease.shared * self._layout.page_size
         rest = request.num_ids - known
         count = self._cut(request, lease, known, self._share(batch, known, rest))
-        suits = self._may_join(batch, count) and (count == rest or not whole)
+        suits = self._may_join(batch, request, count) and (count == rest or not whole)
         total = request.tokens_at_entry(self._layout.headroom)
         reserved = None
         if suits and self._will_fit(request, total - known):
@@ -237,6 +257,11 @@ class PrefillPlanner:
         setups.append(request.setup(known, kv_cache.checkpoint_of(lease)))
         batch.append((request, count))
         return True
+
+
+def _may_be_packed(request: Request) -> bool:
+    """Whether all that a request asks of its prompt is its first token, which nobody has to be asked about."""
+    return not (request.lacks_prompt_logprobs or request.choice.processes or request.constrained)
 
 
 def next_prompt_token(ids: Sequence[int], end: int) -> int | None:

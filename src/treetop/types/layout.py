@@ -117,6 +117,15 @@ MAX_CHOSEN_NODES = 1024
 takes a GPU time in proportion to them (`bench.modelled_costs`), so that fewer nodes a row give more tokens a second."""
 
 
+MAX_PROMPT_BLOCK = 64
+"""A chunk's last block is padded, by half of this in the mean; attention to pages reads a row's keys once a block."""
+
+
+def num_blocks(count: int, width: int) -> int:
+    """Blocks that a chunk of `count` tokens takes."""
+    return -(-count // width)
+
+
 @dataclass(frozen=True, slots=True)
 class KVGroup:
     """Layers that share a page table and a pool.
@@ -194,6 +203,8 @@ class Layout:
     host: of the pages on the host that keep what leaves these, with rows and tokens in proportion; None for none.
     copied_pages: pages of each group that one step copies there or back.
     mixed: a prefill step may have a round in its forward.
+    prompt_sizes: tokens of prompts, padding counted, that a captured round may have in its forward, rising; each a
+        multiple of `prompt_block`. () for none.
     """
 
     shapes: tuple[SpecShape, ...]
@@ -215,6 +226,12 @@ class Layout:
     host: "Layout | None" = None
     copied_pages: int = 0
     mixed: bool = False
+    prompt_sizes: tuple[int, ...] = ()
+
+    @property
+    def prompt_block(self) -> int:
+        """Tokens of a block of prompts in a captured round: of the smallest of its batches two, if these are large."""
+        return min(MAX_PROMPT_BLOCK, max(min(self.prompt_sizes, default=0) // 2, 1))
 
     @property
     def commit_width(self) -> int:
@@ -332,6 +349,11 @@ class Layout:
         """Smallest bucket that holds `live` rows."""
         self.require("max_requests", live)
         return next(bucket for bucket in self.buckets if bucket >= live)
+
+    def coarse_bucket_for(self, live: int) -> int:
+        """Smallest of the coarse buckets that holds `live` rows."""
+        self.require("max_requests", live)
+        return next(bucket for bucket in self.coarse_buckets if bucket >= live)
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)

@@ -144,6 +144,8 @@ class PrefillPlan:
     freed: pages given back since the last plan.
     logprobs, masks: see `RoundPlan`.
     min_batch_tokens: that ranks with shared experts exchange, at least, padding counted.
+    packed: tokens of the batch of fixed size that holds the chunks in blocks, in the forward of a captured round; 0 for
+        a batch of a line for each chunk, as wide as the longest.
     """
 
     edits: tuple[PageEdit, ...]
@@ -155,6 +157,7 @@ class PrefillPlan:
     masks: tuple[RowMask, ...] = ()
     min_batch_tokens: int = 0
     adapters: tuple[AdapterEdit, ...] = ()
+    packed: int = 0
 
     @property
     def rows(self) -> tuple[Row, ...]:

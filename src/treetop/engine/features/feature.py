@@ -36,12 +36,24 @@ class AcceptedRound:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLines:
+    """Tokens of prompts. rows: [lines] int64, a row may have several. positions, tokens: [lines, n] int64; valid: bool,
+    which of them there are.
+    """
+
+    rows: Tensor
+    positions: Tensor
+    tokens: Tensor
+    valid: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class NewRoots:
     """Roots that no round chose: of a prefill, and of rows that are handed over.
 
     rows, at, tokens: [rows] int64: whose they are, where they stand, which they are.
     emitted: [rows] int64, 0 of a root that is the request's first token, -1 of another.
-    prompt: of a prefill's chunks, positions and tokens [rows, n] int64, and which of them there are, bool.
+    prompt: a prefill's chunks.
     """
 
     choice: Choice
@@ -49,7 +61,7 @@ class NewRoots:
     at: Tensor
     tokens: Tensor
     emitted: Tensor
-    prompt: tuple[Tensor, Tensor, Tensor] | None = None
+    prompt: PromptLines | None = None
 
 
 class RowFeature(Protocol):

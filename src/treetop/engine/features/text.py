@@ -57,8 +57,8 @@ class RowText(RowFeature):
 
     def rooted(self, ops: Ops, of: NewRoots) -> None:
         if of.prompt is not None:
-            positions, tokens, there = of.prompt
-            remember(self.tokens, of.rows, positions, tokens, there)
+            lines = of.prompt
+            remember(self.tokens, lines.rows, lines.positions, lines.tokens, lines.valid)
         live = (of.rows != len(self.tokens) - 1)[:, None]
         remember(self.tokens, of.rows, of.at[:, None], of.tokens[:, None], live)
 

@@ -9,9 +9,9 @@ import torch
 
 from treetop.engine.features.learning import Learning
 from treetop.engine.kv_transfer import StagingSlots, export_chunks, import_chunks
-from treetop.engine.mixed import mixed_verify
 from treetop.engine.model_runner import ModelRunner
-from treetop.engine.rounds import RoundKey, RoundLauncher, draft_phase
+from treetop.engine.prompt_blocks import block_numbers
+from treetop.engine.rounds import RoundKey, RoundLauncher, draft_phase, mixed_verify
 from treetop.engine.startup.worst_steps import dummy_batch
 from treetop.kernels.kv import moved
 from treetop.kernels.tree.accept import Withheld
@@ -22,14 +22,14 @@ from treetop.types.errors import CheckError
 from treetop.types.ids import Row
 from treetop.types.kv_chunk import KVChunk
 from treetop.types.layout import SpecShape
-from treetop.types.messages import Export, ExportPlan, Import, ImportPlan
+from treetop.types.messages import Chunk, Export, ExportPlan, Import, ImportPlan
 from treetop.types.sampling import CLASSES, Choice
 from treetop.types.tree import Accepted
 
 
 def prove_capacity(runner: ModelRunner, launcher: RoundLauncher) -> None:
     """Run every shape with all rows as long as they can get, on the null page, and put the state back; mixed steps too,
-    whose largest chunk is the last row's, at the end of the context.
+    whose largest chunk is the last row's, at the end of the context. Captured ones have it in every block.
 
     Memory for that is in the account before: a GPU has tried it (`engine.startup.worst_steps`), a CPU counts it
     (`step_bytes`). Raises CheckError where a buffer was sized by another formula than the one that fills it (sgl-27338,
@@ -41,6 +41,12 @@ def prove_capacity(runner: ModelRunner, launcher: RoundLauncher) -> None:
         raise CheckError(f"page_columns: need {need} for the rounds at the context wall, have {layout.page_columns}")
     keys = [RoundKey(layout.most_rows(shape), shape, Choice.GREEDY) for shape in layout.shapes]
     mixed = [replace(key, mixed=True) for key in keys if layout.mixed]
+    mixed += [
+        replace(key, prompts=size)
+        for key in keys
+        for size in layout.prompt_sizes
+        if key.bucket in layout.coarse_buckets and size < layout.max_context
+    ]
     if layout.max_deferred:
         keys.append(RoundKey.of_catch_up(layout.max_requests))
     with on_null_pages(runner):
@@ -51,8 +57,20 @@ def prove_capacity(runner: ModelRunner, launcher: RoundLauncher) -> None:
                 state.deferred.count[: layout.max_requests] = layout.max_deferred if key.catches_up else 0
             for each in state.states.groups.values():
                 each.count[: layout.max_requests] = layout.commit_width
+            if key.prompts:
+                _fill_blocks(runner, key.prompts)
             launcher.launch(key, layout.max_committed, partial(_longest_chunk, runner, key) if key.mixed else None)
         runner.probes.raise_if_fired()
+
+
+def _fill_blocks(runner: ModelRunner, size: int) -> None:
+    """Prompts of a captured round: one chunk of the last row, which ends the context and leaves its place there."""
+    layout, row = runner.layout, runner.layout.max_requests - 1
+    chunk = Chunk(Row(row), layout.max_context - size, (0,) * size, None)
+    numbers = block_numbers([chunk], size, layout.prompt_block, layout.dummy_row)
+    runner.buffers.prompts.write(size, runner.buffers.rows.new_tensor(numbers))
+    runner.buffers.rows[row] = layout.dummy_row
+    runner.state.committed[row] = chunk.start
 
 
 def _longest_chunk(runner: ModelRunner, key: RoundKey) -> None:
@@ -98,6 +116,9 @@ def prove_padding(runner: ModelRunner, launcher: RoundLauncher) -> None:
             batch, mixed = dummy_batch(runner, key.choice, 1, 1), replace(key, mixed=True)
             between = partial(mixed_verify, runner, batch, mixed, layout.max_committed)
             launcher.launch(mixed, layout.max_committed, between)
+        for size in layout.prompt_sizes:
+            runner.buffers.prompts.clear(size, layout.dummy_row)
+            launcher.launch(replace(key, prompts=size), layout.max_committed)
     if layout.max_deferred:
         launcher.launch(RoundKey.of_catch_up(bucket), layout.max_committed)
     runner.probes.raise_if_fired()

@@ -22,6 +22,7 @@ from treetop.engine.kv_transfer import KVTransferSpec
 from treetop.engine.memory import (
     DEFERRED_ON_CPU,
     DEFERRED_ON_GPU,
+    LARGEST_PROMPTS,
     MIN_CHUNK_OF_CPU,
     MIN_CHUNK_OF_GPU,
     MIXED_CHUNK_OF_GPU,
@@ -222,6 +223,7 @@ def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | N
         lead=block.width if block is not None and block.seen else 0,
         state_groups=state_groups(model, ranks),
         mixed=config.mixed_chunk != "off",
+        prompt_sizes=_prompt_sizes(config, model, chunk),
     )
     if config.max_total_tokens is None:
         layout = replace(layout, pool_tokens=layout.tokens_for_all)
@@ -331,6 +333,21 @@ def _default_chunk(config: EngineConfig, groups: tuple[KVGroup, ...]) -> int:
     if device.type == "cpu" or _attends(config, device) == "torch":
         return SMALL_CHUNK
     return chunk_of_gpu(memory_of(device).total, [group.window for group in groups if group.window is not None])
+
+
+def _prompt_sizes(config: EngineConfig, model: ModelConfig, chunk: int) -> tuple[int, ...]:
+    """Tokens of prompts that a captured round may have in its forward.
+
+    None where rounds are not captured; where a row's blocks would have to go on from each other's states; where ranks
+    exchange as many tokens as the one with most. There mixed steps are launched one by one.
+    """
+    device = compute_device(config.device)
+    able = BACKENDS[_attends(config, device)].capabilities
+    captured = config.graphs == "sim" or (captures(config, device, able) and not able.needs_host_extents)
+    if config.mixed_chunk == "off" or not captured or model.recurrent or config.ep_size > 1:
+        return ()
+    largest = _power_of_two(min(chunk, LARGEST_PROMPTS))
+    return tuple(size for size in (largest // 4, largest // 2, largest) if size)
 
 
 def pace_of(target: TargetSpec, place: Placement) -> PrefillPace:

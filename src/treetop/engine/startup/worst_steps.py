@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from treetop.engine.cuda_graphs import Run
-from treetop.engine.mixed import mixed_verify
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.prefill import PrefillBatch, prefill
 from treetop.engine.prompt_logprobs import PromptTokens
-from treetop.engine.rounds import Eager, RoundKey, run_phases
+from treetop.engine.rounds import Eager, RoundKey, mixed_verify, run_phases
 from treetop.types.layout import Layout
 from treetop.types.sampling import Choice
 
@@ -62,6 +61,8 @@ def dummy_batch(runner: ModelRunner, choice: Choice, rows: int, width: int) -> P
     dummies = runner.buffers.rows.new_full((rows,), runner.layout.dummy_row)
     return PrefillBatch(
         rows=dummies,
+        ends=dummies,
+        offset=dummies.new_zeros(rows),
         tokens=dummies.new_zeros((rows, width)),
         query_len=dummies.new_zeros(rows),
         next_token=dummies.new_full((rows,), -1),

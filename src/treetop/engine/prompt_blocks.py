@@ -1,0 +1,131 @@
+"""Prompts in a captured round: a batch of fixed size, into which chunks are packed in blocks.
+
+    chunks of a step       | prompt 7: 150 tokens            | prompt 2: 70 tokens |           blocks of 64, size 256
+    blocks of the batch    | 7: its last 22, padded | 2: its last 6, padded | 7: first 64 | 7: next 64 |  a fifth: none
+
+Each block is a line of the batch as a whole chunk is in a prefill launched alone, for K/V of all lines are in the pages
+before any of them attends. The last block of each chunk comes first, so that line i holds what chunk i ends with; state
+of rows is changed by these alone. A block of nobody is the dummy row's.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from treetop.types.errors import CheckError
+from treetop.types.layout import num_blocks
+from treetop.types.messages import Chunk
+
+_COLUMNS = 5
+"""Of each block beside its tokens: rows, ends, offset, query_len and next_token of a `PrefillBatch`."""
+
+
+class BlockLines(NamedTuple):
+    """The tensors of a `PrefillBatch`, in their order, a block a line."""
+
+    rows: Tensor
+    ends: Tensor
+    offset: Tensor
+    tokens: Tensor
+    query_len: Tensor
+    next_token: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PromptBuffers:
+    """What a captured round is given of prompts, and what it found.
+
+    inputs: [blocks * (5 + width)] int64: columns [blocks] of a `PrefillBatch`, then its tokens [blocks, width]. A
+        smaller batch uses the first.
+    token: [blocks] int64. finite: [blocks] bool. Of the lines that end a prompt.
+    """
+
+    width: int
+    inputs: Tensor
+    token: Tensor
+    finite: Tensor
+
+    def blocks_of(self, size: int) -> int:
+        """Lines of a batch of `size` tokens. Raises CheckError where there are fewer."""
+        blocks = size // self.width
+        if size % self.width or not 0 < blocks <= len(self.token):
+            raise CheckError(
+                f"prompts in a round: need {size} tokens, have {len(self.token)} blocks of {self.width}; the layout"
+                " sizes them by another formula than fills them"
+            )
+        return blocks
+
+    def lines_of(self, size: int) -> "BlockLines":
+        """The inputs of a batch of `size` tokens."""
+        blocks = self.blocks_of(size)
+        columns = self.inputs[: _COLUMNS * blocks].view(_COLUMNS, blocks)
+        tokens = self.inputs[_COLUMNS * blocks : self._numbers(size)].view(blocks, self.width)
+        return BlockLines(columns[0], columns[1], columns[2], tokens, columns[3], columns[4])
+
+    def write(self, size: int, numbers: Tensor) -> None:
+        """numbers: those of `block_numbers`, on the device: all that a round reads."""
+        self.inputs[: self._numbers(size)].copy_(numbers)
+
+    def keep(self, token: Tensor, finite: Tensor) -> None:
+        """What a round found. token, finite: [blocks]."""
+        self.token[: len(token)].copy_(token)
+        self.finite[: len(finite)].copy_(finite)
+
+    def clear(self, size: int, dummy_row: int) -> None:
+        """A batch of nobody."""
+        self.inputs[: self._numbers(size)].zero_()
+        lines = self.lines_of(size)
+        lines.rows.fill_(dummy_row)
+        lines.ends.fill_(dummy_row)
+
+    def _numbers(self, size: int) -> int:
+        return num_numbers(size, self.width)
+
+
+def make_prompt_buffers(
+    size: int, width: int, zeros: Callable[[tuple[int, ...], torch.dtype], Tensor]
+) -> PromptBuffers:
+    """For batches of up to `size` tokens in blocks of `width`. One is written, or cleared, before a round reads it."""
+    blocks = size // width
+    return PromptBuffers(
+        width,
+        zeros((num_numbers(size, width),), torch.int64),
+        zeros((blocks,), torch.int64),
+        zeros((blocks,), torch.bool),
+    )
+
+
+def num_numbers(size: int, width: int) -> int:
+    """Inputs of a batch of `size` tokens."""
+    return size // width * (_COLUMNS + width)
+
+
+def block_numbers(chunks: Sequence[Chunk], size: int, width: int, dummy_row: int) -> list[int]:
+    """A step's chunks as `PromptBuffers.inputs` has them. Raises CheckError if they take more blocks than there are."""
+    blocks = size // width
+    need = sum(num_blocks(len(chunk.token_ids), width) for chunk in chunks)
+    if need > blocks:
+        raise CheckError(
+            f"prompts in a round: chunks of {[len(chunk.token_ids) for chunk in chunks]} tokens need {need} blocks of"
+            f" {width}, have {blocks}"
+        )
+    ends, others = [], []
+    for chunk in chunks:
+        *before, last = range(0, len(chunk.token_ids), width)
+        ends.append((chunk, last, chunk.row, chunk.next_token))
+        others += [(chunk, start, dummy_row, chunk.token_ids[start + width]) for start in before]
+    lines = [*ends, *others]
+    padding = [0] * (blocks - need)
+    nobody = [dummy_row] * (blocks - need)
+    parts = [chunk.token_ids[start : start + width] for chunk, start, _, _ in lines]
+    return [
+        *(chunk.row for chunk, *_ in lines), *nobody,
+        *(owner for _, _, owner, _ in lines), *nobody,
+        *(start for _, start, _, _ in lines), *padding,
+        *map(len, parts), *padding,
+        *(-1 if after is None else after for *_, after in lines), *padding,
+        *(token for part in parts for token in (*part, *[0] * (width - len(part)))), *padding * width,
+    ]  # fmt: skip
