@@ -35,7 +35,7 @@ from frame import (
 from torch import Tensor
 
 from treetop.kernels.gemm import coded_rows as kernels
-from treetop.kernels.gemm.coded_rows import FEW, CodedLaunch, choose_coded, coded_gated, coded_rows
+from treetop.kernels.gemm.coded_rows import ROWS, CodedLaunch, choose_coded, coded_gated, coded_rows
 from treetop.kernels.gemm.tiles import BLOCK, TiledWeight, apart, decode_tiles, in_turn, tile
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.weights.linear import SkinnyGated, SkinnyLinear
@@ -53,11 +53,12 @@ SHAPES = {
 """Name -> (lines, k, gated): the products of Llama-3.1-8B, and those in which Qwen3-8B and Qwen3-30B-A3B differ."""
 TUNED = ("fp8-channel", "w4a16", "nvfp4")
 """One format of each kind of numbers: what is chosen for it is chosen for others of these."""
-ROWS = (1, 4, 16, 64, 256)
+COUNTS = (1, 4, 16, 32, 64, 256)
 
 
-def candidates(lines: int, k: int, gated: bool, few: bool, splits: int | None) -> Iterator[CodedLaunch]:
-    """Launches that could be fast. splits: those of few rows, which more rows share."""
+def candidates(lines: int, k: int, gated: bool, rows: int, splits: int | None) -> Iterator[CodedLaunch]:
+    """Launches that could be fast. rows: one of `ROWS`. splits: those of few rows, which more rows share."""
+    few = rows <= 64
     cuts = ((64, 2), (64, 4), (128, 4), (128, 8), (256, 8)) if few else ((64, 4), (128, 4), (128, 8), (256, 8))
     blocks, stages = -(-k // BLOCK), (2, 3, 4, 6) if few else (2, 3, 4)
     for (block_n, warps), each, depth in product(cuts, (1, 2, 3, 4, 8) if splits is None else (splits,), stages):
@@ -112,24 +113,24 @@ def compile_once(job: tuple[str, int, bool, CodedLaunch]) -> None:
 def compile_all() -> None:
     """On all cores: a kernel depends on whether there are several splits, not on how many."""
     jobs: dict[object, tuple[str, int, bool, CodedLaunch]] = {}
-    for name, (lines, k, gated), few in product(TUNED, SHAPES.values(), (True, False)):
-        for launch in candidates(lines, k, gated, few, None):
-            key = name, few, gated, launch.splits > 1, launch.block_n, launch.num_stages, launch.num_warps
-            jobs.setdefault(key, (name, 16 if few else 256, gated, launch))
+    for name, (lines, k, gated), rows in product(TUNED, SHAPES.values(), ROWS):
+        for launch in candidates(lines, k, gated, rows, None):
+            key = name, rows, gated, launch.splits > 1, launch.block_n, launch.num_stages, launch.num_warps
+            jobs.setdefault(key, (name, rows, gated, launch))
     compile_on_all_cores(compile_once, jobs.values())
 
 
 def fastest(
-    weights: Sequence[TiledWeight], gated: bool, few: bool, splits: int | None, end: float
+    weights: Sequence[TiledWeight], gated: bool, most: int, splits: int | None, end: float
 ) -> tuple[float, CodedLaunch] | None:
-    """Us, of the rows that count together, and launch of the fastest; None without any."""
+    """Us, of up to 16 rows those of 1 and of 16 together, and launch of the fastest; None without any."""
     (lines, k), found = weights[0].shape, []
-    for launch in candidates(lines, k, gated, few, splits):
+    for launch in candidates(lines, k, gated, most, splits):
         if time.monotonic() > end:
             break
         try:
             us = 0.0
-            for rows in (1, 16) if few else (256,):
+            for rows in (1, 16) if most == 16 else (most,):
                 x = torch.randn(rows, k, dtype=torch.bfloat16, device=DEVICE)
                 check(x, weights[0], gated, launch)
                 us += measure_us(x, weights, gated, launch)
@@ -139,36 +140,36 @@ def fastest(
     return min(found, key=lambda pair: pair[0]) if found else None
 
 
-def tune(end: float, known: Mapping[tuple[str, int, int, bool, bool], CodedLaunch]) -> list[dict[str, Any]]:
-    """Entries of the table. known: those that are not measured again, by numbers, lines, k, gated and few."""
+def tune(end: float, known: Mapping[tuple[str, int, int, bool, int], CodedLaunch]) -> list[dict[str, Any]]:
+    """Entries of the table. known: those that are not measured again, by numbers, lines, k, gated and rows."""
     entries = []
     compile_all()
     for (shape, (lines, k, gated)), name in product(SHAPES.items(), TUNED):
         splits, numbers = None, FORMATS[name].coding.numbers
-        if all((numbers, lines, k, gated, few) in known for few in (True, False)):
+        if all((numbers, lines, k, gated, rows) in known for rows in ROWS):
             continue
         weights = [made(name, lines, k, gated) for _ in range(2)]
         weights = [weights[i % 2] for i in range(calls(2 * weights[0].nbytes))] if weights[0].nbytes > 6e7 else [
             made(name, lines, k, gated) for _ in range(calls(weights[0].nbytes))
         ]  # fmt: skip
-        for few in (True, False):
-            if (there := known.get((numbers, lines, k, gated, few))) is not None:
+        for rows in ROWS:
+            if (there := known.get((numbers, lines, k, gated, rows))) is not None:
                 splits = there.splits
                 continue
-            best = fastest(weights, gated, few, splits, end)
+            best = fastest(weights, gated, rows, splits, end)
             if best is None:
                 continue
             us, launch = best
             splits = launch.splits
             entry = {"name": shape, "numbers": numbers, "lines": lines, "k": k, "gated": gated}
-            entries.append({**entry, "few": few, "launch": astuple(launch), "us": round(us, 1)})
+            entries.append({**entry, "rows": rows, "launch": astuple(launch), "us": round(us, 1)})
             say(entries[-1])
     return entries
 
 
 def write_table(entries: Sequence[dict[str, Any]], machine: dict[str, Any]) -> None:
     """Measured launches; others measured on the same kind of GPU stay."""
-    keys = ("numbers", "lines", "k", "gated", "few")
+    keys = ("numbers", "lines", "k", "gated", "rows")
     joined = {tuple(e[key] for key in keys): e for e in (*entries_of(kernels.TABLE, machine), *entries)}
     write_entries(kernels.TABLE, joined.values(), machine)
     kernels.load_table.cache_clear()
@@ -184,7 +185,7 @@ def report(names: Sequence[str], rate: float) -> None:
             torch.randn(lines, k, dtype=torch.bfloat16, device=DEVICE) * k**-0.5 for _ in range(calls(2 * lines * k))
         ]
         held = [(SkinnyGated if gated else SkinnyLinear)(each, gpu_traits(DEVICE)) for each in plain]
-        for rows in ROWS:
+        for rows in COUNTS:
             x = torch.randn(rows, k, dtype=torch.bfloat16, device=DEVICE)
             check(x, first, gated, None)
             us = measure_us(x, weights, gated)
@@ -194,7 +195,7 @@ def report(names: Sequence[str], rate: float) -> None:
                 "tb_s": round(first.nbytes / us / 1e6, 2),
                 "share_of_copy": round(first.nbytes / us * 1e6 / rate, 2),
             }
-            say(line | {"times_as_fast": round(plain_us / us, 2), "few": rows <= FEW})
+            say(line | {"times_as_fast": round(plain_us / us, 2)})
 
 
 @torch.inference_mode()

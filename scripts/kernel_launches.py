@@ -169,7 +169,7 @@ def _coded(card: Card) -> Iterator[Case]:
     """Of coded weights: in 16 bits of few rows and of more, decoded to memory, and with inputs in e4m3, too."""
     gpu = card.gpu
     formats = [*FORMATS] if card.measured else _ONE_OF_EACH_KIND
-    counts = (16, 64, 256) if card.measured else (16, 256)
+    counts = (16, 32, 64, 256) if card.measured else (16, 256)
     for name, (of, (lines, k, gated)), rows in product(formats, _LLAMA_8B.items(), counts):
         launch = choose_coded(FORMATS[name].numbers, (lines, k), gated, rows, gpu)
         multiply, weight = coded_gated if gated else coded_rows, _coded_weight(name, 256, k)

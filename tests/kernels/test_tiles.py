@@ -6,6 +6,7 @@ run in the interpreter: its instructions are followed here one by one.
 
 import re
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -103,11 +104,16 @@ def test_groups_that_do_not_divide_a_tile_are_told(coding):
     assert all(why_not_tiled(each) is None for each in CODINGS)
 
 
-@pytest.mark.parametrize("shape", [(64, 128), (4096, 4096), (100, 77), (1024, 14336), (28672, 4096)])
+SIZES = [(64, 128), (4096, 4096), (100, 77), (1024, 14336), (28672, 4096), (4096, 14336), (6144, 4096)]
+
+
+@pytest.mark.parametrize("shape", SIZES)
 @pytest.mark.parametrize("numbers", ["e4m3", "int4", "e2m1"])
 def test_splits_are_the_same_for_any_number_of_rows(shape, numbers):
-    for gated in (False, True):
-        found = {choose_coded(numbers, shape, gated, rows, GpuTraits(132, True)).splits for rows in (1, 16, 65, 256)}
+    """Those that were measured for some numbers of rows are the others' too."""
+    for gated, gpu in product((False, True), (GpuTraits(132, True), GpuTraits(108, False))):
+        counts = (1, 16, 17, 32, 33, 64, 65, 256)
+        found = {choose_coded(numbers, shape, gated, rows, gpu).splits for rows in counts}
         assert len(found) == 1
         assert not gated or found == {1}
 

@@ -169,8 +169,15 @@ def _coded_kernel(
 # ------------------------------------------------------------------------------------------------------- the launch
 
 
-FEW = 64
-"""Rows up to which a launch is one of few."""
+ROWS = (16, 32, 64, MAX_ROWS)
+"""Numbers of rows up to which launches are the same."""
+_FEW = 32
+"""Rows up to which a block has one tile of lines where nothing was measured."""
+
+
+def up_to(rows: int) -> int:
+    """The one of `ROWS` that a number of rows counts to."""
+    return next(most for most in ROWS if rows <= most)
 
 
 @cache
@@ -180,15 +187,17 @@ def choose_coded(
     """The launch for a weight [lines, k]. whole: k is not cut.
 
     Measured ones lie in `coded_rows.json` (`benchmarks/coded_rows.py --write-table` measures again), of which splits
-    are the same for any number of rows. Others get about three programs a multiprocessor, and of more than `FEW` rows
-    blocks of twice the lines, as all that were measured.
+    are the same for any number of rows. Others get about three programs a multiprocessor, and of more than 32 rows
+    blocks of twice the lines, as nearly all that were measured.
     """
     lines, k = shape
-    found = load_table().find((numbers, lines, k, gated, rows <= FEW), gpu)
+    found = load_table().find((numbers, lines, k, gated, up_to(rows)), gpu)
     if found is not None:
         return replace(found, splits=1) if whole else found
-    splits = 1 if gated or whole else most_splits(-(-lines // TILE), -(-k // BLOCK), gpu)
-    block_n = TILE if rows <= FEW else 2 * TILE
+    cuts = (load_table().find((numbers, lines, k, gated, most), gpu) for most in ROWS)
+    cut = next((other.splits for other in cuts if other is not None), None)
+    splits = 1 if gated or whole else cut or most_splits(-(-lines // TILE), -(-k // BLOCK), gpu)
+    block_n = TILE if rows <= _FEW else 2 * TILE
     stage = 2 * BLOCK * row_block(rows) + block_n * BLOCK  # bytes of x and, at most, of codes
     stages = max(2, min(4, (gpu.shared_bytes - _SPARE) // stage))
     return CodedLaunch(block_n, splits, stages, block_n // 16)
@@ -205,5 +214,5 @@ def row_block(rows: int) -> int:
 
 @cache
 def load_table() -> TunedTable[CodedLaunch]:
-    """The committed table, by numbers, lines, k, whether gated, and whether of few rows."""
-    return read_table(TABLE, lambda entry: CodedLaunch(*entry["launch"]), ("numbers", "lines", "k", "gated", "few"))
+    """The committed table, by numbers, lines, k, whether gated, and up to which of `ROWS`."""
+    return read_table(TABLE, lambda entry: CodedLaunch(*entry["launch"]), ("numbers", "lines", "k", "gated", "rows"))

@@ -25,7 +25,7 @@ from treetop.kernels.dependent_launch import ask_for, launch_options, pdl_wait
 from treetop.kernels.fused import e4m3
 from treetop.kernels.gate import Gate, activated, activated_reference
 from treetop.kernels.gemm.coded import CodedWeight
-from treetop.kernels.gemm.coded_rows import FEW, row_block
+from treetop.kernels.gemm.coded_rows import row_block
 from treetop.kernels.gemm.skinny_gemm import most_splits
 from treetop.kernels.kv import FP8, LARGEST
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit_for_any, lanes, tl
@@ -309,6 +309,10 @@ def _scales(
 # ------------------------------------------------------------------------------------------------------- the launch
 
 
+_FEW = 64
+"""Rows up to which a launch is one of few."""
+
+
 @cache
 def choose_fp8(
     shape: tuple[int, int], group: int, gated: bool, rows: int, gpu: GpuTraits, whole: bool = False
@@ -319,7 +323,7 @@ def choose_fp8(
     By groups it is less deep up to 16 rows, so that more programs are there at once: on an H200 the 448 of `gate_up` of
     Llama-3.1-8B take 36 us with 4 stages and 47 with 6. Others were not measured.
     """
-    (lines, k), few, block_k = shape, rows <= FEW, group or BLOCK
+    (lines, k), few, block_k = shape, rows <= _FEW, group or BLOCK
     block_n = 64 if few else 128
     splits = 1 if gated or whole or not few else most_splits(-(-lines // block_n), -(-k // block_k), gpu)
     stage = block_k * (block_n + row_block(rows))  # bytes
