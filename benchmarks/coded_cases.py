@@ -35,6 +35,7 @@ CONFIGS: dict[str, Mapping[str, Any]] = {
     "fp8-block": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
     "w4a16": _group("pack-quantized", num_bits=4, type="int", strategy="group", group_size=128),
     "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
+    "mxfp4": _group("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
 }
 """A `quantization_config` of each."""
 

@@ -7,7 +7,7 @@ Input 1024, forced accept length 3, greedy, bfloat16 on a GPU; shapes plain, (3,
 
 `--preset` (llama-3.1-8b unless given) names the shape; `--help` shows what `treetop bench` takes. Of a model with
 experts the floor counts those that a round's tokens chose. `--quantization` gives the target's weights a format, as a
-checkpoint would: fp8-channel, fp8-block, w4a16 (groups of 128) or nvfp4.
+checkpoint would: fp8-channel, fp8-block, w4a16 (groups of 128), nvfp4 or mxfp4.
 
     for format in fp8-block fp8-channel w4a16; do
         python benchmarks/rounds.py --quantization $format --shapes 0,1,1 5,4,16 --rounds 30
