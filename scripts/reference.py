@@ -14,6 +14,7 @@ from typing import Any
 from fastapi import FastAPI
 from prometheus_client.metrics import MetricWrapperBase
 
+from treetop.api.administration import ADMIN_PATHS
 from treetop.api.api_state import ApiState
 from treetop.api.app import OPEN, make_app
 from treetop.api.errors import KINDS, error_body
@@ -45,7 +46,8 @@ This page is written by `scripts/reference.py` from `docs/figures/benchmarks.jso
 
 Every route of `treetop serve`, with those that an option adds: `/v1/files` and `/v1/batches` by `--batch-dir`,
 `/sleep` and `/wake_up` by `--enable-sleep-mode`, adapters by `--enable-lora`, `/update_weights_from_disk` by
-`--enable-update-weights`. The last column says which need a key where the server has keys. HEAD works wherever GET
+`--enable-update-weights`. The last column says which need a key where the server has keys, and
+which an [admin's](serving.md#the-admin-key) where it has any. HEAD works wherever GET
 does. `/` is a [page](serving.md#the-page) to chat on. What bodies hold is in [fields.md](fields.md), what errors say
 in [errors.md](errors.md); `/openapi.json` has it all for programs.
 
@@ -95,7 +97,7 @@ def endpoints() -> str:
     groups: dict[str, list[str]] = {}
     for path, methods in schema["paths"].items():
         for method, operation in methods.items():
-            needs_key = "" if path in OPEN else "yes"
+            needs_key = "" if path in OPEN else "admin" if path in ADMIN_PATHS else "yes"
             row = f"| {method.upper()} | `{path}` | {_words(operation, method, path)} | {needs_key} |"
             groups.setdefault(_group(path), []).append(row)
     parts = [_HEADS["endpoints"]]

@@ -89,6 +89,12 @@ class ServeOptions:
         None, "how outputs write reasoning (default: as the chat template says; none leaves it in the text)"
     )
     api_key: tuple[str, ...] = option((), "key that requests must bring; repeats (default: none)", metavar="TEXT")
+    admin_api_key: str | None = option(
+        None,
+        "key that alone may put to sleep, wake, replace weights, load and unload adapters; where there are other keys"
+        " and not this one, nobody may (docs/serving.md#the-admin-key; default: none)",
+        metavar="TEXT",
+    )
     api_keys_file: str | None = option(
         None, "YAML or JSON of keys with names and limits, read again on SIGHUP", metavar="FILE"
     )
@@ -231,6 +237,11 @@ class ServeOptions:
                 f"--root-path {self.root_path}: the server has paths of its own that begin so; take another",
             ),
             (any(not key for key in self.api_key), "--api-key must not be empty"),
+            (self.admin_api_key == "", "--admin-api-key must not be empty"),
+            (
+                self.admin_api_key is not None and self.admin_api_key in self.api_key,
+                "--admin-api-key must be none of --api-key: whoever has that one would be an admin",
+            ),
             (any(not name for name in self.served_model_name), "--served-model-name must not be empty"),
         ]
 

@@ -14,6 +14,8 @@ from support.examples import some_of
 from support.scripted import scripted
 from support.serving import mock
 from support.waiting import until
+from treetop.api.administration import ADMIN_PATHS, administration
+from treetop.api.api_state import ApiState
 from treetop.api.keys.api_keys import Keys, all_keys
 from treetop.api.keys.rate_limits import MAX_NAMES, Limits, RateLimits
 from treetop.serve_options import ServeOptions
@@ -227,6 +229,61 @@ def test_a_key_over_its_limits_gets_429_and_when_to_come_again(tmp_path):
         assert 'key_generation_tokens_total{key="free",model_name="scripted"}' in page
         asked = core.asked[0]
         assert (asked.tenant.name, asked.tenant.max_rows, asked.cache_salt) == ("busy", 2, "\x001:st")
+
+
+def test_only_an_admin_key_changes_the_server_for_everybody(tmp_path):
+    """Every route of it, also one that is added: with an admin's key, or without any key where there is none; a body
+    is not read before."""
+    file = tmp_path / "keys.yaml"
+    file.write_text(KEYS)
+
+    def statuses(client, key=None, **body):
+        headers = {} if key is None else {"x-api-key": key}
+        return {client.post(path, headers=headers, **(body or {"json": {}})).status_code for path in ADMIN_PATHS}
+
+    with scripted(lambda _: "a", api_keys_file=str(file), admin_api_key="boss") as (url, _):
+        assert {route.path for route in administration(ApiState).routes} == set(ADMIN_PATHS)
+        with httpx.Client(base_url=url) as client:
+            for body in ({"json": {}}, {"content": b"{"}):
+                assert statuses(client, **body) == statuses(client, "wrong", **body) == {401}
+                assert statuses(client, "sk-free", **body) == {403}
+            for path in ("/sleep%0a", "/sleep/", "/wake_up%0A"):
+                assert client.post(path, headers={"x-api-key": "sk-free"}).status_code in (403, 404)
+            refused = client.post("/sleep", headers={"x-api-key": "sk-free"}).json()["error"]
+            assert refused["code"] == "permission_denied"
+            assert "--admin-api-key" in refused["message"]
+            told = {
+                client.post(path, headers={"x-api-key": "boss"}, json={}).json()["error"]["message"]
+                for path in ADMIN_PATHS
+            }
+            assert not [each for each in told if "admin" in each]
+            assert client.get("/v1/models", headers={"x-api-key": "boss"}).status_code == 200
+            assert client.get("/is_sleeping", headers={"x-api-key": "sk-free"}).status_code == 200
+    with (
+        scripted(lambda _: "a", api_key=("plain",), enable_sleep_mode=True) as (url, _),
+        httpx.Client(base_url=url) as client,
+    ):
+        assert statuses(client, "plain") == {403}
+        assert "--admin-api-key" in client.post("/sleep", headers={"x-api-key": "plain"}).json()["error"]["message"]
+    with scripted(lambda _: "a", admin_api_key="boss") as (url, _), httpx.Client(base_url=url) as client:
+        assert statuses(client) == {401}
+        assert client.get("/v1/models").status_code == 200
+
+
+def test_an_admin_key_is_no_other_key():
+    for options, problem in (
+        ({"admin_api_key": ""}, "must not be empty"),
+        ({"admin_api_key": "a", "api_key": ("a",)}, "none of --api-key"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            ServeOptions(**options)
+    with pytest.raises(ConfigError, match=r"keys.yaml:4: keys\[0\].key: the same as that of --admin-api-key") as caught:
+        all_keys(ServeOptions(api_keys_file="keys.yaml", admin_api_key="sk-busy"), KEYS)
+    assert "sk-busy" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"keys\[0\].name: the same as that of --admin-api-key"):
+        all_keys(
+            ServeOptions(api_keys_file="keys.yaml", admin_api_key="boss"), KEYS.replace("name: busy", "name: admin")
+        )
 
 
 def test_a_body_of_a_key_comes_out_of_its_own_budget(tmp_path):

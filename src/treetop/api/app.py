@@ -9,6 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from treetop.api.access import READS, AccessMiddleware, RootPathMiddleware
+from treetop.api.administration import administration
 from treetop.api.api_state import ApiState
 from treetop.api.batches.batches import Batches
 from treetop.api.batches.routes import FILES, batch_routes, file_routes
@@ -49,7 +50,7 @@ def make_app(api: ApiState) -> FastAPI:
         redirect_slashes=False,  # a redirect would go wherever the client's Host says
         servers=[{"url": api.options.root_path}] if api.options.root_path else None,
     )
-    app.state.ignore_unknown_fields = api.options.ignore_unknown_fields
+    app.state.ignore_unknown_fields, app.state.keys = api.options.ignore_unknown_fields, api.keys
     add_error_handlers(app, {name for each in BODIES.values() for name in each.model_fields})
     kept = KeptResponses(api, api.responses)
     of_responses = (responses(api, kept), kept_responses(kept), conversations(kept))
@@ -62,6 +63,7 @@ def make_app(api: ApiState) -> FastAPI:
         llama_cpp(api),
         sglang(api),
         operations(api),
+        administration(api),
     ):
         app.include_router(router)
     if api.options.batch_dir is not None:

@@ -1,8 +1,8 @@
 """What runs a server: models, tokens, health, metrics, version."""
 
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Response
 from fastapi.responses import PlainTextResponse
 from pydantic import Field
 
@@ -12,7 +12,6 @@ from treetop.api.events import json_response
 from treetop.api.limits import BodyRoute, Ids
 from treetop.api.requests.chat_body import Messages
 from treetop.api.requests.fields import Body
-from treetop.types.changes import InFlight
 from treetop.types.errors import InputError
 from treetop.version import __version__
 
@@ -34,34 +33,10 @@ class DetokenizeRequest(Body):
     tokens: Ids = Field(description="ids")
 
 
-class UpdateWeightsRequest(Body):
-    """Folders on the server's machine; SGLang's name for the target's."""
-
-    model_path: str = Field(min_length=1)
-    draft_model_path: str | None = Field(None, min_length=1, description="the draft head's; without it the head stays")
-    in_flight: InFlight = Field("abort", description="of requests that are alive: retract lets them go on")
-
-
-class LoadLoraRequest(Body):
-    """vLLM's: a folder on the server's machine."""
-
-    lora_name: str = Field(min_length=1, max_length=200)
-    lora_path: str = Field(min_length=1)
-    load_inplace: bool = Field(False, description="true is refused: unload it first")
-
-
-class UnloadLoraRequest(Body):
-    """vLLM's."""
-
-    lora_name: str = Field(min_length=1, max_length=200)
-    lora_int_id: int | None = Field(None, description="taken and not needed")
-
-
 def operations(api: ApiState) -> APIRouter:
     router = APIRouter(route_class=BodyRoute)
     _add_tokens(router, api)
     _add_state(router, api)
-    _add_weights(router, api)
 
     @router.get("/v1/models", response_model=None)
     async def models() -> Response:
@@ -167,62 +142,15 @@ def _add_state(router: APIRouter, api: ApiState) -> None:
         content, kind = api.metrics.page()
         return Response(content, media_type=kind)
 
-    @router.get("/version", response_model=None)
-    async def version() -> Response:
-        """Of treetop."""
-        return json_response({"version": __version__})
-
-
-def _add_weights(router: APIRouter, api: ApiState) -> None:
-    @router.post("/update_weights_from_disk", response_model=None)
-    async def update_weights(body: UpdateWeightsRequest) -> Response:
-        """Go on with other weights: what is answered from then on is theirs alone."""
-        if not api.options.enable_update_weights:
-            raise ApiError(403, "weights cannot be replaced here: serve with --enable-update-weights")
-        await api.llm.update_weights(body.model_path, body.draft_model_path, body.in_flight)
-        return json_response({"success": True, "message": f"the weights of {body.model_path} are in force"})
-
-    @router.post("/sleep", response_model=None)
-    async def sleep(level: int = 1) -> Response:
-        """vLLM's: requests end, and memory is given back."""
-        _check_sleep_mode(api)
-        await api.llm.sleep(level)
-        return Response(status_code=200)
-
-    @router.post("/wake_up", response_model=None)
-    async def wake_up(tags: Annotated[list[str] | None, Query()] = None) -> Response:
-        """vLLM's. tags: weights, kv_cache; both without any."""
-        _check_sleep_mode(api)
-        await api.llm.wake_up(tags)
-        return Response(status_code=200)
-
     @router.get("/is_sleeping", response_model=None)
     async def is_sleeping() -> Response:
         """vLLM's."""
         return json_response({"is_sleeping": api.llm.is_sleeping})
 
-    @router.post("/v1/load_lora_adapter", response_model=None)
-    async def load_lora_adapter(body: LoadLoraRequest) -> Response:
-        """Requests may give its name as their model from now on."""
-        if body.load_inplace:
-            raise InputError("load_inplace: not supported; unload the adapter, then load it under the same name")
-        if body.lora_name in api.base_names:
-            raise InputError(f"lora_name: {body.lora_name!r} is the model's own name here; give another")
-        await api.llm.load_lora(body.lora_name, body.lora_path)
-        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
-
-    @router.post("/v1/unload_lora_adapter", response_model=None)
-    async def unload_lora_adapter(body: UnloadLoraRequest) -> Response:
-        """Requests that have named it go on with it."""
-        if body.lora_name not in api.core.info.loras:
-            raise ApiError(404, f"lora_name: {body.lora_name!r} is no adapter of this server", "lora_name")
-        await api.llm.unload_lora(body.lora_name)
-        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
-
-
-def _check_sleep_mode(api: ApiState) -> None:
-    if not api.options.enable_sleep_mode:
-        raise ApiError(403, "this server does not sleep: serve with --enable-sleep-mode")
+    @router.get("/version", response_model=None)
+    async def version() -> Response:
+        """Of treetop."""
+        return json_response({"version": __version__})
 
 
 def _model(api: ApiState, name: str) -> dict[str, Any]:

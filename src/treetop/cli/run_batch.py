@@ -17,6 +17,7 @@ _OF_CONNECTIONS = (
     "ssl_cert_reqs",
     "api_workers",
     "api_key",
+    "admin_api_key",
     "allow_origin",
     "max_connections",
     "http_read_timeout",

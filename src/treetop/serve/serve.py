@@ -56,7 +56,7 @@ def run(process: ProcessOptions, options: ServeOptions) -> int:
     most_connections(options.max_connections)
     tls_context(options)
     key_text = read_file(options.api_keys_file)
-    if is_for_others(options) and not all_keys(options, key_text):
+    if is_for_others(options) and all(key.is_admin for key in all_keys(options, key_text)):
         log.warning("--host %s without --api-key: whoever reaches this address may use the server", options.host)
     with listening_socket(options) as listening, own_folder() as folder:
         return asyncio.run(_run(folder, process, options, listening, key_text))

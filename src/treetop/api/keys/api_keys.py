@@ -23,6 +23,7 @@ _COUNTS = {"requests_per_minute": 10**9, "tokens_per_minute": 10**12, "max_rows"
 """Members of a key that are whole numbers above 0, and the most that each may be."""
 _MEMBERS = ("name", "key", *_COUNTS, "cache_salt")
 _SALT_LENGTH = 256
+_OPTION = {False: "--api-key", True: "--admin-api-key"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class ApiKey:
     cache_salt: comes before what its requests say of it, so that its prefixes are its own.
     owner: whose what it keeps is: of the name, which stays where the key is changed; of a key without a name what the
         key is not to be read from (`response_store.py`).
+    is_admin: may do what changes the server for everybody, beside what others may.
     """
 
     name: str
@@ -47,6 +49,7 @@ class ApiKey:
     max_rows: int | None = None
     max_bodies_bytes: int | None = None
     cache_salt: str | None = None
+    is_admin: bool = False
 
     def salt(self, asked: str | None) -> str:
         """What keeps apart the prefixes of a request of this key. asked: by the request itself."""
@@ -58,7 +61,10 @@ CALLER: ContextVar[ApiKey | None] = ContextVar("CALLER", default=None)
 
 
 class Keys:
-    """Which keys are served, and what each may have at the moment. Empty: anybody is served."""
+    """Which keys are served, and what each may have at the moment. False without any but an admin's: anybody is served.
+
+    has_admin: whether there is a key that may do what changes the server for everybody.
+    """
 
     def __init__(self, options: ServeOptions, text: str | None, limits: RateLimits | None = None) -> None:
         """text: of the file with keys. limits: of this process alone by default. Raises ConfigError."""
@@ -66,6 +72,7 @@ class Keys:
         self.all_bodies = Bodies(options.max_body_bytes, options.bodies_bytes)
         self._of: dict[bytes, ApiKey] = {}
         self._bodies: dict[str, Bodies] = {}
+        self.has_admin = options.admin_api_key is not None
         self.replace(text)
 
     @classmethod
@@ -74,7 +81,7 @@ class Keys:
         return cls(options, read_file(options.api_keys_file))
 
     def __bool__(self) -> bool:
-        return bool(self._of)
+        return len(self._of) > self.has_admin
 
     def replace(self, text: str | None) -> None:
         """Go by another text of the file from now on. Raises ConfigError, and nothing has changed."""
@@ -121,11 +128,14 @@ def read_file(path: str | None) -> str | None:
 def all_keys(options: ServeOptions, text: str | None) -> list[ApiKey]:
     """Of the command line, which have no limits and are named by their place, and of the file, whose text this is.
 
+    The one of `--admin-api-key`, if there is one, is the first.
+
     Raises ConfigError, which names each line of the file that is wrong.
     """
-    plain = [
-        ApiKey(f"key-{number}", key, sha256(key.encode()).hexdigest()) for number, key in enumerate(options.api_key, 1)
-    ]
+    named = [(f"key-{number}", key, False) for number, key in enumerate(options.api_key, 1)]
+    if options.admin_api_key is not None:
+        named.insert(0, ("admin", options.admin_api_key, True))
+    plain = [ApiKey(name, key, _digest(key).hex(), is_admin=is_admin) for name, key, is_admin in named]
     if text is None:
         return plain
     return [*plain, *_KeyFile(str(options.api_keys_file), plain).keys(text)]
@@ -140,8 +150,8 @@ class _KeyFile:
 
     def __init__(self, path: str, others: Iterable[ApiKey]) -> None:
         self._path, self._problems = path, list[str]()
-        self._names = {each.name: "--api-key" for each in others}
-        self._keys = {each.key: "--api-key" for each in others}
+        self._names = {each.name: _OPTION[each.is_admin] for each in others}
+        self._keys = {each.key: _OPTION[each.is_admin] for each in others}
 
     def keys(self, text: str) -> list[ApiKey]:
         """Raises ConfigError."""

@@ -5,18 +5,13 @@ from collections.abc import Iterator, Mapping
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
+from treetop.api.administration import LoadLoraRequest, UnloadLoraRequest, UpdateWeightsRequest
 from treetop.api.batches.routes import BatchRequest
 from treetop.api.completions import CompletionRequest
 from treetop.api.conversations import ConversationRequest, ItemsRequest, MetadataRequest
 from treetop.api.llama_cpp import LlamaCppRequest
 from treetop.api.ollama import OllamaChat, OllamaGenerate, ShowRequest
-from treetop.api.operations import (
-    DetokenizeRequest,
-    LoadLoraRequest,
-    TokenizeRequest,
-    UnloadLoraRequest,
-    UpdateWeightsRequest,
-)
+from treetop.api.operations import DetokenizeRequest, TokenizeRequest
 from treetop.api.requests.chat_body import ChatRequest
 from treetop.api.requests.fields import Body
 from treetop.api.requests.messages_body import CountRequest, MessagesRequest
