@@ -113,9 +113,17 @@ def _is_quantized(param: Param) -> bool:
 
 def _in_format(param: Param, formats: StoredFormats) -> Param:
     format_ = _one_format([(formats.of(source.module), source) for source in param.sources], formats)
-    for source in param.sources:
+    for source in _one_of_each_shape(param):
         format_.stored(source)  # or it raises
     return replace(param, stored=format_)
+
+
+def _one_of_each_shape(param: Param) -> list[Source]:
+    """The first of its sources of each shape, by which a format says whether it can be: 512 experts are asked once."""
+    found: dict[object, Source] = {}
+    for source in param.sources:
+        found.setdefault((source.shape, source.stacked, source.parts), source)
+    return list(found.values())
 
 
 def renamed(params: Iterable[Param], names: Mapping[str, str]) -> list[Param]:
@@ -139,7 +147,9 @@ def stay_packed(params: Iterable[Param], packing: Packing, activations: bool = F
     CheckpointError for a shape that a packed format cannot have.
     """
     made = [replace(each, held=held_format(each.stored, each.kind, packing, activations)) for each in params]
-    stored_tensors(made)  # or it raises
+    for param in made:
+        for source in _one_of_each_shape(param):
+            param.held.stored(source)  # or it raises
     return made
 
 

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -341,9 +342,11 @@ class ExpertLayer:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TargetSpec:
     """A target before its weights are read.
+
+    params: made once: those of 512 experts in 48 layers are 70,000 stored tensors, and a start asks many times.
 
     names: what the folder calls its tensors.
     own_head: the folder's config ties output matrix and embedding, but both are there and differ, so both are used.
@@ -355,7 +358,7 @@ class TargetSpec:
     names: StoredNames = TEXT_ALONE
     own_head: bool = False
 
-    @property
+    @cached_property
     def params(self) -> list[Param]:
         return in_formats(map(self.names.of, self.family.params(self.config)), self.config.formats)
 

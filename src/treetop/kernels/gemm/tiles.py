@@ -105,11 +105,12 @@ def tile(weight: CodedWeight) -> TiledWeight:
     width = BLOCK // (2 if coding.numbers == "e4m3" else 4)
     words = torch.empty((number, tiles, blocks, TILE, width), dtype=torch.int16, device=device)
     each = max(1, _PIECE // (TILE * BLOCK * blocks))
-    codes = weight.codes.reshape(number, lines, -1)
-    for expert in range(number):
-        for first in range(0, tiles, each):
-            part = codes[expert, first * TILE : (first + each) * TILE]
-            words[expert, first : first + each] = _words_of(_filled(part, coding, k, blocks), coding)
+    runs = number if lines % TILE else 1  # where an expert ends with a tile, the next one goes on
+    codes = weight.codes.reshape(runs, number // runs * lines, -1)
+    for run, into in zip(codes, words.view(runs, -1, *words.shape[2:]), strict=True):
+        for first in range(0, len(into), each):
+            part = run[first * TILE : (first + each) * TILE]
+            into[first : first + each] = _words_of(_filled(part, coding, k, blocks), coding)
     form = _form_of(weight)
     scale, zero = _scale_words(weight, form, tiles, blocks)
     factor = None
