@@ -282,8 +282,8 @@ def measure(llm: LLM, batch: int, length: int, rounds: int, machine: Machine, st
     saved = {phase: ranks * less for phase, less in mine.items()}
     distinct = None
     if alone:
-        _pose(llm, batch, length)
-        distinct = distinct_experts(runner, _greedy_key(llm, batch), length)
+        pose(llm, batch, length)
+        distinct = distinct_experts(runner, greedy_key(llm, batch), length)
     floor_of = partial(round_floor, llm.engine.target, llm.engine.draft, case, machine, distinct=distinct)
     floor_ms, read_floor_ms = (1e3 * sum(floor.values()) / ranks for floor in (floor_of(), floor_of(saved=saved)))
     wall_ms = statistics.median(wall)
@@ -335,43 +335,48 @@ def wall_times_ms(llm: LLM, prompts: list[list[int]], rounds: int) -> tuple[list
 
 
 @torch.inference_mode()
-def device_times_ms(llm: LLM, batch: int, length: int, rounds: int) -> list[float]:
+def device_times_ms(llm: LLM, batch: int, length: int, rounds: int, shape: SpecShape | None = None) -> list[float]:
     """Times of whole rounds on a batch of rows with `length` committed tokens. No request may be alive.
+
+    shape: one of the engine's; None for its own.
 
     Of captured rounds those of their graph, which overlaps the phases a little; else of the phases one after another.
     """
-    launcher, key = llm.engine.launcher, _greedy_key(llm, batch)
+    launcher, key = llm.engine.launcher, greedy_key(llm, batch, shape)
     if isinstance(launcher, CudaGraphs):
-        return _posed_times_ms(llm, batch, length, rounds, [launcher.round(key)])[0]
-    return [sum(times) for times in zip(*phase_times_ms(llm, batch, length, rounds).values(), strict=True)]
+        return _posed_times_ms(llm, key, batch, length, rounds, [launcher.round(key)])[0]
+    phases = phase_times_ms(llm, batch, length, rounds, shape)
+    return [sum(times) for times in zip(*phases.values(), strict=True)]
 
 
 @torch.inference_mode()
-def phase_times_ms(llm: LLM, batch: int, length: int, rounds: int) -> dict[Phase, list[float]]:
+def phase_times_ms(
+    llm: LLM, batch: int, length: int, rounds: int, shape: SpecShape | None = None
+) -> dict[Phase, list[float]]:
     """Each phase's times, as `device_times_ms`; of captured rounds each is a graph of its own."""
-    launcher, runner, key = llm.engine.launcher, llm.engine.runner, _greedy_key(llm, batch)
+    launcher, runner, key = llm.engine.launcher, llm.engine.runner, greedy_key(llm, batch, shape)
     if isinstance(launcher, CudaGraphs):
         runs = launcher.phases(key)
     else:
         runs = {phase: partial(run, runner, key, length) for phase, run in phases_of(runner, key).items()}
-    times = _posed_times_ms(llm, batch, length, rounds, list(runs.values()))
+    times = _posed_times_ms(llm, key, batch, length, rounds, list(runs.values()))
     return dict(zip(runs, times, strict=True))
 
 
-def _greedy_key(llm: LLM, batch: int) -> RoundKey:
-    return RoundKey(llm.engine.layout.bucket_for(batch), llm.config.shape, Choice.GREEDY)
+def greedy_key(llm: LLM, batch: int, shape: SpecShape | None = None) -> RoundKey:
+    return RoundKey(llm.engine.layout.bucket_for(batch), shape or llm.config.shape, Choice.GREEDY)
 
 
 def _posed_times_ms(
-    llm: LLM, batch: int, length: int, rounds: int, runs: list[Callable[[], None]]
+    llm: LLM, key: RoundKey, batch: int, length: int, rounds: int, runs: list[Callable[[], None]]
 ) -> list[list[float]]:
     """Times of each run, one after another, `rounds` times over."""
-    runner, key = llm.engine.runner, _greedy_key(llm, batch)
+    runner = llm.engine.runner
     device = runner.buffers.rows.device
     times: list[list[float]] = [[] for _ in runs]
     skipped = warm_up(device)
     for index in range(skipped + rounds):
-        _pose(llm, batch, length)
+        pose(llm, batch, length)
         if isinstance(llm.engine.launcher, CudaGraphs):
             plan_host_extents(runner, key)
         synchronize(device)
@@ -387,7 +392,7 @@ def _posed_times_ms(
     return times
 
 
-def _pose(llm: LLM, batch: int, length: int) -> None:
+def pose(llm: LLM, batch: int, length: int) -> None:
     """Rows 0 .. batch - 1 with `length` committed tokens, their pages spread over the pools."""
     layout, runner = llm.engine.layout, llm.engine.runner
     rows = runner.buffers.rows

@@ -61,6 +61,7 @@ from treetop.engine.startup.kept_calibration import kept_calibration
 from treetop.engine.startup.kept_head import kept_head
 from treetop.engine.startup.plan import EnginePlan, captures, pace_of, plan_engine
 from treetop.engine.startup.round_costs import cost_table
+from treetop.engine.startup.stages import stage
 from treetop.engine.startup.startup_log import start_up_block
 from treetop.engine.step_digest import StepDigest, TreeAndPathDigest, no_digest
 from treetop.engine.update_weights import NewWeights, read_weights
@@ -129,7 +130,8 @@ class Engine:
         if expert_ranks.size != config.ep_size:
             raise InvariantError(f"an engine of --ep-size {config.ep_size} was made for {expert_ranks.size} ranks")
         self.observer: Observer | None = None
-        engine_plan = plan_engine(config, parallel, expert_ranks)
+        with stage("the plan"):
+            engine_plan = plan_engine(config, parallel, expert_ranks)
         self._serve(engine_plan)
         config, self.parallel = engine_plan.config, parallel
         self._step_digest: StepDigest = (
@@ -162,7 +164,8 @@ class Engine:
         with torch.inference_mode(), self._explained("starting"):
             self._start_up()
             if len(self.layout.shapes) > 1:
-                self.costs = cost_table(engine_plan, self.runner, self.launcher)
+                with stage("timing rounds"):
+                    self.costs = cost_table(engine_plan, self.runner, self.launcher)
                 self.experience.head = kept_head(engine_plan, writes=first)
             self._forget_pages()
         start_s = time.perf_counter() - started_s
@@ -202,14 +205,16 @@ class Engine:
 
     def _start_up(self) -> None:
         if isinstance(self.launcher, CudaGraphs):
-            self.launcher.capture_all()
+            with stage("capturing graphs"):
+                self.launcher.capture_all()
             self._check_graphs(self.launcher)
         if self.config.check_level >= 1:
-            prove_acceptance(self.runner)
-            prove_padding(self.runner, self.launcher)
-            prove_capacity(self.runner, self.launcher)
-            if self.runner.state.learning is not None:
-                prove_learning(self.runner, self.runner.state.learning)
+            with stage("proofs"):
+                prove_acceptance(self.runner)
+                prove_padding(self.runner, self.launcher)
+                prove_capacity(self.runner, self.launcher)
+                if self.runner.state.learning is not None:
+                    prove_learning(self.runner, self.runner.state.learning)
         self._begin_calibration()
         if self.slots is not None:
             prove_kv_transfer(self.runner, self.slots)

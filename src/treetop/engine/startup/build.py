@@ -38,6 +38,7 @@ from treetop.engine.startup.layer_groups import (
 )
 from treetop.engine.startup.plan import EnginePlan, captures, changed_vocab, cpu_allowance, memory_of_rank, rest_of_cpu
 from treetop.engine.startup.products import Products, products_of
+from treetop.engine.startup.stages import stage
 from treetop.engine.startup.worst_steps import peak_bytes
 from treetop.engine.state import make_state
 from treetop.models.kv_scales import read_kv_scales
@@ -131,7 +132,10 @@ def _without_pools(engine_plan: EnginePlan, products: Products) -> tuple[ModelRu
     layout, aux = engine_plan.layout, draft.aux_inputs if draft is not None else ()
     spec, model = engine_plan.target, engine_plan.target.config
     adapters = adapters_of(config, engine_plan.adapters, spec, place, layout.num_rows, zeros)
-    target = spec.load(aux, replace(place, adapters=adapters))
+    with stage("weights of the target"):
+        target = spec.load(aux, replace(place, adapters=adapters))
+    with stage("weights of the draft"):
+        drafter = draft.load(target, beside) if draft is not None else None
     changed = changed_vocab(config, model)
     state = make_state(
         *(layout, draft, model.hidden_size, changed, place.dtype, zeros, config.speculative_suffix_cache_tokens),
@@ -149,7 +153,7 @@ def _without_pools(engine_plan: EnginePlan, products: Products) -> tuple[ModelRu
         check_level=config.check_level,
         simulation=simulation,
         target=target,
-        drafter=draft.load(target, beside) if draft is not None else None,
+        drafter=drafter,
         anchored=draft is not None and draft.block is not None and draft.block.anchored,
         backend=backend,
         ops=place.ops,
@@ -189,10 +193,12 @@ def _gpu_allowance(engine_plan: EnginePlan, runner: ModelRunner, scales: Mapping
     tried = with_pools(runner, engine_plan.draft, layout, pools)
     captured = captures(engine_plan.config, place, able)
     if captured and able.captures_first_call:
-        compile_all(tried)
+        with stage("compiling kernels"):
+            compile_all(tried)
     if engine_plan.config.check_level >= 1:
         prove_acceptance(tried)
-    return activation_allowance(peak_bytes(tried), num_rounds(runner) if captured else 0)
+    with stage("trying the worst steps"):
+        return activation_allowance(peak_bytes(tried), num_rounds(runner) if captured else 0)
 
 
 def _allocated(device: torch.device) -> int:
