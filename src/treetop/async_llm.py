@@ -267,7 +267,7 @@ class AsyncLLM:
         if whose.lora and whose.lora not in self.core.info.loras:
             known = ", ".join(self.core.info.loras) or "none"
             raise InputError(f"lora: {shown(whose.lora)} is no adapter of this engine, which has {known}")
-        held_to = constraints or [None] * len(params)
+        held_to, version = constraints or [None] * len(params), self.core.info.lora_version(whose.lora)
         given = [self._seed_of(each) for each in params] if seeds is None else seeds
         own: dict[int, SamplingParams] = {}
         prompts_by_id: dict[int, tuple[int, ...]] = {}
@@ -283,7 +283,7 @@ class AsyncLLM:
             request = EngineRequest(request_id, prompts_by_id[id(ids)], own[id(each)], seed, *limits, constraint)
             group = (asked[0].request_id if asked else request_id) if whose.as_one else None
             request = request._replace(bad_words=bad_words[each.bad_words], tenant=whose.tenant, group=group)
-            asked.append(request._replace(cache_salt=whose.salt, lora=whose.lora))
+            asked.append(request._replace(cache_salt=whose.salt, lora=whose.lora, lora_version=version))
         return asked
 
     async def ids_of(

@@ -2,12 +2,17 @@
 
 import asyncio
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
+from treetop.core.wire import AskChange, ClientHello
 from treetop.distributed.client import EngineProcessClient, has_taken
-from treetop.types.changes import LoadLora, Sleep, UnloadLora, UpdateWeights, WakeUp
+from treetop.distributed.engine_process import EngineServer, Parts, note_change, noted_changes, restored
+from treetop.types.changes import TAGS, LoadLora, Sleep, UnloadLora, UpdateWeights, WakeUp
+from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, EngineError
+from treetop.types.requests import CoreLoad
 
 LOAD = LoadLora("it", "folder")
 
@@ -17,7 +22,7 @@ class Side:
 
     def __init__(self, fails=(), loras=()):
         self.fails, self.told, self.num_restarts = list(fails), [], 0
-        self.links = [SimpleNamespace(info=SimpleNamespace(loras=loras, asleep=()))]
+        self.links = [SimpleNamespace(info=SimpleNamespace(loras=loras, asleep=(), weight_version=0))]
 
     async def change(self, change, stage):
         self.told.append(stage)
@@ -56,7 +61,56 @@ def test_where_one_refuses_all_drop_it_whatever_dropping_says():
 
 
 def test_what_an_engine_has_taken():
-    info = SimpleNamespace(loras=("it",), asleep=("kv_cache",))
+    info = SimpleNamespace(loras=("it",), asleep=("kv_cache",), weight_version=2)
     taken = LOAD, Sleep(), WakeUp(("weights",)), UnloadLora("other")
-    assert all(has_taken(change, info) for change in taken)
-    assert not any(has_taken(change, info) for change in (UnloadLora("it"), WakeUp(None), UpdateWeights()))
+    assert all(has_taken(change, info, info) for change in taken)
+    assert not any(has_taken(change, info, info) for change in (UnloadLora("it"), WakeUp(None), UpdateWeights()))
+    assert has_taken(UpdateWeights(), info, SimpleNamespace(weight_version=1))
+
+
+class Told:
+    """A core that says what it is told to; an engine, too."""
+
+    failure, load, busy, weight_version, asleep, lora_versions = None, CoreLoad(), False, 3, (), {"it": 2}
+
+    def __init__(self):
+        self.told = []
+
+    def prepare(self, change):
+        self.told.append(("prepare", change))
+        return lambda: self.told.append(("commit", change))
+
+    def drop(self, change):
+        self.told.append(("drop", change))
+
+    def restore(self, *counts):
+        self.told.append(counts)
+
+    def current(self, info):
+        return info
+
+
+def test_what_nobody_waits_for_is_dropped_by_all_ranks_once():
+    """Whoever asked for it says so, or leaves."""
+    core, socket = Told(), Mock()
+    server = EngineServer(Parts(core, None), socket)
+    asked = UpdateWeights("m")
+    for end in (lambda: server._change(b"1", AskChange.of(2, "drop", asked)), lambda: server._leave(7)):
+        core.told.clear()
+        server._apply(b"1", ClientHello(7))
+        assert server._change(b"1", AskChange.of(1, "prepare", asked)).error is None
+        end()
+        end()
+        assert core.told == [("prepare", asked), ("drop", asked)]
+
+
+def test_an_engine_after_another_goes_on_where_that_was(tmp_path):
+    """Its weights' version, what names of adapters have meant, and what slept and how deeply."""
+    core, file, config = Told(), tmp_path / "note", EngineConfig(model="m")
+    for change, asleep in ((Sleep(2), TAGS), (WakeUp(("weights",)), ("kv_cache",))):
+        core.asleep = asleep
+        note_change(file, config, change, core)
+    core.told.clear()
+    restored(core, None, noted_changes(file))
+    slept, woken = Sleep(2), WakeUp(("weights",))
+    assert core.told == [(3, {"it": 2}), ("prepare", slept), ("commit", slept), ("prepare", woken), ("commit", woken)]

@@ -1,6 +1,7 @@
 """Adapters that come and go while an engine runs: more of them than it has slots for, and requests with all of them."""
 
 import random
+from itertools import count
 
 import pytest
 
@@ -8,7 +9,11 @@ from support.engines import build, greedy, sampled, tokens
 from support.loras import EVERY, merged, save_lora
 from support.refusing import refused
 from support.tiny_models import Pair, save_random_head, save_random_llama
+from treetop.core.engine_core import EngineCore
+from treetop.types.changes import LoadLora
 from treetop.types.errors import CheckpointError, ConfigError, InputError
+from treetop.types.ids import RequestId
+from treetop.types.requests import EngineRequest
 from treetop_debug.patching import Patch, replaced
 
 SHAPE = (3, 4, 12)
@@ -111,6 +116,56 @@ def test_pages_under_a_name_that_was_given_again_would_show(pair, adapters, want
             llm.load_lora("it", folder)
             assert (tokens(llm.generate(prompts, params, lora="it")) == wanted[name]) is same
             llm.unload_lora("it")
+
+
+def test_a_request_that_names_an_adapter_of_before_is_never_given_another(pair, adapters):
+    """It goes on in an engine after the one that it began in, where the name has been given again."""
+    llm = build(pair, SHAPE, lora_modules={"it": str(adapters[0][1])}, enable_lora=True, max_loras=2)
+    core = EngineCore(llm.engine, llm.scheduler)
+    core.restore(4, {"it": 3, "gone": 1})
+    info = core.current(llm._core.info)
+    assert (info.lora_version("it"), info.lora_version("gone"), info.weight_version) == (3, 0, 4)
+    ask = EngineRequest(RequestId(1), (5, 6, 7), greedy(3), 0, lora="it", lora_version=3)
+    core.add(ask)
+    for version in (2, 4):
+        other = ask._replace(request_id=RequestId(2), lora_version=version)
+        refused(InputError, lambda other=other: core.add(other), "unloaded")
+    core.prepare(LoadLora("gone", str(adapters[1][1])))()
+    assert core.current(info).lora_version("gone") == 2
+
+
+def test_who_finds_no_slot_lets_others_pass_but_not_for_ever(pair, adapters):
+    """Rows without an adapter always; of those that have one, until it has waited for long."""
+    books = {name: str(folder) for name, folder, _ in adapters[:2]}
+    llm = build(pair, SHAPE, lora_modules=books, enable_lora=True, max_loras=1, max_running_requests=3)
+    scheduler, ids = llm.scheduler, count(1)
+
+    def ask(lora, tokens=30):
+        return scheduler.add(EngineRequest(RequestId(next(ids)), (5, 6, 7), greedy(tokens), 0, lora=lora))
+
+    def step():
+        plan = scheduler.plan()
+        return [] if plan is None else scheduler.commit(plan, llm.engine.step(plan))
+
+    first, blocked, base = ask("a0", 60), ask("a1"), ask("", 60)
+    for _ in range(4):
+        step()
+    assert (first.running is not None, blocked.running, base.running is not None) == (True, None, True)
+    for _ in range(600):
+        if blocked.running is not None:
+            break
+        if not any(each.adapter.name == "a0" and each.running is None for each in scheduler.queues.by_id.values()):
+            ask("a0", 6)  # who would hold the slot for ever
+        step()
+    assert blocked.running is not None
+    scheduler.check_integrity()
+
+
+def test_an_unloaded_adapter_that_nobody_has_gives_its_memory_back_at_once(pair, adapters):
+    llm = build(pair, SHAPE, enable_lora=True, max_loras=1)
+    llm.load_lora("it", adapters[0][1])
+    llm.unload_lora("it")
+    assert llm.engine.adapters.held == ()
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """The engine core: a scheduler and an engine, the steps in flight between them, and what happens when one fails."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
@@ -43,6 +43,10 @@ class StepEngine(Protocol[InFlightStep]):
         What is in flight then is collected unless the change makes it worthless. Raises UserError, and nothing has
         changed, for what does not fit or where this cannot be.
         """
+        ...
+
+    def drop(self, change: Change) -> None:
+        """What was prepared last, for this change, will not be put in force."""
         ...
 
 
@@ -151,6 +155,10 @@ class EngineCore(Generic[InFlightStep]):
         commit = self._prepared(change)
         return lambda: self._put_in_force(commit)
 
+    def drop(self, change: Change) -> None:
+        """What was prepared for a change is let go, on all ranks. Raises nothing of theirs: a step tells of it."""
+        self._between_steps(lambda: self.engine.drop(change))
+
     def _put_in_force(self, commit: Commit) -> None:
         """A half of a change is no engine: if it fails all end, as with a step."""
         try:
@@ -173,7 +181,7 @@ class EngineCore(Generic[InFlightStep]):
                 return lambda: (commit(), adapters.add(name, numbered.number))
             case UnloadLora(name):
                 adapters.check_removable(name)
-                return lambda: adapters.remove(name)
+                return lambda: self._unload(name)
             case Sleep():
                 commit = self.engine.prepare(change)
                 return lambda: self._falls_asleep(commit)
@@ -184,13 +192,33 @@ class EngineCore(Generic[InFlightStep]):
     def current(self, info: CoreInfo) -> CoreInfo:
         """What a client must know of it, as it is now."""
         return info._replace(
-            loras=self.scheduler.adapters.names, asleep=self.asleep, weight_version=self.weight_version
+            loras=self.scheduler.adapters.names,
+            lora_versions=self.scheduler.adapters.versions,
+            asleep=self.asleep,
+            weight_version=self.weight_version,
         )
+
+    @property
+    def lora_versions(self) -> dict[str, int]:
+        """The last of every name that an adapter has had."""
+        return self.scheduler.adapters.known
+
+    def restore(self, weight_version: int, lora_versions: Mapping[str, int]) -> None:
+        """Count on from an engine whose place this one takes, before any request has come."""
+        self.weight_version = weight_version
+        self.scheduler.adapters.restore(lora_versions)
 
     @property
     def refuses(self) -> str | None:
         """Why no request is taken, if so."""
         return ASLEEP if self.asleep else None
+
+    def _unload(self, name: str) -> None:
+        """All ranks forget it at once if no request has it, else with a later plan."""
+        number = self.scheduler.adapters.number_of(name, self.scheduler.adapters_in_use)
+        if number:
+            self.engine.prepare(UnloadLora(name, number))()
+        self.scheduler.adapters.remove(name, at_once=number > 0)
 
     def _falls_asleep(self, commit: Commit) -> None:
         """Every request ends, for its K/V go; they are told so in the next step."""

@@ -9,7 +9,7 @@ atomic, and an interrupt falls before it or after it. Behind a socket the same l
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol
@@ -57,6 +57,19 @@ class Core(Protocol):
     def finish(self, request_id: RequestId, num_tokens: int) -> RequestUpdate | None: ...
 
     def prepare(self, change: Change) -> Commit: ...
+
+    def drop(self, change: Change) -> None: ...
+
+    @property
+    def weight_version(self) -> int: ...
+
+    @property
+    def lora_versions(self) -> dict[str, int]: ...
+
+    @property
+    def asleep(self) -> tuple[str, ...]: ...
+
+    def restore(self, weight_version: int, lora_versions: Mapping[str, int]) -> None: ...
 
     def current(self, info: CoreInfo) -> CoreInfo: ...
 

@@ -56,6 +56,9 @@ class MockEngine:
     def prepare(self, change: Change) -> Commit:
         raise ConfigError(f"{asked_as(change)}: --mock has no weights; leave it out")
 
+    def drop(self, change: Change) -> None:
+        return
+
     def _of(self, plan: WholePlan) -> list[RowResult]:
         if isinstance(plan, PrefillPlan):
             for chunk in plan.chunks:
@@ -116,6 +119,7 @@ def make_mock(config: EngineConfig, mock: MockOptions) -> tuple[EngineCore[_Due]
         prefix=None if config.disable_radix_cache else PrefixPages.of(layout),
         exactness="ties" if config.exactness == "auto" else config.exactness,
         loras=tuple(config.adapters),
+        lora_versions=(1,) * len(config.adapters),
     )
     return EngineCore(MockEngine(mock), Scheduler(layout, config, ())), info
 

@@ -25,8 +25,8 @@ _SILENT_S = 4.0
 """An engine says something each second. One that does not hangs, or takes one long step; another may have time."""
 
 
-def has_taken(change: Change, info: CoreInfo) -> bool:
-    """Whether an engine is already as a change would have it; of weights nothing is known."""
+def has_taken(change: Change, info: CoreInfo, before: CoreInfo) -> bool:
+    """Whether an engine is already as a change would have it. before: as it was."""
     match change:
         case LoadLora(name=name):
             return name in info.loras
@@ -37,7 +37,7 @@ def has_taken(change: Change, info: CoreInfo) -> bool:
         case WakeUp(tags=tags):
             return not {*(info.asleep if tags is None else tags)} & {*info.asleep}
         case UpdateWeights():
-            return False
+            return info.weight_version > before.weight_version
 
 
 class EngineProcessClient:
@@ -118,7 +118,7 @@ class EngineProcessClient:
         that takes its place takes it, too.
         """
         asked, lost = list[RemoteEngine](), list[RemoteEngine]()
-        restarts = [each.num_restarts for each in self.engines]
+        before = [(each.num_restarts, each.links[0].info if each.links else None) for each in self.engines]
         try:
             for each in self.engines:
                 asked.append(each)
@@ -137,8 +137,9 @@ class EngineProcessClient:
                 )
                 lost.append(each)
         for each in lost:
-            await each.another(restarts[self.engines.index(each)])
-            if not has_taken(change, each.links[0].info):
+            restarts, info = before[self.engines.index(each)]
+            await each.another(restarts)
+            if info is None or not has_taken(change, each.links[0].info, info):
                 await each.change(change, "prepare")
                 await each.change(change, "commit")
 

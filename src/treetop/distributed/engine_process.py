@@ -46,7 +46,7 @@ from treetop.disaggregation.connector import Connector, open_connector
 from treetop.disaggregation.nixl import NixlTransport
 from treetop.distributed.log_lines import log_to_stderr
 from treetop.distributed.process import EXIT_REPORTED, EXIT_USER_ERROR, SPARE, Failed, begin, report_failure
-from treetop.types.changes import Change, Commit, LoadLora, UnloadLora, UpdateWeights
+from treetop.types.changes import TAGS, Change, Commit, LoadLora, Sleep, UnloadLora, UpdateWeights, WakeUp
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, EngineError, UserError
 from treetop.types.requests import CoreInfo, CoreLoad, RequestUpdate
@@ -99,7 +99,7 @@ class EngineServer:
         self._loop, self._socket, self._over = CoreLoop(self._core, self._connector, self._lockstep), socket, over
         self._why: BaseException | None = None
         self._options = options
-        self._prepared: tuple[bytes, Commit] | None = None  # and whose
+        self._prepared: tuple[bytes, Change, Commit] | None = None  # whose, for what
         self._clients: dict[bytes, Callable[[list[RequestUpdate]], None]] = {}
         self._identities: dict[int, bytes] = {}  # of clients, by number
         self._left: set[int] = set()
@@ -180,19 +180,19 @@ class EngineServer:
             if self._prepared is not None and self._prepared[0] != identity:
                 raise EngineError("another change is being made; ask again")
             if asked.stage == "prepare":
-                self._prepared = identity, self._core.prepare(asked.change)
+                self._prepared = identity, asked.change, self._core.prepare(asked.change)
             elif asked.stage == "drop":
-                self._prepared = None
+                self._drop()
             elif self._prepared is None:
                 raise EngineError("nothing is prepared here: this engine was started meanwhile")
             else:
-                (_, commit), self._prepared = self._prepared, None
+                (*_, commit), self._prepared = self._prepared, None
                 self._loop.commit(commit)
                 self._info = self._core.current(self._info)
                 for each in self._clients:
                     self._send(each, Ready(self._info))
                 if self._options is not None and self._options.noted is not None:
-                    note_change(Path(self._options.noted), self._options.config, asked.change)
+                    note_change(Path(self._options.noted), self._options.config, asked.change, self._core)
         except Exception as error:  # a folder may be unreadable, and memory short: nothing has changed
             return ChangeDone(asked.number, str(error) or type(error).__name__, isinstance(error, UserError))
         return ChangeDone(asked.number)
@@ -204,7 +204,13 @@ class EngineServer:
         if identity is not None:
             self._loop.leave(self._clients.pop(identity))
             if self._prepared is not None and self._prepared[0] == identity:
-                self._prepared = None
+                self._drop()
+
+    def _drop(self) -> None:
+        """Nobody waits for what was prepared any more, if anything was."""
+        if self._prepared is not None:
+            (_, change, _), self._prepared = self._prepared, None
+            self._core.drop(change)
 
     def _send_updates(self, identity: bytes, updates: list[RequestUpdate]) -> None:
         self._send(identity, Updates(tuple(updates)))
@@ -242,6 +248,9 @@ class EngineProcess:
             try:
                 socket.bind(self.options.address)
                 parts = self._open(stack)
+                if self.options.noted is not None:
+                    note = noted_changes(Path(self.options.noted))
+                    parts = parts._replace(info=restored(parts.core, parts.info, note))
                 failure = EngineServer(parts, socket, self.over.is_set, self.options).run()
             except Exception as error:  # whatever ends it, the parent is told
                 failure = error
@@ -308,14 +317,21 @@ class EngineProcess:
 
 
 class ChangesNote(msgspec.Struct, frozen=True):
-    """What has changed since the options: folders of the weights in force, None for theirs; adapters, None likewise."""
+    """What has changed since the options: folders of the weights in force, None for theirs; adapters, None likewise.
+
+    lora_versions: how often a name has been given. asleep, level: what sleeps, and how deeply.
+    """
 
     model: str | None = None
     draft: str | None = None
     loras: dict[str, str] | None = None
+    lora_versions: dict[str, int] = {}
+    weight_version: int = 0
+    asleep: tuple[str, ...] = ()
+    level: int = 1
 
 
-def note_change(file: Path, config: EngineConfig, change: Change) -> None:
+def note_change(file: Path, config: EngineConfig, change: Change, core: Core) -> None:
     """Note what is in force now, in one step."""
     note = noted_changes(file)
     loras = dict(config.adapters if note.loras is None else note.loras)
@@ -327,6 +343,11 @@ def note_change(file: Path, config: EngineConfig, change: Change) -> None:
         case UnloadLora(name):
             loras.pop(name, None)
             note = msgspec.structs.replace(note, loras=loras)
+        case Sleep(level):
+            note = msgspec.structs.replace(note, level=level)
+    note = msgspec.structs.replace(
+        note, lora_versions=core.lora_versions, weight_version=core.weight_version, asleep=core.asleep
+    )
     beside = file.with_suffix(".new")
     beside.write_bytes(msgspec.json.encode(note))
     beside.replace(file)
@@ -334,6 +355,15 @@ def note_change(file: Path, config: EngineConfig, change: Change) -> None:
 
 def noted_changes(file: Path) -> ChangesNote:
     return msgspec.json.decode(file.read_bytes(), type=ChangesNote) if file.exists() else ChangesNote()
+
+
+def restored(core: Core, info: CoreInfo, note: ChangesNote) -> CoreInfo:
+    """A core that takes another's place goes on where that was: with its versions, and asleep if it slept."""
+    core.restore(note.weight_version, note.lora_versions)
+    if note.asleep:
+        core.prepare(Sleep(note.level))()
+        core.prepare(WakeUp(tuple(tag for tag in TAGS if tag not in note.asleep)))()
+    return core.current(info)
 
 
 def with_noted_changes(options: ProcessOptions) -> ProcessOptions:

@@ -233,6 +233,9 @@ class Lockstep(Generic[InFlight]):
     def prepare(self, change: Change) -> Commit:
         raise ConfigError(f"{asked_as(change)}: not with ranks that share experts; use --ep-size 1")
 
+    def drop(self, change: Change) -> None:
+        """Nothing has been prepared."""
+
     def _agree(self, proposal: StepProposal) -> StepProposal:
         self.waiting_since = time.monotonic()
         step = merged(self._step_sync.agree(proposal, self._timeout_s), self._prefilled_last)

@@ -223,4 +223,5 @@ def info_of(engine: Engine, exactness_by: str = "") -> CoreInfo:
         can_withhold=not config.simulates,
         has_trees=any(shape.num_steps for shape in config.shapes),
         loras=tuple(config.adapters),
+        lora_versions=(1,) * len(config.adapters),
     )

@@ -174,10 +174,16 @@ class TpExecutor:
         refusals = [each for each in said if each is not None]
         refusal = min(refusals, key=lambda each: ELSEWHERE in str(each), default=None)
         if commit is None or refusal is not None:
-            self._ranks.broadcast(encode(AskChange.of(0, "drop", change)))
+            self.drop(change)
             assert refusal is not None
             raise refusal
         return partial(self._commit, change, commit)
+
+    def drop(self, change: Change) -> None:
+        """As `Engine.drop`, on all ranks."""
+        if self._failure is None:
+            self._ranks.broadcast(encode(AskChange.of(0, "drop", change)))
+            self.engine.drop(change)
 
     def _commit(self, change: Change, own: Commit) -> None:
         """A rank that fails now has neither what was nor what is to be: the group ends."""

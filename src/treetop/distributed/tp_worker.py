@@ -115,6 +115,7 @@ class TpWorker:
                 self._agent.take(message)
             case AskChange(stage="drop"):
                 self._prepared = None
+                self._engine.drop(message.change)
             case AskChange():
                 self._send(self._change(message))
             case TreeMasksMade():

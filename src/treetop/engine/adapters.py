@@ -27,6 +27,10 @@ class EngineAdapters:
         host = self._read(read_lora(Path(asked.path), self._plan.target.params))
         return lambda: self._host.update({asked.number: host})
 
+    def prepare_to_forget(self, number: int) -> Commit:
+        """The host's memory of an adapter that no request has; of 0 nothing."""
+        return lambda: self._host.pop(number, None)
+
     def apply(self, edits: Iterable[AdapterEdit]) -> None:
         """In their order, before a step's rows come in."""
         for edit in edits:

@@ -245,8 +245,9 @@ class Engine:
             case LoadLora():
                 assert self.adapters is not None  # the scheduler has refused it
                 return self.adapters.prepare(change)
-            case UnloadLora():
-                return lambda: None  # the scheduler's: a plan says when nobody has it any more
+            case UnloadLora(number=number):
+                assert self.adapters is not None  # likewise
+                return self.adapters.prepare_to_forget(number)
             case Sleep(level):
                 check_sleep(self._plan, level)
                 if self._asleep.tags and (self._asleep.tags != TAGS or level > self._asleep.level):
@@ -257,6 +258,9 @@ class Engine:
                 return partial(
                     self._wake, asked, dropped_models(self._plan, self._chosen, self.runner, self._asleep, asked)
                 )
+
+    def drop(self, change: Change) -> None:
+        """What was prepared for it is not wanted any more; whoever prepared it holds it no longer."""
 
     def _fall_asleep(self, level: int) -> None:
         """Nothing runs until all of it is awake again."""

@@ -5,7 +5,7 @@ to another, the least recently used first. What that takes is told with the next
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from treetop.types.errors import ConfigError, InputError, shown
@@ -49,11 +49,27 @@ class AdapterBooks:
     def names(self) -> tuple[str, ...]:
         return tuple(self._by_name)
 
-    def named(self, name: str) -> Adapter:
-        """Raises InputError for a name that nobody has any more."""
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Of `names`."""
+        return tuple(adapter.version for adapter in self._by_name.values())
+
+    @property
+    def known(self) -> dict[str, int]:
+        """The last version of every name that there ever was."""
+        return dict(self._versions)
+
+    def restore(self, versions: Mapping[str, int]) -> None:
+        """What names have meant in the engine before this one, whose adapters these are."""
+        self._versions.update(Counter(dict(versions)) - self._versions)
+        for name, adapter in self._by_name.items():
+            adapter.version = self._versions[name]
+
+    def named(self, name: str, version: int = 0) -> Adapter:
+        """Raises InputError for a name that nobody has any more, or another adapter than meant. version: 0 of any."""
         if not name:
             return NO_ADAPTER
-        if name not in self._by_name:
+        if name not in self._by_name or version not in (0, self._by_name[name].version):
             raise InputError(f"lora: {shown(name)} is no adapter of this engine: it has been unloaded")
         return self._by_name[name]
 
@@ -88,9 +104,20 @@ class AdapterBooks:
         adapter = self._by_name[name] = Adapter(name, number, self._versions[name])
         return adapter
 
-    def remove(self, name: str) -> None:
-        """Requests that have it go on with it."""
-        self._leaving.append(self._by_name.pop(name))
+    def number_of(self, name: str, alive: Iterable[Adapter]) -> int:
+        """Of one that may go at once; 0 where requests have it. alive: of all requests."""
+        adapter = self._by_name[name]
+        return 0 if adapter in alive else adapter.number
+
+    def remove(self, name: str, at_once: bool = False) -> None:
+        """Requests that have it go on with it; at_once: none has, and the engine has been told."""
+        adapter = self._by_name.pop(name)
+        if not at_once:
+            self._leaving.append(adapter)
+            return
+        if adapter.slot:
+            self._slots[adapter.slot - 1] = None
+        self._edits = [each for each in self._edits if each.number != adapter.number]
 
     # ---------------------------------------------------------------- slots
 
@@ -99,10 +126,9 @@ class AdapterBooks:
         if adapter is NO_ADAPTER:
             return True
         if not adapter.slot:
-            free = [slot for slot, each in enumerate(self._slots, 1) if each is None or each not in running]
-            if not free:
+            if not self.has_room(adapter, running):
                 return False
-            slot = min(free, key=self._last_used)
+            slot = min(self._free(running), key=self._last_used)
             old = self._slots[slot - 1]
             if old is not None:
                 old.slot = 0
@@ -111,6 +137,17 @@ class AdapterBooks:
         self._clock += 1
         adapter.used = self._clock
         return True
+
+    def has_room(self, adapter: Adapter, running: Collection[Adapter]) -> bool:
+        """Whether `place` would find a slot."""
+        return adapter is NO_ADAPTER or bool(adapter.slot or self._free(running))
+
+    @property
+    def in_slots(self) -> set[Adapter]:
+        return {each for each in self._slots if each is not None}
+
+    def _free(self, running: Collection[Adapter]) -> list[int]:
+        return [slot for slot, each in enumerate(self._slots, 1) if each is None or each not in running]
 
     def _last_used(self, slot: int) -> int:
         held = self._slots[slot - 1]

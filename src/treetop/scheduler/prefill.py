@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 
 from treetop.cache.kv_cache_manager import Lease
-from treetop.scheduler.adapters import AdapterBooks
+from treetop.scheduler.adapters import Adapter, AdapterBooks
 from treetop.scheduler.budget import PrefillBudget
 from treetop.scheduler.kv_transfer import KVTransfers
 from treetop.scheduler.queues import Queues
@@ -22,6 +22,9 @@ _CHEAP_PADDING = 512
 
 _PASSING = 8
 """Requests that wait among which some are looked for that may pass a long prompt."""
+
+_MAX_PASSED = 32
+"""Steps in which others may go before a request whose adapter finds no slot."""
 
 Batch = list[tuple[Request, int]]
 """The requests of a prefill step, each with the tokens of its chunk."""
@@ -52,6 +55,8 @@ class PrefillPlanner:
         self._last_s = float("-inf")  # when the last step was planned
         self.lacks_pages: Request | None = None
         """Who would have had the next row in the last step that was planned, had there been pages."""
+        self.lacks_slots = set[Adapter]()
+        """Adapters that found no slot in that step."""
         self._cut_last = False  # whether a prompt did not end in it, and nobody has passed it
         self._mixed = False  # whether the step that is being planned has a round in its forward
         self._packed = 0  # see `PrefillPlan`
@@ -100,6 +105,7 @@ class PrefillPlanner:
         setups: list[RowSetup] = []
         batch: Batch = []
         self.lacks_pages = None
+        self.lacks_slots.clear()
         entering = min(len(self._queues.waiting), self._rows.num_free)
         self._num_waiting = max(len(self._queues.prefilling) + entering - 1, 0)  # beside the first
         if self._cut_last:
@@ -129,18 +135,33 @@ class PrefillPlanner:
         return chain(self._queues.by_id.values(), self._rows.by_row.values())
 
     def _in_order(self, batch: Batch, setups: list[RowSetup]) -> None:
-        """Those that have begun, then those that wait, until one has no room."""
+        """Those that have begun, then those that wait, until one has no room. Where it is a slot for its adapter that
+        one lacks, others go first.
+        """
         for request in self._queues.prefilling:
             count = self._count(batch, request)
             if self._may_join(batch, request, count):
                 self._reserve_chunk(request, count)
                 batch.append((request, count))
-        while self._rows.may_enter and (first := self.shares.first()) is not None:
-            if first.remote:  # its row is set up by its last import
+        while self._rows.may_enter and (first := self.shares.first(self.lacks_slots)) is not None:
+            if not self._adapters.has_room(first.adapter, self._running_adapters):
+                self._pass_over(first)
+            elif first.remote:  # its row is set up by its last import
                 if not self._kv_transfer.admit(first):
                     break
             elif not self._admit(first, batch, setups):
                 break
+
+    def _pass_over(self, request: Request) -> None:
+        """Others go first, until that has been so for long: then no adapter that has a slot comes in any more."""
+        self.lacks_slots.add(request.adapter)
+        request.num_passed += 1
+        if request.num_passed > _MAX_PASSED:
+            self.lacks_slots |= self._adapters.in_slots
+
+    @property
+    def _running_adapters(self) -> set[Adapter]:
+        return {each.adapter for each in self._rows.by_row.values()}
 
     def _pass(self, batch: Batch, setups: list[RowSetup]) -> None:
         """Those behind a prompt that is being prefilled, of its priority, that end in this step; of few that wait."""
@@ -234,7 +255,7 @@ class PrefillPlanner:
         False if there is no room, or its first chunk does not suit the batch. whole: that has to be its last.
         """
         kv_cache = self._rows.kv_cache
-        if not self._adapters.place(request.adapter, {each.adapter for each in self._rows.by_row.values()}):
+        if not self._adapters.place(request.adapter, self._running_adapters):
             return False
         lease, shared = kv_cache.open(request.reusable_ids, request.cache_salt)
         known = lease.shared * self._layout.page_size

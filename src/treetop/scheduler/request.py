@@ -50,6 +50,7 @@ class Request:
     remote: another worker is to prefill it.
     export_from: it is prefilled for another worker, which wants its tokens from here on, and never decodes.
     adapter: its own, or that of none.
+    num_passed: steps that were planned while it was next, and its adapter found no slot.
     asked_host: whether the tier on the host has been asked for its prompt.
     prompt_logprobs: those that are known, from the prompt's second token on; None if they are not asked for, or were
         told with the first token. The rest is for the stats.
@@ -76,6 +77,7 @@ class Request:
     prompt_logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int = 0
     num_retractions: int = 0
+    num_passed: int = 0
     remote: bool = False
     export_from: int | None = None
     asked_host: bool = False

@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import Any
 
 from treetop.cache.host_tier import HostTier
 from treetop.cache.prefix_cache import CacheWatcher
-from treetop.scheduler.adapters import AdapterBooks
+from treetop.scheduler.adapters import Adapter, AdapterBooks
 from treetop.scheduler.budget import PrefillBudget
 from treetop.scheduler.committer import Committer, stats_of
 from treetop.scheduler.constrained import Structures
@@ -160,7 +160,7 @@ class Scheduler:
         check_prompt(asked.prompt_ids, self._layout.max_context)
         if remote or export_from is not None:
             self._check_kv_transfer(asked, remote, export_from)
-        adapter = self.adapters.named(asked.lora)
+        adapter = self.adapters.named(asked.lora, asked.lora_version)
         if asked.request_id in self.queues.by_id:
             raise InvariantError(f"request id {asked.request_id} is given twice")
         order, now = (asked.priority if self._by_priority else 0, next(self._numbers)), self._clock()
@@ -280,6 +280,11 @@ class Scheduler:
         return bool(self.queues.by_id) or (self.rows.host is not None and self.rows.host.has_work)
 
     @property
+    def adapters_in_use(self) -> set[Adapter]:
+        """Of requests that have not ended, and of those that hold a row yet."""
+        return {each.adapter for each in chain(self.queues.by_id.values(), self.rows.by_row.values())}
+
+    @property
     def num_retractions(self) -> int:
         return self._retractions_before + self._rounds.num_retractions
 
@@ -369,7 +374,7 @@ class Scheduler:
         """Put back who holds more rows than their share while others wait; False if steps are out, and whom it takes
         shows once they are committed.
         """
-        over = self._prefill.shares.over(self._prefill.lacks_pages)
+        over = self._prefill.shares.over(self._prefill.lacks_pages, self._prefill.lacks_slots)
         if over and self.steps.has_rows:
             return False
         for request in over:

@@ -8,12 +8,13 @@ more equal. So one request's choices, or one key's requests, have all rows only 
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 from treetop.types.ids import RequestId
 
 if TYPE_CHECKING:  # they count themselves here
+    from treetop.scheduler.adapters import Adapter
     from treetop.scheduler.queues import Queues
     from treetop.scheduler.request import Request
     from treetop.scheduler.rows import Rows
@@ -59,11 +60,11 @@ class Shares:
     def __init__(self, queues: "Queues", rows: "Rows") -> None:
         self._queues, self._rows = queues, rows
 
-    def first(self) -> "Request | None":
+    def first(self, blocked: "Collection[Adapter]" = ()) -> "Request | None":
         """The waiting request that has the next row; None if none waits, or all tenants of those that do have as many
-        as they may.
+        as they may. blocked: adapters whose requests are passed over.
         """
-        return self._next(self._rows.tally, frozenset())
+        return self._next(self._rows.tally, frozenset(), blocked)
 
     def first_few(self, count: int) -> "list[Request]":
         """Requests that may have the next row before others that wait; one, where who comes next depends on shares."""
@@ -71,15 +72,15 @@ class Shares:
         alone = len(of_each) == 1 and len(of_each[0]) == len(waiting) and waiting[0].tenant.max_rows is None
         return waiting[:count] if alone else [each for each in (self.first(),) if each is not None]
 
-    def over(self, lacks_pages: "Request | None") -> "list[Request]":
+    def over(self, lacks_pages: "Request | None", blocked: "Collection[Adapter]" = ()) -> "list[Request]":
         """The running requests that give way to some that wait, no step of which may be out then.
 
-        lacks_pages: who would come next if there were pages, though a row is free.
+        lacks_pages: who would come next if there were pages, though a row is free. blocked: as of `first`.
         """
         held = self._rows.tally
         if not self._queues.waiting or not held.has_more_than_one_each:
             return []
-        claimant = self.first()
+        claimant = self.first(blocked)
         num_free = 0 if claimant is lacks_pages else self._rows.num_free
         if num_free or claimant is None:
             return []
@@ -91,16 +92,20 @@ class Shares:
             taken.add(claimant)
             held.add(victim, -1)
             held.add(claimant, 1)
-            claimant = self._next(held, taken)
+            claimant = self._next(held, taken, blocked)
         return given
 
-    def _next(self, held: Tally, taken: "frozenset[Request] | set[Request]") -> "Request | None":
+    def _next(
+        self, held: Tally, taken: "frozenset[Request] | set[Request]", blocked: "Collection[Adapter]"
+    ) -> "Request | None":
         """As `first`, where rows are held so, and without those that are taken."""
-        heads = [self._next_of(name, held, taken) for name in self._queues.waiting_of]
+        heads = [self._next_of(name, held, taken, blocked) for name in self._queues.waiting_of]
         able = [each for each in heads if each is not None]
         return min(able, key=lambda each: (each.order[0], held.tenants[each.tenant.name], each.order), default=None)
 
-    def _next_of(self, name: str, held: Tally, taken: "frozenset[Request] | set[Request]") -> "Request | None":
+    def _next_of(
+        self, name: str, held: Tally, taken: "frozenset[Request] | set[Request]", blocked: "Collection[Adapter]"
+    ) -> "Request | None":
         """The same among requests of one tenant. It looks at no more of them than come before the one, but where that
         has rows, or is taken.
         """
@@ -114,7 +119,7 @@ class Shares:
             if best is not None and request.order[0] != best.order[0]:
                 break
             count = holding[request.group]
-            if (best is not None and count >= fewest) or request in taken:
+            if (best is not None and count >= fewest) or request in taken or request.adapter in blocked:
                 continue
             best, fewest = request, count
             if count == least:

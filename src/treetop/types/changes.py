@@ -12,7 +12,7 @@ from treetop.types.errors import InputError, shown
 InFlight = Literal["abort", "retract"]
 IN_FLIGHT: tuple[str, ...] = get_args(InFlight)
 Commit = Callable[[], object]
-"""Puts what was prepared in force. It is dropped by not being called."""
+"""Puts what was prepared in force. It is dropped by not being called, and by telling `drop` of who prepared it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,13 @@ class LoadLora:
 
 @dataclass(frozen=True, slots=True)
 class UnloadLora:
-    """No request may name this adapter any more. Those that have named it go on with it to their end."""
+    """No request may name this adapter any more. Those that have named it go on with it to their end.
+
+    number: the core's, where no request has it; else a later plan says when nobody does.
+    """
 
     name: str
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)

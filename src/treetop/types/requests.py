@@ -71,6 +71,7 @@ class EngineRequest(NamedTuple):
     group: RequestId | None = None
     cache_salt: str = ""
     lora: str = ""
+    lora_version: int = 0
 
 
 class RequestStats(NamedTuple):
@@ -169,7 +170,7 @@ class CoreInfo(NamedTuple):
     eos_ids: the model's.
     by_priority: whether it goes by the priority of requests.
     exactness: in force, of `--exactness`; by: the row of the table of `auto`, "" where the option said so.
-    loras: names of adapters.
+    loras: names of adapters. lora_versions: how often each has been given to one, whatever engine this is.
     asleep: what sleeps, of `TAGS`.
     weight_version: how often weights have been replaced.
     """
@@ -192,8 +193,13 @@ class CoreInfo(NamedTuple):
     can_withhold: bool = False
     has_trees: bool = False
     loras: tuple[str, ...] = ()
+    lora_versions: tuple[int, ...] = ()
     asleep: tuple[str, ...] = ()
     weight_version: int = 0
+
+    def lora_version(self, name: str) -> int:
+        """Of an adapter that there is, or of none, 0."""
+        return dict(zip(self.loras, self.lora_versions, strict=False)).get(name, 0)
 
 
 class KVTransferStats(NamedTuple):
