@@ -28,7 +28,7 @@ from treetop.kernels.attention.segments import block_of, plan_segments
 from treetop.kernels.attention.tail import tail_and_merge
 from treetop.kernels.attention.teams import make_arrivals
 from treetop.kernels.gate import Gate
-from treetop.kernels.gemm.adapter_rows import AdapterFactors, adapt, adapt_gated, tile_rows
+from treetop.kernels.gemm.adapter_rows import AdapterFactors, RowTiles, expand, expand_gated, shrink, tile_rows
 from treetop.kernels.gemm.coded import CodedWeight, Coding
 from treetop.kernels.gemm.coded_rows import choose_coded, coded_gated, coded_rows
 from treetop.kernels.gemm.fp8_rows import QuantizedRows, choose_fp8, fp8_rows
@@ -201,8 +201,15 @@ def _adapters(card: Card) -> Iterator[Case]:
             x, parts = _empty(rows, n, k), _empty(2, rows, n, ends[-1], dtype=torch.float32)
             a, b = _empty(9, len(ends) * rank, k), _empty(9, ends[-1], rank)
             factors, what = AdapterFactors(a, b, ends, _empty(len(ends) + 1, dtype=INT)), f"adapters of {name}"
-            run = partial(adapt_gated, kind="silu") if name == "gate_up" else adapt
-            yield f"{what}, rank {rank}, {rows} rows of {n}", partial(run, parts, x, factors, tiles, gpu=card.gpu)
+            after = expand_gated if name == "gate_up" else expand
+
+            def run(
+                x: Tensor = x, parts: Tensor = parts, factors: AdapterFactors = factors, tiles: RowTiles = tiles,
+                after: Callable[..., Tensor] = after,
+            ) -> None:  # fmt: skip
+                after(parts, shrink(x, factors, tiles, card.gpu), factors, tiles, gpu=card.gpu)
+
+            yield f"{what}, rank {rank}, {rows} rows of {n}", run
 
 
 def _experts(card: Card) -> Iterator[Case]:

@@ -31,7 +31,7 @@ from treetop.kernels.comm import peers
 from treetop.kernels.comm.kv_chunks import ChunkSpan, pack_reference, unpack_reference
 from treetop.kernels.comm.peers import Mailboxes
 from treetop.kernels.fused import HeadNorms
-from treetop.kernels.gemm.adapter_rows import AdapterFactors, tile_rows_reference
+from treetop.kernels.gemm.adapter_rows import AdapterFactors, shrink_reference, tile_rows_reference
 from treetop.kernels.gemm.coded import CodedWeight, Coding
 from treetop.kernels.gemm.coded_rows import CodedLaunch
 from treetop.kernels.gemm.fp8_rows import Activations, Fp8Launch, QuantizedRows, by_group
@@ -272,13 +272,22 @@ def tile_rows(_: bool) -> Call:
 
 
 @case
-def adapt(_: bool) -> Call:
-    return Call(adapter_case(5, 3, 136, (100, 132, 164), 24, 4, 2), compared=only_result)
+def shrink(_: bool) -> Call:
+    _, x, factors, tiles = adapter_case(5, 3, 1100, (100, 132, 164), 24, 4, 2)
+    some = (tiles.slots > 0)[:, None, None]  # of the others it means nothing
+    return Call((x, factors, tiles), compared=lambda args, result: torch.where(some, result.sum(0), 0))
 
 
 @case
-def adapt_gated(_: bool) -> Call:
-    return Call(adapter_case(5, 3, 136, (76, 152), 8, 4, 2), compared=only_result)
+def expand(_: bool) -> Call:
+    parts, x, factors, tiles = adapter_case(5, 3, 136, (100, 132, 164), 24, 4, 2)
+    return Call((parts, shrink_reference(x, factors, tiles), factors, tiles), compared=only_result)
+
+
+@case
+def expand_gated(_: bool) -> Call:
+    parts, x, factors, tiles = adapter_case(5, 3, 136, (76, 152), 8, 4, 2)
+    return Call((parts, shrink_reference(x, factors, tiles), factors, tiles), compared=only_result)
 
 
 @case

@@ -237,19 +237,10 @@ class Ops:
     quantize_rows = Op(fp8.quantize_rows_reference, fp8.quantize_rows, 0.0, on_a_gpu_with_fp8, (fp8._quantize_kernel,))
     fp8_rows = Op(fp8.fp8_rows_reference, fp8.fp8_rows, 1e-5, on_a_gpu_with_fp8, (fp8._fp8_kernel,))
     tile_rows = Op(adapting.tile_rows_reference, adapting.tile_rows, 0.0, on_a_gpu, (adapting._tile_rows_kernel,))
-    adapt = Op(
-        adapting.adapt_reference,
-        adapting.adapt,
-        1e-5,
-        on_a_gpu,
-        (adapting._shrink_kernel, adapting._expand_kernel),
-    )
-    adapt_gated = Op(
-        adapting.adapt_gated_reference,
-        adapting.adapt_gated,
-        1e-5,
-        on_a_gpu,
-        (adapting._shrink_kernel, adapting._expand_kernel),
+    shrink = Op(adapting.shrink_reference, adapting.shrink, 1e-5, on_a_gpu, (adapting._shrink_kernel,))
+    expand = Op(adapting.expand_reference, adapting.expand, 1e-5, on_a_gpu, (adapting._expand_kernel,))
+    expand_gated = Op(
+        adapting.expand_gated_reference, adapting.expand_gated, 1e-5, on_a_gpu, (adapting._expand_kernel,)
     )
     route = Op(
         routing.route_reference,

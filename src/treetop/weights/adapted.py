@@ -34,7 +34,7 @@ class Adapters:
     def select(self, slots: Tensor, n: int, ops: Ops) -> None:
         """What follows is of rows with these slots [rows] int64, n tokens each."""
         self.current[: len(slots)].copy_(slots)
-        if ops.gpu_for(Ops.adapt) is not None:
+        if ops.gpu_for(Ops.shrink) is not None:
             ops.tile_rows(self.tiles(len(slots), n), self.slots)
 
     def tiles(self, rows: int, n: int) -> RowTiles:
@@ -69,7 +69,9 @@ class AdaptedLinear:
         return joined(self.parts(x)).to(x.dtype)
 
     def parts(self, x: Tensor) -> Tensor:
-        return self.ops.adapt(self.base.parts(x), x, self.factors, self.adapters.tiles(*x.shape[:2]))
+        tiles = self.adapters.tiles(*x.shape[:2])
+        inner = self.ops.shrink(x, self.factors, tiles)
+        return self.ops.expand(self.base.parts(x), inner, self.factors, tiles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,4 +93,5 @@ class AdaptedGated:
 
     def __call__(self, x: Tensor) -> Tensor:
         tiles = self.adapters.tiles(*x.shape[:2])
-        return self.ops.adapt_gated(self.both.parts(x), x, self.factors, tiles, self.kind)
+        inner = self.ops.shrink(x, self.factors, tiles)
+        return self.ops.expand_gated(self.both.parts(x), inner, self.factors, tiles, self.kind)

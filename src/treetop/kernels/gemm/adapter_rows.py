@@ -4,9 +4,9 @@
     out[token]  += B[slot of its row] inner[token]      added up in the order of the shares
 
 Rows with one adapter share tiles (`tile_rows`, once a forward), so that its factors are read once for all of them. The
-first launch cuts k, for there are few ranks and many columns; it is cut by k alone, whatever the number of rows. Slot 0
-is of rows without an adapter, padding too: their programs return at once. Nothing is decided by the host: rows and
-slots are data of the device.
+first launch cuts k, for there are few ranks and many columns; it is cut by k alone, whatever the number of rows. It
+goes before the product beside which it is, and the second after it. Slot 0 is of rows without an adapter, padding too:
+their programs return at once. Nothing is decided by the host: rows and slots are data of the device.
 Source: L. Chen et al., "Punica: Multi-Tenant LoRA Serving", arXiv:2310.18547.
 """
 
@@ -133,69 +133,89 @@ def _tile_rows_kernel(
 # ---------------------------------------------------------------------------------------------------------- products
 
 
-def added_reference(x: Tensor, factors: AdapterFactors, slots: Tensor) -> Tensor:
-    """What adapters add to a product of x [rows, n, in], by slots [rows] int64. Returns [rows, n, out]."""
-    inner = torch.bmm(x, factors.a[slots].transpose(1, 2)).unflatten(2, (-1, factors.rank)).unbind(2)
-    outputs = factors.b[slots].transpose(1, 2).tensor_split(factors.ends[:-1], dim=2)
-    return torch.cat([torch.bmm(*each) for each in zip(inner, outputs, strict=True)], dim=2)
+def shrink_reference(x: Tensor, factors: AdapterFactors, tiles: RowTiles) -> Tensor:
+    """The products of x [rows, n, in] with A of each row's adapter, [shares, rows, n, joined * rank]: their sum."""
+    return torch.bmm(x, factors.a[tiles.slots].transpose(1, 2))[None]
 
 
-def adapt_reference(parts: Tensor, x: Tensor, factors: AdapterFactors, tiles: RowTiles) -> Tensor:
+def shrink(x: Tensor, factors: AdapterFactors, tiles: RowTiles, gpu: GpuTraits) -> Tensor:
+    """`shrink_reference` in one launch, in float32. What it gives of rows without an adapter means nothing.
+
+    It goes before the product that it belongs to, which hides it.
+    """
+    rows, n, k = x.shape
+    splits, joins = min(_MOST_SHARES, -(-k // _SHARE)), len(factors.ends)
+    share = -(-k // splits // _BLOCK_K) * _BLOCK_K
+    inner = torch.empty((splits, rows, n, joins * factors.rank), dtype=torch.float32, device=x.device)
+    grid, where, common = _launch(factors, tiles, rows, n, gpu)
+    _shrink_kernel[(*grid, joins * splits)](
+        inner, x.contiguous(), factors.a, *where, k, share=share, block_k=_BLOCK_K, num_stages=3, **common
+    )
+    return inner
+
+
+def expand_reference(parts: Tensor, inner: Tensor, factors: AdapterFactors, tiles: RowTiles) -> Tensor:
     """The parts of a product with what each row's adapter adds to it, in place in the first of them.
 
-    parts: [parts, rows, n, out]. x: [rows, n, in].
+    parts: [parts, rows, n, out]. inner: of `shrink`.
     """
-    parts[0] += added_reference(x, factors, tiles.slots)
+    each = joined(inner).to(factors.b.dtype).unflatten(2, (-1, factors.rank)).unbind(2)
+    outputs = factors.b[tiles.slots].transpose(1, 2).tensor_split(factors.ends[:-1], dim=2)
+    parts[0] += torch.cat([torch.bmm(*pair) for pair in zip(each, outputs, strict=True)], dim=2)
     return parts
 
 
-def adapt(parts: Tensor, x: Tensor, factors: AdapterFactors, tiles: RowTiles, gpu: GpuTraits) -> Tensor:
-    """`adapt_reference` in two launches."""
+def expand(parts: Tensor, inner: Tensor, factors: AdapterFactors, tiles: RowTiles, gpu: GpuTraits) -> Tensor:
+    """`expand_reference` in one launch."""
     parts = parts.contiguous()
-    _expand(parts, parts, x, factors, tiles, None, gpu)
+    _expand(parts, parts, inner, factors, tiles, None, gpu)
     return parts
 
 
-def adapt_gated_reference(
-    parts: Tensor, x: Tensor, factors: AdapterFactors, tiles: RowTiles, kind: Gate = "silu"
+def expand_gated_reference(
+    parts: Tensor, inner: Tensor, factors: AdapterFactors, tiles: RowTiles, kind: Gate = "silu"
 ) -> Tensor:
     """Activated gate times up of a product with what each row's adapter adds to it; it may use the parts up.
 
-    parts: [parts, rows, n, 2 * inner], gate first. x: [rows, n, in]. Returns [rows, n, inner].
+    parts: [parts, rows, n, 2 * inner size], gate first. inner: of `shrink`. Returns [rows, n, inner size].
     """
-    return gate_mul_reference(joined(adapt_reference(parts, x, factors, tiles)).to(x.dtype), kind)
+    return gate_mul_reference(joined(expand_reference(parts, inner, factors, tiles)).to(factors.b.dtype), kind)
 
 
-def adapt_gated(
-    parts: Tensor, x: Tensor, factors: AdapterFactors, tiles: RowTiles, kind: Gate = "silu", *, gpu: GpuTraits
+def expand_gated(
+    parts: Tensor, inner: Tensor, factors: AdapterFactors, tiles: RowTiles, kind: Gate = "silu", *, gpu: GpuTraits
 ) -> Tensor:
-    """`adapt_gated_reference` in two launches."""
-    out = torch.empty((*x.shape[:2], parts.shape[3] // 2), dtype=x.dtype, device=x.device)
-    _expand(out, parts.contiguous(), x, factors, tiles, kind, gpu)
+    """`expand_gated_reference` in one launch."""
+    out = torch.empty((*parts.shape[1:3], parts.shape[3] // 2), dtype=factors.b.dtype, device=parts.device)
+    _expand(out, parts.contiguous(), inner, factors, tiles, kind, gpu)
     return out
 
 
 def _expand(
-    out: Tensor, parts: Tensor, x: Tensor, factors: AdapterFactors, tiles: RowTiles, kind: Gate | None, gpu: GpuTraits
-) -> None:
-    (rows, n, k), block_m, joins, rank = x.shape, tokens_of_tile(x.shape[1]), len(factors.ends), factors.rank
-    splits = min(_MOST_SHARES, -(-k // _SHARE))
-    share = -(-k // splits // _BLOCK_K) * _BLOCK_K
-    inner = torch.empty((splits, rows * n, joins * rank), dtype=torch.float32, device=x.device)
-    grid = len(tiles.slot), -(-min(tiles.per_tile, rows) * n // block_m)
-    where = tiles.order, tiles.slot, tiles.start, tiles.count, n, rows * n
-    common: dict[str, object] = {
-        "rank": rank, "joins": joins, "block_m": block_m, "block_r": max(16, power_of_two(rank)),
-        "overlap": gpu.can_overlap, "num_warps": 4, **launch_options(gpu),
-    }  # fmt: skip
-    _shrink_kernel[(*grid, joins * splits)](
-        inner, x.contiguous(), factors.a, *where, k, share=share, block_k=_BLOCK_K, num_stages=3, **common
-    )
-    size, block_n = parts.shape[3], 128 if block_m == _FEW else 64
+    out: Tensor, parts: Tensor, inner: Tensor, factors: AdapterFactors, tiles: RowTiles, kind: Gate | None,
+    gpu: GpuTraits,
+) -> None:  # fmt: skip
+    parts_of, rows, n, size = parts.shape
+    grid, where, common = _launch(factors, tiles, rows, n, gpu)
+    block_n = 128 if tokens_of_tile(n) == _FEW else 64
     _expand_kernel[(*grid, -(-out.shape[-1] // block_n))](
-        out, parts, inner, factors.b, factors.bounds, *where, size, splits=splits, parts_of=len(parts), kind=kind,
+        out, parts, inner, factors.b, factors.bounds, *where, size, splits=len(inner), parts_of=parts_of, kind=kind,
         block_n=block_n, **common,
     )  # fmt: skip
+
+
+def _launch(
+    factors: AdapterFactors, tiles: RowTiles, rows: int, n: int, gpu: GpuTraits
+) -> tuple[tuple[int, int], tuple[Tensor | int, ...], dict[str, object]]:
+    """Of both kernels: tiles and blocks of tokens, where rows are, and what is alike."""
+    block_m = tokens_of_tile(n)
+    common: dict[str, object] = {
+        "rank": factors.rank, "joins": len(factors.ends), "block_m": block_m,
+        "block_r": max(16, power_of_two(factors.rank)), "overlap": gpu.can_overlap, "num_warps": 4,
+        **launch_options(gpu),
+    }  # fmt: skip
+    grid = len(tiles.slot), -(-min(tiles.per_tile, rows) * n // block_m)
+    return grid, (tiles.order, tiles.slot, tiles.start, tiles.count, n, rows * n), common
 
 
 @jit_for_any("n", "tokens")
@@ -257,14 +277,14 @@ def _expand_kernel(
         line = first + tl.arange(0, block_n)
         if kind is None:
             if slot > 0:
-                added = _added(
+                at = out + token[:, None] * size + line[None, :]
+                mask = there[:, None] & (line < size)[None, :]
+                base = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+                base += _added(
                     inner, b, bounds, slot, token, there, first, tokens, size, splits, rank, joins, block_m, block_n,
                     block_r,
                 )  # fmt: skip
-                at = out + token[:, None] * size + line[None, :]
-                mask = there[:, None] & (line < size)[None, :]
-                added += tl.load(at, mask=mask, other=0.0).to(tl.float32)
-                tl.store(at, added.to(out.dtype.element_ty), mask=mask)
+                tl.store(at, base.to(out.dtype.element_ty), mask=mask)
         else:
             half = size // 2
             mask = there[:, None] & (line < half)[None, :]
