@@ -49,6 +49,7 @@ from treetop.kernels.tree.commit import Paths
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.types.ids import FULL
 from treetop.types.phase import Phase
+from treetop.types.tree import FlatNodes
 from treetop.weights.adapted import Adapters
 from treetop.weights.twelve_bits import offers
 
@@ -321,6 +322,16 @@ def _attention(card: Card) -> Iterator[Case]:
         call: Callable[[], object]
         call = partial(paged_attention, q, pages, scene.metadata, tail, 1.0, None, card.gpu, None, scales, arrivals)
         yield f"attention of {scene}", call
+    for scene in (_Scene(32, 4, 8192), _Scene(32, 16, 8192)):
+        q, pages, tail, _ = scene.tensors(planes=2)
+        assert tail is not None
+        by_row, nodes = _empty(scene.rows, dtype=LONG), 2 * scene.rows
+        metadata = replace(
+            scene.metadata, flat=FlatNodes(by_row, by_row, _empty(nodes, dtype=LONG), scene.metadata.positions)
+        )
+        q, tail = q.flatten(0, 1)[:nodes, None], tail.flatten(0, 1)[:nodes, None]
+        call = partial(paged_attention, q, pages, metadata, tail, 1.0, None, card.gpu, arrivals=arrivals)
+        yield f"attention of flat nodes of {scene}", call
     for scene in (_Scene(8, 16, 8192), *_OTHERS):
         q, _, tail, _ = scene.tensors(planes=2)
         if tail is not None and scene.n > 1:

@@ -73,7 +73,7 @@ from treetop.types.layout import PLAIN, KVGroup, Layout, SpecShape
 from treetop.types.messages import RowSetup
 from treetop.types.phase import Phase
 from treetop.types.sampling import Choice, SamplingParams
-from treetop.types.tree import Accepted, DraftTree, PathPositions
+from treetop.types.tree import Accepted, DraftTree, FlatNodes, PathPositions
 from treetop.weights import twelve_bits
 from treetop_debug.faults import FAULTS
 from treetop_debug.kernels import all_kernels
@@ -212,9 +212,10 @@ def test_the_kernels_of_a_call_are_compiled_and_then_there(absent_gpu):
 
 
 @compiled_here
-@pytest.mark.parametrize("latent", [False, True])
-def test_attention_with_helpers_compiles_for_a_gpu(absent_gpu, latent):
+@pytest.mark.parametrize("kind", ["", "latent", "flat"])
+def test_attention_with_helpers_compiles_for_a_gpu(absent_gpu, kind):
     """Programs that meet through memory, which the interpreter runs one after another."""
+    latent = kind == "latent"
     rows, gpu = torch.zeros(32).long(), GpuTraits(132, True, 227 << 10)
     table, positions = PageTable(FULL, torch.zeros((33, 128), dtype=torch.int32)), torch.zeros(32, 4).long()
     mask, half = torch.ones(32, 4, 4, dtype=torch.bool), torch.bfloat16
@@ -225,6 +226,9 @@ def test_attention_with_helpers_compiles_for_a_gpu(absent_gpu, latent):
         torch.zeros(32, 4, 16 if latent else 32, shape[2], dtype=half),
         make_arrivals(torch.device("cpu"), gpu),
     )
+    if kind == "flat":
+        flat = FlatNodes(rows, rows, torch.zeros(80).long(), positions)
+        metadata, q, tail = replace(metadata, flat=flat), q.flatten(0, 1)[:80, None], tail.flatten(0, 1)[:80, None]
 
     def attend():
         if latent:
@@ -327,6 +331,9 @@ def launch_a_round(ops):
         growth, 0, frontier, Children(torch.zeros(1, 2, 2, dtype=long), torch.zeros(1, 2, 2), torch.zeros(1, 2, 8))
     )
     ops.select(growth, tree, places)
+    ops.trim(
+        tree, places, growth.chosen, rows, 1, FlatNodes(rows, rows, torch.zeros(4, dtype=long), growth.chosen.clone())
+    )
     ops.top_logprobs(torch.zeros(1, 2, 40), 2, None, growth.row_heat(0))
     accepted = Accepted(
         wide, rows, wide.clone(), rows.clone(), torch.zeros(1, dtype=torch.bool), torch.zeros(1, 6, dtype=long)

@@ -15,7 +15,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from treetop.attention.capabilities import Capabilities, GroupNeed, Need
-from treetop.attention.contract import AttentionBackend, HostPlanned, RoundExtents, TailKV
+from treetop.attention.contract import AttentionBackend, FlatBackend, HostPlanned, RoundExtents, TailKV
 from treetop.attention.exact_backend import ExactBackend
 from treetop.attention.registry import BACKENDS, fallback, refusal, require
 from treetop.kernels.attention.attention_config import CallShape
@@ -178,6 +178,13 @@ class AutoBackend:
     ) -> Tensor:
         return plan.backend.prefix_tail(q, kv, plan.inner, tail, scale, sinks)
 
+    def flat_prefix_tail(
+        self, q: Tensor, kv: PagedKV, plan: Chosen, tail: TailKV, scale: float, sinks: Tensor | None = None
+    ) -> Tensor | None:
+        if not plan.backend.capabilities.flat:
+            return None
+        return cast(FlatBackend, plan.backend).flat_prefix_tail(q, kv, plan.inner, tail, scale, sinks)
+
     def causal(self, q: Tensor, kv: PagedKV, plan: Chosen, scale: float, sinks: Tensor | None = None) -> Tensor:
         return plan.backend.causal(q, kv, plan.inner, scale, sinks)
 
@@ -194,6 +201,7 @@ def _joint(parts: list[Capabilities]) -> Capabilities:
         captures=all(part.captures for part in parts),
         captures_first_call=all(part.captures_first_call for part in parts),
         needs_host_extents=any(part.needs_host_extents for part in parts),
+        flat=any(part.flat for part in parts),
     )
 
 

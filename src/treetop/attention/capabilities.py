@@ -31,6 +31,7 @@ class Capabilities:
     captures_first_call: also the first one, in which a library may compile or load.
     needs_host_extents: exact lengths on the host before a round (`plan_round`), so only one round may be in flight.
     phases: it serves.
+    flat: it may take the nodes of trees that a budget has cut as they stand (`contract.FlatBackend`).
     exact: a query's result has the same bits in any batch, tree and chunking, as `--exactness bits` asks.
     """
 
@@ -50,6 +51,7 @@ class Capabilities:
     captures_first_call: bool = False
     needs_host_extents: bool = False
     phases: tuple[Phase, ...] = tuple(Phase)
+    flat: bool = False
     exact: bool = False
 
 

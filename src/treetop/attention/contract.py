@@ -104,6 +104,17 @@ class SparseBackend(Protocol[Q]):
         ...
 
 
+class FlatBackend(Protocol):
+    """What a backend has besides whose capabilities say `flat`."""
+
+    def flat_prefix_tail(
+        self, q: Tensor, kv: PagedKV, plan: Any, tail: TailKV, scale: float, sinks: Tensor | None = None
+    ) -> Tensor | None:
+        """`prefix_tail` of the nodes that the plan's `flat` says, one after the other: q [N, 1, heads, head_dim] and a
+        tail [N, 1, ...]. Returns [N, 1, heads, value_dim]; None where this call is to be made by row."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class RoundExtents:
     """A round about to run, for a backend whose capabilities say `needs_host_extents`.

@@ -6,18 +6,18 @@ other, and attention each row's.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from torch import Tensor
 
-from treetop.attention.contract import TailKV
+from treetop.attention.contract import FlatBackend, TailKV
 from treetop.attention.layer import ChosenKeys, Index, LayerKV, WriteKV, written_plainly
 from treetop.attention.recurrent import Recurrence
 from treetop.kernels.attention.indexer import IndexQuery
+from treetop.kernels.flat import packed_nodes, spread_nodes
 from treetop.kernels.kv import moved
 from treetop.kernels.recurrent.states import StateInputs
-from treetop.kernels.tree.trim import spread_nodes
 from treetop.types.ids import GroupName
 from treetop.types.tree import FlatNodes
 
@@ -26,8 +26,8 @@ from treetop.types.tree import FlatNodes
 class RaggedAttention:
     """An `Attend` of the flat nodes [N, 1]: queries see the prefix and their row's part of a flat tail.
 
-    A backend is given [rows, T] queries and columns, of which those past a row's count are its root's, and what it says
-    of these is dropped. So whatever holds of trees that are whole holds of these.
+    A backend that takes flat nodes is given them. Any other is given [rows, T] queries and columns, of which those past
+    a row's count are its root's, and what it says of these is dropped: so whatever holds of whole trees holds of these.
 
     keys, layers, plans, recurrence: as of `TailAttention`, for [rows, T].
     tails: group -> [layers, entries, *format].
@@ -61,10 +61,15 @@ class RaggedAttention:
     ) -> Tensor:
         place, tail = self.layers[layer], self._tail(layer)
         q = self.write(layer, write)
+        seen = TailKV(tail, place.kv.value_dim, place.kv.index_dim, place.kv.scales, place.kv.parts)
+        if index is None and self.keys.backend.capabilities.flat:
+            backend = cast(FlatBackend, self.keys.backend)
+            out = backend.flat_prefix_tail(q, place.kv, self.plans[place.group], seen, scale, sinks)
+            if out is not None:
+                return out
         if isinstance(index, IndexQuery):
             index = IndexQuery(self._spread(index.heads), self._spread(index.weights), index.top_k)
-        stored = self._spread(moved(tail)).view(tail.dtype)
-        seen = TailKV(stored, place.kv.value_dim, place.kv.index_dim, place.kv.scales, place.kv.parts)
+        seen = replace(seen, data=self._spread(moved(tail)).view(tail.dtype))
         plan = self.keys.narrowed(layer, index, place.kv, self.plans[place.group], seen)
         return self._packed(self.keys.backend.prefix_tail(self._spread(q), place.kv, plan, seen, scale, sinks))
 
@@ -85,5 +90,4 @@ class RaggedAttention:
         return spread_nodes(self.flat, of_nodes)
 
     def _packed(self, rows: Tensor) -> Tensor:
-        """Of each row's nodes [rows, T, ...] those that are left, [N, 1, ...]."""
-        return rows.flatten(0, 1).index_select(0, self.flat.at)[:, None]
+        return packed_nodes(self.flat, rows)

@@ -23,6 +23,7 @@ CAPABILITIES = Capabilities(
     sparse=True,
     fp8_kv=True,
     captures_first_call=True,
+    flat=True,
 )
 
 
@@ -67,6 +68,13 @@ class TritonBackend:
     def prefix_tail(
         self, q: Tensor, kv: PagedKV, plan: AttentionMetadata, tail: TailKV, scale: float, sinks: Tensor | None = None
     ) -> Tensor:
+        return self._attend(q, kv, replace(plan, flat=None), tail.planes, scale, sinks)
+
+    def flat_prefix_tail(
+        self, q: Tensor, kv: PagedKV, plan: AttentionMetadata, tail: TailKV, scale: float, sinks: Tensor | None = None
+    ) -> Tensor | None:
+        if kv.value_dim is not None or plan.chosen is not None:
+            return None
         return self._attend(q, kv, plan, tail.planes, scale, sinks)
 
     def causal(

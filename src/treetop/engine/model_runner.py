@@ -104,6 +104,7 @@ class ModelRunner:
         positions: Tensor,
         tail_positions: Tensor | None = None,
         mask: Tensor | None = None,
+        flat: FlatNodes | None = None,
     ) -> AttentionMetadata:
         """Who sees what in a phase, of a group's layers; see `AttentionMetadata`."""
         table, (rows, kv_len, max_kv_len) = self.state.table_of(group.name), prefix
@@ -121,6 +122,7 @@ class ModelRunner:
             tail_positions,
             mask,
             group.chunked,
+            flat=flat,
         )
 
     def plan(self, metadata: AttentionMetadata, begun: dict[GroupName, Any] | None = None) -> Any:

@@ -25,11 +25,11 @@ from treetop.engine.model_runner import ModelRunner, TargetInput
 from treetop.engine.prefill import FirstTokens, PrefillBatch, begin_prefill, end_prefill
 from treetop.engine.recurrence import keep_states, node_recurrence
 from treetop.engine.tree_growth import grow_trees
+from treetop.kernels.flat import packed_nodes, spread_nodes
 from treetop.kernels.tree.accept import Withheld
 from treetop.kernels.tree.commit import Paths, feature_nodes, flat_entries
 from treetop.kernels.tree.deferred import ExtendPairs, defer, deferred_pairs
 from treetop.kernels.tree.rows import store_draft
-from treetop.kernels.tree.trim import spread_nodes
 from treetop.models.target import TargetOutput
 from treetop.speculative.verify import choose, logits_for, path_logprobs, spread_choice
 from treetop.types.errors import CheckError
@@ -103,7 +103,7 @@ def begin_verify(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> BegunVe
     places, flat = buffers.places_of(key.bucket, shape), buffers.flat_of(key.bucket, shape)
     prefix, plans = (rows, places.committed, max_kv_len), {}
     for g in runner.target_groups:
-        plans[g.name] = runner.plan(runner.metadata(phase, g, prefix, places.nodes, places.nodes, tree.mask))
+        plans[g.name] = runner.plan(runner.metadata(phase, g, prefix, places.nodes, places.nodes, tree.mask, flat))
     recurrence = node_recurrence(runner, rows, tree.parent)
     tokens, positions, node_rows = tree.tokens, places.nodes, rows
     attend: Attend
@@ -112,8 +112,8 @@ def begin_verify(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> BegunVe
         layers = runner.target_layers
         attend = runner.tail_attention(phase, layers, buffers.verify_tails, plans, columns, shape, recurrence)
     else:
-        tokens, positions = (each.flatten().index_select(0, flat.at)[:, None] for each in (tokens, positions))
-        node_rows = rows[:, None].expand_as(tree.tokens).flatten().index_select(0, flat.at)
+        tokens, positions = packed_nodes(flat, tokens), packed_nodes(flat, positions)
+        node_rows = packed_nodes(flat, rows[:, None].expand_as(tree.tokens))[:, 0]
         attend = runner.ragged_attention(flat, node_rows, plans, recurrence)
     tokens = runner.probes.index(tokens, 0, runner.target.config.vocab_size, "tree_token", phase, node_rows)
     return BegunVerify(TargetInput(node_rows, tokens, positions, attend), recurrence)

@@ -7,10 +7,10 @@ way: its tree is the root alone.
 import torch
 from torch import Tensor
 
+from treetop.kernels.flat import spread_nodes
 from treetop.kernels.sampling.sampling import PartialArgmax, SampledTokens, SamplingMetadata
 from treetop.kernels.table import Ops
 from treetop.kernels.tree.commit import feature_nodes
-from treetop.kernels.tree.trim import spread_nodes
 from treetop.models.target import Target
 from treetop.types.sampling import Choice
 from treetop.types.tree import Accepted, DraftTree, FlatNodes, PathLogprobs

@@ -15,7 +15,7 @@ Gimelshein, arXiv:1805.02867.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from treetop.kernels.attention.attention_config import CallShape, Launch, choose
 from treetop.kernels.attention.metadata import AttentionMetadata, SparseKeys, oldest_seen
 from treetop.kernels.attention.teams import Team, join_team, row_shares, seat_of, share_of, team_of
 from treetop.kernels.dependent_launch import pdl_wait
+from treetop.kernels.flat import packed_nodes, spread_nodes
 from treetop.kernels.kv import decoded, slots_of
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, jit_for_any, power_of_two, tl
 
@@ -45,11 +46,19 @@ def paged_attention_reference(
     tail: [rows, t, planes, kv_heads, head_dim]. sinks: [heads] float32, a logit a head that takes part in the
     normalisation. scales: [planes, kv_heads] float32, of pages and a tail in FP8. Returns out like q and lse [rows, n,
     heads] float32, natural logarithm, the sink in it; a query that sees nothing gets out 0 and lse -inf, or its sink.
+    Of metadata with flat nodes q and tail are [N, 1, ...], and so are out and lse.
     """
     at = torch.arange(metadata.max_kv_len, device=q.device)
     stored = at < metadata.kv_len[:, None]
     slots = slots_of(metadata.table.data, metadata.rows, at[None], stored, metadata.page_size)
     wide = torch.promote_types(q.dtype, torch.float32)
+    if metadata.flat is not None:
+        flat, by_row = metadata.flat, [spread_nodes(metadata.flat, each) for each in (q, tail) if each is not None]
+        of_rows = paged_attention_reference(
+            by_row[0], pages, replace(metadata, flat=None), None if tail is None else by_row[1], scale, sinks, scales
+        )
+        out, lse = (packed_nodes(flat, each) for each in of_rows)
+        return out, lse
     kv = torch.where(stored[:, :, None, None, None], decoded(pages[slots], scales, wide), 0)
     positions = metadata.positions
     visible = stored[:, None].expand(-1, q.shape[1], -1)
@@ -217,14 +226,15 @@ def within_page(position: Arg, page_size: constexpr) -> Arg:
 @jit_for_any("n", "position_row", "splits", "helpers")
 def _attention_kernel(
     out: Arg, lse: Arg, sums: Arg, arrivals: Arg, q: Arg, pages: Arg, page_table: Arg, rows: Arg, kv_len: Arg,
-    positions: Arg, tail: Arg, tail_positions: Arg, mask: Arg, sinks: Arg, kv_scales: Arg, scale: Arg, n: Arg, t: Arg,
-    split_stride: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg, v_offset: Arg, table_row: Arg,
-    position_row: Arg, position_query: Arg, splits: Arg, helpers: Arg, tail_row: Arg, tail_column: Arg, tail_v: Arg,
-    tail_position_row: Arg, tail_position_column: Arg, mask_row: Arg, mask_query: Arg, mask_column: Arg,
+    positions: Arg, tail: Arg, tail_positions: Arg, mask: Arg, sinks: Arg, kv_scales: Arg, row_start: Arg, counts: Arg,
+    scale: Arg, n: Arg, t: Arg, split_stride: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg,
+    v_offset: Arg, table_row: Arg, position_row: Arg, position_query: Arg, splits: Arg, helpers: Arg, tail_row: Arg,
+    tail_column: Arg, tail_v: Arg, tail_position_row: Arg, tail_position_column: Arg, mask_row: Arg, mask_query: Arg,
+    mask_column: Arg,
     group: constexpr, dim: constexpr, page_size: constexpr, window: constexpr, chunked: constexpr, causal: constexpr,
     has_tail: constexpr, has_sinks: constexpr, has_parts: constexpr, scaled: constexpr, helped: constexpr,
     block_m: constexpr, block_n: constexpr, block_t: constexpr, block_d: constexpr, block_rows: constexpr,
-    overlap: constexpr,
+    flat: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """One block of queries of one row and K/V head, over one split of its keys.
 
@@ -232,7 +242,8 @@ def _attention_kernel(
     `paged_attention`; *_row, *_query, ... are strides in elements; window 0 is none. Grid (kv_heads, blocks of queries
     * splits, rows + helpers). All slot arithmetic is int64.
 
-    helped: by `kernels.attention.teams`, of which sums, arrivals and helpers are.
+    helped: by `kernels.attention.teams`, of which sums, arrivals and helpers are. flat: rows have `counts` queries and
+    columns, from their `row_start` on, as [N, 1, ...]; q_query and tail_column are then strides of nodes.
     """
     pdl_wait(overlap, early=True)
     kv_head = tl.program_id(0)
@@ -250,6 +261,12 @@ def _attention_kernel(
     if helped:
         own_share = share_of(end, splits, window, chunked, block_n)
     table = page_table + tl.load(rows + row) * table_row
+    first_node, q_from, tail_from = row * n, row * q_row, row * tail_row
+    if flat:
+        first_node = tl.load(row_start + row)
+        n = tl.load(counts + row).to(tl.int32)
+        t = n
+        q_from, tail_from = first_node * q_query, first_node * tail_column
 
     lane = tile * block_m + tl.arange(0, block_m)
     query = lane // group
@@ -257,7 +274,7 @@ def _attention_kernel(
     dims = tl.arange(0, block_d)
     real = query < n
     q_mask = real[:, None] & (dims < dim)[None, :]
-    q_at = row * q_row + query * q_query + head * q_head
+    q_at = q_from + query * q_query + head * q_head
     queries = tl.load(q + q_at[:, None] + dims[None, :], mask=q_mask, other=0.0)
     if scaled:
         queries = beside_codes(queries)
@@ -281,6 +298,8 @@ def _attention_kernel(
     share = tl.maximum(tl.cdiv(last_block - first_block, splits), 1)
     begin = first_block + split * share
     stop = tl.minimum(begin + share, last_block)
+    if flat:  # past a row's last query there is nothing to do
+        stop = tl.where(tile * block_m < n * group, stop, begin)
     if helped:  # a row's own program begins where it would alone, so nothing waits for the other rows' lengths yet
         whole = tl.maximum(stop - begin, 0)
         begin += member * tl.cdiv(whole, members)
@@ -298,7 +317,7 @@ def _attention_kernel(
         folds_tail = folds_tail & (member == 0)
     if has_tail:  # first, and by the first split: it needs no length, so it hides the latency of those loads
         acc, peak, mass = fold_tail(
-            queries, tail + kv_head * dim + row * tail_row, tail_positions + row * tail_position_row,
+            queries, tail + kv_head * dim + tail_from, tail_positions + row * tail_position_row,
             mask + row * mask_row, query, real, oldest, dims, tl.where(folds_tail, t, 0), t, tail_column, tail_v,
             tail_position_column, mask_query, mask_column, acc, peak, mass, scale, dim, window, block_t, block_d,
             overlap,
@@ -349,7 +368,7 @@ def _attention_kernel(
     if scaled:
         result *= tl.load(kv_scales + tl.num_programs(0) + kv_head)
     log_mass = tl.where(seen, (peak + tl.log2(tl.where(seen, mass, 1.0))) * 0.6931471805599453, float("-inf"))
-    out_at = (row * n + query) * (tl.num_programs(0) * group) + head
+    out_at = (first_node + query) * (tl.num_programs(0) * group) + head
     tl.store(lse + split * split_stride + out_at, log_mass, mask=kept)
     out_at = (split * split_stride + out_at)[:, None] * dim + dims[None, :]
     tl.store(out + out_at, result.to(out.dtype.element_ty), mask=kept[:, None] & (dims < dim)[None, :])
@@ -458,7 +477,7 @@ def paged_attention(
     arrivals: of `make_arrivals`; long rows of a decode phase then have helpers. Reads lengths on the device only, and
     allocates only tensors whose shapes the arguments' shapes give.
     """
-    rows, n, heads, dim = q.shape
+    (rows, n), (heads, dim), flat = metadata.positions.shape, q.shape[2:], metadata.flat
     kv_heads = pages.shape[2]
     group = heads // kv_heads
     table, positions = metadata.table.data, metadata.positions
@@ -471,9 +490,15 @@ def paged_attention(
     tail_strides: tuple[int, ...] = (0,) * 8
     if tail is not None:
         tail_strides = (*data.stride()[:3], *tail_positions.stride(), *mask.stride())
+        if flat is not None:
+            tail_strides = (0, data.stride(0), *tail_strides[2:])
         assert data.stride()[3:] == (dim, 1)
     assert (q.stride(3), table.stride(1), metadata.rows.stride(0), metadata.kv_len.stride(0)) == (1, 1, 1, 1)
     assert pages.stride()[2:] == (dim, 1)
+    q_strides, nodes = q.stride()[:3], (metadata.rows, metadata.rows)
+    if flat is not None:
+        assert tail is not None
+        q_strides, nodes, width = (0, q.stride(0), q.stride(2)), (flat.row_start, flat.count), n
     blocks = -(-n * group // launch.block_m)
     block_d = max(16, power_of_two(dim))
     logits = results.lse if sinks is None else sinks  # a placeholder, without any
@@ -483,15 +508,15 @@ def paged_attention(
     _attention_kernel[(kv_heads, blocks * launch.splits, rows + team.helpers)](
         results.part, results.part_lse, team.sums, team.arrivals, q, pages, table, metadata.rows, metadata.kv_len,
         positions, data, tail_positions, mask, logits, results.lse if scales is None else scales,
-        scale * math.log2(math.e), n, width, rows * n * heads, *q.stride()[:3], pages.stride(0), pages.stride(1),
+        *nodes, scale * math.log2(math.e), n, width, results.lse.numel(), *q_strides, pages.stride(0), pages.stride(1),
         table.stride(0),
         *positions.stride(), launch.splits, team.helpers, *tail_strides,
         group=group, dim=dim, page_size=metadata.page_size, window=metadata.window or 0,
         chunked=metadata.chunked, causal=metadata.causal, has_tail=tail is not None, has_sinks=sinks is not None,
         has_parts=launch.splits > 1, scaled=scales is not None, helped=team.helpers > 0,
         block_m=launch.block_m, block_n=launch.block_n, block_t=min(launch.block_n, max(16, power_of_two(width))),
-        block_d=block_d, block_rows=team.block_rows, overlap=launch.overlap, num_warps=launch.num_warps,
-        num_stages=launch.num_stages, **overlap,
+        block_d=block_d, block_rows=team.block_rows, flat=flat is not None, overlap=launch.overlap,
+        num_warps=launch.num_warps, num_stages=launch.num_stages, **overlap,
     )  # fmt: skip
     results.merge(launch, sinks, block_d, max_warps=4)
     return results.out, results.lse

@@ -8,6 +8,7 @@ from torch import Tensor
 from treetop.kernels.kv import PageTable
 from treetop.kernels.triton_guard import Arg, constexpr, jit, tl
 from treetop.types.phase import Phase
+from treetop.types.tree import FlatNodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,8 @@ class AttentionMetadata:
         queries are a prefill's: they see positions up to their own, which rise along a row. A query after the first
         whose position is not above the first's is padding and sees nothing.
     chosen: of what they would see, what they do see; `mask` is then its columns.
+    flat: a budget has cut the trees. Queries and columns are [rows, n] here all the same; a backend whose capabilities
+        say `flat` may be given those that are left, one after the other.
     """
 
     phase: Phase
@@ -53,6 +56,7 @@ class AttentionMetadata:
     mask: Tensor | None = None
     chunked: bool = False
     chosen: SparseKeys | None = None
+    flat: FlatNodes | None = None
 
     @property
     def oldest(self) -> Tensor | None:

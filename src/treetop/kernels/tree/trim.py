@@ -67,12 +67,6 @@ def trim_reference(
     torch.add(places.committed[:, None], tree.depth, out=places.nodes)
 
 
-def spread_nodes(flat: FlatNodes, of_nodes: Tensor) -> Tensor:
-    """What was found for flat nodes [N, 1, ...] by row, [rows, T, ...]; padding has its root's."""
-    found: Tensor = of_nodes.flatten(0, 1).index_select(0, flat.spread.reshape(-1)).unflatten(0, flat.spread.shape)
-    return found
-
-
 def trim(
     tree: DraftTree, places: PathPositions, chosen: Tensor, rows: Tensor, dummy_row: int, out: FlatNodes, gpu: GpuTraits
 ) -> None:
