@@ -68,7 +68,7 @@ class Seen:
 
 
 def name_of(shape: SpecShape) -> str:
-    return f"{shape.num_steps},{shape.topk},{shape.num_draft_tokens}"
+    return shape.text
 
 
 class Served:
@@ -174,6 +174,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--ways", nargs="+", default=[PLAIN_WAY, "5,4,16", "3,1,4", AUTO])
+    parser.add_argument("--shapes", help="that the engine has instead of these, S,k,T or S,k,T,N with a node budget")
     parser.add_argument("--tree", default="5,4,16", help="of which `auto` has the shapes beside")
     parser.add_argument("--input", type=int, default=1024)
     parser.add_argument("--output", type=int, default=128)
@@ -199,6 +200,7 @@ def main(arguments: list[str]) -> int:
             speculative_num_steps=tree.num_steps,
             speculative_eagle_topk=tree.topk,
             speculative_num_draft_tokens=tree.num_draft_tokens,
+            speculative_shapes=args.shapes,
             max_running_requests=args.rows,
             context_length=2 * (args.input + args.output),
             disable_radix_cache=True,

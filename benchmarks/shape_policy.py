@@ -140,7 +140,7 @@ class Load:
 
 
 def name_of(shape: SpecShape) -> str:
-    return f"{shape.num_steps},{shape.topk},{shape.num_draft_tokens}"
+    return shape.text
 
 
 def figures(name: str, batches: list[int], rounds: int, learns: bool) -> list[Figure]:

@@ -244,7 +244,8 @@ def test_what_a_budget_does_not_go_with_is_refused_by_name(strong_pair, tmp_path
     refused = [
         ({"draft": None}, "needs a draft"),
         ({"speculative_policy": "auto"}, "--speculative-policy fixed"),
-        ({"speculative_shapes": "3,1,4"}, "no --speculative-shapes"),
+        ({"speculative_shapes": "3,1,4"}, "S,k,T,N"),
+        ({"speculative_node_budget": None, "speculative_shapes": "3,1,4,9", "mixed_chunk": "on"}, "--mixed-chunk off"),
         ({"mixed_chunk": "on"}, "--mixed-chunk off"),
         ({"simulate_accept_length": 2.0}, "--simulate-acceptance"),
         ({"lora_modules": (f"a={tmp_path}",)}, "drop --lora-modules"),

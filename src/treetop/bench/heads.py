@@ -361,4 +361,4 @@ def _raise_failed(outputs: Sequence[RequestOutput]) -> None:
 
 
 def _text(shape: SpecShape) -> str:
-    return f"{shape.num_steps},{shape.topk},{shape.num_draft_tokens}"
+    return shape.text

@@ -212,4 +212,4 @@ def _watcher(shapes: list[str]) -> Callable[[RoundPlan, object, object], None]:
 
 
 def _name(shape: SpecShape) -> str:
-    return f"{shape.num_steps},{shape.topk},{shape.num_draft_tokens}"
+    return shape.text

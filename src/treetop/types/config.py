@@ -123,8 +123,8 @@ class EngineConfig:
     )
     speculative_shapes: str | None = option(
         None,
-        'shapes that auto chooses from beside 0,1,1, as "S,k,T S,k,T" (default: two chains, a tree of half the nodes,'
-        " and the shape above)",
+        'shapes that auto chooses from beside 0,1,1, as "S,k,T S,k,T"; S,k,T,N has a node budget (default: two chains,'
+        " a tree of half the nodes, and the shape above)",
         metavar='"S,k,T S,k,T"',
     )
     speculative_max_deferred: int | None = option(
@@ -487,15 +487,17 @@ class EngineConfig:
         ]
 
     def _rules_of_budget(self) -> list[tuple[bool, str]]:
-        budget, name = self.speculative_node_budget is not None, "--speculative-node-budget"
+        name, own = "--speculative-node-budget", self.speculative_node_budget is not None
+        budget = own or self._lists_budgets()
         return [
             (
-                budget and not self.speculates,
+                own and not self.speculates,
                 f"{name} needs a draft: give --speculative-draft-model-path or an algorithm that needs none",
             ),
             (
-                budget and (self.speculative_policy == "auto" or self.speculative_shapes is not None),
-                f"{name} is of one shape: use --speculative-policy fixed, and no --speculative-shapes",
+                own and (self.speculative_policy == "auto" or self.speculative_shapes is not None),
+                f"{name} is of one shape: use --speculative-policy fixed, or give --speculative-shapes with budgets of"
+                " their own, S,k,T,N",
             ),
             (
                 budget and self.mixed_chunk != "off",
@@ -512,6 +514,13 @@ class EngineConfig:
                 " --enable-lora",
             ),
         ]
+
+    def _lists_budgets(self) -> bool:
+        """Whether a shape to choose from has one; of shapes that are none, their own rule says so."""
+        try:
+            return any(shape.node_budget for shape in self._listed())
+        except ConfigError:
+            return False
 
     def _rules_of_lora(self) -> list[tuple[bool, str]]:
         names = [text.partition("=")[0] for text in self.lora_modules]

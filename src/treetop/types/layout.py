@@ -71,14 +71,23 @@ class SpecShape:
 
     @classmethod
     def parse(cls, text: str, option: str) -> "SpecShape":
-        """A shape from "S,k,T". Raises ConfigError that names the option."""
+        """A shape from "S,k,T", or "S,k,T,N" with a budget of N nodes. Raises ConfigError that names the option."""
         try:
-            s, k, t = (int(part) for part in text.split(","))
+            s, k, t, *budget = (int(part) for part in text.split(","))
+            (n,) = budget or (0,)
+            if n < len(budget):
+                raise ValueError
         except ValueError:
             raise ConfigError(
-                f"{option} {shown(text)[1:-1]}: a shape is S,k,T, three integers; 0,1,1 is plain decoding"
+                f"{option} {shown(text)[1:-1]}: a shape is S,k,T, three integers, or S,k,T,N with N nodes of all rows"
+                " together; 0,1,1 is plain decoding"
             ) from None
-        return cls(k, s, t)
+        return cls(k, s, t, n)
+
+    @property
+    def text(self) -> str:
+        """What `parse` reads."""
+        return f"{self.num_steps},{self.topk},{self.num_draft_tokens}" + f",{self.node_budget}" * (self.node_budget > 0)
 
     @property
     def num_candidates(self) -> int:
@@ -330,8 +339,8 @@ class Layout:
         if len(self.shapes) == 1:
             return self.shapes
         smallest = min(shape.num_draft_tokens for shape in self.shapes if shape != PLAIN)
-        most = max(smallest, MAX_CHOSEN_NODES // rows)
-        return tuple(shape for shape in self.shapes if shape.num_draft_tokens <= most)
+        most = max(smallest, MAX_CHOSEN_NODES // rows) * rows
+        return tuple(shape for shape in self.shapes if shape.nodes_at(rows) <= most)
 
     def most_rows(self, shape: SpecShape) -> int:
         """The largest bucket whose rounds may have this shape."""

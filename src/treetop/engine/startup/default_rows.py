@@ -45,5 +45,5 @@ def allowance_of_a_gpu(layout: Layout, hidden: int, vocab_size: int, processes: 
     """
     choices = [choice for choice in Choice if choice is not Choice.PROCESS or processes]
     num_rounds = num_captured(layout, choices, processes, filters_apart=True)
-    nodes = max(rows * shape.num_draft_tokens for rows in layout.buckets for shape in layout.shapes_at(rows))
+    nodes = max(shape.nodes_at(rows) for rows in layout.buckets for shape in layout.shapes_at(rows))
     return activation_allowance(max(layout.chunk * hidden * 2 * _STATES, nodes * vocab_size * _LOGITS), num_rounds)

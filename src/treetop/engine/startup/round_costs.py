@@ -158,7 +158,7 @@ def smoothed(rounds: Sequence[RoundCost]) -> tuple[RoundCost, ...]:
     """A round takes no longer than one with as many rows, levels, branches and nodes, and more of some."""
 
     def size(cost: RoundCost) -> tuple[int, ...]:
-        return cost.rows, cost.shape.num_steps, cost.shape.topk, cost.shape.num_draft_tokens
+        return cost.rows, cost.shape.num_steps, cost.shape.topk, cost.shape.nodes_at(cost.rows)
 
     def holds(larger: RoundCost, cost: RoundCost) -> bool:
         return all(a >= b for a, b in zip(size(larger), size(cost), strict=True))
