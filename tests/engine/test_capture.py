@@ -14,7 +14,7 @@ from treetop.types.errors import CheckError
 from treetop.types.ids import Row
 from treetop.types.layout import PLAIN, SpecShape, shapes_beside
 from treetop.types.messages import RoundPlan
-from treetop.types.parallel import PlaceholderRank
+from treetop.types.parallel import PlaceholderRank, SingleRank
 from treetop.types.phase import Phase
 from treetop.types.sampling import Choice
 
@@ -56,6 +56,28 @@ def test_phases_are_recorded_one_by_one_to_be_measured_and_not_kept(strong_pair,
     for run in runs.values():
         run()
     assert recorder.replayed == recorder.recorded
+
+
+def test_a_start_captures_sampled_rounds_while_it_has_time(strong_pair):
+    """Those with few nodes first, each once; the first sampled request then asks for none. Ranks stop together."""
+    llm, graphs, recorder = with_fakes(strong_pair)
+    greedy_ones, before = [*recorder.recorded], graphs.memory
+    graphs.capture_sampled(0.0)
+    assert recorder.recorded == greedy_ones
+    graphs.capture_sampled(60.0)
+    assert recorder.recorded[len(greedy_ones) :] == [RoundKey(b, TREE, Choice.SAMPLE) for b in (1, 2, 4, 6)]
+    assert (graphs.memory.captured, graphs.memory.rounds) == (8, before.rounds)
+    llm.generate(strong_pair.prompts([9, 20, 5]), [sampled(3, 12), sampled(4, 9), greedy(7)])
+    assert len(recorder.recorded) == 8, "a request waited for a capture"
+
+    class Late(SingleRank):
+        def minimum(self, number):
+            return 0
+
+    llm, graphs, recorder = with_fakes(strong_pair)
+    graphs._runner.ops.expert_ranks = Late()
+    graphs.capture_sampled(60.0)
+    assert recorder.recorded == greedy_ones, "another rank has no time left"
 
 
 def test_capturing_runs_on_dummy_rows_and_puts_the_row_list_back(strong_pair):

@@ -9,11 +9,11 @@ the pool, and nothing that outlives a replay is a view of it. The round with the
 all others fit into the memory it left in the pool.
 
 At start greedy rounds of the coarse buckets are captured, and of all buckets where shapes are chosen, for there each
-bucket has many; those with prompts in their forward of coarse buckets, which serve them alone. The others are when they
-are first asked for: that costs one eager run and one capture of a round, for which an engine that never samples has no
-use. Requests wait meanwhile, so nothing else is done then: a collection of garbage may take longer than the round.
-Where PyTorch's operations draw, filters sort the vocabulary of every node, memory that the pool would keep for good,
-and are a graph of their own.
+bucket has many; those with prompts in their forward of coarse buckets, which serve them alone; and sampled rounds of
+coarse buckets while there is time. The others are when they are first asked for: that costs one eager run and one
+capture of a round. Requests wait meanwhile, so nothing else is done then: a collection of garbage may take longer than
+the round. Where PyTorch's operations draw, filters sort the vocabulary of every node, memory that the pool would keep
+for good, and are a graph of their own.
 """
 
 import gc
@@ -150,6 +150,24 @@ class CudaGraphs:
             free.append(self._free())
         first, others = (max(before - after, 0) for before, after in pairwise(free))
         self.memory = GraphMemory(len(self._graphs), num_rounds(self._runner), first, others, free[-1])
+
+    def capture_sampled(self, seconds: float) -> None:
+        """Capture sampled rounds of the coarse buckets for so long, those with few nodes first: who samples comes when
+        nobody else does, more likely than not. Called behind `capture_all`, of which this is the rest.
+
+        Ranks that run them together capture as many.
+        """
+        assert self.memory is not None
+        runner, until_s = self._runner, time.perf_counter() + seconds
+        coarse = [key for key in greedy_keys(runner.layout) if key.bucket in runner.layout.coarse_buckets]
+        drawn = [replace(key, choice=Choice.SAMPLE) for key in coarse if not (key.mixed or key.catches_up)]
+        for key in reversed([key for key in drawn if not (key.prompts and _gains_nothing(key))]):
+            in_time = runner.ops.parallel.minimum(int(time.perf_counter() < until_s))
+            if not runner.ops.expert_ranks.minimum(in_time):
+                break
+            self.capture([key])
+        more = max(self.memory.free - (free := self._free()), 0)
+        self.memory = replace(self.memory, captured=len(self._graphs), others=self.memory.others + more, free=free)
 
     def capture(self, keys: Sequence[RoundKey]) -> None:
         """Capture those of the keys that are not yet, in their order."""

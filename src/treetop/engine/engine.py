@@ -93,6 +93,8 @@ from treetop.types.tree import Accepted, DraftTree
 
 log = logging.getLogger("treetop")
 Value = TypeVar("Value", Accepted, DraftTree)
+_SAMPLED_S = 2.0
+"""Of a start, for rounds that the first sampled requests would else wait for: some 0.1 s each, of an 8B model."""
 Observer = Callable[[RoundPlan, DraftTree, Accepted], None]
 """Told of every round when it is collected: its plan, trees and accepted paths, which it may keep."""
 
@@ -207,6 +209,7 @@ class Engine:
         if isinstance(self.launcher, CudaGraphs):
             with stage("capturing graphs"):
                 self.launcher.capture_all()
+                self.launcher.capture_sampled(_SAMPLED_S)
             self._check_graphs(self.launcher)
         if self.config.check_level >= 1:
             with stage("proofs"):
@@ -282,6 +285,7 @@ class Engine:
                 self.launcher = self._make_launcher()
                 if isinstance(self.launcher, CudaGraphs):
                     self.launcher.capture_all()
+                    self.launcher.capture_sampled(_SAMPLED_S)
                 self._begin_calibration()
 
     def _replace_weights(self, new: NewWeights) -> None:
