@@ -5,10 +5,15 @@
       --draft benchmarks/presets/eagle3-llama-3.1-8b \
       --options " --device cuda --load-format dummy --simulate-acceptance builtin:llama-3.1-8b"
 
+    python benchmarks/load_ramp.py --model .. --draft .. --options " --device cuda --load-format dummy" --turns 1
+      --profiles builtin:llama-3.1-8b benchmarks/profiles/mediocre.json benchmarks/profiles/useless.json --seconds 140
+
 Each contender has a `treetop serve` of its own, one at a time: plain decoding, each of `--shapes` in every round, and
 `auto` that chooses from these (docs/policy.md). All get the same requests: of each step as many clients, each of which
 sends its next request when it has the answer to the last. Half are greedy. Prompts are pieces of the embedded pair's
 held-out texts, or random ids for a model without a tokenizer. `--turns N` times, in alternating order; medians.
+With `--profiles` acceptance is drawn from each of these in turn, beside the same plain server. No server is begun after
+`--seconds`, so who comes last may be missing.
 
 One JSON object a line: `run` of each server, `contender` with its rates of the whole ramp and of each step, and beside
 plain's of the same turn; at last `auto` beside plain and the best fixed shape, of the whole ramp and of each number of
@@ -27,6 +32,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from frame import end_with, parser_of, say
@@ -35,6 +41,7 @@ from treetop.bench.http_client import Address, HttpClient
 from treetop.bench.prompts import read_prompts
 from treetop.checkpoints.folder import resolve_folder
 from treetop.checkpoints.loader import compute_device
+from treetop.speculative.profile import BUILTIN
 from treetop.text.tokenizer import open_tokenizer
 from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL
 from treetop.types.errors import EngineError, InputError
@@ -136,7 +143,19 @@ def contenders(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
         found[text] = {"draft": args.draft, **given, **fixed}
     chosen = {"speculative_policy": "auto", "speculative_calibration": "learn"}
     found[AUTO] = {"draft": args.draft, **given, **chosen, "speculative_shapes": " ".join(args.shapes)}
-    return found
+    if not args.profiles:
+        return found
+    # What the first questions need comes first: each head's `auto` and one shape.
+    drawn = {PLAIN: found.pop(PLAIN)}
+    for first in ((AUTO, args.shapes[0]), args.shapes[1:]):
+        for profile in args.profiles:
+            drawn |= {of(name, profile): {**found[name], "simulate_acceptance": profile} for name in first}
+    return drawn
+
+
+def of(name: str, profile: str) -> str:
+    """A contender with a head of this profile."""
+    return f"{name} {Path(profile).stem.removeprefix(BUILTIN)}"
 
 
 def rate(ramp: Ramp, clock: str) -> float:
@@ -204,15 +223,19 @@ def figures(own: Sequence[Ramp], plain: Sequence[Ramp], clocks: Sequence[str]) -
 
 
 async def run(args: argparse.Namespace) -> None:
-    asked, options = bodies(args), contenders(args)
+    asked, options, begun_s = bodies(args), contenders(args), time.perf_counter()
     runs: dict[str, list[Ramp]] = {name: [] for name in options}
     for turn in range(args.turns):
         for name in list(options)[:: -1 if turn % 2 else 1]:
+            if time.perf_counter() - begun_s > args.seconds:
+                break
             async with served(args.model, options[name]) as server:
                 ramp = [await step(server, clients) for clients in asked][1:]
             runs[name].append(ramp)
             steps = [{key: round(value, 3) for key, value in asdict(each).items()} for each in ramp]
             say({"part": "run", "turn": turn, "contender": name, "start_s": round(server.start_s, 1), "steps": steps})
+    full = len(runs[PLAIN])  # turns that count
+    runs = {name: own[:full] for name, own in runs.items() if len(own) >= full}
     plain = runs[PLAIN]
     device = compute_device(options[PLAIN].get("device", "auto"))
     clocks = ("s", "cpu_s") if device.type == "cpu" else ("s",)
@@ -231,11 +254,19 @@ async def run(args: argparse.Namespace) -> None:
                 "steps": steps,
             }
         )
-    found: dict[str, Any] = {}
-    for clock in clocks:
-        of_loads = loads(runs, args.clients, args.shapes, clock)
-        found[f"by_{clock}"] = {**beside(runs, args.shapes, clock), "loads": of_loads}
-    say({"part": "auto", "turns": args.turns, **found})
+    for profile in args.profiles or [None]:
+        names = {name: name if profile is None else of(name, profile) for name in (AUTO, *args.shapes)}
+        of_head = {PLAIN: plain, **{name: runs[key] for name, key in names.items() if key in runs}}
+        if AUTO not in of_head:
+            continue
+        shapes = [name for name in args.shapes if name in of_head]
+        found: dict[str, Any] = {} if profile is None else {"profile": profile}
+        for clock in clocks:
+            found[f"by_{clock}"] = {
+                **beside(of_head, shapes, clock),
+                "loads": loads(of_head, args.clients, shapes, clock),
+            }
+        say({"part": "auto", "turns": full, **found})
 
 
 def main(arguments: list[str]) -> int:
@@ -249,6 +280,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--prompt-tokens", nargs=2, type=int, default=(16, 256), metavar=("LO", "HI"))
     parser.add_argument("--max-tokens", nargs=2, type=int, default=(16, 96), metavar=("LO", "HI"), help="of an answer")
     parser.add_argument("--turns", type=int, default=3, metavar="N")
+    parser.add_argument("--profiles", nargs="+", default=[], metavar="P", help="of heads, as --simulate-acceptance has")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no server is begun after so many")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     args.draft = args.draft or (BUILTIN_DRAFT if args.model == BUILTIN_MODEL else None)
