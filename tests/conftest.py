@@ -4,6 +4,7 @@ import gc
 import os
 import random
 import signal
+import subprocess
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -17,6 +18,8 @@ import pytest
 import torch
 from transformers.utils import logging as transformers_logging
 
+import treetop
+from frozen import command_line
 from support import examples, pairwise, warm, windowed_llama
 from support.interpreted import INTERPRETED, patch_without_search, why_not_interpreted
 from support.tiny_models import (
@@ -160,6 +163,26 @@ def _warm_starts():
     """Engines and ranks that a test starts are forked from a process which has imported what they import."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process, "Popen", warm.Popen)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_command_lines():
+    """A day's frozen command lines are forked, too, where they run what this process has imported.
+
+    `make test-all` starts them cold.
+    """
+
+    def start(argv: tuple[str, ...], **more: str) -> subprocess.Popen:
+        given = command_line.environment(**more)
+        del given["PYTHONPATH"]
+        given |= {name: value for name, value in os.environ.items() if name == "PYTHONPATH"}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return warm.Popen([*command_line.COMMAND, *argv], env=given, **pipes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not examples.EVERYTHING and Path(treetop.__file__).is_relative_to(command_line.SOURCE):
+            patch.setattr(command_line, "start", start)
         yield
 
 
