@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from support.dense_drafts import AFTER_NORM, DenseEagle, DenseEagle3, DenseTarget, dense_of
 from support.engines import build, greedy, tokens
+from support.grids import few_of
 from support.head_layouts import (
     EAGLE,
     LAYERS,
@@ -178,7 +179,7 @@ def test_a_head_in_this_layout_drafts_what_it_must(target, tmp_path, name):
     assert_drafts(Pair(target[0], head), target[1], eagle3_reference(head, target[1], options), which)
 
 
-@pytest.mark.parametrize("said", [True, False])
+@pytest.mark.parametrize("said", few_of([True, False], 0))
 def test_which_state_of_a_head_goes_on_is_an_option(target, tmp_path, caplog, said):
     """`norm_output` meant something else for a time: set, it draws a warning, which the option answers."""
     changes, more, _, options, which = HEADS["EAGLE-3.1"]

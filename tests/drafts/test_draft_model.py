@@ -90,7 +90,7 @@ def test_trees_are_what_the_model_itself_says(target, vocab, tmp_path, name):
 def test_a_target_that_drafts_for_itself_accepts_all(target):
     """Also at context lengths at which pages end."""
     llm = build(Pair(target, target), (1, 4, 5), page_size=4, **ALONE)
-    for output in llm.generate(Pair(target, None).prompts([3, 4, 5, 8, 13]), greedy(21)):
+    for output in llm.generate(Pair(target, None).prompts([3, 4, 5, 8, 13]), greedy(21, whole=True)):
         assert output.metrics.target_forwards == 4
 
 
@@ -173,7 +173,7 @@ def noisy(target, folder, amount: float = 0.15):
 def test_quantized_weights_draft_as_they_do_alone(target, tmp_path):
     quantize(target, None, "fp8", None, tmp_path / "fp8")
     llm = build(Pair(tmp_path / "fp8", tmp_path / "fp8"), (1, 4, 5), **ALONE)
-    for output in llm.generate(Pair(target, None).prompts([3, 9]), greedy(21)):
+    for output in llm.generate(Pair(target, None).prompts([3, 9]), greedy(21, whole=True)):
         assert output.metrics.target_forwards == 4
 
 

@@ -9,6 +9,7 @@ from support.block_heads import LAYOUTS as BLOCK_LAYOUTS
 from support.block_heads import block_shapes, random_block
 from support.dense_drafts import DenseEagle3, DenseTarget, dense_of
 from support.engines import build, greedy, sampled, steps, submit, tokens
+from support.grids import few_of
 from support.head_layouts import LAYERS, VOCAB, assert_drafts, save_head
 from support.refusing import refused
 from support.tiny_models import Pair, copy_folder, save_random_head, save_random_llama
@@ -101,7 +102,7 @@ def windowed_block(pair, tmp_path_factory):
     )
 
 
-@pytest.mark.parametrize("tokens_of_pool", [None, 150])
+@pytest.mark.parametrize("tokens_of_pool", few_of([None, 150], 0))
 def test_a_windowed_block_bounds_prefix_hits_no_more_than_a_windowed_target_does(
     windowed_block, tmp_path, tokens_of_pool
 ):

@@ -52,7 +52,10 @@ def rounds_of_a_chain(output, vocab, num_steps):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_its_tokens_are_those_of_plain_decoding(strong_pair, shape, options):
     """Ragged batches in small pages and chunks, greedy and sampled; drafts are accepted."""
-    prompts, params = strong_pair.prompts([5, 17, 9]), [greedy(30), sampled(1, 30), sampled(2, 24, top_p=0.9)]
+    prompts, params = (
+        strong_pair.prompts([5, 17, 9]),
+        [greedy(30, whole=True), sampled(1, 30, whole=True), sampled(2, 24, top_p=0.9, whole=True)],
+    )
     options = {"page_size": 4, "chunked_prefill_size": 8, "context_length": 80, **options}
     llm = build(strong_pair, shape, **options)
     outputs = llm.generate(prompts, params)

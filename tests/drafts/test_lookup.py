@@ -7,6 +7,7 @@ import torch
 
 from support.draft_rounds import assert_batches
 from support.engines import accept_lens, build, greedy, sampled, tokens
+from support.grids import few_of, few_values
 from support.lookups import lookup
 from support.refusing import refused
 from support.tiny_models import Pair, save_random_llama
@@ -74,7 +75,7 @@ def test_past_texts_are_the_last_tokens_that_were_kept(seed):
             assert row == rest + [NOTHING] * (4 - len(rest))
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("beside", few_of([False, True], 0))
 def test_a_later_request_drafts_from_an_earlier_one(strong_pair, beside):
     """The same question again: its answer is known by then, unless nothing is kept. Tokens are plain decoding's."""
     (prompt, other), found = strong_pair.prompts([12, 9]), {}
@@ -166,12 +167,13 @@ def digits_of(integers, dtype):
     )
 
 
-@pytest.mark.parametrize("shape", [(1, 4, 5), (4, 5, 16)])
+@pytest.mark.parametrize("shape", few_values([(1, 4, 5), (4, 5, 16)], 0))
 def test_beside_a_head_batches_stay_what_they_are(strong_pair, shape):
     """Captured or not, with prefix hits and retractions, greedy and sampled."""
     assert sum(assert_batches(strong_pair, shape, **BESIDE)) > 20
 
 
+@pytest.mark.slow
 def test_beside_a_language_model_too(tmp_path):
     """A drafter with a block, whose proposals are made in DRAFT."""
     target = save_random_llama(tmp_path / "target", seed=5, head_dim=16)
@@ -186,6 +188,7 @@ def test_what_was_deferred_is_looked_up_too(strong_pair):
     assert tokens(got) == tokens(build(strong_pair, None).generate(prompts, params))
 
 
+@pytest.mark.slow
 def test_repetitive_text_is_accepted_in_longer_runs_than_by_a_head_alone():
     """The embedded pair on a sentence that comes again and again."""
     alone, both = (

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from support.dense_drafts import AFTER_NORM, Dense, DenseMtp, DenseTarget, dense_of
 from support.engines import build, greedy, sampled, tokens
 from support.families import FAMILIES, WINDOW
+from support.grids import few_of
 from support.head_layouts import assert_drafts
 from support.refusing import refused
 from support.tiny_models import Pair, copy_folder
@@ -199,8 +200,11 @@ def plain(made):
     return prompts, params, want
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("shape", [(1, 3, 4), (3, 3, 9)])
+@pytest.mark.parametrize(
+    ("made", "shape"),
+    few_of([(name, shape) for name in LAYOUTS for shape in ((1, 3, 4), (3, 3, 9))], 0, 5, 8, 13, 16),
+    indirect=["made"],
+)
 def test_its_tokens_are_those_of_plain_decoding(made, plain, shape):
     """Chains and trees, greedy and sampled, prompts that share a prefix, past a window, twice, checked at level 3."""
     _, _, both, _ = made

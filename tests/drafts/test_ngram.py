@@ -126,6 +126,7 @@ def test_its_tokens_are_those_of_plain_decoding(strong_pair, shape, options):
     llm.scheduler.check_integrity()
 
 
+@pytest.mark.slow
 def test_repetitive_text_is_accepted_in_long_runs():
     """The embedded model on a sentence that comes again and again: a round gives well over 1.5 tokens."""
     llm = LLM(speculative_algorithm="NGRAM", context_length=512)

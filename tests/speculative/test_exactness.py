@@ -6,7 +6,8 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from support.engines import accept_lens, build, greedy, sampled, tokens
-from support.grids import GRID, few_of
+from support.examples import EVERYTHING
+from support.grids import GRID, few_of, few_values
 from support.tiny_models import Pair, copy_folder, save_copying_head, save_weak_llama
 
 # Lengths that end before, on and after pages of 4 and 16 and chunks of 5, 7 and 16.
@@ -30,7 +31,7 @@ def plain(strong_pair, weak_pair, alien_pair, qwen3_pair):
     return {name: tokens(serve(pair, None, 1, greedy(40))) for name, pair in pairs.items()}
 
 
-@pytest.mark.parametrize(("shape", "page", "chunk", "batch"), few_of(GRID, 2, 3, 9, 11, 15, 17))
+@pytest.mark.parametrize(("shape", "page", "chunk", "batch"), few_of(GRID, 3, 9, 15, 17))
 def test_speculative_greedy_equals_plain_greedy(strong_pair, plain, *, shape, page, chunk, batch):
     """In float64 the tokens are equal one for one, whatever the tree, the paging, the chunking and the batch."""
     outputs = serve(strong_pair, shape, batch, greedy(40), page_size=page, chunked_prefill_size=chunk)
@@ -39,7 +40,7 @@ def test_speculative_greedy_equals_plain_greedy(strong_pair, plain, *, shape, pa
         assert sum(map(sum, accept_lens(outputs))) > 0, "nothing was accepted, so nothing was tested"
 
 
-@pytest.mark.parametrize(("shape", "page", "chunk", "batch"), few_of(GRID[8:12], 0, 1, 2))
+@pytest.mark.parametrize(("shape", "page", "chunk", "batch"), few_of(GRID[8:12], 1))
 def test_norms_of_queries_and_keys_change_nothing_of_that(qwen3_pair, plain, *, shape, page, chunk, batch):
     outputs = serve(qwen3_pair, shape, batch, greedy(40), page_size=page, chunked_prefill_size=chunk)
     assert tokens(outputs) == plain["qwen3"]
@@ -49,7 +50,7 @@ def test_norms_of_queries_and_keys_change_nothing_of_that(qwen3_pair, plain, *, 
 
 @pytest.mark.parametrize(
     ("name", "shape", "page", "chunk", "batch"),
-    few_of([(name, *case) for case in GRID[8:12] for name in ("weak", "alien")], 0, 1, 3, 4),
+    few_of([(name, *case) for case in GRID[8:12] for name in ("weak", "alien")], 0, 3),
 )
 def test_the_quality_of_a_head_changes_no_token(weak_pair, alien_pair, plain, *, name, shape, page, chunk, batch):
     """A head that is nearly always right and one that is nearly always wrong give the same tokens as none."""
@@ -60,7 +61,7 @@ def test_the_quality_of_a_head_changes_no_token(weak_pair, alien_pair, plain, *,
     assert mean > 0.5 if name == "weak" else mean < 0.5
 
 
-@pytest.mark.parametrize("shape", [(4, 5, 16), (2, 3, 6), (4, 3, 8)])
+@pytest.mark.parametrize("shape", few_values([(4, 5, 16), (2, 3, 6), (4, 3, 8)], 0))
 def test_a_head_that_overflows_changes_no_token(tmp_path, shape):
     """Scores that are NaN come last, so no node loses its parent and none is accepted in another's place."""
     target = save_weak_llama(tmp_path / "target", vocab_size=40)
@@ -102,7 +103,7 @@ def plainly_drawn(strong_pair):
 
 
 @pytest.mark.parametrize(
-    ("shape", "page", "chunk", "batch"), few_of([GRID[i] for i in (0, 2, 5, 6, 9, 11, 15)], 0, 3, 4, 5, 6)
+    ("shape", "page", "chunk", "batch"), few_of([GRID[i] for i in (0, 2, 5, 6, 9, 11, 15)], 0, 4, 6)
 )
 def test_sampled_speculative_equals_sampled_plain_for_the_same_seeds(
     strong_pair, plainly_drawn, *, shape, page, chunk, batch
@@ -160,5 +161,5 @@ def test_in_float32_only_near_ties_may_differ(weak_pair, strong_pair, alien_pair
                 excused.append(gap)
     with capsys.disabled():
         print(f" [float32: {total} tokens, {len(excused)} near ties excused {excused}] ", end="")
-    assert total >= 10_000
-    assert len(excused) <= total / 1e4
+    assert total >= (10_000 if EVERYTHING else 3_000)
+    assert len(excused) <= max(1, total / 1e4)

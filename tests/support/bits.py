@@ -5,9 +5,9 @@ from treetop import SamplingParams
 
 PARAMS = [
     SamplingParams(max_tokens=24, ignore_eos=True, logprobs=2),
-    sampled(11, 24, logprobs=2),
-    sampled(12, 24, logprobs=0, top_p=0.8, temperature=0.7),
-    sampled(13, 24, logprobs=3, top_k=4, min_p=0.05, frequency_penalty=0.6, repetition_penalty=1.2),
+    sampled(11, 24, logprobs=2, whole=True),
+    sampled(12, 24, logprobs=0, top_p=0.8, temperature=0.7, whole=True),
+    sampled(13, 24, logprobs=3, top_k=4, min_p=0.05, frequency_penalty=0.6, repetition_penalty=1.2, whole=True),
 ]
 """Greedy, sampled, with filters, and with logits that are changed."""
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import count
 from threading import Event
 
+from support.examples import fewer
 from support.waiting import WAIT_S
 from treetop import LLM, SamplingParams
 from treetop.types.ids import RequestId
@@ -64,12 +65,15 @@ def products_timed_otherwise() -> Iterator[list]:
         yield taken
 
 
-def greedy(max_tokens=48) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+def greedy(max_tokens=48, *, whole=False) -> SamplingParams:
+    """A day decodes fewer tokens where it is many, but for tests that need all (whole)."""
+    return SamplingParams(max_tokens=max_tokens if whole else fewer(max_tokens), ignore_eos=True)
 
 
-def sampled(seed, max_tokens=48, **changes) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=seed, **{"temperature": 1.0, **changes})
+def sampled(seed, max_tokens=48, *, whole=False, **changes) -> SamplingParams:
+    """As `greedy`."""
+    limit = max_tokens if whole else fewer(max_tokens)
+    return SamplingParams(max_tokens=limit, ignore_eos=True, seed=seed, **{"temperature": 1.0, **changes})
 
 
 def tokens(outputs) -> list[tuple[int, ...]]:

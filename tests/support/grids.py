@@ -5,15 +5,24 @@ from typing import Any
 
 import pytest
 
+_PARAM = type(pytest.param())
+
 
 def few_of(cases: Sequence[Any], *kept: int) -> list[Any]:
     """The cases, of which all but these are slow. kept: their places."""
     assert max(kept) < len(cases)
 
     def slow(values: Any) -> Any:
+        if isinstance(values, _PARAM):
+            return pytest.param(*values.values, marks=(*values.marks, pytest.mark.slow), id=values.id)
         return pytest.param(*(values if isinstance(values, tuple) else (values,)), marks=pytest.mark.slow)
 
     return [values if place in kept else slow(values) for place, values in enumerate(cases)]
+
+
+def few_values(values: Sequence[Any], *kept: int) -> list[Any]:
+    """As `few_of`, of one parameter, whose values may be tuples."""
+    return few_of([pytest.param(value) for value in values], *kept)
 
 
 GRID = [
