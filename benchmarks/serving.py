@@ -157,6 +157,9 @@ class TimedEngine:
         commit: Commit = self._engine.prepare(change)
         return commit
 
+    def drop(self, change: Change) -> None:
+        self._engine.drop(change)
+
 
 async def host(bench: Bench) -> AsyncIterator[dict[str, Any]]:
     """Steps as the engine process runs them, without its socket."""

@@ -137,6 +137,9 @@ class SimulatedEngine:
     def prepare(self, change: Change) -> Commit:
         raise NotImplementedError
 
+    def drop(self, change: Change) -> None:
+        raise NotImplementedError
+
 
 class Arrival(NamedTuple):
     """A request: when it comes, its prompt's tokens, the tokens that it gets, and whose it is."""

@@ -14,10 +14,10 @@ from typing import Any
 from fastapi import FastAPI
 from prometheus_client.metrics import MetricWrapperBase
 
-from treetop.api.administration import ADMIN_PATHS
 from treetop.api.api_state import ApiState
 from treetop.api.app import OPEN, make_app
 from treetop.api.errors import KINDS, error_body
+from treetop.api.keys.administration import ADMIN_PATHS
 from treetop.api.metric_names import ALIASES, OWN
 from treetop.api.requests import fields_page
 from treetop.checkpoints.folder import resolve_folder

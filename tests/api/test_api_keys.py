@@ -14,8 +14,8 @@ from support.examples import some_of
 from support.scripted import scripted
 from support.serving import mock
 from support.waiting import until
-from treetop.api.administration import ADMIN_PATHS, administration
 from treetop.api.api_state import ApiState
+from treetop.api.keys.administration import ADMIN_PATHS, administration
 from treetop.api.keys.api_keys import Keys, all_keys
 from treetop.api.keys.rate_limits import MAX_NAMES, Limits, RateLimits
 from treetop.serve_options import ServeOptions

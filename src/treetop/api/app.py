@@ -9,7 +9,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from treetop.api.access import READS, AccessMiddleware, RootPathMiddleware
-from treetop.api.administration import administration
 from treetop.api.api_state import ApiState
 from treetop.api.batches.batches import Batches
 from treetop.api.batches.routes import FILES, batch_routes, file_routes
@@ -20,6 +19,7 @@ from treetop.api.completions import completions
 from treetop.api.conversations import conversations
 from treetop.api.errors import RESPONSES, add_error_handlers, as_api_error, error_response
 from treetop.api.kept_responses import OWNER, KeptResponses, kept_responses
+from treetop.api.keys.administration import administration
 from treetop.api.keys.api_keys import CALLER
 from treetop.api.limits import too_large
 from treetop.api.llama_cpp import llama_cpp

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
-from treetop.api.administration import LoadLoraRequest, UnloadLoraRequest, UpdateWeightsRequest
 from treetop.api.batches.routes import BatchRequest
 from treetop.api.completions import CompletionRequest
 from treetop.api.conversations import ConversationRequest, ItemsRequest, MetadataRequest
+from treetop.api.keys.administration import LoadLoraRequest, UnloadLoraRequest, UpdateWeightsRequest
 from treetop.api.llama_cpp import LlamaCppRequest
 from treetop.api.ollama import OllamaChat, OllamaGenerate, ShowRequest
 from treetop.api.operations import DetokenizeRequest, TokenizeRequest
