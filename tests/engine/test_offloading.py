@@ -17,11 +17,13 @@ from support.recurrent_models import save_pair as recurrent_pair
 from support.refusing import refused
 from support.tiny_models import Pair
 from treetop.debug import two_group
-from treetop.engine.startup.host_layout import host_bytes
+from treetop.engine.memory import GIB, DeviceMemory
+from treetop.engine.startup.host_layout import check_host_memory, host_bytes
+from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, CheckError, ConfigError
 from treetop.types.ids import RequestId
 from treetop.types.messages import OffloadPlan, PrefillPlan
-from treetop.types.requests import EngineRequest
+from treetop.types.requests import EngineRequest, Tenant
 from treetop_debug.offloading_faults import OFFLOADING_FAULTS
 from treetop_debug.ranks import ranks_on_threads
 
@@ -308,6 +310,36 @@ def test_a_windows_pool_holds_what_is_copied_beside_every_request(windowed):
     layout = llm.engine.layout
     without = replace(layout, copied_pages=0).num_pages["window"]
     assert layout.num_pages["window"] == without + layout.window_pages(40)
+
+
+def test_loads_come_by_fair_shares(strong_pair):
+    """One tenant's many requests, which came first, do not take the loads that another's next row waits for."""
+    asked = [prompt for _, prompt in turns(random.Random(7), agents=5, count=1)]
+    with on_a_cpu():
+        llm = with_tier(strong_pair, **{**POOL, "max_running_requests": 3, "max_total_tokens": 512})
+        ask_salted(llm, [(0, asked[0])], "")
+        host, who = llm.scheduler.rows.host, {}
+        for name, prompt in zip(("many",) * 4 + ("few",), asked, strict=True):
+            given = EngineRequest(RequestId(next(NUMBERS)), tuple(prompt), greedy(4), 0, tenant=Tenant(name))
+            who[llm.scheduler.add(given).request_id] = name
+        known = patch.object(type(host._device), "num_known", lambda self, *_: 0 if self is host._device else 96)
+        with known, patch.object(host, "plan", lambda: None):
+            llm.scheduler._offload()
+        loads = [request.request_id for request in llm.scheduler.queues.loading]
+        assert [who[each] for each in loads] == ["many", "few", "many"]
+        assert loads[0] < loads[2]
+
+
+def test_the_tiers_of_all_engines_must_fit_the_machine():
+    """`--dp-size` and `--ep-size` times the bytes, before an engine has taken any."""
+    free = DeviceMemory(100 * GIB, 90 * GIB)
+    config = EngineConfig.of("builtin:nestling", kv_offloading_size=40)
+    with patch("treetop.engine.startup.host_layout.memory_of", lambda device: free):
+        check_host_memory(config)
+        check_host_memory(config, 2)
+        with pytest.raises(CapacityError, match=r"120.* = 3 engines x 40 GiB, have 90.* free of 100"):
+            check_host_memory(config, 3)
+        check_host_memory(replace(config, kv_offloading_size=None), 1000)
 
 
 def test_nothing_is_loaded_for_a_request_that_has_ended(strong_pair):

@@ -13,6 +13,7 @@ those of a slot. Its checksum is taken on the device before it leaves, stays the
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
@@ -23,6 +24,7 @@ from torch import Tensor
 from treetop.cache.pool import KVPool
 from treetop.engine.buffers import Zeros
 from treetop.engine.features.states import RowStates
+from treetop.engine.pinning import PinnedMemory, pinning
 from treetop.engine.staging import RowResults
 from treetop.kernels.comm.kv_chunks import checksum
 from treetop.kernels.kv import moved
@@ -133,7 +135,7 @@ class _GroupPages:
     staging: Tensor
     sums: Tensor
     num_pages: int
-    pinned: bool
+    memory: PinnedMemory
     slabs: list[Future[Tensor]] = field(default_factory=list)
 
     @property
@@ -145,12 +147,17 @@ class _GroupPages:
         slab, at = divmod(page, self.slab_pages)
         last = (self.num_pages - 1) // self.slab_pages
         while len(self.slabs) <= min(slab + 1, last):
-            size = min(self.slab_pages, self.num_pages - len(self.slabs) * self.slab_pages)
-            self.slabs.append(maker.submit(self._make, size))
-        return self.slabs[slab].result()[at : at + count]
+            self.slabs.append(maker.submit(self._make, len(self.slabs)))
+        try:
+            return self.slabs[slab].result()[at : at + count]
+        except OSError:  # no memory: asked for again by the next who needs it
+            self.slabs[slab] = maker.submit(self._make, slab)
+            raise
 
-    def _make(self, pages: int) -> Tensor:
-        return torch.empty((pages, self.staging.shape[2]), dtype=torch.uint8, pin_memory=self.pinned)
+    def _make(self, slab: int) -> Tensor:
+        """[pages, page_bytes]: of the last slab no more than there are."""
+        pages, size = min(self.slab_pages, self.num_pages - slab * self.slab_pages), self.staging.shape[2]
+        return self.memory.make(pages * size).view(pages, size)
 
     def gather(self, pages: Tensor, staged: Tensor) -> None:
         """pages: [n] int64. staged: [n, page_bytes]."""
@@ -187,6 +194,7 @@ class HostPageCopies:
         self._device = device
         self.copies: Copies = SideStream(device) if cuda else LateCopies()
         self._maker = ThreadPoolExecutor(1, "treetop-host-pages")
+        self._memory = PinnedMemory(*pinning(device)) if cuda else PinnedMemory(None)
         self._turn = 0
         self._used: list[tuple[Mark | None, Mark | None]] = [(None, None)] * 2  # by copies and by steps, by turn
         self._groups: dict[GroupName, _GroupPages] = {}
@@ -198,7 +206,7 @@ class HostPageCopies:
                 kept, count = states.checkpoints[name], host.checkpoints
                 tables = tuple(_pages_of(t.flatten(2)) for t in (kept.conv, kept.state) if t.numel())
             sums = torch.zeros(count, dtype=torch.int64, device=device)
-            self._groups[name] = _GroupPages(tables, staged, sums, count, cuda)
+            self._groups[name] = _GroupPages(tables, staged, sums, count, self._memory)
 
     def run(self, plan: OffloadPlan) -> RowResults:
         """Carry a plan out. As results, one row: accept_len: 1 if all that was unpacked is what was saved."""
@@ -265,8 +273,12 @@ class HostPageCopies:
         return listed.to(self._device, non_blocking=True)
 
     def release(self) -> None:
-        """Nothing more is made."""
-        self._maker.shutdown(wait=False, cancel_futures=True)
+        """Nothing more is made or copied."""
+        self._maker.shutdown(cancel_futures=True)
+        if self._device.type == "cuda":
+            with suppress(RuntimeError):  # of a GPU that has failed, as others were told
+                torch.cuda.synchronize(self._device)
+        self._memory.release()
 
 
 def page_sums(staged: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
-from itertools import chain, count, islice
+from itertools import chain, count
 from typing import Any
 
 from treetop.cache.host_tier import HostTier
@@ -335,7 +335,7 @@ class Scheduler:
         host = self.rows.host
         if host is None:
             return None
-        for request in [*islice(self.queues.waiting, self.rows.num_free)]:
+        for request in self._prefill.shares.in_turn(self.rows.num_free, self.queues.loading):
             if not request.asked_host and not request.remote:
                 request.asked_host = True
                 if host.load(request.request_id, request.reusable_ids, request.cache_salt):

@@ -8,7 +8,8 @@ more equal. So one request's choices, or one key's requests, have all rows only 
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
 from treetop.types.ids import RequestId
@@ -68,9 +69,28 @@ class Shares:
 
     def first_few(self, count: int) -> "list[Request]":
         """Requests that may have the next row before others that wait; one, where who comes next depends on shares."""
+        few = self._by_order(count)
+        return [each for each in (self.first(),) if each is not None] if few is None else few
+
+    def in_turn(self, count: int, coming: "Sequence[Request]") -> "list[Request]":
+        """Those that have the next rows, in their order, if all of them are given. coming: who has rows before them."""
+        few = self._by_order(count)
+        if few is not None or not count:
+            return few or []
+        held = self._rows.tally.copy()
+        taken: dict[Request, None] = {}
+        for each in coming:
+            held.add(each, 1)
+        while len(taken) < count and (request := self._next(held, taken.keys())) is not None:
+            taken[request] = None
+            held.add(request, 1)
+        return [*taken]
+
+    def _by_order(self, count: int) -> "list[Request] | None":
+        """The first that wait; None where who comes next depends on shares."""
         waiting, of_each = self._queues.waiting, [*self._queues.waiting_tally.groups.values()]
         alone = len(of_each) == 1 and len(of_each[0]) == len(waiting) and waiting[0].tenant.max_rows is None
-        return waiting[:count] if alone else [each for each in (self.first(),) if each is not None]
+        return waiting[:count] if alone else None
 
     def over(self, lacks_pages: "Request | None", blocked: "Collection[Adapter]" = ()) -> "list[Request]":
         """The running requests that give way to some that wait, no step of which may be out then.
@@ -96,7 +116,7 @@ class Shares:
         return given
 
     def _next(
-        self, held: Tally, taken: "frozenset[Request] | set[Request]", blocked: "Collection[Adapter]"
+        self, held: Tally, taken: "AbstractSet[Request]", blocked: "Collection[Adapter]" = ()
     ) -> "Request | None":
         """As `first`, where rows are held so, and without those that are taken."""
         heads = [self._next_of(name, held, taken, blocked) for name in self._queues.waiting_of]
@@ -104,7 +124,7 @@ class Shares:
         return min(able, key=lambda each: (each.order[0], held.tenants[each.tenant.name], each.order), default=None)
 
     def _next_of(
-        self, name: str, held: Tally, taken: "frozenset[Request] | set[Request]", blocked: "Collection[Adapter]"
+        self, name: str, held: Tally, taken: "AbstractSet[Request]", blocked: "Collection[Adapter]"
     ) -> "Request | None":
         """The same among requests of one tenant. It looks at no more of them than come before the one, but where that
         has rows, or is taken.

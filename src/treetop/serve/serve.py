@@ -91,6 +91,10 @@ async def started_engines(
 
     Raises UserError and EngineError.
     """
+    if options.dp_size > 1 and process.config.kv_offloading_size is not None:  # each engine checks for itself alone
+        from treetop.engine.startup.host_layout import check_host_memory  # noqa: PLC0415  # PyTorch takes seconds
+
+        await asyncio.to_thread(check_host_memory, process.config, options.dp_size)
     watchdog = Watchdog(options.watchdog_timeout, options.watchdog_restart)
     async with AsyncExitStack() as stack:
         core, engines = EngineProcessClient(0, watchdog.timeout_s, options.dp_size), list[EngineSupervisor]()

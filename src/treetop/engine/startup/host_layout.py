@@ -18,10 +18,19 @@ def check_host_tier(config: EngineConfig, device: torch.device) -> None:
     if config.kv_offloading_size is None:
         return
     refuse_cpu(config.kv_offloading_size, device)
-    memory, need = memory_of(torch.device("cpu")), int(config.kv_offloading_size * GIB) * config.ep_size
+    check_host_memory(config)
+
+
+def check_host_memory(config: EngineConfig, num_replicas: int = 1) -> None:
+    """Raise CapacityError where the tiers of so many engines do not fit this machine. None of them has taken any."""
+    if config.kv_offloading_size is None:
+        return
+    memory, engines = memory_of(torch.device("cpu")), config.ep_size * num_replicas
+    need = int(config.kv_offloading_size * GIB) * engines
     if need > memory.free:
+        each = f" = {engines} engines x {config.kv_offloading_size:g} GiB" if engines > 1 else ""
         raise CapacityError(
-            f"--kv-offloading-size {config.kv_offloading_size:g}: need {gib(need)} of host memory, have"
+            f"--kv-offloading-size {config.kv_offloading_size:g}: need {gib(need)} of host memory{each}, have"
             f" {gib(memory.free)} free of {gib(memory.total)}, limits of a control group counted; lower it"
         )
 
