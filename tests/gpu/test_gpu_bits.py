@@ -134,6 +134,49 @@ def test_every_bit_is_that_of_plain_decoding(pairs, plain, *, name, shape, batch
         assert sum(map(sum, accept_lens(outputs))) > 0, "nothing was accepted, so nothing was tested"
 
 
+MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 14, "intermediate_size": 48}
+EVEN_BY_KIND = {
+    "lfm2": {"intermediate_size": 72},
+    "bamba": MAMBA,
+    "granite 4 hybrid": {**MAMBA, "shared_intermediate_size": 48},
+    "falcon h1": {**MAMBA, "mamba_d_ssm": 64},
+    "nemotron h": {
+        "mamba_num_heads": 8,
+        "ssm_state_size": 14,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 48,
+        "moe_latent_size": 32,
+        "moe_shared_expert_intermediate_size": 32,
+    },
+    "minimax": {"intermediate_size": 48},
+}
+"""Sizes as `EVEN`, a model of each kind of recurrence, beside dense layers and experts."""
+
+
+@pytest.mark.parametrize("name", EVEN_BY_KIND)
+def test_states_of_every_kind_change_no_bit(name, tmp_path):
+    """Mamba-2, short convolutions and lightning attention: trees in a batch, captured, as plain decoding of one."""
+    made_of = FAMILIES[name]
+    pair = replace(made_of, config={**made_of.config, **EVEN_BY_KIND[name]}).save(tmp_path).pair
+    given = {"exactness": "bits", "dtype": "bfloat16", "device": "cuda", "context_length": 192, "page_size": 16}
+    prompts = pair.prompts([1, 17, 60, 63, 64, 65, 90, 3])
+    llm = build(pair, None, **given, max_running_requests=1)
+    want = bits(llm.generate(prompts, asked(prompts)))
+    llm.close()
+    accepted = 0
+    for shape, batch, chunk, graphs in ((TREE, 8, 333, "auto"), (CHAIN, 3, 16, "off"), (None, 8, 64, "auto")):
+        sizes = {"max_running_requests": batch, "chunked_prefill_size": chunk, "graphs": graphs}
+        llm = build(pair, shape, **given, **sizes)
+        outputs = llm.generate(prompts, asked(prompts))
+        llm.close()
+        assert bits(outputs) == want, (shape, batch, chunk)
+        accepted += sum(map(sum, accept_lens(outputs))) if shape is not None else 0
+    assert accepted > 0, "nothing was accepted, so nothing was tested"
+    loose = build(pair, TREE, **{**given, "exactness": "ties"}, max_running_requests=8)
+    assert bits(loose.generate(prompts, asked(prompts))) != want, "the comparison sees nothing"
+    loose.close()
+
+
 def test_a_retraction_and_a_prefix_from_the_cache_change_no_bit(pairs, plain):
     """What was decoded is prefilled again, or read where a tree's rounds have left it."""
     llm, outputs = serve(pairs["llama"], TREE, max_running_requests=8, max_total_tokens=800)

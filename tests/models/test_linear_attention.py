@@ -14,9 +14,13 @@ from support.logits import record_logits
 from support.tiny_models import copy_folder
 from treetop import LLM
 from treetop.engine.startup.exactness import why_not_model
+from treetop.engine.startup.operation_probes import operation_probe
+from treetop.kernels.profile import profile_of
+from treetop.kernels.table import OpContext, Ops
 from treetop.models.config import LinearSpec
 from treetop.models.registry import target_spec
 from treetop.types.errors import CheckpointError, ConfigError
+from treetop.weights.plain import UNQUANTIZED
 from treetop_debug.model_faults import LINEAR_FAULTS, MIXER_FAULTS
 
 OTHERS = ("lfm2", "bamba", "granite 4 hybrid", "falcon h1", "nemotron h", "kimi linear", "minimax", "olmo hybrid")
@@ -116,12 +120,18 @@ def test_limits_of_steps_hold_for_single_tokens_too(saved, tmp_path):
     assert float((without - theirs).abs().max()) > 1e-3 * largest
 
 
-def test_bits_of_other_recurrences_are_refused_by_name_on_a_gpu(saved):
-    """Where no probe has them yet; on a CPU they are compared in tests/speculative/test_bits.py."""
-    problem = why_not_model(target_spec(saved("lfm2").pair.target).config, on_cpu=False)
-    assert problem.reason == "a short convolution is not exact yet on a GPU"
-    assert "--device cpu" in problem.remedy
-    assert why_not_model(target_spec(saved("lfm2").pair.target).config, on_cpu=True) is None
+@pytest.mark.parametrize("name", ["qwen3 next", "kimi linear", "falcon h1", "minimax", "lfm2"])
+def test_a_gpus_probe_of_bits_knows_every_kind_of_recurrence(saved, name):
+    """It runs anywhere; here by the references that a CPU has with `bits`, one of which is spoilt."""
+    config = target_spec(saved(name).pair.target).config
+    assert why_not_model(config) is None
+    ops = Ops(OpContext(torch.device("cpu"), torch.float32, profile=profile_of("bits", torch.device("cpu"))))
+    probe = operation_probe(ops, config, UNQUANTIZED, 20)
+    assert probe.problem() is None
+    spoilt = "path_conv" if name == "lfm2" else "verify_states"
+    real = getattr(ops, spoilt)
+    vars(ops)[spoilt] = lambda *given, **more: real(*given, **more) + (len(given[1]) == 5)
+    assert probe.problem() == "the recurrence of a layer of 5 rows"
 
 
 @pytest.mark.slow

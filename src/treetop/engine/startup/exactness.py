@@ -20,7 +20,7 @@ from treetop.kernels.exact import elementwise_problem
 from treetop.kernels.profile import Integers, Profile, profile_of
 from treetop.kernels.tree import topk
 from treetop.kernels.triton_guard import why_not
-from treetop.models.config import LinearSpec, ModelConfig, UngatedSpec
+from treetop.models.config import ModelConfig, UngatedSpec
 from treetop.models.registry import TargetSpec
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
@@ -29,12 +29,6 @@ from treetop.weights.cpu_products import ChosenProduct
 
 _TIES = "use --exactness ties"
 _INTEGERS = "use --exact-sums integers"
-_KINDS = {
-    "ConvSpec": "a short convolution",
-    "KimiSpec": "Kimi delta attention",
-    "MambaSpec": "Mamba-2",
-    "LightningSpec": "lightning attention",
-}
 
 
 def chosen_profile(config: EngineConfig, layout: Layout, target: TargetSpec, place: Placement) -> Profile:
@@ -74,7 +68,7 @@ def why_not_exact(config: EngineConfig, layout: Layout, target: TargetSpec, plac
     on_cpu, problem = place.device.type == "cpu", unfit_options(config, place)
     if problem is not None:
         return problem
-    unbuilt = why_not_model(target.config, on_cpu)
+    unbuilt = why_not_model(target.config)
     if unbuilt is not None:
         return unbuilt
     own = [group.kv for group in layout.groups if not group.is_draft]
@@ -89,12 +83,8 @@ def why_not_exact(config: EngineConfig, layout: Layout, target: TargetSpec, plac
     return BackendRefusal(f"on this machine the bits of {found} depend on the batch", ", or ".join([*ways, _TIES]))
 
 
-def why_not_model(config: ModelConfig, on_cpu: bool) -> BackendRefusal | None:
+def why_not_model(config: ModelConfig) -> BackendRefusal | None:
     """What a model has for which it is not built."""
-    others = sorted({type(spec).__name__ for spec in config.recurrent.values() if not isinstance(spec, LinearSpec)})
-    if others and not on_cpu:
-        what = " and ".join(_KINDS[each] for each in others)
-        return BackendRefusal(f"{what} is not exact yet on a GPU", f"{_TIES} or --device cpu")
     if any(spec.score_cap is not None for spec in config.attention.values()):
         return BackendRefusal("attention with capped scores is not exact yet", _TIES)
     if config.norm != "rms":

@@ -7,6 +7,7 @@ of rows: so each operation of a target runs at its own widths, with all rows and
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from math import prod
 
 import torch
 from torch import Tensor
@@ -18,20 +19,23 @@ from treetop.kernels.exact import Functions
 from treetop.kernels.fused import HeadNorms
 from treetop.kernels.moe.routing import Router, RouterKind, RouterSpec
 from treetop.kernels.recurrent.convolution import tree_windows
-from treetop.kernels.recurrent.states import LayerStates, StateUpdates
+from treetop.kernels.recurrent.states import LayerStates, StateInputs, StateUpdates
 from treetop.kernels.rope import rope_table
 from treetop.kernels.sampling.sampling import RowSamplingParams, SamplingMetadata
 from treetop.kernels.table import Ops
 from treetop.models.config import (
     AttentionSpec,
+    BothSpec,
     DenseSpec,
     ExpertSpec,
     LinearSpec,
     ModelConfig,
+    RecurrentKind,
     attention_of_rank,
 )
 from treetop.types.ids import STATE
 from treetop.types.sampling import MAX_LOGPROBS
+from treetop.types.state import StateGroup
 from treetop.weights.format import Biases, HeldFormat, Holding, Parts
 from treetop.weights.plain import UNQUANTIZED
 
@@ -71,14 +75,18 @@ def _cases(ops: Ops, model: ModelConfig, held: HeldFormat, generator: torch.Gene
             f"a norm of a sum of {number} parts", hidden, _norm(ops, hidden, number, model.norm_eps, generator)
         )
     for layer in model.layers:
-        for spec in (layer.mixer, layer.feed_forward, layer.experts):
+        mixers = (layer.mixer.attention, layer.recurrent) if isinstance(layer.mixer, BothSpec) else (layer.mixer,)
+        for spec in (*mixers, layer.feed_forward, layer.experts):
             if spec is None or spec in made:
                 continue
             made.add(spec)
             if isinstance(spec, AttentionSpec) and spec.latent is None:
                 yield _rotation(ops, attention_of_rank(spec, ranks), model.norm_eps, generator)
-            elif isinstance(spec, LinearSpec):
-                yield _recurrence(ops, spec.of_rank(ranks), model.norm_eps, generator)
+            elif isinstance(spec, RecurrentKind):
+                own = spec.of_rank(ranks)
+                yield _recurrence(ops, own.state(STATE, 1), generator)
+                if isinstance(own, LinearSpec):
+                    yield _around_delta(ops, own, model.norm_eps, generator)
             elif isinstance(spec, DenseSpec):
                 operation = ops.silu_mul if spec.gate == "silu" else ops.gelu_tanh_mul
                 width = 2 * (spec.inner_size // ranks)
@@ -126,19 +134,17 @@ def _rotation(ops: Ops, spec: AttentionSpec, eps: float, generator: torch.Genera
     return RowCase("rotation and norms of heads", heads * dim, call, last_are_zero=2)
 
 
-def _recurrence(ops: Ops, spec: LinearSpec, eps: float, generator: torch.Generator) -> RowCase:
-    """A token a row, from no state."""
-    weight = _random((max(spec.channels, 1), spec.taps), ops, generator)
-    norm = _random((spec.value_dim,), ops, generator)
-    rate, bias = (_random((spec.heads,), ops, generator).float().abs() * sign for sign in (-1, 1))
-    widths = [sum(spec.widths), 2 * spec.heads, spec.widths[2]]
-    group = spec.state(STATE, 1)
+def _recurrence(ops: Ops, group: StateGroup, generator: torch.Generator) -> RowCase:
+    """A token a row, from no state: its convolution and its recurrence, those that the kind has."""
+    weight = _random((max(group.channels, 1), group.taps), ops, generator)
+    keys, values = group.key_heads * group.key_dim, group.heads * group.value_dim
+    widths = [group.channels, keys, keys, values, prod(group.decay_shape), group.heads]
 
     def states(rows: int) -> LayerStates:
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=ops.context.device)
 
-        k, d = zeros(rows, 1, spec.key_heads, spec.key_dim), zeros(rows, 1, spec.heads, spec.value_dim)
+        k, d = zeros(rows, 1, group.key_heads, group.key_dim), zeros(rows, 1, group.heads, group.value_dim)
         pending = StateUpdates(k, d, zeros(rows, 1, *group.decay_shape))
         conv = zeros(rows, *group.conv_shape, dtype=ops.context.dtype)
         return LayerStates(conv, zeros(rows, *group.state_shape), pending, zeros(rows, dtype=torch.int64))
@@ -146,20 +152,42 @@ def _recurrence(ops: Ops, spec: LinearSpec, eps: float, generator: torch.Generat
     def call(x: Tensor, _: Tensor) -> tuple[Tensor, ...]:
         """As a round's root and as a chunk of one token, which must be the same."""
         rows, item = len(x), torch.arange(len(x), device=x.device)
-        mixed, gates, z = (each[:, None].contiguous() for each in x.split(widths, dim=-1))
+        mixed, *rest = (each[:, None].contiguous() for each in x.split(widths, dim=-1))
         parents, valid = item.new_zeros((rows, 1)), torch.ones((rows, 1), dtype=torch.bool, device=x.device)
         one, two = states(rows), states(rows)
-        first = second = mixed
-        if spec.taps > 1:
-            first = ops.path_conv(one.conv, item, mixed, tree_windows(parents, spec.taps), weight)
-            second = ops.prefill_conv(two.conv, item, mixed, valid, weight)
-        inputs = ops.delta_inputs(first, gates, rate, bias, spec.key_heads, spec.key_dim)
-        verified = ops.verify_states(one, item, inputs, parents, one.pending, dummy_row=-1)
-        prefilled = ops.prefill_states(two, item, inputs, valid)
-        normed = ops.gated_norm(verified, z, norm, eps)
-        return first[:, 0], verified[:, 0], normed[:, 0], (first - second)[:, 0], (verified - prefilled)[:, 0]
+        found, zero = list[Tensor](), list[Tensor]()
+        if group.taps > 1:
+            first = ops.path_conv(one.conv, item, mixed, tree_windows(parents, group.taps), weight)
+            found.append(first)
+            zero.append(first - ops.prefill_conv(two.conv, item, mixed, valid, weight))
+        if group.heads:
+            q, k, v, g, beta = (each.float() for each in rest)
+            q, k = (each.unflatten(-1, (group.key_heads, group.key_dim)) for each in map(ops.functions.sigmoid, (q, k)))
+            v, g = v.unflatten(-1, (group.heads, -1)), -g.unflatten(-1, group.decay_shape).abs()
+            inputs = StateInputs(q, k, v, g, ops.functions.sigmoid(beta) if group.delta else None)
+            verified = ops.verify_states(one, item, inputs, parents, one.pending, dummy_row=-1)
+            found.append(verified)
+            zero.append(verified - ops.prefill_states(two, item, inputs, valid))
+        return tuple(each[:, 0] for each in (*found, *zero))
 
-    return RowCase("the recurrence of a layer", sum(widths), call, most=64, last_are_zero=2)
+    parts = int(group.taps > 1) + int(group.heads > 0)
+    return RowCase("the recurrence of a layer", sum(widths), call, most=64, last_are_zero=parts)
+
+
+def _around_delta(ops: Ops, spec: LinearSpec, eps: float, generator: torch.Generator) -> RowCase:
+    """What a gated delta net has kernels for before and behind its recurrence; other kinds have plain operations."""
+    norm = _random((spec.value_dim,), ops, generator)
+    rate, bias = (_random((spec.heads,), ops, generator).float().abs() * sign for sign in (-1, 1))
+    widths = [sum(spec.widths), 2 * spec.heads, spec.widths[2]]
+
+    def call(x: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+        mixed, gates, z = (each[:, None].contiguous() for each in x.split(widths, dim=-1))
+        inputs = ops.delta_inputs(mixed, gates, rate, bias, spec.key_heads, spec.key_dim)
+        normed = ops.gated_norm(inputs.v, z, norm, eps)
+        made = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, normed)
+        return tuple(each[:, 0] for each in made if each is not None)
+
+    return RowCase("what stands around the recurrence of a layer", sum(widths), call, most=64)
 
 
 def _routing(
