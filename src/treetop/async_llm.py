@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -20,7 +21,17 @@ from treetop.structured.structure_checker import StructureChecker
 from treetop.text.lanes import Lanes
 from treetop.text.prompts import Prompt, PromptReader, one_each, paired
 from treetop.text.tokenizer import Tokenizer
-from treetop.types.changes import InFlight, LoadLora, Sleep, UnloadLora, UpdateWeights, WakeUp, check_in_flight
+from treetop.types.changes import (
+    DestroyWeightsUpdateGroup,
+    InFlight,
+    InitWeightsUpdateGroup,
+    LoadLora,
+    SentTensors,
+    Sleep,
+    UnloadLora,
+    WakeUp,
+    check_in_flight,
+)
 from treetop.types.config import EngineConfig
 from treetop.types.constraint import StructuredOutput, TokenConstraint
 from treetop.types.engine_options import EngineOptions
@@ -130,9 +141,10 @@ class AsyncLLM:
 
     async def update_weights(
         self,
-        model: str | Path | Tensors | None = None,
-        draft: str | Path | Tensors | None = None,
+        model: str | Path | Tensors | SentTensors | None = None,
+        draft: str | Path | Tensors | SentTensors | None = None,
         in_flight: InFlight = "abort",
+        more: bool = False,
     ) -> None:
         """As `LLM.update_weights`, for requests of all tasks. An engine that takes this one's place has them, too.
 
@@ -143,13 +155,34 @@ class AsyncLLM:
         check_in_flight(in_flight)
         async with self._changing_weights:
             stack = ExitStack()  # files are written and removed beside the event loop
-            given = await asyncio.to_thread(stack.enter_context, self.weights.changing(model, draft))
+            asked = await asyncio.to_thread(stack.enter_context, self.weights.changing(model, draft))
             try:
-                await self.core.change(UpdateWeights(*given, in_flight))
+                await self.core.change(replace(asked, in_flight=in_flight, more=more))
             except BaseException:
                 await asyncio.to_thread(stack.__exit__, *sys.exc_info())
                 raise
             await asyncio.to_thread(stack.close)
+
+    async def init_weights_update_group(
+        self,
+        master_address: str,
+        master_port: int,
+        world_size: int,
+        rank_offset: int = 1,
+        group_name: str = "weight_update_group",
+        backend: str = "nccl",
+    ) -> None:
+        """As `LLM.init_weights_update_group`, of all engines: their ranks follow one another from `rank_offset` on."""
+        self._check_started()
+        asked = InitWeightsUpdateGroup(group_name, master_address, master_port, rank_offset, world_size, backend)
+        async with self._changing_weights:
+            await self.core.change(asked)
+
+    async def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None:
+        """As `LLM.destroy_weights_update_group`."""
+        self._check_started()
+        async with self._changing_weights:
+            await self.core.change(DestroyWeightsUpdateGroup(group_name))
 
     async def load_lora(self, name: str, path: str | Path) -> None:
         """As `LLM.load_lora`; every engine has it, and whatever takes its place."""

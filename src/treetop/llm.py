@@ -4,6 +4,7 @@ It has no event loop: the caller's thread waits for updates itself, and gives th
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Unpack
@@ -23,7 +24,17 @@ from treetop.text.chat_input import Message, conversations_of
 from treetop.text.chat_prompt import chat_ids
 from treetop.text.chat_template import ChatTemplate, open_chat_template
 from treetop.text.prompts import Prompt, one_each, paired
-from treetop.types.changes import InFlight, LoadLora, Sleep, UnloadLora, UpdateWeights, WakeUp, check_in_flight
+from treetop.types.changes import (
+    DestroyWeightsUpdateGroup,
+    InFlight,
+    InitWeightsUpdateGroup,
+    LoadLora,
+    SentTensors,
+    Sleep,
+    UnloadLora,
+    WakeUp,
+    check_in_flight,
+)
 from treetop.types.constraint import TokenConstraint
 from treetop.types.engine_options import EngineOptions
 from treetop.types.errors import ConfigError, EngineError, InputError
@@ -94,25 +105,49 @@ class LLM:
 
     def update_weights(
         self,
-        model: str | Path | Tensors | None = None,
-        draft: str | Path | Tensors | None = None,
+        model: str | Path | Tensors | SentTensors | None = None,
+        draft: str | Path | Tensors | SentTensors | None = None,
         in_flight: InFlight = "abort",
+        more: bool = False,
     ) -> None:
         """Go on with other weights of the same architecture, such as a trainer's after its last step.
 
         model, draft: folders, or all tensors by the names that the folder in force has for them: a mapping, or pairs
         one after another. What is not given stays. All is read and checked before anything changes, on all ranks.
         in_flight: requests that are alive end with finish_reason "abort" and an error that says so, and with the tokens
-        they had; or, "retract", keep these and go on with the new weights. Prefixes in the cache are forgotten. What is
-        asked later sees the new weights alone; `metrics.weight_version` of its output counts them. On a CPU.
+        they had; or, "retract", keep these and go on with the new weights; or, "wait", end on the old ones first, while
+        new ones wait. Prefixes in the cache are forgotten. What is asked later sees the new weights alone;
+        `metrics.weight_version` of its output counts them.
+        Tensors may also be sent (`weight_transfer`); more: others will be, and nothing is in force until then.
         Raises ConfigError, CheckpointError and InputError, and nothing has changed.
         """
         check_in_flight(in_flight)
-        with self._llm.weights.changing(model, draft) as given:
-            self._core.change_now(UpdateWeights(*given, in_flight))
+        with self._llm.weights.changing(model, draft) as asked:
+            self._core.change_now(replace(asked, in_flight=in_flight, more=more))
         engine = self._in_this_process.engine
         self.config, self.model_path, self.draft_path = engine.config, engine.model_path, engine.draft_path
         self._template = None
+
+    def init_weights_update_group(
+        self,
+        master_address: str,
+        master_port: int,
+        world_size: int,
+        rank_offset: int = 1,
+        group_name: str = "weight_update_group",
+        backend: str = "nccl",
+    ) -> None:
+        """Meet a trainer, who is rank 0 and at this address, for broadcasts of weights; SGLang's call of this name.
+
+        Returns once all ranks have come. backend: gloo on a CPU. Raises ConfigError, and EngineError if they do not.
+        """
+        self._core.change_now(
+            InitWeightsUpdateGroup(group_name, master_address, master_port, rank_offset, world_size, backend)
+        )
+
+    def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None:
+        """Leave it. Raises InputError for a group that is not there."""
+        self._core.change_now(DestroyWeightsUpdateGroup(group_name))
 
     def load_lora(self, name: str, path: str | Path) -> None:
         """An adapter that PEFT wrote, for requests that name it from now on; with `enable_lora`.

@@ -57,7 +57,7 @@ def test_where_one_refuses_all_drop_it_whatever_dropping_says():
     first, second, third = Side([("drop", EngineError("gone"))]), Side([("prepare", ConfigError("no"))]), Side()
     with pytest.raises(ConfigError, match="no"):
         changed(first, second, third)
-    assert (first.told, second.told, third.told) == (["prepare", "drop"], ["prepare", "drop"], [])
+    assert (first.told, second.told, third.told) == (["prepare", "drop"],) * 3
 
 
 def test_what_an_engine_has_taken():
@@ -98,7 +98,8 @@ def test_what_nobody_waits_for_is_dropped_by_all_ranks_once():
     for end in (lambda: server._change(b"1", AskChange.of(2, "drop", asked)), lambda: server._leave(7)):
         core.told.clear()
         server._apply(b"1", ClientHello(7))
-        assert server._change(b"1", AskChange.of(1, "prepare", asked)).error is None
+        server._apply(b"1", AskChange.of(1, "prepare", asked))
+        server._apply(b"2", AskChange.of(1, "prepare", asked))
         end()
         end()
         assert core.told == [("prepare", asked), ("drop", asked)]
@@ -113,4 +114,10 @@ def test_an_engine_after_another_goes_on_where_that_was(tmp_path):
     core.told.clear()
     restored(core, None, noted_changes(file))
     slept, woken = Sleep(2), WakeUp(("weights",))
-    assert core.told == [(3, {"it": 2}), ("prepare", slept), ("commit", slept), ("prepare", woken), ("commit", woken)]
+    assert core.told == [
+        (3, {"it": 2}, ()),
+        ("prepare", slept),
+        ("commit", slept),
+        ("prepare", woken),
+        ("commit", woken),
+    ]

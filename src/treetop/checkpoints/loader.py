@@ -12,6 +12,7 @@ from torch import Tensor
 from treetop.checkpoints.checkpoint import all_finite, check_tensors, open_tensors
 from treetop.checkpoints.params import Param, of_rank, stay_packed, stored_tensors
 from treetop.checkpoints.progress import progress
+from treetop.checkpoints.sent_tensors import open_sent
 from treetop.kernels.profile import TIES, Profile
 from treetop.kernels.table import OpContext, Ops
 from treetop.types.errors import CheckpointError, ConfigError
@@ -64,6 +65,7 @@ class Placement:
     activations: products with FP8 weights quantize their inputs.
     fla: prompts go through linear attention by `flash-linear-attention`.
     adapters: beside the target's products, if there are any.
+    sent: tensors that stand for a folder's files.
     """
 
     dtype: torch.dtype
@@ -81,6 +83,7 @@ class Placement:
     activations: bool = False
     fla: bool = False
     adapters: Adapters | None = None
+    sent: Mapping[str, Tensor] | None = None
 
     @property
     def ops(self) -> Ops:
@@ -115,7 +118,12 @@ def load_weights(folder: Path, params: Sequence[Param], place: Placement, ignore
         return random_weights(mine, place)
     held: dict[str, HeldWeight] = {}
     stored, total = stored_tensors(place.held(params)), weight_bytes(mine, place.dtype)
-    with open_tensors(folder, stored, ignored, place.device) as fetch, progress(folder, total) as loaded:
+    opened = (
+        open_tensors(folder, stored, ignored, place.device)
+        if place.sent is None
+        else open_sent(place.sent, folder, stored, ignored, place.device)
+    )
+    with opened as fetch, progress(folder, total) as loaded:
         for param in mine:
             held[param.name] = HeldWeight(param.held, param.shape, _filled(param, fetch, place, folder))
             loaded(held[param.name].nbytes)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treetop.checkpoints.folder import resolve_folder
+from treetop.types.changes import SentTensors, UpdateWeights
 from treetop.types.errors import InputError, UserError, shown
 
 if TYPE_CHECKING:  # takes seconds, and an API process needs none of it
@@ -94,9 +95,9 @@ class WeightFolders:
 
     @contextmanager
     def changing(
-        self, model: str | Path | Tensors | None, draft: str | Path | Tensors | None
-    ) -> Iterator[tuple[str | None, str | None]]:
-        """The folders to give to the engine, None for what stays; they are in force once the block has ended.
+        self, model: str | Path | Tensors | SentTensors | None, draft: str | Path | Tensors | SentTensors | None
+    ) -> Iterator[UpdateWeights]:
+        """What to ask of the engine; its folders are in force once the block has ended.
 
         Tensors are written to a folder of their own, which is removed when others are in force or with this object, and
         where the block raises a UserError: nothing has changed then. After any other error the engine may have them, or
@@ -104,11 +105,13 @@ class WeightFolders:
         """
         if model is None and draft is None:
             raise InputError("update_weights: give a model or a draft: a folder, or tensors by name")
-        paths, written = dict[str, str](), dict[str, WrittenFolder]()
+        paths, written, sent = dict[str, str](), dict[str, WrittenFolder](), dict[str, SentTensors]()
         try:
             for kind, given in (("model", model), ("draft", draft)):
                 if isinstance(given, str | Path):
                     paths[kind] = str(given)
+                elif isinstance(given, SentTensors):
+                    sent[kind] = given
                 elif given is not None:
                     written[kind] = WrittenFolder(self._like(kind))
                     written[kind].write(given)
@@ -117,7 +120,11 @@ class WeightFolders:
             _remove(written.values())
             raise
         try:
-            yield paths.get("model"), paths.get("draft")
+            yield UpdateWeights(
+                *(paths.get("model"), paths.get("draft")),
+                model_tensors=sent.get("model"),
+                draft_tensors=sent.get("draft"),
+            )
         except (UserError, GeneratorExit):
             _remove(written.values())
             raise

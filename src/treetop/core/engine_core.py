@@ -1,22 +1,38 @@
 """The engine core: a scheduler and an engine, the steps in flight between them, and what happens when one fails."""
 
+import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
+from treetop.core.head_fit import HeadFit
 from treetop.scheduler.scheduler import Scheduler
-from treetop.types.changes import TAGS, Change, Commit, InFlight, LoadLora, Sleep, UnloadLora, UpdateWeights, WakeUp
-from treetop.types.errors import ConfigError, EngineError, UserError
+from treetop.types.changes import (
+    TAGS,
+    Change,
+    Commit,
+    DestroyWeightsUpdateGroup,
+    InitWeightsUpdateGroup,
+    LoadLora,
+    Sleep,
+    UnloadLora,
+    UpdateWeights,
+    WakeUp,
+    given,
+)
+from treetop.types.errors import ConfigError, EngineError, InputError, TreetopError, UserError
 from treetop.types.ids import RequestId
 from treetop.types.messages import ExportPlan, ImportPlan, OffloadPlan, RoundPlan, StepPlan, StepResult
-from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, RequestUpdate
+from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, RequestUpdate, late_error
 
 Result = TypeVar("Result")
 InFlightStep = TypeVar("InFlightStep")
 """A step in flight."""
 WEIGHTS_REPLACED = "the weights were replaced by update_weights"
 """The error of a request that was alive then."""
+WEIGHTS_LOST = "the engine was started again, and the weights that had been sent to it are gone: send them again"
+"""That of one that came before they were."""
 ASLEEP = "the engine is asleep: wake_up lets requests in again"
 """That of one that was alive when it fell asleep, or came then."""
 STALLED_S = 0.005
@@ -49,6 +65,10 @@ class StepEngine(Protocol[InFlightStep]):
         """What was prepared last, for this change, will not be put in force."""
         ...
 
+    def lacks_room(self, change: UpdateWeights) -> bool:
+        """Whether new weights need the memory of K/V: then nothing may be in flight, and no K/V be read again."""
+        ...
+
 
 class EngineCore(Generic[InFlightStep]):
     """Turns requests into updates, a step at a time. Not thread-safe: one thread calls it (`core/loop.py`).
@@ -65,6 +85,11 @@ class EngineCore(Generic[InFlightStep]):
         """How often weights have been replaced."""
         self.asleep: tuple[str, ...] = ()
         """Of `TAGS`."""
+        self.lost: tuple[str, ...] = ()
+        """Of "model" and "draft", what an engine before this one was sent, and this one has not been."""
+        self.fit = HeadFit()
+        self._paused = False  # K/V have gone for new weights, which are not in force yet
+        self._held: list[tuple[EngineRequest, bool, float]] | None = None  # those that came since, while others end
         self.stalled = False
         """Whether the last step had nothing to do, though requests are alive: they wait for another worker, or for what
         their constraints allow."""
@@ -85,13 +110,41 @@ class EngineCore(Generic[InFlightStep]):
 
     @property
     def load(self) -> CoreLoad:
-        return self.scheduler.load
+        load, held = self.scheduler.load, len(self._held or ())
+        return load._replace(num_waiting=load.num_waiting + held, head_fit=self.fit.said)
+
+    @property
+    def num_alive(self) -> int:
+        """Requests that have not ended, but for those that are held back."""
+        return len(self.scheduler.queues.by_id)
+
+    def hold(self) -> None:
+        """Requests that come from now on wait until `release`; the others end."""
+        self._held = [] if self._held is None else self._held
+
+    def release(self) -> None:
+        """What was held back comes in, and what was paused goes on."""
+        held, self._held, self._paused = self._held or [], None, False
+        for request, remote, since_s in held:
+            left_s = None if request.timeout_s is None else request.timeout_s - (time.monotonic() - since_s)
+            if left_s is not None and left_s <= 0:
+                late = late_error(len(request.received))
+                self._failed.append(RequestUpdate(request.request_id, (), None, "abort", late, timed_out=True))
+                continue
+            try:
+                self.add(request._replace(timeout_s=left_s), remote)
+            except TreetopError as error:
+                told = RequestUpdate(request.request_id, (), None, "abort", str(error))
+                self._failed.append(told._replace(user_error=isinstance(error, InputError)))
 
     def add(self, request: EngineRequest, remote: bool = False) -> None:
         """Queue a request. Raises InputError, and nothing has changed, for one that can never run.
 
         remote: another worker may prefill it. Raises EngineError if something breaks; all others have ended then, too.
         """
+        if self._held is not None:
+            self._held.append((request, remote, time.monotonic()))
+            return
         try:
             self.scheduler.add(request, remote=remote)
         except UserError:
@@ -102,6 +155,11 @@ class EngineCore(Generic[InFlightStep]):
 
     def abort(self, request_id: RequestId) -> RequestUpdate | None:
         """End a request, wherever it stands; None if it is not alive."""
+        for each in self._held or ():
+            if each[0].request_id == request_id:
+                assert self._held is not None
+                self._held.remove(each)
+                return RequestUpdate(request_id, (), None, "abort")
         return self._between_steps(lambda: self.scheduler.abort(request_id))
 
     def finish(self, request_id: RequestId, num_tokens: int) -> RequestUpdate | None:
@@ -125,6 +183,9 @@ class EngineCore(Generic[InFlightStep]):
         try:
             early = early + self.scheduler.expire()
             early += self.scheduler.answers()
+            if self._paused:
+                self.stalled = True
+                return early
             while (plan := self.scheduler.plan()) is not None:
                 self._in_flight.append((plan, self.engine.launch(plan)))
                 self.num_launched += 1
@@ -144,6 +205,7 @@ class EngineCore(Generic[InFlightStep]):
         plan, in_flight = self._in_flight.popleft()
         updates = self.scheduler.commit(plan, self.engine.collect(in_flight))
         self.num_committed += 1
+        self.fit.note(updates)
         if not isinstance(plan, RoundPlan):  # the first tokens of a request, or those after it was put back
             return [each._replace(weight_version=self.weight_version) for each in updates]
         return updates
@@ -152,12 +214,17 @@ class EngineCore(Generic[InFlightStep]):
         """Between two steps, read and check what a change asks for; what is returned puts it in force, between two
         steps too. What the engine raises, this raises, and nothing has changed.
         """
-        commit = self._prepared(change)
+        try:
+            commit = self._prepared(change)
+        except BaseException:
+            self.release()
+            raise
         return lambda: self._put_in_force(commit)
 
     def drop(self, change: Change) -> None:
         """What was prepared for a change is let go, on all ranks. Raises nothing of theirs: a step tells of it."""
         self._between_steps(lambda: self.engine.drop(change))
+        self.release()
 
     def _put_in_force(self, commit: Commit) -> None:
         """A half of a change is no engine: if it fails all end, as with a step."""
@@ -173,8 +240,9 @@ class EngineCore(Generic[InFlightStep]):
             case UpdateWeights():
                 if "weights" in self.asleep:
                     raise ConfigError("update_weights: the weights sleep; wake_up(tags=['weights']) first")
-                commit = self.engine.prepare(change)
-                return lambda: self._replaced(commit, change.in_flight)
+                return self._prepared_weights(change)
+            case InitWeightsUpdateGroup() | DestroyWeightsUpdateGroup():
+                return self.engine.prepare(change)
             case LoadLora(name):
                 numbered = replace(change, number=adapters.next_number(name))
                 commit = self.engine.prepare(numbered)
@@ -188,6 +256,27 @@ class EngineCore(Generic[InFlightStep]):
             case WakeUp(tags):
                 commit = self.engine.prepare(change)
                 return lambda: self._wakes(commit, tags)
+
+    def _prepared_weights(self, change: UpdateWeights) -> Commit:
+        if change.in_flight == "wait" and not change.more:
+            self.hold()
+            while self.num_alive:  # whoever has a loop has waited there
+                self._failed = self.step()
+        change = replace(change, makes_room=self.engine.lacks_room(change))
+        if change.makes_room:
+            while self._in_flight:
+                self._failed += self._commit_oldest()
+            self.scheduler.begin_anew()
+            self._paused = True
+        commit = self.engine.prepare(change)
+        if change.more:
+            return lambda: self._kept(commit)
+        return lambda: self._replaced(commit, change)
+
+    def _kept(self, commit: Commit) -> None:
+        """A part of new weights; what is served is as before."""
+        commit()
+        self.release()
 
     def current(self, info: CoreInfo) -> CoreInfo:
         """What a client must know of it, as it is now."""
@@ -203,15 +292,15 @@ class EngineCore(Generic[InFlightStep]):
         """The last of every name that an adapter has had."""
         return self.scheduler.adapters.known
 
-    def restore(self, weight_version: int, lora_versions: Mapping[str, int]) -> None:
-        """Count on from an engine whose place this one takes, before any request has come."""
-        self.weight_version = weight_version
+    def restore(self, weight_version: int, lora_versions: Mapping[str, int], lost: Sequence[str]) -> None:
+        """Count on from an engine whose place this one takes, before any request has come. lost: see there."""
+        self.weight_version, self.lost = weight_version, tuple(lost)
         self.scheduler.adapters.restore(lora_versions)
 
     @property
     def refuses(self) -> str | None:
         """Why no request is taken, if so."""
-        return ASLEEP if self.asleep else None
+        return ASLEEP if self.asleep else WEIGHTS_LOST if self.lost else None
 
     def _unload(self, name: str) -> None:
         """All ranks forget it at once if no request has it, else with a later plan."""
@@ -230,21 +319,24 @@ class EngineCore(Generic[InFlightStep]):
         commit()
         self.asleep = () if tags is None else tuple(tag for tag in self.asleep if tag not in tags)
 
-    def _replaced(self, commit: Commit, in_flight: InFlight) -> None:
+    def _replaced(self, commit: Commit, change: UpdateWeights) -> None:
         """Other weights: all K/V of the old ones are forgotten, and requests end or are put back.
 
         Those that end are told so in the next step, with what they had received.
         """
-        if in_flight == "retract":
+        if change.in_flight != "abort":
             while self._in_flight:
                 self._failed += self._commit_oldest()
         commit()
         self.weight_version += 1
-        if in_flight == "retract":
+        self.lost = tuple(kind for kind in self.lost if kind not in given(change))
+        self.fit.weights_changed(self.weight_version)
+        if change.in_flight != "abort":
             self.scheduler.begin_anew()
             self.scheduler.policy.begin()
         else:
             self._forget(WEIGHTS_REPLACED)
+        self.release()
 
     def _forget(self, why: str) -> None:
         """All K/V, and the steps in flight. Every request ends."""

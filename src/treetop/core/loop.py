@@ -10,11 +10,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import count
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
-from treetop.types.changes import Change, Commit
+from treetop.types.changes import Change, Commit, UpdateWeights
 from treetop.types.errors import EngineError, InputError, TreetopError, UserError
 from treetop.types.ids import RequestId
 from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, RequestUpdate
@@ -69,7 +70,14 @@ class Core(Protocol):
     @property
     def asleep(self) -> tuple[str, ...]: ...
 
-    def restore(self, weight_version: int, lora_versions: Mapping[str, int]) -> None: ...
+    def restore(self, weight_version: int, lora_versions: Mapping[str, int], lost: Sequence[str]) -> None: ...
+
+    @property
+    def num_alive(self) -> int: ...
+
+    def hold(self) -> None: ...
+
+    def release(self) -> None: ...
 
     def current(self, info: CoreInfo) -> CoreInfo: ...
 
@@ -107,6 +115,7 @@ class CoreLoop:
     def __init__(self, core: Core, connector: "Connector | None" = None, peers: Peers | None = None) -> None:
         self.core, self.connector, self.peers = core, connector, peers
         self._clients: dict[RequestId, Deliver] = {}
+        self._asked: tuple[Change, Callable[[Commit | BaseException], object]] | None = None
         self._flushes: list[tuple[int, threading.Event]] = []  # set once so many steps have been committed
 
     @property
@@ -147,18 +156,43 @@ class CoreLoop:
     def abort(self, request_ids: Sequence[RequestId]) -> None:
         ended = [self.core.abort(request_id) for request_id in request_ids]
         self._deliver([update for update in ended if update is not None])
+        self._settle()
 
     def finish(self, request_id: RequestId, num_tokens: int) -> None:
         if self.core.finish(request_id, num_tokens) is not None:
             del self._clients[request_id]
+        self._settle()
 
     def leave(self, deliver: Deliver) -> None:
         """A client has gone: its requests end."""
         self.abort([request_id for request_id, each in self._clients.items() if each is deliver])
 
-    def change(self, change: Change) -> None:
-        """Prepare a change, and put it in force. Raises as `EngineCore.prepare`."""
-        self.commit(self.core.prepare(change))
+    def prepare(self, change: Change, then: Callable[[Commit | BaseException], object]) -> None:
+        """Prepare a change, once requests that are alive have ended if it waits for them.
+
+        then: is given what puts it in force, or what was raised as by `EngineCore.prepare`.
+        """
+        if _waits(change):
+            self.core.hold()
+        self._asked = change, then
+        self._settle()
+
+    def cancel(self) -> None:
+        """Nobody waits for what was asked last any more."""
+        if self._asked is not None:
+            self._asked = None
+            self.core.release()
+
+    def _settle(self) -> None:
+        """After whatever may have ended the last request."""
+        if self._asked is None or (_waits(self._asked[0]) and self.core.num_alive):
+            return
+        (change, then), self._asked = self._asked, None
+        try:
+            prepared: Commit | BaseException = self.core.prepare(change)
+        except BaseException as error:
+            prepared = error
+        then(prepared)
 
     def commit(self, commit: Commit) -> None:
         """Put in force what was prepared; whom it ended has been told when this returns."""
@@ -175,6 +209,7 @@ class CoreLoop:
         self._deliver(self.core.step())
         if self._flushes:
             self._wake()
+        self._settle()
 
     def end(self, error: BaseException) -> None:
         """End every request with this error."""
@@ -198,6 +233,11 @@ class CoreLoop:
         for _, done in (flush for flush in self._flushes if flush[0] <= committed):
             done.set()
         self._flushes = [flush for flush in self._flushes if flush[0] > committed]
+
+
+def _waits(change: Change) -> bool:
+    """Whether requests that are alive end before it is prepared."""
+    return isinstance(change, UpdateWeights) and change.in_flight == "wait" and not change.more
 
 
 Command = Callable[[CoreLoop], object]
@@ -248,17 +288,22 @@ class CoreThread:
             pass
 
     def change(self, change: Change) -> None:
-        """As `CoreLoop.change`, and wait for it. Raises EngineError if the core has ended."""
+        """Prepare a change and put it in force, and wait for that.
+
+        Raises as `EngineCore.prepare`, and EngineError if the core has ended.
+        """
         done, raised = threading.Event(), list[BaseException]()
 
-        def update(loop: CoreLoop) -> None:
+        def put(loop: CoreLoop, prepared: Commit | BaseException) -> None:
             try:
-                loop.change(change)
+                if isinstance(prepared, BaseException):
+                    raise prepared
+                loop.commit(prepared)
             except BaseException as error:
                 raised.append(error)
             done.set()
 
-        self._inbox.put(update)
+        self._inbox.put(lambda loop: loop.prepare(change, partial(put, loop)))
         while self.alive and not done.wait(timeout=1.0):
             pass
         if raised:

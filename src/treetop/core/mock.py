@@ -13,7 +13,7 @@ from treetop.checkpoints.json_file import MAX_TOKENS, read_object
 from treetop.core.engine_core import EngineCore
 from treetop.core.wire import MockOptions
 from treetop.scheduler.scheduler import Scheduler
-from treetop.types.changes import Change, Commit, asked_as
+from treetop.types.changes import Change, Commit, UpdateWeights, asked_as
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CheckpointError, ConfigError
 from treetop.types.ids import FULL, Row
@@ -58,6 +58,9 @@ class MockEngine:
 
     def drop(self, change: Change) -> None:
         return
+
+    def lacks_room(self, change: UpdateWeights) -> bool:
+        return False
 
     def _of(self, plan: WholePlan) -> list[RowResult]:
         if isinstance(plan, PrefillPlan):

@@ -5,16 +5,27 @@ Each request goes to one process of one engine. Which, the router says (`router.
 """
 
 import logging
-from asyncio import Event
+from asyncio import Event, gather
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 
 from treetop.core.clients import Sink
 from treetop.core.wire import ID_RANGE
 from treetop.distributed.remote_engine import WATCHDOG_S, RankLink, RemoteEngine
 from treetop.distributed.router import PrefixRouter, ReplicaLoad
-from treetop.types.changes import Change, LoadLora, Sleep, UnloadLora, UpdateWeights, WakeUp, asked_as
+from treetop.types.changes import (
+    Change,
+    DestroyWeightsUpdateGroup,
+    InitWeightsUpdateGroup,
+    LoadLora,
+    Sleep,
+    UnloadLora,
+    UpdateWeights,
+    WakeUp,
+    asked_as,
+)
 from treetop.types.errors import ConfigError, EngineError, InputError
 from treetop.types.ids import RequestId
 from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, HostTierStats, KVTransferStats
@@ -36,6 +47,8 @@ def has_taken(change: Change, info: CoreInfo, before: CoreInfo) -> bool:
             return bool(info.asleep)
         case WakeUp(tags=tags):
             return not {*(info.asleep if tags is None else tags)} & {*info.asleep}
+        case InitWeightsUpdateGroup() | DestroyWeightsUpdateGroup():
+            return False
         case UpdateWeights():
             return info.weight_version > before.weight_version
 
@@ -117,20 +130,27 @@ class EngineProcessClient:
         """All engines prepare it, then all take it; where one refuses, none does. If one ends between the two, the one
         that takes its place takes it, too.
         """
-        asked, lost = list[RemoteEngine](), list[RemoteEngine]()
+        lost = list[RemoteEngine]()
         before = [(each.num_restarts, each.links[0].info if each.links else None) for each in self.engines]
-        try:
-            for each in self.engines:
-                asked.append(each)
-                await each.change(change, "prepare")
+        asked = {
+            each: replace(change, engine=index) if isinstance(change, InitWeightsUpdateGroup) else change
+            for index, each in enumerate(self.engines)
+        }
+        try:  # side by side: what is broadcast comes to all at once
+            answers = await gather(
+                *(each.change(own, "prepare") for each, own in asked.items()), return_exceptions=True
+            )
+            for answer in answers:
+                if isinstance(answer, BaseException):
+                    raise answer
         except BaseException:
-            for each in asked:
+            for each, own in asked.items():
                 with suppress(EngineError, ConfigError):
-                    await each.change(change, "drop")
+                    await each.change(own, "drop")
             raise
         for each in self.engines:
             try:
-                await each.change(change, "commit")
+                await each.change(asked[each], "commit")
             except EngineError as error:
                 log.warning(
                     "%s: an engine did not take it: %s; the one after it is asked again", asked_as(change), error
@@ -140,8 +160,8 @@ class EngineProcessClient:
             restarts, info = before[self.engines.index(each)]
             await each.another(restarts)
             if info is None or not has_taken(change, each.links[0].info, info):
-                await each.change(change, "prepare")
-                await each.change(change, "commit")
+                await each.change(asked[each], "prepare")
+                await each.change(asked[each], "commit")
 
     def left(self, number: int) -> None:
         """Another client of these engines has ended. An engine that starts later will not hear of it."""

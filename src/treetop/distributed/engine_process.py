@@ -46,7 +46,7 @@ from treetop.disaggregation.connector import Connector, open_connector
 from treetop.disaggregation.nixl import NixlTransport
 from treetop.distributed.log_lines import log_to_stderr
 from treetop.distributed.process import EXIT_REPORTED, EXIT_USER_ERROR, SPARE, Failed, begin, report_failure
-from treetop.types.changes import TAGS, Change, Commit, LoadLora, Sleep, UnloadLora, UpdateWeights, WakeUp
+from treetop.types.changes import TAGS, Change, Commit, LoadLora, Sleep, UnloadLora, UpdateWeights, WakeUp, given
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, EngineError, UserError
 from treetop.types.requests import CoreInfo, CoreLoad, RequestUpdate
@@ -99,6 +99,7 @@ class EngineServer:
         self._loop, self._socket, self._over = CoreLoop(self._core, self._connector, self._lockstep), socket, over
         self._why: BaseException | None = None
         self._options = options
+        self._asked: bytes | None = None  # who waits for requests to end
         self._prepared: tuple[bytes, Change, Commit] | None = None  # whose, for what
         self._clients: dict[bytes, Callable[[list[RequestUpdate]], None]] = {}
         self._identities: dict[int, bytes] = {}  # of clients, by number
@@ -171,17 +172,35 @@ class EngineServer:
                 self._loop.abort(request_ids)
             case Finish(request_id, num_tokens):
                 self._loop.finish(request_id, num_tokens)
+            case AskChange(stage="prepare"):
+                self._prepare(identity, command)
             case AskChange():
                 self._send(identity, self._change(identity, command))
+
+    def _prepare(self, identity: bytes, asked: AskChange) -> None:
+        """Answered once it is prepared, for which requests may have to end."""
+        others = self._asked is not None or (self._prepared is not None and self._prepared[0] != identity)
+        if others:
+            self._send(identity, ChangeDone(asked.number, "another change is being made; ask again"))
+            return
+        change = asked.change
+        self._asked = identity
+        self._loop.prepare(change, partial(self._is_prepared, identity, asked.number, change))
+
+    def _is_prepared(self, identity: bytes, number: int, change: Change, prepared: Commit | BaseException) -> None:
+        self._asked = None
+        if isinstance(prepared, BaseException):
+            self._send(identity, _refused(number, prepared))
+            return
+        self._prepared = identity, change, prepared
+        self._send(identity, ChangeDone(number))
 
     def _change(self, identity: bytes, asked: AskChange) -> ChangeDone:
         """An engine that takes this one's place has what was changed, too. Whom that ended has been told before."""
         try:
             if self._prepared is not None and self._prepared[0] != identity:
                 raise EngineError("another change is being made; ask again")
-            if asked.stage == "prepare":
-                self._prepared = identity, asked.change, self._core.prepare(asked.change)
-            elif asked.stage == "drop":
+            if asked.stage == "drop":
                 self._drop()
             elif self._prepared is None:
                 raise EngineError("nothing is prepared here: this engine was started meanwhile")
@@ -194,7 +213,7 @@ class EngineServer:
                 if self._options is not None and self._options.noted is not None:
                     note_change(Path(self._options.noted), self._options.config, asked.change, self._core)
         except Exception as error:  # a folder may be unreadable, and memory short: nothing has changed
-            return ChangeDone(asked.number, str(error) or type(error).__name__, isinstance(error, UserError))
+            return _refused(asked.number, error)
         return ChangeDone(asked.number)
 
     def _leave(self, number: int) -> None:
@@ -203,11 +222,13 @@ class EngineServer:
         identity = self._identities.pop(number, None)
         if identity is not None:
             self._loop.leave(self._clients.pop(identity))
-            if self._prepared is not None and self._prepared[0] == identity:
+            if self._asked == identity or (self._prepared is not None and self._prepared[0] == identity):
                 self._drop()
 
     def _drop(self) -> None:
-        """Nobody waits for what was prepared any more, if anything was."""
+        """Nobody waits for what was prepared, or is to be, any more, if anything was."""
+        self._loop.cancel()
+        self._asked = None
         if self._prepared is not None:
             (_, change, _), self._prepared = self._prepared, None
             self._core.drop(change)
@@ -227,6 +248,10 @@ class EngineServer:
 
     def _send(self, identity: bytes, message: FromCore) -> None:
         self._socket.send_multipart([identity, encode(message)])
+
+
+def _refused(number: int, error: BaseException) -> ChangeDone:
+    return ChangeDone(number, str(error) or type(error).__name__, isinstance(error, UserError))
 
 
 class EngineProcess:
@@ -320,6 +345,7 @@ class ChangesNote(msgspec.Struct, frozen=True):
     """What has changed since the options: folders of the weights in force, None for theirs; adapters, None likewise.
 
     lora_versions: how often a name has been given. asleep, level: what sleeps, and how deeply.
+    lost: of "model" and "draft", what was sent and is in no folder.
     """
 
     model: str | None = None
@@ -329,6 +355,7 @@ class ChangesNote(msgspec.Struct, frozen=True):
     weight_version: int = 0
     asleep: tuple[str, ...] = ()
     level: int = 1
+    lost: tuple[str, ...] = ()
 
 
 def note_change(file: Path, config: EngineConfig, change: Change, core: Core) -> None:
@@ -336,8 +363,14 @@ def note_change(file: Path, config: EngineConfig, change: Change, core: Core) ->
     note = noted_changes(file)
     loras = dict(config.adapters if note.loras is None else note.loras)
     match change:
+        case UpdateWeights(more=True):
+            return
         case UpdateWeights(model=model, draft=draft):
-            note = msgspec.structs.replace(note, model=model or note.model, draft=draft or note.draft)
+            sent = {"model": change.model_tensors, "draft": change.draft_tensors}
+            lost = {kind for kind in note.lost if kind not in given(change)} | {kind for kind in sent if sent[kind]}
+            note = msgspec.structs.replace(
+                note, model=model or note.model, draft=draft or note.draft, lost=tuple(sorted(lost))
+            )
         case LoadLora(name, path):
             note = msgspec.structs.replace(note, loras={**loras, name: path})
         case UnloadLora(name):
@@ -359,7 +392,7 @@ def noted_changes(file: Path) -> ChangesNote:
 
 def restored(core: Core, info: CoreInfo, note: ChangesNote) -> CoreInfo:
     """A core that takes another's place goes on where that was: with its versions, and asleep if it slept."""
-    core.restore(note.weight_version, note.lora_versions)
+    core.restore(note.weight_version, note.lora_versions, note.lost)
     if note.asleep:
         core.prepare(Sleep(note.level))()
         core.prepare(WakeUp(tuple(tag for tag in TAGS if tag not in note.asleep)))()

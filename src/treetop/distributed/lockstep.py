@@ -25,7 +25,7 @@ import msgspec
 import zmq
 
 from treetop.core.engine_core import StepEngine
-from treetop.types.changes import Change, Commit, asked_as
+from treetop.types.changes import Change, Commit, UpdateWeights, asked_as
 from treetop.types.errors import CheckError, ConfigError, EngineError
 from treetop.types.layout import Layout, SpecShape
 from treetop.types.messages import (
@@ -235,6 +235,10 @@ class Lockstep(Generic[InFlight]):
 
     def drop(self, change: Change) -> None:
         """Nothing has been prepared."""
+
+    def lacks_room(self, change: UpdateWeights) -> bool:
+        """It is refused anyway."""
+        return False
 
     def _agree(self, proposal: StepProposal) -> StepProposal:
         self.waiting_since = time.monotonic()

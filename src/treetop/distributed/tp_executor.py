@@ -48,7 +48,7 @@ from treetop.engine.engine import Engine, InFlightStep
 from treetop.engine.startup.plan import plan_engine
 from treetop.engine.update_weights import ELSEWHERE
 from treetop.parallel.exchange import RENDEZVOUS_S, START_S
-from treetop.types.changes import Change, Commit, asked_as
+from treetop.types.changes import Change, Commit, UpdateWeights, asked_as
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CheckError, ConfigError, EngineError, TreetopError, UserError
 from treetop.types.kv_transfer.transport import State
@@ -184,6 +184,10 @@ class TpExecutor:
         if self._failure is None:
             self._ranks.broadcast(encode(AskChange.of(0, "drop", change)))
             self.engine.drop(change)
+
+    def lacks_room(self, change: UpdateWeights) -> bool:
+        """As rank 0 has it, which others do as it does."""
+        return self.engine.lacks_room(change)
 
     def _commit(self, change: Change, own: Commit) -> None:
         """A rank that fails now has neither what was nor what is to be: the group ends."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from treetop.attention.layer import DenseAttention
+from treetop.checkpoints.sent_tensors import received, sent_bytes
 from treetop.checks.host import PlanChecker, check_padded, check_result
 from treetop.checks.poison import poison
 from treetop.engine.adapters import EngineAdapters
@@ -20,7 +21,7 @@ from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.engine.experience import Experience
 from treetop.engine.graphs import GraphSim
 from treetop.engine.kv_transfer import collect_exports, collect_imports, export_chunks, import_chunks, import_columns
-from treetop.engine.memory import gib, out_of_memory_explained
+from treetop.engine.memory import gib, memory_of, out_of_memory_explained
 from treetop.engine.node_masks import NodeMaskWriter
 from treetop.engine.packed_trees import PackedTrees
 from treetop.engine.prefill import FirstTokens, PrefillBatch, chunk_columns, chunk_width, make_batch, prefill
@@ -37,6 +38,8 @@ from treetop.engine.sleep import (
     give_back,
     held_bytes,
     wake,
+    with_kv,
+    without_kv,
 )
 from treetop.engine.staging import (
     HostResults,
@@ -64,9 +67,21 @@ from treetop.engine.startup.round_costs import cost_table
 from treetop.engine.startup.stages import stage
 from treetop.engine.startup.startup_log import start_up_block
 from treetop.engine.step_digest import StepDigest, TreeAndPathDigest, no_digest
-from treetop.engine.update_weights import NewWeights, read_weights
+from treetop.engine.update_weights import NewWeights, check_update, on_all_ranks, read_weights, weight_bytes
 from treetop.models.config import attention_of_rank
-from treetop.types.changes import TAGS, Change, Commit, LoadLora, Sleep, UnloadLora, UpdateWeights, WakeUp
+from treetop.parallel.weight_groups import WeightGroups
+from treetop.types.changes import (
+    TAGS,
+    Change,
+    Commit,
+    DestroyWeightsUpdateGroup,
+    InitWeightsUpdateGroup,
+    LoadLora,
+    Sleep,
+    UnloadLora,
+    UpdateWeights,
+    WakeUp,
+)
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, InvariantError
 from treetop.types.ids import NULL_PAGE, GroupName, PageId
@@ -92,6 +107,8 @@ from treetop.types.sampling import Choice
 from treetop.types.tree import Accepted, DraftTree
 
 log = logging.getLogger("treetop")
+_MARGIN = 2**30
+"""Bytes that are free while new weights are read, beside them: what is decoded or packed on its way."""
 Value = TypeVar("Value", Accepted, DraftTree)
 _SAMPLED_S = 2.0
 """Of a start, for rounds that the first sampled requests would else wait for: some 0.1 s each, of an 8B model."""
@@ -153,6 +170,9 @@ class Engine:
         self.adapters = None if tables is None else EngineAdapters(engine_plan, tables)
         self.launcher = self._make_launcher()
         self._asleep = SleepState()
+        self._groups, self._received = WeightGroups(), dict[str, dict[str, Tensor]]()
+        self._sent = frozenset[str]()
+        """Which of "model" and "draft" are in force and in no folder."""
         self._plans = PlanChecker(self.layout)
         self._node_masks = NodeMaskWriter(self.spec.vocab_size)
         zeros = partial(zeros_on, device) if self._zones is None else self._zones.zeros
@@ -243,8 +263,15 @@ class Engine:
         Nothing has changed before. Raises UserError, also for what cannot be here.
         """
         match change:
-            case UpdateWeights(model=model, draft=draft):
-                return partial(self._replace_weights, read_weights(self._plan, model, draft, self._chosen))
+            case UpdateWeights():
+                return self._prepare_weights(change)
+            case InitWeightsUpdateGroup():
+                place = self._plan.place
+                group = self._groups.meet(change, self.parallel.rank, self.parallel.size, place.device)
+                return partial(self._groups.add, group)
+            case DestroyWeightsUpdateGroup(name):
+                self._groups.named(name)
+                return partial(self._groups.remove, name)
             case LoadLora():
                 assert self.adapters is not None  # the scheduler has refused it
                 return self.adapters.prepare(change)
@@ -252,7 +279,7 @@ class Engine:
                 assert self.adapters is not None  # likewise
                 return self.adapters.prepare_to_forget(number)
             case Sleep(level):
-                check_sleep(self._plan, level)
+                check_sleep(self._plan, level, self._sent)
                 if self._asleep.tags and (self._asleep.tags != TAGS or level > self._asleep.level):
                     raise ConfigError("sleep: a part is awake, or weights are on the host; wake_up first")
                 return partial(self._fall_asleep, level)
@@ -264,13 +291,79 @@ class Engine:
 
     def drop(self, change: Change) -> None:
         """What was prepared for it is not wanted any more; whoever prepared it holds it no longer."""
+        if isinstance(change, UpdateWeights):
+            self._have_kv()
+
+    def lacks_room(self, change: UpdateWeights) -> bool:
+        """Whether new weights do not fit beside those in force, unless K/V go first."""
+        device = self.runner.buffers.rows.device
+        if device.type != "cuda" or not self.runner.pools:
+            return False
+        return self._room_needed(change) > memory_of(device).free
+
+    def _room_needed(self, change: UpdateWeights) -> int:
+        received = sum(sent_bytes(each) for each in (change.model_tensors, change.draft_tensors) if each is not None)
+        return _MARGIN + received + (0 if change.more else weight_bytes(self.runner))
+
+    def _prepare_weights(self, asked: UpdateWeights) -> Commit:
+        check_update(self._plan, asked)
+        if asked.makes_room and self.runner.pools:
+            self._drop_kv()
+        try:
+            received = on_all_ranks(self.model_path, self._plan.place, partial(self._receive, asked))
+            if asked.more:
+                return partial(self._keep, received)
+            new = read_weights(self._plan, asked, self._chosen, self.runner, received, self._sent)
+        except BaseException:
+            self._have_kv()
+            raise
+        return partial(self._replace_weights, new)
+
+    def _receive(self, asked: UpdateWeights) -> dict[str, dict[str, Tensor]]:
+        """What is sent, with what was sent before; all of it has come before anything is looked at."""
+        found, device = {kind: dict(tensors) for kind, tensors in self._received.items()}, self._plan.place.device
+        for kind, sent in (("model", asked.model_tensors), ("draft", asked.draft_tensors)):
+            if sent is not None:
+                broadcast = self._groups.named(sent.group).broadcast if sent.group else None
+                came = received(sent, device, broadcast)
+                if asked.more and broadcast is None:  # whoever has it may change it then
+                    came = {name: tensor.to(device, copy=True) for name, tensor in came.items()}
+                found.setdefault(kind, {}).update(came)
+        return found
+
+    def _keep(self, received: dict[str, dict[str, Tensor]]) -> None:
+        """Until what completes it has come."""
+        self._received = received
+        self._have_kv()
+
+    def _drop_kv(self) -> None:
+        if isinstance(self.launcher, CudaGraphs):
+            self.launcher.release()
+        self.runner = without_kv(self.runner)
+        self.launcher = Eager(self.runner)
+        give_back(self.runner)
+
+    def _have_kv(self) -> None:
+        """Pools again, if they were dropped, and rounds over them."""
+        if self.runner.pools or self._asleep.tags:
+            return
+        give_back(self.runner)
+        with torch.inference_mode(), self._explained("making the KV pools again"):
+            self.runner = with_kv(self._plan, self.layout, self.runner)
+            self._capture()
+
+    def _capture(self) -> None:
+        self.launcher = self._make_launcher()
+        if isinstance(self.launcher, CudaGraphs):
+            self.launcher.capture_all()
+            self.launcher.capture_sampled(_SAMPLED_S)
 
     def _fall_asleep(self, level: int) -> None:
         """Nothing runs until all of it is awake again."""
         if self._asleep.tags:
             return
         before = held_bytes(self.runner)
-        self.release()
+        self._release_rounds()
         self.runner, self._asleep = fall_asleep(self.runner, level)
         self.launcher = Eager(self.runner)
         give_back(self.runner)
@@ -282,23 +375,29 @@ class Engine:
         with torch.inference_mode(), self._explained("waking up"):
             self.runner, self._asleep = wake(self._plan, self.layout, self.runner, self._asleep, asked, models)
             if not self._asleep.tags:
-                self.launcher = self._make_launcher()
-                if isinstance(self.launcher, CudaGraphs):
-                    self.launcher.capture_all()
-                    self.launcher.capture_sampled(_SAMPLED_S)
+                self._capture()
                 self._begin_calibration()
 
     def _replace_weights(self, new: NewWeights) -> None:
         """Put other weights in the place of target and draft. No K/V of before may be read."""
         self._serve(new.plan)
-        self.runner = replace(self.runner, target=new.target, drafter=new.drafter)
+        self._sent, self._received = new.sent, {}
+        swaps = not new.in_place
+        if swaps and isinstance(self.launcher, CudaGraphs):
+            self.launcher.release()
+        self.runner = new.put(self.runner)
+        give_back(self.runner)
         for name, scales in new.kv_scales.items():
             if name not in self.runner.pools:
                 continue  # K/V sleep, and wake with these
             held = self.runner.pools[name].scales
             assert held is not None
             held.copy_(scales)
-        self.launcher = self._make_launcher()
+        if not self.runner.pools:
+            self._have_kv()
+        elif swaps:
+            with torch.inference_mode(), self._explained("capturing rounds of other weights"):
+                self._capture()
         self._kept = new.kept
         if self.costs is not None:
             self.experience.head = kept_head(new.plan, writes=self.parallel.rank == 0)
@@ -320,6 +419,10 @@ class Engine:
 
     def release(self) -> None:
         """Give back what captured rounds hold of others, such as of a group of ranks. Nothing runs afterwards."""
+        self._groups.close()
+        self._release_rounds()
+
+    def _release_rounds(self) -> None:
         if isinstance(self.launcher, CudaGraphs):
             self.launcher.release()
         if self._host_pages is not None:

@@ -5,32 +5,26 @@ filled again, wherever it comes to lie: whoever holds the tensors reads the new 
 are captured anew.
 """
 
-import functools
 import gc
-import types
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from treetop.cache.pool import make_pools
 from treetop.drafts.protocol import Drafter
 from treetop.engine.model_runner import ModelRunner
+from treetop.engine.reached import Storage, storages_of
 from treetop.engine.startup.build import kv_scales, with_pools, zeros_on
 from treetop.engine.startup.plan import EnginePlan
 from treetop.engine.startup.products import Products
 from treetop.engine.update_weights import load_models
-from treetop.kernels.table import Ops
 from treetop.models.target import Target
 from treetop.types.changes import TAGS
 from treetop.types.errors import ConfigError, InputError, shown
 from treetop.types.layout import Layout
-
-Storage = torch.UntypedStorage
-
 
 _DROPPED: Any = None
 """Stands for a target whose weights sleep."""
@@ -46,8 +40,8 @@ class SleepState:
     kept: "WeightsOnHost | None" = None
 
 
-def check_sleep(engine_plan: EnginePlan, level: int) -> None:
-    """Raises InputError, and ConfigError where memory is not only this engine's."""
+def check_sleep(engine_plan: EnginePlan, level: int, sent: Collection[str]) -> None:
+    """Raises InputError, and ConfigError where memory is not only this engine's. sent: whose weights no folder has."""
     config = engine_plan.config
     if level not in (1, 2):
         raise InputError(f"level: 1 keeps weights on the host, 2 drops them, got {shown(level)}")
@@ -57,17 +51,31 @@ def check_sleep(engine_plan: EnginePlan, level: int) -> None:
         raise ConfigError("sleep: not with --kv-offloading-size, whose copies are of pages that sleep; drop it")
     if level == 2 and engine_plan.place.dummy:
         raise ConfigError("sleep: level 2 drops weights, and --load-format dummy has none to read; use level 1")
+    if level == 2 and sent:
+        raise ConfigError("sleep: level 2 drops weights, and those in force were sent: no folder has them; use level 1")
 
 
 def fall_asleep(runner: ModelRunner, level: int) -> tuple[ModelRunner, SleepState]:
     """The runner without pools, and without weights or with such as are on the host."""
-    asleep, kept = replace(runner, pools={}, target_layers={}, draft_layers={}), None
+    asleep, kept = without_kv(runner), None
     if level == 2:
         asleep = replace(asleep, target=_DROPPED, drafter=None)
     elif runner.buffers.rows.device.type == "cuda":
         torch.cuda.synchronize()
         kept = WeightsOnHost(runner.target, runner.drafter)
     return asleep, SleepState(TAGS, level, kept)
+
+
+def without_kv(runner: ModelRunner) -> ModelRunner:
+    """Room for what is about to come, once captured rounds that read pools are gone."""
+    return replace(runner, pools={}, target_layers={}, draft_layers={})
+
+
+def with_kv(engine_plan: EnginePlan, layout: Layout, runner: ModelRunner) -> ModelRunner:
+    """With empty pools. layout: theirs."""
+    zeros = partial(zeros_on, runner.buffers.rows.device)
+    pools = make_pools(layout, engine_plan.place.dtype, zeros, kv_scales(engine_plan))
+    return with_pools(runner, engine_plan.draft, layout, pools)
 
 
 def give_back(runner: ModelRunner) -> None:
@@ -144,33 +152,3 @@ class WeightsOnHost:
             storage.resize_(copy.nbytes())
             storage.copy_(copy)
         self._kept = []
-
-
-def storages_of(*models: Any) -> list[Storage]:
-    """Memory of a GPU that these objects reach, once each; not what is an operation's or a group's of ranks."""
-    found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in _tensors(models)}
-    return [storage for at, storage in found.items() if at and storage.device.type == "cuda"]
-
-
-_SHUT = (types.ModuleType, types.BuiltinFunctionType, types.CodeType, type, functools._lru_cache_wrapper, Ops)
-
-
-def _tensors(roots: Any) -> Iterator[Tensor]:
-    """All that objects, containers, closures and partial functions lead to."""
-    seen, stack = set[int](), [roots]
-    while stack:
-        each = stack.pop()
-        if id(each) in seen or isinstance(each, _SHUT):
-            continue
-        seen.add(id(each))
-        if isinstance(each, Tensor):
-            yield each
-        elif isinstance(each, types.FunctionType):
-            stack.extend(cell.cell_contents for cell in each.__closure__ or ())
-            stack.extend(each.__defaults__ or ())
-        elif isinstance(each, types.MethodType):
-            stack += [each.__self__, each.__func__]
-        elif isinstance(each, functools.partial):
-            stack += [each.func, each.args, each.keywords]
-        elif not type(each).__module__.startswith(("treetop.parallel", "treetop.distributed", "torch", "triton")):
-            stack.extend(gc.get_referents(each))

@@ -255,6 +255,8 @@ class CoreLoad(NamedTuple):
     num_gave_way: requests put back so that others have their share of the rows.
     kv_transfer: None without disaggregation.
     host_tier: None without --kv-offloading-size.
+    head_fit: mean tokens of rounds with drafts, of the weights before and of those in force; None where either is not
+        known.
     """
 
     num_running: int = 0
@@ -264,6 +266,7 @@ class CoreLoad(NamedTuple):
     kv_transfer: KVTransferStats | None = None
     num_gave_way: int = 0
     host_tier: HostTierStats | None = None
+    head_fit: tuple[float, float] | None = None
 
 
 def check_prompt(prompt_ids: Sequence[int], max_context: int) -> None:

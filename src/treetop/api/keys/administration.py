@@ -13,6 +13,7 @@ from treetop.api.events import json_response
 from treetop.api.keys.api_keys import CALLER, Keys
 from treetop.api.limits import BodyRoute
 from treetop.api.requests.fields import Body
+from treetop.api.weight_transfer_routes import TRANSFER_PATHS, add_transfer, check_updates
 from treetop.types.changes import InFlight
 from treetop.types.errors import InputError
 
@@ -42,6 +43,7 @@ class UnloadLoraRequest(Body):
 
 ADMIN_PATHS = (
     "/update_weights_from_disk",
+    *TRANSFER_PATHS,
     "/sleep",
     "/wake_up",
     "/v1/load_lora_adapter",
@@ -81,10 +83,11 @@ def administration(api: ApiState) -> APIRouter:
     @router.post("/update_weights_from_disk", response_model=None)
     async def update_weights(body: UpdateWeightsRequest) -> Response:
         """Go on with other weights: what is answered from then on is theirs alone."""
-        if not api.options.enable_update_weights:
-            raise ApiError(403, "weights cannot be replaced here: serve with --enable-update-weights")
+        check_updates(api)
         await api.llm.update_weights(body.model_path, body.draft_model_path, body.in_flight)
         return json_response({"success": True, "message": f"the weights of {body.model_path} are in force"})
+
+    add_transfer(router, api)
 
     @router.post("/sleep", response_model=None)
     async def sleep(level: int = 1) -> Response:

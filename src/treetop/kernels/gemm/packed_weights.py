@@ -50,7 +50,7 @@ class CompressedWeight:
     words: [n / 64, k / 128, 3, 64, 32] int16.
     scale: [n] float32, a power of two a row. Outliers lie tile by tile, those of tile i from starts[i] to starts[i +
         1]: lines, int32, the row in the order of tiles; columns, int32; values, bfloat16, over the row's scale.
-    starts: [n / 64 + 1] int32.
+    starts: [n / 64 + 1] int32. The lists end at starts[-1]; behind it is room.
     crowd: lines of a block -> outliers of the block that has most.
     """
 
@@ -106,7 +106,15 @@ def compress(weight: Tensor, gated: bool, most_outliers: int | None = None) -> C
     starts = torch.zeros(len(counts) + 1, dtype=torch.int32, device=weight.device)
     starts[1:] = counts.cumsum(0)
     lines, columns = (tile * TILE + line).to(torch.int32), column.to(torch.int32)
+    lines, columns, values = _with_room(lines), _with_room(columns), _with_room(values)
     return CompressedWeight(words, scale.flatten(), starts, lines, columns, values, gated, _crowd(counts.tolist()))
+
+
+def _with_room(listed: Tensor) -> Tensor:
+    """A quarter longer, so that other numbers of the same weight fit in its place."""
+    room = torch.zeros(len(listed) + len(listed) // 4 + 64, dtype=listed.dtype, device=listed.device)
+    room[: len(listed)] = listed
+    return room
 
 
 def _crowd(counts: list[int]) -> dict[int, int]:
@@ -126,9 +134,10 @@ def decompress(weight: CompressedWeight) -> Tensor:
     largest = weight.scale.view(torch.int32) >> 23
     bits = torch.where(some, bits + ((largest - 15) << 7)[:, None], bits)
     out = _as_int16(bits).view(torch.bfloat16)
-    line = weight.lines.long()
-    values = weight.values.double() * weight.scale[line].double()
-    out[line, weight.columns.long()] = values.to(out.dtype)
+    count = int(weight.starts[-1])
+    line = weight.lines[:count].long()
+    values = weight.values[:count].double() * weight.scale[line].double()
+    out[line, weight.columns[:count].long()] = values.to(out.dtype)
     halves = 2 if weight.gated else 1
     return out.view(-1, halves, TILE, out.shape[1]).transpose(0, 1).reshape(out.shape)
 
