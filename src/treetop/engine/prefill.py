@@ -38,6 +38,8 @@ class PrefillBatch:
     exchanged: tokens that ranks with shared experts exchange, where these are more than the batch has.
     prompt: those of which log-probabilities are asked for.
     allowed: [rows, 1, words] int32, what may come first; see `process_reference`. None if any token may.
+    ends_prompts: whether a line may end a prompt, whose first token is chosen then; else no logits are made, and no
+        log-probabilities of a first token are asked for.
     """
 
     rows: Tensor
@@ -51,6 +53,7 @@ class PrefillBatch:
     exchanged: int = 0
     prompt: PromptTokens | None = None
     allowed: Tensor | None = None
+    ends_prompts: bool = True
 
 
 def chunk_columns(plan: PrefillPlan, bucket: int) -> list[list[int]]:
@@ -79,7 +82,9 @@ def make_batch(
     tokens = rows.new_zeros(len(rows) * width).index_copy_(0, place, ids).view(len(rows), width)
     asked = PromptTokens(*prompt) if len(prompt[0]) else None
     sizes = max_kv_len, plan.choice, plan.min_batch_tokens
-    return PrefillBatch(rows, rows, torch.zeros_like(rows), tokens, query_len, next_token, *sizes, asked, allowed)
+    ends = plan.choice is Choice.LOGPROBS or any(chunk.next_token is None for chunk in plan.chunks)
+    lines = rows, rows, torch.zeros_like(rows), tokens, query_len, next_token
+    return PrefillBatch(*lines, *sizes, asked, allowed, ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +120,9 @@ class FirstTokens:
 def prefill(runner: ModelRunner, batch: PrefillBatch) -> FirstTokens:
     """Process one chunk a row."""
     begun = begin_prefill(runner, batch)
-    return end_prefill(runner, begun, runner.run_target(begun.given))
+    output = runner.run_target(begun.given)
+    logits = logits_for(runner.target, last_hidden(runner, begun, output), batch.choice) if batch.ends_prompts else None
+    return end_prefill(runner, begun, output, logits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +132,11 @@ class BegunPrefill:
     batch: PrefillBatch
     span: _Span
     given: TargetInput
+
+    @property
+    def last(self) -> Tensor:
+        """Where each line's last token stands in it, [rows] int64."""
+        return (self.batch.query_len - 1).clamp(min=0)
 
 
 def begin_prefill(runner: ModelRunner, batch: PrefillBatch) -> BegunPrefill:
@@ -139,19 +151,27 @@ def begin_prefill(runner: ModelRunner, batch: PrefillBatch) -> BegunPrefill:
     return BegunPrefill(batch, span, TargetInput(rows, batch.tokens, span.positions, attend))
 
 
-def end_prefill(runner: ModelRunner, begun: BegunPrefill, output: TargetOutput) -> FirstTokens:
-    """Sample first tokens, and have the draft read the chunks. output: of as many rows and tokens as the batch."""
-    batch, span, ops = begun.batch, begun.span, runner.ops
-    rows, query_len, valid = batch.ends, batch.query_len, span.valid
-    last = (query_len - 1).clamp(min=0)
-    logits = logits_for(runner.target, ops.pick(output.hidden, last)[:, None], batch.choice)
-    tree, accepted = root_tree(batch.next_token), _one_column(rows)
-    sampler, place = runner.state.sampler, (span.kv_len - 1)[:, None]
-    chosen = choose(ops, logits, sampler, rows, place, tree, batch.choice, batch.allowed)
-    ops.accept(chosen, tree, accepted, None)  # the root, whose choice is the bonus
-    first, logprobs = accepted.bonus, None
-    if batch.choice is Choice.LOGPROBS:
-        logprobs = path_logprobs(ops, logits, accepted, min(MAX_LOGPROBS, logits.shape[2]))
+def last_hidden(runner: ModelRunner, begun: BegunPrefill, output: TargetOutput) -> Tensor:
+    """The target's state after the last token of each line, [rows, 1, hidden]."""
+    return runner.ops.pick(output.hidden, begun.last)[:, None]
+
+
+def end_prefill(runner: ModelRunner, begun: BegunPrefill, output: TargetOutput, logits: Tensor | None) -> FirstTokens:
+    """Sample first tokens, and have the draft read the chunks. output: of as many rows and tokens as the batch.
+
+    logits: [rows, 1, vocab] of `last_hidden`; None where no prompt ends, of which nothing is proposed then either.
+    """
+    batch, span, ops, last = begun.batch, begun.span, runner.ops, begun.last
+    rows, valid = batch.ends, span.valid
+    first, finite, logprobs = batch.next_token, torch.ones_like(rows, dtype=torch.bool), None
+    if logits is not None:
+        tree, accepted = root_tree(batch.next_token), _one_column(rows)
+        sampler, place = runner.state.sampler, (span.kv_len - 1)[:, None]
+        chosen = choose(ops, logits, sampler, rows, place, tree, batch.choice, batch.allowed)
+        ops.accept(chosen, tree, accepted, None)  # the root, whose choice is the bonus
+        first, finite = accepted.bonus, accepted.finite
+        if batch.choice is Choice.LOGPROBS:
+            logprobs = path_logprobs(ops, logits, accepted, min(MAX_LOGPROBS, logits.shape[2]))
     goes_on, draft = batch.next_token >= 0, None
     following = torch.where(goes_on, batch.next_token, first)
     prompt = PromptLines(batch.rows, span.positions, batch.tokens, valid)
@@ -164,10 +184,11 @@ def end_prefill(runner: ModelRunner, begun: BegunPrefill, output: TargetOutput) 
         aux_hidden = torch.cat([output.hidden[..., :0], *output.aux_hidden], dim=-1)  # a drafter may read none
         at = runner.extension(rows, last)
         extended = runner.drafter.extend(shifted, aux_hidden, span.positions, at, attend)
-        draft = runner.extended(rows, following, extended, runner.state.numbers["classes"][rows])
+        if logits is not None:
+            draft = runner.extended(rows, following, extended, runner.state.numbers["classes"][rows])
     ops.finish(runner.state.tables, rows, runner.layout.dummy_row, batch.offset + last, first, draft)
     asked = None if batch.prompt is None else prompt_logprobs(runner, output.hidden, batch.prompt)
-    return FirstTokens(first, accepted.finite, logprobs, asked)
+    return FirstTokens(first, finite, logprobs, asked)
 
 
 def _one_column(rows: Tensor) -> Accepted:

@@ -22,7 +22,7 @@ from treetop.checks.poison import poison
 from treetop.engine.features.feature import AcceptedRound
 from treetop.engine.mixed import run_together
 from treetop.engine.model_runner import ModelRunner, TargetInput
-from treetop.engine.prefill import FirstTokens, PrefillBatch, begin_prefill, end_prefill
+from treetop.engine.prefill import FirstTokens, PrefillBatch, begin_prefill, end_prefill, last_hidden
 from treetop.engine.recurrence import keep_states, node_recurrence
 from treetop.engine.tree_growth import grow_trees
 from treetop.kernels.flat import packed_nodes, spread_nodes
@@ -83,7 +83,8 @@ def draft_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
 def verify_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     """One target forward over the trees; accept each row's path, commit its K/V and states, and keep its features."""
     begun = begin_verify(runner, key, max_kv_len)
-    end_verify(runner, key, begun, runner.run_target(begun.given))
+    output = runner.run_target(begun.given)
+    end_verify(runner, key, begun, output, logits_for(runner.target, output.hidden, key.choice))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +120,12 @@ def begin_verify(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> BegunVe
     return BegunVerify(TargetInput(node_rows, tokens, positions, attend), recurrence)
 
 
-def end_verify(runner: ModelRunner, key: RoundKey, begun: BegunVerify, output: TargetOutput) -> None:
-    """Accept, commit and keep what the target's forward gave. output: of the nodes that it was given."""
+def end_verify(runner: ModelRunner, key: RoundKey, begun: BegunVerify, output: TargetOutput, logits: Tensor) -> None:
+    """Accept, commit and keep what the target's forward gave. output, logits: of the nodes that it was given."""
     buffers, shape, ops = runner.buffers, key.shape, runner.ops
     rows, tree = buffers.rows[: key.bucket], buffers.tree_of(key.bucket, key.shape)
     places, accepted = buffers.places_of(key.bucket, shape), buffers.accepted_of(key.bucket, shape)
     flat, given = buffers.flat_of(key.bucket, shape), begun.given
-    logits = logits_for(runner.target, output.hidden, key.choice)
     held = runner.state.held_of(key.bucket, shape) if key.held else None
     allowed = None if held is None else held.allowed
     if flat is None:
@@ -171,8 +171,22 @@ def mixed_verify(runner: ModelRunner, batch: PrefillBatch, key: RoundKey, max_kv
     prompts, nodes = begin_prefill(runner, batch), begin_verify(runner, key, max_kv_len)
     exchanged = batch.exchanged and batch.exchanged + nodes.given.tokens.numel()
     of_prompts, of_nodes = run_together(runner, (prompts.given, nodes.given), exchanged)
-    end_verify(runner, key, nodes, of_nodes)
-    return end_prefill(runner, prompts, of_prompts)
+    of_both = _logits_together(
+        runner, (key.choice, batch.choice), of_nodes.hidden, last_hidden(runner, prompts, of_prompts)
+    )
+    end_verify(runner, key, nodes, of_nodes, of_both[0])
+    return end_prefill(runner, prompts, of_prompts, of_both[1])
+
+
+def _logits_together(runner: ModelRunner, choices: tuple[Choice, Choice], *hidden: Tensor) -> list[Tensor]:
+    """Logits of what two parts of a forward gave, [rows, n, hidden] each: of one product, where both choose alike."""
+    if (Choice.GREEDY in choices) and choices[0] is not choices[1]:  # one needs a rank's own alone, one all
+        return [logits_for(runner.target, each, how) for each, how in zip(hidden, choices, strict=True)]
+    flat = torch.cat([each.flatten(0, 1) for each in hidden])
+    parts = logits_for(runner.target, flat[:, None], choices[0]).split(
+        [each.shape[0] * each.shape[1] for each in hidden]
+    )
+    return [part.view(*each.shape[:2], -1) for part, each in zip(parts, hidden, strict=True)]
 
 
 def verify_with_prompts(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:

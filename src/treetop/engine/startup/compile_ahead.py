@@ -37,7 +37,10 @@ def compile_all(runner: ModelRunner) -> None:
 
 
 def _prefills(runner: ModelRunner) -> Iterator[Run]:
-    """Steps of few tokens, whose products differ, and one in which attention is tried at every extent."""
+    """One in which no prompt ends; steps of few tokens, whose products differ; one in which attention is tried at every
+    extent.
+    """
+    yield partial(dummy_prefill, runner, Choice.GREEDY, 1, 1, False)
     for width in sizes(min(MAX_ROWS, runner.layout.prefill_widths[1])):
         yield partial(dummy_prefill, runner, Choice.GREEDY, 1, width)
     yield partial(dummy_prefill, replace(runner, backend=EveryExtent(runner)), Choice.GREEDY, 1, 1)

@@ -1,5 +1,6 @@
 """The worst steps, tried before the pools are sized: what they take at their peak is left free beside the pools."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -51,9 +52,9 @@ def _peak(run: Run) -> int:
     return torch.cuda.max_memory_reserved() - before
 
 
-def dummy_prefill(runner: ModelRunner, choice: Choice, rows: int, width: int) -> None:
+def dummy_prefill(runner: ModelRunner, choice: Choice, rows: int, width: int, ends_prompts: bool = True) -> None:
     """A prefill step of dummy rows, of `width` tokens each."""
-    prefill(runner, dummy_batch(runner, choice, rows, width))
+    prefill(runner, replace(dummy_batch(runner, choice, rows, width), ends_prompts=ends_prompts))
 
 
 def dummy_batch(runner: ModelRunner, choice: Choice, rows: int, width: int) -> PrefillBatch:
