@@ -46,7 +46,7 @@ from treetop.checkpoints.loader import compute_device
 from treetop.core.engine_core import EngineCore
 from treetop.core.loop import CoreLoop
 from treetop.core.wire import Updates, encode
-from treetop.types.changes import Change, Commit
+from treetop.types.changes import Change, Commit, UpdateWeights
 from treetop.types.config import BUILTIN_MODEL, EngineConfig
 from treetop.types.errors import EngineError, InputError
 from treetop.types.ids import RequestId
@@ -159,6 +159,9 @@ class TimedEngine:
 
     def drop(self, change: Change) -> None:
         self._engine.drop(change)
+
+    def lacks_room(self, change: UpdateWeights) -> bool:
+        return bool(self._engine.lacks_room(change))
 
 
 async def host(bench: Bench) -> AsyncIterator[dict[str, Any]]:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from treetop.bench.modelled_costs import mixed_seconds
 from treetop.core.engine_core import EngineCore
 from treetop.scheduler.scheduler import Scheduler
-from treetop.types.changes import Change, Commit
+from treetop.types.changes import Change, Commit, UpdateWeights
 from treetop.types.config import EngineConfig
 from treetop.types.ids import FULL, RequestId
 from treetop.types.kv import paired
@@ -138,6 +138,9 @@ class SimulatedEngine:
         raise NotImplementedError
 
     def drop(self, change: Change) -> None:
+        raise NotImplementedError
+
+    def lacks_room(self, change: UpdateWeights) -> bool:
         raise NotImplementedError
 
 
