@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 
+from support.grids import few_of
 from support.interpreted import DEVICE, ON_GPU, on_gpu_or_interpreted
 from support.operations import kernel_ops
 from treetop.kernels.sampling import draw as drawing
@@ -75,7 +76,10 @@ def small_blocks(monkeypatch):
 @on_gpu_or_interpreted
 @pytest.mark.parametrize(
     ("ties", "dtype"),
-    [(False, torch.float32), (True, torch.float32), (True, torch.bfloat16), (False, torch.float16)],
+    few_of(
+        [(False, torch.float32), (True, torch.float32), (True, torch.bfloat16), (False, torch.float16)],
+        *(range(4) if ON_GPU else (1, 3)),
+    ),
 )
 def test_tokens_are_those_of_sorting_and_summing(ties, dtype):
     """Every filter and their mixtures, rows picked out of order, ties at the edges, impossible tokens."""
@@ -114,7 +118,7 @@ def test_edges_of_filters_fall_where_sorting_puts_them(monkeypatch, dtype):
 
 
 @on_gpu_or_interpreted
-@pytest.mark.parametrize("top_k", [15, 16, 17, 30])
+@pytest.mark.parametrize("top_k", few_of([15, 16, 17, 30], *(range(4) if ON_GPU else (0, 2))))
 def test_a_top_k_beyond_the_lanes_of_a_block_starts_at_the_bottom(monkeypatch, top_k):
     """The highest of each lane bound the search only while they are at least k."""
     monkeypatch.setattr(drawing, "_BLOCK", 16)

@@ -314,8 +314,13 @@ FORMATS = [None, "mxfp4", "fp8 blocks", "w4a16", "nvfp4"]
 
 
 def is_long(tokens, activation, packed):
-    """Of packed weights several tokens go with one activation, and one token with all others."""
-    return packed is not None and (tokens > 1) == (activation != ACTIVATIONS[0])
+    """Of packed weights several tokens go with one activation, and one token with all others.
+
+    In the interpreter several tokens of plain weights go with that activation, too, and with the one that has a limit.
+    """
+    if packed is None:
+        return not ON_GPU and tokens > 1 and activation in ACTIVATIONS[1:3]
+    return (tokens > 1) == (activation != ACTIVATIONS[0])
 
 
 @on_gpu_or_interpreted
@@ -382,7 +387,7 @@ def test_float32_products_are_as_exact_as_the_reference(of_inputs):
 
 
 @on_gpu_or_interpreted
-@pytest.mark.parametrize("name", few_of([*CODINGS], 2, 4))
+@pytest.mark.parametrize("name", few_of([*CODINGS], 2))
 def test_a_rank_with_some_of_the_coded_experts_computes_these_alone(name):
     torch.manual_seed(3)
     with DEVICE:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from support.grids import few_of
 from support.interpreted import DEVICE, on_gpu_or_interpreted
 from support.recurrent_oracle import (
     GATED,
@@ -381,7 +382,9 @@ def test_the_kernel_verifies_any_tree(kind, n):
 @on_gpu_or_interpreted
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("gated delta", "v"), ("gated delta", "g"), pytest.param("delta by channel", "g", marks=pytest.mark.slow)],
+    few_of(
+        [("gated delta", "v"), ("gated delta", "g"), pytest.param("delta by channel", "g", marks=pytest.mark.slow)], 1
+    ),
 )
 def test_in_the_kernel_too_a_node_that_is_not_finite_changes_nobody_but_those_below_it(kind, name):
     torch.manual_seed(3)
@@ -402,7 +405,8 @@ def test_in_the_kernel_too_a_node_that_is_not_finite_changes_nobody_but_those_be
 
 @on_gpu_or_interpreted
 @pytest.mark.parametrize(
-    ("kind", "n"), [("gated delta", 1), ("gated delta", 16), ("gated delta", 17), ("delta by channel", 17)]
+    ("kind", "n"),
+    few_of([("gated delta", 1), ("gated delta", 16), ("gated delta", 17), ("delta by channel", 17)], 0, 2, 3),
 )
 def test_the_kernel_takes_in_chunks_of_any_length(kind, n):
     """In blocks of its own: padding that is not finite changes nothing."""

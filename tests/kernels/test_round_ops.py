@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from support.engines import accept_lens, build, greedy, sampled, tokens
+from support.grids import few_of
 from support.interpreted import DEVICE, ON_GPU, interpreted, on_gpu_or_interpreted
 from support.operations import kernel_ops, reference_ops
 from support.round_ops import (
@@ -391,11 +392,14 @@ def with_fused(device):
 @interpreted
 @pytest.mark.parametrize(
     ("params", "level"),
-    [
-        pytest.param(greedy(9), 3, id="greedy"),
-        pytest.param(sampled(3, 5), 2, id="drawn"),
-        pytest.param(sampled(4, 3, top_p=0.8), 1, id="filtered", marks=pytest.mark.slow),
-    ],
+    few_of(
+        [
+            pytest.param(greedy(9), 3, id="greedy"),
+            pytest.param(sampled(3, 5), 2, id="drawn"),
+            pytest.param(sampled(4, 3, top_p=0.8), 1, id="filtered", marks=pytest.mark.slow),
+        ],
+        1,
+    ),
 )
 def test_an_engine_gives_the_same_rounds_with_either(strong_pair, params, level):
     """Whole rounds with a padded batch: tokens and accepted lengths, guards up to level 3 silent."""

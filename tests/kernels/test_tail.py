@@ -99,7 +99,7 @@ GPU = gpu_traits(CPU)
 
 @interpreted
 @pytest.mark.parametrize("options", VARIETY, ids=str)
-@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("with_sinks", few_of([False, True], 1))
 def test_tail_and_merge_equals_dense_attention(options, with_sinks):
     """One launch from a library's (out, lse), garbage in empty rows and a base-2 lse included."""
     s = scene(**options)
@@ -177,7 +177,7 @@ def test_a_prefix_that_is_not_finite_shows(value):
 
 @interpreted
 @pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("column", [0, 3])
+@pytest.mark.parametrize("column", few_of([0, 3], 0))
 def test_a_key_that_is_not_finite_shows_in_the_queries_that_see_it(splits, column):
     """As in dense attention: their output is NaN, never 0, and that of the others is right."""
     s = scene(n=4, t=6)
@@ -196,7 +196,7 @@ def test_a_key_that_is_not_finite_shows_in_the_queries_that_see_it(splits, colum
 @interpreted
 @pytest.mark.parametrize(
     ("options", "splits", "items"),
-    few_of([*((options, 1, 1) for options in SMALL), *zip(SMALL, (3, 3, 3, 3), (1, 1, 4, 1), strict=True)], 0, 1, 6, 7),
+    few_of([*((options, 1, 1) for options in SMALL), *zip(SMALL, (3, 3, 3, 3), (1, 1, 4, 1), strict=True)], 0, 7),
     ids=str,
 )
 def test_a_sink_enters_the_fused_kernel_once(options, splits, items, monkeypatch):
