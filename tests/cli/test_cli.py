@@ -91,6 +91,7 @@ def test_a_model_without_a_draft_decodes_plainly_and_gives_the_same_tokens(capsy
     assert plain["metrics"]["accept_length"] == 1
 
 
+@pytest.mark.slow
 def test_a_stop_string_ends_the_completion_and_is_cut_off(capsys):
     """The text ends before the stop, and the reason is stop."""
     argv = ["generate", "--json", "--prompt", PROMPT, "--max-tokens", 40, "--ignore-eos"]
@@ -101,6 +102,7 @@ def test_a_stop_string_ends_the_completion_and_is_cut_off(capsys):
     assert stopped["finish_reason"] == "stop"
 
 
+@pytest.mark.slow
 def test_comparing_with_plain_decoding_says_that_outputs_are_equal(capsys):
     code, out, _ = run(capsys, "generate", "--prompt", PROMPT, "--max-tokens", 12, "--compare-plain")
     assert code == 0
@@ -259,6 +261,7 @@ def test_doctor_shows_machine_backends_capacity_and_conformance(capsys):
     assert "conformance: 3 of 3 cases agree" in out
 
 
+@pytest.mark.slow
 def test_overlap_is_a_flag_with_its_opposite(capsys):
     """The capacity table has positions for the steps in flight, and the text is the same either way."""
     small = ("--device", "cpu", "--context-length", 256)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from support.command_line import PROMPT, lines, refused, run, spawn
+from support.grids import few_of
 from support.holding import STREAM, Held
 from support.tiny_models import copy_folder
 
@@ -172,7 +173,7 @@ def test_a_closed_pipe_is_no_error():
     process.stderr.close()
 
 
-@pytest.mark.parametrize("encoding", ["latin-1", "ascii:surrogateescape"])
+@pytest.mark.parametrize("encoding", few_of(["latin-1", "ascii:surrogateescape"], 0))
 def test_what_the_terminal_cannot_show_is_escaped(monkeypatch, encoding):
     """Prompt, text, errors and help: nothing is lost, and nothing ends in a traceback."""
     monkeypatch.setenv("PYTHONIOENCODING", encoding)

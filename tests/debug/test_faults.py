@@ -75,7 +75,7 @@ HARM = {  # fault -> what its harm's description says
     "chunk-tail": "not what the head drafts",
     "limit-before-stop": "wrong tokens",
 }
-OF_EACH_HARM = ("sgl-23037-padding", "sgl-27545", "unaligned-allocation", "sgl-23037-alias", "sgl-26972", "sgl-25015")
+OF_EACH_HARM = ("unaligned-allocation", "sgl-23037-alias", "sgl-25015", "limit-before-stop")
 
 
 class Recorded(Provocation):
@@ -102,7 +102,7 @@ def said(trial) -> str:
     return "" if trial.error is None else str(trial.error)
 
 
-@pytest.mark.parametrize("name", [pytest.param("sgl-27545", marks=pytest.mark.slow), "sgl-25015"])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in ("sgl-27545", "sgl-25015")])
 def test_a_trial_keeps_nothing_of_its_engine(monkeypatch, name):
     """No traceback and no observer holds it until the collector comes: 100 trials would be 7 GB."""
     engines = []
@@ -136,7 +136,7 @@ def test_a_fault_is_caught_by_the_guard_that_is_named_for_it(provocation, name):
     assert "\n" not in said(trial)
 
 
-@pytest.mark.parametrize("name", few_of([*FAULTS], *range(0, len(FAULTS), 4)))
+@pytest.mark.parametrize("name", few_of([*FAULTS], *range(2, len(FAULTS), 5)))
 def test_a_fault_is_caught_in_rounds_with_the_semantics_of_graphs(provocation, name):
     """The same guard, on replays."""
     found = FAULTS[name]
@@ -146,7 +146,7 @@ def test_a_fault_is_caught_in_rounds_with_the_semantics_of_graphs(provocation, n
     assert isinstance(trial.error, TreetopError)
 
 
-@pytest.mark.parametrize("name", few_of(ABOVE_0, *range(1, len(ABOVE_0), 5)))
+@pytest.mark.parametrize("name", few_of(ABOVE_0, 1))
 def test_a_fault_is_not_caught_at_the_level_below_its_guard(provocation, name):
     """The guard at that level is what catches it: one level lower, and without the decoder, nothing says those words.
 
@@ -171,7 +171,7 @@ def test_a_fault_does_harm_where_no_guard_looks(provocation, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["sgl-24617", "padding-siblings", "sgl-27360"], ids=["two-group pair", "zeros", "embedded pair"]
+    "name", few_of(["sgl-24617", "padding-siblings", "sgl-27360"], 0), ids=["two-group pair", "zeros", "embedded pair"]
 )
 def test_no_guard_fires_on_the_sound_engine(provocation, name):
     """The scenario runs to its end at level 3 under the decoder, and gives what it gives at level 0."""
@@ -237,7 +237,7 @@ def bits(llm) -> list:
     return [(name, tensor.clone()) for name, tensor in all_tensors(llm).items()]
 
 
-@pytest.mark.parametrize("graphs", ["off", "sim"])
+@pytest.mark.parametrize("graphs", few_of(["off", "sim"], 1))
 def test_a_clean_engine_built_after_all_faults_is_equal_to_the_bit(strong_pair, graphs):
     """State, buffers and pools of the same work, before any fault was active and after each of them."""
 
@@ -259,6 +259,7 @@ def test_a_clean_engine_built_after_all_faults_is_equal_to_the_bit(strong_pair, 
         assert torch.equal(one.nan_to_num(), two.nan_to_num()), name
 
 
+@pytest.mark.slow
 def test_no_module_keeps_a_twin():
     """Modules that are imported while a fault is active bind what is sound."""
     code = """

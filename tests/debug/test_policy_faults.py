@@ -22,6 +22,7 @@ def test_it_is_caught_and_does_harm_where_nobody_looks(name):
     assert HARM[name] in (found.harm or ""), found.harm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POLICY_FAULTS)
 def test_without_it_the_scene_is_quiet(name, tmp_path):
     """At the level of its guard, and where none looks: what is called harm comes of the fault alone."""

@@ -13,6 +13,7 @@ import torch
 
 from support.engines import build, pump, submit, tokens
 from support.fake_recorder import FakeRecorder
+from support.grids import few_of
 from support.logit_options import SHAPE, VOCAB, WAYS, Oracle, changed, params_of
 from support.oracles import chi_square_tail, drawn, float32, philox4x32_10, warped
 from support.tiny_models import EOS
@@ -122,14 +123,22 @@ def held_to(seed):
 
 @pytest.mark.parametrize(
     ("shape", "options"),
-    [
-        (None, {}),
-        (SHAPE, {"graphs": "sim", "check_level": 3, "overlap": True, "mixed_chunk": "on", "chunked_prefill_size": 16}),
-        (SHAPE, {"check_level": 3, "max_running_requests": 5, "attention_backend": "torch"}),
-        ((4, 3, 37), {"overlap": False, "max_running_requests": 3, "speculative_node_budget": 40}),
-        ((1, 5, 6), {"overlap": True, "chunked_prefill_size": 16, "speculative_node_budget": 20}),
-        (SHAPE, {"tp_size": 2, "graphs": "sim", "check_level": 3, "overlap": True}),
-    ],
+    few_of(
+        [
+            (None, {}),
+            (
+                SHAPE,
+                {"graphs": "sim", "check_level": 3, "overlap": True, "mixed_chunk": "on", "chunked_prefill_size": 16},
+            ),
+            (SHAPE, {"check_level": 3, "max_running_requests": 5, "attention_backend": "torch"}),
+            ((4, 3, 37), {"overlap": False, "max_running_requests": 3, "speculative_node_budget": 40}),
+            ((1, 5, 6), {"overlap": True, "chunked_prefill_size": 16, "speculative_node_budget": 20}),
+            (SHAPE, {"tp_size": 2, "graphs": "sim", "check_level": 3, "overlap": True}),
+        ],
+        1,
+        4,
+        5,
+    ),
 )
 def test_constrained_requests_equal_the_oracle_in_any_batch(strong_pair, asked, shape, options):
     prompts, params, seeds, want = asked
@@ -207,6 +216,7 @@ def test_the_row_of_a_constrained_request_forgets_it(strong_pair, oracle):
             assert sum(output.metrics.accept_lens) > 0
 
 
+@pytest.mark.slow
 def test_a_free_request_in_the_row_of_a_constrained_one_gets_its_drafts(strong_pair):
     """Beside a request whose logits are changed, so that rounds look at what rows are held to."""
     free = SamplingParams(temperature=1.1, seed=3, max_tokens=LENGTH, ignore_eos=True)
@@ -327,7 +337,7 @@ def test_a_constraint_that_takes_nothing_back_ends_its_request_alone(strong_pair
     llm.scheduler.check_integrity()
 
 
-@pytest.mark.parametrize("num_known", [0, 1, 3])
+@pytest.mark.parametrize("num_known", few_of([0, 1, 3], 0, 1))
 def test_drafts_that_are_not_reached_in_time_are_not_accepted(strong_pair, asked, num_known, monkeypatch):
     """The walk is cut off somewhere: the tokens stay the same."""
     prompts, params, seeds, want = asked

@@ -11,7 +11,16 @@ PROMPT = "def add(a, b):\n"
 
 
 def run(capsys, *argv):
-    """Exit code, stdout and stderr of a command line, in this process."""
+    """Exit code, stdout and stderr of a command line, in this process.
+
+    A context that nobody names is short: a start proves that it fits, whose worst rounds are most of what it costs.
+    """
+    if argv[0] in ("generate", "chat") and "--context-length" not in argv:
+        argv += ("--context-length", 512)
+    return _said(capsys, argv)
+
+
+def _said(capsys, argv):
     capsys.readouterr()
     try:
         code = main([str(each) for each in argv])
@@ -37,7 +46,7 @@ def lines(text) -> list[str]:
 
 def refused(capsys, argv, *parts):
     """Exit code 2, nothing on stdout, one line on stderr that holds all parts and no traceback."""
-    code, out, err = run(capsys, *argv)
+    code, out, err = _said(capsys, argv)
     assert code == 2
     assert out == ""
     assert err.count("\n") == 1

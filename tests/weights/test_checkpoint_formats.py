@@ -10,6 +10,7 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
 
 from support.engines import build, greedy, tokens
+from support.examples import fewer
 from support.families import FAMILIES, Saved
 from support.grids import few_of
 from support.logits import record_logits
@@ -129,7 +130,7 @@ def assert_served_alike(pair, made, where, **options):
     """Trees of packed weights, plain decoding of decoded ones and the decoded model in float64: tokens and
     log-probabilities to the last bit."""
     folder, decoded = quantized(pair.target, where, made)
-    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=2)
+    params = SamplingParams(temperature=0.0, max_tokens=fewer(16), ignore_eos=True, logprobs=2)
     prompts = pair.prompts([9, 17, 3])
     tree, plain, wide = (
         build(Pair(each, pair.head), shape, dequantize_weights=dequantized, **options).generate(prompts, params)
@@ -150,7 +151,7 @@ def test_a_model_is_the_decoded_one(name, pair, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", few_of(["fp8 channel", "fp8 blocks", "w4a16 zeros", "gptq g_idx", "awq", "nvfp4", "mxfp4"], 1, 2, 3, 5)
+    "name", few_of(["fp8 channel", "fp8 blocks", "w4a16 zeros", "gptq g_idx", "awq", "nvfp4", "mxfp4"], 1, 3)
 )
 def test_experts_are_the_decoded_ones(name, tmp_path):
     sizes = {"vocab_size": 12, "moe_intermediate_size": 64, "intermediate_size": 96}
@@ -338,7 +339,7 @@ def numbers(weights, param):
     return weights.linear(param.name)(torch.eye(param.shape[1], dtype=torch.float64)).T
 
 
-@pytest.mark.parametrize("packed", ["none", "rows"])
+@pytest.mark.parametrize("packed", few_of(["none", "rows"], 1))
 @pytest.mark.parametrize("name", RANKED)
 def test_ranks_have_their_part_of_numbers_and_of_scales(name, packed, pair, tmp_path):
     """Each source is cut at multiples of its format's units."""
