@@ -50,9 +50,14 @@ class PromptReader:
         """
         if self.tokenizer is None:
             raise InputError(f"{self._info.model_path} has no tokenizer.json; pass token ids instead of text")
-        if not cut:
-            check_length(self.tokenizer.fewest_tokens(text), self._info.max_context, exact=False)
-        return self.tokenizer.encode(text, special)
+        if cut:
+            return self.tokenizer.encode(text, special)
+        maximum = self._info.max_context
+        check_length(self.tokenizer.fewest_tokens(text), maximum, exact=False)
+        ids = self.tokenizer.encode(text, special, most=maximum)
+        if len(ids) > maximum:  # there may be more
+            check_length(len(ids), maximum, exact=False)
+        return ids
 
     def _kept(self, params: SamplingParams) -> int | None:
         """How many of a prompt's last tokens are kept; None for all."""

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from tokenizers import AddedToken, Tokenizer
 
+from treetop.text.pieces import can_be_cut, ids_in_pieces
 from treetop.types.errors import InputError
 
 _PRIVATE = (*range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE))
@@ -88,8 +89,11 @@ class SpecialText:
         """Ids of a rendered text: its names are tokens, and what is marked is text."""
         other, aliases, own_ids = self._other
         text = marks.removed(self._names.sub(lambda found: aliases[found[0]], text))
-        (encoded,) = other.encode_batch_fast([text], add_special_tokens=False)
-        return [own_ids.get(token, token) for token in encoded.ids]
+        return [own_ids.get(token, token) for token in ids_in_pieces(other, text, self._can_be_cut, False)]
+
+    @cached_property
+    def _can_be_cut(self) -> bool:
+        return can_be_cut(self._other[0])
 
     @cached_property
     def _characters(self) -> list[str]:

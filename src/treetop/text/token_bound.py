@@ -19,7 +19,7 @@ def bytes_of_a_token(bpe: BpeTokenizer) -> int | None:
     model, added = bpe.model, bpe.get_added_tokens_decoder().values()
     if not isinstance(model, models.BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
         return None
-    shrinks, splits = _shrinks(_parts(bpe.normalizer)), _parts(bpe.pre_tokenizer)
+    shrinks, splits = _shrinks(parts_of(bpe.normalizer)), parts_of(bpe.pre_tokenizer)
     if shrinks is None or not all(map(_keeps_all, splits)) or any(token.lstrip or token.rstrip for token in added):
         return None
     vocab = bpe.get_vocab(with_added_tokens=False)
@@ -35,7 +35,7 @@ def bytes_of_a_token(bpe: BpeTokenizer) -> int | None:
     return longest * shrinks if whole else None
 
 
-def _parts(component: Any) -> list[dict[str, Any]]:
+def parts_of(component: Any) -> list[dict[str, Any]]:
     """A normalizer or pre-tokenizer as the file's JSON has it, sequences laid flat."""
     return [] if component is None else _flat(json.loads(component.__getstate__()))
 

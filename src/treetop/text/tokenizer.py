@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as BpeTokenizer
 from tokenizers.decoders import ByteLevel
 
 from treetop.checkpoints.json_file import not_there
+from treetop.text.pieces import PIECE, can_be_cut, ids_in_pieces
 from treetop.text.special_text import SpecialText
 from treetop.text.token_bound import bytes_of_a_token
 from treetop.types.errors import CheckpointError, InputError
@@ -65,13 +66,28 @@ class Tokenizer:
     def _bytes_of_a_token(self) -> int | None:
         return bytes_of_a_token(self._bpe)
 
-    def encode(self, text: str, special: bool = True) -> list[int]:
-        """Ids of a prompt. special: with the special tokens that the checkpoint's template adds."""
+    def encode(self, text: str, special: bool = True, most: int | None = None) -> list[int]:
+        """Ids of a prompt. special: with the special tokens that the checkpoint's template adds.
+
+        most: of a text with more the first ids may be all, more than these.
+        """
+        in_pieces = len(text) > PIECE and self._can_be_cut
+        before, after = self._around if special and in_pieces else ((), ())
         try:
-            (encoded,) = self._bpe.encode_batch_fast([text], add_special_tokens=special)  # others run meanwhile
+            return [*before, *ids_in_pieces(self._bpe, text, in_pieces, special and not in_pieces, most), *after]
         except TypeError:  # lone surrogates: bytes of a terminal that are not UTF-8
             raise InputError("the prompt is not valid UTF-8 text") from None
-        return list(encoded.ids)
+
+    @cached_property
+    def _can_be_cut(self) -> bool:
+        return can_be_cut(self._bpe)
+
+    @cached_property
+    def _around(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Special tokens before and behind every text."""
+        plain, whole = (list(self._bpe.encode("a", add_special_tokens=each).ids) for each in (False, True))
+        begin = next(at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
+        return whole[:begin], whole[begin + len(plain) :]
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """Text of ids, special tokens left out unless `special`."""
