@@ -79,6 +79,10 @@ def _parts(stored: Tensor, heads: int, lines: slice) -> Tensor:
     return stored[lines.start * heads : lines.stop * heads]
 
 
+def _unbounded(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda self, steps: self._speed[:, None] * self._ops.functions.softplus(steps)
+
+
 LINEAR_FAULTS = by_name(
     Fault(
         "linear-ones-left-out",
@@ -141,6 +145,13 @@ MIXER_FAULTS = by_name(
         "bamba-norm-first",
         "Mamba-2's gate stands behind the norm",
         (Patch("treetop.models.mixers.mamba2:Mamba2._gated", _other_order),),
+        _GUARD,
+        None,
+    ),
+    Fault(
+        "ling-3-decays-without-floor",
+        "decays that are bounded are not",
+        (Patch("treetop.models.mixers.kimi_delta:KimiDelta._decays", _unbounded),),
         _GUARD,
         None,
     ),

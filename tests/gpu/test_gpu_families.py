@@ -8,6 +8,7 @@ import torch
 
 from support.engines import build, greedy, tokens
 from support.families import FAMILIES, WINDOW
+from support.recurrences import NAMES as RECURRENT
 from treetop.bench.equality import equal_outputs
 from treetop.engine.cuda_graphs import CudaGraphs
 
@@ -25,17 +26,7 @@ NAMES += [
     "glm4v moe",
     "llama 4",
     "hunyuan moe",
-    "qwen3 next",
-    "qwen3.5",
-    "qwen3.5 moe",
-    "lfm2",
-    "bamba",
-    "granite 4 hybrid",
-    "falcon h1",
-    "nemotron h",
-    "kimi linear",
-    "minimax",
-    "olmo hybrid",
+    *RECURRENT,
 ]
 """Norms of all q and k and none before, multipliers, layers without rotation, joined and partly rotated q and k,
 interleaved rotation, text of what sees, experts under other names and with biased sigmoid routers.

@@ -8,7 +8,7 @@ from treetop_debug.expert_ranks import expert_ranks_on_threads
 from treetop_debug.ranks import ranks_on_threads
 
 LENGTHS = (1, 12, 40)
-NEWER = ("nemotron", "phi", "falcon 40b", "qwen2 moe", "lfm2", "falcon h1", "nemotron h", "kimi linear")
+NEWER = ("nemotron", "phi", "falcon 40b", "qwen2 moe", "lfm2", "falcon h1", "nemotron h", "kimi linear", "ling 3")
 
 
 def serve(pair, shape, **options):

@@ -3,6 +3,7 @@
 import contextlib
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from support.engines import build, greedy, tokens
 from support.families import FAMILIES
 from support.logits import record_logits
+from support.recurrences import FIRST, NAMES
 from support.tiny_models import copy_folder
 from treetop import LLM
 from treetop.engine.startup.exactness import why_not_model
@@ -23,9 +25,7 @@ from treetop.types.errors import CheckpointError, ConfigError
 from treetop.weights.plain import UNQUANTIZED
 from treetop_debug.model_faults import LINEAR_FAULTS, MIXER_FAULTS
 
-OTHERS = ("lfm2", "bamba", "granite 4 hybrid", "falcon h1", "nemotron h", "kimi linear", "minimax", "olmo hybrid")
-"""Recurrent layers of other kinds."""
-NAMES = ("qwen3 next", "qwen3.5", "qwen3.5 moe", "qwen3.5 of images", "qwen3.5 moe of images")
+ALSO = ("qwen3.5 of images", "qwen3.5 moe of images")
 
 
 @contextlib.contextmanager
@@ -86,7 +86,7 @@ def our_logits(folder, prompt, chunk, count=1):
     return torch.cat([logits[0] for logits in seen]), output.token_ids
 
 
-@pytest.mark.parametrize("name", [*NAMES, *OTHERS])
+@pytest.mark.parametrize("name", [*NAMES, *ALSO])
 def test_logits_are_those_of_transformers_in_float64(saved, name):
     """1e-11 of the largest: a prompt past a block of 64 tokens, in one chunk, and tokens after it, one by one."""
     model, prompt = widened(saved(name).reference(torch.float64)), saved(name).pair.prompts([90], seed=2)[0]
@@ -120,7 +120,56 @@ def test_limits_of_steps_hold_for_single_tokens_too(saved, tmp_path):
     assert float((without - theirs).abs().max()) > 1e-3 * largest
 
 
-@pytest.mark.parametrize("name", ["qwen3 next", "kimi linear", "falcon h1", "minimax", "lfm2"])
+def limited(gate, up, limit):
+    """As Ling's own: the activated gate at most so much, up within as much on both sides."""
+    return F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+
+
+def test_limits_of_late_layers_are_lings_own(saved, tmp_path):
+    """`transformers` leaves them out, so its layers 2 and 3 get them here; without them logits differ."""
+    routed, shared = [0, 0, 0.05, 0.1], [None, None, 0, 0.07]
+    lists = {"expert_swiglu_limit_list": routed, "share_expert_swiglu_limit_list": shared}
+    folder = copy_folder(saved("ling 3").pair.target, tmp_path / "limited", **lists)
+    model, prompt = widened(saved("ling 3").reference(torch.float64)), saved("ling 3").pair.prompts([20], seed=2)[0]
+    for layer, of_experts, of_shared in zip(model.model.layers, routed, shared, strict=True):
+        if of_experts:
+            del layer.mlp.experts.act_fn  # a module
+            layer.mlp.experts.act_fn = partial(Gated, of_experts)
+        if of_shared:
+            mlp = layer.mlp.shared_experts
+            mlp.forward = lambda x, mlp=mlp, most=of_shared: mlp.down_proj(
+                limited(mlp.gate_proj(x), mlp.up_proj(x), most)
+            )
+    with no_downcasts():
+        theirs = saved("ling 3").logits(model, prompt)
+    ours, _ = our_logits(folder, prompt, 7)
+    without, _ = our_logits(saved("ling 3").pair.target, prompt, 7)
+    largest = float(theirs.abs().max())
+    assert float((ours - theirs).abs().max()) < 1e-11 * largest
+    assert float((without - theirs).abs().max()) > 1e-3 * largest
+
+
+class Gated:
+    """An activated gate that is yet to be multiplied by up, so that both are limited."""
+
+    def __init__(self, limit, gate):
+        self.limit, self.gate = limit, gate
+
+    def __mul__(self, up):
+        return limited(self.gate, up, self.limit)
+
+
+@pytest.mark.parametrize("changes", [
+    {"layer_group_size": 3}, {"expert_swiglu_limit_list": [1.0]}, {"use_mla_nope": True}, {"kda_lower_bound": 1.0},
+    {"gated_attention_proj_granularity_type": "element_wise"},
+])  # fmt: skip
+def test_what_ling_cannot_be_is_refused_by_key(saved, tmp_path, changes):
+    folder = copy_folder(saved("ling 3").pair.target, tmp_path / "changed", **changes)
+    with pytest.raises(CheckpointError, match=next(iter(changes))):
+        target_spec(folder)
+
+
+@pytest.mark.parametrize("name", FIRST)
 def test_a_gpus_probe_of_bits_knows_every_kind_of_recurrence(saved, name):
     """It runs anywhere; here by the references that a CPU has with `bits`, one of which is spoilt."""
     config = target_spec(saved(name).pair.target).config
@@ -135,7 +184,7 @@ def test_a_gpus_probe_of_bits_knows_every_kind_of_recurrence(saved, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*NAMES, *OTHERS])
+@pytest.mark.parametrize("name", [*NAMES, *ALSO])
 def test_long_chunks_and_long_prompts(saved, name):
     prompt = saved(name).pair.prompts([240], seed=1)[0]
     model = widened(saved(name).reference(torch.float64))
@@ -219,7 +268,7 @@ def test_a_fault_of_a_layer_shows_in_logits(saved, name):
 @pytest.mark.parametrize("name", MIXER_FAULTS)
 def test_a_fault_of_another_kind_of_layer_shows_in_logits(saved, name):
     """As above: beyond what equality with `transformers` allows, by far."""
-    family = next(each for each in OTHERS if name.startswith(each.replace(" ", "-")))
+    family = next(each for each in NAMES if name.startswith(each.replace(" ", "-")))
     folder, prompt = saved(family).pair.target, saved(family).pair.prompts([20], seed=2)[0]
     right, _ = our_logits(folder, prompt, 512)
     with MIXER_FAULTS[name].active():

@@ -12,6 +12,7 @@ from support.grids import few_of
 from support.handing import IDS, Relay, Worker
 from support.lookups import lookup
 from support.mtp_layers import mtp_tensors
+from support.recurrences import NAMES
 from support.tiny_models import Pair, copy_folder, llama_config, save_random, save_random_experts, save_random_head
 from treetop import SamplingParams
 from treetop.attention import exact_backend
@@ -189,20 +190,7 @@ def test_experts_windows_and_sinks_change_no_bit(families, name, sums):
         assert bits(outputs) == want, (shape, batch, chunk)
 
 
-@pytest.mark.parametrize(
-    "family",
-    few_of(
-        [
-            "qwen3 next",
-            "nemotron h",
-            *(
-                pytest.param(name, marks=SLOW)
-                for name in ("lfm2", "bamba", "granite 4 hybrid", "falcon h1", "kimi linear", "minimax", "olmo hybrid")
-            ),
-        ],
-        0,
-    ),
-)
+@pytest.mark.parametrize("family", [name if name == "qwen3 next" else pytest.param(name, marks=SLOW) for name in NAMES])
 def test_states_of_rows_change_no_bit(family, tmp_path):
     """A state has the bits of its tokens, whatever brought them in: of every kind, beside experts of every kind."""
     exact = {**BITS, "context_length": 64}

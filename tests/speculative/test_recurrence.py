@@ -9,6 +9,7 @@ from support.drain import Crossover, staggered
 from support.engines import accept_lens, build, greedy, sampled, steps, submit, tokens
 from support.families import FAMILIES
 from support.grids import few_of
+from support.recurrences import NAMES as KINDS
 from support.recurrent_models import check_dummy, check_snapshot, known_family, save_pair, snapshot, states_of
 from support.refusing import refused
 from treetop import LLM
@@ -314,8 +315,6 @@ def test_states_tell_of_each_past_bug(pair, prompts, name):
 
 FEW = {"max_total_tokens": 72, "context_length": 48, "check_level": 2, "state_checkpoint_every": 8}
 OFTEN = ("lfm2", "kimi linear")
-KINDS = ("lfm2", "bamba", "granite 4 hybrid", "falcon h1", "nemotron h", "kimi linear", "minimax", "olmo hybrid")
-"""Families with recurrences of every kind."""
 WITHOUT = {
     "lfm2": ("state-of-the-round-before", "state-twice"),
     "minimax": ("state-conv-stands", "state-window-by-column"),

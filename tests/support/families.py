@@ -496,6 +496,20 @@ def _as_kimi_linear(target: Path, folder: Path) -> Path:
     return copied
 
 
+def _as_ling(target: Path, folder: Path) -> Path:
+    """As published: `transformers` writes what leaves KDA under MLA's name for it, and other widths."""
+    config = json.loads((target / "config.json").read_text())
+    linear = [f"layers.{index}." for index, kind in enumerate(config["layer_types"]) if kind[0] == "l"]
+    tensors = {}
+    for name, tensor in load_file(target / "model.safetensors").items():
+        of_linear = any(each in name for each in linear)
+        tensors[name.replace(".attention.dense.", ".attention.o_proj.") if of_linear else name] = tensor
+    own = {"architectures": ["BailingMoeV3ForCausalLM"], "head_dim": config["linear_head_dim"], "layer_types": None}
+    copied = copy_folder(target, folder, **own, linear_head_dim=None, partial_rotary_factor=0.5)
+    save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
+    return copied
+
+
 def _as_olmo_hybrid(target: Path, folder: Path) -> Path:
     """As published: `transformers` writes norms of full layers as those of linear ones, and convolutions in thirds."""
     config = json.loads((target / "config.json").read_text())
@@ -515,6 +529,19 @@ def _as_olmo_hybrid(target: Path, folder: Path) -> Path:
     return copied
 
 
+LING = {
+    **{key: value for key, value in LATENT.items() if key != "q_lora_rank"},
+    "head_dim": 10,
+    "short_conv_kernel_size": 3,
+    "layer_group_size": 4,
+    "num_local_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "pad_token_id": 0,
+}
 MAMBA = {
     "mamba_n_heads": 6,
     "mamba_d_head": 8,
@@ -892,6 +919,13 @@ FAMILIES: dict[str, Tiny] = {
         },
         _as_kimi_linear,
         without=("head_dim",),
+    ),
+    "ling 3": Tiny("BailingHybrid", LING, _as_ling),
+    "ling 3 without groups or bounds": Tiny(
+        "BailingHybrid",
+        {**LING, "q_lora_rank": 24, "kda_safe_gate": False, "layer_group_size": 2, "n_group": 1, "topk_group": 1},
+        _as_ling,
+        slow=True,
     ),
     "minimax": Tiny(
         "MiniMax",

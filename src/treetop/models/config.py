@@ -44,6 +44,7 @@ class LatentSpec:
     value_dim: of a head's value.
     query_rank: of the latent that queries are made of; None where they are made of the hidden state.
     norm_eps: of the norms of both latents.
+    gate: what a head gives is multiplied by the sigmoid of a product with the layer's input, one number a head.
     """
 
     rank: int
@@ -51,6 +52,7 @@ class LatentSpec:
     value_dim: int
     query_rank: int | None
     norm_eps: float
+    gate: bool = False
 
 
 @dataclass(frozen=True, slots=True)

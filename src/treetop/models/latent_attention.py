@@ -84,6 +84,9 @@ class LatentAttention:
         self.to_value = HeadsProduct(by_head[:, latent.still_dim :].transpose(1, 2), ops.profile)
         self._heads = len(by_head)
         self.products: list[Product] = [self.down, self.query, self.to_key, self.to_value, self.output]
+        self.gate = weights.linear(f"{name}.gate") if latent.gate else None
+        if self.gate is not None:
+            self.products.append(self.gate)
         self.norm = LatentNorm(weights[f"{name}.norm"], latent.norm_eps)
         self.query_norm: RMSNorm | None = None
         if latent.query_rank is not None:
@@ -103,8 +106,12 @@ class LatentAttention:
         if self.indexer is not None:
             index = self.indexer.asks(x, of, turn.angles)
             write = partial(self._write_both, write, x, turn)
-        attended = attend(self.layer, write, self.scale, index=index)
-        return self._ops.parallel.share(self.output.parts(self.to_value(attended).flatten(2)))
+        values = self.to_value(attend(self.layer, write, self.scale, index=index))
+        if self.gate is not None:
+            gate = self.gate(x)
+            opened = self._ops.functions.sigmoid(gate.to(torch.promote_types(gate.dtype, torch.float32)))
+            values = values * opened.to(values.dtype)[..., None]
+        return self._ops.parallel.share(self.output.parts(values.flatten(2)))
 
     def _write(
         self,
@@ -153,6 +160,7 @@ def latent_params(
     if spec.index is not None and spec.index.shares is None:
         assert latent.query_rank is not None
         indexer = indexer_params(spec.index, turned, f"{name}.indexer", f"{stored}.indexer", width, latent.query_rank)
+    gate = [matrix(f"{name}.gate", Source(f"{stored}.g_proj.weight", (heads, width)), shard=0)] if latent.gate else []
     query = replace(of_query, transform=turn_head, unit=head)
     up = Source(f"{stored}.kv_b_proj.weight", (heads * both, rank), unit=both)
     return [
@@ -167,4 +175,5 @@ def latent_params(
         norm_param(f"{name}.norm", f"{stored}.kv_a_layernorm.weight", rank),
         *norms,
         *indexer,
+        *gate,
     ]

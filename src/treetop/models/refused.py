@@ -26,7 +26,7 @@ _BY_NAME = {
     _SPARSE: "DeepseekV4 Glm5Next",
     _QWEN4: "Qwen4Exp",
     _KIMI_3: "KimiK3",
-    _LINEAR: "BailingHybrid FalconMamba Jamba Lfm3 Mamba Mamba2 RecurrentGemma Rwkv Zamba Zamba2",
+    _LINEAR: "FalconMamba Jamba Lfm3 Mamba Mamba2 RecurrentGemma Rwkv Zamba Zamba2",
 }
 """Of `transformers` 5.24: those whose configuration has a `kv_lora_rank`, and those with such layers; and Kimi-K3."""
 _BY_ENDING = {

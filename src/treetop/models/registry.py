@@ -50,7 +50,7 @@ from treetop.models.families import (
     smollm3,
     ungated,
 )
-from treetop.models.families.hybrids import kimi_linear, lfm2, mamba, minimax, nemotron_h, olmo_hybrid
+from treetop.models.families.hybrids import bailing, kimi_linear, lfm2, mamba, minimax, nemotron_h, olmo_hybrid
 from treetop.models.multimodal import TEXT_ALONE, TOWERS, StoredNames, names_in, text_config
 from treetop.models.refused import refuse_adapter, refuse_by_key, refuse_by_name
 from treetop.models.target import Target
@@ -197,6 +197,18 @@ FAMILIES: dict[str, Family] = {
     "KimiLinearForCausalLM": Family(
         kimi_linear.read,
         "Kimi delta attention (KDA) beside compressed attention (MLA), experts",
+        keys=_COMPRESSED,
+    ),
+    "BailingMoeV3ForCausalLM": Family(
+        bailing.read,
+        "Kimi delta attention (KDA) with bounded decays beside gated compressed attention (MLA): Ling 3.0",
+        params=bailing.params,
+        keys=_COMPRESSED,
+    ),
+    "BailingHybridForCausalLM": Family(
+        bailing.read,
+        "Ling 3.0 as `transformers` calls it",
+        params=bailing.params,
         keys=_COMPRESSED,
     ),
     "MiniMaxForCausalLM": Family(

@@ -62,12 +62,18 @@ class ConvSpec:
 
 @dataclass(frozen=True, slots=True)
 class KimiSpec:
-    """Kimi delta attention (`models.mixers.kimi_delta`): as many heads of keys as of values, of one width."""
+    """Kimi delta attention (`models.mixers.kimi_delta`): as many heads of keys as of values, of one width.
+
+    narrow: products of decays and of the gate are of two matrices, with head_dim numbers between them.
+    floor: no decay's logarithm is below it; None for decays without a bound.
+    """
 
     block: ClassVar[str] = "self_attn"
     heads: int
     head_dim: int
     taps: int
+    narrow: bool = True
+    floor: float | None = None
 
     def state(self, name: GroupName, num_layers: int) -> StateGroup:
         return StateGroup(
