@@ -45,8 +45,8 @@ This page is written by `scripts/reference.py` from `docs/figures/benchmarks.jso
 # Endpoints
 
 Every route of `treetop serve`, with those that an option adds: `/v1/files` and `/v1/batches` by `--batch-dir`,
-`/sleep` and `/wake_up` by `--enable-sleep-mode`, adapters by `--enable-lora`, `/update_weights_from_disk` by
-`--enable-update-weights`. The last column says which need a key where the server has keys, and
+`/sleep` and `/wake_up` by `--enable-sleep-mode`, adapters by `--enable-lora`, `/update_weights_...` and their
+groups by `--enable-update-weights`. The last column says which need a key where the server has keys, and
 which an [admin's](serving.md#the-admin-key) where it has any. HEAD works wherever GET
 does. `/` is a [page](serving.md#the-page) to chat on. What bodies hold is in [fields.md](fields.md), what errors say
 in [errors.md](errors.md); `/openapi.json` has it all for programs.
@@ -170,6 +170,7 @@ CODES = {
     "context_length_exceeded": "prompt and output need more tokens than the context has; the message says how many fit",
     "conversation_not_found": "no such conversation of this key",
     "empty_prompt": "the chat template makes no text of the messages",
+    "weights_lost": "the engine was started again, and weights that had been sent to it are gone: send them, ask again",
     "engine_asleep": "the engine sleeps, or was put to sleep meanwhile: wake it, ask again",
     "engine_error": "the engine failed; another is started where it can be: ask again",
     "file_in_use": "a batch of this file has not ended",

@@ -36,6 +36,10 @@ _KV_TRANSFER = {
     "write_gb_s": "GB/s of writes when a link was last tried",
 }
 """Of `KVTransferStats`."""
+_HEAD_FIT = {
+    "before_update": "Mean tokens of rounds with drafts, of the weights before those in force",
+    "after_update": "The same of the weights in force, of the last 256 rounds; a head that fits no longer shows here",
+}
 _HOST_TIER = {
     "saved_tokens": "Tokens whose K/V went to the host, since the start",
     "loaded_tokens": "Tokens whose K/V came back from the host, since the start",
@@ -104,7 +108,10 @@ class Metrics:
         self._draft_tokens = counter("spec_decode_num_draft_tokens", "Drafts that were verified, roots excluded")
         self._accepted = counter("spec_decode_num_accepted_tokens", "Drafts that were accepted")
         self._kv_transfer = {name: unset("kv_transfer_" + name, text) for name, text in _KV_TRANSFER.items()}
-        self._host_tier = {name: unset("kv_offload_" + name, text) for name, text in _HOST_TIER.items()}
+        self._host_tier, self._head_fit = (
+            {name: unset(prefix + name, text) for name, text in texts.items()}
+            for prefix, texts in (("kv_offload_", _HOST_TIER), ("accept_length_", _HEAD_FIT))
+        )
         add_infos(model_name, info, registry)
         success = Counter(
             OWN + "request_success", "Requests that ended", ["model_name", "finished_reason"], registry=registry
@@ -224,6 +231,9 @@ class Metrics:
         self._kv_usage.set(load.kv_usage)
         self._retractions.set(load.num_retractions)
         self._gave_way.set(load.num_gave_way)
+        if load.head_fit is not None:
+            for gauge, tokens in zip(self._head_fit.values(), load.head_fit, strict=True):
+                gauge.labels(self._model_name).set(tokens)
         if load.kv_transfer is not None:
             for name, gauge in self._kv_transfer.items():
                 gauge.labels(self._model_name).set(getattr(load.kv_transfer, name))

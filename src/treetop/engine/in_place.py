@@ -27,7 +27,7 @@ Copies = list[tuple[Tensor, Tensor]]
 
 def copies_between(old: Any, new: Any) -> Copies | None:
     """Pairs of tensors, of which each first is to have the second's numbers; None where something else differs."""
-    walk = _Walk()
+    walk = _SideBySide()
     return walk.copies if walk.alike(old, new) else None
 
 
@@ -37,7 +37,7 @@ def copy_all(copies: Copies) -> None:
         old.copy_(new)
 
 
-class _Walk:
+class _SideBySide:
     """Two objects, side by side."""
 
     def __init__(self) -> None:

@@ -48,7 +48,7 @@ class WeightGroup:
                 f"group {shown(name)}: rank {rank} of {world_size} met nobody at {master_address}:{master_port} within"
                 f" {timeout_s:g} s: {error}"
             ) from None
-        self._group: dist.ProcessGroup = made[0] if isinstance(made, tuple) else made
+        self._group: dist.ProcessGroup | None = made[0] if isinstance(made, tuple) else made
         c10d._world.pg_group_ranks[self._group] = {
             each: each for each in range(world_size)
         }  # else it cannot be destroyed
@@ -56,13 +56,18 @@ class WeightGroup:
 
     def broadcast(self, tensor: Tensor) -> None:
         """Send it from rank 0, or receive it there. It is contiguous. Raises EngineError if rank 0 has gone."""
+        if self._group is None:
+            raise EngineError(f"group {shown(self.name)} has been closed")
         try:
             self._group.broadcast([tensor], self._options).wait(timedelta(seconds=BROADCAST_S))
         except RuntimeError as error:
             raise EngineError(f"group {shown(self.name)}: the broadcast failed: {error}") from None
 
     def close(self) -> None:
-        dist.destroy_process_group(self._group)
+        """Any number of times; before the process ends, whose end threads of a library would disturb."""
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)
 
 
 class WeightGroups:

@@ -17,6 +17,12 @@ from treetop.api.requests.fields import Body
 from treetop.api.requests.messages_body import CountRequest, MessagesRequest
 from treetop.api.requests.responses_body import ResponsesRequest
 from treetop.api.sglang import GenerateRequest
+from treetop.api.weight_transfer_routes import (
+    DestroyGroupRequest,
+    FromDistributedRequest,
+    FromTensorRequest,
+    InitGroupRequest,
+)
 
 BODIES: dict[str, type[Body]] = {
     "/v1/completions": CompletionRequest,
@@ -36,6 +42,10 @@ BODIES: dict[str, type[Body]] = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/update_weights_from_disk": UpdateWeightsRequest,
+    "/init_weights_update_group": InitGroupRequest,
+    "/destroy_weights_update_group": DestroyGroupRequest,
+    "/update_weights_from_distributed": FromDistributedRequest,
+    "/update_weights_from_tensor": FromTensorRequest,
     "/v1/load_lora_adapter": LoadLoraRequest,
     "/v1/unload_lora_adapter": UnloadLoraRequest,
 }
