@@ -14,7 +14,9 @@ from support.quantized import by_library, fp8_blocks, quantized
 from support.tiny_models import Pair, save_random_experts, save_random_head, save_random_llama
 from treetop import SamplingParams
 from treetop.exact.probe import same_bits
+from treetop.kernels.fused import add_rms_norm
 from treetop.kernels.gemm.coded import CodedWeight, Coding
+from treetop.kernels.gemm.coded_norm import add_rms_norm_codes
 from treetop.kernels.gemm.fp8_rows import (
     Activations,
     QuantizedRows,
@@ -47,6 +49,27 @@ FORMATS = {
     "groups": partial(fp8_blocks, 64, 64),
 }
 """Made by the test that asks for one: some need `compressed-tensors`."""
+
+
+@pytest.mark.parametrize("how", WAYS[:3], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("rows", "hidden", "parts"), [(1, 4096, 4), (33, 4096, 1), (16, 5120, 0), (7, 1536, 2)])
+def test_a_norm_that_writes_codes_has_the_bits_of_two_launches(rows, hidden, parts, dtype, how):
+    """One row in some is zeros, and in some huge."""
+    torch.manual_seed(rows)
+    gpu, x = gpu_traits(GPU), torch.randn(rows, hidden, device=GPU).to(dtype)
+    x[rows // 2] *= 1e4
+    x[rows - 1, : hidden // 2] = 0
+    delta = torch.randn(parts, rows, hidden, device=GPU) if parts else None
+    delta = delta.to(dtype) if parts == 1 else delta
+    weight = (torch.rand(hidden, device=GPU) + 0.5).to(dtype)
+    total, normed = add_rms_norm(x, delta, weight, 1e-5, gpu)
+    want = quantize_rows(normed, how, gpu=gpu)
+    got = add_rms_norm_codes(x, delta, weight, 1e-5, how, gpu)
+    assert same_bits(got[0], total)
+    assert same_bits(got[1], normed)
+    assert torch.equal(got[2].codes, want.codes)
+    assert same_bits(got[2].scale, want.scale)
 
 
 def fixed_of(how):

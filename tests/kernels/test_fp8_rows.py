@@ -15,7 +15,9 @@ from compressed_tensors.quantization.utils.helpers import compute_dynamic_scales
 from support.fp8 import VALUES, rounded
 from support.interpreted import DEVICE, ON_GPU, on_gpu_or_interpreted
 from support.operation_cases import coded_weight, e4m3_rows
+from treetop.kernels.fused import add_rms_norm
 from treetop.kernels.gemm.coded import Coding, decode
+from treetop.kernels.gemm.coded_norm import add_rms_norm_codes, norms_codes
 from treetop.kernels.gemm.fp8_rows import (
     Activations,
     Fp8Launch,
@@ -156,6 +158,33 @@ def test_launches_fit_and_cut_k_for_few_rows_alone(shape):
             assert choose_fp8(shape, group, True, rows, HOPPER).splits == 1
             assert found.num_stages * (found.block_n + min(rows, 128)) * (group or 128) <= HOPPER.shared_bytes
     assert choose_fp8((4096, 4096), 0, False, 1, HOPPER).splits > 1
+
+
+@on_gpu_or_interpreted
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("how", [Activations(), Activations(64), Activations(32, powers=True)], ids=str)
+@pytest.mark.parametrize(("hidden", "parts"), [(192, 0), (256, 1), (320, 3)])
+def test_a_norm_that_writes_codes_has_the_bits_of_two_launches(how, hidden, parts):
+    """Rows of zeros, tiny and huge numbers and NaN; of a sum in parts, and of rows in two dimensions."""
+    gpu, dtype = gpu_traits(DEVICE), torch.float32
+    x = hard_rows(hidden, dtype).to(DEVICE).view(3, 4, hidden)
+    delta = torch.randn(parts, 3, 4, hidden, device=DEVICE, dtype=dtype) * x[None] if parts else None
+    weight = torch.rand(hidden, device=DEVICE, dtype=dtype) + 0.5
+    total, normed = add_rms_norm(x, delta, weight, 1e-5, gpu)
+    want = quantize_rows(normed.flatten(0, 1), how, gpu=gpu)
+    made = add_rms_norm_codes(x, delta, weight, 1e-5, how, gpu)
+    assert torch.equal(made[0].view(torch.int32), total.view(torch.int32))
+    assert torch.equal(made[1].view(torch.int32), normed.view(torch.int32))
+    assert torch.equal(made[2].codes, want.codes)
+    assert torch.equal(made[2].scale.view(torch.int32), want.scale.view(torch.int32))
+    assert made[2].scale.stride() == want.scale.stride()
+
+
+def test_a_norm_writes_codes_of_groups_that_fill_a_row():
+    assert norms_codes(Activations(), 4096)
+    assert norms_codes(Activations(128), 4096)
+    assert not norms_codes(Activations(128), 4000)
+    assert not norms_codes(Activations(fixed=True), 4096)
 
 
 @on_gpu_or_interpreted

@@ -99,6 +99,13 @@ def add_rms_norm(_: bool) -> Call:
 
 
 @case
+def add_rms_norm_codes(_: bool) -> Call:
+    """Codes are of the norm as rounded, and one that differs by a rounding may have the next code."""
+    args = (torch.randn(2, 3, 64), torch.randn(3, 2, 3, 64), torch.rand(64), 1e-5, Activations(32))
+    return Call(args, {}, lambda args, result: result[:2])
+
+
+@case
 def embed_and_norm(_: bool) -> Call:
     tokens = torch.randint(0, 30, (3, 5))[:, 1:4]
     return Call((torch.randn(30, 24), tokens, torch.randn(3, 5, 40)[:, :3], torch.rand(40), 1e-5))

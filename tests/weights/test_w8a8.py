@@ -124,6 +124,32 @@ def test_answers_are_those_of_a_dense_model_that_rounds_its_inputs(name, pair, m
 
 
 @pytest.mark.parametrize("name", FORMATS)
+def test_norms_write_the_codes_that_the_next_product_would(name, pair, made, monkeypatch):
+    """Those of qkv and of gate and up, whose rows are then not rounded again; logits have the same bits without."""
+    mine, prompts = Pair(made[name][0], pair.head), pair.prompts(LENGTHS)
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=1)
+    options = {**ON, "dtype": "float32", "exactness": "bits"}
+    count, found, real = [0], [], W8A8Linear.take
+
+    def take(self, x, codes):
+        count[0] += 1
+        fresh = self._quantized(x.flatten(0, -2))
+        assert torch.equal(fresh.codes, codes.codes)
+        assert torch.equal(fresh.scale, codes.scale)
+        real(self, x, codes)
+
+    monkeypatch.setattr(W8A8Linear, "take", take)
+    for reads in (True, False):
+        if not reads:
+            monkeypatch.setattr(W8A8Linear, "reads_codes", lambda self, columns: False)
+        before = count[0]
+        found.append(build(mine, (3, 2, 6), **options).generate(prompts, params))
+        assert (count[0] > before) == (reads and name != "static")
+    assert tokens(found[0]) == tokens(found[1])
+    assert [each.logprobs for each in found[0]] == [each.logprobs for each in found[1]]
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_trees_give_the_bits_of_plain_decoding(name, pair, made):
     """float32 with `--exactness bits`: each row's products are its own, alone and in any batch and chunk."""
     mine, prompts = Pair(made[name][0], pair.head), pair.prompts(LENGTHS)

@@ -18,7 +18,17 @@ from treetop.models.embedding import lookup, piece_of, rounded, whole_logits
 from treetop.models.experts import live_rows
 from treetop.models.feed_forward import feed_forward, feed_forward_params
 from treetop.models.layer_inputs import TokenInputs, ending_params, layer_ending, token_input_params
-from treetop.models.layers import NoNorm, Norm, Rotary, stream_norm, stream_norm_params, turn_at
+from treetop.models.layers import (
+    GatedMLP,
+    NoNorm,
+    Norm,
+    RMSNorm,
+    Rotary,
+    SelfAttention,
+    stream_norm,
+    stream_norm_params,
+    turn_at,
+)
 from treetop.models.target import LAST_HIDDEN, TargetOutput
 from treetop.types.parallel import Summed, taken
 from treetop.weights.format import Linear, Product, Source
@@ -54,6 +64,10 @@ class DecoderLayer:
             self.products += self.mlp.products
         outputs = (f"{name}.attention_output_norm", f"{name}.mlp_output_norm")
         self.attention_output_norm, self.mlp_output_norm = map(norm, outputs)
+        if self._mixes and isinstance(self.attention, SelfAttention):
+            _read_by(self.input_norm, self.attention.qkv)
+        if self._feeds and isinstance(self.mlp, GatedMLP) and not spec.side_by_side:
+            _read_by(self.mlp_norm, self.mlp.gate_up)
         self.ending = layer_ending(config, weights, index, ops)
         if self.ending is not None:
             self.products += self.ending.products
@@ -101,6 +115,12 @@ class DecoderLayer:
 def _kept(x: Tensor, normed: Tensor, keep: float | None) -> Tensor:
     """The residual stream that what a half gives is added to: x, or so much of what the half has read."""
     return x if keep is None else normed if keep == 1 else normed * keep
+
+
+def _read_by(norm: Norm | NoNorm, product: Product) -> None:
+    """Let a norm write what the product would make of its result."""
+    if isinstance(norm, RMSNorm):
+        norm.read_by(product)
 
 
 def _norm(weights: Weights, config: ModelConfig, name: str, ops: Ops) -> Norm | None:

@@ -21,6 +21,7 @@ from treetop.models.config import AttentionSpec, DenseSpec, ModelConfig, NormKin
 from treetop.types.parallel import Summed, taken
 from treetop.weights.format import Product, Source
 from treetop.weights.held import Weights
+from treetop.weights.w8a8 import W8A8Linear
 
 Transform = Callable[[Tensor], Tensor]
 
@@ -31,13 +32,27 @@ class RMSNorm:
     def __init__(self, weight: Tensor, eps: float, ops: Ops) -> None:
         self.weight, self.eps, self._ops = weight, eps, ops
         self._joined = ops.profile.joined
+        self._reader: W8A8Linear | None = None
+
+    def read_by(self, product: Product) -> None:
+        """The product that reads what comes next: one that would write it in e4m3 first gets that from the norm."""
+        if isinstance(product, W8A8Linear) and product.reads_codes(len(self.weight)):
+            self._reader = product
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._ops.add_rms_norm(x, None, self.weight, self.eps)[1]
+        return self._normed(x, None)[1]
 
     def after(self, x: Tensor, delta: Summed) -> tuple[Tensor, Tensor]:
         """x plus the parts of delta [parts, ...], and its norm."""
-        return self._ops.add_rms_norm(x, delta, self.weight, self.eps)
+        return self._normed(x, delta)
+
+    def _normed(self, x: Tensor, delta: Summed | None) -> tuple[Tensor, Tensor]:
+        reader = self._reader
+        if reader is None or not (delta is None or isinstance(delta, Tensor)):
+            return self._ops.add_rms_norm(x, delta, self.weight, self.eps)
+        total, normed, codes = self._ops.add_rms_norm_codes(x, delta, self.weight, self.eps, reader.how)
+        reader.take(normed, codes)
+        return total, normed
 
     def of_parts(self, parts: Summed, dtype: torch.dtype) -> Tensor:
         """The norm of a product in parts [parts, ...], rounded to dtype before, as one part."""

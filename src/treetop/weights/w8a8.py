@@ -16,6 +16,7 @@ from torch import Tensor
 from treetop.kernels.fused import gate_mul, joined
 from treetop.kernels.gate import Gate
 from treetop.kernels.gemm.coded import CodedWeight, Coding
+from treetop.kernels.gemm.coded_norm import norms_codes
 from treetop.kernels.gemm.fp8_rows import Activations, QuantizedRows, by_group, choose_fp8, fp8_rows
 from treetop.kernels.gemm.scaled_mm import ROWS_OF_GROUPS, library_from, scaled_rows, why_not
 from treetop.kernels.moe.experts import Activation
@@ -147,7 +148,8 @@ class W8A8Linear:
     ) -> None:  # fmt: skip
         self._gpu, self._shape = ops.gpu_for(Ops.fp8_rows), (weight.shape[0], weight.shape[1])
         self._weight = weight if self._gpu is None else by_group(weight)
-        self._bias, self._kind, self._ops = bias, kind, ops
+        self._bias, self._kind, self._ops, self.how = bias, kind, ops, how
+        self._taken: tuple[Tensor, QuantizedRows] | None = None
         self._quantized = partial(ops.quantize_rows, how=how, fixed=fixed)
         self._library_from = _library_from(self._weight, bias, kind, ops, self._gpu, library_from)
         self.numbers = prod(weight.shape)
@@ -155,21 +157,33 @@ class W8A8Linear:
     def __call__(self, x: Tensor) -> Tensor:
         return joined(self.parts(x)).to(x.dtype)
 
+    def reads_codes(self, columns: int) -> bool:
+        """Whether a norm of so many columns may write its inputs' codes."""
+        return norms_codes(self.how, columns)
+
+    def take(self, x: Tensor, codes: QuantizedRows) -> None:
+        """The codes of the inputs of the next call, if that is for this very tensor; else they are forgotten."""
+        self._taken = x, codes
+
     def parts(self, x: Tensor) -> Tensor:
+        (given, codes), self._taken = self._taken or (None, None), None
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         if self._gpu is not None and self._library_from is not None and len(rows) >= self._library_from:
-            found = self._by_library(rows, self._gpu)[None]
+            multiple = ROWS_OF_GROUPS if self._weight.coding.group else 1
+            whole = given is x and len(rows) % multiple == 0
+            found = self._by_library(codes if codes is not None and whole else self._quantized(rows, multiple=multiple))
+            found = found[None, : len(rows)]
         else:
-            found = self._product(self._quantized(rows), x.dtype)
+            found = self._product(codes if codes is not None and given is x else self._quantized(rows), x.dtype)
         return found.view(len(found), *x.shape[:-1], -1)
 
     def read_bytes(self, rows: int) -> int:
         return self._weight.nbytes
 
-    def _by_library(self, rows: Tensor, gpu: GpuTraits) -> Tensor:
-        multiple = ROWS_OF_GROUPS if self._weight.coding.group else 1
-        found = scaled_rows(self._quantized(rows, multiple=multiple), self._weight, self._bias)[: len(rows)]
-        return found if self._kind is None else gate_mul(found, self._kind, gpu)
+    def _by_library(self, x: QuantizedRows) -> Tensor:
+        assert self._gpu is not None
+        found = scaled_rows(x, self._weight, self._bias)
+        return found if self._kind is None else gate_mul(found, self._kind, self._gpu)
 
     def _product(self, x: QuantizedRows, dtype: torch.dtype) -> Tensor:
         weight, bias, kind, gpu = self._weight, self._bias, self._kind, self._gpu

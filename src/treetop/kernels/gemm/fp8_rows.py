@@ -28,7 +28,7 @@ from treetop.kernels.gemm.coded import CodedWeight
 from treetop.kernels.gemm.coded_rows import row_block
 from treetop.kernels.gemm.skinny_gemm import most_splits
 from treetop.kernels.kv import FP8, LARGEST
-from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit_for_any, lanes, tl
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, jit_for_any, lanes, tl
 
 BLOCK = 128
 """Columns after which sums go to float32, where a row has one scale."""
@@ -169,15 +169,21 @@ def _quantize_kernel(
     if fixed:
         s = tl.load(given) + tl.zeros([block], tl.float32)
     else:
-        largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # of integers: NaN is the largest
-        s = tl.div_rn(largest.to(tl.float32, bitcast=True), tl.zeros([block], tl.float32) + 448.0)
-        s = tl.where(s == 0.0, 1.1920928955078125e-07, s)
-        if powers:
-            bits = s.to(tl.int32, bitcast=True)
-            bits = tl.where(bits < 0x7F800000, (bits + 0x7FFFFF) & 0x7F800000, bits)
-            s = bits.to(tl.float32, bitcast=True)
+        s = scale_of(tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), powers)
     tl.store(scale + own.to(tl.int64) * rows + row, s, mask=own < groups)
     tl.store(codes + row * k + column, e4m3(values, s[:, None]), mask=there)
+
+
+@jit
+def scale_of(largest: Arg, powers: constexpr) -> Arg:
+    """The scales of groups by their largest numbers, whose bits are given without signs: so NaN is the largest."""
+    s = tl.div_rn(largest.to(tl.float32, bitcast=True), tl.zeros_like(largest).to(tl.float32) + 448.0)
+    s = tl.where(s == 0.0, 1.1920928955078125e-07, s)
+    if powers:
+        bits = s.to(tl.int32, bitcast=True)
+        bits = tl.where(bits < 0x7F800000, (bits + 0x7FFFFF) & 0x7F800000, bits)
+        s = bits.to(tl.float32, bitcast=True)
+    return s
 
 
 @dataclass(frozen=True, slots=True)
