@@ -325,15 +325,15 @@ def choose_fp8(
 ) -> Fp8Launch:
     """The launch for a weight [lines, k], by its shape and by whether rows are few. whole: k is not cut.
 
-    Few rows are bound by how fast weights stream: small blocks, about three programs a multiprocessor, a deep pipeline.
-    By groups it is less deep up to 16 rows, so that more programs are there at once: on an H200 the 448 of `gate_up` of
-    Llama-3.1-8B take 36 us with 4 stages and 47 with 6. Others were not measured.
+    Few rows are bound by how fast weights stream: small blocks, about three programs a multiprocessor, a deep pipeline;
+    less deep the larger a stage is, so that more programs are there at once. By groups the 448 of `gate_up` of
+    Llama-3.1-8B take an H200 38 us of 32 rows with 4 stages and 54 with 6, of 64 rows 44 with 3 and 63 with 6.
     """
     (lines, k), few, block_k = shape, rows <= _FEW, group or BLOCK
     block_n = 64 if few else 128
     splits = 1 if gated or whole or not few else most_splits(-(-lines // block_n), -(-k // block_k), gpu)
     stage = block_k * (block_n + row_block(rows))  # bytes
-    deep = 6 if few and not (group and rows <= 16) else 4
+    deep = 4 if not few or (rows <= 32 and (group or rows > 16)) else 5 if rows <= 16 else 3
     stages = max(2, min(deep, (gpu.shared_bytes - _SPARE) // stage))
     return Fp8Launch(block_n, splits, stages, 4 if few else 8)
 
