@@ -134,6 +134,17 @@ def test_any_placement_gives_what_one_process_gives(folders, name, shape, ranks,
     assert all(idle[rank] == engines[rank].num_steps for rank in unused)
 
 
+def test_each_rank_has_a_budget_of_nodes_for_its_own_rows(folders):
+    """Ranks exchange as many tokens as the budget of their bucket says; which nodes these are is each one's own."""
+    prompts = Pair(folders["glm"], None).prompts(LENGTHS)
+    rounds, options = [(prompts, MIXED)], {"speculative_node_budget": 9, "graphs": "sim", "check_level": 3}
+    ((want,), (got,)) = (
+        on_one(folders["glm"], TREE, rounds),
+        on_ranks(folders["glm"], TREE, 2, [0, 1, 1] * 4, rounds, **options)[0],
+    )
+    assert tokens(got) == tokens(want)
+
+
 class Crowd:
     """Requests that come at random, to random ranks; some are aborted. What is received is kept."""
 

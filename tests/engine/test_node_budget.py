@@ -16,10 +16,12 @@ from treetop.engine.rounds import RoundKey
 from treetop.kernels.tree.tree import ancestor_mask
 from treetop.kernels.tree.trim import NOT_CHOSEN, trim_reference
 from treetop.types.config import EngineConfig
-from treetop.types.errors import ConfigError
+from treetop.types.errors import CheckError, ConfigError
 from treetop.types.layout import SpecShape
 from treetop.types.messages import RoundPlan
 from treetop.types.tree import DraftTree, FlatNodes, PathPositions
+from treetop_debug.budget_faults import BUDGET_FAULTS
+from treetop_debug.ranks import ranks_on_threads
 
 LENGTHS = [9, 30, 1, 17, 44, 22, 13, 5]
 OPTIONS = {"page_size": 4, "max_running_requests": 4, "chunked_prefill_size": 16, "check_level": 3}
@@ -50,6 +52,25 @@ def plainly(strong_pair):
     prompts = strong_pair.prompts(LENGTHS)
     params = asked(len(prompts))
     return prompts, params, tokens(build(strong_pair, None, overlap=False).generate(prompts, params))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_cache_dtype": "fp8_e4m3", "graphs": "sim"},
+        {"tp_size": 2, "overlap": True, "check_level": 2},
+        {"speculative_calibration": "learn", "graphs": "sim"},
+    ],
+)
+def test_tokens_with_other_options_are_those_of_plain_rounds(strong_pair, drawn, options):
+    """K/V in FP8, ranks that share the model, chances that are learned."""
+    prompts, params, expected = drawn
+    if "kv_cache_dtype" in options:
+        expected = tokens(build(strong_pair, None, kv_cache_dtype="fp8_e4m3").generate(prompts, params))
+    with ranks_on_threads():
+        llm = build(strong_pair, (2, 3, 6), speculative_node_budget=13, **{**OPTIONS, **options})
+    assert tokens(llm.generate(prompts, params)) == expected
+    llm.close()
 
 
 @pytest.mark.parametrize(
@@ -237,6 +258,28 @@ def test_what_is_left_of_trees_are_trees_of_the_best_paths(seed):
             assert tree.logprob[row, node] == float("-inf")
         assert tree.is_padding[row].tolist() == [node >= len(own) for node in range(width)]
     assert torch.equal(places.nodes, committed[:, None] + tree.depth)
+
+
+@pytest.fixture(scope="module")
+def drawn(strong_pair):
+    """As `plainly`, of requests that change no logit and are told none."""
+    prompts = strong_pair.prompts(LENGTHS)
+    params = [sampled(i, 20) if i % 3 else greedy(20) for i in range(len(prompts))]
+    return prompts, params, tokens(build(strong_pair, None).generate(prompts, params))
+
+
+@pytest.mark.parametrize("name", BUDGET_FAULTS)
+def test_each_fault_shows(strong_pair, drawn, name):
+    """By its guard's words, or in the tokens."""
+    prompts, params, expected = drawn
+    fault = BUDGET_FAULTS[name]
+    options = {**OPTIONS, "check_level": fault.level or 1, "speculative_node_budget": 7}
+    with fault.active():
+        if fault.level is None:
+            assert run(build(strong_pair, (2, 3, 6), **options), prompts, params) != expected
+        else:
+            with pytest.raises(CheckError, match=fault.guard):
+                run(build(strong_pair, (2, 3, 6), **options), prompts, params)
 
 
 def test_what_a_budget_does_not_go_with_is_refused_by_name(strong_pair, tmp_path):

@@ -40,16 +40,9 @@ def trim_reference(
     kept = torch.zeros(score.numel(), dtype=torch.bool, device=score.device).index_fill_(0, best, True)
     kept = torch.cat([torch.ones_like(live), kept.view(count, width - 1)], dim=1)
 
-    out.count.copy_(kept.sum(dim=1))
-    out.row_start.copy_(out.count.cumsum(0) - out.count)
+    place_nodes(kept, out)
     node = torch.arange(width, device=kept.device).expand(count, -1)
     there = node < out.count[:, None]
-    first = torch.arange(count, device=kept.device)[:, None] * width
-    out.spread.copy_(out.row_start[:, None] + torch.where(there, node, 0))
-    own = torch.where(there, out.spread, len(out.at))  # padding goes to a place that is cut
-    flat = torch.zeros(len(out.at) + 1, dtype=torch.int64, device=kept.device)
-    out.at.copy_(flat.scatter_(0, own.reshape(-1), (first + node).reshape(-1))[:-1])
-
     old = torch.where(kept, node, width).sort(dim=1).values.clamp(max=width - 1)  # the kept nodes, then padding
     new = kept.cumsum(dim=1) - 1  # of kept nodes
     parent = new.gather(1, tree.parent.gather(1, old))
@@ -65,6 +58,20 @@ def trim_reference(
     chosen.copy_(torch.where(there, chosen.gather(1, old), NOT_CHOSEN))
     copy_into(tree, cut)
     torch.add(places.committed[:, None], tree.depth, out=places.nodes)
+
+
+def place_nodes(kept: Tensor, out: FlatNodes) -> None:
+    """Write where nodes stand of which these are kept, [rows, T] bool; every entry, of padding rows too."""
+    count, width = kept.shape
+    out.count.copy_(kept.sum(dim=1))
+    out.row_start.copy_(out.count.cumsum(0) - out.count)
+    node = torch.arange(width, device=kept.device).expand(count, -1)
+    there = node < out.count[:, None]
+    first = torch.arange(count, device=kept.device)[:, None] * width
+    out.spread.copy_(out.row_start[:, None] + torch.where(there, node, 0))
+    own = torch.where(there, out.spread, len(out.at))  # padding goes to a place that is cut
+    flat = torch.zeros(len(out.at) + 1, dtype=torch.int64, device=kept.device)
+    out.at.copy_(flat.scatter_(0, own.reshape(-1), (first + node).reshape(-1))[:-1])
 
 
 def trim(
