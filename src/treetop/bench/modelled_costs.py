@@ -40,7 +40,7 @@ def nodes_seconds(rows: int, nodes: int, num_steps: int, topk: int, row_tokens: 
 
 
 def _seconds(rows: int, shape: SpecShape) -> float:
-    return nodes_seconds(rows, rows * shape.num_draft_tokens, shape.num_steps, shape.topk, 0.0)
+    return nodes_seconds(rows, shape.nodes_at(rows), shape.num_steps, shape.topk, 0.0)
 
 
 def _products_ms(nodes: int) -> float:

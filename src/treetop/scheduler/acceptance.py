@@ -18,9 +18,9 @@ Source: M. West, P. J. Harrison, H. S. Migon, "Dynamic generalized linear models
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp, log, sqrt
+from math import exp, inf, log, sqrt
 
-from treetop.scheduler.tree_chances import Chances, path_chances
+from treetop.scheduler.tree_chances import Chances, left_of, path_chances
 from treetop.types.costs import HeadChances
 from treetop.types.layout import SpecShape
 
@@ -33,6 +33,8 @@ _OWN, _AGES = 0.04, 1e-4
 _LARGEST_STEP = 1.5
 _KNOWN, _REMEMBERED = 64.0, 8192.0
 """Nodes of a depth that what is thought of it counts for, and that are remembered of it."""
+_FINE = 8
+"""Parts of a node that are told apart of how many a row has."""
 _LOOKED_AT = 16
 """Rows of a round by which depths are counted."""
 
@@ -82,6 +84,8 @@ class AcceptanceEstimate:
         widest = max((shape.topk for shape in shapes), default=1)
         chances = head.table(deepest, widest)
         self._head, self._by_depth = head, [_OfDepth() for _ in range(deepest)]
+        self._chances: Chances = chances
+        self._cut = dict[tuple[SpecShape, int], list[float]]()
         self._by_shape = {shape: _OfShape(*_of_model(shape, chances)) for shape in shapes}
         self._ease, self._variance = 0.0, _EASE
         self._told: SpecShape | None = None  # the shape that has said something last
@@ -91,16 +95,25 @@ class AcceptanceEstimate:
         """The model has changed, but for the shape that runs not what is expected of it: that follows as `ease` goes
         back.
         """
+        self._chances = chances
+        self._cut.clear()
         before = None if self._told is None else _mean(self._by_shape[self._told].logits)
         for shape, known in self._by_shape.items():
             known.logits, known.by_best = _of_model(shape, chances)
         if self._told is not None and before is not None:
             self._ease = _bounded(self._ease + before - _mean(self._by_shape[self._told].logits))
 
-    def note(self, shape: SpecShape, accept_lens: Sequence[int], ranks: Sequence[Sequence[int]] = ()) -> None:
+    def note(
+        self,
+        shape: SpecShape,
+        accept_lens: Sequence[int],
+        ranks: Sequence[Sequence[int]] = (),
+        nodes: float = inf,
+    ) -> None:
         """A round of this shape was accepted so far in each of its rows. A plain one tells nothing.
 
-        ranks: of what was accepted, by row, among the proposals of its node, where that is known.
+        ranks: of what was accepted, by row, among the proposals of its node, where that is known. nodes: of a row, in
+        the mean, where a budget cuts trees; what such rounds tell of depths they do not say.
         """
         self._ease *= _BACK
         self._variance = _BACK**2 * self._variance + (1 - _BACK**2) * _EASE
@@ -115,10 +128,11 @@ class AcceptanceEstimate:
         for length in accept_lens:
             ended[min(length, depths)] += 1
         reached, surprise, information = len(accept_lens), 0.0, 0.0
-        for path in ranks[:_LOOKED_AT]:
+        logits = self._logits(shape, nodes)
+        for path in ranks[:_LOOKED_AT] if logits is known.logits else ():
             for depth, chance in enumerate(known.by_best[: len(path) + 1]):
                 self._by_depth[depth].note(depth < len(path) and path[depth] == 0, chance)
-        for logit, ends in zip(known.logits, ended, strict=False):
+        for logit, ends in zip(logits, ended, strict=False):
             chance = _chance(logit + self._ease + known.own)
             surprise += reached - ends - reached * chance
             information += reached * chance * (1.0 - chance)
@@ -135,18 +149,33 @@ class AcceptanceEstimate:
         best = (each.corrected(self._head.at(depth)) for depth, each in enumerate(self._by_depth))
         return HeadChances(tuple(best), self._head.share)
 
-    def tokens(self, shape: SpecShape, deviations: float = 0.0) -> float:
+    def tokens(self, shape: SpecShape, deviations: float = 0.0, nodes: float = inf) -> float:
         """Expected tokens a row of a round. deviations: how many standard deviations better than that it may be, beside
-        the shape that runs.
+        the shape that runs. nodes: as in `note`.
         """
         known, expected, path = self._by_shape[shape], 1.0, 1.0
         moved = self._ease + known.own
         if deviations:
             moved += deviations * sqrt(known.variance + (self._variance if self._silent else 0.0))
-        for logit in known.logits:
+        for logit in self._logits(shape, nodes):
             path *= _chance(logit + moved)
             expected += path
         return expected
+
+    def _logits(self, shape: SpecShape, nodes: float) -> list[float]:
+        """By depth, that a path that got there goes on, by the model, of trees that are cut to so many nodes."""
+        known = self._by_shape[shape].logits
+        if nodes >= shape.num_draft_tokens:
+            return known
+        place = shape, round(_FINE * nodes)
+        if place not in self._cut:
+            found, path, before = list[float](), 1.0, 1.0
+            for logit, left in zip(known, left_of(shape, self._chances, place[1] / _FINE), strict=True):
+                path *= _chance(logit)
+                found.append(_bounded(_logit(path * left / before if before > 0.0 else 0.0)))
+                before = path * left
+            self._cut[place] = found
+        return self._cut[place]
 
 
 def _of_model(shape: SpecShape, chances: Chances) -> tuple[list[float], list[float]]:

@@ -174,6 +174,7 @@ class AdaptiveShape:
         self.shape, self.credit, self._num_told = PLAIN, CREDIT, 0
         self._num_rounds, self._curiosity, self._anyhow, self._most_credit = 0, 0.0, 0.0, CREDIT
         self._share = 1.0  # of the rows, that may accept drafts
+        self._batch = 1, 1  # rows of a round with its padding, and without
         self._counts: ProposalCounts | None = None  # of a calibration, as it was when the last round ended
 
     def choose(self, lengths: Sequence[int], speculating: Sequence[int], deferred: int = 0) -> SpecShape:
@@ -187,6 +188,7 @@ class AdaptiveShape:
                 self.acceptance.learn(chances)
         self._num_rounds += 1
         rows, tokens = self._bucket_for(len(lengths)), sum(lengths) / len(lengths)
+        self._batch = rows, len(lengths)
         seconds = self._seconds(rows, tokens)
         behind = self._costs.catch_up_seconds(rows)
         caught_up = behind / max(self._layout.max_deferred, 1)
@@ -227,11 +229,15 @@ class AdaptiveShape:
         """
         told, most_credit, caught_up = [], CREDIT, 0.0
         for rows in sorted({1, min(32, self._layout.max_requests), self._layout.max_requests}):
-            seconds = self._seconds(self._bucket_for(rows), 0.0)
-            tokens = {shape: 1.0 if shape == PLAIN else self.acceptance.tokens(shape) for shape in seconds}
+            bucket = self._bucket_for(rows)
+            seconds = self._seconds(bucket, 0.0)
+            tokens = {PLAIN: 1.0}
+            for shape in seconds.keys() - tokens.keys():
+                tokens[shape] = self.acceptance.tokens(shape, nodes=_nodes(shape, bucket, rows))
             costs = {shape: seconds[shape] / seconds[PLAIN] for shape in seconds}
             best = max(tokens, key=lambda shape: tokens[shape] / costs[shape])
             name = f"S={best.num_steps} k={best.topk} T={best.num_draft_tokens}"
+            name += f", {best.nodes_at(bucket)} nodes" * best.is_ragged_at(bucket)
             pays = f", pays from {costs[best]:.2f} tokens a round on" if best != PLAIN else ""
             told.append(f"{tokens[best] / costs[best]:.2f}x at {rows} rows ({name}{pays})")
             most_credit = max(most_credit, self._credit_of(best, seconds, rows))
@@ -274,7 +280,7 @@ class AdaptiveShape:
 
     def _tokens(self, shape: SpecShape, deviations: float = 0.0) -> float:
         """Expected tokens a row, of those that accept no draft one."""
-        return 1.0 + self._share * (self.acceptance.tokens(shape, deviations) - 1.0)
+        return 1.0 + self._share * (self.acceptance.tokens(shape, deviations, _nodes(shape, *self._batch)) - 1.0)
 
     def _at_stake(self, shape: SpecShape, seconds: dict[SpecShape, float], behind: float) -> float:
         """Plain rounds that a round loses if nothing is accepted, with what it has to catch up first."""
@@ -292,7 +298,9 @@ class AdaptiveShape:
         told = [row for row in result.rows if row.tokens and row.row not in withheld]
         lengths = [len(row.tokens) - 1 for row in told]
         self._counts = result.proposals or self._counts
-        self.acceptance.note(plan.shape, lengths, [row.ranks for row in told if len(row.ranks) == len(row.tokens) - 1])
+        ranks = [row.ranks for row in told if len(row.ranks) == len(row.tokens) - 1]
+        nodes = _nodes(plan.shape, self._bucket_for(len(plan.rows)), len(plan.rows))
+        self.acceptance.note(plan.shape, lengths, ranks, nodes)
         if plan.shape != PLAIN and lengths:
             self._num_told += 1
             if self._num_told == _FIRST_KEPT or self._num_told % _KEEPS == 0:
@@ -300,3 +308,8 @@ class AdaptiveShape:
         self.credit = min(self.credit + sum(lengths) / len(result.rows), self._most_credit)
         if seconds is not None and not plan.catches_up:
             self._costs.note(self._bucket_for(len(plan.rows)), plan.shape, plan.committed_bound, seconds)
+
+
+def _nodes(shape: SpecShape, rows: int, live: int) -> float:
+    """Nodes of a row, in the mean, of a round with so many rows, of which these are no padding."""
+    return min((shape.nodes_at(rows) - (rows - live)) / live, shape.num_draft_tokens)

@@ -9,6 +9,7 @@ further.
 
 from collections.abc import Iterable, Sequence
 from heapq import nlargest
+from math import exp
 from operator import mul
 
 from treetop.types.costs import HeadChances
@@ -21,6 +22,9 @@ _PRIOR = 8.0
 """Nodes that what is thought of a rank before it was seen counts for."""
 _LEAST = 1e-3
 """That a chance is away from 0 and 1."""
+
+_ROWS = (-1.15, -0.32, 0.32, 1.15)
+"""Quarters of a normal distribution: of the logit of how often a draft is right, among rows."""
 
 Chances = Sequence[Sequence[float]]
 """By depth and rank: how often a proposal is the target's choice."""
@@ -109,6 +113,32 @@ def path_chances(shape: SpecShape, chances: Chances) -> tuple[list[float], list[
         reached[len(path) - 1] += chance
         by_best[len(path) - 1] += chance * (path[-1] == 0)
     return reached, by_best
+
+
+def left_of(shape: SpecShape, chances: Chances, nodes: float) -> list[float]:
+    """What a budget of so many nodes a row, in the mean, leaves of the chance that a path has 1, 2, ... drafts.
+
+    Rows differ in how often the draft is right, and the budget goes to those where it is: so it is shared out among
+    rows that differ as `_ROWS` says, which is not known of those at hand.
+    """
+    trees = [nodes_of(shape, _eased(chances, ease)) for ease in _ROWS]
+    whole, left, spare = [0.0] * shape.depth, [0.0] * shape.depth, (nodes - 1.0) * len(trees)
+    listed = [(chance, len(path)) for tree in trees for path, chance in tree.items()]
+    for chance, depth in sorted(listed, key=lambda node: (-node[0], node[1])):
+        whole[depth - 1] += chance
+        left[depth - 1] += chance * min(max(spare, 0.0), 1.0)
+        spare -= 1.0
+    return [part / every if every else 0.0 for part, every in zip(left, whole, strict=True)]
+
+
+def _eased(chances: Chances, ease: float) -> Chances:
+    """Where the best proposal's logit is so much higher, and the others share what is left as before."""
+    found = []
+    for best, *others in chances:
+        inside = _inside(best)
+        better = 1.0 / (1.0 + (1.0 - inside) / inside * exp(-ease))
+        found.append([better, *(other * (1.0 - better) / (1.0 - inside) for other in others)])
+    return found
 
 
 def _sums(rows: Iterable[Sequence[float]]) -> list[float]:
