@@ -60,10 +60,12 @@ def plainly(strong_pair):
         {"kv_cache_dtype": "fp8_e4m3", "graphs": "sim"},
         {"tp_size": 2, "overlap": True, "check_level": 2},
         {"speculative_calibration": "learn", "graphs": "sim"},
+        {"mixed_chunk": "on", "chunked_prefill_size": 8, "graphs": "sim", "overlap": True},
+        {"mixed_chunk": "on", "chunked_prefill_size": 8},
     ],
 )
 def test_tokens_with_other_options_are_those_of_plain_rounds(strong_pair, drawn, options):
-    """K/V in FP8, ranks that share the model, chances that are learned."""
+    """K/V in FP8, ranks that share the model, chances that are learned, prompts in rounds."""
     prompts, params, expected = drawn
     if "kv_cache_dtype" in options:
         expected = tokens(build(strong_pair, None, kv_cache_dtype="fp8_e4m3").generate(prompts, params))
@@ -288,8 +290,10 @@ def test_what_a_budget_does_not_go_with_is_refused_by_name(strong_pair, tmp_path
         ({"draft": None}, "needs a draft"),
         ({"speculative_policy": "auto"}, "--speculative-policy fixed"),
         ({"speculative_shapes": "3,1,4"}, "S,k,T,N"),
-        ({"speculative_node_budget": None, "speculative_shapes": "3,1,4,9", "mixed_chunk": "on"}, "--mixed-chunk off"),
-        ({"mixed_chunk": "on"}, "--mixed-chunk off"),
+        (
+            {"speculative_node_budget": None, "speculative_shapes": "3,1,4,9", "enable_lora": True},
+            "drop --lora-modules",
+        ),
         ({"simulate_accept_length": 2.0}, "--simulate-acceptance"),
         ({"lora_modules": (f"a={tmp_path}",)}, "drop --lora-modules"),
         ({"speculative_node_budget": 0}, "--speculative-node-budget"),

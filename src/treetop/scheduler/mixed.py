@@ -52,7 +52,7 @@ class MixedSteps:
         if self._mode == "on":
             return True
         bucket, sizes = self._layout.bucket_for(rows), self._layout.prompt_sizes
-        nodes = bucket * shape.num_draft_tokens
+        nodes = shape.nodes_at(bucket)
         if not sizes:
             return nodes <= FEW_NODES and self._pays(bucket, 0)
         crowd = rows * sizes[-1]  # rows that stand empty cost more than is saved

@@ -500,10 +500,6 @@ class EngineConfig:
                 " their own, S,k,T,N",
             ),
             (
-                budget and self.mixed_chunk != "off",
-                f"{name}: a mixed step takes whole trees; use --mixed-chunk off",
-            ),
-            (
                 budget and self.simulate_accept_length is not None,
                 f"{name} goes by what a draft says, which --simulate-accept-length passes over; use"
                 " --simulate-acceptance",
