@@ -30,8 +30,8 @@ from treetop.kernels.attention.teams import make_arrivals
 from treetop.kernels.gate import Gate
 from treetop.kernels.gemm.adapter_rows import AdapterFactors, RowTiles, expand, expand_gated, shrink, tile_rows
 from treetop.kernels.gemm.coded import CodedWeight, Coding
-from treetop.kernels.gemm.coded_rows import choose_coded, coded_gated, coded_rows
 from treetop.kernels.gemm.coded_norm import add_rms_norm_codes
+from treetop.kernels.gemm.coded_rows import choose_coded, coded_gated, coded_rows
 from treetop.kernels.gemm.fp8_rows import Activations, QuantizedRows, choose_fp8, fp8_rows
 from treetop.kernels.gemm.packed_weights import CompressedWeight, compressed_rows
 from treetop.kernels.gemm.skinny_gemm import choose_launch, choose_whole, gated_rows, load_table, skinny_gemm
@@ -179,8 +179,8 @@ def _coded(card: Card) -> Iterator[Case]:
         yield f"product of {name}, {of}, {rows} rows", call
     for group, parts in product((0, 128), (1, 4)) if card.has_fp8 else ():
         how = Activations(group)
-        call = partial(add_rms_norm_codes, _empty(16, 4096), _empty(parts, 16, 4096), _empty(4096), 1e-5, how, gpu)
-        yield f"norm with codes by {group or 'token'}, {parts} parts", call
+        norm = partial(add_rms_norm_codes, _empty(16, 4096), _empty(parts, 16, 4096), _empty(4096), 1e-5, how, gpu)
+        yield f"norm with codes by {group or 'token'}, {parts} parts", norm
     for name in formats:
         yield f"decoding of {name}", partial(decode_tiles, _coded_weight(name, 256, 4096), 0, 256, HALF, gpu)
     for (of, (lines, k, gated)), group, rows in product(_LLAMA_8B.items(), (0, 128), counts if card.has_fp8 else ()):

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from support.engines import build, greedy, sampled
+from support.new_weights import BITS, PARAMS, answers, tensors_of
 from support.scripted import scripted
 from support.serving import child_of, serving
 from support.tiny_models import Pair, save_random_head, save_random_llama
@@ -29,9 +30,6 @@ from treetop.types.errors import CheckpointError, ConfigError, EngineError, Inpu
 from treetop.types.ids import RequestId
 from treetop.types.requests import EngineRequest
 
-BITS = {"exactness": "bits", "dtype": "float32"}
-PARAMS = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=1)
-
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Pair:
@@ -39,10 +37,6 @@ def trained(tmp_path_factory) -> Pair:
     folder = tmp_path_factory.mktemp("trained")
     target = save_random_llama(folder / "target", seed=9, vocab_size=12)
     return Pair(target, save_random_head(folder / "head", target, draft_vocab=11, seed=3))
-
-
-def answers(llm, prompts):
-    return [(output.token_ids, output.logprobs) for output in llm.generate(prompts, PARAMS)]
 
 
 @pytest.mark.parametrize("graphs", ["auto", "sim"])
@@ -187,10 +181,6 @@ def test_a_head_whose_config_differs_is_refused(strong_pair, trained, tmp_path, 
     (head / "config.json").write_text(json.dumps(config))
     llm.update_weights(draft=head)
     assert llm.draft_path == head
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 def test_tensors_by_name_are_as_good_as_folders(strong_pair, trained, monkeypatch, tmp_path):

@@ -15,16 +15,16 @@ import torch
 
 from support.addresses import addresses
 from support.engines import build, greedy
+from support.new_weights import BITS, PARAMS, answers, tensors_of
 from support.refusing import refused
 from support.scripted import scripted
 from support.serving import child_of
 from support.tiny_models import Pair, save_random_head, save_random_llama
 from support.waiting import WAIT_S
-from test_update_weights import BITS, PARAMS, answers, tensors_of
 from treetop import AsyncLLM
 from treetop.core.engine_core import WEIGHTS_LOST
 from treetop.core.head_fit import HeadFit
-from treetop.engine.in_place import copies_between
+from treetop.engine.changes.in_place import copies_between
 from treetop.tools.quantize import quantize
 from treetop.types.changes import IpcHandle, SentTensors, UpdateWeights
 from treetop.types.errors import CheckpointError, ConfigError, InputError

@@ -1,4 +1,4 @@
-"""Every kind of recurrence, and the tiny families (`support.families`) that have it: one table for what all are held to.
+"""Every kind of recurrence, and the tiny families (`support.families`) that have it: one table for what all keep.
 
 What goes by it: logits of `transformers` (tests/models/test_linear_attention.py), random schedules and past bugs
 (tests/speculative/test_recurrence.py), bits (tests/speculative/test_bits.py), trees, retraction, hand-over and captured

@@ -44,9 +44,9 @@ from treetop.distributed.tp_wire import (
     encode,
 )
 from treetop.distributed.tp_worker import digest_of
+from treetop.engine.changes.update_weights import ELSEWHERE
 from treetop.engine.engine import Engine, InFlightStep
 from treetop.engine.startup.plan import plan_engine
-from treetop.engine.update_weights import ELSEWHERE
 from treetop.parallel.exchange import RENDEZVOUS_S, START_S
 from treetop.types.changes import Change, Commit, UpdateWeights, asked_as
 from treetop.types.config import EngineConfig

@@ -17,18 +17,7 @@ from treetop.checkpoints.sent_tensors import received, sent_bytes
 from treetop.checks.host import PlanChecker, check_padded, check_result
 from treetop.checks.poison import poison
 from treetop.engine.adapters import EngineAdapters
-from treetop.engine.cuda_graphs import CudaGraphs
-from treetop.engine.experience import Experience
-from treetop.engine.graphs import GraphSim
-from treetop.engine.kv_transfer import collect_exports, collect_imports, export_chunks, import_chunks, import_columns
-from treetop.engine.memory import gib, memory_of, out_of_memory_explained
-from treetop.engine.node_masks import NodeMaskWriter
-from treetop.engine.packed_trees import PackedTrees
-from treetop.engine.prefill import FirstTokens, PrefillBatch, chunk_columns, chunk_width, make_batch, prefill
-from treetop.engine.prompt_blocks import block_numbers
-from treetop.engine.prompt_logprobs import prompt_columns, with_prompt
-from treetop.engine.rounds import Eager, HostStep, RoundKey, RoundLauncher, mixed_verify
-from treetop.engine.sleep import (
+from treetop.engine.changes.sleep import (
     Models,
     SleepState,
     asked_to_wake,
@@ -41,6 +30,18 @@ from treetop.engine.sleep import (
     with_kv,
     without_kv,
 )
+from treetop.engine.changes.update_weights import NewWeights, check_update, on_all_ranks, read_weights, weight_bytes
+from treetop.engine.cuda_graphs import CudaGraphs
+from treetop.engine.experience import Experience
+from treetop.engine.graphs import GraphSim
+from treetop.engine.kv_transfer import collect_exports, collect_imports, export_chunks, import_chunks, import_columns
+from treetop.engine.memory import gib, memory_of, out_of_memory_explained
+from treetop.engine.node_masks import NodeMaskWriter
+from treetop.engine.packed_trees import PackedTrees
+from treetop.engine.prefill import FirstTokens, PrefillBatch, chunk_columns, chunk_width, make_batch, prefill
+from treetop.engine.prompt_blocks import block_numbers
+from treetop.engine.prompt_logprobs import prompt_columns, with_prompt
+from treetop.engine.rounds import Eager, HostStep, RoundKey, RoundLauncher, mixed_verify
 from treetop.engine.staging import (
     HostResults,
     InFlightResults,
@@ -67,7 +68,6 @@ from treetop.engine.startup.round_costs import cost_table
 from treetop.engine.startup.stages import stage
 from treetop.engine.startup.startup_log import start_up_block
 from treetop.engine.step_digest import StepDigest, TreeAndPathDigest, no_digest
-from treetop.engine.update_weights import NewWeights, check_update, on_all_ranks, read_weights, weight_bytes
 from treetop.models.config import attention_of_rank
 from treetop.parallel.weight_groups import WeightGroups
 from treetop.types.changes import (

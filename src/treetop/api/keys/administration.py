@@ -11,9 +11,9 @@ from treetop.api.api_state import ApiState
 from treetop.api.errors import ApiError
 from treetop.api.events import json_response
 from treetop.api.keys.api_keys import CALLER, Keys
+from treetop.api.keys.weight_transfer_routes import TRANSFER_PATHS, add_transfer, check_updates
 from treetop.api.limits import BodyRoute
 from treetop.api.requests.fields import Body
-from treetop.api.weight_transfer_routes import TRANSFER_PATHS, add_transfer, check_updates
 from treetop.types.changes import InFlight
 from treetop.types.errors import InputError
 

@@ -9,6 +9,12 @@ from treetop.api.batches.routes import BatchRequest
 from treetop.api.completions import CompletionRequest
 from treetop.api.conversations import ConversationRequest, ItemsRequest, MetadataRequest
 from treetop.api.keys.administration import LoadLoraRequest, UnloadLoraRequest, UpdateWeightsRequest
+from treetop.api.keys.weight_transfer_routes import (
+    DestroyGroupRequest,
+    FromDistributedRequest,
+    FromTensorRequest,
+    InitGroupRequest,
+)
 from treetop.api.llama_cpp import LlamaCppRequest
 from treetop.api.ollama import OllamaChat, OllamaGenerate, ShowRequest
 from treetop.api.operations import DetokenizeRequest, TokenizeRequest
@@ -17,12 +23,6 @@ from treetop.api.requests.fields import Body
 from treetop.api.requests.messages_body import CountRequest, MessagesRequest
 from treetop.api.requests.responses_body import ResponsesRequest
 from treetop.api.sglang import GenerateRequest
-from treetop.api.weight_transfer_routes import (
-    DestroyGroupRequest,
-    FromDistributedRequest,
-    FromTensorRequest,
-    InitGroupRequest,
-)
 
 BODIES: dict[str, type[Body]] = {
     "/v1/completions": CompletionRequest,

@@ -15,12 +15,12 @@ import torch
 
 from treetop.cache.pool import make_pools
 from treetop.drafts.protocol import Drafter
+from treetop.engine.changes.reached import Storage, storages_of
+from treetop.engine.changes.update_weights import load_models
 from treetop.engine.model_runner import ModelRunner
-from treetop.engine.reached import Storage, storages_of
 from treetop.engine.startup.build import kv_scales, with_pools, zeros_on
 from treetop.engine.startup.plan import EnginePlan
 from treetop.engine.startup.products import Products
-from treetop.engine.update_weights import load_models
 from treetop.models.target import Target
 from treetop.types.changes import TAGS
 from treetop.types.errors import ConfigError, InputError, shown

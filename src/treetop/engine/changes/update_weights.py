@@ -11,9 +11,9 @@ from torch import Tensor
 from treetop.checkpoints.folder import resolve_folder
 from treetop.checkpoints.loader import Placement
 from treetop.drafts.protocol import Drafter
-from treetop.engine.in_place import Copies, copies_between, copy_all
+from treetop.engine.changes.in_place import Copies, copies_between, copy_all
+from treetop.engine.changes.reached import storages_of
 from treetop.engine.model_runner import ModelRunner
-from treetop.engine.reached import storages_of
 from treetop.engine.startup.build import kv_scales
 from treetop.engine.startup.kept_calibration import KeptCalibration, kept_calibration
 from treetop.engine.startup.plan import EnginePlan, read_draft_spec

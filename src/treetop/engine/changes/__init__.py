@@ -1,0 +1,1 @@
+"""What changes a running engine: other weights, sleep."""
