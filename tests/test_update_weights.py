@@ -62,7 +62,7 @@ def test_weights_that_fail_half_way_end_the_engine_and_all_requests(strong_pair,
     llm = build(strong_pair, (2, 3, 6))
     core = EngineCore(llm.engine, llm.scheduler)
     monkeypatch.setattr(llm.engine, "prepare", lambda change: lambda: 1 // 0)
-    core.add(EngineRequest(RequestId(1), (5, 6, 7), greedy(50), 0))
+    core.add(EngineRequest(RequestId(1), (5, 6, 7), greedy(50, whole=True), 0))
     core.step()
     with pytest.raises(ZeroDivisionError):
         core.prepare(UpdateWeights())()
@@ -75,7 +75,7 @@ def test_weights_that_fail_half_way_end_the_engine_and_all_requests(strong_pair,
 def test_requests_in_flight_end_with_what_they_had(strong_pair, trained):
     """They are told why, the engine has not failed, and their prefixes are not kept."""
     llm = build(strong_pair, (2, 3, 6), **BITS)
-    stream = llm.stream(strong_pair.prompts([9]), sampled(1, 200, logprobs=0))
+    stream = llm.stream(strong_pair.prompts([9]), sampled(1, 200, logprobs=0, whole=True))
     had = [token for _ in range(3) for token in next(stream).token_ids]
     llm.update_weights(trained.target, trained.head)
     deltas = list(stream)
@@ -95,7 +95,7 @@ def test_requests_in_flight_may_go_on_with_the_new_weights(strong_pair, trained,
     more = {"page_size": 4, "max_running_requests": 2, "chunked_prefill_size": 8, "mixed_chunk": mixed}
     llm = build(strong_pair, (2, 3, 6), **BITS, **more)
     prompts = strong_pair.prompts([9, 40, 5])
-    streams = [llm.stream([prompt], sampled(1, 60, logprobs=0)) for prompt in prompts]
+    streams = [llm.stream([prompt], sampled(1, 60, logprobs=0, whole=True)) for prompt in prompts]
     begun = [[next(streams[0])], [], []]
     assert begun[0][0].token_ids
     llm.update_weights(trained.target, trained.head, in_flight="retract")
@@ -285,7 +285,7 @@ def test_an_engine_that_takes_the_place_of_another_has_the_weights_in_force(stro
     async def run():
         async with AsyncLLM(strong_pair.target, strong_pair.head, restarts=1, **options) as llm:
             first = await llm.generate(prompts, PARAMS)
-            stream = await llm.stream(prompts[:1], sampled(1, 240))
+            stream = await llm.stream(prompts[:1], sampled(1, 240, whole=True))
             await anext(stream)
             await llm.update_weights(tensors_of(trained.target), trained.head)
             (cut,) = await stream.outputs()

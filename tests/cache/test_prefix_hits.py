@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 
 from support.engines import accepted, build, greedy, note, pump, sampled, steps, submit
+from support.grids import few_of
 from support.tiny_models import Pair
 from treetop.cache.allocator import Owner
 from treetop.debug import two_group
@@ -89,7 +90,7 @@ def computed(pair, shape, prompts, params):
 
 @pytest.mark.parametrize(
     ("shape", "page", "chunk", "overlap"),
-    [(SHAPE, 1, 9, True), (SHAPE, 4, 64, False), (SHAPE, 4, 16, True), (None, 2, 7, True)],
+    few_of([(SHAPE, 1, 9, True), (SHAPE, 4, 64, False), (SHAPE, 4, 16, True), (None, 2, 7, True)], 0, 2),
 )
 def test_random_arrivals_give_what_a_cold_engine_gives(pair, shape, page, chunk, overlap):
     """Tokens, finish reasons and every round's accept length; at check level 3 nothing that is not written is read."""
@@ -108,13 +109,13 @@ def test_random_arrivals_give_what_a_cold_engine_gives(pair, shape, page, chunk,
 
 
 @pytest.mark.parametrize(
-    ("shape", "page", "chunk", "overlap"), [(SHAPE, 1, 32, False), (SHAPE, 4, 16, True), (None, 1, 32, True)]
+    ("shape", "page", "chunk", "overlap"), few_of([(SHAPE, 1, 32, False), (SHAPE, 4, 16, True), (None, 1, 32, True)], 1)
 )
 def test_random_arrivals_in_a_tiny_pool_give_what_a_cold_engine_gives(pair, shape, page, chunk, overlap):
     """Pages are evicted and requests retracted all the time; what is read again from the cache is right."""
     rng = random.Random(5)
     prompts = texts(rng)[:9]
-    params = [greedy(40) if i % 3 else sampled(i, 30) for i in range(len(prompts))]
+    params = [greedy(40, whole=True) if i % 3 else sampled(i, 30, whole=True) for i in range(len(prompts))]
     expected = cold(pair, shape, prompts, params)
     options = {"page_size": page, "chunked_prefill_size": chunk, "max_running_requests": 4, "check_level": 3}
     llm = build(pair, shape, context_length=CONTEXT, max_total_tokens=144, overlap=overlap, **options)
@@ -124,7 +125,7 @@ def test_random_arrivals_in_a_tiny_pool_give_what_a_cold_engine_gives(pair, shap
     assert hits > 0
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", few_of([False, True], 1))
 @pytest.mark.parametrize("shape", [None, SHAPE])
 def test_the_next_request_of_a_burst_hits_while_the_first_one_decodes(pair, shape, overlap):
     """The same long prompt with another end: only what differs is computed, also where a window would be gone."""

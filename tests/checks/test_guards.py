@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from support.engines import build, greedy, sampled, steps, submit
+from support.grids import few_of
 from support.memory import all_tensors, beside
 from treetop import LLM
 from treetop.cache.allocator import CACHE, FREE
@@ -125,7 +126,7 @@ PLANTS = {
 }
 
 
-@pytest.mark.parametrize("graphs", ["off", "sim"])
+@pytest.mark.parametrize("graphs", few_of(["off", "sim"], 1))
 @pytest.mark.parametrize("name", PLANTS)
 def test_state_that_is_wrong_is_reported_by_the_next_round_and_hurts_no_other_row(strong_pair, name, graphs):
     """At level 2 the round runs to its end, the message names tensor, phase and row, and the other rows are as ever."""
@@ -192,11 +193,17 @@ CROWDED = {"context_length": 128, "max_total_tokens": 192, "page_size": 4, "chun
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("radix", [False, True])
-@pytest.mark.parametrize("graphs", ["off", "sim"])
+@pytest.mark.parametrize("graphs", few_of(["off", "sim"], 1))
 def test_poison_changes_no_bit_of_any_round(strong_pair, graphs, radix):
     """Requests that retract each other give the same trees and tokens at levels 0 and 3: nothing poisoned is read."""
     prompts = [*strong_pair.prompts([30, 12, 25, 7]), strong_pair.prompts([30])[0]]
-    params = [greedy(50), sampled(1, 50), sampled(2, 40, top_k=5), greedy(60), greedy(30)]
+    params = [
+        greedy(50, whole=True),
+        sampled(1, 50, whole=True),
+        sampled(2, 40, top_k=5, whole=True),
+        greedy(60, whole=True),
+        greedy(30, whole=True),
+    ]
     found = []
     for level in (0, 3):
         llm = build(strong_pair, SHAPE, check_level=level, graphs=graphs, disable_radix_cache=not radix, **CROWDED)
@@ -206,14 +213,16 @@ def test_poison_changes_no_bit_of_any_round(strong_pair, graphs, radix):
     assert_same_rounds(found[0][1], found[1][1])
 
 
-@pytest.mark.parametrize("graphs", ["off", "sim"])
+@pytest.mark.parametrize("graphs", few_of(["off", "sim"], 1))
 def test_poison_changes_no_bit_behind_a_window(two_group, graphs):
     """Pages that left the window are NaN, and no query sees them."""
     prompts = [[(7 * i + 3 * j) % 96 for j in range(n)] for i, n in enumerate((40, 3, 61))]
     found = []
     for level in (0, 3):
         llm = build_two_group(two_group, check_level=level, graphs=graphs, page_size=4, chunked_prefill_size=9)
-        found.append(observed(llm, prompts, [greedy(40), sampled(3, 50), greedy(20)]))
+        found.append(
+            observed(llm, prompts, [greedy(40, whole=True), sampled(3, 50, whole=True), greedy(20, whole=True)])
+        )
     freed = Counter(group for plan in found[1][2] for group, _ in plan.freed)
     assert freed["window"] > 20, "no page left the window"
     assert found[0][0] == found[1][0]
@@ -231,7 +240,7 @@ def test_free_pages_are_nan_and_the_null_page_is_finite(strong_pair):
     allocators, size = llm.scheduler.rows.kv_cache._allocators, llm.engine.layout.page_size
     for group, pages in llm.engine.layout.num_pages.items():
         assert all(nothing_but_nan(llm, group, page) for page in range(1, pages))
-    submit(llm, strong_pair.prompts([30, 12, 25, 7]), greedy(40))
+    submit(llm, strong_pair.prompts([30, 12, 25, 7]), greedy(40, whole=True))
     run, checked = steps(llm), 0
     while (plan := llm.scheduler.plan()) is not None:
         result = llm.engine.step(plan)
@@ -252,7 +261,7 @@ def test_free_pages_are_nan_and_the_null_page_is_finite(strong_pair):
 def test_a_page_is_nan_when_it_comes_to_a_request(strong_pair):
     """At level 3 nobody finds the K/V of a page's last owner, also if the page changed hands between two plans."""
     llm = build(strong_pair, SHAPE, check_level=3, disable_radix_cache=True, **CROWDED)
-    submit(llm, strong_pair.prompts([30, 12, 25, 7]), greedy(40))
+    submit(llm, strong_pair.prompts([30, 12, 25, 7]), greedy(40, whole=True))
     stale, given = [], 0
     while (plan := llm.scheduler.plan()) is not None:
         for edit in plan.edits:
@@ -386,6 +395,6 @@ def test_a_commit_that_does_not_store_every_entry_is_reported_at_level_3(strong_
 def test_a_forced_accept_length_is_that_of_every_round(strong_pair, length, graphs):
     """For measuring speed: each round emits `length` tokens, right or wrong, and no guard of level 3 minds."""
     llm = build(strong_pair, SHAPE, simulate_accept_length=length, graphs=graphs, check_level=3, page_size=4)
-    outputs = llm.generate(strong_pair.prompts([9, 20, 5]), greedy(1 + 4 * length))
+    outputs = llm.generate(strong_pair.prompts([9, 20, 5]), greedy(1 + 4 * length, whole=True))
     assert [output.metrics.accept_lens for output in outputs] == [(length - 1,) * 4] * 3
     llm.scheduler.check_integrity()

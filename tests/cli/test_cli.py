@@ -230,6 +230,7 @@ def test_bench_compares_before_it_times_and_prints_one_object(capsys):
         assert 0 < rate["low"] <= rate["median"] <= rate["high"]
 
 
+@pytest.mark.slow
 def test_a_bench_whose_outputs_differ_exits_1(capsys, monkeypatch):
     """A fault that changes tokens is a failed benchmark, whatever the speed."""
     from treetop.bench import compare, equality

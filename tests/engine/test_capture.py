@@ -6,6 +6,7 @@ import pytest
 
 from support.engines import accept_lens, build, greedy, sampled, tokens
 from support.fake_recorder import FakeRecorder
+from support.grids import few_values
 from treetop.checks.host import check_round
 from treetop.engine.cuda_graphs import CudaGraphs, greedy_keys, num_rounds
 from treetop.engine.rounds import RoundKey
@@ -97,13 +98,18 @@ def captured(strong_pair):
 
 @pytest.mark.parametrize(
     "params",
-    [
-        greedy(30),
-        sampled(3, 30),
-        sampled(3, 30, top_p=0.9),
-        sampled(3, 30, frequency_penalty=0.6),
-        sampled(3, 30, repetition_penalty=1.5, logprobs=2),
-    ],
+    few_values(
+        [
+            greedy(30),
+            sampled(3, 30),
+            sampled(3, 30, top_p=0.9),
+            sampled(3, 30, frequency_penalty=0.6),
+            sampled(3, 30, repetition_penalty=1.5, logprobs=2),
+        ],
+        0,
+        2,
+        4,
+    ),
     ids=[choice.value for choice in Choice],
 )
 def test_captured_rounds_give_the_tokens_of_eager_ones(strong_pair, captured, params):

@@ -7,6 +7,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from support.engines import build, tokens
+from support.grids import few_of
 from treetop import SamplingParams
 
 SHAPE = (4, 5, 16)
@@ -44,7 +45,7 @@ def check(model, output, maximum: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "options"), [(None, {}), (SHAPE, {"graphs": "sim", "check_level": 3}), ((1, 5, 6), {})]
+    ("shape", "options"), few_of([(None, {}), (SHAPE, {"graphs": "sim", "check_level": 3}), ((1, 5, 6), {})], 0, 1)
 )
 def test_every_token_has_the_logprobs_of_its_own_row(strong_pair, model, shape, options):
     """Asked for in one batch with requests that do not ask and that ask for more; a tiny vocabulary has few best."""

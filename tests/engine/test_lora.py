@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from support.command_line import run
 from support.engines import build, greedy, sampled, tokens
 from support.families import FAMILIES
+from support.grids import few_of
 from support.loras import EVERY, merged, save_lora
 from support.refusing import refused
 from support.serving import serving
@@ -57,7 +58,7 @@ def wanted(pair, adapters, prompts, params):
     ]
 
 
-@pytest.mark.parametrize("shape", [None, SHAPE])
+@pytest.mark.parametrize("shape", few_of([None, SHAPE], 1))
 def test_each_request_has_the_model_with_its_adapter(pair, adapters, shape):
     prompts, params = pair.prompts([9, 30, 5]), [greedy(20), sampled(3, 20), greedy(12)]
     want = wanted(pair, adapters[:3], prompts, params)
@@ -72,7 +73,10 @@ def test_each_request_has_the_model_with_its_adapter(pair, adapters, shape):
 
 def test_eight_adapters_and_none_in_one_batch(pair, adapters):
     """Whoever runs beside it, and whatever was put back; rows are given again to others."""
-    prompts, params = pair.prompts([9, 20, 5]), [greedy(16), sampled(3, 16), greedy(9)]
+    prompts, params = (
+        pair.prompts([9, 20, 5]),
+        [greedy(16, whole=True), sampled(3, 16, whole=True), greedy(9, whole=True)],
+    )
     names = [None, *modules(adapters)]
     want = wanted(pair, adapters, prompts, params)
     options = {"max_total_tokens": 160, "context_length": 64, "page_size": 4, "check_level": 3}
@@ -94,6 +98,7 @@ def together(streams):
     return [(name, i, [*first, *stream]) for name, i, first, stream in begun]
 
 
+@pytest.mark.slow
 def test_ranks_have_their_share_of_each_adapter(pair, adapters):
     prompts, params = pair.prompts([9, 20, 5]), [greedy(16), sampled(3, 16), greedy(9)]
     want = wanted(pair, adapters[:2], prompts, params)

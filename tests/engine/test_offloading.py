@@ -10,6 +10,7 @@ import pytest
 
 from support.engines import accepted, greedy, hold_core_thread, pump, sampled, steps, submit
 from support.families import FAMILIES
+from support.grids import few_of
 from support.loras import save_lora
 from support.offloading import on_a_cpu, with_tier
 from support.recurrent_models import known_family
@@ -72,12 +73,15 @@ def stats(llm):
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [
-        pytest.param("whole", {"overlap": True, "graphs": "sim"}, id="whole-overlap"),
-        pytest.param("whole", {"check_level": 3}, id="whole-poison", marks=pytest.mark.slow),
-        pytest.param("windowed", {"overlap": True, "graphs": "sim"}, id="windowed-overlap", marks=pytest.mark.slow),
-        pytest.param("windowed", {"check_level": 3}, id="windowed-poison"),
-    ],
+    few_of(
+        [
+            pytest.param("whole", {"overlap": True, "graphs": "sim"}, id="whole-overlap"),
+            pytest.param("whole", {"check_level": 3}, id="whole-poison", marks=pytest.mark.slow),
+            pytest.param("windowed", {"overlap": True, "graphs": "sim"}, id="windowed-overlap", marks=pytest.mark.slow),
+            pytest.param("windowed", {"check_level": 3}, id="windowed-poison"),
+        ],
+        3,
+    ),
 )
 def test_a_hit_on_the_host_gives_what_computing_gives(strong_pair, windowed, kind, options):
     """Tokens and accept lengths of agents' turns are those of an engine that evicts nothing, and most comes back."""

@@ -37,6 +37,7 @@ def check(model, output, maximum: int) -> None:
         assert [logprob for _, logprob in got.top] == pytest.approx(values[:maximum].tolist(), abs=2e-5)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("shape", [None, SHAPE])
 @pytest.mark.parametrize(
     "options",

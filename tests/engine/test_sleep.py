@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from support.engines import build, greedy, sampled, tokens
+from support.grids import few_of
 from support.loras import save_lora
 from support.refusing import refused
 from support.scripted import scripted
@@ -30,7 +31,7 @@ def answers(llm, pair, **more):
     return tokens(outputs), [each.metrics.target_forwards for each in outputs]
 
 
-@pytest.mark.parametrize(("level", "graphs"), [(1, "sim"), (2, "off")])
+@pytest.mark.parametrize(("level", "graphs"), few_of([(1, "sim"), (2, "off")], 0))
 def test_it_wakes_as_after_a_start_and_memory_is_given_back(pair, level, graphs):
     """Tokens and drafts, none of a prefix of before; what sleeps is held by nobody."""
     want = answers(build(pair, SHAPE, graphs=graphs, page_size=4), pair)

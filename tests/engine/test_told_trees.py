@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from support.engines import build, greedy, pump, sampled, submit, tokens
+from support.grids import few_of
 from treetop import LLM, StructuredOutput
 from treetop.outputs import RequestOutput
 from treetop.types.errors import InputError
@@ -34,7 +35,7 @@ def check_against_tokens(output: RequestOutput, shape=SHAPE) -> None:
     assert tuple(depths[:count]) == output.draft_depths
 
 
-@pytest.mark.parametrize("options", [{"overlap": False}, {"overlap": True, "graphs": "sim"}])
+@pytest.mark.parametrize("options", few_of([{"overlap": False}, {"overlap": True, "graphs": "sim"}], 1))
 def test_trees_spell_the_output_and_change_none(strong_pair, options):
     """In a mixed batch of which two ask, in overlapped rounds too: their trees, and no others."""
     prompts, asked = strong_pair.prompts([5, 9, 17, 30]), [greedy(24), sampled(3, 24), greedy(24), greedy(24)]

@@ -16,6 +16,7 @@ import pytest
 from conftest import spelling
 from support.engines import build
 from support.examples import EVERYTHING
+from support.grids import few_of
 from support.logit_options import changed
 from support.oracles import drawn, float32, philox4x32_10, warped
 from support.regexes import NONE, Regex, behind_text, nullable, random_regex, then, written
@@ -193,13 +194,16 @@ def check(asked, outputs, *, trees=True):
 
 @pytest.mark.parametrize(
     ("shape", "options"),
-    [
-        (None, {}),
-        pytest.param(SHAPE, {}, marks=pytest.mark.slow),
-        (SHAPE, {"graphs": "sim", "check_level": 3, "overlap": True}),
-        ((3, 4, 25), {"max_running_requests": 3, "check_level": 2, "overlap": True}),
-        ((1, 5, 6), {"graphs": "sim", "chunked_prefill_size": 16}),
-    ],
+    few_of(
+        [
+            (None, {}),
+            pytest.param(SHAPE, {}, marks=pytest.mark.slow),
+            (SHAPE, {"graphs": "sim", "check_level": 3, "overlap": True}),
+            ((3, 4, 25), {"max_running_requests": 3, "check_level": 2, "overlap": True}),
+            ((1, 5, 6), {"graphs": "sim", "chunked_prefill_size": 16}),
+        ],
+        2,
+    ),
     ids=str,
 )
 def test_random_structures_along_trees_equal_plain_masked_decoding(weak_pair, asked, shape, options):
@@ -209,6 +213,7 @@ def test_random_structures_along_trees_equal_plain_masked_decoding(weak_pair, as
     llm.close()
 
 
+@pytest.mark.slow
 def test_retraction_and_steps_in_flight_change_nothing(weak_pair, asked):
     """Pages run out again and again; a request that comes back goes on with its parser where it was."""
     llm = build(weak_pair, (2, 3, 8), page_size=4, context_length=80, max_total_tokens=96, overlap=True, check_level=3)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from support.engines import accept_lens, build, greedy, pump, sampled, submit, tokens
+from support.grids import few_of
 from treetop import SamplingParams
 from treetop.types.errors import InputError
 from treetop.types.layout import PLAIN
@@ -14,7 +15,7 @@ from treetop.types.sampling import Choice
 SHAPE = (3, 3, 9)
 
 
-@pytest.mark.parametrize(("policy", "graphs"), [("fixed", "off"), ("auto", "sim")])
+@pytest.mark.parametrize(("policy", "graphs"), few_of([("fixed", "off"), ("auto", "sim")], 1))
 def test_no_draft_of_it_is_accepted_and_others_go_on(strong_pair, policy, graphs):
     """In a mixed batch, with windows of requests that come and go, with penalties, log-probabilities and draws."""
     prompts = strong_pair.prompts([5, 9, 17, 30])

@@ -57,6 +57,7 @@ def words_of(llm: LLM, length: int) -> list[str]:
     return found[:: -(-len(found) // 12)]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("length", [1, 2])
 @pytest.mark.parametrize("options", [{}, {"overlap": False, "check_level": 3}], ids=str)
 def test_greedy_tokens_are_those_of_the_oracle(weak_pair, plain, length, options):

@@ -9,6 +9,7 @@ import pytest
 import treetop
 from support.engines import build, greedy, hold_core_thread, tokens
 from support.fake_core import CountingEngine, PagedEngine, ask, collected, make_core
+from support.grids import few_of
 from support.tiny_models import Pair
 from treetop.core.loop import CoreLoop
 from treetop.debug import two_group
@@ -173,7 +174,7 @@ SETUPS = [("window", 2, True), ("draft", 1, True), ("full", 2, False), ("window"
 
 
 @pytest.mark.parametrize("share", [24, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("groups", "max_in_flight", "radix"), SETUPS)
+@pytest.mark.parametrize(("groups", "max_in_flight", "radix"), few_of(SETUPS, 0, 2, 4))
 def test_an_exception_in_any_line_of_the_books_ends_what_runs_and_nothing_else(groups, max_in_flight, radix, share):
     """A line at a time: all that was taken is told of it, and later requests are served by the right pages."""
     rng, seed = random.Random(len(groups) + max_in_flight), 5 + radix
@@ -203,7 +204,7 @@ def window_pair(tmp_path_factory) -> Pair:
 
 
 @pytest.mark.parametrize("runs", [4, pytest.param(60, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("kind", "overlap"), [("window", True), ("strong", True), ("strong", False)])
+@pytest.mark.parametrize(("kind", "overlap"), few_of([("window", True), ("strong", True), ("strong", False)], 0))
 def test_an_engine_whose_books_broke_answers_as_a_fresh_one(request, kind, overlap, runs):
     """The device's page tables are those of the new books, with prefix hits, windows and two steps in flight."""
     pair, rng = request.getfixturevalue(f"{kind}_pair"), random.Random(int(overlap))

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from support.grids import few_of, few_values
+
 BENCH = Path(__file__).parent.parent.parent / "benchmarks"
 TARGET_S = 0.05
 
@@ -28,7 +30,7 @@ def longest_gap(all_seen) -> float:
     return max(gap for seen in all_seen for gap in seen.gaps_s)
 
 
-@pytest.mark.parametrize("cost", ["h200-8b", "affine-8b", "late-host-8b"])
+@pytest.mark.parametrize("cost", few_of(["h200-8b", "affine-8b", "late-host-8b"], 1))
 @pytest.mark.parametrize("seconds", [20, pytest.param(600, marks=pytest.mark.slow)])
 def test_prompts_of_8k_that_always_come_starve_no_stream(load, cost, seconds):
     """32 streams: no gap above three times the target, the median that of rounds alone, or of a launch that a round's
@@ -76,6 +78,7 @@ def test_short_prompts_pass_a_long_one_which_keeps_most_of_its_pace(load):
     assert alone[40] >= alone[0] / 2 > 0
 
 
+@pytest.mark.slow
 def test_a_storm_of_mixed_prompts_ends_and_starves_nobody(load):
     """3,000 arrivals, three times what the machine can do for half a minute: every request ends, first tokens come
     about in the order of arrival, and no stream that has begun waits."""
@@ -117,7 +120,7 @@ def test_steps_that_stall_for_seconds_change_little_for_long(load):
     assert max(seen.first_s for seen in late) < 0.4
 
 
-@pytest.mark.parametrize("clients", [8, 64, pytest.param(256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("clients", few_values([8, 64, pytest.param(256, marks=pytest.mark.slow)], 0))
 def test_measured_costs_give_more_tokens_than_any_one_number_of_them(load, clients):
     """Prompts of about 1,024 tokens, or 128, and outputs of 128: as many tokens a second as with the best of three
     fixed budgets, up to 3 %, with gaps near the target at p99."""

@@ -92,6 +92,7 @@ HEADS = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("rows", [1, 8, 32, 64, 128, 256])
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_that_nobody_knows_gets_the_best_shape_of_its_load(name, rows):

@@ -51,7 +51,7 @@ def test_chunks_cover_each_prompt_once_and_know_the_token_after_them(strong_pair
     assert all(tuple(pieces) == ids for ids, pieces in seen.items())
 
 
-@pytest.mark.parametrize("radix", [False, True])
+@pytest.mark.parametrize("radix", few_of([False, True], 1))
 @pytest.mark.parametrize("lengths", [[240] + 15 * [3], 15 * [3] + [240], 5 * [240] + 3 * [3], 12 * [200]])
 def test_a_large_step_is_not_filled_with_the_padding_of_short_prompts(strong_pair, radix, lengths):
     """Padding is 512 tokens or a third of a step at most; all prompts run, and get what they get in small steps."""
@@ -123,7 +123,7 @@ SHORT = [(None, 4, 512), (SHAPE, 4, 7), ((4, 3, 12), 1, 16), (SHAPE, 16, 5)]
 
 @pytest.mark.parametrize(
     ("shape", "page", "chunk", "radix"),
-    few_of([(*sizes, radix) for sizes in SHORT for radix in (False, True)], 1, 2, 5, 6),
+    few_of([(*sizes, radix) for sizes in SHORT for radix in (False, True)], 2, 5),
 )
 def test_retraction_and_resumption_do_not_change_the_tokens(strong_pair, roomy, shape, page, chunk, radix):
     """With too few pages for all, requests are retracted, resume by a prefill, and give the same tokens."""
@@ -220,7 +220,7 @@ def test_two_streams_at_once_each_get_their_own_outputs(strong_pair):
     assert ends == [[each] for each in expected]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", few_of([False, True], 1))
 def test_streams_in_several_threads_get_what_they_would_alone(strong_pair, overlap):
     """Threads take turns at running one engine; nobody's request is lost, and nothing stays behind."""
     prompts = strong_pair.prompts([3 + i % 9 for i in range(24)])
@@ -273,7 +273,7 @@ def poison(llm, requests, plan) -> None:
             kv.k[~keep] = kv.v[~keep] = float("nan")
 
 
-@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("page", few_of([1, 16], 0))
 def test_stale_memory_does_not_change_a_row_bitwise(strong_pair, page):
     """Three rows in a bucket of four: NaN in padding rows, tails, free pages and unused slots changes no bit."""
     results, states = [], []
@@ -338,7 +338,7 @@ def drafted_tokens(pair) -> list[int]:
 def test_metrics_count_rounds_and_accepted_drafts(strong_pair):
     """Rounds times one plus accepted drafts give the tokens after the first, up to the cut of the last round."""
     llm = build(strong_pair, (4, 3, 16))
-    for output in llm.generate(strong_pair.prompts([5, 18, 30]), greedy(40)):
+    for output in llm.generate(strong_pair.prompts([5, 18, 30]), greedy(40, whole=True)):
         metrics = output.metrics
         assert metrics.target_forwards == len(metrics.accept_lens)
         assert metrics.accept_length == pytest.approx(39 / metrics.target_forwards)
@@ -352,7 +352,7 @@ def test_metrics_count_rounds_and_accepted_drafts(strong_pair):
 def test_a_forced_accept_length_makes_every_round_emit_as_many_tokens(strong_pair):
     """For benchmarks: whatever is right, each round commits a path of that length, and the books stay right."""
     llm = build(strong_pair, SHAPE, simulate_accept_length=3)
-    outputs = llm.generate(strong_pair.prompts([5, 18]), greedy(31))
+    outputs = llm.generate(strong_pair.prompts([5, 18]), greedy(31, whole=True))
     assert all(set(each) == {2} for each in accept_lens(outputs))
     assert [output.metrics.target_forwards for output in outputs] == [10, 10]
     llm.scheduler.check_integrity()
@@ -367,7 +367,17 @@ CROWDED = {"context_length": 128, "max_total_tokens": 192, "page_size": 4, "chun
 def crowd(pair, **options):
     """Five requests in pages for two: they retract each other, and leave at different times."""
     llm = build(pair, SHAPE, **CROWDED, **options)
-    submit(llm, pair.prompts([30, 12, 25, 7, 18]), [greedy(60), greedy(21), greedy(50), greedy(64), greedy(33)])
+    submit(
+        llm,
+        pair.prompts([30, 12, 25, 7, 18]),
+        [
+            greedy(60, whole=True),
+            greedy(21, whole=True),
+            greedy(50, whole=True),
+            greedy(64, whole=True),
+            greedy(33, whole=True),
+        ],
+    )
     for _ in pump(llm):
         pass
     return llm
@@ -386,7 +396,7 @@ def abort_who_waits_for_pages(pair) -> int:
     """Two steps in flight; whoever has got pages for a round that others have none for is aborted. Returns how many."""
     llm, aborted = build(pair, SHAPE, overlap=True, **CROWDED), 0
     scheduler, tickets = llm.scheduler, deque()
-    submit(llm, pair.prompts([30, 12, 25, 7, 18, 22, 9, 16]), greedy(64))
+    submit(llm, pair.prompts([30, 12, 25, 7, 18, 22, 9, 16]), greedy(64, whole=True))
     while scheduler.has_work:
         while (plan := scheduler.plan()) is not None:
             tickets.append(llm.engine.launch(plan))

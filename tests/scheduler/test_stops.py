@@ -45,7 +45,7 @@ def test_the_earliest_stop_in_token_order_wins(new_ids, stop_ids, limit):
 def test_max_tokens_cuts_an_accepted_chain_anywhere(served, max_tokens):
     """Exactly max_tokens tokens come out, the first of the untruncated output."""
     llm, prompt, seed, reference = served
-    (output,) = llm.generate([prompt], sampled(seed, max_tokens, temperature=1.3))
+    (output,) = llm.generate([prompt], sampled(seed, max_tokens, temperature=1.3, whole=True))
     assert output.token_ids == reference[:max_tokens]
     assert output.finish_reason == "length"
 
@@ -220,7 +220,7 @@ def test_text_is_shown_as_soon_as_no_stop_string_can_begin_in_it(word_tokenizer)
 def test_a_retracted_request_is_given_each_token_once(weak_pair):
     """Retraction neither repeats a token in the updates nor loses one, so that a client's text stays right."""
     llm = build(weak_pair, (2, 3, 6), context_length=128, max_total_tokens=150, page_size=4)
-    requests = submit(llm, weak_pair.prompts([20, 20, 20]), greedy(60))
+    requests = submit(llm, weak_pair.prompts([20, 20, 20]), greedy(60, whole=True))
     given = {request.request_id: [] for request in requests}
     for _, updates in pump(llm):
         for update in updates:
