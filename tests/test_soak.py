@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from support.engines import build
+from support.examples import EVERYTHING
 from treetop_debug.faults import fault
 
-ROUNDS = 300
+ROUNDS = 300 if EVERYTHING else 150
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 
 
@@ -42,7 +43,7 @@ def fresh(pair):
     ids=repr,
 )
 def test_a_short_soak_ends_clean(script, strong_pair, options):
-    """Float64, 300 rounds: requests finish, are aborted and retracted; a fresh engine gives the same tokens."""
+    """Float64, 300 rounds, a day half: requests end, are aborted and retracted; a fresh engine gives their tokens."""
     soak = script.Soak(small(strong_pair, **options), seed=3, sample=20)
     summary = soak.run(ROUNDS)
     soak.compare(fresh(strong_pair))
@@ -80,6 +81,7 @@ def test_a_soak_sees_a_probe(script, strong_pair):
     assert "detect_nan" in soak.run(ROUNDS).failures[0]
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_soak(script, strong_pair):
     """Arrivals, aborts and what is compared follow the seed."""
     runs = []

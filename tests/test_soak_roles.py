@@ -64,6 +64,7 @@ def test_groups_with_roles_run_long_and_clean(script, model, rounds, changes):
     assert (done.ties, done.unequal) == (0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [20, pytest.param(1500, marks=pytest.mark.slow)])
 def test_groups_of_a_sparse_model_run_long_and_clean(script, tmp_path, rounds):
     """GLM-5.2's kind, past the few keys that its indexers choose."""

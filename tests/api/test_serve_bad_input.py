@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from support.examples import EVERYTHING
 from support.serving import mock, replayed
 from support.waiting import WAIT_S
 from treetop.api.requests.chat_body import ChatRequest
@@ -264,8 +265,7 @@ def test_a_hostile_template_is_a_400_in_bounded_time(template):
     from treetop.types.errors import InputError
 
     hostile = ChatTemplate(template, {})
-    with pytest.raises(InputError, match="the chat template fails"):
-        hostile.render(HI)
-    with pytest.raises(InputError, match="the chat template fails"):
-        hostile.render(HI)
+    for _ in range(2 if EVERYTHING else 1):
+        with pytest.raises(InputError, match="the chat template fails"):
+            hostile.render(HI)
     hostile.close()

@@ -394,6 +394,7 @@ class AsCaptured(Eager):
         self.capturing = False  # prefill is not captured
 
 
+@pytest.mark.slow
 def test_rounds_on_flashinfer_give_the_tokens_of_torch(weak_pair, monkeypatch):
     """Eager, planned as phases begin; and as captured, where only `plan_round` knows a round's lengths."""
     want = generate(weak_pair, lambda device: TorchBackend(torch.float32, CPU))

@@ -50,6 +50,7 @@ def test_raw_ranking_gives_what_was_measured_and_calibration_mends_it(bench, nam
     assert tree < chain < bench.accept_length(profile, bench.TREE, True)
 
 
+@pytest.mark.slow
 def test_no_scale_changes_a_chain_or_a_calibrated_tree(bench, monkeypatch):
     monkeypatch.setattr(bench, "ROUNDS", 12)
     profile = read_profile("builtin:llama-3.1-8b")

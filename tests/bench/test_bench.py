@@ -233,6 +233,7 @@ def test_a_grid_is_measured_after_outputs_were_compared(strong_pair):
     assert json.loads(json.dumps(report.as_json()))["cases"][3]["batch"] == 3
 
 
+@pytest.mark.slow
 def test_a_tree_alone_is_compared_with_plain_decoding(strong_pair, monkeypatch):
     """A grid needs no plain shape for that; plain decoding alone has nothing to be compared with."""
     options = {"draft": str(strong_pair.head), "dtype": "float64"}
@@ -246,6 +247,7 @@ def test_a_tree_alone_is_compared_with_plain_decoding(strong_pair, monkeypatch):
         measure(SpecShape(2, 3, 6))
 
 
+@pytest.mark.slow
 def test_what_every_shape_showed_is_reported(strong_pair, monkeypatch):
     """Not only what the last one did."""
     told = iter((Equality(10, 2, 0, (1e-6,)), Equality(10, 2, 0)))
@@ -338,6 +340,7 @@ def test_the_command_sweeps_prints_json_and_draws(capsys, tmp_path, strong_pair)
     assert "--transformers" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_comparison_measures_rounds_of_both_and_transformers_too(capsys):
     """The peer decodes the same prompts; the rounds are of plain and of speculative decoding."""
     argv = [

@@ -230,6 +230,7 @@ def test_launches_without_a_cut_join_what_a_table_has(script, tmp_path, monkeypa
 # -------------------------------------------------------------------------------------------------------- load ramp
 
 
+@pytest.mark.slow
 def test_contenders_of_a_ramp_get_the_same_requests(script, capsys):
     """Plain decoding, a fixed shape and the policy, a server each: as many tokens in every step."""
     sizes = ["--clients", "1", "2", "1", "--requests", "1", "--prompt-tokens", "4", "8", "--max-tokens", "4", "8"]

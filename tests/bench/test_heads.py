@@ -43,6 +43,7 @@ def two_prompts(tmp_path):
     return str(file)
 
 
+@pytest.mark.slow
 def test_every_configuration_has_figures_at_every_temperature_of_every_kind(swept):
     found, _, code, _ = swept
     assert code == 0
@@ -103,6 +104,7 @@ def test_the_page_stands_alone_in_light_and_dark(swept):
         assert f"<th>{name}</th>" in page
 
 
+@pytest.mark.slow
 def test_names_of_models_are_text_on_the_page(swept, tmp_path):
     report = heads.run(
         "builtin:nestling",
@@ -115,6 +117,7 @@ def test_names_of_models_are_text_on_the_page(swept, tmp_path):
     assert "&lt;b&gt;" in heads_plot.page(report)
 
 
+@pytest.mark.slow
 def test_without_a_head_lookup_is_compared_with_plain_decoding(tmp_path):
     """Prompts of a file without kinds, one to warm up; two at a time."""
     told = []

@@ -40,7 +40,7 @@ def made_small(folder: Path, where: Path, layers: int) -> Path:
     return where
 
 
-@pytest.mark.parametrize("name", few_of(HEADS, 0, 1, 6, 9))
+@pytest.mark.parametrize("name", few_of(HEADS, 1))
 def test_a_preset_runs_plain_as_a_chain_and_as_a_tree(name, tmp_path):
     """Random weights: greedy tokens are the same in each shape that the table has."""
     target = made_small(BENCHMARKS / "presets" / name.partition("-")[2], tmp_path / "target", 6)

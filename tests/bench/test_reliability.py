@@ -1,5 +1,6 @@
 """The reliability diagram of a bench: what it counts, and that calibrated trees are nearer to it."""
 
+import pytest
 import torch
 
 from support.engines import build, greedy
@@ -25,6 +26,7 @@ def test_every_verified_node_but_the_root_is_counted_once():
     assert len(found.lines()) == 4
 
 
+@pytest.mark.slow
 def test_learning_brings_estimates_nearer_to_what_is_accepted(strong_pair):
     """Of a head that is far too sure, on the second pass."""
     errors = {}

@@ -14,6 +14,7 @@ import pytest
 from support.callers import Caller
 from support.engines import build, greedy, tokens
 from support.fake_core import CountingEngine, ask, collected, drained, make_core
+from support.grids import few_of
 from treetop.async_llm import DeltaStream
 from treetop.core.clients import InProcessClient
 from treetop.core.loop import CoreThread
@@ -303,7 +304,7 @@ def lines_of(work) -> int:
 
 
 @pytest.mark.parametrize("runs", [30, pytest.param(500, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", few_of([False, True], 1))
 def test_an_interrupt_at_any_line_loses_nothing(strong_pair, overlap, runs):
     """Afterwards no request, row or page is held, and the same LLM gives the right tokens."""
     llm = build(strong_pair, SHAPE, overlap=overlap, max_running_requests=2)

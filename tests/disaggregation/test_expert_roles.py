@@ -148,11 +148,14 @@ def expected(folder, shape, prompts, params):
 
 @pytest.mark.parametrize(
     ("shape", "prefill_ranks", "decode_ranks", "places", "options"),
-    [
-        (TREE, 2, 2, [0, 1] * 3, {"overlap": True}),
-        (CHAIN, 2, 4, [3] * 6, {"overlap": False, "check_level": 2}),
-        (TREE, 2, 2, [1, 0, 1] * 2, {"tp_size": 2}),
-    ],
+    few_of(
+        [
+            (TREE, 2, 2, [0, 1] * 3, {"overlap": True}),
+            (CHAIN, 2, 4, [3] * 6, {"overlap": False, "check_level": 2}),
+            (TREE, 2, 2, [1, 0, 1] * 2, {"tp_size": 2}),
+        ],
+        0,
+    ),
 )
 def test_groups_hand_over_what_one_process_computes(
     started, folder, shape, prefill_ranks, decode_ranks, places, options
@@ -191,6 +194,7 @@ def test_sparse_attention_is_handed_over_with_its_indexers_keys(
     assert sum(sum(lens) for _, lens in want) > 0
 
 
+@pytest.mark.slow
 def test_a_prefill_rank_that_dies_ends_its_group_and_costs_a_local_prefill(started, folder):
     """While pieces travel. Another group in its place is used again; all that was held comes back."""
     prompts = Pair(folder, None).prompts(LENGTHS)

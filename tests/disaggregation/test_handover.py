@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from support.engines import build, greedy, sampled
+from support.grids import few_of
 from support.handing import IDS, LENGTHS, Relay, Worker, bits, make_pairs, parts, run_plans
 from support.lookups import lookup
 from support.tiny_models import Pair
@@ -96,7 +97,7 @@ CASES = [  # pair, shape, parameters, prefill's options, decode's, tokens of a c
 ]
 
 
-@pytest.mark.parametrize(("name", "shape", "params", "prefill", "decode", "maximum"), CASES)
+@pytest.mark.parametrize(("name", "shape", "params", "prefill", "decode", "maximum"), few_of(CASES, 1, 3, 6, 7))
 def test_two_workers_give_what_one_gives(pairs, name, shape, params, prefill, decode, maximum):
     """Greedy, sampled, penalties, log-probabilities, windows, hits on either side, unequal pages, overlap."""
     pair = pairs[name]
@@ -132,7 +133,7 @@ def test_what_is_packed_or_unpacked_keeps_no_other_step_from_being_launched(pair
     assert all(relay.result(each)[0] for each in ids)
 
 
-@pytest.mark.parametrize(("name", "make"), [("strong", ngram), ("strong", model), ("mtp", mtp)])
+@pytest.mark.parametrize(("name", "make"), few_of([("strong", ngram), ("strong", model), ("mtp", mtp)], 0, 2))
 def test_drafts_of_other_kinds_are_the_same(pairs, name, make):
     """Looked up in the text, which D has from the prompt and the first token; of a language model, which runs that
     text; from a layer of the target's own.
@@ -145,7 +146,7 @@ def test_drafts_of_other_kinds_are_the_same(pairs, name, make):
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"), [("weak", (1, 2)), ("weak", (2, 1)), ("windows", (1, 4)), ("latents", (2, 1))]
+    ("name", "ranks"), few_of([("weak", (1, 2)), ("weak", (2, 1)), ("windows", (1, 4)), ("latents", (2, 1))], 0, 3)
 )
 def test_ranks_take_their_heads_from_ranks_of_another_number(pairs, tmp_path, name, ranks):
     """Ranges of heads of each slot, also where neighbours share a head; the books of all ranks agree."""

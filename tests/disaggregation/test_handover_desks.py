@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 from msgspec.structs import replace
 
+from support.examples import EVERYTHING
 from support.handover_world import LAYOUT, META, Odds, World
 from treetop.disaggregation.decode import DecodeMachine
 from treetop.disaggregation.events import Connected, Disconnect, Effect, PrefillLocally, Pull, Pulled, Received
@@ -24,6 +25,9 @@ SLOW = Odds(delay_s=0.05, stall=0.1, broken=0.02)
 CHAOS = Odds(loss=0.05, twice=0.1, delay_s=0.3, stall=0.1, broken=0.02, mishap_s=6.0)
 FAULTY = Odds(loss=0.1, delay_s=0.3, stall=0.05, broken=0.02, mishap_s=3.0)
 CRASHES = Odds(mishap_s=4.0, stall=0.05)
+
+SEEDS = range(150 if EVERYTHING else 80)
+"""Of schedules."""
 
 
 def _worlds(odds: Odds, seeds: range, requests: int = 8, **options: int | bool) -> Counter[str]:
@@ -49,12 +53,13 @@ def test_in_calm_every_request_that_is_not_aborted_is_handed_over() -> None:
 @pytest.mark.parametrize(("name", "odds"), [("lossy", LOSSY), ("slow", SLOW), ("chaos", CHAOS), ("crashes", CRASHES)])
 def test_no_schedule_imports_a_wrong_byte_loses_a_slot_or_waits_for_ever(name: str, odds: Odds) -> None:
     """Without comparing a checksum: who owns what is enough. Both ways of ending happen."""
-    ends = _worlds(odds, range(150))
+    ends = _worlds(odds, SEEDS)
     assert ends["wrong"] == ends["overlaps"] == 0, name
     assert ends["imported"] > 40
     assert ends["locally"] > 20
 
 
+@pytest.mark.slow
 def test_the_same_with_one_slot_a_side_and_with_several_prefill_workers() -> None:
     assert _worlds(CHAOS, range(1000, 1100), slots=1)["wrong"] == 0
     assert _worlds(CHAOS, range(1100, 1200), num_prefill=3)["wrong"] == 0
@@ -64,7 +69,7 @@ def test_the_same_with_one_slot_a_side_and_with_several_prefill_workers() -> Non
 def test_a_fault_does_harm_without_checksums_and_none_with_them(name: str) -> None:
     """The harm is real: bytes of another request are imported. With its guard each is refused before it counts."""
     with DISAGGREGATION_FAULTS[name].active():
-        unguarded, guarded = (_worlds(FAULTY, range(150), requests=30, checks=checks) for checks in (False, True))
+        unguarded, guarded = (_worlds(FAULTY, SEEDS, requests=30, checks=checks) for checks in (False, True))
     assert unguarded["wrong"] > 0
     assert guarded["wrong"] == 0
     assert guarded["refused"] > 0

@@ -117,6 +117,7 @@ def test_a_record_field_copied_from_another_is_caught(pairs):
             assert failure is not None or accepted != list(alone.metrics.accept_lens)
 
 
+@pytest.mark.slow
 def test_aborts_failures_and_retractions_in_the_middle_keep_the_books_whole(pairs):
     """At random times a client goes, a worker gives up, a slot is spoilt, a worker drops an export; pages are short.
 

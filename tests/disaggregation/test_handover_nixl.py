@@ -116,6 +116,7 @@ def test_a_transfer_from_a_stopped_peer_ends_when_it_goes_on(over_tcp: Pair, way
     assert over_tcp.memory.raw == known_bytes(SIZE)
 
 
+@pytest.mark.slow
 def test_a_write_by_a_peer_that_is_killed_ends_and_one_by_a_stopped_peer_does_not() -> None:
     """Its session has ended in both cases; of one that goes on again the write ends, too."""
     pair, whole = Pair(), [Range(0, SIZE)]

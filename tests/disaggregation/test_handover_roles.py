@@ -9,6 +9,7 @@ import pytest
 
 from support.addresses import addresses
 from support.engines import build, greedy, sampled
+from support.grids import few_of, few_values
 from support.handing import Worker
 from support.waiting import WAIT_S
 from treetop.disaggregation.connector import open_connector
@@ -119,7 +120,7 @@ def sides(strong_pair, request):
     workers.close()
 
 
-@pytest.mark.parametrize("sides", [(6, 6, WAIT_S), (1, 2, WAIT_S), (2, 1, WAIT_S)], indirect=True)
+@pytest.mark.parametrize("sides", few_values([(6, 6, WAIT_S), (1, 2, WAIT_S), (2, 1, WAIT_S)], 1), indirect=True)
 def test_requests_are_handed_over_through_many_slots_or_one(sides, prompts, expected):
     """Chunks wait for slots, where these are short; nothing goes another way, and nothing is held at the end."""
     assert sides.generate(prompts, PARAMS) == expected
@@ -146,7 +147,7 @@ def test_neither_loop_waits_before_the_other_worker_is_told_of_a_step(sides, pro
 
 
 @pytest.mark.parametrize("sides", [(3, 3)], indirect=True)
-@pytest.mark.parametrize("how", ["stalled", "broken", "dead"])
+@pytest.mark.parametrize("how", few_of(["stalled", "broken", "dead"], 0, 2))
 def test_what_stops_in_the_middle_goes_on_at_the_decode_worker(sides, prompts, expected, how):
     """A transfer that does not end, one that fails, and a worker that says nothing more, after some chunks."""
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from support.engines import build, greedy, sampled, steps, submit
+from support.grids import few_of
 from support.handing import IDS, Relay, Worker
 from support.lookups import lookup
 from support.recurrent_models import check_dummy, check_snapshot, known_family, save_pair, snapshot, states_of
@@ -26,7 +27,7 @@ def pair(tmp_path_factory):
     return save_pair(tmp_path_factory.mktemp("recurrent"), "sum", "delta", "full")
 
 
-@pytest.mark.parametrize(("shape", "make"), [(None, build), ((2, 3, 6), build), ((2, 3, 6), lookup)])
+@pytest.mark.parametrize(("shape", "make"), few_of([(None, build), ((2, 3, 6), build), ((2, 3, 6), lookup)], 0, 2))
 def test_two_workers_give_what_one_gives(pair, shape, make):
     """Tokens and accepted lengths; prompts in chunks, twice, so that prefixes repeat; pages of another size there."""
     options, prompts = (

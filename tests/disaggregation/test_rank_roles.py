@@ -10,6 +10,7 @@ import pytest
 
 from support import recurrent_models
 from support.addresses import addresses
+from support.grids import few_of, few_values
 from support.rank_pairs import LENGTHS, PARAMS, answers, options_of, save_pair
 from support.waiting import WAIT_S
 from treetop.disaggregation.agent import block_copies, joined
@@ -124,7 +125,7 @@ def workers(pair, request):
 SIZES = [(2, 2), (1, 2, ("page_size", 4)), (2, 1), (4, 2, ("overlap", True)), (2, 4)]
 
 
-@pytest.mark.parametrize("workers", SIZES, indirect=True, ids=str)
+@pytest.mark.parametrize("workers", few_of(SIZES, 1, 3), indirect=True, ids=str)
 def test_workers_of_any_ranks_hand_over_to_each_other(workers, pair, expected):
     """Tokens and accept lengths of one rank; again with prompts that are cached. Nothing goes another way."""
     assert workers.generate(pair.prompts(LENGTHS), PARAMS) == expected
@@ -133,7 +134,7 @@ def test_workers_of_any_ranks_hand_over_to_each_other(workers, pair, expected):
     assert (load.num_requests_done, load.num_local_prefills) == (2 * len(LENGTHS), 0)
 
 
-@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize("sizes", few_values([(1, 2), (2, 1), (2, 2)], 0))
 def test_states_of_ranks_are_handed_over(tmp_path, sizes):
     """Each rank has heads of a recurrence and their channels of the convolution; the record has all of them."""
     with recurrent_models.known_family(), ranks_on_threads():

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from support import chats
+from support.grids import few_of
 from support.serving import Server, command_of, mock, replayed, serving
 from support.storms import NAME, PAIR, nothing_is_left, of_the_mock, of_the_pair, storm
 from support.waiting import WAIT_S, until
@@ -30,7 +31,7 @@ def engines(server: Server) -> list[int]:
     return [pid for pid in server.children() if "engine_process" in command_of(pid)]
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("workers", few_of(["1", "2"], 0))
 def test_replicas_in_a_storm_give_what_one_gives_and_one_that_is_killed_costs_a_pause(workers):
     """Its requests wait for it and go on; health stays good, for the other serves. A drain finishes what was taken."""
     with mock(2, "1-4", *chats.FLAGS, "--dp-size", "2", "--api-workers", workers) as server:
@@ -135,6 +136,7 @@ def test_replicas_of_the_pair_give_what_one_process_gives():
         assert server.end() == 0
 
 
+@pytest.mark.slow
 def test_an_api_process_that_comes_later_reaches_all_replicas():
     with mock(2, "1", "--dp-size", "2", "--api-workers", "2") as server:
         workers = [pid for pid in server.children() if "serve.worker" in command_of(pid)]

@@ -12,6 +12,7 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from support import chats
+from support.grids import few_of
 from support.holding import ENGINE_START, STEPS, Held
 from support.serving import child_of, children_of, command_of, mock, replayed, serving
 from support.storms import NAME, PAIR, nothing_is_left, of_the_mock, of_the_pair, storm
@@ -100,7 +101,7 @@ def test_health_while_an_engine_is_started_again_and_after_the_last_restart(tmp_
         assert server.process.wait(WAIT_S) == 1
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("workers", few_of(["1", "2"], 0))
 def test_an_engine_that_hangs_is_told_of_and_goes_on(workers, tmp_path):
     """One step that takes long: health is 503 with the reason until it has ended, and no answer is another."""
     held, flags = Held(tmp_path, STEPS), ("--watchdog-timeout", "4", "--api-workers", workers)
@@ -221,6 +222,7 @@ def test_a_front_end_that_hangs_does_not_keep_others_from_the_next_engine(monkey
     asyncio.run(asyncio.wait_for(resumed(), WAIT_S))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_engine_of_its_own_process_serves_an_event_loop(ranks):
     """`AsyncLLM` over it: the engine, or another rank, is killed in the middle, and the output is that of `LLM`."""

@@ -208,6 +208,7 @@ def served(folder, tmp_path_factory):
     return flags, str(place), prompts, texts
 
 
+@pytest.mark.slow
 def test_a_server_of_ranks_drains_whole_answers(served):
     """Every answer is what one process gives, streamed or not; exit code 0; no rank is left."""
     flags, model, prompts, want = served

@@ -14,6 +14,7 @@ import torch
 from support import expert_pairs
 from support.bits import asked, bits
 from support.engines import accept_lens, build
+from support.grids import few_of
 from support.tiny_models import Pair, save_random_experts, save_random_head, save_random_llama
 from treetop.checkpoints.loader import Placement
 from treetop.engine.startup import exact_ranks
@@ -93,13 +94,16 @@ def plain(pairs):
 
 @pytest.mark.parametrize(
     ("name", "shape", "ranks", "options"),
-    [
-        ("llama", None, 2, {"max_running_requests": 5, "chunked_prefill_size": 16}),
-        ("llama", (1, 6, 7), 2, {"max_running_requests": 3, "chunked_prefill_size": 7, "overlap": True}),
-        ("llama", (4, 5, 16), 2, {"max_running_requests": 5, "graphs": "sim", "check_level": 3}),
-        slow("llama", (4, 5, 16), 4, {"max_running_requests": 3, "chunked_prefill_size": 33}),
-        slow("gpt_oss", (4, 5, 16), 2, {"max_running_requests": 3, "chunked_prefill_size": 50}),
-    ],
+    few_of(
+        [
+            ("llama", None, 2, {"max_running_requests": 5, "chunked_prefill_size": 16}),
+            ("llama", (1, 6, 7), 2, {"max_running_requests": 3, "chunked_prefill_size": 7, "overlap": True}),
+            ("llama", (4, 5, 16), 2, {"max_running_requests": 5, "graphs": "sim", "check_level": 3}),
+            slow("llama", (4, 5, 16), 4, {"max_running_requests": 3, "chunked_prefill_size": 33}),
+            slow("gpt_oss", (4, 5, 16), 2, {"max_running_requests": 3, "chunked_prefill_size": 50}),
+        ],
+        2,
+    ),
 )
 def test_a_tree_on_ranks_has_the_bits_of_plain_decoding_on_as_many(pairs, plain, *, name, shape, ranks, options):
     outputs = serve(pairs[name], shape, tp_size=ranks, **options)
@@ -128,11 +132,14 @@ def by_experts(pairs):
 
 @pytest.mark.parametrize(
     ("shape", "places", "options"),
-    [
-        (None, [1, 0, 1, 1], {"max_running_requests": 3, "chunked_prefill_size": 16}),
-        ((2, 3, 6), [0, 1, 1, 0], {"max_running_requests": 3, "graphs": "sim", "overlap": True}),
-        slow((1, 3, 4), [0, 1, 1, 0], {"max_running_requests": 2, "tp_size": 2, "chunked_prefill_size": 50}),
-    ],
+    few_of(
+        [
+            (None, [1, 0, 1, 1], {"max_running_requests": 3, "chunked_prefill_size": 16}),
+            ((2, 3, 6), [0, 1, 1, 0], {"max_running_requests": 3, "graphs": "sim", "overlap": True}),
+            slow((1, 3, 4), [0, 1, 1, 0], {"max_running_requests": 2, "tp_size": 2, "chunked_prefill_size": 50}),
+        ],
+        1,
+    ),
 )
 def test_shared_experts_give_the_bits_of_plain_decoding_on_any_rank(pairs, by_experts, shape, places, options):
     """Beside other requests and none, also where each engine is a group of ranks."""

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from support import warm
+from support.grids import few_of
 from support.holding import STEPS, Held
 from support.serving import children_of, command_of, mock
 from support.waiting import WAIT_S, until
@@ -18,10 +19,13 @@ from treetop.distributed import process
 from treetop.distributed.process import Failed
 from treetop.types.config import EngineConfig
 
-STARTS = pytest.mark.parametrize("start", [warm.Popen, subprocess.Popen], ids=["warm", "cold"])
+
+def starts(*kept: int):
+    """kept: places of the starts of a day, warm and cold."""
+    return pytest.mark.parametrize("start", few_of([warm.Popen, subprocess.Popen], *kept), ids=["warm", "cold"])
 
 
-@STARTS
+@starts(1)
 def test_a_command_has_its_streams_folder_environment_and_exit_code(start, tmp_path):
     """A file is named by a path of its folder, and an option by its environment; one line on stderr, and 2."""
     (tmp_path / "serve.yaml").write_text("max-modle-len: 512")
@@ -35,7 +39,7 @@ def test_a_command_has_its_streams_folder_environment_and_exit_code(start, tmp_p
     assert "'no such'" in ended.communicate(timeout=WAIT_S)[1]
 
 
-@STARTS
+@starts(0, 1)
 def test_an_engine_is_a_child_with_its_own_command_line_and_session(start, monkeypatch, tmp_path):
     """It is waited for and killed as any other, and it ends with its stdin."""
     monkeypatch.setattr(process, "Popen", start)
@@ -57,7 +61,7 @@ def test_an_engine_is_a_child_with_its_own_command_line_and_session(start, monke
         Path(tmp_path, "a").unlink(missing_ok=True)
 
 
-@STARTS
+@starts(0)
 def test_an_engine_that_cannot_start_says_why(start, monkeypatch, tmp_path):
     monkeypatch.setattr(process, "Popen", start)
     options = ProcessOptions(f"ipc://{tmp_path}/a", EngineConfig(model=str(tmp_path), draft=None, device="cpu"), None)
@@ -69,7 +73,7 @@ def test_an_engine_that_cannot_start_says_why(start, monkeypatch, tmp_path):
     assert str(tmp_path) in why.reason
 
 
-@STARTS
+@starts(0)
 def test_processes_of_a_server_are_its_own(start):
     """Engine and API processes are children of the server, and what either of these counts both show."""
     with mock(1, "1", "--api-workers", "2", start=start) as server:

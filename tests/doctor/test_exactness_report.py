@@ -74,6 +74,7 @@ def test_a_sum_over_ranks_that_differs_is_named(visit, monkeypatch):
     assert any("product [64, 32]" in line for line in lines), "not of a rank's part"
 
 
+@pytest.mark.slow
 def test_without_a_promise_it_says_what_differs_and_is_no_failure(visit):
     code, lines = visit(exactness="ties")
     assert code == 0

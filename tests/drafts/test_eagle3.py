@@ -265,6 +265,7 @@ def embedded_run(prompts, topk, num_steps, num_draft_tokens):
     return tokens(outputs), 1 + sum(lens) / len(lens)
 
 
+@pytest.mark.slow
 def test_the_embedded_head_accepts_three_tokens_a_round_and_a_tree_beats_a_chain(embedded_prompts):
     """The pair that ships is worth its tree: the recorded bound holds, and T = 16 accepts more than its chain."""
     tree_tokens, tree = embedded_run(embedded_prompts, 4, 5, 16)

@@ -14,7 +14,8 @@ import torch
 from support.engines import build, greedy, tokens
 from support.expert_pairs import save_glm_with_mtp
 from support.families import FAMILIES
-from support.interpreted import DEVICE, on_gpu_or_interpreted
+from support.grids import few_of
+from support.interpreted import DEVICE, ON_GPU, on_gpu_or_interpreted
 from support.tiny_models import Pair, save_copying_head, save_weak_llama
 from treetop import LLM
 from treetop.kernels.table import Ops, operations
@@ -118,9 +119,7 @@ def answers(llm, pair):
 
 
 @on_gpu_or_interpreted
-@pytest.mark.parametrize(
-    "name", ["experts", "sparse", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "latents"))]
-)
+@pytest.mark.parametrize("name", few_of(["experts", "sparse", "llama", "latents"], *((0, 1) if ON_GPU else (0,))))
 def test_a_kernel_is_told_how_its_tensors_lie(pairs, monkeypatch, name):
     pair = pairs[name]
     want = answers(made(pair, device="cpu", dtype="float64"), pair)

@@ -173,6 +173,7 @@ def test_each_number_of_rows_is_decided_by_the_block_that_has_most(monkeypatch):
     assert rows_of([91, 0, 0, 0]) == []
 
 
+@pytest.mark.slow
 def test_weights_that_read_too_widely_stay_in_16_bits():
     """Shapes of Llama-3.1-8B's qkv: normal weights are kept, one bad tile, scaled columns and a giant refuse them."""
     weight = normal(6144, 4096)

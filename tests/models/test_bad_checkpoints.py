@@ -116,6 +116,7 @@ def test_an_absurd_number_names_key_and_bound(strong_pair, tmp_path, changes, pa
     refused(CheckpointError, load(copy_folder(strong_pair.target, tmp_path / "t", **changes)), "config.json", *parts)
 
 
+@pytest.mark.slow
 def test_the_largest_sizes_are_a_matter_of_memory(strong_pair, tmp_path):
     """Within the bounds nothing overflows: what does not fit is a CapacityError."""
     maximum = {

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from support.engines import build, greedy, tokens
+from support.grids import few_of
 from support.logits import record_logits
 from support.tiny_models import Pair, copy_folder, save_mxfp4, save_random_experts, save_random_head
 from treetop import LLM
@@ -57,7 +58,7 @@ def decoded(folder):
 
 
 @pytest.mark.parametrize("device", PLACES)
-@pytest.mark.parametrize("chunk", [512, 6])
+@pytest.mark.parametrize("chunk", few_of([512, 6], 1))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_those_of_transformers(folders, family, chunk, device):
     """float32, 1e-4 of the largest: prompts in one chunk and in many, then decoded positions."""
@@ -75,7 +76,7 @@ def test_logits_equal_those_of_transformers(folders, family, chunk, device):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few_of(FAMILIES, 0, 1))
 @pytest.mark.parametrize("shape", [pytest.param((1, 3, 4), marks=pytest.mark.slow), (4, 3, 12)])
 def test_speculative_tokens_equal_plain_ones_in_any_batch(folders, family, shape):
     """float64, greedy, prefix cache on: five prompts at once, padded to a bucket, and each alone and plainly."""

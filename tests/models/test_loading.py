@@ -179,6 +179,7 @@ def test_a_number_of_8_bits_that_is_none_is_found_too(tmp_path, dtype):
         fetch("t", None)
 
 
+@pytest.mark.slow
 def test_loading_takes_little_more_memory_than_the_weights(tmp_path):
     """Less than 1.15 of 384 MB, in a process of its own, where the parts of a parameter come from three files."""
     for file in range(3):

@@ -7,6 +7,7 @@ found.
 
 import pytest
 
+from support.grids import few_of
 from support.peer_protocol import BrokenProtocolError, Protocol, explore, wrong
 
 SUM, GATHER = Protocol(2), Protocol(2, numbered=True)
@@ -20,7 +21,7 @@ def test_two_ranks_exchange_for_ever(sound, words):
     assert explore(wrong(sound, words=words)) > 500
 
 
-@pytest.mark.parametrize("sound", [SUM, GATHER], ids=["sum", "gather"])
+@pytest.mark.parametrize("sound", few_of([SUM, GATHER], 0), ids=["sum", "gather"])
 def test_three_ranks_exchange_for_ever(sound):
     assert explore(wrong(sound, ranks=3)) > 10_000
 

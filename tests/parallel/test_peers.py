@@ -19,7 +19,9 @@ import torch
 
 from support.bits import bits
 from support.engines import accept_lens, build, greedy, tokens
+from support.examples import EVERYTHING
 from support.families import FAMILIES
+from support.grids import few_of
 from support.tiny_models import Pair, save_copying_head, save_random_experts, save_random_head, save_weak_llama
 from treetop.checks.probes import LATE, RECORD, Probes
 from treetop.kernels.comm import peers
@@ -40,7 +42,7 @@ def test_ranks_exchange_behind_delays_and_the_death_of_one_is_written_down(tmp_p
     """Sums in several dtypes and numbers of parts, gathers of one and several slots, in an order of chance; all ranks
     come to the same bits. A wait for who is gone ends, says who it is, and no later one waits."""
     pytest.importorskip("triton", reason="Triton is not installed; its interpreter runs on any CPU")
-    size, exchanges = 2, 40
+    size, exchanges = 2, 40 if EVERYTHING else 12
     for rank in range(size):
         torch.full((peers.mailbox_bytes(size),), 255, dtype=torch.uint8).numpy().tofile(tmp_path / f"mailbox-{rank}")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
@@ -158,7 +160,7 @@ def answers(pair, shape=(3, 3, 8), params=None, **options):
         llm.close()
 
 
-@pytest.mark.parametrize("name", ["weak", "experts", "gemma3"])
+@pytest.mark.parametrize("name", few_of(["weak", "experts", "gemma3"], 0, 2))
 def test_an_engine_whose_ranks_exchange_by_memory_gives_what_one_rank_gives(pairs, monkeypatch, name):
     """Sums that the next norm takes, that a norm of their own takes, that a shared expert adds, and that a head's
     output is; gathers of logits. Without the option, and with it."""

@@ -11,6 +11,7 @@ import pytest
 import zmq
 
 from support import chats
+from support.grids import few_of, few_values
 from support.serving import children_of, command_of, mock, serving
 from support.storms import MANNERS, NAME, PAIR, Ask, nothing_is_left, of_the_mock, of_the_pair, storm
 from support.threads import in_threads, joined
@@ -21,7 +22,9 @@ from treetop.distributed.kv_events import END
 TIGHT = ("--max-total-tokens", "340", "--context-length", "300", "--page-size", "4", "--max-running-requests", "6")
 
 
-@pytest.mark.parametrize("flags", [(), TIGHT, ("--api-workers", "2", *TIGHT, "--no-overlap")], ids=["", "tight", "2"])
+@pytest.mark.parametrize(
+    "flags", few_values([(), TIGHT, ("--api-workers", "2", *TIGHT, "--no-overlap")], 1), ids=["", "tight", "2"]
+)
 def test_clients_of_every_kind_over_the_mock_engine(flags):
     """Aborts, disconnects and slow readers, also where memory is so small that requests are put back all the time."""
     with mock(1, "1-4", *chats.FLAGS, "--prefill-tokens-per-round", "32", *flags) as server:
@@ -58,7 +61,7 @@ LOST = {"ConnectError", "ReadError", "RemoteProtocolError", "WriteError"}
 """What a client that comes too late finds: nobody listens, or the connection that it kept is closed."""
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("workers", few_of(["1", "2"], 0))
 def test_sigterm_in_a_storm_loses_nothing_that_was_accepted(workers):
     """Whoever was answered at all gets all of the answer; then exit code 0."""
     with mock(2, "1-4", *chats.FLAGS, "--api-workers", workers) as server:
@@ -69,6 +72,7 @@ def test_sigterm_in_a_storm_loses_nothing_that_was_accepted(workers):
         assert server.process.wait(WAIT_S) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [pytest.param("1", marks=pytest.mark.slow), "2"])
 def test_kill_of_the_engine_in_a_storm_is_a_clear_error_for_all(workers):
     """Those in flight and those who come in the next moment are told; then exit code 1, and no process is left."""
@@ -97,6 +101,7 @@ def over_the_pair(clients: int, each: int, asks: list[Ask], manners) -> None:
         nothing_is_left(server)
 
 
+@pytest.mark.slow
 def test_what_the_pair_says_under_load_is_what_it_says_alone():
     """Speculative, together, put back and resumed; against plain decoding of each prompt alone. Aborts beside."""
     over_the_pair(8, 3, of_the_pair(6, 20), MANNERS)

@@ -16,6 +16,7 @@ import httpx
 import openai
 import pytest
 
+from support.grids import few_of
 from support.holding import LAST_WORDS, SHORT_TURNS, STEPS, Held
 from support.serving import Server, command_of, mock, replayed, serving
 from support.threads import in_threads, joined
@@ -98,18 +99,20 @@ def test_sigterm_finishes_what_was_accepted(workers, tmp_path):
             server.get("/health")
 
 
-def test_a_drain_has_a_limit_and_a_second_signal_ends_it():
-    for flags, again in ((("--drain-timeout", "0.2"), False), ((), True), (("--api-workers", "2"), True)):
-        with mock(50, "1", *flags) as server:
-            threads = in_threads(1, partial(cut_off, server))
-            until(lambda: server.metric("treetop:num_requests_running") == 1)
+@pytest.mark.parametrize(
+    ("flags", "again"), few_of([(("--drain-timeout", "0.2"), False), ((), True), (("--api-workers", "2"), True)], 0, 2)
+)
+def test_a_drain_has_a_limit_and_a_second_signal_ends_it(flags, again):
+    with mock(50, "1", *flags) as server:
+        threads = in_threads(1, partial(cut_off, server))
+        until(lambda: server.metric("treetop:num_requests_running") == 1)
+        server.process.send_signal(signal.SIGINT)
+        if again:
+            until(lambda: not is_ready(server))
             server.process.send_signal(signal.SIGINT)
-            if again:
-                until(lambda: not is_ready(server))
-                server.process.send_signal(signal.SIGINT)
-            assert server.wait() == 130
-            joined(threads)
-            assert not any("Traceback" in line for line in server.said), "".join(server.said)
+        assert server.wait() == 130
+        joined(threads)
+        assert not any("Traceback" in line for line in server.said), "".join(server.said)
 
 
 def cut_off(server: Server, _: int) -> None:

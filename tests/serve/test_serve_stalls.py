@@ -338,7 +338,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", few_of(HOSTILE, *range(0, 49, 2)))
 def test_no_body_holds_the_loop(answer, name):
     """Its answer comes, names the field or the bound, and is short."""
     path, body_of, status, words = HOSTILE[name]
@@ -356,7 +356,7 @@ def test_as_many_messages_as_there_may_be_hold_nobody_up(answer):
     assert held < MAX_HELD, held
 
 
-@pytest.mark.parametrize("item", few_of([b"null", b"[]", b"{}", b'"ab"', b"257", b"1.5"], 0, 2, 3, 5))
+@pytest.mark.parametrize("item", few_of([b"null", b"[]", b"{}", b'"ab"', b"257", b"1.5"], 0, 3))
 def test_no_body_takes_more_than_ten_times_what_one_may_have(answer, item):
     """As much of each kind as the meter lets through: read, checked, and refused."""
     count = MAX_OBJECTS if item[:1] in b'[{"' else MAX_VALUES

@@ -240,6 +240,7 @@ def test_what_is_learned_stays_within_bounds(seed):
 # --------------------------------------------------------------------------------------------------------- engines
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("graphs", ["off", "sim"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_no_token_depends_on_a_calibration(strong_pair, shape, graphs):
