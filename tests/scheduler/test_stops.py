@@ -24,7 +24,7 @@ def served(strong_pair):
     llm = build(strong_pair, SHAPE)
     prompt = strong_pair.prompts([9])[0]
     for seed in range(100):
-        reference = tokens(llm.generate([prompt], sampled(seed, 40, temperature=1.3)))[0]
+        reference = tokens(llm.generate([prompt], sampled(seed, 40, temperature=1.3, whole=True)))[0]
         if EOS in reference[6:20] and EOS not in reference[:6] and len(set(reference)) > 6:
             return llm, prompt, seed, reference
     raise AssertionError("no seed gives an output with varied tokens and an EOS inside")
