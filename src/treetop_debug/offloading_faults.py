@@ -82,14 +82,14 @@ OFFLOADING_FAULTS = by_name(
     Fault(
         "host-checksum-unchecked",
         "what comes from the host is taken as it is",
-        (instead("treetop.engine.host_pages:differing", _no_difference),),
+        (instead("treetop.engine.offloading.host_pages:differing", _no_difference),),
         "wrong tokens",
         None,
     ),
     Fault(
         "host-page-read-too-early",
         "a page is put together before its copy has ended",
-        (instead("treetop.engine.host_pages:HostPageCopies._wait", _at_once),),
+        (instead("treetop.engine.offloading.host_pages:HostPageCopies._wait", _at_once),),
         "are damaged",
         None,
     ),

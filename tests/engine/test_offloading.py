@@ -3,16 +3,15 @@
 import random
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import count
 from unittest.mock import patch
 
 import pytest
 
-from support.engines import accepted, greedy, hold_core_thread, pump, sampled, steps, submit
+from support.engines import accepted, greedy, pump, sampled, steps, submit
 from support.families import FAMILIES
 from support.grids import few_of
 from support.loras import save_lora
-from support.offloading import on_a_cpu, with_tier
+from support.offloading import NUMBERS, POOL, VOCAB, ask, ask_salted, on_a_cpu, stats, turns, with_tier
 from support.recurrent_models import known_family
 from support.recurrent_models import save_pair as recurrent_pair
 from support.refusing import refused
@@ -28,32 +27,12 @@ from treetop.types.requests import EngineRequest, Tenant
 from treetop_debug.offloading_faults import OFFLOADING_FAULTS
 from treetop_debug.ranks import ranks_on_threads
 
-VOCAB = 7
-NUMBERS = count(10**7)
-POOL = {
-    "context_length": 160,
-    "max_total_tokens": 208,
-    "max_running_requests": 2,
-    "page_size": 16,
-    "chunked_prefill_size": 64,
-}
-"""Room for one request at the context wall and a little more."""
-
 
 @pytest.fixture(scope="module")
 def windowed(tmp_path_factory) -> Pair:
     small = {"vocab_size": VOCAB}
     with patch.dict(two_group._TARGET, small), patch.dict(two_group._HEAD, {**small, "draft_vocab_size": 6}):
         return Pair(*two_group.write_two_group_pair(tmp_path_factory.mktemp("windowed"), 40))
-
-
-def turns(rng, agents=5, count=2, first=90, more=20, vocab=VOCAB):
-    """(agent, prompt so far) of agents that take turns, each prompt the beginning of its next."""
-    texts = [[rng.randrange(vocab) for _ in range(first)] for _ in range(agents)]
-    for _ in range(count):
-        for agent, text in enumerate(texts):
-            yield agent, list(text)
-            text += [rng.randrange(vocab) for _ in range(more)]
 
 
 def replay(llm, asked, run=pump):
@@ -65,10 +44,6 @@ def replay(llm, asked, run=pump):
         plans += [plan for plan, _ in run(llm)]
         found.append((tuple(request.output_ids), tuple(accepted(request)), request.num_cached_tokens))
     return found, plans
-
-
-def stats(llm):
-    return llm.scheduler.load.host_tier
 
 
 @pytest.mark.parametrize(
@@ -100,29 +75,9 @@ def test_a_hit_on_the_host_gives_what_computing_gives(strong_pair, windowed, kin
     assert any(isinstance(plan, PrefillPlan) and plan.setups for plan in plans)
 
 
-def ask(llm, asked):
-    """(tokens, accept lengths) of prompts that are served one after the other."""
-    outputs = [llm.generate([prompt], [greedy(9)])[0] for _, prompt in asked]
-    return [(each.token_ids, each.metrics.accept_lens) for each in outputs]
-
-
-def ask_salted(llm, asked, salt):
-    """Cached tokens of prompts of one salt, one after the other."""
-    cached = []
-    for _, prompt in asked:
-        if not llm.scheduler.has_work:
-            hold_core_thread(llm)
-        given = EngineRequest(RequestId(next(NUMBERS)), tuple(prompt), greedy(9), 0, cache_salt=salt)
-        request = llm.scheduler.add(given)
-        for _ in steps(llm):
-            pass
-        cached.append(request.num_cached_tokens)
-    return cached
-
-
 def damage(llm):
     """Change the sign of every number on the host."""
-    for group in llm.engine._host_pages._groups.values():
+    for group in llm.engine.host_pages._groups.values():
         for slab in group.slabs:
             slab.result()[:, 7::8] ^= 1 << 7
 

@@ -7,8 +7,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from treetop.engine.host_pages import _GroupPages
-from treetop.engine.pinning import PinnedMemory
+from treetop.engine.offloading.host_pages import _GroupPages
+from treetop.engine.offloading.pinning import PinnedMemory
 
 
 class Driver:
@@ -69,7 +69,7 @@ def test_a_slab_that_could_not_be_had_is_asked_for_again():
                 raise fails.pop()
             return super().make(num_bytes)
 
-    with ThreadPoolExecutor(1) as maker, patch("treetop.engine.host_pages.SLAB_BYTES", 4096):
+    with ThreadPoolExecutor(1) as maker, patch("treetop.engine.offloading.host_pages.SLAB_BYTES", 4096):
         staging = torch.empty((2, 4, 1024), dtype=torch.uint8)
         pages = _GroupPages((), staging, torch.zeros(6, dtype=torch.int64), 6, Memory(None))
         with pytest.raises(OSError, match="Cannot allocate"):

@@ -7,8 +7,8 @@ import torch
 
 from support.engines import accept_lens, greedy, tokens
 from support.gpu_pairs import make
-from treetop.engine import host_pages
 from treetop.engine.cuda_graphs import CudaGraphs
+from treetop.engine.offloading import host_pages
 from treetop.engine.startup import host_layout
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -41,7 +41,7 @@ def test_what_returns_is_what_left(monkeypatch, options):
             assert stats.failed_loads == 0
             assert stats.loaded_tokens > 2000
             llm.scheduler.check_integrity()
-            slabs = [slab.result() for group in llm.engine._host_pages._groups.values() for slab in group.slabs]
+            slabs = [slab.result() for group in llm.engine.host_pages._groups.values() for slab in group.slabs]
             assert all(slab.is_pinned() for slab in slabs)
             assert len(slabs) > 4
         llm.close()
@@ -55,7 +55,7 @@ def test_a_damaged_page_is_computed_again(monkeypatch):
     asked = [*turns(llm.engine.spec.vocab_size, count=1)]
     want = tokens([llm.generate([prompt], greedy(16))[0] for prompt in asked])
     torch.cuda.synchronize()
-    for group in llm.engine._host_pages._groups.values():
+    for group in llm.engine.host_pages._groups.values():
         for slab in group.slabs:
             slab.result()[:, 5] ^= 1 << 6
     assert tokens([llm.generate([prompt], greedy(16))[0] for prompt in asked]) == want

@@ -128,6 +128,9 @@ def steps(llm, limit=10_000):
     """Run the scheduler and the engine until there is no work; yields (plan, result) after each step."""
     for _ in range(limit):
         plan = llm.scheduler.plan()
+        if plan is None and llm.scheduler.rows.host is not None and llm.scheduler.rows.host.waits_for:
+            llm.scheduler.await_answer(WAIT_S)
+            continue
         if plan is None:
             assert not llm.scheduler.has_work, "work is left, but there is no plan"
             return

@@ -1,11 +1,24 @@
 """Engines on a CPU with the tier of K/V on the host, which users get on a GPU alone."""
 
 from contextlib import contextmanager
+from itertools import count
 from unittest.mock import patch
 
-from support.engines import build
+from support.engines import build, greedy, hold_core_thread, steps
+from treetop.types.ids import RequestId
+from treetop.types.requests import EngineRequest
 
 GIB = 2**30
+NUMBERS = count(10**7)
+VOCAB = 7
+POOL = {
+    "context_length": 160,
+    "max_total_tokens": 208,
+    "max_running_requests": 2,
+    "page_size": 16,
+    "chunked_prefill_size": 64,
+}
+"""Room for one request at the context wall and a little more."""
 
 
 @contextmanager
@@ -21,3 +34,36 @@ def on_a_cpu(least_tokens=16):
 
 def with_tier(pair, shape=(3, 3, 8), mib=4, **options):
     return build(pair, shape, kv_offloading_size=mib / 1024, **options)
+
+
+def turns(rng, agents=5, count=2, first=90, more=20, vocab=VOCAB):
+    """(agent, prompt so far) of agents that take turns, each prompt the beginning of its next."""
+    texts = [[rng.randrange(vocab) for _ in range(first)] for _ in range(agents)]
+    for _ in range(count):
+        for agent, text in enumerate(texts):
+            yield agent, list(text)
+            text += [rng.randrange(vocab) for _ in range(more)]
+
+
+def ask(llm, asked):
+    """(tokens, accept lengths) of prompts that are served one after the other."""
+    outputs = [llm.generate([prompt], [greedy(9)])[0] for _, prompt in asked]
+    return [(each.token_ids, each.metrics.accept_lens) for each in outputs]
+
+
+def stats(llm):
+    return llm.scheduler.load.host_tier
+
+
+def ask_salted(llm, asked, salt):
+    """Cached tokens of prompts of one salt, one after the other."""
+    cached = []
+    for _, prompt in asked:
+        if not llm.scheduler.has_work:
+            hold_core_thread(llm)
+        given = EngineRequest(RequestId(next(NUMBERS)), tuple(prompt), greedy(9), 0, cache_salt=salt)
+        request = llm.scheduler.add(given)
+        for _ in steps(llm):
+            pass
+        cached.append(request.num_cached_tokens)
+    return cached

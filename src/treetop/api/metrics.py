@@ -45,6 +45,10 @@ _HOST_TIER = {
     "loaded_tokens": "Tokens whose K/V came back from the host, since the start",
     "failed_loads": "Loads from the host of which a page was not what had been saved, since the start",
     "usage_perc": "Share of the fullest group's pages on the host that hold K/V, 0 to 1",
+    "disk_saved_tokens": "Tokens whose K/V went on to the disk, since the start",
+    "disk_loaded_tokens": "Tokens whose K/V came back from the disk, since the start",
+    "disk_damaged_pages": "Pages on the disk that were not what had been written, since the start",
+    "disk_bytes": "Bytes of K/V on the disk",
 }
 """Of `HostTierStats`."""
 _FIRST_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)

@@ -13,9 +13,10 @@ A page goes with those of all groups, the draft's among them: who finds one find
 import logging
 from collections import Counter, deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
+from treetop.cache.disk_tier import DiskTier, Wanted
 from treetop.cache.kv_cache_manager import KVCacheManager, Lease
 from treetop.cache.prefix_cache import CacheWatcher
 from treetop.types.errors import CheckError
@@ -32,17 +33,6 @@ MOST_SAVES = 256
 """Requests whose pages wait to be saved; of more the oldest are not."""
 
 
-class _Wanted(NamedTuple):
-    """What is to be copied: of these tokens whatever one side has and the other has not.
-
-    request_id: whose prompt is loaded; None for a save.
-    """
-
-    ids: Sequence[int]
-    salt: str
-    request_id: RequestId | None = None
-
-
 @dataclass(slots=True)
 class _Job:
     """A copy on its way from one side to the other, as the leases of both say.
@@ -54,7 +44,7 @@ class _Job:
     copied: pages of `to` that have been copied.
     """
 
-    wanted: _Wanted
+    wanted: Wanted
     giver: KVCacheManager
     taker: KVCacheManager
     source: Lease
@@ -71,15 +61,18 @@ class _Job:
 
 
 class HostTier:
-    """Which pages the host has, and what is copied next. Host code: the engine copies (`engine/host_pages.py`)."""
+    """Which pages the host has, and what is copied next. Host code: the engine copies (`engine/offloading/`)."""
 
-    def __init__(self, layout: Layout, kv_cache: KVCacheManager, check_level: int) -> None:
-        """kv_cache: of the device."""
+    def __init__(
+        self, layout: Layout, kv_cache: KVCacheManager, check_level: int, disk: DiskTier | None = None
+    ) -> None:
+        """kv_cache: of the device. disk: below the host."""
+        self._disk = disk
         self._layout, self._device, self._check_level = layout, kv_cache, check_level
         self._has_windows = any(group.window is not None for group in layout.groups)
         self._watcher: CacheWatcher | None = None
-        self._saves: deque[_Wanted] = deque(maxlen=MOST_SAVES)
-        self._loads: deque[_Wanted] = deque()
+        self._saves: deque[Wanted] = deque(maxlen=MOST_SAVES)
+        self._loads: deque[Wanted] = deque()
         self._job: _Job | None = None
         self._is_out = False  # a plan of the job
         self._loaded: list[RequestId] = []
@@ -93,6 +86,8 @@ class HostTier:
         self._host = KVCacheManager(self._layout.host, True, self._check_level)
         if self._watcher is not None:
             self._host.watch(self._watcher)
+        if self._disk is not None:
+            self._disk.open(self._host)
 
     def watch(self, watcher: CacheWatcher) -> None:
         """Tell which pages the host has. It has none still."""
@@ -103,7 +98,12 @@ class HostTier:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._saves or self._loads or self._job)
+        return bool(self._saves or self._loads or self._job or (self._disk is not None and self._disk.has_work))
+
+    @property
+    def waits_for(self) -> "list[Future[int]]":
+        """What the disk does now."""
+        return [] if self._disk is None else self._disk.waits_for
 
     def left(self, ids: Sequence[int], salt: str, num_prompt: int) -> None:
         """A request lets go of the pages of these tokens: what the prefix cache keeps of them is to be saved.
@@ -111,21 +111,27 @@ class HostTier:
         Of a window the pages before the end of its prompt, too: a next turn may write what came after it otherwise.
         """
         if self._has_windows and num_prompt < len(ids):
-            self._saves.append(_Wanted(ids[:num_prompt], salt))
+            self._saves.append(Wanted(ids[:num_prompt], salt))
         if ids:
-            self._saves.append(_Wanted(ids, salt))
+            self._saves.append(Wanted(ids, salt))
 
     def load(self, request_id: RequestId, ids: Sequence[int], salt: str) -> bool:
         """Whether that is worth it: the host knows more of these tokens than the device. `loaded` tells its end."""
         here, there = self._device.num_known(ids, salt), self._host.num_known(ids, salt)
-        if there - here < LEAST_TOKENS:
+        below = 0 if self._disk is None else self._disk.num_known(ids, salt)
+        if max(there, below) - here < LEAST_TOKENS:
             return False
-        self._loads.append(_Wanted(ids, salt, request_id))
+        if self._disk is not None and below > there:
+            self._disk.load(Wanted(ids, salt, request_id))
+        else:
+            self._loads.append(Wanted(ids, salt, request_id))
         return True
 
     def forget(self, request_id: RequestId) -> None:
         """It has ended: nothing is loaded for it any more. A load that has begun ends by itself."""
         self._loads = deque(each for each in self._loads if each.request_id != request_id)
+        if self._disk is not None:
+            self._disk.forget(request_id)
 
     def loaded(self) -> list[RequestId]:
         """Whose loads have ended since the last call, well or not."""
@@ -136,6 +142,9 @@ class HostTier:
 
     def plan(self) -> OffloadPlan | None:
         """What is copied next; None if nothing is, or a plan is out. Loads go first: somebody waits for them."""
+        if self._disk is not None:
+            self._disk.go_on()
+            self._loads.extend(self._disk.arrived())
         while self._job is None and (self._loads or self._saves):
             self._job = self._begin((self._loads or self._saves).popleft())
         job = self._job
@@ -171,8 +180,10 @@ class HostTier:
             job.taker.place_checkpoint(job.to, job.num_tokens)
             self._count(job, job.num_tokens - shared * self._layout.page_size)
             self._end(job)
+            if job.saves and self._disk is not None:
+                self._disk.save(job.wanted.ids, job.wanted.salt)
 
-    def _begin(self, wanted: _Wanted) -> _Job | None:
+    def _begin(self, wanted: Wanted) -> _Job | None:
         """Lease pages of both sides; None, and nobody leases any, if there is nothing to copy or no room for it."""
         saves = wanted.request_id is None
         giver, taker = (self._device, self._host) if saves else (self._host, self._device)
@@ -223,7 +234,16 @@ class HostTier:
 
     @property
     def stats(self) -> HostTierStats:
-        return self.counts._replace(usage_perc=self._host.share_cached)
+        counts = self.counts._replace(usage_perc=self._host.share_cached)
+        if self._disk is None:
+            return counts
+        disk = self._disk
+        return counts._replace(
+            disk_saved_tokens=disk.saved_tokens,
+            disk_loaded_tokens=disk.loaded_tokens,
+            disk_damaged_pages=disk.store.num_damaged,
+            disk_bytes=disk.store.num_bytes,
+        )
 
     @property
     def leases(self) -> list[Lease]:
@@ -232,10 +252,11 @@ class HostTier:
 
     def check(self) -> None:
         """Raise OwnershipError unless all pages on the host are accounted for. O(pages)."""
-        self._host.check([] if self._job is None else [self._job.to if self._job.saves else self._job.source])
+        own = [] if self._job is None else [self._job.to if self._job.saves else self._job.source]
+        self._host.check(own + ([] if self._disk is None else self._disk.leases))
 
 
-def open_lease(side: KVCacheManager, wanted: _Wanted) -> Lease:
+def open_lease(side: KVCacheManager, wanted: Wanted) -> Lease:
     """What a side has of wanted tokens, of their salt alone."""
     return side.open(wanted.ids, wanted.salt)[0]
 

@@ -23,8 +23,7 @@ def fingerprint(folder: Path) -> str:
     of what is read.
     """
     found = hashlib.sha256()
-    files = [each for each in folder.iterdir() if each.suffix in _KINDS and each.name not in _LEFT_OUT]
-    for file in sorted(files, key=lambda each: each.name):
+    for file in read_files(folder):
         size = file.stat().st_size
         found.update(f"{file.name} {size} ".encode())
         with file.open("rb") as opened:
@@ -32,6 +31,12 @@ def fingerprint(folder: Path) -> str:
                 opened.seek(offset)
                 found.update(opened.read(length))
     return found.hexdigest()[:32]
+
+
+def read_files(folder: Path) -> list[Path]:
+    """The files that a row's state depends on, by name."""
+    files = [each for each in folder.iterdir() if each.suffix in _KINDS and each.name not in _LEFT_OUT]
+    return sorted(files, key=lambda each: each.name)
 
 
 def _samples(size: int) -> list[tuple[int, int]]:

@@ -203,9 +203,8 @@ def joined_host_tier(loads: Sequence[HostTierStats]) -> HostTierStats | None:
     """Of several engines: of the fullest tier, and all else added up; None of none."""
     if not loads:
         return None
-    saved, loaded = sum(load.saved_tokens for load in loads), sum(load.loaded_tokens for load in loads)
-    failed, usage = sum(load.failed_loads for load in loads), max(load.usage_perc for load in loads)
-    return HostTierStats(saved, loaded, failed, usage)
+    added = HostTierStats(*(sum(values) for values in zip(*loads, strict=True)))
+    return added._replace(usage_perc=max(load.usage_perc for load in loads))
 
 
 def joined_kv_transfer(loads: Sequence[KVTransferStats]) -> KVTransferStats | None:

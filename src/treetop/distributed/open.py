@@ -20,6 +20,7 @@ from treetop.core.clients import InProcessClient
 from treetop.core.engine_core import EngineCore, StepEngine
 from treetop.core.loop import CoreThread
 from treetop.engine.engine import Engine
+from treetop.engine.offloading.disk_pages import open_disk
 from treetop.engine.startup.default_policy import with_policy
 from treetop.engine.startup.exactness_table import settled
 from treetop.engine.startup.plan import packing
@@ -104,6 +105,8 @@ def open_core(
             engine = executor.engine
         else:
             engine = Engine(config) if engines is None else _rank_of_experts(config, engines, stack)
+        if engines is None and executor is None and engine.host_pages is not None:
+            stack.callback(engine.host_pages.release)
         runs: Any = executor or engine
         next_logits, lockstep = runs.next_logits, None
         if engines is not None:
@@ -195,6 +198,7 @@ def core_of(
         keep_lengths=experience.keep_lengths,
         work_clock=work_clock(engine.runner.buffers.rows.device),
         structures=structures,
+        disk=open_disk(engine),
     )
     engine.set_tree_masks(scheduler.node_masks)
     return EngineCore(runs, scheduler)

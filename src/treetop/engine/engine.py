@@ -165,7 +165,7 @@ class Engine:
         self.layout, self.memory, self._zones = built.runner.layout, built.use, built.zones
         self._chosen = built.chosen
         self.products, self.sums = built.products, whose_sums(engine_plan.place, built.products)
-        self.runner, self.slots, self._host_pages = built.runner, built.slots, built.host_pages
+        self.runner, self.slots, self.host_pages = built.runner, built.slots, built.host_pages
         tables = built.runner.adapters
         self.adapters = None if tables is None else EngineAdapters(engine_plan, tables)
         self.launcher = self._make_launcher()
@@ -425,8 +425,8 @@ class Engine:
     def _release_rounds(self) -> None:
         if isinstance(self.launcher, CudaGraphs):
             self.launcher.release()
-        if self._host_pages is not None:
-            self._host_pages.release()
+        if self.host_pages is not None:
+            self.host_pages.release()
 
     def step(self, plan: StepPlan) -> StepResult:
         """Run one prefill step or one decode round, and wait for its result. Zero rows are a legal batch."""
@@ -541,8 +541,8 @@ class Engine:
             case ImportPlan():
                 return (self._import(plan, slot),)
             case OffloadPlan():
-                assert self._host_pages is not None
-                return (self._host_pages.run(plan),)
+                assert self.host_pages is not None
+                return (self.host_pages.run(plan),)
 
     def _export(self, plan: ExportPlan, slot: Slot) -> RowResults:
         assert self.slots is not None

@@ -18,8 +18,8 @@ def staging_of(engine: Engine) -> Staging:
     shape = config.shape
     schema = Schema(
         wire=WIRE_VERSION,
-        target=_target(engine),
-        draft=_draft(engine),
+        target=target_name(engine),
+        draft=draft_name(engine),
         dtype=str(engine.dtype).removeprefix("torch."),
         groups=words_of_groups(layout.groups),
         record=tuple(field.words for field in engine.runner.state.record.fields),
@@ -34,14 +34,14 @@ def staging_of(engine: Engine) -> Staging:
     return Staging(reached, config.disaggregation_slots, size, layout, schema, ranks.rank, ranks.size)
 
 
-def _target(engine: Engine) -> str:
+def target_name(engine: Engine) -> str:
     """Whose K/V these are: another checkpoint's, or those of other activations, are other numbers."""
     config = engine.config
     name = f"dummy {config.seed or 0}" if config.load_format == "dummy" else fingerprint(engine.model_path)
     return f"{name} with activations in FP8" if config.quantize_activations else name
 
 
-def _draft(engine: Engine) -> str:
+def draft_name(engine: Engine) -> str:
     """What drafts: which kind, and the fingerprint of a folder of its own."""
     if engine.draft is None:
         return "none"

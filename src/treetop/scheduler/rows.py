@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from treetop.cache.disk_tier import DiskTier
 from treetop.cache.host_tier import HostTier
 from treetop.cache.kv_cache_manager import Cells, KVCacheManager, Lease
 from treetop.checks.host import check_cached, check_cell
@@ -19,11 +20,18 @@ class Rows:
     them.
     """
 
-    def __init__(self, layout: Layout, radix_cache: bool, check_level: int, lengths: RequestLengths) -> None:
-        """lengths: of requests, also of those before these books were opened."""
+    def __init__(
+        self,
+        layout: Layout,
+        radix_cache: bool,
+        check_level: int,
+        lengths: RequestLengths,
+        disk: DiskTier | None = None,
+    ) -> None:
+        """lengths: of requests, also of those before these books were opened. disk: below the tier on the host."""
         self._layout, self._check_level, self.lengths = layout, check_level, lengths
         self.kv_cache = KVCacheManager(layout, radix_cache, check_level)
-        self.host = HostTier(layout, self.kv_cache, check_level) if layout.host is not None else None
+        self.host = HostTier(layout, self.kv_cache, check_level, disk) if layout.host is not None else None
         self.by_row: dict[Row, Request] = {}
         self.tally = Tally()
         self.cells: dict[tuple[GroupName, Row, int], PageId] = {}

@@ -19,6 +19,7 @@ from heapq import heapify, heappop, heappush
 from itertools import chain, count
 from typing import Any
 
+from treetop.cache.disk_tier import DiskTier
 from treetop.cache.host_tier import HostTier
 from treetop.cache.prefix_cache import CacheWatcher
 from treetop.scheduler.adapters import Adapter, AdapterBooks
@@ -85,6 +86,7 @@ class Scheduler:
         agree_on_shape: Callable[[SpecShape], SpecShape] = lambda wanted: wanted,
         keep_lengths: Callable[[float], object] = lambda tokens: None,
         work_clock: Callable[[], float] | None = None,
+        disk: DiskTier | None = None,
     ) -> None:
         """clock: seconds, for the stats of requests and for their deadlines. vocab_size: None takes no constraints.
 
@@ -93,6 +95,8 @@ class Scheduler:
         costs: of rounds, for a policy that chooses their shape; None for one shape. head, keep_head: see
         `AdaptiveShape`. agree_on_shape: from what the policy wants to what ranks run together. keep_lengths: see
         `RequestLengths`. work_clock: by which costs were measured; None is `clock`.
+
+        disk: a tier of K/V below the one on the host.
         """
         self._vocab_size, self._structures = vocab_size, structures
         self._layout, self._config, self._eos_ids, self._clock = layout, config, frozenset(eos_ids), clock
@@ -113,7 +117,7 @@ class Scheduler:
         self._retractions_before = self._num_gave_way = 0
         self._cache_watcher: CacheWatcher | None = None
         self._host_watcher: CacheWatcher | None = None
-        self._host_counts = HostTierStats()
+        self._host_counts, self._disk = HostTierStats(), disk
         self._open_books()
 
     def watch_cache(self, watcher: CacheWatcher, host: CacheWatcher | None = None) -> None:
@@ -136,7 +140,7 @@ class Scheduler:
         self._deadlines: list[tuple[float, RequestId]] = []  # a heap; some may have ended
         self.queues, self.steps = Queues(), StepsOut()
         self._gaps, self._work = StepTimes(clock), StepTimes(self._work_clock)
-        self.rows = Rows(layout, not config.disable_radix_cache, config.check_level, self._lengths)
+        self.rows = Rows(layout, not config.disable_radix_cache, config.check_level, self._lengths, self._disk)
         if self.rows.host is not None:
             self.rows.host.counts = self._host_counts
         shared = self.queues, self.rows, self.steps
@@ -225,9 +229,9 @@ class Scheduler:
         return [state.walked() for state, _ in held]
 
     def await_answer(self, patience_s: float) -> None:
-        """Nothing else is to be done: wait so long for a constraint to answer, if one is asked."""
+        """Nothing else is to be done: wait so long for a constraint to answer, or for a disk, if one is asked."""
         asked = [each.constrained.asked for each in self.queues.asking if each.constrained is not None]
-        self._await(asked, patience_s, FIRST_COMPLETED)
+        self._await([*asked, *(self.rows.host.waits_for if self.rows.host else ())], patience_s, FIRST_COMPLETED)
 
     def _await(self, asked: Iterable["Future[Any] | None"], patience_s: float, until: str) -> None:
         futures = [each for each in asked if each is not None]

@@ -243,6 +243,19 @@ class EngineConfig:
         maximum=2**20,
         unit=" GiB",
     )
+    kv_offloading_folder: str | None = option(
+        None,
+        "folder on a disk of this machine that keeps what --kv-offloading-size keeps, and more of it, also over a"
+        " restart; with --kv-offloading-disk-size (docs/offloading.md#on-disk; default: none)",
+        metavar="FOLDER",
+    )
+    kv_offloading_disk_size: float | None = option(
+        None,
+        "most GiB that each engine keeps in --kv-offloading-folder",
+        above=0,
+        maximum=2**30,
+        unit=" GiB",
+    )
     disable_logits_processors: bool = option(
         False,
         "refuse requests that change logits by penalties, biases, min_tokens or allowed tokens, and keep no memory for"
@@ -481,9 +494,32 @@ class EngineConfig:
                 self.kv_offloading_size is not None and self.disable_radix_cache,
                 "--kv-offloading-size keeps what the prefix cache gives up: drop --disable-radix-cache",
             ),
+            *self._rules_of_disk(),
             (bool(tree), tree),
             *self._rules_of_budget(),
             *self._rules_of_lora(),
+        ]
+
+    def _rules_of_disk(self) -> list[tuple[bool, str]]:
+        folder, size = self.kv_offloading_folder, self.kv_offloading_disk_size
+        return [
+            (
+                (folder is None) != (size is None),
+                "--kv-offloading-folder, --kv-offloading-disk-size: give both, or neither",
+            ),
+            (
+                folder is not None and self.kv_offloading_size is None,
+                "--kv-offloading-folder keeps what the tier on the host passes on: give --kv-offloading-size too",
+            ),
+            (
+                folder is not None and self.tp_size > 1,
+                f"--kv-offloading-folder: not with --tp-size {self.tp_size}, whose ranks have a part of each page each;"
+                " leave it out",
+            ),
+            (
+                folder is not None and self.has_loras,
+                "--kv-offloading-folder: not with adapters, whose names may mean others after a restart; leave it out",
+            ),
         ]
 
     def _rules_of_budget(self) -> list[tuple[bool, str]]:

@@ -56,6 +56,8 @@ class EngineOptions(TypedDict, total=False):
     state_checkpoint_every: int | None
     state_checkpoint_memory: float | None
     kv_offloading_size: float | None
+    kv_offloading_folder: str | None
+    kv_offloading_disk_size: float | None
     disable_logits_processors: bool
     attention_backend: Backend
     linear_attn_prefill_backend: LinearPrefill

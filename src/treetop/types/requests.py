@@ -240,12 +240,19 @@ class HostTierStats(NamedTuple):
     saved_tokens, loaded_tokens: whose K/V went to the host, and came back.
     failed_loads: of which a page was not what had been saved.
     usage_perc: share of the fullest group's pages on the host, 0 to 1.
+    disk_saved_tokens, disk_loaded_tokens: whose K/V went on to the disk, and came back from there.
+    disk_damaged_pages: files of pages that were not what had been written.
+    disk_bytes: of files that are kept.
     """
 
     saved_tokens: int = 0
     loaded_tokens: int = 0
     failed_loads: int = 0
     usage_perc: float = 0.0
+    disk_saved_tokens: int = 0
+    disk_loaded_tokens: int = 0
+    disk_damaged_pages: int = 0
+    disk_bytes: int = 0
 
 
 class CoreLoad(NamedTuple):

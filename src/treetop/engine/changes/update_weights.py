@@ -78,6 +78,11 @@ def check_update(engine_plan: EnginePlan, asked: UpdateWeights) -> None:
         raise ConfigError("update_weights: --load-format dummy reads no weights; start with a folder's")
     if (asked.draft is not None or asked.draft_tensors is not None) and config.draft is None:
         raise ConfigError(f"update_weights: draft {asked.draft}: this engine has no draft head of its own folder")
+    if config.kv_offloading_folder is not None:
+        raise ConfigError(
+            "update_weights: not with --kv-offloading-folder, whose pages are of the weights of the start; start again"
+            " with the others"
+        )
     if asked.makes_room and (config.kv_offloading_size is not None or config.check_level >= 3):
         raise ConfigError(
             "update_weights: too little memory for new weights beside those in force, and K/V cannot make room with"

@@ -14,7 +14,6 @@ from treetop.checks.probes import Probes
 from treetop.drafts.protocol import DrafterSpec
 from treetop.engine.buffers import Zeros, make_round_buffers
 from treetop.engine.cuda_graphs import num_rounds
-from treetop.engine.host_pages import CopyStaging, HostPageCopies
 from treetop.engine.kv_transfer import StagingSlots
 from treetop.engine.memory import (
     Budget,
@@ -24,6 +23,7 @@ from treetop.engine.memory import (
     out_of_memory_explained,
 )
 from treetop.engine.model_runner import ModelRunner
+from treetop.engine.offloading.host_pages import CopyStaging, HostPageCopies
 from treetop.engine.startup.adapters import adapters_of
 from treetop.engine.startup.capacity_proof import prove_acceptance
 from treetop.engine.startup.compile_ahead import compile_all

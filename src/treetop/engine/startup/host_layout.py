@@ -58,6 +58,11 @@ def with_host(config: EngineConfig, layout: Layout, element_size: int) -> Layout
     """
     if config.kv_offloading_size is None:
         return layout
+    if config.kv_offloading_folder is not None and (layout.state_groups or any(g.window for g in layout.groups)):
+        raise ConfigError(
+            "--kv-offloading-folder: this model has windows or recurrent layers, of which the disk keeps nothing; leave"
+            " it out"
+        )
     have = int(config.kv_offloading_size * GIB) // config.tp_size
     layout = replace(with_copied(config, layout, element_size), host=None)
     times = have / host_bytes(layout, element_size)

@@ -37,7 +37,7 @@ class PinnedMemory:
     def __init__(self, pin: Pin | None, unpin: Callable[[int], object] = lambda address: None) -> None:
         """pin: None where nothing is to be pinned."""
         self._pin, self._unpin = pin, unpin
-        self._pinned: list[int] = []
+        self._pinned: dict[int, Tensor] = {}  # which stays mapped while it is registered
         self._loose: dict[int, Tensor] = {}
         self._warned = False
 
@@ -66,10 +66,11 @@ class PinnedMemory:
                     )
                 self._warned = True
                 return
-            self._pinned.append(address)
-            del self._loose[address]
+            self._pinned[address] = self._loose.pop(address)
 
     def release(self) -> None:
         """Nothing is pinned any more; nothing may be on its way."""
         while self._pinned:
-            self._unpin(self._pinned.pop())
+            address, _ = next(iter(self._pinned.items()))
+            self._unpin(address)
+            del self._pinned[address]

@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
+from threading import Lock
 from typing import Protocol
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 from treetop.cache.pool import KVPool
 from treetop.engine.buffers import Zeros
 from treetop.engine.features.states import RowStates
-from treetop.engine.pinning import PinnedMemory, pinning
+from treetop.engine.offloading.pinning import PinnedMemory, pinning
 from treetop.engine.staging import RowResults
 from treetop.kernels.comm.kv_chunks import checksum
 from treetop.kernels.kv import moved
@@ -58,6 +59,10 @@ class Copies(Protocol):
         """What the steps are given from now on waits for a mark."""
         ...
 
+    def has_passed(self, mark: Mark) -> bool:
+        """Whether what was put there before has been done. It waits for nothing."""
+        ...
+
 
 class SideStream:
     """On a GPU, a stream of its own."""
@@ -83,6 +88,10 @@ class SideStream:
         assert isinstance(mark, torch.cuda.Event)
         torch.cuda.current_stream(self._device).wait_event(mark)
 
+    def has_passed(self, mark: Mark) -> bool:
+        assert isinstance(mark, torch.cuda.Event)
+        return bool(mark.query())
+
 
 class LateCopies:
     """On a CPU, which has no streams: what is started is done when somebody waits for it, and no sooner."""
@@ -103,6 +112,10 @@ class LateCopies:
         while self._done < mark:
             self._waiting.pop(0)()
             self._done += 1
+
+    def has_passed(self, mark: Mark) -> bool:
+        self.wait(mark)
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +150,7 @@ class _GroupPages:
     num_pages: int
     memory: PinnedMemory
     slabs: list[Future[Tensor]] = field(default_factory=list)
+    guard: Lock = field(default_factory=Lock)
 
     @property
     def slab_pages(self) -> int:
@@ -146,8 +160,9 @@ class _GroupPages:
         """`count` pages of one slab. The slab behind it is made ahead, on a thread: pinning takes a while."""
         slab, at = divmod(page, self.slab_pages)
         last = (self.num_pages - 1) // self.slab_pages
-        while len(self.slabs) <= min(slab + 1, last):
-            self.slabs.append(maker.submit(self._make, len(self.slabs)))
+        with self.guard:  # threads of the disk ask, too
+            while len(self.slabs) <= min(slab + 1, last):
+                self.slabs.append(maker.submit(self._make, len(self.slabs)))
         try:
             return self.slabs[slab].result()[at : at + count]
         except OSError:  # no memory: asked for again by the next who needs it
@@ -195,7 +210,7 @@ class HostPageCopies:
         self.copies: Copies = SideStream(device) if cuda else LateCopies()
         self._maker = ThreadPoolExecutor(1, "treetop-host-pages")
         self._memory = PinnedMemory(*pinning(device)) if cuda else PinnedMemory(None)
-        self._turn = 0
+        self._turn, self._closing = 0, list[Callable[[], object]]()
         self._used: list[tuple[Mark | None, Mark | None]] = [(None, None)] * 2  # by copies and by steps, by turn
         self._groups: dict[GroupName, _GroupPages] = {}
         for name, staged in staging.by_group.items():
@@ -207,6 +222,33 @@ class HostPageCopies:
                 tables = tuple(_pages_of(t.flatten(2)) for t in (kept.conv, kept.state) if t.numel())
             sums = torch.zeros(count, dtype=torch.int64, device=device)
             self._groups[name] = _GroupPages(tables, staged, sums, count, self._memory)
+
+    # ---------------------------------------------------------------- for the tier on disk
+
+    def before_release(self, close: Callable[[], object]) -> None:
+        """Call it while this memory is still there."""
+        self._closing.append(close)
+
+    def all_so_far(self) -> Mark:
+        """The end of all copies, and of what the steps have been given."""
+        return self.copies.start(self.copies.mark(), lambda: None)
+
+    def has_passed(self, mark: Mark) -> bool:
+        return self.copies.has_passed(mark)
+
+    def memory_of(self, name: GroupName, page: int) -> Tensor:
+        """A page on the host, [page_bytes] uint8."""
+        return self._groups[name].host(page, 1, self._maker)[0]
+
+    def kept_sums(self, name: GroupName, pages: Sequence[int]) -> Tensor:
+        """[n] int64 on the host, of what left the device for these pages; there once `all_so_far` has passed."""
+        return self._groups[name].sums.index_select(0, self._numbers(pages)).to("cpu", non_blocking=True)
+
+    def keep_sums(self, name: GroupName, pages: Sequence[int], sums: Sequence[int]) -> None:
+        """What pages that came from elsewhere must be when they are fetched."""
+        self._groups[name].sums.index_copy_(0, self._numbers(pages), self._numbers(sums))
+
+    # ---------------------------------------------------------------- plans
 
     def run(self, plan: OffloadPlan) -> RowResults:
         """Carry a plan out. As results, one row: accept_len: 1 if all that was unpacked is what was saved."""
@@ -274,6 +316,8 @@ class HostPageCopies:
 
     def release(self) -> None:
         """Nothing more is made or copied."""
+        while self._closing:
+            self._closing.pop()()
         self._maker.shutdown(cancel_futures=True)
         if self._device.type == "cuda":
             with suppress(RuntimeError):  # of a GPU that has failed, as others were told

@@ -1,0 +1,164 @@
+"""The tier of K/V on disk: a restarted engine has what one before it wrote, and nobody can tell by the tokens."""
+
+import random
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from support.engines import build
+from support.loras import save_lora
+from support.offloading import POOL, ask, ask_salted, on_a_cpu, stats, turns, with_tier
+from support.recurrent_models import known_family
+from support.recurrent_models import save_pair as recurrent_pair
+from support.refusing import refused
+from support.waiting import until
+from treetop.engine.offloading.disk_pages import DiskPages
+from treetop.types.errors import ConfigError
+
+ASKED = [*turns(random.Random(4))]
+FIRST, SECOND = ASKED[:5], ASKED[5:]
+
+
+@contextmanager
+def engine(pair, folder, mib=4, **options):
+    with on_a_cpu():
+        disk = {"kv_offloading_folder": str(folder), "kv_offloading_disk_size": 1}
+        llm = with_tier(pair, mib=mib, **{**POOL, **disk, **options})
+        try:
+            yield llm
+        finally:
+            llm.close()
+
+
+@pytest.fixture(scope="module")
+def want(strong_pair):
+    """Of an engine that evicts nothing."""
+    return ask(build(strong_pair, (3, 3, 8), **{**POOL, "max_total_tokens": 4096}), ASKED)
+
+
+def written(llm):
+    """All that was to be is."""
+    until(lambda: not llm.scheduler.has_work, "the disk has all")
+    return stats(llm)
+
+
+def pages_in(folder):
+    return sorted(Path(folder).glob("engine-*/*.page"))
+
+
+def test_a_restarted_engine_has_what_the_one_before_wrote(strong_pair, tmp_path, want):
+    """Tokens and accept lengths are those of computing; what is read is counted as cached, and told."""
+    with engine(strong_pair, tmp_path) as llm:
+        assert ask(llm, FIRST) == want[:5]
+        saw = written(llm)
+        assert saw.disk_saved_tokens >= 5 * 80
+        assert saw.disk_bytes == sum(each.stat().st_size for each in pages_in(tmp_path))
+        llm.scheduler.check_integrity()
+    with engine(strong_pair, tmp_path) as llm:
+        assert ask(llm, SECOND) == want[5:]
+        saw = written(llm)
+        assert saw.disk_loaded_tokens >= 5 * 80
+        assert (saw.disk_damaged_pages, saw.failed_loads) == (0, 0)
+        llm.scheduler.check_integrity()
+
+
+def test_what_the_host_has_given_up_comes_from_disk(strong_pair, tmp_path, want):
+    """Of a host that holds one conversation or two, without a restart."""
+    with engine(strong_pair, tmp_path, mib=0.6) as llm:
+        assert ask(llm, ASKED) == want
+        assert written(llm).disk_loaded_tokens >= 3 * 80
+        llm.scheduler.check_integrity()
+
+
+def test_damaged_files_are_computed_again(strong_pair, tmp_path, want, caplog):
+    """As far as pages before them are whole these are used; nothing else is forgotten."""
+    with engine(strong_pair, tmp_path) as llm:
+        ask(llm, FIRST)
+        written(llm)
+    rng = random.Random(1)
+    for path in pages_in(tmp_path)[::2]:
+        content = bytearray(path.read_bytes())
+        content[rng.randrange(len(content))] ^= 1
+        path.write_bytes(content)
+    with engine(strong_pair, tmp_path) as llm:
+        assert ask(llm, SECOND) == want[5:]
+        saw = written(llm)
+        assert saw.disk_damaged_pages > 0
+        assert saw.failed_loads == 0
+        assert "damaged, and computed again" in caplog.text
+        llm.scheduler.check_integrity()
+
+
+def test_what_is_not_what_left_the_device_is_not_written(strong_pair, tmp_path):
+    """A number that changed on the host is told by the checksum that was taken before it came there."""
+
+    views = DiskPages.sums
+
+    def damaged(self, pages):
+        for group, columns in pages.items():
+            self._memory(group, columns[-1])[5] ^= 1
+        return views(self, pages)
+
+    with engine(strong_pair, tmp_path) as llm:
+        with patch.object(DiskPages, "sums", damaged):
+            ask(llm, FIRST[:1])
+            written(llm)
+        assert len(pages_in(tmp_path)) == stats(llm).disk_saved_tokens // 16 < stats(llm).saved_tokens // 16
+
+
+@pytest.mark.parametrize(
+    "other", [{"kv_cache_dtype": "fp8_e4m3"}, {"page_size": 8}, {"dtype": "float32"}, "weights", "salt"], ids=str
+)
+def test_pages_of_anything_else_are_never_used(strong_pair, tmp_path, other):
+    """Other formats, layouts, weights that only the time of their file tells apart, and other salts."""
+    with engine(strong_pair, tmp_path) as llm:
+        ask(llm, FIRST[:2])
+        assert written(llm).disk_saved_tokens
+    if other == "weights":
+        (strong_pair.target / "model.safetensors").touch()
+    options = other if isinstance(other, dict) else {}
+    with engine(strong_pair, tmp_path, **options) as llm:
+        assert ask_salted(llm, FIRST[:1], "another" if other == "salt" else "") == [0]
+        assert stats(llm).disk_loaded_tokens == 0
+
+
+def test_a_disk_that_fails_harms_no_request(strong_pair, tmp_path, want):
+    full = patch("treetop.cache.disk_store._write", side_effect=OSError(28, "No space left on device"))
+    with full as write, engine(strong_pair, tmp_path) as llm:
+        assert ask(llm, FIRST) == want[:5]
+        assert written(llm).disk_saved_tokens == 0
+        assert write.call_count == 1
+        llm.scheduler.check_integrity()
+
+
+def test_books_that_begin_anew_wait_for_the_disk_and_go_on(strong_pair, tmp_path, want):
+    """Pages that were on their way are of the books before; none is written from memory that is another's now."""
+    with engine(strong_pair, tmp_path) as llm:
+        ask(llm, FIRST)
+        written(llm)
+        llm.scheduler.fail("a step failed")
+        assert ask(llm, SECOND) == want[5:]
+        assert stats(llm).disk_loaded_tokens >= 5 * 80
+        llm.scheduler.check_integrity()
+
+
+def test_what_cannot_be_is_refused_by_name(strong_pair, tmp_path):
+    name = "--kv-offloading-folder"
+    with on_a_cpu():
+        both = {"kv_offloading_folder": str(tmp_path), "kv_offloading_disk_size": 1}
+        for options, words in (
+            ({"kv_offloading_folder": "x"}, ["--kv-offloading-disk-size"]),
+            ({**both, "tp_size": 2}, ["--tp-size 2"]),
+        ):
+            refused(ConfigError, lambda options=options: with_tier(strong_pair, **{**POOL, **options}), name, *words)
+        refused(ConfigError, lambda: build(strong_pair, (3, 3, 8), **both), name, "--kv-offloading-size")
+        lora = save_lora(tmp_path / "lora", strong_pair.target, 4, 8.0, 1)
+        given = {**both, "lora_modules": {"a": str(lora)}}
+        refused(ConfigError, lambda: with_tier(strong_pair, **{**POOL, **given}), name, "adapters")
+        with known_family():
+            pair = recurrent_pair(tmp_path / "pair", "sum", "delta", "full")
+            refused(ConfigError, lambda: with_tier(pair, (2, 3, 6), **{**POOL, **both}), name, "recurrent")
+    with engine(strong_pair, tmp_path / "kv") as llm:
+        refused(ConfigError, lambda: llm.update_weights(str(strong_pair.target)), "update_weights", name)
