@@ -76,6 +76,7 @@ def start(model: str, draft: str | None, args: Any, rows: int) -> tuple[LLM, flo
         max_running_requests=rows,
         context_length=max(*args.prefill, args.context + _SPARE) + _SPARE,
         max_total_tokens=max(*args.prefill, rows * args.context) + 2 * rows * _SPARE,
+        chunked_prefill_size=args.chunk,
         disable_radix_cache=True,
         device=args.device,
         **shapes,
@@ -134,6 +135,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--context", type=int, default=1024, help="tokens of a row in rounds")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--prefill", nargs="+", type=int, default=[8192, 32768], help="tokens of a prompt")
+    parser.add_argument("--chunk", type=int, metavar="N", help="tokens of a prefill step; the engine's by default")
+    parser.add_argument("--without-dense", action="store_true", help="the preset alone")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     args = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
@@ -149,6 +152,8 @@ def main(arguments: list[str]) -> int:
         config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
         dense = dense_of(config, operations_of(target_spec(Path(model)), llm))
         llm.close()
+        if args.without_dense:
+            return 0
         del llm
         gc.collect()
         (Path(beside) / "config.json").write_text(json.dumps(dense), encoding="utf-8")
