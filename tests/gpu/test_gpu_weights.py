@@ -17,7 +17,7 @@ from support.addresses import addresses
 from support.engines import build, greedy, tokens
 from support.quantized import fp8_blocks, quantized
 from support.tiny_models import Pair, save_random_head, save_random_llama
-from treetop import LLM
+from treetop import LLM, SamplingParams
 from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.engine.memory import gib
 from treetop.types.changes import SentTensors
@@ -95,7 +95,7 @@ def pairs(request, tmp_path):
     return made
 
 
-OPTIONS = {"dtype": "bfloat16", "device": "cuda", "overlap": False}
+OPTIONS = {"dtype": "bfloat16", "device": "cuda", "overlap": False, "max_total_tokens": 4096}
 
 
 def answers(llm, pair):
@@ -125,7 +125,7 @@ def test_captured_rounds_read_new_weights_where_the_old_ones_were(pairs, monkeyp
         assert answers(llm, old) == first
         gc.collect()
         held.append(torch.cuda.memory_allocated())
-    assert held[-1] == held[-2]
+    assert held[-1] - held[-2] < 2**20
     llm.scheduler.check_integrity()
     llm.close()
 
@@ -204,7 +204,7 @@ def test_an_8b_shape_is_updated_in_a_few_copies(tmp_path):
             pause.set()
 
         thread, last = threading.Thread(target=run), time.perf_counter()
-        for count, _ in enumerate(llm.stream(prompts, greedy(1500, ignore_eos=True))):
+        for count, _ in enumerate(llm.stream(prompts, SamplingParams(max_tokens=1500, ignore_eos=True))):
             now = time.perf_counter()
             largest, last = max(largest, now - last), now
             if count == 50:

@@ -61,18 +61,19 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Records on one stream of its own and into one memory pool."""
+    """Records on one stream and into one memory pool of its own."""
 
-    def __init__(self) -> None:
-        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
+        """stream: of recorders before, for a library keeps memory for each; None for another."""
+        self._pool, self.stream = torch.cuda.graph_pool_handle(), stream or torch.cuda.Stream()
 
     def record(self, run: Run) -> Graph:
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
             run()
-        torch.cuda.current_stream().wait_stream(self._stream)
+        torch.cuda.current_stream().wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self.stream):
             run()
         return graph
 

@@ -31,7 +31,7 @@ from treetop.engine.changes.sleep import (
     without_kv,
 )
 from treetop.engine.changes.update_weights import NewWeights, check_update, on_all_ranks, read_weights, weight_bytes
-from treetop.engine.cuda_graphs import CudaGraphs
+from treetop.engine.cuda_graphs import CudaGraphs, CudaRecorder
 from treetop.engine.experience import Experience
 from treetop.engine.graphs import GraphSim
 from treetop.engine.kv_transfer import collect_exports, collect_imports, export_chunks, import_chunks, import_columns
@@ -168,6 +168,7 @@ class Engine:
         self.runner, self.slots, self.host_pages = built.runner, built.slots, built.host_pages
         tables = built.runner.adapters
         self.adapters = None if tables is None else EngineAdapters(engine_plan, tables)
+        self._stream: torch.cuda.Stream | None = None  # of all rounds that are captured
         self.launcher = self._make_launcher()
         self._asleep = SleepState()
         self._groups, self._received = WeightGroups(), dict[str, dict[str, Tensor]]()
@@ -201,7 +202,8 @@ class Engine:
     def _make_launcher(self) -> RoundLauncher:
         """Over the runner as it is; nothing is captured yet."""
         if captures(self.config, self.runner.buffers.rows.device, self.runner.backend.capabilities):
-            return CudaGraphs(self.runner)
+            self._stream = self._stream or torch.cuda.Stream()
+            return CudaGraphs(self.runner, CudaRecorder(self._stream))
         return GraphSim(self.runner, self._keys()) if self.config.graphs == "sim" else Eager(self.runner)
 
     def set_tree_masks(self, tree_masks: TreeMasks) -> None:

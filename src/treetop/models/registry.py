@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
@@ -412,11 +412,11 @@ class TargetSpec:
         return self.family.build(self.config, weights, aux_inputs, place, ops)
 
     def load(self, aux_inputs: tuple[int, ...], place: Placement) -> Target:
-        if not place.dummy and (towers := self.left_out()):
+        if not place.dummy and place.sent is None and (towers := self.left_out()):
             _log.info("%s: text alone: %s left out, images and sound are refused", self.folder, " and ".join(towers))
         if (about := self.about_head()) is not None:
             _log.warning("%s: %s", self.folder, about)
-        weights = load_weights(self.folder, self.params, place, set() if place.dummy else self._unused())
+        weights = load_weights(self.folder, self.params, place, set() if place.dummy else self._unused(place.sent))
         return self.build(weights, aux_inputs, place, place.ops)
 
     def check(self) -> int:
@@ -437,14 +437,14 @@ class TargetSpec:
         stored = tensor_files(self.folder)
         return [tower.removesuffix(".") for tower in TOWERS if any(name.startswith(tower) for name in stored)]
 
-    def _unused(self) -> set[str]:
-        """Names of tensors that the files may hold without a use."""
+    def _unused(self, sent: Collection[str] | None = None) -> set[str]:
+        """Names of tensors that the files may hold without a use, or what was sent in their place."""
         names = {self.names.stored(name) for name in self.family.unused(self.config)}
         for index in range(len(self.config.layers)):
             names.update(all_names(self.names.stored(f"model.layers.{index}.self_attn")))
         if self.family.text_of:
             names.update(TOWERS)
-        stored = tensor_files(self.folder)
+        stored: Collection[str] = tensor_files(self.folder) if sent is None else sent
         further = (_FURTHER_LAYER.fullmatch(name) for name in stored)
         mtp = [match[1] for match in further if match and int(match[2]) >= len(self.config.layers)]
         prefixes = (*(name for name in names if name.endswith(".")), *mtp)
