@@ -8,14 +8,14 @@
 A figure is the median over turns of tokens per second of CPU time with `bits` over that with `ties` beside it, so that
 other work on the machine counts little.
 
-On a GPU: an 8B target's shape in bfloat16, random weights and head, first with `ties`, then with `bits`, each with the
-defaults of the other options. Medians of the wall time of a round behind 1,024 tokens, and of the time to the first
-token of one prompt; then their ratios.
+On a GPU: an 8B target's shape in bfloat16, random weights and head, an engine with `ties` and one with `bits` beside
+it, in turns. Medians over turns of the wall time of a round behind 1,024 tokens, of 4 shapes at 3 batches, and of the
+time to the first token of one prompt; the ratio is the median of those of a turn.
 """
 
-import gc
 import statistics
 import time
+from collections import defaultdict
 from typing import get_args
 
 import torch
@@ -32,6 +32,8 @@ from treetop.types.engine_options import EngineOptions
 from treetop.types.layout import PLAIN, SpecShape
 
 PROMPTS = ["def area(r):", "import os\n", "class A:\n    def f(self):", "for i in range(10):"] * 2
+SHAPES = {"plain": PLAIN, **{f"({s}, {k}, {t})": SpecShape(k, s, t) for s, k, t in ((3, 1, 4), (5, 1, 6), (5, 4, 16))}}
+"""By name, (S, k, T)."""
 ROWS, BEHIND, PROMPTS_OF = (1, 8, 32), 1024, (1024, 8192)
 """On a GPU: batches of rounds, the tokens before these, and the prompts that are prefilled."""
 
@@ -42,13 +44,12 @@ def tokens_per_second(llm: LLM, requests: int, max_tokens: int) -> float:
     return sum(len(output.token_ids) for output in outputs) / (time.process_time() - started_s)
 
 
-def on_a_gpu(name: str, rounds: int) -> None:
-    """Print the milliseconds of both, and the ratios."""
-    shapes = {"plain": PLAIN, "(5, 4, 16)": SpecShape(4, 5, 16)}  # named (S, k, T)
-    figures = dict[str, dict[str, float]]()
+def on_a_gpu(name: str, rounds: int, turns: int) -> None:
+    """Print the milliseconds of both, and the ratios: cells in turns, `ties` and `bits` one right after the other."""
+    target, head = preset(name)
+    llms = dict[Exactness, LLM]()
     for exactness in ("ties", "bits"):
-        target, head = preset(name)
-        llm = LLM(
+        llms[exactness] = LLM(
             target,
             head,
             exactness=exactness,
@@ -56,26 +57,35 @@ def on_a_gpu(name: str, rounds: int) -> None:
             load_format="dummy",
             max_running_requests=max(ROWS),
             context_length=max(PROMPTS_OF) + 256,
+            max_total_tokens=max(ROWS) * 2 * BEHIND,
             disable_radix_cache=True,
             speculative_policy="auto",
-            speculative_shapes="5,4,16",
+            speculative_calibration="off",
+            speculative_shapes="3,1,4 5,1,6 5,4,16",
         )
-        found = figures[exactness] = {}
-        for title, shape in shapes.items():
-            llm.scheduler.policy = FixedShape(shape)
-            for batch in ROWS:
-                times, _ = wall_times_ms(llm, prompt_ids(llm, batch, BEHIND), rounds)
-                found[f"round {title}, {batch} rows"] = statistics.median(times)
+        say({exactness: {"12-bit copies": llms[exactness].engine.memory.budget.copies}})
+    cells = [(title, shape, batch) for title, shape in SHAPES.items() for batch in ROWS]
+    times: dict[tuple[str, Exactness], list[float]] = defaultdict(list)
+    for turn in range(turns):
+        for title, shape, batch in cells:
+            for exactness in reversed(llms) if turn % 2 else llms:
+                llm = llms[exactness]
+                llm.scheduler.policy = FixedShape(shape)
+                found, _ = wall_times_ms(llm, prompt_ids(llm, batch, BEHIND), rounds)
+                times[f"round {title}, {batch} rows", exactness].append(statistics.median(found))
         for length in PROMPTS_OF:
-            prompts = prompt_ids(llm, 1, length)
-            found[f"prefill of {length}"] = 1e3 * statistics.median(time_once(llm, prompts)[0] for _ in range(4))
-        say({exactness: {case: round(ms, 3) for case, ms in found.items()}})
+            for exactness in reversed(llms) if turn % 2 else llms:
+                llm = llms[exactness]
+                times[f"prefill of {length}", exactness].append(1e3 * time_once(llm, prompt_ids(llm, 1, length))[0])
+    for case in dict.fromkeys(case for case, _ in times):
+        pairs = list(zip(times[case, "bits"], times[case, "ties"], strict=True))
+        ratios = [one / other for one, other in pairs]
+        line: dict[str, object] = {"case": case}
+        line |= {exactness: round(statistics.median(times[case, exactness]), 3) for exactness in llms}
+        line |= {"bits / ties": round(statistics.median(ratios), 3)}
+        say({**line, "spread": [round(min(ratios), 3), round(max(ratios), 3)]})
+    for llm in llms.values():
         llm.close()
-        del llm
-        gc.collect()
-        torch.cuda.empty_cache()
-    ratios = {case: round(figures["bits"][case] / ms, 3) for case, ms in figures["ties"].items()}
-    say({"bits / ties": ratios})
 
 
 def _served(model: str, draft: str | None, exactness: Exactness, sums: ExactSums) -> LLM:
@@ -113,7 +123,7 @@ def on_a_cpu(pair: str, sums: ExactSums, batches: list[int], max_tokens: int, tu
 
 def main(arguments: list[str]) -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--turns", type=int, default=9, help="on a CPU")
+    parser.add_argument("--turns", type=int, default=9, help="of both, one after the other")
     parser.add_argument("--pair", choices=PAIRS, default="nestling", help="on a CPU")
     parser.add_argument("--exact-sums", choices=get_args(ExactSums), default="auto", help="on a CPU")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8], help="on a CPU, at once")
@@ -124,7 +134,7 @@ def main(arguments: list[str]) -> int:
     args = parser.parse_args(arguments)
     say({**machine_of(), "threads": torch.get_num_threads()})
     if args.device == "cuda":
-        on_a_gpu(args.preset, args.rounds)
+        on_a_gpu(args.preset, args.rounds, args.turns)
     else:
         on_a_cpu(args.pair, args.exact_sums, args.requests, args.tokens, args.turns)
     return 0
