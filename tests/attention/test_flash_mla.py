@@ -15,12 +15,14 @@ from support.fake_libraries import FakeFlashMLA
 from support.families import FAMILIES
 from support.operations import reference_ops
 from support.scenes import assert_close, assert_close_lse, dense_answer, scene
+from treetop.attention import auto as choosing
 from treetop.attention import flashmla_backend
 from treetop.attention.capabilities import GroupNeed, Need
 from treetop.attention.flashmla_backend import CAPABILITIES, FlashMLA, LatentPages
 from treetop.attention.library_backend import LibraryBackend, LibraryPlan, OtherPlan
 from treetop.attention.registry import BACKENDS, refusal
 from treetop.attention.torch_backend import TorchBackend
+from treetop.kernels.triton_guard import GpuTraits
 from treetop.types.ids import DRAFT, FULL
 from treetop_debug.patching import wrapped_runner
 
@@ -156,6 +158,31 @@ def test_what_it_has_no_kernel_for_is_refused_by_name(monkeypatch, need, words):
     found = refusal("flashmla", need)
     assert words in f"{found.reason}; {found.remedy}"
     assert refusal("flashmla", need_of(LATENT, DENSE)) is None
+
+
+def test_auto_takes_it_where_it_was_faster_and_pages_hold_64(monkeypatch):
+    """As on an H200: all classes of 128 heads, of 16 those of eight rows; with other pages, or without it, Triton."""
+    for name in ("triton", "flashmla"):
+        monkeypatch.setitem(BACKENDS, name, replace(BACKENDS[name], probes=()))
+    monkeypatch.setattr(choosing, "gpu_traits", lambda device: GpuTraits(132, True, 227 << 10))
+    monkeypatch.setitem(sys.modules, "flash_mla", FakeFlashMLA())
+
+    def name_of(heads, rows, n, page=64, causal=False):
+        group = GroupNeed(FULL, heads, 1, 576, latent=512)
+        backend = choosing.make_backend("auto", need_of(group, DENSE, page=page))
+        if not isinstance(backend, choosing.AutoBackend):
+            return backend.name
+        metadata = SimpleNamespace(
+            table=SimpleNamespace(group=FULL), window=None, positions=torch.empty(rows, n, device="meta"),
+            max_kv_len=65536, causal=causal,
+        )  # fmt: skip
+        return backend.backend_for(metadata).name
+
+    assert {name_of(128, rows, n) for rows in (1, 8, 32) for n in (1, 16)} == {"flashmla"}
+    assert (name_of(16, 1, 1), name_of(16, 8, 1)) == ("triton", "flashmla")
+    assert name_of(128, 8, 16, page=16) == "triton"
+    assert name_of(128, 8, 16, causal=True) == "triton"
+    assert name_of(20, 8, 16) == "triton"
 
 
 def test_a_package_is_believed_by_what_it_computes(monkeypatch):
