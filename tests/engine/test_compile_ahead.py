@@ -534,6 +534,7 @@ def test_a_rehearsal_compiles_all_that_an_engine_launches_on_a_gpu(as_if_on_a_gp
         max_running_requests=2,
         context_length=512,
         speculative_calibration="learn",
+        speculative_node_budget=20,
         **options,
     )
     made = []
@@ -548,7 +549,7 @@ def test_a_rehearsal_compiles_all_that_an_engine_launches_on_a_gpu(as_if_on_a_gp
     of_others = {"plan_segments", "segment_attention", "segment_prefill"}
     of_others |= {"gather_table", "tail_and_merge", "route", "experts", "pack", "unpack", *of_ranks, *of_latents}
     of_others |= {"coded_rows", "coded_gated", "decode_tiles", "quantize_rows", "fp8_rows", "add_rms_norm_codes"}
-    of_others |= {"tile_rows", "adapt", "adapt_gated"}  # of --lora-modules
+    of_others |= {"tile_rows", "shrink", "expand", "expand_gated"}  # of --lora-modules
     of_others |= {name for name, op in operations().items() if "kernels.recurrent" in op.reference.__module__}
     of_others |= {"say_roots", "say_level", "choose_drawn"}  # of --simulate-acceptance
     context = on_a_gpu_of(engine_plan.place)
