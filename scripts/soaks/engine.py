@@ -167,7 +167,7 @@ class Soak:
         if self.llm.scheduler.queues.by_id:
             self.summary.fail("requests are alive that nobody waits for")
         self.summary.idle_checks += 1
-        host = self.llm.engine._host_pages
+        host = self.llm.engine.host_pages
         if host is not None and self._rng.random() < 0.05:
             for group in host._groups.values():
                 for slab in group.slabs:

@@ -73,7 +73,7 @@ class Wanted(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Job:
+class _DiskJob:
     """Pages on the host that are leased while files are written or read.
 
     keys, pages: of these columns, the first of which is `begin`.
@@ -100,8 +100,8 @@ class DiskTier:
         self._threads = {each: ThreadPoolExecutor(1, f"treetop-disk-{each}") for each in ("write", "read")}
         self._writes: deque[Wanted] = deque(maxlen=MOST_WRITES)
         self._reads: deque[Wanted] = deque()
-        self._writing: _Job | None = None
-        self._reading: _Job | None = None
+        self._writing: _DiskJob | None = None
+        self._reading: _DiskJob | None = None
         self._arrived: list[Wanted] = []
         self._host: KVCacheManager | None = None
         self.saved_tokens = self.loaded_tokens = 0
@@ -170,18 +170,18 @@ class DiskTier:
             self._reading = self._begin_read(self._reads.popleft())
         self._start(self._reading, "read")
 
-    def _start(self, job: _Job | None, kind: str) -> None:
+    def _start(self, job: _DiskJob | None, kind: str) -> None:
         if job is not None and job.ends is None and job.landed.ready():
             job.ends = self._threads[kind].submit(self._write if kind == "write" else self._read, job)
 
-    def _end(self, job: _Job) -> None:
+    def _end(self, job: _DiskJob) -> None:
         assert self._host is not None
         self._host.release(job.lease)
         self._host.take_freed()
         if job.wanted.request_id is not None:
             self._arrived.append(job.wanted)
 
-    def _begin_write(self, wanted: Wanted) -> _Job | None:
+    def _begin_write(self, wanted: Wanted) -> _DiskJob | None:
         """What the host has of these tokens and the disk has not; None if there is nothing."""
         assert self._host is not None
         lease, _ = self._host.open(wanted.ids, wanted.salt)
@@ -193,7 +193,7 @@ class DiskTier:
         self._host.release(lease)
         return None
 
-    def _begin_read(self, wanted: Wanted) -> _Job | None:
+    def _begin_read(self, wanted: Wanted) -> _DiskJob | None:
         """Lease pages for what the disk has and the host has not; None if there is nothing, or no room."""
         assert self._host is not None
         total = self.num_known(wanted.ids, wanted.salt)
@@ -206,11 +206,11 @@ class DiskTier:
         self._arrived.append(wanted)
         return None
 
-    def _job(self, wanted: Wanted, lease: Lease, begin: int, keys: list[bytes]) -> _Job:
+    def _job(self, wanted: Wanted, lease: Lease, begin: int, keys: list[bytes]) -> _DiskJob:
         pages = {group: held[begin : begin + len(keys)] for group, held in lease.pages.items()}
-        return _Job(wanted, lease, begin, keys, pages, self._memory.landed(pages))
+        return _DiskJob(wanted, lease, begin, keys, pages, self._memory.landed(pages))
 
-    def _take(self, job: _Job, count: int) -> None:
+    def _take(self, job: _DiskJob, count: int) -> None:
         """The first pages are whole: the host's prefix cache has them from now on."""
         assert self._host is not None
         if count and job.sums is not None:
@@ -223,7 +223,7 @@ class DiskTier:
 
     # ---------------------------------------------------------------- on threads
 
-    def _write(self, job: _Job) -> int:
+    def _write(self, job: _DiskJob) -> int:
         """A page that is not what left the device is no page; nor are those behind one that could not be written."""
         intact, views = self._memory.intact(job.landed, job.pages), self._memory.views(job.pages)
         for at, key in enumerate(job.keys):
@@ -231,7 +231,7 @@ class DiskTier:
                 return at
         return len(job.keys)
 
-    def _read(self, job: _Job) -> int:
+    def _read(self, job: _DiskJob) -> int:
         count = 0
         for key, views in zip(job.keys, self._memory.views(job.pages), strict=True):
             if not self.store.read(key, views):
