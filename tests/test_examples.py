@@ -26,12 +26,13 @@ def test_an_example_runs_as_it_says(name):
     assert SAY[name] in ran.stdout
 
 
+@pytest.mark.slow
 def test_trees_serve_the_rollouts_of_what_is_trained_meanwhile():
     """Policy and head go to the engine after each step, and its log-probabilities are the policy's each time."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, "examples/policy_gradient.py", "--steps=3", "--group=2", "--max-tokens=8"]
+    command = [sys.executable, "examples/policy_gradient.py", "--steps=2", "--group=2", "--max-tokens=8"]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert ran.returncode == 0, ran.stderr[-2000:]
     steps = [line for line in ran.stdout.splitlines() if line.startswith("step ")]
-    assert [line.partition("weights ")[2].partition(",")[0] for line in steps] == ["{0}", "{1}", "{2}"]
+    assert [line.partition("weights ")[2].partition(",")[0] for line in steps] == ["{0}", "{1}"]
     assert all(float(line.split("ratio ")[1].split()[0]) < 1e-3 for line in steps)

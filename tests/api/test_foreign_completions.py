@@ -8,6 +8,9 @@ import pytest
 
 from support.scripted import scripted
 from support.waiting import WAIT_S, until
+from treetop.api.sglang import GenerateAnswer, GenerateRequest
+from treetop.outputs import RequestMetrics, RequestOutput
+from treetop.types.sampling import TokenLogprobs
 
 
 def reply(prompt: str) -> str:
@@ -81,7 +84,7 @@ def test_sglangs_generate(server):
         ("/completion", {}, "prompt: Field required"),
         ("/generate", {"text": "a", "input_ids": [1]}, "text, input_ids: give one of them"),
         ("/generate", {"sampling_params": {}}, "text, input_ids: give one of them"),
-        ("/generate", {"text": "a", "return_logprob": True}, "return_logprob: not supported"),
+        ("/generate", {"text": "a", "top_logprobs_num": 2}, "top_logprobs_num: not supported"),
         ("/generate", {"text": "a", "sampling_params": {"unheard_of": 1}}, "sampling_params.unheard_of: unknown field"),
         ("/generate", {"text": []}, "prompt: the list is empty"),
     ],
@@ -107,3 +110,15 @@ def test_a_client_that_goes_frees_its_request():
         told = httpx.get(url + "/server_info", headers=key)
         assert told.json()["max_model_len"] == core.info.max_context
         assert "secret-key" not in told.text
+
+
+def test_a_trainer_gets_the_log_probability_of_every_token():
+    """`return_logprob`, in SGLang's triples; what is minus infinity is a number all the same."""
+    body = GenerateRequest.model_validate({"input_ids": [1, 2], "return_logprob": True})
+    assert body.completion.logprobs == 0
+    assert GenerateRequest.model_validate({"text": "a"}).completion.logprobs is None
+    logprobs = TokenLogprobs(-0.5, ()), TokenLogprobs(float("-inf"), ())
+    output = RequestOutput((1, 2), (7, 8), "", "length", RequestMetrics(None, 1, 1.0, ()), logprobs=logprobs)
+    said = GenerateAnswer(body, None)._body(0, "", output)
+    assert said["output_ids"] == (7, 8)
+    assert said["meta_info"]["output_token_logprobs"] == [[-0.5, 7, None], [-9999.0, 8, None]]

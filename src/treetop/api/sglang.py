@@ -12,6 +12,7 @@ from treetop.api.completions import CompletionRequest, start_completion
 from treetop.api.errors import ApiError, error_body
 from treetop.api.events import DONE, STREAMS, Answer, answered, collected, event, json_response
 from treetop.api.limits import BodyRoute, FewMembers, Ids, StopIds, Texts
+from treetop.api.logprobs import LEAST
 from treetop.api.requests.fields import MAX_CHOICES, Body, Neutral, Stops, listed
 from treetop.async_llm import DeltaStream
 from treetop.outputs import RequestOutput, TextDelta
@@ -25,7 +26,6 @@ NEUTRAL: Neutral = {
     "log_metrics": (True, False),
     "logprob_start_len": (-1,),
     "return_hidden_states": (False,),
-    "return_logprob": (False,),
     "return_text_in_logprobs": (False,),
     "token_ids_logprob": (),
     "top_logprobs_num": (0,),
@@ -80,6 +80,7 @@ class GenerateRequest(Body):
     input_ids: Ids | list[Ids] | None = None
     sampling_params: SglangParams = Field(default_factory=lambda: SglangParams.model_validate({}))
     stream: bool = False
+    return_logprob: bool = Field(False, description="meta_info.output_token_logprobs at the end")
     lora_path: str | None = Field(None, max_length=200)
     rid: str | None = Field(None, max_length=200)
 
@@ -90,6 +91,8 @@ class GenerateRequest(Body):
             raise InputError("text, input_ids: give one of them")
         prompt = self.input_ids if self.text is None else self.text
         said = {**self.sampling_params.said, "stream": self.stream, "prompt": prompt, "model": self.lora_path}
+        if self.return_logprob:
+            said["logprobs"] = 0
         return CompletionRequest.model_validate(said)
 
     @property
@@ -146,6 +149,9 @@ class GenerateAnswer(Answer):
                 "weight_version": str(output.metrics.weight_version),
                 "e2e_latency": time.perf_counter() - self._began_s,
             }
+            if output.logprobs is not None:
+                own = zip(output.logprobs, output.token_ids, strict=True)
+                meta["output_token_logprobs"] = [[max(each.logprob, LEAST), token, None] for each, token in own]
             return {"text": text, "output_ids": output.token_ids, "meta_info": meta}
         return {"text": text, "meta_info": meta}
 
