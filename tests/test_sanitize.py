@@ -167,6 +167,7 @@ def test_the_workload_launches_the_kernels_that_small_engines_do_not_reach():
     assert {"packed_weights._compressed_kernel", "pages._gather_kernel", "tail._tail_kernel"} <= set(launched)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", [pytest.param(None, marks=pytest.mark.slow), "overrun"])
 def test_the_planted_overrun_lands_in_a_red_zone_and_nothing_else_does(plant):
     """Triton's interpreter, level 3, replays of GraphSim: one element past a pool is reported, a sound run is not."""

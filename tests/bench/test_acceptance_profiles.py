@@ -40,6 +40,7 @@ def test_chains_that_no_chances_below_1_give_are_refused_by_name(bench, chains):
         bench.chances_by_depth(chains)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["kimi-k2", "qwen3-235b-a22b"])
 def test_raw_ranking_gives_what_was_measured_and_calibration_mends_it(bench, name, monkeypatch):
     monkeypatch.setattr(bench, "ROUNDS", 12)
@@ -65,6 +66,7 @@ def test_no_scale_changes_a_chain_or_a_calibrated_tree(bench, monkeypatch):
     assert learned == pytest.approx(other_learned, rel=0.03)
 
 
+@pytest.mark.slow
 def test_a_fit_finds_the_scale_that_it_was_drawn_with(bench, monkeypatch):
     monkeypatch.setattr(bench, "ROUNDS", 8)
     profile = replace(read_profile("builtin:qwen3-30b-a3b"), scale=0.6)

@@ -364,6 +364,7 @@ def test_a_cached_prefix_changes_neither_tokens_nor_accept_lengths(strong_pair, 
     llm.scheduler.check_integrity()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", few_of([None, SHAPE], 1))
 def test_a_path_past_the_stop_is_not_cached(strong_pair, shape):
     """After a stop inside an accepted chain the cache holds what the client received: a continuation is exact."""

@@ -122,6 +122,7 @@ def test_a_next_turn_goes_on_from_its_prompt(pair):
     assert tokens(outputs) == tokens(built(pair, None).generate([turn], greedy(8)))
 
 
+@pytest.mark.slow
 def test_few_slots_and_short_pages_change_no_token(pair):
     """Slots go from prompt to prompt, pages and their slots are evicted together, requests are put back."""
     prompts = pair.prompts([24, 9, 40, 24], seed=5) * 3

@@ -123,6 +123,7 @@ def test_what_cannot_work_is_refused_before_any_weight_is_read(capsys, monkeypat
 # ---------------------------------------------------------------------------------------------- commands
 
 
+@pytest.mark.slow
 def test_commands_change_what_the_next_answer_is_drawn_with(llm, capsys):
     """A seed gives the same draw again, off leaves it to chance, and a bad value changes nothing."""
     session = ChatSession(llm, {"max_tokens": 12}, None, None, False, figures=False)

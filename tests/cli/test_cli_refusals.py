@@ -132,6 +132,7 @@ def test_the_other_commands_refuse_in_one_line_too(capsys, argv, parts):
 # ---------------------------------------------------------------------------------------------- real processes
 
 
+@pytest.mark.slow
 def test_a_real_process_prints_objects_on_stdout_and_errors_on_stderr():
     """What a pipe sees: exit code 0 and one object; exit code 2, nothing, and one line."""
     good = spawn("generate", "--json", "--prompt", PROMPT, "--max-tokens", 4, "--context-length", 256)

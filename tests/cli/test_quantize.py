@@ -101,6 +101,7 @@ def rounded_in(folder):
     return {name.replace("_packed", "") for name in shapes_of(folder) if name.endswith("weight_packed")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", [0, 8])
 def test_experts_files_and_what_a_target_does_not_use(group, tmp_path):
     """Several files with an index; routers stay plain, and layers for further tokens too."""

@@ -175,6 +175,7 @@ def test_groups_hand_over_what_one_process_computes(
     assert sum(sum(lens) for _, lens in want) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "prefill_ranks", "decode_ranks", "places"),
     few_of([(TREE, 2, 2, [1] * 6), (CHAIN, 4, 2, [0, 1, 1] * 2)], 0),

@@ -208,6 +208,7 @@ def test_a_prefill_worker_is_killed(site: Site, when: str) -> None:
         assert min(site.decode.first_s[each] for each in ids) - killed_s < LEASE_S, "a death is seen at once"
 
 
+@pytest.mark.slow
 def test_a_killed_decode_workers_slots_come_back(site: Site) -> None:
     """Its prefill worker gives up what it computes for it. Last, for the decode worker is the site's."""
     site.with_prefill()

@@ -144,6 +144,7 @@ def test_a_write_by_a_peer_that_is_killed_ends_and_one_by_a_stopped_peer_does_no
         pair.close()
 
 
+@pytest.mark.slow
 def test_a_peer_that_comes_and_goes_again_hides_no_write_of_its_last_session() -> None:
     """Sessions with one worker are told apart: the write of the first is still looked for, and ends with the worker."""
     pair, whole = Pair(), [Range(0, SIZE)]

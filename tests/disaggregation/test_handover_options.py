@@ -157,6 +157,7 @@ def test_large_files_are_read_in_part(tmp_path):
     assert fingerprint(tmp_path) != before
 
 
+@pytest.mark.slow
 def test_the_doctor_times_both_ways_or_says_what_is_missing(monkeypatch):
     pytest.importorskip("nixl_cu12", reason="needs NIXL")
     rows = transport_speeds("cpu")
@@ -167,6 +168,7 @@ def test_the_doctor_times_both_ways_or_says_what_is_missing(monkeypatch):
     assert "pip install" in transport_speeds("cpu")[0][2]
 
 
+@pytest.mark.slow
 def test_two_servers_of_which_one_prefills_and_refuses_requests(tmp_path: Path):
     """The decode worker answers as one engine does, and its metrics say that the request was handed over.
 

@@ -10,7 +10,7 @@ import pytest
 
 from support import recurrent_models
 from support.addresses import addresses
-from support.grids import few_of, few_values
+from support.grids import few_values
 from support.rank_pairs import LENGTHS, PARAMS, answers, options_of, save_pair
 from support.waiting import WAIT_S
 from treetop.disaggregation.agent import block_copies, joined
@@ -125,7 +125,7 @@ def workers(pair, request):
 SIZES = [(2, 2), (1, 2, ("page_size", 4)), (2, 1), (4, 2, ("overlap", True)), (2, 4)]
 
 
-@pytest.mark.parametrize("workers", few_of(SIZES, 1, 3), indirect=True, ids=str)
+@pytest.mark.parametrize("workers", few_values(SIZES, 1, 3), indirect=True, ids=str)
 def test_workers_of_any_ranks_hand_over_to_each_other(workers, pair, expected):
     """Tokens and accept lengths of one rank; again with prompts that are cached. Nothing goes another way."""
     assert workers.generate(pair.prompts(LENGTHS), PARAMS) == expected

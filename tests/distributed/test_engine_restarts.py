@@ -25,6 +25,7 @@ from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [pytest.param("1", marks=pytest.mark.slow), "2"])
 def test_engines_that_are_killed_in_a_storm_cost_a_pause(workers):
     """Twice: every answer is what it would have been, streamed or not, and nothing else reaches a client."""

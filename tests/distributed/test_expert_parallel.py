@@ -203,6 +203,7 @@ def crowded(folder, shape, ranks, num_steps, seed, **options):
 SHORT = {"max_total_tokens": 128, "chunked_prefill_size": 24}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "ranks", "num_steps", "options"),
     [

@@ -68,6 +68,7 @@ def after_first_tokens(llm, pair, act) -> tuple[str, float]:
     return str(error.value), time.monotonic() - begun
 
 
+@pytest.mark.slow
 def test_processes_give_what_one_gives_and_a_rank_that_is_killed_ends_the_group(pair, monkeypatch):
     """In flight, and then again and again: an error that names the rank, at once, and no process, no file."""
     alone = build(pair, (4, 5, 16)).generate(pair.prompts([9, 30, 5]), greedy(40))

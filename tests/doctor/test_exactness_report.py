@@ -37,6 +37,7 @@ def visit(strong_pair, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_all_is_the_same_where_bits_were_asked_for(visit):
     code, lines = visit(exactness="bits")
     assert code == 0

@@ -15,6 +15,7 @@ from transformers.models.gemma4 import modeling_gemma4
 from support.assistants import HEADS, KINDS, ROPE, save_assistant, save_assisted
 from support.draft_rounds import assert_batches, assert_rounds
 from support.families import GEMMA4
+from support.grids import few_of
 from support.refusing import refused
 from support.tiny_models import Pair, copy_folder
 from treetop.drafts.registry import drafter_spec, find_draft
@@ -108,7 +109,7 @@ def wide_norms(monkeypatch):
     monkeypatch.setattr(modeling_gemma4.Gemma4RMSNorm, "forward", norm)
 
 
-@pytest.mark.parametrize("clustered", [False, True])
+@pytest.mark.parametrize("clustered", few_of([False, True], 1))
 def test_trees_are_what_the_account_says(target, tmp_path, clustered):
     """Chains and trees, past the windows; output is plain decoding's."""
     folder = save_assistant(tmp_path / "head", target, 8 if clustered else 0, 2)

@@ -10,6 +10,7 @@ from support.dense_drafts import DenseTarget
 from support.draft_rounds import assert_batches, assert_rounds
 from support.engines import build, greedy, sampled, tokens
 from support.families import FAMILIES
+from support.grids import few_of
 from support.refusing import refused
 from support.tiny_models import (
     Pair,
@@ -78,7 +79,7 @@ def vocab(target):
     return target_spec(target).config.vocab_size
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", few_of(MODELS, 0, 1))
 def test_trees_are_what_the_model_itself_says(target, vocab, tmp_path, name):
     """Positions, windows and the first token included; a chain is the model's own greedy continuation."""
     folder = MODELS[name](tmp_path / "draft")

@@ -43,7 +43,7 @@ def test_a_head_drafts_by_what_its_window_shows(pair, option, window):
     assert_drafts(pair, target, reference(pair, target, window), (2, LAYERS // 2, LAYERS - 3), **option)
 
 
-@pytest.mark.parametrize("options", [{"graphs": "sim", "check_level": 3}, {"overlap": True}], ids=str)
+@pytest.mark.parametrize("options", few_of([{"graphs": "sim", "check_level": 3}, {"overlap": True}], 0), ids=str)
 @pytest.mark.parametrize("shape", [(1, 3, 4), (3, 3, 9)])
 def test_tokens_are_those_of_plain_decoding(tmp_path, shape, options):
     """A target that has a window too, small chunks, prompts that share a prefix, rows that are padding, few pages."""

@@ -93,6 +93,7 @@ def test_a_later_request_drafts_from_an_earlier_one(strong_pair, beside):
     assert found[400][2] > max(found[0][2] + 0.5, 4.0)
 
 
+@pytest.mark.slow
 def test_nobody_drafts_from_a_text_of_another_salt(strong_pair):
     """As with the prefix cache: what one asked shows to no other, not by how fast an answer comes either."""
     prompt, found = strong_pair.prompts([12])[0], {}

@@ -168,6 +168,7 @@ def test_filters_share_the_graph_of_sampling_where_both_are_the_same_work(strong
     assert num_rounds(graphs._runner) == 4 * ((5 if apart else 4) + sum(choice.processes for choice in Choice))
 
 
+@pytest.mark.slow
 def test_shapes_that_are_chosen_are_captured_in_all_buckets_before_anybody_waits(strong_pair, monkeypatch):
     """The round with most nodes comes first, for it makes the pool: a fault of the order makes a pool a shape.
 

@@ -89,6 +89,7 @@ def test_replays_equal_eager_rounds_bit_for_bit(strong_pair, shape):
         assert {bucket for bucket, *_ in rounds_of_replays} == {1, 2, 4, 8}
 
 
+@pytest.mark.slow
 def test_every_number_of_live_rows_in_a_bucket_equals_eager(strong_pair):
     """One to seven rows: each lies in (previous bucket, bucket], and every one occurs three times."""
     prompts = strong_pair.prompts([5] * 7)

@@ -71,6 +71,7 @@ def test_each_request_has_the_model_with_its_adapter(pair, adapters, shape):
     assert build(pair, shape).generate(prompts, params)[0].token_ids == want[0][0]
 
 
+@pytest.mark.slow
 def test_eight_adapters_and_none_in_one_batch(pair, adapters):
     """Whoever runs beside it, and whatever was put back; rows are given again to others."""
     prompts, params = (

@@ -365,6 +365,7 @@ def with_memory(monkeypatch, total, *free):
     monkeypatch.setattr(planning, "memory_of", lambda device: DeviceMemory(total, left.pop(0)))
 
 
+@pytest.mark.slow
 def test_an_engine_with_little_memory_gets_smaller_pools_and_the_same_tokens(strong_pair, monkeypatch):
     """Requests are retracted and resumed; nothing but the speed changes."""
     prompts = strong_pair.prompts([30, 40, 50, 60, 20, 10])

@@ -19,6 +19,7 @@ LLM("builtin:nestling", exactness="bits", dtype="float32", device="cpu", context
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(mkl_mode.choose_mode() is None, reason="MKL needs no mode on this CPU")
 @pytest.mark.parametrize(("before", "code"), few_of([("", 0), ("torch.randn(40, 40) @ torch.randn(40, 40)", 1)], 0))
 def test_the_mode_is_chosen_before_the_first_product_or_named(before, code):

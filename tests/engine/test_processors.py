@@ -32,6 +32,7 @@ def asked(strong_pair, oracle):
     return prompts, params, [oracle.run(*each) for each in zip(prompts, params, strict=True)]
 
 
+@pytest.mark.slow
 def test_the_options_change_the_output(strong_pair, asked):
     """Each of them, in every way to choose: else a test that compares would prove nothing."""
     prompts, params, want = asked
@@ -72,6 +73,7 @@ def test_every_tree_of_the_grid_equals_the_oracle(strong_pair, asked, shape, pag
     check_tree(strong_pair, asked, shape, graphs="sim", **options)
 
 
+@pytest.mark.slow
 def test_retraction_and_steps_in_flight_change_nothing(strong_pair, asked):
     """A retracted request goes on with the counts of what it had emitted; its row may have been another's."""
     prompts, params, want = asked

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from support.fp8 import VALUES, rounded
+from support.grids import few_of
 from support.interpreted import DEVICE, ON_GPU, needs_gpu, on_gpu_or_interpreted
 from support.scenes import assert_close, assert_close_lse, dense_answer, moved, scene
 from treetop.attention.torch_backend import TorchBackend
@@ -226,7 +227,7 @@ def clean_metadata(s):
 @on_gpu_or_interpreted
 @pytest.mark.parametrize(
     ("options", "splits"),
-    VARIETY if ON_GPU else VARIETY[:-1],  # the interpreter has no product in bfloat16
+    few_of(VARIETY if ON_GPU else VARIETY[:-1], 0, 2, 4),  # the interpreter has no product in bfloat16
     ids=str,
 )
 def test_the_kernel_attends_to_what_codes_stand_for(options, splits):

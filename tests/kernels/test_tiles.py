@@ -11,6 +11,7 @@ from itertools import product
 import pytest
 import torch
 
+from support.grids import few_of
 from support.interpreted import DEVICE, ON_GPU, on_gpu_or_interpreted
 from support.operation_cases import coded_weight
 from treetop.kernels.gemm import tiles
@@ -305,7 +306,7 @@ def picked(weight, dtype, splits):
 
 
 @on_gpu_or_interpreted
-@pytest.mark.parametrize("coding", CODINGS, ids=str)
+@pytest.mark.parametrize("coding", few_of(CODINGS, *range(0, 6, 2)), ids=str)
 @pytest.mark.parametrize("kind", [SCALES[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in SCALES[1:])])
 def test_each_weight_has_the_bits_of_the_reference(coding, kind):
     """Lines, columns and groups that fill no tile; as a product has them, and decoded into memory."""

@@ -111,6 +111,7 @@ def test_the_hybrid_writes_with_drafts_what_it_writes_without(plain, shape, grap
     llm.scheduler.check_integrity()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "recurrence"),
     [

@@ -177,6 +177,7 @@ def test_an_engine_whose_ranks_exchange_by_memory_gives_what_one_rank_gives(pair
     assert accept_lens(shared) == accept_lens(alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["experts", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_with_exactness_bits_who_brings_the_shares_changes_no_bit(pairs, name, monkeypatch):
     """Trees in a batch by memory, plain decoding of one request at a time by the library; two and three parts."""

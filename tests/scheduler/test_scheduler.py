@@ -220,6 +220,7 @@ def test_two_streams_at_once_each_get_their_own_outputs(strong_pair):
     assert ends == [[each] for each in expected]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", few_of([False, True], 1))
 def test_streams_in_several_threads_get_what_they_would_alone(strong_pair, overlap):
     """Threads take turns at running one engine; nobody's request is lost, and nothing stays behind."""

@@ -426,6 +426,7 @@ def test_what_replicas_cannot_do_is_refused():
         build_app(ProcessOptions("", EngineConfig()), ServeOptions(shutdown_delay=5), Scale())
 
 
+@pytest.mark.slow
 def test_the_application_says_ray_what_was_asked():
     given = {"replicas": "2-5", "max_running_requests": 8, "drain_timeout": 7, "api_workers": 3, "queue_bound": 2}
     switches = {"disable_radix_cache": "true", "overlap": "false", "allow_origin": ["a", "b"]}

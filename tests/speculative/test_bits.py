@@ -140,6 +140,7 @@ def test_a_retraction_changes_no_bit(strong_pair, plain):
     assert bits(outputs) == plain
 
 
+@pytest.mark.slow
 def test_a_prefix_from_the_cache_changes_no_bit(strong_pair, plain):
     """Of a prompt, and of a prompt and output that other trees have decoded."""
     llm, outputs = serve(strong_pair, (5, 4, 16), max_running_requests=4, page_size=4)
@@ -286,6 +287,7 @@ def test_every_family_has_the_bits_of_plain_decoding(tmp_path, family):
     assert bits(outputs) == want
 
 
+@pytest.mark.slow
 def test_shapes_that_switch_change_no_bit(strong_pair, plain):
     """Plain rounds, chains and trees in turn, with draft extends that wait."""
     options = {"speculative_policy": "auto", "speculative_max_deferred": 4, "max_running_requests": 8}
@@ -346,6 +348,7 @@ def test_too_wide_a_tree_is_refused(strong_pair):
         build(strong_pair, (8, 5, 65), **BITS)
 
 
+@pytest.mark.slow
 def test_tokens_of_many_are_those_of_one(strong_pair):
     """33 requests at once; some of them alone and plainly."""
     lengths = [1 + 3 * i for i in range(33)]

@@ -91,6 +91,7 @@ def test_an_engine_accepts_what_a_profile_says(strong_pair):
     assert sum(tree) / len(tree) < sum(chain) / len(chain)
 
 
+@pytest.mark.slow
 def test_a_calibration_learns_the_scale_of_a_profile(strong_pair):
     """So a tree that raw ranking spoils accepts more than the chain of as many nodes."""
     llm = build(strong_pair, (3, 5, 6), simulate_acceptance=KIMI, speculative_calibration="learn")

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from support.engines import build, finish, greedy, sampled, submit, tokens
+from support.grids import few_values
 from treetop.types.errors import CapacityError, ConfigError
 from treetop.types.ids import DRAFT, FULL, STATE, WINDOW, state_group
 from treetop.types.kv import paired
@@ -257,7 +258,7 @@ def test_all_rows_at_the_context_wall_with_the_last_page_nearly_full(strong_pair
     assert [tuple(request.output_ids) for request in requests] == tokens(roomy.generate(prompts, shorter))
 
 
-@pytest.mark.parametrize("shape", [None, (4, 5, 16)])
+@pytest.mark.parametrize("shape", few_values([None, (4, 5, 16)], 0))
 def test_a_pool_for_exactly_one_request_serves_many_one_after_another(strong_pair, shape):
     """With pages for a single context, requests are retracted and resumed until each has reached the wall."""
     columns = -(-(64 + (6 if shape else 1)) // 16)

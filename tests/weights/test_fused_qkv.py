@@ -109,6 +109,7 @@ def folders(tmp_path_factory):
     return fused, flash, saved.pair.head
 
 
+@pytest.mark.slow
 def test_a_folder_as_published_is_what_its_weights_decode_to(folders):
     """float64: log-probabilities to the last bit, plain and with trees, from an MTP layer that is stored alike."""
     fused, flash, head = folders

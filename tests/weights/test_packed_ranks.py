@@ -45,7 +45,7 @@ def serve(pair, shape, **options):
         llm.close()
 
 
-@pytest.mark.parametrize(("kind", "name"), few_of([*product(("dense", "experts"), FORMATS)], 0, 2, 6, 9))
+@pytest.mark.parametrize(("kind", "name"), few_of([*product(("dense", "experts"), FORMATS)], 0, 2))
 def test_ranks_with_packed_weights_give_what_one_gives_with_decoded_ones(kind, name, pairs, tmp_path):
     """float64, with trees: `--tp-size 2`, and of experts `--ep-size 2`."""
     folder, _ = quantized(pairs[kind].target, tmp_path / "target", FORMATS[name])

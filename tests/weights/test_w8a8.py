@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from support.engines import build, greedy, tokens
 from support.families import FAMILIES
+from support.grids import few_of
 from support.quantized import by_library, fp8_blocks, nvfp4_of_modelopt, quantized
 from support.refusing import load, refused
 from support.tiny_models import Pair, copy_folder, save_random_experts, save_random_head, save_random_llama
@@ -100,7 +101,7 @@ def dense(folder, prompts, count, round_inputs):
     return found
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", few_of(FORMATS, 1, 3))
 def test_answers_are_those_of_a_dense_model_that_rounds_its_inputs(name, pair, made):
     """In float64: tokens and log-probabilities of trees in batches, these to a float32; without the option they are
     others."""
@@ -149,7 +150,7 @@ def test_norms_write_the_codes_that_the_next_product_would(name, pair, made, mon
     assert [each.logprobs for each in found[0]] == [each.logprobs for each in found[1]]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", few_of(FORMATS, 0, 2))
 def test_trees_give_the_bits_of_plain_decoding(name, pair, made):
     """float32 with `--exactness bits`: each row's products are its own, alone and in any batch and chunk."""
     mine, prompts = Pair(made[name][0], pair.head), pair.prompts(LENGTHS)
@@ -335,6 +336,7 @@ def test_ranks_have_their_part(name, made):
         torch.testing.assert_close(part(x[:, columns]), alone, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_head_is_quantized_as_its_own_file_says(pair, made, tmp_path):
     """One whose file says nothing of it keeps 16 bits; tokens are the same. `treetop quantize` writes them by token."""
     prompts = pair.prompts(LENGTHS)

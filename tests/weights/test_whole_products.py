@@ -264,6 +264,7 @@ def test_a_gate_that_differs_in_one_launch_and_behind_a_product_is_found(monkeyp
     assert made.probe(monkeypatch, gated=False)[1] is None
 
 
+@pytest.mark.slow
 def test_a_start_refuses_by_name_and_remembers_what_it_found(monkeypatch, tmp_path):
     """Found is kept for the next start; what is refused is not."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
