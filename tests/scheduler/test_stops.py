@@ -55,7 +55,7 @@ def test_a_stop_token_cuts_the_rest_of_an_accepted_chain(served):
     llm, prompt, seed, reference = served
     cut_inside = 0
     for token in sorted(set(reference)):
-        (output,) = llm.generate([prompt], sampled(seed, 40, temperature=1.3, stop_token_ids=(token,)))
+        (output,) = llm.generate([prompt], sampled(seed, 40, temperature=1.3, stop_token_ids=(token,), whole=True))
         assert output.token_ids == reference[: reference.index(token) + 1]
         assert output.finish_reason == "stop"
         produced = 1 + sum(a + 1 for a in output.metrics.accept_lens)
@@ -85,7 +85,7 @@ def test_a_stop_at_the_last_allowed_token_counts_as_a_stop(served):
 def test_the_first_token_can_end_a_request(served):
     """A stop on the token that the prefill samples ends the request before any round."""
     llm, prompt, seed, reference = served
-    (output,) = llm.generate([prompt], sampled(seed, 40, temperature=1.3, stop_token_ids=(reference[0],)))
+    (output,) = llm.generate([prompt], sampled(seed, 40, temperature=1.3, stop_token_ids=(reference[0],), whole=True))
     assert output.token_ids == reference[:1]
     assert output.metrics.target_forwards == 0
 
@@ -95,7 +95,7 @@ def test_end_of_sequence_ids_of_the_generation_config_count_too(weak_pair, tmp_p
     shutil.copytree(weak_pair.target, tmp_path / "target")
     llm = build(weak_pair, None)
     prompt = weak_pair.prompts([7])[0]
-    (reference,) = tokens(llm.generate([prompt], greedy(10)))
+    (reference,) = tokens(llm.generate([prompt], greedy(10, whole=True)))
     last = next(t for t in reversed(reference) if t != EOS)
     (tmp_path / "target" / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, last]}))
     other = build(Pair(tmp_path / "target", weak_pair.head), SHAPE)
