@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from support.engines import build
-from support.examples import EVERYTHING
 from support.grids import few_of
 from treetop_debug.faults import fault
 
-ROUNDS = 300 if EVERYTHING else 150
+ROUNDS = 300
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 
 
@@ -44,7 +43,7 @@ def fresh(pair):
     ids=repr,
 )
 def test_a_short_soak_ends_clean(script, strong_pair, options):
-    """Float64, 300 rounds, a day half: requests end, are aborted and retracted; a fresh engine gives their tokens."""
+    """Float64, 300 rounds: requests finish, are aborted and retracted; a fresh engine gives their tokens."""
     soak = script.Soak(small(strong_pair, **options), seed=3, sample=20)
     summary = soak.run(ROUNDS)
     soak.compare(fresh(strong_pair))

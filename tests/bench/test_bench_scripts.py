@@ -173,6 +173,7 @@ def test_a_case_that_is_none_is_refused(script, case):
 # ---------------------------------------------------------------------------------------------------------- serving
 
 
+@pytest.mark.slow
 def test_a_server_is_timed_beside_an_engine_of_this_process(script, strong_pair, capsys):
     """On a CPU: every part gives its line, over a server that streams text though the model has no tokenizer."""
     model = ["--model", str(strong_pair.target), "--draft", str(strong_pair.head), "--device", "cpu"]

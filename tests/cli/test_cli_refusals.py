@@ -164,6 +164,7 @@ def test_ctrl_c_ends_a_stream_with_exit_code_130(tmp_path):
     assert len(lines(err)) <= 1
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_is_no_error():
     """`treetop ... | head` ends quietly."""
     process = spawn("generate", "--prompt", PROMPT, "--max-tokens", 2000, "--ignore-eos", start=subprocess.Popen)

@@ -64,6 +64,7 @@ def in_flight(llm, folder, act):
     return str(error.value), time.monotonic() - begun
 
 
+@pytest.mark.slow
 def test_processes_give_what_one_gives_and_a_rank_that_is_killed_ends_them(folder, monkeypatch):
     """Mid-round: an error that names the rank, for what was asked and what is asked later; no process, no file.
 

@@ -119,6 +119,7 @@ def test_trees_are_what_the_account_says(target, tmp_path, clustered):
         assert_rounds(Pair(target, folder), account, account, (), shape)
 
 
+@pytest.mark.slow
 def test_batches_captured_or_not_with_retractions(target, tmp_path):
     """With lookups beside it: a drafter around it hands on whose K/V it reads."""
     folder = save_assistant(tmp_path / "head", target)

@@ -164,6 +164,7 @@ def test_trees_are_what_the_account_says(target, tmp_path, markov, alike, own):
     assert_rounds(Pair(target, folder), dense, account, (1, 2, 3))
 
 
+@pytest.mark.slow
 def test_batches_captured_or_not_with_retractions(target, tmp_path):
     assert_batches(Pair(target, saved(tmp_path / "head", target, attention_k_eq_v=True)), (3, 4, 12), hits=False)
 

@@ -141,6 +141,7 @@ def switching(both, max_deferred, **options):
     return llm
 
 
+@pytest.mark.slow
 def test_trees_after_deferred_tokens_are_those_of_an_engine_that_defers_none(family):
     """The layer's K/V and state after a pass that catches up: the same proposals to the last digits."""
     _, both, _ = family

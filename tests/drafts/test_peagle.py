@@ -35,6 +35,7 @@ def test_every_layout_drafts_what_its_oracle_says(target, tmp_path, name):
     assert_rounds(Pair(target[0], folder), target[1], reference)
 
 
+@pytest.mark.slow
 def test_batches_captured_or_not_with_prefix_hits_and_retractions(target, tmp_path):
     pair = Pair(target[0], saved(tmp_path, LAYOUTS["speculators"])[0])
     assert sum(assert_batches(pair, (8, 3, 40))) > 2

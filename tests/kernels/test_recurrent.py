@@ -379,6 +379,7 @@ def test_the_kernel_verifies_any_tree(kind, n):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * float(other.abs().max()))
 
 
+@pytest.mark.slow
 @on_gpu_or_interpreted
 @pytest.mark.parametrize(
     ("kind", "name"),
@@ -462,6 +463,7 @@ def test_in_turn_a_chunk_a_tree_and_a_fold_have_the_same_bits(way):
     assert torch.equal(one.state[0, 3], two.state[0, 3])
 
 
+@pytest.mark.slow
 @on_gpu_or_interpreted
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kernel_that_goes_in_turn_gives_what_the_reference_gives(kind):

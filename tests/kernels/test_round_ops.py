@@ -427,6 +427,7 @@ def generated(pair, level):
     return llm.generate(pair.prompts([9, 4, 13]), greedy(8))
 
 
+@pytest.mark.slow
 @interpreted
 def test_no_guard_fires_on_an_engine_with_fused_launches(strong_pair):
     """At level 3, under the visibility decoder, which reads parents where the fused launches record them."""

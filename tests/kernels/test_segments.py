@@ -75,6 +75,7 @@ def _products():
         yield
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize(
     "options",

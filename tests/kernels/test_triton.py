@@ -122,6 +122,7 @@ def test_prefix_and_tail_equal_dense_attention(options):
     assert_close(got, want, s)
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("options", few_of(VARIETY[::2], 1, 4, 5), ids=str)
 def test_the_prefix_alone_gives_its_log_sum_exp(options):

@@ -21,6 +21,7 @@ def test_two_ranks_exchange_for_ever(sound, words):
     assert explore(wrong(sound, words=words)) > 500
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sound", few_of([SUM, GATHER], 0), ids=["sum", "gather"])
 def test_three_ranks_exchange_for_ever(sound):
     assert explore(wrong(sound, ranks=3)) > 10_000

@@ -173,6 +173,7 @@ def families(tmp_path_factory):
     return pairs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sums"),
     few_of(
