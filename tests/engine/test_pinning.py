@@ -1,5 +1,7 @@
 """Memory that a GPU copies to: as much as was asked for, pinned where it lies, and tried again where that failed."""
 
+import ctypes
+import gc
 import mmap
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import patch
@@ -56,6 +58,25 @@ def test_a_pin_that_fails_is_tried_again_and_its_memory_is_used_meanwhile(caplog
     assert {each.data_ptr() for each in (first, second, third)} <= {*driver.pinned}
     assert (second.unique().tolist(), third.unique().tolist()) == ([7], [8])
     memory.release()
+    assert not driver.pinned
+
+
+def test_memory_is_mapped_as_long_as_it_is_pinned():
+    """Also of what is dropped without `release`: the driver's copies would go to pages that are another's by then."""
+    driver = Driver(10**9)
+
+    unpinned = []
+
+    def unpin(address):
+        unpinned.append(ctypes.string_at(address, 4))  # a crash, were it not mapped
+        driver.unpin(address)
+
+    memory = PinnedMemory(driver.pin, unpin)
+    memory.make(2**20)[:4] = torch.tensor([1, 2, 3, 4])
+    assert memory.make(2**20).data_ptr() not in [*driver.pinned][:1]
+    del memory
+    gc.collect()
+    assert unpinned == [bytes([1, 2, 3, 4]), bytes(4)]
     assert not driver.pinned
 
 

@@ -7,6 +7,7 @@ import torch
 
 from support.engines import accept_lens, greedy, tokens
 from support.gpu_pairs import make
+from support.waiting import until
 from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.engine.offloading import host_pages
 from treetop.engine.startup import host_layout
@@ -48,6 +49,25 @@ def test_what_returns_is_what_left(monkeypatch, options):
     got, want = outputs
     assert tokens(got) == tokens(want)
     assert accept_lens(got) == accept_lens(want)
+
+
+def test_a_restart_finds_its_pages_on_disk(tmp_path):
+    """Tokens and accept lengths are those of computing; what is read passes the checks of what was on the host."""
+    disk = {"kv_offloading_size": 0.25, "kv_offloading_folder": str(tmp_path), "kv_offloading_disk_size": 1}
+    outputs = []
+    for options in (disk, disk, {}):
+        llm = make(**{**POOL, "max_total_tokens": 16384, **options})
+        asked = [*turns(llm.engine.spec.vocab_size, count=1)]
+        outputs.append([llm.generate([prompt], greedy(16))[0] for prompt in asked])
+        if options:
+            until(lambda llm=llm: not llm.scheduler.has_work, "the disk has all")
+            stats = llm.scheduler.load.host_tier
+            assert stats.failed_loads == stats.disk_damaged_pages == 0
+            assert (stats.disk_saved_tokens if len(outputs) == 1 else stats.disk_loaded_tokens) >= 8 * 192
+            llm.scheduler.check_integrity()
+        llm.close()
+    assert tokens(outputs[0]) == tokens(outputs[1]) == tokens(outputs[2])
+    assert accept_lens(outputs[1]) == accept_lens(outputs[2])
 
 
 def test_a_damaged_page_is_computed_again(monkeypatch):

@@ -2,6 +2,8 @@
 
 PyTorch's allocator of pinned memory rounds what it is asked for up to a power of two. Here memory is mapped, then
 registered with the driver (`cudaHostRegister`), so it takes what it holds and no more than a page of the machine above.
+It stays mapped while it is registered: the driver would send copies of the next that lies at this address to the pages
+that were there before.
 What cannot be registered, for the limit of locked memory or for want of it, is used as it is: copies take longer and
 hold up the host, and bytes are the same. It is registered with the next that is made.
 """
@@ -9,6 +11,7 @@ hold up the host, and bytes are the same. It is registered with the next that is
 import logging
 import mmap
 from collections.abc import Callable
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -37,9 +40,11 @@ class PinnedMemory:
     def __init__(self, pin: Pin | None, unpin: Callable[[int], object] = lambda address: None) -> None:
         """pin: None where nothing is to be pinned."""
         self._pin, self._unpin = pin, unpin
-        self._pinned: dict[int, Tensor] = {}  # which stays mapped while it is registered
+        self._pinned: dict[int, Tensor] = {}
         self._loose: dict[int, Tensor] = {}
         self._warned = False
+        self._end = finalize(self, _unpin_all, self._pinned, unpin)
+        self._end.atexit = False
 
     @property
     def num_loose_bytes(self) -> int:
@@ -70,7 +75,11 @@ class PinnedMemory:
 
     def release(self) -> None:
         """Nothing is pinned any more; nothing may be on its way."""
-        while self._pinned:
-            address, _ = next(iter(self._pinned.items()))
-            self._unpin(address)
-            del self._pinned[address]
+        _unpin_all(self._pinned, self._unpin)
+
+
+def _unpin_all(pinned: dict[int, Tensor], unpin: Callable[[int], object]) -> None:
+    while pinned:
+        address = next(iter(pinned))
+        unpin(address)
+        del pinned[address]
