@@ -18,6 +18,7 @@ from torch import Tensor
 
 from treetop.attention.layer import Attend
 from treetop.checkpoints.params import Param, matrix, vector
+from treetop.kernels.recurrent.gates import rates_of
 from treetop.kernels.table import Ops
 from treetop.models.config import LinearSpec
 from treetop.models.layers import Rotary
@@ -36,7 +37,7 @@ class LinearAttention:
         self.output = weights.linear(f"{name}.output")
         self.products: list[Product] = [self.inputs, self.gates, self.output]
         self._conv, self._norm = weights[f"{name}.conv"], weights[f"{name}.norm"]
-        self._rate, self._bias = -weights[f"{name}.rate"].exp(), weights[f"{name}.dt_bias"]
+        self._rate, self._bias = rates_of(weights[f"{name}.rate"]), weights[f"{name}.dt_bias"]
 
     def __call__(self, x: Tensor, turn: Rotary, attend: Attend) -> Summed:
         """x: [rows, n, in]. Returns parts [parts, rows, n, hidden], of all ranks."""

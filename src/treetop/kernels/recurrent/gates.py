@@ -14,6 +14,11 @@ LENGTH_EPS = 1e-6
 """Added to the squared length of queries and keys, whatever a model's norms add."""
 
 
+def rates_of(logs: Tensor) -> Tensor:
+    """-e^logs. Of tensors without memory that is not computed: it would load PyTorch's compiler, in seconds."""
+    return torch.empty_like(logs) if logs.device.type == "meta" else -logs.exp()
+
+
 def _sum(x: Tensor) -> Tensor:
     return x.sum(dim=-1, keepdim=True)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from treetop.attention.layer import Attend
 from treetop.checkpoints.params import Param, matrix, vector
-from treetop.kernels.recurrent.gates import LENGTH_EPS
+from treetop.kernels.recurrent.gates import LENGTH_EPS, rates_of
 from treetop.kernels.recurrent.states import StateInputs
 from treetop.kernels.table import Ops
 from treetop.models.layers import Rotary
@@ -43,7 +43,7 @@ class KimiDelta:
         if self.narrow is not None:
             self.products.append(self.narrow)
         self._conv, self._norm = weights[f"{name}.conv"], weights[f"{name}.norm"]
-        self._speed, self._bias = -weights[f"{name}.speed"].exp(), weights[f"{name}.dt_bias"]
+        self._speed, self._bias = rates_of(weights[f"{name}.speed"]), weights[f"{name}.dt_bias"]
 
     def __call__(self, x: Tensor, turn: Rotary, attend: Attend) -> Summed:
         """x: [rows, n, in]. Returns parts [parts, rows, n, hidden], of all ranks."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from treetop.attention.layer import Attend
 from treetop.checkpoints.params import Param, matrix, vector
+from treetop.kernels.recurrent.gates import rates_of
 from treetop.kernels.recurrent.states import StateInputs
 from treetop.kernels.table import Ops
 from treetop.models.layers import Rotary
@@ -35,7 +36,7 @@ class Mamba2:
         self.inputs, self.output = weights.linear(f"{name}.zxbcdt"), weights.linear(f"{name}.output")
         self.products: list[Product] = [self.inputs, self.output]
         self._conv, self._conv_bias = weights[f"{name}.conv"], weights.pop(f"{name}.conv_bias")
-        self._rate, self._bias = -weights[f"{name}.rate"].exp(), weights[f"{name}.dt_bias"]
+        self._rate, self._bias = rates_of(weights[f"{name}.rate"]), weights[f"{name}.dt_bias"]
         self._skip, self._norm = weights[f"{name}.skip"], weights.pop(f"{name}.norm")
 
     def __call__(self, x: Tensor, turn: Rotary, attend: Attend) -> Summed:
