@@ -176,8 +176,8 @@ _FEW = 32
 
 
 def up_to(rows: int) -> int:
-    """The one of `ROWS` that a number of rows counts to."""
-    return next(most for most in ROWS if rows <= most)
+    """The one of `ROWS` that a number of rows counts to: of more, in blocks, the last."""
+    return next((most for most in ROWS if rows <= most), MAX_ROWS)
 
 
 @cache
