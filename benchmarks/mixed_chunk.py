@@ -10,8 +10,8 @@ that no weights are needed. Modes: `off` is the engine with its mixed steps swit
 graphs; `eager` has them launched one by one; `captured` in the graphs of rounds, as `--mixed-chunk on` is; `auto`.
 First steps alone, on the null page, at so many rows: milliseconds until the host has launched one and until the device
 has ended it, of a round, of prefills, and of mixed steps of both kinds by their prompt tokens.
-JSON: `alone`; `cells`, as `served_shapes.py` has them, with `mode`; and `steps`, the medians of seconds of rounds by
-rows, of prefill steps and of mixed ones by prompt tokens, as the host saw them.
+JSON: `alone`; `cells`, as `served_shapes.py` has them, with `mode`; and `steps`, the medians of seconds, as the host
+saw them: of rounds by rows, of prefill steps by prompt tokens, of captured mixed ones by (rows, size), of others (0, 0).
 """
 
 import json
@@ -186,7 +186,7 @@ def main(arguments: list[str]) -> int:
             found["steps"] = {
                 "rounds": {rows: budget.rounds.seconds(rows)},
                 "apart": {size: by_mode["auto"].apart.seconds(size) for size in _SIZES},
-                "mixed": {size: by_mode["auto"].together.seconds(size) for size in _SIZES},
+                "mixed": {f"{kind}": each.seconds(1) for kind, each in by_mode["auto"].together.items()},
             }
             args.out.write_text(json.dumps(found, indent=1), encoding="utf-8")
             print(json.dumps(cell), flush=True)

@@ -63,17 +63,18 @@ def main(arguments: list[str]) -> int:
             host, end = (statistics.median(each) for each in zip(*times, strict=True))
             print(
                 f"{tokens} tokens behind {args.behind}: host {1e3 * host:.2f} ms, end {1e3 * end:.2f} ms,"
-                f" products of {2e-12 * weights * tokens / end:.0f} TFLOP/s"
+                f" products of {2e-12 * weights * tokens / end:.0f} TFLOP/s",
+                flush=True,
             )
             recorded, by_name = kernels_of(run), defaultdict[str, list[float]](list)
             for name, spent_us in shares(recorded):
                 by_name[name].append(spent_us)
             busy_us = sum(end - start for _, start, end in recorded)
             whole_us = max(end for *_, end in recorded) - min(start for _, start, _ in recorded)
-            print(f"  {len(recorded)} kernels, busy {busy_us / 1e3:.2f} of {whole_us / 1e3:.2f} ms")
+            print(f"  {len(recorded)} kernels, busy {busy_us / 1e3:.2f} of {whole_us / 1e3:.2f} ms", flush=True)
             ordered = sorted(by_name.items(), key=lambda item: -sum(item[1]))
             for name, spent in ordered[: args.top]:
-                print(f"  {sum(spent) / 1e3:8.2f} ms {len(spent):5} x {name[:110]}")
+                print(f"  {sum(spent) / 1e3:8.2f} ms {len(spent):5} x {name[:110]}", flush=True)
     return 0
 
 

@@ -71,13 +71,16 @@ class StepCost:
         return self._prefill_s(tokens) * (1 + behind)
 
     def _mixed_s(self, plan: MixedPlan, layout: Layout) -> float:
-        (tokens, behind), rows = self._work_of(plan.prefill, layout), layout.bucket_for(len(plan.round.rows))
+        rows = layout.bucket_for(max(len(plan.round.rows), plan.round.min_rows))
+        tokens, behind = self._work_of(plan.prefill, layout)
         attended = mixed_seconds(0, PLAIN, 0, tokens) - mixed_seconds(0, PLAIN, 0, 0)
-        return max(self.mixed_s, mixed_seconds(rows, plan.round.shape, _CONTEXT, tokens)) + behind * attended
+        least_s = 0.0 if plan.prefill.packed else self.mixed_s  # a captured one waits for no launches
+        return max(least_s, mixed_seconds(rows, plan.round.shape, _CONTEXT, tokens)) + behind * attended
 
     def _work_of(self, plan: PrefillPlan, layout: Layout) -> tuple[int, float]:
         """Tokens with their padding, and what they cost more for those before them."""
-        tokens = layout.bucket_for(len(plan.chunks)) * max(len(chunk.token_ids) for chunk in plan.chunks)
+        padded = layout.bucket_for(len(plan.chunks)) * max(len(chunk.token_ids) for chunk in plan.chunks)
+        tokens = plan.packed or padded
         behind = 0.0 if self.attended is None else max(chunk.start for chunk in plan.chunks) / self.attended
         return tokens, behind
 
@@ -180,9 +183,12 @@ class Simulation:
         context: int = 33_000,
         shape: SpecShape = PLAIN,
         accept_length: float = 1.0,
+        prompt_sizes: Sequence[int] = (),
         **options: Any,
     ) -> None:
-        """options: of `EngineConfig`; a target for gaps of 50 ms where they name none."""
+        """prompt_sizes: of captured mixed steps; see `Layout`. options: of `EngineConfig`; a target for gaps of 50 ms
+        where they name none.
+        """
         self._layout = Layout(
             shapes=(shape,),
             page_size=16,
@@ -192,6 +198,7 @@ class Simulation:
             groups=(KVGroup(FULL, 1, paired(1, 8)),),
             pool_tokens=rows * 4096 + 16 * context,
             max_in_flight=2,
+            prompt_sizes=tuple(prompt_sizes),
         )
         self.engine = SimulatedEngine(cost, self._layout, accept_length)
         if shape != PLAIN:
@@ -325,6 +332,7 @@ def main() -> None:
     parser.add_argument("--costs", choices=list(COSTS), default="h200-8b")
     parser.add_argument("--shape", default="0,1,1", help="of rounds, S,k,T")
     parser.add_argument("--accept-length", type=float, default=1.0, help="tokens of a row in a round, in the mean")
+    parser.add_argument("--prompt-sizes", type=int, nargs="*", default=(), help="of captured mixed steps")
     parser.add_argument("--options", nargs="+", default=[""], help="options of the engine, name=value,name=value")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -332,8 +340,8 @@ def main() -> None:
     for options in args.options:
         for clients in args.clients:
             shape = SpecShape.parse(args.shape, "--shape")
-            drafts = {"shape": shape, "accept_length": args.accept_length}
-            simulation = Simulation(COSTS[args.costs], args.rows, **drafts, **_options_of(options))
+            drafts = {"shape": shape, "accept_length": args.accept_length, "prompt_sizes": args.prompt_sizes}
+            simulation = Simulation(COSTS[args.costs], args.rows, **{**drafts, **_options_of(options)})
             got = figures(closed_loop(simulation, clients, args.input, args.output, args.requests, args.spread))
             host_us = round(1e6 * statistics.median(simulation.host_s), 1)
             results.append({"options": options or "default", "clients": clients, **asdict(got), "host_us": host_us})

@@ -60,16 +60,20 @@ def test_phases_are_recorded_one_by_one_to_be_measured_and_not_kept(strong_pair,
 
 
 def test_a_start_captures_sampled_rounds_while_it_has_time(strong_pair):
-    """Those with few nodes first, each once; the first sampled request then asks for none. Ranks stop together."""
+    """Those with few nodes first, each once, then those with penalties; the first such requests then ask for none.
+    Ranks stop together.
+    """
     llm, graphs, recorder = with_fakes(strong_pair)
     greedy_ones, before = [*recorder.recorded], graphs.memory
     graphs.capture_sampled(0.0)
     assert recorder.recorded == greedy_ones
     graphs.capture_sampled(60.0)
-    assert recorder.recorded[len(greedy_ones) :] == [RoundKey(b, TREE, Choice.SAMPLE) for b in (1, 2, 4, 6)]
-    assert (graphs.memory.captured, graphs.memory.rounds) == (8, before.rounds)
-    llm.generate(strong_pair.prompts([9, 20, 5]), [sampled(3, 12), sampled(4, 9), greedy(7)])
-    assert len(recorder.recorded) == 8, "a request waited for a capture"
+    drawn = [RoundKey(b, TREE, choice) for choice in (Choice.SAMPLE, Choice.PROCESS) for b in (1, 2, 4, 6)]
+    assert recorder.recorded[len(greedy_ones) :] == drawn
+    assert (graphs.memory.captured, graphs.memory.rounds) == (12, before.rounds)
+    params = [sampled(3, 12), sampled(4, 9, presence_penalty=0.5), greedy(7)]
+    llm.generate(strong_pair.prompts([9, 20, 5]), params)
+    assert len(recorder.recorded) == 12, "a request waited for a capture"
 
     class Late(SingleRank):
         def minimum(self, number):

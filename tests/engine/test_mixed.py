@@ -201,23 +201,19 @@ def test_costs_choose_what_is_mixed(mode, mixes):
     layout = LAYOUT
     budget = PrefillBudget(layout, PrefillPace(512, 2048, None, 1024), None)
     mixing, chain = MixedSteps(layout, mode, budget), SpecShape(1, 3, 4)
-
-    def wanted(rows, shape):
-        return mixing.wanted(rows, shape, lambda enough: 0)
-
-    assert not wanted(0, PLAIN)
-    assert (wanted(32, chain), wanted(33, chain)) == mixes
+    assert not mixing.wanted(0, PLAIN)
+    assert (mixing.wanted(32, chain), mixing.wanted(33, chain)) == mixes
     round, prefill = (RoundPlan((), (), tuple(map(Row, range(32))), PLAIN, 0, Choice.GREEDY), chunk_of(1024))
     for plan, seconds in ((round, 0.005), (prefill, 0.024), (MixedPlan(prefill, round), 0.0275)):
         budget.note(plan, seconds, False)
         mixing.note(plan, seconds)
-    assert wanted(32, PLAIN) == (mode != "off"), "one step may compile or capture"
+    assert mixing.wanted(32, PLAIN) == (mode != "off"), "one step may compile or capture"
     for _ in range(8):
         mixing.note(MixedPlan(prefill, round), 0.0275)
-    assert wanted(32, PLAIN) == (mode == "on")
+    assert mixing.wanted(32, PLAIN) == (mode == "on")
     for _ in range(40):
         mixing.note(MixedPlan(prefill, round), 0.0255)
-    assert wanted(32, PLAIN) == (mode != "off")
+    assert mixing.wanted(32, PLAIN) == (mode != "off")
 
 
 def test_a_mixed_step_is_smaller_while_few_wait_and_keeps_to_the_gap():

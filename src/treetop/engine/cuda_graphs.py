@@ -153,20 +153,23 @@ class CudaGraphs:
         self.memory = GraphMemory(len(self._graphs), num_rounds(self._runner), first, others, free[-1])
 
     def capture_sampled(self, seconds: float) -> None:
-        """Capture sampled rounds of the coarse buckets for so long, those with few nodes first: who samples comes when
-        nobody else does, more likely than not. Called behind `capture_all`, of which this is the rest.
+        """Capture sampled rounds of the coarse buckets for so long, then those with penalties, of each those with few
+        nodes first. Called behind `capture_all`, of which this is the rest.
 
         Ranks that run them together capture as many.
         """
         assert self.memory is not None
         runner, until_s = self._runner, time.perf_counter() + seconds
-        coarse = [key for key in greedy_keys(runner.layout) if key.bucket in runner.layout.coarse_buckets]
-        drawn = [replace(key, choice=Choice.SAMPLE) for key in coarse if not (key.mixed or key.catches_up)]
-        for key in reversed([key for key in drawn if not (key.prompts and _gains_nothing(key))]):
+        small = [key for key in reversed(greedy_keys(runner.layout)) if key.bucket in runner.layout.coarse_buckets]
+        small = [key for key in small if not (key.mixed or key.catches_up or (key.prompts and _gains_nothing(key)))]
+        drawn = [replace(key, choice=Choice.SAMPLE) for key in small]
+        if Choice.PROCESS in runner.state.choices:
+            drawn += [replace(key, choice=Choice.PROCESS) for key in small if not key.prompts]
+        for key in drawn:
             in_time = runner.ops.parallel.minimum(int(time.perf_counter() < until_s))
             if not runner.ops.expert_ranks.minimum(in_time):
                 break
-            self.capture([key])
+            self.capture(self._alike(key))
         more = max(self.memory.free - (free := self._free()), 0)
         self.memory = replace(self.memory, captured=len(self._graphs), others=self.memory.others + more, free=free)
 

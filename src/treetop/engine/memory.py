@@ -39,9 +39,8 @@ nearly as much, for the weights are read."""
 MIXED_CHUNK_OF_GPU = 1024
 """Of one with a round in its forward: more steps save more readings of weights. Launched one by one, fewer tokens of an
 8B model take as long (`docs/policy.md`)."""
-LARGEST_PROMPTS = 512
-"""Prompt tokens in the forward of a captured round, at most; the other sizes are a half and a quarter. From there on
-products take a GPU time in proportion, so that larger ones save nothing more."""
+LARGEST_PROMPTS = 1024
+"""Prompt tokens in the forward of a captured round, at most; the other sizes are a half, a quarter and an eighth."""
 ROWS_OF_CPU, ROWS_OF_GPU = (16, 8), (256, 128, 64, 32, 16, 8)
 """Rows to choose from, if `--max-running-requests` does not say: batches whose rounds were measured."""
 DEFERRED_ON_CPU, DEFERRED_ON_GPU = 128, 32

@@ -7,7 +7,7 @@ Where rounds are captured a step's chunks are packed into a batch of one of a fe
 is in the round's graph. Others are launched one by one, which takes the host longer than it takes a GPU.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 
 from treetop.scheduler.budget import CostCurve, PrefillBudget
@@ -20,9 +20,10 @@ FEW_NODES, FEW_NODES_CAPTURED = 128, 256
 nodes gain 9 % of tokens/s, of 256 nothing, and trees of 128 nodes nothing (an 8B model, `docs/policy.md`). Of captured
 ones measured costs decide up to twice as many."""
 
-_GAIN, _GAIN_CAPTURED = 0.9, 0.97
+_GAIN, _GAIN_CAPTURED = 0.9, 1.0
 """Of the time of both apart, what a mixed step may take under `auto`: prompts that end in it decode a round later, and
-that costs some of what is gained. Launched one by one on an H200 it took as long (`docs/policy.md`)."""
+that costs some of what is gained. Launched one by one on an H200 it took as long (`docs/policy.md`). A captured one
+makes the gaps of streams several times shorter, so that as long is good enough."""
 
 _TRIED = 8
 """Mixed steps of a size after which their measured times are believed: the first may compile or capture."""
@@ -31,22 +32,25 @@ _STEPS = 4
 """In which what waits should end, about: in fewer, larger ones first tokens come sooner, in more of them more rounds
 cost next to nothing."""
 
+_FEW, _TOKENS_OF_A_ROW = 512, 8
+"""Prompt tokens of a captured step at most: so many, or so many for each row that decodes or waits to, where clients
+send 1,024 and get 128. More leave rounds without any, fewer would leave rows of a crowd empty."""
+
 
 class MixedSteps:
     """Says whether the next prefill step takes a round along.
 
-    budget: of prefill steps. apart, together: seconds of these and of mixed ones, by the work of their chunks.
+    budget: of prefill steps. apart, together: seconds of these, and of mixed ones by the rows and the size of captured
+    ones, (0, 0) for others; by the work of their chunks.
     """
 
     def __init__(self, layout: Layout, mode: MixedChunk, budget: PrefillBudget) -> None:
         self._layout, self._mode, self.budget = layout, mode, budget
-        self.apart, self.together, self._num_tried = CostCurve(), CostCurve(), Counter[int]()
+        self.apart, self.together = CostCurve(), defaultdict[tuple[int, int], CostCurve](CostCurve)
+        self._num_tried = Counter[tuple[int, int]]()
 
-    def wanted(self, rows: int, shape: SpecShape, work: Callable[[int], int]) -> bool:
-        """Whether a round of so many rows, of this shape, is to have prompts beside it, if there are any.
-
-        work: prompt tokens that wait, up to as many as it is given.
-        """
+    def wanted(self, rows: int, shape: SpecShape) -> bool:
+        """Whether a round of so many rows, of this shape, is to have prompts beside it, if there are any."""
         if self._mode == "off" or not rows:
             return False
         if self._mode == "on":
@@ -55,13 +59,13 @@ class MixedSteps:
         nodes = shape.nodes_at(bucket)
         if not sizes:
             return nodes <= FEW_NODES and self._pays(bucket, 0)
-        crowd = rows * sizes[-1]  # rows that stand empty cost more than is saved
-        return nodes <= FEW_NODES_CAPTURED and any(self._pays(bucket, size) for size in sizes) and work(crowd) < crowd
+        return nodes <= FEW_NODES_CAPTURED and any(self._pays(bucket, size) for size in sizes)
 
-    def size(self, round: RoundPlan, work: Callable[[int], int]) -> int:
+    def size(self, round: RoundPlan, waiting: int, work: Callable[[int], int]) -> int:
         """Of the batch that chunks beside a round are packed into; 0 where they are launched one by one.
 
-        The smallest in which what waits ends in a few steps.
+        The smallest in which what waits ends in a few steps. waiting: requests of this. work: its tokens, up to as many
+        as it is given.
         """
         sizes = self._layout.prompt_sizes
         if not sizes or round.masks or round.choice.processes:
@@ -69,7 +73,7 @@ class MixedSteps:
         bucket = self._layout.bucket_for(len(round.rows))
         if self._mode == "auto":
             sizes = tuple(size for size in sizes if self._pays(bucket, size)) or sizes
-        most = self.budget.most_packed(len(round.rows))
+        most = min(self.budget.most_packed(len(round.rows)), max(_TOKENS_OF_A_ROW * (len(round.rows) + waiting), _FEW))
         sizes = tuple(size for size in sizes if size <= most) or sizes[:1]
         need = work(_STEPS * sizes[-1])
         return next((size for size in sizes if _STEPS * size >= need), sizes[-1])
@@ -82,11 +86,15 @@ class MixedSteps:
         """
         work = size or self.budget.tokens(bucket, 0, mixed=True)
         whole = self.budget.tokens(bucket, 0) if size else work
-        apart_s, together_s = self.apart.seconds(whole) * work / whole, self.together.seconds(work)
-        if not apart_s or self._num_tried[size] < _TRIED:
+        kind = self._kind(bucket, size)
+        apart_s, together_s = self.apart.seconds(whole) * work / whole, self.together[kind].seconds(work)
+        if not apart_s or self._num_tried[kind] < _TRIED:
             return True
         gain = _GAIN_CAPTURED if size else _GAIN
         return together_s <= gain * (apart_s + self.budget.rounds.seconds(bucket))
+
+    def _kind(self, bucket: int, size: int) -> tuple[int, int]:
+        return (self._layout.coarse_bucket_for(bucket), size) if size else (0, 0)
 
     def note(self, plan: StepPlan, seconds: float, late_s: float = 0.0) -> None:
         """A step took so long, as the host saw it. late_s: of `PrefillBudget`, before it has noted the step."""
@@ -95,5 +103,6 @@ class MixedSteps:
         if isinstance(plan, PrefillPlan):
             self.apart.note(self.budget.work_of(plan), seconds + late_s)
         elif isinstance(plan, MixedPlan):
-            self._num_tried[plan.prefill.packed] += 1
-            self.together.note(self.budget.work_of(plan.prefill), seconds + late_s)
+            kind = self._kind(self._layout.bucket_for(len(plan.round.rows)), plan.prefill.packed)
+            self._num_tried[kind] += 1
+            self.together[kind].note(self.budget.work_of(plan.prefill), seconds + late_s)

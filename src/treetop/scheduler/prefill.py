@@ -86,6 +86,11 @@ class PrefillPlanner:
         """Rounds that are due before the next step, where some can run."""
         return self._budget.rounds_after(plan, len(self._queues.decoding))
 
+    @property
+    def num_candidates(self) -> int:
+        """Who is being prefilled, and who may have a row."""
+        return len(self._queues.prefilling) + min(len(self._queues.waiting), self._rows.num_free)
+
     def work(self, enough: int) -> int:
         """Tokens that are to be prefilled of those who have a row or may have one, up to `enough`."""
         work = 0

@@ -361,14 +361,14 @@ class Scheduler:
         The round is planned first, as it may have to put requests back: so it is what comes of it if the prefill then
         finds no room. Prompts that end in the step decode from the next round on.
         """
-        work = self._prefill.work
-        if not self.mixing.wanted(len(ready), self.policy.shape, work) or not self._prefill.has_work:
+        if not self.mixing.wanted(len(ready), self.policy.shape) or not self._prefill.has_work:
             return self._prefill.plan()
         round = self._rounds.plan(ready)
         if round is None:  # pages are short
             return None if self.steps.has_rows else self._prefill.plan()
         self.rows.put_back(round.edits)  # in one list no cell is named twice, and `max_edits` bounds it
-        prefill = self._prefill.plan(mixed=True, packed=self.mixing.size(round, work))
+        size = self.mixing.size(round, self._prefill.num_candidates, self._prefill.work)
+        prefill = self._prefill.plan(mixed=True, packed=size)
         if prefill is None:
             return replace(round, edits=self.rows.take_edits())
         rows = self._layout.coarse_bucket_for(len(round.rows)) if prefill.packed else round.min_rows

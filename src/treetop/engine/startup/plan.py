@@ -347,7 +347,7 @@ def _prompt_sizes(config: EngineConfig, model: ModelConfig, chunk: int) -> tuple
     if config.mixed_chunk == "off" or not captured or model.recurrent or config.ep_size > 1:
         return ()
     largest = _power_of_two(min(chunk, LARGEST_PROMPTS))
-    return tuple(size for size in (largest // 4, largest // 2, largest) if size)
+    return tuple(size for size in (largest // 8, largest // 4, largest // 2, largest) if size)
 
 
 def pace_of(target: TargetSpec, place: Placement) -> PrefillPace:
