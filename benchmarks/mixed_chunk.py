@@ -11,7 +11,7 @@ graphs; `eager` has them launched one by one; `captured` in the graphs of rounds
 First steps alone, on the null page, at so many rows: milliseconds until the host has launched one and until the device
 has ended it, of a round, of prefills, and of mixed steps of both kinds by their prompt tokens.
 JSON: `alone`; `cells`, as `served_shapes.py` has them, with `mode`; and `steps`, the medians of seconds, as the host
-saw them: of rounds by rows, of prefill steps by prompt tokens, of captured mixed ones by (rows, size), of others (0, 0).
+saw them: of rounds by rows, of prefill steps by prompt tokens, of captured mixed ones by (rows, size), else (0, 0).
 """
 
 import json

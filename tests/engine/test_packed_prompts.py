@@ -166,7 +166,7 @@ def test_costs_choose_whether_and_how_large():
         return mixing.size(round_of_rows(rows, choice), waiting, lambda enough: min(work, enough))
 
     assert [size(work) for work in (1, 512, 513, 1024, 2000, 9000)] == [128, 128, 256, 256, 512, 512]
-    assert (size(9000, rows=128), size(9000, rows=2, waiting=126), size(900, rows=128)) == (1024, 1024, 256)
+    assert (size(9000, rows=100), size(9000, rows=2, waiting=99), size(900, rows=100)) == (1024, 1024, 256)
     assert size(512, choice=Choice.LOGPROBS) == size(512, choice=Choice.PROCESS) == 0
     shapes = PLAIN, SpecShape(1, 3, 4), SpecShape(4, 5, 16)
     assert [mixing.wanted(64, shape) for shape in shapes] == [True, True, False]

@@ -32,9 +32,9 @@ _STEPS = 4
 """In which what waits should end, about: in fewer, larger ones first tokens come sooner, in more of them more rounds
 cost next to nothing."""
 
-_FEW, _TOKENS_OF_A_ROW = 512, 8
-"""Prompt tokens of a captured step at most: so many, or so many for each row that decodes or waits to, where clients
-send 1,024 and get 128. More leave rounds without any, fewer would leave rows of a crowd empty."""
+_FEW, _TOKENS_OF_A_ROW = 512, 12
+"""Prompt tokens of a captured step at most: so many, or so many for each row that decodes or waits to. Where clients
+send 1,024 and get 128 rows are full with 8; far more leave rounds without any (`benchmarks/simulated_load.py`)."""
 
 
 class MixedSteps:
