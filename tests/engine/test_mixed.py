@@ -104,8 +104,8 @@ def test_log_probabilities_are_those_of_plain_decoding(strong_pair):
 def test_requests_that_are_retracted_get_the_same(strong_pair, plainly):
     """Pages are short: a round that cannot be planned puts nobody back who is in the chunk beside it."""
     prompts, params, expected = plainly
-    options = {"chunked_prefill_size": 8, "page_size": 4, "max_running_requests": 4, "context_length": 96}
-    llm = build(strong_pair, SHAPE, mixed_chunk="on", check_level=3, max_total_tokens=120, **options)
+    options = {"chunked_prefill_size": 8, "page_size": 4, "max_running_requests": 4, "context_length": 72}
+    llm = build(strong_pair, SHAPE, mixed_chunk="on", check_level=3, max_total_tokens=80, **options)
     got, kinds = run(llm, prompts, params)
     assert got == expected
     assert llm.scheduler.num_retractions > 0
