@@ -157,6 +157,32 @@ def test_constrained_requests_equal_the_oracle_in_any_batch(strong_pair, asked, 
     llm.close()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_a_budget_of_nodes_changes_no_token_whatever_the_options(strong_pair, asked, seed):
+    """Shapes, budgets, rows, pages at random; trees that the host plants anew have the nodes that the budget left."""
+    prompts, params, seeds, want = asked
+    dice = random.Random(seed)
+    k, s = dice.choice([1, 1, 2, 3, 4]), dice.randrange(2, 6)
+    t = s + 1 if k == 1 else dice.randrange(s + 2, min(24, 1 + k + (s - 1) * k * k) + 1)
+    rows = dice.choice([2, 3, 5, 8])
+    options = {
+        "speculative_node_budget": dice.randrange(rows // 2 + 1, rows * t),
+        "max_running_requests": rows,
+        "page_size": dice.choice([1, 4, 16]),
+        "chunked_prefill_size": dice.choice([8, 24, 64]),
+        "graphs": dice.choice(["off", "sim"]),
+        "overlap": dice.random() < 0.5,
+        "mixed_chunk": dice.choice(["off", "on"]),
+        "check_level": dice.choice([1, 3]),
+        "max_total_tokens": dice.choice([None, 304]),
+        "speculative_calibration": dice.choice(["off", "learn"]),
+    }
+    llm = build(strong_pair, (k, s, t), **options)
+    assert tokens(llm.generate(prompts, params, [held_to(each) for each in seeds])) == want, options
+    llm.close()
+
+
 def test_captured_rounds_stop_for_the_masks_of_nodes(strong_pair, asked):
     """A round with constrained rows is two graphs, all others one; the tokens are the oracle's."""
     prompts, params, seeds, want = asked

@@ -241,8 +241,11 @@ def _plain_round(
 ) -> TreeRound:
     """The first row of a round; left: output tokens that earlier rounds did not give."""
     accept_len, bonus = int(accepted.accept_len[0]), int(accepted.bonus[0])
-    parent, logprob = tree.parent[0].tolist(), tree.logprob[0].tolist()
-    path, depth = accepted.path[0, : accept_len + 1].tolist(), tree.depth[0].tolist()
+    count = int((~tree.is_padding[0]).sum())
+    tokens, parent, depth, logprob = (
+        each[0, :count].tolist() for each in (tree.tokens, tree.parent, tree.depth, tree.logprob)
+    )
+    path = accepted.path[0, : accept_len + 1].tolist()
     end: End = "unproposed"
     if accept_len == accepted.path.shape[1] - 1:
         end = "full"
@@ -251,7 +254,7 @@ def _plain_round(
     elif path[-1] not in parent[1:]:
         end = "leaf"
     return TreeRound(
-        tokens=tree.tokens[0].tolist(),
+        tokens=tokens,
         parent=parent,
         depth=depth,
         own=[_probability(logprob[node] - logprob[up] if node else 0.0) for node, up in enumerate(parent)],

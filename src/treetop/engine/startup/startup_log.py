@@ -28,6 +28,8 @@ def start_up_block(
     config, layout, shape = engine_plan.config, runner.layout, engine_plan.config.shape
     place, dtype = engine_plan.place.device, engine_plan.place.dtype
     tree = f"tree S={shape.num_steps} k={shape.topk} T={shape.num_draft_tokens}" if runner.drafter else "no draft"
+    if shape.node_budget:
+        tree += f", {shape.node_budget} nodes of all rows"
     whole = engine_plan.place
     shared = f", which {config.tp_size} ranks share" if config.tp_size > 1 else ""
     if config.ep_size > 1:
