@@ -30,9 +30,9 @@ OPTIONS = {"page_size": 4, "max_running_requests": 4, "chunked_prefill_size": 16
 def asked(count):
     """Greedy, sampled and filtered requests of different lengths, with log-probabilities and bans here and there."""
     kinds = [
-        lambda i: greedy(26 - i),
-        lambda i: sampled(i, 22),
-        lambda i: sampled(i, 18 + i, top_k=4, temperature=0.8, logprobs=2),
+        lambda i: greedy(26 - i, whole=True),
+        lambda i: sampled(i, 22, whole=True),
+        lambda i: sampled(i, 18 + i, whole=True, top_k=4, temperature=0.8, logprobs=2),
         lambda i: SamplingParams(max_tokens=24, ignore_eos=True, stop_token_ids=(i % 12,), frequency_penalty=0.5),
     ]
     return [kinds[i % len(kinds)](i) for i in range(count)]
@@ -61,7 +61,7 @@ def plainly(strong_pair):
         {"tp_size": 2, "overlap": True, "check_level": 2},
         {"speculative_calibration": "learn", "graphs": "sim"},
         {"mixed_chunk": "on", "chunked_prefill_size": 8, "graphs": "sim", "overlap": True},
-        {"mixed_chunk": "on", "chunked_prefill_size": 8},
+        pytest.param({"mixed_chunk": "on", "chunked_prefill_size": 8}, marks=pytest.mark.slow),
     ],
 )
 def test_tokens_with_other_options_are_those_of_plain_rounds(strong_pair, drawn, options):
@@ -79,10 +79,10 @@ def test_tokens_with_other_options_are_those_of_plain_rounds(strong_pair, drawn,
     ("shape", "budget", "graphs", "overlap"),
     [
         ((1, 5, 6), 9, "sim", True),
-        ((1, 3, 4), 4, "off", False),
+        pytest.param((1, 3, 4), 4, "off", False, marks=pytest.mark.slow),
         ((2, 3, 6), 11, "sim", True),
         ((4, 3, 16), 7, "off", True),
-        ((4, 3, 16), 40, "sim", False),
+        pytest.param((4, 3, 16), 40, "sim", False, marks=pytest.mark.slow),
         ((4, 3, 16), 1, "sim", True),
     ],
 )
@@ -162,7 +162,7 @@ def test_a_budget_accepts_more_than_a_shape_of_as_many_nodes(strong_pair):
 
     def tokens_a_round(shape, **more):
         llm = build(strong_pair, shape, overlap=False, **options, **more)
-        requests = submit(llm, strong_pair.prompts([9] * 16), [sampled(seed, 120) for seed in range(16)])
+        requests = submit(llm, strong_pair.prompts([9] * 16), [sampled(seed, 120, whole=True) for seed in range(16)])
         rounds = emitted = 0
         for plan, updates in pump(llm):
             if isinstance(plan, RoundPlan) and len(plan.rows) == 16:
@@ -175,7 +175,7 @@ def test_a_budget_accepts_more_than_a_shape_of_as_many_nodes(strong_pair):
 
 def test_drawn_tokens_have_the_targets_probabilities(strong_pair):
     """The second and third token after one prompt, of many requests that compete for few nodes."""
-    prompt, count = strong_pair.prompts([7])[0], 400
+    prompt, count = strong_pair.prompts([7])[0], 300
     llm = build(strong_pair, (2, 2, 5), speculative_node_budget=20, max_running_requests=8)
     params = [replace(sampled(seed, 3), temperature=1.0) for seed in range(count)]
     outputs = llm.generate([prompt] * count, params)

@@ -22,7 +22,9 @@ def outputs(draft, shape, **options):
     llm = make(draft, shape, **{"max_running_requests": 8, "chunked_prefill_size": 256, **options})
     dice = random.Random(0)
     prompts = [[dice.randrange(3, 200) for _ in range(length)] for length in LENGTHS]
-    requests = submit(llm, prompts, [sampled(i, 40) if i % 3 else greedy(40) for i in range(len(prompts))])
+    requests = submit(
+        llm, prompts, [sampled(i, 40, whole=True) if i % 3 else greedy(40, whole=True) for i in range(len(prompts))]
+    )
     drafted = []
     for plan, updates in pump(llm):
         if isinstance(plan, RoundPlan) and len(plan.rows) == 8 == len(updates):
