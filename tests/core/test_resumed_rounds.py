@@ -85,7 +85,7 @@ class Alternating:
 
 @pytest.mark.parametrize("received", [1, 8])
 def test_a_constraint_goes_on_behind_what_was_received(llm, received):
-    prompt, params = llm_prompts(3)[2], sampled(5, COUNT)
+    prompt, params = llm_prompts(3)[2], sampled(5, COUNT, whole=True)
     request = asked(llm, prompt, params)
     ((whole, *_),) = run(llm, [request._replace(constraint=Alternating())]).values()
     assert [token % 2 for token in whole] == [0, 1] * (COUNT // 2)

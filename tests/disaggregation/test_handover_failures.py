@@ -168,7 +168,7 @@ def test_aborts_failures_and_retractions_in_the_middle_keep_the_books_whole(pair
 def test_a_request_that_gives_way_while_it_is_imported_or_exported(pairs):
     """Decoding requests take the pages of younger ones, wherever these stand; its worker hears of it."""
     worker = Worker(pairs["strong"], (2, 3, 6), page_size=4, max_total_tokens=132, overlap=False)
-    old = EngineRequest(RequestId(next(IDS)), tuple(pairs["strong"].prompts([10])[0]), greedy(100), 0)
+    old = EngineRequest(RequestId(next(IDS)), tuple(pairs["strong"].prompts([10])[0]), greedy(100, whole=True), 0)
     young = [RequestId(next(IDS)) for _ in range(2)]
     asked = [EngineRequest(each, tuple(pairs["strong"].prompts([40], seed=each)[0]), greedy(5), 0) for each in young]
     worker.scheduler.add(old)
