@@ -22,7 +22,7 @@ from treetop.distributed import process as processes
 from treetop.distributed import tp_executor
 from treetop.types.errors import EngineError
 
-LONG = greedy(200)
+LONG = greedy(200, whole=True)
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +71,9 @@ def after_first_tokens(llm, pair, act) -> tuple[str, float]:
 @pytest.mark.slow
 def test_processes_give_what_one_gives_and_a_rank_that_is_killed_ends_the_group(pair, monkeypatch):
     """In flight, and then again and again: an error that names the rank, at once, and no process, no file."""
-    alone = build(pair, (4, 5, 16)).generate(pair.prompts([9, 30, 5]), greedy(40))
+    alone = build(pair, (4, 5, 16)).generate(pair.prompts([9, 30, 5]), greedy(40, whole=True))
     with group(pair, monkeypatch) as (llm, process):
-        shared = llm.generate(pair.prompts([9, 30, 5]), greedy(40))
+        shared = llm.generate(pair.prompts([9, 30, 5]), greedy(40, whole=True))
         assert tokens(shared) == tokens(alone)
         assert accept_lens(shared) == accept_lens(alone)
         said, seconds = after_first_tokens(llm, pair, process.kill)
@@ -89,7 +89,7 @@ def test_a_rank_that_stops_for_longer_than_the_deadline_ends_the_group(pair, mon
         os.kill(process.pid, signal.SIGSTOP)
         resumed = threading.Timer(1.0, os.kill, (process.pid, signal.SIGCONT))
         resumed.start()
-        assert len(tokens(llm.generate(pair.prompts([9]), greedy(10)))[0]) == 10
+        assert len(tokens(llm.generate(pair.prompts([9]), greedy(10, whole=True)))[0]) == 10
         resumed.join()
         said, seconds = after_first_tokens(llm, pair, lambda: os.kill(process.pid, signal.SIGSTOP))
         assert "a rank did not answer in 6 s; raise --step-timeout" in said
