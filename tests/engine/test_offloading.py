@@ -39,7 +39,7 @@ def replay(llm, asked, run=pump):
     """Serve prompts one after the other. Returns (tokens, accept lengths, cached tokens) of each, and the steps."""
     found, plans = [], []
     for number, (_, prompt) in enumerate(asked):
-        params = greedy(9) if number % 2 else sampled(number, 9)
+        params = greedy(9, whole=True) if number % 2 else sampled(number, 9, whole=True)
         (request,) = submit(llm, [prompt], [params])
         plans += [plan for plan, _ in run(llm)]
         found.append((tuple(request.output_ids), tuple(accepted(request)), request.num_cached_tokens))
@@ -192,7 +192,7 @@ def test_requests_that_end_while_they_load_leave_nothing(strong_pair):
     with on_a_cpu():
         llm = with_tier(strong_pair, **POOL)
         replay(llm, asked[:5])
-        (request,) = submit(llm, [asked[5][1]], [greedy(9)])
+        (request,) = submit(llm, [asked[5][1]], [greedy(9, whole=True)])
         plan = llm.scheduler.plan()
         assert isinstance(plan, OffloadPlan)
         assert plan.fetches
@@ -249,9 +249,9 @@ def test_adapters_part_the_host(tmp_path, strong_pair):
     (_, prompt), *others = turns(random.Random(4), agents=5, count=1)
     with on_a_cpu():
         llm = with_tier(strong_pair, lora_modules={"a": str(lora)}, **POOL)
-        want = {name: llm.generate([prompt], greedy(9), lora=name)[0].token_ids for name in (None, "a")}
+        want = {name: llm.generate([prompt], greedy(9, whole=True), lora=name)[0].token_ids for name in (None, "a")}
         ask(llm, others)
-        got = {name: llm.generate([prompt], greedy(9), lora=name)[0].token_ids for name in ("a", None)}
+        got = {name: llm.generate([prompt], greedy(9, whole=True), lora=name)[0].token_ids for name in ("a", None)}
     assert got == want
     assert len({*want.values()}) == 2
     assert stats(llm).loaded_tokens >= 160

@@ -47,7 +47,7 @@ def turns(rng, agents=5, count=2, first=90, more=20, vocab=VOCAB):
 
 def ask(llm, asked):
     """(tokens, accept lengths) of prompts that are served one after the other."""
-    outputs = [llm.generate([prompt], [greedy(9)])[0] for _, prompt in asked]
+    outputs = [llm.generate([prompt], [greedy(9, whole=True)])[0] for _, prompt in asked]
     return [(each.token_ids, each.metrics.accept_lens) for each in outputs]
 
 
@@ -61,7 +61,7 @@ def ask_salted(llm, asked, salt):
     for _, prompt in asked:
         if not llm.scheduler.has_work:
             hold_core_thread(llm)
-        given = EngineRequest(RequestId(next(NUMBERS)), tuple(prompt), greedy(9), 0, cache_salt=salt)
+        given = EngineRequest(RequestId(next(NUMBERS)), tuple(prompt), greedy(9, whole=True), 0, cache_salt=salt)
         request = llm.scheduler.add(given)
         for _ in steps(llm):
             pass
