@@ -352,7 +352,7 @@ def test_over_http_only_where_the_operator_says_so():
         assert refused.status_code == 403
         assert "--enable-update-weights" in refused.json()["error"]["message"]
     assert asked == []
-    with scripted(lambda _: "a", enable_update_weights=True, api_key=("key",)) as (url, core):
+    with scripted(lambda _: "a", enable_update_weights=True, admin_api_key="key") as (url, core):
         core.change = change
         assert httpx.post(url + path, json=body).status_code == 401
         key = {"Authorization": "Bearer key"}

@@ -288,7 +288,7 @@ def test_a_ramps_intervals_are_of_paired_turns(script):
 def test_options_of_a_ramp_are_for_every_server_and_those_of_drafts_for_drafts(script):
     parse = script("load_ramp").contenders
     given = "--device cuda --disable-radix-cache --simulate-acceptance builtin:kimi-k2 --max-running-requests 9"
-    found = parse(Namespace(options=given, clients=[1, 4], shapes=["2,1,3", "5,4,8"], draft="head"))
+    found = parse(Namespace(options=given, clients=[1, 4], shapes=["2,1,3", "5,4,8"], draft="head", profiles=None))
     assert list(found) == ["plain", "2,1,3", "5,4,8", "auto"]
     common = {"max_running_requests": "9", "device": "cuda", "disable_radix_cache": True}
     assert found["plain"] == {**common, "speculative_algorithm": "NONE"}

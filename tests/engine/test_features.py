@@ -112,7 +112,7 @@ class Heard(RowFeature):
 
     def rooted(self, ops, of) -> None:
         live = torch.tensor([[row in self.seed_of] for row in of.rows.tolist()])
-        self._note(of.rows, *of.prompt)
+        self._note(of.prompt.rows, of.prompt.positions, of.prompt.tokens, of.prompt.valid)
         self._note(of.rows, of.at[:, None], of.tokens[:, None], live)
 
     def accepted(self, ops, of) -> None:

@@ -70,15 +70,17 @@ def test_an_engine_whose_graphs_took_too_much_does_not_start(strong_pair, monkey
         return free[0]
 
     monkeypatch.setattr(engines, "captures", lambda *_: True)
+    monkeypatch.setattr("torch.cuda.Stream", lambda: None)
+    monkeypatch.setattr(engines, "CudaRecorder", lambda _: None)
     monkeypatch.setattr(engines, "CudaGraphs", type("Fake", (CudaGraphs,), {
-        "__init__": lambda self, runner: CudaGraphs.__init__(self, runner, FakeRecorder(), shrinking)
+        "__init__": lambda self, runner, recorder=None: CudaGraphs.__init__(self, runner, FakeRecorder(), shrinking)
     }))  # fmt: skip
 
     def start():
         return build(strong_pair, (4, 5, 16), max_running_requests=6, graphs="auto", max_total_tokens=asked)
 
     if asked is None:
-        refused(CapacityError, start, "captured graphs: 4 of at most", "0.00 MiB free", "--graphs off")
+        refused(CapacityError, start, "captured graphs: 12 of at most", "0.00 MiB free", "--graphs off")
     else:
         start()
         assert "--max-total-tokens leaves too little to the worst step" in caplog.text

@@ -122,7 +122,7 @@ def test_a_request_that_names_an_adapter_of_before_is_never_given_another(pair, 
     """It goes on in an engine after the one that it began in, where the name has been given again."""
     llm = build(pair, SHAPE, lora_modules={"it": str(adapters[0][1])}, enable_lora=True, max_loras=2)
     core = EngineCore(llm.engine, llm.scheduler)
-    core.restore(4, {"it": 3, "gone": 1})
+    core.restore(4, {"it": 3, "gone": 1}, ())
     info = core.current(llm._core.info)
     assert (info.lora_version("it"), info.lora_version("gone"), info.weight_version) == (3, 0, 4)
     ask = EngineRequest(RequestId(1), (5, 6, 7), greedy(3), 0, lora="it", lora_version=3)

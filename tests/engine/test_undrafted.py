@@ -20,10 +20,10 @@ def test_no_draft_of_it_is_accepted_and_others_go_on(strong_pair, policy, graphs
     """In a mixed batch, with windows of requests that come and go, with penalties, log-probabilities and draws."""
     prompts = strong_pair.prompts([5, 9, 17, 30])
     asked = [
-        greedy(24),
-        sampled(3, 24),
-        replace(greedy(24), frequency_penalty=0.5),
-        replace(greedy(24), logprobs=1),
+        greedy(24, whole=True),
+        sampled(3, 24, whole=True),
+        replace(greedy(24, whole=True), frequency_penalty=0.5),
+        replace(greedy(24, whole=True), logprobs=1),
     ]
     plain = tokens(build(strong_pair, None).generate(prompts, asked))
     llm = build(strong_pair, SHAPE, speculative_policy=policy, graphs=graphs, max_running_requests=3)

@@ -55,7 +55,7 @@ def test_an_8b_model_takes_its_share_and_serves_a_full_batch_without_running_out
     lines = "\n".join(use.lines())
     print(f"\n{lines}\nfree now {gib(free)}; {len(graphs)} graphs in {graphs.seconds:.1f} s; start {start_s:.1f} s")
     assert isinstance(graphs, CudaGraphs)
-    assert len(graphs) == len(layout.coarse_buckets)
+    assert sum(key.choice is Choice.GREEDY for key in graphs._graphs) == len(layout.coarse_buckets)
     assert graphs.seconds < 30
     assert layout.tokens_per_request <= layout.pool_tokens < layout.tokens_for_all
     made = sum(pool.data.nbytes for pool in llm.engine.runner.pools.values())
@@ -121,7 +121,7 @@ def _everything():
 
 
 def test_graphs_captured_at_start_serve_greedy_and_sampled_rounds():
-    """float32: tokens of captured and eager engines agree; a sampled batch adds sampled rounds, each once."""
+    """float32: tokens of captured and eager engines agree; a batch that was not foreseen adds sampled rounds alone."""
     prompts = ["def area(radius):", "class Queue:\n    def __init__(self", "import os\n"] * 2
     params = [greedy(30), sampled(3, 30), sampled(4, 30, top_p=0.9)] * 2
     captured, eager = (
@@ -133,7 +133,8 @@ def test_graphs_captured_at_start_serve_greedy_and_sampled_rounds():
         assert tokens(captured.generate(prompts, each)) == tokens(eager.generate(prompts, each))
     graphs = captured.engine.launcher
     assert all(key.choice is Choice.SAMPLE for key in list(graphs._graphs)[known:])
-    assert known < len(graphs) <= known + len(captured.engine.layout.buckets)
+    assert any(key.choice is Choice.SAMPLE for key in graphs._graphs)
+    assert known <= len(graphs) <= known + len(captured.engine.layout.buckets)
 
 
 def test_the_round_table_of_the_presets_comes_in_one_call(capsys):

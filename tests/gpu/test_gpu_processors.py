@@ -54,7 +54,7 @@ def test_captured_trees_equal_plain_decoding(plain, prompts, shape):
     parted = sum(a != b for a, b in zip(want, got, strict=True))
     assert parted <= 1, f"{parted} of {len(want)} sequences differ"
     assert want != tokens(plain.generate(prompts, greedy(COUNT)))
-    assert {key.choice for key in llm.engine.launcher._graphs} == {Choice.GREEDY, Choice.PROCESS}
+    assert {key.choice for key in llm.engine.launcher._graphs} >= {Choice.GREEDY, Choice.PROCESS}
 
 
 def test_kernels_give_the_tokens_of_the_reference_on_a_cpu(prompts):

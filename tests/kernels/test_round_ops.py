@@ -61,8 +61,19 @@ def test_kernels_are_chosen_where_they_serve(monkeypatch):
         return {name for name, op in operations().items() if getattr(ops, name) is not op.reference}
 
     of_products = {"silu_mul", "gelu_tanh_mul", "skinny_gemm", "gated_rows", "compressed_rows"}
-    of_products |= {"coded_rows", "coded_gated", "decode_tiles", "quantize_rows", "fp8_rows"}
-    of_trees = {"start", "grow", "select", "greedy", "accept", "learn", "say_roots", "say_level", "choose_drawn"}
+    of_products |= {"coded_rows", "coded_gated", "decode_tiles", "quantize_rows", "fp8_rows", "add_rms_norm_codes"}
+    of_trees = {
+        "start",
+        "grow",
+        "select",
+        "greedy",
+        "accept",
+        "learn",
+        "say_roots",
+        "say_level",
+        "choose_drawn",
+        "trim",
+    }
     assert kernels(gpu, torch.bfloat16, tree) == every
     assert kernels(gpu, torch.float32, tree) == every - of_products
     assert kernels(gpu, torch.float32, (SpecShape(8, 8, 200),)) == every - of_products - of_trees

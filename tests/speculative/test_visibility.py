@@ -97,8 +97,8 @@ def test_every_query_sees_its_committed_prefix_and_its_own_line_of_the_tree(stro
         else:
             written = check_round(Round(witness, backend, calls, shape, rows, result, latest, hidden_before))
             accepted += sum(len(row.tokens) - 1 for row in result.rows)
-        tokens, scores = calls.proposals[-1]
-        latest |= {r: list(zip(tokens[i], scores[i], strict=True)) for i, r in enumerate(rows)}
+        for tokens, scores in calls.proposals[-1:]:  # none where no prompt ends
+            latest |= {r: list(zip(tokens[i], scores[i], strict=True)) for i, r in enumerate(rows)}
         for group, pool in pools.items():
             expected = {witness.slot(group, request, position) for request, position in written}
             assert changed_slots(before[group], pool.layers()) == expected

@@ -252,7 +252,7 @@ def test_all_rows_at_the_context_wall_with_the_last_page_nearly_full(strong_pair
     assert llm.scheduler.num_retractions == 0
     roomy = build(strong_pair, None, context_length=256)
     shorter = [
-        sampled(p.seed, context - n) if p.seed is not None else greedy(context - n)
+        sampled(p.seed, context - n, whole=True) if p.seed is not None else greedy(context - n, whole=True)
         for p, n in zip(params, lengths, strict=True)
     ]
     assert [tuple(request.output_ids) for request in requests] == tokens(roomy.generate(prompts, shorter))

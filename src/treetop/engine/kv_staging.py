@@ -1,7 +1,7 @@
 """What an engine has to transfer KV with: its staging slots, and what other workers must have in common with it."""
 
-from treetop.checkpoints.fingerprint import fingerprint
 from treetop.engine.engine import Engine
+from treetop.engine.kv_names import draft_name, target_name
 from treetop.types.errors import ConfigError
 from treetop.types.kv_transfer.layout import Schema, Staging, words_of_groups
 from treetop.types.kv_transfer.transport import Memory
@@ -32,20 +32,3 @@ def staging_of(engine: Engine) -> Staging:
     reached = Memory(memory.data_ptr(), memory.nbytes, device)
     size = config.disaggregation_slot_bytes
     return Staging(reached, config.disaggregation_slots, size, layout, schema, ranks.rank, ranks.size)
-
-
-def target_name(engine: Engine) -> str:
-    """Whose K/V these are: another checkpoint's, or those of other activations, are other numbers."""
-    config = engine.config
-    name = f"dummy {config.seed or 0}" if config.load_format == "dummy" else fingerprint(engine.model_path)
-    return f"{name} with activations in FP8" if config.quantize_activations else name
-
-
-def draft_name(engine: Engine) -> str:
-    """What drafts: which kind, and the fingerprint of a folder of its own."""
-    if engine.draft is None:
-        return "none"
-    folder, algorithm = engine.draft_path, engine.config.algorithm
-    if folder is None or engine.config.load_format == "dummy":
-        return str(algorithm)
-    return f"{algorithm} {fingerprint(folder)}"

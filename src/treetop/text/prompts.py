@@ -18,6 +18,8 @@ BadWords = dict[tuple[str, ...], tuple[tuple[int, ...], ...]]
 SERVE_WITHOUT = "serve without --disable-logits-processors, simulated acceptance and --mock-engine"
 """What to change where a core can hold no tokens to a structure."""
 _BYTES = (bytes, bytearray, memoryview)
+_LONG = 2**20
+"""Characters of a text that is encoded no further than the context goes."""
 
 
 class PromptReader:
@@ -54,8 +56,9 @@ class PromptReader:
             return self.tokenizer.encode(text, special)
         maximum = self._info.max_context
         check_length(self.tokenizer.fewest_tokens(text), maximum, exact=False)
-        ids = self.tokenizer.encode(text, special, most=maximum)
-        if len(ids) > maximum:  # there may be more
+        is_long = len(text) > _LONG
+        ids = self.tokenizer.encode(text, special, most=maximum if is_long else None)
+        if is_long and len(ids) > maximum:  # there may be more
             check_length(len(ids), maximum, exact=False)
         return ids
 

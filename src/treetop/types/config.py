@@ -513,8 +513,8 @@ class EngineConfig:
             ),
             (
                 folder is not None and self.tp_size > 1,
-                f"--kv-offloading-folder: not with --tp-size {self.tp_size}, whose ranks have a part of each page each;"
-                " leave it out",
+                f"--kv-offloading-folder: not with --tp-size {shown(self.tp_size)}, whose ranks each have a part of a"
+                " page; leave it out",
             ),
             (
                 folder is not None and self.has_loras,

@@ -10,7 +10,7 @@ from treetop.cache.disk_store import DiskStore, Views
 from treetop.cache.disk_tier import DiskTier, Landed, Pages
 from treetop.checkpoints.fingerprint import read_files
 from treetop.engine.engine import Engine
-from treetop.engine.kv_staging import draft_name, target_name
+from treetop.engine.kv_names import draft_name, target_name
 from treetop.engine.memory import GIB
 from treetop.engine.offloading.host_pages import HostPageCopies, Mark, page_sums
 from treetop.types.errors import InvariantError

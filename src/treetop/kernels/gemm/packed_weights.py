@@ -66,8 +66,8 @@ class CompressedWeight:
     @property
     def nbytes(self) -> int:
         """Bytes that a product reads of it."""
-        lists = (self.starts, self.lines, self.columns, self.values)
-        return self.words.nbytes + self.scale.nbytes + sum(each.nbytes for each in lists)
+        outliers = int(self.starts[-1]) * (self.lines.itemsize + self.columns.itemsize + self.values.itemsize)
+        return self.words.nbytes + self.scale.nbytes + self.starts.nbytes + outliers
 
 
 def is_whole(n: int, k: int, gated: bool) -> bool:
