@@ -105,6 +105,22 @@ def test_what_nobody_waits_for_is_dropped_by_all_ranks_once():
         assert core.told == [("prepare", asked), ("drop", asked)]
 
 
+def test_a_refused_change_leaves_the_one_that_waits():
+    """Whoever asked for it: another client, or the same one."""
+    core, socket = Told(), Mock()
+    core.num_alive, core.hold = 1, lambda: None
+    server, waits = EngineServer(Parts(core, None), socket), UpdateWeights("m", in_flight="wait")
+    server._apply(b"1", AskChange.of(1, "prepare", waits))
+    for identity in (b"2", b"1"):
+        server._apply(identity, AskChange.of(2, "prepare", LOAD))
+        server._apply(identity, AskChange.of(3, "drop", LOAD))
+    core.num_alive = 0
+    server._loop._settle()
+    server._apply(b"2", AskChange.of(4, "drop", LOAD))
+    server._apply(b"1", AskChange.of(5, "commit", waits))
+    assert core.told == [("prepare", waits), ("commit", waits)]
+
+
 def test_an_engine_after_another_goes_on_where_that_was(tmp_path):
     """Its weights' version, what names of adapters have meant, and what slept and how deeply."""
     core, file, config = Told(), tmp_path / "note", EngineConfig(model="m")

@@ -99,7 +99,7 @@ class EngineServer:
         self._loop, self._socket, self._over = CoreLoop(self._core, self._connector, self._lockstep), socket, over
         self._why: BaseException | None = None
         self._options = options
-        self._asked: bytes | None = None  # who waits for requests to end
+        self._asked: tuple[bytes, Change] | None = None  # who waits for requests to end, for what
         self._prepared: tuple[bytes, Change, Commit] | None = None  # whose, for what
         self._clients: dict[bytes, Callable[[list[RequestUpdate]], None]] = {}
         self._identities: dict[int, bytes] = {}  # of clients, by number
@@ -184,7 +184,7 @@ class EngineServer:
             self._send(identity, ChangeDone(asked.number, "another change is being made; ask again"))
             return
         change = asked.change
-        self._asked = identity
+        self._asked = identity, change
         self._loop.prepare(change, partial(self._is_prepared, identity, asked.number, change))
 
     def _is_prepared(self, identity: bytes, number: int, change: Change, prepared: Commit | BaseException) -> None:
@@ -198,10 +198,11 @@ class EngineServer:
     def _change(self, identity: bytes, asked: AskChange) -> ChangeDone:
         """An engine that takes this one's place has what was changed, too. Whom that ended has been told before."""
         try:
-            if self._prepared is not None and self._prepared[0] != identity:
-                raise EngineError("another change is being made; ask again")
             if asked.stage == "drop":
-                self._drop()
+                if (identity, asked.change) in (self._asked, self._prepared and self._prepared[:2]):
+                    self._drop()
+            elif self._prepared is not None and self._prepared[0] != identity:
+                raise EngineError("another change is being made; ask again")
             elif self._prepared is None:
                 raise EngineError("nothing is prepared here: this engine was started meanwhile")
             else:
@@ -222,7 +223,7 @@ class EngineServer:
         identity = self._identities.pop(number, None)
         if identity is not None:
             self._loop.leave(self._clients.pop(identity))
-            if self._asked == identity or (self._prepared is not None and self._prepared[0] == identity):
+            if identity in [each[0] for each in (self._asked, self._prepared) if each is not None]:
                 self._drop()
 
     def _drop(self) -> None:
