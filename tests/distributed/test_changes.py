@@ -2,14 +2,15 @@
 
 import asyncio
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 
+from treetop.core.engine_core import EngineCore
 from treetop.core.wire import AskChange, ClientHello
 from treetop.distributed.client import EngineProcessClient, has_taken
 from treetop.distributed.engine_process import EngineServer, Parts, note_change, noted_changes, restored
-from treetop.types.changes import TAGS, LoadLora, Sleep, UnloadLora, UpdateWeights, WakeUp
+from treetop.types.changes import TAGS, LoadLora, SentTensors, Sleep, UnloadLora, UpdateWeights, WakeUp
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, EngineError
 from treetop.types.requests import CoreLoad
@@ -72,6 +73,7 @@ class Told:
     """A core that says what it is told to; an engine, too."""
 
     failure, load, busy, weight_version, asleep, lora_versions = None, CoreLoad(), False, 3, (), {"it": 2}
+    in_no_folder = ()
 
     def __init__(self):
         self.told = []
@@ -82,6 +84,9 @@ class Told:
 
     def drop(self, change):
         self.told.append(("drop", change))
+
+    def lacks_room(self, change):
+        return False
 
     def restore(self, *counts):
         self.told.append(counts)
@@ -137,3 +142,30 @@ def test_an_engine_after_another_goes_on_where_that_was(tmp_path):
         ("prepare", woken),
         ("commit", woken),
     ]
+
+
+def test_weights_that_came_in_parts_are_noted_and_found_again_whole(tmp_path):
+    """Model first and the head last: both are lost with the engine, and both are there once they have come again."""
+    file, config = tmp_path / "note", EngineConfig(model="m")
+    sent = SentTensors(("a",), ("float32",), ((1,),), "g")
+    parts = UpdateWeights(model_tensors=sent, more=True), UpdateWeights(draft_tensors=sent)
+
+    def after(core, *changes):
+        for change in changes:
+            core.prepare(change)()
+            note_change(file, config, change, core)
+        return core.lost, noted_changes(file).lost
+
+    scheduler = MagicMock()
+    scheduler.adapters.known = {}
+    core = EngineCore(Told(), scheduler)
+    assert after(core, *parts) == ((), ("draft", "model"))
+    for again in (parts, [UpdateWeights(model_tensors=sent), parts[1]], [parts[0], UpdateWeights("m", "d")]):
+        core = EngineCore(Told(), scheduler)
+        core.restore(3, {}, ("draft", "model"))
+        assert after(core, *again) == ((), () if again[1].draft else ("draft", "model"))
+    core = EngineCore(Told(), scheduler)
+    core.restore(3, {}, ("draft", "model"))
+    core.prepare(parts[0])()
+    core.drop(parts[1])  # what was kept has gone with it
+    assert after(core, parts[1])[0] == ("model",)

@@ -87,6 +87,8 @@ class EngineCore(Generic[InFlightStep]):
         """Of `TAGS`."""
         self.lost: tuple[str, ...] = ()
         """Of "model" and "draft", what an engine before this one was sent, and this one has not been."""
+        self._sent: set[str] = set()  # of those, what is in force here and in no folder
+        self._kept: set[str] = set()  # of those, what has come of new weights that are not whole yet
         self.fit = HeadFit()
         self._paused = False  # K/V have gone for new weights, which are not in force yet
         self._held: list[tuple[EngineRequest, bool, float]] | None = None  # those that came since, while others end
@@ -217,6 +219,8 @@ class EngineCore(Generic[InFlightStep]):
         try:
             commit = self._prepared(change)
         except BaseException:
+            if isinstance(change, UpdateWeights):
+                self.drop(change)
             self.release()
             raise
         return lambda: self._put_in_force(commit)
@@ -224,6 +228,8 @@ class EngineCore(Generic[InFlightStep]):
     def drop(self, change: Change) -> None:
         """What was prepared for a change is let go, on all ranks. Raises nothing of theirs: a step tells of it."""
         self._between_steps(lambda: self.engine.drop(change))
+        if isinstance(change, UpdateWeights) and not change.more:
+            self._kept = set()
         self.release()
 
     def _put_in_force(self, commit: Commit) -> None:
@@ -270,12 +276,13 @@ class EngineCore(Generic[InFlightStep]):
             self._paused = True
         commit = self.engine.prepare(change)
         if change.more:
-            return lambda: self._kept(commit)
+            return lambda: self._keep(commit, change)
         return lambda: self._replaced(commit, change)
 
-    def _kept(self, commit: Commit) -> None:
+    def _keep(self, commit: Commit, change: UpdateWeights) -> None:
         """A part of new weights; what is served is as before."""
         commit()
+        self._kept |= given(change)
         self.release()
 
     def current(self, info: CoreInfo) -> CoreInfo:
@@ -296,6 +303,11 @@ class EngineCore(Generic[InFlightStep]):
         """Count on from an engine whose place this one takes, before any request has come. lost: see there."""
         self.weight_version, self.lost = weight_version, tuple(lost)
         self.scheduler.adapters.restore(lora_versions)
+
+    @property
+    def in_no_folder(self) -> tuple[str, ...]:
+        """Of "model" and "draft", what an engine that takes this one's place will have lost."""
+        return tuple(sorted({*self.lost, *self._sent}))
 
     @property
     def refuses(self) -> str | None:
@@ -329,7 +341,11 @@ class EngineCore(Generic[InFlightStep]):
                 self._failed += self._commit_oldest()
         commit()
         self.weight_version += 1
-        self.lost = tuple(kind for kind in self.lost if kind not in given(change))
+        of_folders = {kind for kind, each in (("model", change.model), ("draft", change.draft)) if each is not None}
+        new = (given(change) | self._kept) or {"model", "draft"}  # those in force, read again
+        came = (given(change) | self._kept) - of_folders
+        self._sent, self._kept = (self._sent - new) | came, set()
+        self.lost = tuple(kind for kind in self.lost if kind not in new)
         self.fit.weights_changed(self.weight_version)
         if change.in_flight != "abort":
             self.scheduler.begin_anew()

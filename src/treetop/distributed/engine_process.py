@@ -46,7 +46,7 @@ from treetop.disaggregation.connector import Connector, open_connector
 from treetop.disaggregation.nixl import NixlTransport
 from treetop.distributed.log_lines import log_to_stderr
 from treetop.distributed.process import EXIT_REPORTED, EXIT_USER_ERROR, SPARE, Failed, begin, report_failure
-from treetop.types.changes import TAGS, Change, Commit, LoadLora, Sleep, UnloadLora, UpdateWeights, WakeUp, given
+from treetop.types.changes import TAGS, Change, Commit, LoadLora, Sleep, UnloadLora, UpdateWeights, WakeUp
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, EngineError, UserError
 from treetop.types.requests import CoreInfo, CoreLoad, RequestUpdate
@@ -367,11 +367,7 @@ def note_change(file: Path, config: EngineConfig, change: Change, core: Core) ->
         case UpdateWeights(more=True):
             return
         case UpdateWeights(model=model, draft=draft):
-            sent = {"model": change.model_tensors, "draft": change.draft_tensors}
-            lost = {kind for kind in note.lost if kind not in given(change)} | {kind for kind in sent if sent[kind]}
-            note = msgspec.structs.replace(
-                note, model=model or note.model, draft=draft or note.draft, lost=tuple(sorted(lost))
-            )
+            note = msgspec.structs.replace(note, model=model or note.model, draft=draft or note.draft)
         case LoadLora(name, path):
             note = msgspec.structs.replace(note, loras={**loras, name: path})
         case UnloadLora(name):
@@ -380,7 +376,11 @@ def note_change(file: Path, config: EngineConfig, change: Change, core: Core) ->
         case Sleep(level):
             note = msgspec.structs.replace(note, level=level)
     note = msgspec.structs.replace(
-        note, lora_versions=core.lora_versions, weight_version=core.weight_version, asleep=core.asleep
+        note,
+        lora_versions=core.lora_versions,
+        weight_version=core.weight_version,
+        asleep=core.asleep,
+        lost=core.in_no_folder,
     )
     beside = file.with_suffix(".new")
     beside.write_bytes(msgspec.json.encode(note))
