@@ -320,3 +320,23 @@ def test_room_for_new_weights_is_made_of_kv_and_given_back(strong_pair, trained,
     core.drop(UpdateWeights(str(strong_pair.target)))
     assert llm.generate(prompts, PARAMS)[0].token_ids == want[1]
     llm.scheduler.check_integrity()
+
+
+def test_parts_that_were_sent_give_way_to_a_folder_and_go_with_what_is_refused(strong_pair, trained):
+    """Whole or not, kept parts are of no later update but the next, which names no folder for them."""
+    llm, prompts = build(strong_pair, (2, 3, 6), **BITS), strong_pair.prompts([9])
+    want = {pair: answers(build(pair, None, **BITS), prompts)[0][0] for pair in (strong_pair, trained)}
+    tensors = tensors_of(trained.target)
+    parts = dict([*tensors.items()][:1])
+    for kept in (tensors, parts):
+        llm.engine._keep({"model": kept})
+        llm.update_weights(strong_pair.target, strong_pair.head)
+        assert (answers(llm, prompts)[0][0], llm.engine._sent) == (want[strong_pair], frozenset())
+    llm.engine._keep({"model": parts})
+    refused(CheckpointError, lambda: llm.update_weights(draft=trained.head), "missing tensor")
+    llm.update_weights(draft=strong_pair.head)
+    assert answers(llm, prompts)[0][0] == want[strong_pair]
+    llm.engine._keep({"model": tensors})
+    llm.engine.drop(UpdateWeights(draft=str(trained.head)))  # it was refused elsewhere
+    llm.update_weights(draft=strong_pair.head)
+    assert answers(llm, prompts)[0][0] == want[strong_pair]

@@ -294,6 +294,8 @@ class Engine:
     def drop(self, change: Change) -> None:
         """What was prepared for it is not wanted any more; whoever prepared it holds it no longer."""
         if isinstance(change, UpdateWeights):
+            if not change.more:
+                self._received = {}
             self._have_kv()
 
     def lacks_room(self, change: UpdateWeights) -> bool:
@@ -308,22 +310,25 @@ class Engine:
         return _MARGIN + received + (0 if change.more else weight_bytes(self.runner))
 
     def _prepare_weights(self, asked: UpdateWeights) -> Commit:
-        check_update(self._plan, asked)
-        if asked.makes_room and self.runner.pools:
-            self._drop_kv()
         try:
+            check_update(self._plan, asked)
+            if asked.makes_room and self.runner.pools:
+                self._drop_kv()
             received = on_all_ranks(self.model_path, self._plan.place, partial(self._receive, asked))
             if asked.more:
                 return partial(self._keep, received)
             new = read_weights(self._plan, asked, self._chosen, self.runner, received, self._sent)
         except BaseException:
-            self._have_kv()
+            self.drop(asked)
             raise
         return partial(self._replace_weights, new)
 
     def _receive(self, asked: UpdateWeights) -> dict[str, dict[str, Tensor]]:
-        """What is sent, with what was sent before; all of it has come before anything is looked at."""
-        found, device = {kind: dict(tensors) for kind, tensors in self._received.items()}, self._plan.place.device
+        """What is sent, with what was sent before, unless a folder takes its place; all of it has come before anything
+        is looked at.
+        """
+        named, device = {"model": asked.model, "draft": asked.draft}, self._plan.place.device
+        found = {kind: dict(tensors) for kind, tensors in self._received.items() if named[kind] is None}
         for kind, sent in (("model", asked.model_tensors), ("draft", asked.draft_tensors)):
             if sent is not None:
                 broadcast = self._groups.named(sent.group).broadcast if sent.group else None
