@@ -340,3 +340,19 @@ def test_parts_that_were_sent_give_way_to_a_folder_and_go_with_what_is_refused(s
     llm.engine.drop(UpdateWeights(draft=str(trained.head)))  # it was refused elsewhere
     llm.update_weights(draft=strong_pair.head)
     assert answers(llm, prompts)[0][0] == want[strong_pair]
+
+
+def test_only_what_is_sent_comes_in_parts(strong_pair, trained):
+    """Nothing becomes of the rest, and of no tensors at all."""
+    llm, prompts = build(strong_pair, (2, 3, 6), **BITS), strong_pair.prompts([9])
+    llm.update_weights(tensors_of(trained.target), trained.head)
+    want, folder = answers(llm, prompts), llm.engine.model_path
+    for given in (strong_pair.target, tensors_of(strong_pair.target)):
+        refused(InputError, lambda given=given: llm.update_weights(given, more=True), "more: model")
+        refused(InputError, lambda given=given: llm.update_weights(draft=given, more=True), "more: draft")
+    folder_too = UpdateWeights(str(strong_pair.target), more=True)
+    refused(InputError, lambda: llm._core.core.prepare(folder_too), "more: ")
+    refused(InputError, lambda: llm.update_weights(draft=SentTensors((), (), (), "g")), "draft: no tensors")
+    assert folder == llm.engine.model_path
+    assert folder.is_dir()
+    assert answers(llm, prompts) == want

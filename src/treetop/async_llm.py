@@ -155,9 +155,9 @@ class AsyncLLM:
         check_in_flight(in_flight)
         async with self._changing_weights:
             stack = ExitStack()  # files are written and removed beside the event loop
-            asked = await asyncio.to_thread(stack.enter_context, self.weights.changing(model, draft))
+            asked = await asyncio.to_thread(stack.enter_context, self.weights.changing(model, draft, more))
             try:
-                await self.core.change(replace(asked, in_flight=in_flight, more=more))
+                await self.core.change(replace(asked, in_flight=in_flight))
             except BaseException:
                 await asyncio.to_thread(stack.__exit__, *sys.exc_info())
                 raise

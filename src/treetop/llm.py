@@ -122,8 +122,8 @@ class LLM:
         Raises ConfigError, CheckpointError and InputError, and nothing has changed.
         """
         check_in_flight(in_flight)
-        with self._llm.weights.changing(model, draft) as asked:
-            self._core.change_now(replace(asked, in_flight=in_flight, more=more))
+        with self._llm.weights.changing(model, draft, more) as asked:
+            self._core.change_now(replace(asked, in_flight=in_flight))
         engine = self._in_this_process.engine
         self.config, self.model_path, self.draft_path = engine.config, engine.model_path, engine.draft_path
         self._template = None

@@ -95,16 +95,22 @@ class WeightFolders:
 
     @contextmanager
     def changing(
-        self, model: str | Path | Tensors | SentTensors | None, draft: str | Path | Tensors | SentTensors | None
+        self,
+        model: str | Path | Tensors | SentTensors | None,
+        draft: str | Path | Tensors | SentTensors | None,
+        more: bool = False,
     ) -> Iterator[UpdateWeights]:
         """What to ask of the engine; its folders are in force once the block has ended.
 
         Tensors are written to a folder of their own, which is removed when others are in force or with this object, and
         where the block raises a UserError: nothing has changed then. After any other error the engine may have them, or
-        take them yet. One block at a time, in the engine's order. Raises InputError and UserError.
+        take them yet. One block at a time, in the engine's order. more: others will come, of which each is sent.
+        Raises InputError and UserError.
         """
         if model is None and draft is None:
             raise InputError("update_weights: give a model or a draft: a folder, or tensors by name")
+        for kind, given in (("model", model), ("draft", draft)):
+            _check_sent(kind, given, more)
         paths, written, sent = dict[str, str](), dict[str, WrittenFolder](), dict[str, SentTensors]()
         try:
             for kind, given in (("model", model), ("draft", draft)):
@@ -124,6 +130,7 @@ class WeightFolders:
                 *(paths.get("model"), paths.get("draft")),
                 model_tensors=sent.get("model"),
                 draft_tensors=sent.get("draft"),
+                more=more,
             )
         except (UserError, GeneratorExit):
             _remove(written.values())
@@ -142,6 +149,14 @@ class WeightFolders:
         if now is None:
             raise InputError(f"update_weights: {kind}: tensors need a {kind} in a folder of its own; there is none")
         return resolve_folder(now, kind)
+
+
+def _check_sent(kind: str, given: object, more: bool) -> None:
+    """Raises InputError."""
+    if isinstance(given, SentTensors) and not given.names:
+        raise InputError(f"{kind}: no tensors are named; leave it out")
+    if more and not isinstance(given, SentTensors | None):
+        raise InputError(f"more: {kind} is not sent (SentTensors), and nothing else comes in parts")
 
 
 def _remove(folders: Iterable[WrittenFolder]) -> None:

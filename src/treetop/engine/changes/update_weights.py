@@ -21,7 +21,7 @@ from treetop.engine.startup.products import Products
 from treetop.models.registry import target_spec
 from treetop.models.target import Target
 from treetop.types.changes import UpdateWeights
-from treetop.types.errors import CheckpointError, ConfigError
+from treetop.types.errors import CheckpointError, ConfigError, InputError
 from treetop.types.ids import GroupName
 from treetop.weights.adapted import Adapters
 
@@ -68,8 +68,10 @@ class NewWeights:
 
 
 def check_update(engine_plan: EnginePlan, asked: UpdateWeights) -> None:
-    """Raises ConfigError where weights cannot be replaced, before anything is read."""
+    """Raises ConfigError and InputError where weights cannot be replaced, before anything is read."""
     config, place = engine_plan.config, engine_plan.place
+    if asked.more and (asked.model is not None or asked.draft is not None):
+        raise InputError("more: of tensors that are sent alone; a folder is whole")
     if config.ep_size > 1 or config.disaggregation_slots:
         raise ConfigError("update_weights: not with --ep-size and --disaggregation-slots; start another engine")
     if config.has_loras:
