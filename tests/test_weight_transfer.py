@@ -1,6 +1,7 @@
 """Weights that a trainer sends: by a broadcast, here with gloo; by CUDA IPC in `gpu/test_gpu_weights.py`."""
 
 import asyncio
+import base64
 import logging
 import os
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -30,6 +32,21 @@ from treetop.types.changes import IpcHandle, SentTensors, UpdateWeights
 from treetop.types.errors import CheckpointError, ConfigError, InputError
 from treetop.types.ids import RequestId
 from treetop.types.requests import RequestUpdate
+
+MEMORY, EVENT = b"\2c" + bytes(64), bytes(64)
+WRONG = (
+    ("offset", -1),
+    ("stride", (2**40,)),
+    ("storage_size_bytes", -1),
+    ("storage_offset_bytes", 2**40),
+    ("ref_counter_offset", 10_000),
+    ("ref_counter_offset", -1),
+    ("event_handle", EVENT[1:]),
+    ("handle", MEMORY[1:]),
+    ("handle", MEMORY + b"a"),
+    ("handle", b"\2e"),
+)
+"""Of handles, fields with what they may not say."""
 
 
 def free_port():
@@ -244,11 +261,17 @@ def test_tensors_that_do_not_say_one_thing_each_are_refused(fields, part):
 def test_tensors_that_cannot_be_received_change_nothing(strong_pair):
     llm, prompts = build(strong_pair, (2, 3, 6), **BITS), strong_pair.prompts([9])
     old = answers(llm, prompts)
-    handle = IpcHandle("GPU-7", 0, (1,), b"", 0, 0, b"", 0, b"", False)
+    one = ("a",), ("float32",), ((1,),)
+    handle = IpcHandle("GPU-7", 0, (1,), MEMORY, 0, 0, b"", 0, EVENT, False)
     for sent, kind, part in (
         (SentTensors(("a",), ("float32",), ((1,),), "nobody"), InputError, "'nobody'"),
         (SentTensors(("a",), ("float12",), ((1,),), handles=((handle,),)), InputError, "float12"),
         (SentTensors(("a",), ("float32",), ((1,),), handles=((handle,),)), InputError, "GPU-7"),
+        (SentTensors(("a",), ("float32",), ((2**40,),), handles=((handle,),)), InputError, "shapes"),
+        *(
+            (SentTensors(*one, handles=((replace(handle, **{name: wrong}),),)), InputError, name)
+            for name, wrong in WRONG
+        ),
     ):
         refused(kind, lambda sent=sent: llm.update_weights(sent), part)
     for asked, kind, part in (
@@ -268,9 +291,10 @@ def test_over_http_in_sglangs_names():
         asked.append(asked_for)
 
     named = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1, 2]]}
-    handle = {"device_uuid": "u", "offset": 0, "stride": [2, 1], "handle": "AQ==", "storage_size_bytes": 8}
+    memory, event = (base64.b64encode(each).decode() for each in (MEMORY, EVENT))
+    handle = {"device_uuid": "u", "offset": 0, "stride": [2, 1], "handle": memory, "storage_size_bytes": 8}
     handle |= {"storage_offset_bytes": 0, "ref_counter_handle": "Ag==", "ref_counter_offset": 0}
-    handle |= {"event_handle": "Aw==", "event_sync_required": True}
+    handle |= {"event_handle": event, "event_sync_required": True}
     group = {"master_address": "host", "master_port": 5, "world_size": 2}
     posts = (
         ("/init_weights_update_group", group),
@@ -289,12 +313,25 @@ def test_over_http_in_sglangs_names():
         assert (answer.status_code, "serialized_named_tensors" in answer.text) == (400, True)
         bad = httpx.post(url + "/update_weights_from_distributed", json={**named, "names": ["a", "b"]})
         assert (bad.status_code, "2 names" in bad.text) == (400, True)
+        for name, wrong in WRONG:
+            said = base64.b64encode(wrong).decode() if isinstance(wrong, bytes) else wrong
+            told = {**named, "handles": [[{**handle, name: said}]]}
+            bad = httpx.post(url + "/update_weights_from_tensor", json=told)
+            assert (bad.status_code, name in bad.text) == (400, True)
+        for path, told, name in (
+            ("/init_weights_update_group", {**group, "world_size": 2**31}, "world_size"),
+            ("/init_weights_update_group", {**group, "rank_offset": 10**30}, "rank_offset"),
+            ("/update_weights_from_distributed", {**named, "shapes": [[10**30]]}, "shapes"),
+            ("/update_weights_from_distributed", {**named, "shapes": [[-1]]}, "shapes"),
+        ):
+            bad = httpx.post(url + path, json=told)
+            assert (bad.status_code, name in bad.text) == (400, True)
     met, first, second, left = asked
     assert (met.name, met.rank_offset, met.backend, left.name) == ("weight_update_group", 1, "nccl", met.name)
     assert first.model_tensors == first.draft_tensors == SentTensors(("a",), ("float32",), ((1, 2),), met.name)
     assert (first.more, first.in_flight, second.more, second.in_flight) == (True, "abort", False, "wait")
     (of,) = second.model_tensors.handles
-    assert (of[0].handle, of[0].stride, of[0].event_sync_required) == (b"\1", (2, 1), True)
+    assert (of[0].handle, of[0].stride, of[0].event_sync_required) == (MEMORY, (2, 1), True)
 
 
 def test_room_for_new_weights_is_made_of_kv_and_given_back(strong_pair, trained, monkeypatch):

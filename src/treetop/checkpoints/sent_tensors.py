@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from treetop.checkpoints.checkpoint import Expected, all_finite
+from treetop.checkpoints.handles import MAX_SIZE, check_handle
 from treetop.types.changes import IpcHandle, SentTensors
 from treetop.types.errors import CheckpointError, InputError, shown
 from treetop.weights.format import Fetch, Span
@@ -74,8 +75,11 @@ def received(sent: SentTensors, device: torch.device, broadcast: Broadcast | Non
     Raises InputError for a dtype or a handle that cannot be read here; before that nothing has been received.
     """
     dtypes = [dtype_of(each) for each in sent.dtypes]
-    if any(size < 0 for shape in sent.shapes for size in shape):
-        raise InputError("shapes: sizes of tensors are 0 and more")
+    if not all(0 <= size < MAX_SIZE for shape in sent.shapes for size in shape):
+        raise InputError(f"shapes: sizes of tensors are from 0 to {MAX_SIZE - 1}")
+    for handles in sent.handles:
+        for each in handles:
+            check_handle(each)
     found, named = dict[str, Tensor](), zip(sent.names, dtypes, sent.shapes, strict=True)
     if broadcast is None:
         opened = zip(named, sent.handles, strict=True)

@@ -1,6 +1,7 @@
 """Weights that a trainer sends: SGLang's routes, of which none reads a pickle, and no file is written."""
 
 import base64
+from typing import Annotated
 
 from fastapi import APIRouter, Response
 from pydantic import Field
@@ -9,11 +10,14 @@ from treetop.api.api_state import ApiState
 from treetop.api.errors import ApiError
 from treetop.api.events import json_response
 from treetop.api.requests.fields import Body, Neutral
+from treetop.checkpoints.handles import MAX_SIZE, NUM_COUNTERS, check_handle
 from treetop.types.changes import InFlight, IpcHandle, SentTensors
 from treetop.types.errors import InputError
 
 MAX_TENSORS = 2**17
 """Of one request."""
+MAX_AXES = 16
+Size = Annotated[int, Field(ge=0, lt=MAX_SIZE)]
 TRANSFER_PATHS = (
     "/init_weights_update_group",
     "/destroy_weights_update_group",
@@ -29,8 +33,8 @@ class InitGroupRequest(Body):
 
     master_address: str = Field(min_length=1, max_length=255)
     master_port: int = Field(ge=1, le=65535)
-    rank_offset: int = Field(1, ge=1, description="the first engine's rank")
-    world_size: int = Field(ge=2, description="the trainer and all ranks of all engines")
+    rank_offset: int = Field(1, ge=1, lt=2**31, description="the first engine's rank")
+    world_size: int = Field(ge=2, lt=2**31, description="the trainer and all ranks of all engines")
     group_name: str = Field("weight_update_group", min_length=1, max_length=200)
     backend: str = Field("nccl", description="gloo on a CPU")
 
@@ -46,20 +50,20 @@ class NamedTensors(Body):
 
     names: list[str] = Field(max_length=MAX_TENSORS)
     dtypes: list[str] = Field(max_length=MAX_TENSORS)
-    shapes: list[list[int]] = Field(max_length=MAX_TENSORS)
+    shapes: list[Annotated[list[Size], Field(max_length=MAX_AXES)]] = Field(max_length=MAX_TENSORS)
 
 
 class HandleBody(Body):
     """Where a tensor lies in a GPU's memory; see `treetop.weight_transfer`."""
 
     device_uuid: str = Field(max_length=100)
-    offset: int
-    stride: list[int] = Field(max_length=16)
+    offset: Size
+    stride: list[Size] = Field(max_length=MAX_AXES)
     handle: str = Field(max_length=4096, description="base64")
-    storage_size_bytes: int
-    storage_offset_bytes: int
+    storage_size_bytes: Size
+    storage_offset_bytes: Size
     ref_counter_handle: str = Field(max_length=4096, description="base64")
-    ref_counter_offset: int
+    ref_counter_offset: int = Field(ge=0, lt=NUM_COUNTERS)
     event_handle: str = Field(max_length=4096, description="base64")
     event_sync_required: bool
 
@@ -72,7 +76,9 @@ class HandleBody(Body):
                 said[name] = base64.b64decode(said[name], validate=True)
         except ValueError as error:
             raise InputError(f"handles: not base64: {error}") from None
-        return IpcHandle(**said)
+        handle = IpcHandle(**said)
+        check_handle(handle)
+        return handle
 
 
 class HandledTensors(NamedTensors):
