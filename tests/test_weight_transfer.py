@@ -10,6 +10,7 @@ import sys
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
+from unittest.mock import Mock, call
 
 import httpx
 import pytest
@@ -24,6 +25,7 @@ from support.serving import child_of
 from support.tiny_models import Pair, save_random_head, save_random_llama
 from support.waiting import WAIT_S
 from treetop import AsyncLLM
+from treetop.checkpoints.sent_tensors import copies_of
 from treetop.core.engine_core import WEIGHTS_LOST
 from treetop.core.head_fit import HeadFit
 from treetop.engine.changes.in_place import copies_between
@@ -393,3 +395,14 @@ def test_only_what_is_sent_comes_in_parts(strong_pair, trained):
     assert folder == llm.engine.model_path
     assert folder.is_dir()
     assert answers(llm, prompts) == want
+
+
+def test_tensors_are_copied_before_their_owner_is_told_so(monkeypatch):
+    """On a GPU a copy has not been made when the call for it returns."""
+    told, device = Mock(), torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", told.synchronize)
+    copies_of({"a": told}, device)
+    assert told.mock_calls == [call.to(device, copy=True), call.synchronize(device)]
+    (copied,) = copies_of({"a": (tensor := torch.ones(2))}, torch.device("cpu")).values()
+    assert torch.equal(copied, tensor)
+    assert copied.data_ptr() != tensor.data_ptr()

@@ -109,6 +109,14 @@ def _opened(handles: tuple[IpcHandle, ...], dtype: torch.dtype, shape: tuple[int
     raise InputError(f"handles: of GPU {theirs}, which this engine does not see; send the tensors by a broadcast")
 
 
+def copies_of(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """On a device. They have been made when this returns: whoever has the tensors may change them then."""
+    copies = {name: tensor.to(device, copy=True) for name, tensor in tensors.items()}
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return copies
+
+
 @contextmanager
 def open_sent(
     tensors: Mapping[str, Tensor], where: object, expected: Expected, ignored: Collection[str], device: torch.device

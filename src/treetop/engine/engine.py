@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from treetop.attention.layer import DenseAttention
-from treetop.checkpoints.sent_tensors import received, sent_bytes
+from treetop.checkpoints.sent_tensors import copies_of, received, sent_bytes
 from treetop.checks.host import PlanChecker, check_padded, check_result
 from treetop.checks.poison import poison
 from treetop.engine.adapters import EngineAdapters
@@ -334,7 +334,7 @@ class Engine:
                 broadcast = self._groups.named(sent.group).broadcast if sent.group else None
                 came = received(sent, device, broadcast)
                 if asked.more and broadcast is None:  # whoever has it may change it then
-                    came = {name: tensor.to(device, copy=True) for name, tensor in came.items()}
+                    came = copies_of(came, device)
                 found.setdefault(kind, {}).update(came)
         return found
 
