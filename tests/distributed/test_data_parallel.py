@@ -11,13 +11,15 @@ import pytest
 import torch
 
 from support import chats
+from support.fake_core import make_core
 from support.grids import few_of
 from support.serving import Server, command_of, mock, replayed, serving
 from support.storms import NAME, PAIR, nothing_is_left, of_the_mock, of_the_pair, storm
 from support.waiting import WAIT_S, until
+from treetop.core.engine_core import WEIGHTS_LOST
 from treetop.core.wire import ProcessOptions
 from treetop.distributed.client import EngineProcessClient
-from treetop.distributed.engine_process import take_share
+from treetop.distributed.engine_process import ChangesNote, restored, take_share
 from treetop.distributed.remote_engine import RankLink
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, EngineError
@@ -215,6 +217,35 @@ def test_new_requests_go_to_no_engine_that_is_silent_while_another_speaks():
     replicas[1].silent_s = 10.0
     core.add([asked(i, [i] * 3) for i in range(6, 12)], lambda update: None)
     assert [len(each.given) for each in replicas] == [6, 6]
+
+
+def test_new_requests_go_to_no_engine_that_refuses_all_while_another_serves():
+    """It ends each at once and so has the shortest queue; one that is silent may be in a long step. Where all refuse,
+    whoever asks is told why.
+    """
+    core, replicas = replicated()
+    (link,) = replicas[0].links
+    link.info = INFO._replace(refuses_now="its weights are lost")
+    replicas[1].silent_s = 10.0
+    core.add([asked(i, [i] * 3) for i in range(6)], lambda update: None)
+    assert [len(each.given) for each in replicas] == [0, 6]
+    assert core.info.refuses is None
+    link.info = INFO
+    core.add([asked(6, [6])], lambda update: None)
+    assert 6 in replicas[0].given
+    for each in replicas:
+        each.links[0].info = INFO._replace(refuses_now="its weights are lost")
+    core.add([asked(i, [i] * 3) for i in range(7, 9)], lambda update: None)
+    assert sum(len(each.given) for each in replicas) == 9
+
+
+def test_an_engine_whose_weights_are_lost_tells_its_clients_that_it_refuses_all():
+    """Until they are sent again, and apart from what no engine of its role takes."""
+    core = make_core()
+    info = restored(core, INFO, ChangesNote(lost=("model",)))
+    assert (info.refuses, info.refuses_now) == (None, WEIGHTS_LOST)
+    core.lost = ()
+    assert core.current(info).refuses_now is None
 
 
 def test_ranks_of_engines_are_one_list_and_what_an_engine_has_stays_there():

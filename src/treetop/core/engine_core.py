@@ -292,6 +292,7 @@ class EngineCore(Generic[InFlightStep]):
             lora_versions=self.scheduler.adapters.versions,
             asleep=self.asleep,
             weight_version=self.weight_version,
+            refuses_now=self.refuses,
         )
 
     @property

@@ -57,8 +57,8 @@ class EngineProcessClient:
     """An `EngineClient` over engines in other processes. A request waits for its own engine where that is restarted.
 
     New requests go to the process that has most of their prefix, unless too many wait there; and to none of an engine
-    that is being started again, or has been silent for some heartbeats, while another serves. An engine that is dead
-    for good ends all.
+    that is being started again, has been silent for some heartbeats, or refuses all, while another serves. An engine
+    that is dead for good ends all.
     """
 
     def __init__(self, number: int = 0, watchdog_s: float = WATCHDOG_S, num_engines: int = 1) -> None:
@@ -175,6 +175,7 @@ class EngineProcessClient:
     def choose(self, request: EngineRequest, engine: int | None = None) -> RankLink:
         """The link that gets a request. engine: that has the request already, as one that was started again."""
         serving = [index for index, each in enumerate(self.engines) if each.pause is None]
+        serving = [index for index in serving if not self._refuses(index)] or serving
         serving = [index for index in serving if self.engines[index].silent_s < _SILENT_S] or serving
         alive: dict[RankLink, ReplicaLoad] = {}
         for index in {*(serving or range(len(self.engines))), *(() if engine is None else (engine,))}:
@@ -184,6 +185,10 @@ class EngineProcessClient:
         link = next(each for each in order if engine in (None, each.engine))
         self._router.routed(request.request_id, ids, link, request.cache_salt)
         return link
+
+    def _refuses(self, index: int) -> bool:
+        """Whether an engine ends every request at once: its queue is the shortest then."""
+        return any(link.info.refuses_now is not None for link in self.engines[index].links)
 
 
 def _joined(loads: Sequence[CoreLoad]) -> CoreLoad:

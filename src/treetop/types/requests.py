@@ -173,6 +173,7 @@ class CoreInfo(NamedTuple):
     loras: names of adapters. lora_versions: how often each has been given to one, whatever engine this is.
     asleep: what sleeps, of `TAGS`.
     weight_version: how often weights have been replaced.
+    refuses_now: why it takes no requests until something is changed, if so; others like it may take them.
     """
 
     model_path: str
@@ -196,6 +197,7 @@ class CoreInfo(NamedTuple):
     lora_versions: tuple[int, ...] = ()
     asleep: tuple[str, ...] = ()
     weight_version: int = 0
+    refuses_now: str | None = None
 
     def lora_version(self, name: str) -> int:
         """Of an adapter that there is, or of none, 0."""
