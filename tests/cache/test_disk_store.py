@@ -61,6 +61,29 @@ def test_pages_outlive_a_restart_and_not_another_model(opened):
     assert not [each for each in opened().folder.iterdir() if each.suffix == ".page"]
 
 
+def test_no_other_user_may_read_what_is_kept(opened):
+    """Also in a folder that was open to all, as one of an earlier version was."""
+    store = opened()
+    store.write(key(1), page(1))
+    assert store.folder.stat().st_mode & 0o777 == 0o700
+    store.folder.chmod(0o755)
+    store = opened()
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (store.folder, *store.folder.iterdir())}
+    names = {"engine-0": 0o700, "lock": 0o600, "made-for": 0o600, f"{key(1).hex()}.page": 0o600}
+    assert modes == names
+
+
+@pytest.mark.parametrize("note", [b"\xff\xfe\x80", b"", b"these weight"], ids=["no text", "empty", "cut"])
+def test_a_damaged_note_of_what_pages_are_of_begins_with_none(opened, note):
+    store = opened()
+    store.write(key(1), page(1))
+    (store.folder / "made-for").write_bytes(note)
+    assert len(opened()) == 0
+    store = opened()
+    assert store.write(key(1), page(1))
+    assert reads(opened(), 1)
+
+
 def test_the_least_recently_used_goes_first_and_bytes_are_bounded(opened):
     store = opened(max_bytes=4 * (SIZE + 100))
     for n in range(4):

@@ -4,6 +4,8 @@
     FOLDER/engine-0/made-for      what its pages are of; an engine of anything else begins with none
     FOLDER/engine-0/KEY.page      magic, key, length, digest, bytes
 
+They are of what users said, so no other user of the machine may read them.
+
 A file gets its name once it is whole, so a kill while one is written leaves no page; what it leaves is removed at the
 next start. Files are not forced to the disk: what a power cut leaves torn is told by its digest, as any other damage.
 """
@@ -36,8 +38,12 @@ Views = Sequence[memoryview]
 """The bytes of a page, in parts."""
 
 
+def _open_own(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
 def _write(path: Path, parts: Iterable[bytes | memoryview]) -> None:
-    with path.open("wb", buffering=0) as file:
+    with open(path, "wb", buffering=0, opener=_open_own) as file:
         for part in parts:
             left = memoryview(part)
             while left:
@@ -73,7 +79,7 @@ class DiskStore:
     def _begin(self, made_for: str) -> None:
         """What is here and may be used; all else goes."""
         note = self.folder / "made-for"
-        known = note.is_file() and note.read_text() == made_for
+        known = note.is_file() and note.read_bytes() == made_for.encode()
         found = list[tuple[float, bytes, int]]()
         for path in self.folder.iterdir():
             key = _key_of(path)
@@ -87,7 +93,8 @@ class DiskStore:
             self.num_bytes += size
         self._make_room(0)
         if not known:
-            note.write_text(made_for)
+            with open(note, "wb", opener=_open_own) as file:
+                file.write(made_for.encode())
 
     # ---------------------------------------------------------------- pages
 
@@ -171,7 +178,9 @@ def _own_folder(folder: Path) -> tuple[int, Path]:
     """The first that no living engine has. Its lock ends with the process that holds it, however that ends."""
     for number in range(_MOST_ENGINES):
         own = folder / f"engine-{number}"
-        own.mkdir(parents=True, exist_ok=True)
+        own.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with suppress(OSError):  # of an earlier version, and not where another user made it
+            own.chmod(0o700)
         lock = os.open(own / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
