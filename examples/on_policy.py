@@ -6,8 +6,8 @@
 A sampler that rounds otherwise than the trainer makes every step a little off policy: the ratio of a token's two
 probabilities is not 1, though nothing was trained between them. With `exactness="bits"` the log-probabilities that
 tokens were drawn from, by trees and in a batch, are those of a prefill of prompt and output. Here the sampler
-speculates, the trainer prefills, a step changes the weights, and the sampler goes on with them. `--plot` draws the
-ratio of every token, `ties` beside `bits` (needs matplotlib).
+speculates, all rounds by the same tree, the trainer prefills, a step changes the weights, and the sampler goes on with
+them. `--plot` draws the ratio of every token, `ties` beside `bits` (needs matplotlib).
 """
 
 import argparse
@@ -82,7 +82,7 @@ def main() -> None:
     options = {"device": args.device, **({"dtype": args.dtype} if args.dtype else {})}
     found: dict[str, torch.Tensor] = {}
     for exactness in ("bits", "ties"):  # MKL's mode is fixed by a process's first product
-        sampler = LLM(args.model, args.draft, exactness=exactness, **options)
+        sampler = LLM(args.model, args.draft, exactness=exactness, speculative_policy="fixed", **options)
         trainer = LLM(args.model, None, exactness=exactness, disable_radix_cache=True, **options)
         every, accepted = [], 0.0
         with tempfile.TemporaryDirectory() as scratch:
