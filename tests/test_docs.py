@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from treetop.api.keys.administration import ADMIN_PATHS
 from treetop.cli import build_parser
 from treetop.types.sampling import SamplingParams
 
@@ -197,3 +198,9 @@ def test_the_table_of_sampling_options_names_all_of_them_and_tests_that_exist():
     for file, test in re.findall(r"`(\w+\.py)::(\w+)`", page):
         (path,) = ROOT.glob(f"tests/**/{file}")
         assert f"def {test}(" in text_of(path), test
+
+
+def test_the_page_on_the_admin_key_names_all_routes_that_ask_for_it():
+    page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    section = page.partition("\n### The admin key\n")[2].partition("\n### ")[0]
+    assert set(re.findall(r"`(/\S+)`", section)) == set(ADMIN_PATHS)
