@@ -169,3 +169,12 @@ def test_weights_that_came_in_parts_are_noted_and_found_again_whole(tmp_path):
     core.prepare(parts[0])()
     core.drop(parts[1])  # what was kept has gone with it
     assert after(core, parts[1])[0] == ("model",)
+
+
+def test_of_several_engines_the_head_that_lost_the_most_is_told():
+    """And none of those whose weights were not replaced."""
+    client = EngineProcessClient(num_engines=2)
+    client.close()
+    for fits, want in (((None, None), None), (((3.0, 2.9), None, (2.0, 1.5), (4.0, 3.9)), (2.0, 1.5))):
+        client.engines = [SimpleNamespace(loads=[CoreLoad(head_fit=each) for each in fits])]
+        assert client.load.head_fit == want

@@ -192,7 +192,8 @@ class EngineProcessClient:
 
 
 def _joined(loads: Sequence[CoreLoad]) -> CoreLoad:
-    """Of several engines: of the fullest pool, and all else added up."""
+    """Of several engines: of the fullest pool and of the head that lost the most, and all else added up."""
+    fits = [load.head_fit for load in loads if load.head_fit is not None]
     return CoreLoad(
         sum(load.num_running for load in loads),
         sum(load.num_waiting for load in loads),
@@ -201,6 +202,7 @@ def _joined(loads: Sequence[CoreLoad]) -> CoreLoad:
         joined_kv_transfer([load.kv_transfer for load in loads if load.kv_transfer is not None]),
         sum(load.num_gave_way for load in loads),
         joined_host_tier([load.host_tier for load in loads if load.host_tier is not None]),
+        min(fits, key=lambda fit: fit[1] / fit[0], default=None),
     )
 
 
