@@ -29,8 +29,9 @@ from treetop.checkpoints.sent_tensors import copies_of
 from treetop.core.engine_core import WEIGHTS_LOST
 from treetop.core.head_fit import HeadFit
 from treetop.engine.changes.in_place import copies_between
+from treetop.parallel import weight_groups
 from treetop.tools.quantize import quantize
-from treetop.types.changes import IpcHandle, SentTensors, UpdateWeights
+from treetop.types.changes import InitWeightsUpdateGroup, IpcHandle, SentTensors, UpdateWeights
 from treetop.types.errors import CheckpointError, ConfigError, InputError
 from treetop.types.ids import RequestId
 from treetop.types.requests import RequestUpdate
@@ -138,7 +139,7 @@ def test_what_a_trainer_broadcasts_is_served_whole_or_not_at_all(strong_pair, tr
     llm.update_weights(strong_pair.target, strong_pair.head)
     assert tokens() == old
     llm.destroy_weights_update_group("g")
-    refused(InputError, lambda: llm.destroy_weights_update_group("g"), "'g'")
+    refused(InputError, lambda: llm.update_weights(SentTensors(("a",), ("float32",), ((1,),), "g")), "'g'")
     llm.scheduler.check_integrity()
 
 
@@ -406,3 +407,25 @@ def test_tensors_are_copied_before_their_owner_is_told_so(monkeypatch):
     (copied,) = copies_of({"a": (tensor := torch.ones(2))}, torch.device("cpu")).values()
     assert torch.equal(copied, tensor)
     assert copied.data_ptr() != tensor.data_ptr()
+
+
+def test_a_group_that_another_engine_refused_is_closed_and_any_may_be_left_twice(strong_pair, monkeypatch):
+    """Its name is free again. An engine that was started again has none of the groups that another has."""
+    met = []
+
+    def meet(name, *_):
+        met.append(Mock())
+        met[-1].name = name
+        return met[-1]
+
+    monkeypatch.setattr(weight_groups, "WeightGroup", meet)
+    llm = build(strong_pair, (2, 3, 6), **BITS)
+    asked = InitWeightsUpdateGroup("g", "127.0.0.1", 9, 1, 2, "gloo")
+    llm.engine.prepare(asked)
+    llm.engine.drop(asked)
+    llm.init_weights_update_group("127.0.0.1", 9, 2, 1, "g", "gloo")
+    llm.engine.drop(asked)
+    assert [each.close.call_count for each in met] == [1, 0]
+    for _ in range(2):
+        llm.destroy_weights_update_group("g")
+    assert [each.close.call_count for each in met] == [1, 1]

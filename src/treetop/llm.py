@@ -146,7 +146,7 @@ class LLM:
         )
 
     def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None:
-        """Leave it. Raises InputError for a group that is not there."""
+        """Leave it. A group that is not there has been left."""
         self._core.change_now(DestroyWeightsUpdateGroup(group_name))
 
     def load_lora(self, name: str, path: str | Path) -> None:

@@ -272,7 +272,6 @@ class Engine:
                 group = self._groups.meet(change, self.parallel.rank, self.parallel.size, place.device)
                 return partial(self._groups.add, group)
             case DestroyWeightsUpdateGroup(name):
-                self._groups.named(name)
                 return partial(self._groups.remove, name)
             case LoadLora():
                 assert self.adapters is not None  # the scheduler has refused it
@@ -293,6 +292,8 @@ class Engine:
 
     def drop(self, change: Change) -> None:
         """What was prepared for it is not wanted any more; whoever prepared it holds it no longer."""
+        if isinstance(change, InitWeightsUpdateGroup):
+            self._groups.drop()
         if isinstance(change, UpdateWeights):
             if not change.more:
                 self._received = {}

@@ -75,9 +75,11 @@ class WeightGroups:
 
     def __init__(self) -> None:
         self._groups = dict[str, WeightGroup]()
+        self._met: WeightGroup | None = None  # which is not in force yet
 
     def meet(self, asked: InitWeightsUpdateGroup, rank: int, size: int, device: torch.device) -> WeightGroup:
-        """rank: of `size` that share the model. Raises ConfigError and EngineError."""
+        """To be added, or dropped. rank: of `size` that share the model. Raises ConfigError and EngineError."""
+        self.drop()
         own = asked.rank_offset + asked.engine * size + rank
         if asked.name in self._groups or not asked.name:
             raise ConfigError(f"group_name: {shown(asked.name)} is there already, or no name; destroy it first")
@@ -89,13 +91,25 @@ class WeightGroups:
         able = ("nccl",) if device.type == "cuda" else ("gloo",)
         if asked.backend not in able:
             raise ConfigError(f"backend: {shown(asked.backend)}: on this device it is {able[0]}")
-        return WeightGroup(asked.name, asked.master_address, asked.master_port, own, asked.world_size, asked.backend)
+        self._met = WeightGroup(
+            asked.name, asked.master_address, asked.master_port, own, asked.world_size, asked.backend
+        )
+        return self._met
 
     def add(self, group: WeightGroup) -> None:
-        self._groups[group.name] = group
+        self._groups[group.name], self._met = group, None
+
+    def drop(self) -> None:
+        """What was met last and has not been added is closed, so that its name is free."""
+        group, self._met = self._met, None
+        if group is not None:
+            group.close()
 
     def remove(self, name: str) -> None:
-        self._groups.pop(name).close()
+        """None of this name is as good: an engine that was started again has none, and another beside it has."""
+        group = self._groups.pop(name, None)
+        if group is not None:
+            group.close()
 
     def named(self, name: str) -> WeightGroup:
         """Raises InputError."""
@@ -104,5 +118,6 @@ class WeightGroups:
         return self._groups[name]
 
     def close(self) -> None:
+        self.drop()
         for name in tuple(self._groups):
             self.remove(name)
