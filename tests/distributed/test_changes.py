@@ -73,7 +73,7 @@ class Told:
     """A core that says what it is told to; an engine, too."""
 
     failure, load, busy, weight_version, asleep, lora_versions = None, CoreLoad(), False, 3, (), {"it": 2}
-    in_no_folder = ()
+    in_no_folder = parts = ()
 
     def __init__(self):
         self.told = []
@@ -136,7 +136,7 @@ def test_an_engine_after_another_goes_on_where_that_was(tmp_path):
     restored(core, None, noted_changes(file))
     slept, woken = Sleep(2), WakeUp(("weights",))
     assert core.told == [
-        (3, {"it": 2}, ()),
+        (3, {"it": 2}, (), ()),
         ("prepare", slept),
         ("commit", slept),
         ("prepare", woken),
@@ -169,6 +169,27 @@ def test_weights_that_came_in_parts_are_noted_and_found_again_whole(tmp_path):
     core.prepare(parts[0])()
     core.drop(parts[1])  # what was kept has gone with it
     assert after(core, parts[1])[0] == ("model",)
+
+
+def test_the_last_part_is_refused_where_others_went_with_an_engine(tmp_path):
+    """Once: what is sent then is all there is."""
+    file, scheduler = tmp_path / "note", MagicMock()
+    scheduler.adapters.known = {}
+    sent = SentTensors(("a",), ("float32",), ((1,),), "g")
+    part, last = UpdateWeights(model_tensors=sent, more=True), UpdateWeights(draft_tensors=sent)
+    first, second, third = (EngineCore(Told(), scheduler) for _ in range(3))
+    first.prepare(part)()
+    note_change(file, EngineConfig(model="m"), part, first)
+    assert noted_changes(file).lost == ()
+    for core in (second, third):
+        core.restore(0, {}, (), noted_changes(file).parts)
+    with pytest.raises(ConfigError, match=r"parts of model .* send all again"):
+        second.prepare(last)
+    second.prepare(last)()
+    third.prepare(part)()
+    third.prepare(last)()
+    note_change(file, EngineConfig(model="m"), last, third)
+    assert (noted_changes(file).lost, noted_changes(file).parts) == (("draft", "model"), ())
 
 
 def test_of_several_engines_the_head_that_lost_the_most_is_told():

@@ -33,6 +33,8 @@ WEIGHTS_REPLACED = "the weights were replaced by update_weights"
 """The error of a request that was alive then."""
 WEIGHTS_LOST = "the engine was started again, and the weights that had been sent to it are gone: send them again"
 """That of one that came before they were."""
+PARTS_LOST = "parts of {} that had come went with an engine, which was started again: send all again"
+"""The refusal of the last part."""
 ASLEEP = "the engine is asleep: wake_up lets requests in again"
 """That of one that was alive when it fell asleep, or came then."""
 STALLED_S = 0.005
@@ -89,6 +91,7 @@ class EngineCore(Generic[InFlightStep]):
         """Of "model" and "draft", what an engine before this one was sent, and this one has not been."""
         self._sent: set[str] = set()  # of those, what is in force here and in no folder
         self._kept: set[str] = set()  # of those, what has come of new weights that are not whole yet
+        self._gone: set[str] = set()  # of those, what had come so to an engine before this one
         self.fit = HeadFit()
         self._paused = False  # K/V have gone for new weights, which are not in force yet
         self._held: list[tuple[EngineRequest, bool, float]] | None = None  # those that came since, while others end
@@ -229,7 +232,7 @@ class EngineCore(Generic[InFlightStep]):
         """What was prepared for a change is let go, on all ranks. Raises nothing of theirs: a step tells of it."""
         self._between_steps(lambda: self.engine.drop(change))
         if isinstance(change, UpdateWeights) and not change.more:
-            self._kept = set()
+            self._kept, self._gone = set(), set()
         self.release()
 
     def _put_in_force(self, commit: Commit) -> None:
@@ -277,6 +280,9 @@ class EngineCore(Generic[InFlightStep]):
         commit = self.engine.prepare(change)
         if change.more:
             return lambda: self._keep(commit, change)
+        gone = self._gone - given(change) - self._kept
+        if gone:  # said once all has come, which whoever sends it waits for
+            raise ConfigError(f"update_weights: {PARTS_LOST.format(' and '.join(sorted(gone)))}")
         return lambda: self._replaced(commit, change)
 
     def _keep(self, commit: Commit, change: UpdateWeights) -> None:
@@ -300,15 +306,25 @@ class EngineCore(Generic[InFlightStep]):
         """The last of every name that an adapter has had."""
         return self.scheduler.adapters.known
 
-    def restore(self, weight_version: int, lora_versions: Mapping[str, int], lost: Sequence[str]) -> None:
-        """Count on from an engine whose place this one takes, before any request has come. lost: see there."""
-        self.weight_version, self.lost = weight_version, tuple(lost)
+    def restore(
+        self, weight_version: int, lora_versions: Mapping[str, int], lost: Sequence[str], parts: Sequence[str] = ()
+    ) -> None:
+        """Count on from an engine whose place this one takes, before any request has come. lost: see there.
+
+        parts: what it had of new weights that were not whole.
+        """
+        self.weight_version, self.lost, self._gone = weight_version, tuple(lost), set(parts)
         self.scheduler.adapters.restore(lora_versions)
 
     @property
     def in_no_folder(self) -> tuple[str, ...]:
         """Of "model" and "draft", what an engine that takes this one's place will have lost."""
         return tuple(sorted({*self.lost, *self._sent}))
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Of "model" and "draft", what has come of new weights that are not whole yet, here or before."""
+        return tuple(sorted(self._kept | self._gone))
 
     @property
     def refuses(self) -> str | None:
@@ -345,7 +361,7 @@ class EngineCore(Generic[InFlightStep]):
         of_folders = {kind for kind, each in (("model", change.model), ("draft", change.draft)) if each is not None}
         new = (given(change) | self._kept) or {"model", "draft"}  # those in force, read again
         came = (given(change) | self._kept) - of_folders
-        self._sent, self._kept = (self._sent - new) | came, set()
+        self._sent, self._kept, self._gone = (self._sent - new) | came, set(), set()
         self.lost = tuple(kind for kind in self.lost if kind not in new)
         self.fit.weights_changed(self.weight_version)
         if change.in_flight != "abort":

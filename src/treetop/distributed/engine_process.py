@@ -346,7 +346,7 @@ class ChangesNote(msgspec.Struct, frozen=True):
     """What has changed since the options: folders of the weights in force, None for theirs; adapters, None likewise.
 
     lora_versions: how often a name has been given. asleep, level: what sleeps, and how deeply.
-    lost: of "model" and "draft", what was sent and is in no folder.
+    lost: of "model" and "draft", what was sent and is in no folder. parts: what has come of weights not whole yet.
     """
 
     model: str | None = None
@@ -357,6 +357,7 @@ class ChangesNote(msgspec.Struct, frozen=True):
     asleep: tuple[str, ...] = ()
     level: int = 1
     lost: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
 
 
 def note_change(file: Path, config: EngineConfig, change: Change, core: Core) -> None:
@@ -364,9 +365,7 @@ def note_change(file: Path, config: EngineConfig, change: Change, core: Core) ->
     note = noted_changes(file)
     loras = dict(config.adapters if note.loras is None else note.loras)
     match change:
-        case UpdateWeights(more=True):
-            return
-        case UpdateWeights(model=model, draft=draft):
+        case UpdateWeights(more=False, model=model, draft=draft):
             note = msgspec.structs.replace(note, model=model or note.model, draft=draft or note.draft)
         case LoadLora(name, path):
             note = msgspec.structs.replace(note, loras={**loras, name: path})
@@ -381,6 +380,7 @@ def note_change(file: Path, config: EngineConfig, change: Change, core: Core) ->
         weight_version=core.weight_version,
         asleep=core.asleep,
         lost=core.in_no_folder,
+        parts=core.parts,
     )
     beside = file.with_suffix(".new")
     beside.write_bytes(msgspec.json.encode(note))
@@ -393,7 +393,7 @@ def noted_changes(file: Path) -> ChangesNote:
 
 def restored(core: Core, info: CoreInfo, note: ChangesNote) -> CoreInfo:
     """A core that takes another's place goes on where that was: with its versions, and asleep if it slept."""
-    core.restore(note.weight_version, note.lora_versions, note.lost)
+    core.restore(note.weight_version, note.lora_versions, note.lost, note.parts)
     if note.asleep:
         core.prepare(Sleep(note.level))()
         core.prepare(WakeUp(tuple(tag for tag in TAGS if tag not in note.asleep)))()
