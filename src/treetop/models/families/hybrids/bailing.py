@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from treetop.checkpoints.params import Param, renamed
-from treetop.checkpoints.values import Config, flag, real, require_value, size
+from treetop.checkpoints.values import Config, flag, real, require_value, size, table
 from treetop.kernels.moe.experts import Activation
 from treetop.models.config import (
     FULL_ATTENTION,
@@ -74,11 +74,14 @@ _AS_PUBLISHED = {
 _STORED = ExpertLayout(score="gate.expert_bias")
 _OF_ROTATION = ("partial_rotary_factor", "rotary_dim")
 """Of a head of queries: `qk_rope_head_dim` says the same, all of which turns."""
+_ROPES = ("rope_parameters", "rope_scaling")
+"""Where `transformers` writes them when it saves a folder."""
 
 
 def read(config: Config, where: Path) -> ModelConfig:
     given = {_SPELLINGS.get(key, key): value for key, value in config.items() if value is not None}
-    config = {**_DEFAULTS, **{key: value for key, value in given.items() if key not in _OF_ROTATION}}
+    config = {**_DEFAULTS, **_all_turns(given)}
+    config |= {key: _all_turns(table(config, key, where)) for key in _ROPES if key in config}
     for key, value in _AS_PUBLISHED.items():
         require_value(config, key, value, where)
     require_value(config, "moe_shared_expert_intermediate_size", config["moe_intermediate_size"], where)
@@ -107,6 +110,10 @@ def params(config: ModelConfig) -> list[Param]:
     }
     names = {**full, ".self_attn.": ".attention.", "model.embed_tokens.": "model.word_embeddings."}
     return renamed(decoder_params(config), names)
+
+
+def _all_turns(given: Config) -> Config:
+    return {key: value for key, value in given.items() if key not in _OF_ROTATION}
 
 
 def _latent(config: Config, where: Path) -> AttentionSpec:
