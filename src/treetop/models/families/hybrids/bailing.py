@@ -30,7 +30,7 @@ from treetop.models.decoder import decoder_params
 from treetop.models.families.deepseek import LATENT_SIZES, dense_first, latent_attention, latent_model
 from treetop.models.mixers.recurrences import KimiSpec
 from treetop.models.routers import corrected_sigmoids
-from treetop.types.errors import CheckpointError
+from treetop.types.errors import CheckpointError, shown
 
 _DEFAULTS: dict[str, Any] = {
     **LATENT_SIZES,
@@ -70,6 +70,9 @@ _AS_PUBLISHED = {
     "gated_attention_proj_granularity_type": "head_wise",
     "routing_group_score_top_k": 2,
     "moe_router_enable_expert_bias": True,
+    "moe_router_activation_func": "sigmoid",
+    "use_qk_norm": True,
+    "rope_interleave": True,
 }
 _STORED = ExpertLayout(score="gate.expert_bias")
 _OF_ROTATION = ("partial_rotary_factor", "rotary_dim")
@@ -79,8 +82,7 @@ _ROPES = ("rope_parameters", "rope_scaling")
 
 
 def read(config: Config, where: Path) -> ModelConfig:
-    given = {_SPELLINGS.get(key, key): value for key, value in config.items() if value is not None}
-    config = {**_DEFAULTS, **_all_turns(given)}
+    config = {**_DEFAULTS, **_all_turns(_in_one_spelling(config, where))}
     config |= {key: _all_turns(table(config, key, where)) for key in _ROPES if key in config}
     for key, value in _AS_PUBLISHED.items():
         require_value(config, key, value, where)
@@ -112,6 +114,19 @@ def params(config: ModelConfig) -> list[Param]:
     return renamed(decoder_params(config), names)
 
 
+def _in_one_spelling(config: Config, where: Path) -> Config:
+    """What is said. Raises CheckpointError if two spellings of one key differ."""
+    said: dict[str, Any] = {}
+    for key, value in config.items():
+        name = _SPELLINGS.get(key, key)
+        if value is not None and said.setdefault(name, value) != value:
+            raise CheckpointError(
+                f"{where}: {name} is said in two spellings that differ, {shown(said[name])} and {shown(value)};"
+                " remove one of them"
+            )
+    return said
+
+
 def _all_turns(given: Config) -> Config:
     return {key: value for key, value in given.items() if key not in _OF_ROTATION}
 
@@ -127,6 +142,8 @@ def _delta(config: Config, where: Path) -> KimiSpec:
     width = "head_dim" if config.get("linear_head_dim") is None else "linear_head_dim"
     floor = real(config, "kda_lower_bound", where) if flag(config, "kda_safe_gate", where) else None
     heads, taps = size(config, "num_attention_heads", where), size(config, "short_conv_kernel_size", where)
+    require_value(config, "linear_num_heads", heads, where)
+    require_value(config, "linear_conv_kernel_dim", taps, where)
     return KimiSpec(heads, size(config, width, where), taps, narrow=False, floor=floor)
 
 
