@@ -227,3 +227,25 @@ def test_a_package_is_believed_by_what_it_computes(monkeypatch):
         monkeypatch.setitem(sys.modules, "flash_mla", package)
         found = probe(CPU)
         assert found is None if words is None else words in found
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("import math; math.nothing", "flash_mla cannot be imported: AttributeError: module 'math' has no attribute"),
+        ("raise ValueError('of another version\\nmore')", "cannot be imported: ValueError: of another version"),
+        ("{}['name']", "cannot be imported: KeyError: 'name'"),
+        ("import flash_mla_cuda", "cannot be imported: No module named 'flash_mla_cuda'"),
+        ("flash_mla_with_kvcache = dict.update; get_mla_metadata = None", "flash_mla has another interface"),
+        ("flash_mla_with_kvcache = get_mla_metadata = 1", "flash_mla has another interface"),
+    ],
+)
+def test_a_package_that_is_broken_is_refused(monkeypatch, tmp_path, body, words):
+    """Whatever its import raises: a start goes on with another backend, and the report says why."""
+    (tmp_path / "flash_mla.py").write_text(body)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_mla", raising=False)
+    found = flashmla_backend.problem.__wrapped__(CPU)
+    sys.modules.pop("flash_mla", None)
+    assert found is not None
+    assert words in found

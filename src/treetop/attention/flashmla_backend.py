@@ -57,7 +57,7 @@ class FlashMLA:
             self._attend: Callable[..., tuple[Tensor, Tensor]] = package.flash_mla_with_kvcache
             self._metadata: Callable[[], tuple[Any, Any]] = package.get_mla_metadata
             names = set(inspect.signature(self._attend).parameters)
-        except AttributeError as error:
+        except (AttributeError, TypeError, ValueError) as error:  # the last two of what has no signature
             raise LookupError(f"flash_mla has another interface: {error}") from error
         missing = {"tile_scheduler_metadata", "block_table", "cache_seqlens", "head_dim_v", "softmax_scale"} - names
         if missing:
@@ -112,13 +112,14 @@ class LatentPages:
 def find_flash_mla() -> FlashMLA:
     """FlashMLA of the package that is installed. Raises LookupError with what is wrong with it."""
     try:
-        return FlashMLA(importlib.import_module("flash_mla"))
+        package = importlib.import_module("flash_mla")
     except ModuleNotFoundError as error:
         if error.name == "flash_mla":
             raise LookupError("flash_mla is not installed (pip install sgl-flash-mla)") from error
         raise LookupError(f"flash_mla cannot be imported: {first_line(error)}") from error
-    except (ImportError, OSError, RuntimeError) as error:
-        raise LookupError(f"flash_mla cannot be imported: {first_line(error)}") from error
+    except Exception as error:  # whatever a broken package, or one for another PyTorch, may raise
+        raise LookupError(f"flash_mla cannot be imported: {type(error).__name__}: {first_line(error)}") from error
+    return FlashMLA(package)
 
 
 @cache
