@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -186,3 +187,23 @@ def test_costs_choose_whether_and_how_large():
     assert size(9000, rows=16) == 512, "of other rows"
     fixed = MixedSteps(layout, "on", PrefillBudget(layout, PrefillPace(512, 2048, None, 1024), None, tokens=256))
     assert fixed.size(round_of_rows(32), 9, lambda enough: enough) == 256
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("on", [512, 0, 512, 512]), ("auto", [512, 0, 0, 0])])
+def test_a_widened_round_has_a_shape_that_is_allowed_and_ready(mode, expected):
+    """A packed step has a coarse bucket: 40 rows may have trees of 20 at 48 rows, and not at 64. Under `auto` a round
+    on trial may have more nodes than are captured at start.
+    """
+    tree = SpecShape(4, 5, 20)
+    layout = Layout(
+        (PLAIN, SpecShape(1, 3, 4), tree), 16, 64, 512, 2048, (KVGroup(FULL, 1, paired(1, 8)),), 4096, mixed=True,
+        prompt_sizes=(128, 256, 512, 1024),
+    )  # fmt: skip
+    assert tree in layout.shapes_at(layout.bucket_for(40))
+    mixing = MixedSteps(layout, mode, PrefillBudget(layout, PrefillPace(512, 2048, None, 1024), None))
+    rounds = [
+        replace(round_of_rows(rows), shape=shape) for rows, shape in ((40, PLAIN), (40, tree), (32, tree), (16, tree))
+    ]
+    assert [mixing.size(round, 1, lambda enough: enough) for round in rounds] == expected
+    assert not mixing.wanted(0, tree)
+    assert mixing.wanted(12, tree) == (mode == "on"), "240 nodes, and 320 once it is widened"

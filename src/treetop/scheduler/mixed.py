@@ -56,10 +56,9 @@ class MixedSteps:
         if self._mode == "on":
             return True
         bucket, sizes = self._layout.bucket_for(rows), self._layout.prompt_sizes
-        nodes = shape.nodes_at(bucket)
         if not sizes:
-            return nodes <= FEW_NODES and self._pays(bucket, 0)
-        return nodes <= FEW_NODES_CAPTURED and any(self._pays(bucket, size) for size in sizes)
+            return shape.nodes_at(bucket) <= FEW_NODES and self._pays(bucket, 0)
+        return self._is_captured(rows, shape) and any(self._pays(bucket, size) for size in sizes)
 
     def size(self, round: RoundPlan, waiting: int, work: Callable[[int], int]) -> int:
         """Of the batch that chunks beside a round are packed into; 0 where they are launched one by one.
@@ -70,13 +69,22 @@ class MixedSteps:
         sizes = self._layout.prompt_sizes
         if not sizes or round.masks or round.choice.processes:
             return 0
-        bucket = self._layout.bucket_for(len(round.rows))
+        rows = len(round.rows)
+        if round.shape not in self._layout.shapes_at(self._layout.coarse_bucket_for(rows)):
+            return 0  # it was chosen for fewer rows than the batch is widened to
+        if self._mode == "auto" and not self._is_captured(rows, round.shape):
+            return 0
+        bucket = self._layout.bucket_for(rows)
         if self._mode == "auto":
             sizes = tuple(size for size in sizes if self._pays(bucket, size)) or sizes
-        most = min(self.budget.most_packed(len(round.rows)), max(_TOKENS_OF_A_ROW * (len(round.rows) + waiting), _FEW))
+        most = min(self.budget.most_packed(rows), max(_TOKENS_OF_A_ROW * (rows + waiting), _FEW))
         sizes = tuple(size for size in sizes if size <= most) or sizes[:1]
         need = work(_STEPS * sizes[-1])
         return next((size for size in sizes if _STEPS * size >= need), sizes[-1])
+
+    def _is_captured(self, rows: int, shape: SpecShape) -> bool:
+        """Whether a round of this shape has few enough nodes to be captured at start with packed chunks beside it."""
+        return shape.nodes_at(self._layout.coarse_bucket_for(rows)) <= FEW_NODES_CAPTURED
 
     def _pays(self, bucket: int, size: int) -> bool:
         """Whether a mixed step is, or may be, shorter than its chunks and its round apart. size: 0 for one that is not
