@@ -5,8 +5,14 @@ from collections import Counter
 
 import pytest
 
-from support.fake_core import PagedEngine, ask, collected, drained, make_core
-from treetop.types.ids import RequestId
+from support.fake_core import CountingEngine, PagedEngine, ask, collected, drained, make_core
+from treetop.core.engine_core import EngineCore
+from treetop.scheduler.scheduler import Scheduler
+from treetop.types.config import EngineConfig
+from treetop.types.ids import FULL, RequestId
+from treetop.types.kv import paired
+from treetop.types.layout import KVGroup, Layout, SpecShape
+from treetop.types.messages import MixedPlan, StepResult, parts_of_plan
 from treetop.types.requests import EngineRequest, Tenant
 
 
@@ -192,3 +198,25 @@ def test_a_salt_is_kept_from_a_row_to_the_next():
         return collected(drained(core))[1][number].stats.num_cached_tokens
 
     assert [cached(i, salt) for i, salt in enumerate(("", "a", "a", "b", ""))] == [0, 0, 36, 0, 36]
+
+
+class MixingEngine(CountingEngine):
+    def collect(self, plan):
+        if isinstance(plan, MixedPlan):
+            parts = [super(MixingEngine, self).collect(part) for part in parts_of_plan(plan)]
+            return StepResult(tuple(row for part in parts for row in part.rows))
+        return super().collect(plan)
+
+
+def test_who_may_not_be_packed_enters_beside_rounds():
+    """Another tenant's request has the next row, and asks what a packed batch has not; one that may be packed waits
+    before it.
+    """
+    groups = (KVGroup(FULL, 1, paired(1, 8)),)
+    layout = Layout((SpecShape(1, 3, 4),), 4, 8, 2048, 64, groups, 16384, mixed=True, prompt_sizes=(8, 16, 32, 64))
+    config = EngineConfig(max_running_requests=8, page_size=4, mixed_chunk="on")
+    core = EngineCore(MixingEngine(), Scheduler(layout, config, [10**6]))
+    give(core, choices(10, 4, "a", max_tokens=600))
+    until(core, lambda: len(core.scheduler.queues.decoding) == 4)
+    give(core, [*choices(50, 1, "a"), *choices(60, 1, "b", logprobs=1)])
+    assert first_tokens(core, (50, 60)) < 6

@@ -105,7 +105,7 @@ class PrefillPlanner:
 
         packed: as in `PrefillPlan`, if who comes first can be in such a batch.
         """
-        first = next(self._candidates(), None)
+        first = self._queues.prefilling[0] if self._queues.prefilling else self.shares.first()
         self._mixed, self._packed = mixed, packed if first is None or _may_be_packed(first) else 0
         setups: list[RowSetup] = []
         batch: Batch = []
