@@ -3,6 +3,7 @@
 The library is a stand-in with the vendor's layout (fake_libraries.py); test_gpu_flash_mla.py has the real one.
 """
 
+import inspect
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -205,6 +206,18 @@ def test_a_package_is_believed_by_what_it_computes(monkeypatch):
             given = {**shared, "softmax_scale": softmax_scale, **rest}
             return super().flash_mla_with_kvcache(q, k_cache, *own, head_dim_v, **given)
 
+    class OfOneType(FakeFlashMLA):
+        """A package that was built without kernels for float16."""
+
+        def flash_mla_with_kvcache(self, q, *given, use_legacy=False, **rest):
+            out, lse = super().flash_mla_with_kvcache(q, *given, use_legacy=use_legacy, **rest)
+            return out * (q.dtype == torch.bfloat16), lse
+
+        flash_mla_with_kvcache.__signature__ = inspect.signature(FakeFlashMLA.flash_mla_with_kvcache)
+
+    def disturbed(table, lengths):
+        return table, torch.where((lengths == 0).any(), lengths.clamp(max=64), lengths)
+
     def failing(table, lengths):
         raise RuntimeError("Dense decode MLA is only supported on SM90a architecture\nmore")
 
@@ -221,6 +234,8 @@ def test_a_package_is_believed_by_what_it_computes(monkeypatch):
         ),
         (Changed(lambda table, lengths: (table.flip(0), lengths)), "gives wrong results here"),
         (Changed(lambda table, lengths: (table, (lengths + 63) // 64 * 64)), "gives wrong results here"),
+        (Changed(disturbed), "gives wrong results here"),
+        (OfOneType(), "gives wrong results here"),
         (SimpleNamespace(get_mla_metadata=None, flash_mla_with_kvcache=older), "no argument tile_scheduler_metadata"),
         (SimpleNamespace(), "another interface"),
     ):
