@@ -67,7 +67,8 @@ class WatchedBackend:
 
     def __init__(self, inner: AttentionBackend[Any, Any], runner: ModelRunner, watch: VisibilityWatch) -> None:
         self.name = f"watched {inner.name}"
-        self.capabilities = replace(inner.capabilities, captures=False)  # it looks at the host on every call
+        # it looks at the host on every call, and at rows of whole trees alone
+        self.capabilities = replace(inner.capabilities, captures=False, flat=False)
         self._inner, self._device, self._watch = inner, runner, watch
 
     def begin(self, metadata: AttentionMetadata) -> Any:

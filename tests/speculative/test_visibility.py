@@ -4,7 +4,8 @@ A key is named by its request and position if it is committed, and by its node o
 engine says, in page tables, extents, positions and masks, is decoded to these names through the leases of the pages.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ import torch
 from support.engines import build, greedy, sampled, submit
 from support.oracles import grow, select
 from support.recording import record
+from treetop.attention.registry import BACKENDS
 from treetop.types.ids import DRAFT, FULL
 from treetop.types.messages import PrefillPlan
+from treetop_debug.visibility import VisibilityWatch, WatchedBackend
 
 CASES = [  # (k, S, T), page size, chunk, prompt lengths
     ((4, 4, 16), 1, 512, [3, 18, 7]),
@@ -213,3 +216,11 @@ def assert_tail(planned, index, queries, columns, start):
     assert told.mask.shape[1:] == (len(queries), len(columns))
     seen = {(node, columns[j]) for i, node in enumerate(queries) for j in told.mask[index, i].nonzero().flatten()}
     assert seen == {(node, key) for node in queries for key in node.line() if key in columns}
+
+
+def test_a_watched_backend_is_given_rows_of_whole_trees():
+    """It has no `flat_prefix_tail`, whatever the backend inside may take."""
+    inner = SimpleNamespace(name="inner", capabilities=replace(BACKENDS["triton"].capabilities, flat=True))
+    watched = WatchedBackend(inner, None, VisibilityWatch())
+    assert not hasattr(watched, "flat_prefix_tail")
+    assert (watched.capabilities.flat, watched.capabilities.captures) == (False, False)
