@@ -111,6 +111,17 @@ def test_a_page_that_is_used_stays_before_those_behind_it(opened):
     assert [store.holds(key(n)) for n in range(4)] == [True, True, False, True]
 
 
+def test_so_it_does_after_a_restart(opened):
+    """However close together they were written, and whatever their keys are."""
+    store = opened()
+    for n in (2, 0, 3, 1):
+        store.write(key(n), page(n))
+    store.stamp([key(n) for n in (2, 0, 3, 1)])
+    assert all(reads(store, n) for n in (2, 0, 3, 1))
+    store = opened(max_bytes=2 * (SIZE + 100))
+    assert [store.holds(key(n)) for n in (2, 0, 3, 1)] == [True, True, False, False]
+
+
 @pytest.mark.parametrize(
     "what", ["a bit", "a bit of the head", "cut", "cut in the head", "longer", "another's", "empty"]
 )

@@ -1,5 +1,6 @@
 """The tier of K/V on disk: a restarted engine has what one before it wrote, and nobody can tell by the tokens."""
 
+import os
 import random
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,6 +63,25 @@ def test_a_restarted_engine_has_what_the_one_before_wrote(strong_pair, tmp_path,
         assert saw.disk_loaded_tokens >= 5 * 80
         assert (saw.disk_damaged_pages, saw.failed_loads) == (0, 0)
         llm.scheduler.check_integrity()
+
+
+def test_first_pages_of_a_prompt_are_the_last_used_after_a_restart(strong_pair, tmp_path):
+    """Written, read and written behind those, or read: the next engine evicts those behind them first."""
+
+    def times(llm, prompt):
+        tier = llm.scheduler._disk
+        keys = [key for key in tier._keys(prompt, "", len(prompt) // 16) if tier.store.holds(key)]
+        assert len(keys) > 3
+        return [tier.store._path(key).stat().st_mtime_ns for key in keys]
+
+    for asked in (FIRST[:1], SECOND[:1], SECOND[:1]):
+        with engine(strong_pair, tmp_path) as llm:
+            ask(llm, asked)
+            assert bool(written(llm).disk_loaded_tokens) == (asked != FIRST[:1])
+            found = times(llm, asked[0][1])
+            assert found == sorted(set(found), reverse=True)
+        for number, path in enumerate(pages_in(tmp_path)):
+            os.utime(path, (number, number))
 
 
 def test_what_the_host_has_given_up_comes_from_disk(strong_pair, tmp_path, want):
@@ -140,7 +160,7 @@ def test_books_that_begin_anew_wait_for_the_disk_and_go_on(strong_pair, tmp_path
         written(llm)
         llm.scheduler.fail("a step failed")
         assert ask(llm, SECOND) == want[5:]
-        assert stats(llm).disk_loaded_tokens >= 5 * 80
+        assert written(llm).disk_loaded_tokens >= 5 * 80
         llm.scheduler.check_integrity()
 
 

@@ -51,7 +51,7 @@ def _write(path: Path, parts: Iterable[bytes | memoryview]) -> None:
 
 
 class DiskStore:
-    """Files of pages by key. `read` and `write` may be called on threads, each key by one at a time."""
+    """Files of pages by key. `read` and `write` may be called on threads, each key by one at a time; so may `stamp`."""
 
     def __init__(
         self,
@@ -80,12 +80,12 @@ class DiskStore:
         """What is here and may be used; all else goes."""
         note = self.folder / "made-for"
         known = note.is_file() and note.read_bytes() == made_for.encode()
-        found = list[tuple[float, bytes, int]]()
+        found = list[tuple[int, bytes, int]]()
         for path in self.folder.iterdir():
             key = _key_of(path)
             if known and key is not None:
                 status = path.stat()
-                found.append((status.st_mtime, key, status.st_size))
+                found.append((status.st_mtime_ns, key, status.st_size))
             elif path.name not in ("lock", "made-for"):
                 path.unlink()
         for _, key, size in sorted(found):
@@ -110,6 +110,13 @@ class DiskStore:
             for key in reversed(keys):
                 if key in self._sizes:
                     self._sizes.move_to_end(key)
+
+    def stamp(self, keys: Sequence[bytes]) -> None:
+        """Tell the next engine that these have been used just now, the first last. It takes a while, for a thread."""
+        now = time.time_ns()
+        for before, key in enumerate(keys):
+            with suppress(OSError):
+                os.utime(self._path(key), ns=(now, now - 1000 * before))
 
     def write(self, key: bytes, views: Views) -> bool:
         """Keep a page. False if the disk refuses it: nothing is written then for a while."""
@@ -144,8 +151,6 @@ class DiskStore:
                 whole = len(head) == _HEAD.size and all(_fill(file, view) for view in views) and not file.read(1)
             size = _HEAD.size + sum(len(view) for view in views)
             if whole and _HEAD.unpack(head) == (_MAGIC, key, size, _digest(views)):
-                with suppress(OSError):
-                    os.utime(path)
                 return True
         except FileNotFoundError:  # evicted meanwhile
             return False

@@ -76,7 +76,7 @@ class Wanted(NamedTuple):
 class _DiskJob:
     """Pages on the host that are leased while files are written or read.
 
-    keys, pages: of these columns, the first of which is `begin`.
+    keys: of all columns, those before `begin` included, which are not copied. pages: of the others.
     ends: how many pages went well, from the first on; None until it has begun.
     """
 
@@ -189,7 +189,7 @@ class DiskTier:
         self.store.used(keys)
         begin = next((at for at, key in enumerate(keys) if not self.store.holds(key)), len(keys))
         if begin < len(keys):
-            return self._job(wanted, lease, begin, keys[begin:])
+            return self._job(wanted, lease, begin, keys)
         self._host.release(lease)
         return None
 
@@ -200,14 +200,14 @@ class DiskTier:
         lease, _ = self._host.open(wanted.ids, wanted.salt)
         keys = [*self._keys(wanted.ids, wanted.salt, total // self._layout.page_size)]
         if lease.shared < len(keys) and self._host.reserve(lease, total, total, total) is not None:
-            return self._job(wanted, lease, lease.shared, keys[lease.shared :])
+            return self._job(wanted, lease, lease.shared, keys)
         self._host.release(lease)
         self._host.take_freed()
         self._arrived.append(wanted)
         return None
 
     def _job(self, wanted: Wanted, lease: Lease, begin: int, keys: list[bytes]) -> _DiskJob:
-        pages = {group: held[begin : begin + len(keys)] for group, held in lease.pages.items()}
+        pages = {group: held[begin : len(keys)] for group, held in lease.pages.items()}
         return _DiskJob(wanted, lease, begin, keys, pages, self._memory.landed(pages))
 
     def _take(self, job: _DiskJob, count: int) -> None:
@@ -226,17 +226,21 @@ class DiskTier:
     def _write(self, job: _DiskJob) -> int:
         """A page that is not what left the device is no page; nor are those behind one that could not be written."""
         intact, views = self._memory.intact(job.landed, job.pages), self._memory.views(job.pages)
-        for at, key in enumerate(job.keys):
-            if not intact[at] or not (self.store.holds(key) or self.store.write(key, views[at])):
-                return at
-        return len(job.keys)
+        count = 0
+        for whole, key, page in zip(intact, job.keys[job.begin :], views, strict=True):
+            if not whole or not (self.store.holds(key) or self.store.write(key, page)):
+                break
+            count += 1
+        self.store.stamp(job.keys[: job.begin + count])
+        return count
 
     def _read(self, job: _DiskJob) -> int:
         count = 0
-        for key, views in zip(job.keys, self._memory.views(job.pages), strict=True):
+        for key, views in zip(job.keys[job.begin :], self._memory.views(job.pages), strict=True):
             if not self.store.read(key, views):
                 break
             count += 1
+        self.store.stamp(job.keys[: job.begin + count])
         job.sums = self._memory.sums({group: pages[:count] for group, pages in job.pages.items()})
         return count
 
