@@ -8,13 +8,12 @@ from unittest.mock import patch
 
 import pytest
 
-from support.engines import build
+from support.engines import build, rest
 from support.loras import save_lora
 from support.offloading import POOL, ask, ask_salted, on_a_cpu, stats, turns, with_tier
 from support.recurrent_models import known_family
 from support.recurrent_models import save_pair as recurrent_pair
 from support.refusing import refused
-from support.waiting import until
 from treetop.engine.offloading.disk_pages import DiskPages
 from treetop.types.errors import ConfigError
 
@@ -41,7 +40,7 @@ def want(strong_pair):
 
 def written(llm):
     """All that was to be is."""
-    until(lambda: not llm.scheduler.has_work, "the disk has all")
+    rest(llm)
     return stats(llm)
 
 

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
-from support.engines import accepted, greedy, pump, sampled, steps, submit
+from support.engines import accepted, greedy, pump, rest, sampled, steps, submit
 from support.families import FAMILIES
 from support.grids import few_of
 from support.loras import save_lora
@@ -88,8 +88,10 @@ def test_a_damaged_page_is_computed_again_and_nothing_on_the_host_is_trusted(str
         llm = with_tier(strong_pair, **POOL)
         want = ask(with_tier(strong_pair, **{**POOL, "max_total_tokens": 4096}), asked)
         got = ask(llm, asked[:5])
+        rest(llm)
         damage(llm)
         got += ask(llm, asked[5:])
+        rest(llm)
     assert got == want
     assert stats(llm).failed_loads == 1
     assert "K/V on the host are damaged" in caplog.text
@@ -106,6 +108,7 @@ def test_a_copy_that_is_not_what_was_saved_is_told(strong_pair, name, caplog):
             llm = with_tier(strong_pair, **POOL)
             got = ask(llm, asked[:5])
             if name == "host-checksum-unchecked":
+                rest(llm)
                 damage(llm)
             got += ask(llm, asked[5:])
     if fault.guard == "wrong tokens":
@@ -157,10 +160,12 @@ def test_other_weights_forget_the_host(strong_pair):
     with on_a_cpu():
         llm = with_tier(strong_pair, **POOL)
         ask(llm, asked)
+        rest(llm)
         assert stats(llm).saved_tokens > 0
         llm.update_weights(str(strong_pair.target))
         assert stats(llm).usage_perc == 0
         (output,) = llm.generate([asked[0][1]], [greedy(4)])
+        rest(llm)
     assert output.metrics.num_cached_tokens == 0
     llm.scheduler.check_integrity()
 

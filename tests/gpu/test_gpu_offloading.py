@@ -5,9 +5,8 @@ import random
 import pytest
 import torch
 
-from support.engines import accept_lens, greedy, tokens
+from support.engines import accept_lens, greedy, rest, tokens
 from support.gpu_pairs import make
-from support.waiting import until
 from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.engine.offloading import host_pages
 from treetop.engine.startup import host_layout
@@ -38,6 +37,7 @@ def test_what_returns_is_what_left(monkeypatch, options):
         asked = [*turns(llm.engine.spec.vocab_size)]
         outputs.append([llm.generate([prompt], greedy(16))[0] for prompt in asked])
         if size is not None:
+            rest(llm)
             stats = llm.scheduler.load.host_tier
             assert stats.failed_loads == 0
             assert stats.loaded_tokens > 2000
@@ -60,7 +60,7 @@ def test_a_restart_finds_its_pages_on_disk(tmp_path):
         asked = [*turns(llm.engine.spec.vocab_size, count=1)]
         outputs.append([llm.generate([prompt], greedy(16))[0] for prompt in asked])
         if options:
-            until(lambda llm=llm: not llm.scheduler.has_work, "the disk has all")
+            rest(llm)
             stats = llm.scheduler.load.host_tier
             assert stats.failed_loads == stats.disk_damaged_pages == 0
             assert (stats.disk_saved_tokens if len(outputs) == 1 else stats.disk_loaded_tokens) >= 8 * 192
@@ -74,6 +74,7 @@ def test_a_damaged_page_is_computed_again(monkeypatch):
     llm = make(**{**POOL, "max_total_tokens": 1024, "kv_offloading_size": 0.25})
     asked = [*turns(llm.engine.spec.vocab_size, count=1)]
     want = tokens([llm.generate([prompt], greedy(16))[0] for prompt in asked])
+    rest(llm)
     torch.cuda.synchronize()
     for group in llm.engine.host_pages._groups.values():
         for slab in group.slabs:

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
+from queue import SimpleQueue
 from threading import Event
 
 from support.examples import fewer
-from support.waiting import WAIT_S
+from support.waiting import WAIT_S, until
 from treetop import LLM, SamplingParams
 from treetop.types.ids import RequestId
 from treetop.types.requests import EngineRequest
@@ -110,6 +111,17 @@ def hold_core_thread(llm) -> None:
     hold = _Hold(llm._core._thread._inbox)
     hold.inbox.put(hold)
     assert hold.begun.wait(WAIT_S), "the core's thread does not come to its inbox"
+
+
+def rest(llm) -> None:
+    """Wait until there is no work. Asked on the core's thread: within a step the books are half changed."""
+    answers: SimpleQueue[bool] = SimpleQueue()
+
+    def has_none() -> bool:
+        llm._core._thread._inbox.put(lambda loop: answers.put(not loop.core.busy))
+        return answers.get(timeout=WAIT_S)
+
+    until(has_none, "work is left")
 
 
 def submit(llm, prompts, params, constraints=None) -> list:
