@@ -104,6 +104,18 @@ def test_one_graph_holds_a_round_with_its_prompts(strong_pair, plainly):
     assert replayed == {size: count for size, count in sizes.items() if size}
 
 
+@pytest.mark.parametrize(("budget", "buckets"), [(None, {1}), (8, {1, 2, 4})])
+def test_a_start_counts_nodes_as_rounds_do(strong_pair, budget, buckets, monkeypatch):
+    """Rounds of too many nodes are not captured with prompts; a budget has fewer."""
+    monkeypatch.setattr("treetop.types.layout.MAX_NODES_BESIDE_PROMPTS", 8)
+    llm, recorder = (
+        build(strong_pair, SHAPE, mixed_chunk="on", speculative_node_budget=budget, **OPTIONS),
+        FakeRecorder(),
+    )
+    CudaGraphs(llm.engine.runner, recorder).capture_all()
+    assert {key.bucket for key in recorder.recorded if isinstance(key, RoundKey) and key.prompts} == buckets
+
+
 KINDS = ("gemma4", "glm 5.2")
 
 

@@ -40,9 +40,6 @@ from treetop.types.layout import Layout
 from treetop.types.phase import Phase
 from treetop.types.sampling import Choice
 
-_NODES_WITH_PROMPTS = 256
-"""Nodes of all rows up to which rounds with prompts in their forward are captured at start: more gain nothing by it."""
-
 Run = Callable[[], None]
 
 
@@ -140,12 +137,7 @@ class CudaGraphs:
         gc.collect()  # the graphs of an engine that is gone
         layout, free = self._runner.layout, [self._free()]
         early = {*(layout.buckets if len(layout.shapes) > 1 else layout.coarse_buckets)}
-        keys = [
-            key
-            for key in greedy_keys(self._runner.layout)
-            if key.bucket in early
-            and not (key.prompts and key.bucket * key.shape.num_draft_tokens > _NODES_WITH_PROMPTS)
-        ]
+        keys = [key for key in greedy_keys(self._runner.layout) if key.bucket in early and _gains(layout, key)]
         for part in (keys[:1], keys[1:]):
             self.capture(part)
             free.append(self._free())
@@ -161,7 +153,7 @@ class CudaGraphs:
         assert self.memory is not None
         runner, until_s = self._runner, time.perf_counter() + seconds
         small = [key for key in reversed(greedy_keys(runner.layout)) if key.bucket in runner.layout.coarse_buckets]
-        small = [key for key in small if not (key.mixed or key.catches_up or (key.prompts and _gains_nothing(key)))]
+        small = [key for key in small if not (key.mixed or key.catches_up) and _gains(runner.layout, key)]
         drawn = [replace(key, choice=Choice.SAMPLE) for key in small]
         if Choice.PROCESS in runner.state.choices:
             drawn += [replace(key, choice=Choice.PROCESS) for key in small if not key.prompts]
@@ -259,14 +251,14 @@ def greedy_keys(layout: Layout) -> list[RoundKey]:
     ]
     mixed = [replace(key, mixed=True) for key in rounds if layout.mixed]
     rounds += with_prompts
-    rounds.sort(key=lambda key: key.bucket * key.shape.num_draft_tokens + key.prompts, reverse=True)
+    rounds.sort(key=lambda key: key.shape.nodes_at(key.bucket) + key.prompts, reverse=True)
     rounds += mixed
     return rounds + [RoundKey.of_catch_up(bucket) for bucket in buckets if layout.max_deferred]
 
 
-def _gains_nothing(key: RoundKey) -> bool:
-    """Whether a round has too many nodes to be worth having ready with prompts in its forward."""
-    return key.bucket * key.shape.num_draft_tokens > _NODES_WITH_PROMPTS
+def _gains(layout: Layout, key: RoundKey) -> bool:
+    """Whether a round is worth having ready: with prompts in its forward one of many nodes is not."""
+    return not key.prompts or layout.few_nodes_beside_prompts(key.shape, key.bucket)
 
 
 def num_rounds(runner: ModelRunner) -> int:

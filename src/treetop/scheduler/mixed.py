@@ -15,10 +15,10 @@ from treetop.types.config import MixedChunk
 from treetop.types.layout import Layout, SpecShape
 from treetop.types.messages import MixedPlan, PrefillPlan, RoundPlan, StepPlan
 
-FEW_NODES, FEW_NODES_CAPTURED = 128, 256
+FEW_NODES = 128
 """Nodes of all rows beside which a chunk is taken under `auto`, at most. In the scheduler's simulation chains of 128
 nodes gain 9 % of tokens/s, of 256 nothing, and trees of 128 nodes nothing (an 8B model, `docs/policy.md`). Of captured
-ones measured costs decide up to twice as many."""
+ones measured costs decide up to `MAX_NODES_BESIDE_PROMPTS`."""
 
 _GAIN, _GAIN_CAPTURED = 0.9, 1.0
 """Of the time of both apart, what a mixed step may take under `auto`: prompts that end in it decode a round later, and
@@ -84,7 +84,7 @@ class MixedSteps:
 
     def _is_captured(self, rows: int, shape: SpecShape) -> bool:
         """Whether a round of this shape has few enough nodes to be captured at start with packed chunks beside it."""
-        return shape.nodes_at(self._layout.coarse_bucket_for(rows)) <= FEW_NODES_CAPTURED
+        return self._layout.few_nodes_beside_prompts(shape, self._layout.coarse_bucket_for(rows))
 
     def _pays(self, bucket: int, size: int) -> bool:
         """Whether a mixed step is, or may be, shorter than its chunks and its round apart. size: 0 for one that is not

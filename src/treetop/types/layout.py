@@ -125,6 +125,8 @@ MAX_CHOSEN_NODES = 1024
 """Nodes of all rows that a round of a shape which was chosen among others has at most. Long before, an 8B model's round
 takes a GPU time in proportion to them (`bench.modelled_costs`), so that fewer nodes a row give more tokens a second."""
 
+MAX_NODES_BESIDE_PROMPTS = 256
+"""Nodes of all rows up to which rounds with prompts in their forward are captured at start: more gain nothing by it."""
 
 MAX_PROMPT_BLOCK = 64
 """A chunk's last block is padded, by half of this in the mean; attention to pages reads a row's keys once a block."""
@@ -341,6 +343,10 @@ class Layout:
         smallest = min(shape.num_draft_tokens for shape in self.shapes if shape != PLAIN)
         most = max(smallest, MAX_CHOSEN_NODES // rows) * rows
         return tuple(shape for shape in self.shapes if shape.nodes_at(rows) <= most)
+
+    def few_nodes_beside_prompts(self, shape: SpecShape, rows: int) -> bool:
+        """Whether rounds of so many rows gain by prompts in their forward pass, and are captured with them at start."""
+        return shape.nodes_at(rows) <= MAX_NODES_BESIDE_PROMPTS
 
     def most_rows(self, shape: SpecShape) -> int:
         """The largest bucket whose rounds may have this shape."""
