@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from support.engines import build, greedy
+from support.engines import build, greedy, sampled
 from treetop.engine.startup.plan import plan_engine
 from treetop.kernels.tree.calibration import make_calibration
 from treetop.kernels.tree.drawn import RoundOfRows, choose_drawn_reference, logprob_of
@@ -89,6 +89,29 @@ def test_an_engine_accepts_what_a_profile_says(strong_pair):
     (chain, _, tree) = ([n for row in each for n in row[:-1]] for each in lengths)
     assert 1 + sum(chain) / len(chain) == pytest.approx(expected_length(profile, 5), rel=0.06)
     assert sum(tree) / len(tree) < sum(chain) / len(chain)
+
+
+def test_requests_may_differ_in_how_often_the_head_is_right(strong_pair, tmp_path):
+    """By their seeds, wherever they run: what a request accepts is its kind's, and kinds are told apart by chances."""
+    held = {"source": "x", "chances": [0.6], "sureness": 1, "share": 0.5, "tail": 100, "scale": 1, "measured": {}}
+    alike, unlike = tmp_path / "alike.json", tmp_path / "unlike.json"
+    alike.write_text(json.dumps(held))
+    unlike.write_text(json.dumps({**held, "spread": 1.5}))
+    kinds = read_profile(str(unlike)).kinds
+    chances = [kind.chances[0] for kind in kinds]
+    assert chances == sorted(chances)
+    assert (len(kinds), sum(chances) / 16) == (16, pytest.approx(0.6, abs=0.06))
+    assert read_profile(str(alike)).kinds == (read_profile(str(alike)),)
+    params = [sampled(seed, 100, whole=True, temperature=1.0) for seed in range(12)]
+    means = []
+    for profile, options in ((alike, {}), (unlike, {}), (unlike, {"max_running_requests": 3, "graphs": "sim"})):
+        outputs = build(strong_pair, (1, 5, 6), simulate_acceptance=str(profile), **options).generate(
+            strong_pair.prompts([5] * 12), params
+        )
+        lengths = [output.metrics.accept_lens[:-1] for output in outputs]
+        means.append(torch.tensor([sum(each) / len(each) for each in lengths]))
+    assert means[1].std() > 3 * means[0].std()
+    assert torch.equal(means[1], means[2])
 
 
 @pytest.mark.slow

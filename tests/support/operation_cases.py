@@ -573,9 +573,11 @@ def learn(_: bool) -> Call:
 
 
 def drawing() -> tuple[DrawnNodes, RoundOfRows]:
-    """Eight nodes of each of three depths, four ranks and the others; large seeds, and padding."""
-    logits = torch.sort(torch.randn(3, 8, 5) * 4, dim=2, descending=True).values
-    drawn = DrawnNodes(logits, torch.randint(0, 5, (3, 8)), 1000, 37)
+    """Eight nodes of each of three depths for two kinds of requests, four ranks and the others; large seeds, and
+    padding.
+    """
+    logits = torch.sort(torch.randn(3, 16, 5) * 4, dim=2, descending=True).values
+    drawn = DrawnNodes(logits, torch.randint(0, 5, (3, 16)), 1000, 37, kinds=2)
     seed = torch.randint(-(2**62), 2**62, (6,))
     committed, classes = torch.arange(6) * 1001, torch.tensor([0, 1, 2, 0, 1, 2])
     return drawn, RoundOfRows(

@@ -9,13 +9,15 @@ A profile is fitted to published accept lengths. At each node, independently of 
   `tail` tokens. A chain is the same at any scale; the scale is fitted so that a tree ranked by the head's
   log-probabilities as they are accepts what was measured.
 
-`sureness` is assumed, and so is `share` where one can be: accept lengths say nothing of them.
+`sureness` is assumed, and so is `share` where one can be: accept lengths say nothing of them. So is `spread`, which no
+profile of the package has: requests then differ in how often the head is right.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ from treetop.types.layout import SpecShape
 FLAG, BUILTIN = "--simulate-acceptance", "builtin:"
 RANKS = 16
 """Proposals that have a chance of their own."""
+KINDS = 16
+"""Of requests, where these differ."""
 _LEAST, _SMALL = 1e-4, 1e-30
 """What the best proposal leaves to others; chances that are 0."""
 
@@ -36,6 +40,7 @@ _LEAST, _SMALL = 1e-4, 1e-30
 class AcceptanceProfile:
     """chances: the mean chance of the best proposal at depth 1, 2, ...; the last holds for all that are deeper.
     measured: accept lengths that were published, by shape "S,k,T".
+    spread: standard deviation, among requests, of the logit of these chances.
     """
 
     name: str
@@ -46,11 +51,27 @@ class AcceptanceProfile:
     tail: int
     scale: float
     measured: Mapping[SpecShape, float]
+    spread: float = 0.0
 
     @property
     def least(self) -> float:
         """Chance of a best proposal that is no better than the next."""
         return self.share / (1 + self.share)
+
+    @property
+    def kinds(self) -> "tuple[AcceptanceProfile, ...]":
+        """Of requests, each as frequent: this profile if all are alike."""
+        if not self.spread:
+            return (self,)
+        quantiles = (NormalDist().inv_cdf((kind + 0.5) / KINDS) for kind in range(KINDS))
+        return tuple(self._eased(self.spread * each) for each in quantiles)
+
+    def _eased(self, ease: float) -> "AcceptanceProfile":
+        """ease: added to the logit of where chances stand between the least and 1."""
+        least = self.least
+        parts = torch.tensor([(chance - least) / (1 - least) for chance in self.chances], dtype=torch.float64)
+        chances = least + (1 - least) * torch.sigmoid(parts.logit() + ease)
+        return replace(self, chances=tuple(chances.tolist()), spread=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +119,7 @@ def _profile(name: str, held: dict[str, Any]) -> AcceptanceProfile:
         tuple(map(float, held["chances"])),
         *(float(held["sureness"]), float(held["share"]), int(held["tail"]), float(held["scale"])),
         {SpecShape.parse(shape, "measured"): float(length) for shape, length in held["measured"].items()},
+        float(held.get("spread", 0.0)),
     )
     for what, good in (
         ("sureness", 0 < found.sureness < float("inf")),
@@ -105,6 +127,7 @@ def _profile(name: str, held: dict[str, Any]) -> AcceptanceProfile:
         ("chances", bool(found.chances) and all(found.least < chance < 1 for chance in found.chances)),
         ("tail", 1 <= found.tail <= 2**24),
         ("scale", 0 < found.scale <= 64),
+        ("spread", 0 <= found.spread <= 8),
     ):
         if not good:
             raise ValueError(f"{what}: {shown(held[what])}")

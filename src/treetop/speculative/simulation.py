@@ -71,9 +71,11 @@ class SimulatedAcceptance:
         """Draws of proposals at depths 1 to `depths`: the same wherever they are made."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
-            each = [draw_nodes(profile, depth, DRAWS) for depth in range(depths)]
-        logits, rank = (torch.stack([getattr(one, name) for one in each]) for name in ("logits", "rank"))
-        return cls(profile, DrawnNodes(logits.to(device), rank.to(device), profile.tail, vocab_size))
+            kinds = profile.kinds
+            each = [[draw_nodes(kind, depth, DRAWS // len(kinds)) for kind in kinds] for depth in range(depths)]
+        logits = torch.stack([torch.cat([one.logits for one in at_depth]) for at_depth in each]).to(device)
+        rank = torch.stack([torch.cat([one.rank for one in at_depth]) for at_depth in each]).to(device)
+        return cls(profile, DrawnNodes(logits, rank, profile.tail, vocab_size, len(kinds)))
 
     def grower(self, drafter: Grower, logprob: Tensor, k: int, ops: Ops, at: RoundOfRows) -> Grower:
         ops.say_roots(self.drawn, at, k, logprob)

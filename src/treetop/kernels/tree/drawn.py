@@ -29,12 +29,14 @@ class DrawnNodes:
     logits: [S, draws, ranks + 1] float32, of the proposals, the last of each of all other tokens.
     rank: [S, draws] int64, of the proposal that the target chooses; as many as there are where it is none of them.
     tail: other tokens. vocab_size: the target's.
+    kinds: of requests, which draw among as many parts of the nodes; a request's seed says which is its own.
     """
 
     logits: Tensor
     rank: Tensor
     tail: int
     vocab_size: int
+    kinds: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +57,20 @@ class RoundOfRows:
     def draws(self, index: Tensor) -> Tensor:
         """31 bits for each row and index, [rows, n] int64. index: [n] int64."""
         mixed = (self.seed[self.rows] * _STEPS[0] + self.committed[self.rows] * _STEPS[1])[:, None]
-        mixed = mixed + (index + 1) * _STEPS[2]
-        for _ in range(2):
-            mixed = (mixed ^ (mixed >> 29)) * _MIX
-        return (mixed >> 33) & 0x7FFFFFFF
+        return _mixed(mixed + (index + 1) * _STEPS[2])
+
+    def nodes(self, draws: Tensor, drawn: DrawnNodes) -> Tensor:
+        """Which of the drawn nodes a row's draws mean. draws: [rows, n]; so is the result."""
+        part = drawn.rank.shape[1] // drawn.kinds
+        kind = _mixed(self.seed[self.rows] * _STEPS[0])[:, None] % drawn.kinds
+        return kind * part + draws % part
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """31 bits of a hash of int64."""
+    for _ in range(2):
+        x = (x ^ (x >> 29)) * _MIX
+    return (x >> 33) & 0x7FFFFFFF
 
 
 def logprob_of(logits: Tensor, tail: int, heat: Tensor | float) -> Tensor:
@@ -87,9 +99,8 @@ def say_level_reference(drawn: DrawnNodes, at: RoundOfRows, depth: int, k: int) 
 def _says(drawn: DrawnNodes, at: RoundOfRows, depth: int, groups: Tensor, k: int) -> Tensor:
     """[rows, n, k] float32. groups: [n] int64."""
     heat = at.heat[depth][at.classes[at.rows]][:, None, None]
-    return logprob_of(drawn.logits[depth, at.draws(groups) % drawn.rank.shape[1]], drawn.tail, heat)[
-        ..., :k
-    ].contiguous()
+    logits = drawn.logits[depth, at.nodes(at.draws(groups), drawn)]
+    return logprob_of(logits, drawn.tail, heat)[..., :k].contiguous()
 
 
 def choose_drawn_reference(drawn: DrawnNodes, at: RoundOfRows, growth: TreeBuilder) -> SampledTokens:
@@ -100,7 +111,7 @@ def choose_drawn_reference(drawn: DrawnNodes, at: RoundOfRows, growth: TreeBuild
     k, steps, device = growth.shape.topk, growth.shape.num_steps, at.rows.device
     index = torch.arange(1 + (steps - 1) * k, device=device)
     draws = at.draws(index)  # [rows, groups]
-    rank = drawn.rank[(index + k - 1) // k, draws % drawn.rank.shape[1]]
+    rank = drawn.rank[(index + k - 1) // k, at.nodes(draws, drawn)]
     children = growth.tokens.view(len(draws), -1, k)
     some = (draws[..., None] + torch.arange(k + 1, device=device)) % drawn.vocab_size  # one of them is no child
     taken = (some[..., None] == children[..., None, :]).any(dim=-1)  # [rows, groups, k + 1]
@@ -131,8 +142,8 @@ def _launch_says(drawn: DrawnNodes, at: RoundOfRows, depth: int, k: int, out: Te
     _says_kernel[(len(at.rows),)](
         out, drawn.logits[depth], at.seed, at.committed, at.classes, at.heat[depth], at.rows, at.dummy_row,
         out.stride(0), 1 + (depth - 1) * k if depth else 0, log(drawn.tail),
-        roots=depth == 0, k=k, draws=draws, ranks=width - 1, block_k=lanes(k if depth else 1), block_r=lanes(width),
-        overlap=gpu.can_overlap, num_warps=1, **launch_options(gpu),
+        roots=depth == 0, k=k, draws=draws, kinds=drawn.kinds, ranks=width - 1, block_k=lanes(k if depth else 1),
+        block_r=lanes(width), overlap=gpu.can_overlap, num_warps=1, **launch_options(gpu),
     )  # fmt: skip
 
 
@@ -147,7 +158,7 @@ def choose_drawn(drawn: DrawnNodes, at: RoundOfRows, growth: TreeBuilder, gpu: G
         token, finite.view(torch.uint8), drawn.rank, at.seed, at.committed, at.rows,
         growth.parents, growth.chosen, growth.tokens, growth.parents.stride(0), growth.chosen.stride(0),
         drawn.vocab_size, k=k, groups=groups, nodes=shape.num_draft_tokens, candidates=shape.num_candidates,
-        draws=drawn.rank.shape[1], block_g=lanes(groups), block_t=lanes(shape.num_draft_tokens),
+        draws=drawn.rank.shape[1], kinds=drawn.kinds, block_g=lanes(groups), block_t=lanes(shape.num_draft_tokens),
         overlap=gpu.can_overlap, num_warps=2, **launch_options(gpu),
     )  # fmt: skip
     return SampledTokens(token, finite)
@@ -158,25 +169,37 @@ def _draws(seeds: Arg, committed: Arg, row: Arg, index: Arg) -> Arg:
     """`RoundOfRows.draws` of one row. index: [n] int64."""
     row = index * 0 + row
     mixed = tl.load(seeds + row) * 0x1E3779B97F4A7C15 + tl.load(committed + row) * 0x3F58476D1CE4E5B9
-    mixed += (index + 1) * 0x14D049BB133111EB
+    return _hash(mixed + (index + 1) * 0x14D049BB133111EB)
+
+
+@jit
+def _hash(x: Arg) -> Arg:
+    """`_mixed`."""
     for _ in tl.static_range(2):
-        mixed = (mixed ^ (mixed >> 29)) * 0x2545F4914F6CDD1D
-    return (mixed >> 33) & 0x7FFFFFFF
+        x = (x ^ (x >> 29)) * 0x2545F4914F6CDD1D
+    return (x >> 33) & 0x7FFFFFFF
+
+
+@jit
+def _nodes(seeds: Arg, row: Arg, draw: Arg, draws: constexpr, kinds: constexpr) -> Arg:
+    """`RoundOfRows.nodes` of one row. draw: [n] int64."""
+    kind = _hash(tl.load(seeds + (draw * 0 + row)) * 0x1E3779B97F4A7C15) % kinds
+    return kind * (draws // kinds) + draw % (draws // kinds)
 
 
 @jit
 def _says_kernel(
     out: Arg, logits: Arg, seeds: Arg, committed: Arg, classes: Arg, heats: Arg, rows: Arg, dummy_row: Arg,
     out_row: Arg, first: Arg, log_tail: Arg,
-    roots: constexpr, k: constexpr, draws: constexpr, ranks: constexpr, block_k: constexpr, block_r: constexpr,
-    overlap: constexpr,
+    roots: constexpr, k: constexpr, draws: constexpr, kinds: constexpr, ranks: constexpr, block_k: constexpr,
+    block_r: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """All groups of one row a program: one of the roots, k of a level. Grid (rows,)."""
     pdl_wait(overlap, early=True)
     item = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + item)
     slot, rank = tl.arange(0, block_k), tl.arange(0, block_r)
-    line = _draws(seeds, committed, row, (first + slot).to(tl.int64)) % draws
+    line = _nodes(seeds, row, _draws(seeds, committed, row, (first + slot).to(tl.int64)), draws, kinds)
     inside = (rank <= ranks)[None, :]
     x = tl.load(logits + line[:, None] * (ranks + 1) + rank[None, :], mask=inside, other=0.0)
     x = x * tl.load(heats + tl.load(classes + row)) + tl.where(rank[None, :] == ranks, log_tail, 0.0)
@@ -195,7 +218,7 @@ def _says_kernel(
 def _choose_drawn_kernel(
     token: Arg, finite: Arg, ranks: Arg, seeds: Arg, committed: Arg, rows: Arg,
     parents: Arg, chosen: Arg, tokens: Arg, parent_row: Arg, chosen_row: Arg, vocab: Arg,
-    k: constexpr, groups: constexpr, nodes: constexpr, candidates: constexpr, draws: constexpr,
+    k: constexpr, groups: constexpr, nodes: constexpr, candidates: constexpr, draws: constexpr, kinds: constexpr,
     block_g: constexpr, block_t: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """One row a program. token: [rows * T] int64; finite: the same, bytes. Grid (rows,)."""
@@ -210,7 +233,7 @@ def _choose_drawn_kernel(
     here = (flat[:, None] == up[None, :]) & known[None, :]
     own = tl.max(tl.where(here, group[None, :], 0), 1).to(tl.int64)
     draw = _draws(seeds, committed, row, own)
-    rank = tl.load(ranks + (own + k - 1) // k * draws + draw % draws)
+    rank = tl.load(ranks + (own + k - 1) // k * draws + _nodes(seeds, row, draw, draws, kinds))
     child = tokens + item * candidates + own * k
     wanted = tl.load(child + tl.minimum(rank, k - 1))
     other = draw
