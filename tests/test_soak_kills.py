@@ -30,7 +30,7 @@ def script():
 def test_workers_whose_ranks_are_killed_answer_as_one_engine_does(script, tmp_path):
     pytest.importorskip("nixl_cu12", reason="needs NIXL")
     args = Namespace(**OPTIONS, **SIZES, **SOAK)
-    config = script.config_of(args, script.save_tiny_glm(tmp_path))
+    config = script.config_of(args, script.save_tiny(tmp_path))
     fresh = LLM(**script.alone(config))
     run = asyncio.run(script.soak(args, config, fresh))
     run.compare(fresh, 20)

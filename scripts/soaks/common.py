@@ -37,7 +37,16 @@ GLM_5 = {
     "kv_lora_rank": 32, "q_lora_rank": 48, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
     "index_topk": 12, "index_n_heads": 16, "index_head_dim": 16, "indexer_types": ["full", "full", "shared"],
 }  # fmt: skip
-TINY = {"glm-4.5": GLM, "glm-5": GLM_5}
+QWEN3_NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "vocab_size": 16, "hidden_size": 64,
+    "intermediate_size": 96, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 8,
+    "num_experts_per_tok": 3, "num_hidden_layers": 4, "num_nextn_predict_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 32, "partial_rotary_factor": 0.5, "full_attention_interval": 4,
+    "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "eos_token_id": 1,
+}  # fmt: skip
+TINY = {"glm-4.5": GLM, "glm-5": GLM_5, "qwen3-next": QWEN3_NEXT}
+"""With experts and an MTP layer: plain attention; compressed and sparse; gated delta nets beside it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -166,7 +175,7 @@ def check_least(args: argparse.Namespace, least: Iterable[tuple[str, float]]) ->
 # ------------------------------------------------------- two workers of several ranks, with a model that has experts
 
 
-def save_tiny_glm(folder: Path, name: str = "glm-4.5") -> Path:
+def save_tiny(folder: Path, name: str = "glm-4.5") -> Path:
     """A checkpoint of this kind with an MTP layer and random weights, which all matter to the logits."""
     write_config(folder, TINY[name])
     planned = plan_engine(EngineConfig(str(folder), speculative_algorithm="MTP", load_format="dummy", device="cpu"))

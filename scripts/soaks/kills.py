@@ -42,7 +42,7 @@ from soaks.common import (
     config_of,
     random_params,
     random_prompt,
-    save_tiny_glm,
+    save_tiny,
 )
 from treetop import LLM, SamplingParams
 from treetop.bench.http_client import Address, HttpClient, HttpError
@@ -350,7 +350,7 @@ async def soak(args: argparse.Namespace, config: EngineConfig, fresh: LLM) -> So
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Soak and compare; what is printed."""
     with tempfile.TemporaryDirectory() as folder:
-        config = config_of(args, Path(args.model) if args.model else save_tiny_glm(Path(folder), args.tiny))
+        config = config_of(args, Path(args.model) if args.model else save_tiny(Path(folder), args.tiny))
         if args.kind == "tp":
             config = replace(config, ep_size=1, tp_size=args.ranks)
         fresh = LLM(**{**alone(config), "tp_size": 1, "max_total_tokens": 8 * (args.context_length + 64)})

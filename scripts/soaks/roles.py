@@ -9,7 +9,7 @@ random sample of what was finished gets the same tokens and accepted lengths fro
 A run of many rounds may be done in parts: `--rounds` with another `--seed` each. `--seconds` ends a part early. With
 `--device cuda` prefill ranks have the first GPUs, decode ranks the next, or the same ones if there are no more. Without
 --model it is a small model with random weights, of GLM-4.5's kind, or with `--tiny glm-5` of GLM-5.2's, whose attention
-is compressed and sparse. Says on stderr how far it is.
+is compressed and sparse, or with `--tiny qwen3-next` with gated delta nets. Says on stderr how far it is.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from soaks.common import (
     config_of,
     random_params,
     random_prompt,
-    save_tiny_glm,
+    save_tiny,
 )
 from soaks.rank_books import audits
 from treetop import LLM, SamplingParams
@@ -311,7 +311,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     host, port = parse_address(args.listen, "--listen")
     os.environ.setdefault(SECRET_VARIABLE, f"of this soak: {random.SystemRandom().getrandbits(128)}")
     with tempfile.TemporaryDirectory() as folder:
-        config = config_of(args, Path(args.model) if args.model else save_tiny_glm(Path(folder), args.tiny))
+        config = config_of(args, Path(args.model) if args.model else save_tiny(Path(folder), args.tiny))
         fresh = LLM(**alone(config))
         peers = [f"{host}:{port + rank}" for rank in range(args.ranks)]
         with both_groups(config, peers, args.threads) as (prefill, decode):
