@@ -27,6 +27,7 @@ NAMES = (
     *("ministral-3-8b", "ernie-4.5-21b-a3b", "gemma-4-26b-a4b"),
     *("deepseek-v2-lite", "glm-4.7-flash"),
     *("qwen3-next-80b-a3b", "qwen3.5-9b"),
+    *("llama-3.1-70b", "qwen3-235b-a22b"),
 )
 Table = dict[str, Any]
 

@@ -7,10 +7,11 @@
 Each drill has servers of its own, `--rows` streams, and one signal. All streams must come to their last token.
 
 engine: the engine process of a server. rank-0, rank-1: of a server whose ranks share a model. expert-rank: of one with
---ep-size 2 and Qwen3-30B-A3B's shape, made small on a CPU. decode: the engine of a decode worker. prefill-before,
--during, -after: the prefill worker, as prompts come, when half of the time to their first token is over, or once they
-decode. rank-1-stopped, prefill-stopped (as -during): it goes on after `--stopped-seconds`. With `--tp-size N` these
-servers have N ranks, workers too: the prefill worker has GPUs N .. 2N - 1, others 0 .. N - 1.
+--ep-size 2 and Qwen3-30B-A3B's shape, made small on a CPU. replica: one of `--dp-size` engines. decode: the engine of a
+decode worker. prefill-before, -during, -after: the prefill worker, as prompts come, when half of the time to their
+first token is over, or once they decode. rank-1-stopped, prefill-stopped (as -during): it goes on after
+`--stopped-seconds`. With `--tp-size N` these servers have N ranks, workers too: the prefill worker has GPUs N .. 2N - 1
+and others 0 .. N - 1.
 
 One JSON object a drill: seconds of the longest pause of each stream from the signal on, their median and the longest;
 for drills of a prefill worker also seconds to the first token without any signal, for others those of the server's
@@ -69,6 +70,7 @@ class Drills:
             "rank-1": partial(self._alone, ranks, "tp_worker"),
             "rank-1-stopped": partial(self._alone, ranks, "tp_worker", stopped=True),
             "expert-rank": self._expert_rank,
+            "replica": partial(self._alone, {"dp_size": args.dp_size}, "engine_process"),
             "decode": self._decode,
             "prefill-before": partial(self._prefill, 0.0),
             "prefill-during": partial(self._prefill, 0.5),
@@ -195,11 +197,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--output-tokens", type=int, default=400, metavar="N")
     parser.add_argument("--rows", type=int, default=8, metavar="N", help="streams")
     parser.add_argument("--tp-size", type=int, metavar="N", help="default: 1 of workers, 2 where a rank is killed")
+    parser.add_argument("--dp-size", type=int, default=2, metavar="N", help="engines of `replica`")
     parser.add_argument("--stopped-seconds", type=float, default=20.0, metavar="S")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     args = parser.parse_args(arguments)
     if min(args.prompt_tokens, args.output_tokens, args.rows, args.stopped_seconds) < 1:
         raise InputError("every number must be at least 1")
+    if args.dp_size < 2:
+        raise InputError(f"--dp-size must be at least 2, got {args.dp_size}")
     if args.tp_size is not None and args.tp_size < 2:
         raise InputError(f"--tp-size must be at least 2, got {args.tp_size}")
     asyncio.run(run(args))
