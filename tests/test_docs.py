@@ -189,18 +189,40 @@ def test_what_is_wrong_is_found(tmp_path):
         test_commands_are_taken_by_what_they_call(commands(page)[0])
 
 
-def test_the_table_of_sampling_options_names_all_of_them_and_tests_that_exist():
-    """An option without a row, or a row whose test is gone, fails."""
-    page = (ROOT / "docs" / "sampling.md").read_text(encoding="utf-8")
-    rows = [line.split("|") for line in page.splitlines() if line.startswith("| `") and "SamplingParams" not in line]
-    named = {name for row in rows for name in re.findall(r"`(\w+)`", row[1])}
-    assert named == {field.name for field in fields(SamplingParams)}
-    for row in rows:
-        tests = re.findall(r"`(\w+\.py)::(\w+)`", row[3])
-        assert tests, row[1]
-    for file, test in re.findall(r"`(\w+\.py)::(\w+)`", page):
+TESTS_OF_OPTIONS = {
+    "temperature top_k top_p min_p": (
+        "test_exactness.py::test_sampled_speculative_equals_sampled_plain_for_the_same_seeds"
+    ),
+    "seed": "test_exactness.py::test_the_tokens_of_a_seed_do_not_depend_on_the_other_requests",
+    "presence_penalty frequency_penalty repetition_penalty logit_bias min_tokens allowed_token_ids": (
+        "test_processors.py::test_trees_equal_the_oracle"
+    ),
+    "bad_words": "test_bad_words.py::test_greedy_tokens_are_those_of_the_oracle",
+    "structured_output": "test_tree_masks.py::test_random_structures_along_trees_equal_plain_masked_decoding",
+    "logprobs": "test_logprobs.py::test_every_token_has_the_logprobs_of_its_own_row",
+    "prompt_logprobs": "test_prompt_logprobs.py::test_every_prompt_token_has_its_own",
+    "max_tokens": "test_stops.py::test_max_tokens_cuts_an_accepted_chain_anywhere",
+    "stop_token_ids": "test_stops.py::test_a_stop_token_cuts_the_rest_of_an_accepted_chain",
+    "stop": "test_stops.py::test_stop_strings_end_the_request_and_are_never_shown",
+    "include_stop_str_in_output": "test_serve_fields.py::test_a_stop_string_may_stay_in_the_text",
+    "skip_special_tokens": "test_serve_fields.py::test_special_tokens_may_be_shown",
+    "truncate_prompt_tokens": "test_serve_fields.py::test_a_prompt_is_cut_to_its_last_tokens",
+    "speculative": "test_undrafted.py::test_no_draft_of_it_is_accepted_and_others_go_on",
+    "return_draft_trees": "test_told_trees.py::test_trees_spell_the_output_and_change_none",
+    "ignore_eos": "test_stops.py::test_the_end_of_sequence_token_ends_a_request_unless_ignored",
+}
+"""Which test compares a sampling option, with trees, with plain decoding or an oracle."""
+
+
+def test_every_sampling_option_has_a_test_with_trees():
+    """docs/sampling.md says that all work with trees. An option without a test here, or a test that is gone, fails."""
+    assert {name for names in TESTS_OF_OPTIONS for name in names.split()} == {
+        field.name for field in fields(SamplingParams)
+    }
+    for named in TESTS_OF_OPTIONS.values():
+        file, _, test = named.partition("::")
         (path,) = ROOT.glob(f"tests/**/{file}")
-        assert f"def {test}(" in text_of(path), test
+        assert f"def {test}(" in text_of(path), named
 
 
 def test_the_page_on_the_admin_key_names_all_routes_that_ask_for_it():

@@ -16,7 +16,7 @@ from treetop.kernels.sampling.process import BIAS_SHIFT, ENDS, IN_PROMPT, ONE
 from treetop.types.errors import InputError
 from treetop.types.messages import RowHistory
 
-# What the table in docs/sampling.md lists, each by itself and then together.
+# Options that change logits, each by itself and then together.
 
 
 @pytest.fixture(scope="module")
