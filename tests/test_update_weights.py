@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from support.engines import build, greedy, sampled
+from support.engines import build, greedy, hold_core_thread, next_and_hold, sampled
 from support.new_weights import BITS, PARAMS, answers, tensors_of
 from support.scripted import scripted
 from support.serving import child_of, serving
@@ -60,6 +60,7 @@ def test_after_it_every_bit_is_that_of_an_engine_of_the_new_weights(strong_pair,
 
 def test_weights_that_fail_half_way_end_the_engine_and_all_requests(strong_pair, monkeypatch):
     llm = build(strong_pair, (2, 3, 6))
+    hold_core_thread(llm)
     core = EngineCore(llm.engine, llm.scheduler)
     monkeypatch.setattr(llm.engine, "prepare", lambda change: lambda: 1 // 0)
     core.add(EngineRequest(RequestId(1), (5, 6, 7), greedy(50, whole=True), 0))
@@ -76,7 +77,8 @@ def test_requests_in_flight_end_with_what_they_had(strong_pair, trained):
     """They are told why, the engine has not failed, and their prefixes are not kept."""
     llm = build(strong_pair, (2, 3, 6), **BITS)
     stream = llm.stream(strong_pair.prompts([9]), sampled(1, 200, logprobs=0, whole=True))
-    had = [token for _ in range(3) for token in next(stream).token_ids]
+    pieces = [next_and_hold(llm, stream, 4), next(stream), next(stream)]
+    had = [token for piece in pieces for token in piece.token_ids]
     llm.update_weights(trained.target, trained.head)
     deltas = list(stream)
     output = deltas[-1].output
@@ -96,7 +98,7 @@ def test_requests_in_flight_may_go_on_with_the_new_weights(strong_pair, trained,
     llm = build(strong_pair, (2, 3, 6), **BITS, **more)
     prompts = strong_pair.prompts([9, 40, 5])
     streams = [llm.stream([prompt], sampled(1, 60, logprobs=0, whole=True)) for prompt in prompts]
-    begun = [[next(streams[0])], [], []]
+    begun = [[next_and_hold(llm, streams[0], 3)], [], []]
     assert begun[0][0].token_ids
     llm.update_weights(trained.target, trained.head, in_flight="retract")
     outputs = [[*first, *stream][-1].output for first, stream in zip(begun, streams, strict=True)]
@@ -278,16 +280,28 @@ def test_what_was_learned_of_other_weights_is_forgotten(strong_pair, trained):
 
 def test_an_engine_that_takes_the_place_of_another_has_the_weights_in_force(strong_pair, trained):
     """In a process of its own: an open stream ends with its reason, and a restart does not bring the old ones back."""
-    options = {"context_length": 256, "max_running_requests": 8, "speculative_eagle_topk": 2, **BITS}
+    options = {"context_length": 512, "max_running_requests": 8, "speculative_eagle_topk": 2, **BITS}
     options |= {"speculative_num_steps": 3, "speculative_num_draft_tokens": 6}
     prompts = strong_pair.prompts([9, 4])
 
     async def run():
         async with AsyncLLM(strong_pair.target, strong_pair.head, restarts=1, **options) as llm:
             first = await llm.generate(prompts, PARAMS)
-            stream = await llm.stream(prompts[:1], sampled(1, 240, whole=True))
+            stream = await llm.stream(prompts[:1], sampled(1, 480, whole=True))
             await anext(stream)
+            engine, change = child_of(os.getpid(), "engine_process"), llm.core.change
+            os.kill(engine, signal.SIGSTOP)  # while tensors are written
+
+            async def asked(what):
+                answer = asyncio.ensure_future(change(what))
+                while not llm.core.engines[0]._updating:
+                    await asyncio.sleep(0)
+                os.kill(engine, signal.SIGCONT)
+                await answer
+
+            llm.core.change = asked
             await llm.update_weights(tensors_of(trained.target), trained.head)
+            llm.core.change = change
             (cut,) = await stream.outputs()
             with pytest.raises(ConfigError, match="is not the model of"):
                 await llm.update_weights("builtin:nestling")

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from support.addresses import addresses
-from support.engines import build, greedy
+from support.engines import build, greedy, hold_core_thread
 from support.new_weights import BITS, PARAMS, answers, tensors_of
 from support.refusing import refused
 from support.scripted import scripted
@@ -185,6 +185,7 @@ def test_requests_may_end_on_the_weights_they_began_with(strong_pair, trained):
     assert outputs[0].token_ids == want[0]
     assert outputs[1].token_ids == want[outputs[1].metrics.weight_version]
     assert llm.generate(prompts[:1], params)[0].token_ids == want[1]
+    hold_core_thread(llm)
     core = llm._core.core
     core.hold()
     held = core.load.num_waiting
@@ -353,6 +354,7 @@ def test_room_for_new_weights_is_made_of_kv_and_given_back(strong_pair, trained,
     llm.update_weights(trained.target, trained.head, in_flight="retract")
     assert len([*begun, *stream][-1].output.token_ids) == 20
     assert llm.generate(prompts, PARAMS)[0].token_ids == want[1]
+    hold_core_thread(llm)
     core = llm._core.core
     commit = core.prepare(UpdateWeights(str(strong_pair.target)))
     assert not llm.engine.runner.pools

@@ -84,19 +84,13 @@ def test_eight_adapters_and_none_in_one_batch(pair, adapters):
     llm = build(pair, SHAPE, lora_modules=modules(adapters), graphs="sim", max_running_requests=6, **options)
     asked = [(name, i) for name in names for i in range(len(prompts))]
     random.Random(1).shuffle(asked)
-    streams = [(name, i, llm.stream([prompts[i]], [params[i]], lora=name)) for name, i in asked]
-    got = {(name, i): [delta.output for delta in stream][-1] for name, i, stream in together(streams)}
+    requests = [each for name, i in asked for each in llm._asked([prompts[i]], [params[i]], None, name)]
+    got = {asked[delta.index]: delta.output for delta in llm._run(requests) if delta.output is not None}
     assert {key: output.token_ids for key, output in got.items()} == {
         (name, i): want[n][i] for n, name in enumerate(names) for i in range(len(prompts))
     }
     assert llm.scheduler.num_retractions > 0
     llm.scheduler.check_integrity()
-
-
-def together(streams):
-    """All asked before one is read."""
-    begun = [(name, i, [next(stream)], stream) for name, i, stream in streams]
-    return [(name, i, [*first, *stream]) for name, i, first, stream in begun]
 
 
 @pytest.mark.slow

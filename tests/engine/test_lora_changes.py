@@ -5,7 +5,7 @@ from itertools import count
 
 import pytest
 
-from support.engines import build, greedy, sampled, tokens
+from support.engines import build, greedy, hold_core_thread, next_and_hold, sampled, tokens
 from support.loras import EVERY, merged, save_lora
 from support.refusing import refused
 from support.tiny_models import Pair, save_random_head, save_random_llama
@@ -75,7 +75,7 @@ def test_an_adapter_goes_while_its_requests_end_with_it_and_another_takes_its_na
     llm.load_lora("it", first)
     assert tokens(llm.generate(prompts, params, lora="it")) == wanted["a0"]
     stream = llm.stream(prompts, params, lora="it")
-    begun = [next(stream)]
+    begun = [next_and_hold(llm, stream, 2)]
     llm.unload_lora("it")
     refused(InputError, lambda: llm.generate(prompts, params, lora="it"), "'it'", "none")
     llm.load_lora("it", second)  # of one slot, which the rows of the first have yet
@@ -121,6 +121,7 @@ def test_pages_under_a_name_that_was_given_again_would_show(pair, adapters, want
 def test_a_request_that_names_an_adapter_of_before_is_never_given_another(pair, adapters):
     """It goes on in an engine after the one that it began in, where the name has been given again."""
     llm = build(pair, SHAPE, lora_modules={"it": str(adapters[0][1])}, enable_lora=True, max_loras=2)
+    hold_core_thread(llm)
     core = EngineCore(llm.engine, llm.scheduler)
     core.restore(4, {"it": 3, "gone": 1}, ())
     info = core.current(llm._core.info)
@@ -138,6 +139,7 @@ def test_who_finds_no_slot_lets_others_pass_but_not_for_ever(pair, adapters):
     """Rows without an adapter always; of those that have one, until it has waited for long."""
     books = {name: str(folder) for name, folder, _ in adapters[:2]}
     llm = build(pair, SHAPE, lora_modules=books, enable_lora=True, max_loras=1, max_running_requests=3)
+    hold_core_thread(llm)
     scheduler, ids = llm.scheduler, count(1)
 
     def ask(lora, tokens=30):

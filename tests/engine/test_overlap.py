@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from support.engines import accept_lens, build, finish, greedy, pump, sampled, steps, submit, tokens
+from support.engines import accept_lens, build, finish, greedy, next_and_hold, pump, sampled, steps, submit, tokens
 from support.grids import few_of
 from support.memory import all_tensors
 from treetop import LLM, SamplingParams
@@ -323,13 +323,14 @@ def test_an_engine_that_fails_ends_every_request_and_can_go_on(strong_pair, monk
     prompts = strong_pair.prompts([5, 12, 20])
     expected = tokens(build(strong_pair, None).generate(prompts, greedy(20)))
     streams = [llm.stream([prompt], greedy(200)) for prompt in prompts[:2]]
-    for stream in streams:
-        next(stream)
+    for stream in streams:  # and none runs on before all are broken
+        next_and_hold(llm, stream, 4)
 
     def broken(_):
         raise CheckError("planted")
 
     monkeypatch.setattr(llm.engine, method, broken)
+    llm._core.flush()
     for stream in streams:
         with pytest.raises(EngineError, match="planted"):
             list(stream)

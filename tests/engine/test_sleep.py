@@ -6,7 +6,7 @@ import weakref
 import httpx
 import pytest
 
-from support.engines import build, greedy, sampled, tokens
+from support.engines import build, greedy, next_and_hold, sampled, tokens
 from support.grids import few_of
 from support.loras import save_lora
 from support.refusing import refused
@@ -63,7 +63,7 @@ def test_tags_wake_apart_and_weights_may_change_between(pair, tmp_path):
     llm = build(pair, SHAPE)
     refused(InputError, lambda: llm.sleep(3), "level", "3")
     stream = llm.stream(pair.prompts([9]), greedy(200))
-    next(stream)
+    next_and_hold(llm, stream, 3)
     llm.sleep(2)
     assert [*stream][-1].output.error == ASLEEP
     refused(ConfigError, lambda: llm.update_weights(other.target), "update_weights", "sleep")

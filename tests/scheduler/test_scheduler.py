@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from support.engines import accept_lens, build, finish, greedy, pump, sampled, steps, submit, tokens
+from support.engines import accept_lens, build, finish, greedy, next_and_hold, pump, sampled, steps, submit, tokens
 from support.grids import few_of
 from treetop.scheduler.rows import Rows
 from treetop.types.errors import CheckError
@@ -200,7 +200,7 @@ def test_leaving_a_stream_aborts_its_requests(strong_pair):
     prompts = strong_pair.prompts([5, 6, 7])
     expected = tokens(llm.generate(prompts, greedy(20)))
     stream = llm.stream(prompts, greedy(200))
-    next(stream)
+    next_and_hold(llm, stream, 3)
     assert llm.scheduler.has_work
     stream.close()
     assert not llm.scheduler.has_work

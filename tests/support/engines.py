@@ -113,6 +113,28 @@ def hold_core_thread(llm) -> None:
     assert hold.begun.wait(WAIT_S), "the core's thread does not come to its inbox"
 
 
+def next_and_hold(llm, stream, count: int):
+    """The first piece of a stream, whose request does not run on however slow the test is.
+
+    After `count` steps, which its request must have, the core's thread does nothing until it is given a command.
+    """
+    core, hold = llm._core.core, _Hold(llm._core._thread._inbox)
+    real, left = core.step, count
+
+    def step():
+        nonlocal left
+        left -= 1
+        if left == 0:
+            del core.step
+            hold.inbox.put(hold)
+        return real()
+
+    core.step = step
+    piece = next(stream)
+    assert hold.begun.wait(WAIT_S), f"there were fewer than {count} steps"
+    return piece
+
+
 def rest(llm) -> None:
     """Wait until there is no work. Asked on the core's thread: within a step the books are half changed."""
     answers: SimpleQueue[bool] = SimpleQueue()
