@@ -1,5 +1,6 @@
 """`treetop doctor --exactness bits` says that all is the same, or which operation is not."""
 
+from dataclasses import replace
 from io import StringIO
 
 import pytest
@@ -13,11 +14,14 @@ from treetop.engine.startup.operation_probes import operation_probe
 from treetop.engine.startup.plan import plan_engine
 from treetop.exact.probe import BitProbe, RowCase, of_rows
 from treetop.kernels.fused import rms_norm
+from treetop.kernels.gemm.coded import Coding
+from treetop.kernels.gemm.fp8_rows import Activations, QuantizedRows
 from treetop.kernels.profile import profile_of
 from treetop.kernels.table import OpContext, Ops
 from treetop.models.registry import target_spec
 from treetop.types.config import EngineConfig
-from treetop.weights.plain import UNQUANTIZED
+from treetop.weights.packed import Packed
+from treetop.weights.w8a8 import W8A8
 
 
 @pytest.fixture
@@ -92,13 +96,43 @@ def test_probes_of_a_gpus_operations_name_what_differs(strong_pair):
     """They run anywhere; here by the references that a CPU has with `bits`, one of which is spoilt."""
     config = target_spec(strong_pair.target).config
     ops = Ops(OpContext(torch.device("cpu"), torch.float32, profile=profile_of("bits", torch.device("cpu"))))
-    probe = operation_probe(ops, config, UNQUANTIZED, 20)
+    probe = operation_probe(ops, config, (), 20)
     assert probe.problem() is None
     real = ops.silu_mul
     vars(ops)["silu_mul"] = lambda x: real(x) + (len(x) == 5)
     differ = {name: counts for name, counts in probe.run() if counts}
     assert differ == {"silu of a gate": [5]}
     assert probe.problem() == "silu of a gate of 5 rows"
+
+
+@pytest.mark.parametrize("group", [0, 32])
+def test_a_norm_that_writes_codes_is_probed_where_a_product_reads_them(strong_pair, group):
+    """Codes that look at the number of rows, and such as the product would not make itself, are named."""
+    target = target_spec(strong_pair.target)
+    ops = Ops(OpContext(torch.device("cpu"), torch.float32, profile=profile_of("bits", torch.device("cpu"))))
+    how = Activations(group)
+    params = [
+        replace(param, held=W8A8(Packed("fp8", Coding("e4m3", group)), how)) if param.kind == "matrix" else param
+        for param in target.params
+    ]
+    probe = operation_probe(ops, target.config, params, 20)
+    name = f"a norm of a sum of 1 parts, in e4m3 {how}"
+    assert {each for each, _ in probe.run()} >= {name, f"{name}, prefilled as in a round"}
+    assert not any("e4m3" in each for each, _ in operation_probe(ops, target.config, target.params, 20).run())
+    assert probe.problem() is None
+    real = ops.add_rms_norm_codes
+
+    def spoilt(by_rows):
+        def made(x, *given):
+            total, normed, codes = real(x, *given)
+            return total, normed, QuantizedRows(codes.codes, codes.scale * (2 if len(x) == 5 or not by_rows else 1))
+
+        return made
+
+    vars(ops)["add_rms_norm_codes"] = spoilt(True)
+    assert probe.problem() == f"{name} of 5 rows"
+    vars(ops)["add_rms_norm_codes"] = spoilt(False)
+    assert probe.problem() == f"{name}, prefilled as in a round of 20 rows"
 
 
 @pytest.mark.parametrize(

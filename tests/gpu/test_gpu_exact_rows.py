@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from treetop.checkpoints.params import stay_packed
-from treetop.engine.startup.operation_probes import experts_format, operation_probe
+from treetop.engine.startup.operation_probes import operation_probe
 from treetop.exact.probe import adversarial, same_bits
 from treetop.kernels.gate import Gate
 from treetop.kernels.profile import profile_of
@@ -20,7 +20,6 @@ from treetop.kernels.table import OpContext, Ops
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.models.registry import target_spec
 from treetop.weights.gpu_products import MOST_ROWS, WholeProduct, keep_products_whole, probe
-from treetop.weights.plain import UNQUANTIZED
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -104,12 +103,12 @@ def test_a_row_of_any_other_operation_has_its_bits_at_any_number_of_rows(preset,
     """Norms, rotation, gates, routing, products with experts, log-probabilities and draws, at a model's own widths."""
     target = target_spec(PRESETS / preset)
     ops = Ops(OpContext(GPU, dtype, profile=profile_of("bits", GPU)))
-    assert operation_probe(ops, target.config, experts_format(stay_packed(target.params, "tiles"))).problem() is None
+    assert operation_probe(ops, target.config, stay_packed(target.params, "tiles")).problem() is None
 
 
 def test_what_a_program_does_by_the_number_of_rows_is_seen():
     """The probe sees what it is for: routing and experts as they are without `bits`."""
     target = target_spec(PRESETS / "qwen3-30b-a3b")
-    problem = operation_probe(Ops(OpContext(GPU, torch.bfloat16)), target.config, UNQUANTIZED).problem()
+    problem = operation_probe(Ops(OpContext(GPU, torch.bfloat16)), target.config, ()).problem()
     assert problem is not None
     assert problem.startswith(("routing", "products with experts"))

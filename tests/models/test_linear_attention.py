@@ -23,7 +23,6 @@ from treetop.kernels.table import OpContext, Ops
 from treetop.models.config import LinearSpec
 from treetop.models.registry import target_spec
 from treetop.types.errors import CheckpointError, ConfigError
-from treetop.weights.plain import UNQUANTIZED
 from treetop_debug.model_faults import LINEAR_FAULTS, MIXER_FAULTS
 
 ALSO = ("qwen3.5 of images", "qwen3.5 moe of images")
@@ -176,7 +175,7 @@ def test_a_gpus_probe_of_bits_knows_every_kind_of_recurrence(saved, name):
     config = target_spec(saved(name).pair.target).config
     assert why_not_model(config) is None
     ops = Ops(OpContext(torch.device("cpu"), torch.float32, profile=profile_of("bits", torch.device("cpu"))))
-    probe = operation_probe(ops, config, UNQUANTIZED, 20)
+    probe = operation_probe(ops, config, (), 20)
     assert probe.problem() is None
     spoilt = "path_conv" if name == "lfm2" else "verify_states"
     real = getattr(ops, spoilt)

@@ -20,7 +20,7 @@ from torch import Tensor
 from treetop.checkpoints.loader import Placement
 from treetop.doctor.rank_sums import rank_sum_differs
 from treetop.doctor.tables import print_table
-from treetop.engine.startup.operation_probes import experts_format, operation_probe
+from treetop.engine.startup.operation_probes import operation_probe
 from treetop.engine.startup.plan import EnginePlan
 from treetop.engine.startup.products import Products, products_of
 from treetop.exact.probe import BitProbe, RowCase, of_rows
@@ -69,7 +69,7 @@ def operations(engine_plan: EnginePlan) -> Iterator[tuple[str, list[int]]]:
         yield f"sum over {place.parallel.size} ranks, and norm", [] if differ is None else [differ]
     yield from _probe(engine_plan, _products).run()
     if place.device.type == "cuda":
-        yield from operation_probe(place.ops, target.config, experts_format(place.own(target.params))).run()
+        yield from operation_probe(place.ops, target.config, place.own(target.params)).run()
     else:
         yield from _probe(engine_plan, _others).run()
 

@@ -13,7 +13,7 @@ from treetop.attention import exact_backend as on_a_cpu
 from treetop.attention.capabilities import HALF, BackendRefusal, Need
 from treetop.attention.registry import BACKENDS, exact_backend
 from treetop.checkpoints.loader import Placement
-from treetop.engine.startup.operation_probes import experts_format, kept_operation_problem
+from treetop.engine.startup.operation_probes import kept_operation_problem
 from treetop.exact.machine import cpu_model, found_once
 from treetop.exact.mkl_mode import choose_mode, remedy
 from treetop.kernels.exact import elementwise_problem
@@ -166,4 +166,4 @@ def _no_chains(layout: Layout) -> str | None:
 
 def _probed_on_a_gpu(target: TargetSpec, place: Placement) -> str | None:
     ops = replace(place, profile=profile_of("bits", place.device)).ops
-    return kept_operation_problem(ops, target.config, experts_format(place.own(target.params)))
+    return kept_operation_problem(ops, target.config, place.own(target.params))

@@ -5,7 +5,7 @@ But a compiler may lay a block out otherwise for a size that is a multiple of 16
 of rows: so each operation of a target runs at its own widths, with all rows and with some, in other places.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from math import prod
 
@@ -17,6 +17,8 @@ from treetop.engine.startup.probed_products import identity
 from treetop.exact.probe import BitProbe, RowCase, of_rows
 from treetop.kernels.exact import Functions
 from treetop.kernels.fused import HeadNorms
+from treetop.kernels.gemm.coded_norm import norms_codes
+from treetop.kernels.gemm.fp8_rows import Activations
 from treetop.kernels.moe.routing import Router, RouterKind, RouterSpec
 from treetop.kernels.recurrent.convolution import tree_windows
 from treetop.kernels.recurrent.states import LayerStates, StateInputs, StateUpdates
@@ -38,6 +40,7 @@ from treetop.types.sampling import MAX_LOGPROBS
 from treetop.types.state import StateGroup
 from treetop.weights.format import Biases, HeldFormat, Holding, Parts
 from treetop.weights.plain import UNQUANTIZED
+from treetop.weights.w8a8 import W8A8
 
 _COUNTS = (1, 2, 3, 5, 8, 16, 17, 31, 64, 65, 100, 512, 513, 1000)
 MOST = 1100
@@ -47,33 +50,38 @@ _EXPERTS = 8
 """Of the layer of experts that is tried: which of them there are changes no product."""
 
 
-def operation_probe(ops: Ops, model: ModelConfig, held: HeldFormat, most: int = MOST) -> BitProbe:
+def operation_probe(ops: Ops, model: ModelConfig, params: Sequence[Param], most: int = MOST) -> BitProbe:
     """Of each operation of a target.
 
-    ops: of a target, or of a rank of one. held: how its experts are. most: rows that are tried.
+    ops, params: of a target, or of a rank of one. most: rows that are tried.
     """
-    cases = partial(_cases, ops, model, held)
+    cases = partial(_cases, ops, model, _experts_format(params), _codes_of_norms(model, params))
     return BitProbe(cases, _COUNTS, most, model.hidden_size, ops.context.dtype, ops.context.device)
 
 
-def kept_operation_problem(ops: Ops, model: ModelConfig, held: HeldFormat) -> str | None:
+def kept_operation_problem(ops: Ops, model: ModelConfig, params: Sequence[Param]) -> str | None:
     """The first operation whose bits depend on the batch; None where there is none, or was none on this machine."""
     layers = {(layer.mixer, layer.feed_forward) for layer in model.layers}
     ranks = ops.parallel.size, ops.expert_ranks.size
-    what = sorted(map(repr, layers)), model.hidden_size, model.vocab_size, held.coding, str(ops.context.dtype), ranks
-    probe = operation_probe(ops, model, held)
+    held = _experts_format(params).coding, _codes_of_norms(model, params)
+    what = sorted(map(repr, layers)), model.hidden_size, model.vocab_size, held, str(ops.context.dtype), ranks
+    probe = operation_probe(ops, model, params)
     return probe.kept_problem("exact-operations", identity(ops.context.device, *what))
 
 
-def _cases(ops: Ops, model: ModelConfig, held: HeldFormat, generator: torch.Generator) -> Iterator[RowCase]:
+def _cases(
+    ops: Ops, model: ModelConfig, held: HeldFormat, codes: Sequence[Activations], generator: torch.Generator
+) -> Iterator[RowCase]:
     made = set[object]()
     hidden, ranks = model.hidden_size, ops.parallel.size
     parts = {1, ranks, ops.expert_ranks.size}
     parts |= {each.router.top_k + bool(each.shared_inner) for layer in model.layers if (each := layer.experts)}
     for number in sorted(parts):
-        yield RowCase(
-            f"a norm of a sum of {number} parts", hidden, _norm(ops, hidden, number, model.norm_eps, generator)
-        )
+        name, call = f"a norm of a sum of {number} parts", _norm(ops, hidden, number, model.norm_eps, generator)
+        yield RowCase(name, hidden, call)
+        for how in codes:
+            call = _norm_codes(ops, hidden, number, model.norm_eps, how, generator)
+            yield RowCase(f"{name}, in e4m3 {how}", hidden, call, last_are_zero=2)
     for layer in model.layers:
         mixers = (layer.mixer.attention, layer.recurrent) if isinstance(layer.mixer, BothSpec) else (layer.mixer,)
         for spec in (*mixers, layer.feed_forward, layer.experts):
@@ -105,12 +113,28 @@ def _norm(
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
     weight = _random((hidden,), ops, generator)
 
+    return lambda x, _: ops.add_rms_norm(x[:, None], _parts(x, parts), weight, eps)
+
+
+def _norm_codes(
+    ops: Ops, hidden: int, parts: int, eps: float, how: Activations, generator: torch.Generator
+) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
+    weight = _random((hidden,), ops, generator)
+
     def call(x: Tensor, _: Tensor) -> tuple[Tensor, ...]:
-        wide = x if parts == 1 else x.float()
-        delta = torch.stack([wide.roll(1 + part, -1) * 0.75**part for part in range(parts)])
-        return ops.add_rms_norm(x[:, None], delta[:, :, None], weight, eps)
+        """By the norm and by the product itself, which must be the same: a product has the codes of some norms only."""
+        total, normed, by_norm = ops.add_rms_norm_codes(x[:, None], _parts(x, parts), weight, eps, how)
+        own = ops.quantize_rows(normed[:, 0], how)
+        differ = (by_norm.codes != own.codes, by_norm.scale != own.scale)
+        return total, normed, by_norm.codes, by_norm.scale, *differ
 
     return call
+
+
+def _parts(x: Tensor, parts: int) -> Tensor:
+    """What a norm of rows [rows, 1, hidden] adds first [parts, rows, 1, hidden]."""
+    wide = x if parts == 1 else x.float()
+    return torch.stack([wide.roll(1 + part, -1) * 0.75**part for part in range(parts)])[:, :, None]
 
 
 def _rotation(ops: Ops, spec: AttentionSpec, eps: float, generator: torch.Generator) -> RowCase:
@@ -265,6 +289,12 @@ def _random(shape: tuple[int, ...], ops: Ops, generator: torch.Generator) -> Ten
     return torch.randn(shape, generator=generator, device=ops.context.device).to(ops.context.dtype)
 
 
-def experts_format(params: Iterable[Param]) -> HeldFormat:
+def _experts_format(params: Iterable[Param]) -> HeldFormat:
     """How a target's experts are held, of one that has any."""
     return next((param.held for param in params if param.kind == "experts"), UNQUANTIZED)
+
+
+def _codes_of_norms(model: ModelConfig, params: Iterable[Param]) -> list[Activations]:
+    """How norms write what products with e4m3 inputs read."""
+    found = {param.held.activations for param in params if isinstance(param.held, W8A8)}
+    return sorted((how for how in found if norms_codes(how, model.hidden_size)), key=str)
