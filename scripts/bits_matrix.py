@@ -13,7 +13,8 @@ is seen that the comparison sees something, `--exactness ties`, which has to dif
 One line of JSON a cell: `sequences`, `tokens` and `logprobs` compared; `other_tokens` and `other_logprobs`, the
 sequences that differ; `accepted` drafts. Cells are in an order in which the first ones have every shape, number of
 requests and chunk; no engine is made when --seconds are over, nor for cells that a file of --done has. A last line sums
-up. Exit code 1 if a cell differs or fails, 2 for an option that cannot work; what an engine refuses by name is counted.
+up, what was done before apart. Exit code 1 if a cell of either differs or fails, 2 for an option that cannot work; what
+an engine refuses by name is counted.
 """
 
 import argparse
@@ -302,8 +303,12 @@ def run(args: argparse.Namespace) -> int:
     quiet.disable_progress_bar()
     quiet.set_verbosity_error()
     torch.set_num_threads(args.threads)
-    done = {_key(line) for file in args.done for line in _lines(file)}
-    left = [cell for cell in cells(args) if _key(asdict(cell)) not in done]
+    done = {_key(line): line for file in args.done for line in _lines(file)}
+    asked = {_key(asdict(cell)): cell for cell in cells(args)}
+    left = [cell for key, cell in asked.items() if key not in done]
+    before = Counter[str]()
+    for key in asked.keys() & done.keys():
+        _count(before, done[key])
     groups = [list(group) for _, group in itertools.groupby(left, key=lambda cell: cell.engine)]
     kept: dict[tuple[str, str], Runs] = {}
     with tempfile.TemporaryDirectory(prefix="treetop-bits-") as folder:
@@ -317,18 +322,23 @@ def run(args: argparse.Namespace) -> int:
             if name not in kept:
                 kept[name] = Runs(*name, Path(folder) / "-".join(name), args)
             for line in _told(kept[name], group):
-                counts["good" if is_good(line) else "bad"] += 1
-                counts[line["outcome"]] += 1
-                if line["outcome"] == "compared" and line["kind"] != "ties":
-                    counts.update({key: line[key] for key in SUMMED})
+                _count(counts, line)
                 _say(line)
         for runs in kept.values():
             runs.close()
-    _say({"summary": vars(args) | {"done": len(done)}, **counts, "seconds": round(time.monotonic() - begun, 1)})
-    return int(counts["bad"] > 0 or counts["good"] == 0)
+    _say({"summary": vars(args), "done": before, **counts, "seconds": round(time.monotonic() - begun, 1)})
+    compared = counts["good"] > 0 or (before["good"] > 0 and counts["left"] == 0)
+    return int(counts["bad"] + before["bad"] > 0 or not compared)
 
 
 SUMMED = ("sequences", "tokens", "logprobs", "other_tokens", "other_logprobs", "accepted")
+
+
+def _count(counts: Counter[str], line: dict[str, Any]) -> None:
+    counts["good" if is_good(line) else "bad"] += 1
+    counts[line["outcome"]] += 1
+    if line["outcome"] == "compared" and line["kind"] != "ties":
+        counts.update({key: line[key] for key in SUMMED})
 
 
 def _told(runs: Runs, group: Sequence[Cell]) -> Iterator[dict[str, Any]]:
@@ -381,7 +391,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--dtype", nargs="+", choices=("bfloat16", "float16", "float32"), help="default: of a GPU both of 16 bits")
     add("--seconds", type=float, default=200.0, help="no engine is made later")
     add("--part", default="1/1", help="NUMBER/PARTS of the engines, for processes side by side")
-    add("--done", nargs="*", type=Path, default=[], help="files of lines: their cells are not run again")
+    add("--done", nargs="*", type=Path, default=[], help="files of lines: their cells count, and are not run again")
     add("--shapes", nargs="+", type=_shape, default=list(SHAPES), metavar="K,S,T")
     add("--requests", nargs="+", type=int, default=list(REQUESTS), help="at once")
     add("--chunks", nargs="+", type=int, default=list(CHUNKS), help="--chunked-prefill-size")
