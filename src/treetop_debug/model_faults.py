@@ -297,6 +297,47 @@ def _turned_for_the_next(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return rotate_
 
 
+def _at_once(real: Callable[..., Any]) -> Callable[..., Any]:
+    """What the experts give is added in their own layer."""
+
+    def both(self: Any, x: Tensor, live: Tensor | None, stream: Tensor) -> Tensor:
+        found: Tensor = real(self, x, live, stream)
+        return torch.cat([found, self._experts(x, live)])
+
+    return both
+
+
+def _nothing_late(self: Any, x: Tensor, live: Tensor | None) -> Tensor:
+    return x.new_zeros((1, *x.shape))
+
+
+LONGCAT_FAULTS = by_name(
+    Fault(
+        "longcat-identity-left-out",
+        "experts without weights give nothing",
+        (instead("treetop.models.experts:ExpertMLP._pass_on", lambda self, *call: None),),
+        _GUARD,
+        None,
+    ),
+    Fault(
+        "longcat-shortcut-at-once",
+        "what experts give is added in their own layer, and not behind the next",
+        (
+            Patch("treetop.models.shortcut:ShortcutMLP.__call__", _at_once),
+            instead("treetop.models.shortcut:ShortcutMLP.late", _nothing_late),
+        ),
+        _GUARD,
+        None,
+    ),
+    Fault(
+        "longcat-latent-unscaled",
+        "the latent of keys and values is kept as its norm gives it",
+        (instead("treetop.models.latent_attention:_times", lambda scale, weight: weight),),
+        _GUARD,
+        None,
+    ),
+)
+
 SPARSE_FAULTS = by_name(
     Fault(
         "sgl-30854",

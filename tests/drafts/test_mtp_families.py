@@ -2,14 +2,13 @@
 
 import json
 from dataclasses import dataclass
-from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from support.dense_drafts import AFTER_NORM, Dense, DenseMtp, DenseTarget, dense_of
+from support.dense_drafts import AFTER_NORM, Dense, DenseFamilyMtp, DenseTarget, dense_of
 from support.engines import build, greedy, sampled, tokens
 from support.families import FAMILIES, WINDOW
 from support.grids import few_of
@@ -99,40 +98,6 @@ LAYOUTS = {
         window=WINDOW,
     ),
 }
-
-
-@dataclass
-class DenseFamilyMtp(DenseMtp):
-    """Its decoder layer is the last of a model of `transformers`. model: that model."""
-
-    model: object = None
-    window: int | None = None
-    zeroed: bool = True
-    layers: int = 1
-
-    def run(self, tokens, hidden):
-        d, (embedding, state, projection, _) = self.dense, self.names
-        embedded = self.embedding[torch.tensor(tokens)].clone()
-        if self.zeroed:
-            embedded[0] = 0.0
-        both = [d.norm(embedded, f"{embedding}.weight"), d.norm(hidden, f"{state}.weight")]
-        x = d.linear(torch.cat(both, -1), projection)
-        n, body = len(tokens), getattr(self.model, "language_model", None) or self.model.model
-        rotate = getattr(body, "rotary_emb", lambda x, positions: None)
-        rotate = rotate if self.window is None else partial(rotate, layer_type="sliding_attention")
-        hide = torch.ones(n, n, dtype=torch.bool).triu(1)
-        if self.window is not None:
-            hide |= torch.ones(n, n, dtype=torch.bool).tril(-self.window)
-        mask = torch.zeros(n, n, dtype=torch.float64).masked_fill(hide, float("-inf"))[None, None]
-        angles = rotate(x[None], torch.arange(n)[None])
-        with torch.no_grad():
-            for layer in body.layers[-self.layers :]:
-                x = layer(x[None], attention_mask=mask, position_embeddings=angles)
-                x = (x[0] if isinstance(x, tuple) else x)[0]  # beside what an indexer chose
-        return self.normed(x) if self.normed_state else x
-
-    def normed(self, x):
-        return x if self.names[3] is None else self.dense.norm(x, f"{self.names[3]}.weight")
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)

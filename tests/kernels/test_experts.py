@@ -34,6 +34,7 @@ SPECS = {
     "factors": RouterSpec(7, 3, RouterKind.SOFTMAX, renormalise=True, factors=True),
     "of inputs": RouterSpec(6, 2, RouterKind.SIGMOID, of_inputs=True),
     "one of inputs": RouterSpec(6, 1, RouterKind.SIGMOID, of_inputs=True),
+    "without weights": RouterSpec(9, 4, RouterKind.SOFTMAX, scale=1.5, correction=True, identity=4),
     "groups of one": RouterSpec(6, 2, RouterKind.SIGMOID, correction=True, groups=6, top_groups=3),
 }
 
@@ -58,7 +59,7 @@ def make_experts(number, hidden, inner, activation=Activation.SILU, bias=False, 
 
 
 def independent_routes(x, router):
-    """Each token by itself, in Python: {expert: weight}."""
+    """Each token by itself, in Python: {expert: weight}; those of experts without weights are added up."""
     spec, found = router.spec, []
     for row in x.double():
         logits = (router.weight.double() @ row).tolist()
@@ -78,7 +79,8 @@ def independent_routes(x, router):
         total = sum(score[e] for e in chosen)
         share = total if spec.renormalise or spec.kind is RouterKind.TOPK_SOFTMAX else 1.0
         factor = [1.0] * spec.num_experts if router.factor is None else router.factor.double().tolist()
-        found.append({e: score[e] / share * spec.scale * factor[e] for e in chosen})
+        weights = [(e if e < spec.with_weights else -2, score[e] / share * spec.scale * factor[e]) for e in chosen]
+        found.append({e: sum(weight for other, weight in weights if other == e) for e, _ in weights})
     return found
 
 
@@ -92,7 +94,8 @@ def test_routes_are_what_each_token_would_choose_alone(name):
         routes.expert.tolist(), routes.weight.tolist(), independent_routes(x, router), strict=True
     ):
         assert set(expert) == set(want)
-        assert weight == pytest.approx([want[e] for e in expert], rel=1e-5)
+        got = {e: sum(w for other, w in zip(expert, weight, strict=True) if other == e) for e in expert}
+        assert got == pytest.approx(want, rel=1e-5)
 
 
 @pytest.mark.parametrize("of_inputs", [False, True])

@@ -376,7 +376,7 @@ def test_an_unsupported_key_is_refused_by_name(models, tmp_path, name, changes, 
 
 
 @pytest.mark.parametrize(("architecture", "reason"), [
-    ("LongcatFlashForCausalLM", "MLA"),
+    ("AXK1ForCausalLM", "MLA"),
     ("DeepseekV4ForCausalLM", "sparse"),
     ("Glm5NextForCausalLM", "sparse"),
     ("KimiK3ForCausalLM", "residuals across layers"),

@@ -41,6 +41,7 @@ def serve(pair, shape, **options):
             "qwen3 next",
             *(pytest.param(each, marks=pytest.mark.slow) for each in ("ministral3", "hunyuan moe", "qwen3.5", *NEWER)),
             "granite 4 hybrid",
+            "longcat",
         ],
         1,
         2,
@@ -48,6 +49,7 @@ def serve(pair, shape, **options):
         6,
         7,
         8,
+        22,
     ),
 )
 def test_ranks_give_what_one_gives(name, tmp_path):
@@ -61,12 +63,12 @@ def test_ranks_give_what_one_gives(name, tmp_path):
     "name",
     few_values(
         [
-            *("gemma4 experts", "laguna", "deepseek v2", "llama 4", "qwen3.5 moe"),
+            *("gemma4 experts", "laguna", "deepseek v2", "llama 4", "qwen3.5 moe", "longcat"),
             *(pytest.param(each, marks=pytest.mark.slow) for each in ("step", "mistral4", "nemotron h", "lfm2 moe")),
         ],
         0,
-        2,
         3,
+        5,
     ),
 )
 def test_ranks_that_share_experts_give_what_one_gives(name, tmp_path):

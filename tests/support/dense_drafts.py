@@ -6,6 +6,7 @@ of what follows. Slot i holds token i + 1 and, up to the root's, a feature of to
 
 import json
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -273,3 +274,37 @@ def proposals_of(reference, target: DenseTarget, which, ids, k):
         return [(int(i + reference.offset[i]), float(p)) for p, i in zip(best[:k], index[:k], strict=True)]
 
     return proposals
+
+
+@dataclass
+class DenseFamilyMtp(DenseMtp):
+    """Its decoder layer is the last of a model of `transformers`. model: that model."""
+
+    model: object = None
+    window: int | None = None
+    zeroed: bool = True
+    layers: int = 1
+
+    def run(self, tokens, hidden):
+        d, (embedding, state, projection, _) = self.dense, self.names
+        embedded = self.embedding[torch.tensor(tokens)].clone()
+        if self.zeroed:
+            embedded[0] = 0.0
+        both = [d.norm(embedded, f"{embedding}.weight"), d.norm(hidden, f"{state}.weight")]
+        x = d.linear(torch.cat(both, -1), projection)
+        n, body = len(tokens), getattr(self.model, "language_model", None) or self.model.model
+        rotate = getattr(body, "rotary_emb", lambda x, positions: None)
+        rotate = rotate if self.window is None else partial(rotate, layer_type="sliding_attention")
+        hide = torch.ones(n, n, dtype=torch.bool).triu(1)
+        if self.window is not None:
+            hide |= torch.ones(n, n, dtype=torch.bool).tril(-self.window)
+        mask = torch.zeros(n, n, dtype=torch.float64).masked_fill(hide, float("-inf"))[None, None]
+        angles = rotate(x[None], torch.arange(n)[None])
+        with torch.no_grad():
+            for layer in body.layers[-self.layers :]:
+                x = layer(x[None], attention_mask=mask, position_embeddings=angles)
+                x = (x[0] if isinstance(x, tuple) else x)[0]  # beside what an indexer chose
+        return self.normed(x) if self.normed_state else x
+
+    def normed(self, x):
+        return x if self.names[3] is None else self.dense.norm(x, f"{self.names[3]}.weight")

@@ -496,6 +496,12 @@ def _as_kimi_linear(target: Path, folder: Path) -> Path:
     return copied
 
 
+def _as_longcat(target: Path, folder: Path) -> Path:
+    """As published, with the keys that `transformers` does not write."""
+    said = {"attention_method": "MLA", "zero_expert_type": "identity", "router_bias": False}
+    return copy_folder(target, folder, **said, mla_scale_q_lora=True, mla_scale_kv_lora=True)
+
+
 def _as_ling(target: Path, folder: Path) -> Path:
     """As published: `transformers` writes what leaves KDA under MLA's name for it, and other widths."""
     config = json.loads((target / "config.json").read_text())
@@ -963,6 +969,23 @@ FAMILIES: dict[str, Tiny] = {
         _as_olmo_hybrid,
         without=("head_dim",),
         slow=True,
+    ),
+    "longcat": Tiny(
+        "LongcatFlash",
+        {
+            **LATENT,
+            "head_dim": LATENT["qk_rope_head_dim"],
+            "num_key_value_heads": 4,
+            "num_layers": 2,
+            "ffn_hidden_size": 40,
+            "expert_ffn_hidden_size": 24,
+            "n_routed_experts": 5,
+            "zero_expert_num": 3,
+            "moe_topk": 4,
+            "routed_scaling_factor": 1.5,
+        },
+        _as_longcat,
+        without=("num_hidden_layers", "intermediate_size"),
     ),
     "minicpm 3": Tiny(
         "MiniCPM3",

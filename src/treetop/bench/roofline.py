@@ -147,12 +147,12 @@ def expert_work(layers: Sequence[ExpertLayer], tokens: int, distinct: Sequence[f
     """What the chosen experts of a forward of so many tokens take. distinct: as in `round_floor`."""
     counts = [distinct_at_random(layer.router, tokens) for layer in layers] if distinct is None else distinct
     moved = sum(count * layer.bytes for count, layer in zip(counts, layers, strict=True))
-    return RoundWork(moved, sum(2 * tokens * layer.router.top_k * layer.numbers for layer in layers))
+    return RoundWork(moved, sum(2 * tokens * layer.router.computing * layer.numbers for layer in layers))
 
 
 def distinct_at_random(router: RouterSpec, tokens: int) -> float:
-    """Experts that somebody chooses, on average, where every choice is as likely as any other."""
-    return router.num_experts * (1 - (1 - router.top_k / router.num_experts) ** tokens)
+    """Experts with weights that somebody chooses, on average, where every choice is as likely as any other."""
+    return router.with_weights * (1 - (1 - router.top_k / router.num_experts) ** tokens)
 
 
 def saved_bytes(

@@ -12,6 +12,7 @@ Config = Mapping[str, Any]
 _MAX_HEADS, _MAX_WIDTH, _MAX_POSITIONS, _MAX_EXPERTS = 2**10, 2**20, 2**31, 2**10
 _BOUNDS: dict[str, tuple[float, float]] = {
     "num_hidden_layers": (1, 2**10),
+    "num_layers": (1, 2**9),
     "num_attention_heads": (1, _MAX_HEADS),
     "num_key_value_heads": (1, _MAX_HEADS),
     "head_dim": (2, 2**12),
@@ -49,6 +50,8 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "num_experts": (1, _MAX_EXPERTS),
     "num_local_experts": (1, _MAX_EXPERTS),
     "n_routed_experts": (1, _MAX_EXPERTS),
+    "zero_expert_num": (0, _MAX_EXPERTS),
+    "expert_ffn_hidden_size": (1, _MAX_WIDTH),
     "num_experts_per_tok": (1, _MAX_EXPERTS),
     "n_shared_experts": (0, 2**6),
     "n_group": (1, _MAX_EXPERTS),

@@ -11,7 +11,8 @@ do MiMo-V2 (vllm `mimo_v2_mtp.py`) and Hy3 (`hy_v3_mtp.py`); ERNIE has no norm t
 own before the norm (sglang `step3p5_mtp.py`). All of these but MiMo-V2's and Step's zero the embedding at position 0.
 Qwen3-Next's and 3.5's has the attention of their full layers,
 chains the normed state and zeroes nothing (vllm `qwen3_next_mtp.py`, `qwen3_5_mtp.py`). So does Nemotron 3's, which is
-stored as two layers with a norm each, attention and experts (vllm `nemotron_h_mtp.py`).
+stored as two layers with a norm each, attention and experts (vllm `nemotron_h_mtp.py`). LongCat's, a dense layer,
+does the same (vllm `longcat_flash_mtp.py`).
 Where the target's attention is sparse, so is the layer's, by an indexer of its own at every level; it is dense where
 none is stored.
 """
@@ -212,7 +213,17 @@ NEMOTRON = MtpNames(
     ),
     kind=_attention_and_experts,
 )
+LONGCAT = MtpNames(
+    *("{root}mtp.layers.{n}", "{root}mtp.layers.{n}.enorm.m", "{root}mtp.layers.{n}.hnorm.m"),
+    "{root}mtp.layers.{n}.eh_proj",
+    final_norm="{root}mtp.norm",
+    shown_by="{root}mtp.layers.{n}.enorm.m",
+    normed_state=True,
+    zeroed=False,
+    renamed=((".mlp.", ".transformer_layer.mlp."),),
+)
 _STORED = {
+    "LongCat": LONGCAT,
     "Qwen": QWEN,
     "Nemotron": NEMOTRON,
     "Hy3": HY3,

@@ -45,6 +45,7 @@ class LatentSpec:
     query_rank: of the latent that queries are made of; None where they are made of the hidden state.
     norm_eps: of the norms of both latents.
     gate: what a head gives is multiplied by the sigmoid of a product with the layer's input, one number a head.
+    scale: what is kept of the latent is multiplied by it.
     """
 
     rank: int
@@ -53,6 +54,7 @@ class LatentSpec:
     query_rank: int | None
     norm_eps: float
     gate: bool = False
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,7 +376,15 @@ class BesideSpec:
     experts: ExpertSpec
 
 
-FeedForwardSpec = DenseSpec | UngatedSpec | ExpertSpec | BesideSpec | AbsentSpec
+@dataclass(frozen=True, slots=True)
+class ShortcutSpec:
+    """LongCat's: a dense feed-forward, and experts that read the same and whose sum is added behind the next layer."""
+
+    dense: DenseSpec
+    experts: ExpertSpec
+
+
+FeedForwardSpec = DenseSpec | UngatedSpec | ExpertSpec | BesideSpec | ShortcutSpec | AbsentSpec
 NormKind = Literal["rms", "layer", "layer with bias"]
 """x / rms(x), or (x - mean(x)) / rms(x - mean(x)), times a weight, perhaps plus a bias."""
 
@@ -432,7 +442,9 @@ class LayerSpec:
     def experts(self) -> ExpertSpec | None:
         """Its experts, if it has any."""
         spec = self.feed_forward
-        return spec.experts if isinstance(spec, BesideSpec) else spec if isinstance(spec, ExpertSpec) else None
+        if isinstance(spec, BesideSpec | ShortcutSpec):
+            return spec.experts
+        return spec if isinstance(spec, ExpertSpec) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from treetop.models.layers import (
     stream_norm_params,
     turn_at,
 )
+from treetop.models.shortcut import ShortcutMLP
 from treetop.models.target import LAST_HIDDEN, TargetOutput
 from treetop.types.parallel import Summed, taken
 from treetop.weights.format import Linear, Product, Source
@@ -68,14 +69,24 @@ class DecoderLayer:
             _read_by(self.input_norm, self.attention.qkv)
         if self._feeds and isinstance(self.mlp, GatedMLP) and not spec.side_by_side:
             _read_by(self.mlp_norm, self.mlp.gate_up)
+        self.shortcut = self.mlp if self._feeds and isinstance(self.mlp, ShortcutMLP) else None
         self.ending = layer_ending(config, weights, index, ops)
         if self.ending is not None:
             self.products += self.ending.products
 
     def __call__(
-        self, x: Tensor, normed: Tensor, turn: Rotary, attend: Attend, live: Tensor | None = None
+        self,
+        x: Tensor,
+        normed: Tensor,
+        turn: Rotary,
+        attend: Attend,
+        live: Tensor | None = None,
+        late: list[Tensor] | None = None,
     ) -> tuple[Tensor, Summed]:
-        """x: the residual stream, normed: its input norm. Returns the stream after attention, and what to add to it."""
+        """x: the residual stream, normed: its input norm. Returns the stream after attention, and what to add to it.
+
+        late: what the layer before has left to be added behind this one, which takes it and may leave such itself.
+        """
         if not self._mixes:
             return x, self._added(self.mlp(normed, live, x), self.mlp_output_norm, x.dtype, self._mlp_scale)
         added = self._added(self.attention(normed, turn, attend), self.attention_output_norm, x.dtype, self._scale)
@@ -87,6 +98,11 @@ class DecoderLayer:
             x = self._add(x, added)
         else:
             x, normed = self.mlp_norm.after(x, added)
+        if late:
+            x = self._add(x, late.pop())
+        if self.shortcut is not None:
+            assert late is not None
+            late.append(self.shortcut.late(normed, live))
         added = self._added(self.mlp(normed, live, x), self.mlp_output_norm, x.dtype, self._mlp_scale)
         return _kept(x, normed, self._mlp_keep), added
 
@@ -158,8 +174,9 @@ class Decoder:
         live = live_rows(attend.live(), self._ops.expert_ranks) if self.config.has_experts else None
         aux_hidden, normed = {0: x}, self.layers[0].input_norm(x)
         next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
+        late: list[Tensor] = []
         for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True), 1):
-            x, added = layer(x, normed, turns[layer.rope], attend, live)
+            x, added = layer(x, normed, turns[layer.rope], attend, live, late)
             x, normed = layer.leave(x, added, next_norm, inputs)
             if index in self.aux_inputs:
                 aux_hidden[index] = x

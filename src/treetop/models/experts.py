@@ -18,7 +18,7 @@ from torch import Tensor
 
 from treetop.checkpoints.params import Param, matrix, own_experts
 from treetop.kernels.fused import joined
-from treetop.kernels.moe.routing import Router, Routes
+from treetop.kernels.moe.routing import IDENTITY, Router, Routes
 from treetop.kernels.table import Ops
 from treetop.models.config import DenseSpec, ExpertSpec, UngatedSpec
 from treetop.models.layers import GatedMLP, SteppedMLP, dense_mlp, mlp_params
@@ -37,7 +37,7 @@ class ExpertMLP:
     numbers = 0
 
     def __init__(self, spec: ExpertSpec, weights: Weights, name: str, ops: Ops) -> None:
-        router, number = f"{name}.router", spec.router.num_experts
+        router, number = f"{name}.router", spec.router.with_weights
         part = expert_part(ops.parallel, ops.expert_ranks)
         own = own_experts(number, part)
         self.spec, self._ops, self._ranks = spec, ops, ops.expert_ranks
@@ -50,6 +50,7 @@ class ExpertMLP:
             weights.pop(f"{router}_factor"),
         )
         self._experts = weights.experts(name, len(own), spec.activation)
+        self._passes = spec.router.identity > 0 and ops.parallel.rank == 0
         self._shared = _shared_mlp(spec, weights, f"{name}.shared", ops) if spec.shared_inner else None
         self._shared_gate = weights[f"{name}.shared_gate"] if spec.shared_gate else None
         self.products: list[Product] = [self, *(() if self._shared is None else self._shared.products)]
@@ -87,9 +88,12 @@ class ExpertMLP:
         """This rank's share of it, in parts [parts, rows, hidden]. read: by the router, if it is not x."""
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         seen = rows if read is None else read.reshape(-1, read.shape[-1]).contiguous()
-        if self._ranks.size == 1:
-            return self._experts(rows, self.route(seen, live))
-        return self._routed_by_ranks(rows, live, seen)
+        if self._ranks.size > 1:
+            return self._routed_by_ranks(rows, live, seen)
+        routes = self.route(seen, live)
+        parts = self._experts(rows, routes)
+        self._pass_on(parts[0], rows, routes.expert, routes.weight)
+        return parts
 
     def _routed_by_ranks(self, x: Tensor, live: Tensor | None, seen: Tensor) -> Tensor:
         """As `routed`, of the experts of all ranks; a part of each. live: of the rows of all, [ranks * most rows]."""
@@ -101,9 +105,21 @@ class ExpertMLP:
             return self._ranks.gather(own if maximum == count else F.pad(own, (0, 0, 0, maximum - count))).flatten(0, 1)
 
         rows = gathered(x)
-        parts = self._experts(rows, self.route(rows if seen is x else gathered(seen), live))
+        routes = self.route(rows if seen is x else gathered(seen), live)
+        parts = self._experts(rows, routes)
         share = parts[0] if len(parts) == 1 else self._added(parts)
+        mine = slice(self._ranks.rank * maximum, self._ranks.rank * maximum + count)
+        self._pass_on(share[mine], x, routes.expert[mine], routes.weight[mine])
         return self._ranks.all_to_all(share.view(size, maximum, -1))[:, :count]
+
+    def _pass_on(self, out: Tensor, x: Tensor, expert: Tensor, weight: Tensor) -> None:
+        """Add to out [rows, hidden] what experts without weights give of x: on one of the ranks that share these rows.
+
+        expert, weight: [rows, top_k], of `Routes`.
+        """
+        if self._passes:
+            whole = self._ops.profile.total(torch.where(expert == IDENTITY, weight, 0))
+            out += (x.to(whole.dtype) * whole).to(out.dtype)
 
     def _added(self, parts: Tensor) -> Tensor:
         """The sum of several parts; where bits are exact the first plus the others added in their order, one launch."""
@@ -165,7 +181,7 @@ def expert_params(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list
 
 def _apart(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list[Param]:
     """A tensor for all experts' gates, one for their ups, and one for what follows."""
-    number, inner = spec.router.num_experts, spec.inner_size
+    number, inner = spec.router.with_weights, spec.inner_size
     both = tuple(
         Source(f"{stored}.{each}_proj.weight", (number, inner, hidden), rows=inner, span=Span(0, expert, expert + 1))
         for expert in range(number)
@@ -181,7 +197,7 @@ def _apart(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list[Param]
 def _each(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list[Param]:
     """Three matrices an expert, without biases."""
     assert not spec.bias
-    number, inner = spec.router.num_experts, spec.inner_size
+    number, inner = spec.router.with_weights, spec.inner_size
     gate, up, last = spec.stored.each
     of, every = f"{stored}.experts", range(number)
     both = [Source(f"{of}.{expert}.{each}.weight", (inner, hidden)) for expert in every for each in (gate, up)]
@@ -194,7 +210,7 @@ def _each(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list[Param]:
 
 def _stacked(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list[Param]:
     """One tensor for all experts' gates and ups, in turn, and one for what follows."""
-    number, inner, by_rows = spec.router.num_experts, spec.inner_size, spec.stored.by_rows
+    number, inner, by_rows = spec.router.with_weights, spec.inner_size, spec.stored.by_rows
     params, sizes = [], ((2 * inner, hidden), (hidden, inner))
     for each, tensor, (out, width) in zip(("gate_up", "down"), spec.stored.stacked, sizes, strict=True):
         shape = (number, out, width) if by_rows else (number, width, out)

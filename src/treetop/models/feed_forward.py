@@ -8,9 +8,10 @@ from torch import Tensor
 from treetop.checkpoints.params import Param
 from treetop.kernels.table import Ops
 from treetop.models.beside import BesideMLP, beside_params
-from treetop.models.config import AbsentSpec, BesideSpec, ExpertSpec, FeedForwardSpec, UngatedSpec
+from treetop.models.config import AbsentSpec, BesideSpec, ExpertSpec, FeedForwardSpec, ShortcutSpec, UngatedSpec
 from treetop.models.experts import ExpertMLP, expert_params
 from treetop.models.layers import dense_mlp, mlp_params
+from treetop.models.shortcut import ShortcutMLP, shortcut_params
 from treetop.models.ungated import UngatedMLP, ungated_params
 from treetop.types.parallel import Summed
 from treetop.weights.format import Product
@@ -32,6 +33,8 @@ def feed_forward(spec: FeedForwardSpec, weights: Weights, name: str, eps: float,
     """name: of its parameters. eps: of its norms, if it has any."""
     if isinstance(spec, BesideSpec):
         return BesideMLP(spec, weights, name, eps, ops)
+    if isinstance(spec, ShortcutSpec):
+        return ShortcutMLP(spec, weights, name, ops)
     if isinstance(spec, ExpertSpec):
         return ExpertMLP(spec, weights, name, ops)
     if isinstance(spec, UngatedSpec):
@@ -46,6 +49,8 @@ def feed_forward_params(spec: FeedForwardSpec, name: str, stored: str, hidden: i
         return []
     if isinstance(spec, BesideSpec):
         return beside_params(spec, name, stored, hidden)
+    if isinstance(spec, ShortcutSpec):
+        return shortcut_params(spec, name, stored, hidden)
     if isinstance(spec, ExpertSpec):
         return expert_params(spec, name, stored, hidden)
     if isinstance(spec, UngatedSpec):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from treetop.attention.layer import Attend, Index, WriteKV
-from treetop.checkpoints.params import Param, matrix
+from treetop.checkpoints.params import Param, matrix, vector
 from treetop.exact.fixed_point import FixedPointMatrices
 from treetop.kernels.attention.latent import LatentNorm
 from treetop.kernels.exact import ByRows, least_rows
@@ -172,8 +172,19 @@ def latent_params(
             Source(f"{stored}.o_proj.weight", (hidden, heads * latent.value_dim), unit=latent.value_dim),
             shard=1,
         ),
-        norm_param(f"{name}.norm", f"{stored}.kv_a_layernorm.weight", rank),
+        _latent_norm(latent, f"{name}.norm", f"{stored}.kv_a_layernorm.weight"),
         *norms,
         *indexer,
         *gate,
     ]
+
+
+def _latent_norm(latent: LatentSpec, name: str, stored: str) -> Param:
+    """A scale of the latent is its norm's: in float32 at least, rounded once."""
+    if latent.scale == 1:
+        return norm_param(name, stored, latent.rank)
+    return replace(vector(name, Source(stored, (latent.rank,), partial(_times, latent.scale))), wide=True)
+
+
+def _times(scale: float, weight: Tensor) -> Tensor:
+    return weight.to(torch.float64) * scale

@@ -22,7 +22,7 @@ _LEARNED = "its positions are learned or biases of scores"
 _BY_NAME = {
     _SOFTCAPPED: "VaultGemma",
     _LEARNED: "Bloom GPT2 GPTBigCode MPT OPT",
-    _MLA: "AXK1 AXK2 Dots3Note HYV4 LongcatFlash",
+    _MLA: "AXK1 AXK2 Dots3Note HYV4",
     _SPARSE: "DeepseekV4 Glm5Next",
     _QWEN4: "Qwen4Exp",
     _KIMI_3: "KimiK3",

@@ -35,7 +35,7 @@ from treetop.models.families import (
     layered,
     llama,
     llama4,
-    mimo,
+    longcat,
     mimo_v2,
     mistral,
     mixtral,
@@ -117,6 +117,14 @@ FAMILIES: dict[str, Family] = {
     "MiniCPM3ForCausalLM": Family(
         deepseek.read_minicpm, "compressed attention (MLA), multipliers: MiniCPM3", keys=_COMPRESSED
     ),
+    "LongcatFlashForCausalLM": Family(
+        longcat.read,
+        "compressed attention (MLA) with scaled latents, experts beside two layers, some without weights",
+        longcat.params,
+        longcat.unused,
+        mtp=True,
+        keys=_COMPRESSED,
+    ),
     "KimiK25ForConditionalGeneration": Family(
         deepseek.read_v3, "the text of Kimi-K2.5 and later", text_of=("kimi_k2", "deepseek_v3"), keys=_COMPRESSED
     ),
@@ -161,7 +169,9 @@ FAMILIES: dict[str, Family] = {
         ernie.read_moe, "ERNIE with experts, whose router corrects a softmax", unused=ernie.unused, mtp=True
     ),
     "Glm4ForCausalLM": Family(glm4.read, "half of a head turns, in pairs; norms on both sides"),
-    "MiMoForCausalLM": Family(mimo.read, "Qwen2 with layers that predict further tokens", unused=mimo.unused, mtp=True),
+    "MiMoForCausalLM": Family(
+        qwen2.read_mimo, "Qwen2 with layers that predict further tokens", unused=qwen2.unused_mimo, mtp=True
+    ),
     "Qwen3MoeForCausalLM": Family(qwen3_moe.read, "norms of heads, experts; Qwen3-Coder too"),
     "Qwen3NextForCausalLM": Family(
         qwen3_next.read_next,
@@ -390,7 +400,7 @@ class TargetSpec:
         """
         config = self.config
         seen = [each for each in config.attention.values() if each.window is None]
-        experts = sum(layer.router.top_k * layer.numbers for layer in self.expert_layers(dtype))
+        experts = round(sum(layer.router.computing * layer.numbers for layer in self.expert_layers(dtype)))
         numbers = self.streamed - config.vocab_size * config.hidden_size + experts  # logits are of the last token only
         attending = sum(each.num_heads * (each.head_dim + each.kv.output_dim) for each in seen)
         return max(numbers // attending, 1) if seen else None
@@ -404,7 +414,7 @@ class TargetSpec:
                 own = [param for param in params if param.name.startswith(f"layers.{index}.")]
                 router = layer.experts.router
                 numbers, held = sum(p.numbers for p in own), sum(p.held_bytes(dtype) for p in own)
-                found.append(ExpertLayer(router, numbers // router.num_experts, held // router.num_experts))
+                found.append(ExpertLayer(router, numbers // router.with_weights, held // router.with_weights))
         return found
 
     def build(self, weights: Weights, aux_inputs: tuple[int, ...], place: Placement, ops: Ops) -> Target:

@@ -49,6 +49,8 @@ class RouterSpec:
         best expert alone: DeepSeek-V2, arXiv:2405.04434, section 2.2.2.
     factors: each expert has a number that its weights are multiplied by in the end.
     of_inputs: weights multiply what experts read, not what they give.
+    identity: so many of the experts, the last ones, have no weights: they give what they read (zero-computation
+        experts). Source: LongCat-Flash, arXiv:2509.01322, section 2.1.
     least: added to the sum of a token's weights that they are divided by; kernels know the default alone.
     """
 
@@ -64,7 +66,22 @@ class RouterSpec:
     group_best: Literal[1, 2] = 2
     factors: bool = False
     of_inputs: bool = False
+    identity: int = 0
     least: float = 1e-20
+
+    @property
+    def with_weights(self) -> int:
+        """Experts that compute something."""
+        return self.num_experts - self.identity
+
+    @property
+    def computing(self) -> float:
+        """A token's experts with weights, on average, where every choice is as likely as any other."""
+        return self.top_k * self.with_weights / self.num_experts
+
+
+IDENTITY = -2
+"""What routes have for an expert without weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +90,7 @@ class Router:
     bias: [experts].
     correction, factor: [experts], float32 or float64.
 
-    own: the experts that are here, where ranks share them; None for all. Routes number them from 0.
+    own: the experts that are here, where ranks share them; None for all that have weights. Routes number them from 0.
     """
 
     spec: RouterSpec
@@ -85,7 +102,12 @@ class Router:
 
     @property
     def here(self) -> range:
-        return range(self.spec.num_experts) if self.own is None else self.own
+        return range(self.spec.with_weights) if self.own is None else self.own
+
+    @property
+    def apart(self) -> bool:
+        """A token may have experts that are not here."""
+        return self.own is not None or self.spec.identity > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +128,10 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """expert: [tokens, top_k] integers, -1 for padding and for another rank's experts.
+    """expert: [tokens, top_k] integers, -1 for padding and for another rank's experts, `IDENTITY` for one of those.
     weight: [tokens, top_k], float32 or float64.
     tiles: of a kernel.
-    apart: another rank may have some of a token's experts.
+    apart: some of a token's experts may be another rank's, or have no weights.
     of_inputs: see `RouterSpec`.
     """
 
@@ -134,8 +156,10 @@ def route_reference(
     if router.factor is not None:
         weight = weight * router.factor[expert]
     here = (expert >= router.here.start) & (expert < router.here.stop)
-    expert = torch.where(here if live is None else here & live[:, None], expert - router.here.start, -1)
-    return Routes(expert, weight, apart=router.own is not None, of_inputs=router.spec.of_inputs)
+    elsewhere = torch.where(expert >= router.spec.with_weights, IDENTITY, -1) if router.spec.identity else -1
+    expert = torch.where(here, expert - router.here.start, elsewhere)
+    expert = expert if live is None else torch.where(live[:, None], expert, -1)
+    return Routes(expert, weight, apart=router.apart, of_inputs=router.spec.of_inputs)
 
 
 def route_by_rows(x: Tensor, router: Router, live: Tensor | None, linear: RowProduct = linear_by_rows) -> Routes:
@@ -231,13 +255,14 @@ def route(x: Tensor, router: Router, live: Tensor | None, gpu: GpuTraits, by_row
         sigmoid=sigmoid, of_chosen=spec.kind is RouterKind.TOPK_SOFTMAX, renormalise=spec.renormalise,
         corrected=router.correction is not None, factored=router.factor is not None, masked=live is not None,
         groups=spec.groups, top_groups=spec.top_groups, group_best=spec.group_best, block_g=lanes(spec.groups),
-        places=one, rows=rows, block_k=lanes(spec.top_k), first=router.here.start, stop=router.here.stop, **choice,
+        places=one, rows=rows, block_k=lanes(spec.top_k), first=router.here.start, stop=router.here.stop,
+        computing=spec.with_weights, **choice,
     )  # fmt: skip
     if not one:
         _place_kernel[(blocks,)](expert, *placed, rows=rows, **choice)
     tile_expert, start, count = numbers
     tiles = Tiles(rows, order, tile_expert, start, count, number)
-    return Routes(expert, weight, tiles, router.own is not None, spec.of_inputs)
+    return Routes(expert, weight, tiles, router.apart, spec.of_inputs)
 
 
 def _tokens_of_a_program(tokens: int, experts: int, by_rows: bool) -> tuple[int, bool]:
@@ -304,14 +329,15 @@ def _choose_kernel(
     maximum: Arg, parts: Arg, scale: Arg, sigmoid: constexpr, of_chosen: constexpr, renormalise: constexpr,
     corrected: constexpr, factored: constexpr, masked: constexpr, groups: constexpr, top_groups: constexpr,
     group_best: constexpr, block_g: constexpr, places: constexpr, rows: constexpr, block_k: constexpr,
-    first: constexpr, stop: constexpr, top_k: constexpr, experts: constexpr, block: constexpr, block_e: constexpr,
-    overlap: constexpr,
+    first: constexpr, stop: constexpr, computing: constexpr, top_k: constexpr, experts: constexpr, block: constexpr,
+    block_e: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """Experts and weights of a block of tokens, and how many of them each expert gets. Grid (blocks,).
 
     logits: [parts, tokens, experts]. counts: [blocks, experts]. first, stop: the experts that are here, numbered from
-    0; a token's others are -1. places: there is one block, whose assignments are put in order too. Ties go to the
-    smaller index, and NaN is above all numbers, so that experts are experts.
+    0; a token's others are -1, or -2 from `computing` on, which have no weights. places: there is one block, whose
+    assignments are put in order too. Ties go to the smaller index, and NaN is above all numbers, so that experts are
+    experts.
     """
     pdl_wait(overlap, early=True)
     token = tl.program_id(0) * block + tl.arange(0, block)
@@ -359,6 +385,8 @@ def _choose_kernel(
             factors = tl.where((lane == i)[None, :], own[:, None], factors)
         here = alive & (chosen >= first) & (chosen < stop)
         ids = tl.where((lane == i)[None, :] & here[:, None], (chosen - first)[:, None], ids)
+        if computing < experts:
+            ids = tl.where((lane == i)[None, :] & (alive & (chosen >= computing))[:, None], -2, ids)
         slot = tl.where((index == (chosen - first)[:, None]) & here[:, None], i, slot)
         keys = tl.where(is_chosen, lowest, keys)
     if renormalise or of_chosen:

@@ -1,9 +1,12 @@
-"""Qwen2 and 2.5: Llama with biases of q, k and v, and perhaps a window in later layers; Qwen2-MoE with experts."""
+"""Qwen2 and 2.5: Llama with biases of q, k and v, and perhaps a window in later layers; Qwen2-MoE with experts; MiMo.
+
+Source of MiMo: the configuration and the weights' names of XiaomiMiMo/MiMo-7B-RL.
+"""
 
 from dataclasses import replace
 from pathlib import Path
 
-from treetop.checkpoints.values import Config, flag, size
+from treetop.checkpoints.values import Config, flag, require_value, size
 from treetop.models.config import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
@@ -16,6 +19,7 @@ from treetop.models.config import (
     layer_types,
     model_config,
 )
+from treetop.models.decoder import unused_tensors
 from treetop.models.families import qwen3_moe
 from treetop.types.errors import CheckpointError
 
@@ -28,6 +32,16 @@ def read(config: Config, where: Path) -> ModelConfig:
     dense = dense_spec(config, where)
     layers = [LayerSpec(replace(attention, window=window), dense) for window in windows(config, where)]
     return model_config(config, where, layers)
+
+
+def read_mimo(config: Config, where: Path) -> ModelConfig:
+    """MiMo, dense: layers beside it predict further tokens, which a target leaves unused."""
+    require_value(config, "use_mrope", False, where)
+    return read(config, where)
+
+
+def unused_mimo(config: ModelConfig) -> set[str]:
+    return unused_tensors(config) | {"model.mtp_layers."}
 
 
 def read_moe(config: Config, where: Path) -> ModelConfig:
