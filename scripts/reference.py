@@ -158,6 +158,7 @@ def _errors_of(kind: type[Exception]) -> Iterator[str]:
     doc = " ".join((kind.__doc__ or "").split())
     exit_code = 2 if issubclass(kind, errors.UserError) else 1
     status = 400 if issubclass(kind, errors.UserError) else 503 if issubclass(kind, errors.EngineError) else 500
+    status = 409 if kind is errors.ConflictError else status
     yield f"| `{kind.__name__}` | `{kind.__bases__[0].__name__}` | {doc} | {exit_code} | {status} |"
     for below in kind.__subclasses__():
         if below.__module__ == errors.__name__:

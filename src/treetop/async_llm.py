@@ -149,7 +149,8 @@ class AsyncLLM:
         """As `LLM.update_weights`, for requests of all tasks. An engine that takes this one's place has them, too.
 
         Over a core of others tensors of a head are refused: which folder it has is not known here. Of a task that is
-        cancelled the engine may take the weights yet.
+        cancelled the engine may take the weights yet. Changes are made one after another; where another process makes
+        one meanwhile, this is a ConflictError, and nothing has changed.
         """
         self._check_started()
         check_in_flight(in_flight)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Unpack
 
 from torch import Tensor
@@ -73,6 +74,7 @@ class LLM:
         self._reader = self._llm.reader
         self.tokenizer = self._reader.tokenizer
         self._template: ChatTemplate | None = None
+        self._changing = Lock()
 
     @property
     def engine(self) -> Engine:
@@ -122,11 +124,12 @@ class LLM:
         Raises ConfigError, CheckpointError and InputError, and nothing has changed.
         """
         check_in_flight(in_flight)
-        with self._llm.weights.changing(model, draft, more) as asked:
-            self._core.change_now(replace(asked, in_flight=in_flight))
-        engine = self._in_this_process.engine
-        self.config, self.model_path, self.draft_path = engine.config, engine.model_path, engine.draft_path
-        self._template = None
+        with self._changing:  # of several threads one after another, folders too
+            with self._llm.weights.changing(model, draft, more) as asked:
+                self._core.change_now(replace(asked, in_flight=in_flight))
+            engine = self._in_this_process.engine
+            self.config, self.model_path, self.draft_path = engine.config, engine.model_path, engine.draft_path
+            self._template = None
 
     def init_weights_update_group(
         self,

@@ -1,18 +1,22 @@
 """Changes of engines side by side: one that ends between preparing and taking it is followed by one that takes it."""
 
 import asyncio
+import threading
 from types import SimpleNamespace
 from unittest.mock import MagicMock, Mock
 
 import pytest
 
+from support.waiting import WAIT_S
+from treetop.api.errors import as_api_error
 from treetop.core.engine_core import EngineCore
-from treetop.core.wire import AskChange, ClientHello
+from treetop.core.loop import CoreThread
+from treetop.core.wire import AskChange, ClientHello, decode_from_core
 from treetop.distributed.client import EngineProcessClient, has_taken
 from treetop.distributed.engine_process import EngineServer, Parts, note_change, noted_changes, restored
 from treetop.types.changes import TAGS, LoadLora, SentTensors, Sleep, UnloadLora, UpdateWeights, WakeUp
 from treetop.types.config import EngineConfig
-from treetop.types.errors import ConfigError, EngineError
+from treetop.types.errors import ConfigError, ConflictError, EngineError
 from treetop.types.requests import CoreLoad
 
 LOAD = LoadLora("it", "folder")
@@ -22,11 +26,15 @@ class Side:
     """An engine that says what it is told to."""
 
     def __init__(self, fails=(), loras=()):
-        self.fails, self.told, self.num_restarts = list(fails), [], 0
+        self.fails, self.told, self.num_restarts, self.until = list(fails), [], 0, None
         self.links = [SimpleNamespace(info=SimpleNamespace(loras=loras, asleep=(), weight_version=0))]
 
     async def change(self, change, stage):
         self.told.append(stage)
+        if self.until is not None and self.until[0] == stage:
+            (_, came, goes_on), self.until = self.until, None
+            came.set()
+            await goes_on.wait()
         if self.fails and self.fails[0][0] == stage:
             raise self.fails.pop(0)[1]
 
@@ -73,7 +81,7 @@ class Told:
     """A core that says what it is told to; an engine, too."""
 
     failure, load, busy, weight_version, asleep, lora_versions = None, CoreLoad(), False, 3, (), {"it": 2}
-    in_no_folder = parts = ()
+    in_no_folder, parts, num_committed = (), (), 0
 
     def __init__(self):
         self.told = []
@@ -84,6 +92,9 @@ class Told:
 
     def drop(self, change):
         self.told.append(("drop", change))
+
+    def fail(self, error):
+        return []
 
     def lacks_room(self, change):
         return False
@@ -124,6 +135,78 @@ def test_a_refused_change_leaves_the_one_that_waits():
     server._apply(b"2", AskChange.of(4, "drop", LOAD))
     server._apply(b"1", AskChange.of(5, "commit", waits))
     assert core.told == [("prepare", waits), ("commit", waits)]
+
+
+def test_one_change_at_a_time_whoever_asks():
+    """What is prepared is not replaced, and a commit is of what its own client has prepared: else it is a 409."""
+    core, socket = Told(), Mock()
+    server = EngineServer(Parts(core, None), socket)
+    server._apply(b"1", AskChange.of(1, "prepare", LOAD))
+    for identity in (b"1", b"2"):
+        server._apply(identity, AskChange.of(2, "prepare", Sleep()))
+    server._apply(b"2", AskChange.of(3, "commit", Sleep()))
+    said = [decode_from_core(each.args[0][1]) for each in socket.send_multipart.call_args_list]
+    assert [(each.number, each.conflict) for each in said] == [(1, False), (2, True), (2, True), (3, True)]
+    assert core.told == [("prepare", LOAD)]
+    scope = {"path": "/sleep"}
+    assert as_api_error(ConflictError(), scope).status == 409
+
+
+def test_a_change_that_waits_is_not_forgotten_for_another_one():
+    """In this process: the second thread has its turn once the first has."""
+    core, held, done = Told(), threading.Event(), []
+    core.num_alive, core.hold, core.release = 1, held.set, lambda: None
+    thread, waits = CoreThread(core), UpdateWeights("m", in_flight="wait")
+
+    def ask(change):
+        thread.change(change)
+        done.append(change)
+
+    asking = [threading.Thread(target=ask, args=(change,), daemon=True) for change in (waits, LOAD)]
+    asking[0].start()
+    assert held.wait(WAIT_S)
+    asking[1].start()
+    refusals = []
+    thread._inbox.put(lambda loop: loop.prepare(LOAD, refusals.append))  # past the turns
+
+    def ends(loop):
+        core.num_alive = 0
+        loop._settle()
+
+    thread._inbox.put(ends)
+    for each in asking:
+        each.join(WAIT_S)
+    thread.close()
+    assert done == [waits, LOAD]
+    assert core.told == [(stage, change) for change in (waits, LOAD) for stage in ("prepare", "commit")]
+    assert [type(each) for each in refusals] == [ConflictError]
+
+
+def test_of_one_client_changes_are_made_one_after_another():
+    """Also where whoever asked is cancelled: while it is prepared all drop it, later all take it."""
+
+    async def run():
+        sides = [Side(), Side()]
+        client = EngineProcessClient(num_engines=2)
+        client.close()
+        client.engines = sides
+        for stage, then in (("prepare", "drop"), ("commit", "commit")):
+            for each in sides:
+                each.told.clear()
+            came, goes_on = asyncio.Event(), asyncio.Event()
+            sides[1].until = stage, came, goes_on
+            first = asyncio.ensure_future(client.change(LOAD))
+            await came.wait()
+            second = asyncio.ensure_future(client.change(Sleep()))
+            first.cancel()
+            await asyncio.sleep(0)
+            goes_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await first
+            await second
+            assert [each.told for each in sides] == [["prepare", then, "prepare", "commit"]] * 2
+
+    asyncio.run(asyncio.wait_for(run(), WAIT_S))
 
 
 def test_an_engine_after_another_goes_on_where_that_was(tmp_path):

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from treetop.api.error_paths import problems_of
 from treetop.api.unknown_routes import no_such_route
-from treetop.types.errors import EngineError, InputError, UserError
+from treetop.types.errors import ConflictError, EngineError, InputError, UserError
 
 log = logging.getLogger("treetop.server")
 
@@ -158,7 +158,8 @@ def as_api_error(error: Exception, scope: Scope) -> ApiError:
     if isinstance(error, ApiError):
         return _in_own_names(error, scope["path"])
     if isinstance(error, UserError):
-        told = ApiError(400, str(error), code=error.code if isinstance(error, InputError) else None)
+        status = 409 if isinstance(error, ConflictError) else 400
+        told = ApiError(status, str(error), code=error.code if isinstance(error, InputError) else None)
         return _in_own_names(told, scope["path"])
     if isinstance(error, EngineError):
         return ApiError(503, str(error), code="engine_error")

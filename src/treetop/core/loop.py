@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
 from treetop.types.changes import Change, Commit, UpdateWeights
-from treetop.types.errors import EngineError, InputError, TreetopError, UserError
+from treetop.types.errors import ConflictError, EngineError, InputError, TreetopError, UserError
 from treetop.types.ids import RequestId
 from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, RequestUpdate
 
@@ -178,8 +178,12 @@ class CoreLoop:
     def prepare(self, change: Change, then: Callable[[Commit | BaseException], object]) -> None:
         """Prepare a change, once requests that are alive have ended if it waits for them.
 
-        then: is given what puts it in force, or what was raised as by `EngineCore.prepare`.
+        then: is given what puts it in force, or what was raised as by `EngineCore.prepare`; ConflictError where another
+        waits, which goes on waiting.
         """
+        if self._asked is not None:
+            then(ConflictError())
+            return
         if _waits(change):
             self.core.hold()
         self._asked = change, then
@@ -258,7 +262,7 @@ class CoreThread:
     def __init__(self, core: Core) -> None:
         self.core = core
         self._inbox: SimpleQueue[Command | None] = SimpleQueue()
-        self._ids = count()
+        self._ids, self._changing = count(), threading.Lock()
         self._thread = threading.Thread(target=_run, args=(core, self._inbox), name="treetop-core", daemon=True)
         self._thread.start()
         self.close = weakref.finalize(self, _close, self._inbox, self._thread)
@@ -296,10 +300,15 @@ class CoreThread:
             pass
 
     def change(self, change: Change) -> None:
-        """Prepare a change and put it in force, and wait for that.
+        """Prepare a change and put it in force, and wait for that, and for what other threads asked for before.
 
-        Raises as `EngineCore.prepare`, and EngineError if the core has ended.
+        Raises as `EngineCore.prepare`, and EngineError if the core has ended. Whoever is interrupted while it waits has
+        asked for nothing, unless it has begun.
         """
+        with self._changing:
+            self._change(change)
+
+    def _change(self, change: Change) -> None:
         done, raised = threading.Event(), list[BaseException]()
 
         def put(loop: CoreLoop, prepared: Commit | BaseException) -> None:
@@ -312,8 +321,12 @@ class CoreThread:
             done.set()
 
         self._inbox.put(lambda loop: loop.prepare(change, partial(put, loop)))
-        while self.alive and not done.wait(timeout=1.0):
-            pass
+        try:
+            while self.alive and not done.wait(timeout=1.0):
+                pass
+        except BaseException:
+            self._inbox.put(lambda loop: loop.cancel())
+            raise
         if raised:
             raise raised[0]
         if not done.is_set():

@@ -90,11 +90,15 @@ class Load(msgspec.Struct, frozen=True, tag=True):
 
 
 class ChangeDone(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `AskChange`. error: why nothing has changed; user_error: whoever asked can change that."""
+    """The answer to `AskChange`. error: why nothing has changed.
+
+    user_error: whoever asked can change that; conflict: by asking again.
+    """
 
     number: int
     error: str | None = None
     user_error: bool = False
+    conflict: bool = False
 
 
 class EngineUp(msgspec.Struct, frozen=True, tag=True):

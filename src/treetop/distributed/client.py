@@ -5,11 +5,12 @@ Each request goes to one process of one engine. Which, the router says (`router.
 """
 
 import logging
-from asyncio import Event, gather
-from collections.abc import Sequence
+from asyncio import CancelledError, Event, Lock, ensure_future, gather, wait
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 from treetop.core.clients import Sink
 from treetop.core.wire import ID_RANGE
@@ -26,7 +27,7 @@ from treetop.types.changes import (
     WakeUp,
     asked_as,
 )
-from treetop.types.errors import ConfigError, EngineError, InputError
+from treetop.types.errors import EngineError, InputError, UserError
 from treetop.types.ids import RequestId
 from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, HostTierStats, KVTransferStats
 
@@ -67,6 +68,7 @@ class EngineProcessClient:
         Whoever starts the engines tells it to `engines`.
         """
         self._failed, self._ids, self._router = Event(), count(number * ID_RANGE), PrefixRouter[RankLink]()
+        self._changing = Lock()
         self.engines = [
             RemoteEngine(index, number, watchdog_s, self.choose, self._failed) for index in range(num_engines)
         ]
@@ -129,8 +131,13 @@ class EngineProcessClient:
     async def change(self, change: Change) -> None:
         """All engines prepare it, then all take it; where one refuses, none does. If one ends between the two, the one
         that takes its place takes it, too.
+
+        One after another. Whoever asks may be cancelled while engines prepare: none takes it then; later all do.
         """
-        lost = list[RemoteEngine]()
+        async with self._changing:
+            await self._change(change)
+
+    async def _change(self, change: Change) -> None:
         before = [(each.num_restarts, each.links[0].info if each.links else None) for each in self.engines]
         asked = {
             each: replace(change, engine=index) if isinstance(change, InitWeightsUpdateGroup) else change
@@ -144,10 +151,20 @@ class EngineProcessClient:
                 if isinstance(answer, BaseException):
                     raise answer
         except BaseException:
-            for each, own in asked.items():
-                with suppress(EngineError, ConfigError):
-                    await each.change(own, "drop")
+            await _to_the_end(self._drop(asked))
             raise
+        await _to_the_end(self._commit(change, asked, before))
+
+    async def _drop(self, asked: dict[RemoteEngine, Change]) -> None:
+        for each, own in asked.items():
+            with suppress(EngineError, UserError):
+                await each.change(own, "drop")
+
+    async def _commit(
+        self, change: Change, asked: dict[RemoteEngine, Change], before: list[tuple[int, CoreInfo | None]]
+    ) -> None:
+        """before: of each engine, the number of its restarts and what it was."""
+        lost = list[RemoteEngine]()
         for each in self.engines:
             try:
                 await each.change(asked[each], "commit")
@@ -189,6 +206,20 @@ class EngineProcessClient:
     def _refuses(self, index: int) -> bool:
         """Whether an engine ends every request at once: its queue is the shortest then."""
         return any(link.info.refuses_now is not None for link in self.engines[index].links)
+
+
+async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Whoever waits for it is cancelled once it has ended."""
+    task, cancelled = ensure_future(work), False
+    while not task.done():
+        try:
+            await wait([task])
+        except CancelledError:
+            cancelled = True
+    if cancelled and not task.cancelled():
+        task.exception()  # has been looked at
+        raise CancelledError
+    task.result()
 
 
 def _joined(loads: Sequence[CoreLoad]) -> CoreLoad:

@@ -48,7 +48,7 @@ from treetop.distributed.log_lines import log_to_stderr
 from treetop.distributed.process import EXIT_REPORTED, EXIT_USER_ERROR, SPARE, Failed, begin, report_failure
 from treetop.types.changes import TAGS, Change, Commit, LoadLora, Sleep, UnloadLora, UpdateWeights, WakeUp
 from treetop.types.config import EngineConfig
-from treetop.types.errors import ConfigError, EngineError, UserError
+from treetop.types.errors import ConfigError, ConflictError, EngineError, UserError
 from treetop.types.requests import CoreInfo, CoreLoad, RequestUpdate
 
 log = logging.getLogger("treetop")
@@ -179,9 +179,8 @@ class EngineServer:
 
     def _prepare(self, identity: bytes, asked: AskChange) -> None:
         """Answered once it is prepared, for which requests may have to end."""
-        others = self._asked is not None or (self._prepared is not None and self._prepared[0] != identity)
-        if others:
-            self._send(identity, ChangeDone(asked.number, "another change is being made; ask again"))
+        if self._asked is not None or self._prepared is not None:
+            self._send(identity, _refused(asked.number, ConflictError()))
             return
         change = asked.change
         self._asked = identity, change
@@ -202,7 +201,7 @@ class EngineServer:
                 if (identity, asked.change) in (self._asked, self._prepared and self._prepared[:2]):
                     self._drop()
             elif self._prepared is not None and self._prepared[0] != identity:
-                raise EngineError("another change is being made; ask again")
+                raise ConflictError
             elif self._prepared is None:
                 raise EngineError("nothing is prepared here: this engine was started meanwhile")
             else:
@@ -252,7 +251,8 @@ class EngineServer:
 
 
 def _refused(number: int, error: BaseException) -> ChangeDone:
-    return ChangeDone(number, str(error) or type(error).__name__, isinstance(error, UserError))
+    text = str(error) or type(error).__name__
+    return ChangeDone(number, text, isinstance(error, UserError), isinstance(error, ConflictError))
 
 
 class EngineProcess:

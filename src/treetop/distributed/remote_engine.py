@@ -36,7 +36,7 @@ from treetop.core.wire import (
 from treetop.distributed.journal import Journal
 from treetop.distributed.router import ReplicaLoad
 from treetop.types.changes import Change, asked_as
-from treetop.types.errors import ConfigError, EngineError
+from treetop.types.errors import ConfigError, ConflictError, EngineError
 from treetop.types.ids import RequestId
 from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest
 
@@ -219,6 +219,8 @@ class RemoteEngine:
         finally:
             del self._updating[number]
         if said.error is not None:
+            if said.conflict:
+                raise ConflictError(said.error)
             raise ConfigError(said.error) if said.user_error else EngineError(said.error)
 
     async def another(self, restarts: int) -> None:

@@ -3,6 +3,7 @@
 TreetopError
 |-- UserError                what a caller can cause; exit code 2 on the command line
 |   |-- ConfigError          an option, or a combination of options, that cannot work
+|   |-- ConflictError        a change of the engine while another is being made
 |   |-- CapacityError        more was asked for than a dimension holds; names the option to change
 |   |-- InputError           a prompt or a sampling parameter
 |   |   |-- PromptError      one prompt of a call, by its index
@@ -35,6 +36,13 @@ class UserError(TreetopError):
 
 class ConfigError(UserError):
     """An option, or a combination of options, that cannot work."""
+
+
+class ConflictError(UserError):
+    """Another change of the engine is being made: ask again once it is. Over HTTP it is a 409."""
+
+    def __init__(self, message: str = "another change is being made; ask again") -> None:
+        super().__init__(message)
 
 
 class CapacityError(UserError):
