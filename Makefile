@@ -127,7 +127,7 @@ wheel: $(DEV)
 bench: $(READY)
 	$(BIN)/treetop bench
 
-# Small faults that the suite must find; docs/testing.md explains the survivors. An hour at most.
+# Small faults that the suite must find; docs/testing.md tells how. An hour at most.
 mutants: $(DEV)
 	@mkdir -p build
 	$(BIN)/python scripts/mutants.py --count 40 --json build/mutants.json

@@ -4,7 +4,7 @@
         ...  # engines made and closed here have the bug
 
 A fault holds for the whole process, one at a time, and nothing in production knows of it. `TREETOP_FAULT` names one to
-the command line. The identifiers are those of the reports; `docs/testing.md` lists which guard catches which.
+the command line. The identifiers are those of the reports; each row names the guard that catches it.
 """
 
 import sys
