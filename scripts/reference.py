@@ -4,6 +4,7 @@
 """
 
 import ast
+import inspect
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,10 +24,12 @@ from treetop.api.requests import fields_page
 from treetop.checkpoints.folder import resolve_folder
 from treetop.cli import models, options_page
 from treetop.distributed.in_flight import InFlightCounter
+from treetop.kernels.table import Op, operations
 from treetop.serve_options import ServeOptions
 from treetop.types import errors
 from treetop.types.layout import SpecShape
 from treetop.types.requests import CoreInfo, PrefixPages
+from treetop_debug.kernels import place_of
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -62,6 +65,18 @@ keys, transfers and the tier on the host are there where there are such. [grafan
 to import, and more is said in [serving.md](serving.md#metrics).
 
 This page is written by `scripts/reference.py`, and a test holds it to the metrics.
+""",
+    "operations": """\
+# Operations
+
+Every operation has a reference in plain tensor operations, which runs anywhere, and a kernel. An engine takes
+the kernel where it serves, once, when it is made. The tolerance is how far the two may differ in float32, as a share of
+the largest value; 0 is equal bits.
+
+This page is written by `scripts/reference.py` from `src/treetop/kernels/table.py`, and a test holds it to that.
+
+| operation | what it does | code | Triton kernels | tolerance | kernel where |
+|---|---|---|---|---|---|
 """,
     "errors": """\
 # Errors
@@ -256,6 +271,25 @@ def _row(cells: list[object]) -> str:
     return "| " + " | ".join(f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in cells) + " |"
 
 
+def operations_page() -> str:
+    """The table of operations, a line each."""
+    return _HEADS["operations"] + "".join(map(_operation, operations().values()))
+
+
+def _operation(op: Op) -> str:  # type: ignore[type-arg]  # of any function
+    module = op.kernel.__module__.replace(".", "/")
+    launches = ", ".join(f"`{place_of(kernel).rpartition('.')[2]}`" for kernel in op.launches) or "none"
+    tolerance = f"{op.tolerance:g}" if op.tolerance else "0"
+    what, where = _first_sentence(op.reference), _first_sentence(op.applies)
+    return f"| `{op.name}` | {what} | `src/{module}.py` | {launches} | {tolerance} | {where} |\n"
+
+
+def _first_sentence(function: object) -> str:
+    """Of a docstring, up to its first full stop that ends a line or is followed by a space."""
+    text = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
+    return text.split(". ")[0].rstrip(".")
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "benchmarks.md": benchmarks,
     "endpoints.md": endpoints,
@@ -263,6 +297,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "fields.md": fields_page.page,
     "metrics.md": metrics,
     "models.md": model_page,
+    "operations.md": operations_page,
     "options.md": options_page.page,
 }
 

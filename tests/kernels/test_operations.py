@@ -4,10 +4,9 @@ Kernels run on a GPU or in the interpreted session. What each operation must do 
 of its own: see `docs/testing.md`.
 """
 
-import importlib.util
+import importlib
 import pkgutil
 from dataclasses import is_dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +20,6 @@ from support.operation_cases import CASES
 from treetop.kernels.table import Op, operations
 from treetop.kernels.triton_guard import _probe, gpu_traits
 from treetop_debug.kernels import all_kernels, place_of
-
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -59,13 +56,6 @@ def test_every_kernel_of_the_package_is_in_the_table():
                 if isinstance(value, type(_probe)) and getattr(value, "__name__", "").endswith("_kernel"):
                     found.add(place_of(value))
     assert set(all_kernels()) == found
-
-
-def test_the_page_of_the_table_is_up_to_date():
-    spec = importlib.util.spec_from_file_location("operations_page", SCRIPTS / "operations.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    assert script.PAGE.read_text(encoding="utf-8") == script.page(), "run: python scripts/operations.py"
 
 
 @on_gpu_or_interpreted
