@@ -1,7 +1,7 @@
 """Every attention backend of this machine in every phase, eager and captured, and in whole captured rounds.
 
     python benchmarks/backends.py                                   what is installed here; one JSON object a line
-    python benchmarks/backends.py --commit ABC1234 --write docs/backends.md   and the page's table, made of it
+    python benchmarks/backends.py --commit ABC1234 --write KNOWN_FAILURES.md   and its table, made of it
 
 phases   a call of each phase of the largest tree (k 8, S 8, T 60) on pages of 2: its error relative to dense attention
          in float32, as it stands, and recorded into a CUDA graph and replayed. Prefill is never captured.

@@ -8,7 +8,19 @@
 
 Shapes: q [rows, n, heads, head_dim], out [rows, n, heads, value_dim], which is head_dim but where one plane is key and
 value (`types.kv.KVFormat`). sinks: [heads] float32 or None, a logit a head that takes part in the
-normalisation and has no value.
+normalisation and has no value. Results: natural logarithm; an empty prefix is output 0, log-sum-exp -inf.
+
+A new backend is one file of this folder, called after it, and its name in `types.config.Backend`:
+
+- The file ends in `BACKEND`, a `BackendSpec`: its limits as `Capabilities`, what makes it, and probes, each of which
+  says in one sentence why it cannot run on a device.
+- A kernel of prefix and tail implements `AttentionBackend` (`triton_backend.py`). A library that attends to pages only
+  is a `PagesLibrary` in a `LibraryBackend` (`fa3_backend.py`; of compressed attention `flashmla_backend.py`): tail,
+  merge by log-sum-exp, windows and sinks are shared, so it is never told of a tree. Host work belongs in its `plan`;
+  `plan_round` plans a whole round ahead. Pages in a format of its own are the `KVFormat` that `stores` gives.
+- It is tested on a stand-in with the vendor's layout (tests/support/fake_libraries.py) and has a row in
+  docs/backends.md; tests/attention/test_backend_file.py has a small one, whole. `benchmarks/attention.py --write-table`
+  measures it.
 """
 
 from collections.abc import Callable, Mapping
