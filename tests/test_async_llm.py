@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from support.engines import build, greedy, sampled, tokens
-from support.waiting import until
+from support.waiting import WAIT_S, until
 from treetop import AsyncLLM, SamplingParams
 from treetop.core.clients import InProcessClient, Sinks
 from treetop.core.loop import CoreThread
@@ -83,7 +83,7 @@ def test_leaving_and_cancelling_abort():
         await asyncio.to_thread(llm.core._thread.flush)
         assert llm.core.load.num_running == 0
 
-    asyncio.run(asyncio.wait_for(leave(), 60))
+    asyncio.run(asyncio.wait_for(leave(), WAIT_S))
     assert llm.alive.own == 0
     llm.close()
 
@@ -98,7 +98,7 @@ def test_a_slow_reader_gets_all_in_fewer_pieces_and_its_stop_is_seen_at_once():
             await stream._arrived.wait()
         return [delta async for delta in stream]
 
-    pieces = asyncio.run(asyncio.wait_for(read(), 60))
+    pieces = asyncio.run(asyncio.wait_for(read(), WAIT_S))
     assert len(pieces) == 1
     assert len(pieces[0].output.token_ids) == 40
     assert pieces[0].text == pieces[0].output.text
@@ -120,7 +120,7 @@ def test_an_engine_that_fails_or_is_closed_is_told_to_each_reader():
         with pytest.raises(EngineError, match="closed"):
             await llm.stream([1])
 
-    asyncio.run(asyncio.wait_for(failing(), 60))
+    asyncio.run(asyncio.wait_for(failing(), WAIT_S))
 
 
 def test_an_event_loop_is_woken_once_for_all_that_waits_and_one_sink_that_breaks_costs_the_others_nothing():
@@ -146,7 +146,7 @@ def test_an_event_loop_is_woken_once_for_all_that_waits_and_one_sink_that_breaks
         assert [update.new_ids[0] for update in heard[500:]] == [*range(5000)]
         thread.join()
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    asyncio.run(asyncio.wait_for(run(), WAIT_S))
 
 
 def test_an_event_loop_that_ends_while_it_is_told_something_takes_no_other_with_it():

@@ -328,7 +328,7 @@ def test_sighup_reads_the_file_again_and_a_bad_one_changes_nothing(tmp_path, wor
 
 def test_a_stream_waits_for_no_choices_of_another_request():
     """Of 64 rows that 128 long choices hold, a new stream has one before any of them ends."""
-    with mock(5, "1") as server:
+    with mock(20, "1") as server:
         flood = {"prompt": "a", "n": 128, "max_tokens": 1500, "stream": True, "timeout": 600}
         with server._http.stream("POST", server.url + "/v1/completions", json=flood) as many:
             lines = many.iter_lines()

@@ -15,6 +15,7 @@ from support.callers import Caller
 from support.engines import build, greedy, tokens
 from support.fake_core import CountingEngine, ask, collected, drained, make_core
 from support.grids import few_of
+from support.waiting import WAIT_S
 from treetop.async_llm import DeltaStream
 from treetop.core.clients import InProcessClient
 from treetop.core.loop import CoreThread
@@ -143,7 +144,7 @@ def test_clients_of_one_thread_each_get_their_own_updates_in_order():
     for each in clients:
         each.start()
     for each in clients:
-        each.join(60)
+        each.join(WAIT_S)
     assert outputs == {
         1000 * i: [[*range(1000 * i + 100 * j + 1, 1000 * i + 100 * j + 21)] for j in range(4)] for i in range(8)
     }
@@ -170,7 +171,7 @@ def test_closing_tells_whoever_waits_and_refuses_what_comes_later():
 
         def collect(self, plan):
             self.reached.set()
-            self.go.wait(60)
+            self.go.wait(WAIT_S)
             return super().collect(plan)
 
     engine = Held()
@@ -180,13 +181,13 @@ def test_closing_tells_whoever_waits_and_refuses_what_comes_later():
     stream = DeltaStream(client, [ask(1, [5], max_tokens=400)], None)
     core.submit = lambda requests, deliver: None
     unheard = DeltaStream(silenced, [ask(2, [5])], None)
-    assert engine.reached.wait(60)
+    assert engine.reached.wait(WAIT_S)
     closing = threading.Thread(target=thread.close)
     closing.start()
     engine.go.set()
     with pytest.raises(EngineError, match="the engine core has been closed"):
         [client.step(stream) and stream.taken() for _ in range(1000)]
-    closing.join(60)
+    closing.join(WAIT_S)
     assert not thread.alive
     with pytest.raises(EngineError, match="closed"):
         DeltaStream(client, [ask(3, [5])], None)
@@ -208,7 +209,7 @@ def test_a_client_that_the_collector_closes_on_the_cores_thread_waits_for_nothin
         closed.set()
 
     thread.add([ask(2, [])], collect)
-    if not closed.wait(60):
+    if not closed.wait(WAIT_S):
         thread.close.detach()  # which would wait for it, too
         pytest.fail("the core waits for itself")
     other = Caller(thread.add)

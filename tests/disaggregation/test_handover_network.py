@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from support.handover_sessions import ANSWERS, MESSAGES, OF_DECODE, OF_PREFILL, SCHEMA, Ends, kind
+from support.waiting import WAIT_S
 from treetop.disaggregation import sockets
 from treetop.disaggregation.events import Disconnected, Received
 from treetop.disaggregation.registry import Registry, withdraw
@@ -51,7 +52,7 @@ def test_a_silent_decode_worker_is_forgotten_and_one_that_speaks_again_connects_
     listener = ends.listen()
     ends.look_for(listener.port)
     there, here = ends.connected(OF_PREFILL), ends.connected(OF_DECODE)
-    assert Disconnected(here) in [*listener.poll(time.monotonic() + 6)]
+    assert Disconnected(here) in [*listener.poll(time.monotonic() + WAIT_S + 1)]
     ends.client.send(there, wire.Renew(()))
     assert ends.until(kind(Disconnected)) == Disconnected(there)
     assert ends.connected(OF_DECODE) != here

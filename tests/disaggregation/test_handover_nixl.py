@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from support.nixl_peer import OVER_TCP, known_bytes
+from support.waiting import WAIT_S
 from treetop.disaggregation.nixl import PACKAGES, NixlTransport, find_nixl
 from treetop.types.errors import ConfigError
 from treetop.types.kv_transfer.transport import WAYS, Handle, Memory, PeerId, Probe, Range, State, Way
@@ -43,7 +44,7 @@ class Pair:
         self.process.stdin.flush()
         assert self.process.stdout.readline() == "True\n"
 
-    def wait(self, handle: Handle, seconds: float = 20.0) -> State:
+    def wait(self, handle: Handle, seconds: float = WAIT_S) -> State:
         end, state = time.monotonic() + seconds, self.transport.poll(handle)
         while state == "busy" and time.monotonic() < end:
             self.transport.progress()

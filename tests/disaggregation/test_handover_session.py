@@ -76,7 +76,7 @@ def test_strangers_and_junk_disturb_nobody(ends: Ends) -> None:
 def tapped(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tapped]:
     """A listener behind a relay."""
     monkeypatch.setattr(sockets, "HEARTBEAT_MS", 0)  # else what is sent is not the messages alone
-    relay = Tapped(ends.listen().port)
+    relay = Tapped(ends.listen(silent_s=5.0).port)  # what is recorded is silent, too
     yield relay
     relay.close()
 

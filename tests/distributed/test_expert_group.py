@@ -54,7 +54,7 @@ def group(folder, monkeypatch, ranks=2, **options):
 
 def in_flight(llm, folder, act):
     """How requests end that `act` falls into, and after how many seconds."""
-    stream = llm.stream(Pair(folder, None).prompts(PROMPTS), greedy(200))
+    stream = llm.stream(Pair(folder, None).prompts(PROMPTS), greedy(200, whole=True))
     for _ in range(5):
         next(stream)
     act()

@@ -8,12 +8,13 @@ import threading
 import time
 from collections import deque
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from support.engines import accept_lens, build, greedy, tokens
+from support.engines import accept_lens, build, greedy, next_and_hold, tokens
 from support.grids import few_of
 from support.processes import alive
 from support.tiny_models import Pair, save_copying_head, save_weak_llama
@@ -59,10 +60,10 @@ def failure_of(llm, pair, params=LONG) -> tuple[str, float]:
 def after_first_tokens(llm, pair, act) -> tuple[str, float]:
     """As `failure_of`, of requests that `act` falls into."""
     stream = llm.stream(pair.prompts([9, 30]), LONG)
-    for _ in range(3):
-        next(stream)
+    next_and_hold(llm, stream, 4)
     act()
     begun = time.monotonic()
+    llm._core.abort(())  # with which the core's thread goes on
     with pytest.raises(EngineError) as error:
         deque(stream)
     return str(error.value), time.monotonic() - begun
@@ -85,14 +86,21 @@ def test_processes_give_what_one_gives_and_a_rank_that_is_killed_ends_the_group(
 
 def test_a_rank_that_stops_for_longer_than_the_deadline_ends_the_group(pair, monkeypatch):
     """A stop that is shorter only takes time."""
-    with group(pair, monkeypatch, step_timeout=6.0) as (llm, process):
+    with group(pair, monkeypatch) as (llm, process):
         os.kill(process.pid, signal.SIGSTOP)
         resumed = threading.Timer(1.0, os.kill, (process.pid, signal.SIGCONT))
         resumed.start()
         assert len(tokens(llm.generate(pair.prompts([9]), greedy(10, whole=True)))[0]) == 10
         resumed.join()
-        said, seconds = after_first_tokens(llm, pair, lambda: os.kill(process.pid, signal.SIGSTOP))
-        assert "a rank did not answer in 6 s; raise --step-timeout" in said
+
+        def stop():
+            executor = llm._core.core.engine
+            executor.config = replace(executor.config, step_timeout=2.0)
+            executor._ranks.start_deadlines(2.0)
+            os.kill(process.pid, signal.SIGSTOP)
+
+        said, seconds = after_first_tokens(llm, pair, stop)
+        assert "a rank did not answer in 2 s; raise --step-timeout" in said
         assert seconds < WAIT_S
 
 

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from support.engines import build, rest
+from support.engines import build, hold_core_thread, rest
 from support.loras import save_lora
 from support.offloading import POOL, ask, ask_salted, on_a_cpu, stats, turns, with_tier
 from support.recurrent_models import known_family
@@ -157,6 +157,7 @@ def test_books_that_begin_anew_wait_for_the_disk_and_go_on(strong_pair, tmp_path
     with engine(strong_pair, tmp_path) as llm:
         ask(llm, FIRST)
         written(llm)
+        hold_core_thread(llm)
         llm.scheduler.fail("a step failed")
         assert ask(llm, SECOND) == want[5:]
         assert written(llm).disk_loaded_tokens >= 5 * 80

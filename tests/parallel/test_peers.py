@@ -23,6 +23,7 @@ from support.examples import EVERYTHING
 from support.families import FAMILIES
 from support.grids import few_of
 from support.tiny_models import Pair, save_copying_head, save_random_experts, save_random_head, save_weak_llama
+from support.waiting import WAIT_S
 from treetop.checks.probes import LATE, RECORD, Probes
 from treetop.kernels.comm import peers
 from treetop.kernels.comm.peers import Mailboxes
@@ -112,7 +113,7 @@ class MailboxGroup(MemoryGroup):
     """Ranks on threads that exchange by memory what ranks on GPUs do. shares: how many sums were left to their norm."""
 
     boxes: ClassVar[dict[Path, list[torch.Tensor]]] = {}
-    shares = 0
+    shares, patience_s = 0, 60.0
 
     def __init__(self, rendezvous, device, peer_memory=False, exact=None):
         super().__init__(rendezvous, device, exact=exact)
@@ -130,7 +131,7 @@ class MailboxGroup(MemoryGroup):
     def set_deadline(self, seconds):
         super().set_deadline(seconds)
         if self.parallel.peers is not None:
-            self.parallel.peers.set_deadline(seconds / 4)  # before the host has seen that a step is late
+            self.parallel.peers.set_deadline(min(seconds, self.patience_s))
 
 
 class Counted(PeerExchange):
@@ -201,9 +202,10 @@ def test_a_wait_that_was_too_long_ends_the_step_with_an_error(pairs, monkeypatch
         return real(mail, slot, slots, *more)
 
     monkeypatch.setattr(threads, "MemoryGroup", MailboxGroup)
+    monkeypatch.setattr(MailboxGroup, "patience_s", 2.0)  # before the host has seen that a step is late
     monkeypatch.setattr(peers, "_exchanged", loses)
     with ranks_on_threads():
-        llm = build(pairs["weak"], (3, 3, 8), tp_size=2, dtype="float32", check_level=0, step_timeout=8.0)
+        llm = build(pairs["weak"], (3, 3, 8), tp_size=2, dtype="float32", check_level=0, step_timeout=WAIT_S)
         losing.set()
         with pytest.raises(EngineError, match=r"rank \d did not answer others in time"):
             llm.generate(pairs["weak"].prompts([4] * 4), greedy(300))

@@ -50,8 +50,9 @@ def said_in_time(server, said: bytes) -> socket.socket:
 def heard(connection: socket.socket) -> bytes:
     """All until the server ends the connection."""
     said = b""
-    while piece := connection.recv(4096):
-        said += piece
+    with suppress(ConnectionError):  # what it was sent and has not read
+        while piece := connection.recv(4096):
+            said += piece
     return said
 
 
@@ -76,14 +77,17 @@ def test_answers_on_a_kept_connection_come_at_once(workers):
     Where it does, each answer takes that long, but for some at the beginning; on a busy machine one of many is quick.
     """
     with mock(5, "1", "--api-workers", workers) as server, closing(opened(server)) as connection:
-        times_s = []
-        for _ in range(40):
+
+        def seconds() -> float:
             began_s, answer = time.monotonic(), b""
             connection.sendall(HEALTH)
             while not answer.endswith(b"}"):
                 answer += connection.recv(4096)
-            times_s.append(time.monotonic() - began_s)
-    assert min(times_s[20:]) < 0.020
+            return time.monotonic() - began_s
+
+        for _ in range(20):
+            seconds()
+        assert any(seconds() < 0.020 for _ in range(1000))
 
 
 def test_a_body_must_come_at_the_minimal_rate():

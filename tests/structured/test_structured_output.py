@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from support.fake_core import CountingEngine, ask, make_core
-from support.waiting import until
+from support.waiting import WAIT_S, until
 from treetop import StructuredOutput
 from treetop.async_llm import DeltaStream
 from treetop.core.clients import InProcessClient
@@ -256,7 +256,7 @@ def test_a_client_flushes_and_closes_while_a_structure_is_compiled():
     assert thread.alive
     done = threading.Thread(target=thread.close)
     done.start()
-    done.join(30)
+    done.join(WAIT_S)
     assert not thread.alive
 
 

@@ -46,9 +46,12 @@ class Ends:
         self.listeners: list[Listener] = []
         self.seen: list[object] = []
 
-    def listen(self, port: int = 0, secret: bytes = SECRET, schema: Schema = SCHEMA) -> Listener:
+    def listen(
+        self, port: int = 0, secret: bytes = SECRET, schema: Schema = SCHEMA, silent_s: float = WAIT_S
+    ) -> Listener:
+        """silent_s: after which it forgets who says nothing."""
         address = zmq_address("127.0.0.1", port)
-        self.listeners.append(Listener(self.context, Handshake(secret, schema, OF_PREFILL), address, 5.0))
+        self.listeners.append(Listener(self.context, Handshake(secret, schema, OF_PREFILL), address, silent_s))
         return self.listeners[-1]
 
     def look_for(self, *ports: int) -> None:
