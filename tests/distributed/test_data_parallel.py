@@ -21,6 +21,8 @@ from treetop.core.wire import ProcessOptions
 from treetop.distributed.client import EngineProcessClient
 from treetop.distributed.engine_process import ChangesNote, restored, take_share
 from treetop.distributed.remote_engine import RankLink
+from treetop.serve import serve
+from treetop.serve_options import ServeOptions
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, EngineError
 from treetop.types.ids import RequestId
@@ -206,6 +208,47 @@ def test_requests_go_where_their_prefix_is_or_the_least_to_do_and_to_nobody_who_
     assert core.pause == "both are"
     core.add([asked(7, [1])], lambda update: None)  # it waits
     assert any(7 in each.given for each in replicas)
+
+
+@pytest.mark.parametrize("chosen", [("bits", "ties"), ("ties", "ties")])
+def test_replicas_that_come_to_another_exactness_are_refused_with_both_as_they_start(monkeypatch, chosen):
+    """As `--exactness auto` could on unlike devices; which row said so is no difference."""
+    killed = []
+
+    class Supervisor:
+        """Of an engine that is up at once."""
+
+        def __init__(self, own, restarts, watchdog, core, spare) -> None:
+            self.core, self.index = core, own.replica
+
+        def launch(self) -> None:
+            fake = FakeReplica(self.index)
+            fake.links[0].info = INFO._replace(exactness=chosen[self.index], exactness_by=f"dense.Card-{self.index}")
+            fake.close = self.core.engines[self.index].close
+            self.core.engines[self.index] = fake
+
+        async def meet(self) -> None: ...
+
+        async def close(self) -> None:
+            killed.append(self.index)
+
+    monkeypatch.setattr(serve, "EngineSupervisor", Supervisor)
+    monkeypatch.setattr(serve, "check_files", lambda *_: None)
+
+    async def start() -> int:
+        process = ProcessOptions("ipc:///nowhere", EngineConfig(model="m"))
+        async with serve.started_engines(
+            process, ServeOptions(dp_size=2), asyncio.get_running_loop().create_future()
+        ) as (core, _):
+            return core.info.max_requests
+
+    if len(set(chosen)) == 1:
+        assert asyncio.run(start()) == 16
+    else:
+        words = "engine 0 is bits by dense.Card-0, engine 1 is ties by dense.Card-1; use --exactness bits or ties"
+        with pytest.raises(ConfigError, match=words):
+            asyncio.run(start())
+    assert sorted(killed) == [0, 1]
 
 
 def test_new_requests_go_to_no_engine_that_is_silent_while_another_speaks():

@@ -27,7 +27,7 @@ from treetop.types.changes import (
     WakeUp,
     asked_as,
 )
-from treetop.types.errors import EngineError, InputError, UserError
+from treetop.types.errors import ConfigError, EngineError, InputError, UserError
 from treetop.types.ids import RequestId
 from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, HostTierStats, KVTransferStats
 
@@ -78,6 +78,16 @@ class EngineProcessClient:
         """Of engines that are alike: what runs at a time is added up."""
         infos = [link.info for each in self.engines for link in each.links]
         return infos[0]._replace(max_requests=sum(info.max_requests for info in infos))
+
+    def check_alike(self) -> None:
+        """Raises ConfigError where engines came to another `--exactness auto`: their answers would not be alike."""
+        first, *others = [link for each in self.engines for link in each.links]
+        for link in others:
+            if link.info.exactness != first.info.exactness:
+                one, other = (f"engine {each.engine} is {_chosen(each.info)}" for each in (first, link))
+                raise ConfigError(
+                    f"--exactness auto: {one}, {other}; use --exactness bits or ties, which all have then"
+                )
 
     @property
     def load(self) -> CoreLoad:
@@ -220,6 +230,10 @@ async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
         task.exception()  # has been looked at
         raise CancelledError
     task.result()
+
+
+def _chosen(info: CoreInfo) -> str:
+    return f"{info.exactness} by {info.exactness_by}" if info.exactness_by else info.exactness
 
 
 def _joined(loads: Sequence[CoreLoad]) -> CoreLoad:

@@ -112,6 +112,7 @@ async def started_engines(
                 each.kill()
         else:
             started.result()
+            core.check_alike()
         yield core, engines
 
 
