@@ -118,6 +118,11 @@ class ServeOptions:
     http_min_rate: int = option(
         8192, "bytes a second that a body must come with from its beginning on, in the mean", minimum=0, maximum=2**30
     )
+    http_write_timeout: float = option(
+        60.0,
+        "seconds in which a client must take some of an answer that waits for it; else its connection ends",
+        **_SECONDS,
+    )
     timeout_keep_alive: float = option(5.0, "seconds that a connection stays without a request", **_SECONDS)
     drain_timeout: float | None = option(
         None,

@@ -7,14 +7,15 @@ import os
 import resource
 import socket
 import time
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, asynccontextmanager, closing, suppress
 
 import httpx
 import pytest
+import uvicorn
 
 from support.serving import mock
 from support.waiting import WAIT_S, until
-from treetop.serve.connections import RESERVED_FILES, LimitedListener, most_connections
+from treetop.serve.connections import RESERVED_FILES, Connection, LimitedListener, Patience, most_connections
 from treetop.serve.log_limit import LogLimit
 from treetop.types.errors import ConfigError
 
@@ -205,6 +206,131 @@ def test_a_stream_outlives_both_timeouts(hurried):
         lines = [line for line in answer.iter_lines() if line]
     assert lines[-1] == "data: [DONE]"
     assert time.monotonic() - began > 1
+
+
+class Body:
+    """An application whose answer is as large as a path says. told: whether it heard that its client has gone."""
+
+    def __init__(self) -> None:
+        self.told = asyncio.Event()
+
+    async def __call__(self, scope, receive, send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x" * int(scope["path"][1:]), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.told.set()
+
+
+class Clock:
+    """A loop's, which stands still until it is told to go on; all else is the loop's own."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop, self.now_s, self.timers = loop, 0.0, list[tuple[float, asyncio.TimerHandle]]()
+
+    def __getattr__(self, name: str):
+        return getattr(self._loop, name)
+
+    def call_later(self, delay: float, callback, *args) -> asyncio.TimerHandle:
+        timer = asyncio.TimerHandle(0, callback, args, self._loop)
+        timer._scheduled = False  # not in a heap of the loop's
+        self.timers.append((self.now_s + delay, timer))
+        return timer
+
+    def go_on(self, seconds: float) -> None:
+        self.now_s += seconds
+        due = [timer for at_s, timer in self.timers if at_s <= self.now_s and not timer.cancelled()]
+        self.timers = [each for each in self.timers if each[0] > self.now_s]
+        for each in due:
+            each._run()
+
+
+@asynccontextmanager
+async def one_connection():
+    """A client's socket, with little room on its way, and the server's side of it with its clock and application."""
+    ours, theirs = socket.socketpair()
+    for each in (ours, theirs):
+        each.setblocking(False)
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    app, gone, loop = Body(), asyncio.Event(), asyncio.get_running_loop()
+    config = uvicorn.Config(app, http="h11", log_config=None, access_log=False, lifespan="off")
+    config.load()
+    patience = Patience(read_s=10, idle_s=10, min_rate=0, write_s=20)
+    connection = Connection(config, uvicorn.server.ServerState(), patience, gone.set)
+    connection.loop = clock = Clock(loop)
+    with closing(ours):
+        await loop.connect_accepted_socket(lambda: connection, theirs)
+        try:
+            yield ours, connection, clock, app, gone
+        finally:
+            connection.transport.abort()
+            await gone.wait()
+
+
+async def asked(client: socket.socket, connection: Connection, size: int) -> None:
+    """Until an answer waits for its client."""
+    await asyncio.get_running_loop().sock_sendall(client, b"GET /%d HTTP/1.1\r\nHost: here\r\n\r\n" % size)
+    while not connection.is_paused:
+        await asyncio.sleep(0)
+
+
+def test_an_answer_that_is_not_read_ends_with_its_connection(caplog):
+    """Also when a little is read. The application hears it, so its request ends, too."""
+
+    async def run(reads: int) -> None:
+        async with one_connection() as (client, connection, clock, app, gone):
+            await asked(client, connection, 200_000)
+            before = connection.transport.get_write_buffer_size()
+            while reads and connection.transport.get_write_buffer_size() == before:
+                await asyncio.get_running_loop().sock_recv(client, reads)
+            taken = before - connection.transport.get_write_buffer_size()
+            assert taken < 20 * 1024
+            clock.go_on(19.9)
+            await asyncio.sleep(0)
+            assert not gone.is_set()
+            clock.go_on(0.2)
+            await gone.wait()
+            await app.told.wait()
+
+    for reads in (0, 100):
+        asyncio.run(asyncio.wait_for(run(reads), WAIT_S))
+    assert caplog.text.count("an answer was not read for 20 seconds (--http-write-timeout)") == 2
+
+
+def test_an_answer_that_is_read_slowly_comes_whole():
+    """A KiB a second is enough, however long it takes; a connection whose answers are read has no such time-out."""
+
+    async def run() -> None:
+        async with one_connection() as (client, connection, clock, _, gone):
+            await asked(client, connection, 400_000)
+            received = b""
+            for _ in range(6):
+                before = connection.transport.get_write_buffer_size()
+                while before - connection.transport.get_write_buffer_size() < 20 * 1024:
+                    received += await asyncio.get_running_loop().sock_recv(client, 4096)
+                    await asyncio.sleep(0)
+                clock.go_on(20)
+            while received.count(b"x") < 400_000:
+                received += await asyncio.get_running_loop().sock_recv(client, 4096)
+            assert not gone.is_set()
+
+    asyncio.run(asyncio.wait_for(run(), WAIT_S))
+
+
+def test_what_is_closing_ends_although_nobody_reads():
+    """A server that leaves, or an idle connection's end, waits for what is unread no longer than an answer does."""
+
+    async def run() -> None:
+        async with one_connection() as (client, connection, clock, _, gone):
+            await asked(client, connection, 200_000)
+            connection.transport.close()
+            await asyncio.sleep(0)
+            assert not gone.is_set()
+            clock.go_on(20)
+            await gone.wait()
+
+    asyncio.run(asyncio.wait_for(run(), WAIT_S))
 
 
 def test_more_connections_than_files_neither_end_the_server_nor_fill_its_log():

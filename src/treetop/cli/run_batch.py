@@ -22,6 +22,7 @@ _OF_CONNECTIONS = (
     "max_connections",
     "http_read_timeout",
     "http_min_rate",
+    "http_write_timeout",
     "timeout_keep_alive",
     "drain_timeout",
     "shutdown_delay",

@@ -2,8 +2,8 @@
 
 Who is silent between two requests is let go after `--timeout-keep-alive` seconds. Once a request has begun, its head
 must come within `--http-read-timeout` seconds; in each such time some of its body must come, and all of it at
-`--http-min-rate` bytes a second in the mean. When all places are taken, those who come wait in the socket's queue until
-one is free.
+`--http-min-rate` bytes a second in the mean. Of an answer that waits for its client, some must be taken in each
+`--http-write-timeout` seconds. When all places are taken, those who come wait in the socket's queue until one is free.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ RESERVED_FILES = 128
 _FEWEST = 16
 _WANTED_FILES = 2**16
 _TRICKLE = 1024
-"""Bytes a second that must come in each read timeout, whatever came before."""
+"""Bytes a second that must come in each read timeout, or be taken in each write timeout, whatever came before."""
 _AT_ONCE = 64
 """Connections that are accepted before anything else is done."""
 _RETRY_S = 1.0
@@ -69,11 +69,13 @@ class Patience:
     read_s: seconds for a request's head, and for some of its body.
     idle_s: seconds without any request.
     min_rate: bytes a second of a whole body, in the mean.
+    write_s: seconds for some of an answer that waits to be taken.
     """
 
     read_s: float
     idle_s: float
     min_rate: int
+    write_s: float
 
 
 class _ClientLog(logging.LoggerAdapter[logging.Logger]):
@@ -95,6 +97,9 @@ class _ClientLog(logging.LoggerAdapter[logging.Logger]):
 class Connection(H11Protocol):
     """A connection that ends when its client is too slow: with 408 if a request had begun, else without a word.
 
+    Writing is paused while the system takes no more bytes, until all that waits here has been taken: so whoever does
+    not read costs one write, and what waits does not grow.
+
     It is the `BodyWriter` of its requests.
     """
 
@@ -108,15 +113,18 @@ class Connection(H11Protocol):
         self.resumed: Callable[[], None] | None = None
         self._num_bytes = self._bytes_before = self._request_bytes_before = 0
         self._waited_s = 0.0  # for the body that is coming
+        self._unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=1, low=0)
         self.logger = _ClientLog(self.logger, self.client)  # type: ignore[assignment]  # all of a logger that is used
         self.timeout_keep_alive_task = self.loop.call_later(self._patience.idle_s, self.timeout_keep_alive_handler)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unset_keepalive_if_required()
         self._watch(False)
+        self._forget_unread()
         super().connection_lost(exc)
         self._ended()
 
@@ -129,10 +137,33 @@ class Connection(H11Protocol):
     def is_paused(self) -> bool:
         return self.flow.write_paused
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._wait_for_reader()
+
     def resume_writing(self) -> None:
         super().resume_writing()
+        self._forget_unread()
         if self.resumed is not None:
             self.resumed()
+
+    def _wait_for_reader(self) -> None:
+        left = self.transport.get_write_buffer_size()
+        self._unread = self.loop.call_later(self._patience.write_s, self._read_late, left)
+
+    def _forget_unread(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def _read_late(self, left: int) -> None:
+        """The write timeout has passed. left: bytes that waited when it began. Also of what is closing already."""
+        if left - self.transport.get_write_buffer_size() >= self._patience.write_s * _TRICKLE:
+            self._wait_for_reader()
+            return
+        self._unread = None
+        self.logger.warning("an answer was not read for %g seconds (--http-write-timeout)", self._patience.write_s)
+        self.transport.abort()
 
     def write_body(self, data: bytes) -> None:
         """As `BodyWriter`. The body has no length: it comes in chunks, or, to a client of HTTP/1.0, ends with the

@@ -87,7 +87,9 @@ async def serve(
     alive = InFlightCounter(None if file is None else Path(file), number, options.serve.num_api_workers)
     api = ApiState(core, options.serve, options.model, first_seed(options.seed, options.client), alive, keys)
     asked = options.serve
-    patience = Patience(asked.http_read_timeout, asked.timeout_keep_alive, asked.http_min_rate)
+    patience = Patience(
+        asked.http_read_timeout, asked.timeout_keep_alive, asked.http_min_rate, asked.http_write_timeout
+    )
     app = make_app(api)
     config = uvicorn.Config(
         app,
