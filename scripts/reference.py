@@ -186,7 +186,7 @@ CODES = {
     "context_length_exceeded": "prompt and output need more tokens than the context has; the message says how many fit",
     "conversation_not_found": "no such conversation of this key",
     "empty_prompt": "the chat template makes no text of the messages",
-    "weights_lost": "the engine was started again, and weights that had been sent to it are gone: send them, ask again",
+    "weights_lost": "weights that had been sent went with an engine, or it failed while it took some: send them again",
     "engine_asleep": "the engine sleeps, or was put to sleep meanwhile: wake it, ask again",
     "engine_error": "the engine failed; another is started where it can be: ask again",
     "file_in_use": "a batch of this file has not ended",

@@ -279,7 +279,9 @@ def test_what_was_learned_of_other_weights_is_forgotten(strong_pair, trained):
 
 
 def test_an_engine_that_takes_the_place_of_another_has_the_weights_in_force(strong_pair, trained):
-    """In a process of its own: an open stream ends with its reason, and a restart does not bring the old ones back."""
+    """In a process of its own: an open stream ends with its reason, and a restart does not bring the old ones back; nor
+    those that were prepared in the engine that died.
+    """
     options = {"context_length": 512, "max_running_requests": 8, "speculative_eagle_topk": 2, **BITS}
     options |= {"speculative_num_steps": 3, "speculative_num_draft_tokens": 6}
     prompts = strong_pair.prompts([9, 4])
@@ -306,7 +308,19 @@ def test_an_engine_that_takes_the_place_of_another_has_the_weights_in_force(stro
             with pytest.raises(ConfigError, match="is not the model of"):
                 await llm.update_weights("builtin:nestling")
             second = await llm.generate(prompts, PARAMS)
-            os.kill(child_of(os.getpid(), "engine_process"), signal.SIGKILL)
+            (engine,) = llm.core.engines
+            change = engine.change
+
+            async def dies(asked, stage):
+                await change(asked, stage)
+                if stage == "prepare":
+                    os.kill(child_of(os.getpid(), "engine_process"), signal.SIGKILL)
+                    while engine.is_up:
+                        await asyncio.sleep(0.01)
+
+            engine.change = dies
+            with pytest.raises(EngineError, match="an engine has ended meanwhile; nothing has changed"):
+                await llm.update_weights(strong_pair.target, strong_pair.head)
             third = await llm.generate(prompts, PARAMS)
             return first, cut, second, third
 

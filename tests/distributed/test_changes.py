@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from unittest.mock import MagicMock, Mock
 
@@ -9,15 +10,19 @@ import pytest
 
 from support.waiting import WAIT_S
 from treetop.api.errors import as_api_error
-from treetop.core.engine_core import EngineCore
+from treetop.core.engine_core import WEIGHTS_LOST, WEIGHTS_UNDECIDED, EngineCore
 from treetop.core.loop import CoreThread
-from treetop.core.wire import AskChange, ClientHello, decode_from_core
+from treetop.core.wire import AskChange, ClientHello, decode_from_core, decode_to_core
 from treetop.distributed.client import EngineProcessClient, has_taken
 from treetop.distributed.engine_process import EngineServer, Parts, note_change, noted_changes, restored
+from treetop.distributed.remote_engine import RankLink, RemoteEngine
 from treetop.types.changes import TAGS, LoadLora, SentTensors, Sleep, UnloadLora, UpdateWeights, WakeUp
 from treetop.types.config import EngineConfig
-from treetop.types.errors import ConfigError, ConflictError, EngineError
-from treetop.types.requests import CoreLoad
+from treetop.types.errors import ConfigError, ConflictError, EngineError, InputError
+from treetop.types.ids import RequestId
+from treetop.types.layout import SpecShape
+from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest
+from treetop.types.sampling import SamplingParams
 
 LOAD = LoadLora("it", "folder")
 
@@ -26,11 +31,14 @@ class Side:
     """An engine that says what it is told to."""
 
     def __init__(self, fails=(), loras=()):
-        self.fails, self.told, self.num_restarts, self.until = list(fails), [], 0, None
+        self.fails, self.told, self.num_restarts, self.until, self.then = list(fails), [], 0, None, {}
         self.links = [SimpleNamespace(info=SimpleNamespace(loras=loras, asleep=(), weight_version=0))]
+        self.is_up, self.keeps, self.held = True, None, []
 
     async def change(self, change, stage):
         self.told.append(stage)
+        if stage == "prepare":
+            vars(self).update(self.then)
         if self.until is not None and self.until[0] == stage:
             (_, came, goes_on), self.until = self.until, None
             came.set()
@@ -40,6 +48,12 @@ class Side:
 
     async def another(self, restarts):
         self.told.append("another")
+
+    @contextmanager
+    def takes(self):
+        self.held.append(True)
+        yield
+        self.held.append(False)
 
 
 def changed(*sides, change=LOAD):
@@ -67,21 +81,44 @@ def test_where_one_refuses_all_drop_it_whatever_dropping_says():
     with pytest.raises(ConfigError, match="no"):
         changed(first, second, third)
     assert (first.told, second.told, third.told) == (["prepare", "drop"],) * 3
+    assert (first.keeps, second.keeps, third.keeps) == (LOAD, None, None), "whoever did not hear it hears it later"
+
+
+def test_one_that_ends_before_all_have_prepared_it_changes_nothing_anywhere():
+    """Whether another is up in its place or not."""
+    for gone in ({"is_up": False}, {"num_restarts": 1}):
+        first, second = Side(), Side()
+        second.then = gone
+        with pytest.raises(EngineError, match="an engine has ended meanwhile; nothing has changed"):
+            changed(first, second, change=UpdateWeights("m"))
+        assert (first.told, second.told) == (["prepare", "drop"],) * 2
+
+
+def test_one_that_cannot_take_what_the_others_have_is_said_to_whoever_asked():
+    """As an error that leaves what was written for the others; it has had no requests until then."""
+    first, second = Side([("commit", EngineError("gone")), ("prepare", InputError("no such group"))]), Side()
+    with pytest.raises(EngineError, match="cannot take what the others have: no such group"):
+        changed(first, second, change=UpdateWeights("m"))
+    assert first.told == ["prepare", "commit", "another", "prepare"]
+    assert second.told == ["prepare", "commit"]
+    assert (first.keeps, first.held) == (None, [True])
 
 
 def test_what_an_engine_has_taken():
-    info = SimpleNamespace(loras=("it",), asleep=("kv_cache",), weight_version=2)
+    info = SimpleNamespace(loras=("it",), asleep=("kv_cache",), weight_version=2, refuses_now=None)
     taken = LOAD, Sleep(), WakeUp(("weights",)), UnloadLora("other")
     assert all(has_taken(change, info, info) for change in taken)
     assert not any(has_taken(change, info, info) for change in (UnloadLora("it"), WakeUp(None), UpdateWeights()))
     assert has_taken(UpdateWeights(), info, SimpleNamespace(weight_version=1))
+    info.refuses_now = WEIGHTS_LOST  # they were sent
+    assert not has_taken(UpdateWeights(), info, SimpleNamespace(weight_version=1))
 
 
 class Told:
     """A core that says what it is told to; an engine, too."""
 
     failure, load, busy, weight_version, asleep, lora_versions = None, CoreLoad(), False, 3, (), {"it": 2}
-    in_no_folder, parts, num_committed = (), (), 0
+    in_no_folder, parts, undecided, num_committed = (), (), (), 0
 
     def __init__(self):
         self.told = []
@@ -101,6 +138,9 @@ class Told:
 
     def restore(self, *counts):
         self.told.append(counts)
+
+    def changed_by(self, change):
+        return ("model",)
 
     def current(self, info):
         return info
@@ -219,7 +259,7 @@ def test_an_engine_after_another_goes_on_where_that_was(tmp_path):
     restored(core, None, noted_changes(file))
     slept, woken = Sleep(2), WakeUp(("weights",))
     assert core.told == [
-        (3, {"it": 2}, (), ()),
+        (3, {"it": 2}, (), (), ()),
         ("prepare", slept),
         ("commit", slept),
         ("prepare", woken),
@@ -252,6 +292,86 @@ def test_weights_that_came_in_parts_are_noted_and_found_again_whole(tmp_path):
     core.prepare(parts[0])()
     core.drop(parts[1])  # what was kept has gone with it
     assert after(core, parts[1])[0] == ("model",)
+
+
+def server_over(core, file):
+    """As after a start, with what the note says."""
+    info = restored(core, CoreInfo("m", 2, 8, 1, SpecShape(1, 0, 1)), noted_changes(file))
+    server = EngineServer(Parts(core, info), Mock(), options=SimpleNamespace(noted=str(file), config=CONFIG))
+    for number in (7, 8):
+        server._apply(bytes([number]), ClientHello(number))
+    return server
+
+
+CONFIG = EngineConfig(model="m")
+SENT = SentTensors(("a",), ("float32",), ((1,),), "g")
+
+
+@pytest.mark.parametrize("change", [UpdateWeights("n"), UpdateWeights(model_tensors=SENT)])
+def test_an_engine_that_ends_before_it_has_taken_weights_is_followed_by_none_that_mixes(tmp_path, change):
+    """Others may have taken them: it refuses until the client that asked says that none has, or weights come again."""
+
+    def core():
+        scheduler = MagicMock()
+        scheduler.adapters.known, scheduler.adapters.names, scheduler.adapters.versions = {}, (), ()
+        return EngineCore(Told(), scheduler)
+
+    file, me, other = tmp_path / "note", bytes([7]), bytes([8])
+    first = server_over(core(), file)
+    first._apply(me, AskChange.of(1, "prepare", change))
+    first._apply(me, AskChange.of(2, "drop", change))
+    assert server_over(core(), file)._core.refuses is None
+    first._apply(me, AskChange.of(3, "prepare", change))
+    second = server_over(core(), file)  # the first is gone
+    assert second._core.refuses == second._info.refuses_now == WEIGHTS_UNDECIDED
+    second._apply(other, AskChange.of(1, "keep", change))
+    assert second._core.refuses == WEIGHTS_UNDECIDED, "it knows nothing"
+    third = server_over(core(), file)
+    third._apply(me, AskChange.of(1, "keep", change))
+    assert third._core.refuses is third._info.refuses_now is None
+    assert server_over(core(), file)._core.refuses is None
+    for stage in ("prepare", "commit"):
+        second._apply(other, AskChange.of(2, stage, UpdateWeights(draft="d")))
+    assert second._core.refuses == WEIGHTS_UNDECIDED, "of the head alone"
+    for stage in ("prepare", "commit"):
+        second._apply(me, AskChange.of(3, stage, change))
+    assert second._core.refuses is None
+    assert noted_changes(file).lost == (("model",) if change.is_sent else ())
+
+
+def test_who_may_have_others_weights_is_kept_where_a_later_change_is_dropped(tmp_path):
+    """And nobody may say that what was before is right."""
+    file = tmp_path / "note"
+    note_change(file, CONFIG, LOAD, core := Told())
+    core.undecided, me = ("model",), bytes([7])
+    server = server_over(core, file)
+    for stage in ("prepare", "drop"):
+        server._apply(me, AskChange.of(1, stage, UpdateWeights("n")))
+        assert (noted_changes(file).undecided, noted_changes(file).undecided_by) == (("model",), -1)
+
+
+def test_an_engine_that_starts_is_told_what_none_has_taken_before_it_has_requests():
+    """And one that takes its place while others take the change has none until it has taken it, too."""
+
+    async def silent():
+        await asyncio.Event().wait()
+
+    async def run():
+        engine = RemoteEngine(0, 0, 60.0, None, asyncio.Event())
+        engine._journal = Mock(due=lambda: [EngineRequest(RequestId(1), (5,), SamplingParams(), 0)])
+        given = []
+        for change, takes in ((LOAD, False), (None, True), (None, False)):
+            engine.keeps, sent = change, []
+            socket = SimpleNamespace(recv=silent, close=lambda: None, send=sent.append)
+            link = RankLink(0, 0, socket, CoreInfo("m", 2, 8, 1, SpecShape(1, 0, 1)))
+            with engine.takes() if takes else nullcontext():
+                engine._begin([link], ())
+                given.append([getattr(decode_to_core(each), "stage", "requests") for each in sent])
+            given[-1].append(len(sent))
+        engine.close()
+        return given
+
+    assert asyncio.run(run()) == [["keep", "requests", 2], [1], ["requests", 1]]
 
 
 def test_the_last_part_is_refused_where_others_went_with_an_engine(tmp_path):

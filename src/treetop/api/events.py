@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from treetop.api.errors import ApiError, as_api_error
 from treetop.async_llm import DeltaStream
-from treetop.core.engine_core import ASLEEP, WEIGHTS_LOST, WEIGHTS_REPLACED
+from treetop.core.engine_core import ASLEEP, WEIGHTS_LOST, WEIGHTS_REPLACED, WEIGHTS_UNDECIDED
 from treetop.outputs import RequestOutput, TextDelta
 
 encode = msgspec.json.Encoder().encode
@@ -79,7 +79,7 @@ def check_output(output: RequestOutput) -> None:
         raise ApiError(400, str(output.error))
     if output.error == WEIGHTS_REPLACED:
         raise ApiError(503, output.error, code="weights_replaced")
-    if output.error == WEIGHTS_LOST:
+    if output.error in (WEIGHTS_LOST, WEIGHTS_UNDECIDED):
         raise ApiError(503, output.error, code="weights_lost")
     if output.error == ASLEEP:
         raise ApiError(503, output.error, code="engine_asleep")

@@ -33,6 +33,8 @@ WEIGHTS_REPLACED = "the weights were replaced by update_weights"
 """The error of a request that was alive then."""
 WEIGHTS_LOST = "the engine was started again, and the weights that had been sent to it are gone: send them again"
 """That of one that came before they were."""
+WEIGHTS_UNDECIDED = "the engine failed while other weights were put in force: update the weights again"
+"""Likewise: they are there in part, or others have them and this one has not."""
 PARTS_LOST = "parts of {} that had come went with an engine, which was started again: send all again"
 """The refusal of the last part."""
 ASLEEP = "the engine is asleep: wake_up lets requests in again"
@@ -89,6 +91,8 @@ class EngineCore(Generic[InFlightStep]):
         """Of `TAGS`."""
         self.lost: tuple[str, ...] = ()
         """Of "model" and "draft", what an engine before this one was sent, and this one has not been."""
+        self.undecided: tuple[str, ...] = ()
+        """Of those, what may be other than it should be: see `WEIGHTS_UNDECIDED`."""
         self._sent: set[str] = set()  # of those, what is in force here and in no folder
         self._kept: set[str] = set()  # of those, what has come of new weights that are not whole yet
         self._gone: set[str] = set()  # of those, what had come so to an engine before this one
@@ -307,14 +311,28 @@ class EngineCore(Generic[InFlightStep]):
         return self.scheduler.adapters.known
 
     def restore(
-        self, weight_version: int, lora_versions: Mapping[str, int], lost: Sequence[str], parts: Sequence[str] = ()
+        self,
+        weight_version: int,
+        lora_versions: Mapping[str, int],
+        lost: Sequence[str],
+        parts: Sequence[str] = (),
+        undecided: Sequence[str] = (),
     ) -> None:
-        """Count on from an engine whose place this one takes, before any request has come. lost: see there.
+        """Count on from an engine whose place this one takes, before any request has come. lost, undecided: see there.
 
         parts: what it had of new weights that were not whole.
         """
         self.weight_version, self.lost, self._gone = weight_version, tuple(lost), set(parts)
+        self.undecided = tuple(undecided)
         self.scheduler.adapters.restore(lora_versions)
+
+    def kept_old(self) -> None:
+        """No engine has taken what was undecided, and all have dropped parts that had come."""
+        self.undecided, self._kept, self._gone = (), set(), set()
+
+    def changed_by(self, change: UpdateWeights) -> tuple[str, ...]:
+        """Of "model" and "draft", what it brings, with parts that have come; else both, those in force read again."""
+        return tuple(sorted((given(change) | self._kept) or {"model", "draft"}))
 
     @property
     def in_no_folder(self) -> tuple[str, ...]:
@@ -329,7 +347,9 @@ class EngineCore(Generic[InFlightStep]):
     @property
     def refuses(self) -> str | None:
         """Why no request is taken, if so."""
-        return ASLEEP if self.asleep else WEIGHTS_LOST if self.lost else None
+        if self.asleep:
+            return ASLEEP
+        return WEIGHTS_LOST if self.lost else WEIGHTS_UNDECIDED if self.undecided else None
 
     def _unload(self, name: str) -> None:
         """All ranks forget it at once if no request has it, else with a later plan."""
@@ -359,10 +379,11 @@ class EngineCore(Generic[InFlightStep]):
         commit()
         self.weight_version += 1
         of_folders = {kind for kind, each in (("model", change.model), ("draft", change.draft)) if each is not None}
-        new = (given(change) | self._kept) or {"model", "draft"}  # those in force, read again
+        new = {*self.changed_by(change)}
         came = (given(change) | self._kept) - of_folders
         self._sent, self._kept, self._gone = (self._sent - new) | came, set(), set()
         self.lost = tuple(kind for kind in self.lost if kind not in new)
+        self.undecided = tuple(kind for kind in self.undecided if kind not in new)
         self.fit.weights_changed(self.weight_version)
         if change.in_flight != "abort":
             self.scheduler.begin_anew()

@@ -71,8 +71,20 @@ class Core(Protocol):
     def asleep(self) -> tuple[str, ...]: ...
 
     def restore(
-        self, weight_version: int, lora_versions: Mapping[str, int], lost: Sequence[str], parts: Sequence[str] = ()
+        self,
+        weight_version: int,
+        lora_versions: Mapping[str, int],
+        lost: Sequence[str],
+        parts: Sequence[str] = (),
+        undecided: Sequence[str] = (),
     ) -> None: ...
+
+    @property
+    def undecided(self) -> tuple[str, ...]: ...
+
+    def kept_old(self) -> None: ...
+
+    def changed_by(self, change: UpdateWeights) -> tuple[str, ...]: ...
 
     @property
     def parts(self) -> tuple[str, ...]: ...

@@ -47,11 +47,13 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
-Stage = Literal["prepare", "commit", "drop"]
+Stage = Literal["prepare", "commit", "drop", "keep"]
 
 
 class AskChange(msgspec.Struct, frozen=True, tag=True):
     """A stage of a change: prepare it, then put it in force or drop it. number: of the client's, for the answers.
+
+    keep: no engine has taken what this client had asked of the engine before this one, which keeps what was.
 
     kind: of `CHANGES`, for changes have no tag of their own. encoded: the change.
     """

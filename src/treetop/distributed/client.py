@@ -7,7 +7,7 @@ Each request goes to one process of one engine. Which, the router says (`router.
 import logging
 from asyncio import CancelledError, Event, Lock, ensure_future, gather, wait
 from collections.abc import Coroutine, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -27,7 +27,7 @@ from treetop.types.changes import (
     WakeUp,
     asked_as,
 )
-from treetop.types.errors import ConfigError, EngineError, InputError, UserError
+from treetop.types.errors import ConfigError, EngineError, InputError, TreetopError, UserError
 from treetop.types.ids import RequestId
 from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, HostTierStats, KVTransferStats
 
@@ -51,7 +51,7 @@ def has_taken(change: Change, info: CoreInfo, before: CoreInfo) -> bool:
         case InitWeightsUpdateGroup() | DestroyWeightsUpdateGroup():
             return False
         case UpdateWeights():
-            return info.weight_version > before.weight_version
+            return info.weight_version > before.weight_version and info.refuses_now is None
 
 
 class EngineProcessClient:
@@ -139,8 +139,9 @@ class EngineProcessClient:
             each.finish(request_id, num_tokens)
 
     async def change(self, change: Change) -> None:
-        """All engines prepare it, then all take it; where one refuses, none does. If one ends between the two, the one
-        that takes its place takes it, too.
+        """All engines prepare it, then all take it; where one refuses or ends, none does. If one ends after that, the
+        one that takes its place takes it, too; it has no requests until then, and where it cannot, such as weights that
+        were broadcast, none at all.
 
         One after another. Whoever asks may be cancelled while engines prepare: none takes it then; later all do.
         """
@@ -153,6 +154,8 @@ class EngineProcessClient:
             each: replace(change, engine=index) if isinstance(change, InitWeightsUpdateGroup) else change
             for index, each in enumerate(self.engines)
         }
+        for each, own in asked.items():
+            each.keeps = own
         try:  # side by side: what is broadcast comes to all at once
             answers = await gather(
                 *(each.change(own, "prepare") for each, own in asked.items()), return_exceptions=True
@@ -160,15 +163,24 @@ class EngineProcessClient:
             for answer in answers:
                 if isinstance(answer, BaseException):
                     raise answer
+            for each, (restarts, _) in zip(self.engines, before, strict=True):
+                if not each.is_up or each.num_restarts != restarts:
+                    raise EngineError(f"{asked_as(change)}: an engine has ended meanwhile; nothing has changed")
         except BaseException:
             await _to_the_end(self._drop(asked))
             raise
-        await _to_the_end(self._commit(change, asked, before))
+        for each in self.engines:  # from here on all take it
+            each.keeps = None
+        with ExitStack() as stack:
+            for each in self.engines:
+                stack.enter_context(each.takes())
+            await _to_the_end(self._commit(change, asked, before))
 
     async def _drop(self, asked: dict[RemoteEngine, Change]) -> None:
         for each, own in asked.items():
             with suppress(EngineError, UserError):
                 await each.change(own, "drop")
+                each.keeps = None
 
     async def _commit(
         self, change: Change, asked: dict[RemoteEngine, Change], before: list[tuple[int, CoreInfo | None]]
@@ -178,7 +190,7 @@ class EngineProcessClient:
         for each in self.engines:
             try:
                 await each.change(asked[each], "commit")
-            except EngineError as error:
+            except TreetopError as error:  # whatever it was, a half of a change is no engine
                 log.warning(
                     "%s: an engine did not take it: %s; the one after it is asked again", asked_as(change), error
                 )
@@ -187,8 +199,13 @@ class EngineProcessClient:
             restarts, info = before[self.engines.index(each)]
             await each.another(restarts)
             if info is None or not has_taken(change, each.links[0].info, info):
-                await each.change(asked[each], "prepare")
-                await each.change(asked[each], "commit")
+                try:
+                    await each.change(asked[each], "prepare")
+                    await each.change(asked[each], "commit")
+                except TreetopError as error:
+                    raise EngineError(
+                        f"{asked_as(change)}: an engine was started again and cannot take what the others have: {error}"
+                    ) from error
 
     def left(self, number: int) -> None:
         """Another client of these engines has ended. An engine that starts later will not hear of it."""

@@ -192,6 +192,10 @@ class EngineServer:
             self._send(identity, _refused(number, prepared))
             return
         self._prepared = identity, change, prepared
+        if isinstance(change, UpdateWeights) and not change.more:  # before anybody may decide that all take it
+            number_of = {each: client for client, each in self._identities.items()}
+            whose = -1 if self._core.undecided else number_of.get(identity, -1)
+            self._note(undecided=tuple({*self._core.undecided, *self._core.changed_by(change)}), undecided_by=whose)
         self._send(identity, ChangeDone(number))
 
     def _change(self, identity: bytes, asked: AskChange) -> ChangeDone:
@@ -200,6 +204,8 @@ class EngineServer:
             if asked.stage == "drop":
                 if (identity, asked.change) in (self._asked, self._prepared and self._prepared[:2]):
                     self._drop()
+            elif asked.stage == "keep":
+                self._keep_old(identity)
             elif self._prepared is not None and self._prepared[0] != identity:
                 raise ConflictError
             elif self._prepared is None:
@@ -207,14 +213,44 @@ class EngineServer:
             else:
                 (*_, commit), self._prepared = self._prepared, None
                 self._loop.commit(commit)
-                self._info = self._core.current(self._info)
-                for each in self._clients:
-                    self._send(each, Ready(self._info))
-                if self._options is not None and self._options.noted is not None:
-                    note_change(Path(self._options.noted), self._options.config, asked.change, self._core)
+                self._tell_info()
+                self._note_taken(asked.change)
         except Exception as error:  # a folder may be unreadable, and memory short: nothing has changed
             return _refused(asked.number, error)
         return ChangeDone(asked.number)
+
+    def _keep_old(self, identity: bytes) -> None:
+        """Of what was prepared in the engine before this one; only its own client knows."""
+        if self._file is None or not self._core.undecided or self._prepared is not None:
+            return
+        if self._identities.get(noted_changes(self._file).undecided_by) == identity:
+            self._core.kept_old()
+            self._note(undecided=(), undecided_by=-1, parts=())
+            self._tell_info()
+
+    def _tell_info(self) -> None:
+        self._info = self._core.current(self._info)
+        for each in self._clients:
+            self._send(each, Ready(self._info))
+
+    @property
+    def _file(self) -> Path | None:
+        noted = None if self._options is None else self._options.noted
+        return None if noted is None else Path(noted)
+
+    def _note_taken(self, change: Change) -> None:
+        """One that cannot be noted ends the engine, for the one after it would not have it."""
+        if self._options is None or self._file is None:
+            return
+        try:
+            note_change(self._file, self._options.config, change, self._core)
+        except OSError as error:
+            self._loop.end(error)
+            raise
+
+    def _note(self, **changes: Any) -> None:
+        if self._file is not None:
+            write_note(self._file, msgspec.structs.replace(noted_changes(self._file), **changes))
 
     def _leave(self, number: int) -> None:
         """A client has ended. What it said last may be on its way still."""
@@ -232,6 +268,7 @@ class EngineServer:
         if self._prepared is not None:
             (_, change, _), self._prepared = self._prepared, None
             self._core.drop(change)
+            self._note(undecided=self._core.undecided, undecided_by=-1, parts=self._core.parts)
 
     def _send_updates(self, identity: bytes, updates: list[RequestUpdate]) -> None:
         self._send(identity, Updates(tuple(updates)))
@@ -347,6 +384,8 @@ class ChangesNote(msgspec.Struct, frozen=True):
 
     lora_versions: how often a name has been given. asleep, level: what sleeps, and how deeply.
     lost: of "model" and "draft", what was sent and is in no folder. parts: what has come of weights not whole yet.
+    undecided: what a change has prepared, and all engines may have taken but this one. undecided_by: the client that
+    knows, -1 for none.
     """
 
     model: str | None = None
@@ -358,10 +397,12 @@ class ChangesNote(msgspec.Struct, frozen=True):
     level: int = 1
     lost: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
+    undecided: tuple[str, ...] = ()
+    undecided_by: int = -1
 
 
 def note_change(file: Path, config: EngineConfig, change: Change, core: Core) -> None:
-    """Note what is in force now, in one step."""
+    """Note what is in force now."""
     note = noted_changes(file)
     loras = dict(config.adapters if note.loras is None else note.loras)
     match change:
@@ -381,7 +422,14 @@ def note_change(file: Path, config: EngineConfig, change: Change, core: Core) ->
         asleep=core.asleep,
         lost=core.in_no_folder,
         parts=core.parts,
+        undecided=core.undecided,
+        undecided_by=-1,
     )
+    write_note(file, note)
+
+
+def write_note(file: Path, note: ChangesNote) -> None:
+    """In one step."""
     beside = file.with_suffix(".new")
     beside.write_bytes(msgspec.json.encode(note))
     beside.replace(file)
@@ -393,7 +441,7 @@ def noted_changes(file: Path) -> ChangesNote:
 
 def restored(core: Core, info: CoreInfo, note: ChangesNote) -> CoreInfo:
     """A core that takes another's place goes on where that was: with its versions, and asleep if it slept."""
-    core.restore(note.weight_version, note.lora_versions, note.lost, note.parts)
+    core.restore(note.weight_version, note.lora_versions, note.lost, note.parts, note.undecided)
     if note.asleep:
         core.prepare(Sleep(note.level))()
         core.prepare(WakeUp(tuple(tag for tag in TAGS if tag not in note.asleep)))()

@@ -7,8 +7,8 @@ engine is ever heard as another's.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -118,6 +118,13 @@ class RemoteEngine:
         self.failure: EngineError | None = None
         self.num_restarts = -1
         self.settled, self.stalled = asyncio.Event(), asyncio.Event()
+        self.keeps: Change | None = None
+        """What is being prepared, and no engine has taken: one that starts meanwhile is told so."""
+        self._takes = False
+
+    @property
+    def is_up(self) -> bool:
+        return self._up
 
     @property
     def loads(self) -> list[CoreLoad]:
@@ -158,13 +165,20 @@ class RemoteEngine:
             for socket in sockets:
                 socket.close()
             raise
+        pairs = zip(sockets, infos, strict=True)
+        self._begin([RankLink(self._index, rank, *each) for rank, each in enumerate(pairs)], addresses)
+
+    def _begin(self, links: list[RankLink], addresses: Sequence[str]) -> None:
+        """With an engine that is up, instead of the one before it."""
         self._leave()
-        self.links = [RankLink(self._index, rank, *each) for rank, each in enumerate(zip(sockets, infos, strict=True))]
+        self.links = links
         self._up, self._addresses = True, tuple(addresses)
         self.num_restarts += 1
-        self._journal.opened(sum(info.max_requests for info in infos))
+        self._journal.opened(sum(link.info.max_requests for link in links))
         self._readers = [asyncio.create_task(self._read(link)) for link in self.links]
         self._watchdog = asyncio.create_task(self._watch())
+        if self.keeps is not None and len(self.links) == 1:
+            self.links[0].send(AskChange.of(next(self._numbers), "keep", self.keeps))
         self._give()
 
     async def _handshake(self, socket: AsyncSocket, address: str) -> CoreInfo:
@@ -223,6 +237,17 @@ class RemoteEngine:
                 raise ConflictError(said.error)
             raise ConfigError(said.error) if said.user_error else EngineError(said.error)
 
+    @contextmanager
+    def takes(self) -> Iterator[None]:
+        """While it takes a change, or the engine after it does: what waits is given to it once it has."""
+        self._takes = True
+        try:
+            yield
+        finally:
+            self._takes = False
+            if self._up:
+                self._give()
+
     async def another(self, restarts: int) -> None:
         """Wait for an engine that comes after so many restarts. Raises EngineError if none does."""
         while self.num_restarts <= restarts or not self._up:
@@ -262,6 +287,8 @@ class RemoteEngine:
 
     def _give(self) -> None:
         """Give the engine what it may have now."""
+        if self._takes:
+            return
         given: dict[RankLink, list[EngineRequest]] = {}
         for request in self._journal.due():
             link = self._link_of.get(request.request_id)
