@@ -22,7 +22,7 @@ from support.tiny_models import Pair, save_random_head, save_random_llama
 from support.waiting import WAIT_S
 from treetop import LLM, AsyncLLM, SamplingParams
 from treetop.checkpoints.folder import resolve_folder
-from treetop.core.engine_core import WEIGHTS_REPLACED, EngineCore
+from treetop.core.engine_core import WEIGHTS_REPLACED, WEIGHTS_UNDECIDED, EngineCore
 from treetop.distributed.client import EngineProcessClient
 from treetop.tools.quantize import quantize
 from treetop.types.changes import UpdateWeights
@@ -71,6 +71,29 @@ def test_weights_that_fail_half_way_end_the_engine_and_all_requests(strong_pair,
     (ended,) = core.step()
     assert ended.engine_failed
     assert "ZeroDivisionError" in ended.error
+
+
+@pytest.mark.parametrize("again", [(), ("target",)])
+def test_weights_that_failed_half_way_serve_nobody_until_all_are_read_again(strong_pair, trained, monkeypatch, again):
+    """Of a folder that is in force already, too; the target alone is half of what had failed."""
+    llm, prompts = build(strong_pair, (2, 3, 6), **BITS), strong_pair.prompts([9])
+    want = answers(llm, prompts)
+
+    def half(runner):  # the target is there, and nothing behind it
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("treetop.engine.engine.give_back", half)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            llm.update_weights(trained.target, trained.head)
+    torn = llm.generate(prompts, PARAMS)[0]
+    assert (torn.error, torn.token_ids) == (WEIGHTS_UNDECIDED, ())
+    assert (llm.engine.model_path, llm.engine.draft_path) == (strong_pair.target, strong_pair.head)
+    llm.update_weights(**{"model" if each == "target" else "draft": getattr(strong_pair, each) for each in again})
+    if again == ("target",):
+        assert llm.generate(prompts, PARAMS)[0].error == WEIGHTS_UNDECIDED
+        llm.update_weights(draft=strong_pair.head)
+    assert answers(llm, prompts) == want
 
 
 def test_requests_in_flight_end_with_what_they_had(strong_pair, trained):
@@ -242,7 +265,7 @@ def test_tensors_that_do_not_fit_change_nothing(strong_pair, weak_pair, monkeypa
     with pytest.raises((CheckpointError, ConfigError)):
         llm.update_weights(changed, {**head, name: head[name][:, :-1]})
     with pytest.raises(InputError, match="give a model or a draft"):
-        llm.update_weights()
+        llm.update_weights(more=True)
     assert answers(llm, prompts) == old
     assert list(tmp_path.iterdir()) == []
     plain = build(strong_pair, None, **BITS)

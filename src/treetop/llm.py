@@ -115,7 +115,9 @@ class LLM:
         """Go on with other weights of the same architecture, such as a trainer's after its last step.
 
         model, draft: folders, or all tensors by the names that the folder in force has for them: a mapping, or pairs
-        one after another. What is not given stays. All is read and checked before anything changes, on all ranks.
+        one after another. What is not given stays; without either all folders in force are read again, such as after an
+        update that failed, unless parts of tensors have come, which these are then. All is read and checked before
+        anything changes, on all ranks.
         in_flight: requests that are alive end with finish_reason "abort" and an error that says so, and with the tokens
         they had; or, "retract", keep these and go on with the new weights; or, "wait", end on the old ones first, while
         new ones wait. Prefixes in the cache are forgotten. What is asked later sees the new weights alone;

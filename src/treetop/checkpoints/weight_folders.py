@@ -105,10 +105,11 @@ class WeightFolders:
         Tensors are written to a folder of their own, which is removed when others are in force or with this object, and
         where the block raises a UserError: nothing has changed then. After any other error the engine may have them, or
         take them yet. One block at a time, in the engine's order. more: others will come, of which each is sent.
+        Without model and draft: parts that have come, else those in force, read again.
         Raises InputError and UserError.
         """
-        if model is None and draft is None:
-            raise InputError("update_weights: give a model or a draft: a folder, or tensors by name")
+        if more and model is None and draft is None:
+            raise InputError("update_weights: give a model or a draft: there is nothing more without either")
         for kind, given in (("model", model), ("draft", draft)):
             _check_sent(kind, given, more)
         paths, written, sent = dict[str, str](), dict[str, WrittenFolder](), dict[str, SentTensors]()

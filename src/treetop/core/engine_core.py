@@ -230,7 +230,7 @@ class EngineCore(Generic[InFlightStep]):
                 self.drop(change)
             self.release()
             raise
-        return lambda: self._put_in_force(commit)
+        return lambda: self._put_in_force(change, commit)
 
     def drop(self, change: Change) -> None:
         """What was prepared for a change is let go, on all ranks. Raises nothing of theirs: a step tells of it."""
@@ -239,12 +239,15 @@ class EngineCore(Generic[InFlightStep]):
             self._kept, self._gone = set(), set()
         self.release()
 
-    def _put_in_force(self, commit: Commit) -> None:
-        """A half of a change is no engine: if it fails all end, as with a step."""
+    def _put_in_force(self, change: Change, commit: Commit) -> None:
+        """A half of a change is no engine: if it fails all end, as with a step. Half of weights serves nobody."""
+        torn = self.changed_by(change) if isinstance(change, UpdateWeights) and not change.more else ()
         try:
             commit()
         except BaseException as error:
+            self.undecided = tuple(sorted({*self.undecided, *torn}))
             self._failed = self.fail(error)
+            self.release()
             raise
 
     def _prepared(self, change: Change) -> Commit:

@@ -387,9 +387,20 @@ class Engine:
                 self._begin_calibration()
 
     def _replace_weights(self, new: NewWeights) -> None:
-        """Put other weights in the place of target and draft. No K/V of before may be read."""
-        self._serve(new.plan)
-        self._sent, self._received = new.sent, {}
+        """Put other weights in the place of target and draft. No K/V of before may be read.
+
+        Where it fails, what runs is neither; the folders in force are those of before, to be read again.
+        """
+        before, self._received = self._plan, {}
+        try:
+            self._serve(new.plan)
+            self._put(new)
+        except BaseException:
+            self._serve(before)
+            raise
+        self._sent = new.sent
+
+    def _put(self, new: NewWeights) -> None:
         swaps = not new.in_place
         if swaps and isinstance(self.launcher, CudaGraphs):
             self.launcher.release()
