@@ -364,6 +364,28 @@ def test_room_for_new_weights_is_made_of_kv_and_given_back(strong_pair, trained,
     llm.scheduler.check_integrity()
 
 
+def test_nothing_makes_room_for_what_cannot_come(strong_pair, weak_pair, monkeypatch):
+    """Another model, or too large a one: who runs goes on, and prefixes are still there."""
+    llm, prompts = build(strong_pair, (2, 3, 6), **BITS, page_size=4), strong_pair.prompts([30])
+    want = answers(llm, prompts)
+    engine, dropped = type(llm.engine), []
+    monkeypatch.setattr(engine, "_drop_kv", lambda self: dropped.append(True))
+    monkeypatch.setattr(engine, "_room_needed", lambda self, change: 2**30)
+    for room, given, words in (
+        ((0, 2**60), weak_pair.target, "is not the model of"),
+        ((0, 2**20), strong_pair.target, "the new weights need 1.0 GiB beside those in force, have 0.0"),
+    ):
+        monkeypatch.setattr(engine, "_room", lambda self, room=room: room)
+        stream = llm.stream(prompts, PARAMS)
+        begun = [next(stream)]
+        for in_flight in ("abort", "retract"):
+            refused(ConfigError, lambda how=in_flight, given=given: llm.update_weights(given, in_flight=how), words)
+        assert [*begun, *stream][-1].output.token_ids == want[0][0]
+    assert llm.generate(prompts, PARAMS)[0].metrics.num_cached_tokens > 0
+    assert not dropped
+    llm.scheduler.check_integrity()
+
+
 def test_parts_that_were_sent_give_way_to_a_folder_and_go_with_what_is_refused(strong_pair, trained):
     """Whole or not, kept parts are of no later update but the next, which names no folder for them."""
     llm, prompts = build(strong_pair, (2, 3, 6), **BITS), strong_pair.prompts([9])

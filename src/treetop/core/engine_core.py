@@ -70,7 +70,11 @@ class StepEngine(Protocol[InFlightStep]):
         ...
 
     def lacks_room(self, change: UpdateWeights) -> bool:
-        """Whether new weights need the memory of K/V: then nothing may be in flight, and no K/V be read again."""
+        """Whether new weights need the memory of K/V: then nothing may be in flight, and no K/V be read again.
+
+        Raises UserError where K/V cannot make room, where that would not be enough, and for folders of other models:
+        nothing has been dropped for what could not come.
+        """
         ...
 
 

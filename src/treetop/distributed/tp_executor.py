@@ -186,7 +186,7 @@ class TpExecutor:
             self.engine.drop(change)
 
     def lacks_room(self, change: UpdateWeights) -> bool:
-        """As rank 0 has it, which others do as it does."""
+        """As rank 0 has it, which others do as it does; also what it refuses."""
         return self.engine.lacks_room(change)
 
     def _commit(self, change: Change, own: Commit) -> None:

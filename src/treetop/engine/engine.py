@@ -17,6 +17,7 @@ from treetop.checkpoints.sent_tensors import copies_of, received, sent_bytes
 from treetop.checks.host import PlanChecker, check_padded, check_result
 from treetop.checks.poison import poison
 from treetop.engine.adapters import EngineAdapters
+from treetop.engine.changes.in_place import check_room
 from treetop.engine.changes.sleep import (
     Models,
     SleepState,
@@ -30,7 +31,14 @@ from treetop.engine.changes.sleep import (
     with_kv,
     without_kv,
 )
-from treetop.engine.changes.update_weights import NewWeights, check_update, on_all_ranks, read_weights, weight_bytes
+from treetop.engine.changes.update_weights import (
+    NewWeights,
+    check_update,
+    on_all_ranks,
+    plan_of_update,
+    read_weights,
+    weight_bytes,
+)
 from treetop.engine.cuda_graphs import CudaGraphs, CudaRecorder
 from treetop.engine.experience import Experience
 from treetop.engine.graphs import GraphSim
@@ -300,11 +308,25 @@ class Engine:
             self._have_kv()
 
     def lacks_room(self, change: UpdateWeights) -> bool:
-        """Whether new weights do not fit beside those in force, unless K/V go first."""
-        device = self.runner.buffers.rows.device
-        if device.type != "cuda" or not self.runner.pools:
+        """Whether new weights do not fit beside those in force, unless K/V go first.
+
+        Raises ConfigError, InputError and CheckpointError where K/V would go for nothing.
+        """
+        room = self._room()
+        if room is None or not self.runner.pools or (need := self._room_needed(change)) <= room[0]:
             return False
-        return self._room_needed(change) > memory_of(device).free
+        check_update(self._plan, replace(change, makes_room=True))
+        plan_of_update(self._plan, change)
+        check_room(need, room[1])
+        return True
+
+    def _room(self) -> tuple[int, int] | None:
+        """Bytes of a GPU that are free, and at most once all but weights has gone; None on a CPU."""
+        device = self.runner.buffers.rows.device
+        if device.type != "cuda":
+            return None
+        free = memory_of(device).free
+        return free, free + torch.cuda.memory_reserved(device) - weight_bytes(self.runner)
 
     def _room_needed(self, change: UpdateWeights) -> int:
         received = sum(sent_bytes(each) for each in (change.model_tensors, change.draft_tensors) if each is not None)

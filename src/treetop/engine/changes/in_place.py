@@ -129,7 +129,10 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def check_room(need: int, free: int) -> None:
-    """Raises ConfigError where new weights do not fit beside those in force, nor in the place of K/V."""
+    """Raises ConfigError where new weights do not fit beside those in force, nor in the place of K/V.
+
+    need, free: bytes. free: with all that may go for them.
+    """
     if need > free:
         raise ConfigError(
             f"update_weights: the new weights need {need / 2**30:.1f} GiB beside those in force, have"

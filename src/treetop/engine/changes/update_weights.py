@@ -92,6 +92,25 @@ def check_update(engine_plan: EnginePlan, asked: UpdateWeights) -> None:
         )
 
 
+def plan_of_update(engine_plan: EnginePlan, asked: UpdateWeights) -> EnginePlan:
+    """Of the folders that are asked for, where they are of the same model and head; no weight is read.
+
+    Raises ConfigError for others, CheckpointError as a start does.
+    """
+    config, old, draft = engine_plan.config, engine_plan.target, asked.draft
+    model = config.model if asked.model is None else asked.model
+    config = replace(config, model=model, draft=config.draft if draft is None else draft)
+    spec = target_spec(resolve_folder(config.model))
+    if spec.config != old.config:
+        alike = replace(spec.config, tied_embeddings=old.config.tied_embeddings) == old.config
+        what = "output matrices, of which one is the embedding," if alike else "config.json"
+        raise ConfigError(f"update_weights: {config.model} is not the model of {old.folder}: their {what} differ")
+    drafter_spec = read_draft_spec(config, spec) if config.speculates else None
+    if drafter_spec != engine_plan.draft:
+        raise ConfigError(f"update_weights: {config.draft} is another draft head: its config or its tensors differ")
+    return replace(engine_plan, config=config, target=spec, draft=drafter_spec)
+
+
 def read_weights(
     engine_plan: EnginePlan,
     asked: UpdateWeights,
@@ -106,23 +125,12 @@ def read_weights(
     Raises ConfigError for another architecture, CheckpointError as a start does; on all ranks where it does on one.
     """
     check_update(engine_plan, asked)
-    config, place = engine_plan.config, engine_plan.place
-    model, draft = asked.model, asked.draft
-    config = replace(
-        config, model=config.model if model is None else model, draft=config.draft if draft is None else draft
-    )
-    spec, old = target_spec(resolve_folder(config.model)), engine_plan.target
-    if spec.config != old.config:
-        alike = replace(spec.config, tied_embeddings=old.config.tied_embeddings) == old.config
-        what = "output matrices, of which one is the embedding," if alike else "config.json"
-        raise ConfigError(f"update_weights: {config.model} is not the model of {old.folder}: their {what} differ")
-    drafter_spec = read_draft_spec(config, spec) if config.speculates else None
-    if drafter_spec != engine_plan.draft:
-        raise ConfigError(f"update_weights: {config.draft} is another draft head: its config or its tensors differ")
+    new_plan = plan_of_update(engine_plan, asked)
+    config, place, drafter_spec = new_plan.config, new_plan.place, new_plan.draft
     given = {kind: received.get(kind) for kind in ("model", "draft")}
-    new = {kind for kind, folder in (("model", model), ("draft", draft)) if folder is not None or given[kind]}
+    named = {"model": asked.model, "draft": asked.draft}
+    new = {kind for kind, folder in named.items() if folder is not None or given[kind]}
     new = new or {"model", "draft"}  # those in force, read again
-    new_plan = replace(engine_plan, config=config, target=spec, draft=drafter_spec)
     if place.dummy:  # a shape alone was there
         new_plan = replace(new_plan, place=replace(place, dummy=False))
     own_head = config.draft is not None
@@ -140,7 +148,7 @@ def read_weights(
         torch.cuda.synchronize()  # whoever sent it may change it now
     first = place.parallel.rank == 0
     sent = frozenset(kind for kind in ("model", "draft") if (given[kind] if kind in new else kind in sent_before))
-    kept = None if drafter_spec is None else kept_calibration(config, spec.folder, drafter_spec, first)
+    kept = None if drafter_spec is None else kept_calibration(config, new_plan.target.folder, drafter_spec, first)
     scales = {} if given["model"] else kv_scales(new_plan)
     return NewWeights(new_plan, (target, drafter), copies, kept, scales, sent)
 
