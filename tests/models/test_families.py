@@ -157,7 +157,12 @@ def test_every_family_has_a_tiny_model():
     """A family that is added without one fails here, but for those of other files."""
     made = {tiny.architecture for tiny in FAMILIES.values()}
     made |= {"MiMoForCausalLM", "Step3p5ForCausalLM", "KimiK25ForConditionalGeneration"}
-    made |= {"MiniMaxText01ForCausalLM", "MiniMaxM1ForCausalLM", "BailingMoeV3ForCausalLM"}
+    made |= {
+        "InternS2PreviewForConditionalGeneration",
+        "MiniMaxText01ForCausalLM",
+        "MiniMaxM1ForCausalLM",
+        "BailingMoeV3ForCausalLM",
+    }
     elsewhere = {f"{name}ForCausalLM" for name in ("GptOss", "Glm4Moe", "Qwen3Moe", "MiMoV2")}
     assert set(KNOWN) - elsewhere <= made
 
@@ -381,7 +386,7 @@ def test_an_unsupported_key_is_refused_by_name(models, tmp_path, name, changes, 
     ("Glm5NextForCausalLM", "sparse"),
     ("KimiK3ForCausalLM", "residuals across layers"),
     ("Qwen4ExpForConditionalGeneration", "hyper-connections"),
-    ("InternS2PreviewForConditionalGeneration", "wrapper"),
+    ("InternS2MobiusForConditionalGeneration", "images"),
     ("Mamba2ForCausalLM", "state space"),
     ("LlavaForConditionalGeneration", "images"),
     ("VaultGemmaForCausalLM", "softcap"),
@@ -437,6 +442,17 @@ def test_only_the_layers_for_further_tokens_may_be_left_over(models, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------ text of what sees
+
+
+def test_intern_s2_is_qwen_with_a_tower_more(models, tmp_path):
+    """Its language model, its MTP layer's names too; the tower of time series is left out."""
+    target = models("qwen3.5 moe of images")
+    tower = {"model.time_series.encoder.weight": torch.ones(2, 2)}
+    named = {"architectures": ["InternS2PreviewForConditionalGeneration"], "model_type": "intern_s2_preview"}
+    folder = copy_folder(target, tmp_path / "intern", tensors=tower, **named)
+    assert target_spec(folder).config == target_spec(target).config
+    assert target_spec(folder).check() == target_spec(target).check()
+    assert "model.time_series" in " ".join(target_spec(folder).left_out())
 
 
 def test_the_flat_config_of_older_files_means_the_same(models, tmp_path):

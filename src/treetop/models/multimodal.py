@@ -2,7 +2,8 @@
 tensors are called there. Of text alone it is the family that its part says; the rest of the folder is left out.
 
 Source of the names: the weights of google/gemma-3-4b-it, mistralai/Mistral-Small-3.1-24B-Instruct-2503,
-Qwen/Qwen2.5-VL-7B-Instruct and Qwen/Qwen3-VL-8B-Instruct, and `transformers`' conversion of each.
+Qwen/Qwen2.5-VL-7B-Instruct and Qwen/Qwen3-VL-8B-Instruct, and `transformers`' conversion of each; of Intern-S2-Preview
+vllm's `interns2_preview.py` and sglang's configuration, which make it Qwen3.5 with experts beside a tower more.
 """
 
 from collections.abc import Collection, Mapping
@@ -42,7 +43,7 @@ _LAYOUTS = (
 _TOWERS = (
     *("visual", "vision_tower", "vision_model", "vision_embedder", "embed_vision"),
     *("audio_tower", "embed_audio", "multi_modal_projector", "mm_projector", "vit_large_projector"),
-    *("audio_encoder", "audio_tokenizer", "speech_embeddings"),
+    *("audio_encoder", "audio_tokenizer", "speech_embeddings", "time_series"),
 )
 TOWERS = tuple(f"{root}{tower}." for root in ("", "model.") for tower in _TOWERS)
 """Prefixes of tensors that text does not need."""

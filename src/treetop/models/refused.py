@@ -12,7 +12,6 @@ _SPARSE = "its attention is sparse in another way than those that load"
 _LINEAR = "it has layers of linear attention or state space of another kind than those that load"
 _QWEN4 = "it has indexed attention, hyper-connections and n-gram embeddings with a convolution of their own"
 _KIMI_3 = "beside Kimi delta attention it has residuals across layers, latent experts, SiTU and gated MLA"
-_WRAPPED = "its language model stands in a wrapper of its own"
 _IMAGES = "it reads images or sound, and its language model is none of those that load without them"
 _ENCODER = "it is no decoder that generates text"
 
@@ -66,8 +65,6 @@ def refuse_by_name(name: str, where: Path) -> None:
     stem = name.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
     reasons = [why for why, names in _BY_NAME.items() if stem in names.split()]
     reasons += [why for why, endings in _BY_ENDING.items() if name.endswith(tuple(endings.split()))]
-    if name.startswith("InternS2"):
-        reasons.insert(0, _WRAPPED)
     if reasons:
         raise CheckpointError(f"{where}: architecture {name} is not supported: {reasons[0]}")
     if _DRAFT.search(name):

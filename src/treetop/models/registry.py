@@ -347,6 +347,14 @@ FAMILIES: dict[str, Family] = {
         mtp=True,
         keys=_LINEAR,
     ),
+    "InternS2PreviewForConditionalGeneration": Family(
+        qwen3_next.read_moe,
+        "the text of Intern-S2-Preview: Qwen3.5 with experts",
+        unused=qwen3_next.unused,
+        text_of=("qwen3_5_moe_text", "qwen3_5_moe"),
+        mtp=True,
+        keys=_LINEAR,
+    ),
     "Qwen3VLMoeForConditionalGeneration": Family(
         qwen3_moe.read_vl, "the text of Qwen3-VL with experts", text_of=("qwen3_vl_moe_text",)
     ),
