@@ -357,6 +357,7 @@ UNSUPPORTED = [
     ("falcon 7b", {"activation": "silu"}, "activation"),
     ("phi", {"qk_layernorm": True}, "qk_layernorm"),
     ("nemotron", {"hidden_act": "silu"}, "hidden_act"),
+    ("muse", {"text_config": {"hidden_activation": "gelu", "model_type": "muse_glimmer_text"}}, "hidden_activation"),
     ("qwen3 vl moe", {"text_config": {"norm_topk_prob": False, "model_type": "qwen3_vl_moe_text"}}, "norm_topk_prob"),
 ]
 
@@ -442,6 +443,20 @@ def test_only_the_layers_for_further_tokens_may_be_left_over(models, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------ text of what sees
+
+
+def test_which_layers_of_muse_turn(models, tmp_path):
+    """By default every fourth from the last does not; another theta than that of all is refused."""
+    target = models("muse")
+    text = json.loads((target / "config.json").read_text())["text_config"]
+    attention = target_spec(target).config.attention
+    assert [attention[layer].rope.turned for layer in range(4)] == [12, 0, 12, 0]
+    assert [attention[layer].window for layer in range(4)] == [WINDOW] * 3 + [None]
+    plain = copy_folder(target, tmp_path / "plain", text_config={**text, "layer_rope_theta": None, "layer_types": None})
+    found = target_spec(plain).config.attention
+    assert [(found[layer].rope.turned, found[layer].window) for layer in (2, 3)] == [(12, WINDOW), (0, None)]
+    other = copy_folder(target, tmp_path / "other", text_config={**text, "layer_rope_theta": [5.0, 0, 1e4, 0]})
+    refused(CheckpointError, lambda: target_spec(other), "layer_rope_theta", "10000.0", "4 layers")
 
 
 def test_intern_s2_is_qwen_with_a_tower_more(models, tmp_path):

@@ -221,6 +221,17 @@ SEEING["Kimi_K25"] = {
     "image_token_id": 99,
     "tie_word_embeddings": False,
 }
+SEEING["MuseGlimmer"] = {
+    "vision_config": {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "patch_size": 4,
+    },
+    "out_hidden_size": 16,
+    "projector_hidden_size": 16,
+}
 SEEING["Gemma4"] = {
     "vision_config": {
         "hidden_size": 16,
@@ -969,6 +980,19 @@ FAMILIES: dict[str, Tiny] = {
         _as_olmo_hybrid,
         without=("head_dim",),
         slow=True,
+    ),
+    "muse": Tiny(
+        "MuseGlimmer",
+        {
+            "sliding_window": WINDOW,
+            "layer_rope_theta": [1e4, 0, 1e4, 0],
+            "post_norm_eps": 0.25,
+            "qk_scale_factor": 1.75,
+            "output_multiplier": 1.5,
+            "final_logit_softcapping": 3.0,
+            "pad_token_id": 0,
+        },
+        vision=SEEING["MuseGlimmer"],
     ),
     "longcat": Tiny(
         "LongcatFlash",

@@ -408,6 +408,7 @@ class LayerSpec:
     side_by_side: the feed-forward reads what enters the layer: through its own norm, or, without one, what attention
         reads.
     normed_stream: the residual stream is what a half has read, see there; None: what has entered its norm.
+    output_norm_eps: of the norms of what attention and feed-forward add; None for the model's.
     """
 
     mixer: Mixer
@@ -416,6 +417,7 @@ class LayerSpec:
     scaled: bool = False
     side_by_side: bool = False
     normed_stream: NormedStream | None = None
+    output_norm_eps: float | None = None
 
     @property
     def attends(self) -> AttentionSpec | None:
@@ -466,6 +468,7 @@ class ModelConfig:
     norm: the kind of norm of the residual stream.
     unit_offset: a norm multiplies by 1 + its weight.
     embedding_scale: embeddings are multiplied by it as the compute dtype rounds it.
+    embedding_norm: they are divided by their rms.
     residual_scale: what attention and feed-forward add is multiplied by it.
     logits_scale: so are logits.
     logits_cap: logits are its tanh(logits / cap).
@@ -484,6 +487,7 @@ class ModelConfig:
     norm: NormKind = "rms"
     unit_offset: bool = False
     embedding_scale: float = 1.0
+    embedding_norm: bool = False
     residual_scale: float = 1.0
     logits_scale: float = 1.0
     logits_cap: float | None = None

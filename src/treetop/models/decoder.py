@@ -64,7 +64,7 @@ class DecoderLayer:
             self.mlp = feed_forward(spec.feed_forward, weights, f"{name}.mlp", eps, ops)
             self.products += self.mlp.products
         outputs = (f"{name}.attention_output_norm", f"{name}.mlp_output_norm")
-        self.attention_output_norm, self.mlp_output_norm = map(norm, outputs)
+        self.attention_output_norm, self.mlp_output_norm = (norm(each, eps=spec.output_norm_eps) for each in outputs)
         if self._mixes and isinstance(self.attention, SelfAttention):
             _read_by(self.input_norm, self.attention.qkv)
         if self._feeds and isinstance(self.mlp, GatedMLP) and not spec.side_by_side:
@@ -139,9 +139,10 @@ def _read_by(norm: Norm | NoNorm, product: Product) -> None:
         norm.read_by(product)
 
 
-def _norm(weights: Weights, config: ModelConfig, name: str, ops: Ops) -> Norm | None:
-    """None if the layer has none of this name."""
-    return stream_norm(weights, name, config.norm, config.norm_eps, ops) if name in weights else None
+def _norm(weights: Weights, config: ModelConfig, name: str, ops: Ops, eps: float | None = None) -> Norm | None:
+    """None if the layer has none of this name. eps: None for the model's."""
+    eps = config.norm_eps if eps is None else eps
+    return stream_norm(weights, name, config.norm, eps, ops) if name in weights else None
 
 
 class Decoder:
@@ -154,6 +155,8 @@ class Decoder:
         self.embedding = weights["embedding"]
         self._embed = lookup(self.embedding, ops.parallel)
         self._embedding_scale = rounded(config.embedding_scale, place.dtype)
+        ones = torch.ones(config.hidden_size, dtype=place.dtype, device=place.device)
+        self._embedding_norm = RMSNorm(ones, config.norm_eps, ops) if config.embedding_norm else None
         self.layers = [DecoderLayer(config, weights, index, ops) for index in range(len(config.layers))]
         ropes = dict.fromkeys(layer.rope for layer in self.layers if layer.rope is not None)
         self._ropes = {rope: rope_table(rope, place.rope_rows, place.dtype, place.device) for rope in ropes}
@@ -168,6 +171,8 @@ class Decoder:
         x = self._embed(tokens)
         if self._embedding_scale != 1:
             x = x * self._embedding_scale
+        if self._embedding_norm is not None:
+            x = self._embedding_norm(x)
         turns: dict[RopeSpec | None, Rotary] = {None: Rotary(None, None)}  # of layers that know no positions
         turns |= {rope: turn_at(table, positions, self._ops) for rope, table in self._ropes.items()}
         inputs = None if self.layer_inputs is None else self.layer_inputs(tokens, x)

@@ -43,7 +43,7 @@ _LAYOUTS = (
 _TOWERS = (
     *("visual", "vision_tower", "vision_model", "vision_embedder", "embed_vision"),
     *("audio_tower", "embed_audio", "multi_modal_projector", "mm_projector", "vit_large_projector"),
-    *("audio_encoder", "audio_tokenizer", "speech_embeddings", "time_series"),
+    *("audio_encoder", "audio_tokenizer", "speech_embeddings", "time_series", "vision_adapter", "vision_projection"),
 )
 TOWERS = tuple(f"{root}{tower}." for root in ("", "model.") for tower in _TOWERS)
 """Prefixes of tensors that text does not need."""
