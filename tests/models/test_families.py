@@ -383,7 +383,10 @@ def test_an_unsupported_key_is_refused_by_name(models, tmp_path, name, changes, 
 
 @pytest.mark.parametrize(("architecture", "reason"), [
     ("AXK1ForCausalLM", "MLA"),
-    ("DeepseekV4ForCausalLM", "sparse"),
+    ("DeepseekV4ForCausalLM", "hyper-connections"),
+    ("Dots3NoteForConditionalGeneration", "has a norm"),
+    ("MiniMaxM3SparseForConditionalGeneration", "blocks of keys"),
+    ("InklingForConditionalGeneration", "convolutions"),
     ("Glm5NextForCausalLM", "sparse"),
     ("KimiK3ForCausalLM", "residuals across layers"),
     ("Qwen4ExpForConditionalGeneration", "hyper-connections"),

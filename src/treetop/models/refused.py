@@ -9,6 +9,10 @@ from treetop.types.errors import CheckpointError
 
 _MLA = "its attention is compressed (MLA) in another way than those that load"
 _SPARSE = "its attention is sparse in another way than those that load"
+_DEEPSEEK_4 = "it has attention to compressed blocks of keys, hyper-connections and routers by hash"
+_BLOCKS = "its attention reads blocks of keys that an indexer chooses"
+_DOTS_3 = "what turns of its compressed keys has a norm, and layers with windows stand among sparse ones"
+_INKLING = "it has convolutions behind keys, values and halves of layers, scores by distance, weighted shared experts"
 _LINEAR = "it has layers of linear attention or state space of another kind than those that load"
 _QWEN4 = "it has indexed attention, hyper-connections and n-gram embeddings with a convolution of their own"
 _KIMI_3 = "beside Kimi delta attention it has residuals across layers, latent experts, SiTU and gated MLA"
@@ -21,13 +25,19 @@ _LEARNED = "its positions are learned or biases of scores"
 _BY_NAME = {
     _SOFTCAPPED: "VaultGemma",
     _LEARNED: "Bloom GPT2 GPTBigCode MPT OPT",
-    _MLA: "AXK1 AXK2 Dots3Note HYV4",
-    _SPARSE: "DeepseekV4 Glm5Next",
+    _MLA: "AXK1 AXK2 HYV4",
+    _SPARSE: "Glm5Next",
+    _DEEPSEEK_4: "DeepseekV4",
+    _BLOCKS: "MiniMaxM3Sparse MiniMaxM3VL",
+    _DOTS_3: "Dots3Note",
+    _INKLING: "Inkling",
     _QWEN4: "Qwen4Exp",
     _KIMI_3: "KimiK3",
     _LINEAR: "FalconMamba Jamba Lfm3 Mamba Mamba2 RecurrentGemma Rwkv Zamba Zamba2",
 }
-"""Of `transformers` 5.24: those whose configuration has a `kv_lora_rank`, and those with such layers; and Kimi-K3."""
+"""Of `transformers` 5.24: those whose configuration has a `kv_lora_rank`, those with such layers, and what recipes of
+vLLM serve with a draft; and Kimi-K3."""
+_INSTEAD = "`treetop models` lists those that load"
 _BY_ENDING = {
     _IMAGES: "ForConditionalGeneration ForImageTextToText",
     _ENCODER: "ForMaskedLM ForSequenceClassification ForTokenClassification ForQuestionAnswering EncoderModel",
@@ -66,7 +76,7 @@ def refuse_by_name(name: str, where: Path) -> None:
     reasons = [why for why, names in _BY_NAME.items() if stem in names.split()]
     reasons += [why for why, endings in _BY_ENDING.items() if name.endswith(tuple(endings.split()))]
     if reasons:
-        raise CheckpointError(f"{where}: architecture {name} is not supported: {reasons[0]}")
+        raise CheckpointError(f"{where}: architecture {name} is not supported: {reasons[0]}; {_INSTEAD}")
     if _DRAFT.search(name):
         raise CheckpointError(
             f"{where}: architecture {name} is that of a draft head, not of a target; give the target's folder as the"
@@ -80,4 +90,4 @@ def refuse_by_key(config: Config, where: Path, known: Collection[str] = ()) -> N
     attends = isinstance(kinds, list) and bool(kinds) and all(kind in _ATTENTION for kind in kinds)
     for key, why in _BY_KEY.items():
         if key not in known and config.get(key) and not (why == _LINEAR and attends):
-            raise CheckpointError(f"{where}: {key}: this model is not supported: {why}")
+            raise CheckpointError(f"{where}: {key}: this model is not supported: {why}; {_INSTEAD}")
