@@ -4,7 +4,7 @@
 
 A family reads a `config.json` into values: which layers there are, and what each one's attention and feed-forward
 are. What follows from that (tensors that are expected, pages of the window, memory, trees) is not its matter. In
-treetop itself this is a file of `src/treetop/models/families/` and a row of `FAMILIES` (docs/adding_a_model.md).
+treetop itself this is a file of `src/treetop/models/families/` and a row of `FAMILIES` (docs/adding/model.md).
 """
 
 import json
