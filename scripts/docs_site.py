@@ -16,6 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "build" / "site-source"
 FIRST = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "CODE_OF_CONDUCT.md", "SECURITY.md", "KNOWN_FAILURES.md")
+WIDE = ("docs/options.md", "docs/operations.md")
+"""Pages whose tables have the room of the table of contents, too."""
 _LINK = re.compile(r"\]\((?!\w+:|#)([^)\s#]+)")
 _CODE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 _SPAN = re.compile(r"`[^`\n]*`")
@@ -53,6 +55,9 @@ def main(arguments: list[str]) -> int:
         copy = SOURCE / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, copy)
+    for name in WIDE:
+        page = SOURCE / name
+        page.write_text("---\nhide: [toc]\n---\n" + page.read_text(encoding="utf-8"), encoding="utf-8")
     what = ["serve"] if "--serve" in arguments else ["build", "--strict", "--quiet"]
     return subprocess.run([sys.executable, "-m", "mkdocs", *what], cwd=ROOT, check=False).returncode
 
