@@ -117,8 +117,11 @@ def test_a_trainer_gets_the_log_probability_of_every_token():
     body = GenerateRequest.model_validate({"input_ids": [1, 2], "return_logprob": True})
     assert body.completion.logprobs == 0
     assert GenerateRequest.model_validate({"text": "a"}).completion.logprobs is None
-    logprobs = TokenLogprobs(-0.5, ()), TokenLogprobs(float("-inf"), ())
+    logprobs = TokenLogprobs(-0.5, (), -0.25), TokenLogprobs(float("-inf"), (), 0.0)
     output = RequestOutput((1, 2), (7, 8), "", "length", RequestMetrics(None, 1, 1.0, ()), logprobs=logprobs)
     said = GenerateAnswer(body, None)._body(0, "", output)
     assert said["output_ids"] == (7, 8)
     assert said["meta_info"]["output_token_logprobs"] == [[-0.5, 7, None], [-9999.0, 8, None]]
+    drawn = body.model_copy(update={"logprobs_mode": "processed_logprobs"})
+    said = GenerateAnswer(drawn, None)._body(0, "", output)
+    assert said["meta_info"]["output_token_logprobs"] == [[-0.25, 7, None], [0.0, 8, None]]

@@ -248,6 +248,11 @@ def test_a_chats_logprobs_spell_its_tokens(server):
     ]
     assert streamed == [each.model_dump() for each in content]
     assert all(not each.top_logprobs for each in client.create(**body).choices[0].logprobs.content)
+    drawn = client.create(**body, extra_body={"logprobs_mode": "processed_logprobs"}).choices[0].logprobs.content
+    assert [each.raw_logprob for each in drawn] == pytest.approx([each.logprob for each in whole.logprobs.content])
+    assert all(each.logprob != each.raw_logprob for each in drawn), "a temperature of 1.5 changes each"
+    with pytest.raises(openai.BadRequestError, match="logprobs_mode"):
+        client.create(**body, top_logprobs=2, extra_body={"logprobs_mode": "processed_logprobs"})
 
 
 DEEP: dict = {}

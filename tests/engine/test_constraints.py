@@ -4,8 +4,10 @@ The oracle is that of the logit options, one token at a time; what the constrain
 """
 
 import json
+import math
 import random
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -155,6 +157,30 @@ def test_constrained_requests_equal_the_oracle_in_any_batch(strong_pair, asked, 
             drafts = [sum(o.metrics.accept_lens) for o, seed in zip(outputs, seeds, strict=True) if is_one(seed)]
             assert sum(drafts) > len(drafts), f"no trees: {way}"
     llm.close()
+
+
+@pytest.mark.parametrize("shape", [None, SHAPE])
+def test_every_token_has_the_logprob_that_it_was_drawn_with(strong_pair, oracle, shape):
+    """Free, with everything that changes logits, and held to constraints; the accepted node's own, in a mixed batch."""
+    params = [params_of(option, way, 50, 16) for option in ("all at once", "presence_penalty") for way in WAYS]
+    params = [replace(each, logprobs=0) for each in params] * 2
+    prompts = strong_pair.prompts([(7 * i) % 23 + 1 for i in range(len(params))])
+    seeds = [None] * 6 + [1, 3, 2, 5, 7, 9]
+    llm = build(strong_pair, shape, max_running_requests=5)
+    outputs = llm.generate(prompts, params, [held_to(seed) for seed in seeds])
+    llm.close()
+    for prompt, each, seed, output in zip(prompts, params, seeds, outputs, strict=True):
+        constraint, new, want = held_to(seed), (), []
+        for at, token in enumerate(output.token_ids):
+            allowed = {*range(VOCAB)} if constraint is None else set_of(constraint.allowed(new))
+            weights = weights_of(oracle, prompt, output.token_ids[:at], each, allowed)
+            new = (token,)
+            want.append(math.log(weights[token]))
+        assert [given.processed for given in output.logprobs] == pytest.approx(want, abs=2e-5)
+        if each.temperature == 0:
+            assert not any(want)
+    if shape is not None:
+        assert sum(sum(output.metrics.accept_lens) for output in outputs) > len(outputs), "no trees"
 
 
 @pytest.mark.slow

@@ -3,6 +3,10 @@
 The oracle is a loop over the logits of `transformers`, one token at a time, with the formulas written out in Python.
 """
 
+import math
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 
 from support.engines import accept_lens, build, pump, submit, tokens
@@ -137,11 +141,25 @@ def test_tokens_with_penalties_follow_the_changed_distribution(penalised, oracle
     assert chi_square_tail(observed, expected) > 1e-4
 
 
+@pytest.mark.parametrize("position", [0, 1])
+def test_tokens_come_as_often_as_their_logprobs_say(penalised, position):
+    """After the commonest history: the prefill's first token, and one that a tree gave."""
+    _, _, outputs = penalised
+    before = Counter(output.token_ids[:position] for output in outputs).most_common(1)[0][0]
+    alike = [output for output in outputs if output.token_ids[:position] == before]
+    said = {output.token_ids[position]: output.logprobs[position].processed for output in alike}
+    counts = Counter(output.token_ids[position] for output in alike)
+    expected = [len(alike) * math.exp(logprob) for logprob in said.values()]
+    observed = [*map(counts.__getitem__, said), 0]
+    assert sum(expected) == pytest.approx(len(alike), rel=0.03)  # what never came is little
+    assert chi_square_tail(observed, [*expected, max(len(alike) - sum(expected), 1e-9)]) > 1e-4
+
+
 @pytest.fixture(scope="module")
 def penalised(strong_pair):
     llm = build(strong_pair, (4, 3, 16), max_running_requests=64, context_length=64)
     (prompt,) = strong_pair.prompts([6], seed=9)
-    params = [params_of("all at once", "sampled", seed, 9) for seed in range(700)]
+    params = [replace(params_of("all at once", "sampled", seed, 9), logprobs=0) for seed in range(700)]
     outputs = llm.generate([prompt] * len(params), params)
     assert sum(sum(output.metrics.accept_lens) for output in outputs) > 700, "hardly a draft was accepted"
     return prompt, params[0], outputs

@@ -95,6 +95,7 @@ def test_tokens_are_those_of_sorting_and_summing(ties, dtype):
     got, want = both(logits.to(dtype).to(DEVICE), sampler, rows.to(DEVICE), positions)
     assert torch.equal(got.token, want.token)
     assert bool(got.finite.all())
+    assert torch.allclose(got.logprob, want.logprob, atol=1e-5)
 
 
 @on_gpu_or_interpreted
@@ -115,6 +116,7 @@ def test_edges_of_filters_fall_where_sorting_puts_them(monkeypatch, dtype):
     positions = torch.arange(count * uniforms, device=DEVICE).view(count, uniforms) + 2**32 - 5
     got, want = both(logits, sampler, torch.arange(count, device=DEVICE), positions)
     assert (got.token != want.token).sum(dim=1).tolist() == [0] * count
+    assert torch.allclose(got.logprob, want.logprob, atol=1e-5)
 
 
 @on_gpu_or_interpreted

@@ -30,7 +30,9 @@ MESSAGES = (
     wire.Abort(1, 2),
 )
 ANSWERS = (
-    wire.Offer(1, 2, SlotRef(0, 7), KVChunk(0, 4, 4), (2**64 - 1, 5), FirstToken(9, TokenLogprobs(-0.5, ((9, -0.5),)))),
+    wire.Offer(
+        1, 2, SlotRef(0, 7), KVChunk(0, 4, 4), (2**64 - 1, 5), FirstToken(9, TokenLogprobs(-0.5, ((9, -0.5),), -0.25))
+    ),
     wire.Released(1, 2, SlotRef(0, 7), True),
     wire.Refused(1, 2, "why"),
     wire.Renewed(),

@@ -25,7 +25,7 @@ class Chat(Answer):
     def __init__(self, api: ApiState, body: ChatRequest, turn: Turn) -> None:
         self._body, self._turn = body, turn
         self._choices = Choices(api, body, [turn.ids], turn.deltas, "chatcmpl", "chat.completion.chunk")
-        self._logprobs = LogprobWriter(api.llm.reader.tokenizer)
+        self._logprobs = LogprobWriter(api.llm.reader.tokenizer, body.logprobs_mode)
         self._has_calls = [False] * body.n
         plain = body.stream and not (body.shows_tokens or body.logprobs)
         self._templates = [self._template(index) if plain else None for index in range(body.n)]

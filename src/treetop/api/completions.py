@@ -75,7 +75,7 @@ class Completion(Answer):
         self._choices = Choices(api, body, ids, deltas, "cmpl", _KIND)
         self._tokenizer = api.llm.reader.tokenizer
         self._body, self._ids, self._echo = body, ids, echo
-        self._logprobs = [LogprobWriter(self._tokenizer) for _ in range(len(ids) * body.n)]
+        self._logprobs = [LogprobWriter(self._tokenizer, body.logprobs_mode) for _ in range(len(ids) * body.n)]
         self._waits = body.echo and body.logprobs is not None  # for the prompt's log-probabilities
         self._templates: list[EventTemplate | None] = [
             None if body.shows_tokens or body.logprobs is not None else self._template(index)
@@ -136,7 +136,7 @@ class Completion(Answer):
         maximum, logprobs = self._body.prompt_logprobs, output.prompt_logprobs
         if maximum is None or logprobs is None:
             return {}
-        return {"prompt_logprobs": LogprobWriter(self._tokenizer).prompt(output.prompt_token_ids, logprobs, maximum)}
+        return {"prompt_logprobs": self._logprobs[0].prompt(output.prompt_token_ids, logprobs, maximum)}
 
     def _choice(
         self, index: int, text: str, output: RequestOutput | None, tokens: Tokens = (), prompt: PromptTokens = ()

@@ -1,11 +1,15 @@
-"""Log-probabilities in OpenAI's two shapes. They are the target's own, before any option changes or warps logits."""
+"""Log-probabilities in OpenAI's two shapes.
+
+They are the target's own, before any option changes or warps logits; under vLLM's `processed_logprobs` those that
+tokens were drawn with, and the target's own under a name beside them.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
 from treetop.outputs import PromptLogprobs, RequestOutput
 from treetop.text.tokenizer import Tokenizer
-from treetop.types.sampling import TokenLogprobs
+from treetop.types.sampling import LogprobsMode, TokenLogprobs
 
 LEAST = -9999.0
 """What stands for minus infinity, which JSON cannot say."""
@@ -17,8 +21,8 @@ PromptTokens = Sequence[tuple[int, TokenLogprobs | None]]
 class LogprobWriter:
     """Writes the tokens of one choice as they come. tokenizer: None names tokens by `token_id:N`."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer, self._offset = tokenizer, 0
+    def __init__(self, tokenizer: Tokenizer | None, mode: LogprobsMode) -> None:
+        self._tokenizer, self._offset, self._processed = tokenizer, 0, mode == "processed_logprobs"
 
     def completion(self, tokens: PromptTokens, maximum: int) -> dict[str, Any]:
         """Of `/v1/completions`: parallel lists, the best tokens by their text; the chosen one is always among them.
@@ -35,23 +39,27 @@ class LogprobWriter:
             if logprobs is None:
                 best.append(None)
                 continue
-            top = {text: _json(logprobs.logprob)}
+            top = {text: _json(self._own(logprobs))}
             for other_id, logprob in logprobs.top[:maximum]:
                 top.setdefault(self._text(other_id), _json(logprob))
             best.append(top)
+        known = [logprobs for _, logprobs in tokens]
+        raw = [None if each is None else _json(each.logprob) for each in known]
         return {
             "tokens": texts,
-            "token_logprobs": [None if logprobs is None else _json(logprobs.logprob) for _, logprobs in tokens],
+            "token_logprobs": [None if each is None else _json(self._own(each)) for each in known],
             "top_logprobs": best,
             "text_offset": offsets,
+            **({"raw_token_logprobs": raw} if self._processed else {}),
         }
 
     def chat(self, tokens: Tokens) -> dict[str, Any]:
         """Of `/v1/chat/completions`."""
         content = [
             {
-                **self._token(token_id, logprobs.logprob),
+                **self._token(token_id, self._own(logprobs)),
                 "top_logprobs": [self._token(other_id, logprob) for other_id, logprob in logprobs.top],
+                **({"raw_logprob": _json(logprobs.logprob)} if self._processed else {}),
             }
             for token_id, logprobs in tokens
         ]
@@ -80,6 +88,9 @@ class LogprobWriter:
                 }
             )
         return positions
+
+    def _own(self, logprobs: TokenLogprobs) -> float:
+        return logprobs.processed if self._processed else logprobs.logprob
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         made = list(self._bytes(token_id))

@@ -17,6 +17,7 @@ from treetop.api.requests.fields import MAX_CHOICES, Body, Neutral, Stops, liste
 from treetop.async_llm import DeltaStream
 from treetop.outputs import RequestOutput, TextDelta
 from treetop.types.errors import InputError
+from treetop.types.sampling import LogprobsMode
 
 NEUTRAL: Neutral = {
     "audio_data": ([],),
@@ -81,6 +82,7 @@ class GenerateRequest(Body):
     sampling_params: SglangParams = Field(default_factory=lambda: SglangParams.model_validate({}))
     stream: bool = False
     return_logprob: bool = Field(False, description="meta_info.output_token_logprobs at the end")
+    logprobs_mode: LogprobsMode = Field("raw_logprobs", description="processed_logprobs: what tokens were drawn with")
     lora_path: str | None = Field(None, max_length=200)
     rid: str | None = Field(None, max_length=200)
 
@@ -109,6 +111,7 @@ class GenerateAnswer(Answer):
 
     def __init__(self, body: GenerateRequest, deltas: DeltaStream) -> None:
         self._deltas, self._is_one, self._id = deltas, body.is_one, body.rid or new_id("gen")
+        self._processed = body.logprobs_mode == "processed_logprobs"
         self._texts, self._began_s = dict[int, list[str]](), time.perf_counter()
 
     async def whole(self, request: Request) -> Response:
@@ -150,8 +153,9 @@ class GenerateAnswer(Answer):
                 "e2e_latency": time.perf_counter() - self._began_s,
             }
             if output.logprobs is not None:
-                own = zip(output.logprobs, output.token_ids, strict=True)
-                meta["output_token_logprobs"] = [[max(each.logprob, LEAST), token, None] for each, token in own]
+                own = [each.processed if self._processed else each.logprob for each in output.logprobs]
+                pairs = zip(own, output.token_ids, strict=True)
+                meta["output_token_logprobs"] = [[max(logprob, LEAST), token, None] for logprob, token in pairs]
             return {"text": text, "output_ids": output.token_ids, "meta_info": meta}
         return {"text": text, "meta_info": meta}
 

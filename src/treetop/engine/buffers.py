@@ -218,7 +218,7 @@ def make_round_buffers(
         flat=FlatNodes(
             zeros((b,), long), zeros((b,), long), zeros((layout.most_flat_nodes,), long), zeros((b, t), long)
         ),
-        logprobs=PathLogprobs(zeros((b, w, 1 + best), torch.float32), zeros((b, w, best), long)),
+        logprobs=PathLogprobs(zeros((b, w, 2 + best), torch.float32), zeros((b, w, best), long)),
         aux_hidden=zeros((b, w, num_features * hidden), dtype),
         draft_tails=tails(draft, layout.draft_tail),
         verify_tails=tails(target, layout.verify_tail),

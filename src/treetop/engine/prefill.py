@@ -171,7 +171,7 @@ def end_prefill(runner: ModelRunner, begun: BegunPrefill, output: TargetOutput, 
         ops.accept(chosen, tree, accepted, None)  # the root, whose choice is the bonus
         first, finite = accepted.bonus, accepted.finite
         if batch.choice is Choice.LOGPROBS:
-            logprobs = path_logprobs(ops, logits, accepted, min(MAX_LOGPROBS, logits.shape[2]))
+            logprobs = path_logprobs(ops, logits, chosen, accepted, min(MAX_LOGPROBS, logits.shape[2]))
     goes_on, draft = batch.next_token >= 0, None
     following = torch.where(goes_on, batch.next_token, first)
     prompt = PromptLines(batch.rows, span.positions, batch.tokens, valid)

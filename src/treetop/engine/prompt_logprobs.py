@@ -45,7 +45,7 @@ def prompt_columns(plan: PrefillPlan, width: int) -> list[list[int]]:
 
 
 def prompt_logprobs(runner: ModelRunner, hidden: Tensor, asked: PromptTokens) -> PathLogprobs:
-    """values: [n, 1 + maximum]; ids: [n, maximum]. hidden: [rows, n, hidden], the target's, after its last norm."""
+    """values: [n, 2 + maximum]; ids: [n, maximum]. hidden: [rows, n, hidden], the target's, after its last norm."""
     flat, found = hidden.flatten(0, 1), list[tuple[Tensor, Tensor]]()
     slices = (each.split(runner.layout.prompt_lines) for each in (asked.place, asked.token))
     for place, token in zip(*slices, strict=True):

@@ -137,7 +137,7 @@ def end_verify(runner: ModelRunner, key: RoundKey, begun: BegunVerify, output: T
         of_nodes = choose(ops, logits, runner.state.sampler, given.rows, given.positions, tree, key.choice)
         chosen = spread_choice(flat, of_nodes)
     growth = buffers.growth_of(key.bucket, shape) if shape.num_steps else None
-    forced = withheld = None
+    forced, withheld, drawn = None, None, chosen
     if growth is not None:
         withheld = Withheld(rows, runner.state.numbers["undrafted"], None if held is None else held.withheld)
         if runner.simulation is not None:
@@ -145,7 +145,7 @@ def end_verify(runner: ModelRunner, key: RoundKey, begun: BegunVerify, output: T
     ops.accept(chosen, tree, accepted, forced, withheld)
     if key.choice is Choice.LOGPROBS:
         found = buffers.logprobs_of(key.bucket, shape)
-        copy_into(found, path_logprobs(ops, logits, accepted, found.ids.shape[2]))
+        copy_into(found, path_logprobs(ops, logits, drawn, accepted, found.ids.shape[2]))
     paths = _paths(runner, key, accepted.path)
     runner.state.accepted(ops, AcceptedRound(key.choice, paths, places, accepted, growth))
     tail_paths = paths if flat is None else paths.of_flat(flat, runner.layout.verify_tail)

@@ -50,7 +50,7 @@ class RowResults:
     accept_len: [rows] int64.
     finite: [rows] bool.
     logprobs: if a row asks for them.
-    prompt: of prompt tokens, [n, 1 + maximum] and [n, maximum], if a chunk asks for them.
+    prompt: of prompt tokens, [n, 2 + maximum] and [n, maximum], if a chunk asks for them.
     candidates: of a round with drafts, [rows, w - 1] int64, which candidate each accepted draft was, by flat index; and
         nodes, [rows, 1], where a budget has cut trees.
     proposals: [2, classes, depths, ranks] float32, of a calibration's counts, if the host goes by them.
@@ -90,9 +90,11 @@ class HostResults:
 
 
 def listed_logprobs(values: Tensor, ids: Tensor, maximum: int) -> tuple[TokenLogprobs, ...]:
-    """Of each line, with up to `maximum` of the best. values: [n, 1 + at most]. ids: [n, at most]."""
-    lines = zip(values[:, : 1 + maximum].tolist(), ids[:, :maximum].tolist(), strict=True)
-    return tuple(TokenLogprobs(own, tuple(zip(of_best, best, strict=True))) for (own, *best), of_best in lines)
+    """Of each line, with up to `maximum` of the best. values: [n, 2 + at most]. ids: [n, at most]."""
+    lines = zip(values[:, : 2 + maximum].tolist(), ids[:, :maximum].tolist(), strict=True)
+    return tuple(
+        TokenLogprobs(own, tuple(zip(of_best, best, strict=True)), drawn) for (own, drawn, *best), of_best in lines
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,7 @@ class StagingBuffers:
         most_columns = 2 + 3 * len(layout.groups) + len(setup_widths) + 6
         numbers += most_columns * (_ALIGNED - 1)
         self._inputs = zeros((numbers,), torch.int64)
-        a_token = 1 + 1 + 2 * MAX_LOGPROBS  # its id, log-probabilities, ids of the best
+        a_token = 1 + 2 + 2 * MAX_LOGPROBS  # its id, log-probabilities, ids of the best
         lines = max(b, max(layout.prompt_sizes, default=0) // layout.prompt_block)
         of_prompts = lines * (a_token + 2) + layout.chunk * a_token
         a_round = b * (layout.commit_width * a_token + 2 + layout.commit_width)
@@ -248,7 +250,7 @@ def collect(posted: InFlightResults) -> HostResults:
     if slot.done is not None:
         slot.done.synchronize()
     lines, best = posted.prompt
-    end = len(posted.values) - lines * (1 + 2 * best)
+    end = len(posted.values) - lines * (2 + 2 * best)
     width, drafts = posted.width, posted.drafts
     counts = math.prod(posted.proposals) if posted.proposals else 0
     told = n * (width + 2 + drafts)
@@ -288,5 +290,5 @@ def _bits(numbers: Tensor) -> Tensor:
 def _unpacked(packed: Tensor, shape: tuple[int, ...], maximum: int) -> PathLogprobs:
     """Ids of the best, then log-probabilities, of as many tokens as `shape` has, in memory of their own."""
     count = math.prod(shape)
-    ids, bits = packed.split([count * maximum, count * (1 + maximum)])
-    return PathLogprobs(bits.view(torch.float64).view(*shape, 1 + maximum).clone(), ids.view(*shape, maximum).clone())
+    ids, bits = packed.split([count * maximum, count * (2 + maximum)])
+    return PathLogprobs(bits.view(torch.float64).view(*shape, 2 + maximum).clone(), ids.view(*shape, maximum).clone())

@@ -51,25 +51,36 @@ def spread_choice(flat: FlatNodes, chosen: SampledTokens | PartialArgmax) -> Sam
     """`spread_nodes` of the target's tokens."""
     if isinstance(chosen, PartialArgmax):
         return PartialArgmax(spread_nodes(flat, chosen.key))
-    return SampledTokens(spread_nodes(flat, chosen.token), spread_nodes(flat, chosen.finite))
+    logprob = None if chosen.logprob is None else spread_nodes(flat, chosen.logprob)
+    return SampledTokens(spread_nodes(flat, chosen.token), spread_nodes(flat, chosen.finite), logprob)
 
 
-def path_logprobs(ops: Ops, logits: Tensor, accepted: Accepted, maximum: int) -> PathLogprobs:
-    """Log-probabilities where each token of a path was chosen, of the logits [rows, T, vocab] as the target gave them.
+def path_logprobs(
+    ops: Ops, logits: Tensor, chosen: SampledTokens | PartialArgmax, accepted: Accepted, maximum: int
+) -> PathLogprobs:
+    """Log-probabilities where each token of a path was chosen, of the logits [rows, T, vocab] as the target gave them,
+    and of what it was drawn from.
 
-    maximum: how many of the best.
+    chosen: what was drawn after each node. maximum: how many of the best.
     """
+    assert isinstance(chosen, SampledTokens), "a batch with log-probabilities draws"
+    assert chosen.logprob is not None
     width = accepted.path.shape[1]
     lines = logits.flatten(0, 1).index_select(0, feature_nodes(accepted.path, logits.shape[1]))
-    values, ids = token_logprobs(ops, lines, accepted.tokens.reshape(-1), maximum)
-    return PathLogprobs(values.view(-1, width, 1 + maximum), ids.view(-1, width, maximum))
+    drawn = chosen.logprob.gather(1, accepted.path).reshape(-1)
+    values, ids = token_logprobs(ops, lines, accepted.tokens.reshape(-1), maximum, drawn)
+    return PathLogprobs(values.view(-1, width, 2 + maximum), ids.view(-1, width, maximum))
 
 
-def token_logprobs(ops: Ops, logits: Tensor, tokens: Tensor, maximum: int) -> tuple[Tensor, Tensor]:
+def token_logprobs(
+    ops: Ops, logits: Tensor, tokens: Tensor, maximum: int, drawn: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Log-probabilities of tokens [n] and of the best ones, of the logits [n, vocab] that each was chosen from.
 
-    Returns values [n, 1 + maximum], each token's own first, and the ids of the best [n, maximum].
+    drawn: [n] float32, those that the tokens were drawn with; None for a prompt's. Returns values [n, 2 + maximum] and
+    the ids of the best [n, maximum], as `PathLogprobs`.
     """
     best, ids = ops.top_logprobs(logits, maximum, None)
     of_best, of_token = (logits.gather(1, each).float() for each in (ids[:, :1], tokens[:, None]))
-    return torch.cat([(best[:, :1] + (of_token - of_best)), best], dim=1), ids
+    own = best[:, :1] + (of_token - of_best)
+    return torch.cat([own, own if drawn is None else drawn[:, None], best], dim=1), ids

@@ -10,6 +10,8 @@ from treetop.types.errors import InputError, shown
 from treetop.types.options import is_finite, option, validate
 
 FinishReason = Literal["stop", "length", "abort"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+"""Which of a token's log-probabilities an answer over HTTP shows, in vLLM's words."""
 MAX_LOGPROBS = 20
 """Maximum `logprobs`."""
 MAX_BIASES = 511
@@ -30,10 +32,16 @@ def class_of_temperature(temperature: float) -> int:
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities of the target's raw logits where a token was chosen: its own, and the best (token id, its)."""
+    """Log-probabilities where a token was chosen.
+
+    logprob, top: of the target's raw logits, the token's own, and the best (token id, its).
+    processed: its own under the distribution that it was drawn from: what changes logits, what rules tokens out,
+        temperature and filters are in it; 0 at temperature 0. Of a prompt's token, which nothing drew, `logprob` again.
+    """
 
     logprob: float
     top: tuple[tuple[int, float], ...]
+    processed: float
 
 
 @dataclass(frozen=True, slots=True)

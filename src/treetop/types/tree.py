@@ -87,9 +87,10 @@ class PathPositions:
 
 @dataclass(frozen=True, slots=True)
 class PathLogprobs:
-    """Log-probabilities of the target's raw logits at a path's columns; those past the path say nothing.
+    """Log-probabilities at a path's columns; those past the path say nothing.
 
-    values: [rows, w, 1 + n] float32, of the chosen token, then of the n best, best first.
+    values: [rows, w, 2 + n] float32. Of the target's raw logits the chosen token's, of the sampling distribution the
+        chosen token's (of a prompt's token, which nothing drew, the first again), and of the raw logits the n best.
     ids: [rows, w, n] int64.
     """
 

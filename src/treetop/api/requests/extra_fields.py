@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from treetop.types.errors import InputError
-from treetop.types.sampling import MAX_BAD_WORDS, SamplingParams
+from treetop.types.sampling import MAX_BAD_WORDS, LogprobsMode, SamplingParams
 
 
 class TextFields(BaseModel):
@@ -19,6 +19,10 @@ class TextFields(BaseModel):
     )
     prompt_logprobs: int | None = Field(
         None, description="best tokens whose log-probabilities come with a prompt token's"
+    )
+    logprobs_mode: LogprobsMode = Field(
+        "raw_logprobs",
+        description="processed_logprobs: what each token was drawn with, and of raw logits beside it under `raw_...`",
     )
     bad_words: Annotated[list[str] | None, Field(max_length=MAX_BAD_WORDS)] = None
     speculative: bool = Field(True, description="false: no draft is accepted, each round gives one token")

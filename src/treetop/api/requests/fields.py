@@ -233,6 +233,11 @@ class SamplingFields(TextFields, UnusedFields, Body):
             raise InputError("stream_options: only with stream")
         if self.best_of not in (None, self.n):
             raise InputError(f"best_of: only equal to n, which is {self.n}; every choice is returned")
+        if self.logprobs_mode == "processed_logprobs" and self.num_logprobs:
+            raise InputError(
+                f"logprobs_mode: processed_logprobs are of what was drawn, not of {self.num_logprobs} others;"
+                " ask for logprobs 0, in a chat top_logprobs 0"
+            )
         names = (*defaults, "presence_penalty", "frequency_penalty", "min_tokens")
         own = {name: value for name in names if (value := getattr(self, name)) is not None}
         chosen: dict[str, Any] = {**defaults, **own}

@@ -35,16 +35,17 @@ def draw_tokens(
     params = sampler.params
     token = torch.empty((count, width), dtype=torch.int64, device=logits.device)
     finite = torch.empty((count, width), dtype=torch.bool, device=logits.device)
+    logprob = torch.empty((count, width), dtype=torch.float32, device=logits.device)
     block = min(_BLOCK, lanes(vocab))
     _draw_kernel[(count * width,)](
-        token, finite.view(torch.uint8), logits, rows, positions,
+        token, finite.view(torch.uint8), logprob, logits, rows, positions,
         params.temperature, params.top_k, params.top_p, params.min_p, sampler.seed,
         vocab, width, *positions.stride(),
         block=block, block_b=lanes(-(-vocab // block)), coldest=TEMPERATURES[0],
         hottest=TEMPERATURES[1], overlap=gpu.can_overlap,
         num_warps=max(4, min(16, block // 512)), **launch_options(gpu),
     )  # fmt: skip
-    return SampledTokens(token, finite)
+    return SampledTokens(token, finite, logprob)
 
 
 def draw_wide(
@@ -60,11 +61,11 @@ def draw_wide(
 
 @jit
 def _draw_kernel(
-    token: Arg, finite: Arg, logits: Arg, rows: Arg, positions: Arg, temperatures: Arg, top_ks: Arg, top_ps: Arg,
-    min_ps: Arg, seeds: Arg, vocab: Arg, width: Arg, position_row: Arg, position_node: Arg,
+    token: Arg, finite: Arg, logprob: Arg, logits: Arg, rows: Arg, positions: Arg, temperatures: Arg, top_ks: Arg,
+    top_ps: Arg, min_ps: Arg, seeds: Arg, vocab: Arg, width: Arg, position_row: Arg, position_node: Arg,
     block: constexpr, block_b: constexpr, coldest: constexpr, hottest: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
-    """One node a program. token: [rows * T] int64; finite: the same, bytes. Grid (rows * T,)."""
+    """One node a program. token: [rows * T] int64; finite: the same, bytes; logprob: float32. Grid (rows * T,)."""
     pdl_wait(overlap, early=True)
     node = tl.program_id(0).to(tl.int64)
     line = logits + node * vocab
@@ -86,7 +87,7 @@ def _draw_kernel(
     sound = (tl.abs(best) < float("inf")) & (tl.max(strange, 0) == 0)
     tl.store(finite + node, sound.to(tl.uint8))
 
-    result = tl.minimum(first, vocab - 1).to(tl.int64)
+    result, chance = tl.minimum(first, vocab - 1).to(tl.int64), tl.full([], 0.0, tl.float32)
     if sound & (temperature > 0):
         scale = 1.4426950408889634 / tl.minimum(tl.maximum(temperature, coldest), hottest)
         top = tl.max(_ordered(highest.to(logits.dtype.element_ty)), 0).to(tl.int64)
@@ -130,15 +131,20 @@ def _draw_kernel(
         sums = tl.cumsum(parts, 0)
         position = tl.load(positions + node // width * position_row + node % width * position_node)
         uniform = _uniform(tl.load(seeds + row), position + 1)
-        target = uniform * tl.max(sums, 0)
+        total = tl.max(sums, 0)
+        target = uniform * total
         chosen = tl.minimum(tl.sum((sums <= target).to(tl.int32), 0), block_b - 1)
         before = tl.max(tl.where(part < chosen, sums, 0.0), 0)
         known = tl.sum(tl.where(part == chosen, ties, 0), 0)
         weight, equal = _kept(line, chosen * block, vocab, best, scale, min_p, cut, spare, known, filtered, block)
         within = before + tl.cumsum(weight.to(tl.float64), 0)
         last = tl.max(tl.where(weight > 0, lane, 0), 0)
-        result = (chosen * block + tl.minimum(tl.sum((within <= target).to(tl.int32), 0), last)).to(tl.int64)
+        place_in = tl.minimum(tl.sum((within <= target).to(tl.int32), 0), last)
+        result = (chosen * block + place_in).to(tl.int64)
+        own = tl.sum(tl.where(lane == place_in, weight, 0.0), 0)
+        chance = tl.log(own) - tl.log(total.to(tl.float32))
     tl.store(token + node, result)
+    tl.store(logprob + node, chance)
 
 
 @jit

@@ -55,10 +55,13 @@ class SampledTokens:
 
     token: [rows, T] int64.
     finite: [rows, T] bool, whether its logits are.
+    logprob: [rows, T] float32, what it was drawn with: under the warped distribution, 0 for a row of temperature 0.
+        None where nothing was drawn.
     """
 
     token: Tensor
     finite: Tensor
+    logprob: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,8 @@ def draw_reference(
     further. filtered: see `warp`. Rows of temperature 0 take the first of the largest logits.
     """
     chosen, params = greedy_reference(logits), sampler.params
+    logprob = torch.zeros(chosen.token.shape, dtype=torch.float32, device=logits.device)
+    chosen = SampledTokens(chosen.token, chosen.finite, logprob)
     some = concerned(params.temperature[rows] > 0)
     if not len(some):
         return chosen
@@ -108,8 +113,11 @@ def draw_reference(
     each = RowSamplingParams(*(v[each_row] for v in (params.temperature, params.top_k, params.top_p, params.min_p)))
     safe = torch.where(finite[:, :, None], logits[some], 0)
     uniforms = philox_uniform(sampler.seed[drawn_rows][:, None].expand(count, width), positions[some] + 1)
-    token = draw(warp(safe.reshape(count * width, vocab), each, filtered), uniforms.reshape(-1))
+    weights = warp(safe.reshape(count * width, vocab), each, filtered)
+    token = draw(weights, uniforms.reshape(-1))
+    own, total = weights.gather(1, token[:, None])[:, 0], weights.sum(dim=-1, dtype=torch.float64)
     chosen.token[some] = token.reshape(count, width)
+    logprob[some] = (own / total).log().to(torch.float32).reshape(count, width)
     return chosen
 
 
