@@ -143,14 +143,14 @@ def test_an_address_in_use_is_an_error_that_names_the_option(ends: Ends) -> None
 
 
 def test_a_registry_lists_who_renews_and_nobody_else(tmp_path: Path) -> None:
-    registry, other = Registry(str(tmp_path), 5.0), Registry(str(tmp_path), 5.0)
+    registry, other = Registry(str(tmp_path), WAIT_S), Registry(str(tmp_path), WAIT_S)
     registry.announce("127.0.0.1:1")
     other.announce("127.0.0.1:2")
     (tmp_path / "junk.peer").write_bytes(b"\xff" * 10)
     (tmp_path / "huge.peer").write_bytes(b"x" * 10_000)
     assert registry.addresses() == ["127.0.0.1:1", "127.0.0.1:2"]
     for file in tmp_path.glob("*.peer"):
-        os.utime(file, (time.time() - 6, time.time() - 6))
+        os.utime(file, (time.time() - WAIT_S - 1,) * 2)
     registry.announce("127.0.0.1:1")
     assert other.addresses() == ["127.0.0.1:1"], "the other has not renewed its word"
     withdraw(str(tmp_path), ["127.0.0.1:1", "127.0.0.1:9"])
