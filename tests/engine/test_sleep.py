@@ -6,7 +6,7 @@ import weakref
 import httpx
 import pytest
 
-from support.engines import build, greedy, next_and_hold, sampled, tokens
+from support.engines import build, greedy, next_and_hold, rest, sampled, tokens
 from support.grids import few_of
 from support.loras import save_lora
 from support.refusing import refused
@@ -42,6 +42,7 @@ def test_it_wakes_as_after_a_start_and_memory_is_given_back(pair, level, graphs)
         pools, target = [weakref.ref(pool.data) for pool in runner.pools.values()], weakref.ref(runner.target)
         del runner
         llm.sleep(level)
+        rest(llm)  # the core's thread has left what put it to sleep
         gc.collect()
         assert [each() for each in pools] == [None] * len(pools)
         assert (target() is None) is (level == 2)
