@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import re
+from collections import Counter
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -254,3 +255,56 @@ def test_there_is_no_access_log_unless_it_is_asked_for(caplog):
     assert not caplog.records
     ask(AccessMiddleware(PlainTextResponse("an answer"), front_of(options=SimpleNamespace(access_log=True))))
     assert len(caplog.records) == 1
+
+
+class Inner:
+    """An application that notes in which turn of the loop each request begins."""
+
+    def __init__(self) -> None:
+        self.turn, self.begun = 0, list[tuple[int, str]]()
+
+    async def __call__(self, scope, receive, send) -> None:
+        self.begun.append((self.turn, scope["path"]))
+        await asyncio.sleep(0)
+
+    async def until(self, count: int) -> None:
+        while len(self.begun) < count:
+            self.turn += 1
+            await asyncio.sleep(0)
+
+
+def access_of(inner: Inner) -> AccessMiddleware:
+    options, metrics = SimpleNamespace(access_log=False), SimpleNamespace(answered=lambda *_: None)
+    state = SimpleNamespace(draining=False, leaving=False, num_working=0, options=options, metrics=metrics, tracer=None)
+    return AccessMiddleware(inner, state)
+
+
+def test_of_many_requests_at_once_few_begin_in_a_turn():
+    """In the order of their coming, whatever is cancelled; reads wait for none of them."""
+
+    async def run() -> list[tuple[int, str]]:
+        inner = Inner()
+        app = access_of(inner)
+
+        def asked(method: str, path: str) -> asyncio.Task[None]:
+            scope = {"type": "http", "method": method, "path": path, "headers": []}
+            return asyncio.create_task(app(scope, None, None))
+
+        work = [asked("POST", str(number)) for number in range(200)]
+        read = asked("GET", "read")
+        await inner.until(1)
+        await asyncio.sleep(0)
+        assert inner.begun[-1][1] == "read"
+        for each in work[100:110]:
+            each.cancel()
+        await inner.until(191)
+        done = await asyncio.gather(*work, read, return_exceptions=True)
+        assert sum(isinstance(each, asyncio.CancelledError) for each in done) == 10
+        work = [asked("POST", "later")]
+        await inner.until(192)
+        await work[0]
+        return [each for each in inner.begun if each[1] != "read"]
+
+    begun = asyncio.run(run())
+    assert max(Counter(turn for turn, _ in begun).values()) <= 4
+    assert [path for _, path in begun] == [*map(str, range(100)), *map(str, range(110, 200)), "later"]

@@ -35,7 +35,7 @@ _FEWEST = 16
 _WANTED_FILES = 2**16
 _TRICKLE = 1024
 """Bytes a second that must come in each read timeout, or be taken in each write timeout, whatever came before."""
-_AT_ONCE = 64
+_AT_ONCE = 16
 """Connections that are accepted before anything else is done."""
 _RETRY_S = 1.0
 _GOODBYE_S = 5.0
