@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -21,6 +22,7 @@ from support.holding import STEPS, Held
 from support.serving import TOKENIZER, command_of, replayed
 from support.waiting import WAIT_S, until
 from treetop.cli.replicas import app
+from treetop.core.engine_core import ASLEEP
 from treetop.core.wire import MockOptions, ProcessOptions
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, EngineError, UserError
@@ -412,6 +414,34 @@ def test_ray_shows_a_refusal_in_one_line():
     assert ended.exit_code == 2
     assert ended.stderr.splitlines()[-1] == "Error: model /no/such: no such folder"
     assert "Traceback" not in ended.output
+
+
+def test_a_request_goes_to_no_replica_that_refuses_all_while_another_serves():
+    """An engine that sleeps, waits for weights, restarts or hangs; where none serves, one of these answers."""
+    from treetop.ray.router import PrefixRequestRouter, standing_of
+
+    def replica(name, refuses=None, pause=None):
+        info = CoreInfo("m", 2, 8, 1, SpecShape(1, 0, 1), refuses_now=refuses)
+        said = standing_of(SimpleNamespace(info=info, pause=pause))
+        return SimpleNamespace(
+            replica_id=name, replica_metadata={}, max_ongoing_requests=8, routing_stats=json.loads(json.dumps(said))
+        )
+
+    def chosen(*replicas):
+        router = PrefixRequestRouter.__new__(PrefixRequestRouter)
+        router.initialize_state()
+        router._replica_queue_len_cache = SimpleNamespace(get=lambda name: 0)
+        asked = EngineRequest(1, (5, 6), SamplingParams(), 0)
+        pending = SimpleNamespace(args=[asked], metadata=SimpleNamespace(internal_request_id="r"), future=None)
+        ranks = asyncio.run(router.choose_replicas([*replicas], pending))
+        return [each.replica_id for rank in ranks for each in rank]
+
+    asleep, hangs = replica("asleep", refuses=ASLEEP), replica("hangs", pause="the engine hangs")
+    assert chosen(asleep, replica("serves"), hangs) == ["serves"]
+    assert sorted(chosen(asleep, hangs)) == ["asleep", "hangs"]
+    fresh = replica("fresh")
+    fresh.routing_stats = None  # it has said nothing yet
+    assert chosen(asleep, fresh) == ["fresh"]
 
 
 def test_what_replicas_cannot_do_is_refused():

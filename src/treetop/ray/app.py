@@ -31,6 +31,8 @@ _ROWS = 64
 """Requests that an engine runs at a time at most, if it chooses itself."""
 _ALL_S = 86400.0
 """Seconds, for a drain without a limit: Ray needs one."""
+_STANDING_S = 1.0
+"""Seconds after which a replica says again whether it serves."""
 _MAX_REQUESTS = 10**5
 """Of one `Api`, which has limits of its own."""
 
@@ -112,7 +114,9 @@ def build_app(process: ProcessOptions, options: ServeOptions, scale: Scale) -> A
         graceful_shutdown_wait_loop_s=0.5,
         ray_actor_options={"num_cpus": 1, "num_gpus": _gpus(process)},
         request_router_config=RequestRouterConfig(
-            request_router_class=PrefixRequestRouter, request_router_kwargs={"queue_bound": scale.queue_bound}
+            request_router_class=PrefixRequestRouter,
+            request_router_kwargs={"queue_bound": scale.queue_bound},
+            request_routing_stats_period_s=_STANDING_S,
         ),
         **_scaling(scale, rows),
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from treetop.core.wire import ProcessOptions
 from treetop.distributed.supervisor import WATCHDOG, EngineSupervisor, Watchdog
-from treetop.ray.router import told_of
+from treetop.ray.router import standing_of, told_of
 from treetop.types.errors import EngineError
 from treetop.types.requests import CoreInfo, EngineRequest, RequestUpdate
 
@@ -39,6 +39,10 @@ class Replica:
     def record_replica_metadata(self) -> dict[str, Any]:
         """Ray calls it once and gives it to routers."""
         return told_of(self._engines.core.info)
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """Ray calls it each second and gives it to routers."""
+        return standing_of(self._engines.core)
 
     async def check_health(self) -> None:
         """Ray calls it now and then. Raises EngineError if the replica is of no use."""

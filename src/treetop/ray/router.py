@@ -5,6 +5,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+from treetop.core.clients import EngineClient
 from treetop.distributed.router import PrefixRouter, ReplicaLoad
 from treetop.types.errors import CheckError
 from treetop.types.requests import CoreInfo, EngineRequest, PrefixPages
@@ -15,10 +16,17 @@ def told_of(info: CoreInfo) -> dict[str, Any]:
     return {"max_requests": info.max_requests, "prefix": None if info.prefix is None else list(info.prefix)}
 
 
+def standing_of(core: EngineClient) -> dict[str, Any]:
+    """What a replica tells routers again and again. refuses: why it serves nobody at the moment, "" if it does."""
+    return {"refuses": core.info.refuses_now or core.pause or ""}
+
+
 class PrefixRequestRouter(RequestRouter):
     """Ray says which replicas are alive and how many requests each has, and asks here which of them it should be.
 
-    A request is what `Replica.generate` is called with. Other calls go to whom Ray likes.
+    A request is what `Replica.generate` is called with. It goes to no replica that says its engine refuses all,
+    restarts or hangs, while another serves; where none does, the answer is that one's, such as 503. Other calls go to
+    whom Ray likes.
     """
 
     def initialize_state(self, queue_bound: int | None = None) -> None:
@@ -32,7 +40,8 @@ class PrefixRequestRouter(RequestRouter):
         asked = _asked(pending_request)
         if asked is None or pending_request is None:
             return [candidate_replicas]
-        by_id = {replica.replica_id: replica for replica in candidate_replicas}
+        serving = [each for each in candidate_replicas if not (each.routing_stats or {}).get("refuses")]
+        by_id = {replica.replica_id: replica for replica in serving or candidate_replicas}
         alive = {name: self._standing(replica) for name, replica in by_id.items()}
         try:
             order = self._prefix.choose(pending_request.metadata.internal_request_id, _ids(asked), alive)
