@@ -146,14 +146,19 @@ def rest(llm) -> None:
     until(has_none, "work is left")
 
 
-def submit(llm, prompts, params, constraints=None) -> list:
-    """Queue requests beside the core's thread, for a test that runs the steps itself; returns them."""
+def submit(llm, prompts, params, constraints=None, loras=None) -> list:
+    """Queue requests beside the core's thread, for a test that runs the steps itself; returns them.
+
+    loras: names, "" of no adapter.
+    """
     if not llm.scheduler.has_work:
         hold_core_thread(llm)
-    listed = params if isinstance(params, list) else [params] * len(prompts)
+    size = len(prompts)
+    listed = params if isinstance(params, list) else [params] * size
+    more = zip(constraints or [None] * size, loras or [""] * size, strict=True)
     asked = [
-        EngineRequest(RequestId(next(_IDS)), tuple(prompt), each, each.seed or 0, constraint=constraint)
-        for prompt, each, constraint in zip(prompts, listed, constraints or [None] * len(prompts), strict=True)
+        EngineRequest(RequestId(next(_IDS)), tuple(prompt), each, each.seed or 0, constraint=constraint, lora=lora)
+        for prompt, each, (constraint, lora) in zip(prompts, listed, more, strict=True)
     ]
     return [llm.scheduler.add(each) for each in asked]
 

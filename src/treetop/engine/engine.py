@@ -671,6 +671,8 @@ class Engine:
             blocks=[block_numbers(chunks.chunks, size, prompts.width, self.layout.dummy_row)],
         )
         self._apply(sent)
+        if self.adapters is not None:
+            self.adapters.apply(chunks.adapters)
         runner.state.move_in(chunks.setups, sent["setups"], self.config.check_level)
         prompts.write(size, *sent["blocks"])
         key = RoundKey(len(padded), round.shape, Choice.costliest((chunks.choice, round.choice)), prompts=size)

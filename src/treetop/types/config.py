@@ -572,11 +572,6 @@ class EngineConfig:
             (wrong is not None, f"--lora-modules must be NAME=FOLDER, got {shown(wrong)}"),
             (twice is not None, f"--lora-modules names {shown(twice)} twice"),
             (
-                self.has_loras and self.mixed_chunk != "off",
-                "--lora-modules, --enable-lora: kernels group the rows of a batch, and in a mixed step each token is a"
-                " row; use --mixed-chunk off",
-            ),
-            (
                 self.has_loras and self.exactness == "bits",
                 "--lora-modules, --enable-lora: not with --exactness bits; use --exactness ties",
             ),

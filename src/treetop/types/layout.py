@@ -353,6 +353,13 @@ class Layout:
         return max((bucket for bucket in self.buckets if shape in self.shapes_at(bucket)), default=1)
 
     @property
+    def most_batch_rows(self) -> int:
+        """Rows of the largest batch of the target; in a mixed step each token is one."""
+        if not self.mixed:
+            return self.num_rows
+        return max(self.buckets) * self.verify_tail + max(self.chunk, *self.prompt_sizes, self.num_rows)
+
+    @property
     def prefill_widths(self) -> dict[int, int]:
         """Rows of a prefill step -> most tokens of each. A step has at most `chunk` tokens, padding counted, and so no
         more rows.

@@ -7,6 +7,8 @@ from treetop.checkpoints.loader import Placement
 from treetop.checkpoints.lora_folder import LoraFolder, read_lora
 from treetop.models.registry import TargetSpec
 from treetop.types.config import EngineConfig
+from treetop.types.errors import ConfigError
+from treetop.types.layout import Layout
 from treetop.weights.adapted import Adapters
 
 
@@ -16,11 +18,25 @@ def read_adapters(config: EngineConfig, target: TargetSpec) -> tuple[LoraFolder,
 
 
 def adapters_of(
-    config: EngineConfig, folders: tuple[LoraFolder, ...], target: TargetSpec, place: Placement, rows: int, zeros: Zeros
+    config: EngineConfig,
+    folders: tuple[LoraFolder, ...],
+    target: TargetSpec,
+    place: Placement,
+    layout: Layout,
+    zeros: Zeros,
 ) -> Adapters | None:
-    """Tables for a configuration's adapters and for those that may come later, of zeros; None without any."""
+    """Tables for a configuration's adapters and for those that may come later, of zeros; None without any.
+
+    Raises ConfigError for mixed steps on a GPU.
+    """
     if not config.has_loras:
         return None
+    if layout.mixed and place.device.type == "cuda":
+        raise ConfigError(
+            "--lora-modules, --enable-lora: on a GPU kernels group the rows of a batch, and in a mixed step each token"
+            " is a row; use --mixed-chunk off"
+        )
     modules = modules_for(folders, target.params, config.enable_lora)
     rank = max([config.max_lora_rank if config.enable_lora else 1, *(folder.rank for folder in folders)])
-    return make_adapters(modules, rank, config.num_lora_slots, place.own(target.params), rows, place.dtype, zeros)
+    params, rows = place.own(target.params), layout.most_batch_rows
+    return make_adapters(modules, rank, config.num_lora_slots, params, rows, place.dtype, zeros)

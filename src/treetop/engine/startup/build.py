@@ -131,7 +131,7 @@ def _without_pools(engine_plan: EnginePlan, products: Products) -> tuple[ModelRu
     zeros: Zeros = zones.zeros if zones is not None else partial(zeros_on, place.device)
     layout, aux = engine_plan.layout, draft.aux_inputs if draft is not None else ()
     spec, model = engine_plan.target, engine_plan.target.config
-    adapters = adapters_of(config, engine_plan.adapters, spec, place, layout.num_rows, zeros)
+    adapters = adapters_of(config, engine_plan.adapters, spec, place, layout, zeros)
     with stage("weights of the target"):
         target = spec.load(aux, replace(place, adapters=adapters))
     with stage("weights of the draft"):

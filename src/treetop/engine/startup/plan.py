@@ -445,7 +445,7 @@ def _static_estimate(
         made.append(prod(shape) * kind.itemsize)
         return _shape_alone(shape, kind)
 
-    adapters_of(config, adapters, target, place, layout.num_rows, counted)
+    adapters_of(config, adapters, target, place, layout, counted)
     model, aux = target.config, draft.aux_inputs if draft is not None else ()
     changed = changed_vocab(config, model)
     state = make_state(
