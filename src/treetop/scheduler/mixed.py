@@ -1,7 +1,7 @@
 """When a prefill step and a round share a forward of the target: a mixed step reads the weights once for both.
 
 What that saves is one reading of the weights, less what the round's nodes compute anyway. So plain rounds, chains and
-small trees gain, large trees nothing (`docs/policy.md`). Nothing here has a clock.
+small trees gain, large trees nothing (`benchmarks/log.md`). Nothing here has a clock.
 
 Where rounds are captured a step's chunks are packed into a batch of one of a few sizes (`Layout.prompt_sizes`), which
 is in the round's graph. Others are launched one by one, which takes the host longer than it takes a GPU.
@@ -17,12 +17,12 @@ from treetop.types.messages import MixedPlan, PrefillPlan, RoundPlan, StepPlan
 
 FEW_NODES = 128
 """Nodes of all rows beside which a chunk is taken under `auto`, at most. In the scheduler's simulation chains of 128
-nodes gain 9 % of tokens/s, of 256 nothing, and trees of 128 nodes nothing (an 8B model, `docs/policy.md`). Of captured
+nodes gain 9 % of tokens/s, of 256 nothing, and trees of 128 nodes nothing (an 8B model, `benchmarks/log.md`). Of captured
 ones measured costs decide up to `MAX_NODES_BESIDE_PROMPTS`."""
 
 _GAIN, _GAIN_CAPTURED = 0.9, 1.0
 """Of the time of both apart, what a mixed step may take under `auto`: prompts that end in it decode a round later, and
-that costs some of what is gained. Launched one by one on an H200 it took as long (`docs/policy.md`). A captured one
+that costs some of what is gained. Launched one by one on an H200 it took as long (`benchmarks/log.md`). A captured one
 makes the gaps of streams several times shorter, so that as long is good enough."""
 
 _TRIED = 8
