@@ -38,7 +38,7 @@ USUAL_CHUNK_OF_GPU = 2048  # beside rounds
 nearly as much, for the weights are read."""
 MIXED_CHUNK_OF_GPU = 1024
 """Of one with a round in its forward: more steps save more readings of weights. Launched one by one, fewer tokens of an
-8B model take as long (`docs/policy.md`)."""
+8B model take as long (`benchmarks/log.md`)."""
 LARGEST_PROMPTS = 1024
 """Prompt tokens in the forward of a captured round, at most; the other sizes are a half, a quarter and an eighth."""
 ROWS_OF_CPU, ROWS_OF_GPU = (16, 8), (256, 128, 64, 32, 16, 8)

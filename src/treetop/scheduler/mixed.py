@@ -17,8 +17,8 @@ from treetop.types.messages import MixedPlan, PrefillPlan, RoundPlan, StepPlan
 
 FEW_NODES = 128
 """Nodes of all rows beside which a chunk is taken under `auto`, at most. In the scheduler's simulation chains of 128
-nodes gain 9 % of tokens/s, of 256 nothing, and trees of 128 nodes nothing (an 8B model, `benchmarks/log.md`). Of captured
-ones measured costs decide up to `MAX_NODES_BESIDE_PROMPTS`."""
+nodes gain 9 % of tokens/s, of 256 nothing, and trees of 128 nodes nothing (an 8B model, `benchmarks/log.md`). Of
+captured ones measured costs decide up to `MAX_NODES_BESIDE_PROMPTS`."""
 
 _GAIN, _GAIN_CAPTURED = 0.9, 1.0
 """Of the time of both apart, what a mixed step may take under `auto`: prompts that end in it decode a round later, and
