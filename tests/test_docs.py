@@ -9,6 +9,7 @@ import importlib
 import re
 import shlex
 import subprocess
+import sys
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,10 @@ from treetop.cli import build_parser
 from treetop.types.sampling import SamplingParams
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import reference  # noqa: E402
+
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
@@ -29,6 +34,8 @@ BLOCK = re.compile(r"^```[a-z]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"[\w.-]+(/[\w.-]+)+/?|[\w.-]+/|[\w-]+\.(py|md)")
 MADE = {"build/", ".venv/bin/python"}
 """What `make` writes."""
+MOST_WORDS = 18_000
+"""Of pages that people write: more are not read."""
 
 
 @cache
@@ -187,6 +194,21 @@ def test_what_is_wrong_is_found(tmp_path):
     assert commands(page) == [["treetop", "generate", "--nothing"]]
     with pytest.raises(SystemExit):
         test_commands_are_taken_by_what_they_call(commands(page)[0])
+
+
+def num_words(text):
+    """Tables, code and links counted; bars and dashes alone are no words."""
+    return sum(any(map(str.isalnum, word)) for word in text.split())
+
+
+def test_pages_that_people_write_are_few_words():
+    """README.md and docs/, without the pages that scripts/reference.py writes. Whoever adds, cuts."""
+    assert num_words("| a | `b c` | - |\n|---|---|---|\n# d") == 4
+    written = {reference.DOCS / name for name in reference.PAGES}
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    assert written <= {*pages}
+    words = {page.relative_to(ROOT).as_posix(): num_words(text_of(page)) for page in pages if page not in written}
+    assert sum(words.values()) <= MOST_WORDS, sorted(words.items(), key=lambda item: -item[1])[:10]
 
 
 TESTS_OF_OPTIONS = {
