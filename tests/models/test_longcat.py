@@ -13,6 +13,7 @@ from support.dense_drafts import AFTER_NORM, DenseFamilyMtp, DenseTarget, dense_
 from support.engines import build, greedy, sampled, tokens
 from support.families import FAMILIES, LATENT
 from support.head_layouts import assert_drafts
+from support.quantized import fp8_blocks, quantized
 from support.refusing import refused
 from support.tiny_models import Pair, copy_folder
 from treetop import LLM
@@ -96,6 +97,19 @@ def test_tensors_are_named_as_a_block_has_them(saved, tmp_path):
         refused(CheckpointError, target_spec(other).check, name)
     more = copy_folder(folder, tmp_path / "mtp", tensors={"model.mtp.norm.weight": torch.ones(32)})
     assert target_spec(more).check() == target_spec(folder).check()
+
+
+@pytest.mark.parametrize("left", [[], ["self_attn", "mlps"]], ids=str)
+def test_blocks_in_fp8_are_what_they_decode_to(saved, tmp_path, left):
+    """All products, or the experts alone where `disable_quant_module` says so; what it cannot name is refused."""
+    packed, decoded = quantized(saved.pair.target, tmp_path / "small", fp8_blocks(16, 16), "lm_head", *left)
+    packed = copy_folder(packed, tmp_path / "said", disable_quant_module=left)
+    (ids,) = saved.pair.prompts([20], seed=2)
+    options = {"draft": None, "dtype": "float32", "graphs": "off", "device": "cpu"}
+    one, other = (LLM(str(each), **options).engine.next_logits(ids) for each in (packed, decoded))
+    assert torch.equal(one, other)
+    wrong = copy_folder(packed, tmp_path / "wrong", disable_quant_module=["mlp"])
+    refused(CheckpointError, lambda: target_spec(wrong), "disable_quant_module", "mlps")
 
 
 @pytest.mark.parametrize("name", LONGCAT_FAULTS)

@@ -229,17 +229,17 @@ def _int32(words: Tensor) -> Tensor:
     return torch.where(words > 0x7FFFFFFF, words - (1 << 32), words).to(torch.int32)
 
 
-def quantized(folder: Path, where: Path, made: Format, plain: str = "lm_head") -> tuple[Path, Path]:
+def quantized(folder: Path, where: Path, made: Format, *plain: str) -> tuple[Path, Path]:
     """A target's products in a format at `where`, and the same decoded, in float32, beside it.
 
-    plain: what names have in them that are left as they are.
+    plain: what names have in them that are left as they are; without any, the output matrix.
     """
     kinds = ("matrix", "experts", "heads")
     matrices = {s.name for p in target_spec(folder).params if p.kind in kinds for s in p.sources}
     left, wide = {}, {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         wide[name] = left[name] = tensor
-        if name in matrices and plain not in name:
+        if name in matrices and not any(each in name for each in plain or ("lm_head",)):
             each = [made.store(expert) for expert in (tensor if tensor.dim() == 3 else [tensor])]
             joined = torch.stack if tensor.dim() == 3 else lambda one: one[0]
             del left[name]

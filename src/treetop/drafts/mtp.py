@@ -444,7 +444,7 @@ def mtp_spec(folder: Path, target: ModelConfig, dummy: bool, recurrence: Recurre
         own = replace(layer.attention.index, shares=None) if dummy or indexer in tensor_files(folder) else None
         layer = replace(layer, mixer=with_indexer(layer.attention, own))
     formats = read_formats(read_config(folder), folder / "config.json")
-    if names in (QWEN, NEMOTRON):
+    if names in (QWEN, NEMOTRON, LONGCAT):
         formats = _plain_as_stored(formats, tensors)
     if names is QWEN:
         layer = _as_stored(layer, tensors)
@@ -473,7 +473,8 @@ def _as_stored(layer: LayerSpec, tensors: Collection[str]) -> LayerSpec:
 
 def _plain_as_stored(formats: StoredFormats, tensors: Collection[str]) -> StoredFormats:
     """Lists of what is not quantized forget the layer: what has a weight and nothing beside it is plain."""
-    modules = {name.removesuffix(".weight") for name in tensors if name.startswith("mtp.") and name.endswith(".weight")}
+    own = (name for name in tensors if name.startswith(("mtp.", "model.mtp.")))
+    modules = {name.removesuffix(".weight") for name in own if name.endswith(".weight")}
     beside = {name.rpartition(".")[0] for name in tensors if not name.endswith((".weight", ".bias"))}
     plain = frozenset(modules - beside)
     return replace(formats, rules=(Named(plain, FLOATS), *formats.rules)) if plain and formats.rules else formats

@@ -28,7 +28,9 @@ from treetop.models.config import (
 )
 from treetop.models.decoder import decoder_params, unused_tensors
 from treetop.models.families.deepseek import LATENT_SIZES, latent_attention
-from treetop.types.errors import CheckpointError
+from treetop.types.errors import CheckpointError, shown
+from treetop.weights.plain import FLOATS
+from treetop.weights.rules import Rule
 
 _DEFAULTS: dict[str, Any] = {
     **LATENT_SIZES,
@@ -49,6 +51,7 @@ _DEFAULTS: dict[str, Any] = {
     "mla_scale_kv_lora": True,
 }
 _LAYOUT = ExpertLayout(router="router.classifier", score="router.e_score_correction_bias")
+_PLAIN = ["self_attn", "mlps", "mtp"]
 _HALVES = re.compile(
     r"model\.layers\.(\d+)\.(self_attn|input_layernorm|post_attention_layernorm|mlp(?=\.(?:gate|up|down)_proj))\."
 )
@@ -63,7 +66,7 @@ def read(config: Config, where: Path) -> ModelConfig:
     config |= {"num_hidden_layers": 2 * blocks, "intermediate_size": size(config, "ffn_hidden_size", where)}
     attention, dense = _attention(config, where), dense_spec(config, where)
     first = LayerSpec(attention, ShortcutSpec(dense, _experts(config, where)))
-    return model_config(config, where, [first, LayerSpec(attention, dense)] * blocks)
+    return _with_plain(model_config(config, where, [first, LayerSpec(attention, dense)] * blocks), config, where)
 
 
 def params(config: ModelConfig) -> list[Param]:
@@ -83,6 +86,17 @@ def unused(config: ModelConfig) -> set[str]:
             numbers = range(router.with_weights, router.num_experts)
             found.update(f"{block}.{each}.{name}_proj.weight" for each in numbers for name in ("gate", "up"))
     return found
+
+
+def _with_plain(model: ModelConfig, config: Config, where: Path) -> ModelConfig:
+    """Modules that are not quantized, by `disable_quant_module`, whatever `quantization_config` says."""
+    said = config.get("disable_quant_module", [])
+    if not isinstance(said, list) or not all(each in _PLAIN for each in said):
+        raise CheckpointError(f"{where}: disable_quant_module {shown(said)} is not supported, only some of {_PLAIN}")
+    if not model.formats.rules:
+        return model
+    plain = (Rule(f"*.{name}.*", FLOATS) for name in said)
+    return replace(model, formats=replace(model.formats, rules=(*plain, *model.formats.rules)))
 
 
 def _attention(config: Config, where: Path) -> AttentionSpec:
