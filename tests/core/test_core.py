@@ -279,10 +279,11 @@ class Interrupt:
         self.left = line
 
     def __enter__(self):
+        self.before = sys.gettrace()
         sys.settrace(self._call)
 
     def __exit__(self, *_):
-        sys.settrace(None)
+        sys.settrace(self.before)
 
     def _call(self, frame, event, arg):
         code = frame.f_code  # Python itself swallows what is raised in a finalizer

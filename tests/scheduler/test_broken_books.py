@@ -40,11 +40,12 @@ class BreakAt:
         self.left, self.places = number, []
 
     def __enter__(self):
+        self.before = sys.gettrace()
         sys.settrace(self._call)
         return self
 
     def __exit__(self, *_):
-        sys.settrace(None)
+        sys.settrace(self.before)
 
     def _call(self, frame, event, arg):
         code = frame.f_code
