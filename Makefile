@@ -83,7 +83,7 @@ clients:
 
 $(VENV)/.clients: $(READY)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[clients]"
-	npm install --silent --prefix $(VENV) @openai/codex@0.171.0 @anthropic-ai/claude-code@2.1.197 && \
+	npm install --silent --prefix $(VENV) @openai/codex@0.171.0 @anthropic-ai/claude-code@2.1.332 && \
 	  node $(VENV)/node_modules/@anthropic-ai/claude-code/install.cjs || echo "no agents: npm cannot install them"
 	@touch $@
 

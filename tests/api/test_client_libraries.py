@@ -380,6 +380,77 @@ def test_litellm_responses_run_three_tools_to_an_answer(server, litellm, stream)
     check_last_prompt(core)
 
 
+# ---------------------------------------------------------------------------------------------------------- ollama
+
+
+@pytest.fixture
+def ollama():
+    return library("ollama")
+
+
+def ollama_answer(client, stream: bool, **body):
+    """A message and the count of its tokens."""
+    if not stream:
+        whole = client.chat(**body)
+        return whole.message, whole.eval_count
+    pieces = [*client.chat(**body, stream=True)]
+    assert [piece.done for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    said = {
+        name: "".join(getattr(piece.message, name) or "" for piece in pieces) or None
+        for name in ("content", "thinking")
+    }
+    calls = [call for piece in pieces for call in piece.message.tool_calls or ()]
+    return type(pieces[0].message)(role="assistant", tool_calls=calls or None, **said), pieces[-1].eval_count
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_ollama_runs_three_tools_to_an_answer(server, ollama, stream):
+    url, core = server
+    client = ollama.Client(host=url, timeout=WAIT_S)
+    assert [each.model for each in client.list().models] == ["scripted"]
+    assert "tools" in client.show("scripted").capabilities
+    messages: list = [{"role": "system", "content": "Be brief."}, *HI]
+    for index, (name, said) in enumerate(STEPS):
+        message, count = ollama_answer(client, stream, model="scripted", messages=messages, tools=TOOLS, think=True)
+        assert message.thinking == f"Step {index}."
+        assert message.content.strip() == "Well."
+        (call,) = message.tool_calls
+        assert (call.function.name, call.function.arguments) == (name, said)
+        assert count > 0
+        messages += [message, {"role": "tool", "tool_name": name, "content": "done"}]
+    message, _ = ollama_answer(client, stream, model="scripted", messages=messages, tools=TOOLS)
+    assert message.content == ANSWER
+    check_last_prompt(core)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_ollama_of_the_pair_writes_what_a_schema_says(pair, ollama, stream):
+    client, options = ollama.Client(host=pair.url, timeout=WAIT_S), {"temperature": 0, "num_predict": 300}
+    asked = {"model": "builtin:nestling", "format": Move.model_json_schema(), "options": options}
+    message, _ = ollama_answer(client, stream, messages=HI, **asked)
+    Move.model_validate_json(message.content)
+    pieces = client.generate(prompt=ASK, stream=stream, **asked)
+    text = "".join(piece.response for piece in pieces) if stream else pieces.response
+    Move.model_validate_json(text)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_ollama_asynchronously_streams_and_is_told_what_is_not_here(server, ollama, stream):
+    url, _ = server
+
+    async def run() -> None:
+        async with ollama.AsyncClient(host=url, timeout=WAIT_S) as client:
+            answer = await client.generate(model="scripted", prompt=ASK, stream=stream)
+            text = "".join([piece.response async for piece in answer]) if stream else answer.response
+            assert text
+            with pytest.raises(ollama.ResponseError, match="no-such"):
+                await client.chat(model="no-such", messages=HI)
+            with pytest.raises(ollama.ResponseError):
+                await client.embed(model="scripted", input="a")
+
+    asyncio.run(run())
+
+
 # ------------------------------------------------------------------------------------------------------ instructor
 
 

@@ -141,6 +141,7 @@ def test_a_wrong_call_id_behind_a_kept_conversation_is_that_of_the_request(serve
             "content": "Hello.",
             "refusal": "no",
             "annotations": [{"type": "url_citation"}],
+            "provider_specific_fields": {"refusal": None, "citations": []},
             "audio": {"id": "a"},
             "function_call": {"name": "f", "arguments": "{}"},
         },

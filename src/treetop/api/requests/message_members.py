@@ -12,8 +12,16 @@ if TYPE_CHECKING:
     from treetop.api.requests.chat_body import ChatMessage
 
 _OF_API = ("role", "content", "name", "tool_calls", "tool_call_id")
-_ECHOED = ("refusal", "annotations", "audio", "function_call", "reasoning", "reasoning_content")
-"""What official clients send back of an answer."""
+_ECHOED = (
+    "refusal",
+    "annotations",
+    "audio",
+    "function_call",
+    "reasoning",
+    "reasoning_content",
+    "provider_specific_fields",
+)
+"""What official clients send back of an answer; the last is LiteLLM's, who keeps there what is not OpenAI's."""
 _NEED_TEXT = ("system", "developer", "user")
 
 
