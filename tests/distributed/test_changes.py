@@ -16,6 +16,8 @@ from treetop.core.wire import AskChange, ClientHello, decode_from_core, decode_t
 from treetop.distributed.client import EngineProcessClient, has_taken
 from treetop.distributed.engine_process import EngineServer, Parts, note_change, noted_changes, restored
 from treetop.distributed.remote_engine import RankLink, RemoteEngine
+from treetop.distributed.tp_executor import TpExecutor
+from treetop.distributed.tp_worker import TpWorker
 from treetop.types.changes import TAGS, LoadLora, SentTensors, Sleep, UnloadLora, UpdateWeights, WakeUp
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, ConflictError, EngineError, InputError
@@ -159,6 +161,19 @@ def test_what_nobody_waits_for_is_dropped_by_all_ranks_once():
         end()
         end()
         assert core.told == [("prepare", asked), ("drop", asked)]
+
+
+def test_what_is_dropped_is_let_go_by_every_rank():
+    """Rank 0 says so to the others, of whatever change; each holds nothing of it from then on."""
+    executor, worker = TpExecutor.__new__(TpExecutor), TpWorker.__new__(TpWorker)
+    executor._failure, executor._ranks, executor.engine = None, Mock(), Mock()
+    for change in (LOAD, UpdateWeights("m"), WakeUp()):
+        executor.drop(change)
+        (told,) = executor._ranks.broadcast.call_args.args
+        worker._engine, worker._prepared, worker._plans = Mock(), object(), Mock(recv=lambda told=told: told)
+        worker._follow()
+        assert worker._prepared is None
+        assert worker._engine.drop.call_args.args == executor.engine.drop.call_args.args == (change,)
 
 
 def test_a_refused_change_leaves_the_one_that_waits():

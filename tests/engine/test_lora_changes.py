@@ -5,7 +5,7 @@ from itertools import count
 
 import pytest
 
-from support.engines import build, greedy, hold_core_thread, next_and_hold, sampled, tokens
+from support.engines import build, greedy, hold_core_thread, next_and_hold, rest, sampled, tokens
 from support.loras import EVERY, merged, save_lora
 from support.refusing import refused
 from support.tiny_models import Pair, save_random_head, save_random_llama
@@ -82,8 +82,8 @@ def test_an_adapter_goes_while_its_requests_end_with_it_and_another_takes_its_na
     assert tokens(llm.generate(prompts, params, lora="it")) == wanted["a1"]
     outputs = {delta.index: delta.output.token_ids for delta in (*begun, *stream) if delta.output is not None}
     assert [outputs[0], outputs[1]] == wanted["a0"]
-    llm.generate(prompts, params)
-    assert len(llm.engine.adapters.held) == 1
+    rest(llm)
+    assert len(llm.engine.adapters.held) == 1, "though no prompt came later"
     assert tokens(llm.generate(prompts, params)) == wanted[None]
 
 

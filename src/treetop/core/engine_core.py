@@ -182,7 +182,9 @@ class EngineCore(Generic[InFlightStep]):
     def _between_steps(self, command: Callable[[], Result]) -> Result | None:
         """None if it fails, as a step may, and the next step tells of it."""
         try:
-            return command()
+            result = command()
+            self._forget_left()
+            return result
         except BaseException as error:
             self._failed = self.fail(error)
             return None
@@ -218,6 +220,7 @@ class EngineCore(Generic[InFlightStep]):
         plan, in_flight = self._in_flight.popleft()
         updates = self.scheduler.commit(plan, self.engine.collect(in_flight))
         self.num_committed += 1
+        self._forget_left()
         self.fit.note(updates)
         if not isinstance(plan, RoundPlan):  # the first tokens of a request, or those after it was put back
             return [each._replace(weight_version=self.weight_version) for each in updates]
@@ -359,11 +362,15 @@ class EngineCore(Generic[InFlightStep]):
         return WEIGHTS_LOST if self.lost else WEIGHTS_UNDECIDED if self.undecided else None
 
     def _unload(self, name: str) -> None:
-        """All ranks forget it at once if no request has it, else with a later plan."""
-        number = self.scheduler.adapters.number_of(name, self.scheduler.adapters_in_use)
-        if number:
-            self.engine.prepare(UnloadLora(name, number))()
-        self.scheduler.adapters.remove(name, at_once=number > 0)
+        """All ranks forget it once no request has it."""
+        self.scheduler.adapters.remove(name)
+        self._forget_left()
+
+    def _forget_left(self) -> None:
+        adapters = self.scheduler.adapters
+        if adapters.leaving:
+            for each in adapters.take_left(self.scheduler.adapters_in_use):
+                self.engine.prepare(UnloadLora(each.name, each.number))()
 
     def _falls_asleep(self, commit: Commit) -> None:
         """Every request ends, for its K/V go; they are told so in the next step."""

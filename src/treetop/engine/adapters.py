@@ -28,16 +28,13 @@ class EngineAdapters:
         return lambda: self._host.update({asked.number: host})
 
     def prepare_to_forget(self, number: int) -> Commit:
-        """The host's memory of an adapter that no request has; of 0 nothing."""
+        """The host's memory of an adapter that no request has."""
         return lambda: self._host.pop(number, None)
 
     def apply(self, edits: Iterable[AdapterEdit]) -> None:
         """In their order, before a step's rows come in."""
         for edit in edits:
-            if edit.slot:
-                put(self._adapters, edit.slot, self._host[edit.number])
-            else:
-                del self._host[edit.number]
+            put(self._adapters, edit.slot, self._host[edit.number])
 
     @property
     def held(self) -> tuple[int, ...]:

@@ -38,7 +38,9 @@ class AdapterBooks:
     def __init__(self, names: Iterable[str], slots: int, most: int) -> None:
         self._slots: list[Adapter | None] = [None] * slots
         self._most, self._versions, self._clock = most, Counter[str](), 0
-        self._by_name, self._leaving, self._edits = dict[str, Adapter](), list[Adapter](), list[AdapterEdit]()
+        self._by_name, self._edits = dict[str, Adapter](), list[AdapterEdit]()
+        self.leaving = list[Adapter]()
+        """Removed, while requests have them."""
         self._last = 0
         for name in names:
             adapter = self.add(name, self._last + 1)
@@ -104,20 +106,19 @@ class AdapterBooks:
         adapter = self._by_name[name] = Adapter(name, number, self._versions[name])
         return adapter
 
-    def number_of(self, name: str, alive: Iterable[Adapter]) -> int:
-        """Of one that may go at once; 0 where requests have it. alive: of all requests."""
-        adapter = self._by_name[name]
-        return 0 if adapter in alive else adapter.number
+    def remove(self, name: str) -> None:
+        """Requests that have it go on with it, until `take_left` gives it."""
+        self.leaving.append(self._by_name.pop(name))
 
-    def remove(self, name: str, at_once: bool = False) -> None:
-        """Requests that have it go on with it; at_once: none has, and the engine has been told."""
-        adapter = self._by_name.pop(name)
-        if not at_once:
-            self._leaving.append(adapter)
-            return
-        if adapter.slot:
-            self._slots[adapter.slot - 1] = None
-        self._edits = [each for each in self._edits if each.number != adapter.number]
+    def take_left(self, alive: Collection[Adapter]) -> list[Adapter]:
+        """Those that have been removed and that nobody has any more. alive: of all requests, and of rows."""
+        left = [each for each in self.leaving if each not in alive]
+        for adapter in left:
+            self.leaving.remove(adapter)
+            if adapter.slot:
+                self._slots[adapter.slot - 1] = None
+            self._edits = [each for each in self._edits if each.number != adapter.number]
+        return left
 
     # ---------------------------------------------------------------- slots
 
@@ -153,15 +154,8 @@ class AdapterBooks:
         held = self._slots[slot - 1]
         return -1 if held is None else held.used
 
-    def take_edits(self, alive: Iterable[Adapter]) -> tuple[AdapterEdit, ...]:
-        """What has changed since the last plan that was told. alive: of all requests."""
-        if self._leaving:
-            held = set(alive)
-            for adapter in [each for each in self._leaving if each not in held]:
-                self._leaving.remove(adapter)
-                if adapter.slot:
-                    self._slots[adapter.slot - 1] = None
-                self._edits.append(AdapterEdit(0, adapter.number))
+    def take_edits(self) -> tuple[AdapterEdit, ...]:
+        """What has changed since the last plan that was told."""
         edits, self._edits = tuple(self._edits), []
         return edits
 
@@ -169,4 +163,4 @@ class AdapterBooks:
         """What the device has of them is not known any more."""
         for adapter in (each for each in self._slots if each is not None):
             adapter.slot = 0
-        self._slots, self._edits = [None] * len(self._slots), [each for each in self._edits if not each.slot]
+        self._slots, self._edits = [None] * len(self._slots), []

@@ -1,7 +1,7 @@
 """Who is admitted, and which chunks of which prompts a prefill step takes."""
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import islice
 
 from treetop.cache.kv_cache_manager import Lease
 from treetop.scheduler.adapters import Adapter, AdapterBooks
@@ -131,13 +131,9 @@ class PrefillPlanner:
             choice=Choice.costliest(request.choice for request, _ in batch),
             logprobs=logprobs_of([request for request, _ in batch]),
             masks=masks_of(last),
-            adapters=self._adapters.take_edits(each.adapter for each in self._everybody()),
+            adapters=self._adapters.take_edits(),
             packed=self._packed,
         )
-
-    def _everybody(self) -> Iterator[Request]:
-        """Who is alive, and who has ended and holds a row."""
-        return chain(self._queues.by_id.values(), self._rows.by_row.values())
 
     def _in_order(self, batch: Batch, setups: list[RowSetup]) -> None:
         """Those that have begun, then those that wait, until one has no room. Where it is a slot for its adapter that

@@ -115,7 +115,7 @@ class LoadLora:
 class UnloadLora:
     """No request may name this adapter any more. Those that have named it go on with it to their end.
 
-    number: the core's, where no request has it; else a later plan says when nobody does.
+    number: the core's, once no request has it.
     """
 
     name: str

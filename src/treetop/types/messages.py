@@ -131,7 +131,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class AdapterEdit:
-    """A slot of the device has this adapter from now on; of slot 0, the host may forget it. number: see `LoadLora`."""
+    """A slot of the device has this adapter from now on. number: see `LoadLora`."""
 
     slot: int
     number: int
