@@ -15,6 +15,7 @@ from support.tiny_models import Pair, save_random_llama
 from treetop.attention.segments_backend import SegmentsBackend
 from treetop.engine.startup.products import Products
 from treetop.engine.startup.weight_copies import product_weights
+from treetop.kernels.profile import profile_of
 from treetop.kernels.table import Ops
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.weights.gpu_products import Probed, WholeProduct
@@ -35,7 +36,8 @@ def by_our_kernel(engine_plan):
 @interpreted
 def test_a_tree_has_the_bits_of_plain_decoding(tmp_path, monkeypatch):
     """In bfloat16, by the kernels that `bits` has on a GPU, beside another row and in chunks."""
-    monkeypatch.setattr("treetop.engine.startup.exactness.why_not_exact", lambda *_: None)
+    of_a_gpu = profile_of("bits", torch.device("cuda"))
+    monkeypatch.setattr("treetop.engine.startup.plan.chosen_profile", lambda *_: of_a_gpu)
     monkeypatch.setattr("treetop.engine.startup.build.products_of", by_our_kernel)
     monkeypatch.setattr(Ops, "gpu_for", lambda self, op: gpu_traits(CPU) if op.name in KERNELS else None)
     used = set()
