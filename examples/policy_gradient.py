@@ -34,6 +34,11 @@ def reward_of(output: RequestOutput) -> float:
     return sum(not line.strip() or line.lstrip().startswith("#") for line in lines) / len(lines)
 
 
+def accept_length(outputs: list[RequestOutput]) -> float:
+    """Tokens that a round gave, the target's own counted."""
+    return sum(each.round_tokens for each in outputs) / sum(each.metrics.target_forwards for each in outputs)
+
+
 def advantages_of(rewards: torch.Tensor) -> torch.Tensor:
     """rewards: [prompts, group]. Within each group, of mean 0."""
     centred = rewards - rewards.mean(1, keepdim=True)
@@ -96,21 +101,24 @@ def main() -> None:
     head = load_head(llm.draft_path, torch.device("cpu")).train()
     optimizers = [torch.optim.Adam(each.parameters(), lr) for each, lr in ((policy, 2e-5), (head, 1e-4))]
     sampling = SamplingParams(max_tokens=args.max_tokens, temperature=1.0, logprobs=0)
+    asked = [prompt for prompt in PROMPTS for _ in range(args.group)]
+    accepted = list[float]()
     for step in range(args.steps):
-        outputs = llm.generate([prompt for prompt in PROMPTS for _ in range(args.group)], sampling)
+        outputs = llm.generate(asked, sampling)
         rewards = torch.tensor([reward_of(each) for each in outputs]).view(len(PROMPTS), args.group)
-        rounds = sum(each.metrics.target_forwards for each in outputs)
+        accepted.append(accept_length(outputs))
         head_loss, farthest = learn(policy, head, optimizers, outputs, advantages_of(rewards).flatten())
         versions = {each.metrics.weight_version for each in outputs}
         print(
             f"step {step}: weights {versions}, reward {rewards.mean():.3f},"
-            f" {sum(each.round_tokens for each in outputs) / rounds:.2f} tokens a round,"
+            f" {accepted[-1]:.2f} tokens a round,"
             f" head's loss {head_loss:.3f}, farthest ratio {farthest:.1e} from 1"
         )
         tied = {"lm_head.weight"} if policy.config.tie_word_embeddings else set()
         tensors = {name: tensor for name, tensor in policy.state_dict().items() if name not in tied}
         llm.update_weights(tensors, head.state_dict())
-    print(f"{args.steps} steps; the engine has the weights of the last")
+    accepted.append(accept_length(llm.generate(asked, sampling)))
+    print(f"{args.steps} steps: {accepted[0]:.2f} tokens a round before, {accepted[-1]:.2f} with the last weights")
     llm.close()
 
 
