@@ -1,6 +1,6 @@
 """What README and docs name exists: links, headings, files, commands and options.
 
-The changelog speaks of what was, so only its links are checked.
+The changelog and the log of measurements speak of what was, so only their links are checked.
 """
 
 import ast
@@ -100,7 +100,9 @@ def subparsers():
     return found
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "CHANGELOG.md", ROOT / "benchmarks/log.md"], ids=lambda page: page.name
+)
 def test_links_lead_somewhere(page):
     assert not dead_links(page)
 

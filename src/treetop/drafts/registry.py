@@ -120,6 +120,10 @@ def _any_spec(
 def find_draft(folder: Path, algorithm: str | None = None) -> FoundDraft:
     """Which drafter a folder holds, by the names of its tensors, and in which layout, by its config.
 
+    Assistants and heads that propose in parallel are told first, by the config, or by P-EAGLE's `mask_hidden`. Then the
+    first of these that is there decides: an MTP layer's tensor (`MtpNames.shown_by`), `midlayer.`,
+    `layers.0.hidden_norm.weight` or `d2t` of EAGLE-3, `fc.weight` of EAGLE.
+
     algorithm: what is asked for. A language model drafts only where STANDALONE is, for every target is one.
 
     Raises CheckpointError for a folder that holds none, or one that is not supported.

@@ -366,7 +366,7 @@ class EngineConfig:
         aliases=("--expert-parallel-size", "--ep"),
     )
     disable_custom_all_reduce: bool = option(
-        False, "with --tp-size: exchange by NCCL alone, not by peer memory (docs/scale.md)"
+        False, "with --tp-size: exchange by NCCL alone, not by peer memory (docs/distributed.md)"
     )
     step_timeout: float = option(
         60.0,

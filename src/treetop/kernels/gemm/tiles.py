@@ -261,7 +261,7 @@ def untile(weight: TiledWeight) -> CodedWeight:
 def decode_tiles_reference(
     weight: TiledWeight, first: int, stop: int, dtype: torch.dtype, parted: bool = False
 ) -> Tensor:
-    """Lines first .. stop of a weight of no experts, [lines, columns]; first is a multiple of TILE.
+    """Lines from first up to stop of a weight of no experts, [lines, columns]; first is a multiple of TILE.
 
     parted: even lines come before odd ones, so gates before ups.
     """
