@@ -317,7 +317,7 @@ def test_a_name_that_can_be_no_folder_is_refused_by_option(name, part):
 def test_every_error_can_be_pickled_and_copied():
     """Processes and threads hand them on: kind, words and fields stay."""
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
-    assert len(kinds) == 12
+    assert len(kinds) == 13
     for kind in kinds:
         args = (2, 3, "too long", "a_code") if kind is PromptError else ("too long",)
         error = kind(*args)

@@ -41,9 +41,9 @@ def test_operations_take_the_form_that_the_profile_says(exactness):
 
 ASKS = {
     *("kernels/profile.py", "engine/startup/exactness_table.py", "distributed/open.py", "core/mock.py"),
-    *("types/config.py", "doctor/report.py", "doctor/exactness.py", "doctor/rank_sums.py"),
+    *("types/config.py", "doctor/report.py", "doctor/exactness.py", "doctor/rank_sums.py", "distributed/client.py"),
 }
-"""The profile, the option, what `auto` stands for, and what a doctor prints."""
+"""The profile, the option, what `auto` stands for, on every engine alike, and what a doctor prints."""
 
 
 def test_nobody_else_asks_which_exactness_is_in_force():
