@@ -334,8 +334,8 @@ def test_an_engine_that_takes_the_place_of_another_has_the_weights_in_force(stro
             (engine,) = llm.core.engines
             change = engine.change
 
-            async def dies(asked, stage):
-                await change(asked, stage)
+            async def dies(asked, stage, token):
+                await change(asked, stage, token)
                 if stage == "prepare":
                     os.kill(child_of(os.getpid(), "engine_process"), signal.SIGKILL)
                     while engine.is_up:

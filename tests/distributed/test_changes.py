@@ -37,7 +37,7 @@ class Side:
         self.links = [SimpleNamespace(info=SimpleNamespace(loras=loras, asleep=(), weight_version=0))]
         self.is_up, self.keeps, self.held = True, None, []
 
-    async def change(self, change, stage):
+    async def change(self, change, stage, token):
         self.told.append(stage)
         if stage == "prepare":
             vars(self).update(self.then)
@@ -83,7 +83,7 @@ def test_where_one_refuses_all_drop_it_whatever_dropping_says():
     with pytest.raises(ConfigError, match="no"):
         changed(first, second, third)
     assert (first.told, second.told, third.told) == (["prepare", "drop"],) * 3
-    assert (first.keeps, second.keeps, third.keeps) == (LOAD, None, None), "whoever did not hear it hears it later"
+    assert (first.keeps[0], second.keeps, third.keeps) == (LOAD, None, None), "whoever did not hear it hears it later"
 
 
 def test_one_that_ends_before_all_have_prepared_it_changes_nothing_anywhere():
@@ -309,6 +309,12 @@ def test_weights_that_came_in_parts_are_noted_and_found_again_whole(tmp_path):
     assert after(core, parts[1])[0] == ("model",)
 
 
+def core():
+    scheduler = MagicMock()
+    scheduler.adapters.known, scheduler.adapters.names, scheduler.adapters.versions = {}, (), ()
+    return EngineCore(Told(), scheduler)
+
+
 def server_over(core, file):
     """As after a start, with what the note says."""
     info = restored(core, CoreInfo("m", 2, 8, 1, SpecShape(1, 0, 1)), noted_changes(file))
@@ -324,25 +330,20 @@ SENT = SentTensors(("a",), ("float32",), ((1,),), "g")
 
 @pytest.mark.parametrize("change", [UpdateWeights("n"), UpdateWeights(model_tensors=SENT)])
 def test_an_engine_that_ends_before_it_has_taken_weights_is_followed_by_none_that_mixes(tmp_path, change):
-    """Others may have taken them: it refuses until the client that asked says that none has, or weights come again."""
-
-    def core():
-        scheduler = MagicMock()
-        scheduler.adapters.known, scheduler.adapters.names, scheduler.adapters.versions = {}, (), ()
-        return EngineCore(Told(), scheduler)
-
+    """Others may have taken them: it refuses until whoever asked says that none has, or weights come again."""
     file, me, other = tmp_path / "note", bytes([7]), bytes([8])
     first = server_over(core(), file)
     first._apply(me, AskChange.of(1, "prepare", change))
     first._apply(me, AskChange.of(2, "drop", change))
     assert server_over(core(), file)._core.refuses is None
-    first._apply(me, AskChange.of(3, "prepare", change))
+    first._apply(me, AskChange.of(3, "prepare", change, "this"))
     second = server_over(core(), file)  # the first is gone
     assert second._core.refuses == second._info.refuses_now == WEIGHTS_UNDECIDED
-    second._apply(other, AskChange.of(1, "keep", change))
-    assert second._core.refuses == WEIGHTS_UNDECIDED, "it knows nothing"
+    for identity, token in ((other, "that"), (me, "that"), (me, "")):
+        second._apply(identity, AskChange.of(1, "keep", change, token))
+        assert second._core.refuses == WEIGHTS_UNDECIDED, "of another change"
     third = server_over(core(), file)
-    third._apply(me, AskChange.of(1, "keep", change))
+    third._apply(me, AskChange.of(1, "keep", change, "this"))
     assert third._core.refuses is third._info.refuses_now is None
     assert server_over(core(), file)._core.refuses is None
     for stage in ("prepare", "commit"):
@@ -354,6 +355,46 @@ def test_an_engine_that_ends_before_it_has_taken_weights_is_followed_by_none_tha
     assert noted_changes(file).lost == (("model",) if change.is_sent else ())
 
 
+class Served(Side):
+    """One over servers, of which the next goes on with the note of the last."""
+
+    def __init__(self, file, *fails):
+        super().__init__(fails)
+        self.file = file
+        self.start()
+
+    def start(self):
+        self.server, self.is_up = server_over(core(), self.file), True
+        if self.keeps is not None:
+            self.server._apply(bytes([7]), AskChange.of(0, "keep", *self.keeps))
+
+    async def change(self, change, stage, token):
+        if not self.is_up:
+            raise EngineError("being started again")
+        await super().change(change, stage, token)
+        self.server._apply(bytes([7]), AskChange.of(0, stage, change, token))
+
+    async def another(self, restarts):
+        self.start()
+
+
+def test_what_a_later_change_says_is_not_taken_for_what_became_of_an_earlier_one(tmp_path):
+    """An engine that may not have what the others have dies again, and while it is down something else is refused."""
+    well = Served(tmp_path / "well")
+    torn = Served(tmp_path / "torn", ("commit", EngineError("gone")), ("prepare", EngineError("nobody sends")))
+    with pytest.raises(EngineError, match="cannot take what the others have"):
+        changed(well, torn, change=UpdateWeights("new"))
+    for later in (LOAD, UpdateWeights("new")):
+        torn.is_up = False
+        with pytest.raises(EngineError, match="being started again"):
+            changed(well, torn, change=later)
+        torn.start()
+        torn.keeps = later, "another"  # and if it had been asked in time
+        torn.start()
+        assert (well.server._core.weight_version, well.server._core.refuses) == (1, None)
+        assert (torn.server._core.weight_version, torn.server._core.refuses) == (0, WEIGHTS_UNDECIDED)
+
+
 def test_who_may_have_others_weights_is_kept_where_a_later_change_is_dropped(tmp_path):
     """And nobody may say that what was before is right."""
     file = tmp_path / "note"
@@ -362,7 +403,7 @@ def test_who_may_have_others_weights_is_kept_where_a_later_change_is_dropped(tmp
     server = server_over(core, file)
     for stage in ("prepare", "drop"):
         server._apply(me, AskChange.of(1, stage, UpdateWeights("n")))
-        assert (noted_changes(file).undecided, noted_changes(file).undecided_by) == (("model",), -1)
+        assert (noted_changes(file).undecided, noted_changes(file).undecided_by) == (("model",), "")
 
 
 def test_an_engine_that_starts_is_told_what_none_has_taken_before_it_has_requests():
@@ -375,8 +416,8 @@ def test_an_engine_that_starts_is_told_what_none_has_taken_before_it_has_request
         engine = RemoteEngine(0, 0, 60.0, None, asyncio.Event())
         engine._journal = Mock(due=lambda: [EngineRequest(RequestId(1), (5,), SamplingParams(), 0)])
         given = []
-        for change, takes in ((LOAD, False), (None, True), (None, False)):
-            engine.keeps, sent = change, []
+        for keeps, takes in (((LOAD, "this"), False), (None, True), (None, False)):
+            engine.keeps, sent = keeps, []
             socket = SimpleNamespace(recv=silent, close=lambda: None, send=sent.append)
             link = RankLink(0, 0, socket, CoreInfo("m", 2, 8, 1, SpecShape(1, 0, 1)))
             with engine.takes() if takes else nullcontext():

@@ -55,17 +55,19 @@ class AskChange(msgspec.Struct, frozen=True, tag=True):
 
     keep: no engine has taken what this client had asked of the engine before this one, which keeps what was.
 
-    kind: of `CHANGES`, for changes have no tag of their own. encoded: the change.
+    kind: of `CHANGES`, for changes have no tag of their own. encoded: the change. token: of this one among all that any
+    client asks for, alike or not; the same at every stage.
     """
 
     number: int
     stage: Stage
     kind: str
     encoded: msgspec.Raw
+    token: str = ""
 
     @classmethod
-    def of(cls, number: int, stage: Stage, change: Change) -> "AskChange":
-        return cls(number, stage, asked_as(change), msgspec.Raw(encode(change)))
+    def of(cls, number: int, stage: Stage, change: Change, token: str = "") -> "AskChange":
+        return cls(number, stage, asked_as(change), msgspec.Raw(encode(change)), token)
 
     @property
     def change(self) -> Change:

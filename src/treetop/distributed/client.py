@@ -11,6 +11,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import count
 from typing import Any
+from uuid import uuid4
 
 from treetop.core.clients import Sink
 from treetop.core.wire import ID_RANGE
@@ -154,11 +155,13 @@ class EngineProcessClient:
             each: replace(change, engine=index) if isinstance(change, InitWeightsUpdateGroup) else change
             for index, each in enumerate(self.engines)
         }
+        token = uuid4().hex
         for each, own in asked.items():
-            each.keeps = own
+            if each.is_up:  # else nothing is asked of it, and what the one before it may keep is not forgotten
+                each.keeps = own, token
         try:  # side by side: what is broadcast comes to all at once
             answers = await gather(
-                *(each.change(own, "prepare") for each, own in asked.items()), return_exceptions=True
+                *(each.change(own, "prepare", token) for each, own in asked.items()), return_exceptions=True
             )
             for answer in answers:
                 if isinstance(answer, BaseException):
@@ -167,29 +170,29 @@ class EngineProcessClient:
                 if not each.is_up or each.num_restarts != restarts:
                     raise EngineError(f"{asked_as(change)}: an engine has ended meanwhile; nothing has changed")
         except BaseException:
-            await _to_the_end(self._drop(asked))
+            await _to_the_end(self._drop(asked, token))
             raise
         for each in self.engines:  # from here on all take it
             each.keeps = None
         with ExitStack() as stack:
             for each in self.engines:
                 stack.enter_context(each.takes())
-            await _to_the_end(self._commit(change, asked, before))
+            await _to_the_end(self._commit(change, asked, before, token))
 
-    async def _drop(self, asked: dict[RemoteEngine, Change]) -> None:
+    async def _drop(self, asked: dict[RemoteEngine, Change], token: str) -> None:
         for each, own in asked.items():
             with suppress(EngineError, UserError):
-                await each.change(own, "drop")
+                await each.change(own, "drop", token)
                 each.keeps = None
 
     async def _commit(
-        self, change: Change, asked: dict[RemoteEngine, Change], before: list[tuple[int, CoreInfo | None]]
+        self, change: Change, asked: dict[RemoteEngine, Change], before: list[tuple[int, CoreInfo | None]], token: str
     ) -> None:
         """before: of each engine, the number of its restarts and what it was."""
         lost = list[RemoteEngine]()
         for each in self.engines:
             try:
-                await each.change(asked[each], "commit")
+                await each.change(asked[each], "commit", token)
             except TreetopError as error:  # whatever it was, a half of a change is no engine
                 log.warning(
                     "%s: an engine did not take it: %s; the one after it is asked again", asked_as(change), error
@@ -200,8 +203,8 @@ class EngineProcessClient:
             await each.another(restarts)
             if info is None or not has_taken(change, each.links[0].info, info):
                 try:
-                    await each.change(asked[each], "prepare")
-                    await each.change(asked[each], "commit")
+                    await each.change(asked[each], "prepare", token)
+                    await each.change(asked[each], "commit", token)
                 except TreetopError as error:
                     raise EngineError(
                         f"{asked_as(change)}: an engine was started again and cannot take what the others have: {error}"

@@ -184,19 +184,18 @@ class EngineServer:
             return
         change = asked.change
         self._asked = identity, change
-        self._loop.prepare(change, partial(self._is_prepared, identity, asked.number, change))
+        self._loop.prepare(change, partial(self._is_prepared, identity, asked, change))
 
-    def _is_prepared(self, identity: bytes, number: int, change: Change, prepared: Commit | BaseException) -> None:
+    def _is_prepared(self, identity: bytes, asked: AskChange, change: Change, prepared: Commit | BaseException) -> None:
         self._asked = None
         if isinstance(prepared, BaseException):
-            self._send(identity, _refused(number, prepared))
+            self._send(identity, _refused(asked.number, prepared))
             return
         self._prepared = identity, change, prepared
         if isinstance(change, UpdateWeights) and not change.more:  # before anybody may decide that all take it
-            number_of = {each: client for client, each in self._identities.items()}
-            whose = -1 if self._core.undecided else number_of.get(identity, -1)
-            self._note(undecided=tuple({*self._core.undecided, *self._core.changed_by(change)}), undecided_by=whose)
-        self._send(identity, ChangeDone(number))
+            token = "" if self._core.undecided else asked.token
+            self._note(undecided=tuple({*self._core.undecided, *self._core.changed_by(change)}), undecided_by=token)
+        self._send(identity, ChangeDone(asked.number))
 
     def _change(self, identity: bytes, asked: AskChange) -> ChangeDone:
         """An engine that takes this one's place has what was changed, too. Whom that ended has been told before."""
@@ -205,7 +204,7 @@ class EngineServer:
                 if (identity, asked.change) in (self._asked, self._prepared and self._prepared[:2]):
                     self._drop()
             elif asked.stage == "keep":
-                self._keep_old(identity)
+                self._keep_old(asked.token)
             elif self._prepared is not None and self._prepared[0] != identity:
                 raise ConflictError
             elif self._prepared is None:
@@ -219,14 +218,14 @@ class EngineServer:
             return _refused(asked.number, error)
         return ChangeDone(asked.number)
 
-    def _keep_old(self, identity: bytes) -> None:
-        """Of what was prepared in the engine before this one; only its own client knows."""
+    def _keep_old(self, token: str) -> None:
+        """Of what was prepared in the engine before this one; only whoever asked for that change knows."""
         if self._file is None or not self._core.undecided or self._prepared is not None:
             return
-        if self._identities.get(noted_changes(self._file).undecided_by) == identity:
+        if token and noted_changes(self._file).undecided_by == token:
             self._core.kept_old()
-            self._note(undecided=(), undecided_by=-1, parts=())
             self._tell_info()
+            self._note(undecided=(), undecided_by="", parts=())
 
     def _tell_info(self) -> None:
         self._info = self._core.current(self._info)
@@ -268,7 +267,7 @@ class EngineServer:
         if self._prepared is not None:
             (_, change, _), self._prepared = self._prepared, None
             self._core.drop(change)
-            self._note(undecided=self._core.undecided, undecided_by=-1, parts=self._core.parts)
+            self._note(undecided=self._core.undecided, undecided_by="", parts=self._core.parts)
 
     def _send_updates(self, identity: bytes, updates: list[RequestUpdate]) -> None:
         self._send(identity, Updates(tuple(updates)))
@@ -384,8 +383,8 @@ class ChangesNote(msgspec.Struct, frozen=True):
 
     lora_versions: how often a name has been given. asleep, level: what sleeps, and how deeply.
     lost: of "model" and "draft", what was sent and is in no folder. parts: what has come of weights not whole yet.
-    undecided: what a change has prepared, and all engines may have taken but this one. undecided_by: the client that
-    knows, -1 for none.
+    undecided: what a change has prepared, and all engines may have taken but this one. undecided_by: the
+    token of that change, whose client knows; "" where nobody does.
     """
 
     model: str | None = None
@@ -398,7 +397,7 @@ class ChangesNote(msgspec.Struct, frozen=True):
     lost: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
     undecided: tuple[str, ...] = ()
-    undecided_by: int = -1
+    undecided_by: str = ""
 
 
 def note_change(file: Path, config: EngineConfig, change: Change, core: Core) -> None:
@@ -423,7 +422,7 @@ def note_change(file: Path, config: EngineConfig, change: Change, core: Core) ->
         lost=core.in_no_folder,
         parts=core.parts,
         undecided=core.undecided,
-        undecided_by=-1,
+        undecided_by="",
     )
     write_note(file, note)
 

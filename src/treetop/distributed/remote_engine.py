@@ -118,8 +118,8 @@ class RemoteEngine:
         self.failure: EngineError | None = None
         self.num_restarts = -1
         self.settled, self.stalled = asyncio.Event(), asyncio.Event()
-        self.keeps: Change | None = None
-        """What is being prepared, and no engine has taken: one that starts meanwhile is told so."""
+        self.keeps: tuple[Change, str] | None = None
+        """What this engine was asked to prepare, with its token, and none has taken: the one after it is told so."""
         self._takes = False
 
     @property
@@ -178,7 +178,7 @@ class RemoteEngine:
         self._readers = [asyncio.create_task(self._read(link)) for link in self.links]
         self._watchdog = asyncio.create_task(self._watch())
         if self.keeps is not None and len(self.links) == 1:
-            self.links[0].send(AskChange.of(next(self._numbers), "keep", self.keeps))
+            self.links[0].send(AskChange.of(next(self._numbers), "keep", *self.keeps))
         self._give()
 
     async def _handshake(self, socket: AsyncSocket, address: str) -> CoreInfo:
@@ -216,8 +216,8 @@ class RemoteEngine:
             link.send(Finish(request_id, num_tokens))
         self._give()
 
-    async def change(self, change: Change, stage: Stage) -> None:
-        """A stage of `EngineClient.change`."""
+    async def change(self, change: Change, stage: Stage, token: str) -> None:
+        """A stage of `EngineClient.change`. token: see `AskChange`."""
         what = asked_as(change)
         if self.failure is not None:
             raise self.failure.with_traceback(None)
@@ -228,7 +228,7 @@ class RemoteEngine:
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
         self._updating[number] = answer
         try:
-            self.links[0].send(AskChange.of(number, stage, change))
+            self.links[0].send(AskChange.of(number, stage, change, token))
             said = await answer
         finally:
             del self._updating[number]
