@@ -12,12 +12,13 @@ from support.waiting import WAIT_S
 from treetop.api.errors import as_api_error
 from treetop.core.engine_core import WEIGHTS_LOST, WEIGHTS_UNDECIDED, EngineCore
 from treetop.core.loop import CoreThread
-from treetop.core.wire import AskChange, ClientHello, decode_from_core, decode_to_core
+from treetop.core.wire import AskChange, ClientHello, decode_from_core, decode_to_core, encode
 from treetop.distributed.client import EngineProcessClient, has_taken
 from treetop.distributed.engine_process import EngineServer, Parts, note_change, noted_changes, restored
 from treetop.distributed.remote_engine import RankLink, RemoteEngine
 from treetop.distributed.tp_executor import TpExecutor
 from treetop.distributed.tp_worker import TpWorker
+from treetop.scheduler.adapters import AdapterBooks
 from treetop.types.changes import TAGS, LoadLora, SentTensors, Sleep, UnloadLora, UpdateWeights, WakeUp
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, ConflictError, EngineError, InputError
@@ -174,6 +175,39 @@ def test_what_is_dropped_is_let_go_by_every_rank():
         worker._follow()
         assert worker._prepared is None
         assert worker._engine.drop.call_args.args == executor.engine.drop.call_args.args == (change,)
+
+
+@pytest.mark.parametrize("stage", ["commit", "drop"])
+def test_an_adapter_whose_last_request_ends_while_something_is_prepared_is_forgotten_after_it(stage):
+    """Ranks hold one change at a time: this one would be in its place."""
+    worker, told, said = TpWorker.__new__(TpWorker), [], []
+    worker._prepared, worker._options, worker._engine, worker._send = None, SimpleNamespace(rank=1), Mock(), said.append
+    worker._engine.prepare = lambda change: lambda: told.append(change)
+
+    def ask(stage, change):
+        worker._plans = Mock(recv=lambda: encode(AskChange.of(0, stage, change)))
+        worker._follow()
+        if said[-1].error is not None:
+            raise EngineError(said[-1].error)
+
+    def prepare(change):
+        ask("prepare", change)
+        return lambda: ask("commit", change)
+
+    ranks = Mock(prepare=prepare, drop=lambda change: ask("drop", change))
+    books = AdapterBooks(["old"], 1, 8)
+    core = EngineCore(ranks, scheduler := MagicMock(adapters=books))
+    scheduler.adapters_in_use = [books.named("old")]
+    core.prepare(UnloadLora("old"))()
+    commit, scheduler.adapters_in_use = core.prepare(LOAD), []
+    core.abort(RequestId(1))
+    assert (told, core.failure) == ([], None)
+    if stage == "commit":
+        commit()
+    else:
+        core.drop(LOAD)
+    assert [type(each) for each in told] == [LoadLora, UnloadLora][stage == "drop" :]
+    assert (core.failure, books.leaving) == (None, [])
 
 
 def test_a_refused_change_leaves_the_one_that_waits():

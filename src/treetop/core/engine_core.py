@@ -101,6 +101,7 @@ class EngineCore(Generic[InFlightStep]):
         self._kept: set[str] = set()  # of those, what has come of new weights that are not whole yet
         self._gone: set[str] = set()  # of those, what had come so to an engine before this one
         self.fit = HeadFit()
+        self._has_prepared = False  # a change, which all ranks hold until it is in force or dropped: nothing else, then
         self._paused = False  # K/V have gone for new weights, which are not in force yet
         self._held: list[tuple[EngineRequest, bool, float]] | None = None  # those that came since, while others end
         self.stalled = False
@@ -237,10 +238,12 @@ class EngineCore(Generic[InFlightStep]):
                 self.drop(change)
             self.release()
             raise
+        self._has_prepared = True
         return lambda: self._put_in_force(change, commit)
 
     def drop(self, change: Change) -> None:
         """What was prepared for a change is let go, on all ranks. Raises nothing of theirs: a step tells of it."""
+        self._has_prepared = False
         self._between_steps(lambda: self.engine.drop(change))
         if isinstance(change, UpdateWeights) and not change.more:
             self._kept, self._gone = set(), set()
@@ -251,7 +254,10 @@ class EngineCore(Generic[InFlightStep]):
         torn = self.changed_by(change) if isinstance(change, UpdateWeights) and not change.more else ()
         try:
             commit()
+            torn, self._has_prepared = (), False
+            self._forget_left()
         except BaseException as error:
+            self._has_prepared = False
             self.undecided = tuple(sorted({*self.undecided, *torn}))
             self._failed = self.fail(error)
             self.release()
@@ -272,7 +278,7 @@ class EngineCore(Generic[InFlightStep]):
                 return lambda: (commit(), adapters.add(name, numbered.number))
             case UnloadLora(name):
                 adapters.check_removable(name)
-                return lambda: self._unload(name)
+                return lambda: adapters.remove(name)
             case Sleep():
                 commit = self.engine.prepare(change)
                 return lambda: self._falls_asleep(commit)
@@ -361,14 +367,13 @@ class EngineCore(Generic[InFlightStep]):
             return ASLEEP
         return WEIGHTS_LOST if self.lost else WEIGHTS_UNDECIDED if self.undecided else None
 
-    def _unload(self, name: str) -> None:
-        """All ranks forget it once no request has it."""
-        self.scheduler.adapters.remove(name)
-        self._forget_left()
-
     def _forget_left(self) -> None:
+        """All ranks forget adapters that were removed and that no request has any more.
+
+        Not while another change is prepared, in whose place this would be: once it is not.
+        """
         adapters = self.scheduler.adapters
-        if adapters.leaving:
+        if adapters.leaving and not self._has_prepared:
             for each in adapters.take_left(self.scheduler.adapters_in_use):
                 self.engine.prepare(UnloadLora(each.name, each.number))()
 
