@@ -12,7 +12,7 @@ from support.waiting import WAIT_S
 from treetop.api.errors import as_api_error
 from treetop.core.engine_core import WEIGHTS_LOST, WEIGHTS_UNDECIDED, EngineCore
 from treetop.core.loop import CoreThread
-from treetop.core.wire import AskChange, ClientHello, decode_from_core, decode_to_core, encode
+from treetop.core.wire import AskChange, ChangeDone, ClientHello, decode_from_core, decode_to_core, encode
 from treetop.distributed.client import EngineProcessClient, has_taken
 from treetop.distributed.engine_process import EngineServer, Parts, note_change, noted_changes, restored
 from treetop.distributed.remote_engine import RankLink, RemoteEngine
@@ -294,6 +294,30 @@ def test_of_one_client_changes_are_made_one_after_another():
                 await first
             await second
             assert [each.told for each in sides] == [["prepare", then, "prepare", "commit"]] * 2
+
+    asyncio.run(asyncio.wait_for(run(), WAIT_S))
+
+
+def test_a_change_ends_where_the_client_is_closed_while_an_engine_takes_it():
+    """No other engine is heard of then, and whoever asks later is refused."""
+
+    async def run():
+        client = EngineProcessClient()
+        engine = client.engines[0]
+        engine.num_restarts, engine._up = 0, True
+
+        def send(message):
+            asked = decode_to_core(message)
+            if asked.stage == "commit":
+                client.close()
+            else:
+                engine._take(engine.links[0], ChangeDone(asked.number))
+
+        socket = SimpleNamespace(send=send, close=lambda: None)
+        engine.links = [RankLink(0, 0, socket, CoreInfo("m", 2, 8, 1, SpecShape(1, 0, 1)))]
+        for _ in range(2):
+            with pytest.raises(EngineError, match="has closed the connection"):
+                await client.change(LOAD)
 
     asyncio.run(asyncio.wait_for(run(), WAIT_S))
 

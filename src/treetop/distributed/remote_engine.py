@@ -120,7 +120,7 @@ class RemoteEngine:
         self.settled, self.stalled = asyncio.Event(), asyncio.Event()
         self.keeps: tuple[Change, str] | None = None
         """What this engine was asked to prepare, with its token, and none has taken: the one after it is told so."""
-        self._takes = False
+        self._takes = self._closed = False
 
     @property
     def is_up(self) -> bool:
@@ -219,8 +219,7 @@ class RemoteEngine:
     async def change(self, change: Change, stage: Stage, token: str) -> None:
         """A stage of `EngineClient.change`. token: see `AskChange`."""
         what = asked_as(change)
-        if self.failure is not None:
-            raise self.failure.with_traceback(None)
+        self._check_open()
         if not self._up:
             raise EngineError(f"{what}: the engine is being started again; ask again once it is up")
         if len(self.links) != 1:
@@ -249,11 +248,17 @@ class RemoteEngine:
                 self._give()
 
     async def another(self, restarts: int) -> None:
-        """Wait for an engine that comes after so many restarts. Raises EngineError if none does."""
+        """Wait for an engine that comes after so many restarts. Raises EngineError if none does, and once closed."""
+        self._check_open()
         while self.num_restarts <= restarts or not self._up:
-            if self.failure is not None:
-                raise self.failure.with_traceback(None)
             await asyncio.sleep(_TICK_S)
+            self._check_open()
+
+    def _check_open(self) -> None:
+        if self.failure is not None:
+            raise self.failure.with_traceback(None)
+        if self._closed:
+            raise EngineError("whoever asked the engine has closed the connection to it")
 
     def left(self, number: int) -> None:
         """Another client of this engine has ended. One that comes later will not hear of it."""
@@ -279,6 +284,7 @@ class RemoteEngine:
             self._journal.fail(reason)
 
     def close(self) -> None:
+        self._closed = True
         self._leave()
         for task in (self._tender, self._watchdog):
             if task is not None:
