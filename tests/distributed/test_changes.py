@@ -52,11 +52,17 @@ class Side:
     async def another(self, restarts):
         self.told.append("another")
 
-    @contextmanager
     def takes(self):
-        self.held.append(True)
+        return self._held("takes")
+
+    def behind(self):
+        return self._held("behind")
+
+    @contextmanager
+    def _held(self, why):
+        self.held.append(why)
         yield
-        self.held.append(False)
+        self.held.remove(why)
 
 
 def changed(*sides, change=LOAD):
@@ -71,6 +77,40 @@ def test_one_that_ended_before_it_took_it_takes_it_after_the_others():
     changed(first, second)
     assert first.told == ["prepare", "commit", "another", "prepare", "commit"]
     assert second.told == ["prepare", "commit"]
+
+
+def test_while_one_that_ended_is_waited_for_the_others_have_requests():
+    """All new ones: it has none until it has taken the change."""
+    client = EngineProcessClient(num_engines=2)
+    lost, well = client.engines
+    info, seen = CoreInfo("m", 2, 8, 1, SpecShape(1, 0, 1)), []
+
+    async def change(change, stage, token):
+        seen.append((stage, well._takes, well._is_behind, client.pause))
+        if len(seen) == 3:
+            raise EngineError("gone")
+
+    async def another(restarts):
+        chosen = {client.choose(EngineRequest(RequestId(i), (i,), SamplingParams(), 0)).engine for i in range(8)}
+        seen.append((chosen, lost._takes, lost._is_behind, well._takes, well._is_behind, client.pause))
+
+    async def run():
+        for each in client.engines:
+            each.links, each._up, each.num_restarts = [RankLink(each._index, 0, Mock(), info)], True, 0
+            each.change, each.another = change, another
+            each.settled.set()
+        await client.change(LOAD)
+        assert (lost._is_behind, lost.pause) == (False, None)
+        client.close()
+
+    asyncio.run(run())
+    asked = [(stage, False, False, None) for stage in ("prepare", "prepare")]
+    asked += [("commit", True, False, None)] * 2
+    assert seen == [
+        *asked,
+        ({1}, False, True, False, False, None),
+        *((stage, False, False, None) for stage in ("prepare", "commit")),
+    ]
 
 
 def test_one_that_has_it_already_as_it_starts_is_not_asked_twice():
@@ -104,7 +144,7 @@ def test_one_that_cannot_take_what_the_others_have_is_said_to_whoever_asked():
         changed(first, second, change=UpdateWeights("m"))
     assert first.told == ["prepare", "commit", "another", "prepare"]
     assert second.told == ["prepare", "commit"]
-    assert (first.keeps, first.held) == (None, [True])
+    assert (first.keeps, first.held, second.held) == (None, ["behind"], [])
 
 
 def test_what_an_engine_has_taken():
@@ -474,18 +514,23 @@ def test_an_engine_that_starts_is_told_what_none_has_taken_before_it_has_request
         engine = RemoteEngine(0, 0, 60.0, None, asyncio.Event())
         engine._journal = Mock(due=lambda: [EngineRequest(RequestId(1), (5,), SamplingParams(), 0)])
         given = []
-        for keeps, takes in (((LOAD, "this"), False), (None, True), (None, False)):
+        for keeps, takes in (
+            ((LOAD, "this"), nullcontext),
+            (None, RemoteEngine.takes),
+            (None, RemoteEngine.behind),
+            (None, nullcontext),
+        ):
             engine.keeps, sent = keeps, []
             socket = SimpleNamespace(recv=silent, close=lambda: None, send=sent.append)
             link = RankLink(0, 0, socket, CoreInfo("m", 2, 8, 1, SpecShape(1, 0, 1)))
-            with engine.takes() if takes else nullcontext():
+            with takes(engine):
                 engine._begin([link], ())
                 given.append([getattr(decode_to_core(each), "stage", "requests") for each in sent])
             given[-1].append(len(sent))
         engine.close()
         return given
 
-    assert asyncio.run(run()) == [["keep", "requests", 2], [1], ["requests", 1]]
+    assert asyncio.run(run()) == [["keep", "requests", 2], [1], [1], ["requests", 1]]
 
 
 def test_the_last_part_is_refused_where_others_went_with_an_engine(tmp_path):

@@ -174,10 +174,7 @@ class EngineProcessClient:
             raise
         for each in self.engines:  # from here on all take it
             each.keeps = None
-        with ExitStack() as stack:
-            for each in self.engines:
-                stack.enter_context(each.takes())
-            await _to_the_end(self._commit(change, asked, before, token))
+        await _to_the_end(self._commit(change, asked, before, token))
 
     async def _drop(self, asked: dict[RemoteEngine, Change], token: str) -> None:
         for each, own in asked.items():
@@ -189,26 +186,35 @@ class EngineProcessClient:
         self, change: Change, asked: dict[RemoteEngine, Change], before: list[tuple[int, CoreInfo | None]], token: str
     ) -> None:
         """before: of each engine, the number of its restarts and what it was."""
+        with ExitStack() as behind:  # the others serve
+            for each in await self._taken_by_most(asked, token, behind):
+                restarts, info = before[self.engines.index(each)]
+                await each.another(restarts)
+                if info is None or not has_taken(change, each.links[0].info, info):
+                    try:
+                        await each.change(asked[each], "prepare", token)
+                        await each.change(asked[each], "commit", token)
+                    except TreetopError as error:
+                        what = f"{asked_as(change)}: an engine was started again and cannot take what the others have"
+                        raise EngineError(f"{what}: {error}") from error
+
+    async def _taken_by_most(
+        self, asked: dict[RemoteEngine, Change], token: str, behind: ExitStack
+    ) -> list[RemoteEngine]:
+        """Those that were lost, which `behind` holds back."""
         lost = list[RemoteEngine]()
-        for each in self.engines:
-            try:
-                await each.change(asked[each], "commit", token)
-            except TreetopError as error:  # whatever it was, a half of a change is no engine
-                log.warning(
-                    "%s: an engine did not take it: %s; the one after it is asked again", asked_as(change), error
-                )
-                lost.append(each)
-        for each in lost:
-            restarts, info = before[self.engines.index(each)]
-            await each.another(restarts)
-            if info is None or not has_taken(change, each.links[0].info, info):
+        with ExitStack() as taking:
+            for each in asked:
+                taking.enter_context(each.takes())
+            for each, own in asked.items():
                 try:
-                    await each.change(asked[each], "prepare", token)
-                    await each.change(asked[each], "commit", token)
-                except TreetopError as error:
-                    raise EngineError(
-                        f"{asked_as(change)}: an engine was started again and cannot take what the others have: {error}"
-                    ) from error
+                    await each.change(own, "commit", token)
+                except TreetopError as error:  # whatever it was, a half of a change is no engine
+                    again = "the one after it is asked again"
+                    log.warning("%s: an engine did not take it: %s; %s", asked_as(own), error, again)
+                    behind.enter_context(each.behind())
+                    lost.append(each)
+        return lost
 
     def left(self, number: int) -> None:
         """Another client of these engines has ended. An engine that starts later will not hear of it."""

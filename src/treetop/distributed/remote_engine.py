@@ -120,7 +120,7 @@ class RemoteEngine:
         self.settled, self.stalled = asyncio.Event(), asyncio.Event()
         self.keeps: tuple[Change, str] | None = None
         """What this engine was asked to prepare, with its token, and none has taken: the one after it is told so."""
-        self._takes = self._closed = False
+        self._takes = self._is_behind = self._closed = False
 
     @property
     def is_up(self) -> bool:
@@ -143,7 +143,7 @@ class RemoteEngine:
         """An engine is being started again, or given what it is to go on with; or there is one and it hangs."""
         if self.stalled.is_set():
             return self.stall_reason
-        if self.num_restarts >= 0 and not self.settled.is_set() and self.failure is None:
+        if self.num_restarts >= 0 and (self._is_behind or not self.settled.is_set()) and self.failure is None:
             return "the engine died and is restarting; requests wait"
         return None
 
@@ -238,12 +238,23 @@ class RemoteEngine:
 
     @contextmanager
     def takes(self) -> Iterator[None]:
-        """While it takes a change, or the engine after it does: what waits is given to it once it has."""
+        """While all take a change: what waits is given to it once they have."""
         self._takes = True
         try:
             yield
         finally:
             self._takes = False
+            if self._up:
+                self._give()
+
+    @contextmanager
+    def behind(self) -> Iterator[None]:
+        """While others have taken a change and this one has not: likewise, and others have what comes meanwhile."""
+        self._is_behind = True
+        try:
+            yield
+        finally:
+            self._is_behind = False
             if self._up:
                 self._give()
 
@@ -293,7 +304,7 @@ class RemoteEngine:
 
     def _give(self) -> None:
         """Give the engine what it may have now."""
-        if self._takes:
+        if self._takes or self._is_behind:
             return
         given: dict[RankLink, list[EngineRequest]] = {}
         for request in self._journal.due():
