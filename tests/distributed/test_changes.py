@@ -13,6 +13,7 @@ from treetop.api.errors import as_api_error
 from treetop.core.engine_core import WEIGHTS_LOST, WEIGHTS_UNDECIDED, EngineCore
 from treetop.core.loop import CoreThread
 from treetop.core.wire import AskChange, ChangeDone, ClientHello, decode_from_core, decode_to_core, encode
+from treetop.distributed import engine_process
 from treetop.distributed.client import EngineProcessClient, has_taken
 from treetop.distributed.engine_process import EngineServer, Parts, note_change, noted_changes, restored
 from treetop.distributed.remote_engine import RankLink, RemoteEngine
@@ -474,6 +475,33 @@ class Served(Side):
 
     async def another(self, restarts):
         self.start()
+
+
+def test_a_note_that_cannot_be_written_refuses_the_change_and_ends_nobody(tmp_path, monkeypatch):
+    """Nobody may decide that all take what no engine after this one would know of; what is dropped is dropped."""
+    file, me, asked = tmp_path / "note", bytes([7]), UpdateWeights("n")
+    server = server_over(core(), file)
+
+    def said(stage):
+        server._apply(me, AskChange.of(1, stage, asked, "this"))
+        return decode_from_core(server._socket.send_multipart.call_args.args[0][1])
+
+    def full(file, note):
+        raise OSError(28, "No space left on device")
+
+    write = engine_process.write_note
+    monkeypatch.setattr(engine_process, "write_note", full)
+    refused = said("prepare")
+    assert not refused.user_error
+    assert refused.error.startswith(f"update_weights: nothing has changed, for {tmp_path} cannot be written")
+    dropped = [("prepare", asked), ("drop", asked)]
+    assert (server._core.engine.told, server._prepared) == (dropped, None)
+    monkeypatch.setattr(engine_process, "write_note", write)
+    assert said("prepare").error is None
+    monkeypatch.setattr(engine_process, "write_note", full)
+    server._leave(7)
+    assert (server._core.engine.told, server._prepared) == (2 * dropped, None)
+    assert (server._core.refuses, server_over(core(), file)._core.refuses) == (None, WEIGHTS_UNDECIDED)
 
 
 def test_what_a_later_change_says_is_not_taken_for_what_became_of_an_earlier_one(tmp_path):

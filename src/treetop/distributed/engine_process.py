@@ -46,7 +46,7 @@ from treetop.disaggregation.connector import Connector, open_connector
 from treetop.disaggregation.nixl import NixlTransport
 from treetop.distributed.log_lines import log_to_stderr
 from treetop.distributed.process import EXIT_REPORTED, EXIT_USER_ERROR, SPARE, Failed, begin, report_failure
-from treetop.types.changes import TAGS, Change, Commit, LoadLora, Sleep, UnloadLora, UpdateWeights, WakeUp
+from treetop.types.changes import TAGS, Change, Commit, LoadLora, Sleep, UnloadLora, UpdateWeights, WakeUp, asked_as
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, ConflictError, EngineError, UserError
 from treetop.types.requests import CoreInfo, CoreLoad, RequestUpdate
@@ -194,7 +194,13 @@ class EngineServer:
         self._prepared = identity, change, prepared
         if isinstance(change, UpdateWeights) and not change.more:  # before anybody may decide that all take it
             token = "" if self._core.undecided else asked.token
-            self._note(undecided=tuple({*self._core.undecided, *self._core.changed_by(change)}), undecided_by=token)
+            torn = tuple({*self._core.undecided, *self._core.changed_by(change)})
+            try:
+                self._note(undecided=torn, undecided_by=token)
+            except OSError as error:
+                self._drop()
+                self._send(identity, _refused(asked.number, self._unwritten(error)))
+                return
         self._send(identity, ChangeDone(asked.number))
 
     def _change(self, identity: bytes, asked: AskChange) -> ChangeDone:
@@ -226,6 +232,13 @@ class EngineServer:
             self._core.kept_old()
             self._tell_info()
             self._note(undecided=(), undecided_by="", parts=())
+
+    def _unwritten(self, error: OSError) -> EngineError:
+        folder = None if self._file is None else self._file.parent
+        return EngineError(
+            f"update_weights: nothing has changed, for {folder} cannot be written ({error}), where an engine that takes"
+            f" this one's place would find what has; make room there"
+        )
 
     def _tell_info(self) -> None:
         self._info = self._core.current(self._info)
@@ -267,7 +280,10 @@ class EngineServer:
         if self._prepared is not None:
             (_, change, _), self._prepared = self._prepared, None
             self._core.drop(change)
-            self._note(undecided=self._core.undecided, undecided_by="", parts=self._core.parts)
+            try:
+                self._note(undecided=self._core.undecided, undecided_by="", parts=self._core.parts)
+            except OSError as error:  # this engine goes on; one in its place refuses requests until weights come again
+                log.error("%s: dropped, and %s cannot be written: %s", asked_as(change), self._file, error)
 
     def _send_updates(self, identity: bytes, updates: list[RequestUpdate]) -> None:
         self._send(identity, Updates(tuple(updates)))
