@@ -10,7 +10,7 @@ import pytest
 
 from support.waiting import WAIT_S
 from treetop.api.errors import as_api_error
-from treetop.core.engine_core import WEIGHTS_LOST, WEIGHTS_UNDECIDED, EngineCore
+from treetop.core.engine_core import WEIGHTS_UNDECIDED, EngineCore
 from treetop.core.loop import CoreThread
 from treetop.core.wire import AskChange, ChangeDone, ClientHello, decode_from_core, decode_to_core, encode
 from treetop.distributed import engine_process
@@ -149,13 +149,16 @@ def test_one_that_cannot_take_what_the_others_have_is_said_to_whoever_asked():
 
 
 def test_what_an_engine_has_taken():
-    info = SimpleNamespace(loras=("it",), asleep=("kv_cache",), weight_version=2, refuses_now=None)
+    sleeps = core()
+    sleeps.weight_version, sleeps.asleep = 2, ("kv_cache",)
+    info = sleeps.current(CoreInfo("m", 2, 8, 1, SpecShape(1, 0, 1)))._replace(loras=("it",))
     taken = LOAD, Sleep(), WakeUp(("weights",)), UnloadLora("other")
     assert all(has_taken(change, info, info) for change in taken)
     assert not any(has_taken(change, info, info) for change in (UnloadLora("it"), WakeUp(None), UpdateWeights()))
     assert has_taken(UpdateWeights(), info, SimpleNamespace(weight_version=1))
-    info.refuses_now = WEIGHTS_LOST  # they were sent
-    assert not has_taken(UpdateWeights(), info, SimpleNamespace(weight_version=1))
+    for lacks in ({"lost": ("model",), "undecided": ()}, {"lost": (), "undecided": ("draft",)}):
+        vars(sleeps).update(lacks)
+        assert not has_taken(UpdateWeights(), sleeps.current(info), SimpleNamespace(weight_version=1))
 
 
 class Told:
@@ -580,6 +583,19 @@ def test_the_last_part_is_refused_where_others_went_with_an_engine(tmp_path):
     third.prepare(last)()
     note_change(file, EngineConfig(model="m"), last, third)
     assert (noted_changes(file).lost, noted_changes(file).parts) == (("draft", "model"), ())
+
+
+def test_parts_of_weights_that_fail_half_way_count_for_no_others():
+    """The engine has let go of them: what is put in force next is what was given for it."""
+    half, torn = core(), EngineError("torn")
+    half.prepare(UpdateWeights(model_tensors=SENT, more=True))()
+    half.engine.prepare = lambda change: Mock(side_effect=torn)
+    with pytest.raises(EngineError, match="torn"):
+        half.prepare(UpdateWeights(draft_tensors=SENT))()
+    assert (half.parts, half.undecided) == ((), ("draft", "model"))
+    half.engine = Told()
+    half.prepare(UpdateWeights(draft="d"))()
+    assert (half.in_no_folder, half.undecided) == ((), ("model",))
 
 
 def test_of_several_engines_the_head_that_lost_the_most_is_told():

@@ -258,6 +258,8 @@ class EngineCore(Generic[InFlightStep]):
             self._forget_left()
         except BaseException as error:
             self._has_prepared = False
+            if torn:  # the engine holds no parts any more
+                self._kept, self._gone = set(), set()
             self.undecided = tuple(sorted({*self.undecided, *torn}))
             self._failed = self.fail(error)
             self.release()
@@ -319,6 +321,7 @@ class EngineCore(Generic[InFlightStep]):
             asleep=self.asleep,
             weight_version=self.weight_version,
             refuses_now=self.refuses,
+            lacks_weights=bool(self.lost or self.undecided),
         )
 
     @property

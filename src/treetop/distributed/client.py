@@ -52,7 +52,7 @@ def has_taken(change: Change, info: CoreInfo, before: CoreInfo) -> bool:
         case InitWeightsUpdateGroup() | DestroyWeightsUpdateGroup():
             return False
         case UpdateWeights():
-            return info.weight_version > before.weight_version and info.refuses_now is None
+            return info.weight_version > before.weight_version and not info.lacks_weights
 
 
 class EngineProcessClient:

@@ -174,6 +174,7 @@ class CoreInfo(NamedTuple):
     asleep: what sleeps, of `TAGS`.
     weight_version: how often weights have been replaced.
     refuses_now: why it takes no requests until something is changed, if so; others like it may take them.
+    lacks_weights: whether those that were put in force last are not there, or may not be, asleep or not.
     """
 
     model_path: str
@@ -198,6 +199,7 @@ class CoreInfo(NamedTuple):
     asleep: tuple[str, ...] = ()
     weight_version: int = 0
     refuses_now: str | None = None
+    lacks_weights: bool = False
 
     def lora_version(self, name: str) -> int:
         """Of an adapter that there is, or of none, 0."""
