@@ -74,6 +74,11 @@ def test_latents_are_scaled_as_the_config_says():
     ("moe_topk", 769),
     ("num_layers", None),
     ("hidden_act", "gelu"),
+    ("scoring_func", "sigmoid"),
+    ("n_group", 8),
+    ("sliding_window", 512),
+    ("qk_head_dim", 256),
+    ("num_experts_per_tok", 6),
 ])  # fmt: skip
 def test_keys_that_cannot_be_honoured_are_refused(key, value):
     refused(CheckpointError, lambda: longcat.read({**PUBLISHED, key: value}, WHERE), "config.json", key)

@@ -60,7 +60,12 @@ _HALVES = re.compile(
 
 def read(config: Config, where: Path) -> ModelConfig:
     config = {**_DEFAULTS, **{key: value for key, value in config.items() if value is not None}}
-    for key, value in (("attention_method", "MLA"), ("router_bias", False), ("norm_topk_prob", False)):
+    for key, value in (
+        *(("attention_method", "MLA"), ("router_bias", False), ("norm_topk_prob", False), ("scoring_func", "softmax")),
+        *(("n_group", 1), ("topk_group", 1), ("mlp_bias", False), ("sliding_window", None)),
+        ("num_experts_per_tok", config["moe_topk"]),
+        ("qk_head_dim", size(config, "qk_nope_head_dim", where) + size(config, "qk_rope_head_dim", where)),
+    ):
         require_value(config, key, value, where)
     blocks = size(config, "num_layers", where)
     config |= {"num_hidden_layers": 2 * blocks, "intermediate_size": size(config, "ffn_hidden_size", where)}

@@ -48,11 +48,14 @@ _NORMS = NormNames(
 
 
 def read(config: Config, where: Path) -> ModelConfig:
+    windowed = config.get("sliding_window", True) is not None
     config = {**_DEFAULTS, **{key: value for key, value in config.items() if value is not None}}
     for key, value in (("hidden_activation", "silu"), ("attention_bias", False)):
         require_value(config, key, value, where)
     count = size(config, "num_hidden_layers", where)
     kinds = layer_types(config, where, lambda i: SLIDING_ATTENTION if (count - 1 - i) % 4 else FULL_ATTENTION)
+    if SLIDING_ATTENTION in kinds and not windowed:
+        raise CheckpointError(f"{where}: sliding_window must be a number, for layer_types has {SLIDING_ATTENTION}")
     window = {FULL_ATTENTION: None, SLIDING_ATTENTION: size(config, "sliding_window", where)}
     spec = attention_spec(config, where)
     turning = replace(
