@@ -19,6 +19,7 @@ import pytest
 from support.grids import few_of
 from support.holding import LAST_WORDS, SHORT_TURNS, STEPS, Held
 from support.serving import Server, command_of, mock, replayed, serving
+from support.storms import choices_are_put_back
 from support.threads import in_threads, joined
 from support.waiting import WAIT_S, until
 from treetop.serve.serve import start
@@ -248,16 +249,9 @@ def num_alive(server: Server) -> float:
 
 
 def test_memory_so_small_that_requests_are_put_back_changes_no_text():
-    """Eight requests over pages for two and a half: all end, and with the text they would have had alone."""
+    """Eight choices over pages for two and a half: all end, and with the text they would have had alone."""
     with mock(1, "1-4", "--max-total-tokens", "512", "--context-length", "200") as server:
-
-        async def all_of_them() -> list[str]:
-            async with server.async_client() as client:
-                asked = (client.completions.create(model=NAME, prompt="a", max_tokens=190) for _ in range(8))
-                return [answer.choices[0].text for answer in await asyncio.gather(*asked)]
-
-        assert asyncio.run(all_of_them()) == [replayed(1, 190)] * 8
-        until(lambda: server.metric("treetop:num_retractions") > 0, "nothing was put back")
+        choices_are_put_back(server, 1, 190, 8)
 
 
 def test_several_api_processes_share_socket_and_engine():

@@ -115,6 +115,21 @@ def nothing_is_left(server: Server) -> None:
     assert not any("Traceback" in line for line in server.said), "".join(server.said)
 
 
+def choices_are_put_back(server: Server, num_prompt_tokens: int, count: int, choices: int) -> None:
+    """Requests whose choices find no room together, until some are put back; all say what each would have said alone.
+
+    The choices of one request come at once, where requests of a slow machine's clients may come one after another.
+    """
+    body = {"prompt": [7] * num_prompt_tokens, "max_tokens": count, "n": choices}
+
+    def put_back() -> bool:
+        answer = server.post("/v1/completions", body).json()
+        assert [choice["text"] for choice in answer["choices"]] == [replayed(num_prompt_tokens, count)] * choices
+        return server.metric("treetop:num_retractions") > 0
+
+    until(put_back, "nothing was put back")
+
+
 def of_the_mock(with_chats: bool = False) -> list[Ask]:
     """Prompts of ids, some alike at the beginning; what the mock engine says depends on their length alone.
 
