@@ -5,6 +5,7 @@ import os
 import signal
 from contextlib import suppress
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -17,7 +18,7 @@ from support.serving import Server, command_of, mock, replayed, serving
 from support.storms import NAME, PAIR, nothing_is_left, of_the_mock, of_the_pair, storm
 from support.waiting import WAIT_S, until
 from treetop.core.engine_core import WEIGHTS_LOST
-from treetop.core.wire import ProcessOptions
+from treetop.core.wire import AddRequests, ProcessOptions, decode_to_core
 from treetop.distributed.client import EngineProcessClient
 from treetop.distributed.engine_process import ChangesNote, restored, take_share
 from treetop.distributed.remote_engine import RankLink
@@ -27,7 +28,7 @@ from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, EngineError
 from treetop.types.ids import RequestId
 from treetop.types.layout import SpecShape
-from treetop.types.requests import CoreInfo, EngineRequest, PrefixPages, RequestUpdate
+from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, PrefixPages, RequestUpdate
 from treetop.types.sampling import SamplingParams
 
 
@@ -331,3 +332,39 @@ def test_each_replica_has_gpus_of_its_own_and_too_few_are_refused(monkeypatch):
         take_share(ProcessOptions("", options, replica=0, num_replicas=3))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     take_share(ProcessOptions("", EngineConfig(), replica=1, num_replicas=9))  # on a CPU they share its threads
+
+
+@pytest.mark.parametrize(
+    "unfit",
+    few_of([{"load": CoreLoad(num_waiting=1)}, {"silent_s": 60.0}, {"info": INFO._replace(refuses_now="asleep")}], 0),
+)
+def test_an_engine_with_room_takes_over_what_one_had_that_died_and_the_rest_waits(unfit):
+    """As many as it runs. One in which requests wait, that hangs, or that refuses all has no room."""
+
+    async def run() -> list[list[int]]:
+        client = EngineProcessClient(num_engines=3)
+        links = [RankLink(each._index, 0, Mock(), INFO) for each in client.engines]
+        for each, link in zip(client.engines, links, strict=True):
+            each.links, each._up, each.num_restarts = [link], True, 0
+            each._journal.opened(8)
+            each.settled.set()
+        dies, well, other = client.engines
+        for name, value in unfit.items():
+            setattr(other.links[0], name, value)
+        dies.add([asked(i, [i]) for i in range(8)], lambda update: None)
+        well.add([asked(8 + i, [i]) for i in range(5)], lambda update: None)
+        dies.lost("gone")
+        assert client.pause is None
+        given = [
+            [request.request_id for each in link.socket.send.call_args_list for request in sent(each).requests]
+            for link in links
+        ]
+        client.abort([RequestId(0)])  # wherever it is now
+        assert (len(dies._journal), len(well._journal)) == (5, 7)
+        client.close()
+        return given
+
+    def sent(call) -> AddRequests:
+        return decode_to_core(call.args[0])
+
+    assert asyncio.run(run()) == [[*range(8)], [8, 9, 10, 11, 12, 0, 1, 2], []]

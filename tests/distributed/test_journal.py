@@ -120,3 +120,29 @@ def test_without_any_engine_to_come_all_hear_why():
     ]
     assert len(journal) == 0
     journal.drop([0, 1])  # which their clients may still do
+
+
+def test_what_another_engine_takes_over_goes_on_together_and_once():
+    """If that one dies before they are past a trial's steps, they wait for a trial; afterwards they may go again."""
+    mine, _, heard = opened(3)
+    other, _, others_heard = opened(1)
+    other.drop([0])
+    mine.take([RequestUpdate(0, (3,))])
+    mine.lost("gone")
+    left = iter([other, other, None])
+    assert mine.hand_on(lambda request: next(left)) == 2, "as many as there is room for"
+    assert (len(mine), len(other)) == (1, 2)
+    given = other.due()
+    assert given == [ask(0, [1])._replace(received=(3,)), ask(1, [1])], "side by side"
+    assert other.settled, "nobody else waits for them"
+    other.take([RequestUpdate(0, (4,), start=1 + step) for step in range(TRIAL_STEPS)])
+    assert [each.new_ids for each in heard[1:]] == [(4,)] * TRIAL_STEPS, "to whoever asked"
+    other.lost("gone, too")
+    assert (mine.hand_on(lambda request: other), len(mine)) == (1, 0), "while there is no engine yet"
+    third, _, _ = opened(1)
+    assert other.hand_on(lambda request: third) == 1, "request 0 is past it; 1 and 2 have been taken over"
+    other.opened(4)
+    assert due(other) == [1]
+    other.lost("and once more")
+    assert [(each.request_id, each.finish_reason) for each in heard if each.error] == [(1, "abort")]
+    assert others_heard == []

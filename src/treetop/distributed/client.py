@@ -56,7 +56,8 @@ def has_taken(change: Change, info: CoreInfo, before: CoreInfo) -> bool:
 
 
 class EngineProcessClient:
-    """An `EngineClient` over engines in other processes. A request waits for its own engine where that is restarted.
+    """An `EngineClient` over engines in other processes. Where one dies, others take over what it had, as far as they
+    have room; the rest waits for the one in its place.
 
     New requests go to the process that has most of their prefix, unless too many wait there; and to none of an engine
     that is being started again, has been silent for some heartbeats, or refuses all, while another serves. An engine
@@ -71,7 +72,8 @@ class EngineProcessClient:
         self._failed, self._ids, self._router = Event(), count(number * ID_RANGE), PrefixRouter[RankLink]()
         self._changing = Lock()
         self.engines = [
-            RemoteEngine(index, number, watchdog_s, self.choose, self._failed) for index in range(num_engines)
+            RemoteEngine(index, number, watchdog_s, self.choose, self._failed, self._elsewhere)
+            for index in range(num_engines)
         ]
 
     @property
@@ -238,6 +240,21 @@ class EngineProcessClient:
         link = next(each for each in order if engine in (None, each.engine))
         self._router.routed(request.request_id, ids, link, request.cache_salt)
         return link
+
+    def _elsewhere(self, request: EngineRequest) -> RemoteEngine | None:
+        """The engine that takes over a request of one that has died, and is to have it."""
+        alive: dict[RankLink, ReplicaLoad] = {}
+        for index, each in enumerate(self.engines):
+            if each.pause is None and not self._refuses(index) and each.silent_s < _SILENT_S:
+                alive |= each.standings
+        ids = request.prompt_ids + request.received
+        if not any(link.has_room for link in alive):
+            return None
+        order = self._router.choose(request.request_id, ids, alive, request.cache_salt)
+        link = next(each for each in order if each.has_room)
+        self._router.routed(request.request_id, ids, link, request.cache_salt)
+        self.engines[link.engine].put((request,), link)
+        return self.engines[link.engine]
 
     def _refuses(self, index: int) -> bool:
         """Whether an engine ends every request at once: its queue is the shortest then."""

@@ -11,6 +11,9 @@ does not begin where the client stands is an error, not a token.
 A request that kills the engine would kill the next one too. So after a death those that were with the engine are under
 suspicion: they go to the next one first, one after the other, each once the one before is past whatever it did. If the
 engine dies again while one of them is on trial, that one is ended with an error, and the others go on.
+
+Where another engine has room, it takes over at once what was with the one that died, all together. Each request may be
+taken over once: if the engine that took it over dies too, before it is past whatever it did, it waits for a trial.
 """
 
 import time
@@ -35,6 +38,7 @@ class _LiveRequest:
 
     num_steps: that gave it tokens, of the engine that it is with.
     suspect: it was with an engine that died.
+    taken_over: another engine has it from one that died, and has not given it as many steps as a trial.
     """
 
     request: EngineRequest
@@ -44,6 +48,7 @@ class _LiveRequest:
     with_engine: bool = False
     num_steps: int = 0
     suspect: bool = False
+    taken_over: bool = False
 
 
 class Journal:
@@ -119,8 +124,8 @@ class Journal:
                     continue
                 entry.received += update.new_ids
                 entry.num_steps += 1
-                if entry.suspect and entry.num_steps >= TRIAL_STEPS:
-                    entry.suspect = False
+                if entry.num_steps >= TRIAL_STEPS:
+                    entry.suspect = entry.taken_over = False
                     self._on_trial = None if self._on_trial is entry else self._on_trial
             if update.finish_reason is not None:
                 self.drop((update.request_id,))
@@ -139,6 +144,23 @@ class Journal:
         else:
             self._end(guilty, f"the engine ended twice with this request, which is not tried again: {reason}")
         self._all_wait()
+
+    def hand_on(self, place: Callable[[EngineRequest], "Journal | None"]) -> int:
+        """While there is no engine: others take over what waits. Returns how many requests they have taken over.
+
+        place: the journal of an engine that has room for a request; None where none has.
+        """
+        num_waiting = len(self._waiting)
+        for request_id, entry in [*self._waiting.items()]:
+            if entry.taken_over:
+                continue
+            other = place(resumed(entry.request, entry.received, None))
+            if other is None:
+                break
+            del self._alive[request_id], self._waiting[request_id]
+            entry.suspect, entry.taken_over = False, True
+            other._alive[request_id] = other._waiting[request_id] = entry
+        return num_waiting - len(self._waiting)
 
     def unanswered(self) -> None:
         """The engine was not to be reached. All that it was given waits for another, and is suspected of nothing."""

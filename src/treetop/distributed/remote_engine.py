@@ -76,12 +76,19 @@ class RankLink:
         count = max(len(self.placed), self.load.num_running + self.load.num_waiting)
         return ReplicaLoad(count, self.info.max_requests, self.info.prefix)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether it would run one request more at once, as far as is known."""
+        return self.load.num_waiting == 0 and self.standing.num_requests < self.info.max_requests
+
     def send(self, message: ToCore) -> None:
         self.socket.send(encode(message))  # at once: a DEALER without a high-water mark never waits
 
 
 Place = Callable[[EngineRequest, int], RankLink]
 """The link, of an engine by its number, that gets a request."""
+Elsewhere = Callable[[EngineRequest], "RemoteEngine | None"]
+"""Another engine that has room for a request whose own has died, and a link chosen for it; None if none has."""
 
 
 class RemoteEngine:
@@ -97,13 +104,22 @@ class RemoteEngine:
     stalled: nothing has been heard of one of its processes for as long as the watchdog allows.
     """
 
-    def __init__(self, index: int, client: int, watchdog_s: float, place: Place, failed: asyncio.Event) -> None:
+    def __init__(
+        self,
+        index: int,
+        client: int,
+        watchdog_s: float,
+        place: Place,
+        failed: asyncio.Event,
+        elsewhere: Elsewhere = lambda request: None,
+    ) -> None:
         """index: of this engine among the client's. client: its number among all that the engine will have.
 
         watchdog_s: silence after which it is stalled. failed: set once there is no engine any more.
         """
         self._context = zmq.asyncio.Context()
         self._index, self._client, self.place, self._failed = index, client, place, failed
+        self._elsewhere = elsewhere
         self.links: list[RankLink] = []
         self._up = False
         self._addresses: tuple[str, ...] = ()
@@ -199,7 +215,7 @@ class RemoteEngine:
         """As `EngineClient.add`. link: of this engine, where it has been chosen; it counts while the engine lives."""
         self._journal.add(requests, sink)
         if link is not None and self._up:
-            self._put(requests, link)
+            self.put(requests, link)
         self._give()
 
     def abort(self, request_ids: Sequence[RequestId]) -> None:
@@ -277,12 +293,15 @@ class RemoteEngine:
             link.send(Leave(number))
 
     def lost(self, reason: str) -> None:
-        """The engine has ended: what it had waits for another, if one comes. Any number of times."""
+        """The engine has ended: other engines take over what it had, as far as they have room, and the rest waits for
+        another in its place, if one comes. Any number of times.
+        """
         if not self._journal.open:
             return
         self._leave()
         self.settled.clear()
         self._journal.lost(reason)
+        self._hand_on()
         if self._tender is None or self._tender.done():
             self._tender = asyncio.create_task(self._tend())
 
@@ -311,17 +330,35 @@ class RemoteEngine:
             link = self._link_of.get(request.request_id)
             if link is None:
                 link = self.links[0] if len(self.links) == 1 else self.place(request, self._index)
-                self._put((request,), link)
+                self.put((request,), link)
             given.setdefault(link, []).append(request)
         for link, requests in given.items():
             link.send(AddRequests(tuple(requests)))
         if self._journal.settled:
             self.settled.set()
 
-    def _put(self, requests: Sequence[EngineRequest], link: RankLink) -> None:
+    def put(self, requests: Sequence[EngineRequest], link: RankLink) -> None:
+        """These go to that link of this engine, while it lives."""
         for request in requests:
             self._link_of[request.request_id] = link
             link.placed.add(request.request_id)
+
+    def _hand_on(self) -> None:
+        """Other engines take over what waits for an engine in the place of this one."""
+        others: set[RemoteEngine] = set()
+
+        def place(request: EngineRequest) -> Journal | None:
+            other = self._elsewhere(request)
+            if other is None:
+                return None
+            others.add(other)
+            return other._journal
+
+        taken_over = self._journal.hand_on(place)
+        for other in others:
+            other._give()
+        if taken_over:
+            log.warning("%d requests of the engine that died go on with others", taken_over)
 
     def _taken_from(self, request_id: RequestId) -> RankLink | None:
         """The link that had a request, which has it no more."""
@@ -334,6 +371,8 @@ class RemoteEngine:
         """While requests wait for an engine, or for the end of a trial."""
         while not self.settled.is_set() and self.failure is None:
             self._journal.tend()
+            if not self._up:
+                self._hand_on()
             self._give()
             await asyncio.sleep(_TICK_S)
 

@@ -172,9 +172,9 @@ class EngineSupervisor:
             except EngineError as error:
                 reason = str(error)
             lost_s = time.monotonic()
-            await self.close()  # nothing of it is left
             for front in self._fronts:
                 front.lost(reason)
+            await self.close()  # nothing of it is left
             if not self._restarts.take():
                 return reason
             log.warning("%s; restarting it, requests resume then", reason)
