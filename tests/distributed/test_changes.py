@@ -1,8 +1,11 @@
 """Changes of engines side by side: one that ends between preparing and taking it is followed by one that takes it."""
 
 import asyncio
+import sys
 import threading
 from contextlib import contextmanager, nullcontext
+from functools import partial
+from subprocess import PIPE, Popen
 from types import SimpleNamespace
 from unittest.mock import MagicMock, Mock
 
@@ -86,19 +89,22 @@ def test_while_one_that_ended_is_waited_for_the_others_have_requests():
     lost, well = client.engines
     info, seen = CoreInfo("m", 2, 8, 1, SpecShape(1, 0, 1)), []
 
-    async def change(change, stage, token):
-        seen.append((stage, well._takes, well._is_behind, client.pause))
-        if len(seen) == 3:
+    async def change(each, change, stage, token):
+        seen.append((stage, each._takes, each._is_behind, client.pause))
+        await asyncio.sleep(0)  # the other is asked, too
+        if each is lost and len(seen) == 4:
             raise EngineError("gone")
 
     async def another(restarts):
+        while well._takes:
+            await asyncio.sleep(0)
         chosen = {client.choose(EngineRequest(RequestId(i), (i,), SamplingParams(), 0)).engine for i in range(8)}
         seen.append((chosen, lost._takes, lost._is_behind, well._takes, well._is_behind, client.pause))
 
     async def run():
         for each in client.engines:
             each.links, each._up, each.num_restarts = [RankLink(each._index, 0, Mock(), info)], True, 0
-            each.change, each.another = change, another
+            each.change, each.another = partial(change, each), another
             each.settled.set()
         await client.change(LOAD)
         assert (lost._is_behind, lost.pause) == (False, None)
@@ -110,8 +116,65 @@ def test_while_one_that_ended_is_waited_for_the_others_have_requests():
     assert seen == [
         *asked,
         ({1}, False, True, False, False, None),
-        *((stage, False, False, None) for stage in ("prepare", "commit")),
+        *((stage, False, True, None) for stage in ("prepare", "commit")),
     ]
+
+
+def test_one_that_hangs_while_it_takes_a_change_holds_up_nobody_else():
+    """Those that have taken it go on, and others that were lost have it without waiting for one another."""
+
+    async def run():
+        hangs, well = Side(), Side()
+        lost = [Side([("commit", EngineError("gone"))]) for _ in range(2)]
+        came, goes_on = asyncio.Event(), asyncio.Event()
+        hangs.until = "commit", came, goes_on
+        waits = asyncio.Event()
+        lost[0].another = lambda restarts: waits.wait()
+        client = EngineProcessClient(num_engines=4)
+        client.close()
+        client.engines = [hangs, lost[0], lost[1], well]
+        change = asyncio.ensure_future(client.change(LOAD))
+        await came.wait()
+        while well.told[-1] != "commit" or lost[1].told[-3:] != ["another", "prepare", "commit"]:
+            await asyncio.sleep(0)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert [each.held for each in client.engines] == [["takes"], ["behind"], [], []]
+        assert not change.done(), "whoever asked waits for all"
+        waits.set()
+        goes_on.set()
+        await change
+        assert lost[0].told == ["prepare", "commit", "prepare", "commit"]
+        assert [each.held for each in client.engines] == [[]] * 4
+
+    asyncio.run(asyncio.wait_for(run(), WAIT_S))
+
+
+def test_of_two_processes_whose_changes_cross_one_makes_its_own(tmp_path):
+    """Whichever engine each asks first: the other one has asked none. The lock ends with its process."""
+    file = tmp_path / "changing"
+
+    def held_by_another():
+        code = (
+            "import pathlib, sys; from treetop.distributed.shared_file import only_one\n"
+            "with only_one(pathlib.Path(sys.argv[1])) as alone: print(alone, flush=True); sys.stdin.read()"
+        )
+        return Popen([sys.executable, "-c", code, file], stdin=PIPE, stdout=PIPE, text=True)
+
+    async def ask(sides):
+        client = EngineProcessClient(num_engines=2, changing_file=file)
+        client.close()
+        client.engines = sides
+        await client.change(LOAD)
+
+    first, second = [Side(), Side()], [Side(), Side()]
+    with held_by_another() as other:
+        assert other.stdout.readline() == "True\n"
+        with pytest.raises(ConflictError):
+            asyncio.run(ask(first))
+        other.kill()
+    asyncio.run(ask(second))
+    assert [each.told for each in (*first, *second)] == [[], [], *[["prepare", "commit"]] * 2]
 
 
 def test_one_that_has_it_already_as_it_starts_is_not_asked_twice():
@@ -505,6 +568,21 @@ def test_a_note_that_cannot_be_written_refuses_the_change_and_ends_nobody(tmp_pa
     server._leave(7)
     assert (server._core.engine.told, server._prepared) == (2 * dropped, None)
     assert (server._core.refuses, server_over(core(), file)._core.refuses) == (None, WEIGHTS_UNDECIDED)
+
+
+@pytest.mark.parametrize("change", [UpdateWeights("n" * 4000), LoadLora("a" * 4000, "b" * 4000), Sleep()])
+def test_a_disk_that_is_full_once_a_change_is_prepared_ends_nobody(tmp_path, change):
+    """The note of what is in force goes into room that was taken before anybody decided."""
+    file = tmp_path / "note"
+    note_change(file, CONFIG, LoadLora("c" * 9000, "d"), Told())
+    server, room = server_over(core(), file), file.with_suffix(".new")
+    server._apply(bytes([7]), AskChange.of(1, "prepare", change))
+    taken = room.stat()
+    assert room.read_bytes() == bytes(taken.st_size), "written, no hole"
+    server._apply(bytes([7]), AskChange.of(1, "commit", change))
+    assert file.stat().st_ino == taken.st_ino
+    assert len(file.read_bytes()) < taken.st_size
+    assert not room.exists()
 
 
 def test_what_a_later_change_says_is_not_taken_for_what_became_of_an_earlier_one(tmp_path):

@@ -252,6 +252,49 @@ def test_replicas_that_come_to_another_exactness_are_refused_with_both_as_they_s
     assert sorted(killed) == [0, 1]
 
 
+def test_unlike_devices_are_refused_where_bits_are_asked_for_and_so_is_an_engine_unlike_the_one_before_it():
+    """Before it has a request of it: an engine that is started again finds what there is then."""
+    small, large = (
+        INFO._replace(exactness="bits", device=f"GPU, compute capability {each}") for each in ("8.9", "9.0")
+    )
+    core, replicas = replicated()
+    for exactness in ("bits", "ties"):
+        replicas[0].links[0].info, replicas[1].links[0].info = (
+            each._replace(exactness=exactness) for each in (small, large)
+        )
+        if exactness == "ties":
+            core.check_alike()
+        else:
+            with pytest.raises(ConfigError, match=r"8\.9, engine 1 is on GPU.*9\.0.*or --exactness ties"):
+                core.check_alike()
+
+    async def start_again(info: CoreInfo) -> list[RequestId]:
+        client = EngineProcessClient()
+        (engine,), given = client.engines, []
+
+        async def handshake(socket, address) -> CoreInfo:
+            return info
+
+        def socket():
+            return Mock(send=lambda message: given.append(decode_to_core(message).requests[0].request_id))
+
+        engine._context.destroy()
+        engine._context, engine._handshake = Mock(socket=lambda kind: socket(), destroy=lambda linger: None), handshake
+        engine.links = [RankLink(0, 0, Mock(), small)]
+        engine.add([asked(1, [1])], lambda update: None)
+        try:
+            await engine.connect(["ipc:///nowhere"])
+        finally:
+            client.close()
+        return given
+
+    assert asyncio.run(start_again(small)) == [1]
+    with pytest.raises(ConfigError, match=r"--exactness bits: engine 0 was on GPU.*8\.9, engine 0 is on GPU.*9\.0"):
+        asyncio.run(start_again(large))
+    with pytest.raises(ConfigError, match=r"engine 0 was bits, engine 0 is ties by dense\.Card"):
+        asyncio.run(start_again(small._replace(exactness="ties", exactness_by="dense.Card")))
+
+
 def test_new_requests_go_to_no_engine_that_is_silent_while_another_speaks():
     """Long before a watchdog calls it stalled. Where all are silent they may be in long steps: all count again."""
     core, replicas = replicated()

@@ -10,13 +10,15 @@ from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from treetop.core.clients import Sink
 from treetop.core.wire import ID_RANGE
-from treetop.distributed.remote_engine import WATCHDOG_S, RankLink, RemoteEngine
+from treetop.distributed.remote_engine import WATCHDOG_S, RankLink, RemoteEngine, check_alike
 from treetop.distributed.router import PrefixRouter, ReplicaLoad
+from treetop.distributed.shared_file import only_one
 from treetop.types.changes import (
     Change,
     DestroyWeightsUpdateGroup,
@@ -28,7 +30,7 @@ from treetop.types.changes import (
     WakeUp,
     asked_as,
 )
-from treetop.types.errors import ConfigError, EngineError, InputError, TreetopError, UserError
+from treetop.types.errors import ConflictError, EngineError, InputError, TreetopError, UserError
 from treetop.types.ids import RequestId
 from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, HostTierStats, KVTransferStats
 
@@ -64,13 +66,20 @@ class EngineProcessClient:
     that is dead for good ends all.
     """
 
-    def __init__(self, number: int = 0, watchdog_s: float = WATCHDOG_S, num_engines: int = 1) -> None:
+    def __init__(
+        self,
+        number: int = 0,
+        watchdog_s: float = WATCHDOG_S,
+        num_engines: int = 1,
+        changing_file: Path | None = None,
+    ) -> None:
         """number: of this client among all that the engines will have. watchdog_s: silence after which one is stalled.
+        changing_file: which clients of the same engines lock while they change these; None for one that is alone.
 
         Whoever starts the engines tells it to `engines`.
         """
         self._failed, self._ids, self._router = Event(), count(number * ID_RANGE), PrefixRouter[RankLink]()
-        self._changing = Lock()
+        self._changing, self._changing_file = Lock(), changing_file
         self.engines = [
             RemoteEngine(index, number, watchdog_s, self.choose, self._failed, self._elsewhere)
             for index in range(num_engines)
@@ -83,14 +92,8 @@ class EngineProcessClient:
         return infos[0]._replace(max_requests=sum(info.max_requests for info in infos))
 
     def check_alike(self) -> None:
-        """Raises ConfigError where engines came to another `--exactness auto`: their answers would not be alike."""
-        first, *others = [link for each in self.engines for link in each.links]
-        for link in others:
-            if link.info.exactness != first.info.exactness:
-                one, other = (f"engine {each.engine} is {_chosen(each.info)}" for each in (first, link))
-                raise ConfigError(
-                    f"--exactness auto: {one}, {other}; use --exactness bits or ties, which all have then"
-                )
+        """Raises ConfigError where engines would answer unlike; see `remote_engine.check_alike`."""
+        check_alike([(f"engine {link.engine} is", link.info) for each in self.engines for link in each.links])
 
     @property
     def load(self) -> CoreLoad:
@@ -147,9 +150,13 @@ class EngineProcessClient:
         were broadcast, none at all.
 
         One after another. Whoever asks may be cancelled while engines prepare: none takes it then; later all do.
+        Raises ConflictError while another client makes one: of two that cross one is made.
         """
         async with self._changing:
-            await self._change(change)
+            with only_one(self._changing_file) as alone:
+                if not alone:
+                    raise ConflictError
+                await self._change(change)
 
     async def _change(self, change: Change) -> None:
         before = [(each.num_restarts, each.links[0].info if each.links else None) for each in self.engines]
@@ -187,36 +194,36 @@ class EngineProcessClient:
     async def _commit(
         self, change: Change, asked: dict[RemoteEngine, Change], before: list[tuple[int, CoreInfo | None]], token: str
     ) -> None:
-        """before: of each engine, the number of its restarts and what it was."""
-        with ExitStack() as behind:  # the others serve
-            for each in await self._taken_by_most(asked, token, behind):
-                restarts, info = before[self.engines.index(each)]
-                await each.another(restarts)
-                if info is None or not has_taken(change, each.links[0].info, info):
-                    try:
-                        await each.change(asked[each], "prepare", token)
-                        await each.change(asked[each], "commit", token)
-                    except TreetopError as error:
-                        what = f"{asked_as(change)}: an engine was started again and cannot take what the others have"
-                        raise EngineError(f"{what}: {error}") from error
+        """Side by side: one that hangs, or is started again, holds back itself alone.
 
-    async def _taken_by_most(
-        self, asked: dict[RemoteEngine, Change], token: str, behind: ExitStack
-    ) -> list[RemoteEngine]:
-        """Those that were lost, which `behind` holds back."""
-        lost = list[RemoteEngine]()
-        with ExitStack() as taking:
-            for each in asked:
-                taking.enter_context(each.takes())
-            for each, own in asked.items():
+        before: of each engine, the number of its restarts and what it was.
+        """
+        taking = [self._take(change, *both, *was, token) for both, was in zip(asked.items(), before, strict=True)]
+        for answer in await gather(*taking, return_exceptions=True):
+            if isinstance(answer, BaseException):
+                raise answer
+
+    async def _take(
+        self, change: Change, each: RemoteEngine, own: Change, restarts: int, info: CoreInfo | None, token: str
+    ) -> None:
+        """One engine takes it, or the one in its place."""
+        with ExitStack() as behind:  # the others serve
+            with each.takes():
                 try:
                     await each.change(own, "commit", token)
+                    return
                 except TreetopError as error:  # whatever it was, a half of a change is no engine
                     again = "the one after it is asked again"
                     log.warning("%s: an engine did not take it: %s; %s", asked_as(own), error, again)
                     behind.enter_context(each.behind())
-                    lost.append(each)
-        return lost
+            await each.another(restarts)
+            if info is None or not has_taken(change, each.links[0].info, info):
+                try:
+                    await each.change(own, "prepare", token)
+                    await each.change(own, "commit", token)
+                except TreetopError as error:
+                    what = f"{asked_as(change)}: an engine was started again and cannot take what the others have"
+                    raise EngineError(f"{what}: {error}") from error
 
     def left(self, number: int) -> None:
         """Another client of these engines has ended. An engine that starts later will not hear of it."""
@@ -273,10 +280,6 @@ async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
         task.exception()  # has been looked at
         raise CancelledError
     task.result()
-
-
-def _chosen(info: CoreInfo) -> str:
-    return f"{info.exactness} by {info.exactness_by}" if info.exactness_by else info.exactness
 
 
 def _joined(loads: Sequence[CoreLoad]) -> CoreLoad:

@@ -62,6 +62,8 @@ _LOAD_S = 0.25
 """Seconds between two words about the load, at least."""
 HEARTBEAT_S = 1.0
 """Seconds after which the load is told though it is what it was: so clients hear that the loop goes round."""
+_NOTE_BYTES = 4096
+"""That a note grows by beside what a change names."""
 _LINGER_MS = 2000
 """For what was sent last."""
 _TICK_S = 0.1
@@ -192,15 +194,17 @@ class EngineServer:
             self._send(identity, _refused(asked.number, prepared))
             return
         self._prepared = identity, change, prepared
-        if isinstance(change, UpdateWeights) and not change.more:  # before anybody may decide that all take it
-            token = "" if self._core.undecided else asked.token
-            torn = tuple({*self._core.undecided, *self._core.changed_by(change)})
-            try:
+        try:  # before anybody may decide that all take it
+            if isinstance(change, UpdateWeights) and not change.more:
+                token = "" if self._core.undecided else asked.token
+                torn = tuple({*self._core.undecided, *self._core.changed_by(change)})
                 self._note(undecided=torn, undecided_by=token)
-            except OSError as error:
-                self._drop()
-                self._send(identity, _refused(asked.number, self._unwritten(error)))
-                return
+            if self._file is not None:
+                make_room(self._file, change)
+        except OSError as error:
+            self._drop()
+            self._send(identity, _refused(asked.number, self._unwritten(change, error)))
+            return
         self._send(identity, ChangeDone(asked.number))
 
     def _change(self, identity: bytes, asked: AskChange) -> ChangeDone:
@@ -233,11 +237,11 @@ class EngineServer:
             self._tell_info()
             self._note(undecided=(), undecided_by="", parts=())
 
-    def _unwritten(self, error: OSError) -> EngineError:
+    def _unwritten(self, change: Change, error: OSError) -> EngineError:
         folder = None if self._file is None else self._file.parent
         return EngineError(
-            f"update_weights: nothing has changed, for {folder} cannot be written ({error}), where an engine that takes"
-            f" this one's place would find what has; make room there"
+            f"{asked_as(change)}: nothing has changed, for {folder} cannot be written ({error}), where an engine that"
+            f" takes this one's place would find what has; make room there"
         )
 
     def _tell_info(self) -> None:
@@ -444,10 +448,19 @@ def note_change(file: Path, config: EngineConfig, change: Change, core: Core) ->
 
 
 def write_note(file: Path, note: ChangesNote) -> None:
-    """In one step."""
+    """In one step, into the room that was made for it, if any was."""
     beside = file.with_suffix(".new")
-    beside.write_bytes(msgspec.json.encode(note))
+    with open(os.open(beside, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as written:
+        written.write(msgspec.json.encode(note))
+        written.truncate()
     beside.replace(file)
+
+
+def make_room(file: Path, change: Change) -> None:
+    """Take the room of the next note, for a disk that is full once the change is in force. Raises OSError."""
+    size = len(msgspec.json.encode(noted_changes(file))) + 2 * len(encode(change)) + _NOTE_BYTES
+    with open(file.with_suffix(".new"), "wb") as room:
+        room.write(bytes(size))
 
 
 def noted_changes(file: Path) -> ChangesNote:

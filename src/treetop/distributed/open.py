@@ -25,6 +25,7 @@ from treetop.engine.startup.default_policy import with_policy
 from treetop.engine.startup.exactness_table import settled
 from treetop.engine.startup.plan import packing
 from treetop.engine.startup.round_costs import work_clock
+from treetop.exact.machine import cpu_model
 from treetop.models.registry import target_spec
 from treetop.scheduler.scheduler import Scheduler
 from treetop.structured.grammars import GrammarCompiler
@@ -204,6 +205,14 @@ def core_of(
     return EngineCore(runs, scheduler)
 
 
+def _device_words(engine: Engine) -> str:
+    device = engine.runner.buffers.rows.device
+    if device.type != "cuda":
+        return cpu_model()
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
+
+
 def info_of(engine: Engine, exactness_by: str = "") -> CoreInfo:
     """exactness_by: see `CoreInfo`."""
     config, layout = engine.config, engine.layout
@@ -224,6 +233,7 @@ def info_of(engine: Engine, exactness_by: str = "") -> CoreInfo:
         ),
         exactness=config.exactness,
         exactness_by=exactness_by,
+        device=_device_words(engine),
         can_withhold=not config.simulates,
         has_trees=any(shape.num_steps for shape in config.shapes),
         loras=tuple(config.adapters),

@@ -85,6 +85,29 @@ class RankLink:
         self.socket.send(encode(message))  # at once: a DEALER without a high-water mark never waits
 
 
+def check_alike(engines: Sequence[tuple[str, CoreInfo]]) -> None:
+    """Raises ConfigError where engines would answer unlike: another `--exactness auto`, or bits of unlike devices.
+
+    engines: each with what a message says of it first, such as `engine 0 is`.
+    """
+    (first, info), *others = engines
+    for each, other in others:
+        if other.exactness != info.exactness:
+            raise ConfigError(
+                f"--exactness auto: {first} {_chosen(info)}, {each} {_chosen(other)}; use --exactness bits or ties,"
+                f" which all have then"
+            )
+        if other.exactness == "bits" and other.device != info.device:
+            raise ConfigError(
+                f"--exactness bits: {first} on {info.device}, {each} on {other.device}, whose bits may differ; use"
+                f" devices that are alike, or --exactness ties"
+            )
+
+
+def _chosen(info: CoreInfo) -> str:
+    return f"{info.exactness} by {info.exactness_by}" if info.exactness_by else info.exactness
+
+
 Place = Callable[[EngineRequest, int], RankLink]
 """The link, of an engine by its number, that gets a request."""
 Elsewhere = Callable[[EngineRequest], "RemoteEngine | None"]
@@ -173,10 +196,15 @@ class RemoteEngine:
         return f"the engine has not finished a step or a command in {self._watchdog_s:g} s (--watchdog-timeout)"
 
     async def connect(self, addresses: Sequence[str]) -> None:
-        """Wait until the engine there is up, and give it what has not ended. addresses: of its processes."""
+        """Wait until the engine there is up, and give it what has not ended. addresses: of its processes.
+
+        Raises ConfigError for one that is unlike the one before it: requests would go on otherwise.
+        """
         sockets = [self._context.socket(zmq.DEALER) for _ in addresses]
         try:
             infos = await asyncio.gather(*map(self._handshake, sockets, addresses))
+            before = [(f"engine {self._index} was", link.info) for link in self.links[:1]]
+            check_alike([*before, *((f"engine {self._index} is", info) for info in infos)])
         except BaseException:
             for socket in sockets:
                 socket.close()

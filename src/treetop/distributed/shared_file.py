@@ -1,4 +1,4 @@
-"""Memory that processes share through a file, and its lock."""
+"""Memory that processes share through a file, and its lock; a lock alone."""
 
 import fcntl
 import mmap
@@ -35,3 +35,21 @@ class SharedFile:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+@contextmanager
+def only_one(file: Path | None) -> Iterator[bool]:
+    """Whether no other process is in this block, by a lock on a file, which ends with the process; it never waits.
+
+    file: None for a process that is alone. Within a process nobody else may have it open meanwhile.
+    """
+    if file is None:
+        yield True
+        return
+    with file.open("ab") as held:
+        try:
+            fcntl.lockf(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            alone = True
+        except (BlockingIOError, PermissionError):
+            alone = False
+        yield alone

@@ -94,7 +94,8 @@ class EngineSupervisor:
         spare: whether processes wait to be the next engine.
         """
         weights = Path(tempfile.gettempdir()) / f"treetop-weights-{uuid4().hex}.json"
-        weakref.finalize(self, Path.unlink, weights, missing_ok=True)
+        for each in (weights, weights.with_suffix(".new")):
+            weakref.finalize(self, Path.unlink, each, missing_ok=True)
         self._options, self._watchdog = msgspec.structs.replace(process, noted=str(weights)), watchdog
         self._restarts = RestartLimit(restarts)
         self._spares = SpareProcesses(_MODULE) if spare and restarts else None

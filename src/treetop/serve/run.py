@@ -42,6 +42,7 @@ class ApiOptions(msgspec.Struct, frozen=True):
     number: of this process, None if there is but one.
     client: of this process among all that the engine has ever had.
     alive_file, limits_file: where several count their requests, and what keys have used.
+    changing_file: that who changes the engines locks.
     keys: the text of the file with API keys.
     """
 
@@ -52,6 +53,7 @@ class ApiOptions(msgspec.Struct, frozen=True):
     client: int = 0
     alive_file: str | None = None
     limits_file: str | None = None
+    changing_file: str | None = None
     keys: str | None = None
 
     def open_keys(self) -> Keys:

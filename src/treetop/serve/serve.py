@@ -314,6 +314,7 @@ class ApiProcesses:
             client=number,
             alive_file=str(self._folder / "alive"),
             limits_file=str(self._folder / "limits"),
+            changing_file=str(self._folder / "changing"),
         )
         process = start_process("treetop.serve.worker", options, [str(fd)], pass_fds=(fd,), env=environment)
         api = ApiProcess(process, place, number, len(self._engines))

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -32,7 +33,8 @@ def main() -> int:
 
 
 async def _run(options: ApiOptions, listening: socket.socket, stdin: io.FileIO) -> int:
-    core = EngineProcessClient(options.client, options.serve.watchdog_timeout, options.serve.dp_size)
+    changing = None if options.changing_file is None else Path(options.changing_file)
+    core = EngineProcessClient(options.client, options.serve.watchdog_timeout, options.serve.dp_size, changing)
     watches = [_EngineWatch(engine) for engine in core.engines]
     serving = asyncio.Event()
     for each in watches:

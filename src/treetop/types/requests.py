@@ -170,6 +170,7 @@ class CoreInfo(NamedTuple):
     eos_ids: the model's.
     by_priority: whether it goes by the priority of requests.
     exactness: in force, of `--exactness`; by: the row of the table of `auto`, "" where the option said so.
+    device: that computes, as a GPU's driver or a CPU names it, with what else bits depend on; "" where nothing does.
     loras: names of adapters. lora_versions: how often each has been given to one, whatever engine this is.
     asleep: what sleeps, of `TAGS`.
     weight_version: how often weights have been replaced.
@@ -192,6 +193,7 @@ class CoreInfo(NamedTuple):
     structure_limits: StructureLimits = StructureLimits()
     exactness: Exactness = "ties"
     exactness_by: str = ""
+    device: str = ""
     can_withhold: bool = False
     has_trees: bool = False
     loras: tuple[str, ...] = ()
