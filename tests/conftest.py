@@ -34,6 +34,7 @@ from support.tiny_models import (
 from treetop.distributed import process
 from treetop.models.registry import FAMILIES
 
+gc.disable()  # until all is imported
 torch.set_num_threads(1)  # the models are too small to share
 examples.register()
 if INTERPRETED and why_not_interpreted() is None:
@@ -126,6 +127,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(5000, 10, 10)
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:
@@ -135,7 +137,10 @@ def pytest_sessionfinish() -> None:
 def _draw_again() -> None:
     """What is drawn next depends on nothing that was run before, nor on which process it was run by."""
     random.seed(examples.SEED)
-    torch.manual_seed(examples.SEED)
+    if torch.cuda.is_initialized():
+        torch.manual_seed(examples.SEED)
+    else:  # of devices that are not in use, `manual_seed` keeps a stack trace each time
+        torch.default_generator.manual_seed(examples.SEED)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -19,6 +19,7 @@ import gc
 import json
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -218,7 +219,6 @@ def main() -> int | None:
         with suppress(ImportError):  # of an extra that is not installed: a start will say so
             import_module(name)
     gc.freeze()  # what is imported stays, in each process that is forked
-    atexit.register(gc.unfreeze)  # so that all is let go of at its end
     asked: tuple[dict[str, Any], list[int]] | None = _until_asked(link)
     while asked is not None:
         said, descriptors = asked
@@ -238,5 +238,39 @@ def main() -> int | None:
     return import_module(said["module"]).main()
 
 
+def _run() -> int:
+    """The exit code of what this process has become: the interpreter's, of whatever is raised."""
+    try:
+        return main() or 0
+    except SystemExit as ended:
+        if ended.code is None or isinstance(ended.code, int):
+            return ended.code or 0
+        print(ended.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _end(code: int) -> None:
+    """As processes that `multiprocessing` forks end: what was imported is not taken apart, which takes a second.
+
+    Threads are waited for, what is registered for the exit is done, and what was written is flushed, in this order, as
+    an interpreter does.
+    """
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if not stream.closed:
+                stream.flush()
+        except OSError:
+            code = 120  # an interpreter's, whose reader has gone
+    if code == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _end(_run())
