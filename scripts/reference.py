@@ -134,6 +134,7 @@ _GROUPS = {
     "/completion": "llama.cpp",
     "/props": "llama.cpp",
     "/generate": "SGLang",
+    "/abort_request": "SGLang",
 }
 """Whose API a path is of, by what it begins with; any other is the server's own."""
 

@@ -23,6 +23,7 @@ from treetop.text.prompts import Prompt, PromptReader, one_each, paired
 from treetop.text.tokenizer import Tokenizer
 from treetop.types.changes import (
     DestroyWeightsUpdateGroup,
+    FlushCache,
     InFlight,
     InitWeightsUpdateGroup,
     LoadLora,
@@ -208,6 +209,12 @@ class AsyncLLM:
         self._check_started()
         async with self._changing_weights:
             await self.core.change(WakeUp(None if tags is None else tuple(tags)))
+
+    async def flush_cache(self) -> None:
+        """As `LLM.flush_cache`, of all engines."""
+        self._check_started()
+        async with self._changing_weights:
+            await self.core.change(FlushCache())
 
     @property
     def is_sleeping(self) -> bool:
@@ -455,6 +462,12 @@ class DeltaStream:
             self._core.abort(tuple(self._live))
         for request_id in [*self._live]:
             self._end(request_id)
+
+    def end_early(self) -> None:
+        """What is alive ends with what it has, and finish_reason "abort". Any number of times."""
+        for request_id in [*self._live]:
+            self._core.abort((request_id,))
+            self.take(RequestUpdate(request_id, (), finish_reason="abort"))
 
     def take(self, update: RequestUpdate) -> None:
         """An update, as soon as it comes: a stop string ends its request however slowly the text is read."""

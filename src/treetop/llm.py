@@ -27,6 +27,7 @@ from treetop.text.chat_template import ChatTemplate, open_chat_template
 from treetop.text.prompts import Prompt, one_each, paired
 from treetop.types.changes import (
     DestroyWeightsUpdateGroup,
+    FlushCache,
     InFlight,
     InitWeightsUpdateGroup,
     LoadLora,
@@ -180,6 +181,13 @@ class LLM:
         Raises InputError, and CheckpointError for weights that cannot be read any more; all sleeps as before then.
         """
         self._core.change_now(WakeUp(None if tags is None else tuple(tags)))
+
+    def flush_cache(self) -> None:
+        """Forget every cached prefix, on the device and on the host; what `kv_offloading_folder` has stays.
+
+        Requests that run are put back and go on by a prefill, with the tokens that they would have had.
+        """
+        self._core.change_now(FlushCache())
 
     @property
     def is_sleeping(self) -> bool:

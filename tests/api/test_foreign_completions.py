@@ -1,6 +1,7 @@
 """llama.cpp's `/completion` and SGLang's `/generate`, whole and streamed, and what routers ask a server."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import httpx
@@ -110,6 +111,45 @@ def test_a_client_that_goes_frees_its_request():
         told = httpx.get(url + "/server_info", headers=key)
         assert told.json()["max_model_len"] == core.info.max_context
         assert "secret-key" not in told.text
+
+
+def test_a_request_ends_by_its_rid_with_what_it_has(tmp_path):
+    """Only of the key that it came with; an admin ends those of all."""
+    with scripted(lambda _: "word " * 2000, api_key=("one", "two"), admin_api_key="three") as (url, core):
+        core.pace_s = 0.05
+
+        def asked(path: str, key: str, **body) -> httpx.Response:
+            return httpx.post(url + path, json=body, headers={"X-Api-Key": key}, timeout=WAIT_S)
+
+        def abort(key: str, status: int = 200, **body) -> None:
+            assert asked("/abort_request", key, **body).status_code == status
+
+        for ends in ({"rid": "mine"}, {"abort_all": True}):
+            with ThreadPoolExecutor() as threads:
+                whole = threads.submit(asked, "/generate", "one", text=["a", "b"], rid="mine")
+                until(lambda: len(core.running) == 2)
+                with httpx.stream(
+                    "POST", url + "/generate", json={"text": "a", "stream": True}, headers={"X-Api-Key": "two"}
+                ) as other:
+                    lines = other.iter_lines()
+                    next(lines)
+                    abort("two", **ends) if "rid" in ends else abort("one", rid="none")
+                    assert len(core.running) == 3
+                    abort("one", **ends)
+                    for each in whole.result().json():
+                        assert each["meta_info"]["finish_reason"] == {"type": "abort"}
+                        assert len(each["output_ids"]) == each["meta_info"]["completion_tokens"]
+                    assert len(core.running) == 1
+                    abort("three", abort_all=True)
+                    *_, last, _, done, _ = lines
+                    assert (json.loads(last[6:])["meta_info"]["finish_reason"], done) == (
+                        {"type": "abort"},
+                        "data: [DONE]",
+                    )
+        for wrong in ({}, {"rid": "a", "abort_all": True}):
+            abort("one", 400, **wrong)
+    with scripted(reply, api_workers=2) as (url, _):
+        assert "--api-workers 1" in post(url, "/abort_request", 400, rid="a")["error"]["message"]
 
 
 def test_a_trainer_gets_the_log_probability_of_every_token():

@@ -91,6 +91,28 @@ def test_weights_that_are_gone_leave_it_asleep(pair, tmp_path):
     assert answers(llm, pair) == want
 
 
+@pytest.mark.parametrize("ranks", few_of([1, 2], 0))
+def test_prefixes_are_forgotten_while_requests_run(pair, ranks):
+    """Those that run are put back, and have the tokens that they would have had."""
+    prompts = pair.prompts([9, 30])
+    params = [greedy(200), sampled(3, 200)]
+    want = tokens(build(pair, SHAPE, page_size=4).generate(prompts, params))
+    llm = build(pair, SHAPE, page_size=4, tp_size=ranks, device="cpu")
+    llm.flush_cache()  # nothing is there
+    assert llm.generate(prompts[1], greedy(4))[0].metrics.num_cached_tokens == 0
+    assert llm.generate(prompts[1], greedy(4))[0].metrics.num_cached_tokens > 0
+    llm.flush_cache()
+    stream = llm.stream(prompts, params)
+    first = next_and_hold(llm, stream, 3)
+    assert llm.scheduler.queues.decoding
+    llm.flush_cache()
+    outputs = {each.index: each.output for each in (first, *stream) if each.output is not None}
+    assert tokens([outputs[0], outputs[1]]) == want
+    llm.flush_cache()
+    assert llm.generate(prompts[1], greedy(4))[0].metrics.num_cached_tokens == 0
+    llm.scheduler.check_integrity()
+
+
 @pytest.mark.slow
 def test_ranks_and_adapters_sleep_too(pair, tmp_path):
     lora = {"it": str(save_lora(tmp_path / "lora", pair.target, 4, 8.0, 1))}

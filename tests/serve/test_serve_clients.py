@@ -11,6 +11,8 @@ import sys
 import termios
 import time
 from contextlib import ExitStack, asynccontextmanager, closing, suppress
+from itertools import cycle
+from pathlib import Path
 
 import httpx
 import pytest
@@ -392,6 +394,39 @@ def test_more_connections_than_files_neither_end_the_server_nor_fill_its_log():
         assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 3}).status_code == 200
         until(lambda: any("128 connections are taken" in line for line in server.said))
         assert len(server.said) < 30, "".join(server.said[-5:])
+
+
+@pytest.mark.parametrize("most_files", [None, pytest.param(384, marks=pytest.mark.slow)])
+def test_five_hundred_who_fall_silent_hold_up_no_stream_and_leave_nothing_behind(most_files):
+    """Silent from the start, in a head, in a body: each is let go after its time, also where there are fewer files than
+    such clients. A stream goes on beside them, others are served, and files and memory are as before."""
+    body = HEAD + b"Content-Length: 99999\r\n\r\n" + b"a" * 5000
+    said = [b"", HEAD[:40], body]
+    flags = ("--http-read-timeout", "1", "--timeout-keep-alive", "1")
+    with mock(1, "1", *flags, most_files=most_files) as server, ExitStack() as stack:
+        api = server.process.pid
+        asked = {"prompt": "a", "max_tokens": 2000, "stream": True}
+        url = server.url + "/v1/completions"
+        lines = stack.enter_context(httpx.stream("POST", url, json=asked, timeout=WAIT_S)).iter_lines()
+        assert next(lines).startswith("data: {")
+        files, memory = len(os.listdir(f"/proc/{api}/fd")), memory_of(api)
+        silent = [stack.enter_context(closing(opened(server))) for _ in range(500)]
+        for each, words in zip(silent, cycle(said)):
+            with suppress(ConnectionError):  # let go already
+                each.sendall(words)
+        assert httpx.get(server.url + "/health", timeout=WAIT_S).status_code == 200
+        assert httpx.post(url, json={"prompt": "a", "max_tokens": 3}, timeout=WAIT_S).status_code == 200
+        ends = [heard(each) for each in silent]
+        assert all(not end for end in ends[::3])
+        assert {end[:12] for place in (1, 2) for end in ends[place::3]} <= {b"HTTP/1.1 408", b""}
+        until(lambda: len(os.listdir(f"/proc/{api}/fd")) <= files)
+        assert memory_of(api) - memory < 64 * 2**20
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+
+
+def memory_of(pid: int) -> int:
+    """Bytes that a process has in memory."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def test_a_bound_of_connections_is_kept_and_those_who_wait_come_in():

@@ -1,8 +1,12 @@
-"""SGLang's `/generate`, over completions. Source: its docs/basic_usage/native_api and sampling_params pages."""
+"""SGLang's `/generate`, over completions, and `/abort_request`.
+
+Source: its docs/basic_usage/native_api and sampling_params pages.
+"""
 
 import time
 from collections.abc import Iterator
 from typing import Annotated, Any
+from weakref import WeakKeyDictionary
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BeforeValidator, Field
@@ -11,6 +15,8 @@ from treetop.api.api_state import ApiState, new_id
 from treetop.api.completions import CompletionRequest, start_completion
 from treetop.api.errors import ApiError, error_body
 from treetop.api.events import DONE, STREAMS, Answer, answered, collected, event, json_response
+from treetop.api.kept_responses import owner_of
+from treetop.api.keys.api_keys import CALLER
 from treetop.api.limits import BodyRoute, FewMembers, Ids, StopIds, Texts
 from treetop.api.logprobs import LEAST
 from treetop.api.requests.fields import MAX_CHOICES, Body, Neutral, Stops, listed
@@ -32,6 +38,8 @@ NEUTRAL: Neutral = {
     "top_logprobs_num": (0,),
 }
 """As `Body.neutral`."""
+ABORT_NEUTRAL: Neutral = {"abort_message": ()}
+"""Likewise."""
 
 
 class SglangParams(Body):
@@ -104,6 +112,14 @@ class GenerateRequest(Body):
         return not several and self.sampling_params.n == 1
 
 
+class AbortBody(Body):
+    """Which requests of `/generate` end, with what they have."""
+
+    neutral = ABORT_NEUTRAL
+    rid: str | None = Field(None, max_length=200, description="as the request gave it")
+    abort_all: bool = Field(False, description="of the same API key; with an admin's, of all")
+
+
 class GenerateAnswer(Answer):
     """One request as it is answered: texts so far in events, not what is new of them."""
 
@@ -163,10 +179,28 @@ class GenerateAnswer(Answer):
 def sglang(api: ApiState) -> APIRouter:
     router = APIRouter(route_class=BodyRoute)
 
+    alive = WeakKeyDictionary[DeltaStream, tuple[str, str | None]]()  # whose each is, and its rid
+
     @router.post("/generate", response_model=None, responses=STREAMS)
     async def generate(request: Request, body: GenerateRequest) -> Response:
         """SGLang's, over Completions."""
         _, deltas = await start_completion(api, request, body.completion)
+        alive[deltas] = owner_of(request), body.rid
         return await answered(request, deltas, GenerateAnswer(body, deltas), body.stream)
+
+    @router.post("/abort_request", response_model=None)
+    async def abort_request(request: Request, body: AbortBody) -> Response:
+        """SGLang's: requests of `/generate` end, with what they have. One that is not there, or has ended, is none."""
+        if api.options.num_api_workers > 1:
+            words = "several API processes do not know each other's requests (--api-workers 1); close the connection"
+            raise ApiError(400, f"abort_request: {words}", code="unsupported_parameter")
+        if (body.rid is None) is not body.abort_all:
+            raise InputError("rid, abort_all: give one of them")
+        owner, key = owner_of(request), CALLER.get()
+        of_all = body.abort_all and key is not None and key.is_admin
+        for deltas, (whose, rid) in list(alive.items()):
+            if (whose == owner or of_all) and (body.abort_all or rid == body.rid):
+                deltas.end_early()
+        return json_response({})
 
     return router

@@ -35,8 +35,8 @@ _HINTS = {
     "/models": "GET /v1/models: a client's base URL ends with /v1",
     "/messages": "POST /v1/messages",
     "/v1/v1/": "a client of Anthropic's API takes the base URL without /v1",
-    "/flush_cache": "the prefix cache needs no flush: it is of the weights in force, and the oldest goes",
-    "/abort_request": "close the request's connection, or POST /v1/responses/ID/cancel for one in the background",
+    "/reset_prefix_cache": "POST /flush_cache",
+    "/pause_generation": "updates of weights say what becomes of requests: in_flight",
     "/docs": "the pages are docs/serving.md; GET /openapi.json has the schema",
     "/redoc": "the pages are docs/serving.md; GET /openapi.json has the schema",
 }

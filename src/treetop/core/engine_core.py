@@ -13,6 +13,7 @@ from treetop.types.changes import (
     Change,
     Commit,
     DestroyWeightsUpdateGroup,
+    FlushCache,
     InitWeightsUpdateGroup,
     LoadLora,
     Sleep,
@@ -287,6 +288,8 @@ class EngineCore(Generic[InFlightStep]):
             case WakeUp(tags):
                 commit = self.engine.prepare(change)
                 return lambda: self._wakes(commit, tags)
+            case FlushCache():
+                return self._put_back_all
 
     def _prepared_weights(self, change: UpdateWeights) -> Commit:
         if change.in_flight == "wait" and not change.more:
@@ -295,9 +298,7 @@ class EngineCore(Generic[InFlightStep]):
                 self._failed = self.step()
         change = replace(change, makes_room=self.engine.lacks_room(change))
         if change.makes_room:
-            while self._in_flight:
-                self._failed += self._commit_oldest()
-            self.scheduler.begin_anew()
+            self._put_back_all()
             self._paused = True
         commit = self.engine.prepare(change)
         if change.more:
@@ -413,6 +414,12 @@ class EngineCore(Generic[InFlightStep]):
         else:
             self._forget(WEIGHTS_REPLACED)
         self.release()
+
+    def _put_back_all(self) -> None:
+        """Nothing is in flight and no K/V is left; whoever runs goes on by a prefill."""
+        while self._in_flight:
+            self._failed += self._commit_oldest()
+        self.scheduler.begin_anew()
 
     def _forget(self, why: str) -> None:
         """All K/V, and the steps in flight. Every request ends."""

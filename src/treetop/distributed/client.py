@@ -22,6 +22,7 @@ from treetop.distributed.shared_file import only_one
 from treetop.types.changes import (
     Change,
     DestroyWeightsUpdateGroup,
+    FlushCache,
     InitWeightsUpdateGroup,
     LoadLora,
     Sleep,
@@ -53,6 +54,8 @@ def has_taken(change: Change, info: CoreInfo, before: CoreInfo) -> bool:
             return not {*(info.asleep if tags is None else tags)} & {*info.asleep}
         case InitWeightsUpdateGroup() | DestroyWeightsUpdateGroup():
             return False
+        case FlushCache():
+            return True  # it is another, which has begun without any prefix
         case UpdateWeights():
             return info.weight_version > before.weight_version and not info.lacks_weights
 

@@ -83,6 +83,7 @@ from treetop.types.changes import (
     Change,
     Commit,
     DestroyWeightsUpdateGroup,
+    FlushCache,
     InitWeightsUpdateGroup,
     LoadLora,
     Sleep,
@@ -292,6 +293,8 @@ class Engine:
                 if self._asleep.tags and (self._asleep.tags != TAGS or level > self._asleep.level):
                     raise ConfigError("sleep: a part is awake, or weights are on the host; wake_up first")
                 return partial(self._fall_asleep, level)
+            case FlushCache():  # the scheduler's books have what is cached
+                return lambda: None
             case WakeUp(tags):
                 asked = asked_to_wake(self._asleep, tags)
                 return partial(

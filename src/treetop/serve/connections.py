@@ -168,7 +168,8 @@ class Connection(H11Protocol):
         has acknowledged: exact, also where TLS keeps a buffer between the two. Elsewhere what TLS keeps is not seen.
 
         A system tells what its client has read in steps: TCP of a segment or of a 16th of its receive buffer (64 KiB
-        over loopback), a Unix socket of what was one write. Who takes less than a step in the time looks silent.
+        over loopback), a Unix socket of what was one write. Who takes less than a step in the time looks silent: before
+        that nothing in `tcp_info` moves, for a receiver tells of no small opening (RFC 1122, section 4.2.3.3).
         """
         waiting, own = [self.transport.get_write_buffer_size()], self.transport.get_extra_info("socket")
         with contextlib.suppress(OSError, ValueError):  # ValueError: closed already

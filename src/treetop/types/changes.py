@@ -136,9 +136,23 @@ class WakeUp:
     tags: tuple[str, ...] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class FlushCache:
+    """Forget every prefix, on the device and on the host. Requests that run are put back, and go on by a prefill."""
+
+
 TAGS = ("weights", "kv_cache")
 """What sleeps, and wakes by itself."""
-Change = UpdateWeights | InitWeightsUpdateGroup | DestroyWeightsUpdateGroup | LoadLora | UnloadLora | Sleep | WakeUp
+Change = (
+    UpdateWeights
+    | InitWeightsUpdateGroup
+    | DestroyWeightsUpdateGroup
+    | LoadLora
+    | UnloadLora
+    | Sleep
+    | WakeUp
+    | FlushCache
+)
 CHANGES: dict[str, type[Change]] = {
     "update_weights": UpdateWeights,
     "init_weights_update_group": InitWeightsUpdateGroup,
@@ -147,6 +161,7 @@ CHANGES: dict[str, type[Change]] = {
     "unload_lora": UnloadLora,
     "sleep": Sleep,
     "wake_up": WakeUp,
+    "flush_cache": FlushCache,
 }
 """By what an `LLM` calls them."""
 

@@ -46,6 +46,7 @@ ADMIN_PATHS = (
     *TRANSFER_PATHS,
     "/sleep",
     "/wake_up",
+    "/flush_cache",
     "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter",
 )
@@ -102,6 +103,12 @@ def administration(api: ApiState) -> APIRouter:
         _check_sleep_mode(api)
         await api.llm.wake_up(tags)
         return Response(status_code=200)
+
+    @router.post("/flush_cache", response_model=None, response_class=PlainTextResponse)
+    async def flush_cache() -> Response:
+        """SGLang's: every cached prefix is forgotten; requests that run go on, by a prefill."""
+        await api.llm.flush_cache()
+        return PlainTextResponse("Cache flushed.\n")
 
     @router.post("/v1/load_lora_adapter", response_model=None)
     async def load_lora_adapter(body: LoadLoraRequest) -> Response:

@@ -22,7 +22,7 @@ from treetop.api.requests.chat_body import ChatRequest
 from treetop.api.requests.fields import Body
 from treetop.api.requests.messages_body import CountRequest, MessagesRequest
 from treetop.api.requests.responses_body import ResponsesRequest
-from treetop.api.sglang import GenerateRequest
+from treetop.api.sglang import AbortBody, GenerateRequest
 
 BODIES: dict[str, type[Body]] = {
     "/v1/completions": CompletionRequest,
@@ -39,6 +39,7 @@ BODIES: dict[str, type[Body]] = {
     "/api/show": ShowRequest,
     "/completion": LlamaCppRequest,
     "/generate": GenerateRequest,
+    "/abort_request": AbortBody,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/update_weights_from_disk": UpdateWeightsRequest,
