@@ -1,6 +1,7 @@
 """Structured output: what it costs, and what it leaves of the trees.
 
     python benchmarks/structured.py [--rows 8] [--max-tokens 96] [--repeats 5] [--json]
+    python benchmarks/structured.py --rounds [--kinds flat regex] [--model builtin:smollm2]
     python benchmarks/structured.py --preset llama-3.1-8b --shape 5,4,16     on a GPU, some 100 s
 
 Decodes JSON schemas with the embedded pair, greedily, and checks each text. It prints:
@@ -8,8 +9,9 @@ Decodes JSON schemas with the embedded pair, greedily, and checks each text. It 
 accept      tokens a round and row: of the structures; of the same texts, drafted without branches; without structures
 tokens/s    of `rows` structures at once, and of one alone; without structures
 others      what a batch of `rows` gives to each row without a structure, where one has one and where none has
-records     one row, lists of records as long as texts without a structure: tokens a round of both, and what a round
-            takes with a structure against one without, processor time of all threads and time that passes, in pairs
+rounds      texts of `max-tokens` with each kind of structure against such without, one row and all, in pairs. Rounds a
+            second are tokens a second at the same accept length: `processor` by the processor time of all threads,
+            `wall` by time that passes. `tokens`: tokens a second as they are, from the request to its end
 masks       milliseconds a round of the host's walk along the trees, of all rows and of one, and the share of the time
             that `rows` structures take
 
@@ -26,6 +28,7 @@ import statistics
 import string
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +38,9 @@ from frame import NAMES, end_with, parser_of, preset, say
 
 from treetop import LLM, RequestOutput, SamplingParams, StructuredOutput
 from treetop.checkpoints.folder import resolve_folder
-from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL
+from treetop.types.config import BUILTIN_MODEL
+from treetop.types.default_model import PAIRS
+from treetop.types.messages import RoundPlan
 
 PROMPTS = (
     "def load_config(path):\n    return json.load(open(path))\n\n# config.json\n",
@@ -57,11 +62,28 @@ def schema_of(number: int) -> dict[str, Any]:
     return {**schema, "x-guidance": {"whitespace_flexible": False}}  # or a small model writes spaces to the end
 
 
-def records_of(number: int) -> dict[str, Any]:
-    """Eight records, with white space as it is by default."""
-    record = {name: value for name, value in schema_of(number).items() if name != "x-guidance"}
-    fields = {"records": {"type": "array", "items": record, "minItems": 8, "maxItems": 8}}
-    return {"type": "object", "properties": fields, "required": ["records"], "additionalProperties": False}
+def many(item: dict[str, Any], least: int = 24) -> dict[str, Any]:
+    """A list that no answer comes to the end of, with white space as it is by default."""
+    return {"type": "array", "items": item, "minItems": least}
+
+
+def record(**fields: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
+
+
+_INTEGER, _TEXT = {"type": "integer"}, {"type": "string", "maxLength": 24}
+_PLACE = record(street=_TEXT, number=_INTEGER, position=record(latitude=_INTEGER, longitude=_INTEGER))
+LONG: dict[str, StructuredOutput] = {
+    name: StructuredOutput("json_schema", json.dumps(schema))
+    for name, schema in {
+        "flat": many(record(**FIELDS[0])),
+        "nested": many(record(user=record(name=_TEXT, place=_PLACE), tags=many(_TEXT, 2))),
+        "enums": many(record(mode={"enum": ["read", "write", "append"]}, level={"enum": ["debug", "info", "error"]})),
+        "arrays": many(many(_INTEGER, 4)),
+        "strings": many({"type": "string", "minLength": 60, "maxLength": 200}),
+    }.items()
+} | {"regex": StructuredOutput("regex", r"(\n    [a-z_]{3,12} = (None|True|[0-9]{1,4}|\"[^\"\n]{0,20}\")){40}")}
+"""Structures that hold a text to the end of its tokens."""
 
 
 class Follow:
@@ -157,30 +179,73 @@ def others_and_masks(bench: Bench, repeats: int) -> dict[str, Any]:
     }
 
 
-def records(bench: Bench, repeats: int) -> dict[str, Any]:
-    """What a round of one row takes with a structure and without, by turns."""
-    count, spent = 160, dict[str, list[tuple[float, float]]]()
-    held = [StructuredOutput("json_schema", json.dumps(records_of(i))) for i in range(len(FIELDS))]
+class RoundClock:
+    """Processor time of all threads, and time that passes, from one launch of a round of so many rows to the next."""
+
+    def __init__(self, llm: LLM, rows: int) -> None:
+        self._engine, self._launch, self._rows = llm.engine, llm.engine.launch, rows
+        self._last: tuple[float, float] | None = None
+        self.spent: list[tuple[float, float]] = []
+
+    def __enter__(self) -> "RoundClock":
+        vars(self._engine)["launch"] = self._launched
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del vars(self._engine)["launch"]
+
+    def _launched(self, plan: Any) -> Any:
+        now, last = (time.process_time(), time.perf_counter()), self._last
+        is_full = isinstance(plan, RoundPlan) and len(plan.rows) == self._rows
+        if is_full and last is not None:
+            self.spent.append((now[0] - last[0], now[1] - last[1]))
+        self._last = now if is_full else None
+        return self._launch(plan)
+
+
+def rounds_of(bench: Bench, structure: StructuredOutput, rows: int, repeats: int) -> dict[str, Any]:
+    """Rounds of `rows` texts with this structure and without, by turns. A round's time is a run's median."""
     kinds = {
-        "structure": [SamplingParams(max_tokens=count, structured_output=each) for each in held],
-        "free": [SamplingParams(max_tokens=count, ignore_eos=True)] * len(held),
+        "structure": SamplingParams(max_tokens=bench.max_tokens, structured_output=structure),
+        "free": SamplingParams(max_tokens=bench.max_tokens, ignore_eos=True),
     }
-    accept = dict[str, float]()
+    accept, spent = dict[str, float](), defaultdict[str, list[list[float]]](list)
+    speeds = defaultdict[str, list[float]](list)
     for turn in range(repeats + 1):
         for name, params in kinds.items():
-            began = time.process_time(), time.perf_counter()
-            outputs = [bench.llm.generate([prompt], [each])[0] for prompt, each in zip(PROMPTS, params, strict=True)]
-            took = time.process_time() - began[0], time.perf_counter() - began[1]
-            rounds = sum(len(output.metrics.accept_lens) for output in outputs)
+            with RoundClock(bench.llm, rows) as clock:
+                outputs, seconds = bench.timed([params] * rows)
+            if any(len(output.token_ids) != bench.max_tokens for output in outputs):
+                raise SystemExit(f"{structure}: {[output.text for output in outputs]} {outputs[0].error}")
             accept[name] = max(accept.get(name, 0.0), accept_length(outputs))  # a walk that is held up withholds drafts
             if turn:  # the first compiles
-                spent.setdefault(name, []).append((took[0] / rounds, took[1] / rounds))
-    pairs = [*zip(spent["structure"], spent["free"], strict=True)]
+                spent[name].append([statistics.median(each) for each in zip(*clock.spent, strict=True)])
+                speeds[name].append(speed(outputs, seconds))
+    pairs = [*zip(spent["free"], spent["structure"], strict=True)]
     return {
         "accept": accept,
-        "round_processor_time": statistics.median(held[0] / free[0] for held, free in pairs),
-        "round_time": statistics.median(held[1] / free[1] for held, free in pairs),
+        "round_ms": {name: 1000 * statistics.median(each[0] for each in found) for name, found in spent.items()},
+        "processor": statistics.median(free[0] / held[0] for free, held in pairs),
+        "wall": statistics.median(free[1] / held[1] for free, held in pairs),
+        "tokens": statistics.median(
+            held / free for held, free in zip(speeds["structure"], speeds["free"], strict=True)
+        ),
     }
+
+
+def rounds(bench: Bench, repeats: int, kinds: Sequence[str] = tuple(LONG)) -> dict[str, dict[str, Any]]:
+    """`rounds_of` structures, one row and all, and the medians of the kinds."""
+    found = {
+        f"{name}, {rows}": rounds_of(bench, LONG[name], rows, repeats)
+        for rows in dict.fromkeys((1, bench.rows))
+        for name in kinds
+    }
+    for rows in dict.fromkeys((1, bench.rows)):
+        of_kinds = [found[f"{name}, {rows}"] for name in kinds]
+        found[f"median, {rows}"] = {
+            ratio: statistics.median(each[ratio] for each in of_kinds) for ratio in ("processor", "wall", "tokens")
+        }
+    return found
 
 
 def measure(bench: Bench, repeats: int) -> dict[str, Any]:
@@ -206,7 +271,7 @@ def measure(bench: Bench, repeats: int) -> dict[str, Any]:
     return {
         "accept": {"structures": accept_length(texts), "forced": accept_length(same), "free": accept_length(free)},
         "tokens_per_second": {name: statistics.median(values) for name, values in speeds.items()},
-        "records": records(bench, repeats),
+        "rounds": rounds(bench, repeats),
         **others_and_masks(bench, repeats),
     }
 
@@ -229,11 +294,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", action="store_true", help="rounds alone")
+    parser.add_argument("--kinds", nargs="+", choices=LONG, default=[*LONG], help="of --rounds")
+    parser.add_argument("--model", choices=[model for model, _ in PAIRS.values()], default=BUILTIN_MODEL)
     parser.add_argument("--preset", choices=NAMES, help="random weights of this shape, for others and masks alone")
     parser.add_argument("--shape", default="5,4,16", metavar="S,k,T", help="of the trees, with --preset")
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as made:
-        options: dict[str, Any] = {"model": BUILTIN_MODEL, "draft": BUILTIN_DRAFT}
+        options: dict[str, Any] = {"model": args.model, "draft": dict(PAIRS.values())[args.model]}
         if args.preset is not None:
             model, draft = preset(args.preset)
             steps, topk, nodes = map(int, args.shape.split(","))
@@ -241,7 +309,10 @@ def main(arguments: list[str]) -> int:
             options |= {"speculative_num_steps": steps, "speculative_eagle_topk": topk}
             options |= {"speculative_num_draft_tokens": nodes}
         bench = Bench(args.rows, args.max_tokens, options)
-        found = (measure if args.preset is None else others_and_masks)(bench, args.repeats)
+        if args.rounds:
+            found = rounds(bench, args.repeats, args.kinds)
+        else:
+            found = (measure if args.preset is None else others_and_masks)(bench, args.repeats)
         bench.llm.close()
     if args.json:
         say(found)
