@@ -312,9 +312,7 @@ def test_a_token_outside_the_constraint_never_leaves(strong_pair, monkeypatch):
     llm = build(strong_pair, SHAPE)
     (prompt,) = strong_pair.prompts([8])
     (first,) = llm.generate([prompt], SamplingParams(max_tokens=1, ignore_eos=True))[0].token_ids
-    monkeypatch.setattr(
-        "treetop.kernels.sampling.process.unpacked", lambda allowed, size: torch.tensor(True).expand(size)
-    )
+    monkeypatch.setattr("treetop.kernels.sampling.process.caps", lambda *_: torch.tensor(float("inf")))
     deltas = llm.stream([prompt], SamplingParams(ignore_eos=True), [Only({*range(VOCAB)} - {first})])
     with pytest.raises(CheckError, match="constrained request got"):
         next(deltas)

@@ -8,6 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from support.oracles import drawn, float32, philox4x32_10, warped
+from treetop.kernels.sampling.process import caps, mask_words
 from treetop.kernels.sampling.sampling import (
     RowSamplingParams,
     SamplingMetadata,
@@ -206,3 +207,18 @@ def test_logits_that_are_not_finite_do_not_disturb_their_neighbours():
     assert finite.tolist() == [[True, True], [True, False], [True, True]]
     assert torch.equal(token[finite], clean.token[finite])
     assert bool(((token >= 0) & (token < 9)).all())
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 32, 77, 4096])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_mask_caps_what_it_rules_out_and_changes_no_other_bit(vocab, dtype):
+    """Each bit stands for its token, the sign bit of a word and both zeros included; none is ruled out or all are."""
+    torch.manual_seed(vocab)
+    words = torch.randint(-(2**31), 2**31, (9, mask_words(vocab)), dtype=torch.int32)
+    words[0], words[1], words[2] = -1, 0, -(2**31)
+    logits = torch.randn(9, vocab, dtype=dtype)
+    logits[3], logits[4] = 0.0, -0.0
+    may = torch.tensor([[line[t // 32] >> t % 32 & 1 for t in range(vocab)] for line in words.tolist()]) != 0
+    capped = torch.minimum(logits, caps(words, vocab).to(dtype))
+    assert torch.equal(capped, torch.where(may, logits, float("-inf")))
+    assert torch.equal(capped.signbit()[may], logits.signbit()[may])

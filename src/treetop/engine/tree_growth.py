@@ -11,7 +11,7 @@ from treetop.drafts.protocol import DraftBlock, Grower, Roots
 from treetop.engine.model_runner import ModelRunner
 from treetop.kernels.tree.rows import DraftState, RowTables, store_draft
 from treetop.speculative.draft import Level, grow_tree
-from treetop.speculative.forced import Forced, force_roots
+from treetop.speculative.forced import Forced, force_roots, is_free
 from treetop.types.errors import CheckError
 from treetop.types.ids import GroupName
 from treetop.types.layout import SpecShape
@@ -51,7 +51,7 @@ def _grower(
     grower: Grower = drafter
     if simulation is not None:
         grower = simulation.grower(drafter, draft.logprob, shape.topk, runner.ops, runner.drawn_at(rows))
-    if forced is not None:
+    if forced is not None and not is_free(forced[:, 0]):  # a chain is known from its first on
         force_roots(draft, rows, rows != runner.layout.dummy_row, shape.topk, forced[:, 0])
         grower = Forced(grower, forced)
     return grower, lines

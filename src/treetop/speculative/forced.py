@@ -36,10 +36,17 @@ class Forced:
 
     def propose(self, nodes: Nodes, k: int, heat: Heat | None = None, lines: Any = None) -> Proposal:
         """See `Grower`. nodes: of a frontier, whose first is the spine's."""
-        said = self.inner.propose(nodes, k, heat, lines)
-        first = with_forced(Proposal(said.tokens[:, 0], said.logprob[:, 0]), self.chain[:, nodes.depth])
+        said, forced = self.inner.propose(nodes, k, heat, lines), self.chain[:, nodes.depth]
+        if is_free(forced):
+            return said
+        first = with_forced(Proposal(said.tokens[:, 0], said.logprob[:, 0]), forced)
         tokens = torch.cat([first.tokens[:, None], said.tokens[:, 1:]], dim=1)
         return Proposal(tokens, torch.cat([first.logprob[:, None], said.logprob[:, 1:]], dim=1))
+
+
+def is_free(forced: Tensor) -> bool:
+    """Whether nothing is forced, -1 throughout, where looking is free; elsewhere it is not known."""
+    return forced.device.type == "cpu" and not bool((forced >= 0).any())
 
 
 def with_forced(said: Proposal, forced: Tensor) -> Proposal:

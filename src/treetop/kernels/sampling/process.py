@@ -67,7 +67,8 @@ def process_reference(
     logits: [rows, T, vocab], which stay as they are. processors: of all rows; `rows` [rows] picks. positions: [rows, T]
     int64, where the nodes stand. allowed: [rows, T, mask_words] int32, what may follow each node, bit t % 32 of word
     t // 32 for token t; None if any token may. Returns [rows, T, vocab], float64 like the logits or else float32; what
-    is ruled out has -inf.
+    is ruled out has -inf. By `allowed` a minimum rules out, several times as fast on a CPU as a choice by flags: its
+    branches are foretold badly.
     """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     wide = logits.to(dtype, copy=True, memory_format=torch.contiguous_format)
@@ -78,14 +79,19 @@ def process_reference(
     if allowed is not None:
         nodes, of_node = wide.view(-1, wide.shape[2]), allowed.flatten(0, 1)
         held = concerned((of_node != -1).any(dim=1))
-        nodes[held] = nodes[held].masked_fill_(~unpacked(of_node[held], wide.shape[2]), float("-inf"))
+        capped = torch.minimum(nodes.index_select(0, held), caps(of_node[held], wide.shape[2]).to(dtype))
+        nodes.index_copy_(0, held, capped)
     return wide
 
 
-def unpacked(allowed: Tensor, vocab_size: int) -> Tensor:
-    """Masks [..., mask_words] int32 as [..., vocab] bool."""
-    bits = allowed[..., None] >> torch.arange(32, dtype=torch.int32, device=allowed.device) & 1
-    return bits.flatten(-2)[..., :vocab_size] != 0
+def caps(allowed: Tensor, vocab_size: int) -> Tensor:
+    """Masks [n, mask_words] int32 as the largest logits there may be, [n, vocab] float32: inf for a token that may
+    follow, else -inf.
+    """
+    bits = torch.arange(256, device=allowed.device)[:, None] >> torch.arange(8, device=allowed.device) & 1
+    of_byte = torch.where(bits != 0, float("inf"), float("-inf"))  # [256, 8], the tokens of a byte
+    of_bytes = allowed.contiguous().view(torch.uint8).flatten().to(torch.int32)
+    return of_byte.index_select(0, of_bytes).view(len(allowed), 32 * allowed.shape[1])[:, :vocab_size]
 
 
 def concerned(flags: Tensor) -> Tensor:
