@@ -1,12 +1,17 @@
 """The tier of K/V on disk: a restarted engine has what one before it wrote, and nobody can tell by the tokens."""
 
+import json
 import os
 import random
+import signal
+import sys
 from contextlib import contextmanager
 from pathlib import Path
+from subprocess import PIPE, Popen
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from support.engines import build, hold_core_thread, rest
 from support.loras import save_lora
@@ -15,6 +20,7 @@ from support.recurrent_models import known_family
 from support.recurrent_models import save_pair as recurrent_pair
 from support.refusing import refused
 from treetop.engine.offloading.disk_pages import DiskPages
+from treetop.engine.offloading.host_pages import page_sum, page_sums
 from treetop.types.errors import ConfigError
 
 ASKED = [*turns(random.Random(4))]
@@ -182,3 +188,75 @@ def test_what_cannot_be_is_refused_by_name(strong_pair, tmp_path):
             refused(ConfigError, lambda: with_tier(pair, (2, 3, 6), **{**POOL, **both}), name, "recurrent")
     with engine(strong_pair, tmp_path / "kv") as llm:
         refused(ConfigError, lambda: llm.update_weights(str(strong_pair.target)), "update_weights", name)
+
+
+LIVES = 5
+LIVE = "import sys; from support.offloading import live; live(*sys.argv[1:4], int(sys.argv[4]), 3, float(sys.argv[5]))"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_kills_full_disks_and_damage_of_every_kind_change_no_token(strong_pair, tmp_path, seed):
+    """Engines follow one another on one folder, killed at any moment; between them files are flipped, cut, emptied,
+    swapped and added. The last one ends by itself, with files left to read, within its bound, and nothing beside them.
+    """
+    asked, rng, most = [*turns(random.Random(4), count=3)], random.Random(seed), 2**20
+    plain = ask(build(strong_pair, (3, 3, 8), **{**POOL, "max_total_tokens": 4096}), asked)
+    want, loaded, damaged = json.loads(json.dumps(plain)), 0, 0
+    for number in range(LIVES):
+        left = -1 if number == LIVES - 1 else rng.randrange(1, len(asked))
+        given = [strong_pair.target, strong_pair.head, tmp_path, number, most / 2**30]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}
+        command = [sys.executable, "-c", LIVE, *map(str, given)]
+        with Popen(command, stdout=PIPE, stderr=PIPE, text=True, env=environment) as engine:
+            for line in engine.stdout:
+                said = json.loads(line)
+                if isinstance(said, dict):
+                    loaded, damaged = said["disk_loaded_tokens"], said["disk_damaged_pages"]
+                    assert said["failed_loads"] == 0
+                else:
+                    at, *found = said
+                    assert found == want[at], (number, at)
+                left -= 1
+                if left == 0:
+                    engine.kill()
+                    break
+            engine.stdout.close()
+            complaint = engine.stderr.read()
+        assert engine.returncode == (0 if number == LIVES - 1 else -signal.SIGKILL), complaint
+        assert sum(each.stat().st_size for each in pages_in(tmp_path)) <= most
+        if number < LIVES - 1:
+            spoil(rng, pages_in(tmp_path))
+    assert loaded > 0
+    assert damaged > 0
+    assert {each.suffix for each in tmp_path.glob("engine-*/*")} == {"", ".page"}
+    assert len([*tmp_path.iterdir()]) == 1, "each had the folder of the one before"
+
+
+def spoil(rng, pages):
+    """Some of the files, each in another way."""
+    for path in rng.sample(pages, len(pages) // 3):
+        content = bytearray(path.read_bytes())
+        match rng.randrange(6):
+            case 0:
+                content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+            case 1:
+                del content[rng.randrange(len(content)) :]
+            case 2:
+                content.clear()
+            case 3:
+                content += b"more"
+            case 4:
+                content[:] = rng.choice(pages).read_bytes()
+            case 5:
+                path.with_suffix(".part").write_bytes(content)
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("size", [4, 2**16, 2**16 + 4, 5 * 2**16 + 12])
+def test_a_pages_checksum_on_the_host_is_the_one_that_the_device_took(size):
+    """In parts, of sizes that are a part, more and less; of numbers that overflow."""
+    generator = torch.Generator().manual_seed(size)
+    page = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
+    for each in (page, torch.full_like(page, 255)):
+        assert page_sum(each) == int(page_sums(each[None])[0])

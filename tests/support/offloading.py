@@ -1,10 +1,15 @@
 """Engines on a CPU with the tier of K/V on the host, which users get on a GPU alone."""
 
+import errno
+import json
+import random
 from contextlib import contextmanager
 from itertools import count
+from types import SimpleNamespace
 from unittest.mock import patch
 
-from support.engines import build, greedy, hold_core_thread, steps
+from support.engines import build, greedy, hold_core_thread, rest, steps
+from treetop.cache import disk_store
 from treetop.types.ids import RequestId
 from treetop.types.requests import EngineRequest
 
@@ -67,3 +72,29 @@ def ask_salted(llm, asked, salt):
             pass
         cached.append(request.num_cached_tokens)
     return cached
+
+
+def live(target, head, folder, seed, turns_asked, most_gib):
+    """An engine with a disk that is full now and then: a line of JSON a prompt, then one of its books; for a process of
+    its own, which may be killed at any time.
+    """
+    rng, write = random.Random(seed), disk_store._write
+
+    def now_and_then(path, parts):
+        parts = [*parts]
+        if rng.random() < 0.1:
+            write(path, parts[:1])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, parts)
+
+    disk = {"kv_offloading_folder": folder, "kv_offloading_disk_size": most_gib}
+    pair = SimpleNamespace(target=target, head=head)
+    with on_a_cpu(), patch.object(disk_store, "_write", now_and_then), patch.object(disk_store, "RETRY_S", 0.05):
+        llm = with_tier(pair, mib=0.6, **{**POOL, **disk})
+        asked = [*turns(random.Random(4), count=turns_asked)]
+        for at in rng.sample(range(len(asked)), len(asked)):
+            print(json.dumps([at, *ask(llm, asked[at : at + 1])[0]]), flush=True)
+        rest(llm)
+        llm.scheduler.check_integrity()
+        print(json.dumps(stats(llm)._asdict()), flush=True)
+        llm.close()

@@ -156,9 +156,9 @@ class DiskStore:
             return False
         except OSError as error:
             log.warning("%s: %s", path, error.strerror or error)
-        self.num_damaged += 1
         log.error("K/V on the disk are damaged, and computed again: %s", path)
         with self._guard:
+            self.num_damaged += 1
             self._drop(key)
         return False
 

@@ -4,7 +4,7 @@
     read    a prompt is known further on disk        -> pages on the host are leased -> read, checked -> cached there
 
 A page's key is a digest of all tokens up to its end, its salt, and what K/V depend on beside them (`made_for`), so no
-page is ever another's. One thread writes, one reads. What is read enters the host's prefix cache as far as it is whole,
+page is ever another's. One thread writes, some read. What is read enters the host's prefix cache as far as it is whole,
 and goes on to the device as what lay there does.
 """
 
@@ -24,6 +24,9 @@ from treetop.types.layout import Layout
 
 MOST_WRITES = 256
 """Requests whose pages wait to be written; of more the oldest are not."""
+
+READERS = 4
+"""Pages that are read at a time."""
 
 Pages = Mapping[GroupName, Sequence[PageId]]
 """On the host, by column."""
@@ -98,6 +101,7 @@ class DiskTier:
         self.store, self._memory, self._layout = store, memory, layout
         self._root = blake2b(made_for.encode(), digest_size=KEY_BYTES).digest()
         self._threads = {each: ThreadPoolExecutor(1, f"treetop-disk-{each}") for each in ("write", "read")}
+        self._readers = ThreadPoolExecutor(READERS, "treetop-disk-page")
         self._writes: deque[Wanted] = deque(maxlen=MOST_WRITES)
         self._reads: deque[Wanted] = deque()
         self._writing: _DiskJob | None = None
@@ -235,14 +239,19 @@ class DiskTier:
         return count
 
     def _read(self, job: _DiskJob) -> int:
-        count = 0
-        for key, views in zip(job.keys[job.begin :], self._memory.views(job.pages), strict=True):
-            if not self.store.read(key, views):
-                break
-            count += 1
-        self.store.stamp(job.keys[: job.begin + count])
-        job.sums = self._memory.sums({group: pages[:count] for group, pages in job.pages.items()})
-        return count
+        """Several at a time: a request waits for them, and most of the time goes into their digests."""
+
+        def read(each: tuple[int, bytes, Views]) -> Mapping[GroupName, Sequence[int]] | None:
+            at, key, views = each
+            own = {group: pages[at : at + 1] for group, pages in job.pages.items()}
+            return self._memory.sums(own) if self.store.read(key, views) else None
+
+        keys, views = job.keys[job.begin :], self._memory.views(job.pages)
+        found = self._readers.map(read, zip(range(len(keys)), keys, views, strict=True))
+        whole = [each for each in takewhile(lambda sums: sums is not None, [*found]) if each is not None]
+        self.store.stamp(job.keys[: job.begin + len(whole)])
+        job.sums = {group: [each[group][0] for each in whole] for group in job.pages}
+        return len(whole)
 
     # ---------------------------------------------------------------- inspection
 
@@ -259,6 +268,6 @@ class DiskTier:
 
     def close(self) -> None:
         """Nothing more is written or read."""
-        for each in self._threads.values():
+        for each in (*self._threads.values(), self._readers):
             each.shutdown(cancel_futures=True)
         self.store.close()

@@ -89,7 +89,7 @@ class RoundPlanner:
 
         A request that this loop has retracted already, for an older one, is skipped: True.
         False if pages are short while something is out: whom to retract, and at which length, shows when it is
-        committed.
+        committed; or while copies hold pages of their own.
         """
         held = request.running
         if held is None:
@@ -103,6 +103,8 @@ class RoundPlanner:
                 return False
             loose = [each for queue in self._queues.running for each in queue if not each.keeps_its_pages]
             if not loose or len(self._rows.by_row) == 1:
+                if self._rows.host is not None and self._rows.host.leases:
+                    return False  # the copies' pages come free with a step that is out
                 raise InvariantError("the pools do not hold one request at the context wall")
             victim = max(loose, key=_ORDER)
             self._retract(victim)

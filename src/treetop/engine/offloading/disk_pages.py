@@ -12,7 +12,7 @@ from treetop.checkpoints.fingerprint import read_files
 from treetop.engine.engine import Engine
 from treetop.engine.kv_names import draft_name, target_name
 from treetop.engine.memory import GIB
-from treetop.engine.offloading.host_pages import HostPageCopies, Mark, page_sums
+from treetop.engine.offloading.host_pages import HostPageCopies, Mark, page_sum
 from treetop.types.errors import InvariantError
 from treetop.types.ids import GroupName
 from treetop.version import __version__
@@ -92,10 +92,7 @@ class DiskPages:
         return [all(column) for column in zip(*same, strict=True)]
 
     def sums(self, pages: Pages) -> Mapping[GroupName, Sequence[int]]:
-        return {
-            group: [int(page_sums(self._memory(group, page)[None])[0]) for page in columns]
-            for group, columns in pages.items()
-        }
+        return {group: [page_sum(self._memory(group, page)) for page in columns] for group, columns in pages.items()}
 
     def arrived(self, pages: Pages, sums: Mapping[GroupName, Sequence[int]]) -> None:
         for group, columns in pages.items():

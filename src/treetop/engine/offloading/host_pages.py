@@ -38,6 +38,7 @@ from treetop.types.parallel import Parallel
 SLAB_BYTES = 2**26
 """Of host memory that is taken, and pinned, at a time."""
 _SUMMED_BYTES = 2**22
+_PART_WORDS = 2**14
 """Whose checksums are taken at a time: 64-bit products of their words lie beside them."""
 
 Mark = object
@@ -330,6 +331,20 @@ def page_sums(staged: Tensor) -> Tensor:
     step = max(_SUMMED_BYTES // staged.shape[1], 1)
     words = staged.view(torch.int32)
     return torch.cat([checksum(part) for part in words.split(step)])
+
+
+def page_sum(page: Tensor) -> int:
+    """The checksum of one page on the host, [page_bytes] uint8, as `page_sums` gives it; in parts that stay in a cache.
+
+    A part of words w from the m-th on adds sum(w_j (2j + 1)) + 2m sum(w_j), modulo 2^64.
+    """
+    words, total = page.view(torch.uint32), 0
+    factors = 2 * torch.arange(min(words.numel(), _PART_WORDS)) + 1
+    held = torch.empty_like(factors)
+    for number, part in enumerate(words.split(_PART_WORDS)):
+        wide = held[: part.numel()].copy_(part)
+        total += int(wide @ factors[: part.numel()]) + 2 * number * _PART_WORDS * int(wide.sum())
+    return (total + 2**63) % 2**64 - 2**63
 
 
 def differing(sums: Tensor, kept: Tensor) -> Tensor:
