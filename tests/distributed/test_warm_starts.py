@@ -92,7 +92,8 @@ def test_what_reads_its_environment_as_it_starts_is_started_cold(tmp_path):
     command = [sys.executable, "-m", "treetop.cli", "--version"]
     for name in ("PYTHONPATH", "OMP_NUM_THREADS", "LD_PRELOAD"):
         assert not warm._starts_alike({**os.environ, name: "other"})
-    assert warm._starts_alike({**os.environ, "XDG_CACHE_HOME": "other"})
+    for name in ("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR"):
+        assert warm._starts_alike({**os.environ, name: "other"})
     assert warm._starts_alike({**os.environ, **Held(tmp_path, STEPS).environment})
     assert warm._warm_command(command) == ["treetop.cli", "--version"]
     assert warm._warm_command(["bash", "-c", "true"]) is None

@@ -37,6 +37,8 @@ _MODULES = (*_STARTS_OTHERS, "treetop.distributed.tp_worker", _API)
 _IMPORTED = (*_MODULES, "treetop.serve.serve", "treetop.core.mock", "treetop.distributed.open", "treetop.llm")
 _READ_EARLY = ("PYTHON", "LD_", "OMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH", "TRITON")
 """Beginnings of names that Python and libraries read as they start."""
+_SAID_LATE = "TORCHINDUCTOR_CACHE_DIR"
+"""PyTorch says it itself, once a test has had to do with its compiler, and reads it when it compiles."""
 _WAITS = "OMP_WAIT_POLICY"
 HELD = "TESTS_HELD"
 """Names the first folder of PYTHONPATH, whose `sitecustomize.py` says where the process is held (`holding.py`)."""
@@ -84,7 +86,7 @@ def _warm_command(args: Any) -> list[str] | None:
 
 def _read_early(environment: Mapping[str, str]) -> dict[str, str]:
     """Without the folder of `HELD`, which is looked at before the process's `main`."""
-    early = {name: value for name, value in environment.items() if name.startswith(_READ_EARLY)}
+    early = {name: each for name, each in environment.items() if name.startswith(_READ_EARLY) and name != _SAID_LATE}
     if HELD in environment:
         path = early.pop("PYTHONPATH").removeprefix(environment[HELD]).removeprefix(os.pathsep)
         early |= {"PYTHONPATH": path} if path else {}
