@@ -68,7 +68,7 @@ def test_bad_input_raises_before_any_work():
 
 def test_leaving_and_cancelling_abort():
     """Nothing runs on for a reader that is gone, however it went."""
-    llm = mocked(0.005, 1)
+    llm = mocked(0.05, 1)
 
     async def leave():
         stream = await llm.stream([1, 2], SamplingParams(max_tokens=2000))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
 from support.examples import some_of
+from support.holding import LONG_MINUTES, Held
 from support.scripted import scripted
 from support.serving import mock
 from support.waiting import until
@@ -304,7 +305,9 @@ def test_sighup_reads_the_file_again_and_a_bad_one_changes_nothing(tmp_path, wor
     """Each API process goes by the new file; a bad one is told with its line, and the old keys hold."""
     file: Path = tmp_path / "keys.yaml"
     file.write_text(KEYS)
-    with mock(1, "1-4", "--api-keys-file", str(file), "--api-workers", workers) as server:
+    held = Held(tmp_path, LONG_MINUTES)
+    flags = ("--api-keys-file", str(file), "--api-workers", workers)
+    with mock(1, "1-4", *flags, environment=held.environment) as server:
 
         def statuses(key: str) -> set[int]:
             """Of connections that any process may take."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from support.holding import LONG_MINUTES, Held
 from support.serving import serving
 
 BOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
@@ -36,7 +37,8 @@ def test_every_query_of_the_board_finds_data_after_a_load(tmp_path):
         "--schedule-policy",
         "priority",
     )
-    with serving("builtin:nestling", *more, "--api-keys-file", str(keys)) as server:
+    environment = Held(tmp_path, LONG_MINUTES).environment
+    with serving("builtin:nestling", *more, "--api-keys-file", str(keys), environment=environment) as server:
         headers = {"x-api-key": "sk-team"}
         body = {"prompt": "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return", "max_tokens": 24}
         statuses = [server.post("/v1/completions", body, headers=headers).status_code for _ in range(4)]

@@ -37,6 +37,24 @@ if is_of("treetop.cli"):
     supervisor.TURN_S = 0.5
 """
 """Held nowhere: API processes that are stopped are waited for not so long before the next has the new engine."""
+LONG_MINUTES = """
+if is_of("treetop.cli") or is_of("serve.worker"):
+    from treetop.api.keys import rate_limits
+    rate_limits._MINUTE_S = 1e6
+"""
+"""Held nowhere: what a key has used of its minute is not paid off while a slow machine asks again."""
+SLOW_ROUNDS = """
+if is_of("engine_process"):
+    from treetop.core.engine_core import EngineCore
+    real_step = EngineCore.step
+
+    def slow_step(core):
+        wait(0.1)
+        return real_step(core)
+
+    EngineCore.step = slow_step
+"""
+"""Steps of a real engine take a tenth of a second more until they are let go, so that what is begun has not ended."""
 LAST_WORDS = """
 if is_of("treetop.cli"):
     import asyncio
