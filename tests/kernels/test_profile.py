@@ -42,6 +42,7 @@ def test_operations_take_the_form_that_the_profile_says(exactness):
 ASKS = {
     *("kernels/profile.py", "engine/startup/exactness_table.py", "distributed/open.py", "core/mock.py"),
     *("types/config.py", "doctor/report.py", "doctor/exactness.py", "doctor/rank_sums.py", "distributed/client.py"),
+    "distributed/remote_engine.py",
 }
 """The profile, the option, what `auto` stands for, on every engine alike, and what a doctor prints."""
 

@@ -79,7 +79,10 @@ def process_reference(
     if allowed is not None:
         nodes, of_node = wide.view(-1, wide.shape[2]), allowed.flatten(0, 1)
         held = concerned((of_node != -1).any(dim=1))
-        capped = torch.minimum(nodes.index_select(0, held), caps(of_node[held], wide.shape[2]).to(dtype))
+        most = caps(of_node[held], wide.shape[2]).to(dtype)
+        capped = torch.minimum(nodes.index_select(0, held), most)
+        if capped.device.type != "cpu" or bool(torch.isnan(capped).any()):
+            capped = torch.where(most < 0, most, capped)  # a minimum lets NaN through
         nodes.index_copy_(0, held, capped)
     return wide
 
