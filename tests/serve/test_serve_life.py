@@ -18,7 +18,7 @@ import openai
 import pytest
 
 from support.grids import few_of
-from support.holding import LAST_WORDS, SHORT_TURNS, STEPS, Held
+from support.holding import LAST_WORDS, SHORT_TURNS, STEPS, WORKERS_END, Held
 from support.serving import Server, command_of, mock, replayed, serving
 from support.storms import choices_are_put_back
 from support.threads import in_threads, joined
@@ -111,14 +111,19 @@ def test_sigterm_finishes_what_was_accepted(workers, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "again"), few_of([(("--drain-timeout", "0.2"), False), ((), True), (("--api-workers", "2"), True)], 0, 2)
 )
-def test_a_drain_has_a_limit_and_a_second_signal_ends_it(flags, again):
-    with mock(50, "1", *flags) as server:
+def test_a_drain_has_a_limit_and_a_second_signal_ends_it(flags, again, tmp_path):
+    """A process of two that had nothing to do is on its way out by then, and says nothing of it."""
+    held = Held(tmp_path, WORKERS_END)
+    with mock(50, "1", *flags, environment=held.environment) as server:
         threads = in_threads(1, partial(cut_off, server))
         until(lambda: server.metric("treetop:num_requests_running") == 1)
         server.process.send_signal(signal.SIGINT)
         if again:
             until(lambda: not is_ready(server))
+            if flags:
+                server.wait_for("on its way out")
             server.process.send_signal(signal.SIGINT)
+        held.go()
         assert server.wait() == 130
         joined(threads)
         assert not any("Traceback" in line for line in server.said), "".join(server.said)

@@ -55,6 +55,13 @@ if is_of("engine_process"):
     EngineCore.step = slow_step
 """
 """Steps of a real engine take a tenth of a second more until they are let go, so that what is begun has not ended."""
+WORKERS_END = """
+if is_of("serve.worker"):
+    import atexit
+    atexit.register(wait)
+    atexit.register(print, "on its way out", file=sys.stderr, flush=True)
+"""
+"""An API process that has served says so, and stands still on its way out."""
 LAST_WORDS = """
 if is_of("treetop.cli"):
     import asyncio

@@ -9,10 +9,12 @@ stdout: the news of an engine that is up come back, once requests are accepted a
 import asyncio
 import io
 import os
+import signal
 import socket
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -49,7 +51,15 @@ async def _run(options: ApiOptions, listening: socket.socket, stdin: io.FileIO) 
             return 1
         return await serve(core, options, listening, keys, serving.set)
     finally:
+        _ignore_interrupts()
         core.close()
+
+
+def _ignore_interrupts() -> None:
+    """It ends, whatever else is said: a second signal would be a traceback once the loop's handlers are gone."""
+    with suppress(KeyboardInterrupt):
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class _EngineWatch:
