@@ -43,18 +43,6 @@ if is_of("treetop.cli") or is_of("serve.worker"):
     rate_limits._MINUTE_S = 1e6
 """
 """Held nowhere: what a key has used of its minute is not paid off while a slow machine asks again."""
-SLOW_ROUNDS = """
-if is_of("engine_process"):
-    from treetop.core.engine_core import EngineCore
-    real_step = EngineCore.step
-
-    def slow_step(core):
-        wait(0.1)
-        return real_step(core)
-
-    EngineCore.step = slow_step
-"""
-"""Steps of a real engine take a tenth of a second more until they are let go, so that what is begun has not ended."""
 WORKERS_END = """
 if is_of("serve.worker"):
     import atexit

@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import msgspec
 import zmq
@@ -450,7 +450,7 @@ def note_change(file: Path, config: EngineConfig, change: Change, core: Core) ->
 def write_note(file: Path, note: ChangesNote) -> None:
     """In one step, into the room that was made for it, if any was."""
     beside = file.with_suffix(".new")
-    with open(os.open(beside, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as written:
+    with _of_its_owner(beside) as written:
         written.write(msgspec.json.encode(note))
         written.truncate()
     beside.replace(file)
@@ -459,8 +459,13 @@ def write_note(file: Path, note: ChangesNote) -> None:
 def make_room(file: Path, change: Change) -> None:
     """Take the room of the next note, for a disk that is full once the change is in force. Raises OSError."""
     size = len(msgspec.json.encode(noted_changes(file))) + 2 * len(encode(change)) + _NOTE_BYTES
-    with open(file.with_suffix(".new"), "wb") as room:
+    with _of_its_owner(file.with_suffix(".new")) as room:
         room.write(bytes(size))
+
+
+def _of_its_owner(file: Path) -> BinaryIO:
+    """Open to write from its beginning, with what it has, if there is one; nobody else may read it."""
+    return open(os.open(file, os.O_RDWR | os.O_CREAT, 0o600), "r+b")
 
 
 def noted_changes(file: Path) -> ChangesNote:

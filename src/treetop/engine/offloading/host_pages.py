@@ -38,8 +38,9 @@ from treetop.types.parallel import Parallel
 SLAB_BYTES = 2**26
 """Of host memory that is taken, and pinned, at a time."""
 _SUMMED_BYTES = 2**22
-_PART_WORDS = 2**14
 """Whose checksums are taken at a time: 64-bit products of their words lie beside them."""
+_PART_WORDS = 2**14
+"""Of one page that are summed at a time."""
 
 Mark = object
 """A point of a stream: what was put there before has been done once it is reached."""
