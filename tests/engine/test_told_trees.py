@@ -50,8 +50,9 @@ def test_trees_spell_the_output_and_change_none(strong_pair, options):
     assert [each.draft_depths for each in plain] == [each.draft_depths for each in outputs]
 
 
-def test_a_tree_goes_on_behind_what_a_structure_forces(weak_pair):
+def test_a_tree_goes_on_behind_what_a_structure_forces(weak_pair, monkeypatch):
     """All that must come is drafted, as deep as a tree may be, and behind it the head's own proposals."""
+    monkeypatch.setattr("treetop.scheduler.scheduler._PATIENCE_S", 60.0)  # a busy machine finds masks late
     llm, text = build(weak_pair, SHAPE, overlap=False), "abcde("
     held = StructuredOutput("regex", r"abcde\([a-k]{8}")
     (output,) = llm.generate(weak_pair.prompts([9]), asking(SamplingParams(max_tokens=12, structured_output=held)))
