@@ -56,6 +56,7 @@ def test_a_row_decides_and_what_has_none_is_ties(strong_pair, named, monkeypatch
     for options, words in (
         ({"dtype": "float64"}, "built for float32"),
         ({"attention_backend": "triton"}, "is not exact"),
+        ({"enable_lora": True}, "beside adapters was not measured"),
     ):
         told = settled(config_of(strong_pair, **options))
         assert told.config.exactness == "ties"

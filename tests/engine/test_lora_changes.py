@@ -189,7 +189,6 @@ def test_ranks_agree_on_what_comes_and_goes(pair, adapters, wanted, tmp_path):
     [
         ({"max_loras": 2}, ("--max-loras", "--enable-lora")),
         ({"enable_lora": True, "max_loras": 3, "max_cpu_loras": 2}, ("--max-cpu-loras 2", "--max-loras 3")),
-        ({"enable_lora": True, "exactness": "bits", "dtype": "float32"}, ("--enable-lora", "--exactness")),
     ],
 )
 def test_options_that_cannot_be(pair, options, parts):

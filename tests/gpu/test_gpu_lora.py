@@ -1,16 +1,25 @@
 """Adapters on an NVIDIA GPU: captured rounds read each row's from buffers, beside plain and packed weights."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from support.engines import build, greedy, tokens
+from support.bits import asked, bits
+from support.engines import accept_lens, build, greedy, tokens
 from support.loras import EVERY, merged, save_lora
 from support.quantized import fp8_blocks, quantized
 from support.tiny_models import Pair, save_random_head, save_random_llama
+from treetop.engine.startup.operation_probes import adapter_cases
+from treetop.exact.probe import BitProbe
+from treetop.kernels.profile import profile_of
+from treetop.kernels.table import OpContext, Ops
+from treetop.models.registry import target_spec
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 SHAPE = (4, 3, 12)
+PRESET = Path(__file__).parents[2] / "benchmarks" / "presets" / "llama-3.1-8b"
 
 
 @pytest.fixture(scope="module")
@@ -67,3 +76,36 @@ def test_captured_rounds_equal_eager_ones(pair, adapters, tmp_path, packed):
     found = [answers(own, adapters, names, prompts, params, graphs=graphs, **options) for graphs in ("auto", "off")]
     assert found[0] == found[1]
     assert len({str(each) for each in found[0].values()}) > 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rank", [16, 64])
+def test_what_adapters_add_has_a_rows_own_bits_at_any_number_of_rows(dtype, rank):
+    """At the widths of Llama-3.1-8B; of a row's only token and of one of several, as a start probes it."""
+    gpu = torch.device("cuda")
+    ops, params = Ops(OpContext(gpu, dtype, profile=profile_of("bits", gpu))), target_spec(PRESET).params
+    counts = (1, 2, 3, 5, 16, 17, 64, 65, 200)
+    found = dict(BitProbe(lambda made: adapter_cases(ops, params, rank, made), counts, 256, 1, dtype, gpu).run())
+    assert "what adapters add to gate_up" in found
+    assert not [name for name, differs in found.items() if differs]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_with_bits_a_row_is_what_it_is_alone_and_plainly(pair, adapters, dtype):
+    """All adapters and none in one batch, captured and eager, along trees; alone without a draft."""
+    prompts = pair.prompts([5, 41, 130, 17], seed=2)
+    params, names = asked(prompts), [None, *(name for name, _, _ in adapters)]
+    options = {"device": "cuda", "dtype": dtype, "exactness": "bits", "context_length": 256}
+    options["lora_modules"] = {name: str(folder) for name, folder, _ in adapters}
+    llm = build(pair, None, **options, max_running_requests=1)
+    want = [bits(llm.generate(prompts, params, lora=name)) for name in names]
+    llm.close()
+    assert len({str(each) for each in want}) == len(want)
+    for shape, graphs in ((SHAPE, "auto"), ((3, 6, 24), "off"), (None, "auto")):
+        llm = build(pair, shape, **options, graphs=graphs, max_running_requests=36, chunked_prefill_size=64)
+        requests = [each for name in names for each in llm._asked(prompts, params, None, name)]
+        outputs = {delta.index: delta.output for delta in llm._run(requests) if delta.output is not None}
+        llm.close()
+        whole, few = [outputs[at] for at in range(len(requests))], len(prompts)
+        assert [bits(whole[few * at : few * (at + 1)]) for at in range(len(names))] == want, (shape, graphs)
+        assert shape is None or sum(map(sum, accept_lens(whole))) > 0

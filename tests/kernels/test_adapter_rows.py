@@ -1,19 +1,28 @@
 """What adapters add to products, grouped by adapter: every size of rows and ranks, and nobody else's row."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from support.interpreted import DEVICE, on_gpu_or_interpreted
 from support.operation_cases import adapter_case
+from treetop.exact.fixed_point import fixed_point_linear
+from treetop.exact.probe import same_bits
+from treetop.kernels.exact import linear_by_rows
 from treetop.kernels.gemm.adapter_rows import (
     RowTiles,
     expand,
+    expand_by_rows,
     expand_gated,
+    expand_gated_by_rows,
     expand_gated_reference,
     expand_reference,
     shrink,
+    shrink_by_rows,
     shrink_reference,
     tile_rows,
+    tile_rows_reference,
 )
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.weights.adapted import Adapters
@@ -74,6 +83,58 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(n):
         tile_rows(own, 5, GPU)
         here = slice(row, row + 1)
         assert torch.equal(adapt(parts[:, here].clone(), x[here], factors, own), got[:, here])
+
+
+@on_gpu_or_interpreted
+def test_by_rows_a_token_has_the_same_bits_however_many_its_row_has():
+    """One of 3, of 16 and of 70, whose tiles hold more or fewer: what a round has, and a prefill."""
+    parts, x, factors, tiles = made(4, 6, 70, 640, (96, 160), 24, 4, 1)
+    none = tiles.slots == 0
+    assert 0 < int(none.sum()) < 6
+    found = {}
+    for n in (1, 3, 16, 70):
+        held = Adapters({}, 4, tiles.slots, torch.zeros(4, 6, dtype=torch.int32, device=DEVICE))
+        own, here = held.tiles(6, n), x[:, :n].contiguous()
+        tile_rows(own, 4, GPU)
+        inner = shrink(here, factors, own, GPU, by_rows=True)
+        some = parts[:, :, :n].contiguous()
+        gated = expand_gated(some, inner, factors, own, gpu=GPU, by_rows=True)
+        found[n] = torch.cat([expand(some, inner, factors, own, GPU, by_rows=True)[0], gated], dim=-1)[:, 0]
+    assert all(torch.equal(each, found[70]) for each in found.values())
+
+
+@pytest.mark.parametrize("linear", [linear_by_rows, fixed_point_linear])
+@pytest.mark.parametrize("n", [1, 17])
+def test_on_a_cpu_bits_are_a_rows_own_whatever_the_batch_and_the_tables(n, linear):
+    """Near the plain products; rows without an adapter stay as they are; wider tables change nothing."""
+    torch.manual_seed(5)
+    parts, x, factors, tiles = adapter_case(19, n, 640, (96, 160), 16, 5, 1)
+    parts[:, :, :, 0] = -0.0
+
+    def adapted(factors, rows):
+        slots, own = tiles.slots[rows], x[rows]
+        own_tiles = Adapters({}, 5, slots, torch.zeros(4, len(slots), dtype=torch.int32)).tiles(len(slots), n)
+        tile_rows_reference(own_tiles, 5)
+        inner = shrink_by_rows(own, factors, own_tiles, linear)
+        whole = expand_by_rows(parts[:, rows].clone(), inner, factors, own_tiles, linear)
+        gated = expand_gated_by_rows(parts[:, rows].clone(), inner, factors, own_tiles, "silu", linear)
+        return whole[0], gated
+
+    got, gated = adapted(factors, torch.arange(19))
+    inner = shrink_reference(x, factors, tiles)
+    near(got, expand_reference(parts.clone(), inner, factors, tiles)[0])
+    near(gated, expand_gated_reference(parts.clone(), inner, factors, tiles))
+    none = tiles.slots == 0
+    assert same_bits(got[none], parts[0, none])
+    assert not torch.equal(got[~none], parts[0, ~none])
+    a, b = (torch.zeros(5, *shape) for shape in ((2 * 48, 640), (160, 48)))
+    a.view(5, 2, 48, 640)[:, :, :16], b[:, :, :16] = factors.a.view(5, 2, 16, 640), factors.b
+    wide = replace(factors, a=a, b=b)
+    for rows in ([7], [0, 18], list(range(3, 19))):
+        for some in (factors, wide):
+            one, other = adapted(some, torch.tensor(rows))
+            assert torch.equal(one, got[rows])
+            assert torch.equal(other, gated[rows])
 
 
 @on_gpu_or_interpreted

@@ -20,7 +20,8 @@ from torch import Tensor
 from treetop.checkpoints.loader import Placement
 from treetop.doctor.rank_sums import rank_sum_differs
 from treetop.doctor.tables import print_table
-from treetop.engine.startup.operation_probes import operation_probe
+from treetop.engine.startup.adapters import rank_of_tables
+from treetop.engine.startup.operation_probes import adapter_cases, operation_probe
 from treetop.engine.startup.plan import EnginePlan
 from treetop.engine.startup.products import Products, products_of
 from treetop.exact.probe import BitProbe, RowCase, of_rows
@@ -69,7 +70,8 @@ def operations(engine_plan: EnginePlan) -> Iterator[tuple[str, list[int]]]:
         yield f"sum over {place.parallel.size} ranks, and norm", [] if differ is None else [differ]
     yield from _probe(engine_plan, _products).run()
     if place.device.type == "cuda":
-        yield from operation_probe(place.ops, target.config, place.own(target.params)).run()
+        rank = rank_of_tables(engine_plan.config, engine_plan.adapters, place.profile.by_rows)
+        yield from operation_probe(place.ops, target.config, place.own(target.params), rank=rank).run()
     else:
         yield from _probe(engine_plan, _others).run()
 
@@ -79,7 +81,7 @@ def _probe(engine_plan: EnginePlan, cases: Callable[[EnginePlan, torch.Generator
     return BitProbe(partial(cases, engine_plan), COUNTS, max(COUNTS), 0, place.dtype, place.device)
 
 
-def _others(engine_plan: EnginePlan, _: torch.Generator) -> Iterator[RowCase]:
+def _others(engine_plan: EnginePlan, generator: torch.Generator) -> Iterator[RowCase]:
     """What else a CPU computes by row or by element."""
     place, model = engine_plan.place, engine_plan.target.config
     hidden, vocab = model.hidden_size, model.vocab_size
@@ -90,6 +92,8 @@ def _others(engine_plan: EnginePlan, _: torch.Generator) -> Iterator[RowCase]:
         yield RowCase(f"{name} of 1000", 1000, of_rows(getattr(functions, name)))
     for name, function in (("log_softmax", torch.log_softmax), ("softmax", torch.softmax)):
         yield RowCase(f"{name} of {vocab}", vocab, of_rows(partial(_by_row, function)))
+    rank = rank_of_tables(engine_plan.config, engine_plan.adapters, place.profile.by_rows)
+    yield from adapter_cases(place.ops, place.own(engine_plan.target.params), rank, generator)
 
 
 def _products(engine_plan: EnginePlan, generator: torch.Generator) -> Iterator[RowCase]:

@@ -104,7 +104,8 @@ def exactness_words(engine_plan: EnginePlan) -> str:
     config = engine_plan.config
     if config.exactness == "bits":
         return "; ".join(["exactness bits: every logit is that of plain decoding", *sums_words(engine_plan.place)])
-    problem = why_not_exact(config, engine_plan.layout, engine_plan.target, engine_plan.place)
+    place, adapters = engine_plan.place, engine_plan.adapters
+    problem = why_not_exact(config, engine_plan.layout, engine_plan.target, place, adapters)
     bits = "--exactness bits can serve" if problem is None else f"no bits: {problem.reason}"
     return f"exactness {config.exactness}; {bits}"
 

@@ -10,7 +10,7 @@ or one number, `exp` of another source), and the range depends on batch and thre
 operations of IEEE 754, which have one result, and of `exp`, `log1p` and `tanh`, which `elementwise_problem` checks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -43,9 +43,7 @@ class ByRows:
     """
 
     def __init__(self, call: Callable[[Tensor], Tensor], least: int) -> None:
-        self._call = call
-        self._rungs = [rung(max(rows, least)) for rows in range(1, MOST_ROWS + 1)]
-        self._rungs.insert(0, self._rungs[0])
+        self._call, self._rungs = call, _rungs_from(least)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [..., in]. Returns [..., out], contiguous."""
@@ -73,6 +71,12 @@ def least_rows(call: Callable[[Tensor], Tensor], width: int) -> int | None:
     following = dict(zip(RUNGS, [*RUNGS[1:], MOST_ROWS + 1], strict=True))
     least = max((following[rows] for rows in differing(call, (x,), RUNGS, generator)), default=1)
     return least if least <= LEAST_ROWS else None
+
+
+@cache
+def _rungs_from(least: int) -> Sequence[int]:
+    """By the number of rows, 0 to `MOST_ROWS`, the count to which they are padded."""
+    return [rung(max(rows, least, 1)) for rows in range(MOST_ROWS + 1)]
 
 
 @cache

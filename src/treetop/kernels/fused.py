@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
-from treetop.kernels.exact import LIBRARY, Functions
+from treetop.kernels.exact import BY_ELEMENT, LIBRARY, Functions, least_rows
 from treetop.kernels.gate import Gate, activated, activated_reference
 from treetop.kernels.kv import PagedKV, encoded, moved, write_pages
 from treetop.kernels.rope import RopeTable, Rotation, rotate_
@@ -207,6 +207,16 @@ def gelu_tanh_mul_reference(gate_up: Tensor) -> Tensor:
 def gate_mul_reference(gate_up: Tensor, kind: Gate, functions: Functions = LIBRARY) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return activated_reference(gate, kind, functions).mul_(up)
+
+
+@cache
+def functions_by_rows(kind: Gate, width: int, threads: int) -> Functions:
+    """The library's activations, if a row's bits of `gate_mul_reference` depend on it alone, else those by element.
+
+    width: of gates and ups. threads: of PyTorch.
+    """
+    library = least_rows(lambda gate_up: gate_mul_reference(gate_up, kind), width) == 1
+    return LIBRARY if library else BY_ELEMENT
 
 
 def silu_mul(gate_up: Tensor, gpu: GpuTraits) -> Tensor:

@@ -245,10 +245,32 @@ class Ops:
     )
     fp8_rows = Op(fp8.fp8_rows_reference, fp8.fp8_rows, 1e-5, on_a_gpu_with_fp8, (fp8._fp8_kernel,))
     tile_rows = Op(adapting.tile_rows_reference, adapting.tile_rows, 0.0, on_a_gpu, (adapting._tile_rows_kernel,))
-    shrink = Op(adapting.shrink_reference, adapting.shrink, 1e-5, on_a_gpu, (adapting._shrink_kernel,))
-    expand = Op(adapting.expand_reference, adapting.expand, 1e-5, on_a_gpu, (adapting._expand_kernel,))
+    shrink = Op(
+        adapting.shrink_reference,
+        adapting.shrink,
+        1e-5,
+        on_a_gpu,
+        (adapting._shrink_kernel,),
+        adapting.shrink_by_rows,
+        partial(adapting.shrink, by_rows=True),
+    )
+    expand = Op(
+        adapting.expand_reference,
+        adapting.expand,
+        1e-5,
+        on_a_gpu,
+        (adapting._expand_kernel,),
+        adapting.expand_by_rows,
+        partial(adapting.expand, by_rows=True),
+    )
     expand_gated = Op(
-        adapting.expand_gated_reference, adapting.expand_gated, 1e-5, on_a_gpu, (adapting._expand_kernel,)
+        adapting.expand_gated_reference,
+        adapting.expand_gated,
+        1e-5,
+        on_a_gpu,
+        (adapting._expand_kernel,),
+        adapting.expand_gated_by_rows,
+        partial(adapting.expand_gated, by_rows=True),
     )
     route = Op(
         routing.route_reference,
@@ -480,8 +502,8 @@ class Ops:
             reference = op.by_rows if self.profile.by_rows and op.by_rows is not None else op.reference
             vars(self)[name] = reference if gpu is None else op.on(gpu, self.profile.by_rows)
         if self.profile.integers.products:
-            vars(self)["route"] = partial(routing.route_by_rows, linear=self.profile.linear)
-            vars(self)["experts"] = partial(expert_products.experts_by_rows, linear=self.profile.linear)
+            for name in ("shrink", "expand", "expand_gated", "route", "experts"):
+                vars(self)[name] = partial(vars(self)[name], linear=self.profile.linear)
         if context.fla:
             vars(self)["prefill_states"] = partial(prefill_by_fla, dtype=context.dtype)
         if parallel.size > 1:

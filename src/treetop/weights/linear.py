@@ -7,13 +7,13 @@ the weight has its 16 bits (`weights.gpu_products`).
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, get_num_threads
 
-from treetop.kernels.exact import BY_ELEMENT, LIBRARY, Functions, least_rows
-from treetop.kernels.fused import gate_mul, gate_mul_reference, joined
+from treetop.kernels.exact import LIBRARY
+from treetop.kernels.fused import functions_by_rows, gate_mul, gate_mul_reference, joined
 from treetop.kernels.gate import Gate
 from treetop.kernels.gemm.packed_weights import compressed_rows
 from treetop.kernels.gemm.skinny_gemm import choose_launch, gated_rows, skinny_gemm
@@ -65,16 +65,6 @@ class LibraryGated:
 
     def read_bytes(self, rows: int) -> int:
         return self._nbytes
-
-
-@cache
-def functions_by_rows(kind: Gate, width: int, threads: int) -> Functions:
-    """The library's activations, if a row's bits of `gate_mul_reference` depend on it alone, else those by element.
-
-    width: of gates and ups. threads: of PyTorch.
-    """
-    library = least_rows(lambda gate_up: gate_mul_reference(gate_up, kind), width) == 1
-    return LIBRARY if library else BY_ELEMENT
 
 
 class SkinnyLinear:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, get_num_threads
 
 from treetop.kernels.exact import LIBRARY
-from treetop.kernels.fused import gate_mul, gate_mul_reference, joined
+from treetop.kernels.fused import functions_by_rows, gate_mul, gate_mul_reference, joined
 from treetop.kernels.gate import Gate
 from treetop.kernels.gemm.coded import MIDDLE, CodedWeight, Coding, decode, factor_apart
 from treetop.kernels.gemm.coded_rows import MAX_ROWS, choose_coded, coded_gated, coded_rows
@@ -45,7 +45,6 @@ from treetop.weights.format import (
     Stored,
     StoredFormat,
 )
-from treetop.weights.linear import functions_by_rows
 from treetop.weights.quantized import own_groups
 
 SCALE, FACTOR, ZERO, MINIMUM = "scale", "factor", "zero", "minimum"

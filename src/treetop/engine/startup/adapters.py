@@ -5,6 +5,7 @@ from pathlib import Path
 from treetop.checkpoints.adapters import Zeros, make_adapters, modules_for
 from treetop.checkpoints.loader import Placement
 from treetop.checkpoints.lora_folder import LoraFolder, read_lora
+from treetop.kernels.gemm.adapter_rows import RANKS
 from treetop.models.registry import TargetSpec
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
@@ -36,7 +37,17 @@ def adapters_of(
             "--lora-modules, --enable-lora: on a GPU kernels group the rows of a batch, and in a mixed step each token"
             " is a row; use --mixed-chunk off"
         )
-    modules = modules_for(folders, target.params, config.enable_lora)
-    rank = max([config.max_lora_rank if config.enable_lora else 1, *(folder.rank for folder in folders)])
+    modules, rank = (
+        modules_for(folders, target.params, config.enable_lora),
+        rank_of_tables(config, folders, place.profile.by_rows),
+    )
     params, rows = place.own(target.params), layout.most_batch_rows
     return make_adapters(modules, rank, config.num_lora_slots, params, rows, place.dtype, zeros)
+
+
+def rank_of_tables(config: EngineConfig, folders: tuple[LoraFolder, ...], by_rows: bool) -> int:
+    """That every adapter has at most; 0 without any. by_rows: of a `Profile`."""
+    if not config.has_loras:
+        return 0
+    rank = max([config.max_lora_rank if config.enable_lora else 1, *(folder.rank for folder in folders)])
+    return -(-rank // RANKS) * RANKS if by_rows else rank

@@ -13,6 +13,8 @@ from treetop.attention import exact_backend as on_a_cpu
 from treetop.attention.capabilities import HALF, BackendRefusal, Need
 from treetop.attention.registry import BACKENDS, exact_backend
 from treetop.checkpoints.loader import Placement
+from treetop.checkpoints.lora_folder import LoraFolder
+from treetop.engine.startup.adapters import rank_of_tables
 from treetop.engine.startup.operation_probes import kept_operation_problem
 from treetop.exact.machine import cpu_model, found_once
 from treetop.exact.mkl_mode import choose_mode, remedy
@@ -31,10 +33,12 @@ _TIES = "use --exactness ties"
 _INTEGERS = "use --exact-sums integers"
 
 
-def chosen_profile(config: EngineConfig, layout: Layout, target: TargetSpec, place: Placement) -> Profile:
+def chosen_profile(
+    config: EngineConfig, layout: Layout, target: TargetSpec, place: Placement, adapters: tuple[LoraFolder, ...] = ()
+) -> Profile:
     """How a target computes. Raises ConfigError where `--exactness bits` cannot be honoured."""
     profile = profile_of(config.exactness, place.device)
-    problem = why_not_exact(config, layout, target, place) if profile.by_rows else None
+    problem = why_not_exact(config, layout, target, place, adapters) if profile.by_rows else None
     if problem is not None:
         raise ConfigError(f"--exactness bits: {problem.reason}; {problem.remedy}")
     if profile.products != "one call":
@@ -59,11 +63,13 @@ def sums_words(place: Placement, products: Iterable[ChosenProduct] = ()) -> list
     return [*words, *([] if mode is None else [mode]), *([f"as first found on {cpu_model()}"] if words else [])]
 
 
-def why_not_exact(config: EngineConfig, layout: Layout, target: TargetSpec, place: Placement) -> BackendRefusal | None:
+def why_not_exact(
+    config: EngineConfig, layout: Layout, target: TargetSpec, place: Placement, adapters: tuple[LoraFolder, ...] = ()
+) -> BackendRefusal | None:
     """What stands against `--exactness bits`; None if nothing does.
 
     Operations but products are probed: on a CPU once a process, on a GPU once a machine. What ranks do together is
-    tried when they have met (`engine.startup.exact_ranks`).
+    tried when they have met (`engine.startup.exact_ranks`). adapters: of `--lora-modules`.
     """
     on_cpu, problem = place.device.type == "cpu", unfit_options(config, place)
     if problem is not None:
@@ -76,7 +82,11 @@ def why_not_exact(config: EngineConfig, layout: Layout, target: TargetSpec, plac
         return BackendRefusal("sparse attention (DSA) is not exact yet on a GPU", f"{_TIES} or --device cpu")
     if any(kv.value_dim is not None for kv in own) and not on_cpu:
         return BackendRefusal("compressed attention (MLA) is not exact yet on a GPU", f"{_TIES} or --device cpu")
-    found = _probed_on_a_cpu(config, layout) if on_cpu else _probed_on_a_gpu(target, place)
+    found = (
+        _probed_on_a_cpu(config, layout)
+        if on_cpu
+        else _probed_on_a_gpu(target, place, rank_of_tables(config, adapters, True))
+    )
     if found is None:
         return None
     ways = [each for each in (remedy(), _INTEGERS) if each] if on_cpu else []
@@ -96,8 +106,6 @@ def why_not_model(config: ModelConfig) -> BackendRefusal | None:
 
 def unfit_options(config: EngineConfig, place: Placement) -> BackendRefusal | None:
     """What options have against `bits` on a device, whatever the machine and the model."""
-    if config.has_loras:
-        return BackendRefusal("what adapters add is not probed", f"{_TIES} or drop --lora-modules and --enable-lora")
     most, nodes = on_a_cpu.MOST_NODES, max(shape.num_draft_tokens for shape in config.shapes)
     problem = _of_device(config, place)
     if problem is not None or nodes <= most:
@@ -164,6 +172,6 @@ def _no_chains(layout: Layout) -> str | None:
     return None
 
 
-def _probed_on_a_gpu(target: TargetSpec, place: Placement) -> str | None:
+def _probed_on_a_gpu(target: TargetSpec, place: Placement, rank: int) -> str | None:
     ops = replace(place, profile=profile_of("bits", place.device)).ops
-    return kept_operation_problem(ops, target.config, place.own(target.params))
+    return kept_operation_problem(ops, target.config, place.own(target.params), rank)

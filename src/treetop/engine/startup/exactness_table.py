@@ -65,6 +65,8 @@ def settled(config: EngineConfig) -> Settled:
     if row is None:
         why = f"no row for a {kind} model {drafted} on {maker}"
         return Settled(replace(config, exactness="ties"), why, _short(maker, kind))
+    if config.has_loras:
+        return Settled(replace(config, exactness="ties"), "what it costs beside adapters was not measured", "options")
     problem = unfit_options(config, place)
     if problem is not None:
         return Settled(replace(config, exactness="ties"), problem.reason, "options")

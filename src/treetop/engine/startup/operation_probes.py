@@ -12,11 +12,14 @@ from math import prod
 import torch
 from torch import Tensor
 
+from treetop.checkpoints.adapters import make_adapters
+from treetop.checkpoints.lora_folder import is_adaptable
 from treetop.checkpoints.params import Param
 from treetop.engine.startup.probed_products import identity
 from treetop.exact.probe import BitProbe, RowCase, of_rows
 from treetop.kernels.exact import Functions
 from treetop.kernels.fused import HeadNorms
+from treetop.kernels.gemm.adapter_rows import AdapterFactors
 from treetop.kernels.gemm.coded_norm import norms_codes
 from treetop.kernels.gemm.fp8_rows import Activations
 from treetop.kernels.moe.routing import Router, RouterKind, RouterSpec
@@ -38,6 +41,7 @@ from treetop.models.config import (
 from treetop.types.ids import STATE
 from treetop.types.sampling import MAX_LOGPROBS
 from treetop.types.state import StateGroup
+from treetop.weights.adapted import Adapters
 from treetop.weights.format import Biases, HeldFormat, Holding, Parts
 from treetop.weights.plain import UNQUANTIZED
 from treetop.weights.w8a8 import W8A8
@@ -48,31 +52,36 @@ MOST = 1100
 _POSITIONS = 64
 _EXPERTS = 8
 """Of the layer of experts that is tried: which of them there are changes no product."""
+_ADAPTERS, _ADAPTED, _TOKENS = 3, 256, 5
+"""Adapters that are tried, rows that have one or none, and tokens of each of them, where it has several."""
 
 
-def operation_probe(ops: Ops, model: ModelConfig, params: Sequence[Param], most: int = MOST) -> BitProbe:
+def operation_probe(ops: Ops, model: ModelConfig, params: Sequence[Param], most: int = MOST, rank: int = 0) -> BitProbe:
     """Of each operation of a target.
 
-    ops, params: of a target, or of a rank of one. most: rows that are tried.
+    ops, params: of a target, or of a rank of one. most: rows that are tried. rank: of adapters, 0 without.
     """
-    cases = partial(_cases, ops, model, _experts_format(params), _codes_of_norms(model, params))
+    cases = partial(_cases, ops, model, params, rank)
     return BitProbe(cases, _COUNTS, most, model.hidden_size, ops.context.dtype, ops.context.device)
 
 
-def kept_operation_problem(ops: Ops, model: ModelConfig, params: Sequence[Param]) -> str | None:
-    """The first operation whose bits depend on the batch; None where there is none, or was none on this machine."""
+def kept_operation_problem(ops: Ops, model: ModelConfig, params: Sequence[Param], rank: int = 0) -> str | None:
+    """The first operation whose bits depend on the batch; None where there is none, or was none on this machine.
+
+    rank: of adapters, 0 without.
+    """
     layers = {(layer.mixer, layer.feed_forward) for layer in model.layers}
     ranks = ops.parallel.size, ops.expert_ranks.size
     held = _experts_format(params).coding, _codes_of_norms(model, params)
-    what = sorted(map(repr, layers)), model.hidden_size, model.vocab_size, held, str(ops.context.dtype), ranks
-    probe = operation_probe(ops, model, params)
+    what = sorted(map(repr, layers)), model.hidden_size, model.vocab_size, held, str(ops.context.dtype), ranks, rank
+    probe = operation_probe(ops, model, params, rank=rank)
     return probe.kept_problem("exact-operations", identity(ops.context.device, *what))
 
 
 def _cases(
-    ops: Ops, model: ModelConfig, held: HeldFormat, codes: Sequence[Activations], generator: torch.Generator
+    ops: Ops, model: ModelConfig, params: Sequence[Param], rank: int, generator: torch.Generator
 ) -> Iterator[RowCase]:
-    made = set[object]()
+    made, held, codes = set[object](), _experts_format(params), _codes_of_norms(model, params)
     hidden, ranks = model.hidden_size, ops.parallel.size
     parts = {1, ranks, ops.expert_ranks.size}
     parts |= {each.router.top_k + bool(each.shared_inner) for layer in model.layers if (each := layer.experts)}
@@ -102,6 +111,7 @@ def _cases(
             elif isinstance(spec, ExpertSpec):
                 yield RowCase("routing", hidden, _routing(ops, spec.router, hidden, generator))
                 yield RowCase("products with experts", hidden, _experts(ops, spec, hidden, held, generator))
+    yield from adapter_cases(ops, params, rank, generator)
     for name in Functions.__dataclass_fields__:
         yield RowCase(name, 1000, of_rows(getattr(ops.functions, name)))
     yield RowCase("log-probabilities", model.vocab_size, _logprobs(ops, model.vocab_size), 128)
@@ -261,6 +271,44 @@ def _random_parts(held: HeldFormat, shape: tuple[int, ...], ops: Ops, generator:
     parts = {part: torch.empty(each.shape, dtype=each.dtype, device=ops.context.device) for part, each in found}
     held.fill_random(parts, generator)
     return parts
+
+
+def adapter_cases(ops: Ops, params: Sequence[Param], rank: int, generator: torch.Generator) -> Iterator[RowCase]:
+    """What adapters add to each product that they may be beside, of rows with and without one. rank: 0 for nothing."""
+
+    def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=ops.context.device)
+
+    alike = {(param.shape, len(param.sources)): param for param in params if rank and is_adaptable(param)}
+    for param in alike.values():
+        modules = {source.module for source in param.sources}
+        adapters = make_adapters(modules, rank, _ADAPTERS, [param], _ADAPTED, ops.context.dtype, zeros)
+        factors = adapters.factors[param.name]
+        width = factors.a.shape[2]
+        factors.a[1:] = _random((_ADAPTERS, *factors.a.shape[1:]), ops, generator) * width**-0.5
+        factors.b[1:] = _random((_ADAPTERS, *factors.b.shape[1:]), ops, generator) * rank**-0.5 / 64
+        name = f"what adapters add to {param.name.rpartition('.')[2]}"
+        yield RowCase(name, width, _beside(ops, adapters, factors, param.name.endswith("gate_up")), _ADAPTED, 2)
+
+
+def _beside(
+    ops: Ops, adapters: Adapters, factors: AdapterFactors, gated: bool
+) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
+    def added(x: Tensor, slots: Tensor) -> Tensor:
+        adapters.select(slots, x.shape[1], ops)
+        tiles = adapters.tiles(*x.shape[:2])
+        parts = (x[None, ..., :1] / 64).repeat(1, 1, 1, factors.b.shape[1])
+        given = parts, ops.shrink(x, factors, tiles), factors, tiles
+        return ops.expand_gated(*given) if gated else ops.expand(*given)[0]
+
+    def call(x: Tensor, row: Tensor) -> tuple[Tensor, ...]:
+        """As a row's only token and as one of several, which must be the same."""
+        slots = row % (_ADAPTERS + 1)
+        one = added(x[:, None], slots)
+        several = added(x[:, None].repeat(1, _TOKENS, 1), slots)
+        return one[:, 0], several[:, 0] - one[:, 0], several[:, -1] - one[:, 0]
+
+    return call
 
 
 def _logprobs(ops: Ops, vocab: int) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:

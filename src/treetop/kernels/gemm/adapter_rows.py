@@ -7,16 +7,23 @@ Rows with one adapter share tiles (`tile_rows`, once a forward), so that its fac
 first launch cuts k, for there are few ranks and many columns; it is cut by k alone, whatever the number of rows. It
 goes before the product beside which it is, and the second after it. Slot 0 is of rows without an adapter, padding too:
 their programs return at once. Nothing is decided by the host: rows and slots are data of the device.
+
+Where a row's bits may depend on it alone, programs have equally many tokens whatever each row has of them. On a CPU
+there are calls that were probed then, for `RANKS` ranks each: so the ranks of others, for which tables are wide enough,
+change no bit either.
 Source: L. Chen et al., "Punica: Multi-Tenant LoRA Serving", arXiv:2310.18547.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, get_num_threads
 
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
-from treetop.kernels.fused import gate_mul_reference, joined
+from treetop.kernels.exact import ByRows, linear_by_rows
+from treetop.kernels.fused import functions_by_rows, gate_mul_reference, joined, joined_in_order
 from treetop.kernels.gate import Gate, activated
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, jit_for_any, lanes, power_of_two, tl
 
@@ -63,6 +70,10 @@ _SHARE, _MOST_SHARES = 512, 16
 """Columns of a share of k, and how many shares there are at most."""
 _BLOCK_K = 128
 """Columns that a program of the first launch takes at a time."""
+RANKS = 16
+"""That a product on a CPU takes at a time, where a row's bits may depend on it alone."""
+
+RowProduct = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def tokens_of_tile(n: int) -> int:
@@ -138,16 +149,36 @@ def shrink_reference(x: Tensor, factors: AdapterFactors, tiles: RowTiles) -> Ten
     return torch.bmm(x, factors.a[tiles.slots].transpose(1, 2))[None]
 
 
-def shrink(x: Tensor, factors: AdapterFactors, tiles: RowTiles, gpu: GpuTraits) -> Tensor:
+def shrink_by_rows(x: Tensor, factors: AdapterFactors, tiles: RowTiles, linear: RowProduct = linear_by_rows) -> Tensor:
+    """`shrink_reference` on a CPU in float32, where what a row gets has the same bits in any batch.
+
+    Factors have a multiple of `RANKS` ranks, in this and in what follows.
+    """
+    inner = x.new_zeros((*x.shape[:2], factors.a.shape[1]))
+    for slot, rows in _of_adapters(tiles):
+        own = x[rows].flatten(0, 1)
+        for block, out in zip(factors.a[slot].split(RANKS), inner.split(RANKS, dim=2), strict=True):
+            out[rows] = linear(own, block, None).view(len(rows), -1, RANKS)
+    return inner[None]
+
+
+def _of_adapters(tiles: RowTiles) -> Iterator[tuple[int, Tensor]]:
+    """The slot and the rows of each tile of an adapter's."""
+    for slot, start, count in zip(*(each.tolist() for each in (tiles.slot, tiles.start, tiles.count)), strict=True):
+        if slot and count:
+            yield slot, tiles.order[start : start + count]
+
+
+def shrink(x: Tensor, factors: AdapterFactors, tiles: RowTiles, gpu: GpuTraits, by_rows: bool = False) -> Tensor:
     """`shrink_reference` in one launch, in float32. What it gives of rows without an adapter means nothing.
 
-    It goes before the product that it belongs to, which hides it.
+    It goes before the product that it belongs to, which hides it. by_rows: a row has the same bits in any batch.
     """
     rows, n, k = x.shape
     splits, joins = min(_MOST_SHARES, -(-k // _SHARE)), len(factors.ends)
     share = -(-k // splits // _BLOCK_K) * _BLOCK_K
     inner = torch.empty((splits, rows, n, joins * factors.rank), dtype=torch.float32, device=x.device)
-    grid, where, common = _launch(factors, tiles, rows, n, gpu)
+    grid, where, common = _launch(factors, tiles, rows, n, gpu, by_rows)
     _shrink_kernel[(*grid, joins * splits)](
         inner, x.contiguous(), factors.a, *where, k, share=share, block_k=_BLOCK_K, num_stages=3, **common
     )
@@ -165,10 +196,33 @@ def expand_reference(parts: Tensor, inner: Tensor, factors: AdapterFactors, tile
     return parts
 
 
-def expand(parts: Tensor, inner: Tensor, factors: AdapterFactors, tiles: RowTiles, gpu: GpuTraits) -> Tensor:
-    """`expand_reference` in one launch."""
+def expand_by_rows(
+    parts: Tensor, inner: Tensor, factors: AdapterFactors, tiles: RowTiles, linear: RowProduct = linear_by_rows
+) -> Tensor:
+    """`expand_reference` on a CPU, as `shrink_by_rows`. Rows without an adapter stay as they are."""
+    for slot, rows in _of_adapters(tiles):
+        own = inner[0, rows].flatten(0, 1).split(factors.rank, dim=1)
+        outputs = factors.b[slot].tensor_split(factors.ends[:-1])
+        added = [_over_ranks(*pair, linear) for pair in zip(own, outputs, strict=True)]
+        parts[0, rows] += torch.cat(added, dim=1).view(len(rows), -1, parts.shape[3])
+    return parts
+
+
+def _over_ranks(x: Tensor, b: Tensor, linear: RowProduct) -> Tensor:
+    """x [tokens, rank] times b [out, rank], a block of ranks after another: what is 0 beyond an adapter's adds 0."""
+    blocks = zip(x.split(RANKS, dim=1), b.split(RANKS, dim=1), strict=True)
+    first, *others = (linear(own, block.contiguous(), None) for own, block in blocks)
+    for other in others:
+        first += other
+    return first
+
+
+def expand(
+    parts: Tensor, inner: Tensor, factors: AdapterFactors, tiles: RowTiles, gpu: GpuTraits, by_rows: bool = False
+) -> Tensor:
+    """`expand_reference` in one launch. by_rows: as of `shrink`."""
     parts = parts.contiguous()
-    _expand(parts, parts, inner, factors, tiles, None, gpu)
+    _expand(parts, parts, inner, factors, tiles, None, gpu, by_rows)
     return parts
 
 
@@ -182,22 +236,38 @@ def expand_gated_reference(
     return gate_mul_reference(joined(expand_reference(parts, inner, factors, tiles)).to(factors.b.dtype), kind)
 
 
-def expand_gated(
-    parts: Tensor, inner: Tensor, factors: AdapterFactors, tiles: RowTiles, kind: Gate = "silu", *, gpu: GpuTraits
+def expand_gated_by_rows(
+    parts: Tensor,
+    inner: Tensor,
+    factors: AdapterFactors,
+    tiles: RowTiles,
+    kind: Gate = "silu",
+    linear: RowProduct = linear_by_rows,
 ) -> Tensor:
-    """`expand_gated_reference` in one launch."""
+    """`expand_gated_reference` on a CPU, as `shrink_by_rows`; of rows without an adapter what a product without
+    adapters gives."""
+    whole = joined_in_order(expand_by_rows(parts, inner, factors, tiles, linear))
+    functions = functions_by_rows(kind, whole.shape[-1], get_num_threads())
+    return ByRows(partial(gate_mul_reference, kind=kind, functions=functions), 1)(whole)
+
+
+def expand_gated(
+    parts: Tensor, inner: Tensor, factors: AdapterFactors, tiles: RowTiles, kind: Gate = "silu", *, gpu: GpuTraits,
+    by_rows: bool = False,
+) -> Tensor:  # fmt: skip
+    """`expand_gated_reference` in one launch. by_rows: as of `shrink`."""
     out = torch.empty((*parts.shape[1:3], parts.shape[3] // 2), dtype=factors.b.dtype, device=parts.device)
-    _expand(out, parts.contiguous(), inner, factors, tiles, kind, gpu)
+    _expand(out, parts.contiguous(), inner, factors, tiles, kind, gpu, by_rows)
     return out
 
 
 def _expand(
     out: Tensor, parts: Tensor, inner: Tensor, factors: AdapterFactors, tiles: RowTiles, kind: Gate | None,
-    gpu: GpuTraits,
+    gpu: GpuTraits, by_rows: bool,
 ) -> None:  # fmt: skip
     parts_of, rows, n, size = parts.shape
-    grid, where, common = _launch(factors, tiles, rows, n, gpu)
-    block_n = 128 if tokens_of_tile(n) == _FEW else 64
+    grid, where, common = _launch(factors, tiles, rows, n, gpu, by_rows)
+    block_n = 128 if common["block_m"] == _FEW else 64
     _expand_kernel[(*grid, -(-out.shape[-1] // block_n))](
         out, parts, inner, factors.b, factors.bounds, *where, size, splits=len(inner), parts_of=parts_of, kind=kind,
         block_n=block_n, **common,
@@ -205,10 +275,11 @@ def _expand(
 
 
 def _launch(
-    factors: AdapterFactors, tiles: RowTiles, rows: int, n: int, gpu: GpuTraits
+    factors: AdapterFactors, tiles: RowTiles, rows: int, n: int, gpu: GpuTraits, by_rows: bool
 ) -> tuple[tuple[int, int], tuple[Tensor | int, ...], dict[str, object]]:
-    """Of both kernels: tiles and blocks of tokens, where rows are, and what is alike."""
-    block_m = tokens_of_tile(n)
+    """Of both kernels: tiles and blocks of tokens, where rows are, and what is alike. The cores that multiply may add
+    up otherwise for blocks of other sizes."""
+    block_m = _FEW if by_rows else tokens_of_tile(n)
     common: dict[str, object] = {
         "rank": factors.rank, "joins": len(factors.ends), "block_m": block_m,
         "block_r": max(16, power_of_two(factors.rank)), "overlap": gpu.can_overlap, "num_warps": 4,
