@@ -1,103 +1,19 @@
-"""Both roles in one process: real state machines, sessions, schedulers and engines, and a transport that copies memory.
+"""What a prefill and a decode worker do together, in one process.
 
 So what the drills do to processes is done here step by step, in seconds.
 """
 
-import time
-
 import pytest
 
-from support.addresses import addresses
 from support.engines import build, greedy, sampled
 from support.grids import few_of, few_values
-from support.handing import Worker
+from support.handover_sides import LEASE_S, SHAPE, Sides
 from support.waiting import WAIT_S
-from treetop.disaggregation.connector import open_connector
-from treetop.disaggregation.loopback import LoopbackTransport
-from treetop.engine.kv_staging import staging_of
 from treetop.types.ids import RequestId
-from treetop.types.kv_transfer.options import DisaggregationOptions
 from treetop.types.requests import EngineRequest
 
-SHAPE = (2, 3, 6)
 LENGTHS = [3, 60, 40, 90, 17]
 PARAMS = [greedy(10), sampled(5, 10), greedy(10), sampled(9, 10, top_k=5, logprobs=2), sampled(3, 10)]
-LEASE_S = 1.5
-
-
-class Sides:
-    """A prefill and a decode worker, whose steps the test runs in turns."""
-
-    def __init__(self, pair, prefill_slots, decode_slots, lease_s=LEASE_S):
-        (listen,) = addresses(1)
-        self.prefill = Worker(pair, SHAPE, disaggregation_slots=prefill_slots, chunked_prefill_size=16)
-        self.decode = Worker(pair, SHAPE, disaggregation_slots=decode_slots, chunked_prefill_size=16)
-        self.computes = self._role(self.prefill, DisaggregationOptions("prefill", listen, lease=lease_s))
-        self.asks = self._role(self.decode, DisaggregationOptions("decode", None, (listen,), lease=lease_s))
-        self.prefill_lives, self.ahead_s = True, 0.0
-        self.until(lambda: self.asks.asks)
-
-    @staticmethod
-    def _role(worker, options):
-        return open_connector(worker.scheduler, staging_of(worker.engine), options, LoopbackTransport)
-
-    @property
-    def transport(self):
-        return self.asks._agent.own.transport
-
-    def now(self):
-        """The clock of both, which a test may put ahead where nothing else can end a wait."""
-        return time.monotonic() + self.ahead_s
-
-    def step(self):
-        """A turn of each. Returns what the decode worker has emitted."""
-        if self.prefill_lives:
-            self.computes.poll(self.now())
-            self.prefill.core.step()
-        self.asks.poll(self.now())
-        return self.decode.core.step()
-
-    def until(self, true):
-        deadline = time.monotonic() + WAIT_S
-        while not true():
-            assert time.monotonic() < deadline
-            self.step()
-
-    def generate(self, prompts, params, first_number=0, meanwhile=lambda count: None):
-        """Ids and accept lengths of each prompt. meanwhile: is told the number of chunks that have come, each turn."""
-        found = {}
-        for number, (prompt, each) in enumerate(zip(prompts, params, strict=True), first_number):
-            found[number] = ([], [])
-            asked = EngineRequest(RequestId(number), tuple(prompt), each, each.seed or 0)
-            self.decode.core.add(asked, remote=self.asks.asks)
-        left = len(found)
-        deadline = time.monotonic() + WAIT_S
-        while left:
-            assert time.monotonic() < deadline
-            meanwhile(self.asks.load.num_chunks)
-            for update in self.step():
-                assert update.error is None
-                ids, lens = found[update.request_id]
-                ids += update.new_ids
-                lens += [] if update.accept_len is None else [update.accept_len]
-                left -= update.finish_reason is not None
-        return [(tuple(ids), lens) for ids, lens in found.values()]
-
-    def nothing_is_held(self):
-        self.decode.scheduler.check_integrity()
-        self.prefill.scheduler.check_integrity()
-        idle = (
-            self.asks.load.num_requests_in_flight
-            == self.asks.load.num_slots_busy
-            == self.computes.load.num_requests_in_flight
-            == 0
-        )
-        return idle and self.computes.load.num_slots_busy == 0 and not self.prefill.scheduler.has_work
-
-    def close(self):
-        for role, worker in ((self.asks, self.decode), (self.computes, self.prefill)):
-            role.close()
-            worker.close()
 
 
 @pytest.fixture(scope="module")

@@ -210,7 +210,6 @@ def test_tensors_that_do_not_fit_are_refused_by_name(pair, adapters, tmp_path):
     [
         ({"lora_modules": ("a",)}, ("--lora-modules", "NAME=FOLDER", "'a'")),
         ({"lora_modules": ("a=x", "a=y")}, ("--lora-modules", "twice")),
-        ({"lora_modules": ("a=x",), "disaggregation_slots": 2}, ("--lora-modules", "--disaggregation-slots")),
     ],
 )
 def test_options_that_cannot_be(pair, options, parts):

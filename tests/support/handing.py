@@ -22,7 +22,7 @@ from treetop.debug import two_group
 from treetop.types.ids import RequestId
 from treetop.types.kv_chunk import KVChunk
 from treetop.types.kv_transfer.scheduling import Admitted, Computed, Dropped, Imported, Recv, Stage, Staged
-from treetop.types.requests import EngineRequest, RequestUpdate
+from treetop.types.requests import EngineRequest, RequestUpdate, Whose
 from treetop_debug.patching import Patch, replaced
 
 LENGTHS = [1, 4, 5, 17, 33, 60]
@@ -122,9 +122,11 @@ class Relay:
         self.local, self.received, self._ids = set(), 0, iter(range(10**9, 2 * 10**9))
         self.busy = {"prefill": {}, "decode": {}}
 
-    def submit(self, prompts, params, ids, remote=True):
+    def submit(self, prompts, params, ids, remote=True, loras=()):
+        """loras: of each the name of its adapter, if any has one."""
         asked = [
-            EngineRequest(RequestId(next(ids)), tuple(p), s, s.seed or 0) for p, s in zip(prompts, params, strict=True)
+            EngineRequest(RequestId(next(ids)), tuple(p), s, s.seed or 0, cache_salt=Whose(lora=lora).salt, lora=lora)
+            for p, s, lora in zip(prompts, params, loras or [""] * len(prompts), strict=True)
         ]
         for each in asked:
             self.decode.scheduler.add(each, remote=remote)
@@ -157,10 +159,10 @@ class Relay:
             case Admitted(request_id, start, prompt):
                 if request_id in self.local:  # told while it waited
                     return
-                asked = EngineRequest(RequestId(next(self._ids)), *prompt)
+                asked = prompt.request(RequestId(next(self._ids)))
                 self.handed[request_id] = Handed(asked, asked.request_id, start, start)
                 self.by_remote[asked.request_id] = request_id
-                self.prefill.scheduler.add(asked, export_from=start)
+                self.prefill.scheduler.add(asked, export_from=start, digest=prompt.digest)
             case Imported(_, slot):
                 del self.busy["decode"][slot]
             case Dropped(request_id):

@@ -24,7 +24,9 @@ SCHEMA = Schema(1, "target", "draft", "float64", ("full: 2 layers",), ("root",),
 SECRET = b"of at least sixteen bytes"
 OF_PREFILL, OF_DECODE = wire.Metadata(3, (b"p",)), wire.Metadata(4, (b"d", b"e"))
 MESSAGES = (
-    wire.Prefill(1, 2, 3, Prompt((1, 2, 3, 4), SamplingParams(temperature=0.5, logit_bias=((1, 2.0),)), 9), 64),
+    wire.Prefill(
+        1, 2, 3, Prompt((1, 2, 3, 4), SamplingParams(temperature=0.5, logit_bias=((1, 2.0),)), 9, "sql", "0a1b"), 64
+    ),
     wire.Renew(((1, 2), (3, 4))),
     wire.Release(1, 2, SlotRef(0, 7)),
     wire.Abort(1, 2),

@@ -9,6 +9,7 @@ Source: PEFT 0.18 `tuners/lora` (`LoraConfig`, `lora_alpha / r`, or by its root 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from treetop.weights.format import Source
 
 _CONFIG, _TENSORS, _PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
-_MAX_RANK = 512
+_MAX_RANK, _BLOCK = 512, 1 << 20
 _ADAPTABLE = re.compile(r"layers\.\d+\.(attention\.(qkv|output|gate)|mlp\.(gate_up|up|down))")
 """Parameters whose products may have adapters beside them: those of attention with keys and values, and of dense
 feed-forwards."""
@@ -64,6 +65,16 @@ class LoraFolder:
     def rank(self) -> int:
         """The largest."""
         return max(each.rank for each in self.modules.values())
+
+    def digest(self) -> str:
+        """Of what it changes, wherever it lies: what counts of its config, and the bytes of its factors."""
+        found = sha256()
+        for name, module in sorted(self.modules.items()):
+            found.update(f"{name} {module.rank} {module.scale!r} ".encode())
+        with (self.path / _TENSORS).open("rb") as file:
+            while block := file.read(_BLOCK):
+                found.update(block)
+        return found.hexdigest()[:32]
 
     def read(self, module: str) -> tuple[Tensor, Tensor]:
         """A [rank, in] and B [out, rank]. Raises CheckpointError if they are not finite."""

@@ -117,7 +117,7 @@ class KVScheduler(Protocol):
     @property
     def kv_transfer(self) -> SchedulerHooks: ...
 
-    def add(self, asked: EngineRequest, *, export_from: int | None) -> object: ...
+    def add(self, asked: EngineRequest, *, export_from: int | None, digest: str) -> object: ...
 
     def finish_export(self, request_id: RequestId) -> None: ...
 
@@ -218,11 +218,12 @@ class KVConnector:
                 log.info("%s, over %s", text, self._agent.name)
 
     def _start(self, start: Start, now: float) -> None:
+        request_id, start_at, prompt = start
         try:
-            self._scheduler.add(EngineRequest(start.request_id, *start.prompt), export_from=start.start)
+            self._scheduler.add(prompt.request(request_id), export_from=start_at, digest=prompt.digest)
         except UserError as error:
             log.warning("a decode worker asked for what cannot be prefilled here: %s", error)
-            self._handle(Dropped(start.request_id), now)
+            self._handle(Dropped(request_id, str(error)), now)
 
 
 # ---------------------------------------------------------------- from options

@@ -126,9 +126,9 @@ class PrefillMachine:
                 self._computed(request_id, num_tokens, first)
             case Staged():
                 self._staged(event)
-            case Dropped(request_id):
+            case Dropped(request_id, refusal):
                 if (export := self._by_id.get(request_id)) is not None:
-                    self._drop(export, "the prefill worker gave it up", cancel=False)
+                    self._drop(export, refusal or "the prefill worker gave it up", cancel=False)
             case Connected(peer, _):
                 self._peers.add(peer)
             case Disconnected(peer):

@@ -200,6 +200,7 @@ def core_of(
         work_clock=work_clock(engine.runner.buffers.rows.device),
         structures=structures,
         disk=open_disk(engine),
+        digest_of=lambda number: "" if engine.adapters is None else engine.adapters.digest(number),
     )
     engine.set_tree_masks(scheduler.node_masks)
     return EngineCore(runs, scheduler)

@@ -18,18 +18,19 @@ class EngineAdapters:
         """Raises CheckpointError and ConfigError."""
         self._adapters, self._plan = adapters, engine_plan
         self._params = engine_plan.place.own(engine_plan.target.params)
-        self._host = {number: self._read(folder) for number, folder in enumerate(engine_plan.adapters, 1)}
+        self._digests = dict[int, str]()
+        self._host = {number: self._read(number, folder) for number, folder in enumerate(engine_plan.adapters, 1)}
         slots = range(1, min(len(self._host), adapters.slots - 1) + 1)
         self.apply(AdapterEdit(slot, slot) for slot in slots)
 
     def prepare(self, asked: LoadLora) -> Commit:
         """Raises CheckpointError for what is no adapter of this model, ConfigError for one of too high a rank."""
-        host = self._read(read_lora(Path(asked.path), self._plan.target.params))
+        host = self._read(asked.number, read_lora(Path(asked.path), self._plan.target.params))
         return lambda: self._host.update({asked.number: host})
 
     def prepare_to_forget(self, number: int) -> Commit:
         """The host's memory of an adapter that no request has."""
-        return lambda: self._host.pop(number, None)
+        return lambda: (self._host.pop(number, None), self._digests.pop(number, None))
 
     def apply(self, edits: Iterable[AdapterEdit]) -> None:
         """In their order, before a step's rows come in."""
@@ -41,5 +42,11 @@ class EngineAdapters:
         """Numbers of those that the host has."""
         return tuple(self._host)
 
-    def _read(self, folder: LoraFolder) -> HostFactors:
+    def digest(self, number: int) -> str:
+        """`LoraFolder.digest` of an adapter that the host has, on rank 0; "" where no request is handed over."""
+        return self._digests.get(number, "")
+
+    def _read(self, number: int, folder: LoraFolder) -> HostFactors:
+        if self._plan.kv_transfer is not None and self._plan.place.parallel.rank == 0:
+            self._digests[number] = folder.digest()
         return read_factors(self._adapters, folder, self._params, self._plan.place.device.type == "cuda")

@@ -604,6 +604,8 @@ class Engine:
             checks=import_columns(spec, plan, self.parallel),
         )
         state.apply_edits(sent["edits"])
+        if self.adapters is not None:
+            self.adapters.apply(plan.adapters)
         state.move_in(plan.setups, sent["setups"], self.config.check_level)
         expected, known, last_rows = sent["checks"]
         return import_chunks(self.runner, self.slots, plan, expected.view(-1, spec.num_own), known, last_rows)

@@ -1,11 +1,11 @@
 """Which adapters there are, and which of them have a slot of the device: the most recently used.
 
 A row that enters has its adapter's slot for as long as it holds its row; a slot whose adapter no row has may be given
-to another, the least recently used first. What that takes is told with the next prefill step, to all ranks alike.
+to another, the least recently used first. What that takes is told with the next prefill or import, to all ranks alike.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from treetop.types.errors import ConfigError, InputError, shown
@@ -32,10 +32,13 @@ NO_ADAPTER = Adapter("", 0)
 
 class AdapterBooks:
     """names: those that a start has read, in their order, as many in slots as there are. most: in all, 0 where none may
-    be loaded later.
+    be loaded later. digest_of: the content of one, by its number, by which other workers know it.
     """
 
-    def __init__(self, names: Iterable[str], slots: int, most: int) -> None:
+    def __init__(
+        self, names: Iterable[str], slots: int, most: int, digest_of: Callable[[int], str] = lambda number: ""
+    ) -> None:
+        self._digest_of = digest_of
         self._slots: list[Adapter | None] = [None] * slots
         self._most, self._versions, self._clock = most, Counter[str](), 0
         self._by_name, self._edits = dict[str, Adapter](), list[AdapterEdit]()
@@ -74,6 +77,22 @@ class AdapterBooks:
         if name not in self._by_name or version not in (0, self._by_name[name].version):
             raise InputError(f"lora: {shown(name)} is no adapter of this engine: it has been unloaded")
         return self._by_name[name]
+
+    def digest(self, adapter: Adapter) -> str:
+        """By which other workers know its content; empty for none."""
+        return "" if adapter is NO_ADAPTER else self._digest_of(adapter.number)
+
+    def same(self, name: str, digest: str) -> Adapter:
+        """The one that another worker means. Raises InputError, in words for that worker's log."""
+        mine, load = self._by_name.get(name), f"load {shown(name)} on both, from the same folder"
+        if not name:
+            return NO_ADAPTER
+        if mine is None:
+            known = ", ".join(self._by_name) or "none"
+            raise InputError(f"adapter {shown(name)} is not loaded on the prefill worker, which has {known}; {load}")
+        if self.digest(mine) != digest:
+            raise InputError(f"adapter {shown(name)} has other weights on the prefill worker; unload it and {load}")
+        return mine
 
     # ---------------------------------------------------------------- who there is
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from treetop.scheduler.adapters import AdapterBooks
 from treetop.scheduler.queues import Queues
 from treetop.scheduler.request import Request
 from treetop.scheduler.rows import Rows
@@ -61,8 +62,11 @@ class KVTransfers:
     Every slot that a command names comes back in exactly one `Staged` or `Imported`.
     """
 
-    def __init__(self, layout: Layout, queues: Queues, rows: Rows, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, layout: Layout, queues: Queues, rows: Rows, clock: Callable[[], float], adapters: AdapterBooks
+    ) -> None:
         self._layout, self._queues, self._rows, self._clock = layout, queues, rows, clock
+        self._adapters = adapters
         self._pending: dict[RequestId, PendingImport] = {}
         self._exports: list[Stage] = []
         self._imports: list[Recv] = []
@@ -83,7 +87,9 @@ class KVTransfers:
 
     def admit(self, request: Request) -> bool:
         """Give a waiting request a row, and pages for all its tokens and one round; False if there is no room."""
-        kv_cache = self._rows.kv_cache
+        kv_cache, adapter = self._rows.kv_cache, request.adapter
+        if not self._adapters.place(adapter, self._rows.adapters):
+            return False
         lease, shared = kv_cache.open(request.ids, request.cache_salt)
         known, total = lease.shared * self._layout.page_size, request.tokens_at_entry(self._layout.headroom)
         reserved = kv_cache.reserve_import(lease, total, request.num_ids)
@@ -96,7 +102,7 @@ class KVTransfers:
         if request.admitted_s is None:
             request.admitted_s, request.num_cached_tokens = self._clock(), known
         self._pending[request.request_id] = PendingImport(known)
-        prompt = Prompt(request.ids, request.params, request.seed)
+        prompt = Prompt(request.ids, request.params, request.seed, adapter.name, self._adapters.digest(adapter))
         self._events.append(Admitted(request.request_id, known, prompt))
         return True
 
@@ -166,7 +172,8 @@ class KVTransfers:
             imports = tuple(Import(r.held.row, each.slot, each.chunk, each.checksums) for r, each in moved)
             setups = tuple(request.setup(each.chunk.total) for request, each in moved if each.chunk.last)
             self._imports = []
-            return ImportPlan(self._rows.take_edits(), self._rows.kv_cache.take_freed(), setups, imports)
+            edits, freed = self._rows.take_edits(), self._rows.kv_cache.take_freed()
+            return ImportPlan(edits, freed, setups, imports, self._adapters.take_edits())
         return None
 
     def commit_exports(self, plan: ExportPlan, requests: Sequence[Request], result: StepResult) -> None:

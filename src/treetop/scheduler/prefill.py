@@ -145,7 +145,7 @@ class PrefillPlanner:
                 self._reserve_chunk(request, count)
                 batch.append((request, count))
         while self._rows.may_enter and (first := self.shares.first(self.lacks_slots)) is not None:
-            if not self._adapters.has_room(first.adapter, self._running_adapters):
+            if not self._adapters.has_room(first.adapter, self._rows.adapters):
                 self._pass_over(first)
             elif first.remote:  # its row is set up by its last import
                 if not self._kv_transfer.admit(first):
@@ -159,10 +159,6 @@ class PrefillPlanner:
         request.num_passed += 1
         if request.num_passed > _MAX_PASSED:
             self.lacks_slots |= self._adapters.in_slots
-
-    @property
-    def _running_adapters(self) -> set[Adapter]:
-        return {each.adapter for each in self._rows.by_row.values()}
 
     def _pass(self, batch: Batch, setups: list[RowSetup]) -> None:
         """Those behind a prompt that is being prefilled, of its priority, that end in this step; of few that wait."""
@@ -256,7 +252,7 @@ class PrefillPlanner:
         False if there is no room, or its first chunk does not suit the batch. whole: that has to be its last.
         """
         kv_cache = self._rows.kv_cache
-        if not self._adapters.place(request.adapter, self._running_adapters):
+        if not self._adapters.place(request.adapter, self._rows.adapters):
             return False
         lease, shared = kv_cache.open(request.reusable_ids, request.cache_salt)
         known = lease.shared * self._layout.page_size

@@ -6,6 +6,7 @@ from treetop.cache.disk_tier import DiskTier
 from treetop.cache.host_tier import HostTier
 from treetop.cache.kv_cache_manager import Cells, KVCacheManager, Lease
 from treetop.checks.host import check_cached, check_cell
+from treetop.scheduler.adapters import Adapter
 from treetop.scheduler.lengths import RequestLengths
 from treetop.scheduler.request import Request, Running
 from treetop.scheduler.shares import Tally
@@ -48,6 +49,11 @@ class Rows:
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    @property
+    def adapters(self) -> set[Adapter]:
+        """Of all rows, that of none too."""
+        return {each.adapter for each in self.by_row.values()}
 
     def enter(self, request: Request, lease: Lease, cells: Cells, reserved: int) -> None:
         """Give a request a free row, with the pages that its lease has."""

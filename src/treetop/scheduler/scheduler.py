@@ -53,7 +53,15 @@ from treetop.types.messages import (
     prefill_of,
     round_of,
 )
-from treetop.types.requests import CoreLoad, EngineRequest, HostTierStats, RequestUpdate, check_prompt, late_error
+from treetop.types.requests import (
+    CoreLoad,
+    EngineRequest,
+    HostTierStats,
+    RequestUpdate,
+    Whose,
+    check_prompt,
+    late_error,
+)
 
 log = logging.getLogger("treetop")
 
@@ -87,6 +95,7 @@ class Scheduler:
         keep_lengths: Callable[[float], object] = lambda tokens: None,
         work_clock: Callable[[], float] | None = None,
         disk: DiskTier | None = None,
+        digest_of: Callable[[int], str] = lambda number: "",
     ) -> None:
         """clock: seconds, for the stats of requests and for their deadlines. vocab_size: None takes no constraints.
 
@@ -96,7 +105,7 @@ class Scheduler:
         `AdaptiveShape`. agree_on_shape: from what the policy wants to what ranks run together. keep_lengths: see
         `RequestLengths`. work_clock: by which costs were measured; None is `clock`.
 
-        disk: a tier of K/V below the one on the host.
+        disk: a tier of K/V below the one on the host. digest_of: see `AdapterBooks`.
         """
         self._vocab_size, self._structures = vocab_size, structures
         self._layout, self._config, self._eos_ids, self._clock = layout, config, frozenset(eos_ids), clock
@@ -112,7 +121,7 @@ class Scheduler:
         )
         if isinstance(self.policy, AdaptiveShape):
             log.info("%s", self.policy.expectation())
-        self.adapters = AdapterBooks(config.adapters, config.num_lora_slots, config.most_loras)
+        self.adapters = AdapterBooks(config.adapters, config.num_lora_slots, config.most_loras, digest_of)
         self._untold: dict[RequestId, Request] = {}  # those whose last update has not been handed out
         self._retractions_before = self._num_gave_way = 0
         self._cache_watcher: CacheWatcher | None = None
@@ -144,7 +153,7 @@ class Scheduler:
         if self.rows.host is not None:
             self.rows.host.counts = self._host_counts
         shared = self.queues, self.rows, self.steps
-        self.kv_transfer = KVTransfers(layout, self.queues, self.rows, clock)
+        self.kv_transfer = KVTransfers(layout, self.queues, self.rows, clock, self.adapters)
         self._prefill = PrefillPlanner(layout, self._budget, *shared, self.kv_transfer, clock, adapters=self.adapters)
         self._rounds = RoundPlanner(layout, self._choose_shape, *shared, self.kv_transfer)
         self._committer = Committer(*shared, self.kv_transfer, config.check_level, clock)
@@ -153,24 +162,30 @@ class Scheduler:
 
     # ---------------------------------------------------------------- requests in and out
 
-    def add(self, asked: EngineRequest, remote: bool = False, export_from: int | None = None) -> Request:
+    def add(
+        self, asked: EngineRequest, remote: bool = False, export_from: int | None = None, digest: str = ""
+    ) -> Request:
         """Queue a request. Raises InputError, before anything changes, for one that can never run.
 
         remote: another worker may prefill it, which its events tell the state machine; what has a constraint, bad
         words or a salt, asks for log-probabilities of its prompt, or goes on behind tokens of another engine, is
         prefilled here all the same. export_from: it is prefilled for another worker, which has the tokens before this
-        one, and ends with `finish_export`.
+        one, and ends with `finish_export`. digest: of that worker's adapter.
         """
         check_prompt(asked.prompt_ids, self._layout.max_context)
         if remote or export_from is not None:
             self._check_kv_transfer(asked, remote, export_from)
-        adapter = self.adapters.named(asked.lora, asked.lora_version)
+        if export_from is None:
+            adapter = self.adapters.named(asked.lora, asked.lora_version)
+        else:
+            adapter = self.adapters.same(asked.lora, digest)
         if asked.request_id in self.queues.by_id:
             raise InvariantError(f"request id {asked.request_id} is given twice")
         order, now = (asked.priority if self._by_priority else 0, next(self._numbers)), self._clock()
         maximum = self._layout.max_context
         request = Request.of(asked, self._eos_ids, maximum, order, now, self._vocab_size, self._structures)
-        asks_more = asked.params.prompt_logprobs is not None or bool(asked.bad_words or asked.cache_salt)
+        salted = asked.cache_salt not in ("", Whose(lora=asked.lora).salt)
+        asks_more = asked.params.prompt_logprobs is not None or bool(asked.bad_words) or salted
         request.adapter = adapter
         request.cache_salt = adapter.salt(asked.cache_salt)
         request.remote = remote and request.constrained is None and not asked.received and not asks_more

@@ -571,11 +571,6 @@ class EngineConfig:
             ),
             (wrong is not None, f"--lora-modules must be NAME=FOLDER, got {shown(wrong)}"),
             (twice is not None, f"--lora-modules names {shown(twice)} twice"),
-            (
-                self.has_loras and self.disaggregation_slots > 0,
-                "--lora-modules, --enable-lora: requests with adapters are not handed over; drop"
-                " --disaggregation-slots",
-            ),
         ]
 
     @property

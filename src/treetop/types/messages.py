@@ -266,6 +266,7 @@ class ImportPlan:
     freed: tuple[tuple[GroupName, PageId], ...]
     setups: tuple[RowSetup, ...]
     imports: tuple[Import, ...]
+    adapters: tuple[AdapterEdit, ...] = ()
 
     @property
     def rows(self) -> tuple[Row, ...]:

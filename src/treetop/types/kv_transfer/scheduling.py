@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from treetop.types.ids import RequestId
 from treetop.types.kv_chunk import KVChunk
+from treetop.types.requests import EngineRequest, Whose
 from treetop.types.sampling import SamplingParams, TokenLogprobs
 
 
@@ -18,11 +19,18 @@ class FirstToken(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """What is to be prefilled, and how its first token is chosen."""
+    """What is to be prefilled, and how its first token is chosen. lora, digest: name and content of its adapter."""
 
     ids: tuple[int, ...]
     params: SamplingParams
     seed: int
+    lora: str = ""
+    digest: str = ""
+
+    def request(self, request_id: RequestId) -> EngineRequest:
+        """What a prefill worker's scheduler is asked. The prefix cache has a part for each adapter."""
+        salt = Whose(lora=self.lora).salt
+        return EngineRequest(request_id, self.ids, self.params, self.seed, cache_salt=salt, lora=self.lora)
 
 
 class Admitted(NamedTuple):
@@ -84,10 +92,12 @@ class Staged(NamedTuple):
 class Dropped(NamedTuple):
     """A request has ended, or is prefilled here: aborted, retracted, failed.
 
-    Chunks of it that are in flight still end with `Staged` or `Imported`, unless the engine has failed.
+    Chunks of it that are in flight still end with `Staged` or `Imported`, unless the engine has failed. refusal: why it
+    was never begun.
     """
 
     request_id: RequestId
+    refusal: str | None = None
 
 
 SchedulerEvent = Admitted | Imported | Computed | Staged | Dropped

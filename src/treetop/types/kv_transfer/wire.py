@@ -17,7 +17,7 @@ from treetop.types.kv_chunk import KVChunk
 from treetop.types.kv_transfer.layout import Schema, SlotRef
 from treetop.types.kv_transfer.scheduling import FirstToken, Prompt
 
-WIRE_VERSION = 8
+WIRE_VERSION = 9
 
 
 class Metadata(msgspec.Struct, frozen=True, array_like=True):
