@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from treetop.kernels.attention.attention_config import load_table as attention_t
 from treetop.kernels.attention.index_scores import paged_index_scores
 from treetop.kernels.attention.indexer import IndexQuery
 from treetop.kernels.attention.latent_attention import latent_attention
+from treetop.kernels.attention.latent_segments import choose_segments, prefill_latents, segment_latents
 from treetop.kernels.attention.metadata import AttentionMetadata, SparseKeys
 from treetop.kernels.attention.prefix_part import PrefixPart
 from treetop.kernels.attention.segment_attention import folders, segment_attention
@@ -33,6 +35,7 @@ from treetop.kernels.gemm.coded import CodedWeight, Coding
 from treetop.kernels.gemm.coded_norm import add_rms_norm_codes
 from treetop.kernels.gemm.coded_rows import choose_coded, coded_gated, coded_rows
 from treetop.kernels.gemm.fp8_rows import Activations, QuantizedRows, choose_fp8, fp8_rows
+from treetop.kernels.gemm.heads_rows import heads_rows
 from treetop.kernels.gemm.packed_weights import CompressedWeight, compressed_rows
 from treetop.kernels.gemm.skinny_gemm import choose_launch, choose_whole, gated_rows, load_table, skinny_gemm
 from treetop.kernels.gemm.tiles import TiledWeight, decode_tiles, tile
@@ -97,7 +100,7 @@ Case = tuple[str, Callable[[], object]]
 
 def cases(card: Card) -> Iterator[Case]:
     """All of a card."""
-    for some in (_products, _coded, _adapters, _experts, _attention, _latent, _segments, _recurrent):
+    for some in (_products, _coded, _adapters, _experts, _attention, _latent, _segments, _latent_segments, _recurrent):
         yield from some(card)
 
 
@@ -122,6 +125,9 @@ def _products(card: Card) -> Iterator[Case]:
             yield f"product {what}", partial(multiply, x, weight, launch, gpu)
         if whole is not None:
             yield f"product uncut {what}", partial(multiply, x, weight, whole, gpu, rounds=True)
+    for rows, up in product((16, 512), (_empty(128, 128, 512), _empty(128, 128, 512).transpose(1, 2))):
+        x = _empty(rows, 128, up.shape[1])
+        yield f"products of 128 heads, {up.shape[1]} x {up.shape[2]}, {rows} rows", partial(heads_rows, x, up, gpu)
     for n, k, gated in dict.fromkeys(key[:3] for key in table):
         for rows, offer in offers(n, k, gated, gpu).items():
             weight_12, launch_12 = _in_12_bits(n, k, gated), offer.launch
@@ -381,6 +387,38 @@ def _segments(card: Card) -> Iterator[Case]:
             yield f"segments of {scene}", partial(segment_prefill, q, pages, scene.metadata, 1.0, None, card.gpu)
         else:
             yield f"segments of {scene}", partial(_attend_by_segments, scene, q, pages, tail, card.gpu)
+
+
+def _latent_segments(card: Card) -> Iterator[Case]:
+    """The same of compressed planes, and of what is chosen of them."""
+    gpu = card.gpu
+    for heads, fp8 in product((16, 128), (False, True) if card.has_fp8 else (False,)):
+        for scene in _of_heads(1, heads, 576):
+            some = replace(scene, fp8=fp8)
+            q, pages, tail, scales = some.tensors(planes=1)
+            name, asked = f"segments of planes of {some}", (512, 1.0, gpu, None, scales)
+            if tail is None:
+                yield name, partial(prefill_latents, q, pages, some.metadata, *asked)
+            else:
+                yield name, partial(_attend_by_planes, some, q, pages, tail, asked)
+    for scene in _of_heads(1, 64, 576):
+        q, pages, tail, _ = scene.tensors(planes=1)
+        rows, n, metadata = *q.shape[:2], scene.metadata
+        keys = SparseKeys(_empty(rows, n, 2048, dtype=INT), _empty(rows, n, dtype=INT), metadata.mask)
+        name = f"segments of chosen planes of {scene}"
+        if tail is None:
+            yield name, partial(prefill_latents, q, pages, replace(metadata, chosen=keys), 512, 1.0, gpu)
+        else:
+            yield name, partial(_attend_by_planes, scene, q, pages, tail, (512, 1.0, gpu), keys)
+
+
+def _attend_by_planes(
+    scene: _Scene, q: Tensor, pages: Tensor, tail: Tensor, asked: tuple[Any, ...], keys: SparseKeys | None = None
+) -> None:
+    call = scene.call
+    how = 2 * asked[2].num_sms, block_of(call.head_dim, call.element_bytes), asked[2]
+    plan = plan_segments(scene.metadata, *how) if keys is None else choose_segments(scene.metadata, keys, *how)
+    segment_latents(q, pages, plan, tail, *asked)
 
 
 def _attend_by_segments(scene: _Scene, q: Tensor, pages: Tensor, tail: Tensor, gpu: GpuTraits) -> None:

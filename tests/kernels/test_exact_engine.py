@@ -3,11 +3,14 @@
 As in test_segments.py, products are a stand-in's. The bits of real kernels are compared in tests/gpu/test_gpu_bits.py.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from support.bits import bits
 from support.engines import accept_lens, build, sampled
+from support.families import FAMILIES
 from support.interpreted import interpreted
 from support.lookups import lookup
 from support.tensor_core import tensor_core
@@ -23,7 +26,17 @@ from treetop.weights.gpu_products import Probed, WholeProduct
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
-KERNELS = {"skinny_gemm", "gated_rows", "add_rms_norm", "angles", "rotate_and_write", "draw"}
+KERNELS = {
+    "skinny_gemm",
+    "gated_rows",
+    "add_rms_norm",
+    "angles",
+    "rotate_and_write",
+    "draw",
+    "write_latent",
+    "heads_rows",
+}
+KERNELS |= {"turn_index_heads", "write_index_keys"}
 """What is interpreted beside attention; the rest is the reference."""
 
 
@@ -33,8 +46,21 @@ def by_our_kernel(engine_plan):
     return Products({}, {}, {each.shape: Probed(each.shape, ()) for each in weights})
 
 
+def save_llama(folder):
+    return save_random_llama(folder, seed=8, vocab_size=12, num_hidden_layers=1, intermediate_size=32)
+
+
+def save_glm(folder):
+    """GLM-5.2 without experts: the second layer shares the choice of the first one, in a KV group of its own."""
+    made_of = FAMILIES["glm 5.2"]
+    sizes = {"vocab_size": 12, "num_hidden_layers": 2, "first_k_dense_replace": 2, "intermediate_size": 48}
+    sizes |= {"q_lora_rank": 32, "v_head_dim": 8, "index_topk": 40, "index_n_heads": 3}
+    return replace(made_of, config={**made_of.config, **sizes}).save(folder).pair.target
+
+
 @interpreted
-def test_a_tree_has_the_bits_of_plain_decoding(tmp_path, monkeypatch):
+@pytest.mark.parametrize("save", [save_llama, save_glm])
+def test_a_tree_has_the_bits_of_plain_decoding(tmp_path, monkeypatch, save):
     """In bfloat16, by the kernels that `bits` has on a GPU, beside another row and in chunks."""
     of_a_gpu = profile_of("bits", torch.device("cuda"))
     monkeypatch.setattr("treetop.engine.startup.plan.chosen_profile", lambda *_: of_a_gpu)
@@ -43,7 +69,7 @@ def test_a_tree_has_the_bits_of_plain_decoding(tmp_path, monkeypatch):
     used = set()
     real = WholeProduct._kernel
     monkeypatch.setattr(WholeProduct, "_kernel", lambda self, x: used.add(self._kind) or real(self, x))
-    target = save_random_llama(tmp_path, seed=8, vocab_size=12, num_hidden_layers=1, intermediate_size=32)
+    target = save(tmp_path)
     pair = Pair(target, target)
     prompts, params = pair.prompts([5, 62]), [sampled(seed, 5, logprobs=1, temperature=seed) for seed in (0, 1)]
 

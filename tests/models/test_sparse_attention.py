@@ -16,7 +16,10 @@ from support.tiny_models import copy_folder
 from treetop import LLM
 from treetop.attention.capabilities import GroupNeed, Need
 from treetop.attention.registry import BACKENDS, refusal
+from treetop.engine.startup.operation_probes import operation_probe
 from treetop.kernels.attention.indexer import IndexQuery, choose_keys, index_scores
+from treetop.kernels.profile import profile_of
+from treetop.kernels.table import OpContext, Ops
 from treetop.models.registry import target_spec
 from treetop.tools.inspect import inspect
 from treetop.types.config import EngineConfig
@@ -157,7 +160,22 @@ def test_backends_without_kernels_of_it_are_refused_by_name(name, device, monkey
     monkeypatch.setitem(BACKENDS, name, replace(BACKENDS[name], probes=()))
     need = Need(torch.float16, torch.device(device), groups=(GroupNeed(FULL, 4, 1, 26, latent=20, sparse=True),))
     found = refusal(name, need)
-    assert (found is None) == (name in ("torch", "triton"))
+    assert (found is None) == (name in ("torch", "triton", "segments"))
     if found is not None:
         assert "sparse attention (DSA)" in found.reason
         assert "--attention-backend t" in found.remedy
+
+
+def test_a_gpus_probe_of_bits_knows_latents_and_indexers(saved):
+    """It runs anywhere; here by the references that a CPU has with `bits`, which are spoilt one by one."""
+    config = target_spec(saved.pair.target).config
+    ops = Ops(OpContext(torch.device("cpu"), torch.float32, profile=profile_of("bits", torch.device("cpu"))))
+    probe = operation_probe(ops, config, (), 20)
+    assert {name for name, _ in probe.run()} >= {"products of latents' keys", "weights of an indexer's heads"}
+    assert probe.problem() is None
+    spoilt = {"write_latent": "latents and their rotation", "turn_index_heads": "an indexer's keys and heads"}
+    for name, said in spoilt.items():
+        real = getattr(ops, name)
+        vars(ops)[name] = lambda *given, real=real, **more: real(*given, **more) + (len(given[0]) == 5)
+        assert probe.problem() == f"{said} of 5 rows"
+        vars(ops)[name] = real

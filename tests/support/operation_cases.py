@@ -168,6 +168,13 @@ def write_index_keys(kernel: bool) -> Call:
 
 
 @case
+def heads_rows(_: bool) -> Call:
+    """A head's matrix is a part of a stored one, and turned round."""
+    weight = torch.randn(3, 90, 70)[:, 10:].transpose(1, 2)
+    return Call((torch.randn(20, 3, 100)[..., :70], weight))
+
+
+@case
 def silu_mul(_: bool) -> Call:
     return Call((torch.randn(2, 3, 2 * 1100) * 4,))
 
@@ -357,6 +364,18 @@ def segment_attention(_: bool) -> Call:
 def segment_prefill(_: bool) -> Call:
     s = scene(n=4, causal=True, window=9)
     return Call((s.q, s.clean.data, clean(s), s.scale, torch.randn(s.q.shape[2])))
+
+
+@case
+def segment_latents(_: bool) -> Call:
+    s = scene(n=4, t=4, kv_heads=1, dim=28, latent=20)
+    return Call((s.q, s.clean.data, plan_reference(chains(s), 2, 64), s.tail.data, 20, s.scale))
+
+
+@case
+def prefill_latents(_: bool) -> Call:
+    s = scene(n=4, causal=True, kv_heads=1, dim=28, latent=20)
+    return Call((s.q, s.clean.data, clean(s), 20, s.scale))
 
 
 @case

@@ -74,13 +74,13 @@ def tree(k, steps, count, generator):
     return parent
 
 
-def make_row(length, parent, *, heads=4, kv_heads=2, dim=16, dtype=torch.float16, seed=0, change=None):
+def make_row(length, parent, *, heads=4, kv_heads=2, dim=16, dtype=torch.float16, seed=0, change=None, planes=2):
     """Normal numbers; change(kv, tail, q): spoils them in place, float32."""
     generator = torch.Generator().manual_seed(1000 * seed + length)
     t = len(parent)
     kv, tail, q = (
         torch.randn(shape, generator=generator)
-        for shape in ((length, 2, kv_heads, dim), (t, 2, kv_heads, dim), (t, heads, dim))
+        for shape in ((length, planes, kv_heads, dim), (t, planes, kv_heads, dim), (t, heads, dim))
     )
     if change is not None:
         change(kv, tail, q)
@@ -141,9 +141,13 @@ class Setting:
         metadata, kv, tail = self.metadata_of(rows)
         gpu = gpu_traits(self.device)
         q = torch.stack([row.q for row in rows]).to(self.device)
+        return self.attend(q, kv, metadata, tail, gpu).cpu()
+
+    def attend(self, q, kv, metadata, tail, gpu):
+        """A decode phase. q: [rows, t, heads, d]."""
         block = self.block or block_of(q.shape[-1], q.element_size())
         plan = self.plan(metadata, self.shares, block, gpu, self.unit)
-        return segment_attention(q, kv.data, plan, tail.data, SCALE, self._sinks(), gpu, self.launch).cpu()
+        return segment_attention(q, kv.data, plan, tail.data, SCALE, self._sinks(), gpu, self.launch)
 
     def prefilled(self, keys, q):
         """The last queries of each row, in one chunk. keys: [length, 2, kv_heads, d] and q: [n, heads, d] of each."""
@@ -159,11 +163,11 @@ class Setting:
             Phase.PREFILL, PageTable(FULL, made[0]), made[1], made[2], max(int(kv_len.max()), self.max_kv_len),
             self.page_size, made[3], self.window, chunked=self.chunked,
         )  # fmt: skip
-        out = segment_prefill(
-            made[4], made[5], metadata, SCALE, self._sinks(), gpu_traits(self.device), self.prefill, self.block,
-            self.unit,
-        ).cpu()  # fmt: skip
+        out = self.attend_prefill(made[4], made[5], metadata, gpu_traits(self.device)).cpu()
         return [each[: len(asked)] for each, asked in zip(out, q, strict=True)]
+
+    def attend_prefill(self, q, pages, metadata, gpu):
+        return segment_prefill(q, pages, metadata, SCALE, self._sinks(), gpu, self.prefill, self.block, self.unit)
 
     def _sinks(self):
         return None if self.sinks is None else self.sinks.to(self.device)

@@ -74,24 +74,25 @@ def starts_of_segments(end, unit):
 
 
 def attention_by_position(q, seen, scale, block, unit, sink=None):
-    """One head of one query. q: [d] of any dtype. seen: position -> (k [d], v [d]). Returns [d] like q.
+    """One head of one query. q: [d] of any dtype. seen: position -> (k [d], v [wide]). Returns [wide] like q.
 
     The sums as `kernels.attention.segments` describes them, one operation after another.
     """
-    dim, scale = len(q), np.float32(scale * math.log2(math.e))
+    wide_v, scale = len(next(iter(seen.values()))[1]), np.float32(scale * math.log2(math.e))
     wide = {at: [each.float().numpy() for each in kv] for at, kv in seen.items()}
     query = q.float().numpy()[None]
-    acc, peak, mass = np.zeros((1, dim), np.float32), np.float32(-1e30), np.float32(0)
+    acc, peak, mass = np.zeros((1, wide_v), np.float32), np.float32(-1e30), np.float32(0)
     starts = starts_of_segments(max(seen) + 1, unit)
     for first, after in itertools.pairwise(starts):
         if not any(first <= at < after for at in seen):
             continue
-        part, part_peak, part_mass = np.zeros((1, dim), np.float32), np.float32(-1e30), np.zeros((1, 1), np.float32)
+        part, part_peak, part_mass = np.zeros((1, wide_v), np.float32), np.float32(-1e30), np.zeros((1, 1), np.float32)
         for start in range(first, after, block):
             here = [wide.get(start + i) for i in range(block)]
             if not any(each is not None for each in here):
                 continue
-            k, v = (np.stack([np.zeros(dim) if each is None else each[i] for each in here]) for i in (0, 1))
+            widths = len(q), wide_v
+            k, v = (np.stack([np.zeros(widths[i]) if each is None else each[i] for each in here]) for i in (0, 1))
             raw = in_steps(query, k.T, np.zeros((1, block), np.float32))
             raw[0, [each is None for each in here]] = -np.inf
             new_peak = np.maximum(part_peak, raw.max() * scale)

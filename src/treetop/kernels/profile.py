@@ -15,6 +15,7 @@ from torch import Tensor
 from treetop.exact.fixed_point import fixed_point_linear
 from treetop.kernels.exact import BY_ELEMENT, LIBRARY, Functions, linear_by_rows, sum_by_halves
 from treetop.kernels.fused import joined, joined_in_order
+from treetop.kernels.moe.routing import linear_uncut
 from treetop.types.config import Exactness
 
 
@@ -75,7 +76,9 @@ TIES = Profile("ties", False, LIBRARY, F.linear, _total, F.linear, joined, False
 _BITS_OF_CPU = Profile(
     "bits", True, BY_ELEMENT, linear_by_rows, _total_by_halves, _line_by_halves, joined_in_order, True, "one call", True
 )
-_BITS_OF_GPU = replace(_BITS_OF_CPU, functions=LIBRARY, products="probed")  # a GPU computes each element alike
+_BITS_OF_GPU = replace(  # a GPU computes each element alike
+    _BITS_OF_CPU, functions=LIBRARY, linear=linear_uncut, products="probed"
+)
 
 
 def profile_of(exactness: Exactness, device: torch.device, integers: Integers = Integers()) -> Profile:

@@ -19,7 +19,17 @@ from torch import Tensor
 
 from treetop.kernels import fused
 from treetop.kernels.attention import attention as attending
-from treetop.kernels.attention import index_scores, index_topk, indexer, latent, latent_tail, pages, segments, tail
+from treetop.kernels.attention import (
+    index_scores,
+    index_topk,
+    indexer,
+    latent,
+    latent_segments,
+    latent_tail,
+    pages,
+    segments,
+    tail,
+)
 from treetop.kernels.attention import latent_attention as latent_attending
 from treetop.kernels.attention import segment_attention as segment_attending
 from treetop.kernels.attention import segment_prefill as segment_prefilling
@@ -28,6 +38,7 @@ from treetop.kernels.gemm import adapter_rows as adapting
 from treetop.kernels.gemm import coded_norm, packed_weights, tiles
 from treetop.kernels.gemm import coded_rows as coded
 from treetop.kernels.gemm import fp8_rows as fp8
+from treetop.kernels.gemm import heads_rows as heads
 from treetop.kernels.gemm import skinny_gemm as skinny
 from treetop.kernels.kv import FP8_CAPABILITY
 from treetop.kernels.moe import experts as expert_products
@@ -222,6 +233,7 @@ class Ops:
     gated_rows = Op(
         skinny.gated_rows_reference, skinny.gated_rows, 1e-5, on_a_gpu_in_16_bits, (skinny._skinny_gemm_kernel,)
     )
+    heads_rows = Op(heads.heads_rows_reference, heads.heads_rows, 1e-5, on_a_gpu, (heads._heads_rows_kernel,))
     compressed_rows = Op(
         packed_weights.compressed_rows_reference,
         packed_weights.compressed_rows,
@@ -313,6 +325,20 @@ class Ops:
         1e-5,
         on_a_gpu,
         (segment_prefilling._prefill_kernel,),
+    )
+    segment_latents = Op(
+        latent_segments.segment_latents_reference,
+        latent_segments.segment_latents,
+        1e-5,
+        on_a_gpu,
+        (latent_segments._latent_segments_kernel, latent_segments._join_latents_kernel),
+    )
+    prefill_latents = Op(
+        latent_segments.prefill_latents_reference,
+        latent_segments.prefill_latents,
+        1e-5,
+        on_a_gpu,
+        (latent_segments._latent_prefill_kernel,),
     )
     latent_attention = Op(
         latent_attending.latent_attention_reference,

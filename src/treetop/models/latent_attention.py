@@ -6,7 +6,6 @@ attention gives (absorbed): so attention reads one plane of `rank + turned` numb
 Source: DeepSeek-V2, arXiv:2405.04434, section 2.1 and appendix B; names of tensors by `transformers`' deepseek_v2.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -15,10 +14,7 @@ from torch import Tensor
 
 from treetop.attention.layer import Attend, Index, WriteKV
 from treetop.checkpoints.params import Param, matrix, vector
-from treetop.exact.fixed_point import FixedPointMatrices
 from treetop.kernels.attention.latent import LatentNorm
-from treetop.kernels.exact import ByRows, least_rows
-from treetop.kernels.profile import TIES, Profile
 from treetop.kernels.rope import head_order
 from treetop.kernels.table import Ops
 from treetop.models.config import AttentionSpec, LatentSpec
@@ -26,44 +22,8 @@ from treetop.models.indexer import Indexer, indexer_params
 from treetop.models.layers import RMSNorm, Rotary, norm_param, reorder_heads
 from treetop.types.parallel import Summed
 from treetop.weights.format import Product, Source
+from treetop.weights.heads_product import HeadsProduct
 from treetop.weights.held import Weights
-
-
-class HeadsProduct:
-    """x [rows, n, heads, in] times a matrix of each head's own, [heads, in, out]. A `Product`.
-
-    profile: by one call for any number of rows, a row has the same bits in any company.
-    """
-
-    def __init__(self, weight: Tensor, profile: Profile = TIES) -> None:
-        self._weight, self.numbers = weight, weight.numel()
-        self._exact: ByRows | None = None
-        self._multiplied: Callable[[Tensor], Tensor] = lambda x: torch.bmm(x, weight)
-        if profile.products == "one call":
-            whole = not profile.integers.products
-            least = least_rows(self._of_flat, weight.shape[0] * weight.shape[1]) if whole else None
-            if least is None:
-                self._multiplied = FixedPointMatrices(weight)
-            self._exact = ByRows(self._of_flat, least or 1)
-
-    def read_bytes(self, rows: int) -> int:
-        return self.numbers * self._weight.element_size()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Returns [rows, n, heads, out]."""
-        if self._exact is not None:
-            flat = self._exact(x.flatten(2))
-            return flat.view(*x.shape[:3], -1)
-        out: Tensor = self._of_rows(x.flatten(0, 1)).unflatten(0, x.shape[:2])
-        return out
-
-    def _of_rows(self, x: Tensor) -> Tensor:
-        """x: [rows, heads, in]. Returns [rows, heads, out]."""
-        return self._multiplied(x.transpose(0, 1)).transpose(0, 1)
-
-    def _of_flat(self, x: Tensor) -> Tensor:
-        """x: [rows, heads * in]. Returns [rows, heads * out]."""
-        return self._of_rows(x.unflatten(-1, self._weight.shape[:2])).flatten(1)
 
 
 class LatentAttention:
@@ -80,8 +40,8 @@ class LatentAttention:
         self.down, self.query = weights.linear(f"{name}.down"), weights.linear(f"{name}.query")
         self.output, up = weights.linear(f"{name}.output"), weights[f"{name}.up"]
         by_head = up.view(-1, latent.still_dim + latent.value_dim, latent.rank)
-        self.to_key = HeadsProduct(by_head[:, : latent.still_dim], ops.profile)
-        self.to_value = HeadsProduct(by_head[:, latent.still_dim :].transpose(1, 2), ops.profile)
+        self.to_key = HeadsProduct(by_head[:, : latent.still_dim], ops)
+        self.to_value = HeadsProduct(by_head[:, latent.still_dim :].transpose(1, 2), ops)
         self._heads = len(by_head)
         self.products: list[Product] = [self.down, self.query, self.to_key, self.to_value, self.output]
         self.gate = weights.linear(f"{name}.gate") if latent.gate else None

@@ -17,6 +17,8 @@ from treetop.checkpoints.lora_folder import is_adaptable
 from treetop.checkpoints.params import Param
 from treetop.engine.startup.probed_products import identity
 from treetop.exact.probe import BitProbe, RowCase, of_rows
+from treetop.kernels.attention.indexer import IndexNorm
+from treetop.kernels.attention.latent import LatentNorm
 from treetop.kernels.exact import Functions
 from treetop.kernels.fused import HeadNorms
 from treetop.kernels.gemm.adapter_rows import AdapterFactors
@@ -25,7 +27,7 @@ from treetop.kernels.gemm.fp8_rows import Activations
 from treetop.kernels.moe.routing import Router, RouterKind, RouterSpec
 from treetop.kernels.recurrent.convolution import tree_windows
 from treetop.kernels.recurrent.states import LayerStates, StateInputs, StateUpdates
-from treetop.kernels.rope import rope_table
+from treetop.kernels.rope import RopeTable, rope_table
 from treetop.kernels.sampling.sampling import RowSamplingParams, SamplingMetadata
 from treetop.kernels.table import Ops
 from treetop.models.config import (
@@ -33,6 +35,8 @@ from treetop.models.config import (
     BothSpec,
     DenseSpec,
     ExpertSpec,
+    IndexSpec,
+    LatentSpec,
     LinearSpec,
     ModelConfig,
     RecurrentKind,
@@ -43,6 +47,7 @@ from treetop.types.sampling import MAX_LOGPROBS
 from treetop.types.state import StateGroup
 from treetop.weights.adapted import Adapters
 from treetop.weights.format import Biases, HeldFormat, Holding, Parts
+from treetop.weights.heads_product import HeadsProduct
 from treetop.weights.plain import UNQUANTIZED
 from treetop.weights.w8a8 import W8A8
 
@@ -97,7 +102,9 @@ def _cases(
             if spec is None or spec in made:
                 continue
             made.add(spec)
-            if isinstance(spec, AttentionSpec) and spec.latent is None:
+            if isinstance(spec, AttentionSpec) and spec.latent is not None:
+                yield from _of_latents(ops, attention_of_rank(spec, ranks), spec.latent, hidden, generator)
+            elif isinstance(spec, AttentionSpec):
                 yield _rotation(ops, attention_of_rank(spec, ranks), model.norm_eps, generator)
             elif isinstance(spec, RecurrentKind):
                 own = spec.of_rank(ranks)
@@ -166,6 +173,68 @@ def _rotation(ops: Ops, spec: AttentionSpec, eps: float, generator: torch.Genera
         return into_tail[:, 0], tail[:, 0], into_pages[:, 0] - into_tail[:, 0], pages[1:] - tail[:, 0]
 
     return RowCase("rotation and norms of heads", heads * dim, call, last_are_zero=2)
+
+
+def _of_latents(
+    ops: Ops, spec: AttentionSpec, latent: LatentSpec, hidden: int, generator: torch.Generator
+) -> Iterator[RowCase]:
+    """What stands around compressed attention, and an indexer's weights and keys."""
+    heads, rank, still, turned = spec.num_heads, latent.rank, latent.still_dim, spec.rope.head_dim
+    table = rope_table(spec.rope, _POSITIONS, ops.context.dtype, ops.context.device)
+    norm = LatentNorm(_random((rank,), ops, generator), latent.norm_eps)
+    up = _random((heads, still + latent.value_dim, rank), ops, generator) * rank**-0.5
+
+    def written(x: Tensor, row: Tensor) -> tuple[Tensor, ...]:
+        """Into a tail and into pages, which must be the same: what is decoded is prefilled again."""
+        plane, absorbed, of_heads = x[:, None].split([rank + turned, heads * rank, heads * turned], dim=-1)
+        angles = ops.angles(table, (row % _POSITIONS)[:, None])
+        tail, pages = x.new_zeros((len(x), 1, 1, 1, rank + turned)), x.new_zeros((len(x) + 1, 1, 1, rank + turned))
+        slots = torch.arange(1, len(x) + 1, device=x.device)[:, None]
+        still_heads, turned_heads = (each.unflatten(-1, (heads, -1)) for each in (absorbed, of_heads))
+        into_tail, into_pages = (
+            ops.write_latent(still_heads, turned_heads.clone(), plane[None], angles, target, at, norm)
+            for target, at in ((tail, None), (pages, slots))
+        )
+        return into_tail[:, 0], tail[:, 0], into_pages[:, 0] - into_tail[:, 0], pages[1:] - tail[:, 0]
+
+    width = rank + turned + heads * (rank + turned)
+    yield RowCase("latents and their rotation", width, written, most=64, last_are_zero=2)
+    for name, weight in (("keys", up[:, :still]), ("values", up[:, still:].transpose(1, 2))):
+        product = HeadsProduct(weight, ops)
+        call = partial(_by_heads, product, heads)
+        yield RowCase(f"products of latents' {name}", heads * weight.shape[1], call)
+    if spec.index is not None and spec.index.shares is None:
+        yield from _of_an_indexer(ops, spec.index, turned, table, hidden, generator)
+
+
+def _by_heads(product: HeadsProduct, heads: int, x: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+    return (product(x[:, None].unflatten(-1, (heads, -1)))[:, 0],)
+
+
+def _of_an_indexer(
+    ops: Ops, index: IndexSpec, turned: int, table: RopeTable, hidden: int, generator: torch.Generator
+) -> Iterator[RowCase]:
+    heads, dim = index.num_heads, index.head_dim
+    weight = (_random((heads, hidden), ops, generator) * hidden**-0.5).float()
+    scale, bias = (_random((dim,), ops, generator).float() for _ in range(2))
+    norm = IndexNorm(scale, bias, index.norm_eps)
+
+    def weighed(x: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+        return (ops.profile.linear(x.float(), weight, None),)
+
+    def written(x: Tensor, row: Tensor) -> tuple[Tensor, ...]:
+        """Into a tail and into pages, as latents are."""
+        key, of_heads = x[:, None].split([dim, heads * dim], dim=-1)
+        angles = ops.angles(table, (row % _POSITIONS)[:, None])
+        tail, pages = x.new_zeros((len(x), 1, 1, 1, dim)), x.new_zeros((len(x) + 1, 1, 1, dim))
+        slots = torch.arange(1, len(x) + 1, device=x.device)[:, None]
+        asked = ops.turn_index_heads(of_heads.unflatten(-1, (heads, -1)), angles)
+        for target, at in ((tail, None), (pages, slots)):
+            ops.write_index_keys(key, norm, angles, target, at)
+        return asked[:, 0], tail[:, 0], pages[1:] - tail[:, 0]
+
+    yield RowCase("weights of an indexer's heads", hidden, weighed)
+    yield RowCase("an indexer's keys and heads", dim + heads * dim, written, last_are_zero=1)
 
 
 def _recurrence(ops: Ops, group: StateGroup, generator: torch.Generator) -> RowCase:

@@ -113,14 +113,28 @@ def _scores_kernel(
 
 
 def paged_index_scores(
-    query: IndexQuery, keys: Tensor, metadata: AttentionMetadata, tail: Tensor | None, gpu: GpuTraits
+    query: IndexQuery,
+    keys: Tensor,
+    metadata: AttentionMetadata,
+    tail: Tensor | None,
+    gpu: GpuTraits,
+    exact: bool = False,
 ) -> Tensor:
-    """`paged_index_scores_reference` in one launch, in float32; unwritten where a query may not see."""
-    return scores_of(query, keys, metadata, metadata.extents, tail, gpu)
+    """`paged_index_scores_reference` in one launch, in float32; unwritten where a query may not see.
+
+    exact: no product is contracted with the sum over heads, so that all kernels there are of it do the same operations.
+    """
+    return scores_of(query, keys, metadata, metadata.extents, tail, gpu, exact)
 
 
 def scores_of(
-    query: IndexQuery, keys: Tensor, metadata: AttentionMetadata, extents: Tensor, tail: Tensor | None, gpu: GpuTraits
+    query: IndexQuery,
+    keys: Tensor,
+    metadata: AttentionMetadata,
+    extents: Tensor,
+    tail: Tensor | None,
+    gpu: GpuTraits,
+    exact: bool,
 ) -> Tensor:
     """`paged_index_scores` of some of the metadata's queries, whose extents these are. extents: [rows, n] int64."""
     rows, n, heads, dim = query.heads.shape
@@ -141,6 +155,6 @@ def scores_of(
         *(data.stride()[:2] if tail is not None else (0, 0)),
         heads=heads, dim=dim, page_size=metadata.page_size, has_tail=tail is not None, single=n == 1, block_n=block_n,
         block_q=block_q, block_h=max(16, power_of_two(heads)), block_d=max(16, power_of_two(dim)),
-        overlap=gpu.can_overlap, num_warps=4, num_stages=3, **launch_options(gpu),
+        overlap=gpu.can_overlap, num_warps=4, num_stages=3, enable_fp_fusion=not exact, **launch_options(gpu),
     )  # fmt: skip
     return scores

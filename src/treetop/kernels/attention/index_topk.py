@@ -203,11 +203,16 @@ def _choose(
 
 
 def choose_paged_keys(
-    query: IndexQuery, keys: Tensor, metadata: AttentionMetadata, tail: Tensor | None, gpu: GpuTraits
+    query: IndexQuery,
+    keys: Tensor,
+    metadata: AttentionMetadata,
+    tail: Tensor | None,
+    gpu: GpuTraits,
+    exact: bool = False,
 ) -> SparseKeys:
     """The keys that each query attends to, by its indexer, some queries at a time.
 
-    keys: [slots, index_dim], of the pages. tail: [rows, t, index_dim].
+    keys: [slots, index_dim], of the pages. tail: [rows, t, index_dim]. exact: see `paged_index_scores`.
     """
     extents, mask = metadata.extents, metadata.mask
     chosen = _unwritten(query.heads, mask, query.top_k)
@@ -217,7 +222,7 @@ def choose_paged_keys(
         here = of_rows, of_queries
         asked = IndexQuery(query.heads[here], query.weights[here], query.top_k)
         those = replace(metadata, rows=metadata.rows[of_rows])
-        scores = scores_of(asked, keys, those, extents[here], None if tail is None else tail[of_rows], gpu)
+        scores = scores_of(asked, keys, those, extents[here], None if tail is None else tail[of_rows], gpu, exact)
         columns = None if chosen.columns is None else chosen.columns[here]
         out = SparseKeys(chosen.positions[here], chosen.count[here], columns)
         _choose(scores, metadata.max_kv_len, extents[here], None if mask is None else mask[here], out, gpu)

@@ -51,15 +51,23 @@ def load_plane(
     hopper: constexpr,
 ) -> Arg:  # fmt: skip
     """The latents and turned keys of planes at element offsets `at` [n] int64, in `dtype`; 0 where not `stored`."""
-    where, mask_c = base + at[:, None], stored[:, None] & (lane_c < rank)[None, :]
-    mask_r = stored[:, None] & (lane_r < turned)[None, :]
-    k = tl.load(where + lane_c[None, :], mask=mask_c, other=0.0)
-    r = tl.load(where + rank + lane_r[None, :], mask=mask_r, other=0.0)
+    return plane_at(base + at, stored, lane_c, lane_r, rank, turned, dtype, hopper)
+
+
+@jit
+def plane_at(
+    at: Arg, stored: Arg, lane_c: Arg, lane_r: Arg, rank: constexpr, turned: constexpr, dtype: constexpr,
+    hopper: constexpr,
+) -> Arg:  # fmt: skip
+    """The same of planes at pointers `at` [n]."""
+    mask_c, mask_r = stored[:, None] & (lane_c < rank)[None, :], stored[:, None] & (lane_r < turned)[None, :]
+    k = tl.load(at[:, None] + lane_c[None, :], mask=mask_c, other=0.0)
+    r = tl.load(at[:, None] + rank + lane_r[None, :], mask=mask_r, other=0.0)
     return widened(k, mask_c, dtype, hopper), widened(r, mask_r, dtype, hopper)
 
 
 @jit
-def _chosen_slots(
+def chosen_slots(
     table: Arg, chosen: Arg, block: Arg, end: Arg, length: Arg, block_n: constexpr, page_size: constexpr
 ) -> Arg:  # fmt: skip
     """Slots of a block's chosen keys [block_n] int64; the null page's from `end` on. chosen: their positions.
@@ -179,7 +187,7 @@ def _latent_attention_kernel(
     if scaled:  # what all planes share goes to the scores and to the result
         scale *= tl.load(kv_scales)
     if sparse:
-        place = _chosen_slots(table, chosen, begin, end, length, block_n, page_size)
+        place = chosen_slots(table, chosen, begin, end, length, block_n, page_size)
     else:
         place = page_of(table, begin, start, end, block_n, page_size)
     folds_tail = split == 0
@@ -214,7 +222,7 @@ def _latent_attention_kernel(
         if sparse:
             at = place * slot_stride
             k, k_turned = load_plane(pages, at, stored, lane_c, lane_r, rank, turned, queries.dtype, overlap)
-            place = _chosen_slots(table, chosen, block + 1, end, length, block_n, page_size)
+            place = chosen_slots(table, chosen, block + 1, end, length, block_n, page_size)
         else:
             slot = place.to(tl.int64) * page_size + within_page(key, page_size)
             at = slot * slot_stride

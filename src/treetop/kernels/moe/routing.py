@@ -19,7 +19,7 @@ from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.exact import BY_ELEMENT, LIBRARY, Functions, linear_by_rows
 from treetop.kernels.sort_key import index_of, key_of
 from treetop.kernels.tree.tree import stable_topk
-from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, power_of_two, tl
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, gpu_traits, jit, lanes, power_of_two, tl
 
 RowProduct = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """`x @ weight.T + bias` for x [rows, in]."""
@@ -234,7 +234,7 @@ def route(x: Tensor, router: Router, live: Tensor | None, gpu: GpuTraits, by_row
     assert x.is_contiguous()
     assert router.weight.is_contiguous()
     assert live is None or live.is_contiguous()
-    logits = _logits(x, router, gpu, by_rows)
+    logits = _logits(x, router.weight, router.bias, gpu, by_rows)
     expert = torch.empty((tokens, spec.top_k), dtype=torch.int32, device=x.device)
     weight = torch.empty((tokens, spec.top_k), dtype=torch.float32, device=x.device)
     numbers = torch.empty((3, most_tiles(tokens, rows, spec)), dtype=torch.int32, device=x.device)
@@ -274,10 +274,19 @@ def _tokens_of_a_program(tokens: int, experts: int, by_rows: bool) -> tuple[int,
     return lanes(tokens) if one else min(max(power_of_two(-(-tokens // _MAX_BLOCKS)), 4), 64), one
 
 
-def _logits(x: Tensor, router: Router, gpu: GpuTraits, by_rows: bool) -> Tensor:
-    """The router's logits in parts [parts, tokens, experts] float32, which the next kernel adds up."""
+def linear_uncut(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`x @ weight.T + bias` of x [rows, in] on a GPU, a row in the same bits in any batch, as routers have logits.
+
+    The sum is rounded to the dtype of x before the bias is added.
+    """
+    out = _logits(x.contiguous(), weight.contiguous(), None, gpu_traits(x.device), True)[0].to(x.dtype)
+    return out if bias is None else out + bias
+
+
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, gpu: GpuTraits, by_rows: bool) -> Tensor:
+    """A router's logits in parts [parts, tokens, experts] float32, which the next kernel adds up."""
     tokens, hidden = x.shape
-    experts, few = len(router.weight), tokens <= 64
+    experts, few = len(weight), tokens <= 64
     block_k = (256 if by_rows and x.element_size() == 2 else 64) if few else 32
     blocks = -(-hidden // block_k)
     splits = min(8, blocks) if few and not by_rows else 1
@@ -286,8 +295,8 @@ def _logits(x: Tensor, router: Router, gpu: GpuTraits, by_rows: bool) -> Tensor:
     block_m = max(16, power_of_two(min(tokens, 64)))
     parts = torch.empty((splits, tokens, experts), dtype=torch.float32, device=x.device)
     _logits_kernel[(-(-experts // 16), -(-tokens // block_m), splits)](
-        parts, x, router.weight, x if router.bias is None else router.bias, tokens, hidden, share, experts,
-        has_bias=router.bias is not None, block_m=block_m, block_k=block_k, overlap=gpu.can_overlap,
+        parts, x, weight, x if bias is None else bias, tokens, hidden, share, experts, has_bias=bias is not None,
+        block_m=block_m, block_k=block_k, overlap=gpu.can_overlap,
         num_warps=4, num_stages=4, **launch_options(gpu),
     )  # fmt: skip
     return parts
