@@ -46,13 +46,21 @@ EVEN = {
     "intermediate_size": 48,
 }
 """Sizes of which no product has rows that are no multiple of 16, as published ones are."""
-MODELS = ["llama", "windows", "qwen3 moe", "gpt-oss", "glm mtp", "qwen3 next"]
+LATENT = {**EVEN, "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "head_dim": 16, "v_head_dim": 8}
+INDEXED = {"index_topk": 70, "index_n_heads": 24, "index_head_dim": 32}
+"""Of planes whose every part is a multiple of 16, and of more keys than a block has."""
+LATENTS = {
+    "deepseek v3": {**EVEN, "q_lora_rank": 32},
+    "deepseek v32": {**LATENT, **INDEXED},
+    "glm 5.2": {**LATENT, **INDEXED},
+}
+MODELS = ["llama", "windows", "qwen3 moe", "gpt-oss", "glm mtp", "qwen3 next", "deepseek v3", "glm 5.2"]
 
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
     """By name. GPT-OSS has sinks, windows and experts in MXFP4; GLM drafts by its own layer, which has experts.
-    Layers of Qwen3-Next keep states.
+    Layers of Qwen3-Next keep states; DeepSeek-V3's attention is compressed, GLM-5.2's sparse, too.
     """
     folder = tmp_path_factory.mktemp("bits")
     windowed = {**llama_config(**SIZES).to_dict(), "model_type": "mistral", "sliding_window": 48}
@@ -68,13 +76,23 @@ def pairs(tmp_path_factory):
         for name, target in targets.items()
     }
     glm = save_glm_with_mtp(folder / "glm", moe_intermediate_size=48, **SIZES)
-    made_of = FAMILIES["qwen3 next"]  # on a GPU products of 16 rows and more are exact
-    short = replace(made_of, config={**made_of.config, **EVEN}).save(folder / "qwen3 next").pair
-    longer = {"max_position_embeddings": SIZES["max_position_embeddings"]}
-    target, head = (
-        copy_folder(each, folder / f"{each.name} of states", **longer) for each in (short.target, short.head)
-    )
-    return {**made, "glm mtp": Pair(glm, glm), "qwen3 next": Pair(target, head)}
+    of_families = {
+        name: longer(even(name, sizes, folder / name), folder / f"{name}, longer")
+        for name, sizes in {"qwen3 next": EVEN, **LATENTS}.items()
+    }
+    return {**made, "glm mtp": Pair(glm, glm), **of_families}
+
+
+def even(name, sizes, folder):
+    """A family's tiny pair in sizes of which products are exact on a GPU."""
+    made_of = FAMILIES[name]
+    return replace(made_of, config={**made_of.config, **sizes}).save(folder).pair
+
+
+def longer(pair, folder):
+    """The same pair for longer contexts."""
+    positions = {"max_position_embeddings": SIZES["max_position_embeddings"]}
+    return Pair(*(copy_folder(each, folder / each.name, **positions) for each in (pair.target, pair.head)))
 
 
 def serve(pair, shape, **options):
@@ -113,6 +131,11 @@ CASES = [
     ("qwen3 moe", TREE, 8, 333, "auto", "bfloat16"),
     ("gpt-oss", WIDE, 3, 333, "auto", "bfloat16"),
     ("qwen3 next", TREE, 8, 333, "auto", "bfloat16"),
+    ("deepseek v3", TREE, 33, 333, "auto", "bfloat16"),
+    ("deepseek v3", WIDE, 3, 16, "off", "float16"),
+    ("deepseek v32", CHAIN, 8, 333, "auto", "float16"),
+    ("glm 5.2", WIDE, 8, 333, "auto", "bfloat16"),
+    ("glm 5.2", TREE, 3, 16, "auto", "float16"),
 ]
 WHOLE = [
     pytest.param(name, shape, batch, chunk, graphs, dtype, marks=pytest.mark.slow)
@@ -156,8 +179,7 @@ EVEN_BY_KIND = {
 @pytest.mark.parametrize("name", EVEN_BY_KIND)
 def test_states_of_every_kind_change_no_bit(name, tmp_path):
     """Mamba-2, short convolutions and lightning attention: trees in a batch, captured, as plain decoding of one."""
-    made_of = FAMILIES[name]
-    pair = replace(made_of, config={**made_of.config, **EVEN_BY_KIND[name]}).save(tmp_path).pair
+    pair = even(name, EVEN_BY_KIND[name], tmp_path)
     given = {"exactness": "bits", "dtype": "bfloat16", "device": "cuda", "context_length": 192, "page_size": 16}
     prompts = pair.prompts([1, 17, 60, 63, 64, 65, 90, 3])
     llm = build(pair, None, **given, max_running_requests=1)
@@ -177,20 +199,41 @@ def test_states_of_every_kind_change_no_bit(name, tmp_path):
     loose.close()
 
 
-def test_a_retraction_and_a_prefix_from_the_cache_change_no_bit(pairs, plain):
+@pytest.mark.parametrize("name", ["llama", "glm 5.2"])
+def test_a_retraction_and_a_prefix_from_the_cache_change_no_bit(pairs, plain, name):
     """What was decoded is prefilled again, or read where a tree's rounds have left it."""
-    llm, outputs = serve(pairs["llama"], TREE, max_running_requests=8, max_total_tokens=800)
+    llm, outputs = serve(pairs[name], TREE, max_running_requests=8, max_total_tokens=800)
     assert llm.scheduler.num_retractions > 0
-    assert bits(outputs) == plain("llama")
-    prompts = pairs["llama"].prompts(LENGTHS)[:4]
+    assert bits(outputs) == plain(name)
+    prompts = pairs[name].prompts(LENGTHS)[:4]
     first = llm.generate(prompts, asked(prompts))
-    assert bits(first) == plain("llama")[:4]
-    longer = [[*prompt, *output.token_ids[:-3]] for prompt, output in zip(prompts, first, strict=True)]
-    hit = llm.generate(longer, asked(longer))
+    assert bits(first) == plain(name)[:4]
+    more = [[*prompt, *output.token_ids[:-3]] for prompt, output in zip(prompts, first, strict=True)]
+    hit = llm.generate(more, asked(more))
     llm.close()
-    fresh, _ = serve(pairs["llama"], None, max_running_requests=1, graphs="off")
-    assert bits(hit) == bits(fresh.generate(longer, asked(longer)))
+    fresh, _ = serve(pairs[name], None, max_running_requests=1, graphs="off")
+    assert bits(hit) == bits(fresh.generate(more, asked(more)))
     fresh.close()
+
+
+@pytest.mark.parametrize("name", ["deepseek v3", "glm 5.2"])
+def test_planes_in_fp8_change_no_bit(pairs, name):
+    """A tree's columns are rounded as pages are."""
+    fp8 = {"kv_cache_dtype": "fp8_e4m3"}
+    llm, outputs = serve(pairs[name], None, max_running_requests=1, **fp8)
+    want = bits(outputs)
+    llm.close()
+    for shape, batch, chunk in ((TREE, 8, 333), (None, 33, 16)):
+        llm, outputs = serve(pairs[name], shape, max_running_requests=batch, chunked_prefill_size=chunk, **fp8)
+        llm.close()
+        assert bits(outputs) == want, shape
+
+
+@pytest.mark.parametrize("name", LATENTS)
+def test_without_it_logits_of_compressed_attention_differ(pairs, plain, name):
+    llm, outputs = serve_by_default(pairs[name])
+    llm.close()
+    assert bits(outputs) != plain(name)
 
 
 def test_logprobs_of_a_prefill_are_those_of_the_tokens_as_they_were_drawn(pairs, plain):

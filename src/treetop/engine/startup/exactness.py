@@ -77,11 +77,11 @@ def why_not_exact(
     unbuilt = why_not_model(target.config)
     if unbuilt is not None:
         return unbuilt
-    own = [group.kv for group in layout.groups if not group.is_draft]
-    if any(kv.index_dim for kv in own) and not on_cpu:
-        return BackendRefusal("sparse attention (DSA) is not exact yet on a GPU", f"{_TIES} or --device cpu")
-    if any(kv.value_dim is not None for kv in own) and not on_cpu:
-        return BackendRefusal("compressed attention (MLA) is not exact yet on a GPU", f"{_TIES} or --device cpu")
+    plain = any(group.kv.value_dim is None for group in layout.groups if not group.is_draft)
+    if plain and any(group.kv.fp8 for group in layout.groups) and not on_cpu:
+        flag = "--kv-cache-dtype" if config.fp8_kv else "--speculative-draft-kv-cache-dtype"
+        reason = "on a GPU only compressed attention (MLA) is exact with K/V in FP8"
+        return BackendRefusal(reason, f"{_TIES} or {flag} auto")
     found = (
         _probed_on_a_cpu(config, layout)
         if on_cpu
@@ -127,9 +127,6 @@ def _of_device(config: EngineConfig, place: Placement) -> BackendRefusal | None:
     missing = why_not(place.device)
     if missing is not None:
         return BackendRefusal(missing, _TIES)
-    if config.fp8_kv or (config.speculates and config.fp8_draft_kv):
-        flag = "--kv-cache-dtype" if config.fp8_kv else "--speculative-draft-kv-cache-dtype"
-        return BackendRefusal("on a GPU no attention backend is exact with K/V in FP8", f"{_TIES} or {flag} auto")
     if name == "auto" and exact_backend(Need(place.dtype, place.device)) is None:
         return BackendRefusal("no attention backend is exact on this GPU", f"{_TIES} or --device cpu")
     if name != "auto" and not BACKENDS[name].capabilities.exact:
