@@ -15,6 +15,7 @@ from unittest.mock import Mock, call
 import httpx
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from support.addresses import addresses
 from support.engines import build, greedy, hold_core_thread
@@ -22,7 +23,7 @@ from support.new_weights import BITS, PARAMS, answers, tensors_of
 from support.refusing import refused
 from support.scripted import scripted
 from support.serving import child_of
-from support.tiny_models import Pair, save_random_head, save_random_llama
+from support.tiny_models import Pair, copy_folder, save_random_head, save_random_llama
 from support.waiting import WAIT_S
 from treetop import AsyncLLM
 from treetop.checkpoints.sent_tensors import copies_of
@@ -384,6 +385,27 @@ def test_nothing_makes_room_for_what_cannot_come(strong_pair, weak_pair, monkeyp
     assert llm.generate(prompts, PARAMS)[0].metrics.num_cached_tokens > 0
     assert not dropped
     llm.scheduler.check_integrity()
+
+
+def test_headers_are_checked_before_anything_makes_room(strong_pair, trained, monkeypatch, tmp_path):
+    """Of the model and of the head, each file's last tensor: one that lacks it, another's shape, and another kind."""
+    llm, prompts = build(strong_pair, (2, 3, 6), **BITS, page_size=4), strong_pair.prompts([30])
+    want, engine = answers(llm, prompts), type(llm.engine)
+    monkeypatch.setattr(engine, "_drop_kv", lambda self: pytest.fail("K/V have gone"))
+    monkeypatch.setattr(engine, "_room_needed", lambda self, change: 2**30)
+    monkeypatch.setattr(engine, "_room", lambda self: (0, 2**60))
+    for kind, folder in (("model", trained.target), ("draft", trained.head)):
+        tensors = load_file(folder / "model.safetensors")
+        last = max(tensors)
+        for name, changed, words in (
+            ("lacking", None, "missing tensor"),
+            ("shape", tensors[last].repeat(*(2,) * tensors[last].dim()), "has shape"),
+            ("kind", tensors[last].to(torch.int32), "stored as I32"),
+        ):
+            given = copy_folder(folder, tmp_path / f"{kind} {name}", tensors={last: changed})
+            refused(CheckpointError, lambda kind=kind, given=given: llm.update_weights(**{kind: given}), words, last)
+    assert llm.generate(prompts, PARAMS)[0].metrics.num_cached_tokens > 0
+    assert answers(llm, prompts) == want
 
 
 def test_parts_that_were_sent_give_way_to_a_folder_and_go_with_what_is_refused(strong_pair, trained):

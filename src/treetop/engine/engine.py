@@ -33,6 +33,7 @@ from treetop.engine.changes.sleep import (
 )
 from treetop.engine.changes.update_weights import (
     NewWeights,
+    check_headers,
     check_update,
     on_all_ranks,
     plan_of_update,
@@ -319,7 +320,7 @@ class Engine:
         if room is None or not self.runner.pools or (need := self._room_needed(change)) <= room[0]:
             return False
         check_update(self._plan, replace(change, makes_room=True))
-        plan_of_update(self._plan, change)
+        check_headers(plan_of_update(self._plan, change), change, self._received)
         check_room(need, room[1])
         return True
 

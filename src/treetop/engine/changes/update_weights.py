@@ -1,6 +1,6 @@
 """Other weights for an engine that runs: a target and its draft head of the same architecture, in place of the old."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -109,6 +109,23 @@ def plan_of_update(engine_plan: EnginePlan, asked: UpdateWeights) -> EnginePlan:
     if drafter_spec != engine_plan.draft:
         raise ConfigError(f"update_weights: {config.draft} is another draft head: its config or its tensors differ")
     return replace(engine_plan, config=config, target=spec, draft=drafter_spec)
+
+
+def check_headers(new_plan: EnginePlan, asked: UpdateWeights, kept: Collection[str]) -> None:
+    """Names, shapes and kinds of all tensors in the folders that would be read. kept: what has come in parts.
+
+    Raises CheckpointError as a start does. What is sent cannot be looked at before it has come: its sender waits.
+    """
+    if asked.more:
+        return
+    sent = {"model": asked.model_tensors, "draft": asked.draft_tensors}
+    named = {"model": asked.model, "draft": asked.draft}
+    came = {kind for kind in sent if sent[kind] is not None or (kind in kept and named[kind] is None)}
+    own_head = "draft" if new_plan.config.draft is not None else "model"
+    if "model" not in came and (asked.model is not None or (not came and asked.draft is None)):
+        new_plan.target.check()
+    if new_plan.draft is not None and own_head not in came:
+        new_plan.draft.check()
 
 
 def read_weights(
