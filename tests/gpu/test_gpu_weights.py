@@ -66,7 +66,8 @@ class Peer:
 
     def __exit__(self, *_):
         self.process.kill()
-        self.process.wait()
+        with self.process:  # its pipes, too
+            pass
 
     def go(self):
         self.process.stdin.write("\n")

@@ -7,6 +7,7 @@ such as a product that 12 bits are faster for now and were not before, nothing i
 import functools
 import types
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import PurePath
 from typing import Any
@@ -22,6 +23,7 @@ _ONE_ONLY = (types.ModuleType, types.BuiltinFunctionType, types.CodeType, type, 
 """What both share."""
 _SHARED = ("treetop.parallel", "treetop.distributed", "torch", "triton")
 """Packages whose objects are both's."""
+_VALUES = (str, bytes, int, float, complex, slice, Enum, torch.dtype, torch.device, type(None))
 Copies = list[tuple[Tensor, Tensor]]
 
 
@@ -74,7 +76,7 @@ class _SideBySide:
             return self._tensors(old, new)
         if isinstance(old, CompressedWeight):
             return self._compressed(old, new)
-        if isinstance(old, str | bytes | int | float | complex | Enum | torch.dtype | torch.device | type(None)):
+        if isinstance(old, _VALUES):
             return [] if old == new else None
         if isinstance(old, Mapping):
             return [(old[key], new[key]) for key in old] if [*old] == [*new] else None
@@ -98,9 +100,16 @@ class _SideBySide:
         return self._members(old, new)
 
     def _members(self, old: Any, new: Any) -> list[tuple[Any, Any]] | None:
-        names = [name for kind in type(old).__mro__ for name in _slots(kind)]
-        pairs = [(getattr(old, name, None), getattr(new, name, None)) for name in names]
-        return [*pairs, (getattr(old, "__dict__", {}), getattr(new, "__dict__", {}))]
+        """A text that no comparison counts says where numbers were read, as a path does."""
+        told = {each.name for each in fields(old) if not each.compare} if is_dataclass(old) else set[str]()
+        slots = [name for kind in type(old).__mro__ for name in _slots(kind)]
+        mine, theirs = (
+            {**{name: getattr(each, name, None) for name in slots}, **getattr(each, "__dict__", {})}
+            for each in (old, new)
+        )
+        if [*mine] != [*theirs]:
+            return None
+        return [(mine[name], theirs[name]) for name in mine if not (name in told and isinstance(mine[name], str))]
 
     def _tensors(self, old: Tensor, new: Tensor) -> list[tuple[Any, Any]] | None:
         if old.layout is not torch.strided or new.layout is not torch.strided:  # a library's own order
