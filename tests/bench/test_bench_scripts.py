@@ -296,3 +296,14 @@ def test_options_of_a_ramp_are_for_every_server_and_those_of_drafts_for_drafts(s
     assert all(found[name].items() >= drafted.items() for name in ("2,1,3", "5,4,8", "auto"))
     assert found["5,4,8"]["speculative_eagle_topk"] == 4
     assert found["auto"]["speculative_shapes"] == "2,1,3 5,4,8"
+
+
+# ------------------------------------------------------------------------------------------------------ live_changes
+
+
+def test_a_pause_is_the_longest_gap_that_touches_a_change(script):
+    """Of rows that come together in rounds of 10 ms; a longer gap long before it is none."""
+    gaps = script("live_changes").Gaps(None, 1, 1)
+    gaps._at = [0.0, 0.0001, 0.5, *(0.51 + i * 0.01 for i in range(50)), 3.0, 3.01, 4.0]
+    longest, median = gaps.between(1.1, 2.0)
+    assert (round(longest, 6), round(median, 6)) == (2.0, 0.01)

@@ -5,6 +5,7 @@ import weakref
 
 import httpx
 import pytest
+import torch
 
 from support.engines import build, greedy, next_and_hold, rest, sampled, tokens
 from support.grids import few_of
@@ -13,6 +14,7 @@ from support.refusing import refused
 from support.scripted import scripted
 from support.tiny_models import Pair, save_random_head, save_random_llama
 from treetop.core.engine_core import ASLEEP
+from treetop.engine.changes.host_copies import copy_storages
 from treetop.types.changes import TAGS, Sleep, WakeUp
 from treetop.types.errors import CheckpointError, ConfigError, InputError
 
@@ -29,6 +31,15 @@ def pair(tmp_path_factory):
 def answers(llm, pair, **more):
     outputs = llm.generate(pair.prompts([9, 30]), [greedy(16), sampled(3, 16)], **more)
     return tokens(outputs), [each.metrics.target_forwards for each in outputs]
+
+
+def test_pieces_of_memory_are_copied_whole():
+    """Also the last, which is shorter, and memory that is no longer than a piece, or empty."""
+    of = [torch.randint(256, (size,), dtype=torch.uint8) for size in (0, 1, 64, 65, 1000)]
+    into = [torch.zeros_like(each) for each in of]
+    copy_storages([(a.untyped_storage(), b.untyped_storage()) for a, b in zip(into, of, strict=True)], piece=64)
+    assert all(map(torch.equal, into, of))
+    copy_storages([])
 
 
 @pytest.mark.parametrize(("level", "graphs"), few_of([(1, "sim"), (2, "off")], 0))

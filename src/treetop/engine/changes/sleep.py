@@ -15,6 +15,7 @@ import torch
 
 from treetop.cache.pool import make_pools
 from treetop.drafts.protocol import Drafter
+from treetop.engine.changes.host_copies import copy_storages
 from treetop.engine.changes.reached import Storage, storages_of
 from treetop.engine.changes.update_weights import load_models
 from treetop.engine.model_runner import ModelRunner
@@ -133,11 +134,9 @@ class WeightsOnHost:
     """The numbers of models' tensors on a GPU, which give their memory back until `restore`."""
 
     def __init__(self, *models: Any) -> None:
-        self._kept: list[tuple[Storage, Storage]] = []
-        for storage in storages_of(*models):
-            copy = Storage(storage.nbytes(), device="cpu")
-            copy.copy_(storage)
-            self._kept.append((storage, copy))
+        every = storages_of(*models)
+        self._kept = [(storage, Storage(storage.nbytes(), device="cpu")) for storage in every]
+        copy_storages([(copy, storage) for storage, copy in self._kept])
         for storage, copy in self._kept:
             assert storage.nbytes() == copy.nbytes()
             storage.resize_(0)
@@ -150,5 +149,5 @@ class WeightsOnHost:
         """Memory and numbers are there again."""
         for storage, copy in self._kept:
             storage.resize_(copy.nbytes())
-            storage.copy_(copy)
+        copy_storages(self._kept)
         self._kept = []
