@@ -257,6 +257,16 @@ def test_what_every_shape_showed_is_reported(strong_pair, monkeypatch):
     assert report.checked == "outputs equal, 10 tokens, 1 near ties excused; outputs equal, 10 tokens"
 
 
+def test_plain_rounds_of_an_engine_of_many_shapes_may_be_timed_for_long(strong_pair):
+    """On posed rows the draft lacks nothing: what plain rounds put off has no more room than the host allows."""
+    options = {"speculative_policy": "auto", "speculative_shapes": "2,3,6", "speculative_max_deferred": 3}
+    llm = build(strong_pair, (2, 3, 6), **options)
+    assert llm.engine.layout.max_deferred == 3
+    assert len(rounds.device_times_ms(llm, 1, 20, 5, PLAIN)) == 5
+    assert llm.generate([[1, 2, 3]], greedy(8))[0].token_ids
+    llm.close()
+
+
 def test_a_forced_accept_length_is_what_is_measured(strong_pair):
     grid = RoundGrid((SpecShape(2, 3, 6),), (2,), (20,), 4)
     options = {"draft": str(strong_pair.head), "simulate_accept_length": 3}

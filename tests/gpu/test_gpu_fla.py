@@ -3,6 +3,8 @@
 python -m pytest tests/gpu/test_gpu_fla.py -q
 """
 
+import warnings
+
 import pytest
 import torch
 
@@ -12,9 +14,13 @@ from treetop.kernels.recurrent.states import LayerStates, StateInputs, StateUpda
 from treetop.kernels.table import Ops
 from treetop.types.state import StateGroup
 
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of what the library imports
+    WHY_NOT = why_not_fla()
 pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.skipif(why_not_fla() is not None, reason="flash-linear-attention is not installed"),
+    pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
 ]
 
 NEXT = StateGroup("state", 1, 8192, 4, 32, 16, 128, 128, delta=True, per_channel=False)

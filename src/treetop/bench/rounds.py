@@ -393,12 +393,14 @@ def _posed_times_ms(
 
 
 def pose(llm: LLM, batch: int, length: int) -> None:
-    """Rows 0 .. batch - 1 with `length` committed tokens, their pages spread over the pools."""
+    """Rows 0 .. batch - 1 with `length` committed tokens, which the draft has too, and pages all over the pools."""
     layout, runner = llm.engine.layout, llm.engine.runner
     rows = runner.buffers.rows
     rows.fill_(layout.dummy_row)
     rows[:batch] = torch.arange(batch, device=rows.device)
     runner.state.committed[:batch] = length
+    if runner.state.deferred is not None:
+        runner.state.deferred.count[:batch] = 0
     for name, table in runner.state.page_tables.items():
         cells = torch.arange(batch * layout.page_columns, device=rows.device) % (layout.num_pages[name] - 1)
         table.data[:batch] = (1 + cells).view(batch, -1).to(table.data.dtype)
