@@ -1,9 +1,12 @@
 """What a request gives: its output, pieces of text on the way to it, and how they are put together from updates."""
 
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from math import prod
+from sys import byteorder
+from typing import TYPE_CHECKING, Any
 
 from treetop.text.text import IncrementalDetokenizer
 from treetop.text.tokenizer import Tokenizer
@@ -12,8 +15,55 @@ from treetop.types.requests import EngineRequest, RequestUpdate
 from treetop.types.sampling import FinishReason, TokenLogprobs
 from treetop.types.verified_tree import VerifiedTree
 
+if TYPE_CHECKING:  # it takes seconds
+    from torch import Tensor
+
 PromptLogprobs = tuple[TokenLogprobs | None, ...]
 """Of each token of a prompt; None for the first, which nothing comes before."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedExperts:
+    """Which experts tokens went to: of each token and each layer with experts top_k ids, best first.
+
+    shape: [tokens, layers, top_k]; layers without experts have no place.
+    ids: int16 in the machine's order of bytes.
+    """
+
+    shape: tuple[int, int, int]
+    ids: bytes
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """NumPy's: `numpy.asarray` of this is an array."""
+        order = "<" if byteorder == "little" else ">"
+        return {"shape": self.shape, "typestr": f"{order}i2", "data": self.ids, "version": 3}
+
+    def tensor(self) -> "Tensor":
+        """[tokens, layers, top_k] int16, in memory of its own."""
+        import torch  # noqa: PLC0415  # likewise
+
+        flat = torch.frombuffer(bytearray(self.ids) or bytearray(2), dtype=torch.int16)  # it takes no empty buffer
+        return flat[: prod(self.shape)].view(self.shape)
+
+    def after(self, start: int) -> "RoutedExperts":
+        """Without the first `start` tokens."""
+        row, kept = 2 * self.shape[1] * self.shape[2], max(self.shape[0] - start, 0)
+        return RoutedExperts((kept, *self.shape[1:]), self.ids[start * row :])
+
+    def npy(self) -> bytes:
+        """A file of NumPy's, which says its shape. Source: version 1.0 of the format, NumPy's lib/format."""
+        told = {"descr": self.__array_interface__["typestr"], "fortran_order": False, "shape": self.shape}
+        header, begin = repr(told).encode(), b"\x93NUMPY\x01\x00"
+        header += b" " * (-(len(begin) + 2 + len(header) + 1) % 64) + b"\n"
+        return begin + len(header).to_bytes(2, "little") + header + self.ids
+
+    def int32(self) -> bytes:
+        """The ids alone, four bytes each, the lowest first."""
+        numbers = array("i", array("h", self.ids))
+        if byteorder == "big":
+            numbers.byteswap()
+        return numbers.tobytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +102,8 @@ class RequestOutput:
     draft_depths: of each of token_ids the depth of the draft that it was; 0 for a token that the target chose beyond
         the drafts.
     trees: of each round, if they were asked for; None for a round without drafts.
+    routed_experts: of all tokens of prompt and output but the last, which nothing has processed; of those that came
+        where the request was aborted. None if they were not asked for.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -67,6 +119,7 @@ class RequestOutput:
     stop_string: str | None = None
     draft_depths: tuple[int, ...] = ()
     trees: tuple[VerifiedTree | None, ...] = ()
+    routed_experts: RoutedExperts | None = None
 
     @property
     def round_tokens(self) -> int:
@@ -111,6 +164,7 @@ class LiveRequest:
     prefill_s: as the engine told it with the first.
     hidden_ends: tokens that the text does not show where one of them ended the request.
     tells_trees: whether each round tells its tree.
+    experts: layers and top_k of those that came, None before. expert_ids: see `RoutedExperts`.
     priority: as in `EngineRequest`.
     tenant: the name of the API key that it came with, "" without one.
     """
@@ -121,6 +175,8 @@ class LiveRequest:
     logprobs: list[TokenLogprobs] | None
     hidden_ends: frozenset[int] = frozenset()
     tells_trees: bool = False
+    experts: tuple[int, int] | None = None
+    expert_ids: bytearray = field(default_factory=bytearray)
     prompt_logprobs: PromptLogprobs | None = None
     output_ids: list[int] = field(default_factory=list)
     accept_lens: list[int] = field(default_factory=list)
@@ -142,14 +198,15 @@ class LiveRequest:
         prompt_ids, params = asked.prompt_ids, asked.params
         logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         told: dict[str, Any] = {"priority": asked.priority, "tenant": asked.tenant.name}
+        told["tells_trees"] = params.tells_trees
         if tokenizer is None:
-            return cls(index, prompt_ids, None, logprobs, tells_trees=params.tells_trees, **told)
+            return cls(index, prompt_ids, None, logprobs, **told)
         keeps_stop = params.include_stop_str_in_output
         text = IncrementalDetokenizer(
             tokenizer.stream(prompt_ids, not params.skip_special_tokens), params.stop, keeps_stop
         )
         hidden_ends = frozenset() if params.skip_special_tokens or keeps_stop else tokenizer.special_ids
-        return cls(index, prompt_ids, text, logprobs, hidden_ends, params.tells_trees, **told)
+        return cls(index, prompt_ids, text, logprobs, hidden_ends, **told)
 
     def take(
         self,
@@ -211,6 +268,11 @@ class LiveRequest:
         prompt: PromptLogprobs | None = None
         if update.prompt_logprobs is not None:
             prompt = self.prompt_logprobs = (None, *update.prompt_logprobs)
+        if update.experts is not None:
+            start, layers, top_k, ids = update.experts
+            self.experts = layers, top_k
+            del self.expert_ids[2 * layers * top_k * start :]  # an engine that goes on tells of all again
+            self.expert_ids += ids
         output = None if update.finish_reason is None else self._output(update)
         return TextDelta(self.index, piece, output, tokens, update.new_ids, prompt, depths, trees)
 
@@ -241,4 +303,13 @@ class LiveRequest:
             stop_string=self.text.stop if self.text is not None and update.finish_reason == "stop" else None,
             draft_depths=tuple(self.draft_depths),
             trees=tuple(self.trees),
+            routed_experts=self._routed_experts(),
         )
+
+    def _routed_experts(self) -> RoutedExperts | None:
+        """Of what is told: an engine may have gone past what the client takes."""
+        if self.experts is None:
+            return None
+        row = 2 * prod(self.experts)
+        count = min(len(self.expert_ids) // row, len(self.prompt_ids) + max(len(self.output_ids) - 1, 0))
+        return RoutedExperts((count, *self.experts), bytes(memoryview(self.expert_ids)[: count * row]))

@@ -242,8 +242,12 @@ def test_the_kernels_route_as_the_reference(name, tokens):
     torch.manual_seed(tokens)
     with DEVICE:
         router, x, live = make_router(SPECS[name], 50), torch.randn(tokens, 50), torch.rand(tokens) < 0.8
-        got, want = routing.route(x, router, live, gpu_traits(DEVICE)), route_reference(x, router, live)
+        got = routing.route(x, router, live, gpu_traits(DEVICE), tells=True)
+        want = route_reference(x, router, live, tells=True)
     assert torch.equal(got.expert.long(), want.expert)
+    assert got.chosen.dtype == torch.int16
+    assert torch.equal(got.chosen, want.chosen)
+    assert torch.equal(got.chosen[live].long() < router.spec.with_weights, got.expert[live] >= 0)
     torch.testing.assert_close(got.weight[live], want.weight[live], rtol=1e-4, atol=1e-6)
     tiles, top_k = got.tiles, router.spec.top_k
     found = []
@@ -416,9 +420,10 @@ def test_a_rank_with_some_of_the_experts_computes_these_alone(tokens, own):
         router, made = make_router(SPECS["groups"], 70), make_experts(12, 70, 45, bias=True)
         x, live = torch.randn(tokens, 70), torch.rand(tokens) < 0.8
         its_router, its_experts = of_rank(router, made, own)
-        routes = routing.route(x, its_router, live, gpu_traits(DEVICE))
+        routes = routing.route(x, its_router, live, gpu_traits(DEVICE), tells=True)
         want = route_reference(x, its_router, live)
         assert torch.equal(routes.expert.long(), want.expert)
+        assert torch.equal(routes.chosen.long(), route_reference(x, router, None).expert)
         parts = products.experts(x, routes, its_experts, gpu_traits(DEVICE))
     assert not bool(parts.transpose(0, 1)[want.expert < 0].any())
     assert len(own) == 1 or bool((want.expert >= 0).any())

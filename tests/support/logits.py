@@ -10,8 +10,8 @@ def record_logits(llm: LLM) -> list[torch.Tensor]:
     target, seen = llm.engine.runner.target, []
     forward = target.forward
 
-    def recording(tokens, positions, attend):
-        output = forward(tokens, positions, attend)
+    def recording(tokens, positions, attend, tells_experts=False):
+        output = forward(tokens, positions, attend, tells_experts)
         seen.append(target.logits(output.hidden))
         return output
 

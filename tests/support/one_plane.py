@@ -79,7 +79,7 @@ class OnePlane:
     def norm(self, x, name):
         return F.rms_norm(x, x.shape[-1:], self.weights[name], self.config.norm_eps)
 
-    def forward(self, tokens, positions, attend):
+    def forward(self, tokens, positions, attend, tells_experts=False):
         x = F.embedding(tokens, self.embedding)
         states, angles = [x], self.rope.at(positions)
         for i, layer in enumerate(self.config.layers):

@@ -128,7 +128,7 @@ class TinyRecurrent:
         self._piece = piece_of(self.lm_head, self.embedding.shape[0], config.vocab_size, ops.parallel)
         self.products = [*(product for layer in self.layers for product in layer.products), self.lm_head]
 
-    def forward(self, tokens, positions, attend):
+    def forward(self, tokens, positions, attend, tells_experts=False):
         x, turn, streams = self._embed(tokens), turn_at(self._rope, positions, self._ops), {}
         for i, (norm, layer) in enumerate(zip(self.norms, self.layers, strict=True)):
             streams[i] = x

@@ -150,7 +150,7 @@ class ApiState:
         structure: Asked | None,
         shows_special: bool = False,
     ) -> DeltaStream:
-        """Queue n choices of each prompt. Raises ApiError if the queue is full.
+        """Queue n choices of each prompt. Raises InputError, and ApiError if the queue is full.
 
         max_tokens: None for all that the context holds. structure: of every choice. shows_special: special tokens are
         in the text for whoever reads it here.
@@ -165,6 +165,9 @@ class ApiState:
             params = replace(params, skip_special_tokens=False)
         prompts = [each for each in ids for _ in range(body.n)]
         self._check_size(ids, body.n, params)
+        start, shortest = body.routed_experts_start_len, min(map(len, ids), default=0)
+        if start > shortest:
+            raise InputError(f"routed_experts_start_len {start}: at most the prompt's {shortest} tokens")
         with self._alive.locked():
             self._admit(len(prompts))
             stream = self.llm.queue(

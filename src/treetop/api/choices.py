@@ -1,6 +1,7 @@
 """An answer of choices in OpenAI's older shape, at once or in events: what completions and chats share."""
 
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -88,9 +89,17 @@ class Choices:
         return event(error_body(error.status, str(error), error.param, error.code))
 
     def tokens_of(self, index: int, given: RequestOutput | TextDelta) -> dict[str, Any]:
-        """What choice `index` says of its tokens beside the text: ids, drafts, if they are asked for."""
+        """What choice `index` says of its tokens beside the text: ids, drafts, experts, if they are asked for."""
         ids = {"token_ids": given.token_ids} if self.body.return_token_ids else {}
-        return {**ids, **self._drafts.of(index, given)}
+        return {**ids, **self._drafts.of(index, given), **self._experts_of(given)}
+
+    def _experts_of(self, given: RequestOutput | TextDelta) -> dict[str, Any]:
+        """`routed_experts` at a choice's end, in vLLM's form."""
+        output = given if isinstance(given, RequestOutput) else given.output
+        if output is None or output.routed_experts is None:
+            return {}
+        told = output.routed_experts.after(self.body.routed_experts_start_len)
+        return {"routed_experts": b64encode(told.npy()).decode()}
 
     def prompt_ids(self, index: int) -> dict[str, Any]:
         """The ids of choice `index`'s prompt, if they are asked for."""

@@ -4,6 +4,7 @@ Source: its docs/basic_usage/native_api and sampling_params pages.
 """
 
 import time
+from base64 import b64encode
 from collections.abc import Iterator
 from typing import Annotated, Any
 from weakref import WeakKeyDictionary
@@ -91,6 +92,15 @@ class GenerateRequest(Body):
     stream: bool = False
     return_logprob: bool = Field(False, description="meta_info.output_token_logprobs at the end")
     logprobs_mode: LogprobsMode = Field("raw_logprobs", description="processed_logprobs: what tokens were drawn with")
+    return_routed_experts: bool = Field(
+        False,
+        description="meta_info.routed_experts at the end: base64 of int32, the lowest byte first, of the shape"
+        " meta_info.routed_experts_shape [tokens, layers with experts, top_k], of input and output but for the last"
+        " token; with --enable-return-routed-experts",
+    )
+    routed_experts_start_len: Annotated[int, Field(ge=0)] = Field(
+        0, description="without so many first tokens of these"
+    )
     lora_path: str | None = Field(None, max_length=200)
     rid: str | None = Field(None, max_length=200)
 
@@ -103,6 +113,8 @@ class GenerateRequest(Body):
         said = {**self.sampling_params.said, "stream": self.stream, "prompt": prompt, "model": self.lora_path}
         if self.return_logprob:
             said["logprobs"] = 0
+        said["return_routed_experts"] = self.return_routed_experts
+        said["routed_experts_start_len"] = self.routed_experts_start_len
         return CompletionRequest.model_validate(said)
 
     @property
@@ -128,6 +140,7 @@ class GenerateAnswer(Answer):
     def __init__(self, body: GenerateRequest, deltas: DeltaStream) -> None:
         self._deltas, self._is_one, self._id = deltas, body.is_one, body.rid or new_id("gen")
         self._processed = body.logprobs_mode == "processed_logprobs"
+        self._start = body.routed_experts_start_len
         self._texts, self._began_s = dict[int, list[str]](), time.perf_counter()
 
     async def whole(self, request: Request) -> Response:
@@ -172,6 +185,10 @@ class GenerateAnswer(Answer):
                 own = [each.processed if self._processed else each.logprob for each in output.logprobs]
                 pairs = zip(own, output.token_ids, strict=True)
                 meta["output_token_logprobs"] = [[max(logprob, LEAST), token, None] for logprob, token in pairs]
+            if output.routed_experts is not None:
+                told = output.routed_experts.after(self._start)
+                meta["routed_experts"] = b64encode(told.int32()).decode()
+                meta["routed_experts_shape"] = told.shape
             return {"text": text, "output_ids": output.token_ids, "meta_info": meta}
         return {"text": text, "meta_info": meta}
 

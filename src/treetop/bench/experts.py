@@ -5,7 +5,7 @@ from torch import Tensor
 
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.rounds import RoundKey, run_phases
-from treetop.kernels.moe.routing import Routes
+from treetop.kernels.moe.routing import RoutedTokens, Routes
 from treetop.models.experts import ExpertMLP
 
 
@@ -23,8 +23,8 @@ def distinct_experts(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> lis
     def recording(index: int, layer: ExpertMLP) -> None:
         route = layer.route
 
-        def recorded(x: Tensor, live: Tensor | None) -> Routes:
-            routes = route(x, live)
+        def recorded(x: Tensor, tokens: RoutedTokens) -> Routes:
+            routes = route(x, tokens)
             seen[index] = routes.expert
             return routes
 

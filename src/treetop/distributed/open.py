@@ -239,4 +239,5 @@ def info_of(engine: Engine, exactness_by: str = "") -> CoreInfo:
         has_trees=any(shape.num_steps for shape in config.shapes),
         loras=tuple(config.adapters),
         lora_versions=(1,) * len(config.adapters),
+        tells_experts=layout.experts is not None,
     )

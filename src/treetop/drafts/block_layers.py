@@ -14,6 +14,7 @@ from torch import Tensor
 from treetop.attention.layer import Attend
 from treetop.checkpoints.params import Param, matrix
 from treetop.kernels.fused import joined
+from treetop.kernels.moe.routing import ALL_LIVE, RoutedTokens
 from treetop.models.decoder import DecoderLayer
 from treetop.models.layers import Rotary
 from treetop.types.parallel import Summed, taken
@@ -72,7 +73,7 @@ class ConvolvedLayer:
         self.products: list[Product] = [*layer.products, self.attention_conv.made, self.mlp_conv.made]
 
     def __call__(
-        self, x: Tensor, normed: Tensor, turn: Rotary, attend: Attend, live: Tensor | None = None
+        self, x: Tensor, normed: Tensor, turn: Rotary, attend: Attend, tokens: RoutedTokens = ALL_LIVE
     ) -> tuple[Tensor, Summed]:
         """See `DecoderLayer`."""
         layer, mixed = self.layer, Convolution.mixed
@@ -81,5 +82,5 @@ class ConvolvedLayer:
         added = mixed(kernels[:, :, 1], joined(taken(parts)).to(x.dtype))
         x, normed = layer.mlp_norm.after(x, added[None])
         kernels = self.mlp_conv.kernels(normed)
-        parts = layer.mlp(mixed(kernels[:, :, 0], normed), live, x)
+        parts = layer.mlp(mixed(kernels[:, :, 0], normed), tokens, x)
         return x, mixed(kernels[:, :, 1], joined(taken(parts)).to(x.dtype))[None]

@@ -33,6 +33,7 @@ from treetop.checkpoints.params import STREAMED, Param, in_formats, matrix, stor
 from treetop.checkpoints.values import require_value
 from treetop.drafts.head_files import no_offset
 from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Nodes, Proposal, Streamed
+from treetop.kernels.moe.routing import RoutedTokens
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
 from treetop.kernels.tree.calibration import Heat
@@ -399,8 +400,8 @@ class MtpLayer:
             tokens = torch.where(positions == 0, self.spec.vocab_size, tokens)
         x = self.projection(self._ops.embed_and_norm(self.normed_embedding, tokens, state, norm.weight, norm.eps))
         turn = turn_at(self._rope, positions, self._ops)
-        live = live_rows(attend.live(), self._ops.expert_ranks)
-        x, added = self.layer(x, self.layer.input_norm(x), turn, attend, live)
+        tokens_of_all = RoutedTokens(live_rows(attend.live(), self._ops.expert_ranks))
+        x, added = self.layer(x, self.layer.input_norm(x), turn, attend, tokens_of_all)
         return self.norm.after(x, added)[1] if self.spec.normed_state else self._ops.add(x, added)
 
     def propose(self, nodes: Nodes, k: int, heat: Heat | None = None, lines: Any = None) -> Proposal:

@@ -50,7 +50,8 @@ from treetop.engine.packed_trees import PackedTrees
 from treetop.engine.prefill import FirstTokens, PrefillBatch, chunk_columns, chunk_width, make_batch, prefill
 from treetop.engine.prompt_blocks import block_numbers
 from treetop.engine.prompt_logprobs import prompt_columns, with_prompt
-from treetop.engine.rounds import Eager, HostStep, RoundKey, RoundLauncher, mixed_verify
+from treetop.engine.rounds import Eager, HostStep, RoundKey, RoundLauncher, mixed_verify, paths_of_round
+from treetop.engine.routed_experts import check_told, experts_of_chunks, experts_of_round, told, told_of
 from treetop.engine.staging import (
     HostResults,
     InFlightResults,
@@ -528,6 +529,8 @@ class Engine:
         """What a prefill or a round gave its rows."""
         assert isinstance(plan, PrefillPlan | RoundPlan)
         rows = []
+        if got.experts is not None and self.config.check_level >= 1:
+            check_told(told(self.layout), got.experts)
         for i, row in enumerate(plan.rows):
             ends = isinstance(plan, RoundPlan) or plan.chunks[i].next_token is None  # else a chunk, and no token yet
             tokens = got.tokens[i][: got.accept_len[i] + 1] if ends and got.finite[i] else ()
@@ -544,6 +547,8 @@ class Engine:
             rows.append(RowResult(row, tokens, got.finite[i], logprobs, ranks=ranks, tree=tree, num_nodes=num_nodes))
             if isinstance(plan, PrefillPlan) and got.prompt is not None:
                 rows[-1] = with_prompt(rows[-1], plan, i, got.prompt)
+            if got.experts is not None:
+                rows[-1] = rows[-1]._replace(experts=told_of(told(self.layout), plan, i, len(tokens), got.experts))
             if self.config.check_level >= 1:
                 check_result(rows[-1], self.spec.vocab_size, self.layout.commit_width)
         return rows
@@ -616,7 +621,7 @@ class Engine:
         edits = self.runner.state.edit_columns(plan.edits)
         sent = self._staging.send(slot, rows=[padded], edits=edits, **self._columns_of(plan, padded))
         rows = self._apply(sent)
-        return self._of_prefill(plan, prefill(self.runner, self._batch_of(plan, rows, sent)))
+        return self._of_prefill(plan, rows, prefill(self.runner, self._batch_of(plan, rows, sent)))
 
     def _columns_of(self, plan: PrefillPlan, padded: list[int]) -> dict[str, Sequence[Sequence[int]]]:
         """What a prefill sends to the device beside row list and cells."""
@@ -634,10 +639,10 @@ class Engine:
         allowed = self._node_masks.roots(plan.rows, plan.masks, len(rows), rows.device)
         return make_batch(plan, rows, sent["chunks"], sent["prompt"], allowed)
 
-    def _of_prefill(self, plan: PrefillPlan, first: FirstTokens) -> RowResults:
+    def _of_prefill(self, plan: PrefillPlan, rows: Tensor, first: FirstTokens) -> RowResults:
         self.runner.state.states.keep(plan.chunks)
-        zeros = torch.zeros_like(first.token)
-        return RowResults(first.token[:, None], zeros, first.finite, first.logprobs, first.prompt)
+        zeros, experts = torch.zeros_like(first.token), experts_of_chunks(self.runner, plan, rows)
+        return RowResults(first.token[:, None], zeros, first.finite, first.logprobs, first.prompt, experts=experts)
 
     def _round(self, plan: RoundPlan, slot: Slot) -> RowResults:
         padded, edits = self._padded(plan), self.runner.state.edit_columns(plan.edits)
@@ -663,7 +668,7 @@ class Engine:
             first.append(mixed_verify(runner, batch, key, round.committed_bound))
 
         self._launch_round(round, RoundKey.of_mixed(key.bucket, key.shape), round.committed_bound, between)
-        return self._of_prefill(chunks, first[0]), self._of_round(round, key)
+        return self._of_prefill(chunks, batch.rows, first[0]), self._of_round(round, key)
 
     def _with_prompts(self, plan: MixedPlan, slot: Slot) -> tuple[RowResults, ...]:
         """A round with chunks packed into a batch of fixed size in its forward: one graph, as any other round."""
@@ -685,7 +690,9 @@ class Engine:
         ends = [chunk.start + len(chunk.token_ids) for chunk in chunks.chunks]
         self._launch_round(round, key, max([round.committed_bound, *ends]), None)
         token, finite = (each[: prompts.blocks_of(size)] for each in (prompts.token, prompts.finite))
-        return RowResults(token[:, None], torch.zeros_like(token), finite), self._of_round(round, key)
+        experts = experts_of_chunks(self.runner, chunks, prompts.lines_of(size).rows)
+        of_prompts = RowResults(token[:, None], torch.zeros_like(token), finite, experts=experts)
+        return of_prompts, self._of_round(round, key)
 
     def _host_step(self, plan: RoundPlan, key: RoundKey) -> HostStep | None:
         """What the host does once trees are grown; None if no row is constrained."""
@@ -718,8 +725,11 @@ class Engine:
         trees = None
         if plan.told_trees and plan.shape.num_steps:
             trees = PackedTrees.of(buffers.tree_of(key.bucket, key.shape), accepted)
+        experts = None
+        if plan.told_experts:
+            experts = experts_of_round(self.runner, paths_of_round(self.runner, key, None))
         of_round = accepted.tokens, accepted.accept_len, accepted.finite
-        return RowResults(*of_round, logprobs, candidates=candidates, proposals=counts, trees=trees)
+        return RowResults(*of_round, logprobs, candidates=candidates, proposals=counts, trees=trees, experts=experts)
 
     def _apply(self, sent: Mapping[str, list[Tensor]]) -> Tensor:
         """Write the row list into its buffer, and page-table cells into the tables. Returns the row list."""

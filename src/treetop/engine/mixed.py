@@ -42,4 +42,5 @@ def _divided(output: TargetOutput, parts: tuple[Part, ...]) -> list[TargetOutput
         return [part.of(own) for part, own in zip(parts, flat.split(counts), strict=True)]
 
     hidden, aux_hidden = divided(output.hidden), [divided(each) for each in output.aux_hidden]
-    return [TargetOutput(own, tuple(each[i] for each in aux_hidden)) for i, own in enumerate(hidden)]
+    experts = [None] * len(parts) if output.experts is None else divided(output.experts)
+    return [TargetOutput(own, tuple(each[i] for each in aux_hidden), experts[i]) for i, own in enumerate(hidden)]

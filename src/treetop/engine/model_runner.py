@@ -78,7 +78,7 @@ class ModelRunner:
 
     @property
     def target_groups(self) -> list[KVGroup]:
-        return [group for group in self.layout.groups if not group.is_draft]
+        return [group for group in self.layout.groups if group.is_attended]
 
     @property
     def draft_groups(self) -> list[KVGroup]:
@@ -94,7 +94,8 @@ class ModelRunner:
         """The target's forward of a phase's rows, each with its adapter; see `Target.forward`."""
         if self.adapters is not None:
             self.adapters.select(self.state.numbers["adapter"][given.rows], given.tokens.shape[1], self.ops)
-        return self.target.forward(given.tokens, given.positions, given.attend)
+        tells = self.layout.experts is not None
+        return self.target.forward(given.tokens, given.positions, given.attend, tells_experts=tells)
 
     def metadata(
         self,

@@ -13,6 +13,7 @@ from treetop.engine.features.feature import NewRoots, PromptLines
 from treetop.engine.model_runner import ModelRunner, TargetInput
 from treetop.engine.prompt_logprobs import PromptTokens, prompt_logprobs
 from treetop.engine.recurrence import chunk_recurrence
+from treetop.engine.routed_experts import keep_prompts
 from treetop.kernels.kv import slots_of
 from treetop.kernels.tree.tree import root_tree
 from treetop.models.target import TargetOutput
@@ -163,6 +164,7 @@ def end_prefill(runner: ModelRunner, begun: BegunPrefill, output: TargetOutput, 
     """
     batch, span, ops, last = begun.batch, begun.span, runner.ops, begun.last
     rows, valid = batch.ends, span.valid
+    keep_prompts(runner, output, batch.rows, span.positions, valid)
     first, finite, logprobs = batch.next_token, torch.ones_like(rows, dtype=torch.bool), None
     if logits is not None:
         tree, accepted = root_tree(batch.next_token), _one_column(rows)

@@ -24,6 +24,7 @@ from treetop.engine.mixed import run_together
 from treetop.engine.model_runner import ModelRunner, TargetInput
 from treetop.engine.prefill import FirstTokens, PrefillBatch, begin_prefill, end_prefill, last_hidden
 from treetop.engine.recurrence import keep_states, node_recurrence
+from treetop.engine.routed_experts import keep_nodes
 from treetop.engine.tree_growth import grow_trees
 from treetop.kernels.flat import packed_nodes, spread_nodes
 from treetop.kernels.tree.accept import Withheld
@@ -146,7 +147,8 @@ def end_verify(runner: ModelRunner, key: RoundKey, begun: BegunVerify, output: T
     if key.choice is Choice.LOGPROBS:
         found = buffers.logprobs_of(key.bucket, shape)
         copy_into(found, path_logprobs(ops, logits, drawn, accepted, found.ids.shape[2]))
-    paths = _paths(runner, key, accepted.path)
+    paths = paths_of_round(runner, key, accepted.path)
+    keep_nodes(runner, output, flat)
     runner.state.accepted(ops, AcceptedRound(key.choice, paths, places, accepted, growth))
     tail_paths = paths if flat is None else paths.of_flat(flat, runner.layout.verify_tail)
     runner.commit(buffers.verify_tails, tail_paths)
@@ -206,7 +208,7 @@ def extend_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     rows, places = buffers.rows[: key.bucket], buffers.places_of(key.bucket, shape)
     accepted, aux_hidden = buffers.accepted_of(key.bucket, shape), buffers.aux_hidden_of(key.bucket, shape)
     runner.probes.nan(aux_hidden, "features", Phase.EXTEND, rows)
-    paths = _paths(runner, key, None)
+    paths = paths_of_round(runner, key, None)
     pairs = ExtendPairs(places.committed, accepted.accept_len, places.path, accepted.tokens, aux_hidden)
     classes = buffers.growth_of(key.bucket, shape).classes
     draft = runner.extended(rows, accepted.bonus, _extended(runner, key, pairs, paths, max_kv_len), classes)
@@ -329,7 +331,7 @@ class Eager:
                 host_step()
 
 
-def _paths(runner: ModelRunner, key: RoundKey, node: Tensor | None) -> Paths:
+def paths_of_round(runner: ModelRunner, key: RoundKey, node: Tensor | None) -> Paths:
     """What the rows of a round commit. node: the tail entries of the columns, in order if None."""
     buffers, width = runner.buffers, key.shape.commit_width
     places, accepted = buffers.places_of(key.bucket, key.shape), buffers.accepted_of(key.bucket, key.shape)

@@ -55,6 +55,8 @@ class RowResults:
         nodes, [rows, 1], where a budget has cut trees.
     proposals: [2, classes, depths, ranks] float32, of a calibration's counts, if the host goes by them.
     trees: of a round with drafts, what was verified, if a row asks.
+    experts: in memory of their own on the host, there at the step's end, if a row asks: of chunks [tokens, ids], of a
+        round [rows, w, ids] int16.
 
     What is transferred has results of this form, too (`engine/kv_transfer.py`).
     """
@@ -67,6 +69,7 @@ class RowResults:
     candidates: Tensor | None = None
     proposals: Tensor | None = None
     trees: PackedTrees | None = None
+    experts: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,7 @@ class HostResults:
     candidates: list[tuple[int, ...]] = field(default_factory=list)
     proposals: ProposalCounts | None = None
     trees: PackedTrees | None = None
+    experts: Tensor | None = None
 
     def logprobs_of(self, item: int, num_tokens: int, maximum: int) -> tuple[TokenLogprobs, ...]:
         """Of the first tokens of a row, with up to `maximum` of the best beside each."""
@@ -118,6 +122,7 @@ class InFlightResults:
     nodes: int
     maximum: int | None
     prompt: tuple[int, int]
+    experts: Tensor | None = None
 
 
 class StagingBuffers:
@@ -225,7 +230,8 @@ class StagingBuffers:
         drafts = 0 if results.candidates is None else results.candidates.shape[1]
         shape = () if told is None else tuple(told.shape)
         nodes = 0 if results.trees is None else results.trees.nodes
-        return InFlightResults(slot, slot.step, values, rows, width, drafts, shape, nodes, maximum, of_prompt)
+        sizes = rows, width, drafts, shape, nodes, maximum, of_prompt
+        return InFlightResults(slot, slot.step, values, *sizes, results.experts)
 
 
 def copy_out(tensor: Tensor, memory: Tensor) -> Tensor:
@@ -279,6 +285,7 @@ def collect(posted: InFlightResults) -> HostResults:
         candidates=[tuple(candidates[i * drafts : (i + 1) * drafts]) for i in range(n)] if drafts else [],
         proposals=proposals,
         trees=trees,
+        experts=posted.experts,
     )
 
 

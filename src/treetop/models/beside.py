@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from treetop.checkpoints.params import Param, vector
+from treetop.kernels.moe.routing import RoutedTokens
 from treetop.kernels.table import Ops
 from treetop.models.config import BesideSpec
 from treetop.models.experts import ExpertMLP, expert_params
@@ -37,10 +38,10 @@ class BesideMLP:
         )
         self.products: list[Product] = [*self._dense.products, *self._experts.products]
 
-    def __call__(self, x: Tensor, live: Tensor | None, stream: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, tokens: RoutedTokens, stream: Tensor) -> Tensor:
         """Returns one part [1, ..., hidden]."""
         dense = self._dense_norm.of_parts(self._dense(x), x.dtype)
-        routed = self._experts.routed(self._expert_norm(stream), live, self._router_norm(stream))
+        routed = self._experts.routed(self._expert_norm(stream), tokens, self._router_norm(stream))
         added: Tensor = dense + self._output_norm.of_parts(routed, x.dtype)
         return added
 

@@ -10,6 +10,7 @@ from treetop.attention.layer import Attend
 from treetop.checkpoints.loader import Placement
 from treetop.checkpoints.params import Param, of_vocab
 from treetop.kernels.fused import joined_in_order
+from treetop.kernels.moe.routing import ALL_LIVE, RoutedTokens
 from treetop.kernels.rope import RopeSpec, rope_table
 from treetop.kernels.table import Ops
 from treetop.models.attention import attention, attention_params
@@ -80,7 +81,7 @@ class DecoderLayer:
         normed: Tensor,
         turn: Rotary,
         attend: Attend,
-        live: Tensor | None = None,
+        tokens: RoutedTokens = ALL_LIVE,
         late: list[Tensor] | None = None,
     ) -> tuple[Tensor, Summed]:
         """x: the residual stream, normed: its input norm. Returns the stream after attention, and what to add to it.
@@ -88,7 +89,7 @@ class DecoderLayer:
         late: what the layer before has left to be added behind this one, which takes it and may leave such itself.
         """
         if not self._mixes:
-            return x, self._added(self.mlp(normed, live, x), self.mlp_output_norm, x.dtype, self._mlp_scale)
+            return x, self._added(self.mlp(normed, tokens, x), self.mlp_output_norm, x.dtype, self._mlp_scale)
         added = self._added(self.attention(normed, turn, attend), self.attention_output_norm, x.dtype, self._scale)
         x = _kept(x, normed, self._keep)
         if not self._feeds:
@@ -102,8 +103,8 @@ class DecoderLayer:
             x = self._add(x, late.pop())
         if self.shortcut is not None:
             assert late is not None
-            late.append(self.shortcut.late(normed, live))
-        added = self._added(self.mlp(normed, live, x), self.mlp_output_norm, x.dtype, self._mlp_scale)
+            late.append(self.shortcut.late(normed, tokens))
+        added = self._added(self.mlp(normed, tokens, x), self.mlp_output_norm, x.dtype, self._mlp_scale)
         return _kept(x, normed, self._mlp_keep), added
 
     def leave(
@@ -166,7 +167,7 @@ class Decoder:
         self._logits = capped(self.lm_head, config.logits_cap)
         self._piece = piece_of(self._logits, self.embedding.shape[0], config.vocab_size, ops.parallel)
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> TargetOutput:
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, tells_experts: bool = False) -> TargetOutput:
         """See `Target`."""
         x = self._embed(tokens)
         if self._embedding_scale != 1:
@@ -177,16 +178,18 @@ class Decoder:
         turns |= {rope: turn_at(table, positions, self._ops) for rope, table in self._ropes.items()}
         inputs = None if self.layer_inputs is None else self.layer_inputs(tokens, x)
         live = live_rows(attend.live(), self._ops.expert_ranks) if self.config.has_experts else None
+        routed = RoutedTokens(live, [] if tells_experts else None)
         aux_hidden, normed = {0: x}, self.layers[0].input_norm(x)
         next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         late: list[Tensor] = []
         for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True), 1):
-            x, added = layer(x, normed, turns[layer.rope], attend, live, late)
+            x, added = layer(x, normed, turns[layer.rope], attend, routed, late)
             x, normed = layer.leave(x, added, next_norm, inputs)
             if index in self.aux_inputs:
                 aux_hidden[index] = x
         aux_hidden[LAST_HIDDEN] = normed
-        return TargetOutput(normed, tuple(aux_hidden[i] for i in self.aux_inputs))
+        experts = None if routed.chosen is None else torch.stack(routed.chosen, dim=1).view(*tokens.shape, -1)
+        return TargetOutput(normed, tuple(aux_hidden[i] for i in self.aux_inputs), experts)
 
     @property
     def products(self) -> list[Product]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from treetop.checkpoints.params import Param, matrix, own_experts
 from treetop.kernels.fused import joined
-from treetop.kernels.moe.routing import IDENTITY, Router, Routes
+from treetop.kernels.moe.routing import ALL_LIVE, IDENTITY, RoutedTokens, Router, Routes
 from treetop.kernels.table import Ops
 from treetop.models.config import DenseSpec, ExpertSpec, UngatedSpec
 from treetop.models.layers import GatedMLP, SteppedMLP, dense_mlp, mlp_params
@@ -61,18 +61,18 @@ class ExpertMLP:
     def read_bytes(self, rows: int) -> int:
         return 0
 
-    def route(self, x: Tensor, live: Tensor | None) -> Routes:
-        """The experts of each token. x: [tokens, hidden]; live: [tokens] bool."""
-        return self._ops.route(x, self._router, live)
+    def route(self, x: Tensor, tokens: RoutedTokens) -> Routes:
+        """The experts of each token. x: [tokens, hidden]."""
+        return self._ops.route(x, self._router, tokens.live, tells=tokens.chosen is not None)
 
-    def __call__(self, x: Tensor, live: Tensor | None = None, stream: Tensor | None = None) -> Summed:
-        """x: [..., hidden]; live: of `live_rows`. Returns parts [parts, ..., hidden], of experts 0 where not live."""
+    def __call__(self, x: Tensor, tokens: RoutedTokens = ALL_LIVE, stream: Tensor | None = None) -> Summed:
+        """x: [..., hidden]. Returns parts [parts, ..., hidden], of experts 0 where not live."""
         if self.spec.latent:
             narrow = self._narrow(x)
-            found = self._routed(narrow, live, x).reshape(-1, *narrow.shape)
+            found = self._routed(narrow, tokens, x).reshape(-1, *narrow.shape)
             parts = self._widen.parts(joined(found).to(x.dtype))
         else:
-            parts = self._routed(x, live).reshape(-1, *x.shape)
+            parts = self._routed(x, tokens).reshape(-1, *x.shape)
         if self._shared is not None:
             shared = self._shared.parts(x)
             if self._shared_gate is not None:
@@ -80,35 +80,37 @@ class ExpertMLP:
             parts = torch.cat([parts, shared.to(parts.dtype)]) if len(parts) > 1 else torch.cat([parts, shared])
         return self._ops.parallel.share(parts)
 
-    def routed(self, x: Tensor, live: Tensor | None, read: Tensor) -> Summed:
+    def routed(self, x: Tensor, tokens: RoutedTokens, read: Tensor) -> Summed:
         """What experts add to x [..., hidden], in parts [parts, ..., hidden]. read: by the router."""
-        return self._ops.parallel.share(self._routed(x, live, read).reshape(-1, *x.shape))
+        return self._ops.parallel.share(self._routed(x, tokens, read).reshape(-1, *x.shape))
 
-    def _routed(self, x: Tensor, live: Tensor | None, read: Tensor | None = None) -> Tensor:
+    def _routed(self, x: Tensor, tokens: RoutedTokens, read: Tensor | None = None) -> Tensor:
         """This rank's share of it, in parts [parts, rows, hidden]. read: by the router, if it is not x."""
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         seen = rows if read is None else read.reshape(-1, read.shape[-1]).contiguous()
         if self._ranks.size > 1:
-            return self._routed_by_ranks(rows, live, seen)
-        routes = self.route(seen, live)
+            return self._routed_by_ranks(rows, tokens, seen)
+        routes = self.route(seen, tokens)
+        _tell(tokens, routes.chosen)
         parts = self._experts(rows, routes)
         self._pass_on(parts[0], rows, routes.expert, routes.weight)
         return parts
 
-    def _routed_by_ranks(self, x: Tensor, live: Tensor | None, seen: Tensor) -> Tensor:
-        """As `routed`, of the experts of all ranks; a part of each. live: of the rows of all, [ranks * most rows]."""
-        assert live is not None, "ranks exchange the rows of batches only"
+    def _routed_by_ranks(self, x: Tensor, tokens: RoutedTokens, seen: Tensor) -> Tensor:
+        """As `routed`, of the experts of all ranks; a part of each. tokens: of all, [ranks * most rows]."""
+        assert tokens.live is not None, "ranks exchange the rows of batches only"
         size, count = self._ranks.size, len(x)
-        maximum = len(live) // size
+        maximum = len(tokens.live) // size
 
         def gathered(own: Tensor) -> Tensor:
             return self._ranks.gather(own if maximum == count else F.pad(own, (0, 0, 0, maximum - count))).flatten(0, 1)
 
         rows = gathered(x)
-        routes = self.route(rows if seen is x else gathered(seen), live)
+        routes = self.route(rows if seen is x else gathered(seen), tokens)
         parts = self._experts(rows, routes)
         share = parts[0] if len(parts) == 1 else self._added(parts)
         mine = slice(self._ranks.rank * maximum, self._ranks.rank * maximum + count)
+        _tell(tokens, routes.chosen, mine)
         self._pass_on(share[mine], x, routes.expert[mine], routes.weight[mine])
         return self._ranks.all_to_all(share.view(size, maximum, -1))[:, :count]
 
@@ -131,6 +133,12 @@ def _shared_mlp(spec: ExpertSpec, weights: Weights, name: str, ops: Ops) -> Gate
     if spec.activation.kind == "relu":
         return UngatedMLP(UngatedSpec(spec.shared_inner, "relu2"), weights, name, ops)
     return dense_mlp(DenseSpec(spec.shared_inner, limit=spec.shared_limit), weights, name, ops)
+
+
+def _tell(tokens: RoutedTokens, chosen: Tensor | None, mine: slice | None = None) -> None:
+    """What a layer's router has chosen, of this rank's own tokens `mine`."""
+    if tokens.chosen is not None and chosen is not None:
+        tokens.chosen.append(chosen if mine is None else chosen[mine])
 
 
 def live_rows(live: Tensor | None, ranks: Parallel) -> Tensor | None:

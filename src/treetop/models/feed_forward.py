@@ -6,6 +6,7 @@ from typing import Protocol
 from torch import Tensor
 
 from treetop.checkpoints.params import Param
+from treetop.kernels.moe.routing import RoutedTokens
 from treetop.kernels.table import Ops
 from treetop.models.beside import BesideMLP, beside_params
 from treetop.models.config import AbsentSpec, BesideSpec, ExpertSpec, FeedForwardSpec, ShortcutSpec, UngatedSpec
@@ -24,9 +25,8 @@ class FeedForward(Protocol):
     @property
     def products(self) -> Sequence[Product]: ...
 
-    def __call__(self, x: Tensor, live: Tensor | None, stream: Tensor) -> Summed:
-        """x: [..., hidden], the norm of the residual stream. live: [...] bool, False for padding, None if there is
-        none. Returns parts [parts, ..., hidden], whose sum it is."""
+    def __call__(self, x: Tensor, tokens: RoutedTokens, stream: Tensor) -> Summed:
+        """x: [..., hidden], the norm of the residual stream. Returns parts [parts, ..., hidden], whose sum it is."""
 
 
 def feed_forward(spec: FeedForwardSpec, weights: Weights, name: str, eps: float, ops: Ops) -> FeedForward:

@@ -15,6 +15,7 @@ from treetop.checkpoints.params import Param, matrix, vector
 from treetop.kernels.fused import HeadNorms, joined
 from treetop.kernels.gate import Gate
 from treetop.kernels.moe.experts import Activation
+from treetop.kernels.moe.routing import ALL_LIVE, RoutedTokens
 from treetop.kernels.rope import RopeTable, head_order
 from treetop.kernels.table import Ops
 from treetop.models.config import AttentionSpec, DenseSpec, ModelConfig, NormKind
@@ -301,7 +302,7 @@ class GatedMLP:
         self.products: list[Product] = [self.gate_up, self.down]
         self._parallel = ops.parallel
 
-    def __call__(self, x: Tensor, live: Tensor | None = None, stream: Tensor | None = None) -> Summed:
+    def __call__(self, x: Tensor, tokens: RoutedTokens = ALL_LIVE, stream: Tensor | None = None) -> Summed:
         """x: [..., hidden]. Returns parts [parts, ..., hidden], of all ranks and all tokens, live or not."""
         return self._parallel.share(self.parts(x))
 
@@ -319,7 +320,7 @@ class SteppedMLP:
         self._activation, self._ops = Activation(spec.gate, spec.limit), ops
         self._of_gate, self._of_output = spec.of_gate, spec.of_output
 
-    def __call__(self, x: Tensor, live: Tensor | None = None, stream: Tensor | None = None) -> Summed:
+    def __call__(self, x: Tensor, tokens: RoutedTokens = ALL_LIVE, stream: Tensor | None = None) -> Summed:
         return self._ops.parallel.share(self.parts(x))
 
     def parts(self, x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ Source: shortcut-connected experts, arXiv:2404.05019; LongCat-Flash, arXiv:2509.
 from torch import Tensor
 
 from treetop.checkpoints.params import Param
+from treetop.kernels.moe.routing import RoutedTokens
 from treetop.kernels.table import Ops
 from treetop.models.config import ShortcutSpec
 from treetop.models.experts import ExpertMLP, expert_params
@@ -27,12 +28,12 @@ class ShortcutMLP:
         self._experts = ExpertMLP(spec.experts, weights, f"{name}.experts", ops)
         self.products: list[Product] = [*self._dense.products, *self._experts.products]
 
-    def __call__(self, x: Tensor, live: Tensor | None, stream: Tensor) -> Summed:
+    def __call__(self, x: Tensor, tokens: RoutedTokens, stream: Tensor) -> Summed:
         return self._dense(x)
 
-    def late(self, x: Tensor, live: Tensor | None) -> Tensor:
+    def late(self, x: Tensor, tokens: RoutedTokens) -> Tensor:
         """What is added behind the next layer, in parts [parts, ..., hidden]. x: as of `__call__`."""
-        return taken(self._experts(x, live))
+        return taken(self._experts(x, tokens))
 
 
 def shortcut_params(spec: ShortcutSpec, name: str, stored: str, hidden: int) -> list[Param]:

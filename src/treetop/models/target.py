@@ -18,10 +18,12 @@ LAST_HIDDEN = -1
 class TargetOutput:
     """hidden: [rows, n, hidden], after the final norm.
     aux_hidden: [rows, n, hidden] of each state asked for.
+    experts: [rows, n, layers with experts * top_k] int16, what their routers have chosen, if that is asked.
     """
 
     hidden: Tensor
     aux_hidden: tuple[Tensor, ...]
+    experts: Tensor | None = None
 
 
 class Target(Protocol):
@@ -42,7 +44,7 @@ class Target(Protocol):
     @property
     def products(self) -> Sequence[Product]: ...
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> TargetOutput:
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, tells_experts: bool = False) -> TargetOutput:
         """tokens, positions: [rows, n] int64. The layers' K/V go where `attend` puts them."""
 
     def piece(self, hidden: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.checkpoints.params import Param, matrix, vector
+from treetop.kernels.moe.routing import ALL_LIVE, RoutedTokens
 from treetop.kernels.table import Ops
 from treetop.models.config import Ungated, UngatedSpec
 from treetop.types.parallel import Summed
@@ -30,7 +31,7 @@ class UngatedMLP:
         self._kind, self._parallel = spec.activation, ops.parallel
         self._curve = [weights[f"{name}.{each}"] for each in _CURVE] if spec.activation == "xielu" else []
 
-    def __call__(self, x: Tensor, live: Tensor | None = None, stream: Tensor | None = None) -> Summed:
+    def __call__(self, x: Tensor, tokens: RoutedTokens = ALL_LIVE, stream: Tensor | None = None) -> Summed:
         """x: [..., hidden]. Returns parts [parts, ..., hidden], of all ranks and all tokens, live or not."""
         return self._parallel.share(self.parts(x))
 

@@ -84,8 +84,12 @@ class Committer:
             if tokens and request.export_from is not None:
                 self._kv_transfer.computed(request, FirstToken(tokens[0], logprobs[0] if logprobs else None))
                 continue
+            if row_result.experts is not None:
+                behind = request.num_computed_tokens if isinstance(plan, RoundPlan) else row_result.experts.start
+                request.experts.append(row_result.experts._replace(start=behind))
             if isinstance(plan, RoundPlan):
                 request.num_computed_tokens += len(tokens)
+                request.tell_experts(request.num_computed_tokens)
             else:
                 request.take_prompt_logprobs(plan.chunks[i].start, row_result.prompt_logprobs)
             if tokens:
@@ -98,6 +102,8 @@ class Committer:
                 if request.prompt_logprobs is not None:
                     updates[-1] = updates[-1]._replace(prompt_logprobs=tuple(request.prompt_logprobs))
                     request.prompt_logprobs = None
+                if request.experts:
+                    updates[-1] = updates[-1]._replace(experts=request.take_experts())
         if isinstance(plan, PrefillPlan):
             self._cache_chunks(plan)
         return updates

@@ -227,7 +227,8 @@ class PrefillPlanner:
         self._kv_transfer.computed(request)
         if end == len(ids):
             self._queues.prefilled(request)
-        return Chunk(request.held.row, start, ids[start:end], next_prompt_token(ids, end), of_prompt, keep)
+        place, told = (request.held.row, start, ids[start:end]), request.tell_experts(end)
+        return Chunk(*place, next_prompt_token(ids, end), of_prompt, keep, told)
 
     def _will_fit(self, request: Request, num_tokens: int) -> bool:
         """Whether pages are there for so many tokens, and for what requests that run and this one will still bring, by

@@ -11,6 +11,7 @@ from treetop.scheduler.constrained import ConstraintState, Structures, constrain
 from treetop.types.ids import RequestId, Row
 from treetop.types.messages import RowHistory, RowMask, RowSetup
 from treetop.types.requests import EngineRequest, Tenant, check_received
+from treetop.types.routed_experts import TokenExperts
 from treetop.types.sampling import Choice, FinishReason, SamplingParams, TokenLogprobs
 
 MAX_RETRACTIONS = 3
@@ -53,7 +54,9 @@ class Request:
     num_passed: steps that were planned while it was next, and its adapter found no slot.
     asked_host: whether the tier on the host has been asked for its prompt.
     prompt_logprobs: those that are known, from the prompt's second token on; None if they are not asked for, or were
-        told with the first token. The rest is for the stats.
+        told with the first token.
+    told: tokens whose experts steps tell of, those that are out too; None if they are not asked for. experts: those
+        that came and are not told the client, up to the last of them that a step gave. The rest is for the stats.
     """
 
     request_id: RequestId
@@ -75,6 +78,8 @@ class Request:
     constrained: ConstraintState | None = None
     never_ids: frozenset[int] = frozenset()
     prompt_logprobs: list[TokenLogprobs] | None = None
+    told: int | None = None
+    experts: list[TokenExperts] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_retractions: int = 0
     num_passed: int = 0
@@ -127,6 +132,7 @@ class Request:
         request.never_ids = frozenset(word[0] for word in asked.bad_words if len(word) == 1)
         if params.prompt_logprobs is not None and not received:
             request.prompt_logprobs = []
+        request.told = 0 if params.return_routed_experts else None
         return request
 
     def setup(self, known: int, checkpoint: int | None = None) -> RowSetup:
@@ -185,6 +191,18 @@ class Request:
         if self.prompt_logprobs is not None and given:
             assert start <= len(self.prompt_logprobs)
             self.prompt_logprobs += given[len(self.prompt_logprobs) - start :]
+
+    def tell_experts(self, end: int) -> int | None:
+        """A step tells of its tokens up to `end`: from which one on. None if it does not ask, or knows of all."""
+        if self.told is None or self.told >= end:
+            return None
+        start, self.told = self.told, end
+        return start
+
+    def take_experts(self) -> TokenExperts | None:
+        """What came since the client was told last."""
+        came, self.experts = self.experts, []
+        return came[0]._replace(ids=b"".join(each.ids for each in came)) if came else None
 
     @property
     def held(self) -> Running:

@@ -69,6 +69,7 @@ class RoundPlanner:
             catches_up=self._catches_up(batch, shape),
             undrafted=undrafted,
             told_trees=tuple(request.held.row for request in batch if request.params.tells_trees),
+            told_experts=tuple(request.held.row for request in batch if request.told is not None),
         )
 
     def _catches_up(self, batch: Sequence[Request], shape: SpecShape) -> bool:

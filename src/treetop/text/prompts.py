@@ -108,6 +108,11 @@ class PromptReader:
                 "return_draft_trees: this engine drafts no trees; serve with a draft head or"
                 " --speculative-algorithm NGRAM, and without --mock-engine"
             )
+        if params.return_routed_experts and not info.tells_experts:
+            raise InputError(
+                "return_routed_experts: this engine keeps no experts of tokens; start it with"
+                " --enable-return-routed-experts, and without --mock-engine"
+            )
         if params.structured_output is not None and constraint is not None:
             raise InputError("structured_output, constraints: give one of them")
         if params.stop and self.tokenizer is None:

@@ -256,6 +256,11 @@ class EngineConfig:
         maximum=2**30,
         unit=" GiB",
     )
+    enable_return_routed_experts: bool = option(
+        False,
+        "keep which experts each token went to, beside its K/V, for requests with return_routed_experts"
+        " (docs/rl.md#routed-experts); a model without experts is refused",
+    )
     disable_logits_processors: bool = option(
         False,
         "refuse requests that change logits by penalties, biases, min_tokens or allowed tokens, and keep no memory for"
@@ -493,6 +498,11 @@ class EngineConfig:
             (
                 self.kv_offloading_size is not None and self.disable_radix_cache,
                 "--kv-offloading-size keeps what the prefix cache gives up: drop --disable-radix-cache",
+            ),
+            (
+                self.enable_return_routed_experts and self.disaggregation_slots > 0,
+                "--enable-return-routed-experts: not with --disaggregation-slots, whose workers hand over what drafts"
+                " and tokens need; drop one of them",
             ),
             *self._rules_of_disk(),
             (bool(tree), tree),

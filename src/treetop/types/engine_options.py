@@ -58,6 +58,7 @@ class EngineOptions(TypedDict, total=False):
     kv_offloading_size: float | None
     kv_offloading_folder: str | None
     kv_offloading_disk_size: float | None
+    enable_return_routed_experts: bool
     disable_logits_processors: bool
     attention_backend: Backend
     linear_attn_prefill_backend: LinearPrefill

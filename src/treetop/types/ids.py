@@ -21,6 +21,8 @@ WINDOW = GroupName("window")
 INDEXED = GroupName("indexed")
 DRAFT = GroupName("draft")
 """The drafter's; where its layers differ in window or block, the first of several (`draft_group`)."""
+EXPERTS = GroupName("experts")
+"""No K/V, but which experts each token went to, in pages of their own as K/V are."""
 STATE = GroupName("state")
 """Layers that keep a state by row; where they differ in kind, the first of several (`state_group`)."""
 

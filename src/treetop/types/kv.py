@@ -3,8 +3,15 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-PartDtype = Literal["float8_e4m3fn", "bfloat16", "float16", "float32", "float64"]
-_BYTES: dict[PartDtype, int] = {"float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+PartDtype = Literal["float8_e4m3fn", "bfloat16", "float16", "float32", "float64", "int16"]
+_BYTES: dict[PartDtype, int] = {
+    "float8_e4m3fn": 1,
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+    "float64": 8,
+    "int16": 2,
+}
 
 
 class KVPart(NamedTuple):
@@ -84,3 +91,9 @@ def paired(kv_heads: int, head_dim: int) -> KVFormat:
 def compressed(rank: int, turned: int) -> KVFormat:
     """One plane that all heads share: a latent, which is the value too, and a key's part that turns."""
     return KVFormat(1, 1, rank + turned, rank)
+
+
+def expert_ids(count: int) -> KVFormat:
+    """No K/V, but `count` ids of experts, in whole words of 32 bits."""
+    count += count % 2
+    return KVFormat(1, 1, count, parts=(KVPart(count, "int16"),))

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from treetop.types.errors import CapacityError, ConfigError, shown
-from treetop.types.ids import GroupName, is_draft
+from treetop.types.ids import EXPERTS, GroupName, is_draft
 from treetop.types.kv import KVFormat
+from treetop.types.routed_experts import ExpertShape
 from treetop.types.state import StateGroup
 
 MAX_TOPK, MAX_STEPS, MAX_NODES = 64, 64, 512
@@ -158,6 +159,11 @@ class KVGroup:
         return is_draft(self.name)
 
     @property
+    def is_attended(self) -> bool:
+        """Whether layers of the target see it."""
+        return not (self.is_draft or self.name == EXPERTS)
+
+    @property
     def numbers_per_token(self) -> int:
         """Numbers that one token's K/V take in all layers of the group."""
         return self.num_layers * self.kv.numbers
@@ -216,6 +222,7 @@ class Layout:
     mixed: a prefill step may have a round in its forward.
     prompt_sizes: tokens of prompts, padding counted, that a captured round may have in its forward, rising; each a
         multiple of `prompt_block`. () for none.
+    experts: of those that each token went to, which one of the groups keeps; None if none does.
     """
 
     shapes: tuple[SpecShape, ...]
@@ -238,6 +245,7 @@ class Layout:
     copied_pages: int = 0
     mixed: bool = False
     prompt_sizes: tuple[int, ...] = ()
+    experts: ExpertShape | None = None
 
     @property
     def prompt_block(self) -> int:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from treetop.types.ids import GroupName, PageId, Row
 from treetop.types.kv_chunk import KVChunk
 from treetop.types.layout import SpecShape
+from treetop.types.routed_experts import TokenExperts
 from treetop.types.sampling import Choice, SamplingParams, TokenLogprobs
 from treetop.types.verified_tree import VerifiedTree
 
@@ -119,6 +120,9 @@ class Chunk:
     each of these; None for no log-probabilities of them.
 
     keep: the slot that gets the states of recurrent layers after the chunk; None for none.
+
+    experts_from: the request asks for the experts of its tokens, and has not been told of those from here on to the
+        chunk's end; None if nothing is to be told.
     """
 
     row: Row
@@ -127,6 +131,7 @@ class Chunk:
     next_token: int | None
     prompt_logprobs: int | None = None
     keep: int | None = None
+    experts_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +183,7 @@ class RoundPlan:
     catches_up: before the round its rows' deferred draft extends are run.
     undrafted: rows whose requests accept no draft.
     told_trees: rows whose requests ask for the trees that are verified for them.
+    told_experts: rows whose requests ask for the experts of what they commit.
     """
 
     edits: tuple[PageEdit, ...]
@@ -192,6 +198,7 @@ class RoundPlan:
     catches_up: bool = False
     undrafted: tuple[Row, ...] = ()
     told_trees: tuple[Row, ...] = ()
+    told_experts: tuple[Row, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,6 +345,7 @@ class RowResult(NamedTuple):
     ranks: of each accepted draft among the proposals after its parent, the draft's favourite 0.
     tree: that was verified, for a row that asks.
     num_nodes: of that tree, where a budget has cut it; else 0.
+    experts: of the tokens that a chunk tells of, or that a round has committed, from 0 on, for a row that asks.
     """
 
     row: Row
@@ -348,6 +356,7 @@ class RowResult(NamedTuple):
     ranks: tuple[int, ...] = ()
     tree: VerifiedTree | None = None
     num_nodes: int = 0
+    experts: TokenExperts | None = None
 
 
 class ImportResult(NamedTuple):

@@ -13,6 +13,7 @@ from treetop.types.constraint import StructureLimits, TokenConstraint
 from treetop.types.errors import ContextLengthError, InputError
 from treetop.types.ids import RequestId
 from treetop.types.layout import Layout, SpecShape
+from treetop.types.routed_experts import TokenExperts
 from treetop.types.sampling import FinishReason, SamplingParams, TokenLogprobs
 from treetop.types.verified_tree import VerifiedTree
 
@@ -108,6 +109,7 @@ class RequestUpdate(NamedTuple):
         for them.
     tree: that the round verified, if the request asks for it.
     weight_version: of what new_ids and those after them are of, with the first of a request, or after it was put back.
+    experts: of tokens that the target has processed, and of which nothing was told, if the request asks.
     """
 
     request_id: RequestId
@@ -129,6 +131,7 @@ class RequestUpdate(NamedTuple):
     accept_ranks: tuple[int, ...] = ()
     tree: VerifiedTree | None = None
     weight_version: int | None = None
+    experts: TokenExperts | None = None
 
     @property
     def draft_depths(self) -> tuple[int, ...]:
@@ -164,9 +167,9 @@ class CoreInfo(NamedTuple):
     prefix: None if it keeps nothing of prompts.
     refuses: why it takes no requests, if so.
     structure_limits: of each structured output.
-    can_change_logits, max_logprobs, can_constrain, can_withhold, has_trees: what a request may ask: penalties, biases
-        and the like; log-probabilities, -1 if there are none; constraints; that no draft is accepted; trees of its
-        rounds.
+    can_change_logits, max_logprobs, can_constrain, can_withhold, has_trees, tells_experts: what a request may ask:
+        penalties, biases and the like; log-probabilities, -1 if there are none; constraints; that no draft is accepted;
+        trees of its rounds; experts of its tokens.
     eos_ids: the model's.
     by_priority: whether it goes by the priority of requests.
     exactness: in force, of `--exactness`; by: the row of the table of `auto`, "" where the option said so.
@@ -202,6 +205,7 @@ class CoreInfo(NamedTuple):
     weight_version: int = 0
     refuses_now: str | None = None
     lacks_weights: bool = False
+    tells_experts: bool = False
 
     def lora_version(self, name: str) -> int:
         """Of an adapter that there is, or of none, 0."""

@@ -130,6 +130,12 @@ class SamplingParams:
     return_draft_trees: bool = option(
         False, "the tree that each round verified comes with its tokens; the tokens are the same", flag=""
     )
+    return_routed_experts: bool = option(
+        False,
+        "which experts each token of prompt and output went to, but for the last; the engine needs"
+        " enable_return_routed_experts",
+        flag="",
+    )
 
     def __post_init__(self) -> None:
         validate(self, InputError, self._rules, brackets=True)

@@ -29,6 +29,14 @@ class TextFields(BaseModel):
     return_token_ids: bool = Field(False, description="token ids of prompt and output beside the text")
     return_draft_depths: bool = Field(False, description="text of each token, and the depth of the draft that it was")
     return_draft_trees: bool = Field(False, description="the tree that each round verified")
+    return_routed_experts: bool = Field(
+        False,
+        description="routed_experts of each choice, at its end: base64 of a .npy file, int16 [tokens, layers with"
+        " experts, top_k], of prompt and output but for the last token; with --enable-return-routed-experts",
+    )
+    routed_experts_start_len: Annotated[int, Field(ge=0)] = Field(
+        0, description="without so many first tokens of these"
+    )
 
     @property
     def shows_tokens(self) -> bool:
@@ -45,6 +53,7 @@ class TextFields(BaseModel):
             "bad_words": tuple(self.bad_words or ()),
             "speculative": self.speculative,
             "return_draft_trees": self.return_draft_trees,
+            "return_routed_experts": self.return_routed_experts,
             "truncate_prompt_tokens": self.truncate_prompt_tokens,
         }
 

@@ -77,7 +77,7 @@ def why_not_exact(
     unbuilt = why_not_model(target.config)
     if unbuilt is not None:
         return unbuilt
-    plain = any(group.kv.value_dim is None for group in layout.groups if not group.is_draft)
+    plain = any(group.kv.value_dim is None for group in layout.groups if group.is_attended)
     if plain and any(group.kv.fp8 for group in layout.groups) and not on_cpu:
         flag = "--kv-cache-dtype" if config.fp8_kv else "--speculative-draft-kv-cache-dtype"
         reason = "on a GPU only compressed attention (MLA) is exact with K/V in FP8"
@@ -161,7 +161,7 @@ def _no_chains(layout: Layout) -> str | None:
     """What of attention by the library is not exact on this CPU."""
     choose_mode()
     threads = torch.get_num_threads()
-    for group in (group.kv for group in layout.groups if not group.is_draft):
+    for group in (group.kv for group in layout.groups if group.is_attended):
         sizes = group.head_dim - group.index_dim, threads, group.value_dim
         found: str | None = found_once("exact-attention", sizes, partial(on_a_cpu.problem, *sizes))
         if found is not None:

@@ -9,12 +9,14 @@ from treetop.attention.layer import LayerKV
 from treetop.attention.recurrent import RecurrentLayer
 from treetop.checkpoints.loader import Placement
 from treetop.drafts.protocol import DrafterSpec
+from treetop.engine.routed_experts import expert_group
 from treetop.kernels.recurrent.states import LinearStates
 from treetop.models.config import AttentionSpec, ModelConfig, attention_of_rank
 from treetop.types.errors import ConfigError
 from treetop.types.ids import FULL, INDEXED, STATE, WINDOW, GroupName, draft_group, state_group
 from treetop.types.kv import KVFormat
 from treetop.types.layout import KVGroup, Layout
+from treetop.types.routed_experts import ExpertShape
 from treetop.types.state import StateGroup
 
 
@@ -49,13 +51,15 @@ def kv_groups(
     fp8: bool = False,
     fp8_draft: bool = False,
     stores: Callable[[KVFormat], KVFormat] = as_it_is,
+    experts: ExpertShape | None = None,
 ) -> tuple[KVGroup, ...]:
     """The KV groups of one of `ranks` ranks.
 
-    fp8: the target's K/V are in it; fp8_draft: the draft's own. stores: of the attention backend.
+    fp8: the target's K/V are in it; fp8_draft: the draft's own. stores: of the attention backend. experts: a group
+    of those that tokens went to, the last; None for none.
     """
     of_draft = () if draft is None else draft_groups(draft)
-    return tuple(
+    of_layers = tuple(
         KVGroup(
             name,
             len(of),
@@ -65,6 +69,7 @@ def kv_groups(
         )
         for name, of in layer_groups(model, draft, ranks).items()
     )
+    return of_layers if experts is None else (*of_layers, expert_group(experts))
 
 
 def layer_groups(model: ModelConfig, draft: DrafterSpec | None, ranks: int = 1) -> dict[GroupName, list[AttentionSpec]]:

@@ -38,6 +38,7 @@ from treetop.engine.memory import (
     memory_of,
     step_bytes,
 )
+from treetop.engine.routed_experts import expert_shape
 from treetop.engine.startup.adapters import adapters_of, read_adapters
 from treetop.engine.startup.default_policy import with_policy
 from treetop.engine.startup.default_rows import allowance_of_a_gpu, tokens_of_a_row
@@ -205,7 +206,8 @@ def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | N
             f"--context-length {context}: penalties can count {MAX_COUNT} tokens; lower it, or use"
             " --disable-logits-processors"
         )
-    groups = kv_groups(model, draft, ranks, config.fp8_kv, config.fp8_draft_kv, _stores(config))
+    experts = expert_shape(model) if config.enable_return_routed_experts else None
+    groups = kv_groups(model, draft, ranks, config.fp8_kv, config.fp8_draft_kv, _stores(config), experts)
     block = None if draft is None else draft.block
     chunk, rows = config.chunked_prefill_size or _default_chunk(config, groups), config.max_running_requests
     assert rows is not None, "plan_engine has chosen"
@@ -224,6 +226,7 @@ def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | N
         state_groups=state_groups(model, ranks),
         mixed=config.mixed_chunk != "off",
         prompt_sizes=_prompt_sizes(config, model, chunk),
+        experts=experts,
     )
     if config.max_total_tokens is None:
         layout = replace(layout, pool_tokens=layout.tokens_for_all)

@@ -111,6 +111,22 @@ class Router:
 
 
 @dataclass(frozen=True, slots=True)
+class RoutedTokens:
+    """Tokens of a forward, as layers with experts see them.
+
+    live: [tokens] bool, False for padding, of all ranks that share the experts; None if all are.
+    chosen: takes what each layer's router chooses, [own tokens, top_k] int16, in the order of the layers; None where
+        nobody asks.
+    """
+
+    live: Tensor | None = None
+    chosen: list[Tensor] | None = None
+
+
+ALL_LIVE = RoutedTokens()
+
+
+@dataclass(frozen=True, slots=True)
 class Tiles:
     """Assignments in the order of their experts, cut into tiles of one expert and at most `rows` assignments.
 
@@ -133,6 +149,8 @@ class Routes:
     tiles: of a kernel.
     apart: some of a token's experts may be another rank's, or have no weights.
     of_inputs: see `RouterSpec`.
+    chosen: [tokens, top_k] int16, the same among the experts of all ranks, those without weights too, best first; of
+        padding what its numbers give. None where nobody asks.
     """
 
     expert: Tensor
@@ -140,14 +158,21 @@ class Routes:
     tiles: Tiles | None = None
     apart: bool = False
     of_inputs: bool = False
+    chosen: Tensor | None = None
 
 
 def route_reference(
-    x: Tensor, router: Router, live: Tensor | None, linear: RowProduct | None = None, functions: Functions = LIBRARY
+    x: Tensor,
+    router: Router,
+    live: Tensor | None,
+    linear: RowProduct | None = None,
+    functions: Functions = LIBRARY,
+    *,
+    tells: bool = False,
 ) -> Routes:
     """The experts of each token, and their weights. x: [tokens, hidden]; live: [tokens] bool, False for padding.
 
-    linear: how logits are computed, `each_row` by default.
+    linear: how logits are computed, `each_row` by default. tells: with `Routes.chosen`.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     bias = None if router.bias is None else router.bias.to(wide)
@@ -155,16 +180,19 @@ def route_reference(
     expert, weight = choose_experts(logits, router.spec, router.correction, functions)
     if router.factor is not None:
         weight = weight * router.factor[expert]
+    chosen = expert.to(torch.int16) if tells else None
     here = (expert >= router.here.start) & (expert < router.here.stop)
     elsewhere = torch.where(expert >= router.spec.with_weights, IDENTITY, -1) if router.spec.identity else -1
     expert = torch.where(here, expert - router.here.start, elsewhere)
     expert = expert if live is None else torch.where(live[:, None], expert, -1)
-    return Routes(expert, weight, apart=router.apart, of_inputs=router.spec.of_inputs)
+    return Routes(expert, weight, apart=router.apart, of_inputs=router.spec.of_inputs, chosen=chosen)
 
 
-def route_by_rows(x: Tensor, router: Router, live: Tensor | None, linear: RowProduct = linear_by_rows) -> Routes:
+def route_by_rows(
+    x: Tensor, router: Router, live: Tensor | None, linear: RowProduct = linear_by_rows, *, tells: bool = False
+) -> Routes:
     """`route_reference` on a CPU in float32, where what a token gets has the same bits in any batch."""
-    return route_reference(x, router, live, linear, BY_ELEMENT)
+    return route_reference(x, router, live, linear, BY_ELEMENT, tells=tells)
 
 
 def each_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -223,7 +251,9 @@ def most_tiles(tokens: int, rows: int, spec: RouterSpec) -> int:
     return min(assignments, spec.num_experts) + assignments // rows
 
 
-def route(x: Tensor, router: Router, live: Tensor | None, gpu: GpuTraits, by_rows: bool = False) -> Routes:
+def route(
+    x: Tensor, router: Router, live: Tensor | None, gpu: GpuTraits, by_rows: bool = False, *, tells: bool = False
+) -> Routes:
     """`route_reference`, and the tiles: in two launches for few tokens, three for many. x, live: contiguous.
 
     by_rows: a token has the same bits in any batch: logits are sums without a cut, and programs have as many tokens
@@ -237,6 +267,7 @@ def route(x: Tensor, router: Router, live: Tensor | None, gpu: GpuTraits, by_row
     logits = _logits(x, router.weight, router.bias, gpu, by_rows)
     expert = torch.empty((tokens, spec.top_k), dtype=torch.int32, device=x.device)
     weight = torch.empty((tokens, spec.top_k), dtype=torch.float32, device=x.device)
+    chosen = torch.empty((tokens, spec.top_k), dtype=torch.int16, device=x.device) if tells else None
     numbers = torch.empty((3, most_tiles(tokens, rows, spec)), dtype=torch.int32, device=x.device)
     order, number = torch.empty_like(expert).view(-1), numbers.new_empty(1)
     block, one = _tokens_of_a_program(tokens, experts, by_rows)
@@ -249,20 +280,21 @@ def route(x: Tensor, router: Router, live: Tensor | None, gpu: GpuTraits, by_row
     placed = order, *numbers, number, counts, tokens, blocks, numbers.shape[1]
     sigmoid = spec.kind is RouterKind.SIGMOID
     _choose_kernel[(blocks,)](
-        expert, weight, logits, logits if router.correction is None else router.correction,
+        expert, weight, expert if chosen is None else chosen, logits,
+        logits if router.correction is None else router.correction,
         logits if router.factor is None else router.factor, expert if live is None else live, *placed,
         len(logits), spec.scale,
         sigmoid=sigmoid, of_chosen=spec.kind is RouterKind.TOPK_SOFTMAX, renormalise=spec.renormalise,
         corrected=router.correction is not None, factored=router.factor is not None, masked=live is not None,
         groups=spec.groups, top_groups=spec.top_groups, group_best=spec.group_best, block_g=lanes(spec.groups),
         places=one, rows=rows, block_k=lanes(spec.top_k), first=router.here.start, stop=router.here.stop,
-        computing=spec.with_weights, **choice,
+        computing=spec.with_weights, tells=tells, **choice,
     )  # fmt: skip
     if not one:
         _place_kernel[(blocks,)](expert, *placed, rows=rows, **choice)
     tile_expert, start, count = numbers
     tiles = Tiles(rows, order, tile_expert, start, count, number)
-    return Routes(expert, weight, tiles, router.apart, spec.of_inputs)
+    return Routes(expert, weight, tiles, router.apart, spec.of_inputs, chosen)
 
 
 def _tokens_of_a_program(tokens: int, experts: int, by_rows: bool) -> tuple[int, bool]:
@@ -333,20 +365,20 @@ def _logits_kernel(
 
 @jit
 def _choose_kernel(
-    expert_out: Arg, weight_out: Arg, logits: Arg, correction: Arg, factor: Arg, live: Arg, order: Arg,
+    expert_out: Arg, weight_out: Arg, chosen_out: Arg, logits: Arg, correction: Arg, factor: Arg, live: Arg, order: Arg,
     tile_expert: Arg, tile_start: Arg, tile_count: Arg, number: Arg, counts: Arg, tokens: Arg, blocks: Arg,
     maximum: Arg, parts: Arg, scale: Arg, sigmoid: constexpr, of_chosen: constexpr, renormalise: constexpr,
     corrected: constexpr, factored: constexpr, masked: constexpr, groups: constexpr, top_groups: constexpr,
     group_best: constexpr, block_g: constexpr, places: constexpr, rows: constexpr, block_k: constexpr,
-    first: constexpr, stop: constexpr, computing: constexpr, top_k: constexpr, experts: constexpr, block: constexpr,
-    block_e: constexpr, overlap: constexpr,
+    first: constexpr, stop: constexpr, computing: constexpr, tells: constexpr, top_k: constexpr, experts: constexpr,
+    block: constexpr, block_e: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """Experts and weights of a block of tokens, and how many of them each expert gets. Grid (blocks,).
 
     logits: [parts, tokens, experts]. counts: [blocks, experts]. first, stop: the experts that are here, numbered from
-    0; a token's others are -1, or -2 from `computing` on, which have no weights. places: there is one block, whose
-    assignments are put in order too. Ties go to the smaller index, and NaN is above all numbers, so that experts are
-    experts.
+    0; a token's others are -1, or -2 from `computing` on, which have no weights. tells: `chosen_out` has them as they
+    are. places: there is one block, whose assignments are put in order too. Ties go to the smaller index, and NaN is
+    above all numbers, so that experts are experts.
     """
     pdl_wait(overlap, early=True)
     token = tl.program_id(0) * block + tl.arange(0, block)
@@ -379,6 +411,8 @@ def _choose_kernel(
     lane = tl.arange(0, block_k)
     weights = tl.zeros([block, block_k], tl.float32)
     ids = tl.full([block, block_k], -1, tl.int32)
+    if tells:
+        all_ids = tl.full([block, block_k], -1, tl.int32)
     if factored:
         own_factor = tl.load(factor + expert, mask=expert < experts, other=0.0).to(tl.float32)[None, :]
         factors = tl.zeros([block, block_k], tl.float32)
@@ -396,6 +430,8 @@ def _choose_kernel(
         ids = tl.where((lane == i)[None, :] & here[:, None], (chosen - first)[:, None], ids)
         if computing < experts:
             ids = tl.where((lane == i)[None, :] & (alive & (chosen >= computing))[:, None], -2, ids)
+        if tells:
+            all_ids = tl.where((lane == i)[None, :], chosen[:, None], all_ids)
         slot = tl.where((index == (chosen - first)[:, None]) & here[:, None], i, slot)
         keys = tl.where(is_chosen, lowest, keys)
     if renormalise or of_chosen:
@@ -405,6 +441,8 @@ def _choose_kernel(
     own, stored = token[:, None] * top_k + lane[None, :], (token < tokens)[:, None] & (lane < top_k)[None, :]
     tl.store(weight_out + own, weights * scale, mask=stored)
     tl.store(expert_out + own, ids, mask=stored)
+    if tells:
+        tl.store(chosen_out + own, all_ids.to(tl.int16), mask=stored)
     count = tl.sum((slot >= 0).to(tl.int32), 0)
     if places:
         _write_order(order, slot, token, tl.zeros([block_e], tl.int32), count, top_k)
