@@ -133,6 +133,16 @@ def test_what_was_chosen_first_holds_for_later_starts(monkeypatch, tmp_path):
     assert choose_exact_products([(24, 50)], 2)[24, 50].calls[0] is Call.PACKED
 
 
+@pytest.mark.parametrize(("gain", "call"), [(0.5, Call.PACKED), (1.2, Call.PACKED), (1.3, Call.LINEAR)])
+def test_a_call_is_taken_before_the_packed_one_only_where_it_gains_much(monkeypatch, gain, call):
+    """A machine that is busy while calls are timed decides for all later starts."""
+    monkeypatch.setattr(cpu_products, "_least_rows", lambda *_: 1)
+    monkeypatch.setattr(cpu_products, "default_call", lambda dtype: Call.PACKED)
+    times = [{Call.PACKED: 100.0 * gain, Call.LINEAR: 100.0}] * 4
+    assert cpu_products._fastest_exact((24, 50), times, 1) == (call, 1)
+    assert cpu_products._fastest_exact((24, 50), [*times[:3], {}], 1) == (Call.PACKED, 1), "not all were timed"
+
+
 def test_of_two_processes_that_find_out_at_a_time_the_first_one_holds(tmp_path):
     file = tmp_path / "kind" / "hash.json"
     assert keep_first(file, '["one", 1]') == ["one", 1]

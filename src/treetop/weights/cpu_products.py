@@ -107,6 +107,9 @@ _SLOW = 1.5
 """Times the fastest: a call as slow as this has no more turns than the least."""
 _ABOUT_EQUAL = 1.1
 """Times the fastest: what a later call must gain; less is within what timing errs by."""
+_EXACT_GAIN = 1.25
+"""The same of a call for all classes, which is never chosen again: a busy machine had `F.linear` chosen, which takes up
+to twice the time of the packed call with large weights."""
 _COPY = 1.03
 """What another copy of a weight must gain over all classes together."""
 
@@ -182,8 +185,8 @@ def choose_exact_products(
 ) -> dict[Shape, ChosenProduct]:
     """As `choose_products`, in float32, of each shape one call for all row classes that gives a row its bits alone.
 
-    It is the fastest in all classes among those of `--exact-sums`, when a shape was first met on this machine. Raises
-    ConfigError if none of them is exact.
+    It is the first in all classes among those of `--exact-sums`, or a later one that was faster by `_EXACT_GAIN` when a
+    shape was first met on this machine. Raises ConfigError if none of them is exact.
     """
     counts, threads, times = Counter(shapes), torch.get_num_threads(), dict[int, dict[Shape, Mapping[Call, float]]]()
 
@@ -249,9 +252,10 @@ def _smoothed(own: Mapping[Call, float], together: Mapping[Call, float]) -> Mapp
 def _fastest_exact(
     shape: Shape, times: Sequence[Mapping[Call, float]], threads: int, among: Sequence[Call] = _EXACT["auto"]
 ) -> tuple[Call, int] | None:
-    """Of these calls for any number of rows the fastest that is exact, and `ChosenProduct.least` of it; None for none.
+    """Of these calls for any number of rows one that is exact, and `ChosenProduct.least` of it; None for none.
 
-    times: by row class, of each call. A call that is given more rows than a class has takes the time of those.
+    That is the first, or a later one that is faster by `_EXACT_GAIN` over all classes. times: by row class, of each
+    call. A call that is given more rows than a class has takes the time of those.
     """
     packs = default_call(torch.float32) is Call.PACKED
     library = [call for call in among if call in _ORDER and (packs or call is not Call.PACKED)]
@@ -264,7 +268,9 @@ def _fastest_exact(
         return next(iter(exact.items()))  # not all were timed
     taken = {call: [times[j][call] for j in places] for call, places in at.items()}
     least_us = [min(each[i] for each in taken.values()) for i in classes]
-    best = min(exact, key=lambda call: sum(taken[call][i] / least_us[i] for i in classes))
+    cost = {call: sum(taken[call][i] / least_us[i] for i in classes) for call in exact}
+    first = next(iter(exact))
+    best = min(exact, key=lambda call: cost[call] * (1 if call is first else _EXACT_GAIN))
     return best, exact[best]
 
 
