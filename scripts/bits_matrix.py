@@ -49,6 +49,8 @@ LENGTHS = (1, 4, 17, 60, 63, 121, 126, 500, 507, 250, 16, 64)
 """Of prompts in turn: outputs cross ends of attention's blocks, of 64 positions, and of its first segment, of 512."""
 SIZES = {"vocab_size": 12, "max_position_embeddings": 1024}
 """Of so few tokens a head that knows nothing is often right."""
+EVEN = {"q_lora_rank": 32, "v_head_dim": 8, "moe_intermediate_size": 48, "intermediate_size": 48}
+"""Of families with compressed attention, so that a GPU's products are exact."""
 FAMILIES = ("dense", "gpt-oss", "qwen3-moe", "deepseek-v3", "glm-5")
 MECHANISMS = ("retraction", "prefix", "handover", "switched", "learning", "constrained", "mixed", "ties")
 ROWS = 8
@@ -126,7 +128,8 @@ def pair_of(family: str, folder: Path) -> Any:
     elif family == "qwen3-moe":
         target = tiny.save_random_experts(folder / "target", "qwen3_moe", seed=3, moe_intermediate_size=48, **SIZES)
     else:
-        made: Any = importlib.import_module("support.families").FAMILIES[family.replace("-", " ")].save(folder / "own")
+        made_of: Any = importlib.import_module("support.families").FAMILIES[family.replace("-", " ")]
+        made: Any = replace(made_of, config={**made_of.config, **EVEN}).save(folder / "own")
         target = tiny.copy_folder(made.pair.target, folder / "target", max_position_embeddings=1024)
     return tiny.Pair(target, tiny.save_random_head(folder / "head", target, draft_vocab=11, seed=2))
 
