@@ -4,6 +4,7 @@ import asyncio
 import sys
 import threading
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from subprocess import PIPE, Popen
 from types import SimpleNamespace
@@ -175,6 +176,44 @@ def test_of_two_processes_whose_changes_cross_one_makes_its_own(tmp_path):
         other.kill()
     asyncio.run(ask(second))
     assert [each.told for each in (*first, *second)] == [[], [], *[["prepare", "commit"]] * 2]
+
+
+def test_a_lock_that_cannot_be_opened_is_an_error_that_names_it(tmp_path):
+    """As where somebody has cleared the folder for temporary files. No engine is asked."""
+    side, file = Side(), tmp_path / "cleared" / "changing"
+
+    async def ask():
+        client = EngineProcessClient(num_engines=1, changing_file=file)
+        client.close()
+        client.engines = [side]
+        await client.change(LOAD)
+
+    with pytest.raises(EngineError, match="TMPDIR") as raised:
+        asyncio.run(ask())
+    assert f"{file}, which" in str(raised.value)
+    assert "cannot be opened (No such file or directory)" in str(raised.value)
+    assert side.told == []
+
+
+def test_where_one_hangs_as_it_drops_a_change_the_others_have_dropped_it():
+    async def run():
+        refuses, hangs, well = Side([("prepare", ConfigError("no"))]), Side(), Side()
+        came, goes_on = asyncio.Event(), asyncio.Event()
+        hangs.until = "drop", came, goes_on
+        client = EngineProcessClient(num_engines=3)
+        client.close()
+        client.engines = [hangs, refuses, well]
+        change = asyncio.ensure_future(client.change(LOAD))
+        await came.wait()
+        while well.told[-1] != "drop" or well.keeps is not None:
+            await asyncio.sleep(0)
+        assert not change.done()
+        goes_on.set()
+        with pytest.raises(ConfigError, match="no"):
+            await change
+        assert hangs.keeps is None
+
+    asyncio.run(asyncio.wait_for(run(), WAIT_S))
 
 
 def test_one_that_has_it_already_as_it_starts_is_not_asked_twice():
@@ -583,6 +622,21 @@ def test_a_disk_that_is_full_once_a_change_is_prepared_ends_nobody(tmp_path, cha
     assert file.stat().st_ino == taken.st_ino
     assert len(file.read_bytes()) < taken.st_size
     assert not room.exists()
+
+
+def test_room_is_taken_for_what_is_noted_and_not_for_all_that_a_change_says(tmp_path):
+    """The first change of adapters notes those of the options, too; of tensors that are sent nothing is noted."""
+    file, adapters = tmp_path / "note", tuple(f"{i}={'p' * 200}{i}" for i in range(50))
+    config, change = replace(CONFIG, lora_modules=adapters), LoadLora("a" * 4000, "b")
+    engine_process.make_room(file, config, change)
+    room = file.with_suffix(".new").stat().st_size
+    note_change(file, config, change, Told())
+    written = len(file.read_bytes())
+    assert 50 * 200 < written < room < written + 10_000
+    names = tuple("n" * 100 + str(i) for i in range(1000))
+    tensors = SentTensors(names, ("bfloat16",) * 1000, ((1,),) * 1000, "group")
+    engine_process.make_room(file, config, UpdateWeights(model_tensors=tensors))
+    assert file.with_suffix(".new").stat().st_size < written + 10_000
 
 
 def test_what_a_later_change_says_is_not_taken_for_what_became_of_an_earlier_one(tmp_path):

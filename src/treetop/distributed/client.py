@@ -153,7 +153,8 @@ class EngineProcessClient:
         were broadcast, none at all.
 
         One after another. Whoever asks may be cancelled while engines prepare: none takes it then; later all do.
-        Raises ConflictError while another client makes one: of two that cross one is made.
+        Raises ConflictError while another client makes one: of two that cross one is made. Raises EngineError if the
+        file that clients lock cannot be opened.
         """
         async with self._changing:
             with only_one(self._changing_file) as alone:
@@ -189,10 +190,14 @@ class EngineProcessClient:
         await _to_the_end(self._commit(change, asked, before, token))
 
     async def _drop(self, asked: dict[RemoteEngine, Change], token: str) -> None:
-        for each, own in asked.items():
+        """Side by side: one that hangs is waited for, and the others have dropped it."""
+
+        async def drop(each: RemoteEngine, own: Change) -> None:
             with suppress(EngineError, UserError):
                 await each.change(own, "drop", token)
                 each.keeps = None
+
+        await gather(*(drop(each, own) for each, own in asked.items()))
 
     async def _commit(
         self, change: Change, asked: dict[RemoteEngine, Change], before: list[tuple[int, CoreInfo | None]], token: str

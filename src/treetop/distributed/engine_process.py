@@ -63,7 +63,7 @@ _LOAD_S = 0.25
 HEARTBEAT_S = 1.0
 """Seconds after which the load is told though it is what it was: so clients hear that the loop goes round."""
 _NOTE_BYTES = 4096
-"""That a note grows by beside what a change names."""
+"""That a note grows by beside what a change names and what adapters are there."""
 _LINGER_MS = 2000
 """For what was sent last."""
 _TICK_S = 0.1
@@ -199,8 +199,8 @@ class EngineServer:
                 token = "" if self._core.undecided else asked.token
                 torn = tuple({*self._core.undecided, *self._core.changed_by(change)})
                 self._note(undecided=torn, undecided_by=token)
-            if self._file is not None:
-                make_room(self._file, change)
+            if self._options is not None and self._file is not None:
+                make_room(self._file, self._options.config, change)
         except OSError as error:
             self._drop()
             self._send(identity, _refused(asked.number, self._unwritten(change, error)))
@@ -422,20 +422,8 @@ class ChangesNote(msgspec.Struct, frozen=True):
 
 def note_change(file: Path, config: EngineConfig, change: Change, core: Core) -> None:
     """Note what is in force now."""
-    note = noted_changes(file)
-    loras = dict(config.adapters if note.loras is None else note.loras)
-    match change:
-        case UpdateWeights(more=False, model=model, draft=draft):
-            note = msgspec.structs.replace(note, model=model or note.model, draft=draft or note.draft)
-        case LoadLora(name, path):
-            note = msgspec.structs.replace(note, loras={**loras, name: path})
-        case UnloadLora(name):
-            loras.pop(name, None)
-            note = msgspec.structs.replace(note, loras=loras)
-        case Sleep(level):
-            note = msgspec.structs.replace(note, level=level)
     note = msgspec.structs.replace(
-        note,
+        with_folders(noted_changes(file), config, change),
         lora_versions=core.lora_versions,
         weight_version=core.weight_version,
         asleep=core.asleep,
@@ -447,6 +435,22 @@ def note_change(file: Path, config: EngineConfig, change: Change, core: Core) ->
     write_note(file, note)
 
 
+def with_folders(note: ChangesNote, config: EngineConfig, change: Change) -> ChangesNote:
+    """The note with what a change says itself; the rest is the core's to say."""
+    loras = dict(config.adapters if note.loras is None else note.loras)
+    match change:
+        case UpdateWeights(more=False, model=model, draft=draft):
+            return msgspec.structs.replace(note, model=model or note.model, draft=draft or note.draft)
+        case LoadLora(name, path):
+            return msgspec.structs.replace(note, loras={**loras, name: path})
+        case UnloadLora(name):
+            loras.pop(name, None)
+            return msgspec.structs.replace(note, loras=loras)
+        case Sleep(level):
+            return msgspec.structs.replace(note, level=level)
+    return note
+
+
 def write_note(file: Path, note: ChangesNote) -> None:
     """In one step, into the room that was made for it, if any was."""
     beside = file.with_suffix(".new")
@@ -456,9 +460,11 @@ def write_note(file: Path, note: ChangesNote) -> None:
     beside.replace(file)
 
 
-def make_room(file: Path, change: Change) -> None:
+def make_room(file: Path, config: EngineConfig, change: Change) -> None:
     """Take the room of the next note, for a disk that is full once the change is in force. Raises OSError."""
-    size = len(msgspec.json.encode(noted_changes(file))) + 2 * len(encode(change)) + _NOTE_BYTES
+    versioned = change.name if isinstance(change, LoadLora) else ""
+    note = with_folders(noted_changes(file), config, change)
+    size = len(msgspec.json.encode(note)) + len(msgspec.json.encode(versioned)) + _NOTE_BYTES
     with _of_its_owner(file.with_suffix(".new")) as room:
         room.write(bytes(size))
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from treetop.types.errors import EngineError
+
 
 class SharedFile:
     """`size` bytes, zeros at first. memory: of them."""
@@ -41,12 +43,20 @@ class SharedFile:
 def only_one(file: Path | None) -> Iterator[bool]:
     """Whether no other process is in this block, by a lock on a file, which ends with the process; it never waits.
 
-    file: None for a process that is alone. Within a process nobody else may have it open meanwhile.
+    file: None for a process that is alone. Within a process nobody else may have it open meanwhile. Raises EngineError
+    if it cannot be opened.
     """
     if file is None:
         yield True
         return
-    with file.open("ab") as held:
+    try:
+        held = file.open("ab")
+    except OSError as error:
+        raise EngineError(
+            f"nothing has changed, for {file}, which processes of this server lock while engines change, cannot be"
+            f" opened ({error.strerror}); its folder, for temporary files (TMPDIR), must stay while the server runs"
+        ) from error
+    with held:
         try:
             fcntl.lockf(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             alone = True
