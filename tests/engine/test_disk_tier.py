@@ -5,9 +5,12 @@ import os
 import random
 import signal
 import sys
+import threading
+from concurrent.futures import wait
 from contextlib import contextmanager
 from pathlib import Path
 from subprocess import PIPE, Popen
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -19,6 +22,8 @@ from support.offloading import POOL, ask, ask_salted, on_a_cpu, stats, turns, wi
 from support.recurrent_models import known_family
 from support.recurrent_models import save_pair as recurrent_pair
 from support.refusing import refused
+from support.waiting import WAIT_S
+from treetop.cache.disk_store import DiskStore
 from treetop.engine.offloading.disk_pages import DiskPages
 from treetop.engine.offloading.host_pages import page_sum, page_sums
 from treetop.types.errors import ConfigError
@@ -262,3 +267,29 @@ def test_a_pages_checksum_on_the_host_is_the_one_that_the_device_took(size):
     page = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
     for each in (page, torch.full_like(page, 255)):
         assert page_sum(each) == int(page_sums(each[None])[0])
+
+
+def test_a_reader_that_fails_is_told_once_no_other_writes_to_pages(strong_pair, tmp_path, monkeypatch):
+    """Pages of a read are given back as it ends, and would be another's."""
+    last, goes_on = threading.Event(), threading.Event()
+
+    def read(store, key, views):
+        if key == keys[0]:
+            raise OSError("no such disk")
+        last.set()
+        assert goes_on.wait(WAIT_S)
+        return True
+
+    with engine(strong_pair, tmp_path) as llm:
+        tier = llm.scheduler._disk
+        keys = [bytes([each]) for each in range(3)]
+        pages = {group: [0, 1, 2] for group in llm.engine.layout.token_groups}
+        job = SimpleNamespace(keys=keys, begin=0, pages=pages)
+        monkeypatch.setattr(DiskStore, "read", read)
+        ends = tier._threads["read"].submit(tier._read, job)
+        assert last.wait(WAIT_S)
+        ended = wait([ends], 0.05).done
+        goes_on.set()
+        assert not ended
+        with pytest.raises(OSError, match="no such disk"):
+            ends.result(WAIT_S)

@@ -247,8 +247,10 @@ class DiskTier:
             return self._memory.sums(own) if self.store.read(key, views) else None
 
         keys, views = job.keys[job.begin :], self._memory.views(job.pages)
-        found = self._readers.map(read, zip(range(len(keys)), keys, views, strict=True))
-        whole = [each for each in takewhile(lambda sums: sums is not None, [*found]) if each is not None]
+        reads = [self._readers.submit(read, each) for each in zip(range(len(keys)), keys, views, strict=True)]
+        wait(reads)  # all of them, whatever one has raised: pages that are written to are still leased
+        found = [each.result() for each in reads]
+        whole = [each for each in takewhile(lambda sums: sums is not None, found) if each is not None]
         self.store.stamp(job.keys[: job.begin + len(whole)])
         job.sums = {group: [each[group][0] for each in whole] for group in job.pages}
         return len(whole)
