@@ -318,3 +318,15 @@ def test_nothing_is_loaded_for_a_request_that_has_ended(strong_pair):
             assert host.load(alive, [2] * 96, "")
         host.forget(ended)
     assert [each.request_id for each in host._loads] == [alive]
+
+
+def test_a_request_whose_next_page_copies_hold_waits_for_them(strong_pair):
+    """It runs alone, and the pages of the one before it are saved one a step: it was an InvariantError."""
+    rng = random.Random(5)
+    prompts = [[rng.randrange(VOCAB) for _ in range(count)] for count in (150, 56)]
+    with on_a_cpu(), patch("treetop.engine.startup.host_layout.COPIED_BYTES", 1):
+        llm = with_tier(strong_pair, **{**POOL, "max_running_requests": 1})
+    requests = submit(llm, prompts, [greedy(4, whole=True), greedy(40, whole=True)])
+    plans = [plan for plan, _ in pump(llm)]
+    assert sum(isinstance(plan, OffloadPlan) for plan in plans) > 9, "one page a step"
+    assert [len(request.output_ids) for request in requests] == [4, 40]
