@@ -89,3 +89,13 @@ def test_where_it_cannot_be_honoured_it_is_refused(strong_pair):
         llm = build(strong_pair, SHAPE, **options)
         with pytest.raises(InputError, match=match):
             llm.generate(strong_pair.prompts([5]), replace(greedy(4), speculative=False))
+
+
+def test_log_probabilities_of_what_was_not_drawn_are_refused(strong_pair):
+    """Where acceptance is simulated a token is emitted that the target did not draw; a prompt's are what they are."""
+    for options in ({"simulate_accept_length": 2}, {"simulate_acceptance": "builtin:kimi-k2"}):
+        llm = build(strong_pair, SHAPE, **options)
+        with pytest.raises(InputError, match="logprobs: acceptance is simulated"):
+            llm.generate(strong_pair.prompts([5]), replace(greedy(4), logprobs=0))
+        (output,) = llm.generate(strong_pair.prompts([5]), replace(greedy(4), prompt_logprobs=0))
+        assert len(output.prompt_logprobs) == 5

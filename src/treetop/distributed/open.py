@@ -240,4 +240,5 @@ def info_of(engine: Engine, exactness_by: str = "") -> CoreInfo:
         loras=tuple(config.adapters),
         lora_versions=(1,) * len(config.adapters),
         tells_experts=layout.experts is not None,
+        simulates=config.simulates,
     )

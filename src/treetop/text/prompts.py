@@ -92,6 +92,11 @@ class PromptReader:
                 raise InputError(
                     f"{name}: this engine has no log-probabilities; drop it, or serve without --mock-engine"
                 )
+        if params.logprobs is not None and info.simulates:
+            raise InputError(
+                "logprobs: acceptance is simulated, and tokens are not those that were drawn; drop it,"
+                " or serve without --simulate-acceptance and --simulate-accept-length"
+            )
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else info.eos_ids)}
         if params.min_tokens and allowed is not None and ends.issuperset(allowed):
             raise InputError("min_tokens, allowed_token_ids: every allowed token would end the request too early")

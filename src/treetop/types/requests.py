@@ -179,6 +179,7 @@ class CoreInfo(NamedTuple):
     weight_version: how often weights have been replaced.
     refuses_now: why it takes no requests until something is changed, if so; others like it may take them.
     lacks_weights: whether those that were put in force last are not there, or may not be, asleep or not.
+    simulates: acceptance, for measuring: tokens are not those that were drawn.
     """
 
     model_path: str
@@ -206,6 +207,7 @@ class CoreInfo(NamedTuple):
     refuses_now: str | None = None
     lacks_weights: bool = False
     tells_experts: bool = False
+    simulates: bool = False
 
     def lora_version(self, name: str) -> int:
         """Of an adapter that there is, or of none, 0."""
