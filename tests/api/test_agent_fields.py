@@ -106,7 +106,63 @@ def test_a_named_custom_tool_is_held_to_its_grammar():
             "custom": {"name": "patch", "format": {"type": "grammar", "grammar": {**LARK, "definition": "start: ("}}},
         }
         answer = post(url, "/v1/chat/completions", messages=HI, tools=[wrong], tool_choice=asked)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, f"{IN_CHATS.format(0)}.definition")
+
+
+IN_CHATS = "tools[{}].custom.format.grammar"
+
+
+def test_a_grammar_that_is_none_is_a_400_by_its_place_whatever_the_choice():
+    wrong = {"type": "grammar", "grammar": {**LARK, "definition": "start: ("}}
+    bad = {"type": "custom", "custom": {"name": "bad", "format": wrong}}
+    flat = {"type": "custom", "name": "bad", "format": {"type": "grammar", "syntax": "regex", "definition": "(a"}}
+    plain = {"type": "function", "name": "now"}
+    with scripted(lambda _: "Done.", can_constrain=True) as (url, core):
+        allowed = {"mode": "required", "tools": [{"type": "custom", "custom": {"name": "patch"}}]}
+        for choice in (None, "auto", "none", "required", {"type": "allowed_tools", "allowed_tools": allowed}):
+            answer = post(url, "/v1/chat/completions", messages=HI, tools=[CUSTOM, bad], tool_choice=choice)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, f"{IN_CHATS.format(1)}.definition")
+        for tools, place in (
+            ([{"type": "web_search"}, plain, flat], "tools[2].format"),
+            ([plain, {"type": "namespace", "name": "s", "tools": [plain, flat]}], "tools[1].tools[1].format"),
+        ):
+            answer = post(url, "/v1/responses", input="a", tools=tools)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, f"{place}.definition")
+        many = [{"type": "custom", "custom": {**CUSTOM["custom"], "name": f"p{i}"}} for i in range(33)]
+        assert "at most 32" in post(url, "/v1/chat/completions", messages=HI, tools=many).text
+        assert not core.params
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", ["required", "allowed_tools"])
+def test_a_required_call_of_a_custom_tool_is_held_and_read(kind, stream):
+    """A lark grammar's text comes as it is; regular expressions and functions in a list, several of them."""
+    digits = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[0-9]+"}}
+    number = {"type": "custom", "custom": {"name": "number", "format": digits}}
+    listed = [{"name": "number", "parameters": {"input": "12"}}, {"name": "now", "parameters": {}}]
+    said = {"Edit it.": f"patch\n{PATCH}", "Count.": json.dumps(listed)}
+    tools = [CUSTOM, number, PLAIN]
+    named = [{"type": each["type"], each["type"]: {"name": each[each["type"]]["name"]}} for each in tools]
+    choice = kind if kind == "required" else {"type": kind, kind: {"mode": "required", "tools": named}}
+    with scripted(lambda prompt: next(text for word, text in said.items() if word in prompt), True) as (url, core):
+        for word, expected in (("Edit it.", [("patch", PATCH)]), ("Count.", [("number", "12"), ("now", "{}")])):
+            body = {"messages": [{"role": "user", "content": word}], "tools": tools, "tool_choice": choice}
+            found = dict[int, list[str]]()
+            if stream:
+                chunks = events_of(url, "/v1/chat/completions", **body)
+                pieces = [
+                    each for chunk in chunks for c in chunk["choices"] for each in c["delta"].get("tool_calls", ())
+                ]
+            else:
+                message = post(url, "/v1/chat/completions", **body).json()["choices"][0]["message"]
+                pieces = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
+            for each in pieces:
+                call = each.get("custom") or each["function"]
+                name, text = found.setdefault(each["index"], ["", ""])
+                text += call.get("input", "") + call.get("arguments", "")
+                found[each["index"]] = [name or call.get("name", ""), text]
+            assert [tuple(each) for each in found.values()] == expected
+        assert {params.structured_output.kind for params in core.params} == {"grammar"}
 
 
 @pytest.mark.parametrize("form", [{"type": "grammar"}, {"type": "text", "grammar": LARK}, {"type": "json"}])

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import Request
 
 from treetop.api.api_state import ApiState, Asked
+from treetop.api.errors import ApiError
 from treetop.api.requests.chat_body import ChatRequest
 from treetop.api.requests.hints import left_out
 from treetop.async_llm import DeltaStream
@@ -62,6 +63,7 @@ async def start_turn(api: ApiState, request: Request, body: ChatRequest, *, cuts
     if body.thinking_budget is not None:
         check_budget(api, "thinking_token_budget" if body.reasoning is None else "reasoning.max_tokens")
     ids = await prompt_of(api, body)
+    await _check_grammars(api, request, body)
     if not cuts and body.most_tokens is not None:
         api.check_room(
             [ids], body.most_tokens, "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
@@ -75,6 +77,15 @@ async def start_turn(api: ApiState, request: Request, body: ChatRequest, *, cuts
     parsers = [CustomCalls(reading.parser(), custom) if custom else reading.parser() for _ in range(body.n)]
     deltas = api.start([ids], body, body.most_tokens, reading.structure, not special.keys().isdisjoint(reading.words))
     return Turn(ids, deltas, parsers)
+
+
+async def _check_grammars(api: ApiState, request: Request, body: ChatRequest) -> None:
+    """Wait until the grammars of custom tools are known to be such. Raises ApiError, which names the place of one."""
+    for place, grammar in body.grammars:
+        try:
+            await api.check_structure(request, body, (place, grammar.structure))
+        except InputError as error:
+            raise ApiError(400, str(error).replace("structured_output", place, 1), place) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,13 +17,14 @@ from treetop.parsers.writer import Writer
 
 INPUT = "input"
 """The name of the one argument."""
-PARAMETERS: dict[str, Any] = {
-    "type": "object",
-    "properties": {INPUT: {"type": "string"}},
-    "required": [INPUT],
-    "additionalProperties": False,
-}
-"""A schema of the arguments of a custom tool, as its model is shown it."""
+
+
+def parameters(regex: str | None = None) -> dict[str, Any]:
+    """A schema of the arguments of a custom tool. regex: of the whole text, in llguidance's dialect; None for any."""
+    text = {"type": "string"} if regex is None else {"type": "string", "pattern": f"^(?:{regex})$"}
+    return {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
+
+
 _HALF = r"\\(?:u[0-9a-fA-F]{0,3})?"
 _HALF_ESCAPE = re.compile(rf"(?<!\\)((?:\\\\)*)(?:\\u[dD][89abAB][0-9a-fA-F]{{2}}(?:{_HALF})?|{_HALF})\Z")
 """At the end of arguments that were cut off; of a pair of surrogates too. Group 1: whole escapes before it."""

@@ -168,7 +168,7 @@ class _Lark:
     @property
     def answer(self) -> str:
         """What is said in place of calls, where that has a schema."""
-        return f"%json {_written({**SPACING, **(self._tools.answer or {})})}"
+        return f"%json {written({**SPACING, **(self._tools.answer or {})})}"
 
     def words(self, text: str) -> str:
         """A text that comes as it is, special tokens of it as tokens."""
@@ -206,7 +206,7 @@ class _Lark:
         """Those of a call."""
         schema = self._tools.schemas[tool]
         if member is None:
-            return f"%json {_written({**SPACING, **(schema or {'type': 'object'})})}"
+            return f"%json {written({**SPACING, **(schema or {'type': 'object'})})}"
         if schema is None:
             name = self.until(member.before.partition(NAME)[2])
             return f"({self.words(member.before.partition(NAME)[0])} {name} {self._rest(member)})*"
@@ -234,7 +234,7 @@ class _Lark:
         if "string" not in self._known.admits(tool, key):
             defined = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
             own = {**SPACING, **defined, **(said if isinstance(said, dict) else {})}
-            return f"{other} %json {_written(own)} {end}"
+            return f"{other} %json {written(own)} {end}"
         limits = [name for name in _OF_TEXT if name in said]
         if limits:
             raise InputError(
@@ -252,7 +252,8 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _written(schema: Mapping[str, Any]) -> str:
+def written(schema: Mapping[str, Any]) -> str:
+    """A schema as it stands in a grammar."""
     return json.dumps(with_exclusive_branches(json.loads(json.dumps(schema))))
 
 

@@ -21,7 +21,7 @@ from pydantic_core import PydanticCustomError
 
 from treetop.api.limits import MAX_MESSAGES, MAX_PARTS, FewMembers, check_values
 from treetop.api.requests.fields import Body, Neutral, SamplingFields
-from treetop.api.requests.tools import Calls, ToolChoice, ToolList
+from treetop.api.requests.tools import Calls, CustomTool, Grammar, ToolChoice, ToolList
 from treetop.parsers.custom import arguments_of
 from treetop.text.chat_input import Message
 from treetop.text.chat_template import check_options
@@ -32,6 +32,8 @@ Value = TypeVar("Value")
 
 _OWN_FIELDS = ("tools", "add_generation_prompt", "continue_final_message")
 """What a request says in fields of their own, never in `chat_template_kwargs`."""
+_MAX_GRAMMARS = 32
+"""Of custom tools in a request: each is checked for as long as a structure may take."""
 
 
 class TextPart(Body):
@@ -225,6 +227,7 @@ class ChatRequest(SamplingFields):
     reasoning: ReasoningFields | None = Field(None, description="effort and budget, as OpenRouter's clients say them")
     _answers: dict[int, str] = PrivateAttr(default_factory=dict)
     _takes_hints: bool = PrivateAttr(default=False)
+    _grammar_places: Sequence[str] | None = PrivateAttr(default=None)
 
     @property
     def answers(self) -> dict[int, str]:
@@ -263,6 +266,18 @@ class ChatRequest(SamplingFields):
     def calls(self) -> Calls:
         """Raises InputError."""
         return Calls(self.tools or (), self.tool_choice, self.parallel_tool_calls)
+
+    @property
+    def grammars(self) -> list[tuple[str, Grammar]]:
+        """Those of custom tools, whether these may be called or not, and where the body has them. Raises InputError."""
+        found, places = list[tuple[str, Grammar]](), self._grammar_places
+        for index, tool in enumerate(self.tools or ()):
+            if isinstance(tool, CustomTool) and (grammar := tool.custom.grammar) is not None:
+                place = f"tools[{index}].custom.format.grammar" if places is None else places[index]
+                found.append((f"{place}.definition", grammar))
+        if len(found) > _MAX_GRAMMARS:
+            raise InputError(f"tools: {len(found)} have a grammar, at most {_MAX_GRAMMARS} may")
+        return found
 
     @cached_property
     def structure(self) -> tuple[str, StructuredOutput] | None:
@@ -315,10 +330,13 @@ def _one_of(said: Mapping[str, Value | None]) -> Value | None:
     return next(iter(given.values()), None)
 
 
-def chat_request(said: dict[str, Any], answers: Sequence[str]) -> ChatRequest:
+def chat_request(
+    said: dict[str, Any], answers: Sequence[str], grammar_places: Sequence[str] | None = None
+) -> ChatRequest:
     """The chat that a request of another kind is, as a body would say it. Raises InputError for what it cannot be.
 
     answers: of the last messages of role tool, where that request says which calls they answer.
+    grammar_places: of each tool, where that request has its grammar, if it has one; None as a chat has it.
     """
     try:
         chat = ChatRequest.model_validate({name: value for name, value in said.items() if value is not None})
@@ -326,6 +344,6 @@ def chat_request(said: dict[str, Any], answers: Sequence[str]) -> ChatRequest:
         first = error.errors(include_url=False, include_input=False)[0]
         raise InputError(f"{first['loc'][0] if first['loc'] else 'body'}: {first['msg']}") from None
     of_tools = [index for index, message in enumerate(chat.messages) if message.role == "tool"]
-    chat._takes_hints = True
+    chat._takes_hints, chat._grammar_places = True, grammar_places
     chat._answers = dict(zip(reversed(of_tools), reversed(answers), strict=False))
     return chat

@@ -386,7 +386,8 @@ class ResponsesRequest(UnusedFields, Body):
                 "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
                 "response_format": self._response_format(),
             },
-            answers=self._answers(),
+            self._answers(),
+            self._grammar_places(),
         )
 
     @cached_property
@@ -409,6 +410,16 @@ class ResponsesRequest(UnusedFields, Body):
         if any(tool.defer_loading for tool, _ in found.values()):
             left_out("tools: defer_loading", "a hint: all tools are shown at once")
         return found
+
+    def _grammar_places(self) -> list[str]:
+        """Of each of `own_tools`."""
+        places = list[str]()
+        for index, tool in enumerate(self.tools or ()):
+            if isinstance(tool, NamespaceTool):
+                places += [f"tools[{index}].tools[{inner}].format" for inner in range(len(tool.tools))]
+            elif not isinstance(tool, ProviderTool):
+                places.append(f"tools[{index}].format")
+        return places
 
     def _answers(self) -> list[str]:
         """Where the input says which calls were answered."""

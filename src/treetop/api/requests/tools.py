@@ -8,8 +8,8 @@ from pydantic import Field
 
 from treetop.api.requests.fields import Body
 from treetop.parsers.arguments import Tools
-from treetop.parsers.custom import PARAMETERS, custom_call
-from treetop.parsers.forced import listed_calls, named_call
+from treetop.parsers.custom import custom_call, parameters
+from treetop.parsers.forced import listed_calls, listed_or_raw, listed_or_raw_grammar, named_call
 from treetop.parsers.strict import SPACING, Held, StrictTools
 from treetop.parsers.text_parser import Reader
 from treetop.types.constraint import StructuredOutput
@@ -68,8 +68,8 @@ class TextOfGrammar(Body):
 
 
 class CustomFunction(Body):
-    """A tool that is given a text. An output is held to its grammar where `tool_choice` names the tool; else the model
-    is shown it, in the description.
+    """A tool that is given a text. A call that is forced is held to its grammar; the model is shown it in any case, in
+    the description.
     """
 
     name: str = Field(pattern=_NAME)
@@ -93,7 +93,7 @@ class CustomTool(Body):
         grammar, said = self.custom.grammar, [self.custom.description] if self.custom.description else []
         if grammar is not None:
             said.append(f"The input has this {grammar.syntax} grammar:\n{grammar.definition}")
-        return Function(name=self.custom.name, description="\n\n".join(said) or None, parameters=PARAMETERS)
+        return Function(name=self.custom.name, description="\n\n".join(said) or None, parameters=parameters())
 
 
 class FunctionName(Body):
@@ -204,6 +204,7 @@ class Calls:
             return _schema(self._parameters(self.named))
         if not self.required:
             return None
+        in_list = [name for name in self._functions if name not in self._raw]
         kinds = [
             {
                 "type": "object",
@@ -214,10 +215,14 @@ class Calls:
                 "required": ["name", "parameters"],
                 "additionalProperties": False,
             }
-            for i, name in enumerate(self._functions)
+            for i, name in enumerate(in_list)
         ]
         listed: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": kinds}}
-        return _schema(listed if self._parallel else {**listed, "maxItems": 1})
+        if not self._parallel:
+            listed["maxItems"] = 1
+        if not self._raw:
+            return _schema(listed)
+        return _with_raw(listed if kinds else None, self._raw)
 
     @property
     def may_be(self) -> bool:
@@ -242,10 +247,10 @@ class Calls:
                 f"tools: {what}: calls in this model's format are held to no schema; leave it out, or give tool_choice"
                 " required"
             )
-        if self._grammar is not None:
+        if self.forced and self._raw:
             raise InputError(
-                "tool_choice: this model's calls stand in messages, where none is held to the grammar of a custom tool;"
-                " leave the choice or the grammar out"
+                "tool_choice: this model's calls stand in messages, where none is held to a lark grammar, which"
+                f" {shown(next(iter(self._raw)))} has; leave the choice or the grammar out, or give a regex"
             )
         if answer is not None and answer.whitespace is not None:
             raise InputError("guided_whitespace_pattern: not where the output may be a call, too; leave it out")
@@ -273,7 +278,9 @@ class Calls:
             return custom_call(self.named)
         if self.named is not None:
             return named_call(self.named)
-        return listed_calls if self.required else None
+        if not self.required:
+            return None
+        return listed_or_raw(self._raw.keys()) if self._raw else listed_calls
 
     @property
     def custom(self) -> Set[str]:
@@ -285,7 +292,20 @@ class Calls:
         """Of the tool that is named."""
         return None if self.named is None else self._custom.get(self.named)
 
+    @property
+    def _raw(self) -> dict[str, str]:
+        """Grammars in Lark's syntax of tools that may be called: no text in JSON is held to such a one."""
+        return {
+            name: grammar.definition
+            for name, grammar in self._custom.items()
+            if grammar is not None and grammar.syntax == "lark"
+            if name in self._functions and self.named in (None, name)
+        }
+
     def _parameters(self, name: str) -> dict[str, Any]:
+        grammar = self._custom.get(name)
+        if grammar is not None and grammar.syntax == "regex":
+            return parameters(grammar.definition)
         said = self._functions[name].parameters
         return cast(dict[str, Any], _moved(_NOTHING if said is None else said or _ANYTHING, "#"))
 
@@ -294,6 +314,13 @@ def _schema(schema: dict[str, Any]) -> StructuredOutput:
     try:
         return StructuredOutput("json_schema", json.dumps({**SPACING, **schema}))
     except (InputError, RecursionError) as error:
+        raise InputError(f"tools: {str(error).removeprefix('structured_output: ')}") from None
+
+
+def _with_raw(listed: Mapping[str, Any] | None, raw: Mapping[str, str]) -> StructuredOutput:
+    try:
+        return StructuredOutput("grammar", listed_or_raw_grammar(listed and {**SPACING, **listed}, raw))
+    except (InputError, ValueError, RecursionError) as error:
         raise InputError(f"tools: {str(error).removeprefix('structured_output: ')}") from None
 
 
