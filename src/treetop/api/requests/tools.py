@@ -204,7 +204,8 @@ class Calls:
             return _schema(self._parameters(self.named))
         if not self.required:
             return None
-        in_list = [name for name in self._functions if name not in self._raw]
+        raw = self._raw
+        in_list = [name for name in self._functions if name not in raw]
         kinds = [
             {
                 "type": "object",
@@ -220,9 +221,7 @@ class Calls:
         listed: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": kinds}}
         if not self._parallel:
             listed["maxItems"] = 1
-        if not self._raw:
-            return _schema(listed)
-        return _with_raw(listed if kinds else None, self._raw)
+        return _with_raw(listed if kinds else None, raw) if raw else _schema(listed)
 
     @property
     def may_be(self) -> bool:
