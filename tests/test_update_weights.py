@@ -312,10 +312,9 @@ def test_an_engine_that_takes_the_place_of_another_has_the_weights_in_force(stro
     async def run():
         async with AsyncLLM(strong_pair.target, strong_pair.head, restarts=1, **options) as llm:
             first = await llm.generate(prompts, PARAMS)
-            stream = await llm.stream(prompts[:1], sampled(1, 480, whole=True))
-            await anext(stream)
             engine, change = child_of(os.getpid(), "engine_process"), llm.core.change
-            os.kill(engine, signal.SIGSTOP)  # while tensors are written
+            os.kill(engine, signal.SIGSTOP)  # while tensors are written: what is asked now does not end before
+            stream = await llm.stream(prompts[:1], sampled(1, 480, whole=True))
 
             async def asked(what):
                 answer = asyncio.ensure_future(change(what))

@@ -197,8 +197,9 @@ def test_names_that_come_and_go_are_bounded():
     assert limits.take("n3").refused is None
 
 
-def test_a_key_over_its_limits_gets_429_and_when_to_come_again(tmp_path):
+def test_a_key_over_its_limits_gets_429_and_when_to_come_again(tmp_path, monkeypatch):
     """In OpenAI's and in Anthropic's shape, with OpenAI's headers; reads cost nothing; others are served."""
+    monkeypatch.setattr(RateLimits.__init__, "__defaults__", (None, lambda: 100.0))  # however long it takes
     file = tmp_path / "keys.yaml"
     file.write_text(KEYS)
     with scripted(lambda _: "word " * 40, api_keys_file=str(file)) as (url, core):

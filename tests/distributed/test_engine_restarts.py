@@ -10,6 +10,7 @@ from subprocess import DEVNULL
 from unittest.mock import AsyncMock, Mock
 
 import pytest
+import zmq
 
 from support import chats
 from support.grids import few_of
@@ -18,11 +19,15 @@ from support.serving import child_of, children_of, command_of, mock, replayed, s
 from support.storms import NAME, PAIR, nothing_is_left, of_the_mock, of_the_pair, storm
 from support.waiting import WAIT_S, until
 from treetop import LLM, AsyncLLM, SamplingParams
-from treetop.core.wire import MockOptions, ProcessOptions
+from treetop.core.wire import Load, MockOptions, ProcessOptions, encode
 from treetop.distributed import process, supervisor
-from treetop.distributed.supervisor import EngineSupervisor, Watchdog
+from treetop.distributed.client import EngineProcessClient
+from treetop.distributed.remote_engine import RankLink
+from treetop.distributed.supervisor import EngineSupervisor
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
+from treetop.types.layout import SpecShape
+from treetop.types.requests import CoreInfo, CoreLoad
 
 
 @pytest.mark.slow
@@ -139,21 +144,32 @@ def test_an_engine_that_hangs_is_started_again_where_that_is_asked_for():
 
 
 def test_time_in_which_the_client_stood_still_is_not_the_engines():
-    """The event loop is blocked for longer than the watchdog allows, while words of the engine wait."""
-    mock_of = MockOptions((1, 2), 0.01, 1, 1)
+    """The event loop is blocked for longer than the watchdog allows, while words of the engine wait; then none come."""
+
+    class Words:
+        silent = False
+
+        async def recv(self, flags=0):
+            if flags:
+                raise zmq.Again
+            await (asyncio.Event().wait() if self.silent else asyncio.sleep(0.001))
+            return encode(Load(CoreLoad()))
+
+        def close(self):
+            pass
 
     async def run():
-        watchdog = Watchdog(timeout_s=2.0)
-        engines = EngineSupervisor(ProcessOptions("", EngineConfig(), mock_of), 0, watchdog)
-        await engines.start()
-        try:
-            time.sleep(4.0)  # that is it
-            for _ in range(8):
-                assert not engines.core.is_stalled
-                await asyncio.sleep(0.1)
-        finally:
-            engines.core.close()
-            await engines.close()
+        core, words = EngineProcessClient(watchdog_s=0.4), Words()
+        (engine,) = core.engines
+        engine._begin([RankLink(0, 0, words, CoreInfo("m", 2, 8, 1, SpecShape(1, 0, 1)))], ("x",))
+        await asyncio.sleep(0)
+        time.sleep(0.5)  # that is it
+        for _ in range(10):
+            assert not core.is_stalled
+            await asyncio.sleep(0.05)
+        words.silent = True
+        await engine.stalled.wait()
+        core.close()
 
     asyncio.run(asyncio.wait_for(run(), WAIT_S))
 
