@@ -11,11 +11,11 @@ engine: the engine process of a server. rank-0, rank-1: of a server whose ranks 
 decode worker. prefill-before, -during, -after: the prefill worker, as prompts come, when half of the time to their
 first token is over, or once they decode. rank-1-stopped, prefill-stopped (as -during): it goes on after
 `--stopped-seconds`. With `--tp-size N` these servers have N ranks, workers too: the prefill worker has GPUs N .. 2N - 1
-and others 0 .. N - 1.
+and others 0 .. N - 1. With `--spare-engine` nothing is killed before the process that waits has imported all.
 
-One JSON object a drill: seconds of the longest pause of each stream from the signal on, their median and the longest;
-for drills of a prefill worker also seconds to the first token without any signal, for others those of the server's
-start.
+One JSON object a drill: seconds of the longest pause of each stream from the signal on, the shortest of them, their
+median and the longest; for drills of a prefill worker also seconds to the first token without any signal, for others
+those of the server's start.
 """
 
 import argparse
@@ -38,6 +38,7 @@ from frame import add_model, end_with, parser_of, preset, say
 from serving import pair
 
 from disaggregation import prompt
+from treetop.distributed.process import SPARE
 from treetop.types.errors import EngineError, InputError
 from treetop.types.kv_transfer.options import Mode
 from treetop_debug.servers import CompletionClient, Stream, descendants, processes_of, served, until, workers
@@ -96,6 +97,8 @@ class Drills:
         self, server: CompletionClient, module: str, rank: int = 0, *, stopped: bool = False
     ) -> dict[str, Any]:
         """rank: among the processes of the module."""
+        if self._args.spare_engine:
+            await spares_wait(server)
         act = partial(self._end, processes_of(server, module)[rank : rank + 1], stopped)
         found = seconds(*await self._disturbed(server, lambda streams: heard(streams, _HEARD), act))
         return {**found, "start": round(server.start_s, 1)}
@@ -145,6 +148,21 @@ class Drills:
         return streams, acted_s
 
 
+async def spares_wait(server: CompletionClient) -> None:
+    """Until every process that waits to be an engine has been still for a second: it has imported all."""
+    before, now = list[list[str]](), ticks(server)
+    while not now or now != before:
+        await asyncio.sleep(1.0)
+        before, now = now, ticks(server)
+
+
+def ticks(server: CompletionClient) -> list[list[str]]:
+    """Processor time of each process that waits, as the kernel counts it."""
+    folders = [Path(f"/proc/{pid}") for pid in processes_of(server, "engine_process")]
+    waiting = [each for each in folders if SPARE in (each / "cmdline").read_text()]
+    return [(each / "stat").read_text().rsplit(")", 1)[1].split()[11:13] for each in waiting]
+
+
 def heard(streams: Sequence[Stream], count: int) -> bool:
     return all(len(each.events) >= count for each in streams)
 
@@ -155,7 +173,8 @@ def seconds(streams: Sequence[Stream], acted_s: float) -> dict[str, Any]:
     for each in streams:
         times = [max(each.asked_s, acted_s), *(when for when, _ in each.events if when > acted_s)]
         pauses.append(max(end - begin for begin, end in pairwise(times)))
-    return {"seconds": {"median": round(statistics.median(pauses), 3), "longest": round(max(pauses), 3)}}
+    found = {"shortest": min(pauses), "median": statistics.median(pauses), "longest": max(pauses)}
+    return {"seconds": {name: round(value, 3) for name, value in found.items()}}
 
 
 @contextmanager
@@ -179,6 +198,7 @@ async def run(args: argparse.Namespace) -> None:
         "context_length": context,
         "max_total_tokens": 2 * args.rows * context,
         "device": args.device,
+        "spare_engine": args.spare_engine,
     }
     with pair(args, context) as (model, draft):
         drills = Drills(args, model, {**options, "draft": draft})
@@ -198,6 +218,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--rows", type=int, default=8, metavar="N", help="streams")
     parser.add_argument("--tp-size", type=int, metavar="N", help="default: 1 of workers, 2 where a rank is killed")
     parser.add_argument("--dp-size", type=int, default=2, metavar="N", help="engines of `replica`")
+    parser.add_argument("--spare-engine", action="store_true", help="of every server")
     parser.add_argument("--stopped-seconds", type=float, default=20.0, metavar="S")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     args = parser.parse_args(arguments)
