@@ -25,7 +25,7 @@ from support.scripted import scripted
 from support.serving import child_of
 from support.tiny_models import Pair, copy_folder, save_random_head, save_random_llama
 from support.waiting import WAIT_S
-from treetop import AsyncLLM
+from treetop import LLM, AsyncLLM
 from treetop.checkpoints.sent_tensors import copies_of
 from treetop.core.engine_core import WEIGHTS_LOST
 from treetop.core.head_fit import HeadFit
@@ -286,6 +286,15 @@ def test_tensors_that_cannot_be_received_change_nothing(strong_pair):
     ):
         refused(kind, lambda asked=asked: llm.init_weights_update_group(*asked), part)
     assert answers(llm, prompts) == old
+
+
+def test_an_engine_that_is_closed_leaves_the_groups_of_trainers(strong_pair):
+    """So that another in the same process may meet one of the same name."""
+    llm, group = LLM(str(strong_pair.target), draft=None, device="cpu"), Mock()
+    group.name = "g"
+    llm.engine._groups.add(group)
+    llm.close()
+    group.close.assert_called_once_with()
 
 
 def test_over_http_in_sglangs_names():

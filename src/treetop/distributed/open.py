@@ -106,8 +106,8 @@ def open_core(
             engine = executor.engine
         else:
             engine = Engine(config) if engines is None else _rank_of_experts(config, engines, stack)
-        if engines is None and executor is None and engine.host_pages is not None:
-            stack.callback(engine.host_pages.release)
+        if engines is None and executor is None:
+            stack.callback(engine.let_go)
         runs: Any = executor or engine
         next_logits, lockstep = runs.next_logits, None
         if engines is not None:

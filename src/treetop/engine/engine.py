@@ -468,6 +468,12 @@ class Engine:
         self._groups.close()
         self._release_rounds()
 
+    def let_go(self) -> None:
+        """Close groups by which trainers send weights, whose names are free again, and give back pages on the host."""
+        self._groups.close()
+        if self.host_pages is not None:
+            self.host_pages.release()
+
     def _release_rounds(self) -> None:
         if isinstance(self.launcher, CudaGraphs):
             self.launcher.release()
