@@ -35,6 +35,7 @@ from treetop.checkpoints.loader import Placement, load_weights, weight_bytes
 from treetop.checkpoints.params import of_rank
 from treetop.distributed.lockstep import StepProposal, merged
 from treetop.doctor.conformance import RandomShapes
+from treetop.kernels.moe.routing import RoutedTokens
 from treetop.models.experts import ExpertMLP, live_rows
 from treetop.models.registry import target_spec
 from treetop.parallel.exchange import ExchangeRank, Rendezvous
@@ -471,7 +472,9 @@ def test_a_row_comes_to_the_same_bits_on_any_rank(folders, tmp_path, ranks):
         weights = load_weights(spec.folder, spec.params, place, spec._unused())
         return ExpertMLP(spec.config.layers[1].feed_forward, weights, "layers.1.mlp", place.ops)
 
-    alone = layer(Placement(torch.float64, torch.device("cpu"), 8))(x, torch.ones(3, dtype=torch.bool)).sum(0)
+    alone = layer(Placement(torch.float64, torch.device("cpu"), 8))(
+        x, RoutedTokens(torch.ones(3, dtype=torch.bool))
+    ).sum(0)
 
     def run(rank, at, beside):
         group = MemoryGroup(Rendezvous(tmp_path / f"{at}{beside}", rank, ranks), torch.device("cpu"))
@@ -479,7 +482,7 @@ def test_a_row_comes_to_the_same_bits_on_any_rank(folders, tmp_path, ranks):
         rows = x if rank == at else other
         live = torch.full((5,), rank == at or beside)
         live[len(rows) :] = False
-        return layer(place)(rows, live_rows(live, group.parallel))
+        return layer(place)(rows, RoutedTokens(live_rows(live, group.parallel)))
 
     found = []
     with ThreadPoolExecutor(ranks) as pool:
