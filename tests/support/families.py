@@ -790,6 +790,19 @@ FAMILIES: dict[str, Tiny] = {
             "mlp_bias": True,
         },
     ),
+    "hyperclova x": Tiny(
+        "HyperCLOVAX",
+        {
+            "head_dim": 8,
+            "embedding_multiplier": 1.7,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 0.4,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "hyperclova x without norms behind": Tiny("HyperCLOVAX", {"use_post_norm": False, "head_dim": None}, slow=True),
     "granite moe": Tiny("GraniteMoe", {**GRANITE, "num_local_experts": 6, "num_experts_per_tok": 3}),
     "granite 4": Tiny("GraniteMoeHybrid", {**GRANITE, **GRANITE_4, "num_local_experts": 0}),
     "granite 4 without rotation": Tiny(

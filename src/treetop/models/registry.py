@@ -192,6 +192,9 @@ FAMILIES: dict[str, Family] = {
     ),
     "Ernie4_5ForCausalLM": Family(ernie.read, "a head's dimensions turn in pairs, biases"),
     "GraniteForCausalLM": Family(granite.read, "four multipliers: embeddings, scores, what layers add, logits"),
+    "HyperCLOVAXForCausalLM": Family(
+        granite.read_hyperclova, "Granite's multipliers, norms on both sides of a layer's halves"
+    ),
     "GraniteMoeForCausalLM": Family(granite.read_moe, "Granite with experts in every layer"),
     "GraniteMoeHybridForCausalLM": Family(
         granite.read_4, "Granite 4: Mamba-2 among attention, or attention alone; experts", keys=mamba.KEYS

@@ -1,13 +1,14 @@
 """Granite: Llama with four multipliers, of embeddings, scores, what layers add, and logits. It may have experts in all
-layers. Version 4: Mamba-2 in most layers or none, a feed-forward of other names, and heads that may not turn.
+layers. Version 4: Mamba-2 in most layers or none, a feed-forward of other names, and RoPE or none. HyperCLOVA X:
+Granite whose logits are multiplied, not divided, perhaps with norms behind the halves of a layer, too.
 
-Source: `transformers`' granite, granitemoe and granitemoehybrid, whose defaults these are.
+Source: `transformers`' granite, granitemoe, granitemoehybrid and hyperclovax, whose defaults these are.
 """
 
 from dataclasses import replace
 from pathlib import Path
 
-from treetop.checkpoints.values import Config, real, require_value, size
+from treetop.checkpoints.values import Config, flag, real, require_value, size
 from treetop.kernels.moe.routing import RouterKind, RouterSpec
 from treetop.kernels.rope import RopeSpec
 from treetop.models.config import (
@@ -20,6 +21,7 @@ from treetop.models.config import (
     LayerSpec,
     Mixer,
     ModelConfig,
+    NormNames,
     attention_spec,
     dense_spec,
     model_config,
@@ -67,6 +69,17 @@ def read_4(config: Config, where: Path) -> ModelConfig:
     if LINEAR_ATTENTION in of_kind:
         mixers[LINEAR_ATTENTION] = mamba_spec({"rms_norm_eps": 1e-6, **config}, where)
     return _model(config, where, *(LayerSpec(mixers[kind], forward) for kind in of_kind))
+
+
+def read_hyperclova(config: Config, where: Path) -> ModelConfig:
+    config = {"use_post_norm": True, **config}
+    attention, norms = attention_spec(config, where), NormNames()
+    if config.get("attention_multiplier") is not None:
+        attention = _attention(config, where)
+    if flag(config, "use_post_norm", where):
+        norms = NormNames(attention_output="post_norm1", feed_forward_output="post_norm2")
+    whole = _model(config, where, LayerSpec(attention, dense_spec(config, where), norms=norms))
+    return replace(whole, logits_scale=real(config, "logits_scaling", where, 1.0))
 
 
 def _experts(config: Config, where: Path) -> ExpertSpec:
