@@ -20,6 +20,7 @@ from treetop.types.errors import CheckpointError
         (["generate", "--temperatur=1"], "did you mean --temperature?"),
         (["serve", "--lora-paths"], "--lora-modules NAME=FOLDER"),
         (["serve", "--quantization", "fp8"], "treetop quantize"),
+        (["generate", "--model", "builtin:nestling"], "treetop generate MODEL"),
         (["serve", "--speculative-ngram-graft", "2"], "--speculative-algorithm NGRAM"),
         (["serve", "--trust-remote-code"], "no code of a model folder is ever run"),
     ],

@@ -10,6 +10,8 @@ _WHY = {
     "--lora-paths": "--lora-modules NAME=FOLDER names adapters",
     "--max-loras-per-batch": "--max-loras says how many adapters are on the device",
     "--max-loaded-loras": "--max-cpu-loras says how many adapters may be loaded",
+    "--model": "the model is a word without an option: treetop generate MODEL",
+    "--model-path": "the model is a word without an option: treetop generate MODEL",
     "--quantization": "the format of weights is read from the model folder; `treetop quantize` writes others",
     "--speculative-ngram-graft": "grafts are gone; --speculative-algorithm NGRAM looks drafts up in a request's text",
     "--trust-remote-code": "no code of a model folder is ever run; `treetop models` lists what loads",
