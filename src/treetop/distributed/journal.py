@@ -9,15 +9,15 @@ position alone, so it goes on as it would have. Every update says where in the o
 does not begin where the client stands is an error, not a token.
 
 A request that kills the engine would kill the next one too. So after a death those that were with the engine are under
-suspicion, unless it was killed from outside: they go to the next one first, one after the other, each once the one
-before is past whatever it did. If the engine dies again while one of them is on trial, that one is ended with an error,
-and the others are tried again.
+suspicion: they go to the next one first, one after the other, each once the one before is past whatever it did. If the
+engine dies again while one of them is on trial, that one is ended with an error, and the others go on; unless another
+beside it, past its trial, had just come to as many steps as when the engine before died: then all are tried again.
 
 Where another engine has room, it takes over at once what was with the one that died, all together. So it does for a
 request with which one engine has died; if the engine that took it over dies too, it waits for a trial.
 
-A request may also kill after some steps, and then one beside it that is on trial is taken for it. So from the second
-engine on that died with a request, its trial lasts for as many steps more as it had lived.
+A request may also kill after some steps, which a short trial does not show. From the second engine that died with it on,
+its trial lasts for as many steps more as it had lived.
 """
 
 import time
@@ -44,6 +44,7 @@ class _LiveRequest:
 
     num_steps: that gave it tokens, of the engine that it is with.
     num_deaths: engines that have died with it.
+    lived: steps that the last of these had given it.
     trial_steps: it is under suspicion until one engine has given it so many; 0 for none.
     """
 
@@ -54,6 +55,7 @@ class _LiveRequest:
     with_engine: bool = False
     num_steps: int = 0
     num_deaths: int = 0
+    lived: int = 0
     trial_steps: int = 0
 
 
@@ -140,17 +142,15 @@ class Journal:
 
     # ---------------------------------------------------------------- it has gone
 
-    def lost(self, reason: str, killed: bool = False) -> None:
-        """The engine has ended. All that it had waits for the next one, but for what has killed two.
-
-        killed: from outside: by whom is not known, so a second time it may have been for what a request takes.
-        """
+    def lost(self, reason: str) -> None:
+        """The engine has ended. All that it had waits for the next one, but for what has killed two."""
         if not self.open:
             return
         guilty, self._on_trial, self.open = self._on_trial, None, False
-        if guilty is not None:
+        if guilty is None or any(entry is not guilty and _as_before(entry) for entry in self._alive.values()):
+            self._suspect()
+        else:
             self._end(guilty, f"the engine ended twice with this request, which is not tried again: {reason}")
-        self._suspect(killed)
         self._all_wait()
 
     def hand_on(self, place: Callable[[EngineRequest], "Journal | None"]) -> int:
@@ -180,16 +180,13 @@ class Journal:
             entry.with_engine = False
         self._waiting = {**self._alive}
 
-    def _suspect(self, killed: bool) -> None:
+    def _suspect(self) -> None:
         """Those that were with the engine: as many as can have run, first those that are known to have."""
         with_engine = [entry for entry in self._alive.values() if entry.with_engine]
         likely = sorted(with_engine, key=lambda entry: (entry.num_steps == 0, entry.request.priority))
         for entry in likely[: self._max_suspects]:
-            entry.num_deaths += 1
-            if entry.num_deaths > 1:
-                entry.trial_steps = TRIAL_STEPS + min(entry.num_steps, _MOST_LIVED)
-            elif not killed:
-                entry.trial_steps = TRIAL_STEPS
+            entry.num_deaths, entry.lived = entry.num_deaths + 1, entry.num_steps
+            entry.trial_steps = TRIAL_STEPS + (min(entry.lived, _MOST_LIVED) if entry.num_deaths > 1 else 0)
 
     def fail(self, reason: str) -> None:
         """End all with an error: no engine comes any more."""
@@ -219,6 +216,12 @@ class Journal:
 def resumed(request: EngineRequest, received: Sequence[int], timeout_s: float | None) -> EngineRequest:
     """What an engine is asked for a request of which the client has received some. timeout_s: what is left of it."""
     return request._replace(received=tuple(received), timeout_s=timeout_s)
+
+
+def _as_before(entry: _LiveRequest) -> bool:
+    """Whether it is past its trial, and has lived about as long as with an engine that died: that may be what kills."""
+    past = entry.with_engine and entry.num_deaths > 0 and entry.trial_steps == 0
+    return past and abs(entry.num_steps - entry.lived) < TRIAL_STEPS
 
 
 def _left_s(entry: _LiveRequest, now: float) -> float | None:

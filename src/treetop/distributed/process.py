@@ -44,14 +44,12 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
     user_error: whoever started it can change that.
     died: it ended without a word.
-    killed: by SIGKILL, which comes from outside: an operator, or a system that lacks memory.
     at_s: when that was known, in monotonic seconds, which all processes of a machine share.
     """
 
     reason: str
     user_error: bool = False
     died: bool = False
-    killed: bool = False
     at_s: float = msgspec.field(default_factory=time.monotonic)
 
     @classmethod
@@ -274,8 +272,7 @@ class ProcessGroup:
 
     def _has_died(self, name: str, code: int) -> None:
         if code not in (EXIT_REPORTED, EXIT_USER_ERROR) or not self._reported:
-            reason, killed = f"{name} has ended with exit code {code}", code == -signal.SIGKILL
-            self._end(Failed(reason, died=True, killed=killed))
+            self._end(Failed(f"{name} has ended with exit code {code}", died=True))
 
     def _end(self, why: Failed | None) -> None:
         """why: None is what was said first."""

@@ -66,7 +66,7 @@ class RestartLimit:
 class FrontEnd(Protocol):
     """Whoever has requests with the engine. `RemoteEngine` says what the words mean."""
 
-    def lost(self, reason: str, killed: bool = False) -> None: ...
+    def lost(self, reason: str) -> None: ...
 
     async def resume(self, addresses: Sequence[str]) -> None:
         """Wait until the engine at the addresses is up and has all that is alive here."""
@@ -156,7 +156,6 @@ class EngineSupervisor:
     async def _keep(self, up: "asyncio.Future[None] | None") -> str:
         lost_s: float | None = None
         while True:
-            killed = False
             try:
                 if lost_s is not None:
                     await self.start()
@@ -168,14 +167,14 @@ class EngineSupervisor:
                 if up is not None and not up.done():
                     up.set_result(None)
                 why = await self._ended()
-                reason, killed = why.reason if why.died else f"the engine failed: {why.reason}", why.killed
+                reason = why.reason if why.died else f"the engine failed: {why.reason}"
             except UserError as error:
                 return f"the engine cannot be started again: {error}"
             except EngineError as error:
                 reason = str(error)
             lost_s = time.monotonic()
             for front in self._fronts:
-                front.lost(reason, killed)
+                front.lost(reason)
             await self.close()  # nothing of it is left
             if not self._restarts.take():
                 return reason
