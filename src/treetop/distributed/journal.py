@@ -10,14 +10,10 @@ does not begin where the client stands is an error, not a token.
 
 A request that kills the engine would kill the next one too. So after a death those that were with the engine are under
 suspicion: they go to the next one first, one after the other, each once the one before is past whatever it did. If the
-engine dies again while one of them is on trial, that one is ended with an error, and the others go on; unless another
-beside it, past its trial, had just come to as many steps as when the engine before died: then all are tried again.
+engine dies again while one of them is on trial, that one is ended with an error, and the others go on.
 
-Where another engine has room, it takes over at once what was with the one that died, all together. So it does for a
-request with which one engine has died; if the engine that took it over dies too, it waits for a trial.
-
-A request may also kill after some steps, which a short trial does not show. From the second engine that died with it on,
-its trial lasts for as many steps more as it had lived.
+Where another engine has room, it takes over at once what was with the one that died, all together. Each request may be
+taken over once: if the engine that took it over dies too, before it is past whatever it did, it waits for a trial.
 """
 
 import time
@@ -32,8 +28,6 @@ from treetop.types.requests import EngineRequest, RequestUpdate, late_error
 
 TRIAL_STEPS = 4
 """Steps that end a trial: a prefill, and the rounds that may have been in flight when the engine died."""
-_MOST_LIVED = 64
-"""Steps more, at most, of a request with which two engines have died: the others wait."""
 TRIAL_S = 10.0
 """Seconds after which the next trial begins beside one that has not ended, such as of a long prompt."""
 
@@ -43,9 +37,8 @@ class _LiveRequest:
     """A request that has not ended.
 
     num_steps: that gave it tokens, of the engine that it is with.
-    num_deaths: engines that have died with it.
-    lived: steps that the last of these had given it.
-    trial_steps: it is under suspicion until one engine has given it so many; 0 for none.
+    suspect: it was with an engine that died.
+    taken_over: another engine has it from one that died, and has not given it as many steps as a trial.
     """
 
     request: EngineRequest
@@ -54,9 +47,8 @@ class _LiveRequest:
     received: list[int] = field(default_factory=list)
     with_engine: bool = False
     num_steps: int = 0
-    num_deaths: int = 0
-    lived: int = 0
-    trial_steps: int = 0
+    suspect: bool = False
+    taken_over: bool = False
 
 
 class Journal:
@@ -105,7 +97,7 @@ class Journal:
         """What the engine is to be given now, and is with it from then on."""
         if not self.open or not self._waiting or self._on_trial is not None:
             return []
-        suspect = self._on_trial = next((entry for entry in self._waiting.values() if entry.trial_steps), None)
+        suspect = self._on_trial = next((entry for entry in self._waiting.values() if entry.suspect), None)
         given = [*self._waiting.values()] if suspect is None else [suspect]
         for entry in given:
             entry.with_engine, entry.num_steps = True, 0
@@ -132,8 +124,8 @@ class Journal:
                     continue
                 entry.received += update.new_ids
                 entry.num_steps += 1
-                if entry.num_steps >= entry.trial_steps:
-                    entry.trial_steps = 0
+                if entry.num_steps >= TRIAL_STEPS:
+                    entry.suspect = entry.taken_over = False
                     self._on_trial = None if self._on_trial is entry else self._on_trial
             if update.finish_reason is not None:
                 self.drop((update.request_id,))
@@ -146,8 +138,8 @@ class Journal:
         """The engine has ended. All that it had waits for the next one, but for what has killed two."""
         if not self.open:
             return
-        guilty, self._on_trial, self.open = self._on_trial, None, False
-        if guilty is None or any(entry is not guilty and _as_before(entry) for entry in self._alive.values()):
+        self.open, guilty = False, self._on_trial
+        if guilty is None:
             self._suspect()
         else:
             self._end(guilty, f"the engine ended twice with this request, which is not tried again: {reason}")
@@ -160,13 +152,13 @@ class Journal:
         """
         num_waiting = len(self._waiting)
         for request_id, entry in [*self._waiting.items()]:
-            if entry.num_deaths > 1:
+            if entry.taken_over:
                 continue
             other = place(resumed(entry.request, entry.received, None))
             if other is None:
                 break
             del self._alive[request_id], self._waiting[request_id]
-            entry.trial_steps = 0
+            entry.suspect, entry.taken_over = False, True
             other._alive[request_id] = other._waiting[request_id] = entry
         return num_waiting - len(self._waiting)
 
@@ -185,8 +177,7 @@ class Journal:
         with_engine = [entry for entry in self._alive.values() if entry.with_engine]
         likely = sorted(with_engine, key=lambda entry: (entry.num_steps == 0, entry.request.priority))
         for entry in likely[: self._max_suspects]:
-            entry.num_deaths, entry.lived = entry.num_deaths + 1, entry.num_steps
-            entry.trial_steps = TRIAL_STEPS + (min(entry.lived, _MOST_LIVED) if entry.num_deaths > 1 else 0)
+            entry.suspect = True
 
     def fail(self, reason: str) -> None:
         """End all with an error: no engine comes any more."""
@@ -216,12 +207,6 @@ class Journal:
 def resumed(request: EngineRequest, received: Sequence[int], timeout_s: float | None) -> EngineRequest:
     """What an engine is asked for a request of which the client has received some. timeout_s: what is left of it."""
     return request._replace(received=tuple(received), timeout_s=timeout_s)
-
-
-def _as_before(entry: _LiveRequest) -> bool:
-    """Whether it is past its trial, and has lived about as long as with an engine that died: that may be what kills."""
-    past = entry.with_engine and entry.num_deaths > 0 and entry.trial_steps == 0
-    return past and abs(entry.num_steps - entry.lived) < TRIAL_STEPS
 
 
 def _left_s(entry: _LiveRequest, now: float) -> float | None:
