@@ -81,13 +81,13 @@ def test_a_cached_prefix_of_one_plane_gives_the_same_tokens_and_accepted_lengths
 
 
 def test_backends_that_need_a_pair_are_refused_for_one_plane(pair, monkeypatch):
-    """The libraries read keys and values apart, all but FlashMLA; PyTorch and Triton read one plane as both."""
+    """The libraries read keys and values apart, all but FlashMLA; PyTorch and our kernels read one plane as both."""
     group = GroupNeed(FULL, 4, 1, 576, latent=512)
     for name, backend in BACKENDS.items():
         able = backend.capabilities
         if name in ("torch", "triton"):
             assert able.latents is None or {256, 512} <= set(able.latents)
-        elif name != "flashmla":
+        elif name not in ("flashmla", "segments"):
             need = Need(torch.bfloat16, torch.device("cuda"), 16, (group,))
             assert "no kernel for compressed attention (MLA)" in refusal(name, need).reason
     monkeypatch.setitem(BACKENDS, "fa3", replace(BACKENDS["fa3"], probes=()))  # as where there is a GPU
