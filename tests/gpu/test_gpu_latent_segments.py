@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from support.latent_rows import LatentSetting, make_latent_row
-from support.segment_rows import SCALE, same_bits, tree
+from support.segment_rows import SCALE, as_plain_and_prefilled, same_bits, tree
 from treetop.kernels.attention.index_scores import paged_index_scores
 from treetop.kernels.attention.indexer import IndexQuery
 from treetop.kernels.attention.latent_attention import latent_attention_reference
@@ -47,18 +47,6 @@ def cancelling(kv, tail, q):
     kv[1::5] *= 1e-5
     tail[::2] *= -300
     q *= 0.2
-
-
-def as_plain_and_prefilled(setting, row, got, nodes, chunks=(1, 40)):
-    """The nodes of a tree, each as plain decoding, in a batch and alone, and at the end of prefills, have its bits."""
-    plain = setting.decode([row.plain(node) for node in nodes])
-    for i, node in enumerate(nodes):
-        assert same_bits(plain[i, 0], got[node]), f"node {node} in a batch of plain rows"
-    assert same_bits(setting.decode([row.plain(nodes[-1])])[0, 0], got[nodes[-1]]), "one plain row"
-    for chunk in chunks:
-        keys, queries = zip(*(row.committed(node) for node in nodes), strict=True)
-        for node, end in zip(nodes, setting.prefilled(keys, [each[-chunk:] for each in queries]), strict=True):
-            assert same_bits(end, got[row.path(node)[-chunk:]]), f"a prefill of {chunk} up to node {node}"
 
 
 def test_it_is_attention():

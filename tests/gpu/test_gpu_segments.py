@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 
-from support.segment_rows import SCALE, Setting, make_row, same_bits, tree
+from support.segment_rows import SCALE, Setting, as_plain_and_prefilled, make_row, same_bits, tree
 from treetop.kernels.attention.attention import paged_attention_reference
 from treetop.kernels.attention.segment_attention import SegmentLaunch, segment_attention
 from treetop.kernels.attention.segments import plan_segments
@@ -48,18 +48,6 @@ def tiny(kv, tail, q):
 
 def ties(kv, tail, q):
     kv[:, 0], tail[:, 0] = 0.5, 0.5
-
-
-def as_plain_and_prefilled(setting, row, got, nodes, chunks=(1, 40)):
-    """The nodes of a tree, each as plain decoding, in a batch and alone, and at the end of prefills, have its bits."""
-    plain = setting.decode([row.plain(node) for node in nodes])
-    for i, node in enumerate(nodes):
-        assert same_bits(plain[i, 0], got[node]), f"node {node} in a batch of plain rows"
-    assert same_bits(setting.decode([row.plain(nodes[-1])])[0, 0], got[nodes[-1]]), "one plain row"
-    for chunk in chunks:
-        keys, queries = zip(*(row.committed(node) for node in nodes), strict=True)
-        for node, end in zip(nodes, setting.prefilled(keys, [each[-chunk:] for each in queries]), strict=True):
-            assert same_bits(end, got[row.path(node)[-chunk:]]), f"a prefill of {chunk} up to node {node}"
 
 
 def test_it_is_attention():

@@ -14,7 +14,7 @@ from support.examples import EVERYTHING
 from support.grids import few_of
 from support.interpreted import INTERPRETED, interpreted
 from support.scenes import assert_close, dense_answer, scene
-from support.segment_rows import SCALE, Row, Setting, make_row, same_bits, tree
+from support.segment_rows import SCALE, Row, Setting, make_row, nodes_alone, same_bits, tree
 from support.tensor_core import attention_by_position, starts_of_segments, tensor_core
 from treetop.attention.capabilities import GroupNeed, Need
 from treetop.attention.segments_backend import SegmentsBackend
@@ -158,19 +158,6 @@ def test_every_bit_is_that_of_the_sums_in_order(dtype, change, window, chunked, 
             assert same_bits(got[i, node, head], want), (i, node, head)
 
 
-def nodes_alone(setting, row, got, nodes, chunks=(1, 3)):
-    """The nodes of a row's tree, each as plain decoding and as the end of prefills in chunks, have these bits."""
-    plain = setting.decode([row.plain(node) for node in nodes])
-    for i, node in enumerate(nodes):
-        assert same_bits(plain[i, 0], got[node]), f"node {node} alone"
-    for chunk in chunks:
-        keys, queries = zip(*(row.committed(node) for node in nodes), strict=True)
-        ends = setting.prefilled(keys, [each[-chunk:] for each in queries])
-        for node, end in zip(nodes, ends, strict=True):
-            path = row.path(node)[-chunk:]
-            assert same_bits(end, got[path]), f"a prefill of {chunk} up to node {node}"
-
-
 LARGE = [slow(shape) for shape in ((8, 5, 60), (5, 4, 16), (1, 8, 9), (2, 30, 31))]
 
 
@@ -188,7 +175,7 @@ def test_a_node_has_the_bits_of_plain_decoding_and_of_a_prefill(shape, setting):
     assert same_bits(alone[0], got[0])
     last = shape[2] - 1
     for row, out in zip(rows, got, strict=True):
-        nodes_alone(setting, row, out, sorted({0, last // 2, last}))
+        nodes_alone(setting, row, out, sorted({0, last // 2, last}), chunks=(1, 3))
 
 
 @interpreted

@@ -177,3 +177,21 @@ def same_bits(a, b):
     """Equal to the bit, NaN and the sign of 0 included."""
     integer = {2: torch.int16, 4: torch.int32}[a.element_size()]
     return torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
+
+
+def nodes_alone(setting, row, got, nodes, chunks):
+    """The nodes of a row's tree, each as plain decoding and as the end of prefills in chunks, have these bits."""
+    plain = setting.decode([row.plain(node) for node in nodes])
+    for i, node in enumerate(nodes):
+        assert same_bits(plain[i, 0], got[node]), f"node {node} in a batch of plain rows"
+    for chunk in chunks:
+        keys, queries = zip(*(row.committed(node) for node in nodes), strict=True)
+        ends = setting.prefilled(keys, [each[-chunk:] for each in queries])
+        for node, end in zip(nodes, ends, strict=True):
+            assert same_bits(end, got[row.path(node)[-chunk:]]), f"a prefill of {chunk} up to node {node}"
+
+
+def as_plain_and_prefilled(setting, row, got, nodes, chunks=(1, 40)):
+    """`nodes_alone`, and the last of them in no batch."""
+    nodes_alone(setting, row, got, nodes, chunks)
+    assert same_bits(setting.decode([row.plain(nodes[-1])])[0, 0], got[nodes[-1]]), "one plain row"
