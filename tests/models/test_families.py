@@ -53,7 +53,7 @@ def test_logits_equal_those_of_transformers(saved, chunk):
     In chunks of 17 the shorter prompts are one, as long as the window, and the longest is four that begin within pages.
     """
     model = saved.reference(torch.float32)
-    options = {"dtype": "float32", "graphs": "off", "page_size": 4, "device": "cpu"}
+    options = {"dtype": "float32", "graphs": "off", "page_size": 4, "device": "cpu", "context_length": 128}
     llm = LLM(model=str(saved.pair.target), draft=None, chunked_prefill_size=chunk, **options)
     seen = record_logits(llm)
     for prompt in saved.pair.prompts(LENGTHS[1:] if EVERYTHING else LENGTHS[2:], seed=5):
