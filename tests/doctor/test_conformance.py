@@ -129,16 +129,19 @@ def test_the_start_up_proof_raises_no_false_alarm_at_level_3(accepting_pair):
 
 
 SEEN_BY_THE_MATRIX = ["sgl-26628-twice", "sgl-25015", "sgl-27545", "column-ancestors", "chunk-tail"]
+FAULTLESS = ConformanceCase("torch", "sim", 2, 2, 3, "largest", WINDOW, 5, "shuffled", "float64", True)
 SEEN_ON_LONG_PATHS = ["sgl-26628-missed", "in-place-compaction"]
 
 
 @pytest.mark.parametrize("name", SEEN_BY_THE_MATRIX)
 def test_a_fault_makes_a_case_of_the_matrix_fail(conformance, name):
     """Without any guard, the comparison with the oracle alone finds the bug."""
-    case = ConformanceCase("torch", "sim", 2, 2, 3, "largest", WINDOW, 5, "shuffled", "float64", True)
-    assert conformance.run(case).failure is None
     with fault(name):
-        assert conformance.run(case, check_level=0).failure is not None
+        assert conformance.run(FAULTLESS, check_level=0).failure is not None
+
+
+def test_the_case_that_each_of_them_makes_fail_agrees_without_them(conformance):
+    assert conformance.run(FAULTLESS).failure is None
 
 
 @pytest.mark.parametrize("name", SEEN_ON_LONG_PATHS)
