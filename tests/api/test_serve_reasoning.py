@@ -53,11 +53,17 @@ def chat(server, stream: bool, **body) -> dict:
     return said
 
 
+@pytest.fixture(scope="module")
+def free(pair):
+    """By stream: the message without a budget."""
+    return {stream: chat(pair, stream, max_tokens=24, **ON) for stream in (False, True)}
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("budget", [0, 1, 9])
-def test_a_budget_that_is_spent_ends_the_reasoning_to_the_token(pair, budget, stream):
-    free = chat(pair, stream, max_tokens=40, **ON)
-    said = chat(pair, stream, max_tokens=40, thinking_token_budget=budget, **ON)
+def test_a_budget_that_is_spent_ends_the_reasoning_to_the_token(pair, free, budget, stream):
+    free = free[stream]
+    said = chat(pair, stream, max_tokens=24, thinking_token_budget=budget, **ON)
     assert "</think>" not in TOKENIZER.decode(free["token_ids"])
     assert said["token_ids"][:budget] == free["token_ids"][:budget]
     assert said["token_ids"][budget : budget + len(CLOSES)] == CLOSES

@@ -12,7 +12,7 @@ import pytest
 from support.grids import few_of
 from support.serving import TOKENIZER, children_of, serving
 from support.waiting import until
-from treetop import LLM, SamplingParams, StructuredOutput
+from treetop import LLM, RequestOutput, SamplingParams, StructuredOutput
 
 NAME, PROMPT = "builtin:nestling", "def area(r):"
 CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -40,6 +40,7 @@ def server():
 @pytest.fixture(scope="module")
 def llm():
     llm = LLM(dtype="float64", device="cpu", context_length=256)
+    llm.said = {}
     yield llm
     llm.close()
 
@@ -52,9 +53,13 @@ def complete(server, **body):
     return server.client().completions.create(**request, extra_body={"temperature": 0, "seed": 7, **extra})
 
 
-def offline(llm, **options) -> SamplingParams:
+def offline(llm, **options) -> RequestOutput:
+    """Of equal options the same output, which is made once."""
     bias = {int(token): value for token, value in options.pop("logit_bias", {}).items()}
-    return llm.generate(PROMPT, SamplingParams(**{"max_tokens": 30, "seed": 7, "logit_bias": bias, **options}))[0]
+    params = SamplingParams(**{"max_tokens": 30, "seed": 7, "logit_bias": bias, **options})
+    if repr(params) not in llm.said:
+        llm.said[repr(params)] = llm.generate(PROMPT, params)[0]
+    return llm.said[repr(params)]
 
 
 @pytest.mark.parametrize("options", few_of(OPTIONS, 0, 2, 5), ids=lambda options: next(iter(options)))
