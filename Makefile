@@ -27,17 +27,22 @@ demo: $(READY)
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # Triton decides at import whether it interprets its kernels: those that need it to are a session of their own.
-INTERPRET := TRITON_INTERPRET=1 $(PYTEST) -n 2 tests/kernels
+INTERPRET := TRITON_INTERPRET=1 $(PYTEST) tests/kernels
 
-# Both sessions always run to their end; it fails if one does.
-test: $(DEV)
-	@failed=0; \
-	$(PYTEST) -m "not slow and not interpreted" || failed=1; \
-	$(INTERPRET) -m "not slow and interpreted" || failed=1; \
+# Two sessions, of tests marked $(1), with $(3) in the environment, and of $(2), interpreted: its one process fills the waits
+# of the other's, and what it says comes last. Both always run to their end; it fails if one does.
+SESSIONS = mkdir -p build; failed=0; \
+	$(INTERPRET) -n 1 -m "$(2)" >build/interpreted.log 2>&1 & beside=$$!; \
+	$(3) $(PYTEST) -m "$(1)" || failed=1; \
+	wait $$beside || failed=1; \
+	cat build/interpreted.log; \
 	exit $$failed
 
+test: $(DEV)
+	@$(call SESSIONS,not slow and not interpreted,not slow and interpreted)
+
 interpreted: $(DEV)
-	$(INTERPRET) -m "not slow and interpreted"
+	$(INTERPRET) -n 2 -m "not slow and interpreted"
 
 # The host's code, about a minute: no engine computes here.
 QUICK := $(addprefix tests/,test_rooms.py test_docs.py test_known_failures.py test_scripts.py bench/test_plot.py \
@@ -52,10 +57,7 @@ quick: $(DEV)
 
 # The long matrices too.
 test-all: $(DEV)
-	@failed=0; \
-	TREETOP_TESTS=all $(PYTEST) -m "not interpreted" || failed=1; \
-	$(INTERPRET) -m "interpreted" || failed=1; \
-	exit $$failed
+	@$(call SESSIONS,not interpreted,interpreted,TREETOP_TESTS=all)
 
 # What needs a GPU: a process and a log a file, side by side; then memory alone, for it takes all there is.
 GPU_LAST := tests/gpu/test_gpu_memory.py

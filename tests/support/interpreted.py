@@ -1,6 +1,6 @@
 """Where kernels are tested: Triton decides at import whether it interprets, so that is a session of its own.
 
-`make interpreted` starts it, and `make test` does after everything else. In any other session on a machine without a
+`make interpreted` starts it, and `make test` does beside everything else. In any other session on a machine without a
 GPU the tests marked here are skipped.
 """
 
