@@ -75,7 +75,7 @@ from treetop.types.messages import RowSetup
 from treetop.types.phase import Phase
 from treetop.types.sampling import Choice, SamplingParams
 from treetop.types.tree import Accepted, DraftTree, FlatNodes, PathPositions
-from treetop.weights import twelve_bits
+from treetop.weights import linear, twelve_bits
 from treetop_debug.faults import FAULTS
 from treetop_debug.kernels import all_kernels
 from treetop_debug.policy_faults import POLICY_FAULTS
@@ -485,12 +485,23 @@ def on_a_gpu_of(place):
     return OpContext(torch.device("cuda"), place.dtype, place.shapes)
 
 
+class NoProduct:
+    """Zeros in place of a library's product, which is most of what a rehearsal on a CPU would compute."""
+
+    def __init__(self, weight, bias, calls):
+        self._width = weight.shape[0]
+
+    def __call__(self, x):
+        return x.new_zeros(*x.shape[:-1], self._width)
+
+
 @pytest.fixture
 def as_if_on_a_gpu(absent_gpu, monkeypatch):
     """An engine on a CPU takes an H200's kernels, which are only compiled; what would be recorded runs on zeros.
 
     Small weights are compressed too.
     """
+    monkeypatch.setattr(linear, "CpuProduct", NoProduct)
     traits = GpuTraits(num_sms=132, can_overlap=True, shared_bytes=227 << 10)
     monkeypatch.setattr(triton_guard, "interpreted", lambda: True)  # so tensors of a CPU are no obstacle
     for name, module in list(sys.modules.items()):
