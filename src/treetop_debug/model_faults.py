@@ -286,8 +286,8 @@ def _second_plane(real: Callable[..., Tensor]) -> property:
     return property(v)
 
 
-def _turned_for_the_next(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A token's key, which is one head, is turned by the angles of the next token of its batch."""
+def _rotated_for_the_next(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A token's key, which is one head, is rotated by the angles of the next token of its batch."""
 
     def rotate_(x: Tensor, angles: Rotation) -> Tensor:
         if x.shape[2] == 1:
@@ -376,8 +376,8 @@ SPARSE_FAULTS = by_name(
     ),
     Fault(
         "rope-of-another-position",
-        "what turns of a key is turned for another token's position",
-        (Patch("treetop.kernels.attention.latent:rotate_", _turned_for_the_next),),
+        "the rotary part of a key is rotated for another token's position",
+        (Patch("treetop.kernels.attention.latent:rotate_", _rotated_for_the_next),),
         "tokens",
         None,
     ),

@@ -74,7 +74,7 @@ class LatentLibrary:
 
 
 def parts_of(form: KVFormat) -> tuple[KVPart, ...]:
-    """The latent in e4m3, a float32 factor for each half, then the part that turns in bfloat16."""
+    """The latent in e4m3, a float32 factor for each half, then the part with RoPE in bfloat16."""
     latent = form.value_dim
     return KVPart(latent, "float8_e4m3fn", latent // 2), KVPart(form.head_dim - latent, "bfloat16")
 

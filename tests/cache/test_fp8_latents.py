@@ -45,7 +45,7 @@ def sparse(tmp_path_factory):
 
 
 def rounding(model, scales):
-    """`transformers`' DeepSeek V3, whose latents and turned keys are rounded as soon as they are made."""
+    """`transformers`' DeepSeek V3, whose latents and rotated keys are rounded as soon as they are made."""
     now, turn = [], theirs.apply_rotary_pos_emb_interleave
 
     def by_scale(x):

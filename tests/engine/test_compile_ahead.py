@@ -556,7 +556,7 @@ def test_a_rehearsal_compiles_all_that_an_engine_launches_on_a_gpu(as_if_on_a_gp
     assert not any(by_itself for _, by_itself in as_if_on_a_gpu)
     names = {name for name, _ in as_if_on_a_gpu}
     of_ranks, of_latents = {"add_shares_rms_norm", "gather"}, {"write_latent", "latent_attention"}
-    of_latents |= {"turn_index_heads", "write_index_keys", "paged_index_scores", "choose_by_scores"}
+    of_latents |= {"rotate_index_heads", "write_index_keys", "paged_index_scores", "choose_by_scores"}
     of_latents |= {"segment_latents", "prefill_latents", "heads_rows"}
     of_others = {"plan_segments", "segment_attention", "segment_prefill"}
     of_others |= {"gather_table", "tail_and_merge", "route", "experts", "pack", "unpack", *of_ranks, *of_latents}

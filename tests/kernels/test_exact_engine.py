@@ -36,7 +36,7 @@ KERNELS = {
     "write_latent",
     "heads_rows",
 }
-KERNELS |= {"turn_index_heads", "write_index_keys"}
+KERNELS |= {"rotate_index_heads", "write_index_keys"}
 """What is interpreted beside attention; the rest is the reference."""
 
 

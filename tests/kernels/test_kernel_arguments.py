@@ -130,5 +130,5 @@ def test_a_kernel_is_told_how_its_tensors_lie(pairs, monkeypatch, name):
     if name in ("latents", "sparse"):  # the head's attention is of the usual kind
         expected |= {"_latent_attention_kernel", "_write_latent_kernel"}
     if name == "sparse":
-        expected |= {"_scores_kernel", "_select_kernel", "_turn_index_heads_kernel", "_write_index_keys_kernel"}
+        expected |= {"_scores_kernel", "_select_kernel", "_rotate_index_heads_kernel", "_write_index_keys_kernel"}
     assert expected | ({"_choose_kernel", "_grouped_kernel"} if name == "experts" else set()) <= seen

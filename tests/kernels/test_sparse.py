@@ -29,8 +29,8 @@ from treetop.types.phase import Phase
 
 CPU = torch.device("cpu")
 GPU = gpu_traits(CPU)
-LATENT, TURNED, INDEX = 16, 6, 10
-PLANE = {"kv_heads": 1, "dim": LATENT + TURNED + INDEX, "latent": LATENT}
+LATENT, ROPE_DIM, INDEX = 16, 6, 10
+PLANE = {"kv_heads": 1, "dim": LATENT + ROPE_DIM + INDEX, "latent": LATENT}
 
 
 def sparse_scene(**options):
@@ -52,7 +52,7 @@ def sparse_scene(**options):
     rows, n = s.q.shape[:2]
     heads = torch.randint(-1, 2, (rows, n, 3, INDEX + 2), generator=generator)[..., :INDEX].to(s.q.dtype)
     weights = torch.randint(-2, 3, (rows, n, 3), generator=generator).float()
-    q, k, tail_k = (each[..., : LATENT + TURNED] for each in (s.q, s.k, s.tail_k))
+    q, k, tail_k = (each[..., : LATENT + ROPE_DIM] for each in (s.q, s.k, s.tail_k))
     causal = s.metadata.causal
     query = IndexQuery(heads, weights, 4)
     return (

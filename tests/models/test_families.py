@@ -190,7 +190,7 @@ def test_qwen_windows_of_the_older_spelling_mean_the_same(tmp_path):
 
 
 def test_llama_4_of_the_first_release_means_the_same(tmp_path):
-    """Without layer types, with an empty list of layers that turn, and a number that says to temper attention."""
+    """Without layer types, with an empty list of RoPE layers, and a number that says to temper attention."""
     saved = FAMILIES["llama 4"].save(tmp_path)
     spec = target_spec(saved.pair.target).config
     attention = [layer.attention for layer in spec.layers]
@@ -221,7 +221,7 @@ def test_minimax_of_the_first_release_means_the_same(tmp_path):
     assert found == target_spec(folder).config
     assert found.layers[0].normed_stream == NormedStream((1.25, 0.75), (1.75, 0.875))
     turned = target_spec(copy_folder(folder, tmp_path / "turned", **older, rotary_dim=4)).config
-    assert turned.attention[2].rope.turned == 4
+    assert turned.attention[2].rope.rotary_size == 4
 
 
 def test_hunyuan_as_published_means_the_same(tmp_path):
@@ -453,11 +453,11 @@ def test_which_layers_of_muse_turn(models, tmp_path):
     target = models("muse")
     text = json.loads((target / "config.json").read_text())["text_config"]
     attention = target_spec(target).config.attention
-    assert [attention[layer].rope.turned for layer in range(4)] == [12, 0, 12, 0]
+    assert [attention[layer].rope.rotary_size for layer in range(4)] == [12, 0, 12, 0]
     assert [attention[layer].window for layer in range(4)] == [WINDOW] * 3 + [None]
     plain = copy_folder(target, tmp_path / "plain", text_config={**text, "layer_rope_theta": None, "layer_types": None})
     found = target_spec(plain).config.attention
-    assert [(found[layer].rope.turned, found[layer].window) for layer in (2, 3)] == [(12, WINDOW), (0, None)]
+    assert [(found[layer].rope.rotary_size, found[layer].window) for layer in (2, 3)] == [(12, WINDOW), (0, None)]
     other = copy_folder(target, tmp_path / "other", text_config={**text, "layer_rope_theta": [5.0, 0, 1e4, 0]})
     refused(CheckpointError, lambda: target_spec(other), "layer_rope_theta", "10000.0", "4 layers")
 

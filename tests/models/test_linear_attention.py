@@ -196,7 +196,7 @@ def test_long_chunks_and_long_prompts(saved, name):
 
 
 def test_a_config_says_which_layers_are_linear_and_what_turns(saved):
-    """By `layer_types`, else every fourth layer is full; a quarter of a head turns where nobody says."""
+    """By `layer_types`, else every fourth layer is full; a quarter of a head has RoPE where nobody says."""
     folder = saved("qwen3.5").pair.target
     config = target_spec(folder).config
     assert list(config.recurrent) == [0, 1, 2]

@@ -173,7 +173,7 @@ def test_a_gpus_probe_of_bits_knows_latents_and_indexers(saved):
     probe = operation_probe(ops, config, (), 20)
     assert {name for name, _ in probe.run()} >= {"products of latents' keys", "weights of an indexer's heads"}
     assert probe.problem() is None
-    spoilt = {"write_latent": "latents and their rotation", "turn_index_heads": "an indexer's keys and heads"}
+    spoilt = {"write_latent": "latents and their rotation", "rotate_index_heads": "an indexer's keys and heads"}
     for name, said in spoilt.items():
         real = getattr(ops, name)
         vars(ops)[name] = lambda *given, real=real, **more: real(*given, **more) + (len(given[0]) == 5)

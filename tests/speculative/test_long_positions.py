@@ -47,8 +47,8 @@ def test_drafts_are_accepted_far_behind_the_original_positions_as_at_the_beginni
     fresh = written(llm, texts, LENGTH)
     assert sum(map(sum, fresh[1])) > 0
     assert all(written(llm, texts, far * ORIGINAL) == fresh for far in (2, 8))
-    real = eagle3.turn_at
-    monkeypatch.setattr(eagle3, "turn_at", lambda table, at, ops: real(table, at.clamp(max=ORIGINAL), ops))
+    real = eagle3.rotary_at
+    monkeypatch.setattr(eagle3, "rotary_at", lambda table, at, ops: real(table, at.clamp(max=ORIGINAL), ops))
     broken = build(pair, shape, **OPTIONS)
     there, accepted = written(broken, texts, 8 * ORIGINAL)
     assert there == fresh[0], "no token depends on a draft"

@@ -207,8 +207,8 @@ class FakeFlashInfer:
 class FakeFlashMLA:
     """Stands for the package `flash_mla`, with kernels for these pages and planes."""
 
-    def __init__(self, page=64, rank=512, turned=64):
-        self.sizes, self.calls = (page, rank, turned), []
+    def __init__(self, page=64, rank=512, rope_dim=64):
+        self.sizes, self.calls = (page, rank, rope_dim), []
 
     def get_mla_metadata(self):
         return SimpleNamespace(of=None), None
@@ -217,9 +217,9 @@ class FakeFlashMLA:
         self, q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits=None,
         softmax_scale=None, causal=False, is_fp8_kvcache=None, indices=None, use_legacy=False,
     ):  # fmt: skip
-        page, rank, turned = self.sizes
+        page, rank, rope_dim = self.sizes
         rows, n, heads, dim = q.shape
-        assert (dim, head_dim_v, use_legacy, causal, is_fp8_kvcache) == (rank + turned, rank, True, False, False)
+        assert (dim, head_dim_v, use_legacy, causal, is_fp8_kvcache) == (rank + rope_dim, rank, True, False, False)
         assert k_cache.shape[1:] == (page, 1, dim)
         assert q.stride(-1) == k_cache.stride(-1) == block_table.stride(-1) == 1
         assert block_table.dtype == cache_seqlens.dtype == torch.int32

@@ -25,7 +25,7 @@ from treetop.types.kv import compressed
 from treetop.weights.format import Source
 
 NAME = "OnePlaneForCausalLM"
-HEADS, RANK, TURNED, KEY, VALUE = 4, 12, 4, 6, 5
+HEADS, RANK, ROPE_DIM, KEY, VALUE = 4, 12, 4, 6, 5
 SIZES = {"hidden_size": 32, "num_attention_heads": HEADS, "num_key_value_heads": 2, "head_dim": 8}
 CONFIG = {
     **SIZES,
@@ -39,8 +39,8 @@ CONFIG = {
 
 
 def read(config, where):
-    rope = RopeSpec(TURNED, 10000.0)
-    attention = AttentionSpec(HEADS, compressed(RANK, TURNED), rope, (KEY + TURNED) ** -0.5)
+    rope = RopeSpec(ROPE_DIM, 10000.0)
+    attention = AttentionSpec(HEADS, compressed(RANK, ROPE_DIM), rope, (KEY + ROPE_DIM) ** -0.5)
     return model_config(config, where, [LayerSpec(attention, DenseSpec(1))] * num_layers(config, where))
 
 
@@ -54,7 +54,7 @@ def params(config):
     for i in range(len(config.layers)):
         made += [
             norm_param(f"{i}.norm", f"layers.{i}.norm", hidden),
-            matrix(f"{i}.query", Source(f"layers.{i}.query", (HEADS * (KEY + TURNED), hidden))),
+            matrix(f"{i}.query", Source(f"layers.{i}.query", (HEADS * (KEY + ROPE_DIM), hidden))),
             matrix(f"{i}.plane", *(Source(f"layers.{i}.{n}", (size, hidden)) for n, size in PLANE.items())),
             matrix(f"{i}.to_key", Source(f"layers.{i}.to_key", (HEADS * KEY, RANK))),
             matrix(f"{i}.to_value", Source(f"layers.{i}.to_value", (HEADS * VALUE, RANK))),
@@ -63,7 +63,7 @@ def params(config):
     return made
 
 
-PLANE = {"latent": RANK, "turned": TURNED}
+PLANE = {"latent": RANK, "turned": ROPE_DIM}
 
 
 class OnePlane:
@@ -93,7 +93,7 @@ class OnePlane:
 
     def project(self, i, normed, angles):
         """Queries [rows, n, HEADS, RANK + TURNED] and the plane [rows, n, 1, 1, RANK + TURNED]."""
-        q = (normed @ self.weights[f"{i}.query"].T).unflatten(-1, (HEADS, KEY + TURNED))
+        q = (normed @ self.weights[f"{i}.query"].T).unflatten(-1, (HEADS, KEY + ROPE_DIM))
         rotate_(q[..., KEY:], angles)
         to_key = self.weights[f"{i}.to_key"].view(HEADS, KEY, RANK)
         absorbed = torch.einsum("rnhk,hkc->rnhc", q[..., :KEY], to_key)
@@ -140,9 +140,9 @@ def dense_logits(folder, ids):
         return x / (x.pow(2).mean(-1, keepdim=True) + CONFIG["rms_norm_eps"]).sqrt() * weight
 
     def turn(x, position):
-        half, out = TURNED // 2, x.clone()
+        half, out = ROPE_DIM // 2, x.clone()
         for j in range(half):
-            angle = torch.tensor(position / 10000.0 ** (2 * j / TURNED), dtype=torch.float32)
+            angle = torch.tensor(position / 10000.0 ** (2 * j / ROPE_DIM), dtype=torch.float32)
             cos, sin = angle.cos().double(), angle.sin().double()
             out[j], out[j + half] = x[j] * cos - x[j + half] * sin, x[j + half] * cos + x[j] * sin
         return out
@@ -154,13 +154,13 @@ def dense_logits(folder, ids):
         shared = torch.stack([turn(key, at) for at, key in enumerate(shared)])
         rows = []
         for at in range(len(ids)):
-            q = (w[of + "query"] @ normed[at]).view(HEADS, KEY + TURNED)
+            q = (w[of + "query"] @ normed[at]).view(HEADS, KEY + ROPE_DIM)
             heads = []
             for h in range(HEADS):
                 keys = latent[: at + 1] @ w[of + "to_key"].view(HEADS, KEY, RANK)[h].T
                 values = latent[: at + 1] @ w[of + "to_value"].view(HEADS, VALUE, RANK)[h].T
                 scores = keys @ q[h, :KEY] + shared[: at + 1] @ turn(q[h, KEY:], at)
-                heads.append(torch.softmax(scores / math.sqrt(KEY + TURNED), dim=0) @ values)
+                heads.append(torch.softmax(scores / math.sqrt(KEY + ROPE_DIM), dim=0) @ values)
             rows.append(w[of + "output"] @ torch.cat(heads))
         x = x + torch.stack(rows)
     return norm(x, w["norm"]) @ w["head"].T

@@ -148,7 +148,7 @@ def write_latent(kernel: bool) -> Call:
 
 
 @case
-def turn_index_heads(kernel: bool) -> Call:
+def rotate_index_heads(kernel: bool) -> Call:
     table, positions = rope_table(RopeSpec(6, 10000.0), 50, torch.float32, DEVICE), torch.randint(0, 50, (3, 4))
     given = (table.data, positions) if kernel else table.at(positions)
     return Call((torch.randn(3, 4, 5, 24)[..., :14], given), compared=only_result)

@@ -24,7 +24,7 @@ from treetop.kernels.rope import rope_table
 from treetop.models.attention import attention, attention_params
 from treetop.models.config import DenseSpec, LayerSpec, LinearSpec, attention_spec, model_config
 from treetop.models.embedding import lookup, piece_of, whole_logits
-from treetop.models.layers import RMSNorm, norm_param, turn_at
+from treetop.models.layers import RMSNorm, norm_param, rotary_at
 from treetop.models.registry import FAMILIES, Family, target_spec
 from treetop.models.target import LAST_HIDDEN, TargetOutput
 from treetop.weights.format import Source
@@ -129,7 +129,7 @@ class TinyRecurrent:
         self.products = [*(product for layer in self.layers for product in layer.products), self.lm_head]
 
     def forward(self, tokens, positions, attend, tells_experts=False):
-        x, turn, streams = self._embed(tokens), turn_at(self._rope, positions, self._ops), {}
+        x, turn, streams = self._embed(tokens), rotary_at(self._rope, positions, self._ops), {}
         for i, (norm, layer) in enumerate(zip(self.norms, self.layers, strict=True)):
             streams[i] = x
             x = self._ops.add(x, layer(norm(x), turn, attend))

@@ -17,7 +17,7 @@ class Capabilities:
     head_dims, page_sizes: None is any.
     latents: how wide the latents of compressed attention may be, whose plane is key and value; () is none of it, None
         is any.
-    turned: how wide the part of such a plane that turns may be; None is any.
+    rope_dims: how wide the rotary part of such a plane may be; None is any.
     compressed_only: it has no other attention; layers without compression run on the Triton kernel, and an engine that
         has none with it is refused.
     sparse: it attends to the keys that an indexer chooses (DSA).
@@ -39,7 +39,7 @@ class Capabilities:
     head_dims: tuple[int, ...] | None = None
     page_sizes: tuple[int, ...] | None = None
     latents: tuple[int, ...] | None = ()
-    turned: tuple[int, ...] | None = None
+    rope_dims: tuple[int, ...] | None = None
     compressed_only: bool = False
     sparse: bool = False
     fp8_kv: bool = False

@@ -26,11 +26,12 @@ from treetop.kernels.kv import PagedKV
 from treetop.kernels.table import OpContext, Ops
 from treetop.kernels.triton_guard import why_not
 
-PAGE, RANK, TURNED = 64, 512, 64
-"""Of a page, in tokens; of a plane's latent and of its part that turns, in numbers. It has kernels for these alone."""
+PAGE, RANK, ROPE_DIM = 64, 512, 64
+"""Of a page, in tokens; of a plane's latent and of its part with RoPE, in numbers. It has kernels for these alone."""
 
 CAPABILITIES = Capabilities(
-    HALF, head_dims=tuple(range(2, 513)), page_sizes=(PAGE,), latents=(RANK,), turned=(TURNED,), compressed_only=True,
+    HALF, head_dims=tuple(range(2, 513)), page_sizes=(PAGE,), latents=(RANK,), rope_dims=(ROPE_DIM,),
+    compressed_only=True,
     own_windows=False, own_sinks=False, own_prefill=False,
 )  # fmt: skip
 
@@ -147,11 +148,11 @@ def _probe(attention: LatentPrefix, device: torch.device, dtype: torch.dtype) ->
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device).to(dtype)
 
-    planes, q = normal(2, 7, PAGE, 1, RANK + TURNED), normal(len(lengths), n, heads, RANK + TURNED)
+    planes, q = normal(2, 7, PAGE, 1, RANK + ROPE_DIM), normal(len(lengths), n, heads, RANK + ROPE_DIM)
     table = torch.tensor([[6, 5, 0], [3, 2, 1], [0, 0, 0]], dtype=torch.int32, device=device)
     planes[:, 5, lengths[0] - PAGE :] = torch.nan
     of_rows = torch.tensor(lengths, dtype=torch.int32, device=device)
-    scale, shared, errors = (RANK + TURNED) ** -0.5, attention.share(), []
+    scale, shared, errors = (RANK + ROPE_DIM) ** -0.5, attention.share(), []
     for layer in planes:
         out, lse = attention(q, layer, table, of_rows, RANK, scale, shared)
         for row, length in enumerate(lengths[:-1]):

@@ -89,10 +89,10 @@ def _of_group(able: Capabilities, need: Need, group: GroupNeed) -> BackendRefusa
                 reason,
                 f"use --attention-backend {'torch' if able.latents and not able.compressed_only else _wider(need)}",
             )
-        turned = group.head_dim - group.latent
-        if able.turned is not None and turned not in able.turned:
+        rope_dim = group.head_dim - group.latent
+        if able.rope_dims is not None and rope_dim not in able.rope_dims:
             reason = (
-                f"its latents' part that turns is {turned} wide, and it has no kernel for that (KV group {group.name})"
+                f"its latents' part with RoPE is {rope_dim} wide, and it has no kernel for that (KV group {group.name})"
             )
             return BackendRefusal(reason, f"use --attention-backend {_wider(need)}")
     elif able.head_dims is not None and group.head_dim not in able.head_dims:

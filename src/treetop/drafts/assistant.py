@@ -39,7 +39,7 @@ from treetop.models.config import AttentionSpec, ModelConfig, read_config
 from treetop.models.decoder import DecoderLayer, decoder_params, unused_tensors
 from treetop.models.embedding import rounded, whole_table
 from treetop.models.families import gemma4
-from treetop.models.layers import RMSNorm, Rotary, turn_at
+from treetop.models.layers import RMSNorm, Rotary, rotary_at
 from treetop.models.target import LAST_HIDDEN, Target
 from treetop.types.errors import CheckpointError, ConfigError, shown
 from treetop.weights.format import Source
@@ -194,14 +194,14 @@ class Assistant:
         """tokens, positions: [rows, n] int64. parents: [rows, n, state_size]. Returns their own states."""
         hidden = parents[..., self.spec.decoder.hidden_size :]
         x = self.narrow(torch.cat([F.embedding(tokens, self._of_target) * self._scale, hidden], dim=-1))
-        turns: dict[RopeSpec | None, Rotary] = {
-            rope: turn_at(table, positions, self._ops) for rope, table in self._ropes.items()
+        rotaries: dict[RopeSpec | None, Rotary] = {
+            rope: rotary_at(table, positions, self._ops) for rope, table in self._ropes.items()
         }
         normed = self.layers[0].input_norm(x)
         for layer, next_norm in zip(
             self.layers, [*(each.input_norm for each in self.layers[1:]), self.norm], strict=True
         ):
-            x, added = layer(x, normed, turns[layer.rope], attend)
+            x, added = layer(x, normed, rotaries[layer.rope], attend)
             x, normed = layer.leave(x, added, next_norm)
         return torch.cat([normed, self.widen(normed)], dim=-1)
 

@@ -43,7 +43,7 @@ from treetop.kernels.tree.calibration import Heat
 from treetop.models.config import AttentionSpec, ModelConfig
 from treetop.models.decoder import DecoderLayer, capped, layer_params
 from treetop.models.embedding import part_of, rounded, whole_logits, whole_table
-from treetop.models.layers import RMSNorm, Rotary, head_norms, norm_param, turn_at
+from treetop.models.layers import RMSNorm, Rotary, head_norms, norm_param, rotary_at
 from treetop.models.target import Target
 from treetop.weights.format import Source
 from treetop.weights.held import Weights
@@ -213,24 +213,24 @@ class BlockHead:
     def extend(self, tokens: Tensor, aux_hidden: Tensor, positions: Tensor, at: Extension, attend: Attend) -> Tensor:
         """See `Drafter`. Of the target's states alone: there is no state, and no token after one counts."""
         context = self.hidden_norm(self._ops.parallel.join(self.fuse(aux_hidden)))
-        turn = turn_at(self._rope, positions, self._ops)
+        rotary = rotary_at(self._rope, positions, self._ops)
         kv = self.context.parts(context)
         kv = kv.unflatten(-1, (len(self.layers), -1, self.spec.attention[0].head_dim))
         for index, norms in enumerate(self._norms):
-            attend.write(index, partial(self._write, kv[..., index, :, :].contiguous(), turn, norms))
+            attend.write(index, partial(self._write, kv[..., index, :, :].contiguous(), rotary, norms))
         return aux_hidden.new_zeros((len(at.rows), self.spec.state_size))
 
     def _write(
         self,
         kv: Tensor,
-        turn: Rotary,
+        rotary: Rotary,
         norms: HeadNorms | None,
         target: Tensor,
         slots: Tensor | None,
         scales: Tensor | None,
     ) -> Tensor:
         """A `WriteKV` without queries. kv: [parts, rows, n, 2 * kv_heads, dim]."""
-        return self._ops.rotate_and_write(kv, turn.angles, target, slots, norms=norms, scales=scales)
+        return self._ops.rotate_and_write(kv, rotary.angles, target, slots, norms=norms, scales=scales)
 
     def open(self, roots: Roots, attend: Attend) -> BlockOutput:
         """See `DraftBlock`."""
@@ -238,7 +238,7 @@ class BlockHead:
         tokens = torch.full_like(roots.tokens, spec.mask_token)[:, None].repeat(1, width)
         tokens[:, 0] = roots.tokens
         positions = roots.positions[:, None] + torch.arange(width, device=tokens.device)
-        turn = turn_at(self._rope, positions, self._ops)
+        rotary = rotary_at(self._rope, positions, self._ops)
         x = F.embedding(tokens, self.embedding)
         if self._embedding_scale != 1:
             x = x * self._embedding_scale
@@ -246,7 +246,7 @@ class BlockHead:
         for layer, next_norm in zip(
             self.layers, [*(each.input_norm for each in self.layers[1:]), self.norm], strict=True
         ):
-            x, added = layer(x, normed, turn, attend)
+            x, added = layer(x, normed, rotary, attend)
             x, normed = layer.leave(x, added, next_norm)
         hidden = normed[:, spec.first : spec.first + roots.depths].contiguous()
         lines = _Lines(hidden, self._logits(hidden))

@@ -73,12 +73,12 @@ class ConvolvedLayer:
         self.products: list[Product] = [*layer.products, self.attention_conv.made, self.mlp_conv.made]
 
     def __call__(
-        self, x: Tensor, normed: Tensor, turn: Rotary, attend: Attend, tokens: RoutedTokens = ALL_LIVE
+        self, x: Tensor, normed: Tensor, rotary: Rotary, attend: Attend, tokens: RoutedTokens = ALL_LIVE
     ) -> tuple[Tensor, Summed]:
         """See `DecoderLayer`."""
         layer, mixed = self.layer, Convolution.mixed
         kernels = self.attention_conv.kernels(normed)
-        parts = layer.attention(mixed(kernels[:, :, 0], normed), turn, attend)
+        parts = layer.attention(mixed(kernels[:, :, 0], normed), rotary, attend)
         added = mixed(kernels[:, :, 1], joined(taken(parts)).to(x.dtype))
         x, normed = layer.mlp_norm.after(x, added[None])
         kernels = self.mlp_conv.kernels(normed)

@@ -40,7 +40,7 @@ from treetop.models.config import AttentionSpec, ModelConfig, model_config, read
 from treetop.models.decoder import DecoderLayer
 from treetop.models.embedding import part_of, whole_logits, whole_table
 from treetop.models.feed_forward import feed_forward_params
-from treetop.models.layers import GatedMLP, RMSNorm, norm_param, turn_at
+from treetop.models.layers import GatedMLP, RMSNorm, norm_param, rotary_at
 from treetop.models.target import LAST_HIDDEN, Target
 from treetop.weights.format import Source
 from treetop.weights.held import Weights
@@ -164,13 +164,13 @@ class EagleHead:
         return self._forward(nodes.tokens, nodes.state, positions, attend)
 
     def _forward(self, tokens: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        turn = turn_at(self._rope, positions, self._ops)
+        rotary = rotary_at(self._rope, positions, self._ops)
         x = self._ops.parallel.join(self.fuse(torch.cat([F.embedding(tokens, self.embedding), state], dim=-1)))
-        x, normed = self.mlp_norm.after(x, self.attention(x, turn, attend))
+        x, normed = self.mlp_norm.after(x, self.attention(x, rotary, attend))
         added = self.mlp(normed)
         for layer in self.deeper:
             x, normed = layer.input_norm.after(x, added)
-            x, added = layer(x, normed, turn, attend)
+            x, added = layer(x, normed, rotary, attend)
         return self._ops.add(x, added)
 
     def _own_logits(self, state: Tensor) -> Tensor:

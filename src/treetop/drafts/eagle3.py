@@ -35,7 +35,7 @@ from treetop.models.config import AttentionSpec, ModelConfig
 from treetop.models.decoder import DecoderLayer
 from treetop.models.embedding import whole_logits, whole_table
 from treetop.models.feed_forward import feed_forward_params
-from treetop.models.layers import GatedMLP, RMSNorm, norm_param, turn_at
+from treetop.models.layers import GatedMLP, RMSNorm, norm_param, rotary_at
 from treetop.models.target import Target
 from treetop.types.config import Recurrence
 from treetop.weights.format import Source
@@ -237,12 +237,12 @@ class Eagle3Head:
         norm, width = self.hidden_norm, state.shape[-1]
         x = self._ops.embed_and_norm(self.normed_embedding, tokens, state, norm.weight, norm.eps)
         residual = x[..., -width:] if self.spec.norms.before_residual else state
-        turn = turn_at(self._rope, positions, self._ops)
-        x, normed = self.mlp_norm.after(residual, self.attention(x, turn, attend))
+        rotary = rotary_at(self._rope, positions, self._ops)
+        x, normed = self.mlp_norm.after(residual, self.attention(x, rotary, attend))
         added = self.mlp(normed)
         for layer in self.deeper:
             x, normed = layer.input_norm.after(x, added)
-            x, added = layer(x, normed, turn, attend)
+            x, added = layer(x, normed, rotary, attend)
         return self.norm.after(x, added)[1] if self.spec.norms.output else self._ops.add(x, added)
 
     def _own_logits(self, state: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ from treetop.models.config import (
 from treetop.models.decoder import DecoderLayer, decoder_params
 from treetop.models.embedding import whole_table
 from treetop.models.experts import live_rows
-from treetop.models.layers import NoNorm, RMSNorm, norm_param, turn_at
+from treetop.models.layers import NoNorm, RMSNorm, norm_param, rotary_at
 from treetop.models.target import LAST_HIDDEN, Target
 from treetop.types.config import Recurrence
 from treetop.types.errors import CheckpointError, shown
@@ -399,9 +399,9 @@ class MtpLayer:
         if self.spec.names.zeroed:
             tokens = torch.where(positions == 0, self.spec.vocab_size, tokens)
         x = self.projection(self._ops.embed_and_norm(self.normed_embedding, tokens, state, norm.weight, norm.eps))
-        turn = turn_at(self._rope, positions, self._ops)
+        rotary = rotary_at(self._rope, positions, self._ops)
         tokens_of_all = RoutedTokens(live_rows(attend.live(), self._ops.expert_ranks))
-        x, added = self.layer(x, self.layer.input_norm(x), turn, attend, tokens_of_all)
+        x, added = self.layer(x, self.layer.input_norm(x), rotary, attend, tokens_of_all)
         return self.norm.after(x, added)[1] if self.spec.normed_state else self._ops.add(x, added)
 
     def propose(self, nodes: Nodes, k: int, heat: Heat | None = None, lines: Any = None) -> Proposal:

@@ -1,8 +1,8 @@
 """Rotary position embedding: tables from a Hugging Face config, and the rotation.
 
 There is one rotation, of the whole head, whose first half pairs with its second. What other conventions differ in, the
-dimensions that pair and those that do not turn at all, is an order of a head's dimensions (`head_order`), in which
-weights are read once: so no operation knows of it. Dimensions that do not turn have an angle of zero.
+dimensions that pair and those without RoPE, is an order of a head's dimensions (`head_order`), in which
+weights are read once: so no operation knows of it. Dimensions without RoPE have an angle of zero.
 """
 
 import math
@@ -63,9 +63,9 @@ class DynamicNTK:
 
 @dataclass(frozen=True, slots=True)
 class Proportional:
-    """What turns has the frequencies that it would have if all of the head turned, divided by the factor.
+    """What has RoPE has the frequencies that it would have if all of the head had RoPE, divided by the factor.
 
-    Dimension i pairs with i + head_dim / 2, whatever the part that turns. Source: Gemma 4's published configuration.
+    Dimension i pairs with i + head_dim / 2, whatever the part with RoPE. Source: Gemma 4's published configuration.
     """
 
     factor: float
@@ -101,8 +101,8 @@ class RopeSpec:
     query_scale: QueryScale | None = None
 
     @property
-    def turned(self) -> int:
-        """Dimensions that turn."""
+    def rotary_size(self) -> int:
+        """Dimensions with RoPE."""
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
 
@@ -110,7 +110,7 @@ class RopeSpec:
 class RopeTable:
     """data: [rows, 2, head_dim], cos then sin; the first half of sin carries the sign of the half rotation.
 
-    query_scale: [rows], what turned queries are multiplied by; None where it is 1 at every position.
+    query_scale: [rows], what rotated queries are multiplied by; None where it is 1 at every position.
     """
 
     data: Tensor
@@ -131,14 +131,14 @@ class Rotation:
 
 
 def inverse_frequencies(spec: RopeSpec, positions: Tensor) -> Tensor:
-    """[1 or positions, turned / 2] float32, the precision that checkpoints were trained with. positions: float32."""
+    """[1 or positions, rotary_size / 2] float32, as precise as checkpoints were trained with. positions: float32."""
     scaling = spec.scaling
-    whole = spec.head_dim if isinstance(scaling, Proportional) else spec.turned
-    exponent = torch.arange(0, spec.turned, 2, dtype=torch.float32) / whole
+    whole = spec.head_dim if isinstance(scaling, Proportional) else spec.rotary_size
+    exponent = torch.arange(0, spec.rotary_size, 2, dtype=torch.float32) / whole
     if isinstance(scaling, DynamicNTK):
         length = (positions + 1).clamp(min=scaling.max_position)
         grown = 1 + scaling.factor * (length / scaling.max_position - 1)
-        theta = spec.theta * grown ** (spec.turned / (spec.turned - 2))
+        theta = spec.theta * grown ** (spec.rotary_size / (spec.rotary_size - 2))
         return 1.0 / theta[:, None] ** exponent
     inverse = 1.0 / spec.theta**exponent
     if isinstance(scaling, LinearScaling | Proportional):
@@ -156,19 +156,21 @@ def inverse_frequencies(spec: RopeSpec, positions: Tensor) -> Tensor:
 
 
 def _ramp(spec: RopeSpec, yarn: Yarn) -> Tensor:
-    """[turned / 2]: 0 for dimensions that keep their frequency, 1 for those whose frequency is divided."""
+    """[rotary_size / 2]: 0 for dimensions that keep their frequency, 1 for those whose frequency is divided."""
 
     def dimension(turns: float) -> float:
         """The one that turns so often in the original context."""
-        return spec.turned * math.log(yarn.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
+        return (
+            spec.rotary_size * math.log(yarn.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
+        )
 
     low, high = dimension(yarn.beta_fast), dimension(yarn.beta_slow)
     if yarn.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, spec.turned - 1)
+    low, high = max(low, 0), min(high, spec.rotary_size - 1)
     if low == high:
         high += 0.001
-    return ((torch.arange(spec.turned // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return ((torch.arange(spec.rotary_size // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
 
 
 def rope_table(spec: RopeSpec, num_positions: int, dtype: torch.dtype, device: torch.device) -> RopeTable:
@@ -177,7 +179,7 @@ def rope_table(spec: RopeSpec, num_positions: int, dtype: torch.dtype, device: t
     angle = positions[:, None] * inverse_frequencies(spec, positions)
     factor = spec.scaling.attention_factor if isinstance(spec.scaling, Yarn) else 1.0
     cos, sin = angle.cos() * factor, angle.sin() * factor
-    still = num_positions, (spec.head_dim - spec.turned) // 2
+    still = num_positions, (spec.head_dim - spec.rotary_size) // 2
     cos, sin = torch.cat([cos, torch.ones(still)], dim=-1), torch.cat([sin, torch.zeros(still)], dim=-1)
     table = torch.stack([torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)], dim=1)
     return RopeTable(table.to(device, dtype), _query_scale(spec.query_scale, num_positions, dtype, device))
@@ -195,13 +197,13 @@ def _query_scale(
 def head_order(spec: RopeSpec) -> tuple[int, ...] | None:
     """Which of a checkpoint's dimensions of a head stands at each of ours; None if they stand there already.
 
-    Each half begins with its half of the pairs that turn, and ends with half of what does not turn.
+    Each half begins with its half of the pairs with RoPE, and ends with half of what has no RoPE.
     """
     if isinstance(spec.scaling, Proportional):
         return None
-    half, still = spec.turned // 2, range(spec.turned, spec.head_dim)
-    first = range(0, spec.turned, 2) if spec.interleaved else range(half)
-    second = range(1, spec.turned, 2) if spec.interleaved else range(half, spec.turned)
+    half, still = spec.rotary_size // 2, range(spec.rotary_size, spec.head_dim)
+    first = range(0, spec.rotary_size, 2) if spec.interleaved else range(half)
+    second = range(1, spec.rotary_size, 2) if spec.interleaved else range(half, spec.rotary_size)
     order = (*first, *still[: len(still) // 2], *second, *still[len(still) // 2 :])
     return None if order == tuple(range(spec.head_dim)) else order
 

@@ -209,12 +209,12 @@ class Ops:
     write_latent = Op(
         latent.write_latent_reference, latent.write_latent, 1e-6, on_a_gpu, (latent._write_latent_kernel,)
     )
-    turn_index_heads = Op(
-        indexer.turn_index_heads_reference,
-        indexer.turn_index_heads,
+    rotate_index_heads = Op(
+        indexer.rotate_index_heads_reference,
+        indexer.rotate_index_heads,
         1e-6,
         on_a_gpu,
-        (indexer._turn_index_heads_kernel,),
+        (indexer._rotate_index_heads_kernel,),
     )
     write_index_keys = Op(
         indexer.write_index_keys_reference,

@@ -29,7 +29,7 @@ class Attention(Protocol):
     @property
     def products(self) -> Sequence[Product]: ...
 
-    def __call__(self, x: Tensor, turn: Rotary, attend: Attend) -> Summed:
+    def __call__(self, x: Tensor, rotary: Rotary, attend: Attend) -> Summed:
         """x: [rows, n, in]. Returns parts [parts, rows, n, hidden], whose sum it is."""
 
 

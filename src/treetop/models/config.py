@@ -37,10 +37,10 @@ class OutputGate:
 @dataclass(frozen=True, slots=True)
 class LatentSpec:
     """Compressed attention (MLA): a token leaves a latent, of which every head would make the part of its key that does
-    not turn, and its value, and beside it the part that turns, which all heads share.
+    not turn, and its value, and beside it the part with RoPE, which all heads share.
 
     rank: of the latent.
-    still_dim: numbers of a head's query that do not turn.
+    still_dim: numbers of a head's query that without RoPE.
     value_dim: of a head's value.
     query_rank: of the latent that queries are made of; None where they are made of the hidden state.
     norm_eps: of the norms of both latents.
@@ -63,7 +63,7 @@ class IndexSpec:
 
     num_heads, head_dim: of the indexer.
     top_k: keys that a query attends to at most.
-    interleaved: what turns of its heads turns in pairs of neighbours.
+    interleaved: what has RoPE of its heads turns in pairs of neighbours.
     norm_eps: of the norm of its keys.
     shares: the layer whose choice counts, where the layer has no indexer of its own.
     """
@@ -100,7 +100,7 @@ class AttentionSpec:
     score_cap: scores are its tanh(scores / cap).
     values_of_keys: v is what k is before norm and rotation.
     reads_layer: whose K/V it attends to, where it has none of its own.
-    latent: it is compressed; then `rope` is of what turns of a head alone.
+    latent: it is compressed; then `rope` is of what has RoPE of a head alone.
     index: it is sparse, and compressed.
     """
 

@@ -26,9 +26,9 @@ from treetop.models.layers import (
     RMSNorm,
     Rotary,
     SelfAttention,
+    rotary_at,
     stream_norm,
     stream_norm_params,
-    turn_at,
 )
 from treetop.models.shortcut import ShortcutMLP
 from treetop.models.target import LAST_HIDDEN, TargetOutput
@@ -79,7 +79,7 @@ class DecoderLayer:
         self,
         x: Tensor,
         normed: Tensor,
-        turn: Rotary,
+        rotary: Rotary,
         attend: Attend,
         tokens: RoutedTokens = ALL_LIVE,
         late: list[Tensor] | None = None,
@@ -90,7 +90,7 @@ class DecoderLayer:
         """
         if not self._mixes:
             return x, self._added(self.mlp(normed, tokens, x), self.mlp_output_norm, x.dtype, self._mlp_scale)
-        added = self._added(self.attention(normed, turn, attend), self.attention_output_norm, x.dtype, self._scale)
+        added = self._added(self.attention(normed, rotary, attend), self.attention_output_norm, x.dtype, self._scale)
         x = _kept(x, normed, self._keep)
         if not self._feeds:
             return x, added
@@ -174,8 +174,8 @@ class Decoder:
             x = x * self._embedding_scale
         if self._embedding_norm is not None:
             x = self._embedding_norm(x)
-        turns: dict[RopeSpec | None, Rotary] = {None: Rotary(None, None)}  # of layers that know no positions
-        turns |= {rope: turn_at(table, positions, self._ops) for rope, table in self._ropes.items()}
+        rotaries: dict[RopeSpec | None, Rotary] = {None: Rotary(None, None)}  # of layers that know no positions
+        rotaries |= {rope: rotary_at(table, positions, self._ops) for rope, table in self._ropes.items()}
         inputs = None if self.layer_inputs is None else self.layer_inputs(tokens, x)
         live = live_rows(attend.live(), self._ops.expert_ranks) if self.config.has_experts else None
         routed = RoutedTokens(live, [] if tells_experts else None)
@@ -183,7 +183,7 @@ class Decoder:
         next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         late: list[Tensor] = []
         for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True), 1):
-            x, added = layer(x, normed, turns[layer.rope], attend, routed, late)
+            x, added = layer(x, normed, rotaries[layer.rope], attend, routed, late)
             x, normed = layer.leave(x, added, next_norm, inputs)
             if index in self.aux_inputs:
                 aux_hidden[index] = x

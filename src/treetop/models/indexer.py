@@ -36,23 +36,25 @@ class Indexer:
         heads = self.query(query_latent).unflatten(-1, (self.spec.num_heads, -1))
         rows = x.flatten(0, -2).to(self._weights.dtype)
         weights = self._ops.profile.linear(rows, self._weights, None).view(*x.shape[:-1], -1)
-        return IndexQuery(self._ops.turn_index_heads(heads, angles), weights, self.spec.top_k)
+        return IndexQuery(self._ops.rotate_index_heads(heads, angles), weights, self.spec.top_k)
 
     def write(self, x: Tensor, angles: Any, target: Tensor, slots: Tensor | None, scales: Tensor | None) -> None:
         """Write the keys of x; see `write_index_keys_reference`."""
         self._ops.write_index_keys(self.key(x), self._norm, angles, target, slots, scales=scales)
 
 
-def indexer_params(spec: IndexSpec, turned: int, name: str, stored: str, width: int, query_rank: int) -> list[Param]:
-    """Of an indexer whose heads begin with `turned` numbers that turn. width: of what the layer reads."""
-    first = (*range(0, turned, 2), *range(1, turned, 2)) if spec.interleaved else range(turned)
-    turn = partial(reorder_heads, order=(*first, *range(turned, spec.head_dim)))
+def indexer_params(spec: IndexSpec, rope_dim: int, name: str, stored: str, width: int, query_rank: int) -> list[Param]:
+    """Of an indexer whose heads begin with `rope_dim` numbers with RoPE. width: of what the layer reads."""
+    first = (*range(0, rope_dim, 2), *range(1, rope_dim, 2)) if spec.interleaved else range(rope_dim)
+    order = partial(reorder_heads, order=(*first, *range(rope_dim, spec.head_dim)))
     heads, dim = spec.num_heads, spec.head_dim
     weights = Source(f"{stored}.weights_proj.weight", (heads, width))
-    norm, bias = (vector(f"{name}.{ours}", Source(f"{stored}.k_norm.{theirs}", (dim,), turn)) for ours, theirs in _NORM)
+    norm, bias = (
+        vector(f"{name}.{ours}", Source(f"{stored}.k_norm.{theirs}", (dim,), order)) for ours, theirs in _NORM
+    )
     return [
-        matrix(f"{name}.query", Source(f"{stored}.wq_b.weight", (heads * dim, query_rank), turn)),
-        matrix(f"{name}.key", Source(f"{stored}.wk.weight", (dim, width), turn)),
+        matrix(f"{name}.query", Source(f"{stored}.wq_b.weight", (heads * dim, query_rank), order)),
+        matrix(f"{name}.key", Source(f"{stored}.wk.weight", (dim, width), order)),
         Param(f"{name}.weights", (heads, width), (weights,), "router", wide=True),
         *(replace(each, wide=True) for each in (norm, bias)),
     ]

@@ -1,7 +1,7 @@
-"""Compressed attention (MLA): a token leaves one latent and a turned key, which all heads share.
+"""Compressed attention (MLA): a token leaves one latent and a rotated key, which all heads share.
 
 What would make a head's key of the latent is applied to the query instead, and what would make its value to what
-attention gives (absorbed): so attention reads one plane of `rank + turned` numbers for all heads, of which the first
+attention gives (absorbed): so attention reads one plane of `rank + rope_dim` numbers for all heads, of which the first
 `rank` are the value. The products that absorb are the rows of one stored weight, `kv_b_proj`.
 Source: DeepSeek-V2, arXiv:2405.04434, section 2.1 and appendix B; names of tensors by `transformers`' deepseek_v2.
 """
@@ -56,16 +56,16 @@ class LatentAttention:
             self.indexer = Indexer(spec.index, weights, f"{name}.indexer", ops)
             self.products += self.indexer.products
 
-    def __call__(self, x: Tensor, turn: Rotary, attend: Attend) -> Summed:
+    def __call__(self, x: Tensor, rotary: Rotary, attend: Attend) -> Summed:
         """x: [rows, n, in]. Returns parts [parts, rows, n, hidden], of all ranks."""
         down, first, still = self.down.parts(x), self._latent.query_rank or 0, self._latent.still_dim
         of = x if self.query_norm is None else self.query_norm.of_parts(down[..., :first], x.dtype)[0]
         q = self.query(of).unflatten(-1, (self._heads, -1))
-        write: WriteKV = partial(self._write, self.to_key(q[..., :still]), q[..., still:], down[..., first:], turn)
+        write: WriteKV = partial(self._write, self.to_key(q[..., :still]), q[..., still:], down[..., first:], rotary)
         index: Index | None = self._shares
         if self.indexer is not None:
-            index = self.indexer.asks(x, of, turn.angles)
-            write = partial(self._write_both, write, x, turn)
+            index = self.indexer.asks(x, of, rotary.angles)
+            write = partial(self._write_both, write, x, rotary)
         values = self.to_value(attend(self.layer, write, self.scale, index=index))
         if self.gate is not None:
             gate = self.gate(x)
@@ -76,24 +76,24 @@ class LatentAttention:
     def _write(
         self,
         absorbed: Tensor,
-        turned: Tensor,
+        q_rope: Tensor,
         down: Tensor,
-        turn: Rotary,
+        rotary: Rotary,
         target: Tensor,
         slots: Tensor | None,
         scales: Tensor | None,
     ) -> Tensor:
         """A `WriteKV`."""
-        q = self._ops.write_latent(absorbed, turned, down, turn.angles, target, slots, self.norm, scales=scales)
-        return q if turn.query_scale is None else q * turn.query_scale
+        q = self._ops.write_latent(absorbed, q_rope, down, rotary.angles, target, slots, self.norm, scales=scales)
+        return q if rotary.query_scale is None else q * rotary.query_scale
 
     def _write_both(
-        self, latents: WriteKV, x: Tensor, turn: Rotary, target: Tensor, slots: Tensor | None, scales: Tensor | None
+        self, latents: WriteKV, x: Tensor, rotary: Rotary, target: Tensor, slots: Tensor | None, scales: Tensor | None
     ) -> Tensor:
         """A `WriteKV`, of the indexer's keys too, which are a plane's last numbers."""
         assert self.indexer is not None
         plane, key = target.split([target.shape[-1] - self.indexer.spec.head_dim, self.indexer.spec.head_dim], dim=-1)
-        self.indexer.write(x, turn.angles, key, slots, scales)
+        self.indexer.write(x, rotary.angles, key, slots, scales)
         return latents(plane, slots, scales)
 
 
@@ -104,12 +104,12 @@ def latent_params(
 
     Ranks have whole heads of all but what makes the latents, which each has.
     """
-    turned, heads, rank, still = spec.rope.head_dim, spec.num_heads, latent.rank, latent.still_dim
-    order = head_order(spec.rope) or range(turned)
-    head, both = still + turned, still + latent.value_dim
-    turn_head = partial(reorder_heads, order=(*range(still), *(still + i for i in order)))
-    turn_plane = partial(reorder_heads, order=(*range(rank), *(rank + i for i in order)))
-    plane = Source(f"{stored}.kv_a_proj_with_mqa.weight", (rank + turned, width), turn_plane)
+    rope_dim, heads, rank, still = spec.rope.head_dim, spec.num_heads, latent.rank, latent.still_dim
+    order = head_order(spec.rope) or range(rope_dim)
+    head, both = still + rope_dim, still + latent.value_dim
+    order_rope_of_head = partial(reorder_heads, order=(*range(still), *(still + i for i in order)))
+    order_rope_of_plane = partial(reorder_heads, order=(*range(rank), *(rank + i for i in order)))
+    plane = Source(f"{stored}.kv_a_proj_with_mqa.weight", (rank + rope_dim, width), order_rope_of_plane)
     if latent.query_rank is None:
         down, of_query, norms = [plane], Source(f"{stored}.q_proj.weight", (heads * head, width)), []
     else:
@@ -119,9 +119,9 @@ def latent_params(
     indexer = []
     if spec.index is not None and spec.index.shares is None:
         assert latent.query_rank is not None
-        indexer = indexer_params(spec.index, turned, f"{name}.indexer", f"{stored}.indexer", width, latent.query_rank)
+        indexer = indexer_params(spec.index, rope_dim, f"{name}.indexer", f"{stored}.indexer", width, latent.query_rank)
     gate = [matrix(f"{name}.gate", Source(f"{stored}.g_proj.weight", (heads, width)), shard=0)] if latent.gate else []
-    query = replace(of_query, transform=turn_head, unit=head)
+    query = replace(of_query, transform=order_rope_of_head, unit=head)
     up = Source(f"{stored}.kv_b_proj.weight", (heads * both, rank), unit=both)
     return [
         matrix(f"{name}.down", *down),

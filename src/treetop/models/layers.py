@@ -122,14 +122,14 @@ class WholeNorms:
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """How the heads of a batch turn. angles: what `Ops.angles` gives. query_scale: [rows, n, 1, 1], what turned queries
+    """RoPE of a batch's heads. angles: what `Ops.angles` gives. query_scale: [rows, n, 1, 1], what rotated queries
     are multiplied by, if they are."""
 
     angles: Any
     query_scale: Tensor | None
 
 
-def turn_at(table: RopeTable, positions: Tensor, ops: Ops) -> Rotary:
+def rotary_at(table: RopeTable, positions: Tensor, ops: Ops) -> Rotary:
     """positions: [rows, n] int64."""
     scale = table.query_scale
     return Rotary(ops.angles(table, positions), None if scale is None else scale[positions][..., None, None])
@@ -155,26 +155,28 @@ class SelfAttention:
         self._whole_norms = WholeNorms(spec, weights, name, eps, ops) if spec.whole_qk_norm else None
         self.sinks = weights[f"{name}.sinks"].float() if spec.sinks else None
 
-    def __call__(self, x: Tensor, turn: Rotary, attend: Attend) -> Summed:
+    def __call__(self, x: Tensor, rotary: Rotary, attend: Attend) -> Summed:
         """x: [rows, n, in]. Returns parts [parts, rows, n, hidden], of all ranks."""
         qkv = self.qkv.parts(x)
         if self._whole_norms is not None:
             qkv = self._whole_norms(qkv, x.dtype)
         qkv = qkv.unflatten(-1, (-1, self.head_dim))
-        attended = attend(self.layer, partial(self._write, qkv, turn), self.scale, self.sinks)
+        attended = attend(self.layer, partial(self._write, qkv, rotary), self.scale, self.sinks)
         return self._ops.parallel.share(self.output.parts(self._gated(attended, x).flatten(2)))
 
-    def _write(self, qkv: Tensor, turn: Rotary, target: Tensor, slots: Tensor | None, scales: Tensor | None) -> Tensor:
+    def _write(
+        self, qkv: Tensor, rotary: Rotary, target: Tensor, slots: Tensor | None, scales: Tensor | None
+    ) -> Tensor:
         """A `WriteKV`. What reads another layer's K/V has queries alone.
 
         Weights after the rotation multiply queries alone, those of keys too: scores are the same.
         """
         if self.spec.reads_layer is not None:
             target = target[..., :0, :]
-        q = self._ops.rotate_and_write(qkv, turn.angles, target, slots, norms=self.norms, scales=scales)
+        q = self._ops.rotate_and_write(qkv, rotary.angles, target, slots, norms=self.norms, scales=scales)
         if self._late_weights is not None:
             q = q * self._late_weights
-        return q if turn.query_scale is None else q * turn.query_scale
+        return q if rotary.query_scale is None else q * rotary.query_scale
 
     def _gated(self, attended: Tensor, x: Tensor) -> Tensor:
         """What the output's product reads. attended: [rows, n, heads, dim]."""

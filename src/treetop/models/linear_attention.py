@@ -39,7 +39,7 @@ class LinearAttention:
         self._conv, self._norm = weights[f"{name}.conv"], weights[f"{name}.norm"]
         self._rate, self._bias = rates_of(weights[f"{name}.rate"]), weights[f"{name}.dt_bias"]
 
-    def __call__(self, x: Tensor, turn: Rotary, attend: Attend) -> Summed:
+    def __call__(self, x: Tensor, rotary: Rotary, attend: Attend) -> Summed:
         """x: [rows, n, in]. Returns parts [parts, rows, n, hidden], of all ranks."""
         spec = self.spec
         mixed, z = self.inputs(x).split([sum(spec.widths), spec.widths[2]], dim=-1)

@@ -129,7 +129,7 @@ FAMILIES: dict[str, Family] = {
         deepseek.read_v3, "the text of Kimi-K2.5 and later", text_of=("kimi_k2", "deepseek_v3"), keys=_COMPRESSED
     ),
     "Glm4MoeForCausalLM": Family(
-        glm4_moe.read, "half of a head turns, routed and shared experts", unused=glm4_moe.unused, mtp=True
+        glm4_moe.read, "half of a head has RoPE, routed and shared experts", unused=glm4_moe.unused, mtp=True
     ),
     "GptOssForCausalLM": Family(gpt_oss.read, "windows in every other layer, sinks, biases, experts"),
     "Lfm2ForCausalLM": Family(
@@ -140,9 +140,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Lfm2MoeForCausalLM": Family(lfm2.read_moe, "LFM2 with experts: 8B-A1B", lfm2.params, keys=("conv_L_cache",)),
     "LlamaForCausalLM": Family(llama.read, "the plain decoder: Llama 2, 3 and what is published as it"),
-    "Llama4ForCausalLM": Family(
-        llama4.read, "chunks, layers that do not turn, experts whose inputs are weighted", llama4.params
-    ),
+    "Llama4ForCausalLM": Family(llama4.read, "chunks, NoPE layers, experts whose inputs are weighted", llama4.params),
     "Llama4ForConditionalGeneration": Family(
         llama4.read, "the text of Llama 4: Scout and Maverick", llama4.params, text_of=("llama4_text",)
     ),
@@ -168,7 +166,7 @@ FAMILIES: dict[str, Family] = {
     "Ernie4_5_MoeForCausalLM": Family(
         ernie.read_moe, "ERNIE with experts, whose router corrects a softmax", unused=ernie.unused, mtp=True
     ),
-    "Glm4ForCausalLM": Family(glm4.read, "half of a head turns, in pairs; norms on both sides"),
+    "Glm4ForCausalLM": Family(glm4.read, "half of a head has RoPE, in pairs; norms on both sides"),
     "MiMoForCausalLM": Family(
         qwen2.read_mimo, "Qwen2 with layers that predict further tokens", unused=qwen2.unused_mimo, mtp=True
     ),
@@ -190,7 +188,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_5MoeForCausalLM": Family(
         qwen3_next.read_moe, "Qwen3.5 with experts", unused=qwen3_next.unused, mtp=True, keys=_LINEAR
     ),
-    "Ernie4_5ForCausalLM": Family(ernie.read, "a head's dimensions turn in pairs, biases"),
+    "Ernie4_5ForCausalLM": Family(ernie.read, "interleaved RoPE, biases"),
     "GraniteForCausalLM": Family(granite.read, "four multipliers: embeddings, scores, what layers add, logits"),
     "HyperCLOVAXForCausalLM": Family(
         granite.read_hyperclova, "Granite's multipliers, norms on both sides of a layer's halves"
@@ -233,13 +231,13 @@ FAMILIES: dict[str, Family] = {
         olmo_hybrid.read, "linear attention (gated delta nets) among attention of OLMo 3", keys=_LINEAR
     ),
     "BambaForCausalLM": Family(
-        mamba.read_bamba, "Mamba-2 among attention, of which half of a head turns", mamba.params, keys=mamba.KEYS
+        mamba.read_bamba, "Mamba-2 among attention, of which half of a head has RoPE", mamba.params, keys=mamba.KEYS
     ),
     "FalconH1ForCausalLM": Family(
         mamba.read_falcon, "Mamba-2 beside attention in each layer, multipliers", mamba.params, keys=mamba.KEYS
     ),
     "MiniMaxM2ForCausalLM": Family(
-        mixtral.read_minimax, "norms of all queries and all keys, part of a head turns, experts"
+        mixtral.read_minimax, "norms of all queries and all keys, part of a head has RoPE, experts"
     ),
     "HunYuanDenseV1ForCausalLM": Family(
         hunyuan.read, "norms of heads after the rotation: Hunyuan 0.5B to 7B, MT", hunyuan.params
@@ -251,11 +249,13 @@ FAMILIES: dict[str, Family] = {
     "MixtralForCausalLM": Family(mixtral.read, "experts in every layer, perhaps a window"),
     "Olmo2ForCausalLM": Family(olmo.read_2, "norms behind layers alone, norms of all queries and all keys"),
     "Olmo3ForCausalLM": Family(olmo.read_3, "OLMo 2 with windows in three layers of four"),
-    "Phi3ForCausalLM": Family(phi3.read, "q, k and v in one tensor, part of a head turns, perhaps a window; Phi-4 too"),
+    "Phi3ForCausalLM": Family(
+        phi3.read, "q, k and v in one tensor, part of a head has RoPE, perhaps a window; Phi-4 too"
+    ),
     "SeedOssForCausalLM": Family(llama.read_seed_oss, "biases of q, k and v, wide heads"),
     "CwmForCausalLM": Family(layered.read_cwm, "windows in three layers of four"),
     "Dots1ForCausalLM": Family(layered.read_dots, "norms of heads, routed and shared experts: dots.llm1"),
-    "Exaone4ForCausalLM": Family(exaone.read, "norms behind layers, windows in layers that turn"),
+    "Exaone4ForCausalLM": Family(exaone.read, "norms behind layers, windows in RoPE layers"),
     "ExaoneMoeForCausalLM": Family(
         exaone.read_moe, "K-EXAONE: the attention of EXAONE 4, experts", unused=exaone.unused_moe
     ),
@@ -264,8 +264,8 @@ FAMILIES: dict[str, Family] = {
     "Gemma2ForCausalLM": Family(
         gemma3.read_2, "windows, norms on both sides, capped scores and logits, norms of 1 + w"
     ),
-    "GlmForCausalLM": Family(glm4.read_2024, "GLM-4 of 2024: half of a head turns, in pairs"),
-    "HeliumForCausalLM": Family(ernie.read_helium, "a head's dimensions turn in pairs"),
+    "GlmForCausalLM": Family(glm4.read_2024, "GLM-4 of 2024: half of a head has RoPE, in pairs"),
+    "HeliumForCausalLM": Family(ernie.read_helium, "interleaved RoPE"),
     "MellumForCausalLM": Family(
         layered.read_mellum,
         "norms of heads, windows, experts, a rotation by kind of layer",
@@ -277,7 +277,7 @@ FAMILIES: dict[str, Family] = {
     "ApertusForCausalLM": Family(ungated.read_apertus, "norms of heads, a feed-forward without a gate (xIELU)"),
     "ArceeForCausalLM": Family(ungated.read_arcee, "a feed-forward without a gate (squared ReLU)"),
     "NemotronForCausalLM": Family(
-        ungated.read_nemotron, "norms that subtract the mean, a feed-forward without a gate, half of a head turns"
+        ungated.read_nemotron, "norms that subtract the mean, a feed-forward without a gate, half of a head has RoPE"
     ),
     "Starcoder2ForCausalLM": Family(
         ungated.read_starcoder, "norms that subtract the mean, biases, a feed-forward without a gate, perhaps a window"
@@ -286,14 +286,14 @@ FAMILIES: dict[str, Family] = {
         side_by_side.read_cohere, "attention beside feed-forward, norms that subtract the mean: Command R, Aya"
     ),
     "Cohere2ForCausalLM": Family(
-        side_by_side.read_cohere_2, "Cohere with windows in layers that turn, others that do not: Command R7B and A"
+        side_by_side.read_cohere_2, "Cohere with windows in RoPE layers, NoPE in the others: Command R7B and A"
     ),
     "FalconForCausalLM": Family(
         side_by_side.read_falcon, "attention beside feed-forward, one key or few, no gate", side_by_side.falcon_params
     ),
     "GPTNeoXForCausalLM": Family(
         side_by_side.read_neox,
-        "attention beside feed-forward, a quarter of a head turns, biases, no gate: Pythia too",
+        "attention beside feed-forward, a quarter of a head has RoPE, biases, no gate: Pythia too",
         side_by_side.neox_params,
         side_by_side.neox_unused,
     ),
@@ -303,7 +303,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen2MoeForCausalLM": Family(
         qwen2.read_moe, "biases of q, k and v, experts and a shared one with a gate of its own"
     ),
-    "SmolLM3ForCausalLM": Family(smollm3.read, "every fourth layer does not turn"),
+    "SmolLM3ForCausalLM": Family(smollm3.read, "NoPE in every fourth layer"),
     "Gemma3ForConditionalGeneration": Family(gemma3.read, "the text of Gemma 3", text_of=("gemma3_text",)),
     "Gemma4ForConditionalGeneration": Family(
         gemma4.read, "the text of Gemma 4", unused=gemma4.unused, text_of=("gemma4_text",)

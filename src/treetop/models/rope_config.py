@@ -20,7 +20,7 @@ def rope_spec(
     """RoPE of both spellings: transformers 5 writes `rope_parameters`, earlier ones `rope_scaling` + `rope_theta`.
 
     layer_type: whose part of `rope_parameters` counts, where layers differ. rotary_factor: the family's default share
-    of a head that turns; None where the family turns all of it. interleaved: see `RopeSpec`.
+    of a head that has RoPE; None where all of it has. interleaved: see `RopeSpec`.
     """
     rope = _rope_table(config, layer_type, where)
     longrope = {"long_factor", "short_factor"} if rope.get("rope_type", rope.get("type")) == "longrope" else set()
@@ -34,12 +34,13 @@ def rope_spec(
         return RopeSpec(head_dim, theta, _rope_scaling(config, rope, head_dim, theta, where), None, interleaved)
     of_config = real(config, "partial_rotary_factor", where, rotary_factor)
     share = real(rope, "partial_rotary_factor", where, of_config)
-    turned = int(head_dim * share)
-    if turned < 2 or turned % 2 != 0:
+    rotary_size = int(head_dim * share)
+    if rotary_size < 2 or rotary_size % 2 != 0:
         raise CheckpointError(
-            f"{where}: partial_rotary_factor {share} must turn an even number of {head_dim} dimensions, not {turned}"
+            f"{where}: partial_rotary_factor {share} must turn an even number of {head_dim} dimensions,"
+            f" not {rotary_size}"
         )
-    return RopeSpec(head_dim, theta, _rope_scaling(config, rope, turned, theta, where), turned, interleaved)
+    return RopeSpec(head_dim, theta, _rope_scaling(config, rope, rotary_size, theta, where), rotary_size, interleaved)
 
 
 _ROPE_KEYS = (
@@ -70,7 +71,7 @@ def _rope_table(config: Config, layer_type: str | None, where: Path) -> Config:
 
 
 def _rope_scaling(
-    config: Config, rope: Config, turned: int, theta: float, where: Path
+    config: Config, rope: Config, rotary_size: int, theta: float, where: Path
 ) -> LinearScaling | Llama3 | Yarn | DynamicNTK | Proportional | None:
     """turned: dimensions of a head that turn. Raises CheckpointError for a kind that is not supported."""
     kind, positions = rope.get("rope_type", rope.get("type", "default")), max_positions(config, where)
@@ -85,7 +86,7 @@ def _rope_scaling(
         if low > high:
             raise CheckpointError(f"{where}: high_freq_factor {high} must be no less than low_freq_factor {low}")
         return Llama3(real(rope, "factor", where), low, high, original)
-    if kind == "dynamic" and turned > 2:
+    if kind == "dynamic" and rotary_size > 2:
         return DynamicNTK(real(rope, "factor", where), positions)
     if kind == "proportional":
         return Proportional(real(rope, "factor", where, 1.0))
@@ -93,7 +94,7 @@ def _rope_scaling(
         return _yarn(rope, real(rope, "factor", where, positions / original), original, where)
     raise CheckpointError(
         f"{where}: rope_type {shown(kind)} is not supported, only default, linear, llama3, yarn (rope_theta above 1)"
-        " and dynamic (more than 2 dimensions that turn)"
+        " and dynamic (more than 2 dimensions with RoPE)"
     )
 
 

@@ -88,9 +88,9 @@ def paired(kv_heads: int, head_dim: int) -> KVFormat:
     return KVFormat(2, kv_heads, head_dim)
 
 
-def compressed(rank: int, turned: int) -> KVFormat:
-    """One plane that all heads share: a latent, which is the value too, and a key's part that turns."""
-    return KVFormat(1, 1, rank + turned, rank)
+def compressed(rank: int, rope_dim: int) -> KVFormat:
+    """One plane that all heads share: a latent, which is the value too, and a key's part with RoPE."""
+    return KVFormat(1, 1, rank + rope_dim, rank)
 
 
 def expert_ids(count: int) -> KVFormat:

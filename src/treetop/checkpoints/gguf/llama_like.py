@@ -26,7 +26,7 @@ MIXTRAL_EXPERTS = {
 
 
 def granite(header: Header, prefix: str, config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """llama.cpp takes `rope.scaling.finetuned` false for heads that do not turn."""
+    """llama.cpp takes `rope.scaling.finetuned` false for heads without RoPE."""
     key = f"{prefix}rope.scaling.finetuned"
     if header.metadata.get(key, True) is not True:
         raise CheckpointError(f"{path}: {key} {header.metadata[key]} is not supported")
@@ -34,16 +34,16 @@ def granite(header: Header, prefix: str, config: Mapping[str, Any], path: Path) 
 
 
 def phi3(header: Header, prefix: str, config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """A window of 0 is none, as the converter writes it. Part of a head may turn."""
+    """A window of 0 is none, as the converter writes it. Part of a head may have RoPE."""
     head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
-    turned = entry(header, f"{prefix}rope.dimension_count", int, path, head_dim)
-    if turned > head_dim:
-        raise CheckpointError(f"{path}: {prefix}rope.dimension_count {turned} of heads of {head_dim}")
-    share, window = turned / head_dim, f"{prefix}attention.sliding_window"
+    rotary_size = entry(header, f"{prefix}rope.dimension_count", int, path, head_dim)
+    if rotary_size > head_dim:
+        raise CheckpointError(f"{path}: {prefix}rope.dimension_count {rotary_size} of heads of {head_dim}")
+    share, window = rotary_size / head_dim, f"{prefix}attention.sliding_window"
     none = header.metadata.get(window, 0) == 0
     return {
         "sliding_window": None if none else entry(header, window, int, path),
-        "partial_rotary_factor": share if int(head_dim * share) == turned else math.nextafter(share, 1.0),
+        "partial_rotary_factor": share if int(head_dim * share) == rotary_size else math.nextafter(share, 1.0),
     }
 
 

@@ -167,9 +167,9 @@ def _rotation(ops: Ops, spec: AttentionSpec, eps: float, generator: torch.Genera
         tail = x.new_zeros((len(x), 1, 2, kv_heads, dim))
         pages = x.new_zeros((len(x) + 1, 2, kv_heads, dim))
         slots = torch.arange(1, len(x) + 1, device=x.device)[:, None]
-        turned = ops.angles(table, positions)
-        into_tail = ops.rotate_and_write(qkv.clone(), turned, tail, None, norms=norms)
-        into_pages = ops.rotate_and_write(qkv.clone(), turned, pages, slots, norms=norms)
+        angles = ops.angles(table, positions)
+        into_tail = ops.rotate_and_write(qkv.clone(), angles, tail, None, norms=norms)
+        into_pages = ops.rotate_and_write(qkv.clone(), angles, pages, slots, norms=norms)
         return into_tail[:, 0], tail[:, 0], into_pages[:, 0] - into_tail[:, 0], pages[1:] - tail[:, 0]
 
     return RowCase("rotation and norms of heads", heads * dim, call, last_are_zero=2)
@@ -179,32 +179,32 @@ def _of_latents(
     ops: Ops, spec: AttentionSpec, latent: LatentSpec, hidden: int, generator: torch.Generator
 ) -> Iterator[RowCase]:
     """What stands around compressed attention, and an indexer's weights and keys."""
-    heads, rank, still, turned = spec.num_heads, latent.rank, latent.still_dim, spec.rope.head_dim
+    heads, rank, still, rope_dim = spec.num_heads, latent.rank, latent.still_dim, spec.rope.head_dim
     table = rope_table(spec.rope, _POSITIONS, ops.context.dtype, ops.context.device)
     norm = LatentNorm(_random((rank,), ops, generator), latent.norm_eps)
     up = _random((heads, still + latent.value_dim, rank), ops, generator) * rank**-0.5
 
     def written(x: Tensor, row: Tensor) -> tuple[Tensor, ...]:
         """Into a tail and into pages, which must be the same: what is decoded is prefilled again."""
-        plane, absorbed, of_heads = x[:, None].split([rank + turned, heads * rank, heads * turned], dim=-1)
+        plane, absorbed, of_heads = x[:, None].split([rank + rope_dim, heads * rank, heads * rope_dim], dim=-1)
         angles = ops.angles(table, (row % _POSITIONS)[:, None])
-        tail, pages = x.new_zeros((len(x), 1, 1, 1, rank + turned)), x.new_zeros((len(x) + 1, 1, 1, rank + turned))
+        tail, pages = x.new_zeros((len(x), 1, 1, 1, rank + rope_dim)), x.new_zeros((len(x) + 1, 1, 1, rank + rope_dim))
         slots = torch.arange(1, len(x) + 1, device=x.device)[:, None]
-        still_heads, turned_heads = (each.unflatten(-1, (heads, -1)) for each in (absorbed, of_heads))
+        nope_heads, rope_heads = (each.unflatten(-1, (heads, -1)) for each in (absorbed, of_heads))
         into_tail, into_pages = (
-            ops.write_latent(still_heads, turned_heads.clone(), plane[None], angles, target, at, norm)
+            ops.write_latent(nope_heads, rope_heads.clone(), plane[None], angles, target, at, norm)
             for target, at in ((tail, None), (pages, slots))
         )
         return into_tail[:, 0], tail[:, 0], into_pages[:, 0] - into_tail[:, 0], pages[1:] - tail[:, 0]
 
-    width = rank + turned + heads * (rank + turned)
+    width = rank + rope_dim + heads * (rank + rope_dim)
     yield RowCase("latents and their rotation", width, written, most=64, last_are_zero=2)
     for name, weight in (("keys", up[:, :still]), ("values", up[:, still:].transpose(1, 2))):
         product = HeadsProduct(weight, ops)
         call = partial(_by_heads, product, heads)
         yield RowCase(f"products of latents' {name}", heads * weight.shape[1], call)
     if spec.index is not None and spec.index.shares is None:
-        yield from _of_an_indexer(ops, spec.index, turned, table, hidden, generator)
+        yield from _of_an_indexer(ops, spec.index, rope_dim, table, hidden, generator)
 
 
 def _by_heads(product: HeadsProduct, heads: int, x: Tensor, _: Tensor) -> tuple[Tensor, ...]:
@@ -212,7 +212,7 @@ def _by_heads(product: HeadsProduct, heads: int, x: Tensor, _: Tensor) -> tuple[
 
 
 def _of_an_indexer(
-    ops: Ops, index: IndexSpec, turned: int, table: RopeTable, hidden: int, generator: torch.Generator
+    ops: Ops, index: IndexSpec, rope_dim: int, table: RopeTable, hidden: int, generator: torch.Generator
 ) -> Iterator[RowCase]:
     heads, dim = index.num_heads, index.head_dim
     weight = (_random((heads, hidden), ops, generator) * hidden**-0.5).float()
@@ -228,7 +228,7 @@ def _of_an_indexer(
         angles = ops.angles(table, (row % _POSITIONS)[:, None])
         tail, pages = x.new_zeros((len(x), 1, 1, 1, dim)), x.new_zeros((len(x) + 1, 1, 1, dim))
         slots = torch.arange(1, len(x) + 1, device=x.device)[:, None]
-        asked = ops.turn_index_heads(of_heads.unflatten(-1, (heads, -1)), angles)
+        asked = ops.rotate_index_heads(of_heads.unflatten(-1, (heads, -1)), angles)
         for target, at in ((tail, None), (pages, slots)):
             ops.write_index_keys(key, norm, angles, target, at)
         return asked[:, 0], tail[:, 0], pages[1:] - tail[:, 0]

@@ -56,7 +56,7 @@ def write_index_keys_reference(
     scales: [1, 1] float32, of a target in FP8.
     """
     normed = F.layer_norm(key.to(norm.weight.dtype), norm.weight.shape, norm.weight, norm.bias, norm.eps)
-    plane = turn_index_heads_reference(normed[:, :, None], angles)[:, :, None]
+    plane = rotate_index_heads_reference(normed[:, :, None], angles)[:, :, None]
     plane = encoded(plane, scales).to(target.dtype)
     if slots is None:
         target.copy_(plane)
@@ -64,13 +64,13 @@ def write_index_keys_reference(
         write_pages(PagedKV(target), slots, plane)
 
 
-def turn_index_heads_reference(heads: Tensor, angles: Rotation) -> Tensor:
+def rotate_index_heads_reference(heads: Tensor, angles: Rotation) -> Tensor:
     """Heads whose first numbers are rotated, as many as the angles are of.
 
     heads: [rows, n, heads, dim]. angles: what the operation of that name gives.
     """
-    turned = angles.cos.shape[-1]
-    return torch.cat([rotate_(heads[..., :turned].clone(), angles), heads[..., turned:]], dim=-1)
+    rope_dim = angles.cos.shape[-1]
+    return torch.cat([rotate_(heads[..., :rope_dim].clone(), angles), heads[..., rope_dim:]], dim=-1)
 
 
 def index_scores(query: IndexQuery, keys: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def write_index_keys(
     """`write_index_keys_reference` in one launch, in float32."""
     (table, positions), target = angles, moved(target)
     rows, n, dim = key.shape
-    turned = table.shape[-1]
+    rope_dim = table.shape[-1]
     for each in (key, target):
         assert each.stride(-1) == 1
     strides = target.stride()[:2] if slots is None else (0, target.stride(0))
@@ -123,23 +123,23 @@ def write_index_keys(
         key, norm.weight, norm.bias, table, positions, where, target,
         table if scales is None else scales, norm.eps, n, *key.stride()[:2],
         *positions.stride(), *where.stride(), *strides,
-        dim=dim, half=turned // 2, block_r=lanes(turned // 2), block_d=lanes(dim - turned),
+        dim=dim, half=rope_dim // 2, block_r=lanes(rope_dim // 2), block_d=lanes(dim - rope_dim),
         in_pages=slots is not None, scaled=scales is not None, overlap=gpu.can_overlap, num_warps=1,
         **launch_options(gpu),
     )  # fmt: skip
 
 
-def turn_index_heads(heads: Tensor, angles: tuple[Tensor, Tensor], gpu: GpuTraits) -> Tensor:
-    """`turn_index_heads_reference` in one launch, in float32."""
+def rotate_index_heads(heads: Tensor, angles: tuple[Tensor, Tensor], gpu: GpuTraits) -> Tensor:
+    """`rotate_index_heads_reference` in one launch, in float32."""
     table, positions = angles
     rows, n, count, dim = heads.shape
-    turned = table.shape[-1]
+    rope_dim = table.shape[-1]
     out = torch.empty((rows, n, count, dim), dtype=heads.dtype, device=heads.device)
     assert heads.stride(3) == 1
-    _turn_index_heads_kernel[(rows * n,)](
+    _rotate_index_heads_kernel[(rows * n,)](
         out, heads, table, positions, n, *heads.stride()[:3], *positions.stride(),
-        count=count, dim=dim, half=turned // 2, block_h=lanes(count), block_r=lanes(turned // 2),
-        block_d=lanes(dim - turned), overlap=gpu.can_overlap, num_warps=4, **launch_options(gpu),
+        count=count, dim=dim, half=rope_dim // 2, block_h=lanes(count), block_r=lanes(rope_dim // 2),
+        block_d=lanes(dim - rope_dim), overlap=gpu.can_overlap, num_warps=4, **launch_options(gpu),
     )  # fmt: skip
     return out
 
@@ -152,7 +152,7 @@ def _write_index_keys_kernel(
     dim: constexpr, half: constexpr, block_r: constexpr, block_d: constexpr, in_pages: constexpr, scaled: constexpr,
     overlap: constexpr,
 ) -> None:  # fmt: skip
-    """The key of one token: the halves of what turns, and the rest. Grid (rows * n,)."""
+    """The key of one token: the halves of what has RoPE, and the rest. Grid (rows * n,)."""
     pdl_wait(overlap)
     token = tl.program_id(0).to(tl.int64)
     row, column = token // n, token % n
@@ -194,7 +194,7 @@ def _write_index_keys_kernel(
 
 
 @jit
-def _turn_index_heads_kernel(
+def _rotate_index_heads_kernel(
     out: Arg, heads: Arg, table: Arg, positions: Arg, n: Arg, head_row: Arg, head_column: Arg, head_stride: Arg,
     position_row: Arg, position_column: Arg,
     count: constexpr, dim: constexpr, half: constexpr, block_h: constexpr, block_r: constexpr, block_d: constexpr,

@@ -1,7 +1,7 @@
 """What compressed attention writes and asks with: a latent's norm, a key's and queries' rotation, in one launch.
 
-The numbers of a token's plane are its latent, normed, then the part of a key that turns. A head's query has the same
-layout: what was absorbed of it, then what turns.
+The numbers of a token's plane are its latent, normed, then the rotary part of a key. A head's query has the same
+layout: what was absorbed of it, then what has RoPE.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class LatentNorm:
 
 def write_latent_reference(
     absorbed: Tensor,
-    turned: Tensor,
+    q_rope: Tensor,
     down: Tensor,
     angles: Rotation,
     target: Tensor,
@@ -39,12 +39,12 @@ def write_latent_reference(
 ) -> Tensor:
     """Norm the latent, rotate the key beside it, write both where they belong, and return rotated queries.
 
-    absorbed: [rows, n, heads, rank]. turned: [rows, n, heads, dim], which it may use up. down: [parts, rows, n, rank +
+    absorbed: [rows, n, heads, rank]. q_rope: [rows, n, heads, dim], which it may use up. down: [parts, rows, n, rank +
     dim]. angles: what the operation of that name gives. target: a tail's columns [rows, n, 1, 1, rank + dim]; or, with
     slots [rows, n] int64, pages [slots, 1, 1, rank + dim], where what goes to slot 0 is dropped. scales: [1, 1]
     float32, of a target in FP8. Returns [rows, n, heads, rank + dim].
     """
-    latent, key = joined(down).split([len(norm.weight), turned.shape[-1]], dim=-1)
+    latent, key = joined(down).split([len(norm.weight), q_rope.shape[-1]], dim=-1)
     key = rotate_(key[:, :, None].clone(), angles)[:, :, 0]
     plane = torch.cat([rms_norm(latent, norm.weight, norm.eps), key], dim=-1)[:, :, None, None]
     plane = encoded(plane, scales).to(target.dtype)
@@ -52,12 +52,12 @@ def write_latent_reference(
         target.copy_(plane)
     else:
         write_pages(PagedKV(target), slots, plane)
-    return torch.cat([absorbed, rotate_(turned, angles)], dim=-1)
+    return torch.cat([absorbed, rotate_(q_rope, angles)], dim=-1)
 
 
 def write_latent(
     absorbed: Tensor,
-    turned: Tensor,
+    q_rope: Tensor,
     down: Tensor,
     angles: tuple[Tensor, Tensor],
     target: Tensor,
@@ -69,16 +69,16 @@ def write_latent(
     """`write_latent_reference` in one launch, in float32. All are dense in their last dimension."""
     table, positions = angles
     rows, n, heads, rank = absorbed.shape
-    dim, target = turned.shape[-1], moved(target)
+    dim, target = q_rope.shape[-1], moved(target)
     q = torch.empty((rows, n, heads, rank + dim), dtype=absorbed.dtype, device=absorbed.device)
-    for each in (absorbed, turned, down, target):
+    for each in (absorbed, q_rope, down, target):
         assert each.stride(-1) == 1
     strides = target.stride()[:2] if slots is None else (0, target.stride(0))
     where = positions if slots is None else slots
     _write_latent_kernel[(rows * n, 1 + -(-heads // _HEADS))](
-        q, absorbed, turned, down, table, positions, where, target, norm.weight,
+        q, absorbed, q_rope, down, table, positions, where, target, norm.weight,
         table if scales is None else scales, norm.eps, n,
-        *absorbed.stride()[:3], *turned.stride()[:3], *down.stride()[:3],
+        *absorbed.stride()[:3], *q_rope.stride()[:3], *down.stride()[:3],
         *positions.stride(), *where.stride(), *strides,
         parts=len(down), heads=heads, rank=rank, half=dim // 2, block_c=power_of_two(rank),
         block_r=power_of_two(dim // 2), block_h=_HEADS, in_pages=slots is not None, scaled=scales is not None,
@@ -89,9 +89,9 @@ def write_latent(
 
 @jit
 def _write_latent_kernel(
-    q: Arg, absorbed: Arg, turned: Arg, down: Arg, table: Arg, positions: Arg, slots: Arg, target: Arg, weight: Arg,
-    scales: Arg, eps: Arg, n: Arg, absorbed_row: Arg, absorbed_column: Arg, absorbed_head: Arg, turned_row: Arg,
-    turned_column: Arg, turned_head: Arg, part_stride: Arg, down_row: Arg, down_column: Arg, position_row: Arg,
+    q: Arg, absorbed: Arg, q_rope: Arg, down: Arg, table: Arg, positions: Arg, slots: Arg, target: Arg, weight: Arg,
+    scales: Arg, eps: Arg, n: Arg, absorbed_row: Arg, absorbed_column: Arg, absorbed_head: Arg, rope_row: Arg,
+    rope_column: Arg, rope_head: Arg, part_stride: Arg, down_row: Arg, down_column: Arg, position_row: Arg,
     position_column: Arg, slot_row: Arg, slot_column: Arg, target_row: Arg, target_column: Arg,
     parts: constexpr, heads: constexpr, rank: constexpr, half: constexpr, block_c: constexpr, block_r: constexpr,
     block_h: constexpr, in_pages: constexpr, scaled: constexpr, overlap: constexpr,
@@ -146,7 +146,7 @@ def _write_latent_kernel(
         q_kind = q.dtype.element_ty
         copied = tl.load(absorbed_at, mask=is_head & wide[None, :], other=0.0)
         tl.store(q_at + lane_c[None, :], copied.to(q_kind), mask=is_head & wide[None, :])
-        from_at = turned + row * turned_row + column * turned_column + head[:, None] * turned_head + lane[None, :]
+        from_at = q_rope + row * rope_row + column * rope_column + head[:, None] * rope_head + lane[None, :]
         mask = is_head & narrow[None, :]
         low = tl.load(from_at, mask=mask, other=0.0).to(tl.float32)
         high = tl.load(from_at + half, mask=mask, other=0.0).to(tl.float32)

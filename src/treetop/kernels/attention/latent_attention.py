@@ -1,8 +1,9 @@
 """Attention over paged planes that are key and value, and a dense tail, in one pass: compressed attention's kernel.
 
-All heads see the same plane, [latent, turned key], of which the latent is the value: one program takes queries of many
-heads and loads every plane once for both. The latent and the turned part are blocks of their own, for their widths, 512
-and 64, add up to no power of two. Split keys, merge and what may be seen are those of `kernels.attention.attention`.
+All heads see the same plane, [latent, rotated key], of which the latent is the value: one program takes queries of many
+heads and loads every plane once for both. The latent and the rotated part are blocks of their own, for their widths,
+512 and 64, add up to no power of two. Split keys, merge and what may be seen are those of
+`kernels.attention.attention`.
 Source: absorbed attention, DeepSeek-V2, arXiv:2405.04434, section 2.1.2.
 """
 
@@ -47,20 +48,20 @@ def latent_attention_reference(
 
 @jit
 def load_plane(
-    base: Arg, at: Arg, stored: Arg, lane_c: Arg, lane_r: Arg, rank: constexpr, turned: constexpr, dtype: constexpr,
+    base: Arg, at: Arg, stored: Arg, lane_c: Arg, lane_r: Arg, rank: constexpr, rope_dim: constexpr, dtype: constexpr,
     hopper: constexpr,
 ) -> Arg:  # fmt: skip
-    """The latents and turned keys of planes at element offsets `at` [n] int64, in `dtype`; 0 where not `stored`."""
-    return plane_at(base + at, stored, lane_c, lane_r, rank, turned, dtype, hopper)
+    """The latents and rotated keys of planes at element offsets `at` [n] int64, in `dtype`; 0 where not `stored`."""
+    return plane_at(base + at, stored, lane_c, lane_r, rank, rope_dim, dtype, hopper)
 
 
 @jit
 def plane_at(
-    at: Arg, stored: Arg, lane_c: Arg, lane_r: Arg, rank: constexpr, turned: constexpr, dtype: constexpr,
+    at: Arg, stored: Arg, lane_c: Arg, lane_r: Arg, rank: constexpr, rope_dim: constexpr, dtype: constexpr,
     hopper: constexpr,
 ) -> Arg:  # fmt: skip
     """The same of planes at pointers `at` [n]."""
-    mask_c, mask_r = stored[:, None] & (lane_c < rank)[None, :], stored[:, None] & (lane_r < turned)[None, :]
+    mask_c, mask_r = stored[:, None] & (lane_c < rank)[None, :], stored[:, None] & (lane_r < rope_dim)[None, :]
     k = tl.load(at[:, None] + lane_c[None, :], mask=mask_c, other=0.0)
     r = tl.load(at[:, None] + rank + lane_r[None, :], mask=mask_r, other=0.0)
     return widened(k, mask_c, dtype, hopper), widened(r, mask_r, dtype, hopper)
@@ -84,12 +85,12 @@ def chosen_slots(
 
 @jit
 def fold_planes(
-    q: Arg, q_turned: Arg, k: Arg, k_turned: Arg, visible: Arg, acc: Arg, peak: Arg, mass: Arg, scale: Arg,
+    q: Arg, q_rope: Arg, k: Arg, k_rope: Arg, visible: Arg, acc: Arg, peak: Arg, mass: Arg, scale: Arg,
     masked: constexpr,
 ) -> Arg:  # fmt: skip
     """Fold one block of planes into the running softmax, as `kernels.attention.attention.fold`. acc: [m, rank]."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-    scores = tl.dot(q_turned, tl.trans(k_turned), scores, input_precision="ieee") * scale
+    scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="ieee") * scale
     return fold_scores(scores, k, visible, acc, peak, mass, masked)
 
 
@@ -101,7 +102,7 @@ def _latent_attention_kernel(
     table_row: Arg, position_row: Arg, position_query: Arg, splits: Arg, helpers: Arg, chosen_row: Arg,
     chosen_query: Arg, count_row: Arg, tail_row: Arg, tail_column: Arg, tail_position_row: Arg,
     tail_position_column: Arg, mask_row: Arg, mask_query: Arg, mask_column: Arg,
-    heads: constexpr, rank: constexpr, turned: constexpr, page_size: constexpr, window: constexpr, chunked: constexpr,
+    heads: constexpr, rank: constexpr, rope_dim: constexpr, page_size: constexpr, window: constexpr, chunked: constexpr,
     causal: constexpr, sparse: constexpr, has_tail: constexpr, scaled: constexpr, helped: constexpr,
     block_m: constexpr, block_n: constexpr, block_t: constexpr, block_c: constexpr, block_r: constexpr,
     block_rows: constexpr, overlap: constexpr,
@@ -153,9 +154,9 @@ def _latent_attention_kernel(
     lane_r = tl.arange(0, block_r)
     q_at = q + (row * q_row + query * q_query + head * q_head)[:, None]
     queries = tl.load(q_at + lane_c[None, :], mask=real[:, None] & (lane_c < rank)[None, :], other=0.0)
-    q_turned = tl.load(q_at + rank + lane_r[None, :], mask=real[:, None] & (lane_r < turned)[None, :], other=0.0)
+    q_rope = tl.load(q_at + rank + lane_r[None, :], mask=real[:, None] & (lane_r < rope_dim)[None, :], other=0.0)
     if scaled:
-        queries, q_turned = beside_codes(queries), beside_codes(q_turned)
+        queries, q_rope = beside_codes(queries), beside_codes(q_rope)
 
     start = 0
     position = tl.zeros([block_m], tl.int32)
@@ -198,7 +199,7 @@ def _latent_attention_kernel(
             column = column_start + tl.arange(0, block_t)
             there = column < t
             at = row * tail_row + column.to(tl.int64) * tail_column
-            k, k_turned = load_plane(tail, at, there, lane_c, lane_r, rank, turned, queries.dtype, overlap)
+            k, k_rope = load_plane(tail, at, there, lane_c, lane_r, rank, rope_dim, queries.dtype, overlap)
             shown = mask + row * mask_row + query[:, None] * mask_query + column[None, :] * mask_column
             visible = tl.load(shown, mask=real[:, None] & there[None, :], other=0) != 0
             if window > 0:
@@ -206,7 +207,7 @@ def _latent_attention_kernel(
                 tail_position = tl.load(at_position, mask=there, other=0).to(tl.int32)
                 visible = visible & (tail_position[None, :] >= oldest[:, None])
             acc, peak, mass = fold_planes(
-                queries, q_turned, k, k_turned, visible, acc, peak, mass, scale, True
+                queries, q_rope, k, k_rope, visible, acc, peak, mass, scale, True
             )  # fmt: skip
 
     if helped:
@@ -221,19 +222,19 @@ def _latent_attention_kernel(
         # The latency of the next block's places hides behind this block's work.
         if sparse:
             at = place * slot_stride
-            k, k_turned = load_plane(pages, at, stored, lane_c, lane_r, rank, turned, queries.dtype, overlap)
+            k, k_rope = load_plane(pages, at, stored, lane_c, lane_r, rank, rope_dim, queries.dtype, overlap)
             place = chosen_slots(table, chosen, block + 1, end, length, block_n, page_size)
         else:
             slot = place.to(tl.int64) * page_size + within_page(key, page_size)
             at = slot * slot_stride
-            k, k_turned = load_plane(pages, at, stored, lane_c, lane_r, rank, turned, queries.dtype, overlap)
+            k, k_rope = load_plane(pages, at, stored, lane_c, lane_r, rank, rope_dim, queries.dtype, overlap)
             place = page_of(table, block + 1, start, end, block_n, page_size)
         visible = stored[None, :]
         if causal:
             visible = visible & (key[None, :] <= position[:, None])
         if window > 0:
             visible = visible & (key[None, :] >= oldest[:, None])
-        acc, peak, mass = fold_planes(queries, q_turned, k, k_turned, visible, acc, peak, mass, scale, True)
+        acc, peak, mass = fold_planes(queries, q_rope, k, k_rope, visible, acc, peak, mass, scale, True)
 
     if helped:
         acc, peak, mass, last = join_team(
@@ -303,7 +304,7 @@ def latent_attention(
         positions, data, tail_positions, mask, *listed, results.lse if scales is None else scales,
         scale * math.log2(math.e), n, width, rows * n * heads, *q.stride()[:3], pages.stride(0), table.stride(0),
         *positions.stride(), launch.splits, team.helpers, *listed_strides, *tail_strides,
-        heads=heads, rank=rank, turned=dim - rank, page_size=metadata.page_size, window=metadata.window or 0,
+        heads=heads, rank=rank, rope_dim=dim - rank, page_size=metadata.page_size, window=metadata.window or 0,
         chunked=metadata.chunked, causal=metadata.causal and chosen is None, sparse=chosen is not None,
         has_tail=tail is not None, scaled=scales is not None, helped=team.helpers > 0, block_m=launch.block_m,
         block_n=launch.block_n, block_t=min(launch.block_n, max(16, power_of_two(width))), block_c=block_c,

@@ -1,7 +1,7 @@
 """Compressed attention with the arithmetic of `segments`: planes that are key and value, and what is chosen of them.
 
-As `segment_attention`, with two differences. All heads see the same plane, [latent, turned key], of which the latent is
-the value, so a raw score is one product over the latent that goes on over what turns. And in the second launch a
+As `segment_attention`, with two differences. All heads see the same plane, [latent, rotated key], of which the latent
+is the value, so a raw score is one product over the latent that goes on over what has RoPE. And in the second launch a
 program takes heads of one query alone, so a block of keys on its path is one product, wherever they come from.
 
 Where an indexer has chosen (DSA), each query is a row of its own, and a key's place in every sum is its rank among the
@@ -100,12 +100,12 @@ def choose_segments(
 
 @jit
 def fold_latents(
-    q: Arg, q_turned: Arg, k: Arg, k_turned: Arg, visible: Arg, acc: Arg, peak: Arg, mass: Arg, scale: Arg,
+    q: Arg, q_rope: Arg, k: Arg, k_rope: Arg, visible: Arg, acc: Arg, peak: Arg, mass: Arg, scale: Arg,
     masked: constexpr,
 ) -> Arg:  # fmt: skip
-    """`segments.fold` of a block of planes. q, k: [m or n, rank], q_turned, k_turned: [m or n, turned]."""
+    """`segments.fold` of a block of planes. q, k: [m or n, rank], q_rope, k_rope: [m or n, rope_dim]."""
     raw = tl.dot(q, tl.trans(k), input_precision="ieee")
-    raw = tl.dot(q_turned, tl.trans(k_turned), raw, input_precision="ieee")
+    raw = tl.dot(q_rope, tl.trans(k_rope), raw, input_precision="ieee")
     if masked:
         raw = tl.where(visible, raw, float("-inf"))
     weights, acc, peak, mass = weigh(raw, acc, peak, mass, scale, k.dtype)
@@ -114,15 +114,15 @@ def fold_latents(
 
 @jit
 def load_latent_queries(
-    q: Arg, at: Arg, real: Arg, lane_c: Arg, lane_r: Arg, rank: constexpr, turned: constexpr, scaled: constexpr
+    q: Arg, at: Arg, real: Arg, lane_c: Arg, lane_r: Arg, rank: constexpr, rope_dim: constexpr, scaled: constexpr
 ) -> Arg:  # fmt: skip
-    """Queries [m, rank] and [m, turned], 0 where not `real`. at: [m], element offsets. scaled: planes are codes."""
+    """Queries [m, rank] and [m, rope_dim], 0 where not `real`. at: [m], element offsets. scaled: planes are codes."""
     where = q + at[:, None]
     own = tl.load(where + lane_c[None, :], mask=real[:, None] & (lane_c < rank)[None, :], other=0.0)
-    own_turned = tl.load(where + rank + lane_r[None, :], mask=real[:, None] & (lane_r < turned)[None, :], other=0.0)
+    own_rope = tl.load(where + rank + lane_r[None, :], mask=real[:, None] & (lane_r < rope_dim)[None, :], other=0.0)
     if scaled:
-        own, own_turned = beside_codes(own), beside_codes(own_turned)
-    return own, own_turned
+        own, own_rope = beside_codes(own), beside_codes(own_rope)
+    return own, own_rope
 
 
 @jit
@@ -141,9 +141,9 @@ def slots_of_block(
 
 @jit
 def fold_latent_path(
-    q: Arg, q_turned: Arg, pages: Arg, table: Arg, chosen: Arg, tail: Arg, path: Arg, block: Arg, end: Arg,
+    q: Arg, q_rope: Arg, pages: Arg, table: Arg, chosen: Arg, tail: Arg, path: Arg, block: Arg, end: Arg,
     length: Arg, t: Arg, slot_stride: Arg, tail_column: Arg, lane_c: Arg, lane_r: Arg, acc: Arg, peak: Arg, mass: Arg,
-    scale: Arg, rank: constexpr, turned: constexpr, page_size: constexpr, sparse: constexpr, aligned: constexpr,
+    scale: Arg, rank: constexpr, rope_dim: constexpr, page_size: constexpr, sparse: constexpr, aligned: constexpr,
     block_n: constexpr, hopper: constexpr,
 ) -> Arg:  # fmt: skip
     """Fold one block of the keys of one query, whose heads are the lanes: of pages before `end`, then of its path.
@@ -158,8 +158,8 @@ def fold_latent_path(
     at = tl.where(theirs, tail + column.to(tl.int64) * tail_column, pages + slot * slot_stride)
     if aligned:
         at = tl.multiple_of(at, 16)
-    k, k_turned = plane_at(at, stored | theirs, lane_c, lane_r, rank, turned, q.dtype, hopper)
-    return fold_latents(q, q_turned, k, k_turned, (stored | theirs)[None, :], acc, peak, mass, scale, True)
+    k, k_rope = plane_at(at, stored | theirs, lane_c, lane_r, rank, rope_dim, q.dtype, hopper)
+    return fold_latents(q, q_rope, k, k_rope, (stored | theirs)[None, :], acc, peak, mass, scale, True)
 
 
 @jit_for_any("n", "count", "capacity", "t", "per", "q_row", "chosen_row")
@@ -168,7 +168,7 @@ def _latent_segments_kernel(
     lengths: Arg, chosen: Arg, tail: Arg, kv_scales: Arg, offsets: Arg, path: Arg, items: Arg, scale: Arg, n: Arg,
     t: Arg, per: Arg, count: Arg, capacity: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg,
     table_row: Arg, chosen_row: Arg, tail_row: Arg, tail_column: Arg,
-    heads: constexpr, rank: constexpr, turned: constexpr, page_size: constexpr, alone: constexpr, sparse: constexpr,
+    heads: constexpr, rank: constexpr, rope_dim: constexpr, page_size: constexpr, alone: constexpr, sparse: constexpr,
     scaled: constexpr, unit: constexpr, aligned: constexpr, block_m: constexpr, block_n: constexpr,
     block_c: constexpr, block_r: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
@@ -194,8 +194,8 @@ def _latent_segments_kernel(
         offset = tl.load(offsets + row)
         last_segment = run_of(end, alone, 0, tl.load(offsets + row + 1) - offset, unit) + item - offset
         table, those = page_table + tl.load(rows + row) * table_row, chosen + row * chosen_row
-        own, own_turned = load_latent_queries(
-            q, row * q_row + query * q_query + head * q_head, real, lane_c, lane_r, rank, turned, scaled
+        own, own_rope = load_latent_queries(
+            q, row * q_row + query * q_query + head * q_head, real, lane_c, lane_r, rank, rope_dim, scaled
         )
         whole = end // block_n
         acc = tl.zeros([block_m, block_c], tl.float32)
@@ -211,12 +211,12 @@ def _latent_segments_kernel(
                 block, acc, peak, mass, each, each_peak, each_mass, segment, next_one, unit, block_n
             )
             stored = block * block_n + tl.arange(0, block_n) < end
-            k, k_turned = load_plane(
-                pages, slot * slot_stride, stored, lane_c, lane_r, rank, turned, own.dtype, overlap
+            k, k_rope = load_plane(
+                pages, slot * slot_stride, stored, lane_c, lane_r, rank, rope_dim, own.dtype, overlap
             )  # fmt: skip
             slot = slots_of_block(table, those, block + 1, end, length, sparse, block_n, page_size)
             each, each_peak, each_mass = fold_latents(
-                own, own_turned, k, k_turned, stored[None, :], each, each_peak, each_mass, scale, False
+                own, own_rope, k, k_rope, stored[None, :], each, each_peak, each_mass, scale, False
             )
         if alone:
             acc, peak, mass, each, each_peak, each_mass, segment, next_one = enter(
@@ -224,8 +224,8 @@ def _latent_segments_kernel(
             )
             for block in range(tl.maximum(begin, whole), tl.minimum(after, whole + 1)):
                 each, each_peak, each_mass = fold_latent_path(
-                    own, own_turned, pages, table, those, tail + row // per * tail_row, path + row, block, end, length,
-                    t, slot_stride, tail_column, lane_c, lane_r, each, each_peak, each_mass, scale, rank, turned,
+                    own, own_rope, pages, table, those, tail + row // per * tail_row, path + row, block, end, length,
+                    t, slot_stride, tail_column, lane_c, lane_r, each, each_peak, each_mass, scale, rank, rope_dim,
                     page_size, sparse, aligned, block_n, overlap,
                 )  # fmt: skip
         acc, peak, mass = join(acc, peak, mass, each, each_peak, tl.max(each_mass, 1))
@@ -241,7 +241,7 @@ def _join_latents_kernel(
     lengths: Arg, chosen: Arg, tail: Arg, kv_scales: Arg, offsets: Arg, path: Arg, positions: Arg, scale: Arg, n: Arg,
     t: Arg, per: Arg, capacity: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg, table_row: Arg,
     chosen_row: Arg, tail_row: Arg, tail_column: Arg, position_row: Arg, position_query: Arg,
-    heads: constexpr, rank: constexpr, turned: constexpr, page_size: constexpr, alone: constexpr, sparse: constexpr,
+    heads: constexpr, rank: constexpr, rope_dim: constexpr, page_size: constexpr, alone: constexpr, sparse: constexpr,
     scaled: constexpr, unit: constexpr, aligned: constexpr, block_m: constexpr, block_n: constexpr,
     block_c: constexpr, block_r: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
@@ -266,8 +266,8 @@ def _join_latents_kernel(
     closed = there
     if not alone:
         closed = tl.minimum(there, tl.maximum(segment_of(whole * block_n, unit) - run + 1, 0))
-    own, own_turned = load_latent_queries(
-        q, row * q_row + query * q_query + head * q_head, real, lane_c, lane_r, rank, turned, scaled
+    own, own_rope = load_latent_queries(
+        q, row * q_row + query * q_query + head * q_head, real, lane_c, lane_r, rank, rope_dim, scaled
     )
     at = (offset.to(tl.int64) * n + query) * heads + head
     step = n.to(tl.int64) * heads
@@ -292,9 +292,9 @@ def _join_latents_kernel(
         each_mass = tl.broadcast_to(each_mass[:, None], (block_m, 16))
         for block in range(tl.where(kept, tl.maximum(begin, whole), begin), after):
             each, each_peak, each_mass = fold_latent_path(
-                own, own_turned, pages, table, those, tail + row // per * tail_row, path + (row * n + query) * t,
+                own, own_rope, pages, table, those, tail + row // per * tail_row, path + (row * n + query) * t,
                 block, end, length, t, slot_stride, tail_column, lane_c, lane_r, each, each_peak, each_mass, scale,
-                rank, turned, page_size, sparse, aligned, block_n, overlap,
+                rank, rope_dim, page_size, sparse, aligned, block_n, overlap,
             )  # fmt: skip
         acc, peak, mass = join(acc, peak, mass, each, each_peak, tl.max(each_mass, 1))
 
@@ -310,7 +310,7 @@ def _latent_prefill_kernel(
     out: Arg, q: Arg, pages: Arg, page_table: Arg, rows: Arg, kv_len: Arg, lengths: Arg, chosen: Arg, kv_scales: Arg,
     positions: Arg, scale: Arg, n: Arg, per: Arg, count: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg,
     table_row: Arg, chosen_row: Arg, position_row: Arg, position_query: Arg,
-    heads: constexpr, rank: constexpr, turned: constexpr, page_size: constexpr, sparse: constexpr, scaled: constexpr,
+    heads: constexpr, rank: constexpr, rope_dim: constexpr, page_size: constexpr, sparse: constexpr, scaled: constexpr,
     unit: constexpr, block_m: constexpr, block_n: constexpr, block_c: constexpr, block_r: constexpr,
     overlap: constexpr,
 ) -> None:  # fmt: skip
@@ -330,8 +330,8 @@ def _latent_prefill_kernel(
         scale *= tl.load(kv_scales)
     end, length = tl.load(kv_len + row).to(tl.int32), tl.load(lengths + row // per).to(tl.int32)
     table, those = page_table + tl.load(rows + row) * table_row, chosen + row * chosen_row
-    own, own_turned = load_latent_queries(
-        q, row * q_row + query * q_query + head * q_head, within, lane_c, lane_r, rank, turned, scaled
+    own, own_rope = load_latent_queries(
+        q, row * q_row + query * q_query + head * q_head, within, lane_c, lane_r, rank, rope_dim, scaled
     )
     real, position = within, tl.zeros([block_m], tl.int32) + end
     middle = end // block_n  # blocks that need no mask
@@ -353,21 +353,21 @@ def _latent_prefill_kernel(
             block, acc, peak, mass, each, each_peak, each_mass, segment, next_one, unit, block_n
         )
         stored = block * block_n + tl.arange(0, block_n) < end
-        k, k_turned = load_plane(pages, slot * slot_stride, stored, lane_c, lane_r, rank, turned, own.dtype, overlap)
+        k, k_rope = load_plane(pages, slot * slot_stride, stored, lane_c, lane_r, rank, rope_dim, own.dtype, overlap)
         slot = slots_of_block(table, those, block + 1, end, length, sparse, block_n, page_size)
         each, each_peak, each_mass = fold_latents(
-            own, own_turned, k, k_turned, stored[None, :], each, each_peak, each_mass, scale, False
+            own, own_rope, k, k_rope, stored[None, :], each, each_peak, each_mass, scale, False
         )
     for block in range(middle, stop):
         acc, peak, mass, each, each_peak, each_mass, segment, next_one = enter(
             block, acc, peak, mass, each, each_peak, each_mass, segment, next_one, unit, block_n
         )
         key = block * block_n + tl.arange(0, block_n)
-        k, k_turned = load_plane(pages, slot * slot_stride, key < end, lane_c, lane_r, rank, turned, own.dtype, overlap)
+        k, k_rope = load_plane(pages, slot * slot_stride, key < end, lane_c, lane_r, rank, rope_dim, own.dtype, overlap)
         slot = slots_of_block(table, those, block + 1, end, length, sparse, block_n, page_size)
         visible = (key < end)[None, :] & (key[None, :] <= position[:, None]) & real[:, None]
         each, each_peak, each_mass = fold_latents(
-            own, own_turned, k, k_turned, visible, each, each_peak, each_mass, scale, True
+            own, own_rope, k, k_rope, visible, each, each_peak, each_mass, scale, True
         )
     acc, peak, mass = join(acc, peak, mass, each, each_peak, tl.max(each_mass, 1))
 
@@ -548,7 +548,7 @@ def _of_planes(
     """What each of the kernels is compiled for. No model has compressed attention and a window."""
     assert metadata.window is None
     return {
-        "heads": heads, "rank": rank, "turned": dim - rank, "page_size": metadata.page_size,
+        "heads": heads, "rank": rank, "rope_dim": dim - rank, "page_size": metadata.page_size,
         "sparse": chosen is not None, "scaled": scales is not None, "block_c": max(16, power_of_two(rank)),
         "block_r": max(16, power_of_two(dim - rank)), "overlap": gpu.can_overlap, "enable_fp_fusion": False,
         **launch_options(gpu),

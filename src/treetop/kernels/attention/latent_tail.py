@@ -1,7 +1,7 @@
 """The tail after a prefix of compressed attention that another library computed, and the merge, in one launch.
 
 As `kernels.attention.tail`, for planes that are key and value: a plane is loaded once for both, its latent and its
-turned part as blocks of their own.
+rotated part as blocks of their own.
 """
 
 import math
@@ -24,7 +24,7 @@ def _latent_tail_kernel(
     n: Arg, t: Arg, q_row: Arg, q_query: Arg, q_head: Arg, before_row: Arg, before_query: Arg, before_head: Arg,
     lse_row: Arg, lse_query: Arg, lse_head: Arg, tail_row: Arg, tail_column: Arg, mask_row: Arg, mask_query: Arg,
     mask_column: Arg,
-    heads: constexpr, rank: constexpr, turned: constexpr, block_m: constexpr, block_t: constexpr, block_c: constexpr,
+    heads: constexpr, rank: constexpr, rope_dim: constexpr, block_m: constexpr, block_t: constexpr, block_c: constexpr,
     block_r: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """One block of queries, each a head's, of one row.
@@ -43,7 +43,7 @@ def _latent_tail_kernel(
     wide = real[:, None] & (lane_c < rank)[None, :]
     q_at = q + (row * q_row + query * q_query + head * q_head)[:, None]
     queries = tl.load(q_at + lane_c[None, :], mask=wide, other=0.0)
-    q_turned = tl.load(q_at + rank + lane_r[None, :], mask=real[:, None] & (lane_r < turned)[None, :], other=0.0)
+    q_rope = tl.load(q_at + rank + lane_r[None, :], mask=real[:, None] & (lane_r < rope_dim)[None, :], other=0.0)
 
     keys = tl.zeros([block_m], tl.int32) + tl.load(kv_len + row).to(tl.int32)
     lse_at = row * lse_row + query * lse_query + head * lse_head
@@ -58,10 +58,10 @@ def _latent_tail_kernel(
         column = column_start + tl.arange(0, block_t)
         there = column < t
         plane_at = row * tail_row + column.to(tl.int64) * tail_column
-        k, k_turned = load_plane(tail, plane_at, there, lane_c, lane_r, rank, turned, queries.dtype, overlap)
+        k, k_rope = load_plane(tail, plane_at, there, lane_c, lane_r, rank, rope_dim, queries.dtype, overlap)
         shown = mask + row * mask_row + query[:, None] * mask_query + column[None, :] * mask_column
         visible = tl.load(shown, mask=real[:, None] & there[None, :], other=0) != 0
-        acc, peak, mass = fold_planes(queries, q_turned, k, k_turned, visible, acc, peak, mass, scale, True)
+        acc, peak, mass = fold_planes(queries, q_rope, k, k_rope, visible, acc, peak, mass, scale, True)
 
     result = acc / tl.where(mass != 0, mass, 1.0)[:, None]
     out_at = ((row * n + query) * heads + head)[:, None] * rank + lane_c[None, :]
@@ -92,7 +92,7 @@ def latent_tail_and_merge(
         out, q, prefix.out, prefix.lse, prefix.kv_len, tail, mask, scale * math.log2(math.e),
         prefix.unit * math.log2(math.e), n, width, *q.stride()[:3], *prefix.out.stride()[:3], *prefix.lse.stride(),
         *tail.stride()[:2], *mask.stride(),
-        heads=heads, rank=rank, turned=dim - rank, block_m=_QUERIES, block_t=16, block_c=max(16, power_of_two(rank)),
+        heads=heads, rank=rank, rope_dim=dim - rank, block_m=_QUERIES, block_t=16, block_c=max(16, power_of_two(rank)),
         block_r=max(16, power_of_two(dim - rank)), overlap=gpu.can_overlap, num_warps=4, num_stages=1,
         **launch_options(gpu),
     )  # fmt: skip

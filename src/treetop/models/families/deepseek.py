@@ -107,7 +107,7 @@ def read_glm(config: Config, where: Path) -> ModelConfig:
 
 
 def read_youtu(config: Config, where: Path) -> ModelConfig:
-    """Youtu-LLM, without experts. Where `head_dim` is not what turns, `transformers` turns so much: refused."""
+    """Youtu-LLM, without experts. Where `head_dim` is not what has RoPE, `transformers` turns so much: refused."""
     config = {**LATENT_SIZES, "q_lora_rank": 1536, "rope_interleave": True, "tie_word_embeddings": True, **config}
     require_value(config, "head_dim", config["qk_rope_head_dim"], where)
     layer = LayerSpec(latent_attention(config, where), dense_spec(config, where))
@@ -115,7 +115,7 @@ def read_youtu(config: Config, where: Path) -> ModelConfig:
 
 
 def read_minicpm(config: Config, where: Path) -> ModelConfig:
-    """MiniCPM3, without experts, which turns in halves; embeddings, what layers add and logits are scaled."""
+    """MiniCPM3, without experts, whose RoPE is in halves; embeddings, what layers add and logits are scaled."""
     sizes = {"kv_lora_rank": 256, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "q_lora_rank": 768}
     scales = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}
     config = {**sizes, **scales, "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "rope_interleave": False, **config}
@@ -178,10 +178,10 @@ def _sparse_model(config: Config, where: Path, indexers: list[str]) -> ModelConf
         _NORM_EPS,
     )
     attention = model.layers[0].attention
-    turned = attention.rope.head_dim
-    if config.get("q_lora_rank") is None or index.head_dim <= turned:
+    rope_dim = attention.rope.head_dim
+    if config.get("q_lora_rank") is None or index.head_dim <= rope_dim:
         raise CheckpointError(
-            f"{where}: an indexer needs a q_lora_rank, and an index_head_dim over the qk_rope_head_dim {turned}"
+            f"{where}: an indexer needs a q_lora_rank, and an index_head_dim over the qk_rope_head_dim {rope_dim}"
         )
     attends, source = [], 0
     for layer, kind in enumerate(indexers):
@@ -199,9 +199,9 @@ def latent_attention(config: Config, where: Path) -> AttentionSpec:
     heads = size(config, "num_attention_heads", where)
     require_value(config, "attention_bias", False, where)
     require_value(config, "num_key_value_heads", heads, where)
-    turned = size(config, "qk_rope_head_dim", where)
-    if turned % 2 != 0:
-        raise CheckpointError(f"{where}: qk_rope_head_dim {turned} must be even")
+    rope_dim = size(config, "qk_rope_head_dim", where)
+    if rope_dim % 2 != 0:
+        raise CheckpointError(f"{where}: qk_rope_head_dim {rope_dim} must be even")
     ranks = None if config.get("q_lora_rank") is None else size(config, "q_lora_rank", where)
     latent = LatentSpec(
         size(config, "kv_lora_rank", where),
@@ -210,8 +210,8 @@ def latent_attention(config: Config, where: Path) -> AttentionSpec:
         ranks,
         _NORM_EPS,
     )
-    rope = rope_spec(config, turned, where, interleaved=flag(config, "rope_interleave", where))
-    scale = (latent.still_dim + turned) ** -0.5
+    rope = rope_spec(config, rope_dim, where, interleaved=flag(config, "rope_interleave", where))
+    scale = (latent.still_dim + rope_dim) ** -0.5
     if rope.scaling is not None:
         if not isinstance(rope.scaling, Yarn):
             raise CheckpointError(f"{where}: rope_type of compressed attention is not supported, only default and yarn")
@@ -219,7 +219,7 @@ def latent_attention(config: Config, where: Path) -> AttentionSpec:
         of_all = real(said, "mscale_all_dim", where, 0.0)
         if of_all and rope.scaling.factor > 1:
             scale *= (0.1 * of_all * math.log(rope.scaling.factor) + 1) ** 2
-    return AttentionSpec(heads, compressed(latent.rank, turned), rope, scale, latent=latent)
+    return AttentionSpec(heads, compressed(latent.rank, rope_dim), rope, scale, latent=latent)
 
 
 def latent_model(

@@ -42,7 +42,7 @@ def read(config: Config, where: Path) -> ModelConfig:
 
 
 def read_helium(config: Config, where: Path) -> ModelConfig:
-    """Helium, which turns neighbouring dimensions too and has no biases."""
+    """Helium, whose RoPE is interleaved too and which has no biases."""
     config = {"rope_theta": 1e5, "rms_norm_eps": 1e-8, "head_dim": 128, **config}
     layer = LayerSpec(attention_spec(config, where, interleaved=True), dense_spec(config, where))
     return model_config(config, where, [layer] * num_layers(config, where))

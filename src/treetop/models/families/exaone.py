@@ -78,11 +78,11 @@ def unused_moe(config: ModelConfig) -> set[str]:
 
 def _attention(config: Mapping[str, Any], where: Path) -> list[AttentionSpec]:
     """Of each layer. Without a window all layers turn."""
-    turns = replace(attention_spec(config, where), qk_norm=True)
+    has_rope = replace(attention_spec(config, where), qk_norm=True)
     if config["sliding_window"] is None:
-        return [turns] * num_layers(config, where)
-    still = replace(turns, rope=RopeSpec(turns.head_dim, turns.rope.theta, rotary_dim=0))
-    slides, pattern = replace(turns, window=size(config, "sliding_window", where)), _pattern(config, where)
+        return [has_rope] * num_layers(config, where)
+    still = replace(has_rope, rope=RopeSpec(has_rope.head_dim, has_rope.rope.theta, rotary_dim=0))
+    slides, pattern = replace(has_rope, window=size(config, "sliding_window", where)), _pattern(config, where)
     kinds = layer_types(config, where, lambda i: pattern[i])
     return [slides if kind == SLIDING_ATTENTION else still for kind in kinds]
 

@@ -1,4 +1,4 @@
-"""Gemma 4, text: full layers with wider heads of which a part turns, values normed, K/V that later layers read again,
+"""Gemma 4, text: full layers with wider heads with partial RoPE, values normed, K/V that later layers read again,
 embeddings by layer, experts beside a dense feed-forward, capped logits.
 
 Source: `transformers`' gemma4, whose defaults these are.

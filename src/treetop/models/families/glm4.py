@@ -1,4 +1,4 @@
-"""GLM-4, dense, of 2024 and 2025, and the text of GLM-4.1V, GLM-4.6V-Flash and GLM-OCR: a part of a head turns,
+"""GLM-4, dense, of 2024 and 2025, and the text of GLM-4.1V, GLM-4.6V-Flash and GLM-OCR: a part of a head has RoPE,
 neighbouring dimensions together; norms on both sides, but in the models of 2024; gate and up in one tensor.
 
 Source: `transformers`' glm and glm4, whose defaults these are.

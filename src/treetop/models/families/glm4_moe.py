@@ -1,4 +1,4 @@
-"""GLM-4.5 and 4.6: heads of which a part turns, dense layers first, then routed experts and shared ones."""
+"""GLM-4.5 and 4.6: heads with partial RoPE, dense layers first, then routed experts and shared ones."""
 
 from dataclasses import replace
 from pathlib import Path

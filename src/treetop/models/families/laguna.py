@@ -201,7 +201,7 @@ def _limits(config: Config, key: str, count: int, where: Path) -> list[float | N
 
 
 def _step_rope(config: Config, index: int, kind: str, where: Path) -> dict[str, Any]:
-    """Thetas and parts that turn are lists by layer, and a scaling is of the full layers; `transformers` nests them."""
+    """Thetas and parts with RoPE are lists by layer, and a scaling is of the full layers; `transformers` nests them."""
     if table(config, "rope_parameters", where):
         return {}
     theta, parts = config["rope_theta"], config.get("partial_rotary_factors")

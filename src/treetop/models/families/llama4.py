@@ -1,4 +1,4 @@
-"""Llama 4, text: layers that see their own chunk of the text alone, beside layers that see all and do not turn, whose
+"""Llama 4, text: layers that see their own chunk of the text alone, beside NoPE layers that see all, whose
 queries grow with their position; experts in some layers, whose inputs a sigmoid of the router weighs.
 
 Norms of heads have no weight and come after the rotation, which leaves what they divide by as it is: here they come
@@ -62,12 +62,12 @@ def read(config: Config, where: Path) -> ModelConfig:
     config = {**_DEFAULTS, **{key: value for key, value in config.items() if value is not None}}
     require_value(config, "hidden_act", "silu", where)
     count, every = num_layers(config, where), size(config, "no_rope_layer_interval", where)
-    turns = integers(config, "no_rope_layers", where) or [int((i + 1) % every != 0) for i in range(count)]
-    if len(turns) < count or not set(turns) <= {0, 1}:
+    has_rope = integers(config, "no_rope_layers", where) or [int((i + 1) % every != 0) for i in range(count)]
+    if len(has_rope) < count or not set(has_rope) <= {0, 1}:
         raise CheckpointError(f"{where}: no_rope_layers must be 0 or 1 for each of {count} layers")
     kinds = config.get("layer_types")
     if kinds is None:
-        kinds = [CHUNKED_ATTENTION if turn and not whole else FULL_ATTENTION for turn in turns[:count]]
+        kinds = [CHUNKED_ATTENTION if turns_ and not whole else FULL_ATTENTION for turns_ in has_rope[:count]]
     known = [FULL_ATTENTION] if whole else [FULL_ATTENTION, CHUNKED_ATTENTION]
     if not isinstance(kinds, list) or len(kinds) != count or any(kind not in known for kind in kinds):
         raise CheckpointError(f"{where}: layer_types must name {' or '.join(known)} for each of {count} layers")
@@ -75,17 +75,17 @@ def read(config: Config, where: Path) -> ModelConfig:
     routed = integers(config, "moe_layers", where) if "moe_layers" in config else range(step - 1, count, step)
     dense, experts = DenseSpec(size(config, "intermediate_size_mlp", where)), _experts(config, where)
     layers = [
-        LayerSpec(_attention(config, bool(turn), kind, where), experts if index in routed else dense)
-        for index, (turn, kind) in enumerate(zip(turns, kinds, strict=False))
+        LayerSpec(_attention(config, bool(turns_), kind, where), experts if index in routed else dense)
+        for index, (turns_, kind) in enumerate(zip(has_rope, kinds, strict=False))
     ]
     return model_config(config, where, layers)
 
 
-def _attention(config: Config, turns: bool, kind: str, where: Path) -> AttentionSpec:
+def _attention(config: Config, has_rope: bool, kind: str, where: Path) -> AttentionSpec:
     spec = attention_spec(config, where, interleaved=True)
     if kind == CHUNKED_ATTENTION:
         spec = replace(spec, window=size(config, "attention_chunk_size", where), chunked=True)
-    if turns:
+    if has_rope:
         normed = flag(config, "use_qk_norm", where)
         if normed and isinstance(spec.rope.scaling, Yarn):
             raise CheckpointError(f"{where}: rope_type yarn is not supported with use_qk_norm")

@@ -1,4 +1,4 @@
-"""Muse-Glimmer: embeddings behind a norm, windows in layers that turn and others that do not, norms of heads without
+"""Muse-Glimmer: embeddings behind a norm, windows in RoPE layers and none in NoPE layers, norms of heads without
 weights, gated attention, norms on both sides whose outer ones have an epsilon of their own, capped logits.
 
 Norms of layers multiply by 1 + w, the last one by w.
@@ -58,18 +58,18 @@ def read(config: Config, where: Path) -> ModelConfig:
         raise CheckpointError(f"{where}: sliding_window must be a number, for layer_types has {SLIDING_ATTENTION}")
     window = {FULL_ATTENTION: None, SLIDING_ATTENTION: size(config, "sliding_window", where)}
     spec = attention_spec(config, where)
-    turning = replace(
+    with_rope = replace(
         spec,
         scale=spec.scale * real(config, "qk_scale_factor", where),
         qk_norm=True,
         norm_weights=None,
         gate=OutputGate("sigmoid", per_number=True),
     )
-    still = replace(turning, rope=RopeSpec(spec.head_dim, spec.rope.theta, rotary_dim=0))
+    still = replace(with_rope, rope=RopeSpec(spec.head_dim, spec.rope.theta, rotary_dim=0))
     dense, eps = dense_spec(config, where), real(config, "post_norm_eps", where)
     layers = [
-        LayerSpec(replace(turning if turns else still, window=window[kind]), dense, _NORMS, output_norm_eps=eps)
-        for kind, turns in zip(kinds, _turns(config, count, spec.rope.theta, where), strict=True)
+        LayerSpec(replace(with_rope if has_rope else still, window=window[kind]), dense, _NORMS, output_norm_eps=eps)
+        for kind, has_rope in zip(kinds, _have_rope(config, count, spec.rope.theta, where), strict=True)
     ]
     return replace(
         model_config(config, where, layers),
@@ -86,8 +86,9 @@ def params(config: ModelConfig) -> list[Param]:
     return [last if param.name == "norm" else param for param in found]
 
 
-def _turns(config: Config, count: int, theta: float, where: Path) -> list[bool]:
-    """Whether a layer turns: `layer_rope_theta` has 0 for one that does not; by default every fourth from the last."""
+def _have_rope(config: Config, count: int, theta: float, where: Path) -> list[bool]:
+    """Whether a layer has RoPE: `layer_rope_theta` has 0 for one that does not; by default every fourth from the
+    last."""
     thetas = config.get("layer_rope_theta", [theta if (count - 1 - i) % 4 else 0 for i in range(count)])
     if not isinstance(thetas, list) or len(thetas) != count or any(each not in (0, theta) for each in thetas):
         raise CheckpointError(f"{where}: layer_rope_theta must be 0 or rope_theta, {theta}, for each of {count} layers")

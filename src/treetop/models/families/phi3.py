@@ -1,6 +1,6 @@
 """Phi-3 and Phi-4: q, k and v in one tensor, gate and up in another, perhaps a window in all layers.
 
-Part of a head may turn. Rotations of the type longrope, which depend on a text's length, are refused.
+Part of a head may have RoPE. Rotations of the type longrope, which depend on a text's length, are refused.
 Source: `transformers`' phi3, whose defaults these are.
 """
 

@@ -56,13 +56,13 @@ def read_cohere(config: Config, where: Path) -> ModelConfig:
 
 
 def read_cohere_2(config: Config, where: Path) -> ModelConfig:
-    """Command R7B and A: windows in layers that turn; the others turn nothing."""
+    """Command R7B and A: windows in RoPE layers; the others turn nothing."""
     config = {"max_position_embeddings": 8192, "logit_scale": 0.0625, "tie_word_embeddings": True, **_given(config)}
     every = size(config, "sliding_window_pattern", where, default=4)
     kinds = layer_types(config, where, lambda index: SLIDING_ATTENTION if (index + 1) % every else FULL_ATTENTION)
-    turning, dense = attention_spec(config, where, interleaved=True), dense_spec(config, where)
-    windowed = replace(turning, window=size(config, "sliding_window", where, default=4096))
-    full = replace(turning, rope=RopeSpec(turning.head_dim, turning.rope.theta, rotary_dim=0))
+    with_rope, dense = attention_spec(config, where, interleaved=True), dense_spec(config, where)
+    windowed = replace(with_rope, window=size(config, "sliding_window", where, default=4096))
+    full = replace(with_rope, rope=RopeSpec(with_rope.head_dim, with_rope.rope.theta, rotary_dim=0))
     layers = [LayerSpec(windowed if kind == SLIDING_ATTENTION else full, dense, _ONE_NORM) for kind in kinds]
     return _cohere(config, where, layers)
 

@@ -24,10 +24,10 @@ class BothMixer:
         self._recurrent = Mamba2(spec.recurrent, weights, f"{name}.recurrent", layer, ops)
         self.products: list[Product] = [*self._attention.products, *self._recurrent.products]
 
-    def __call__(self, x: Tensor, turn: Rotary, attend: Attend) -> Summed:
+    def __call__(self, x: Tensor, rotary: Rotary, attend: Attend) -> Summed:
         """x: [rows, n, in]. Returns one part [1, rows, n, hidden]."""
-        attended = joined(taken(self._attention(x * self._spec.of_input, turn, attend))) * self._spec.of_output
-        found: Tensor = torch.add(attended, joined(taken(self._recurrent(x, turn, attend))))
+        attended = joined(taken(self._attention(x * self._spec.of_input, rotary, attend))) * self._spec.of_output
+        found: Tensor = torch.add(attended, joined(taken(self._recurrent(x, rotary, attend))))
         return found[None]
 
 

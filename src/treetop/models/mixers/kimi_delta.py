@@ -45,7 +45,7 @@ class KimiDelta:
         self._conv, self._norm = weights[f"{name}.conv"], weights[f"{name}.norm"]
         self._speed, self._bias = rates_of(weights[f"{name}.speed"]), weights[f"{name}.dt_bias"]
 
-    def __call__(self, x: Tensor, turn: Rotary, attend: Attend) -> Summed:
+    def __call__(self, x: Tensor, rotary: Rotary, attend: Attend) -> Summed:
         """x: [rows, n, in]. Returns parts [parts, rows, n, hidden], of all ranks."""
         spec, wide, functions, total = self.spec, self._speed.dtype, self._ops.functions, self._ops.profile.total
         by_head = (spec.heads, spec.head_dim)

@@ -45,7 +45,7 @@ class Lightning:
         self._norm = weights[f"{name}.norm"]
         self._decay = -slopes(spec, self._norm)
 
-    def __call__(self, x: Tensor, turn: Rotary, attend: Attend) -> Summed:
+    def __call__(self, x: Tensor, rotary: Rotary, attend: Attend) -> Summed:
         """x: [rows, n, in]. Returns parts [parts, rows, n, hidden], of all ranks."""
         spec, wide, functions = self.spec, self._decay.dtype, self._ops.functions
         mixed = functions.silu(self.inputs(x)).to(wide)

@@ -39,7 +39,7 @@ class Mamba2:
         self._rate, self._bias = rates_of(weights[f"{name}.rate"]), weights[f"{name}.dt_bias"]
         self._skip, self._norm = weights[f"{name}.skip"], weights.pop(f"{name}.norm")
 
-    def __call__(self, x: Tensor, turn: Rotary, attend: Attend) -> Summed:
+    def __call__(self, x: Tensor, rotary: Rotary, attend: Attend) -> Summed:
         """x: [rows, n, in]. Returns parts [parts, rows, n, hidden], of all ranks."""
         spec, dtype = self.spec, x.dtype
         parts = self.inputs(x if spec.of_input == 1 else x * spec.of_input)

@@ -27,7 +27,7 @@ class ShortConvolution:
         self.products: list[Product] = [self.inputs, self.output]
         self._conv, self._bias = weights[f"{name}.conv"], weights.pop(f"{name}.conv_bias")
 
-    def __call__(self, x: Tensor, turn: Rotary, attend: Attend) -> Summed:
+    def __call__(self, x: Tensor, rotary: Rotary, attend: Attend) -> Summed:
         """x: [rows, n, in]. Returns parts [parts, rows, n, hidden], of all ranks."""
         before, after, x = self.inputs(x).chunk(3, dim=-1)
         out = after * attend.convolve(self._layer, before * x, self._conv, self._bias)

@@ -76,7 +76,7 @@ _AS_PUBLISHED = {
 }
 _STORED = ExpertLayout(score="gate.expert_bias")
 _OF_ROTATION = ("partial_rotary_factor", "rotary_dim")
-"""Of a head of queries: `qk_rope_head_dim` says the same, all of which turns."""
+"""Of a head of queries: `qk_rope_head_dim` says the same, all of which has RoPE."""
 _ROPES = ("rope_parameters", "rope_scaling")
 """Where `transformers` writes them when it saves a folder."""
 
@@ -138,7 +138,7 @@ def _latent(config: Config, where: Path) -> AttentionSpec:
 
 
 def _delta(config: Config, where: Path) -> KimiSpec:
-    """`transformers` writes the width of these heads as `linear_head_dim`, and that of what turns as `head_dim`."""
+    """`transformers` writes the width of these heads as `linear_head_dim`, and that of what has RoPE as `head_dim`."""
     width = "head_dim" if config.get("linear_head_dim") is None else "linear_head_dim"
     floor = real(config, "kda_lower_bound", where) if flag(config, "kda_safe_gate", where) else None
     heads, taps = size(config, "num_attention_heads", where), size(config, "short_conv_kernel_size", where)

@@ -1,4 +1,4 @@
-"""Kimi-Linear: Kimi delta attention in three layers of four, compressed attention (MLA) that does not turn in the
+"""Kimi-Linear: Kimi delta attention in three layers of four, NoPE compressed attention (MLA) in the
 others, and DeepSeek-V3's experts behind the first layers.
 
 Source: `transformers`' kimi_linear, whose defaults these are; layers in `linear_attn_config` are counted from 1.

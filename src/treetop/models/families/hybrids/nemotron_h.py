@@ -1,4 +1,4 @@
-"""Nemotron-H, Nemotron Nano 2 and Nemotron 3: each layer is Mamba-2, attention that does not turn, a feed-forward or
+"""Nemotron-H, Nemotron Nano 2 and Nemotron 3: each layer is Mamba-2, NoPE attention, a feed-forward or
 experts alone, behind one norm. No feed-forward has a gate: its activation is relu(x)^2. Experts may be narrower than
 the layer, between two products of all, beside a shared one that is not.
 

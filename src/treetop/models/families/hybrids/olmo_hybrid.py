@@ -1,5 +1,5 @@
 """OLMo Hybrid: gated delta nets in three layers of four, with norms before their halves, and the attention of OLMo 3 in
-the others, with norms behind them, which may turn or not. A delta net's beta is up to 2, and its norm's eps is 1e-5.
+the others, with norms behind them and RoPE or none. A delta net's beta is up to 2, and its norm's eps is 1e-5.
 
 Source: `transformers`' olmo_hybrid, whose defaults these are. Checkpoints call the norms of linear layers otherwise.
 """
