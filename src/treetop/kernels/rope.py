@@ -179,8 +179,8 @@ def rope_table(spec: RopeSpec, num_positions: int, dtype: torch.dtype, device: t
     angle = positions[:, None] * inverse_frequencies(spec, positions)
     factor = spec.scaling.attention_factor if isinstance(spec.scaling, Yarn) else 1.0
     cos, sin = angle.cos() * factor, angle.sin() * factor
-    still = num_positions, (spec.head_dim - spec.rotary_size) // 2
-    cos, sin = torch.cat([cos, torch.ones(still)], dim=-1), torch.cat([sin, torch.zeros(still)], dim=-1)
+    nope = num_positions, (spec.head_dim - spec.rotary_size) // 2
+    cos, sin = torch.cat([cos, torch.ones(nope)], dim=-1), torch.cat([sin, torch.zeros(nope)], dim=-1)
     table = torch.stack([torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)], dim=1)
     return RopeTable(table.to(device, dtype), _query_scale(spec.query_scale, num_positions, dtype, device))
 
@@ -201,10 +201,10 @@ def head_order(spec: RopeSpec) -> tuple[int, ...] | None:
     """
     if isinstance(spec.scaling, Proportional):
         return None
-    half, still = spec.rotary_size // 2, range(spec.rotary_size, spec.head_dim)
+    half, nope = spec.rotary_size // 2, range(spec.rotary_size, spec.head_dim)
     first = range(0, spec.rotary_size, 2) if spec.interleaved else range(half)
     second = range(1, spec.rotary_size, 2) if spec.interleaved else range(half, spec.rotary_size)
-    order = (*first, *still[: len(still) // 2], *second, *still[len(still) // 2 :])
+    order = (*first, *nope[: len(nope) // 2], *second, *nope[len(nope) // 2 :])
     return None if order == tuple(range(spec.head_dim)) else order
 
 

@@ -40,7 +40,7 @@ class LatentSpec:
     not turn, and its value, and beside it the part with RoPE, which all heads share.
 
     rank: of the latent.
-    still_dim: numbers of a head's query that without RoPE.
+    qk_nope_head_dim: numbers of a head's query that without RoPE.
     value_dim: of a head's value.
     query_rank: of the latent that queries are made of; None where they are made of the hidden state.
     norm_eps: of the norms of both latents.
@@ -49,7 +49,7 @@ class LatentSpec:
     """
 
     rank: int
-    still_dim: int
+    qk_nope_head_dim: int
     value_dim: int
     query_rank: int | None
     norm_eps: float

@@ -39,9 +39,9 @@ class LatentAttention:
         self.layer, self.scale, self._latent, self._ops = layer, spec.scale, latent, ops
         self.down, self.query = weights.linear(f"{name}.down"), weights.linear(f"{name}.query")
         self.output, up = weights.linear(f"{name}.output"), weights[f"{name}.up"]
-        by_head = up.view(-1, latent.still_dim + latent.value_dim, latent.rank)
-        self.to_key = HeadsProduct(by_head[:, : latent.still_dim], ops)
-        self.to_value = HeadsProduct(by_head[:, latent.still_dim :].transpose(1, 2), ops)
+        by_head = up.view(-1, latent.qk_nope_head_dim + latent.value_dim, latent.rank)
+        self.to_key = HeadsProduct(by_head[:, : latent.qk_nope_head_dim], ops)
+        self.to_value = HeadsProduct(by_head[:, latent.qk_nope_head_dim :].transpose(1, 2), ops)
         self._heads = len(by_head)
         self.products: list[Product] = [self.down, self.query, self.to_key, self.to_value, self.output]
         self.gate = weights.linear(f"{name}.gate") if latent.gate else None
@@ -58,10 +58,10 @@ class LatentAttention:
 
     def __call__(self, x: Tensor, rotary: Rotary, attend: Attend) -> Summed:
         """x: [rows, n, in]. Returns parts [parts, rows, n, hidden], of all ranks."""
-        down, first, still = self.down.parts(x), self._latent.query_rank or 0, self._latent.still_dim
+        down, first, nope = self.down.parts(x), self._latent.query_rank or 0, self._latent.qk_nope_head_dim
         of = x if self.query_norm is None else self.query_norm.of_parts(down[..., :first], x.dtype)[0]
         q = self.query(of).unflatten(-1, (self._heads, -1))
-        write: WriteKV = partial(self._write, self.to_key(q[..., :still]), q[..., still:], down[..., first:], rotary)
+        write: WriteKV = partial(self._write, self.to_key(q[..., :nope]), q[..., nope:], down[..., first:], rotary)
         index: Index | None = self._shares
         if self.indexer is not None:
             index = self.indexer.asks(x, of, rotary.angles)
@@ -104,10 +104,10 @@ def latent_params(
 
     Ranks have whole heads of all but what makes the latents, which each has.
     """
-    rope_dim, heads, rank, still = spec.rope.head_dim, spec.num_heads, latent.rank, latent.still_dim
+    rope_dim, heads, rank, nope = spec.rope.head_dim, spec.num_heads, latent.rank, latent.qk_nope_head_dim
     order = head_order(spec.rope) or range(rope_dim)
-    head, both = still + rope_dim, still + latent.value_dim
-    order_rope_of_head = partial(reorder_heads, order=(*range(still), *(still + i for i in order)))
+    head, both = nope + rope_dim, nope + latent.value_dim
+    order_rope_of_head = partial(reorder_heads, order=(*range(nope), *(nope + i for i in order)))
     order_rope_of_plane = partial(reorder_heads, order=(*range(rank), *(rank + i for i in order)))
     plane = Source(f"{stored}.kv_a_proj_with_mqa.weight", (rank + rope_dim, width), order_rope_of_plane)
     if latent.query_rank is None:

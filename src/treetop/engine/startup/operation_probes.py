@@ -179,10 +179,10 @@ def _of_latents(
     ops: Ops, spec: AttentionSpec, latent: LatentSpec, hidden: int, generator: torch.Generator
 ) -> Iterator[RowCase]:
     """What stands around compressed attention, and an indexer's weights and keys."""
-    heads, rank, still, rope_dim = spec.num_heads, latent.rank, latent.still_dim, spec.rope.head_dim
+    heads, rank, nope, rope_dim = spec.num_heads, latent.rank, latent.qk_nope_head_dim, spec.rope.head_dim
     table = rope_table(spec.rope, _POSITIONS, ops.context.dtype, ops.context.device)
     norm = LatentNorm(_random((rank,), ops, generator), latent.norm_eps)
-    up = _random((heads, still + latent.value_dim, rank), ops, generator) * rank**-0.5
+    up = _random((heads, nope + latent.value_dim, rank), ops, generator) * rank**-0.5
 
     def written(x: Tensor, row: Tensor) -> tuple[Tensor, ...]:
         """Into a tail and into pages, which must be the same: what is decoded is prefilled again."""
@@ -199,7 +199,7 @@ def _of_latents(
 
     width = rank + rope_dim + heads * (rank + rope_dim)
     yield RowCase("latents and their rotation", width, written, most=64, last_are_zero=2)
-    for name, weight in (("keys", up[:, :still]), ("values", up[:, still:].transpose(1, 2))):
+    for name, weight in (("keys", up[:, :nope]), ("values", up[:, nope:].transpose(1, 2))):
         product = HeadsProduct(weight, ops)
         call = partial(_by_heads, product, heads)
         yield RowCase(f"products of latents' {name}", heads * weight.shape[1], call)

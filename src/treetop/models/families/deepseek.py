@@ -211,7 +211,7 @@ def latent_attention(config: Config, where: Path) -> AttentionSpec:
         _NORM_EPS,
     )
     rope = rope_spec(config, rope_dim, where, interleaved=flag(config, "rope_interleave", where))
-    scale = (latent.still_dim + rope_dim) ** -0.5
+    scale = (latent.qk_nope_head_dim + rope_dim) ** -0.5
     if rope.scaling is not None:
         if not isinstance(rope.scaling, Yarn):
             raise CheckpointError(f"{where}: rope_type of compressed attention is not supported, only default and yarn")

@@ -65,10 +65,10 @@ def read(config: Config, where: Path) -> ModelConfig:
         norm_weights=None,
         gate=OutputGate("sigmoid", per_number=True),
     )
-    still = replace(with_rope, rope=RopeSpec(spec.head_dim, spec.rope.theta, rotary_dim=0))
+    nope = replace(with_rope, rope=RopeSpec(spec.head_dim, spec.rope.theta, rotary_dim=0))
     dense, eps = dense_spec(config, where), real(config, "post_norm_eps", where)
     layers = [
-        LayerSpec(replace(with_rope if has_rope else still, window=window[kind]), dense, _NORMS, output_norm_eps=eps)
+        LayerSpec(replace(with_rope if has_rope else nope, window=window[kind]), dense, _NORMS, output_norm_eps=eps)
         for kind, has_rope in zip(kinds, _have_rope(config, count, spec.rope.theta, where), strict=True)
     ]
     return replace(
