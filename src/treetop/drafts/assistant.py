@@ -269,7 +269,7 @@ def _clusters(config: Config, vocab_size: int, where: Path) -> Clusters | None:
 
 def _reading(own: AttentionSpec, index: int, target: ModelConfig, where: Path) -> AttentionSpec:
     """A layer's attention, which reads the last of the target's layers that keep K/V and are of its kind."""
-    kept = [(i, layer.attention) for i, layer in enumerate(target.layers) if layer.attention.reads_layer is None]
+    kept = [(i, layer.attention) for i, layer in enumerate(target.layers) if layer.attention.kv_sharing_layer is None]
     alike = [(i, spec) for i, spec in kept if (spec.window is None) == (own.window is None) and spec.latent is None]
     if not alike:
         raise CheckpointError(f"{where}: layer {index} reads K/V of a kind of layer that the target does not have")
@@ -279,4 +279,4 @@ def _reading(own: AttentionSpec, index: int, target: ModelConfig, where: Path) -
             f"{where}: layer {index} has {own.num_heads} heads of {own.head_dim}, layer {layer} of the target keeps"
             f" {read.kv.heads} of {read.head_dim}"
         )
-    return replace(own, kv=read.kv, window=read.window, reads_layer=layer)
+    return replace(own, kv=read.kv, window=read.window, kv_sharing_layer=layer)

@@ -99,7 +99,7 @@ class AttentionSpec:
     value_scale: what values are multiplied by.
     score_cap: scores are its tanh(scores / cap).
     values_of_keys: v is what k is before norm and rotation.
-    reads_layer: whose K/V it attends to, where it has none of its own.
+    kv_sharing_layer: whose K/V it attends to, where it has none of its own.
     latent: it is compressed; then `rope` is of what has RoPE of a head alone.
     index: it is sparse, and compressed.
     """
@@ -124,7 +124,7 @@ class AttentionSpec:
     value_scale: float = 1.0
     score_cap: float | None = None
     values_of_keys: bool = False
-    reads_layer: int | None = None
+    kv_sharing_layer: int | None = None
     latent: LatentSpec | None = None
     index: IndexSpec | None = None
 
@@ -142,7 +142,7 @@ class AttentionSpec:
 
     def source(self, layer: int) -> int:
         """Whose K/V it attends to, itself the layer at this index."""
-        return layer if self.reads_layer is None else self.reads_layer
+        return layer if self.kv_sharing_layer is None else self.kv_sharing_layer
 
 
 def with_indexer(spec: AttentionSpec, index: IndexSpec | None) -> AttentionSpec:

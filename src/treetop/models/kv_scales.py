@@ -28,7 +28,7 @@ def read_kv_scales(spec: TargetSpec, parallel: Parallel) -> list[Tensor]:
     found: list[Tensor] = []
     files, missing = tensor_files(spec.folder), 0
     for index, attention in spec.config.attention.items():
-        if attention.reads_layer is not None:
+        if attention.kv_sharing_layer is not None:
             continue
         heads, planes = attention.kv.heads, PLANES[: attention.kv.planes]
         scales = _of_layer(spec, spec.names.stored(f"model.layers.{index}.self_attn"), planes, heads, files)

@@ -171,7 +171,7 @@ class SelfAttention:
 
         Weights after the rotation multiply queries alone, those of keys too: scores are the same.
         """
-        if self.spec.reads_layer is not None:
+        if self.spec.kv_sharing_layer is not None:
             target = target[..., :0, :]
         q = self._ops.rotate_and_write(qkv, rotary.angles, target, slots, norms=self.norms, scales=scales)
         if self._late_weights is not None:
@@ -214,7 +214,7 @@ def self_attention_params(
 ) -> list[Param]:
     """`attention_params` of grouped-query attention."""
     dim, q, kv = spec.head_dim, spec.num_heads * spec.head_dim, spec.kv.heads * spec.head_dim
-    rows, order = {"q": q} if spec.reads_layer is not None else {"q": q, "k": kv, "v": kv}, head_order(spec.rope)
+    rows, order = {"q": q} if spec.kv_sharing_layer is not None else {"q": q, "k": kv, "v": kv}, head_order(spec.rope)
     reorder = None if order is None else partial(reorder_heads, order=order)
     widen = partial(_widened, dim=dim, value_dim=spec.output_dim) if spec.output_dim < dim else None
 

@@ -109,7 +109,7 @@ def kv_scales(engine_plan: EnginePlan) -> dict[GroupName, Tensor]:
         if group.is_draft or place.dummy:
             found[group.name] = [torch.ones((group.kv.planes, group.kv.heads))] * group.num_layers
     if any(not group.is_draft for group in groups) and not place.dummy:
-        own = [attention for attention in model.attention.values() if attention.reads_layer is None]
+        own = [attention for attention in model.attention.values() if attention.kv_sharing_layer is None]
         for attention, scales in zip(own, read_kv_scales(engine_plan.target, place.parallel), strict=True):
             found.setdefault(group_of(attention), []).append(scales)
     return {name: torch.stack(scales).to(place.device) for name, scales in found.items()}

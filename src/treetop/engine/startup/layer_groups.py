@@ -79,7 +79,7 @@ def layer_groups(model: ModelConfig, draft: DrafterSpec | None, ranks: int = 1) 
     """
     groups: dict[GroupName, list[AttentionSpec]] = {}
     for attention in model.attention.values():
-        if attention.reads_layer is None:
+        if attention.kv_sharing_layer is None:
             groups.setdefault(group_of(attention), []).append(attention_of_rank(attention, ranks))
     if draft is not None:
         for name, own in zip(draft_groups(draft), draft.attention, strict=True):
@@ -132,7 +132,7 @@ def layers_in_order(model: ModelConfig, layers: dict[GroupName, list[LayerKV]]) 
     queues = {name: iter(places) for name, places in layers.items()}
     found: dict[int, LayerKV] = {}
     for index, attention in model.attention.items():
-        shared = attention.reads_layer
+        shared = attention.kv_sharing_layer
         found[index] = next(queues[group_of(attention)]) if shared is None else found[shared]
     return found
 

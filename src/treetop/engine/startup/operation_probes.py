@@ -155,7 +155,7 @@ def _parts(x: Tensor, parts: int) -> Tensor:
 
 
 def _rotation(ops: Ops, spec: AttentionSpec, eps: float, generator: torch.Generator) -> RowCase:
-    kv_heads = spec.kv.heads if spec.reads_layer is None else 0
+    kv_heads = spec.kv.heads if spec.kv_sharing_layer is None else 0
     heads, dim = spec.num_heads + 2 * kv_heads, spec.head_dim
     table = rope_table(spec.rope, _POSITIONS, ops.context.dtype, ops.context.device)
     number = 0 if not spec.qk_norm else 3 if spec.value_norm else 2

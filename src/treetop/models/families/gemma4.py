@@ -84,7 +84,7 @@ def read(config: Config, where: Path) -> ModelConfig:
         forward = BesideSpec(dense, _experts(config, where)) if experts else dense
         spec = _attention(config, index, kind, where)
         if shares:
-            spec = replace(spec, reads_layer=last[kind])
+            spec = replace(spec, kv_sharing_layer=last[kind])
         layers.append(LayerSpec(spec, forward, _NORMS, scaled=True))
     whole, width = model_config(config, where, layers), size(config, "hidden_size_per_layer_input", where)
     inputs = LayerInputs(width, size(config, "vocab_size_per_layer_input", where), "gelu_tanh") if width else None
@@ -128,7 +128,7 @@ def _experts(config: dict[str, Any], where: Path) -> ExpertSpec:
 
 def unused(config: ModelConfig) -> set[str]:
     """K/V of layers that read another's are stored, and of no use."""
-    shared = [index for index, layer in enumerate(config.layers) if layer.attention.reads_layer is not None]
+    shared = [index for index, layer in enumerate(config.layers) if layer.attention.kv_sharing_layer is not None]
     parts = ("k_proj", "v_proj", "k_norm", "v_norm")
     return unused_tensors(config) | {
         f"model.layers.{index}.self_attn.{part}.weight" for index in shared for part in parts
