@@ -235,7 +235,7 @@ def assistant_spec(folder: Path, target: ModelConfig, dummy: bool) -> AssistantS
     body, wide = table(config, "text_config", where), size(config, "backbone_hidden_size", where)
     own = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": body.get("hidden_size_per_layer_input") or 0}
     decoder = gemma4.read({**body, **own}, where)
-    if decoder.layer_inputs is not None or decoder.has_experts:
+    if decoder.per_layer_embeddings is not None or decoder.has_experts:
         raise CheckpointError(f"{where}: an assistant with embeddings by layer or experts is not supported")
     if not decoder.tied_embeddings:
         raise CheckpointError(f"{where}: tie_word_embeddings must be true, for there is no output matrix")

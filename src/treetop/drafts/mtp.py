@@ -438,7 +438,12 @@ def mtp_spec(folder: Path, target: ModelConfig, dummy: bool, recurrence: Recurre
         if said.get(key) is not None and said[key] not in known:
             require_value(said, key, known[0], folder / "config.json")
     layer = names.kind(target)
-    if layer is None or layer.attention.kv_sharing_layer is not None or layer.scaled or target.layer_inputs is not None:
+    if (
+        layer is None
+        or layer.attention.kv_sharing_layer is not None
+        or layer.scaled
+        or target.per_layer_embeddings is not None
+    ):
         raise CheckpointError(f"{folder}: an MTP layer in {found.layout}'s names is not supported with this target")
     if layer.attention.index is not None:
         indexer = f"{names.of(names.layer, found.root, number)}.self_attn.indexer.wk.weight"

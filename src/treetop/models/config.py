@@ -450,7 +450,7 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerInputs:
+class PerLayerSpec:
     """Each layer adds something of the token too, from a table of its own. width: of that. gate: its activation.
 
     vocab_size: of the table.
@@ -473,7 +473,7 @@ class ModelConfig:
     logits_scale: so are logits.
     logits_cap: logits are its tanh(logits / cap).
     logits_bias: the output matrix has a bias.
-    layer_inputs: what each layer adds of the token.
+    per_layer_embeddings: what each layer adds of the token.
     formats: of its weights, as its own checkpoint says.
     """
 
@@ -492,7 +492,7 @@ class ModelConfig:
     logits_scale: float = 1.0
     logits_cap: float | None = None
     logits_bias: bool = False
-    layer_inputs: LayerInputs | None = None
+    per_layer_embeddings: PerLayerSpec | None = None
     formats: StoredFormats = PLAIN
 
     @property

@@ -18,7 +18,6 @@ from treetop.models.config import AbsentSpec, LayerSpec, ModelConfig
 from treetop.models.embedding import lookup, piece_of, rounded, whole_logits
 from treetop.models.experts import live_rows
 from treetop.models.feed_forward import feed_forward, feed_forward_params
-from treetop.models.layer_inputs import TokenInputs, ending_params, layer_ending, token_input_params
 from treetop.models.layers import (
     GatedMLP,
     NoNorm,
@@ -29,6 +28,12 @@ from treetop.models.layers import (
     rotary_at,
     stream_norm,
     stream_norm_params,
+)
+from treetop.models.per_layer_embeddings import (
+    PerLayerEmbeddings,
+    per_layer_embedding_params,
+    per_layer_gate,
+    per_layer_gate_params,
 )
 from treetop.models.shortcut import ShortcutMLP
 from treetop.models.target import LAST_HIDDEN, TargetOutput
@@ -71,9 +76,9 @@ class DecoderLayer:
         if self._feeds and isinstance(self.mlp, GatedMLP) and not spec.side_by_side:
             _read_by(self.mlp_norm, self.mlp.gate_up)
         self.shortcut = self.mlp if self._feeds and isinstance(self.mlp, ShortcutMLP) else None
-        self.ending = layer_ending(config, weights, index, ops)
-        if self.ending is not None:
-            self.products += self.ending.products
+        self.per_layer_gate = per_layer_gate(config, weights, index, ops)
+        if self.per_layer_gate is not None:
+            self.products += self.per_layer_gate.products
 
     def __call__(
         self,
@@ -112,11 +117,11 @@ class DecoderLayer:
     ) -> tuple[Tensor, Tensor]:
         """Of what `__call__` returns: the stream behind the layer, and what comes next of it, through `norm`.
 
-        inputs: of `TokenInputs`.
+        inputs: of `PerLayerEmbeddings`.
         """
-        if self.ending is None:
+        if self.per_layer_gate is None:
             return norm.after(x, added)
-        x = self.ending(self._add(x, added), inputs)
+        x = self.per_layer_gate(self._add(x, added), inputs)
         return x, norm(x)
 
     def _added(self, parts: Summed, norm: Norm | None, dtype: torch.dtype, scale: float) -> Summed:
@@ -162,7 +167,9 @@ class Decoder:
         ropes = dict.fromkeys(layer.rope for layer in self.layers if layer.rope is not None)
         self._ropes = {rope: rope_table(rope, place.rope_rows, place.dtype, place.device) for rope in ropes}
         self.norm = stream_norm(weights, "norm", config.norm, config.norm_eps, ops)
-        self.layer_inputs = TokenInputs(config, weights, place.dtype, ops) if config.layer_inputs else None
+        self.per_layer_embeddings = (
+            PerLayerEmbeddings(config, weights, place.dtype, ops) if config.per_layer_embeddings else None
+        )
         self.lm_head = weights.linear_with(self.embedding) if config.tied_embeddings else weights.linear("lm_head")
         self._logits = capped(self.lm_head, config.logits_cap)
         self._piece = piece_of(self._logits, self.embedding.shape[0], config.vocab_size, ops.parallel)
@@ -176,7 +183,7 @@ class Decoder:
             x = self._embedding_norm(x)
         rotaries: dict[RopeSpec | None, Rotary] = {None: Rotary(None, None)}  # of layers that know no positions
         rotaries |= {rope: rotary_at(table, positions, self._ops) for rope, table in self._ropes.items()}
-        inputs = None if self.layer_inputs is None else self.layer_inputs(tokens, x)
+        inputs = None if self.per_layer_embeddings is None else self.per_layer_embeddings(tokens, x)
         live = live_rows(attend.live(), self._ops.expert_ranks) if self.config.has_experts else None
         routed = RoutedTokens(live, [] if tells_experts else None)
         aux_hidden, normed = {0: x}, self.layers[0].input_norm(x)
@@ -194,7 +201,7 @@ class Decoder:
     @property
     def products(self) -> list[Product]:
         """See `Target`."""
-        of_inputs = [] if self.layer_inputs is None else self.layer_inputs.products
+        of_inputs = [] if self.per_layer_embeddings is None else self.per_layer_embeddings.products
         return [*of_inputs, *(product for layer in self.layers for product in layer.products), self.lm_head]
 
     def piece(self, hidden: Tensor) -> Tensor:
@@ -228,8 +235,8 @@ def decoder_params(config: ModelConfig) -> list[Param]:
     ]
     for index in range(len(config.layers)):
         params += layer_params(config, index, f"model.layers.{index}")
-    if config.layer_inputs is not None:
-        params += token_input_params(config, config.layer_inputs)
+    if config.per_layer_embeddings is not None:
+        params += per_layer_embedding_params(config, config.per_layer_embeddings)
     if not config.tied_embeddings:
         params.append(of_vocab("lm_head", "lm_head.weight", vocab, hidden))
     if config.logits_bias:
@@ -250,7 +257,7 @@ def layer_params(config: ModelConfig, index: int, stored: str) -> list[Param]:
         *(p for n, s in norms.items() if s for p in stream_norm_params(f"{name}.{n}", f"{stored}.{s}", config)),
         *attention_params(layer.mixer, f"{name}.attention", f"{stored}.{_block(layer)}", hidden, hidden, offset),
         *feed_forward_params(layer.feed_forward, f"{name}.mlp", f"{stored}.mlp", hidden),
-        *ending_params(config, name, stored, layer.scaled),
+        *per_layer_gate_params(config, name, stored, layer.scaled),
     ]
 
 

@@ -19,10 +19,10 @@ from treetop.models.config import (
     DenseSpec,
     ExpertLayout,
     ExpertSpec,
-    LayerInputs,
     LayerSpec,
     ModelConfig,
     NormNames,
+    PerLayerSpec,
     attention_spec,
     layer_types,
     model_config,
@@ -87,12 +87,12 @@ def read(config: Config, where: Path) -> ModelConfig:
             spec = replace(spec, kv_sharing_layer=last[kind])
         layers.append(LayerSpec(spec, forward, _NORMS, scaled=True))
     whole, width = model_config(config, where, layers), size(config, "hidden_size_per_layer_input", where)
-    inputs = LayerInputs(width, size(config, "vocab_size_per_layer_input", where), "gelu_tanh") if width else None
+    inputs = PerLayerSpec(width, size(config, "vocab_size_per_layer_input", where), "gelu_tanh") if width else None
     capped = config.get("final_logit_softcapping") is not None
     return replace(
         whole,
         embedding_scale=whole.hidden_size**0.5,
-        layer_inputs=inputs,
+        per_layer_embeddings=inputs,
         logits_cap=real(config, "final_logit_softcapping", where) if capped else None,
     )
 

@@ -13,22 +13,22 @@ from torch import Tensor
 from treetop.checkpoints.params import Param, matrix, of_vocab, vector
 from treetop.kernels.gate import activated_reference
 from treetop.kernels.table import Ops
-from treetop.models.config import LayerInputs, ModelConfig
+from treetop.models.config import ModelConfig, PerLayerSpec
 from treetop.models.embedding import lookup
 from treetop.models.layers import RMSNorm, norm_param
 from treetop.weights.format import Product, Source
 from treetop.weights.held import Weights
 
 
-class TokenInputs:
+class PerLayerEmbeddings:
     """What all layers add of a token, before their gates."""
 
     def __init__(self, config: ModelConfig, weights: Weights, dtype: torch.dtype, ops: Ops) -> None:
-        assert config.layer_inputs is not None
-        self._width, self._hidden = config.layer_inputs.width, config.hidden_size
-        self._lookup = lookup(weights["layer_inputs.table"], ops.parallel)
-        self._projection = weights.linear("layer_inputs.projection")
-        self._norm = RMSNorm(weights["layer_inputs.norm"], config.norm_eps, ops)
+        assert config.per_layer_embeddings is not None
+        self._width, self._hidden = config.per_layer_embeddings.width, config.hidden_size
+        self._lookup = lookup(weights["per_layer_embeddings.table"], ops.parallel)
+        self._projection = weights.linear("per_layer_embeddings.projection")
+        self._norm = RMSNorm(weights["per_layer_embeddings.norm"], config.norm_eps, ops)
         self._scale = float(torch.tensor(self._width**0.5, dtype=dtype))
         self.products: list[Product] = [self._projection]
 
@@ -40,11 +40,11 @@ class TokenInputs:
         return inputs
 
 
-class LayerEnding:
+class PerLayerGate:
     """What comes behind a layer, see the module."""
 
     def __init__(self, config: ModelConfig, weights: Weights, index: int, ops: Ops) -> None:
-        name, self._index, self._inputs = f"layers.{index}.ending", index, config.layer_inputs
+        name, self._index, self._inputs = f"layers.{index}.per_layer_gate", index, config.per_layer_embeddings
         self._scalar, self._functions = weights.pop(f"{name}.scalar"), ops.functions
         self.products: list[Product] = []
         if self._inputs is not None:
@@ -53,7 +53,7 @@ class LayerEnding:
             self.products += [self._gate, self._back]
 
     def __call__(self, x: Tensor, inputs: Tensor | None) -> Tensor:
-        """x: [rows, n, hidden], what the layer leaves. inputs: of `TokenInputs`."""
+        """x: [rows, n, hidden], what the layer leaves. inputs: of `PerLayerEmbeddings`."""
         if self._inputs is not None:
             assert inputs is not None
             gate = activated_reference(self._gate(x), self._inputs.gate, self._functions)
@@ -61,33 +61,33 @@ class LayerEnding:
         return x if self._scalar is None else x * self._scalar
 
 
-def layer_ending(config: ModelConfig, weights: Weights, index: int, ops: Ops) -> LayerEnding | None:
+def per_layer_gate(config: ModelConfig, weights: Weights, index: int, ops: Ops) -> PerLayerGate | None:
     """None if nothing comes behind the layer."""
-    if config.layer_inputs is None and not config.layers[index].scaled:
+    if config.per_layer_embeddings is None and not config.layers[index].scaled:
         return None
-    return LayerEnding(config, weights, index, ops)
+    return PerLayerGate(config, weights, index, ops)
 
 
-def token_input_params(config: ModelConfig, inputs: LayerInputs) -> list[Param]:
+def per_layer_embedding_params(config: ModelConfig, inputs: PerLayerSpec) -> list[Param]:
     wide, hidden = len(config.layers) * inputs.width, config.hidden_size
     return [
-        of_vocab("layer_inputs.table", "model.embed_tokens_per_layer.weight", inputs.vocab_size, wide, "table"),
-        matrix("layer_inputs.projection", Source("model.per_layer_model_projection.weight", (wide, hidden))),
-        norm_param("layer_inputs.norm", "model.per_layer_projection_norm.weight", inputs.width),
+        of_vocab("per_layer_embeddings.table", "model.embed_tokens_per_layer.weight", inputs.vocab_size, wide, "table"),
+        matrix("per_layer_embeddings.projection", Source("model.per_layer_model_projection.weight", (wide, hidden))),
+        norm_param("per_layer_embeddings.norm", "model.per_layer_projection_norm.weight", inputs.width),
     ]
 
 
-def ending_params(config: ModelConfig, name: str, stored: str, scaled: bool) -> list[Param]:
+def per_layer_gate_params(config: ModelConfig, name: str, stored: str, scaled: bool) -> list[Param]:
     """Of a layer. stored: the prefix of its tensors."""
-    params, inputs, hidden = [], config.layer_inputs, config.hidden_size
+    params, inputs, hidden = [], config.per_layer_embeddings, config.hidden_size
     if inputs is not None:
         gate = Source(f"{stored}.per_layer_input_gate.weight", (inputs.width, hidden))
         back = Source(f"{stored}.per_layer_projection.weight", (hidden, inputs.width))
         params += [
-            matrix(f"{name}.ending.gate", gate),
-            matrix(f"{name}.ending.back", back),
-            norm_param(f"{name}.ending.norm", f"{stored}.post_per_layer_input_norm.weight", hidden),
+            matrix(f"{name}.per_layer_gate.gate", gate),
+            matrix(f"{name}.per_layer_gate.back", back),
+            norm_param(f"{name}.per_layer_gate.norm", f"{stored}.post_per_layer_input_norm.weight", hidden),
         ]
     if scaled:
-        params.append(vector(f"{name}.ending.scalar", Source(f"{stored}.layer_scalar", (1,))))
+        params.append(vector(f"{name}.per_layer_gate.scalar", Source(f"{stored}.layer_scalar", (1,))))
     return params
