@@ -369,7 +369,7 @@ class ExpertSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class BesideSpec:
+class ParallelMoESpec:
     """Gemma 4's: a dense feed-forward, and experts that read the residual stream through norms of their own, added."""
 
     dense: DenseSpec
@@ -384,7 +384,7 @@ class ShortcutSpec:
     experts: ExpertSpec
 
 
-FeedForwardSpec = DenseSpec | UngatedSpec | ExpertSpec | BesideSpec | ShortcutSpec | AbsentSpec
+FeedForwardSpec = DenseSpec | UngatedSpec | ExpertSpec | ParallelMoESpec | ShortcutSpec | AbsentSpec
 NormKind = Literal["rms", "layer", "layer with bias"]
 """x / rms(x), or (x - mean(x)) / rms(x - mean(x)), times a weight, perhaps plus a bias."""
 
@@ -444,7 +444,7 @@ class LayerSpec:
     def experts(self) -> ExpertSpec | None:
         """Its experts, if it has any."""
         spec = self.feed_forward
-        if isinstance(spec, BesideSpec | ShortcutSpec):
+        if isinstance(spec, ParallelMoESpec | ShortcutSpec):
             return spec.experts
         return spec if isinstance(spec, ExpertSpec) else None
 

@@ -8,10 +8,10 @@ from torch import Tensor
 from treetop.checkpoints.params import Param
 from treetop.kernels.moe.routing import RoutedTokens
 from treetop.kernels.table import Ops
-from treetop.models.beside import BesideMLP, beside_params
-from treetop.models.config import AbsentSpec, BesideSpec, ExpertSpec, FeedForwardSpec, ShortcutSpec, UngatedSpec
+from treetop.models.config import AbsentSpec, ExpertSpec, FeedForwardSpec, ParallelMoESpec, ShortcutSpec, UngatedSpec
 from treetop.models.experts import ExpertMLP, expert_params
 from treetop.models.layers import dense_mlp, mlp_params
+from treetop.models.parallel_moe import ParallelMoE, parallel_moe_params
 from treetop.models.shortcut import ShortcutMLP, shortcut_params
 from treetop.models.ungated import UngatedMLP, ungated_params
 from treetop.types.parallel import Summed
@@ -31,8 +31,8 @@ class FeedForward(Protocol):
 
 def feed_forward(spec: FeedForwardSpec, weights: Weights, name: str, eps: float, ops: Ops) -> FeedForward:
     """name: of its parameters. eps: of its norms, if it has any."""
-    if isinstance(spec, BesideSpec):
-        return BesideMLP(spec, weights, name, eps, ops)
+    if isinstance(spec, ParallelMoESpec):
+        return ParallelMoE(spec, weights, name, eps, ops)
     if isinstance(spec, ShortcutSpec):
         return ShortcutMLP(spec, weights, name, ops)
     if isinstance(spec, ExpertSpec):
@@ -47,8 +47,8 @@ def feed_forward_params(spec: FeedForwardSpec, name: str, stored: str, hidden: i
     """stored: the prefix of its tensors."""
     if isinstance(spec, AbsentSpec):
         return []
-    if isinstance(spec, BesideSpec):
-        return beside_params(spec, name, stored, hidden)
+    if isinstance(spec, ParallelMoESpec):
+        return parallel_moe_params(spec, name, stored, hidden)
     if isinstance(spec, ShortcutSpec):
         return shortcut_params(spec, name, stored, hidden)
     if isinstance(spec, ExpertSpec):

@@ -15,13 +15,13 @@ from treetop.models.config import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
     AttentionSpec,
-    BesideSpec,
     DenseSpec,
     ExpertLayout,
     ExpertSpec,
     LayerSpec,
     ModelConfig,
     NormNames,
+    ParallelMoESpec,
     PerLayerSpec,
     attention_spec,
     layer_types,
@@ -81,7 +81,7 @@ def read(config: Config, where: Path) -> ModelConfig:
         shares = index >= own
         dense = DenseSpec(inner * (2 if twice and shares else 1), gate="gelu_tanh")
         experts = flag(config, "enable_moe_block", where)
-        forward = BesideSpec(dense, _experts(config, where)) if experts else dense
+        forward = ParallelMoESpec(dense, _experts(config, where)) if experts else dense
         spec = _attention(config, index, kind, where)
         if shares:
             spec = replace(spec, kv_sharing_layer=last[kind])

@@ -13,7 +13,7 @@ from torch import Tensor
 from treetop.checkpoints.params import Param, vector
 from treetop.kernels.moe.routing import RoutedTokens
 from treetop.kernels.table import Ops
-from treetop.models.config import BesideSpec
+from treetop.models.config import ParallelMoESpec
 from treetop.models.experts import ExpertMLP, expert_params
 from treetop.models.layers import RMSNorm, dense_mlp, mlp_params, norm_param
 from treetop.weights.format import Product, Source
@@ -26,10 +26,10 @@ _NORMS = {
 }
 
 
-class BesideMLP:
+class ParallelMoE:
     """A `FeedForward`; see the module."""
 
-    def __init__(self, spec: BesideSpec, weights: Weights, name: str, eps: float, ops: Ops) -> None:
+    def __init__(self, spec: ParallelMoESpec, weights: Weights, name: str, eps: float, ops: Ops) -> None:
         self._dense = dense_mlp(spec.dense, weights, f"{name}.dense", ops)
         self._experts = ExpertMLP(spec.experts, weights, f"{name}.experts", ops)
         norms = ("router_norm", *_NORMS)
@@ -46,7 +46,7 @@ class BesideMLP:
         return added
 
 
-def beside_params(spec: BesideSpec, name: str, stored: str, hidden: int) -> list[Param]:
+def parallel_moe_params(spec: ParallelMoESpec, name: str, stored: str, hidden: int) -> list[Param]:
     """stored: the prefix of the dense one's tensors."""
     layer = stored.removesuffix(".mlp")
     scale = Source(f"{layer}.router.scale", (hidden,), partial(torch.mul, other=hidden**-0.5))
