@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from treetop import LLM, SamplingParams
+from treetop.checkpoints.config_fields import Config, size
 from treetop.checkpoints.folder import resolve_folder
-from treetop.checkpoints.values import Config, size
 from treetop.models.config import LayerSpec, ModelConfig, attention_spec, dense_spec, model_config, num_layers
 from treetop.models.registry import FAMILIES, Family
 

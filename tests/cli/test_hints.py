@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from support.serving import serving
-from treetop.checkpoints.values import require_value
+from treetop.checkpoints.config_fields import require_value
 from treetop.cli import build_parser
 from treetop.serve.listening import is_for_others
 from treetop.serve_options import ServeOptions

@@ -6,7 +6,7 @@ The frozen checkpoints have it, and what tests sinks without experts.
 from dataclasses import replace
 from pathlib import Path
 
-from treetop.checkpoints.values import Config, flag, size
+from treetop.checkpoints.config_fields import Config, flag, size
 from treetop.models.config import (
     SLIDING_ATTENTION,
     LayerSpec,

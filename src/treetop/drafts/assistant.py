@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.attention.layer import Attend
+from treetop.checkpoints.config_fields import Config, flag, size, table
 from treetop.checkpoints.loader import Placement, check_weights, load_weights
 from treetop.checkpoints.params import STREAMED, Param, in_formats, matrix
-from treetop.checkpoints.values import Config, flag, size, table
 from treetop.drafts.head_files import no_offset
 from treetop.drafts.protocol import (
     BlockOutput,

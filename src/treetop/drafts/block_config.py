@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 from treetop.checkpoints.checkpoint import tensor_files
+from treetop.checkpoints.config_fields import Config, flag, require_value, size, table
 from treetop.checkpoints.json_file import integers
-from treetop.checkpoints.values import Config, flag, require_value, size, table
 from treetop.drafts.block import BlockHeadSpec
 from treetop.drafts.block_edges import MARKOV_KINDS, DominoSpec, EdgeSpec, MarkovSpec, SelectorSpec
 from treetop.drafts.block_layers import ConvolutionSpec

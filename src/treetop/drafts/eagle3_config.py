@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from treetop.checkpoints.checkpoint import tensor_files
+from treetop.checkpoints.config_fields import Config, flag, size, table
 from treetop.checkpoints.json_file import integers
-from treetop.checkpoints.values import Config, flag, size, table
 from treetop.drafts.eagle3 import Eagle3Norms, Eagle3Spec
 from treetop.drafts.head_files import (
     EMBEDDING,

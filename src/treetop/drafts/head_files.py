@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from treetop.checkpoints.config_fields import Config, flag, size, table
 from treetop.checkpoints.params import Param, of_vocab
-from treetop.checkpoints.values import Config, flag, size, table
 from treetop.models.config import SLIDING_ATTENTION, LayerSpec, ModelConfig, attention_spec, dense_spec, read_config
 from treetop.models.embedding import part_of
 from treetop.models.families.deepseek import latent_attention

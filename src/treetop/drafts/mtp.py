@@ -28,9 +28,9 @@ from torch import Tensor
 
 from treetop.attention.layer import Attend
 from treetop.checkpoints.checkpoint import tensor_files
+from treetop.checkpoints.config_fields import require_value
 from treetop.checkpoints.loader import Placement, check_weights, load_weights
 from treetop.checkpoints.params import STREAMED, Param, in_formats, matrix, stored_tensors
-from treetop.checkpoints.values import require_value
 from treetop.drafts.head_files import no_offset
 from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Nodes, Proposal, Streamed
 from treetop.kernels.moe.routing import RoutedTokens

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from treetop.attention.layer import Attend
 from treetop.checkpoints.checkpoint import open_file, tensor_files
+from treetop.checkpoints.config_fields import Config
 from treetop.checkpoints.loader import Placement, check_weights
 from treetop.checkpoints.params import Param
-from treetop.checkpoints.values import Config
 from treetop.drafts.eagle3 import Eagle3Head, Eagle3Spec
 from treetop.drafts.eagle3_config import eagle3_spec
 from treetop.drafts.head_files import MASK_TOKENS, head_config

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from treetop.checkpoints.values import Config
+from treetop.checkpoints.config_fields import Config
 from treetop.types.errors import CheckpointError
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from treetop.checkpoints.checkpoint import tensor_files
-from treetop.checkpoints.values import Config
+from treetop.checkpoints.config_fields import Config
 from treetop.drafts.assistant import AssistantSpec, assistant_sign, assistant_spec
 from treetop.drafts.block import BlockHeadSpec
 from treetop.drafts.block_config import block_spec, find_block

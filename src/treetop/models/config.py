@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from treetop.checkpoints.config_fields import Config, flag, real, require_value, size, table
 from treetop.checkpoints.json_file import integers, read_object
-from treetop.checkpoints.values import Config, flag, real, require_value, size, table
 from treetop.kernels.gate import Gate
 from treetop.kernels.moe.experts import Activation
 from treetop.kernels.moe.routing import RouterSpec

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from treetop.checkpoints.config_fields import Config, flag, table
 from treetop.checkpoints.params import Param
-from treetop.checkpoints.values import Config, flag, table
 from treetop.types.errors import CheckpointError, shown
 
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from treetop.checkpoints.values import Config
+from treetop.checkpoints.config_fields import Config
 from treetop.types.errors import CheckpointError
 
 _MLA = "its attention is compressed (MLA) in another way than those that load"

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from treetop.checkpoints.checkpoint import tensor_files
+from treetop.checkpoints.config_fields import Config
 from treetop.checkpoints.json_file import custom_code
 from treetop.checkpoints.loader import Placement, check_weights, load_weights
 from treetop.checkpoints.params import STREAMED, Param, in_formats, stay_packed
-from treetop.checkpoints.values import Config
 from treetop.kernels.moe.routing import RouterSpec
 from treetop.kernels.table import Ops
 from treetop.models.config import ModelConfig, read_config

@@ -3,7 +3,7 @@
 import math
 from pathlib import Path
 
-from treetop.checkpoints.values import Config, flag, real, size, table
+from treetop.checkpoints.config_fields import Config, flag, real, size, table
 from treetop.kernels.rope import DynamicNTK, LinearScaling, Llama3, Proportional, RopeSpec, Yarn
 from treetop.types.errors import CheckpointError, shown
 

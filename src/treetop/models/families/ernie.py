@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from treetop.checkpoints.values import Config, flag, require_value, size
+from treetop.checkpoints.config_fields import Config, flag, require_value, size
 from treetop.kernels.moe.routing import RouterKind, RouterSpec
 from treetop.models.config import (
     AttentionSpec,

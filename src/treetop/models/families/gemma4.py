@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from treetop.checkpoints.values import Config, flag, real, require_value, size
+from treetop.checkpoints.config_fields import Config, flag, real, require_value, size
 from treetop.kernels.moe.experts import Activation
 from treetop.kernels.moe.routing import RouterKind, RouterSpec
 from treetop.models.config import (

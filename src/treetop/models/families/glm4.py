@@ -7,7 +7,7 @@ Source: `transformers`' glm and glm4, whose defaults these are.
 from dataclasses import replace
 from pathlib import Path
 
-from treetop.checkpoints.values import Config, require_value, size
+from treetop.checkpoints.config_fields import Config, require_value, size
 from treetop.models.config import (
     AttentionSpec,
     LayerSpec,

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
+from treetop.checkpoints.config_fields import Config, flag, size
 from treetop.checkpoints.params import stored_tensors
-from treetop.checkpoints.values import Config, flag, size
 from treetop.models.attention import attention_params
 from treetop.models.config import (
     DenseSpec,

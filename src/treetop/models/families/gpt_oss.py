@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from treetop.checkpoints.values import Config, real, size
+from treetop.checkpoints.config_fields import Config, real, size
 from treetop.kernels.moe.experts import ALPHA, LIMIT, Activation
 from treetop.kernels.moe.routing import RouterKind, RouterSpec
 from treetop.models.config import (

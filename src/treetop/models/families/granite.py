@@ -8,7 +8,7 @@ Source: `transformers`' granite, granitemoe, granitemoehybrid and hyperclovax, w
 from dataclasses import replace
 from pathlib import Path
 
-from treetop.checkpoints.values import Config, flag, real, require_value, size
+from treetop.checkpoints.config_fields import Config, flag, real, require_value, size
 from treetop.kernels.moe.routing import RouterKind, RouterSpec
 from treetop.kernels.rope import RopeSpec
 from treetop.models.config import (

@@ -6,7 +6,7 @@ Source: `transformers`' hy_v3, whose defaults these are.
 from dataclasses import replace
 from pathlib import Path
 
-from treetop.checkpoints.values import Config, real, size
+from treetop.checkpoints.config_fields import Config, real, size
 from treetop.kernels.moe.routing import RouterKind, RouterSpec
 from treetop.models.config import (
     DenseSpec,

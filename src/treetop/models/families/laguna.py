@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from treetop.checkpoints.config_fields import Config, real, require_value, size, table
 from treetop.checkpoints.json_file import integers
-from treetop.checkpoints.values import Config, real, require_value, size, table
 from treetop.kernels.moe.experts import Activation
 from treetop.kernels.moe.routing import RouterKind, RouterSpec
 from treetop.models.config import (

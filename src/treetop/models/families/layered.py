@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from treetop.checkpoints.values import Config, size
+from treetop.checkpoints.config_fields import Config, size
 from treetop.models.config import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,

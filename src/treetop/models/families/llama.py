@@ -7,7 +7,7 @@ Source of Seed-OSS: `transformers`' seed_oss, whose defaults these are.
 from dataclasses import replace
 from pathlib import Path
 
-from treetop.checkpoints.values import Config, flag
+from treetop.checkpoints.config_fields import Config, flag
 from treetop.models.config import LayerSpec, ModelConfig, attention_spec, dense_spec, model_config, num_layers
 
 

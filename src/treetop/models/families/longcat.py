@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from treetop.checkpoints.config_fields import Config, flag, real, require_value, size
 from treetop.checkpoints.params import Param
-from treetop.checkpoints.values import Config, flag, real, require_value, size
 from treetop.kernels.moe.routing import RouterKind, RouterSpec
 from treetop.models.config import (
     AttentionSpec,

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from treetop.checkpoints.values import Config, flag, real, require_value, size, table
+from treetop.checkpoints.config_fields import Config, flag, real, require_value, size, table
 from treetop.kernels.moe.routing import RouterKind, RouterSpec
 from treetop.models.config import (
     FULL_ATTENTION,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from treetop.checkpoints.values import Config, real, require_value, size, table
+from treetop.checkpoints.config_fields import Config, real, require_value, size, table
 from treetop.kernels.moe.routing import RouterKind
 from treetop.kernels.rope import QueryScale
 from treetop.models.config import (

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from treetop.checkpoints.config_fields import Config, real, require_value, size
 from treetop.checkpoints.params import Param, renamed
-from treetop.checkpoints.values import Config, real, require_value, size
 from treetop.kernels.rope import RopeSpec
 from treetop.models.config import (
     FULL_ATTENTION,

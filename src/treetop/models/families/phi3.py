@@ -7,7 +7,7 @@ Source: `transformers`' phi3, whose defaults these are.
 from dataclasses import replace
 from pathlib import Path
 
-from treetop.checkpoints.values import Config, size
+from treetop.checkpoints.config_fields import Config, size
 from treetop.models.config import LayerSpec, ModelConfig, attention_spec, dense_spec, model_config, num_layers
 from treetop.types.errors import CheckpointError
 

@@ -6,7 +6,7 @@ Source of MiMo: the configuration and the weights' names of XiaomiMiMo/MiMo-7B-R
 from dataclasses import replace
 from pathlib import Path
 
-from treetop.checkpoints.values import Config, flag, require_value, size
+from treetop.checkpoints.config_fields import Config, flag, require_value, size
 from treetop.models.config import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from treetop.checkpoints.values import Config
+from treetop.checkpoints.config_fields import Config
 from treetop.models.config import LayerSpec, ModelConfig, attention_spec, dense_spec, model_config
 from treetop.models.families.qwen2 import windows
 

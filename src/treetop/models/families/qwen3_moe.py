@@ -3,8 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
+from treetop.checkpoints.config_fields import Config, flag, require_value, size
 from treetop.checkpoints.json_file import integers
-from treetop.checkpoints.values import Config, flag, require_value, size
 from treetop.kernels.moe.routing import RouterKind, RouterSpec
 from treetop.models.config import (
     DenseSpec,

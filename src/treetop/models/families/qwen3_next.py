@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from treetop.checkpoints.checkpoint import tensor_files
+from treetop.checkpoints.config_fields import Config, flag, require_value, size
 from treetop.checkpoints.json_file import integers
-from treetop.checkpoints.values import Config, flag, require_value, size
 from treetop.kernels.moe.routing import RouterKind, RouterSpec
 from treetop.models.config import (
     FULL_ATTENTION,

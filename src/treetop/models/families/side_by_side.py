@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from treetop.checkpoints.config_fields import Config, flag, real, require_value, size
 from treetop.checkpoints.params import Param, renamed
-from treetop.checkpoints.values import Config, flag, real, require_value, size
 from treetop.kernels.rope import RopeSpec
 from treetop.models.config import (
     FULL_ATTENTION,

@@ -6,8 +6,8 @@ Source: `transformers`' smollm3, whose defaults these are.
 from dataclasses import replace
 from pathlib import Path
 
+from treetop.checkpoints.config_fields import Config, flag, size
 from treetop.checkpoints.json_file import integers
-from treetop.checkpoints.values import Config, flag, size
 from treetop.kernels.rope import RopeSpec
 from treetop.models.config import (
     FULL_ATTENTION,

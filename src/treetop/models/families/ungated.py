@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from treetop.checkpoints.values import Config, flag, real, size
+from treetop.checkpoints.config_fields import Config, flag, real, size
 from treetop.models.config import (
     AttentionSpec,
     LayerSpec,

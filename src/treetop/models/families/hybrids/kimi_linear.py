@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from treetop.checkpoints.config_fields import Config, require_value, size, table
 from treetop.checkpoints.json_file import integers
-from treetop.checkpoints.values import Config, require_value, size, table
 from treetop.models.config import (
     FULL_ATTENTION,
     LINEAR_ATTENTION,

@@ -8,7 +8,7 @@ Source: `transformers`' minimax, whose defaults these are; vLLM's `models/minima
 from pathlib import Path
 from typing import Any
 
-from treetop.checkpoints.values import Config, real, require_value, size
+from treetop.checkpoints.config_fields import Config, real, require_value, size
 from treetop.models.config import (
     FULL_ATTENTION,
     LINEAR_ATTENTION,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from treetop.checkpoints.values import Config, flag, require_value, size, table
+from treetop.checkpoints.config_fields import Config, flag, require_value, size, table
 from treetop.kernels.rope import RopeSpec
 from treetop.models.config import (
     FULL_ATTENTION,
