@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from treetop.checkpoints.loader import Placement, compute_device, load_weights
+from treetop.checkpoints.loader import LoadContext, compute_device, load_weights
 from treetop.checkpoints.params import stored_tensors
 from treetop.cli import OneLineParser, exit_code
 from treetop.models.registry import target_spec
@@ -95,7 +95,7 @@ def load(folder: Path, device: str) -> dict[str, float]:
     spec, on = target_spec(folder), compute_device(device)
     torch.zeros(1, device=on)  # a device's own start
     before, started = _status("VmRSS"), time.perf_counter()
-    weights = load_weights(folder, spec.params, Placement(torch.bfloat16, on, 1))
+    weights = load_weights(folder, spec.params, LoadContext(torch.bfloat16, on, 1))
     if on.type == "cuda":
         torch.cuda.synchronize(on)
     taken = time.perf_counter() - started

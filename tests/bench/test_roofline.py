@@ -11,7 +11,7 @@ from support.assistants import save_assistant, save_assisted
 from treetop.bench import sweeps
 from treetop.bench.machine import Machine, measure_machine
 from treetop.bench.roofline import Case, round_floor, saved_bytes
-from treetop.checkpoints.loader import Placement, random_weights
+from treetop.checkpoints.loader import LoadContext, random_weights
 from treetop.drafts.peagle import PEagleSpec
 from treetop.drafts.registry import drafter_spec
 from treetop.kernels.gemm.packed_weights import CompressedLaunch
@@ -214,9 +214,9 @@ def small_models(strong_pair, monkeypatch):
     offer = LaunchLimit(CompressedLaunch(64, 1, 3, 4, 16), 16)
     offered = {1: offer, 4: offer, 8: offer, 16: offer}
     monkeypatch.setattr(twelve_bits, "offers", lambda n, k, gated, gpu: {1: offer} if k == 256 == 2 * n else offered)
-    place = Placement(torch.bfloat16, torch.device("cpu"), 8, compressed=True)
+    place = LoadContext(torch.bfloat16, torch.device("cpu"), 8, compressed=True)
     ops = Ops(OpContext(place.device, place.dtype))
-    monkeypatch.setattr(Placement, "ops", property(lambda place: GpuProducts(ops.context)))
+    monkeypatch.setattr(LoadContext, "ops", property(lambda place: GpuProducts(ops.context)))
     made = target.build(random_weights(target.params, place), (0, 1), place, ops)
     return made, head.build(random_weights(head.params, place), made, place, ops)
 

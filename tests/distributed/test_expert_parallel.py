@@ -31,7 +31,7 @@ from support.tiny_models import (
 )
 from support.waiting import until
 from treetop import LLM, SamplingParams, StructuredOutput
-from treetop.checkpoints.loader import Placement, load_weights, weight_bytes
+from treetop.checkpoints.loader import LoadContext, load_weights, weight_bytes
 from treetop.checkpoints.params import of_rank
 from treetop.distributed.lockstep import StepProposal, merged
 from treetop.doctor.conformance import RandomShapes
@@ -447,7 +447,7 @@ class RankOf(NamedTuple):
 
 def place_of(rank):
     ranks = SINGLE_RANK if rank is None else ExchangeRank(rank, 2, torch.device("cpu"), None, None)
-    return Placement(torch.float32, torch.device("cpu"), 8, expert_ranks=ranks)
+    return LoadContext(torch.float32, torch.device("cpu"), 8, expert_ranks=ranks)
 
 
 def test_the_first_ranks_choice_of_products_holds_for_all(folders):
@@ -472,13 +472,13 @@ def test_a_row_comes_to_the_same_bits_on_any_rank(folders, tmp_path, ranks):
         weights = load_weights(spec.folder, spec.params, place, spec._unused())
         return ExpertMLP(spec.config.layers[1].feed_forward, weights, "layers.1.mlp", place.ops)
 
-    alone = layer(Placement(torch.float64, torch.device("cpu"), 8))(
+    alone = layer(LoadContext(torch.float64, torch.device("cpu"), 8))(
         x, RoutedTokens(torch.ones(3, dtype=torch.bool))
     ).sum(0)
 
     def run(rank, at, beside):
         group = MemoryGroup(Rendezvous(tmp_path / f"{at}{beside}", rank, ranks), torch.device("cpu"))
-        place = Placement(torch.float64, torch.device("cpu"), 8, expert_ranks=group.parallel)
+        place = LoadContext(torch.float64, torch.device("cpu"), 8, expert_ranks=group.parallel)
         rows = x if rank == at else other
         live = torch.full((5,), rank == at or beside)
         live[len(rows) :] = False

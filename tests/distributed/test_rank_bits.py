@@ -16,7 +16,7 @@ from support.bits import asked, bits
 from support.engines import accept_lens, build
 from support.grids import few_of
 from support.tiny_models import Pair, save_random_experts, save_random_head, save_random_llama
-from treetop.checkpoints.loader import Placement
+from treetop.checkpoints.loader import LoadContext
 from treetop.engine.startup import exact_ranks
 from treetop.engine.startup.exact_ranks import sums_differ
 from treetop.kernels.profile import Integers, profile_of
@@ -239,7 +239,7 @@ def test_ranks_whose_attention_has_other_sums_are_refused(tmp_path):
 
     def work(rank, parallel):
         profile = profile_of("bits", CPU, Integers(attention=rank == 1))
-        place = Placement(torch.float32, CPU, 1, parallel=parallel, profile=profile)
+        place = LoadContext(torch.float32, CPU, 1, parallel=parallel, profile=profile)
         with pytest.raises(ConfigError, match=r"attention .* is not on another; use --exact-sums integers"):
             exact_ranks.check_ranks(SimpleNamespace(place=place))
         return True

@@ -30,7 +30,7 @@ from support.head_layouts import (
 )
 from support.refusing import refused
 from support.tiny_models import LLAMA3_ROPE, Pair, copy_folder, save_random_head, save_random_llama
-from treetop.checkpoints.loader import Placement
+from treetop.checkpoints.loader import LoadContext
 from treetop.drafts.protocol import Extension, Nodes
 from treetop.drafts.registry import drafter_spec, find_draft
 from treetop.models.registry import target_spec
@@ -328,7 +328,7 @@ def test_heads_that_speculators_wrote_compute_what_it_computed(name, tmp_path):
     told = load_file(SPECULATORS / f"{name}.expected.safetensors")
     folder = save_random_llama(tmp_path / "t", **SMALL)
     spec = drafter_spec(SPECULATORS / name, target_spec(folder).config)
-    place = Placement(torch.float64, torch.device("cpu"), 64)
+    place = LoadContext(torch.float64, torch.device("cpu"), 64)
     head = spec.load(target_spec(folder).load((), place), place)
     tokens_in, n = told["tokens"][None], len(told["tokens"])
 

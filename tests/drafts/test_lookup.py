@@ -12,7 +12,7 @@ from support.lookups import lookup
 from support.refusing import refused
 from support.tiny_models import Pair, save_random_llama
 from treetop import LLM
-from treetop.checkpoints.loader import Placement
+from treetop.checkpoints.loader import LoadContext
 from treetop.drafts.ngram import PLACES, NgramLookup, NgramSpec
 from treetop.drafts.protocol import DraftProducts, DraftVocab, Nodes, Proposal
 from treetop.drafts.with_lookup import WithLookup, WithLookupSpec
@@ -133,7 +133,7 @@ class Says:
 def test_a_node_has_the_best_of_both(dtype):
     """By the weight that the longest match earns; states hold tokens of any size in every dtype."""
     vocab, k = 200_000, 3
-    spec, place = WithLookupSpec(SizedOne(), NgramSpec(vocab, 2)), Placement(torch.float32, torch.device("cpu"), 8)
+    spec, place = WithLookupSpec(SizedOne(), NgramSpec(vocab, 2)), LoadContext(torch.float32, torch.device("cpu"), 8)
     both, text = WithLookup(spec, Says(vocab), place), NgramLookup(spec.lookup, place)
     places = torch.full((4, PLACES, 3), NOTHING, dtype=torch.int32)
     places[..., 0] = 0

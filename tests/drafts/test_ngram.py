@@ -11,7 +11,7 @@ from support.fake_recorder import FakeRecorder
 from support.lookups import lookup
 from support.oracles import float32, grow, select
 from treetop import LLM
-from treetop.checkpoints.loader import Placement
+from treetop.checkpoints.loader import LoadContext
 from treetop.drafts.ngram import PLACES, NgramLookup, NgramSpec
 from treetop.drafts.protocol import Nodes
 from treetop.engine.cuda_graphs import CudaGraphs
@@ -173,7 +173,7 @@ def test_captured_rounds_are_the_eager_ones(strong_pair):
 
 def test_a_vocabulary_smaller_than_the_places_has_enough_tokens():
     """Every node has k children that differ, whatever was found."""
-    lookup_ = NgramLookup(NgramSpec(vocab_size=4, num_steps=2), Placement(torch.float32, torch.device("cpu"), 8))
+    lookup_ = NgramLookup(NgramSpec(vocab_size=4, num_steps=2), LoadContext(torch.float32, torch.device("cpu"), 8))
     state = torch.zeros(3, PLACES, 3, dtype=torch.int32)
     state[1, 0], state[2, :4, 0] = torch.tensor([5, 3, 1]), 1
     state[2, :4, 1] = torch.tensor([2, 2, 0, 1])

@@ -23,7 +23,7 @@ from support.round_ops import sown_growth
 from support.waiting import WAIT_S, until
 from treetop import LLM
 from treetop.attention.registry import BACKENDS
-from treetop.checkpoints.loader import Placement
+from treetop.checkpoints.loader import LoadContext
 from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.engine.features.sampling import RowNumbers
 from treetop.engine.prefill import PrefillBatch, prefill
@@ -507,7 +507,7 @@ def as_if_on_a_gpu(absent_gpu, monkeypatch):
     for name, module in list(sys.modules.items()):
         if name.startswith("treetop.") and hasattr(module, "gpu_traits"):
             monkeypatch.setattr(module, "gpu_traits", lambda _: traits)
-    monkeypatch.setattr(Placement, "ops", property(lambda place: Ops(on_a_gpu_of(place))))
+    monkeypatch.setattr(LoadContext, "ops", property(lambda place: Ops(on_a_gpu_of(place))))
     for name, real in (("empty", torch.empty), ("empty_like", torch.empty_like)):
         monkeypatch.setattr(torch, name, lambda *args, real=real, **options: real(*args, **options).zero_())
     monkeypatch.setattr(build, "captures", lambda *_: True)

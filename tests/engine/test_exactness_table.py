@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from support.families import FAMILIES
-from treetop.checkpoints.loader import Placement
+from treetop.checkpoints.loader import LoadContext
 from treetop.distributed.open import open_core
 from treetop.engine.startup import exactness_table
 from treetop.engine.startup.exactness import whose_sums
@@ -105,9 +105,9 @@ def test_workers_say_whose_sums_they_have():
     cpu = torch.device("cpu")
     product = ChosenProduct((8, 4), "float32", 1, (Call.INTEGERS,) * 4, ({},) * 4, exact=True)
     said = {
-        attention: whose_sums(Placement(torch.float32, cpu, 1, profile=profile_of("bits", cpu, integers)), [product])
+        attention: whose_sums(LoadContext(torch.float32, cpu, 1, profile=profile_of("bits", cpu, integers)), [product])
         for attention, integers in ((True, Integers(attention=True)), (False, Integers()))
     }
     assert said[True] == ["products by integers in float64", "attention by integers in float64"]
     assert said[False] == ["products by integers in float64", "attention by the library's chains"]
-    assert whose_sums(Placement(torch.float32, cpu, 1), [product]) == []
+    assert whose_sums(LoadContext(torch.float32, cpu, 1), [product]) == []

@@ -9,7 +9,7 @@ import torch
 
 from support.engines import build
 from support.tiny_models import save_random_experts
-from treetop.checkpoints.loader import Placement
+from treetop.checkpoints.loader import LoadContext
 from treetop.drafts.head_files import EMBEDDING
 from treetop.engine.memory import Budget, DeviceMemory, MemoryUse, fit, out_of_memory_explained, pool_bytes
 from treetop.engine.startup import weight_copies as deciding
@@ -33,7 +33,7 @@ from treetop.weights.twelve_bits import (
 
 CPU = torch.device("cpu")
 H200 = GpuTraits(132, True, 227 << 10)
-PLACE = Placement(torch.bfloat16, CPU, 64)
+PLACE = LoadContext(torch.bfloat16, CPU, 64)
 GIB = 2**30
 
 

@@ -14,7 +14,7 @@ from support.tiny_models import Pair, copy_folder, save_mxfp4, save_random_exper
 from treetop import LLM
 from treetop.bench.machine import Machine
 from treetop.bench.roofline import Case, distinct_at_random, expert_work, round_floor
-from treetop.checkpoints.loader import Placement, load_weights, weight_bytes
+from treetop.checkpoints.loader import LoadContext, load_weights, weight_bytes
 from treetop.models.registry import target_spec
 from treetop.types.errors import CheckpointError
 from treetop.types.layout import PLAIN
@@ -106,7 +106,7 @@ def test_captured_rounds_equal_eager_ones_on_a_gpu(folders, family, shape):
 def test_memory_and_floor_know_the_experts(folders, family):
     """What loading takes is what was counted, and a round reads those experts that somebody chose."""
     spec = target_spec(folders[family][0].target)
-    weights = load_weights(spec.folder, spec.params, Placement(torch.float32, torch.device("cpu"), 8))
+    weights = load_weights(spec.folder, spec.params, LoadContext(torch.float32, torch.device("cpu"), 8))
     assert sum(weight.nbytes for weight in weights.held.values()) == weight_bytes(spec.params, torch.float32)
     layers = spec.expert_layers(torch.float32)
     assert len(layers) == {"qwen3_moe": 3, "glm4_moe": 3}.get(family, 4)

@@ -19,7 +19,7 @@ from treetop import LLM
 from treetop.checkpoints import checkpoint, hub
 from treetop.checkpoints.checkpoint import all_finite, open_tensors, stored_files
 from treetop.checkpoints.folder import resolve_folder
-from treetop.checkpoints.loader import Placement, load_weights
+from treetop.checkpoints.loader import LoadContext, load_weights
 from treetop.checkpoints.params import matrix
 from treetop.models.registry import target_spec
 from treetop.types.errors import CheckpointError
@@ -51,7 +51,7 @@ def test_shards_give_what_one_file_gives(strong_pair, tmp_path, monkeypatch):
     folder, _ = sharded(strong_pair, tmp_path)
     monkeypatch.setattr(checkpoint, "_MAPPED", 1000)
     monkeypatch.setattr(reading, "_PIECE", 500)  # rows of large tensors come in many parts
-    place = Placement(torch.float32, CPU, 16)
+    place = LoadContext(torch.float32, CPU, 16)
     one, many = target_spec(strong_pair.target), target_spec(folder)
     whole = load_weights(one.folder, one.params, place)
     split = load_weights(folder, many.params, place)
@@ -211,7 +211,7 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path, monkeypatch)
     save_file({"a": torch.ones(4, 4), "b": torch.ones(4, 4)}, tmp_path / "model.safetensors")
     params = [matrix(name, Source(name, (4, 4))) for name in "ab"]
     expected = {name: Stored((4, 4), ("F32",)) for name in "ab"}
-    assert len(load_weights(tmp_path, params, Placement(torch.float32, CPU, 1)).held) == 2
+    assert len(load_weights(tmp_path, params, LoadContext(torch.float32, CPU, 1)).held) == 2
     with open_tensors(tmp_path, expected) as fetch:
         fetch("a", None)
         save_file({"a": torch.ones(4, 4)}, tmp_path / "new")

@@ -16,7 +16,7 @@ import transformers
 
 from support.examples import EVERYTHING
 from support.grids import few_of
-from treetop.checkpoints.loader import Placement, load_weights, weight_bytes
+from treetop.checkpoints.loader import LoadContext, load_weights, weight_bytes
 from treetop.engine.memory import DeviceMemory
 from treetop.engine.startup import plan as planning
 from treetop.models.registry import target_spec
@@ -326,7 +326,7 @@ def test_loaded_weights_take_what_was_planned(shape, tmp_path):
     small = Shape(shape.architecture, {**shape.config, **MINIATURE, **here}, shape.kind, shape.kv, shape.billions)
     spec = target_spec(folder_of(small, tmp_path))
     for dtype in (torch.float32, torch.bfloat16) if EVERYTHING else (torch.bfloat16,):
-        weights = load_weights(spec.folder, spec.params, Placement(dtype, torch.device("cpu"), 8, dummy=True))
+        weights = load_weights(spec.folder, spec.params, LoadContext(dtype, torch.device("cpu"), 8, dummy=True))
         assert sum(weight.nbytes for weight in weights.held.values()) == weight_bytes(spec.params, dtype)
         assert {name: prod(each.shape) for name, each in weights.held.items()} == {
             p.name: p.numbers for p in spec.params

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from support.refusing import refused
 from support.tiny_models import save_random_head, save_random_llama, save_random_qwen3
 from treetop.checkpoints import checkpoint
-from treetop.checkpoints.loader import Placement, load_weights, random_weights, weight_bytes
+from treetop.checkpoints.loader import LoadContext, load_weights, random_weights, weight_bytes
 from treetop.checkpoints.params import Param, cut, of_vocab, stored_tensors
 from treetop.drafts.registry import drafter_spec
 from treetop.models.embedding import part_of
@@ -20,7 +20,7 @@ from treetop.types.errors import ConfigError
 from treetop.weights.format import MAIN, Source
 from treetop.weights.plain import Plain
 
-PLACE = Placement(torch.float64, torch.device("cpu"), 1)
+PLACE = LoadContext(torch.float64, torch.device("cpu"), 1)
 SIZES = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 48, "vocab_size": 208}
 
 

@@ -19,7 +19,7 @@ from support.refusing import load, refused
 from support.tiny_models import Pair, copy_folder, save_random_experts, save_random_head, save_random_llama
 from treetop import LLM, SamplingParams
 from treetop.checkpoints.fingerprint import fingerprint
-from treetop.checkpoints.loader import Placement, load_weights, random_weights, weight_bytes
+from treetop.checkpoints.loader import LoadContext, load_weights, random_weights, weight_bytes
 from treetop.checkpoints.params import cut
 from treetop.engine.startup.plan import packing, plan_engine
 from treetop.models.registry import target_spec
@@ -344,7 +344,7 @@ def numbers(weights, param):
 def test_ranks_have_their_part_of_numbers_and_of_scales(name, packed, pair, tmp_path):
     """Each source is cut at multiples of its format's units."""
     folder, _ = quantized(pair.target, tmp_path / "made", FORMATS[name])
-    spec, place = target_spec(folder), Placement(torch.float64, torch.device("cpu"), 1, packed=packed)
+    spec, place = target_spec(folder), LoadContext(torch.float64, torch.device("cpu"), 1, packed=packed)
     quantized_params = [each for each in place.own(spec.params) if each.stored.name != "plain"]
     loaded = load_weights(folder, spec.params, place)
     whole = {param.name: numbers(loaded, param) for param in quantized_params}
@@ -384,7 +384,7 @@ def test_memory_is_counted_as_it_is_taken_and_inspect_says_so(name, dequantized,
         str(folder), draft=None, device="cpu", context_length=128, dequantize_weights=dequantized, dtype="bfloat16"
     )
     spec = target_spec(folder)
-    place = Placement(torch.bfloat16, torch.device("cpu"), 8, packed=packing(config))
+    place = LoadContext(torch.bfloat16, torch.device("cpu"), 8, packed=packing(config))
     params = place.own(spec.params)
     small = [param for param in params if param.stored.name != "plain"]
     for weights in (load_weights(folder, spec.params, place), random_weights(params, place)):

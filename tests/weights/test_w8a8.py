@@ -19,7 +19,7 @@ from support.quantized import by_library, fp8_blocks, nvfp4_of_modelopt, quantiz
 from support.refusing import load, refused
 from support.tiny_models import Pair, copy_folder, save_random_experts, save_random_head, save_random_llama
 from treetop import SamplingParams
-from treetop.checkpoints.loader import Placement, load_weights, random_weights, weight_bytes
+from treetop.checkpoints.loader import LoadContext, load_weights, random_weights, weight_bytes
 from treetop.engine.kv_staging import staging_of
 from treetop.engine.startup.plan import check_quantized_activations
 from treetop.kernels.kv import FP8
@@ -260,7 +260,7 @@ def test_memory_is_counted_and_what_is_in_force_is_said(name, made, caplog):
     assert report.target.activations == f"activations in FP8 {how}"
     assert f"FP8 with activations in FP8 {how} " in as_text(report)
     assert inspect(replace(config, quantize_activations=False)).target.activations is None
-    place = Placement(torch.bfloat16, torch.device("cpu"), 8, activations=True)
+    place = LoadContext(torch.bfloat16, torch.device("cpu"), 8, activations=True)
     params = place.own(target_spec(folder).params)
     for weights in (load_weights(folder, target_spec(folder).params, place), random_weights(params, place)):
         assert sum(each.nbytes for each in weights.held.values()) == weight_bytes(params, torch.bfloat16)
@@ -317,7 +317,7 @@ def test_heads_of_compressed_attention_keep_their_activations_and_it_is_said(tmp
 @pytest.mark.parametrize("name", ["token", "static", "groups"])
 def test_ranks_have_their_part(name, made):
     """Rows of some weights and columns of others, with the scales of those: of each rank's own part of the inputs."""
-    spec, place = target_spec(made[name][0]), Placement(torch.float64, torch.device("cpu"), 1, activations=True)
+    spec, place = target_spec(made[name][0]), LoadContext(torch.float64, torch.device("cpu"), 1, activations=True)
     whole = load_weights(made[name][0], spec.params, place)
     x = torch.randn(3, 128).double()
     for rank in range(2):

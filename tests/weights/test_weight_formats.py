@@ -12,7 +12,7 @@ from support.refusing import refused
 from support.tiny_models import Pair, copy_folder, save_random_experts, save_random_head
 from treetop import LLM, SamplingParams
 from treetop.bench.roofline import saved_bytes
-from treetop.checkpoints.loader import Placement, load_weights, random_weights, weight_bytes
+from treetop.checkpoints.loader import LoadContext, load_weights, random_weights, weight_bytes
 from treetop.checkpoints.params import Param, cut, in_formats, of_vocab
 from treetop.drafts.registry import drafter_spec
 from treetop.engine.startup.plan import plan_engine
@@ -231,7 +231,7 @@ def test_what_speculators_copies_of_the_target_into_a_head_is_not_the_heads(fold
 def test_memory_is_counted_as_it_is_taken(folders):
     """With random weights too; where weights lie in int8 no copy in another order is counted or timed."""
     spec = target_spec(folders["target"][0])
-    place = Placement(torch.float32, torch.device("cpu"), 8)
+    place = LoadContext(torch.float32, torch.device("cpu"), 8)
     params = place.held(spec.params)
     loaded, dummies = load_weights(spec.folder, spec.params, place), random_weights(params, place)
     for weights in (loaded, dummies):
@@ -275,7 +275,7 @@ def test_ranks_have_their_part_of_numbers_and_of_scales(folders, name, size):
     """Rows of a scale each; columns, whose scale all ranks have."""
     target = target_spec(folders["target"][0])
     spec = target if name == "target" else drafter_spec(folders["head"][0], target.config)
-    place = Placement(torch.float64, torch.device("cpu"), 1)
+    place = LoadContext(torch.float64, torch.device("cpu"), 1)
     whole = load_weights(spec.folder, spec.params, place)
     for rank in range(size):
         part = replace(place, parallel=ExchangeRank(rank, size, place.device, None, None))

@@ -49,7 +49,7 @@ def compute_dtype(option: str, device: torch.device) -> torch.dtype:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class LoadContext:
     """Where and how a model computes.
 
     rope_rows: positions its RoPE table holds.
@@ -105,7 +105,7 @@ class Placement:
         return of_rank(self.held(params), self.parallel, self.expert_ranks)
 
 
-def load_weights(folder: Path, params: Sequence[Param], place: Placement, ignored: Collection[str] = ()) -> Weights:
+def load_weights(folder: Path, params: Sequence[Param], place: LoadContext, ignored: Collection[str] = ()) -> Weights:
     """The rank's part of all parameters, from a folder's files; random ones if the placement says so.
 
     Each is filled from one stored tensor after another, where the model computes: beside them there is at most one
@@ -135,7 +135,7 @@ def check_weights(folder: Path, params: Sequence[Param], ignored: Collection[str
     return check_tensors(folder, stored_tensors(params), ignored)
 
 
-def _filled(param: Param, fetch: Fetch, place: Placement, folder: Path) -> dict[str, Tensor]:
+def _filled(param: Param, fetch: Fetch, place: LoadContext, folder: Path) -> dict[str, Tensor]:
     parts = param.empty(place.dtype, place.device)
     filled = dict.fromkeys(parts, 0)
     for source in param.sources:
@@ -173,7 +173,7 @@ def _largest(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).max if dtype.is_floating_point else 0.0
 
 
-def random_weights(params: Sequence[Param], place: Placement) -> Weights:
+def random_weights(params: Sequence[Param], place: LoadContext) -> Weights:
     """Weights of real shapes, for measuring speed: products keep their input's size, all else does nothing."""
     generator = torch.Generator(device=place.device).manual_seed(0)
     held = {}
@@ -187,7 +187,7 @@ def random_weights(params: Sequence[Param], place: Placement) -> Weights:
     return Weights(held, place.holding)
 
 
-def without_memory(params: Sequence[Param], place: Placement) -> Weights:
+def without_memory(params: Sequence[Param], place: LoadContext) -> Weights:
     """Weights of real shapes without numbers, on the device `meta`: what is made of them says what it takes."""
     held = {p.name: HeldWeight(p.held, p.shape, p.empty(place.dtype, "meta")) for p in params}
     return Weights(held, place.holding)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from treetop.checkpoints.folder import extra_eos_ids, resolve_folder
-from treetop.checkpoints.loader import Placement, compute_device
+from treetop.checkpoints.loader import LoadContext, compute_device
 from treetop.core.clients import InProcessClient
 from treetop.core.engine_core import EngineCore, StepEngine
 from treetop.core.loop import CoreThread
@@ -169,7 +169,7 @@ def check_experts(config: EngineConfig) -> None:
         raise ConfigError(f"--ep-size {config.ep_size}: {config.model} has no experts that ranks could share")
     parallel = SINGLE_RANK if config.tp_size == 1 else PlaceholderRank(config.tp_size)
     ranks = PlaceholderRank(config.ep_size)
-    place = Placement(torch.float32, torch.device("meta"), 1, parallel=parallel, expert_ranks=ranks)
+    place = LoadContext(torch.float32, torch.device("meta"), 1, parallel=parallel, expert_ranks=ranks)
     replace(place, packed=packing(config), activations=config.quantize_activations).own(target.params)
     if compute_device(config.device).type == "cuda" and torch.cuda.device_count() < config.tp_size * config.ep_size:
         raise ConfigError(

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor
 
-from treetop.checkpoints.loader import Placement
+from treetop.checkpoints.loader import LoadContext
 from treetop.doctor.rank_sums import rank_sum_differs
 from treetop.doctor.tables import print_table
 from treetop.engine.startup.adapters import rank_of_tables
@@ -115,7 +115,7 @@ def _products(engine_plan: EnginePlan, generator: torch.Generator) -> Iterator[R
         yield RowCase(f"product [{out}, {width}]{by}", width, of_rows(product))
 
 
-def _product(weight: Tensor, chosen: Products, place: Placement) -> tuple[Callable[[Tensor], Tensor], str]:
+def _product(weight: Tensor, chosen: Products, place: LoadContext) -> tuple[Callable[[Tensor], Tensor], str]:
     """What serves a weight, and the words on it."""
     shape = weight.shape[0], weight.shape[1]
     probed, choice = chosen.probed.get(shape), chosen.target.get(shape)

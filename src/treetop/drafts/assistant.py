@@ -18,7 +18,7 @@ from torch import Tensor
 
 from treetop.attention.layer import Attend
 from treetop.checkpoints.config_fields import Config, flag, size, table
-from treetop.checkpoints.loader import Placement, check_weights, load_weights
+from treetop.checkpoints.loader import LoadContext, check_weights, load_weights
 from treetop.checkpoints.params import STREAMED, Param, in_formats, matrix
 from treetop.drafts.head_files import no_offset
 from treetop.drafts.protocol import (
@@ -128,10 +128,10 @@ class AssistantSpec:
         output += int(self.vocab_size * hidden * share)
         return Streamed(sum(numbers.values()), 0, output, in_extend=False)
 
-    def build(self, weights: Weights, target: Target, place: Placement, ops: Ops) -> "Assistant":
+    def build(self, weights: Weights, target: Target, place: LoadContext, ops: Ops) -> "Assistant":
         return Assistant(self, weights, target, place, ops)
 
-    def load(self, target: Target, place: Placement) -> "Assistant":
+    def load(self, target: Target, place: LoadContext) -> "Assistant":
         """Raises CheckpointError for a wrong tensor, ConfigError for ranks, which share the K/V that it reads."""
         if place.parallel.size > 1:
             raise ConfigError(f"--tp-size {place.parallel.size}: {self.folder} reads K/V of one rank; use --tp-size 1")
@@ -150,7 +150,7 @@ class AssistantSpec:
 class Assistant:
     """A `Drafter` and its `DraftBlock`; see the module."""
 
-    def __init__(self, spec: AssistantSpec, weights: Weights, target: Target, place: Placement, ops: Ops) -> None:
+    def __init__(self, spec: AssistantSpec, weights: Weights, target: Target, place: LoadContext, ops: Ops) -> None:
         """target: whose embedding nodes have."""
         config = spec.decoder
         self.spec, self._ops = spec, ops

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.attention.layer import Attend
-from treetop.checkpoints.loader import Placement, check_weights, load_weights
+from treetop.checkpoints.loader import LoadContext, check_weights, load_weights
 from treetop.checkpoints.params import STREAMED, Param, in_formats, matrix, vector
 from treetop.drafts.block_edges import BlockSlot, Edges, EdgeSpec
 from treetop.drafts.block_layers import ConvolutionSpec, ConvolvedLayer
@@ -137,10 +137,10 @@ class BlockHeadSpec:
         output = self.vocab_size * self.decoder.hidden_size + edges
         return Streamed(sum(numbers.values()), fuse, output, in_levels=False, in_extend=False)
 
-    def build(self, weights: Weights, target: Target, place: Placement, ops: Ops) -> "BlockHead":
+    def build(self, weights: Weights, target: Target, place: LoadContext, ops: Ops) -> "BlockHead":
         return BlockHead(self, weights, target, place, ops)
 
-    def load(self, target: Target, place: Placement) -> "BlockHead":
+    def load(self, target: Target, place: LoadContext) -> "BlockHead":
         """A copy of the target's embedding is not kept twice. Raises CheckpointError for a wrong tensor."""
         weights = load_weights(self.folder, self.params, place, self.unused)
         parallel = place.parallel
@@ -173,7 +173,7 @@ class _Lines:
 class BlockHead:
     """A `Drafter` and its `DraftBlock`; see the module."""
 
-    def __init__(self, spec: BlockHeadSpec, weights: Weights, target: Target, place: Placement, ops: Ops) -> None:
+    def __init__(self, spec: BlockHeadSpec, weights: Weights, target: Target, place: LoadContext, ops: Ops) -> None:
         """target: whose embedding and output matrix the head uses where it has none of its own."""
         config, layers = spec.decoder, range(len(spec.decoder.layers))
         self.spec, self._ops = spec, ops

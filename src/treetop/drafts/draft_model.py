@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from treetop.attention.layer import Attend
-from treetop.checkpoints.loader import Placement
+from treetop.checkpoints.loader import LoadContext
 from treetop.checkpoints.params import Param
 from treetop.drafts.head_files import no_offset
 from treetop.drafts.protocol import (
@@ -99,10 +99,10 @@ class DraftModelSpec:
         output = self.config.vocab_size * self.config.hidden_size
         return Streamed(self.model.streamed - output, 0, output)
 
-    def build(self, weights: Weights, target: Target, place: Placement, ops: Ops) -> "DraftModel":
+    def build(self, weights: Weights, target: Target, place: LoadContext, ops: Ops) -> "DraftModel":
         return DraftModel(self, self.model.build(weights, (), place, ops), place, ops)
 
-    def load(self, target: Target, place: Placement) -> "DraftModel":
+    def load(self, target: Target, place: LoadContext) -> "DraftModel":
         """Raises CheckpointError for a wrong tensor."""
         return DraftModel(self, self.model.load((), place), place, place.ops)
 
@@ -113,7 +113,7 @@ class DraftModelSpec:
 class DraftModel:
     """A `Drafter` and its `DraftBlock`; see the module. A node's state is the model's last, after its final norm."""
 
-    def __init__(self, spec: DraftModelSpec, model: Target, place: Placement, ops: Ops) -> None:
+    def __init__(self, spec: DraftModelSpec, model: Target, place: LoadContext, ops: Ops) -> None:
         self.spec, self.model, self._ops = spec, model, ops
         layers = [product for product in model.products if product is not model.lm_head]
         self.products = DraftProducts(layers, (), [model.lm_head])

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from treetop.attention.layer import Attend
 from treetop.checkpoints.checkpoint import tensor_files
-from treetop.checkpoints.loader import Placement, check_weights, load_weights
+from treetop.checkpoints.loader import LoadContext, check_weights, load_weights
 from treetop.checkpoints.params import STREAMED, Param, in_formats, matrix, of_vocab, vector
 from treetop.drafts.head_files import (
     EMBEDDING,
@@ -113,10 +113,10 @@ class EagleSpec:
         numbers.pop("lm_head", None)
         return Streamed(sum(numbers.values()), 0, self.vocab_size * self.decoder.hidden_size)
 
-    def build(self, weights: Weights, target: Target, place: Placement, ops: Ops) -> "EagleHead":
+    def build(self, weights: Weights, target: Target, place: LoadContext, ops: Ops) -> "EagleHead":
         return EagleHead(self, weights, target, place, ops)
 
-    def load(self, target: Target, place: Placement) -> "EagleHead":
+    def load(self, target: Target, place: LoadContext) -> "EagleHead":
         """Most files have a copy of the target's embedding, which is not kept twice."""
         weights = load_weights(self.folder, self.params, place)
         parallel = place.parallel
@@ -135,7 +135,7 @@ class EagleHead:
 
     block = None
 
-    def __init__(self, spec: EagleSpec, weights: Weights, target: Target, place: Placement, ops: Ops) -> None:
+    def __init__(self, spec: EagleSpec, weights: Weights, target: Target, place: LoadContext, ops: Ops) -> None:
         """target: whose embedding and output matrix the head uses where it has none of its own."""
         eps, first = spec.decoder.norm_eps, spec.decoder.layers[0]
         self.spec, self._ops = spec, ops

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from treetop.attention.layer import Attend
-from treetop.checkpoints.loader import Placement, check_weights, load_weights
+from treetop.checkpoints.loader import LoadContext, check_weights, load_weights
 from treetop.checkpoints.params import STREAMED, Param, in_formats, matrix, vector
 from treetop.drafts.head_files import (
     EMBEDDING,
@@ -155,14 +155,14 @@ class Eagle3Spec:
         numbers.pop("lm_head", None)
         return Streamed(sum(numbers.values()), fuse, output)
 
-    def build(self, weights: Weights, target: Target, place: Placement, ops: Ops) -> "Eagle3Head":
+    def build(self, weights: Weights, target: Target, place: LoadContext, ops: Ops) -> "Eagle3Head":
         return Eagle3Head(self, weights, target, place, ops)
 
-    def load(self, target: Target, place: Placement) -> "Eagle3Head":
+    def load(self, target: Target, place: LoadContext) -> "Eagle3Head":
         """Raises CheckpointError for a wrong tensor."""
         return self.build(self.read(self.params, place), target, place, place.ops)
 
-    def read(self, params: Sequence[Param], place: Placement) -> Weights:
+    def read(self, params: Sequence[Param], place: LoadContext) -> Weights:
         """The weights of these parameters. Raises CheckpointError for a wrong tensor; the draft vocabulary maps one to
         one into the target's.
         """
@@ -187,7 +187,7 @@ class Eagle3Head:
 
     block = None
 
-    def __init__(self, spec: Eagle3Spec, weights: Weights, target: Target, place: Placement, ops: Ops) -> None:
+    def __init__(self, spec: Eagle3Spec, weights: Weights, target: Target, place: LoadContext, ops: Ops) -> None:
         """target: whose embedding and output matrix the head uses where it has none of its own."""
         eps, first = spec.decoder.norm_eps, spec.decoder.layers[0]
         self.spec, self._ops = spec, ops

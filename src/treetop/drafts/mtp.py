@@ -29,7 +29,7 @@ from torch import Tensor
 from treetop.attention.layer import Attend
 from treetop.checkpoints.checkpoint import tensor_files
 from treetop.checkpoints.config_fields import require_value
-from treetop.checkpoints.loader import Placement, check_weights, load_weights
+from treetop.checkpoints.loader import LoadContext, check_weights, load_weights
 from treetop.checkpoints.params import STREAMED, Param, in_formats, matrix, stored_tensors
 from treetop.drafts.head_files import no_offset
 from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Nodes, Proposal, Streamed
@@ -338,10 +338,10 @@ class MtpSpec:
         layers = sum(param.numbers for param in self.params if param.kind in STREAMED)
         return Streamed(layers, 0, self.vocab_size * self.decoder.hidden_size)
 
-    def build(self, weights: Weights, target: Target, place: Placement, ops: Ops) -> "MtpLayer":
+    def build(self, weights: Weights, target: Target, place: LoadContext, ops: Ops) -> "MtpLayer":
         return MtpLayer(self, weights, target, place, ops)
 
-    def load(self, target: Target, place: Placement) -> "MtpLayer":
+    def load(self, target: Target, place: LoadContext) -> "MtpLayer":
         """Raises CheckpointError for a wrong tensor of the layer; the folder's others are the target's."""
         ignored = set() if place.dummy else self._ignored()
         return self.build(load_weights(self.folder, self.params, place, ignored), target, place, place.ops)
@@ -370,7 +370,7 @@ class MtpLayer:
 
     block = None
 
-    def __init__(self, spec: MtpSpec, weights: Weights, target: Target, place: Placement, ops: Ops) -> None:
+    def __init__(self, spec: MtpSpec, weights: Weights, target: Target, place: LoadContext, ops: Ops) -> None:
         """target: whose embedding and output matrix the layer uses."""
         eps = spec.decoder.norm_eps
         self.spec, self._ops, self._target = spec, ops, target

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.attention.layer import Attend
-from treetop.checkpoints.loader import Placement
+from treetop.checkpoints.loader import LoadContext
 from treetop.checkpoints.params import Param
 from treetop.drafts.head_files import no_offset
 from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Nodes, Proposal, Streamed
@@ -63,10 +63,10 @@ class NgramSpec:
     def streamed(self) -> Streamed:
         return Streamed(0, 0, 0)
 
-    def build(self, weights: Weights, target: Target, place: Placement, ops: Ops) -> "NgramLookup":
+    def build(self, weights: Weights, target: Target, place: LoadContext, ops: Ops) -> "NgramLookup":
         return NgramLookup(self, place)
 
-    def load(self, target: Target, place: Placement) -> "NgramLookup":
+    def load(self, target: Target, place: LoadContext) -> "NgramLookup":
         return NgramLookup(self, place)
 
     def check(self) -> int:
@@ -78,7 +78,7 @@ class NgramLookup:
 
     block = None
 
-    def __init__(self, spec: NgramSpec, place: Placement) -> None:
+    def __init__(self, spec: NgramSpec, place: LoadContext) -> None:
         self.spec = spec
         self.vocab, self.products = DraftVocab(no_offset(spec.vocab_size, place.device)), DraftProducts()
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from treetop.attention.layer import Attend
 from treetop.checkpoints.checkpoint import open_file, tensor_files
 from treetop.checkpoints.config_fields import Config
-from treetop.checkpoints.loader import Placement, check_weights
+from treetop.checkpoints.loader import LoadContext, check_weights
 from treetop.checkpoints.params import Param
 from treetop.drafts.eagle3 import Eagle3Head, Eagle3Spec
 from treetop.drafts.eagle3_config import eagle3_spec
@@ -118,10 +118,10 @@ class PEagleSpec:
     def streamed(self) -> Streamed:
         return replace(self.head.streamed, in_levels=False)
 
-    def build(self, weights: Weights, target: Target, place: Placement, ops: Ops) -> "PEagleHead":
+    def build(self, weights: Weights, target: Target, place: LoadContext, ops: Ops) -> "PEagleHead":
         return PEagleHead(self, weights, target, place, ops)
 
-    def load(self, target: Target, place: Placement) -> "PEagleHead":
+    def load(self, target: Target, place: LoadContext) -> "PEagleHead":
         """Raises CheckpointError for a wrong tensor."""
         return self.build(self.head.read(self.params, place), target, place, place.ops)
 
@@ -132,7 +132,7 @@ class PEagleSpec:
 class PEagleHead:
     """A `Drafter` and its `DraftBlock`; see the module. The lines are logits by depth, [rows, depths, draft vocab]."""
 
-    def __init__(self, spec: PEagleSpec, weights: Weights, target: Target, place: Placement, ops: Ops) -> None:
+    def __init__(self, spec: PEagleSpec, weights: Weights, target: Target, place: LoadContext, ops: Ops) -> None:
         """target: whose embedding and output matrix the head uses where it has none of its own."""
         self.spec, self._ops = spec, ops
         self.head = Eagle3Head(spec.head, weights, target, place, ops)

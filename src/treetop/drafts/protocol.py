@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from treetop.attention.layer import Attend
-from treetop.checkpoints.loader import Placement
+from treetop.checkpoints.loader import LoadContext
 from treetop.checkpoints.params import Param
 from treetop.kernels.table import Ops
 from treetop.kernels.tree.calibration import Heat
@@ -239,9 +239,9 @@ class DrafterSpec(Protocol):
     @property
     def streamed(self) -> Streamed: ...
 
-    def build(self, weights: Weights, target: Target, place: Placement, ops: Ops) -> Drafter: ...
+    def build(self, weights: Weights, target: Target, place: LoadContext, ops: Ops) -> Drafter: ...
 
-    def load(self, target: Target, place: Placement) -> Drafter: ...
+    def load(self, target: Target, place: LoadContext) -> Drafter: ...
 
     def check(self) -> int:
         """Names and shapes of its tensors, without reading them; how many there are. Raises CheckpointError."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from treetop.attention.layer import Attend
-from treetop.checkpoints.loader import Placement
+from treetop.checkpoints.loader import LoadContext
 from treetop.checkpoints.params import Param
 from treetop.drafts.ngram import NgramLookup, NgramSpec, ngram_spec
 from treetop.drafts.protocol import (
@@ -97,10 +97,10 @@ class WithLookupSpec:
     def streamed(self) -> Streamed:
         return self.inner.streamed
 
-    def build(self, weights: Weights, target: Target, place: Placement, ops: Ops) -> "WithLookup":
+    def build(self, weights: Weights, target: Target, place: LoadContext, ops: Ops) -> "WithLookup":
         return WithLookup(self, self.inner.build(weights, target, place, ops), place)
 
-    def load(self, target: Target, place: Placement) -> "WithLookup":
+    def load(self, target: Target, place: LoadContext) -> "WithLookup":
         """Raises CheckpointError for a wrong tensor."""
         return WithLookup(self, self.inner.load(target, place), place)
 
@@ -111,7 +111,7 @@ class WithLookupSpec:
 class WithLookup:
     """A `Drafter` around one."""
 
-    def __init__(self, spec: WithLookupSpec, inner: Drafter, place: Placement) -> None:
+    def __init__(self, spec: WithLookupSpec, inner: Drafter, place: LoadContext) -> None:
         self.spec, self.inner, self.lookup = spec, inner, NgramLookup(spec.lookup, place)
         self.vocab, self.products = inner.vocab, inner.products
         self._block = None if inner.block is None else _BlockWithLookup(inner.block, spec.inner.state_size)

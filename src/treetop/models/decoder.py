@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from treetop.attention.layer import Attend
-from treetop.checkpoints.loader import Placement
+from treetop.checkpoints.loader import LoadContext
 from treetop.checkpoints.params import Param, of_vocab
 from treetop.kernels.fused import joined_in_order
 from treetop.kernels.moe.routing import ALL_LIVE, RoutedTokens
@@ -155,7 +155,7 @@ class Decoder:
     """A `Target`. aux_inputs: the residual streams that its features are."""
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, aux_inputs: tuple[int, ...], place: Placement, ops: Ops
+        self, config: ModelConfig, weights: Weights, aux_inputs: tuple[int, ...], place: LoadContext, ops: Ops
     ) -> None:
         self.config, self.aux_inputs, self._ops = config, aux_inputs, ops
         self.embedding = weights["embedding"]

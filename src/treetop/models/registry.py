@@ -13,7 +13,7 @@ import torch
 from treetop.checkpoints.checkpoint import tensor_files
 from treetop.checkpoints.config_fields import Config
 from treetop.checkpoints.json_file import custom_code
-from treetop.checkpoints.loader import Placement, check_weights, load_weights
+from treetop.checkpoints.loader import LoadContext, check_weights, load_weights
 from treetop.checkpoints.params import STREAMED, Param, in_formats, stay_packed
 from treetop.kernels.moe.routing import RouterSpec
 from treetop.kernels.table import Ops
@@ -82,7 +82,7 @@ class Family:
     about: str
     params: Callable[[ModelConfig], list[Param]] = decoder_params
     unused: Callable[[ModelConfig], set[str]] = unused_tensors
-    build: Callable[[ModelConfig, Weights, tuple[int, ...], Placement, Ops], Target] = Decoder
+    build: Callable[[ModelConfig, Weights, tuple[int, ...], LoadContext, Ops], Target] = Decoder
     text_of: tuple[str, ...] = ()
     mtp: bool = False
     keys: tuple[str, ...] = ()
@@ -434,11 +434,11 @@ class TargetSpec:
                 found.append(ExpertLayer(router, numbers // router.with_weights, held // router.with_weights))
         return found
 
-    def build(self, weights: Weights, aux_inputs: tuple[int, ...], place: Placement, ops: Ops) -> Target:
+    def build(self, weights: Weights, aux_inputs: tuple[int, ...], place: LoadContext, ops: Ops) -> Target:
         """aux_inputs: which residual streams the drafter reads; () without one."""
         return self.family.build(self.config, weights, aux_inputs, place, ops)
 
-    def load(self, aux_inputs: tuple[int, ...], place: Placement) -> Target:
+    def load(self, aux_inputs: tuple[int, ...], place: LoadContext) -> Target:
         if not place.dummy and place.sent is None and (towers := self.left_out()):
             _log.info("%s: text alone: %s left out, images and sound are refused", self.folder, " and ".join(towers))
         if (about := self.about_head()) is not None:

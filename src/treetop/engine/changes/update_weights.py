@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from treetop.checkpoints.folder import resolve_folder
-from treetop.checkpoints.loader import Placement
+from treetop.checkpoints.loader import LoadContext
 from treetop.drafts.protocol import Drafter
 from treetop.engine.changes.in_place import Copies, copies_between, copy_all
 from treetop.engine.changes.reached import storages_of
@@ -205,7 +205,7 @@ def load_drafter(
     return on_all_ranks(folder, place, lambda: draft.load(target, products.of_draft(place)))
 
 
-def on_all_ranks(folder: Path, place: Placement, load: Callable[[], Loaded]) -> Loaded:
+def on_all_ranks(folder: Path, place: LoadContext, load: Callable[[], Loaded]) -> Loaded:
     """What is loaded. Raises CheckpointError for a folder whose part another rank could not take."""
     try:
         loaded = load()

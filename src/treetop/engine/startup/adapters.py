@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from treetop.checkpoints.adapters import Zeros, make_adapters, modules_for
-from treetop.checkpoints.loader import Placement
+from treetop.checkpoints.loader import LoadContext
 from treetop.checkpoints.lora_folder import LoraFolder, read_lora
 from treetop.kernels.gemm.adapter_rows import RANKS
 from treetop.models.registry import TargetSpec
@@ -22,7 +22,7 @@ def adapters_of(
     config: EngineConfig,
     folders: tuple[LoraFolder, ...],
     target: TargetSpec,
-    place: Placement,
+    place: LoadContext,
     layout: Layout,
     zeros: Zeros,
 ) -> Adapters | None:

@@ -8,7 +8,7 @@ what the sum is.
 import torch
 from torch import Tensor
 
-from treetop.checkpoints.loader import Placement
+from treetop.checkpoints.loader import LoadContext
 from treetop.engine.startup.plan import EnginePlan
 from treetop.engine.startup.probed_products import identity
 from treetop.exact.probe import adversarial
@@ -45,12 +45,12 @@ def check_ranks(engine_plan: EnginePlan) -> None:
         )
 
 
-def _alike(place: Placement) -> bool:
+def _alike(place: LoadContext) -> bool:
     """Whether what bits of an operation depend on is the same for all ranks (`engine.startup.probed_products`)."""
     return _of_all(place, int(identity(place.device)[:15], 16))
 
 
-def _of_all(place: Placement, number: int) -> bool:
+def _of_all(place: LoadContext, number: int) -> bool:
     """Collective: whether all ranks have this number."""
     least, negative = (place.expert_ranks.minimum(place.parallel.minimum(each)) for each in (number, -number))
     return least == -negative

@@ -12,7 +12,7 @@ import torch
 from treetop.attention import exact_backend as on_a_cpu
 from treetop.attention.capabilities import HALF, BackendRefusal, Need
 from treetop.attention.registry import BACKENDS, exact_backend
-from treetop.checkpoints.loader import Placement
+from treetop.checkpoints.loader import LoadContext
 from treetop.checkpoints.lora_folder import LoraFolder
 from treetop.engine.startup.adapters import rank_of_tables
 from treetop.engine.startup.operation_probes import kept_operation_problem
@@ -34,7 +34,7 @@ _INTEGERS = "use --exact-sums integers"
 
 
 def chosen_profile(
-    config: EngineConfig, layout: Layout, target: TargetSpec, place: Placement, adapters: tuple[LoraFolder, ...] = ()
+    config: EngineConfig, layout: Layout, target: TargetSpec, place: LoadContext, adapters: tuple[LoraFolder, ...] = ()
 ) -> Profile:
     """How a target computes. Raises ConfigError where `--exactness bits` cannot be honoured."""
     profile = profile_of(config.exactness, place.device)
@@ -47,7 +47,7 @@ def chosen_profile(
     return profile_of(config.exactness, place.device, integers)
 
 
-def whose_sums(place: Placement, products: Iterable[ChosenProduct] = ()) -> list[str]:
+def whose_sums(place: LoadContext, products: Iterable[ChosenProduct] = ()) -> list[str]:
     """On a CPU with `--exactness bits`, which sums define a row's bits. products: as they were chosen."""
     if place.profile.products != "one call":
         return []
@@ -56,7 +56,7 @@ def whose_sums(place: Placement, products: Iterable[ChosenProduct] = ()) -> list
     return [*([f"products by {' and '.join(calls)}"] if calls else []), f"attention by {attention}"]
 
 
-def sums_words(place: Placement, products: Iterable[ChosenProduct] = ()) -> list[str]:
+def sums_words(place: LoadContext, products: Iterable[ChosenProduct] = ()) -> list[str]:
     """The same, and what decided it."""
     words = whose_sums(place, products)
     mode = choose_mode() if words else None
@@ -64,7 +64,7 @@ def sums_words(place: Placement, products: Iterable[ChosenProduct] = ()) -> list
 
 
 def why_not_exact(
-    config: EngineConfig, layout: Layout, target: TargetSpec, place: Placement, adapters: tuple[LoraFolder, ...] = ()
+    config: EngineConfig, layout: Layout, target: TargetSpec, place: LoadContext, adapters: tuple[LoraFolder, ...] = ()
 ) -> BackendRefusal | None:
     """What stands against `--exactness bits`; None if nothing does.
 
@@ -104,7 +104,7 @@ def why_not_model(config: ModelConfig) -> BackendRefusal | None:
     return BackendRefusal(f"{sorted(kinds)[0]} without a gate is not exact yet", _TIES) if kinds else None
 
 
-def unfit_options(config: EngineConfig, place: Placement) -> BackendRefusal | None:
+def unfit_options(config: EngineConfig, place: LoadContext) -> BackendRefusal | None:
     """What options have against `bits` on a device, whatever the machine and the model."""
     most, nodes = on_a_cpu.MOST_NODES, max(shape.num_draft_tokens for shape in config.shapes)
     problem = _of_device(config, place)
@@ -113,7 +113,7 @@ def unfit_options(config: EngineConfig, place: Placement) -> BackendRefusal | No
     return BackendRefusal(f"a tree may have {most} nodes", f"lower --speculative-num-draft-tokens {nodes} or {_TIES}")
 
 
-def _of_device(config: EngineConfig, place: Placement) -> BackendRefusal | None:
+def _of_device(config: EngineConfig, place: LoadContext) -> BackendRefusal | None:
     """What device, dtype and attention backend have against it."""
     name, topk_of = config.attention_backend, max(shape.topk for shape in config.shapes)
     if place.device.type == "cpu":
@@ -169,6 +169,6 @@ def _no_chains(layout: Layout) -> str | None:
     return None
 
 
-def _probed_on_a_gpu(target: TargetSpec, place: Placement, rank: int) -> str | None:
+def _probed_on_a_gpu(target: TargetSpec, place: LoadContext, rank: int) -> str | None:
     ops = replace(place, profile=profile_of("bits", place.device)).ops
     return kept_operation_problem(ops, target.config, place.own(target.params), rank)

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from treetop.checkpoints.folder import resolve_folder
-from treetop.checkpoints.loader import Placement, compute_device, compute_dtype
+from treetop.checkpoints.loader import LoadContext, compute_device, compute_dtype
 from treetop.engine.startup.exactness import unfit_options
 from treetop.models.config import ModelConfig
 from treetop.models.registry import target_spec
@@ -58,7 +58,7 @@ def settled(config: EngineConfig) -> Settled:
     if config.exactness != "auto":
         return Settled(config, "as asked")
     device = compute_device(config.device)
-    place = Placement(compute_dtype(config.dtype, device), device, 1)
+    place = LoadContext(compute_dtype(config.dtype, device), device, 1)
     maker, kind = device_name(device), kind_of(target_spec(resolve_folder(config.model)).config)
     row = next((row for row in TABLE if (row.device, row.kind, row.drafted) == (maker, kind, config.speculates)), None)
     drafted = "with a draft" if config.speculates else "without a draft"

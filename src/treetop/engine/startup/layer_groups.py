@@ -7,7 +7,7 @@ from treetop.attention.capabilities import GroupNeed, Need
 from treetop.attention.contract import as_it_is
 from treetop.attention.layer import LayerKV
 from treetop.attention.recurrent import RecurrentLayer
-from treetop.checkpoints.loader import Placement
+from treetop.checkpoints.loader import LoadContext
 from treetop.drafts.protocol import DrafterSpec
 from treetop.engine.routed_experts import expert_group
 from treetop.kernels.recurrent.states import LinearStates
@@ -20,7 +20,7 @@ from treetop.types.routed_experts import ExpertShape
 from treetop.types.state import StateGroup
 
 
-def backend_need(layout: Layout, model: ModelConfig, draft: DrafterSpec | None, place: Placement) -> Need:
+def backend_need(layout: Layout, model: ModelConfig, draft: DrafterSpec | None, place: LoadContext) -> Need:
     """What this engine asks of its attention backend."""
     groups = [
         GroupNeed(

@@ -12,7 +12,7 @@ from treetop.attention.capabilities import Capabilities, Need
 from treetop.attention.contract import as_it_is
 from treetop.attention.registry import BACKENDS, fallback, require
 from treetop.checkpoints.folder import resolve_folder
-from treetop.checkpoints.loader import Placement, compute_device, compute_dtype, weight_bytes
+from treetop.checkpoints.loader import LoadContext, compute_device, compute_dtype, weight_bytes
 from treetop.checkpoints.lora_folder import LoraFolder
 from treetop.checkpoints.params import check_activations
 from treetop.drafts.protocol import DrafterSpec
@@ -83,7 +83,7 @@ class EnginePlan:
     target: TargetSpec
     draft: DrafterSpec | None
     layout: Layout
-    place: Placement
+    place: LoadContext
     need: Need
     use: MemoryUse
     weights: CpuWeights
@@ -169,7 +169,7 @@ def _plan_rows(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel)
     layout = with_copied(config, layout, dtype.itemsize)
     layout, kv_transfer = _with_slots(config, layout, target.config, draft, dtype, parallel)
     dummy = config.load_format == "dummy"
-    place = Placement(dtype, device, layout.max_positions, dummy, shapes=layout.shapes, parallel=parallel)
+    place = LoadContext(dtype, device, layout.max_positions, dummy, shapes=layout.shapes, parallel=parallel)
     place = replace(place, expert_ranks=expert_ranks, packed=packing(config), activations=config.quantize_activations)
     place = replace(place, profile=chosen_profile(config, layout, target, place, adapters))
     place = replace(place, fla=uses_fla(config, target.config, place))
@@ -353,7 +353,7 @@ def _prompt_sizes(config: EngineConfig, model: ModelConfig, chunk: int) -> tuple
     return tuple(size for size in (largest // 8, largest // 4, largest // 2, largest) if size)
 
 
-def pace_of(target: TargetSpec, place: Placement) -> PrefillPace:
+def pace_of(target: TargetSpec, place: LoadContext) -> PrefillPace:
     """What a prefill step between two rounds costs."""
     on_cpu = place.device.type == "cpu"
     minimum = MIN_CHUNK_OF_CPU if on_cpu else MIN_CHUNK_OF_GPU
@@ -426,7 +426,7 @@ def read_draft_spec(config: EngineConfig, target: TargetSpec) -> DrafterSpec:
     return spec
 
 
-def memory_of_rank(place: Placement) -> DeviceMemory:
+def memory_of_rank(place: LoadContext) -> DeviceMemory:
     """Of the rank's device; ranks on a CPU share its memory."""
     memory, ranks = memory_of(place.device), place.parallel.size * place.expert_ranks.size
     sharing = ranks if place.device.type == "cpu" else 1
@@ -434,7 +434,7 @@ def memory_of_rank(place: Placement) -> DeviceMemory:
 
 
 def _static_estimate(
-    config: EngineConfig, layout: Layout, target: TargetSpec, draft: DrafterSpec | None, place: Placement,
+    config: EngineConfig, layout: Layout, target: TargetSpec, draft: DrafterSpec | None, place: LoadContext,
     adapters: tuple[LoraFolder, ...],
 ) -> int:  # fmt: skip
     """Bytes of weights, tables and buffers, from their shapes: no less than that will be taken."""
@@ -473,7 +473,7 @@ def changed_vocab(config: EngineConfig, model: ModelConfig) -> int | None:
 
 
 def cpu_allowance(
-    config: EngineConfig, memory: DeviceMemory, place: Placement, layout: Layout, model: ModelConfig
+    config: EngineConfig, memory: DeviceMemory, place: LoadContext, layout: Layout, model: ModelConfig
 ) -> int:
     """On a CPU nothing measures a peak: the worst step and the fraction's rest of what is free stay free.
 
@@ -484,6 +484,6 @@ def cpu_allowance(
     return rest_of_cpu(config, memory, place) + step_bytes(layout, model.vocab_size, place.dtype.itemsize)
 
 
-def rest_of_cpu(config: EngineConfig, memory: DeviceMemory, place: Placement) -> int:
+def rest_of_cpu(config: EngineConfig, memory: DeviceMemory, place: LoadContext) -> int:
     """Bytes of a CPU's free memory that the fraction leaves to others."""
     return int((1 - config.mem_fraction_static) * max(memory.free, 0)) if place.device.type == "cpu" else 0

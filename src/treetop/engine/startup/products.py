@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from treetop.checkpoints.loader import Placement
+from treetop.checkpoints.loader import LoadContext
 from treetop.engine.startup.plan import EnginePlan
 from treetop.engine.startup.probed_products import probed_products
 from treetop.engine.startup.weight_copies import CpuWeights, product_weights
@@ -40,11 +40,11 @@ class Products:
     def all(self) -> tuple[ChosenProduct, ...]:
         return (*self.target.values(), *(() if self.draft is self.target else self.draft.values()))
 
-    def of_target(self, place: Placement) -> Placement:
+    def of_target(self, place: LoadContext) -> LoadContext:
         """Where the target computes."""
         return replace(place, products=self.target, probed=self.probed)
 
-    def of_draft(self, place: Placement) -> Placement:
+    def of_draft(self, place: LoadContext) -> LoadContext:
         """Where a draft does: it changes no token, whatever its bits."""
         return replace(place, products=self.draft, profile=TIES)
 
@@ -63,7 +63,7 @@ def products_of(engine_plan: EnginePlan) -> Products:
     return Products(_agreed(target, place), _timed(replace(weights, shapes=weights.shapes[weights.targets :]), place))
 
 
-def _agreed(own: Mapping[Shape, ChosenProduct], place: Placement) -> Mapping[Shape, ChosenProduct]:
+def _agreed(own: Mapping[Shape, ChosenProduct], place: LoadContext) -> Mapping[Shape, ChosenProduct]:
     """The first rank's exact calls, for all. Raises ConfigError on all ranks where one of them cannot take one.
 
     A row is to have the same bits on any rank, and what ranks compute alike is to be alike.
@@ -85,7 +85,7 @@ def _agreed(own: Mapping[Shape, ChosenProduct], place: Placement) -> Mapping[Sha
     return told
 
 
-def _timed(weights: CpuWeights, place: Placement) -> dict[Shape, ChosenProduct]:
+def _timed(weights: CpuWeights, place: LoadContext) -> dict[Shape, ChosenProduct]:
     """Calls differ in their last bits: all ranks take those of the first."""
     if not weights.shapes:
         return {}

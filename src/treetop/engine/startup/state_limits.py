@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from treetop.checkpoints.loader import Placement
+from treetop.checkpoints.loader import LoadContext
 from treetop.engine.memory import GIB, gib
 from treetop.kernels.recurrent.fla import why_not_fla
 from treetop.models.config import ModelConfig
@@ -38,7 +38,7 @@ def within_states(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     return config
 
 
-def uses_fla(config: EngineConfig, model: ModelConfig, place: Placement) -> bool:
+def uses_fla(config: EngineConfig, model: ModelConfig, place: LoadContext) -> bool:
     """Whether flash-linear-attention takes prompts in. Raises ConfigError where it is asked for and cannot."""
     if config.linear_attn_prefill_backend != "fla":
         return False

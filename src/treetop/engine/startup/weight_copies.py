@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from treetop.checkpoints.loader import Placement, without_memory
+from treetop.checkpoints.loader import LoadContext, without_memory
 from treetop.drafts.protocol import DrafterSpec
 from treetop.engine.memory import Budget, DeviceMemory, fit, pool_bytes
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits
@@ -24,7 +24,7 @@ from treetop.weights.twelve_bits import why_not_compressed
 
 def with_copies(
     config: EngineConfig,
-    place: Placement,
+    place: LoadContext,
     budget: Budget,
     layout: Layout,
     target: TargetSpec,
@@ -71,7 +71,7 @@ class CpuWeights:
 
 def with_second_orders(
     config: EngineConfig,
-    place: Placement,
+    place: LoadContext,
     budget: Budget,
     layout: Layout,
     target: TargetSpec,
@@ -95,13 +95,13 @@ def with_second_orders(
     return budget, CpuWeights(shapes, targets=targets)
 
 
-def _left(config: EngineConfig, place: Placement, budget: Budget, layout: Layout) -> int:
+def _left(config: EngineConfig, place: LoadContext, budget: Budget, layout: Layout) -> int:
     """Bytes that copies could have: the pools' share, or what `--max-total-tokens` leaves."""
     asked = config.max_total_tokens is not None
     return budget.memory.free - pool_bytes(layout, place.dtype.itemsize) if asked else budget.pool_bytes
 
 
-def _fits(config: EngineConfig, place: Placement, budget: Budget, layout: Layout) -> bool:
+def _fits(config: EngineConfig, place: LoadContext, budget: Budget, layout: Layout) -> bool:
     """Whether the pools fit beside an allowance of a sixteenth of all memory."""
     spared = replace(budget, allowance=budget.allowance + budget.memory.total // 16)
     try:
@@ -111,11 +111,11 @@ def _fits(config: EngineConfig, place: Placement, budget: Budget, layout: Layout
     return True
 
 
-_NOWHERE = Placement(torch.float32, torch.device("meta"), 1)
+_NOWHERE = LoadContext(torch.float32, torch.device("meta"), 1)
 
 
 def copies_estimate(
-    target: TargetSpec, draft: DrafterSpec | None, dtype: torch.dtype, gpu: GpuTraits, place: Placement = _NOWHERE
+    target: TargetSpec, draft: DrafterSpec | None, dtype: torch.dtype, gpu: GpuTraits, place: LoadContext = _NOWHERE
 ) -> int:
     """Bytes of the copies of a rank's weights with which products on this GPU may be faster: a draft's alone where the
     target's bits are exact."""
@@ -124,7 +124,9 @@ def copies_estimate(
     return sum(each.format.copy_bytes(each, dtype, gpu) for each in weights[own:])
 
 
-def product_weights(target: TargetSpec, draft: DrafterSpec | None, place: Placement = _NOWHERE) -> list[ProductWeight]:
+def product_weights(
+    target: TargetSpec, draft: DrafterSpec | None, place: LoadContext = _NOWHERE
+) -> list[ProductWeight]:
     """A rank's part of these models' weights: they are made of tensors without memory, and say what they took."""
     size = place.parallel.size
     rank = SINGLE_RANK if size == 1 else PlaceholderRank(size)  # shapes are those of any other
