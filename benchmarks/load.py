@@ -26,7 +26,7 @@ from treetop.checkpoints.params import stored_tensors
 from treetop.cli import OneLineParser, exit_code
 from treetop.models.registry import target_spec
 from treetop.types.errors import EngineError, InputError
-from treetop.weights.format import Stored
+from treetop.weights.format import TensorSpec
 
 SHAPE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -47,7 +47,7 @@ def write(folder: Path, layers: int) -> list[Path]:
     """A checkpoint of so many layers; from 32 on with the vocabulary of an 8B model."""
     shape = {**SHAPE, "num_hidden_layers": layers, "vocab_size": LARGE_VOCAB if layers >= 32 else SHAPE["vocab_size"]}
     (folder / "config.json").write_text(json.dumps(shape), encoding="utf-8")
-    shards: list[dict[str, Stored]] = [{}]
+    shards: list[dict[str, TensorSpec]] = [{}]
     for name, stored in stored_tensors(target_spec(folder).params).items():
         if sum(_bytes(each) for each in shards[-1].values()) > SHARD:
             shards.append({})
@@ -63,11 +63,11 @@ def write(folder: Path, layers: int) -> list[Path]:
     return files
 
 
-def _bytes(stored: Stored) -> int:
+def _bytes(stored: TensorSpec) -> int:
     return 2 * torch.Size(stored.shape).numel()
 
 
-def _random(stored: Stored, generator: torch.Generator) -> torch.Tensor:
+def _random(stored: TensorSpec, generator: torch.Generator) -> torch.Tensor:
     """Random bits of which no number is infinite: the same as a weight's to a disk, and quickly made."""
     bits = torch.randint(-(2**15), 2**15, stored.shape, dtype=torch.int16, generator=generator)
     return (bits & ~0x4000).view(torch.bfloat16)

@@ -24,7 +24,7 @@ from treetop.checkpoints.params import matrix
 from treetop.models.registry import target_spec
 from treetop.types.errors import CheckpointError
 from treetop.weights import format as reading
-from treetop.weights.format import Source, Stored
+from treetop.weights.format import CheckpointTensor, TensorSpec
 
 CPU = torch.device("cpu")
 SOURCE = Path(__file__).parents[2] / "src"
@@ -101,7 +101,7 @@ def test_one_number_that_is_not_finite_is_found_wherever_it_is(tmp_path, dtype, 
         numbers = torch.ones(5000, dtype=dtype)
         numbers[at] = value
         save_file({"t": numbers}, tmp_path / "model.safetensors")
-        expected = {"t": Stored((5000,), ("F64", "F32", "F16", "BF16"))}
+        expected = {"t": TensorSpec((5000,), ("F64", "F32", "F16", "BF16"))}
         with open_tensors(tmp_path, expected) as fetch, pytest.raises(CheckpointError, match="tensor t holds NaN or"):
             fetch("t", None)
 
@@ -170,7 +170,7 @@ def test_a_number_of_8_bits_that_is_none_is_found_too(tmp_path, dtype):
     """And the largest is one."""
     numbers = torch.full((4, 5), torch.finfo(dtype).max).to(dtype)
     save_file({"t": numbers}, tmp_path / "model.safetensors")
-    expected = {"t": Stored((4, 5), ("F8_E4M3", "F8_E5M2"))}
+    expected = {"t": TensorSpec((4, 5), ("F8_E4M3", "F8_E5M2"))}
     with open_tensors(tmp_path, expected) as fetch:
         assert torch.equal(fetch("t", None).view(torch.uint8), numbers.view(torch.uint8))
     numbers.view(torch.uint8)[3, 4] = 0xFF
@@ -209,8 +209,8 @@ print((status("VmHWM") - before) / sum(each.nbytes for each in weights.held.valu
 def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "_MAPPED", 0)
     save_file({"a": torch.ones(4, 4), "b": torch.ones(4, 4)}, tmp_path / "model.safetensors")
-    params = [matrix(name, Source(name, (4, 4))) for name in "ab"]
-    expected = {name: Stored((4, 4), ("F32",)) for name in "ab"}
+    params = [matrix(name, CheckpointTensor(name, (4, 4))) for name in "ab"]
+    expected = {name: TensorSpec((4, 4), ("F32",)) for name in "ab"}
     assert len(load_weights(tmp_path, params, LoadContext(torch.float32, CPU, 1)).held) == 2
     with open_tensors(tmp_path, expected) as fetch:
         fetch("a", None)

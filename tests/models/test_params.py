@@ -17,7 +17,7 @@ from treetop.models.embedding import part_of
 from treetop.models.registry import target_spec
 from treetop.parallel.exchange import ExchangeRank
 from treetop.types.errors import ConfigError
-from treetop.weights.format import MAIN, Source
+from treetop.weights.format import MAIN, CheckpointTensor
 from treetop.weights.plain import Plain
 
 PLACE = LoadContext(torch.float64, torch.device("cpu"), 1)
@@ -116,7 +116,7 @@ def test_a_format_says_where_a_parameter_may_be_cut(checkpoints):
         def unit(self, axis):
             return 32 if axis == 1 else 1
 
-    param = Param("down", (4, 64), (Source("down", (4, 64)),), shard=1, stored=Blocks(("F32",)))
+    param = Param("down", (4, 64), (CheckpointTensor("down", (4, 64)),), shard=1, stored=Blocks(("F32",)))
     assert cut(param, 1, 2).shape == (4, 32)
     refused(ConfigError, lambda: cut(param, 0, 4), "--tp-size 4", "32")
 
@@ -125,7 +125,9 @@ def test_a_transform_makes_the_rows_of_what_is_stored(tmp_path):
     """Gate and up stored interleaved and transposed, as GPT-OSS has them; a shard takes its part of the result."""
     stored = torch.randn(5, 12, dtype=torch.float64)
     save_file({"both": stored}, tmp_path / "model.safetensors")
-    sources = tuple(Source("both", (5, 12), lambda tensor, at=at: tensor.T[at::2].contiguous()) for at in (0, 1))
+    sources = tuple(
+        CheckpointTensor("both", (5, 12), lambda tensor, at=at: tensor.T[at::2].contiguous()) for at in (0, 1)
+    )
     param = Param("gate_up", (12, 5), tuple(replace(source, rows=6) for source in sources), shard=0)
     whole = load_weights(tmp_path, [param], PLACE)["gate_up"]
     assert torch.equal(whole, torch.cat([stored.T[0::2], stored.T[1::2]]))

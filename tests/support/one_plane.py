@@ -22,7 +22,7 @@ from treetop.models.layers import norm_param
 from treetop.models.registry import Family
 from treetop.models.target import TargetOutput
 from treetop.types.kv import compressed
-from treetop.weights.format import Source
+from treetop.weights.format import CheckpointTensor
 
 NAME = "OnePlaneForCausalLM"
 HEADS, RANK, ROPE_DIM, KEY, VALUE = 4, 12, 4, 6, 5
@@ -47,18 +47,18 @@ def read(config, where):
 def params(config):
     hidden, table = config.hidden_size, (config.vocab_size, config.hidden_size)
     made = [
-        Param("embedding", table, (Source("embed", table),), "table"),
+        Param("embedding", table, (CheckpointTensor("embed", table),), "table"),
         norm_param("norm", "norm", hidden),
-        matrix("lm_head", Source("head", table)),
+        matrix("lm_head", CheckpointTensor("head", table)),
     ]
     for i in range(len(config.layers)):
         made += [
             norm_param(f"{i}.norm", f"layers.{i}.norm", hidden),
-            matrix(f"{i}.query", Source(f"layers.{i}.query", (HEADS * (KEY + ROPE_DIM), hidden))),
-            matrix(f"{i}.plane", *(Source(f"layers.{i}.{n}", (size, hidden)) for n, size in PLANE.items())),
-            matrix(f"{i}.to_key", Source(f"layers.{i}.to_key", (HEADS * KEY, RANK))),
-            matrix(f"{i}.to_value", Source(f"layers.{i}.to_value", (HEADS * VALUE, RANK))),
-            matrix(f"{i}.output", Source(f"layers.{i}.output", (hidden, HEADS * VALUE))),
+            matrix(f"{i}.query", CheckpointTensor(f"layers.{i}.query", (HEADS * (KEY + ROPE_DIM), hidden))),
+            matrix(f"{i}.plane", *(CheckpointTensor(f"layers.{i}.{n}", (size, hidden)) for n, size in PLANE.items())),
+            matrix(f"{i}.to_key", CheckpointTensor(f"layers.{i}.to_key", (HEADS * KEY, RANK))),
+            matrix(f"{i}.to_value", CheckpointTensor(f"layers.{i}.to_value", (HEADS * VALUE, RANK))),
+            matrix(f"{i}.output", CheckpointTensor(f"layers.{i}.output", (hidden, HEADS * VALUE))),
         ]
     return made
 

@@ -27,7 +27,7 @@ from treetop.models.embedding import lookup, piece_of, whole_logits
 from treetop.models.layers import RMSNorm, norm_param, rotary_at
 from treetop.models.registry import FAMILIES, Family, target_spec
 from treetop.models.target import LAST_HIDDEN, TargetOutput
-from treetop.weights.format import Source
+from treetop.weights.format import CheckpointTensor
 
 NAME = "TinyRecurrentForCausalLM"
 SUM = LinearSpec(key_heads=2, heads=2, key_dim=4, value_dim=6, taps=1, delta=False)
@@ -65,17 +65,17 @@ def params(config) -> list[Param]:
             continue
         rows = {"q": spec.widths[0], "k": spec.widths[1], "v": spec.widths[2], "g": spec.heads, "beta": spec.heads}
         units = {"q": spec.key_dim, "k": spec.key_dim, "v": spec.value_dim, "g": 1, "beta": 1}
-        parts = [Source(f"{stored}.{each}.weight", (n, hidden), unit=units[each]) for each, n in rows.items()]
+        parts = [CheckpointTensor(f"{stored}.{each}.weight", (n, hidden), unit=units[each]) for each, n in rows.items()]
         found.append(matrix(f"{name}.in", *parts, shard=0))
-        out = Source(f"{stored}.out.weight", (hidden, rows["v"]), unit=spec.value_dim)
+        out = CheckpointTensor(f"{stored}.out.weight", (hidden, rows["v"]), unit=spec.value_dim)
         found.append(matrix(f"{name}.out", out, shard=1))
         if spec.taps > 1:
-            taps = tuple(Source(f"{stored}.conv_{e}", (rows[e], spec.taps), unit=units[e]) for e in "qkv")
+            taps = tuple(CheckpointTensor(f"{stored}.conv_{e}", (rows[e], spec.taps), unit=units[e]) for e in "qkv")
             found.append(Param(f"{name}.conv", (spec.channels, spec.taps), taps, "vector", 0))
             found.append(
                 vector(
                     f"{name}.conv_bias",
-                    *(Source(f"{stored}.bias_{e}", (rows[e],), unit=units[e]) for e in "qkv"),
+                    *(CheckpointTensor(f"{stored}.bias_{e}", (rows[e],), unit=units[e]) for e in "qkv"),
                     shard=0,
                 )
             )

@@ -27,7 +27,7 @@ from treetop.parallel.exchange import ExchangeRank
 from treetop.tools.inspect import as_text, inspect
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CheckpointError, ConfigError
-from treetop.weights.format import Source, Span, read_rows
+from treetop.weights.format import CheckpointTensor, Span, read_rows
 from treetop.weights.plain import UNQUANTIZED
 from treetop.weights.registry import read_formats
 from treetop_debug.model_faults import FORMAT_FAULTS
@@ -62,7 +62,7 @@ def read(made, stored, shape, span=None):
     """The rows that the loader would have, of a weight that is stored so."""
     (format_,) = {each.format for each in read_formats({"quantization_config": made.config}, None).rules[-1:]}
     tensors = {f"x{end}": each for end, each in stored.tensors.items()}
-    source = Source("x.weight", shape, span=span)
+    source = CheckpointTensor("x.weight", shape, span=span)
     for name, each in format_.stored(source).items():
         if each.read:
             assert tuple(tensors[name].shape) in (each.shape, *each.others), name

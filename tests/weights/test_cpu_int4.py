@@ -9,7 +9,7 @@ from treetop.kernels.profile import profile_of
 from treetop.kernels.table import OpContext, Ops
 from treetop.types.layout import PLAIN
 from treetop.weights.cpu_int4 import Int4Linear, takes
-from treetop.weights.format import MAIN, Holding
+from treetop.weights.format import MAIN, KernelContext
 from treetop.weights.packed import CodedLinear, Packed
 
 CPU = torch.device("cpu")
@@ -92,6 +92,6 @@ def test_bits_that_may_not_change_are_decoded(dtype: torch.dtype, exactness: str
     weight = weight_of(CODINGS[0])
     assert weight.minimum is not None
     parts = {MAIN: weight.codes, "scale": weight.scale, "minimum": weight.minimum}
-    holding = Holding(Ops(OpContext(CPU, dtype, (PLAIN,), profile_of(exactness, CPU))))
-    linear = Packed("Q4_1", CODINGS[0]).linear(parts, None, holding)
+    kernel_context = KernelContext(Ops(OpContext(CPU, dtype, (PLAIN,), profile_of(exactness, CPU))))
+    linear = Packed("Q4_1", CODINGS[0]).linear(parts, None, kernel_context)
     assert type(linear) is kind

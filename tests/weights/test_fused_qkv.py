@@ -17,7 +17,7 @@ from treetop.drafts.registry import drafter_spec
 from treetop.models.layers import self_attention_params
 from treetop.models.registry import target_spec
 from treetop.types.errors import CheckpointError
-from treetop.weights.format import Source, read_rows
+from treetop.weights.format import CheckpointTensor, read_rows
 from treetop.weights.fp8 import fp8
 from treetop.weights.plain import UNQUANTIZED
 from treetop.weights.quantized import Grid
@@ -35,7 +35,7 @@ def test_blocks_begin_anew_in_each_part():
     """Two parts of three rows in blocks of two: four rows of scales, of which the second and the last have one row."""
     codes = torch.tensor([[1.0, 2.0]] * 6).to(torch.float8_e4m3fn)
     scales = torch.tensor([[1.0], [10.0], [100.0], [0.5]])
-    format_, source = fp8(Grid(2, 2), "_scale_inv"), Source("x.weight", (6, 2), lambda rows: rows, parts=2)
+    format_, source = fp8(Grid(2, 2), "_scale_inv"), CheckpointTensor("x.weight", (6, 2), lambda rows: rows, parts=2)
     assert {name: each.shape for name, each in format_.stored(source).items() if each.read} == {
         "x.weight": (6, 2),
         "x.weight_scale_inv": (4, 1),

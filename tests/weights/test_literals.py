@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from treetop.types.errors import CheckpointError
-from treetop.weights.format import Source, read_rows
+from treetop.weights.format import CheckpointTensor, read_rows
 from treetop.weights.plain import UNQUANTIZED
 from treetop.weights.registry import read_formats
 
@@ -25,7 +25,7 @@ def read(config, shape, **tensors):
     """The weight `x.weight` of a folder with this `quantization_config`; every tensor that is read has its shape."""
     format_ = read_formats({"quantization_config": config}, None).of("model.layers.0.x")
     given = {f"model.layers.0.x.{name}": tensor for name, tensor in tensors.items()}
-    source = Source("model.layers.0.x.weight", shape)
+    source = CheckpointTensor("model.layers.0.x.weight", shape)
     for name, stored in format_.stored(source).items():
         if stored.read:
             assert tuple(given[name].shape) in (stored.shape, *stored.others), name
@@ -148,7 +148,7 @@ def test_mxfp4_scales_are_powers_of_two_of_which_127_is_one():
     assert read(config, (1, 64), weight_packed=ALL_CODES.repeat(1, 4), weight_scale=scale)[0].tolist() == want
     format_ = read_formats({"quantization_config": {"quant_method": "mxfp4"}}, None).of("model.layers.0.mlp.experts.x")
     tensors = {"blocks": ALL_CODES.repeat(1, 4).view(1, 1, 2, 16), "scales": scale.view(1, 1, 2)}
-    source, fetch = Source("x", (1, 1, 64), stacked=True), lambda name, span: tensors[name.rpartition("_")[2]]
+    source, fetch = CheckpointTensor("x", (1, 1, 64), stacked=True), lambda name, span: tensors[name.rpartition("_")[2]]
     (rows,) = [rows for _, rows in read_rows(format_, UNQUANTIZED, source, fetch)]
     assert rows.flatten().tolist() == want
 

@@ -27,7 +27,7 @@ from treetop.types.errors import CheckpointError, ConfigError
 from treetop.types.layout import SpecShape
 from treetop.types.phase import Phase
 from treetop.weights import registry
-from treetop.weights.format import MAIN, Held, Source, Span, Stored
+from treetop.weights.format import MAIN, CheckpointTensor, ParameterSpec, Span, TensorSpec
 from treetop.weights.rules import Rule, StoredFormats, kept_plain
 
 METHOD, SCALE = "rows-of-int8", "scale"
@@ -46,7 +46,7 @@ class Int8:
     def stored(self, source):
         *rows, _ = source.shape
         name = f"{source.module}.weight"
-        return {name: Stored(source.shape, ("I8",)), f"{name}_scale": Stored((*rows, 1), ("F32",))}
+        return {name: TensorSpec(source.shape, ("I8",)), f"{name}_scale": TensorSpec((*rows, 1), ("F32",))}
 
     def unit(self, axis):
         return self.block if axis == 0 else 1
@@ -69,7 +69,7 @@ class HeldInt8:
         return 1
 
     def parts(self, shape, dtype):
-        return {MAIN: Held(shape, torch.int8), SCALE: Held((*shape[:-1], 1), torch.float32)}
+        return {MAIN: ParameterSpec(shape, torch.int8), SCALE: ParameterSpec((*shape[:-1], 1), torch.float32)}
 
     def read(self, stored, source, span, fetch):
         name = f"{source.module}.weight"
@@ -85,13 +85,13 @@ class HeldInt8:
     def copy_bytes(self, weight, dtype, gpu):
         return 0
 
-    def linear(self, parts, bias, holding):
+    def linear(self, parts, bias, kernel_context):
         return Int8Linear(parts, bias)
 
-    def gated(self, parts, bias, kind, holding):
+    def gated(self, parts, bias, kind, kernel_context):
         return Int8Gated(Int8Linear(parts, bias), kind)
 
-    def experts(self, gate_up, down, biases, activation, holding):
+    def experts(self, gate_up, down, biases, activation, kernel_context):
         def products(x, routes):
             decoded = (numbers(each, x.dtype) for each in (gate_up, down))
             return experts_reference(x, routes, Experts(*decoded, *biases, activation))
@@ -297,12 +297,12 @@ def test_a_vocabulary_is_not_cut_within_a_block():
 
 def test_one_product_is_in_one_format(folders):
     """q, k and v, or gate and up, or all of a layer's experts: what says otherwise is named."""
-    source = [Source(f"model.layers.0.self_attn.{each}_proj.weight", (4, 4)) for each in "qk"]
+    source = [CheckpointTensor(f"model.layers.0.self_attn.{each}_proj.weight", (4, 4)) for each in "qk"]
     fused = Param("qkv", (8, 4), tuple(source))
     formats = StoredFormats((Rule("*.k_proj", Int8()),), "config.json")
     refused(CheckpointError, lambda: in_formats([fused], formats), "config.json", "q_proj is plain", "k_proj int8")
     experts = [
-        Param(f"layers.0.mlp.{each}", (4, 4), (Source(f"x.experts.{each}", (4, 4)),), "experts")
+        Param(f"layers.0.mlp.{each}", (4, 4), (CheckpointTensor(f"x.experts.{each}", (4, 4)),), "experts")
         for each in ("gate_up", "down")
     ]
     formats = StoredFormats((Rule("*.down", Int8()),), "config.json")

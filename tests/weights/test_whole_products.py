@@ -22,7 +22,7 @@ from treetop.kernels.table import OpContext, Ops
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.types.errors import ConfigError
 from treetop.weights import gpu_products, linear, packed
-from treetop.weights.format import MAIN, Holding, ProductWeight
+from treetop.weights.format import MAIN, KernelContext, ProductWeight
 from treetop.weights.gpu_products import COUNTS, MOST_ROWS, Probed, WholeProduct, probe
 from treetop.weights.packed import Packed, TiledGated, TiledLinear
 from treetop.weights.plain import UNQUANTIZED
@@ -69,14 +69,14 @@ def test_a_width_that_no_block_divides_has_no_launch():
 # ---------------------------------------------------------------------------------------------------------- launches
 
 
-def holding(dtype=torch.bfloat16, **options):
+def kernel_context(dtype=torch.bfloat16, **options):
     """What an exact engine on a GPU would hold products with."""
     ops = Ops(OpContext(torch.device("cpu"), dtype))
     object.__setattr__(
         ops, "context", OpContext(torch.device("cuda"), dtype, profile=profile_of("bits", torch.device("cuda")))
     )
     ops.gpu_for = lambda op: H200 if op.applies(ops.context) else None
-    return Holding(ops, **options)
+    return KernelContext(ops, **options)
 
 
 @pytest.fixture
@@ -125,9 +125,9 @@ def test_a_plain_weights_products_are_whole_and_rounded_before_a_bias_or_a_gate(
     libraries(monkeypatch)
     weight = torch.zeros(shape, dtype=torch.bfloat16)
     bias = torch.zeros(shape[0], dtype=torch.bfloat16) if biased else None
-    made = UNQUANTIZED.linear({"": weight}, bias, holding())
+    made = UNQUANTIZED.linear({"": weight}, bias, kernel_context())
     if kind is not None:
-        made = UNQUANTIZED.gated({"": weight}, bias, kind, holding())
+        made = UNQUANTIZED.gated({"": weight}, bias, kind, kernel_context())
     for rows, noted in products_at(made, shape[1], ROWS_OF_LAUNCHES, monkeypatch).items():
         first, *after = noted
         assert first.kernel == "_skinny_gemm_kernel"
@@ -171,7 +171,7 @@ def test_a_packed_weights_products_are_whole_and_one_kernels(monkeypatch, on_a_g
 @pytest.mark.parametrize("exactness", ["bits", "ties"])
 def test_where_bits_are_those_of_decoded_weights_a_factor_stays_in_them(on_a_gpu, exactness):
     """Else it goes to the sums of all products: few rows, many, gates and experts."""
-    ops = holding()
+    ops = kernel_context()
     gpu, level = torch.device("cuda"), "times" if exactness == "bits" else "e4m3"
     object.__setattr__(ops.ops, "context", OpContext(gpu, torch.bfloat16, profile=profile_of(exactness, gpu)))
     parts = {MAIN: torch.zeros((128, 128), dtype=torch.uint8), packed.SCALE: torch.zeros((128, 16), dtype=torch.uint8)}
@@ -190,7 +190,7 @@ def test_the_library_serves_at_counts_that_were_probed_alone(monkeypatch, on_a_g
     seen = libraries(monkeypatch)
     probed = Probed((512, 256), (128, 192, 1024, 8192))
     weight = torch.zeros((512, 256), dtype=torch.bfloat16)
-    made = UNQUANTIZED.linear({"": weight}, None, holding(probed={(512, 256): probed}))
+    made = UNQUANTIZED.linear({"": weight}, None, kernel_context(probed={(512, 256): probed}))
     asked = [1, 64, 65, 100, 128, 129, 193, 600, 700, 1024, 1025, 8000, 8193, 20000]
     found = products_at(made, 256, asked, monkeypatch)
     ours = {rows: [each.arguments["rows"] for each in noted] for rows, noted in found.items() if noted}

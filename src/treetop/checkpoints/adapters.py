@@ -11,7 +11,7 @@ from treetop.checkpoints.params import Param
 from treetop.kernels.gemm.adapter_rows import AdapterFactors
 from treetop.types.errors import ConfigError
 from treetop.weights.adapted import Adapters
-from treetop.weights.format import Source
+from treetop.weights.format import CheckpointTensor
 
 Zeros = Callable[[tuple[int, ...], torch.dtype], Tensor]
 HostFactors = Mapping[str, tuple[Tensor, Tensor]]
@@ -87,13 +87,13 @@ def _fill(a: Tensor, b: Tensor, ends: Sequence[int], folder: LoraFolder, param: 
         row = end
 
 
-def _rows(param: Param, source: Source) -> int:
+def _rows(param: Param, source: CheckpointTensor) -> int:
     """How many rows of a rank's parameter are made of a source."""
     span = source.span
     return span.stop - span.start if span is not None and span.axis == 0 else param.rows_of(source)
 
 
-def _own(source: Source, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def _own(source: CheckpointTensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """What a rank has of a module's factors: rows of B as of the weight, columns of A as of its input."""
     span = source.span
     rows = b if source.transform is None else source.transform(b)

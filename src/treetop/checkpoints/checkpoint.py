@@ -23,9 +23,9 @@ from treetop.checkpoints.gguf.open_folder import gguf_of
 from treetop.checkpoints.json_file import not_there, read_object
 from treetop.checkpoints.pickled import PickledTensors
 from treetop.types.errors import CheckpointError, shown
-from treetop.weights.format import Fetch, Span, Stored
+from treetop.weights.format import Fetch, Span, TensorSpec
 
-Expected = Mapping[str, Stored]
+Expected = Mapping[str, TensorSpec]
 
 _MAPPED = 2**26
 """Bytes that are read of a file before it is mapped anew, so that what was read takes no memory."""

@@ -20,7 +20,7 @@ from treetop.types.layout import SpecShape
 from treetop.types.parallel import SINGLE_RANK, Parallel
 from treetop.weights.adapted import Adapters
 from treetop.weights.cpu_products import ChosenProduct, Shape
-from treetop.weights.format import MAIN, Fetch, Holding, Packing, read_rows
+from treetop.weights.format import MAIN, Fetch, KernelContext, Packing, read_rows
 from treetop.weights.gpu_products import Probed
 from treetop.weights.held import HeldWeight, Weights
 from treetop.weights.plain import UNQUANTIZED
@@ -92,9 +92,9 @@ class LoadContext:
         return Ops(context, self.parallel, self.expert_ranks)
 
     @property
-    def holding(self) -> Holding:
+    def kernel_context(self) -> KernelContext:
         """What products here may use."""
-        return Holding(self.ops, self.compressed, self.products, self.probed, self.adapters)
+        return KernelContext(self.ops, self.compressed, self.products, self.probed, self.adapters)
 
     def held(self, params: Iterable[Param]) -> list[Param]:
         """Parameters in the formats in which they are held. Raises as `stay_packed`."""
@@ -127,7 +127,7 @@ def load_weights(folder: Path, params: Sequence[Param], place: LoadContext, igno
         for param in mine:
             held[param.name] = HeldWeight(param.held, param.shape, _filled(param, fetch, place, folder))
             loaded(held[param.name].nbytes)
-    return Weights(held, place.holding)
+    return Weights(held, place.kernel_context)
 
 
 def check_weights(folder: Path, params: Sequence[Param], ignored: Collection[str] = ()) -> int:
@@ -184,13 +184,13 @@ def random_weights(params: Sequence[Param], place: LoadContext) -> Weights:
         else:
             parts[MAIN].fill_(int(param.kind == "vector" and not param.name.endswith("bias")))
         held[param.name] = HeldWeight(param.held, param.shape, parts)
-    return Weights(held, place.holding)
+    return Weights(held, place.kernel_context)
 
 
 def without_memory(params: Sequence[Param], place: LoadContext) -> Weights:
     """Weights of real shapes without numbers, on the device `meta`: what is made of them says what it takes."""
     held = {p.name: HeldWeight(p.held, p.shape, p.empty(place.dtype, "meta")) for p in params}
-    return Weights(held, place.holding)
+    return Weights(held, place.kernel_context)
 
 
 def weight_bytes(params: Sequence[Param], dtype: torch.dtype) -> int:

@@ -21,7 +21,7 @@ from treetop.checkpoints.checkpoint import all_finite
 from treetop.checkpoints.json_file import not_there, read_object
 from treetop.checkpoints.params import Param
 from treetop.types.errors import CheckpointError, shown
-from treetop.weights.format import Source
+from treetop.weights.format import CheckpointTensor
 
 _CONFIG, _TENSORS, _PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -137,9 +137,9 @@ def adaptable_modules(params: Sequence[Param]) -> set[str]:
     return set(_places(params))
 
 
-def _places(params: Sequence[Param]) -> dict[str, list[Source]]:
+def _places(params: Sequence[Param]) -> dict[str, list[CheckpointTensor]]:
     """The sources that are made of each module, of those that adapters may be beside."""
-    found = dict[str, list[Source]]()
+    found = dict[str, list[CheckpointTensor]]()
     barred = {each.module for param in params if not is_adaptable(param) for each in param.sources}
     for param in filter(is_adaptable, params):
         for source in param.sources:
@@ -156,7 +156,7 @@ def _module(file: Path, tensor: str) -> str:
 
 
 def _rank_and_scale(
-    module: str, source: Source, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], path: Path
+    module: str, source: CheckpointTensor, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], path: Path
 ) -> tuple[int, float]:
     file, (out, width) = path / _TENSORS, source.shape
     names = [f"{_PREFIX}{module}{end}" for end in (_A, _B)]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from treetop.types.errors import CheckpointError, ConfigError
 from treetop.types.parallel import SINGLE_RANK, ExpertPart, Parallel, expert_part
-from treetop.weights.format import Held, HeldFormat, Packing, Source, Span, Stored, StoredFormat
+from treetop.weights.format import CheckpointTensor, HeldFormat, Packing, ParameterSpec, Span, StoredFormat, TensorSpec
 from treetop.weights.plain import FLOATS, UNQUANTIZED
 from treetop.weights.registry import held_format
 from treetop.weights.rules import StoredFormats
@@ -42,7 +42,7 @@ class Param:
 
     name: str
     shape: tuple[int, ...]
-    sources: tuple[Source, ...]
+    sources: tuple[CheckpointTensor, ...]
     kind: Kind = "matrix"
     shard: Shard = "whole"
     stored: StoredFormat = FLOATS
@@ -59,7 +59,7 @@ class Param:
         """Along this axis it may be cut at multiples of it only."""
         return lcm(self.stored.unit(axis), self.held.unit(axis))
 
-    def parts(self, dtype: torch.dtype) -> dict[str, Held]:
+    def parts(self, dtype: torch.dtype) -> dict[str, ParameterSpec]:
         """Its tensors in memory where models compute in `dtype`, by the names of its format."""
         if self.kind == "index":
             dtype = torch.int64
@@ -77,14 +77,14 @@ class Param:
             part: torch.empty(each.shape, dtype=each.dtype, device=device) for part, each in self.parts(dtype).items()
         }
 
-    def rows_of(self, source: Source) -> int:
+    def rows_of(self, source: CheckpointTensor) -> int:
         """How many rows a whole source fills."""
         return prod(source.shape) // prod(self.shape[1:]) if source.rows is None else source.rows
 
 
-def stored_tensors(params: Iterable[Param]) -> dict[str, Stored]:
+def stored_tensors(params: Iterable[Param]) -> dict[str, TensorSpec]:
     """What a checkpoint must hold."""
-    found: dict[str, Stored] = {}
+    found: dict[str, TensorSpec] = {}
     for param in params:
         for source in param.sources:
             found |= param.stored.stored(source) | param.held.stored(source)
@@ -118,9 +118,9 @@ def _in_format(param: Param, formats: StoredFormats) -> Param:
     return replace(param, stored=format_)
 
 
-def _one_of_each_shape(param: Param) -> list[Source]:
+def _one_of_each_shape(param: Param) -> list[CheckpointTensor]:
     """The first of its sources of each shape, by which a format says whether it can be: 512 experts are asked once."""
-    found: dict[object, Source] = {}
+    found: dict[object, CheckpointTensor] = {}
     for source in param.sources:
         found.setdefault((source.shape, source.stacked, source.parts), source)
     return list(found.values())
@@ -180,7 +180,7 @@ def about_activations(params: Sequence[Param]) -> str | None:
     return f"activations in FP8 {ways}{kept}"
 
 
-def _one_format(each: Sequence[tuple[StoredFormat, Source]], formats: StoredFormats) -> StoredFormat:
+def _one_format(each: Sequence[tuple[StoredFormat, CheckpointTensor]], formats: StoredFormats) -> StoredFormat:
     first, source = each[0]
     for other, another in each[1:]:
         if other != first:
@@ -191,17 +191,17 @@ def _one_format(each: Sequence[tuple[StoredFormat, Source]], formats: StoredForm
     return first
 
 
-def matrix(name: str, *sources: Source, shard: Shard = "whole") -> Param:
+def matrix(name: str, *sources: CheckpointTensor, shard: Shard = "whole") -> Param:
     """A product's weight, [out, in]; sources that share their input lie one below the other."""
     return Param(name, (sum(s.shape[0] for s in sources), sources[0].shape[1]), sources, "matrix", shard)
 
 
 def of_vocab(name: str, stored: str, vocab: int, hidden: int, kind: Kind = "matrix") -> Param:
     """A table or an output matrix [vocab, hidden]: ranks have equal parts of the vocabulary, the last ones padded."""
-    return Param(name, (vocab, hidden), (Source(stored, (vocab, hidden)),), kind, 0, padded=True)
+    return Param(name, (vocab, hidden), (CheckpointTensor(stored, (vocab, hidden)),), kind, 0, padded=True)
 
 
-def vector(name: str, *sources: Source, shard: Shard = "whole") -> Param:
+def vector(name: str, *sources: CheckpointTensor, shard: Shard = "whole") -> Param:
     """A norm's weight or a bias."""
     return Param(name, (sum(s.shape[0] for s in sources),), sources, "vector", shard)
 
@@ -267,7 +267,7 @@ def of_rank(params: Sequence[Param], parallel: Parallel, expert_ranks: Parallel 
     return [param for param in mine if param is not None]
 
 
-def _span(param: Param, source: Source, axis: int, rank: int, size: int) -> Span:
+def _span(param: Param, source: CheckpointTensor, axis: int, rank: int, size: int) -> Span:
     """The part of a source that is the rank's."""
     length, unit = param.rows_of(source) if axis == 0 else param.shape[axis], lcm(source.unit, param.unit(axis))
     units = length // unit
@@ -279,7 +279,7 @@ def _span(param: Param, source: Source, axis: int, rank: int, size: int) -> Span
     raise _undivided(source, size, length, axis, unit)
 
 
-def _undivided(source: Source, size: int, length: int, axis: int, unit: int) -> ConfigError:
+def _undivided(source: CheckpointTensor, size: int, length: int, axis: int, unit: int) -> ConfigError:
     return ConfigError(
         f"--tp-size {size}: {source.name} cannot be divided: {length} along axis {axis}, in units of {unit}"
     )

@@ -42,7 +42,7 @@ from treetop.models.families import gemma4
 from treetop.models.layers import RMSNorm, Rotary, rotary_at
 from treetop.models.target import LAST_HIDDEN, Target
 from treetop.types.errors import CheckpointError, ConfigError, shown
-from treetop.weights.format import Source
+from treetop.weights.format import CheckpointTensor
 from treetop.weights.held import Weights
 from treetop.weights.plain import Plain
 
@@ -108,14 +108,16 @@ class AssistantSpec:
     def params(self) -> list[Param]:
         hidden, wide, vocab = self.decoder.hidden_size, self.target_hidden_size, self.vocab_size
         params = [
-            matrix("narrow", Source("pre_projection.weight", (hidden, 2 * wide))),
-            matrix("widen", Source("post_projection.weight", (wide, hidden))),
+            matrix("narrow", CheckpointTensor("pre_projection.weight", (hidden, 2 * wide))),
+            matrix("widen", CheckpointTensor("post_projection.weight", (wide, hidden))),
             *decoder_params(self.decoder),
         ]
         if self.clusters is not None:
-            order = Source("masked_embedding.token_ordering", (vocab,))
+            order = CheckpointTensor("masked_embedding.token_ordering", (vocab,))
             params += [
-                matrix("centroids", Source("masked_embedding.centroids.weight", (self.clusters.count, hidden))),
+                matrix(
+                    "centroids", CheckpointTensor("masked_embedding.centroids.weight", (self.clusters.count, hidden))
+                ),
                 Param("order", (vocab,), (order,), "index", stored=Plain(("I64",))),
             ]
         return in_formats(params, self.decoder.formats)

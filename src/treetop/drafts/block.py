@@ -45,7 +45,7 @@ from treetop.models.decoder import DecoderLayer, capped, layer_params
 from treetop.models.embedding import part_of, rounded, whole_logits, whole_table
 from treetop.models.layers import RMSNorm, Rotary, head_norms, norm_param, rotary_at
 from treetop.models.target import Target
-from treetop.weights.format import Source
+from treetop.weights.format import CheckpointTensor
 from treetop.weights.held import Weights
 
 
@@ -101,12 +101,14 @@ class BlockHeadSpec:
         hidden, root = self.decoder.hidden_size, self.root
         params = [
             matrix(
-                "fuse", Source(f"{root}fc.weight", (hidden, len(self.aux_inputs) * self.target_hidden_size)), shard=0
+                "fuse",
+                CheckpointTensor(f"{root}fc.weight", (hidden, len(self.aux_inputs) * self.target_hidden_size)),
+                shard=0,
             ),
             norm_param("hidden_norm", f"{root}hidden_norm.weight", hidden),
             norm_param("norm", f"{root}norm.weight", hidden),
         ]
-        rows, biases = list[Source](), list[Source]()
+        rows, biases = list[CheckpointTensor](), list[CheckpointTensor]()
         for index, layer in enumerate(self.decoder.layers):
             name, stored = f"layers.{index}", f"{root}layers.{index}"
             own = {param.name: param for param in layer_params(self.decoder, index, stored)}

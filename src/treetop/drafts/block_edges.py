@@ -18,7 +18,7 @@ from treetop.drafts.protocol import Proposal
 from treetop.kernels.table import Ops
 from treetop.kernels.tree.calibration import Heat
 from treetop.kernels.tree.tree import stable_topk
-from treetop.weights.format import Linear, Product, Source
+from treetop.weights.format import CheckpointTensor, Linear, Product
 from treetop.weights.held import Weights
 
 MarkovKind = Literal["vanilla", "gated", "rnn"]
@@ -84,16 +84,16 @@ class MarkovSpec:
         return 2 * self.rank if self.kind == "rnn" else self.rank
 
     def params(self) -> list[Param]:
-        table = Source(f"{self.prefix}.markov_w1.weight", (self.vocab_size, self.rank))
+        table = CheckpointTensor(f"{self.prefix}.markov_w1.weight", (self.vocab_size, self.rank))
         params = [
             Param("edge_table", table.shape, (table,), "table"),
-            matrix("edge_output", Source(f"{self.prefix}.markov_w2.weight", (self.draft_vocab, self.rank))),
+            matrix("edge_output", CheckpointTensor(f"{self.prefix}.markov_w2.weight", (self.draft_vocab, self.rank))),
         ]
         if self.kind != "vanilla":
             name = "gate_proj" if self.kind == "gated" else "joint_proj"
             out, width = self._gate_shape
-            params.append(matrix("edge_gate", Source(f"{self.prefix}.{name}.weight", (out, width))))
-            params.append(vector("edge_gate_bias", Source(f"{self.prefix}.{name}.bias", (out,))))
+            params.append(matrix("edge_gate", CheckpointTensor(f"{self.prefix}.{name}.weight", (out, width))))
+            params.append(vector("edge_gate_bias", CheckpointTensor(f"{self.prefix}.{name}.bias", (out,))))
         return params
 
     @property
@@ -154,10 +154,13 @@ class DominoSpec:
     def params(self) -> list[Param]:
         gates, at = 3 * self.state_size, self.prefix
         return [
-            matrix("edge_input", Source(f"{at}prefix_gru.weight_ih_l0", (gates, self.hidden_size))),
-            matrix("edge_recurrence", Source(f"{at}prefix_gru.weight_hh_l0", (gates, self.state_size))),
-            matrix("edge_down", Source(f"{at}embed_proj.0.weight", (self.width, self.hidden_size + self.state_size))),
-            matrix("edge_output", Source(f"{at}embed_proj.2.weight", (self.draft_vocab, self.width))),
+            matrix("edge_input", CheckpointTensor(f"{at}prefix_gru.weight_ih_l0", (gates, self.hidden_size))),
+            matrix("edge_recurrence", CheckpointTensor(f"{at}prefix_gru.weight_hh_l0", (gates, self.state_size))),
+            matrix(
+                "edge_down",
+                CheckpointTensor(f"{at}embed_proj.0.weight", (self.width, self.hidden_size + self.state_size)),
+            ),
+            matrix("edge_output", CheckpointTensor(f"{at}embed_proj.2.weight", (self.draft_vocab, self.width))),
         ]
 
     def build(self, weights: Weights, embedding: Tensor, ops: Ops) -> "Domino":
@@ -210,8 +213,11 @@ class SelectorSpec:
         at, size = f"{self.prefix}candidate_selector", (self.vocab_size, self.rank)
         tables = {"edge_table": "predecessor_codebook", "edge_candidates": "successor_codebook"}
         return [
-            *(Param(name, size, (Source(f"{at}.{stored}", size),), "table") for name, stored in tables.items()),
-            matrix("edge_hidden", Source(f"{at}.hidden_projection.weight", (self.rank, self.hidden_size))),
+            *(
+                Param(name, size, (CheckpointTensor(f"{at}.{stored}", size),), "table")
+                for name, stored in tables.items()
+            ),
+            matrix("edge_hidden", CheckpointTensor(f"{at}.hidden_projection.weight", (self.rank, self.hidden_size))),
         ]
 
     def build(self, weights: Weights, embedding: Tensor, ops: Ops) -> "Selector":

@@ -18,7 +18,7 @@ from treetop.kernels.moe.routing import ALL_LIVE, RoutedTokens
 from treetop.models.decoder import DecoderLayer
 from treetop.models.layers import Rotary
 from treetop.types.parallel import Summed, taken
-from treetop.weights.format import Product, Source
+from treetop.weights.format import CheckpointTensor, Product
 from treetop.weights.held import Weights
 
 _HALVES = ("attention", "mlp")
@@ -39,8 +39,10 @@ class ConvolutionSpec:
         for half in _HALVES:
             at = f"{stored}.{half}_conv"
             params += [
-                Param(f"{name}.{half}_base", base, (Source(f"{at}.base_kernel", base),), "vector"),
-                matrix(f"{name}.{half}_made", Source(f"{at}.kernel_projection.weight", (made, self.hidden_size))),
+                Param(f"{name}.{half}_base", base, (CheckpointTensor(f"{at}.base_kernel", base),), "vector"),
+                matrix(
+                    f"{name}.{half}_made", CheckpointTensor(f"{at}.kernel_projection.weight", (made, self.hidden_size))
+                ),
             ]
         return params
 

@@ -42,7 +42,7 @@ from treetop.models.embedding import part_of, whole_logits, whole_table
 from treetop.models.feed_forward import feed_forward_params
 from treetop.models.layers import GatedMLP, RMSNorm, norm_param, rotary_at
 from treetop.models.target import LAST_HIDDEN, Target
-from treetop.weights.format import Source
+from treetop.weights.format import CheckpointTensor
 from treetop.weights.held import Weights
 
 
@@ -85,9 +85,9 @@ class EagleSpec:
     @property
     def params(self) -> list[Param]:
         hidden, table = self.decoder.hidden_size, (self.decoder.vocab_size, self.decoder.hidden_size)
-        params = [matrix("fuse", Source("fc.weight", (hidden, 2 * hidden)), shard=0)]
+        params = [matrix("fuse", CheckpointTensor("fc.weight", (hidden, 2 * hidden)), shard=0)]
         if self.fuse_bias:
-            params.append(vector("fuse_bias", Source("fc.bias", (hidden,)), shard=0))
+            params.append(vector("fuse_bias", CheckpointTensor("fc.bias", (hidden,)), shard=0))
         for index, layer in enumerate(self.decoder.layers):
             name = f"layers.{index}"
             if index > 0:
@@ -100,7 +100,7 @@ class EagleSpec:
         if self.output == "own":
             params.append(of_vocab("lm_head", OUTPUT, *table))
         if self.embedding:
-            params.append(Param(EMBEDDING, table, (Source(EMBEDDING, table),), "table"))
+            params.append(Param(EMBEDDING, table, (CheckpointTensor(EMBEDDING, table),), "table"))
         return in_formats(params, self.decoder.formats)
 
     @property

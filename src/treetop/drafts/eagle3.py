@@ -38,7 +38,7 @@ from treetop.models.feed_forward import feed_forward_params
 from treetop.models.layers import GatedMLP, RMSNorm, norm_param, rotary_at
 from treetop.models.target import Target
 from treetop.types.config import Recurrence
-from treetop.weights.format import Source
+from treetop.weights.format import CheckpointTensor
 from treetop.weights.held import Weights
 
 
@@ -128,9 +128,9 @@ class Eagle3Spec:
             return []
         hidden, each = self.decoder.hidden_size, self.target_hidden_size
         width = len(self.aux_inputs) * each
-        params = [matrix("fuse", Source("fc.weight", (hidden, width)), shard=0)]
+        params = [matrix("fuse", CheckpointTensor("fc.weight", (hidden, width)), shard=0)]
         if self.fuse_bias:
-            params.append(vector("fuse_bias", Source("fc.bias", (hidden,)), shard=0))
+            params.append(vector("fuse_bias", CheckpointTensor("fc.bias", (hidden,)), shard=0))
         if self.norms.joined:
             params.append(norm_param("joined_norm", "input_norm.weight", width))
         return params + [norm_param(f"each_norm.{i}", f"{p}.weight", each) for i, p in enumerate(self.norms.each)]

@@ -22,7 +22,7 @@ from treetop.models.families.deepseek import latent_attention
 from treetop.models.target import Target
 from treetop.types.errors import CheckpointError, shown
 from treetop.types.parallel import Parallel
-from treetop.weights.format import Linear, Source
+from treetop.weights.format import CheckpointTensor, Linear
 from treetop.weights.held import Weights
 from treetop.weights.plain import Plain
 
@@ -170,9 +170,9 @@ def vocab_params(decoder: ModelConfig, vocab_size: int, output: OutputOf, stored
         params.append(of_vocab("lm_head", OUTPUT, vocab_size, hidden))
     for name, rows, kinds in (("d2t", vocab_size, _INDICES), ("t2d", wide, _MARKS)):
         if name in stored:
-            params.append(Param(name, (rows,), (Source(name, (rows,)),), "index", stored=kinds))
+            params.append(Param(name, (rows,), (CheckpointTensor(name, (rows,)),), "index", stored=kinds))
     if EMBEDDING in stored:
-        params.append(Param(EMBEDDING, (wide, hidden), (Source(EMBEDDING, (wide, hidden)),), "table"))
+        params.append(Param(EMBEDDING, (wide, hidden), (CheckpointTensor(EMBEDDING, (wide, hidden)),), "table"))
     return params
 
 

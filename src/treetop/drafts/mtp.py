@@ -54,7 +54,7 @@ from treetop.models.layers import NoNorm, RMSNorm, norm_param, rotary_at
 from treetop.models.target import LAST_HIDDEN, Target
 from treetop.types.config import Recurrence
 from treetop.types.errors import CheckpointError, shown
-from treetop.weights.format import Source
+from treetop.weights.format import CheckpointTensor
 from treetop.weights.held import Weights
 from treetop.weights.plain import FLOATS
 from treetop.weights.registry import read_formats
@@ -320,7 +320,9 @@ class MtpSpec:
                 for name, tensor in own.items()
                 if tensor is not None
             ),
-            matrix("projection", Source(f"{self._stored(names.projection)}.weight", (hidden, 2 * hidden), swap)),
+            matrix(
+                "projection", CheckpointTensor(f"{self._stored(names.projection)}.weight", (hidden, 2 * hidden), swap)
+            ),
             *(
                 _moved(each, self.prefix, names.renamed)
                 for each in decoder_params(self.decoder)

@@ -42,7 +42,7 @@ from treetop.models.config import AttentionSpec, ModelConfig
 from treetop.models.target import Target
 from treetop.types.config import Recurrence
 from treetop.types.errors import CheckpointError, shown
-from treetop.weights.format import Source
+from treetop.weights.format import CheckpointTensor
 from treetop.weights.held import Weights
 
 MASK_HIDDEN = "mask_hidden"
@@ -107,7 +107,7 @@ class PEagleSpec:
 
     @property
     def params(self) -> list[Param]:
-        source = Source(MASK_HIDDEN, self.mask_shape)
+        source = CheckpointTensor(MASK_HIDDEN, self.mask_shape)
         return [*self.head.params, Param(MASK_HIDDEN, self.mask_shape, (source,), "vector")]
 
     @property

@@ -38,7 +38,7 @@ from treetop.models.per_layer_embeddings import (
 from treetop.models.shortcut import ShortcutMLP
 from treetop.models.target import LAST_HIDDEN, TargetOutput
 from treetop.types.parallel import Summed, taken
-from treetop.weights.format import Linear, Product, Source
+from treetop.weights.format import CheckpointTensor, Linear, Product
 from treetop.weights.held import Weights
 
 
@@ -240,7 +240,9 @@ def decoder_params(config: ModelConfig) -> list[Param]:
     if not config.tied_embeddings:
         params.append(of_vocab("lm_head", "lm_head.weight", vocab, hidden))
     if config.logits_bias:
-        params.append(Param("lm_head_bias", (vocab,), (Source("lm_head.bias", (vocab,)),), "vector", 0, padded=True))
+        params.append(
+            Param("lm_head_bias", (vocab,), (CheckpointTensor("lm_head.bias", (vocab,)),), "vector", 0, padded=True)
+        )
     return params
 
 

@@ -24,7 +24,7 @@ from treetop.models.config import DenseSpec, ExpertSpec, UngatedSpec
 from treetop.models.layers import GatedMLP, SteppedMLP, dense_mlp, mlp_params
 from treetop.models.ungated import UngatedMLP, ungated_params
 from treetop.types.parallel import Parallel, Summed, expert_part
-from treetop.weights.format import Product, Source, Span
+from treetop.weights.format import CheckpointTensor, Product, Span
 from treetop.weights.held import Weights
 
 
@@ -158,22 +158,27 @@ def expert_params(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list
     names, layer = spec.stored, stored.removesuffix("mlp")
     stored = f"{layer}{names.block}".removesuffix(".")
     gate = f"{stored}.{names.router}"
-    params = [Param(router, (number, hidden), (Source(f"{gate}.weight", (number, hidden)),), "router")]
+    params = [Param(router, (number, hidden), (CheckpointTensor(f"{gate}.weight", (number, hidden)),), "router")]
     if kind.bias:
-        params.append(Param(f"{router}_bias", (number,), (Source(f"{gate}.bias", (number,)),), "vector"))
+        params.append(Param(f"{router}_bias", (number,), (CheckpointTensor(f"{gate}.bias", (number,)),), "vector"))
     if kind.correction:
         shape = (1, number) if names.score_rows else (number,)
         params.append(
-            Param(f"{router}_score", (number,), (Source(f"{stored}.{names.score}", shape, rows=number),), "score")
+            Param(
+                f"{router}_score",
+                (number,),
+                (CheckpointTensor(f"{stored}.{names.score}", shape, rows=number),),
+                "score",
+            )
         )
     if kind.factors:
-        factor = Source(f"{stored}.router.per_expert_scale", (number,))
+        factor = CheckpointTensor(f"{stored}.router.per_expert_scale", (number,))
         params.append(Param(f"{router}_factor", (number,), (factor,), "score"))
     params += _MAKE[names.tensors](spec, name, stored, spec.latent or hidden)
     if spec.latent:
         narrow, widen = (f"{stored}.fc{index}_latent_proj.weight" for index in (1, 2))
-        params.append(matrix(f"{name}.narrow", Source(narrow, (spec.latent, hidden))))
-        params.append(matrix(f"{name}.widen", Source(widen, (hidden, spec.latent))))
+        params.append(matrix(f"{name}.narrow", CheckpointTensor(narrow, (spec.latent, hidden))))
+        params.append(matrix(f"{name}.widen", CheckpointTensor(widen, (hidden, spec.latent))))
     if spec.shared_inner:
         shared = f"{layer if names.shared_in_layer else stored + '.'}{names.shared}"
         if spec.activation.kind == "relu":
@@ -182,7 +187,7 @@ def expert_params(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list
             dense = DenseSpec(spec.shared_inner, stored=names.shared_stored)
             params += mlp_params(dense, f"{name}.shared", shared, hidden)
     if spec.shared_gate:
-        source = Source(f"{stored}.shared_expert_gate.weight", (1, hidden))
+        source = CheckpointTensor(f"{stored}.shared_expert_gate.weight", (1, hidden))
         params.append(Param(f"{name}.shared_gate", (1, hidden), (source,), "router"))
     return params
 
@@ -191,11 +196,13 @@ def _apart(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list[Param]
     """A tensor for all experts' gates, one for their ups, and one for what follows."""
     number, inner = spec.router.with_weights, spec.inner_size
     both = tuple(
-        Source(f"{stored}.{each}_proj.weight", (number, inner, hidden), rows=inner, span=Span(0, expert, expert + 1))
+        CheckpointTensor(
+            f"{stored}.{each}_proj.weight", (number, inner, hidden), rows=inner, span=Span(0, expert, expert + 1)
+        )
         for expert in range(number)
         for each in ("gate", "up")
     )
-    down = Source(f"{stored}.down_proj.weight", (number, hidden, inner), stacked=True)
+    down = CheckpointTensor(f"{stored}.down_proj.weight", (number, hidden, inner), stacked=True)
     return [
         Param(f"{name}.gate_up", (number * 2 * inner, hidden), both, "experts", experts=number),
         Param(f"{name}.down", (number * hidden, inner), (down,), "experts", experts=number),
@@ -208,8 +215,10 @@ def _each(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list[Param]:
     number, inner = spec.router.with_weights, spec.inner_size
     gate, up, last = spec.stored.each
     of, every = f"{stored}.experts", range(number)
-    both = [Source(f"{of}.{expert}.{each}.weight", (inner, hidden)) for expert in every for each in (gate, up)]
-    down = [Source(f"{of}.{expert}.{last}.weight", (hidden, inner)) for expert in every]
+    both = [
+        CheckpointTensor(f"{of}.{expert}.{each}.weight", (inner, hidden)) for expert in every for each in (gate, up)
+    ]
+    down = [CheckpointTensor(f"{of}.{expert}.{last}.weight", (hidden, inner)) for expert in every]
     return [
         Param(f"{name}.gate_up", (number * 2 * inner, hidden), tuple(both), "experts", experts=number),
         Param(f"{name}.down", (number * hidden, inner), tuple(down), "experts", experts=number),
@@ -228,13 +237,13 @@ def _stacked(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list[Para
             lines = held if by_rows else held.transpose(1, 2)
             return _gates_first(lines) if in_turn else lines
 
-        source = Source(f"{stored}.{tensor}", shape, arranged, rows=number * out, stacked=True)
+        source = CheckpointTensor(f"{stored}.{tensor}", shape, arranged, rows=number * out, stacked=True)
         params.append(Param(f"{name}.{each}", (number * out, width), (source,), "experts", experts=number))
     if spec.bias:
         both, last = number * 2 * inner, number * hidden
         first, second = (f"{stored}.{tensor}_bias" for tensor in spec.stored.stacked)
-        biases = Source(first, (number, 2 * inner), _gates_first, rows=both, stacked=True)
-        after = Source(second, (number, hidden), rows=last, stacked=True)
+        biases = CheckpointTensor(first, (number, 2 * inner), _gates_first, rows=both, stacked=True)
+        after = CheckpointTensor(second, (number, hidden), rows=last, stacked=True)
         params.append(Param(f"{name}.gate_up_bias", (both,), (biases,), "vector", experts=number))
         params.append(Param(f"{name}.down_bias", (last,), (after,), "vector", experts=number))
     return params

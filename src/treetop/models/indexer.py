@@ -17,7 +17,7 @@ from treetop.kernels.attention.indexer import IndexNorm, IndexQuery
 from treetop.kernels.table import Ops
 from treetop.models.config import IndexSpec
 from treetop.models.layers import reorder_heads
-from treetop.weights.format import Product, Source
+from treetop.weights.format import CheckpointTensor, Product
 from treetop.weights.held import Weights
 
 
@@ -48,13 +48,13 @@ def indexer_params(spec: IndexSpec, rope_dim: int, name: str, stored: str, width
     first = (*range(0, rope_dim, 2), *range(1, rope_dim, 2)) if spec.interleaved else range(rope_dim)
     order = partial(reorder_heads, order=(*first, *range(rope_dim, spec.head_dim)))
     heads, dim = spec.num_heads, spec.head_dim
-    weights = Source(f"{stored}.weights_proj.weight", (heads, width))
+    weights = CheckpointTensor(f"{stored}.weights_proj.weight", (heads, width))
     norm, bias = (
-        vector(f"{name}.{ours}", Source(f"{stored}.k_norm.{theirs}", (dim,), order)) for ours, theirs in _NORM
+        vector(f"{name}.{ours}", CheckpointTensor(f"{stored}.k_norm.{theirs}", (dim,), order)) for ours, theirs in _NORM
     )
     return [
-        matrix(f"{name}.query", Source(f"{stored}.wq_b.weight", (heads * dim, query_rank), order)),
-        matrix(f"{name}.key", Source(f"{stored}.wk.weight", (dim, width), order)),
+        matrix(f"{name}.query", CheckpointTensor(f"{stored}.wq_b.weight", (heads * dim, query_rank), order)),
+        matrix(f"{name}.key", CheckpointTensor(f"{stored}.wk.weight", (dim, width), order)),
         Param(f"{name}.weights", (heads, width), (weights,), "router", wide=True),
         *(replace(each, wide=True) for each in (norm, bias)),
     ]

@@ -11,7 +11,7 @@ from treetop.checkpoints.checkpoint import open_tensors, tensor_files
 from treetop.models.registry import TargetSpec
 from treetop.types.errors import CheckpointError
 from treetop.types.parallel import Parallel
-from treetop.weights.format import Stored
+from treetop.weights.format import TensorSpec
 from treetop.weights.kv_scales import PLANES, scale_names, zero_names
 from treetop.weights.quantized import SCALES
 
@@ -59,7 +59,7 @@ def _of_layer(
             raise CheckpointError(f"{spec.folder}: missing tensor {attention}.{plane}_scale, whose other plane has one")
     names = [name for name in chosen if name is not None]
     others = ((1,), (1, 1), (heads,), (heads, 1), (heads, 1, 1))
-    with open_tensors(spec.folder, {name: Stored((), SCALES, others) for name in names}, files) as fetch:
+    with open_tensors(spec.folder, {name: TensorSpec((), SCALES, others) for name in names}, files) as fetch:
         read = [fetch(name, None).to(torch.float32).flatten() for name in names]
     for name, scale in zip(names, read, strict=True):
         if not bool((scale > 0).all()):

@@ -21,7 +21,7 @@ from treetop.models.config import AttentionSpec, LatentSpec
 from treetop.models.indexer import Indexer, indexer_params
 from treetop.models.layers import RMSNorm, Rotary, norm_param, reorder_heads
 from treetop.types.parallel import Summed
-from treetop.weights.format import Product, Source
+from treetop.weights.format import CheckpointTensor, Product
 from treetop.weights.heads_product import HeadsProduct
 from treetop.weights.held import Weights
 
@@ -109,27 +109,31 @@ def latent_params(
     head, both = nope + rope_dim, nope + latent.value_dim
     order_rope_of_head = partial(reorder_heads, order=(*range(nope), *(nope + i for i in order)))
     order_rope_of_plane = partial(reorder_heads, order=(*range(rank), *(rank + i for i in order)))
-    plane = Source(f"{stored}.kv_a_proj_with_mqa.weight", (rank + rope_dim, width), order_rope_of_plane)
+    plane = CheckpointTensor(f"{stored}.kv_a_proj_with_mqa.weight", (rank + rope_dim, width), order_rope_of_plane)
     if latent.query_rank is None:
-        down, of_query, norms = [plane], Source(f"{stored}.q_proj.weight", (heads * head, width)), []
+        down, of_query, norms = [plane], CheckpointTensor(f"{stored}.q_proj.weight", (heads * head, width)), []
     else:
-        down = [Source(f"{stored}.q_a_proj.weight", (latent.query_rank, width)), plane]
-        of_query = Source(f"{stored}.q_b_proj.weight", (heads * head, latent.query_rank))
+        down = [CheckpointTensor(f"{stored}.q_a_proj.weight", (latent.query_rank, width)), plane]
+        of_query = CheckpointTensor(f"{stored}.q_b_proj.weight", (heads * head, latent.query_rank))
         norms = [norm_param(f"{name}.query_norm", f"{stored}.q_a_layernorm.weight", latent.query_rank)]
     indexer = []
     if spec.index is not None and spec.index.shares is None:
         assert latent.query_rank is not None
         indexer = indexer_params(spec.index, rope_dim, f"{name}.indexer", f"{stored}.indexer", width, latent.query_rank)
-    gate = [matrix(f"{name}.gate", Source(f"{stored}.g_proj.weight", (heads, width)), shard=0)] if latent.gate else []
+    gate = (
+        [matrix(f"{name}.gate", CheckpointTensor(f"{stored}.g_proj.weight", (heads, width)), shard=0)]
+        if latent.gate
+        else []
+    )
     query = replace(of_query, transform=order_rope_of_head, unit=head)
-    up = Source(f"{stored}.kv_b_proj.weight", (heads * both, rank), unit=both)
+    up = CheckpointTensor(f"{stored}.kv_b_proj.weight", (heads * both, rank), unit=both)
     return [
         matrix(f"{name}.down", *down),
         matrix(f"{name}.query", query, shard=0),
         Param(f"{name}.up", (heads * both, rank), (up,), "heads", 0),
         matrix(
             f"{name}.output",
-            Source(f"{stored}.o_proj.weight", (hidden, heads * latent.value_dim), unit=latent.value_dim),
+            CheckpointTensor(f"{stored}.o_proj.weight", (hidden, heads * latent.value_dim), unit=latent.value_dim),
             shard=1,
         ),
         _latent_norm(latent, f"{name}.norm", f"{stored}.kv_a_layernorm.weight"),
@@ -143,7 +147,7 @@ def _latent_norm(latent: LatentSpec, name: str, stored: str) -> Param:
     """A scale of the latent is its norm's: in float32 at least, rounded once."""
     if latent.scale == 1:
         return norm_param(name, stored, latent.rank)
-    return replace(vector(name, Source(stored, (latent.rank,), partial(_times, latent.scale))), wide=True)
+    return replace(vector(name, CheckpointTensor(stored, (latent.rank,), partial(_times, latent.scale))), wide=True)
 
 
 def _times(scale: float, weight: Tensor) -> Tensor:

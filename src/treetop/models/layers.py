@@ -20,7 +20,7 @@ from treetop.kernels.rope import RopeTable, head_order
 from treetop.kernels.table import Ops
 from treetop.models.config import AttentionSpec, DenseSpec, ModelConfig, NormKind
 from treetop.types.parallel import Summed, taken
-from treetop.weights.format import Product, Source
+from treetop.weights.format import CheckpointTensor, Product
 from treetop.weights.held import Weights
 from treetop.weights.w8a8 import W8A8Linear
 
@@ -223,23 +223,25 @@ def self_attention_params(
     own = {"q": q // parts, "k": kv // parts, "v": spec.kv.heads * spec.output_dim // parts}
     first = dict(zip("qkv", accumulate((0, own["q"], own["k"])), strict=True))
 
-    def source(each: str, of: str, *shape: int) -> Source:
+    def source(each: str, of: str, *shape: int) -> CheckpointTensor:
         turned = reorder if each in ("q", "k") else widen
         if spec.joined and each in rows:
             whole, lines = (sum(own.values()) * parts, *shape[1:]), slice(first[each], first[each] + own[each])
             cut = partial(_lines, parts=parts, lines=lines, then=turned)
             shared = each in ("k", "v")
-            return Source(f"{stored}.qkv_proj.{of}", whole, cut, rows[each], unit=dim, shared=shared, parts=parts)
+            return CheckpointTensor(
+                f"{stored}.qkv_proj.{of}", whole, cut, rows[each], unit=dim, shared=shared, parts=parts
+            )
         if each == "v":
             narrow = (shape[0] // dim * spec.output_dim, *shape[1:])
             tensor = f"{stored}.{'k' if spec.values_of_keys else 'v'}_proj.{of}"
-            return Source(tensor, narrow, turned, shape[0], unit=dim, shared=True)
+            return CheckpointTensor(tensor, narrow, turned, shape[0], unit=dim, shared=True)
         if each in ("q", "gate") and gated:
             half = partial(_half_of_heads, dim=dim, index=int(each == "gate"), then=reorder if each == "q" else None)
-            return Source(f"{stored}.q_proj.{of}", (2 * shape[0], *shape[1:]), half, shape[0], unit=dim)
+            return CheckpointTensor(f"{stored}.q_proj.{of}", (2 * shape[0], *shape[1:]), half, shape[0], unit=dim)
         if each == "o":
-            return Source(f"{stored}.o_proj.{of}", shape, unit=spec.output_dim)
-        return Source(f"{stored}.{each}_proj.{of}", shape, turned, unit=dim, shared=each == "k")
+            return CheckpointTensor(f"{stored}.o_proj.{of}", shape, unit=spec.output_dim)
+        return CheckpointTensor(f"{stored}.{each}_proj.{of}", shape, turned, unit=dim, shared=each == "k")
 
     qkv = tuple(source(each, "weight", n, width) for each, n in rows.items())
     params = [
@@ -249,7 +251,7 @@ def self_attention_params(
     if spec.gate is not None:
         unit = spec.output_dim if spec.gate.per_number else 1
         rows_of_gate = spec.num_heads * unit
-        own_gate = Source(f"{stored}.g_proj.weight", (rows_of_gate, width), unit=unit)
+        own_gate = CheckpointTensor(f"{stored}.g_proj.weight", (rows_of_gate, width), unit=unit)
         of_gate = source("gate", "weight", q, width) if gated else own_gate
         params.append(Param(f"{name}.gate", (rows_of_gate, width), (of_gate,), "matrix", 0))
         if gated and spec.bias:
@@ -266,7 +268,9 @@ def self_attention_params(
         wide = partial(_norm, unit_offset=unit_offset, reorder=reorder)
         params += [vector(f"{name}.{each}_norm", wide(f"{stored}.{each}_norm.weight", rows[each])) for each in "qk"]
     if spec.sinks:
-        params.append(vector(f"{name}.sinks", Source(f"{stored}.{spec.sink_name}", (spec.num_heads,)), shard=0))
+        params.append(
+            vector(f"{name}.sinks", CheckpointTensor(f"{stored}.{spec.sink_name}", (spec.num_heads,)), shard=0)
+        )
     return params
 
 
@@ -347,19 +351,21 @@ def mlp_params(spec: DenseSpec, name: str, stored: str, hidden: int) -> list[Par
     if spec.stored == "joined of Granite":
         whole, down = (f"{stored.removesuffix('mlp')}shared_mlp.{each}_linear" for each in ("input", "output"))
 
-    def half(each: str) -> Source:
+    def half(each: str) -> CheckpointTensor:
         if spec.stored == "apart":
-            return Source(f"{stored}.{each}_proj.weight", (inner, hidden))
-        return Source(f"{whole}.weight", (2 * inner, hidden), partial(_half, index=both.index(each)), rows=inner)
+            return CheckpointTensor(f"{stored}.{each}_proj.weight", (inner, hidden))
+        return CheckpointTensor(
+            f"{whole}.weight", (2 * inner, hidden), partial(_half, index=both.index(each)), rows=inner
+        )
 
     params = [
         Param(f"{name}.gate_up", (2 * inner, hidden), tuple(map(half, both)), "matrix", 0),
-        matrix(f"{name}.down", Source(f"{down}.weight", (hidden, inner)), shard=1),
+        matrix(f"{name}.down", CheckpointTensor(f"{down}.weight", (hidden, inner)), shard=1),
     ]
     if spec.bias:
-        biases = (Source(f"{stored}.{each}_proj.bias", (inner,)) for each in both)
+        biases = (CheckpointTensor(f"{stored}.{each}_proj.bias", (inner,)) for each in both)
         params.append(vector(f"{name}.gate_up_bias", *biases, shard=0))
-        params.append(vector(f"{name}.down_bias", Source(f"{down}.bias", (hidden,)), shard="first"))
+        params.append(vector(f"{name}.down_bias", CheckpointTensor(f"{down}.bias", (hidden,)), shard="first"))
     return params
 
 
@@ -378,12 +384,12 @@ def stream_norm_params(name: str, stored: str, config: ModelConfig) -> list[Para
     size, wide = config.hidden_size, config.norm != "rms"
     found = [norm_param(name, f"{stored}.weight", size, config.unit_offset)]
     if config.norm == "layer with bias":
-        found.append(vector(f"{name}_bias", Source(f"{stored}.bias", (size,))))
+        found.append(vector(f"{name}_bias", CheckpointTensor(f"{stored}.bias", (size,))))
     return [replace(each, wide=each.wide or wide) for each in found]
 
 
-def _norm(stored: str, size: int, unit_offset: bool, reorder: Transform | None = None) -> Source:
-    return Source(stored, (size,), partial(_offset_by_one, reorder=reorder) if unit_offset else reorder)
+def _norm(stored: str, size: int, unit_offset: bool, reorder: Transform | None = None) -> CheckpointTensor:
+    return CheckpointTensor(stored, (size,), partial(_offset_by_one, reorder=reorder) if unit_offset else reorder)
 
 
 def _offset_by_one(stored: Tensor, reorder: Transform | None) -> Tensor:

@@ -23,7 +23,7 @@ from treetop.kernels.table import Ops
 from treetop.models.config import LinearSpec
 from treetop.models.layers import Rotary
 from treetop.types.parallel import Summed
-from treetop.weights.format import Product, Source
+from treetop.weights.format import CheckpointTensor, Product
 from treetop.weights.held import Weights
 
 
@@ -58,21 +58,21 @@ def linear_params(spec: LinearSpec, name: str, stored: str, hidden: int) -> list
     ends = ("norm", "out_proj")
     if spec.stored == "by tensor":
         qkvz, ends = _each(spec, stored, hidden), ("o_norm", "o_proj")
-        ba = [Source(f"{stored}.{gate}_proj.weight", (spec.heads, hidden), unit=each) for gate in "ba"]
+        ba = [CheckpointTensor(f"{stored}.{gate}_proj.weight", (spec.heads, hidden), unit=each) for gate in "ba"]
     elif spec.stored == "by key head":
         qkvz = _by_key_head(f"{stored}.in_proj_qkvz.weight", spec, (dim, dim, values, values), hidden)
         ba = _by_key_head(f"{stored}.in_proj_ba.weight", spec, (each, each), hidden)
     else:
-        z = Source(f"{stored}.in_proj_z.weight", (spec.widths[2], hidden), unit=values)
+        z = CheckpointTensor(f"{stored}.in_proj_z.weight", (spec.widths[2], hidden), unit=values)
         qkvz = [*_by_part(f"{stored}.in_proj_qkv.weight", spec, hidden), z]
-        ba = [Source(f"{stored}.in_proj_{gate}.weight", (spec.heads, hidden), unit=each) for gate in "ba"]
+        ba = [CheckpointTensor(f"{stored}.in_proj_{gate}.weight", (spec.heads, hidden), unit=each) for gate in "ba"]
     taps = [
-        Source(part.name, (spec.channels, 1, spec.taps), part.transform, part.rows, part.unit)
+        CheckpointTensor(part.name, (spec.channels, 1, spec.taps), part.transform, part.rows, part.unit)
         for part in _by_part(f"{stored}.conv1d.weight", spec, spec.taps, squeeze=True)
     ]
     if spec.stored == "by tensor":
         taps = [
-            Source(f"{stored}.{part}_conv1d.weight", (rows, 1, spec.taps), _squeezed, rows, unit)
+            CheckpointTensor(f"{stored}.{part}_conv1d.weight", (rows, 1, spec.taps), _squeezed, rows, unit)
             for part, rows, unit in zip("qkv", spec.widths, (dim, dim, values), strict=True)
         ]
     return [
@@ -81,10 +81,10 @@ def linear_params(spec: LinearSpec, name: str, stored: str, hidden: int) -> list
         Param(f"{name}.conv", (spec.channels, spec.taps), tuple(taps), "vector", 0),
         _by_head(f"{name}.rate", f"{stored}.A_log", spec.heads, each),
         _by_head(f"{name}.dt_bias", f"{stored}.dt_bias", spec.heads, each),
-        vector(f"{name}.norm", Source(f"{stored}.{ends[0]}.weight", (spec.value_dim,))),
+        vector(f"{name}.norm", CheckpointTensor(f"{stored}.{ends[0]}.weight", (spec.value_dim,))),
         matrix(
             f"{name}.output",
-            Source(f"{stored}.{ends[1]}.weight", (hidden, spec.widths[2]), unit=values),
+            CheckpointTensor(f"{stored}.{ends[1]}.weight", (hidden, spec.widths[2]), unit=values),
             shard=1,
         ),
     ]
@@ -92,35 +92,35 @@ def linear_params(spec: LinearSpec, name: str, stored: str, hidden: int) -> list
 
 def _by_head(name: str, tensor: str, heads: int, unit: int) -> Param:
     """A number a value head."""
-    return replace(vector(name, Source(tensor, (heads,), unit=unit), shard=0), wide=True)
+    return replace(vector(name, CheckpointTensor(tensor, (heads,), unit=unit), shard=0), wide=True)
 
 
-def _by_key_head(tensor: str, spec: LinearSpec, widths: tuple[int, ...], hidden: int) -> list[Source]:
+def _by_key_head(tensor: str, spec: LinearSpec, widths: tuple[int, ...], hidden: int) -> list[CheckpointTensor]:
     """Parts whose rows stand one after the other within each key head's. widths: of a key head."""
     whole, first, found = (spec.key_heads * sum(widths), hidden), 0, []
     for width in widths:
         cut = partial(_of_each_head, heads=spec.key_heads, lines=slice(first, first + width))
-        found.append(Source(tensor, whole, cut, spec.key_heads * width, unit=width))
+        found.append(CheckpointTensor(tensor, whole, cut, spec.key_heads * width, unit=width))
         first += width
     return found
 
 
-def _by_part(tensor: str, spec: LinearSpec, width: int, squeeze: bool = False) -> list[Source]:
+def _by_part(tensor: str, spec: LinearSpec, width: int, squeeze: bool = False) -> list[CheckpointTensor]:
     """q, k and v one below the other."""
     units = (spec.key_dim, spec.key_dim, spec.widths[2] // spec.key_heads)
     first, found = 0, []
     for rows, unit in zip(spec.widths, units, strict=True):
         cut = partial(_rows, lines=slice(first, first + rows), squeeze=squeeze)
-        found.append(Source(tensor, (sum(spec.widths), width), cut, rows, unit=unit))
+        found.append(CheckpointTensor(tensor, (sum(spec.widths), width), cut, rows, unit=unit))
         first += rows
     return found
 
 
-def _each(spec: LinearSpec, stored: str, hidden: int) -> list[Source]:
+def _each(spec: LinearSpec, stored: str, hidden: int) -> list[CheckpointTensor]:
     """q, k, v and z, a tensor each."""
     values = spec.widths[2] // spec.key_heads
     widths = zip("qkvg", (*spec.widths, spec.widths[2]), (spec.key_dim, spec.key_dim, values, values), strict=True)
-    return [Source(f"{stored}.{part}_proj.weight", (rows, hidden), unit=unit) for part, rows, unit in widths]
+    return [CheckpointTensor(f"{stored}.{part}_proj.weight", (rows, hidden), unit=unit) for part, rows, unit in widths]
 
 
 def _squeezed(stored: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from treetop.kernels.table import Ops
 from treetop.models.config import ParallelMoESpec
 from treetop.models.experts import ExpertMLP, expert_params
 from treetop.models.layers import RMSNorm, dense_mlp, mlp_params, norm_param
-from treetop.weights.format import Product, Source
+from treetop.weights.format import CheckpointTensor, Product
 from treetop.weights.held import Weights
 
 _NORMS = {
@@ -49,7 +49,7 @@ class ParallelMoE:
 def parallel_moe_params(spec: ParallelMoESpec, name: str, stored: str, hidden: int) -> list[Param]:
     """stored: the prefix of the dense one's tensors."""
     layer = stored.removesuffix(".mlp")
-    scale = Source(f"{layer}.router.scale", (hidden,), partial(torch.mul, other=hidden**-0.5))
+    scale = CheckpointTensor(f"{layer}.router.scale", (hidden,), partial(torch.mul, other=hidden**-0.5))
     return [
         *mlp_params(spec.dense, f"{name}.dense", stored, hidden),
         *expert_params(spec.experts, f"{name}.experts", stored, hidden),

@@ -16,7 +16,7 @@ from treetop.kernels.table import Ops
 from treetop.models.config import ModelConfig, PerLayerSpec
 from treetop.models.embedding import lookup
 from treetop.models.layers import RMSNorm, norm_param
-from treetop.weights.format import Product, Source
+from treetop.weights.format import CheckpointTensor, Product
 from treetop.weights.held import Weights
 
 
@@ -72,7 +72,10 @@ def per_layer_embedding_params(config: ModelConfig, inputs: PerLayerSpec) -> lis
     wide, hidden = len(config.layers) * inputs.width, config.hidden_size
     return [
         of_vocab("per_layer_embeddings.table", "model.embed_tokens_per_layer.weight", inputs.vocab_size, wide, "table"),
-        matrix("per_layer_embeddings.projection", Source("model.per_layer_model_projection.weight", (wide, hidden))),
+        matrix(
+            "per_layer_embeddings.projection",
+            CheckpointTensor("model.per_layer_model_projection.weight", (wide, hidden)),
+        ),
         norm_param("per_layer_embeddings.norm", "model.per_layer_projection_norm.weight", inputs.width),
     ]
 
@@ -81,13 +84,13 @@ def per_layer_gate_params(config: ModelConfig, name: str, stored: str, scaled: b
     """Of a layer. stored: the prefix of its tensors."""
     params, inputs, hidden = [], config.per_layer_embeddings, config.hidden_size
     if inputs is not None:
-        gate = Source(f"{stored}.per_layer_input_gate.weight", (inputs.width, hidden))
-        back = Source(f"{stored}.per_layer_projection.weight", (hidden, inputs.width))
+        gate = CheckpointTensor(f"{stored}.per_layer_input_gate.weight", (inputs.width, hidden))
+        back = CheckpointTensor(f"{stored}.per_layer_projection.weight", (hidden, inputs.width))
         params += [
             matrix(f"{name}.per_layer_gate.gate", gate),
             matrix(f"{name}.per_layer_gate.back", back),
             norm_param(f"{name}.per_layer_gate.norm", f"{stored}.post_per_layer_input_norm.weight", hidden),
         ]
     if scaled:
-        params.append(vector(f"{name}.per_layer_gate.scalar", Source(f"{stored}.layer_scalar", (1,))))
+        params.append(vector(f"{name}.per_layer_gate.scalar", CheckpointTensor(f"{stored}.layer_scalar", (1,))))
     return params

@@ -16,7 +16,7 @@ from treetop.kernels.moe.routing import ALL_LIVE, RoutedTokens
 from treetop.kernels.table import Ops
 from treetop.models.config import Ungated, UngatedSpec
 from treetop.types.parallel import Summed
-from treetop.weights.format import Product, Source
+from treetop.weights.format import CheckpointTensor, Product
 from treetop.weights.held import Weights
 
 _CURVE = ("alpha_p", "alpha_n", "beta", "eps")
@@ -57,16 +57,16 @@ def ungated_params(spec: UngatedSpec, name: str, stored: str, hidden: int) -> li
     """stored: the prefix of its tensors."""
     inner, (up, down) = spec.inner_size, (f"{stored}.{each}" for each in spec.names)
     params = [
-        matrix(f"{name}.up", Source(f"{up}.weight", (inner, hidden)), shard=0),
-        matrix(f"{name}.down", Source(f"{down}.weight", (hidden, inner)), shard=1),
+        matrix(f"{name}.up", CheckpointTensor(f"{up}.weight", (inner, hidden)), shard=0),
+        matrix(f"{name}.down", CheckpointTensor(f"{down}.weight", (hidden, inner)), shard=1),
     ]
     if spec.bias:
-        params.append(vector(f"{name}.up_bias", Source(f"{up}.bias", (inner,)), shard=0))
-        params.append(vector(f"{name}.down_bias", Source(f"{down}.bias", (hidden,)), shard="first"))
+        params.append(vector(f"{name}.up_bias", CheckpointTensor(f"{up}.bias", (inner,)), shard=0))
+        params.append(vector(f"{name}.down_bias", CheckpointTensor(f"{down}.bias", (hidden,)), shard="first"))
     if spec.activation == "xielu":
         shapes: tuple[tuple[int, ...], ...] = ((1,), (1,), (), ())
         for each, shape in zip(_CURVE, shapes, strict=True):
-            source = Source(f"{stored}.act_fn.{each}", shape, _in_one_dimension, rows=1)
+            source = CheckpointTensor(f"{stored}.act_fn.{each}", shape, _in_one_dimension, rows=1)
             params.append(Param(f"{name}.{each}", (1,), (source,), "vector"))
     return params
 

@@ -23,7 +23,7 @@ from treetop.models.config import read_config
 from treetop.models.registry import target_spec
 from treetop.types.errors import CheckpointError, ConfigError
 from treetop.weights import fp8, int4
-from treetop.weights.format import Source
+from treetop.weights.format import CheckpointTensor
 from treetop.weights.registry import read_formats
 
 FORMATS = ("fp8", "w4a16")
@@ -106,7 +106,7 @@ def _params(folder: Path, target: Path | None) -> Iterable[Param]:
     return drafter_spec(folder, target_spec(target).config).params
 
 
-def _products(params: Iterable[Param]) -> list[Source]:
+def _products(params: Iterable[Param]) -> list[CheckpointTensor]:
     """What is rounded: matrices of layers, one by one."""
     return [
         source
@@ -150,7 +150,10 @@ def _said(name: str, group: int, plain: list[str]) -> dict[str, Any]:
 
 
 def _write(
-    files: dict[str, Path], chosen: dict[str, Source], encode: Callable[[Tensor], dict[str, Tensor]], output: Path
+    files: dict[str, Path],
+    chosen: dict[str, CheckpointTensor],
+    encode: Callable[[Tensor], dict[str, Tensor]],
+    output: Path,
 ) -> QuantizedFolder:
     """The weight files, each from one of the folder's, and an index if there are several."""
     places: dict[str, str] = {}

@@ -49,7 +49,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class CheckpointTensor:
     """Rows of a parameter, and what they are made of.
 
     name, shape: what is stored, were it plain.
@@ -80,7 +80,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class TensorSpec:
     """A tensor that a checkpoint must hold.
 
     kinds: how safetensors may hold it.
@@ -95,7 +95,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ParameterSpec:
     """A tensor in memory."""
 
     shape: tuple[int, ...]
@@ -145,7 +145,7 @@ class ExpertProducts(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class KernelContext:
     """What an engine's products may use.
 
     ops: the operations that serve.
@@ -189,19 +189,19 @@ class StoredFormat(Protocol):
     @property
     def activations(self) -> Activations | str | None: ...
 
-    def stored(self, source: Source) -> dict[str, Stored]:
+    def stored(self, source: CheckpointTensor) -> dict[str, TensorSpec]:
         """The tensors that a checkpoint holds of a source. Raises CheckpointError for a shape that cannot be so."""
 
     def unit(self, axis: int) -> int:
         """Along this axis a parameter may be cut at multiples of it only."""
 
-    def decoded(self, source: Source, span: Span | None, fetch: Fetch) -> Tensor:
+    def decoded(self, source: CheckpointTensor, span: Span | None, fetch: Fetch) -> Tensor:
         """What is stored of a source, or a part of it, as plain numbers in the source's shape.
 
         Raises CheckpointError for what is no weight, as `coded` does.
         """
 
-    def coded(self, source: Source, span: Span | None, fetch: Fetch) -> CodedWeight:
+    def coded(self, source: CheckpointTensor, span: Span | None, fetch: Fetch) -> CodedWeight:
         """The same as codes and scales, where there is a `coding`."""
 
 
@@ -224,16 +224,18 @@ class HeldFormat(Protocol):
     @property
     def activations(self) -> Activations | None: ...
 
-    def stored(self, source: Source) -> dict[str, Stored]:
+    def stored(self, source: CheckpointTensor) -> dict[str, TensorSpec]:
         """What it reads beside a stored weight. Raises CheckpointError for a shape that cannot be held so."""
 
     def unit(self, axis: int) -> int:
         """As `StoredFormat.unit`."""
 
-    def parts(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Held]:
+    def parts(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, ParameterSpec]:
         """The tensors that a parameter of this shape lies in where models compute in `dtype`; rows along axis 0."""
 
-    def read(self, stored: StoredFormat, source: Source, span: Span | None, fetch: Fetch) -> dict[str, Tensor]:
+    def read(
+        self, stored: StoredFormat, source: CheckpointTensor, span: Span | None, fetch: Fetch
+    ) -> dict[str, Tensor]:
         """What lies in each part of a source's rows as they are stored, or of a span of them.
 
         Raises CheckpointError for what is no weight.
@@ -251,19 +253,21 @@ class HeldFormat(Protocol):
         gpu: None on a CPU, where timing tells later.
         """
 
-    def linear(self, parts: Parts, bias: Tensor | None, holding: Holding) -> Linear:
+    def linear(self, parts: Parts, bias: Tensor | None, kernel_context: KernelContext) -> Linear:
         """The product with a weight [out, in]."""
 
-    def gated(self, parts: Parts, bias: Tensor | None, kind: Gate, holding: Holding) -> GatedLinear:
+    def gated(self, parts: Parts, bias: Tensor | None, kind: Gate, kernel_context: KernelContext) -> GatedLinear:
         """That with gate and up. kind: the gate's activation."""
 
     def experts(
-        self, gate_up: Parts, down: Parts, biases: Biases, activation: Activation, holding: Holding
+        self, gate_up: Parts, down: Parts, biases: Biases, activation: Activation, kernel_context: KernelContext
     ) -> ExpertProducts:
         """Those with experts. gate_up: parts [experts, 2, inner, ...], gates first; down: [experts, hidden, ...]."""
 
 
-def read_rows(stored: StoredFormat, held: HeldFormat, source: Source, fetch: Fetch) -> Iterator[tuple[str, Tensor]]:
+def read_rows(
+    stored: StoredFormat, held: HeldFormat, source: CheckpointTensor, fetch: Fetch
+) -> Iterator[tuple[str, Tensor]]:
     """A source's rows, or those of its span, for each part that is held; a part's may come in several pieces.
 
     What is taken as it is stored, or expert by expert, comes in pieces, so that little of it is in memory beside its
@@ -288,7 +292,7 @@ _PIECE = 2**22
 """Numbers that are read together."""
 
 
-def _pieces(source: Source, unit: int) -> Iterator[Span]:
+def _pieces(source: CheckpointTensor, unit: int) -> Iterator[Span]:
     """Parts of a source, or of its span, that are read one by one. unit: of rows."""
     span = source.span or Span(0, 0, source.shape[0])
     if span.axis != 0:

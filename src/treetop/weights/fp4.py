@@ -14,7 +14,7 @@ import torch
 
 from treetop.kernels.gemm.coded import CodedWeight, Coding
 from treetop.types.errors import CheckpointError
-from treetop.weights.format import Fetch, Source, Span, Stored
+from treetop.weights.format import CheckpointTensor, Fetch, Span, TensorSpec
 from treetop.weights.quantized import Quantized, own_groups
 
 
@@ -31,17 +31,17 @@ class Fp4:
     codes: str = "_packed"
     whole: tuple[str, Literal["times", "over"]] | None = None
 
-    def stored(self, source: Source) -> dict[str, Stored]:
+    def stored(self, source: CheckpointTensor) -> dict[str, TensorSpec]:
         *_, k = source.shape
         if k % self.group:
             raise CheckpointError(f"tensor {source.name}: rows of {k} numbers are not whole groups of {self.group}")
         kinds = ("U8", "F8_E8M0") if self.whole is None else ("F8_E4M3",)
         tensors = {
-            f"{source.name}{self.codes}": Stored((*source.shape[:-1], k // 2), ("U8",)),
-            f"{source.name}_scale": Stored((*source.shape[:-1], k // self.group), kinds),
+            f"{source.name}{self.codes}": TensorSpec((*source.shape[:-1], k // 2), ("U8",)),
+            f"{source.name}_scale": TensorSpec((*source.shape[:-1], k // self.group), kinds),
         }
         if self.whole is not None:
-            tensors[f"{source.name}{self.whole[0]}"] = Stored((1,), ("F32",), others=((),))
+            tensors[f"{source.name}{self.whole[0]}"] = TensorSpec((1,), ("F32",), others=((),))
         return tensors
 
     def unit(self, axis: int) -> int:
@@ -51,7 +51,7 @@ class Fp4:
     def coding(self) -> Coding:
         return Coding("e2m1", self.group, "e8m0" if self.whole is None else self.whole[1])
 
-    def coded(self, source: Source, span: Span | None, fetch: Fetch) -> CodedWeight:
+    def coded(self, source: CheckpointTensor, span: Span | None, fetch: Fetch) -> CodedWeight:
         last = len(source.shape) - 1
         packed = groups = span
         if span is not None and span.axis == last:

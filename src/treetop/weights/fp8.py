@@ -17,7 +17,7 @@ from torch import Tensor
 from treetop.kernels.gemm.coded import CodedWeight, Coding
 from treetop.kernels.gemm.fp8_rows import GROUPS, Activations
 from treetop.types.errors import CheckpointError, shown
-from treetop.weights.format import Fetch, Source, Span, Stored
+from treetop.weights.format import CheckpointTensor, Fetch, Span, TensorSpec
 from treetop.weights.plain import FLOATS
 from treetop.weights.quantized import SCALES, WIDE, Grid, Quantized, relative_error
 from treetop.weights.rules import Named, Rule, kept_plain
@@ -39,14 +39,14 @@ class Fp8:
     kinds: tuple[str, ...] = SCALES
     apart: bool = False
 
-    def stored(self, source: Source) -> dict[str, Stored]:
+    def stored(self, source: CheckpointTensor) -> dict[str, TensorSpec]:
         scales = self.grid.stored(_parts(source), self.kinds)
         if source.parts > 1:
-            scales = Stored((prod(scales.shape[:-1]), scales.shape[-1]), self.kinds)
+            scales = TensorSpec((prod(scales.shape[:-1]), scales.shape[-1]), self.kinds)
         if self.apart:
             *experts, rows, columns = scales.shape
-            scales = Stored((*experts, rows, 1, columns, 1), self.kinds)
-        return {source.name: Stored(source.shape, CODES), f"{source.name}{self.end}": scales}
+            scales = TensorSpec((*experts, rows, 1, columns, 1), self.kinds)
+        return {source.name: TensorSpec(source.shape, CODES), f"{source.name}{self.end}": scales}
 
     def unit(self, axis: int) -> int:
         return self.grid.columns or 1 if axis == 1 else 1
@@ -55,7 +55,7 @@ class Fp8:
     def coding(self) -> Coding:
         return Coding("e4m3", self.grid.columns)
 
-    def coded(self, source: Source, span: Span | None, fetch: Fetch) -> CodedWeight:
+    def coded(self, source: CheckpointTensor, span: Span | None, fetch: Fetch) -> CodedWeight:
         assert span is None or source.parts == 1
         scale = self.grid.by_row(f"{source.name}{self.end}", _parts(source), span, fetch)
         scale = scale if source.parts == 1 else scale.flatten(0, 1)
@@ -63,7 +63,7 @@ class Fp8:
         return CodedWeight(self.coding, codes.shape[-1], codes, scale)
 
 
-def _parts(source: Source) -> tuple[int, ...]:
+def _parts(source: CheckpointTensor) -> tuple[int, ...]:
     """The shape of what is stored, its parts along an axis of their own if there are several."""
     if source.parts == 1:
         return source.shape

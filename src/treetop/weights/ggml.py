@@ -15,7 +15,7 @@ from torch import Tensor
 
 from treetop.kernels.gemm.coded import MIDDLE, CodedWeight, Coding
 from treetop.types.errors import CheckpointError
-from treetop.weights.format import Fetch, Source, Span, Stored
+from treetop.weights.format import CheckpointTensor, Fetch, Span, TensorSpec
 from treetop.weights.quantized import Quantized
 from treetop.weights.rules import Named, Rule, name_list
 
@@ -30,10 +30,10 @@ class Ggml:
 
     kind: Kind
 
-    def stored(self, source: Source) -> dict[str, Stored]:
+    def stored(self, source: CheckpointTensor) -> dict[str, TensorSpec]:
         if len(source.shape) != 2 or source.shape[1] % GROUP:
             raise CheckpointError(f"tensor {source.name}: {source.shape} cannot be in {self.kind}")
-        return {source.name: Stored(source.shape, (self.kind,))}
+        return {source.name: TensorSpec(source.shape, (self.kind,))}
 
     def unit(self, axis: int) -> int:
         return GROUP if axis == 1 else 1
@@ -42,7 +42,7 @@ class Ggml:
     def coding(self) -> Coding:
         return Coding("int4", GROUP, minimums=True)
 
-    def coded(self, source: Source, span: Span | None, fetch: Fetch) -> CodedWeight:
+    def coded(self, source: CheckpointTensor, span: Span | None, fetch: Fetch) -> CodedWeight:
         blocks = fetch(source.name, span)
         head = 4 if self.kind == "Q4_1" else 2
         numbers = blocks[..., :head].contiguous().view(torch.float16).to(torch.float32)

@@ -13,7 +13,7 @@ from treetop.weights.format import (
     ExpertProducts,
     GatedLinear,
     HeldFormat,
-    Holding,
+    KernelContext,
     Linear,
     Parts,
     ProductWeight,
@@ -43,8 +43,8 @@ class Weights:
     products: the weights that products were made with, in their order.
     """
 
-    def __init__(self, held: Mapping[str, HeldWeight], holding: Holding) -> None:
-        self.held, self._holding = dict(held), holding
+    def __init__(self, held: Mapping[str, HeldWeight], kernel_context: KernelContext) -> None:
+        self.held, self._holding = dict(held), kernel_context
         self.products: list[ProductWeight] = []
 
     def __contains__(self, name: str) -> bool:

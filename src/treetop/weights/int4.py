@@ -16,7 +16,7 @@ from torch import Tensor
 
 from treetop.kernels.gemm.coded import MIDDLE, CodedWeight, Coding
 from treetop.types.errors import CheckpointError, shown
-from treetop.weights.format import Fetch, Source, Span, Stored
+from treetop.weights.format import CheckpointTensor, Fetch, Span, TensorSpec
 from treetop.weights.plain import FLOATS
 from treetop.weights.quantized import SCALES, Grid, Quantized, own_groups, relative_error, unpacked
 from treetop.weights.rules import Named, Rule, kept_plain, patterns
@@ -32,16 +32,16 @@ class PackQuantized:
     group: int
     zeros: bool
 
-    def stored(self, source: Source) -> dict[str, Stored]:
+    def stored(self, source: CheckpointTensor) -> dict[str, TensorSpec]:
         n, k = matrix_shape(source, self.group)
         module, groups = source.module, Grid(1, self.group).shape((n, k))[1]
         tensors = {
-            f"{module}.weight_packed": Stored((n, -(-k // _IN_WORD)), _WORDS),
-            f"{module}.weight_scale": Stored((n, groups), SCALES),
-            f"{module}.weight_shape": Stored((2,), ("I64", "I32")),
+            f"{module}.weight_packed": TensorSpec((n, -(-k // _IN_WORD)), _WORDS),
+            f"{module}.weight_scale": TensorSpec((n, groups), SCALES),
+            f"{module}.weight_shape": TensorSpec((2,), ("I64", "I32")),
         }
         if self.zeros:
-            tensors[f"{module}.weight_zero_point"] = Stored((-(-n // _IN_WORD), groups), _WORDS)
+            tensors[f"{module}.weight_zero_point"] = TensorSpec((-(-n // _IN_WORD), groups), _WORDS)
         return tensors
 
     def unit(self, axis: int) -> int:
@@ -51,7 +51,7 @@ class PackQuantized:
     def coding(self) -> Coding:
         return Coding("int4", self.group, zeros=self.zeros)
 
-    def coded(self, source: Source, span: Span | None, fetch: Fetch) -> CodedWeight:
+    def coded(self, source: CheckpointTensor, span: Span | None, fetch: Fetch) -> CodedWeight:
         module, grid = source.module, Grid(1, self.group)
         said = fetch(f"{module}.weight_shape", None).tolist()
         if said != [*source.shape]:
@@ -83,15 +83,15 @@ class Gptq:
     added: int
     ordered: bool = False
 
-    def stored(self, source: Source) -> dict[str, Stored]:
+    def stored(self, source: CheckpointTensor) -> dict[str, TensorSpec]:
         n, k = matrix_shape(source, self.group)
         module, groups = source.module, k // (self.group or k)
         _whole_words(source, n, k)
         return {
-            f"{module}.qweight": Stored((k // _IN_WORD, n), _WORDS),
-            f"{module}.qzeros": Stored((groups, n // _IN_WORD), _WORDS),
-            f"{module}.scales": Stored((groups, n), SCALES),
-            f"{module}.g_idx": Stored((k,), _WORDS),
+            f"{module}.qweight": TensorSpec((k // _IN_WORD, n), _WORDS),
+            f"{module}.qzeros": TensorSpec((groups, n // _IN_WORD), _WORDS),
+            f"{module}.scales": TensorSpec((groups, n), SCALES),
+            f"{module}.g_idx": TensorSpec((k,), _WORDS),
         }
 
     def unit(self, axis: int) -> int:
@@ -101,7 +101,7 @@ class Gptq:
     def coding(self) -> Coding | None:
         return None if self.ordered else Coding("int4", self.group, zeros=True)
 
-    def coded(self, source: Source, span: Span | None, fetch: Fetch) -> CodedWeight:
+    def coded(self, source: CheckpointTensor, span: Span | None, fetch: Fetch) -> CodedWeight:
         module, (rows, columns) = source.module, ranges(source, span)
         turned = None if span is None else Span(1 - span.axis, span.start, span.stop)
         words = fetch(f"{module}.qweight", in_words(turned, 0)).T.clone(memory_format=torch.contiguous_format)
@@ -130,14 +130,14 @@ class Awq:
 
     group: int
 
-    def stored(self, source: Source) -> dict[str, Stored]:
+    def stored(self, source: CheckpointTensor) -> dict[str, TensorSpec]:
         n, k = matrix_shape(source, self.group)
         module, groups = source.module, k // (self.group or k)
         _whole_words(source, n, n)
         return {
-            f"{module}.qweight": Stored((k, n // _IN_WORD), _WORDS),
-            f"{module}.qzeros": Stored((groups, n // _IN_WORD), _WORDS),
-            f"{module}.scales": Stored((groups, n), SCALES),
+            f"{module}.qweight": TensorSpec((k, n // _IN_WORD), _WORDS),
+            f"{module}.qzeros": TensorSpec((groups, n // _IN_WORD), _WORDS),
+            f"{module}.scales": TensorSpec((groups, n), SCALES),
         }
 
     def unit(self, axis: int) -> int:
@@ -147,7 +147,7 @@ class Awq:
     def coding(self) -> Coding:
         return Coding("int4", self.group, zeros=True)
 
-    def coded(self, source: Source, span: Span | None, fetch: Fetch) -> CodedWeight:
+    def coded(self, source: CheckpointTensor, span: Span | None, fetch: Fetch) -> CodedWeight:
         module, (rows, columns) = source.module, ranges(source, span)
         turned = None if span is None else Span(1 - span.axis, span.start, span.stop)
         numbers = _in_order(fetch(f"{module}.qweight", in_words(turned, 1))).to(torch.uint8).T
@@ -158,7 +158,7 @@ class Awq:
         return CodedWeight(self.coding, k, even | (odd << 4), scale, zero=zero)
 
 
-def matrix_shape(source: Source, group: int) -> tuple[int, int]:
+def matrix_shape(source: CheckpointTensor, group: int) -> tuple[int, int]:
     """Of a source that can be in groups. Raises CheckpointError for another."""
     if len(source.shape) != 2:
         raise CheckpointError(f"tensor {source.name}: experts in one tensor are not supported in groups of 4 bits")
@@ -168,12 +168,12 @@ def matrix_shape(source: Source, group: int) -> tuple[int, int]:
     return n, k
 
 
-def _whole_words(source: Source, *sizes: int) -> None:
+def _whole_words(source: CheckpointTensor, *sizes: int) -> None:
     if any(size % _IN_WORD for size in sizes):
         raise CheckpointError(f"tensor {source.name}: {source.shape} is not whole words of {_IN_WORD} numbers")
 
 
-def ranges(source: Source, span: Span | None) -> tuple[Span, Span]:
+def ranges(source: CheckpointTensor, span: Span | None) -> tuple[Span, Span]:
     """Rows and columns of a matrix, or of a span of it."""
     rows, columns = (Span(axis, 0, size) for axis, size in enumerate(source.shape))
     if span is None:

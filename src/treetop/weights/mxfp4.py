@@ -10,7 +10,7 @@ from typing import Any
 
 from treetop.kernels.gemm.coded import CodedWeight, Coding
 from treetop.types.errors import CheckpointError
-from treetop.weights.format import Fetch, Source, Span, Stored
+from treetop.weights.format import CheckpointTensor, Fetch, Span, TensorSpec
 from treetop.weights.fp4 import MXFP4_GROUP
 from treetop.weights.quantized import Quantized, own_groups
 from treetop.weights.rules import Named, Rule, kept_plain
@@ -23,7 +23,7 @@ class Mxfp4:
     Two codes are a byte, the first in the lower half.
     """
 
-    def stored(self, source: Source) -> dict[str, Stored]:
+    def stored(self, source: CheckpointTensor) -> dict[str, TensorSpec]:
         *rows, k = source.shape
         if k % MXFP4_GROUP != 0:
             raise CheckpointError(
@@ -32,8 +32,8 @@ class Mxfp4:
             )
         groups = (*rows, k // MXFP4_GROUP)
         return {
-            f"{source.name}_blocks": Stored((*groups, MXFP4_GROUP // 2), ("U8",)),
-            f"{source.name}_scales": Stored(groups, ("U8",)),
+            f"{source.name}_blocks": TensorSpec((*groups, MXFP4_GROUP // 2), ("U8",)),
+            f"{source.name}_scales": TensorSpec(groups, ("U8",)),
         }
 
     def unit(self, axis: int) -> int:
@@ -43,7 +43,7 @@ class Mxfp4:
     def coding(self) -> Coding:
         return Coding("e2m1", MXFP4_GROUP, "e8m0")
 
-    def coded(self, source: Source, span: Span | None, fetch: Fetch) -> CodedWeight:
+    def coded(self, source: CheckpointTensor, span: Span | None, fetch: Fetch) -> CodedWeight:
         if span is not None and span.axis == len(source.shape) - 1:
             span = own_groups(span, MXFP4_GROUP)
         codes, scale = (fetch(f"{source.name}_{each}", span) for each in ("blocks", "scales"))

@@ -31,19 +31,19 @@ from treetop.weights.cpu_int4 import Int4Linear, takes
 from treetop.weights.format import (
     MAIN,
     Biases,
+    CheckpointTensor,
     ExpertProducts,
     Fetch,
     GatedLinear,
-    Held,
-    Holding,
+    KernelContext,
     Linear,
     Packing,
+    ParameterSpec,
     Parts,
     ProductWeight,
-    Source,
     Span,
-    Stored,
     StoredFormat,
+    TensorSpec,
 )
 from treetop.weights.quantized import own_groups
 
@@ -61,7 +61,7 @@ class Packed:
     coding: Coding
     activations: Activations | None = None
 
-    def stored(self, source: Source) -> dict[str, Stored]:
+    def stored(self, source: CheckpointTensor) -> dict[str, TensorSpec]:
         columns = source.shape[-1]
         if columns % self.coding.in_byte:
             raise CheckpointError(
@@ -72,22 +72,24 @@ class Packed:
     def unit(self, axis: int) -> int:
         return lcm(self.coding.group or 1, self.coding.in_byte) if axis == 1 else 1
 
-    def parts(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Held]:
+    def parts(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, ParameterSpec]:
         rows, coding = shape[:-1], self.coding
         groups = (*rows, coding.groups_of(shape[-1]))
         parts = {
-            MAIN: Held((*rows, coding.bytes_of(shape[-1])), torch.uint8),
-            SCALE: Held(groups, torch.float32 if coding.scales == "float32" else torch.uint8),
+            MAIN: ParameterSpec((*rows, coding.bytes_of(shape[-1])), torch.uint8),
+            SCALE: ParameterSpec(groups, torch.float32 if coding.scales == "float32" else torch.uint8),
         }
         if coding.scales in ("times", "over"):
-            parts[FACTOR] = Held((*rows, 1), torch.float32)
+            parts[FACTOR] = ParameterSpec((*rows, 1), torch.float32)
         if coding.zeros:
-            parts[ZERO] = Held(groups, torch.uint8)
+            parts[ZERO] = ParameterSpec(groups, torch.uint8)
         if coding.minimums:
-            parts[MINIMUM] = Held(groups, torch.float32)
+            parts[MINIMUM] = ParameterSpec(groups, torch.float32)
         return parts
 
-    def read(self, stored: StoredFormat, source: Source, span: Span | None, fetch: Fetch) -> dict[str, Tensor]:
+    def read(
+        self, stored: StoredFormat, source: CheckpointTensor, span: Span | None, fetch: Fetch
+    ) -> dict[str, Tensor]:
         weight = stored.coded(source, span, fetch)
         if weight.order is not None:
             raise CheckpointError(
@@ -131,28 +133,30 @@ class Packed:
     def copy_bytes(self, weight: ProductWeight, dtype: torch.dtype, gpu: GpuTraits | None) -> int:
         return 0
 
-    def linear(self, parts: Parts, bias: Tensor | None, holding: Holding) -> Linear:
-        weight, gpu = self._weight(parts, holding.ops.context), holding.ops.gpu_for(Ops.coded_rows)
+    def linear(self, parts: Parts, bias: Tensor | None, kernel_context: KernelContext) -> Linear:
+        weight, gpu = self._weight(parts, kernel_context.ops.context), kernel_context.ops.gpu_for(Ops.coded_rows)
         return (
-            _on_a_cpu(weight, bias, holding.ops)
+            _on_a_cpu(weight, bias, kernel_context.ops)
             if gpu is None
-            else TiledLinear(_tiled(weight, holding), bias, gpu, holding.ops.profile.by_rows)
+            else TiledLinear(_tiled(weight, kernel_context), bias, gpu, kernel_context.ops.profile.by_rows)
         )
 
-    def gated(self, parts: Parts, bias: Tensor | None, kind: Gate, holding: Holding) -> GatedLinear:
-        weight, gpu = self._weight(parts, holding.ops.context), holding.ops.gpu_for(Ops.coded_gated)
+    def gated(self, parts: Parts, bias: Tensor | None, kind: Gate, kernel_context: KernelContext) -> GatedLinear:
+        weight, gpu = self._weight(parts, kernel_context.ops.context), kernel_context.ops.gpu_for(Ops.coded_gated)
         if gpu is None:
-            return GateOver(_on_a_cpu(weight, bias, holding.ops), weight.shape[0], kind, holding.ops)
-        return TiledGated(_tiled(in_turn(weight.halves()), holding), bias, kind, gpu, holding.ops.profile.by_rows)
+            return GateOver(_on_a_cpu(weight, bias, kernel_context.ops), weight.shape[0], kind, kernel_context.ops)
+        return TiledGated(
+            _tiled(in_turn(weight.halves()), kernel_context), bias, kind, gpu, kernel_context.ops.profile.by_rows
+        )
 
     def experts(
-        self, gate_up: Parts, down: Parts, biases: Biases, activation: Activation, holding: Holding
+        self, gate_up: Parts, down: Parts, biases: Biases, activation: Activation, kernel_context: KernelContext
     ) -> ExpertProducts:
-        first, second = (self._weight(each, holding.ops.context) for each in (gate_up, down))
-        if holding.ops.gpu_for(Ops.experts) is None:
-            return partial(holding.ops.experts, experts=Experts(first, second, *biases, activation))
-        made = Experts(_tiled(in_turn(first), holding), _tiled(second, holding), *biases, activation)
-        return partial(holding.ops.experts, experts=made)
+        first, second = (self._weight(each, kernel_context.ops.context) for each in (gate_up, down))
+        if kernel_context.ops.gpu_for(Ops.experts) is None:
+            return partial(kernel_context.ops.experts, experts=Experts(first, second, *biases, activation))
+        made = Experts(_tiled(in_turn(first), kernel_context), _tiled(second, kernel_context), *biases, activation)
+        return partial(kernel_context.ops.experts, experts=made)
 
     def weight(self, parts: Parts) -> CodedWeight:
         """What is held."""
@@ -192,9 +196,9 @@ def blocks_of(weight: CodedWeight) -> Iterator[CodedWeight]:
     return (weight.rows(first, min(first + each, rows)) for first in range(0, rows, each))
 
 
-def _tiled(weight: CodedWeight, holding: Holding) -> TiledWeight:
+def _tiled(weight: CodedWeight, kernel_context: KernelContext) -> TiledWeight:
     """Where bits need not be those of decoded weights, a factor of two levels goes to the sums, in all products."""
-    return tile(weight if holding.ops.profile.by_rows else factor_apart(weight))
+    return tile(weight if kernel_context.ops.profile.by_rows else factor_apart(weight))
 
 
 def _on_a_cpu(weight: CodedWeight, bias: Tensor | None, ops: Ops) -> Linear:

@@ -19,18 +19,18 @@ from treetop.kernels.triton_guard import GpuTraits
 from treetop.weights.format import (
     MAIN,
     Biases,
+    CheckpointTensor,
     ExpertProducts,
     Fetch,
     GatedLinear,
-    Held,
-    Holding,
+    KernelContext,
     Linear,
+    ParameterSpec,
     Parts,
     ProductWeight,
-    Source,
     Span,
-    Stored,
     StoredFormat,
+    TensorSpec,
 )
 from treetop.weights.gpu_products import WholeProduct
 from treetop.weights.linear import LibraryGated, LibraryLinear, SkinnyGated, SkinnyLinear, WholeLinear
@@ -46,16 +46,16 @@ class Plain:
     coding: Coding | None = None
     activations: Activations | str | None = None
 
-    def stored(self, source: Source) -> dict[str, Stored]:
-        return {source.name: Stored(source.shape, self.kinds)}
+    def stored(self, source: CheckpointTensor) -> dict[str, TensorSpec]:
+        return {source.name: TensorSpec(source.shape, self.kinds)}
 
     def unit(self, axis: int) -> int:
         return 1
 
-    def decoded(self, source: Source, span: Span | None, fetch: Fetch) -> Tensor:
+    def decoded(self, source: CheckpointTensor, span: Span | None, fetch: Fetch) -> Tensor:
         return fetch(source.name, span)
 
-    def coded(self, source: Source, span: Span | None, fetch: Fetch) -> CodedWeight:
+    def coded(self, source: CheckpointTensor, span: Span | None, fetch: Fetch) -> CodedWeight:
         raise AssertionError(f"{source.name} has no codes")
 
 
@@ -71,16 +71,18 @@ class Unquantized:
     coding: Coding | None = None
     activations: Activations | None = None
 
-    def stored(self, source: Source) -> dict[str, Stored]:
+    def stored(self, source: CheckpointTensor) -> dict[str, TensorSpec]:
         return {}
 
     def unit(self, axis: int) -> int:
         return 1
 
-    def parts(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Held]:
-        return {MAIN: Held(shape, dtype)}
+    def parts(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, ParameterSpec]:
+        return {MAIN: ParameterSpec(shape, dtype)}
 
-    def read(self, stored: StoredFormat, source: Source, span: Span | None, fetch: Fetch) -> dict[str, Tensor]:
+    def read(
+        self, stored: StoredFormat, source: CheckpointTensor, span: Span | None, fetch: Fetch
+    ) -> dict[str, Tensor]:
         return {MAIN: stored.decoded(source, span, fetch)}
 
     def columns(self, part: str, span: Span) -> Span:
@@ -94,26 +96,26 @@ class Unquantized:
             return prod(weight.shape) * dtype.itemsize
         return 0 if weight.bias else compressed_bytes(*weight.shape, weight.gated, gpu)
 
-    def linear(self, parts: Parts, bias: Tensor | None, holding: Holding) -> Linear:
-        weight, gpu = parts[MAIN], holding.ops.gpu_for(Ops.skinny_gemm)
-        if gpu is not None and holding.ops.profile.products == "probed":
-            return WholeLinear(WholeProduct(weight, bias, None, gpu, holding.probe_of(weight)))
+    def linear(self, parts: Parts, bias: Tensor | None, kernel_context: KernelContext) -> Linear:
+        weight, gpu = parts[MAIN], kernel_context.ops.gpu_for(Ops.skinny_gemm)
+        if gpu is not None and kernel_context.ops.profile.products == "probed":
+            return WholeLinear(WholeProduct(weight, bias, None, gpu, kernel_context.probe_of(weight)))
         if gpu is None:
-            return LibraryLinear(weight, bias, holding.choice(weight))
-        return SkinnyLinear(weight, gpu, holding.copies, bias)
+            return LibraryLinear(weight, bias, kernel_context.choice(weight))
+        return SkinnyLinear(weight, gpu, kernel_context.copies, bias)
 
-    def gated(self, parts: Parts, bias: Tensor | None, kind: Gate, holding: Holding) -> GatedLinear:
-        weight, gpu = parts[MAIN], holding.ops.gpu_for(Ops.gated_rows)
-        if gpu is not None and holding.ops.profile.products == "probed":
-            return WholeLinear(WholeProduct(weight, bias, kind, gpu, holding.probe_of(weight)))
+    def gated(self, parts: Parts, bias: Tensor | None, kind: Gate, kernel_context: KernelContext) -> GatedLinear:
+        weight, gpu = parts[MAIN], kernel_context.ops.gpu_for(Ops.gated_rows)
+        if gpu is not None and kernel_context.ops.profile.products == "probed":
+            return WholeLinear(WholeProduct(weight, bias, kind, gpu, kernel_context.probe_of(weight)))
         if gpu is None or bias is not None:
-            return LibraryGated(weight, bias, holding.choice(weight), kind)
-        return SkinnyGated(weight, gpu, holding.copies, kind)
+            return LibraryGated(weight, bias, kernel_context.choice(weight), kind)
+        return SkinnyGated(weight, gpu, kernel_context.copies, kind)
 
     def experts(
-        self, gate_up: Parts, down: Parts, biases: Biases, activation: Activation, holding: Holding
+        self, gate_up: Parts, down: Parts, biases: Biases, activation: Activation, kernel_context: KernelContext
     ) -> ExpertProducts:
-        return partial(holding.ops.experts, experts=Experts(gate_up[MAIN], down[MAIN], *biases, activation))
+        return partial(kernel_context.ops.experts, experts=Experts(gate_up[MAIN], down[MAIN], *biases, activation))
 
 
 UNQUANTIZED = Unquantized()

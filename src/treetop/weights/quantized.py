@@ -15,7 +15,7 @@ from torch import Tensor
 from treetop.kernels.gemm.coded import CodedWeight, Coding, decode
 from treetop.kernels.gemm.fp8_rows import Activations
 from treetop.types.errors import CheckpointError
-from treetop.weights.format import Fetch, Source, Span, Stored
+from treetop.weights.format import CheckpointTensor, Fetch, Span, TensorSpec
 from treetop.weights.kv_scales import all_names
 
 SCALES = ("F32", "BF16", "F16")
@@ -32,13 +32,13 @@ class CodesLayout(Protocol):
     @property
     def coding(self) -> Coding | None: ...
 
-    def stored(self, source: Source) -> dict[str, Stored]:
+    def stored(self, source: CheckpointTensor) -> dict[str, TensorSpec]:
         """As `StoredFormat.stored`."""
 
     def unit(self, axis: int) -> int:
         """As `StoredFormat.unit`."""
 
-    def coded(self, source: Source, span: Span | None, fetch: Fetch) -> CodedWeight:
+    def coded(self, source: CheckpointTensor, span: Span | None, fetch: Fetch) -> CodedWeight:
         """What is stored of a source, or a part of it, in the source's shape."""
 
 
@@ -54,22 +54,22 @@ class Quantized:
     def coding(self) -> Coding | None:
         return self.layout.coding
 
-    def stored(self, source: Source) -> dict[str, Stored]:
+    def stored(self, source: CheckpointTensor) -> dict[str, TensorSpec]:
         return {**self.layout.stored(source), **_unread(source)}
 
     def unit(self, axis: int) -> int:
         return self.layout.unit(axis)
 
-    def decoded(self, source: Source, span: Span | None, fetch: Fetch) -> Tensor:
+    def decoded(self, source: CheckpointTensor, span: Span | None, fetch: Fetch) -> Tensor:
         return _numbers(source, self.layout.coded(source, span, fetch))
 
-    def coded(self, source: Source, span: Span | None, fetch: Fetch) -> CodedWeight:
+    def coded(self, source: CheckpointTensor, span: Span | None, fetch: Fetch) -> CodedWeight:
         weight = self.layout.coded(source, span, fetch)
         _numbers(source, weight)  # or it raises
         return weight
 
 
-def _numbers(source: Source, weight: CodedWeight) -> Tensor:
+def _numbers(source: CheckpointTensor, weight: CodedWeight) -> Tensor:
     """The numbers, float32. Raises CheckpointError for what is none."""
     rows = decode(weight)
     if not bool(rows.isfinite().all()):
@@ -77,14 +77,14 @@ def _numbers(source: Source, weight: CodedWeight) -> Tensor:
     return rows
 
 
-def _unread(source: Source) -> dict[str, Stored]:
+def _unread(source: CheckpointTensor) -> dict[str, TensorSpec]:
     """Scales of activations and of K/V, which files may hold: `weights.w8a8` reads the former, `models.kv_scales` the
     latter."""
     module, layer, last = source.module, *source.module.rpartition(".")[::2]
     names = [f"{module}.input_scale", f"{module}.input_global_scale"]
     if last in ("k_proj", "v_proj", "qkv_proj"):
         names += all_names(layer)
-    return {name: Stored((), (), read=False) for name in names}
+    return {name: TensorSpec((), (), read=False) for name in names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +101,11 @@ class Grid:
         *experts, n, k = of
         return (*experts, *(1 if each == 0 else -(-size // each) for size, each in ((n, self.rows), (k, self.columns))))
 
-    def stored(self, of: tuple[int, ...], kinds: tuple[str, ...]) -> Stored:
+    def stored(self, of: tuple[int, ...], kinds: tuple[str, ...]) -> TensorSpec:
         """The scales of what has this shape; axes of one may be left out at their end."""
         shape = self.shape(of)
         shorter = [shape[:end] for end in range(len(shape)) if set(shape[end:]) == {1}]
-        return Stored(shape, kinds, others=tuple(shorter))
+        return TensorSpec(shape, kinds, others=tuple(shorter))
 
     def by_row(self, name: str, of: tuple[int, ...], span: Span | None, fetch: Fetch) -> Tensor:
         """Scales [..., rows, groups] float32 of a span of what has shape `of`, of columns in whole groups."""

@@ -26,19 +26,19 @@ from treetop.types.errors import CheckpointError
 from treetop.weights.format import (
     MAIN,
     Biases,
+    CheckpointTensor,
     ExpertProducts,
     Fetch,
     GatedLinear,
-    Held,
-    Holding,
+    KernelContext,
     Linear,
     Packing,
+    ParameterSpec,
     Parts,
     ProductWeight,
-    Source,
     Span,
-    Stored,
     StoredFormat,
+    TensorSpec,
 )
 from treetop.weights.packed import GateOver, Packed, blocks_of
 from treetop.weights.quantized import SCALES
@@ -61,18 +61,20 @@ class W8A8:
     def coding(self) -> Coding:
         return self.packed.coding
 
-    def stored(self, source: Source) -> dict[str, Stored]:
-        scale = {_scale_of(source): Stored((1,), SCALES, others=((),))} if self.activations.fixed else {}
+    def stored(self, source: CheckpointTensor) -> dict[str, TensorSpec]:
+        scale = {_scale_of(source): TensorSpec((1,), SCALES, others=((),))} if self.activations.fixed else {}
         return {**self.packed.stored(source), **scale}
 
     def unit(self, axis: int) -> int:
         return self.packed.unit(axis)
 
-    def parts(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Held]:
-        scale = {INPUT: Held((*shape[:-1], 1), torch.float32)} if self.activations.fixed else {}
+    def parts(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, ParameterSpec]:
+        scale = {INPUT: ParameterSpec((*shape[:-1], 1), torch.float32)} if self.activations.fixed else {}
         return {**self.packed.parts(shape, dtype), **scale}
 
-    def read(self, stored: StoredFormat, source: Source, span: Span | None, fetch: Fetch) -> dict[str, Tensor]:
+    def read(
+        self, stored: StoredFormat, source: CheckpointTensor, span: Span | None, fetch: Fetch
+    ) -> dict[str, Tensor]:
         parts = self.packed.read(stored, source, span, fetch)
         if self.activations.fixed:
             scale = fetch(_scale_of(source), None).to(torch.float32).view(1, 1)
@@ -92,22 +94,22 @@ class W8A8:
     def copy_bytes(self, weight: ProductWeight, dtype: torch.dtype, gpu: GpuTraits | None) -> int:
         return 0
 
-    def linear(self, parts: Parts, bias: Tensor | None, holding: Holding) -> Linear:
-        return W8A8Linear(self.packed.weight(parts), bias, None, self.activations, _fixed(parts), holding.ops)
+    def linear(self, parts: Parts, bias: Tensor | None, kernel_context: KernelContext) -> Linear:
+        return W8A8Linear(self.packed.weight(parts), bias, None, self.activations, _fixed(parts), kernel_context.ops)
 
-    def gated(self, parts: Parts, bias: Tensor | None, kind: Gate, holding: Holding) -> GatedLinear:
-        weight, fixed, ops = self.packed.weight(parts), _fixed(parts), holding.ops
+    def gated(self, parts: Parts, bias: Tensor | None, kind: Gate, kernel_context: KernelContext) -> GatedLinear:
+        weight, fixed, ops = self.packed.weight(parts), _fixed(parts), kernel_context.ops
         if ops.gpu_for(Ops.fp8_rows) is None:
             return GateOver(W8A8Linear(weight, bias, None, self.activations, fixed, ops), weight.shape[0], kind, ops)
         return W8A8Linear(weight, bias, kind, self.activations, fixed, ops)
 
     def experts(
-        self, gate_up: Parts, down: Parts, biases: Biases, activation: Activation, holding: Holding
+        self, gate_up: Parts, down: Parts, biases: Biases, activation: Activation, kernel_context: KernelContext
     ) -> ExpertProducts:
-        return self.packed.experts(gate_up, down, biases, activation, holding)
+        return self.packed.experts(gate_up, down, biases, activation, kernel_context)
 
 
-def _scale_of(source: Source) -> str:
+def _scale_of(source: CheckpointTensor) -> str:
     return f"{source.module}.input_scale"
 
 

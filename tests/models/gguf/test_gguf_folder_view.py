@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from treetop.checkpoints.gguf.folder_view import GgufFolder
 from treetop.kernels.gemm.coded import decode
-from treetop.weights.format import Source, Span
+from treetop.weights.format import CheckpointTensor, Span
 from treetop.weights.ggml import Ggml
 
 gguf = pytest.importorskip("gguf")
@@ -80,7 +80,7 @@ def test_blocks_mean_the_librarys_numbers(kind: str, tmp_path: Path) -> None:
     assert len(modules) == 2 * 7
     for module in modules:
         whole = read.get_tensor(f"{module}.weight")
-        source = Source(f"{module}.weight", tuple(whole.shape))
+        source = CheckpointTensor(f"{module}.weight", tuple(whole.shape))
         for span, part in ((None, whole), (Span(0, 5, 21), whole[5:21]), (Span(1, 32, 64), whole[:, 32:64])):
             assert torch.equal(decode(Ggml(kind).coded(source, span, read.get_blocks)), part)
 

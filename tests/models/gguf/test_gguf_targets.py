@@ -37,7 +37,7 @@ from treetop.checkpoints.gguf.architectures import ARCHITECTURES, expert_names
 from treetop.checkpoints.hub import hub_folder, hub_gguf
 from treetop.models.registry import target_spec
 from treetop.types.errors import CheckpointError
-from treetop.weights.format import Span, Stored
+from treetop.weights.format import Span, TensorSpec
 
 gguf = pytest.importorskip("gguf")
 from support.gguf_files import write_gguf  # noqa: E402  # needs the library
@@ -245,8 +245,8 @@ def test_only_the_rows_that_are_asked_for_are_read(tmp_path: Path) -> None:
     folder = save_random_llama(tmp_path / "hub", seed=3)
     made = resolve_folder(str(write_gguf(folder, tmp_path / "a.gguf")))
     name = "model.embed_tokens.weight"
-    wanted = {each: Stored((), (), read=False) for each in load_file(folder / "model.safetensors")}
-    wanted[name] = Stored((211, 64), ("F32",))
+    wanted = {each: TensorSpec((), (), read=False) for each in load_file(folder / "model.safetensors")}
+    wanted[name] = TensorSpec((211, 64), ("F32",))
     with open_tensors(made, wanted) as fetch:
         assert torch.equal(fetch(name, Span(0, 7, 9)), load_file(folder / "model.safetensors")[name][7:9])
         with (tmp_path / "a.gguf").open("r+b") as file:

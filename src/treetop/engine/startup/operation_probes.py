@@ -46,7 +46,7 @@ from treetop.types.ids import STATE
 from treetop.types.sampling import MAX_LOGPROBS
 from treetop.types.state import StateGroup
 from treetop.weights.adapted import Adapters
-from treetop.weights.format import Biases, HeldFormat, Holding, Parts
+from treetop.weights.format import Biases, HeldFormat, KernelContext, Parts
 from treetop.weights.heads_product import HeadsProduct
 from treetop.weights.plain import UNQUANTIZED
 from treetop.weights.w8a8 import W8A8
@@ -326,7 +326,7 @@ def _experts(
     biases: Biases = None, None
     if spec.bias:
         biases = _random((_EXPERTS, 2, inner), ops, generator), _random((_EXPERTS, hidden), ops, generator)
-    products = held.experts(up, down, biases, spec.activation, Holding(ops))
+    products = held.experts(up, down, biases, spec.activation, KernelContext(ops))
 
     def call(x: Tensor, _: Tensor) -> tuple[Tensor, ...]:
         return (products(x, ops.route(x, router, None)).transpose(0, 1),)

@@ -27,7 +27,7 @@ from treetop.kernels.table import Ops
 from treetop.models.layers import Rotary
 from treetop.models.mixers.recurrences import KimiSpec
 from treetop.types.parallel import Summed
-from treetop.weights.format import Product, Source
+from treetop.weights.format import CheckpointTensor, Product
 from treetop.weights.held import Weights
 
 
@@ -74,26 +74,29 @@ def kimi_params(spec: KimiSpec, name: str, stored: str, hidden: int) -> list[Par
     dim, inner = spec.head_dim, spec.heads * spec.head_dim
     end, between = ("_b", dim) if spec.narrow else ("", hidden)
 
-    def wide(each: str, width: int) -> Source:
-        return Source(f"{stored}.{each}_proj.weight", (inner, width), unit=dim)
+    def wide(each: str, width: int) -> CheckpointTensor:
+        return CheckpointTensor(f"{stored}.{each}_proj.weight", (inner, width), unit=dim)
 
     taps = (
-        Source(f"{stored}.{each}_conv1d.weight", (inner, 1, spec.taps), _squeezed, inner, unit=dim) for each in "qkv"
+        CheckpointTensor(f"{stored}.{each}_conv1d.weight", (inner, 1, spec.taps), _squeezed, inner, unit=dim)
+        for each in "qkv"
     )
-    narrow = (Source(f"{stored}.{each}_a_proj.weight", (dim, hidden)) for each in "fg")
+    narrow = (CheckpointTensor(f"{stored}.{each}_a_proj.weight", (dim, hidden)) for each in "fg")
     shape = (1, 1, spec.heads, 1) if spec.narrow else (spec.heads,)
-    speed = Source(f"{stored}.A_log", shape, partial(torch.reshape, shape=(spec.heads,)), spec.heads)
+    speed = CheckpointTensor(f"{stored}.A_log", shape, partial(torch.reshape, shape=(spec.heads,)), spec.heads)
     return [
         matrix(f"{name}.qkv", *(wide(each, hidden) for each in "qkv"), shard=0),
-        matrix(f"{name}.rate", Source(f"{stored}.b_proj.weight", (spec.heads, hidden)), shard=0),
+        matrix(f"{name}.rate", CheckpointTensor(f"{stored}.b_proj.weight", (spec.heads, hidden)), shard=0),
         *([matrix(f"{name}.narrow", *narrow)] if spec.narrow else []),
         matrix(f"{name}.decay", wide(f"f{end}", between), shard=0),
         matrix(f"{name}.gate", wide(f"g{end}", between), shard=0),
-        matrix(f"{name}.output", Source(f"{stored}.o_proj.weight", (hidden, inner), unit=dim), shard=1),
+        matrix(f"{name}.output", CheckpointTensor(f"{stored}.o_proj.weight", (hidden, inner), unit=dim), shard=1),
         Param(f"{name}.conv", (3 * inner, spec.taps), tuple(taps), "vector", 0),
         Param(f"{name}.speed", (spec.heads,), (speed,), "vector", 0, wide=True),
-        replace(vector(f"{name}.dt_bias", Source(f"{stored}.dt_bias", (inner,), unit=dim), shard=0), wide=True),
-        replace(vector(f"{name}.norm", Source(f"{stored}.o_norm.weight", (dim,))), wide=True),
+        replace(
+            vector(f"{name}.dt_bias", CheckpointTensor(f"{stored}.dt_bias", (inner,), unit=dim), shard=0), wide=True
+        ),
+        replace(vector(f"{name}.norm", CheckpointTensor(f"{stored}.o_norm.weight", (dim,))), wide=True),
     ]
 
 

@@ -21,7 +21,7 @@ from treetop.kernels.table import Ops
 from treetop.models.layers import Rotary
 from treetop.models.mixers.recurrences import LightningSpec
 from treetop.types.parallel import Summed
-from treetop.weights.format import Product, Source
+from treetop.weights.format import CheckpointTensor, Product
 from treetop.weights.held import Weights
 
 NORM_EPS = 1e-6
@@ -62,12 +62,12 @@ def lightning_params(spec: LightningSpec, name: str, stored: str, hidden: int) -
     """stored: the prefix of its tensors, of which one has q, k and v of each head in turn."""
     inner = spec.heads * spec.head_dim
     cuts = (partial(_of_each_head, heads=spec.heads, part=part) for part in range(3))
-    qkv = [Source(f"{stored}.qkv_proj.weight", (3 * inner, hidden), cut, inner) for cut in cuts]
+    qkv = [CheckpointTensor(f"{stored}.qkv_proj.weight", (3 * inner, hidden), cut, inner) for cut in cuts]
     return [
         Param(f"{name}.qkv", (3 * inner, hidden), tuple(qkv), "matrix", 0),
-        matrix(f"{name}.gate", Source(f"{stored}.output_gate.weight", (inner, hidden)), shard=0),
-        matrix(f"{name}.output", Source(f"{stored}.out_proj.weight", (hidden, inner)), shard=1),
-        vector(f"{name}.norm", Source(f"{stored}.norm.weight", (inner,))),
+        matrix(f"{name}.gate", CheckpointTensor(f"{stored}.output_gate.weight", (inner, hidden)), shard=0),
+        matrix(f"{name}.output", CheckpointTensor(f"{stored}.out_proj.weight", (hidden, inner)), shard=1),
+        vector(f"{name}.norm", CheckpointTensor(f"{stored}.norm.weight", (inner,))),
     ]
 
 

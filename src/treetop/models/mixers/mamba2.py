@@ -24,7 +24,7 @@ from treetop.kernels.table import Ops
 from treetop.models.layers import Rotary
 from treetop.models.mixers.recurrences import MambaSpec
 from treetop.types.parallel import Summed
-from treetop.weights.format import Product, Source
+from treetop.weights.format import CheckpointTensor, Product
 from treetop.weights.held import Weights
 
 
@@ -81,12 +81,12 @@ def mamba_params(spec: MambaSpec, name: str, stored: str, hidden: int) -> list[P
     widths = {"z": spec.inner, "x": spec.inner, "B": spec.keys, "C": spec.keys, "dt": spec.heads}
     units = {"z": group, "x": group, "B": spec.state_dim, "C": spec.state_dim, "dt": spec.heads // spec.groups}
 
-    def cut(tensor: str, names: tuple[str, ...], *shape: int) -> tuple[Source, ...]:
+    def cut(tensor: str, names: tuple[str, ...], *shape: int) -> tuple[CheckpointTensor, ...]:
         """Parts one below the other, each divided by itself. shape: of a row."""
         total, first, found = sum(widths[each] for each in names), 0, []
         for each in names:
             lines = partial(_lines, lines=slice(first, first + widths[each]), flat=shape[:1] == (1,))
-            found.append(Source(f"{stored}.{tensor}", (total, *shape), lines, widths[each], unit=units[each]))
+            found.append(CheckpointTensor(f"{stored}.{tensor}", (total, *shape), lines, widths[each], unit=units[each]))
             first += widths[each]
         return tuple(found)
 
@@ -98,21 +98,27 @@ def mamba_params(spec: MambaSpec, name: str, stored: str, hidden: int) -> list[P
         Param(f"{name}.conv", (channels, spec.taps), cut("conv1d.weight", mixed, 1, spec.taps), "vector", 0),
         *(
             replace(
-                vector(f"{name}.{ours}", Source(f"{stored}.{theirs}", (spec.heads,), unit=units["dt"]), shard=0),
+                vector(
+                    f"{name}.{ours}", CheckpointTensor(f"{stored}.{theirs}", (spec.heads,), unit=units["dt"]), shard=0
+                ),
                 wide=True,
             )
             for ours, theirs in by_head.items()
         ),
-        matrix(f"{name}.output", Source(f"{stored}.out_proj.weight", (hidden, spec.inner), unit=group), shard=1),
+        matrix(
+            f"{name}.output", CheckpointTensor(f"{stored}.out_proj.weight", (hidden, spec.inner), unit=group), shard=1
+        ),
     ]
     if spec.conv_bias:
         params.append(Param(f"{name}.conv_bias", (channels,), cut("conv1d.bias", mixed), "vector", 0))
     if spec.norm is not None:
-        weight = Source(f"{stored}.norm.weight", (spec.inner,), unit=group)
+        weight = CheckpointTensor(f"{stored}.norm.weight", (spec.inner,), unit=group)
         params.append(replace(vector(f"{name}.norm", weight, shard=0), wide=True))
     if spec.bias:
         params.append(Param(f"{name}.zxbcdt_bias", (rows,), cut("in_proj.bias", everything), "vector", 0))
-        params.append(vector(f"{name}.output_bias", Source(f"{stored}.out_proj.bias", (hidden,)), shard="first"))
+        params.append(
+            vector(f"{name}.output_bias", CheckpointTensor(f"{stored}.out_proj.bias", (hidden,)), shard="first")
+        )
     return params
 
 

@@ -14,7 +14,7 @@ from treetop.kernels.table import Ops
 from treetop.models.layers import Rotary
 from treetop.models.mixers.recurrences import ConvSpec
 from treetop.types.parallel import Summed
-from treetop.weights.format import Product, Source
+from treetop.weights.format import CheckpointTensor, Product
 from treetop.weights.held import Weights
 
 
@@ -38,21 +38,21 @@ def conv_params(spec: ConvSpec, name: str, stored: str, hidden: int) -> list[Par
     """stored: the prefix of its tensors. Ranks have equal parts of the channels."""
     wide = spec.channels
 
-    def thirds(end: str, *shape: int) -> list[Source]:
+    def thirds(end: str, *shape: int) -> list[CheckpointTensor]:
         cuts = (partial(_third, index=index) for index in range(3))
-        return [Source(f"{stored}.in_proj.{end}", (3 * wide, *shape), cut, wide) for cut in cuts]
+        return [CheckpointTensor(f"{stored}.in_proj.{end}", (3 * wide, *shape), cut, wide) for cut in cuts]
 
-    taps = Source(f"{stored}.conv.weight", (wide, 1, spec.taps), _squeezed, wide)
+    taps = CheckpointTensor(f"{stored}.conv.weight", (wide, 1, spec.taps), _squeezed, wide)
     params = [
         Param(f"{name}.bcx", (3 * wide, hidden), tuple(thirds("weight", hidden)), "matrix", 0),
-        matrix(f"{name}.output", Source(f"{stored}.out_proj.weight", (hidden, wide)), shard=1),
+        matrix(f"{name}.output", CheckpointTensor(f"{stored}.out_proj.weight", (hidden, wide)), shard=1),
         Param(f"{name}.conv", (wide, spec.taps), (taps,), "vector", 0),
     ]
     if spec.bias:
         params += [
             Param(f"{name}.bcx_bias", (3 * wide,), tuple(thirds("bias")), "vector", 0),
-            vector(f"{name}.output_bias", Source(f"{stored}.out_proj.bias", (hidden,)), shard="first"),
-            vector(f"{name}.conv_bias", Source(f"{stored}.conv.bias", (wide,)), shard=0),
+            vector(f"{name}.output_bias", CheckpointTensor(f"{stored}.out_proj.bias", (hidden,)), shard="first"),
+            vector(f"{name}.conv_bias", CheckpointTensor(f"{stored}.conv.bias", (wide,)), shard=0),
         ]
     return params
 
