@@ -18,8 +18,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from coded_cases import FORMATS, random_weight
 from frame import DEVICE, copy_bytes_per_s, end_with, machine_of, median_us, parser_of, say
+from quantized_cases import FORMATS, random_weight
 from torch import Tensor
 
 from treetop.kernels.fused import add_rms_norm

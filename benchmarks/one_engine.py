@@ -18,9 +18,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from coded_cases import CONFIGS
 from frame import NAMES, end_with, machine_of, parser_of, preset, say
 from prefill import time_once
+from quantized_cases import CONFIGS
 from rounds import in_format
 
 from treetop import LLM

@@ -24,8 +24,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from coded_cases import CONFIGS
 from frame import NAMES, preset
+from quantized_cases import CONFIGS
 
 from treetop.cli import main
 

@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from coded_cases import FORMATS, random_weight
 from frame import DEVICE, copy_bytes_per_s, end_with, entries_of, machine_of, median_us, parser_of, say, write_entries
+from quantized_cases import FORMATS, random_weight
 
 from treetop.kernels.fused import joined
 from treetop.kernels.gemm import scaled_mm

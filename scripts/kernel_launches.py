@@ -2,7 +2,7 @@
 
 Each is asked for by the function that an engine calls, with the launch that an engine would choose on the card, on
 tensors of the shapes that the tables name. Only kinds and multiples of sixteen matter to a kernel, so tensors have no
-memory (device "meta"), and a coded weight has few lines.
+memory (device "meta"), and a quantized weight has few lines.
 """
 
 import re
@@ -31,12 +31,12 @@ from treetop.kernels.attention.tail import tail_and_merge
 from treetop.kernels.attention.teams import make_arrivals
 from treetop.kernels.gate import Gate
 from treetop.kernels.gemm.adapter_rows import AdapterFactors, RowTiles, expand, expand_gated, shrink, tile_rows
-from treetop.kernels.gemm.coded import CodedWeight, Coding
-from treetop.kernels.gemm.coded_norm import add_rms_norm_codes
-from treetop.kernels.gemm.coded_rows import choose_coded, coded_gated, coded_rows
 from treetop.kernels.gemm.fp8_rows import Activations, QuantizedRows, choose_fp8, fp8_rows
 from treetop.kernels.gemm.heads_rows import heads_rows
 from treetop.kernels.gemm.packed_weights import CompressedWeight, compressed_rows
+from treetop.kernels.gemm.quantized_gemm import choose_quantized, quantized_gated, quantized_gemm
+from treetop.kernels.gemm.quantized_weight import QuantizedWeight, QuantScheme
+from treetop.kernels.gemm.quantizing_norm import add_rms_norm_codes
 from treetop.kernels.gemm.skinny_gemm import choose_launch, choose_whole, gated_rows, load_table, skinny_gemm
 from treetop.kernels.gemm.tiles import TiledWeight, decode_tiles, tile
 from treetop.kernels.kv import FP8, PageTable
@@ -142,13 +142,13 @@ def _in_12_bits(n: int, k: int, gated: bool) -> CompressedWeight:
 
 
 FORMATS = {
-    "fp8 by row": Coding("e4m3", 0),
-    "fp8 by block": Coding("e4m3", 128),
-    "w4a16": Coding("int4", 128),
-    "mxfp4": Coding("e2m1", 32, "e8m0"),
-    "nvfp4": Coding("e2m1", 16, "e4m3"),
-    "nvfp4 (ModelOpt)": Coding("e2m1", 16, "times"),
-    "nvfp4 (compressed-tensors)": Coding("e2m1", 16, "over"),
+    "fp8 by row": QuantScheme("e4m3", 0),
+    "fp8 by block": QuantScheme("e4m3", 128),
+    "w4a16": QuantScheme("int4", 128),
+    "mxfp4": QuantScheme("e2m1", 32, "e8m0"),
+    "nvfp4": QuantScheme("e2m1", 16, "e4m3"),
+    "nvfp4 (ModelOpt)": QuantScheme("e2m1", 16, "times"),
+    "nvfp4 (compressed-tensors)": QuantScheme("e2m1", 16, "over"),
 }
 """Of NVFP4 the first has its factor on the sums; the others, where bits are those of decoded weights, in them."""
 _ONE_OF_EACH_KIND = ["fp8 by row", "w4a16", "nvfp4"]
@@ -161,26 +161,26 @@ def _coded_weight(name: str, *shape: int) -> TiledWeight:
 
     Scales are such as checkpoints have: large ones take other arithmetic.
     """
-    coding, (*leading, k) = FORMATS[name], shape
+    scheme, (*leading, k) = FORMATS[name], shape
     of_two_levels = {"e4m3": 2.0**-12, "times": 2.0**-12, "over": 2.0**12}
-    codes = torch.zeros((*leading, coding.bytes_of(k)), dtype=torch.uint8)
-    scale = torch.full((*leading, coding.groups_of(k)), 2.0**-10)
-    if coding.scales != "float32":
-        scale = torch.full_like(scale, 120 if coding.scales == "e8m0" else 64, dtype=torch.uint8)
+    codes = torch.zeros((*leading, scheme.bytes_of(k)), dtype=torch.uint8)
+    scale = torch.full((*leading, scheme.groups_of(k)), 2.0**-10)
+    if scheme.scales != "float32":
+        scale = torch.full_like(scale, 120 if scheme.scales == "e8m0" else 64, dtype=torch.uint8)
     factor = None
-    if coding.scales in of_two_levels:
-        factor = torch.full((*leading, 1), of_two_levels[coding.scales])
-    return tile(CodedWeight(coding, k, codes, scale, factor))
+    if scheme.scales in of_two_levels:
+        factor = torch.full((*leading, 1), of_two_levels[scheme.scales])
+    return tile(QuantizedWeight(scheme, k, codes, scale, factor))
 
 
 def _coded(card: Card) -> Iterator[Case]:
-    """Of coded weights: in 16 bits of few rows and of more, decoded to memory, and with inputs in e4m3, too."""
+    """Of quantized weights: in 16 bits of few rows and of more, decoded to memory, and with inputs in e4m3, too."""
     gpu = card.gpu
     formats = [*FORMATS] if card.measured else _ONE_OF_EACH_KIND
     counts = (16, 32, 64, 256) if card.measured else (16, 256)
     for name, (of, (lines, k, gated)), rows in product(formats, _LLAMA_8B.items(), counts):
-        launch = choose_coded(FORMATS[name].numbers, (lines, k), gated, rows, gpu)
-        multiply, weight = coded_gated if gated else coded_rows, _coded_weight(name, 256, k)
+        launch = choose_quantized(FORMATS[name].numbers, (lines, k), gated, rows, gpu)
+        multiply, weight = quantized_gated if gated else quantized_gemm, _coded_weight(name, 256, k)
         call = partial(multiply, _empty(rows, k), weight, launch=launch, gpu=gpu)
         yield f"product of {name}, {of}, {rows} rows", call
     for group, parts in product((0, 128), (1, 4)) if card.has_fp8 else ():
@@ -194,7 +194,7 @@ def _coded(card: Card) -> Iterator[Case]:
         kind: Gate | None = "silu" if gated else None
         x = QuantizedRows(_empty(rows, k, dtype=torch.uint8), _empty(groups, rows, dtype=torch.float32).T)
         scale = _empty(groups, lines, dtype=torch.float32).T
-        weight_8 = CodedWeight(Coding("e4m3", group), k, _empty(lines, k, dtype=torch.uint8), scale)
+        weight_8 = QuantizedWeight(QuantScheme("e4m3", group), k, _empty(lines, k, dtype=torch.uint8), scale)
         launch_8 = choose_fp8((lines, k), group, gated, rows, gpu)
         call = partial(fp8_rows, x, weight_8, None, kind, dtype=HALF, launch=launch_8, gpu=gpu)
         yield f"product in fp8 {'by block' if group else 'by row'}, {of}, {rows} rows", call

@@ -35,8 +35,8 @@ from treetop.kernels.comm import peers
 from treetop.kernels.comm.kv_chunks import ChunkSpan
 from treetop.kernels.comm.kv_chunks import pack as pack_piece
 from treetop.kernels.comm.kv_chunks import unpack as unpack_piece
-from treetop.kernels.gemm.coded import CodedWeight, Coding
 from treetop.kernels.gemm.packed_weights import CompressedLaunch, compress, compressed_rows
+from treetop.kernels.gemm.quantized_weight import QuantizedWeight, QuantScheme
 from treetop.kernels.gemm.skinny_gemm import RowsLaunch, gated_rows, skinny_gemm
 from treetop.kernels.gemm.tiles import tile
 from treetop.kernels.kv import PageTable
@@ -190,15 +190,15 @@ def experts_of_a_layer(device: torch.device) -> None:
     with device:
         router = Router(spec, torch.randn(40, 96).to(dtype), None, None)
         whole = torch.randn(40, 2, 72, 96).to(dtype), torch.randn(40, 96, 72).to(dtype)
-        coding = Coding("e2m1", 32, "e8m0")
+        scheme = QuantScheme("e2m1", 32, "e8m0")
         codes = torch.randint(0, 256, (40, 128, 48), dtype=torch.uint8)
         scale = torch.full((40, 128, 3), 120, dtype=torch.uint8)
         for tokens in (3, 70):
             x, live = torch.randn(tokens, 96).to(dtype), torch.arange(tokens) % 3 != 1
             routes = route(x, router, live, gpu)
             experts(x, routes, Experts(*whole, None, None, Activation.SILU), gpu)
-            gate_up = tile(CodedWeight(coding, 96, codes, scale))
-            packed = gate_up, tile(CodedWeight(coding, 64, codes[:, :96, :32], scale[:, :96, :2]))
+            gate_up = tile(QuantizedWeight(scheme, 96, codes, scale))
+            packed = gate_up, tile(QuantizedWeight(scheme, 64, codes[:, :96, :32], scale[:, :96, :2]))
             experts(x, routes, Experts(*packed, None, None, Activation.CLAMPED), gpu)
 
 

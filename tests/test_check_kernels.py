@@ -33,8 +33,8 @@ def guard():
 
 SOUND = """\
 ptxas info    : 0 bytes gmem
-ptxas info    : Compiling entry function '_coded_kernel' for 'sm_90a'
-ptxas info    : Function properties for _coded_kernel
+ptxas info    : Compiling entry function '_quantized_kernel' for 'sm_90a'
+ptxas info    : Function properties for _quantized_kernel
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 80 registers, used 1 barriers
 ptxas info    : Compile time = 142.317 ms
@@ -42,7 +42,7 @@ ptxas info    : Compile time = 142.317 ms
 SERIALIZED = """\
 ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized due to non wgmma \
 instructions defining accumulator registers of a wgmma between start and end of the pipeline stage in the function \
-'_coded_kernel'
+'_quantized_kernel'
 """
 SPILLED = """\
 ptxas info    : Function properties for _latent_attention_kernel

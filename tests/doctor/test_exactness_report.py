@@ -14,8 +14,8 @@ from treetop.engine.startup.operation_probes import operation_probe
 from treetop.engine.startup.plan import plan_engine
 from treetop.exact.probe import BitProbe, RowCase, of_rows
 from treetop.kernels.fused import rms_norm
-from treetop.kernels.gemm.coded import Coding
 from treetop.kernels.gemm.fp8_rows import Activations, QuantizedRows
+from treetop.kernels.gemm.quantized_weight import QuantScheme
 from treetop.kernels.profile import profile_of
 from treetop.kernels.table import OpContext, Ops
 from treetop.models.registry import target_spec
@@ -112,7 +112,7 @@ def test_a_norm_that_writes_codes_is_probed_where_a_product_reads_them(strong_pa
     ops = Ops(OpContext(torch.device("cpu"), torch.float32, profile=profile_of("bits", torch.device("cpu"))))
     how = Activations(group)
     params = [
-        replace(param, held=W8A8(Packed("fp8", Coding("e4m3", group)), how)) if param.kind == "matrix" else param
+        replace(param, held=W8A8(Packed("fp8", QuantScheme("e4m3", group)), how)) if param.kind == "matrix" else param
         for param in target.params
     ]
     probe = operation_probe(ops, target.config, params, 20)

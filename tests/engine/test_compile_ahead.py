@@ -43,8 +43,8 @@ from treetop.kernels.attention.indexer import IndexQuery
 from treetop.kernels.attention.latent_attention import latent_attention
 from treetop.kernels.attention.metadata import AttentionMetadata
 from treetop.kernels.attention.teams import make_arrivals
-from treetop.kernels.gemm.coded import Coding
-from treetop.kernels.gemm.coded_rows import choose_coded, coded_gated, coded_rows
+from treetop.kernels.gemm.quantized_gemm import choose_quantized, quantized_gated, quantized_gemm
+from treetop.kernels.gemm.quantized_weight import QuantScheme
 from treetop.kernels.gemm.skinny_gemm import choose_whole, gated_rows, skinny_gemm
 from treetop.kernels.gemm.tiles import decode_tiles, in_turn, tile
 from treetop.kernels.kv import PageTable
@@ -262,26 +262,26 @@ def test_attention_with_helpers_compiles_for_a_gpu(absent_gpu, kind):
 
 
 def of_experts(weight, *shape):
-    """A coded weight's lines as those of experts."""
+    """A quantized weight's lines as those of experts."""
     parts = {name: getattr(weight, name) for name in ("codes", "scale", "factor", "zero")}
     return replace(weight, **{name: p if p is None else p.view(*shape, -1) for name, p in parts.items()})
 
 
 @compiled_here
 @pytest.mark.parametrize(
-    "coding",
+    "scheme",
     [
-        Coding("e4m3", 128),
-        pytest.param(Coding("int4", 32, zeros=True), marks=pytest.mark.slow),
-        pytest.param(Coding("e2m1", 16, "over"), marks=pytest.mark.slow),
+        QuantScheme("e4m3", 128),
+        pytest.param(QuantScheme("int4", 32, zeros=True), marks=pytest.mark.slow),
+        pytest.param(QuantScheme("e2m1", 16, "over"), marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_products_that_decode_compile_for_a_gpu(absent_gpu, coding):
+def test_products_that_decode_compile_for_a_gpu(absent_gpu, scheme):
     """Of few rows, of many, and gated, as weights of a model launch them; with experts, and into memory."""
-    weight, gpu = coded_weight(512, 1024, coding, "cpu"), GpuTraits(132, True, 227 << 10, has_bfloat16=True)
+    weight, gpu = coded_weight(512, 1024, scheme, "cpu"), GpuTraits(132, True, 227 << 10, has_bfloat16=True)
     plain, gated = tile(weight), tile(in_turn(weight.halves()))
-    down = tile(of_experts(coded_weight(4096, 64, coding, "cpu"), 4, 1024))
+    down = tile(of_experts(coded_weight(4096, 64, scheme, "cpu"), 4, 1024))
     made = Experts(tile(in_turn(of_experts(weight, 4, 2, 64))), down, None, None, Activation.SILU)
     numbers = torch.zeros((5, 8), dtype=torch.int32)
     routes = Routes(numbers[0, :4].view(2, 2), torch.zeros(2, 2), Tiles(16, *numbers))
@@ -289,14 +289,14 @@ def test_products_that_decode_compile_for_a_gpu(absent_gpu, coding):
     def launch():
         for rows in (1, 256):
             x = torch.zeros(rows, 1024, dtype=torch.bfloat16)
-            coded_rows(x, plain, launch=choose_coded(coding.numbers, (512, 1024), False, rows, gpu), gpu=gpu)
-        coded_gated(x, gated, launch=choose_coded(coding.numbers, (512, 1024), True, 256, gpu), gpu=gpu)
+            quantized_gemm(x, plain, launch=choose_quantized(scheme.numbers, (512, 1024), False, rows, gpu), gpu=gpu)
+        quantized_gated(x, gated, launch=choose_quantized(scheme.numbers, (512, 1024), True, 256, gpu), gpu=gpu)
         decode_tiles(plain, 64, 512, torch.bfloat16, gpu)
         experts(x[:2], routes, made, gpu)
 
     compile_ahead(launch)
-    kernels = ["_coded_kernel"] * 3 + ["_decode_tiles_kernel"] + ["_grouped_kernel"] * 2
-    assert sorted(absent_gpu) == [(kernel, False) for kernel in kernels]
+    kernels = ["_quantized_kernel"] * 3 + ["_decode_tiles_kernel"] + ["_grouped_kernel"] * 2
+    assert sorted(absent_gpu) == [(kernel, False) for kernel in sorted(kernels)]
 
 
 @compiled_here
@@ -560,7 +560,14 @@ def test_a_rehearsal_compiles_all_that_an_engine_launches_on_a_gpu(as_if_on_a_gp
     of_latents |= {"segment_latents", "prefill_latents", "heads_rows"}
     of_others = {"plan_segments", "segment_attention", "segment_prefill"}
     of_others |= {"gather_table", "tail_and_merge", "route", "experts", "pack", "unpack", *of_ranks, *of_latents}
-    of_others |= {"coded_rows", "coded_gated", "decode_tiles", "quantize_rows", "fp8_rows", "add_rms_norm_codes"}
+    of_others |= {
+        "quantized_gemm",
+        "quantized_gated",
+        "decode_tiles",
+        "quantize_rows",
+        "fp8_rows",
+        "add_rms_norm_codes",
+    }
     of_others |= {"tile_rows", "shrink", "expand", "expand_gated"}  # of --lora-modules
     of_others |= {name for name, op in operations().items() if "kernels.recurrent" in op.reference.__module__}
     of_others |= {"say_roots", "say_level", "choose_drawn"}  # of --simulate-acceptance

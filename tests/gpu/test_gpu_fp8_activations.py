@@ -15,8 +15,6 @@ from support.tiny_models import Pair, save_random_experts, save_random_head, sav
 from treetop import SamplingParams
 from treetop.exact.probe import same_bits
 from treetop.kernels.fused import add_rms_norm
-from treetop.kernels.gemm.coded import CodedWeight, Coding
-from treetop.kernels.gemm.coded_norm import add_rms_norm_codes
 from treetop.kernels.gemm.fp8_rows import (
     Activations,
     QuantizedRows,
@@ -27,6 +25,8 @@ from treetop.kernels.gemm.fp8_rows import (
     quantize_rows,
     quantize_rows_reference,
 )
+from treetop.kernels.gemm.quantized_weight import QuantizedWeight, QuantScheme
+from treetop.kernels.gemm.quantizing_norm import add_rms_norm_codes
 from treetop.kernels.gemm.scaled_mm import ROWS_OF_GROUPS, scaled_rows, why_not
 from treetop.kernels.kv import FP8, FP8_CAPABILITY
 from treetop.kernels.triton_guard import gpu_traits
@@ -76,12 +76,12 @@ def fixed_of(how):
     return torch.tensor([2.0**-5], device=GPU) if how.fixed else None
 
 
-def made(lines, k, group) -> CodedWeight:
+def made(lines, k, group) -> QuantizedWeight:
     """Numbers as weights have them: most in the middle of e4m3's range, scales of a few percent."""
     torch.manual_seed(lines + k)
-    weight = coded_weight(lines, k, Coding("e4m3", group), GPU)
+    weight = coded_weight(lines, k, QuantScheme("e4m3", group), GPU)
     codes = (torch.randn(lines, k, device=GPU) * 100).clamp(-448, 448).to(FP8).view(torch.uint8)
-    return by_group(CodedWeight(weight.coding, k, codes, weight.scale + 1e-3))
+    return by_group(QuantizedWeight(weight.scheme, k, codes, weight.scale + 1e-3))
 
 
 @pytest.mark.parametrize("how", WAYS, ids=str)

@@ -11,7 +11,7 @@ from support.operation_cases import coded_weight
 from support.quantized import by_library, fp8_blocks, nvfp4_of_modelopt, quantized
 from support.tiny_models import Pair, save_random_experts, save_random_head, save_random_llama
 from treetop.engine.startup.plan import packing
-from treetop.kernels.gemm.coded import Coding
+from treetop.kernels.gemm.quantized_weight import QuantScheme
 from treetop.kernels.gemm.tiles import apart, decode_tiles, in_turn, tile
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.config import EngineConfig
@@ -20,7 +20,12 @@ from treetop.weights.packed import TiledGated, TiledLinear
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 GPU = torch.device("cuda")
-CODINGS = [Coding("e4m3", 0), Coding("e4m3", 128), Coding("int4", 128, zeros=True), Coding("e2m1", 16, "times")]
+CODINGS = [
+    QuantScheme("e4m3", 0),
+    QuantScheme("e4m3", 128),
+    QuantScheme("int4", 128, zeros=True),
+    QuantScheme("e2m1", 16, "times"),
+]
 W4A16 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False}
 FORMATS = {
     "fp8 blocks": partial(fp8_blocks, 32, 64),
@@ -36,13 +41,13 @@ def near(got, want):
     assert error < 1e-2, f"relative error {error:.1e}"
 
 
-@pytest.mark.parametrize("coding", CODINGS, ids=str)
+@pytest.mark.parametrize("scheme", CODINGS, ids=str)
 @pytest.mark.parametrize("rows", [1, 16, 40, 100, 256, 300])
 @pytest.mark.parametrize(("lines", "k", "gated"), [(6144, 4096, False), (28672, 4096, True), (4096, 14336, False)])
-def test_products_of_a_llama_8b_equal_those_of_the_decoded_weight(lines, k, gated, rows, coding):
+def test_products_of_a_llama_8b_equal_those_of_the_decoded_weight(lines, k, gated, rows, scheme):
     """By the kernel up to 256 rows, by a decoded block for more; three times, each beside the one before it."""
     torch.manual_seed(rows)
-    by_rows, gpu = coded_weight(lines, k, coding, GPU), gpu_traits(GPU)
+    by_rows, gpu = coded_weight(lines, k, scheme, GPU), gpu_traits(GPU)
     weight = tile(in_turn(by_rows.halves()) if gated else by_rows)
     whole = decode_tiles(weight, 0, lines, torch.bfloat16, gpu)
     x = torch.randn(rows, k, device=GPU, dtype=torch.bfloat16) / float(whole.float().std()) * k**-0.5

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from support.grids import few_of
 from support.interpreted import DEVICE, ON_GPU, needs_gpu, on_gpu_or_interpreted
 from support.operation_cases import coded_weight
-from treetop.kernels.gemm.coded import CodedWeight, Coding, decode, factor_apart
+from treetop.kernels.gemm.quantized_weight import QuantizedWeight, QuantScheme, decode, factor_apart
 from treetop.kernels.gemm.tiles import in_turn, tile
 from treetop.kernels.moe import experts as products
 from treetop.kernels.moe import routing
@@ -195,9 +195,9 @@ def groups_of(*shape, scales=(100, 140)):
 
 
 def coded(groups):
-    """Groups [..., k / 32, 17], whose last byte is the scale, as a coded weight [..., k]."""
+    """Groups [..., k / 32, 17], whose last byte is the scale, as a quantized weight [..., k]."""
     codes = groups[..., :16].flatten(-2)
-    return CodedWeight(Coding("e2m1", 32, "e8m0"), 2 * codes.shape[-1], codes, groups[..., 16].contiguous())
+    return QuantizedWeight(QuantScheme("e2m1", 32, "e8m0"), 2 * codes.shape[-1], codes, groups[..., 16].contiguous())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -263,22 +263,22 @@ def test_the_kernels_route_as_the_reference(name, tokens):
 
 
 CODINGS = {
-    "mxfp4": Coding("e2m1", 32, "e8m0"),
-    "fp8 blocks": Coding("e4m3", 128),
-    "fp8 rows": Coding("e4m3", 0),
-    "w4a16": Coding("int4", 32, zeros=True),
-    "nvfp4": Coding("e2m1", 16, "times"),
+    "mxfp4": QuantScheme("e2m1", 32, "e8m0"),
+    "fp8 blocks": QuantScheme("e4m3", 128),
+    "fp8 rows": QuantScheme("e4m3", 0),
+    "w4a16": QuantScheme("int4", 32, zeros=True),
+    "nvfp4": QuantScheme("e2m1", 16, "times"),
 }
 
 
 def coded_experts(number, hidden, inner, name, activation, biases=(None, None)):
     """In tiles, and the same by rows; products keep their input's size, about."""
-    coding, both = CODINGS[name], []
+    scheme, both = CODINGS[name], []
     for lines, k in ((2 * inner, hidden), (hidden, inner)):
-        weight = coded_weight(number * lines, k, coding)
-        if coding.scales == "float32":
-            weight.scale.mul_(0.1 if coding.numbers == "e4m3" else 3)
-        elif coding.scales == "e8m0":
+        weight = coded_weight(number * lines, k, scheme)
+        if scheme.scales == "float32":
+            weight.scale.mul_(0.1 if scheme.numbers == "e4m3" else 3)
+        elif scheme.scales == "e8m0":
             weight.scale.clamp_(122, 125)
         else:
             weight.scale.fill_(0x38)

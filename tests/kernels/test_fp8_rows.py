@@ -16,8 +16,6 @@ from support.fp8 import VALUES, rounded
 from support.interpreted import DEVICE, ON_GPU, on_gpu_or_interpreted
 from support.operation_cases import coded_weight, e4m3_rows
 from treetop.kernels.fused import add_rms_norm
-from treetop.kernels.gemm.coded import Coding, decode
-from treetop.kernels.gemm.coded_norm import add_rms_norm_codes, norms_codes
 from treetop.kernels.gemm.fp8_rows import (
     Activations,
     Fp8Launch,
@@ -28,6 +26,8 @@ from treetop.kernels.gemm.fp8_rows import (
     quantize_rows,
     quantize_rows_reference,
 )
+from treetop.kernels.gemm.quantized_weight import QuantScheme, decode
+from treetop.kernels.gemm.quantizing_norm import add_rms_norm_codes, norms_codes
 from treetop.kernels.kv import FP8
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits
 
@@ -109,7 +109,7 @@ def test_powers_of_two_stay_what_they_are():
 @pytest.mark.parametrize("group", [0, 64])
 def test_a_product_is_the_exact_sum_times_both_scales(group):
     """In Python's integers; the sums lie so far apart that float32 would lose most of them."""
-    weight = coded_weight(5, 200, Coding("e4m3", group), "cpu")
+    weight = coded_weight(5, 200, QuantScheme("e4m3", group), "cpu")
     x = e4m3_rows(3, 200, weight.scale.shape[1])
     x = type(x)(x.codes.cpu(), x.scale.cpu())
     bias = torch.randn(5)
@@ -132,7 +132,7 @@ def test_a_product_is_the_exact_sum_times_both_scales(group):
 @pytest.mark.parametrize("how", WAYS, ids=str)
 def test_a_row_has_the_same_bits_in_any_batch(how):
     """Whatever its companions are, NaN and infinity too; and their rows are NaN, or with a fixed scale 448 of those."""
-    x, weight = hard_rows(), coded_weight(40, 200, Coding("e4m3", how.group), "cpu")
+    x, weight = hard_rows(), coded_weight(40, 200, QuantScheme("e4m3", how.group), "cpu")
 
     def product(rows):
         return fp8_rows_reference(quantize_rows_reference(rows, how, fixed_of(how)), weight)[0]
@@ -212,7 +212,7 @@ def close(got, want):
 @pytest.mark.parametrize("rows", [1, 21, 70])
 def test_the_kernel_gives_the_products_of_the_reference(rows, group):
     """Lines, columns and groups that fill no block; k cut or not; with a bias."""
-    weight = by_group(coded_weight(72, 328, Coding("e4m3", group)))
+    weight = by_group(coded_weight(72, 328, QuantScheme("e4m3", group)))
     x, bias = e4m3_rows(rows, 328, weight.scale.shape[1]), torch.randn(72, device=DEVICE)
     x = type(x)(x.codes.to(DEVICE), x.scale.to(DEVICE))
     want = fp8_rows_reference(x, weight, bias)[0]
@@ -225,7 +225,7 @@ def test_the_kernel_gives_the_products_of_the_reference(rows, group):
 @on_gpu_or_interpreted
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
 def test_the_kernel_gives_the_gate_of_the_reference(kind):
-    weight, x = coded_weight(74, 96, Coding("e4m3", 0)), e4m3_rows(18, 96, 1)
+    weight, x = coded_weight(74, 96, QuantScheme("e4m3", 0)), e4m3_rows(18, 96, 1)
     x = type(x)(x.codes.to(DEVICE), x.scale.to(DEVICE) / 100)
     bias, launch = torch.randn(74, device=DEVICE), Fp8Launch(64, 1, 2, 4)
     got = fp8_rows(x, weight, bias, kind, dtype=torch.float32, launch=launch, gpu=gpu_traits(DEVICE))

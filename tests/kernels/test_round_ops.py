@@ -61,7 +61,14 @@ def test_kernels_are_chosen_where_they_serve(monkeypatch):
         return {name for name, op in operations().items() if getattr(ops, name) is not op.reference}
 
     of_products = {"silu_mul", "gelu_tanh_mul", "skinny_gemm", "gated_rows", "compressed_rows"}
-    of_products |= {"coded_rows", "coded_gated", "decode_tiles", "quantize_rows", "fp8_rows", "add_rms_norm_codes"}
+    of_products |= {
+        "quantized_gemm",
+        "quantized_gated",
+        "decode_tiles",
+        "quantize_rows",
+        "fp8_rows",
+        "add_rms_norm_codes",
+    }
     of_trees = {
         "start",
         "grow",

@@ -5,7 +5,6 @@ import torch
 
 from support.operation_cases import coded_weight, e4m3_rows
 from treetop.kernels.gemm import scaled_mm
-from treetop.kernels.gemm.coded import Coding
 from treetop.kernels.gemm.fp8_rows import (
     Activations,
     QuantizedRows,
@@ -13,6 +12,7 @@ from treetop.kernels.gemm.fp8_rows import (
     fp8_rows_reference,
     quantize_rows_reference,
 )
+from treetop.kernels.gemm.quantized_weight import QuantScheme
 from treetop.kernels.gemm.scaled_mm import ROWS_OF_GROUPS, library_from, scaled_rows, why_not
 from treetop.kernels.triton_guard import GpuTraits
 
@@ -72,7 +72,7 @@ def test_operands_keep_to_the_librarys_rules_and_the_product_is_the_references(g
     """Rows that are no multiple of four, and groups of k (3, 5) that are none."""
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", by_rules)
     torch.manual_seed(rows + k)
-    weight = by_group(coded_weight(64, k, Coding("e4m3", group), CPU))
+    weight = by_group(coded_weight(64, k, QuantScheme("e4m3", group), CPU))
     x = quantize_rows_reference(torch.randn(rows, k), Activations(group), multiple=ROWS_OF_GROUPS if group else 1)
     x = QuantizedRows(x.codes, x.scale.T.contiguous().T)  # as the kernel lays them
     bias = None if group else torch.randn(64, dtype=torch.bfloat16)
@@ -94,7 +94,7 @@ def test_filled_rows_are_zeros_and_change_no_other():
 
 def test_torch_itself_takes_the_operands_of_whole_rows():
     """Its own `scaled_mm` on a CPU, which knows no groups."""
-    weight, x = coded_weight(32, 160, Coding("e4m3", 0), CPU), e4m3_rows(6, 160, 1)
+    weight, x = coded_weight(32, 160, QuantScheme("e4m3", 0), CPU), e4m3_rows(6, 160, 1)
     x = QuantizedRows(x.codes.cpu(), x.scale)
     want = fp8_rows_reference(x, weight)[0]
     got = scaled_rows(x, weight).float()
@@ -113,13 +113,16 @@ def test_torch_itself_takes_the_operands_of_whole_rows():
 )
 def test_what_the_library_cannot_is_left_to_the_kernel(lines, k, group, bias, why):
     found = why_not(
-        coded_weight(lines, k, Coding("e4m3", group), CPU), torch.zeros(lines) if bias else None, torch.bfloat16, HOPPER
+        coded_weight(lines, k, QuantScheme("e4m3", group), CPU),
+        torch.zeros(lines) if bias else None,
+        torch.bfloat16,
+        HOPPER,
     )
     assert why in str(found)
 
 
 def test_only_hopper_and_bfloat16_take_the_library():
-    weight = coded_weight(64, 256, Coding("e4m3", 0), CPU)
+    weight = coded_weight(64, 256, QuantScheme("e4m3", 0), CPU)
     assert all(why_not(weight, None, torch.bfloat16, gpu) is not None for gpu in OTHERS.values())
     assert "float16" in str(why_not(weight, None, torch.float16, HOPPER))
 
@@ -137,6 +140,6 @@ def test_the_table_says_from_which_rows(monkeypatch):
 
 def test_a_cuda_without_scales_of_groups_takes_those_of_rows_alone(monkeypatch):
     monkeypatch.setattr(scaled_mm, "cuda_version", lambda: (12, 8))
-    by_group, by_row = (coded_weight(64, 256, Coding("e4m3", group), CPU) for group in (128, 0))
+    by_group, by_row = (coded_weight(64, 256, QuantScheme("e4m3", group), CPU) for group in (128, 0))
     assert "CUDA 12.9" in str(why_not(by_group, None, torch.bfloat16, HOPPER))
     assert why_not(by_row, None, torch.bfloat16, HOPPER) is None

@@ -15,46 +15,46 @@ from support.grids import few_of
 from support.interpreted import DEVICE, ON_GPU, on_gpu_or_interpreted
 from support.operation_cases import coded_weight
 from treetop.kernels.gemm import tiles
-from treetop.kernels.gemm.coded import CodedWeight, Coding, decode, factor_apart
-from treetop.kernels.gemm.coded_rows import (
-    CodedLaunch,
-    choose_coded,
-    coded_gated,
-    coded_gated_reference,
-    coded_rows,
-    coded_rows_reference,
+from treetop.kernels.gemm.quantized_gemm import (
+    QuantizedLaunch,
+    choose_quantized,
+    quantized_gated,
+    quantized_gated_reference,
+    quantized_gemm,
+    quantized_gemm_reference,
 )
+from treetop.kernels.gemm.quantized_weight import QuantizedWeight, QuantScheme, decode, factor_apart
 from treetop.kernels.gemm.tiles import decode_tiles, in_turn, tile, untile, why_not_tiled
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits
 from treetop.weights import packed
 from treetop.weights.packed import TiledGated, TiledLinear
 
 CODINGS = [
-    Coding("e4m3", 0),
-    Coding("e4m3", 128),
-    Coding("e4m3", 32),
-    Coding("int4", 0),
-    Coding("int4", 16),
-    Coding("int4", 32),
-    Coding("int4", 64, zeros=True),
-    Coding("int4", 128, zeros=True),
-    Coding("int4", 256),
-    Coding("e2m1", 16, "times"),
-    Coding("e2m1", 16, "over"),
-    Coding("e2m1", 32, "e8m0"),
+    QuantScheme("e4m3", 0),
+    QuantScheme("e4m3", 128),
+    QuantScheme("e4m3", 32),
+    QuantScheme("int4", 0),
+    QuantScheme("int4", 16),
+    QuantScheme("int4", 32),
+    QuantScheme("int4", 64, zeros=True),
+    QuantScheme("int4", 128, zeros=True),
+    QuantScheme("int4", 256),
+    QuantScheme("e2m1", 16, "times"),
+    QuantScheme("e2m1", 16, "over"),
+    QuantScheme("e2m1", 32, "e8m0"),
 ]
 SCALES = [torch.bfloat16, torch.float16, torch.float32]
 
 
-def made(lines, k, coding, kind=torch.float32, experts=()):
+def made(lines, k, scheme, kind=torch.float32, experts=()):
     """A random weight whose scales are numbers of a kind."""
-    weight = coded_weight(torch.Size((*experts, lines)).numel(), k, coding)
+    weight = coded_weight(torch.Size((*experts, lines)).numel(), k, scheme)
     scale = weight.scale.to(kind).float() if weight.scale.dtype == torch.float32 else weight.scale
     shaped = {"scale": scale, "codes": weight.codes, "factor": weight.factor, "zero": weight.zero}
     return replace(weight, **{n: p if p is None else p.view(*experts, lines, -1) for n, p in shaped.items()})
 
 
-def equal(one: CodedWeight, other: CodedWeight) -> bool:
+def equal(one: QuantizedWeight, other: QuantizedWeight) -> bool:
     pairs = [(getattr(one, n), getattr(other, n)) for n in ("codes", "scale", "factor", "zero")]
     return one.columns == other.columns and all((a is None) == (b is None) for a, b in pairs) and all(
         torch.equal(a, b) for a, b in pairs if a is not None
@@ -66,42 +66,48 @@ def _seed():
     torch.manual_seed(5)
 
 
-@pytest.mark.parametrize("coding", CODINGS, ids=str)
+@pytest.mark.parametrize("scheme", CODINGS, ids=str)
 @pytest.mark.parametrize("kind", SCALES)
 @pytest.mark.parametrize(("lines", "k"), [(64, 128), (37, 78), (130, 500)])
-def test_a_weight_comes_back_from_its_tiles(coding, kind, lines, k):
+def test_a_weight_comes_back_from_its_tiles(scheme, kind, lines, k):
     """Whatever fills its tiles up; scales in the narrowest form that holds them all."""
-    weight = made(lines, k, coding, kind)
+    weight = made(lines, k, scheme, kind)
     found = tile(weight)
     assert equal(untile(found), weight)
-    if coding.scales == "float32":
+    if scheme.scales == "float32":
         assert found.form == str(kind).removeprefix("torch.")
     assert found.words.shape[1] == -(-lines // 64)
     assert found.nbytes >= weight.nbytes - weight.scale.nbytes // 2
-    experts = made(lines, k, coding, kind, (3,))
+    experts = made(lines, k, scheme, kind, (3,))
     assert equal(untile(tile(experts)), experts)
-    both = in_turn(made(lines, k, coding, kind, (3, 2)))
+    both = in_turn(made(lines, k, scheme, kind, (3, 2)))
     assert both.shape == (3, 2 * lines, k)
     assert equal(untile(tile(both)), both)
 
 
 def test_a_scale_that_is_too_large_is_noted():
-    weight = made(64, 128, Coding("e4m3", 128))
+    weight = made(64, 128, QuantScheme("e4m3", 128))
     assert not tile(weight).wide
     assert tile(replace(weight, scale=torch.full_like(weight.scale, 64.0))).wide
-    weight = made(64, 128, Coding("e2m1", 32, "e8m0"))
+    weight = made(64, 128, QuantScheme("e2m1", 32, "e8m0"))
     weight.scale[3, 1] = 129
     assert tile(weight).wide
-    weight = made(64, 128, Coding("e2m1", 16, "over"))
+    weight = made(64, 128, QuantScheme("e2m1", 16, "over"))
     assert tile(weight).wide
     assert not tile(replace(weight, factor=torch.full_like(weight.factor, 1e3))).wide
 
 
 @pytest.mark.parametrize(
-    "coding", [Coding("e4m3", 48), Coding("int4", 7, zeros=True), Coding("e2m1", 64, "e8m0"), Coding("e4m3", 16)]
+    "scheme",
+    [
+        QuantScheme("e4m3", 48),
+        QuantScheme("int4", 7, zeros=True),
+        QuantScheme("e2m1", 64, "e8m0"),
+        QuantScheme("e4m3", 16),
+    ],
 )
-def test_groups_that_do_not_divide_a_tile_are_told(coding):
-    assert why_not_tiled(coding) is not None
+def test_groups_that_do_not_divide_a_tile_are_told(scheme):
+    assert why_not_tiled(scheme) is not None
     assert all(why_not_tiled(each) is None for each in CODINGS)
 
 
@@ -114,7 +120,7 @@ def test_splits_are_the_same_for_any_number_of_rows(shape, numbers):
     """Those that were measured for some numbers of rows are the others' too."""
     for gated, gpu in product((False, True), (GpuTraits(132, True), GpuTraits(108, False))):
         counts = (1, 16, 17, 32, 33, 64, 65, 256)
-        found = {choose_coded(numbers, shape, gated, rows, gpu).splits for rows in counts}
+        found = {choose_quantized(numbers, shape, gated, rows, gpu).splits for rows in counts}
         assert len(found) == 1
         assert not gated or found == {1}
 
@@ -190,14 +196,14 @@ OF_SUMS = 2.0**8
 
 def assembled(weight, scale, zero):
     """Weights [lines, columns] bfloat16 by the assembly, of a block whose lines have one scale and zero each."""
-    numbers, words = weight.coding.numbers, pairs(weight.words[0, 0, 0])
-    apart = weight.coding.scales == "e4m3"
+    numbers, words = weight.scheme.numbers, pairs(weight.words[0, 0, 0])
+    apart = weight.scheme.scales == "e4m3"
     made, folded = [], scale.float() * (FOLDED[numbers] / (OF_SUMS if apart else 1))
     for part in range(2 if numbers == "e4m3" else 4):
         n = follow(getattr(tiles, f"_MOVE_{numbers.upper()}_{part}"), words)
         if numbers == "int4":
             n = follow(tiles._LESS, n, twice(zero.float() + 128))
-        if weight.form == "bfloat16" or apart or weight.coding.scales == "e8m0":
+        if weight.form == "bfloat16" or apart or weight.scheme.scales == "e8m0":
             n = follow(tiles._TIMES, n, twice(folded))
         elif weight.form == "float16":
             high = folded.to(torch.bfloat16)
@@ -213,15 +219,15 @@ def assembled(weight, scale, zero):
 @pytest.mark.parametrize("numbers", ["e4m3", "int4", "e2m1"])
 def test_the_assembly_makes_the_bits_of_the_reference(numbers, kind):
     """Every code with scales of all kinds, small and large, negative too, and zeros 0 to 16."""
-    coding = Coding(numbers, 128, zeros=numbers == "int4")
+    scheme = QuantScheme(numbers, 128, zeros=numbers == "int4")
     scales = torch.randn(64, 1) * 10.0 ** torch.randint(-4, 2, (64, 1))
     scales = scales.clamp(-60, 60) if numbers != "e2m1" else scales.clamp(-0.5, 0.5)
-    codes = torch.randint(0, 256, (64, coding.bytes_of(128)), dtype=torch.uint8)
-    every = torch.arange(256, dtype=torch.uint8).view(-1, coding.bytes_of(128))
+    codes = torch.randint(0, 256, (64, scheme.bytes_of(128)), dtype=torch.uint8)
+    every = torch.arange(256, dtype=torch.uint8).view(-1, scheme.bytes_of(128))
     codes[: len(every)] = every
     codes &= 0xFE if numbers == "e4m3" else 0xFF
-    zero = (torch.arange(64) % 17).to(torch.uint8)[:, None] if coding.zeros else None
-    weight = CodedWeight(coding, 128, codes, scales.to(kind).float(), zero=zero)
+    zero = (torch.arange(64) % 17).to(torch.uint8)[:, None] if scheme.zeros else None
+    weight = QuantizedWeight(scheme, 128, codes, scales.to(kind).float(), zero=zero)
     small = tile(weight)
     assert small.form == str(kind).removeprefix("torch.")
     assert not small.wide
@@ -232,15 +238,15 @@ def test_the_assembly_makes_the_bits_of_the_reference(numbers, kind):
 def test_the_assembly_of_mxfp4_reaches_the_least_and_the_largest_scales():
     for scale in (0, 1, 2, 100, 127, 128):
         codes = torch.arange(256, dtype=torch.uint8).view(4, 64).repeat(16, 1)
-        weight = CodedWeight(
-            Coding("e2m1", 32, "e8m0"), 128, codes, torch.full((64, 4), scale, dtype=torch.uint8)
+        weight = QuantizedWeight(
+            QuantScheme("e2m1", 32, "e8m0"), 128, codes, torch.full((64, 4), scale, dtype=torch.uint8)
         )  # fmt: skip
         small = tile(weight)
         value = torch.ldexp(torch.ones(64, 1), torch.tensor(scale - 127))
         assert torch.equal(assembled(small, value, None), decode(weight).to(torch.bfloat16))
 
 
-TWO_LEVELS = [Coding("e2m1", 16, "times"), Coding("e2m1", 16, "over")]
+TWO_LEVELS = [QuantScheme("e2m1", 16, "times"), QuantScheme("e2m1", 16, "over")]
 
 
 def test_the_assembly_multiplies_numbers_in_e2m1_and_scales_in_e4m3_without_rounding():
@@ -248,7 +254,7 @@ def test_the_assembly_multiplies_numbers_in_e2m1_and_scales_in_e4m3_without_roun
     every = torch.arange(256, dtype=torch.uint8).view(4, 64).repeat(16, 1)
     for code in [code for code in range(256) if code & 0x7F != 0x7F]:  # no NaN
         scale = torch.full((64, 8), code, dtype=torch.uint8)
-        weight = factor_apart(CodedWeight(TWO_LEVELS[0], 128, every, scale, torch.ones(64, 1)))
+        weight = factor_apart(QuantizedWeight(TWO_LEVELS[0], 128, every, scale, torch.ones(64, 1)))
         small = tile(weight)
         assert not small.wide
         level = scale[:, :1].view(torch.float8_e4m3fn).float()
@@ -256,10 +262,10 @@ def test_the_assembly_multiplies_numbers_in_e2m1_and_scales_in_e4m3_without_roun
         assert torch.equal(assembled(small, level, None).float() * OF_SUMS, decode(weight))
 
 
-@pytest.mark.parametrize("coding", TWO_LEVELS, ids=str)
-def test_a_factor_that_goes_to_the_sums_leaves_weights_that_16_bits_hold(coding):
+@pytest.mark.parametrize("scheme", TWO_LEVELS, ids=str)
+def test_a_factor_that_goes_to_the_sums_leaves_weights_that_16_bits_hold(scheme):
     """And makes them what they were; without one, and of lines that are padding, nothing changes."""
-    weight = made(70, 256, coding)
+    weight = made(70, 256, scheme)
     weight.factor[3] = 0.0
     weight.codes[3] = 0
     left = factor_apart(weight)
@@ -268,13 +274,13 @@ def test_a_factor_that_goes_to_the_sums_leaves_weights_that_16_bits_hold(coding)
         assert torch.equal(numbers.to(dtype).float(), numbers)
     torch.testing.assert_close(numbers * left.factor, decode(weight), rtol=2**-22, atol=0)
     assert equal(untile(tile(left)), left)
-    plain = made(70, 256, Coding("int4", 128))
+    plain = made(70, 256, QuantScheme("int4", 128))
     assert factor_apart(plain) is plain
 
 
 def test_following_can_fail():
     """Other shifts give other numbers."""
-    weight = made(64, 128, Coding("int4", 128))
+    weight = made(64, 128, QuantScheme("int4", 128))
     small = tile(weight)
     wrong = re.sub("0x000f000f", "0x00070007", tiles._MOVE_INT4_1.value)
     right = follow(tiles._MOVE_INT4_1, pairs(small.words[0, 0, 0]))
@@ -298,22 +304,22 @@ def picking(rows, k, start, dtype):
 def picked(weight, dtype, splits):
     """All weights, by products of 64 rows."""
     k = weight.shape[1]
-    launch, found = CodedLaunch(64, splits, 2, 4), []
+    launch, found = QuantizedLaunch(64, splits, 2, 4), []
     for start in range(0, k, 64):
-        got = coded_rows(picking(64, k, start, dtype), weight, launch=launch, gpu=gpu_traits(DEVICE))
+        got = quantized_gemm(picking(64, k, start, dtype), weight, launch=launch, gpu=gpu_traits(DEVICE))
         found.append(got.float().sum(0)[: min(64, k - start)])
     return torch.cat(found).T
 
 
 @on_gpu_or_interpreted
-@pytest.mark.parametrize("coding", few_of(CODINGS, *range(0, 6, 2)), ids=str)
+@pytest.mark.parametrize("scheme", few_of(CODINGS, *range(0, 6, 2)), ids=str)
 @pytest.mark.parametrize("kind", [SCALES[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in SCALES[1:])])
-def test_each_weight_has_the_bits_of_the_reference(coding, kind):
+def test_each_weight_has_the_bits_of_the_reference(scheme, kind):
     """Lines, columns and groups that fill no tile; as a product has them, and decoded into memory."""
-    if coding.scales != "float32" and kind != torch.float32:
+    if scheme.scales != "float32" and kind != torch.float32:
         pytest.skip("its scales are of one kind")
     for lines, k, splits in ((64, 256, 2), (70, 134, 1)):
-        weight = tile(made(lines, k, coding, kind))
+        weight = tile(made(lines, k, scheme, kind))
         for dtype in DTYPES if kind == torch.float32 else DTYPES[:1]:
             want = decode(untile(weight)).to(dtype)
             assert torch.equal(picked(weight, dtype, splits), want.float())
@@ -324,11 +330,11 @@ def test_each_weight_has_the_bits_of_the_reference(coding, kind):
 
 
 @on_gpu_or_interpreted
-@pytest.mark.parametrize("coding", TWO_LEVELS, ids=str)
-def test_weights_without_their_factor_are_exact_and_sums_get_it(coding):
+@pytest.mark.parametrize("scheme", TWO_LEVELS, ids=str)
+def test_weights_without_their_factor_are_exact_and_sums_get_it(scheme):
     """Each by itself, whatever the dtype and the splits; what is decoded into memory has none."""
     for lines, k, splits in ((64, 256, 2), (70, 134, 1)):
-        by_rows = factor_apart(made(lines, k, coding))
+        by_rows = factor_apart(made(lines, k, scheme))
         weight = tile(by_rows)
         for dtype in DTYPES:
             want = decode(by_rows) * by_rows.factor
@@ -337,30 +343,30 @@ def test_weights_without_their_factor_are_exact_and_sums_get_it(coding):
 
 
 @on_gpu_or_interpreted
-@pytest.mark.parametrize("coding", TWO_LEVELS, ids=str)
-def test_products_whose_sums_get_a_factor_equal_the_reference(coding):
+@pytest.mark.parametrize("scheme", TWO_LEVELS, ids=str)
+def test_products_whose_sums_get_a_factor_equal_the_reference(scheme):
     """With a bias, which gets none; of a gate, whose gates and ups have their own; of lines that fill no tile."""
     x, bias = torch.randn(19, 256, device=DEVICE, dtype=DTYPES[0]), torch.randn(72, device=DEVICE, dtype=DTYPES[0])
-    weight, both = tile(factor_apart(made(72, 256, coding))), made(36, 256, coding, experts=(2,))
+    weight, both = tile(factor_apart(made(72, 256, scheme))), made(36, 256, scheme, experts=(2,))
     x, gpu, most = x / float(decode(both).std() * 16), gpu_traits(DEVICE), 1e-2 if ON_GPU else 1e-5
-    for launch in (CodedLaunch(64, 1, 2, 4), CodedLaunch(128, 2, 2, 4)):
-        got = coded_rows(x, weight, bias, launch=launch, gpu=gpu).float().sum(0)
-        want = coded_rows_reference(x, weight, bias)[0]
+    for launch in (QuantizedLaunch(64, 1, 2, 4), QuantizedLaunch(128, 2, 2, 4)):
+        got = quantized_gemm(x, weight, bias, launch=launch, gpu=gpu).float().sum(0)
+        want = quantized_gemm_reference(x, weight, bias)[0]
         assert float((got - want).norm() / want.norm()) < most
     gated = tile(factor_apart(in_turn(both)))
-    got = coded_gated(x, gated, "silu", bias, launch=CodedLaunch(64, 1, 2, 4), gpu=gpu).float()
-    want = coded_gated_reference(x, tile(in_turn(both)), "silu", bias).float()
+    got = quantized_gated(x, gated, "silu", bias, launch=QuantizedLaunch(64, 1, 2, 4), gpu=gpu).float()
+    want = quantized_gated_reference(x, tile(in_turn(both)), "silu", bias).float()
     assert float((got - want).norm() / want.norm()) < most
 
 
 @on_gpu_or_interpreted
-@pytest.mark.parametrize("coding", [CODINGS[1], CODINGS[7], CODINGS[9]], ids=str)
-def test_products_equal_the_reference(coding):
+@pytest.mark.parametrize("scheme", [CODINGS[1], CODINGS[7], CODINGS[9]], ids=str)
+def test_products_equal_the_reference(scheme):
     x, bias = torch.randn(19, 256, device=DEVICE, dtype=DTYPES[0]), torch.randn(72, device=DEVICE, dtype=DTYPES[0])
-    weight = tile(made(72, 256, coding))
-    for launch in (CodedLaunch(64, 1, 2, 4), CodedLaunch(128, 2, 2, 4)):
-        got = coded_rows(x, weight, bias, launch=launch, gpu=gpu_traits(DEVICE)).float().sum(0)
-        want = coded_rows_reference(x, weight, bias)[0]
+    weight = tile(made(72, 256, scheme))
+    for launch in (QuantizedLaunch(64, 1, 2, 4), QuantizedLaunch(128, 2, 2, 4)):
+        got = quantized_gemm(x, weight, bias, launch=launch, gpu=gpu_traits(DEVICE)).float().sum(0)
+        want = quantized_gemm_reference(x, weight, bias)[0]
         assert float((got - want).norm() / want.norm()) < (1e-2 if ON_GPU else 1e-5)
 
 
@@ -369,23 +375,23 @@ def test_products_equal_the_reference(coding):
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
 def test_a_gated_product_is_that_of_the_halves(rows, kind):
     """With rows in more than one block, and a bias."""
-    weight = tile(in_turn(made(37, 96, Coding("int4", 32, zeros=True), experts=(2,))))
+    weight = tile(in_turn(made(37, 96, QuantScheme("int4", 32, zeros=True), experts=(2,))))
     x, bias = torch.randn(rows, 96, device=DEVICE, dtype=DTYPES[0]), torch.randn(74, device=DEVICE, dtype=DTYPES[0])
-    got = coded_gated(x, weight, kind, bias, launch=CodedLaunch(64, 1, 2, 4), gpu=gpu_traits(DEVICE)).float()
-    want = coded_gated_reference(x, weight, kind, bias).float()
+    got = quantized_gated(x, weight, kind, bias, launch=QuantizedLaunch(64, 1, 2, 4), gpu=gpu_traits(DEVICE)).float()
+    want = quantized_gated_reference(x, weight, kind, bias).float()
     assert float((got - want).norm() / want.norm()) < (1e-2 if ON_GPU else 1e-5)
 
 
 @on_gpu_or_interpreted
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("coding", [Coding("e4m3", 128), *TWO_LEVELS], ids=str)
-def test_many_rows_take_the_library_block_by_block(coding, biased, monkeypatch):
+@pytest.mark.parametrize("scheme", [QuantScheme("e4m3", 128), *TWO_LEVELS], ids=str)
+def test_many_rows_take_the_library_block_by_block(scheme, biased, monkeypatch):
     """Of a line's product and of a gate: as of one block, in their places, the last block smaller."""
     monkeypatch.setattr(packed, "MAX_ROWS", 16)
     monkeypatch.setattr(packed, "_BLOCK_OF_GPU", 64 * 128)
     lines, k, gpu = 2 * 69, 128, gpu_traits(DEVICE)
-    both = tile(factor_apart(in_turn(made(lines // 2, k, coding, experts=(2,)))))
-    plain, dtype = tile(factor_apart(made(lines, k, coding))), DTYPES[0]
+    both = tile(factor_apart(in_turn(made(lines // 2, k, scheme, experts=(2,)))))
+    plain, dtype = tile(factor_apart(made(lines, k, scheme))), DTYPES[0]
     x, bias = (torch.randn(shape, device=DEVICE, dtype=dtype) for shape in ((17, k), (lines,)))
     x /= decode(untile(both)).std() * k**0.5
     given = bias if biased else None
@@ -393,8 +399,8 @@ def test_many_rows_take_the_library_block_by_block(coding, biased, monkeypatch):
     real = packed.decode_tiles
     monkeypatch.setattr(packed, "decode_tiles", lambda *args, **more: seen.append(args[1:3]) or real(*args, **more))
     for got, want in (
-        (TiledLinear(plain, given, gpu)(x), coded_rows_reference(x, plain, given)[0]),
-        (TiledGated(both, given, "silu", gpu)(x), coded_gated_reference(x, both, "silu", given)),
+        (TiledLinear(plain, given, gpu)(x), quantized_gemm_reference(x, plain, given)[0]),
+        (TiledGated(both, given, "silu", gpu)(x), quantized_gated_reference(x, both, "silu", given)),
     ):
         assert got.shape == want.shape
         error = (got.float() - want.float()).norm(dim=0) / want.float().norm(dim=0)
@@ -404,26 +410,26 @@ def test_many_rows_take_the_library_block_by_block(coding, biased, monkeypatch):
 
 def test_lines_of_one_factor_are_one_product():
     """A fused weight has a run for each tensor of the checkpoint; lines in turn have one of gates and one of ups."""
-    weight = made(192, 128, Coding("e2m1", 16, "times"))
+    weight = made(192, 128, QuantScheme("e2m1", 16, "times"))
     weight.factor[:128], weight.factor[128:] = 0.5, 0.25
     (one,) = packed._decoded_together(tile(factor_apart(weight)), parted=False)
     assert one.runs == ((slice(0, 128), 0.5), (slice(128, 192), 0.25))
     weight.factor[:96], weight.factor[96:] = 0.5, 0.25
     (one,) = packed._decoded_together(tile(factor_apart(in_turn(weight.halves()))), parted=True)
     assert one.runs == ((slice(0, 96), 0.5), (slice(96, 192), 0.25))
-    (one,) = packed._decoded_together(tile(made(192, 128, Coding("int4", 128))), parted=True)
+    (one,) = packed._decoded_together(tile(made(192, 128, QuantScheme("int4", 128))), parted=True)
     assert one.runs == ((slice(0, 192), 1.0),)
 
 
 @on_gpu_or_interpreted
 def test_a_row_has_the_same_bits_in_any_company():
     """In the interpreter nearly: its products are numpy's, whose bits may depend on the number of rows."""
-    weight = tile(made(64, 256, Coding("e4m3", 128)))
+    weight = tile(made(64, 256, QuantScheme("e4m3", 128)))
     x, gpu = torch.randn(70, 256, device=DEVICE, dtype=DTYPES[0]), gpu_traits(DEVICE)
-    launch = CodedLaunch(64, 2, 2, 4)
-    whole = coded_rows(x, weight, launch=launch, gpu=gpu)
+    launch = QuantizedLaunch(64, 2, 2, 4)
+    whole = quantized_gemm(x, weight, launch=launch, gpu=gpu)
     for rows in (1, 2, 17, 65):
-        got = coded_rows(x[:rows], weight, launch=launch, gpu=gpu)
+        got = quantized_gemm(x[:rows], weight, launch=launch, gpu=gpu)
         if ON_GPU:
             assert torch.equal(got, whole[:, :rows])
         else:

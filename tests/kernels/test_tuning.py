@@ -10,13 +10,13 @@ import pytest
 
 from treetop.attention import auto
 from treetop.kernels.attention import attention_config as attention
-from treetop.kernels.gemm import coded_rows, scaled_mm, skinny_gemm
+from treetop.kernels.gemm import quantized_gemm, scaled_mm, skinny_gemm
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.kernels.tuning import TunedTable, nearest, parted, read_table
 
 MEASURED = GpuTraits(132, True, 227 << 10)
 OTHERS = [replace(MEASURED, num_sms=84), replace(MEASURED, can_overlap=False)]
-TABLES = {module.__name__: module.load_table for module in (auto, attention, coded_rows, scaled_mm, skinny_gemm)}
+TABLES = {module.__name__: module.load_table for module in (auto, attention, quantized_gemm, scaled_mm, skinny_gemm)}
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -34,10 +34,10 @@ def test_every_product_of_the_tables_gets_its_launch():
         found = skinny_gemm.choose_launch(rows, n, k, gated, MEASURED)
         assert found == (launch and skinny_gemm.RowsLaunch(*launch))
         assert skinny_gemm.measured_whole(rows, n, k, gated, MEASURED) == (whole and skinny_gemm.RowsLaunch(*whole))
-    for (numbers, lines, k, gated, rows), launch in coded_rows.load_table().entries.items():
-        assert coded_rows.choose_coded(numbers, (lines, k), gated, rows // 2 + 1, MEASURED) == launch
-        assert coded_rows.choose_coded(numbers, (lines, k), gated, rows, MEASURED) == launch
-        assert coded_rows.choose_coded(numbers, (lines, k), gated, rows, MEASURED, whole=True).splits == 1
+    for (numbers, lines, k, gated, rows), launch in quantized_gemm.load_table().entries.items():
+        assert quantized_gemm.choose_quantized(numbers, (lines, k), gated, rows // 2 + 1, MEASURED) == launch
+        assert quantized_gemm.choose_quantized(numbers, (lines, k), gated, rows, MEASURED) == launch
+        assert quantized_gemm.choose_quantized(numbers, (lines, k), gated, rows, MEASURED, whole=True).splits == 1
     for key, (rows,) in scaled_mm.load_table().entries.items():
         lines, k, group, gated = key
         assert scaled_mm.library_from((lines, k), group, gated, MEASURED) == rows

@@ -17,7 +17,7 @@ def name_of(number: int) -> str:
 
 
 def tools() -> list[dict[str, Any]]:
-    """Functions of a text, a number, a switch and a list, in the proportions of a coding agent."""
+    """Functions of a text, a number, a switch and a list, in the proportions of a scheme agent."""
     listed = []
     for number in range(NUM_TOOLS):
         properties: dict[str, Any] = {"path": {"type": "string"}}

@@ -32,10 +32,10 @@ from treetop.kernels.comm.kv_chunks import ChunkSpan, pack_reference, unpack_ref
 from treetop.kernels.comm.peers import Mailboxes
 from treetop.kernels.fused import HeadNorms
 from treetop.kernels.gemm.adapter_rows import AdapterFactors, shrink_reference, tile_rows_reference
-from treetop.kernels.gemm.coded import CodedWeight, Coding
-from treetop.kernels.gemm.coded_rows import CodedLaunch
 from treetop.kernels.gemm.fp8_rows import Activations, Fp8Launch, QuantizedRows, by_group
 from treetop.kernels.gemm.packed_weights import CompressedLaunch, compress
+from treetop.kernels.gemm.quantized_gemm import QuantizedLaunch
+from treetop.kernels.gemm.quantized_weight import QuantizedWeight, QuantScheme
 from treetop.kernels.gemm.skinny_gemm import RowsLaunch
 from treetop.kernels.gemm.tiles import in_turn, tile
 from treetop.kernels.kv import PageTable
@@ -211,20 +211,20 @@ def compressed_rows(_: bool) -> Call:
     return Call((torch.randn(5, 1024).to(dtype), made), launch, parts)
 
 
-def coded_weight(n: int, k: int, coding: Coding, device: torch.device | str = DEVICE) -> CodedWeight:
+def coded_weight(n: int, k: int, scheme: QuantScheme, device: torch.device | str = DEVICE) -> QuantizedWeight:
     """Random codes of every kind, and scales of widely different size; none of them NaN."""
-    rows, groups = (n, coding.bytes_of(k)), (n, coding.groups_of(k))
+    rows, groups = (n, scheme.bytes_of(k)), (n, scheme.groups_of(k))
     codes = torch.randint(0, 256, rows, dtype=torch.uint8, device=device)
-    codes &= 0xFE if coding.numbers == "e4m3" else 0xFF
+    codes &= 0xFE if scheme.numbers == "e4m3" else 0xFF
     scale, factor = torch.rand(groups, device=device) * 1e-2, None
-    if coding.scales == "e8m0":
+    if scheme.scales == "e8m0":
         scale = torch.randint(100, 130, groups, dtype=torch.uint8, device=device)
         scale[0, 0] = 0
-    elif coding.scales != "float32":
+    elif scheme.scales != "float32":
         scale = torch.randint(0, 0x7F, groups, dtype=torch.uint8, device=device)
         factor = torch.rand((n, 1), device=device) + 0.1
-    zero = torch.randint(0, 17, groups, dtype=torch.uint8, device=device) if coding.zeros else None
-    return CodedWeight(coding, k, codes, scale, factor, zero)
+    zero = torch.randint(0, 17, groups, dtype=torch.uint8, device=device) if scheme.zeros else None
+    return QuantizedWeight(scheme, k, codes, scale, factor, zero)
 
 
 def summed(args: tuple[Any, ...], result: Any) -> Any:
@@ -232,25 +232,27 @@ def summed(args: tuple[Any, ...], result: Any) -> Any:
 
 
 @case
-def coded_rows(_: bool) -> Call:
-    weight = tile(coded_weight(72, 256, Coding("int4", 64, zeros=True)))
-    launch = {"launch": CodedLaunch(64, 2, 1, 4)}
+def quantized_gemm(_: bool) -> Call:
+    weight = tile(coded_weight(72, 256, QuantScheme("int4", 64, zeros=True)))
+    launch = {"launch": QuantizedLaunch(64, 2, 1, 4)}
     return Call((torch.randn(19, 256).half(), weight, torch.randn(72).half()), launch, summed)
 
 
 @case
-def coded_gated(_: bool) -> Call:
-    weight = tile(in_turn(coded_weight(80, 96, Coding("e4m3", 32)).halves()))
-    return Call((torch.randn(17, 96).half() / 8, weight), {"launch": CodedLaunch(64, 1, 1, 4)}, only_result)
+def quantized_gated(_: bool) -> Call:
+    weight = tile(in_turn(coded_weight(80, 96, QuantScheme("e4m3", 32)).halves()))
+    return Call((torch.randn(17, 96).half() / 8, weight), {"launch": QuantizedLaunch(64, 1, 1, 4)}, only_result)
 
 
 @case
 def decode_tiles(_: bool) -> Call:
-    return Call((tile(coded_weight(150, 200, Coding("e2m1", 16, "over"))), 64, 150, torch.float16), {}, only_result)
+    return Call(
+        (tile(coded_weight(150, 200, QuantScheme("e2m1", 16, "over"))), 64, 150, torch.float16), {}, only_result
+    )
 
 
 def e4m3_rows(rows: int, k: int, groups: int) -> QuantizedRows:
-    return QuantizedRows(coded_weight(rows, k, Coding("e4m3", 0)).codes, torch.rand(groups, rows).T + 0.1)
+    return QuantizedRows(coded_weight(rows, k, QuantScheme("e4m3", 0)).codes, torch.rand(groups, rows).T + 0.1)
 
 
 @case
@@ -262,7 +264,7 @@ def quantize_rows(_: bool) -> Call:
 
 @case
 def fp8_rows(_: bool) -> Call:
-    weight = by_group(coded_weight(72, 200, Coding("e4m3", 32)))
+    weight = by_group(coded_weight(72, 200, QuantScheme("e4m3", 32)))
     more = {"dtype": torch.float32, "launch": Fp8Launch(64, 2, 1, 4)}
     return Call((e4m3_rows(19, 200, 7), weight, torch.randn(72)), more, summed)
 
@@ -324,7 +326,7 @@ def experts(kernel: bool) -> Call:
     router = Router(spec, torch.randn(6, 96), None, None)
     routes = operations()["route"].on(gpu_traits(DEVICE))(x, router, live)
     codes, scale = torch.randint(0, 256, (6, 96, 48), dtype=torch.uint8), torch.randint(122, 125, (6, 96, 3))
-    gate_up = tile(CodedWeight(Coding("e2m1", 32, "e8m0"), 96, codes, scale.to(torch.uint8)))
+    gate_up = tile(QuantizedWeight(QuantScheme("e2m1", 32, "e8m0"), 96, codes, scale.to(torch.uint8)))
     made = Experts(gate_up, torch.randn(6, 96, 48) / 7, torch.randn(6, 2, 48), None, Activation.CLAMPED)
     return Call((x, routes, made), compared=lambda args, result: result.float().sum(0))
 

@@ -4,43 +4,43 @@ import pytest
 import torch
 
 from support.operation_cases import coded_weight
-from treetop.kernels.gemm.coded import CodedWeight, Coding, decode
+from treetop.kernels.gemm.quantized_weight import QuantizedWeight, QuantScheme, decode
 from treetop.kernels.profile import profile_of
 from treetop.kernels.table import OpContext, Ops
 from treetop.types.layout import PLAIN
 from treetop.weights.cpu_int4 import Int4Linear, takes
 from treetop.weights.format import MAIN, KernelContext
-from treetop.weights.packed import CodedLinear, Packed
+from treetop.weights.packed import Packed, QuantizedLinear
 
 CPU = torch.device("cpu")
 CODINGS = [
-    Coding("int4", 32, minimums=True),
-    Coding("int4", 32),
-    Coding("int4", 64, zeros=True),
-    Coding("int4", 128, zeros=True),
-    Coding("int4", 256),
+    QuantScheme("int4", 32, minimums=True),
+    QuantScheme("int4", 32),
+    QuantScheme("int4", 64, zeros=True),
+    QuantScheme("int4", 128, zeros=True),
+    QuantScheme("int4", 256),
 ]
 
 
-def weight_of(coding: Coding, lines: int = 48, columns: int = 512) -> CodedWeight:
-    weight = coded_weight(lines, columns, coding, CPU)
-    if not coding.minimums:
+def weight_of(scheme: QuantScheme, lines: int = 48, columns: int = 512) -> QuantizedWeight:
+    weight = coded_weight(lines, columns, scheme, CPU)
+    if not scheme.minimums:
         return weight
     minimum = -8 * weight.scale * torch.rand_like(weight.scale)
-    return CodedWeight(coding, columns, weight.codes, weight.scale, minimum=minimum)
+    return QuantizedWeight(scheme, columns, weight.codes, weight.scale, minimum=minimum)
 
 
-@pytest.mark.parametrize("coding", CODINGS, ids=str)
-def test_a_product_is_near_that_of_the_decoded_weight(coding: Coding) -> None:
+@pytest.mark.parametrize("scheme", CODINGS, ids=str)
+def test_a_product_is_near_that_of_the_decoded_weight(scheme: QuantScheme) -> None:
     """Off by no more than what two numbers of 8 bits a group, and a sum rounded to 8 bits, can change; with bias."""
     torch.manual_seed(3)
-    weight, bias = weight_of(coding), torch.randn(48).bfloat16()
+    weight, bias = weight_of(scheme), torch.randn(48).bfloat16()
     linear = Int4Linear(weight, bias)
     for shape in ((512,), (1, 512), (3, 7, 512)):
         x = torch.randn(shape).bfloat16()
         whole = decode(weight).double()
         want = x.double() @ whole.T + bias.double()
-        scale = weight.scale.double().repeat_interleave(coding.group or 512, 1)
+        scale = weight.scale.double().repeat_interleave(scheme.group or 512, 1)
         codes = 16 * scale  # a code, and the number of code 8, are at most so large
         bound = 2**-8 * (x.double().abs() @ (2 * codes).T) + 2**-7 * want.abs() + 2**-7 * bias.abs()
         assert bool(((linear(x).double() - want).abs() <= bound).all())
@@ -49,11 +49,11 @@ def test_a_product_is_near_that_of_the_decoded_weight(coding: Coding) -> None:
     assert linear.read_bytes(1) < weight.nbytes + 1 < 48 * 512
 
 
-@pytest.mark.parametrize("coding", CODINGS[:3], ids=str)
-def test_a_row_has_the_same_bits_in_any_company(coding: Coding) -> None:
+@pytest.mark.parametrize("scheme", CODINGS[:3], ids=str)
+def test_a_row_has_the_same_bits_in_any_company(scheme: QuantScheme) -> None:
     """Alone, and with 2 to 80 rows at any place among them: plain decoding and a tree take the same product."""
     torch.manual_seed(4)
-    linear, x = Int4Linear(weight_of(coding), None), torch.randn(80, 512).bfloat16()
+    linear, x = Int4Linear(weight_of(scheme), None), torch.randn(80, 512).bfloat16()
     alone = torch.cat([linear(row[None]) for row in x])
     for rows in (2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 33, 64, 80):
         assert torch.equal(linear(x[:rows]), alone[:rows])
@@ -61,29 +61,29 @@ def test_a_row_has_the_same_bits_in_any_company(coding: Coding) -> None:
 
 
 @pytest.mark.parametrize(
-    ("coding", "shape"),
+    ("scheme", "shape"),
     [
-        (Coding("int4", 16), (48, 512)),
-        (Coding("int4", 0), (48, 512)),
-        (Coding("int4", 64), (44, 512)),
-        (Coding("int4", 128), (48, 192)),
-        (Coding("e4m3", 32), (48, 512)),
-        (Coding("int4", 32), (2, 48, 512)),
+        (QuantScheme("int4", 16), (48, 512)),
+        (QuantScheme("int4", 0), (48, 512)),
+        (QuantScheme("int4", 64), (44, 512)),
+        (QuantScheme("int4", 128), (48, 192)),
+        (QuantScheme("e4m3", 32), (48, 512)),
+        (QuantScheme("int4", 32), (2, 48, 512)),
     ],
     ids=str,
 )
-def test_what_the_operation_has_not_is_not_taken(coding: Coding, shape: tuple[int, ...]) -> None:
+def test_what_the_operation_has_not_is_not_taken(scheme: QuantScheme, shape: tuple[int, ...]) -> None:
     """Other groups, lines that are no multiple of 16, other numbers, experts."""
-    assert not takes(coding, shape)
+    assert not takes(scheme, shape)
 
 
 @pytest.mark.parametrize(
     ("dtype", "exactness", "kind"),
     [
         (torch.bfloat16, "ties", Int4Linear),
-        (torch.float32, "ties", CodedLinear),
-        (torch.float32, "bits", CodedLinear),
-        (torch.bfloat16, "bits", CodedLinear),
+        (torch.float32, "ties", QuantizedLinear),
+        (torch.float32, "bits", QuantizedLinear),
+        (torch.bfloat16, "bits", QuantizedLinear),
     ],
     ids=str,
 )

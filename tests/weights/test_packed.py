@@ -11,14 +11,14 @@ from support.refusing import load, refused
 from support.tiny_models import Pair, copy_folder, save_random_head, save_random_llama
 from treetop import SamplingParams
 from treetop.checkpoints.params import stay_packed
-from treetop.kernels.gemm.coded import Coding, decode
+from treetop.kernels.gemm.quantized_weight import QuantScheme, decode
 from treetop.kernels.profile import profile_of
 from treetop.kernels.table import OpContext, Ops
 from treetop.models.registry import target_spec
 from treetop.tools.quantize import quantize
 from treetop.types.errors import CheckpointError
 from treetop.weights import packed
-from treetop.weights.packed import CodedLinear, GateOver
+from treetop.weights.packed import GateOver, QuantizedLinear
 from treetop.weights.plain import UNQUANTIZED
 
 CPU = torch.device("cpu")
@@ -34,15 +34,15 @@ def small_blocks(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "coding", [Coding("e4m3", 32), Coding("int4", 32, zeros=True), Coding("e2m1", 16, "over")], ids=str
+    "scheme", [QuantScheme("e4m3", 32), QuantScheme("int4", 32, zeros=True), QuantScheme("e2m1", 16, "over")], ids=str
 )
-def test_a_product_of_blocks_is_that_of_the_decoded_weight(coding, small_blocks):
+def test_a_product_of_blocks_is_that_of_the_decoded_weight(scheme, small_blocks):
     """A block of rows at a time, the last one smaller; with bias, for any shape of x."""
     torch.manual_seed(2)
-    weight, bias = coded_weight(44, 96, coding, CPU), torch.randn(44).double()
+    weight, bias = coded_weight(44, 96, scheme, CPU), torch.randn(44).double()
     whole = decode(weight).double()
     ops = Ops(OpContext(CPU, torch.float64))
-    linear = CodedLinear(weight, bias, ops)
+    linear = QuantizedLinear(weight, bias, ops)
     gated = GateOver(linear, 44, "silu", ops)
     for shape in ((96,), (1, 96), (3, 4, 96)):
         x = torch.randn(shape).double()
@@ -59,8 +59,8 @@ def test_a_product_of_blocks_is_that_of_the_decoded_weight(coding, small_blocks)
 def test_a_row_has_the_same_bits_in_any_company(small_blocks):
     """In float32 with `--exactness bits`."""
     torch.manual_seed(2)
-    linear = CodedLinear(
-        coded_weight(44, 96, Coding("e4m3", 0), CPU),
+    linear = QuantizedLinear(
+        coded_weight(44, 96, QuantScheme("e4m3", 0), CPU),
         None,
         Ops(OpContext(CPU, torch.float32, profile=profile_of("bits", CPU))),
     )
@@ -88,7 +88,7 @@ def test_a_head_stays_packed_by_its_own_format(name, pair, tmp_path):
     found = []
     for dequantized in (True, False):
         llm = build(Pair(folder, head), (4, 3, 12), dequantize_weights=dequantized)
-        packed_ones = [each for each in llm.engine.runner.drafter.products.layers if isinstance(each, CodedLinear)]
+        packed_ones = [each for each in llm.engine.runner.drafter.products.layers if isinstance(each, QuantizedLinear)]
         assert bool(packed_ones) is not dequantized
         found.append(tokens(llm.generate(prompts, params)))
     options = {"dtype": "float32", "exactness": "bits", "dequantize_weights": False}

@@ -41,7 +41,7 @@ class Int8:
 
     block: int = 1
     name: str = "int8"
-    coding = activations = None
+    scheme = activations = None
 
     def stored(self, source):
         *rows, _ = source.shape
@@ -60,7 +60,7 @@ class HeldInt8:
     """As it lies in memory: int8 and scales, decoded for each product."""
 
     name: str = "int8"
-    coding = activations = None
+    scheme = activations = None
 
     def stored(self, source):
         return {}

@@ -13,7 +13,7 @@ import torch
 
 from support.launches import noted_launches
 from treetop.engine.startup.probed_products import probed_products
-from treetop.kernels.gemm.coded import CodedWeight, Coding
+from treetop.kernels.gemm.quantized_weight import QuantizedWeight, QuantScheme
 from treetop.kernels.gemm.skinny_gemm import choose_launch, choose_whole, shared_bytes
 from treetop.kernels.gemm.tiles import in_turn, tile
 from treetop.kernels.moe.experts import Activation
@@ -152,18 +152,18 @@ def _called_without_rounding(product, *args, rounds):
     return product(*args)
 
 
-@pytest.mark.parametrize("coding", [Coding("e4m3", 128), Coding("int4", 128, zeros=True)], ids=str)
-def test_a_packed_weights_products_are_whole_and_one_kernels(monkeypatch, on_a_gpu, coding):
+@pytest.mark.parametrize("scheme", [QuantScheme("e4m3", 128), QuantScheme("int4", 128, zeros=True)], ids=str)
+def test_a_packed_weights_products_are_whole_and_one_kernels(monkeypatch, on_a_gpu, scheme):
     """Whatever the number of rows: the library would round gates and sums of halves otherwise."""
     n, k = 512, 1024
-    groups = torch.zeros((n, coding.groups_of(k)))
-    zero = groups.byte() if coding.zeros else None
-    weight = CodedWeight(coding, k, torch.zeros((n, coding.bytes_of(k)), dtype=torch.uint8), groups, zero=zero)
+    groups = torch.zeros((n, scheme.groups_of(k)))
+    zero = groups.byte() if scheme.zeros else None
+    weight = QuantizedWeight(scheme, k, torch.zeros((n, scheme.bytes_of(k)), dtype=torch.uint8), groups, zero=zero)
     monkeypatch.setattr(packed, "decode_tiles", None)  # what the library would take
     small = tile(weight), tile(in_turn(weight.halves()))
     for made in (TiledLinear(small[0], None, H200, whole=True), TiledGated(small[1], None, "silu", H200, whole=True)):
         for rows, noted in products_at(made, k, ROWS_OF_LAUNCHES, monkeypatch).items():
-            assert [each.kernel for each in noted] == ["_coded_kernel"], rows
+            assert [each.kernel for each in noted] == ["_quantized_kernel"], rows
             assert noted[0].grid[2] == 1
             assert noted[0].arguments["share"] == k // 128
 
@@ -176,12 +176,12 @@ def test_where_bits_are_those_of_decoded_weights_a_factor_stays_in_them(on_a_gpu
     object.__setattr__(ops.ops, "context", OpContext(gpu, torch.bfloat16, profile=profile_of(exactness, gpu)))
     parts = {MAIN: torch.zeros((128, 128), dtype=torch.uint8), packed.SCALE: torch.zeros((128, 16), dtype=torch.uint8)}
     parts[packed.FACTOR] = torch.rand(128, 1)
-    held = Packed("NVFP4", Coding("e2m1", 16, "times"))
+    held = Packed("NVFP4", QuantScheme("e2m1", 16, "times"))
     made = held.linear(parts, None, ops), held.gated(parts, None, "silu", ops)
-    assert {one._weight.coding.scales for one in made} == {level}
+    assert {one._weight.scheme.scales for one in made} == {level}
     first, second = ({n: part.unflatten(0, sizes) for n, part in parts.items()} for sizes in ((2, 2, 32), (2, 64)))
     experts = held.experts(first, second, (None, None), Activation.SILU, ops).keywords["experts"]
-    scales = {experts.gate_up.coding.scales, experts.down.coding.scales}
+    scales = {experts.gate_up.scheme.scales, experts.down.scheme.scales}
     assert scales == {level}
 
 

@@ -35,10 +35,10 @@ from treetop.kernels.attention import segment_attention as segment_attending
 from treetop.kernels.attention import segment_prefill as segment_prefilling
 from treetop.kernels.comm import kv_chunks, peers
 from treetop.kernels.gemm import adapter_rows as adapting
-from treetop.kernels.gemm import coded_norm, packed_weights, tiles
-from treetop.kernels.gemm import coded_rows as coded
 from treetop.kernels.gemm import fp8_rows as fp8
 from treetop.kernels.gemm import heads_rows as heads
+from treetop.kernels.gemm import packed_weights, quantizing_norm, tiles
+from treetop.kernels.gemm import quantized_gemm as quantized_weight
 from treetop.kernels.gemm import skinny_gemm as skinny
 from treetop.kernels.kv import FP8_CAPABILITY
 from treetop.kernels.moe import experts as expert_products
@@ -241,19 +241,31 @@ class Ops:
         on_a_gpu_in_16_bits,
         (packed_weights._compressed_kernel,),
     )
-    coded_rows = Op(coded.coded_rows_reference, coded.coded_rows, 1e-5, on_a_gpu_in_16_bits, (coded._coded_kernel,))
-    coded_gated = Op(coded.coded_gated_reference, coded.coded_gated, 1e-5, on_a_gpu_in_16_bits, (coded._coded_kernel,))
+    quantized_gemm = Op(
+        quantized_weight.quantized_gemm_reference,
+        quantized_weight.quantized_gemm,
+        1e-5,
+        on_a_gpu_in_16_bits,
+        (quantized_weight._quantized_kernel,),
+    )
+    quantized_gated = Op(
+        quantized_weight.quantized_gated_reference,
+        quantized_weight.quantized_gated,
+        1e-5,
+        on_a_gpu_in_16_bits,
+        (quantized_weight._quantized_kernel,),
+    )
     decode_tiles = Op(
         tiles.decode_tiles_reference, tiles.decode_tiles, 0.0, on_a_gpu_in_16_bits, (tiles._decode_tiles_kernel,)
     )
     quantize_rows = Op(fp8.quantize_rows_reference, fp8.quantize_rows, 0.0, on_a_gpu_with_fp8, (fp8._quantize_kernel,))
     add_rms_norm_codes = Op(
-        coded_norm.add_rms_norm_codes_reference,
-        coded_norm.add_rms_norm_codes,
+        quantizing_norm.add_rms_norm_codes_reference,
+        quantizing_norm.add_rms_norm_codes,
         1e-6,
         on_a_gpu_with_fp8,
-        (coded_norm._norm_codes_kernel,),
-        coded_norm.add_rms_norm_codes_in_order,
+        (quantizing_norm._norm_codes_kernel,),
+        quantizing_norm.add_rms_norm_codes_in_order,
     )
     fp8_rows = Op(fp8.fp8_rows_reference, fp8.fp8_rows, 1e-5, on_a_gpu_with_fp8, (fp8._fp8_kernel,))
     tile_rows = Op(adapting.tile_rows_reference, adapting.tile_rows, 0.0, on_a_gpu, (adapting._tile_rows_kernel,))

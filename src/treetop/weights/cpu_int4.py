@@ -13,24 +13,24 @@ from math import prod
 import torch
 from torch import Tensor
 
-from treetop.kernels.gemm.coded import MIDDLE, CodedWeight, Coding
+from treetop.kernels.gemm.quantized_weight import MIDDLE, QuantizedWeight, QuantScheme
 
 _GROUPS = (32, 64, 128, 256)
 _LINES = 16
 """Lines of a weight are a multiple of it."""
 
 
-def takes(coding: Coding, shape: tuple[int, ...]) -> bool:
-    """Whether the operation has weights of a coding and shape."""
-    fits = coding.numbers == "int4" and coding.scales == "float32" and coding.group in _GROUPS
-    return fits and len(shape) == 2 and shape[0] % _LINES == 0 and shape[1] % coding.group == 0
+def takes(scheme: QuantScheme, shape: tuple[int, ...]) -> bool:
+    """Whether the operation has weights of a scheme and shape."""
+    fits = scheme.numbers == "int4" and scheme.scales == "float32" and scheme.group in _GROUPS
+    return fits and len(shape) == 2 and shape[0] % _LINES == 0 and shape[1] % scheme.group == 0
 
 
 class Int4Linear:
     """`Linear` over a weight [out, in] that `takes` has, for x in bfloat16."""
 
-    def __init__(self, weight: CodedWeight, bias: Tensor | None) -> None:
-        assert takes(weight.coding, tuple(weight.shape))
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
+        assert takes(weight.scheme, tuple(weight.shape))
         codes = torch.stack([weight.codes & 0xF, weight.codes >> 4], -1).flatten(-2)
         if weight.minimum is not None:
             middle = weight.minimum + MIDDLE * weight.scale
@@ -39,7 +39,7 @@ class Int4Linear:
         else:
             middle = torch.zeros_like(weight.scale)
         self._codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 1)
-        self._group, self._out, self._bias = weight.coding.group, weight.shape[0], bias
+        self._group, self._out, self._bias = weight.scheme.group, weight.shape[0], bias
         self._numbers = torch.stack([weight.scale, middle], -1).transpose(0, 1).to(torch.bfloat16).contiguous()
         self.numbers = prod(weight.shape)
         self._nbytes: int = self._codes.nbytes + self._numbers.nbytes

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from treetop.kernels.gate import Gate
-from treetop.kernels.gemm.coded import CodedWeight, Coding
 from treetop.kernels.gemm.fp8_rows import Activations
+from treetop.kernels.gemm.quantized_weight import QuantizedWeight, QuantScheme
 from treetop.kernels.moe.experts import Activation
 from treetop.kernels.moe.routing import Routes
 from treetop.kernels.table import Ops
@@ -175,7 +175,7 @@ class StoredFormat(Protocol):
     """How a checkpoint stores a weight. A value: equal to another that says the same.
 
     name: for people.
-    coding: what its codes and scales mean; None where there are none that products could decode.
+    scheme: what its codes and scales mean; None where there are none that products could decode.
     activations: how products' inputs are quantized where `--quantize-activations` asks for it, or why they are not;
         None of what is not quantized.
     """
@@ -184,7 +184,7 @@ class StoredFormat(Protocol):
     def name(self) -> str: ...
 
     @property
-    def coding(self) -> Coding | None: ...
+    def scheme(self) -> QuantScheme | None: ...
 
     @property
     def activations(self) -> Activations | str | None: ...
@@ -201,15 +201,15 @@ class StoredFormat(Protocol):
         Raises CheckpointError for what is no weight, as `coded` does.
         """
 
-    def coded(self, source: CheckpointTensor, span: Span | None, fetch: Fetch) -> CodedWeight:
-        """The same as codes and scales, where there is a `coding`."""
+    def coded(self, source: CheckpointTensor, span: Span | None, fetch: Fetch) -> QuantizedWeight:
+        """The same as codes and scales, where there is a `scheme`."""
 
 
 class HeldFormat(Protocol):
     """How a weight lies in memory, and the products that are taken with it. A value, as a `StoredFormat` is.
 
     name: for people.
-    coding: of codes that products decode; None if they are taken with plain numbers.
+    scheme: of codes that products decode; None if they are taken with plain numbers.
     activations: how products quantize their inputs; None if they do not.
 
     Tensors may be without memory (`meta`) where an engine is planned.
@@ -219,7 +219,7 @@ class HeldFormat(Protocol):
     def name(self) -> str: ...
 
     @property
-    def coding(self) -> Coding | None: ...
+    def scheme(self) -> QuantScheme | None: ...
 
     @property
     def activations(self) -> Activations | None: ...

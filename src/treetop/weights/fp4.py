@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from treetop.kernels.gemm.coded import CodedWeight, Coding
+from treetop.kernels.gemm.quantized_weight import QuantizedWeight, QuantScheme
 from treetop.types.errors import CheckpointError
 from treetop.weights.format import CheckpointTensor, Fetch, Span, TensorSpec
 from treetop.weights.quantized import Quantized, own_groups
@@ -48,10 +48,10 @@ class Fp4:
         return self.group if axis == 1 else 1
 
     @property
-    def coding(self) -> Coding:
-        return Coding("e2m1", self.group, "e8m0" if self.whole is None else self.whole[1])
+    def scheme(self) -> QuantScheme:
+        return QuantScheme("e2m1", self.group, "e8m0" if self.whole is None else self.whole[1])
 
-    def coded(self, source: CheckpointTensor, span: Span | None, fetch: Fetch) -> CodedWeight:
+    def coded(self, source: CheckpointTensor, span: Span | None, fetch: Fetch) -> QuantizedWeight:
         last = len(source.shape) - 1
         packed = groups = span
         if span is not None and span.axis == last:
@@ -64,7 +64,7 @@ class Fp4:
             if self.whole[1] == "over" and not bool(one):
                 raise CheckpointError(f"tensor {source.name}: its scales make weights NaN or infinite")
             factor = one.expand(*codes.shape[:-1], 1)
-        return CodedWeight(self.coding, 2 * codes.shape[-1], codes, scale, factor)
+        return QuantizedWeight(self.scheme, 2 * codes.shape[-1], codes, scale, factor)
 
 
 NVFP4_GROUP, MXFP4_GROUP = 16, 32

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treetop.kernels.gemm.coded import CodedWeight, Coding
 from treetop.kernels.gemm.fp8_rows import GROUPS, Activations
+from treetop.kernels.gemm.quantized_weight import QuantizedWeight, QuantScheme
 from treetop.types.errors import CheckpointError, shown
 from treetop.weights.format import CheckpointTensor, Fetch, Span, TensorSpec
 from treetop.weights.plain import FLOATS
@@ -52,15 +52,15 @@ class Fp8:
         return self.grid.columns or 1 if axis == 1 else 1
 
     @property
-    def coding(self) -> Coding:
-        return Coding("e4m3", self.grid.columns)
+    def scheme(self) -> QuantScheme:
+        return QuantScheme("e4m3", self.grid.columns)
 
-    def coded(self, source: CheckpointTensor, span: Span | None, fetch: Fetch) -> CodedWeight:
+    def coded(self, source: CheckpointTensor, span: Span | None, fetch: Fetch) -> QuantizedWeight:
         assert span is None or source.parts == 1
         scale = self.grid.by_row(f"{source.name}{self.end}", _parts(source), span, fetch)
         scale = scale if source.parts == 1 else scale.flatten(0, 1)
         codes = fetch(source.name, span).view(torch.uint8)
-        return CodedWeight(self.coding, codes.shape[-1], codes, scale)
+        return QuantizedWeight(self.scheme, codes.shape[-1], codes, scale)
 
 
 def _parts(source: CheckpointTensor) -> tuple[int, ...]:

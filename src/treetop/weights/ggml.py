@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from treetop.kernels.gemm.coded import MIDDLE, CodedWeight, Coding
+from treetop.kernels.gemm.quantized_weight import MIDDLE, QuantizedWeight, QuantScheme
 from treetop.types.errors import CheckpointError
 from treetop.weights.format import CheckpointTensor, Fetch, Span, TensorSpec
 from treetop.weights.quantized import Quantized
@@ -39,16 +39,16 @@ class Ggml:
         return GROUP if axis == 1 else 1
 
     @property
-    def coding(self) -> Coding:
-        return Coding("int4", GROUP, minimums=True)
+    def scheme(self) -> QuantScheme:
+        return QuantScheme("int4", GROUP, minimums=True)
 
-    def coded(self, source: CheckpointTensor, span: Span | None, fetch: Fetch) -> CodedWeight:
+    def coded(self, source: CheckpointTensor, span: Span | None, fetch: Fetch) -> QuantizedWeight:
         blocks = fetch(source.name, span)
         head = 4 if self.kind == "Q4_1" else 2
         numbers = blocks[..., :head].contiguous().view(torch.float16).to(torch.float32)
         scale = numbers[..., 0]
         minimum = numbers[..., 1] if self.kind == "Q4_1" else -MIDDLE * scale
-        return CodedWeight(self.coding, GROUP * blocks.shape[1], _codes(blocks[..., head:]), scale, minimum=minimum)
+        return QuantizedWeight(self.scheme, GROUP * blocks.shape[1], _codes(blocks[..., head:]), scale, minimum=minimum)
 
 
 def _codes(stored: Tensor) -> Tensor:

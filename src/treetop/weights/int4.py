@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treetop.kernels.gemm.coded import MIDDLE, CodedWeight, Coding
+from treetop.kernels.gemm.quantized_weight import MIDDLE, QuantizedWeight, QuantScheme
 from treetop.types.errors import CheckpointError, shown
 from treetop.weights.format import CheckpointTensor, Fetch, Span, TensorSpec
 from treetop.weights.plain import FLOATS
@@ -48,10 +48,10 @@ class PackQuantized:
         return lcm(_IN_WORD, self.group or 1) if axis == 1 else _IN_WORD if self.zeros else 1
 
     @property
-    def coding(self) -> Coding:
-        return Coding("int4", self.group, zeros=self.zeros)
+    def scheme(self) -> QuantScheme:
+        return QuantScheme("int4", self.group, zeros=self.zeros)
 
-    def coded(self, source: CheckpointTensor, span: Span | None, fetch: Fetch) -> CodedWeight:
+    def coded(self, source: CheckpointTensor, span: Span | None, fetch: Fetch) -> QuantizedWeight:
         module, grid = source.module, Grid(1, self.group)
         said = fetch(f"{module}.weight_shape", None).tolist()
         if said != [*source.shape]:
@@ -66,7 +66,7 @@ class PackQuantized:
             whole = unpacked(packed.T).T[rows.start - first.start * _IN_WORD :][: rows.stop - rows.start]
             zero = whole[:, own.start : own.stop].to(torch.uint8)
         scale = grid.by_row(f"{module}.weight_scale", source.shape, span, fetch)
-        return CodedWeight(self.coding, k, codes[:, : self.coding.bytes_of(k)], scale, zero=zero)
+        return QuantizedWeight(self.scheme, k, codes[:, : self.scheme.bytes_of(k)], scale, zero=zero)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +98,10 @@ class Gptq:
         return _IN_WORD
 
     @property
-    def coding(self) -> Coding | None:
-        return None if self.ordered else Coding("int4", self.group, zeros=True)
+    def scheme(self) -> QuantScheme | None:
+        return None if self.ordered else QuantScheme("int4", self.group, zeros=True)
 
-    def coded(self, source: CheckpointTensor, span: Span | None, fetch: Fetch) -> CodedWeight:
+    def coded(self, source: CheckpointTensor, span: Span | None, fetch: Fetch) -> QuantizedWeight:
         module, (rows, columns) = source.module, ranges(source, span)
         turned = None if span is None else Span(1 - span.axis, span.start, span.stop)
         words = fetch(f"{module}.qweight", in_words(turned, 0)).T.clone(memory_format=torch.contiguous_format)
@@ -112,12 +112,12 @@ class Gptq:
         if bool(((order < 0) | (order >= len(scales))).any()):
             raise CheckpointError(f"tensor {module}.g_idx names a group outside [0, {len(scales)})")
         k, own = len(order), own_groups(columns, self.group)
-        coding = Coding("int4", self.group, zeros=True)
+        scheme = QuantScheme("int4", self.group, zeros=True)
         follows = torch.arange(columns.start, columns.stop, device=order.device) // (self.group or source.shape[1])
         if torch.equal(order, follows) and (not self.group or columns.start % self.group == 0):
             scales, zero = scales[own.start : own.stop], zero[own.start : own.stop]
-            return CodedWeight(coding, k, codes, scales.T, zero=zero.T)
-        return CodedWeight(coding, k, codes, scales.T, zero=zero.T, order=order)
+            return QuantizedWeight(scheme, k, codes, scales.T, zero=zero.T)
+        return QuantizedWeight(scheme, k, codes, scales.T, zero=zero.T, order=order)
 
 
 _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -144,10 +144,10 @@ class Awq:
         return self.group or 1 if axis == 1 else _IN_WORD
 
     @property
-    def coding(self) -> Coding:
-        return Coding("int4", self.group, zeros=True)
+    def scheme(self) -> QuantScheme:
+        return QuantScheme("int4", self.group, zeros=True)
 
-    def coded(self, source: CheckpointTensor, span: Span | None, fetch: Fetch) -> CodedWeight:
+    def coded(self, source: CheckpointTensor, span: Span | None, fetch: Fetch) -> QuantizedWeight:
         module, (rows, columns) = source.module, ranges(source, span)
         turned = None if span is None else Span(1 - span.axis, span.start, span.stop)
         numbers = _in_order(fetch(f"{module}.qweight", in_words(turned, 1))).to(torch.uint8).T
@@ -155,7 +155,7 @@ class Awq:
         even, odd = F.pad(numbers, (0, k % 2)).unflatten(1, (-1, 2)).unbind(2)
         scales, zeros = scales_and_zeros(module, rows, fetch)
         scale, zero = (each[own.start : own.stop].T for each in (scales, _in_order(zeros).to(torch.uint8)))
-        return CodedWeight(self.coding, k, even | (odd << 4), scale, zero=zero)
+        return QuantizedWeight(self.scheme, k, even | (odd << 4), scale, zero=zero)
 
 
 def matrix_shape(source: CheckpointTensor, group: int) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treetop.kernels.gemm.coded import CodedWeight, Coding
+from treetop.kernels.gemm.quantized_weight import QuantizedWeight, QuantScheme
 from treetop.types.errors import CheckpointError
 from treetop.weights.format import CheckpointTensor, Fetch, Span, TensorSpec
 from treetop.weights.fp4 import MXFP4_GROUP
@@ -40,14 +40,14 @@ class Mxfp4:
         return MXFP4_GROUP if axis == 1 else 1
 
     @property
-    def coding(self) -> Coding:
-        return Coding("e2m1", MXFP4_GROUP, "e8m0")
+    def scheme(self) -> QuantScheme:
+        return QuantScheme("e2m1", MXFP4_GROUP, "e8m0")
 
-    def coded(self, source: CheckpointTensor, span: Span | None, fetch: Fetch) -> CodedWeight:
+    def coded(self, source: CheckpointTensor, span: Span | None, fetch: Fetch) -> QuantizedWeight:
         if span is not None and span.axis == len(source.shape) - 1:
             span = own_groups(span, MXFP4_GROUP)
         codes, scale = (fetch(f"{source.name}_{each}", span) for each in ("blocks", "scales"))
-        return CodedWeight(self.coding, MXFP4_GROUP * scale.shape[-1], codes.flatten(-2), scale)
+        return QuantizedWeight(self.scheme, MXFP4_GROUP * scale.shape[-1], codes.flatten(-2), scale)
 
 
 MXFP4 = Quantized("MXFP4", Mxfp4())

@@ -1,7 +1,7 @@
 """Formats whose weights stay packed in memory: products decode them, each time to the bits that decoding once gives.
 
-They are read as a checkpoint has them, by row, with a scale for each row and group (`kernels.gemm.coded`): so ranks cut
-rows and groups, and what moves rows moves codes and scales alike. On a GPU they then lie in tiles
+They are read as a checkpoint has them, by row, with a scale for each row and group (`kernels.gemm.quantized_weight`):
+so ranks cut rows and groups, and what moves rows moves codes and scales alike. On a GPU they then lie in tiles
 (`kernels.gemm.tiles`), and a product of few rows, or with experts, is a kernel that decodes in registers. For more rows
 a block of lines is decoded into memory that the next block uses again, and the library's product is taken with it, as
 on a CPU for any number: what is held is the packed bytes and one block. Only a CPU's products of 4-bit integers in
@@ -19,9 +19,9 @@ from torch import Tensor, get_num_threads
 from treetop.kernels.exact import LIBRARY
 from treetop.kernels.fused import functions_by_rows, gate_mul, gate_mul_reference, joined
 from treetop.kernels.gate import Gate
-from treetop.kernels.gemm.coded import MIDDLE, CodedWeight, Coding, decode, factor_apart
-from treetop.kernels.gemm.coded_rows import MAX_ROWS, choose_coded, coded_gated, coded_rows
 from treetop.kernels.gemm.fp8_rows import Activations
+from treetop.kernels.gemm.quantized_gemm import MAX_ROWS, choose_quantized, quantized_gated, quantized_gemm
+from treetop.kernels.gemm.quantized_weight import MIDDLE, QuantizedWeight, QuantScheme, decode, factor_apart
 from treetop.kernels.gemm.tiles import TILE, TiledWeight, apart, decode_tiles, in_turn, tile, why_not_tiled
 from treetop.kernels.moe.experts import Activation, Experts
 from treetop.kernels.table import OpContext, Ops
@@ -58,32 +58,32 @@ class Packed:
     """A `HeldFormat` of codes. name: of what is stored."""
 
     name: str
-    coding: Coding
+    scheme: QuantScheme
     activations: Activations | None = None
 
     def stored(self, source: CheckpointTensor) -> dict[str, TensorSpec]:
         columns = source.shape[-1]
-        if columns % self.coding.in_byte:
+        if columns % self.scheme.in_byte:
             raise CheckpointError(
                 f"tensor {source.name}: rows of {columns} numbers are not whole bytes of two: use --dequantize-weights"
             )
         return {}
 
     def unit(self, axis: int) -> int:
-        return lcm(self.coding.group or 1, self.coding.in_byte) if axis == 1 else 1
+        return lcm(self.scheme.group or 1, self.scheme.in_byte) if axis == 1 else 1
 
     def parts(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, ParameterSpec]:
-        rows, coding = shape[:-1], self.coding
-        groups = (*rows, coding.groups_of(shape[-1]))
+        rows, scheme = shape[:-1], self.scheme
+        groups = (*rows, scheme.groups_of(shape[-1]))
         parts = {
-            MAIN: ParameterSpec((*rows, coding.bytes_of(shape[-1])), torch.uint8),
-            SCALE: ParameterSpec(groups, torch.float32 if coding.scales == "float32" else torch.uint8),
+            MAIN: ParameterSpec((*rows, scheme.bytes_of(shape[-1])), torch.uint8),
+            SCALE: ParameterSpec(groups, torch.float32 if scheme.scales == "float32" else torch.uint8),
         }
-        if coding.scales in ("times", "over"):
+        if scheme.scales in ("times", "over"):
             parts[FACTOR] = ParameterSpec((*rows, 1), torch.float32)
-        if coding.zeros:
+        if scheme.zeros:
             parts[ZERO] = ParameterSpec(groups, torch.uint8)
-        if coding.minimums:
+        if scheme.minimums:
             parts[MINIMUM] = ParameterSpec(groups, torch.float32)
         return parts
 
@@ -107,34 +107,34 @@ class Packed:
 
     def columns(self, part: str, span: Span) -> Span:
         if part == MAIN:
-            return Span(1, span.start // self.coding.in_byte, -(-span.stop // self.coding.in_byte))
-        return Span(1, 0, 1) if part == FACTOR else own_groups(span, self.coding.group)
+            return Span(1, span.start // self.scheme.in_byte, -(-span.stop // self.scheme.in_byte))
+        return Span(1, 0, 1) if part == FACTOR else own_groups(span, self.scheme.group)
 
     def fill_random(self, parts: Parts, generator: torch.Generator) -> None:
-        coding = self.coding
-        mask = 0xFE if coding.numbers == "e4m3" else 0xFF  # no NaN
+        scheme = self.scheme
+        mask = 0xFE if scheme.numbers == "e4m3" else 0xFF  # no NaN
         codes = parts[MAIN].random_(0, 256, generator=generator).bitwise_and_(mask)
-        if coding.zeros:
+        if scheme.zeros:
             parts[ZERO].fill_(MIDDLE)
-        if coding.minimums:
+        if scheme.minimums:
             parts[MINIMUM].zero_()
-        columns = codes.shape[-1] * coding.in_byte
-        every, one = (torch.arange(256) & mask).to(torch.uint8)[None], Coding(coding.numbers, 0)
-        size = decode(CodedWeight(one, every.shape[1] * one.in_byte, every, torch.ones(1, 1)))
+        columns = codes.shape[-1] * scheme.in_byte
+        every, one = (torch.arange(256) & mask).to(torch.uint8)[None], QuantScheme(scheme.numbers, 0)
+        size = decode(QuantizedWeight(one, every.shape[1] * one.in_byte, every, torch.ones(1, 1)))
         scale = float((columns * size.square().mean()).rsqrt().to(torch.bfloat16))  # as most checkpoints have it
-        if coding.scales == "float32":
+        if scheme.scales == "float32":
             parts[SCALE].fill_(scale)
-        elif coding.scales == "e8m0":
+        elif scheme.scales == "e8m0":
             parts[SCALE].fill_(127 + round(torch.tensor(scale).log2().item()))
         else:
             parts[SCALE].fill_(0x38)  # 1 in e4m3
-            parts[FACTOR].fill_(scale if coding.scales == "times" else 1 / scale)
+            parts[FACTOR].fill_(scale if scheme.scales == "times" else 1 / scale)
 
     def copy_bytes(self, weight: ProductWeight, dtype: torch.dtype, gpu: GpuTraits | None) -> int:
         return 0
 
     def linear(self, parts: Parts, bias: Tensor | None, kernel_context: KernelContext) -> Linear:
-        weight, gpu = self._weight(parts, kernel_context.ops.context), kernel_context.ops.gpu_for(Ops.coded_rows)
+        weight, gpu = self._weight(parts, kernel_context.ops.context), kernel_context.ops.gpu_for(Ops.quantized_gemm)
         return (
             _on_a_cpu(weight, bias, kernel_context.ops)
             if gpu is None
@@ -142,7 +142,7 @@ class Packed:
         )
 
     def gated(self, parts: Parts, bias: Tensor | None, kind: Gate, kernel_context: KernelContext) -> GatedLinear:
-        weight, gpu = self._weight(parts, kernel_context.ops.context), kernel_context.ops.gpu_for(Ops.coded_gated)
+        weight, gpu = self._weight(parts, kernel_context.ops.context), kernel_context.ops.gpu_for(Ops.quantized_gated)
         if gpu is None:
             return GateOver(_on_a_cpu(weight, bias, kernel_context.ops), weight.shape[0], kind, kernel_context.ops)
         return TiledGated(
@@ -158,11 +158,11 @@ class Packed:
         made = Experts(_tiled(in_turn(first), kernel_context), _tiled(second, kernel_context), *biases, activation)
         return partial(kernel_context.ops.experts, experts=made)
 
-    def weight(self, parts: Parts) -> CodedWeight:
+    def weight(self, parts: Parts) -> QuantizedWeight:
         """What is held."""
-        columns = parts[MAIN].shape[-1] * self.coding.in_byte
-        return CodedWeight(
-            self.coding,
+        columns = parts[MAIN].shape[-1] * self.scheme.in_byte
+        return QuantizedWeight(
+            self.scheme,
             columns,
             parts[MAIN],
             parts[SCALE],
@@ -171,7 +171,7 @@ class Packed:
             minimum=parts.get(MINIMUM),
         )
 
-    def _weight(self, parts: Parts, context: OpContext) -> CodedWeight:
+    def _weight(self, parts: Parts, context: OpContext) -> QuantizedWeight:
         """Raises CheckpointError for numbers that are too large for the dtype of products."""
         weight = self.weight(parts)
         if context.dtype == torch.float16 and parts[MAIN].device.type != "meta":
@@ -183,36 +183,36 @@ class Packed:
 
 def held(stored: StoredFormat, kind: str, packing: Packing, activations: bool) -> Packed | None:
     """Codes of products' and experts' weights where they can stay packed, as `weights.registry.HELD` asks."""
-    coding = stored.coding if packing != "none" and kind in ("matrix", "experts") else None
-    if coding is None or (packing == "tiles" and why_not_tiled(coding) is not None):
+    scheme = stored.scheme if packing != "none" and kind in ("matrix", "experts") else None
+    if scheme is None or (packing == "tiles" and why_not_tiled(scheme) is not None):
         return None
-    return Packed(stored.name, coding)
+    return Packed(stored.name, scheme)
 
 
-def blocks_of(weight: CodedWeight) -> Iterator[CodedWeight]:
+def blocks_of(weight: QuantizedWeight) -> Iterator[QuantizedWeight]:
     """Rows of axis 0 that are decoded together."""
     rows = weight.shape[0]
     each = max(1, _BLOCK // prod(weight.shape[1:]))
     return (weight.rows(first, min(first + each, rows)) for first in range(0, rows, each))
 
 
-def _tiled(weight: CodedWeight, kernel_context: KernelContext) -> TiledWeight:
+def _tiled(weight: QuantizedWeight, kernel_context: KernelContext) -> TiledWeight:
     """Where bits need not be those of decoded weights, a factor of two levels goes to the sums, in all products."""
     return tile(weight if kernel_context.ops.profile.by_rows else factor_apart(weight))
 
 
-def _on_a_cpu(weight: CodedWeight, bias: Tensor | None, ops: Ops) -> Linear:
+def _on_a_cpu(weight: QuantizedWeight, bias: Tensor | None, ops: Ops) -> Linear:
     """In bfloat16 the product that takes 4-bit integers as they are, where there is one."""
     packed = ops.context.dtype == torch.bfloat16 and not ops.profile.by_rows and weight.codes.device.type == "cpu"
-    if packed and takes(weight.coding, tuple(weight.shape)):
+    if packed and takes(weight.scheme, tuple(weight.shape)):
         return Int4Linear(weight, bias)
-    return CodedLinear(weight, bias, ops)
+    return QuantizedLinear(weight, bias, ops)
 
 
-class CodedLinear:
+class QuantizedLinear:
     """`Linear` over a packed weight [out, in] that lies by rows."""
 
-    def __init__(self, weight: CodedWeight, bias: Tensor | None, ops: Ops) -> None:
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, ops: Ops) -> None:
         self._weight, self._bias = weight, bias
         self._product = ops.profile.linear
         self.numbers = prod(weight.shape)
@@ -266,8 +266,8 @@ class TiledLinear:
         if len(rows) > MAX_ROWS and not self._whole:
             found = self._by_library(rows)[None]
         else:
-            launch = choose_coded(weight.coding.numbers, _size(weight), False, len(rows), self._gpu, self._whole)
-            found = coded_rows(rows, weight, self._bias, launch=launch, gpu=self._gpu)
+            launch = choose_quantized(weight.scheme.numbers, _size(weight), False, len(rows), self._gpu, self._whole)
+            found = quantized_gemm(rows, weight, self._bias, launch=launch, gpu=self._gpu)
         return found.view(len(found), *x.shape[:-1], -1)
 
     def _by_library(self, rows: Tensor) -> Tensor:
@@ -298,8 +298,8 @@ class TiledGated:
         if len(rows) > MAX_ROWS and not self._whole:
             found = self._by_library(rows)
         else:
-            launch = choose_coded(weight.coding.numbers, _size(weight), True, len(rows), self._gpu, self._whole)
-            found = coded_gated(rows, weight, self._kind, self._bias, launch=launch, gpu=self._gpu)
+            launch = choose_quantized(weight.scheme.numbers, _size(weight), True, len(rows), self._gpu, self._whole)
+            found = quantized_gated(rows, weight, self._kind, self._bias, launch=launch, gpu=self._gpu)
         return found.view(*x.shape[:-1], -1)
 
     def _by_library(self, rows: Tensor) -> Tensor:
@@ -336,7 +336,7 @@ def _decoded_together(weight: TiledWeight, parted: bool) -> list[_Together]:
     lines, k = weight.shape
     each = max(1, _BLOCK_OF_GPU // (k * TILE)) * TILE
     factors = torch.ones(lines)
-    if weight.coding.scales == "e4m3":
+    if weight.scheme.scales == "e4m3":
         assert weight.factor is not None
         factors = weight.factor.flatten()[:lines].cpu()
     found = []

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from treetop.kernels.gate import Gate
-from treetop.kernels.gemm.coded import CodedWeight, Coding
 from treetop.kernels.gemm.fp8_rows import Activations
+from treetop.kernels.gemm.quantized_weight import QuantizedWeight, QuantScheme
 from treetop.kernels.moe.experts import Activation, Experts
 from treetop.kernels.table import Ops
 from treetop.kernels.triton_guard import GpuTraits
@@ -43,7 +43,7 @@ class Plain:
 
     kinds: tuple[str, ...]
     name: str = "plain"
-    coding: Coding | None = None
+    scheme: QuantScheme | None = None
     activations: Activations | str | None = None
 
     def stored(self, source: CheckpointTensor) -> dict[str, TensorSpec]:
@@ -55,7 +55,7 @@ class Plain:
     def decoded(self, source: CheckpointTensor, span: Span | None, fetch: Fetch) -> Tensor:
         return fetch(source.name, span)
 
-    def coded(self, source: CheckpointTensor, span: Span | None, fetch: Fetch) -> CodedWeight:
+    def coded(self, source: CheckpointTensor, span: Span | None, fetch: Fetch) -> QuantizedWeight:
         raise AssertionError(f"{source.name} has no codes")
 
 
@@ -68,7 +68,7 @@ class Unquantized:
     """A `HeldFormat`: plain numbers in the dtype of products, decoded as they are loaded where they were quantized."""
 
     name: str = "plain"
-    coding: Coding | None = None
+    scheme: QuantScheme | None = None
     activations: Activations | None = None
 
     def stored(self, source: CheckpointTensor) -> dict[str, TensorSpec]:

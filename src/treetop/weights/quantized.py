@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from treetop.kernels.gemm.coded import CodedWeight, Coding, decode
 from treetop.kernels.gemm.fp8_rows import Activations
+from treetop.kernels.gemm.quantized_weight import QuantizedWeight, QuantScheme, decode
 from treetop.types.errors import CheckpointError
 from treetop.weights.format import CheckpointTensor, Fetch, Span, TensorSpec
 from treetop.weights.kv_scales import all_names
@@ -26,11 +26,11 @@ WIDE = "has no activations in FP8"
 class CodesLayout(Protocol):
     """How a checkpoint holds a weight's codes and scales. A value, as a format is.
 
-    coding: what these mean in memory; None where they do not lie so that a product decodes them.
+    scheme: what these mean in memory; None where they do not lie so that a product decodes them.
     """
 
     @property
-    def coding(self) -> Coding | None: ...
+    def scheme(self) -> QuantScheme | None: ...
 
     def stored(self, source: CheckpointTensor) -> dict[str, TensorSpec]:
         """As `StoredFormat.stored`."""
@@ -38,7 +38,7 @@ class CodesLayout(Protocol):
     def unit(self, axis: int) -> int:
         """As `StoredFormat.unit`."""
 
-    def coded(self, source: CheckpointTensor, span: Span | None, fetch: Fetch) -> CodedWeight:
+    def coded(self, source: CheckpointTensor, span: Span | None, fetch: Fetch) -> QuantizedWeight:
         """What is stored of a source, or a part of it, in the source's shape."""
 
 
@@ -51,8 +51,8 @@ class Quantized:
     activations: Activations | str | None = WIDE
 
     @property
-    def coding(self) -> Coding | None:
-        return self.layout.coding
+    def scheme(self) -> QuantScheme | None:
+        return self.layout.scheme
 
     def stored(self, source: CheckpointTensor) -> dict[str, TensorSpec]:
         return {**self.layout.stored(source), **_unread(source)}
@@ -63,13 +63,13 @@ class Quantized:
     def decoded(self, source: CheckpointTensor, span: Span | None, fetch: Fetch) -> Tensor:
         return _numbers(source, self.layout.coded(source, span, fetch))
 
-    def coded(self, source: CheckpointTensor, span: Span | None, fetch: Fetch) -> CodedWeight:
+    def coded(self, source: CheckpointTensor, span: Span | None, fetch: Fetch) -> QuantizedWeight:
         weight = self.layout.coded(source, span, fetch)
         _numbers(source, weight)  # or it raises
         return weight
 
 
-def _numbers(source: CheckpointTensor, weight: CodedWeight) -> Tensor:
+def _numbers(source: CheckpointTensor, weight: QuantizedWeight) -> Tensor:
     """The numbers, float32. Raises CheckpointError for what is none."""
     rows = decode(weight)
     if not bool(rows.isfinite().all()):

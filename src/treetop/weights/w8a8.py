@@ -15,9 +15,9 @@ from torch import Tensor
 
 from treetop.kernels.fused import gate_mul, joined
 from treetop.kernels.gate import Gate
-from treetop.kernels.gemm.coded import CodedWeight, Coding
-from treetop.kernels.gemm.coded_norm import norms_codes
 from treetop.kernels.gemm.fp8_rows import Activations, QuantizedRows, by_group, choose_fp8, fp8_rows
+from treetop.kernels.gemm.quantized_weight import QuantizedWeight, QuantScheme
+from treetop.kernels.gemm.quantizing_norm import norms_codes
 from treetop.kernels.gemm.scaled_mm import ROWS_OF_GROUPS, library_from, scaled_rows, why_not
 from treetop.kernels.moe.experts import Activation
 from treetop.kernels.table import Ops
@@ -58,8 +58,8 @@ class W8A8:
         return f"{self.packed.name} with activations in FP8 {self.activations}"
 
     @property
-    def coding(self) -> Coding:
-        return self.packed.coding
+    def scheme(self) -> QuantScheme:
+        return self.packed.scheme
 
     def stored(self, source: CheckpointTensor) -> dict[str, TensorSpec]:
         scale = {_scale_of(source): TensorSpec((1,), SCALES, others=((),))} if self.activations.fixed else {}
@@ -131,8 +131,8 @@ def held(stored: StoredFormat, kind: str, packing: Packing, activations: bool) -
     """Products whose inputs are quantized too, if they are to be and the checkpoint says how."""
     if not activations or kind != "matrix" or not isinstance(stored.activations, Activations):
         return None
-    assert stored.coding is not None
-    return W8A8(Packed(stored.name, stored.coding), stored.activations)
+    assert stored.scheme is not None
+    return W8A8(Packed(stored.name, stored.scheme), stored.activations)
 
 
 class W8A8Linear:
@@ -145,7 +145,7 @@ class W8A8Linear:
     """
 
     def __init__(
-        self, weight: CodedWeight, bias: Tensor | None, kind: Gate | None, how: Activations, fixed: Tensor | None,
+        self, weight: QuantizedWeight, bias: Tensor | None, kind: Gate | None, how: Activations, fixed: Tensor | None,
         ops: Ops, library_from: int | None = None,
     ) -> None:  # fmt: skip
         self._gpu, self._shape = ops.gpu_for(Ops.fp8_rows), (weight.shape[0], weight.shape[1])
@@ -171,7 +171,7 @@ class W8A8Linear:
         (given, codes), self._taken = self._taken or (None, None), None
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         if self._gpu is not None and self._library_from is not None and len(rows) >= self._library_from:
-            multiple = ROWS_OF_GROUPS if self._weight.coding.group else 1
+            multiple = ROWS_OF_GROUPS if self._weight.scheme.group else 1
             whole = given is x and len(rows) % multiple == 0
             found = self._by_library(codes if codes is not None and whole else self._quantized(rows, multiple=multiple))
             found = found[None, : len(rows)]
@@ -190,7 +190,7 @@ class W8A8Linear:
     def _product(self, x: QuantizedRows, dtype: torch.dtype) -> Tensor:
         weight, bias, kind, gpu = self._weight, self._bias, self._kind, self._gpu
         if gpu is not None:
-            group, whole = weight.coding.group, self._ops.profile.by_rows
+            group, whole = weight.scheme.group, self._ops.profile.by_rows
             launch = choose_fp8(self._shape, group, kind is not None, len(x.codes), gpu, whole)
             return fp8_rows(x, weight, bias, kind, dtype=dtype, launch=launch, gpu=gpu)
         out, start = [], 0
@@ -203,9 +203,9 @@ class W8A8Linear:
 
 
 def _library_from(
-    weight: CodedWeight, bias: Tensor | None, kind: Gate | None, ops: Ops, gpu: GpuTraits | None, asked: int | None
+    weight: QuantizedWeight, bias: Tensor | None, kind: Gate | None, ops: Ops, gpu: GpuTraits | None, asked: int | None
 ) -> int | None:
     """Rows from which the library multiplies, those asked for or what was measured; None if it never does."""
     if gpu is None or ops.profile.by_rows or why_not(weight, bias, ops.context.dtype, gpu) is not None:
         return None
-    return asked or library_from((weight.shape[0], weight.shape[1]), weight.coding.group, kind is not None, gpu)
+    return asked or library_from((weight.shape[0], weight.shape[1]), weight.scheme.group, kind is not None, gpu)

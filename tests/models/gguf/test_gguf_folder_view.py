@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from treetop.checkpoints.gguf.folder_view import GgufFolder
-from treetop.kernels.gemm.coded import decode
+from treetop.kernels.gemm.quantized_weight import decode
 from treetop.weights.format import CheckpointTensor, Span
 from treetop.weights.ggml import Ggml
 

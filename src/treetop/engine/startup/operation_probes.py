@@ -22,8 +22,8 @@ from treetop.kernels.attention.latent import LatentNorm
 from treetop.kernels.exact import Functions
 from treetop.kernels.fused import HeadNorms
 from treetop.kernels.gemm.adapter_rows import AdapterFactors
-from treetop.kernels.gemm.coded_norm import norms_codes
 from treetop.kernels.gemm.fp8_rows import Activations
+from treetop.kernels.gemm.quantizing_norm import norms_codes
 from treetop.kernels.moe.routing import Router, RouterKind, RouterSpec
 from treetop.kernels.recurrent.convolution import tree_windows
 from treetop.kernels.recurrent.states import LayerStates, StateInputs, StateUpdates
@@ -77,7 +77,7 @@ def kept_operation_problem(ops: Ops, model: ModelConfig, params: Sequence[Param]
     """
     layers = {(layer.mixer, layer.feed_forward) for layer in model.layers}
     ranks = ops.parallel.size, ops.expert_ranks.size
-    held = _experts_format(params).coding, _codes_of_norms(model, params)
+    held = _experts_format(params).scheme, _codes_of_norms(model, params)
     what = sorted(map(repr, layers)), model.hidden_size, model.vocab_size, held, str(ops.context.dtype), ranks, rank
     probe = operation_probe(ops, model, params, rank=rank)
     return probe.kept_problem("exact-operations", identity(ops.context.device, *what))

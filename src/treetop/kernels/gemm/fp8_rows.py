@@ -24,8 +24,8 @@ from torch import Tensor
 from treetop.kernels.dependent_launch import ask_for, launch_options, pdl_wait
 from treetop.kernels.fused import e4m3
 from treetop.kernels.gate import Gate, activated, activated_reference
-from treetop.kernels.gemm.coded import CodedWeight
-from treetop.kernels.gemm.coded_rows import row_block
+from treetop.kernels.gemm.quantized_gemm import row_block
+from treetop.kernels.gemm.quantized_weight import QuantizedWeight
 from treetop.kernels.gemm.skinny_gemm import most_splits
 from treetop.kernels.kv import FP8, LARGEST
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, jit_for_any, lanes, tl
@@ -104,7 +104,7 @@ _INFINITE = 0x7F800000
 
 def fp8_rows_reference(
     x: QuantizedRows,
-    weight: CodedWeight,
+    weight: QuantizedWeight,
     bias: Tensor | None = None,
     kind: Gate | None = None,
     *,
@@ -115,7 +115,7 @@ def fp8_rows_reference(
     kind: of a gate, where lines are all gates, then all ups; the result is then [1, rows, lines / 2], activated in
     float32.
     """
-    group, k = weight.coding.group or weight.columns, weight.columns
+    group, k = weight.scheme.group or weight.columns, weight.columns
     codes, lines = (each.view(FP8).to(torch.float64) for each in (x.codes, weight.codes))
     total = torch.zeros((len(codes), len(lines)), dtype=torch.float64, device=codes.device)
     for of, start in enumerate(range(0, k, group)):
@@ -198,7 +198,7 @@ class Fp8Launch:
 
 def fp8_rows(
     x: QuantizedRows,
-    weight: CodedWeight,
+    weight: QuantizedWeight,
     bias: Tensor | None = None,
     kind: Gate | None = None,
     *,
@@ -218,7 +218,7 @@ def fp8_rows(
     width = lines if kind is None else lines // 2
     made = dtype if launch.splits == 1 else torch.float32
     out = torch.empty((launch.splits, rows, width), dtype=made, device=x.codes.device)
-    block_m, group = row_block(rows), weight.coding.group
+    block_m, group = row_block(rows), weight.scheme.group
     assert group == 0 or group in GROUPS
     block_k = group or BLOCK
     blocks = -(-k // block_k)
@@ -232,7 +232,7 @@ def fp8_rows(
     return out
 
 
-def by_group(weight: CodedWeight) -> CodedWeight:
+def by_group(weight: QuantizedWeight) -> QuantizedWeight:
     """A weight whose scales are in memory as `fp8_rows` reads them."""
     return replace(weight, scale=weight.scale.T.contiguous().T)
 

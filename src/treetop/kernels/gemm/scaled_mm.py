@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from treetop.kernels.gemm.coded import CodedWeight
 from treetop.kernels.gemm.fp8_rows import QuantizedRows
+from treetop.kernels.gemm.quantized_weight import QuantizedWeight
 from treetop.kernels.kv import FP8
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.kernels.tuning import TunedTable, read_table
@@ -40,9 +40,9 @@ def cuda_version() -> tuple[int, ...]:
     return tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
 
 
-def why_not(weight: CodedWeight, bias: Tensor | None, dtype: torch.dtype, gpu: GpuTraits) -> str | None:
+def why_not(weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype, gpu: GpuTraits) -> str | None:
     """Why the library does not multiply rows of `dtype` with a weight; None if it does."""
-    (lines, k), group = weight.shape, weight.coding.group
+    (lines, k), group = weight.shape, weight.scheme.group
     if not gpu.can_overlap or not gpu.by_warp_groups or gpu.has_tensor_memory:
         return "it was tried on compute capability 9.0 alone"
     if dtype != torch.bfloat16:
@@ -56,14 +56,14 @@ def why_not(weight: CodedWeight, bias: Tensor | None, dtype: torch.dtype, gpu: G
     return "a bias beside scales of groups" if group and bias is not None else None
 
 
-def scaled_rows(x: QuantizedRows, weight: CodedWeight, bias: Tensor | None = None) -> Tensor:
+def scaled_rows(x: QuantizedRows, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """`fp8_rows_reference` of a weight that `why_not` has nothing against, in bfloat16 [rows, lines].
 
     x: with groups in multiples of `ROWS_OF_GROUPS` rows. The scales of both lie as kernels read them, those of a group
     side by side. bias: bfloat16.
     """
     kinds = torch.nn.functional.ScalingType
-    grouped = weight.coding.group > 0
+    grouped = weight.scheme.group > 0
     assert not grouped or len(x.codes) % ROWS_OF_GROUPS == 0
     return torch.nn.functional.scaled_mm(
         x.codes.view(FP8),

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
-from treetop.kernels.gemm.coded import MIDDLE, CodedWeight, Coding, decode
+from treetop.kernels.gemm.quantized_weight import MIDDLE, QuantizedWeight, QuantScheme, decode
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, tl
 
 TILE, BLOCK = 64, 128
@@ -56,7 +56,7 @@ class TiledWeight:
     wide: a scale is so large that decoding takes other arithmetic.
     """
 
-    coding: Coding
+    scheme: QuantScheme
     shape: tuple[int, ...]
     words: Tensor
     scale: Tensor
@@ -72,37 +72,37 @@ class TiledWeight:
     @property
     def per_block(self) -> int:
         """Words of scales of a line in one block, or in several."""
-        return _per_block(self.coding)
+        return _per_block(self.scheme)
 
 
-def why_not_tiled(coding: Coding) -> str | None:
-    """Why weights of a coding do not lie in tiles; None if they can."""
-    if coding.minimums:
+def why_not_tiled(scheme: QuantScheme) -> str | None:
+    """Why weights of a scheme do not lie in tiles; None if they can."""
+    if scheme.minimums:
         return "groups with a minimum"
-    if coding.scales != "float32":
-        return None if coding.group in ((32,) if coding.scales == "e8m0" else (16,)) else "groups of that size"
-    fits = coding.group % BLOCK == 0 or coding.group in ((32, 64) if coding.numbers == "e4m3" else (16, 32, 64))
-    return None if fits else f"groups of {coding.group} do not divide blocks of {BLOCK}"
+    if scheme.scales != "float32":
+        return None if scheme.group in ((32,) if scheme.scales == "e8m0" else (16,)) else "groups of that size"
+    fits = scheme.group % BLOCK == 0 or scheme.group in ((32, 64) if scheme.numbers == "e4m3" else (16, 32, 64))
+    return None if fits else f"groups of {scheme.group} do not divide blocks of {BLOCK}"
 
 
-def _per_block(coding: Coding) -> int:
-    if coding.scales == "float32":
-        return 1 if coding.group % BLOCK == 0 else BLOCK // coding.group
-    return BLOCK // coding.group // 4
+def _per_block(scheme: QuantScheme) -> int:
+    if scheme.scales == "float32":
+        return 1 if scheme.group % BLOCK == 0 else BLOCK // scheme.group
+    return BLOCK // scheme.group // 4
 
 
-def tile(weight: CodedWeight) -> TiledWeight:
-    """The tiles of a weight [experts, lines, columns] or [lines, columns], whose coding can be in tiles.
+def tile(weight: QuantizedWeight) -> TiledWeight:
+    """The tiles of a weight [experts, lines, columns] or [lines, columns], whose scheme can be in tiles.
 
     Some lines after the others, so that little is in memory twice.
     """
-    coding, shape = weight.coding, weight.shape
+    scheme, shape = weight.scheme, weight.shape
     assert weight.order is None
-    assert why_not_tiled(coding) is None
+    assert why_not_tiled(scheme) is None
     lines, k = shape[-2:]
     number, device = prod(shape[:-2]), weight.codes.device
     tiles, blocks = -(-lines // TILE), -(-k // BLOCK)
-    width = BLOCK // (2 if coding.numbers == "e4m3" else 4)
+    width = BLOCK // (2 if scheme.numbers == "e4m3" else 4)
     words = torch.empty((number, tiles, blocks, TILE, width), dtype=torch.int16, device=device)
     each = max(1, _PIECE // (TILE * BLOCK * blocks))
     runs = number if lines % TILE else 1  # where an expert ends with a tile, the next one goes on
@@ -110,16 +110,16 @@ def tile(weight: CodedWeight) -> TiledWeight:
     for run, into in zip(codes, words.view(runs, -1, *words.shape[2:]), strict=True):
         for first in range(0, len(into), each):
             part = run[first * TILE : (first + each) * TILE]
-            into[first : first + each] = _words_of(_filled(part, coding, k, blocks), coding)
+            into[first : first + each] = _words_of(_filled(part, scheme, k, blocks), scheme)
     form = _form_of(weight)
     scale, zero = _scale_words(weight, form, tiles, blocks)
     factor = None
     if weight.factor is not None:
         factor = _by_tile(weight.factor.reshape(number, lines, 1), tiles, 1)[:, :, 0].contiguous()
-    return TiledWeight(coding, (*shape,), words, scale, factor, zero, form, _is_wide(weight))
+    return TiledWeight(scheme, (*shape,), words, scale, factor, zero, form, _is_wide(weight))
 
 
-def in_turn(weight: CodedWeight) -> CodedWeight:
+def in_turn(weight: QuantizedWeight) -> QuantizedWeight:
     """A weight [..., 2, n, columns] as [..., 2 * n, columns], in which lines of both take turns."""
 
     def turned(part: Tensor) -> Tensor:
@@ -135,43 +135,43 @@ def apart(lines: Tensor, axis: int) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-def _filled(codes: Tensor, coding: Coding, k: int, blocks: int) -> Tensor:
+def _filled(codes: Tensor, scheme: QuantScheme, k: int, blocks: int) -> Tensor:
     """Codes of lines [n, bytes] as [tiles, blocks, TILE, parts, columns] int32."""
     n = codes.shape[0]
-    if coding.in_byte == 2:
+    if scheme.in_byte == 2:
         codes = torch.stack([codes & 0xF, codes >> 4], -1).flatten(-2)[:, :k]
-    tiles, parts = -(-n // TILE), 2 if coding.numbers == "e4m3" else 4
+    tiles, parts = -(-n // TILE), 2 if scheme.numbers == "e4m3" else 4
     whole = codes.new_zeros((tiles * TILE, blocks * BLOCK))
     whole[:n, :k] = codes
     return whole.view(tiles, TILE, blocks, parts, -1).transpose(1, 2).to(torch.int32)
 
 
-def _words_of(codes: Tensor, coding: Coding) -> Tensor:
+def _words_of(codes: Tensor, scheme: QuantScheme) -> Tensor:
     """Parts [..., parts, columns] int32 as words [..., columns] int16."""
-    if coding.numbers == "e2m1":
+    if scheme.numbers == "e2m1":
         first, second, third, fourth = (((code & 8) << 12) | ((code & 7) << 6) for code in codes.unbind(-2))
         bits = first | (second >> 3) | (third >> 6)
         bits = bits | ((fourth & 0x180) << 6) | ((fourth & 0x40) << 5) | ((fourth & 0x8000) >> 5)
     else:
-        shift = torch.arange(0, 16, 8 if coding.numbers == "e4m3" else 4, dtype=torch.int32, device=codes.device)
+        shift = torch.arange(0, 16, 8 if scheme.numbers == "e4m3" else 4, dtype=torch.int32, device=codes.device)
         bits = (codes << shift[:, None]).sum(-2)
     return torch.where(bits > 0x7FFF, bits - 0x10000, bits).to(torch.int16)
 
 
-def _codes_of(words: Tensor, coding: Coding) -> Tensor:
+def _codes_of(words: Tensor, scheme: QuantScheme) -> Tensor:
     """The parts again."""
     bits = words.to(torch.int32)
-    if coding.numbers == "e2m1":
+    if scheme.numbers == "e2m1":
         fourth = ((bits >> 6) & 0x180) | ((bits >> 5) & 0x40) | ((bits << 5) & 0x8000)
         four = torch.stack([bits, bits << 3, bits << 6, fourth], -2)
         return ((four & 0x8000) >> 12) | ((four & 0x1C0) >> 6)
-    step = 8 if coding.numbers == "e4m3" else 4
+    step = 8 if scheme.numbers == "e4m3" else 4
     return torch.stack([(bits >> shift) & ((1 << step) - 1) for shift in range(0, 16, step)], -2)
 
 
-def _form_of(weight: CodedWeight) -> Form:
+def _form_of(weight: QuantizedWeight) -> Form:
     """The narrowest in which all scales are what they are."""
-    if weight.coding.scales != "float32":
+    if weight.scheme.scales != "float32":
         return "bytes"
     kinds: tuple[tuple[Form, torch.dtype], ...] = (("bfloat16", torch.bfloat16), ("float16", torch.float16))
     for name, dtype in kinds:
@@ -180,17 +180,17 @@ def _form_of(weight: CodedWeight) -> Form:
     return "float32"
 
 
-def _is_wide(weight: CodedWeight) -> bool:
+def _is_wide(weight: QuantizedWeight) -> bool:
     """Whether a scale and what it makes up for is no bfloat16, or, of two levels, no float32 well inside its range."""
-    coding = weight.coding
-    if coding.scales == "e8m0":
+    scheme = weight.scheme
+    if scheme.scales == "e8m0":
         return bool((weight.scale > 128).any())
-    if coding.scales == "e4m3":
+    if scheme.scales == "e4m3":
         return False
-    folded = 2.0 ** (126 - _FOLDED[coding.numbers])
+    folded = 2.0 ** (126 - _FOLDED[scheme.numbers])
     if weight.factor is None:
-        return coding.numbers != "int4" and bool((weight.scale.abs() >= folded).any())
-    largest = weight.factor.abs().max() if coding.scales == "times" else 1 / weight.factor.abs().min().clamp(min=1e-30)
+        return scheme.numbers != "int4" and bool((weight.scale.abs() >= folded).any())
+    largest = weight.factor.abs().max() if scheme.scales == "times" else 1 / weight.factor.abs().min().clamp(min=1e-30)
     return bool(448 * largest >= folded)
 
 
@@ -202,25 +202,25 @@ def _by_tile(scales: Tensor, tiles: int, groups: int) -> Tensor:
     return whole.view(number, tiles, TILE, groups).transpose(2, 3).contiguous()
 
 
-def _scale_words(weight: CodedWeight, form: Form, tiles: int, blocks: int) -> tuple[Tensor, Tensor | None]:
+def _scale_words(weight: QuantizedWeight, form: Form, tiles: int, blocks: int) -> tuple[Tensor, Tensor | None]:
     """Scales and zeros in words [experts, tiles, of columns, TILE] int32."""
-    coding, lines = weight.coding, weight.shape[-2]
-    groups = coding.groups_of(weight.columns)
+    scheme, lines = weight.scheme, weight.shape[-2]
+    groups = scheme.groups_of(weight.columns)
     scale = weight.scale.reshape(-1, lines, groups)
     if form == "bytes":
-        four = _by_tile(scale, tiles, 4 * _per_block(coding) * blocks).unflatten(2, (-1, 4)).to(torch.int64)
+        four = _by_tile(scale, tiles, 4 * _per_block(scheme) * blocks).unflatten(2, (-1, 4)).to(torch.int64)
         joined = four[:, :, :, 0] | four[:, :, :, 1] << 8 | four[:, :, :, 2] << 16 | four[:, :, :, 3] << 24
         return _int32(joined), None
-    whole = groups if coding.group % BLOCK == 0 else _per_block(coding) * blocks
+    whole = groups if scheme.group % BLOCK == 0 else _per_block(scheme) * blocks
     made = _by_tile(scale.to(torch.float32), tiles, whole)
     zero = None
-    if coding.zeros:
+    if scheme.zeros:
         assert weight.zero is not None
         zero = _by_tile(weight.zero.reshape(-1, lines, groups).to(torch.int32), tiles, whole)
-    elif coding.numbers == "int4":
+    elif scheme.numbers == "int4":
         zero = torch.full_like(made, MIDDLE, dtype=torch.int32)
     if form == "float32":
-        return made.view(torch.int32), zero if coding.zeros else None
+        return made.view(torch.int32), zero if scheme.zeros else None
     bits = made.to(torch.bfloat16 if form == "bfloat16" else torch.float16).view(torch.int16).to(torch.int32) << 16
     return bits if zero is None else bits | zero, None
 
@@ -229,22 +229,22 @@ def _int32(words: Tensor) -> Tensor:
     return torch.where(words > 0x7FFFFFFF, words - (1 << 32), words).to(torch.int32)
 
 
-def untile(weight: TiledWeight) -> CodedWeight:
+def untile(weight: TiledWeight) -> QuantizedWeight:
     """What `tile` was given, [experts, lines, columns] or [lines, columns]."""
-    coding, (lines, k) = weight.coding, weight.shape[-2:]
+    scheme, (lines, k) = weight.scheme, weight.shape[-2:]
     lead = weight.shape[:-2]
 
     def lines_of(parts: Tensor) -> Tensor:
         """[experts, tiles, groups, TILE] as [..., lines, groups]."""
         return parts.transpose(2, 3).flatten(1, 2)[:, :lines].reshape(*lead, lines, -1)
 
-    codes = _codes_of(weight.words, coding).flatten(-2).transpose(2, 3).flatten(3).flatten(1, 2)[:, :lines, :k]
+    codes = _codes_of(weight.words, scheme).flatten(-2).transpose(2, 3).flatten(3).flatten(1, 2)[:, :lines, :k]
     codes = codes.to(torch.uint8)
-    if coding.in_byte == 2:
+    if scheme.in_byte == 2:
         even, odd = torch.nn.functional.pad(codes, (0, k % 2)).unflatten(-1, (-1, 2)).unbind(-1)
         codes = even | odd << 4
     codes = codes.reshape(*lead, lines, -1)
-    words, zero, groups = weight.scale, weight.zero, coding.groups_of(k)
+    words, zero, groups = weight.scale, weight.zero, scheme.groups_of(k)
     if weight.form == "bytes":
         shift = torch.arange(0, 32, 8, dtype=torch.int32, device=words.device)
         scale = ((words[:, :, :, None] >> shift[:, None]) & 0xFF).flatten(2, 3).to(torch.uint8)
@@ -254,8 +254,8 @@ def untile(weight: TiledWeight) -> CodedWeight:
         dtype = torch.bfloat16 if weight.form == "bfloat16" else torch.float16
         scale, zero = (words >> 16).to(torch.int16).view(dtype).to(torch.float32), words & 0xFF
     factor = None if weight.factor is None else lines_of(weight.factor[:, :, None])
-    held = lines_of(zero)[..., :groups].to(torch.uint8) if coding.zeros and zero is not None else None
-    return CodedWeight(coding, k, codes, lines_of(scale)[..., :groups], factor, held)
+    held = lines_of(zero)[..., :groups].to(torch.uint8) if scheme.zeros and zero is not None else None
+    return QuantizedWeight(scheme, k, codes, lines_of(scale)[..., :groups], factor, held)
 
 
 def decode_tiles_reference(
@@ -296,9 +296,9 @@ def tile_arguments(weight: TiledWeight) -> tuple[Tensor, Tensor, Tensor, Tensor]
 
 def tile_options(weight: TiledWeight, dtype: torch.dtype, gpu: GpuTraits) -> dict[str, object]:
     """What a kernel is compiled for. dtype: of the product."""
-    coding = weight.coding
+    scheme = weight.scheme
     return {
-        "numbers": coding.numbers, "scales": coding.scales, "form": weight.form, "group": coding.group,
+        "numbers": scheme.numbers, "scales": scheme.scales, "form": weight.form, "group": scheme.group,
         "has_zero": weight.zero is not None, "per": weight.per_block,
         "fast": gpu.has_bfloat16 and dtype == torch.bfloat16 and not weight.wide,
     }  # fmt: skip

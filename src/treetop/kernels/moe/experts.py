@@ -22,7 +22,7 @@ from torch import Tensor
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.exact import BY_ELEMENT, LIBRARY, Functions, linear_by_rows
 from treetop.kernels.gate import Gate, activated, activated_reference
-from treetop.kernels.gemm.coded import CodedWeight, decode
+from treetop.kernels.gemm.quantized_weight import QuantizedWeight, decode
 from treetop.kernels.gemm.tiles import BLOCK, TiledWeight, tile_arguments, tile_options, tile_product, untile
 from treetop.kernels.moe.routing import Routes, RowProduct, Tiles, each_row
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, tl
@@ -67,8 +67,8 @@ class Experts:
     Coded ones that are not in tiles are for the reference.
     """
 
-    gate_up: Tensor | TiledWeight | CodedWeight
-    down: Tensor | TiledWeight | CodedWeight
+    gate_up: Tensor | TiledWeight | QuantizedWeight
+    down: Tensor | TiledWeight | QuantizedWeight
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
     activation: Activation
@@ -119,23 +119,23 @@ def experts_by_rows(x: Tensor, routes: Routes, experts: Experts, linear: RowProd
 
 @dataclass(frozen=True, slots=True)
 class _Decoding:
-    """Coded experts, each decoded when it is asked for. turned: gates and ups lie in turn."""
+    """Quantized experts, each decoded when it is asked for. turned: gates and ups lie in turn."""
 
-    weight: CodedWeight
+    weight: QuantizedWeight
     dtype: torch.dtype
     turned: bool
 
     def __getitem__(self, expert: int) -> Tensor:
         own = self.weight.rows(expert, expert + 1)
         lines = decode(own)[0]
-        if own.coding.scales == "e4m3":  # the factor of sums
+        if own.scheme.scales == "e4m3":  # the factor of sums
             assert own.factor is not None
             lines = lines * own.factor[0]
         lines = lines.to(self.dtype)
         return lines.unflatten(0, (-1, 2)).transpose(0, 1) if self.turned else lines
 
 
-def _plain(weight: Tensor | TiledWeight | CodedWeight, dtype: torch.dtype, gated: bool) -> Tensor | _Decoding:
+def _plain(weight: Tensor | TiledWeight | QuantizedWeight, dtype: torch.dtype, gated: bool) -> Tensor | _Decoding:
     """The weight as a tensor, or as one for each expert."""
     if isinstance(weight, Tensor):
         return weight
@@ -219,13 +219,13 @@ def experts(x: Tensor, routes: Routes, experts: Experts, gpu: GpuTraits, by_rows
 
 
 def _grouped(
-    out: Tensor, x: Tensor, weight: Tensor | TiledWeight | CodedWeight, bias: Tensor | None, routes: Routes,
+    out: Tensor, x: Tensor, weight: Tensor | TiledWeight | QuantizedWeight, bias: Tensor | None, routes: Routes,
     activation: Activation | None, launch: GroupedLaunch, gpu: GpuTraits,
 ) -> None:  # fmt: skip
     """activation: of a first product, [assignments, inner]; None for a second, in parts [parts, tokens, hidden]."""
     tiles = routes.tiles
     assert tiles is not None
-    assert not isinstance(weight, CodedWeight)
+    assert not isinstance(weight, QuantizedWeight)
     gated, k, n = activation is not None, x.shape[1], out.shape[-1]
     tokens, top_k = routes.expert.shape
     if isinstance(weight, TiledWeight):

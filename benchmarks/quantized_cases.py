@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from frame import DEVICE
 
-from treetop.kernels.gemm.coded import CodedWeight
+from treetop.kernels.gemm.quantized_weight import QuantizedWeight
 from treetop.weights.fp4 import NVFP4_OF_MODELOPT
 from treetop.weights.fp8 import BY_ROW, fp8
 from treetop.weights.int4 import PackQuantized, w4a16
@@ -55,7 +55,7 @@ FORMATS: dict[str, Packed] = {
 }
 
 
-def random_weight(format_: Packed, *shape: int) -> CodedWeight:
+def random_weight(format_: Packed, *shape: int) -> QuantizedWeight:
     """Of which products keep their input's size, about."""
     found = format_.parts(shape, torch.bfloat16).items()
     parts = {name: torch.empty(each.shape, dtype=each.dtype, device=DEVICE) for name, each in found}

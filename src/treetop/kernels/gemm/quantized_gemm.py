@@ -1,4 +1,4 @@
-"""Products of few rows with a coded weight that lies in tiles: each tile is decoded as it is read.
+"""Products of few rows with a quantized weight that lies in tiles: each tile is decoded as it is read.
 
     y = x @ weight.T + bias        x: [rows, k]; of more than MAX_ROWS the library is faster with decoded weights
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from treetop.kernels.dependent_launch import ask_for, launch_options, pdl_wait
 from treetop.kernels.gate import Gate, activated, activated_reference
-from treetop.kernels.gemm.coded import Numbers, decode
+from treetop.kernels.gemm.quantized_weight import Numbers, decode
 from treetop.kernels.gemm.skinny_gemm import most_splits
 from treetop.kernels.gemm.tiles import (
     BLOCK,
@@ -34,11 +34,11 @@ from treetop.kernels.tuning import TunedTable, read_table
 
 MAX_ROWS = 256
 _MOST_OF_BLOCK = 128
-TABLE = Path(__file__).with_name("coded_rows.json")
+TABLE = Path(__file__).with_name("quantized_gemm.json")
 
 
 @dataclass(frozen=True, slots=True)
-class CodedLaunch:
+class QuantizedLaunch:
     """How a product is cut: lines of a block, a multiple of 64; splits of k; pipeline stages; warps."""
 
     block_n: int
@@ -47,7 +47,7 @@ class CodedLaunch:
     num_warps: int
 
 
-def coded_rows_reference(x: Tensor, weight: TiledWeight, bias: Tensor | None = None) -> Tensor:
+def quantized_gemm_reference(x: Tensor, weight: TiledWeight, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias` of a weight that is decoded and rounded to x's dtype, summed in float32. A factor of sums
     goes to them before the bias.
 
@@ -55,28 +55,31 @@ def coded_rows_reference(x: Tensor, weight: TiledWeight, bias: Tensor | None = N
     """
     by_rows = untile(weight)
     out = x.to(torch.float32) @ decode(by_rows).to(x.dtype).to(torch.float32).T
-    if by_rows.coding.scales == "e4m3":
+    if by_rows.scheme.scales == "e4m3":
         assert by_rows.factor is not None
         out *= by_rows.factor[:, 0]
     return (out if bias is None else out + bias.to(torch.float32))[None]
 
 
-def coded_gated_reference(x: Tensor, weight: TiledWeight, kind: Gate = "silu", bias: Tensor | None = None) -> Tensor:
-    """Activated gate times up of `coded_rows_reference`, whose lines they are in turn, rounded once. [rows, lines / 2].
+def quantized_gated_reference(
+    x: Tensor, weight: TiledWeight, kind: Gate = "silu", bias: Tensor | None = None
+) -> Tensor:
+    """Activated gate times up of `quantized_gemm_reference`, whose lines they are in turn, rounded once. [rows, lines /
+    2].
 
     bias: of all gates, then of all ups.
     """
-    gate, up = apart(coded_rows_reference(x, weight)[0], -1)
+    gate, up = apart(quantized_gemm_reference(x, weight)[0], -1)
     if bias is not None:
         first, second = bias.to(torch.float32).chunk(2)
         gate, up = gate + first, up + second
     return (activated_reference(gate, kind) * up).to(x.dtype)
 
 
-def coded_rows(
-    x: Tensor, weight: TiledWeight, bias: Tensor | None = None, *, launch: CodedLaunch, gpu: GpuTraits
+def quantized_gemm(
+    x: Tensor, weight: TiledWeight, bias: Tensor | None = None, *, launch: QuantizedLaunch, gpu: GpuTraits
 ) -> Tensor:
-    """`coded_rows_reference` in parts [splits, rows, lines] that add up to it: of several in float32, of one in x's
+    """`quantized_gemm_reference` in parts [splits, rows, lines] that add up to it: of several in float32, of one in x's
     dtype.
 
     x: [rows, k], contiguous.
@@ -87,16 +90,16 @@ def coded_rows(
     return out
 
 
-def coded_gated(
+def quantized_gated(
     x: Tensor,
     weight: TiledWeight,
     kind: Gate = "silu",
     bias: Tensor | None = None,
     *,
-    launch: CodedLaunch,
+    launch: QuantizedLaunch,
     gpu: GpuTraits,
 ) -> Tensor:
-    """`coded_gated_reference` in one launch, which has one split. Arguments as in `coded_rows`."""
+    """`quantized_gated_reference` in one launch, which has one split. Arguments as in `quantized_gemm`."""
     assert launch.splits == 1
     out = torch.empty((len(x), weight.shape[0] // 2), dtype=x.dtype, device=x.device)
     _launch(out, x, weight, bias, kind, launch, gpu)
@@ -104,7 +107,7 @@ def coded_gated(
 
 
 def _launch(
-    out: Tensor, x: Tensor, weight: TiledWeight, bias: Tensor | None, kind: Gate | None, launch: CodedLaunch,
+    out: Tensor, x: Tensor, weight: TiledWeight, bias: Tensor | None, kind: Gate | None, launch: QuantizedLaunch,
     gpu: GpuTraits,
 ) -> None:  # fmt: skip
     (rows, k), (lines, columns) = x.shape, weight.shape
@@ -114,7 +117,7 @@ def _launch(
     blocks = -(-k // BLOCK)
     share = -(-blocks // launch.splits)
     grid = (-(-rows // block_m), -(-lines // launch.block_n), launch.splits)
-    _coded_kernel[grid](
+    _quantized_kernel[grid](
         out, x, *tile_arguments(weight), x if bias is None else bias, rows, lines, k, share,
         **tile_options(weight, x.dtype, gpu), has_bias=bias is not None, block_m=block_m, block_n=launch.block_n,
         kind=kind, overlap=gpu.can_overlap, num_stages=launch.num_stages, num_warps=launch.num_warps,
@@ -123,7 +126,7 @@ def _launch(
 
 
 @jit
-def _coded_kernel(
+def _quantized_kernel(
     out: Arg, x: Arg, words: Arg, scale: Arg, factor: Arg, zero: Arg, bias: Arg, rows: Arg, lines: Arg, k: Arg,
     share: Arg, numbers: constexpr, scales: constexpr, form: constexpr, group: constexpr, has_zero: constexpr,
     per: constexpr, fast: constexpr, has_bias: constexpr, block_m: constexpr, block_n: constexpr, kind: constexpr,
@@ -181,14 +184,14 @@ def up_to(rows: int) -> int:
 
 
 @cache
-def choose_coded(
+def choose_quantized(
     numbers: Numbers, shape: tuple[int, int], gated: bool, rows: int, gpu: GpuTraits, whole: bool = False
-) -> CodedLaunch:
+) -> QuantizedLaunch:
     """The launch for a weight [lines, k]. whole: k is not cut.
 
-    Measured ones lie in `coded_rows.json` (`benchmarks/coded_rows.py --write-table` measures again), of which splits
-    are the same for any number of rows. Others get about three programs a multiprocessor, and of more than 32 rows
-    blocks of twice the lines, as nearly all that were measured.
+    Measured ones lie in `quantized_gemm.json` (`benchmarks/quantized_gemm.py --write-table` measures again), of which
+    splits are the same for any number of rows. Others get about three programs a multiprocessor, and of more than 32
+    rows blocks of twice the lines, as nearly all that were measured.
     """
     lines, k = shape
     found = load_table().find((numbers, lines, k, gated, up_to(rows)), gpu)
@@ -200,7 +203,7 @@ def choose_coded(
     block_n = TILE if rows <= _FEW else 2 * TILE
     stage = 2 * BLOCK * row_block(rows) + block_n * BLOCK  # bytes of x and, at most, of codes
     stages = max(2, min(4, (gpu.shared_bytes - _SPARE) // stage))
-    return CodedLaunch(block_n, splits, stages, block_n // 16)
+    return QuantizedLaunch(block_n, splits, stages, block_n // 16)
 
 
 _SPARE = 16 << 10
@@ -213,6 +216,8 @@ def row_block(rows: int) -> int:
 
 
 @cache
-def load_table() -> TunedTable[CodedLaunch]:
+def load_table() -> TunedTable[QuantizedLaunch]:
     """The committed table, by numbers, lines, k, whether gated, and up to which of `ROWS`."""
-    return read_table(TABLE, lambda entry: CodedLaunch(*entry["launch"]), ("numbers", "lines", "k", "gated", "rows"))
+    return read_table(
+        TABLE, lambda entry: QuantizedLaunch(*entry["launch"]), ("numbers", "lines", "k", "gated", "rows")
+    )

@@ -1,7 +1,8 @@
-"""Tunes the products of few rows with coded weights on one GPU, and says how fast they stream, in one run.
+"""Tunes the products of few rows with quantized weights on one GPU, and says how fast they stream, in one run.
 
-    python benchmarks/coded_rows.py                the launches that are chosen: TB/s of a product's bytes
-    python benchmarks/coded_rows.py --write-table  measure every candidate first and write kernels/gemm/coded_rows.json;
+    python benchmarks/quantized_gemm.py                the launches that are chosen: TB/s of a product's bytes
+    python benchmarks/quantized_gemm.py --write-table  measure every candidate first and write
+    kernels/gemm/quantized_gemm.json;
                                                    with --missing, of products that it lacks
 
 A time is that of one product in a replayed graph of many over different weights, so that none lies in the cache: as in
@@ -19,7 +20,6 @@ from itertools import product
 from typing import Any
 
 import torch
-from coded_cases import FORMATS, random_weight
 from frame import (
     DEVICE,
     compile_on_all_cores,
@@ -32,10 +32,11 @@ from frame import (
     say,
     write_entries,
 )
+from quantized_cases import FORMATS, random_weight
 from torch import Tensor
 
-from treetop.kernels.gemm import coded_rows as kernels
-from treetop.kernels.gemm.coded_rows import ROWS, CodedLaunch, choose_coded, coded_gated, coded_rows
+from treetop.kernels.gemm import quantized_gemm as kernels
+from treetop.kernels.gemm.quantized_gemm import ROWS, QuantizedLaunch, choose_quantized, quantized_gated, quantized_gemm
 from treetop.kernels.gemm.tiles import BLOCK, TiledWeight, apart, decode_tiles, in_turn, tile
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.weights.linear import SkinnyGated, SkinnyLinear
@@ -56,7 +57,7 @@ TUNED = ("fp8-channel", "w4a16", "nvfp4")
 COUNTS = (1, 4, 16, 32, 64, 256)
 
 
-def candidates(lines: int, k: int, gated: bool, rows: int, splits: int | None) -> Iterator[CodedLaunch]:
+def candidates(lines: int, k: int, gated: bool, rows: int, splits: int | None) -> Iterator[QuantizedLaunch]:
     """Launches that could be fast. rows: one of `ROWS`. splits: those of few rows, which more rows share."""
     few = rows <= 64
     cuts = ((64, 2), (64, 4), (128, 4), (128, 8), (256, 8)) if few else ((64, 4), (128, 4), (128, 8), (256, 8))
@@ -64,21 +65,21 @@ def candidates(lines: int, k: int, gated: bool, rows: int, splits: int | None) -
     for (block_n, warps), each, depth in product(cuts, (1, 2, 3, 4, 8) if splits is None else (splits,), stages):
         programs = -(-lines // block_n) * each
         if each == 1 or (not gated and 64 <= programs <= 1056 and blocks % each == 0):
-            yield CodedLaunch(block_n, each, depth, warps)
+            yield QuantizedLaunch(block_n, each, depth, warps)
 
 
-def multiply(x: Tensor, weight: TiledWeight, gated: bool, launch: CodedLaunch | None = None) -> Tensor:
+def multiply(x: Tensor, weight: TiledWeight, gated: bool, launch: QuantizedLaunch | None = None) -> Tensor:
     lines, k = weight.shape
     gpu = gpu_traits(DEVICE)
-    chosen = launch or choose_coded(weight.coding.numbers, (lines, k), gated, len(x), gpu)
-    return (coded_gated if gated else coded_rows)(x, weight, launch=chosen, gpu=gpu)
+    chosen = launch or choose_quantized(weight.scheme.numbers, (lines, k), gated, len(x), gpu)
+    return (quantized_gated if gated else quantized_gemm)(x, weight, launch=chosen, gpu=gpu)
 
 
-def measure_us(x: Tensor, weights: Sequence[TiledWeight], gated: bool, launch: CodedLaunch | None = None) -> float:
+def measure_us(x: Tensor, weights: Sequence[TiledWeight], gated: bool, launch: QuantizedLaunch | None = None) -> float:
     return median_us([partial(multiply, x, weight, gated, launch) for weight in weights])
 
 
-def check(x: Tensor, weight: TiledWeight, gated: bool, launch: CodedLaunch | None) -> None:
+def check(x: Tensor, weight: TiledWeight, gated: bool, launch: QuantizedLaunch | None) -> None:
     """Raise SystemExit for a result that is not that of the decoded weight."""
     whole = decode_tiles(weight, 0, weight.shape[0], torch.float16, gpu_traits(DEVICE)).float()
     want = x.float() @ whole.T
@@ -101,7 +102,7 @@ def calls(weight_bytes: float) -> int:
     return max(3, min(16, int(4e8 // weight_bytes)))
 
 
-def compile_once(job: tuple[str, int, bool, CodedLaunch]) -> None:
+def compile_once(job: tuple[str, int, bool, QuantizedLaunch]) -> None:
     """Compile a launch into Triton's cache on disk."""
     name, rows, gated, launch = job
     with contextlib.suppress(Exception):  # what does not fit is found out again, and left out, where it is timed
@@ -112,7 +113,7 @@ def compile_once(job: tuple[str, int, bool, CodedLaunch]) -> None:
 
 def compile_all() -> None:
     """On all cores: a kernel depends on whether there are several splits, not on how many."""
-    jobs: dict[object, tuple[str, int, bool, CodedLaunch]] = {}
+    jobs: dict[object, tuple[str, int, bool, QuantizedLaunch]] = {}
     for name, (lines, k, gated), rows in product(TUNED, SHAPES.values(), ROWS):
         for launch in candidates(lines, k, gated, rows, None):
             key = name, rows, gated, launch.splits > 1, launch.block_n, launch.num_stages, launch.num_warps
@@ -122,7 +123,7 @@ def compile_all() -> None:
 
 def fastest(
     weights: Sequence[TiledWeight], gated: bool, most: int, splits: int | None, end: float
-) -> tuple[float, CodedLaunch] | None:
+) -> tuple[float, QuantizedLaunch] | None:
     """Us, of up to 16 rows those of 1 and of 16 together, and launch of the fastest; None without any."""
     (lines, k), found = weights[0].shape, []
     for launch in candidates(lines, k, gated, most, splits):
@@ -140,12 +141,12 @@ def fastest(
     return min(found, key=lambda pair: pair[0]) if found else None
 
 
-def tune(end: float, known: Mapping[tuple[str, int, int, bool, int], CodedLaunch]) -> list[dict[str, Any]]:
+def tune(end: float, known: Mapping[tuple[str, int, int, bool, int], QuantizedLaunch]) -> list[dict[str, Any]]:
     """Entries of the table. known: those that are not measured again, by numbers, lines, k, gated and rows."""
     entries = []
     compile_all()
     for (shape, (lines, k, gated)), name in product(SHAPES.items(), TUNED):
-        splits, numbers = None, FORMATS[name].coding.numbers
+        splits, numbers = None, FORMATS[name].scheme.numbers
         if all((numbers, lines, k, gated, rows) in known for rows in ROWS):
             continue
         weights = [made(name, lines, k, gated) for _ in range(2)]
@@ -173,7 +174,7 @@ def write_table(entries: Sequence[dict[str, Any]], machine: dict[str, Any]) -> N
     joined = {tuple(e[key] for key in keys): e for e in (*entries_of(kernels.TABLE, machine), *entries)}
     write_entries(kernels.TABLE, joined.values(), machine)
     kernels.load_table.cache_clear()
-    kernels.choose_coded.cache_clear()
+    kernels.choose_quantized.cache_clear()
 
 
 def report(names: Sequence[str], rate: float) -> None:

@@ -24,7 +24,7 @@ Scales = Literal["float32", "e8m0", "e4m3", "times", "over"]
 
 
 @dataclass(frozen=True, slots=True)
-class Coding:
+class QuantScheme:
     """What codes and scales mean.
 
     group: columns that share a scale; 0 for whole rows. The last group may have fewer.
@@ -53,11 +53,11 @@ class Coding:
 
 
 @dataclass(frozen=True, slots=True)
-class CodedWeight:
+class QuantizedWeight:
     """A weight [..., columns], each row of which lies by itself.
 
     codes: [..., bytes] uint8.
-    scale: [..., groups] float32, or uint8 where `Coding.scales` says otherwise.
+    scale: [..., groups] float32, or uint8 where `QuantScheme.scales` says otherwise.
     factor: [..., 1] float32, of scales of two levels; 0 is of rows that are padding. Beside e4m3 alone it is no part of
         the weight: sums of a product are multiplied by it.
     zero: [..., groups] uint8.
@@ -65,7 +65,7 @@ class CodedWeight:
     order: [columns] int64, the group of each column where they do not follow each other.
     """
 
-    coding: Coding
+    scheme: QuantScheme
     columns: int
     codes: Tensor
     scale: Tensor
@@ -83,15 +83,15 @@ class CodedWeight:
         parts = (self.codes, self.scale, self.factor, self.zero, self.minimum)
         return sum(each.nbytes for each in parts if each is not None)
 
-    def rows(self, start: int, stop: int) -> "CodedWeight":
+    def rows(self, start: int, stop: int) -> "QuantizedWeight":
         """Those of axis 0."""
         return self._each(lambda part: part[start:stop])
 
-    def halves(self) -> "CodedWeight":
+    def halves(self) -> "QuantizedWeight":
         """A weight [2 * n, columns] as [2, n, columns]."""
         return self._each(lambda part: part.unflatten(0, (2, -1)))
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "CodedWeight":
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
         """The same change of every tensor by rows."""
         factor, zero, minimum = (
             None if part is None else change(part) for part in (self.factor, self.zero, self.minimum)
@@ -101,7 +101,7 @@ class CodedWeight:
         )
 
 
-def factor_apart(weight: CodedWeight) -> CodedWeight:
+def factor_apart(weight: QuantizedWeight) -> QuantizedWeight:
     """A weight of scales of two levels whose factor goes to the sums; another as it is.
 
     What is left is exact in any dtype of products: a number of 2 significant bits times a scale of 4, from 2 ** -10 to
@@ -110,22 +110,22 @@ def factor_apart(weight: CodedWeight) -> CodedWeight:
     if weight.factor is None:
         return weight
     factor = weight.factor
-    if weight.coding.scales == "over":
+    if weight.scheme.scales == "over":
         factor = 1 / factor.where(factor != 0, 1)
-    return replace(weight, coding=replace(weight.coding, scales="e4m3"), factor=factor)
+    return replace(weight, scheme=replace(weight.scheme, scales="e4m3"), factor=factor)
 
 
-def decode(weight: CodedWeight) -> Tensor:
+def decode(weight: QuantizedWeight) -> Tensor:
     """The numbers [..., columns] float32."""
     numbers, scale = _numbers(weight), _scales(weight)
     if weight.order is not None:
         zero = MIDDLE if weight.zero is None else weight.zero[..., weight.order].to(torch.float32)
         return numbers.sub_(zero).mul_(scale[..., weight.order])
-    coding, k = weight.coding, weight.columns
-    excess = -k % coding.group if coding.group else 0
+    scheme, k = weight.scheme, weight.columns
+    excess = -k % scheme.group if scheme.group else 0
     whole = torch.nn.functional.pad(numbers, (0, excess)) if excess else numbers
     groups = whole.unflatten(-1, (scale.shape[-1], -1))
-    if coding.numbers == "int4" and weight.minimum is None:
+    if scheme.numbers == "int4" and weight.minimum is None:
         groups.sub_(MIDDLE if weight.zero is None else weight.zero[..., None].to(torch.float32))
     groups.mul_(scale[..., None])
     if weight.minimum is not None:
@@ -134,20 +134,20 @@ def decode(weight: CodedWeight) -> Tensor:
     return decoded
 
 
-def _numbers(weight: CodedWeight) -> Tensor:
+def _numbers(weight: QuantizedWeight) -> Tensor:
     """What the codes alone are, float32, in memory of its own."""
-    if weight.coding.numbers == "e4m3":
+    if weight.scheme.numbers == "e4m3":
         return weight.codes.view(torch.float8_e4m3fn).to(torch.float32)
     codes = torch.stack([weight.codes & 0xF, weight.codes >> 4], -1).flatten(-2)[..., : weight.columns]
-    if weight.coding.numbers == "int4":
+    if weight.scheme.numbers == "int4":
         return codes.to(torch.float32)
     table = torch.tensor([*E2M1, *(-each for each in E2M1)], device=codes.device)
     return table[codes.int()]
 
 
-def _scales(weight: CodedWeight) -> Tensor:
+def _scales(weight: QuantizedWeight) -> Tensor:
     """[..., groups] float32."""
-    kind, scale = weight.coding.scales, weight.scale
+    kind, scale = weight.scheme.scales, weight.scale
     if kind == "float32":
         return scale
     if kind == "e8m0":
