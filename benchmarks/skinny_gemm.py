@@ -7,7 +7,7 @@
 
 A time is that of one product in a replayed graph of many over different weights, so that none lies in the cache: as in
 a decode round. Results are checked before anything is timed. JSON lines on stdout; the first names the machine. What
-12 bits gain over a launch is measured by `benchmarks/packed_weights.py`, to be run again after a launch has changed.
+12 bits gain over a launch is measured by `benchmarks/lossless_weights.py`, to be run again after a launch has changed.
 """
 
 import json

@@ -33,7 +33,7 @@ from treetop.kernels.gate import Gate
 from treetop.kernels.gemm.adapter_rows import AdapterFactors, RowTiles, expand, expand_gated, shrink, tile_rows
 from treetop.kernels.gemm.fp8_rows import Activations, QuantizedRows, choose_fp8, fp8_rows
 from treetop.kernels.gemm.heads_rows import heads_rows
-from treetop.kernels.gemm.packed_weights import CompressedWeight, compressed_rows
+from treetop.kernels.gemm.lossless_weights import LosslessWeight, lossless_gemm
 from treetop.kernels.gemm.quantized_gemm import choose_quantized, quantized_gated, quantized_gemm
 from treetop.kernels.gemm.quantized_weight import QuantizedWeight, QuantScheme
 from treetop.kernels.gemm.quantizing_norm import add_rms_norm_codes
@@ -55,7 +55,7 @@ from treetop.types.ids import FULL
 from treetop.types.phase import Phase
 from treetop.types.tree import FlatNodes
 from treetop.weights.adapted import Adapters
-from treetop.weights.twelve_bits import offers
+from treetop.weights.lossless import offers
 
 META, HALF, LONG, INT = torch.device("meta"), torch.bfloat16, torch.int64, torch.int32
 
@@ -132,13 +132,13 @@ def _products(card: Card) -> Iterator[Case]:
         for rows, offer in offers(n, k, gated, gpu).items():
             weight_12, launch_12 = _in_12_bits(n, k, gated), offer.launch
             what = f"product in 12 bits {n} x {k}{', gated' * gated}, {rows} rows"
-            yield what, partial(compressed_rows, _empty(rows, k), weight_12, launch_12, gpu)
+            yield what, partial(lossless_gemm, _empty(rows, k), weight_12, launch_12, gpu)
 
 
-def _in_12_bits(n: int, k: int, gated: bool) -> CompressedWeight:
+def _in_12_bits(n: int, k: int, gated: bool) -> LosslessWeight:
     words, scale = _empty(n // 64, k // 128, 3, 64, 32, dtype=torch.int16), _empty(n, dtype=torch.float32)
     starts, listed, crowd = _empty(n // 64 + 1, dtype=INT), _empty(0, dtype=INT), dict.fromkeys((64, 128, 256), 0)
-    return CompressedWeight(words, scale, starts, listed, listed, _empty(0), gated, crowd)
+    return LosslessWeight(words, scale, starts, listed, listed, _empty(0), gated, crowd)
 
 
 FORMATS = {

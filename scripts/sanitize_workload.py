@@ -35,7 +35,7 @@ from treetop.kernels.comm import peers
 from treetop.kernels.comm.kv_chunks import ChunkSpan
 from treetop.kernels.comm.kv_chunks import pack as pack_piece
 from treetop.kernels.comm.kv_chunks import unpack as unpack_piece
-from treetop.kernels.gemm.packed_weights import CompressedLaunch, compress, compressed_rows
+from treetop.kernels.gemm.lossless_weights import LosslessLaunch, compress, lossless_gemm
 from treetop.kernels.gemm.quantized_weight import QuantizedWeight, QuantScheme
 from treetop.kernels.gemm.skinny_gemm import RowsLaunch, gated_rows, skinny_gemm
 from treetop.kernels.gemm.tiles import tile
@@ -216,8 +216,8 @@ def products_of_compressed_weights(device: torch.device) -> None:
         }
         for rows in (1, 20):
             x = torch.ones((rows, 256), dtype=dtype, device=device)
-            launch = CompressedLaunch(128 if gated else 64, splits, 3, 4, 16)
-            compressed_rows(x, replace(made, **tensors), launch, gpu)
+            launch = LosslessLaunch(128 if gated else 64, splits, 3, 4, 16)
+            lossless_gemm(x, replace(made, **tensors), launch, gpu)
 
 
 def attention_after_a_library(device: torch.device) -> None:

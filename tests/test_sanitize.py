@@ -164,7 +164,7 @@ def test_the_workload_launches_the_kernels_that_small_engines_do_not_reach():
     )
     assert done.returncode == 0, done.stderr
     launched = json.loads(done.stdout.removeprefix("WORKLOAD "))["launched"]
-    assert {"packed_weights._compressed_kernel", "pages._gather_kernel", "tail._tail_kernel"} <= set(launched)
+    assert {"lossless_weights._compressed_kernel", "pages._gather_kernel", "tail._tail_kernel"} <= set(launched)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from treetop.bench.roofline import Case, round_floor, saved_bytes
 from treetop.checkpoints.loader import LoadContext, random_weights
 from treetop.drafts.peagle import PEagleSpec
 from treetop.drafts.registry import drafter_spec
-from treetop.kernels.gemm.packed_weights import CompressedLaunch
+from treetop.kernels.gemm.lossless_weights import LosslessLaunch
 from treetop.kernels.table import OpContext, Ops
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.models.config import DenseSpec
@@ -22,8 +22,8 @@ from treetop.models.registry import target_spec
 from treetop.types.kv import paired
 from treetop.types.layout import PLAIN, SpecShape
 from treetop.types.phase import Phase
-from treetop.weights import twelve_bits
-from treetop.weights.twelve_bits import LaunchLimit
+from treetop.weights import lossless
+from treetop.weights.lossless import LaunchLimit
 
 PRESETS = Path(__file__).parents[2] / "benchmarks" / "presets"
 H200 = Machine("H200", "2", "bfloat16", 4.27e12, 790e12)
@@ -211,9 +211,9 @@ def small_models(strong_pair, monkeypatch):
     target = replace(spec, config=replace(spec.config, hidden_size=128, vocab_size=512, layers=(layer, layer)))
     small = replace(head.decoder, hidden_size=128, layers=(layer,))
     head = replace(head, decoder=small, target_hidden_size=128, vocab_size=192)
-    offer = LaunchLimit(CompressedLaunch(64, 1, 3, 4, 16), 16)
+    offer = LaunchLimit(LosslessLaunch(64, 1, 3, 4, 16), 16)
     offered = {1: offer, 4: offer, 8: offer, 16: offer}
-    monkeypatch.setattr(twelve_bits, "offers", lambda n, k, gated, gpu: {1: offer} if k == 256 == 2 * n else offered)
+    monkeypatch.setattr(lossless, "offers", lambda n, k, gated, gpu: {1: offer} if k == 256 == 2 * n else offered)
     place = LoadContext(torch.bfloat16, torch.device("cpu"), 8, compressed=True)
     ops = Ops(OpContext(place.device, place.dtype))
     monkeypatch.setattr(LoadContext, "ops", property(lambda place: GpuProducts(ops.context)))

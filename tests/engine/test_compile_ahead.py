@@ -75,7 +75,7 @@ from treetop.types.messages import RowSetup
 from treetop.types.phase import Phase
 from treetop.types.sampling import Choice, SamplingParams
 from treetop.types.tree import Accepted, DraftTree, FlatNodes, PathPositions
-from treetop.weights import linear, twelve_bits
+from treetop.weights import linear, lossless
 from treetop_debug.faults import FAULTS
 from treetop_debug.kernels import all_kernels
 from treetop_debug.policy_faults import POLICY_FAULTS
@@ -516,10 +516,10 @@ def as_if_on_a_gpu(absent_gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     for name in ("graph", "CUDAGraph", "Stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
-    monkeypatch.setattr(twelve_bits, "_WORTH_PARAMETERS", 0)
-    twelve_bits.offers.cache_clear()
+    monkeypatch.setattr(lossless, "_WORTH_PARAMETERS", 0)
+    lossless.offers.cache_clear()
     yield absent_gpu
-    twelve_bits.offers.cache_clear()
+    lossless.offers.cache_clear()
 
 
 @compiled_here

@@ -16,8 +16,8 @@ from treetop import LLM
 from treetop.attention.capabilities import Need
 from treetop.attention.registry import refusal
 from treetop.bench.equality import equal_outputs
-from treetop.kernels.gemm import packed_weights
-from treetop.weights import twelve_bits
+from treetop.kernels.gemm import lossless_weights
+from treetop.weights import lossless
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -174,9 +174,9 @@ def test_with_compressed_weights_only_roundings_may_differ(prompts, float32_mean
 
     The embedded pair's weights count as worth it.
     """
-    monkeypatch.setattr(twelve_bits, "_WORTH_PARAMETERS", 0)
-    twelve_bits.offers.cache_clear()
-    if (problem := twelve_bits.why_not_compressed(torch.device("cuda"), torch.bfloat16)) is not None:
+    monkeypatch.setattr(lossless, "_WORTH_PARAMETERS", 0)
+    lossless.offers.cache_clear()
+    if (problem := lossless.why_not_compressed(torch.device("cuda"), torch.bfloat16)) is not None:
         pytest.skip(problem)
     taken = rows_of_compressed_products(monkeypatch)
     try:
@@ -188,7 +188,7 @@ def test_with_compressed_weights_only_roundings_may_differ(prompts, float32_mean
         check_16_bits(plain, llm, prompts, float32_mean, torch.bfloat16, capsys)
         assert {16, 4, 6} <= set(taken)  # verify, draft, extend
     finally:
-        twelve_bits.offers.cache_clear()
+        lossless.offers.cache_clear()
 
 
 def rows_of_compressed_products(monkeypatch) -> list[int]:
@@ -197,9 +197,9 @@ def rows_of_compressed_products(monkeypatch) -> list[int]:
 
     def counted(x, *args):
         taken.append(len(x))
-        return packed_weights.compressed_rows(x, *args)
+        return lossless_weights.lossless_gemm(x, *args)
 
-    monkeypatch.setattr("treetop.weights.linear.compressed_rows", counted)
+    monkeypatch.setattr("treetop.weights.linear.lossless_gemm", counted)
     return taken
 
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from treetop.kernels.gemm.packed_weights import (
-    CompressedLaunch,
+from treetop.kernels.gemm.lossless_weights import (
+    LosslessLaunch,
     compress,
-    compressed_rows,
-    compressed_rows_reference,
     decompress,
+    lossless_gemm,
+    lossless_gemm_reference,
 )
 from treetop.kernels.gemm.skinny_gemm import (
     RowsLaunch,
@@ -21,7 +21,7 @@ from treetop.kernels.gemm.skinny_gemm import (
 )
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.weights.linear import SkinnyGated, SkinnyLinear
-from treetop.weights.twelve_bits import offers
+from treetop.weights.lossless import offers
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -114,8 +114,8 @@ def test_compressed_weights_give_the_parts_of_a_product(rows, block_n, splits):
     small = compress(weight, False)
     assert torch.equal(decompress(small).view(torch.int16), weight.view(torch.int16))
     for _ in range(3):
-        got = compressed_rows(x, small, CompressedLaunch(block_n, splits, 3, 4, block_n // 4), gpu)
-    assert_near(got.float().sum(0), compressed_rows_reference(x, small))
+        got = lossless_gemm(x, small, LosslessLaunch(block_n, splits, 3, 4, block_n // 4), gpu)
+    assert_near(got.float().sum(0), lossless_gemm_reference(x, small))
 
 
 @needs_hopper
@@ -129,7 +129,7 @@ def test_every_compressed_weight_counts_bit_for_bit(block_n, splits, warps):
     assert 112 <= small.crowd[64] <= k // 8
     ones = torch.eye(k, dtype=torch.bfloat16, device=GPU)
     for rows in ones.split(32):
-        got = compressed_rows(rows, small, CompressedLaunch(block_n, splits, 3, warps, block_n // 4), gpu)
+        got = lossless_gemm(rows, small, LosslessLaunch(block_n, splits, 3, warps, block_n // 4), gpu)
         assert torch.equal(got.float().sum(0), rows.float() @ weight.float().T)
 
 
@@ -140,7 +140,7 @@ def test_compressed_gates_equal_their_reference(rows):
     x, weight = inputs(rows, 2 * 192, 1024)
     weight[:, 3:4] *= 1e-6
     x[0] = torch.nn.functional.one_hot(torch.tensor(3, device=GPU), 1024)
-    got = compressed_rows(x, compress(weight, True), CompressedLaunch(128, 1, 3, 4, 32), gpu_traits(GPU)).float()
+    got = lossless_gemm(x, compress(weight, True), LosslessLaunch(128, 1, 3, 4, 32), gpu_traits(GPU)).float()
     want = gated_rows_reference(x, weight).float()
     assert_near(got, want)
     torch.testing.assert_close(got[0], want[0], rtol=1e-2, atol=0)
@@ -153,7 +153,7 @@ def test_layers_take_compressed_weights_for_few_rows_and_whole_ones_for_more(mon
         pytest.skip("products with compressed weights are not measured here")
     taken: list[int] = []
     monkeypatch.setattr(
-        "treetop.weights.linear.compressed_rows", lambda x, *args: taken.append(len(x)) or compressed_rows(x, *args)
+        "treetop.weights.linear.lossless_gemm", lambda x, *args: taken.append(len(x)) or lossless_gemm(x, *args)
     )
     for kind, n in ((SkinnyLinear, 8192), (SkinnyGated, 16384)):
         x, weight = inputs(64, n, 4096)
@@ -179,5 +179,5 @@ def test_the_compressed_launches_that_a_llama_8b_gets_are_right(rows, n, k, gate
     x, weight = inputs(rows, n, k)
     small, launch = compress(weight, gated), found[rows].launch
     assert small.crowd[launch.block_n] <= found[rows].most_outliers
-    got, want = compressed_rows(x, small, launch, gpu).float(), skinny_gemm_reference(x, weight, 1)[0]
+    got, want = lossless_gemm(x, small, launch, gpu).float(), skinny_gemm_reference(x, weight, 1)[0]
     assert_near(got if gated else got.sum(0), gated_rows_reference(x, weight) if gated else want)

@@ -60,7 +60,7 @@ def test_kernels_are_chosen_where_they_serve(monkeypatch):
         ops = Ops(OpContext(*context))
         return {name for name, op in operations().items() if getattr(ops, name) is not op.reference}
 
-    of_products = {"silu_mul", "gelu_tanh_mul", "skinny_gemm", "gated_rows", "compressed_rows"}
+    of_products = {"silu_mul", "gelu_tanh_mul", "skinny_gemm", "gated_rows", "lossless_gemm"}
     of_products |= {
         "quantized_gemm",
         "quantized_gated",

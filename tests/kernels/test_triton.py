@@ -36,7 +36,7 @@ from treetop.kernels.fused import (
     silu_mul,
     silu_mul_reference,
 )
-from treetop.kernels.gemm.packed_weights import CompressedLaunch, compress, compressed_rows
+from treetop.kernels.gemm.lossless_weights import LosslessLaunch, compress, lossless_gemm
 from treetop.kernels.gemm.skinny_gemm import (
     RowsLaunch,
     gated_rows,
@@ -261,8 +261,8 @@ def test_compressed_weights_give_the_parts_of_a_product(n, splits, block_n, rows
     torch.manual_seed(0)
     x, weight = torch.randn(rows, 2048), torch.randn(n, 2048).bfloat16()
     weight[70] = 0
-    launch = CompressedLaunch(block_n, splits, num_stages=1, num_warps=1, picks=block_n // 4)
-    got = compressed_rows(x, compress(weight, False), launch, gpu_traits(CPU))
+    launch = LosslessLaunch(block_n, splits, num_stages=1, num_warps=1, picks=block_n // 4)
+    got = lossless_gemm(x, compress(weight, False), launch, gpu_traits(CPU))
     assert got.shape == (splits, rows, n)
     assert_near(got.sum(0), product(x, weight))
 
@@ -282,7 +282,7 @@ def test_compressed_weights_come_out_bit_for_bit_outliers_too(n, splits, block_n
     x = torch.nn.functional.one_hot(torch.tensor(columns), k).float()
     small = compress(weight, False)
     assert 112 <= small.crowd[64] <= k // 8
-    got = compressed_rows(x, small, CompressedLaunch(block_n, splits, 1, 1, block_n // 4), gpu_traits(CPU))
+    got = lossless_gemm(x, small, LosslessLaunch(block_n, splits, 1, 1, block_n // 4), gpu_traits(CPU))
     assert torch.equal(got.float().sum(0), weight[:, columns].float().T)
 
 
@@ -294,7 +294,7 @@ def test_compressed_gates_equal_silu_of_one_half_times_the_other(rows):
     x, weight = torch.randn(rows, 1024), torch.randn(2 * 192, 1024).bfloat16() / 8
     weight[:, 3:4] *= 1e-6
     x[0] = torch.nn.functional.one_hot(torch.tensor(3), 1024).float()
-    got = compressed_rows(x, compress(weight, True), CompressedLaunch(128, 1, 1, 1, 32), gpu_traits(CPU))
+    got = lossless_gemm(x, compress(weight, True), LosslessLaunch(128, 1, 1, 1, 32), gpu_traits(CPU))
     want = gated_product(x, weight)
     assert bool((want.error[0] < 1e-3 * want.value[0].abs()).all())
     assert_near(got, want)
@@ -314,7 +314,7 @@ def test_gates_may_be_gelu(rows):
     close = partial(torch.testing.assert_close, rtol=1e-3, atol=1e-3)
     close(whole, want)
     close(gated_rows_reference(x, weight.float(), "gelu_tanh"), want)
-    close(compressed_rows(x, small, CompressedLaunch(128, 1, 1, 1, 32), gpu_traits(CPU), "gelu_tanh"), want)
+    close(lossless_gemm(x, small, LosslessLaunch(128, 1, 1, 1, 32), gpu_traits(CPU), "gelu_tanh"), want)
     assert not torch.allclose(gated_rows_reference(x, weight.float()), want, atol=1e-2)
 
 

@@ -33,7 +33,7 @@ from treetop.kernels.comm.peers import Mailboxes
 from treetop.kernels.fused import HeadNorms
 from treetop.kernels.gemm.adapter_rows import AdapterFactors, shrink_reference, tile_rows_reference
 from treetop.kernels.gemm.fp8_rows import Activations, Fp8Launch, QuantizedRows, by_group
-from treetop.kernels.gemm.packed_weights import CompressedLaunch, compress
+from treetop.kernels.gemm.lossless_weights import LosslessLaunch, compress
 from treetop.kernels.gemm.quantized_gemm import QuantizedLaunch
 from treetop.kernels.gemm.quantized_weight import QuantizedWeight, QuantScheme
 from treetop.kernels.gemm.skinny_gemm import RowsLaunch
@@ -199,14 +199,14 @@ def gated_rows(_: bool) -> Call:
 
 
 @case
-def compressed_rows(_: bool) -> Call:
+def lossless_gemm(_: bool) -> Call:
     dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32  # the interpreter knows no bfloat16
     with torch.device("cpu"):
         made = compress(torch.randn(192, 1024).bfloat16(), False)
     assert made is not None
     names = ("words", "scale", "starts", "lines", "columns", "values")
     made = replace(made, **{name: getattr(made, name).to(DEVICE) for name in names})
-    launch = {"launch": CompressedLaunch(64, 2, 1, 4, 16)}
+    launch = {"launch": LosslessLaunch(64, 2, 1, 4, 16)}
     parts = lambda args, result: result if result.dim() == 2 else result.sum(0)  # noqa: E731  # one line
     return Call((torch.randn(5, 1024).to(dtype), made), launch, parts)
 

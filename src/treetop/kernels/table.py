@@ -37,7 +37,7 @@ from treetop.kernels.comm import kv_chunks, peers
 from treetop.kernels.gemm import adapter_rows as adapting
 from treetop.kernels.gemm import fp8_rows as fp8
 from treetop.kernels.gemm import heads_rows as heads
-from treetop.kernels.gemm import packed_weights, quantizing_norm, tiles
+from treetop.kernels.gemm import lossless_weights, quantizing_norm, tiles
 from treetop.kernels.gemm import quantized_gemm as quantized_weight
 from treetop.kernels.gemm import skinny_gemm as skinny
 from treetop.kernels.kv import FP8_CAPABILITY
@@ -234,12 +234,12 @@ class Ops:
         skinny.gated_rows_reference, skinny.gated_rows, 1e-5, on_a_gpu_in_16_bits, (skinny._skinny_gemm_kernel,)
     )
     heads_rows = Op(heads.heads_rows_reference, heads.heads_rows, 1e-5, on_a_gpu, (heads._heads_rows_kernel,))
-    compressed_rows = Op(
-        packed_weights.compressed_rows_reference,
-        packed_weights.compressed_rows,
+    lossless_gemm = Op(
+        lossless_weights.lossless_gemm_reference,
+        lossless_weights.lossless_gemm,
         1e-5,
         on_a_gpu_in_16_bits,
-        (packed_weights._compressed_kernel,),
+        (lossless_weights._compressed_kernel,),
     )
     quantized_gemm = Op(
         quantized_weight.quantized_gemm_reference,

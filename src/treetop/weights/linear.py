@@ -2,7 +2,7 @@
 
 On a CPU it is the call that timing chose for each number of rows (`weights.cpu_products`). On a GPU a product of few
 rows is a kernel of ours (`kernels.gemm.skinny_gemm`), for the fewest with the weight in 12 bits if it was compressed
-(`weights.twelve_bits`), and one of many is the vendor's. Where a row's bits may depend on it alone, k is not cut, and
+(`weights.lossless`), and one of many is the vendor's. Where a row's bits may depend on it alone, k is not cut, and
 the weight has its 16 bits (`weights.gpu_products`).
 """
 
@@ -15,12 +15,12 @@ from torch import Tensor, get_num_threads
 from treetop.kernels.exact import LIBRARY
 from treetop.kernels.fused import functions_by_rows, gate_mul, gate_mul_reference, joined
 from treetop.kernels.gate import Gate
-from treetop.kernels.gemm.packed_weights import compressed_rows
+from treetop.kernels.gemm.lossless_weights import lossless_gemm
 from treetop.kernels.gemm.skinny_gemm import choose_launch, gated_rows, skinny_gemm
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.weights.cpu_products import ROW_CLASSES, ChosenProduct, CpuProduct, default_call
 from treetop.weights.gpu_products import WholeProduct
-from treetop.weights.twelve_bits import compress_if_faster
+from treetop.weights.lossless import compress_if_faster
 
 
 class LibraryLinear:
@@ -141,7 +141,7 @@ class _GpuWeight:
         if self._compressed is not None:
             compressed_launch = self._compressed.launch(rows)
             if compressed_launch is not None:
-                return compressed_rows(_as_rows(x), self._compressed.weight, compressed_launch, gpu, kind or "silu")
+                return lossless_gemm(_as_rows(x), self._compressed.weight, compressed_launch, gpu, kind or "silu")
         launch = choose_launch(rows, *self.whole.shape, kind is not None, gpu)
         if launch is None:
             return None

@@ -1,6 +1,6 @@
 """Numbers as they are, in floating point or, beside weights, integers: how they are stored, and how they are held.
 
-On a GPU a weight may be kept in 12 bits too (`twelve_bits`), on a CPU in a second order (`cpu_products`).
+On a GPU a weight may be kept in 12 bits too (`lossless`), on a CPU in a second order (`cpu_products`).
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ from treetop.weights.format import (
 )
 from treetop.weights.gpu_products import WholeProduct
 from treetop.weights.linear import LibraryGated, LibraryLinear, SkinnyGated, SkinnyLinear, WholeLinear
-from treetop.weights.twelve_bits import compressed_bytes
+from treetop.weights.lossless import compressed_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treetop.kernels.gemm.packed_weights import CompressedWeight
+from treetop.kernels.gemm.lossless_weights import LosslessWeight
 from treetop.kernels.table import Ops
 from treetop.types.errors import ConfigError
 
@@ -74,7 +74,7 @@ class _SideBySide:
             return []
         if isinstance(old, Tensor):
             return self._tensors(old, new)
-        if isinstance(old, CompressedWeight):
+        if isinstance(old, LosslessWeight):
             return self._compressed(old, new)
         if isinstance(old, _VALUES):
             return [] if old == new else None
@@ -121,7 +121,7 @@ class _SideBySide:
             self.copies.append((old, new))
         return []
 
-    def _compressed(self, old: CompressedWeight, new: CompressedWeight) -> list[tuple[Any, Any]] | None:
+    def _compressed(self, old: LosslessWeight, new: LosslessWeight) -> list[tuple[Any, Any]] | None:
         """Its lists have room for more than they hold. Which launches serve is in who holds it."""
         count = int(new.starts[-1])
         if old.gated is not new.gated or count > len(old.lines):

@@ -19,7 +19,7 @@ from treetop.types.layout import Layout
 from treetop.types.parallel import SINGLE_RANK, PlaceholderRank
 from treetop.weights.cpu_products import TIMED_DTYPES, Shape
 from treetop.weights.format import ProductWeight
-from treetop.weights.twelve_bits import why_not_compressed
+from treetop.weights.lossless import why_not_compressed
 
 
 def with_copies(

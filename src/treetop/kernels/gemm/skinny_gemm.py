@@ -342,7 +342,7 @@ def load_table() -> TunedTable[dict[str, Any]]:
 
     launch: the fields of a `RowsLaunch`, or None for the vendor's product.
     whole: `launch`, the same of those that do not cut k.
-    compressed: `launch`, the fields of a `packed_weights.CompressedLaunch`, if faster still; `most_outliers`, by rows,
+    compressed: `launch`, the fields of a `lossless_weights.LosslessLaunch`, if faster still; `most_outliers`, by rows,
         with how many in a block.
     """
     return read_table(TABLE, dict, ("n", "k", "gated", "rows"))

@@ -1,7 +1,7 @@
-"""Plain weights kept in 12 bits too (`kernels.gemm.packed_weights`): which of them, and for how many rows they serve.
+"""Plain weights kept in 12 bits too (`kernels.gemm.lossless_weights`): which of them, and for how many rows they serve.
 
 Outliers cost time, more the more rows there are. So the committed table says with how many of them in a block of lines
-a product is still faster than with 16 bits, measured with that many in every block (`benchmarks/packed_weights.py`);
+a product is still faster than with 16 bits, measured with that many in every block (`benchmarks/lossless_weights.py`);
 they are counted when a weight is loaded, and where one block has more the 16 bits serve. Counting, unlike timing at
 load, gives the same products at every start.
 """
@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from treetop.kernels.gemm.packed_weights import BLOCK, TILE, CompressedLaunch, CompressedWeight, compress, is_whole
+from treetop.kernels.gemm.lossless_weights import BLOCK, TILE, LosslessLaunch, LosslessWeight, compress, is_whole
 from treetop.kernels.gemm.skinny_gemm import load_table, most_splits, row_class
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits, why_not
 
@@ -29,7 +29,7 @@ ROWS = (1, 4, 8, 16, 32)
 class LaunchLimit:
     """A launch, and the most outliers of a block of lines with which it is faster than the whole weight's."""
 
-    launch: CompressedLaunch
+    launch: LosslessLaunch
     most_outliers: int
 
 
@@ -59,21 +59,21 @@ def offers(n: int, k: int, gated: bool, gpu: GpuTraits) -> dict[int, LaunchLimit
         if "launch" in entry:
             measured = entry.get("compressed", {"most_outliers": {}})
             if str(rows) in measured["most_outliers"]:
-                found[rows] = LaunchLimit(CompressedLaunch(*measured["launch"]), measured["most_outliers"][str(rows)])
+                found[rows] = LaunchLimit(LosslessLaunch(*measured["launch"]), measured["most_outliers"][str(rows)])
         elif rows <= 16 and n * k > _WORTH_PARAMETERS:
             block_n = 2 * TILE if n % (2 * TILE) == 0 else TILE
             splits = 1 if gated else most_splits(n // block_n, k // BLOCK, gpu)
-            launch = CompressedLaunch(
+            launch = LosslessLaunch(
                 block_n, splits, num_stages=4, num_warps=block_n // 16, picks=64 if splits == 1 else 32
             )
             found[rows] = LaunchLimit(launch, int(_MAX_UNMEASURED * block_n * k))
     return found
 
 
-class CompressedProducts:
+class LosslessProducts:
     """A weight in 12 bits, and the launches with which its products are faster than those of the whole weight."""
 
-    def __init__(self, weight: CompressedWeight, offered: Mapping[int, LaunchLimit]) -> None:
+    def __init__(self, weight: LosslessWeight, offered: Mapping[int, LaunchLimit]) -> None:
         self.weight = weight
         self.launches = {
             rows: offer.launch
@@ -81,18 +81,18 @@ class CompressedProducts:
             if weight.crowd[offer.launch.block_n] <= offer.most_outliers
         }
 
-    def launch(self, rows: int) -> CompressedLaunch | None:
+    def launch(self, rows: int) -> LosslessLaunch | None:
         """The launch for so many rows; None where the whole weight is faster."""
         return self.launches.get(next((limit for limit in ROWS if rows <= limit), 0))
 
 
-def compress_if_faster(weight: Tensor, gated: bool, gpu: GpuTraits) -> CompressedProducts | None:
+def compress_if_faster(weight: Tensor, gated: bool, gpu: GpuTraits) -> LosslessProducts | None:
     """The weight [n, k] in 12 bits if any product is faster with it."""
     offered = offers(*weight.shape, gated, gpu)
     if not offered:
         return None
     small = compress(weight, gated, max(offer.most_outliers for offer in offered.values()))
-    made = CompressedProducts(small, offered) if small is not None else None
+    made = LosslessProducts(small, offered) if small is not None else None
     return made if made is not None and made.launches else None
 
 

@@ -32,7 +32,7 @@ _MIN_EXPONENT = 1
 
 
 @dataclass(frozen=True, slots=True)
-class CompressedLaunch:
+class LosslessLaunch:
     """How a product is cut: lines of a block, splits of k, pipeline stages, warps, outliers that a step adds."""
 
     block_n: int
@@ -43,7 +43,7 @@ class CompressedLaunch:
 
 
 @dataclass(frozen=True, slots=True)
-class CompressedWeight:
+class LosslessWeight:
     """A weight [n, k] in 12 bits a number.
 
     gated: tiles of its first and of its second half lie in turn.
@@ -75,7 +75,7 @@ def is_whole(n: int, k: int, gated: bool) -> bool:
     return n % (2 * TILE if gated else TILE) == 0 and k % BLOCK == 0
 
 
-def compress(weight: Tensor, gated: bool, most_outliers: int | None = None) -> CompressedWeight | None:
+def compress(weight: Tensor, gated: bool, most_outliers: int | None = None) -> LosslessWeight | None:
     """weight: [n, k] bfloat16. None if it does not lie in whole tiles and blocks, or its numbers range too widely.
 
     That is if a tile has more outliers than most_outliers; the first such tile ends it.
@@ -107,7 +107,7 @@ def compress(weight: Tensor, gated: bool, most_outliers: int | None = None) -> C
     starts[1:] = counts.cumsum(0)
     lines, columns = (tile * TILE + line).to(torch.int32), column.to(torch.int32)
     lines, columns, values = _with_room(lines), _with_room(columns), _with_room(values)
-    return CompressedWeight(words, scale.flatten(), starts, lines, columns, values, gated, _crowd(counts.tolist()))
+    return LosslessWeight(words, scale.flatten(), starts, lines, columns, values, gated, _crowd(counts.tolist()))
 
 
 def _with_room(listed: Tensor) -> Tensor:
@@ -118,12 +118,12 @@ def _with_room(listed: Tensor) -> Tensor:
 
 
 def _crowd(counts: list[int]) -> dict[int, int]:
-    """`CompressedWeight.crowd`, from the outliers of each tile."""
+    """`LosslessWeight.crowd`, from the outliers of each tile."""
     sizes = [size for size in (1, 2, 4) if len(counts) % size == 0]
     return {size * TILE: max(sum(counts[i : i + size]) for i in range(0, len(counts), size)) for size in sizes}
 
 
-def decompress(weight: CompressedWeight) -> Tensor:
+def decompress(weight: LosslessWeight) -> Tensor:
     """The weight [n, k] bfloat16 again, every bit of it."""
     tiles, blocks = weight.words.shape[:2]
     w0, w1, w2 = (weight.words.to(torch.int32) & 0xFFFF).unbind(2)
@@ -170,14 +170,14 @@ def _as_int16(bits: Tensor) -> Tensor:
     return torch.where(bits > 0x7FFF, bits - 0x10000, bits).to(torch.int16).contiguous()
 
 
-def compressed_rows_reference(x: Tensor, weight: CompressedWeight, kind: Gate = "silu") -> Tensor:
+def lossless_gemm_reference(x: Tensor, weight: LosslessWeight, kind: Gate = "silu") -> Tensor:
     """The sum of the parts in float32 [rows, n], or the rounded product of activated gate and up [rows, n / 2]."""
     whole = decompress(weight)
     return gated_rows_reference(x, whole, kind) if weight.gated else x.to(torch.float32) @ whole.to(torch.float32).T
 
 
-def compressed_rows(
-    x: Tensor, weight: CompressedWeight, launch: CompressedLaunch, gpu: GpuTraits, kind: Gate = "silu"
+def lossless_gemm(
+    x: Tensor, weight: LosslessWeight, launch: LosslessLaunch, gpu: GpuTraits, kind: Gate = "silu"
 ) -> Tensor:
     """The product as `kernels.gemm.skinny_gemm` gives it: parts [parts, rows, n], or [rows, n / 2] of a gated weight.
 
@@ -213,7 +213,7 @@ def _compressed_kernel(
 ) -> None:  # fmt: skip
     """One block of lines, which are outputs or gates and ups, over one share of k. Grid (lines / block_n, splits).
 
-    out: [splits, rows, n]; x: [rows, k]; the rest as in `CompressedWeight`. The block's outliers are shared among the
+    out: [splits, rows, n]; x: [rows, k]; the rest as in `LosslessWeight`. The block's outliers are shared among the
     splits. They are added `picks` a step, each with its number of x, in the first steps, whose other weights are on
     their way meanwhile; the launch has steps enough.
     """

@@ -15,14 +15,14 @@ from treetop.engine.memory import Budget, DeviceMemory, MemoryUse, fit, out_of_m
 from treetop.engine.startup import weight_copies as deciding
 from treetop.engine.startup.plan import plan_engine
 from treetop.engine.startup.weight_copies import copies_estimate, with_copies
-from treetop.kernels.gemm import packed_weights
-from treetop.kernels.gemm.packed_weights import BLOCK, MAX_ROWS, TILE, CompressedLaunch, compress, decompress
+from treetop.kernels.gemm import lossless_weights
+from treetop.kernels.gemm.lossless_weights import BLOCK, MAX_ROWS, TILE, LosslessLaunch, compress, decompress
 from treetop.kernels.gemm.skinny_gemm import TABLE, load_table
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, ConfigError, EngineError
-from treetop.weights import plain, twelve_bits
-from treetop.weights.twelve_bits import (
+from treetop.weights import lossless, plain
+from treetop.weights.lossless import (
     ROWS,
     LaunchLimit,
     compress_if_faster,
@@ -116,11 +116,11 @@ def test_a_tile_with_too_many_outliers_ends_it():
     weight, packed = normal(2 * 4096, 128), []
     weight[5, :40] = 1e-20
     few = compress(normal(4096, 128), False).crowd[TILE]
-    encode = packed_weights._encode
+    encode = lossless_weights._encode
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed_weights, "_encode", lambda tiles: packed.append(len(tiles)) or encode(tiles))
+        patch.setattr(lossless_weights, "_encode", lambda tiles: packed.append(len(tiles)) or encode(tiles))
         assert compress(weight, False, 39) is None
-        assert sum(packed) == packed_weights._TILES_AT_ONCE
+        assert sum(packed) == lossless_weights._TILES_AT_ONCE
     assert compress(weight, False, 40 + few) is None, "no launch has the steps"
     assert compress(normal(4096, 128), False, few) is not None
     assert compress(normal(4096, 128), False, few - 1) is None
@@ -150,14 +150,14 @@ def test_outliers_are_counted_by_blocks_of_lines():
 
 def test_each_number_of_rows_is_decided_by_the_block_that_has_most(monkeypatch):
     """At the limit 12 bits serve, one outlier more and 16 do; without any number of rows left nothing is kept."""
-    launch, wide = CompressedLaunch(64, 1, 3, 4, 16), CompressedLaunch(128, 1, 3, 8, 64)
+    launch, wide = LosslessLaunch(64, 1, 3, 4, 16), LosslessLaunch(128, 1, 3, 8, 64)
     table = {
         1: LaunchLimit(launch, 90),
         4: LaunchLimit(launch, 50),
         16: LaunchLimit(launch, 50),
         32: LaunchLimit(wide, 60),
     }
-    monkeypatch.setattr(twelve_bits, "offers", lambda *args: table)
+    monkeypatch.setattr(lossless, "offers", lambda *args: table)
 
     def rows_of(counts):
         made = compress_if_faster(planted(counts), False, H200)
@@ -348,7 +348,7 @@ def test_the_committed_launches_can_be_launched():
     compressed = {key: entry["compressed"] for key, entry in load_table().entries.items() if "compressed" in entry}
     assert len(compressed) > 10
     for (n, k, gated, rows), entry in compressed.items():
-        launch = CompressedLaunch(*entry["launch"])
+        launch = LosslessLaunch(*entry["launch"])
         limits = {int(each): most for each, most in entry["most_outliers"].items()}
         for each, maximum in limits.items():
             assert offers(n, k, gated, H200)[each] == LaunchLimit(launch, maximum)
@@ -397,4 +397,4 @@ def test_small_weights_and_broken_tiles_get_none(shape):
 def test_only_weights_larger_than_those_measured_without_gain_are_worth_it():
     entries = load_table().entries.items()
     without = [n * k for (n, k, _, rows), entry in entries if rows == 16 and "compressed" not in entry]
-    assert max(without) == twelve_bits._WORTH_PARAMETERS
+    assert max(without) == lossless._WORTH_PARAMETERS

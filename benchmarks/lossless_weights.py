@@ -1,7 +1,7 @@
 """Times products with weights in 12 bits against 16, whatever the weights, and says which of them are accepted.
 
-    python benchmarks/packed_weights.py                  the committed table: every distribution, weight, row count
-    python benchmarks/packed_weights.py --write-table    measure launches and limits first, and write them into
+    python benchmarks/lossless_weights.py                  the committed table: every distribution, weight, row count
+    python benchmarks/lossless_weights.py --write-table    measure launches and limits first, and write them into
                                                 src/treetop/kernels/gemm/skinny_gemm.json; then the same with those
 
 A limit is how many outliers a block of lines may have. It is measured with that many in every block, so a weight whose
@@ -26,18 +26,18 @@ from frame import DEVICE, end_with, graph_of, machine_of, parser_of, say, times_
 from skinny_gemm import SHAPES, TABLE, check_result, key_of, multiply
 from torch import Tensor
 
-from treetop.kernels.gemm.packed_weights import (
+from treetop.kernels.gemm.lossless_weights import (
     BLOCK,
     QUARTER,
     TILE,
-    CompressedLaunch,
-    CompressedWeight,
+    LosslessLaunch,
+    LosslessWeight,
     compress,
-    compressed_rows,
+    lossless_gemm,
 )
 from treetop.kernels.gemm.skinny_gemm import RowsLaunch, choose_launch, load_table, row_class
 from treetop.kernels.triton_guard import compile_ahead, gpu_traits
-from treetop.weights.twelve_bits import ROWS, CompressedProducts, LaunchLimit, offers
+from treetop.weights.lossless import ROWS, LaunchLimit, LosslessProducts, offers
 
 NAMES = ("qkv", "output", "gate_up", "down", "lm_head", "draft fc", "draft qkv", "draft lm_head")
 UNMEASURED = {"70b qkv": (10240, 8192, False), "14b gate_up": (27648, 5120, True)}
@@ -48,11 +48,11 @@ COLD_BYTES = 300 << 20
 """Weights that a graph walks through: several times the L2 cache."""
 STEPS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16)
 PICKS = (16, 32, 64)
-CUTS = (CompressedLaunch(64, 4, 5, 4, 0), CompressedLaunch(64, 1, 3, 4, 0), CompressedLaunch(128, 1, 3, 8, 0))
+CUTS = (LosslessLaunch(64, 4, 5, 4, 0), LosslessLaunch(64, 1, 3, 4, 0), LosslessLaunch(128, 1, 3, 8, 0))
 """Launches that were the fastest of all that fit, but for their picks."""
 
 Shape = tuple[int, int, bool]
-Case = tuple[Sequence[Tensor], Sequence[CompressedWeight]]
+Case = tuple[Sequence[Tensor], Sequence[LosslessWeight]]
 
 
 # ---------------------------------------------------------------------------------------------------- the weights
@@ -156,20 +156,20 @@ def whole_work(x: Tensor, wholes: Sequence[Tensor], gated: bool, launch: RowsLau
             multiply(x, whole, gated, launch)
 
 
-def small_work(x: Tensor, smalls: Sequence[CompressedWeight], launch: CompressedLaunch, turns: int) -> None:
+def small_work(x: Tensor, smalls: Sequence[LosslessWeight], launch: LosslessLaunch, turns: int) -> None:
     for _ in range(turns):
         for small in smalls:
-            compressed_rows(x, small, launch, gpu_traits(DEVICE))
+            lossless_gemm(x, small, launch, gpu_traits(DEVICE))
 
 
-def timed(shape: Shape, rows: int, case: Case, launches: Sequence[CompressedLaunch]) -> tuple[float, list[float]]:
+def timed(shape: Shape, rows: int, case: Case, launches: Sequence[LosslessLaunch]) -> tuple[float, list[float]]:
     """Us of the product in 16 bits and of those in 12, after their results were compared."""
     (n, k, gated), (wholes, smalls) = shape, case
     x = torch.randn(rows, k, dtype=torch.bfloat16, device=DEVICE)
     launch = choose_launch(rows, n, k, gated, gpu_traits(DEVICE))
     want = multiply(x, wholes[0], gated, None).float()
     for each in launches:
-        check_result(compressed_rows(x, smalls[0], each, gpu_traits(DEVICE)), gated, want, str(each))
+        check_result(lossless_gemm(x, smalls[0], each, gpu_traits(DEVICE)), gated, want, str(each))
     turns = max(1, 4 // len(wholes))
     works = [partial(whole_work, x, wholes, gated, launch, turns)]
     works += [partial(small_work, x, smalls, each, turns) for each in launches]
@@ -180,11 +180,11 @@ def timed(shape: Shape, rows: int, case: Case, launches: Sequence[CompressedLaun
 # ------------------------------------------------------------------------------------------ launches and limits
 
 
-def candidates(shape: Shape, rows: int) -> Iterator[CompressedLaunch]:
+def candidates(shape: Shape, rows: int) -> Iterator[LosslessLaunch]:
     """The cuts that fit, with every number of picks."""
     n, k, gated = shape
     entries = [entry for key, entry in load_table().entries.items() if key[:3] == shape]
-    known = [CompressedLaunch(*entry["compressed"]["launch"]) for entry in entries if "compressed" in entry]
+    known = [LosslessLaunch(*entry["compressed"]["launch"]) for entry in entries if "compressed" in entry]
     for cut, picks in product(dict.fromkeys([replace(each, picks=0) for each in (*CUTS, *known)]), PICKS):
         launch = replace(cut, picks=picks)
         whole = n % launch.block_n == 0 and k % (launch.splits * BLOCK) == 0
@@ -221,7 +221,7 @@ def measure_entry(name: str, shape: Shape, rows: int, case: Case) -> dict[str, o
     }
 
 
-def measure_limits(name: str, shape: Shape, launch: CompressedLaunch, classes: Sequence[int]) -> dict[int, int]:
+def measure_limits(name: str, shape: Shape, launch: LosslessLaunch, classes: Sequence[int]) -> dict[int, int]:
     """By rows, the most outliers of every block of lines with which 12 bits take less than `WORTH` of 16."""
     n, k, _ = shape
     tiles, step = launch.block_n // TILE, launch.splits * launch.picks
@@ -313,7 +313,7 @@ def compare(name: str, shape: Shape, distribution: str, offered: dict[int, Launc
     """Products of all numbers of rows; refused ones are timed too where there is a launch that can."""
     n, k, _ = shape
     wholes, smalls = copies(shape, DISTRIBUTIONS[distribution](n, k))
-    products = CompressedProducts(smalls[0], offered) if smalls else None
+    products = LosslessProducts(smalls[0], offered) if smalls else None
     for rows in ROWS:
         offer, outliers, launches = offered.get(rows), None, []
         if offer is not None and products is not None:
@@ -342,20 +342,18 @@ def compile_all(shapes: dict[str, Shape], writing: bool) -> None:
             offer = offers(n, k, gated, gpu).get(rows)
             launches = [offer.launch] if offer is not None else []
             for each in [*launches, *(candidates(shape, row_class(rows)) if writing else ())]:
-                compressed_rows(x, small, each, gpu)
+                lossless_gemm(x, small, each, gpu)
 
     compile_ahead(ask)
 
 
-def blank_weight(shape: Shape) -> CompressedWeight:
+def blank_weight(shape: Shape) -> LosslessWeight:
     n, k, gated = shape
     make = partial(torch.empty, device=DEVICE)
     lists = make(16, dtype=torch.int32), make(16, dtype=torch.int32), make(16, dtype=torch.bfloat16)
     words = make((n // TILE, k // BLOCK, 3, TILE, QUARTER), dtype=torch.int16)
     starts = make(n // TILE + 1, dtype=torch.int32)
-    return CompressedWeight(
-        words, make(n, dtype=torch.float32), starts, *lists, gated, dict.fromkeys((64, 128, 256), 0)
-    )
+    return LosslessWeight(words, make(n, dtype=torch.float32), starts, *lists, gated, dict.fromkeys((64, 128, 256), 0))
 
 
 def main(arguments: list[str]) -> int:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from treetop.kernels.gemm import skinny_gemm as kernels
-from treetop.kernels.gemm.packed_weights import CompressedLaunch, compress
+from treetop.kernels.gemm.lossless_weights import LosslessLaunch, compress
 from treetop.kernels.gemm.skinny_gemm import choose_launch, load_table, row_class
 from treetop.kernels.triton_guard import GpuTraits
-from treetop.weights.twelve_bits import ROWS, offers
+from treetop.weights.lossless import ROWS, offers
 
 H200 = GpuTraits(132, True, 227 << 10)
 
@@ -21,7 +21,7 @@ H200 = GpuTraits(132, True, 227 << 10)
 def bench(monkeypatch, tmp_path):
     """The script on a CPU, its table a copy, its weights smaller ones, which the table names."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    names = "packed_weights", "skinny_gemm", "frame"
+    names = "lossless_weights", "skinny_gemm", "frame"
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
     module, tuner, frame = map(importlib.import_module, names)
@@ -107,7 +107,7 @@ def test_a_measured_table_is_what_the_engine_then_takes(bench, monkeypatch, caps
     assert [e["rows"] for e in table["entries"]] == [16, 32, 64] * 2
     assert ["compressed" in e for e in table["entries"]] == [True, False, False] * 2
     found = offers(*bench.shapes_here["small"], H200)
-    launch = CompressedLaunch(64, 1, 3, 4, 32)
+    launch = LosslessLaunch(64, 1, 3, 4, 32)
     assert {rows: offer.launch for rows, offer in found.items()} == dict.fromkeys((1, 4, 8, 16), launch)
     assert [found[rows].most_outliers for rows in (1, 4, 8, 16)] == [32, 32, 32, 32]
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
