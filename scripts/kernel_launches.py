@@ -37,7 +37,7 @@ from treetop.kernels.gemm.lossless_weights import LosslessWeight, lossless_gemm
 from treetop.kernels.gemm.quantized_gemm import choose_quantized, quantized_gated, quantized_gemm
 from treetop.kernels.gemm.quantized_weight import QuantizedWeight, QuantScheme
 from treetop.kernels.gemm.quantizing_norm import add_rms_norm_codes
-from treetop.kernels.gemm.skinny_gemm import choose_launch, choose_whole, gated_rows, load_table, skinny_gemm
+from treetop.kernels.gemm.skinny_gemm import choose_launch, choose_no_split_k, gated_rows, load_table, skinny_gemm
 from treetop.kernels.gemm.tiles import TiledWeight, decode_tiles, tile
 from treetop.kernels.kv import FP8, PageTable
 from treetop.kernels.moe.experts import Activation, Experts, experts
@@ -120,7 +120,7 @@ def _products(card: Card) -> Iterator[Case]:
     ):
         x, weight = _empty(rows, k), _empty(n, k)
         multiply, what = gated_rows if gated else skinny_gemm, f"{n} x {k}{', gated' * gated}, {rows} rows"
-        launch, whole = choose_launch(rows, n, k, gated, gpu), choose_whole(rows, n, k, gated, gpu)
+        launch, whole = choose_launch(rows, n, k, gated, gpu), choose_no_split_k(rows, n, k, gated, gpu)
         if launch is not None:
             yield f"product {what}", partial(multiply, x, weight, launch, gpu)
         if whole is not None:

@@ -45,7 +45,7 @@ from treetop.kernels.attention.metadata import AttentionMetadata
 from treetop.kernels.attention.teams import make_arrivals
 from treetop.kernels.gemm.quantized_gemm import choose_quantized, quantized_gated, quantized_gemm
 from treetop.kernels.gemm.quantized_weight import QuantScheme
-from treetop.kernels.gemm.skinny_gemm import choose_whole, gated_rows, skinny_gemm
+from treetop.kernels.gemm.skinny_gemm import choose_no_split_k, gated_rows, skinny_gemm
 from treetop.kernels.gemm.tiles import decode_tiles, in_turn, tile
 from treetop.kernels.kv import PageTable
 from treetop.kernels.moe.experts import Activation, Experts, experts
@@ -307,9 +307,9 @@ def test_products_without_a_cut_compile_for_a_gpu(absent_gpu):
     def launch():
         for rows in (1, 40, 200, 1000):
             x = torch.zeros(rows, 96, dtype=torch.bfloat16)
-            launch, bias = choose_whole(rows, 4096, 96, False, gpu), torch.zeros(4096, dtype=torch.bfloat16)
+            launch, bias = choose_no_split_k(rows, 4096, 96, False, gpu), torch.zeros(4096, dtype=torch.bfloat16)
             skinny_gemm(x, weight, launch, gpu, bias, rounds=True)
-        gated_rows(x, weight, choose_whole(rows, 4096, 96, True, gpu), gpu, rounds=True)
+        gated_rows(x, weight, choose_no_split_k(rows, 4096, 96, True, gpu), gpu, rounds=True)
 
     compile_ahead(launch)
     assert absent_gpu == [("_skinny_gemm_kernel", False)] * 5

@@ -19,7 +19,7 @@ from treetop.kernels.profile import profile_of
 from treetop.kernels.table import OpContext, Ops
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.models.registry import target_spec
-from treetop.weights.gpu_products import MOST_ROWS, WholeProduct, keep_products_whole, probe
+from treetop.weights.gpu_products import MOST_ROWS, NoSplitKProduct, forbid_split_k, probe
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -57,7 +57,7 @@ def soon(names, dtypes):
 def test_a_row_of_a_product_has_its_bits_at_any_number_of_rows(name, dtype, capsys):
     """By our kernel and by the library as a probe found it, with a bias and with a gate, among 1 to 16,384 rows."""
     n, k, kind = PRODUCTS[name]
-    keep_products_whole()
+    forbid_split_k()
     found, problem = probe((n, k), kind is not None, dtype, GPU)
     with capsys.disabled():
         print(f"\n  {name}, {dtype}: {found.served()}", end="")
@@ -69,7 +69,7 @@ def test_a_row_of_a_product_has_its_bits_at_any_number_of_rows(name, dtype, caps
     bias = torch.randn(n, generator=generator, device=GPU).to(dtype)
     kinds: list[tuple[torch.Tensor | None, Gate | None]] = [(None, None), (bias, None), (None, kind), (bias, kind)]
     for added, gate in kinds if kind else kinds[:2]:
-        whole = WholeProduct(weight, added, gate, gpu_traits(GPU), found)
+        whole = NoSplitKProduct(weight, added, gate, gpu_traits(GPU), found)
         want = whole(x)
         differ = []
         for rows in (rows for rows in ROWS if rows <= most):

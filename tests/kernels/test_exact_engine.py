@@ -21,7 +21,7 @@ from treetop.engine.startup.weight_copies import product_weights
 from treetop.kernels.profile import profile_of
 from treetop.kernels.table import Ops
 from treetop.kernels.triton_guard import gpu_traits
-from treetop.weights.gpu_products import Probed, WholeProduct
+from treetop.weights.gpu_products import NoSplitKProduct, Probed
 
 pytestmark = pytest.mark.slow
 
@@ -67,8 +67,8 @@ def test_a_tree_has_the_bits_of_plain_decoding(tmp_path, monkeypatch, save):
     monkeypatch.setattr("treetop.engine.startup.build.products_of", by_our_kernel)
     monkeypatch.setattr(Ops, "gpu_for", lambda self, op: gpu_traits(CPU) if op.name in KERNELS else None)
     used = set()
-    real = WholeProduct._kernel
-    monkeypatch.setattr(WholeProduct, "_kernel", lambda self, x: used.add(self._kind) or real(self, x))
+    real = NoSplitKProduct._kernel
+    monkeypatch.setattr(NoSplitKProduct, "_kernel", lambda self, x: used.add(self._kind) or real(self, x))
     target = save(tmp_path)
     pair = Pair(target, target)
     prompts, params = pair.prompts([5, 62]), [sampled(seed, 5, logprobs=1, temperature=seed) for seed in (0, 1)]

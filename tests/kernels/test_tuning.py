@@ -33,7 +33,9 @@ def test_every_product_of_the_tables_gets_its_launch():
         launch, whole = entry["launch"], entry.get("whole", {}).get("launch")
         found = skinny_gemm.choose_launch(rows, n, k, gated, MEASURED)
         assert found == (launch and skinny_gemm.RowsLaunch(*launch))
-        assert skinny_gemm.measured_whole(rows, n, k, gated, MEASURED) == (whole and skinny_gemm.RowsLaunch(*whole))
+        assert skinny_gemm.measured_no_split_k(rows, n, k, gated, MEASURED) == (
+            whole and skinny_gemm.RowsLaunch(*whole)
+        )
     for (numbers, lines, k, gated, rows), launch in quantized_gemm.load_table().entries.items():
         assert quantized_gemm.choose_quantized(numbers, (lines, k), gated, rows // 2 + 1, MEASURED) == launch
         assert quantized_gemm.choose_quantized(numbers, (lines, k), gated, rows, MEASURED) == launch

@@ -32,7 +32,7 @@ from treetop.llm import LLM
 from treetop.outputs import RequestOutput
 from treetop.types.parallel import SINGLE_RANK
 from treetop.types.sampling import SamplingParams
-from treetop.weights.gpu_products import WholeProduct
+from treetop.weights.gpu_products import NoSplitKProduct
 from treetop.weights.linear import LibraryLinear
 
 COUNTS = (1, 2, 3, 4, 5, 8, 13, 16, 17, 32, 33, 60, 64, 96, MOST_ROWS, 480)
@@ -120,7 +120,7 @@ def _product(weight: Tensor, chosen: Products, place: LoadContext) -> tuple[Call
     shape = weight.shape[0], weight.shape[1]
     probed, choice = chosen.probed.get(shape), chosen.target.get(shape)
     if probed is not None:
-        return WholeProduct(weight, None, None, gpu_traits(place.device), probed), f", {probed.served()}"
+        return NoSplitKProduct(weight, None, None, gpu_traits(place.device), probed), f", {probed.served()}"
     by = f", {choice.calls[0]}" if choice is not None and choice.exact else ""
     return (LibraryLinear(weight, None, choice) if place.device.type == "cpu" else _linear(weight)), by
 

@@ -21,7 +21,7 @@ from treetop.exact.probe import adversarial, differing, same_bits
 from treetop.kernels.exact import rung
 from treetop.kernels.fused import gate_mul
 from treetop.kernels.gate import Gate
-from treetop.kernels.gemm.skinny_gemm import MAX_ROWS, choose_whole, gated_rows, measured_whole, skinny_gemm
+from treetop.kernels.gemm.skinny_gemm import MAX_ROWS, choose_no_split_k, gated_rows, measured_no_split_k, skinny_gemm
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits
 from treetop.weights.cpu_products import Shape
 
@@ -69,7 +69,7 @@ def _spans(counts: tuple[int, ...]) -> Iterator[tuple[int, int]]:
             start = at
 
 
-class WholeProduct:
+class NoSplitKProduct:
     """The product with a weight, of any number of rows; see the module.
 
     kind: of a gated weight's gate, or None.
@@ -87,7 +87,10 @@ class WholeProduct:
 
     def _of_rows(self, x: Tensor) -> Tensor:
         count, (n, k) = len(x), self.weight.shape
-        if count < FEWEST_OF_LIBRARY or measured_whole(count, n, k, self._fused is not None, self._gpu) is not None:
+        if (
+            count < FEWEST_OF_LIBRARY
+            or measured_no_split_k(count, n, k, self._fused is not None, self._gpu) is not None
+        ):
             return self._kernel(x)
         if count > MOST_ROWS:
             return torch.cat([self._of_rows(part) for part in x.split(MOST_ROWS)])
@@ -100,7 +103,7 @@ class WholeProduct:
         return out if self._kind is None else gate_mul(out, self._kind, self._gpu)
 
     def _kernel(self, x: Tensor) -> Tensor:
-        launch = choose_whole(len(x), *self.weight.shape, self._fused is not None, self._gpu)
+        launch = choose_no_split_k(len(x), *self.weight.shape, self._fused is not None, self._gpu)
         assert launch is not None
         if self._fused is not None:
             return gated_rows(x, self.weight, launch, self._gpu, self._fused, rounds=True)
@@ -119,7 +122,7 @@ def library(x: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(x, weight.t())
 
 
-def keep_products_whole() -> None:
+def forbid_split_k() -> None:
     """Tell PyTorch, for the process, that its products in 16 bits are to be summed in float32 to their end."""
     matmul = torch.backends.cuda.matmul
     matmul.allow_bf16_reduced_precision_reduction = False
@@ -141,7 +144,7 @@ def probe(
     generator, gpu = torch.Generator(device).manual_seed(n + k), gpu_traits(device)
     weight = (torch.randn((n, k), generator=generator, device=device) * k**-0.5).to(dtype)
     x = adversarial((most, k), generator).to(dtype)
-    launch = choose_whole(MAX_ROWS + 1, n, k, False, gpu)
+    launch = choose_no_split_k(MAX_ROWS + 1, n, k, False, gpu)
     assert launch is not None
     want = skinny_gemm(x, weight, launch, gpu, rounds=True)[0]
 
@@ -150,12 +153,12 @@ def probe(
 
     not_alike = set(differ(partial(library, weight=weight), COUNTS))
     found = Probed(shape, tuple(rows for rows in COUNTS if rows <= most and rows not in not_alike))
-    few = differ(WholeProduct(weight, None, None, gpu, Probed(shape, ())), OWN_COUNTS)
+    few = differ(NoSplitKProduct(weight, None, None, gpu, Probed(shape, ())), OWN_COUNTS)
     if few:
         return found, f"products [{n}, {k}] of {', '.join(map(str, few))} rows"
     if gated:
         for kind in get_args(Gate):
-            fused = WholeProduct(weight, None, kind, gpu, Probed(shape, ()))
+            fused = NoSplitKProduct(weight, None, kind, gpu, Probed(shape, ()))
             for rows in (rows for rows in OWN_COUNTS if rows <= most):
                 if not same_bits(fused(x[:rows]), gate_mul(want[:rows], kind, gpu)):
                     return found, f"gated products [{n}, {k}], {kind}, of {rows} rows"

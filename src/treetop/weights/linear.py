@@ -19,7 +19,7 @@ from treetop.kernels.gemm.lossless_weights import lossless_gemm
 from treetop.kernels.gemm.skinny_gemm import choose_launch, gated_rows, skinny_gemm
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.weights.cpu_products import ROW_CLASSES, ChosenProduct, CpuProduct, default_call
-from treetop.weights.gpu_products import WholeProduct
+from treetop.weights.gpu_products import NoSplitKProduct
 from treetop.weights.lossless import compress_if_faster
 
 
@@ -105,10 +105,10 @@ class SkinnyGated:
         return out.view(*x.shape[:-1], -1)
 
 
-class WholeLinear:
-    """`Linear` of `WholeProduct`; called without a gate's kind."""
+class NoSplitKLinear:
+    """`Linear` of `NoSplitKProduct`; called without a gate's kind."""
 
-    def __init__(self, product: WholeProduct) -> None:
+    def __init__(self, product: NoSplitKProduct) -> None:
         self._product, self.numbers = product, product.weight.numel()
 
     def __call__(self, x: Tensor) -> Tensor:

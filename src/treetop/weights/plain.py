@@ -32,8 +32,8 @@ from treetop.weights.format import (
     StoredFormat,
     TensorSpec,
 )
-from treetop.weights.gpu_products import WholeProduct
-from treetop.weights.linear import LibraryGated, LibraryLinear, SkinnyGated, SkinnyLinear, WholeLinear
+from treetop.weights.gpu_products import NoSplitKProduct
+from treetop.weights.linear import LibraryGated, LibraryLinear, NoSplitKLinear, SkinnyGated, SkinnyLinear
 from treetop.weights.lossless import compressed_bytes
 
 
@@ -99,7 +99,7 @@ class Unquantized:
     def linear(self, parts: Parts, bias: Tensor | None, kernel_context: KernelContext) -> Linear:
         weight, gpu = parts[MAIN], kernel_context.ops.gpu_for(Ops.skinny_gemm)
         if gpu is not None and kernel_context.ops.profile.products == "probed":
-            return WholeLinear(WholeProduct(weight, bias, None, gpu, kernel_context.probe_of(weight)))
+            return NoSplitKLinear(NoSplitKProduct(weight, bias, None, gpu, kernel_context.probe_of(weight)))
         if gpu is None:
             return LibraryLinear(weight, bias, kernel_context.choice(weight))
         return SkinnyLinear(weight, gpu, kernel_context.copies, bias)
@@ -107,7 +107,7 @@ class Unquantized:
     def gated(self, parts: Parts, bias: Tensor | None, kind: Gate, kernel_context: KernelContext) -> GatedLinear:
         weight, gpu = parts[MAIN], kernel_context.ops.gpu_for(Ops.gated_rows)
         if gpu is not None and kernel_context.ops.profile.products == "probed":
-            return WholeLinear(WholeProduct(weight, bias, kind, gpu, kernel_context.probe_of(weight)))
+            return NoSplitKLinear(NoSplitKProduct(weight, bias, kind, gpu, kernel_context.probe_of(weight)))
         if gpu is None or bias is not None:
             return LibraryGated(weight, bias, kernel_context.choice(weight), kind)
         return SkinnyGated(weight, gpu, kernel_context.copies, kind)

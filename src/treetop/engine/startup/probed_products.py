@@ -12,19 +12,19 @@ from pathlib import Path
 import torch
 
 import treetop.kernels
-from treetop.kernels.gemm.skinny_gemm import choose_whole
+from treetop.kernels.gemm.skinny_gemm import choose_no_split_k
 from treetop.kernels.triton_guard import TRITON_VERSION, gpu_traits
 from treetop.types.cache_files import cache_file, keep, kept
 from treetop.types.errors import ConfigError
 from treetop.weights.cpu_products import Shape
 from treetop.weights.format import ProductWeight
-from treetop.weights.gpu_products import Probed, keep_products_whole, probe
+from treetop.weights.gpu_products import Probed, forbid_split_k, probe
 from treetop.weights.plain import UNQUANTIZED
 
 
 def probed_products(weights: list[ProductWeight], dtype: torch.dtype, device: torch.device) -> dict[Shape, Probed]:
     """What is found of each shape of plain weights. Raises ConfigError where our own kernel's bits are not a row's."""
-    keep_products_whole()
+    forbid_split_k()
     gated = dict[Shape, bool]()
     for each in weights:
         if each.format == UNQUANTIZED:
@@ -40,7 +40,7 @@ def _probed(shape: Shape, gated: bool, dtype: torch.dtype, device: torch.device)
     known = _read(file)
     if known is not None and known.shape == shape:
         return known
-    if choose_whole(1, *shape, gated, gpu_traits(device)) is None:
+    if choose_no_split_k(1, *shape, gated, gpu_traits(device)) is None:
         raise ConfigError(
             f"--exactness bits: on a GPU no product with a weight [{shape[0]}, {shape[1]}] is exact, whose rows are no"
             " multiple of 16; use --exactness ties"

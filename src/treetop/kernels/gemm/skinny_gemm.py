@@ -8,8 +8,8 @@ is cut in `splits`, and the result is a sum of parts that the next kernel adds u
 what ran before, so a program asks for its first ones before it waits for that (programmatic dependent launch), and
 memory stays busy between kernels.
 
-A sum's bits depend on where k is cut and on nothing else of a launch. Without a cut (`choose_whole`) a row has the same
-bits among any others, and a bias or a gate comes after a sum that is rounded, as behind the vendor's product.
+A sum's bits depend on where k is cut and on nothing else of a launch. Without a cut (`choose_no_split_k`) a row has the
+same bits among any others, and a bias or a gate comes after a sum that is rounded, as behind the vendor's product.
 """
 
 from dataclasses import dataclass, replace
@@ -279,14 +279,14 @@ def choose_launch(rows: int, n: int, k: int, gated: bool, gpu: GpuTraits) -> Row
 
 
 @cache
-def choose_whole(rows: int, n: int, k: int, gated: bool, gpu: GpuTraits) -> RowsLaunch | None:
+def choose_no_split_k(rows: int, n: int, k: int, gated: bool, gpu: GpuTraits) -> RowsLaunch | None:
     """A launch without a cut of k for a weight [n, k] and any number of rows; None if k is no multiple of 16.
 
     Few rows take a measured one, or what `choose_launch` gives, without its splits; its blocks are narrower where they
     would be fewer than multiprocessors.
     """
     outputs = n // 2 if gated else n
-    known = measured_whole(rows, n, k, gated, gpu)
+    known = measured_no_split_k(rows, n, k, gated, gpu)
     if known is not None:
         return known
     size = next((each for each in (64, 32, 16) if k % each == 0), None)
@@ -314,7 +314,7 @@ def choose_whole(rows: int, n: int, k: int, gated: bool, gpu: GpuTraits) -> Rows
     return next((one for one in wanted if shared_bytes(one, rows, gated) <= gpu.shared_bytes), wanted[-1])
 
 
-def measured_whole(rows: int, n: int, k: int, gated: bool, gpu: GpuTraits) -> RowsLaunch | None:
+def measured_no_split_k(rows: int, n: int, k: int, gated: bool, gpu: GpuTraits) -> RowsLaunch | None:
     """The fastest launch, by `benchmarks/skinny_gemm.py --whole`; None where that is the vendor's product."""
     entry = (load_table().find((n, k, gated, row_class(rows)), gpu) if rows <= MAX_ROWS else None) or {}
     launch = entry.get("whole", {}).get("launch")

@@ -14,7 +14,7 @@ import torch
 from support.launches import noted_launches
 from treetop.engine.startup.probed_products import probed_products
 from treetop.kernels.gemm.quantized_weight import QuantizedWeight, QuantScheme
-from treetop.kernels.gemm.skinny_gemm import choose_launch, choose_whole, shared_bytes
+from treetop.kernels.gemm.skinny_gemm import choose_launch, choose_no_split_k, shared_bytes
 from treetop.kernels.gemm.tiles import in_turn, tile
 from treetop.kernels.moe.experts import Activation
 from treetop.kernels.profile import profile_of
@@ -23,7 +23,7 @@ from treetop.kernels.triton_guard import GpuTraits
 from treetop.types.errors import ConfigError
 from treetop.weights import gpu_products, linear, packed
 from treetop.weights.format import MAIN, KernelContext, ProductWeight
-from treetop.weights.gpu_products import COUNTS, MOST_ROWS, Probed, WholeProduct, probe
+from treetop.weights.gpu_products import COUNTS, MOST_ROWS, NoSplitKProduct, Probed, probe
 from treetop.weights.packed import Packed, TiledGated, TiledLinear
 from treetop.weights.plain import UNQUANTIZED
 
@@ -47,7 +47,7 @@ def test_no_launch_cuts_k_at_any_number_of_rows(name, gpu):
     """And each fits the GPU: tiles only where it has them, and sums of gates and ups beside operands in registers."""
     n, k, gated = SHAPES[name]
     for rows in ROWS:
-        launch = choose_whole(rows, n, k, gated, gpu)
+        launch = choose_no_split_k(rows, n, k, gated, gpu)
         assert launch.splits == 1
         assert k % launch.block_k == 0
         assert shared_bytes(launch, rows, gated) <= gpu.shared_bytes
@@ -63,7 +63,7 @@ def test_the_table_of_few_rows_cuts_k():
 
 
 def test_a_width_that_no_block_divides_has_no_launch():
-    assert choose_whole(1, 64, 40, False, H200) is None
+    assert choose_no_split_k(1, 64, 40, False, H200) is None
 
 
 # ---------------------------------------------------------------------------------------------------------- launches
@@ -140,8 +140,8 @@ def test_a_plain_weights_products_are_whole_and_rounded_before_a_bias_or_a_gate(
 def test_a_launch_that_cuts_k_by_the_number_of_rows_is_seen(monkeypatch, on_a_gpu):
     """The check above sees what it is for: with the launches of `ties` it fails."""
     libraries(monkeypatch)
-    monkeypatch.setattr(gpu_products, "choose_whole", linear.choose_launch)
-    product = WholeProduct(torch.zeros(4096, 14336).bfloat16(), None, None, H200, Probed((4096, 14336), ()))
+    monkeypatch.setattr(gpu_products, "choose_no_split_k", linear.choose_launch)
+    product = NoSplitKProduct(torch.zeros(4096, 14336).bfloat16(), None, None, H200, Probed((4096, 14336), ()))
     monkeypatch.setattr(gpu_products, "skinny_gemm", partial(_called_without_rounding, linear.skinny_gemm))
     found = products_at(product, 14336, [1, 16, 64, 150], monkeypatch)
     assert not any(uncut(noted[0]) for noted in found.values())
