@@ -49,7 +49,7 @@ from treetop.kernels.attention.index_topk import choose_by_scores, choose_by_sco
 from treetop.kernels.attention.indexer import IndexQuery
 from treetop.kernels.attention.latent_attention import latent_attention, latent_attention_reference
 from treetop.kernels.attention.metadata import AttentionMetadata, SparseKeys
-from treetop.kernels.attention.teams import make_arrivals
+from treetop.kernels.attention.stream_k import make_arrivals
 from treetop.kernels.kv import PagedKV, PageTable, encoded
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.ids import FULL

@@ -19,7 +19,7 @@ from frame import DEVICE, compile_on_all_cores, tell
 
 from treetop.kernels.attention.attention import paged_attention
 from treetop.kernels.attention.attention_config import Launch, entry_of, launch_by_formula
-from treetop.kernels.attention.teams import make_arrivals
+from treetop.kernels.attention.stream_k import make_arrivals
 from treetop.kernels.kv import PagedKV
 from treetop.kernels.triton_guard import gpu_traits, power_of_two
 

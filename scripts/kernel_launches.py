@@ -27,8 +27,8 @@ from treetop.kernels.attention.prefix_part import PrefixPart
 from treetop.kernels.attention.segment_attention import folders, segment_attention
 from treetop.kernels.attention.segment_prefill import segment_prefill
 from treetop.kernels.attention.segments import block_of, plan_segments
+from treetop.kernels.attention.stream_k import make_arrivals
 from treetop.kernels.attention.tail import tail_and_merge
-from treetop.kernels.attention.teams import make_arrivals
 from treetop.kernels.gate import Gate
 from treetop.kernels.gemm.adapter_rows import AdapterFactors, RowTiles, expand, expand_gated, shrink, tile_rows
 from treetop.kernels.gemm.fp8_rows import Activations, QuantizedRows, choose_fp8, fp8_rows

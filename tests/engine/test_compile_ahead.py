@@ -42,7 +42,7 @@ from treetop.kernels.attention.index_topk import choose_paged_keys
 from treetop.kernels.attention.indexer import IndexQuery
 from treetop.kernels.attention.latent_attention import latent_attention
 from treetop.kernels.attention.metadata import AttentionMetadata
-from treetop.kernels.attention.teams import make_arrivals
+from treetop.kernels.attention.stream_k import make_arrivals
 from treetop.kernels.gemm.quantized_gemm import choose_quantized, quantized_gated, quantized_gemm
 from treetop.kernels.gemm.quantized_weight import QuantScheme
 from treetop.kernels.gemm.skinny_gemm import choose_no_split_k, gated_rows, skinny_gemm

@@ -12,7 +12,7 @@ from treetop.kernels.attention.index_topk import choose_paged_keys
 from treetop.kernels.attention.indexer import IndexQuery
 from treetop.kernels.attention.latent_attention import latent_attention
 from treetop.kernels.attention.metadata import AttentionMetadata, SparseKeys
-from treetop.kernels.attention.teams import make_arrivals
+from treetop.kernels.attention.stream_k import make_arrivals
 from treetop.kernels.kv import PagedKV
 from treetop.kernels.triton_guard import gpu_traits, why_not
 

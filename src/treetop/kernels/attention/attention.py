@@ -7,8 +7,9 @@ part of the row's keys:
     splits       |  split 0    |  split 1    |  split 2    |     each gives (out, lse); `_merge_kernel` joins them
 
 How many keys a row has is read on the device, how many splits share them is fixed by the launch: so a captured graph
-serves every length. A row of a decode batch that is much longer than the rest has helpers (`kernels.attention.teams`).
-One split needs no merge, and is one launch. An attention sink, one logit a head that takes part in the normalisation
+serves every length. A row of a decode batch that is much longer than the rest has helpers
+(`kernels.attention.stream_k`). One split needs no merge, and is one launch. An attention sink, one logit a head that
+takes part in the normalisation
 and has no value, enters once: at the end of a single split, else in the merge.
 Source: split keys and merge by log-sum-exp are Flash-Decoding (Dao et al., 2023); the online softmax is Milakov and
 Gimelshein, arXiv:1805.02867.
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from treetop.kernels.attention.attention_config import CallShape, Launch, choose_launch, for_codes
 from treetop.kernels.attention.metadata import AttentionMetadata, SparseKeys, oldest_seen
-from treetop.kernels.attention.teams import Team, join_team, row_shares, seat_of, share_of, team_of
+from treetop.kernels.attention.stream_k import StreamK, row_shares, seat_of, share_of, stream_k_fixup, stream_k_share
 from treetop.kernels.dependent_launch import pdl_wait
 from treetop.kernels.flat import packed_nodes, spread_nodes
 from treetop.kernels.kv import decoded, slots_of
@@ -242,7 +243,8 @@ def _attention_kernel(
     `paged_attention`; *_row, *_query, ... are strides in elements; window 0 is none. Grid (kv_heads, blocks of queries
     * splits, rows + helpers). All slot arithmetic is int64.
 
-    helped: by `kernels.attention.teams`, of which sums, arrivals and helpers are. flat: rows have `counts` queries and
+    helped: by `kernels.attention.stream_k`, of which sums, arrivals and helpers are. flat: rows have `counts` queries
+        and
     columns, from their `row_start` on, as [N, 1, ...]; q_query and tail_column are then strides of nodes.
     """
     pdl_wait(overlap, early=True)
@@ -324,7 +326,7 @@ def _attention_kernel(
         )  # fmt: skip
 
     if helped:
-        members, first_helper = team_of(
+        members, first_helper = stream_k_share(
             shares, own_share, tl.program_id(2), member, members, first_helper, count, helpers, block_rows
         )
         stop = tl.minimum(begin + tl.cdiv(whole, members), stop)
@@ -357,7 +359,7 @@ def _attention_kernel(
     kept = query < n
     if helped:
         unit, units = tl.program_id(1) * tl.num_programs(0) + kv_head, tl.num_programs(0) * tl.num_programs(1)
-        acc, peak, mass, last = join_team(
+        acc, peak, mass, last = stream_k_fixup(
             sums, arrivals, member, members, first_helper, helpers, unit, units, acc, peak, mass, block_m, block_d
         )
         kept = query < tl.where(last, n, 0)
@@ -504,18 +506,19 @@ def paged_attention(
     logits = results.lse if sinks is None else sinks  # a placeholder, without any
     overlap = {"launch_pdl": True} if launch.overlap else {}
     units, size = kv_heads * blocks * launch.splits, launch.block_m * (block_d + 2)
-    team = Team.of(rows, units, size, None if metadata.causal else arrivals, results.lse)
-    _attention_kernel[(kv_heads, blocks * launch.splits, rows + team.helpers)](
-        results.part, results.part_lse, team.sums, team.arrivals, q, pages, table, metadata.rows, metadata.kv_len,
+    stream_k = StreamK.of(rows, units, size, None if metadata.causal else arrivals, results.lse)
+    _attention_kernel[(kv_heads, blocks * launch.splits, rows + stream_k.helpers)](
+        results.part, results.part_lse, stream_k.sums, stream_k.arrivals, q, pages, table, metadata.rows,
+        metadata.kv_len,
         positions, data, tail_positions, mask, logits, results.lse if scales is None else scales,
         *nodes, scale * math.log2(math.e), n, width, results.lse.numel(), *q_strides, pages.stride(0), pages.stride(1),
         table.stride(0),
-        *positions.stride(), launch.splits, team.helpers, *tail_strides,
+        *positions.stride(), launch.splits, stream_k.helpers, *tail_strides,
         group=group, dim=dim, page_size=metadata.page_size, window=metadata.window or 0,
         chunked=metadata.chunked, causal=metadata.causal, has_tail=tail is not None, has_sinks=sinks is not None,
-        has_parts=launch.splits > 1, scaled=scales is not None, helped=team.helpers > 0,
+        has_parts=launch.splits > 1, scaled=scales is not None, helped=stream_k.helpers > 0,
         block_m=launch.block_m, block_n=launch.block_n, block_t=min(launch.block_n, max(16, power_of_two(width))),
-        block_d=block_d, block_rows=team.block_rows, flat=flat is not None, overlap=launch.overlap,
+        block_d=block_d, block_rows=stream_k.block_rows, flat=flat is not None, overlap=launch.overlap,
         num_warps=launch.num_warps, num_stages=launch.num_stages, **overlap,
     )  # fmt: skip
     results.merge(launch, sinks, block_d, max_warps=4)

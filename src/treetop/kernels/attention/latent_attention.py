@@ -23,7 +23,7 @@ from treetop.kernels.attention.attention import (
 )
 from treetop.kernels.attention.attention_config import CallShape, Launch, choose_launch, for_coded_planes
 from treetop.kernels.attention.metadata import AttentionMetadata, oldest_seen
-from treetop.kernels.attention.teams import Team, join_team, row_shares, seat_of, share_of, team_of
+from treetop.kernels.attention.stream_k import StreamK, row_shares, seat_of, share_of, stream_k_fixup, stream_k_share
 from treetop.kernels.dependent_launch import pdl_wait
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, jit_for_any, power_of_two, tl
 
@@ -113,7 +113,7 @@ def _latent_attention_kernel(
     `latent_attention`; *_row, *_query, ... are strides in elements; window 0 is none. Grid (blocks of queries * splits,
     rows + helpers), or if it is sparse, (rows * n * blocks of a query's heads * splits,). All slot arithmetic is int64.
 
-    helped: by `kernels.attention.teams`, of which sums, arrivals and helpers are; not if it is sparse.
+    helped: by `kernels.attention.stream_k`, of which sums, arrivals and helpers are; not if it is sparse.
 
     sparse: a query sees the prefix's positions that were chosen for it. As long as these are all, its keys are the same
     in the same blocks, splits and order as those of a row of one query.
@@ -211,7 +211,7 @@ def _latent_attention_kernel(
             )  # fmt: skip
 
     if helped:
-        members, first_helper = team_of(
+        members, first_helper = stream_k_share(
             shares, own_share, tl.program_id(1), member, members, first_helper, count, helpers, block_rows
         )
         stop = tl.minimum(begin + tl.cdiv(whole, members), stop)
@@ -237,7 +237,7 @@ def _latent_attention_kernel(
         acc, peak, mass = fold_planes(queries, q_rope, k, k_rope, visible, acc, peak, mass, scale, True)
 
     if helped:
-        acc, peak, mass, last = join_team(
+        acc, peak, mass, last = stream_k_fixup(
             sums, arrivals, member, members, first_helper, helpers, tl.program_id(0), tl.num_programs(0), acc, peak,
             mass, block_m, block_c,
         )  # fmt: skip
@@ -298,17 +298,18 @@ def latent_attention(
     blocks = -(-call.n * heads // launch.block_m) * launch.splits
     block_c = max(16, power_of_two(rank))
     alone = metadata.causal or chosen is not None
-    team = Team.of(rows, blocks, launch.block_m * (block_c + 2), None if alone else arrivals, results.lse)
-    _latent_attention_kernel[(blocks, rows + team.helpers) if chosen is None else (call.rows * blocks,)](
-        results.part, results.part_lse, team.sums, team.arrivals, q, pages, table, metadata.rows, metadata.kv_len,
+    stream_k = StreamK.of(rows, blocks, launch.block_m * (block_c + 2), None if alone else arrivals, results.lse)
+    _latent_attention_kernel[(blocks, rows + stream_k.helpers) if chosen is None else (call.rows * blocks,)](
+        results.part, results.part_lse, stream_k.sums, stream_k.arrivals, q, pages, table, metadata.rows,
+        metadata.kv_len,
         positions, data, tail_positions, mask, *listed, results.lse if scales is None else scales,
         scale * math.log2(math.e), n, width, rows * n * heads, *q.stride()[:3], pages.stride(0), table.stride(0),
-        *positions.stride(), launch.splits, team.helpers, *listed_strides, *tail_strides,
+        *positions.stride(), launch.splits, stream_k.helpers, *listed_strides, *tail_strides,
         heads=heads, rank=rank, rope_dim=dim - rank, page_size=metadata.page_size, window=metadata.window or 0,
         chunked=metadata.chunked, causal=metadata.causal and chosen is None, sparse=chosen is not None,
-        has_tail=tail is not None, scaled=scales is not None, helped=team.helpers > 0, block_m=launch.block_m,
+        has_tail=tail is not None, scaled=scales is not None, helped=stream_k.helpers > 0, block_m=launch.block_m,
         block_n=launch.block_n, block_t=min(launch.block_n, max(16, power_of_two(width))), block_c=block_c,
-        block_r=max(16, power_of_two(dim - rank)), block_rows=team.block_rows, overlap=launch.overlap,
+        block_r=max(16, power_of_two(dim - rank)), block_rows=stream_k.block_rows, overlap=launch.overlap,
         num_warps=launch.num_warps, num_stages=launch.num_stages, **overlap,
     )  # fmt: skip
     results.merge(launch, None, power_of_two(rank), max_warps=16)

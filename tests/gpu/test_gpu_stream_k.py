@@ -1,6 +1,6 @@
 """Rows of unequal length on a GPU: their programs meet through memory, captured, whatever lengths a replay has.
 
-python -m pytest tests/gpu/test_gpu_teams.py -q
+python -m pytest tests/gpu/test_gpu_stream_k.py -q
 """
 
 from dataclasses import replace

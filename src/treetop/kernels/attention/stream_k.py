@@ -80,7 +80,7 @@ def seat_of(shares: Arg, lane: Arg, rows: Arg, helpers: Arg, block_rows: constex
 
 
 @jit
-def team_of(
+def stream_k_share(
     shares: Arg, share: Arg, lane: Arg, member: Arg, members: Arg, first: Arg, rows: Arg, helpers: Arg,
     block_rows: constexpr,
 ) -> Arg:  # fmt: skip
@@ -102,13 +102,13 @@ def _slot_of(sums: Arg, member: Arg, first: Arg, helpers: Arg, unit: Arg, units:
 
 
 @jit
-def join_team(
+def stream_k_fixup(
     sums: Arg, arrivals: Arg, member: Arg, members: Arg, first: Arg, helpers: Arg, unit: Arg, units: Arg, acc: Arg,
     peak: Arg, mass: Arg, block_m: constexpr, block_d: constexpr,
 ) -> Arg:  # fmt: skip
     """Leave a member's running sums; the last of its team gets those of all. Nothing to do for one who is alone.
 
-    sums, arrivals: as in `Team`. unit: of `units`, which of a lane's programs this is. acc: [block_m, block_d], peak
+    sums, arrivals: as in `StreamK`. unit: of `units`, which of a lane's programs this is. acc: [block_m, block_d], peak
     (base 2), mass: [block_m], float32. Returns these, and whether this is the last member; others' are to be dropped.
     """
     last = members > 0
@@ -150,7 +150,7 @@ def make_arrivals(device: torch.device, gpu: GpuTraits) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Team:
+class StreamK:
     """The helpers of one call.
 
     helpers: lanes of programs beside the rows'.
@@ -165,7 +165,7 @@ class Team:
     arrivals: Tensor
 
     @classmethod
-    def of(cls, rows: int, units: int, size: int, arrivals: Tensor | None, nobody: Tensor) -> "Team":
+    def of(cls, rows: int, units: int, size: int, arrivals: Tensor | None, nobody: Tensor) -> "StreamK":
         """As many helpers as multiprocessors, for `rows` lanes of `units` programs, whose sums take `size` numbers.
 
         None where `arrivals` is None. Two rows are never long beside each other. nobody: a placeholder.

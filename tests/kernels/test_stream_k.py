@@ -15,7 +15,7 @@ from treetop.attention.triton_backend import TritonBackend
 from treetop.kernels.attention.attention import paged_attention
 from treetop.kernels.attention.attention_config import Launch
 from treetop.kernels.attention.latent_attention import latent_attention
-from treetop.kernels.attention.teams import Team, make_arrivals, row_shares, seat_of, share_of, team_of
+from treetop.kernels.attention.stream_k import StreamK, make_arrivals, row_shares, seat_of, share_of, stream_k_share
 from treetop.kernels.triton_guard import GpuTraits, constexpr, jit, power_of_two, tl
 
 CPU = torch.device("cpu")
@@ -23,7 +23,7 @@ GPU = GpuTraits(num_sms=132, can_overlap=False)
 
 
 def by_hand(lengths, splits, helpers, block_n=64, window=None, chunked=False):
-    """Members of each row's team, by the rule that `kernels.attention.teams` states."""
+    """Members of each row's team, by the rule that `kernels.attention.stream_k` states."""
     shares = []
     for length in lengths:
         first = 0
@@ -41,14 +41,14 @@ def test_helpers_are_no_more_programs_than_multiprocessors(units):
     """So their counters fit; none where two rows cannot be long beside each other, or nobody counts."""
     arrivals, nobody = make_arrivals(CPU, GPU), torch.zeros(1)
     for rows in (1, 2, 3, 32, 300):
-        team = Team.of(rows, units, 16 * 18, arrivals, nobody)
-        assert team.helpers * units <= len(arrivals) == GPU.num_sms
-        assert team.helpers < rows
-        assert (team.helpers > 0) == (rows > 2 and units <= GPU.num_sms)
-        if team.helpers:
-            assert team.sums.numel() == 2 * team.helpers * units * 16 * 18
-            assert team.block_rows >= rows
-    assert Team.of(32, units, 16 * 18, None, nobody).helpers == 0
+        stream_k = StreamK.of(rows, units, 16 * 18, arrivals, nobody)
+        assert stream_k.helpers * units <= len(arrivals) == GPU.num_sms
+        assert stream_k.helpers < rows
+        assert (stream_k.helpers > 0) == (rows > 2 and units <= GPU.num_sms)
+        if stream_k.helpers:
+            assert stream_k.sums.numel() == 2 * stream_k.helpers * units * 16 * 18
+            assert stream_k.block_rows >= rows
+    assert StreamK.of(32, units, 16 * 18, None, nobody).helpers == 0
 
 
 @jit
@@ -62,7 +62,7 @@ def seats_kernel(  # noqa: PLR0917 - a kernel
     row, member, members, first = seat_of(shares, lane, rows, helpers, block_rows)
     if row >= 0:
         share = share_of(tl.load(kv_len + row).to(tl.int32), splits, window, chunked, block_n)
-        members, first = team_of(shares, share, lane, member, members, first, rows, helpers, block_rows)
+        members, first = stream_k_share(shares, share, lane, member, members, first, rows, helpers, block_rows)
     tl.store(out + lane * 4, row)
     tl.store(out + lane * 4 + 1, member)
     tl.store(out + lane * 4 + 2, members)
@@ -84,11 +84,11 @@ def check_seats(lengths, splits, helpers, **kind):
     found = seats(lengths, splits, helpers, **kind)
     sizes = by_hand(lengths, splits, helpers, **kind)
     for row, size in enumerate(sizes):
-        team = [each for each in found if each[0] == row]
-        assert [member for _, member, _, _ in team] == list(range(size))
-        assert {members for _, _, members, _ in team} == {size}
+        stream_k = [each for each in found if each[0] == row]
+        assert [member for _, member, _, _ in stream_k] == list(range(size))
+        assert {members for _, _, members, _ in stream_k} == {size}
         if size > 1:
-            assert {first for _, _, _, first in team} == {sum(sizes[:row]) - row}
+            assert {first for _, _, _, first in stream_k} == {sum(sizes[:row]) - row}
     assert sum(each[0] == -1 for each in found) == helpers - (sum(sizes) - len(lengths))
     return sizes
 
@@ -114,9 +114,9 @@ def test_teams_follow_lengths(seeds, splits, helpers):
 @pytest.mark.parametrize(("longest", "members"), [(8192, 7), (32768, 16)])
 def test_one_long_row_is_divided_into_parts_like_the_others(longest, members):
     """32 rows of 1k, one of them long, with 8 K/V heads on 132 multiprocessors: no program has much more work."""
-    team = Team.of(32, 8, 1, make_arrivals(CPU, GPU), torch.zeros(1))
+    stream_k = StreamK.of(32, 8, 1, make_arrivals(CPU, GPU), torch.zeros(1))
     lengths = [1024] * 9 + [longest] + [1024] * 22
-    sizes = check_seats(lengths, 1, team.helpers)
+    sizes = check_seats(lengths, 1, stream_k.helpers)
     assert sizes == [members if length == longest else 1 for length in lengths]
     pieces = [-(-(length // 64) // size) for length, size in zip(lengths, sizes, strict=True)]
     work = [piece for piece, size in zip(pieces, sizes, strict=True) for _ in range(size)]
@@ -143,13 +143,13 @@ def attend(s, splits, sinks=None, tail=True, monkeypatch=None):
     if monkeypatch is not None:
 
         def spoilt(*args):
-            team = Team.of(*args)
-            team.sums.fill_(float("nan"))
-            made.append(team)
-            return team
+            stream_k = StreamK.of(*args)
+            stream_k.sums.fill_(float("nan"))
+            made.append(stream_k)
+            return stream_k
 
         of = type("Spoilt", (), {"of": staticmethod(spoilt)})
-        monkeypatch.setattr("treetop.kernels.attention.attention.Team", of)
+        monkeypatch.setattr("treetop.kernels.attention.attention.StreamK", of)
     arrivals = torch.zeros(16, dtype=torch.int32)
     launch = Launch(block_m=16, block_n=16, splits=splits, num_warps=4, num_stages=1)
     data = s.tail.data if tail else None
@@ -158,8 +158,8 @@ def attend(s, splits, sinks=None, tail=True, monkeypatch=None):
     )
     assert not arrivals.any()
     used = 0
-    for team in made:
-        slots = team.sums.view(-1, 16 * (power_of_two(s.q.shape[3]) + 2))
+    for stream_k in made:
+        slots = stream_k.sums.view(-1, 16 * (power_of_two(s.q.shape[3]) + 2))
         used = int((~slots.isnan().any(dim=1)).sum())
     return out, lse, used
 
@@ -234,8 +234,8 @@ def test_compressed_attention_has_teams_too(monkeypatch):
     s = scene(n=3, t=3, heads=3, kv_heads=1, dim=24, latent=16, page_size=8, max_kv_len=176, lengths=ONE_LONG)
     sizes = []
     monkeypatch.setattr(
-        "treetop.kernels.attention.latent_attention.Team",
-        type("Seen", (), {"of": staticmethod(lambda *args: sizes.append(Team.of(*args)) or sizes[-1])}),
+        "treetop.kernels.attention.latent_attention.StreamK",
+        type("Seen", (), {"of": staticmethod(lambda *args: sizes.append(StreamK.of(*args)) or sizes[-1])}),
     )
     arrivals = torch.zeros(16, dtype=torch.int32)
     launch = Launch(block_m=16, block_n=16, splits=2, num_warps=4, num_stages=1)
@@ -249,9 +249,9 @@ def test_compressed_attention_has_teams_too(monkeypatch):
 def test_the_backend_has_helpers(monkeypatch):
     """By counters of its own, which its calls hand on."""
     s = scene(n=1, t=1, heads=2, kv_heads=1, page_size=8, max_kv_len=40, lengths=[40, 3, 0, 0])
-    given, real = [], Team.of
+    given, real = [], StreamK.of
     seen = type("Seen", (), {"of": staticmethod(lambda *args: given.append(args[3]) or real(*args))})
-    monkeypatch.setattr("treetop.kernels.attention.attention.Team", seen)
+    monkeypatch.setattr("treetop.kernels.attention.attention.StreamK", seen)
     backend = TritonBackend(CPU)
     out = backend.prefix_tail(s.q, s.kv, backend.plan(None, s.metadata), s.tail, s.scale)
     assert_close(out, dense_answer(s, with_tail=True)[0], s)
