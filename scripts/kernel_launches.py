@@ -24,7 +24,7 @@ from treetop.kernels.attention.latent_attention import latent_attention
 from treetop.kernels.attention.latent_segments import choose_segments, prefill_latents, segment_latents
 from treetop.kernels.attention.metadata import AttentionMetadata, SparseKeys
 from treetop.kernels.attention.prefix_part import PrefixPart
-from treetop.kernels.attention.segment_attention import folders, segment_attention
+from treetop.kernels.attention.segment_attention import num_splits_of, segment_attention
 from treetop.kernels.attention.segment_prefill import segment_prefill
 from treetop.kernels.attention.segments import block_of, plan_segments
 from treetop.kernels.attention.stream_k import make_arrivals
@@ -423,7 +423,7 @@ def _attend_by_planes(
 
 def _attend_by_segments(scene: _Scene, q: Tensor, pages: Tensor, tail: Tensor, gpu: GpuTraits) -> None:
     call = scene.call
-    plan = plan_segments(scene.metadata, folders(call, gpu), block_of(call.head_dim, call.element_bytes), gpu)
+    plan = plan_segments(scene.metadata, num_splits_of(call, gpu), block_of(call.head_dim, call.element_bytes), gpu)
     segment_attention(q, pages, plan, tail, 1.0, None, gpu)
 
 

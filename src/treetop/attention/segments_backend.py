@@ -15,7 +15,7 @@ from treetop.kernels.attention.index_topk import choose_paged_keys
 from treetop.kernels.attention.indexer import IndexQuery
 from treetop.kernels.attention.latent_segments import ChosenSegments, choose_segments, prefill_latents, segment_latents
 from treetop.kernels.attention.metadata import AttentionMetadata
-from treetop.kernels.attention.segment_attention import folders, segment_attention
+from treetop.kernels.attention.segment_attention import num_splits_of, segment_attention
 from treetop.kernels.attention.segment_prefill import segment_prefill
 from treetop.kernels.attention.segments import SegmentPlan, block_of, plan_segments
 from treetop.kernels.kv import PagedKV
@@ -61,7 +61,7 @@ class SegmentsBackend:
         """Programs that share a decode phase of a group's layers, and keys of a block."""
         group = self._groups[metadata.table.group]
         heads = group.kv_heads, group.heads // group.kv_heads, group.head_dim
-        shares = folders(CallShape(rows, n, *heads, self._size, longest), self._gpu)
+        shares = num_splits_of(CallShape(rows, n, *heads, self._size, longest), self._gpu)
         return shares, block_of(group.head_dim, self._size)
 
     def choose(self, query: IndexQuery, kv: PagedKV, plan: Plan, tail: TailKV | None) -> ChosenSegments | Any:

@@ -33,9 +33,9 @@ from treetop.kernels.attention.segments import (
     UNIT,
     SegmentPlan,
     block_of,
-    enter,
+    empty_softmax,
     join,
-    nothing,
+    online_softmax_step,
     plan_segments,
     result_of,
     run_of,
@@ -200,14 +200,14 @@ def _latent_segments_kernel(
         whole = end // block_n
         acc = tl.zeros([block_m, block_c], tl.float32)
         peak, mass = tl.full([block_m], -1e30, tl.float32), tl.zeros([block_m], tl.float32)
-        each, each_peak, each_mass = nothing(block_m, block_c)
+        each, each_peak, each_mass = empty_softmax(block_m, block_c)
         segment = tl.where(item > offset, last_segment - 1, 0)
         begin = segment_start(segment, unit) // block_n
         after = segment_start(last_segment, unit) // block_n
         next_one = segment_start(segment + 1, unit) // block_n
         slot = slots_of_block(table, those, begin, end, length, sparse, block_n, page_size)
         for block in range(begin, tl.minimum(after, whole)):
-            acc, peak, mass, each, each_peak, each_mass, segment, next_one = enter(
+            acc, peak, mass, each, each_peak, each_mass, segment, next_one = online_softmax_step(
                 block, acc, peak, mass, each, each_peak, each_mass, segment, next_one, unit, block_n
             )
             stored = block * block_n + tl.arange(0, block_n) < end
@@ -219,7 +219,7 @@ def _latent_segments_kernel(
                 own, own_rope, k, k_rope, stored[None, :], each, each_peak, each_mass, scale, False
             )
         if alone:
-            acc, peak, mass, each, each_peak, each_mass, segment, next_one = enter(
+            acc, peak, mass, each, each_peak, each_mass, segment, next_one = online_softmax_step(
                 whole, acc, peak, mass, each, each_peak, each_mass, segment, next_one, unit, block_n
             )
             for block in range(tl.maximum(begin, whole), tl.minimum(after, whole + 1)):
@@ -345,11 +345,11 @@ def _latent_prefill_kernel(
 
     acc = tl.zeros([block_m, block_c], tl.float32)
     peak, mass = tl.full([block_m], -1e30, tl.float32), tl.zeros([block_m], tl.float32)
-    each, each_peak, each_mass = nothing(block_m, block_c)
+    each, each_peak, each_mass = empty_softmax(block_m, block_c)
     segment, next_one = 0, segment_start(1, unit) // block_n
     slot = slots_of_block(table, those, 0, end, length, sparse, block_n, page_size)
     for block in range(0, middle):
-        acc, peak, mass, each, each_peak, each_mass, segment, next_one = enter(
+        acc, peak, mass, each, each_peak, each_mass, segment, next_one = online_softmax_step(
             block, acc, peak, mass, each, each_peak, each_mass, segment, next_one, unit, block_n
         )
         stored = block * block_n + tl.arange(0, block_n) < end
@@ -359,7 +359,7 @@ def _latent_prefill_kernel(
             own, own_rope, k, k_rope, stored[None, :], each, each_peak, each_mass, scale, False
         )
     for block in range(middle, stop):
-        acc, peak, mass, each, each_peak, each_mass, segment, next_one = enter(
+        acc, peak, mass, each, each_peak, each_mass, segment, next_one = online_softmax_step(
             block, acc, peak, mass, each, each_peak, each_mass, segment, next_one, unit, block_n
         )
         key = block * block_n + tl.arange(0, block_n)

@@ -30,10 +30,10 @@ from treetop.kernels.attention.metadata import oldest_seen
 from treetop.kernels.attention.segments import (
     UNIT,
     SegmentPlan,
-    enter,
+    empty_softmax,
     fold,
     join,
-    nothing,
+    online_softmax_step,
     result_of,
     run_of,
     segment_of,
@@ -184,14 +184,14 @@ def _segments_kernel(
         whole = end // block_n
         acc = tl.zeros([block_m, block_d], tl.float32)
         peak, mass = tl.full([block_m], -1e30, tl.float32), tl.zeros([block_m], tl.float32)
-        each, each_peak, each_mass = nothing(block_m, block_d)
+        each, each_peak, each_mass = empty_softmax(block_m, block_d)
         segment = tl.where(item > offset, last_segment - 1, seen_from)
         begin = tl.maximum(segment_start(segment, unit), start) // block_n
         after = segment_start(last_segment, unit) // block_n
         next_one = segment_start(segment + 1, unit) // block_n
         page = page_of(table, begin, start, end, block_n, page_size)
         for block in range(begin, tl.minimum(after, whole)):
-            acc, peak, mass, each, each_peak, each_mass, segment, next_one = enter(
+            acc, peak, mass, each, each_peak, each_mass, segment, next_one = online_softmax_step(
                 block, acc, peak, mass, each, each_peak, each_mass, segment, next_one, unit, block_n
             )
             key = block * block_n + tl.arange(0, block_n)
@@ -204,7 +204,7 @@ def _segments_kernel(
                 visible = visible & (key[None, :] >= oldest[:, None])
             each, each_peak, each_mass = fold(queries, k, v, visible, each, each_peak, each_mass, scale, window > 0)
         if alone:
-            acc, peak, mass, each, each_peak, each_mass, segment, next_one = enter(
+            acc, peak, mass, each, each_peak, each_mass, segment, next_one = online_softmax_step(
                 whole, acc, peak, mass, each, each_peak, each_mass, segment, next_one, unit, block_n
             )
             each, each_peak, each_mass = fold_alone(
@@ -343,7 +343,7 @@ def choose_segment_launch(call: CallShape, most: int, slots: int, gpu: GpuTraits
     """
     width = call.n * call.group
     block_m = _folded_m(call)
-    programs = folders(call, gpu)
+    programs = num_splits_of(call, gpu)
     part_bytes = 4 * width * call.kv_heads * (call.head_dim + 2)
     kept = min(most, slots // UNIT + 2 * call.rows, PART_BYTES // part_bytes)
     return SegmentLaunch(block_m, max(1, min(programs, most)), max(1, kept), warps=8 if is_small(call) else 4, stages=2)
@@ -358,7 +358,7 @@ def _folded_m(call: CallShape) -> int:
     return min(max(16, power_of_two(call.n * call.group)), 32 if is_small(call) else 64)
 
 
-def folders(call: CallShape, gpu: GpuTraits) -> int:
+def num_splits_of(call: CallShape, gpu: GpuTraits) -> int:
     """Programs among which the items of a decode phase are divided, a K/V head and block of queries."""
     blocks, each = -(-call.n * call.group // _folded_m(call)), 4 if call.n == 1 and call.rows <= 16 else 2
     return max(1, -(-each * gpu.num_sms // (call.kv_heads * blocks)))

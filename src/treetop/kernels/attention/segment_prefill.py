@@ -16,10 +16,10 @@ from treetop.kernels.attention.segment_attention import SegmentLaunch, is_small,
 from treetop.kernels.attention.segments import (
     UNIT,
     block_of,
-    enter,
+    empty_softmax,
     fold,
     join,
-    nothing,
+    online_softmax_step,
     result_of,
     segment_of,
     segment_start,
@@ -66,7 +66,7 @@ def _prefill_kernel(
 
     acc = tl.zeros([block_m, block_d], tl.float32)
     peak, mass = tl.full([block_m], -1e30, tl.float32), tl.zeros([block_m], tl.float32)
-    each, each_peak, each_mass = nothing(block_m, block_d)
+    each, each_peak, each_mass = empty_softmax(block_m, block_d)
     segment = segment_of(start, unit)
     begin = start // block_n
     next_one = segment_start(segment + 1, unit) // block_n
@@ -74,7 +74,7 @@ def _prefill_kernel(
     page = page_of(table, begin, start, end, block_n, page_size)
     if window == 0:
         for block in range(begin, middle):
-            acc, peak, mass, each, each_peak, each_mass, segment, next_one = enter(
+            acc, peak, mass, each, each_peak, each_mass, segment, next_one = online_softmax_step(
                 block, acc, peak, mass, each, each_peak, each_mass, segment, next_one, unit, block_n
             )
             key = block * block_n + tl.arange(0, block_n)
@@ -84,7 +84,7 @@ def _prefill_kernel(
             page = page_of(table, block + 1, start, end, block_n, page_size)
             each, each_peak, each_mass = fold(queries, k, v, stored, each, each_peak, each_mass, scale, False)
     for block in range(middle, stop):
-        acc, peak, mass, each, each_peak, each_mass, segment, next_one = enter(
+        acc, peak, mass, each, each_peak, each_mass, segment, next_one = online_softmax_step(
             block, acc, peak, mass, each, each_peak, each_mass, segment, next_one, unit, block_n
         )
         key = block * block_n + tl.arange(0, block_n)

@@ -100,7 +100,7 @@ def weigh(raw: Arg, acc: Arg, peak: Arg, mass: Arg, scale: Arg, dtype: constexpr
 
 
 @jit
-def nothing(block_m: constexpr, block_d: constexpr) -> Arg:
+def empty_softmax(block_m: constexpr, block_d: constexpr) -> Arg:
     """Running sums before the first block: acc, peak, mass as `fold` has them."""
     acc = tl.zeros([block_m, block_d], tl.float32)
     return acc, tl.full([block_m], -1e30, tl.float32), tl.zeros([block_m, 16], tl.float32)
@@ -116,7 +116,7 @@ def join(acc: Arg, peak: Arg, mass: Arg, part: Arg, part_peak: Arg, part_mass: A
 
 
 @jit
-def enter(
+def online_softmax_step(
     block: Arg, acc: Arg, peak: Arg, mass: Arg, each: Arg, each_peak: Arg, each_mass: Arg, segment: Arg, next_one: Arg,
     unit: constexpr, block_n: constexpr,
 ) -> Arg:  # fmt: skip
@@ -126,7 +126,7 @@ def enter(
     """
     if block == next_one:
         acc, peak, mass = join(acc, peak, mass, each, each_peak, tl.max(each_mass, 1))
-        each, each_peak, each_mass = nothing(acc.shape[0], acc.shape[1])
+        each, each_peak, each_mass = empty_softmax(acc.shape[0], acc.shape[1])
         segment += 1
         next_one = segment_start(segment + 1, unit) // block_n
     return acc, peak, mass, each, each_peak, each_mass, segment, next_one
