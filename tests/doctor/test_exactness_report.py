@@ -122,10 +122,14 @@ def test_a_norm_that_writes_codes_is_probed_where_a_product_reads_them(strong_pa
     assert probe.problem() is None
     real = ops.add_rms_norm_codes
 
-    def spoilt(by_rows):
+    def spoilt(batch_invariant):
         def made(x, *given):
             total, normed, codes = real(x, *given)
-            return total, normed, QuantizedRows(codes.codes, codes.scale * (2 if len(x) == 5 or not by_rows else 1))
+            return (
+                total,
+                normed,
+                QuantizedRows(codes.codes, codes.scale * (2 if len(x) == 5 or not batch_invariant else 1)),
+            )
 
         return made
 

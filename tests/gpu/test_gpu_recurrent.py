@@ -117,7 +117,7 @@ def test_in_turn_a_chunk_and_a_tree_have_the_same_bits(name):
     inputs, parents = random_inputs(group, len(ROWS), 16, torch.float32), parents_of(16)
     stash = random_tails(group, len(ROWS), 16, torch.float32, torch.float32).updates.layer(0)
     verify, prefill, fold = (
-        partial(op.kernel_by_rows, gpu=gpu_traits(DEVICE))
+        partial(op.batch_invariant_kernel, gpu=gpu_traits(DEVICE))
         for op in (Ops.verify_states, Ops.prefill_states, Ops.fold_states)
     )
     rows, of = torch.tensor(ROWS).to(DEVICE), moved(inputs)

@@ -9,7 +9,7 @@ from support.interpreted import DEVICE, on_gpu_or_interpreted
 from support.operation_cases import adapter_case
 from treetop.exact.fixed_point import fixed_point_linear
 from treetop.exact.probe import same_bits
-from treetop.kernels.exact import linear_by_rows
+from treetop.kernels.exact import batch_invariant_linear
 from treetop.kernels.gemm.adapter_rows import (
     RowTiles,
     expand,
@@ -96,14 +96,14 @@ def test_by_rows_a_token_has_the_same_bits_however_many_its_row_has():
         held = Adapters({}, 4, tiles.slots, torch.zeros(4, 6, dtype=torch.int32, device=DEVICE))
         own, here = held.tiles(6, n), x[:, :n].contiguous()
         tile_rows(own, 4, GPU)
-        inner = shrink(here, factors, own, GPU, by_rows=True)
+        inner = shrink(here, factors, own, GPU, batch_invariant=True)
         some = parts[:, :, :n].contiguous()
-        gated = expand_gated(some, inner, factors, own, gpu=GPU, by_rows=True)
-        found[n] = torch.cat([expand(some, inner, factors, own, GPU, by_rows=True)[0], gated], dim=-1)[:, 0]
+        gated = expand_gated(some, inner, factors, own, gpu=GPU, batch_invariant=True)
+        found[n] = torch.cat([expand(some, inner, factors, own, GPU, batch_invariant=True)[0], gated], dim=-1)[:, 0]
     assert all(torch.equal(each, found[70]) for each in found.values())
 
 
-@pytest.mark.parametrize("linear", [linear_by_rows, fixed_point_linear])
+@pytest.mark.parametrize("linear", [batch_invariant_linear, fixed_point_linear])
 @pytest.mark.parametrize("n", [1, 17])
 def test_on_a_cpu_bits_are_a_rows_own_whatever_the_batch_and_the_tables(n, linear):
     """Near the plain products; rows without an adapter stay as they are; wider tables change nothing."""

@@ -218,6 +218,6 @@ def test_under_bits_a_draw_has_one_dtype_whatever_the_batch_processes(monkeypatc
     seen = []
     monkeypatch.setattr(drawing, "draw_tokens", lambda logits, *_: seen.append(logits))
     logits = torch.randn(2, 3, 40).to(torch.bfloat16)
-    Ops.draw.on(gpu_traits(torch.device("cpu")), by_rows=True)(logits, None, None, None, False)
+    Ops.draw.on(gpu_traits(torch.device("cpu")), batch_invariant=True)(logits, None, None, None, False)
     assert seen[0].dtype == torch.float32
     assert torch.equal(seen[0], logits.float())

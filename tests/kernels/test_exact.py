@@ -7,7 +7,15 @@ import torch.nn.functional as F
 from treetop.exact.fixed_point import fixed_point_linear
 from treetop.exact.probe import adversarial
 from treetop.kernels import exact
-from treetop.kernels.exact import BY_ELEMENT, LIBRARY, MOST_ROWS, RUNGS, ByRows, least_rows, rung
+from treetop.kernels.exact import (
+    BY_ELEMENT,
+    LIBRARY,
+    MOST_ROWS,
+    PADDED_ROWS,
+    BatchInvariantCall,
+    least_rows,
+    padded_rows,
+)
 from treetop.types.cache_files import keep_first, kept
 from treetop.types.errors import ConfigError
 from treetop.weights import cpu_products
@@ -17,25 +25,25 @@ from treetop.weights.linear import LibraryGated, LibraryLinear
 
 def test_rungs_hold_every_count_and_pad_little():
     for rows in range(1, MOST_ROWS + 1):
-        assert rung(rows) in RUNGS
-        assert rows <= rung(rows) <= max(rows, rows * 9 / 8 + 1)
+        assert padded_rows(rows) in PADDED_ROWS
+        assert rows <= padded_rows(rows) <= max(rows, rows * 9 / 8 + 1)
 
 
 def test_calls_are_given_probed_counts_only():
-    """Padded up to the least and to a rung, and cut where there are more."""
+    """Padded up to the least and to a padded count, and cut where there are more."""
     counts = []
 
     def call(x):
         counts.append(len(x))
         return x * 2
 
-    for least, allowed in ((4, {n for n in RUNGS if n >= 4}), (1, set(RUNGS))):
+    for least, allowed in ((4, {n for n in PADDED_ROWS if n >= 4}), (1, set(PADDED_ROWS))):
         for rows in (0, 1, 3, 17, 33, 127, 128, 129, 300):
             counts.clear()
             x = torch.randn(rows, 5)
-            assert torch.equal(ByRows(call, least)(x), x * 2)
+            assert torch.equal(BatchInvariantCall(call, least)(x), x * 2)
             assert set(counts) <= allowed
-    assert ByRows(call, 4)(torch.randn(2, 70, 5)).shape == (2, 70, 5)
+    assert BatchInvariantCall(call, 4)(torch.randn(2, 70, 5)).shape == (2, 70, 5)
 
 
 def cut_by_rows(weight):
@@ -117,7 +125,7 @@ def test_where_no_call_is_exact_sums_are_of_integers_or_it_is_refused_by_name(no
         ):
             choose_exact_products([(24, 50)], 2, sums)
     weight, x = torch.randn(24, 50), torch.randn(9, 50)
-    assert torch.equal(exact.linear_by_rows(x, weight, None), fixed_point_linear(x, weight, None))
+    assert torch.equal(exact.batch_invariant_linear(x, weight, None), fixed_point_linear(x, weight, None))
 
 
 def test_what_was_chosen_first_holds_for_later_starts(monkeypatch, tmp_path):

@@ -25,17 +25,17 @@ def test_bits_take_what_a_device_can_be_held_to():
     assert gpu.functions is TIES.functions is not cpu.functions
     for each in (cpu, gpu):
         assert each.exactness == "bits"
-        assert all((each.by_rows, each.sums_in_order, each.exact_attention))
+        assert all((each.batch_invariant, each.sums_in_order, each.exact_attention))
 
 
 @pytest.mark.parametrize("exactness", ["ties", "bits"])
 def test_operations_take_the_form_that_the_profile_says(exactness):
     """On a CPU by rows wherever an operation has such a form, and never without the profile."""
     ops = Ops(OpContext(CPU, torch.float32, profile=profile_of(exactness, CPU)))
-    other = [name for name, op in operations().items() if op.by_rows is not None]
+    other = [name for name, op in operations().items() if op.batch_invariant is not None]
     assert other
     for name, op in operations().items():
-        wanted = op.by_rows if exactness == "bits" and op.by_rows is not None else op.reference
+        wanted = op.batch_invariant if exactness == "bits" and op.batch_invariant is not None else op.reference
         assert getattr(ops, name) is wanted
 
 

@@ -443,7 +443,7 @@ def test_in_turn_a_chunk_a_tree_and_a_fold_have_the_same_bits(way):
     last = max(range(11), key=lambda node: len(path_of(parents, node)))
     states, inputs, stash, path, chunk, valid, row = on_device_all(in_turn(last, parents))
     verify, prefill, fold = (
-        (op.by_rows if way == "reference" else partial(op.kernel_by_rows, gpu=gpu_traits(DEVICE)))
+        (op.batch_invariant if way == "reference" else partial(op.batch_invariant_kernel, gpu=gpu_traits(DEVICE)))
         for op in (Ops.verify_states, Ops.prefill_states, Ops.fold_states)
     )
     one, two = deepcopy(states), deepcopy(states)
@@ -476,8 +476,11 @@ def test_the_kernel_that_goes_in_turn_gives_what_the_reference_gives(kind):
     lengths = torch.tensor([9, 4, 0, 1, 0])
     for verify, prefill, fold in (
         (Ops.verify_states.reference, Ops.prefill_states.reference, Ops.fold_states.reference),
-        (Ops.verify_states.by_rows, Ops.prefill_states.by_rows, Ops.fold_states.by_rows),
-        tuple(partial(op.kernel_by_rows, gpu=gpu) for op in (Ops.verify_states, Ops.prefill_states, Ops.fold_states)),
+        (Ops.verify_states.batch_invariant, Ops.prefill_states.batch_invariant, Ops.fold_states.batch_invariant),
+        tuple(
+            partial(op.batch_invariant_kernel, gpu=gpu)
+            for op in (Ops.verify_states, Ops.prefill_states, Ops.fold_states)
+        ),
     ):
         own, kept, rows = on_device(deepcopy(states)), on_device(deepcopy(stash)), ROWS.to(DEVICE)
         of, valid = on_device(deepcopy(inputs)), (torch.arange(9) < lengths[:, None]).to(DEVICE)

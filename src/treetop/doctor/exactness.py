@@ -70,7 +70,7 @@ def operations(engine_plan: EnginePlan) -> Iterator[tuple[str, list[int]]]:
         yield f"sum over {place.parallel.size} ranks, and norm", [] if differ is None else [differ]
     yield from _probe(engine_plan, _products).run()
     if place.device.type == "cuda":
-        rank = rank_of_tables(engine_plan.config, engine_plan.adapters, place.profile.by_rows)
+        rank = rank_of_tables(engine_plan.config, engine_plan.adapters, place.profile.batch_invariant)
         yield from operation_probe(place.ops, target.config, place.own(target.params), rank=rank).run()
     else:
         yield from _probe(engine_plan, _others).run()
@@ -92,7 +92,7 @@ def _others(engine_plan: EnginePlan, generator: torch.Generator) -> Iterator[Row
         yield RowCase(f"{name} of 1000", 1000, of_rows(getattr(functions, name)))
     for name, function in (("log_softmax", torch.log_softmax), ("softmax", torch.softmax)):
         yield RowCase(f"{name} of {vocab}", vocab, of_rows(partial(_by_row, function)))
-    rank = rank_of_tables(engine_plan.config, engine_plan.adapters, place.profile.by_rows)
+    rank = rank_of_tables(engine_plan.config, engine_plan.adapters, place.profile.batch_invariant)
     yield from adapter_cases(place.ops, place.own(engine_plan.target.params), rank, generator)
 
 

@@ -1,9 +1,9 @@
 """What makes a result of a row on a CPU the same bits in any company: probed row counts, and functions by element.
 
 A library sums a product in an order that it may choose by the number of rows: of MKL, one row, two or three, and more
-differ. So rows go to a call in counts that were probed (`RUNGS`), padded up to one, and many go in slices. What a probe
-compares are bits, of rows anywhere in a batch, for one number of threads. Where no call passes, sums are of integers
-(`exact.fixed_point`).
+differ. So rows go to a call in counts that were probed (`PADDED_ROWS`), padded up to one, and many go in slices. What a
+probe compares are bits, of rows anywhere in a batch, for one number of threads. Where no call passes, sums are of
+integers (`exact.fixed_point`).
 
 A library's elementwise kernel may compute the last elements of its range otherwise than the others (a vector's lanes
 or one number, `exp` of another source), and the range depends on batch and threads. `BY_ELEMENT` are made of
@@ -27,23 +27,23 @@ LEAST_ROWS = 32
 """No call is padded to more: one that would have to be is not exact."""
 
 
-def rung(rows: int) -> int:
+def padded_rows(rows: int) -> int:
     """The probed count that holds `rows`, 1 to `MOST_ROWS`: at most an eighth more, beyond 16."""
     step = 1 << max(0, (rows - 1).bit_length() - 4)
     return -(-rows // step) * step
 
 
-RUNGS = sorted({rung(rows) for rows in range(1, MOST_ROWS + 1)})
+PADDED_ROWS = sorted({padded_rows(rows) for rows in range(1, MOST_ROWS + 1)})
 
 
-class ByRows:
+class BatchInvariantCall:
     """A call x [rows, in] -> [rows, out] whose result for a row has the same bits whatever the others are.
 
     least: the number of rows from which on that holds, see `least_rows`.
     """
 
     def __init__(self, call: Callable[[Tensor], Tensor], least: int) -> None:
-        self._call, self._rungs = call, _rungs_from(least)
+        self._call, self._padded_rows = call, _rungs_from(least)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [..., in]. Returns [..., out], contiguous."""
@@ -56,27 +56,27 @@ class ByRows:
 
     def _padded(self, rows: Tensor) -> Tensor:
         count = len(rows)
-        excess = self._rungs[count] - count
+        excess = self._padded_rows[count] - count
         return self._call(F.pad(rows, (0, 0, 0, excess)))[:count] if excess else self._call(rows)
 
 
 def least_rows(call: Callable[[Tensor], Tensor], width: int) -> int | None:
-    """The least of `RUNGS` from which on a row's bits depend on it alone; None if it is above `LEAST_ROWS`.
+    """The least of `PADDED_ROWS` from which on a row's bits depend on it alone; None if it is above `LEAST_ROWS`.
 
     call: x [rows, width] -> [rows, out]. Tried with numbers of widely different size, so that another order of a sum
-    shows, with ties, zeros and what cancels, at every rung, the rows in other places of the batch.
+    shows, with ties, zeros and what cancels, at every padded count, the rows in other places of the batch.
     """
-    generator = torch.Generator().manual_seed(len(RUNGS) * width)
+    generator = torch.Generator().manual_seed(len(PADDED_ROWS) * width)
     x = adversarial((MOST_ROWS, width), generator)
-    following = dict(zip(RUNGS, [*RUNGS[1:], MOST_ROWS + 1], strict=True))
-    least = max((following[rows] for rows in differing(call, (x,), RUNGS, generator)), default=1)
+    following = dict(zip(PADDED_ROWS, [*PADDED_ROWS[1:], MOST_ROWS + 1], strict=True))
+    least = max((following[rows] for rows in differing(call, (x,), PADDED_ROWS, generator)), default=1)
     return least if least <= LEAST_ROWS else None
 
 
 @cache
 def _rungs_from(least: int) -> Sequence[int]:
     """By the number of rows, 0 to `MOST_ROWS`, the count to which they are padded."""
-    return [rung(max(rows, least, 1)) for rows in range(MOST_ROWS + 1)]
+    return [padded_rows(max(rows, least, 1)) for rows in range(MOST_ROWS + 1)]
 
 
 @cache
@@ -86,12 +86,12 @@ def least_rows_of_linear(out: int, width: int, threads: int) -> int | None:
     return least_rows(lambda x: F.linear(x, weight), width)
 
 
-def linear_by_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def batch_invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`F.linear` of float32 x [rows, in], whose rows have the same bits in any company."""
     least = least_rows_of_linear(*weight.shape, torch.get_num_threads())
     if least is None:
         return fixed_point_linear(x, weight, bias)
-    out = ByRows(lambda rows: F.linear(rows, weight), least)(x)
+    out = BatchInvariantCall(lambda rows: F.linear(rows, weight), least)(x)
     return out if bias is None else out + bias
 
 

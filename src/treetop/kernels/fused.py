@@ -210,7 +210,7 @@ def gate_mul_reference(gate_up: Tensor, kind: Gate, functions: Functions = LIBRA
 
 
 @cache
-def functions_by_rows(kind: Gate, width: int, threads: int) -> Functions:
+def batch_invariant_functions(kind: Gate, width: int, threads: int) -> Functions:
     """The library's activations, if a row's bits of `gate_mul_reference` depend on it alone, else those by element.
 
     width: of gates and ups. threads: of PyTorch.

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.exact.fixed_point import fixed_point_linear
-from treetop.kernels.exact import BY_ELEMENT, LIBRARY, Functions, linear_by_rows, sum_by_halves
+from treetop.kernels.exact import BY_ELEMENT, LIBRARY, Functions, batch_invariant_linear, sum_by_halves
 from treetop.kernels.fused import joined, joined_in_order
 from treetop.kernels.moe.routing import linear_uncut
 from treetop.types.config import Exactness
@@ -33,8 +33,8 @@ class Profile:
     """The ways that are taken.
 
     exactness: that this is, of `--exactness`.
-    by_rows: an operation that has a form by rows takes it, and no launch cuts a sum over k: a row has the same bits in
-        any company. Without it the fastest form and launch serve.
+    batch_invariant: an operation that has a form by rows takes it, and no launch cuts a sum over k: a row has the same
+        bits in any company. Without it the fastest form and launch serve.
     functions: activations of plain tensor operations.
     linear: products of plain tensor operations, as `F.linear`.
     total: the sum over the last dimension, which stays.
@@ -48,7 +48,7 @@ class Profile:
     """
 
     exactness: Exactness
-    by_rows: bool
+    batch_invariant: bool
     functions: Functions
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     total: Callable[[Tensor], Tensor]
@@ -74,7 +74,16 @@ def _total_by_halves(x: Tensor) -> Tensor:
 
 TIES = Profile("ties", False, LIBRARY, F.linear, _total, F.linear, joined, False, "fastest", False)
 _BITS_OF_CPU = Profile(
-    "bits", True, BY_ELEMENT, linear_by_rows, _total_by_halves, _line_by_halves, joined_in_order, True, "one call", True
+    "bits",
+    True,
+    BY_ELEMENT,
+    batch_invariant_linear,
+    _total_by_halves,
+    _line_by_halves,
+    joined_in_order,
+    True,
+    "one call",
+    True,
 )
 _BITS_OF_GPU = replace(  # a GPU computes each element alike
     _BITS_OF_CPU, functions=LIBRARY, linear=linear_uncut, products="probed"
@@ -87,5 +96,5 @@ def profile_of(exactness: Exactness, device: torch.device, integers: Integers = 
         return TIES
     if device.type != "cpu":
         return _BITS_OF_GPU
-    linear = fixed_point_linear if integers.products else linear_by_rows
+    linear = fixed_point_linear if integers.products else batch_invariant_linear
     return replace(_BITS_OF_CPU, linear=linear, integers=integers)

@@ -118,8 +118,8 @@ class Op(Generic[F]):
     tolerance: how far they may differ in float32, as a share of the largest value; 0 is not a bit.
     applies: where the kernel serves.
     launches: the Triton kernels it is made of.
-    by_rows: what serves instead of a reference whose bits depend on the number of rows, where they must not.
-    kernel_by_rows: the same of a kernel.
+    batch_invariant: what serves instead of a reference whose bits depend on the number of rows, where they must not.
+    batch_invariant_kernel: the same of a kernel.
     """
 
     reference: F
@@ -127,8 +127,8 @@ class Op(Generic[F]):
     tolerance: float
     applies: Callable[[OpContext], bool]
     launches: tuple[Any, ...] = ()
-    by_rows: F | None = None
-    kernel_by_rows: Callable[..., Any] | None = None
+    batch_invariant: F | None = None
+    batch_invariant_kernel: Callable[..., Any] | None = None
     name: str = field(default="", init=False)
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -144,9 +144,11 @@ class Op(Generic[F]):
         """The operation itself, from the class. An instance holds the function it chose under the same name."""
         return self
 
-    def on(self, gpu: GpuTraits, by_rows: bool = False) -> F:
-        """The kernel on a GPU, called like the reference. by_rows: a row's bits depend on no other."""
-        kernel = self.kernel_by_rows if by_rows and self.kernel_by_rows is not None else self.kernel
+    def on(self, gpu: GpuTraits, batch_invariant: bool = False) -> F:
+        """The kernel on a GPU, called like the reference. batch_invariant: a row's bits depend on no other."""
+        kernel = (
+            self.batch_invariant_kernel if batch_invariant and self.batch_invariant_kernel is not None else self.kernel
+        )
         return cast(F, partial(kernel, gpu=gpu))
 
 
@@ -276,7 +278,7 @@ class Ops:
         on_a_gpu,
         (adapting._shrink_kernel,),
         adapting.shrink_by_rows,
-        partial(adapting.shrink, by_rows=True),
+        partial(adapting.shrink, batch_invariant=True),
     )
     expand = Op(
         adapting.expand_reference,
@@ -285,7 +287,7 @@ class Ops:
         on_a_gpu,
         (adapting._expand_kernel,),
         adapting.expand_by_rows,
-        partial(adapting.expand, by_rows=True),
+        partial(adapting.expand, batch_invariant=True),
     )
     expand_gated = Op(
         adapting.expand_gated_reference,
@@ -294,7 +296,7 @@ class Ops:
         on_a_gpu,
         (adapting._expand_kernel,),
         adapting.expand_gated_by_rows,
-        partial(adapting.expand_gated, by_rows=True),
+        partial(adapting.expand_gated, batch_invariant=True),
     )
     route = Op(
         routing.route_reference,
@@ -302,8 +304,8 @@ class Ops:
         1e-5,
         on_a_gpu,
         (routing._logits_kernel, routing._choose_kernel, routing._place_kernel),
-        routing.route_by_rows,
-        partial(routing.route, by_rows=True),
+        routing.batch_invariant_route,
+        partial(routing.route, batch_invariant=True),
     )
     experts = Op(
         expert_products.experts_reference,
@@ -311,8 +313,8 @@ class Ops:
         1e-5,
         on_a_gpu,
         (expert_products._grouped_kernel,),
-        expert_products.experts_by_rows,
-        partial(expert_products.experts, by_rows=True),
+        expert_products.batch_invariant_experts,
+        partial(expert_products.experts, batch_invariant=True),
     )
 
     # of attention
@@ -470,7 +472,7 @@ class Ops:
         1e-6,
         on_a_gpu,
         (drawing._draw_kernel,),
-        kernel_by_rows=drawing.draw_wide,
+        batch_invariant_kernel=drawing.draw_wide,
     )
     accept = Op(
         accepting.accept_reference,
@@ -537,8 +539,10 @@ class Ops:
         self._gpu = gpu_traits(context.device) if on_a_gpu(context) else None
         for name, op in operations().items():
             gpu = self.gpu_for(op)
-            reference = op.by_rows if self.profile.by_rows and op.by_rows is not None else op.reference
-            vars(self)[name] = reference if gpu is None else op.on(gpu, self.profile.by_rows)
+            reference = (
+                op.batch_invariant if self.profile.batch_invariant and op.batch_invariant is not None else op.reference
+            )
+            vars(self)[name] = reference if gpu is None else op.on(gpu, self.profile.batch_invariant)
         if self.profile.integers.products:
             for name in ("shrink", "expand", "expand_gated", "route", "experts"):
                 vars(self)[name] = partial(vars(self)[name], linear=self.profile.linear)

@@ -284,7 +284,8 @@ class EngineConfig:
     )
     exactness: Exactness = option(
         "ties",
-        "what equals plain decoding: bits, every logit and token, whatever tree, batch, chunk or prefix, on a CPU in"
+        "what equals plain decoding: bits (batch-invariant), every logit and token, whatever tree, batch, chunk or"
+        " prefix, on a CPU in"
         " float32 and on a GPU in bfloat16 or float16 (docs/exactness.md); ties, all tokens but at near ties of"
         " rounding; auto, what a table has for the device and the kind of model: bits where it is nearly as fast",
     )

@@ -34,7 +34,7 @@ class Adapters:
     def select(self, slots: Tensor, n: int, ops: Ops) -> None:
         """What follows is of rows with these slots [rows] int64, n tokens each."""
         self.current[: len(slots)].copy_(slots)
-        if ops.profile.by_rows or ops.gpu_for(Ops.shrink) is not None:
+        if ops.profile.batch_invariant or ops.gpu_for(Ops.shrink) is not None:
             ops.tile_rows(self.tiles(len(slots), n), self.slots)
 
     def tiles(self, rows: int, n: int) -> RowTiles:

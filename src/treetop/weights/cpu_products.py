@@ -25,7 +25,7 @@ from torch import Tensor
 
 from treetop.exact.fixed_point import FixedPointWeight, fixed_point_linear
 from treetop.exact.machine import found_once
-from treetop.kernels.exact import ByRows, least_rows
+from treetop.kernels.exact import BatchInvariantCall, least_rows
 from treetop.types.config import ExactSums
 from treetop.types.errors import ConfigError
 
@@ -156,7 +156,7 @@ class ChosenProduct:
             out = plain(rows)
             return out if bias is None else out.add_(bias)
 
-        return ByRows(biased if then is None else lambda rows: then(biased(rows)), self.least)
+        return BatchInvariantCall(biased if then is None else lambda rows: then(biased(rows)), self.least)
 
 
 def choose_products(

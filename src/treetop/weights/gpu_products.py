@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.exact.probe import adversarial, differing, same_bits
-from treetop.kernels.exact import rung
+from treetop.kernels.exact import padded_rows
 from treetop.kernels.fused import gate_mul
 from treetop.kernels.gate import Gate
 from treetop.kernels.gemm.skinny_gemm import MAX_ROWS, choose_no_split_k, gated_rows, measured_no_split_k, skinny_gemm
@@ -33,7 +33,7 @@ _MOST_NUMBERS = 2**28
 """Of the result of one probed call, which bounds its memory."""
 _MOST_PADDING = 1.5
 """Times the rows: a call of the library that is padded to more is slower than our kernel."""
-COUNTS = tuple(sorted({rung(rows) for rows in range(FEWEST_OF_LIBRARY, MOST_ROWS + 1)}))
+COUNTS = tuple(sorted({padded_rows(rows) for rows in range(FEWEST_OF_LIBRARY, MOST_ROWS + 1)}))
 """Row counts at which the library is tried."""
 
 

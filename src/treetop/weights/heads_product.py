@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from treetop.exact.fixed_point import FixedPointMatrices
-from treetop.kernels.exact import ByRows, least_rows
+from treetop.kernels.exact import BatchInvariantCall, least_rows
 from treetop.kernels.gemm.heads_rows import heads_rows
 from treetop.kernels.table import Ops
 
@@ -20,7 +20,7 @@ class HeadsProduct:
 
     def __init__(self, weight: Tensor, ops: Ops) -> None:
         self._weight, self.numbers = weight, weight.numel()
-        self._exact: ByRows | None = None
+        self._exact: BatchInvariantCall | None = None
         self._multiplied: Callable[[Tensor], Tensor] = lambda x: torch.bmm(x, weight)
         products, gpu = ops.profile.products, ops.gpu_for(Ops.heads_rows)
         self._gpu = gpu if products == "probed" else None
@@ -29,7 +29,7 @@ class HeadsProduct:
             least = least_rows(self._of_flat, weight.shape[0] * weight.shape[1]) if whole else None
             if least is None:
                 self._multiplied = FixedPointMatrices(weight)
-            self._exact = ByRows(self._of_flat, least or 1)
+            self._exact = BatchInvariantCall(self._of_flat, least or 1)
 
     def read_bytes(self, rows: int) -> int:
         return self.numbers * self._weight.element_size()

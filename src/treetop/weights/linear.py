@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, get_num_threads
 
 from treetop.kernels.exact import LIBRARY
-from treetop.kernels.fused import functions_by_rows, gate_mul, gate_mul_reference, joined
+from treetop.kernels.fused import batch_invariant_functions, gate_mul, gate_mul_reference, joined
 from treetop.kernels.gate import Gate
 from treetop.kernels.gemm.lossless_weights import lossless_gemm
 from treetop.kernels.gemm.skinny_gemm import choose_launch, gated_rows, skinny_gemm
@@ -52,7 +52,7 @@ class LibraryGated:
     ) -> None:
         self.numbers, self._nbytes = weight.numel(), weight.nbytes
         exact = chosen is not None and chosen.exact
-        functions = functions_by_rows(kind, weight.shape[0], get_num_threads()) if exact else LIBRARY
+        functions = batch_invariant_functions(kind, weight.shape[0], get_num_threads()) if exact else LIBRARY
         gate = partial(gate_mul_reference, kind=kind, functions=functions)
         if chosen is not None:
             self._product = chosen.product(weight, bias, gate)

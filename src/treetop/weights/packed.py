@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, get_num_threads
 
 from treetop.kernels.exact import LIBRARY
-from treetop.kernels.fused import functions_by_rows, gate_mul, gate_mul_reference, joined
+from treetop.kernels.fused import batch_invariant_functions, gate_mul, gate_mul_reference, joined
 from treetop.kernels.gate import Gate
 from treetop.kernels.gemm.fp8_rows import Activations
 from treetop.kernels.gemm.quantized_gemm import MAX_ROWS, choose_quantized, quantized_gated, quantized_gemm
@@ -138,7 +138,7 @@ class Packed:
         return (
             _on_a_cpu(weight, bias, kernel_context.ops)
             if gpu is None
-            else TiledLinear(_tiled(weight, kernel_context), bias, gpu, kernel_context.ops.profile.by_rows)
+            else TiledLinear(_tiled(weight, kernel_context), bias, gpu, kernel_context.ops.profile.batch_invariant)
         )
 
     def gated(self, parts: Parts, bias: Tensor | None, kind: Gate, kernel_context: KernelContext) -> GatedLinear:
@@ -146,7 +146,11 @@ class Packed:
         if gpu is None:
             return GateOver(_on_a_cpu(weight, bias, kernel_context.ops), weight.shape[0], kind, kernel_context.ops)
         return TiledGated(
-            _tiled(in_turn(weight.halves()), kernel_context), bias, kind, gpu, kernel_context.ops.profile.by_rows
+            _tiled(in_turn(weight.halves()), kernel_context),
+            bias,
+            kind,
+            gpu,
+            kernel_context.ops.profile.batch_invariant,
         )
 
     def experts(
@@ -198,12 +202,14 @@ def blocks_of(weight: QuantizedWeight) -> Iterator[QuantizedWeight]:
 
 def _tiled(weight: QuantizedWeight, kernel_context: KernelContext) -> TiledWeight:
     """Where bits need not be those of decoded weights, a factor of two levels goes to the sums, in all products."""
-    return tile(weight if kernel_context.ops.profile.by_rows else factor_apart(weight))
+    return tile(weight if kernel_context.ops.profile.batch_invariant else factor_apart(weight))
 
 
 def _on_a_cpu(weight: QuantizedWeight, bias: Tensor | None, ops: Ops) -> Linear:
     """In bfloat16 the product that takes 4-bit integers as they are, where there is one."""
-    packed = ops.context.dtype == torch.bfloat16 and not ops.profile.by_rows and weight.codes.device.type == "cpu"
+    packed = (
+        ops.context.dtype == torch.bfloat16 and not ops.profile.batch_invariant and weight.codes.device.type == "cpu"
+    )
     if packed and takes(weight.scheme, tuple(weight.shape)):
         return Int4Linear(weight, bias)
     return QuantizedLinear(weight, bias, ops)
@@ -240,7 +246,9 @@ class GateOver:
     def __init__(self, linear: Linear, lines: int, kind: Gate, ops: Ops) -> None:
         self._linear = linear
         self.numbers, self.read_bytes = linear.numbers, linear.read_bytes
-        functions = functions_by_rows(kind, lines, get_num_threads()) if ops.profile.by_rows else LIBRARY
+        functions = (
+            batch_invariant_functions(kind, lines, get_num_threads()) if ops.profile.batch_invariant else LIBRARY
+        )
         gpu = ops.gpu_for(Ops.silu_mul)
         self._gate = partial(gate_mul_reference, kind=kind, functions=functions)
         if gpu is not None:

@@ -190,7 +190,7 @@ class W8A8Linear:
     def _product(self, x: QuantizedRows, dtype: torch.dtype) -> Tensor:
         weight, bias, kind, gpu = self._weight, self._bias, self._kind, self._gpu
         if gpu is not None:
-            group, whole = weight.scheme.group, self._ops.profile.by_rows
+            group, whole = weight.scheme.group, self._ops.profile.batch_invariant
             launch = choose_fp8(self._shape, group, kind is not None, len(x.codes), gpu, whole)
             return fp8_rows(x, weight, bias, kind, dtype=dtype, launch=launch, gpu=gpu)
         out, start = [], 0
@@ -206,6 +206,6 @@ def _library_from(
     weight: QuantizedWeight, bias: Tensor | None, kind: Gate | None, ops: Ops, gpu: GpuTraits | None, asked: int | None
 ) -> int | None:
     """Rows from which the library multiplies, those asked for or what was measured; None if it never does."""
-    if gpu is None or ops.profile.by_rows or why_not(weight, bias, ops.context.dtype, gpu) is not None:
+    if gpu is None or ops.profile.batch_invariant or why_not(weight, bias, ops.context.dtype, gpu) is not None:
         return None
     return asked or library_from((weight.shape[0], weight.shape[1]), weight.scheme.group, kind is not None, gpu)

@@ -39,15 +39,15 @@ def adapters_of(
         )
     modules, rank = (
         modules_for(folders, target.params, config.enable_lora),
-        rank_of_tables(config, folders, place.profile.by_rows),
+        rank_of_tables(config, folders, place.profile.batch_invariant),
     )
     params, rows = place.own(target.params), layout.most_batch_rows
     return make_adapters(modules, rank, config.num_lora_slots, params, rows, place.dtype, zeros)
 
 
-def rank_of_tables(config: EngineConfig, folders: tuple[LoraFolder, ...], by_rows: bool) -> int:
-    """That every adapter has at most; 0 without any. by_rows: of a `Profile`."""
+def rank_of_tables(config: EngineConfig, folders: tuple[LoraFolder, ...], batch_invariant: bool) -> int:
+    """That every adapter has at most; 0 without any. batch_invariant: of a `Profile`."""
     if not config.has_loras:
         return 0
     rank = max([config.max_lora_rank if config.enable_lora else 1, *(folder.rank for folder in folders)])
-    return -(-rank // RANKS) * RANKS if by_rows else rank
+    return -(-rank // RANKS) * RANKS if batch_invariant else rank

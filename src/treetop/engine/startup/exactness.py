@@ -38,7 +38,7 @@ def chosen_profile(
 ) -> Profile:
     """How a target computes. Raises ConfigError where `--exactness bits` cannot be honoured."""
     profile = profile_of(config.exactness, place.device)
-    problem = why_not_exact(config, layout, target, place, adapters) if profile.by_rows else None
+    problem = why_not_exact(config, layout, target, place, adapters) if profile.batch_invariant else None
     if problem is not None:
         raise ConfigError(f"--exactness bits: {problem.reason}; {problem.remedy}")
     if profile.products != "one call":

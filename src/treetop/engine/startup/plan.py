@@ -108,7 +108,7 @@ def plan_engine(
     engine_plan = _plan_own(config, parallel, expert_ranks)
     if isinstance(expert_ranks, PlaceholderRank):
         return engine_plan
-    exact = int(engine_plan.place.profile.by_rows)
+    exact = int(engine_plan.place.profile.batch_invariant)
     if expert_ranks.minimum(exact) != -expert_ranks.minimum(-exact):
         raise ConfigError(
             f"--exactness auto: it is {config.exactness} here and not so on another rank, whose device is another;"

@@ -48,7 +48,7 @@ def uses_fla(config: EngineConfig, model: ModelConfig, place: LoadContext) -> bo
         "its layers have no delta rule with decays by head": any(not kind.delta or kind.per_channel for kind in kinds),
         f"it runs on a GPU, not on {place.device.type}": place.device.type != "cuda",
         f"it computes in 16 bits, not in {place.dtype}": place.dtype not in (torch.bfloat16, torch.float16),
-        "its bits depend on chunks, and --exactness is bits": place.profile.by_rows,
+        "its bits depend on chunks, and --exactness is bits": place.profile.batch_invariant,
     }
     problem = next((what for what, so in problems.items() if so), None) or why_not_fla()
     if problem is not None:

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, get_num_threads
 
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
-from treetop.kernels.exact import ByRows, linear_by_rows
-from treetop.kernels.fused import functions_by_rows, gate_mul_reference, joined, joined_in_order
+from treetop.kernels.exact import BatchInvariantCall, batch_invariant_linear
+from treetop.kernels.fused import batch_invariant_functions, gate_mul_reference, joined, joined_in_order
 from treetop.kernels.gate import Gate, activated
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, jit_for_any, lanes, power_of_two, tl
 
@@ -149,7 +149,9 @@ def shrink_reference(x: Tensor, factors: AdapterFactors, tiles: RowTiles) -> Ten
     return torch.bmm(x, factors.a[tiles.slots].transpose(1, 2))[None]
 
 
-def shrink_by_rows(x: Tensor, factors: AdapterFactors, tiles: RowTiles, linear: RowProduct = linear_by_rows) -> Tensor:
+def shrink_by_rows(
+    x: Tensor, factors: AdapterFactors, tiles: RowTiles, linear: RowProduct = batch_invariant_linear
+) -> Tensor:
     """`shrink_reference` on a CPU in float32, where what a row gets has the same bits in any batch.
 
     Factors have a multiple of `RANKS` ranks, in this and in what follows.
@@ -169,16 +171,19 @@ def _of_adapters(tiles: RowTiles) -> Iterator[tuple[int, Tensor]]:
             yield slot, tiles.order[start : start + count]
 
 
-def shrink(x: Tensor, factors: AdapterFactors, tiles: RowTiles, gpu: GpuTraits, by_rows: bool = False) -> Tensor:
+def shrink(
+    x: Tensor, factors: AdapterFactors, tiles: RowTiles, gpu: GpuTraits, batch_invariant: bool = False
+) -> Tensor:
     """`shrink_reference` in one launch, in float32. What it gives of rows without an adapter means nothing.
 
-    It goes before the product that it belongs to, which hides it. by_rows: a row has the same bits in any batch.
+    It goes before the product that it belongs to, which hides it. batch_invariant: a row has the same bits in any
+    batch.
     """
     rows, n, k = x.shape
     splits, joins = min(_MOST_SHARES, -(-k // _SHARE)), len(factors.ends)
     share = -(-k // splits // _BLOCK_K) * _BLOCK_K
     inner = torch.empty((splits, rows, n, joins * factors.rank), dtype=torch.float32, device=x.device)
-    grid, where, common = _launch(factors, tiles, rows, n, gpu, by_rows)
+    grid, where, common = _launch(factors, tiles, rows, n, gpu, batch_invariant)
     _shrink_kernel[(*grid, joins * splits)](
         inner, x.contiguous(), factors.a, *where, k, share=share, block_k=_BLOCK_K, num_stages=3, **common
     )
@@ -197,7 +202,7 @@ def expand_reference(parts: Tensor, inner: Tensor, factors: AdapterFactors, tile
 
 
 def expand_by_rows(
-    parts: Tensor, inner: Tensor, factors: AdapterFactors, tiles: RowTiles, linear: RowProduct = linear_by_rows
+    parts: Tensor, inner: Tensor, factors: AdapterFactors, tiles: RowTiles, linear: RowProduct = batch_invariant_linear
 ) -> Tensor:
     """`expand_reference` on a CPU, as `shrink_by_rows`. Rows without an adapter stay as they are."""
     for slot, rows in _of_adapters(tiles):
@@ -218,11 +223,16 @@ def _over_ranks(x: Tensor, b: Tensor, linear: RowProduct) -> Tensor:
 
 
 def expand(
-    parts: Tensor, inner: Tensor, factors: AdapterFactors, tiles: RowTiles, gpu: GpuTraits, by_rows: bool = False
+    parts: Tensor,
+    inner: Tensor,
+    factors: AdapterFactors,
+    tiles: RowTiles,
+    gpu: GpuTraits,
+    batch_invariant: bool = False,
 ) -> Tensor:
-    """`expand_reference` in one launch. by_rows: as of `shrink`."""
+    """`expand_reference` in one launch. batch_invariant: as of `shrink`."""
     parts = parts.contiguous()
-    _expand(parts, parts, inner, factors, tiles, None, gpu, by_rows)
+    _expand(parts, parts, inner, factors, tiles, None, gpu, batch_invariant)
     return parts
 
 
@@ -242,31 +252,31 @@ def expand_gated_by_rows(
     factors: AdapterFactors,
     tiles: RowTiles,
     kind: Gate = "silu",
-    linear: RowProduct = linear_by_rows,
+    linear: RowProduct = batch_invariant_linear,
 ) -> Tensor:
     """`expand_gated_reference` on a CPU, as `shrink_by_rows`; of rows without an adapter what a product without
     adapters gives."""
     whole = joined_in_order(expand_by_rows(parts, inner, factors, tiles, linear))
-    functions = functions_by_rows(kind, whole.shape[-1], get_num_threads())
-    return ByRows(partial(gate_mul_reference, kind=kind, functions=functions), 1)(whole)
+    functions = batch_invariant_functions(kind, whole.shape[-1], get_num_threads())
+    return BatchInvariantCall(partial(gate_mul_reference, kind=kind, functions=functions), 1)(whole)
 
 
 def expand_gated(
     parts: Tensor, inner: Tensor, factors: AdapterFactors, tiles: RowTiles, kind: Gate = "silu", *, gpu: GpuTraits,
-    by_rows: bool = False,
+    batch_invariant: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`expand_gated_reference` in one launch. by_rows: as of `shrink`."""
+    """`expand_gated_reference` in one launch. batch_invariant: as of `shrink`."""
     out = torch.empty((*parts.shape[1:3], parts.shape[3] // 2), dtype=factors.b.dtype, device=parts.device)
-    _expand(out, parts.contiguous(), inner, factors, tiles, kind, gpu, by_rows)
+    _expand(out, parts.contiguous(), inner, factors, tiles, kind, gpu, batch_invariant)
     return out
 
 
 def _expand(
     out: Tensor, parts: Tensor, inner: Tensor, factors: AdapterFactors, tiles: RowTiles, kind: Gate | None,
-    gpu: GpuTraits, by_rows: bool,
+    gpu: GpuTraits, batch_invariant: bool,
 ) -> None:  # fmt: skip
     parts_of, rows, n, size = parts.shape
-    grid, where, common = _launch(factors, tiles, rows, n, gpu, by_rows)
+    grid, where, common = _launch(factors, tiles, rows, n, gpu, batch_invariant)
     block_n = 128 if common["block_m"] == _FEW else 64
     _expand_kernel[(*grid, -(-out.shape[-1] // block_n))](
         out, parts, inner, factors.b, factors.bounds, *where, size, splits=len(inner), parts_of=parts_of, kind=kind,
@@ -275,11 +285,11 @@ def _expand(
 
 
 def _launch(
-    factors: AdapterFactors, tiles: RowTiles, rows: int, n: int, gpu: GpuTraits, by_rows: bool
+    factors: AdapterFactors, tiles: RowTiles, rows: int, n: int, gpu: GpuTraits, batch_invariant: bool
 ) -> tuple[tuple[int, int], tuple[Tensor | int, ...], dict[str, object]]:
     """Of both kernels: tiles and blocks of tokens, where rows are, and what is alike. The cores that multiply may add
     up otherwise for blocks of other sizes."""
-    block_m = _FEW if by_rows else tokens_of_tile(n)
+    block_m = _FEW if batch_invariant else tokens_of_tile(n)
     common: dict[str, object] = {
         "rank": factors.rank, "joins": len(factors.ends), "block_m": block_m,
         "block_r": max(16, power_of_two(factors.rank)), "overlap": gpu.can_overlap, "num_warps": 4,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
-from treetop.kernels.exact import BY_ELEMENT, LIBRARY, Functions, linear_by_rows
+from treetop.kernels.exact import BY_ELEMENT, LIBRARY, Functions, batch_invariant_linear
 from treetop.kernels.gate import Gate, activated, activated_reference
 from treetop.kernels.gemm.quantized_weight import QuantizedWeight, decode
 from treetop.kernels.gemm.tiles import BLOCK, TiledWeight, tile_arguments, tile_options, tile_product, untile
@@ -112,7 +112,9 @@ def experts_reference(
     return total.to(x.dtype)[None]
 
 
-def experts_by_rows(x: Tensor, routes: Routes, experts: Experts, linear: RowProduct = linear_by_rows) -> Tensor:
+def batch_invariant_experts(
+    x: Tensor, routes: Routes, experts: Experts, linear: RowProduct = batch_invariant_linear
+) -> Tensor:
     """`experts_reference` on a CPU in float32, where what a token gets has the same bits in any batch."""
     return experts_reference(x, routes, experts, linear, BY_ELEMENT)
 
@@ -193,10 +195,11 @@ def choose_grouped(
     return GroupedLaunch(64, BLOCK, splits, 4 if tiles.rows <= 32 else 3, 4)
 
 
-def experts(x: Tensor, routes: Routes, experts: Experts, gpu: GpuTraits, by_rows: bool = False) -> Tensor:
+def experts(x: Tensor, routes: Routes, experts: Experts, gpu: GpuTraits, batch_invariant: bool = False) -> Tensor:
     """`experts_reference` in two launches, in parts that add up to it: [top_k * splits, tokens, hidden].
 
-    x: contiguous, float32 or 16 bits. Two calls give the same bits. by_rows: so does a token in any batch: k is not
+    x: contiguous, float32 or 16 bits. Two calls give the same bits. batch_invariant: so does a token in any batch: k is
+        not
     cut, and parts are float32, whatever the number of tokens.
     """
     assert x.is_contiguous()
@@ -204,7 +207,9 @@ def experts(x: Tensor, routes: Routes, experts: Experts, gpu: GpuTraits, by_rows
     tokens, top_k = routes.expert.shape
     _, inner, hidden = experts.size
     launches = [
-        choose_grouped(routes.tiles, k, lines, gated, isinstance(weight, TiledWeight), x.element_size(), by_rows, gpu)
+        choose_grouped(
+            routes.tiles, k, lines, gated, isinstance(weight, TiledWeight), x.element_size(), batch_invariant, gpu
+        )
         for weight, k, lines, gated in (
             (experts.gate_up, hidden, 2 * inner, True),
             (experts.down, inner, hidden, False),
@@ -212,7 +217,7 @@ def experts(x: Tensor, routes: Routes, experts: Experts, gpu: GpuTraits, by_rows
     ]
     act = torch.empty((tokens * top_k, inner), dtype=x.dtype, device=x.device)
     _grouped(act, x, experts.gate_up, experts.gate_up_bias, routes, experts.activation, launches[0], gpu)
-    dtype = torch.float32 if by_rows or tokens <= _FEW else x.dtype
+    dtype = torch.float32 if batch_invariant or tokens <= _FEW else x.dtype
     parts = torch.empty((top_k * launches[1].splits, tokens, hidden), dtype=dtype, device=x.device)
     _grouped(parts, act, experts.down, experts.down_bias, routes, None, launches[1], gpu)
     return parts

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
-from treetop.kernels.exact import BY_ELEMENT, LIBRARY, Functions, linear_by_rows
+from treetop.kernels.exact import BY_ELEMENT, LIBRARY, Functions, batch_invariant_linear
 from treetop.kernels.sort_key import index_of, key_of
 from treetop.kernels.tree.tree import stable_topk
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, gpu_traits, jit, lanes, power_of_two, tl
@@ -188,8 +188,8 @@ def route_reference(
     return Routes(expert, weight, apart=router.apart, of_inputs=router.spec.of_inputs, chosen=chosen)
 
 
-def route_by_rows(
-    x: Tensor, router: Router, live: Tensor | None, linear: RowProduct = linear_by_rows, *, tells: bool = False
+def batch_invariant_route(
+    x: Tensor, router: Router, live: Tensor | None, linear: RowProduct = batch_invariant_linear, *, tells: bool = False
 ) -> Routes:
     """`route_reference` on a CPU in float32, where what a token gets has the same bits in any batch."""
     return route_reference(x, router, live, linear, BY_ELEMENT, tells=tells)
@@ -252,11 +252,18 @@ def most_tiles(tokens: int, rows: int, spec: RouterSpec) -> int:
 
 
 def route(
-    x: Tensor, router: Router, live: Tensor | None, gpu: GpuTraits, by_rows: bool = False, *, tells: bool = False
+    x: Tensor,
+    router: Router,
+    live: Tensor | None,
+    gpu: GpuTraits,
+    batch_invariant: bool = False,
+    *,
+    tells: bool = False,
 ) -> Routes:
     """`route_reference`, and the tiles: in two launches for few tokens, three for many. x, live: contiguous.
 
-    by_rows: a token has the same bits in any batch: logits are sums without a cut, and programs have as many tokens
+    batch_invariant: a token has the same bits in any batch: logits are sums without a cut, and programs have as many
+        tokens
     whatever there are.
     """
     spec, tokens, options = router.spec, len(x), launch_options(gpu)
@@ -264,13 +271,13 @@ def route(
     assert x.is_contiguous()
     assert router.weight.is_contiguous()
     assert live is None or live.is_contiguous()
-    logits = _logits(x, router.weight, router.bias, gpu, by_rows)
+    logits = _logits(x, router.weight, router.bias, gpu, batch_invariant)
     expert = torch.empty((tokens, spec.top_k), dtype=torch.int32, device=x.device)
     weight = torch.empty((tokens, spec.top_k), dtype=torch.float32, device=x.device)
     chosen = torch.empty((tokens, spec.top_k), dtype=torch.int16, device=x.device) if tells else None
     numbers = torch.empty((3, most_tiles(tokens, rows, spec)), dtype=torch.int32, device=x.device)
     order, number = torch.empty_like(expert).view(-1), numbers.new_empty(1)
-    block, one = _tokens_of_a_program(tokens, experts, by_rows)
+    block, one = _tokens_of_a_program(tokens, experts, batch_invariant)
     blocks = 1 if one else -(-tokens // block)
     counts = numbers.new_empty((blocks, experts))
     choice = {
@@ -297,9 +304,9 @@ def route(
     return Routes(expert, weight, tiles, router.apart, spec.of_inputs, chosen)
 
 
-def _tokens_of_a_program(tokens: int, experts: int, by_rows: bool) -> tuple[int, bool]:
+def _tokens_of_a_program(tokens: int, experts: int, batch_invariant: bool) -> tuple[int, bool]:
     """How many tokens a program chooses experts for, and whether there is one program, which places them too."""
-    if by_rows:  # what a program adds up over experts, it adds up as its block is laid out among threads
+    if batch_invariant:  # what a program adds up over experts, it adds up as its block is laid out among threads
         block = min(max(_ONE_PROGRAM // lanes(experts), 4), 64)
         return block, tokens <= block
     one = lanes(tokens) * lanes(experts) <= _ONE_PROGRAM
@@ -315,13 +322,13 @@ def linear_uncut(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out if bias is None else out + bias
 
 
-def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, gpu: GpuTraits, by_rows: bool) -> Tensor:
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, gpu: GpuTraits, batch_invariant: bool) -> Tensor:
     """A router's logits in parts [parts, tokens, experts] float32, which the next kernel adds up."""
     tokens, hidden = x.shape
     experts, few = len(weight), tokens <= 64
-    block_k = (256 if by_rows and x.element_size() == 2 else 64) if few else 32
+    block_k = (256 if batch_invariant and x.element_size() == 2 else 64) if few else 32
     blocks = -(-hidden // block_k)
-    splits = min(8, blocks) if few and not by_rows else 1
+    splits = min(8, blocks) if few and not batch_invariant else 1
     share = -(-blocks // splits) * block_k
     splits = -(-hidden // share)
     block_m = max(16, power_of_two(min(tokens, 64)))
