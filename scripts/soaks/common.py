@@ -125,7 +125,8 @@ def compare(done: Summary, fresh: LLM, answers: Sequence[Answered]) -> int:
 
 
 def near_tie(fresh: LLM, params: SamplingParams, want: RequestOutput, have: RequestOutput) -> bool:
-    """Whether float32 may break the first mismatch either way: two best logits, or a coin at the edge of two tokens."""
+    """Whether float32 may break the first mismatch either way: two best logits, or a uniform at the edge of two
+    tokens."""
     if params.greedy:
         return equal_outputs(fresh, [want], [have]).unequal == 0
     pairs = zip(want.token_ids, have.token_ids, strict=False)

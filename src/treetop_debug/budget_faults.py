@@ -36,7 +36,7 @@ def _single_rows_stay(real: Callable[..., None]) -> Callable[..., None]:
 
 
 def _of_the_row_before(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """What is by row is gathered for the nodes of the row behind it, which then draw by another's coins."""
+    """What is by row is gathered for the nodes of the row behind it, which then draw by another's uniforms."""
 
     def packed(flat: FlatNodes, by_row: Tensor) -> Tensor:
         whose = by_row.stride(1) == 0
@@ -82,7 +82,7 @@ BUDGET_FAULTS = by_name(
         2,
     ),
     Fault(
-        "budget-coins-of-another",
+        "budget-uniforms-of-another",
         "nodes draw by the sampler of the row before theirs",
         (Patch("treetop.engine.rounds:packed_nodes", _of_the_row_before),),
         "oracle",

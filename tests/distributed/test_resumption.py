@@ -25,7 +25,7 @@ POISON = 999
 
 
 class PositionEngine:
-    """A token is a function of the prompt's first and of its place, as if drawn by a coin; rounds give one to four.
+    """A token is a function of the prompt's first and of its place, as if drawn by a uniform; rounds give one to four.
 
     It dies of a prompt that begins with POISON, in the round in which its output is `deadly` long, and after `steps`.
     """

@@ -93,8 +93,8 @@ def run(oracle, prompt, params, constraint) -> tuple[int, ...]:
         allowed = set_of(constraint.allowed(new))
         if not allowed:
             break
-        coin = philox4x32_10([len(prompt) + len(output), 0, 0, 0], [params.seed, 0])[0] / 2**32
-        new = (drawn(weights_of(oracle, prompt, output, params, allowed), coin),)
+        uniform = philox4x32_10([len(prompt) + len(output), 0, 0, 0], [params.seed, 0])[0] / 2**32
+        new = (drawn(weights_of(oracle, prompt, output, params, allowed), uniform),)
         output += new
         if new[0] == EOS and not params.ignore_eos:
             break

@@ -166,8 +166,8 @@ def plain(llm, case: Case) -> tuple[tuple[int, ...], bool]:
         if max(held) == float("-inf"):
             return tuple(output), True
         weights = warped(held, float32(params.temperature), params.top_k, float32(params.top_p), 0.0)
-        coin = philox4x32_10([len(case.prompt) + len(output), 0, 0, 0], [params.seed, 0])[0] / 2**32
-        output.append(drawn(weights, coin))
+        uniform = philox4x32_10([len(case.prompt) + len(output), 0, 0, 0], [params.seed, 0])[0] / 2**32
+        output.append(drawn(weights, uniform))
         if output[-1] in params.stop_token_ids or (output[-1] == EOS and not params.ignore_eos):
             break
     return tuple(output), False

@@ -140,12 +140,12 @@ def test_accepted_lengths_do_not_depend_on_backend_or_runner(prompts, capsys):
 
 
 def test_sampled_tokens_follow_the_seed_whatever_the_tree_and_the_backend(plain, prompts):
-    """The coin depends on seed and position alone: captured trees, eager torch and plain rounds draw the same."""
+    """The uniform depends on seed and position alone: captured trees, eager torch and plain rounds draw the same."""
     params = [sampled(seed, 24, temperature=0.8, top_p=0.9 if seed % 2 else 1.0) for seed in range(len(prompts))]
     expected = tokens(plain.generate(prompts, params))
     for options in ({}, {"shape": (3, 1, 4)}, {"attention_backend": "torch", "graphs": "off"}):
         got = tokens(make(**options).generate(prompts, params))
-        assert sum(a != b for a, b in zip(got, expected, strict=True)) <= 1, "a coin may fall on an edge once"
+        assert sum(a != b for a, b in zip(got, expected, strict=True)) <= 1, "a uniform may fall on an edge once"
 
 
 # ---------------------------------------------------------------------------------------------- 16 bits

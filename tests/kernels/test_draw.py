@@ -101,7 +101,7 @@ def test_tokens_are_those_of_sorting_and_summing(ties, dtype):
 @on_gpu_or_interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16] if ON_GPU else [torch.float32])
 def test_edges_of_filters_fall_where_sorting_puts_them(monkeypatch, dtype):
-    """Many coins a row over few distinct logits: equals in every block, both zeros, large seeds and positions."""
+    """Many uniforms a row over few distinct logits: equals in every block, both zeros, large seeds and positions."""
     monkeypatch.setattr(drawing, "_BLOCK", 16)
     generator = torch.Generator().manual_seed(0)
     count, vocab, uniforms = len(EDGES), 43, 14 if ON_GPU else 2
@@ -132,7 +132,7 @@ def test_a_top_k_beyond_the_lanes_of_a_block_starts_at_the_bottom(monkeypatch, t
     )
     got, want = both(logits, sampler, torch.zeros(1, dtype=torch.int64, device=DEVICE), positions)
     assert torch.equal(got.token, want.token)
-    assert int(got.token.min()) < 43 - top_k + top_k // 2  # coins reach far down
+    assert int(got.token.min()) < 43 - top_k + top_k // 2  # uniforms reach far down
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a vocabulary of many blocks as they are on a GPU")
@@ -144,7 +144,7 @@ def test_the_launch_of_a_large_vocabulary_is_right(monkeypatch, filters):
     logits = (torch.randn(4, 16, 128_256, generator=generator) * 3).to(torch.bfloat16).to(DEVICE)
     sampler, rows = sampler_of([filters] * 4, generator), torch.arange(4, device=DEVICE)
     got, want = both(logits, sampler, rows, torch.arange(64, device=DEVICE).view(4, 16))
-    assert int((got.token != want.token).sum()) <= 1  # a coin on an edge within the rounding of sums
+    assert int((got.token != want.token).sum()) <= 1  # a uniform on an edge within the rounding of sums
 
 
 @on_gpu_or_interpreted
@@ -164,7 +164,7 @@ def test_a_draw_with_filters_is_the_one_without():
 @on_gpu_or_interpreted
 @pytest.mark.parametrize("filters", [(1.0, 0, 1.0, 0.0), (0.8, 6, 0.9, 0.1)] if ON_GPU else [(1.0, 0, 1.0, 0.0)])
 def test_the_law_is_that_of_the_filtered_weights(filters):
-    """Frequencies over many coins against probabilities: chi-square, and nothing outside the filters."""
+    """Frequencies over many uniforms against probabilities: chi-square, and nothing outside the filters."""
     generator = torch.Generator().manual_seed(1)
     draws, vocab = (20_000, 200) if ON_GPU else (150, 24)
     logits = (torch.randn(1, 1, vocab, generator=generator) * 2).expand(1, draws, vocab).contiguous().to(DEVICE)
@@ -182,8 +182,8 @@ def test_the_law_is_that_of_the_filtered_weights(filters):
 
 
 @on_gpu_or_interpreted
-def test_a_coin_is_the_reference_coin():
-    """Two equal logits: the token tells on which side of one half the coin falls, at positions beyond 32 bits."""
+def test_a_uniform_is_the_reference_uniform():
+    """Two equal logits: the token tells on which side of one half the uniform falls, at positions beyond 32 bits."""
     generator = torch.Generator().manual_seed(2)
     positions = torch.tensor([[0, 1, 2**31, 2**32 + 5, 2**40 + 3, 77, 78, 79]], device=DEVICE)
     sampler = sampler_of([(1.0, 0, 1.0, 0.0)], generator)

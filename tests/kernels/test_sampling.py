@@ -1,4 +1,4 @@
-"""The logits processor, the coins and the draw equal slow oracles, one by one."""
+"""The logits processor, the uniforms and the draw equal slow oracles, one by one."""
 
 import math
 
@@ -30,12 +30,12 @@ KNOWN_ANSWERS = [  # counter, key, words: the Random123 distribution's kat_vecto
 
 
 @pytest.mark.parametrize(("counter", "key", "words"), KNOWN_ANSWERS)
-def test_the_oracle_of_the_coin_gives_the_published_words(counter, key, words):
+def test_the_oracle_of_the_uniform_gives_the_published_words(counter, key, words):
     """The slow Philox-4x32-10 is Philox-4x32-10."""
     assert philox4x32_10(counter, key) == [int(word, 16) for word in words.split()]
 
 
-def test_the_coin_of_seed_zero_and_position_zero_is_the_published_word():
+def test_the_uniform_of_seed_zero_and_position_zero_is_the_published_word():
     """A known answer for the production code, not by way of the oracle."""
     assert philox_uniform(torch.tensor(0), torch.tensor(0)).item() == 0x6627E8D5 / 2**32
 
@@ -47,7 +47,7 @@ def test_the_coin_of_seed_zero_and_position_zero_is_the_published_word():
 )
 @settings(max_examples=200, deadline=None)
 def test_coins_equal_the_oracle_bit_for_bit(seeds, positions, number):
-    """The seed is the key, the position and the draw are the counter; a coin is its first word over 2^32."""
+    """The seed is the key, the position and the draw are the counter; a uniform is its first word over 2^32."""
     grid = [(seed, position) for seed in seeds for position in positions]
     uniforms = philox_uniform(torch.tensor([s for s, _ in grid]), torch.tensor([p for _, p in grid]), number)
     assert uniforms.dtype == torch.float64
@@ -159,7 +159,7 @@ COINS = st.one_of(st.just(0.0), st.just(1 - 2.0**-32), st.integers(0, 2**32 - 1)
 @given(PROBS, COINS)
 @settings(max_examples=400, deadline=None)
 def test_a_draw_is_an_inverse_cdf_and_never_takes_a_token_of_probability_zero(probs, uniform):
-    """Every coin from 0 to the largest draws a token with a probability, and the one the oracle draws."""
+    """Every uniform from 0 to the largest draws a token with a probability, and the one the oracle draws."""
     token = int(draw(torch.tensor([probs], dtype=torch.float64), torch.tensor([uniform], dtype=torch.float64)))
     assert 0 <= token < len(probs)
     assert probs[token] > 0
@@ -170,7 +170,7 @@ def test_a_draw_is_an_inverse_cdf_and_never_takes_a_token_of_probability_zero(pr
 
 @pytest.mark.parametrize("uniform", [0.0, 0.25, 1 - 2.0**-32])
 def test_zeros_at_both_ends_are_never_drawn(uniform):
-    """Coin 0 skips leading zeros; the largest coin stops before trailing zeros."""
+    """Uniform 0 skips leading zeros; the largest uniform stops before trailing zeros."""
     probs = torch.tensor([[0.0, 0.0, 0.5, 0.0, 0.5, 0.0]], dtype=torch.float64)
     assert draw(probs, torch.tensor([uniform], dtype=torch.float64)).item() in (2, 4)
 
@@ -178,7 +178,7 @@ def test_zeros_at_both_ends_are_never_drawn(uniform):
 @given(st.integers(0, 2**63 - 1), st.integers(0, 500), st.integers(0, 10**6))
 @settings(max_examples=60, deadline=None)
 def test_a_sampled_choice_is_the_drawn_token_of_the_warped_logits(seed, start, salt):
-    """At every node: the node's logits, its row's parameters, and the coin of the new token's position."""
+    """At every node: the node's logits, its row's parameters, and the uniform of the new token's position."""
     generator = torch.Generator().manual_seed(salt)
     logits = torch.randn(2, 3, 9, generator=generator, dtype=torch.float64) * 2
     positions = torch.tensor([[start, start + 1, start + 1], [7, 8, 9]])

@@ -64,8 +64,8 @@ def played(shapes, rows, rounds, fixed=None):
         kept = cut(lines, shape.nodes_at(rows) - rows) if shape.node_budget else [shape.num_steps] * rows
         lengths = []
         for line, count in zip(lines, kept, strict=True):
-            coin = dice.random()
-            lengths.append(sum(chance > coin for chance in line[:count]))
+            uniform = dice.random()
+            lengths.append(sum(chance > uniform for chance in line[:count]))
         took = table.seconds(rows, shape, CONTEXT)
         listed = tuple(Row(row) for row in range(rows))
         results = [RowResult(row, (5,) * (1 + n), True, ranks=(0,) * n) for row, n in zip(listed, lengths, strict=True)]

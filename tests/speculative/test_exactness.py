@@ -108,7 +108,7 @@ def plainly_drawn(strong_pair):
 def test_sampled_speculative_equals_sampled_plain_for_the_same_seeds(
     strong_pair, plainly_drawn, *, shape, page, chunk, batch
 ):
-    """The coin depends on (seed, position) alone, so that sampled tokens are equal one for one too."""
+    """The uniform depends on (seed, position) alone, so that sampled tokens are equal one for one too."""
     outputs = serve(strong_pair, shape, batch, DRAWN, page_size=page, chunked_prefill_size=chunk)
     assert tokens(outputs) == plainly_drawn
 

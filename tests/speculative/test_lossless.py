@@ -78,7 +78,7 @@ def test_tokens_follow_the_targets_distribution_at_every_depth(drawn_outputs, di
 
 @pytest.mark.parametrize("kind", KINDS[:2])
 def test_pairs_of_neighbouring_tokens_are_drawn_independently(drawn_outputs, distribution, kind):
-    """Joint counts of tokens 1 and 2 fit p(first) p(second | first): their coins are independent."""
+    """Joint counts of tokens 1 and 2 fit p(first) p(second | first): their uniforms are independent."""
     prompt, by_params = drawn_outputs
     starts: dict[int, list] = {}
     for output in by_params[kind]:

@@ -82,8 +82,8 @@ class Oracle:
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))}
         while len(output) < params.max_tokens:
             weights = self.weights(prompt, output, params)
-            coin = philox4x32_10([len(prompt) + len(output), 0, 0, 0], [params.seed, 0])[0] / 2**32
-            output.append(drawn(weights, coin))
+            uniform = philox4x32_10([len(prompt) + len(output), 0, 0, 0], [params.seed, 0])[0] / 2**32
+            output.append(drawn(weights, uniform))
             if output[-1] in ends:
                 break
         return tuple(output)

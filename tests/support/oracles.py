@@ -54,7 +54,7 @@ def warped(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> list[float
 
 
 def drawn(probs, uniform: float) -> int:
-    """The first token whose cumulative share exceeds the coin."""
+    """The first token whose cumulative share exceeds the uniform."""
     total, running = math.fsum(probs), 0.0
     for token, p in enumerate(probs):
         running += p

@@ -4,8 +4,8 @@
                ^                  |
                '------ lost ------'
 
-A request that is resumed is its prompt and what it has received, with the seed that it had. A coin depends on seed and
-position alone, so it goes on as it would have. Every update says where in the output its tokens begin, and one that
+A request that is resumed is its prompt and what it has received, with the seed that it had. A uniform depends on seed
+and position alone, so it goes on as it would have. Every update says where in the output its tokens begin, and one that
 does not begin where the client stands is an error, not a token.
 
 A request that kills the engine would kill the next one too. So after a death those that were with the engine are under

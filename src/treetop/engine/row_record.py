@@ -1,7 +1,8 @@
 """What a row knows beside its pages, as one table of fields: the state's tables, and the record that is transferred.
 
 Whoever makes, packs or unpacks a row's state goes by this table, so no field can be left out or taken for another.
-Sampling is no part of it: a request brings its parameters and its seed, and a coin is a function of seed and position.
+Sampling is no part of it: a request brings its parameters and its seed, and a uniform is a function of seed and
+    position.
 """
 
 from collections.abc import Iterable, Mapping

@@ -52,8 +52,8 @@ class SimulatedLengths:
         whole = int(accepted)
         lengths = torch.full_like(at.rows, whole)
         if accepted > whole:
-            coin = at.draws(torch.zeros(1, dtype=torch.int64, device=at.rows.device))[:, 0]
-            lengths += coin < int((accepted - whole) * 2**31)
+            uniform = at.draws(torch.zeros(1, dtype=torch.int64, device=at.rows.device))[:, 0]
+            lengths += uniform < int((accepted - whole) * 2**31)
         return lengths
 
 

@@ -1,1 +1,1 @@
-"""From logits to a token: processors, coins and draws."""
+"""From logits to a token: processors, uniforms and draws."""

@@ -7,8 +7,8 @@ thresholds. The first pass bounds the searches: top-k by the lowest of the lanes
 all together weigh too little. The draw finds its block of the vocabulary first, then the token in it.
 
 Weights are float32; a lane adds its own in float32, lanes and the blocks of a draw are added in float64, all in a fixed
-order: the token depends on the row's logits, its parameters and its coin alone. It may differ from the reference's
-where a coin, a top-p mass or a min-p weight falls on an edge within those roundings.
+order: the token depends on the row's logits, its parameters and its uniform alone. It may differ from the reference's
+where a uniform, a top-p mass or a min-p weight falls on an edge within those roundings.
 """
 
 import torch

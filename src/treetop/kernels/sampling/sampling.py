@@ -1,6 +1,6 @@
-"""Choosing tokens: greedily, or by counter-based coins, the one logits processor and a draw.
+"""Choosing tokens: greedily, or by counter-based uniforms, the one logits processor and a draw.
 
-A token is drawn by inverse CDF in vocabulary order from a coin that depends on (request seed, position of the token)
+A token is drawn by inverse CDF in vocabulary order from a uniform that depends on (request seed, position of the token)
 alone. So a request's tokens do not depend on its batch, its row, the tree, or a retraction.
 """
 
@@ -130,7 +130,7 @@ def _mul_hi_lo(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def philox_uniform(seed: Tensor, position: Tensor, draw: int = 0) -> Tensor:
-    """A uniform coin in [0, 1) from Philox-4x32-10.
+    """A uniform draw in [0, 1) from Philox-4x32-10.
 
     seed: int64 >= 0, the key. position: int64 of the same shape, with `draw` the counter. Returns float64, a multiple
     of 2^-32, so that it is exact in every wider computation.
@@ -186,7 +186,7 @@ def _inside_filters(logits: Tensor, weights: Tensor, params: RowSamplingParams) 
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    """The first token whose cumulative weight exceeds `coin * total`; one of weight 0 is never drawn.
+    """The first token whose cumulative weight exceeds `uniform * total`; one of weight 0 is never drawn.
 
     weights: [n, vocab]. uniform: [n] float64 in [0, 1). Returns [n] int64.
     """

@@ -1,6 +1,6 @@
 """Accepting: the path of the tree that equals what the target itself chooses.
 
-The target chooses a token at every node: the argmax, or a draw by a coin that depends only on the request's seed and
+The target chooses a token at every node: the argmax, or a draw by a uniform that depends only on the request's seed and
 the token's position. A draft is accepted iff it equals its parent's choice; the last choice on the path is the bonus.
 
 Why this is lossless: the children of a node are a fixed set, so drawing x from the target and moving to the child
