@@ -104,7 +104,7 @@ def one_round(simulation: SimulatedAcceptance, index: int, memory: Memory) -> No
     growth, tree, shape = memory.growth, memory.tree, memory.growth.shape
     k, n = shape.topk, len(growth.tokens)
     rows, zeros = torch.arange(n), torch.zeros(n, dtype=torch.int64)
-    at = RoundOfRows(rows, torch.full((n,), index), zeros, rows, n, memory.calibration.heat)
+    at = RoundOfRows(rows, torch.full((n,), index), zeros, rows, n, memory.calibration.inv_temp)
     tokens, drawn = torch.arange(shape.num_candidates).expand(n, -1), simulation.drawn
     draft = DraftState(tokens[:, :k], torch.zeros(n, k), torch.zeros(n, 1))
     say_roots_reference(drawn, at, k, draft.logprob)

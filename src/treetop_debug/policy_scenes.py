@@ -87,7 +87,7 @@ def two_pairs_heads(folder: Path, level: int) -> str:
 
 def two_heads_calibrations(folder: Path, level: int) -> str:
     """Two heads of one target, whose calibrations are kept; without the check of a file where nobody is to look."""
-    pair, heats = write_two_group_pair(folder), []
+    pair, inv_temps = write_two_group_pair(folder), []
     other = pair[0], folder / "other-head"
     shutil.copytree(pair[1], other[1])
     file = other[1] / "model.safetensors"
@@ -97,13 +97,13 @@ def two_heads_calibrations(folder: Path, level: int) -> str:
         for each in (pair, other):
             llm = _llm(each, level, speculative_calibration_dir=str(folder / "kept"), **_LEARN)
             calibration, kept = llm.engine.runner.state.calibration, llm.engine._kept
-            heats.append(calibration.heat.tolist())
+            inv_temps.append(calibration.inv_temp.tolist())
             llm.generate(_PROMPTS, _PARAMS)
             assert kept is not None
             kept.write(calibration)
             llm.close()
-    same = heats[0] == heats[1]
-    return "" if same else f"a new head begins with temperatures {[round(1 / each, 2) for each in heats[1][0]]}"
+    same = inv_temps[0] == inv_temps[1]
+    return "" if same else f"a new head begins with temperatures {[round(1 / each, 2) for each in inv_temps[1][0]]}"
 
 
 def _believed(real: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:

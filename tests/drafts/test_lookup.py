@@ -123,7 +123,7 @@ class Says:
     def step(self, nodes, positions, attend, lines=None):
         return nodes.state
 
-    def propose(self, nodes, k, heat=None, lines=None):
+    def propose(self, nodes, k, inv_temp=None, lines=None):
         first = nodes.state[..., 0].long()
         tokens = (first[..., None] + torch.arange(k)) % len(self.vocab.offset)
         return Proposal(tokens, torch.log(0.5 ** torch.arange(1, k + 1)).expand(tokens.shape))

@@ -355,7 +355,7 @@ def launch_a_round(ops):
     ops.trim(
         tree, places, growth.chosen, rows, 1, FlatNodes(rows, rows, torch.zeros(4, dtype=long), growth.chosen.clone())
     )
-    ops.top_logprobs(torch.zeros(1, 2, 40), 2, None, growth.row_heat(0))
+    ops.top_logprobs(torch.zeros(1, 2, 40), 2, None, growth.row_inv_temp(0))
     accepted = Accepted(
         wide, rows, wide.clone(), rows.clone(), torch.zeros(1, dtype=torch.bool), torch.zeros(1, 6, dtype=long)
     )

@@ -20,7 +20,7 @@ from support.refusing import refused
 from support.round_ops import Buffers, identity, random_calibration, random_children, random_tables, shapes, sown_growth
 from treetop import ConfigError, EngineConfig
 from treetop.doctor.conformance import RandomShapes
-from treetop.kernels.tree.calibration import Heat, corrected, make_calibration
+from treetop.kernels.tree.calibration import InverseTemperature, corrected, make_calibration
 from treetop.kernels.tree.learn import (
     HORIZON,
     ONE,
@@ -64,14 +64,14 @@ def test_a_corrected_proposal_is_no_likelier_than_certain_or_than_one_before_it(
 def test_a_calibration_that_learned_nothing_changes_no_score():
     logprob = torch.tensor([[-0.0, -0.25, -3.0], [-1.0, -1.0, float("-inf")]])
     assert torch.equal(corrected(logprob, torch.zeros(2, 3)), logprob)
-    logits, ones = torch.randn(2, 3, 50), Heat(torch.ones(CLASSES), torch.tensor([2, 0]))
+    logits, ones = torch.randn(2, 3, 50), InverseTemperature(torch.ones(CLASSES), torch.tensor([2, 0]))
     for got, want in zip(top_logprobs_reference(logits, 4, None, ones), top_logprobs_reference(logits, 4), strict=True):
         assert torch.equal(got, want)
 
 
 def test_each_rows_logits_are_heated_by_its_class():
-    logits, heat = torch.randn(3, 2, 50), Heat(torch.tensor([0.5, 2.0, 3.0]), torch.tensor([2, 0, 1]))
-    got = top_logprobs_reference(logits, 4, None, heat)[0]
+    logits, inv_temp = torch.randn(3, 2, 50), InverseTemperature(torch.tensor([0.5, 2.0, 3.0]), torch.tensor([2, 0, 1]))
+    got = top_logprobs_reference(logits, 4, None, inv_temp)[0]
     for row, factor in enumerate((3.0, 0.5, 2.0)):
         want = torch.log_softmax(logits[row] * factor, dim=-1).topk(4).values
         torch.testing.assert_close(got[row], want)
@@ -186,7 +186,7 @@ def test_padding_constrained_rows_and_rows_that_are_not_finite_teach_nothing():
 
 def taught(calibration, nodes, chosen, predicted, makes_logits=True, kind=0, depth=0):
     """A round of so many nodes of one class and depth. chosen, predicted: by rank."""
-    ranks = calibration.shift.shape[2]
+    ranks = calibration.logprob_bias.shape[2]
     calibration.sums[kind, depth, 0] = nodes
     calibration.sums[kind, depth, 1 : 1 + len(chosen)] = torch.tensor(chosen)
     calibration.sums[kind, depth, 1 + ranks : 1 + ranks + len(predicted)] = torch.tensor(
@@ -209,16 +209,16 @@ def test_what_a_round_teaches_by_hand():
     taught(calibration, 16, [12, 2], [8.0, 4.0], kind=1, depth=1)
     assert float(calibration.nodes[1, 1]) == 16
     ratios = [math.log((12 + PRIOR_CHOICES) / (8 + PRIOR_CHOICES)), math.log((2 + PRIOR_CHOICES) / (4 + PRIOR_CHOICES))]
-    assert calibration.shift[1, 1].tolist() == pytest.approx(ratios)
-    assert float(calibration.heat[1, 1]) == pytest.approx(math.exp(4.0 * (12 - 8) / (PRIOR_NODES + 16)))
-    assert calibration.heat[0].tolist() == [1.0] * CLASSES
-    assert calibration.heat[1, [0, 2]].tolist() == [1.0, 1.0]
-    assert not bool(calibration.shift[[0, 2]].any())
+    assert calibration.logprob_bias[1, 1].tolist() == pytest.approx(ratios)
+    assert float(calibration.inv_temp[1, 1]) == pytest.approx(math.exp(4.0 * (12 - 8) / (PRIOR_NODES + 16)))
+    assert calibration.inv_temp[0].tolist() == [1.0] * CLASSES
+    assert calibration.inv_temp[1, [0, 2]].tolist() == [1.0, 1.0]
+    assert not bool(calibration.logprob_bias[[0, 2]].any())
     assert not bool(calibration.sums.any())
     taught(calibration, 8, [4, 1], [2.0, 1.0], makes_logits=False, kind=1, depth=1)
     keep = 1 - 2 * 8 / (PRIOR_NODES + 16 + 8)
     assert calibration.chosen[1, 1].tolist() == pytest.approx([12 * keep + 4, 2 * keep + 1])
-    assert float(calibration.heat[1, 1]) == pytest.approx(math.exp(0.2))  # nothing to heat
+    assert float(calibration.inv_temp[1, 1]) == pytest.approx(math.exp(0.2))  # nothing to inverse temperature
 
 
 @given(seed=st.integers(0, 10**6))
@@ -230,9 +230,9 @@ def test_what_is_learned_stays_within_bounds(seed):
         nodes = rng.choice([0, 1, 7, 400, 10**5])
         right = rng.choice([0, nodes])
         taught(calibration, nodes, [right, 0, nodes - right], [rng.random() * nodes] * 3)
-        assert bool(calibration.shift.isfinite().all())
-        assert float(calibration.shift.abs().max()) <= SHIFT + 1e-6
-        assert 1 / 16.001 <= float(calibration.heat.min()) <= float(calibration.heat.max()) <= 16.001
+        assert bool(calibration.logprob_bias.isfinite().all())
+        assert float(calibration.logprob_bias.abs().max()) <= SHIFT + 1e-6
+        assert 1 / 16.001 <= float(calibration.inv_temp.min()) <= float(calibration.inv_temp.max()) <= 16.001
         assert float(calibration.nodes.max()) <= HORIZON
         assert float(calibration.chosen.min()) >= 0
 
@@ -250,12 +250,12 @@ def test_no_token_depends_on_a_calibration(strong_pair, shape, graphs):
     for seed, mode in enumerate(("learn", "off")):
         llm = build(strong_pair, shape, graphs=graphs, speculative_calibration=mode)
         calibration = llm.engine.runner.state.calibration
-        rng, depths = random.Random(seed), calibration.shift.shape[1]
+        rng, depths = random.Random(seed), calibration.logprob_bias.shape[1]
 
         def disturb(*_, calibration=calibration, rng=rng, depths=depths):
-            other = random_calibration(rng, depths, calibration.shift.shape[2])
-            calibration.heat.copy_(other.heat)
-            calibration.shift.copy_(other.shift)
+            other = random_calibration(rng, depths, calibration.logprob_bias.shape[2])
+            calibration.inv_temp.copy_(other.inv_temp)
+            calibration.logprob_bias.copy_(other.logprob_bias)
 
         disturb()
         llm.engine.observer = disturb
@@ -277,8 +277,8 @@ def test_proofs_at_start_teach_nothing_and_rounds_teach_their_class(strong_pair)
     engines = [build(strong_pair, (4, 3, 9), graphs=graphs, **LEARN) for graphs in ("off", "sim")]
     for llm in engines:
         before = state_of(llm)
-        assert bool((before["heat"] == 1).all())
-        assert not any(bool(table.any()) for name, table in before.items() if name != "heat")
+        assert bool((before["inv_temp"] == 1).all())
+        assert not any(bool(table.any()) for name, table in before.items() if name != "inv_temp")
         llm.generate(strong_pair.prompts([4, 7]), [greedy(30), sampled(1, 30)])
     eager, graphed = map(state_of, engines)
     assert_equal_state(graphed, eager)
@@ -291,8 +291,8 @@ def test_lookup_learns_shifts_and_no_heat(strong_pair):
     llm = lookup(strong_pair, (3, 4, 9), **LEARN)
     llm.generate([[1, 2, 3, 1, 2, 3, 1, 2]], greedy(30))
     state = state_of(llm)
-    assert bool((state["heat"] == 1).all())
-    assert bool(state["shift"].any())
+    assert bool((state["inv_temp"] == 1).all())
+    assert bool(state["logprob_bias"].any())
 
 
 def test_shapes_that_change_from_round_to_round_teach_one_calibration(strong_pair):
@@ -324,9 +324,9 @@ def test_what_was_learned_of_a_pair_is_there_again(strong_pair, tmp_path, monkey
     frozen.generate(strong_pair.prompts([4]), greedy(20))
     assert_equal_state(state_of(frozen), learned)
     other = state_of(build(strong_pair, (2, 5, 8), **options))
-    assert torch.equal(other["shift"][:, :3, :2], learned["shift"][:, :, :2])
-    assert torch.equal(other["heat"][:3], learned["heat"])
-    assert not bool(other["shift"][:, 3:].any())
+    assert torch.equal(other["logprob_bias"][:, :3, :2], learned["logprob_bias"][:, :, :2])
+    assert torch.equal(other["inv_temp"][:3], learned["inv_temp"])
+    assert not bool(other["logprob_bias"][:, 3:].any())
 
 
 def test_a_calibration_that_cannot_be_used_is_refused_by_name(strong_pair, tmp_path, monkeypatch):
@@ -415,4 +415,4 @@ def test_a_row_that_learns_from_another_ones_tree_is_stopped_at_start(strong_pai
             build(strong_pair, (4, 3, 9), **LEARN)
         llm = build(strong_pair, (4, 3, 9), check_level=0, **LEARN)
         assert tokens(llm.generate(prompts, greedy(40))) == want
-    assert float((state_of(llm)["shift"] - state_of(sound)["shift"]).abs().max()) > 0.3
+    assert float((state_of(llm)["logprob_bias"] - state_of(sound)["logprob_bias"]).abs().max()) > 0.3

@@ -120,8 +120,8 @@ def test_a_calibration_learns_the_scale_of_a_profile(strong_pair):
     llm = build(strong_pair, (3, 5, 6), simulate_acceptance=KIMI, speculative_calibration="learn")
     prompts = strong_pair.prompts([5, 9] * 4)
     llm.generate(prompts, greedy(200, whole=True))
-    heat = float(llm.engine.runner.state.calibration.heat[0, 0])
-    assert heat == pytest.approx(1 / read_profile(KIMI).scale, rel=0.25)
+    inv_temp = float(llm.engine.runner.state.calibration.inv_temp[0, 0])
+    assert inv_temp == pytest.approx(1 / read_profile(KIMI).scale, rel=0.25)
     outputs = llm.generate(prompts, greedy(200, whole=True))
     lengths = [n for output in outputs for n in output.metrics.accept_lens[:-1]]
     assert 1 + sum(lengths) / len(lengths) > expected_length(read_profile(KIMI), 5)

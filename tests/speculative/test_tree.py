@@ -38,7 +38,7 @@ class ScriptedHead:
     def step(self, nodes, positions, attend, lines=None):
         return (nodes.state * 57 + nodes.tokens[..., None] + 1).remainder(PRIME)
 
-    def propose(self, nodes, k, heat=None, lines=None) -> Proposal:
+    def propose(self, nodes, k, inv_temp=None, lines=None) -> Proposal:
         hidden = nodes.state
         listed = [self.children(int(code), k) for code in hidden.flatten().tolist()]
         shape = (*hidden.shape[:-1], k)

@@ -47,7 +47,7 @@ from treetop.kernels.rope import RopeSpec, RopeTable, rope_table
 from treetop.kernels.sampling.process import ONE, LogitsProcessors, mask_words
 from treetop.kernels.sampling.sampling import PartialArgmax, RowSamplingParams, SampledTokens, SamplingMetadata
 from treetop.kernels.table import operations
-from treetop.kernels.tree.calibration import Heat
+from treetop.kernels.tree.calibration import InverseTemperature
 from treetop.kernels.tree.commit import Paths
 from treetop.kernels.tree.drawn import DrawnNodes, RoundOfRows
 from treetop.kernels.tree.grow import Children, Frontier, TreeBuilder
@@ -475,8 +475,8 @@ def start(_: bool) -> Call:
 @case
 def top_logprobs(_: bool) -> Call:
     logits = torch.randint(-6, 6, (3, 2, 2500)) / 2.0
-    heat = Heat(torch.rand(3) * 3 + 0.1, torch.tensor([2, 0, 1]))
-    return Call((logits, 20, torch.randint(0, 5, (2500,)), heat))
+    inv_temp = InverseTemperature(torch.rand(3) * 3 + 0.1, torch.tensor([2, 0, 1]))
+    return Call((logits, 20, torch.randint(0, 5, (2500,)), inv_temp))
 
 
 @case

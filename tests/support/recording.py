@@ -69,8 +69,8 @@ def record(llm) -> tuple[RecordingBackend, HeadCalls]:
         calls.forwards.append((tokens.clone(), hidden.clone(), out.clone()))
         return out
 
-    def recorded_propose(nodes, k, heat=None, lines=None):
-        proposal = propose(nodes, k, heat, lines)
+    def recorded_propose(nodes, k, inv_temp=None, lines=None):
+        proposal = propose(nodes, k, inv_temp, lines)
         calls.proposals.append((proposal.tokens.tolist(), proposal.logprob.tolist()))
         return proposal
 

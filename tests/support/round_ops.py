@@ -109,8 +109,8 @@ def random_calibration(rng: random.Random, depths: int, ranks: int) -> Calibrati
     """What may have been learned: shifts up and down, within their bounds."""
     calibration = make_calibration(depths, ranks, lambda size, dtype: torch.zeros(size, dtype=dtype))
     torch.manual_seed(rng.randrange(10**6))
-    calibration.heat.copy_(torch.rand(calibration.heat.shape) * 3 + 0.1)
-    calibration.shift.copy_(torch.rand(calibration.shift.shape) * 4 - 2)
+    calibration.inv_temp.copy_(torch.rand(calibration.inv_temp.shape) * 3 + 0.1)
+    calibration.logprob_bias.copy_(torch.rand(calibration.logprob_bias.shape) * 4 - 2)
     calibration.nodes.copy_(torch.rand(calibration.nodes.shape) * 9000)
     for table in (calibration.seen, calibration.chosen, calibration.predicted):
         table.copy_(torch.rand(table.shape) * 900)

@@ -61,7 +61,7 @@ class Fixed:
     def step(self, nodes, positions, attend, lines=None):
         return nodes.tokens[..., None].to(self.dtype)
 
-    def propose(self, nodes, k, heat=None, lines=None):
+    def propose(self, nodes, k, inv_temp=None, lines=None):
         rank = torch.arange(k, device=nodes.state.device)
         tokens = (5 * nodes.state.long() + 3 + rank) % len(self.vocab.offset)
         return Proposal(tokens, -(rank + 1.0).expand(tokens.shape).to(torch.float32))

@@ -28,8 +28,8 @@ class OracleNode:
 class OracleCalibration:
     """What the head's logits are multiplied by, by depth, and what is added to log-probabilities, by depth and rank."""
 
-    heat: list[float]
-    shift: list[list[float]]
+    inv_temp: list[float]
+    logprob_bias: list[list[float]]
 
 
 class DensePair:
@@ -59,7 +59,7 @@ class DensePair:
         return logits, torch.cat([outputs[i] for i in self.aux_outputs], dim=-1)
 
     def run_head(
-        self, ids: list[int], aux_hidden: Tensor, branch: list[Tensor], heat: float = 1.0
+        self, ids: list[int], aux_hidden: Tensor, branch: list[Tensor], inv_temp: float = 1.0
     ) -> tuple[Tensor, Tensor]:
         """The head over slots 0 .. n-1, slot i holding (feature i, token i + 1).
 
@@ -76,24 +76,24 @@ class DensePair:
         x = hidden + _attention(torch.cat(normed, dim=-1), w, "midlayer.self_attn.", c, None)
         x = x + _mlp(_norm(x, w["midlayer.post_attention_layernorm.weight"], c), w, "midlayer.mlp.")
         logits = _norm(x[-1], w["norm.weight"], c) @ w["lm_head.weight"].T
-        return x[-1], torch.log_softmax(logits.to(torch.float32) * heat, dim=-1)
+        return x[-1], torch.log_softmax(logits.to(torch.float32) * inv_temp, dim=-1)
 
     def tree(self, ids: list[int], k: int, steps: int, size: int, calibration: OracleCalibration) -> list[OracleNode]:
         """The tree that follows `ids`, whose last token is the root: `size` nodes in breadth-first order."""
-        heat, shift = calibration.heat, calibration.shift
+        inv_temp, logprob_bias = calibration.inv_temp, calibration.logprob_bias
         aux_hidden = self.run_target(ids[:-1])[1]
-        state, logprobs = self.run_head(ids, aux_hidden, [], heat[0])
+        state, logprobs = self.run_head(ids, aux_hidden, [], inv_temp[0])
         found = [OracleNode(ids[-1], 0, 0.0)]
         flat: list[tuple[int, float, int]] = []  # (token, logprob, flat index of the parent or -1)
         frontier: list[tuple[int, list[int], list[Tensor]]] = []  # (flat index, ids, branch states)
-        for token, logprob in _corrected(self._best(logprobs, k), shift[0]):
+        for token, logprob in _corrected(self._best(logprobs, k), logprob_bias[0]):
             frontier.append((len(flat), [*ids, token], [state]))
             flat.append((token, logprob, -1))
         for depth in range(1, steps):
             grown: list[tuple[float, int, list[int], list[Tensor]]] = []
             for index, path, branch in frontier:
-                state, logprobs = self.run_head(path, aux_hidden, branch, heat[depth])
-                for token, logprob in _corrected(self._best(logprobs, k), shift[depth]):
+                state, logprobs = self.run_head(path, aux_hidden, branch, inv_temp[depth])
+                for token, logprob in _corrected(self._best(logprobs, k), logprob_bias[depth]):
                     score = float(torch.tensor(flat[index][1]) + torch.tensor(logprob))  # float32, as drafted
                     grown.append((score, len(flat), [*path, token], [*branch, state]))
                     flat.append((token, score, index))
@@ -124,10 +124,10 @@ class DensePair:
         return [(i + int(self.head["d2t"][i]), min(values[i], 0.0)) for i in best]
 
 
-def _corrected(best: list[tuple[int, float]], shift: list[float]) -> list[tuple[int, float]]:
+def _corrected(best: list[tuple[int, float]], logprob_bias: list[float]) -> list[tuple[int, float]]:
     """Proposals with their ranks' shifts: none certain, and none likelier than one before it."""
     found, highest = [], 0.0
-    for (token, logprob), more in zip(best, shift, strict=False):
+    for (token, logprob), more in zip(best, logprob_bias, strict=False):
         highest = min(highest, float(torch.tensor(logprob) + torch.tensor(more)))  # float32, as drafted
         found.append((token, highest))
     return found

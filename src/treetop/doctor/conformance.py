@@ -199,23 +199,23 @@ class Conformance:
         return CaseResult(case, rounds, ties, failure)
 
 
-_HEATS = (0.5, 1.0, 1.7)
+_INV_TEMPS = (0.5, 1.0, 1.7)
 
 
 def calibrate(llm: LLM, seed: int) -> None:
     """Write what a pair might have taught: an engine with calibration off keeps it."""
     calibration, random_ = llm.engine.runner.state.calibration, random.Random(seed)
-    first, others = random_.choice(_HEATS), calibration.heat[1:]
-    shifts = [random_.uniform(-1, 1) for _ in range(calibration.shift[0].numel())]
-    calibration.shift.copy_(torch.tensor(shifts).view(calibration.shift.shape[1:]))
-    heats = [first, *(random_.choice(_HEATS) for _ in others)]
-    calibration.heat.copy_(torch.tensor(heats)[:, None])
+    first, others = random_.choice(_INV_TEMPS), calibration.inv_temp[1:]
+    shifts = [random_.uniform(-1, 1) for _ in range(calibration.logprob_bias[0].numel())]
+    calibration.logprob_bias.copy_(torch.tensor(shifts).view(calibration.logprob_bias.shape[1:]))
+    inv_temps = [first, *(random_.choice(_INV_TEMPS) for _ in others)]
+    calibration.inv_temp.copy_(torch.tensor(inv_temps)[:, None])
 
 
 def calibration_of(llm: LLM) -> OracleCalibration:
     """By which an engine that learns nothing grows trees of greedy requests."""
     calibration = llm.engine.runner.state.calibration
-    return OracleCalibration(calibration.heat[:, 0].tolist(), calibration.shift[0].tolist())
+    return OracleCalibration(calibration.inv_temp[:, 0].tolist(), calibration.logprob_bias[0].tolist())
 
 
 def follow(

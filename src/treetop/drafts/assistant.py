@@ -34,7 +34,7 @@ from treetop.drafts.protocol import (
 )
 from treetop.kernels.rope import RopeSpec, rope_table
 from treetop.kernels.table import Ops
-from treetop.kernels.tree.calibration import Heat
+from treetop.kernels.tree.calibration import InverseTemperature
 from treetop.models.config import AttentionSpec, ModelConfig, read_config
 from treetop.models.decoder import DecoderLayer, decoder_params, unused_tensors
 from treetop.models.embedding import rounded, whole_table
@@ -207,16 +207,16 @@ class Assistant:
             x, normed = layer.leave(x, added, next_norm)
         return torch.cat([normed, self.widen(normed)], dim=-1)
 
-    def propose(self, nodes: Nodes, k: int, heat: Heat | None = None, lines: Any = None) -> Proposal:
+    def propose(self, nodes: Nodes, k: int, inv_temp: InverseTemperature | None = None, lines: Any = None) -> Proposal:
         """See `Drafter`."""
         x = nodes.state[..., : self.spec.decoder.hidden_size].contiguous()
         if self.centroids is None or self.spec.clusters is None:
-            best, tokens = self._ops.top_logprobs(self.lm_head(x), k, self.vocab.offset, heat)
+            best, tokens = self._ops.top_logprobs(self.lm_head(x), k, self.vocab.offset, inv_temp)
             return Proposal(tokens, best)
         likeliest = self.centroids(x).topk(self.spec.clusters.kept, dim=-1).indices
         some = self._order[likeliest].flatten(-2)  # [..., tokens]
         logits = torch.matmul(F.embedding(some, self.embedding), x[..., None])[..., 0]
-        best, places = self._ops.top_logprobs(logits, k, self._ranks.offset, heat)
+        best, places = self._ops.top_logprobs(logits, k, self._ranks.offset, inv_temp)
         return Proposal(some.gather(-1, places), best)
 
 

@@ -39,7 +39,7 @@ from treetop.drafts.protocol import (
 from treetop.kernels.fused import HeadNorms
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
-from treetop.kernels.tree.calibration import Heat
+from treetop.kernels.tree.calibration import InverseTemperature
 from treetop.models.config import AttentionSpec, ModelConfig
 from treetop.models.decoder import DecoderLayer, capped, layer_params
 from treetop.models.embedding import part_of, rounded, whole_logits, whole_table
@@ -263,17 +263,17 @@ class BlockHead:
             return nodes.state
         return self.edges.state(nodes.tokens, lines.slot(nodes.depth), nodes.state)
 
-    def propose(self, nodes: Nodes, k: int, heat: Heat | None = None, lines: Any = None) -> Proposal:
+    def propose(self, nodes: Nodes, k: int, inv_temp: InverseTemperature | None = None, lines: Any = None) -> Proposal:
         """See `Drafter`: without edges all nodes of a depth have the same."""
         slot, offset = lines.slot(nodes.depth), self.vocab.offset
         if self.edges is None:
-            best, tokens = self._ops.top_logprobs(slot.logits, k, offset, heat)
+            best, tokens = self._ops.top_logprobs(slot.logits, k, offset, inv_temp)
             of_nodes = (*nodes.tokens.shape, k)
             best, tokens = (x.view(len(x), *[1] * (len(of_nodes) - 2), k).expand(of_nodes) for x in (best, tokens))
             return Proposal(tokens, best)
         if nodes.tokens.dim() > 1:
-            return self.edges.propose(slot, nodes.state, k, offset, heat)
-        found = self.edges.propose(slot, nodes.state[:, None], k, offset, heat)
+            return self.edges.propose(slot, nodes.state, k, offset, inv_temp)
+        found = self.edges.propose(slot, nodes.state[:, None], k, offset, inv_temp)
         return Proposal(found.tokens[:, 0], found.logprob[:, 0])
 
     def _own_logits(self, hidden: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from treetop.checkpoints.params import Param, matrix, vector
 from treetop.drafts.protocol import Proposal
 from treetop.kernels.table import Ops
-from treetop.kernels.tree.calibration import Heat
+from treetop.kernels.tree.calibration import InverseTemperature
 from treetop.kernels.tree.tree import stable_topk
 from treetop.weights.format import CheckpointTensor, Linear, Product
 from treetop.weights.held import Weights
@@ -44,7 +44,9 @@ class Edges(Protocol):
         """Of nodes. tokens: [rows, n] int64, target ids. slot: that proposes after them. parent: [rows, n, state_size],
         0 for a root. Returns [rows, n, state_size]."""
 
-    def propose(self, slot: BlockSlot, state: Tensor, k: int, offset: Tensor, heat: Heat | None) -> Proposal:
+    def propose(
+        self, slot: BlockSlot, state: Tensor, k: int, offset: Tensor, inv_temp: InverseTemperature | None
+    ) -> Proposal:
         """What may follow nodes with these states, [rows, n, state_size]; see `Drafter.propose`.
 
         offset: that of `DraftVocab`.
@@ -129,10 +131,12 @@ class Markov:
         kept = sigmoid(gate)
         return torch.cat([kept * before + (1 - kept) * torch.tanh(new), torch.tanh(out)], dim=-1)
 
-    def propose(self, slot: BlockSlot, state: Tensor, k: int, offset: Tensor, heat: Heat | None) -> Proposal:
+    def propose(
+        self, slot: BlockSlot, state: Tensor, k: int, offset: Tensor, inv_temp: InverseTemperature | None
+    ) -> Proposal:
         """See `Edges`."""
         logits = slot.logits[:, None] + self.output(state[..., -self.spec.rank :])
-        best, tokens = self._ops.top_logprobs(logits, k, offset, heat)
+        best, tokens = self._ops.top_logprobs(logits, k, offset, inv_temp)
         return Proposal(tokens, best)
 
 
@@ -185,13 +189,15 @@ class Domino:
         update = sigmoid(new_update + old_update)
         return (1 - update) * torch.tanh(new + sigmoid(new_reset + old_reset) * old) + update * parent
 
-    def propose(self, slot: BlockSlot, state: Tensor, k: int, offset: Tensor, heat: Heat | None) -> Proposal:
+    def propose(
+        self, slot: BlockSlot, state: Tensor, k: int, offset: Tensor, inv_temp: InverseTemperature | None
+    ) -> Proposal:
         """See `Edges`."""
         logits = slot.logits[:, None].expand(-1, state.shape[1], -1)
         if slot.depth >= self.spec.plain:
             inner = self.down(torch.cat([slot.hidden[:, None].expand(*state.shape[:-1], -1), state], dim=-1))
             logits = logits + self.output(inner * self._ops.functions.sigmoid(inner))
-        best, tokens = self._ops.top_logprobs(logits, k, offset, heat)
+        best, tokens = self._ops.top_logprobs(logits, k, offset, inv_temp)
         return Proposal(tokens, best)
 
 
@@ -240,15 +246,17 @@ class Selector:
         """See `Edges`."""
         return F.embedding(tokens, self.table) * self.hidden(slot.hidden)[:, None]
 
-    def propose(self, slot: BlockSlot, state: Tensor, k: int, offset: Tensor, heat: Heat | None) -> Proposal:
+    def propose(
+        self, slot: BlockSlot, state: Tensor, k: int, offset: Tensor, inv_temp: InverseTemperature | None
+    ) -> Proposal:
         """See `Edges`."""
         logits = slot.logits.to(torch.float32)
         unary, ids = stable_topk(logits, self.spec.max_topk)  # [rows, K]
         mass = unary.logsumexp(dim=-1) - logits.logsumexp(dim=-1)
         codes = F.embedding(ids, self.candidates)  # [rows, K, rank]
         scores = unary[:, None] + (state @ codes.transpose(1, 2)).to(torch.float32)
-        if heat is not None:
-            scores = scores * heat.of_lines(scores.shape[0] * scores.shape[1]).view(*scores.shape[:2], 1)
+        if inv_temp is not None:
+            scores = scores * inv_temp.of_lines(scores.shape[0] * scores.shape[1]).view(*scores.shape[:2], 1)
         logprob = torch.log_softmax(scores, dim=-1) + mass[:, None, None]
         best, index = stable_topk(logprob.clamp(max=0), k)
         tokens = ids[:, None].expand(-1, scores.shape[1], -1).gather(2, index)

@@ -33,7 +33,7 @@ from treetop.drafts.protocol import (
 )
 from treetop.drafts.shared_words import SharedWords
 from treetop.kernels.table import Ops
-from treetop.kernels.tree.calibration import Heat
+from treetop.kernels.tree.calibration import InverseTemperature
 from treetop.models.config import AttentionSpec, ModelConfig
 from treetop.models.registry import TargetSpec, target_spec
 from treetop.models.target import Target
@@ -145,14 +145,14 @@ class DraftModel:
         """See `Drafter`. Their parents' states do not count: the layers see these nodes' K/V."""
         return self._states(nodes.tokens, positions, attend)
 
-    def propose(self, nodes: Nodes, k: int, heat: Heat | None = None, lines: Any = None) -> Proposal:
+    def propose(self, nodes: Nodes, k: int, inv_temp: InverseTemperature | None = None, lines: Any = None) -> Proposal:
         """See `Drafter`."""
         logits = self.model.logits(nodes.state)
         if self._proposed is not None:
             logits = logits.index_select(-1, self._proposed)
         elif logits.shape[-1] != self.spec.vocab_size:
             logits = logits[..., : self.spec.vocab_size].contiguous()
-        best, tokens = self._ops.top_logprobs(logits, k, self.vocab.offset, heat)
+        best, tokens = self._ops.top_logprobs(logits, k, self.vocab.offset, inv_temp)
         return Proposal(tokens, best)
 
     def _states(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:

@@ -34,7 +34,7 @@ from treetop.drafts.head_files import (
 from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Nodes, Proposal, Streamed
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
-from treetop.kernels.tree.calibration import Heat
+from treetop.kernels.tree.calibration import InverseTemperature
 from treetop.models.attention import attention, attention_params
 from treetop.models.config import AttentionSpec, ModelConfig, model_config, read_config
 from treetop.models.decoder import DecoderLayer
@@ -176,9 +176,9 @@ class EagleHead:
     def _own_logits(self, state: Tensor) -> Tensor:
         return whole_logits(self.lm_head(state), self.spec.vocab_size, self._ops.parallel)
 
-    def propose(self, nodes: Nodes, k: int, heat: Heat | None = None, lines: Any = None) -> Proposal:
+    def propose(self, nodes: Nodes, k: int, inv_temp: InverseTemperature | None = None, lines: Any = None) -> Proposal:
         """See `Drafter`."""
-        best, tokens = self._ops.top_logprobs(self._logits(nodes.state), k, self.vocab.offset, heat)
+        best, tokens = self._ops.top_logprobs(self._logits(nodes.state), k, self.vocab.offset, inv_temp)
         return Proposal(tokens, best)
 
 

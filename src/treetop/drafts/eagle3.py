@@ -29,7 +29,7 @@ from treetop.drafts.head_files import (
 from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Nodes, Proposal, Streamed
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
-from treetop.kernels.tree.calibration import Heat
+from treetop.kernels.tree.calibration import InverseTemperature
 from treetop.models.attention import attention, attention_params
 from treetop.models.config import AttentionSpec, ModelConfig
 from treetop.models.decoder import DecoderLayer
@@ -252,7 +252,7 @@ class Eagle3Head:
         """state: [..., hidden], as `forward` gives it. Returns [..., draft vocab]."""
         return self._logits(state if self.spec.norms.output else self.norm(state))
 
-    def propose(self, nodes: Nodes, k: int, heat: Heat | None = None, lines: Any = None) -> Proposal:
+    def propose(self, nodes: Nodes, k: int, inv_temp: InverseTemperature | None = None, lines: Any = None) -> Proposal:
         """See `Drafter`."""
-        best, tokens = self._ops.top_logprobs(self.logits(nodes.state), k, self.vocab.offset, heat)
+        best, tokens = self._ops.top_logprobs(self.logits(nodes.state), k, self.vocab.offset, inv_temp)
         return Proposal(tokens, best)

@@ -36,7 +36,7 @@ from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Nodes,
 from treetop.kernels.moe.routing import RoutedTokens
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
-from treetop.kernels.tree.calibration import Heat
+from treetop.kernels.tree.calibration import InverseTemperature
 from treetop.models.config import (
     AbsentSpec,
     AttentionSpec,
@@ -406,10 +406,10 @@ class MtpLayer:
         x, added = self.layer(x, self.layer.input_norm(x), rotary, attend, tokens_of_all)
         return self.norm.after(x, added)[1] if self.spec.normed_state else self._ops.add(x, added)
 
-    def propose(self, nodes: Nodes, k: int, heat: Heat | None = None, lines: Any = None) -> Proposal:
+    def propose(self, nodes: Nodes, k: int, inv_temp: InverseTemperature | None = None, lines: Any = None) -> Proposal:
         """See `Drafter`."""
         normed = nodes.state if self.spec.normed_state else self.norm(nodes.state)
-        best, tokens = self._ops.top_logprobs(self._target.logits(normed), k, self.vocab.offset, heat)
+        best, tokens = self._ops.top_logprobs(self._target.logits(normed), k, self.vocab.offset, inv_temp)
         return Proposal(tokens, best)
 
 

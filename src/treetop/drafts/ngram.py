@@ -21,7 +21,7 @@ from treetop.checkpoints.params import Param
 from treetop.drafts.head_files import no_offset
 from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Nodes, Proposal, Streamed
 from treetop.kernels.table import Ops
-from treetop.kernels.tree.calibration import Heat
+from treetop.kernels.tree.calibration import InverseTemperature
 from treetop.kernels.tree.row_text import continued, continued_in_past, ending, longest_matches
 from treetop.kernels.tree.tree import stable_topk
 from treetop.models.config import AttentionSpec, ModelConfig
@@ -108,11 +108,11 @@ class NgramLookup:
         length = torch.where(agrees, length + 1, 0)
         return torch.cat([length[..., None], F.pad(following[..., 1:], (0, 1))], dim=-1).flatten(-2)
 
-    def propose(self, nodes: Nodes, k: int, heat: Heat | None = None, lines: Any = None) -> Proposal:
+    def propose(self, nodes: Nodes, k: int, inv_temp: InverseTemperature | None = None, lines: Any = None) -> Proposal:
         """See `Drafter`: a token's share of the places, by their matches, times how far the longest can be trusted: one
         of n tokens n / (n + 1).
 
-        There are no logits to heat: what is learned of these proposals is in the shifts alone.
+        There are no logits to multiply: what is learned of these proposals is in the biases alone.
         """
         state = nodes.state
         places = state.unflatten(-1, (PLACES, -1))

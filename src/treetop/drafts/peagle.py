@@ -37,7 +37,7 @@ from treetop.drafts.protocol import (
     Streamed,
 )
 from treetop.kernels.table import Ops
-from treetop.kernels.tree.calibration import Heat
+from treetop.kernels.tree.calibration import InverseTemperature
 from treetop.models.config import AttentionSpec, ModelConfig
 from treetop.models.target import Target
 from treetop.types.config import Recurrence
@@ -161,9 +161,11 @@ class PEagleHead:
         """See `Drafter`: no layer runs, and no state counts but the root's."""
         return nodes.state
 
-    def propose(self, nodes: Nodes, k: int, heat: Heat | None = None, lines: Tensor | Any = None) -> Proposal:
+    def propose(
+        self, nodes: Nodes, k: int, inv_temp: InverseTemperature | None = None, lines: Tensor | Any = None
+    ) -> Proposal:
         """See `Drafter`: all nodes of a depth have the same."""
-        best, tokens = self._ops.top_logprobs(lines[:, nodes.depth].contiguous(), k, self.vocab.offset, heat)
+        best, tokens = self._ops.top_logprobs(lines[:, nodes.depth].contiguous(), k, self.vocab.offset, inv_temp)
         if nodes.tokens.dim() == 1:
             return Proposal(tokens, best)
         n = nodes.tokens.shape[1]

@@ -12,7 +12,7 @@ from treetop.attention.layer import Attend
 from treetop.checkpoints.loader import LoadContext
 from treetop.checkpoints.params import Param
 from treetop.kernels.table import Ops
-from treetop.kernels.tree.calibration import Heat
+from treetop.kernels.tree.calibration import InverseTemperature
 from treetop.kernels.tree.row_text import PastTexts
 from treetop.models.config import AttentionSpec
 from treetop.models.target import Target
@@ -152,8 +152,8 @@ class Grower(Protocol):
     def step(self, nodes: Nodes, positions: Tensor, attend: Attend, lines: Any = None) -> Tensor:
         """nodes: [rows, n], with their parents' states. positions: [rows, n] int64. Returns their own states."""
 
-    def propose(self, nodes: Nodes, k: int, heat: Heat | None = None, lines: Any = None) -> Proposal:
-        """What may follow each node. heat: what the rows' logits, if there are any, are multiplied by; None is 1.
+    def propose(self, nodes: Nodes, k: int, inv_temp: InverseTemperature | None = None, lines: Any = None) -> Proposal:
+        """What may follow each node. inv_temp: what the rows' logits, if there are any, are multiplied by; None is 1.
 
         Log-probabilities are float32 in every dtype: ties are the same everywhere.
         """

@@ -31,7 +31,7 @@ from treetop.drafts.protocol import (
     Streamed,
 )
 from treetop.kernels.table import Ops
-from treetop.kernels.tree.calibration import Heat
+from treetop.kernels.tree.calibration import InverseTemperature
 from treetop.kernels.tree.tree import stable_topk
 from treetop.models.config import AttentionSpec, ModelConfig
 from treetop.models.target import Target
@@ -132,10 +132,10 @@ class WithLookup:
         state = self.inner.step(own, positions, attend, lines)
         return _joined(state, self.lookup.step(places, positions, attend))
 
-    def propose(self, nodes: Nodes, k: int, heat: Heat | None = None, lines: Any = None) -> Proposal:
+    def propose(self, nodes: Nodes, k: int, inv_temp: InverseTemperature | None = None, lines: Any = None) -> Proposal:
         """See `Drafter`."""
         own, places = self._parts(nodes)
-        said, read = self.inner.propose(own, k, heat, lines), self.lookup.propose(places, k)
+        said, read = self.inner.propose(own, k, inv_temp, lines), self.lookup.propose(places, k)
         length = self.lookup.longest(places.state)[..., None].to(torch.float32)
         weight = length**2 / (length**2 + _EVEN**2)
         alike = said.tokens[..., :, None] == read.tokens[..., None, :]

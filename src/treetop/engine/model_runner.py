@@ -19,7 +19,7 @@ from treetop.engine.state import RowState
 from treetop.kernels.attention.metadata import AttentionMetadata
 from treetop.kernels.kv import moved, slots_of
 from treetop.kernels.table import Ops
-from treetop.kernels.tree.calibration import Heat
+from treetop.kernels.tree.calibration import InverseTemperature
 from treetop.kernels.tree.commit import Paths
 from treetop.kernels.tree.drawn import RoundOfRows
 from treetop.kernels.tree.rows import DraftState, store
@@ -209,7 +209,7 @@ class ModelRunner:
         """What a simulation draws by, of a batch's rows [rows]."""
         state, dummy = self.state, self.layout.dummy_row
         seed, classes = state.numbers["seed"], state.numbers["classes"]
-        return RoundOfRows(seed, state.committed, classes, rows, dummy, state.calibration.heat)
+        return RoundOfRows(seed, state.committed, classes, rows, dummy, state.calibration.inv_temp)
 
     def propose(self, tokens: Tensor, state: Tensor, classes: Tensor, lines: Any = None) -> DraftState:
         """What a row keeps of roots, tokens [rows] and their states [rows, state_size]: these, and what is proposed.
@@ -217,8 +217,8 @@ class ModelRunner:
         classes: [rows] int64, by which proposals are calibrated. lines: of the drafter's block.
         """
         assert self.drafter is not None
-        heat = Heat(self.state.calibration.heat[0], classes)
-        proposal = self.drafter.propose(Nodes(tokens, state, 0), self.layout.max_topk, heat, lines)
+        inv_temp = InverseTemperature(self.state.calibration.inv_temp[0], classes)
+        proposal = self.drafter.propose(Nodes(tokens, state, 0), self.layout.max_topk, inv_temp, lines)
         return DraftState(proposal.tokens, proposal.logprob, state)
 
     def extended(self, rows: Tensor, tokens: Tensor, state: Tensor, classes: Tensor) -> DraftState | None:

@@ -51,5 +51,5 @@ def grow_tree(
         level = Level(index, positions, frontier.mask)
         nodes = Nodes(frontier.tokens, frontier.hidden, index + 1)
         out = drafter.step(nodes, level.positions, attend(level), lines)
-        proposal = drafter.propose(replace(nodes, state=out), k, growth.row_heat(nodes.depth), lines)
+        proposal = drafter.propose(replace(nodes, state=out), k, growth.row_inv_temp(nodes.depth), lines)
         frontier = ops.grow(growth, index, frontier, Children(proposal.tokens, proposal.logprob, out))

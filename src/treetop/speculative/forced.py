@@ -13,7 +13,7 @@ from torch import Tensor
 
 from treetop.attention.layer import Attend
 from treetop.drafts.protocol import Grower, Nodes, Proposal
-from treetop.kernels.tree.calibration import Heat
+from treetop.kernels.tree.calibration import InverseTemperature
 from treetop.kernels.tree.rows import DraftState, store_draft
 
 _NEVER = -100.0
@@ -34,9 +34,9 @@ class Forced:
         """See `Grower`."""
         return self.inner.step(nodes, positions, attend, lines)
 
-    def propose(self, nodes: Nodes, k: int, heat: Heat | None = None, lines: Any = None) -> Proposal:
+    def propose(self, nodes: Nodes, k: int, inv_temp: InverseTemperature | None = None, lines: Any = None) -> Proposal:
         """See `Grower`. nodes: of a frontier, whose first is the spine's."""
-        said, forced = self.inner.propose(nodes, k, heat, lines), self.chain[:, nodes.depth]
+        said, forced = self.inner.propose(nodes, k, inv_temp, lines), self.chain[:, nodes.depth]
         if is_free(forced):
             return said
         first = with_forced(Proposal(said.tokens[:, 0], said.logprob[:, 0]), forced)

@@ -15,7 +15,7 @@ from treetop.attention.layer import Attend
 from treetop.drafts.protocol import Grower, Nodes, Proposal
 from treetop.kernels.sampling.sampling import PartialArgmax, SampledTokens
 from treetop.kernels.table import Ops
-from treetop.kernels.tree.calibration import Heat
+from treetop.kernels.tree.calibration import InverseTemperature
 from treetop.kernels.tree.drawn import DRAWS, DrawnNodes, RoundOfRows
 from treetop.kernels.tree.grow import TreeBuilder
 from treetop.speculative.profile import AcceptanceProfile, draw_nodes
@@ -97,6 +97,6 @@ class SimulatedProposals:
     def step(self, nodes: Nodes, positions: Tensor, attend: Attend, lines: Any = None) -> Tensor:
         return self.drafter.step(nodes, positions, attend, lines)
 
-    def propose(self, nodes: Nodes, k: int, heat: Heat | None = None, lines: Any = None) -> Proposal:
-        proposal = self.drafter.propose(nodes, k, heat, lines)
+    def propose(self, nodes: Nodes, k: int, inv_temp: InverseTemperature | None = None, lines: Any = None) -> Proposal:
+        proposal = self.drafter.propose(nodes, k, inv_temp, lines)
         return Proposal(proposal.tokens, self.ops.say_level(self.drawn, self.at, nodes.depth, k))

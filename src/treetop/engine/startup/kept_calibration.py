@@ -18,14 +18,15 @@ from treetop.checkpoints.fingerprint import fingerprint
 from treetop.checkpoints.json_file import read_object
 from treetop.drafts.protocol import DrafterSpec
 from treetop.kernels.tree.calibration import Calibration
-from treetop.kernels.tree.learn import shift_of
+from treetop.kernels.tree.learn import logprob_bias_of
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CheckpointError, ConfigError, shown
 from treetop.types.parallel import Parallel
 
 EVERY = 256
 """Rounds after which a file is written again."""
-_KEPT = ("heat", "nodes", "seen", "chosen", "predicted")
+_KEPT = {"heat": "inv_temp", "nodes": "nodes", "seen": "seen", "chosen": "chosen", "predicted": "predicted"}
+"""Names of tables in a file, and of a calibration's."""
 _FORMAT = 3
 
 
@@ -46,13 +47,13 @@ class KeptCalibration:
         """
         calibration.reset()
         for name, values in self.known.items():
-            table = getattr(calibration, name)
+            table = getattr(calibration, _KEPT[name])
             common = tuple(slice(min(a, b)) for a, b in zip(table.shape, values.shape, strict=True))
             table[common] = values[common].to(table.device)
         for name in _KEPT if parallel.size > 1 else ():
-            table = getattr(calibration, name)
+            table = getattr(calibration, _KEPT[name])
             table.copy_(parallel.gather(table)[0])
-        calibration.shift.copy_(shift_of(calibration))
+        calibration.logprob_bias.copy_(logprob_bias_of(calibration))
 
     def after(self, rounds: int, calibration: Calibration) -> None:
         """Write the file, now and then, without a wait for the device: of a GPU, what was copied one time before.
@@ -61,15 +62,15 @@ class KeptCalibration:
         """
         if not self.writes or rounds % EVERY:
             return
-        if self._copied and calibration.heat.is_cuda:
+        if self._copied and calibration.inv_temp.is_cuda:
             self._write(self._copied)
-        self._copied.update({name: _to_host(getattr(calibration, name)) for name in _KEPT})
-        if not calibration.heat.is_cuda:
+        self._copied.update({name: _to_host(getattr(calibration, _KEPT[name])) for name in _KEPT})
+        if not calibration.inv_temp.is_cuda:
             self._write(self._copied)
 
     def write(self, calibration: Calibration) -> None:
         """Replace the file in one step by what is known now; it waits for the rounds that are out."""
-        self._write({name: getattr(calibration, name) for name in _KEPT})
+        self._write({name: getattr(calibration, _KEPT[name]) for name in _KEPT})
 
     def _write(self, copied: Mapping[str, Tensor]) -> None:
         tables = {name: copied[name].tolist() for name in _KEPT}

@@ -1,8 +1,8 @@
 """Calibration: what a head's log-probabilities say of acceptance, learned from the target's choices.
 
-The score of a node is its estimated probability to be accepted. A head's logits are multiplied by a learned heat, one
-over a temperature, before the softmax, by the depth of the proposal: heads that draft all depths in one pass are surer
-of deep ones than they should be. Then each log-probability gets a learned shift, by that depth and by its rank among
+The score of a node is its estimated probability to be accepted. A head's logits are multiplied by a learned inverse
+temperature before the softmax, by the depth of the proposal: heads that draft all depths in one pass are surer
+of deep ones than they should be. Then each log-probability gets a learned bias, by that depth and by its rank among
 the k of its parent. So the same trees grow whatever the scale of a head's logits; no chain and no token depends on it.
 Rows are of a class by the temperature that they sample with, for a draw agrees with a head less often than an argmax.
 Learning is in `kernels.tree.learn`.
@@ -19,7 +19,7 @@ from treetop.kernels.triton_guard import Arg, constexpr, jit, tl
 from treetop.types.sampling import CLASSES
 
 
-class Heat(NamedTuple):
+class InverseTemperature(NamedTuple):
     """What logits of a depth are multiplied by. table: [classes] float32. classes: [rows] int64, of a batch's rows."""
 
     table: Tensor
@@ -34,8 +34,8 @@ class Heat(NamedTuple):
 class Calibration:
     """The state of an engine, on the device: written in place, never rebound.
 
-    heat: [depths, classes] float32, so that a depth's are side by side.
-    shift: [classes, depths, ranks] float32.
+    inv_temp: [depths, classes] float32, so that a depth's are side by side.
+    logprob_bias: [classes, depths, ranks] float32.
     nodes: [classes, depths] float32, learned from, of those remembered.
     seen, chosen, predicted: [classes, depths, ranks] float32, of those nodes how many had a proposal of a rank, how
         often it was the target's choice there, and how often the head's probabilities said that it would be.
@@ -44,8 +44,8 @@ class Calibration:
     depths: S, of proposals at depth 1 first; ranks: k.
     """
 
-    heat: Tensor
-    shift: Tensor
+    inv_temp: Tensor
+    logprob_bias: Tensor
     nodes: Tensor
     seen: Tensor
     chosen: Tensor
@@ -61,7 +61,7 @@ class Calibration:
         """What is known before anything was learned: heads are believed."""
         for name in self.__dataclass_fields__:
             getattr(self, name).zero_()
-        self.heat.fill_(1.0)
+        self.inv_temp.fill_(1.0)
 
 
 def make_calibration(depths: int, ranks: int, make: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> Calibration:
@@ -80,21 +80,21 @@ def make_calibration(depths: int, ranks: int, make: Callable[[tuple[int, ...], t
     return made
 
 
-def corrected(logprob: Tensor, shift: Tensor) -> Tensor:
-    """Log-probabilities [..., k], best first, with the shifts of their ranks: none above 0 or above one before it.
+def corrected(logprob: Tensor, logprob_bias: Tensor) -> Tensor:
+    """Log-probabilities [..., k], best first, with the biases of their ranks: none above 0 or above one before it.
 
     So no child outranks its parent, and none a sibling that the head prefers. NaN is -inf, and so is what follows it.
     """
     known = logprob.nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
-    return (known + shift).clamp(max=0).cummin(dim=-1).values
+    return (known + logprob_bias).clamp(max=0).cummin(dim=-1).values
 
 
 @jit
-def corrected_in_registers(logprob: Arg, shift: Arg, first: Arg, rank: Arg, there: Arg, k: constexpr) -> Arg:
-    """`corrected` of the proposals `first + rank`: they lie side by side from `first` on, as do the shifts."""
+def corrected_in_registers(logprob: Arg, logprob_bias: Arg, first: Arg, rank: Arg, there: Arg, k: constexpr) -> Arg:
+    """`corrected` of the proposals `first + rank`: they lie side by side from `first` on, as do the biases."""
     lowest = tl.zeros_like(first).to(tl.float32)
     for other in tl.static_range(k):
         own = tl.load(logprob + first + other, mask=there, other=0.0)
-        own = tl.where(own == own, own, float("-inf")) + tl.load(shift + other)  # noqa: PLR0124 - NaN is not itself
+        own = tl.where(own == own, own, float("-inf")) + tl.load(logprob_bias + other)  # noqa: PLR0124 - NaN is not itself
         lowest = tl.where(rank >= other, tl.minimum(lowest, own), lowest)
     return lowest

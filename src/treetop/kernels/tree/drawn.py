@@ -44,7 +44,7 @@ class RoundOfRows:
     """What a round's draws depend on.
 
     seed, committed, classes: [num_rows] int64, of all rows. rows: [rows] int64, the batch's. dummy_row: padding.
-    heat: [depths, classes] float32, what the head's logits are multiplied by.
+    inv_temp: [depths, classes] float32, what the head's logits are multiplied by.
     """
 
     seed: Tensor
@@ -52,7 +52,7 @@ class RoundOfRows:
     classes: Tensor
     rows: Tensor
     dummy_row: int
-    heat: Tensor
+    inv_temp: Tensor
 
     def draws(self, index: Tensor) -> Tensor:
         """31 bits for each row and index, [rows, n] int64. index: [n] int64."""
@@ -73,9 +73,9 @@ def _mixed(x: Tensor) -> Tensor:
     return (x >> 33) & 0x7FFFFFFF
 
 
-def logprob_of(logits: Tensor, tail: int, heat: Tensor | float) -> Tensor:
+def logprob_of(logits: Tensor, tail: int, inv_temp: Tensor | float) -> Tensor:
     """Log-probabilities of the proposals: [..., ranks] float32. logits: [..., ranks + 1] of `DrawnNodes`."""
-    hot = logits * heat
+    hot = logits * inv_temp
     others = hot[..., -1:] + log(tail)
     return hot[..., :-1] - torch.logsumexp(torch.cat([hot[..., :-1], others], dim=-1), dim=-1, keepdim=True)
 
@@ -98,9 +98,9 @@ def say_level_reference(drawn: DrawnNodes, at: RoundOfRows, depth: int, k: int) 
 
 def _says(drawn: DrawnNodes, at: RoundOfRows, depth: int, groups: Tensor, k: int) -> Tensor:
     """[rows, n, k] float32. groups: [n] int64."""
-    heat = at.heat[depth][at.classes[at.rows]][:, None, None]
+    inv_temp = at.inv_temp[depth][at.classes[at.rows]][:, None, None]
     logits = drawn.logits[depth, at.nodes(at.draws(groups), drawn)]
-    return logprob_of(logits, drawn.tail, heat)[..., :k].contiguous()
+    return logprob_of(logits, drawn.tail, inv_temp)[..., :k].contiguous()
 
 
 def choose_drawn_reference(drawn: DrawnNodes, at: RoundOfRows, growth: TreeBuilder) -> SampledTokens:
@@ -140,7 +140,7 @@ def _launch_says(drawn: DrawnNodes, at: RoundOfRows, depth: int, k: int, out: Te
     """Into [num_rows, k or more] at depth 0, else into [rows, k, k]."""
     _, draws, width = drawn.logits.shape
     _says_kernel[(len(at.rows),)](
-        out, drawn.logits[depth], at.seed, at.committed, at.classes, at.heat[depth], at.rows, at.dummy_row,
+        out, drawn.logits[depth], at.seed, at.committed, at.classes, at.inv_temp[depth], at.rows, at.dummy_row,
         out.stride(0), 1 + (depth - 1) * k if depth else 0, log(drawn.tail),
         roots=depth == 0, k=k, draws=draws, kinds=drawn.kinds, ranks=width - 1, block_k=lanes(k if depth else 1),
         block_r=lanes(width), overlap=gpu.can_overlap, num_warps=1, **launch_options(gpu),
@@ -189,7 +189,7 @@ def _nodes(seeds: Arg, row: Arg, draw: Arg, draws: constexpr, kinds: constexpr) 
 
 @jit
 def _says_kernel(
-    out: Arg, logits: Arg, seeds: Arg, committed: Arg, classes: Arg, heats: Arg, rows: Arg, dummy_row: Arg,
+    out: Arg, logits: Arg, seeds: Arg, committed: Arg, classes: Arg, inv_temps: Arg, rows: Arg, dummy_row: Arg,
     out_row: Arg, first: Arg, log_tail: Arg,
     roots: constexpr, k: constexpr, draws: constexpr, kinds: constexpr, ranks: constexpr, block_k: constexpr,
     block_r: constexpr, overlap: constexpr,
@@ -202,7 +202,7 @@ def _says_kernel(
     line = _nodes(seeds, row, _draws(seeds, committed, row, (first + slot).to(tl.int64)), draws, kinds)
     inside = (rank <= ranks)[None, :]
     x = tl.load(logits + line[:, None] * (ranks + 1) + rank[None, :], mask=inside, other=0.0)
-    x = x * tl.load(heats + tl.load(classes + row)) + tl.where(rank[None, :] == ranks, log_tail, 0.0)
+    x = x * tl.load(inv_temps + tl.load(classes + row)) + tl.where(rank[None, :] == ranks, log_tail, 0.0)
     x = tl.where(inside, x, float("-inf"))
     top = tl.max(x, 1)[:, None]
     says = x - (top + tl.log(tl.sum(tl.exp(x - top), 1))[:, None])

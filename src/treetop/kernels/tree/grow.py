@@ -15,7 +15,7 @@ from torch import Tensor
 
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.sort_key import index_of, key_of
-from treetop.kernels.tree.calibration import Calibration, Heat, corrected, corrected_in_registers
+from treetop.kernels.tree.calibration import Calibration, InverseTemperature, corrected, corrected_in_registers
 from treetop.kernels.tree.rows import RowTables
 from treetop.kernels.tree.topk import MOST
 from treetop.kernels.tree.tree import next_level_mask, root_tree, stable_topk
@@ -70,7 +70,7 @@ class TreeBuilder:
     logprob: [rows, n] float32, each candidate's own, not corrected.
     chosen: [rows, T] int64, the flat index of each node of the tree; -1 for the root.
     classes: [rows] int64, of the rows, by which they are calibrated.
-    heat, shift: of the engine's `Calibration`.
+    inv_temp, logprob_bias: of the engine's `Calibration`.
     """
 
     shape: SpecShape
@@ -81,8 +81,8 @@ class TreeBuilder:
     logprob: Tensor
     chosen: Tensor
     classes: Tensor
-    heat: Tensor
-    shift: Tensor
+    inv_temp: Tensor
+    logprob_bias: Tensor
 
     def first(self, count: int) -> "TreeBuilder":
         """The part that a batch of so many rows uses."""
@@ -104,9 +104,9 @@ class TreeBuilder:
         first = torch.arange(-1, k, device=self.parents.device).expand(len(self.parents), -1)
         return torch.cat([first, self.parents[:, k + 1 : groups]], dim=1)[:, :groups]
 
-    def row_heat(self, depth: int) -> Heat:
+    def row_inv_temp(self, depth: int) -> InverseTemperature:
         """By which the head's log-probabilities after these rows' nodes of a depth are taken."""
-        return Heat(self.heat[depth], self.classes)
+        return InverseTemperature(self.inv_temp[depth], self.classes)
 
 
 def make_growth(
@@ -126,8 +126,8 @@ def make_growth(
         make((count, shape.num_candidates), real),
         make((count, shape.num_draft_tokens), long),
         make((count,), long),
-        calibration.heat,
-        calibration.shift,
+        calibration.inv_temp,
+        calibration.logprob_bias,
     )
 
 
@@ -171,7 +171,7 @@ def start_reference(
     tokens, score, logprob = growth.tokens[:, :k], growth.scores[:, :k], growth.logprob[:, :k]
     tokens.copy_(tables.draft.tokens[rows, :k])
     logprob.copy_(tables.draft.logprob[rows, :k])
-    score.copy_(corrected(logprob, growth.shift[growth.classes, 0, :k]))
+    score.copy_(corrected(logprob, growth.logprob_bias[growth.classes, 0, :k]))
     growth.parents[:, : k + 1] = torch.arange(-1, k, device=rows.device)
     levels = [draft_positions(committed, level, k) for level in range(shape.num_steps)]
     torch.cat(levels, dim=1, out=growth.positions)
@@ -201,7 +201,7 @@ def start(
         rows, tables.committed, tables.root, *((draft.tokens, draft.logprob) if draft else (tables.root,) * 2), state,
         tree.tokens, tree.parent, tree.depth, flags, tree.logprob, places.committed, places.nodes, places.path,
         growth.tokens, growth.scores, growth.positions, hidden,
-        tables.classes, growth.classes, growth.shift, growth.logprob, growth.shift.stride(0),
+        tables.classes, growth.classes, growth.logprob_bias, growth.logprob, growth.logprob_bias.stride(0),
         draft.tokens.stride(0) if draft else 0, state.stride(0), row_stride(tree), flags.stride(0),
         places.nodes.stride(0), places.path.stride(0), shape.num_candidates, width,
         k=k, steps=steps, block_k=lanes(k), block_w=lanes(steps + 1),
@@ -216,7 +216,7 @@ def _start_kernel(
     rows: Arg, committed: Arg, root: Arg, tokens: Arg, logprob: Arg, hidden: Arg,
     node_tokens: Arg, parent: Arg, depth: Arg, mask: Arg, node_logprob: Arg,
     out_committed: Arg, nodes: Arg, path: Arg, out_tokens: Arg, out_scores: Arg, positions: Arg, out_hidden: Arg,
-    classes: Arg, out_classes: Arg, shift: Arg, out_logprob: Arg, class_stride: Arg,
+    classes: Arg, out_classes: Arg, logprob_bias: Arg, out_logprob: Arg, class_stride: Arg,
     token_row: Arg, hidden_row: Arg, tree_row: Arg, mask_row: Arg, nodes_row: Arg, path_row: Arg,
     candidates: Arg, width: Arg,
     k: constexpr, steps: constexpr, block_k: constexpr, block_w: constexpr, block_p: constexpr, block: constexpr,
@@ -245,7 +245,7 @@ def _start_kernel(
             own = tl.load(logprob + row * token_row + branch, mask=there, other=0.0)
             tl.store(out_logprob + item * candidates + branch, own, mask=there)
             first = tl.zeros([block_k], tl.int64) + row * token_row
-            score = corrected_in_registers(logprob, shift + kind * class_stride, first, branch, there, k)
+            score = corrected_in_registers(logprob, logprob_bias + kind * class_stride, first, branch, there, k)
             tl.store(out_scores + item * candidates + branch, score, mask=there)
             node = tl.arange(0, block_p)
             tl.store(positions + item * (k * steps) + node, length + node // k, mask=node < k * steps)
@@ -267,7 +267,7 @@ def grow_reference(growth: TreeBuilder, level: int, frontier: Frontier, children
     scores = growth.scores[:, first : first + k**2]
     logprob = growth.logprob[:, first : first + k**2]
     logprob.copy_(children.logprob.flatten(1))
-    own = corrected(children.logprob, growth.shift[growth.classes, level + 1, :k][:, None])
+    own = corrected(children.logprob, growth.logprob_bias[growth.classes, level + 1, :k][:, None])
     torch.add(frontier.score[:, :, None], own, out=scores.unflatten(1, (k, k)))
     tokens = children.tokens.flatten(1)
     growth.tokens[:, first : first + k**2] = tokens
@@ -300,7 +300,7 @@ def grow(growth: TreeBuilder, level: int, frontier: Frontier, children: Children
     _grow_kernel[(rows, max(1, -(-width // block)))](
         frontier.score, proposed, logprob, children.hidden, flags,
         growth.tokens, growth.scores, growth.parents, tokens, score, hidden, mask,
-        growth.logprob, growth.classes, growth.shift[:, level + 1], growth.shift.stride(0),
+        growth.logprob, growth.classes, growth.logprob_bias[:, level + 1], growth.logprob_bias.stride(0),
         frontier.score.stride(0), *flags.stride(), growth.shape.num_candidates, growth.parents.stride(0),
         k + level * k * k, 1 + (level + 1) * k, t, width,
         k=k, block_k=lanes(k), block_c=lanes(k * k), block_t=lanes(k * growth.shape.num_steps),
@@ -313,7 +313,7 @@ def grow(growth: TreeBuilder, level: int, frontier: Frontier, children: Children
 def _grow_kernel(
     above: Arg, tokens: Arg, logprob: Arg, hidden: Arg, mask: Arg,
     all_tokens: Arg, all_scores: Arg, parents: Arg, out_tokens: Arg, out_score: Arg, out_hidden: Arg, out_mask: Arg,
-    all_logprob: Arg, classes: Arg, shift: Arg, class_stride: Arg,
+    all_logprob: Arg, classes: Arg, logprob_bias: Arg, class_stride: Arg,
     above_row: Arg, mask_row: Arg, mask_node: Arg, mask_column: Arg, candidates: Arg, parent_row: Arg,
     first: Arg, first_group: Arg, t: Arg, width: Arg,
     k: constexpr, block_k: constexpr, block_c: constexpr, block_t: constexpr, block: constexpr, overlap: constexpr,
@@ -326,9 +326,9 @@ def _grow_kernel(
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     child = tl.arange(0, block_c)
     real = child < k * k
-    own_shift = shift + tl.load(classes + row) * class_stride
+    own_bias = logprob_bias + tl.load(classes + row) * class_stride
     score = tl.load(above + row * above_row + child // k, mask=real, other=0.0)
-    score += corrected_in_registers(logprob, own_shift, row * (k * k) + child // k * k, child % k, real, k)
+    score += corrected_in_registers(logprob, own_bias, row * (k * k) + child // k * k, child % k, real, k)
     ranked = tl.where(child == 0, float("inf"), score)  # the spine's next node
     key = tl.where(real, key_of(ranked, child), -0x7FFFFFFFFFFFFFFF)
     slot = tl.arange(0, block_k)
@@ -350,7 +350,7 @@ def _grow_kernel(
         next_token = tl.load(tokens + row * (k * k) + chosen, mask=there, other=0)
         tl.store(out_tokens + row * k + slot, next_token, mask=there)
         next_score = tl.load(above + row * above_row + parent, mask=there, other=0.0)
-        next_score += corrected_in_registers(logprob, own_shift, row * (k * k) + parent * k, chosen % k, there, k)
+        next_score += corrected_in_registers(logprob, own_bias, row * (k * k) + parent * k, chosen % k, there, k)
         tl.store(out_score + row * k + slot, next_score, mask=there)
         column = tl.arange(0, block_t)
         inherited = mask + row * mask_row + parent[:, None] * mask_node + column[None, :] * mask_column

@@ -2,9 +2,9 @@
 
 What is learned from: every verified node whose children the head proposed, on the accepted path or not, and all k of
 them, selected or not. Predicted and observed shares are kept as sums in which later rounds weigh more, and of which no
-more than `HORIZON` nodes' worth is remembered. Heat follows the best proposals of a depth: it rises while they are
-chosen more often than predicted (stochastic approximation; H. Robbins and S. Monro, Ann. Math. Statist. 22, 1951). A
-shift is the log of observed over predicted, both with a prior.
+more than `HORIZON` nodes' worth is remembered. The inverse temperature follows the best proposals of a depth: it rises
+while they are chosen more often than predicted (stochastic approximation; H. Robbins and S. Monro, Ann. Math. Statist.
+22, 1951). A bias is the log of observed over predicted, both with a prior.
 
 Sums of a round are integers, so that they are the same in any order; all ranks that share a model learn the same.
 """
@@ -24,17 +24,17 @@ from treetop.types.tree import Accepted
 HORIZON = 8192.0
 """Nodes that a class remembers at each depth."""
 PRIOR_NODES = 64.0
-"""Nodes of a depth that the heat a head begins with counts for."""
+"""Nodes of a depth that the inverse temperature a head begins with counts for."""
 PRIOR_CHOICES = 4.0
 """Choices, predicted and observed alike, that a shift of 0 counts for."""
 NEWEST = 2.0
 """How much more a new node weighs than the mean of those before."""
 GAIN = 4.0
-"""About one over how fast the best proposal's probability changes with the log of the heat."""
+"""About one over how fast the best proposal's probability changes with the log of the inverse temperature."""
 LARGEST_STEP = 0.25
-"""Of the log of the heat, in one round."""
-LOG_HEAT = 2.7725887
-"""Bound of the log of the heat, log 16."""
+"""Of the log of the inverse temperature, in one round."""
+LOG_INV_TEMP = 2.7725887
+"""Bound of the log of the inverse temperature, log 16."""
 SHIFT = 2.0794415
 """Bound of a shift, log 8."""
 ONE = 1 << 24
@@ -48,7 +48,7 @@ class Observed:
     rows: [rows] int64, the batch's.
     dummy_row: padding, which teaches nothing.
     constrained: [num_rows] bool, rows whose choices are not the target's alone; None if there are none.
-    makes_logits: there are logits to heat.
+    makes_logits: there are logits to multiply.
     """
 
     rows: Tensor
@@ -78,32 +78,33 @@ def _add_up(calibration: Calibration, growth: TreeBuilder, accepted: Accepted, o
     each = torch.cat([torch.ones_like(hits[:, :, :1]), hits, predicted], dim=2) * verified[:, :, None]
     root, deeper = each[:, :1], each[:, 1:].reshape(n, steps - 1, k, 1 + 2 * k).sum(dim=2)
     by_depth = torch.cat([root, deeper], dim=1)  # [rows, S, 1 + 2k]
-    ranks = calibration.shift.shape[2]
+    ranks = calibration.logprob_bias.shape[2]
     sums = calibration.sums[:, :steps]
     sums[:, :, : 1 + k].index_add_(0, growth.classes, by_depth[:, :, : 1 + k])
     sums[:, :, 1 + ranks : 1 + ranks + k].index_add_(0, growth.classes, by_depth[:, :, 1 + k :])
 
 
 def _fold(calibration: Calibration, k: int, makes_logits: bool) -> None:
-    """The sums enter what is remembered, and heat and shifts follow. k: proposals of each of the round's nodes."""
-    c, ranks = calibration, calibration.shift.shape[2]
+    """The sums enter what is remembered, and inverse temperature and biases follow. k: proposals of each of the round's
+    nodes."""
+    c, ranks = calibration, calibration.logprob_bias.shape[2]
     sums = c.sums.to(torch.float32)
     nodes, chosen = sums[:, :, 0], sums[:, :, 1 : 1 + ranks]
     predicted = sums[:, :, 1 + ranks :] * (1.0 / ONE)
     if makes_logits:
         missed, known = chosen[:, :, 0] - predicted[:, :, 0], PRIOR_NODES + c.nodes + nodes
         step = (GAIN * missed / known).clamp(-LARGEST_STEP, LARGEST_STEP).T
-        c.heat.copy_((c.heat.log() + step).clamp(-LOG_HEAT, LOG_HEAT).exp())
+        c.inv_temp.copy_((c.inv_temp.log() + step).clamp(-LOG_INV_TEMP, LOG_INV_TEMP).exp())
     keep = (1.0 - NEWEST * nodes / (PRIOR_NODES + c.nodes + nodes)).clamp(min=0.0)[:, :, None]
     c.seen.mul_(keep)[:, :, :k].add_(nodes[:, :, None])
     c.chosen.mul_(keep).add_(chosen)
     c.predicted.mul_(keep).add_(predicted)
     c.nodes.add_(nodes).clamp_(max=HORIZON)
-    c.shift.copy_(shift_of(c))
+    c.logprob_bias.copy_(logprob_bias_of(c))
     c.sums.zero_()
 
 
-def shift_of(calibration: Calibration) -> Tensor:
+def logprob_bias_of(calibration: Calibration) -> Tensor:
     """The shifts that what is remembered says: [classes, depths, ranks] float32."""
     ratio = (calibration.chosen + PRIOR_CHOICES) / (calibration.predicted + PRIOR_CHOICES)
     return ratio.log().clamp(-SHIFT, SHIFT)
@@ -114,7 +115,7 @@ def learn(
 ) -> None:
     """`learn_reference` in two launches."""
     c, shape, constrained = calibration, growth.shape, observed.constrained
-    depths, ranks = c.shift.shape[1:]
+    depths, ranks = c.logprob_bias.shape[1:]
     assert growth.tokens.is_contiguous()
     assert growth.logprob.is_contiguous()
     _add_up_kernel[(len(observed.rows),)](
@@ -127,10 +128,10 @@ def learn(
         has_constrained=constrained is not None, overlap=gpu.can_overlap, num_warps=1, **launch_options(gpu),
     )  # fmt: skip
     _fold_kernel[(CLASSES,)](
-        c.heat, c.shift, c.nodes, c.seen, c.chosen, c.predicted, c.sums, depths, ranks, shape.topk,
+        c.inv_temp, c.logprob_bias, c.nodes, c.seen, c.chosen, c.predicted, c.sums, depths, ranks, shape.topk,
         block_d=lanes(depths), block_r=lanes(ranks), makes_logits=observed.makes_logits, one=ONE, horizon=HORIZON,
         prior_nodes=PRIOR_NODES, prior_choices=PRIOR_CHOICES, newest=NEWEST, gain=GAIN, largest_step=LARGEST_STEP,
-        log_heat=LOG_HEAT, bound=SHIFT, overlap=gpu.can_overlap, num_warps=4, **launch_options(gpu),
+        log_inv_temp=LOG_INV_TEMP, bound=SHIFT, overlap=gpu.can_overlap, num_warps=4, **launch_options(gpu),
     )  # fmt: skip
 
 
@@ -180,11 +181,12 @@ def _add_up_kernel(
 
 @jit
 def _fold_kernel(
-    heat: Arg, shift: Arg, nodes: Arg, seen: Arg, chosen: Arg, predicted: Arg, sums: Arg, depths: Arg, ranks: Arg,
+    inv_temp: Arg, logprob_bias: Arg, nodes: Arg, seen: Arg, chosen: Arg, predicted: Arg, sums: Arg, depths: Arg,
+    ranks: Arg,
     k: Arg,
     block_d: constexpr, block_r: constexpr, makes_logits: constexpr, one: constexpr, horizon: constexpr,
     prior_nodes: constexpr, prior_choices: constexpr, newest: constexpr, gain: constexpr, largest_step: constexpr,
-    log_heat: constexpr, bound: constexpr, overlap: constexpr,
+    log_inv_temp: constexpr, bound: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """One class a program. k: proposals of each of the round's nodes. Grid (classes,)."""
     pdl_wait(overlap, early=True)
@@ -202,16 +204,16 @@ def _fold_kernel(
     if makes_logits:
         missed = tl.sum(tl.where(rank[None, :] == 0, new_chosen - new_predicted, 0.0), 1)
         step = gain * missed / (prior_nodes + old_nodes + new_nodes)
-        own = heat + depth * tl.num_programs(0) + kind
+        own = inv_temp + depth * tl.num_programs(0) + kind
         hot = tl.log(tl.load(own, mask=inside, other=1.0)) + tl.minimum(tl.maximum(step, -largest_step), largest_step)
-        tl.store(own, tl.exp(tl.minimum(tl.maximum(hot, -log_heat), log_heat)), mask=inside)
+        tl.store(own, tl.exp(tl.minimum(tl.maximum(hot, -log_inv_temp), log_inv_temp)), mask=inside)
     keep = tl.maximum(1.0 - newest * new_nodes / (prior_nodes + old_nodes + new_nodes), 0.0)[:, None]
     new_seen = tl.where((rank < k)[None, :], new_nodes[:, None], 0.0)
     all_seen = tl.load(seen + cell, mask=there, other=0.0) * keep + new_seen
     all_chosen = tl.load(chosen + cell, mask=there, other=0.0) * keep + new_chosen
     all_predicted = tl.load(predicted + cell, mask=there, other=0.0) * keep + new_predicted
     log = tl.log((all_chosen + prior_choices) / (all_predicted + prior_choices))
-    tl.store(shift + cell, tl.minimum(tl.maximum(log, -bound), bound), mask=there)
+    tl.store(logprob_bias + cell, tl.minimum(tl.maximum(log, -bound), bound), mask=there)
     tl.store(seen + cell, all_seen, mask=there)
     tl.store(chosen + cell, all_chosen, mask=there)
     tl.store(predicted + cell, all_predicted, mask=there)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.sort_key import index_of, key_of, value_of
-from treetop.kernels.tree.calibration import Heat
+from treetop.kernels.tree.calibration import InverseTemperature
 from treetop.kernels.tree.tree import stable_topk
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, tl
 
@@ -20,24 +20,24 @@ MOST = 16
 
 
 def top_logprobs_reference(
-    logits: Tensor, k: int, offset: Tensor | None = None, heat: Heat | None = None
+    logits: Tensor, k: int, offset: Tensor | None = None, inv_temp: InverseTemperature | None = None
 ) -> tuple[Tensor, Tensor]:
     """The k best tokens: log-probabilities [..., k] float32, best first, and tokens [..., k] int64.
 
-    logits: [..., vocab]. offset: [vocab] int64, what to add to an index to make it a token; None is 0. heat: of the
+    logits: [..., vocab]. offset: [vocab] int64, what to add to an index to make it a token; None is 0. inv_temp: of the
     rows, in as many lines each; None is 1.
     """
     logits = logits.to(torch.float32)
-    if heat is not None:
+    if inv_temp is not None:
         lines = logits.numel() // logits.shape[-1]
-        logits = logits * heat.of_lines(lines).view(*logits.shape[:-1], 1)
+        logits = logits * inv_temp.of_lines(lines).view(*logits.shape[:-1], 1)
     logprob = torch.log_softmax(logits, dim=-1).clamp(max=0)
     best, index = stable_topk(logprob, k)
     return best, index if offset is None else index + offset[index]
 
 
 def top_logprobs(
-    logits: Tensor, k: int, offset: Tensor | None, heat: Heat | None = None, *, gpu: GpuTraits
+    logits: Tensor, k: int, offset: Tensor | None, inv_temp: InverseTemperature | None = None, *, gpu: GpuTraits
 ) -> tuple[Tensor, Tensor]:
     """`top_logprobs_reference` in two launches, for small k; order and ties are those of the logits."""
     vocab = logits.shape[-1]
@@ -47,11 +47,11 @@ def top_logprobs(
     share = torch.empty((rows, pieces, 2), dtype=torch.float32, device=logits.device)
     best = torch.empty((rows, k), dtype=torch.float32, device=logits.device)
     token = torch.empty((rows, k), dtype=torch.int64, device=logits.device)
-    table, classes = heat or (share, token)
-    per_row = 1 if heat is None else rows // len(heat.classes)
+    table, classes = inv_temp or (share, token)
+    per_row = 1 if inv_temp is None else rows // len(inv_temp.classes)
     _pieces_kernel[(rows, pieces)](
         flat, key, share, table, classes, flat.stride(0), vocab, per_row,
-        k=k, slots=slots, piece=_PIECE, pieces=pieces, heated=heat is not None,
+        k=k, slots=slots, piece=_PIECE, pieces=pieces, has_inv_temp=inv_temp is not None,
         overlap=gpu.can_overlap, num_warps=4, **launch_options(gpu),
     )  # fmt: skip
     _merge_kernel[(rows,)](
@@ -65,16 +65,16 @@ def top_logprobs(
 
 @jit
 def _pieces_kernel(
-    logits: Arg, key: Arg, share: Arg, heat: Arg, classes: Arg, row_stride: Arg, vocab: Arg, per_row: Arg,
-    k: constexpr, slots: constexpr, piece: constexpr, pieces: constexpr, heated: constexpr, overlap: constexpr,
+    logits: Arg, key: Arg, share: Arg, inv_temp: Arg, classes: Arg, row_stride: Arg, vocab: Arg, per_row: Arg,
+    k: constexpr, slots: constexpr, piece: constexpr, pieces: constexpr, has_inv_temp: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """The k best of one piece, and the maximum and sum of exponentials. Grid (rows, pieces)."""
     pdl_wait(overlap, early=True)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = part * piece + tl.arange(0, piece)
     x = tl.load(logits + row * row_stride + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
-    if heated:
-        x *= tl.load(heat + tl.load(classes + row // per_row))
+    if has_inv_temp:
+        x *= tl.load(inv_temp + tl.load(classes + row // per_row))
     top = tl.max(x, 0)
     safe = tl.where(top == float("-inf"), 0.0, top)
     tl.store(share + (row * pieces + part) * 2, top)
