@@ -35,7 +35,7 @@ def _without_edges(real: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, slot, state, *rest: real(self, slot, torch.zeros_like(state), *rest)
 
 
-def _along_the_spine(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _along_the_greedy_chain(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """All nodes of a depth are taken for the likeliest one."""
     return lambda self, tokens, slot, parent: real(self, tokens[:, :1].expand_as(tokens), slot, parent)
 
@@ -95,9 +95,9 @@ BLOCK_FAULTS: dict[str, tuple[Fault, str]] = {
         ),
         (
             Fault(
-                "block-spine-edges",
+                "block-greedy-chain-edges",
                 "edges are scored along the likeliest path, for the branches beside it too (vllm-51009)",
-                (Patch("treetop.drafts.block_edges:Markov.state", _along_the_spine),),
+                (Patch("treetop.drafts.block_edges:Markov.state", _along_the_greedy_chain),),
                 "oracle",
                 None,
             ),

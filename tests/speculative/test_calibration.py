@@ -84,7 +84,7 @@ def test_rows_are_classes_by_temperature():
 @given(shape=shapes(2), seed=st.integers(0, 10**6))
 @settings(max_examples=40, deadline=None)
 def test_the_spine_is_in_every_frontier(shape, seed):
-    """The best child of the spine's last node comes first, however many others score higher."""
+    """The best child of the greedy chain's last node comes first, however many others score higher."""
     rng, ops = random.Random(seed), reference_ops()
     growth = sown_growth(shape, 2, random_calibration(rng, shape.num_steps, shape.topk))
     tree, places, _ = Buffers.make().of(2, shape)

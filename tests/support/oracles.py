@@ -136,8 +136,8 @@ def grow(root_token: int, k: int, num_steps: int, proposals):
 
     frontiers = [expand([root])]
     for _ in range(num_steps - 1):
-        spine, *others = expand(frontiers[-1])
-        frontiers.append([spine, *best(others, k - 1)])
+        top_1, *others = expand(frontiers[-1])
+        frontiers.append([top_1, *best(others, k - 1)])
     return root, born, frontiers
 
 

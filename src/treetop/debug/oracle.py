@@ -97,9 +97,9 @@ class DensePair:
                     score = float(torch.tensor(flat[index][1]) + torch.tensor(logprob))  # float32, as drafted
                     grown.append((score, len(flat), [*path, token], [*branch, state]))
                     flat.append((token, score, index))
-            spine, *others = grown  # the best child of the first, which leads whatever its score
+            top_1, *others = grown  # the best child of the first, which leads whatever its score
             others.sort(key=lambda item: (-item[0], item[1]))
-            frontier = [(index, path, branch) for _, index, path, branch in [spine, *others][:k]]
+            frontier = [(index, path, branch) for _, index, path, branch in [top_1, *others][:k]]
         order = sorted(range(len(flat)), key=lambda i: (-flat[i][1], i))[: size - 1]
         place = {-1: 0} | {index: node for node, index in enumerate(sorted(order), 1)}
         found += [OracleNode(flat[i][0], place[flat[i][2]], flat[i][1]) for i in sorted(order)]

@@ -1,7 +1,7 @@
 """Trees of rows whose next tokens are known: these come first, alone, and the drafter goes on behind them.
 
 A grammar that can only go on with the key of an object leaves nothing to guess, but a drafter does not know that: where
-it proposes another text, nothing that it grows behind that is worth a node. The chain is the tree's top-1 spine, which
+it proposes another text, nothing that it grows behind that is worth a node. The chain is the tree's top-1 chain, which
 is in every frontier, so the drafter's own proposals begin where the chain ends. The target verifies all of it.
 """
 
@@ -35,7 +35,7 @@ class Forced:
         return self.inner.step(nodes, positions, attend, lines)
 
     def propose(self, nodes: Nodes, k: int, inv_temp: InverseTemperature | None = None, lines: Any = None) -> Proposal:
-        """See `Grower`. nodes: of a frontier, whose first is the spine's."""
+        """See `Grower`. nodes: of a frontier, whose first is the greedy chain's."""
         said, forced = self.inner.propose(nodes, k, inv_temp, lines), self.chain[:, nodes.depth]
         if is_free(forced):
             return said

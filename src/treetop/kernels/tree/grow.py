@@ -4,7 +4,7 @@ A score is the sum of corrected log-probabilities (`kernels.tree.calibration`) a
 bits: scores are the same float32 additions, ties go to the smaller index. Flat candidate indices: see
 `kernels.tree.tree`.
 
-The first of each frontier is the top-1 spine, whatever its score: a tree that is not worth its branches is a chain.
+The first of each frontier is the top-1 chain, whatever its score: a tree that is not worth its branches is a chain.
 """
 
 from collections.abc import Callable
@@ -272,7 +272,7 @@ def grow_reference(growth: TreeBuilder, level: int, frontier: Frontier, children
     tokens = children.tokens.flatten(1)
     growth.tokens[:, first : first + k**2] = tokens
     ranked = scores.clone()
-    ranked[:, 0] = float("inf")  # the spine's next node
+    ranked[:, 0] = float("inf")  # the greedy chain's next node
     chosen = stable_topk(ranked, k)[1]
     group = 1 + (level + 1) * k  # the first below the new frontier
     torch.add(chosen, first, out=growth.parents[:, group : group + k])
@@ -329,7 +329,7 @@ def _grow_kernel(
     own_bias = logprob_bias + tl.load(classes + row) * class_stride
     score = tl.load(above + row * above_row + child // k, mask=real, other=0.0)
     score += corrected_in_registers(logprob, own_bias, row * (k * k) + child // k * k, child % k, real, k)
-    ranked = tl.where(child == 0, float("inf"), score)  # the spine's next node
+    ranked = tl.where(child == 0, float("inf"), score)  # the greedy chain's next node
     key = tl.where(real, key_of(ranked, child), -0x7FFFFFFFFFFFFFFF)
     slot = tl.arange(0, block_k)
     chosen = tl.zeros([block_k], tl.int32)
