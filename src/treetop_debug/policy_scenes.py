@@ -19,7 +19,7 @@ from treetop.debug.two_group import write_two_group_pair
 from treetop.doctor.conformance import RandomShapes, follow
 from treetop.llm import LLM
 from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL
-from treetop.types.costs import HeadChances
+from treetop.types.costs import HeadAcceptance
 from treetop.types.layout import SpecShape
 from treetop.types.sampling import SamplingParams
 from treetop_debug.patching import Patch, replaced
@@ -43,7 +43,7 @@ _LEARN: dict[str, Any] = {"speculative_calibration": "learn"}
 _PROMPTS = [[(7 * i + 13 * j) % 96 for j in range(5 + 4 * i)] for i in range(4)]
 _TEXTS = ["def area(radius):\n", "import os\nimport ", "class Queue:\n", "for name in sorted(", "    return self."]
 _PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
-_USELESS = HeadChances((0.02,), 0.02)
+_USELESS = HeadAcceptance((0.02,), 0.02)
 Pair = tuple[Path, Path]
 
 
@@ -79,7 +79,7 @@ def two_pairs_heads(folder: Path, level: int) -> str:
     with patch.dict(os.environ, {"XDG_CACHE_HOME": str(folder / "cache")}):
         for seed in (0, 1):
             llm = _llm(write_two_group_pair(folder / str(seed), seed=seed), level, **options)
-            chances = llm.engine.experience.head.chances
+            chances = llm.engine.experience.head.acceptance
             llm.engine.experience.head.keep(_USELESS)
             llm.close()
     return f"a new head begins with chances {chances.best}" if chances == _USELESS else ""

@@ -13,12 +13,12 @@ from treetop.distributed.open import core_of
 from treetop.engine.startup.kept_head import FILE, head_file
 from treetop.llm import LLM
 from treetop.scheduler.acceptance import AcceptanceEstimate
+from treetop.scheduler.acceptance_probs import head_of
 from treetop.scheduler.policy import AdaptiveShape
-from treetop.scheduler.tree_chances import head_of
 from treetop.speculative.profile import read_profile
 from treetop.types.changes import UpdateWeights
 from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL
-from treetop.types.costs import HeadChances
+from treetop.types.costs import HeadAcceptance
 from treetop.types.errors import CheckpointError
 from treetop.types.layout import PLAIN, SpecShape
 from treetop.types.messages import RoundPlan
@@ -42,7 +42,7 @@ def empty_cache(monkeypatch, tmp_path):
 def test_the_embedded_head_says_in_its_folder_what_its_profile_says():
     llm = LLM(BUILTIN_MODEL, BUILTIN_DRAFT, **AUTO, speculative_shapes="1,1,2")
     profile, policy = read_profile("builtin:nestling"), llm.scheduler.policy
-    assert llm.engine.experience.head.chances == HeadChances(profile.chances, profile.share)
+    assert llm.engine.experience.head.acceptance == HeadAcceptance(profile.chances, profile.share)
     assert isinstance(policy, AdaptiveShape)
     assert f"of a head as {FILE} of its folder says" in policy.expectation()
     llm.close()
@@ -53,8 +53,8 @@ def test_what_is_learned_in_service_is_what_the_next_start_begins_with(weak_pair
     files = sorted(weak_pair.head.iterdir())
     options = {**AUTO, "speculative_shapes": "2,1,3", "max_running_requests": 2}
     llm = LLM(str(weak_pair.target), str(weak_pair.head), **options)
-    before, policy = llm.engine.experience.head.chances, llm.scheduler.policy
-    assert before == HeadChances()
+    before, policy = llm.engine.experience.head.acceptance, llm.scheduler.policy
+    assert before == HeadAcceptance()
     assert isinstance(policy, AdaptiveShape)
     went_on, note = list[bool](), policy.note
 
@@ -67,7 +67,7 @@ def test_what_is_learned_in_service_is_what_the_next_start_begins_with(weak_pair
     llm.close()
     with caplog.at_level("INFO", logger="treetop"):
         llm = LLM(str(weak_pair.target), str(weak_pair.head), **options)
-    after = llm.engine.experience.head.chances
+    after = llm.engine.experience.head.acceptance
     llm.close()
     assert "expects, of a head as it was here" in caplog.text
     seen = 2 * 64
@@ -79,13 +79,13 @@ def test_what_is_learned_in_service_is_what_the_next_start_begins_with(weak_pair
 def test_other_weights_are_another_head(strong_pair, weak_pair):
     """After weights were replaced the policy begins with what is known of the new pair."""
     made = build(strong_pair, (2, 3, 6), **{**AUTO, "context_length": 64}).engine
-    made.experience.head.keep(HeadChances((0.9,), 0.3))
+    made.experience.head.keep(HeadAcceptance((0.9,), 0.3))
     core = core_of(made, made)
     policy = core.scheduler.policy
     assert isinstance(policy, AdaptiveShape)
     policy.credit, policy.shape = 0.0, made.layout.shapes[-1]
     core.prepare(UpdateWeights(str(strong_pair.target), str(strong_pair.head)))()
-    assert made.experience.head.chances == HeadChances((0.9,), 0.3)
+    assert made.experience.head.acceptance == HeadAcceptance((0.9,), 0.3)
     assert policy.learned().best == pytest.approx((0.9,) * 3)
     assert (policy.shape, policy.credit) == (PLAIN, 3.0)
 
@@ -103,12 +103,12 @@ def test_a_file_in_the_folder_is_read_checked_and_no_part_of_the_pair(strong_pai
     (folder / FILE).write_text(json.dumps({"source": "here", "chances": [0.4, 0.3], "share": 0.2, "tail": 7}))
     assert fingerprint(folder) == before
     made = start()
-    assert made.head.chances == HeadChances((0.4, 0.3), 0.2)
+    assert made.head.acceptance == HeadAcceptance((0.4, 0.3), 0.2)
     assert made.head.file == head_file(made.head.pair)
-    made.head.keep(HeadChances((0.6,), 0.4))
-    assert start().head.chances == HeadChances((0.6,), 0.4), "what was seen goes before what is said"
+    made.head.keep(HeadAcceptance((0.6,), 0.4))
+    assert start().head.acceptance == HeadAcceptance((0.6,), 0.4), "what was seen goes before what is said"
     made.head.file.write_text('{"chances": [2]}')
-    assert start().head.chances == HeadChances((0.4, 0.3), 0.2), "a file that is none of ours counts as none"
+    assert start().head.acceptance == HeadAcceptance((0.4, 0.3), 0.2), "a file that is none of ours counts as none"
     made.head.file.unlink()
     for wrong in ([], {"chances": [], "share": 0.2}, {"chances": [1.5], "share": 0.2}, {"chances": [0.5]}):
         (folder / FILE).write_text(json.dumps(wrong))
@@ -117,10 +117,10 @@ def test_a_file_in_the_folder_is_read_checked_and_no_part_of_the_pair(strong_pai
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE])
-@pytest.mark.parametrize("true", [HeadChances((0.9, 0.5, 0.3), 0.45), HeadChances((0.3, 0.2), 0.45)])
+@pytest.mark.parametrize("true", [HeadAcceptance((0.9, 0.5, 0.3), 0.45), HeadAcceptance((0.3, 0.2), 0.45)])
 def test_rounds_show_the_chances_by_depth(shape, true):
     """By what is accepted alone, of a head that was thought to be another; of depths that few paths get to, about."""
-    known, rows = AcceptanceEstimate([shape], HeadChances()), DrawnHead(true)
+    known, rows = AcceptanceEstimate([shape], HeadAcceptance()), DrawnHead(true)
     for _ in range(1000):
         paths = [rows.path(shape) for _ in range(8)]
         known.note(shape, [len(path) for path in paths], paths)
@@ -133,7 +133,7 @@ def test_counts_show_the_chances_by_depth_and_rank():
     """A calibration's counts of all classes; depths that were never seen are as they were thought to be."""
     seen = [[[1000.0, 1000.0], [0.0, 0.0]], [[1000.0, 1000.0], [0.0, 0.0]], [[0.0, 0.0]] * 2]
     chosen = [[[500.0, 200.0], [0.0, 0.0]], [[300.0, 200.0], [0.0, 0.0]], [[0.0, 0.0]] * 2]
-    found = head_of((seen, chosen), HeadChances((0.8, 0.7), 0.45))
+    found = head_of((seen, chosen), HeadAcceptance((0.8, 0.7), 0.45))
     assert found.best[0] == pytest.approx(0.4, abs=0.02)
     assert found.best[1] == pytest.approx(0.7)
     assert found.share == pytest.approx(0.2 / 0.6, abs=0.02)

@@ -9,14 +9,14 @@ from support.shape_loads import CONTEXT, layout
 from treetop.bench.modelled_costs import costs_of_a_gpu
 from treetop.scheduler.acceptance import AcceptanceEstimate
 from treetop.scheduler.policy import AdaptiveShape
-from treetop.types.costs import HeadChances
+from treetop.types.costs import HeadAcceptance
 from treetop.types.ids import Row
 from treetop.types.layout import PLAIN, SpecShape
 from treetop.types.messages import RoundPlan, RowResult, StepResult
 from treetop.types.sampling import Choice
 
 BEST = (0.79, 0.79, 0.79, 0.77, 0.77, 0.75)
-HEAD, LEAST = HeadChances(BEST, 0.5), 1 / 3
+HEAD, LEAST = HeadAcceptance(BEST, 0.5), 1 / 3
 SHORT, LONG, BUDGET = SpecShape(1, 3, 4), SpecShape(1, 4, 5), SpecShape(1, 6, 7, 256)
 
 

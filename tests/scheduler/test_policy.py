@@ -12,7 +12,7 @@ from support.shape_loads import CONTEXT, SHAPES, DrawnHead, DrawnLoad, Load, lay
 from treetop.bench.modelled_costs import costs_of_a_gpu
 from treetop.scheduler.acceptance import AcceptanceEstimate
 from treetop.scheduler.policy import CREDIT, INTEREST, AdaptiveShape
-from treetop.types.costs import CatchUpCost, CostTable, HeadChances, RoundCost
+from treetop.types.costs import CatchUpCost, CostTable, HeadAcceptance, RoundCost
 from treetop.types.ids import Row
 from treetop.types.layout import PLAIN, SpecShape
 from treetop.types.messages import RoundPlan, RowMask, RowResult, StepResult
@@ -86,9 +86,9 @@ def test_it_comes_near_the_best_of_its_shapes(rows, chance):
 
 
 HEADS = {
-    "good": HeadChances((0.8, 0.79, 0.78), 0.5),
-    "mediocre": HeadChances((0.55, 0.5, 0.45), 0.4),
-    "useless": HeadChances((0.02, 0.02), 0.02),
+    "good": HeadAcceptance((0.8, 0.79, 0.78), 0.5),
+    "mediocre": HeadAcceptance((0.55, 0.5, 0.45), 0.4),
+    "useless": HeadAcceptance((0.02, 0.02), 0.02),
 }
 
 
@@ -112,7 +112,7 @@ def test_a_head_that_is_wrong_from_one_moment_on_costs_two_percent_of_200_rounds
     load = DrawnLoad(rows, DrawnHead(HEADS["good"]))
     for _ in range(150):
         load.round(None)
-    load.head.become(HeadChances((0.001,), 0.001))
+    load.head.become(HeadAcceptance((0.001,), 0.001))
     for _ in range(200):
         load.round(None)
     assert load.speed(0, 150) > 1.1
@@ -146,7 +146,7 @@ class OnACpu(DrawnLoad):
         super().__init__(rows, head, NESTLING, layout(128), lambda: known)
 
 
-KNOWN = HeadChances((0.913, 0.895, 0.895, 0.897, 0.897), 0.5)
+KNOWN = HeadAcceptance((0.913, 0.895, 0.895, 0.897, 0.897), 0.5)
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -159,7 +159,7 @@ def test_a_small_model_on_a_cpu_gains_by_a_good_head_though_a_round_stakes_most_
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("known", [HEADS["useless"], HeadChances(), KNOWN], ids=["known", "unknown", "thought good"])
+@pytest.mark.parametrize("known", [HEADS["useless"], HeadAcceptance(), KNOWN], ids=["known", "unknown", "thought good"])
 def test_a_useless_head_on_a_cpu_costs_next_to_nothing_but_catching_up(rows, known):
     """Known to be useless it is hardly tried; over 3,000 rounds of any."""
     load = OnACpu(rows, DrawnHead(HEADS["useless"]), known)
@@ -286,7 +286,7 @@ def test_costs_lie_on_lines_between_what_was_measured():
 def test_what_is_accepted_is_estimated(rows):
     """Of the shape that ran closely, of others roughly; one that never ran hopes for more than it expects."""
     load = Load(rows)
-    known = AcceptanceEstimate([shape for shape in SHAPES if shape != PLAIN], HeadChances())
+    known = AcceptanceEstimate([shape for shape in SHAPES if shape != PLAIN], HeadAcceptance())
     for _ in range(600):
         known.note(TREE, [load._accepted(TREE, lambda shape, depth: 0.6) for _ in range(rows)])
     assert known.tokens(TREE) == pytest.approx(sum(0.6**depth for depth in range(6)), rel=0.15)

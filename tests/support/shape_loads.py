@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from treetop.bench.modelled_costs import ROWS, costs_of_a_gpu
+from treetop.scheduler.acceptance_probs import nodes_of
 from treetop.scheduler.policy import AdaptiveShape
-from treetop.scheduler.tree_chances import nodes_of
-from treetop.types.costs import CostTable, HeadChances
+from treetop.types.costs import CostTable, HeadAcceptance
 from treetop.types.ids import FULL, Row
 from treetop.types.kv import paired
 from treetop.types.layout import PLAIN, KVGroup, Layout, SpecShape, shapes_beside
@@ -35,7 +35,7 @@ class Load:
     rows: int
     table: CostTable = field(default_factory=lambda: costs_of_a_gpu(SHAPES))
     layout: Layout = field(default_factory=layout)
-    known: Callable[[], HeadChances] = HeadChances
+    known: Callable[[], HeadAcceptance] = HeadAcceptance
     seed: int = 0
     busy: float = 1.0
     rounds: list[tuple[float, float]] = field(default_factory=list)
@@ -87,11 +87,11 @@ class Load:
 class DrawnHead:
     """A head whose proposals are the target's choice as often as `chances` says, and what has been counted of it."""
 
-    def __init__(self, chances: HeadChances, seed: int = 0) -> None:
+    def __init__(self, chances: HeadAcceptance, seed: int = 0) -> None:
         self._random, self._seen, self._chosen = random.Random(seed), _zeros(), _zeros()
         self.become(chances)
 
-    def become(self, chances: HeadChances) -> None:
+    def become(self, chances: HeadAcceptance) -> None:
         """From now on it is another."""
         self._table, self._trees = chances.table(DEPTHS, RANKS), dict[SpecShape, dict[tuple[int, ...], float]]()
 

@@ -44,11 +44,11 @@ class ReliabilityCounter:
     accepted: list[int] = field(default_factory=lambda: [0] * BINS)
 
     def __call__(self, plan: RoundPlan, tree: DraftTree, accepted: Accepted) -> None:
-        chances = tree.logprob.clamp(max=0).exp().nan_to_num().tolist()
+        accept_probs = tree.logprob.clamp(max=0).exp().nan_to_num().tolist()
         paths = zip(accepted.path.tolist(), accepted.accept_len.tolist(), strict=True)
-        for chance, (path, length) in list(zip(chances, paths, strict=True))[: len(plan.rows)]:
+        for accept_prob, (path, length) in list(zip(accept_probs, paths, strict=True))[: len(plan.rows)]:
             taken = set(path[1 : length + 1])
-            for node, estimate in enumerate(chance[1:], 1):
+            for node, estimate in enumerate(accept_prob[1:], 1):
                 tenth = min(int(estimate * BINS), BINS - 1)
                 self.nodes[tenth] += 1
                 self.estimated[tenth] += estimate

@@ -193,7 +193,7 @@ def core_of(
         vocab_size=vocab_size,
         pace=engine.pace,
         costs=engine.costs,
-        head=lambda: experience.head.chances,
+        head=lambda: experience.head.acceptance,
         keep_head=experience.keep_head,
         agree_on_shape=agree_on_shape,
         keep_lengths=experience.keep_lengths,

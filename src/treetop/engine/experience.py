@@ -5,7 +5,7 @@ from pathlib import Path
 
 from treetop.engine.startup.default_rows import keep_lengths
 from treetop.engine.startup.kept_head import KeptHead
-from treetop.types.costs import HeadChances
+from treetop.types.costs import HeadAcceptance
 
 
 @dataclass(slots=True)
@@ -18,7 +18,7 @@ class Experience:
     head: KeptHead = field(default_factory=KeptHead)
     folder: Path | None = None
 
-    def keep_head(self, learned: HeadChances) -> None:
+    def keep_head(self, learned: HeadAcceptance) -> None:
         """What was learned of the head."""
         self.head.keep(learned)
 

@@ -1,7 +1,7 @@
 """How many drafts of each shape the target accepts: what a model of the head says, corrected by rounds a round late.
 
 The model is a table of chances by depth and rank: what is thought of the head at first, then what a calibration has
-counted (`scheduler.tree_chances`). It says of every shape how far its paths get, also of those that have not run.
+counted (`scheduler.acceptance_probs`). It says of every shape how far its paths get, also of those that have not run.
 Rounds move two things, in logits of the chance that a path goes on:
 
 - `ease`, one number for all shapes: drafts hold more often, or less, than the model says. It changes with the text and
@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, inf, log, sqrt
 
-from treetop.scheduler.tree_chances import Chances, left_of, path_chances
-from treetop.types.costs import HeadChances
+from treetop.scheduler.acceptance_probs import AcceptanceProbs, left_of, path_probs
+from treetop.types.costs import HeadAcceptance
 from treetop.types.layout import SpecShape
 
 _LONGEST = 5.0
@@ -60,12 +60,12 @@ class _OfDepth:
     by_best: float = 0.0
     expected: float = 0.0
 
-    def note(self, by_best: bool, chance: float) -> None:
+    def note(self, by_best: bool, accept_prob: float) -> None:
         if self.reached >= _REMEMBERED:
             self.reached, self.by_best, self.expected = self.reached / 2, self.by_best / 2, self.expected / 2
         self.reached += 1
         self.by_best += by_best
-        self.expected += chance
+        self.expected += accept_prob
 
     def corrected(self, best: float) -> float:
         """What the chance of the best proposal was, by how much more often than thought paths went on by it."""
@@ -73,33 +73,33 @@ class _OfDepth:
             return best
         thought = self.expected / self.reached
         found = (self.by_best + _KNOWN * thought) / (self.reached + _KNOWN)
-        return _chance(_bounded(_logit(best) + _logit(found) - _logit(thought)))
+        return _accept_prob(_bounded(_logit(best) + _logit(found) - _logit(thought)))
 
 
 class AcceptanceEstimate:
     """Expected tokens a row of each shape."""
 
-    def __init__(self, shapes: Sequence[SpecShape], head: HeadChances) -> None:
+    def __init__(self, shapes: Sequence[SpecShape], head: HeadAcceptance) -> None:
         deepest = max((shape.num_steps for shape in shapes), default=1)
         widest = max((shape.topk for shape in shapes), default=1)
-        chances = head.table(deepest, widest)
+        accept_probs = head.table(deepest, widest)
         self._head, self._by_depth = head, [_OfDepth() for _ in range(deepest)]
-        self._chances: Chances = chances
+        self._accept_probs: AcceptanceProbs = accept_probs
         self._cut = dict[tuple[SpecShape, int], list[float]]()
-        self._by_shape = {shape: _OfShape(*_of_model(shape, chances)) for shape in shapes}
+        self._by_shape = {shape: _OfShape(*_of_model(shape, accept_probs)) for shape in shapes}
         self._ease, self._variance = 0.0, _EASE
         self._told: SpecShape | None = None  # the shape that has said something last
         self._silent = True  # the last round was plain
 
-    def learn(self, chances: Chances) -> None:
+    def learn(self, accept_probs: AcceptanceProbs) -> None:
         """The model has changed, but for the shape that runs not what is expected of it: that follows as `ease` goes
         back.
         """
-        self._chances = chances
+        self._accept_probs = accept_probs
         self._cut.clear()
         before = None if self._told is None else _mean(self._by_shape[self._told].logits)
         for shape, known in self._by_shape.items():
-            known.logits, known.by_best = _of_model(shape, chances)
+            known.logits, known.by_best = _of_model(shape, accept_probs)
         if self._told is not None and before is not None:
             self._ease = _bounded(self._ease + before - _mean(self._by_shape[self._told].logits))
 
@@ -130,12 +130,12 @@ class AcceptanceEstimate:
         reached, surprise, information = len(accept_lens), 0.0, 0.0
         logits = self._logits(shape, nodes)
         for path in ranks[:_LOOKED_AT] if logits is known.logits else ():
-            for depth, chance in enumerate(known.by_best[: len(path) + 1]):
-                self._by_depth[depth].note(depth < len(path) and path[depth] == 0, chance)
+            for depth, accept_prob in enumerate(known.by_best[: len(path) + 1]):
+                self._by_depth[depth].note(depth < len(path) and path[depth] == 0, accept_prob)
         for logit, ends in zip(logits, ended, strict=False):
-            chance = _chance(logit + self._ease + known.own)
-            surprise += reached - ends - reached * chance
-            information += reached * chance * (1.0 - chance)
+            accept_prob = _accept_prob(logit + self._ease + known.own)
+            surprise += reached - ends - reached * accept_prob
+            information += reached * accept_prob * (1.0 - accept_prob)
             reached -= ends
         certain = 1.0 / (1.0 + (self._variance + known.variance) * information)
         step = min(max(surprise * certain * (self._variance + known.variance), -_LARGEST_STEP), _LARGEST_STEP)
@@ -144,10 +144,10 @@ class AcceptanceEstimate:
         self._variance -= self._variance**2 * information * certain
         known.variance -= known.variance**2 * information * certain
 
-    def learned(self) -> HeadChances:
+    def learned(self) -> HeadAcceptance:
         """What is thought of the head by all rounds since the start."""
         best = (each.corrected(self._head.at(depth)) for depth, each in enumerate(self._by_depth))
-        return HeadChances(tuple(best), self._head.share)
+        return HeadAcceptance(tuple(best), self._head.share)
 
     def tokens(self, shape: SpecShape, deviations: float = 0.0, nodes: float = inf) -> float:
         """Expected tokens a row of a round. deviations: how many standard deviations better than that it may be, beside
@@ -158,7 +158,7 @@ class AcceptanceEstimate:
         if deviations:
             moved += deviations * sqrt(known.variance + (self._variance if self._silent else 0.0))
         for logit in self._logits(shape, nodes):
-            path *= _chance(logit + moved)
+            path *= _accept_prob(logit + moved)
             expected += path
         return expected
 
@@ -170,26 +170,26 @@ class AcceptanceEstimate:
         place = shape, round(_FINE * nodes)
         if place not in self._cut:
             found, path, before = list[float](), 1.0, 1.0
-            for logit, left in zip(known, left_of(shape, self._chances, place[1] / _FINE), strict=True):
-                path *= _chance(logit)
+            for logit, left in zip(known, left_of(shape, self._accept_probs, place[1] / _FINE), strict=True):
+                path *= _accept_prob(logit)
                 found.append(_bounded(_logit(path * left / before if before > 0.0 else 0.0)))
                 before = path * left
             self._cut[place] = found
         return self._cut[place]
 
 
-def _of_model(shape: SpecShape, chances: Chances) -> tuple[list[float], list[float]]:
+def _of_model(shape: SpecShape, accept_probs: AcceptanceProbs) -> tuple[list[float], list[float]]:
     """`logits` and `by_best` of a shape."""
     logits, by_best, reached = [], [], 1.0
-    for path, of_best in zip(*path_chances(shape, chances), strict=True):
+    for path, of_best in zip(*path_probs(shape, accept_probs), strict=True):
         logits.append(_bounded(_logit(path / reached if reached > 0.0 else 0.0)))
         by_best.append(of_best / reached if reached > 0.0 else 0.0)
         reached = path
     return logits, by_best
 
 
-def _logit(chance: float) -> float:
-    return log(max(chance, 1e-9) / max(1.0 - chance, 1e-9))
+def _logit(accept_prob: float) -> float:
+    return log(max(accept_prob, 1e-9) / max(1.0 - accept_prob, 1e-9))
 
 
 def _mean(logits: Sequence[float]) -> float:
@@ -200,5 +200,5 @@ def _bounded(logit: float) -> float:
     return min(max(logit, -_LONGEST), _LONGEST)
 
 
-def _chance(logit: float) -> float:
+def _accept_prob(logit: float) -> float:
     return 1.0 / (1.0 + exp(-logit))

@@ -26,8 +26,8 @@ from math import exp, inf, log, sqrt
 from typing import Protocol
 
 from treetop.scheduler.acceptance import AcceptanceEstimate
-from treetop.scheduler.tree_chances import chances_of, head_of
-from treetop.types.costs import CostTable, HeadChances
+from treetop.scheduler.acceptance_probs import accept_probs_of, head_of
+from treetop.types.costs import CostTable, HeadAcceptance
 from treetop.types.layout import PLAIN, Layout, SpecShape
 from treetop.types.messages import ProposalCounts, RoundPlan, StepPlan, StepResult
 
@@ -157,8 +157,8 @@ class AdaptiveShape:
         self,
         table: CostTable,
         layout: Layout,
-        head: Callable[[], HeadChances] = HeadChances,
-        keep_head: Callable[[HeadChances], object] = lambda learned: None,
+        head: Callable[[], HeadAcceptance] = HeadAcceptance,
+        keep_head: Callable[[HeadAcceptance], object] = lambda learned: None,
     ) -> None:
         """head: what is thought of the one that drafts now, before it has. keep_head: told now and then what was
         learned of it.
@@ -183,9 +183,9 @@ class AdaptiveShape:
             return PLAIN
         self._share = sum(speculating) / len(lengths)
         if self._counts is not None and self._num_rounds % _EVERY == 0:
-            chances = chances_of(self._counts, speculating, self._head)
-            if chances is not None:
-                self.acceptance.learn(chances)
+            accept_probs = accept_probs_of(self._counts, speculating, self._head)
+            if accept_probs is not None:
+                self.acceptance.learn(accept_probs)
         self._num_rounds += 1
         rows, tokens = self._bucket_for(len(lengths)), sum(lengths) / len(lengths)
         self._batch = rows, len(lengths)
@@ -219,7 +219,7 @@ class AdaptiveShape:
                 found[shape] = seconds
         return found
 
-    def learned(self) -> HeadChances:
+    def learned(self) -> HeadAcceptance:
         """The head as rounds and, where there is one, a calibration have shown it."""
         return self.acceptance.learned() if self._counts is None else head_of(self._counts, self._head)
 

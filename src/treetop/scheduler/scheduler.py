@@ -37,7 +37,7 @@ from treetop.scheduler.rounds import RoundPlanner
 from treetop.scheduler.rows import Rows
 from treetop.scheduler.steps import StepsOut, StepTimes
 from treetop.types.config import EngineConfig
-from treetop.types.costs import CostTable, HeadChances
+from treetop.types.costs import CostTable, HeadAcceptance
 from treetop.types.errors import ConfigError, InputError, InvariantError
 from treetop.types.ids import PageId, RequestId, Row
 from treetop.types.layout import Layout, PrefillPace, SpecShape
@@ -89,8 +89,8 @@ class Scheduler:
         structures: Structures | None = None,
         *,
         costs: CostTable | None = None,
-        head: Callable[[], HeadChances] = HeadChances,
-        keep_head: Callable[[HeadChances], object] = lambda learned: None,
+        head: Callable[[], HeadAcceptance] = HeadAcceptance,
+        keep_head: Callable[[HeadAcceptance], object] = lambda learned: None,
         agree_on_shape: Callable[[SpecShape], SpecShape] = lambda wanted: wanted,
         keep_lengths: Callable[[float], object] = lambda tokens: None,
         work_clock: Callable[[], float] | None = None,

@@ -57,7 +57,7 @@ class CostTable:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadChances:
+class HeadAcceptance:
     """How often a head's proposals are thought to be the target's choice, before any was counted.
 
     best: of the first proposal at depth 1, 2, ...; the last holds for all that are deeper.

@@ -6,15 +6,15 @@ import pytest
 
 from support.shape_loads import CONTEXT, SHAPES, Load
 from treetop.scheduler.acceptance import AcceptanceEstimate
-from treetop.scheduler.tree_chances import ENOUGH, chances_of, path_chances
-from treetop.types.costs import HeadChances
+from treetop.scheduler.acceptance_probs import ENOUGH, accept_probs_of, path_probs
+from treetop.types.costs import HeadAcceptance
 from treetop.types.layout import PLAIN, SpecShape
 from treetop.types.messages import RoundPlan, RowResult, StepResult
 from treetop.types.sampling import Choice
 
 TREE, CHAIN = SpecShape(4, 5, 16), SpecShape(1, 5, 6)
 DEPTHS, RANKS = 5, 4
-HEAD = HeadChances()
+HEAD = HeadAcceptance()
 
 
 def counts(rates, nodes=1000.0, classes=(1, 0, 0)):
@@ -26,8 +26,8 @@ def counts(rates, nodes=1000.0, classes=(1, 0, 0)):
 
 def test_chances_are_rates_once_enough_was_seen():
     rates = [0.6, 0.2, 0.1, 0.02]
-    assert chances_of(counts(rates, ENOUGH - 1), [4, 0, 0], HEAD) is None
-    found = chances_of(counts(rates, 10**6), [4, 0, 0], HEAD)
+    assert accept_probs_of(counts(rates, ENOUGH - 1), [4, 0, 0], HEAD) is None
+    found = accept_probs_of(counts(rates, 10**6), [4, 0, 0], HEAD)
     for of_depth in found:
         assert of_depth == pytest.approx(rates, rel=1e-3)
         assert sum(of_depth) <= 1
@@ -38,8 +38,8 @@ def test_a_batch_of_several_classes_has_their_mean():
     low, high = counts([0.2, 0, 0, 0], 10**6), counts([0.8, 0, 0, 0], 10**6)
     seen = [low[0][0], high[0][0], [[0.0] * RANKS] * DEPTHS]
     both = seen, [low[1][0], high[1][0], [[0.0] * RANKS] * DEPTHS]
-    assert chances_of(both, [3, 1, 0], HEAD)[0][0] == pytest.approx(0.35)
-    assert chances_of(both, [0, 0, 2], HEAD)[0][0] == pytest.approx(0.5)
+    assert accept_probs_of(both, [3, 1, 0], HEAD)[0][0] == pytest.approx(0.35)
+    assert accept_probs_of(both, [0, 0, 2], HEAD)[0][0] == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("nodes", [1.0, 20.0, 50.0])
@@ -47,18 +47,18 @@ def test_a_class_or_a_depth_that_was_hardly_seen_is_not_believed(nodes):
     """Some fifty nodes that nothing was accepted of say little beside a million: chance alone gives such luck."""
     many, few = counts([0.8, 0, 0, 0], 10**6), counts([0.0] * RANKS, nodes)
     unseen = [[0.0] * RANKS] * DEPTHS
-    assert chances_of(([few[0][0], unseen, unseen], [few[1][0], unseen, unseen]), [2, 0, 0], HEAD) is None
+    assert accept_probs_of(([few[0][0], unseen, unseen], [few[1][0], unseen, unseen]), [2, 0, 0], HEAD) is None
     both = [many[0][0], few[0][0], unseen], [many[1][0], few[1][0], unseen]
-    assert chances_of(both, [0, 2, 0], HEAD)[0][0] == pytest.approx(0.8, rel=1e-3)
+    assert accept_probs_of(both, [0, 2, 0], HEAD)[0][0] == pytest.approx(0.8, rel=1e-3)
     deeper = [many[0][0][:2] + few[0][0][2:], unseen, unseen], [many[1][0][:2] + few[1][0][2:], unseen, unseen]
-    assert chances_of(deeper, [2, 0, 0], HEAD)[4][0] == pytest.approx(0.8, rel=1e-3)
+    assert accept_probs_of(deeper, [2, 0, 0], HEAD)[4][0] == pytest.approx(0.8, rel=1e-3)
 
 
 def test_a_rank_that_was_never_asked_for_has_a_guess_and_a_depth_that_of_the_one_before():
     """Chains ask for the best proposal only."""
     seen = [[[500.0, 0, 0, 0]] * 2 + [[0.0] * RANKS] * 3, *[[[0.0] * RANKS] * DEPTHS] * 2]
     chosen = [[[300.0, 0, 0, 0]] * 2 + [[0.0] * RANKS] * 3, *[[[0.0] * RANKS] * DEPTHS] * 2]
-    found = chances_of((seen, chosen), [1, 0, 0], HEAD)
+    found = accept_probs_of((seen, chosen), [1, 0, 0], HEAD)
     assert found[4] == found[1]
     assert found[0][0] == pytest.approx(0.6)
     assert 0.05 < found[0][3] < found[0][2] < found[0][1] < 0.2 or found[0][3] < 0.06
@@ -85,7 +85,7 @@ def chance(path, rate):
 @pytest.mark.parametrize("shape", [SpecShape(4, 3, 9), SpecShape(2, 4, 12), SpecShape(3, 1, 4), CHAIN])
 def test_paths_get_as_far_as_the_best_nodes_say(shape):
     rate = [0.55, 0.23, 0.11, 0.05]
-    got, by_best = path_chances(shape, [rate] * 8)
+    got, by_best = path_probs(shape, [rate] * 8)
     assert all(0 < best <= path for best, path in zip(by_best, got, strict=True))
     want = paths_by_hand(shape, rate)[: len(got)]
     assert got == pytest.approx(want)
@@ -97,7 +97,7 @@ def test_shapes_that_never_ran_are_foretold():
     known = AcceptanceEstimate([CHAIN, TREE], HEAD)
     for _ in range(300):
         known.note(CHAIN, [2, 1, 0, 3])
-        known.learn(chances_of(counts([0.6, 0.3, 0.05, 0.03]), [4, 0, 0], HEAD))
+        known.learn(accept_probs_of(counts([0.6, 0.3, 0.05, 0.03]), [4, 0, 0], HEAD))
     plain = AcceptanceEstimate([CHAIN, TREE], HEAD)
     for _ in range(300):
         plain.note(CHAIN, [2, 1, 0, 3])
