@@ -34,7 +34,7 @@ from treetop.engine.startup.build import zeros_on
 from treetop.engine.startup.compile_ahead import EveryExtent, compile_all, compile_steps
 from treetop.engine.startup.plan import plan_engine
 from treetop.engine.startup.products import Products
-from treetop.engine.startup.worst_steps import worst_prefill
+from treetop.engine.startup.profile_run import worst_prefill
 from treetop.kernels import triton_guard
 from treetop.kernels.attention.attention import paged_attention
 from treetop.kernels.attention.attention_config import CallShape, Launch, choose_launch

@@ -29,7 +29,7 @@ from treetop.engine.memory import (
 from treetop.engine.rounds import Eager
 from treetop.engine.startup import plan as planning
 from treetop.engine.startup.default_rows import allowance_of_a_gpu, keep_lengths, tokens_of_a_row
-from treetop.engine.startup.worst_steps import worst_prefill
+from treetop.engine.startup.profile_run import worst_prefill
 from treetop.models.registry import TargetSpec, target_spec
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, ConfigError, EngineError

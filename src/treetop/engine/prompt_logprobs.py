@@ -1,7 +1,7 @@
 """Log-probabilities of prompt tokens: of the target's raw logits in the prefill, a few positions at a time.
 
 A chunk's logits at once would take far more memory than the rest of its step. So they are made, read and dropped in
-slices of `Layout.prompt_lines` positions, which the worst steps count in (`worst_steps.py`, `memory.step_bytes`).
+slices of `Layout.prompt_lines` positions, which the worst steps count in (`profile_run.py`, `memory.step_bytes`).
 """
 
 from dataclasses import dataclass

@@ -38,8 +38,8 @@ from treetop.engine.startup.layer_groups import (
 )
 from treetop.engine.startup.plan import EnginePlan, captures, changed_vocab, cpu_allowance, memory_of_rank, rest_of_cpu
 from treetop.engine.startup.products import Products, products_of
+from treetop.engine.startup.profile_run import peak_bytes
 from treetop.engine.startup.stages import stage
-from treetop.engine.startup.worst_steps import peak_bytes
 from treetop.engine.state import make_state
 from treetop.models.kv_scales import read_kv_scales
 from treetop.speculative.simulation import SimulatedAcceptance, SimulatedLengths, Simulation
@@ -78,7 +78,7 @@ def build_runner(engine_plan: EnginePlan) -> BuiltRunner:
     config, place, scales = engine_plan.config, engine_plan.place, kv_scales(engine_plan)
     products = products_of(engine_plan)
     check_ranks(engine_plan)
-    with out_of_memory_explained("loading weights and trying the worst steps", place.device, engine_plan.use):
+    with out_of_memory_explained("loading weights, profile run", place.device, engine_plan.use):
         before = _allocated(place.device)
         runner, zones, zeros = _without_pools(engine_plan, products)
         slots = _make_slots(engine_plan, zeros)
@@ -197,7 +197,7 @@ def _gpu_allowance(engine_plan: EnginePlan, runner: ModelRunner, scales: Mapping
             compile_all(tried)
     if engine_plan.config.check_level >= 1:
         prove_acceptance(tried)
-    with stage("trying the worst steps"):
+    with stage("profile run"):
         return activation_allowance(peak_bytes(tried), num_rounds(runner) if captured else 0)
 
 

@@ -12,7 +12,7 @@ from treetop.engine.kv_transfer import StagingSlots, export_chunks, import_chunk
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.prompt_blocks import block_numbers
 from treetop.engine.rounds import RoundKey, RoundLauncher, draft_phase, mixed_verify
-from treetop.engine.startup.worst_steps import dummy_batch
+from treetop.engine.startup.profile_run import dummy_batch
 from treetop.kernels.kv import moved
 from treetop.kernels.tree.accept import Withheld
 from treetop.kernels.tree.calibration import make_calibration
@@ -31,7 +31,7 @@ def prove_capacity(runner: ModelRunner, launcher: RoundLauncher) -> None:
     """Run every shape with all rows as long as they can get, on the null page, and put the state back; mixed steps too,
     whose largest chunk is the last row's, at the end of the context. Captured ones have it in every block.
 
-    Memory for that is in the account before: a GPU has tried it (`engine.startup.worst_steps`), a CPU counts it
+    Memory for that is in the account before: a GPU has tried it (`engine.startup.profile_run`), a CPU counts it
     (`step_bytes`). Raises CheckError where a buffer was sized by another formula than the one that fills it (sgl-27338,
     sgl-26972): no option can cause that.
     """

@@ -19,7 +19,7 @@ from treetop.attention.contract import SparseBackend, TailKV
 from treetop.engine.cuda_graphs import Run, greedy_keys
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.rounds import run_phases
-from treetop.engine.startup.worst_steps import dummy_prefill, worst_steps
+from treetop.engine.startup.profile_run import dummy_prefill, profile_steps
 from treetop.kernels.attention.indexer import IndexQuery
 from treetop.kernels.attention.metadata import AttentionMetadata, SparseKeys
 from treetop.kernels.gemm.skinny_gemm import MAX_ROWS
@@ -31,7 +31,7 @@ from treetop.types.sampling import Choice
 def compile_all(runner: ModelRunner) -> None:
     """Compile the kernels of the worst steps, of all greedy rounds, and of prefill steps of every size."""
     max_kv_len = runner.layout.max_committed
-    worst = [step for choice in (Choice.FILTER, Choice.LOGPROBS) for step in worst_steps(runner, choice)]
+    worst = [step for choice in (Choice.FILTER, Choice.LOGPROBS) for step in profile_steps(runner, choice)]
     rounds = [partial(run_phases, runner, key, max_kv_len) for key in greedy_keys(runner.layout)]
     compile_steps([*worst, *rounds, *_prefills(runner)])
 

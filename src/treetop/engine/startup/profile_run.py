@@ -23,11 +23,11 @@ def peak_bytes(runner: ModelRunner) -> int:
     captured rounds stays theirs while a prefill runs. What they compile and load is left in place: the driver's part
     of it is then no longer counted as free.
     """
-    round, *prefills = map(_peak, worst_steps(runner, Choice.LOGPROBS))
+    round, *prefills = map(_peak, profile_steps(runner, Choice.LOGPROBS))
     return round + max(prefills)
 
 
-def worst_steps(runner: ModelRunner, choice: Choice) -> tuple[Run, ...]:
+def profile_steps(runner: ModelRunner, choice: Choice) -> tuple[Run, ...]:
     """The worst round, prefill and mixed step of those that choose tokens so, on dummy rows. LOGPROBS takes most."""
     rows, width = worst_prefill(runner.layout)
     steps = partial(_round, runner, choice), partial(dummy_prefill, runner, choice, rows, width)
