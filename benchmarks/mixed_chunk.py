@@ -34,8 +34,8 @@ from treetop.bench.provenance import versions
 from treetop.engine.prefill import PrefillBatch, prefill
 from treetop.engine.prompt_blocks import block_numbers
 from treetop.engine.rounds import RoundKey, mixed_verify
-from treetop.engine.startup.capacity_proof import on_null_pages
 from treetop.engine.startup.profile_run import dummy_batch
+from treetop.engine.startup.self_test import on_null_pages
 from treetop.scheduler.mixed import MixedSteps
 from treetop.types.ids import Row
 from treetop.types.layout import PLAIN, SpecShape

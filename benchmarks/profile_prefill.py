@@ -18,8 +18,8 @@ from profile_round import kernels_of, shares
 
 from treetop import LLM
 from treetop.engine.prefill import PrefillBatch, prefill
-from treetop.engine.startup.capacity_proof import on_null_pages
 from treetop.engine.startup.profile_run import dummy_batch
+from treetop.engine.startup.self_test import on_null_pages
 from treetop.types.sampling import Choice
 
 REPEATS = 7

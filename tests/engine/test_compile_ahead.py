@@ -512,7 +512,7 @@ def as_if_on_a_gpu(absent_gpu, monkeypatch):
         monkeypatch.setattr(torch, name, lambda *args, real=real, **options: real(*args, **options).zero_())
     monkeypatch.setattr(build, "captures", lambda *_: True)
     monkeypatch.setattr(build, "peak_bytes", lambda _: 0)
-    monkeypatch.setattr(build, "prove_acceptance", lambda _: None)
+    monkeypatch.setattr(build, "self_test_acceptance", lambda _: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     for name in ("graph", "CUDAGraph", "Stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
@@ -606,7 +606,7 @@ def test_who_rehearses(monkeypatch, able, captured, rehearsed):
     backend = SimpleNamespace(capabilities=replace(BACKENDS["triton"].capabilities, captures_first_call=able))
     monkeypatch.setattr(build, "captures", lambda *_: captured)
     monkeypatch.setattr(build, "peak_bytes", lambda _: 0)
-    monkeypatch.setattr(build, "prove_acceptance", lambda _: None)
+    monkeypatch.setattr(build, "self_test_acceptance", lambda _: None)
     monkeypatch.setattr(build, "compile_all", asked.append)
     build._gpu_allowance(plan_engine(engine.config), replace(engine.runner, backend=backend), {})
     assert len(asked) == rehearsed

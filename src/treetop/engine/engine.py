@@ -63,18 +63,18 @@ from treetop.engine.staging import (
     copy_out,
 )
 from treetop.engine.startup.build import build_runner, zeros_on
-from treetop.engine.startup.capacity_proof import (
-    prove_acceptance,
-    prove_capacity,
-    prove_kv_transfer,
-    prove_learning,
-    prove_padding,
-)
 from treetop.engine.startup.exactness import whose_sums
 from treetop.engine.startup.kept_calibration import kept_calibration
 from treetop.engine.startup.kept_head import kept_head
 from treetop.engine.startup.plan import EnginePlan, captures, pace_of, plan_engine
 from treetop.engine.startup.round_costs import cost_table
+from treetop.engine.startup.self_test import (
+    self_test_acceptance,
+    self_test_capacity,
+    self_test_kv_transfer,
+    self_test_learning,
+    self_test_padding,
+)
 from treetop.engine.startup.stages import stage
 from treetop.engine.startup.startup_log import start_up_block
 from treetop.engine.step_digest import StepDigest, TreeAndPathDigest, no_digest
@@ -245,15 +245,15 @@ class Engine:
                 self.launcher.capture_sampled(_SAMPLED_S)
             self._check_graphs(self.launcher)
         if self.config.check_level >= 1:
-            with stage("proofs"):
-                prove_acceptance(self.runner)
-                prove_padding(self.runner, self.launcher)
-                prove_capacity(self.runner, self.launcher)
+            with stage("self-tests"):
+                self_test_acceptance(self.runner)
+                self_test_padding(self.runner, self.launcher)
+                self_test_capacity(self.runner, self.launcher)
                 if self.runner.state.learning is not None:
-                    prove_learning(self.runner, self.runner.state.learning)
+                    self_test_learning(self.runner, self.runner.state.learning)
         self._begin_calibration()
         if self.slots is not None:
-            prove_kv_transfer(self.runner, self.slots)
+            self_test_kv_transfer(self.runner, self.slots)
 
     def _check_graphs(self, graphs: CudaGraphs) -> None:
         """Raises CapacityError if graphs took what steps need. Pools of a size that was asked for are the user's."""
@@ -457,7 +457,8 @@ class Engine:
         self.draft_path = self.draft.folder if self.draft is not None else None
 
     def _begin_calibration(self) -> None:
-        """What was learned of this pair, or nothing: what rounds of another or of the proofs taught is forgotten."""
+        """What was learned of this pair, or nothing: what rounds of another or of the self-tests taught is
+        forgotten."""
         if self._kept is not None:
             self._kept.restore(self.runner.state.calibration, self.parallel)
         else:

@@ -1,1 +1,1 @@
-"""From a configuration to an engine that can run: plan, proofs, probes, measurements, memory of the worst steps."""
+"""From a configuration to an engine that can run: plan, self-tests, probes, measurements, memory of the worst steps."""

@@ -25,7 +25,6 @@ from treetop.engine.memory import (
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.offloading.host_pages import CopyStaging, HostPageCopies
 from treetop.engine.startup.adapters import adapters_of
-from treetop.engine.startup.capacity_proof import prove_acceptance
 from treetop.engine.startup.compile_ahead import compile_all
 from treetop.engine.startup.exact_ranks import check_ranks
 from treetop.engine.startup.host_layout import with_host
@@ -39,6 +38,7 @@ from treetop.engine.startup.layer_groups import (
 from treetop.engine.startup.plan import EnginePlan, captures, changed_vocab, cpu_allowance, memory_of_rank, rest_of_cpu
 from treetop.engine.startup.products import Products, products_of
 from treetop.engine.startup.profile_run import peak_bytes
+from treetop.engine.startup.self_test import self_test_acceptance
 from treetop.engine.startup.stages import stage
 from treetop.engine.state import make_state
 from treetop.models.kv_scales import read_kv_scales
@@ -196,7 +196,7 @@ def _gpu_allowance(engine_plan: EnginePlan, runner: ModelRunner, scales: Mapping
         with stage("compiling kernels"):
             compile_all(tried)
     if engine_plan.config.check_level >= 1:
-        prove_acceptance(tried)
+        self_test_acceptance(tried)
     with stage("profile run"):
         return activation_allowance(peak_bytes(tried), num_rounds(runner) if captured else 0)
 

@@ -20,8 +20,8 @@ from treetop.checkpoints.fingerprint import fingerprint
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.rounds import RoundKey, RoundLauncher
 from treetop.engine.startup import probed_products
-from treetop.engine.startup.capacity_proof import on_null_pages
 from treetop.engine.startup.plan import EnginePlan
+from treetop.engine.startup.self_test import on_null_pages
 from treetop.types.cache_files import cache_file, keep, kept
 from treetop.types.costs import CatchUpCost, CostTable, RoundCost
 from treetop.types.errors import CheckError, ConfigError

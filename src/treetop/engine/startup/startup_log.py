@@ -50,7 +50,7 @@ def start_up_block(
         _graphs(launcher),
         *([_checkpoints(layout)] if layout.state_groups else []),
         f"overlap of host and device {'on' if layout.max_in_flight > 1 else 'off'}; capture and "
-        f"capacity proof {start_s:.1f} s",
+        f"self-tests {start_s:.1f} s",
     ]
     return "\n  ".join(["treetop is up", *rows])
 

@@ -1,4 +1,4 @@
-"""The start-up proofs: acceptance and rounds of padding alone, and of the worst batch that can be admitted."""
+"""The start-up self-tests: acceptance and rounds of padding alone, and of the worst batch that can be admitted."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ from treetop.types.sampling import CLASSES, Choice
 from treetop.types.tree import Accepted
 
 
-def prove_capacity(runner: ModelRunner, launcher: RoundLauncher) -> None:
+def self_test_capacity(runner: ModelRunner, launcher: RoundLauncher) -> None:
     """Run every shape with all rows as long as they can get, on the null page, and put the state back; mixed steps too,
     whose largest chunk is the last row's, at the end of the context. Captured ones have it in every block.
 
@@ -101,7 +101,7 @@ def on_null_pages(runner: ModelRunner) -> Iterator[None]:
         table.data.copy_(tables[name])
 
 
-def prove_padding(runner: ModelRunner, launcher: RoundLauncher) -> None:
+def self_test_padding(runner: ModelRunner, launcher: RoundLauncher) -> None:
     """Run the dummy row alone: its rounds leave no trace.
 
     Raises CheckError if something changed in the dummy row's state or in a null page, all of which are zero.
@@ -126,7 +126,7 @@ def prove_padding(runner: ModelRunner, launcher: RoundLauncher) -> None:
 
 
 @torch.inference_mode()
-def prove_acceptance(runner: ModelRunner) -> None:
+def self_test_acceptance(runner: ModelRunner) -> None:
     """The dummy row alone accepts the worst tree it can have, which is to be shown before any step runs on it.
 
     Raises CheckError if a path leaves its tree.
@@ -135,21 +135,21 @@ def prove_acceptance(runner: ModelRunner) -> None:
     runner.buffers.rows.fill_(runner.layout.dummy_row)
     for shape in runner.layout.shapes:
         if shape.num_steps and runner.simulation is None:
-            _prove_acceptance_of(shape, runner, bucket)
+            _self_test_acceptance_of(shape, runner, bucket)
 
 
 @torch.inference_mode()
-def prove_learning(runner: ModelRunner, learning: Learning) -> None:
+def self_test_learning(runner: ModelRunner, learning: Learning) -> None:
     """Rows learn from their own trees: each of a few whose target chooses another rank at every node.
 
     Raises CheckError if what was learned is not what their choices say, class by class.
     """
     for shape in runner.layout.shapes:
         if shape.num_steps:
-            _prove_learning_of(shape, runner, learning)
+            _self_test_learning_of(shape, runner, learning)
 
 
-def prove_kv_transfer(runner: ModelRunner, slots: StagingSlots) -> None:
+def self_test_kv_transfer(runner: ModelRunner, slots: StagingSlots) -> None:
     """Pack and unpack the dummy row, and with it compile what that takes.
 
     Raises CheckError if something changed in the dummy row's state or in a null page.
@@ -162,7 +162,7 @@ def prove_kv_transfer(runner: ModelRunner, slots: StagingSlots) -> None:
     _check_untouched(runner, "KV transfer: a chunk of the dummy row")
 
 
-def _prove_learning_of(shape: SpecShape, runner: ModelRunner, learning: Learning) -> None:
+def _self_test_learning_of(shape: SpecShape, runner: ModelRunner, learning: Learning) -> None:
     """Candidates in order, as many as the tree holds; those that have children are the first k of their level."""
     device, rows, k, nodes = runner.buffers.rows.device, CLASSES, shape.topk, shape.num_draft_tokens
     long, n = torch.int64, shape.num_candidates
@@ -204,7 +204,7 @@ def _check_untouched(runner: ModelRunner, what: str) -> None:
         raise CheckError(f"{what} changed its state or a null page")
 
 
-def _prove_acceptance_of(shape: SpecShape, runner: ModelRunner, bucket: int) -> None:
+def _self_test_acceptance_of(shape: SpecShape, runner: ModelRunner, bucket: int) -> None:
     """A dummy row's siblings are alike, and weights may make the target want them all: its path is a line of its tree.
 
     The tree is grown as in a round; then every node is token 0, and so is the target's choice after each.
