@@ -62,7 +62,7 @@ test-all: $(DEV)
 # What needs a GPU: a process and a log a file, side by side; then memory alone, for it takes all there is.
 GPU_LAST := tests/gpu/test_gpu_memory.py
 GPU_TESTS := $(filter-out $(GPU_LAST),$(wildcard tests/gpu/test_*.py)) tests/kernels/test_draw.py \
-  tests/engine/test_compile_ahead.py tests/kernels/test_kernel_arguments.py \
+  tests/engine/test_aot_compile.py tests/kernels/test_kernel_arguments.py \
   tests/frozen/test_launches.py \
   "tests/models/test_golden.py -k cuda"
 GPU_RUN := log=build/$$(basename $$0 .py).log; $(BIN)/python -m pytest -q -m "not slow" $$0 $$@ >$$log 2>&1; code=$$?; \

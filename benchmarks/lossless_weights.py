@@ -36,7 +36,7 @@ from treetop.kernels.gemm.lossless_weights import (
     lossless_gemm,
 )
 from treetop.kernels.gemm.skinny_gemm import RowsLaunch, choose_launch, load_table, row_class
-from treetop.kernels.triton_guard import compile_ahead, gpu_traits
+from treetop.kernels.triton_guard import aot_compile, gpu_traits
 from treetop.weights.lossless import ROWS, LaunchLimit, LosslessProducts, offers
 
 NAMES = ("qkv", "output", "gate_up", "down", "lm_head", "draft fc", "draft qkv", "draft lm_head")
@@ -344,7 +344,7 @@ def compile_all(shapes: dict[str, Shape], writing: bool) -> None:
             for each in [*launches, *(candidates(shape, row_class(rows)) if writing else ())]:
                 lossless_gemm(x, small, each, gpu)
 
-    compile_ahead(ask)
+    aot_compile(ask)
 
 
 def blank_weight(shape: Shape) -> LosslessWeight:

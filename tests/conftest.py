@@ -46,7 +46,7 @@ transformers_logging.set_verbosity_error()
 
 
 LONGEST = (
-    "engine/test_compile_ahead.py",
+    "engine/test_aot_compile.py",
     "models/test_families.py",
     "frozen/test_command_line.py",
     "serve/test_serve_life.py",

@@ -2,7 +2,7 @@
 
 Kernels take `jit` or `jit_for_any`, `tl`, `constexpr` (a compile-time argument) and `Arg` (any other argument) from
 here. Without Triton a kernel is a plain function that nothing can launch, and `why_not` says so before anything tries.
-A kernel is compiled when it is first launched, or ahead of that, with others, inside `compile_ahead`.
+A kernel is compiled when it is first launched, or ahead of that, with others, inside `aot_compile`.
 """
 
 import os
@@ -17,7 +17,7 @@ import torch
 from treetop.kernels.garbage import no_collection
 
 _asked: ContextVar[set[object] | None] = ContextVar("asked", default=None)
-"""Inside `compile_ahead`: the kernels and kinds of arguments asked for so far."""
+"""Inside `aot_compile`: the kernels and kinds of arguments asked for so far."""
 _MAX_COMPILERS = 32
 """Each may run an assembler of its own, which takes memory."""
 
@@ -47,7 +47,7 @@ else:
 
         class _Kernel(triton.JITFunction):
             def run(self, *args, grid, warmup, **options):
-                """Compile if that has not been done, and launch; inside `compile_ahead` ask for a kernel once."""
+                """Compile if that has not been done, and launch; inside `aot_compile` ask for a kernel once."""
                 options.setdefault("enable_fp_fusion", True)  # the default up to 3.9, which warns that it will change
                 asked = _asked.get()
                 if asked is None:
@@ -121,11 +121,11 @@ def why_not(device: torch.device) -> str | None:
 
 
 def is_compiling_ahead() -> bool:
-    """Whether this thread is inside `compile_ahead`, where nothing is launched."""
+    """Whether this thread is inside `aot_compile`, where nothing is launched."""
     return _asked.get() is not None
 
 
-def compile_ahead(run: Callable[[], None]) -> None:
+def aot_compile(run: Callable[[], None]) -> None:
     """Call `run`, whose launches only ask for their kernels, and compile these on all cores of the process at once.
 
     Raises what `run` raises, without waiting for what it asked for, and the error of a kernel that does not compile.
@@ -133,10 +133,10 @@ def compile_ahead(run: Callable[[], None]) -> None:
     3.11.8 cannot parse in two threads if a collection comes between (gh-106905).
     """
     with no_collection():
-        copy_context().run(_compile_ahead, run)  # Triton's mode and ours end with the context, however this ends
+        copy_context().run(_aot_compile, run)  # Triton's mode and ours end with the context, however this ends
 
 
-def _compile_ahead(run: Callable[[], None]) -> None:
+def _aot_compile(run: Callable[[], None]) -> None:
     _asked.set(set())
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     pool = _Compilers(min(cores, _MAX_COMPILERS))

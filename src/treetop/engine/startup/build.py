@@ -25,7 +25,7 @@ from treetop.engine.memory import (
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.offloading.host_pages import CopyStaging, HostPageCopies
 from treetop.engine.startup.adapters import adapters_of
-from treetop.engine.startup.compile_ahead import compile_all
+from treetop.engine.startup.aot_compile import compile_all
 from treetop.engine.startup.exact_ranks import check_ranks
 from treetop.engine.startup.host_layout import with_host
 from treetop.engine.startup.layer_groups import (

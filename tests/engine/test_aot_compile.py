@@ -30,8 +30,8 @@ from treetop.engine.prefill import PrefillBatch, prefill
 from treetop.engine.rounds import RoundKey, run_phases
 from treetop.engine.staging import StagingBuffers
 from treetop.engine.startup import build
+from treetop.engine.startup.aot_compile import EveryExtent, compile_all, compile_steps
 from treetop.engine.startup.build import zeros_on
-from treetop.engine.startup.compile_ahead import EveryExtent, compile_all, compile_steps
 from treetop.engine.startup.plan import plan_engine
 from treetop.engine.startup.products import Products
 from treetop.engine.startup.profile_run import worst_prefill
@@ -59,7 +59,7 @@ from treetop.kernels.tree.rows import DraftState, RowTables
 from treetop.kernels.triton_guard import (
     GpuTraits,
     _probe,
-    compile_ahead,
+    aot_compile,
     gpu_traits,
     interpreted,
     is_compiling_ahead,
@@ -109,7 +109,7 @@ def test_launches_inside_only_compile_and_other_threads_launch(launches):
         other.join()
 
     launch()
-    compile_ahead(inside)
+    aot_compile(inside)
     assert not is_compiling_ahead()
     assert gc.isenabled()
     launch()
@@ -128,8 +128,8 @@ def test_a_kernel_is_asked_for_once_for_each_kind_of_arguments(launches):
         _probe[(1,)](x, num_warps=8)
         assert len(launches) == len(kinds) + 1
 
-    compile_ahead(inside)
-    compile_ahead(lambda: _probe[(1,)](x))  # nothing is remembered
+    aot_compile(inside)
+    aot_compile(lambda: _probe[(1,)](x))  # nothing is remembered
     assert len(launches) == len(kinds) + 2
 
 
@@ -225,7 +225,7 @@ def test_the_kernels_of_a_call_are_compiled_and_then_there(absent_gpu_to_the_end
             paged_attention(torch.zeros(2, 4, 8, 64), pages, metadata, tail, 1.0, None, gpu, launch)
 
     for _ in range(2):
-        compile_ahead(lambda: (attend(), attend()))
+        aot_compile(lambda: (attend(), attend()))
         assert sorted(absent_gpu_to_the_end) == [
             (kernel, False) for kernel in ("_attention_kernel", "_merge_kernel") for _ in range(2)
         ]
@@ -257,7 +257,7 @@ def test_attention_with_helpers_compiles_for_a_gpu(absent_gpu, kind):
         else:
             paged_attention(q, pages, metadata, tail, 1.0, None, gpu, arrivals=arrivals)
 
-    compile_ahead(attend)
+    aot_compile(attend)
     assert ("_latent_attention_kernel" if latent else "_attention_kernel", False) in absent_gpu
 
 
@@ -294,7 +294,7 @@ def test_products_that_decode_compile_for_a_gpu(absent_gpu, scheme):
         decode_tiles(plain, 64, 512, torch.bfloat16, gpu)
         experts(x[:2], routes, made, gpu)
 
-    compile_ahead(launch)
+    aot_compile(launch)
     kernels = ["_quantized_kernel"] * 3 + ["_decode_tiles_kernel"] + ["_grouped_kernel"] * 2
     assert sorted(absent_gpu) == [(kernel, False) for kernel in sorted(kernels)]
 
@@ -311,7 +311,7 @@ def test_products_without_a_cut_compile_for_a_gpu(absent_gpu):
             skinny_gemm(x, weight, launch, gpu, bias, rounds=True)
         gated_rows(x, weight, choose_no_split_k(rows, 4096, 96, True, gpu), gpu, rounds=True)
 
-    compile_ahead(launch)
+    aot_compile(launch)
     assert absent_gpu == [("_skinny_gemm_kernel", False)] * 5
 
 
@@ -333,7 +333,7 @@ def test_sparse_attention_compiles_for_a_gpu(absent_gpu, rows, n, t, bound):
         narrowed = replace(metadata, chosen=keys, mask=keys.columns)
         latent_attention(q, pages[..., :576], narrowed, tail[..., :576] if t else None, 512, 1.0, gpu)
 
-    compile_ahead(launch)
+    aot_compile(launch)
     assert {name for name, _ in absent_gpu} >= {"_scores_kernel", "_select_kernel", "_latent_attention_kernel"}
     assert sum(name == "_select_kernel" for name, _ in absent_gpu) == (2 if bound > 16384 else 1)
 
@@ -373,13 +373,13 @@ def launch_a_round(ops):
 def test_twin_kernels_compile_for_a_gpu_too(absent_gpu):
     """A fault inside a kernel is that kernel with other text, which the interpreter may accept and a compiler not."""
     ops = kernel_ops(torch.device("cpu"))
-    compile_ahead(lambda: launch_a_round(ops))
+    aot_compile(lambda: launch_a_round(ops))
     shipped = Counter(kernel for kernel, _ in absent_gpu)
     for name, found in {**FAULTS, **POLICY_FAULTS}.items():
         inside = [each.target.rpartition(":")[2] for each in found.patches if each.target.endswith("_kernel")]
         if inside:
             with found.active():
-                compile_ahead(lambda: launch_a_round(ops))
+                aot_compile(lambda: launch_a_round(ops))
             more = Counter(kernel for kernel, _ in absent_gpu) - shipped
             assert set(more) == set(inside), name
             shipped += more
@@ -395,8 +395,8 @@ def test_after_a_kernel_that_does_not_compile_all_goes_on(absent_gpu):
     """Triton's own mode may stay on after an error; the next kernel is compiled and launches are launches."""
     x = torch.zeros(4)
     with pytest.raises(triton.CompilationError):
-        compile_ahead(lambda: _wrong_kernel[(1,)](x))
-    compile_ahead(lambda: _probe[(1,)](x))
+        aot_compile(lambda: _wrong_kernel[(1,)](x))
+    aot_compile(lambda: _probe[(1,)](x))
     assert absent_gpu == [("_probe", False)]
     with pytest.raises(AttributeError):  # a launch: the GPU that is not here cannot be asked to load a kernel
         _probe[(1,)](x)
@@ -429,7 +429,7 @@ def test_an_error_inside_does_not_wait_for_what_was_asked_for(monkeypatch):
         raise ValueError("stop")
 
     with pytest.raises(ValueError, match="stop"):
-        compile_ahead(inside)
+        aot_compile(inside)
     assert len(begun) == 1
 
 
@@ -551,7 +551,7 @@ def test_a_rehearsal_compiles_all_that_an_engine_launches_on_a_gpu(as_if_on_a_gp
     made = []
     engine_plan = plan_engine(config)
     # The head norms its embedding, so a kernel runs while weights are loaded.
-    compile_ahead(lambda: made.append(build._without_pools(engine_plan, Products({}, {}))[0]))
+    aot_compile(lambda: made.append(build._without_pools(engine_plan, Products({}, {}))[0]))
     build._gpu_allowance(engine_plan, made[0], {})
     assert not any(by_itself for _, by_itself in as_if_on_a_gpu)
     names = {name for name, _ in as_if_on_a_gpu}
@@ -577,7 +577,7 @@ def test_a_rehearsal_compiles_all_that_an_engine_launches_on_a_gpu(as_if_on_a_gp
     asked = len(as_if_on_a_gpu)
     build._gpu_allowance(engine_plan, made[0], {})
     assert len(as_if_on_a_gpu) == asked
-    compile_ahead(lambda: any_steps(rehearsed[0], random.Random(0)))
+    aot_compile(lambda: any_steps(rehearsed[0], random.Random(0)))
     assert as_if_on_a_gpu[asked:] == []
 
 

@@ -24,7 +24,7 @@ from treetop.kernels.attention.indexer import IndexQuery
 from treetop.kernels.attention.metadata import AttentionMetadata, SparseKeys
 from treetop.kernels.gemm.skinny_gemm import MAX_ROWS
 from treetop.kernels.kv import PagedKV
-from treetop.kernels.triton_guard import compile_ahead
+from treetop.kernels.triton_guard import aot_compile
 from treetop.types.sampling import Choice
 
 
@@ -145,4 +145,4 @@ def compile_steps(steps: Iterable[Run]) -> None:
                 step()
 
     with Console(stderr=True).status("compiling kernels"):
-        compile_ahead(record)
+        aot_compile(record)
