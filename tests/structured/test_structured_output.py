@@ -212,7 +212,7 @@ def test_a_request_that_is_put_back_waits_for_its_mask():
         if not slow.answers[-1].done():
             slow.say()
     updates += steps(core, 40)
-    (request,) = core.scheduler.queues.forming
+    (request,) = core.scheduler.queues.waiting_for_grammar
     assert core.scheduler.num_retractions == 1
     while core.busy:
         if not slow.answers[-1].done():

@@ -1,5 +1,5 @@
-"""Where the requests that have not ended stand: forming, loading, waiting, prefilling, importing, decoding or
-exporting.
+"""Where the requests that have not ended stand: waiting for a grammar, loading, waiting, prefilling, importing,
+decoding or exporting.
 """
 
 from bisect import insort
@@ -15,7 +15,7 @@ _ORDER = attrgetter("order")
 class Queues:
     """Every request that has not ended stands in `by_id` and in one of the seven queues.
 
-    forming: they have no row and no answer of their constraints.
+    waiting_for_grammar: they have no row and no answer of their constraints.
     loading: they have no row, and K/V of their prompts come from the host.
     waiting: the next first, by `Request.order`. The others: oldest admission first.
     waiting_of, waiting_tally: the same by tenant, and how many there are (`scheduler/shares.py`).
@@ -25,7 +25,7 @@ class Queues:
 
     def __init__(self) -> None:
         self.by_id: dict[RequestId, Request] = {}
-        self.forming: list[Request] = []
+        self.waiting_for_grammar: list[Request] = []
         self.loading: list[Request] = []
         self.waiting: list[Request] = []
         self.waiting_of: dict[str, list[Request]] = {}
@@ -39,9 +39,9 @@ class Queues:
         self.by_id[request.request_id] = request
         self._wait(request)
 
-    def formed(self, request: Request) -> None:
+    def grammar_ready(self, request: Request) -> None:
         """It may have a row now."""
-        self.forming.remove(request)
+        self.waiting_for_grammar.remove(request)
         self._wait(request)
 
     def loads(self, request: Request) -> None:
@@ -78,7 +78,7 @@ class Queues:
         """It has ended."""
         del self.by_id[request.request_id]
         if request.running is None:
-            without_a_row = next((each for each in (self.forming, self.loading) if request in each), None)
+            without_a_row = next((each for each in (self.waiting_for_grammar, self.loading) if request in each), None)
             if without_a_row is not None:
                 without_a_row.remove(request)
             else:
@@ -88,7 +88,7 @@ class Queues:
 
     def _wait(self, request: Request) -> None:
         if request.asks:
-            self.forming.append(request)
+            self.waiting_for_grammar.append(request)
         else:
             insort(self.waiting, request, key=_ORDER)
             insort(self.waiting_of.setdefault(request.tenant.name, []), request, key=_ORDER)
@@ -107,9 +107,9 @@ class Queues:
         return next(queue for queue in self.running if request in queue)
 
     @property
-    def asking(self) -> list[Request]:
+    def pending_grammars(self) -> list[Request]:
         """Those whose constraints have not said yet what may come next."""
-        return [*self.forming, *(request for request in self.decoding if request.asks)]
+        return [*self.waiting_for_grammar, *(request for request in self.decoding if request.asks)]
 
     @property
     def running(self) -> tuple[list[Request], ...]:

@@ -1,10 +1,11 @@
 """The scheduler: turns waiting and running requests into plans, and results into updates.
 
-forming --> waiting --admit--> prefilling --last chunk--> decoding --stop--> ended --last step committed--> gone
+grammar --> waiting --admit--> prefilling --last chunk--> decoding --stop--> ended --last step committed--> gone
                ^                                             |
                '----------------- retract -------------------'
 
-forming: what may come first in a constrained request is not known yet. Before it is admitted, K/V of its prompt may be
+waiting_for_grammar: what may come first in a constrained request is not known yet. Before it is admitted, K/V of its
+    prompt may be
 loaded that the tier on the host has and the device has not (`cache/host_tier.py`).
 
 What other workers prefill, and what is prefilled for them: `scheduler/kv_transfer.py`.
@@ -122,7 +123,7 @@ class Scheduler:
         if isinstance(self.policy, AdaptiveShape):
             log.info("%s", self.policy.expectation())
         self.adapters = AdapterBooks(config.adapters, config.num_lora_slots, config.most_loras, digest_of)
-        self._untold: dict[RequestId, Request] = {}  # those whose last update has not been handed out
+        self._pending_outputs: dict[RequestId, Request] = {}  # those whose last update has not been handed out
         self._retractions_before = self._num_gave_way = 0
         self._cache_watcher: CacheWatcher | None = None
         self._host_watcher: CacheWatcher | None = None
@@ -191,7 +192,7 @@ class Scheduler:
         request.remote = remote and request.constrained is None and not asked.received and not asks_more
         request.export_from = export_from
         if export_from is None:  # else events tell the desk
-            self._untold[request.request_id] = request
+            self._pending_outputs[request.request_id] = request
         self.queues.add(request)
         if asked.timeout_s is not None:
             heappush(self._deadlines, (now + asked.timeout_s, request.request_id))
@@ -213,13 +214,15 @@ class Scheduler:
     def answers(self) -> list[RequestUpdate]:
         """Take what constraints have answered: their requests go on, or end. It waits a moment for new questions."""
         updates: list[RequestUpdate] = []
-        asking = self.queues.asking
-        if not asking:
+        pending_grammars = self.queues.pending_grammars
+        if not pending_grammars:
             return updates
         since = time.monotonic() - _PATIENCE_S
-        fresh = [each.constrained for each in asking if each.running is not None and each.constrained is not None]
+        fresh = [
+            each.constrained for each in pending_grammars if each.running is not None and each.constrained is not None
+        ]
         self._await([each.asked for each in fresh if each.asked_s > since], _PATIENCE_S, ALL_COMPLETED)
-        for request in asking:
+        for request in pending_grammars:
             assert request.constrained is not None
             try:
                 may_go_on = request.constrained.answer()
@@ -229,7 +232,7 @@ class Scheduler:
             if may_go_on is False:
                 updates.append(self._committer.finish(request, (), "stop"))
             elif may_go_on and request.running is None:
-                self.queues.formed(request)
+                self.queues.grammar_ready(request)
         return self._reported(updates)
 
     def node_masks(self, trees: Sequence[RowTree]) -> list[NodeMasks]:
@@ -245,7 +248,7 @@ class Scheduler:
 
     def await_answer(self, patience_s: float) -> None:
         """Nothing else is to be done: wait so long for a constraint to answer, or for a disk, if one is asked."""
-        asked = [each.constrained.asked for each in self.queues.asking if each.constrained is not None]
+        asked = [each.constrained.asked for each in self.queues.pending_grammars if each.constrained is not None]
         self._await([*asked, *(self.rows.host.waits_for if self.rows.host else ())], patience_s, FIRST_COMPLETED)
 
     def _await(self, asked: Iterable["Future[Any] | None"], patience_s: float, until: str) -> None:
@@ -290,7 +293,7 @@ class Scheduler:
         """Updates that are handed out now."""
         for update in updates:
             if update.finish_reason is not None:
-                self._untold.pop(update.request_id, None)
+                self._pending_outputs.pop(update.request_id, None)
         return updates
 
     @property
@@ -310,7 +313,7 @@ class Scheduler:
     @property
     def load(self) -> CoreLoad:
         """What it is busy with; requests that ended while a step of theirs is out count as running."""
-        waiting = len(self.queues.waiting) + len(self.queues.forming) + len(self.queues.loading)
+        waiting = len(self.queues.waiting) + len(self.queues.waiting_for_grammar) + len(self.queues.loading)
         kv_usage, given_way = self.rows.kv_cache.usage, self._num_gave_way
         return CoreLoad(
             num_running=len(self.rows.by_row),
@@ -443,7 +446,7 @@ class Scheduler:
             RequestUpdate(
                 r.request_id, (), None, "abort", error, engine_failed, stats_of(r, now), start=len(r.output_ids)
             )
-            for r in self._untold.values()
+            for r in self._pending_outputs.values()
         ]
         return self._reported(failed)
 
