@@ -231,7 +231,7 @@ TESTS_OF_OPTIONS = {
     "include_stop_str_in_output": "test_serve_fields.py::test_a_stop_string_may_stay_in_the_text",
     "skip_special_tokens": "test_serve_fields.py::test_special_tokens_may_be_shown",
     "truncate_prompt_tokens": "test_serve_fields.py::test_a_prompt_is_cut_to_its_last_tokens",
-    "speculative": "test_undrafted.py::test_no_draft_of_it_is_accepted_and_others_go_on",
+    "speculative": "test_no_draft.py::test_no_draft_of_it_is_accepted_and_others_go_on",
     "return_draft_trees": "test_told_trees.py::test_trees_spell_the_output_and_change_none",
     "return_routed_experts": "test_routed_experts.py::test_ids_are_those_of_the_models_own_routers",
     "ignore_eos": "test_stops.py::test_the_end_of_sequence_token_ends_a_request_unless_ignored",

@@ -13,7 +13,7 @@ from treetop.cache.kv_cache_manager import KVCacheManager, Lease
 from treetop.engine.model_runner import ModelRunner, Prefix
 from treetop.engine.state import RowState
 from treetop.kernels.kv import PageTable
-from treetop.kernels.tree.accept import Withheld
+from treetop.kernels.tree.accept import MaskedDrafts
 from treetop.kernels.tree.tree import next_level_mask
 from treetop.scheduler.request import Request
 from treetop.scheduler.rows import Rows
@@ -104,13 +104,13 @@ def own_column(previous: Tensor, parent: Tensor) -> Tensor:
 
 
 def whole_tree(
-    tree: DraftTree, choice: Tensor, finite: Tensor, commit_width: int, withheld: Withheld | None = None
+    tree: DraftTree, choice: Tensor, finite: Tensor, commit_width: int, masked_drafts: MaskedDrafts | None = None
 ) -> Accepted:
     """As if siblings always differed: every node that agrees counts, however many there are at one depth."""
     rows, width = tree.tokens.shape
     wanted = tree.tokens == choice.gather(1, tree.parent)
-    if withheld is not None:
-        wanted &= ~withheld.of_tree()
+    if masked_drafts is not None:
+        wanted &= ~masked_drafts.of_tree()
     wanted[:, 0] = True
     on_path = ~(tree.mask & ~wanted[:, None, :]).any(dim=2)
     accept_len = on_path.sum(dim=1) - 1

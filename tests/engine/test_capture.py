@@ -149,7 +149,7 @@ def test_a_sampled_round_is_captured_when_it_is_asked_for_and_only_once(strong_p
 def test_ranks_that_share_experts_capture_what_may_be_held_with_what_may_not(strong_pair):
     """Capturing runs a round, with exchanges in it, and another rank's row may be the one that is constrained."""
     _, graphs, recorder = with_fakes(strong_pair)
-    whole, held = (RoundKey(2, TREE, Choice.PROCESS, held=each) for each in (False, True))
+    whole, held = (RoundKey(2, TREE, Choice.PROCESS, grammar_masked=each) for each in (False, True))
     both = [whole, (Phase.DRAFT, held), held]
     for ranks, first, expected in ((1, whole, [whole]), (2, whole, both), (2, held, both)):
         graphs._runner.ops.expert_ranks = PlaceholderRank(ranks)

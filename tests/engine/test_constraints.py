@@ -218,7 +218,7 @@ def test_captured_rounds_stop_for_the_masks_of_nodes(strong_pair, asked):
     assert tokens(outputs) == want
     drafts = [sum(o.metrics.accept_lens) for o, seed in zip(outputs, seeds, strict=True) if seed and seed % 2]
     assert sum(drafts) > len(drafts), "no trees"
-    held = [each for each in recorder.replayed if isinstance(each, tuple) or each.held]
+    held = [each for each in recorder.replayed if isinstance(each, tuple) or each.grammar_masked]
     assert held[::2] == [(Phase.DRAFT, key) for key in held[1::2]]
     assert 0 < len(held) < len(recorder.replayed)
     llm.close()
@@ -320,7 +320,7 @@ def test_a_token_outside_the_constraint_never_leaves(strong_pair, monkeypatch):
 
 def test_a_draft_behind_which_nothing_is_known_never_leaves(strong_pair, monkeypatch):
     llm = build(strong_pair, SHAPE)
-    monkeypatch.setattr("treetop.kernels.tree.accept.Withheld.of_tree", lambda _: torch.tensor(False))
+    monkeypatch.setattr("treetop.kernels.tree.accept.MaskedDrafts.of_tree", lambda _: torch.tensor(False))
     with pytest.raises(CheckError, match="constrained request got"):
         llm.generate(strong_pair.prompts([8]), SamplingParams(ignore_eos=True), [Only(None)])
 

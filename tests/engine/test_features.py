@@ -55,9 +55,9 @@ def test_a_list_has_the_features_that_are_on(strong_pair):
         return [type(each).__name__ for each in build(strong_pair, shape, **options).engine.runner.state.features]
 
     assert kinds(None, disable_logits_processors=True) == ["RowNumbers"]
-    assert kinds((2, 3, 6)) == ["RowNumbers", "RowProcessors", "HeldNodes"]
+    assert kinds((2, 3, 6)) == ["RowNumbers", "RowProcessors", "GrammarMasks"]
     learning = kinds((2, 3, 6), speculative_calibration="learn")
-    assert learning == ["RowNumbers", "Learning", "RowProcessors", "HeldNodes"]
+    assert learning == ["RowNumbers", "Learning", "RowProcessors", "GrammarMasks"]
 
 
 def test_every_number_of_a_row_is_written_whatever_it_held():
@@ -78,8 +78,8 @@ def test_every_number_of_a_row_is_written_whatever_it_held():
         "may_end": [0, 0],
         "adapter": [2, 0],
     }
-    flags = {name: found.pop(name) for name in ("undrafted", "active", "constrained")}
-    assert flags == {"undrafted": [True, False], "active": [False, False], "constrained": [False, False]}
+    flags = {name: found.pop(name) for name in ("no_draft", "active", "constrained")}
+    assert flags == {"no_draft": [True, False], "active": [False, False], "constrained": [False, False]}
     neutral = SamplingParams()
     for name, values in found.items():
         assert values == pytest.approx([getattr(given, name), getattr(neutral, name)]), name

@@ -109,12 +109,12 @@ def test_a_dummy_row_that_is_not_finite_is_nobodys_error(weak_pair, tmp_path, gr
     assert tokens(llm.generate(list(prompts), greedy(12))) == list(want)
 
 
-def _one_too_long(chosen, tree, out, forced, withheld):
+def _one_too_long(chosen, tree, out, forced, masked_drafts):
     out.path.zero_()
     out.accept_len.fill_(out.path.shape[1])
 
 
-def _not_a_line(chosen, tree, out, forced, withheld):
+def _not_a_line(chosen, tree, out, forced, masked_drafts):
     out.path.copy_(torch.arange(out.path.shape[1]).expand_as(out.path))
     out.accept_len.fill_(out.path.shape[1] - 1)
 

@@ -261,13 +261,13 @@ def test_trees_that_only_gain_if_nobody_catches_up_are_not_paid_for():
     assert set(load.shapes) == {PLAIN}
 
 
-@pytest.mark.parametrize("withheld", ["undrafted", "masks"])
-def test_rows_whose_drafts_were_withheld_say_nothing_of_the_head(withheld):
+@pytest.mark.parametrize("masked_drafts", ["no_draft", "masks"])
+def test_rows_whose_drafts_were_withheld_say_nothing_of_the_head(masked_drafts):
     """A constrained row, or one that accepts no draft, gives one token a round: its drafts were not rejected."""
     told, alone = (AdaptiveShape(costs_of_a_gpu(SHAPES), layout()) for _ in range(2))
     rows = tuple(RowResult(row, (1,) * (5 if row < 4 else 1), True) for row in range(8))
-    kept = {"undrafted": tuple(range(4, 8)), "masks": tuple(RowMask(row, b"") for row in range(4, 8))}
-    mixed = RoundPlan((), (), tuple(range(8)), TREE, CONTEXT, Choice.GREEDY, **{withheld: kept[withheld]})
+    kept = {"no_draft": tuple(range(4, 8)), "masks": tuple(RowMask(row, b"") for row in range(4, 8))}
+    mixed = RoundPlan((), (), tuple(range(8)), TREE, CONTEXT, Choice.GREEDY, **{masked_drafts: kept[masked_drafts]})
     free = RoundPlan((), (), tuple(range(4)), TREE, CONTEXT, Choice.GREEDY)
     for _ in range(40):
         told.note(mixed, StepResult(rows), None)

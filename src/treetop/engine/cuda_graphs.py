@@ -203,7 +203,7 @@ class CudaGraphs:
         shared, constrains = self._runner.ops.expert_ranks.size > 1, self._runner.state.masks is not None
         if not (shared and constrains and key.choice.processes) or key.catches_up:
             return [key]
-        return [replace(key, held=False), replace(key, held=True)]
+        return [replace(key, grammar_masked=False), replace(key, grammar_masked=True)]
 
     @contextmanager
     def _on_dummy_rows(self) -> Iterator[None]:
@@ -271,7 +271,11 @@ def num_captured(layout: Layout, choices: Sequence[Choice], holds: bool, filters
     made = [replace(key, choice=choice) for key, choice in product(greedy_keys(layout), choices)]
     made = [key for key in made if not (key.prompts and key.choice.processes)]
     if holds:
-        made += [replace(key, held=True) for key in made if key.choice.processes and not (key.catches_up or key.mixed)]
+        made += [
+            replace(key, grammar_masked=True)
+            for key in made
+            if key.choice.processes and not (key.catches_up or key.mixed)
+        ]
     return len({_place(filters_apart, key) for key in made})
 
 

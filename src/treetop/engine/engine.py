@@ -232,7 +232,7 @@ class Engine:
         for (bucket, shape), choice in product(rounds, self.runner.state.choices):
             yield RoundKey(bucket, shape, choice)
             if choice.processes and self.runner.state.masks is not None:
-                yield RoundKey(bucket, shape, choice, held=True)
+                yield RoundKey(bucket, shape, choice, grammar_masked=True)
             if not choice.processes and bucket in self.layout.coarse_buckets:
                 yield from (RoundKey(bucket, shape, choice, prompts=size) for size in self.layout.prompt_sizes)
         if self.layout.max_deferred:
@@ -703,15 +703,17 @@ class Engine:
 
     def _host_step(self, plan: RoundPlan, key: RoundKey) -> HostStep | None:
         """What the host does once trees are grown; None if no row is constrained."""
-        if not key.held:
+        if not key.grammar_masked:
             return None
         buffers = self.runner.buffers
         tree, places = buffers.tree_of(key.bucket, key.shape), buffers.places_of(key.bucket, key.shape)
-        return partial(self._node_masks.hold, plan, tree, places, self.runner.state.held_of(key.bucket, key.shape))
+        return partial(
+            self._node_masks.hold, plan, tree, places, self.runner.state.grammar_masks_of(key.bucket, key.shape)
+        )
 
     def _launch_round(self, plan: RoundPlan, key: RoundKey, bound: int, between: HostStep | None) -> None:
-        if key.held:
-            self._node_masks.force(plan, self.runner.state.held_of(key.bucket, key.shape))
+        if key.grammar_masked:
+            self._node_masks.force(plan, self.runner.state.grammar_masks_of(key.bucket, key.shape))
         if plan.catches_up:
             self.launcher.launch(RoundKey.of_catch_up(key.bucket), plan.committed_bound)
         self.launcher.launch(key, bound, between)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from treetop.engine.features.masks import HeldNodes
+from treetop.engine.features.masks import GrammarMasks
 from treetop.engine.features.processors import to_device
 from treetop.kernels.sampling.process import mask_words
 from treetop.types.errors import CheckError
@@ -37,35 +37,35 @@ class NodeMaskWriter:
         self.tree_masks: TreeMasks = no_masks
         self.tell: Callable[[Sequence[NodeMasks]], object] = _nobody
 
-    def force(self, plan: RoundPlan, held: HeldNodes) -> None:
+    def force(self, plan: RoundPlan, masks: GrammarMasks) -> None:
         """Write what must follow the roots of constrained rows. held: of the batch."""
-        width = held.forced.shape[1] - 1
+        width = masks.forced.shape[1] - 1
         of_row = {mask.row: mask.forced[:width] for mask in plan.masks}
         lines = [[*of_row.get(row, ())] for row in plan.rows]
-        held.forced.fill_(-1)
+        masks.forced.fill_(-1)
         known = torch.tensor([[*line, *[-1] * (width - len(line))] for line in lines], dtype=torch.int32)
-        held.forced[: len(lines), :width] = to_device(held.forced.device, known)
+        masks.forced[: len(lines), :width] = to_device(masks.forced.device, known)
 
-    def hold(self, plan: RoundPlan, tree: DraftTree, places: PathPositions, held: HeldNodes) -> None:
+    def hold(self, plan: RoundPlan, tree: DraftTree, places: PathPositions, masks: GrammarMasks) -> None:
         """Ask for masks of the trees of constrained rows, and write them; the host waits for trees that have drafts.
 
         tree, places: of the batch; rows whose trees come back changed are written. held: is written in full.
         """
         of_row: dict[Row, dict[int, bytes]] = {mask.row: {0: mask.allowed} for mask in plan.masks}
-        at, device = {row: place for place, row in enumerate(plan.rows) if row in of_row}, held.allowed.device
+        at, device = {row: place for place, row in enumerate(plan.rows) if row in of_row}, masks.allowed.device
         lines = to_device(device, torch.tensor([*at.values()]))
-        held.allowed.fill_(-1)  # what need not wait for the trees goes first
-        held.withheld.fill_(False)
+        masks.allowed.fill_(-1)  # what need not wait for the trees goes first
+        masks.masked_drafts.fill_(False)
         for found in self._asked(at, tree, plan.shape.num_steps) if plan.shape.num_steps else ():
             of_row[found.row] = {**found.allowed, **of_row[found.row]}
             if found.tree is not None:
                 _replant(at[found.row], found.tree, found.source, tree, places)
         known = [of_row[row] for row in at]
-        withheld = torch.ones((len(at), held.withheld.shape[1]), dtype=torch.bool)
+        masked_drafts = torch.ones((len(at), masks.masked_drafts.shape[1]), dtype=torch.bool)
         for line, of_node in enumerate(known):
-            withheld[line, list(of_node)] = False
-        held.allowed[lines] = to_device(device, self.packed(dict(enumerate(known)), withheld.shape))
-        held.withheld[lines] = to_device(device, withheld)
+            masked_drafts[line, list(of_node)] = False
+        masks.allowed[lines] = to_device(device, self.packed(dict(enumerate(known)), masked_drafts.shape))
+        masks.masked_drafts[lines] = to_device(device, masked_drafts)
 
     def _asked(self, at: Mapping[Row, int], tree: DraftTree, max_depth: int) -> Sequence[NodeMasks]:
         """Masks of the trees of rows, by their places in the batch."""

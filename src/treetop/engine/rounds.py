@@ -27,7 +27,7 @@ from treetop.engine.recurrence import keep_states, node_recurrence
 from treetop.engine.routed_experts import keep_nodes
 from treetop.engine.tree_growth import grow_trees
 from treetop.kernels.flat import packed_nodes, spread_nodes
-from treetop.kernels.tree.accept import Withheld
+from treetop.kernels.tree.accept import MaskedDrafts
 from treetop.kernels.tree.commit import Paths, feature_nodes, flat_entries
 from treetop.kernels.tree.deferred import ExtendPairs, defer, deferred_pairs
 from treetop.kernels.tree.rows import store_draft
@@ -44,8 +44,8 @@ from treetop.types.tree import FlatNodes, copy_into
 class RoundKey:
     """What a captured round is made for. Everything else is data in buffers.
 
-    held: it has constrained rows. Their trees begin with what is forced, and it is split before VERIFY, where the host
-        says what may follow their nodes.
+    grammar_masked: it has constrained rows. Their trees begin with what is forced, and it is split before VERIFY, where
+        the host says what may follow their nodes.
     catches_up: no round, but the draft extend of what rows have deferred.
     mixed: its VERIFY shares a forward with a prefill, which runs between its DRAFT and its EXTEND.
     prompts: tokens of prompts in blocks that are in the forward of its VERIFY, padding counted, as it is captured.
@@ -54,7 +54,7 @@ class RoundKey:
     bucket: int
     shape: SpecShape
     choice: Choice
-    held: bool = False
+    grammar_masked: bool = False
     catches_up: bool = False
     mixed: bool = False
     prompts: int = 0
@@ -77,7 +77,7 @@ HostStep = Callable[[], object]
 
 def draft_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     """Grow each row's tree from the proposals stored with it, behind what must follow its root."""
-    forced = runner.state.held_of(key.bucket, key.shape).forced if key.held else None
+    forced = runner.state.grammar_masks_of(key.bucket, key.shape).forced if key.grammar_masked else None
     grow_trees(runner, runner.buffers.rows[: key.bucket], key.shape, max_kv_len, forced)
 
 
@@ -127,8 +127,8 @@ def end_verify(runner: ModelRunner, key: RoundKey, begun: BegunVerify, output: T
     rows, tree = buffers.rows[: key.bucket], buffers.tree_of(key.bucket, key.shape)
     places, accepted = buffers.places_of(key.bucket, shape), buffers.accepted_of(key.bucket, shape)
     flat, given = buffers.flat_of(key.bucket, shape), begun.given
-    held = runner.state.held_of(key.bucket, shape) if key.held else None
-    allowed = None if held is None else held.allowed
+    masks = runner.state.grammar_masks_of(key.bucket, shape) if key.grammar_masked else None
+    allowed = None if masks is None else masks.allowed
     if flat is None:
         chosen = choose(ops, logits, runner.state.sampler, rows, places.nodes, tree, key.choice, allowed)
     elif key.choice.processes:  # what changes or tells logits goes by rows
@@ -138,12 +138,14 @@ def end_verify(runner: ModelRunner, key: RoundKey, begun: BegunVerify, output: T
         of_nodes = choose(ops, logits, runner.state.sampler, given.rows, given.positions, tree, key.choice)
         chosen = spread_choice(flat, of_nodes)
     growth = buffers.growth_of(key.bucket, shape) if shape.num_steps else None
-    forced, withheld, drawn = None, None, chosen
+    forced, masked_drafts, drawn = None, None, chosen
     if growth is not None:
-        withheld = Withheld(rows, runner.state.numbers["undrafted"], None if held is None else held.withheld)
+        masked_drafts = MaskedDrafts(
+            rows, runner.state.numbers["no_draft"], None if masks is None else masks.masked_drafts
+        )
         if runner.simulation is not None:
             chosen, forced = runner.simulation.choose(chosen, growth, ops, runner.drawn_at(rows))
-    ops.accept(chosen, tree, accepted, forced, withheld)
+    ops.accept(chosen, tree, accepted, forced, masked_drafts)
     if key.choice is Choice.LOGPROBS:
         found = buffers.logprobs_of(key.bucket, shape)
         copy_into(found, path_logprobs(ops, logits, drawn, accepted, found.ids.shape[2]))
@@ -296,7 +298,7 @@ def run_behind_draft(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> Non
 
 def parts_of(runner: ModelRunner, key: RoundKey) -> tuple[PhaseFunction, ...]:
     """What runs without the host taking part: all of a round, or what comes before and after its step."""
-    if not (key.held or key.mixed):
+    if not (key.grammar_masked or key.mixed):
         return (run_phases,)
     return (draft_phase, run_behind_draft) if len(phases_of(runner, key)) > 1 else (draft_phase,)
 

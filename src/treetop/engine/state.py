@@ -11,7 +11,7 @@ from treetop.engine.buffers import Zeros
 from treetop.engine.features.deferral import RowDeferral
 from treetop.engine.features.feature import AcceptedRound, NewRoots, RowFeature
 from treetop.engine.features.learning import Learning
-from treetop.engine.features.masks import HeldNodes
+from treetop.engine.features.masks import GrammarMasks
 from treetop.engine.features.processors import RowProcessors
 from treetop.engine.features.sampling import RowNumbers
 from treetop.engine.features.states import RowStates
@@ -54,7 +54,7 @@ class RowState:
     numbers: RowNumbers
     states: RowStates
     processors: RowProcessors | None
-    masks: HeldNodes | None
+    masks: GrammarMasks | None
     text: RowText | None
     deferral: RowDeferral | None
     learning: Learning | None
@@ -124,7 +124,7 @@ class RowState:
         """All that steps write but pages, rows first: zeros at a start, and the dummy row's for ever. Some twice."""
         return [*self.record.tables.values(), *(table for feature in self.features for table in feature.tables)]
 
-    def held_of(self, bucket: int, shape: SpecShape) -> HeldNodes:
+    def grammar_masks_of(self, bucket: int, shape: SpecShape) -> GrammarMasks:
         """What the nodes of a batch's constrained rows are held to."""
         assert self.masks is not None, "the client is told that no logits can be changed"
         return self.masks.of(bucket, shape)
@@ -174,7 +174,7 @@ def make_state(
     recorded = {"committed": committed, "root": root}
     calibration = make_calibration(max(1, layout.commit_width - 1), layout.max_topk, zeros)
     processors = None if vocab_size is None else RowProcessors.make(numbers, vocab_size, zeros)
-    masks = None if vocab_size is None else HeldNodes.make(layout, vocab_size, zeros)
+    masks = None if vocab_size is None else GrammarMasks.make(layout, vocab_size, zeros)
     draft = text = deferral = learning = None
     if drafter is not None:
         tokens, logprob = (zeros((n, layout.max_topk), kind) for kind in (torch.int64, torch.float32))

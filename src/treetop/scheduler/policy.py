@@ -294,7 +294,7 @@ class AdaptiveShape:
         """Learn what a round gave, and what it took."""
         if not isinstance(plan, RoundPlan) or not result.rows:
             return
-        withheld = {*plan.undrafted, *(mask.row for mask in plan.masks)}
+        withheld = {*plan.no_draft, *(mask.row for mask in plan.masks)}
         told = [row for row in result.rows if row.tokens and row.row not in withheld]
         lengths = [len(row.tokens) - 1 for row in told]
         self._counts = result.proposals or self._counts

@@ -51,7 +51,7 @@ class RoundPlanner:
         batch = [request for request in ready if request.running is not None]  # the others have been retracted
         if not batch:
             return None
-        undrafted = tuple(request.held.row for request in batch if not request.params.speculative)
+        no_draft = tuple(request.held.row for request in batch if not request.params.speculative)
         speculating = [0] * CLASSES
         for request in batch:
             speculating[class_of_temperature(request.params.temperature)] += request.params.speculative
@@ -67,7 +67,7 @@ class RoundPlanner:
             logprobs=logprobs_of(batch),
             masks=masks_of(batch),
             catches_up=self._catches_up(batch, shape),
-            undrafted=undrafted,
+            no_draft=no_draft,
             told_trees=tuple(request.held.row for request in batch if request.params.tells_trees),
             told_experts=tuple(request.held.row for request in batch if request.told is not None),
         )

@@ -181,7 +181,7 @@ class RoundPlan:
     masks: of the constrained rows that get a token.
     min_rows: that the batch has at least, padding counted.
     catches_up: before the round its rows' deferred draft extends are run.
-    undrafted: rows whose requests accept no draft.
+    no_draft: rows whose requests accept no draft.
     told_trees: rows whose requests ask for the trees that are verified for them.
     told_experts: rows whose requests ask for the experts of what they commit.
     """
@@ -196,7 +196,7 @@ class RoundPlan:
     masks: tuple[RowMask, ...] = ()
     min_rows: int = 0
     catches_up: bool = False
-    undrafted: tuple[Row, ...] = ()
+    no_draft: tuple[Row, ...] = ()
     told_trees: tuple[Row, ...] = ()
     told_experts: tuple[Row, ...] = ()
 

@@ -14,7 +14,7 @@ from treetop.engine.prompt_blocks import block_numbers
 from treetop.engine.rounds import RoundKey, RoundLauncher, draft_phase, mixed_verify
 from treetop.engine.startup.profile_run import dummy_batch
 from treetop.kernels.kv import moved
-from treetop.kernels.tree.accept import Withheld
+from treetop.kernels.tree.accept import MaskedDrafts
 from treetop.kernels.tree.calibration import make_calibration
 from treetop.kernels.tree.grow import make_growth
 from treetop.kernels.tree.learn import Observed
@@ -213,10 +213,10 @@ def _self_test_acceptance_of(shape: SpecShape, runner: ModelRunner, bucket: int)
     tree, accepted = runner.buffers.tree_of(bucket, shape), runner.buffers.accepted_of(bucket, shape)
     tree.tokens.zero_()
     nothing = runner.target.embedding.new_zeros((bucket, shape.num_draft_tokens, runner.target.config.hidden_size))
-    withheld = Withheld(runner.buffers.rows[:bucket], runner.state.numbers["undrafted"], None)
+    masked_drafts = MaskedDrafts(runner.buffers.rows[:bucket], runner.state.numbers["no_draft"], None)
     try:
         choice = runner.ops.greedy(torch.zeros_like(runner.target.piece(nothing)))
-        runner.ops.accept(choice, tree, accepted, None, withheld)
+        runner.ops.accept(choice, tree, accepted, None, masked_drafts)
         path = accepted.path[0, : int(accepted.accept_len[0]) + 1].tolist()
     except (IndexError, RuntimeError) as error:
         raise CheckError(f"padded batch: the dummy row's tree of {shape} cannot be accepted: {error}") from error

@@ -28,26 +28,26 @@ _PIECE = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Withheld:
+class MaskedDrafts:
     """Drafts that are not accepted, whatever the target chooses.
 
     rows: [rows] int64, of the batch.
-    undrafted: [num_rows] bool, rows of which none is.
+    no_draft: [num_rows] bool, rows of which none is.
     nodes: [rows, T] bool, drafts of constrained rows behind which it is not known what is allowed; None for none.
     """
 
     rows: Tensor
-    undrafted: Tensor
+    no_draft: Tensor
     nodes: Tensor | None
 
     def of_tree(self) -> Tensor:
         """[rows, 1 or T] bool."""
-        undrafted = self.undrafted[self.rows][:, None]
-        return undrafted if self.nodes is None else undrafted | self.nodes
+        no_draft = self.no_draft[self.rows][:, None]
+        return no_draft if self.nodes is None else no_draft | self.nodes
 
 
 def accept(
-    tree: DraftTree, choice: Tensor, finite: Tensor, commit_width: int, withheld: Withheld | None = None
+    tree: DraftTree, choice: Tensor, finite: Tensor, commit_width: int, masked_drafts: MaskedDrafts | None = None
 ) -> Accepted:
     """Follow the target's choices through each tree.
 
@@ -59,8 +59,8 @@ def accept(
     """
     rows, width = tree.tokens.shape
     wanted = tree.tokens == choice.gather(1, tree.parent)
-    if withheld is not None:
-        wanted &= ~withheld.of_tree()
+    if masked_drafts is not None:
+        wanted &= ~masked_drafts.of_tree()
     wanted[:, 0] = True
     agreed = ~(tree.mask & ~wanted[:, None, :]).any(dim=2)  # [rows, T], itself and its ancestors
     accept_len, last = torch.where(agreed, tree.depth, -1).max(dim=1)  # the first of the deepest
@@ -91,13 +91,13 @@ def accept_reference(
     tree: DraftTree,
     out: Accepted,
     forced: Tensor | None,
-    withheld: Withheld | None = None,
+    masked_drafts: MaskedDrafts | None = None,
 ) -> None:
     """Follow the choices through each tree and write what is accepted; or `force` paths so long, [rows] int64."""
     assert isinstance(chosen, SampledTokens)
     width = out.path.shape[1]
     if forced is None:
-        copy_into(out, accept(tree, chosen.token, chosen.finite, width, withheld))
+        copy_into(out, accept(tree, chosen.token, chosen.finite, width, masked_drafts))
     else:
         copy_into(out, force(chosen.token, chosen.finite, forced, width))
 
@@ -137,7 +137,7 @@ def accept_in_one_launch(
     tree: DraftTree,
     out: Accepted,
     forced: Tensor | None,
-    withheld: Withheld | None = None,
+    masked_drafts: MaskedDrafts | None = None,
     *,
     gpu: GpuTraits,
 ) -> None:
@@ -152,18 +152,19 @@ def accept_in_one_launch(
     assert out.path.stride() == out.tokens.stride()
     flags, width = tree.mask.view(torch.uint8), out.path.shape[1]
     pieces = choice.shape[2] if greedy else 1
-    rows_in = undrafted = nodes_in = flags
-    if withheld is not None:
-        rows_in, undrafted = withheld.rows, withheld.undrafted.view(torch.uint8)
-        nodes_in = undrafted if withheld.nodes is None else withheld.nodes.view(torch.uint8)
+    rows_in = no_draft = nodes_in = flags
+    if masked_drafts is not None:
+        rows_in, no_draft = masked_drafts.rows, masked_drafts.no_draft.view(torch.uint8)
+        nodes_in = no_draft if masked_drafts.nodes is None else masked_drafts.nodes.view(torch.uint8)
         assert rows_in.is_contiguous()
-        assert withheld.nodes is None or withheld.nodes.stride(1) == 1
+        assert masked_drafts.nodes is None or masked_drafts.nodes.stride(1) == 1
     _accept_kernel[(rows,)](
         choice, finite_in, tree.tokens, tree.parent, tree.depth, flags, out.accept_len if forced is None else forced,
         out.path, out.accept_len, out.tokens, out.bonus, out.finite.view(torch.uint8), out.choice, out.choice.stride(0),
         tree.tokens.stride(0), flags.stride(0), flags.stride(1), out.path.stride(0),
-        rows_in, undrafted, nodes_in, nodes_in.stride(0),
-        withholds=withheld is not None, withholds_nodes=withheld is not None and withheld.nodes is not None,
+        rows_in, no_draft, nodes_in, nodes_in.stride(0),
+        masks_drafts=masked_drafts is not None,
+        masks_nodes=masked_drafts is not None and masked_drafts.nodes is not None,
         nodes=nodes, width=width, pieces=pieces, block_t=lanes(nodes), block_w=lanes(width), block_p=lanes(pieces),
         greedy=greedy, is_forced=forced is not None, overlap=gpu.can_overlap,
         num_warps=4 if nodes <= 32 else 8, **launch_options(gpu),
@@ -175,7 +176,7 @@ def _accept_kernel(
     choice: Arg, finite_in: Arg, tokens: Arg, parent: Arg, depth: Arg, mask: Arg, forced: Arg,
     path: Arg, accept_len: Arg, out_tokens: Arg, bonus: Arg, finite: Arg, out_choice: Arg, choice_row: Arg,
     tree_row: Arg, mask_row: Arg, mask_node: Arg, path_row: Arg,
-    rows_in: Arg, undrafted: Arg, withheld: Arg, withheld_row: Arg, withholds: constexpr, withholds_nodes: constexpr,
+    rows_in: Arg, no_draft: Arg, masked_drafts: Arg, masked_row: Arg, masks_drafts: constexpr, masks_nodes: constexpr,
     nodes: constexpr, width: constexpr, pieces: constexpr, block_t: constexpr, block_w: constexpr,
     block_p: constexpr, greedy: constexpr, is_forced: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
@@ -208,10 +209,10 @@ def _accept_kernel(
         expected = tl.sum(tl.where(up[:, None] == node[None, :], token[None, :], 0), 1)  # the parent's choice
         drafted = tl.load(tokens + row * tree_row + node, mask=real, other=-1)
         wanted = drafted == expected
-        if withholds:
-            wanted = wanted & (tl.load(undrafted + tl.load(rows_in + row)) == 0)
-        if withholds_nodes:
-            wanted = wanted & (tl.load(withheld + row * withheld_row + node, mask=real, other=0) == 0)
+        if masks_drafts:
+            wanted = wanted & (tl.load(no_draft + tl.load(rows_in + row)) == 0)
+        if masks_nodes:
+            wanted = wanted & (tl.load(masked_drafts + row * masked_row + node, mask=real, other=0) == 0)
         wanted = wanted | (node == 0)
         line = mask + row * mask_row + node[:, None] * mask_node + node[None, :]
         ancestor = tl.load(line, mask=real[:, None] & real[None, :], other=0) != 0

@@ -50,7 +50,7 @@ def test_its_batch_changes_no_logits(strong_pair, options):
     submit(llm, prompts, [replace(greedy(20), speculative=index != 1) for index in range(3)])
     steps = [*pump(llm)]
     assert {plan.choice for plan, _ in steps} == {Choice.GREEDY}
-    assert any(plan.undrafted for plan, _ in steps if isinstance(plan, RoundPlan))
+    assert any(plan.no_draft for plan, _ in steps if isinstance(plan, RoundPlan))
     params = [replace(greedy(20), speculative=index != 1) for index in range(3)]
     outputs = llm.generate(prompts, params)
     assert tokens(outputs) == plain
@@ -78,7 +78,7 @@ def test_under_auto_a_batch_of_nothing_else_has_plain_rounds(strong_pair):
         )
         rounds = [plan for plan, _ in pump(llm) if isinstance(plan, RoundPlan)]
         assert any(speculative) or {plan.shape for plan in rounds} == {PLAIN}
-        assert all(len(plan.undrafted) >= speculative.count(False) for plan in rounds if len(plan.rows) == 2)
+        assert all(len(plan.no_draft) >= speculative.count(False) for plan in rounds if len(plan.rows) == 2)
 
 
 def test_where_it_cannot_be_honoured_it_is_refused(strong_pair):
