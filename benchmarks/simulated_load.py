@@ -26,7 +26,7 @@ from treetop.types.changes import Change, Commit, UpdateWeights
 from treetop.types.config import EngineConfig
 from treetop.types.ids import FULL, RequestId
 from treetop.types.kv import paired
-from treetop.types.layout import PLAIN, KVGroup, Layout, PrefillPace, SpecShape
+from treetop.types.layout import PLAIN, KVGroup, Layout, PrefillCosts, SpecShape
 from treetop.types.messages import (
     MixedPlan,
     PrefillPlan,
@@ -47,7 +47,7 @@ _CONTEXT = 1024
 @dataclass(frozen=True, slots=True)
 class StepCost:
     """Seconds of a step. prefill: (tokens, seconds) of measured prefill steps, padding counted, tokens rising; between
-    them and beyond them it is linear. attended: as in `PrefillPace`. round_s, row_s: of a plain round, and of each of
+    them and beyond them it is linear. attended: as in `PrefillCosts`. round_s, row_s: of a plain round, and of each of
     its rows; of trees `bench.modelled_costs` says what rounds take, and of mixed steps. launch_s: host's, for a prefill
     step, whose launches the device follows one by one. mixed_s: of a mixed step, at least.
     """
@@ -206,9 +206,10 @@ class Simulation:
             options |= {"draft": "a head", "speculative_eagle_topk": k, "speculative_num_steps": s}
             options["speculative_num_draft_tokens"] = t
         config = EngineConfig(disable_radix_cache=True, check_level=0, **{"target_gap_ms": 50.0, **options})
-        pace = PrefillPace(512, 2048, cost.attended, 1024)
+        prefill_costs = PrefillCosts(512, 2048, cost.attended, 1024)
         self.core = EngineCore(
-            self.engine, Scheduler(self._layout, config, (), clock=lambda: self.engine.now_s, pace=pace)
+            self.engine,
+            Scheduler(self._layout, config, (), clock=lambda: self.engine.now_s, prefill_costs=prefill_costs),
         )
         self.host_s: list[float] = []
         self._coming: list[tuple[Arrival, int]] = []

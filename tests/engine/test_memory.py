@@ -35,7 +35,7 @@ from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, ConfigError, EngineError
 from treetop.types.ids import DRAFT, FULL, STATE, WINDOW
 from treetop.types.kv import paired
-from treetop.types.layout import PLAIN, KVGroup, Layout, PrefillPace, SpecShape
+from treetop.types.layout import PLAIN, KVGroup, Layout, PrefillCosts, SpecShape
 from treetop.types.sampling import Choice
 from treetop.types.state import StateGroup
 
@@ -287,7 +287,7 @@ def test_rows_and_the_tokens_beside_a_round_follow_device_and_memory(
     preset = Path(__file__).parents[2] / "benchmarks" / "presets" / "llama-3.1-8b"
     planned = planning.plan_engine(EngineConfig(str(preset), load_format="dummy", **options))
     assert planned.config.max_running_requests == planned.layout.max_requests == rows
-    assert planning.pace_of(planned.target, planned.place) == PrefillPace(
+    assert planning.prefill_costs_of(planned.target, planned.place) == PrefillCosts(
         minimum, usual, 26624, 1024 if place == "cuda" else minimum
     )
 

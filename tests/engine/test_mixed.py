@@ -19,7 +19,7 @@ from treetop.scheduler.mixed import MixedSteps
 from treetop.types.errors import CheckError
 from treetop.types.ids import FULL, Row
 from treetop.types.kv import paired
-from treetop.types.layout import PLAIN, KVGroup, Layout, PrefillPace, SpecShape
+from treetop.types.layout import PLAIN, KVGroup, Layout, PrefillCosts, SpecShape
 from treetop.types.messages import Chunk, MixedPlan, PrefillPlan, RoundPlan
 from treetop.types.sampling import Choice
 from treetop_debug.mixed_faults import MIXED_FAULTS
@@ -196,7 +196,7 @@ def test_what_cannot_be_mixed_is_refused(strong_pair):
 def test_costs_choose_what_is_mixed(mode, mixes):
     """`auto`: few nodes, and no longer beside a mixed step that was slower than both apart."""
     layout = LAYOUT
-    budget = PrefillBudget(layout, PrefillPace(512, 2048, None, 1024), None)
+    budget = PrefillBudget(layout, PrefillCosts(512, 2048, None, 1024), None)
     mixing, chain = MixedSteps(layout, mode, budget), SpecShape(1, 3, 4)
     assert not mixing.wanted(0, PLAIN)
     assert (mixing.wanted(32, chain), mixing.wanted(33, chain)) == mixes
@@ -215,10 +215,10 @@ def test_costs_choose_what_is_mixed(mode, mixes):
 
 def test_a_mixed_step_is_smaller_while_few_wait_and_keeps_to_the_gap():
     """1,024 tokens instead of 2,048, more the more requests wait; the round is in what a target bounds."""
-    budget = PrefillBudget(LAYOUT, PrefillPace(512, 2048, None, 1024), None)
+    budget = PrefillBudget(LAYOUT, PrefillCosts(512, 2048, None, 1024), None)
     assert [budget.tokens(32, 0, waiting, mixed=True) for waiting in (0, 16)] == [1024, 3072]
     assert budget.tokens(32, 0) == 2048
-    bounded = PrefillBudget(LAYOUT, PrefillPace(512, 2048, None, 1024), 0.05)
+    bounded = PrefillBudget(LAYOUT, PrefillCosts(512, 2048, None, 1024), 0.05)
     round, prefill = RoundPlan((), (), (Row(0),), PLAIN, 0, Choice.GREEDY), chunk_of(1024)
     bounded.note(round, 0.005, False)
     bounded.note(MixedPlan(prefill, round), 0.030, False)

@@ -6,7 +6,7 @@ from support.fake_core import PagedEngine, ask, make_core
 from treetop.scheduler.budget import PrefillBudget
 from treetop.types.ids import FULL
 from treetop.types.kv import paired
-from treetop.types.layout import PLAIN, KVGroup, Layout, PrefillPace
+from treetop.types.layout import PLAIN, KVGroup, Layout, PrefillCosts
 
 
 def served(core, requests):
@@ -79,7 +79,7 @@ def test_steps_are_larger_by_as_much_as_more_rows_would_decode():
     """
     group = (KVGroup(FULL, 1, paired(1, 8)),)
     layout = Layout((PLAIN,), 16, 256, 40_000, 8192, group, 10**6)
-    budget = PrefillBudget(layout, PrefillPace(512, 2048, None), None)
+    budget = PrefillBudget(layout, PrefillCosts(512, 2048, None), None)
     assert [budget.tokens(64, 0, waiting) for waiting in (0, 1, 32, 64, 192, 1000)] == [
         2048,
         2080,
@@ -89,7 +89,7 @@ def test_steps_are_larger_by_as_much_as_more_rows_would_decode():
         8192,
     ]
     assert budget.tokens(1, 0, 1) == 4096
-    asked = PrefillBudget(layout, PrefillPace(512, 2048, None), None, 700)
+    asked = PrefillBudget(layout, PrefillCosts(512, 2048, None), None, 700)
     assert asked.tokens(64, 0, 1000) == 700
-    gaps = PrefillBudget(layout, PrefillPace(512, 2048, None), 0.05)
+    gaps = PrefillBudget(layout, PrefillCosts(512, 2048, None), 0.05)
     assert gaps.tokens(64, 0, 1000) == gaps.tokens(64, 0)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from support.fake_core import ask, collected, drained, make_core
 from treetop.scheduler.request import MAX_RETRACTIONS
-from treetop.types.layout import PrefillPace
+from treetop.types.layout import PrefillCosts
 from treetop.types.messages import PrefillPlan
 
 
@@ -183,8 +183,10 @@ def test_a_prompt_lets_others_decode_between_small_chunks(budget, chunk, most):
 
 def test_a_step_beside_a_round_takes_less_the_more_it_attends_to():
     """Down to a page; each part of a prompt is about equal to the others that would follow; all tokens come."""
-    pace = PrefillPace(minimum=20, usual=20, attended=50)
-    core = make_core(rows=8, chunk=400, context=1000, pages=4000, pace=pace, prefill_tokens_per_round=30)
+    prefill_costs = PrefillCosts(minimum=20, usual=20, attended=50)
+    core = make_core(
+        rows=8, chunk=400, context=1000, pages=4000, prefill_costs=prefill_costs, prefill_tokens_per_round=30
+    )
     core.add(ask(0, [10], max_tokens=900))
     core.step()
     core.add(ask(9, list(range(400)), max_tokens=2))
@@ -204,8 +206,10 @@ def test_a_step_beside_a_round_takes_less_the_more_it_attends_to():
 
 def test_cached_tokens_count_as_attended_to():
     """A prompt whose beginning is cached is admitted with the chunk that its place allows."""
-    pace = PrefillPace(minimum=1, usual=1, attended=50)
-    core = make_core(rows=4, chunk=400, context=1000, pages=4000, pace=pace, prefill_tokens_per_round=40)
+    prefill_costs = PrefillCosts(minimum=1, usual=1, attended=50)
+    core = make_core(
+        rows=4, chunk=400, context=1000, pages=4000, prefill_costs=prefill_costs, prefill_tokens_per_round=40
+    )
     core.add(ask(0, list(range(201)), max_tokens=1))
     while core.busy:
         core.step()

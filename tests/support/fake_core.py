@@ -131,7 +131,7 @@ def make_core(
     pages=256,
     clock=time.monotonic,
     *,
-    pace=None,
+    prefill_costs=None,
     groups=None,
     host_pages=0,
     **options,
@@ -152,7 +152,7 @@ def make_core(
         layout = replace(layout, host=host, copied_pages=2)
     config = EngineConfig(max_running_requests=rows, page_size=4, **options)
     engine = engine(layout) if isinstance(engine, type) else engine or CountingEngine()
-    return EngineCore(engine, Scheduler(layout, config, [10**6], clock, pace=pace))
+    return EngineCore(engine, Scheduler(layout, config, [10**6], clock, prefill_costs=prefill_costs))
 
 
 def ask(number, prompt, max_tokens=20, priority=0, timeout_s=None, **params) -> EngineRequest:

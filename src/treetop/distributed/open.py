@@ -191,7 +191,7 @@ def core_of(
         engine.config,
         info.eos_ids,
         vocab_size=vocab_size,
-        pace=engine.pace,
+        prefill_costs=engine.prefill_costs,
         costs=engine.costs,
         head=lambda: experience.head.acceptance,
         keep_head=experience.keep_head,

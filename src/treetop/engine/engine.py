@@ -66,7 +66,7 @@ from treetop.engine.startup.build import build_runner, zeros_on
 from treetop.engine.startup.exactness import whose_sums
 from treetop.engine.startup.kept_calibration import kept_calibration
 from treetop.engine.startup.kept_head import kept_head
-from treetop.engine.startup.plan import EnginePlan, captures, pace_of, plan_engine
+from treetop.engine.startup.plan import EnginePlan, captures, plan_engine, prefill_costs_of
 from treetop.engine.startup.round_costs import cost_table
 from treetop.engine.startup.self_test import (
     self_test_acceptance,
@@ -168,7 +168,7 @@ class Engine:
             TreeAndPathDigest() if parallel.size > 1 and config.check_level >= 1 else no_digest
         )
         self.dtype, device = engine_plan.place.dtype, engine_plan.place.device
-        self.pace = pace_of(self.target, engine_plan.place)
+        self.prefill_costs = prefill_costs_of(self.target, engine_plan.place)
         first = parallel.rank == 0 and expert_ranks.rank == 0
         self._kept = kept_calibration(config, self.model_path, self.draft, first) if self.draft is not None else None
         self._rounds = 0

@@ -13,7 +13,7 @@ from math import ceil, log
 from statistics import median
 from typing import NamedTuple
 
-from treetop.types.layout import Layout, PrefillPace
+from treetop.types.layout import Layout, PrefillCosts
 from treetop.types.messages import PrefillPlan, RoundPlan, StepPlan, prefill_of
 
 _REMEMBERED = 64
@@ -85,12 +85,17 @@ class PrefillBudget:
     """
 
     def __init__(
-        self, layout: Layout, pace: PrefillPace, target_gap_s: float | None, tokens: int | None = None
+        self, layout: Layout, prefill_costs: PrefillCosts, target_gap_s: float | None, tokens: int | None = None
     ) -> None:
         """target_gap_s: between two tokens of a stream, 0 for no bound, None for steps of a size that is not learned.
         tokens: of every step beside rounds, instead of either.
         """
-        self._layout, self._pace, self._target_gap_s, self._tokens = layout, pace, target_gap_s, tokens
+        self._layout, self._prefill_costs, self._target_gap_s, self._tokens = (
+            layout,
+            prefill_costs,
+            target_gap_s,
+            tokens,
+        )
         self.prefills, self.rounds = CostCurve(), CostCurve()
         self.late_s = 0.0  # of the last round, whose end was seen that late
 
@@ -116,7 +121,7 @@ class PrefillBudget:
     def work_of(self, plan: PrefillPlan) -> int:
         """Of a prefill step, or of the prefill of a mixed one."""
         tokens = plan.packed or self._layout.bucket_for(len(plan.chunks)) * max(len(c.token_ids) for c in plan.chunks)
-        start, attended = max(chunk.start for chunk in plan.chunks), self._pace.attended
+        start, attended = max(chunk.start for chunk in plan.chunks), self._prefill_costs.attended
         return tokens if attended is None else tokens + tokens * start // attended
 
     def tokens(self, rows: int, start: int, waiting: int = 0, mixed: bool = False) -> int:
@@ -124,7 +129,7 @@ class PrefillBudget:
 
         waiting: requests that wait for their prompts and may have a row. mixed: it has these rows' round in it.
         """
-        layout, attended = self._layout, self._pace.attended
+        layout, attended = self._layout, self._prefill_costs.attended
         most = self._most_work(rows, waiting, mixed)
         if attended is None or not rows:
             return most
@@ -147,13 +152,13 @@ class PrefillBudget:
         if not rows or self._target_gap_s == 0:
             return chunk
         if self._target_gap_s is None:
-            usual, sooner = max(rows * self._layout.verify_tail, self._pace.usual), 1
-            if mixed and self._pace.mixed is not None:  # trees empty their rows sooner
-                usual, sooner = self._pace.mixed, self._layout.verify_tail
+            usual, sooner = max(rows * self._layout.verify_tail, self._prefill_costs.usual), 1
+            if mixed and self._prefill_costs.mixed is not None:  # trees empty their rows sooner
+                usual, sooner = self._prefill_costs.mixed, self._layout.verify_tail
             return min(usual + usual * waiting * sooner // rows, chunk)
         round_s = self.rounds.seconds(self._layout.bucket_for(rows))
         within = self.prefills.size_within(max(self._target_gap_s - round_s, _SHARE_OF_A_ROUND * round_s))
-        return min(max(int(within or 0), self._pace.minimum), chunk)
+        return min(max(int(within or 0), self._prefill_costs.minimum), chunk)
 
     def most_packed(self, rows: int) -> float:
         """Tokens of a batch of fixed size beside a round of `rows` rows, at most: by what was asked for, or by what

@@ -41,7 +41,7 @@ from treetop.types.config import EngineConfig
 from treetop.types.costs import CostTable, HeadAcceptance
 from treetop.types.errors import ConfigError, InputError, InvariantError
 from treetop.types.ids import PageId, RequestId, Row
-from treetop.types.layout import Layout, PrefillPace, SpecShape
+from treetop.types.layout import Layout, PrefillCosts, SpecShape
 from treetop.types.messages import (
     MixedPlan,
     NodeMasks,
@@ -86,7 +86,7 @@ class Scheduler:
         eos_ids: Sequence[int],
         clock: Callable[[], float] = time.monotonic,
         vocab_size: int | None = None,
-        pace: PrefillPace | None = None,
+        prefill_costs: PrefillCosts | None = None,
         structures: Structures | None = None,
         *,
         costs: CostTable | None = None,
@@ -100,7 +100,7 @@ class Scheduler:
     ) -> None:
         """clock: seconds, for the stats of requests and for their deadlines. vocab_size: None takes no constraints.
 
-        pace: of prefill steps between rounds; None counts no attention. structures: None takes no structures.
+        prefill_costs: of prefill steps between rounds; None counts no attention. structures: None takes no structures.
 
         costs: of rounds, for a policy that chooses their shape; None for one shape. head, keep_head: see
         `AdaptiveShape`. agree_on_shape: from what the policy wants to what ranks run together. keep_lengths: see
@@ -112,9 +112,9 @@ class Scheduler:
         self._layout, self._config, self._eos_ids, self._clock = layout, config, frozenset(eos_ids), clock
         self._work_clock = work_clock or clock
         self._by_priority, self._numbers = config.schedule_policy == "priority", count()
-        pace = pace or PrefillPace(layout.chunk, layout.chunk, None)
+        prefill_costs = prefill_costs or PrefillCosts(layout.chunk, layout.chunk, None)
         target_gap_s = None if config.target_gap_ms is None else config.target_gap_ms / 1000
-        self._budget = PrefillBudget(layout, pace, target_gap_s, config.prefill_tokens_per_round)
+        self._budget = PrefillBudget(layout, prefill_costs, target_gap_s, config.prefill_tokens_per_round)
         self.mixing = MixedSteps(layout, config.mixed_chunk, self._budget)
         self._lengths, self._agree_on_shape = RequestLengths(keep_lengths), agree_on_shape
         self.policy: ShapePolicy = (

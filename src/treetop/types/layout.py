@@ -183,7 +183,7 @@ class Dimension:
     option: str
 
 
-class PrefillPace(NamedTuple):
+class PrefillCosts(NamedTuple):
     """What a prefill step costs, for one that stands between two rounds.
 
     minimum: tokens that it takes in for little more than reading the weights.

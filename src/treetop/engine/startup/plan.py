@@ -59,7 +59,7 @@ from treetop.speculative.profile import RANKS, AcceptanceProfile, read_profile
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, ConfigError
 from treetop.types.kv import KVFormat
-from treetop.types.layout import KVGroup, Layout, PrefillPace
+from treetop.types.layout import KVGroup, Layout, PrefillCosts
 from treetop.types.parallel import SINGLE_RANK, Parallel, PlaceholderRank
 from treetop.weights.format import Packing
 from treetop.weights.kv_scales import check_scheme
@@ -353,12 +353,12 @@ def _prompt_sizes(config: EngineConfig, model: ModelConfig, chunk: int) -> tuple
     return tuple(size for size in (largest // 8, largest // 4, largest // 2, largest) if size)
 
 
-def pace_of(target: TargetSpec, place: LoadContext) -> PrefillPace:
+def prefill_costs_of(target: TargetSpec, place: LoadContext) -> PrefillCosts:
     """What a prefill step between two rounds costs."""
     on_cpu = place.device.type == "cpu"
     minimum = MIN_CHUNK_OF_CPU if on_cpu else MIN_CHUNK_OF_GPU
     usual, mixed = (minimum, minimum) if on_cpu else (USUAL_CHUNK_OF_GPU, MIXED_CHUNK_OF_GPU)
-    return PrefillPace(minimum, usual, target.attended_for_a_token(place.dtype), mixed)
+    return PrefillCosts(minimum, usual, target.attended_for_a_token(place.dtype), mixed)
 
 
 def captures(config: EngineConfig, device: torch.device, able: Capabilities) -> bool:
