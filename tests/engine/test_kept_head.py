@@ -83,11 +83,11 @@ def test_other_weights_are_another_head(strong_pair, weak_pair):
     core = core_of(made, made)
     policy = core.scheduler.policy
     assert isinstance(policy, AdaptiveShape)
-    policy.credit, policy.shape = 0.0, made.layout.shapes[-1]
+    policy.regret_budget, policy.shape = 0.0, made.layout.shapes[-1]
     core.prepare(UpdateWeights(str(strong_pair.target), str(strong_pair.head)))()
     assert made.experience.head.acceptance == HeadAcceptance((0.9,), 0.3)
     assert policy.learned().best == pytest.approx((0.9,) * 3)
-    assert (policy.shape, policy.credit) == (PLAIN, 3.0)
+    assert (policy.shape, policy.regret_budget) == (PLAIN, 3.0)
 
 
 def test_a_file_in_the_folder_is_read_checked_and_no_part_of_the_pair(strong_pair, tmp_path):

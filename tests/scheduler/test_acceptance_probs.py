@@ -114,7 +114,7 @@ def told(load, of_round):
 
 @pytest.mark.parametrize("rows", [1, 8, 64])
 def test_what_a_calibration_says_loses_nothing_where_it_is_wrong(rows):
-    """Counts of a head that is always right beside one that never is: the credit holds all the same."""
+    """Counts of a head that is always right beside one that never is: the regret budget holds all the same."""
     load = told(Load(rows), counts([0.95, 0.04, 0.01, 0.0]))
     for _ in range(500):
         load.round(lambda shape, depth: 0.0)

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from support.shape_loads import CONTEXT, SHAPES, DrawnHead, DrawnLoad, Load, layout
 from treetop.bench.modelled_costs import costs_of_a_gpu
 from treetop.scheduler.acceptance import AcceptanceEstimate
-from treetop.scheduler.policy import CREDIT, INTEREST, AdaptiveShape
+from treetop.scheduler.policy import INTEREST, REGRET_BUDGET, AdaptiveShape
 from treetop.types.costs import CatchUpCost, CostTable, HeadAcceptance, RoundCost
 from treetop.types.ids import Row
 from treetop.types.layout import PLAIN, SpecShape
@@ -243,10 +243,10 @@ def test_what_is_caught_up_before_a_tree_is_paid_for_in_advance():
     table, costs = dear_catch_ups(1.5), []
     policy = AdaptiveShape(table, layout())
     for deferred in (1, 0):
-        policy.credit = 2.9  # below its bound
+        policy.regret_budget = 2.9  # below its bound
         shape = policy.choose([CONTEXT] * 8, [8, 0, 0], deferred)
         assert shape != PLAIN
-        paid = 2.9 + INTEREST - policy.credit
+        paid = 2.9 + INTEREST - policy.regret_budget
         costs.append(paid + 1.0 - table.seconds(8, shape, CONTEXT) / table.seconds(8, PLAIN, CONTEXT))
     behind = table.catch_up_seconds(8) / table.seconds(8, PLAIN, CONTEXT)
     assert behind > 1.4
@@ -255,7 +255,7 @@ def test_what_is_caught_up_before_a_tree_is_paid_for_in_advance():
 
 def test_trees_that_only_gain_if_nobody_catches_up_are_not_paid_for():
     """More than all credit stands against the first of them, so that none runs, however much it would have given."""
-    load = Load(8, dear_catch_ups(CREDIT + 1.0), deferred=1)
+    load = Load(8, dear_catch_ups(REGRET_BUDGET + 1.0), deferred=1)
     for _ in range(300):
         load.round(ALWAYS)
     assert set(load.shapes) == {PLAIN}

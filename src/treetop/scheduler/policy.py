@@ -11,11 +11,11 @@ that gives most tokens a second of rounds also serves most with prompts counted 
 round, so a shape with more tokens a round finds fewer rows, which is not looked at. While rows fill up, to be judged at
 rows that are not there yet would be wrong.
 
-A shape that does not pay costs time that nobody gives back. So there is a credit, in plain rounds: a round that
+A shape that does not pay costs time that nobody gives back. So there is a regret budget, in plain rounds: a round that
 speculates pays in advance what it would lose if nothing were accepted, and gets back what was. Each round adds a
-little. What all rounds of a window may lose is so bounded, whatever is accepted: `CREDIT` and 200 times `INTEREST` are
-2 % of 200 rounds. Where a round of few rows stakes more than that lets it lose twice, as small models on a CPU do, what
-was accepted beyond what rounds cost is saved up to `_STAKES` of it.
+little. What all rounds of a window may lose is so bounded, whatever is accepted: `REGRET_BUDGET` and 200 times
+`INTEREST` are 2 % of 200 rounds. Where a round of few rows stakes more than that lets it lose twice, as small models on
+a CPU do, what was accepted beyond what rounds cost is saved up to `_MOST_REGRETS` of it.
 
 A shape whose round takes as long as plain rounds for all tokens that it could give is left out.
 """
@@ -35,14 +35,15 @@ ChooseShape = Callable[[Sequence[int], Sequence[int], int], SpecShape]
 """The shape of a round that is about to be planned, of the tokens that each of its rows is known to have, how many of
 the rows may accept drafts, by the class of their requests, and the most tokens that one has deferred."""
 
-CREDIT = 3.0
+REGRET_BUDGET = 3.0
 """Plain rounds that speculation may lose beyond what it gains, at most."""
 INTEREST, LEAST_INTEREST = 0.005, 0.003
-"""Plain rounds that each round adds to the credit, less what plain rounds lose by catching up, and at least: without
-any a policy that was unlucky once would never try again."""
-_STAKES = 3.0
-"""Stakes of one row that may be saved up, if these are more than `CREDIT`, of what was accepted: a round of few rows
-that stakes most of the credit would otherwise be its last for long, however good the head. More rows vary less."""
+"""Plain rounds that each round adds to the regret budget, less what plain rounds lose by catching up, and at least:
+without any a policy that was unlucky once would never try again."""
+_MOST_REGRETS = 3.0
+"""Stakes of one row that may be saved up, if these are more than `REGRET_BUDGET`, of what was accepted: a round of few
+rows that stakes most of the regret budget would otherwise be its last for long, however good the head. More rows vary
+less."""
 _MARGIN = 1.01
 """Times the rate of the shape that runs: what another must reach."""
 _HOPE = 1.0
@@ -150,7 +151,7 @@ class AdaptiveShape:
     """A `ShapePolicy`: the shape with the most tokens a second, plain rounds where none pays.
 
     shape: which runs now, but for trials.
-    credit: plain rounds that may yet be lost.
+    regret_budget: plain rounds that may yet be lost.
     """
 
     def __init__(
@@ -171,8 +172,8 @@ class AdaptiveShape:
     def begin(self) -> None:
         self._head = self._known_head()
         self.acceptance = AcceptanceEstimate(self._trees, self._head)
-        self.shape, self.credit, self._num_told = PLAIN, CREDIT, 0
-        self._num_rounds, self._curiosity, self._anyhow, self._most_credit = 0, 0.0, 0.0, CREDIT
+        self.shape, self.regret_budget, self._num_told = PLAIN, REGRET_BUDGET, 0
+        self._num_rounds, self._curiosity, self._anyhow, self._most_regret_budget = 0, 0.0, 0.0, REGRET_BUDGET
         self._share = 1.0  # of the rows, that may accept drafts
         self._batch = 1, 1  # rows of a round with its padding, and without
         self._counts: ProposalCounts | None = None  # of a calibration, as it was when the last round ended
@@ -192,21 +193,21 @@ class AdaptiveShape:
         seconds = self._seconds(rows, tokens)
         behind = self._costs.catch_up_seconds(rows)
         caught_up = behind / max(self._layout.max_deferred, 1)
-        stakes = {shape: self._at_stake(shape, seconds, behind if deferred else 0.0) for shape in seconds}
+        regrets = {shape: self._regret(shape, seconds, behind if deferred else 0.0) for shape in seconds}
         rates = self._rates(seconds, caught_up)
         best = max(rates, key=rates.__getitem__)
         runs = rates.get(self.shape, 0.0)  # 0 for more rows than that shape may have
         if rates[best] > _MARGIN * runs or rates[PLAIN] >= runs:
             self.shape = best
         self._anyhow += _ANYHOW_COSTS
-        wanted = self._trial(rates, seconds, stakes) or self.shape
+        wanted = self._trial(rates, seconds, regrets) or self.shape
         interest = max(INTEREST - caught_up / seconds[PLAIN], LEAST_INTEREST)
-        self.credit = max(self.credit, min(self.credit + interest, CREDIT))
-        if stakes[wanted] > self.credit:  # the best of those that can be paid, which plain rounds are
-            paid = [each for each in rates if stakes[each] <= self.credit and rates[each] >= rates[PLAIN]]
+        self.regret_budget = max(self.regret_budget, min(self.regret_budget + interest, REGRET_BUDGET))
+        if regrets[wanted] > self.regret_budget:  # the best of those that can be paid, which plain rounds are
+            paid = [each for each in rates if regrets[each] <= self.regret_budget and rates[each] >= rates[PLAIN]]
             wanted = max(paid, key=rates.__getitem__)
-        self.credit -= stakes[wanted]
-        self._most_credit = self._credit_of(wanted, seconds, len(lengths))
+        self.regret_budget -= regrets[wanted]
+        self._most_regret_budget = self._regret_budget_of(wanted, seconds, len(lengths))
         return wanted
 
     def _seconds(self, rows: int, tokens: float) -> dict[SpecShape, float]:
@@ -227,7 +228,7 @@ class AdaptiveShape:
         """For a log: what it expects beside plain rounds at next to no context, by rows, how many tokens a round of a
         row must give there to pay, and the most that it can lose.
         """
-        told, most_credit, caught_up = [], CREDIT, 0.0
+        told, most_regret, caught_up = [], REGRET_BUDGET, 0.0
         for rows in sorted({1, min(32, self._layout.max_requests), self._layout.max_requests}):
             bucket = self._bucket_for(rows)
             seconds = self._seconds(bucket, 0.0)
@@ -240,10 +241,10 @@ class AdaptiveShape:
             name += f", {best.nodes_at(bucket)} nodes" * best.is_ragged_at(bucket)
             pays = f", pays from {costs[best]:.2f} tokens a round on" if best != PLAIN else ""
             told.append(f"{tokens[best] / costs[best]:.2f}x at {rows} rows ({name}{pays})")
-            most_credit = max(most_credit, self._credit_of(best, seconds, rows))
+            most_regret = max(most_regret, self._regret_budget_of(best, seconds, rows))
             behind = self._costs.catch_up_seconds(self._bucket_for(rows)) / seconds[PLAIN]
             caught_up = max(caught_up, behind / max(self._layout.max_deferred, 1))
-        lost = 100 * (most_credit / 200 + INTEREST)
+        lost = 100 * (most_regret / 200 + INTEREST)
         return (
             f"--speculative-policy auto expects, {self._head.source}, {', '.join(told)} of plain rounds' speed;"
             f" in 200 rounds it loses {lost:.1f} % of them at most, and {100 * caught_up:.1f} % by keeping the draft up"
@@ -256,14 +257,14 @@ class AdaptiveShape:
         return {PLAIN: 1.0 / (seconds[PLAIN] + caught_up), **rates}
 
     def _trial(
-        self, rates: dict[SpecShape, float], seconds: dict[SpecShape, float], stakes: dict[SpecShape, float]
+        self, rates: dict[SpecShape, float], seconds: dict[SpecShape, float], regrets: dict[SpecShape, float]
     ) -> SpecShape | None:
         """The shape that may well be better than what runs, most of all; None if none may, or it is not its time."""
         if self._num_rounds % _EVERY or len(rates) == 1:
             return None
         if self._num_rounds % _ANYHOW == 0:
             second = max((shape for shape in rates if shape != self.shape), key=rates.__getitem__)
-            if self.shape == PLAIN and stakes[second] > self._anyhow:
+            if self.shape == PLAIN and regrets[second] > self._anyhow:
                 return None
             self._anyhow = 0.0
             return second
@@ -282,13 +283,13 @@ class AdaptiveShape:
         """Expected tokens a row, of those that accept no draft one."""
         return 1.0 + self._share * (self.acceptance.tokens(shape, deviations, _nodes(shape, *self._batch)) - 1.0)
 
-    def _at_stake(self, shape: SpecShape, seconds: dict[SpecShape, float], behind: float) -> float:
+    def _regret(self, shape: SpecShape, seconds: dict[SpecShape, float], behind: float) -> float:
         """Plain rounds that a round loses if nothing is accepted, with what it has to catch up first."""
         return 0.0 if shape == PLAIN else max((seconds[shape] + behind) / seconds[PLAIN] - 1.0, 0.0)
 
-    def _credit_of(self, shape: SpecShape, seconds: dict[SpecShape, float], rows: int) -> float:
+    def _regret_budget_of(self, shape: SpecShape, seconds: dict[SpecShape, float], rows: int) -> float:
         """What may be saved up while a shape runs."""
-        return max(CREDIT, _STAKES * self._at_stake(shape, seconds, 0.0) / sqrt(rows))
+        return max(REGRET_BUDGET, _MOST_REGRETS * self._regret(shape, seconds, 0.0) / sqrt(rows))
 
     def note(self, plan: StepPlan, result: StepResult, seconds: float | None) -> None:
         """Learn what a round gave, and what it took."""
@@ -305,7 +306,7 @@ class AdaptiveShape:
             self._num_told += 1
             if self._num_told == _FIRST_KEPT or self._num_told % _KEEPS == 0:
                 self._keep_head(self.learned())
-        self.credit = min(self.credit + sum(lengths) / len(result.rows), self._most_credit)
+        self.regret_budget = min(self.regret_budget + sum(lengths) / len(result.rows), self._most_regret_budget)
         if seconds is not None and not plan.catches_up:
             self._costs.note(self._bucket_for(len(plan.rows)), plan.shape, plan.committed_bound, seconds)
 
