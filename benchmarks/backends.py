@@ -35,7 +35,7 @@ from treetop.bench.equality import equal_outputs
 from treetop.bench.prompts import read_prompts
 from treetop.engine.rounds import RoundKey
 from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL
-from treetop.types.sampling import Choice
+from treetop.types.sampling import SamplingMode
 
 NAMES = ("triton", "fa3", "flashinfer", "fa4")
 K, S, T, PAGE = 8, 8, 60, 2
@@ -136,7 +136,7 @@ def _rounds_without_rows(llm: LLM) -> bool:
     with torch.inference_mode():
         for bucket in layout.buckets:
             for shape in layout.shapes:
-                llm.engine.launcher.launch(RoundKey(bucket, shape, Choice.GREEDY), layout.max_committed)
+                llm.engine.launcher.launch(RoundKey(bucket, shape, SamplingMode.GREEDY), layout.max_committed)
     torch.cuda.synchronize()
     return all(torch.equal(now, then) for now, then in zip(held, before, strict=True))
 

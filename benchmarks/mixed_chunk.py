@@ -40,7 +40,7 @@ from treetop.scheduler.mixed import MixedSteps
 from treetop.types.ids import Row
 from treetop.types.layout import PLAIN, SpecShape
 from treetop.types.messages import Chunk
-from treetop.types.sampling import Choice
+from treetop.types.sampling import SamplingMode
 
 _TURNS = ("off", "captured", "auto", "eager", "captured", "off")
 _SIZES = (128, 256, 512, 1024, 2048)
@@ -49,11 +49,11 @@ _SIZES = (128, 256, 512, 1024, 2048)
 def alone(llm: LLM, rows: int, shape: SpecShape, tokens: int) -> dict[str, tuple[float, float]]:
     """Milliseconds, of the host and until the end, of steps at `rows` rows behind `tokens` tokens: medians."""
     engine, runner, layout = llm.engine, llm.engine.runner, llm.engine.layout
-    key, bound = RoundKey(layout.coarse_bucket_for(rows), shape, Choice.GREEDY), layout.max_committed
+    key, bound = RoundKey(layout.coarse_bucket_for(rows), shape, SamplingMode.GREEDY), layout.max_committed
     last = layout.max_requests - 1
 
     def batch(width: int) -> PrefillBatch:
-        made = dummy_batch(runner, Choice.GREEDY, 1, width)
+        made = dummy_batch(runner, SamplingMode.GREEDY, 1, width)
         made.rows.fill_(last)
         made.query_len.fill_(width)
         return made

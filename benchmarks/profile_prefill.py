@@ -20,7 +20,7 @@ from treetop import LLM
 from treetop.engine.prefill import PrefillBatch, prefill
 from treetop.engine.startup.profile_run import dummy_batch
 from treetop.engine.startup.self_test import on_null_pages
-from treetop.types.sampling import Choice
+from treetop.types.sampling import SamplingMode
 
 REPEATS = 7
 
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
     weights = sum(product.numbers for product in runner.target.products) - runner.target.lm_head.numbers
     with torch.inference_mode(), on_null_pages(runner):
         for tokens in args.tokens:
-            batch = dummy_batch(runner, Choice.GREEDY, 1, tokens)
+            batch = dummy_batch(runner, SamplingMode.GREEDY, 1, tokens)
             batch.rows.fill_(0)
             batch.query_len.fill_(tokens)
 

@@ -21,7 +21,7 @@ from treetop import LLM
 from treetop.bench.rounds import device_times_ms, engine_config, phase_times_ms
 from treetop.bench.sweeps import SweepOptions, make_grid
 from treetop.engine.rounds import RoundKey
-from treetop.types.sampling import Choice
+from treetop.types.sampling import SamplingMode
 
 INPUT, REPEATS = 1024, 5
 Span = tuple[str, float, float]
@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
     times = phase_times_ms(llm, args.batch, INPUT, grid.rounds)
     print({str(phase): round(statistics.median(each), 3) for phase, each in times.items()}, "ms")
     own_us = 1e3 * statistics.median(device_times_ms(llm, args.batch, INPUT, grid.rounds))
-    key = RoundKey(llm.engine.layout.bucket_for(args.batch), grid.shapes[0], Choice.GREEDY)
+    key = RoundKey(llm.engine.layout.bucket_for(args.batch), grid.shapes[0], SamplingMode.GREEDY)
     with torch.inference_mode():
         kernels_of(lambda: llm.engine.launcher.launch(key, INPUT))  # the profiler's own first time
         recorded = [kernels_of(lambda: llm.engine.launcher.launch(key, INPUT)) for _ in range(REPEATS)]

@@ -29,7 +29,7 @@ from treetop.types.ids import FULL, Row
 from treetop.types.kv import paired
 from treetop.types.layout import PLAIN, KVGroup, Layout, SpecShape, shapes_beside
 from treetop.types.messages import RoundPlan, RowResult, StepResult
-from treetop.types.sampling import Choice
+from treetop.types.sampling import SamplingMode
 
 SHAPES = shapes_beside(SpecShape(4, 5, 16))
 CONTEXT, FIRST, VOCAB = 500, 100, 1 << 20
@@ -127,7 +127,7 @@ class Load:
                 _learn(memory)
         counts = tuple(self._calibration.acceptance.tolist()) if self._learns else None
         rows = tuple(Row(row) for row in range(self._rows))
-        plan = RoundPlan((), (), rows, shape, CONTEXT, Choice.GREEDY, catches_up=behind)
+        plan = RoundPlan((), (), rows, shape, CONTEXT, SamplingMode.GREEDY, catches_up=behind)
         results = [RowResult(row, (0,) * (length + 1), True) for row, length in zip(rows, lengths, strict=True)]
         self._policy.note(plan, StepResult(tuple(results), proposals=counts), seconds)
         self.rounds.append((shape, seconds, 1 + sum(lengths) / self._rows))

@@ -19,7 +19,7 @@ from treetop.tools import trace
 from treetop.types.ids import FULL
 from treetop.types.layout import SpecShape
 from treetop.types.phase import Phase
-from treetop.types.sampling import Choice
+from treetop.types.sampling import SamplingMode
 
 GPU = GpuTraits(num_sms=132, can_overlap=True)
 SHAPES = [(1, 3, 4), (4, 3, 12), (2, 5, 9)]
@@ -95,7 +95,7 @@ def test_it_takes_no_pages_no_tails_and_no_weights(strong_pair):
     assert not device.buffers.extend_tails
     assert device.buffers.aux_hidden.numel() == 0
     assert device.state.draft.hidden.shape == (layout.num_rows, 1)
-    assert list(phases_of(device, RoundKey(1, device.layout.shapes[0], Choice.GREEDY))) == [
+    assert list(phases_of(device, RoundKey(1, device.layout.shapes[0], SamplingMode.GREEDY))) == [
         Phase.DRAFT,
         Phase.VERIFY,
         Phase.EXTEND,

@@ -73,7 +73,7 @@ from treetop.types.kv import KVFormat
 from treetop.types.layout import PLAIN, KVGroup, Layout, SpecShape
 from treetop.types.messages import RowSetup
 from treetop.types.phase import Phase
-from treetop.types.sampling import Choice, SamplingParams
+from treetop.types.sampling import SamplingMode, SamplingParams
 from treetop.types.tree import Accepted, DraftTree, FlatNodes, PathPositions
 from treetop.weights import linear, lossless
 from treetop_debug.faults import FAULTS
@@ -585,7 +585,7 @@ def test_a_rehearsal_compiles_all_that_an_engine_launches_on_a_gpu(as_if_on_a_gp
 def any_steps(runner, rng):
     layout = runner.layout
     for _ in range(60 if EVERYTHING else 20):
-        rows, choice = rng.choice(layout.buckets), rng.choice([*Choice])
+        rows, choice = rng.choice(layout.buckets), rng.choice([*SamplingMode])
         width = min(int(2 ** rng.uniform(0, 10)), layout.chunk // rows)
         maximum = min(width + int(2 ** rng.uniform(0, 11)), layout.max_committed)
         dummies = runner.buffers.rows.new_full((rows,), layout.dummy_row)

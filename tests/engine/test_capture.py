@@ -17,7 +17,7 @@ from treetop.types.layout import PLAIN, SpecShape, shapes_beside
 from treetop.types.messages import RoundPlan
 from treetop.types.parallel import PlaceholderRank, SingleRank
 from treetop.types.phase import Phase
-from treetop.types.sampling import Choice
+from treetop.types.sampling import SamplingMode
 
 TREE = SpecShape(4, 5, 16)
 
@@ -33,13 +33,13 @@ def with_fakes(pair, shape=(4, 5, 16), **options):
 def test_every_bucket_of_the_shape_that_is_planned_is_captured_at_start_the_biggest_first(strong_pair, shape):
     """Greedy only, a graph a round, and none that no plan asks for."""
     llm, graphs, recorder = with_fakes(strong_pair, shape)
-    keys = [RoundKey(bucket, TREE if shape else PLAIN, Choice.GREEDY) for bucket in (6, 4, 2, 1)]
+    keys = [RoundKey(bucket, TREE if shape else PLAIN, SamplingMode.GREEDY) for bucket in (6, 4, 2, 1)]
     assert greedy_keys(graphs._runner.layout) == keys
     assert recorder.recorded == keys
     assert len(graphs) == 4
     assert graphs.seconds > 0
-    processed = sum(choice.processes for choice in Choice)
-    assert num_rounds(graphs._runner) == len(keys) * (len(Choice) + processed)
+    processed = sum(choice.processes for choice in SamplingMode)
+    assert num_rounds(graphs._runner) == len(keys) * (len(SamplingMode) + processed)
     llm.generate(strong_pair.prompts([9, 20, 5, 31, 12, 7]), [greedy(6 * n) for n in range(1, 7)])
     assert set(recorder.replayed) == set(keys), "a graph was captured for nothing"
 
@@ -48,7 +48,7 @@ def test_every_bucket_of_the_shape_that_is_planned_is_captured_at_start_the_bigg
 def test_phases_are_recorded_one_by_one_to_be_measured_and_not_kept(strong_pair, shape):
     """A target alone has none to extend; the engine's own graphs stay as they are."""
     _, graphs, recorder = with_fakes(strong_pair, shape)
-    known, key = len(graphs), RoundKey(2, TREE if shape else PLAIN, Choice.GREEDY)
+    known, key = len(graphs), RoundKey(2, TREE if shape else PLAIN, SamplingMode.GREEDY)
     recorder.recorded.clear()
     runs = graphs.phases(key)
     assert list(runs) == [Phase.DRAFT, Phase.VERIFY, *([Phase.EXTEND] if shape else [])]
@@ -68,7 +68,7 @@ def test_a_start_captures_sampled_rounds_while_it_has_time(strong_pair):
     graphs.capture_sampled(0.0)
     assert recorder.recorded == greedy_ones
     graphs.capture_sampled(60.0)
-    drawn = [RoundKey(b, TREE, choice) for choice in (Choice.SAMPLE, Choice.PROCESS) for b in (1, 2, 4, 6)]
+    drawn = [RoundKey(b, TREE, choice) for choice in (SamplingMode.SAMPLE, SamplingMode.PROCESS) for b in (1, 2, 4, 6)]
     assert recorder.recorded[len(greedy_ones) :] == drawn
     assert (graphs.memory.captured, graphs.memory.rounds) == (12, before.rounds)
     params = [sampled(3, 12), sampled(4, 9, presence_penalty=0.5), greedy(7)]
@@ -90,7 +90,7 @@ def test_capturing_runs_on_dummy_rows_and_puts_the_row_list_back(strong_pair):
     dummy = llm.engine.layout.dummy_row
     assert all(set(rows) == {dummy} for rows in recorder.rows)
     llm.engine.runner.buffers.rows.copy_(llm.engine.runner.buffers.rows.new_tensor([3, 1, 4, 0, 2, 5]))
-    graphs.capture([RoundKey(4, TREE, Choice.SAMPLE)])
+    graphs.capture([RoundKey(4, TREE, SamplingMode.SAMPLE)])
     assert llm.engine.runner.buffers.rows.tolist() == [3, 1, 4, 0, 2, 5]
 
 
@@ -114,7 +114,7 @@ def captured(strong_pair):
         2,
         4,
     ),
-    ids=[choice.value for choice in Choice],
+    ids=[choice.value for choice in SamplingMode],
 )
 def test_captured_rounds_give_the_tokens_of_eager_ones(strong_pair, captured, params):
     """The batch drains through the buckets; every choice, one after another on one engine; tokens and accepted lengths
@@ -127,7 +127,7 @@ def test_captured_rounds_give_the_tokens_of_eager_ones(strong_pair, captured, pa
     assert tokens(outputs) == tokens(eager)
     assert accept_lens(outputs) == accept_lens(eager)
     assert [each.logprobs for each in outputs] == [each.logprobs for each in eager]
-    assert {key.choice for key in recorder.replayed} == {Choice.of(params)}
+    assert {key.choice for key in recorder.replayed} == {SamplingMode.of(params)}
     assert len({key.bucket for key in recorder.replayed}) >= 2
 
 
@@ -139,7 +139,7 @@ def test_a_sampled_round_is_captured_when_it_is_asked_for_and_only_once(strong_p
     assert len(recorder.recorded) == known
     llm.generate(prompts, sampled(1, 20))
     llm.generate(prompts, sampled(2, 20))
-    sampled_key = RoundKey(1, TREE, Choice.SAMPLE)
+    sampled_key = RoundKey(1, TREE, SamplingMode.SAMPLE)
     assert recorder.recorded[known:] == [sampled_key]
     recorder.replayed.clear()
     graphs.launch(sampled_key, 10)
@@ -149,7 +149,7 @@ def test_a_sampled_round_is_captured_when_it_is_asked_for_and_only_once(strong_p
 def test_ranks_that_share_experts_capture_what_may_be_held_with_what_may_not(strong_pair):
     """Capturing runs a round, with exchanges in it, and another rank's row may be the one that is constrained."""
     _, graphs, recorder = with_fakes(strong_pair)
-    whole, held = (RoundKey(2, TREE, Choice.PROCESS, grammar_masked=each) for each in (False, True))
+    whole, held = (RoundKey(2, TREE, SamplingMode.PROCESS, grammar_masked=each) for each in (False, True))
     both = [whole, (Phase.DRAFT, held), held]
     for ranks, first, expected in ((1, whole, [whole]), (2, whole, both), (2, held, both)):
         graphs._runner.ops.expert_ranks = PlaceholderRank(ranks)
@@ -167,9 +167,9 @@ def test_filters_share_the_graph_of_sampling_where_both_are_the_same_work(strong
     monkeypatch.setattr(Ops, "filters_apart", apart)
     _, graphs, recorder = with_fakes(strong_pair)
     known = len(recorder.recorded)
-    graphs.capture([RoundKey(4, TREE, Choice.SAMPLE), RoundKey(4, TREE, Choice.FILTER)])
+    graphs.capture([RoundKey(4, TREE, SamplingMode.SAMPLE), RoundKey(4, TREE, SamplingMode.FILTER)])
     assert len(recorder.recorded) == known + (2 if apart else 1)
-    assert num_rounds(graphs._runner) == 4 * ((5 if apart else 4) + sum(choice.processes for choice in Choice))
+    assert num_rounds(graphs._runner) == 4 * ((5 if apart else 4) + sum(choice.processes for choice in SamplingMode))
 
 
 @pytest.mark.slow
@@ -207,7 +207,7 @@ def test_a_chosen_shape_has_rounds_of_few_nodes_only(strong_pair):
     assert [layout.most_rows(shape) for shape in shapes] == [256, 256, 256, 128, 128, 64]
     assert replace(layout, shapes=(TREE,)).shapes_at(256) == (TREE,)
     rows = tuple(Row(row) for row in range(96))
-    plan = RoundPlan((), (), rows, TREE, 10, Choice.GREEDY)
+    plan = RoundPlan((), (), rows, TREE, 10, SamplingMode.GREEDY)
     with pytest.raises(CheckError, match="of 96 rows is not one of those"):
         check_round(plan, layout)
     check_round(replace(plan, rows=rows[:64]), layout)

@@ -16,7 +16,7 @@ from treetop.engine.rounds import Eager, RoundKey
 from treetop.engine.startup.build import zeros_on
 from treetop.types.ids import Row
 from treetop.types.messages import RowSetup
-from treetop.types.sampling import WEIGHING, Choice
+from treetop.types.sampling import WEIGHING, SamplingMode
 
 
 class Operations(TorchDispatchMode):
@@ -31,7 +31,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operations(llm, choice=Choice.GREEDY):
+def operations(llm, choice=SamplingMode.GREEDY):
     """Of a round of the first shape."""
     engine = llm.engine
     engine.runner.buffers.rows.fill_(engine.layout.dummy_row)
@@ -47,7 +47,7 @@ def test_logits_processors_cost_a_round_that_changes_none_nothing(strong_pair, s
     without = build(strong_pair, shape, disable_logits_processors=True)
     assert len(with_them.engine.runner.state.features) == len(without.engine.runner.state.features) + 2
     assert operations(with_them) == operations(without)
-    assert operations(with_them, Choice.PROCESS) > operations(with_them)
+    assert operations(with_them, SamplingMode.PROCESS) > operations(with_them)
 
 
 def test_a_list_has_the_features_that_are_on(strong_pair):

@@ -18,7 +18,7 @@ from treetop.types.errors import CheckError
 from treetop.types.layout import SpecShape
 from treetop.types.messages import RoundPlan
 from treetop.types.phase import Phase
-from treetop.types.sampling import Choice
+from treetop.types.sampling import SamplingMode
 
 SHAPE = (2, 3, 6)
 SHAPES = [None, (1, 1, 2), (1, 4, 5), (2, 1, 3), (2, 3, 6), (4, 3, 12), (8, 2, 40)]
@@ -290,7 +290,7 @@ def test_host_numbers_are_those_of_the_capture(strong_pair, monkeypatch):
     assert {key for key, _ in captured} == {
         rounds.RoundKey(bucket, SpecShape(*SHAPE), choice, held)
         for bucket in (1, 2, 4, 8)
-        for choice in Choice
+        for choice in SamplingMode
         for held in ((False, True) if choice.processes else (False,))
     }
     assert all(phase in Phase for _, phase in captured)
@@ -321,7 +321,7 @@ def test_the_next_replay_scribbles_over_what_the_last_one_left(strong_pair):
     llm.scheduler.commit(plan, llm.engine.step(plan))
     buffers, poisoned = llm.engine.runner.buffers, []
     sound = llm.engine.launcher._captured
-    key = next(k for k, _ in sound if (k.bucket, k.shape, k.choice) == (4, SpecShape(*SHAPE), Choice.GREEDY))
+    key = next(k for k, _ in sound if (k.bucket, k.shape, k.choice) == (4, SpecShape(*SHAPE), SamplingMode.GREEDY))
 
     def look():
         poisoned.append((buffers.tree.logprob.isnan().all(), buffers.accepted.tokens.max() < 0))

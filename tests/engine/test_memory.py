@@ -36,7 +36,7 @@ from treetop.types.errors import CapacityError, ConfigError, EngineError
 from treetop.types.ids import DRAFT, FULL, STATE, WINDOW
 from treetop.types.kv import paired
 from treetop.types.layout import PLAIN, KVGroup, Layout, PrefillCosts, SpecShape
-from treetop.types.sampling import Choice
+from treetop.types.sampling import SamplingMode
 from treetop.types.state import StateGroup
 
 GIB = 2**30
@@ -333,7 +333,7 @@ def test_an_8b_engine_has_as_many_rows_as_what_requests_have_been_fills(monkeypa
     assert layout.max_requests == rows
     assert f"{rows} rows: K/V hold " in planned.rows
     room = allowance_of_a_gpu(layout, model.hidden_size, model.vocab_size, True)
-    choices, shapes = [*Choice], layout.shapes
+    choices, shapes = [*SamplingMode], layout.shapes
     num_rounds = num_captured(layout, choices, True, filters_apart=True)
     assert room - num_rounds * BYTES_PER_GRAPH > GIB, "steps have room, too"
     assert len(shapes) == (6 if policy == "auto" else 1)

@@ -21,7 +21,7 @@ from treetop.types.ids import FULL, Row
 from treetop.types.kv import paired
 from treetop.types.layout import PLAIN, KVGroup, Layout, PrefillCosts, SpecShape
 from treetop.types.messages import Chunk, MixedPlan, PrefillPlan, RoundPlan
-from treetop.types.sampling import Choice
+from treetop.types.sampling import SamplingMode
 from treetop_debug.mixed_faults import MIXED_FAULTS
 
 SHAPE = (2, 3, 6)
@@ -132,7 +132,7 @@ def test_captured_rounds_lend_their_forward_to_prompts(strong_pair, plainly, sha
 
 
 def chunk_of(count):
-    return PrefillPlan((), (), (), (Chunk(Row(40), 0, (5,) * count, None),), Choice.GREEDY)
+    return PrefillPlan((), (), (), (Chunk(Row(40), 0, (5,) * count, None),), SamplingMode.GREEDY)
 
 
 KINDS = ("gemma4", "glm 5.2", "falcon h1")
@@ -186,8 +186,8 @@ def test_each_fault_shows(strong_pair, weak_pair, shared, name):
 def test_what_cannot_be_mixed_is_refused(strong_pair):
     """A mixed plan where no memory is for one."""
     llm = build(strong_pair, SHAPE)
-    prefill = PrefillPlan((), (), (), (), Choice.GREEDY)
-    plan = MixedPlan(prefill, RoundPlan((), (), (), SpecShape(*SHAPE), 0, Choice.GREEDY))
+    prefill = PrefillPlan((), (), (), (), SamplingMode.GREEDY)
+    plan = MixedPlan(prefill, RoundPlan((), (), (), SpecShape(*SHAPE), 0, SamplingMode.GREEDY))
     with pytest.raises(CheckError, match="no room"):
         llm.engine.step(plan)
 
@@ -200,7 +200,7 @@ def test_costs_choose_what_is_mixed(mode, mixes):
     mixing, chain = MixedSteps(layout, mode, budget), SpecShape(1, 3, 4)
     assert not mixing.wanted(0, PLAIN)
     assert (mixing.wanted(32, chain), mixing.wanted(33, chain)) == mixes
-    round, prefill = (RoundPlan((), (), tuple(map(Row, range(32))), PLAIN, 0, Choice.GREEDY), chunk_of(1024))
+    round, prefill = (RoundPlan((), (), tuple(map(Row, range(32))), PLAIN, 0, SamplingMode.GREEDY), chunk_of(1024))
     for plan, seconds in ((round, 0.005), (prefill, 0.024), (MixedPlan(prefill, round), 0.0275)):
         budget.note(plan, seconds, False)
         mixing.note(plan, seconds)
@@ -219,7 +219,7 @@ def test_a_mixed_step_is_smaller_while_few_wait_and_keeps_to_the_gap():
     assert [budget.tokens(32, 0, waiting, mixed=True) for waiting in (0, 16)] == [1024, 3072]
     assert budget.tokens(32, 0) == 2048
     bounded = PrefillBudget(LAYOUT, PrefillCosts(512, 2048, None, 1024), 0.05)
-    round, prefill = RoundPlan((), (), (Row(0),), PLAIN, 0, Choice.GREEDY), chunk_of(1024)
+    round, prefill = RoundPlan((), (), (Row(0),), PLAIN, 0, SamplingMode.GREEDY), chunk_of(1024)
     bounded.note(round, 0.005, False)
     bounded.note(MixedPlan(prefill, round), 0.030, False)
     assert bounded.tokens(1, 0, mixed=True) == 1536

@@ -10,7 +10,7 @@ from treetop import SamplingParams
 from treetop.types.errors import InputError
 from treetop.types.layout import PLAIN
 from treetop.types.messages import RoundPlan
-from treetop.types.sampling import Choice
+from treetop.types.sampling import SamplingMode
 
 SHAPE = (3, 3, 9)
 
@@ -49,7 +49,7 @@ def test_its_batch_changes_no_logits(strong_pair, options):
     llm = build(strong_pair, SHAPE, **options)
     submit(llm, prompts, [replace(greedy(20), speculative=index != 1) for index in range(3)])
     steps = [*pump(llm)]
-    assert {plan.choice for plan, _ in steps} == {Choice.GREEDY}
+    assert {plan.choice for plan, _ in steps} == {SamplingMode.GREEDY}
     assert any(plan.no_draft for plan, _ in steps if isinstance(plan, RoundPlan))
     params = [replace(greedy(20), speculative=index != 1) for index in range(3)]
     outputs = llm.generate(prompts, params)

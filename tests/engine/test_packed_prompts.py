@@ -19,7 +19,7 @@ from treetop.types.ids import FULL, Row
 from treetop.types.kv import paired
 from treetop.types.layout import PLAIN, KVGroup, Layout, PrefillCosts, SpecShape
 from treetop.types.messages import Chunk, MixedPlan, PrefillPlan, RoundPlan
-from treetop.types.sampling import Choice
+from treetop.types.sampling import SamplingMode
 from treetop_debug.mixed_faults import PACKED_FAULTS
 
 SHAPE = (2, 3, 6)
@@ -156,13 +156,13 @@ def test_each_fault_shows(strong_pair, name):
                 got()
 
 
-def round_of_rows(rows, choice=Choice.GREEDY):
+def round_of_rows(rows, choice=SamplingMode.GREEDY):
     return RoundPlan((), (), tuple(map(Row, range(rows))), PLAIN, 0, choice)
 
 
 def packed_step(size, rows):
     chunk = Chunk(Row(40), 0, (5,) * size, None)
-    return MixedPlan(PrefillPlan((), (), (), (chunk,), Choice.GREEDY, packed=size), round_of_rows(rows))
+    return MixedPlan(PrefillPlan((), (), (), (chunk,), SamplingMode.GREEDY, packed=size), round_of_rows(rows))
 
 
 def test_costs_choose_whether_and_how_large():
@@ -175,15 +175,15 @@ def test_costs_choose_whether_and_how_large():
     budget = PrefillBudget(layout, PrefillCosts(512, 2048, None, 1024), None)
     mixing = MixedSteps(layout, "auto", budget)
 
-    def size(work, rows=32, choice=Choice.GREEDY, waiting=1):
+    def size(work, rows=32, choice=SamplingMode.GREEDY, waiting=1):
         return mixing.size(round_of_rows(rows, choice), waiting, lambda enough: min(work, enough))
 
     assert [size(work) for work in (1, 512, 513, 1024, 2000, 9000)] == [128, 128, 256, 256, 512, 512]
     assert (size(9000, rows=100), size(9000, rows=2, waiting=99), size(900, rows=100)) == (1024, 1024, 256)
-    assert size(512, choice=Choice.LOGPROBS) == size(512, choice=Choice.PROCESS) == 0
+    assert size(512, choice=SamplingMode.LOGPROBS) == size(512, choice=SamplingMode.PROCESS) == 0
     shapes = PLAIN, SpecShape(1, 3, 4), SpecShape(4, 5, 16)
     assert [mixing.wanted(64, shape) for shape in shapes] == [True, True, False]
-    prefill = PrefillPlan((), (), (), (Chunk(Row(40), 0, (5,) * 2048, None),), Choice.GREEDY)
+    prefill = PrefillPlan((), (), (), (Chunk(Row(40), 0, (5,) * 2048, None),), SamplingMode.GREEDY)
     for plan, seconds in ((round_of_rows(32), 0.005), (prefill, 0.048)):
         mixing.note(plan, seconds)
         budget.note(plan, seconds, False)

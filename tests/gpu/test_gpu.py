@@ -16,7 +16,7 @@ from treetop.kernels.table import Ops
 from treetop.scheduler.policy import FixedShape
 from treetop.types.layout import SpecShape
 from treetop.types.messages import RoundPlan
-from treetop.types.sampling import Choice
+from treetop.types.sampling import SamplingMode
 from treetop_debug.faults import fault
 from treetop_debug.patching import wrapped_runner
 
@@ -120,7 +120,7 @@ def test_a_captured_tree_round_is_few_launches():
     The head adds its input and a sum; its proposals a norm, a product of at most two launches and two launches.
     """
     llm, _ = run(greedy(8))
-    key = RoundKey(1, SpecShape(4, 5, 16), Choice.GREEDY)
+    key = RoundKey(1, SpecShape(4, 5, 16), SamplingMode.GREEDY)
     for _ in range(2):
         llm.engine.launcher.launch(key, 1024)
     torch.cuda.synchronize()

@@ -17,7 +17,7 @@ from treetop.cli import main
 from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.engine.memory import gib, pool_bytes
 from treetop.types.errors import CapacityError, EngineError
-from treetop.types.sampling import Choice, SamplingParams
+from treetop.types.sampling import SamplingMode, SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -55,7 +55,7 @@ def test_an_8b_model_takes_its_share_and_serves_a_full_batch_without_running_out
     lines = "\n".join(use.lines())
     print(f"\n{lines}\nfree now {gib(free)}; {len(graphs)} graphs in {graphs.seconds:.1f} s; start {start_s:.1f} s")
     assert isinstance(graphs, CudaGraphs)
-    assert sum(key.choice is Choice.GREEDY for key in graphs._graphs) == len(layout.coarse_buckets)
+    assert sum(key.choice is SamplingMode.GREEDY for key in graphs._graphs) == len(layout.coarse_buckets)
     assert graphs.seconds < 30
     assert layout.tokens_per_request <= layout.pool_tokens < layout.tokens_for_all
     made = sum(pool.data.nbytes for pool in llm.engine.runner.pools.values())
@@ -132,8 +132,8 @@ def test_graphs_captured_at_start_serve_greedy_and_sampled_rounds():
     for each in params[:3]:
         assert tokens(captured.generate(prompts, each)) == tokens(eager.generate(prompts, each))
     graphs = captured.engine.launcher
-    assert all(key.choice is Choice.SAMPLE for key in list(graphs._graphs)[known:])
-    assert any(key.choice is Choice.SAMPLE for key in graphs._graphs)
+    assert all(key.choice is SamplingMode.SAMPLE for key in list(graphs._graphs)[known:])
+    assert any(key.choice is SamplingMode.SAMPLE for key in graphs._graphs)
     assert known <= len(graphs) <= known + len(captured.engine.layout.buckets)
 
 

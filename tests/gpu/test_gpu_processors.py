@@ -14,7 +14,7 @@ from support.engines import greedy, tokens
 from support.gpu_pairs import HEAD, make
 from treetop import SamplingParams
 from treetop.engine.cuda_graphs import CudaGraphs
-from treetop.types.sampling import Choice
+from treetop.types.sampling import SamplingMode
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -54,7 +54,7 @@ def test_captured_trees_equal_plain_decoding(plain, prompts, shape):
     parted = sum(a != b for a, b in zip(want, got, strict=True))
     assert parted <= 1, f"{parted} of {len(want)} sequences differ"
     assert want != tokens(plain.generate(prompts, greedy(COUNT)))
-    assert {key.choice for key in llm.engine.launcher._graphs} >= {Choice.GREEDY, Choice.PROCESS}
+    assert {key.choice for key in llm.engine.launcher._graphs} >= {SamplingMode.GREEDY, SamplingMode.PROCESS}
 
 
 def test_kernels_give_the_tokens_of_the_reference_on_a_cpu(prompts):

@@ -10,7 +10,7 @@ from treetop.scheduler.acceptance_probs import ENOUGH, accept_probs_of, path_pro
 from treetop.types.costs import HeadAcceptance
 from treetop.types.layout import PLAIN, SpecShape
 from treetop.types.messages import RoundPlan, RowResult, StepResult
-from treetop.types.sampling import Choice
+from treetop.types.sampling import SamplingMode
 
 TREE, CHAIN = SpecShape(4, 5, 16), SpecShape(1, 5, 6)
 DEPTHS, RANKS = 5, 4
@@ -126,7 +126,7 @@ def test_the_policy_reads_what_comes_with_results():
     load = Load(4)
     policy, shape = load.policy, SHAPES[-1]
     before = policy.acceptance.tokens(shape)
-    plan = RoundPlan((), (), (0,), PLAIN, CONTEXT, Choice.GREEDY)
+    plan = RoundPlan((), (), (0,), PLAIN, CONTEXT, SamplingMode.GREEDY)
     rows = (RowResult(0, (1,), True),)
     for _ in range(17):
         policy.choose([CONTEXT] * 4, [4, 0, 0])

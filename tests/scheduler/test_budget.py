@@ -7,7 +7,7 @@ from treetop.types.ids import FULL, Row
 from treetop.types.kv import paired
 from treetop.types.layout import PLAIN, KVGroup, Layout, PrefillCosts
 from treetop.types.messages import Chunk, PrefillPlan, RoundPlan
-from treetop.types.sampling import Choice
+from treetop.types.sampling import SamplingMode
 
 LAYOUT = Layout((PLAIN,), 16, 256, 40_000, 8192, (KVGroup(FULL, 1, paired(1, 8)),), 10**6)
 
@@ -106,8 +106,8 @@ def test_a_round_whose_end_is_seen_late_is_no_measure_and_the_step_behind_it_too
     that, both took 30."""
     budget = PrefillBudget(LAYOUT, PrefillCosts(512, 2048, None), 0.05)
     chunk = Chunk(Row(0), 0, (1,) * 1000, None)
-    step = PrefillPlan((), (), (), (chunk,), Choice.GREEDY)
-    round = RoundPlan((), (), (Row(0),), PLAIN, 1, Choice.GREEDY)
+    step = PrefillPlan((), (), (), (chunk,), SamplingMode.GREEDY)
+    round = RoundPlan((), (), (Row(0),), PLAIN, 1, SamplingMode.GREEDY)
     budget.note(round, 0.005, before_prefill=False)
     for _ in range(3):
         budget.note(round, 0.015, before_prefill=True)

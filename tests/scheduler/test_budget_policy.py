@@ -13,7 +13,7 @@ from treetop.types.costs import HeadAcceptance
 from treetop.types.ids import Row
 from treetop.types.layout import PLAIN, SpecShape
 from treetop.types.messages import RoundPlan, RowResult, StepResult
-from treetop.types.sampling import Choice
+from treetop.types.sampling import SamplingMode
 
 BEST = (0.79, 0.79, 0.79, 0.77, 0.77, 0.75)
 HEAD, LEAST = HeadAcceptance(BEST, 0.5), 1 / 3
@@ -69,7 +69,7 @@ def played(shapes, rows, rounds, fixed=None):
         took = table.seconds(rows, shape, CONTEXT)
         listed = tuple(Row(row) for row in range(rows))
         results = [RowResult(row, (5,) * (1 + n), True, ranks=(0,) * n) for row, n in zip(listed, lengths, strict=True)]
-        policy.note(RoundPlan((), (), listed, shape, CONTEXT, Choice.GREEDY), StepResult(tuple(results)), took)
+        policy.note(RoundPlan((), (), listed, shape, CONTEXT, SamplingMode.GREEDY), StepResult(tuple(results)), took)
         chosen.append(shape)
         if index >= rounds // 3:
             seconds, tokens = seconds + took, tokens + rows + sum(lengths)

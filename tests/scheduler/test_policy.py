@@ -16,7 +16,7 @@ from treetop.types.costs import CatchUpCost, CostTable, HeadAcceptance, RoundCos
 from treetop.types.ids import Row
 from treetop.types.layout import PLAIN, SpecShape
 from treetop.types.messages import RoundPlan, RowMask, RowResult, StepResult
-from treetop.types.sampling import Choice
+from treetop.types.sampling import SamplingMode
 
 TREE = SHAPES[-1]
 
@@ -177,7 +177,7 @@ def test_a_shape_that_could_not_win_if_all_were_accepted_is_never_tried():
         shape = policy.choose([CONTEXT], [1, 0, 0])
         seen.add(shape)
         row = RowResult(Row(0), (0,) * (1 + shape.num_steps), True)
-        policy.note(RoundPlan((), (), (Row(0),), shape, CONTEXT, Choice.GREEDY), StepResult((row,)), None)
+        policy.note(RoundPlan((), (), (Row(0),), shape, CONTEXT, SamplingMode.GREEDY), StepResult((row,)), None)
     assert SpecShape(1, 5, 6) in seen
     assert chain not in seen
 
@@ -267,8 +267,10 @@ def test_rows_whose_drafts_were_withheld_say_nothing_of_the_head(masked_drafts):
     told, alone = (AdaptiveShape(costs_of_a_gpu(SHAPES), layout()) for _ in range(2))
     rows = tuple(RowResult(row, (1,) * (5 if row < 4 else 1), True) for row in range(8))
     kept = {"no_draft": tuple(range(4, 8)), "masks": tuple(RowMask(row, b"") for row in range(4, 8))}
-    mixed = RoundPlan((), (), tuple(range(8)), TREE, CONTEXT, Choice.GREEDY, **{masked_drafts: kept[masked_drafts]})
-    free = RoundPlan((), (), tuple(range(4)), TREE, CONTEXT, Choice.GREEDY)
+    mixed = RoundPlan(
+        (), (), tuple(range(8)), TREE, CONTEXT, SamplingMode.GREEDY, **{masked_drafts: kept[masked_drafts]}
+    )
+    free = RoundPlan((), (), tuple(range(4)), TREE, CONTEXT, SamplingMode.GREEDY)
     for _ in range(40):
         told.note(mixed, StepResult(rows), None)
         alone.note(free, StepResult(rows[:4]), None)
@@ -298,7 +300,7 @@ def test_what_is_accepted_is_estimated(rows):
 def test_a_round_of_64_rows_takes_the_host_little_time():
     """Choosing and learning: about half of what a small sum takes here and now, in processor time."""
     policy, rows = AdaptiveShape(costs_of_a_gpu(SHAPES), layout()), tuple(range(64))
-    plan = RoundPlan((), (), rows, TREE, CONTEXT, Choice.GREEDY)
+    plan = RoundPlan((), (), rows, TREE, CONTEXT, SamplingMode.GREEDY)
     result, lengths = StepResult(tuple(RowResult(row, (1, 2, 3), True) for row in rows)), [CONTEXT] * 64
 
     def round_s() -> float:

@@ -13,7 +13,7 @@ from treetop.types.ids import FULL, Row
 from treetop.types.kv import paired
 from treetop.types.layout import PLAIN, KVGroup, Layout, SpecShape, shapes_beside
 from treetop.types.messages import ProposalCounts, RoundPlan, RowResult, StepResult
-from treetop.types.sampling import Choice
+from treetop.types.sampling import SamplingMode
 
 SHAPES = shapes_beside(SpecShape(4, 5, 16))
 CONTEXT = 500
@@ -57,7 +57,7 @@ class Load:
         seconds = self.cost(shape) + behind * self.table.catch_up_seconds(self.rows)
         accepted = [self._accepted(shape, chance) for _ in range(self.rows)]
         rows = tuple(Row(row) for row in range(self.rows))
-        plan = RoundPlan((), (), rows, shape, CONTEXT, Choice.GREEDY, catches_up=behind)
+        plan = RoundPlan((), (), rows, shape, CONTEXT, SamplingMode.GREEDY, catches_up=behind)
         results = (RowResult(row, (0,) * (length + 1), True) for row, length in zip(rows, accepted, strict=True))
         self.policy.note(plan, StepResult(tuple(results)), seconds)
         self.rounds.append((seconds, 1 + sum(accepted) / self.rows))

@@ -33,7 +33,7 @@ from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, EngineError
 from treetop.types.layout import PLAIN, SpecShape
 from treetop.types.phase import Phase
-from treetop.types.sampling import Choice, SamplingParams
+from treetop.types.sampling import SamplingMode, SamplingParams
 
 _WARM_UP = {"cpu": 5, "cuda": 25}
 """Rounds that are not timed: the clocks of a GPU at its power limit stay low for some 0.2 s after long prompts."""
@@ -364,7 +364,7 @@ def phase_times_ms(
 
 
 def greedy_key(llm: LLM, batch: int, shape: SpecShape | None = None) -> RoundKey:
-    return RoundKey(llm.engine.layout.bucket_for(batch), shape or llm.config.shape, Choice.GREEDY)
+    return RoundKey(llm.engine.layout.bucket_for(batch), shape or llm.config.shape, SamplingMode.GREEDY)
 
 
 def _posed_times_ms(

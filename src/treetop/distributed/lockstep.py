@@ -40,12 +40,12 @@ from treetop.types.messages import (
     prefill_of,
     round_of,
 )
-from treetop.types.sampling import Choice
+from treetop.types.sampling import SamplingMode
 
 InFlight = TypeVar("InFlight")
 ModelPlan = PrefillPlan | RoundPlan | MixedPlan
 """A step that runs the model."""
-_CHOICES = [*Choice]
+_CHOICES = [*SamplingMode]
 _TICK_S = 0.1
 
 
@@ -53,7 +53,7 @@ class StepProposal(msgspec.Struct, frozen=True, array_like=True):
     """What a rank proposes for a step: a round, a prefill, both in one forward, or nothing, all of it 0.
 
     rows: of a round's batch.
-    choice: how a round's tokens are chosen, its place in `Choice`.
+    choice: how a round's tokens are chosen, its place in `SamplingMode`.
     tokens: of a prefill's batch. Padding counts.
     shape: of a round, its place in `Layout.shapes`.
     catches_up: a round begins with what rows have deferred.
@@ -299,9 +299,9 @@ def grown(plan: ModelPlan, step: StepProposal, shapes: Sequence[SpecShape]) -> M
     """A plan in the size that was agreed on, with a part of nobody's rows where others have one."""
     prefill, round = prefill_of(plan), round_of(plan)
     if prefill is None:
-        prefill = PrefillPlan((), (), (), (), Choice.GREEDY)
+        prefill = PrefillPlan((), (), (), (), SamplingMode.GREEDY)
     if round is None:
-        round = RoundPlan((), (), (), shapes[step.shape], 0, Choice.GREEDY)
+        round = RoundPlan((), (), (), shapes[step.shape], 0, SamplingMode.GREEDY)
     prefill = replace(prefill, min_batch_tokens=step.tokens)
     round = replace(round, min_rows=step.rows, choice=_CHOICES[step.choice], catches_up=step.catches_up)
     if step.tokens and step.rows:
@@ -311,4 +311,4 @@ def grown(plan: ModelPlan, step: StepProposal, shapes: Sequence[SpecShape]) -> M
 
 def without_rows(step: StepProposal, shapes: Sequence[SpecShape]) -> ModelPlan:
     """A plan of nobody's rows, for a step that others have rows for: all of its batch is padding."""
-    return grown(PrefillPlan((), (), (), (), Choice.GREEDY), step, shapes)
+    return grown(PrefillPlan((), (), (), (), SamplingMode.GREEDY), step, shapes)

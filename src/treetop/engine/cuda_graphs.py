@@ -38,7 +38,7 @@ from treetop.engine.rounds import HostStep, RoundKey, parts_of, phases_of, run_p
 from treetop.kernels.garbage import no_collection
 from treetop.types.layout import Layout
 from treetop.types.phase import Phase
-from treetop.types.sampling import Choice
+from treetop.types.sampling import SamplingMode
 
 Run = Callable[[], None]
 
@@ -154,9 +154,9 @@ class CudaGraphs:
         runner, until_s = self._runner, time.perf_counter() + seconds
         small = [key for key in reversed(greedy_keys(runner.layout)) if key.bucket in runner.layout.coarse_buckets]
         small = [key for key in small if not (key.mixed or key.catches_up) and _gains(runner.layout, key)]
-        drawn = [replace(key, choice=Choice.SAMPLE) for key in small]
-        if Choice.PROCESS in runner.state.choices:
-            drawn += [replace(key, choice=Choice.PROCESS) for key in small if not key.prompts]
+        drawn = [replace(key, choice=SamplingMode.SAMPLE) for key in small]
+        if SamplingMode.PROCESS in runner.state.choices:
+            drawn += [replace(key, choice=SamplingMode.PROCESS) for key in small if not key.prompts]
         for key in drawn:
             in_time = runner.ops.parallel.minimum(int(time.perf_counter() < until_s))
             if not runner.ops.expert_ranks.minimum(in_time):
@@ -242,7 +242,7 @@ def greedy_keys(layout: Layout) -> list[RoundKey]:
     then mixed ones that are launched in parts, and what catches up, if any do.
     """
     buckets = layout.buckets[::-1]
-    rounds = [RoundKey(bucket, shape, Choice.GREEDY) for bucket in buckets for shape in layout.shapes_at(bucket)]
+    rounds = [RoundKey(bucket, shape, SamplingMode.GREEDY) for bucket in buckets for shape in layout.shapes_at(bucket)]
     with_prompts = [
         replace(key, prompts=size)
         for key in rounds
@@ -266,7 +266,7 @@ def num_rounds(runner: ModelRunner) -> int:
     return num_captured(runner.layout, runner.state.choices, runner.state.masks is not None, runner.ops.filters_apart)
 
 
-def num_captured(layout: Layout, choices: Sequence[Choice], holds: bool, filters_apart: bool) -> int:
+def num_captured(layout: Layout, choices: Sequence[SamplingMode], holds: bool, filters_apart: bool) -> int:
     """The same of a layout. holds: trees of some rows may be constrained."""
     made = [replace(key, choice=choice) for key, choice in product(greedy_keys(layout), choices)]
     made = [key for key in made if not (key.prompts and key.choice.processes)]
@@ -285,5 +285,5 @@ def _place(filters_apart: bool, key: RoundKey) -> RoundKey:
         return RoundKey.of_catch_up(key.bucket)
     if key.mixed:
         return RoundKey.of_mixed(key.bucket, key.shape)
-    alike = key.choice is Choice.FILTER and not filters_apart
-    return replace(key, choice=Choice.SAMPLE) if alike else key
+    alike = key.choice is SamplingMode.FILTER and not filters_apart
+    return replace(key, choice=SamplingMode.SAMPLE) if alike else key

@@ -114,7 +114,7 @@ from treetop.types.messages import (
     round_of,
 )
 from treetop.types.parallel import SINGLE_RANK, Parallel
-from treetop.types.sampling import Choice
+from treetop.types.sampling import SamplingMode
 from treetop.types.tree import Accepted, DraftTree
 
 log = logging.getLogger("treetop")
@@ -693,7 +693,7 @@ class Engine:
             self.adapters.apply(chunks.adapters)
         runner.state.move_in(chunks.setups, sent["setups"], self.config.check_level)
         prompts.write(size, *sent["blocks"])
-        key = RoundKey(len(padded), round.shape, Choice.costliest((chunks.choice, round.choice)), prompts=size)
+        key = RoundKey(len(padded), round.shape, SamplingMode.costliest((chunks.choice, round.choice)), prompts=size)
         ends = [chunk.start + len(chunk.token_ids) for chunk in chunks.chunks]
         self._launch_round(round, key, max([round.committed_bound, *ends]), None)
         token, finite = (each[: prompts.blocks_of(size)] for each in (prompts.token, prompts.finite))

@@ -24,7 +24,7 @@ from treetop.types.kv_transfer.layout import ChunkLayout, Segment, first_head
 from treetop.types.layout import KVGroup
 from treetop.types.messages import Export, ExportPlan, Import, ImportPlan, ImportResult
 from treetop.types.parallel import Parallel
-from treetop.types.sampling import Choice
+from treetop.types.sampling import SamplingMode
 
 _LOWEST, _HIGHEST = -(2**63), 2**63 - 1
 
@@ -153,7 +153,7 @@ def import_chunks(
 def _begin(runner: ModelRunner, each: Import, good: Tensor, row: Tensor) -> Tensor:
     """The root of a row [1] that has been imported, which is now known; 0 if it has not."""
     root, at = torch.where(good, runner.state.root[row], 0), torch.full_like(row, each.chunk.total)
-    runner.state.rooted(runner.ops, NewRoots(Choice.PROCESS, row, at, root, good.to(torch.int64).view(1) - 1))
+    runner.state.rooted(runner.ops, NewRoots(SamplingMode.PROCESS, row, at, root, good.to(torch.int64).view(1) - 1))
     return root[0]
 
 

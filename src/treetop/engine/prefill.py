@@ -21,7 +21,7 @@ from treetop.speculative.verify import choose, logits_for, path_logprobs
 from treetop.types.layout import KVGroup
 from treetop.types.messages import PrefillPlan
 from treetop.types.phase import Phase
-from treetop.types.sampling import MAX_LOGPROBS, Choice
+from treetop.types.sampling import MAX_LOGPROBS, SamplingMode
 from treetop.types.tree import Accepted, PathLogprobs
 
 
@@ -50,7 +50,7 @@ class PrefillBatch:
     query_len: Tensor
     next_token: Tensor
     max_kv_len: int
-    choice: Choice
+    choice: SamplingMode
     exchanged: int = 0
     prompt: PromptTokens | None = None
     allowed: Tensor | None = None
@@ -83,7 +83,7 @@ def make_batch(
     tokens = rows.new_zeros(len(rows) * width).index_copy_(0, place, ids).view(len(rows), width)
     asked = PromptTokens(*prompt) if len(prompt[0]) else None
     sizes = max_kv_len, plan.choice, plan.min_batch_tokens
-    ends = plan.choice is Choice.LOGPROBS or any(chunk.next_token is None for chunk in plan.chunks)
+    ends = plan.choice is SamplingMode.LOGPROBS or any(chunk.next_token is None for chunk in plan.chunks)
     lines = rows, rows, torch.zeros_like(rows), tokens, query_len, next_token
     return PrefillBatch(*lines, *sizes, asked, allowed, ends)
 
@@ -172,7 +172,7 @@ def end_prefill(runner: ModelRunner, begun: BegunPrefill, output: TargetOutput, 
         chosen = choose(ops, logits, sampler, rows, place, tree, batch.choice, batch.allowed)
         ops.accept(chosen, tree, accepted, None)  # the root, whose choice is the bonus
         first, finite = accepted.bonus, accepted.finite
-        if batch.choice is Choice.LOGPROBS:
+        if batch.choice is SamplingMode.LOGPROBS:
             logprobs = path_logprobs(ops, logits, chosen, accepted, min(MAX_LOGPROBS, logits.shape[2]))
     goes_on, draft = batch.next_token >= 0, None
     following = torch.where(goes_on, batch.next_token, first)

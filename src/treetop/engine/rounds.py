@@ -36,7 +36,7 @@ from treetop.speculative.verify import choose, logits_for, path_logprobs, spread
 from treetop.types.errors import CheckError
 from treetop.types.layout import PLAIN, SpecShape
 from treetop.types.phase import Phase
-from treetop.types.sampling import Choice
+from treetop.types.sampling import SamplingMode
 from treetop.types.tree import FlatNodes, copy_into
 
 
@@ -53,7 +53,7 @@ class RoundKey:
 
     bucket: int
     shape: SpecShape
-    choice: Choice
+    choice: SamplingMode
     grammar_masked: bool = False
     catches_up: bool = False
     mixed: bool = False
@@ -62,11 +62,11 @@ class RoundKey:
     @classmethod
     def of_mixed(cls, bucket: int, shape: SpecShape) -> "RoundKey":
         """How tokens are chosen, and what may follow, is a matter of the forward between its phases."""
-        return cls(bucket, shape, Choice.GREEDY, mixed=True)
+        return cls(bucket, shape, SamplingMode.GREEDY, mixed=True)
 
     @classmethod
     def of_catch_up(cls, bucket: int) -> "RoundKey":
-        return cls(bucket, PLAIN, Choice.GREEDY, catches_up=True)
+        return cls(bucket, PLAIN, SamplingMode.GREEDY, catches_up=True)
 
 
 PhaseFunction = Callable[[ModelRunner, RoundKey, int], None]
@@ -146,7 +146,7 @@ def end_verify(runner: ModelRunner, key: RoundKey, begun: BegunVerify, output: T
         if runner.simulation is not None:
             chosen, forced = runner.simulation.choose(chosen, growth, ops, runner.drawn_at(rows))
     ops.accept(chosen, tree, accepted, forced, masked_drafts)
-    if key.choice is Choice.LOGPROBS:
+    if key.choice is SamplingMode.LOGPROBS:
         found = buffers.logprobs_of(key.bucket, shape)
         copy_into(found, path_logprobs(ops, logits, drawn, accepted, found.ids.shape[2]))
     paths = paths_of_round(runner, key, accepted.path)
@@ -182,9 +182,9 @@ def mixed_verify(runner: ModelRunner, batch: PrefillBatch, key: RoundKey, max_kv
     return end_prefill(runner, prompts, of_prompts, of_both[1])
 
 
-def _logits_together(runner: ModelRunner, choices: tuple[Choice, Choice], *hidden: Tensor) -> list[Tensor]:
+def _logits_together(runner: ModelRunner, choices: tuple[SamplingMode, SamplingMode], *hidden: Tensor) -> list[Tensor]:
     """Logits of what two parts of a forward gave, [rows, n, hidden] each: of one product, where both choose alike."""
-    if (Choice.GREEDY in choices) and choices[0] is not choices[1]:  # one needs a rank's own alone, one all
+    if (SamplingMode.GREEDY in choices) and choices[0] is not choices[1]:  # one needs a rank's own alone, one all
         return [logits_for(runner.target, each, how) for each, how in zip(hidden, choices, strict=True)]
     flat = torch.cat([each.flatten(0, 1) for each in hidden])
     parts = logits_for(runner.target, flat[:, None], choices[0]).split(

@@ -27,7 +27,7 @@ from treetop.types.ids import GroupName, Row
 from treetop.types.layout import Layout, SpecShape
 from treetop.types.messages import PageEdit, RowSetup
 from treetop.types.parallel import SINGLE_RANK, Parallel
-from treetop.types.sampling import Choice, SamplingParams
+from treetop.types.sampling import SamplingMode, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +141,11 @@ class RowState:
         return SamplingMetadata(self.numbers.params, self.numbers["seed"], processors)
 
     @property
-    def choices(self) -> tuple[Choice, ...]:
+    def choices(self) -> tuple[SamplingMode, ...]:
         """How tokens may have to be chosen."""
-        return tuple(choice for choice in Choice if choice is not Choice.PROCESS or self.processors is not None)
+        return tuple(
+            choice for choice in SamplingMode if choice is not SamplingMode.PROCESS or self.processors is not None
+        )
 
     @property
     def tables(self) -> RowTables:

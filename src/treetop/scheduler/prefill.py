@@ -15,7 +15,7 @@ from treetop.scheduler.steps import StepsOut
 from treetop.types.errors import InvariantError
 from treetop.types.layout import Layout, num_blocks
 from treetop.types.messages import Chunk, PrefillPlan, RowSetup
-from treetop.types.sampling import Choice
+from treetop.types.sampling import SamplingMode
 
 _CHEAP_PADDING = 512
 """Padding of a prefill step, in tokens, that costs no more than a step of its own: its launches and the weights."""
@@ -128,7 +128,7 @@ class PrefillPlanner:
             freed=self._rows.kv_cache.take_freed(),
             setups=tuple(setups),
             chunks=chunks,
-            choice=Choice.costliest(request.choice for request, _ in batch),
+            choice=SamplingMode.costliest(request.choice for request, _ in batch),
             logprobs=logprobs_of([request for request, _ in batch]),
             masks=masks_of(last),
             adapters=self._adapters.take_edits(),

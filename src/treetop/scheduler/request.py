@@ -12,7 +12,7 @@ from treetop.types.ids import RequestId, Row
 from treetop.types.messages import RowHistory, RowMask, RowSetup
 from treetop.types.requests import EngineRequest, Tenant, check_received
 from treetop.types.routed_experts import TokenExperts
-from treetop.types.sampling import Choice, FinishReason, SamplingParams, TokenLogprobs
+from treetop.types.sampling import FinishReason, SamplingMode, SamplingParams, TokenLogprobs
 
 MAX_RETRACTIONS = 3
 """How often a request may be put back for want of pages. Then it waits until there are pages for all it may become."""
@@ -65,7 +65,7 @@ class Request:
     seed: int
     stop_ids: frozenset[int]
     max_output: int
-    choice: Choice
+    choice: SamplingMode
     order: tuple[int, int]
     arrival_s: float
     tenant: Tenant
@@ -105,13 +105,13 @@ class Request:
 
         Raises InputError if its constraint cannot be kept, or if it has received all that it may have.
         """
-        params, choice = asked.params, Choice.of(asked.params)
+        params, choice = asked.params, SamplingMode.of(asked.params)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
         maximum = min(params.max_tokens, max_context - len(asked.prompt_ids))
         check_received(asked.received, maximum)
         constrained = constrained_by(asked, stop_ids, eos_ids, vocab_size, structures)
         if constrained is not None:
-            choice = Choice.costliest((choice, Choice.PROCESS))
+            choice = SamplingMode.costliest((choice, SamplingMode.PROCESS))
         received = [*asked.received]  # as if it had been put back
         request = cls(
             asked.request_id,

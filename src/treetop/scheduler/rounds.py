@@ -12,7 +12,7 @@ from treetop.scheduler.steps import StepsOut
 from treetop.types.errors import InvariantError
 from treetop.types.layout import Layout, SpecShape
 from treetop.types.messages import RoundPlan
-from treetop.types.sampling import CLASSES, Choice, class_of_temperature
+from treetop.types.sampling import CLASSES, SamplingMode, class_of_temperature
 
 _ORDER = attrgetter("order")
 
@@ -63,7 +63,7 @@ class RoundPlanner:
             rows=tuple(request.held.row for request in batch),
             shape=shape,
             committed_bound=max(self._committed_bound(request) for request in batch),
-            choice=Choice.costliest(request.choice for request in batch),
+            choice=SamplingMode.costliest(request.choice for request in batch),
             logprobs=logprobs_of(batch),
             masks=masks_of(batch),
             catches_up=self._catches_up(batch, shape),

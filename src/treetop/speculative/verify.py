@@ -12,13 +12,13 @@ from treetop.kernels.sampling.sampling import PartialArgmax, SampledTokens, Samp
 from treetop.kernels.table import Ops
 from treetop.kernels.tree.commit import feature_nodes
 from treetop.models.target import Target
-from treetop.types.sampling import Choice
+from treetop.types.sampling import SamplingMode
 from treetop.types.tree import Accepted, DraftTree, FlatNodes, PathLogprobs
 
 
-def logits_for(target: Target, hidden: Tensor, how: Choice) -> Tensor:
+def logits_for(target: Target, hidden: Tensor, how: SamplingMode) -> Tensor:
     """What `choose` takes: the largest logit is found among a rank's own, anything else among all."""
-    return target.piece(hidden) if how is Choice.GREEDY else target.logits(hidden)
+    return target.piece(hidden) if how is SamplingMode.GREEDY else target.logits(hidden)
 
 
 def choose(  # noqa: PLR0917
@@ -28,7 +28,7 @@ def choose(  # noqa: PLR0917
     rows: Tensor,
     positions: Tensor,
     tree: DraftTree,
-    how: Choice,
+    how: SamplingMode,
     allowed: Tensor | None = None,
 ) -> SampledTokens | PartialArgmax:
     """The target's token after each node, in a form that `ops.accept` takes: the only way from logits to tokens.
@@ -40,7 +40,7 @@ def choose(  # noqa: PLR0917
 
     What changes logits before a token is chosen is `ops.process`, and nothing else; see `kernels/sampling/process.py`.
     """
-    if how is Choice.GREEDY:
+    if how is SamplingMode.GREEDY:
         return ops.greedy(logits)
     if how.processes and sampler.processors is not None:
         logits = ops.process(logits, sampler.processors, rows, positions, tree, allowed)

@@ -14,7 +14,7 @@ from treetop.types.ids import GroupName, PageId, Row
 from treetop.types.kv_chunk import KVChunk
 from treetop.types.layout import SpecShape
 from treetop.types.routed_experts import TokenExperts
-from treetop.types.sampling import Choice, SamplingParams, TokenLogprobs
+from treetop.types.sampling import SamplingMode, SamplingParams, TokenLogprobs
 from treetop.types.verified_tree import VerifiedTree
 
 
@@ -157,7 +157,7 @@ class PrefillPlan:
     freed: tuple[tuple[GroupName, PageId], ...]
     setups: tuple[RowSetup, ...]
     chunks: tuple[Chunk, ...]
-    choice: Choice
+    choice: SamplingMode
     logprobs: tuple[int | None, ...] = ()
     masks: tuple[RowMask, ...] = ()
     min_batch_tokens: int = 0
@@ -191,7 +191,7 @@ class RoundPlan:
     rows: tuple[Row, ...]
     shape: SpecShape
     committed_bound: int
-    choice: Choice
+    choice: SamplingMode
     logprobs: tuple[int | None, ...] = ()
     masks: tuple[RowMask, ...] = ()
     min_rows: int = 0

@@ -207,7 +207,7 @@ class SamplingParams:
         return bool(self.logit_options)
 
 
-class Choice(Enum):
+class SamplingMode(Enum):
     """How a batch's tokens are chosen; a batch takes the costliest way that one of its requests needs.
 
     Each way gives every request that needs less the same tokens. PROCESS changes logits first, then draws as FILTER.
@@ -221,7 +221,7 @@ class Choice(Enum):
     LOGPROBS = "logprobs"
 
     @classmethod
-    def of(cls, params: SamplingParams) -> "Choice":
+    def of(cls, params: SamplingParams) -> "SamplingMode":
         """What one request needs."""
         if params.logprobs is not None:
             return cls.LOGPROBS
@@ -232,7 +232,7 @@ class Choice(Enum):
         return cls.GREEDY if params.greedy else cls.SAMPLE
 
     @classmethod
-    def costliest(cls, choices: Iterable["Choice"]) -> "Choice":
+    def costliest(cls, choices: Iterable["SamplingMode"]) -> "SamplingMode":
         """What serves all of these; GREEDY for none."""
         needed = set(choices)
         return next((choice for choice in reversed(cls) if choice in needed), cls.GREEDY)
@@ -240,9 +240,9 @@ class Choice(Enum):
     @property
     def processes(self) -> bool:
         """Whether logits are changed first, of the rows that ask for it."""
-        return self in (Choice.PROCESS, Choice.LOGPROBS)
+        return self in (SamplingMode.PROCESS, SamplingMode.LOGPROBS)
 
     @property
     def filters(self) -> bool:
         """Whether rows may have a top-k or a top-p."""
-        return self not in (Choice.GREEDY, Choice.SAMPLE)
+        return self not in (SamplingMode.GREEDY, SamplingMode.SAMPLE)

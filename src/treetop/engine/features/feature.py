@@ -20,7 +20,7 @@ from treetop.kernels.tree.commit import Paths
 from treetop.kernels.tree.grow import TreeBuilder
 from treetop.types.messages import RowSetup
 from treetop.types.phase import Phase
-from treetop.types.sampling import Choice
+from treetop.types.sampling import SamplingMode
 from treetop.types.tree import Accepted, PathPositions
 
 
@@ -28,7 +28,7 @@ from treetop.types.tree import Accepted, PathPositions
 class AcceptedRound:
     """What a round accepted of each row of its batch. growth: the tree's candidates; None of a tree of a root alone."""
 
-    choice: Choice
+    choice: SamplingMode
     paths: Paths
     places: PathPositions
     accepted: Accepted
@@ -56,7 +56,7 @@ class NewRoots:
     prompt: a prefill's chunks.
     """
 
-    choice: Choice
+    choice: SamplingMode
     rows: Tensor
     at: Tensor
     tokens: Tensor

@@ -17,7 +17,7 @@ from treetop.engine.features.sampling import RowNumbers, is_active
 from treetop.kernels.sampling.process import BIAS_SHIFT, ENDS, IN_PROMPT, NEVER, ONE, LogitsProcessors
 from treetop.kernels.table import Ops
 from treetop.types.messages import RowHistory, RowSetup
-from treetop.types.sampling import MAX_BIASES, Choice, SamplingParams
+from treetop.types.sampling import MAX_BIASES, SamplingMode, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class RowProcessors(RowFeature):
     def accepted(self, ops: Ops, of: AcceptedRound) -> None:
         self._count(ops, of.choice, of.paths.rows, of.accepted.tokens, of.accepted.accept_len)
 
-    def _count(self, ops: Ops, choice: Choice, rows: Tensor, tokens: Tensor, last: Tensor) -> None:
+    def _count(self, ops: Ops, choice: SamplingMode, rows: Tensor, tokens: Tensor, last: Tensor) -> None:
         """What a step emitted, tokens [rows, w] up to column `last` [rows], changes later logits of its rows.
 
         last: -1 where nothing was emitted.

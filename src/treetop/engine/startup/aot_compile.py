@@ -25,13 +25,13 @@ from treetop.kernels.attention.metadata import AttentionMetadata, SparseKeys
 from treetop.kernels.gemm.skinny_gemm import MAX_ROWS
 from treetop.kernels.kv import PagedKV
 from treetop.kernels.triton_guard import aot_compile
-from treetop.types.sampling import Choice
+from treetop.types.sampling import SamplingMode
 
 
 def compile_all(runner: ModelRunner) -> None:
     """Compile the kernels of the worst steps, of all greedy rounds, and of prefill steps of every size."""
     max_kv_len = runner.layout.max_committed
-    worst = [step for choice in (Choice.FILTER, Choice.LOGPROBS) for step in profile_steps(runner, choice)]
+    worst = [step for choice in (SamplingMode.FILTER, SamplingMode.LOGPROBS) for step in profile_steps(runner, choice)]
     rounds = [partial(run_phases, runner, key, max_kv_len) for key in greedy_keys(runner.layout)]
     compile_steps([*worst, *rounds, *_prefills(runner)])
 
@@ -40,10 +40,10 @@ def _prefills(runner: ModelRunner) -> Iterator[Run]:
     """One in which no prompt ends; steps of few tokens, whose products differ; one in which attention is tried at every
     extent.
     """
-    yield partial(dummy_prefill, runner, Choice.GREEDY, 1, 1, False)
+    yield partial(dummy_prefill, runner, SamplingMode.GREEDY, 1, 1, False)
     for width in sizes(min(MAX_ROWS, runner.layout.prefill_widths[1])):
-        yield partial(dummy_prefill, runner, Choice.GREEDY, 1, width)
-    yield partial(dummy_prefill, replace(runner, backend=EveryExtent(runner)), Choice.GREEDY, 1, 1)
+        yield partial(dummy_prefill, runner, SamplingMode.GREEDY, 1, width)
+    yield partial(dummy_prefill, replace(runner, backend=EveryExtent(runner)), SamplingMode.GREEDY, 1, 1)
 
 
 def sizes(maximum: int) -> list[int]:

@@ -13,7 +13,7 @@ from treetop.engine.cuda_graphs import num_captured
 from treetop.engine.memory import TOKENS_OF_A_ROW, activation_allowance
 from treetop.types.cache_files import cache_file, keep, kept
 from treetop.types.layout import Layout
-from treetop.types.sampling import Choice
+from treetop.types.sampling import SamplingMode
 
 _KIND = "request-lengths"
 _STATES, _LOGITS = 25, 16
@@ -43,7 +43,7 @@ def allowance_of_a_gpu(layout: Layout, hidden: int, vocab_size: int, processes: 
 
     processes: requests may change logits.
     """
-    choices = [choice for choice in Choice if choice is not Choice.PROCESS or processes]
+    choices = [choice for choice in SamplingMode if choice is not SamplingMode.PROCESS or processes]
     num_rounds = num_captured(layout, choices, processes, filters_apart=True)
     nodes = max(shape.nodes_at(rows) for rows in layout.buckets for shape in layout.shapes_at(rows))
     return activation_allowance(max(layout.chunk * hidden * 2 * _STATES, nodes * vocab_size * _LOGITS), num_rounds)

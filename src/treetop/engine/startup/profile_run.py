@@ -12,7 +12,7 @@ from treetop.engine.prefill import PrefillBatch, prefill
 from treetop.engine.prompt_logprobs import PromptTokens
 from treetop.engine.rounds import Eager, RoundKey, mixed_verify, run_phases
 from treetop.types.layout import Layout
-from treetop.types.sampling import Choice
+from treetop.types.sampling import SamplingMode
 
 
 @torch.inference_mode()
@@ -23,11 +23,11 @@ def peak_bytes(runner: ModelRunner) -> int:
     captured rounds stays theirs while a prefill runs. What they compile and load is left in place: the driver's part
     of it is then no longer counted as free.
     """
-    round, *prefills = map(_peak, profile_steps(runner, Choice.LOGPROBS))
+    round, *prefills = map(_peak, profile_steps(runner, SamplingMode.LOGPROBS))
     return round + max(prefills)
 
 
-def profile_steps(runner: ModelRunner, choice: Choice) -> tuple[Run, ...]:
+def profile_steps(runner: ModelRunner, choice: SamplingMode) -> tuple[Run, ...]:
     """The worst round, prefill and mixed step of those that choose tokens so, on dummy rows. LOGPROBS takes most."""
     rows, width = worst_prefill(runner.layout)
     steps = partial(_round, runner, choice), partial(dummy_prefill, runner, choice, rows, width)
@@ -52,12 +52,12 @@ def _peak(run: Run) -> int:
     return torch.cuda.max_memory_reserved() - before
 
 
-def dummy_prefill(runner: ModelRunner, choice: Choice, rows: int, width: int, ends_prompts: bool = True) -> None:
+def dummy_prefill(runner: ModelRunner, choice: SamplingMode, rows: int, width: int, ends_prompts: bool = True) -> None:
     """A prefill step of dummy rows, of `width` tokens each."""
     prefill(runner, replace(dummy_batch(runner, choice, rows, width), ends_prompts=ends_prompts))
 
 
-def dummy_batch(runner: ModelRunner, choice: Choice, rows: int, width: int) -> PrefillBatch:
+def dummy_batch(runner: ModelRunner, choice: SamplingMode, rows: int, width: int) -> PrefillBatch:
     """Of a prefill step of dummy rows, of `width` tokens each, all of them padding."""
     dummies = runner.buffers.rows.new_full((rows,), runner.layout.dummy_row)
     return PrefillBatch(
@@ -69,7 +69,7 @@ def dummy_batch(runner: ModelRunner, choice: Choice, rows: int, width: int) -> P
         next_token=dummies.new_full((rows,), -1),
         max_kv_len=runner.layout.max_committed,
         choice=choice,
-        prompt=_prompt_tokens(runner, dummies, rows * width) if choice is Choice.LOGPROBS else None,
+        prompt=_prompt_tokens(runner, dummies, rows * width) if choice is SamplingMode.LOGPROBS else None,
     )
 
 
@@ -79,7 +79,7 @@ def _prompt_tokens(runner: ModelRunner, dummies: Tensor, maximum: int) -> Prompt
     return PromptTokens(places, places)
 
 
-def _round(runner: ModelRunner, choice: Choice) -> None:
+def _round(runner: ModelRunner, choice: SamplingMode) -> None:
     layout = runner.layout
     runner.buffers.rows.fill_(layout.dummy_row)
     keys = [RoundKey(layout.most_rows(shape), shape, choice) for shape in layout.shapes]
@@ -87,7 +87,7 @@ def _round(runner: ModelRunner, choice: Choice) -> None:
         run_phases(runner, key, layout.max_committed)
 
 
-def _mixed(runner: ModelRunner, choice: Choice, rows: int, width: int) -> None:
+def _mixed(runner: ModelRunner, choice: SamplingMode, rows: int, width: int) -> None:
     layout, batch = runner.layout, dummy_batch(runner, choice, rows, width)
     runner.buffers.rows.fill_(layout.dummy_row)
     for shape in layout.shapes:

@@ -26,7 +26,7 @@ from treetop.types.cache_files import cache_file, keep, kept
 from treetop.types.costs import CatchUpCost, CostTable, RoundCost
 from treetop.types.errors import CheckError, ConfigError
 from treetop.types.layout import Layout, SpecShape
-from treetop.types.sampling import Choice
+from treetop.types.sampling import SamplingMode
 
 _VERSION = 4
 """Of what is measured, and how."""
@@ -133,10 +133,10 @@ def measure(runner: ModelRunner, launcher: RoundLauncher, made_for: str) -> Cost
     coarse = {
         shape: [rows for rows in layout.coarse_buckets if shape in layout.shapes_at(rows)] for shape in layout.shapes
     }
-    keys = [RoundKey(rows, shape, Choice.GREEDY) for shape in layout.shapes for rows in coarse[shape]]
+    keys = [RoundKey(rows, shape, SamplingMode.GREEDY) for shape in layout.shapes for rows in coarse[shape]]
     keys += [RoundKey.of_catch_up(rows) for rows in layout.coarse_buckets if layout.max_deferred]
     runs = [(key, short) for key in keys] + [
-        (RoundKey(coarse[shape][-1], shape, Choice.GREEDY), long) for shape in layout.shapes
+        (RoundKey(coarse[shape][-1], shape, SamplingMode.GREEDY), long) for shape in layout.shapes
     ]
     least = dict.fromkeys(runs, float("inf"))
     with on_null_pages(runner):
@@ -147,7 +147,7 @@ def measure(runner: ModelRunner, launcher: RoundLauncher, made_for: str) -> Cost
     rounds = []
     for key in (key for key in keys if not key.catches_up):
         largest = coarse[key.shape][-1]
-        full = RoundKey(largest, key.shape, Choice.GREEDY)
+        full = RoundKey(largest, key.shape, SamplingMode.GREEDY)
         more = max(least[full, long] - least[full, short], 0.0) / max(long - short, 1)
         rounds.append(RoundCost(key.bucket, key.shape, least[key, short], more * key.bucket / largest))
     behind = tuple(CatchUpCost(key.bucket, least[key, short]) for key in keys if key.catches_up)

@@ -23,7 +23,7 @@ from treetop.types.ids import Row
 from treetop.types.kv_chunk import KVChunk
 from treetop.types.layout import SpecShape
 from treetop.types.messages import Chunk, Export, ExportPlan, Import, ImportPlan
-from treetop.types.sampling import CLASSES, Choice
+from treetop.types.sampling import CLASSES, SamplingMode
 from treetop.types.tree import Accepted
 
 
@@ -39,7 +39,7 @@ def self_test_capacity(runner: ModelRunner, launcher: RoundLauncher) -> None:
     need = layout.pages_for(layout.max_context + layout.max_in_flight * layout.commit_width)
     if need > layout.page_columns:
         raise CheckError(f"page_columns: need {need} for the rounds at the context wall, have {layout.page_columns}")
-    keys = [RoundKey(layout.most_rows(shape), shape, Choice.GREEDY) for shape in layout.shapes]
+    keys = [RoundKey(layout.most_rows(shape), shape, SamplingMode.GREEDY) for shape in layout.shapes]
     mixed = [replace(key, mixed=True) for key in keys if layout.mixed]
     mixed += [
         replace(key, prompts=size)
@@ -110,7 +110,7 @@ def self_test_padding(runner: ModelRunner, launcher: RoundLauncher) -> None:
     bucket = layout.buckets[0]
     runner.buffers.rows.fill_(layout.dummy_row)
     for shape in layout.shapes:
-        key = RoundKey(bucket, shape, Choice.GREEDY)
+        key = RoundKey(bucket, shape, SamplingMode.GREEDY)
         launcher.launch(key, layout.max_committed)
         if layout.mixed:
             batch, mixed = dummy_batch(runner, key.choice, 1, 1), replace(key, mixed=True)
@@ -209,7 +209,7 @@ def _self_test_acceptance_of(shape: SpecShape, runner: ModelRunner, bucket: int)
 
     The tree is grown as in a round; then every node is token 0, and so is the target's choice after each.
     """
-    draft_phase(runner, RoundKey(bucket, shape, Choice.GREEDY), runner.layout.max_committed)
+    draft_phase(runner, RoundKey(bucket, shape, SamplingMode.GREEDY), runner.layout.max_committed)
     tree, accepted = runner.buffers.tree_of(bucket, shape), runner.buffers.accepted_of(bucket, shape)
     tree.tokens.zero_()
     nothing = runner.target.embedding.new_zeros((bucket, shape.num_draft_tokens, runner.target.config.hidden_size))
