@@ -18,8 +18,8 @@ from treetop.distributed.in_flight import InFlightCounter
 from treetop.outputs import LiveRequest, RequestOutput, TextDelta
 from treetop.serve_options import Unset, engine_config
 from treetop.structured.structure_checker import StructureChecker
-from treetop.text.lanes import Lanes
 from treetop.text.prompts import Prompt, PromptReader, one_each, paired
+from treetop.text.size_class_pools import SizeClassPools
 from treetop.text.tokenizer import Tokenizer
 from treetop.types.changes import (
     DestroyWeightsUpdateGroup,
@@ -111,10 +111,10 @@ class AsyncLLM:
     ) -> None:
         self.core, self.reader, self._observe = core, PromptReader(core.info), observe
         self._seeds = random.Random(seed)
-        self.lanes = Lanes("tokens", _LARGE, _READERS)
+        self.lanes = SizeClassPools("tokens", _LARGE, _READERS)
         self.structures = StructureChecker(core.info)
         self._changing_weights = asyncio.Lock()
-        self.turns = Turns()
+        self.batcher = CallbackBatcher()
         self.alive = alive or InFlightCounter()
         """Requests that have been queued and have not ended."""
         self._started = True
@@ -286,7 +286,7 @@ class AsyncLLM:
         Prompts or parameters that are one object are looked at once. seeds: None for those of the parameters.
         """
         asked = self.requests(prompts, params, priority, timeout_s, constraints, seeds, whose)
-        return DeltaStream(self.core, asked, self.reader.tokenizer, self._observe, self.alive.add, self.turns)
+        return DeltaStream(self.core, asked, self.reader.tokenizer, self._observe, self.alive.add, self.batcher)
 
     def requests(
         self,
@@ -365,7 +365,7 @@ def _supervised(config: EngineConfig, restarts: object) -> AbstractAsyncContextM
     return supervised_engine(config, int(restarts))  # type: ignore[call-overload]  # an integer
 
 
-class Turns:
+class CallbackBatcher:
     """Calls once, in the event loop's next turn, what has been asked for since the last."""
 
     def __init__(self) -> None:
@@ -392,10 +392,10 @@ class DeltaStream:
         tokenizer: Tokenizer | None,
         observe: Observer | None = None,
         count: Callable[[int], object] = lambda _: None,
-        turns: Turns | None = None,
+        batcher: CallbackBatcher | None = None,
     ) -> None:
         """core: runs them. count: is told how many more requests are alive. turns: of the event loop, for `push`."""
-        self._core, self._observe, self._count, self._turns = core, observe, count, turns or Turns()
+        self._core, self._observe, self._count, self._batcher = core, observe, count, batcher or CallbackBatcher()
         self._live: dict[RequestId, LiveRequest] = {}
         self._ready: dict[int, TextDelta] = {}  # by prompt, in the order of their coming
         self._failure: EngineError | None = None
@@ -423,7 +423,7 @@ class DeltaStream:
 
         It may be called for nothing, and must not raise.
         """
-        self._tell = partial(self._turns.add, ready)
+        self._tell = partial(self._batcher.add, ready)
         self._tell()
 
     def taken(self) -> Iterable[TextDelta]:

@@ -20,7 +20,7 @@ import uvicorn
 
 from support.serving import mock
 from support.waiting import WAIT_S, until
-from treetop.serve.connections import RESERVED_FILES, Connection, LimitedListener, Patience, most_connections
+from treetop.serve.connections import RESERVED_FILES, ClientTimeouts, Connection, LimitedListener, most_connections
 from treetop.serve.log_limit import LogLimit
 from treetop.types.errors import ConfigError
 
@@ -278,8 +278,8 @@ async def one_connection(pair=with_little_room):
     app, gone, loop = Body(), asyncio.Event(), asyncio.get_running_loop()
     config = uvicorn.Config(app, http="h11", log_config=None, access_log=False, lifespan="off")
     config.load()
-    patience = Patience(read_s=10, idle_s=10, min_rate=0, write_s=20)
-    connection = Connection(config, uvicorn.server.ServerState(), patience, gone.set)
+    timeouts = ClientTimeouts(read_s=10, idle_s=10, min_rate=0, write_s=20)
+    connection = Connection(config, uvicorn.server.ServerState(), timeouts, gone.set)
     connection.loop = clock = Clock(loop)
     with closing(ours):
         await loop.connect_accepted_socket(lambda: connection, theirs)

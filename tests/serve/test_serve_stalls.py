@@ -32,8 +32,8 @@ from treetop.core.wire import MockOptions
 from treetop.distributed.in_flight import InFlightCounter
 from treetop.serve_options import ServeOptions
 from treetop.text.chat_template import ChatTemplate
-from treetop.text.lanes import Lanes
 from treetop.text.prompts import PromptReader
+from treetop.text.size_class_pools import SizeClassPools
 from treetop.types.config import BUILTIN_MODEL, EngineConfig
 from treetop.types.layout import PLAIN
 from treetop.types.requests import CoreInfo
@@ -465,7 +465,7 @@ def test_small_work_does_not_wait_for_large_work():
     release, begun = threading.Event(), []
 
     async def run():
-        lanes = Lanes("test", 100)
+        lanes = SizeClassPools("test", 100)
         large = [asyncio.ensure_future(lanes.run(100, release.wait)) for _ in range(2)]
         cancelled = asyncio.ensure_future(lanes.run(500, begun.append, "late"))
         await asyncio.sleep(0)

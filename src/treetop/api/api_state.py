@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("treetop.server")
 
-Asked = tuple[str, StructuredOutput]
+StructureRequest = tuple[str, StructuredOutput]
 """The field that asks for a structure, and the structure."""
 MAX_QUEUED_IDS = 2**22
 """Ids of one request's prompts and options, counted for each choice: what the engine is told at once."""
@@ -116,7 +116,7 @@ class ApiState:
         if name is not None and name not in self.names:
             raise ApiError(404, f"model: {name[:200]!r} is not served here", "model", "model_not_found")
 
-    async def check_structure(self, request: Request, body: SamplingFields, asked: Asked | None) -> None:
+    async def check_structure(self, request: Request, body: SamplingFields, asked: StructureRequest | None) -> None:
         """Wait until a structure is known to be one that can be kept.
 
         Raises InputError, which names the field, if it cannot, and ApiError if the time is over or the client is gone.
@@ -147,7 +147,7 @@ class ApiState:
         ids: Sequence[list[int]],
         body: SamplingFields,
         max_tokens: int | None,
-        structure: Asked | None,
+        structure: StructureRequest | None,
         shows_special: bool = False,
     ) -> DeltaStream:
         """Queue n choices of each prompt. Raises InputError, and ApiError if the queue is full.

@@ -12,7 +12,7 @@ from treetop.api.events import DONE, STREAMS, Answer, EventTemplate, answered
 from treetop.api.limits import BodyRoute
 from treetop.api.logprobs import LogprobWriter, Tokens, tokens_of
 from treetop.api.requests.chat_body import ChatRequest
-from treetop.api.turn import Said, Turn, delta_of, start_turn
+from treetop.api.turn import MessageAccumulator, Turn, delta_of, start_turn
 from treetop.outputs import RequestOutput, TextDelta
 from treetop.parsers.events import Content
 
@@ -31,7 +31,7 @@ class Chat(Answer):
         self._templates = [self._template(index) if plain else None for index in range(body.n)]
 
     async def whole(self, request: Request) -> Response:
-        said = [Said() for _ in range(self._body.n)]
+        said = [MessageAccumulator() for _ in range(self._body.n)]
 
         def see(delta: TextDelta) -> None:
             said[delta.index].take(self._turn.read(delta))

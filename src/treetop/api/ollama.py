@@ -20,7 +20,7 @@ from treetop.api.limits import MAX_MESSAGES, MAX_PARTS, BodyRoute, FewMembers
 from treetop.api.requests.chat_body import ChatRequest, chat_request
 from treetop.api.requests.fields import Body, Neutral, Stops
 from treetop.api.requests.tools import ToolList
-from treetop.api.turn import Said, Turn, start_turn
+from treetop.api.turn import MessageAccumulator, Turn, start_turn
 from treetop.outputs import RequestOutput, TextDelta
 from treetop.parsers.events import CallEnd
 from treetop.parsers.text_parser import PlainText
@@ -194,7 +194,7 @@ class OllamaAnswer(Answer):
     media_type = "application/x-ndjson"
 
     def __init__(self, turn: Turn, name: str, is_chat: bool) -> None:
-        self._turn, self._name, self._is_chat, self._said = turn, name, is_chat, Said()
+        self._turn, self._name, self._is_chat, self._said = turn, name, is_chat, MessageAccumulator()
         self._num_told = 0  # calls that have been told whole
         self._began_ns, self._first_ns = time.perf_counter_ns(), 0
 

@@ -7,8 +7,8 @@ from typing import Any
 from treetop.text.chat_input import Message, rendering
 from treetop.text.chat_prompt import chat_ids
 from treetop.text.chat_template import ChatTemplate
-from treetop.text.lanes import Lanes
 from treetop.text.prompts import PromptReader
+from treetop.text.size_class_pools import SizeClassPools
 
 LARGE_CHAT = 2**16
 """Characters of JSON from which on a chat is large. A smaller one takes some milliseconds."""
@@ -19,7 +19,7 @@ class Rendering:
 
     def __init__(self, template: ChatTemplate) -> None:
         self._small, self._large = template, template.twin()
-        self._lanes = Lanes("render", LARGE_CHAT)
+        self._pools = SizeClassPools("render", LARGE_CHAT)
         self.template = template
         """For what it says of itself."""
 
@@ -35,9 +35,9 @@ class Rendering:
         size = len(rendering(messages, options))
         template = self._large if size >= LARGE_CHAT else self._small
         work = partial(chat_ids, template, reader, messages, options, continues=continues, cut=cut)
-        return await self._lanes.run(size, work)
+        return await self._pools.run(size, work)
 
     def close(self) -> None:
-        self._lanes.close()
+        self._pools.close()
         self._small.close()
         self._large.close()

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import Request
 
-from treetop.api.api_state import ApiState, Asked
+from treetop.api.api_state import ApiState, StructureRequest
 from treetop.api.errors import ApiError
 from treetop.api.requests.chat_body import ChatRequest
 from treetop.api.requests.hints import left_out
@@ -51,7 +51,7 @@ async def prompt_of(api: ApiState, body: ChatRequest) -> list[int]:
         _check_tools(api, calls.forced)
         options["tools"] = tools
     api.check_messages(body.messages, body.answers)
-    messages = [message.flat(*_manners(api)) for message in body.messages]
+    messages = [message.flat(*_template_traits(api)) for message in body.messages]
     return await api.chat_prompt(messages, options, reading, body.continue_final_message)
 
 
@@ -97,7 +97,7 @@ class OutputReading:
     words: marks that their text must show.
     """
 
-    structure: Asked | None
+    structure: StructureRequest | None
     parser: Callable[[], Parser]
     words: tuple[str, ...]
 
@@ -118,7 +118,9 @@ def reading_of(form: OutputParsers, body: ChatRequest, tail: str, special: Mappi
     return OutputReading(_with_reasoning(form, body, tail, special), parser, words)
 
 
-def _with_reasoning(form: OutputParsers, body: ChatRequest, tail: str, special: Mapping[str, int]) -> Asked | None:
+def _with_reasoning(
+    form: OutputParsers, body: ChatRequest, tail: str, special: Mapping[str, int]
+) -> StructureRequest | None:
     """What the output is held to, behind what may be thought before it; and by which field."""
     held, in_messages = body.structure is not None or body.holds_calls, _is_in_messages(form, body, tail)
     reasoning = form.reasoning(tail, body.thinking_budget, held)
@@ -197,7 +199,7 @@ def thinking_switches(api: ApiState, wanted: bool, field: str | None) -> dict[st
     return switches
 
 
-def _manners(api: ApiState) -> tuple[bool, bool]:
+def _template_traits(api: ApiState) -> tuple[bool, bool]:
     """Of `ChatMessage.flat`."""
     template = None if api.rendering is None else api.rendering.template
     if template is None:
@@ -206,7 +208,7 @@ def _manners(api: ApiState) -> tuple[bool, bool]:
 
 
 @dataclass(slots=True)
-class Said:
+class MessageAccumulator:
     """What a choice has said so far. calls: each, and the pieces of its arguments."""
 
     content: list[str] = field(default_factory=list)
@@ -244,7 +246,7 @@ def _tool_call(call: CallStart, said: str) -> dict[str, Any]:
 
 def delta_of(events: list[Event]) -> dict[str, Any]:
     """What an event of a stream says of these, one entry a call."""
-    said = Said()
+    said = MessageAccumulator()
     calls: dict[int, dict[str, Any]] = {}
     for event in events:
         if isinstance(event, CallStart):

@@ -68,7 +68,7 @@ def most_connections(asked: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class ClientTimeouts:
     """Of a connection with its client.
 
     read_s: seconds for a request's head, and for some of its body.
@@ -109,11 +109,15 @@ class Connection(H11Protocol):
     """
 
     def __init__(
-        self, config: uvicorn.Config, state: uvicorn.server.ServerState, patience: Patience, ended: Callable[[], None]
+        self,
+        config: uvicorn.Config,
+        state: uvicorn.server.ServerState,
+        timeouts: ClientTimeouts,
+        ended: Callable[[], None],
     ) -> None:
         """ended: called once the connection is gone."""
         super().__init__(config, state, {WRITER: self})
-        self._patience, self._ended = patience, ended
+        self._patience, self._ended = timeouts, ended
         self._timer: asyncio.TimerHandle | None = None
         self.resumed: Callable[[], None] | None = None
         self._num_bytes = self._bytes_before = self._request_bytes_before = 0
@@ -343,15 +347,15 @@ class ApiServer(uvicorn.Server):
         config: uvicorn.Config,
         listening: socket.socket,
         maximum: int,
-        patience: Patience,
+        timeouts: ClientTimeouts,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         super().__init__(config)
 
         def make(ended: Callable[[], None]) -> asyncio.Protocol:
-            return Connection(config, self.server_state, patience, ended)
+            return Connection(config, self.server_state, timeouts, ended)
 
-        self._listener = LimitedListener(listening, maximum, make, tls, patience.read_s)
+        self._listener = LimitedListener(listening, maximum, make, tls, timeouts.read_s)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])

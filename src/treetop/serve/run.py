@@ -21,7 +21,7 @@ from treetop.api.keys.rate_limits import RateLimits
 from treetop.core.clients import EngineClient
 from treetop.distributed.in_flight import InFlightCounter
 from treetop.distributed.log_lines import log_to_stderr
-from treetop.serve.connections import ApiServer, Patience, most_connections
+from treetop.serve.connections import ApiServer, ClientTimeouts, most_connections
 from treetop.serve.listening import renew_certificate, tls_context
 from treetop.serve.log_limit import LogLimit
 from treetop.serve_options import ServeOptions
@@ -89,7 +89,7 @@ async def serve(
     alive = InFlightCounter(None if file is None else Path(file), number, options.serve.num_api_workers)
     api = ApiState(core, options.serve, options.model, first_seed(options.seed, options.client), alive, keys)
     asked = options.serve
-    patience = Patience(
+    timeouts = ClientTimeouts(
         asked.http_read_timeout, asked.timeout_keep_alive, asked.http_min_rate, asked.http_write_timeout
     )
     app = make_app(api)
@@ -100,11 +100,11 @@ async def serve(
         access_log=False,
         lifespan="off",
         server_header=False,
-        timeout_keep_alive=patience.idle_s,  # type: ignore[arg-type]  # seconds of any kind
+        timeout_keep_alive=timeouts.idle_s,  # type: ignore[arg-type]  # seconds of any kind
     )
     maximum = most_connections(options.serve.max_connections)
     tls = tls_context(options.serve)
-    server, code = ApiServer(config, listening, maximum, patience, tls), 0
+    server, code = ApiServer(config, listening, maximum, timeouts, tls), 0
 
     def stop(number: signal.Signals) -> None:
         nonlocal code
