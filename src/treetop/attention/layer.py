@@ -96,7 +96,7 @@ class Attend(Protocol):
         """What each token reads of the state after it, which the row keeps: [rows, n, heads, value_dim]."""
 
     def live(self) -> Tensor | None:
-        """Which tokens of the batch are somebody's: [rows, n] bool; None if all are. What is padding needs no work.
+        """Mask of non-padding tokens: [rows, n] bool; None if all are. What is padding needs no work.
 
         It may be longer, [tokens], where ranks exchange as many tokens as the one that has most.
         """

@@ -144,7 +144,7 @@ class CoreLoop:
         return self.core.stalled or not self.core.busy
 
     def run(self, inbox: Inbox) -> None:
-        """Until the inbox says that it is over. Raises nothing of the engine's: its failures are told in updates."""
+        """Until the inbox says that it is over. Never raises engine errors: they arrive as final updates."""
         while inbox.take(self):
             if self.connector is not None:  # before the step, which does what the connector tells the scheduler
                 self.connector.poll(time.monotonic())

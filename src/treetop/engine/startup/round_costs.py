@@ -1,6 +1,6 @@
 """What rounds of each shape cost on this machine: measured at start, kept for the next start of the same engine.
 
-Rounds run as they will, with the engine's own launcher, on the null page: first with next to no context, by buckets of
+Times real rounds, with the engine's own launcher, on the null page: first with next to no context, by buckets of
 rows; then of the largest bucket with much, which says what a token of context costs each row.
 """
 
