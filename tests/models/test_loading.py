@@ -188,13 +188,13 @@ def test_loading_takes_little_more_memory_than_the_weights(tmp_path):
     code = f"""
 from pathlib import Path
 import torch
-from treetop.checkpoints.loader import Placement, load_weights
+from treetop.checkpoints.loader import LoadContext, load_weights
 from treetop.checkpoints.params import matrix
-from treetop.weights.format import Source
+from treetop.weights.format import CheckpointTensor
 def status(key):
     return int(next(x for x in open("/proc/self/status") if x.startswith(key)).split()[1]) * 1024
-params = [matrix(f"w{{n}}", *(Source(f"{{file}}.{{n}}", (4096, 4096)) for file in range(3))) for n in range(4)]
-place = Placement(torch.bfloat16, torch.device("cpu"), 1)
+params = [matrix(f"w{{n}}", *(CheckpointTensor(f"{{file}}.{{n}}", (4096, 4096)) for file in range(3))) for n in range(4)]
+place = LoadContext(torch.bfloat16, torch.device("cpu"), 1)
 torch.zeros(9).bfloat16().aminmax()
 before = status("VmRSS")
 weights = load_weights(Path({str(tmp_path)!r}), params, place)
