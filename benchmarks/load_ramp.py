@@ -12,8 +12,8 @@ Each contender has a `treetop serve` of its own, one at a time: plain decoding, 
 `auto` that chooses from these (docs/policy.md). All get the same requests: of each step as many clients, each of which
 sends its next request when it has the answer to the last. Half are greedy. Prompts are pieces of the embedded pair's
 held-out texts, or random ids for a model without a tokenizer. `--turns N` times, in alternating order; medians.
-With `--profiles` acceptance is drawn from each of these in turn, beside the same plain server. No server is begun after
-`--seconds`, so who comes last may be missing.
+With `--profiles` acceptance is drawn from each of these in turn, beside the same plain server. Those of `--without` do
+not run. No server is begun after `--seconds`, so who comes last may be missing.
 
 One JSON object a line: `run` of each server, `contender` with its rates of the whole ramp and of each step, and beside
 plain's of the same turn; at last `auto` beside plain and the best fixed shape, of the whole ramp and of each number of
@@ -58,8 +58,6 @@ COUNTED = (
 """Metrics: rounds of rows, those of them with drafts, these drafts, and those that were accepted."""
 _IDS = range(3, 1000)
 """Of prompts for a model without a tokenizer."""
-_WARM_UP = 4
-"""Clients of a step before the ramp."""
 
 Body = dict[str, Any]
 
@@ -82,7 +80,7 @@ Ramp = Sequence[Step]
 
 
 def bodies(args: argparse.Namespace) -> list[list[list[Body]]]:
-    """What each client of each step asks, one request after the other; the first step warms up."""
+    """What each client of each step asks, one request after the other; the first warms up: all clients, one request."""
     draw, tokenizer = random.Random(args.seed), open_tokenizer(resolve_folder(args.model))
     text = [] if tokenizer is None else [i for ids in read_prompts(None, 64, tokenizer) for i in ids]
 
@@ -93,8 +91,8 @@ def bodies(args: argparse.Namespace) -> list[list[list[Body]]]:
         asked = {"prompt": ids, "max_tokens": draw.randint(*args.max_tokens), "ignore_eos": True, **sampled}
         return {**asked, "stream": True, "stream_options": {"include_usage": True}}
 
-    steps = [_WARM_UP, *args.clients]
-    return [[[body(client + n) for n in range(args.requests)] for client in range(clients)] for clients in steps]
+    steps = [(max(args.clients), 1), *((clients, args.requests) for clients in args.clients)]
+    return [[[body(client + n) for n in range(requests)] for client in range(clients)] for clients, requests in steps]
 
 
 async def answered(server: CompletionClient, asked: Sequence[Body]) -> int:
@@ -224,6 +222,10 @@ def figures(own: Sequence[Ramp], plain: Sequence[Ramp], clocks: Sequence[str]) -
 
 async def run(args: argparse.Namespace) -> None:
     asked, options, begun_s = bodies(args), contenders(args), time.perf_counter()
+    others = {*options} - {PLAIN}
+    if unknown := {*args.without} - others:
+        raise InputError(f"--without {shlex.join(sorted(unknown))}: may name {shlex.join(sorted(others))}")
+    options = {name: each for name, each in options.items() if name not in args.without}
     runs: dict[str, list[Ramp]] = {name: [] for name in options}
     for turn in range(args.turns):
         for name in list(options)[:: -1 if turn % 2 else 1]:
@@ -281,6 +283,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--max-tokens", nargs=2, type=int, default=(16, 96), metavar=("LO", "HI"), help="of an answer")
     parser.add_argument("--turns", type=int, default=3, metavar="N")
     parser.add_argument("--profiles", nargs="+", default=[], metavar="P", help="of heads, as --simulate-acceptance has")
+    parser.add_argument(
+        "--without", nargs="+", default=[], metavar="CONTENDER", help="'5,4,16 useless', as its lines say"
+    )
     parser.add_argument("--seconds", type=float, default=math.inf, help="no server is begun after so many")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)

@@ -307,3 +307,9 @@ def test_a_pause_is_the_longest_gap_that_touches_a_change(script):
     gaps._at = [0.0, 0.0001, 0.5, *(0.51 + i * 0.01 for i in range(50)), 3.0, 3.01, 4.0]
     longest, median = gaps.between(1.1, 2.0)
     assert (round(longest, 6), round(median, 6)) == (2.0, 0.01)
+
+
+@pytest.mark.parametrize("name", ["plain", "9,9,9"])
+def test_a_ramp_leaves_out_only_whom_it_has_beside_plain(script, name):
+    with pytest.raises(InputError, match=f"^--without {name}: may name 2,1,3 auto$"):
+        script("load_ramp").main(["--shapes", "2,1,3", "--without", name])

@@ -193,7 +193,9 @@ from treetop.checkpoints.params import matrix
 from treetop.weights.format import CheckpointTensor
 def status(key):
     return int(next(x for x in open("/proc/self/status") if x.startswith(key)).split()[1]) * 1024
-params = [matrix(f"w{{n}}", *(CheckpointTensor(f"{{file}}.{{n}}", (4096, 4096)) for file in range(3))) for n in range(4)]
+def parts(n):
+    return (CheckpointTensor(f"{{file}}.{{n}}", (4096, 4096)) for file in range(3))
+params = [matrix(f"w{{n}}", *parts(n)) for n in range(4)]
 place = LoadContext(torch.bfloat16, torch.device("cpu"), 1)
 torch.zeros(9).bfloat16().aminmax()
 before = status("VmRSS")
