@@ -284,18 +284,13 @@ def test_each_fault_shows(strong_pair, drawn, name):
                 run(build(strong_pair, (2, 3, 6), **options), prompts, params)
 
 
-def test_what_a_budget_does_not_go_with_is_refused_by_name(strong_pair, tmp_path):
+def test_what_a_budget_does_not_go_with_is_refused_by_name(strong_pair):
     target, head = str(strong_pair.target), str(strong_pair.head)
     refused = [
         ({"draft": None}, "needs a draft"),
         ({"speculative_policy": "auto"}, "--speculative-policy fixed"),
         ({"speculative_shapes": "3,1,4"}, "S,k,T,N"),
-        (
-            {"speculative_node_budget": None, "speculative_shapes": "3,1,4,9", "enable_lora": True},
-            "drop --lora-modules",
-        ),
         ({"simulate_accept_length": 2.0}, "--simulate-acceptance"),
-        ({"lora_modules": (f"a={tmp_path}",)}, "drop --lora-modules"),
         ({"speculative_node_budget": 0}, "--speculative-node-budget"),
     ]
     for options, why in refused:

@@ -109,3 +109,13 @@ def test_with_bits_a_row_is_what_it_is_alone_and_plainly(pair, adapters, dtype):
         whole, few = [outputs[at] for at in range(len(requests))], len(prompts)
         assert [bits(whole[few * at : few * (at + 1)]) for at in range(len(names))] == want, (shape, graphs)
         assert shape is None or sum(map(sum, accept_lens(whole))) > 0
+
+
+def test_a_budget_of_nodes_goes_to_rows_with_all_adapters(pair, adapters):
+    """Captured, each node with its row's adapter, in as many tiles as the budget may need; chances are learned by
+    adapter."""
+    prompts, params, names = pair.prompts([5, 41, 17], seed=2), greedy(24), [None, *(name for name, _, _ in adapters)]
+    options = {"dtype": "float32", "speculative_node_budget": 100, "speculative_calibration": "learn"}
+    whole = answers(pair, adapters, names, prompts, params, dtype="float32")
+    assert answers(pair, adapters, names, prompts, params, **options) == whole
+    assert len({str(each) for each in whole.values()}) > 1

@@ -12,7 +12,7 @@ from support.examples import fewer
 from support.waiting import WAIT_S, until
 from treetop import LLM, SamplingParams
 from treetop.types.ids import RequestId
-from treetop.types.requests import EngineRequest
+from treetop.types.requests import EngineRequest, Whose
 from treetop.weights.cpu_products import ROW_CLASSES, Call
 from treetop_debug.patching import Patch, replaced
 
@@ -157,7 +157,15 @@ def submit(llm, prompts, params, constraints=None, loras=None) -> list:
     listed = params if isinstance(params, list) else [params] * size
     more = zip(constraints or [None] * size, loras or [""] * size, strict=True)
     asked = [
-        EngineRequest(RequestId(next(_IDS)), tuple(prompt), each, each.seed or 0, constraint=constraint, lora=lora)
+        EngineRequest(
+            RequestId(next(_IDS)),
+            tuple(prompt),
+            each,
+            each.seed or 0,
+            constraint=constraint,
+            lora=lora,
+            cache_salt=Whose(lora=lora).salt,
+        )
         for prompt, each, (constraint, lora) in zip(prompts, listed, more, strict=True)
     ]
     return [llm.scheduler.add(each) for each in asked]

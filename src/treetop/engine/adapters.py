@@ -5,7 +5,9 @@ from pathlib import Path
 
 from treetop.checkpoints.adapters import HostFactors, put, read_factors
 from treetop.checkpoints.lora_folder import LoraFolder, read_lora
+from treetop.engine.features.adapter_calibrations import AdapterCalibrations
 from treetop.engine.startup.plan import EnginePlan
+from treetop.kernels.tree.calibration import Calibration
 from treetop.types.changes import Commit, LoadLora
 from treetop.types.messages import AdapterEdit
 from treetop.weights.adapted import Adapters
@@ -14,9 +16,10 @@ from treetop.weights.adapted import Adapters
 class EngineAdapters:
     """By their numbers, those of a start from 1 on, in slots as far as there are any; see `scheduler.adapters`."""
 
-    def __init__(self, engine_plan: EnginePlan, adapters: Adapters) -> None:
+    def __init__(self, engine_plan: EnginePlan, adapters: Adapters, calibration: Calibration) -> None:
         """Raises CheckpointError and ConfigError."""
         self._adapters, self._plan = adapters, engine_plan
+        self.calibrations = AdapterCalibrations(calibration)
         self._params = engine_plan.place.own(engine_plan.target.params)
         self._digests = dict[int, str]()
         self._host = {number: self._read(number, folder) for number, folder in enumerate(engine_plan.adapters, 1)}
@@ -30,12 +33,19 @@ class EngineAdapters:
 
     def prepare_to_forget(self, number: int) -> Commit:
         """The host's memory of an adapter that no request has."""
-        return lambda: (self._host.pop(number, None), self._digests.pop(number, None))
+
+        def forget() -> None:
+            self._host.pop(number, None)
+            self._digests.pop(number, None)
+            self.calibrations.forget(number)
+
+        return forget
 
     def apply(self, edits: Iterable[AdapterEdit]) -> None:
         """In their order, before a step's rows come in."""
         for edit in edits:
             put(self._adapters, edit.slot, self._host[edit.number])
+            self.calibrations.enter(edit)
 
     @property
     def held(self) -> tuple[int, ...]:

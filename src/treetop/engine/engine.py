@@ -178,7 +178,7 @@ class Engine:
         self.products, self.sums = built.products, whose_sums(engine_plan.place, built.products)
         self.runner, self.slots, self.host_pages = built.runner, built.slots, built.host_pages
         tables = built.runner.adapters
-        self.adapters = None if tables is None else EngineAdapters(engine_plan, tables)
+        self.adapters = None if tables is None else EngineAdapters(engine_plan, tables, built.runner.state.calibration)
         self._stream: torch.cuda.Stream | None = None  # of all rounds that are captured
         self.launcher = self._make_launcher()
         self._asleep = SleepState()
@@ -191,7 +191,8 @@ class Engine:
         with self._explained("starting"):
             widths = self.runner.state.setup_widths(self.layout)
             checksums = 0 if self.slots is None else parallel.size * self.slots.spec.num_own
-            self._staging = StagingBuffers(self.layout, device, zeros, config.check_level, widths, checksums)
+            classes = len(self.runner.state.calibration.nodes)
+            self._staging = StagingBuffers(self.layout, device, zeros, config.check_level, widths, checksums, classes)
         started_s = time.perf_counter()
         teaches = parallel.rank == 0 and config.load_format != "dummy" and not config.simulates
         self.costs, self.experience = None, Experience(folder=self.model_path if teaches else None)
@@ -463,6 +464,8 @@ class Engine:
             self._kept.restore(self.runner.state.calibration, self.parallel)
         else:
             self.runner.state.calibration.reset()
+        if self.adapters is not None:
+            self.adapters.calibrations.begin()
 
     def release(self) -> None:
         """Give back what captured rounds hold of others, such as of a group of ranks. Nothing runs afterwards."""

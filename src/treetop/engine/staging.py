@@ -136,8 +136,11 @@ class StagingBuffers:
         check_level: int,
         setup_widths: Sequence[int],
         checksums: int = 0,
+        classes: int = CLASSES,
     ) -> None:
-        """setup_widths: of `RowState`. checksums: of a piece that is handed over, of all ranks."""
+        """setup_widths: of `RowState`. checksums: of a piece that is handed over, of all ranks. classes: of a
+        calibration.
+        """
         self._check_level = check_level
         b, pieces = layout.max_requests, layout.disaggregation_slots
         # Row lists, cells; for a prefill the setups, and of each row: length, next token; of each token: place, id; or
@@ -153,7 +156,7 @@ class StagingBuffers:
         lines = max(b, max(layout.prompt_sizes, default=0) // layout.prompt_block)
         of_prompts = lines * (a_token + 2) + layout.chunk * a_token
         a_round = b * (layout.commit_width * a_token + 2 + layout.commit_width)
-        a_round += 2 * CLASSES * layout.commit_width * layout.max_topk  # of a calibration
+        a_round += 2 * classes * layout.commit_width * layout.max_topk
         a_round += b * PackedTrees.width(layout.verify_tail, layout.commit_width)
         most = a_round + RECORD + of_prompts if layout.mixed else max(a_round, of_prompts)
         results = max(most, pieces * (checksums + 2))

@@ -27,7 +27,7 @@ from treetop.types.ids import GroupName, Row
 from treetop.types.layout import Layout, SpecShape
 from treetop.types.messages import PageEdit, RowSetup
 from treetop.types.parallel import SINGLE_RANK, Parallel
-from treetop.types.sampling import SamplingMode, SamplingParams
+from treetop.types.sampling import CLASSES, SamplingMode, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,18 +163,20 @@ def make_state(
     past_tokens: int = 0,
     *,
     learns: bool = False,
+    classes: int = CLASSES,
     parallel: Parallel = SINGLE_RANK,
 ) -> RowState:
     """Zeroed tables; drafter None for plain decoding, vocab_size None where no logits are changed.
 
     hidden: of the target's states. past_tokens: of texts that rows held before, kept for a drafter that reads text.
-    learns: rounds calibrate the drafter. parallel: the rank, whose record is that of all.
+    learns: rounds calibrate the drafter. classes: of requests, by which they do. parallel: the rank, whose record is
+    that of all.
     """
     n, columns = layout.num_rows, layout.page_columns
     numbers, states = RowNumbers.make(n, zeros), RowStates.make(layout, dtype, zeros)
     committed, root = zeros((n,), torch.int64), zeros((n,), torch.int64)
     recorded = {"committed": committed, "root": root}
-    calibration = make_calibration(max(1, layout.commit_width - 1), layout.max_topk, zeros)
+    calibration = make_calibration(max(1, layout.commit_width - 1), layout.max_topk, zeros, classes)
     processors = None if vocab_size is None else RowProcessors.make(numbers, vocab_size, zeros)
     masks = None if vocab_size is None else GrammarMasks.make(layout, vocab_size, zeros)
     draft = text = deferral = learning = None

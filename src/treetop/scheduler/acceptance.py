@@ -91,15 +91,19 @@ class AcceptanceEstimate:
         self._told: SpecShape | None = None  # the shape that has said something last
         self._silent = True  # the last round was plain
 
+    def turn_to(self, accept_probs: AcceptanceProbs) -> None:
+        """This is the model of the rows that are there now, which are others: what is expected changes with it."""
+        self._accept_probs = accept_probs
+        self._cut.clear()
+        for shape, known in self._by_shape.items():
+            known.logits, known.by_best = _of_model(shape, accept_probs)
+
     def learn(self, accept_probs: AcceptanceProbs) -> None:
         """The model has changed, but for the shape that runs not what is expected of it: that follows as `ease` goes
         back.
         """
-        self._accept_probs = accept_probs
-        self._cut.clear()
         before = None if self._told is None else _mean(self._by_shape[self._told].logits)
-        for shape, known in self._by_shape.items():
-            known.logits, known.by_best = _of_model(shape, accept_probs)
+        self.turn_to(accept_probs)
         if self._told is not None and before is not None:
             self._ease = _bounded(self._ease + before - _mean(self._by_shape[self._told].logits))
 

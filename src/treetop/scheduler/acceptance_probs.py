@@ -15,6 +15,7 @@ from operator import mul
 from treetop.types.costs import HeadAcceptance
 from treetop.types.layout import SpecShape
 from treetop.types.messages import ProposalCounts
+from treetop.types.sampling import CLASSES
 
 ENOUGH = 64.0
 """Nodes of a class before it is believed, and of a depth."""
@@ -29,36 +30,46 @@ _ROWS = (-1.15, -0.32, 0.32, 1.15)
 AcceptanceProbs = Sequence[Sequence[float]]
 """By depth and rank: how often a proposal is the target's choice."""
 
+Counted = tuple[Sequence[Sequence[float]], Sequence[Sequence[float]]]
+"""By depth and rank: how often a proposal was looked at, and chosen."""
+
 
 def accept_probs_of(counts: ProposalCounts, rows: Sequence[int], head: HeadAcceptance) -> AcceptanceProbs | None:
     """Of a batch with so many rows of each class. None before enough was seen.
 
-    A class that was hardly seen counts as all of them together, a depth as the one before it. head: says of a rank that
-    was hardly seen what it takes.
+    A class that was hardly seen counts as all of its adapter's together, and these as all that there are; a depth as
+    the one before it. head: says of a rank that was hardly seen what it takes.
     """
-    seen, chosen = counts
-    together = [[_sums(each[depth] for each in table) for depth in range(len(table[0]))] for table in (seen, chosen)]
-    if together[0][0][0] < ENOUGH:
+    every = _together(counts, slice(None))
+    if every[0][0][0] < ENOUGH:
         return None
-    total = max(sum(rows), 1)
-    shares = [count / total for count in rows]
-    of_class = [
-        _of_class(seen[kind], chosen[kind], head.share)
-        if seen[kind][0][0] >= ENOUGH
-        else _of_class(together[0], together[1], head.share)
-        for kind in range(len(seen))
-    ]
-    if not any(rows):
-        return of_class[0]
+    present = {kind: count / sum(rows) for kind, count in enumerate(rows) if count} or {0: 1.0}
+    of_class = [_of_class(*_seen_enough(counts, kind, every), head.share) for kind in present]
     return [
-        [sum(map(mul, shares, of_rank)) for of_rank in zip(*of_depth, strict=True)]
+        [sum(map(mul, present.values(), of_rank)) for of_rank in zip(*of_depth, strict=True)]
         for of_depth in zip(*of_class, strict=True)
     ]
 
 
+def _seen_enough(counts: ProposalCounts, kind: int, every: Counted) -> Counted:
+    """By what a class is judged. every: all of them together."""
+    seen, chosen = counts
+    if seen[kind][0][0] >= ENOUGH:
+        return seen[kind], chosen[kind]
+    first = kind - kind % CLASSES
+    same = _together(counts, slice(first, first + CLASSES))
+    return same if same[0][0][0] >= ENOUGH else every
+
+
+def _together(counts: ProposalCounts, which: slice) -> Counted:
+    """Of several classes."""
+    seen, chosen = ([_sums(each[depth] for each in table[which]) for depth in range(len(table[0]))] for table in counts)
+    return seen, chosen
+
+
 def head_of(counts: ProposalCounts, known: HeadAcceptance) -> HeadAcceptance:
-    """The head that was counted, of all classes together; `known` counts for `ENOUGH` nodes of each depth."""
-    seen, chosen = ([_sums(each[depth] for each in table) for depth in range(len(table[0]))] for table in counts)
+    """The head that was counted, of all classes without an adapter; `known` counts for `ENOUGH` nodes of each depth."""
+    seen, chosen = _together(counts, slice(CLASSES))
     best, second, left = [], ENOUGH * known.share, ENOUGH
     for depth, (of_depth, hits) in enumerate(zip(seen, chosen, strict=True)):
         best.append((hits[0] + ENOUGH * known.at(depth)) / (of_depth[0] + ENOUGH))

@@ -177,6 +177,7 @@ class AdaptiveShape:
         self._share = 1.0  # of the rows, that may accept drafts
         self._batch = 1, 1  # rows of a round with its padding, and without
         self._counts: ProposalCounts | None = None  # of a calibration, as it was when the last round ended
+        self._looked_at: tuple[ProposalCounts, list[float]] | None = None  # counts, and shares of rows by class
 
     def choose(self, lengths: Sequence[int], speculating: Sequence[int], deferred: int = 0) -> SpecShape:
         """See `ChooseShape`. The shape that runs, or another for a round that is to tell more of it."""
@@ -184,9 +185,7 @@ class AdaptiveShape:
             return PLAIN
         self._share = sum(speculating) / len(lengths)
         if self._counts is not None and self._num_rounds % _EVERY == 0:
-            accept_probs = accept_probs_of(self._counts, speculating, self._head)
-            if accept_probs is not None:
-                self.acceptance.learn(accept_probs)
+            self._look_at(self._counts, speculating)
         self._num_rounds += 1
         rows, tokens = self._bucket_for(len(lengths)), sum(lengths) / len(lengths)
         self._batch = rows, len(lengths)
@@ -209,6 +208,20 @@ class AdaptiveShape:
         self.regret_budget -= regrets[wanted]
         self._most_regret_budget = self._regret_budget_of(wanted, seconds, len(lengths))
         return wanted
+
+    def _look_at(self, counts: ProposalCounts, speculating: Sequence[int]) -> None:
+        """The model of acceptance is that of these counts, for rows of these classes. Where it is the rows that have
+        changed, such as to an adapter's that the draft does not fit, it is believed at once.
+        """
+        shares = [count / sum(speculating) for count in speculating]
+        if self._looked_at is not None and self._looked_at[1] != shares:
+            of_rows = accept_probs_of(self._looked_at[0], speculating, self._head)
+            if of_rows is not None:
+                self.acceptance.turn_to(of_rows)
+        accept_probs = accept_probs_of(counts, speculating, self._head)
+        if accept_probs is not None:
+            self.acceptance.learn(accept_probs)
+        self._looked_at = counts, shares
 
     def _seconds(self, rows: int, tokens: float) -> dict[SpecShape, float]:
         """Of a round of each shape that so many rows may have and that would win if all were accepted; plain first."""

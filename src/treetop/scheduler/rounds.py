@@ -12,7 +12,7 @@ from treetop.scheduler.steps import StepsOut
 from treetop.types.errors import InvariantError
 from treetop.types.layout import Layout, SpecShape
 from treetop.types.messages import RoundPlan
-from treetop.types.sampling import CLASSES, SamplingMode, class_of_temperature
+from treetop.types.sampling import SamplingMode, class_of, num_classes
 
 _ORDER = attrgetter("order")
 
@@ -28,9 +28,11 @@ class RoundPlanner:
         rows: Rows,
         steps: StepsOut,
         kv_transfer: KVTransfers,
+        lora_slots: int,
     ) -> None:
+        """lora_slots: adapters on the device at a time."""
         self._layout, self._choose, self._queues, self._rows, self._steps = layout, choose, queues, rows, steps
-        self._kv_transfer = kv_transfer
+        self._kv_transfer, self._classes = kv_transfer, num_classes(lora_slots)
         self._commit_width = layout.commit_width
         self._has_windows = any(group.window is not None for group in layout.groups)
         self.num_retractions = 0
@@ -52,9 +54,9 @@ class RoundPlanner:
         if not batch:
             return None
         no_draft = tuple(request.held.row for request in batch if not request.params.speculative)
-        speculating = [0] * CLASSES
+        speculating = [0] * self._classes
         for request in batch:
-            speculating[class_of_temperature(request.params.temperature)] += request.params.speculative
+            speculating[class_of(request.params.temperature, request.adapter.slot)] += request.params.speculative
         deferred = max(request.held.deferred for request in batch)
         shape = self._choose([request.num_computed_tokens for request in batch], speculating, deferred)
         return RoundPlan(

@@ -156,7 +156,7 @@ class Scheduler:
         shared = self.queues, self.rows, self.steps
         self.kv_transfer = KVTransfers(layout, self.queues, self.rows, clock, self.adapters)
         self._prefill = PrefillPlanner(layout, self._budget, *shared, self.kv_transfer, clock, adapters=self.adapters)
-        self._rounds = RoundPlanner(layout, self._choose_shape, *shared, self.kv_transfer)
+        self._rounds = RoundPlanner(layout, self._choose_shape, *shared, self.kv_transfer, config.num_lora_slots)
         self._committer = Committer(*shared, self.kv_transfer, config.check_level, clock)
         self._watch()
         self._rounds_due = 0  # before the next prefill step

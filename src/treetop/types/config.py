@@ -551,11 +551,6 @@ class EngineConfig:
                 f"{name} goes by what a draft says, which --simulate-accept-length passes over; use"
                 " --simulate-acceptance",
             ),
-            (
-                budget and self.has_loras,
-                f"{name}: kernels group the rows of a batch by adapter, and each node is a row; drop --lora-modules and"
-                " --enable-lora",
-            ),
         ]
 
     def _lists_budgets(self) -> bool:

@@ -362,9 +362,11 @@ class Layout:
 
     @property
     def most_batch_rows(self) -> int:
-        """Rows of the largest batch of the target; in a mixed step each token is one."""
+        """Rows of the largest batch of the target. In a mixed step each token is one, and so is each node where a
+        budget cuts trees.
+        """
         if not self.mixed:
-            return self.num_rows
+            return max(self.num_rows, self.most_flat_nodes)
         return max(self.buckets) * self.verify_tail + max(self.chunk, *self.prompt_sizes, self.num_rows)
 
     @property

@@ -21,6 +21,8 @@ MAX_BAD_WORDS, LONGEST_BAD_WORD = 128, 200
 CLASSES = 3
 """Of requests, by which drafts are calibrated: greedy, a temperature up to `WARM`, any above."""
 WARM = 0.7
+CALIBRATED_LORAS = 32
+"""Adapters on the device that have such classes of their own; those of slots from here on share one set."""
 RULING_OUT = ("min_tokens", "allowed_token_ids", "structured_output", "bad_words")
 WEIGHING = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
 """Options that change logits: those that rule tokens out, and those that make numbers others."""
@@ -29,6 +31,16 @@ WEIGHING = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logi
 def class_of_temperature(temperature: float) -> int:
     """Which of `CLASSES`: a draw agrees with a head less often than an argmax."""
     return (temperature > 0) + (temperature > WARM)
+
+
+def class_of(temperature: float, lora_slot: int) -> int:
+    """Of a request: by temperature, and by the slot of its adapter, whose target a head fits more or less. 0: none."""
+    return min(lora_slot, CALIBRATED_LORAS) * CLASSES + class_of_temperature(temperature)
+
+
+def num_classes(lora_slots: int) -> int:
+    """Of an engine with so many slots for adapters: those of the base come first."""
+    return CLASSES * (1 + min(lora_slots, CALIBRATED_LORAS))
 
 
 class TokenLogprobs(NamedTuple):

@@ -16,7 +16,7 @@ from treetop.engine.features.feature import RowFeature
 from treetop.kernels.sampling.process import LogitsProcessors
 from treetop.kernels.sampling.sampling import RowSamplingParams
 from treetop.types.messages import RowSetup
-from treetop.types.sampling import SamplingParams, class_of_temperature
+from treetop.types.sampling import SamplingParams, class_of
 
 _ANY_VOCABULARY = 2**31 - 1
 """A larger top-k means the same."""
@@ -43,7 +43,7 @@ def is_active(setup: RowSetup) -> bool:
 _INTEGERS: dict[str, Callable[[RowSetup], int]] = {
     "seed": lambda setup: setup.seed,
     "top_k": lambda setup: min(max(setup.params.top_k, 0), _ANY_VOCABULARY),
-    "classes": lambda setup: class_of_temperature(setup.params.temperature),
+    "classes": lambda setup: class_of(setup.params.temperature, setup.adapter),
     "may_end": _may_end,
     "adapter": lambda setup: setup.adapter,
 }

@@ -45,6 +45,7 @@ from treetop.models.kv_scales import read_kv_scales
 from treetop.speculative.simulation import SimulatedAcceptance, SimulatedLengths, Simulation
 from treetop.types.ids import GroupName
 from treetop.types.layout import Layout
+from treetop.types.sampling import num_classes
 from treetop.weights.cpu_products import ChosenProduct
 
 
@@ -140,6 +141,7 @@ def _without_pools(engine_plan: EnginePlan, products: Products) -> tuple[ModelRu
     state = make_state(
         *(layout, draft, model.hidden_size, changed, place.dtype, zeros, config.speculative_suffix_cache_tokens),
         learns=config.speculative_calibration == "learn" and config.simulate_accept_length is None,
+        classes=num_classes(config.num_lora_slots),
         parallel=place.parallel,
     )
     simulation: Simulation | None = None

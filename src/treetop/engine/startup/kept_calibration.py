@@ -1,7 +1,7 @@
 """What was learned of a pair, kept on disk: one file a pair in the folder that an option names.
 
 A file's name and content say of which pair it is. What another pair taught would be believed for thousands of nodes, so
-it is refused.
+it is refused. What rows with adapters taught is not in it: they begin with the base's.
 """
 
 import json
@@ -22,6 +22,7 @@ from treetop.kernels.tree.learn import logprob_bias_of
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CheckpointError, ConfigError, shown
 from treetop.types.parallel import Parallel
+from treetop.types.sampling import CLASSES
 
 EVERY = 256
 """Rounds after which a file is written again."""
@@ -64,19 +65,25 @@ class KeptCalibration:
             return
         if self._copied and calibration.inv_temp.is_cuda:
             self._write(self._copied)
-        self._copied.update({name: _to_host(getattr(calibration, _KEPT[name])) for name in _KEPT})
+        self._copied.update({name: _to_host(table) for name, table in _kept_of(calibration).items()})
         if not calibration.inv_temp.is_cuda:
             self._write(self._copied)
 
     def write(self, calibration: Calibration) -> None:
         """Replace the file in one step by what is known now; it waits for the rounds that are out."""
-        self._write({name: getattr(calibration, _KEPT[name]) for name in _KEPT})
+        self._write(_kept_of(calibration))
 
     def _write(self, copied: Mapping[str, Tensor]) -> None:
         tables = {name: copied[name].tolist() for name in _KEPT}
         new = self.path.with_suffix(f".{os.getpid()}.new")
         new.write_text(json.dumps({"format": _FORMAT, "pair": self.pair, **tables}), encoding="utf-8")
         new.replace(self.path)
+
+
+def _kept_of(calibration: Calibration) -> dict[str, Tensor]:
+    """Of the classes without an adapter."""
+    base = calibration.of_classes(slice(CLASSES))
+    return {name: getattr(base, table) for name, table in _KEPT.items()}
 
 
 def _to_host(table: Tensor) -> Tensor:

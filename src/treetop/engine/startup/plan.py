@@ -61,6 +61,7 @@ from treetop.types.errors import CapacityError, ConfigError
 from treetop.types.kv import KVFormat
 from treetop.types.layout import KVGroup, Layout, PrefillCosts
 from treetop.types.parallel import SINGLE_RANK, Parallel, PlaceholderRank
+from treetop.types.sampling import num_classes
 from treetop.weights.format import Packing
 from treetop.weights.kv_scales import check_scheme
 
@@ -452,7 +453,8 @@ def _static_estimate(
     model, aux = target.config, draft.aux_inputs if draft is not None else ()
     changed = changed_vocab(config, model)
     state = make_state(
-        layout, draft, model.hidden_size, changed, dtype, counted, config.speculative_suffix_cache_tokens
+        *(layout, draft, model.hidden_size, changed, dtype, counted, config.speculative_suffix_cache_tokens),
+        classes=num_classes(config.num_lora_slots),
     )
     make_round_buffers(
         *(layout, len(aux), model, state.calibration, dtype, counted),

@@ -4,8 +4,8 @@ The score of a node is its estimated probability to be accepted. A head's logits
 temperature before the softmax, by the depth of the proposal: heads that draft all depths in one pass are surer
 of deep ones than they should be. Then each log-probability gets a learned bias, by that depth and by its rank among
 the k of its parent. So the same trees grow whatever the scale of a head's logits; no chain and no token depends on it.
-Rows are of a class by the temperature that they sample with, for a draw agrees with a head less often than an argmax.
-Learning is in `kernels.tree.learn`.
+Rows are of a class by the temperature that they sample with, for a draw agrees with a head less often than an argmax,
+and by their adapter, for the head is the base model's (`types.sampling.class_of`). Learning is in `kernels.tree.learn`.
 """
 
 from collections.abc import Callable
@@ -57,6 +57,19 @@ class Calibration:
         """How often each proposal was looked at and chosen: [2, classes, depths, ranks] float32."""
         return torch.stack([self.seen, self.chosen])
 
+    def of_classes(self, which: slice) -> "Calibration":
+        """These classes' part of every table: views."""
+        parts = {name: getattr(self, name)[which] for name in self.__dataclass_fields__ if name != "inv_temp"}
+        return Calibration(inv_temp=self.inv_temp[:, which], **parts)
+
+    def copy(self) -> "Calibration":
+        """In memory of its own."""
+        return Calibration(*(getattr(self, name).clone() for name in self.__dataclass_fields__))
+
+    def copy_from(self, other: "Calibration") -> None:
+        for name in self.__dataclass_fields__:
+            getattr(self, name).copy_(getattr(other, name))
+
     def reset(self) -> None:
         """What is known before anything was learned: heads are believed."""
         for name in self.__dataclass_fields__:
@@ -64,11 +77,13 @@ class Calibration:
         self.inv_temp.fill_(1.0)
 
 
-def make_calibration(depths: int, ranks: int, make: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> Calibration:
+def make_calibration(
+    depths: int, ranks: int, make: Callable[[tuple[int, ...], torch.dtype], Tensor], classes: int = CLASSES
+) -> Calibration:
     """The state of an engine that has learned nothing, in memory that `make` gives."""
-    real, by_depth, by_rank = torch.float32, (CLASSES, depths), (CLASSES, depths, ranks)
+    real, by_depth, by_rank = torch.float32, (classes, depths), (classes, depths, ranks)
     made = Calibration(
-        make((depths, CLASSES), real),
+        make((depths, classes), real),
         make(by_rank, real),
         make(by_depth, real),
         make(by_rank, real),

@@ -18,7 +18,6 @@ from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.tree.calibration import Calibration
 from treetop.kernels.tree.grow import TreeBuilder
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, tl
-from treetop.types.sampling import CLASSES
 from treetop.types.tree import Accepted
 
 HORIZON = 8192.0
@@ -127,7 +126,7 @@ def learn(
         block_k=lanes(shape.topk), block_t=lanes(shape.num_draft_tokens), one=ONE,
         has_constrained=constrained is not None, overlap=gpu.can_overlap, num_warps=1, **launch_options(gpu),
     )  # fmt: skip
-    _fold_kernel[(CLASSES,)](
+    _fold_kernel[(len(c.nodes),)](
         c.inv_temp, c.logprob_bias, c.nodes, c.seen, c.chosen, c.predicted, c.sums, depths, ranks, shape.topk,
         block_d=lanes(depths), block_r=lanes(ranks), makes_logits=observed.makes_logits, one=ONE, horizon=HORIZON,
         prior_nodes=PRIOR_NODES, prior_choices=PRIOR_CHOICES, newest=NEWEST, gain=GAIN, largest_step=LARGEST_STEP,
