@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+from collections import Counter
 from pathlib import Path
 from unittest.mock import AsyncMock
 
@@ -24,11 +25,16 @@ from treetop import LLM, AsyncLLM, SamplingParams
 from treetop.checkpoints.folder import resolve_folder
 from treetop.core.engine_core import WEIGHTS_REPLACED, WEIGHTS_UNDECIDED, EngineCore
 from treetop.distributed.client import EngineProcessClient
+from treetop.kernels.fused import gate_mul_reference
+from treetop.kernels.gemm.lossless_weights import TILE, LosslessLaunch, is_whole, lossless_gemm_reference
+from treetop.kernels.triton_guard import GpuTraits
 from treetop.tools.quantize import quantize
 from treetop.types.changes import UpdateWeights
 from treetop.types.errors import CheckpointError, ConfigError, EngineError, InputError
 from treetop.types.ids import RequestId
 from treetop.types.requests import EngineRequest
+from treetop.weights.linear import SkinnyLinear
+from treetop.weights.lossless import LaunchLimit
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +62,77 @@ def test_after_it_every_bit_is_that_of_an_engine_of_the_new_weights(strong_pair,
     llm.update_weights(strong_pair.target)
     assert answers(llm, prompts) == old
     llm.scheduler.check_integrity()
+
+
+@pytest.fixture
+def in_twelve_bits(monkeypatch):
+    """Products of few rows with weights in 12 bits, as on a GPU, by their reference. Yields the most outliers of a
+    block with which a start takes them, and how many products have had them.
+    """
+    limits, taken = [10], Counter()
+
+    def few(self, x):
+        if self._compressed is None or self._compressed.launch(x.numel() // x.shape[-1]) is None:
+            return None
+        taken["products"] += 1
+        return lossless_gemm_reference(x.reshape(-1, x.shape[-1]), self._compressed.weight).to(x.dtype)[None]
+
+    def offers(n, k, gated, gpu):
+        launch = LosslessLaunch(TILE, 1, 3, 4, 64)
+        return {rows: LaunchLimit(launch, limits[0]) for rows in (1, 16)} if is_whole(n, k, gated) else {}
+
+    monkeypatch.setattr("treetop.weights.lossless.offers", offers)
+    monkeypatch.setattr("treetop.weights.linear._GpuWeight.few", few)
+    gpu = GpuTraits(132, True, 227 << 10)
+
+    def linear(self, parts, bias, context):
+        return SkinnyLinear(parts[""].contiguous(), gpu, True, bias)
+
+    monkeypatch.setattr("treetop.weights.plain.Unquantized.linear", linear)
+    monkeypatch.setattr(
+        "treetop.weights.plain.Unquantized.gated", lambda *given: _Gated(linear(*given[:3], None), given[3])
+    )
+    return limits, taken
+
+
+class _Gated:
+    def __init__(self, linear, kind):
+        self._linear, self._kind = linear, kind
+        self.numbers, self.read_bytes = linear.numbers, linear.read_bytes
+
+    def __call__(self, x):
+        return gate_mul_reference(self._linear(x), self._kind)
+
+
+@pytest.mark.parametrize("counts", [(8, 15), (15, 8)])
+def test_outliers_beyond_a_launchs_limit_have_no_round_captured_anew(in_twelve_bits, tmp_path, counts):
+    """Of a weight that was kept in 12 bits, or was not, whatever a start would choose for the new one; there and back,
+    with the tokens of an engine that has the new weights and the same launches."""
+    limits, taken = in_twelve_bits
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "head_dim": 64, "intermediate_size": 128, "vocab_size": 128}
+    pairs = []
+    for name, count in zip(("old", "new"), counts, strict=True):
+        target = save_random_llama(tmp_path / name, seed=3 + count, **sizes)
+        tensors = {key: tensor.bfloat16() for key, tensor in tensors_of(target).items()}
+        for i in range(count):
+            tensors["model.layers.1.self_attn.o_proj.weight"][i % TILE, 5 + i // TILE] = 2.0**-40
+        save_file(tensors, target / "model.safetensors")
+        pairs.append(Pair(target, None))
+    old, new = pairs
+    options = {"dtype": "bfloat16", "exactness": "ties", "graphs": "sim", "device": "cpu"}
+    llm, prompts = build(old, None, **options), old.prompts([9, 5])
+    first, launcher = answers(llm, prompts), llm.engine.launcher
+    limits[0] = 16 if counts[0] <= 10 else 10
+    want = answers(build(new, None, **options), prompts)
+    limits[0] = 10
+    for _ in range(2):
+        llm.update_weights(new.target)
+        assert llm.engine.launcher is launcher
+        assert answers(llm, prompts) == want != first
+        llm.update_weights(old.target)
+        assert llm.engine.launcher is launcher
+        assert answers(llm, prompts) == first
+    assert taken["products"]
 
 
 def test_weights_that_fail_half_way_end_the_engine_and_all_requests(strong_pair, monkeypatch):

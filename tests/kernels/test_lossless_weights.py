@@ -173,6 +173,19 @@ def test_each_number_of_rows_is_decided_by_the_block_that_has_most(monkeypatch):
     assert rows_of([91, 0, 0, 0]) == []
 
 
+def test_other_numbers_fit_launches_that_have_the_steps_for_them(monkeypatch):
+    """Whether a start would keep them or not; at the last step's last pick, and one beyond."""
+    launch = LosslessLaunch(64, 1, 3, 4, 16)  # 8 steps of 16 picks
+    monkeypatch.setattr(lossless, "offers", lambda *args: {1: LaunchLimit(launch, 50)})
+    products = compress_if_faster(planted([50, 9]), False, H200)
+    for most in (20, 50, 51, 128):
+        new = planted([9, most])
+        made = compress_if_faster(new, False, H200)
+        assert (made is None) == (most > 50)
+        assert_same_bits(decompress(products.fitting(new, made)), new)
+    assert products.fitting(planted([9, 129]), None) is None
+
+
 @pytest.mark.slow
 def test_weights_that_read_too_widely_stay_in_16_bits():
     """Shapes of Llama-3.1-8B's qkv: normal weights are kept, one bad tile, scaled columns and a giant refuse them."""

@@ -7,7 +7,7 @@ are declared, how it is held when an engine is planned; both before anything is 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -114,6 +114,15 @@ class Product(Protocol):
 
     def read_bytes(self, rows: int) -> int:
         """Bytes of the weight that a product of so many rows reads."""
+
+
+@runtime_checkable
+class UpdatedInPlace(Protocol):
+    """What knows itself how other numbers get to where its own lie, where captured rounds read them."""
+
+    def beside(self, new: Any) -> list[tuple[Any, Any]] | None:
+        """Its parts, each with that of another of its type; None where it cannot take that one's numbers."""
+        ...
 
 
 class Linear(Product, Protocol):

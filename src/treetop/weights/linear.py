@@ -8,6 +8,7 @@ the weight has its 16 bits (`weights.gpu_products`).
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, get_num_threads
@@ -129,6 +130,14 @@ class _GpuWeight:
     ) -> None:
         self.whole, self.bias, self._kind, self._gpu = whole.contiguous(), bias, kind, gpu
         self._compressed = compress_if_faster(self.whole, kind is not None, gpu) if compressed else None
+
+    def beside(self, new: "_GpuWeight") -> list[tuple[Any, Any]] | None:
+        """`UpdatedInPlace`: whatever a start would choose for the new numbers, launches stay as they are."""
+        pairs = [(getattr(self, name), getattr(new, name)) for name in ("whole", "bias", "_kind", "_gpu")]
+        if self._compressed is None:
+            return pairs
+        other = self._compressed.fitting(new.whole, new._compressed)
+        return None if other is None else [*pairs, (self._compressed.weight, other)]
 
     def read_bytes(self, rows: int) -> int:
         if self._compressed is None or self._compressed.launch(rows) is None:

@@ -13,7 +13,15 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from treetop.kernels.gemm.lossless_weights import BLOCK, TILE, LosslessLaunch, LosslessWeight, compress, is_whole
+from treetop.kernels.gemm.lossless_weights import (
+    BLOCK,
+    TILE,
+    LosslessLaunch,
+    LosslessWeight,
+    compress,
+    has_steps,
+    is_whole,
+)
 from treetop.kernels.gemm.skinny_gemm import load_table, most_splits, row_class
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits, why_not
 
@@ -84,6 +92,16 @@ class LosslessProducts:
     def launch(self, rows: int) -> LosslessLaunch | None:
         """The launch for so many rows; None where the whole weight is faster."""
         return self.launches.get(next((limit for limit in ROWS if rows <= limit), 0))
+
+    def fitting(self, whole: Tensor, made: "LosslessProducts | None") -> LosslessWeight | None:
+        """Other numbers of this weight [n, k] in 12 bits, for launches that captured rounds have; made: what a start
+        would keep of them. None if a launch has not the steps for their outliers.
+
+        With a few more outliers than at a start a launch is right and hardly slower, and rounds are not captured anew.
+        """
+        weight = compress(whole, self.weight.gated) if made is None else made.weight
+        able = weight is not None and all(has_steps(weight, launch) for launch in self.launches.values())
+        return weight if able else None
 
 
 def compress_if_faster(weight: Tensor, gated: bool, gpu: GpuTraits) -> LosslessProducts | None:

@@ -1,7 +1,7 @@
 """New numbers in the memory of a model that runs: captured rounds read them there, and are kept.
 
 Two models of one architecture, made the same way, are alike but for their numbers. Where one object of them is not,
-such as a product that 12 bits are faster for now and were not before, nothing is copied.
+such as a weight whose outliers fit no list of its copy in 12 bits, nothing is copied.
 """
 
 import functools
@@ -18,6 +18,7 @@ from torch import Tensor
 from treetop.kernels.gemm.lossless_weights import LosslessWeight
 from treetop.kernels.table import Ops
 from treetop.types.errors import ConfigError
+from treetop.weights.format import UpdatedInPlace
 
 _ONE_ONLY = (types.ModuleType, types.BuiltinFunctionType, types.CodeType, type, functools._lru_cache_wrapper, Ops)
 """What both share."""
@@ -74,6 +75,8 @@ class _SideBySide:
             return []
         if isinstance(old, Tensor):
             return self._tensors(old, new)
+        if isinstance(old, UpdatedInPlace):
+            return old.beside(new)
         if isinstance(old, LosslessWeight):
             return self._compressed(old, new)
         if isinstance(old, _VALUES):
@@ -122,7 +125,7 @@ class _SideBySide:
         return []
 
     def _compressed(self, old: LosslessWeight, new: LosslessWeight) -> list[tuple[Any, Any]] | None:
-        """Its lists have room for more than they hold. Which launches serve is in who holds it."""
+        """Its lists have room for more than they hold. Which launches serve stays as it is."""
         count = int(new.starts[-1])
         if old.gated is not new.gated or count > len(old.lines):
             return None

@@ -51,7 +51,7 @@ class LosslessWeight:
     scale: [n] float32, a power of two a row. Outliers lie tile by tile, those of tile i from starts[i] to starts[i +
         1]: lines, int32, the row in the order of tiles; columns, int32; values, bfloat16, over the row's scale.
     starts: [n / 64 + 1] int32. The lists end at starts[-1]; behind it is room.
-    crowd: lines of a block -> outliers of the block that has most.
+    crowd: lines of a block -> outliers of the block that has most, when it was made.
     """
 
     words: Tensor
@@ -73,6 +73,11 @@ class LosslessWeight:
 def is_whole(n: int, k: int, gated: bool) -> bool:
     """Whether a weight [n, k] lies in whole tiles, of both halves if gated, and blocks."""
     return n % (2 * TILE if gated else TILE) == 0 and k % BLOCK == 0
+
+
+def has_steps(weight: LosslessWeight, launch: LosslessLaunch) -> bool:
+    """Whether a launch adds all of a block's outliers, so many a step, within the steps that it has."""
+    return weight.crowd[launch.block_n] <= launch.picks * weight.words.shape[1]
 
 
 def compress(weight: Tensor, gated: bool, most_outliers: int | None = None) -> LosslessWeight | None:
@@ -194,7 +199,7 @@ def lossless_gemm(
     assert x.is_contiguous()
     shape = (rows, n) if weight.gated else (launch.splits, rows, n)
     out = torch.empty(shape, dtype=x.dtype if launch.splits == 1 else torch.float32, device=x.device)
-    assert weight.crowd[launch.block_n] * BLOCK <= launch.picks * k
+    assert has_steps(weight, launch)
     options = launch_options(gpu)
     _compressed_kernel[(lines // launch.block_n, launch.splits)](
         out, x, weight.words, weight.scale, weight.starts, weight.lines, weight.columns, weight.values,
