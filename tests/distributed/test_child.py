@@ -1,6 +1,7 @@
 """Processes of ours end with their parent, whatever they are in the middle of; why a group ends is what came first."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -91,5 +92,31 @@ def test_a_group_ends_for_what_was_said_first_however_late_it_is_read(monkeypatc
             cause.read()
         assert group.ended.result(WAIT_S).reason == "rank 1: ranks have agreed on another step"
         assert str(group.failure) == "rank 1: ranks have agreed on another step"
+    finally:
+        group.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "starved", "killed"),
+    [(signal.SIGKILL, 0, True), (signal.SIGKILL, 1, False), (signal.SIGKILL, None, False), (signal.SIGSEGV, 0, False)],
+)
+def test_a_group_knows_whether_somebody_killed_it(monkeypatch, number, starved, killed):
+    """SIGKILL comes from somebody, unless the system has killed for want of memory since, or does not say.
+
+    starved: how many it has killed meanwhile.
+    """
+    counts = [7, None if starved is None else 7 + starved]
+    monkeypatch.setattr(processes, "oom_kills", lambda: counts.pop(0))
+    sleeper = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    group = ProcessGroup()
+    try:
+        group.start("the engine", "", msgspec.Struct(), spare=sleeper)
+        sleeper.send_signal(number)
+        assert group.ended.result(WAIT_S) == Failed(
+            f"the engine has ended with exit code -{int(number)}",
+            died=True,
+            killed=killed,
+            at_s=group.ended.result().at_s,
+        )
     finally:
         group.close()

@@ -175,16 +175,18 @@ def test_engines_that_die_at_any_step_lose_no_token_and_repeat_none():
 
 
 @pytest.mark.parametrize("deadly", [0, 30])
-def test_a_request_that_kills_two_engines_is_ended_and_the_others_go_on(deadly):
+def test_a_request_that_kills_its_engines_is_ended_and_the_others_go_on(deadly):
     """In its prefill, or in a round much later: whoever was with it is not blamed, however many there are."""
 
     async def run():
-        async with connected(PositionEngine(deadly=deadly)) as (core, again, _):
+        async with connected(PositionEngine(deadly=deadly)) as (core, again, engines):
             good = [ask(core.next_id(), [i + 1] * 5, 60) for i in range(6)]
             heard = [Heard(core, each) for each in good[:3]]
             bad = Heard(core, ask(core.next_id(), [POISON] * 5, 60))
             heard += [Heard(core, each) for each in good[3:]]
-            await again(PositionEngine(deadly=deadly))
+            while not bad.ended.is_set():
+                await again(PositionEngine(deadly=deadly))
+                await asyncio.wait_for(engines.gone.wait(), WAIT_S)
             await again(PositionEngine(deadly=deadly))
             last = await bad.end()
             assert last.finish_reason == "abort"
@@ -194,7 +196,7 @@ def test_a_request_that_kills_two_engines_is_ended_and_the_others_go_on(deadly):
             for request, each in zip(good, heard, strict=True):
                 assert (await each.end()).error is None
                 assert each.ids == output_of(request.prompt_ids, 60)
-            assert core.num_restarts == 2
+            assert core.num_restarts in (2, 3), "three where another was at the same step twice"
 
     asyncio.run(run())
 

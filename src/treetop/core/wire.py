@@ -116,10 +116,11 @@ class EngineUp(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineLost(msgspec.Struct, frozen=True, tag=True):
-    """To an API process: the engine has ended; another may come."""
+    """To an API process: the engine has ended; another may come. killed: from outside."""
 
     replica: int
     reason: str
+    killed: bool = False
 
 
 class EngineDead(msgspec.Struct, frozen=True, tag=True):

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from pathlib import Path
 from shutil import rmtree
 from subprocess import PIPE, Popen
 from typing import Any, TypeVar
@@ -44,12 +45,14 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
     user_error: whoever started it can change that.
     died: it ended without a word.
+    killed: by somebody, and not by the system for want of memory.
     at_s: when that was known, in monotonic seconds, which all processes of a machine share.
     """
 
     reason: str
     user_error: bool = False
     died: bool = False
+    killed: bool = False
     at_s: float = msgspec.field(default_factory=time.monotonic)
 
     @classmethod
@@ -216,6 +219,7 @@ class ProcessGroup:
         self._children: list[Child] = []
         self._reported: list[Failed] = []
         self._lock, self._over, self._on_end = threading.Lock(), threading.Event(), on_end
+        self._oom_kills = oom_kills()
         self.close = weakref.finalize(self, ProcessGroup._close, self._children, self._over, self.folder)
         """End all processes, remove all files; any number of times."""
 
@@ -272,7 +276,8 @@ class ProcessGroup:
 
     def _has_died(self, name: str, code: int) -> None:
         if code not in (EXIT_REPORTED, EXIT_USER_ERROR) or not self._reported:
-            self._end(Failed(f"{name} has ended with exit code {code}", died=True))
+            killed = code == -signal.SIGKILL and self._oom_kills is not None and oom_kills() == self._oom_kills
+            self._end(Failed(f"{name} has ended with exit code {code}", died=True, killed=killed))
 
     def _end(self, why: Failed | None) -> None:
         """why: None is what was said first."""
@@ -306,6 +311,15 @@ def _died(group: "weakref.ref[ProcessGroup]", name: str, code: int) -> None:
     alive = group()
     if alive is not None:
         alive._has_died(name, code)
+
+
+def oom_kills() -> int | None:
+    """How many processes of this machine the system has killed for want of memory; None where that is not told."""
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return None
 
 
 def private_folder() -> str:

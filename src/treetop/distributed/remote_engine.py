@@ -320,15 +320,15 @@ class RemoteEngine:
         for link in self.links if self._up else ():
             link.send(Leave(number))
 
-    def lost(self, reason: str) -> None:
+    def lost(self, reason: str, killed: bool = False) -> None:
         """The engine has ended: other engines take over what it had, as far as they have room, and the rest waits for
-        another in its place, if one comes. Any number of times.
+        another in its place, if one comes. Any number of times. killed: from outside.
         """
         if not self._journal.open:
             return
         self._leave()
         self.settled.clear()
-        self._journal.lost(reason)
+        self._journal.lost(reason, killed)
         self._hand_on()
         if self._tender is None or self._tender.done():
             self._tender = asyncio.create_task(self._tend())

@@ -66,7 +66,7 @@ class RestartLimit:
 class FrontEnd(Protocol):
     """Whoever has requests with the engine. `RemoteEngine` says what the words mean."""
 
-    def lost(self, reason: str) -> None: ...
+    def lost(self, reason: str, killed: bool = False) -> None: ...
 
     async def resume(self, addresses: Sequence[str]) -> None:
         """Wait until the engine at the addresses is up and has all that is alive here."""
@@ -155,11 +155,12 @@ class EngineSupervisor:
 
     async def _keep(self, up: "asyncio.Future[None] | None") -> str:
         lost_s: float | None = None
+        num_crashes = 0
         while True:
             try:
                 if lost_s is not None:
                     await self.start()
-                await self._while_it_lives(_resume(self._fronts, self.addresses))
+                await self._while_it_lives(_resume(self._fronts[:: 1 if num_crashes % 2 else -1], self.addresses))
                 if lost_s is not None:
                     log.warning("the engine is up again, after %.1f s", time.monotonic() - lost_s)
                 if self._spares is not None:
@@ -173,12 +174,20 @@ class EngineSupervisor:
             except EngineError as error:
                 reason = str(error)
             lost_s = time.monotonic()
+            killed = self._was_killed
+            num_crashes += not killed
             for front in self._fronts:
-                front.lost(reason)
+                front.lost(reason, killed)
             await self.close()  # nothing of it is left
             if not self._restarts.take():
                 return reason
             log.warning("%s; restarting it, requests resume then", reason)
+
+    @property
+    def _was_killed(self) -> bool:
+        """Whether the last engine has ended because somebody killed it."""
+        assert self._group is not None
+        return self._group.ended.done() and self._group.ended.result().killed
 
     async def _ended(self) -> Failed:
         """Wait until the engine has ended, or is stalled. Returns why."""
@@ -222,7 +231,10 @@ class EngineSupervisor:
 
 
 async def _resume(fronts: Sequence[FrontEnd], addresses: Sequence[str]) -> None:
-    """One after the other, so that no more than one request of all is on trial; one that hangs holds up nobody."""
+    """One after the other, so that no more than one request of all is on trial; one that hangs holds up nobody.
+
+    After each crash in the other order, as a journal's trials.
+    """
     turns: list[asyncio.Future[None]] = []
     try:
         for front in fronts:

@@ -227,8 +227,8 @@ class ApiFront:
         waits: set[asyncio.Future[Any]] = {asyncio.ensure_future(self._has_all.wait()), self._api.ended}
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
 
-    def lost(self, reason: str) -> None:
-        self._api.send_line(EngineLost(self._replica, reason))
+    def lost(self, reason: str, killed: bool = False) -> None:
+        self._api.send_line(EngineLost(self._replica, reason, killed))
 
     def fail(self, reason: str) -> None:
         self._api.send_line(EngineDead(self._replica, reason))

@@ -76,8 +76,8 @@ class _EngineWatch:
         match event:
             case EngineUp():
                 self._resuming = asyncio.create_task(self._resume(event))
-            case EngineLost(_, reason):
-                self._engine.lost(reason)
+            case EngineLost(_, reason, killed):
+                self._engine.lost(reason, killed)
             case EngineDead(_, reason):
                 self._engine.fail(reason)
                 self.first.set()
