@@ -29,12 +29,18 @@ def chain(weights, terms):
     return total
 
 
+def exp(x):
+    """PyTorch's, of one float32."""
+    return torch.exp(torch.from_numpy(np.array([x]))).numpy()[0]
+
+
 def attention_in_order(q, seen, scale, sink=None):
     """One query's attention. q: [d] float32. seen: position -> (k [d], v [d]). Returns [d] float32."""
     positions = sorted(seen)
     scores = np.array([chain(q, seen[at][0]) for at in positions], np.float32) * np.float32(scale)
     peak = np.float32(max([*scores, *([] if sink is None else [sink])]))
-    weights = [torch.exp(torch.from_numpy(np.array([score - peak]))).numpy()[0] for score in scores]
+    far = np.float32(-80)
+    weights = [exp(max(score - peak, far)) - exp(far) for score in scores]
     total = np.zeros(len(q) + 1, np.float32)
     for block in range(positions[-1] // BLOCK + 1):
         here = [i for i, at in enumerate(positions) if at // BLOCK == block]
@@ -42,5 +48,5 @@ def attention_in_order(q, seen, scale, sink=None):
         total = total + chain([weights[i] for i in here], terms) if here else total
     mass = total[-1]
     if sink is not None:
-        mass = mass + torch.exp(torch.from_numpy(np.array([np.float32(sink) - peak]))).numpy()[0]
+        mass = mass + exp(np.float32(sink) - peak)
     return total[:-1] / mass

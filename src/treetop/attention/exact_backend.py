@@ -1,14 +1,14 @@
 """Attention on a CPU in float32 whose result depends on a query's position and its keys alone, to the bit.
 
     score of a key    q . k * scale, one sum over the head
-    weight            exp(score - the largest score that the query sees)
+    weight            exp(max(score - the largest score that the query sees, -80)) - exp(-80)
     block b           sum of weight * (v, 1) over the keys at positions 128 b .. 128 b + 127, one after another
     result            ((block 0 + block 1) + block 2) ..., its values over its last number
 
 A library's product of few numbers is a chain: each output is one accumulator, which takes its terms in their order. A
-key that is not seen has weight 0, and leaves an accumulator as it is, to the bit. So it does not matter what lies
-between the keys of a block: the tail's columns follow the committed keys of the block that the row's end lies in, and
-along any path they rise in position. A row's keys are laid out as
+key that is not seen, whose score is -inf, has weight 0, and leaves an accumulator as it is, to the bit. So it does not
+matter what lies between the keys of a block: the tail's columns follow the committed keys of the block that the row's
+end lies in, and along any path they rise in position. A row's keys are laid out as
 
     | block 0 | block 1 | ... | the open block, from its start to the row's end | tail |
 
@@ -19,7 +19,7 @@ That the library's products are such chains, whatever their shape, is no promise
 not, scores and sums are of integers (`attention.integer_sums`), and the rest is the same.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Protocol
 
@@ -53,6 +53,9 @@ _ONES, _LEAST_WIDTH = 8, 32
 would be another product."""
 _LEAST_QUERIES, _LEAST_KEYS, _LEAST_BATCH = 16, 16, 2
 """Of a product: with fewer the library computes dot products, or cuts a product among threads."""
+_FAR = -80.0
+"""Below the largest score, from where on a weight is 0: `exp` is probed as far, and takes a vector library 15 times as
+long for -inf, and 80 times for what has no normal number."""
 _SCORES = 2**24
 """Of a slice of a prefill's queries, which bounds its memory."""
 
@@ -78,11 +81,14 @@ class ExactPrefix:
 class ExactPlan:
     """bias: [rows, n, keys], 0 where a key is seen, -inf elsewhere; of the prefix, then of the tail.
     later: [rows, 1, t] bool, tail columns in the block after the open one; None if there is none in any row.
+    lines: by planes and K/V heads, [planes, rows, kv_heads, keys] int64: which line of a layer's pages each key is, the
+        null slot's for the tail. Layers of a kind share it; the first of a plan makes it.
     """
 
     prefix: ExactPrefix
     bias: Tensor
     later: Tensor | None
+    lines: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
 
 class Sums(Protocol):
@@ -92,12 +98,12 @@ class Sums(Protocol):
         """What the other two take of keys [batch, keys, d] and values [batch, keys, wide]."""
 
     def scores(self, q: Tensor, held: Any, scale: float) -> Tensor:
-        """q: [batch, queries, d]. Returns [batch, queries, keys]."""
+        """q: [batch, queries, d]. Returns [batch, queries, keys], padded to at least that."""
 
-    def weighed(self, weights: Tensor, held: Any, plan: ExactPlan) -> tuple[Tensor, Tensor]:
+    def weighed(self, weights: Tensor, padded: Tensor, held: Any, plan: ExactPlan) -> tuple[Tensor, Tensor]:
         """The sum of weights times values, [batch, n * group, wide], and that of the weights, [batch, n * group, 1].
 
-        weights: [rows, kv_heads, n, group, keys], which may be written to.
+        weights: [rows, kv_heads, n, group, keys], a view of `padded`, what `scores` gave; both may be written to.
         """
 
 
@@ -113,13 +119,15 @@ class ChainSums:
     def scores(self, q: Tensor, held: tuple[Tensor, Tensor, int], scale: float) -> Tensor:
         return scored(q, held[0], scale)
 
-    def weighed(self, weights: Tensor, held: tuple[Tensor, Tensor, int], plan: ExactPlan) -> tuple[Tensor, Tensor]:
-        later, (_, v, wide) = None, held
+    def weighed(
+        self, weights: Tensor, padded: Tensor, held: tuple[Tensor, Tensor, int], plan: ExactPlan
+    ) -> tuple[Tensor, Tensor]:
+        later, (_, v, wide), (rows, kv_heads, n, group, _) = None, held, weights.shape
         if plan.later is not None:
             last = weights[..., -plan.later.shape[2] :]
             later = (last * plan.later[:, None, None]).flatten(0, 1).flatten(1, 2)
             last.masked_fill_(plan.later[:, None, None], 0.0)
-        total = folded(weights.flatten(0, 1).flatten(1, 2), v, plan.prefix.whole, later)
+        total = folded(padded, v, plan.prefix.whole, later)[: rows * kv_heads, : n * group]
         return total[..., :wide], total[..., wide : wide + 1]
 
 
@@ -204,67 +212,69 @@ class ExactBackend:
     ) -> Tensor:
         if isinstance(plan, TorchPlan):
             return self._plain.prefix_tail(q, kv, plan, tail, scale, sinks)
-        seen = decoded(tail.planes, tail.scales, q.dtype)
-        prefix = _gather(kv, plan.prefix.slots, q.dtype)
-        return _attend(self._sums, q, TailKV(prefix, kv.value_dim), seen, plan, scale, sinks)
+        nodes = decoded(tail.planes, tail.scales, q.dtype)
+        seen = _gather(kv, plan, q.dtype)
+        seen[:, :, :, plan.prefix.slots.shape[1] :] = nodes.permute(2, 0, 3, 1, 4)
+        return _of_tree(self._sums, q, seen, kv.value_dim, plan, scale, sinks)
 
     def causal(
         self, q: Tensor, kv: PagedKV, plan: ExactPlan | TorchPlan, scale: float, sinks: Tensor | None = None
     ) -> Tensor:
         if isinstance(plan, TorchPlan):
             return self._plain.causal(q, kv, plan, scale, sinks)
-        prefix = _gather(kv, plan.prefix.slots, q.dtype)
-        return _attend(self._sums, q, TailKV(prefix, kv.value_dim), None, plan, scale, sinks)
+        seen = _gather(kv, plan, q.dtype)
+        return _at_once(self._sums, q, seen, kv.value_dim, plan, scale, sinks)
 
 
 def _bias(visible: Tensor) -> Tensor:
     return torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))
 
 
-def _gather(kv: PagedKV, slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """K/V of the prefix: [rows, keys, planes, kv_heads, d]; the null slot is finite."""
-    planes = moved(kv.planes)
-    stored = planes.index_select(0, slots.reshape(-1)).view(kv.data.dtype)
-    return decoded(stored.view(*slots.shape, *planes.shape[1:]), kv.scales, dtype)
+def _gather(kv: PagedKV, plan: ExactPlan, dtype: torch.dtype) -> Tensor:
+    """K/V of the plan's keys, those of a head one after another: [planes, rows, kv_heads, keys, d].
 
-
-def _attend(
-    sums: Sums, q: Tensor, prefix: TailKV, tail: Tensor | None, plan: ExactPlan, scale: float, sinks: Tensor | None
-) -> Tensor:
-    """q: [rows, n, heads, d]. prefix, tail: [rows, keys, planes, kv_heads, d], of which as many are a value as the
-    prefix says. Returns [rows, n, heads, value_dim].
-
-    As in `torch_backend`, a row of a tree whose result is not finite is computed again, each query with zeros where it
-    sees nothing: a zero there and another number of queries change no bit.
+    The tail's are the null slot's, which is finite.
     """
-    out = _at_once(sums, q, prefix, tail, plan, scale, sinks)
-    keys = prefix.data.shape[1]
-    if tail is None:
-        return out
+    stored = moved(kv.planes)
+    _, planes, kv_heads, dim = stored.shape
+    lines = plan.lines.get((planes, kv_heads))
+    if lines is None:
+        slots = F.pad(plan.prefix.slots, (0, plan.bias.shape[2] - plan.prefix.slots.shape[1]))
+        first = torch.arange(planes * kv_heads, device=slots.device).view(planes, 1, kv_heads, 1)
+        lines = plan.lines[planes, kv_heads] = torch.add(first, slots[:, None], alpha=planes * kv_heads)
+    found = stored.view(-1, dim).index_select(0, lines.view(-1)).view(kv.data.dtype).view(*lines.shape, dim)
+    if kv.scales is None:
+        return found
+    return decoded(found.permute(1, 3, 0, 2, 4), kv.scales, dtype).permute(2, 0, 3, 1, 4).contiguous()
+
+
+def _of_tree(
+    sums: Sums, q: Tensor, kv: Tensor, value_dim: int | None, plan: ExactPlan, scale: float, sinks: Tensor | None
+) -> Tensor:
+    """As `_at_once`, and as in `torch_backend` a row whose result is not finite is computed again, each query with
+    zeros where it sees nothing: a zero there and another number of queries change no bit."""
+    out = _at_once(sums, q, kv, value_dim, plan, scale, sinks)
     for row in broken_rows(out):
         own = slice(row, row + 1)
         for node in range(q.shape[1]):
             at = slice(node, node + 1)
             bias = plan.bias[own, at]
-            seen = (bias == 0)[0, 0, :, None, None, None]
-            shown = TailKV(prefix.data[own].where(seen[:keys], 0.0), prefix.value_dim)
-            parts = shown, tail[own].where(seen[keys:], 0.0)
             later = None if plan.later is None else plan.later[own]
+            shown = kv[:, own].where((bias == 0)[0, 0, :, None], 0.0)
             one = ExactPlan(plan.prefix, bias, later)
-            out[own, at] = _at_once(sums, q[own, at], *parts, one, scale, sinks)
+            out[own, at] = _at_once(sums, q[own, at], shown, value_dim, one, scale, sinks)
     return out
 
 
 def _at_once(
-    sums: Sums, q: Tensor, prefix: TailKV, tail: Tensor | None, plan: ExactPlan, scale: float, sinks: Tensor | None
+    sums: Sums, q: Tensor, kv: Tensor, value_dim: int | None, plan: ExactPlan, scale: float, sinks: Tensor | None
 ) -> Tensor:
+    """q: [rows, n, heads, d]. kv: [planes, rows, kv_heads, keys, d]. value_dim: of a value, None for all of d.
+    Returns [rows, n, heads, value_dim]."""
     rows, n, heads, dim = q.shape
-    kv_heads = prefix.data.shape[3]
-    parts = [each.permute(2, 0, 3, 1, 4) for each in (prefix.data, tail) if each is not None]
-    kv = torch.cat(parts, dim=3) if len(parts) > 1 else parts[0].contiguous()  # [planes, rows, kv_heads, keys, d]
-    keys = kv.shape[3]
+    kv_heads, keys = kv.shape[2:4]
     k = kv[0].view(rows * kv_heads, keys, dim)
-    v = kv[-1].view(rows * kv_heads, keys, dim)[..., : prefix.value_dim]
+    v = kv[-1].view(rows * kv_heads, keys, dim)[..., :value_dim]
     held = sums.held(k, v)
     grouped = q.view(rows, n, kv_heads, -1, dim).transpose(1, 2)  # [rows, kv_heads, n, group, d]
     step = max(1, _SCORES // (rows * heads * keys))
@@ -273,7 +283,7 @@ def _at_once(
         lanes = slice(start, start + step)
         outs.append(_of_queries(sums, grouped[:, :, lanes], held, _lanes(plan, lanes), scale, sinks))
     out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
-    return out.transpose(1, 2).reshape(rows, n, heads, prefix.value_dim or dim)
+    return out.transpose(1, 2).reshape(rows, n, heads, value_dim or dim)
 
 
 def _ones(dim: int) -> int:
@@ -288,23 +298,31 @@ def _lanes(plan: ExactPlan, lanes: slice) -> ExactPlan:
 def _of_queries(sums: Sums, q: Tensor, held: Any, plan: ExactPlan, scale: float, sinks: Tensor | None) -> Tensor:
     """q: [rows, kv_heads, n, group, d]. held: of `Sums`. Returns [rows, kv_heads, n, group, wide]."""
     rows, kv_heads, n, group, _ = q.shape
-    scores = sums.scores(q.reshape(rows * kv_heads, n * group, -1), held, scale).view(rows, kv_heads, n, group, -1)
-    scores += plan.bias[:, None, :, None]
-    peak = scores.amax(dim=-1, keepdim=True)
+    padded = sums.scores(q.reshape(rows * kv_heads, n * group, -1), held, scale)
+    weights = padded[: rows * kv_heads, : n * group].view(rows, kv_heads, n, group, -1)
+    weights += plan.bias[:, None, :, None]
+    peak = weights.amax(dim=-1, keepdim=True)
     if sinks is not None:
         logit = sinks.view(kv_heads, 1, group, 1)
         peak = torch.maximum(peak, logit)
-    total, mass = sums.weighed(scores.sub_(peak).exp_(), held, plan)
+    weights.sub_(peak).clamp_(min=_FAR).exp_().sub_(_least_weight())
+    total, mass = sums.weighed(weights, padded, held, plan)
     if sinks is not None:
         mass = mass + torch.exp(logit - peak).flatten(0, 1).flatten(1, 2)
     return (total / mass).to(q.dtype).view(rows, kv_heads, n, group, -1)
 
 
+@cache
+def _least_weight() -> float:
+    """exp(-80), as it is for any element of a tensor."""
+    return torch.tensor([_FAR]).exp().item()
+
+
 def scored(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """q @ k.T * scale. q: [batch, queries, d]. k: [batch, keys, d], at least 16. Returns [batch, queries, keys]."""
-    batch, queries, _ = q.shape
+    """q @ k.T * scale. q: [batch, queries, d]. k: [batch, keys, d], at least 16. Returns [batch, queries, keys], padded
+    as `_of_least` does."""
     q, k = _of_least(q), _of_batch(k)
-    return torch.baddbmm(q.new_zeros(1), q, k.transpose(1, 2), beta=0, alpha=scale)[:batch, :queries]
+    return torch.baddbmm(q.new_zeros(1), q, k.transpose(1, 2), beta=0, alpha=scale)
 
 
 def folded(weights: Tensor, v: Tensor, whole: int, later: Tensor | None = None) -> Tensor:
@@ -362,7 +380,7 @@ def problem(dim: int, threads: int, value_dim: int | None = None) -> str | None:
         for queries, keys in ((n, m) for n in _QUERIES for m in _KEYS):
             at = max(_KEYS) - keys
             got = scored(q[:batch, :queries].contiguous(), k[:batch, at:].contiguous(), 0.3)
-            if not torch.equal(got, want[:batch, :queries, at:]):
+            if not torch.equal(got[:batch, :queries], want[:batch, :queries, at:]):
                 return f"attention's scores with heads of {dim}"
     wide = value_dim or dim
     width = wide + _ones(wide)

@@ -42,6 +42,5 @@ class IntegerSums:
     def scores(self, q: Tensor, held: _Held, scale: float) -> Tensor:
         return fixed_point_scores(q, *held.key, scale)
 
-    def weighed(self, weights: Tensor, held: _Held, plan: object) -> tuple[Tensor, Tensor]:
-        flat = weights.flatten(0, 1).flatten(1, 2)
-        return fixed_point_mean(flat, *held.value), fixed_point_sum(flat)
+    def weighed(self, weights: Tensor, padded: Tensor, held: _Held, plan: object) -> tuple[Tensor, Tensor]:
+        return fixed_point_mean(padded, *held.value), fixed_point_sum(padded)
