@@ -18,7 +18,7 @@ from torch import Tensor
 from treetop.attention.contract import SparseBackend, TailKV
 from treetop.engine.cuda_graphs import Run, greedy_keys
 from treetop.engine.model_runner import ModelRunner
-from treetop.engine.rounds import run_phases
+from treetop.engine.rounds import RoundKey, run_phases
 from treetop.engine.startup.profile_run import dummy_prefill, profile_steps
 from treetop.kernels.attention.indexer import IndexQuery
 from treetop.kernels.attention.metadata import AttentionMetadata, SparseKeys
@@ -29,10 +29,13 @@ from treetop.types.sampling import SamplingMode
 
 
 def compile_all(runner: ModelRunner) -> None:
-    """Compile the kernels of the worst steps, of all greedy rounds, and of prefill steps of every size."""
-    max_kv_len = runner.layout.max_committed
-    worst = [step for choice in (SamplingMode.FILTER, SamplingMode.LOGPROBS) for step in profile_steps(runner, choice)]
-    rounds = [partial(run_phases, runner, key, max_kv_len) for key in greedy_keys(runner.layout)]
+    """Compile the kernels of the worst steps, of all greedy rounds, of the smallest of others, and of prefill steps of
+    every size. The smallest differ from the worst where a budget packs the nodes of many rows.
+    """
+    layout, drawn = runner.layout, (SamplingMode.FILTER, SamplingMode.LOGPROBS)
+    worst = [step for choice in drawn for step in profile_steps(runner, choice)]
+    least = [RoundKey(layout.buckets[0], s, choice) for choice in drawn for s in layout.shapes_at(layout.buckets[0])]
+    rounds = [partial(run_phases, runner, key, layout.max_committed) for key in (*greedy_keys(layout), *least)]
     compile_steps([*worst, *rounds, *_prefills(runner)])
 
 
