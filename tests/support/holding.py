@@ -50,6 +50,15 @@ if is_of("serve.worker"):
     atexit.register(print, "on its way out", file=sys.stderr, flush=True)
 """
 """An API process that has served says so, and stands still on its way out."""
+TIERS = """
+if is_of("treetop.distributed.engine_process"):
+    from treetop.cache import host_tier
+    from treetop.engine.startup import host_layout
+    host_layout.refuse_cpu = lambda size, device: None
+    host_layout.COPIED_BYTES = 2**14
+    host_tier.LEAST_TOKENS = 16
+"""
+"""Held nowhere: engines have tiers of K/V on a CPU, which copy little at a time."""
 LAST_WORDS = """
 if is_of("treetop.cli"):
     import asyncio

@@ -80,7 +80,7 @@ class Server:
         raise AssertionError("".join(self.said))
 
     def up(self) -> "Server":
-        self.url = self.wait_for(r"on (http://\S+)")[1]
+        self.url = self.wait_for(r"on (https?://\S+)")[1]
         return self
 
     def client(self, **options) -> openai.OpenAI:

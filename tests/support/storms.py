@@ -148,14 +148,14 @@ def of_the_mock(with_chats: bool = False) -> list[Ask]:
     return made
 
 
-def of_the_pair(count: int, maximum: int, with_chats: bool = False) -> list[Ask]:
+def of_the_pair(count: int, maximum: int, with_chats: bool = False, **options) -> list[Ask]:
     """Greedy and seeded requests, some with stop strings, some with a structure; and what `LLM.generate` gives each of
-    them alone, in float64, decoded plainly. with_chats: of `of_the_mock`.
+    them alone, in float64, decoded plainly. with_chats: of `of_the_mock`. options: of that engine.
     """
     from treetop import LLM, SamplingParams, StructuredOutput
 
     texts = read_texts(resolve_folder(NAME).parent / "prompts.jsonl")
-    llm, made = LLM(NAME, dtype="float64", context_length=256, max_running_requests=1), []
+    llm, made = LLM(NAME, **{"dtype": "float64", "context_length": 256, "max_running_requests": 1, **options}), []
     for index in range(count):
         prompt, sampled = texts[index][:120], index % 4 in (1, 3)
         body = {"prompt": prompt, "max_tokens": maximum, "temperature": 0.8 if sampled else 0, "seed": index}
