@@ -238,7 +238,7 @@ def asked_by(launch: Callable[[], object], capability: int) -> list[Asked]:
     return found
 
 
-UNTUNED = ("merge", "plan", "choose", "place")
+UNTUNED = ("merge", "plan", "place")
 """Kernels that launches bring along, whose warps no table says."""
 
 

@@ -231,6 +231,8 @@ def _experts(card: Card) -> Iterator[Case]:
     router = Router(spec, _empty(128, hidden), None, None)
     for tokens in (1, 32, 512):
         yield f"routes of {tokens} tokens", partial(route, _empty(tokens, hidden), router, None, card.gpu)
+        told = partial(route, _empty(tokens, hidden), router, None, card.gpu, tells=True)
+        yield f"routes of {tokens} tokens, told", told
     formats = ("16 bits", "fp8 by block", "w4a16", "mxfp4") if card.measured else ("16 bits", "mxfp4")
     for name, (tokens, rows, tiles) in product(formats, ((1, 16, 8), (32, 16, 64), (512, 64, 64), (2048, 128, 64))):
         sizes = (2, 2 * inner, hidden), (2, hidden, inner)
