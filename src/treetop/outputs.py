@@ -12,6 +12,7 @@ from treetop.text.text import IncrementalDetokenizer
 from treetop.text.tokenizer import Tokenizer
 from treetop.types.ids import RequestId
 from treetop.types.requests import EngineRequest, RequestUpdate
+from treetop.types.routed_experts import ExpertLayers
 from treetop.types.sampling import FinishReason, TokenLogprobs
 from treetop.types.verified_tree import VerifiedTree
 
@@ -51,12 +52,22 @@ class RoutedExperts:
         row, kept = 2 * self.shape[1] * self.shape[2], max(self.shape[0] - start, 0)
         return RoutedExperts((kept, *self.shape[1:]), self.ids[start * row :])
 
-    def npy(self) -> bytes:
-        """A file of NumPy's, which says its shape. Source: version 1.0 of the format, NumPy's lib/format."""
-        told = {"descr": self.__array_interface__["typestr"], "fortran_order": False, "shape": self.shape}
+    def npy(self, layers: ExpertLayers) -> bytes:
+        """A file of NumPy's in vLLM's form: [tokens, all layers, top_k], 0 in those without experts, uint8 of up to 256
+        experts and uint16 of more. Source: version 1.0 of the format, NumPy's lib/format; vLLM's response fields.
+        """
+        order, narrow = ("<", 0) if byteorder == "little" else (">", 1), layers.num_experts <= 256
+        tokens, own, top_k = self.shape
+        line, ids = (top_k, self.ids[order[1] :: 2]) if narrow else (2 * top_k, self.ids)
+        placed = bytearray(tokens * layers.total * line)
+        for place, at in enumerate(layers.at):
+            for byte in range(line):
+                placed[at * line + byte :: layers.total * line] = ids[place * line + byte :: own * line]
+        kind = "|u1" if narrow else f"{order[0]}u2"
+        told = {"descr": kind, "fortran_order": False, "shape": (tokens, layers.total, top_k)}
         header, begin = repr(told).encode(), b"\x93NUMPY\x01\x00"
         header += b" " * (-(len(begin) + 2 + len(header) + 1) % 64) + b"\n"
-        return begin + len(header).to_bytes(2, "little") + header + self.ids
+        return begin + len(header).to_bytes(2, "little") + header + bytes(placed)
 
     def int32(self) -> bytes:
         """The ids alone, four bytes each, the lowest first."""

@@ -17,7 +17,7 @@ LAYERS, TOP_K, IDS = 2, 3, [20, 21, 22, 23, 24]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The last of three layers has no experts: it has no place in what is told."""
+    """The last of three layers has no experts: it has no place in what is told but in vLLM's form."""
     folder = tmp_path_factory.mktemp("served")
     more = {"vocab_size": 4096, "num_hidden_layers": 3, "mlp_only_layers": [2]}
     save_random_experts(folder, "qwen3_moe", seed=4, **more)
@@ -64,13 +64,19 @@ def test_sglangs_generate_gives_int32_as_trainers_decode_it(server):
 
 
 def test_completions_give_files_of_numpys_for_each_choice_also_in_streams(server):
+    """In vLLM's form: bytes, and zeros for the layer without experts."""
     want = np.frombuffer(b64decode(generated(server, return_routed_experts=True)["routed_experts"]), "<i4")
     body = {"prompt": IDS, "max_tokens": 9, "temperature": 0, "ignore_eos": True, "n": 2, "return_routed_experts": True}
     choices = server.post("/v1/completions", body).json()["choices"]
     for choice in choices:
         told = decoded(choice["routed_experts"])
-        assert told.dtype == np.int16
-        assert np.array_equal(told, want.reshape(told.shape))
+        assert told.dtype == np.uint8
+        assert told.shape == (len(IDS) + 9 - 1, LAYERS + 1, TOP_K)
+        assert np.array_equal(told[:, :LAYERS], want.reshape(-1, LAYERS, TOP_K))
+        assert not told[:, LAYERS:].any()
+    for name in ("routed_experts_prompt_start", "routed_experts_start_len"):
+        (rest, _) = server.post("/v1/completions", {**body, name: 4}).json()["choices"]
+        assert np.array_equal(decoded(rest["routed_experts"]), told[4:])
     told = [choice for event in events(server, "/v1/completions", body) for choice in event["choices"]]
     ends = [choice for choice in told if "routed_experts" in choice]
     assert [choice["finish_reason"] for choice in ends] == ["length"] * 2
@@ -83,7 +89,7 @@ def test_chats_give_them_and_count_all_that_the_target_has_processed(server):
     said = server.post("/v1/chat/completions", body).json()
     used = said["usage"]["prompt_tokens"] + said["usage"]["completion_tokens"]
     told = decoded(said["choices"][0]["routed_experts"])
-    assert told.shape == (used - 1, LAYERS, TOP_K)
+    assert told.shape == (used - 1, LAYERS + 1, TOP_K)
     (last,) = [
         c for event in events(server, "/v1/chat/completions", body) for c in event["choices"] if c["finish_reason"]
     ]

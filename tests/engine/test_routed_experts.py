@@ -17,11 +17,11 @@ from support.offloading import on_a_cpu, stats
 from support.tiny_models import Pair, save_random_experts, save_random_head
 from treetop.attention.layer import DenseAttention
 from treetop.engine.memory import pool_bytes
-from treetop.outputs import LiveRequest
+from treetop.outputs import LiveRequest, RoutedExperts
 from treetop.types.errors import ConfigError, EngineError, InputError
 from treetop.types.ids import EXPERTS, RequestId
 from treetop.types.requests import EngineRequest, RequestUpdate
-from treetop.types.routed_experts import TokenExperts
+from treetop.types.routed_experts import ExpertLayers, TokenExperts
 from treetop_debug.expert_ranks import expert_ranks_on_threads
 from treetop_debug.ranks import ranks_on_threads
 from treetop_debug.routed_expert_faults import ROUTED_EXPERT_FAULTS
@@ -239,11 +239,24 @@ def test_they_come_with_a_stream_and_behind_a_stop_string_end_with_the_text(fold
     assert torch.equal(alone.routed_experts.tensor(), whole.tensor()[: len(prompt)])
     array = np.asarray(whole)
     assert array.dtype == np.int16
-    assert np.array_equal(np.load(io.BytesIO(whole.npy())), array)
     assert np.array_equal(np.frombuffer(whole.int32(), "<i4").reshape(whole.shape), array)
     assert np.array_equal(np.asarray(whole.after(7)), array[7:])
     assert whole.after(99).tensor().shape == (0, *whole.shape[1:])
     llm.close()
+
+
+@pytest.mark.parametrize(("num_experts", "kind"), [(256, np.uint8), (257, np.uint16), (30_000, np.uint16)])
+def test_a_file_has_all_layers_as_vllm_numbers_them(num_experts, kind):
+    """Those without experts before, between and behind the others have zeros."""
+    random_ = np.random.default_rng(0)
+    ids = random_.integers(0, num_experts, (5, 2, 3)).astype(np.int16)
+    read = np.load(io.BytesIO(RoutedExperts(ids.shape, ids.tobytes()).npy(ExpertLayers(5, (1, 3), num_experts))))
+    want = np.zeros((5, 5, 3), kind)
+    want[:, [1, 3]] = ids
+    assert read.dtype == kind
+    assert np.array_equal(read, want)
+    empty = RoutedExperts((0, 2, 3), b"").npy(ExpertLayers(5, (1, 3), num_experts))
+    assert np.load(io.BytesIO(empty)).shape == (0, 5, 3)
 
 
 def test_they_outlive_a_sleep(folders, oracles):

@@ -165,7 +165,7 @@ class ApiState:
             params = replace(params, skip_special_tokens=False)
         prompts = [each for each in ids for _ in range(body.n)]
         self._check_size(ids, body.n, params)
-        start, shortest = body.routed_experts_start_len, min(map(len, ids), default=0)
+        start, shortest = body.experts_start, min(map(len, ids), default=0)
         if start > shortest:
             raise InputError(f"routed_experts_start_len {start}: at most the prompt's {shortest} tokens")
         with self._alive.locked():

@@ -98,8 +98,8 @@ class Choices:
         output = given if isinstance(given, RequestOutput) else given.output
         if output is None or output.routed_experts is None:
             return {}
-        told = output.routed_experts.after(self.body.routed_experts_start_len)
-        return {"routed_experts": b64encode(told.npy()).decode()}
+        layers, told = self.api.core.info.expert_layers, output.routed_experts.after(self.body.experts_start)
+        return {} if layers is None else {"routed_experts": b64encode(told.npy(layers)).decode()}
 
     def prompt_ids(self, index: int) -> dict[str, Any]:
         """The ids of choice `index`'s prompt, if they are asked for."""

@@ -21,6 +21,7 @@ from treetop.core.engine_core import EngineCore, StepEngine
 from treetop.core.loop import CoreThread
 from treetop.engine.engine import Engine
 from treetop.engine.offloading.disk_pages import open_disk
+from treetop.engine.routed_experts import expert_layers
 from treetop.engine.startup.default_policy import with_policy
 from treetop.engine.startup.exactness_table import settled
 from treetop.engine.startup.plan import packing
@@ -239,6 +240,6 @@ def info_of(engine: Engine, exactness_by: str = "") -> CoreInfo:
         has_trees=any(shape.num_steps for shape in config.shapes),
         loras=tuple(config.adapters),
         lora_versions=(1,) * len(config.adapters),
-        tells_experts=layout.experts is not None,
+        expert_layers=None if layout.experts is None else expert_layers(engine.spec),
         simulates=config.simulates,
     )

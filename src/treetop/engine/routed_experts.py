@@ -25,7 +25,7 @@ from treetop.types.ids import EXPERTS
 from treetop.types.kv import expert_ids
 from treetop.types.layout import KVGroup, Layout
 from treetop.types.messages import Chunk, PrefillPlan, RoundPlan
-from treetop.types.routed_experts import ExpertShape, TokenExperts
+from treetop.types.routed_experts import ExpertLayers, ExpertShape, TokenExperts
 from treetop.types.tree import FlatNodes
 
 _FLAG = "--enable-return-routed-experts"
@@ -43,6 +43,12 @@ def expert_shape(model: ModelConfig) -> ExpertShape:
             " built; drop it"
         )
     return ExpertShape(sum(layer.experts is not None for layer in model.layers), top_k.pop(), most)
+
+
+def expert_layers(model: ModelConfig) -> ExpertLayers:
+    """Of a model whose engine keeps them."""
+    at = tuple(i for i, layer in enumerate(model.layers) if layer.experts is not None)
+    return ExpertLayers(len(model.layers), at, expert_shape(model).num_experts)
 
 
 def expert_group(shape: ExpertShape) -> KVGroup:

@@ -113,7 +113,7 @@ class PromptReader:
                 "return_draft_trees: this engine drafts no trees; serve with a draft head or"
                 " --speculative-algorithm NGRAM, and without --mock-engine"
             )
-        if params.return_routed_experts and not info.tells_experts:
+        if params.return_routed_experts and info.expert_layers is None:
             raise InputError(
                 "return_routed_experts: this engine keeps no experts of tokens; start it with"
                 " --enable-return-routed-experts, and without --mock-engine"

@@ -13,7 +13,7 @@ from treetop.types.constraint import StructureLimits, TokenConstraint
 from treetop.types.errors import ContextLengthError, InputError
 from treetop.types.ids import RequestId
 from treetop.types.layout import Layout, SpecShape
-from treetop.types.routed_experts import TokenExperts
+from treetop.types.routed_experts import ExpertLayers, TokenExperts
 from treetop.types.sampling import FinishReason, SamplingParams, TokenLogprobs
 from treetop.types.verified_tree import VerifiedTree
 
@@ -167,9 +167,9 @@ class CoreInfo(NamedTuple):
     prefix: None if it keeps nothing of prompts.
     refuses: why it takes no requests, if so.
     structure_limits: of each structured output.
-    can_change_logits, max_logprobs, can_constrain, can_withhold, has_trees, tells_experts: what a request may ask:
+    can_change_logits, max_logprobs, can_constrain, can_withhold, has_trees, expert_layers: what a request may ask:
         penalties, biases and the like; log-probabilities, -1 if there are none; constraints; that no draft is accepted;
-        trees of its rounds; experts of its tokens.
+        trees of its rounds; experts of its tokens, where they are told.
     eos_ids: the model's.
     by_priority: whether it goes by the priority of requests.
     exactness: in force, of `--exactness`; by: the row of the table of `auto`, "" where the option said so.
@@ -206,7 +206,7 @@ class CoreInfo(NamedTuple):
     weight_version: int = 0
     refuses_now: str | None = None
     lacks_weights: bool = False
-    tells_experts: bool = False
+    expert_layers: ExpertLayers | None = None
     simulates: bool = False
 
     def lora_version(self, name: str) -> int:

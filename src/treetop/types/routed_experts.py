@@ -19,6 +19,14 @@ class ExpertShape(NamedTuple):
         return self.layers * self.top_k
 
 
+class ExpertLayers(NamedTuple):
+    """Where a model's layers with experts are: `at`, of all its `total` layers. num_experts: as of `ExpertShape`."""
+
+    total: int
+    at: tuple[int, ...]
+    num_experts: int
+
+
 class TokenExperts(NamedTuple):
     """Experts that tokens of a request went to, from position `start` of prompt and output on.
 

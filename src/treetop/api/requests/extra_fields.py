@@ -31,12 +31,21 @@ class TextFields(BaseModel):
     return_draft_trees: bool = Field(False, description="the tree that each round verified")
     return_routed_experts: bool = Field(
         False,
-        description="routed_experts of each choice, at its end: base64 of a .npy file, int16 [tokens, layers with"
-        " experts, top_k], of prompt and output but for the last token; with --enable-return-routed-experts",
+        description="routed_experts of each choice, at its end: base64 of a .npy file, [tokens, layers, top_k] uint8,"
+        " of more than 256 experts uint16, 0 in layers without experts, of prompt and output but for the last token;"
+        " with --enable-return-routed-experts",
     )
     routed_experts_start_len: Annotated[int, Field(ge=0)] = Field(
         0, description="without so many first tokens of these"
     )
+    routed_experts_prompt_start: Annotated[int, Field(ge=0)] = Field(
+        0, description="vLLM's name of routed_experts_start_len"
+    )
+
+    @property
+    def experts_start(self) -> int:
+        """The first token whose experts are told."""
+        return self.routed_experts_start_len or self.routed_experts_prompt_start
 
     @property
     def shows_tokens(self) -> bool:
