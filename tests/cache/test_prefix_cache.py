@@ -384,3 +384,42 @@ def test_a_salt_finds_its_own_prefix_and_no_other(lookahead):
     while cache.num_evictable(FULL):
         cache.evict(FULL)
     assert cache.match(ids, "a") == []
+
+
+# ---------------------------------------------------------------------------------------------- who is told
+
+
+class Told:
+    """What a watcher knows of the trie: each node's parent and tokens, by serial number."""
+
+    def __init__(self):
+        self.nodes = {}
+
+    def stored(self, parent, serial, page):
+        assert serial not in self.nodes
+        assert parent == 0 or parent in self.nodes
+        self.nodes[serial] = parent, page
+
+    def removed(self, serial):
+        del self.nodes[serial]
+
+    def cleared(self):
+        self.nodes.clear()
+
+
+def test_a_watcher_knows_each_node_below_its_parent_until_it_is_dropped():
+    cache, told = PrefixCache(2, 0, {FULL: None}), Told()
+    cache.watcher = told
+    long = cache.extend([], (1, 2, 3, 4, 5, 6), 3)
+    fork = cache.extend([], (1, 2, 7, 8), 2)
+    serials = [node.serial for node in (*long, fork[1])]
+    pages = [told.nodes[serial] for serial in serials]
+    assert [parent for parent, _ in pages] == [0, serials[0], serials[1], serials[0]]
+    assert [tuple(page) for _, page in pages] == [(1, 2), (3, 4), (5, 6), (7, 8)]
+    cache.unpin(fork)
+    cache.evict(FULL)
+    assert list(told.nodes) == serials[:3]
+    cache.unpin(long)
+    while cache.num_evictable(FULL):
+        cache.evict(FULL)
+    assert told.nodes == {}
