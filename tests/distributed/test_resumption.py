@@ -27,12 +27,13 @@ POISON = 999
 class PositionEngine:
     """A token is a function of the prompt's first and of its place, as if drawn by a uniform; rounds give one to four.
 
-    It dies of a prompt that begins with POISON, in the round in which its output is `deadly` long, and after `steps`.
+    It dies of a prompt that begins with POISON, in the round in which its output is `deadly` long or in its step
+    `at_step`, and after `steps`.
     """
 
-    def __init__(self, steps=None, deadly=0):
+    def __init__(self, steps=None, deadly=0, at_step=None):
         self.at, self.first, self.random = {}, {}, random.Random(3)
-        self.steps, self.deadly = steps, deadly
+        self.steps, self.deadly, self.at_step, self.given = steps, deadly, at_step, 0
 
     def launch(self, plan):
         return plan
@@ -54,8 +55,10 @@ class PositionEngine:
         else:
             count = self.random.randint(1, 4)
         at = self.at[row]
-        if self.first[row] == POISON and at + count > self.deadly:
-            raise RuntimeError("poisoned")
+        if self.first[row] == POISON:
+            self.given += 1
+            if self.given == self.at_step or (self.at_step is None and at + count > self.deadly):
+                raise RuntimeError("poisoned")
         self.at[row] = at + count
         return RowResult(row, tuple(token_at(self.first[row], i) for i in range(at, at + count)), True)
 
@@ -174,23 +177,23 @@ def test_engines_that_die_at_any_step_lose_no_token_and_repeat_none():
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("deadly", [0, 30])
-def test_a_request_that_kills_its_engines_is_ended_and_the_others_go_on(deadly):
-    """In its prefill, or in a round much later: whoever was with it is not blamed, however many there are."""
+@pytest.mark.parametrize("way", [{"deadly": 0}, {"deadly": 30}, {"at_step": 9}])
+def test_a_request_that_kills_its_engines_is_ended_and_the_others_go_on(way):
+    """In its prefill, in a round much later, or some steps after it came to each: whoever was with it is not blamed."""
 
     async def run():
-        async with connected(PositionEngine(deadly=deadly)) as (core, again, engines):
+        async with connected(PositionEngine(**way)) as (core, again, engines):
             good = [ask(core.next_id(), [i + 1] * 5, 60) for i in range(6)]
             heard = [Heard(core, each) for each in good[:3]]
-            bad = Heard(core, ask(core.next_id(), [POISON] * 5, 60))
+            bad = Heard(core, ask(core.next_id(), [POISON] * 5, 200))
             heard += [Heard(core, each) for each in good[3:]]
             while not bad.ended.is_set():
-                await again(PositionEngine(deadly=deadly))
+                await again(PositionEngine(**way))
                 await asyncio.wait_for(engines.gone.wait(), WAIT_S)
-            await again(PositionEngine(deadly=deadly))
+            await again(PositionEngine(**way))
             last = await bad.end()
             assert last.finish_reason == "abort"
-            assert "the engine ended twice with this request" in last.error
+            assert "with this request, which is not tried again" in last.error
             assert "RuntimeError: poisoned" in last.error
             assert not last.engine_failed
             for request, each in zip(good, heard, strict=True):
