@@ -67,6 +67,12 @@ def test_a_row_decides_and_what_has_none_is_ties(strong_pair, named, monkeypatch
     assert settled(config_of(strong_pair)).by == "dense.Other-Maker"
 
 
+def test_a_model_that_bits_refuses_is_ties(tmp_path, named):
+    """Else a start without any option about it would be refused where its kind has a row."""
+    told = settled(config_of(FAMILIES["falcon 7b"].save(tmp_path).pair))
+    assert (told.config.exactness, told.why) == ("ties", "norms that subtract the mean are not exact yet")
+
+
 def test_an_engine_says_which_and_why(strong_pair, named, caplog):
     """In the first line of its log, in what clients are told, and in the configuration that ranks get."""
     with caplog.at_level("INFO", logger="treetop"):

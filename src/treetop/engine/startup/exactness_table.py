@@ -14,7 +14,7 @@ import torch
 
 from treetop.checkpoints.folder import resolve_folder
 from treetop.checkpoints.loader import LoadContext, compute_device, compute_dtype
-from treetop.engine.startup.exactness import unfit_options
+from treetop.engine.startup.exactness import unfit_options, why_not_model
 from treetop.models.config import ModelConfig
 from treetop.models.registry import target_spec
 from treetop.types.config import EngineConfig
@@ -59,7 +59,8 @@ def settled(config: EngineConfig) -> Settled:
         return Settled(config, "as asked")
     device = compute_device(config.device)
     place = LoadContext(compute_dtype(config.dtype, device), device, 1)
-    maker, kind = device_name(device), kind_of(target_spec(resolve_folder(config.model)).config)
+    model = target_spec(resolve_folder(config.model)).config
+    maker, kind = device_name(device), kind_of(model)
     row = next((row for row in TABLE if (row.device, row.kind, row.drafted) == (maker, kind, config.speculates)), None)
     drafted = "with a draft" if config.speculates else "without a draft"
     if row is None:
@@ -67,6 +68,9 @@ def settled(config: EngineConfig) -> Settled:
         return Settled(replace(config, exactness="ties"), why, _short(maker, kind))
     if config.has_loras:
         return Settled(replace(config, exactness="ties"), "what it costs beside adapters was not measured", "options")
+    unbuilt = why_not_model(model)
+    if unbuilt is not None:
+        return Settled(replace(config, exactness="ties"), unbuilt.reason, _short(maker, kind))
     problem = unfit_options(config, place)
     if problem is not None:
         return Settled(replace(config, exactness="ties"), problem.reason, "options")
