@@ -74,7 +74,7 @@ def test_every_number_of_a_row_is_written_whatever_it_held():
     assert {name: found.pop(name) for name in ("seed", "top_k", "classes", "may_end", "adapter")} == {
         "seed": [2**62 + 1, 5],
         "top_k": [0, 0],
-        "classes": [2, 0],
+        "classes": [8, 0],  # of the second adapter, warm; of none, greedy
         "may_end": [0, 0],
         "adapter": [2, 0],
     }
