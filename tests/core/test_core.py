@@ -228,6 +228,20 @@ def test_an_engine_nobody_holds_is_gone_with_its_thread(strong_pair):
     assert engine() is None
 
 
+def test_an_engine_that_is_closed_is_gone_before_anything_is_collected(strong_pair):
+    """In no circle, or its memory would be in use as the next one starts."""
+    llm = build(strong_pair, SHAPE)
+    llm.generate([[4, 5]], greedy(3))
+    engine = weakref.ref(llm.engine)
+    gc.disable()
+    try:
+        llm.close()
+        del llm
+        assert engine() is None
+    finally:
+        gc.enable()
+
+
 def test_a_stream_that_is_left_or_dropped_aborts_and_one_that_was_never_read_runs_nothing(strong_pair):
     """Also in an event loop that runs already, as in a notebook; the next call gives what a fresh engine gives."""
     llm = build(strong_pair, SHAPE, max_running_requests=2)

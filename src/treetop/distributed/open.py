@@ -184,6 +184,8 @@ def core_of(
 ) -> EngineCore[Step]:
     """A core with a scheduler for the engine. runs: what its steps are launched on. agree_on_shape: see `Scheduler`."""
     info, experience = info_of(engine), engine.experience
+    # Not the engine: it has the scheduler, and whoever closes one wants its memory at once.
+    digests = {} if engine.adapters is None else engine.adapters.digests
     vocab_size = info.vocab_size if info.can_constrain else None
     grammars = GrammarCompiler(engine.model_path, info.vocab_size, info.eos_ids, info.structure_limits.whitespace)
     structures = StructuredOutputManager(grammars, info.structure_limits.timeout_s)
@@ -201,7 +203,7 @@ def core_of(
         work_clock=work_clock(engine.runner.buffers.rows.device),
         structures=structures,
         disk=open_disk(engine),
-        digest_of=lambda number: "" if engine.adapters is None else engine.adapters.digest(number),
+        digest_of=lambda number: digests.get(number, ""),
     )
     engine.set_tree_masks(scheduler.node_masks)
     return EngineCore(runs, scheduler)

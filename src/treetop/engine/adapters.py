@@ -14,14 +14,17 @@ from treetop.weights.adapted import Adapters
 
 
 class EngineAdapters:
-    """By their numbers, those of a start from 1 on, in slots as far as there are any; see `scheduler.adapters`."""
+    """By their numbers, those of a start from 1 on, in slots as far as there are any; see `scheduler.adapters`.
+
+    digests: `LoraFolder.digest` of each that the host has, on rank 0 where requests are handed over.
+    """
 
     def __init__(self, engine_plan: EnginePlan, adapters: Adapters, calibration: Calibration) -> None:
         """Raises CheckpointError and ConfigError."""
         self._adapters, self._plan = adapters, engine_plan
         self.calibrations = AdapterCalibrations(calibration)
         self._params = engine_plan.place.own(engine_plan.target.params)
-        self._digests = dict[int, str]()
+        self.digests = dict[int, str]()
         self._host = {number: self._read(number, folder) for number, folder in enumerate(engine_plan.adapters, 1)}
         slots = range(1, min(len(self._host), adapters.slots - 1) + 1)
         self.apply(AdapterEdit(slot, slot) for slot in slots)
@@ -36,7 +39,7 @@ class EngineAdapters:
 
         def forget() -> None:
             self._host.pop(number, None)
-            self._digests.pop(number, None)
+            self.digests.pop(number, None)
             self.calibrations.forget(number)
 
         return forget
@@ -52,11 +55,7 @@ class EngineAdapters:
         """Numbers of those that the host has."""
         return tuple(self._host)
 
-    def digest(self, number: int) -> str:
-        """`LoraFolder.digest` of an adapter that the host has, on rank 0; "" where no request is handed over."""
-        return self._digests.get(number, "")
-
     def _read(self, number: int, folder: LoraFolder) -> HostFactors:
         if self._plan.kv_transfer is not None and self._plan.place.parallel.rank == 0:
-            self._digests[number] = folder.digest()
+            self.digests[number] = folder.digest()
         return read_factors(self._adapters, folder, self._params, self._plan.place.device.type == "cuda")
