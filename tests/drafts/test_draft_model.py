@@ -108,7 +108,7 @@ def test_every_family_drafts_for_itself_or_is_refused(tmp_path, name):
         refused(CheckpointError, lambda: drafter_spec(pair.target, config, "STANDALONE"), "not supported as a draft")
         return
     llm = build(itself, (1, 4, 5), page_size=4, **ALONE)
-    for output in llm.generate(itself.prompts([3, 9, 30]), greedy(21)):
+    for output in llm.generate(itself.prompts([3, 9, 30]), greedy(21, whole=True)):
         assert output.metrics.target_forwards == 4
 
 
