@@ -100,7 +100,7 @@ def test_a_named_custom_tool_is_held_to_its_grammar():
             assert choice["message"]["tool_calls"][0]["custom"] == {"name": "patch", "input": PATCH}
             assert choice["finish_reason"] == "tool_calls"
         held = [params.structured_output for params in core.params]
-        assert [(each.kind, each.spec) for each in held] == [("grammar", LARK["definition"]), ("regex", "(.|\\n)*")]
+        assert [(each.kind, each.spec) for each in held] == [("lark", LARK["definition"]), ("regex", "(.|\\n)*")]
         wrong = {
             "type": "custom",
             "custom": {"name": "patch", "format": {"type": "grammar", "grammar": {**LARK, "definition": "start: ("}}},
@@ -131,6 +131,49 @@ def test_a_grammar_that_is_none_is_a_400_by_its_place_whatever_the_choice():
         many = [{"type": "custom", "custom": {**CUSTOM["custom"], "name": f"p{i}"}} for i in range(33)]
         assert "at most 32" in post(url, "/v1/chat/completions", messages=HI, tools=many).text
         assert not core.params
+
+
+@pytest.fixture(scope="module")
+def holding():
+    with scripted(lambda _: "Done.", can_constrain=True) as (url, core):
+        yield url, core
+
+
+NAMED = {"type": "custom", "custom": {"name": "patch"}}
+CHOICES = (
+    *("auto", "none", "required", NAMED),
+    *({"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [NAMED]}} for mode in ("auto", "required")),
+)
+
+
+@pytest.mark.parametrize(
+    ("definition", "error"),
+    [
+        (f"{LARK['definition']} more\nmore: /x/", None),
+        (f"%llguidance {{}}\n{LARK['definition']}", None),
+        (f"// Of edits.\n?{LARK['definition']}", None),
+        ('root ::= "*** Begin Patch" rest\nrest ::= [a-z]+', "1(7): Expected token"),
+        ('# Of edits.\n\nstart ::= "*** Begin Patch"', "3(8): Expected token"),
+        ('start: "a"\n}\nmore: "b"', "2(1): expecting rule"),
+        ('start: "a" (\n', "1(13): Expected token"),
+        ('root: "a"', "no start rule"),
+    ],
+)
+def test_a_lark_grammar_is_lark_and_no_gbnf_whatever_the_choice(holding, definition, error):
+    """Errors tell the lines of the grammar as it was given."""
+    (url, core), place = holding, f"{IN_CHATS.format(1)}.definition"
+    form = {"type": "grammar", "grammar": {**LARK, "definition": definition}}
+    tools = [PLAIN, {"type": "custom", "custom": {"name": "patch", "format": form}}]
+    core.params.clear()
+    for choice in CHOICES:
+        answer = post(url, "/v1/chat/completions", messages=HI, tools=tools, tool_choice=choice)
+        if error is None:
+            assert answer.status_code == 200, answer.text
+            continue
+        said = answer.json()["error"]
+        assert (answer.status_code, said["param"]) == (400, place)
+        assert said["message"].startswith(f"{place}: {error}")
+    assert len(core.params) == (0 if error else len(CHOICES))
 
 
 @pytest.mark.parametrize("stream", [False, True])

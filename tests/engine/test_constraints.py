@@ -577,6 +577,7 @@ def test_a_structure_that_can_only_end_ends_where_eos_is_ignored(nestling, struc
         ("grammar", "root ::= [", "neither Lark nor GBNF"),
         ("grammar", "start: start", "no text has this structure"),
         ("grammar", "start: /x{50}a{1000000000}/", "too complex"),
+        ("lark", 'root ::= "a"', "1\\(7\\): Expected"),
         ("structural_tag", "[", "structures and triggers"),
         ("structural_tag", '{"structures": [{}], "triggers": ["a"]}', "needs begin and end"),
         ("structural_tag", '{"structures": [{}], "triggers": [""]}', "not empty"),

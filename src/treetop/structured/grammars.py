@@ -85,6 +85,8 @@ class GrammarCompiler:
         elif asked.kind == "choice":  # one lexeme, so that its size is the text's and not the number of rules
             texts = " | ".join(map(json.dumps, _choices(asked.spec)))
             lark = f"start: CHOICE\nCHOICE: {texts}"
+        elif asked.kind == "lark":
+            lark = asked.spec
         else:
             try:
                 is_grammar = asked.kind == "grammar"

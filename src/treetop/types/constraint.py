@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from treetop.types.errors import InputError, shown
 
-StructureKind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag", "text"]
+StructureKind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "lark", "structural_tag", "text"]
 JsonWhitespace = Literal["bounded", "fixed", "any"]
 """White space between tokens of JSON: at most one blank or line end; `, ` and `: ` and no other; any."""
 MAX_SPEC = 2**16
@@ -141,8 +141,8 @@ class StructuredOutput:
     """A structure that the output has.
 
     spec: a JSON schema, a regular expression, a JSON list of texts to choose from, a grammar (Lark's syntax as
-        llguidance reads it, or GBNF), or structural tags (JSON, see `structured/structural_tags.py`), as `kind` says;
-        "" for json_object, and for text, which is any.
+        llguidance reads it, or GBNF; with lark no GBNF), or structural tags (JSON, see
+        `structured/structural_tags.py`), as `kind` says; "" for json_object, and for text, which is any.
     reasoning: what may come before it; None for nothing.
     whitespace: a regular expression of what may stand between tokens of JSON, or nothing; only with json_schema and
         json_object. None as `--structured-output-whitespace` says.

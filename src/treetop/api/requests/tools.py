@@ -51,7 +51,7 @@ class Grammar(Body):
     @property
     def structure(self) -> StructuredOutput:
         """Raises InputError."""
-        return StructuredOutput("regex" if self.syntax == "regex" else "grammar", self.definition)
+        return StructuredOutput(self.syntax, self.definition)
 
 
 class AnyText(Body):
