@@ -116,6 +116,7 @@ def test_what_cannot_work_is_refused_before_any_weight_is_read(capsys, monkeypat
     model = "tests/checkpoints/nestling-hybrid"
     refused(capsys, ["chat", model], "has no chat template", "--chat-template FILE", "treetop generate")
     refused(capsys, ["chat", "--chat-template", "{% if %}"], "chat template")
+    refused(capsys, ["chat", "--chat-template", "{{ messages[0].content * 10**10 }}"], "it takes more than 1024 MiB")
     refused(capsys, ["chat", "--chat-template", "/none"], "--chat-template /none")
     refused(capsys, ["chat", "--temperature", "-1"], "--temperature")
 

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ from treetop.outputs import LiveRequest, RequestOutput
 from treetop.parsers.registry import output_format
 from treetop.serve_options import ServeOptions
 from treetop.text.chat_input import Message
-from treetop.text.chat_template import open_chat_template
+from treetop.text.chat_template import ChatTemplate, open_chat_template
 from treetop.text.tokenizer import open_tokenizer
 from treetop.types.constraint import StructuredOutput
 from treetop.types.errors import ConfigError, InputError, shown
@@ -308,10 +309,21 @@ def check_files(model: str, options: ServeOptions) -> None:
         BatchStore(Path(options.batch_dir), options.batch_bytes)
     template = open_chat_template(folder, options.chat_template)
     if template is not None:
-        problem = None if options.chat_template is None else template.problem()
-        template.close()
-        if problem is not None:
-            raise ConfigError(f"--chat-template: {problem}")
+        with closing(template):
+            _check_template(template, None if options.chat_template is not None else folder)
+
+
+def _check_template(template: ChatTemplate, folder: Path | None) -> None:
+    """folder: of the model whose own it is; None for that of the options, which must be a template at all."""
+    problem, overrun = template.problem(), template.overrun()
+    if folder is None and problem is not None:
+        raise ConfigError(f"--chat-template: {problem}")
+    if overrun is not None:
+        whose = "--chat-template" if folder is None else f"{folder}: its chat template"
+        more = "" if folder is None else "; give another by --chat-template FILE"
+        raise ConfigError(f"{whose}: with one message of a user {overrun}{more}")
+    if problem is not None:
+        log.warning("%s: its chat template cannot be used, and chats are refused: %s", folder, problem)
 
 
 class UsageSoFar:

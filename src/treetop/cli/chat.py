@@ -65,7 +65,7 @@ def _check_template(args: argparse.Namespace) -> None:
         raise InputError(
             f"{folder} has no chat template; give one with --chat-template FILE, or complete text with treetop generate"
         )
-    problem = template.problem()
+    problem = template.problem() or template.overrun()
     template.close()
     if problem is not None:
         raise InputError(f"chat template: {problem}")

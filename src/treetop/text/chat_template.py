@@ -22,6 +22,7 @@ from treetop.version import DISTRIBUTION
 _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _RESERVED = ("messages", "self", "raise_exception", "strftime_now")
 """What a template is given beside its options, under names that mean something else to it then."""
+_PROBE: Sequence[Message] = ({"role": "user", "content": "Hello"},)
 
 
 class ChatTemplate:
@@ -48,9 +49,9 @@ class ChatTemplate:
         """As `render`, of what `template_line` gave."""
         with self._lock:
             answer = self._ask(line)
-        if "error" in answer:
-            raise InputError(f"the chat template fails with these messages: {answer['error']}")
-        return str(answer["text"])
+        if "text" not in answer:
+            raise InputError(f"the chat template fails with these messages: {_problem(answer)}")
+        return answer["text"]
 
     def reads(self, name: str) -> bool:
         """Whether a variable of this name stands in the template's code."""
@@ -75,7 +76,12 @@ class ChatTemplate:
     def problem(self) -> str | None:
         """What is wrong with the template before it has seen a message; None if nothing is."""
         with self._lock:
-            return self._ask("null").get("error")
+            return _problem(self._ask("null"))
+
+    def overrun(self) -> str | None:
+        """Which limit of its process it runs into with one message of a user; None for none, or if it refuses that."""
+        with self._lock:
+            return self._ask(template_line(_PROBE, {})).get("limit")
 
     def close(self) -> None:
         self._end()
@@ -97,8 +103,7 @@ class ChatTemplate:
             return dict(json.loads(answer))
         code = process.wait()
         self.close()
-        took = "it takes too long" if code == -signal.SIGPROF else f"its process ended with {code}"
-        return {"error": took}
+        return {"limit": "it takes too long" if code == -signal.SIGPROF else f"its process ended with {code}"}
 
     def _start(self) -> "subprocess.Popen[str]":
         command = [sys.executable, "-P", "-m", "treetop.text.render"]
@@ -115,6 +120,10 @@ class ChatTemplate:
         assert process.stdin is not None
         process.stdin.write(self._header + "\n")
         return process
+
+
+def _problem(answer: Mapping[str, str]) -> str | None:
+    return answer.get("limit") or answer.get("error")
 
 
 def template_line(messages: Sequence[Message], options: Mapping[str, Any]) -> str:

@@ -3,8 +3,8 @@
     python -m treetop.text.render
 
 stdin: a line of JSON {source, tokens}, then a line {messages, ...} for each rendering, or null to make the template
-alone. stdout: a line {text} or {error} for each. A rendering that takes too long ends the process, by a signal of its
-own.
+alone. stdout: a line {text}, {error} or {limit} for each: what the template says itself, or which limit it ran into.
+A rendering that takes too long ends the process, by a signal of its own.
 """
 
 import json
@@ -54,12 +54,16 @@ def answer(header: str, made: list[Any], line: str) -> dict[str, str]:
             made.append(make_template(**json.loads(header)))
         asked = json.loads(line)
         text = "" if asked is None else made[0].render(asked)
-    except (Exception, MemoryError, RecursionError) as error:  # it is anybody's code
+    except MemoryError:
+        return {"limit": f"it takes more than {_MEMORY_BYTES >> 20} MiB of memory"}
+    except RecursionError:
+        return {"limit": "it recurses too deep"}
+    except Exception as error:  # it is anybody's code
         return {"error": f"{type(error).__name__}: {error}"[:1000]}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
     if len(text) > _MAX_CHARACTERS:
-        return {"error": f"it gives {len(text)} characters, more than {_MAX_CHARACTERS}"}
+        return {"limit": f"it gives {len(text)} characters, more than {_MAX_CHARACTERS}"}
     return {"text": text}
 
 
