@@ -1,14 +1,17 @@
 """The logits processor, the uniforms and the draw equal slow oracles, one by one."""
 
 import math
+from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from support.operation_cases import process
 from support.oracles import drawn, float32, philox4x32_10, warped
-from treetop.kernels.sampling.process import caps, mask_words
+from treetop.kernels.sampling.process import caps, mask_words, process_reference
 from treetop.kernels.sampling.sampling import (
     RowSamplingParams,
     SamplingMetadata,
@@ -222,3 +225,31 @@ def test_a_mask_caps_what_it_rules_out_and_changes_no_other_bit(vocab, dtype):
     capped = torch.minimum(logits, caps(words, vocab).to(dtype))
     assert torch.equal(capped, torch.where(may, logits, float("-inf")))
     assert torch.equal(capped.signbit()[may], logits.signbit()[may])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_what_masks_rule_out_is_minus_infinity_and_the_rest_is_what_it_is_without_them(dtype):
+    """Rows whose nodes are all held, some or none, that change logits beside and that do not; NaN and infinity, too.
+
+    The logits that came stay as they are.
+    """
+    torch.manual_seed(0)
+    logits, processors, rows, positions, tree, allowed = process(False).args
+    logits, held = logits.to(dtype).transpose(0, 1).contiguous().transpose(0, 1), allowed.clone()
+    held[3, 1:] = -1  # this row, and 1, change nothing else
+    for row in range(4):
+        logits[row, 0, ::3], logits[row, 0, 1::3] = float("nan"), float("inf")
+    vocab, before = logits.shape[2], logits.clone()
+    token = torch.arange(vocab)
+    may = (held[:, :, token // 32] >> token % 32 & 1) != 0
+    nothing = replace(processors, active=torch.zeros_like(processors.active))
+    for changes, these in product((processors, nothing), (held, torch.full_like(held, -1))):
+        free = process_reference(logits, changes, rows, positions, tree, None)
+        found = process_reference(logits, changes, rows, positions, tree, these)
+        expected = torch.where(may, free, float("-inf")) if these is held else free
+        assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert found.is_contiguous()
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert torch.equal(found.nan_to_num(7.0, 1e9), expected.nan_to_num(7.0, 1e9))
+        assert torch.equal(logits.nan_to_num(7.0, 1e9), before.nan_to_num(7.0, 1e9))
+    assert set(processors.active[rows].tolist()) == {True, False}

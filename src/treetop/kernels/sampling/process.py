@@ -67,34 +67,55 @@ def process_reference(
     logits: [rows, T, vocab], which stay as they are. processors: of all rows; `rows` [rows] picks. positions: [rows, T]
     int64, where the nodes stand. allowed: [rows, T, mask_words] int32, what may follow each node, bit t % 32 of word
     t // 32 for token t; None if any token may. Returns [rows, T, vocab], float64 like the logits or else float32; what
-    is ruled out has -inf. By `allowed` a minimum rules out, several times as fast on a CPU as a choice by flags: its
-    branches are foretold badly.
+    is ruled out has -inf.
     """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    wide = logits.to(dtype, copy=True, memory_format=torch.contiguous_format)
     some = concerned(processors.active[rows])
+    is_written = allowed is None or len(some) > 0
+    wide = logits.to(dtype, copy=is_written, memory_format=torch.contiguous_format)
     if len(some):
         part = DraftTree(*(getattr(tree, name)[some] for name in DraftTree.__dataclass_fields__))
         wide[some] = _processed(wide[some], processors, rows[some], positions[some], part)
-    if allowed is not None:
-        nodes, of_node = wide.view(-1, wide.shape[2]), allowed.flatten(0, 1)
-        held = concerned((of_node != -1).any(dim=1))
-        most = caps(of_node[held], wide.shape[2]).to(dtype)
-        capped = torch.minimum(nodes.index_select(0, held), most)
-        if capped.device.type != "cpu" or bool(torch.isnan(capped).any()):
-            capped = torch.where(most < 0, most, capped)  # a minimum lets NaN through
-        nodes.index_copy_(0, held, capped)
-    return wide
+    return wide if allowed is None else _within(wide, allowed)
 
 
-def caps(allowed: Tensor, vocab_size: int) -> Tensor:
+def _within(logits: Tensor, allowed: Tensor) -> Tensor:
+    """Another tensor of the logits [rows, T, vocab], -inf where `allowed` [rows, T, mask_words] rules a token out.
+
+    On a CPU by a minimum, several times as fast as a choice by flags, whose branches are foretold badly. It is taken a
+    row at a time, so that the caps are read while they are in the processor's cache.
+    """
+    vocab = logits.shape[2]
+    if logits.device.type != "cpu":
+        return torch.where(caps(allowed.flatten(0, 1), vocab).view(logits.shape) < 0, float("-inf"), logits)
+    of_byte = caps_of_bytes(allowed.device).to(logits.dtype)
+    within = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    for row, is_held in enumerate((allowed != -1).flatten(1).any(dim=1).tolist()):
+        if not is_held:
+            within[row] = logits[row]
+            continue
+        most = caps(allowed[row], vocab, of_byte)
+        capped = torch.minimum(logits[row], most, out=within[row])
+        if bool(torch.isnan(capped.max())):
+            torch.where(most < 0, most, capped, out=capped)  # a minimum lets NaN through
+    return within
+
+
+def caps(allowed: Tensor, vocab_size: int, of_byte: Tensor | None = None) -> Tensor:
     """Masks [n, mask_words] int32 as the largest logits there may be, [n, vocab] float32: inf for a token that may
     follow, else -inf.
+
+    of_byte: `caps_of_bytes`, in the dtype that the result is to have, for who calls often.
     """
-    bits = torch.arange(256, device=allowed.device)[:, None] >> torch.arange(8, device=allowed.device) & 1
-    of_byte = torch.where(bits != 0, float("inf"), float("-inf"))  # [256, 8], the tokens of a byte
+    table = caps_of_bytes(allowed.device) if of_byte is None else of_byte
     of_bytes = allowed.contiguous().view(torch.uint8).flatten().to(torch.int32)
-    return of_byte.index_select(0, of_bytes).view(len(allowed), 32 * allowed.shape[1])[:, :vocab_size]
+    return table.index_select(0, of_bytes).view(len(allowed), 32 * allowed.shape[1])[:, :vocab_size]
+
+
+def caps_of_bytes(device: torch.device) -> Tensor:
+    """[256, 8] float32, those of a byte's tokens."""
+    bits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1
+    return torch.where(bits != 0, float("inf"), float("-inf"))
 
 
 def concerned(flags: Tensor) -> Tensor:
