@@ -20,6 +20,8 @@ STREAMS: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": {"description": "server-sent events, if stream is true"}}}}
 }
 """What the OpenAPI schema says of an endpoint that answers with events if it is asked to."""
+TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+"""And of one that answers with plain text. A response class of text would say so of its errors, too, which are JSON."""
 
 
 def event(value: dict[str, Any]) -> bytes:

@@ -3,12 +3,11 @@
 from typing import Any
 
 from fastapi import APIRouter, Response
-from fastapi.responses import PlainTextResponse
 from pydantic import Field
 
 from treetop.api.api_state import ApiState
 from treetop.api.errors import ApiError, error_response
-from treetop.api.events import json_response
+from treetop.api.events import TEXT, json_response
 from treetop.api.limits import BodyRoute, Ids
 from treetop.api.requests.chat_body import Messages
 from treetop.api.requests.fields import Body
@@ -135,7 +134,7 @@ def _add_state(router: APIRouter, api: ApiState) -> None:
             }
         )
 
-    @router.get("/metrics", response_model=None, response_class=PlainTextResponse)
+    @router.get("/metrics", response_model=None, response_class=Response, responses=TEXT)
     async def metrics() -> Response:
         """Prometheus' text."""
         api.metrics.take(api.core.load, api.core.num_restarts, api.core.is_stalled)

@@ -8,8 +8,8 @@ from fastapi.responses import PlainTextResponse
 from pydantic import Field
 
 from treetop.api.api_state import ApiState
-from treetop.api.errors import ApiError
-from treetop.api.events import json_response
+from treetop.api.errors import ApiError, ErrorBody
+from treetop.api.events import TEXT, json_response
 from treetop.api.keys.api_keys import CALLER, Keys
 from treetop.api.keys.weight_transfer_routes import TRANSFER_PATHS, add_transfer, check_updates
 from treetop.api.limits import BodyRoute
@@ -51,6 +51,11 @@ ADMIN_PATHS = (
     "/v1/unload_lora_adapter",
 )
 """Of all routes here."""
+REFUSED: dict[int | str, dict[str, Any]] = {
+    401: {"model": ErrorBody, "description": "where there are keys: the key is missing or wrong"},
+    403: {"model": ErrorBody, "description": "the key is no admin's, or the server was started without this"},
+}
+"""What the OpenAPI schema says of them beside what it says of all endpoints."""
 
 
 class AdminRoute(BodyRoute):
@@ -79,7 +84,7 @@ def check_admin(keys: Keys) -> None:
 
 
 def administration(api: ApiState) -> APIRouter:
-    router = APIRouter(route_class=AdminRoute)
+    router = APIRouter(route_class=AdminRoute, responses=REFUSED)
 
     @router.post("/update_weights_from_disk", response_model=None)
     async def update_weights(body: UpdateWeightsRequest) -> Response:
@@ -90,27 +95,27 @@ def administration(api: ApiState) -> APIRouter:
 
     add_transfer(router, api)
 
-    @router.post("/sleep", response_model=None)
+    @router.post("/sleep", response_model=None, response_class=Response)
     async def sleep(level: int = 1) -> Response:
         """vLLM's: requests end, and memory is given back."""
         _check_sleep_mode(api)
         await api.llm.sleep(level)
         return Response(status_code=200)
 
-    @router.post("/wake_up", response_model=None)
+    @router.post("/wake_up", response_model=None, response_class=Response)
     async def wake_up(tags: Annotated[list[str] | None, Query()] = None) -> Response:
         """vLLM's. tags: weights, kv_cache; both without any."""
         _check_sleep_mode(api)
         await api.llm.wake_up(tags)
         return Response(status_code=200)
 
-    @router.post("/flush_cache", response_model=None, response_class=PlainTextResponse)
+    @router.post("/flush_cache", response_model=None, response_class=Response, responses=TEXT)
     async def flush_cache() -> Response:
         """SGLang's: every cached prefix is forgotten; requests that run go on, by a prefill."""
         await api.llm.flush_cache()
         return PlainTextResponse("Cache flushed.\n")
 
-    @router.post("/v1/load_lora_adapter", response_model=None)
+    @router.post("/v1/load_lora_adapter", response_model=None, response_class=Response, responses=TEXT)
     async def load_lora_adapter(body: LoadLoraRequest) -> Response:
         """Requests may give its name as their model from now on."""
         if body.load_inplace:
@@ -120,7 +125,7 @@ def administration(api: ApiState) -> APIRouter:
         await api.llm.load_lora(body.lora_name, body.lora_path)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
-    @router.post("/v1/unload_lora_adapter", response_model=None)
+    @router.post("/v1/unload_lora_adapter", response_model=None, response_class=Response, responses=TEXT)
     async def unload_lora_adapter(body: UnloadLoraRequest) -> Response:
         """Requests that have named it go on with it."""
         if body.lora_name not in api.core.info.loras:
