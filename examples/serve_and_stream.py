@@ -55,7 +55,7 @@ def main() -> None:
     try:
         url = f"http://127.0.0.1:{port}"
         wait_until_ready(server, url)
-        for event in streamed(url, {"prompt": "def area(width, height):\n", "max_tokens": 40}):
+        for event in streamed(url, {"prompt": "def area(width, height):\n", "max_tokens": 40, "temperature": 0}):
             print(event["choices"][0]["text"], end="", flush=True)
         print()
     finally:
