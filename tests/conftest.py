@@ -113,14 +113,6 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.hypothesis_seed = str(examples.SEED)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_sessionstart(session: pytest.Session) -> None:
-    if session.config.getoption("tx", None) and not hasattr(session.config, "workerinput"):  # xdist's own process
-        from support import warm_workers
-
-        warm_workers.fork_workers(session.config)
-
-
 def pytest_report_header() -> str:
     return f"TESTS_SEED={examples.SEED} draws the same again"
 

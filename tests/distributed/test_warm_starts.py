@@ -98,15 +98,3 @@ def test_what_reads_its_environment_as_it_starts_is_started_cold(tmp_path):
     assert warm._warm_command(command) == ["treetop.cli", "--version"]
     assert warm._warm_command(["bash", "-c", "true"]) is None
     assert warm._warm_command([sys.executable, "-m", "treetop.text.render"]) is None
-
-
-def test_workers_of_this_session_were_forked():
-    """Else each has imported all tests by itself. One that takes a dead one's place is cold."""
-    number = os.environ.get("PYTEST_XDIST_WORKER_COUNT")
-    if number is None:
-        pytest.skip("no worker")
-    from support import warm_workers
-
-    if not warm_workers.may_fork(int(number)):
-        pytest.skip("workers that start cold")
-    assert warm_workers.WAS_FORKED

@@ -254,7 +254,7 @@ def _run() -> int:
         return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
 
 
-def end(code: int) -> None:
+def _end(code: int) -> None:
     """As processes that `multiprocessing` forks end: what was imported is not taken apart, which takes a second.
 
     Threads are waited for, what is registered for the exit is done, and what was written is flushed, in this order, as
@@ -275,4 +275,4 @@ def end(code: int) -> None:
 
 
 if __name__ == "__main__":
-    end(_run())
+    _end(_run())
