@@ -96,12 +96,18 @@ def test_chats_give_them_and_count_all_that_the_target_has_processed(server):
     assert np.array_equal(decoded(last["routed_experts"]), told)
 
 
-@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
-def test_a_start_past_the_prompt_is_refused_by_name(server, path):
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/generate", "routed_experts_start_len"),
+        ("/v1/completions", "routed_experts_start_len"),
+        ("/v1/completions", "routed_experts_prompt_start"),
+    ],
+)
+def test_a_start_past_the_prompt_is_refused_by_name(server, path, name):
     body = {"input_ids": IDS} if path == "/generate" else {"prompt": IDS}
-    past = "routed_experts_start_len 6: at most the prompt's 5 tokens"
-    for start, words in ((6, past), (-1, "greater than or equal")):
-        answer = server.post(path, {**body, "return_routed_experts": True, "routed_experts_start_len": start})
+    for start, words in ((6, f"{name} 6: at most the prompt's 5 tokens"), (-1, "greater than or equal")):
+        answer = server.post(path, {**body, "return_routed_experts": True, name: start})
         assert answer.status_code == 400
         assert words in answer.text
 

@@ -168,7 +168,8 @@ class ApiState:
         self._check_size(ids, body.n, params)
         start, shortest = body.experts_start, min(map(len, ids), default=0)
         if start > shortest:
-            raise InputError(f"routed_experts_start_len {start}: at most the prompt's {shortest} tokens")
+            name = "routed_experts_start_len" if body.routed_experts_start_len else "routed_experts_prompt_start"
+            raise InputError(f"{name} {start}: at most the prompt's {shortest} tokens")
         with self._alive.locked():
             self._admit(len(prompts))
             stream = self.llm.queue(
