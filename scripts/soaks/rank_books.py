@@ -2,7 +2,7 @@
 
     python scripts/soaks/rank_books.py FOLDER      as `python -m treetop.distributed.engine_process`, for `roles`
 
-Each rank renews a file of the folder: counts, memory, and whether it holds nothing.
+Each rank renews a file of the folder: counts, memory, whether it holds nothing. Faults go to another.
 """
 
 import json
@@ -61,8 +61,12 @@ class Books:
         def run(now: float) -> None:
             poll(now)
             idle = not self.core.busy
-            self.core.scheduler.check_integrity(None if idle else PAGES)
-            check_slots(self.core.scheduler, connector)
+            try:
+                self.core.scheduler.check_integrity(None if idle else PAGES)
+                check_slots(self.core.scheduler, connector)
+            except InvariantError as error:
+                self._write("fault", str(error))
+                raise
             self.counts["audits"] += 1
             self._tell(now, idle)
 
@@ -84,9 +88,12 @@ class Books:
             "retractions": load.num_retractions,
             "kv_transfer": kv_transfer._asdict(),
         }
+        self._write("json", json.dumps(said))
+
+    def _write(self, suffix: str, text: str) -> None:
         new = self._folder / f".{id(self)}-{os.getpid()}"
-        new.write_text(json.dumps(said))
-        new.replace(self._folder / f"{id(self)}-{os.getpid()}.json")
+        new.write_text(text)
+        new.replace(self._folder / f"{id(self)}-{os.getpid()}.{suffix}")
 
 
 def check_slots(scheduler: Scheduler, connector: KVConnector) -> None:

@@ -103,6 +103,10 @@ class Group:
     def said(self) -> list[dict[str, Any]]:
         return [json.loads(file.read_text()) for file in sorted(self.folder.glob("*.json"))]
 
+    def faults(self) -> list[str]:
+        """What ranks found wrong in their books."""
+        return [file.read_text() for file in sorted(self.folder.glob("*.fault"))]
+
     def count(self, name: str) -> int:
         return sum(said["counts"].get(name, 0) for said in self.said())
 
@@ -149,6 +153,8 @@ class SoakRoles:
             self._sum_up(end)
         except Exception as error:  # a probe, a lost page, a rank that died: all end a soak
             self.summary.fail(f"after {self._rounds()} rounds: {type(error).__name__}: {error}")
+            for fault in (*self.prefill.faults(), *self.decode.faults()):  # the error may be another rank's
+                self.summary.fail(fault)
         done.elapsed_s = round(time.monotonic() - begun, 1)
         self._thread.close()
         return done
@@ -176,6 +182,8 @@ class SoakRoles:
                 if self._live and rng.random() < 0.04:
                     self._abort(rng.choice([*self._live]))
                 self._hear()
+        self._arrive(1)
+        self._abort(next(reversed(self._live)))  # one at least, whatever the numbers drawn and the threads did
         while self._live:
             self._hear()
         return [*self.prefill.idle(), *self.decode.idle()]
