@@ -89,7 +89,7 @@ class ApiState:
         template = open_chat_template(folder, options.chat_template)
         self.rendering = None if template is None else Rendering(template)
         self.output_format = output_format(
-            "" if template is None else template.source, options.tool_call_parser, options.reasoning_parser
+            "" if template is None else template.code, options.tool_call_parser, options.reasoning_parser
         )
         path = options.responses_db
         self.responses = None if path is None and options.num_api_workers > 1 else ResponseStore(path)
@@ -251,7 +251,7 @@ class ApiState:
 
     def check_messages(self, messages: "Sequence[ChatMessage]", answers: Mapping[int, str] | None = None) -> None:
         """Raise ApiError for what the model's template, or nobody, could make sense of. answers: of `ChatRequest`."""
-        check_messages(messages, "" if self.rendering is None else self.rendering.template.source, answers or {})
+        check_messages(messages, "" if self.rendering is None else self.rendering.template.code, answers or {})
 
     async def chat_ids(
         self, messages: Sequence[Message], options: Mapping[str, Any], continues: bool = False, cut: bool = False

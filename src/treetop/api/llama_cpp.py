@@ -122,12 +122,15 @@ def llama_cpp(api: ApiState) -> APIRouter:
     @router.get("/props", response_model=None)
     async def props() -> Response:
         """What llama.cpp says of a server."""
+        template = None if api.rendering is None else api.rendering.template
+        tool_use = None if template is None else template.tool_use
         return json_response(
             {
                 "default_generation_settings": {"n_ctx": api.core.info.max_context},
                 "total_slots": api.core.info.max_requests,
                 "model_path": api.names[0],
-                "chat_template": "" if api.rendering is None else api.rendering.template.source,
+                "chat_template": "" if template is None else template.source,
+                **({} if tool_use is None else {"chat_template_tool_use": tool_use}),
                 "modalities": {"vision": False, "audio": False},
             }
         )

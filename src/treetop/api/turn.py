@@ -204,7 +204,7 @@ def _template_traits(api: ApiState) -> tuple[bool, bool]:
     template = None if api.rendering is None else api.rendering.template
     if template is None:
         return False, False
-    return template.joins_arguments, "message.thinking" in template.source
+    return template.joins_arguments, "message.thinking" in template.code
 
 
 @dataclass(slots=True)

@@ -7,10 +7,15 @@ from typing import Any
 from treetop.types.errors import InputError, shown
 
 Message = dict[str, Any]
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning. Templates read the first, or GPT-OSS's the second."""
 
 
 def conversations_of(given: object) -> list[list[Message]]:
-    """Each conversation: a list of messages is one. Raises InputError for what is none."""
+    """Each conversation: a list of messages is one. Raises InputError for what is none.
+
+    As Transformers gives messages to templates: without members that are None, and reasoning under the names they read.
+    """
     listed = _listed("conversations", given)
     conversations = [listed] if listed and isinstance(listed[0], Mapping) else listed
     for at, conversation in enumerate(conversations):
@@ -20,7 +25,13 @@ def conversations_of(given: object) -> list[list[Message]]:
                 raise InputError(
                     f"{where}: message {number} must be a dict with role and content, got {shown(message)}"
                 )
-    return [[*conversation] for conversation in conversations]
+    return [[*map(_as_read, conversation)] for conversation in conversations]
+
+
+def _as_read(message: Message) -> Message:
+    said = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((said[name] for name in _REASONING if name in said), None)
+    return said if reasoning is None else {"thinking": reasoning, **said, "reasoning_content": reasoning}
 
 
 def rendering(messages: Sequence[Message], options: Mapping[str, object]) -> str:

@@ -19,7 +19,7 @@ from treetop.text.chat_input import Message, rendering
 from treetop.types.errors import CheckpointError, ConfigError, InputError, shown
 from treetop.version import DISTRIBUTION
 
-_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _RESERVED = ("messages", "self", "raise_exception", "strftime_now")
 """What a template is given beside its options, under names that mean something else to it then."""
 _PROBE: Sequence[Message] = ({"role": "user", "content": "Hello"},)
@@ -28,12 +28,17 @@ _PROBE: Sequence[Message] = ({"role": "user", "content": "Hello"},)
 class ChatTemplate:
     """A template and the process that renders it, which starts with the first rendering. Threads may share it."""
 
-    def __init__(self, source: str, tokens: dict[str, str]) -> None:
-        """tokens: names and texts of special tokens. Raises ConfigError without jinja2."""
+    def __init__(self, source: str, tokens: dict[str, str], tool_use: str | None = None) -> None:
+        """tokens: names and texts of special tokens. tool_use: another template, for chats with tools.
+
+        Raises ConfigError without jinja2.
+        """
         if not is_installed("jinja2"):
             raise ConfigError(f"chat templates need jinja2; pip install {DISTRIBUTION}[serve]")
-        self._source, self._tokens = source, tokens
-        self._header = json.dumps({"source": source, "tokens": tokens})
+        self.source, self.tool_use, self._tokens = source, tool_use, tokens
+        self.code = source if tool_use is None else f"{source}\n{tool_use}"
+        """Of both, which tells what this model reads and writes."""
+        self._header = json.dumps({"source": source, "tool_use": tool_use, "tokens": tokens})
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._end: Callable[[], object] = lambda: None
@@ -55,23 +60,18 @@ class ChatTemplate:
 
     def reads(self, name: str) -> bool:
         """Whether a variable of this name stands in the template's code."""
-        return re.search(rf"{{[{{%][^{{}}%]*(?<![\w.'\"]){name}\b(?!['\"])", self._source) is not None
-
-    @property
-    def source(self) -> str:
-        return self._source
+        return re.search(rf"{{[{{%][^{{}}%]*(?<![\w.'\"]){name}\b(?!['\"])", self.code) is not None
 
     @property
     def joins_arguments(self) -> bool:
         """Whether it adds the arguments of tool calls to other text, so that they must be text and no object."""
         return (
-            re.search(r"\+\s*\w+(\.function|\['function'\])?(\.arguments|\['arguments'\])\s*\+", self._source)
-            is not None
+            re.search(r"\+\s*\w+(\.function|\['function'\])?(\.arguments|\['arguments'\])\s*\+", self.code) is not None
         )
 
     def twin(self) -> "ChatTemplate":
         """The same template with a process of its own."""
-        return ChatTemplate(self._source, self._tokens)
+        return ChatTemplate(self.source, self._tokens, self.tool_use)
 
     def problem(self) -> str | None:
         """What is wrong with the template before it has seen a message; None if nothing is."""
@@ -153,16 +153,18 @@ def _end(process: "subprocess.Popen[str]") -> None:
 def open_chat_template(folder: Path, given: str | None = None) -> ChatTemplate | None:
     """The template of `--chat-template` (a file, or the template itself), or the model's; None without one.
 
-    The model's is `chat_template.jinja`, or `chat_template` of `tokenizer_config.json`. Raises UserError.
+    The model's is `chat_template.jinja`, or `chat_template` of `tokenizer_config.json`, which may be several by name:
+    tool_use is for chats with tools. Raises UserError.
     """
     path = folder / "tokenizer_config.json"
     config = read_object(path) if os.path.lexists(path) else {}
-    source = _given(given) if given is not None else _of_model(folder, config.get("chat_template"), path)
-    if source is None:
+    by_name = {"default": _given(given)} if given is not None else _of_model(folder, config.get("chat_template"), path)
+    if "default" not in by_name:
         return None
     named = {name: config.get(name) for name in _TOKENS}
     texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
-    return ChatTemplate(source, {name: text if isinstance(text, str) else "" for name, text in texts.items()})
+    tokens = {name: text for name, text in texts.items() if isinstance(text, str)}
+    return ChatTemplate(by_name["default"], tokens, by_name.get("tool_use"))
 
 
 def _given(given: str) -> str:
@@ -177,16 +179,19 @@ def _given(given: str) -> str:
         raise ConfigError(f"--chat-template {shown(given)[1:-1]}: {why}") from None
 
 
-def _of_model(folder: Path, value: Any, where: Path) -> str | None:
+def _of_model(folder: Path, value: Any, where: Path) -> dict[str, str]:
+    """Its templates by name; none if it has none."""
     file = folder / "chat_template.jinja"
     if os.path.lexists(file):
         try:
-            return file.read_text(encoding="utf-8")
+            return {"default": file.read_text(encoding="utf-8")}
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{file}: {error}") from None
-    if isinstance(value, list):  # several, by name
-        by_name = {each.get("name"): each.get("template") for each in value if isinstance(each, dict)}
-        value = by_name.get("default")
-    if value is not None and not isinstance(value, str):
-        raise CheckpointError(f"{where}: chat_template must be text, or a list with one named default")
-    return value
+    listed = value if isinstance(value, list) else [] if value is None else [{"name": "default", "template": value}]
+    by_name: dict[str, str] = {}
+    for each in listed:
+        name, text = (each.get("name"), each.get("template")) if isinstance(each, dict) else (None, None)
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise CheckpointError(f"{where}: chat_template must be text, or a list of {{name, template}}")
+        by_name[name] = text
+    return by_name
