@@ -7,6 +7,7 @@ import json
 import math
 import random
 import re
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -601,3 +602,42 @@ def test_thousands_of_choices_are_one_structure(nestling):
     params = SamplingParams(1.5, seed=5, structured_output=StructuredOutput("choice", json.dumps(texts)))
     outputs = nestling.generate(["a", "b", "c"], params)
     assert all(output.text in texts and output.finish_reason == "stop" for output in outputs)
+
+
+TREES = (
+    (
+        "json_schema",
+        json.dumps({**SCHEMA, "properties": {**SCHEMA["properties"], "note": {"type": "string", "maxLength": 12}}}),
+        json.loads,
+    ),
+    (
+        "lark",
+        'start: call+ "\\n"\ncall: NAME "(" [arg ("," arg)*] ")" ";"\narg: NAME | NUMBER | call\n'
+        "NAME: /[a-z_]{2,8}/\nNUMBER: /[0-9]{1,3}/",
+        re.compile(r"([a-z_]{2,8}\(.*\);)+\n", re.DOTALL).fullmatch,
+    ),
+)
+"""Kinds, specs, and what a whole text must pass."""
+
+
+def test_the_embedded_pair_gives_along_trees_what_plain_decoding_gives():
+    """A schema and a grammar, greedy and drawn, beside a request without any; drafts are accepted in all."""
+    asked = [
+        SamplingParams(temperature, seed=seed, max_tokens=64, structured_output=structure)
+        for temperature, seed in ((0, 0), (0.8, 1), (0.8, 2))
+        for structure in (*(StructuredOutput(kind, spec) for kind, spec, _ in TREES), None)
+    ]
+    outputs = []
+    for options in ({}, {"draft": None}):
+        with closing(LLM(max_running_requests=4, context_length=192, exactness="bits", **options)) as llm:
+            outputs.append(llm.generate(["def load(path):\n    "] * len(asked), asked))
+    along, plainly = outputs
+    assert [each.token_ids for each in along] == [each.token_ids for each in plainly]
+    whole = 0
+    for number, (output, plain) in enumerate(zip(along, plainly, strict=True)):
+        assert output.error is None
+        assert len(output.metrics.accept_lens) < len(plain.metrics.accept_lens)
+        if number % 3 < 2 and output.finish_reason == "stop":
+            assert TREES[number % 3][2](output.text), output.text
+            whole += 1
+    assert whole
