@@ -21,10 +21,18 @@ OVERRUNS = {
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "it recurses too deep",
 }
 """Templates, and the limits that they run into."""
+LATER = {
+    "a system message": "{% if messages[0].role == 'system' %}@{% endif %}",
+    "tools": "{% if tools %}@{% endif %}",
+    "a tool's result": "{% for m in messages if m.role == 'tool' %}@{% endfor %}",
+}
+"""What a chat must have for the template to do what stands for @."""
 REFUSING = (
     "{{ raise_exception('a system message comes first') }}",
     "{{ messages[1].content }}",
     "{{ tools.names.first }}",
+    "{% if tools %}{{ raise_exception('no tools') }}{% endif %}",
+    "{{ raise_exception('no system message') if messages[0].role == 'system' else messages[1].content }}",
 )
 """Of messages like the probe, for reasons of their own."""
 
@@ -53,14 +61,22 @@ def test_a_template_of_the_options_is_told_by_its_option():
         check_files("builtin:nestling", ServeOptions(chat_template=template))
 
 
+@pytest.mark.parametrize("what", LATER)
+def test_a_template_that_runs_into_a_limit_with_a_longer_chat_ends_the_start(folder, what):
+    (folder / "chat_template.jinja").write_text(LATER[what].replace("@", "{{ messages[0].content * 10**10 }}"))
+    with pytest.raises(ConfigError, match=f"its chat template: with {what} it takes more than 1024 MiB"):
+        check_files(str(folder), ServeOptions())
+
+
 @pytest.mark.parametrize("template", REFUSING)
-def test_a_template_that_refuses_one_message_of_a_user_serves(folder, caplog, template):
+def test_a_template_that_refuses_what_the_start_asks_serves(folder, caplog, template):
+    """Whoever asks for the like is told its words."""
     (folder / "chat_template.jinja").write_text(template)
     check_files(str(folder), ServeOptions())
     check_files("builtin:nestling", ServeOptions(chat_template=template))
     assert not caplog.records
     with closing(open_chat_template(folder)) as opened, pytest.raises(InputError, match="fails with these messages"):
-        opened.render([{"role": "user", "content": "Hello"}])
+        opened.render([{"role": "system", "content": "Hello"}], tools=[{}])
 
 
 def test_a_models_own_template_that_cannot_be_compiled_is_a_warning(folder, caplog):
@@ -87,3 +103,10 @@ def test_a_request_is_told_which_limit_its_messages_met():
         with pytest.raises(InputError, match="with these messages: it takes more than 1024 MiB of memory"):
             template.render([{"role": "user", "content": json.dumps("a")}])
         assert template.render([]) == ""
+
+
+def test_words_of_a_template_that_are_no_text_are_told_as_text():
+    """Or the answer that has them could not be encoded."""
+    refusing = ChatTemplate(r"{{ raise_exception('\ud800 no') }}", {})
+    with closing(refusing), pytest.raises(InputError, match=r"TemplateError: \\ud800 no"):
+        refusing.render([])

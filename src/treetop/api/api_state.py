@@ -322,7 +322,7 @@ def _check_template(template: ChatTemplate, folder: Path | None) -> None:
     if overrun is not None:
         whose = "--chat-template" if folder is None else f"{folder}: its chat template"
         more = "" if folder is None else "; give another by --chat-template FILE"
-        raise ConfigError(f"{whose}: with one message of a user {overrun}{more}")
+        raise ConfigError(f"{whose}: {overrun}{more}")
     if problem is not None:
         log.warning("%s: its chat template cannot be used, and chats are refused: %s", folder, problem)
 

@@ -22,7 +22,20 @@ from treetop.version import DISTRIBUTION
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _RESERVED = ("messages", "self", "raise_exception", "strftime_now")
 """What a template is given beside its options, under names that mean something else to it then."""
-_PROBE: Sequence[Message] = ({"role": "user", "content": "Hello"},)
+_HELLO: Message = {"role": "user", "content": "Hello"}
+_TOOL = {
+    "name": "search",
+    "description": "Search",
+    "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
+}
+_TOOLS = {"tools": [{"type": "function", "function": _TOOL}]}
+
+
+def _called(arguments: object) -> list[Message]:
+    """A call and what came of it."""
+    call = {"id": "call00001", "type": "function", "function": {"name": _TOOL["name"], "arguments": arguments}}
+    result = {"role": "tool", "tool_call_id": call["id"], "name": _TOOL["name"], "content": "1"}
+    return [_HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}, result]
 
 
 class ChatTemplate:
@@ -79,9 +92,23 @@ class ChatTemplate:
             return _problem(self._ask("null"))
 
     def overrun(self) -> str | None:
-        """Which limit of its process it runs into with one message of a user; None for none, or if it refuses that."""
-        with self._lock:
-            return self._ask(template_line(_PROBE, {})).get("limit")
+        """With which of some short chats, and into which limit of its process, it runs; None for none of them.
+
+        A chat that it refuses is none: whoever sends such is told its words.
+        """
+        query = {"query": "a"}
+        probes: Mapping[str, tuple[list[Message], Mapping[str, Any]]] = {
+            "one message of a user": ([_HELLO], {}),
+            "a system message": ([{"role": "system", "content": "Be brief"}, _HELLO], {}),
+            "tools": ([_HELLO], _TOOLS),
+            "a tool's result": (_called(json.dumps(query) if self.joins_arguments else query), _TOOLS),
+        }
+        for name, (messages, options) in probes.items():
+            with self._lock:
+                limit = self._ask(template_line(messages, options)).get("limit")
+            if limit is not None:
+                return f"with {name} {limit}"
+        return None
 
     def close(self) -> None:
         self._end()

@@ -118,7 +118,8 @@ def answer(header: str, made: list[tuple[Template, Template]], line: str) -> dic
     except RecursionError:
         return {"limit": "it recurses too deep"}
     except Exception as error:  # it is anybody's code
-        return {"error": f"{type(error).__name__}: {error}"[:1000]}
+        words = f"{type(error).__name__}: {error}"[:1000]
+        return {"error": words.encode(errors="backslashreplace").decode()}  # a lone surrogate is no text to answer with
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
     if len(text) > _MAX_CHARACTERS:
