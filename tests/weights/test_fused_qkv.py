@@ -1,4 +1,4 @@
-"""MiMo-V2.5's `qkv_proj`: q, k and v in one tensor of several parts, in FP8 by blocks that begin anew in each part."""
+"""q, k and v in one tensor of several parts, in FP8 by blocks: MiMo-V2.5's begin anew in each part, others run on."""
 
 import json
 from functools import partial
@@ -18,7 +18,7 @@ from treetop.models.layers import self_attention_params
 from treetop.models.registry import target_spec
 from treetop.types.errors import CheckpointError
 from treetop.weights.format import CheckpointTensor, read_rows
-from treetop.weights.fp8 import fp8
+from treetop.weights.fp8 import WHOLE, fp8
 from treetop.weights.plain import UNQUANTIZED
 from treetop.weights.quantized import Grid
 
@@ -57,6 +57,25 @@ def test_rows_of_each_part_are_its_share_of_q_then_of_k_then_of_v(folders):
     assert kept[1].sort().values.equal(torch.cat([torch.arange(24.0, 36), torch.arange(68.0, 80)]))
     zeros = torch.zeros(4)
     assert kept[2].equal(torch.cat([torch.arange(36.0, 44), zeros, torch.arange(80.0, 88), zeros]))
+
+
+@pytest.mark.parametrize("grid", [Grid(20, 16), WHOLE], ids=["blocks", "a whole weight"])
+def test_blocks_run_through_the_heads_of_other_models(grid, tmp_path):
+    """GPT-NeoX's `query_key_value`, a part a head: what quantizes knows no heads. Of one rank, and of two."""
+    attention = target_spec(FAMILIES["gpt neox"].save(tmp_path).pair.target).config.layers[0].attention
+    format_, generator = fp8(grid), torch.Generator().manual_seed(1)
+    codes = torch.randn(96, 32, generator=generator).to(torch.float8_e4m3fn)
+    scales = torch.rand(grid.shape((96, 32)), generator=generator)
+    spread = scales if grid == WHOLE else scales.repeat_interleave(20, 0)[:96].repeat_interleave(16, 1)
+    read = partial(fetched, {"s.qkv_proj.weight": codes, "s.qkv_proj.weight_scale": scales})
+    (qkv, *_) = self_attention_params(attention, "a", "s", 32, 32)
+    for source, *halves in zip(qkv.sources, *(cut(qkv, rank, 2).sources for rank in range(2)), strict=True):
+        assert format_.stored(source)["s.qkv_proj.weight_scale"].shape == grid.shape((96, 32))
+        of_one, *of_two = (
+            torch.cat([rows for _, rows in read_rows(format_, UNQUANTIZED, each, read)]) for each in (source, *halves)
+        )
+        assert torch.equal(of_one, source.transform(codes.float() * spread))
+        assert torch.equal(of_one, torch.cat(of_two))
 
 
 def joined(tensors, prefix):

@@ -94,6 +94,7 @@ class AttentionSpec:
     sinks: each head has a logit that takes part in its softmax and has no value, stored as sink_name.
     joined: a checkpoint holds q, k and v as one tensor, of so many parts one below the other, each of which has its
         share of the heads' q, then of k and of v; 0 where they are three.
+    parts_apart: blocks of its scales begin anew in each part; else they run through all rows as these are stored.
     gate: of the output.
     value_dim: of a value, where it is narrower than a key; it is kept as wide.
     value_scale: what values are multiplied by.
@@ -118,6 +119,7 @@ class AttentionSpec:
     sink_name: str = "sinks"
     whole_qk_norm: bool = False
     joined: int = 0
+    parts_apart: bool = False
     value_norm: bool = False
     gate: OutputGate | None = None
     value_dim: int | None = None

@@ -228,9 +228,9 @@ def self_attention_params(
         if spec.joined and each in rows:
             whole, lines = (sum(own.values()) * parts, *shape[1:]), slice(first[each], first[each] + own[each])
             cut = partial(_lines, parts=parts, lines=lines, then=turned)
-            shared = each in ("k", "v")
+            shared, apart = each in ("k", "v"), parts if spec.parts_apart else 1
             return CheckpointTensor(
-                f"{stored}.qkv_proj.{of}", whole, cut, rows[each], unit=dim, shared=shared, parts=parts
+                f"{stored}.qkv_proj.{of}", whole, cut, rows[each], unit=dim, shared=shared, parts=apart
             )
         if each == "v":
             narrow = (shape[0] // dim * spec.output_dim, *shape[1:])

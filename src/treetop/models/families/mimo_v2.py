@@ -160,6 +160,7 @@ def _attention(config: dict[str, Any], kind: str, where: Path) -> AttentionSpec:
         spec,
         output_bias=False,
         joined=joined,
+        parts_apart=joined > 0,
         window=size(config, "sliding_window", where) if slides else None,
         sinks=slides if said is None else bool(said),
         sink_name="attention_sink_bias",
