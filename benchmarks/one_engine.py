@@ -29,7 +29,7 @@ from treetop.bench.machine import measure_machine
 from treetop.bench.prompts import prompt_ids
 from treetop.bench.roofline import Case, round_floor
 from treetop.bench.rounds import device_times_ms, greedy_key, pose
-from treetop.engine.startup.plan import packing
+from treetop.engine.startup.weight_copies import packing
 from treetop.models.registry import TargetSpec, target_spec
 from treetop.types.layout import PLAIN, SpecShape
 

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from support.families import FAMILIES
+from treetop.attention import exact_backend
 from treetop.checkpoints.loader import LoadContext
 from treetop.distributed.open import open_core
-from treetop.engine.startup import exactness_table
+from treetop.distributed.remote_engine import check_alike
+from treetop.engine.startup import exactness, exactness_table
 from treetop.engine.startup.exactness import whose_sums
 from treetop.engine.startup.exactness_table import TABLE, ExactnessRow, kind_of, settled
 from treetop.engine.startup.plan import plan_engine
@@ -14,6 +16,7 @@ from treetop.kernels.profile import Integers, profile_of
 from treetop.models.registry import target_spec
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
+from treetop.weights import cpu_products
 from treetop.weights.cpu_products import Call, ChosenProduct
 
 KINDS = {
@@ -71,6 +74,70 @@ def test_a_model_that_bits_refuses_is_ties(tmp_path, named):
     """Else a start without any option about it would be refused where its kind has a row."""
     told = settled(config_of(FAMILIES["falcon 7b"].save(tmp_path).pair))
     assert (told.config.exactness, told.why) == ("ties", "norms that subtract the mean are not exact yet")
+
+
+@pytest.fixture
+def of_probes(monkeypatch, tmp_path):
+    """A CPU that has a row, met for the first time: what its probes say is set by name."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(exactness, "remedy", lambda: None)
+
+    def say(**found):
+        monkeypatch.setattr(exactness, "elementwise_problem", lambda threads: found.get("operations"))
+        monkeypatch.setattr(exact_backend, "problem", lambda *_: found.get("attention"))
+        exact = lambda shape, call, threads: None if shape == found.get("product") else 1  # noqa: E731
+        monkeypatch.setattr(cpu_products, "_least_rows", exact)
+
+    return say
+
+
+PROBED = {
+    "no product": ({"product": (96, 64)}, {}, "a product with a weight [96, 64]"),
+    "no product of two ranks": ({"product": (64, 24)}, {"tp_size": 2}, "a product with a weight [64, 24]"),
+    "no attention": ({"attention": "attention's sums with heads of 16"}, {}, "attention's sums with heads of 16"),
+    "no other operation": ({"operations": "exp"}, {}, "exp"),
+}
+
+
+@pytest.mark.parametrize("case", PROBED)
+def test_a_row_whose_cpu_fails_a_probe_is_ties(strong_pair, named, of_probes, case):
+    """Sums of integers would serve, at twice the price and more: no row was measured with them."""
+    found, options, words = PROBED[case]
+    config = config_of(strong_pair, **options)
+    of_probes(**found)
+    told = settled(config)
+    assert (told.config.exactness, told.by) == ("ties", "probes")
+    assert told.why == f"on this machine the bits of {words} depend on the batch, and sums of integers cost more"
+    of_probes()
+    assert settled(config) == told, "what was found on this machine holds for all later starts"
+
+
+def test_sums_of_integers_that_are_asked_for_have_no_row(strong_pair, named):
+    told = settled(config_of(strong_pair, exact_sums="integers"))
+    assert (told.config.exactness, told.by, told.why) == ("ties", "probes", "sums of integers (--exact-sums) cost more")
+
+
+def test_where_a_setting_would_help_auto_is_refused_and_names_it(strong_pair, named, of_probes, monkeypatch):
+    """Another process on this machine, which began in that mode, has bits: two starts must not differ."""
+    of_probes(attention="attention's scores with heads of 16")
+    monkeypatch.setattr(exactness, "remedy", lambda: "start with a mode")
+    words = "--exactness auto: .* attention's scores .* the batch; start with a mode, or use --exactness ties"
+    with pytest.raises(ConfigError, match=words):
+        settled(config_of(strong_pair))
+
+
+def test_an_engine_whose_probe_fails_serves_and_says_so(strong_pair, named, of_probes, caplog):
+    """And where another engine's did not, side by side they are refused by what each came to."""
+    of_probes(operations="exp")
+    with caplog.at_level("INFO", logger="treetop"):
+        opened = open_core(config_of(strong_pair))
+    info = opened.info
+    opened.close()
+    assert (info.exactness, info.exactness_by) == ("ties", "probes")
+    assert "exactness auto is ties: on this machine the bits of exp depend on the batch" in caplog.text
+    other = info._replace(exactness="bits", exactness_by="dense.Maker")
+    with pytest.raises(ConfigError, match=r"engine 0 is ties by probes, engine 1 is bits by dense\.Maker"):
+        check_alike([("engine 0 is", info), ("engine 1 is", other)])
 
 
 def test_an_engine_says_which_and_why(strong_pair, named, caplog):

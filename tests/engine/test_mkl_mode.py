@@ -30,14 +30,21 @@ def test_the_mode_is_chosen_before_the_first_product_or_named(before, code):
     assert (mkl_mode.VARIABLE in done.stderr) == bool(code)
 
 
-@pytest.mark.parametrize(("given", "helps"), [(None, True), ("AVX2", True), (mkl_mode.MODE, False)])
-def test_a_mode_that_was_given_from_the_start_is_not_advised(monkeypatch, given, helps):
+LATE, IN_FORCE = 1, 0x10002
+"""What MKL answers of its mode: none was chosen in time, or the one that is asked for."""
+
+
+@pytest.mark.parametrize(("given", "answer", "helps"), [
+    (None, LATE, True), (None, IN_FORCE, False), ("AVX2", LATE, True), (mkl_mode.MODE, IN_FORCE, False),
+])  # fmt: skip
+def test_a_mode_that_is_in_force_is_not_advised(monkeypatch, given, answer, helps):
     """Where a probe fails in the very mode, a message that advises it would send its reader in a circle."""
     for each in (mkl_mode.choose_mode, mkl_mode._given):
         monkeypatch.setattr(mkl_mode, each.__name__, cache(each.__wrapped__))
     monkeypatch.setattr(mkl_mode, "_is_intel", lambda: True)
     monkeypatch.setattr(mkl_mode.torch.backends.mkl, "is_available", lambda: True)
-    monkeypatch.setattr(mkl_mode.ctypes, "CDLL", lambda path: SimpleNamespace(mkl_serv_cbwr_set=lambda mode: 0))
+    library = SimpleNamespace(mkl_serv_cbwr_set=lambda mode: 0, mkl_serv_cbwr_get=lambda which: answer)
+    monkeypatch.setattr(mkl_mode.ctypes, "CDLL", lambda path: library)
     monkeypatch.setenv(mkl_mode.VARIABLE, given or "")
     if given is None:
         monkeypatch.delenv(mkl_mode.VARIABLE)

@@ -10,7 +10,7 @@ from support.engines import build, greedy, tokens
 from support.operation_cases import coded_weight
 from support.quantized import by_library, fp8_blocks, nvfp4_of_modelopt, quantized
 from support.tiny_models import Pair, save_random_experts, save_random_head, save_random_llama
-from treetop.engine.startup.plan import packing
+from treetop.engine.startup.weight_copies import packing
 from treetop.kernels.gemm.quantized_weight import QuantScheme
 from treetop.kernels.gemm.tiles import apart, decode_tiles, in_turn, tile
 from treetop.kernels.triton_guard import gpu_traits

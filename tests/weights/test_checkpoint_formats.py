@@ -21,7 +21,8 @@ from treetop import LLM, SamplingParams
 from treetop.checkpoints.fingerprint import fingerprint
 from treetop.checkpoints.loader import LoadContext, load_weights, random_weights, weight_bytes
 from treetop.checkpoints.params import cut
-from treetop.engine.startup.plan import packing, plan_engine
+from treetop.engine.startup.plan import plan_engine
+from treetop.engine.startup.weight_copies import packing
 from treetop.models.registry import target_spec
 from treetop.parallel.exchange import ExchangeRank
 from treetop.tools.inspect import as_text, inspect

@@ -26,7 +26,8 @@ from treetop.checkpoints.folder import resolve_folder
 from treetop.checkpoints.loader import compute_device, compute_dtype
 from treetop.engine.cuda_graphs import CudaGraphs, plan_host_extents
 from treetop.engine.rounds import RoundKey, phases_of
-from treetop.engine.startup.plan import packing, plan_engine
+from treetop.engine.startup.plan import plan_engine
+from treetop.engine.startup.weight_copies import packing
 from treetop.llm import LLM, RequestOutput, TextDelta
 from treetop.models.registry import target_spec
 from treetop.types.config import EngineConfig

@@ -24,8 +24,8 @@ from treetop.engine.offloading.disk_pages import open_disk
 from treetop.engine.routed_experts import expert_layers
 from treetop.engine.startup.default_policy import with_policy
 from treetop.engine.startup.exactness_table import settled
-from treetop.engine.startup.plan import packing
 from treetop.engine.startup.round_costs import work_clock
+from treetop.engine.startup.weight_copies import packing
 from treetop.exact.machine import cpu_model
 from treetop.models.registry import target_spec
 from treetop.scheduler.scheduler import Scheduler

@@ -55,9 +55,9 @@ def _asked(function: str, number: int) -> int | None:
 def remedy() -> str | None:
     """What helps where a probe fails in spite of it: MKL was called before, or runs in another mode of the user's.
 
-    None where the process began in the mode, or none is chosen here: then nothing is left to try.
+    None where the process has the mode, or none is chosen here: then nothing is left to try.
     """
-    if choose_mode() is None or _given() == MODE:
+    if choose_mode() is None or _given() == MODE or (_given() is None and mode_in_force() == _AUTO_STRICT):
         return None
     return f"start the process with {VARIABLE}={MODE} in its environment, for MKL's mode is fixed by its first product"
 

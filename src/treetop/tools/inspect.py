@@ -19,7 +19,8 @@ from treetop.checkpoints.params import about_activations, stay_packed
 from treetop.drafts.protocol import DrafterSpec
 from treetop.drafts.registry import FoundDraft, find_draft
 from treetop.engine.memory import MemoryUse
-from treetop.engine.startup.plan import packing, plan_engine, read_draft_spec
+from treetop.engine.startup.plan import plan_engine, read_draft_spec
+from treetop.engine.startup.weight_copies import packing
 from treetop.models.config import AttentionSpec, LayerSpec, read_config
 from treetop.models.registry import TargetSpec, target_spec
 from treetop.types.config import EngineConfig, Exactness

@@ -257,9 +257,7 @@ def _fastest_exact(
     That is the first, or a later one that is faster by `_EXACT_GAIN` over all classes. times: by row class, of each
     call. A call that is given more rows than a class has takes the time of those.
     """
-    packs = default_call(torch.float32) is Call.PACKED
-    library = [call for call in among if call in _ORDER and (packs or call is not Call.PACKED)]
-    exact = {call: least for call in library if (least := _least_rows(shape, call, threads)) is not None}
+    exact = {call: least for call in _of_library(among) if (least := _least_rows(shape, call, threads)) is not None}
     if not exact:
         return (Call.INTEGERS, 1) if Call.INTEGERS in among else None
     classes = range(len(ROW_CLASSES))
@@ -272,6 +270,27 @@ def _fastest_exact(
     first = next(iter(exact))
     best = min(exact, key=lambda call: cost[call] * (1 if call is first else _EXACT_GAIN))
     return best, exact[best]
+
+
+def without_exact_call(shapes: Iterable[Shape], sums: ExactSums) -> Shape | None:
+    """A shape of which no library's call among those of `--exact-sums` is exact, in float32; None if each has one.
+
+    A probe says so, whose finding holds for all starts on this machine, and never a timing.
+    """
+    threads, calls = torch.get_num_threads(), _of_library(_EXACT[sums])
+
+    def find(shape: Shape) -> bool:
+        return any(_least_rows(shape, call, threads) is not None for call in calls)
+
+    for shape in dict.fromkeys(shapes):
+        if not found_once("exact-calls", (sums, shape, threads), partial(find, shape)):
+            return shape
+    return None
+
+
+def _of_library(among: Iterable[Call]) -> list[Call]:
+    packs = default_call(torch.float32) is Call.PACKED
+    return [call for call in among if call in _ORDER and (packs or call is not Call.PACKED)]
 
 
 _MAX_PROBED = 2**27

@@ -16,6 +16,7 @@ from treetop.checkpoints.loader import LoadContext
 from treetop.checkpoints.lora_folder import LoraFolder
 from treetop.engine.startup.adapters import rank_of_tables
 from treetop.engine.startup.operation_probes import kept_operation_problem
+from treetop.engine.startup.weight_copies import product_weights
 from treetop.exact.machine import cpu_model, found_once
 from treetop.exact.mkl_mode import choose_mode, remedy
 from treetop.kernels.exact import elementwise_problem
@@ -27,7 +28,7 @@ from treetop.models.registry import TargetSpec
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 from treetop.types.layout import Layout
-from treetop.weights.cpu_products import ChosenProduct
+from treetop.weights.cpu_products import ChosenProduct, without_exact_call
 
 _TIES = "use --exactness ties"
 _INTEGERS = "use --exact-sums integers"
@@ -43,7 +44,7 @@ def chosen_profile(
         raise ConfigError(f"--exactness bits: {problem.reason}; {problem.remedy}")
     if profile.products != "one call":
         return profile
-    integers = Integers(config.exact_sums == "integers", _integers(config, layout))
+    integers = Integers(config.exact_sums == "integers", _integers(config, target.config))
     return profile_of(config.exactness, place.device, integers)
 
 
@@ -83,7 +84,7 @@ def why_not_exact(
         reason = "on a GPU only compressed attention (MLA) is exact with K/V in FP8"
         return BackendRefusal(reason, f"{_TIES} or {flag} auto")
     found = (
-        _probed_on_a_cpu(config, layout)
+        _probed_on_a_cpu(config, target.config)
         if on_cpu
         else _probed_on_a_gpu(target, place, rank_of_tables(config, adapters, True))
     )
@@ -138,15 +139,44 @@ def _of_device(config: EngineConfig, place: LoadContext) -> BackendRefusal | Non
     return None
 
 
-def _probed_on_a_cpu(config: EngineConfig, layout: Layout) -> str | None:
+def why_not_by_libraries(config: EngineConfig, target: TargetSpec, place: LoadContext) -> str | None:
+    """On a CPU, why `bits` would cost more than the library's sums, by which it was measured; None if nothing says so.
+
+    Only probes do, and never a timing. Raises ConfigError where a mode of the library's might help that this process
+    missed: other processes on this machine come to other sums then.
+    """
+    if place.device.type != "cpu":
+        return None
+    if config.exact_sums == "integers":
+        return "sums of integers (--exact-sums) cost more"
+    found = _no_operations() or _no_chains(target.config)
+    if found is None:
+        weights = product_weights(target, None, place)
+        shapes = (each.shape for each in weights if each.format.copy_bytes(each, place.dtype, None))
+        shape = without_exact_call(shapes, config.exact_sums)
+        found = None if shape is None else f"a product with a weight [{shape[0]}, {shape[1]}]"
+    if found is None:
+        return None
+    words, way = f"on this machine the bits of {found} depend on the batch", remedy()
+    if way is not None:
+        raise ConfigError(f"--exactness auto: {words}; {way}, or {_TIES}")
+    return f"{words}, and sums of integers cost more"
+
+
+def _probed_on_a_cpu(config: EngineConfig, model: ModelConfig) -> str | None:
     """What of a target's operations but products is not exact and has no other form."""
+    return _no_operations() or (None if _integers(config, model) else _no_chains(model))
+
+
+def _no_operations() -> str | None:
+    """What beside products and attention is not exact on this CPU."""
     choose_mode()
     threads = torch.get_num_threads()
     found: str | None = found_once("exact-operations", threads, partial(elementwise_problem, threads))
-    return found or (None if _integers(config, layout) else _no_chains(layout))
+    return found
 
 
-def _integers(config: EngineConfig, layout: Layout) -> bool:
+def _integers(config: EngineConfig, model: ModelConfig) -> bool:
     """Whether attention on a CPU has sums of integers.
 
     Without being asked for that is where the library's are not exact and no mode of it could help: so it is the same in
@@ -154,15 +184,15 @@ def _integers(config: EngineConfig, layout: Layout) -> bool:
     """
     if config.exact_sums != "auto":
         return config.exact_sums == "integers"
-    return _no_chains(layout) is not None and remedy() is None
+    return _no_chains(model) is not None and remedy() is None
 
 
-def _no_chains(layout: Layout) -> str | None:
+def _no_chains(model: ModelConfig) -> str | None:
     """What of attention by the library is not exact on this CPU."""
     choose_mode()
     threads = torch.get_num_threads()
-    for group in (group.kv for group in layout.groups if group.is_attended):
-        sizes = group.head_dim - group.index_dim, threads, group.value_dim
+    for kv in dict.fromkeys(spec.kv for spec in model.attention.values()):
+        sizes = kv.head_dim - kv.index_dim, threads, kv.value_dim
         found: str | None = found_once("exact-attention", sizes, partial(on_a_cpu.problem, *sizes))
         if found is not None:
             return found

@@ -2,7 +2,8 @@
 
 So starts, ranks, replicas and both sides of a hand-over come to the same, if they have the same device, model and
 options; where they have not, they are refused by name. A row is `bits` where its cost was measured to be at most 1.08
-times that of `ties`; what no row names is `ties`.
+times that of `ties`; what no row names is `ties`. So is a CPU that has a row and whose library's sums depend on the
+batch: sums of integers would serve there, at a price that no row has. That is found by probes, once for a machine.
 """
 
 from dataclasses import dataclass, replace
@@ -14,10 +15,12 @@ import torch
 
 from treetop.checkpoints.folder import resolve_folder
 from treetop.checkpoints.loader import LoadContext, compute_device, compute_dtype
-from treetop.engine.startup.exactness import unfit_options, why_not_model
+from treetop.engine.startup.exactness import unfit_options, why_not_by_libraries, why_not_model
+from treetop.engine.startup.weight_copies import packing
 from treetop.models.config import ModelConfig
 from treetop.models.registry import target_spec
 from treetop.types.config import EngineConfig
+from treetop.types.parallel import SINGLE_RANK, PlaceholderRank
 
 Kind = Literal["dense", "experts", "compressed", "sparse", "recurrent"]
 
@@ -59,8 +62,8 @@ def settled(config: EngineConfig) -> Settled:
         return Settled(config, "as asked")
     device = compute_device(config.device)
     place = LoadContext(compute_dtype(config.dtype, device), device, 1)
-    model = target_spec(resolve_folder(config.model)).config
-    maker, kind = device_name(device), kind_of(model)
+    target = target_spec(resolve_folder(config.model))
+    maker, kind = device_name(device), kind_of(target.config)
     row = next((row for row in TABLE if (row.device, row.kind, row.drafted) == (maker, kind, config.speculates)), None)
     drafted = "with a draft" if config.speculates else "without a draft"
     if row is None:
@@ -68,12 +71,17 @@ def settled(config: EngineConfig) -> Settled:
         return Settled(replace(config, exactness="ties"), why, _short(maker, kind))
     if config.has_loras:
         return Settled(replace(config, exactness="ties"), "what it costs beside adapters was not measured", "options")
-    unbuilt = why_not_model(model)
+    unbuilt = why_not_model(target.config)
     if unbuilt is not None:
         return Settled(replace(config, exactness="ties"), unbuilt.reason, _short(maker, kind))
     problem = unfit_options(config, place)
     if problem is not None:
         return Settled(replace(config, exactness="ties"), problem.reason, "options")
+    ranks = SINGLE_RANK if config.tp_size == 1 else PlaceholderRank(config.tp_size)
+    place = replace(place, parallel=ranks, packed=packing(config), activations=config.quantize_activations)
+    dearer = why_not_by_libraries(config, target, place)
+    if dearer is not None:
+        return Settled(replace(config, exactness="ties"), dearer, "probes")
     why = f"{kind} models {drafted} on {maker} have {row.measured}"
     return Settled(replace(config, exactness="bits"), why, _short(maker, kind))
 

@@ -47,12 +47,11 @@ from treetop.engine.startup.exactness_table import settled
 from treetop.engine.startup.host_layout import check_host_tier, staging_bytes, with_copied, with_host
 from treetop.engine.startup.layer_groups import backend_need, causal_blocks, kv_groups, state_groups
 from treetop.engine.startup.state_limits import uses_fla, with_checkpoints, within_states
-from treetop.engine.startup.weight_copies import CpuWeights, with_copies, with_second_orders
+from treetop.engine.startup.weight_copies import CpuWeights, packing, with_copies, with_second_orders
 from treetop.engine.state import make_state
 from treetop.kernels.kv import FP8_CAPABILITY, kv_dtype
 from treetop.kernels.profile import profile_of
 from treetop.kernels.sampling.process import MAX_COUNT
-from treetop.kernels.table import OpContext, on_a_gpu_in_16_bits
 from treetop.models.config import ModelConfig, read_config
 from treetop.models.registry import TargetSpec, target_spec
 from treetop.speculative.profile import RANKS, AcceptanceProfile, read_profile
@@ -62,7 +61,6 @@ from treetop.types.kv import KVFormat
 from treetop.types.layout import KVGroup, Layout, PrefillCosts
 from treetop.types.parallel import SINGLE_RANK, Parallel, PlaceholderRank
 from treetop.types.sampling import num_classes
-from treetop.weights.format import Packing
 from treetop.weights.kv_scales import check_scheme
 
 
@@ -112,8 +110,8 @@ def plan_engine(
     exact = int(engine_plan.place.profile.batch_invariant)
     if expert_ranks.minimum(exact) != -expert_ranks.minimum(-exact):
         raise ConfigError(
-            f"--exactness auto: it is {config.exactness} here and not so on another rank, whose device is another;"
-            " use --exactness bits or ties on all"
+            f"--exactness auto: it is {config.exactness} here and not so on another rank, whose device or probes"
+            " differ; use --exactness bits or ties on all"
         )
     # Steps of all ranks have one size, and a request gets the same bits on any of them.
     own = engine_plan.layout.max_requests, engine_plan.layout.chunk, int(engine_plan.place.compressed)
@@ -375,17 +373,6 @@ def _profile_of(config: EngineConfig) -> AcceptanceProfile | None:
     if topk > RANKS:
         raise ConfigError(f"--speculative-eagle-topk {topk}: --simulate-acceptance draws {RANKS} proposals at most")
     return read_profile(config.simulate_acceptance)
-
-
-def packing(config: EngineConfig) -> Packing:
-    """Which quantized parameters stay packed; if the configuration does not say, those whose products a GPU decodes in
-    registers."""
-    device = compute_device(config.device)
-    if config.dequantize_weights is None:
-        stays = on_a_gpu_in_16_bits(OpContext(device, compute_dtype(config.dtype, device)))
-    else:
-        stays = not config.dequantize_weights
-    return "none" if not stays else "rows" if device.type == "cpu" else "tiles"
 
 
 def read_draft_spec(config: EngineConfig, target: TargetSpec) -> DrafterSpec:

@@ -1,4 +1,5 @@
-"""Which copies of weights are kept, and what they take: in 12 bits on a GPU, in a second order on a CPU.
+"""Which weights stay packed, which copies of others are kept, and what these take: in 12 bits on a GPU, in a second
+order on a CPU.
 
 Of which weights, says their format. Decided before any weight is read.
 """
@@ -8,9 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from treetop.checkpoints.loader import LoadContext, without_memory
+from treetop.checkpoints.loader import LoadContext, compute_device, compute_dtype, without_memory
 from treetop.drafts.protocol import DrafterSpec
 from treetop.engine.memory import Budget, DeviceMemory, fit, pool_bytes
+from treetop.kernels.table import OpContext, on_a_gpu_in_16_bits
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits
 from treetop.models.registry import TargetSpec
 from treetop.types.config import EngineConfig
@@ -18,8 +20,19 @@ from treetop.types.errors import CapacityError, ConfigError
 from treetop.types.layout import Layout
 from treetop.types.parallel import SINGLE_RANK, PlaceholderRank
 from treetop.weights.cpu_products import TIMED_DTYPES, Shape
-from treetop.weights.format import ProductWeight
+from treetop.weights.format import Packing, ProductWeight
 from treetop.weights.lossless import why_not_compressed
+
+
+def packing(config: EngineConfig) -> Packing:
+    """Which quantized parameters stay packed; if the configuration does not say, those whose products a GPU decodes in
+    registers."""
+    device = compute_device(config.device)
+    if config.dequantize_weights is None:
+        stays = on_a_gpu_in_16_bits(OpContext(device, compute_dtype(config.dtype, device)))
+    else:
+        stays = not config.dequantize_weights
+    return "none" if not stays else "rows" if device.type == "cpu" else "tiles"
 
 
 def with_copies(
