@@ -40,6 +40,12 @@ def adapters(pair, tmp_path_factory):
     return made
 
 
+def accepted(outputs) -> float:
+    """Drafts a round."""
+    lengths = [length for own in accept_lens(outputs) for length in own]
+    return sum(lengths) / len(lengths)
+
+
 def answers(pair, adapters, names, prompts, params, **options):
     """Of all names in one batch: by name, the tokens of each prompt."""
     modules = {name: str(folder) for name, folder, _ in adapters}
@@ -119,3 +125,37 @@ def test_a_budget_of_nodes_goes_to_rows_with_all_adapters(pair, adapters):
     whole = answers(pair, adapters, names, prompts, params, dtype="float32")
     assert answers(pair, adapters, names, prompts, params, **options) == whole
     assert len({str(each) for each in whole.values()}) > 1
+
+
+@pytest.mark.parametrize("graphs", ["auto", "off"])
+def test_rows_draft_by_their_own_adapters_of_the_head(pair, tmp_path, graphs):
+    """float32, captured and eager: as many are accepted as of merged heads, but for ties between drafts, beside rows of
+    the base and of an adapter without."""
+    head_modules = (*EVERY, "fc")
+    with_head = save_lora(tmp_path / "with", pair.target, 8, 16.0, 1)
+    of_head = save_lora(with_head / "draft", pair.head, 16, 32.0, 2, head_modules)
+    without = save_lora(tmp_path / "without", pair.target, 16, 32.0, 3)
+    prompts, params = pair.prompts([5, 41, 17], seed=2), greedy(40, whole=True)
+    options, want = {"device": "cuda", "dtype": "float32", "graphs": graphs}, {}
+    heads = {None: pair.head, "with": merged(tmp_path / "head", pair.head, of_head, 2.0), "without": pair.head}
+    folders = {"with": with_head, "without": without}
+    for name, head in heads.items():
+        target = pair.target if name is None else merged(tmp_path / f"{name} whole", pair.target, folders[name], 2.0)
+        llm = build(Pair(target, head), SHAPE, **options)
+        want[name] = llm.generate(prompts, params)
+        llm.close()
+    modules = {name: str(folder) for name, folder in folders.items()}
+    llm = build(pair, SHAPE, lora_modules=modules, max_running_requests=16, **options)
+    requests = [each for name in heads for each in llm._asked(prompts, params, None, name)]
+    outputs = {delta.index: delta.output for delta in llm._run(requests) if delta.output is not None}
+    llm.close()
+    found = [outputs[at] for at in range(len(requests))]
+    whole = [output for name in heads for output in want[name]]
+    assert tokens(found) == tokens(whole)
+    for at, name in enumerate(heads):
+        own, merged_own = accepted(found[3 * at : 3 * at + 3]), accepted(want[name])
+        assert own == pytest.approx(merged_own, rel=0.05), name
+    bare = build(Pair(merged(tmp_path / "bare", pair.target, with_head, 2.0), pair.head), SHAPE, **options)
+    difference = abs(accepted(bare.generate(prompts, params)) / accepted(want["with"]) - 1)
+    bare.close()
+    assert difference > 0.1, "the head's adapter does not matter: take another seed"

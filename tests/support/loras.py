@@ -1,6 +1,7 @@
 """Low-rank adapters as PEFT writes them, and what a model is with one merged into its weights."""
 
 import json
+import re
 from pathlib import Path
 
 import torch
@@ -11,17 +12,19 @@ from support.tiny_models import copy_folder
 EVERY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def modules_of(target: Path, kinds=EVERY) -> dict[str, tuple[int, int]]:
-    """Modules of a model's layers with these names, and the shapes of their weights."""
+def modules_of(target: Path, kinds=EVERY, within="") -> dict[str, tuple[int, int]]:
+    """Modules of a model's layers with these names, and the shapes of their weights. within: what names begin with."""
     tensors = load_file(target / "model.safetensors")
-    names = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
+    names = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight") and re.match(within, name)]
     return {name: tuple(tensors[f"{name}.weight"].shape) for name in names if name.rpartition(".")[2] in kinds}
 
 
-def save_lora(folder: Path, target: Path, rank=4, alpha=8.0, seed=0, kinds=EVERY, size=0.3, **config) -> Path:
+def save_lora(
+    folder: Path, target: Path, rank=4, alpha=8.0, seed=0, kinds=EVERY, size=0.3, *, within="", **config
+) -> Path:
     """Random factors for modules of a target; `config` as in PEFT's file."""
     generator, tensors = torch.Generator().manual_seed(seed), {}
-    for module, (out, width) in modules_of(target, kinds).items():
+    for module, (out, width) in modules_of(target, kinds, within).items():
         at = f"base_model.model.{module}"
         tensors[f"{at}.lora_A.weight"] = torch.randn((rank, width), generator=generator) * width**-0.5
         tensors[f"{at}.lora_B.weight"] = torch.randn((out, rank), generator=generator) * size
@@ -41,7 +44,8 @@ def save_lora(folder: Path, target: Path, rank=4, alpha=8.0, seed=0, kinds=EVERY
 
 def merged(folder: Path, target: Path, lora: Path, scale: float) -> Path:
     """The target with an adapter in its weights, in float64."""
-    weights = {name: x.double() for name, x in load_file(target / "model.safetensors").items()}
+    weights = load_file(target / "model.safetensors")
+    weights = {name: x.double() if x.is_floating_point() else x for name, x in weights.items()}
     factors = load_file(lora / "adapter_model.safetensors")
     for name in list(factors):
         if name.endswith(".lora_A.weight"):

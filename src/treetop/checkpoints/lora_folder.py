@@ -1,5 +1,7 @@
 """A folder that PEFT wrote of a low-rank adapter (LoRA): what it says, and which products of a model it changes.
 
+A folder `draft` in it is such an adapter of the draft head.
+
     y = W x + scale * B (A x)        A: [rank, in], B: [out, rank]
 
 Source: PEFT 0.18 `tuners/lora` (`LoraConfig`, `lora_alpha / r`, or by its root with `use_rslora`), E. Hu et al.,
@@ -8,11 +10,11 @@ Source: PEFT 0.18 `tuners/lora` (`LoraConfig`, `lora_alpha / r`, or by its root 
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from math import sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -24,11 +26,19 @@ from treetop.types.errors import CheckpointError, shown
 from treetop.weights.format import CheckpointTensor
 
 _CONFIG, _TENSORS, _PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+_DRAFT = "draft"
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _MAX_RANK, _BLOCK = 512, 1 << 20
-_ADAPTABLE = re.compile(r"layers\.\d+\.(attention\.(qkv|output|gate)|mlp\.(gate_up|up|down))")
-"""Parameters whose products may have adapters beside them: those of attention with keys and values, and of dense
-feed-forwards."""
+_ADAPTABLE = re.compile(
+    r"(layers\.\d+\.)?(attention\.(qkv|output|gate)|mlp\.(gate_up|up|down))|fuse|context|projection|narrow|widen"
+)
+"""Parameters whose products may have adapters beside them: those of attention with keys and values, of dense
+feed-forwards, and those by which draft heads take in and give out states."""
+_MODULES = {
+    "model": "q, k, v and o of attention, gate, up and down of dense feed-forwards can; those of a draft head are in"
+    f" the folder's {_DRAFT}/",
+    "draft head": "q, k, v and o of attention, gate, up and down of dense feed-forwards, what joins states (fc) can",
+}
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "fan_in_fan_out": (False,),
@@ -56,10 +66,20 @@ class LoraModule:
 
 @dataclass(frozen=True, slots=True)
 class LoraFolder:
-    """An adapter that was checked against a model. modules: by what the model's checkpoint calls them."""
+    """An adapter that was checked against a model. modules: by what the model's checkpoint calls them.
+
+    draft: of the draft head, if it has one.
+    """
 
     path: Path
     modules: Mapping[str, LoraModule]
+    draft: "LoraFolder | None" = None
+
+    @property
+    def unread(self) -> Path | None:
+        """An adapter of a draft head, where there is no such head."""
+        beside = self.path / _DRAFT
+        return beside if self.draft is None and beside.exists() else None
 
     @property
     def rank(self) -> int:
@@ -74,6 +94,8 @@ class LoraFolder:
         with (self.path / _TENSORS).open("rb") as file:
             while block := file.read(_BLOCK):
                 found.update(block)
+        if self.draft is not None:
+            found.update(self.draft.digest().encode())
         return found.hexdigest()[:32]
 
     def read(self, module: str) -> tuple[Tensor, Tensor]:
@@ -89,16 +111,25 @@ class LoraFolder:
 
 
 def is_adaptable(param: Param) -> bool:
-    """Whether products with a parameter may have adapters beside them."""
-    return param.kind == "matrix" and _ADAPTABLE.fullmatch(param.name) is not None
+    """Whether products with a parameter may have adapters beside them; of one whose columns are turned none may."""
+    turned = param.name == "projection" and any(source.transform is not None for source in param.sources)
+    return param.kind == "matrix" and _ADAPTABLE.fullmatch(param.name) is not None and not turned
 
 
-def read_lora(path: Path, params: Sequence[Param]) -> LoraFolder:
-    """What a folder holds, by its config and its tensors' headers. params: of the model, whole.
+def read_lora(path: Path, params: Sequence[Param], draft: Sequence[Param] = ()) -> LoraFolder:
+    """What a folder holds, by its config and its tensors' headers. params: of the model, whole. draft: of its head;
+    () for none, of which nothing is read then.
 
     Raises CheckpointError, which names the key or the tensor, for what is no LoRA adapter of this model, or changes
     what cannot be changed by request.
     """
+    found, beside = _read(path, params, "model"), path / _DRAFT
+    if not (draft and beside.exists()):
+        return found
+    return replace(found, draft=_read(beside, draft, "draft head"))
+
+
+def _read(path: Path, params: Sequence[Param], whose: Literal["model", "draft head"]) -> LoraFolder:
     config, where = read_object(path / _CONFIG), path / _CONFIG
     kind = config.get("peft_type")
     if kind != "LORA":
@@ -114,8 +145,8 @@ def read_lora(path: Path, params: Sequence[Param]) -> LoraFolder:
         sources = places.get(module)
         if sources is None:
             raise CheckpointError(
-                f"{file}: {module}: the model has no such module, or none that an adapter can be beside: q, k, v and o"
-                " of attention, gate, up and down of dense feed-forwards can"
+                f"{file}: {module}: the {whose} has no such module, or none that an adapter can be beside:"
+                f" {_MODULES[whose]}"
             )
         modules[module] = LoraModule(module, *_rank_and_scale(module, sources[0], shapes, config, path))
     if not modules:

@@ -42,6 +42,7 @@ from treetop.models.config import AttentionSpec, ModelConfig
 from treetop.models.target import Target
 from treetop.types.config import Recurrence
 from treetop.types.errors import CheckpointError, shown
+from treetop.weights.adapted import AdaptedLinear
 from treetop.weights.format import CheckpointTensor
 from treetop.weights.held import Weights
 
@@ -136,7 +137,9 @@ class PEagleHead:
         """target: whose embedding and output matrix the head uses where it has none of its own."""
         self.spec, self._ops = spec, ops
         self.head = Eagle3Head(spec.head, weights, target, place, ops)
-        self._feature = self.head.fused(weights[MASK_HIDDEN].reshape(1, 1, -1))
+        self._mask = weights[MASK_HIDDEN].reshape(1, 1, -1)
+        by_row = isinstance(self.head.fuse, AdaptedLinear)
+        self._feature = None if by_row else self.head.fused(self._mask)
         self.products: DraftProducts = self.head.products
         self.vocab: DraftVocab = self.head.vocab
 
@@ -154,7 +157,13 @@ class PEagleHead:
         rows, width = len(roots.tokens), self.spec.block.width
         positions = roots.positions[:, None] + torch.arange(width, device=roots.positions.device)
         tokens = torch.full_like(positions, self.spec.mask_token)
-        states = self.head.forward(tokens, self._feature.repeat(rows, width, 1), positions, attend)
+        feature = self._feature
+        states = self.head.forward(
+            tokens,
+            self.head.fused(self._mask.repeat(rows, width, 1)) if feature is None else feature.repeat(rows, width, 1),
+            positions,
+            attend,
+        )
         return BlockOutput(roots.state, self.head.logits(torch.cat([roots.state[:, None], states], dim=1)))
 
     def step(self, nodes: Nodes, positions: Tensor, attend: Attend, lines: Any = None) -> Tensor:

@@ -1,6 +1,8 @@
 """The adapters of an engine that runs: all of them on the host, some in slots of the device."""
 
+import logging
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from treetop.checkpoints.adapters import HostFactors, put, read_factors
@@ -9,8 +11,19 @@ from treetop.engine.features.adapter_calibrations import AdapterCalibrations
 from treetop.engine.startup.plan import EnginePlan
 from treetop.kernels.tree.calibration import Calibration
 from treetop.types.changes import Commit, LoadLora
+from treetop.types.errors import ConfigError
 from treetop.types.messages import AdapterEdit
 from treetop.weights.adapted import Adapters
+
+log = logging.getLogger("treetop")
+
+
+@dataclass(frozen=True, slots=True)
+class _OnHost:
+    """What an adapter puts beside the target's products, and beside the draft head's."""
+
+    target: HostFactors
+    draft: HostFactors
 
 
 class EngineAdapters:
@@ -19,11 +32,14 @@ class EngineAdapters:
     digests: `LoraFolder.digest` of each that the host has, on rank 0 where requests are handed over.
     """
 
-    def __init__(self, engine_plan: EnginePlan, adapters: Adapters, calibration: Calibration) -> None:
+    def __init__(
+        self, engine_plan: EnginePlan, adapters: Adapters, draft_adapters: Adapters | None, calibration: Calibration
+    ) -> None:
         """Raises CheckpointError and ConfigError."""
-        self._adapters, self._plan = adapters, engine_plan
+        self._adapters, self._draft_adapters, self._plan = adapters, draft_adapters, engine_plan
         self.calibrations = AdapterCalibrations(calibration)
-        self._params = engine_plan.place.own(engine_plan.target.params)
+        draft = () if engine_plan.draft is None else engine_plan.draft.params
+        self._params, self._draft_params = (engine_plan.place.own(each) for each in (engine_plan.target.params, draft))
         self.digests = dict[int, str]()
         self._host = {number: self._read(number, folder) for number, folder in enumerate(engine_plan.adapters, 1)}
         slots = range(1, min(len(self._host), adapters.slots - 1) + 1)
@@ -31,7 +47,14 @@ class EngineAdapters:
 
     def prepare(self, asked: LoadLora) -> Commit:
         """Raises CheckpointError for what is no adapter of this model, ConfigError for one of too high a rank."""
-        host = self._read(asked.number, read_lora(Path(asked.path), self._plan.target.params))
+        draft = () if self._plan.draft is None else self._plan.draft.params
+        folder = read_lora(Path(asked.path), self._plan.target.params, draft)
+        if folder.draft is not None and not self._plan.config.enable_draft_lora:
+            raise ConfigError(
+                f"{folder.draft.path}: the draft head of this engine takes no adapter while it runs; start with"
+                " --enable-draft-lora, or remove that folder"
+            )
+        host = self._read(asked.number, folder)
         return lambda: self._host.update({asked.number: host})
 
     def prepare_to_forget(self, number: int) -> Commit:
@@ -47,7 +70,10 @@ class EngineAdapters:
     def apply(self, edits: Iterable[AdapterEdit]) -> None:
         """In their order, before a step's rows come in."""
         for edit in edits:
-            put(self._adapters, edit.slot, self._host[edit.number])
+            host = self._host[edit.number]
+            put(self._adapters, edit.slot, host.target)
+            if self._draft_adapters is not None:
+                put(self._draft_adapters, edit.slot, host.draft)
             self.calibrations.enter(edit)
 
     @property
@@ -55,7 +81,13 @@ class EngineAdapters:
         """Numbers of those that the host has."""
         return tuple(self._host)
 
-    def _read(self, number: int, folder: LoraFolder) -> HostFactors:
+    def _read(self, number: int, folder: LoraFolder) -> _OnHost:
+        if folder.unread is not None:
+            log.info("%s is not read: there is no draft head that it could be beside", folder.unread)
         if self._plan.kv_transfer is not None and self._plan.place.parallel.rank == 0:
             self.digests[number] = folder.digest()
-        return read_factors(self._adapters, folder, self._params, self._plan.place.device.type == "cuda")
+        pinned, draft = self._plan.place.device.type == "cuda", self._draft_adapters
+        target = read_factors(self._adapters, folder, self._params, pinned)
+        if draft is None or folder.draft is None:
+            return _OnHost(target, {})
+        return _OnHost(target, read_factors(draft, folder.draft, self._draft_params, pinned))

@@ -178,7 +178,11 @@ class Engine:
         self.products, self.sums = built.products, whose_sums(engine_plan.place, built.products)
         self.runner, self.slots, self.host_pages = built.runner, built.slots, built.host_pages
         tables = built.runner.adapters
-        self.adapters = None if tables is None else EngineAdapters(engine_plan, tables, built.runner.state.calibration)
+        self.adapters = (
+            None
+            if tables is None
+            else EngineAdapters(engine_plan, tables, built.runner.draft_adapters, built.runner.state.calibration)
+        )
         self._stream: torch.cuda.Stream | None = None  # of all rounds that are captured
         self.launcher = self._make_launcher()
         self._asleep = SleepState()

@@ -53,7 +53,7 @@ class TargetInput:
 class ModelRunner:
     """target_layers, draft_layers: where the K/V that each layer reads live, by index; of the target's that attend.
     recurrent_layers: where the states of its others live.
-    adapters: beside the target's products, None without any.
+    adapters, draft_adapters: beside the products of target and drafter, None without any.
     check_level: see `docs/testing.md`.
     simulation: what is accepted instead of what is right, for measuring.
     anchored: of the spec of the drafter's block.
@@ -75,6 +75,7 @@ class ModelRunner:
     probes: Probes
     recurrent_layers: Mapping[int, RecurrentLayer] = field(default_factory=dict)
     adapters: Adapters | None = None
+    draft_adapters: Adapters | None = None
 
     @property
     def target_groups(self) -> list[KVGroup]:
@@ -96,6 +97,11 @@ class ModelRunner:
             self.adapters.select(self.state.numbers["adapter"][given.rows], given.tokens.shape[1], self.ops)
         tells = self.layout.experts is not None
         return self.target.forward(given.tokens, given.positions, given.attend, tells_experts=tells)
+
+    def select_for_draft(self, rows: Tensor, n: int) -> None:
+        """The drafter's next forwards are of these rows, n tokens each, each with its adapter."""
+        if self.draft_adapters is not None:
+            self.draft_adapters.select(self.state.numbers["adapter"][rows], n, self.ops)
 
     def metadata(
         self,

@@ -185,6 +185,7 @@ def end_prefill(runner: ModelRunner, begun: BegunPrefill, output: TargetOutput, 
         attend = _attention(runner, runner.draft_layers, runner.draft_groups, batch, span)
         aux_hidden = torch.cat([output.hidden[..., :0], *output.aux_hidden], dim=-1)  # a drafter may read none
         at = runner.extension(rows, last)
+        runner.select_for_draft(batch.rows, shifted.shape[1])
         extended = runner.drafter.extend(shifted, aux_hidden, span.positions, at, attend)
         if logits is not None:
             draft = runner.extended(rows, following, extended, runner.state.numbers["classes"][rows])

@@ -253,6 +253,7 @@ def _extended(runner: ModelRunner, key: RoundKey, pairs: ExtendPairs, paths: Pat
     columns = TailColumns(key.bucket, 0, width, width)
     attend = runner.tail_attention(phase, runner.draft_layers, buffers.extend_tails, plans, columns, key.shape)
     at = runner.extension(paths.rows, pairs.last)
+    runner.select_for_draft(paths.rows, width)
     draft_state = runner.drafter.extend(pairs.tokens, pairs.aux_hidden, pairs.positions, at, attend)
     runner.commit(buffers.extend_tails, paths)
     return draft_state

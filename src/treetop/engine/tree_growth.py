@@ -33,6 +33,7 @@ def grow_trees(
     frontier = ops.start(tables, places_of_rows, growth, tree, places, buffers.identity[:k, :k])
     if grower is not None:
         attend = _level_attention(runner, rows, places.committed, shape, max_kv_len)
+        runner.select_for_draft(rows, k)
         grow_tree(grower, growth, frontier, ops, attend, lines, runner.layout.lead)
         ops.select(growth, tree, places)
     flat = buffers.flat_of(bucket, shape)
@@ -95,6 +96,7 @@ def _opened(runner: ModelRunner, block: DraftBlock, rows: Tensor, shape: SpecSha
         columns, layers = TailColumns(len(rows), 0, width, width), runner.draft_layers
         attend = runner.tail_attention(Phase.DRAFT, layers, buffers.draft_tails, plans, columns, shape)
     assert state.draft is not None
+    runner.select_for_draft(rows, width)
     opened = block.open(Roots(root, committed, state.draft.hidden[rows], shape.num_steps), attend)
     draft = runner.propose(root, opened.state, state.numbers["classes"][rows], opened.lines)
     store_draft(state.draft, rows, rows != runner.layout.dummy_row, draft)

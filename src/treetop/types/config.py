@@ -339,6 +339,9 @@ class EngineConfig:
         several=True,
     )
     enable_lora: bool = option(False, "adapters may be loaded and unloaded while it runs (docs/lora.md)")
+    enable_draft_lora: bool = option(
+        False, "adapters that are loaded while it runs may have one for the draft head (docs/lora.md)"
+    )
     max_loras: int | None = option(
         None, "adapters on the device at a time (default: those of --lora-modules, 1 at least)", minimum=1, maximum=1024
     )
@@ -574,6 +577,10 @@ class EngineConfig:
                 most is not None and most < max(named, self.num_lora_slots),
                 f"--max-cpu-loras {shown(most)}: need those of --lora-modules ({named}) and as many as on the device"
                 f" (--max-loras {shown(self.num_lora_slots)}); raise it",
+            ),
+            (
+                self.enable_draft_lora and not (self.enable_lora and self.speculates),
+                "--enable-draft-lora: adapters of a draft head need --enable-lora and a draft",
             ),
             (wrong is not None, f"--lora-modules must be NAME=FOLDER, got {shown(wrong)}"),
             (twice is not None, f"--lora-modules names {shown(twice)} twice"),

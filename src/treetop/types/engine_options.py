@@ -78,6 +78,7 @@ class EngineOptions(TypedDict, total=False):
     check_level: int
     lora_modules: tuple[str, ...] | Mapping[str, str]
     enable_lora: bool
+    enable_draft_lora: bool
     max_loras: int | None
     max_cpu_loras: int | None
     max_lora_rank: int

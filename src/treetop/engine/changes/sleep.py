@@ -98,7 +98,7 @@ def dropped_models(
     engine_plan: EnginePlan, products: Products, runner: ModelRunner, asleep: SleepState, asked: Collection[str]
 ) -> Models | None:
     """The models of an engine's folders, where they are to wake and had been dropped. Raises as a start does."""
-    return load_models(engine_plan, products, runner.adapters) if asleep.level == 2 and "weights" in asked else None
+    return load_models(engine_plan, products, runner) if asleep.level == 2 and "weights" in asked else None
 
 
 def wake(

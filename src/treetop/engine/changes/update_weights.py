@@ -159,7 +159,8 @@ def read_weights(
     if "model" in new:
         target = load_target(new_plan, products, runner.adapters, given["model"])
     if drafter_spec is not None:
-        drafter = load_drafter(new_plan, products, target, given["draft"] if own_head else given["model"])
+        of_head = given["draft"] if own_head else given["model"]
+        drafter = load_drafter(new_plan, products, target, runner.draft_adapters, of_head)
     copies = copies_between(old_models, (target, drafter))
     if received and place.device.type == "cuda":
         torch.cuda.synchronize()  # whoever sent it may change it now
@@ -175,14 +176,14 @@ def weight_bytes(runner: ModelRunner) -> int:
     return sum(storage.nbytes() for storage in storages_of(runner.target, runner.drafter))
 
 
-def load_models(
-    engine_plan: EnginePlan, products: Products, adapters: Adapters | None
-) -> tuple[Target, Drafter | None]:
-    """Target and draft head of a plan's folders, beside which adapters are. Raises as a start does, on all ranks that
-    share a model where it does on one.
+def load_models(engine_plan: EnginePlan, products: Products, runner: ModelRunner) -> tuple[Target, Drafter | None]:
+    """Target and draft head of a plan's folders, beside which the runner's adapters are. Raises as a start does, on all
+    ranks that share a model where it does on one.
     """
-    target = load_target(engine_plan, products, adapters, None)
-    return target, None if engine_plan.draft is None else load_drafter(engine_plan, products, target, None)
+    target = load_target(engine_plan, products, runner.adapters, None)
+    if engine_plan.draft is None:
+        return target, None
+    return target, load_drafter(engine_plan, products, target, runner.draft_adapters, None)
 
 
 def load_target(
@@ -196,10 +197,14 @@ def load_target(
 
 
 def load_drafter(
-    engine_plan: EnginePlan, products: Products, target: Target, sent: Mapping[str, Tensor] | None
+    engine_plan: EnginePlan,
+    products: Products,
+    target: Target,
+    adapters: Adapters | None,
+    sent: Mapping[str, Tensor] | None,
 ) -> Drafter:
-    """Beside a target that is there."""
-    draft, place = engine_plan.draft, replace(engine_plan.place, sent=sent)
+    """Beside a target that is there. adapters, sent: as of `load_target`, the drafter's."""
+    draft, place = engine_plan.draft, replace(engine_plan.place, adapters=adapters, sent=sent)
     assert draft is not None
     folder = draft.folder or engine_plan.target.folder
     return on_all_ranks(folder, place, lambda: draft.load(target, products.of_draft(place)))

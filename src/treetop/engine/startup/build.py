@@ -24,7 +24,7 @@ from treetop.engine.memory import (
 )
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.offloading.host_pages import CopyStaging, HostPageCopies
-from treetop.engine.startup.adapters import adapters_of
+from treetop.engine.startup.adapters import adapters_of, draft_adapters_of
 from treetop.engine.startup.aot_compile import compile_all
 from treetop.engine.startup.exact_ranks import check_ranks
 from treetop.engine.startup.host_layout import with_host
@@ -133,10 +133,11 @@ def _without_pools(engine_plan: EnginePlan, products: Products) -> tuple[ModelRu
     layout, aux = engine_plan.layout, draft.aux_inputs if draft is not None else ()
     spec, model = engine_plan.target, engine_plan.target.config
     adapters = adapters_of(config, engine_plan.adapters, spec, place, layout, zeros)
+    draft_adapters = draft_adapters_of(config, engine_plan.adapters, draft, place, layout, zeros)
     with stage("weights of the target"):
         target = spec.load(aux, replace(place, adapters=adapters))
     with stage("weights of the draft"):
-        drafter = draft.load(target, beside) if draft is not None else None
+        drafter = draft.load(target, replace(beside, adapters=draft_adapters)) if draft is not None else None
     changed = changed_vocab(config, model)
     state = make_state(
         *(layout, draft, model.hidden_size, changed, place.dtype, zeros, config.speculative_suffix_cache_tokens),
@@ -170,6 +171,7 @@ def _without_pools(engine_plan: EnginePlan, products: Products) -> tuple[ModelRu
         recurrent_layers=recurrent_layers(model, state.states.groups),
         probes=Probes.make(place.device, config.check_level >= 2, layout.dummy_row, place.parallel.record()),
         adapters=adapters,
+        draft_adapters=draft_adapters,
     )
     return runner, zones, zeros
 

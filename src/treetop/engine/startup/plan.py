@@ -39,7 +39,7 @@ from treetop.engine.memory import (
     step_bytes,
 )
 from treetop.engine.routed_experts import expert_shape
-from treetop.engine.startup.adapters import adapters_of, read_adapters
+from treetop.engine.startup.adapters import adapters_of, draft_adapters_of, read_adapters
 from treetop.engine.startup.default_policy import with_policy
 from treetop.engine.startup.default_rows import allowance_of_a_gpu, tokens_of_a_row
 from treetop.engine.startup.exactness import chosen_profile
@@ -160,7 +160,7 @@ def _plan_rows(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel)
     device = compute_device(config.device)
     check_kv_cache_dtype(config, target, device)
     check_quantized_activations(config, target, device)
-    adapters = read_adapters(config, target)
+    adapters = read_adapters(config, target, draft)
     layout = make_layout(config, target.config, draft, parallel.size)
     dtype = compute_dtype(config.dtype, device)
     layout = with_checkpoints(config, layout, dtype.itemsize)
@@ -437,6 +437,7 @@ def _static_estimate(
         return _shape_alone(shape, kind)
 
     adapters_of(config, adapters, target, place, layout, counted)
+    draft_adapters_of(config, adapters, draft, place, layout, counted)
     model, aux = target.config, draft.aux_inputs if draft is not None else ()
     changed = changed_vocab(config, model)
     state = make_state(
