@@ -8,6 +8,7 @@ import torch
 
 from support.engines import build, greedy, sampled, steps, submit, tokens
 from support.loras import merged, save_lora
+from support.refusing import refused
 from support.shape_loads import CONTEXT, Load
 from support.tiny_models import Pair
 from treetop.checkpoints.folder import resolve_folder
@@ -16,6 +17,7 @@ from treetop.kernels.tree.calibration import make_calibration
 from treetop.kernels.tree.learn import PRIOR_NODES
 from treetop.scheduler.acceptance_probs import ENOUGH, accept_probs_of, head_of
 from treetop.types.costs import HeadAcceptance
+from treetop.types.errors import ConfigError
 from treetop.types.layout import PLAIN
 from treetop.types.messages import AdapterEdit, RoundPlan, RowResult, StepResult
 from treetop.types.sampling import CALIBRATED_LORAS, CLASSES, SamplingMode, class_of, num_classes
@@ -208,6 +210,75 @@ def test_adapters_that_take_turns_in_a_slot_keep_what_was_learned_of_them(pair, 
     assert 0 < mild[1] != wild[1]
     assert again[1] > wild[1]
     assert again[1] - wild[1] <= wild[1]
+
+
+# ----------------------------------------------------------------------------------------------------------- on disk
+
+
+def test_what_was_learned_of_an_adapter_is_there_after_a_restart(pair, adapters, tmp_path, monkeypatch):
+    """By its content, whatever its name and its slot; loaded while it runs, too, and again after it was unloaded. A
+    file of before has the base's alone."""
+    monkeypatch.setattr("treetop.engine.startup.kept_calibration.EVERY", 1)
+    options = {"speculative_calibration_dir": str(tmp_path), **LEARN}
+    first, learned = build(pair, (3, 4, 12), lora_modules=modules(adapters), **options), {}
+    first.generate(pair.prompts([9]), greedy(12))
+    for slot, name in enumerate(modules(adapters), 1):
+        first.generate(pair.prompts([9]), greedy(12), lora=name)
+        learned[name] = tables_of(first, slot)
+    assert len({str(each) for each in [tables_of(first, 0), *learned.values()]}) == 3
+    folders = modules(adapters)
+    wild, mild = folders
+    swapped = build(pair, (3, 4, 12), lora_modules={"x": folders[mild], "y": folders[wild]}, **options)
+    assert [tables_of(swapped, slot) for slot in (1, 2)] == [learned[mild], learned[wild]]
+    later = build(pair, (3, 4, 12), enable_lora=True, max_loras=1, max_cpu_loras=2, **options)
+    for _ in range(2):
+        later.load_lora("z", folders[wild])
+        nodes = float(calibration_of(later).nodes[CLASSES:].sum())
+        later.generate(pair.prompts([9]), greedy(6), lora="z")
+        assert float(calibration_of(later).nodes[CLASSES:].sum()) > max(nodes, sum(map(sum, learned[wild][1])))
+        later.unload_lora("z")
+    (file,) = tmp_path.iterdir()
+    whole = json.loads(file.read_text())
+    assert len(whole["adapters"]) == 2
+    file.write_text(json.dumps({key: value for key, value in whole.items() if key != "adapters"}))
+    old = build(pair, (3, 4, 12), lora_modules=modules(adapters), **options)
+    assert old.engine.runner.state.calibration.nodes[CLASSES:].max() <= PRIOR_NODES
+    assert tables_of(old, 0)[1] == whole["nodes"]
+    for wrong in ([], {"x": 3}, {"x": {}}, {"x": {**whole["adapters"].popitem()[1], "nodes": "much"}}):
+        file.write_text(json.dumps({**whole, "adapters": wrong}))
+        refused(ConfigError, lambda: build(pair, (3, 4, 12), **options), file.name, "damaged", "remove it")
+
+
+def tables_of(llm, slot):
+    """Of an adapter's classes, or the base's."""
+    own = of_slot(calibration_of(llm), slot)
+    return [own.inv_temp.tolist(), own.nodes.tolist(), own.seen.tolist(), own.chosen.tolist(), own.predicted.tolist()]
+
+
+def test_as_many_adapters_are_kept_as_have_classes_of_their_own():
+    """Those that were used last; of two with one content the later one, and none without a digest."""
+    digests = {number: f"digest {number}" for number in range(1, 100)}
+    calibration = make_calibration(3, 2, lambda size, dtype: torch.zeros(size, dtype=dtype), num_classes(2))
+    adapters = AdapterCalibrations(calibration, digests)
+    old = {f"old {i}": calibration.of_classes(slice(CLASSES)).copy() for i in range(CALIBRATED_LORAS)}
+    adapters.begin(old)
+    assert [*adapters.learned] == [*old]
+    for number in range(1, 11):
+        adapters.enter(AdapterEdit(1, number))
+        of_slot(calibration, 1).chosen.fill_(float(number))
+        if number % 2:
+            adapters.forget(number)
+    kept = adapters.learned
+    assert len(kept) == CALIBRATED_LORAS
+    assert [*kept][:-10] == [*old][10:]
+    assert {*kept} - {*old} == {digests[number] for number in range(1, 11)}
+    assert all(kept[digests[number]].chosen.eq(number).all() for number in range(1, 11))
+    digests.update({50: "digest 3", 51: "digest 10"})
+    adapters.enter(AdapterEdit(1, 50))
+    assert of_slot(calibration, 1).chosen.eq(3).all()
+    del digests[50]
+    adapters.forget(50)
+    assert [*adapters.learned] == [*kept]
 
 
 # ------------------------------------------------------------------------------------------------------------ policy

@@ -29,7 +29,7 @@ class _OnHost:
 class EngineAdapters:
     """By their numbers, those of a start from 1 on, in slots as far as there are any; see `scheduler.adapters`.
 
-    digests: `LoraFolder.digest` of each that the host has, on rank 0 where requests are handed over.
+    digests: `LoraFolder.digest` of each that the host has, where requests are handed over or what is learned is kept.
     """
 
     def __init__(
@@ -37,10 +37,10 @@ class EngineAdapters:
     ) -> None:
         """Raises CheckpointError and ConfigError."""
         self._adapters, self._draft_adapters, self._plan = adapters, draft_adapters, engine_plan
-        self.calibrations = AdapterCalibrations(calibration)
         draft = () if engine_plan.draft is None else engine_plan.draft.params
         self._params, self._draft_params = (engine_plan.place.own(each) for each in (engine_plan.target.params, draft))
         self.digests = dict[int, str]()
+        self.calibrations = AdapterCalibrations(calibration, self.digests)
         self._host = {number: self._read(number, folder) for number, folder in enumerate(engine_plan.adapters, 1)}
         slots = range(1, min(len(self._host), adapters.slots - 1) + 1)
         self.apply(AdapterEdit(slot, slot) for slot in slots)
@@ -62,8 +62,8 @@ class EngineAdapters:
 
         def forget() -> None:
             self._host.pop(number, None)
-            self.digests.pop(number, None)
             self.calibrations.forget(number)
+            self.digests.pop(number, None)
 
         return forget
 
@@ -84,7 +84,7 @@ class EngineAdapters:
     def _read(self, number: int, folder: LoraFolder) -> _OnHost:
         if folder.unread is not None:
             log.info("%s is not read: there is no draft head that it could be beside", folder.unread)
-        if self._plan.kv_transfer is not None and self._plan.place.parallel.rank == 0:
+        if self._plan.kv_transfer is not None or self._plan.config.speculative_calibration_dir is not None:
             self.digests[number] = folder.digest()
         pinned, draft = self._plan.place.device.type == "cuda", self._draft_adapters
         target = read_factors(self._adapters, folder, self._params, pinned)

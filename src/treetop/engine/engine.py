@@ -78,6 +78,7 @@ from treetop.engine.startup.self_test import (
 from treetop.engine.startup.stages import stage
 from treetop.engine.startup.startup_log import start_up_block
 from treetop.engine.step_digest import StepDigest, TreeAndPathDigest, no_digest
+from treetop.kernels.tree.calibration import Calibration
 from treetop.models.config import attention_of_rank
 from treetop.parallel.weight_groups import WeightGroups
 from treetop.types.changes import (
@@ -464,12 +465,17 @@ class Engine:
     def _begin_calibration(self) -> None:
         """What was learned of this pair, or nothing: what rounds of another or of the self-tests taught is
         forgotten."""
+        known = dict[str, Calibration]()
         if self._kept is not None:
-            self._kept.restore(self.runner.state.calibration, self.parallel)
+            known = self._kept.restore(self.runner.state.calibration, self.parallel)
         else:
             self.runner.state.calibration.reset()
         if self.adapters is not None:
-            self.adapters.calibrations.begin()
+            self.adapters.calibrations.begin(known)
+
+    def _learned_of_adapters(self) -> dict[str, Calibration]:
+        """By digest."""
+        return {} if self.adapters is None else self.adapters.calibrations.learned
 
     def release(self) -> None:
         """Give back what captured rounds hold of others, such as of a group of ranks. Nothing runs afterwards."""
@@ -528,7 +534,7 @@ class Engine:
         self.runner.probes.check(got[-1].record)
         if self._kept is not None and round is not None:
             self._rounds += 1
-            self._kept.after(self._rounds, self.runner.state.calibration)
+            self._kept.after(self._rounds, self.runner.state.calibration, self._learned_of_adapters)
         if self._zones is not None:
             self._zones.check()
         if isinstance(plan, OffloadPlan):
