@@ -42,15 +42,22 @@ def drawn_outputs(strong_pair):
 
 
 @pytest.fixture(scope="module")
-def distribution(strong_pair):
+def distribution(strong_pair, drawn_outputs):
     """(ids, kind) -> exact probabilities of the next token, from transformers in float64."""
     model = LlamaForCausalLM.from_pretrained(strong_pair.target, dtype=torch.float64).eval()
+    prompt, by_params = drawn_outputs
     known: dict[tuple[int, ...], list[float]] = {}
+
+    def look_up(lines):
+        with torch.no_grad():
+            known.update(zip(lines, model(torch.tensor(lines)).logits[:, -1].tolist(), strict=True))
+
+    for position in range(4):  # all that was drawn after, at once
+        look_up([*{(*prompt, *output.token_ids[:position]) for each in by_params.values() for output in each}])
 
     def probabilities(ids, kind):
         if tuple(ids) not in known:
-            with torch.no_grad():
-                known[tuple(ids)] = model(torch.tensor([list(ids)])).logits[0, -1].tolist()
+            look_up([tuple(ids)])
         temperature, top_k, top_p, min_p = kind
         return warped(known[tuple(ids)], float32(temperature), top_k, top_p, min_p)
 
