@@ -54,6 +54,27 @@ def test_no_test_is_imported():
     assert {path: names for path, names in found.items() if names} == {}
 
 
+ASKS = {"Client", "AsyncClient", "request", "stream", "get", "head", "options", "post", "put", "patch", "delete"}
+
+
+def impatient(path: Path) -> list[int]:
+    """Lines in which httpx is asked for a client or an answer without a `timeout`: it has one of five seconds."""
+    source = path.read_text(encoding="utf-8")
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)] if "httpx." in source else []
+    found = []
+    for call in calls:
+        module, _, name = ast.unparse(call.func).rpartition(".")
+        if module == "httpx" and name in ASKS and not any(each.arg in ("timeout", None) for each in call.keywords):
+            found.append(call.lineno)
+    return found
+
+
+def test_no_client_gives_up_while_a_machine_stands_still():
+    """In five seconds a busy machine may answer nothing."""
+    found = {path.relative_to(TESTS).as_posix(): impatient(path) for path in TESTS.rglob("*.py")}
+    assert {path: lines for path, lines in found.items() if lines} == {}
+
+
 def test_every_folder_is_a_room_of_the_source():
     folders = {path.name for path in TESTS.iterdir() if path.is_dir() and not path.name.startswith((".", "__"))}
     assert folders - OTHERS <= ROOMS

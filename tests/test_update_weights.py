@@ -475,20 +475,20 @@ def test_over_http_only_where_the_operator_says_so():
     path, body = "/update_weights_from_disk", {"model_path": "new", "draft_model_path": "head", "in_flight": "retract"}
     with scripted(lambda _: "a") as (url, core):
         core.change = change
-        refused = httpx.post(url + path, json=body)
+        refused = httpx.post(url + path, json=body, timeout=WAIT_S)
         assert refused.status_code == 403
         assert "--enable-update-weights" in refused.json()["error"]["message"]
     assert asked == []
     with scripted(lambda _: "a", enable_update_weights=True, admin_api_key="key") as (url, core):
         core.change = change
-        assert httpx.post(url + path, json=body).status_code == 401
+        assert httpx.post(url + path, json=body, timeout=WAIT_S).status_code == 401
         key = {"Authorization": "Bearer key"}
-        assert httpx.post(url + path, json=body, headers=key).json()["success"] is True
-        bad = httpx.post(url + path, json={"model_path": "bad"}, headers=key)
+        assert httpx.post(url + path, json=body, headers=key, timeout=WAIT_S).json()["success"] is True
+        bad = httpx.post(url + path, json={"model_path": "bad"}, headers=key, timeout=WAIT_S)
         assert (bad.status_code, "is not the model" in bad.text) == (400, True)
-        assert httpx.post(url + path, json={"draft_model_path": "head"}, headers=key).status_code == 400
+        assert httpx.post(url + path, json={"draft_model_path": "head"}, headers=key, timeout=WAIT_S).status_code == 400
         core.fails = WEIGHTS_REPLACED
-        ended = httpx.post(url + "/v1/completions", json={"prompt": "a"}, headers=key)
+        ended = httpx.post(url + "/v1/completions", json={"prompt": "a"}, headers=key, timeout=WAIT_S)
         assert (ended.status_code, ended.json()["error"]["code"]) == (503, "weights_replaced")
     assert asked == [("new", "head", "retract")]
 

@@ -318,19 +318,19 @@ def test_over_http_in_sglangs_names():
     )
     with scripted(lambda _: "a") as (url, core):
         core.change = change
-        assert [httpx.post(url + path, json=body).status_code for path, body in posts] == [403] * 4
+        assert [httpx.post(url + path, json=body, timeout=WAIT_S).status_code for path, body in posts] == [403] * 4
     with scripted(lambda _: "a", enable_update_weights=True) as (url, core):
         core.change = change
-        assert [httpx.post(url + path, json=body).status_code for path, body in posts] == [200] * 4
+        assert [httpx.post(url + path, json=body, timeout=WAIT_S).status_code for path, body in posts] == [200] * 4
         pickled = {"serialized_named_tensors": ["gASV"], "flush_cache": True}
-        answer = httpx.post(url + "/update_weights_from_tensor", json=pickled)
+        answer = httpx.post(url + "/update_weights_from_tensor", json=pickled, timeout=WAIT_S)
         assert (answer.status_code, "serialized_named_tensors" in answer.text) == (400, True)
-        bad = httpx.post(url + "/update_weights_from_distributed", json={**named, "names": ["a", "b"]})
+        bad = httpx.post(url + "/update_weights_from_distributed", json={**named, "names": ["a", "b"]}, timeout=WAIT_S)
         assert (bad.status_code, "2 names" in bad.text) == (400, True)
         for name, wrong in WRONG:
             said = base64.b64encode(wrong).decode() if isinstance(wrong, bytes) else wrong
             told = {**named, "handles": [[{**handle, name: said}]]}
-            bad = httpx.post(url + "/update_weights_from_tensor", json=told)
+            bad = httpx.post(url + "/update_weights_from_tensor", json=told, timeout=WAIT_S)
             assert (bad.status_code, name in bad.text) == (400, True)
         for path, told, name in (
             ("/init_weights_update_group", {**group, "world_size": 2**31}, "world_size"),
@@ -338,7 +338,7 @@ def test_over_http_in_sglangs_names():
             ("/update_weights_from_distributed", {**named, "shapes": [[10**30]]}, "shapes"),
             ("/update_weights_from_distributed", {**named, "shapes": [[-1]]}, "shapes"),
         ):
-            bad = httpx.post(url + path, json=told)
+            bad = httpx.post(url + path, json=told, timeout=WAIT_S)
             assert (bad.status_code, name in bad.text) == (400, True)
     met, first, second, left = asked
     assert (met.name, met.rank_offset, met.backend, left.name) == ("weight_update_group", 1, "nccl", met.name)

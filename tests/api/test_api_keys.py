@@ -14,7 +14,7 @@ from support.examples import some_of
 from support.holding import LONG_MINUTES, Held
 from support.scripted import scripted
 from support.serving import mock
-from support.waiting import until
+from support.waiting import WAIT_S, until
 from treetop.api.api_state import ApiState
 from treetop.api.keys.administration import ADMIN_PATHS, administration
 from treetop.api.keys.api_keys import Keys, all_keys
@@ -205,7 +205,7 @@ def test_a_key_over_its_limits_gets_429_and_when_to_come_again(tmp_path, monkeyp
     with scripted(lambda _: "word " * 40, api_keys_file=str(file)) as (url, core):
         ask = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 30, "cache_salt": "t"}
         busy, free = ({"Authorization": f"Bearer sk-{name}"} for name in ("busy", "free"))
-        with httpx.Client(base_url=url) as client:
+        with httpx.Client(base_url=url, timeout=WAIT_S) as client:
             assert client.post("/v1/chat/completions", json=ask).status_code == 401
             assert client.get("/v1/models", headers=busy).status_code == 200
             for left in (2, 1, 0):
@@ -245,7 +245,7 @@ def test_only_an_admin_key_changes_the_server_for_everybody(tmp_path):
 
     with scripted(lambda _: "a", api_keys_file=str(file), admin_api_key="boss") as (url, _):
         assert {route.path for route in administration(ApiState).routes} == set(ADMIN_PATHS)
-        with httpx.Client(base_url=url) as client:
+        with httpx.Client(base_url=url, timeout=WAIT_S) as client:
             for body in ({"json": {}}, {"content": b"{"}):
                 assert statuses(client, **body) == statuses(client, "wrong", **body) == {401}
                 assert statuses(client, "sk-free", **body) == {403}
@@ -263,11 +263,14 @@ def test_only_an_admin_key_changes_the_server_for_everybody(tmp_path):
             assert client.get("/is_sleeping", headers={"x-api-key": "sk-free"}).status_code == 200
     with (
         scripted(lambda _: "a", api_key=("plain",), enable_sleep_mode=True) as (url, _),
-        httpx.Client(base_url=url) as client,
+        httpx.Client(base_url=url, timeout=WAIT_S) as client,
     ):
         assert statuses(client, "plain") == {403}
         assert "--admin-api-key" in client.post("/sleep", headers={"x-api-key": "plain"}).json()["error"]["message"]
-    with scripted(lambda _: "a", admin_api_key="boss") as (url, _), httpx.Client(base_url=url) as client:
+    with (
+        scripted(lambda _: "a", admin_api_key="boss") as (url, _),
+        httpx.Client(base_url=url, timeout=WAIT_S) as client,
+    ):
         assert statuses(client) == {401}
         assert client.get("/v1/models").status_code == 200
 
@@ -293,7 +296,7 @@ def test_a_body_of_a_key_comes_out_of_its_own_budget(tmp_path):
     file.write_text(KEYS)
     with scripted(lambda _: "word", api_keys_file=str(file)) as (url, _):
         large = {"messages": [{"role": "user", "content": "hi"}], "user": "x" * 100_001}
-        answer = httpx.post(url + "/v1/chat/completions", json=large, headers={"x-api-key": "sk-busy"})
+        answer = httpx.post(url + "/v1/chat/completions", json=large, headers={"x-api-key": "sk-busy"}, timeout=WAIT_S)
         assert answer.status_code == 413
         assert "max_bodies_bytes" in answer.text
 

@@ -7,6 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from support.scripted import scripted
+from support.waiting import WAIT_S
 from treetop.api.requests.fields_page import BODIES
 
 FILE = Path(__file__).parents[2] / "docs" / "fields.md"
@@ -41,7 +42,7 @@ def problems(path: str, place: list[str], value: object) -> list[str]:
 def test_the_page_has_every_route_with_a_body(tmp_path):
     """As the OpenAPI schema has them; a form of a file is no object."""
     with scripted(lambda _: "a", batch_dir=str(tmp_path)) as (url, _):
-        paths = httpx.get(url + "/openapi.json").json()["paths"]
+        paths = httpx.get(url + "/openapi.json", timeout=WAIT_S).json()["paths"]
     bodies = {
         path: each["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
         for path, each in paths.items()

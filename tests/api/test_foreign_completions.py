@@ -52,7 +52,7 @@ def test_llama_cpps_completion(server):
     assert (cut["stop_type"], cut["tokens_predicted"]) == ("limit", 3)
     assert (core.params[-1].structured_output.kind, core.params[-1].stop) == ("grammar", ("zzz",))
     assert post(url, "/completion", prompt="a", stop=["Sa"])["stopping_word"] == "Sa"
-    props = httpx.get(url + "/props").json()
+    props = httpx.get(url + "/props", timeout=WAIT_S).json()
     assert props["default_generation_settings"]["n_ctx"] == core.info.max_context
     assert props["total_slots"] == core.info.max_requests
 
@@ -103,12 +103,12 @@ def test_a_client_that_goes_frees_its_request():
             with httpx.stream("POST", url + path, **said) as answer:
                 lines = answer.iter_lines()
                 next(lines)
-                load = httpx.get(url + "/load", headers=key).json()
+                load = httpx.get(url + "/load", headers=key, timeout=WAIT_S).json()
                 assert load["server_load"] == load["num_running"] == 1
             until(lambda: not core.running)
-        assert httpx.get(url + "/ping").status_code == 200
-        assert httpx.get(url + "/server_info").status_code == 401
-        told = httpx.get(url + "/server_info", headers=key)
+        assert httpx.get(url + "/ping", timeout=WAIT_S).status_code == 200
+        assert httpx.get(url + "/server_info", timeout=WAIT_S).status_code == 401
+        told = httpx.get(url + "/server_info", headers=key, timeout=WAIT_S)
         assert told.json()["max_model_len"] == core.info.max_context
         assert "secret-key" not in told.text
 
@@ -129,7 +129,11 @@ def test_a_request_ends_by_its_rid_with_what_it_has(tmp_path):
                 whole = threads.submit(asked, "/generate", "one", text=["a", "b"], rid="mine")
                 until(lambda: len(core.running) == 2)
                 with httpx.stream(
-                    "POST", url + "/generate", json={"text": "a", "stream": True}, headers={"X-Api-Key": "two"}
+                    "POST",
+                    url + "/generate",
+                    json={"text": "a", "stream": True},
+                    headers={"X-Api-Key": "two"},
+                    timeout=WAIT_S,
                 ) as other:
                     lines = other.iter_lines()
                     next(lines)

@@ -94,9 +94,9 @@ def test_options_are_a_requests_own_and_hints_are_told(server, caplog, monkeypat
     assert core.prompts[-1].endswith("<think></think>")
     assert sorted(record.message.split(":")[0] for record in caplog.records) == ["num_ctx", "num_gpu"]
     for name in ("/api/tags", "/api/ps"):
-        assert [model["name"] for model in httpx.get(url + name).json()["models"]] == ["scripted"]
+        assert [model["name"] for model in httpx.get(url + name, timeout=WAIT_S).json()["models"]] == ["scripted"]
     assert {"completion", "tools"} <= set(post(url, "/api/show")["capabilities"])
-    assert httpx.get(url + "/api/version").json()["version"]
+    assert httpx.get(url + "/api/version", timeout=WAIT_S).json()["version"]
 
 
 @pytest.mark.parametrize(

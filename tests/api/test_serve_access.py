@@ -198,7 +198,9 @@ def front_of(**changes) -> SimpleNamespace:
 
 def ask(app, method: str = "POST", **headers) -> httpx.Response:
     async def run():
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://server", timeout=WAIT_S
+        ) as client:
             return await client.request(method, "/v1/completions", headers=headers)
 
     return asyncio.run(run())

@@ -13,6 +13,7 @@ from support.loras import save_lora
 from support.refusing import refused
 from support.scripted import scripted
 from support.tiny_models import Pair, save_random_head, save_random_llama
+from support.waiting import WAIT_S
 from treetop.core.engine_core import ASLEEP
 from treetop.engine.changes.host_copies import copy_storages
 from treetop.types.changes import TAGS, Sleep, WakeUp
@@ -144,20 +145,20 @@ def test_over_http_only_where_the_operator_says_so():
 
     with scripted(lambda _: "a") as (url, core):
         core.change = change
-        assert httpx.post(f"{url}/sleep").status_code == 403
-        assert "--enable-sleep-mode" in httpx.post(f"{url}/wake_up").json()["error"]["message"]
+        assert httpx.post(f"{url}/sleep", timeout=WAIT_S).status_code == 403
+        assert "--enable-sleep-mode" in httpx.post(f"{url}/wake_up", timeout=WAIT_S).json()["error"]["message"]
     with scripted(lambda _: "a", enable_sleep_mode=True) as (url, core):
         core.change = change
-        assert httpx.get(f"{url}/is_sleeping").json() == {"is_sleeping": False}
-        assert httpx.post(f"{url}/sleep?level=2").status_code == 200
-        assert httpx.post(f"{url}/sleep?level=two").status_code == 400
+        assert httpx.get(f"{url}/is_sleeping", timeout=WAIT_S).json() == {"is_sleeping": False}
+        assert httpx.post(f"{url}/sleep?level=2", timeout=WAIT_S).status_code == 200
+        assert httpx.post(f"{url}/sleep?level=two", timeout=WAIT_S).status_code == 400
         core.info = core.info._replace(asleep=TAGS)
-        assert httpx.get(f"{url}/is_sleeping").json() == {"is_sleeping": True}
+        assert httpx.get(f"{url}/is_sleeping", timeout=WAIT_S).json() == {"is_sleeping": True}
         core.fails = ASLEEP
-        ended = httpx.post(f"{url}/v1/completions", json={"prompt": "a"})
+        ended = httpx.post(f"{url}/v1/completions", json={"prompt": "a"}, timeout=WAIT_S)
         assert (ended.status_code, ended.json()["error"]["code"]) == (503, "engine_asleep")
-        assert httpx.post(f"{url}/wake_up?tags=weights&tags=kv_cache").status_code == 200
-        assert httpx.post(f"{url}/wake_up").status_code == 200
+        assert httpx.post(f"{url}/wake_up?tags=weights&tags=kv_cache", timeout=WAIT_S).status_code == 200
+        assert httpx.post(f"{url}/wake_up", timeout=WAIT_S).status_code == 200
     assert asked == [Sleep(2), WakeUp(TAGS), WakeUp()]
 
 

@@ -41,7 +41,7 @@ def test_https_streams_under_a_path_and_asks_clients_for_certificates(tmp_path):
         with pytest.raises(httpx.HTTPError):
             httpx.get(bare.replace("https", "http") + "/health", timeout=WAIT_S)
         for context in (trusting(ours.file), trusting(ours.file, stranger)):
-            with pytest.raises(httpx.HTTPError), httpx.Client(verify=context) as refused_client:
+            with pytest.raises(httpx.HTTPError), httpx.Client(verify=context, timeout=WAIT_S) as refused_client:
                 refused_client.get(f"{url}/health", timeout=WAIT_S)
         server.wait_for("no TLS with client")
         with httpx.Client(verify=trusting(ours.file, client), timeout=WAIT_S) as http:
@@ -150,7 +150,7 @@ def test_a_certificate_that_is_renewed_is_given_to_whoever_comes_next(tmp_path, 
             await asyncio.sleep(0.01)
         looking.cancel()
 
-    asyncio.run(asyncio.wait_for(run(), 20))
+    asyncio.run(asyncio.wait_for(run(), WAIT_S))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from itertools import count
 import uvicorn
 
 from support.serving import TOKENIZER
+from support.threads import joined
 from support.waiting import until
 from treetop.api.api_state import ApiState
 from treetop.api.app import make_app
@@ -126,5 +127,5 @@ def scripted(
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", core
     finally:
         server.should_exit = True
-        thread.join(10)
+        joined([thread])
         api.close()
