@@ -30,8 +30,11 @@ def conversations_of(given: object) -> list[list[Message]]:
 
 def _as_read(message: Message) -> Message:
     said = {name: value for name, value in message.items() if value is not None}
-    reasoning = next((said[name] for name in _REASONING if name in said), None)
-    return said if reasoning is None else {"thinking": reasoning, **said, "reasoning_content": reasoning}
+    given = [said[name] for name in _REASONING if name in said]
+    if given:  # in this order, which a template may show
+        said = dict([("thinking", given[0]), *said.items()])
+        said["reasoning_content"] = given[0]
+    return said
 
 
 def rendering(messages: Sequence[Message], options: Mapping[str, object]) -> str:

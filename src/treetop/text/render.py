@@ -20,7 +20,6 @@ from jinja2 import Template, TemplateError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
@@ -46,12 +45,8 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
 
     def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_said"), [], [], body).set_lineno(line)  # a scope of its own
-
-    def _said(self, caller: Macro) -> str:
-        return caller()
+        begin = next(parser.stream)
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=begin.lineno)
 
 
 class _Dict:
