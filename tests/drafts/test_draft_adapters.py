@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from support import block_heads, peagle_heads
 from support.assistants import save_assistant, save_assisted
-from support.engines import accept_lens, build, greedy, sampled, steps, submit, tokens
+from support.engines import accept_lens, build, greedy, next_and_hold, sampled, steps, submit, tokens
 from support.grids import few_of
 from support.handing import IDS, Relay, Worker
 from support.head_layouts import EAGLE, LAYERS, head_config, random_tensors, save_head
@@ -314,3 +314,31 @@ def test_what_cannot_be_beside_a_head_is_refused_by_name(fitting, tmp_path, capl
     assert tokens(plain.generate([[5, 6]], greedy(6), lora="it")) == tokens(
         llm.generate([[5, 6]], greedy(6), lora="it")
     )
+
+
+@pytest.mark.parametrize("graphs", few_of(["auto", "sim"], 1))
+def test_adapters_stay_beside_other_weights(fitting, tmp_path, graphs):
+    """Those of target and head, in and out of slots: afterwards all is as of an engine that has begun with the new
+    weights, a request in flight too; no prefix of before is found, and what an update refuses changes nothing."""
+    pair, lora, without, _, _ = fitting
+    new = Pair(save_weak_llama(tmp_path / "target", seed=8, strength=0.1), tmp_path / "head")
+    save_copying_head(new.head, new.target, draft_vocab=211)
+    options = {"enable_lora": True, "enable_draft_lora": True, "max_loras": 1, "max_cpu_loras": 3, "page_size": 4}
+    options |= {"graphs": graphs, "lora_modules": {"with": str(lora), "without": str(without)}}
+    names, fresh = ("with", None, "without", "with"), build(new, SHAPE, **options)
+    want = [known(fresh.generate(*asked(pair), lora=name)) for name in names]
+    llm = build(pair, SHAPE, **options)
+    before = [known(llm.generate(*asked(pair), lora=name)) for name in names]
+    refused(CheckpointError, lambda: llm.update_weights(lora), "config.json")
+    prompts, long = asked(pair)[0][:1], [greedy(60, whole=True)]
+    stream = llm.stream(prompts, long, lora="with")
+    begun = next_and_hold(llm, stream, 3)
+    llm.update_weights(new.target, new.head, in_flight="retract")
+    last = [delta for delta in (begun, *stream) if delta.output is not None][-1].output
+    assert last.finish_reason == "length"
+    found = [llm.generate(*asked(pair), lora=name) for name in names]
+    assert not any(output.metrics.num_cached_tokens for output in found[1])
+    assert [known(each) for each in found] == want != before
+    llm.update_weights(pair.target, pair.head)
+    assert [known(llm.generate(*asked(pair), lora=name)) for name in names] == before
+    llm.scheduler.check_integrity()

@@ -159,3 +159,17 @@ def test_rows_draft_by_their_own_adapters_of_the_head(pair, tmp_path, graphs):
     difference = abs(accepted(bare.generate(prompts, params)) / accepted(want["with"]) - 1)
     bare.close()
     assert difference > 0.1, "the head's adapter does not matter: take another seed"
+
+
+def test_adapters_stay_beside_other_weights(pair, adapters, tmp_path):
+    """Captured rounds read the new weights and the same tables: all names as in an engine that began with them."""
+    new = Pair(save_random_llama(tmp_path / "new", seed=9, vocab_size=12, intermediate_size=128), pair.head)
+    prompts, params, names = pair.prompts([5, 41], seed=2), greedy(24), [None, *(name for name, _, _ in adapters)]
+    want = answers(new, adapters, names, prompts, params, dtype="float32")
+    modules = {name: str(folder) for name, folder, _ in adapters}
+    llm = build(pair, SHAPE, device="cuda", dtype="float32", lora_modules=modules)
+    old = tokens(llm.generate(prompts, params, lora="a0"))
+    llm.update_weights(new.target)
+    assert {name: tokens(llm.generate(prompts, params, lora=name)) for name in names} == want
+    assert old != want["a0"]
+    llm.close()

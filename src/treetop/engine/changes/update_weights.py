@@ -74,8 +74,6 @@ def check_update(engine_plan: EnginePlan, asked: UpdateWeights) -> None:
         raise InputError("more: of tensors that are sent alone; a folder is whole")
     if config.ep_size > 1 or config.disaggregation_slots:
         raise ConfigError("update_weights: not with --ep-size and --disaggregation-slots; start another engine")
-    if config.has_loras:
-        raise ConfigError("update_weights: adapters are of the weights in force; start without --lora-modules")
     if place.dummy and not asked.is_sent:
         raise ConfigError("update_weights: --load-format dummy reads no weights; start with a folder's")
     if (asked.draft is not None or asked.draft_tensors is not None) and config.draft is None:
