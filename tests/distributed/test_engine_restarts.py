@@ -14,7 +14,7 @@ import zmq
 
 from support import chats
 from support.grids import few_of
-from support.holding import ENGINE_START, STEPS, Held
+from support.holding import ENGINE_START, LAST_WORDS, STEPS, Held
 from support.serving import child_of, children_of, command_of, mock, replayed, serving
 from support.storms import NAME, PAIR, nothing_is_left, of_the_mock, of_the_pair, storm
 from support.waiting import WAIT_S, until
@@ -86,8 +86,8 @@ def test_a_spare_takes_the_place_of_an_engine_that_dies():
 
 
 def test_health_while_an_engine_is_started_again_and_after_the_last_restart(tmp_path):
-    """The next engine is held at its start, so that the time between two engines can be seen."""
-    held = Held(tmp_path, ENGINE_START)
+    """The next engine is held at its start, so that the time between two can be seen; and the end, once there is none."""
+    held = Held(tmp_path, ENGINE_START + LAST_WORDS)
     held.go()
     with mock(20, "1", "--engine-restarts", "1", environment=held.environment) as server:
         body = {"model": NAME, "prompt": "a", "max_tokens": 20}
@@ -102,8 +102,10 @@ def test_health_while_an_engine_is_started_again_and_after_the_last_restart(tmp_
         held.go()
         assert server.post("/v1/completions", body).json()["choices"][0]["text"] == replayed(1, 20)
         until(lambda: server.get("/health").status_code == 200)
+        held.hold()
         os.kill(server.engine(), signal.SIGKILL)
         assert "exit code -9" in server.post("/v1/completions", body).json()["error"]["message"]
+        held.go()
         assert server.process.wait(WAIT_S) == 1
 
 
