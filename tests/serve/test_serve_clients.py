@@ -386,9 +386,12 @@ def test_what_is_closing_ends_although_nobody_reads():
 
 
 def test_more_connections_than_files_neither_end_the_server_nor_fill_its_log():
-    """Those who come too late wait; once the silent ones are let go, they are served."""
+    """Those who come too late wait; once the silent ones are let go, they are served.
+
+    Wherever they stand still among themselves for longer than that, enough of them come at once before or after.
+    """
     with mock(1, "4", "--timeout-keep-alive", "2", most_files=256) as server, ExitStack() as stack:
-        for _ in range(251):
+        for _ in range(300):
             stack.enter_context(closing(opened(server)))
         assert server.get("/health", timeout=WAIT_S).status_code == 200
         assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 3}).status_code == 200
