@@ -289,7 +289,7 @@ def test_what_a_provider_alone_has_is_left_out_and_told_once(caplog):
 def test_messages_take_what_claude_code_sends(server, caplog):
     url, core = server
     body = {
-        "max_tokens": 99, "cache_control": {"type": "ephemeral"},
+        "max_tokens": 99, "cache_control": {"type": "ephemeral"}, "speed": "fast",
         "thinking": {"type": "adaptive", "display": "omitted"}, "output_config": {"effort": "high"},
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         "system": "Be brief.",

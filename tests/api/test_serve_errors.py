@@ -194,6 +194,9 @@ def test_agents_that_ask_for_more_than_the_context_holds_are_told_that_it_was_cu
     [
         ("POST", "/v1/embeddings", "embeddings, scores and ranks are not supported"),
         ("POST", "/v1/score", "not supported"),
+        ("POST", "/embedding", "embeddings, scores and ranks are not supported"),
+        ("POST", "/infill", "POST /completion"),
+        ("GET", "/get_model_info", "/server_info"),
         ("GET", "/v1/responses/resp_1", "is not kept here"),
         ("POST", "/chat/completions", "POST /v1/chat/completions"),
         ("POST", "/reset_prefix_cache", "/flush_cache"),

@@ -107,6 +107,8 @@ def test_messages_have_thinking_of_their_budget(pair):
     thought, text = answer["content"]
     assert thought["thinking"] == chat(pair, False, temperature=0, thinking_token_budget=6, **ON)["reasoning_content"]
     assert (thought["type"], text["type"]) == ("thinking", "text")
+    said = chat(pair, False, temperature=0, thinking={"type": "enabled", "budget_tokens": 6})
+    assert said["reasoning_content"] == thought["thinking"]
     asked = {"input": HI, "temperature": 0, "max_output_tokens": 60, "thinking_token_budget": 6, **ON}
     answer = pair.post("/v1/responses", asked).json()
     assert answer["output"][0]["content"][0]["text"] == thought["thinking"]

@@ -203,6 +203,11 @@ BAD = {
     "guided_regex: beside tools a JSON schema or object alone": {"tools": TOOLS, "guided_regex": "a"},
     "structured_output": {"tools": TOOLS, "tool_choice": "required"},
     "thinking_token_budget: this engine forces no tokens": {"thinking_token_budget": 3},
+    "thinking.budget_tokens: this engine forces no tokens": {"thinking": {"type": "enabled", "budget_tokens": 3}},
+    "thinking_token_budget and thinking.budget_tokens: give one of them": {
+        "thinking_token_budget": 3,
+        "thinking": {"type": "enabled", "budget_tokens": 4},
+    },
 }
 
 

@@ -61,7 +61,7 @@ async def start_turn(api: ApiState, request: Request, body: ChatRequest, *, cuts
     cuts: the most tokens that are asked for may be more than the context has room for.
     """
     if body.thinking_budget is not None:
-        check_budget(api, "thinking_token_budget" if body.reasoning is None else "reasoning.max_tokens")
+        check_budget(api, body.budget_field)
     ids = await prompt_of(api, body)
     await _check_grammars(api, request, body)
     if not cuts and body.most_tokens is not None:

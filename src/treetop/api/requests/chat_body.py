@@ -190,9 +190,10 @@ Messages = Annotated[list[ChatMessage], Field(max_length=MAX_MESSAGES, fail_fast
 
 
 class ThinkingParam(Body):
-    """Whether to think, as DeepSeek's and GLM's clients say it."""
+    """Whether to think, as DeepSeek's and GLM's clients say it. budget_tokens, LiteLLM's: `thinking_token_budget`."""
 
     type: Literal["enabled", "disabled"]
+    budget_tokens: int | None = Field(None, ge=0, lt=2**31)
 
 
 class ReasoningFields(Body):
@@ -223,7 +224,7 @@ class ChatRequest(SamplingFields):
         None, ge=0, lt=2**31, description="tokens of reasoning after which its end is forced"
     )
     enable_thinking: bool | None = Field(None, description="whether to think, as in chat_template_kwargs")
-    thinking: ThinkingParam | None = Field(None, description="the same, as DeepSeek's clients say it")
+    thinking: ThinkingParam | None = Field(None, description="the same, as DeepSeek's and LiteLLM's clients say it")
     reasoning: ReasoningFields | None = Field(None, description="effort and budget, as OpenRouter's clients say them")
     _answers: dict[int, str] = PrivateAttr(default_factory=dict)
     _takes_hints: bool = PrivateAttr(default=False)
@@ -254,8 +255,20 @@ class ChatRequest(SamplingFields):
     @property
     def thinking_budget(self) -> int | None:
         """Tokens. Raises InputError."""
-        other = None if self.reasoning is None else self.reasoning.max_tokens
-        return _one_of({"thinking_token_budget": self.thinking_token_budget, "reasoning.max_tokens": other})
+        return _one_of(self._budgets)
+
+    @property
+    def budget_field(self) -> str:
+        """Which says `thinking_budget`."""
+        return next(name for name, tokens in self._budgets.items() if tokens is not None)
+
+    @property
+    def _budgets(self) -> dict[str, int | None]:
+        return {
+            "thinking_token_budget": self.thinking_token_budget,
+            "reasoning.max_tokens": None if self.reasoning is None else self.reasoning.max_tokens,
+            "thinking.budget_tokens": None if self.thinking is None else self.thinking.budget_tokens,
+        }
 
     @property
     def takes_hints(self) -> bool:

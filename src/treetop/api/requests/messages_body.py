@@ -327,7 +327,7 @@ class CountRequest(_Block):
 class MessagesRequest(CountRequest):
     """Anthropic's request."""
 
-    hints: ClassVar[tuple[str, ...]] = (*CountRequest.hints, "metadata")
+    hints: ClassVar[tuple[str, ...]] = (*CountRequest.hints, "metadata", "speed")
     max_tokens: int
     stop_sequences: Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stream: bool = False
