@@ -28,8 +28,7 @@ from treetop.weights.w8a8 import W8A8
 def visit(strong_pair, monkeypatch):
     """(exit code, lines) for the options given."""
     monkeypatch.setattr(exactness, "_TREES", ((4, 5, 16), (2, 3, 6)))
-    for name, fewer in (("_TOKENS", 12), ("_PROMPTS", 4), ("_LONGEST", 60)):
-        monkeypatch.setattr(exactness, name, fewer)
+    monkeypatch.setattr(exactness, "_MANY", exactness.Amount(4, 60, 12))
 
     def run(**options):
         given = {"draft": str(strong_pair.head), "dtype": "float32", **options}
@@ -84,6 +83,17 @@ def test_without_a_promise_it_says_what_differs_and_is_no_failure(visit):
     code, lines = visit(exactness="ties")
     assert code == 0
     assert any(line.startswith("DIFFERS    tree (4, 5, 16)") for line in lines)
+
+
+def test_what_is_compared_is_said_and_less_of_a_large_model_on_a_cpu(visit, monkeypatch):
+    """And never more than the context holds."""
+    monkeypatch.setattr(exactness, "engines", lambda *_: iter(()))
+    monkeypatch.setattr(exactness, "operations", lambda *_: iter(()))
+    head = "engines, against plain decoding of one request at a time: "
+    assert f"{head}4 prompts of 1 to 60 tokens, 12 tokens each, half of them drawn" in visit()[1]
+    assert f"{head}4 prompts of 1 to 7 tokens, 12 tokens each, half of them drawn" in visit(context_length=20)[1]
+    monkeypatch.setattr(exactness, "_SMALL", 0)
+    assert f"{head}5 prompts of 1 to 140 tokens, 12 tokens each, half of them drawn" in visit()[1]
 
 
 def test_counts_that_differ_are_found():

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -37,7 +38,25 @@ from treetop.weights.linear import LibraryLinear
 
 COUNTS = (1, 2, 3, 4, 5, 8, 13, 16, 17, 32, 33, 60, 64, 96, MOST_ROWS, 480)
 """Rows of a batch whose bits are compared."""
-_PROMPTS, _TOKENS, _LONGEST = 9, 40, 200
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """What each engine serves: so many prompts, of one token to `longest`, and so many tokens after each."""
+
+    prompts: int
+    longest: int
+    tokens: int
+
+    def sentence(self) -> str:
+        return f"{self.prompts} prompts of 1 to {self.longest} tokens, {self.tokens} tokens each, half of them drawn"
+
+
+_MANY, _FEW = Amount(9, 200, 40), Amount(5, 140, 12)
+"""Both go beyond a block of attention (128 positions on a CPU). With few, all engines of SmolLM2 take two cores some
+two minutes."""
+_SMALL = 2e7
+"""Numbers of a target with which a CPU serves many."""
 _TREES = ((1, 6, 7), (4, 5, 16), (5, 4, 16), (8, 5, 60))
 
 
@@ -49,6 +68,8 @@ def show_exactness(console: Console, engine_plan: EnginePlan, model: str | None,
     ]
     print_table(console, f"operations, rows of {', '.join(map(str, COUNTS))}", ("operation", "a row's bits"), rows)
     cases = []
+    amount = amount_of(engine_plan)
+    console.print(f"engines, against plain decoding of one request at a time: {amount.sentence()}", highlight=False)
     for case in engines(engine_plan, model, options):
         cases.append(case)
         console.print(case.sentence(), markup=False, highlight=False)
@@ -159,18 +180,19 @@ class Compared:
 
 def engines(engine_plan: EnginePlan, model: str | None, options: Mapping[str, Any]) -> Iterator[Compared]:
     """Each case is an engine of its own, one after another."""
-    rng = random.Random(0)
-    prompts, params = _requests(engine_plan, rng)
+    rng, amount = random.Random(0), amount_of(engine_plan)
+    prompts, params = _requests(engine_plan.target.config.vocab_size, amount, rng)
     order = list(range(len(prompts)))
     rng.shuffle(order)
+    context = min(max(map(len, prompts)) + amount.tokens + 1, engine_plan.layout.max_context)
+    options = {**options, "context_length": context}  # pools of whole contexts take longer to make than to use
     plain = _serve(model, options, prompts, params, **_PLAIN, max_running_requests=1)
     cases: list[tuple[str, dict[str, Any]]] = [("plain, 8 requests at once", {**_PLAIN, "max_running_requests": 8})]
     cases += [(f"plain, chunks of {n}", {**_PLAIN, "chunked_prefill_size": n}) for n in (16, 333)]
     trees = _TREES if engine_plan.config.speculates else ()
     for shape, rows in zip(trees, (1, 3, 8, 33), strict=False):
         cases.append((f"tree {shape}, {rows} at once", {**_tree(shape), "max_running_requests": rows}))
-    context = max(map(len, prompts)) + _TOKENS + 1
-    few = {"context_length": context, "max_total_tokens": 2 * context, "max_running_requests": 8}
+    few = {"max_total_tokens": 2 * context, "max_running_requests": 8}
     few |= _tree(_TREES[1]) if trees else _PLAIN
     cases.append(("pages for two of eight: requests are retracted", few))
     for name, changes in cases:
@@ -189,16 +211,23 @@ def _tree(shape: tuple[int, int, int]) -> dict[str, Any]:
     return dict(zip(names, shape, strict=True))
 
 
-def _requests(engine_plan: EnginePlan, rng: random.Random) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Random prompts, from one token to a few blocks of attention; greedy and sampled."""
-    vocab, context = engine_plan.target.config.vocab_size, engine_plan.layout.max_context
-    longest = max(1, min(_LONGEST, context - _TOKENS - 1))
-    prompts = [[rng.randrange(vocab) for _ in range(1 + i * (longest - 1) // (_PROMPTS - 1))] for i in range(_PROMPTS)]
+def amount_of(engine_plan: EnginePlan) -> Amount:
+    """By device and size of the target, and within its context."""
+    numbers = sum(prod(param.shape) for param in engine_plan.target.params)
+    amount = _FEW if engine_plan.place.device.type == "cpu" and numbers > _SMALL else _MANY
+    context = engine_plan.layout.max_context
+    longest = max(1, min(amount.longest, context - amount.tokens - 1))
+    return replace(amount, longest=longest, tokens=min(amount.tokens, context - longest))
+
+
+def _requests(vocab: int, amount: Amount, rng: random.Random) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Random prompts; greedy and sampled in turn."""
+    longer = amount.longest - 1
+    lengths = [1 + i * longer // (amount.prompts - 1) for i in range(amount.prompts)]
+    prompts = [[rng.randrange(vocab) for _ in range(length)] for length in lengths]
     params = [
-        SamplingParams(
-            max_tokens=min(_TOKENS, context - longest), ignore_eos=True, logprobs=1, seed=i, temperature=i % 2
-        )
-        for i in range(_PROMPTS)
+        SamplingParams(max_tokens=amount.tokens, ignore_eos=True, logprobs=1, seed=i, temperature=i % 2)
+        for i in range(amount.prompts)
     ]
     return prompts, params
 
