@@ -334,6 +334,8 @@ def test_tensors_that_do_not_fit_change_nothing(strong_pair, weak_pair, monkeypa
         ([(*pair, 1) for pair in changed.items()], "pairs of a name and a tensor, got"),
         (target[last], "pairs of a name and a tensor"),
         (7, "a folder, or tensors by name, got 7"),
+        ({}, "no tensors were given"),
+        (iter(()), "no tensors were given"),
     ):
         with pytest.raises((CheckpointError, InputError), match=words):
             llm.update_weights(wrong)

@@ -208,7 +208,7 @@ class AsyncLLM:
         """As `LLM.wake_up`."""
         self._check_started()
         async with self._changing_weights:
-            await self.core.change(WakeUp(None if tags is None else tuple(tags)))
+            await self.core.change(WakeUp.of(tags))
 
     async def flush_cache(self) -> None:
         """As `LLM.flush_cache`, of all engines."""

@@ -180,7 +180,7 @@ class LLM:
 
         Raises InputError, and CheckpointError for weights that cannot be read any more; all sleeps as before then.
         """
-        self._core.change_now(WakeUp(None if tags is None else tuple(tags)))
+        self._core.change_now(WakeUp.of(tags))
 
     def flush_cache(self) -> None:
         """Forget every cached prefix, on the device and on the host; what `kv_offloading_folder` has stays.

@@ -178,6 +178,9 @@ def changed(folder, tmp_path, tensors=None, **config):
         ({"fan_in_fan_out": True}, ("fan_in_fan_out",)),
         ({"lora_alpha": "much"}, ("lora_alpha", "much")),
         ({"alpha_pattern": {"(": 1}}, ("alpha_pattern", "no pattern")),
+        ({"r": 64}, ("r or rank_pattern is 64", "has 1 rows")),
+        ({"rank_pattern": {"q_proj": 2}}, ("r or rank_pattern is 2", "q_proj.lora_A.weight has 1 rows")),
+        ({"r": "many"}, ("r or rank_pattern of", "'many'")),
     ],
 )
 def test_what_an_adapter_may_not_be_is_refused_by_its_key(pair, adapters, tmp_path, config, parts):

@@ -96,7 +96,8 @@ def test_what_cannot_be_loaded_is_refused_and_changes_nothing(pair, adapters, wa
     refused(CheckpointError, lambda: llm.load_lora("b", tmp_path), "adapter_config.json")
     llm.load_lora("a2", adapters[2][1])
     refused(ConfigError, lambda: llm.load_lora("b", adapters[2][1]), "--max-cpu-loras 2")
-    refused(InputError, lambda: llm.load_lora("a=b", adapters[2][1]), "lora_name", "=")
+    for name in ("a=b", "", 3):
+        refused(InputError, lambda name=name: llm.load_lora(name, adapters[2][1]), "lora_name", repr(name), "=")
     refused(InputError, lambda: llm.unload_lora("a9"), "'a9'", "a0, a2")
     for name in ("a0", "a2", None):
         assert tokens(llm.generate(prompts, params, lora=name)) == wanted[name]

@@ -81,6 +81,7 @@ def test_tags_wake_apart_and_weights_may_change_between(pair, tmp_path):
     assert [*stream][-1].output.error == ASLEEP
     refused(ConfigError, lambda: llm.update_weights(other.target), "update_weights", "sleep")
     refused(InputError, lambda: llm.wake_up(["graphs"]), "tags", "'graphs'")
+    refused(InputError, lambda: llm.wake_up("weights"), "tags", "a list", "'weights'")
     llm.wake_up(["weights"])
     assert llm.is_sleeping
     refused(ConfigError, lambda: llm.sleep(2), "sleep", "wake_up")

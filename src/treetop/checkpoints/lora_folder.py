@@ -203,25 +203,28 @@ def _rank_and_scale(
             raise CheckpointError(
                 f"{file}: tensor {name} has shape {found}, expected {expected}: it is of another model"
             )
-    alpha = _of_module(module, "alpha_pattern", config, config.get("lora_alpha", 8), path)
+    said = _of_module(module, "r", "rank_pattern", config, rank, path)
+    if said != rank:
+        raise CheckpointError(f"{path / _CONFIG}: r or rank_pattern is {said:g}, but {names[0]} has {rank} rows")
+    alpha = _of_module(module, "lora_alpha", "alpha_pattern", config, 8, path)
     scale = alpha / (sqrt(rank) if config.get("use_rslora") else rank)
     return rank, scale
 
 
-def _of_module(module: str, key: str, config: Mapping[str, Any], default: Any, path: Path) -> float:
+def _of_module(module: str, key: str, table: str, config: Mapping[str, Any], default: float, path: Path) -> float:
     """The number that a table of patterns has for a module: PEFT matches whole names, or what follows a dot."""
-    patterns, where = config.get(key) or {}, path / _CONFIG
+    patterns, where = config.get(table) or {}, path / _CONFIG
     if not isinstance(patterns, dict):
-        raise CheckpointError(f"{where}: {key} must be an object, got {shown(patterns)}")
-    found = default
+        raise CheckpointError(f"{where}: {table} must be an object, got {shown(patterns)}")
+    found = config.get(key, default)
     for pattern, value in patterns.items():
         try:
             fits = re.fullmatch(rf"(.*\.)?({pattern})", module)
         except re.error as error:
-            raise CheckpointError(f"{where}: {key}: {shown(pattern)} is no pattern: {error}") from None
+            raise CheckpointError(f"{where}: {table}: {shown(pattern)} is no pattern: {error}") from None
         if fits:
             found = value
             break
     if not isinstance(found, int | float) or isinstance(found, bool) or not 0 < abs(found) < 1e6:
-        raise CheckpointError(f"{where}: {key} or lora_alpha of {module} must be a number, got {shown(found)}")
+        raise CheckpointError(f"{where}: {key} or {table} of {module} must be a number, got {shown(found)}")
     return float(found)

@@ -53,6 +53,8 @@ class WrittenFolder:
                 shard, size = {}, 0
         if shard:
             self._write(shard)
+        if not seen:
+            raise InputError("update_weights: no tensors were given: all by the checkpoint's names, or leave it out")
 
     def _write(self, shard: "dict[str, Tensor]") -> None:
         from safetensors.torch import save_file  # noqa: PLC0415  # likewise

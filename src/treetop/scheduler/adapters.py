@@ -100,8 +100,8 @@ class AdapterBooks:
         """Of an adapter that is to be added. Raises InputError for a name that is taken, ConfigError if none may be."""
         if not self._most:
             raise ConfigError(f"lora_name: {shown(name)}: none can be loaded while it runs; start with --enable-lora")
-        if "=" in name or "\0" in name:
-            raise InputError(f"lora_name: {shown(name)}: a name has no = and no NUL")
+        if not isinstance(name, str) or not name or "=" in name or "\0" in name:
+            raise InputError(f"lora_name: {shown(name)}: a name is a text without = and NUL, and not empty")
         if name in self._by_name:
             raise InputError(f"lora_name: {shown(name)} has already been loaded; unload it first")
         if len(self._by_name) >= self._most:

@@ -3,7 +3,7 @@
 All read and check first (`prepare`), and nothing has changed if one refuses; then all take it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -134,6 +134,13 @@ class WakeUp:
     """Have it again: what these of `TAGS` name, None for all that sleeps."""
 
     tags: tuple[str, ...] | None = None
+
+    @classmethod
+    def of(cls, tags: Sequence[str] | None) -> "WakeUp":
+        """Raises InputError for a text, whose letters are no tags."""
+        if isinstance(tags, str):
+            raise InputError(f"tags: give a list, as of {' and '.join(TAGS)}, got the text {shown(tags)}")
+        return cls(None if tags is None else tuple(tags))
 
 
 @dataclass(frozen=True, slots=True)
