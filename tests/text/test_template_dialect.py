@@ -1,14 +1,17 @@
 """Chat templates render here as Transformers renders them."""
 
 import json
+import shutil
 from contextlib import closing
 
 import pytest
 
+from treetop.checkpoints.folder import resolve_folder
 from treetop.text.chat_input import conversations_of
 from treetop.text.chat_template import ChatTemplate, open_chat_template
 from treetop.types.errors import CheckpointError, InputError
 
+transformers = pytest.importorskip("transformers")
 utils = pytest.importorskip("transformers.utils.chat_template_utils")
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -166,3 +169,22 @@ def test_chats_with_tools_have_a_template_of_their_own(tmp_path):
 def test_a_template_for_tools_that_cannot_be_compiled_is_a_problem():
     with closing(ChatTemplate("{{ messages }}", {}, "{% if %}")) as template:
         assert "TemplateSyntaxError" in template.problem()
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_special_tokens_are_those_that_transformers_reads(tmp_path, listed):
+    """An older file has them, unless the configuration lists its tokens."""
+    shutil.copy(resolve_folder("builtin:nestling") / "tokenizer.json", tmp_path)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|endoftext|>", "pad_token": None}
+    config |= {"added_tokens_decoder": {}} if listed else {}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "special_tokens_map.json").write_text(
+        json.dumps({"bos_token": {"content": "<|pad|>", "lstrip": False}, "sep_token": "<|endoftext|>"})
+    )
+    names = ("bos_token", "eos_token", "pad_token", "sep_token")
+    source = "".join(f"{{{{ {name} if {name} is defined else '{name}' }}}}," for name in names)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    expected = theirs.apply_chat_template(TALK, chat_template=source, tokenize=False)
+    with closing(open_chat_template(tmp_path, source)) as template:
+        assert template.render(TALK) == expected
+    assert ("<|pad|>" in expected) != listed

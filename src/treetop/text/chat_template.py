@@ -188,6 +188,9 @@ def open_chat_template(folder: Path, given: str | None = None) -> ChatTemplate |
     by_name = {"default": _given(given)} if given is not None else _of_model(folder, config.get("chat_template"), path)
     if "default" not in by_name:
         return None
+    older = folder / "special_tokens_map.json"  # read by Transformers where the other lists no tokens
+    if "added_tokens_decoder" not in config and os.path.lexists(older):
+        config = {**config, **read_object(older)}
     named = {name: config.get(name) for name in _TOKENS}
     texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
     tokens = {name: text for name, text in texts.items() if isinstance(text, str)}
