@@ -59,6 +59,7 @@ def free(pair):
     return {stream: chat(pair, stream, max_tokens=24, **ON) for stream in (False, True)}
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("budget", [0, 1, 9])
 def test_a_budget_that_is_spent_ends_the_reasoning_to_the_token(pair, free, budget, stream):

@@ -90,6 +90,7 @@ def in_events(client, **body) -> tuple[dict, str]:
     return {name: value for name, value in message.items() if value}, reason
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("ask", [at_once, in_events])
 @pytest.mark.parametrize("form", SAY)
 def test_a_loop_of_three_calls(form, ask):

@@ -187,6 +187,7 @@ class Lease:
         assert dropped[0] == dropped[1]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("page_size", [1, 2, 4])
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ def plain_again(folder, output):
     return output
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("form", ["fp8", "w4a16"])
 @pytest.mark.parametrize("name", KINDS)
 def test_quantized_heads_draft_what_their_weights_stand_for(target, tmp_path, name, form):

@@ -52,6 +52,7 @@ def plainly(hostile):
     }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("graphs", ["off", "sim"])
 @pytest.mark.parametrize("shape", [(2, 1, 3), (4, 1, 5), (4, 3, 12), (4, 5, 16)])
 @pytest.mark.parametrize("count", [3, 5])

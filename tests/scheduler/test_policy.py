@@ -158,6 +158,7 @@ def test_a_small_model_on_a_cpu_gains_by_a_good_head_though_a_round_stakes_most_
     assert load.mean_speed(0) >= (0.97 * load.best_speed() if rows > 1 else 1.2)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("known", [HEADS["useless"], HeadAcceptance(), KNOWN], ids=["known", "unknown", "thought good"])
 def test_a_useless_head_on_a_cpu_costs_next_to_nothing_but_catching_up(rows, known):
