@@ -3,6 +3,7 @@
 Ranks are threads here, and what they hand over is copied in memory; `test_expert_role_drills.py` has processes.
 """
 
+import threading
 from contextlib import closing, contextmanager
 
 import pytest
@@ -227,16 +228,31 @@ def test_a_prefill_rank_that_dies_ends_its_group_and_costs_a_local_prefill(start
 
 
 def test_a_decode_rank_that_dies_ends_its_group_and_gives_the_prefill_ranks_their_slots_back(started, folder):
-    """Every request is told so, as the engine's end; a supervisor goes on with another (`test_engine_restarts.py`)."""
+    """Every request is told so, as the engine's end; a supervisor goes on with another (`test_engine_restarts.py`).
+
+    The rank is held while pieces travel, so that no request ends before it dies.
+    """
     prompts = Pair(folder, None).prompts(LENGTHS)
-    with sides(started, folder, TREE, 2, 2, lease_s=2.0) as (prefill, decode):
+    with sides(started, folder, TREE, 2, 2, lease_s=5.0) as (prefill, decode):
+        rank, travel, go_on = decode.ranks[0], threading.Event(), threading.Event()
+        step = rank.core.step
+
+        def held():
+            if decode.counted("num_chunks") > 1:
+                travel.set()
+                go_on.wait(WAIT_S)
+            return step()
+
+        rank.core.step = held
         asked = [EngineRequest(decode.thread.next_id(), tuple(prompt), greedy(30), 0) for prompt in prompts]
-        caller, failed = Caller(decode.thread.submit), 0
+        caller, last = Caller(decode.thread.submit), []
         caller.add(asked)
-        until(lambda: decode.counted("num_chunks") > 1)
-        decode.ranks[0].kill()
-        while failed < len(asked):
-            failed += sum(update.engine_failed for update in caller.get())
+        assert travel.wait(WAIT_S)
+        rank.kill()
+        go_on.set()
+        while len(last) < len(asked):
+            last += [update for update in caller.get() if update.finish_reason is not None]
+        assert sum(update.engine_failed for update in last) >= len(asked) - 1, "one piece alone makes one request whole"
         until(lambda: prefill.counted("num_peers") == 0, "a session goes on")
         prefill.all_is_back()
 
