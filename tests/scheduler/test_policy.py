@@ -1,7 +1,9 @@
 """The policy that chooses shapes, in modelled time: what it may lose, what it gains, and what it costs."""
 
 import re
+import sys
 import time
+from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -328,3 +330,42 @@ def test_a_start_says_what_is_expected_where_drafts_pay_and_what_may_be_lost():
     assert "loses 3.7 % of them at most" in AdaptiveShape(NESTLING, layout(128), lambda: KNOWN).expectation()
     dear = CostTable("x", tuple(RoundCost(1, shape, 0.1 if shape == PLAIN else 2.0, 0.0) for shape in SHAPES))
     assert "1.00x at 1 rows (S=0 k=1 T=1)" in AdaptiveShape(dear, layout()).expectation()
+
+
+def test_a_plain_round_of_a_head_that_never_holds_asks_the_host_for_little():
+    """Neither are trees searched for counts that are the same, nor are all shapes weighed in every round."""
+    load, calls = DrawnLoad(64, DrawnHead(HEADS["useless"])), Counter[str]()
+    for _ in range(100):
+        load.round(None)
+
+    def count(frame, event, argument) -> None:
+        calls[event] += event in ("call", "c_call")
+
+    def counted(run):
+        def counting(*given):
+            sys.setprofile(count)
+            try:
+                return run(*given)
+            finally:
+                sys.setprofile(before)
+
+        return counting
+
+    before = sys.getprofile()
+    load.policy.choose, load.policy.note = counted(load.policy.choose), counted(load.policy.note)
+    for _ in range(64):
+        load.round(None)
+    assert load.shapes[100:] == [PLAIN] * 64
+    assert 0 < calls.total() < 400 * 64
+
+
+def test_a_table_of_chances_that_is_hardly_another_changes_nothing():
+    shape, known = SpecShape(1, 3, 4), [[0.6], [0.5], [0.4]]
+    estimate = AcceptanceEstimate([shape], HeadAcceptance((0.6, 0.5, 0.4)))
+    expected = estimate.tokens(shape)
+    estimate.learn([[0.604], [0.5], [0.4]])
+    assert estimate.tokens(shape) == expected
+    estimate.turn_to([[0.61], [0.5], [0.4]])
+    assert estimate.tokens(shape) > expected > 1.0
+    estimate.turn_to(known)
+    assert estimate.tokens(shape) == expected

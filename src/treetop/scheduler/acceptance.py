@@ -18,6 +18,7 @@ Source: M. West, P. J. Harrison, H. S. Migon, "Dynamic generalized linear models
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import exp, inf, log, sqrt
 
 from treetop.scheduler.acceptance_probs import AcceptanceProbs, left_of, path_probs
@@ -35,6 +36,8 @@ _KNOWN, _REMEMBERED = 64.0, 8192.0
 """Nodes of a depth that what is thought of it counts for, and that are remembered of it."""
 _FINE = 8
 """Parts of a node that are told apart of how many a row has."""
+_APART = 0.005
+"""That chances of two tables differ which say the same of shapes."""
 _LOOKED_AT = 16
 """Rows of a round by which depths are counted."""
 
@@ -92,7 +95,11 @@ class AcceptanceEstimate:
         self._silent = True  # the last round was plain
 
     def turn_to(self, accept_probs: AcceptanceProbs) -> None:
-        """This is the model of the rows that are there now, which are others: what is expected changes with it."""
+        """This is the model of the rows that are there now, which are others: what is expected changes with it, unless
+        it is hardly another, for trees are searched by it.
+        """
+        if _alike(accept_probs, self._accept_probs):
+            return
         self._accept_probs = accept_probs
         self._cut.clear()
         for shape, known in self._by_shape.items():
@@ -190,6 +197,14 @@ def _of_model(shape: SpecShape, accept_probs: AcceptanceProbs) -> tuple[list[flo
         by_best.append(of_best / reached if reached > 0.0 else 0.0)
         reached = path
     return logits, by_best
+
+
+def _alike(one: AcceptanceProbs, other: AcceptanceProbs) -> bool:
+    """Whether no chance of two tables is apart by more than `_APART`."""
+    if [*map(len, one)] != [*map(len, other)]:
+        return False
+    pairs = zip(chain.from_iterable(one), chain.from_iterable(other), strict=True)
+    return all(abs(here - there) <= _APART for here, there in pairs)
 
 
 def _logit(accept_prob: float) -> float:

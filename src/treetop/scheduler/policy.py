@@ -49,8 +49,9 @@ _MARGIN = 1.01
 _HOPE = 1.0
 """Standard deviations by which a shape's chances may be better than thought when it is considered for a trial."""
 _EVERY, _ANYHOW = 8, 256
-"""Rounds between two thoughts of a trial, and looks at what a calibration has counted; and between two trials of the
-second best, whose rounds may cost less than is thought."""
+"""Rounds between two thoughts of a trial, looks at what a calibration has counted, and thoughts of all shapes where
+rounds are plain and teach nothing of drafts; and between two trials of the second best, whose rounds may cost less than
+is thought."""
 _CURIOSITY, _MOST_CURIOUS = 0.004, 0.5
 """Of the time, what trials may cost by what is thought of their shapes; rounds that are saved up for one."""
 _ANYHOW_COSTS = 0.001
@@ -176,6 +177,8 @@ class AdaptiveShape:
         self._num_rounds, self._curiosity, self._anyhow, self._most_regret_budget = 0, 0.0, 0.0, REGRET_BUDGET
         self._share = 1.0  # of the rows, that may accept drafts
         self._batch = 1, 1  # rows of a round with its padding, and without
+        self._held: tuple[int, float] | None = None  # rows with padding and the share that the next two are of
+        self._round_s, self._held_rates = dict[SpecShape, float](), dict[SpecShape, float]()
         self._counts: ProposalCounts | None = None  # of a calibration, as it was when the last round ended
         self._looked_at: tuple[ProposalCounts, list[float]] | None = None  # counts, and shares of rows by class
 
@@ -187,33 +190,43 @@ class AdaptiveShape:
         if self._counts is not None and self._num_rounds % _EVERY == 0:
             self._look_at(self._counts, speculating)
         self._num_rounds += 1
-        rows, tokens = self._bucket_for(len(lengths)), sum(lengths) / len(lengths)
+        rows = self._bucket_for(len(lengths))
         self._batch = rows, len(lengths)
-        seconds = self._seconds(rows, tokens)
         behind = self._costs.catch_up_seconds(rows)
         caught_up = behind / max(self._layout.max_deferred, 1)
-        regrets = {shape: self._regret(shape, seconds, behind if deferred else 0.0) for shape in seconds}
-        rates = self._rates(seconds, caught_up)
+        if self._num_rounds % _EVERY == 0 or self._held != (rows, self._share):
+            self._think(rows, sum(lengths) / len(lengths), caught_up)
+        seconds, rates, late = self._round_s, self._held_rates, behind if deferred else 0.0
+        self._anyhow += _ANYHOW_COSTS
+        wanted = self._trial(rates, seconds, late) or self.shape
+        interest = max(INTEREST - caught_up / seconds[PLAIN], LEAST_INTEREST)
+        self.regret_budget = max(self.regret_budget, min(self.regret_budget + interest, REGRET_BUDGET))
+        regret = self._regret(wanted, seconds, late)
+        if regret > self.regret_budget:  # the best of those that can be paid, which plain rounds are
+            regrets = {each: self._regret(each, seconds, late) for each in rates if rates[each] >= rates[PLAIN]}
+            wanted = max((each for each in regrets if regrets[each] <= self.regret_budget), key=rates.__getitem__)
+            regret = regrets[wanted]
+        self.regret_budget -= regret
+        self._most_regret_budget = self._regret_budget_of(wanted, seconds, len(lengths))
+        return wanted
+
+    def _think(self, rows: int, tokens: float, caught_up: float) -> None:
+        """What rounds of so many rows cost and give, and which of them runs."""
+        self._held = rows, self._share
+        self._round_s = self._seconds(rows, tokens)
+        rates = self._held_rates = self._rates(self._round_s, caught_up)
         best = max(rates, key=rates.__getitem__)
         runs = rates.get(self.shape, 0.0)  # 0 for more rows than that shape may have
         if rates[best] > _MARGIN * runs or rates[PLAIN] >= runs:
             self.shape = best
-        self._anyhow += _ANYHOW_COSTS
-        wanted = self._trial(rates, seconds, regrets) or self.shape
-        interest = max(INTEREST - caught_up / seconds[PLAIN], LEAST_INTEREST)
-        self.regret_budget = max(self.regret_budget, min(self.regret_budget + interest, REGRET_BUDGET))
-        if regrets[wanted] > self.regret_budget:  # the best of those that can be paid, which plain rounds are
-            paid = [each for each in rates if regrets[each] <= self.regret_budget and rates[each] >= rates[PLAIN]]
-            wanted = max(paid, key=rates.__getitem__)
-        self.regret_budget -= regrets[wanted]
-        self._most_regret_budget = self._regret_budget_of(wanted, seconds, len(lengths))
-        return wanted
 
     def _look_at(self, counts: ProposalCounts, speculating: Sequence[int]) -> None:
         """The model of acceptance is that of these counts, for rows of these classes. Where it is the rows that have
         changed, such as to an adapter's that the draft does not fit, it is believed at once.
         """
         shares = [count / sum(speculating) for count in speculating]
+        if self._looked_at == (counts, shares):  # as plain rounds leave them
+            return
         if self._looked_at is not None and self._looked_at[1] != shares:
             of_rows = accept_probs_of(self._looked_at[0], speculating, self._head)
             if of_rows is not None:
@@ -269,15 +282,16 @@ class AdaptiveShape:
         rates = {shape: self._tokens(shape) / seconds[shape] for shape in seconds if shape != PLAIN}
         return {PLAIN: 1.0 / (seconds[PLAIN] + caught_up), **rates}
 
-    def _trial(
-        self, rates: dict[SpecShape, float], seconds: dict[SpecShape, float], regrets: dict[SpecShape, float]
-    ) -> SpecShape | None:
-        """The shape that may well be better than what runs, most of all; None if none may, or it is not its time."""
+    def _trial(self, rates: dict[SpecShape, float], seconds: dict[SpecShape, float], late: float) -> SpecShape | None:
+        """The shape that may well be better than what runs, most of all; None if none may, or it is not its time.
+
+        late: seconds that a round with drafts takes more now, to catch up first.
+        """
         if self._num_rounds % _EVERY or len(rates) == 1:
             return None
         if self._num_rounds % _ANYHOW == 0:
             second = max((shape for shape in rates if shape != self.shape), key=rates.__getitem__)
-            if self.shape == PLAIN and regrets[second] > self._anyhow:
+            if self.shape == PLAIN and self._regret(second, seconds, late) > self._anyhow:
                 return None
             self._anyhow = 0.0
             return second
@@ -309,13 +323,16 @@ class AdaptiveShape:
         if not isinstance(plan, RoundPlan) or not result.rows:
             return
         withheld = {*plan.no_draft, *(mask.row for mask in plan.masks)}
-        told = [row for row in result.rows if row.tokens and row.row not in withheld]
+        of_drafts = () if plan.shape == PLAIN else result.rows
+        told = [row for row in of_drafts if row.tokens and row.row not in withheld]
         lengths = [len(row.tokens) - 1 for row in told]
         self._counts = result.proposals or self._counts
         ranks = [row.ranks for row in told if len(row.ranks) == len(row.tokens) - 1]
         nodes = _nodes(plan.shape, self._bucket_for(len(plan.rows)), len(plan.rows))
         self.acceptance.note(plan.shape, lengths, ranks, nodes)
-        if plan.shape != PLAIN and lengths:
+        if plan.shape != PLAIN:
+            self._held = None
+        if lengths:
             self._num_told += 1
             if self._num_told == _FIRST_KEPT or self._num_told % _KEEPS == 0:
                 self._keep_head(self.learned())

@@ -37,14 +37,14 @@ class Rows:
         self.tally = Tally()
         self.cells: dict[tuple[GroupName, Row, int], PageId] = {}
         self._free = [Row(row) for row in range(layout.max_requests - 1, -1, -1)]
+        self._most_cells = layout.max_edits - len(layout.groups) * layout.page_columns  # before one more admission
 
     # ---------------------------------------------------------------- rows
 
     @property
     def may_enter(self) -> bool:
         """Whether a row is free, and the next plan can carry one more admission."""
-        layout = self._layout
-        return bool(self._free) and len(self.cells) + len(layout.groups) * layout.page_columns <= layout.max_edits
+        return bool(self._free) and len(self.cells) <= self._most_cells
 
     @property
     def num_free(self) -> int:
