@@ -86,7 +86,7 @@ def test_a_spare_takes_the_place_of_an_engine_that_dies():
 
 
 def test_health_while_an_engine_is_started_again_and_after_the_last_restart(tmp_path):
-    """The next engine is held at its start, so that the time between two can be seen; and the end, once there is none."""
+    """The next engine is held at its start, so the time between two is seen; and the end, once there is none."""
     held = Held(tmp_path, ENGINE_START + LAST_WORDS)
     held.go()
     with mock(20, "1", "--engine-restarts", "1", environment=held.environment) as server:
