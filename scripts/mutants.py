@@ -98,6 +98,26 @@ GROUPS = {
     "prefix cache": Group(("cache/prefix_cache.py",), ("cache/test_prefix_cache.py", "cache/test_cache.py")),
     "lockstep": Group(("distributed/lockstep.py",), ("distributed/test_expert_parallel.py",)),
     "router": Group(("distributed/router.py",), ("distributed/test_prefix_router.py",)),
+    "exactness": Group(
+        (
+            "attention/exact_backend.py",
+            "attention/integer_sums.py",
+            "exact/fixed_point.py",
+            "exact/probe.py",
+            "kernels/exact.py",
+            "weights/cpu_products.py",
+            "engine/startup/exactness.py",
+            "engine/startup/exactness_table.py",
+        ),
+        (
+            "attention/test_exact_attention.py",
+            "kernels/test_exact.py",
+            "kernels/test_fixed_point.py",
+            "exact/test_probe.py",
+            "weights/test_products.py",
+            "engine/test_exactness_table.py",
+        ),
+    ),
     "processors": Group(
         ("kernels/sampling/process.py", "engine/features/processors.py"),
         ("engine/test_processors.py", "engine/test_constraints.py", "engine/test_logprobs.py"),

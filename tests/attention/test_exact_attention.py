@@ -263,8 +263,10 @@ def test_a_library_whose_products_are_no_chains_is_refused(monkeypatch):
 @pytest.mark.parametrize("backend", [ExactBackend, partial(ExactBackend, integers=True), TorchBackend])
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_an_infinite_number_of_a_node_shows_only_where_it_is_seen(plane, backend, value):
-    """Nodes that do not see it, and rows beside it, have the numbers that they have without."""
-    world = make([5, 126, 300], 6, seed=4)
+    """Nodes that do not see it, and rows beside it, have the numbers that they have without: in the second row some
+    that lie behind its open block, whose weights are not 0."""
+    world = make([5, 126, 300], 6, seed=3)
+    world.q *= 1e-3
     world.parent = [[-1, 0, 0, 0, 1, 3]] * 3
     made, metadata = backend(torch.float32, torch.device("cpu")), world.metadata()
     plan = made.plan(made.begin(metadata), metadata)

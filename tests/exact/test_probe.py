@@ -52,3 +52,18 @@ def test_a_verdict_is_kept_where_nothing_was_found_and_only_there(tmp_path, monk
     ran.clear()
     assert even.kept_problem("exact-odd", "b") is None
     assert not ran
+    assert even.kept_problem("exact-odd", "c") is None
+    assert ran, "what was found of one machine is believed of another"
+
+
+def test_numbers_of_a_probe_have_zeros_equal_ones_and_such_that_cancel():
+    """In one row of sixteen each: what hides or shows an order of a sum."""
+    x = adversarial((40, 7), torch.Generator().manual_seed(1))
+    for first in (0, 16):
+        assert not x[first + 5].any()
+        assert (x[first + 6] == x[first + 6, 0]).all()
+        assert x[first + 6, 0] != 0
+        assert torch.equal(x[first + 7, 3:6], -x[first + 7, :3])
+        assert x[first + 7, :3].all()
+    size = x[:5].abs()
+    assert size.max() > 1000 * size.min()

@@ -15,6 +15,7 @@ from treetop.kernels.exact import (
     BatchInvariantCall,
     least_rows,
     padded_rows,
+    sum_by_halves,
 )
 from treetop.types.cache_files import keep_first, kept
 from treetop.types.errors import ConfigError
@@ -44,6 +45,23 @@ def test_calls_are_given_probed_counts_only():
             assert torch.equal(BatchInvariantCall(call, least)(x), x * 2)
             assert set(counts) <= allowed
     assert BatchInvariantCall(call, 4)(torch.randn(2, 70, 5)).shape == (2, 70, 5)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 12, 97])
+def test_a_sum_by_halves_has_one_order_for_any_rows(length):
+    """The first half is added to the last one, and what is between waits: for an odd length it is the middle."""
+    terms = adversarial((6, length, 5), torch.Generator().manual_seed(length))
+
+    def by_hand(numbers):
+        while len(numbers) > 1:
+            half = len(numbers) // 2
+            middle = numbers[half : len(numbers) - half]
+            numbers = [a + b for a, b in zip(numbers[:half], numbers[len(numbers) - half :], strict=True)] + middle
+        return numbers[0]
+
+    got = sum_by_halves(terms)
+    assert torch.equal(got, by_hand(list(terms.unbind(1))))
+    assert torch.equal(sum_by_halves(terms[2:3]), got[2:3])
 
 
 def cut_by_rows(weight):
