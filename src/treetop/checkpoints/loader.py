@@ -64,7 +64,7 @@ class LoadContext:
     packed: which quantized parameters stay packed in memory.
     activations: products with FP8 weights quantize their inputs.
     fla: prompts go through linear attention by `flash-linear-attention`.
-    adapters: beside the target's products, if there are any.
+    adapters: beside a model's products, if there are any.
     sent: tensors that stand for a folder's files.
     """
 

@@ -5,7 +5,7 @@ temperature before the softmax, by the depth of the proposal: heads that draft a
 of deep ones than they should be. Then each log-probability gets a learned bias, by that depth and by its rank among
 the k of its parent. So the same trees grow whatever the scale of a head's logits; no chain and no token depends on it.
 Rows are of a class by the temperature that they sample with, for a draw agrees with a head less often than an argmax,
-and by their adapter, for the head is the base model's (`types.sampling.class_of`). Learning is in `kernels.tree.learn`.
+and by their adapter, which the head may fit less (`types.sampling.class_of`). Learning is in `kernels.tree.learn`.
 """
 
 from collections.abc import Callable
