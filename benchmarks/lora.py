@@ -2,6 +2,7 @@
 
     python benchmarks/lora.py                                     32 rows, 8 adapters of rank 16, plain and (5, 4, 16)
     python benchmarks/lora.py --adapters 1 --rank 64 --shapes 0,1,1
+    python benchmarks/lora.py --draft-rank 16 --shapes 5,4,16     adapters of the draft head, too
 
 Random weights of a preset and of its EAGLE-3 head, an accept length of 3 that is forced, 1,024 tokens of context. Every
 module that an adapter may be beside has one. Three times of each shape, on the device alone, in milliseconds: of an
@@ -14,6 +15,7 @@ import gc
 import json
 import statistics
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +27,15 @@ from treetop import LLM
 from treetop.bench.rounds import device_times_ms
 from treetop.checkpoints.folder import resolve_folder
 from treetop.checkpoints.lora_folder import is_adaptable
+from treetop.checkpoints.params import Param
+from treetop.drafts.registry import drafter_spec
 from treetop.models.registry import target_spec
 
 
-def save_adapter(folder: Path, model: str, rank: int) -> Path:
+def save_adapter(folder: Path, params: Iterable[Param], rank: int) -> Path:
     """Random factors of every module that may have some, as PEFT writes them."""
     tensors = {}
-    for param in filter(is_adaptable, target_spec(resolve_folder(model)).params):
+    for param in filter(is_adaptable, params):
         for source in param.sources:
             out, width = source.shape
             name = f"base_model.model.{source.module}"
@@ -72,13 +76,18 @@ if __name__ == "__main__":
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--draft-rank", type=int, default=0)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--shapes", nargs="+", default=["0,1,1", "5,4,16"])
     chosen = parser.parse_args()
     target, head = preset(chosen.preset)
     with tempfile.TemporaryDirectory() as temporary:
-        saved = save_adapter(Path(temporary) / "adapter", target, chosen.rank)
+        spec = target_spec(resolve_folder(target))
+        saved = save_adapter(Path(temporary) / "adapter", spec.params, chosen.rank)
+        if chosen.draft_rank:
+            of_head = drafter_spec(resolve_folder(head), spec.config, dummy=True).params
+            save_adapter(saved / "draft", of_head, chosen.draft_rank)
         named = {f"a{i}": str(saved) for i in range(chosen.adapters)}
         for each in chosen.shapes:
             found = times_ms(target, head, each, {}, chosen)
@@ -86,6 +95,7 @@ if __name__ == "__main__":
             found |= times_ms(target, head, each, named, chosen)
             gc.collect()
             said = {"shape": each, "rows": chosen.rows, "adapters": chosen.adapters, "rank": chosen.rank}
+            said |= {"draft_rank": chosen.draft_rank}
             ms = {f"{way}_ms": round(time, 3) for way, time in found.items()}
             ratio = round(found["own"] / found["base"], 3)
             print(json.dumps({**said, **ms, "ratio": ratio, "device": torch.cuda.get_device_name()}), flush=True)
