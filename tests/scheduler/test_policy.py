@@ -332,9 +332,11 @@ def test_a_start_says_what_is_expected_where_drafts_pay_and_what_may_be_lost():
     assert "1.00x at 1 rows (S=0 k=1 T=1)" in AdaptiveShape(dear, layout()).expectation()
 
 
-def test_a_plain_round_of_a_head_that_never_holds_asks_the_host_for_little():
-    """Neither are trees searched for counts that are the same, nor are all shapes weighed in every round."""
-    load, calls = DrawnLoad(64, DrawnHead(HEADS["useless"])), Counter[str]()
+@pytest.mark.parametrize(("name", "most"), [("useless", 400), ("good", 620)])
+def test_a_round_asks_the_host_for_little(name, most):
+    """Trees are not searched for chances that are the same, what rows gave is added up at once, and plain rounds do not
+    weigh all shapes each time."""
+    load, calls = DrawnLoad(64, DrawnHead(HEADS[name])), Counter[str]()
     for _ in range(100):
         load.round(None)
 
@@ -355,8 +357,8 @@ def test_a_plain_round_of_a_head_that_never_holds_asks_the_host_for_little():
     load.policy.choose, load.policy.note = counted(load.policy.choose), counted(load.policy.note)
     for _ in range(64):
         load.round(None)
-    assert load.shapes[100:] == [PLAIN] * 64
-    assert 0 < calls.total() < 400 * 64
+    assert (load.shapes[100:].count(PLAIN) > 60) == (name == "useless")
+    assert 0 < calls.total() < most * 64
 
 
 def test_a_table_of_chances_that_is_hardly_another_changes_nothing():

@@ -16,6 +16,7 @@ Beside that, how often paths went on by the best proposal is added up by depth, 
 Source: M. West, P. J. Harrison, H. S. Migon, "Dynamic generalized linear models and Bayesian forecasting", 1985.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -38,8 +39,8 @@ _FINE = 8
 """Parts of a node that are told apart of how many a row has."""
 _APART = 0.005
 """That chances of two tables differ which say the same of shapes."""
-_LOOKED_AT = 16
-"""Rows of a round by which depths are counted."""
+LOOKED_AT = 16
+"""Rows of a round by which depths are counted: of so many the ranks are looked at."""
 
 
 @dataclass(slots=True)
@@ -136,11 +137,11 @@ class AcceptanceEstimate:
             return
         self._told, depths = shape, len(known.logits)
         ended = [0] * (depths + 1)
-        for length in accept_lens:
-            ended[min(length, depths)] += 1
+        for length, count in Counter(accept_lens).items():
+            ended[min(length, depths)] += count
         reached, surprise, information = len(accept_lens), 0.0, 0.0
         logits = self._logits(shape, nodes)
-        for path in ranks[:_LOOKED_AT] if logits is known.logits else ():
+        for path in ranks[:LOOKED_AT] if logits is known.logits else ():
             for depth, accept_prob in enumerate(known.by_best[: len(path) + 1]):
                 self._by_depth[depth].note(depth < len(path) and path[depth] == 0, accept_prob)
         for logit, ends in zip(logits, ended, strict=False):

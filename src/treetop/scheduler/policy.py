@@ -25,7 +25,7 @@ from functools import cache
 from math import exp, inf, log, sqrt
 from typing import Protocol
 
-from treetop.scheduler.acceptance import AcceptanceEstimate
+from treetop.scheduler.acceptance import LOOKED_AT, AcceptanceEstimate
 from treetop.scheduler.acceptance_probs import accept_probs_of, head_of
 from treetop.types.costs import CostTable, HeadAcceptance
 from treetop.types.layout import PLAIN, Layout, SpecShape
@@ -115,6 +115,7 @@ class RoundCosts:
         self._all, self._own = 0.0, dict.fromkeys(table.shapes, 0.0)  # logarithms of factors
         self._factor = dict.fromkeys(table.shapes, 1.0)
         self._known: dict[tuple[int, SpecShape], tuple[float, float]] = {}
+        self._catch_up_s = cache(table.catch_up_seconds)
         self._last, self._run = PLAIN, 0  # the shape of the last round, and how many before it had the same
 
     def seconds(self, rows: int, shape: SpecShape, tokens: float) -> float:
@@ -122,7 +123,7 @@ class RoundCosts:
         return self._measured(rows, shape, tokens) * self._factor[shape]
 
     def catch_up_seconds(self, rows: int) -> float:
-        return self._table.catch_up_seconds(rows) * exp(self._all)
+        return self._catch_up_s(rows) * exp(self._all)
 
     def note(self, rows: int, shape: SpecShape, tokens: float, seconds: float) -> None:
         """A round took so long."""
@@ -327,7 +328,7 @@ class AdaptiveShape:
         told = [row for row in of_drafts if row.tokens and row.row not in withheld]
         lengths = [len(row.tokens) - 1 for row in told]
         self._counts = result.proposals or self._counts
-        ranks = [row.ranks for row in told if len(row.ranks) == len(row.tokens) - 1]
+        ranks = [row.ranks for row in told[:LOOKED_AT] if len(row.ranks) == len(row.tokens) - 1]
         nodes = _nodes(plan.shape, self._bucket_for(len(plan.rows)), len(plan.rows))
         self.acceptance.note(plan.shape, lengths, ranks, nodes)
         if plan.shape != PLAIN:
