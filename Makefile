@@ -30,10 +30,8 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 
 INTERPRET := TRITON_INTERPRET=1 $(PYTEST) tests/kernels
 
 # Two sessions, of tests marked $(1), with $(3) in the environment, and of $(2), interpreted: its one process fills the waits
-# of the other's, and what it says comes last. Both always run to their end; it fails if one does. What each process imports
-# is compiled before, once.
+# of the other's, and what it says comes last. Both always run to their end; it fails if one does.
 SESSIONS = mkdir -p build; failed=0; \
-	$(BIN)/python -m compileall -q -j 2 src tests/support; \
 	$(INTERPRET) -n 1 -m "$(2)" >build/interpreted.log 2>&1 & beside=$$!; \
 	$(3) $(PYTEST) -m "$(1)" || failed=1; \
 	wait $$beside || failed=1; \
@@ -148,6 +146,7 @@ $(READY): pyproject.toml
 $(DEV): $(READY)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[dev]"
 	@$(SMOLLM2)
+	@$(BIN)/python -m compileall -q -j 2 src tests/support  # once, and not by each process that a session begins with
 	@touch $@
 
 clean:
