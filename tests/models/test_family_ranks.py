@@ -39,7 +39,7 @@ def serve(pair, shape, **options):
             "glm 5.2",
             "llama 4",
             "qwen3 next",
-            *(pytest.param(each, marks=pytest.mark.slow) for each in ("ministral3", "hunyuan moe", "qwen3.5", *NEWER)),
+            *("ministral3", "hunyuan moe", "qwen3.5", *NEWER),
             "granite 4 hybrid",
             "longcat",
         ],
@@ -64,7 +64,7 @@ def test_ranks_give_what_one_gives(name, tmp_path):
     few_values(
         [
             *("gemma4 experts", "laguna", "deepseek v2", "llama 4", "qwen3.5 moe", "longcat"),
-            *(pytest.param(each, marks=pytest.mark.slow) for each in ("step", "mistral4", "nemotron h", "lfm2 moe")),
+            *("step", "mistral4", "nemotron h", "lfm2 moe"),
         ],
         0,
         3,
