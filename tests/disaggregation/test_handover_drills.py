@@ -20,7 +20,6 @@ from support.addresses import addresses
 from support.engines import build, greedy, sampled
 from support.handover_workers import WorkerProcess
 from support.tiny_models import Pair
-from support.waiting import until
 from support.warm import Popen
 from treetop.disaggregation.nixl import PACKAGES
 from treetop.distributed.engine_process import _LOAD_S
@@ -133,25 +132,20 @@ def test_without_a_prefill_worker_requests_are_served(site: Site) -> None:
 
 
 def test_requests_are_handed_over_and_prefix_hits_shorten_what_is_asked_for(site: Site) -> None:
-    """On a machine that stands still deadlines pass: others are asked until most were handed over."""
-
-    def handed_over() -> bool:
-        site.with_prefill()
-        before = site.settled()
-        prompts = site.prompts()
-        expected = site.expected(prompts)
-        assert site.decode.wait(site.decode.ask(prompts, PARAMS)) == expected
-        assert site.decode.wait(site.decode.ask(prompts, PARAMS)) == expected
-        site.all_is_back()
-        after = site.settled()
-        if after.num_requests_done - before.num_requests_done <= len(prompts):  # of twice as many
-            return False
-        assert after.num_bytes > before.num_bytes
-        assert after.num_chunks - before.num_chunks < 2 * sum(-(-length // 16) for length in LENGTHS)
-        assert after.time_seconds > before.time_seconds
-        return True
-
-    until(handed_over, "most are prefilled locally")
+    site.with_prefill()
+    before = site.settled()
+    prompts = site.prompts()
+    expected = site.expected(prompts)
+    assert site.decode.wait(site.decode.ask(prompts, PARAMS)) == expected
+    assert site.decode.wait(site.decode.ask(prompts, PARAMS)) == expected
+    site.all_is_back()
+    asked = 2 * len(prompts)  # on a busy machine a deadline may pass now and then
+    site.decode.until(lambda: _counted(site.decode) == before.num_requests_done + before.num_local_prefills + asked)
+    after = site.decode.kv_transfer
+    assert after.num_requests_done - before.num_requests_done > asked // 2
+    assert after.num_bytes > before.num_bytes
+    assert after.num_chunks - before.num_chunks < 2 * sum(-(-length // 16) for length in LENGTHS)
+    assert after.time_seconds > before.time_seconds
 
 
 @pytest.mark.slow
