@@ -88,7 +88,7 @@ def test_a_prefill_worker_that_is_stopped_is_given_up_long_before_its_lease_and_
 ) -> None:
     """Heartbeats are zmq's own: a worker whose loop is away answers them, one that has been stopped does not.
 
-    Neither does one whose machine has no time for it, which is asked again: in minutes it answers once.
+    Neither does one whose machine has no time for it: of five times that it was away one may do.
     """
     monkeypatch.setattr(sockets, "HEARTBEAT_TIMEOUT_MS", 1500)
     command = [sys.executable, "-c", _LISTENS]
@@ -96,12 +96,12 @@ def test_a_prefill_worker_that_is_stopped_is_given_up_long_before_its_lease_and_
         try:
             assert worker.stdout is not None
             ends.look_for(int(worker.stdout.readline()))
-            end = time.monotonic() + WAIT_S
-            there = ends.connected(OF_PREFILL)
-            while not _stays_for(ends, 2.2):
-                assert ends.until(kind(Disconnected)) == Disconnected(there)
-                assert time.monotonic() < end, "a busy worker is given up"
+            for _ in range(5):
                 there = ends.connected(OF_PREFILL)
+                if _stays_for(ends, 2.2):
+                    break
+                assert ends.until(kind(Disconnected)) == Disconnected(there)
+            assert not ends.seen
             worker.send_signal(signal.SIGSTOP)
             assert ends.until(kind(Disconnected)) == Disconnected(there)
         finally:
