@@ -166,6 +166,27 @@ def test_chats_with_tools_have_a_template_of_their_own(tmp_path):
         open_chat_template(tmp_path)
 
 
+def test_templates_may_be_files_of_which_tokenizer_config_is_no_part(tmp_path):
+    """As Transformers reads them, whose rendering is the oracle."""
+    shutil.copy(resolve_folder("builtin:nestling") / "tokenizer.json", tmp_path)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": "of the configuration"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    folder = tmp_path / "additional_chat_templates"
+    folder.mkdir()
+    (folder / "tool_use.jinja").write_text("{{ tools | length }} tools")
+    (folder / "rag.jinja").write_text("{% broken")
+    (folder / "notes.txt").write_bytes(b"\xff")
+    assert open_chat_template(tmp_path) is None
+    (tmp_path / "chat_template.jinja").write_text("of the file")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    with closing(open_chat_template(tmp_path)) as template:
+        for options in ({}, {"tools": TOOLS}):
+            assert template.render(TALK, **options) == theirs.apply_chat_template(TALK, tokenize=False, **options)
+    (folder / "tool_use.jinja").write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match=r"additional_chat_templates.tool_use\.jinja"):
+        open_chat_template(tmp_path)
+
+
 def test_a_template_for_tools_that_cannot_be_compiled_is_a_problem():
     with closing(ChatTemplate("{{ messages }}", {}, "{% if %}")) as template:
         assert "TemplateSyntaxError" in template.problem()

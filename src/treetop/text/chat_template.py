@@ -180,8 +180,8 @@ def _end(process: "subprocess.Popen[str]") -> None:
 def open_chat_template(folder: Path, given: str | None = None) -> ChatTemplate | None:
     """The template of `--chat-template` (a file, or the template itself), or the model's; None without one.
 
-    The model's is `chat_template.jinja`, or `chat_template` of `tokenizer_config.json`, which may be several by name:
-    tool_use is for chats with tools. Raises UserError.
+    The model's is `chat_template.jinja`, with `additional_chat_templates/*.jinja`, or `chat_template` of
+    `tokenizer_config.json`. Of several by name tool_use is for chats with tools. Raises UserError.
     """
     path = folder / "tokenizer_config.json"
     config = read_object(path) if os.path.lexists(path) else {}
@@ -210,13 +210,14 @@ def _given(given: str) -> str:
 
 
 def _of_model(folder: Path, value: Any, where: Path) -> dict[str, str]:
-    """Its templates by name; none if it has none."""
-    file = folder / "chat_template.jinja"
-    if os.path.lexists(file):
-        try:
-            return {"default": file.read_text(encoding="utf-8")}
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{file}: {error}") from None
+    """Its templates by name, of files if there are any, else what tokenizer_config.json has; none if it has none.
+
+    Files are named as Transformers names them: chat_template.jinja, and others by name in a folder beside it.
+    """
+    main, others = folder / "chat_template.jinja", sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    files = {**({"default": main} if os.path.lexists(main) else {}), **{each.stem: each for each in others}}
+    if files:
+        return {name: _read(file) for name, file in files.items()}
     listed = value if isinstance(value, list) else [] if value is None else [{"name": "default", "template": value}]
     by_name: dict[str, str] = {}
     for each in listed:
@@ -225,3 +226,10 @@ def _of_model(folder: Path, value: Any, where: Path) -> dict[str, str]:
             raise CheckpointError(f"{where}: chat_template must be text, or a list of {{name, template}}")
         by_name[name] = text
     return by_name
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file}: {error}") from None
