@@ -2,12 +2,13 @@
 
 import gc
 import itertools
+import math
 import os
 import random
 import sys
 import threading
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -43,6 +44,7 @@ from treetop.kernels.attention.indexer import IndexQuery
 from treetop.kernels.attention.latent_attention import latent_attention
 from treetop.kernels.attention.metadata import AttentionMetadata
 from treetop.kernels.attention.stream_k import make_arrivals
+from treetop.kernels.compile_worker import CompileWorker
 from treetop.kernels.gemm.quantized_gemm import choose_quantized, quantized_gated, quantized_gemm
 from treetop.kernels.gemm.quantized_weight import QuantScheme
 from treetop.kernels.gemm.skinny_gemm import choose_no_split_k, gated_rows, skinny_gemm
@@ -140,6 +142,7 @@ def compilations(monkeypatch, tmp_path):
     A kernel by its name; C code as "C".
     """
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton_guard, "_PAYS", math.inf)  # what processes compile is not seen here
     here, found = threading.current_thread(), []
 
     def listen(*, src, cache_hit, **_):
@@ -431,6 +434,65 @@ def test_an_error_inside_does_not_wait_for_what_was_asked_for(monkeypatch):
     with pytest.raises(ValueError, match="stop"):
         aot_compile(inside)
     assert len(begun) == 1
+
+
+@pytest.fixture
+def found(absent_gpu, monkeypatch, tmp_path):
+    """An empty cache of kernels and one thread, with a process at once; whether each kernel was there when made."""
+    seen = []
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr(triton_guard, "_PAYS", 0)
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **made: seen.append(made["cache_hit"]))
+    return seen
+
+
+def launch_probes():
+    for warps in (1, 2, 4):
+        _probe[(1,)](torch.zeros(4), num_warps=warps)
+
+
+@compiled_here
+def test_kernels_are_made_by_a_process_from_the_first_that_is_not_in_the_cache(found, monkeypatch):
+    started = []
+    monkeypatch.setattr(triton_guard, "CompileWorker", lambda: started.append(CompileWorker()) or started[-1])
+    for hits in ([False, True, True], [True] * 3):
+        aot_compile(launch_probes)
+        assert found == hits
+        assert len(started) == 1
+        assert started[0]._process.poll() is not None
+        found.clear()
+        _probe.device_caches.clear()
+
+
+@compiled_here
+@pytest.mark.parametrize("fails", ["at its start", "by its death", "for a name that nobody imports"])
+def test_what_no_process_makes_is_made_here(found, monkeypatch, fails):
+    def worker():
+        if fails == "at its start":
+            raise OSError
+        made = CompileWorker()
+        if fails == "by its death":
+            made._process.kill()
+        return made
+
+    monkeypatch.setattr(triton_guard, "CompileWorker", worker)
+    if fails == "for a name that nobody imports":
+        monkeypatch.setattr(triton_guard, "_probe", None)
+    aot_compile(launch_probes)
+    assert found == [False] * 3
+    assert triton.knobs.compilation.listener(cache_hit=None) is None  # the one that was there
+
+
+@compiled_here
+def test_a_worker_compiles_for_a_card_that_is_not_here_with_helpers_by_name(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    worker, target = CompileWorker(), GPUTarget("cuda", 90, 32)
+    with closing(worker):
+        for kernel, made in ((_probe, True), (_wrong_kernel, False), (_probe, True)):
+            source = triton.compiler.ASTSource(kernel, {kernel.arg_names[0]: "*i32"})
+            assert worker.compile(kernel, source, target, {"num_warps": 1}) == made
+    assert list(tmp_path.glob("*/_probe.cubin"))
 
 
 @pytest.mark.parametrize("gpu", [GpuTraits(132, True, 227 << 10), GpuTraits(40, False)])

@@ -6,20 +6,27 @@ A kernel is compiled when it is first launched, or ahead of that, with others, i
 """
 
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from treetop.kernels.compile_worker import CompileWorker
 from treetop.kernels.garbage import no_collection
 
 _asked: ContextVar[set[object] | None] = ContextVar("asked", default=None)
 """Inside `aot_compile`: the kernels and kinds of arguments asked for so far."""
+_compilers: ContextVar["_Compilers | None"] = ContextVar("compilers", default=None)
+"""Of a thread that makes kernels for `aot_compile`."""
 _MAX_COMPILERS = 32
-"""Each may run an assembler of its own, which takes memory."""
+"""Each may run an assembler and a process of its own, which take memory."""
+_PAYS = 4
+"""Kernels that wait for each process that is there, from which on another one pays: it takes seconds to start."""
 
 if TYPE_CHECKING:
     TRITON_VERSION: str | None
@@ -57,6 +64,18 @@ else:
                     asked.add(call)
                     super().run(*args, grid=grid, warmup=True, **options)
                 return None
+
+            def create_binder(self):
+                """As Triton does, whose `compile` it sets here; what is made ahead is made elsewhere first."""
+                made, compiled_here = super().create_binder(), self.compile
+
+                def compiled(source, target=None, options=None, **rest):
+                    if (compilers := _compilers.get()) is not None:
+                        compilers.prepare(self, source, target, options)
+                    return compiled_here(source, target=target, options=options, **rest)
+
+                self.compile = compiled
+                return made
 
         def _kind(argument):
             """Equal only for arguments that share a kernel; integers go by value, so some are asked for twice."""
@@ -146,21 +165,70 @@ def _aot_compile(run: Callable[[], None]) -> None:
         run()
         mode.__exit__(None, None, None)  # waits for the compilers; not after an error
     finally:
-        pool.shutdown(cancel_futures=True)
+        pool.close()
 
 
 class _Compilers(ThreadPoolExecutor):
-    """Make kernels and what their first launches would: Triton 3.6 has C code compiled that passes arguments."""
+    """Threads that make kernels, each with a process that compiles them once that pays.
+
+    Threads alone load what is in Triton's cache. A process puts kernels there; whatever it did, the thread then makes
+    the kernel as if there were none.
+    """
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self._of_thread, self._lock = threading.local(), threading.Lock()
+        self._workers = list[CompileWorker]()
+        self._waiting = 0
+        self._before = triton.knobs.compilation.listener
+        triton.knobs.compilation.listener = self._listen
+        self._missed = False
+        """Whether a kernel was not in the cache."""
 
     def submit(self, make: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]  # nothing else is asked
         """Begin to make a kernel. What is built for its launches goes into Triton's cache on disk."""
-        return super().submit(_with_launcher, make)
+        with self._lock:
+            self._waiting += 1
+        return super().submit(self._make, make)
 
+    def _make(self, make: Callable[[], Any]) -> Any:
+        """Triton 3.6 has C code compiled that passes arguments."""
+        with self._lock:
+            self._waiting -= 1
+        _compilers.set(self)
+        kernel = make()
+        triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
+        return kernel
 
-def _with_launcher(make: Callable[[], Any]) -> Any:
-    kernel = make()
-    triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
-    return kernel
+    def prepare(self, kernel: Any, source: Any, target: object, options: Mapping[str, Any]) -> None:
+        """Put a kernel that is about to be made into the cache, if this thread has a process or one pays."""
+        worker = self._worker()
+        if worker is not None:
+            worker.compile(kernel, source, target, options)
+
+    def _worker(self) -> CompileWorker | None:
+        """Of this thread, which has one at most, ever."""
+        if not hasattr(self._of_thread, "worker"):
+            with self._lock, suppress(OSError):
+                if not self._missed or self._waiting < _PAYS * (len(self._workers) + 1):
+                    return None
+                self._of_thread.worker = None
+                self._workers.append(CompileWorker())
+                self._of_thread.worker = self._workers[-1]
+        worker: CompileWorker | None = getattr(self._of_thread, "worker", None)
+        return worker
+
+    def _listen(self, **compiled: Any) -> None:
+        self._missed |= not compiled["cache_hit"]
+        if self._before is not None:
+            self._before(**compiled)
+
+    def close(self) -> None:
+        """What has not begun is not made."""
+        self.shutdown(cancel_futures=True)
+        triton.knobs.compilation.listener = self._before
+        for worker in self._workers:
+            worker.close()
 
 
 @dataclass(frozen=True, slots=True)
