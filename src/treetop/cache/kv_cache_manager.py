@@ -44,7 +44,7 @@ class KVCacheManager:
     """The allocators of all groups and the prefix cache, behind reserve / slide / release."""
 
     def __init__(self, layout: Layout, radix_cache: bool, check_level: int) -> None:
-        self._layout, self._check_level, self._page_columns = layout, check_level, layout.page_columns
+        self._layout, self._check_level = layout, check_level
         num_pages = layout.num_pages
         self._allocators = {g.name: PageAllocator(g.name, num_pages[g.name]) for g in layout.groups}
         self._windows = {g.name: g.window for g in layout.groups}
@@ -102,8 +102,7 @@ class KVCacheManager:
         if lease.released:
             raise OwnershipError(f"lease {lease.owner} is used after its release")
         layout = self._layout
-        if layout.pages_for(num_tokens) > self._page_columns:  # a sum over shapes
-            layout.require("page_columns", layout.pages_for(num_tokens))
+        layout.require("page_columns", layout.pages_for(num_tokens))
         window_end = num_tokens if step_end is None else step_end
         new: dict[GroupName, list[int]] = {}  # columns that get a page
         for group, held in lease.pages.items():

@@ -5,6 +5,7 @@ exceed what was sized (the fault class of sgl-27338, sgl-19016, sgl-26972).
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from treetop.types.errors import CapacityError, ConfigError, shown
@@ -199,7 +200,7 @@ class PrefillCosts(NamedTuple):
     mixed: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: sums over shapes are made once, and a step reads some of them for each row
 class Layout:
     """Every dimension of the engine's device state, from a handful of options.
 
@@ -252,7 +253,7 @@ class Layout:
         """Tokens of a block of prompts in a captured round: of the smallest of its batches two, if these are large."""
         return min(MAX_PROMPT_BLOCK, max(min(self.prompt_sizes, default=0) // 2, 1))
 
-    @property
+    @cached_property
     def commit_width(self) -> int:
         return max(shape.commit_width for shape in self.shapes)
 
@@ -265,7 +266,7 @@ class Layout:
         """Whether rounds of a shape leave the draft's part of their tokens to a later one: plain ones, if any may."""
         return shape == PLAIN and self.max_deferred > 0
 
-    @property
+    @cached_property
     def headroom(self) -> int:
         """Positions past the context that rounds in flight may touch: `max_in_flight * (S + 1)`."""
         return self.max_in_flight * self.commit_width
@@ -277,7 +278,7 @@ class Layout:
         """
         return self.max_in_flight + (self.disaggregation_slots > 0) + (self.host is not None)
 
-    @property
+    @cached_property
     def max_committed(self) -> int:
         """Bounds the committed tokens of a row when a round starts.
 
@@ -285,17 +286,17 @@ class Layout:
         """
         return self.max_context + (self.max_in_flight - 1) * self.commit_width
 
-    @property
+    @cached_property
     def max_positions(self) -> int:
         """Positions a request can have K/V at, and rows of the RoPE tables of both models (vllm-48894)."""
         block = (self.max_in_flight - 1) * self.commit_width + self.block
         return self.max_context + max(self.headroom, block)
 
-    @property
+    @cached_property
     def page_columns(self) -> int:
         return self.pages_for(self.max_positions)
 
-    @property
+    @cached_property
     def max_topk(self) -> int:
         return max(shape.topk for shape in self.shapes)
 
@@ -310,7 +311,7 @@ class Layout:
         """
         return max(min(self.max_requests * self.verify_tail, 64), 16)
 
-    @property
+    @cached_property
     def verify_tail(self) -> int:
         return max(shape.num_draft_tokens for shape in self.shapes)
 
@@ -329,14 +330,14 @@ class Layout:
     def dummy_row(self) -> int:
         return self.max_requests
 
-    @property
+    @cached_property
     def buckets(self) -> tuple[int, ...]:
         """Batch sizes that rounds run at: powers of two, from 16 on half way between them too, and the maximum."""
         halves = (3 * 2**i for i in range(3, self.max_requests.bit_length()))
         sizes = {*self.coarse_buckets, *(size for size in halves if size < self.max_requests)}
         return tuple(sorted(sizes))
 
-    @property
+    @cached_property
     def coarse_buckets(self) -> tuple[int, ...]:
         """Those of them that an engine makes ready at its start: powers of two, and the maximum."""
         powers = [2**i for i in range(self.max_requests.bit_length()) if 2**i < self.max_requests]
@@ -369,7 +370,7 @@ class Layout:
             return max(self.num_rows, self.most_flat_nodes)
         return max(self.buckets) * self.verify_tail + max(self.chunk, *self.prompt_sizes, self.num_rows)
 
-    @property
+    @cached_property
     def prefill_widths(self) -> dict[int, int]:
         """Rows of a prefill step -> most tokens of each. A step has at most `chunk` tokens, padding counted, and so no
         more rows.
@@ -417,7 +418,7 @@ class Layout:
         """Pages of `group` that one request at the context wall holds."""
         return self.page_columns if group.window is None else self.window_pages(group.window)
 
-    @property
+    @cached_property
     def max_edits(self) -> int:
         """Page-table cells that one plan may change, each once.
 
