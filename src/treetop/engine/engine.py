@@ -97,6 +97,7 @@ from treetop.types.changes import (
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, InvariantError
 from treetop.types.ids import NULL_PAGE, GroupName, PageId
+from treetop.types.layout import SpecShape
 from treetop.types.messages import (
     ExportPlan,
     ImportPlan,
@@ -122,6 +123,8 @@ log = logging.getLogger("treetop")
 _MARGIN = 2**30
 """Bytes that are free while new weights are read, beside them: what is decoded or packed on its way."""
 Value = TypeVar("Value", Accepted, DraftTree)
+_TOLD_EVERY = 8
+"""Plain rounds from one that tells a calibration's counts to the next: as seldom as a policy looks at them."""
 _SAMPLED_S = 2.0
 """Of a start, for rounds that the first sampled requests would else wait for: some 0.1 s each, of an 8B model."""
 Observer = Callable[[RoundPlan, DraftTree, Accepted], None]
@@ -172,7 +175,7 @@ class Engine:
         self.prefill_costs = prefill_costs_of(self.target, engine_plan.place)
         first = parallel.rank == 0 and expert_ranks.rank == 0
         self._kept = kept_calibration(config, self.model_path, self.draft, first) if self.draft is not None else None
-        self._rounds = 0
+        self._rounds, self._untold = 0, -1
         built = build_runner(engine_plan)
         self.layout, self.memory, self._zones = built.runner.layout, built.use, built.zones
         self._chosen = built.chosen
@@ -742,8 +745,9 @@ class Engine:
             flat = buffers.flat_of(key.bucket, key.shape)
             if flat is not None:
                 candidates = torch.cat([candidates, flat.count[:, None]], dim=1)
-        learning = self.runner.state.learning
-        counts = learning.calibration.acceptance if self.costs is not None and learning is not None else None
+        learning, counts = self.runner.state.learning, None
+        if self.costs is not None and learning is not None and self._tells_counts(plan.shape):
+            counts = learning.calibration.acceptance
         trees = None
         if plan.told_trees and plan.shape.num_steps:
             trees = PackedTrees.of(buffers.tree_of(key.bucket, key.shape), accepted)
@@ -752,6 +756,13 @@ class Engine:
             experts = experts_of_round(self.runner, paths_of_round(self.runner, key, None))
         of_round = accepted.tokens, accepted.accept_len, accepted.finite
         return RowResults(*of_round, logprobs, candidates=candidates, proposals=counts, trees=trees, experts=experts)
+
+    def _tells_counts(self, shape: SpecShape) -> bool:
+        """Whether a round tells what its calibration has counted. Plain ones, which count nothing, seldom do, of what
+        was known at a start or came with an adapter.
+        """
+        self._untold = 0 if shape.num_steps else (self._untold + 1) % _TOLD_EVERY
+        return self._untold == 0
 
     def _apply(self, sent: Mapping[str, list[Tensor]]) -> Tensor:
         """Write the row list into its buffer, and page-table cells into the tables. Returns the row list."""
