@@ -223,7 +223,7 @@ def is_finite(value: float) -> bool:
 
 def is_integer(value: object) -> bool:
     """Of Python's or NumPy's; True and False are none."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
 def is_number(value: object) -> bool:
