@@ -10,7 +10,7 @@ from support.chains import attention_in_order
 from treetop.attention import exact_backend
 from treetop.attention.contract import TailKV
 from treetop.attention.exact_backend import ExactBackend
-from treetop.attention.torch_backend import TorchBackend
+from treetop.attention.torch_backend import TorchBackend, broken_rows
 from treetop.exact.probe import adversarial
 from treetop.kernels.attention.metadata import AttentionMetadata
 from treetop.kernels.kv import PagedKV, PageTable, write_pages
@@ -112,6 +112,32 @@ def test_every_bit_is_that_of_the_sums_in_order(lengths, window, with_sinks, chu
             for head in (0, KV_HEADS * GROUP - 1):
                 want = expected(world, row, node, head, window, sinks, chunked)
                 assert torch.equal(got[row, node, head], want), (row, node, head)
+
+
+def test_layers_of_one_plan_leave_each_other_alone():
+    """Other keys and values, and in the last one plane with values narrower than keys, after which the first again."""
+    first, second = make([5, 127, 140], 9, seed=1), make([5, 127, 140], 9, seed=2)
+    latent = replace(second.kv, data=second.kv.data[:, :1].contiguous(), value_dim=DIM // 2)
+    backend, metadata = ExactBackend(torch.float32, torch.device("cpu")), first.metadata()
+    layers = [(first.kv, TailKV(first.tail)), (replace(second.kv), TailKV(second.tail))]
+    layers.append((latent, TailKV(second.tail[:, :, :1].contiguous(), DIM // 2)))
+
+    def served(plan, kv, tail):
+        return backend.prefix_tail(first.q, kv, plan, tail, SCALE)
+
+    shared = backend.plan(backend.begin(metadata), metadata)
+    together = [served(shared, *layer) for layer in [*layers, layers[0]]]
+    alone = [served(backend.plan(backend.begin(metadata), metadata), *layer) for layer in layers]
+    assert not torch.equal(alone[0], alone[1])
+    for got, want in zip(together, [*alone, alone[0]], strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_sum_that_overflows_names_no_row():
+    large = torch.full((2, 3), 3e38)
+    assert broken_rows(large) == []
+    large[1, 2] = float("inf")
+    assert broken_rows(large) == [1]
 
 
 def ties(kv, tail, q):

@@ -56,6 +56,8 @@ _LEAST_QUERIES, _LEAST_KEYS, _LEAST_BATCH = 16, 16, 2
 _FAR = -80.0
 """Below the largest score, from where on a weight is 0: `exp` is probed as far, and takes a vector library 15 times as
 long for -inf, and 80 times for what has no normal number."""
+_UNREAD = torch.zeros(1)
+"""What a product is not added to."""
 _SCORES = 2**24
 """Of a slice of a prefill's queries, which bounds its memory."""
 
@@ -65,7 +67,7 @@ class ExactPrefix:
     """Where the keys of the committed prefix lie, in the order of the module.
 
     slots: [rows, whole + open] int64, the null slot where there is no key.
-    position: [rows, whole + open] int64, and there: bool, whether it holds a key.
+    position: [rows or 1, whole + open] int64. there: [rows, whole + open] bool, whether it holds a key.
     whole: keys in whole blocks, a multiple of `BLOCK`; of a prefill all.
     first: [rows] int64, where the open block begins.
     """
@@ -83,19 +85,22 @@ class ExactPlan:
     later: [rows, 1, t] bool, tail columns in the block after the open one; None if there is none in any row.
     lines: by planes and K/V heads, [planes, rows, kv_heads, keys] int64: which line of a layer's pages each key is, the
         null slot's for the tail. Layers of a kind share it; the first of a plan makes it.
+    values: by K/V heads and width, [rows, kv_heads, keys, width + ones]: where each layer of a kind in turn puts its
+        values, with ones behind that are written once.
     """
 
     prefix: ExactPrefix
     bias: Tensor
     later: Tensor | None
     lines: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    values: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
 
 class Sums(Protocol):
     """The two sums of attention. batch: rows times K/V heads."""
 
-    def held(self, k: Tensor, v: Tensor) -> Any:
-        """What the other two take of keys [batch, keys, d] and values [batch, keys, wide]."""
+    def held(self, k: Tensor, v: Tensor, wide: int) -> Any:
+        """What the other two take of keys [batch, keys, d] and values [batch, keys, wide + ones] with ones behind."""
 
     def scores(self, q: Tensor, held: Any, scale: float) -> Tensor:
         """q: [batch, queries, d]. Returns [batch, queries, keys], padded to at least that."""
@@ -110,11 +115,8 @@ class Sums(Protocol):
 class ChainSums:
     """`Sums` by the library's products."""
 
-    def held(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
-        """The values with ones behind, and how wide they are without."""
-        wide = v.shape[2]
-        ones = v.new_ones(1).expand(*v.shape[:2], _ones(wide))
-        return k, torch.cat([v, ones], dim=2), wide
+    def held(self, k: Tensor, v: Tensor, wide: int) -> tuple[Tensor, Tensor, int]:
+        return k, v, wide
 
     def scores(self, q: Tensor, held: tuple[Tensor, Tensor, int], scale: float) -> Tensor:
         return scored(q, held[0], scale)
@@ -151,13 +153,15 @@ class ExactBackend:
         if metadata.causal:
             whole, extra, first = max(metadata.max_kv_len, _LEAST_KEYS), 0, torch.zeros_like(metadata.kv_len)
         else:
-            first = metadata.kv_len // BLOCK * BLOCK
-            whole, longest = (int(each) for each in (first.max(), (metadata.kv_len - first).max()))
-            extra = max(longest, _LEAST_KEYS)
-        index = torch.arange(whole + extra, device=kv_len.device)[None]
-        opened = first[:, None] + index - whole
-        position = torch.where(index < whole, index, opened)
-        end = kv_len if metadata.causal else torch.where(index < whole, first[:, None], kv_len)
+            first, most = metadata.kv_len // BLOCK * BLOCK, int(metadata.kv_len.max())
+            whole = most // BLOCK * BLOCK
+            extra = max(int((metadata.kv_len - first).max()) if whole else most, _LEAST_KEYS)
+        position = torch.arange(whole + extra, device=kv_len.device)[None]
+        end = kv_len
+        if whole and not metadata.causal:
+            closed = position < whole
+            end = torch.where(closed, first[:, None], kv_len)
+            position = torch.where(closed, position, first[:, None] + position - whole)
         there = position < end
         slots = slots_of(metadata.table.data, metadata.rows, position, there, metadata.page_size)
         return ExactPrefix(slots, position, there, whole, first)
@@ -212,28 +216,41 @@ class ExactBackend:
     ) -> Tensor:
         if isinstance(plan, TorchPlan):
             return self._plain.prefix_tail(q, kv, plan, tail, scale, sinks)
-        nodes = decoded(tail.planes, tail.scales, q.dtype)
         seen = _gather(kv, plan, q.dtype)
-        seen[:, :, :, plan.prefix.slots.shape[1] :] = nodes.permute(2, 0, 3, 1, 4)
-        return _of_tree(self._sums, q, seen, kv.value_dim, plan, scale, sinks)
+        nodes = decoded(tail.planes, tail.scales, q.dtype).permute(2, 0, 3, 1, 4)
+        start = plan.prefix.slots.shape[1]
+        seen.k[:, :, start:] = nodes[0]
+        seen.v[:, :, start:, : seen.wide] = nodes[-1, ..., : seen.wide]
+        return _of_tree(self._sums, q, seen, plan, scale, sinks)
 
     def causal(
         self, q: Tensor, kv: PagedKV, plan: ExactPlan | TorchPlan, scale: float, sinks: Tensor | None = None
     ) -> Tensor:
         if isinstance(plan, TorchPlan):
             return self._plain.causal(q, kv, plan, scale, sinks)
-        seen = _gather(kv, plan, q.dtype)
-        return _at_once(self._sums, q, seen, kv.value_dim, plan, scale, sinks)
+        return _at_once(self._sums, q, _gather(kv, plan, q.dtype), plan, scale, sinks)
 
 
 def _bias(visible: Tensor) -> Tensor:
     return torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))
 
 
-def _gather(kv: PagedKV, plan: ExactPlan, dtype: torch.dtype) -> Tensor:
-    """K/V of the plan's keys, those of a head one after another: [planes, rows, kv_heads, keys, d].
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """The plan's keys and values, those of a head one after another.
 
-    The tail's are the null slot's, which is finite.
+    k: [rows, kv_heads, keys, d]. v: [rows, kv_heads, keys, wide + ones], a value and ones behind it.
+    """
+
+    k: Tensor
+    v: Tensor
+    wide: int
+
+
+def _gather(kv: PagedKV, plan: ExactPlan, dtype: torch.dtype) -> _Seen:
+    """K/V of the plan's keys. The tail's are the null slot's, which is finite.
+
+    Holds until the next layer of the plan: values of plain pages go from these straight to their place before the ones.
     """
     stored = moved(kv.planes)
     _, planes, kv_heads, dim = stored.shape
@@ -242,48 +259,53 @@ def _gather(kv: PagedKV, plan: ExactPlan, dtype: torch.dtype) -> Tensor:
         slots = F.pad(plan.prefix.slots, (0, plan.bias.shape[2] - plan.prefix.slots.shape[1]))
         first = torch.arange(planes * kv_heads, device=slots.device).view(planes, 1, kv_heads, 1)
         lines = plan.lines[planes, kv_heads] = torch.add(first, slots[:, None], alpha=planes * kv_heads)
-    found = stored.view(-1, dim).index_select(0, lines.view(-1)).view(kv.data.dtype).view(*lines.shape, dim)
-    if kv.scales is None:
-        return found
-    return decoded(found.permute(1, 3, 0, 2, 4), kv.scales, dtype).permute(2, 0, 3, 1, 4).contiguous()
+    shape, wide = lines.shape[1:], kv.value_dim or dim
+    v = plan.values.get((kv_heads, wide))
+    if v is None:
+        v = plan.values[kv_heads, wide] = torch.ones(*shape, wide + _ones(wide), dtype=dtype)
+    pages = stored.view(-1, dim)
+    if kv.scales is None and planes == 2 and wide == dim:
+        k = pages.index_select(0, lines[0].view(-1)).view(*shape, dim)
+        torch.index_select(pages, 0, lines[1].view(-1), out=v.view(-1, v.shape[3])[:, :wide])
+        return _Seen(k, v, wide)
+    found = pages.index_select(0, lines.view(-1)).view(kv.data.dtype).view(*lines.shape, dim)
+    if kv.scales is not None:
+        found = decoded(found.permute(1, 3, 0, 2, 4), kv.scales, dtype).permute(2, 0, 3, 1, 4)
+    v[..., :wide] = found[-1, ..., :wide]
+    return _Seen(found[0].contiguous(), v, wide)
 
 
-def _of_tree(
-    sums: Sums, q: Tensor, kv: Tensor, value_dim: int | None, plan: ExactPlan, scale: float, sinks: Tensor | None
-) -> Tensor:
+def _of_tree(sums: Sums, q: Tensor, seen: _Seen, plan: ExactPlan, scale: float, sinks: Tensor | None) -> Tensor:
     """As `_at_once`, and as in `torch_backend` a row whose result is not finite is computed again, each query with
     zeros where it sees nothing: a zero there and another number of queries change no bit."""
-    out = _at_once(sums, q, kv, value_dim, plan, scale, sinks)
+    out = _at_once(sums, q, seen, plan, scale, sinks)
     for row in broken_rows(out):
         own = slice(row, row + 1)
         for node in range(q.shape[1]):
             at = slice(node, node + 1)
             bias = plan.bias[own, at]
             later = None if plan.later is None else plan.later[own]
-            shown = kv[:, own].where((bias == 0)[0, 0, :, None], 0.0)
+            k, v = (each[own].where((bias == 0)[0, 0, :, None], 0.0) for each in (seen.k, seen.v))
             one = ExactPlan(plan.prefix, bias, later)
-            out[own, at] = _at_once(sums, q[own, at], shown, value_dim, one, scale, sinks)
+            out[own, at] = _at_once(sums, q[own, at], _Seen(k, v, seen.wide), one, scale, sinks)
     return out
 
 
-def _at_once(
-    sums: Sums, q: Tensor, kv: Tensor, value_dim: int | None, plan: ExactPlan, scale: float, sinks: Tensor | None
-) -> Tensor:
-    """q: [rows, n, heads, d]. kv: [planes, rows, kv_heads, keys, d]. value_dim: of a value, None for all of d.
-    Returns [rows, n, heads, value_dim]."""
+def _at_once(sums: Sums, q: Tensor, seen: _Seen, plan: ExactPlan, scale: float, sinks: Tensor | None) -> Tensor:
+    """q: [rows, n, heads, d]. Returns [rows, n, heads, wide]."""
     rows, n, heads, dim = q.shape
-    kv_heads, keys = kv.shape[2:4]
-    k = kv[0].view(rows * kv_heads, keys, dim)
-    v = kv[-1].view(rows * kv_heads, keys, dim)[..., :value_dim]
-    held = sums.held(k, v)
+    kv_heads, keys = seen.k.shape[1:3]
+    held = sums.held(seen.k.flatten(0, 1), seen.v.flatten(0, 1), seen.wide)
     grouped = q.view(rows, n, kv_heads, -1, dim).transpose(1, 2)  # [rows, kv_heads, n, group, d]
     step = max(1, _SCORES // (rows * heads * keys))
-    outs = []
-    for start in range(0, n, step):
-        lanes = slice(start, start + step)
-        outs.append(_of_queries(sums, grouped[:, :, lanes], held, _lanes(plan, lanes), scale, sinks))
-    out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
-    return out.transpose(1, 2).reshape(rows, n, heads, value_dim or dim)
+    if n <= step:
+        out = _of_queries(sums, grouped, held, plan, scale, sinks)
+    else:
+        parts = [slice(start, start + step) for start in range(0, n, step)]
+        out = torch.cat(
+            [_of_queries(sums, grouped[:, :, each], held, _lanes(plan, each), scale, sinks) for each in parts], dim=2
+        )
+    return out.transpose(1, 2).reshape(rows, n, heads, seen.wide)
 
 
 def _ones(dim: int) -> int:
@@ -322,7 +344,7 @@ def scored(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """q @ k.T * scale. q: [batch, queries, d]. k: [batch, keys, d], at least 16. Returns [batch, queries, keys], padded
     as `_of_least` does."""
     q, k = _of_least(q), _of_batch(k)
-    return torch.baddbmm(q.new_zeros(1), q, k.transpose(1, 2), beta=0, alpha=scale)
+    return torch.baddbmm(_UNREAD, q, k.transpose(1, 2), beta=0, alpha=scale)
 
 
 def folded(weights: Tensor, v: Tensor, whole: int, later: Tensor | None = None) -> Tensor:

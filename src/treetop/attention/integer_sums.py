@@ -36,8 +36,8 @@ def index_scores_of_integers(query: IndexQuery, keys: Tensor) -> Tensor:
 class IntegerSums:
     """`Sums` of `attention.exact_backend`, for any library and any tree."""
 
-    def held(self, k: Tensor, v: Tensor) -> _Held:
-        return _Held(on_grid(k, LINE), on_grid(v, LINE))
+    def held(self, k: Tensor, v: Tensor, wide: int) -> _Held:
+        return _Held(on_grid(k, LINE), on_grid(v[..., :wide], LINE))
 
     def scores(self, q: Tensor, held: _Held, scale: float) -> Tensor:
         return fixed_point_scores(q, *held.key, scale)
