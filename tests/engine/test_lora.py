@@ -3,6 +3,7 @@
 import json
 import random
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -206,6 +207,17 @@ def test_tensors_that_do_not_fit_are_refused_by_name(pair, adapters, tmp_path):
     for at, (part, tensors) in enumerate(cases.items()):
         folder = changed(adapters[0][1], tmp_path / f"{at}", tensors)
         refused(CheckpointError, lambda folder=folder: build(pair, SHAPE, lora_modules={"it": str(folder)}), part)
+
+
+def test_factors_beyond_the_models_dtype_are_refused(pair, adapters, tmp_path):
+    """Beside others' in one product, an infinite one would be theirs, too."""
+    factors = load_file(adapters[0][1] / "adapter_model.safetensors")
+    name = next(name for name in factors if name.endswith("lora_B.weight"))
+    large = {**factors, name: torch.full_like(factors[name], 1e36)}
+    folder = changed(adapters[0][1], tmp_path, large, lora_alpha=9e5)
+    call = partial(build, pair, SHAPE, lora_modules={"it": str(folder)})
+    refused(CheckpointError, partial(call, dtype="float32"), "900000", "float32", "--dtype")
+    call(dtype="float64").close()
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from treetop.checkpoints.checkpoint import all_finite
 from treetop.checkpoints.lora_folder import LoraFolder, adaptable_modules, is_adaptable
 from treetop.checkpoints.params import Param
 from treetop.kernels.gemm.adapter_rows import AdapterFactors
-from treetop.types.errors import ConfigError
+from treetop.types.errors import CheckpointError, ConfigError
 from treetop.weights.adapted import Adapters
 from treetop.weights.format import CheckpointTensor
 
@@ -42,7 +43,8 @@ def modules_for(folders: Sequence[LoraFolder], params: Sequence[Param], any_late
 def read_factors(adapters: Adapters, folder: LoraFolder, params: Iterable[Param], pinned: bool) -> HostFactors:
     """What a folder puts into a slot. params: a rank's own. pinned: a GPU copies it.
 
-    Raises CheckpointError for a factor that is not finite, ConfigError for more ranks than there is room for.
+    Raises CheckpointError for a factor that is not finite, or is not in the dtype of products, ConfigError for more
+    ranks than there is room for.
     """
     found = dict[str, tuple[Tensor, Tensor]]()
     for param in _changed(params, set(folder.modules)):
@@ -82,8 +84,14 @@ def _fill(a: Tensor, b: Tensor, ends: Sequence[int], folder: LoraFolder, param: 
         module = folder.modules.get(source.module)
         if module is not None:
             own_a, own_b = _own(source, *folder.read(module.name))
-            a[index * rank : index * rank + module.rank].copy_(own_a)
-            b[row:end, : module.rank].copy_(own_b.to(torch.float64) * module.scale)
+            of_a, of_b = a[index * rank : index * rank + module.rank], b[row:end, : module.rank]
+            of_a.copy_(own_a)
+            of_b.copy_(own_b.to(torch.float64) * module.scale)
+            if not (all_finite(of_a) and all_finite(of_b)):
+                raise CheckpointError(
+                    f"{folder.path}: A of {module.name}, or B times its scale {module.scale}, has numbers beyond those"
+                    f" of {str(a.dtype).removeprefix('torch.')}; start with another --dtype"
+                )
         row = end
 
 
