@@ -97,5 +97,6 @@ if __name__ == "__main__":
             said = {"shape": each, "rows": chosen.rows, "adapters": chosen.adapters, "rank": chosen.rank}
             said |= {"draft_rank": chosen.draft_rank}
             ms = {f"{way}_ms": round(time, 3) for way, time in found.items()}
-            ratio = round(found["own"] / found["base"], 3)
-            print(json.dumps({**said, **ms, "ratio": ratio, "device": torch.cuda.get_device_name()}), flush=True)
+            ratios = {"ratio": found["own"] / found["base"], "idle_ratio": found["none"] / found["base"]}
+            ms |= {name: round(ratio, 3) for name, ratio in ratios.items()}
+            print(json.dumps({**said, **ms, "device": torch.cuda.get_device_name()}), flush=True)

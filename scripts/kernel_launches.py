@@ -31,6 +31,7 @@ from treetop.kernels.attention.stream_k import make_arrivals
 from treetop.kernels.attention.tail import tail_and_merge
 from treetop.kernels.gate import Gate
 from treetop.kernels.gemm.adapter_rows import AdapterFactors, RowTiles, expand, expand_gated, shrink, tile_rows
+from treetop.kernels.gemm.adapter_sums import AdapterSums
 from treetop.kernels.gemm.fp8_rows import Activations, QuantizedRows, choose_fp8, fp8_rows
 from treetop.kernels.gemm.heads_rows import heads_rows
 from treetop.kernels.gemm.lossless_weights import LosslessWeight, lossless_gemm
@@ -207,7 +208,7 @@ _ADAPTED = {"qkv": (4096, (4096, 5120, 6144)), "gate_up": (4096, (14336, 28672))
 def _adapters(card: Card) -> Iterator[Case]:
     """Of 8 adapters beside a Llama 8B, of 32 rows with a token and with a tree, of two ranks."""
     for rows, n in ((32, 1), (32, 16)):
-        tiles = Adapters({}, 9, _empty(rows, dtype=LONG), _empty(4, rows, dtype=INT)).tiles(rows, n)
+        tiles = Adapters({}, 9, _empty(rows, dtype=LONG), _empty(5, rows, dtype=INT)).tiles(rows, n)
         yield f"tiles of adapters, {rows} rows of {n}", partial(tile_rows, tiles, 9, card.gpu)
         for (name, (k, ends)), rank in product(_ADAPTED.items(), (16, 64)):
             x, parts = _empty(rows, n, k), _empty(2, rows, n, ends[-1], dtype=torch.float32)
@@ -222,6 +223,23 @@ def _adapters(card: Card) -> Iterator[Case]:
                 after(parts, shrink(x, factors, tiles, card.gpu), factors, tiles, gpu=card.gpu)
 
             yield f"{what}, rank {rank}, {rows} rows of {n}", run
+    for (name, (k, ends)), rank, rows in product(_ADAPTED.items(), (16, 64), (16, 32, 64)):
+        tiles = Adapters({}, 9, _empty(rows, dtype=LONG), _empty(5, rows, dtype=INT)).tiles(rows, 1)
+        a, b = _empty(9, len(ends) * rank, k), _empty(9, ends[-1], rank)
+        sums = AdapterSums(
+            _empty(8, rows, 1, len(ends) * rank, dtype=torch.float32),
+            AdapterFactors(a, b, ends, _empty(len(ends) + 1, dtype=INT)),
+            tiles,
+        )
+        x, weight, gated = _empty(rows, k), _empty(ends[-1], k), name == "gate_up"
+        launch, what = choose_launch(rows, ends[-1], k, gated, card.gpu), f"{name} with adapters"
+        if launch is not None:
+            multiply = gated_rows if gated else skinny_gemm
+            yield f"{what}, rank {rank}, {rows} rows", partial(multiply, x, weight, launch, card.gpu, sums=sums)
+        for most, offer in offers(ends[-1], k, gated, card.gpu).items():
+            if most == rows:
+                call = partial(lossless_gemm, x, _in_12_bits(ends[-1], k, gated), offer.launch, card.gpu, sums=sums)
+                yield f"{what} in 12 bits, rank {rank}, {rows} rows", call
 
 
 def _experts(card: Card) -> Iterator[Case]:

@@ -78,7 +78,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(n):
     assert torch.equal(got[:, none], parts[:, none])
     assert not torch.equal(got[:, ~none], parts[:, ~none])
     for row in (0, 7, 18):
-        alone = Adapters({}, 5, tiles.slots[row : row + 1], torch.zeros(4, 1, dtype=torch.int32, device=DEVICE))
+        alone = Adapters({}, 5, tiles.slots[row : row + 1], torch.zeros(5, 1, dtype=torch.int32, device=DEVICE))
         own = alone.tiles(1, n)
         tile_rows(own, 5, GPU)
         here = slice(row, row + 1)
@@ -93,7 +93,7 @@ def test_by_rows_a_token_has_the_same_bits_however_many_its_row_has():
     assert 0 < int(none.sum()) < 6
     found = {}
     for n in (1, 3, 16, 70):
-        held = Adapters({}, 4, tiles.slots, torch.zeros(4, 6, dtype=torch.int32, device=DEVICE))
+        held = Adapters({}, 4, tiles.slots, torch.zeros(5, 6, dtype=torch.int32, device=DEVICE))
         own, here = held.tiles(6, n), x[:, :n].contiguous()
         tile_rows(own, 4, GPU)
         inner = shrink(here, factors, own, GPU, batch_invariant=True)
@@ -113,7 +113,7 @@ def test_on_a_cpu_bits_are_a_rows_own_whatever_the_batch_and_the_tables(n, linea
 
     def adapted(factors, rows):
         slots, own = tiles.slots[rows], x[rows]
-        own_tiles = Adapters({}, 5, slots, torch.zeros(4, len(slots), dtype=torch.int32)).tiles(len(slots), n)
+        own_tiles = Adapters({}, 5, slots, torch.zeros(5, len(slots), dtype=torch.int32)).tiles(len(slots), n)
         tile_rows_reference(own_tiles, 5)
         inner = shrink_by_rows(own, factors, own_tiles, linear)
         whole = expand_by_rows(parts[:, rows].clone(), inner, factors, own_tiles, linear)
@@ -143,9 +143,9 @@ def test_tiles_have_every_row_once_and_one_adapter_each():
     torch.manual_seed(3)
     for rows, per, slots in ((1, 16, 9), (31, 16, 9), (64, 4, 3), (40, 1, 6)):
         given = torch.randint(0, slots, (rows,), device=DEVICE)
-        order, *where = torch.full((4, rows), 77, dtype=torch.int32, device=DEVICE)
+        order, present, *where = torch.full((5, rows), 77, dtype=torch.int32, device=DEVICE)
         most = min(rows, rows // per + slots)
-        tiles = RowTiles(per, given, order, *(each[:most] for each in where))
+        tiles = RowTiles(per, given, order, present, *(each[:most] for each in where))
         tile_rows(tiles, slots, GPU)
         found = []
         for slot, start, count in zip(*(each.tolist() for each in (tiles.slot, tiles.start, tiles.count)), strict=True):

@@ -275,7 +275,7 @@ def adapter_case(rows, n, k, ends, rank, slots, parts) -> tuple[Any, ...]:
     a, b = torch.randn(slots, len(ends) * rank, k) * k**-0.5, torch.randn(slots, ends[-1], rank)
     a[0], b[0] = 0, 0
     factors = AdapterFactors(a, b, ends, torch.tensor([0, *ends], dtype=torch.int32))
-    adapters = Adapters({}, slots, listed, torch.zeros(4, rows, dtype=torch.int32))
+    adapters = Adapters({}, slots, listed, torch.zeros(5, rows, dtype=torch.int32))
     tiles = adapters.tiles(rows, n)
     tile_rows_reference(tiles, slots)
     return torch.randn(parts, rows, n, ends[-1]), torch.randn(rows, n, k), factors, tiles
@@ -283,7 +283,7 @@ def adapter_case(rows, n, k, ends, rank, slots, parts) -> tuple[Any, ...]:
 
 @case
 def tile_rows(_: bool) -> Call:
-    adapters = Adapters({}, 5, torch.randint(0, 5, (37,)), torch.zeros(4, 37, dtype=torch.int32))
+    adapters = Adapters({}, 5, torch.randint(0, 5, (37,)), torch.zeros(5, 37, dtype=torch.int32))
     return Call((adapters.tiles(37, 8), 5))
 
 

@@ -32,7 +32,7 @@ def make_adapters(
         a, b = zeros((slots + 1, rank * len(ends), width), dtype), zeros((slots + 1, out, rank), dtype)
         bounds = torch.tensor([0, *ends], dtype=torch.int32, device=a.device)
         factors[param.name] = AdapterFactors(a, b, ends, bounds)
-    return Adapters(factors, slots + 1, zeros((rows,), torch.int64), zeros((4, rows), torch.int32))
+    return Adapters(factors, slots + 1, zeros((rows,), torch.int64), zeros((5, rows), torch.int32))
 
 
 def modules_for(folders: Sequence[LoraFolder], params: Sequence[Param], any_later: bool) -> set[str]:

@@ -29,7 +29,8 @@ def pdl_wait(overlap: constexpr, early: constexpr = False) -> None:
 
 @jit
 def ask_for(at: Arg) -> None:
-    """Bring the cache lines at `at` into the L2 cache, without waiting."""
+    """Bring the cache lines at `at` into the L2 cache, without waiting; before a kernel's turn such as it will likely
+    read."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
     )

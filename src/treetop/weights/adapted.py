@@ -8,6 +8,7 @@ made for ever: captured rounds read them, so an adapter comes and goes in its sl
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -15,14 +16,40 @@ from treetop.kernels.fused import joined
 from treetop.kernels.gate import Gate
 from treetop.kernels.gemm.adapter_rows import AdapterFactors, RowTiles, most_tiles, tokens_of_tile
 from treetop.kernels.table import Ops
-from treetop.weights.format import Linear
+from treetop.weights.format import Linear, Product
+
+
+@runtime_checkable
+class AddsAdapters(Protocol):
+    """A `Linear` that adds what adapters do in its own launch, where it has few rows."""
+
+    def adapted(self, x: Tensor, factors: AdapterFactors, tiles: RowTiles) -> Tensor | None:
+        """The parts of the product with x [rows, n, in] and what adapters add; None for more rows."""
+        ...
+
+
+@runtime_checkable
+class ActivatesAdapted(Protocol):
+    """`GatesAndUps` that are activated in that launch, too."""
+
+    def adapted_gates(self, x: Tensor, factors: AdapterFactors, tiles: RowTiles) -> Tensor | None:
+        """What a `GatedLinear` gives for x [rows, n, in], with what adapters add; None for more rows."""
+        ...
+
+
+class GatesAndUps(Product, Protocol):
+    """Both of a `GatedLinear`, not activated."""
+
+    def parts(self, x: Tensor) -> Tensor:
+        """Returns [parts, ..., 2 * out], as of a `Linear`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
     """factors: by the name of the product's parameter. slots: how many, with that of no adapter.
 
-    current: [rows] int64, the slots of the rows of the batch that a model is run on. tiled: [4, rows] int32, of
+    current: [rows] int64, the slots of the rows of the batch that a model is run on. tiled: [5, rows] int32, of
     `RowTiles`.
     """
 
@@ -40,9 +67,9 @@ class Adapters:
     def tiles(self, rows: int, n: int) -> RowTiles:
         """Of a batch of so many rows with n tokens each."""
         per_tile = max(1, tokens_of_tile(n) // n)
-        order, *where = self.tiled.unbind()
+        order, present, *where = self.tiled.unbind()
         most = most_tiles(rows, per_tile, self.slots)
-        return RowTiles(per_tile, self.current[:rows], order[:rows], *(each[:most] for each in where))
+        return RowTiles(per_tile, self.current[:rows], order[:rows], present[:rows], *(each[:most] for each in where))
 
     def linear(self, name: str, base: Linear, ops: Ops) -> Linear:
         """A product with what adapters add to it; as it is where they change nothing."""
@@ -70,6 +97,10 @@ class AdaptedLinear:
 
     def parts(self, x: Tensor) -> Tensor:
         tiles = self.adapters.tiles(*x.shape[:2])
+        if isinstance(self.base, AddsAdapters):
+            found = self.base.adapted(x, self.factors, tiles)
+            if found is not None:
+                return found
         inner = self.ops.shrink(x, self.factors, tiles)
         return self.ops.expand(self.base.parts(x), inner, self.factors, tiles)
 
@@ -78,7 +109,7 @@ class AdaptedLinear:
 class AdaptedGated:
     """A `GatedLinear` of a product whose gates and ups adapters change before they are activated."""
 
-    both: Linear
+    both: GatesAndUps
     kind: Gate
     factors: AdapterFactors
     adapters: Adapters
@@ -93,5 +124,9 @@ class AdaptedGated:
 
     def __call__(self, x: Tensor) -> Tensor:
         tiles = self.adapters.tiles(*x.shape[:2])
+        if isinstance(self.both, ActivatesAdapted):
+            found = self.both.adapted_gates(x, self.factors, tiles)
+            if found is not None:
+                return found
         inner = self.ops.shrink(x, self.factors, tiles)
         return self.ops.expand_gated(self.both.parts(x), inner, self.factors, tiles, self.kind)

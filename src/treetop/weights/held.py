@@ -7,7 +7,7 @@ from torch import Tensor
 
 from treetop.kernels.gate import Gate
 from treetop.kernels.moe.experts import Activation
-from treetop.weights.adapted import AdaptedGated
+from treetop.weights.adapted import AdaptedGated, GatesAndUps
 from treetop.weights.format import (
     MAIN,
     ExpertProducts,
@@ -18,7 +18,7 @@ from treetop.weights.format import (
     Parts,
     ProductWeight,
 )
-from treetop.weights.plain import UNQUANTIZED
+from treetop.weights.plain import UNQUANTIZED, Unquantized
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,9 @@ class Weights:
         """Activated gate times up, both of a product with one weight [2 * out, in]; see `linear`."""
         adapters = self._holding.adapters
         if adapters is not None and name in adapters.factors:
-            return AdaptedGated(self._linear(name), kind, adapters.factors[name], adapters, self._holding.ops)
+            return AdaptedGated(
+                self._gates_and_ups(name, kind), kind, adapters.factors[name], adapters, self._holding.ops
+            )
         weight, bias = self._take(name, gated=True)
         return weight.format.gated(weight.parts, bias, kind, self._holding)
 
@@ -92,6 +94,13 @@ class Weights:
     def _linear(self, name: str) -> Linear:
         """The product with a weight and nothing beside it."""
         weight, bias = self._take(name, gated=False)
+        return weight.format.linear(weight.parts, bias, self._holding)
+
+    def _gates_and_ups(self, name: str, kind: Gate) -> GatesAndUps:
+        """Both, of a weight that adapters are beside."""
+        weight, bias = self._take(name, gated=False)
+        if isinstance(weight.format, Unquantized):
+            return weight.format.beside_adapters(weight.parts, bias, kind, self._holding)
         return weight.format.linear(weight.parts, bias, self._holding)
 
     def _take(self, name: str, gated: bool) -> tuple[HeldWeight, Tensor | None]:

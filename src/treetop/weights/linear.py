@@ -16,8 +16,10 @@ from torch import Tensor, get_num_threads
 from treetop.kernels.exact import LIBRARY
 from treetop.kernels.fused import batch_invariant_functions, gate_mul, gate_mul_reference, joined
 from treetop.kernels.gate import Gate
-from treetop.kernels.gemm.lossless_weights import lossless_gemm
-from treetop.kernels.gemm.skinny_gemm import choose_launch, gated_rows, skinny_gemm
+from treetop.kernels.gemm.adapter_rows import AdapterFactors, RowTiles
+from treetop.kernels.gemm.adapter_sums import MOST_ROWS, AdapterSums, sums_of
+from treetop.kernels.gemm.lossless_weights import LosslessLaunch, lossless_gemm
+from treetop.kernels.gemm.skinny_gemm import RowsLaunch, choose_launch, gated_rows, skinny_gemm
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.weights.cpu_products import ROW_CLASSES, ChosenProduct, CpuProduct, default_call
 from treetop.weights.gpu_products import NoSplitKProduct
@@ -91,6 +93,10 @@ class SkinnyLinear:
             else parts.view(len(parts), *x.shape[:-1], -1)
         )
 
+    def adapted(self, x: Tensor, factors: AdapterFactors, tiles: RowTiles) -> Tensor | None:
+        parts = self._weight.few_adapted(x, factors, tiles)
+        return None if parts is None else parts.view(len(parts), *x.shape[:-1], -1)
+
 
 class SkinnyGated:
     """`GatedLinear` over a weight [2 * out, in], gate first, as `SkinnyLinear`."""
@@ -104,6 +110,14 @@ class SkinnyGated:
         if out is None:
             return gate_mul(F.linear(x, self._weight.whole), self._kind, self._gpu)
         return out.view(*x.shape[:-1], -1)
+
+    def parts(self, x: Tensor) -> Tensor:
+        """[1, ..., 2 * out]: gates and ups that are not activated, of many rows."""
+        return F.linear(x, self._weight.whole)[None]
+
+    def adapted_gates(self, x: Tensor, factors: AdapterFactors, tiles: RowTiles) -> Tensor | None:
+        out = self._weight.few_adapted(x, factors, tiles)
+        return None if out is None else out.view(*x.shape[:-1], -1)
 
 
 class NoSplitKLinear:
@@ -144,19 +158,32 @@ class _GpuWeight:
             return self.whole.nbytes
         return self._compressed.weight.nbytes
 
-    def few(self, x: Tensor) -> Tensor | None:
-        """Parts [parts, rows, out], or [rows, out / 2] if gated, for x [..., in]; None where the vendor's is faster."""
-        rows, kind, gpu = x.numel() // x.shape[-1], self._kind, self._gpu
-        if self._compressed is not None:
-            compressed_launch = self._compressed.launch(rows)
-            if compressed_launch is not None:
-                return lossless_gemm(_as_rows(x), self._compressed.weight, compressed_launch, gpu, kind or "silu")
-        launch = choose_launch(rows, *self.whole.shape, kind is not None, gpu)
+    def few(self, x: Tensor, sums: AdapterSums | None = None) -> Tensor | None:
+        """Parts [parts, rows, out], or [rows, out / 2] if gated, for x [..., in]; None where the vendor's is faster.
+
+        sums: what adapters add.
+        """
+        launch = self._launch(x)
         if launch is None:
             return None
-        if kind is None:
-            return skinny_gemm(_as_rows(x), self.whole, launch, gpu, self.bias)
-        return gated_rows(_as_rows(x), self.whole, launch, gpu, kind)
+        if isinstance(launch, LosslessLaunch):
+            assert self._compressed is not None
+            return lossless_gemm(_as_rows(x), self._compressed.weight, launch, self._gpu, self._kind or "silu", sums)
+        if self._kind is None:
+            return skinny_gemm(_as_rows(x), self.whole, launch, self._gpu, self.bias, sums=sums)
+        return gated_rows(_as_rows(x), self.whole, launch, self._gpu, self._kind, sums=sums)
+
+    def few_adapted(self, x: Tensor, factors: AdapterFactors, tiles: RowTiles) -> Tensor | None:
+        """`few` for x [rows, n, in] with what each row's adapter adds; None for more tokens, too."""
+        if x.numel() // x.shape[-1] > MOST_ROWS or self._launch(x) is None:
+            return None
+        x = x.contiguous()  # by no launch between the two
+        return self.few(x, sums_of(x, factors, tiles, self._gpu))
+
+    def _launch(self, x: Tensor) -> RowsLaunch | LosslessLaunch | None:
+        rows = x.numel() // x.shape[-1]
+        compressed = None if self._compressed is None else self._compressed.launch(rows)
+        return compressed or choose_launch(rows, *self.whole.shape, self._kind is not None, self._gpu)
 
 
 def _as_rows(x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from treetop.kernels.gemm.quantized_weight import QuantizedWeight, QuantScheme
 from treetop.kernels.moe.experts import Activation, Experts
 from treetop.kernels.table import Ops
 from treetop.kernels.triton_guard import GpuTraits
+from treetop.weights.adapted import GatesAndUps
 from treetop.weights.format import (
     MAIN,
     Biases,
@@ -111,6 +112,15 @@ class Unquantized:
         if gpu is None or bias is not None:
             return LibraryGated(weight, bias, kernel_context.choice(weight), kind)
         return SkinnyGated(weight, gpu, kernel_context.copies, kind)
+
+    def beside_adapters(
+        self, parts: Parts, bias: Tensor | None, kind: Gate, kernel_context: KernelContext
+    ) -> GatesAndUps:
+        """Gates and ups that adapters change before they are activated."""
+        gpu, profile = kernel_context.ops.gpu_for(Ops.gated_rows), kernel_context.ops.profile
+        if gpu is None or bias is not None or profile.products == "probed":
+            return self.linear(parts, bias, kernel_context)
+        return SkinnyGated(parts[MAIN], gpu, kernel_context.copies, kind)
 
     def experts(
         self, gate_up: Parts, down: Parts, biases: Biases, activation: Activation, kernel_context: KernelContext

@@ -17,11 +17,12 @@ Source: L. Chen et al., "Punica: Multi-Tenant LoRA Serving", arXiv:2310.18547.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, get_num_threads
 
-from treetop.kernels.dependent_launch import launch_options, pdl_wait
+from treetop.kernels.dependent_launch import ask_for, launch_options, pdl_wait
 from treetop.kernels.exact import BatchInvariantCall, batch_invariant_linear
 from treetop.kernels.fused import batch_invariant_functions, gate_mul_reference, joined, joined_in_order
 from treetop.kernels.gate import Gate, activated
@@ -53,12 +54,13 @@ class RowTiles:
     """Rows of a batch in the order of their slots, cut into tiles of one slot and at most `per_tile` rows.
 
     slots: [rows] int64, of each row. order: [rows] int32. slot, start, count: [most tiles] int32, where a tile lies in
-    `order`; a tile that is not there has no rows.
+    `order`; a tile that is not there has no rows. present: [rows] int32, slots of adapters that some row has, then 0.
     """
 
     per_tile: int
     slots: Tensor
     order: Tensor
+    present: Tensor
     slot: Tensor
     start: Tensor
     count: Tensor
@@ -70,6 +72,8 @@ _SHARE, _MOST_SHARES = 512, 16
 """Columns of a share of k, and how many shares there are at most."""
 _BLOCK_K = 128
 """Columns that a program of the first launch takes at a time."""
+_STAGES_BYTES = 64 << 10
+"""Shared memory for all that it takes: as much as lets programs of a product be beside it."""
 RANKS = 16
 """That a product on a CPU takes at a time, where a row's bits may depend on it alone."""
 
@@ -96,6 +100,9 @@ def tile_rows_reference(tiles: RowTiles, num_slots: int) -> None:
     found = torch.arange(num_slots, device=order.device).repeat_interleave(per_slot)
     at = torch.arange(len(found), device=order.device) - (per_slot.cumsum(0) - per_slot)[found]
     tiles.order.copy_(order)
+    present = counts[1:].nonzero()[:, 0] + 1
+    tiles.present.zero_()
+    tiles.present[: len(present)] = present.to(torch.int32)
     for each in (tiles.slot, tiles.start, tiles.count):
         each.zero_()
     tiles.slot[: len(found)] = found.to(torch.int32)
@@ -107,15 +114,15 @@ def tile_rows(tiles: RowTiles, num_slots: int, gpu: GpuTraits) -> None:
     """`tile_rows_reference` in one launch."""
     rows, most = len(tiles.slots), len(tiles.slot)
     _tile_rows_kernel[(1,)](
-        tiles.order, tiles.slot, tiles.start, tiles.count, tiles.slots, rows, num_slots, most, per=tiles.per_tile,
-        block=lanes(rows), overlap=gpu.can_overlap, num_warps=4, **launch_options(gpu),
+        tiles.order, tiles.present, tiles.slot, tiles.start, tiles.count, tiles.slots, rows, num_slots, most,
+        per=tiles.per_tile, block=lanes(rows), overlap=gpu.can_overlap, num_warps=4, **launch_options(gpu),
     )  # fmt: skip
 
 
 @jit_for_any("rows", "slots", "most")
 def _tile_rows_kernel(
-    order: Arg, tile_slot: Arg, tile_start: Arg, tile_count: Arg, slot_of: Arg, rows: Arg, slots: Arg, most: Arg,
-    per: constexpr, block: constexpr, overlap: constexpr,
+    order: Arg, present: Arg, tile_slot: Arg, tile_start: Arg, tile_count: Arg, slot_of: Arg, rows: Arg, slots: Arg,
+    most: Arg, per: constexpr, block: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """All rows and tiles in one program, slot after slot."""
     pdl_wait(overlap, early=True)
@@ -123,9 +130,13 @@ def _tile_rows_kernel(
     own = tl.load(slot_of + lane, mask=lane < rows, other=-1)
     begun = 0
     tiles = 0
+    adapters = 0
     for slot in range(slots):
         mine = own == slot
         count = tl.sum(mine.to(tl.int32), 0)
+        known = (slot > 0) & (count > 0)
+        tl.store(present + adapters, slot, mask=known)
+        adapters += known.to(tl.int32)
         place = begun + tl.cumsum(mine.to(tl.int32), 0) - 1
         tl.store(order + place, lane, mask=mine)
         number = tl.cdiv(count, per)
@@ -135,6 +146,7 @@ def _tile_rows_kernel(
         tl.store(tile_count + tiles + lane, tl.minimum(count - lane * per, per), mask=there)
         begun += count
         tiles += number
+    tl.store(present + lane, tl.zeros([block], tl.int32), mask=(lane >= adapters) & (lane < rows))
     beyond = (tiles + lane) < most
     tl.store(tile_slot + tiles + lane, tl.zeros([block], tl.int32), mask=beyond)
     tl.store(tile_start + tiles + lane, tl.zeros([block], tl.int32), mask=beyond)
@@ -184,8 +196,10 @@ def shrink(
     share = -(-k // splits // _BLOCK_K) * _BLOCK_K
     inner = torch.empty((splits, rows, n, joins * factors.rank), dtype=torch.float32, device=x.device)
     grid, where, common = _launch(factors, tiles, rows, n, gpu, batch_invariant)
+    stage_bytes = factors.a.itemsize * _BLOCK_K * (common["block_m"] + common["block_r"])
+    stages = max(3, min(share // _BLOCK_K + 1, _STAGES_BYTES // stage_bytes))
     _shrink_kernel[(*grid, joins * splits)](
-        inner, x.contiguous(), factors.a, *where, k, share=share, block_k=_BLOCK_K, num_stages=3, **common
+        inner, x.contiguous(), factors.a, *where, k, share=share, block_k=_BLOCK_K, num_stages=stages, **common
     )
     return inner
 
@@ -286,11 +300,11 @@ def _expand(
 
 def _launch(
     factors: AdapterFactors, tiles: RowTiles, rows: int, n: int, gpu: GpuTraits, batch_invariant: bool
-) -> tuple[tuple[int, int], tuple[Tensor | int, ...], dict[str, object]]:
+) -> tuple[tuple[int, int], tuple[Tensor | int, ...], dict[str, Any]]:
     """Of both kernels: tiles and blocks of tokens, where rows are, and what is alike. The cores that multiply may add
     up otherwise for blocks of other sizes."""
     block_m = _FEW if batch_invariant else tokens_of_tile(n)
-    common: dict[str, object] = {
+    common: dict[str, Any] = {
         "rank": factors.rank, "joins": len(factors.ends), "block_m": block_m,
         "block_r": max(16, power_of_two(factors.rank)), "overlap": gpu.can_overlap, "num_warps": 4,
         **launch_options(gpu),
@@ -309,8 +323,13 @@ def _shrink_kernel(
 
     inner: [splits, tokens, joins * rank] float32. x: [tokens, k], contiguous.
     """
-    pdl_wait(overlap, early=True)
     tile, at = tl.program_id(0), tl.program_id(2)
+    if overlap and tl.program_id(1) == 0:  # of the slot that a tile has or had
+        number, column = tl.arange(0, block_r), at // joins * share + tl.arange(0, block_k // 8) * 64
+        guessed = tl.load(tile_slot + tile, volatile=True).to(tl.int64) * (joins * rank) + at % joins * rank
+        line = guessed + tl.minimum(number, rank - 1)
+        ask_for(a + line[:, None] * k + tl.minimum(column, k - 1)[None, :])
+    pdl_wait(overlap, early=True)
     slot = tl.load(tile_slot + tile).to(tl.int64)
     begin, count = tl.load(tile_start + tile), tl.load(tile_count + tile) * n
     lane = tl.program_id(1) * block_m + tl.arange(0, block_m)

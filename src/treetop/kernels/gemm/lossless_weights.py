@@ -19,6 +19,7 @@ from torch import Tensor
 
 from treetop.kernels.dependent_launch import ask_for, launch_options, pdl_wait
 from treetop.kernels.gate import Gate, activated
+from treetop.kernels.gemm.adapter_sums import AdapterSums, add_sums, arguments, ask_for_sums
 from treetop.kernels.gemm.skinny_gemm import gated_rows_reference
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tl
 
@@ -182,13 +183,18 @@ def lossless_gemm_reference(x: Tensor, weight: LosslessWeight, kind: Gate = "sil
 
 
 def lossless_gemm(
-    x: Tensor, weight: LosslessWeight, launch: LosslessLaunch, gpu: GpuTraits, kind: Gate = "silu"
+    x: Tensor,
+    weight: LosslessWeight,
+    launch: LosslessLaunch,
+    gpu: GpuTraits,
+    kind: Gate = "silu",
+    sums: AdapterSums | None = None,
 ) -> Tensor:
     """The product as `kernels.gemm.skinny_gemm` gives it: parts [parts, rows, n], or [rows, n / 2] of a gated weight.
 
     x: [rows, k] bfloat16 (in the interpreter float32), contiguous, rows <= MAX_ROWS. The weight's n is a multiple of
     `block_n`, which is one of 64, or 128 if gated; k is one of `128 * splits`. Several splits give their parts in
-    float32.
+    float32. sums: what adapters add, in the first split, to gates and ups before they are activated.
     """
     rows, k = x.shape
     lines = len(weight.scale)
@@ -200,11 +206,11 @@ def lossless_gemm(
     shape = (rows, n) if weight.gated else (launch.splits, rows, n)
     out = torch.empty(shape, dtype=x.dtype if launch.splits == 1 else torch.float32, device=x.device)
     assert has_steps(weight, launch)
-    options = launch_options(gpu)
+    options, (added, sizes) = launch_options(gpu), arguments(sums, x)
     _compressed_kernel[(lines // launch.block_n, launch.splits)](
         out, x, weight.words, weight.scale, weight.starts, weight.lines, weight.columns, weight.values,
-        rows, n, k, k // launch.splits, picks=launch.picks, block_m=max(16, power_of_two(rows)), block_n=launch.block_n,
-        kind=kind if weight.gated else None, hopper=gpu.can_overlap, overlap=gpu.can_overlap,
+        rows, n, k, k // launch.splits, *added, **sizes, picks=launch.picks, block_m=max(16, power_of_two(rows)),
+        block_n=launch.block_n, kind=kind if weight.gated else None, hopper=gpu.can_overlap, overlap=gpu.can_overlap,
         num_stages=launch.num_stages, num_warps=launch.num_warps, **options,
     )  # fmt: skip
     return out
@@ -213,14 +219,15 @@ def lossless_gemm(
 @jit
 def _compressed_kernel(
     out: Arg, x: Arg, words: Arg, scale: Arg, starts: Arg, lines: Arg, columns: Arg, values: Arg,
-    rows: Arg, n: Arg, k: Arg, share: Arg, picks: constexpr, block_m: constexpr, block_n: constexpr, kind: constexpr,
-    hopper: constexpr, overlap: constexpr,
+    rows: Arg, n: Arg, k: Arg, share: Arg, inner: Arg, b: Arg, bounds: Arg, slots: Arg, present: Arg, per_row: Arg,
+    most: Arg, shares: constexpr, rank: constexpr, ranks: constexpr, joins: constexpr, picks: constexpr,
+    block_m: constexpr, block_n: constexpr, kind: constexpr, hopper: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """One block of lines, which are outputs or gates and ups, over one share of k. Grid (lines / block_n, splits).
 
     out: [splits, rows, n]; x: [rows, k]; the rest as in `LosslessWeight`. The block's outliers are shared among the
     splits. They are added `picks` a step, each with its number of x, in the first steps, whose other weights are on
-    their way meanwhile; the launch has steps enough.
+    their way meanwhile; the launch has steps enough. inner .. joins: as of `_skinny_gemm_kernel`.
     """
     line = tl.program_id(0) * block_n + tl.arange(0, block_n)
     split = tl.program_id(1)
@@ -236,6 +243,10 @@ def _compressed_kernel(
     pick = tl.arange(0, picks)
     where, column, value = _outliers(first + pick, end, lines, columns, values)
     pdl_wait(overlap, early=True)
+    size = n if kind is None else 2 * n
+    whose = line if kind is None else line // 128 * 64 + line % 64 + line // 64 % 2 * n
+    if shares > 0 and overlap and split == 0:
+        ask_for_sums(whose, size, b, present, most, rank)
 
     dtype: constexpr = x.dtype.element_ty
     row = tl.arange(0, block_m)
@@ -257,6 +268,11 @@ def _compressed_kernel(
         total = tl.dot(w2, tl.trans(tl.load(x_at + 64, mask=there, other=0.0)), total)
         total = tl.dot(w3, tl.trans(tl.load(x_at + 96, mask=there, other=0.0)), total)
     total *= factor
+    if shares > 0 and split == 0:
+        total = add_sums(
+            total, whose, size, row, rows, inner, b, bounds, slots, present, per_row, most, shares, rank, ranks, joins,
+            False,
+        )  # fmt: skip
 
     output = tl.program_id(0) * block_n + tl.arange(0, block_n)
     if kind is not None:

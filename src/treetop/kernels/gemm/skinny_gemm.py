@@ -22,6 +22,8 @@ from torch import Tensor
 
 from treetop.kernels.dependent_launch import ask_for, launch_options, pdl_wait
 from treetop.kernels.gate import Gate, activated, activated_reference
+from treetop.kernels.gemm.adapter_sums import MOST_ROWS as MOST_ADAPTED
+from treetop.kernels.gemm.adapter_sums import AdapterSums, add_sums, arguments, ask_for_sums
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tiles_of, tl
 from treetop.kernels.tuning import TunedTable, read_table
 
@@ -76,30 +78,37 @@ def skinny_gemm(
     gpu: GpuTraits,
     bias: Tensor | None = None,
     rounds: bool = False,
+    sums: AdapterSums | None = None,
 ) -> Tensor:
     """`skinny_gemm_reference`; with one split rounded to x's dtype, with more in float32.
 
     x: [rows, k], contiguous, float16 or bfloat16; without `block_rows` rows <= MAX_ROWS. weight: [n, k], contiguous; k
     a multiple of `splits * block_k`. bias: [n]. rounds: the sum is rounded before the bias is added, and again then.
-    Returns [splits, rows, n].
+    sums: what adapters add, in the first split. Returns [splits, rows, n].
     """
     rows, n = x.shape[0], weight.shape[0]
     dtype = x.dtype if launch.splits == 1 else torch.float32
     out = torch.empty((launch.splits, rows, n), dtype=dtype, device=x.device)
-    _launch(out, x, weight, bias, n, None, launch, gpu, rounds)
+    _launch(out, x, weight, bias, n, None, launch, gpu, rounds, sums)
     return out
 
 
 def gated_rows(
-    x: Tensor, weight: Tensor, launch: RowsLaunch, gpu: GpuTraits, kind: Gate = "silu", rounds: bool = False
+    x: Tensor,
+    weight: Tensor,
+    launch: RowsLaunch,
+    gpu: GpuTraits,
+    kind: Gate = "silu",
+    rounds: bool = False,
+    sums: AdapterSums | None = None,
 ) -> Tensor:
     """`gated_rows_reference` in one launch, which has one split. Arguments as in `skinny_gemm`.
 
-    rounds: gate and up are rounded before the activation.
+    rounds: gate and up are rounded before the activation. sums: what adapters add to them.
     """
     assert launch.splits == 1
     out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
-    _launch(out, x, weight, None, weight.shape[0] // 2, kind, launch, gpu, rounds)
+    _launch(out, x, weight, None, weight.shape[0] // 2, kind, launch, gpu, rounds, sums)
     return out
 
 
@@ -113,10 +122,12 @@ def _launch(
     launch: RowsLaunch,
     gpu: GpuTraits,
     rounds: bool,
+    sums: AdapterSums | None,
 ) -> None:
     rows, k = x.shape
     assert rows <= MAX_ROWS or launch.block_rows
     assert launch.splits == 1 or not rounds
+    assert sums is None or (rows <= MOST_ADAPTED and not launch.block_rows and not rounds)
     assert k % (launch.splits * launch.block_k) == 0
     assert x.is_contiguous()
     assert weight.is_contiguous()
@@ -125,10 +136,10 @@ def _launch(
     if launch.tiled:
         x_tiles, weight_tiles = tiles_of(x, block_m, launch.block_k), tiles_of(weight, launch.block_n, launch.block_k)
         more_tiles = tiles_of(x, more_m, launch.block_k) if more_m else x_tiles
-    options = launch_options(gpu)
+    options, (added, sizes) = launch_options(gpu), arguments(sums, x)
     _skinny_gemm_kernel[(-(-n // launch.block_n), launch.splits, -(-rows // (block_m + more_m)))](
         out, x, weight, weight if bias is None else bias, x_tiles, more_tiles, weight_tiles, rows, n, k,
-        k // launch.splits, has_bias=bias is not None,
+        k // launch.splits, *added, **sizes, has_bias=bias is not None,
         block_m=block_m, more_m=more_m, block_n=launch.block_n, block_k=launch.block_k, kind=kind,
         rounds=rounds, tiled=launch.tiled, rows_left=launch.rows_left, ahead=launch.ahead, overlap=gpu.can_overlap,
         num_stages=launch.num_stages, num_warps=launch.num_warps, **options,
@@ -138,16 +149,17 @@ def _launch(
 @jit
 def _skinny_gemm_kernel(
     out: Arg, x: Arg, weight: Arg, bias: Arg, x_tiles: Arg, more_tiles: Arg, weight_tiles: Arg, rows: Arg, n: Arg,
-    k: Arg, share: Arg, has_bias: constexpr, block_m: constexpr, more_m: constexpr, block_n: constexpr,
-    block_k: constexpr, kind: constexpr, rounds: constexpr, tiled: constexpr, rows_left: constexpr, ahead: constexpr,
-    overlap: constexpr,
+    k: Arg, share: Arg, inner: Arg, b: Arg, bounds: Arg, slots: Arg, present: Arg, per_row: Arg, most: Arg,
+    shares: constexpr, rank: constexpr, ranks: constexpr, joins: constexpr, has_bias: constexpr, block_m: constexpr,
+    more_m: constexpr, block_n: constexpr, block_k: constexpr, kind: constexpr, rounds: constexpr, tiled: constexpr,
+    rows_left: constexpr, ahead: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """One block of outputs and rows over one share of k. out: [splits, rows, n]; x: [rows, k]; weight: [n or 2n, k].
 
     Grid (n / block_n, splits, rows / (block_m + more_m)). kind: of a gate, where weight rows j and n + j give one
     output, or None. Rows come in a block of block_m and one of more_m (0: none), since blocks are powers of two. tiled:
     tiles come through descriptors, not pointers. The first split adds the bias. rounds: a sum is rounded to the dtype
-    of x before a bias or a gate.
+    of x before a bias or a gate. inner .. joins: of `add_sums`, if there are shares: the first split adds them, too.
     """
     first_column = tl.program_id(0) * block_n
     column = first_column + tl.arange(0, block_n)
@@ -162,6 +174,12 @@ def _skinny_gemm_kernel(
         if kind is not None:
             ask_for(tl.where(there, up_line + first, weight))
     pdl_wait(overlap, early=True)
+    size = n if kind is None else 2 * n
+    if shares > 0 and overlap and split == 0:
+        inside = tl.minimum(column, n - 1)
+        ask_for_sums(inside, size, b, present, most, rank)
+        if kind is not None:
+            ask_for_sums(n + inside, size, b, present, most, rank)
     first_row = tl.program_id(2) * (block_m + more_m)
     x += first_row.to(tl.int64) * k
     rows_here = rows - first_row
@@ -199,6 +217,16 @@ def _skinny_gemm_kernel(
         total += added
         if more_m > 0:
             more_total += added
+    if shares > 0 and split == 0:
+        total = add_sums(
+            total, column, size, row, rows, inner, b, bounds, slots, present, per_row, most, shares, rank, ranks, joins,
+            rows_left,
+        )  # fmt: skip
+        if kind is not None:
+            up = add_sums(
+                up, n + column, size, row, rows, inner, b, bounds, slots, present, per_row, most, shares, rank, ranks,
+                joins, rows_left,
+            )  # fmt: skip
     out_at = out + (split * rows + first_row).to(tl.int64) * n + column[:, None]
     _store(out_at, total, up, row, rows_here, n, there, kind, rows_left)
     if more_m > 0:
