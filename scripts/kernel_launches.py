@@ -262,6 +262,26 @@ def _experts(card: Card) -> Iterator[Case]:
             f"experts of {name}, {tokens} tokens",
             partial(experts, _empty(tokens, hidden), routes, made, card.gpu),
         )
+    yield from _experts_beside_shared(card)
+
+
+def _experts_beside_shared(card: Card) -> Iterator[Case]:
+    """Of Qwen3-Next's sizes: the expert that all tokens take goes with the others."""
+    hidden, inner, top_k, spec = 2048, 512, 10, RouterSpec(512, 10, RouterKind.SOFTMAX, renormalise=True)
+    router = Router(spec, _empty(513, hidden), None, None, gates_shared=True)
+    gate_up, down = (_coded_weight("fp8 by block", *size) for size in ((2, 2 * inner, hidden), (2, hidden, inner)))
+    shared = tuple(replace(each, shape=each.shape[1:]) for each in (gate_up, down))
+    made = Experts(gate_up, down, None, None, Activation.SILU, (shared[0], shared[1]))
+    for tokens, rows, tiles in ((1, 16, 8), (32, 16, 64), (512, 32, 64)):
+        x, weights = _empty(tokens, hidden), _empty(tokens, top_k, dtype=torch.float32)
+        yield f"routes and a gate of {tokens} tokens", partial(route, x, router, None, card.gpu)
+        listed = (
+            _empty(top_k * tokens, dtype=INT),
+            *(_empty(tiles, dtype=INT) for _ in range(3)),
+            _empty(1, dtype=INT),
+        )
+        routes = Routes(_empty(tokens, top_k, dtype=INT), weights, Tiles(rows, *listed), shared=weights[:, 0].view(-1))
+        yield f"experts beside a shared one, {tokens} tokens", partial(experts, x, routes, made, card.gpu)
 
 
 # ------------------------------------------------------------------------------------------------------ of attention

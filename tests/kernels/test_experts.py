@@ -236,13 +236,15 @@ def near(got, want, share):
 
 @on_gpu_or_interpreted
 @pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("tokens", TOKENS)
-def test_the_kernels_route_as_the_reference(name, tokens):
+@pytest.mark.parametrize(
+    ("tokens", "batch_invariant"), [*((each, False) for each in TOKENS), *((each, True) for each in TOKENS[1:])]
+)
+def test_the_kernels_route_as_the_reference(name, tokens, batch_invariant):
     """The experts and weights, and every assignment of a token that is somebody's once, in its expert's tiles."""
     torch.manual_seed(tokens)
     with DEVICE:
         router, x, live = make_router(SPECS[name], 50), torch.randn(tokens, 50), torch.rand(tokens) < 0.8
-        got = routing.route(x, router, live, gpu_traits(DEVICE), tells=True)
+        got = routing.route(x, router, live, gpu_traits(DEVICE), batch_invariant, tells=True)
         want = route_reference(x, router, live, tells=True)
     assert torch.equal(got.expert.long(), want.expert)
     assert got.chosen.dtype == torch.int16
@@ -359,6 +361,46 @@ def test_the_grouped_products_equal_the_reference(tokens, activation, packed):
     assert torch.equal(*parts)
     assert not bool(parts[0][:, ~live].any())
     assert near(parts[0].float().sum(0), want, 0.01)
+
+
+@on_gpu_or_interpreted
+@pytest.mark.parametrize("name", ["fp8 blocks", pytest.param("nvfp4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tokens", [1, 19, pytest.param(150, marks=pytest.mark.slow)])
+def test_what_all_tokens_take_is_one_more_expert_of_the_same_launches(name, tokens):
+    """Its part is the last; padding takes it too, and gets zeros of the others. Two calls give the same bits, and a
+    token's, where k is not cut, are its own in any batch."""
+    torch.manual_seed(tokens)
+    dtype, spec = torch.bfloat16 if ON_GPU else torch.float16, RouterSpec(6, 2, RouterKind.SOFTMAX, renormalise=True)
+    with DEVICE:
+        router, gpu = make_router(spec, 160, dtype), gpu_traits(DEVICE)
+        gated = replace(router, weight=torch.cat([router.weight, torch.randn(1, 160).to(dtype)]), gates_shared=True)
+        made, _ = coded_experts(6, 160, 96, name, Activation.SILU)
+        one, _ = coded_experts(1, 160, 96, name, Activation.SILU)
+        shared = tuple(one_of(each) for each in (one.gate_up, one.down))
+        x, live = torch.randn(tokens, 160).to(dtype), torch.rand(tokens) < 0.8
+        routes, plain = (routing.route(x, each, live, gpu) for each in (gated, router))
+        want = route_reference(x, gated, live)
+        both = replace(made, shared=shared)
+        parts = [products.experts(x, routes, both, gpu) for _ in range(2)]
+        expected = experts_reference(x.float(), want, both)[0]
+        alone = products.experts(x, plain, made, gpu)
+        whole = products.experts(x, routing.route(x, gated, live, gpu, True), both, gpu, True)
+        first = products.experts(x[:1], routing.route(x[:1], gated, live[:1], gpu, True), both, gpu, True)
+    assert torch.equal(routes.expert, plain.expert)
+    torch.testing.assert_close(routes.shared, want.shared.float(), rtol=1e-3, atol=1e-4)
+    assert torch.equal(*parts)
+    assert near(parts[0].float().sum(0), expected, 0.01)
+    splits = len(alone) // spec.top_k
+    by_split = parts[0].unflatten(0, (splits, -1))
+    assert not bool(by_split[:, :-1][:, :, ~live].any())
+    assert torch.equal(by_split[:, :-1].flatten(0, 1), alone)  # the others are what they are without it
+    if ON_GPU or tokens == 1:  # NumPy's products have other bits by their sizes
+        assert torch.equal(whole[:, :1], first)
+
+
+def one_of(weight):
+    """The only expert of a weight in tiles, by itself."""
+    return replace(weight, shape=weight.shape[1:])
 
 
 @on_gpu_or_interpreted

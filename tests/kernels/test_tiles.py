@@ -25,9 +25,10 @@ from treetop.kernels.gemm.quantized_gemm import (
 )
 from treetop.kernels.gemm.quantized_weight import QuantizedWeight, QuantScheme, decode, factor_apart
 from treetop.kernels.gemm.tiles import decode_tiles, in_turn, tile, untile, why_not_tiled
+from treetop.kernels.moe.experts import Activation, Experts
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits
 from treetop.weights import packed
-from treetop.weights.packed import TiledGated, TiledLinear
+from treetop.weights.packed import TiledExperts, TiledGated, TiledLinear, one_below_the_other
 
 CODINGS = [
     QuantScheme("e4m3", 0),
@@ -406,6 +407,40 @@ def test_many_rows_take_the_library_block_by_block(scheme, biased, monkeypatch):
         error = (got.float() - want.float()).norm(dim=0) / want.float().norm(dim=0)
         assert float(error.max()) < (1e-2 if ON_GPU else 1e-5)
     assert seen == 2 * [(0, 64), (64, 128), (128, 138)]
+
+
+@on_gpu_or_interpreted
+@pytest.mark.parametrize("scheme", [QuantScheme("e4m3", 128), QuantScheme("e2m1", 16, "times")], ids=str)
+def test_lines_below_others_are_one_product_with_the_bits_of_both(scheme):
+    """Where k is not cut; none is made where lines do not end with a tile or tiles are of another kind."""
+    torch.manual_seed(4)
+    gpu, dtype = gpu_traits(DEVICE), DTYPES[0]
+    first, second, odd = (tile(made(lines, 256, scheme)) for lines in (128, 37, 130))
+    one, other = (TiledLinear(each, None, gpu, whole=True) for each in (first, second))
+    both = one_below_the_other(one, other)
+    x = torch.randn(5, 256, device=DEVICE, dtype=dtype)
+    assert both.weight.shape == (165, 256)
+    assert torch.equal(both(x), torch.cat([one(x), other(x)], -1))
+    assert one_below_the_other(TiledLinear(odd, None, gpu), other) is None
+    assert one_below_the_other(one, TiledLinear(second, torch.zeros(37, device=DEVICE, dtype=dtype), gpu)) is None
+    assert one_below_the_other(one, TiledLinear(tile(made(64, 256, QuantScheme("int4", 128))), None, gpu)) is None
+
+
+def test_a_shared_expert_goes_with_the_others_only_where_it_is_like_them():
+    scheme, gpu = QuantScheme("e4m3", 128), GpuTraits(132, True, 227 << 10, True)
+    gate_up, down = tile(in_turn(made(64, 128, scheme, experts=(3, 2)))), tile(made(128, 64, scheme, experts=(3,)))
+    routed = TiledExperts(torch.add, Experts(gate_up, down, None, None, Activation.SILU))
+
+    def shared(inner=64, kind="silu", bias=None, second=scheme):
+        both = tile(in_turn(made(inner, 128, scheme, experts=(2,))))
+        return TiledGated(both, bias, kind, gpu), TiledLinear(tile(made(128, inner, second)), None, gpu)
+
+    gated, last = shared()
+    assert routed.beside(gated, last).experts.shared == (gated.weight, last.weight)
+    unlike = [shared(inner=128), shared(kind="gelu_tanh"), shared(bias=torch.zeros(128))]
+    for each in (*unlike, shared(second=QuantScheme("e4m3", 0))):
+        assert routed.beside(*each) is None
+    assert routed.beside(gated, torch.add) is None
 
 
 def test_lines_of_one_factor_are_one_product():

@@ -122,6 +122,11 @@ def angles(_: bool) -> Call:
 
 
 @case
+def join(_: bool) -> Call:
+    return Call((torch.randn(3, 5, 300), torch.float32), compared=only_result)
+
+
+@case
 def rotate_and_write(kernel: bool) -> Call:
     table, positions = rope_table(RopeSpec(24, 10000.0), 50, torch.float32, DEVICE), torch.randint(0, 50, (3, 4))
     given = (table.data, positions) if kernel else table.at(positions)

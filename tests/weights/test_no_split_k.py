@@ -178,9 +178,9 @@ def test_where_bits_are_those_of_decoded_weights_a_factor_stays_in_them(on_a_gpu
     parts[packed.FACTOR] = torch.rand(128, 1)
     held = Packed("NVFP4", QuantScheme("e2m1", 16, "times"))
     made = held.linear(parts, None, ops), held.gated(parts, None, "silu", ops)
-    assert {one._weight.scheme.scales for one in made} == {level}
+    assert {one.weight.scheme.scales for one in made} == {level}
     first, second = ({n: part.unflatten(0, sizes) for n, part in parts.items()} for sizes in ((2, 2, 32), (2, 64)))
-    experts = held.experts(first, second, (None, None), Activation.SILU, ops).keywords["experts"]
+    experts = held.experts(first, second, (None, None), Activation.SILU, ops).experts
     scales = {experts.gate_up.scheme.scales, experts.down.scheme.scales}
     assert scales == {level}
 

@@ -43,6 +43,40 @@ def joined_in_order(parts: Tensor) -> Tensor:
     return total
 
 
+def join_reference(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum of a product's parts [parts, ..., width], rounded to a dtype."""
+    return joined(parts).to(dtype)
+
+
+def join(parts: Tensor, dtype: torch.dtype, gpu: GpuTraits) -> Tensor:
+    """`join_reference`, one part after another, in one launch; of one part as it is. parts: contiguous."""
+    if len(parts) == 1:
+        return parts[0].to(dtype)
+    out = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
+    assert parts.is_contiguous()
+    _join_kernel[(-(-out.numel() // _JOINED),)](
+        out, parts, out.numel(), parts=len(parts), block=_JOINED, overlap=gpu.can_overlap, num_warps=4,
+        **launch_options(gpu),
+    )  # fmt: skip
+    return out
+
+
+_JOINED = 1024
+"""Numbers that a program adds up."""
+
+
+@jit
+def _join_kernel(out: Arg, given: Arg, size: Arg, parts: constexpr, block: constexpr, overlap: constexpr) -> None:
+    """A block of numbers. given: [parts, size]. Grid (size / block,)."""
+    pdl_wait(overlap, early=True)
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    there = at < size
+    total = tl.load(given + at, mask=there, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, parts):
+        total += tl.load(given + part * size + at, mask=there, other=0.0)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=there)
+
+
 def add_reference(x: Tensor, delta: Tensor) -> Tensor:
     """x [..., hidden] plus the parts of delta [parts, ..., hidden]."""
     total = x + joined(delta)

@@ -201,6 +201,7 @@ class Ops:
         (fused._add_rms_norm_kernel,),
         cast(AddRmsNorm, fused.add_rms_norm_in_order),
     )
+    join = Op(fused.join_reference, fused.join, 1e-6, on_a_gpu, (fused._join_kernel,))
     embed_and_norm = Op(
         fused.embed_and_norm_reference, fused.embed_and_norm, 1e-6, on_a_gpu, (fused._embed_and_norm_kernel,)
     )
@@ -303,7 +304,7 @@ class Ops:
         routing.route,
         1e-5,
         on_a_gpu,
-        (routing._logits_kernel, routing._choose_kernel, routing._place_kernel),
+        (routing._logits_kernel, routing._choose_kernel, routing._place_kernel, routing._place_by_rank_kernel),
         routing.batch_invariant_route,
         partial(routing.route, batch_invariant=True),
     )

@@ -26,6 +26,7 @@ from treetop.models.ungated import UngatedMLP, ungated_params
 from treetop.types.parallel import Parallel, Summed, expert_part
 from treetop.weights.format import CheckpointTensor, Product, Span
 from treetop.weights.held import Weights
+from treetop.weights.packed import TiledExperts
 
 
 class ExpertMLP:
@@ -41,22 +42,33 @@ class ExpertMLP:
         part = expert_part(ops.parallel, ops.expert_ranks)
         own = own_experts(number, part)
         self.spec, self._ops, self._ranks = spec, ops, ops.expert_ranks
-        self._router = Router(
-            spec.router,
-            weights[router],
-            weights.pop(f"{router}_bias"),
-            weights.pop(f"{router}_score"),
-            None if part.size == 1 else own,
-            weights.pop(f"{router}_factor"),
-        )
         self._experts = weights.experts(name, len(own), spec.activation)
         self._passes = spec.router.identity > 0 and ops.parallel.rank == 0
         self._shared = _shared_mlp(spec, weights, f"{name}.shared", ops) if spec.shared_inner else None
         self._shared_gate = weights[f"{name}.shared_gate"] if spec.shared_gate else None
+        together = self._together() if part.size == 1 else None
+        self._experts, self._apart = together or self._experts, together is None
+        self._router = Router(
+            spec.router,
+            weights[router] if self._apart else torch.cat([weights[router], weights[f"{name}.shared_gate"]]),
+            weights.pop(f"{router}_bias"),
+            weights.pop(f"{router}_score"),
+            None if part.size == 1 else own,
+            weights.pop(f"{router}_factor"),
+            gates_shared=not self._apart,
+        )
         self.products: list[Product] = [self, *(() if self._shared is None else self._shared.products)]
         if spec.latent:
             self._narrow, self._widen = weights.linear(f"{name}.narrow"), weights.linear(f"{name}.widen")
             self.products += [self._narrow, self._widen]
+
+    def _together(self) -> TiledExperts | None:
+        """The experts and what all tokens take in the same launches; None where they are computed apart."""
+        spec, experts, shared = self.spec, self._experts, self._shared
+        gated = self._shared_gate is not None and not (spec.router.bias or spec.router.of_inputs or spec.latent)
+        if not (gated and isinstance(experts, TiledExperts) and isinstance(shared, GatedMLP)):
+            return None
+        return experts.beside(shared.gate_up, shared.down)
 
     def read_bytes(self, rows: int) -> int:
         return 0
@@ -73,7 +85,7 @@ class ExpertMLP:
             parts = self._widen.parts(joined(found).to(x.dtype))
         else:
             parts = self._routed(x, tokens).reshape(-1, *x.shape)
-        if self._shared is not None:
+        if self._shared is not None and self._apart:
             shared = self._shared.parts(x)
             if self._shared_gate is not None:
                 shared = shared * self._ops.functions.sigmoid(self._ops.profile.one_line(x, self._shared_gate))

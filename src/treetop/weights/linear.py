@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, get_num_threads
 
 from treetop.kernels.exact import LIBRARY
-from treetop.kernels.fused import batch_invariant_functions, gate_mul, gate_mul_reference, joined
+from treetop.kernels.fused import batch_invariant_functions, gate_mul, gate_mul_reference, join
 from treetop.kernels.gate import Gate
 from treetop.kernels.gemm.adapter_rows import AdapterFactors, RowTiles
 from treetop.kernels.gemm.adapter_sums import MOST_ROWS, AdapterSums, sums_of
@@ -79,11 +79,11 @@ class SkinnyLinear:
     """
 
     def __init__(self, weight: Tensor, gpu: GpuTraits, compressed: bool = False, bias: Tensor | None = None) -> None:
-        self._weight = _GpuWeight(weight, None, gpu, compressed and bias is None, bias)
+        self._weight, self._gpu = _GpuWeight(weight, None, gpu, compressed and bias is None, bias), gpu
         self.numbers, self.read_bytes = weight.numel(), self._weight.read_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        return joined(self.parts(x)).to(x.dtype)
+        return join(self.parts(x), x.dtype, self._gpu)
 
     def parts(self, x: Tensor) -> Tensor:
         parts = self._weight.few(x)

@@ -8,8 +8,8 @@ on a CPU for any number: what is held is the packed bytes and one block. Only a 
 bfloat16 take codes as they are, with other bits (`weights.cpu_int4`).
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from math import lcm, prod
 
@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, get_num_threads
 
 from treetop.kernels.exact import LIBRARY
-from treetop.kernels.fused import batch_invariant_functions, gate_mul, gate_mul_reference, joined
+from treetop.kernels.fused import batch_invariant_functions, gate_mul, gate_mul_reference, join
 from treetop.kernels.gate import Gate
 from treetop.kernels.gemm.fp8_rows import Activations
 from treetop.kernels.gemm.quantized_gemm import MAX_ROWS, choose_quantized, quantized_gated, quantized_gemm
 from treetop.kernels.gemm.quantized_weight import MIDDLE, QuantizedWeight, QuantScheme, decode, factor_apart
 from treetop.kernels.gemm.tiles import TILE, TiledWeight, apart, decode_tiles, in_turn, tile, why_not_tiled
 from treetop.kernels.moe.experts import Activation, Experts
+from treetop.kernels.moe.routing import Routes
 from treetop.kernels.table import OpContext, Ops
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.types.errors import CheckpointError
@@ -160,7 +161,7 @@ class Packed:
         if kernel_context.ops.gpu_for(Ops.experts) is None:
             return partial(kernel_context.ops.experts, experts=Experts(first, second, *biases, activation))
         made = Experts(_tiled(in_turn(first), kernel_context), _tiled(second, kernel_context), *biases, activation)
-        return partial(kernel_context.ops.experts, experts=made)
+        return TiledExperts(kernel_context.ops.experts, made)
 
     def weight(self, parts: Parts) -> QuantizedWeight:
         """What is held."""
@@ -262,33 +263,63 @@ class TiledLinear:
     """`Linear` over a weight in tiles, on a GPU. whole: no sum over k is cut, and none is the library's."""
 
     def __init__(self, weight: TiledWeight, bias: Tensor | None, gpu: GpuTraits, whole: bool = False) -> None:
-        self._weight, self._bias, self._gpu, self._whole = weight, bias, gpu, whole
+        self.weight, self._bias, self.gpu, self.whole = weight, bias, gpu, whole
+        self.has_bias = bias is not None
         self._together = _decoded_together(weight, parted=False)
         self.numbers = prod(weight.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return joined(self.parts(x)).to(x.dtype)
+        return join(self.parts(x), x.dtype, self.gpu)
 
     def parts(self, x: Tensor) -> Tensor:
-        rows, weight = x.reshape(-1, x.shape[-1]).contiguous(), self._weight
-        if len(rows) > MAX_ROWS and not self._whole:
+        rows, weight = x.reshape(-1, x.shape[-1]).contiguous(), self.weight
+        if len(rows) > MAX_ROWS and not self.whole:
             found = self._by_library(rows)[None]
         else:
-            launch = choose_quantized(weight.scheme.numbers, _size(weight), False, len(rows), self._gpu, self._whole)
-            found = quantized_gemm(rows, weight, self._bias, launch=launch, gpu=self._gpu)
+            launch = choose_quantized(weight.scheme.numbers, _size(weight), False, len(rows), self.gpu, self.whole)
+            found = quantized_gemm(rows, weight, self._bias, launch=launch, gpu=self.gpu)
         return found.view(len(found), *x.shape[:-1], -1)
 
     def _by_library(self, rows: Tensor) -> Tensor:
         """Lines by lines that are decoded into memory; each block's product lands in its place."""
-        out = rows.new_empty((len(rows), self._weight.shape[0]))
+        out = rows.new_empty((len(rows), self.weight.shape[0]))
         for each in self._together:
             own = slice(each.first, each.stop)
-            block = decode_tiles(self._weight, each.first, each.stop, rows.dtype, self._gpu)
+            block = decode_tiles(self.weight, each.first, each.stop, rows.dtype, self.gpu)
             _multiply(rows, block, None if self._bias is None else self._bias[own], out[:, own], each.runs)
         return out
 
     def read_bytes(self, rows: int) -> int:
-        return self._weight.nbytes
+        return self.weight.nbytes
+
+
+def one_below_the_other(first: Linear, second: Linear) -> Linear | None:
+    """One product of the lines of both; None where they do not lie in the same kind of whole tiles.
+
+    It has the bits of the two wherever k is not cut.
+    """
+    if not (isinstance(first, TiledLinear) and isinstance(second, TiledLinear)):
+        return None
+    one, other = first.weight, second.weight
+    if first.has_bias or second.has_bias or one.shape[0] % TILE or not _read_alike(one, other):
+        return None
+    both = zip(_parts_of(one), _parts_of(other), strict=True)
+    words, scale, factor, zero = (None if a is None or b is None else torch.cat([a, b], 1) for a, b in both)
+    assert words is not None
+    assert scale is not None
+    shape = (one.shape[0] + other.shape[0], one.shape[1])
+    joint = replace(one, shape=shape, words=words, scale=scale, factor=factor, zero=zero)
+    return TiledLinear(joint, None, first.gpu, first.whole)
+
+
+def _parts_of(weight: TiledWeight) -> tuple[Tensor | None, ...]:
+    return weight.words, weight.scale, weight.factor, weight.zero
+
+
+def _read_alike(one: TiledWeight, other: TiledWeight) -> bool:
+    """Whether a kernel reads both in the same way."""
+    kinds = ((each.scheme, each.form, each.wide, each.zero is None, each.factor is None) for each in (one, other))
+    return one.shape[-1] == other.shape[-1] and len(set(kinds)) == 1
 
 
 class TiledGated:
@@ -297,32 +328,61 @@ class TiledGated:
     def __init__(
         self, weight: TiledWeight, bias: Tensor | None, kind: Gate, gpu: GpuTraits, whole: bool = False
     ) -> None:
-        self._weight, self._bias, self._kind, self._gpu, self._whole = weight, bias, kind, gpu, whole
+        self.weight, self._bias, self.kind, self._gpu, self._whole = weight, bias, kind, gpu, whole
+        self.has_bias = bias is not None
         self._together = _decoded_together(weight, parted=True)
         self.numbers = prod(weight.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
-        rows, weight = x.reshape(-1, x.shape[-1]).contiguous(), self._weight
+        rows, weight = x.reshape(-1, x.shape[-1]).contiguous(), self.weight
         if len(rows) > MAX_ROWS and not self._whole:
             found = self._by_library(rows)
         else:
             launch = choose_quantized(weight.scheme.numbers, _size(weight), True, len(rows), self._gpu, self._whole)
-            found = quantized_gated(rows, weight, self._kind, self._bias, launch=launch, gpu=self._gpu)
+            found = quantized_gated(rows, weight, self.kind, self._bias, launch=launch, gpu=self._gpu)
         return found.view(*x.shape[:-1], -1)
 
     def _by_library(self, rows: Tensor) -> Tensor:
         """As of `TiledLinear`, a block's gates before its ups, which are activated into the block's columns."""
-        weight, halves = self._weight, None if self._bias is None else self._bias.view(2, -1)
+        weight, halves = self.weight, None if self._bias is None else self._bias.view(2, -1)
         out = rows.new_empty((len(rows), weight.shape[0] // 2))
         for each in self._together:
             block = decode_tiles(weight, each.first, each.stop, rows.dtype, self._gpu, parted=True)
             both, own = rows.new_empty((len(rows), len(block))), slice(each.first // 2, each.stop // 2)
             _multiply(rows, block, None if halves is None else halves[:, own].flatten(), both, each.runs)
-            gate_mul(both, self._kind, self._gpu, out[:, own])
+            gate_mul(both, self.kind, self._gpu, out[:, own])
         return out
 
     def read_bytes(self, rows: int) -> int:
-        return self._weight.nbytes
+        return self.weight.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class TiledExperts:
+    """`ExpertProducts` over weights in tiles, on a GPU. products: the operation."""
+
+    products: Callable[..., Tensor]
+    experts: Experts
+
+    def __call__(self, x: Tensor, routes: Routes) -> Tensor:
+        return self.products(x, routes, experts=self.experts)
+
+    def beside(self, gate_up: GatedLinear, down: Linear) -> "TiledExperts | None":
+        """With one more expert, which all tokens take, in the same launches (`Experts.shared`).
+
+        None where that one is not of the same size and in the same kind of tiles, or has more than two weights.
+        """
+        if not (isinstance(gate_up, TiledGated) and isinstance(down, TiledLinear)):
+            return None
+        pairs = ((gate_up, self.experts.gate_up), (down, self.experts.down))
+        plain = not gate_up.has_bias and not down.has_bias and gate_up.kind == self.experts.activation.kind
+        alike = all(
+            isinstance(own, TiledWeight) and shared.weight.shape == own.shape[1:] and _read_alike(shared.weight, own)
+            for shared, own in pairs
+        )
+        if not (plain and alike and self.experts.activation.limit is None and self.experts.gate_up_bias is None):
+            return None
+        return replace(self, experts=replace(self.experts, shared=(gate_up.weight, down.weight)))
 
 
 def _size(weight: TiledWeight) -> tuple[int, int]:

@@ -23,9 +23,9 @@ from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.exact import BY_ELEMENT, LIBRARY, Functions, batch_invariant_linear
 from treetop.kernels.gate import Gate, activated, activated_reference
 from treetop.kernels.gemm.quantized_weight import QuantizedWeight, decode
-from treetop.kernels.gemm.tiles import BLOCK, TiledWeight, tile_arguments, tile_options, tile_product, untile
+from treetop.kernels.gemm.tiles import BLOCK, TiledWeight, apart, tile_arguments, tile_options, tile_product, untile
 from treetop.kernels.moe.routing import Routes, RowProduct, Tiles, each_row
-from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, tl
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, jit_for_any, tl
 
 LIMIT, ALPHA = 7.0, 1.702
 
@@ -64,7 +64,8 @@ class Experts:
     """gate_up: [experts, 2, inner, hidden], gates first; in tiles [experts, 2 * inner, hidden], gates and ups in turn.
     down: [experts, hidden, inner]. Biases: [experts, 2, inner] and [experts, hidden].
 
-    Coded ones that are not in tiles are for the reference.
+    Coded ones that are not in tiles are for the reference. shared: gate_up [2 * inner, hidden] and down [hidden, inner]
+    of the expert that all tokens take, in the same tiles; None where it is computed apart.
     """
 
     gate_up: Tensor | TiledWeight | QuantizedWeight
@@ -72,6 +73,7 @@ class Experts:
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
     activation: Activation
+    shared: tuple[TiledWeight, TiledWeight] | None = None
 
     @property
     def size(self) -> tuple[int, int, int]:
@@ -109,6 +111,11 @@ def experts_reference(
             total += torch.where(chosen.any(dim=-1, keepdim=True), y * own, 0)
         else:
             total.index_add_(0, tokens, y * own)
+    if experts.shared is not None:
+        assert routes.shared is not None
+        both, last = (decode(untile(each)).to(x.dtype) for each in experts.shared)
+        gate, up = apart(linear(x, both, None), -1)
+        total += linear(experts.activation(gate, up, functions), last, None) * routes.shared[:, None].to(total.dtype)
     return total.to(x.dtype)[None]
 
 
@@ -168,7 +175,10 @@ _PACKED = {
     "long": (GroupedLaunch(128, BLOCK, 1, 3, 4), GroupedLaunch(128, BLOCK, 1, 3, 4)),
 }
 """Of a first and a second product with tiles: of few tokens, of more, and of many each. As measured in MXFP4."""
-_FEW_TILES = 8
+_FEW_TILES = 16
+_SHORT = 512
+"""k of a second product that is not worth a cut: its programs are like a first one's. As measured in FP8 of
+Qwen3-Next-80B-A3B's size."""
 _WHOLE = GroupedLaunch(64, BLOCK, 1, 7, 2)
 """Of a second product in MXFP4 whose k is not cut: as a first one of few tiles. Not measured."""
 
@@ -188,6 +198,8 @@ def choose_grouped(
     if packed:
         kind = "long" if tiles.rows > 32 else "few" if len(tiles.expert) <= _FEW_TILES else "more"
         launch = _PACKED[kind][0 if gated else 1]
+        if kind != "long" and not gated and k <= _SHORT:
+            launch = GroupedLaunch(64, BLOCK, 1, 6 if tiles.rows == 16 else 4, 2)
         if kind == "long" and not gpu.by_warp_groups:  # what fits in registers where operands lie there too
             launch = replace(launch, num_warps=8)
         return _WHOLE if whole and launch.splits > 1 else launch
@@ -196,7 +208,8 @@ def choose_grouped(
 
 
 def experts(x: Tensor, routes: Routes, experts: Experts, gpu: GpuTraits, batch_invariant: bool = False) -> Tensor:
-    """`experts_reference` in two launches, in parts that add up to it: [top_k * splits, tokens, hidden].
+    """`experts_reference` in two launches, in parts that add up to it: [slots * splits, tokens, hidden], a slot for
+    each of a token's experts and for the one that all take.
 
     x: contiguous, float32 or 16 bits. Two calls give the same bits. batch_invariant: so does a token in any batch: k is
         not
@@ -215,19 +228,24 @@ def experts(x: Tensor, routes: Routes, experts: Experts, gpu: GpuTraits, batch_i
             (experts.down, inner, hidden, False),
         )
     ]
-    act = torch.empty((tokens * top_k, inner), dtype=x.dtype, device=x.device)
-    _grouped(act, x, experts.gate_up, experts.gate_up_bias, routes, experts.activation, launches[0], gpu)
+    first, second = (None, None) if experts.shared is None else experts.shared
+    slots = top_k if first is None else top_k + 1
+    act = torch.empty((tokens * slots, inner), dtype=x.dtype, device=x.device)
+    _grouped(act, x, experts.gate_up, experts.gate_up_bias, first, routes, experts.activation, launches[0], gpu)
     dtype = torch.float32 if batch_invariant or tokens <= _FEW else x.dtype
-    parts = torch.empty((top_k * launches[1].splits, tokens, hidden), dtype=dtype, device=x.device)
-    _grouped(parts, act, experts.down, experts.down_bias, routes, None, launches[1], gpu)
+    parts = torch.empty((slots * launches[1].splits, tokens, hidden), dtype=dtype, device=x.device)
+    _grouped(parts, act, experts.down, experts.down_bias, second, routes, None, launches[1], gpu)
     return parts
 
 
 def _grouped(
-    out: Tensor, x: Tensor, weight: Tensor | TiledWeight | QuantizedWeight, bias: Tensor | None, routes: Routes,
-    activation: Activation | None, launch: GroupedLaunch, gpu: GpuTraits,
+    out: Tensor, x: Tensor, weight: Tensor | TiledWeight | QuantizedWeight, bias: Tensor | None,
+    shared: TiledWeight | None, routes: Routes, activation: Activation | None, launch: GroupedLaunch, gpu: GpuTraits,
 ) -> None:  # fmt: skip
-    """activation: of a first product, [assignments, inner]; None for a second, in parts [parts, tokens, hidden]."""
+    """activation: of a first product, [assignments, inner]; None for a second, in parts [parts, tokens, hidden].
+
+    shared: of the expert that all tokens take, whose tiles come first.
+    """
     tiles = routes.tiles
     assert tiles is not None
     assert not isinstance(weight, QuantizedWeight)
@@ -236,7 +254,9 @@ def _grouped(
     if isinstance(weight, TiledWeight):
         data, scale, factor, zero = tile_arguments(weight)
         coded = tile_options(weight, x.dtype, gpu)
+        assert shared is None or tile_options(shared, x.dtype, gpu) == coded
     else:
+        assert shared is None
         data = scale = factor = zero = weight
         coded = _NOT_CODED
     lines = 2 * n if gated else n
@@ -244,10 +264,13 @@ def _grouped(
     limit = None if activation is None else activation.limit
     blocks = -(-k // launch.block_k)
     share = -(-blocks // launch.splits) * launch.block_k
-    _grouped_kernel[(len(tiles.expert) + 1, -(-lines // launch.block_n), launch.splits)](
-        out, x, data, scale, factor, zero, data if bias is None else bias, tiles.order, tiles.expert, tiles.start,
-        tiles.count, tiles.number, routes.expert, routes.weight, 0.0 if limit is None else limit, tokens, n, k, share,
-        **coded, has_bias=bias is not None, gated=gated,
+    of_all = (data, scale, factor, zero) if shared is None else tile_arguments(shared)
+    shared_tiles = 0 if shared is None else -(-tokens // tiles.rows)
+    _grouped_kernel[(shared_tiles + len(tiles.expert) + 1, -(-lines // launch.block_n), launch.splits)](
+        out, x, data, scale, factor, zero, data if bias is None else bias, *of_all, tiles.order, tiles.expert,
+        tiles.start, tiles.count, tiles.number, routes.expert, routes.weight,
+        routes.weight if routes.shared is None else routes.shared, 0.0 if limit is None else limit, tokens, n, k, share,
+        shared_tiles, **coded, shares=shared is not None, has_bias=bias is not None, gated=gated,
         kind=None if activation is None else activation.kind, limited=limit is not None, apart=routes.apart,
         weighted=gated == routes.of_inputs, top_k=top_k,
         block_m=tiles.rows, block_n=launch.block_n, block_k=launch.block_k,
@@ -260,39 +283,61 @@ _NOT_CODED: dict[str, object] = {
 }  # fmt: skip
 
 
-@jit
+@jit_for_any("shared_tiles")
 def _grouped_kernel(
-    out: Arg, x: Arg, weight: Arg, scale: Arg, factor: Arg, zero: Arg, bias: Arg, order: Arg, tile_expert: Arg,
-    tile_start: Arg, tile_count: Arg, number: Arg, expert_of: Arg, weight_of: Arg, limit: Arg, tokens: Arg, n: Arg,
-    k: Arg, share: Arg, numbers: constexpr, scales: constexpr, form: constexpr, group: constexpr, has_zero: constexpr,
-    per: constexpr, fast: constexpr, has_bias: constexpr, gated: constexpr, kind: constexpr, limited: constexpr,
-    apart: constexpr, weighted: constexpr, top_k: constexpr, block_m: constexpr, block_n: constexpr,
+    out: Arg, x: Arg, weight: Arg, scale: Arg, factor: Arg, zero: Arg, bias: Arg, shared_weight: Arg, shared_scale: Arg,
+    shared_factor: Arg, shared_zero: Arg, order: Arg, tile_expert: Arg, tile_start: Arg, tile_count: Arg, number: Arg,
+    expert_of: Arg, weight_of: Arg, weight_of_all: Arg, limit: Arg, tokens: Arg, n: Arg, k: Arg, share: Arg,
+    shared_tiles: Arg, numbers: constexpr, scales: constexpr, form: constexpr, group: constexpr, has_zero: constexpr,
+    per: constexpr, fast: constexpr, shares: constexpr, has_bias: constexpr, gated: constexpr, kind: constexpr,
+    limited: constexpr, apart: constexpr, weighted: constexpr, top_k: constexpr, block_m: constexpr, block_n: constexpr,
     block_k: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
-    """A block of lines for one tile over one share of k. Grid (most tiles + 1, lines / block_n, splits); the last
-    writes zeros for padding, and for what another rank's experts compute.
+    """A block of lines for one tile over one share of k. Grid (shared tiles + most tiles + 1, lines / block_n, splits);
+    the last writes zeros for padding, and for what another rank's experts compute.
 
     gated: x is [tokens, k], lines are a gate and an up in turn, out is [assignments, n] in the order of the tiles.
-    Else: x is [assignments, k] in that order, out is [splits * top_k, tokens, n]. weighted: times the weights of the
-    routes, as if x of a gated one were. numbers: of a weight in tiles, or None.
+    Else: x is [assignments, k] in that order, out is [splits * slots, tokens, n]. weighted: times the weights of the
+    routes, as if x of a gated one were. numbers: of a weight in tiles, or None. shares: the first tiles are all tokens,
+    which go to the shared expert; behind the assignments of the others, and as the last slot.
     """
     pdl_wait(overlap, early=True)
-    tile, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, block, split = tl.program_id(0) - shared_tiles, tl.program_id(1), tl.program_id(2)
     dtype: constexpr = x.dtype.element_ty
+    slots: constexpr = top_k + 1 if shares else top_k
     line = block * block_n + tl.arange(0, block_n)
     lane = tl.arange(0, block_m)
-    last = tl.num_programs(0) - 1
+    last = tl.num_programs(0) - 1 - shared_tiles
     if not gated and tile == last:
         if apart:
-            _zero_elsewhere(out, expert_of, line, split, tokens, n, top_k, block_m)
+            _zero_elsewhere(out, expert_of, line, split, tokens, n, top_k, slots, block_m)
         else:
-            _zero_padding(out, expert_of, line, split, tokens, n, top_k, block_m)
+            _zero_padding(out, expert_of, line, split, tokens, n, top_k, slots, block_m)
     at = tl.minimum(tile, last - 1)  # asked for with the number of tiles, not after it
+    if shares:
+        at = tl.maximum(at, 0)
     expert = tl.load(tile_expert + at).to(tl.int64)
     place = tl.load(tile_start + at) + lane
-    there = lane < tl.load(tile_count + at)
+    count = tl.load(tile_count + at)
+    token = place
+    if shares:
+        first_token = (tile + shared_tiles) * block_m
+        token = first_token + lane
+        listed = lane < tl.where(tile < 0, 0, count)
+        count = tl.where(tile < 0, tokens - first_token, count)
+        place = tl.where(tile < 0, tokens * top_k + token, place)
+        expert = tl.where(tile < 0, 0, expert)
+        weight = tl.where(tile < 0, shared_weight, weight)
+        scale = tl.where(tile < 0, shared_scale, scale)
+        factor = tl.where(tile < 0, shared_factor, factor)
+        zero = tl.where(tile < 0, shared_zero, zero)
+    there = lane < count
     if tile < tl.load(number):
-        assignment = tl.load(order + place, mask=there, other=0)
+        if shares:
+            assignment = tl.load(order + place, mask=listed, other=0)
+            assignment = tl.where(tile < 0, token * top_k, assignment)
+        else:
+            assignment = tl.load(order + place, mask=there, other=0)
         x_row = assignment // top_k if gated else place
         x_at = x + x_row.to(tl.int64)[:, None] * k
         if numbers is not None:
@@ -323,9 +368,15 @@ def _grouped_kernel(
         else:
             if has_bias and split == 0:
                 total += tl.load(bias + expert * n + line, mask=line < n, other=0.0).to(tl.float32)[:, None]
+            slot = assignment % top_k
             if weighted:
-                total *= tl.load(weight_of + assignment, mask=there, other=0.0)[None, :]
-            row = ((split * top_k + assignment % top_k) * tokens + assignment // top_k).to(tl.int64)
+                own_at = weight_of + assignment
+                if shares:
+                    own_at = tl.where(tile < 0, weight_of_all + token, own_at)
+                total *= tl.load(own_at, mask=there, other=0.0)[None, :]
+            if shares:
+                slot = tl.where(tile < 0, top_k, slot)
+            row = ((split * slots + slot) * tokens + assignment // top_k).to(tl.int64)
             out_at = out + row[None, :] * n + line[:, None]
             tl.store(out_at, total.to(out.dtype.element_ty), mask=there[None, :] & (line < n)[:, None])
 
@@ -346,15 +397,16 @@ def _activated(gate: Arg, up: Arg, limit: Arg, kind: constexpr, limited: constex
 
 @jit
 def _zero_padding(
-    out: Arg, expert_of: Arg, line: Arg, split: Arg, tokens: Arg, n: Arg, top_k: constexpr, block_m: constexpr
-) -> None:
+    out: Arg, expert_of: Arg, line: Arg, split: Arg, tokens: Arg, n: Arg, top_k: constexpr, slots: constexpr,
+    block_m: constexpr,
+) -> None:  # fmt: skip
     """Zeros in the outputs of tokens without experts, of which no tile has any."""
     for first in range(0, tokens, block_m):
         token = first + tl.arange(0, block_m)
         padding = tl.load(expert_of + token * top_k, mask=token < tokens, other=0) < 0
         if tl.max(padding.to(tl.int32), 0) > 0:
             for slot in range(top_k):
-                row = ((split * top_k + slot) * tokens + token).to(tl.int64)
+                row = ((split * slots + slot) * tokens + token).to(tl.int64)
                 at = out + row[None, :] * n + line[:, None]
                 zeros = tl.zeros([line.shape[0], block_m], out.dtype.element_ty)
                 tl.store(at, zeros, mask=padding[None, :] & (line < n)[:, None])
@@ -362,13 +414,14 @@ def _zero_padding(
 
 @jit
 def _zero_elsewhere(
-    out: Arg, expert_of: Arg, line: Arg, split: Arg, tokens: Arg, n: Arg, top_k: constexpr, block_m: constexpr
-) -> None:
+    out: Arg, expert_of: Arg, line: Arg, split: Arg, tokens: Arg, n: Arg, top_k: constexpr, slots: constexpr,
+    block_m: constexpr,
+) -> None:  # fmt: skip
     """As `_zero_padding`, of each assignment by itself."""
     for first in range(0, tokens * top_k, block_m):
         assignment = first + tl.arange(0, block_m)
         elsewhere = tl.load(expert_of + assignment, mask=assignment < tokens * top_k, other=0) < 0
-        row = ((split * top_k + assignment % top_k) * tokens + assignment // top_k).to(tl.int64)
+        row = ((split * slots + assignment % top_k) * tokens + assignment // top_k).to(tl.int64)
         at = out + row[None, :] * n + line[:, None]
         zeros = tl.zeros([line.shape[0], block_m], out.dtype.element_ty)
         tl.store(at, zeros, mask=elsewhere[None, :] & (line < n)[:, None])

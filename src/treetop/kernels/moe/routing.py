@@ -91,6 +91,7 @@ class Router:
     correction, factor: [experts], float32 or float64.
 
     own: the experts that are here, where ranks share them; None for all that have weights. Routes number them from 0.
+    gates_shared: the weight has one line more, the gate of the expert that all tokens take; there is no bias then.
     """
 
     spec: RouterSpec
@@ -99,6 +100,7 @@ class Router:
     correction: Tensor | None
     own: range | None = None
     factor: Tensor | None = None
+    gates_shared: bool = False
 
     @property
     def here(self) -> range:
@@ -151,6 +153,8 @@ class Routes:
     of_inputs: see `RouterSpec`.
     chosen: [tokens, top_k] int16, the same among the experts of all ranks, those without weights too, best first; of
         padding what its numbers give. None where nobody asks.
+    shared: [tokens], the weight of the expert that all tokens take, padding too, as `weight`; None if it is not with
+        the others.
     """
 
     expert: Tensor
@@ -159,6 +163,7 @@ class Routes:
     apart: bool = False
     of_inputs: bool = False
     chosen: Tensor | None = None
+    shared: Tensor | None = None
 
 
 def route_reference(
@@ -177,6 +182,8 @@ def route_reference(
     wide = torch.promote_types(x.dtype, torch.float32)
     bias = None if router.bias is None else router.bias.to(wide)
     logits = (linear or each_row)(x.to(wide), router.weight.to(wide), bias)
+    shared = functions.sigmoid(logits[:, -1]) if router.gates_shared else None
+    logits = logits[:, : router.spec.num_experts]
     expert, weight = choose_experts(logits, router.spec, router.correction, functions)
     if router.factor is not None:
         weight = weight * router.factor[expert]
@@ -185,7 +192,7 @@ def route_reference(
     elsewhere = torch.where(expert >= router.spec.with_weights, IDENTITY, -1) if router.spec.identity else -1
     expert = torch.where(here, expert - router.here.start, elsewhere)
     expert = expert if live is None else torch.where(live[:, None], expert, -1)
-    return Routes(expert, weight, apart=router.apart, of_inputs=router.spec.of_inputs, chosen=chosen)
+    return Routes(expert, weight, apart=router.apart, of_inputs=router.spec.of_inputs, chosen=chosen, shared=shared)
 
 
 def batch_invariant_route(
@@ -235,6 +242,13 @@ def _within_groups(choice: Tensor, spec: RouterSpec) -> Tensor:
 
 _ONE_PROGRAM = 2**11
 """Tokens times experts, both as powers of two, up to which one program does all that comes after the logits."""
+_FEW = 8192
+"""Assignments up to which each finds its place by looking at all others, where bits may depend on the number of tokens:
+so a token is one warp's, and its experts need no exchange between warps."""
+_MANY = 1024
+"""Tokens up to which a router's product is cut for few rows, where bits may depend on how many there are."""
+_OWN = 32
+"""Assignments that a program finds places for."""
 _MAX_BLOCKS = 64
 """Blocks of tokens where there are more, of 4 to 64 tokens as long as that will do."""
 
@@ -271,37 +285,47 @@ def route(
     assert x.is_contiguous()
     assert router.weight.is_contiguous()
     assert live is None or live.is_contiguous()
-    logits = _logits(x, router.weight, router.bias, gpu, batch_invariant)
+    by_token = not batch_invariant and tokens * spec.top_k <= _FEW
+    counts = torch.empty((1 if by_token else 0, experts), dtype=torch.int32, device=x.device)
+    logits = _logits(x, router.weight, router.bias, gpu, batch_invariant, counts)
     expert = torch.empty((tokens, spec.top_k), dtype=torch.int32, device=x.device)
     weight = torch.empty((tokens, spec.top_k), dtype=torch.float32, device=x.device)
     chosen = torch.empty((tokens, spec.top_k), dtype=torch.int16, device=x.device) if tells else None
+    shared = weight.new_empty(tokens) if router.gates_shared else None
     numbers = torch.empty((3, most_tiles(tokens, rows, spec)), dtype=torch.int32, device=x.device)
     order, number = torch.empty_like(expert).view(-1), numbers.new_empty(1)
-    block, one = _tokens_of_a_program(tokens, experts, batch_invariant)
+    block, one = (1, tokens == 1) if by_token else _tokens_of_a_program(tokens, experts, batch_invariant)
     blocks = 1 if one else -(-tokens // block)
-    counts = numbers.new_empty((blocks, experts))
+    counts = counts if by_token else counts.new_empty((blocks, experts))
     choice = {
         "top_k": spec.top_k, "experts": experts, "block": block, "block_e": lanes(experts), "overlap": gpu.can_overlap,
-        "num_warps": 4 if block * lanes(experts) <= 4096 else 8, **options,
+        "num_warps": 1 if by_token else 4 if block * lanes(experts) <= 4096 else 8, **options,
     }  # fmt: skip
     placed = order, *numbers, number, counts, tokens, blocks, numbers.shape[1]
     sigmoid = spec.kind is RouterKind.SIGMOID
     _choose_kernel[(blocks,)](
         expert, weight, expert if chosen is None else chosen, logits,
         logits if router.correction is None else router.correction,
-        logits if router.factor is None else router.factor, expert if live is None else live, *placed,
-        len(logits), spec.scale,
+        logits if router.factor is None else router.factor, expert if live is None else live,
+        weight if shared is None else shared, *placed, spec.scale, parts=len(logits),
         sigmoid=sigmoid, of_chosen=spec.kind is RouterKind.TOPK_SOFTMAX, renormalise=spec.renormalise,
         corrected=router.correction is not None, factored=router.factor is not None, masked=live is not None,
         groups=spec.groups, top_groups=spec.top_groups, group_best=spec.group_best, block_g=lanes(spec.groups),
         places=one, rows=rows, block_k=lanes(spec.top_k), first=router.here.start, stop=router.here.stop,
-        computing=spec.with_weights, tells=tells, **choice,
+        computing=spec.with_weights, tells=tells, shares=shared is not None, by_token=by_token, **choice,
     )  # fmt: skip
-    if not one:
+    if by_token and not one:
+        assignments = tokens * spec.top_k
+        _place_by_rank_kernel[(-(-assignments // _OWN),)](
+            expert, order, *numbers, number, counts, assignments, numbers.shape[1], rows=rows, experts=experts,
+            block_e=lanes(experts), own=_OWN, block=min(1024, max(_OWN, power_of_two(assignments))),
+            overlap=gpu.can_overlap, num_warps=4, **options,
+        )  # fmt: skip
+    elif not one:
         _place_kernel[(blocks,)](expert, *placed, rows=rows, **choice)
     tile_expert, start, count = numbers
     tiles = Tiles(rows, order, tile_expert, start, count, number)
-    return Routes(expert, weight, tiles, router.apart, spec.of_inputs, chosen)
+    return Routes(expert, weight, tiles, router.apart, spec.of_inputs, chosen, shared)
 
 
 def _tokens_of_a_program(tokens: int, experts: int, batch_invariant: bool) -> tuple[int, bool]:
@@ -318,14 +342,18 @@ def linear_uncut(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
     The sum is rounded to the dtype of x before the bias is added.
     """
-    out = _logits(x.contiguous(), weight.contiguous(), None, gpu_traits(x.device), True)[0].to(x.dtype)
+    nothing = torch.empty((0, 0), dtype=torch.int32, device=x.device)
+    out = _logits(x.contiguous(), weight.contiguous(), None, gpu_traits(x.device), True, nothing)[0].to(x.dtype)
     return out if bias is None else out + bias
 
 
-def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, gpu: GpuTraits, batch_invariant: bool) -> Tensor:
-    """A router's logits in parts [parts, tokens, experts] float32, which the next kernel adds up."""
+def _logits(
+    x: Tensor, weight: Tensor, bias: Tensor | None, gpu: GpuTraits, batch_invariant: bool, zeros: Tensor
+) -> Tensor:
+    """A router's logits in parts [parts, tokens, experts] float32, which the next kernel adds up. zeros: [1 or 0, n],
+    int32, which become 0."""
     tokens, hidden = x.shape
-    experts, few = len(weight), tokens <= 64
+    experts, few = len(weight), tokens <= (64 if batch_invariant else _MANY)
     block_k = (256 if batch_invariant and x.element_size() == 2 else 64) if few else 32
     blocks = -(-hidden // block_k)
     splits = min(8, blocks) if few and not batch_invariant else 1
@@ -334,7 +362,8 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, gpu: GpuTraits, batc
     block_m = max(16, power_of_two(min(tokens, 64)))
     parts = torch.empty((splits, tokens, experts), dtype=torch.float32, device=x.device)
     _logits_kernel[(-(-experts // 16), -(-tokens // block_m), splits)](
-        parts, x, weight, x if bias is None else bias, tokens, hidden, share, experts, has_bias=bias is not None,
+        parts, x, weight, x if bias is None else bias, zeros, tokens, hidden, share, experts,
+        zeroed=zeros.numel(), block_z=lanes(max(zeros.numel(), 1)), has_bias=bias is not None,
         block_m=block_m, block_k=block_k, overlap=gpu.can_overlap,
         num_warps=4, num_stages=4, **launch_options(gpu),
     )  # fmt: skip
@@ -343,8 +372,9 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, gpu: GpuTraits, batc
 
 @jit
 def _logits_kernel(
-    parts: Arg, x: Arg, weight: Arg, bias: Arg, tokens: Arg, hidden: Arg, share: Arg, experts: constexpr,
-    has_bias: constexpr, block_m: constexpr, block_k: constexpr, overlap: constexpr,
+    parts: Arg, x: Arg, weight: Arg, bias: Arg, zeros: Arg, tokens: Arg, hidden: Arg, share: Arg, experts: constexpr,
+    zeroed: constexpr, block_z: constexpr, has_bias: constexpr, block_m: constexpr, block_k: constexpr,
+    overlap: constexpr,
 ) -> None:  # fmt: skip
     """Logits of 16 experts and a block of tokens over one share of the hidden state; the first adds the bias.
 
@@ -354,6 +384,10 @@ def _logits_kernel(
     expert = tl.program_id(0) * 16 + tl.arange(0, 16)
     token = tl.program_id(1) * block_m + tl.arange(0, block_m)
     split = tl.program_id(2)
+    if zeroed > 0:  # noqa: SIM102 - one for the compiler, one of programs
+        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0) & (split == 0):
+            of = tl.arange(0, block_z)
+            tl.store(zeros + of, tl.zeros([block_z], tl.int32), mask=of < zeroed)
     lane = split * share + tl.arange(0, block_k)
     end = tl.minimum((split + 1) * share, hidden)
     weight_at = weight + expert[:, None] * hidden
@@ -372,29 +406,38 @@ def _logits_kernel(
 
 @jit
 def _choose_kernel(
-    expert_out: Arg, weight_out: Arg, chosen_out: Arg, logits: Arg, correction: Arg, factor: Arg, live: Arg, order: Arg,
-    tile_expert: Arg, tile_start: Arg, tile_count: Arg, number: Arg, counts: Arg, tokens: Arg, blocks: Arg,
-    maximum: Arg, parts: Arg, scale: Arg, sigmoid: constexpr, of_chosen: constexpr, renormalise: constexpr,
+    expert_out: Arg, weight_out: Arg, chosen_out: Arg, logits: Arg, correction: Arg, factor: Arg, live: Arg,
+    shared_out: Arg, order: Arg, tile_expert: Arg, tile_start: Arg, tile_count: Arg, number: Arg, counts: Arg,
+    tokens: Arg, blocks: Arg, maximum: Arg, scale: Arg, parts: constexpr, sigmoid: constexpr, of_chosen: constexpr,
+    renormalise: constexpr,
     corrected: constexpr, factored: constexpr, masked: constexpr, groups: constexpr, top_groups: constexpr,
     group_best: constexpr, block_g: constexpr, places: constexpr, rows: constexpr, block_k: constexpr,
-    first: constexpr, stop: constexpr, computing: constexpr, tells: constexpr, top_k: constexpr, experts: constexpr,
-    block: constexpr, block_e: constexpr, overlap: constexpr,
+    first: constexpr, stop: constexpr, computing: constexpr, tells: constexpr, shares: constexpr,
+    by_token: constexpr, top_k: constexpr, experts: constexpr, block: constexpr, block_e: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """Experts and weights of a block of tokens, and how many of them each expert gets. Grid (blocks,).
 
-    logits: [parts, tokens, experts]. counts: [blocks, experts]. first, stop: the experts that are here, numbered from
-    0; a token's others are -1, or -2 from `computing` on, which have no weights. tells: `chosen_out` has them as they
-    are. places: there is one block, whose assignments are put in order too. Ties go to the smaller index, and NaN is
-    above all numbers, so that experts are experts.
+    logits: [parts, tokens, experts], or one line more if `shares`. counts: [blocks, experts]. first, stop: the experts
+    that are here, numbered from 0; a token's others are -1, or -2 from `computing` on, which have no weights. tells:
+    `chosen_out` has them as they are. places: there is one block, whose assignments are put in order too. by_token:
+    counts [1, experts] are of all tokens, each added by its own program. Ties go to the smaller index, and NaN is above
+    all numbers, so that experts are experts.
     """
     pdl_wait(overlap, early=True)
     token = tl.program_id(0) * block + tl.arange(0, block)
     expert = tl.arange(0, block_e)
     there = (token < tokens)[:, None] & (expert < experts)[None, :]
-    at = token[:, None] * experts + expert[None, :]
+    lines: constexpr = experts + 1 if shares else experts
+    at = token[:, None] * lines + expert[None, :]
     score = tl.load(logits + at, mask=there, other=0.0)
-    for part in range(1, parts):
-        score += tl.load(logits + part * tokens * experts + at, mask=there, other=0.0)
+    for part in tl.static_range(1, parts):
+        score += tl.load(logits + part * tokens * lines + at, mask=there, other=0.0)
+    if shares:
+        gate_at = logits + token * lines + experts
+        gate = tl.load(gate_at, mask=token < tokens, other=0.0)
+        for part in tl.static_range(1, parts):
+            gate += tl.load(gate_at + part * tokens * lines, mask=token < tokens, other=0.0)
+        tl.store(shared_out + token, tl.sigmoid(gate), mask=token < tokens)
     if not sigmoid:
         score = tl.where((expert < experts)[None, :], score, float("-inf"))
     peak = tl.max(score, 1)
@@ -454,6 +497,8 @@ def _choose_kernel(
     if places:
         _write_order(order, slot, token, tl.zeros([block_e], tl.int32), count, top_k)
         _write_tiles(tile_expert, tile_start, tile_count, number, expert, count, tokens, maximum, rows)
+    elif by_token:
+        tl.atomic_add(counts + expert, count, mask=(count > 0) & (expert < experts), sem="relaxed")
     else:
         tl.store(counts + tl.program_id(0) * experts + expert, count, mask=expert < experts)
 
@@ -515,6 +560,48 @@ def _place_kernel(
     _write_order(order, slot, token, before, total, top_k)
     if mine == 0:
         _write_tiles(tile_expert, tile_start, tile_count, number, expert, total, tokens, maximum, rows)
+
+
+@jit
+def _place_by_rank_kernel(
+    expert_in: Arg, order: Arg, tile_expert: Arg, tile_start: Arg, tile_count: Arg, number: Arg, counts: Arg,
+    assignments: Arg, maximum: Arg, rows: constexpr, experts: constexpr, block_e: constexpr, own: constexpr,
+    block: constexpr, overlap: constexpr,
+) -> None:  # fmt: skip
+    """Puts `own` assignments in order: behind all of lower experts, and those of the same one that come before.
+
+    Writes the tiles that begin with one of them. Grid (assignments / own,).
+    """
+    pdl_wait(overlap, early=True)
+    mine = tl.program_id(0) * own + tl.arange(0, own)
+    of = tl.load(expert_in + mine, mask=mine < assignments, other=-1)
+    rank = tl.zeros([own], tl.int32)
+    for first in range(0, tl.minimum((tl.program_id(0) + 1) * own, assignments), block):
+        other = first + tl.arange(0, block)
+        its = tl.load(expert_in + other, mask=other < assignments, other=-1)
+        rank += tl.sum(((its[None, :] == of[:, None]) & (other[None, :] < mine[:, None])).to(tl.int32), 1)
+    expert = tl.arange(0, block_e)
+    count = tl.load(counts + expert, mask=expert < experts, other=0)
+    tiles = (count + rows - 1) // rows
+    below = expert[None, :] < of[:, None]
+    start = tl.sum(tl.where(below, count[None, :], 0), 1)
+    tile = tl.sum(tl.where(below, tiles[None, :], 0), 1) + rank // rows
+    there = of >= 0
+    tl.store(order + start + rank, mine, mask=there)
+    begins = there & (rank % rows == 0)
+    total = tl.sum(tl.where(expert[None, :] == of[:, None], count[None, :], 0), 1)
+    tl.store(tile_expert + tile, of, mask=begins)
+    tl.store(tile_start + tile, start + rank, mask=begins)
+    tl.store(tile_count + tile, tl.minimum(total - rank, rows), mask=begins)
+    if tl.program_id(0) == 0:
+        last = tl.sum(tiles, 0)
+        tl.store(number, last)
+        for first in range(0, maximum, 128):
+            at = first + tl.arange(0, 128)
+            unused = (at >= last) & (at < maximum)
+            tl.store(tile_expert + at, 0, mask=unused)
+            tl.store(tile_start + at, 0, mask=unused)
+            tl.store(tile_count + at, 0, mask=unused)
 
 
 @jit
