@@ -49,6 +49,7 @@ from treetop.kernels.recurrent.in_turn import prefill_in_turn_kernel, verify_in_
 from treetop.kernels.recurrent.keep import fold_states, keep_states
 from treetop.kernels.recurrent.prefill import prefill_states
 from treetop.kernels.recurrent.states import LinearStates, StateInputs, StateTails, StateUpdates
+from treetop.kernels.recurrent.step import DeltaNet, step_delta
 from treetop.kernels.recurrent.verify import verify_states
 from treetop.kernels.tree.commit import Paths
 from treetop.kernels.triton_guard import GpuTraits
@@ -538,6 +539,11 @@ def _recurrent(card: Card) -> Iterator[Case]:
         yield f"gates of states {what}", partial(delta_inputs, x, gates, rate, rate, key_heads, dim, gpu)
         z = _empty(rows, nodes, heads * dim)
         yield f"norm and gate {what}", partial(gated_norm, inputs.v, z, _empty(dim), 1e-6, gpu)
+        if nodes == 1:
+            net = DeltaNet(weight, _empty(dim), 1e-6, rate, rate, key_heads, dim)
+            stash, kept = tails.updates.layer(0), tails.mixed[0]
+            step = partial(step_delta, states.layer(0), batch, x, z, gates, net, kept, stash, 2, gpu)
+            yield "a gated delta net's step", step
     yield "folding of states", partial(fold_states, states, batch, gpu)
     for name, other in _OTHER_RECURRENCES.items():
         states = other.states(layers, num_rows, width, 0, 0)

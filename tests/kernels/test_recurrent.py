@@ -3,8 +3,8 @@
 import random
 import sys
 from copy import deepcopy
+from dataclasses import asdict, is_dataclass, replace
 from dataclasses import fields as dataclass_fields
-from dataclasses import is_dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -25,13 +25,16 @@ from support.recurrent_oracle import (
     random_states,
     random_tails,
 )
+from treetop.attention.recurrent import NodeRecurrence, RecurrentLayer
+from treetop.kernels.profile import TIES, profile_of
 from treetop.kernels.recurrent import fla
 from treetop.kernels.recurrent.convolution import path_conv_reference, prefill_conv_reference, tree_windows
 from treetop.kernels.recurrent.keep import copy_states, fold_states_reference, keep_states_reference
 from treetop.kernels.recurrent.prefill import prefill_states_reference
 from treetop.kernels.recurrent.states import StateInputs, StateTails
+from treetop.kernels.recurrent.step import DeltaNet
 from treetop.kernels.recurrent.verify import verify_states_reference
-from treetop.kernels.table import Ops
+from treetop.kernels.table import OpContext, Ops
 from treetop.kernels.tree.commit import Paths
 from treetop.kernels.triton_guard import gpu_traits
 from treetop_debug.recurrent_faults import CHANNEL_FAULTS
@@ -306,6 +309,36 @@ def test_another_librarys_prefill_is_given_what_it_takes(monkeypatch):
     got = fla.prefill_by_fla(two.layer(1), rows, inputs, valid, torch.float64)
     torch.testing.assert_close(got[valid], want[valid], **EXACT)
     torch.testing.assert_close(one.state, two.state, **EXACT)
+
+
+def test_a_node_a_row_in_one_operation_is_what_the_operations_in_turn_give(monkeypatch):
+    """Outputs, states, and what is kept of nodes until one is accepted. Of more nodes, or of bits, there is none."""
+    torch.manual_seed(13)
+    group, wide = replace(GATED, channels=50), torch.float64
+    net = DeltaNet(torch.randn(50, 4).to(wide), torch.rand(3).to(wide), 1e-5, -torch.rand(6), torch.randn(6), 2, 8, 2.0)
+    states, tails = random_states(group, NUM_ROWS, WIDTH, wide, wide), random_tails(group, len(ROWS) + 1, 2, wide, wide)
+    parents, rows = ROWS.new_zeros((len(ROWS), 1)), len(ROWS)
+
+    def nodes(profile=TIES):
+        ops = Ops(OpContext(torch.device("cpu"), wide, profile=profile))
+        monkeypatch.setattr(ops, "gpu_for", lambda op: object())
+        place, own = RecurrentLayer(group.name, 1, deepcopy(states)), deepcopy(tails)
+        windows = {group.name: tree_windows(parents, 4)}
+        return NodeRecurrence(ops, {7: place}, {group.name: own}, windows, parents, ROWS, NUM_ROWS - 1)
+
+    mixed, z, gates = torch.randn(rows, 1, 80, dtype=wide).split([50, 18, 12], dim=-1)
+    one, other = nodes(), nodes()
+    got = one.step(7, mixed, z, gates, net)
+    inputs = other.ops.delta_inputs(other.convolve(7, mixed, net.conv, None), gates, net.rate, net.bias, 2, 8)
+    want = other.ops.gated_norm(other.recur(7, inputs.with_beta(2.0)), z, net.norm, net.eps)
+    torch.testing.assert_close(got, want, **EXACT)
+    for mine, theirs in ((one.layers[7].states, other.layers[7].states), (*one.tails.values(), *other.tails.values())):
+        torch.testing.assert_close(asdict(mine), asdict(theirs), **EXACT, equal_nan=True)
+    assert not torch.equal(one.layers[7].states.state, states.state)
+    assert not torch.equal(one.tails[group.name].mixed, tails.mixed)
+    two = (each.expand(-1, 2, -1) for each in (mixed, z, gates))
+    assert one.step(7, *two, net) is None
+    assert nodes(profile_of("bits", torch.device("cpu"))).step(7, mixed, z, gates, net) is None
 
 
 @pytest.mark.parametrize("taps", [1, 2, 4])

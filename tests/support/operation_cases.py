@@ -42,7 +42,8 @@ from treetop.kernels.kv import PageTable
 from treetop.kernels.moe.experts import Activation, Experts
 from treetop.kernels.moe.routing import Router, RouterKind, RouterSpec
 from treetop.kernels.recurrent.convolution import tree_windows
-from treetop.kernels.recurrent.states import LinearStates
+from treetop.kernels.recurrent.states import LinearStates, StateUpdates
+from treetop.kernels.recurrent.step import DeltaNet
 from treetop.kernels.rope import RopeSpec, RopeTable, rope_table
 from treetop.kernels.sampling.process import ONE, LogitsProcessors, mask_words
 from treetop.kernels.sampling.sampling import PartialArgmax, RowSamplingParams, SampledTokens, SamplingMetadata
@@ -768,6 +769,19 @@ def verify_states(_: bool) -> Call:
     inputs = random_inputs(_state_group(), 5, _NODES, torch.float32)
     stash = random_tails(_state_group(), 6, _NODES + 2, torch.float32, torch.float32).updates.layer(0)
     return Call((_states().layer(0), torch.tensor(_ROWS), inputs, _parents(), stash, 5))
+
+
+@case
+def step_delta(_: bool) -> Call:
+    torch.manual_seed(5)
+    group = _state_group()
+    tails = random_tails(group, 6, 3, torch.float32, torch.float32)
+    net = DeltaNet(torch.randn(84, 4), torch.rand(5), 1e-5, -torch.rand(4) - 0.1, torch.randn(4), 2, 16, of_beta=2.0)
+    mixed, z, gates = torch.randn(5, 1, 112).split([84, 20, 8], dim=-1)
+    kept, updates = tails.mixed[0, :5, :1], tails.updates.layer(0)
+    stash = StateUpdates(updates.k[:5, :1], updates.d[:5, :1], updates.g[:5, :1])
+    given = (_states().layer(0), torch.tensor(_ROWS), mixed, z, gates, net, kept, stash, 5)
+    return Call(given, compared=lambda args, result: (result, args[0], args[6], args[7]))
 
 
 @case

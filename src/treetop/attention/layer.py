@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from treetop.attention.contract import AttentionBackend, SparseBackend, TailKV
-from treetop.attention.recurrent import DenseRecurrence, Recurrence
+from treetop.attention.recurrent import DenseRecurrence, NodeRecurrence, Recurrence
 from treetop.attention.tail import attend, with_sinks
 from treetop.checks.probes import Probes
 from treetop.kernels.attention.indexer import IndexQuery, choose_keys
@@ -101,6 +101,12 @@ class Attend(Protocol):
         It may be longer, [tokens], where ranks exchange as many tokens as the one that has most.
         """
         ...
+
+
+def nodes_of(attend: Attend) -> NodeRecurrence | None:
+    """What recurrent layers of a verification go on from, row by row; None in other phases."""
+    found = attend.recurrence if isinstance(attend, TailAttention) else None
+    return found if isinstance(found, NodeRecurrence) else None
 
 
 def written_plainly(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from treetop.kernels.recurrent.states import LinearStates, StateInputs, StateTails, StateUpdates
+from treetop.kernels.recurrent.step import DeltaNet, steps_whole
 from treetop.kernels.table import Ops
 from treetop.types.ids import GroupName
 
@@ -57,9 +58,9 @@ class NodeRecurrence:
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         place = self.layers[layer]
-        self.tails[place.group].mixed[place.index, : x.shape[0], : x.shape[1]].copy_(x)
+        kept = self.tails[place.group].mixed[place.index, : x.shape[0], : x.shape[1]]
         conv = place.states.conv[place.index]
-        return self.ops.path_conv(conv, self.rows, x, self.windows[place.group], weight, bias)
+        return self.ops.path_conv(conv, self.rows, x, self.windows[place.group], weight, bias, kept)
 
     def recur(self, layer: int, inputs: StateInputs) -> Tensor:
         place, (rows, nodes) = self.layers[layer], inputs.v.shape[:2]
@@ -67,6 +68,19 @@ class NodeRecurrence:
         stash = StateUpdates(kept.k[:rows, :nodes], kept.d[:rows, :nodes], kept.g[:rows, :nodes])
         states = place.states.layer(place.index)
         return self.ops.verify_states(states, self.rows, inputs, self.parents, stash, dummy_row=self.dummy_row)
+
+    def step(self, layer: int, mixed: Tensor, z: Tensor, gates: Tensor, net: DeltaNet) -> Tensor | None:
+        """A gated delta net's node of each row in one launch; None where it takes several. See `Ops.step_delta`."""
+        ops, nodes = self.ops, mixed.shape[1]
+        serves = nodes == 1 and ops.gpu_for(Ops.step_delta) is not None and not ops.profile.batch_invariant
+        if not (serves and steps_whole(net.value_dim)):
+            return None
+        place, rows = self.layers[layer], len(mixed)
+        tails = self.tails[place.group]
+        updates = tails.updates.layer(place.index)
+        stash = StateUpdates(updates.k[:rows, :1], updates.d[:rows, :1], updates.g[:rows, :1])
+        kept, states = tails.mixed[place.index, :rows, :1], place.states.layer(place.index)
+        return ops.step_delta(states, self.rows, mixed, z, gates, net, kept, stash, dummy_row=self.dummy_row)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ from treetop.kernels.recurrent import convolution, gates, in_turn
 from treetop.kernels.recurrent import head as weighing
 from treetop.kernels.recurrent import keep as keeping
 from treetop.kernels.recurrent import prefill as prefilling
+from treetop.kernels.recurrent import step as stepping
 from treetop.kernels.recurrent import verify as verifying
 from treetop.kernels.recurrent.fla import prefill_by_fla
 from treetop.kernels.sampling import draw as drawing
@@ -419,6 +420,7 @@ class Ops:
         in_turn.verify_in_turn,
         in_turn.verify_in_turn_kernel,
     )
+    step_delta = Op(stepping.step_delta_reference, stepping.step_delta, 1e-5, on_a_gpu, (stepping._step_kernel,))
     keep_states = Op(
         keeping.keep_states_reference,
         keeping.keep_states,

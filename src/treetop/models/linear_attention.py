@@ -16,15 +16,17 @@ from functools import partial
 
 from torch import Tensor
 
-from treetop.attention.layer import Attend
+from treetop.attention.layer import Attend, nodes_of
 from treetop.checkpoints.params import Param, matrix, vector
 from treetop.kernels.recurrent.gates import rates_of
+from treetop.kernels.recurrent.step import DeltaNet
 from treetop.kernels.table import Ops
 from treetop.models.config import LinearSpec
 from treetop.models.layers import Rotary
 from treetop.types.parallel import Summed
 from treetop.weights.format import CheckpointTensor, Product
 from treetop.weights.held import Weights
+from treetop.weights.packed import one_below_the_other
 
 
 class LinearAttention:
@@ -32,23 +34,35 @@ class LinearAttention:
 
     def __init__(self, spec: LinearSpec, weights: Weights, name: str, layer: int, eps: float, ops: Ops) -> None:
         self.spec, self.layer, self._ops = spec.of_rank(ops.parallel.size), layer, ops
-        self._eps = eps if spec.norm_eps is None else spec.norm_eps
-        self.inputs, self.gates = weights.linear(f"{name}.qkvz"), weights.linear(f"{name}.ba")
+        inputs, gates = weights.linear(f"{name}.qkvz"), weights.linear(f"{name}.ba")
+        both = one_below_the_other(inputs, gates)
+        self._read = [inputs, gates] if both is None else [both]
         self.output = weights.linear(f"{name}.output")
-        self.products: list[Product] = [self.inputs, self.gates, self.output]
-        self._conv, self._norm = weights[f"{name}.conv"], weights[f"{name}.norm"]
-        self._rate, self._bias = rates_of(weights[f"{name}.rate"]), weights[f"{name}.dt_bias"]
+        self.products: list[Product] = [*self._read, self.output]
+        rate, bias = rates_of(weights[f"{name}.rate"]), weights[f"{name}.dt_bias"]
+        conv, norm = weights[f"{name}.conv"], weights[f"{name}.norm"]
+        eps = eps if spec.norm_eps is None else spec.norm_eps
+        self._net = DeltaNet(conv, norm, eps, rate, bias, self.spec.key_heads, spec.key_dim, spec.of_beta)
 
     def __call__(self, x: Tensor, rotary: Rotary, attend: Attend) -> Summed:
         """x: [rows, n, in]. Returns parts [parts, rows, n, hidden], of all ranks."""
-        spec = self.spec
-        mixed, z = self.inputs(x).split([sum(spec.widths), spec.widths[2]], dim=-1)
-        mixed = attend.convolve(self.layer, mixed, self._conv, None)
-        inputs = self._ops.delta_inputs(mixed, self.gates(x), self._rate, self._bias, spec.key_heads, spec.key_dim)
-        if spec.of_beta != 1:
-            inputs = inputs.with_beta(spec.of_beta)
-        out = self._ops.gated_norm(attend.recur(self.layer, inputs), z, self._norm, self._eps)
+        channels, values, nodes = sum(self.spec.widths), self.spec.widths[2], nodes_of(attend)
+        qkvz, *apart = (read(x) for read in self._read)
+        gates = apart[0] if apart else qkvz[..., channels + values :]
+        mixed, z = qkvz[..., : channels + values].split([channels, values], dim=-1)
+        out = None if nodes is None else nodes.step(self.layer, mixed, z, gates, self._net)
+        if out is None:
+            out = self._in_steps(mixed, z, gates, attend)
         return self._ops.parallel.share(self.output.parts(out))
+
+    def _in_steps(self, mixed: Tensor, z: Tensor, gates: Tensor, attend: Attend) -> Tensor:
+        """What the output's product reads, of any number of tokens a row."""
+        net = self._net
+        mixed = attend.convolve(self.layer, mixed, net.conv, None)
+        inputs = self._ops.delta_inputs(mixed, gates, net.rate, net.bias, net.key_heads, net.key_dim)
+        if net.of_beta != 1:
+            inputs = inputs.with_beta(net.of_beta)
+        return self._ops.gated_norm(attend.recur(self.layer, inputs), z, net.norm, net.eps)
 
 
 def linear_params(spec: LinearSpec, name: str, stored: str, hidden: int) -> list[Param]:

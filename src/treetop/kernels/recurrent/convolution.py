@@ -27,15 +27,23 @@ def tree_windows(parents: Tensor, taps: int) -> Tensor:
 
 
 def path_conv_reference(
-    conv: Tensor, rows: Tensor, x: Tensor, windows: Tensor, weight: Tensor, bias: Tensor | None = None
+    conv: Tensor,
+    rows: Tensor,
+    x: Tensor,
+    windows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    kept: Tensor | None = None,
 ) -> Tensor:
     """The convolution at each node, along its path; no activation.
 
     conv: [num_rows, channels, taps - 1]. rows: [rows] int64. x: [rows, T, channels]. windows: `tree_windows`.
-    weight: [channels, taps], the newest last. bias: [channels]. Sums are of float32 at least.
+    weight: [channels, taps], the newest last. bias: [channels]. kept: gets x. Sums are of float32 at least.
     Returns [rows, T, channels].
     """
     taps = weight.shape[1]
+    if kept is not None:
+        kept.copy_(x)
     inputs = _inputs(conv, rows, x)
     index = windows.flatten(1)[..., None].expand(-1, -1, x.shape[2])
     window = inputs.gather(1, index).unflatten(1, windows.shape[1:])
@@ -71,10 +79,10 @@ def _inputs(conv: Tensor, rows: Tensor, x: Tensor) -> Tensor:
 
 def path_conv(
     conv: Tensor, rows: Tensor, x: Tensor, windows: Tensor, weight: Tensor, bias: Tensor | None = None,
-    *, gpu: GpuTraits,
+    kept: Tensor | None = None, *, gpu: GpuTraits,
 ) -> Tensor:  # fmt: skip
     """`path_conv_reference` in one launch."""
-    return _convolved(conv, rows, x, windows, weight, bias, gpu)
+    return _convolved(conv, rows, x, windows, weight, bias, kept, gpu)
 
 
 def prefill_conv(
@@ -82,7 +90,7 @@ def prefill_conv(
     *, gpu: GpuTraits,
 ) -> Tensor:  # fmt: skip
     """`prefill_conv_reference` in two launches: the state moves on when all of it was read."""
-    out = _convolved(conv, rows, x, None, weight, bias, gpu)
+    out = _convolved(conv, rows, x, None, weight, bias, None, gpu)
     channels, before = conv.shape[1:]
     if before:
         block = min(_BLOCK, lanes(channels))
@@ -98,20 +106,23 @@ _BLOCK = 512
 
 
 def _convolved(
-    conv: Tensor, rows: Tensor, x: Tensor, windows: Tensor | None, weight: Tensor, bias: Tensor | None, gpu: GpuTraits
-) -> Tensor:
+    conv: Tensor, rows: Tensor, x: Tensor, windows: Tensor | None, weight: Tensor, bias: Tensor | None,
+    kept: Tensor | None, gpu: GpuTraits,
+) -> Tensor:  # fmt: skip
     """windows: None where each token stands behind the one before it."""
     (batch, n, channels), taps = x.shape, weight.shape[1]
     assert x.stride(2) == rows.stride(0) == 1
     assert conv[0].is_contiguous()
     assert weight.is_contiguous()
     assert windows is None or windows.is_contiguous()
+    assert kept is None or (kept.shape == x.shape and kept.stride(2) == 1)
+    kept_strides = (0, 0) if kept is None else kept.stride()[:2]
     out = torch.empty((batch, n, channels), dtype=x.dtype, device=x.device)
     block = min(_BLOCK, lanes(channels))
     _conv_kernel[(-(-channels // block), n, batch)](
         out, conv, rows, x, rows if windows is None else windows, weight, weight if bias is None else bias,
-        n, channels, x.stride(0), x.stride(1), conv.stride(0),
-        taps=taps, has_windows=windows is not None, has_bias=bias is not None, block=block,
+        out if kept is None else kept, n, channels, x.stride(0), x.stride(1), conv.stride(0), *kept_strides,
+        taps=taps, has_windows=windows is not None, has_bias=bias is not None, keeps=kept is not None, block=block,
         overlap=gpu.can_overlap, num_warps=4, **launch_options(gpu),
     )  # fmt: skip
     return out
@@ -119,9 +130,9 @@ def _convolved(
 
 @jit
 def _conv_kernel(
-    out: Arg, conv: Arg, rows: Arg, x: Arg, windows: Arg, weight: Arg, bias: Arg, n: Arg, channels: Arg,
-    x_row: Arg, x_token: Arg, conv_row: Arg,
-    taps: constexpr, has_windows: constexpr, has_bias: constexpr, block: constexpr, overlap: constexpr,
+    out: Arg, conv: Arg, rows: Arg, x: Arg, windows: Arg, weight: Arg, bias: Arg, kept: Arg, n: Arg, channels: Arg,
+    x_row: Arg, x_token: Arg, conv_row: Arg, kept_row: Arg, kept_token: Arg, taps: constexpr, has_windows: constexpr,
+    has_bias: constexpr, keeps: constexpr, block: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """Some channels of one token. Grid (blocks, tokens, rows). The newest input first, as the reference sums them."""
     pdl_wait(overlap, early=True)
@@ -131,7 +142,11 @@ def _conv_kernel(
     there = channel < channels
     state = conv + tl.load(rows + item) * conv_row + channel * (taps - 1)
     own = x + item * x_row + channel
-    total = tl.load(own + token * x_token, mask=there, other=0.0).to(tl.float32)
+    here = tl.load(own + token * x_token, mask=there, other=0.0)
+    if keeps:
+        at = kept + item * kept_row + token * kept_token + channel
+        tl.store(at, here.to(kept.dtype.element_ty), mask=there)
+    total = here.to(tl.float32)
     total *= tl.load(weight + channel * taps + (taps - 1), mask=there, other=0.0).to(tl.float32)
     for back in tl.static_range(1, taps):
         tap = taps - 1 - back

@@ -74,55 +74,71 @@ def delta_inputs(
     heads, keys = len(rate), key_heads * key_dim
     value_dim = (channels - 2 * keys) // heads
     assert mixed.is_contiguous()
-    assert gates.is_contiguous()
+    assert gates.stride(2) == 1
     q, k, v = (
         torch.empty((rows, n, count, dim), dtype=torch.float32, device=mixed.device)
         for count, dim in ((key_heads, key_dim), (key_heads, key_dim), (heads, value_dim))
     )
     g, beta = (torch.empty((rows, n, heads), dtype=torch.float32, device=mixed.device) for _ in "gb")
-    _inputs_kernel[(rows * n, 2 * key_heads + heads)](
-        q, k, v, g, beta, mixed, gates, rate, bias, key_dim**-0.5, LENGTH_EPS,
-        heads=heads, key_heads=key_heads, key_dim=key_dim, value_dim=value_dim,
-        block=lanes(max(key_dim, value_dim)), overlap=gpu.can_overlap, num_warps=1, **launch_options(gpu),
+    of_keys, of_values = -(-2 * key_heads // _HEADS), -(-heads // _HEADS)
+    _inputs_kernel[(rows * n, of_keys + of_values)](
+        q, k, v, g, beta, mixed, gates, rate, bias, key_dim**-0.5, LENGTH_EPS, n, gates.stride(0), gates.stride(1),
+        heads=heads, key_heads=key_heads, key_dim=key_dim, value_dim=value_dim, block_h=_HEADS, of_keys=of_keys,
+        block=lanes(max(key_dim, value_dim)), overlap=gpu.can_overlap, num_warps=4, **launch_options(gpu),
     )  # fmt: skip
     return StateInputs(q, k, v, g, beta)
+
+
+_HEADS = 8
+"""Heads of one token that a program has."""
 
 
 @jit
 def _inputs_kernel(
     q: Arg, k: Arg, v: Arg, g: Arg, beta: Arg, mixed: Arg, gates: Arg, rate: Arg, bias: Arg, scale: Arg, eps: Arg,
-    heads: constexpr, key_heads: constexpr, key_dim: constexpr, value_dim: constexpr, block: constexpr,
-    overlap: constexpr,
+    n: Arg, gates_row: Arg, gates_token: Arg,
+    heads: constexpr, key_heads: constexpr, key_dim: constexpr, value_dim: constexpr, block_h: constexpr,
+    of_keys: constexpr, block: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
-    """One head of one token's queries, keys or values. Grid (tokens, heads of all three)."""
+    """Some heads of one token: of queries and keys, or of values. Grid (tokens, blocks of both and of values)."""
     pdl_wait(overlap, early=True)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     lane = tl.arange(0, block)
     at = mixed + token * (2 * key_heads * key_dim + heads * value_dim)
-    if part < 2 * key_heads:
-        there = lane < key_dim
-        x = tl.load(at + part * key_dim + lane, mask=there, other=0.0).to(tl.float32)
+    if part < of_keys:
+        head = part * block_h + tl.arange(0, block_h)
+        there = (head < 2 * key_heads)[:, None] & (lane < key_dim)[None, :]
+        x = tl.load(at + head[:, None] * key_dim + lane[None, :], mask=there, other=0.0).to(tl.float32)
         x = (x * tl.sigmoid(x)).to(mixed.dtype.element_ty).to(tl.float32)
-        x = x * tl.rsqrt(tl.sum(x * x, 0) + eps)
-        if part < key_heads:
-            tl.store(q + (token * key_heads + part) * key_dim + lane, x * scale, mask=there)
-        else:
-            tl.store(k + (token * key_heads + part - key_heads) * key_dim + lane, x, mask=there)
+        x = x * tl.rsqrt(tl.sum(x * x, 1) + eps)[:, None]
+        is_key = (head >= key_heads)[:, None]
+        own = token * key_heads * key_dim + lane[None, :]
+        tl.store(q + own + head[:, None] * key_dim, x * scale, mask=there & (is_key == 0))
+        tl.store(k + own + (head - key_heads)[:, None] * key_dim, x, mask=there & is_key)
     else:
-        head = part - 2 * key_heads
-        there = lane < value_dim
-        x = tl.load(at + 2 * key_heads * key_dim + head * value_dim + lane, mask=there, other=0.0).to(tl.float32)
+        head = (part - of_keys) * block_h + tl.arange(0, block_h)
+        real = head < heads
+        there = real[:, None] & (lane < value_dim)[None, :]
+        inside = head[:, None] * value_dim + lane[None, :]
+        x = tl.load(at + 2 * key_heads * key_dim + inside, mask=there, other=0.0).to(tl.float32)
         x = (x * tl.sigmoid(x)).to(mixed.dtype.element_ty).to(tl.float32)
-        tl.store(v + (token * heads + head) * value_dim + lane, x, mask=there)
-        b = tl.load(gates + token * 2 * heads + head).to(tl.float32)
-        a = tl.load(gates + token * 2 * heads + heads + head).to(tl.float32) + tl.load(bias + head)
-        small = tl.exp(tl.minimum(a, 20.0))
-        grown = 1.0 + small
-        exact = tl.where(grown == 1.0, 1.0, grown - 1.0)  # what of e^a the sum holds
-        soft = tl.where(a > 20.0, a, tl.where(grown == 1.0, small, tl.log(grown) * (small / exact)))
-        tl.store(g + token * heads + head, tl.load(rate + head) * soft)
-        tl.store(beta + token * heads + head, tl.sigmoid(b))
+        tl.store(v + token * heads * value_dim + inside, x, mask=there)
+        gates_at = gates + token // n * gates_row + token % n * gates_token + head
+        b = tl.load(gates_at, mask=real, other=0.0).to(tl.float32)
+        a = tl.load(gates_at + heads, mask=real, other=0.0).to(tl.float32) + tl.load(bias + head, mask=real, other=0.0)
+        log_decay = tl.load(rate + head, mask=real, other=0.0) * softplus(a)
+        tl.store(g + token * heads + head, log_decay, mask=real)
+        tl.store(beta + token * heads + head, tl.sigmoid(b), mask=real)
+
+
+@jit
+def softplus(a: Arg) -> Arg:
+    """log(1 + e^a)."""
+    small = tl.exp(tl.minimum(a, 20.0))
+    grown = 1.0 + small
+    exact = tl.where(grown == 1.0, 1.0, grown - 1.0)  # what of e^a the sum holds
+    return tl.where(a > 20.0, a, tl.where(grown == 1.0, small, tl.log(grown) * (small / exact)))
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, gpu: GpuTraits) -> Tensor:
@@ -131,9 +147,10 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, gpu: GpuTrai
     x = x.contiguous()
     assert gate.stride(2) == 1
     out = torch.empty((rows, n, heads * dim), dtype=gate.dtype, device=x.device)
-    _gated_norm_kernel[(rows * n, heads)](
+    _gated_norm_kernel[(rows * n, -(-heads // _HEADS))](
         out, x, gate, weight, eps, n, gate.stride(0), gate.stride(1),
-        heads=heads, dim=dim, block=lanes(dim), overlap=gpu.can_overlap, num_warps=1, **launch_options(gpu),
+        heads=heads, dim=dim, block_h=_HEADS, block=lanes(dim), overlap=gpu.can_overlap, num_warps=4,
+        **launch_options(gpu),
     )  # fmt: skip
     return out
 
@@ -141,19 +158,20 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, gpu: GpuTrai
 @jit
 def _gated_norm_kernel(
     out: Arg, x: Arg, gate: Arg, weight: Arg, eps: Arg, n: Arg, gate_row: Arg, gate_token: Arg,
-    heads: constexpr, dim: constexpr, block: constexpr, overlap: constexpr,
+    heads: constexpr, dim: constexpr, block_h: constexpr, block: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
-    """One head of one token. Grid (tokens, heads)."""
+    """Some heads of one token. Grid (tokens, blocks of heads)."""
     pdl_wait(overlap, early=True)
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    head = tl.program_id(1) * block_h + tl.arange(0, block_h)
     lane = tl.arange(0, block)
-    there = lane < dim
-    numbers = tl.load(x + (token * heads + head) * dim + lane, mask=there, other=0.0)
+    there = (head < heads)[:, None] & (lane < dim)[None, :]
+    inside = head[:, None] * dim + lane[None, :]
+    numbers = tl.load(x + token * heads * dim + inside, mask=there, other=0.0)
     numbers = numbers.to(out.dtype.element_ty).to(tl.float32)
-    numbers = numbers * tl.rsqrt(tl.sum(numbers * numbers, 0) / dim + eps)
-    normed = numbers.to(out.dtype.element_ty) * tl.load(weight + lane, mask=there, other=0.0)
-    at = gate + token // n * gate_row + token % n * gate_token + head * dim + lane
+    numbers = numbers * tl.rsqrt(tl.sum(numbers * numbers, 1) / dim + eps)[:, None]
+    normed = numbers.to(out.dtype.element_ty) * tl.load(weight + lane, mask=lane < dim, other=0.0)[None, :]
+    at = gate + token // n * gate_row + token % n * gate_token + inside
     z = tl.load(at, mask=there, other=0.0).to(tl.float32)
     result = normed.to(tl.float32) * (z * tl.sigmoid(z))
-    tl.store(out + (token * heads + head) * dim + lane, result.to(out.dtype.element_ty), mask=there)
+    tl.store(out + token * heads * dim + inside, result.to(out.dtype.element_ty), mask=there)
