@@ -42,7 +42,7 @@ def _without_salt(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_anybody(real: Callable[..., int]) -> Callable[..., int]:
-    return lambda side, ids, salt="": real(side, ids)
+    return lambda side, ids, salt="", drafts=True: real(side, ids, "", drafts)
 
 
 def _at_once(*_: object) -> None:

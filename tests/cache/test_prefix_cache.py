@@ -310,11 +310,11 @@ def pins_a_child_above_its_parent(cache, path):
 
 
 def reads_more_than_are_pinned(cache, path):
-    cache._windows[WINDOW].readers[path[2]] = 2
+    cache._loose[WINDOW].readers[path[2]] = 2
 
 
 def keeps_a_page_in_no_list(cache, path):
-    del cache._windows[WINDOW].readers[path[2]]
+    del cache._loose[WINDOW].readers[path[2]]
 
 
 @pytest.mark.parametrize(

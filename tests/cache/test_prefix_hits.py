@@ -224,7 +224,7 @@ def uncommitted(llm, lease):
 
 
 def unread(llm, lease):
-    window = llm.scheduler.rows.kv_cache._radix._windows[WINDOW]
+    window = llm.scheduler.rows.kv_cache._radix._loose[WINDOW]
     window.unread[next(iter(window.readers))] = None
 
 

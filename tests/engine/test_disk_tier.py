@@ -24,6 +24,7 @@ from support.recurrent_models import save_pair as recurrent_pair
 from support.refusing import refused
 from support.waiting import WAIT_S
 from treetop.cache.disk_store import DiskStore
+from treetop.cache.disk_tier import Wanted
 from treetop.engine.offloading.disk_pages import DiskPages
 from treetop.engine.offloading.host_pages import page_sum, page_sums
 from treetop.types.errors import ConfigError
@@ -80,7 +81,7 @@ def test_first_pages_of_a_prompt_are_the_last_used_after_a_restart(strong_pair, 
 
     def times(llm, prompt):
         tier = llm.scheduler._disk
-        keys = [key for key in tier._keys(prompt, "", len(prompt) // 16) if tier.store.holds(key)]
+        keys = [key for key in tier._keys(Wanted(prompt, ""), len(prompt) // 16) if tier.store.holds(key)]
         assert len(keys) > 3
         return [tier.store._path(key).stat().st_mtime_ns for key in keys]
 

@@ -3,9 +3,9 @@
     write   a request's pages have come to the host  -> leased there -> copies have landed -> written, a file a page
     read    a prompt is known further on disk        -> pages on the host are leased -> read, checked -> cached there
 
-A page's key is a digest of all tokens up to its end, its salt, and what K/V depend on beside them (`made_for`), so no
-page is ever another's. One thread writes, some read. What is read enters the host's prefix cache as far as it is whole,
-and goes on to the device as what lay there does.
+A page's key is a digest of all tokens up to its end, its salt, what K/V depend on beside them (`made_for`), and whether
+it goes without the draft's K/V, so no page is ever another's. One thread writes, some read. What is read enters the
+host's prefix cache as far as it is whole, and goes on to the device as what lay there does.
 """
 
 from collections import deque
@@ -68,11 +68,13 @@ class Wanted(NamedTuple):
     """What is to be copied: of these tokens whatever one side has and the other has not.
 
     request_id: whose prompt is loaded; None for a save.
+    drafts: with the draft's groups.
     """
 
     ids: Sequence[int]
     salt: str
     request_id: RequestId | None = None
+    drafts: bool = True
 
 
 @dataclass(slots=True)
@@ -99,7 +101,9 @@ class DiskTier:
     def __init__(self, store: DiskStore, memory: HostMemory, layout: Layout, made_for: str) -> None:
         """layout: of the pages on the host."""
         self.store, self._memory, self._layout = store, memory, layout
-        self._root = blake2b(made_for.encode(), digest_size=KEY_BYTES).digest()
+        self._root, self._without_draft = (
+            blake2b((made_for + kind).encode(), digest_size=KEY_BYTES).digest() for kind in ("", " without the draft's")
+        )
         self._threads = {each: ThreadPoolExecutor(1, f"treetop-disk-{each}") for each in ("write", "read")}
         self._readers = ThreadPoolExecutor(READERS, "treetop-disk-page")
         self._writes: deque[Wanted] = deque(maxlen=MOST_WRITES)
@@ -132,17 +136,24 @@ class DiskTier:
         jobs = [each for each in (self._writing, self._reading) if each is not None]
         return [each.ends for each in jobs if each.ends is not None]
 
-    def num_known(self, ids: Sequence[int], salt: str) -> int:
-        """Tokens of a prompt that are on disk, one at least left to compute."""
-        keys = self._keys(ids, salt, (len(ids) - 1) // self._layout.page_size)
+    def num_known(self, ids: Sequence[int], salt: str, drafts: bool = True) -> int:
+        """Tokens of a prompt that are on disk, one at least left to compute. Who has no draft finds both kinds."""
+        found = self._num_known(Wanted(ids, salt))
+        return found if drafts else max(found, self._num_known(Wanted(ids, salt, drafts=False)))
+
+    def _num_known(self, wanted: Wanted) -> int:
+        """Of the kind that is wanted."""
+        keys = self._keys(wanted, (len(wanted.ids) - 1) // self._layout.page_size)
         return self._layout.page_size * sum(1 for _ in takewhile(self.store.holds, keys))
 
-    def save(self, ids: Sequence[int], salt: str) -> None:
+    def save(self, wanted: Wanted) -> None:
         """The host has got pages of these tokens."""
-        self._writes.append(Wanted(ids, salt))
+        self._writes.append(wanted)
 
     def load(self, wanted: Wanted) -> None:
-        self._reads.append(wanted)
+        """Of the two kinds that suit who has no draft, the one that reaches further."""
+        of_both = wanted._replace(drafts=True)
+        self._reads.append(of_both if self._num_known(of_both) >= self._num_known(wanted) else wanted)
 
     def forget(self, request_id: RequestId) -> None:
         """It has ended. A read that has begun ends by itself."""
@@ -188,8 +199,8 @@ class DiskTier:
     def _begin_write(self, wanted: Wanted) -> _DiskJob | None:
         """What the host has of these tokens and the disk has not; None if there is nothing."""
         assert self._host is not None
-        lease, _ = self._host.open(wanted.ids, wanted.salt)
-        keys = [*self._keys(wanted.ids, wanted.salt, lease.shared)]
+        lease, _ = self._host.open(wanted.ids, wanted.salt, wanted.drafts)
+        keys = [*self._keys(wanted, lease.shared)]
         self.store.used(keys)
         begin = next((at for at, key in enumerate(keys) if not self.store.holds(key)), len(keys))
         if begin < len(keys):
@@ -200,9 +211,9 @@ class DiskTier:
     def _begin_read(self, wanted: Wanted) -> _DiskJob | None:
         """Lease pages for what the disk has and the host has not; None if there is nothing, or no room."""
         assert self._host is not None
-        total = self.num_known(wanted.ids, wanted.salt)
-        lease, _ = self._host.open(wanted.ids, wanted.salt)
-        keys = [*self._keys(wanted.ids, wanted.salt, total // self._layout.page_size)]
+        total = self._num_known(wanted)
+        lease, _ = self._host.open(wanted.ids, wanted.salt, wanted.drafts)
+        keys = [*self._keys(wanted, total // self._layout.page_size)]
         if lease.shared < len(keys) and self._host.reserve(lease, total, total, total) is not None:
             return self._job(wanted, lease, lease.shared, keys)
         self._host.release(lease)
@@ -223,7 +234,7 @@ class DiskTier:
             num_tokens = (job.begin + count) * self._layout.page_size
             self._host.insert(job.lease, job.wanted.ids[: num_tokens + int(self._layout.has_draft)])
             self.loaded_tokens += count * self._layout.page_size
-            self.store.used([*self._keys(job.wanted.ids, job.wanted.salt, job.begin + count)])
+            self.store.used([*self._keys(job.wanted, job.begin + count)])
 
     # ---------------------------------------------------------------- on threads
 
@@ -257,9 +268,9 @@ class DiskTier:
 
     # ---------------------------------------------------------------- inspection
 
-    def _keys(self, ids: Sequence[int], salt: str, num_pages: int) -> Iterator[bytes]:
-        key = self._root
-        for tokens in page_tokens(ids, self._layout.page_size, int(self._layout.has_draft), 0, num_pages, salt):
+    def _keys(self, wanted: Wanted, num_pages: int) -> Iterator[bytes]:
+        key, lookahead = self._root if wanted.drafts else self._without_draft, int(self._layout.has_draft)
+        for tokens in page_tokens(wanted.ids, self._layout.page_size, lookahead, 0, num_pages, wanted.salt):
             key = blake2b(key + repr(tokens).encode(), digest_size=KEY_BYTES).digest()
             yield key
 

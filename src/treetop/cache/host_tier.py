@@ -7,7 +7,8 @@ The tier is a second `KVCacheManager`, over pages on the host: the same trie, sa
 eviction. A copy goes from a lease of one side to a lease of the other, so neither is evicted meanwhile, and a page
 enters a prefix cache once it has arrived. What is loaded is found by its request as any other prefix is.
 
-A page goes with those of all groups, the draft's among them: who finds one finds all.
+A page goes with those of all groups, the draft's among them: who finds one finds all. What a request without a draft
+leaves or loads goes without the draft's pages.
 """
 
 import logging
@@ -105,26 +106,27 @@ class HostTier:
         """What the disk does now."""
         return [] if self._disk is None else self._disk.waits_for
 
-    def left(self, ids: Sequence[int], salt: str, num_prompt: int) -> None:
+    def left(self, ids: Sequence[int], salt: str, num_prompt: int, drafts: bool = True) -> None:
         """A request lets go of the pages of these tokens: what the prefix cache keeps of them is to be saved.
 
         Of a window the pages before the end of its prompt, too: a next turn may write what came after it otherwise.
         """
         if self._has_windows and num_prompt < len(ids):
-            self._saves.append(Wanted(ids[:num_prompt], salt))
+            self._saves.append(Wanted(ids[:num_prompt], salt, drafts=drafts))
         if ids:
-            self._saves.append(Wanted(ids, salt))
+            self._saves.append(Wanted(ids, salt, drafts=drafts))
 
-    def load(self, request_id: RequestId, ids: Sequence[int], salt: str) -> bool:
+    def load(self, request_id: RequestId, ids: Sequence[int], salt: str, drafts: bool = True) -> bool:
         """Whether that is worth it: the host knows more of these tokens than the device. `loaded` tells its end."""
-        here, there = self._device.num_known(ids, salt), self._host.num_known(ids, salt)
-        below = 0 if self._disk is None else self._disk.num_known(ids, salt)
+        wanted, known = Wanted(ids, salt, request_id, drafts), (ids, salt, drafts)
+        here, there = self._device.num_known(*known), self._host.num_known(*known)
+        below = 0 if self._disk is None else self._disk.num_known(*known)
         if max(there, below) - here < LEAST_TOKENS:
             return False
         if self._disk is not None and below > there:
-            self._disk.load(Wanted(ids, salt, request_id))
+            self._disk.load(wanted)
         else:
-            self._loads.append(Wanted(ids, salt, request_id))
+            self._loads.append(wanted)
         return True
 
     def forget(self, request_id: RequestId) -> None:
@@ -181,7 +183,7 @@ class HostTier:
             self._count(job, job.num_tokens - shared * self._layout.page_size)
             self._end(job)
             if job.saves and self._disk is not None:
-                self._disk.save(job.wanted.ids, job.wanted.salt)
+                self._disk.save(job.wanted)
 
     def _begin(self, wanted: Wanted) -> _Job | None:
         """Lease pages of both sides; None, and nobody leases any, if there is nothing to copy or no room for it."""
@@ -257,8 +259,8 @@ class HostTier:
 
 
 def open_lease(side: KVCacheManager, wanted: Wanted) -> Lease:
-    """What a side has of wanted tokens, of their salt alone."""
-    return side.open(wanted.ids, wanted.salt)[0]
+    """What a side has of wanted tokens, of their salt alone, in all groups that are wanted."""
+    return side.open(wanted.ids, wanted.salt, wanted.drafts)[0]
 
 
 def _check_copied(job: _Job) -> None:

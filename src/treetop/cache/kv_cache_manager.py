@@ -7,7 +7,7 @@ from treetop.cache.allocator import CACHE, FREE, Owner, PageAllocator
 from treetop.cache.checkpoints import StateCheckpoints
 from treetop.cache.prefix_cache import CacheWatcher, Node, Pages, PrefixCache, first_seen
 from treetop.types.errors import CheckError, OwnershipError
-from treetop.types.ids import NULL_PAGE, GroupName, PageId
+from treetop.types.ids import NULL_PAGE, GroupName, PageId, is_draft
 from treetop.types.layout import Layout
 
 Cells = list[tuple[GroupName, int, PageId]]
@@ -24,6 +24,7 @@ class Lease:
     junction: tokens after which its prompt parts from others, where no states were kept; 0 if it does nowhere.
     keeps: number of its first tokens -> the slot that their states go to.
     salt: it shares pages only with leases of the same.
+    drafts: of a request that has no draft the draft's groups are not among the pages.
     """
 
     owner: Owner
@@ -34,6 +35,7 @@ class Lease:
     junction: int = 0
     keeps: dict[int, int] = field(default_factory=dict)
     salt: str = ""
+    drafts: bool = True
 
     @property
     def shared(self) -> int:
@@ -63,15 +65,16 @@ class KVCacheManager:
             self._radix.watcher = watcher
             watcher.cleared()
 
-    def open(self, ids: Sequence[int], salt: str = "") -> tuple[Lease, Cells]:
+    def open(self, ids: Sequence[int], salt: str = "", drafts: bool = True) -> tuple[Lease, Cells]:
         """A lease for a request whose tokens begin with `ids`, and the cells of the prefix it shares with the cache.
 
-        salt: of what the cache has, only pages of the same.
+        salt: of what the cache has, only pages of the same. drafts: see `Lease`.
         """
-        lease = Lease(Owner(self._next_owner), {group: [] for group in self._allocators}, salt=salt)
+        groups = [group for group in self._allocators if drafts or not is_draft(group)]
+        lease = Lease(Owner(self._next_owner), {group: [] for group in groups}, salt=salt, drafts=drafts)
         self._next_owner += 1
         if self._radix is not None:
-            lease.path, reach = self._radix.lookup(ids, salt)
+            lease.path, reach = self._radix.lookup(ids, salt, drafts)
             lease.junction = reach * self._layout.page_size if reach > lease.shared else 0
             self._radix.pin(lease.path)
             for group in lease.pages:
@@ -81,9 +84,9 @@ class KVCacheManager:
         cells = [(g, column, page) for g, pages in lease.pages.items() for column, page in enumerate(pages)]
         return lease, cells
 
-    def num_known(self, ids: Sequence[int], salt: str = "") -> int:
+    def num_known(self, ids: Sequence[int], salt: str = "", drafts: bool = True) -> int:
         """Tokens that `open` would find in the prefix cache."""
-        return 0 if self._radix is None else len(self._radix.match(ids, salt)) * self._layout.page_size
+        return 0 if self._radix is None else len(self._radix.match(ids, salt, drafts)) * self._layout.page_size
 
     def _share(self, lease: Lease, group: GroupName) -> None:
         """Take over a group's pages of a prefix hit, those that a query after it can see (sgl-19796)."""
@@ -228,15 +231,27 @@ class KVCacheManager:
             for slot in lease.keeps.values():
                 self._checkpoints.give_back(slot)
             lease.keeps.clear()
-        for group, pages in lease.pages.items():
-            own = [page for page in pages[lease.shared :] if page != NULL_PAGE]
-            self._give_back(group, own, lease.owner)
+        for group in lease.pages:
+            self._leave(lease, group)
         if self._radix is not None:
-            for group, pages in lease.pages.items():
-                for node, page in zip(lease.path, pages, strict=False):  # pages of a lease's own may follow
-                    if page != NULL_PAGE:
-                        self._radix.leave(node, group)
             self._give_back_cached(self._radix.unpin(lease.path))
+
+    def stop_drafting(self, lease: Lease) -> None:
+        """Give back what a lease holds in the draft's groups, for good. No step that is planned later reads it."""
+        for group in [each for each in lease.pages if is_draft(each)]:
+            self._leave(lease, group)
+            del lease.pages[group]
+            lease.torn.pop(group, None)
+        lease.drafts = False
+
+    def _leave(self, lease: Lease, group: GroupName) -> None:
+        """Give back a lease's own pages of a group, and read those of the cache no more, the last one first."""
+        pages = lease.pages[group]
+        self._give_back(group, [page for page in pages[lease.shared :] if page != NULL_PAGE], lease.owner)
+        if self._radix is not None:
+            for node, page in [*zip(lease.path, pages, strict=False)][::-1]:  # pages of a lease's own may follow
+                if page != NULL_PAGE:
+                    self._radix.leave(node, group)
 
     def take_freed(self) -> tuple[tuple[GroupName, PageId], ...]:
         """Pages given back since the last call, also those that have a new owner, who has written nothing yet."""
@@ -397,7 +412,8 @@ class KVCacheManager:
 
 def _num_own(lease: Lease, group: GroupName) -> int:
     """Pages that a lease owns in a group. Null pages come before all others."""
-    pages, count = lease.pages[group], len(lease.pages[group]) - lease.shared
+    pages = lease.pages.get(group, [])
+    count = len(pages) - lease.shared
     if count <= 0 or pages[lease.shared] != NULL_PAGE:
         return max(count, 0)
     return next((i for i, page in enumerate(reversed(pages)) if page == NULL_PAGE), count)

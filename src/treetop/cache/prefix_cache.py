@@ -3,8 +3,10 @@
 A page's key is its tokens and, with a draft head, the token after it: the draft's K/V at position i depend on token
 i + 1 (sgl-10846). So matching P tokens reuses `floor((P - 1) / p)` pages with a draft, `floor(P / p)` without.
 
-Groups that see everything keep their page as long as the node lives. A window's group may lose its page and leave the
-node to the others: a hit needs the window's pages only just before its end.
+The target's groups that see everything keep their page as long as the node lives. Groups that are `loose` may lack
+theirs: a window's group may lose it and leave the node to the others, for a hit needs the window's pages only just
+before its end; and a request without a draft leaves nodes without pages of the draft's groups, which only requests that
+draft need for a hit. One that does so computes such a node's tokens again, and gives it the pages that it lacked.
 
 No operation walks the trie: each takes constant time a page that it finds, adds or drops.
 """
@@ -16,7 +18,7 @@ from typing import Protocol
 
 from treetop.cache.checkpoints import StateCheckpoints
 from treetop.types.errors import OwnershipError
-from treetop.types.ids import GroupName, PageId
+from treetop.types.ids import GroupName, PageId, is_draft
 
 PageTokens = tuple[int | str, ...]
 """The tokens of a page, and with a draft head the one after them; behind the first page's a salt, if there is one."""
@@ -41,7 +43,7 @@ class CacheWatcher(Protocol):
 class Node:
     """One page of tokens.
 
-    pages: that hold its K/V, by group; a window's group may have none.
+    pages: that hold its K/V, by group; a loose group may have none.
 
     pins: leases that have it on their path. A lease pins its whole path, so below an unpinned node nothing is pinned.
     """
@@ -55,16 +57,17 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class _Window:
-    """A window's pages.
+class _Loose:
+    """The pages of a group of which a node may have none.
 
+    window: None for a draft's that sees everything.
     readers: leases that see a node's page, if any.
     unread: the others, least recently used first.
 
     A page that is read belongs to a pinned node.
     """
 
-    window: int
+    window: int | None
     readers: dict[Node, int] = field(default_factory=dict)
     unread: OrderedDict[Node, None] = field(default_factory=OrderedDict)
 
@@ -107,7 +110,9 @@ class PrefixCache:
         checkpoints: StateCheckpoints | None = None,
     ) -> None:
         self._page_size, self._lookahead, self._checkpoints = page_size, lookahead, checkpoints
-        self._windows = {group: _Window(window) for group, window in windows.items() if window is not None}
+        loose = {group: window for group, window in windows.items() if window is not None or is_draft(group)}
+        self._loose = {group: _Loose(window) for group, window in loose.items()}
+        self._windows = [group for group in loose if not is_draft(group)]  # the target's
         self._root = Node(0, (0, ()), None, {})
         self._nodes: dict[Key, Node] = {}
         self._unpinned: OrderedDict[Node, None] = OrderedDict()
@@ -116,19 +121,22 @@ class PrefixCache:
 
     # ---------------------------------------------------------------- lookup and insertion
 
-    def match(self, ids: Sequence[int], salt: str = "") -> list[Node]:
+    def match(self, ids: Sequence[int], salt: str = "", drafts: bool = True) -> list[Node]:
         """The longest path for `ids` that every group still holds, one token at least left to compute.
 
         A window's group holds it if it has all pages that the next token sees. salt: of the requests that left it.
+        drafts: whether the draft's groups have to hold it, too.
         """
-        return self.lookup(ids, salt)[0]
+        return self.lookup(ids, salt, drafts)[0]
 
-    def lookup(self, ids: Sequence[int], salt: str = "") -> tuple[list[Node], int]:
+    def lookup(self, ids: Sequence[int], salt: str = "", drafts: bool = True) -> tuple[list[Node], int]:
         """`match`, and how many pages it would be of if states were kept at every page."""
         path: list[Node] = []
         usable = reach = 0
         serial, limit = self._root.serial, (len(ids) - 1) // self._page_size
-        begins = dict.fromkeys(self._windows, 0)  # first page of the unbroken run that ends here
+        begins = dict.fromkeys(
+            self._loose if drafts else self._windows, 0
+        )  # first page of the unbroken run that ends here
         for tokens in self._tokens(ids, 0, limit, salt):
             node = self._nodes.get((serial, tokens))
             if node is None:
@@ -169,13 +177,15 @@ class PrefixCache:
     def fill(self, node: Node, group: GroupName, page: PageId) -> None:
         """Give a node the page that it lacks in a group."""
         node.pages[group] = page
-        if group in self._windows:
-            self._windows[group].unread[node] = None
+        if group in self._loose:
+            self._loose[group].unread[node] = None
 
     # ---------------------------------------------------------------- leases
 
     def pin(self, path: Sequence[Node]) -> None:
-        """Keep a path, which begins at the root, until it is unpinned. Pages of windows may go if nobody reads them."""
+        """Keep a path, which begins at the root, until it is unpinned. Pages of loose groups may go if nobody reads
+        them.
+        """
         for node in path:
             self._pin(node)
 
@@ -194,17 +204,17 @@ class PrefixCache:
         return dropped
 
     def read(self, node: Node, group: GroupName) -> PageId:
-        """A pinned node's page in a group, which in a window's group stays until `leave`."""
-        if group in self._windows:
-            pages = self._windows[group]
+        """A pinned node's page in a group, which in a loose group stays until `leave`."""
+        if group in self._loose:
+            pages = self._loose[group]
             pages.unread.pop(node, None)
             pages.readers[node] = pages.readers.get(node, 0) + 1
         return node.pages[group]
 
     def leave(self, node: Node, group: GroupName) -> None:
         """A lease that read a node's page does not see it any more."""
-        if group in self._windows:
-            pages = self._windows[group]
+        if group in self._loose:
+            pages = self._loose[group]
             pages.readers[node] -= 1
             if pages.readers[node] == 0:
                 del pages.readers[node]
@@ -214,12 +224,12 @@ class PrefixCache:
 
     def evict(self, group: GroupName) -> Pages:
         """Drop the group's least recently used page that nobody reads. Returns what that frees, in all groups."""
-        window = self._windows.get(group)
-        if window is None:
+        loose = self._loose.get(group)
+        if loose is None:
             leaf = next(iter(self._unpinned))
             dropped, node = self._drop(leaf), leaf.parent
         else:
-            node, _ = window.unread.popitem(last=False)
+            node, _ = loose.unread.popitem(last=False)
             dropped = [(group, node.pages.pop(group))]
         while node is not None and self._is_useless(node):
             dropped += self._drop(node)
@@ -228,12 +238,12 @@ class PrefixCache:
 
     def num_evictable(self, group: GroupName) -> int:
         """Pages of a group that evicting all that nobody reads would give back."""
-        return len(self._windows[group].unread if group in self._windows else self._unpinned)
+        return len(self._loose[group].unread if group in self._loose else self._unpinned)
 
     def num_pages(self, group: GroupName) -> int:
         """Pages of a group in the cache."""
-        if group in self._windows:
-            return len(self._windows[group].unread) + len(self._windows[group].readers)
+        if group in self._loose:
+            return len(self._loose[group].unread) + len(self._loose[group].readers)
         return len(self._nodes)
 
     # ---------------------------------------------------------------- inspection
@@ -249,7 +259,7 @@ class PrefixCache:
             raise OwnershipError(f"prefix cache: {node.pins} leases pin a node, {parent.pins} its parent")
         if (node.pins == 0) != (node in self._unpinned):
             raise OwnershipError(f"prefix cache: a node with {node.pins} pins stands in the wrong list")
-        for group, pages in self._windows.items():
+        for group, pages in self._loose.items():
             if (node in pages.readers) + (node in pages.unread) != (group in node.pages):
                 raise OwnershipError(f"prefix cache: a page of group {group} stands in no list or in two")
             if node.pins < pages.readers.get(node, 0):
@@ -298,7 +308,7 @@ class PrefixCache:
         leaf.parent.num_children -= 1
         if self.watcher is not None:
             self.watcher.removed(leaf.serial)
-        for pages in self._windows.values():
+        for pages in self._loose.values():
             pages.unread.pop(leaf, None)
         if self._checkpoints is not None:
             self._checkpoints.drop(leaf)
@@ -306,7 +316,7 @@ class PrefixCache:
 
     def _first_seen(self, group: GroupName, num_pages: int) -> int:
         """First page of a group that the token after `num_pages` sees."""
-        return first_seen(self._windows[group].window, num_pages * self._page_size, self._page_size)
+        return first_seen(self._loose[group].window, num_pages * self._page_size, self._page_size)
 
     def _tokens(self, ids: Sequence[int], begin: int, end: int, salt: str) -> Iterator[PageTokens]:
         return page_tokens(ids, self._page_size, self._lookahead, begin, end, salt)

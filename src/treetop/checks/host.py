@@ -31,6 +31,7 @@ class PlanChecker:
         self._filled: dict[Row, tuple[int, bool]] = {}  # row -> tokens that prefills have filled, and whether all
         self._kept: dict[int, int] = {}  # checkpoint of states -> tokens that they are of
         self._deferred: dict[Row, int] = {}  # row -> tokens that the draft has yet to extend
+        self._no_draft: set[Row] = set()  # which are padding to the draft until others move in
 
     def check(self, plan: StepPlan) -> None:
         """Raise CheckError naming quantity, row, value and range if a plan cannot be run on this layout."""
@@ -56,6 +57,7 @@ class PlanChecker:
         for setup in plan.setups:
             self._check_states(setup)
             self._deferred.pop(setup.row, None)
+            (self._no_draft.discard if setup.drafts else self._no_draft.add)(setup.row)
             self._expected.pop(setup.row, None)
             self._filled[setup.row] = setup.committed, False
         for chunk in plan.chunks:
@@ -103,8 +105,16 @@ class PlanChecker:
 
     def _check_deferred(self, plan: RoundPlan) -> None:
         """A tree grows on rows that the draft has caught up with, and no row defers more than it has room for."""
+        drafting = plan.rows[: len(plan.rows) - len(plan.no_draft)]
+        again = self._no_draft & {*drafting}
+        if again or plan.rows[len(drafting) :] != plan.no_draft:
+            raise CheckError(
+                f"round: rows {list(plan.no_draft)}, the last ones, have no draft, of {list(plan.rows)}; of"
+                f" {sorted(self._no_draft)} the draft has no K/V"
+            )
+        self._no_draft |= {*plan.no_draft}
         room = self._layout.max_deferred - 1 if self._layout.defers(plan.shape) else 0
-        for row in plan.rows:
+        for row in drafting:
             before = 0 if plan.catches_up else self._deferred.get(row, 0)
             _within("tokens that wait for draft extend", row, before, 0, room)
             self._deferred[row] = before + self._layout.defers(plan.shape)
@@ -121,6 +131,7 @@ class PlanChecker:
             last = [each.row for each in plan.imports if each.chunk.last]
             check_rows(last, layout)
             self._deferred.update(dict.fromkeys(last, 0))
+            self._no_draft -= {*last}
             if [setup.row for setup in plan.setups] != last:
                 raise CheckError(f"imports end in rows {last}, and rows {[s.row for s in plan.setups]} are set up")
 

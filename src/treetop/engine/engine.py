@@ -669,7 +669,7 @@ class Engine:
 
     def _round(self, plan: RoundPlan, slot: Slot) -> RowResults:
         padded, edits = self._padded(plan), self.runner.state.edit_columns(plan.edits)
-        self._apply(self._staging.send(slot, rows=[padded], edits=edits))
+        self._apply(self._staging.send(slot, rows=[padded, plan.no_draft], edits=edits))
         key = RoundKey(len(padded), plan.shape, plan.choice, bool(plan.masks))
         self._launch_round(plan, key, plan.committed_bound, self._host_step(plan, key))
         return self._of_round(plan, key)
@@ -679,7 +679,7 @@ class Engine:
         chunks, round, runner = plan.prefill, plan.round, self.runner
         prompts, padded = self._padded(chunks), self._padded(round)
         edits, columns = runner.state.edit_columns(plan.edits), self._columns_of(chunks, prompts)
-        sent = self._staging.send(slot, rows=[padded], prompts=[prompts], edits=edits, **columns)
+        sent = self._staging.send(slot, rows=[padded, round.no_draft], prompts=[prompts], edits=edits, **columns)
         self._apply(sent)
         batch = self._batch_of(chunks, sent["prompts"][0], sent)
         key = RoundKey(len(padded), round.shape, round.choice, bool(round.masks))
@@ -699,7 +699,7 @@ class Engine:
         padded, size, prompts = self._padded(round), chunks.packed, runner.buffers.prompts
         sent = self._staging.send(
             slot,
-            rows=[padded],
+            rows=[padded, round.no_draft],
             edits=runner.state.edit_columns(plan.edits),
             setups=runner.state.setup_columns(chunks.setups),
             blocks=[block_numbers(chunks.chunks, size, prompts.width, self.layout.dummy_row)],
@@ -730,8 +730,9 @@ class Engine:
     def _launch_round(self, plan: RoundPlan, key: RoundKey, bound: int, between: HostStep | None) -> None:
         if key.grammar_masked:
             self._node_masks.force(plan, self.runner.state.grammar_masks_of(key.bucket, key.shape))
-        if plan.catches_up:
-            self.launcher.launch(RoundKey.of_catch_up(key.bucket), plan.committed_bound)
+        if plan.catches_up:  # with as many rows on all ranks where these have agreed
+            drafting = key.bucket if plan.min_rows else self.layout.bucket_for(len(plan.rows) - len(plan.no_draft))
+            self.launcher.launch(RoundKey.of_catch_up(drafting), plan.committed_bound)
         self.launcher.launch(key, bound, between)
         self._step_digest(self.runner.probes.digest, self.runner.buffers, key)
 
@@ -765,9 +766,13 @@ class Engine:
         return self._untold == 0
 
     def _apply(self, sent: Mapping[str, list[Tensor]]) -> Tensor:
-        """Write the row list into its buffer, and page-table cells into the tables. Returns the row list."""
-        (listed,) = sent["rows"]
+        """Write the row list into its buffer, which of a round's rows have no draft, and page-table cells into the
+        tables. Returns the row list.
+        """
+        listed, *no_draft = sent["rows"]
         rows = self.runner.buffers.rows[: len(listed)].copy_(listed)
+        for each in (each for each in no_draft if len(each)):
+            self.runner.state.numbers["no_draft"].index_fill_(0, each, True)
         self.runner.state.apply_edits(sent["edits"])
         return rows
 

@@ -98,6 +98,14 @@ class ModelRunner:
         tells = self.layout.experts is not None
         return self.target.forward(given.tokens, given.positions, given.attend, tells_experts=tells)
 
+    def seen_by_draft(self, rows: Tensor, kv_len: Tensor, max_kv_len: int) -> Prefix:
+        """Of the draft's K/V, what a phase's rows see. The draft has none of some, which are padding to it.
+
+        rows, kv_len: [rows] int64.
+        """
+        drafts = ~self.state.numbers["no_draft"][rows]
+        return torch.where(drafts, rows, self.layout.dummy_row), torch.where(drafts, kv_len, 0), max_kv_len
+
     def select_for_draft(self, rows: Tensor, n: int) -> None:
         """The drafter's next forwards are of these rows, n tokens each, each with its adapter."""
         if self.draft_adapters is not None:

@@ -1,7 +1,7 @@
 """A prefill step: one chunk a row, K/V to the pages first, the first token of a prompt's last chunk sampled."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from treetop.engine.prompt_logprobs import PromptTokens, prompt_logprobs
 from treetop.engine.recurrence import chunk_recurrence
 from treetop.engine.routed_experts import keep_prompts
 from treetop.kernels.kv import slots_of
+from treetop.kernels.tree.rows import DraftState
 from treetop.kernels.tree.tree import root_tree
 from treetop.models.target import TargetOutput
 from treetop.speculative.verify import choose, logits_for, path_logprobs
@@ -41,6 +42,7 @@ class PrefillBatch:
     allowed: [rows, 1, words] int32, what may come first; see `process_reference`. None if any token may.
     ends_prompts: whether a line may end a prompt, whose first token is chosen then; else no logits are made, and no
         log-probabilities of a first token are asked for.
+    drafts: whether the draft may have to read a line; else it does not run.
     """
 
     rows: Tensor
@@ -55,6 +57,7 @@ class PrefillBatch:
     prompt: PromptTokens | None = None
     allowed: Tensor | None = None
     ends_prompts: bool = True
+    drafts: bool = True
 
 
 def chunk_columns(plan: PrefillPlan, bucket: int) -> list[list[int]]:
@@ -85,7 +88,8 @@ def make_batch(
     sizes = max_kv_len, plan.choice, plan.min_batch_tokens
     ends = plan.choice is SamplingMode.LOGPROBS or any(chunk.next_token is None for chunk in plan.chunks)
     lines = rows, rows, torch.zeros_like(rows), tokens, query_len, next_token
-    return PrefillBatch(*lines, *sizes, asked, allowed, ends)
+    drafts = len(plan.no_draft) < len(plan.chunks) or plan.min_batch_tokens > 0  # which other ranks may wait for
+    return PrefillBatch(*lines, *sizes, asked, allowed, ends, drafts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,10 +183,14 @@ def end_prefill(runner: ModelRunner, begun: BegunPrefill, output: TargetOutput, 
     prompt = PromptLines(batch.rows, span.positions, batch.tokens, valid)
     roots = NewRoots(batch.choice, rows, span.kv_len, following, -goes_on.to(torch.int64), prompt)
     runner.state.rooted(ops, roots)
-    if runner.drafter is not None:
+    if runner.drafter is not None and not batch.drafts:
+        draft = _no_proposals(runner, rows)
+    elif runner.drafter is not None:
         shifted = torch.cat([batch.tokens[:, 1:], batch.tokens[:, :1]], dim=1)
         shifted = shifted.scatter(1, last[:, None], following[:, None])
-        attend = _attention(runner, runner.draft_layers, runner.draft_groups, batch, span)
+        drafting, kv_len, _ = runner.seen_by_draft(batch.rows, span.kv_len, batch.max_kv_len)
+        of_draft = replace(span, kv_len=kv_len, valid=valid & (drafting != runner.layout.dummy_row)[:, None])
+        attend = _attention(runner, runner.draft_layers, runner.draft_groups, replace(batch, rows=drafting), of_draft)
         aux_hidden = torch.cat([output.hidden[..., :0], *output.aux_hidden], dim=-1)  # a drafter may read none
         at = runner.extension(rows, last)
         runner.select_for_draft(batch.rows, shifted.shape[1])
@@ -192,6 +200,15 @@ def end_prefill(runner: ModelRunner, begun: BegunPrefill, output: TargetOutput, 
     ops.finish(runner.state.tables, rows, runner.layout.dummy_row, batch.offset + last, first, draft)
     asked = None if batch.prompt is None else prompt_logprobs(runner, output.hidden, batch.prompt)
     return FirstTokens(first, finite, logprobs, asked)
+
+
+def _no_proposals(runner: ModelRunner, rows: Tensor) -> DraftState | None:
+    """In place of what former requests of rows [rows] left there, which would be told with this one's trees."""
+    kept = runner.state.draft
+    if kept is None:
+        return None
+    tables = kept.tokens, kept.logprob, kept.hidden
+    return DraftState(*(table.new_zeros((len(rows), table.shape[1])) for table in tables))
 
 
 def _one_column(rows: Tensor) -> Accepted:

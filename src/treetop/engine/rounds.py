@@ -10,7 +10,7 @@ An EXTEND alone catches up in one pass, before such a row grows a tree or has no
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -145,6 +145,7 @@ def end_verify(runner: ModelRunner, key: RoundKey, begun: BegunVerify, output: T
         )
         if runner.simulation is not None:
             chosen, forced = runner.simulation.choose(chosen, growth, ops, runner.drawn_at(rows))
+            forced = None if forced is None else forced * ~runner.state.numbers["no_draft"][rows]
     ops.accept(chosen, tree, accepted, forced, masked_drafts)
     if key.choice is SamplingMode.LOGPROBS:
         found = buffers.logprobs_of(key.bucket, shape)
@@ -217,14 +218,15 @@ def extend_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     runner.ops.finish(runner.state.tables, rows, runner.layout.dummy_row, accepted.accept_len, accepted.bonus, draft)
 
 
-def defer_phase(runner: ModelRunner, key: RoundKey, _: int) -> None:
+def defer_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     """Keep what the draft needs of a plain round's token, and finish."""
     state, buffers, dummy = runner.state, runner.buffers, runner.layout.dummy_row
     assert state.deferred is not None
     rows = buffers.rows[: key.bucket]
     accepted, aux_hidden = buffers.accepted_of(key.bucket, key.shape), buffers.aux_hidden_of(key.bucket, key.shape)
     runner.probes.nan(aux_hidden, "features", Phase.EXTEND, rows)
-    defer(state.deferred, rows, dummy, accepted.bonus, aux_hidden[:, 0])
+    drafting, *_ = runner.seen_by_draft(rows, accepted.accept_len, max_kv_len)
+    defer(state.deferred, drafting, dummy, accepted.bonus, aux_hidden[:, 0])
     runner.ops.finish(state.tables, rows, dummy, accepted.accept_len, accepted.bonus, None)
 
 
@@ -245,8 +247,8 @@ def catch_up_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
 def _extended(runner: ModelRunner, key: RoundKey, pairs: ExtendPairs, paths: Paths, max_kv_len: int) -> Tensor:
     """The draft's K/V of pairs, committed along their paths. Returns the state after each row's last pair."""
     assert runner.drafter is not None
-    buffers, phase, width = runner.buffers, Phase.EXTEND, paths.width
-    prefix, plans = (paths.rows, pairs.first, max_kv_len), {}
+    buffers, phase, width, plans = runner.buffers, Phase.EXTEND, paths.width, {}
+    prefix = runner.seen_by_draft(paths.rows, pairs.first, max_kv_len)
     causal = buffers.causal[:width, :width].expand(key.bucket, -1, -1)
     for g in runner.draft_groups:
         plans[g.name] = runner.plan(runner.metadata(phase, g, prefix, pairs.positions, pairs.positions, causal))
@@ -255,7 +257,7 @@ def _extended(runner: ModelRunner, key: RoundKey, pairs: ExtendPairs, paths: Pat
     at = runner.extension(paths.rows, pairs.last)
     runner.select_for_draft(paths.rows, width)
     draft_state = runner.drafter.extend(pairs.tokens, pairs.aux_hidden, pairs.positions, at, attend)
-    runner.commit(buffers.extend_tails, paths)
+    runner.commit(buffers.extend_tails, replace(paths, rows=prefix[0]))
     return draft_state
 
 

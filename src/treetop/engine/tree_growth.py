@@ -38,7 +38,8 @@ def grow_trees(
         ops.select(growth, tree, places)
     flat = buffers.flat_of(bucket, shape)
     if flat is not None:
-        ops.trim(tree, places, growth.chosen, rows, runner.layout.dummy_row, flat)
+        drafting, _, _ = runner.seen_by_draft(rows, places.committed, max_kv_len)  # nobody accepts the others' nodes
+        ops.trim(tree, places, growth.chosen, drafting, runner.layout.dummy_row, flat)
 
 
 def _grower(
@@ -62,7 +63,8 @@ def _level_attention(
     runner: ModelRunner, rows: Tensor, committed: Tensor, shape: SpecShape, max_kv_len: int
 ) -> Callable[[Level], Attend]:
     """The attention of each level. committed: [rows] int64."""
-    phase, prefix, begun = Phase.DRAFT, (rows, committed, max_kv_len), dict[GroupName, Any]()
+    phase, begun = Phase.DRAFT, dict[GroupName, Any]()
+    prefix = runner.seen_by_draft(rows, committed, max_kv_len)
     if runner.groups_read:
         beside = runner.committed_attention(phase, prefix, shape.topk)
         return lambda _: beside
@@ -83,7 +85,7 @@ def _opened(runner: ModelRunner, block: DraftBlock, rows: Tensor, shape: SpecSha
     state, buffers, width = runner.state, runner.buffers, runner.layout.block
     committed = state.committed[rows]
     root = runner.probes.index(state.root[rows], 0, runner.target.config.vocab_size, "root_token", Phase.DRAFT, rows)
-    prefix = (rows, committed, max_kv_len)
+    prefix = runner.seen_by_draft(rows, committed, max_kv_len)
     attend: Attend
     if runner.groups_read:
         attend = runner.committed_attention(Phase.DRAFT, prefix, width)

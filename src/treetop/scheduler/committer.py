@@ -71,6 +71,7 @@ class Committer:
         """What a prefill or a round gave each row."""
         is_round = isinstance(plan, RoundPlan)
         num_drafted = plan.shape.num_draft_tokens - 1 if isinstance(plan, RoundPlan) else 0
+        without_draft = {*plan.no_draft}
         replanted = {mask.row for mask in plan.masks} if isinstance(plan, RoundPlan) else ()
         updates = []
         for i, row_result in enumerate(result.rows):
@@ -96,7 +97,7 @@ class Committer:
                 update = self._emit(request, tokens, len(tokens) - 1 if is_round else None)
                 ranks = () if row_result.row in replanted else row_result.ranks
                 drafted = row_result.num_nodes - 1 if row_result.num_nodes else num_drafted
-                drafted = drafted if request.params.speculative else 0
+                drafted = 0 if row_result.row in without_draft else drafted
                 update = update._replace(num_drafted=drafted, accept_ranks=ranks, tree=row_result.tree)
                 updates.append(update._replace(logprobs=logprobs[: len(update.new_ids)]) if logprobs else update)
                 if request.prompt_logprobs is not None:

@@ -8,7 +8,7 @@ from treetop.scheduler.adapters import Adapter, AdapterBooks
 from treetop.scheduler.budget import PrefillBudget
 from treetop.scheduler.kv_transfer import KVTransfers
 from treetop.scheduler.queues import Queues
-from treetop.scheduler.request import Request, logprobs_of, masks_of
+from treetop.scheduler.request import Request, logprobs_of, masks_of, rows_without_draft
 from treetop.scheduler.rows import Rows
 from treetop.scheduler.shares import Shares
 from treetop.scheduler.steps import StepsOut
@@ -133,6 +133,7 @@ class PrefillPlanner:
             masks=masks_of(last),
             adapters=self._adapters.take_edits(),
             packed=self._packed,
+            no_draft=rows_without_draft([request for request, _ in batch]),
         )
 
     def _in_order(self, batch: Batch, setups: list[RowSetup]) -> None:
@@ -255,7 +256,7 @@ class PrefillPlanner:
         kv_cache = self._rows.kv_cache
         if not self._adapters.place(request.adapter, self._rows.adapters):
             return False
-        lease, shared = kv_cache.open(request.reusable_ids, request.cache_salt)
+        lease, shared = kv_cache.open(request.reusable_ids, request.cache_salt, request.enters_with_draft)
         known = lease.shared * self._layout.page_size
         rest = request.num_ids - known
         count = self._cut(request, lease, known, self._share(batch, known, rest))

@@ -151,7 +151,13 @@ class Request:
             checkpoint=checkpoint,
             adapter=self.adapter.slot,
             owner=owner_of(self.cache_salt),
+            drafts=self.held.lease.drafts,
         )
+
+    @property
+    def enters_with_draft(self) -> bool:
+        """Whether the draft reads its prompt. What is handed over is always whole: its record has proposals."""
+        return self.params.speculative or self.remote or self.export_from is not None
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -163,7 +169,7 @@ class Request:
 
     @property
     def num_complete(self) -> int:
-        """Of its computed tokens, those whose K/V the pages hold in every group, the draft's too.
+        """Of its computed tokens, those whose K/V the pages hold in every group, the draft's too if it has one.
 
         A round that is out has deferred nothing of them: its token counts once it is committed.
         """
@@ -234,6 +240,11 @@ def logprobs_of(batch: Sequence[Request]) -> tuple[int | None, ...]:
     """What each row of a plan asks for, () if none asks."""
     wanted = tuple(request.params.logprobs for request in batch)
     return () if all(each is None for each in wanted) else wanted
+
+
+def rows_without_draft(batch: Iterable[Request]) -> tuple[Row, ...]:
+    """Rows of running requests that are padding to the draft."""
+    return tuple(each.held.row for each in batch if not each.held.lease.drafts)
 
 
 def masks_of(batch: Iterable[Request]) -> tuple[RowMask, ...]:

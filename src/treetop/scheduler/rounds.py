@@ -6,7 +6,7 @@ from operator import attrgetter
 from treetop.scheduler.kv_transfer import KVTransfers
 from treetop.scheduler.policy import ChooseShape
 from treetop.scheduler.queues import Queues
-from treetop.scheduler.request import Request, logprobs_of, masks_of
+from treetop.scheduler.request import Request, logprobs_of, masks_of, rows_without_draft
 from treetop.scheduler.rows import Rows
 from treetop.scheduler.steps import StepsOut
 from treetop.types.errors import InvariantError
@@ -48,15 +48,18 @@ class RoundPlanner:
         Also None if all of them have been retracted for requests that keep their pages.
         """
         for request in ready:
+            if not request.params.speculative and request.held.lease.drafts:  # it has been handed over
+                self._rows.stop_drafting(request)
+        for request in ready:
             if not self._reserve(request):
                 return None
         batch = [request for request in ready if request.running is not None]  # the others have been retracted
         if not batch:
             return None
-        no_draft = tuple(request.held.row for request in batch if not request.params.speculative)
+        batch.sort(key=lambda request: not request.held.lease.drafts)  # so that who catches up is a smaller batch
         speculating = [0] * self._classes
         for request in batch:
-            speculating[class_of(request.params.temperature, request.adapter.slot)] += request.params.speculative
+            speculating[class_of(request.params.temperature, request.adapter.slot)] += request.held.lease.drafts
         deferred = max(request.held.deferred for request in batch)
         shape = self._choose([request.num_computed_tokens for request in batch], speculating, deferred)
         return RoundPlan(
@@ -69,15 +72,15 @@ class RoundPlanner:
             logprobs=logprobs_of(batch),
             masks=masks_of(batch),
             catches_up=self._catches_up(batch, shape),
-            no_draft=no_draft,
+            no_draft=rows_without_draft(batch),
             told_trees=tuple(request.held.row for request in batch if request.params.tells_trees),
             told_experts=tuple(request.held.row for request in batch if request.told is not None),
         )
 
     def _catches_up(self, batch: Sequence[Request], shape: SpecShape) -> bool:
         """Whether a round of this shape has to begin with what its rows have deferred, and what they defer after it."""
-        defers, held = self._layout.defers(shape), [request.held for request in batch]
-        most = max(each.deferred for each in held)
+        defers, held = self._layout.defers(shape), [request.held for request in batch if request.held.lease.drafts]
+        most = max((each.deferred for each in held), default=0)
         catches_up = most == self._layout.max_deferred if defers else most > 0
         for each in held:
             each.deferred = defers + (0 if catches_up else each.deferred)

@@ -69,7 +69,7 @@ class Rows:
             check_cached(held.row, len(ids), request.num_complete)
         self.kv_cache.release(held.lease, ids)
         if self.host is not None:
-            self.host.left(ids, request.cache_salt, len(request.prompt_ids))
+            self.host.left(ids, request.cache_salt, len(request.prompt_ids), held.lease.drafts)
         self._free.append(held.row)
         del self.by_row[held.row]
         self.tally.add(request, -1)
@@ -77,6 +77,16 @@ class Rows:
         request.running = None
 
     # ---------------------------------------------------------------- pages
+
+    def stop_drafting(self, request: Request) -> None:
+        """A running request goes on without a draft until it leaves: it holds no page of the draft's, and its row is
+        padding to the draft from the next step on.
+        """
+        held = request.held
+        self.kv_cache.stop_drafting(held.lease)
+        held.deferred = 0
+        of_draft = {cell for cell in self.cells if cell[1] == held.row and cell[0] not in held.lease.pages}
+        self.cells = {cell: page for cell, page in self.cells.items() if cell not in of_draft}
 
     def reserve(self, request: Request, num_tokens: int, end: int | None = None) -> bool:
         """Pages for a running request; False if they are short.
@@ -121,7 +131,7 @@ class Rows:
         if self._check_level >= 1:
             for edit in edits:
                 owner = self.by_row.get(edit.row)
-                check_cell(edit, None if owner is None else owner.held.lease.pages[edit.group])
+                check_cell(edit, None if owner is None else owner.held.lease.pages.get(edit.group))
         return edits
 
     def put_back(self, edits: Sequence[PageEdit]) -> None:

@@ -360,7 +360,8 @@ class Scheduler:
         for request in self._prefill.shares.in_turn(self.rows.num_free, self.queues.loading):
             if not request.asked_host and not request.remote:
                 request.asked_host = True
-                if host.load(request.request_id, request.reusable_ids, request.cache_salt):
+                wanted = request.reusable_ids, request.cache_salt, request.enters_with_draft
+                if host.load(request.request_id, *wanted):
                     self.queues.loads(request)
         plan = host.plan()
         self._loaded(host)

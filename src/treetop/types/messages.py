@@ -95,6 +95,7 @@ class RowSetup:
     adapter: the slot of its adapter; 0 for none.
     owner: whose texts it may draft from, a number made of the salt that parts the prefix cache; 0 for all that have
         none.
+    drafts: else the draft reads none of its tokens, and its row is padding to the draft.
     """
 
     row: Row
@@ -107,6 +108,7 @@ class RowSetup:
     checkpoint: int | None = None
     adapter: int = 0
     owner: int = 0
+    drafts: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,7 @@ class PrefillPlan:
     min_batch_tokens: that ranks with shared experts exchange, at least, padding counted.
     packed: tokens of the batch of fixed size that holds the chunks in blocks, in the forward of a captured round; 0 for
         a batch of a line for each chunk, as wide as the longest.
+    no_draft: rows that are padding to the draft. If all are, it may not run at all.
     """
 
     edits: tuple[PageEdit, ...]
@@ -163,6 +166,7 @@ class PrefillPlan:
     min_batch_tokens: int = 0
     adapters: tuple[AdapterEdit, ...] = ()
     packed: int = 0
+    no_draft: tuple[Row, ...] = ()
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -181,7 +185,8 @@ class RoundPlan:
     masks: of the constrained rows that get a token.
     min_rows: that the batch has at least, padding counted.
     catches_up: before the round its rows' deferred draft extends are run.
-    no_draft: rows whose requests accept no draft.
+    no_draft: rows that are padding to the draft, for ever: it has no K/V of theirs, reads none of their tokens, and
+        nothing is accepted for them. They come last.
     told_trees: rows whose requests ask for the trees that are verified for them.
     told_experts: rows whose requests ask for the experts of what they commit.
     """

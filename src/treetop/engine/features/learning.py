@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from treetop.engine.features.feature import AcceptedRound, RowFeature
 from treetop.engine.features.sampling import RowNumbers
 from treetop.kernels.table import Ops
@@ -20,5 +22,7 @@ class Learning(RowFeature):
     def accepted(self, ops: Ops, of: AcceptedRound) -> None:
         if of.growth is not None:
             constrained = self.numbers["constrained"] if of.choice.processes else None
-            observed = Observed(of.paths.rows, of.paths.dummy_row, constrained, self.makes_logits)
+            rows, dummy = of.paths.rows, of.paths.dummy_row
+            drafting = torch.where(self.numbers["no_draft"][rows], dummy, rows)
+            observed = Observed(drafting, dummy, constrained, self.makes_logits)
             ops.learn(self.calibration, of.growth, of.accepted, observed)

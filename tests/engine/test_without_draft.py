@@ -1,0 +1,207 @@
+"""Rows that go on without a draft: it reads nothing of them, has no K/V of theirs, and no one else misses any."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from support.engines import accepted, build, greedy, pump, sampled, steps, submit, tokens
+from support.grids import few_of
+from support.handing import IDS, Relay, Worker
+from support.offloading import POOL, on_a_cpu, stats, with_tier
+from support.tiny_models import Pair
+from treetop.checks.host import PlanChecker
+from treetop.debug.two_group import write_two_group_pair
+from treetop.types.errors import CheckError
+from treetop.types.ids import is_draft
+from treetop.types.messages import PrefillPlan, RoundPlan
+
+SHAPE = (3, 3, 9)
+WITHOUT = replace(greedy(20, whole=True), speculative=False)
+WITH = greedy(20, whole=True)
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory) -> Pair:
+    return Pair(*write_two_group_pair(tmp_path_factory.mktemp("windowed")))
+
+
+def one(llm, prompt, params):
+    (request,) = submit(llm, [prompt], [params])
+    waits = llm.scheduler.rows.host is not None  # for a disk
+    plans = [plan for plan, _ in (steps if waits else pump)(llm)]
+    return request, plans
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    few_of(
+        [
+            ("whole", {"check_level": 3, "speculative_policy": "auto", "speculative_max_deferred": 3}),
+            ("windowed", {"check_level": 3, "max_total_tokens": 150, "page_size": 4}),
+            ("windowed", {"overlap": True, "graphs": "sim", "speculative_policy": "auto", "mixed_chunk": "on"}),
+            ("whole", {"overlap": True, "graphs": "sim", "check_level": 2, "max_total_tokens": 200}),
+        ],
+        2,
+    ),
+)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_random_schedules_change_no_token(strong_pair, windowed, kind, options, seed):
+    """Requests that begin alike, with and without a draft, some of which lose it as they run; put back, aborted."""
+    pair, rng = strong_pair if kind == "whole" else windowed, random.Random(seed)
+    beginnings, sizes = pair.prompts([33, 18], seed), {"context_length": 96, "max_running_requests": 3}
+    prompts = [[*rng.choice(beginnings)[: rng.choice((9, 18, 33))], *pair.prompts([3], i)[0]] for i in range(9)]
+    params = [
+        replace(rng.choice((greedy(14, whole=True), sampled(i, 14, whole=True))), speculative=rng.random() < 0.6)
+        for i in range(9)
+    ]
+    want = tokens(build(pair, None, **sizes).generate(prompts, params))
+    llm = build(pair, SHAPE, **{"chunked_prefill_size": 16, **sizes, **options})
+    for _ in range(2):  # the second time prefixes come from the cache
+        asked, lost = submit(llm, prompts, params), 0
+        gone = rng.choice(asked)
+        for step, _ in enumerate(pump(llm)):
+            for request in [*llm.scheduler.queues.decoding]:
+                if rng.random() < 0.05 and request.held.lease.drafts:
+                    llm.scheduler.rows.stop_drafting(request)
+                    lost += 1
+                elif rng.random() < 0.05 and not llm.scheduler.steps.has_rows:
+                    llm.scheduler._rounds.put_back(request)
+            if step == 20:
+                llm.scheduler.abort(gone.request_id)
+            llm.scheduler.check_integrity()
+        got = [tuple(request.output_ids) for request in asked]
+        assert [each for each, request in zip(got, asked, strict=True) if request is not gone] == [
+            each for each, request in zip(want, asked, strict=True) if request is not gone
+        ]
+        assert want[asked.index(gone)][: len(gone.output_ids)] == tuple(gone.output_ids)
+        assert lost
+
+
+@pytest.mark.parametrize("options", few_of([{"check_level": 3}, {"graphs": "sim", "overlap": True}], 1), ids=str)
+def test_who_drafts_finds_no_prefix_without_the_drafts_and_fills_it(strong_pair, options):
+    """It accepts what it would behind an empty cache; who has no draft finds every prefix."""
+    (prompt,) = strong_pair.prompts([50])
+    fresh, _ = one(build(strong_pair, SHAPE, **options), prompt, WITH)
+    llm = build(strong_pair, SHAPE, page_size=8, **options)
+    first, _ = one(llm, prompt, WITHOUT)
+    again, _ = one(llm, prompt, WITHOUT)
+    assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 48)
+    drafting, _ = one(llm, prompt, WITH)
+    assert drafting.num_cached_tokens == 0, "the draft would read what nobody wrote"
+    hit, _ = one(llm, prompt, WITH)
+    assert hit.num_cached_tokens == 48, "nodes were not given the draft's pages"
+    assert accepted(drafting) == accepted(hit) == accepted(fresh)
+    assert any(accepted(hit))
+    assert one(llm, prompt, WITHOUT)[0].num_cached_tokens == 48
+    assert len({tuple(each.output_ids) for each in (fresh, first, again, drafting, hit)}) == 1
+
+
+def test_it_pays_for_no_draft(strong_pair, monkeypatch):
+    """Alone it has no draft extend at all and holds no page of the draft's; beside others the catch-up is theirs."""
+    llm = build(strong_pair, SHAPE, speculative_policy="auto", speculative_max_deferred=4, max_running_requests=4)
+    extended, real = [], type(llm.engine.runner.drafter).extend
+    monkeypatch.setattr(
+        type(llm.engine.runner.drafter), "extend", lambda *given: extended.append(len(given[1])) or real(*given)
+    )
+    _, plans = one(llm, strong_pair.prompts([30])[0], WITHOUT)
+    assert not extended
+    assert all(plan.no_draft == plan.rows for plan in plans if isinstance(plan, RoundPlan | PrefillPlan))
+    submit(llm, strong_pair.prompts([30, 9, 12]), [WITHOUT, WITH, WITHOUT])
+    for _ in pump(llm):
+        for each in llm.scheduler.rows.by_row.values():
+            held = {group for group, pages in each.held.lease.pages.items() if pages}
+            assert any(map(is_draft, held)) == each.params.speculative
+        if extended:  # behind the prefill, whose batch they share
+            extended[:] = [rows for rows in extended if rows != 4]
+    assert set(extended) <= {1}, "they caught up for a row that drafts"
+
+
+def test_no_tree_grows_from_what_was_in_its_row_before(strong_pair):
+    """Its trees are those of a row that nobody had: what was proposed to the request before is nowhere in them."""
+
+    def grown(llm):
+        seen = []
+        llm.engine.observer = lambda plan, tree, accepted: seen.append(tree.tokens.clone())
+        one(llm, strong_pair.prompts([7])[0], WITHOUT)
+        return seen
+
+    llm = build(strong_pair, SHAPE, max_running_requests=1)
+    one(llm, strong_pair.prompts([40])[0], WITH)
+    trees = grown(llm), grown(build(strong_pair, SHAPE, max_running_requests=1))
+    assert len(trees[0]) == len(trees[1]) > 0
+    for a, b in zip(*trees, strict=True):
+        assert a.equal(b)
+
+
+@pytest.mark.parametrize("disk", [False, True])
+def test_tiers_keep_both_kinds_apart(strong_pair, tmp_path, disk):
+    """From the host, and from a disk that another engine wrote, who drafts gets no page without the draft's."""
+    folder = {"kv_offloading_folder": str(tmp_path), "kv_offloading_disk_size": 1} if disk else {}
+    prompts = strong_pair.prompts([100, 100, 100], seed=5)
+    short = {kind: replace(params, max_tokens=9) for kind, params in (("with", WITH), ("without", WITHOUT))}
+    fresh = [accepted(one(build(strong_pair, (3, 3, 8)), prompt, short["with"])[0]) for prompt in prompts]
+
+    def engine():
+        return with_tier(strong_pair, **{**POOL, **folder, "check_level": 3})
+
+    def asked(llm, which, kind):
+        request, _ = one(llm, prompts[which], short[kind])
+        return request.num_cached_tokens, accepted(request)
+
+    with on_a_cpu():
+        llm = engine()
+        for which in range(3):
+            asked(llm, which, "without")
+        if disk:
+            llm.close()
+            llm = engine()
+        assert asked(llm, 0, "without")[0] == 96
+        assert asked(llm, 1, "with") == (0, fresh[1])
+        for which in (2, 0):
+            asked(llm, which, "without")
+        if disk:
+            llm.close()
+            llm = engine()
+        assert asked(llm, 1, "with") == (96, fresh[1])
+        for which in (2, 0):
+            asked(llm, which, "without")
+        assert asked(llm, 1, "without")[0] == 96, "those with the draft's serve who has none"
+        assert not stats(llm).failed_loads
+        llm.close()
+
+
+def test_what_is_handed_over_comes_whole_and_goes_on_without(strong_pair):
+    """Another worker's prefill has a record with proposals; the row is padding to the draft from its first round on."""
+    prompts, params = strong_pair.prompts([40, 33]), [WITH, WITHOUT]
+    want = tokens(build(strong_pair, None).generate(prompts, params))
+    prefill, decode = (Worker(strong_pair, SHAPE, check_level=3) for _ in range(2))
+    plans, launch = [], decode.engine.launch
+    decode.engine.launch = lambda plan: plans.append(plan) or launch(plan)
+    relay = Relay(prefill, decode)
+    ids = relay.submit(prompts, params, IDS)
+    relay.run()
+    assert not relay.local
+    results = [relay.result(each) for each in ids]
+    assert [each[0] for each in results] == want
+    assert any(results[0][1])
+    assert not any(results[1][1])
+    rounds = [plan for plan in plans if isinstance(plan, RoundPlan)]
+    assert all(len(plan.no_draft) == 1 for plan in rounds if len(plan.rows) == 2)
+    for worker in (prefill, decode):
+        worker.close()
+
+
+def test_a_row_without_a_draft_never_gets_one_again(strong_pair):
+    """Level 1: a plan whose row the draft has no K/V of is refused, and one that lists them elsewhere than last."""
+    llm = build(strong_pair, SHAPE, check_level=1, max_running_requests=2)
+    submit(llm, strong_pair.prompts([5, 9]), [WITHOUT, WITH])
+    plan = next(plan for plan, _ in pump(llm) if isinstance(plan, RoundPlan) and len(plan.rows) == 2)
+    assert plan.no_draft == plan.rows[1:]
+    for _ in pump(llm):
+        pass
+    checker = PlanChecker(llm.engine.layout)
+    checker.check(plan)
+    for wrong in (replace(plan, no_draft=()), replace(plan, rows=plan.rows[::-1])):
+        with pytest.raises(CheckError, match="have no draft"):
+            checker.check(wrong)
