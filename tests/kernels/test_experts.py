@@ -237,14 +237,15 @@ def near(got, want, share):
 @on_gpu_or_interpreted
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize(
-    ("tokens", "batch_invariant"), [*((each, False) for each in TOKENS), *((each, True) for each in TOKENS[1:])]
+    ("tokens", "by_token"), [*((each, False) for each in TOKENS), *((each, True) for each in TOKENS[1:])]
 )
-def test_the_kernels_route_as_the_reference(name, tokens, batch_invariant):
+def test_the_kernels_route_as_the_reference(name, tokens, by_token, monkeypatch):
     """The experts and weights, and every assignment of a token that is somebody's once, in its expert's tiles."""
+    monkeypatch.setattr(routing, "_BY_TOKEN", (0, 8192) if by_token else (8192, 8192))
     torch.manual_seed(tokens)
     with DEVICE:
         router, x, live = make_router(SPECS[name], 50), torch.randn(tokens, 50), torch.rand(tokens) < 0.8
-        got = routing.route(x, router, live, gpu_traits(DEVICE), batch_invariant, tells=True)
+        got = routing.route(x, router, live, gpu_traits(DEVICE), tells=True)
         want = route_reference(x, router, live, tells=True)
     assert torch.equal(got.expert.long(), want.expert)
     assert got.chosen.dtype == torch.int16

@@ -242,9 +242,9 @@ def _within_groups(choice: Tensor, spec: RouterSpec) -> Tensor:
 
 _ONE_PROGRAM = 2**11
 """Tokens times experts, both as powers of two, up to which one program does all that comes after the logits."""
-_FEW = 8192
-"""Assignments up to which each finds its place by looking at all others, where bits may depend on the number of tokens:
-so a token is one warp's, and its experts need no exchange between warps."""
+_BY_TOKEN = (256, 8192)
+"""Above so many tokens, and up to so many assignments, a token is one warp's and each assignment finds its place by
+looking at all others, where bits may depend on the number of tokens: fewer are as fast in programs of several."""
 _MANY = 1024
 """Tokens up to which a router's product is cut for few rows, where bits may depend on how many there are."""
 _OWN = 32
@@ -285,7 +285,7 @@ def route(
     assert x.is_contiguous()
     assert router.weight.is_contiguous()
     assert live is None or live.is_contiguous()
-    by_token = not batch_invariant and tokens * spec.top_k <= _FEW
+    by_token = not batch_invariant and tokens > _BY_TOKEN[0] and tokens * spec.top_k <= _BY_TOKEN[1]
     counts = torch.empty((1 if by_token else 0, experts), dtype=torch.int32, device=x.device)
     logits = _logits(x, router.weight, router.bias, gpu, batch_invariant, counts)
     expert = torch.empty((tokens, spec.top_k), dtype=torch.int32, device=x.device)
@@ -294,7 +294,7 @@ def route(
     shared = weight.new_empty(tokens) if router.gates_shared else None
     numbers = torch.empty((3, most_tiles(tokens, rows, spec)), dtype=torch.int32, device=x.device)
     order, number = torch.empty_like(expert).view(-1), numbers.new_empty(1)
-    block, one = (1, tokens == 1) if by_token else _tokens_of_a_program(tokens, experts, batch_invariant)
+    block, one = (1, False) if by_token else _tokens_of_a_program(tokens, experts, batch_invariant)
     blocks = 1 if one else -(-tokens // block)
     counts = counts if by_token else counts.new_empty((blocks, experts))
     choice = {
@@ -314,7 +314,7 @@ def route(
         places=one, rows=rows, block_k=lanes(spec.top_k), first=router.here.start, stop=router.here.stop,
         computing=spec.with_weights, tells=tells, shares=shared is not None, by_token=by_token, **choice,
     )  # fmt: skip
-    if by_token and not one:
+    if by_token:
         assignments = tokens * spec.top_k
         _place_by_rank_kernel[(-(-assignments // _OWN),)](
             expert, order, *numbers, number, counts, assignments, numbers.shape[1], rows=rows, experts=experts,
