@@ -4,10 +4,10 @@
     python scripts/check_kernels.py --only fp8 --show
 
 Needs Triton 3.6.0, whose wheel brings the assembler; no GPU. For sm_90 it refuses products on tensor cores that are
-waited for one by one, spilled registers, shared memory beyond the card's, and main loops of more instructions than
-`check_kernels.json` allows. The same file lists what is known to fail, with the reason: a new failure is an error, and
-so is a listed launch that passes. Other cards are compiled for by `--cards`, with lists of their own: their loops are
-not counted. How to read a failure: docs/testing.md.
+waited for one by one, registers that loops spill, shared memory beyond the card's, and main loops of more instructions
+than `check_kernels.json` allows. The same file lists what is known to fail, with the reason: a new failure is an error,
+and so is a listed launch that passes. Other cards are compiled for by `--cards`, with lists of their own: their loops
+are not counted. How to read a failure: docs/testing.md.
 
 What was found is kept in `build/check_kernels/` by the hash of all that it depends on, so a second run is quick. Exit
 code 1 for a failure, 2 for an option or an environment that cannot work.
@@ -57,6 +57,8 @@ class Compiled:
 
     error: why it did not compile, else "".
     shared: bytes of shared memory of a program. registers: of a thread. spilled: bytes, stored and loaded.
+    inner_spills, outer_spills: instructions that store or load a spilled register, of a thousand, at most: in a loop
+        without another inside; in a loop around others, or in all.
     serialized: products on tensor cores are waited for one by one.
     loop: instructions of the main loop, 0 without one.
     """
@@ -65,6 +67,8 @@ class Compiled:
     shared: int = 0
     registers: int = 0
     spilled: int = 0
+    inner_spills: int = 0
+    outer_spills: int = 0
     serialized: bool = False
     loop: int = 0
 
@@ -85,33 +89,72 @@ _PRODUCT = re.compile(r"\b(?:[HQI]G?MMA|UTC\w*MMA)\b")
 _AHEAD = re.compile(r"\b(?:LDGSTS|UTMALDG|UBLKCP)\b")
 
 
-def main_loop(listing: str) -> int:
-    """Instructions of the main loop in what `nvdisasm -c` prints of a kernel; 0 without one.
+_SPILL = re.compile(r"\b(?:STL|LDL)\b")
 
-    That is, of the loops without another inside and with a product on tensor cores, the one that copies most ahead; of
-    several the longest.
-    """
-    code: list[str] = []
-    labels: dict[str, int] = {}
-    loops = []
-    for line in listing.splitlines():
-        if label := _LABEL.match(line):
-            labels[label[1]] = len(code)
-        elif instruction := _INSTRUCTION.match(line):
-            back = _BRANCH.search(instruction[1])
-            if back and back[1] in labels:
-                loops.append((labels[back[1]], len(code)))
-            code.append(instruction[1])
-    found = [(0, 0)]
-    for first, last in loops:
-        body = code[first : last + 1]
-        inner = not any(first <= a and b <= last for a, b in loops if (a, b) != (first, last))
-        if inner and any(map(_PRODUCT.search, body)):
-            found.append((sum(map(bool, map(_AHEAD.search, body))), len(body)))
-    return max(found)[1]
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """What `nvdisasm -c` prints of a kernel. code: its instructions. loops: the first and the last of each loop."""
+
+    code: Sequence[str]
+    loops: Sequence[tuple[int, int]]
+
+    @classmethod
+    def read(cls, listing: str) -> "Code":
+        code: list[str] = []
+        labels: dict[str, int] = {}
+        loops = []
+        for line in listing.splitlines():
+            if label := _LABEL.match(line):
+                labels[label[1]] = len(code)
+            elif instruction := _INSTRUCTION.match(line):
+                back = _BRANCH.search(instruction[1])
+                if back and back[1] in labels:
+                    loops.append((labels[back[1]], len(code)))
+                code.append(instruction[1])
+        return cls(code, loops)
+
+    def is_inner(self, loop: tuple[int, int]) -> bool:
+        """Whether it has no other inside."""
+        first, last = loop
+        return not any(first <= a and b <= last for a, b in self.loops if (a, b) != loop)
+
+    def count(self, pattern: re.Pattern[str], part: tuple[int, int]) -> int:
+        """Instructions of a part with the pattern."""
+        return sum(map(bool, map(pattern.search, self.code[part[0] : part[1] + 1])))
+
+    def main_loop(self) -> int:
+        """Instructions of the main loop, 0 without one.
+
+        That is, of the loops without another inside and with a product on tensor cores, the one that copies most ahead;
+        of several the longest.
+        """
+        loops = [loop for loop in self.loops if self.is_inner(loop) and self.count(_PRODUCT, loop)]
+        found = [(self.count(_AHEAD, (first, last)), last + 1 - first) for first, last in loops]
+        return max(found, default=(0, 0))[1]
+
+    def spills(self) -> tuple[int, int]:
+        """`Compiled.inner_spills` and `outer_spills`."""
+        inner = [loop for loop in self.loops if self.is_inner(loop)]
+        outer = [loop for loop in self.loops if not self.is_inner(loop)]
+        return self._most_spills(inner), self._most_spills([*outer, (0, len(self.code) - 1)])
+
+    def _most_spills(self, parts: Sequence[tuple[int, int]]) -> int:
+        shares = (-(-1000 * self.count(_SPILL, (first, last)) // max(last + 1 - first, 1)) for first, last in parts)
+        return max(shares, default=0)
 
 
 # -------------------------------------------------------------------------------------------------------- the verdict
+
+
+INNER_SPILLS, OUTER_SPILLS = 10, 50
+"""Of a thousand instructions, those that may store or load a spilled register: in a loop without another inside, and in
+what surrounds such loops.
+
+What the assembler puts aside before a loop and takes up after it costs a program some dozens of cycles once, of ten
+thousand and more, for it lies in the first cache. A loop over keys or over columns pays at every turn: one instruction
+in a hundred is less than two measurements differ by. Loops inside run several times for each turn of the one around.
+"""
 
 
 def faults_of(made: Compiled, card: Card, budget: int | None) -> list[str]:
@@ -121,7 +164,7 @@ def faults_of(made: Compiled, card: Card, budget: int | None) -> list[str]:
     tuned = card.name == TUNED
     wrong = {
         "shared memory": made.shared > card.gpu.shared_bytes,
-        "spills": made.spilled > 0,
+        "spills": made.inner_spills > INNER_SPILLS or made.outer_spills > OUTER_SPILLS,
         "serialized": made.serialized,
         "no budget": tuned and made.loop > 0 and budget is None,
         "loop": tuned and budget is not None and made.loop > budget,
@@ -184,7 +227,8 @@ def told(made: Compiled, what: str, card: Card, budget: int | None) -> str:
     return {
         "compile": made.error,
         "shared memory": f"{made.shared} bytes, the card has {card.gpu.shared_bytes}",
-        "spills": f"{made.spilled} bytes, {made.registers} registers",
+        "spills": f"{made.spilled} bytes, {made.registers} registers; of a thousand instructions of a loop "
+        f"{made.inner_spills}, around loops {made.outer_spills}",
         "serialized": "wgmma waited for one by one",
         "no budget": f"its main loop has {made.loop} instructions; write that to {TABLE.name}",
         "loop": f"its main loop has {made.loop} instructions, the budget is {budget}",
@@ -256,7 +300,7 @@ def named(card: Card, some: Iterable[Case]) -> Iterator[tuple[str, Asked]]:
 
 
 def compile_one(asked: Asked) -> Compiled:
-    """Compile and assemble; for `TUNED` also disassemble."""
+    """Compile, assemble and disassemble."""
     log = io.StringIO()
     triton.knobs.compilation.always_compile = triton.knobs.nvidia.dump_ptxas_log = True
     with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, TRITON_CACHE_DIR=folder):
@@ -265,13 +309,18 @@ def compile_one(asked: Asked) -> Compiled:
                 made = triton.compile(asked.source, target=asked.target, options=asked.options.__dict__)
         except Exception as error:  # of any pass of Triton's, and of the assembler
             return Compiled(error=f"{type(error).__name__}: {str(error).strip()[:200]}")
-        listing = ""
-        if asked.target.arch == CARDS[TUNED].capability:
-            binary = Path(folder) / "kernel.cubin"
-            binary.write_bytes(made.asm["cubin"])
-            command = [disassembler(), "-c", str(binary)]
-            listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return Compiled(shared=made.metadata.shared, loop=main_loop(listing), **read_log(log.getvalue()))
+        binary = Path(folder) / "kernel.cubin"
+        binary.write_bytes(made.asm["cubin"])
+        command = [disassembler(), "-c", str(binary)]
+        code = Code.read(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    inner, outer = code.spills()
+    return Compiled(
+        shared=made.metadata.shared,
+        loop=code.main_loop() if asked.target.arch == CARDS[TUNED].capability else 0,
+        inner_spills=inner,
+        outer_spills=outer,
+        **read_log(log.getvalue()),
+    )
 
 
 @cache
@@ -280,8 +329,8 @@ def disassembler() -> str:
     return str(triton.knobs.nvidia.nvdisasm.path)
 
 
-_MAKERS: tuple[Any, ...] = (Compiled, read_log, main_loop, compile_one)
-_MADE_BY = "".join(map(inspect.getsource, _MAKERS)), (_INSTRUCTION, _LABEL, _BRANCH, _PRODUCT, _AHEAD)
+_MAKERS: tuple[Any, ...] = (Compiled, read_log, Code, compile_one)
+_MADE_BY = "".join(map(inspect.getsource, _MAKERS)), (_INSTRUCTION, _LABEL, _BRANCH, _PRODUCT, _AHEAD, _SPILL)
 
 
 def compile_all(wanted: Sequence[Asked], jobs: int) -> Iterator[Compiled]:

@@ -84,10 +84,27 @@ LISTING = """\
 
 def test_the_main_loop_has_a_product_no_loop_inside_and_copies_ahead(guard):
     """Not the longer one without copies, not the one around it, and not the branch to itself at the end."""
-    assert guard.main_loop(LISTING) == 4
-    assert guard.main_loop(LISTING.replace("LDGSTS", "STG")) == 5
-    assert guard.main_loop(LISTING.replace("HMMA", "FFMA").replace("HGMMA", "FFMA")) == 0
-    assert guard.main_loop("") == 0
+    read = guard.Code.read
+    assert read(LISTING).main_loop() == 4
+    assert read(LISTING.replace("LDGSTS", "STG")).main_loop() == 5
+    assert read(LISTING.replace("HMMA", "FFMA").replace("HGMMA", "FFMA")).main_loop() == 0
+    assert read("").main_loop() == 0
+
+
+@pytest.mark.parametrize(
+    ("instruction", "spills"),
+    [
+        ("LDC R1", (0, 72)),  # before all loops: one of 14
+        ("FADD R5", (200, 72)),  # one of a loop's five
+        ("LDGSTS.E.BYPASS.128 [R6]", (250, 167)),  # one of four, and of the six of the loop around
+        ("IADD3 R3", (0, 167)),  # in the loop around alone
+    ],
+)
+def test_spilled_registers_are_counted_in_loops_and_around_them(guard, instruction, spills):
+    assert guard.Code.read(LISTING).spills() == (0, 0)
+    for spill in ("STL [R1+0x8]", "LDL.64 R2"):
+        code = guard.Code.read(LISTING.replace(instruction, spill))
+        assert code.spills() == spills
 
 
 # ------------------------------------------------------------------------------------------------------- the verdict
@@ -103,7 +120,9 @@ def test_new_failures_and_listed_ones_that_pass_are_lines(guard, tmp_path):
         ("sm_90", "waits"): replace(made, serialized=True),
         ("sm_120", "sound"): made,
         ("sm_120", "no loop counted"): replace(made, shared=0, loop=9000),
-        ("sm_80", "spills"): replace(made, spilled=8),
+        ("sm_80", "spills"): replace(made, spilled=8, inner_spills=11, outer_spills=50),
+        ("sm_80", "spills around"): replace(made, spilled=16, outer_spills=51),
+        ("sm_80", "puts aside"): replace(made, spilled=400, inner_spills=10, outer_spills=50),
         ("sm_80", "breaks"): guard.Compiled(error="PTXASError: no"),
     }
     known = [
@@ -119,7 +138,8 @@ def test_new_failures_and_listed_ones_that_pass_are_lines(guard, tmp_path):
         ("sm_90: sound: serialized: it passes now",),
         ("sm_90: unknown: no budget", "240"),
         ("sm_120: sound: shared memory", "102400", "101376"),
-        ("sm_80: spills: spills", "8 bytes"),
+        ("sm_80: spills: spills", "8 bytes", "a loop 11,"),
+        ("sm_80: spills around: spills", "16 bytes", "around loops 51"),
         ("sm_80: breaks: compile", "PTXASError: no"),
         ("sm_90: gone: no launch",),
         ("sm_90: gone too: no launch",),
