@@ -630,6 +630,7 @@ def test_a_rehearsal_compiles_all_that_an_engine_launches_on_a_gpu(as_if_on_a_gp
         "fp8_rows",
         "add_rms_norm_codes",
     }
+    of_others |= {"join"}  # of products cut over k
     of_others |= {"tile_rows", "shrink", "expand", "expand_gated"}  # of --lora-modules
     of_others |= {name for name, op in operations().items() if "kernels.recurrent" in op.reference.__module__}
     of_others |= {"say_roots", "say_level", "choose_drawn"}  # of --simulate-acceptance
