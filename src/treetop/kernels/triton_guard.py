@@ -23,8 +23,9 @@ _asked: ContextVar[set[object] | None] = ContextVar("asked", default=None)
 """Inside `aot_compile`: the kernels and kinds of arguments asked for so far."""
 _compilers: ContextVar["_Compilers | None"] = ContextVar("compilers", default=None)
 """Of a thread that makes kernels for `aot_compile`."""
-_MAX_COMPILERS = 32
-"""Each may run an assembler and a process of its own, which take memory."""
+_MAX_COMPILERS, _MAX_WORKERS = 32, 16
+"""Threads, each of which may run an assembler, and processes, each of which has PyTorch in its memory: the ranks of a
+host have as many of their own."""
 _PAYS = 4
 """Kernels that wait for each process that is there, from which on another one pays: it takes seconds to start."""
 
@@ -210,7 +211,8 @@ class _Compilers(ThreadPoolExecutor):
         """Of this thread, which has one at most, ever."""
         if not hasattr(self._of_thread, "worker"):
             with self._lock, suppress(OSError):
-                if not self._missed or self._waiting < _PAYS * (len(self._workers) + 1):
+                count = len(self._workers)
+                if not self._missed or count == _MAX_WORKERS or self._waiting < _PAYS * (count + 1):
                     return None
                 self._of_thread.worker = None
                 self._workers.append(CompileWorker())
