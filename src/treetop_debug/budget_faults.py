@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treetop.types.layout import Layout
 from treetop.types.tree import FlatNodes
 from treetop_debug.faults import Fault, by_name
 from treetop_debug.patching import Patch, instead
@@ -49,7 +48,7 @@ BUDGET_FAULTS = by_name(
     Fault(
         "budget-flat-without-rows",
         "buffers of flat nodes are sized without the rows (sgl-27338)",
-        (instead("treetop.types.layout:Layout.most_flat_nodes", Layout.verify_tail),),
+        (instead("treetop.types.layout:Layout.most_flat_nodes", property(lambda layout: layout.verify_tail)),),
         "round buffers: need",
         1,
     ),

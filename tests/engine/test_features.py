@@ -65,8 +65,8 @@ def test_every_number_of_a_row_is_written_whatever_it_held():
     numbers = RowNumbers.make(5, partial(zeros_on, torch.device("cpu")))
     for table, garbage in ((numbers.integers, -7), (numbers.floats, float("nan")), (numbers.flags, True)):
         table.fill_(garbage)
-    given = SamplingParams(temperature=0.9, top_k=-1, min_p=0.1, presence_penalty=-1.5, speculative=False)
-    setups = [RowSetup(Row(3), 0, given, 2**62 + 1, adapter=2), RowSetup(Row(0), 0, SamplingParams(), 5)]
+    given = SamplingParams(temperature=0.9, top_k=-1, min_p=0.1, presence_penalty=-1.5)
+    setups = [RowSetup(Row(3), 0, given, 2**62 + 1, adapter=2, drafts=False), RowSetup(Row(0), 0, SamplingParams(), 5)]
     rows = torch.tensor([3, 0])
     columns = numbers.columns(setups)
     numbers.move_in(rows, setups, iter([torch.tensor(column) for column in columns]))
