@@ -12,14 +12,9 @@ from support.offloading import POOL, on_a_cpu, stats, with_tier
 from support.tiny_models import Pair
 from treetop.checks.host import PlanChecker
 from treetop.debug.two_group import write_two_group_pair
-from treetop.doctor.conformance import RandomShapes
-from treetop.scheduler.acceptance import AcceptanceEstimate
-from treetop.scheduler.policy import AdaptiveShape
-from treetop.types.costs import CatchUpCost, CostTable, HeadAcceptance, RoundCost
 from treetop.types.errors import CheckError
 from treetop.types.ids import is_draft
-from treetop.types.layout import PLAIN, SpecShape
-from treetop.types.messages import PrefillPlan, RoundPlan, RowResult, StepResult
+from treetop.types.messages import PrefillPlan, RoundPlan
 
 SHAPE = (3, 3, 9)
 WITHOUT = replace(greedy(20, whole=True), speculative=False)
@@ -62,8 +57,6 @@ def test_random_schedules_change_no_token(strong_pair, windowed, kind, options, 
     ]
     want = tokens(build(pair, None, **sizes).generate(prompts, params))
     llm = build(pair, SHAPE, **{"chunked_prefill_size": 16, **sizes, **options})
-    if "speculative_policy" in options:
-        llm.scheduler.policy = RandomShapes(llm.engine.layout.shapes, seed)
     for _ in range(2):  # the second time prefixes come from the cache
         asked, lost = submit(llm, prompts, params), 0
         gone = rng.choice(asked)
@@ -212,86 +205,3 @@ def test_a_row_without_a_draft_never_gets_one_again(strong_pair):
     for wrong in (replace(plan, no_draft=()), replace(plan, rows=plan.rows[::-1])):
         with pytest.raises(CheckError, match="have no draft"):
             checker.check(wrong)
-
-
-class Modelled(AdaptiveShape):
-    """Rounds take what a table says, whatever the machine does. While the head is watched every tenth is a trial."""
-
-    def choose(self, *given) -> SpecShape:
-        chosen = super().choose(*given)
-        self.alone = self.watches
-        return self._trees[-1] if self.watches and self._num_rounds % 10 == 0 else chosen
-
-    def note(self, plan, result, seconds) -> None:
-        super().note(plan, result, None)
-
-
-def costs_of(layout, catch_up: float) -> CostTable:
-    """In plain rounds, which cost the same at any size. catch_up: of all rows; of few its share."""
-    price = {shape: 1.0 + 0.05 * shape.num_draft_tokens for shape in layout.shapes} | {PLAIN: 1.0}
-    rounds = [
-        RoundCost(rows, shape, (0.5 + rows / 16) * price[shape], 0.0)
-        for rows in layout.coarse_buckets
-        for shape in layout.shapes
-    ]
-    ups = [CatchUpCost(rows, catch_up * rows / layout.max_requests) for rows in layout.coarse_buckets]
-    return CostTable("", tuple(rounds), tuple(ups))
-
-
-@pytest.mark.parametrize("options", few_of([{"check_level": 3}, {"graphs": "sim", "overlap": True}], 1), ids=str)
-def test_a_head_that_does_not_pay_is_watched_by_few_rows(strong_pair, options):
-    """A catch-up that the budget does not pay is not made: rows go on without a draft, and all but one begin so; trees
-    are of the others alone. Once trees would pay, who comes has a draft again.
-    """
-    useless, good = HeadAcceptance((0.02,), 0.02), HeadAcceptance((0.9, 0.9, 0.9), 0.5)
-    llm = build(
-        strong_pair, SHAPE, speculative_policy="auto", speculative_max_deferred=8, max_running_requests=8, **options
-    )
-    layout = llm.engine.layout
-    policy = llm.scheduler.policy = Modelled(costs_of(layout, 8.0), layout, lambda: useless)
-    prompts, params = strong_pair.prompts([5, 9, 12, 20] * 3), [greedy(60, whole=True)] * 12
-    want = tokens(build(strong_pair, None).generate(prompts, params))
-    asked = submit(llm, prompts, params)
-    plans, begun = [], []
-    for plan, _ in pump(llm):
-        plans.append(plan)
-        begun += getattr(plan, "setups", ())
-    assert [tuple(request.output_ids) for request in asked] == want
-    assert policy.watches
-    assert [setup.drafts for setup in begun[:8]] == [True] * 8
-    assert sum(setup.drafts for setup in begun[8:]) <= 1
-    rounds = [plan for plan in plans if isinstance(plan, RoundPlan)]
-    assert all(len(plan.rows) - len(plan.no_draft) <= 1 for plan in rounds if plan.catches_up)
-    trials = [plan for plan in rounds if plan.shape != PLAIN and plan.no_draft == ()]
-    assert {len(plan.rows) for plan in trials[-3:]} == {1}
-    assert all(len(plan.no_draft) >= len(plan.rows) - 1 for plan in rounds[60:])
-    policy._head = good
-    policy.acceptance = AcceptanceEstimate(policy._trees, good)
-    told = RowResult(trials[-1].rows[0], (1, 1, 1, 1), True)
-    policy.note(trials[-1], StepResult((told,)), None)
-    again = submit(llm, prompts, [greedy(12, whole=True)] * 4 + params[4:])
-    begun = [setup for plan, _ in pump(llm) for setup in getattr(plan, "setups", ())]
-    assert [tuple(request.output_ids) for request in again] == [each[:12] for each in want[:4]] + want[4:]
-    assert sum(setup.drafts for setup in begun[:8]) <= 1
-    assert all(setup.drafts for setup in begun[8:])
-
-
-def test_its_rounds_teach_nothing(strong_pair):
-    """What the target chooses where the draft read nothing is nothing that a calibration counts."""
-    llm = build(strong_pair, SHAPE, speculative_calibration="learn", max_running_requests=2)
-    one(llm, strong_pair.prompts([9])[0], WITHOUT)
-    assert not llm.engine.runner.state.calibration.nodes.any()
-    one(llm, strong_pair.prompts([9])[0], WITH)
-    assert llm.engine.runner.state.calibration.nodes.any()
-
-
-def test_simulated_acceptance_accepts_nothing_for_it(strong_pair):
-    """A row that goes on without a draft has one token a round, where others have what is simulated."""
-    llm = build(strong_pair, SHAPE, simulate_accept_length=2, max_running_requests=2)
-    first, second = submit(llm, strong_pair.prompts([9, 9]), WITH)
-    for step, _ in enumerate(pump(llm)):
-        if step == 2:
-            llm.scheduler.rows.stop_drafting(first)
-    assert all(accepted(first)[:2])
-    assert set(accepted(first)[2:]) == {0}
-    assert all(accepted(second)[:6])

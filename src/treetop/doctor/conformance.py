@@ -127,20 +127,7 @@ class RandomShapes:
     def shape(self) -> SpecShape:
         return self.chosen[-1] if self.chosen else self._shapes[0]
 
-    @property
-    def watches(self) -> bool:
-        return False
-
-    @property
-    def alone(self) -> bool:
-        return False
-
-    def pays_to_catch_up(self, rows: int, drafting: int) -> bool:
-        return True
-
-    def choose(
-        self, lengths: Sequence[int], speculating: Sequence[int], deferred: int = 0, drafting: int | None = None
-    ) -> SpecShape:
+    def choose(self, lengths: Sequence[int], speculating: Sequence[int], deferred: int = 0) -> SpecShape:
         stays = bool(self.chosen) and self._random.random() < 0.6
         self.chosen.append(self.chosen[-1] if stays else self._random.choice(self._shapes))
         return self.chosen[-1]
