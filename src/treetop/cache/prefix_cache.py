@@ -134,9 +134,8 @@ class PrefixCache:
         path: list[Node] = []
         usable = reach = 0
         serial, limit = self._root.serial, (len(ids) - 1) // self._page_size
-        begins = dict.fromkeys(
-            self._loose if drafts else self._windows, 0
-        )  # first page of the unbroken run that ends here
+        groups = self._loose if drafts else self._windows
+        begins = dict.fromkeys(groups, 0)  # first page of the unbroken run that ends here
         for tokens in self._tokens(ids, 0, limit, salt):
             node = self._nodes.get((serial, tokens))
             if node is None:

@@ -594,14 +594,7 @@ def _place_by_rank_kernel(
     tl.store(tile_start + tile, start + rank, mask=begins)
     tl.store(tile_count + tile, tl.minimum(total - rank, rows), mask=begins)
     if tl.program_id(0) == 0:
-        last = tl.sum(tiles, 0)
-        tl.store(number, last)
-        for first in range(0, maximum, 128):
-            at = first + tl.arange(0, 128)
-            unused = (at >= last) & (at < maximum)
-            tl.store(tile_expert + at, 0, mask=unused)
-            tl.store(tile_start + at, 0, mask=unused)
-            tl.store(tile_count + at, 0, mask=unused)
+        _end_tiles(tile_expert, tile_start, tile_count, number, tl.sum(tiles, 0), maximum)
 
 
 @jit
@@ -618,7 +611,7 @@ def _write_tiles(
     tile_expert: Arg, tile_start: Arg, tile_count: Arg, number: Arg, expert: Arg, count: Arg, tokens: Arg, maximum: Arg,
     rows: constexpr,
 ) -> None:  # fmt: skip
-    """count: [experts], assignments of each. Tiles that are not there are zeros: they are read, and not used."""
+    """count: [experts], assignments of each."""
     start = tl.cumsum(count, 0) - count
     tiles = (count + rows - 1) // rows
     place = tl.cumsum(tiles, 0) - tiles
@@ -627,7 +620,12 @@ def _write_tiles(
         tl.store(tile_expert + place + tile, expert, mask=there)
         tl.store(tile_start + place + tile, start + tile * rows, mask=there)
         tl.store(tile_count + place + tile, tl.minimum(count - tile * rows, rows), mask=there)
-    total = tl.sum(tiles, 0)
+    _end_tiles(tile_expert, tile_start, tile_count, number, tl.sum(tiles, 0), maximum)
+
+
+@jit
+def _end_tiles(tile_expert: Arg, tile_start: Arg, tile_count: Arg, number: Arg, total: Arg, maximum: Arg) -> None:
+    """How many tiles there are; those that are not there are zeros: they are read, and not used."""
     tl.store(number, total)
     for first in range(0, maximum, 128):
         at = first + tl.arange(0, 128)
