@@ -118,6 +118,11 @@ def _products(card: Card) -> Iterator[Case]:
     gpu, table = card.gpu, load_table().entries
     for n, k, gated, rows in (
         *(key for key, entry in table.items() if "launch" in entry),
+        *(
+            (n, k, gated, rows * 3 // 4)
+            for (n, k, gated, rows), entry in table.items()
+            if rows in (64, 128) and "launch" in entry
+        ),
         *((n, k, gated, 512) for (n, k, gated, rows), entry in table.items() if rows == 16 and "whole" in entry),
     ):
         x, weight = _empty(rows, k), _empty(n, k)

@@ -19,7 +19,7 @@ from treetop.kernels.profile import profile_of
 from treetop.kernels.table import OpContext, Ops
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.models.registry import target_spec
-from treetop.weights.gpu_products import MOST_ROWS, NoSplitKProduct, forbid_split_k, probe
+from treetop.weights.gpu_products import COUNTS, MOST_ROWS, NoSplitKProduct, forbid_split_k, probe
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -80,6 +80,17 @@ def test_a_row_of_a_product_has_its_bits_at_any_number_of_rows(name, dtype, caps
         normal = torch.randn((64, k), generator=generator, device=GPU).to(dtype)  # a gate of the others is infinite
         right = reference(normal, weight, added, gate)
         assert float((whole(normal).float() - right).norm()) <= 2e-2 * float(right.norm())
+
+
+def test_the_library_is_told_not_to_cut_k():
+    """Else it does at few rows of a long k, and our slower kernel serves there."""
+    if torch.cuda.get_device_capability(GPU) != (9, 0):
+        pytest.skip("known of Hopper alone")
+    forbid_split_k()
+    n, k, _ = PRODUCTS["down"]
+    found, problem = probe((n, k), False, torch.bfloat16, GPU, most=512)
+    assert problem is None
+    assert found.counts == tuple(rows for rows in COUNTS if rows <= 512)
 
 
 def reference(x, weight, bias, kind):

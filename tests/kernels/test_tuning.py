@@ -36,6 +36,10 @@ def test_every_product_of_the_tables_gets_its_launch():
         assert skinny_gemm.measured_no_split_k(rows, n, k, gated, MEASURED) == (
             whole and skinny_gemm.RowsLaunch(*whole)
         )
+        few = skinny_gemm.choose_launch(rows * 3 // 4, n, k, gated, MEASURED)
+        if rows in (64, 128) and found is not None:
+            assert few == replace(found, tiled=False)
+            assert skinny_gemm.choose_launch(rows * 3 // 4 + 1, n, k, gated, MEASURED) == found
     for (numbers, lines, k, gated, rows), launch in quantized_gemm.load_table().entries.items():
         assert quantized_gemm.choose_quantized(numbers, (lines, k), gated, rows // 2 + 1, MEASURED) == launch
         assert quantized_gemm.choose_quantized(numbers, (lines, k), gated, rows, MEASURED) == launch

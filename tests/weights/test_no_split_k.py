@@ -276,6 +276,7 @@ def test_a_start_refuses_by_name_and_remembers_what_it_found(monkeypatch, tmp_pa
         return Probed(shape, (128, 192)), answers[shape]
 
     monkeypatch.setattr(f"{module}.probe", probing)
+    monkeypatch.setattr(f"{module}.forbid_split_k", lambda: None)  # a PyTorch without CUDA has none to tell
     monkeypatch.setattr(f"{module}.identity", lambda device, *what: "-".join(map(str, what)).replace(" ", ""))
     device, plain = torch.device("cpu"), ProductWeight(UNQUANTIZED, (64, 64), gated=False, bias=True)
     for _ in range(2):

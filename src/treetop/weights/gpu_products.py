@@ -123,10 +123,14 @@ def library(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def forbid_split_k() -> None:
-    """Tell PyTorch, for the process, that its products in 16 bits are to be summed in float32 to their end."""
+    """Tell PyTorch, for the process, that its products in 16 bits are to be summed in float32 to their end, uncut.
+
+    That k is not to be cut only cuBLASLt can be told, so its kernels serve.
+    """
     matmul = torch.backends.cuda.matmul
-    matmul.allow_bf16_reduced_precision_reduction = False
-    matmul.allow_fp16_reduced_precision_reduction = False
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    matmul.allow_bf16_reduced_precision_reduction = False, False  # and no split of k
+    matmul.allow_fp16_reduced_precision_reduction = False, False
     matmul.allow_fp16_accumulation = False
 
 
@@ -165,5 +169,5 @@ def probe(
     return found, None
 
 
-OWN_COUNTS = (1, 2, 7, 16, 17, 32, 33, 64, 65, 128, 129, 192, 193, 256, 257, 640)
+OWN_COUNTS = (1, 2, 7, 16, 17, 32, 33, 48, 64, 65, 96, 128, 129, 192, 193, 256, 257, 640)
 """Row counts of every kind of launch of our kernel, with last blocks of rows that are full and that are not."""
