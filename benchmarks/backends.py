@@ -132,7 +132,7 @@ def _rounds_without_rows(llm: LLM) -> bool:
     held = [*runner.state.record.tables.values(), *[table.data for table in runner.state.page_tables.values()]]
     held += [pool.data for pool in runner.pools.values()]
     before = [tensor.clone() for tensor in held]
-    runner.buffers.rows.fill_(layout.dummy_row)
+    runner.buffers.row_lists.fill_(layout.dummy_row)
     with torch.inference_mode():
         for bucket in layout.buckets:
             for shape in layout.shapes:

@@ -54,7 +54,7 @@ def alone(llm: LLM, rows: int, shape: SpecShape, tokens: int) -> dict[str, tuple
 
     def batch(width: int) -> PrefillBatch:
         made = dummy_batch(runner, SamplingMode.GREEDY, 1, width)
-        made.rows.fill_(last)
+        made.rows.fill_(last)  # its draft rows are the same memory
         made.query_len.fill_(width)
         return made
 
@@ -86,8 +86,9 @@ def alone(llm: LLM, rows: int, shape: SpecShape, tokens: int) -> dict[str, tuple
             run, times = make(size), list[tuple[float, float]]()
             for _ in range(7):
                 listed = [*range(rows)] + [layout.dummy_row] * (key.bucket - rows)
-                runner.buffers.rows[: key.bucket].copy_(runner.buffers.rows.new_tensor(listed))
-                runner.buffers.rows[runner.buffers.rows == last] = layout.dummy_row
+                row_lists = runner.buffers.row_lists
+                row_lists[:, : key.bucket].copy_(row_lists.new_tensor(listed))
+                row_lists[row_lists == last] = layout.dummy_row
                 runner.state.committed[: layout.max_requests] = tokens
                 wait(runner.buffers.rows.device)
                 started_s = time.perf_counter()

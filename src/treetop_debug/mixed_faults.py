@@ -144,8 +144,8 @@ MIXED_FAULTS = by_name(
 def _own_state(real: Callable[..., list[int]]) -> Callable[..., list[int]]:
     """Every block changes its row's state as if it were a chunk."""
 
-    def numbers(chunks: Sequence[Chunk], size: int, width: int, dummy_row: int) -> list[int]:
-        made, blocks = real(chunks, size, width, dummy_row), size // width
+    def numbers(chunks: Sequence[Chunk], size: int, width: int, *others: Any) -> list[int]:
+        made, blocks = real(chunks, size, width, *others), size // width
         return [*made[:blocks], *made[:blocks], *made[2 * blocks :]]
 
     return numbers
@@ -154,8 +154,8 @@ def _own_state(real: Callable[..., list[int]]) -> Callable[..., list[int]]:
 def _behind_the_row_alone(real: Callable[..., list[int]]) -> Callable[..., list[int]]:
     """Blocks of a chunk all stand where it starts."""
 
-    def numbers(chunks: Sequence[Chunk], size: int, width: int, dummy_row: int) -> list[int]:
-        made, blocks = real(chunks, size, width, dummy_row), size // width
+    def numbers(chunks: Sequence[Chunk], size: int, width: int, *others: Any) -> list[int]:
+        made, blocks = real(chunks, size, width, *others), size // width
         return [*made[: 2 * blocks], *[0] * blocks, *made[3 * blocks :]]
 
     return numbers

@@ -356,8 +356,8 @@ def test_every_buffer_of_the_engine_lies_between_red_zones(two_group):
             cell.copy_(kept)
             llm.engine._zones.check()
     submit(llm, [[1, 2, 3]], greedy(4))
-    beside(llm.engine.runner.buffers.rows, True).fill_(0)
-    with pytest.raises(CheckError, match=r"red zone.*\(2,\) torch.int64"):
+    beside(llm.engine.runner.buffers.row_lists, True).fill_(0)
+    with pytest.raises(CheckError, match=r"red zone.*\(2, 2\) torch.int64"):
         llm.engine.step(llm.scheduler.plan())
 
 

@@ -655,7 +655,9 @@ def any_steps(runner, rng):
         none = dummies.new_zeros(rows)
         prefill(
             runner,
-            PrefillBatch(dummies, dummies, none, dummies.new_zeros((rows, width)), none, none - 1, maximum, choice),
+            PrefillBatch(
+                dummies, dummies, none, dummies.new_zeros((rows, width)), none, none - 1, dummies, maximum, choice
+            ),
         )
         run_phases(runner, RoundKey(rows, rng.choice(layout.shapes), choice), layout.max_committed)
 

@@ -88,10 +88,11 @@ def test_a_start_captures_sampled_rounds_while_it_has_time(strong_pair):
 def test_capturing_runs_on_dummy_rows_and_puts_the_row_list_back(strong_pair):
     llm, graphs, recorder = with_fakes(strong_pair)
     dummy = llm.engine.layout.dummy_row
-    assert all(set(rows) == {dummy} for rows in recorder.rows)
-    llm.engine.runner.buffers.rows.copy_(llm.engine.runner.buffers.rows.new_tensor([3, 1, 4, 0, 2, 5]))
+    assert all(set(rows) == {dummy} for lists in recorder.rows for rows in lists)
+    row_lists = llm.engine.runner.buffers.row_lists
+    row_lists.copy_(row_lists.new_tensor([[3, 1, 4, 0, 2, 5], [3, 1, 4, 6, 6, 5]]))
     graphs.capture([RoundKey(4, TREE, SamplingMode.SAMPLE)])
-    assert llm.engine.runner.buffers.rows.tolist() == [3, 1, 4, 0, 2, 5]
+    assert row_lists.tolist() == [[3, 1, 4, 0, 2, 5], [3, 1, 4, 6, 6, 5]]
 
 
 @pytest.fixture(scope="module")

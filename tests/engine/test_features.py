@@ -34,7 +34,7 @@ class Operations(TorchDispatchMode):
 def operations(llm, choice=SamplingMode.GREEDY):
     """Of a round of the first shape."""
     engine = llm.engine
-    engine.runner.buffers.rows.fill_(engine.layout.dummy_row)
+    engine.runner.buffers.row_lists.fill_(engine.layout.dummy_row)
     with torch.inference_mode(), Operations() as counted:
         engine.launcher.launch(RoundKey(engine.layout.buckets[0], engine.layout.shapes[0], choice), 1)
     return counted.found
@@ -66,7 +66,7 @@ def test_every_number_of_a_row_is_written_whatever_it_held():
     for table, garbage in ((numbers.integers, -7), (numbers.floats, float("nan")), (numbers.flags, True)):
         table.fill_(garbage)
     given = SamplingParams(temperature=0.9, top_k=-1, min_p=0.1, presence_penalty=-1.5)
-    setups = [RowSetup(Row(3), 0, given, 2**62 + 1, adapter=2, drafts=False), RowSetup(Row(0), 0, SamplingParams(), 5)]
+    setups = [RowSetup(Row(3), 0, given, 2**62 + 1, adapter=2), RowSetup(Row(0), 0, SamplingParams(), 5)]
     rows = torch.tensor([3, 0])
     columns = numbers.columns(setups)
     numbers.move_in(rows, setups, iter([torch.tensor(column) for column in columns]))
@@ -78,8 +78,8 @@ def test_every_number_of_a_row_is_written_whatever_it_held():
         "may_end": [0, 0],
         "adapter": [2, 0],
     }
-    flags = {name: found.pop(name) for name in ("no_draft", "active", "constrained")}
-    assert flags == {"no_draft": [True, False], "active": [False, False], "constrained": [False, False]}
+    flags = {name: found.pop(name) for name in ("active", "constrained")}
+    assert flags == {"active": [False, False], "constrained": [False, False]}
     neutral = SamplingParams()
     for name, values in found.items():
         assert values == pytest.approx([getattr(given, name), getattr(neutral, name)]), name

@@ -4,6 +4,9 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from support.engines import accepted, build, greedy, pump, sampled, steps, submit, tokens
 from support.grids import few_of
@@ -12,9 +15,11 @@ from support.offloading import POOL, on_a_cpu, stats, with_tier
 from support.tiny_models import Pair
 from treetop.checks.host import PlanChecker
 from treetop.debug.two_group import write_two_group_pair
+from treetop.engine.rounds import RoundKey
 from treetop.types.errors import CheckError
 from treetop.types.ids import is_draft
 from treetop.types.messages import PrefillPlan, RoundPlan
+from treetop.types.sampling import SamplingMode
 
 SHAPE = (3, 3, 9)
 WITHOUT = replace(greedy(20, whole=True), speculative=False)
@@ -115,6 +120,35 @@ def test_it_pays_for_no_draft(strong_pair, monkeypatch):
         if extended:  # behind the prefill, whose batch they share
             extended[:] = [rows for rows in extended if rows != 4]
     assert set(extended) <= {1}, "they caught up for a row that drafts"
+
+
+class Readers(TorchDispatchMode):
+    """Operations that are given a tensor, by name and by what else they are given; a view is none."""
+
+    def __init__(self, tensor):
+        super().__init__()
+        self.at, self.found = tensor.data_ptr(), []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = [each.data_ptr() for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        if not func.is_view and self.at in given:
+            self.found.append((func.overloadpacket.__name__, {*given} - {self.at}))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_phase_finds_what_the_draft_has_in_one_launch(strong_pair):
+    """Which rows have a draft is known when a plan is staged: DRAFT and EXTEND look up where these stand, once."""
+    engine = build(strong_pair, SHAPE, speculative_calibration="learn").engine
+    buffers, key = engine.runner.buffers, RoundKey(4, engine.layout.shapes[0], SamplingMode.GREEDY)
+    buffers.row_lists.fill_(engine.layout.dummy_row)
+    with torch.inference_mode(), Readers(buffers.draft_rows) as reading:
+        engine.launcher.launch(key, 1)
+    committed = [name for name, others in reading.found if engine.runner.state.committed.data_ptr() in others]
+    assert committed == ["index"] * 2
+    tables = {table.data.data_ptr() for table in engine.runner.state.page_tables.values()}
+    others = [name for name, others in reading.found if not others & tables]  # kernels read pages by them
+    assert others.count("index") == len(committed)
+    assert "where" not in others
 
 
 def test_no_tree_grows_from_what_was_in_its_row_before(strong_pair):

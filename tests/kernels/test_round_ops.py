@@ -219,10 +219,10 @@ def test_accepting_equals_the_plain_operations(shape, rows, seed, kind, alike):
         lengths = torch.tensor([rng.randrange(longest) for _ in range(rows)])
         forced = lengths if kind == "forced" else None
         out = buffers.of(rows, shape)[2]
-        no_draft = torch.tensor([rng.random() < 0.3 for _ in range(rows + 2)])
         nodes = torch.tensor([[rng.random() < 0.2 for _ in range(choice.shape[1])] for _ in range(rows)])
         picked = torch.tensor(rng.sample(range(rows + 2), rows))
-        masked_drafts = MaskedDrafts(picked, no_draft, rng.choice([None, nodes]))
+        draft_rows = torch.where(torch.tensor([rng.random() < 0.3 for _ in range(rows)]), rows + 2, picked)
+        masked_drafts = MaskedDrafts(picked, draft_rows, rng.choice([None, nodes]))
         ops.accept(chosen, tree, out, forced, rng.choice([None, masked_drafts]))
         assert 0 <= int(out.accept_len.min()) <= int(out.accept_len.max()) <= shape.num_steps
         assert 0 <= int(out.path.min()) <= int(out.path.max()) < shape.num_draft_tokens

@@ -28,7 +28,7 @@ class FakeRecorder:
     def record(self, run):
         run()
         self.recorded.append(_name(run))
-        self.rows.append(run.args[0].buffers.rows.tolist())
+        self.rows.append(run.args[0].buffers.row_lists.tolist())
         return FakeGraph(run, self.replayed)
 
 

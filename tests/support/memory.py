@@ -13,7 +13,7 @@ def state_tensors(state) -> dict[str, torch.Tensor]:
 
 def buffer_tensors(buffers) -> dict[str, torch.Tensor]:
     """What passes between the phases of a round."""
-    found = {"rows": buffers.rows}
+    found = {"row_lists": buffers.row_lists}
     for part in ("tree", "places", "accepted"):
         value = getattr(buffers, part)
         found |= {f"{part}.{name}": getattr(value, name) for name in value.__dataclass_fields__}

@@ -396,9 +396,9 @@ def _posed_times_ms(
 def pose(llm: LLM, batch: int, length: int) -> None:
     """Rows 0 .. batch - 1 with `length` committed tokens, which the draft has too, and pages all over the pools."""
     layout, runner = llm.engine.layout, llm.engine.runner
-    rows = runner.buffers.rows
+    rows = runner.buffers.row_lists
     rows.fill_(layout.dummy_row)
-    rows[:batch] = torch.arange(batch, device=rows.device)
+    rows[:, :batch] = torch.arange(batch, device=rows.device)
     runner.state.committed[:batch] = length
     if runner.state.deferred is not None:
         runner.state.deferred.count[:batch] = 0

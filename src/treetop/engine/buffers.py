@@ -46,7 +46,8 @@ def _once(make: Callable[["RoundBuffers", int, SpecShape], Part]) -> Callable[["
 
 @dataclass(frozen=True, slots=True)
 class RoundBuffers:
-    """rows: the graph input.
+    """row_lists: the graph input, [2, max_requests]: the batch's rows, and of them what the draft has, the dummy row in
+        place of those that it has nothing of.
     identity, causal: the masks of level 0 and of draft extend, which nothing writes.
     blocks: group -> the mask [B, B] of the drafter's block, which nothing writes.
     prompts: graph inputs of rounds that have prompts in their forward, and what these found.
@@ -59,7 +60,7 @@ class RoundBuffers:
     parts: what has been asked for, by method, bucket and shape.
     """
 
-    rows: Tensor
+    row_lists: Tensor
     prompts: PromptBuffers
     identity: Tensor
     causal: Tensor
@@ -75,6 +76,16 @@ class RoundBuffers:
     verify_tails: dict[GroupName, Tensor]
     extend_tails: dict[GroupName, Tensor]
     parts: dict[tuple[str, int, SpecShape], Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def rows(self) -> Tensor:
+        """[max_requests] int64, of all that a round runs with."""
+        return self.row_lists[0]
+
+    @property
+    def draft_rows(self) -> Tensor:
+        """[max_requests] int64, of the draft's phases, which take a row without a draft for padding."""
+        return self.row_lists[1]
 
     def undeclared(self, phase: Phase) -> list[Tensor]:
         """Scratch and outputs of a phase: whatever they hold before it runs must not matter."""
@@ -193,7 +204,7 @@ def make_round_buffers(
     target = [group for group in layout.groups if not group.is_draft]
     draft = [group for group in layout.groups if group.is_draft]
     return RoundBuffers(
-        rows=zeros((b,), long),
+        row_lists=zeros((2, b + b % 2), long)[:, :b],  # the second is aligned as the first is
         prompts=make_prompt_buffers(max(layout.prompt_sizes, default=0), layout.prompt_block, zeros),
         identity=identity,
         causal=causal,

@@ -212,9 +212,9 @@ class CudaGraphs:
         Nothing is collected: a graph of an engine that is gone, freed while another is captured, spoils that.
         """
         buffers, dummy_row = self._runner.buffers, self._runner.layout.dummy_row
-        started_s, inputs = time.perf_counter(), (buffers.rows, buffers.prompts.inputs)
+        started_s, inputs = time.perf_counter(), (buffers.row_lists, buffers.prompts.inputs)
         before = [each.clone() for each in inputs]
-        buffers.rows.fill_(dummy_row)
+        buffers.row_lists.fill_(dummy_row)
         try:
             with no_collection(first=False):
                 yield

@@ -640,27 +640,28 @@ class Engine:
         return import_chunks(self.runner, self.slots, plan, expected.view(-1, spec.num_own), known, last_rows)
 
     def _prefill(self, plan: PrefillPlan, slot: Slot) -> RowResults:
-        padded = self._padded(plan)
-        edits = self.runner.state.edit_columns(plan.edits)
-        sent = self._staging.send(slot, rows=[padded], edits=edits, **self._columns_of(plan, padded))
-        rows = self._apply(sent)
-        return self._of_prefill(plan, rows, prefill(self.runner, self._batch_of(plan, rows, sent)))
+        edits, columns = self.runner.state.edit_columns(plan.edits), self._columns_of(plan)
+        sent = self._staging.send(slot, rows=[self._row_lists(plan)], edits=edits, **columns)
+        row_lists = self._apply(sent)
+        return self._of_prefill(plan, row_lists[0], prefill(self.runner, self._batch_of(plan, row_lists, sent)))
 
-    def _columns_of(self, plan: PrefillPlan, padded: list[int]) -> dict[str, Sequence[Sequence[int]]]:
+    def _columns_of(self, plan: PrefillPlan) -> dict[str, Sequence[Sequence[int]]]:
         """What a prefill sends to the device beside row list and cells."""
         return {
             "setups": self.runner.state.setup_columns(plan.setups),
-            "chunks": chunk_columns(plan, len(padded)),
+            "chunks": chunk_columns(plan, self.bucket_of(plan)),
             "prompt": prompt_columns(plan, chunk_width(plan)),
         }
 
-    def _batch_of(self, plan: PrefillPlan, rows: Tensor, sent: Mapping[str, list[Tensor]]) -> PrefillBatch:
-        """Requests move in, and their chunks as a batch. rows: [bucket] int64. sent: `_columns_of`, on the device."""
+    def _batch_of(self, plan: PrefillPlan, row_lists: Tensor, sent: Mapping[str, list[Tensor]]) -> PrefillBatch:
+        """Requests move in, and their chunks as a batch. row_lists: [2, bucket] int64. sent: `_columns_of`, on the
+        device.
+        """
         if self.adapters is not None:
             self.adapters.apply(plan.adapters)
         self.runner.state.move_in(plan.setups, sent["setups"], self.config.check_level)
-        allowed = self._node_masks.roots(plan.rows, plan.masks, len(rows), rows.device)
-        return make_batch(plan, rows, sent["chunks"], sent["prompt"], allowed)
+        allowed = self._node_masks.roots(plan.rows, plan.masks, row_lists.shape[1], row_lists.device)
+        return make_batch(plan, row_lists, sent["chunks"], sent["prompt"], allowed)
 
     def _of_prefill(self, plan: PrefillPlan, rows: Tensor, first: FirstTokens) -> RowResults:
         self.runner.state.states.keep(plan.chunks)
@@ -668,21 +669,21 @@ class Engine:
         return RowResults(first.token[:, None], zeros, first.finite, first.logprobs, first.prompt, experts=experts)
 
     def _round(self, plan: RoundPlan, slot: Slot) -> RowResults:
-        padded, edits = self._padded(plan), self.runner.state.edit_columns(plan.edits)
-        self._apply(self._staging.send(slot, rows=[padded, plan.no_draft], edits=edits))
-        key = RoundKey(len(padded), plan.shape, plan.choice, bool(plan.masks))
+        edits = self.runner.state.edit_columns(plan.edits)
+        row_lists = self._apply(self._staging.send(slot, rows=[self._row_lists(plan)], edits=edits))
+        key = RoundKey(row_lists.shape[1], plan.shape, plan.choice, bool(plan.masks))
         self._launch_round(plan, key, plan.committed_bound, self._host_step(plan, key))
         return self._of_round(plan, key)
 
     def _mixed(self, plan: MixedPlan, slot: Slot) -> tuple[RowResults, ...]:
         """A round between whose DRAFT and EXTEND one forward takes its nodes and the chunks of a prefill."""
         chunks, round, runner = plan.prefill, plan.round, self.runner
-        prompts, padded = self._padded(chunks), self._padded(round)
-        edits, columns = runner.state.edit_columns(plan.edits), self._columns_of(chunks, prompts)
-        sent = self._staging.send(slot, rows=[padded, round.no_draft], prompts=[prompts], edits=edits, **columns)
-        self._apply(sent)
-        batch = self._batch_of(chunks, sent["prompts"][0], sent)
-        key = RoundKey(len(padded), round.shape, round.choice, bool(round.masks))
+        lists = {"rows": [self._row_lists(round)], "prompts": [self._row_lists(chunks)]}
+        edits, columns = runner.state.edit_columns(plan.edits), self._columns_of(chunks)
+        sent = self._staging.send(slot, **lists, edits=edits, **columns)
+        row_lists = self._apply(sent)
+        batch = self._batch_of(chunks, sent["prompts"][0].view(2, -1), sent)
+        key = RoundKey(row_lists.shape[1], round.shape, round.choice, bool(round.masks))
         host_step, first = self._host_step(round, key), list[FirstTokens]()
 
         def between() -> None:
@@ -696,20 +697,21 @@ class Engine:
     def _with_prompts(self, plan: MixedPlan, slot: Slot) -> tuple[RowResults, ...]:
         """A round with chunks packed into a batch of fixed size in its forward: one graph, as any other round."""
         chunks, round, runner = plan.prefill, plan.round, self.runner
-        padded, size, prompts = self._padded(round), chunks.packed, runner.buffers.prompts
+        size, prompts = chunks.packed, runner.buffers.prompts
         sent = self._staging.send(
             slot,
-            rows=[padded, round.no_draft],
+            rows=[self._row_lists(round)],
             edits=runner.state.edit_columns(plan.edits),
             setups=runner.state.setup_columns(chunks.setups),
-            blocks=[block_numbers(chunks.chunks, size, prompts.width, self.layout.dummy_row)],
+            blocks=[block_numbers(chunks.chunks, size, prompts.width, self.layout.dummy_row, chunks.no_draft)],
         )
-        self._apply(sent)
+        row_lists = self._apply(sent)
         if self.adapters is not None:
             self.adapters.apply(chunks.adapters)
         runner.state.move_in(chunks.setups, sent["setups"], self.config.check_level)
         prompts.write(size, *sent["blocks"])
-        key = RoundKey(len(padded), round.shape, SamplingMode.costliest((chunks.choice, round.choice)), prompts=size)
+        choice = SamplingMode.costliest((chunks.choice, round.choice))
+        key = RoundKey(row_lists.shape[1], round.shape, choice, prompts=size)
         ends = [chunk.start + len(chunk.token_ids) for chunk in chunks.chunks]
         self._launch_round(round, key, max([round.committed_bound, *ends]), None)
         token, finite = (each[: prompts.blocks_of(size)] for each in (prompts.token, prompts.finite))
@@ -766,15 +768,11 @@ class Engine:
         return self._untold == 0
 
     def _apply(self, sent: Mapping[str, list[Tensor]]) -> Tensor:
-        """Write the row list into its buffer, which of a round's rows have no draft, and page-table cells into the
-        tables. Returns the row list.
-        """
-        listed, *no_draft = sent["rows"]
-        rows = self.runner.buffers.rows[: len(listed)].copy_(listed)
-        for each in (each for each in no_draft if len(each)):
-            self.runner.state.numbers["no_draft"].index_fill_(0, each, True)
+        """Write row lists into their buffer, and page-table cells into the tables. Returns the lists, [2, bucket]."""
+        listed = sent["rows"][0].view(2, -1)
+        row_lists = self.runner.buffers.row_lists[:, : listed.shape[1]].copy_(listed)
         self.runner.state.apply_edits(sent["edits"])
-        return rows
+        return row_lists
 
     def _hand_out(self, value: Value) -> Value:
         """Values that may be kept past the next round. At level 1 a view of the buffers is refused (sgl-23037)."""
@@ -799,12 +797,15 @@ class Engine:
         """Tokens of a prefill's batch that ranks with shared experts exchange, padding included."""
         return max(self.bucket_of(plan) * chunk_width(plan), plan.min_batch_tokens)
 
-    def _padded(self, plan: StepPlan) -> list[int]:
-        """The row list, padded with the dummy row to its bucket before anything else happens."""
-        padded = pad_rows(plan.rows, self.bucket_of(plan), self.layout.dummy_row)
+    def _row_lists(self, plan: PrefillPlan | RoundPlan) -> list[int]:
+        """The row list, padded with the dummy row to its bucket before anything else happens; behind it, that of the
+        draft.
+        """
+        dummy = self.layout.dummy_row
+        padded = pad_rows(plan.rows, self.bucket_of(plan), dummy)
         if self.config.check_level >= 1:
             check_padded(padded, plan.rows, self.layout)
-        return padded
+        return padded + [dummy if row in plan.no_draft else row for row in padded] if plan.no_draft else padded * 2
 
     def _poison_pages(self, pages: Iterable[tuple[GroupName, PageId]]) -> None:
         """Level 3: NaN into pages that nobody owns; never into the null page."""

@@ -98,13 +98,10 @@ class ModelRunner:
         tells = self.layout.experts is not None
         return self.target.forward(given.tokens, given.positions, given.attend, tells_experts=tells)
 
-    def seen_by_draft(self, rows: Tensor, kv_len: Tensor, max_kv_len: int) -> Prefix:
-        """Of the draft's K/V, what a phase's rows see. The draft has none of some, which are padding to it.
-
-        rows, kv_len: [rows] int64.
-        """
-        drafts = ~self.state.numbers["no_draft"][rows]
-        return torch.where(drafts, rows, self.layout.dummy_row), torch.where(drafts, kv_len, 0), max_kv_len
+    def draft_prefix(self, bucket: int, max_kv_len: int) -> Prefix:
+        """Of the draft's K/V, what a batch's rows see: nothing where they are padding to the draft."""
+        rows = self.buffers.draft_rows[:bucket]
+        return rows, self.state.committed[rows], max_kv_len
 
     def select_for_draft(self, rows: Tensor, n: int) -> None:
         """The drafter's next forwards are of these rows, n tokens each, each with its adapter."""

@@ -36,6 +36,7 @@ class PrefillBatch:
     tokens: [rows, n] int64, padded.
     query_len: [rows] int64, 0 for the dummy row.
     next_token: [rows] int64, the prompt token after the chunk; -1 for a prompt's last chunk.
+    draft_rows: [rows] int64, the rows, but the dummy row for those that the draft has nothing of.
     max_kv_len: no extent is larger.
     exchanged: tokens that ranks with shared experts exchange, where these are more than the batch has.
     prompt: those of which log-probabilities are asked for.
@@ -51,6 +52,7 @@ class PrefillBatch:
     tokens: Tensor
     query_len: Tensor
     next_token: Tensor
+    draft_rows: Tensor
     max_kv_len: int
     choice: SamplingMode
     exchanged: int = 0
@@ -77,17 +79,19 @@ def chunk_width(plan: PrefillPlan) -> int:
 
 
 def make_batch(
-    plan: PrefillPlan, rows: Tensor, columns: list[Tensor], prompt: list[Tensor], allowed: Tensor | None
+    plan: PrefillPlan, row_lists: Tensor, columns: list[Tensor], prompt: list[Tensor], allowed: Tensor | None
 ) -> PrefillBatch:
-    """rows: [bucket] int64. columns, prompt: those of `chunk_columns` and `prompt_columns`, on the device."""
-    query_len, next_token, place, ids = columns
+    """row_lists: [2, bucket] int64, rows and draft rows. columns, prompt: those of `chunk_columns` and
+    `prompt_columns`, on the device.
+    """
+    (rows, draft_rows), (query_len, next_token, place, ids) = row_lists, columns
     width = chunk_width(plan)
     max_kv_len = max((chunk.start + len(chunk.token_ids) for chunk in plan.chunks), default=1)
     tokens = rows.new_zeros(len(rows) * width).index_copy_(0, place, ids).view(len(rows), width)
     asked = PromptTokens(*prompt) if len(prompt[0]) else None
     sizes = max_kv_len, plan.choice, plan.min_batch_tokens
     ends = plan.choice is SamplingMode.LOGPROBS or any(chunk.next_token is None for chunk in plan.chunks)
-    lines = rows, rows, torch.zeros_like(rows), tokens, query_len, next_token
+    lines = rows, rows, torch.zeros_like(rows), tokens, query_len, next_token, draft_rows
     drafts = len(plan.no_draft) < len(plan.chunks) or plan.min_batch_tokens > 0  # which other ranks may wait for
     return PrefillBatch(*lines, *sizes, asked, allowed, ends, drafts)
 
@@ -188,9 +192,10 @@ def end_prefill(runner: ModelRunner, begun: BegunPrefill, output: TargetOutput, 
     elif runner.drafter is not None:
         shifted = torch.cat([batch.tokens[:, 1:], batch.tokens[:, :1]], dim=1)
         shifted = shifted.scatter(1, last[:, None], following[:, None])
-        drafting, kv_len, _ = runner.seen_by_draft(batch.rows, span.kv_len, batch.max_kv_len)
-        of_draft = replace(span, kv_len=kv_len, valid=valid & (drafting != runner.layout.dummy_row)[:, None])
-        attend = _attention(runner, runner.draft_layers, runner.draft_groups, replace(batch, rows=drafting), of_draft)
+        drafts = batch.draft_rows == batch.rows
+        of_draft = replace(span, kv_len=span.kv_len * drafts, valid=valid & drafts[:, None])
+        read = replace(batch, rows=batch.draft_rows)
+        attend = _attention(runner, runner.draft_layers, runner.draft_groups, read, of_draft)
         aux_hidden = torch.cat([output.hidden[..., :0], *output.aux_hidden], dim=-1)  # a drafter may read none
         at = runner.extension(rows, last)
         runner.select_for_draft(batch.rows, shifted.shape[1])

@@ -8,7 +8,7 @@ before any of them attends. The last block of each chunk comes first, so that li
 of rows is changed by these alone. A block of nobody is the dummy row's.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from treetop.types.errors import CheckError
+from treetop.types.ids import Row
 from treetop.types.layout import num_blocks
 from treetop.types.messages import Chunk
 
-_COLUMNS = 5
-"""Of each block beside its tokens: rows, ends, offset, query_len and next_token of a `PrefillBatch`."""
+_COLUMNS = 6
+"""Of each block beside its tokens: rows, ends, offset, query_len, next_token and draft_rows of a `PrefillBatch`."""
 
 
 class BlockLines(NamedTuple):
@@ -32,13 +33,14 @@ class BlockLines(NamedTuple):
     tokens: Tensor
     query_len: Tensor
     next_token: Tensor
+    draft_rows: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class PromptBuffers:
     """What a captured round is given of prompts, and what it found.
 
-    inputs: [blocks * (5 + width)] int64: columns [blocks] of a `PrefillBatch`, then its tokens [blocks, width]. A
+    inputs: [blocks * (6 + width)] int64: columns [blocks] of a `PrefillBatch`, then its tokens [blocks, width]. A
         smaller batch uses the first.
     token: [blocks] int64. finite: [blocks] bool. Of the lines that end a prompt.
     """
@@ -63,7 +65,7 @@ class PromptBuffers:
         blocks = self.blocks_of(size)
         columns = self.inputs[: _COLUMNS * blocks].view(_COLUMNS, blocks)
         tokens = self.inputs[_COLUMNS * blocks : self._numbers(size)].view(blocks, self.width)
-        return BlockLines(columns[0], columns[1], columns[2], tokens, columns[3], columns[4])
+        return BlockLines(columns[0], columns[1], columns[2], tokens, columns[3], columns[4], columns[5])
 
     def write(self, size: int, numbers: Tensor) -> None:
         """numbers: those of `block_numbers`, on the device: all that a round reads."""
@@ -78,8 +80,8 @@ class PromptBuffers:
         """A batch of nobody."""
         self.inputs[: self._numbers(size)].zero_()
         lines = self.lines_of(size)
-        lines.rows.fill_(dummy_row)
-        lines.ends.fill_(dummy_row)
+        for each in (lines.rows, lines.ends, lines.draft_rows):
+            each.fill_(dummy_row)
 
     def _numbers(self, size: int) -> int:
         return num_numbers(size, self.width)
@@ -103,8 +105,13 @@ def num_numbers(size: int, width: int) -> int:
     return size // width * (_COLUMNS + width)
 
 
-def block_numbers(chunks: Sequence[Chunk], size: int, width: int, dummy_row: int) -> list[int]:
-    """A step's chunks as `PromptBuffers.inputs` has them. Raises CheckError if they take more blocks than there are."""
+def block_numbers(
+    chunks: Sequence[Chunk], size: int, width: int, dummy_row: int, no_draft: Collection[Row] = ()
+) -> list[int]:
+    """A step's chunks as `PromptBuffers.inputs` has them. no_draft: rows that are padding to the draft.
+
+    Raises CheckError if they take more blocks than there are.
+    """
     blocks = size // width
     need = sum(num_blocks(len(chunk.token_ids), width) for chunk in chunks)
     if need > blocks:
@@ -127,5 +134,6 @@ def block_numbers(chunks: Sequence[Chunk], size: int, width: int, dummy_row: int
         *(start for _, start, _, _ in lines), *padding,
         *map(len, parts), *padding,
         *(-1 if after is None else after for *_, after in lines), *padding,
+        *(dummy_row if chunk.row in no_draft else chunk.row for chunk, *_ in lines), *nobody,
         *(token for part in parts for token in (*part, *[0] * (width - len(part)))), *padding * width,
     ]  # fmt: skip

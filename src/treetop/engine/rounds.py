@@ -138,21 +138,19 @@ def end_verify(runner: ModelRunner, key: RoundKey, begun: BegunVerify, output: T
         of_nodes = choose(ops, logits, runner.state.sampler, given.rows, given.positions, tree, key.choice)
         chosen = spread_choice(flat, of_nodes)
     growth = buffers.growth_of(key.bucket, shape) if shape.num_steps else None
-    forced, masked_drafts, drawn = None, None, chosen
+    forced, masked_drafts, drawn, draft_rows = None, None, chosen, buffers.draft_rows[: key.bucket]
     if growth is not None:
-        masked_drafts = MaskedDrafts(
-            rows, runner.state.numbers["no_draft"], None if masks is None else masks.masked_drafts
-        )
+        masked_drafts = MaskedDrafts(rows, draft_rows, None if masks is None else masks.masked_drafts)
         if runner.simulation is not None:
             chosen, forced = runner.simulation.choose(chosen, growth, ops, runner.drawn_at(rows))
-            forced = None if forced is None else forced * ~runner.state.numbers["no_draft"][rows]
+            forced = None if forced is None else forced * (rows == draft_rows)
     ops.accept(chosen, tree, accepted, forced, masked_drafts)
     if key.choice is SamplingMode.LOGPROBS:
         found = buffers.logprobs_of(key.bucket, shape)
         copy_into(found, path_logprobs(ops, logits, drawn, accepted, found.ids.shape[2]))
     paths = paths_of_round(runner, key, accepted.path)
     keep_nodes(runner, output, flat)
-    runner.state.accepted(ops, AcceptedRound(key.choice, paths, places, accepted, growth))
+    runner.state.accepted(ops, AcceptedRound(key.choice, paths, draft_rows, places, accepted, growth))
     tail_paths = paths if flat is None else paths.of_flat(flat, runner.layout.verify_tail)
     runner.commit(buffers.verify_tails, tail_paths)
     keep_states(runner, begun.recurrence, paths)
@@ -211,28 +209,28 @@ def extend_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     rows, places = buffers.rows[: key.bucket], buffers.places_of(key.bucket, shape)
     accepted, aux_hidden = buffers.accepted_of(key.bucket, shape), buffers.aux_hidden_of(key.bucket, shape)
     runner.probes.nan(aux_hidden, "features", Phase.EXTEND, rows)
-    paths = paths_of_round(runner, key, None)
-    pairs = ExtendPairs(places.committed, accepted.accept_len, places.path, accepted.tokens, aux_hidden)
+    prefix = runner.draft_prefix(key.bucket, max_kv_len)
+    paths = replace(paths_of_round(runner, key, None), rows=prefix[0])
+    pairs = ExtendPairs(prefix[1], accepted.accept_len, places.path, accepted.tokens, aux_hidden)
     classes = buffers.growth_of(key.bucket, shape).classes
     draft = runner.extended(rows, accepted.bonus, _extended(runner, key, pairs, paths, max_kv_len), classes)
     runner.ops.finish(runner.state.tables, rows, runner.layout.dummy_row, accepted.accept_len, accepted.bonus, draft)
 
 
-def defer_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
+def defer_phase(runner: ModelRunner, key: RoundKey, _: int) -> None:
     """Keep what the draft needs of a plain round's token, and finish."""
     state, buffers, dummy = runner.state, runner.buffers, runner.layout.dummy_row
     assert state.deferred is not None
     rows = buffers.rows[: key.bucket]
     accepted, aux_hidden = buffers.accepted_of(key.bucket, key.shape), buffers.aux_hidden_of(key.bucket, key.shape)
     runner.probes.nan(aux_hidden, "features", Phase.EXTEND, rows)
-    drafting, *_ = runner.seen_by_draft(rows, accepted.accept_len, max_kv_len)
-    defer(state.deferred, drafting, dummy, accepted.bonus, aux_hidden[:, 0])
+    defer(state.deferred, buffers.draft_rows[: key.bucket], dummy, accepted.bonus, aux_hidden[:, 0])
     runner.ops.finish(state.tables, rows, dummy, accepted.accept_len, accepted.bonus, None)
 
 
 def catch_up_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     """Extend all that rows have deferred, and propose what follows. Rows without any keep their state."""
-    state, rows, dummy = runner.state, runner.buffers.rows[: key.bucket], runner.layout.dummy_row
+    state, rows, dummy = runner.state, runner.buffers.draft_rows[: key.bucket], runner.layout.dummy_row
     assert state.deferred is not None
     assert state.draft is not None
     pairs, count = deferred_pairs(state.deferred, rows, state.committed[rows])
@@ -245,10 +243,10 @@ def catch_up_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
 
 
 def _extended(runner: ModelRunner, key: RoundKey, pairs: ExtendPairs, paths: Paths, max_kv_len: int) -> Tensor:
-    """The draft's K/V of pairs, committed along their paths. Returns the state after each row's last pair."""
+    """The draft's K/V of pairs, committed along paths of its rows. Returns the state after each row's last pair."""
     assert runner.drafter is not None
-    buffers, phase, width, plans = runner.buffers, Phase.EXTEND, paths.width, {}
-    prefix = runner.seen_by_draft(paths.rows, pairs.first, max_kv_len)
+    buffers, phase, width = runner.buffers, Phase.EXTEND, paths.width
+    prefix, plans = (paths.rows, pairs.first, max_kv_len), {}
     causal = buffers.causal[:width, :width].expand(key.bucket, -1, -1)
     for g in runner.draft_groups:
         plans[g.name] = runner.plan(runner.metadata(phase, g, prefix, pairs.positions, pairs.positions, causal))
@@ -257,7 +255,7 @@ def _extended(runner: ModelRunner, key: RoundKey, pairs: ExtendPairs, paths: Pat
     at = runner.extension(paths.rows, pairs.last)
     runner.select_for_draft(paths.rows, width)
     draft_state = runner.drafter.extend(pairs.tokens, pairs.aux_hidden, pairs.positions, at, attend)
-    runner.commit(buffers.extend_tails, replace(paths, rows=prefix[0]))
+    runner.commit(buffers.extend_tails, paths)
     return draft_state
 
 

@@ -143,13 +143,13 @@ class StagingBuffers:
         """
         self._check_level = check_level
         b, pieces = layout.max_requests, layout.disaggregation_slots
-        # Row lists, rows without a draft, cells; for a prefill the setups, and of each row: length, next token; of each
-        # token: place, id; or blocks of prompts.
+        # Row lists, of a mixed step two pairs, cells; for a prefill the setups, and of each row: length, next token; of
+        # each token: place, id; or blocks of prompts.
         # Of each prompt token with log-probabilities: place, id. For an import the checksums of each piece, known, row.
-        numbers = 5 * b + 3 * layout.max_edits + sum(setup_widths)
+        numbers = 6 * b + 3 * layout.max_edits + sum(setup_widths)
         packed = max((num_numbers(size, layout.prompt_block) for size in layout.prompt_sizes), default=0)
         numbers += max(4 * layout.chunk, pieces * (checksums + 2), packed)
-        most_columns = 3 + 3 * len(layout.groups) + len(setup_widths) + 6
+        most_columns = 2 + 3 * len(layout.groups) + len(setup_widths) + 6
         numbers += most_columns * (_ALIGNED - 1)
         self._inputs = zeros((numbers,), torch.int64)
         a_token = 1 + 2 + 2 * MAX_LOGPROBS  # its id, log-probabilities, ids of the best

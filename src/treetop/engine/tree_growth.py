@@ -8,7 +8,7 @@ from torch import Tensor
 
 from treetop.attention.layer import Attend, TailColumns
 from treetop.drafts.protocol import DraftBlock, Grower, Roots
-from treetop.engine.model_runner import ModelRunner
+from treetop.engine.model_runner import ModelRunner, Prefix
 from treetop.kernels.tree.rows import DraftState, RowTables, store_draft
 from treetop.speculative.draft import Level, grow_tree
 from treetop.speculative.forced import Forced, force_roots, is_free
@@ -26,30 +26,30 @@ def grow_trees(
     forced: what must follow each root, as `Forced` has it; None if nothing is known of any.
     """
     buffers, ops, bucket, k = runner.buffers, runner.ops, len(rows), shape.topk
-    grower, lines = _grower(runner, rows, shape, max_kv_len, forced) if shape.num_steps else (None, None)
+    prefix = runner.draft_prefix(bucket, max_kv_len) if shape.num_steps else None
+    grower, lines = (None, None) if prefix is None else _grower(runner, rows, shape, prefix, forced)
     tree, places = buffers.tree_of(bucket, shape), buffers.places_of(bucket, shape)
     tables, places_of_rows = _tables_of_roots(runner, rows, max_kv_len, k)
     growth = buffers.growth_of(bucket, shape)
     frontier = ops.start(tables, places_of_rows, growth, tree, places, buffers.identity[:k, :k])
-    if grower is not None:
-        attend = _level_attention(runner, rows, places.committed, shape, max_kv_len)
+    if grower is not None and prefix is not None:
+        attend = _level_attention(runner, prefix, places.committed, shape)
         runner.select_for_draft(rows, k)
         grow_tree(grower, growth, frontier, ops, attend, lines, runner.layout.lead)
         ops.select(growth, tree, places)
     flat = buffers.flat_of(bucket, shape)
     if flat is not None:
-        drafting, _, _ = runner.seen_by_draft(rows, places.committed, max_kv_len)  # nobody accepts the others' nodes
-        ops.trim(tree, places, growth.chosen, drafting, runner.layout.dummy_row, flat)
+        ops.trim(tree, places, growth.chosen, buffers.draft_rows[:bucket], runner.layout.dummy_row, flat)
 
 
 def _grower(
-    runner: ModelRunner, rows: Tensor, shape: SpecShape, max_kv_len: int, forced: Tensor | None
+    runner: ModelRunner, rows: Tensor, shape: SpecShape, prefix: Prefix, forced: Tensor | None
 ) -> tuple[Grower, Any]:
     """What trees grow by, and the lines of its block, once rows keep the proposals that are to grow."""
     drafter, draft, simulation = runner.drafter, runner.state.draft, runner.simulation
     assert drafter is not None
     assert draft is not None
-    lines = None if drafter.block is None else _opened(runner, drafter.block, rows, shape, max_kv_len)
+    lines = None if drafter.block is None else _opened(runner, drafter.block, rows, shape, prefix)
     grower: Grower = drafter
     if simulation is not None:
         grower = simulation.grower(drafter, draft.logprob, shape.topk, runner.ops, runner.drawn_at(rows))
@@ -60,11 +60,10 @@ def _grower(
 
 
 def _level_attention(
-    runner: ModelRunner, rows: Tensor, committed: Tensor, shape: SpecShape, max_kv_len: int
+    runner: ModelRunner, prefix: Prefix, committed: Tensor, shape: SpecShape
 ) -> Callable[[Level], Attend]:
-    """The attention of each level. committed: [rows] int64."""
+    """The attention of each level. committed: [rows] int64, where rows stand."""
     phase, begun = Phase.DRAFT, dict[GroupName, Any]()
-    prefix = runner.seen_by_draft(rows, committed, max_kv_len)
     if runner.groups_read:
         beside = runner.committed_attention(phase, prefix, shape.topk)
         return lambda _: beside
@@ -80,12 +79,11 @@ def _level_attention(
     return attend
 
 
-def _opened(runner: ModelRunner, block: DraftBlock, rows: Tensor, shape: SpecShape, max_kv_len: int) -> Any:
+def _opened(runner: ModelRunner, block: DraftBlock, rows: Tensor, shape: SpecShape, prefix: Prefix) -> Any:
     """The drafter's block, from the roots on; rows keep what is proposed after these. Returns the block's lines."""
     state, buffers, width = runner.state, runner.buffers, runner.layout.block
     committed = state.committed[rows]
     root = runner.probes.index(state.root[rows], 0, runner.target.config.vocab_size, "root_token", Phase.DRAFT, rows)
-    prefix = runner.seen_by_draft(rows, committed, max_kv_len)
     attend: Attend
     if runner.groups_read:
         attend = runner.committed_attention(Phase.DRAFT, prefix, width)

@@ -26,10 +26,15 @@ from treetop.types.tree import Accepted, PathPositions
 
 @dataclass(frozen=True, slots=True)
 class AcceptedRound:
-    """What a round accepted of each row of its batch. growth: the tree's candidates; None of a tree of a root alone."""
+    """What a round accepted of each row of its batch.
+
+    draft_rows: [rows] int64, the batch's, but the dummy row for those without a draft.
+    growth: the tree's candidates; None of a tree of a root alone.
+    """
 
     choice: SamplingMode
     paths: Paths
+    draft_rows: Tensor
     places: PathPositions
     accepted: Accepted
     growth: TreeBuilder | None

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
-
 from treetop.engine.features.feature import AcceptedRound, RowFeature
 from treetop.engine.features.sampling import RowNumbers
 from treetop.kernels.table import Ops
@@ -22,7 +20,5 @@ class Learning(RowFeature):
     def accepted(self, ops: Ops, of: AcceptedRound) -> None:
         if of.growth is not None:
             constrained = self.numbers["constrained"] if of.choice.processes else None
-            rows, dummy = of.paths.rows, of.paths.dummy_row
-            drafting = torch.where(self.numbers["no_draft"][rows], dummy, rows)
-            observed = Observed(drafting, dummy, constrained, self.makes_logits)
+            observed = Observed(of.draft_rows, of.paths.dummy_row, constrained, self.makes_logits)
             ops.learn(self.calibration, of.growth, of.accepted, observed)

@@ -48,7 +48,6 @@ _INTEGERS: dict[str, Callable[[RowSetup], int]] = {
     "adapter": lambda setup: setup.adapter,
 }
 _FLAGS: dict[str, Callable[[RowSetup], bool]] = {
-    "no_draft": lambda setup: not setup.drafts,
     "active": is_active,
     "constrained": lambda setup: setup.constrained,
 }

@@ -67,6 +67,7 @@ def dummy_batch(runner: ModelRunner, choice: SamplingMode, rows: int, width: int
         tokens=dummies.new_zeros((rows, width)),
         query_len=dummies.new_zeros(rows),
         next_token=dummies.new_full((rows,), -1),
+        draft_rows=dummies,
         max_kv_len=runner.layout.max_committed,
         choice=choice,
         prompt=_prompt_tokens(runner, dummies, rows * width) if choice is SamplingMode.LOGPROBS else None,
@@ -81,7 +82,7 @@ def _prompt_tokens(runner: ModelRunner, dummies: Tensor, maximum: int) -> Prompt
 
 def _round(runner: ModelRunner, choice: SamplingMode) -> None:
     layout = runner.layout
-    runner.buffers.rows.fill_(layout.dummy_row)
+    runner.buffers.row_lists.fill_(layout.dummy_row)
     keys = [RoundKey(layout.most_rows(shape), shape, choice) for shape in layout.shapes]
     for key in (*keys, RoundKey.of_catch_up(layout.max_requests)) if layout.max_deferred else keys:
         run_phases(runner, key, layout.max_committed)
@@ -89,7 +90,7 @@ def _round(runner: ModelRunner, choice: SamplingMode) -> None:
 
 def _mixed(runner: ModelRunner, choice: SamplingMode, rows: int, width: int) -> None:
     layout, batch = runner.layout, dummy_batch(runner, choice, rows, width)
-    runner.buffers.rows.fill_(layout.dummy_row)
+    runner.buffers.row_lists.fill_(layout.dummy_row)
     for shape in layout.shapes:
         key = RoundKey(layout.most_rows(shape), shape, choice, mixed=True)
         Eager(runner).launch(key, layout.max_committed, partial(mixed_verify, runner, batch, key, layout.max_committed))

@@ -51,7 +51,7 @@ def self_test_capacity(runner: ModelRunner, launcher: RoundLauncher) -> None:
         keys.append(RoundKey.of_catch_up(layout.max_requests))
     with on_null_pages(runner):
         for key in keys + mixed:
-            runner.buffers.rows.copy_(runner.buffers.rows.new_tensor(range(layout.max_requests)))
+            runner.buffers.row_lists.copy_(runner.buffers.rows.new_tensor(range(layout.max_requests)))
             state.committed[: layout.max_requests] = layout.max_committed
             if state.deferred is not None:
                 state.deferred.count[: layout.max_requests] = layout.max_deferred if key.catches_up else 0
@@ -69,7 +69,7 @@ def _fill_blocks(runner: ModelRunner, size: int) -> None:
     chunk = Chunk(Row(row), layout.max_context - size, (0,) * size, None)
     numbers = block_numbers([chunk], size, layout.prompt_block, layout.dummy_row)
     runner.buffers.prompts.write(size, runner.buffers.rows.new_tensor(numbers))
-    runner.buffers.rows[row] = layout.dummy_row
+    runner.buffers.row_lists[:, row] = layout.dummy_row
     runner.state.committed[row] = chunk.start
 
 
@@ -81,7 +81,7 @@ def _longest_chunk(runner: ModelRunner, key: RoundKey) -> None:
     batch = dummy_batch(runner, key.choice, 1, width)
     batch.rows.fill_(row)
     batch.query_len.fill_(width)
-    runner.buffers.rows[row] = layout.dummy_row
+    runner.buffers.row_lists[:, row] = layout.dummy_row
     runner.state.committed[row] = start
     mixed_verify(runner, batch, key, layout.max_committed)
 
@@ -108,7 +108,7 @@ def self_test_padding(runner: ModelRunner, launcher: RoundLauncher) -> None:
     """
     layout = runner.layout
     bucket = layout.buckets[0]
-    runner.buffers.rows.fill_(layout.dummy_row)
+    runner.buffers.row_lists.fill_(layout.dummy_row)
     for shape in layout.shapes:
         key = RoundKey(bucket, shape, SamplingMode.GREEDY)
         launcher.launch(key, layout.max_committed)
@@ -132,7 +132,7 @@ def self_test_acceptance(runner: ModelRunner) -> None:
     Raises CheckError if a path leaves its tree.
     """
     bucket = runner.layout.buckets[0]
-    runner.buffers.rows.fill_(runner.layout.dummy_row)
+    runner.buffers.row_lists.fill_(runner.layout.dummy_row)
     for shape in runner.layout.shapes:
         if shape.num_steps and runner.simulation is None:
             _self_test_acceptance_of(shape, runner, bucket)
@@ -213,7 +213,7 @@ def _self_test_acceptance_of(shape: SpecShape, runner: ModelRunner, bucket: int)
     tree, accepted = runner.buffers.tree_of(bucket, shape), runner.buffers.accepted_of(bucket, shape)
     tree.tokens.zero_()
     nothing = runner.target.embedding.new_zeros((bucket, shape.num_draft_tokens, runner.target.config.hidden_size))
-    masked_drafts = MaskedDrafts(runner.buffers.rows[:bucket], runner.state.numbers["no_draft"], None)
+    masked_drafts = MaskedDrafts(runner.buffers.rows[:bucket], runner.buffers.draft_rows[:bucket], None)
     try:
         choice = runner.ops.greedy(torch.zeros_like(runner.target.piece(nothing)))
         runner.ops.accept(choice, tree, accepted, None, masked_drafts)

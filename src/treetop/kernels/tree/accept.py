@@ -31,18 +31,17 @@ _PIECE = 4096
 class MaskedDrafts:
     """Drafts that are not accepted, whatever the target chooses.
 
-    rows: [rows] int64, of the batch.
-    no_draft: [num_rows] bool, rows of which none is.
+    rows, draft_rows: [rows] int64, of the batch: the same, but where none of a row's drafts is accepted.
     nodes: [rows, T] bool, drafts of constrained rows behind which it is not known what is allowed; None for none.
     """
 
     rows: Tensor
-    no_draft: Tensor
+    draft_rows: Tensor
     nodes: Tensor | None
 
     def of_tree(self) -> Tensor:
         """[rows, 1 or T] bool."""
-        no_draft = self.no_draft[self.rows][:, None]
+        no_draft = (self.rows != self.draft_rows)[:, None]
         return no_draft if self.nodes is None else no_draft | self.nodes
 
 
@@ -152,17 +151,18 @@ def accept_in_one_launch(
     assert out.path.stride() == out.tokens.stride()
     flags, width = tree.mask.view(torch.uint8), out.path.shape[1]
     pieces = choice.shape[2] if greedy else 1
-    rows_in = no_draft = nodes_in = flags
+    rows_in = draft_rows_in = nodes_in = flags
     if masked_drafts is not None:
-        rows_in, no_draft = masked_drafts.rows, masked_drafts.no_draft.view(torch.uint8)
-        nodes_in = no_draft if masked_drafts.nodes is None else masked_drafts.nodes.view(torch.uint8)
+        rows_in, draft_rows_in = masked_drafts.rows, masked_drafts.draft_rows
+        nodes_in = flags if masked_drafts.nodes is None else masked_drafts.nodes.view(torch.uint8)
         assert rows_in.is_contiguous()
+        assert draft_rows_in.is_contiguous()
         assert masked_drafts.nodes is None or masked_drafts.nodes.stride(1) == 1
     _accept_kernel[(rows,)](
         choice, finite_in, tree.tokens, tree.parent, tree.depth, flags, out.accept_len if forced is None else forced,
         out.path, out.accept_len, out.tokens, out.bonus, out.finite.view(torch.uint8), out.choice, out.choice.stride(0),
         tree.tokens.stride(0), flags.stride(0), flags.stride(1), out.path.stride(0),
-        rows_in, no_draft, nodes_in, nodes_in.stride(0),
+        rows_in, draft_rows_in, nodes_in, nodes_in.stride(0),
         masks_drafts=masked_drafts is not None,
         masks_nodes=masked_drafts is not None and masked_drafts.nodes is not None,
         nodes=nodes, width=width, pieces=pieces, block_t=lanes(nodes), block_w=lanes(width), block_p=lanes(pieces),
@@ -176,7 +176,8 @@ def _accept_kernel(
     choice: Arg, finite_in: Arg, tokens: Arg, parent: Arg, depth: Arg, mask: Arg, forced: Arg,
     path: Arg, accept_len: Arg, out_tokens: Arg, bonus: Arg, finite: Arg, out_choice: Arg, choice_row: Arg,
     tree_row: Arg, mask_row: Arg, mask_node: Arg, path_row: Arg,
-    rows_in: Arg, no_draft: Arg, masked_drafts: Arg, masked_row: Arg, masks_drafts: constexpr, masks_nodes: constexpr,
+    rows_in: Arg, draft_rows_in: Arg, masked_drafts: Arg, masked_row: Arg,
+    masks_drafts: constexpr, masks_nodes: constexpr,
     nodes: constexpr, width: constexpr, pieces: constexpr, block_t: constexpr, block_w: constexpr,
     block_p: constexpr, greedy: constexpr, is_forced: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
@@ -210,7 +211,7 @@ def _accept_kernel(
         drafted = tl.load(tokens + row * tree_row + node, mask=real, other=-1)
         wanted = drafted == expected
         if masks_drafts:
-            wanted = wanted & (tl.load(no_draft + tl.load(rows_in + row)) == 0)
+            wanted = wanted & (tl.load(rows_in + row) == tl.load(draft_rows_in + row))
         if masks_nodes:
             wanted = wanted & (tl.load(masked_drafts + row * masked_row + node, mask=real, other=0) == 0)
         wanted = wanted | (node == 0)
