@@ -70,6 +70,21 @@ def test_it_wakes_as_after_a_start_and_memory_is_given_back(pair, level, graphs)
     llm.scheduler.check_integrity()
 
 
+@pytest.mark.parametrize(("level", "keeps"), few_of([(1, True), (2, False)], 0))
+def test_what_was_learned_of_the_pair_until_then_is_known_when_it_wakes(pair, tmp_path, level, keeps):
+    """Not what its file said when the engine started."""
+    folder = {"speculative_calibration_dir": str(tmp_path)} if keeps else {}
+    llm = build(pair, SHAPE, speculative_calibration="learn", **folder)
+    for _ in range(2):
+        answers(llm, pair)
+        calibration = llm.engine.runner.state.calibration
+        learned = [table.clone() for table in (calibration.nodes, calibration.inv_temp)]
+        assert learned[0].any()
+        llm.sleep(level)
+        llm.wake_up()
+        assert all(map(torch.equal, learned, (calibration.nodes, calibration.inv_temp)))
+
+
 def test_tags_wake_apart_and_weights_may_change_between(pair, tmp_path):
     other = Pair(save_random_llama(tmp_path / "other", seed=8), pair.head)
     want = answers(build(other, SHAPE), pair)

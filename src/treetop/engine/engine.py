@@ -420,7 +420,6 @@ class Engine:
             self.runner, self._asleep = wake(self._plan, self.layout, self.runner, self._asleep, asked, models)
             if not self._asleep.tags:
                 self._capture()
-                self._begin_calibration()
 
     def _replace_weights(self, new: NewWeights) -> None:
         """Put other weights in the place of target and draft. No K/V of before may be read.
