@@ -320,12 +320,16 @@ def test_tensors_that_do_not_fit_change_nothing(strong_pair, weak_pair, monkeypa
         ({}, "no tensors were given"),
         (iter(()), "no tensors were given"),
     ):
-        with pytest.raises((CheckpointError, InputError), match=words):
+        with pytest.raises((CheckpointError, InputError), match=words) as error:
             llm.update_weights(wrong)
+        assert str(error.value).startswith("update_weights: ")
+        assert str(tmp_path) not in str(error.value), "a folder that is nobody's"
     head = tensors_of(strong_pair.head)
     name = next(name for name in head if head[name].ndim == 2)
-    with pytest.raises((CheckpointError, ConfigError)):
+    with pytest.raises(CheckpointError, match=f"^update_weights: the tensors given for draft: .*{name}"):
         llm.update_weights(changed, {**head, name: head[name][:, :-1]})
+    with pytest.raises(CheckpointError, match=f"^update_weights: the tensors given for model: missing tensor {last}$"):
+        llm.update_weights({key: tensor for key, tensor in changed.items() if key != last})
     with pytest.raises(InputError, match="give a model or a draft"):
         llm.update_weights(more=True)
     assert answers(llm, prompts) == old

@@ -1,5 +1,6 @@
 """Where weights that are handed to a running engine lie: folders as they are given, or new ones for tensors by name."""
 
+import re
 import shutil
 import tempfile
 import weakref
@@ -135,7 +136,11 @@ class WeightFolders:
                 draft_tensors=sent.get("draft"),
                 more=more,
             )
-        except (UserError, GeneratorExit):
+        except UserError as error:
+            self._named(error, written)
+            _remove(written.values())
+            raise
+        except GeneratorExit:
             _remove(written.values())
             raise
         except BaseException:
@@ -146,6 +151,16 @@ class WeightFolders:
             _remove(self._written[kind])
             self._written[kind] = [written[kind]] if kind in written else []
         self._paths |= paths
+
+    def _named(self, error: UserError, written: Mapping[str, WrittenFolder]) -> None:
+        """An error says of what was given where it is wrong, not in which folder of tensors, which nobody has seen."""
+        every = [(kind, folder) for kind, folders in self._written.items() for folder in folders]
+        text = str(error)
+        for kind, folder in (*every, *written.items()):
+            file = re.escape(str(folder.path)) + r"(/tensors-\d+\.safetensors)?"
+            text = re.sub(file, f"the tensors given for {kind}", text)
+        if text != str(error):
+            error.args = (text if text.startswith("update_weights") else f"update_weights: {text}",)
 
     def _like(self, kind: str) -> Path:
         now = self._paths[kind]
