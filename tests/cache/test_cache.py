@@ -306,7 +306,7 @@ def test_a_window_page_that_somebody_reads_stays_and_one_that_was_left_may_go():
     keep(cache, ids, [(1, 21), (2, 22), (3, 23)], (FULL, WINDOW))
     path = cache.match(ids)
     cache.pin(path)
-    assert [cache.read(node, WINDOW) for node in path[1:]] == [22, 23]
+    assert cache.read(path[1:], WINDOW) == [22, 23]
     assert cache.num_evictable(WINDOW) == 1
     assert cache.evict(WINDOW) == [(WINDOW, 21)]
     cache.leave(path[1], WINDOW)

@@ -95,9 +95,10 @@ class SlowCache:
             dropped += self.prune(node)
         return dropped
 
-    def read(self, node, group):
-        node.readers += group == WINDOW
-        return node.pages[group]
+    def read(self, path, group):
+        for node in path:
+            node.readers += group == WINDOW
+        return [node.pages[group] for node in path]
 
     def leave(self, node, group):
         if group == WINDOW:
@@ -155,7 +156,9 @@ class Lease:
         if WINDOW not in self.groups:
             return
         for column in columns:
-            pages = [each.read(path[column], WINDOW) for each, path in zip(self.caches, self.paths, strict=True)]
+            pages = [
+                each.read(path[column : column + 1], WINDOW) for each, path in zip(self.caches, self.paths, strict=True)
+            ]
             assert pages[0] == pages[1]
             self.read.append(column)
 
@@ -274,7 +277,7 @@ def costs(num_pages: int) -> list[int]:
         lambda: cache.match(known),
         lambda: insert(cache, new),
         lambda: cache.pin(path),
-        lambda: [cache.read(node, WINDOW) for node in path],
+        lambda: cache.read(path, WINDOW),
         lambda: [cache.leave(node, WINDOW) for node in path],
         lambda: [cache.num_evictable(group) for group in (FULL, WINDOW)],
         lambda: [cache.evict(group) for group in (FULL, WINDOW) for _ in range(20)],
@@ -335,7 +338,7 @@ def test_the_check_finds_books_that_are_wrong(spoil, says):
     for page, node in enumerate(path):
         for group in (FULL, WINDOW):
             cache.fill(node, group, PageId(page + 1))
-            cache.read(node, group)
+            cache.read([node], group)
     cache.check([path])
     with pytest.raises(OwnershipError, match="1 pins, 0 leases"):
         cache.check([])

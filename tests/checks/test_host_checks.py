@@ -8,7 +8,7 @@ import torch
 
 from support.engines import build, greedy, submit, tokens
 from support.memory import all_tensors, state_tensors
-from treetop.checks.host import check_cached, check_cell, check_emitted, check_padded, check_result
+from treetop.checks.host import check_cached, check_cells, check_emitted, check_padded, check_result
 from treetop.engine.staging import check_own_memory
 from treetop.types.errors import CheckError
 from treetop.types.ids import DRAFT, FULL, PageId, Row
@@ -53,9 +53,12 @@ ROUND_MISTAKES = {
 }
 PREFILL_MISTAKES = {
     "an edit of the dummy row": (lambda p: edited(p, row=Row(3)), ["page_table.", "row 3", "[0, 2]"]),
-    "an edit of no column": (lambda p: edited(p, column=65), ["page_table.", "column", "65", "[0, 64]"]),
-    "an edit with no page": (lambda p: edited(p, page=PageId(999)), ["page_table.", "page", "999"]),
-    "an edit with a negative page": (lambda p: edited(p, page=PageId(-1)), ["page", "-1"]),
+    "an edit of no column": (
+        lambda p: edited(p, columns=(65,), pages=(PageId(1),)),
+        ["page_table.", "column", "65", "[0, 64]"],
+    ),
+    "an edit with no page": (lambda p: edited(p, columns=(0,), pages=(PageId(999),)), ["page_table.", "page", "999"]),
+    "an edit with a negative page": (lambda p: edited(p, columns=(0,), pages=(PageId(-1),)), ["page", "-1"]),
     "a chunk in two rows": (lambda p: replace(p, chunks=(p.chunks[0], p.chunks[0])), ["twice"]),
     "a setup of the dummy row": (
         lambda p: replace(p, setups=(replace(p.setups[0], row=Row(3)), *p.setups[1:])),
@@ -121,10 +124,13 @@ def test_padding_results_and_what_is_handed_out_are_checked(strong_pair):
     check_cached(Row(2), 7, 7)
     with pytest.raises(CheckError, match=r"tokens for the prefix cache: row 2 has 8, outside \[0, 7\]"):
         check_cached(Row(2), 8, 7)
-    check_cell(PageEdit(FULL, Row(2), 1, PageId(5)), [4, 5])
-    for pages in ([4], [5, 4], None):
-        with pytest.raises(CheckError, match=r"page_table\.full cell: row 2, column 1 is to hold page 5"):
-            check_cell(PageEdit(FULL, Row(2), 1, PageId(5)), pages)
+    check_cells(PageEdit(FULL, Row(2), (0, 1), (PageId(4), PageId(5))), [4, 5])
+    for pages in ([4], [4, 6], None):
+        column = 0 if pages is None else 1
+        with pytest.raises(
+            CheckError, match=rf"page_table\.full cell: row 2, column {column} is to hold page {4 + column}"
+        ):
+            check_cells(PageEdit(FULL, Row(2), (0, 1), (PageId(4), PageId(5))), pages)
     buffer = torch.zeros(8)
     check_own_memory("path", buffer[:2].clone(), buffer)
     with pytest.raises(CheckError, match="path"):

@@ -346,7 +346,9 @@ def test_a_plan_with_more_changes_than_there_is_room_for_is_refused(strong_pair)
     llm = build(strong_pair, SHAPE, page_size=64)
     submit(llm, strong_pair.prompts([9]), greedy(30))
     plan = llm.scheduler.plan()
-    edits = tuple(PageEdit(FULL, plan.rows[0], 0, plan.edits[0].page) for _ in range(llm.engine.layout.max_edits + 1))
+    edits = tuple(
+        PageEdit(FULL, plan.rows[0], (0,), plan.edits[0].pages[:1]) for _ in range(llm.engine.layout.max_edits + 1)
+    )
     with pytest.raises(CapacityError, match="max_edits"):
         llm.engine.launch(RoundPlan(edits, (), (), llm.config.shape, 0, plan.choice))
 
@@ -361,7 +363,7 @@ def test_admission_keeps_to_what_a_plan_can_carry(strong_pair):
     requests = submit(llm, prompts, greedy(6))
     admitted, maximum = [], 0
     for plan, _ in steps(llm):
-        maximum = max(maximum, len(plan.edits))
+        maximum = max(maximum, sum(len(edit.columns) for edit in plan.edits))
         admitted += [len(plan.setups)] if isinstance(plan, PrefillPlan) else []
     assert maximum > 2 * 220
     assert 1 <= max(admitted) < 8
@@ -374,7 +376,7 @@ def test_a_cell_is_written_once_a_plan_and_padding_never(strong_pair):
     llm = build(strong_pair, SHAPE, **tight, overlap=True)
     submit(llm, strong_pair.prompts([30, 12, 25, 7]), greedy(60, whole=True))
     for plan, _ in pump(llm):
-        cells = [(edit.group, edit.row, edit.column) for edit in plan.edits]
+        cells = [(edit.group, edit.row, column) for edit in plan.edits for column in edit.columns]
         assert len(set(cells)) == len(cells)
         assert {edit.group for edit in plan.edits} <= {FULL, DRAFT}
         assert llm.engine.layout.dummy_row not in {edit.row for edit in plan.edits}

@@ -219,8 +219,8 @@ class RequestMachine(RuleBasedStateMachine):
             needed = range(seen, min(last, max(request.num_computed_tokens - 1, 0) // layout.page_size) + 1)
             assert all(pages[column] != NULL_PAGE for column in needed), "a page that a query can see was given back"
         cells = self.llm.engine.runner.state.page_tables[group.name].data[row, : len(pages)].tolist()
-        waiting = self.llm.scheduler.rows.cells  # for the next plan
-        assert [waiting.get((group.name, row, i), cell) for i, cell in enumerate(cells)] == list(pages)
+        waiting = self.llm.scheduler.rows.cells.get((group.name, row), {})  # for the next plan
+        assert [waiting.get(i, cell) for i, cell in enumerate(cells)] == list(pages)
 
     def teardown(self):
         if not hasattr(self, "llm"):

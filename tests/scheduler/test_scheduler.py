@@ -401,7 +401,7 @@ def abort_who_waits_for_pages(pair) -> int:
     while scheduler.has_work:
         while (plan := scheduler.plan()) is not None:
             tickets.append(llm.engine.launch(plan))
-        rows = {row for _, row, _ in scheduler.rows.cells}
+        rows = {row for _, row in scheduler.rows.cells}
         for request in [each for row, each in scheduler.rows.by_row.items() if row in rows]:
             aborted += scheduler.abort(request.request_id) is not None
         if tickets:

@@ -58,7 +58,8 @@ class PagedEngine(CountingEngine):
         if isinstance(plan, OffloadPlan):
             return plan, StepResult(intact=self._offload(plan))
         for edit in plan.edits:
-            self.tables[edit.group, edit.row, edit.column] = edit.page
+            for column, page in zip(edit.columns, edit.pages, strict=True):
+                self.tables[edit.group, edit.row, column] = page
         if isinstance(plan, PrefillPlan):
             for setup in plan.setups:
                 self.ids[setup.row] = [*setup.prefix_ids]

@@ -92,8 +92,7 @@ class KVCacheManager:
         """Take over a group's pages of a prefix hit, those that a query after it can see (sgl-19796)."""
         assert self._radix is not None
         first = self._first_column(group, lease.shared * self._layout.page_size)
-        seen = [self._radix.read(node, group) for node in lease.path[first:]]
-        lease.pages[group] = [NULL_PAGE] * first + seen
+        lease.pages[group] = [NULL_PAGE] * first + self._radix.read(lease.path[first:], group)
 
     def reserve(self, lease: Lease, num_tokens: int, committed: int = 0, step_end: int | None = None) -> Cells | None:
         """Grow the lease to hold `num_tokens` in every group: the new cells, or None and nothing changed.
@@ -163,7 +162,7 @@ class KVCacheManager:
                     self._allocators[group].transfer(page, lease.owner, CACHE)
                     self._radix.fill(node, group, page)
                     self._nodes[group][page] = node
-                self._radix.read(node, group)
+                self._radix.read([node], group)
         lease.path += nodes
         return cells
 

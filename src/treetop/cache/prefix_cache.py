@@ -135,17 +135,18 @@ class PrefixCache:
         usable = reach = 0
         serial, limit = self._root.serial, (len(ids) - 1) // self._page_size
         groups = self._loose if drafts else self._windows
-        begins = dict.fromkeys(groups, 0)  # first page of the unbroken run that ends here
+        whole = {group for group in groups if self._loose[group].window is None}
+        begins = {group: 0 for group in groups if group not in whole}  # first page of the unbroken run that ends here
         for tokens in self._tokens(ids, 0, limit, salt):
             node = self._nodes.get((serial, tokens))
-            if node is None:
+            if node is None or not whole <= node.pages.keys():  # what sees everything lacks a page: no path goes on
                 break
             path.append(node)
             serial, end = node.serial, len(path)
             for group in begins:
                 if group not in node.pages:
                     begins[group] = end
-            if all(begin <= self._first_seen(group, end) for group, begin in begins.items()):
+            if not begins or all(begin <= self._first_seen(group, end) for group, begin in begins.items()):
                 reach = end
                 if self._checkpoints is None or self._checkpoints.holds(node):
                     usable = end
@@ -168,7 +169,7 @@ class PrefixCache:
                 if self.watcher is not None:
                     self.watcher.stored(node.serial, child.serial, tokens)
             else:
-                self._pin(child)
+                self.pin([child])
             nodes.append(child)
             node = child
         return nodes
@@ -186,7 +187,9 @@ class PrefixCache:
         them.
         """
         for node in path:
-            self._pin(node)
+            if node.pins == 0:
+                del self._unpinned[node]
+            node.pins += 1
 
     def unpin(self, path: Sequence[Node]) -> Pages:
         """End one pin of each node of a path. What nothing else pins has been used just now.
@@ -202,13 +205,14 @@ class PrefixCache:
                     dropped += self._drop(node)
         return dropped
 
-    def read(self, node: Node, group: GroupName) -> PageId:
-        """A pinned node's page in a group, which in a loose group stays until `leave`."""
+    def read(self, path: Sequence[Node], group: GroupName) -> list[PageId]:
+        """The pages of pinned nodes in a group, which in a loose group stay until `leave`."""
         if group in self._loose:
-            pages = self._loose[group]
-            pages.unread.pop(node, None)
-            pages.readers[node] = pages.readers.get(node, 0) + 1
-        return node.pages[group]
+            readers, unread = self._loose[group].readers, self._loose[group].unread
+            for node in path:
+                unread.pop(node, None)
+                readers[node] = readers.get(node, 0) + 1
+        return [node.pages[group] for node in path]
 
     def leave(self, node: Node, group: GroupName) -> None:
         """A lease that read a node's page does not see it any more."""
@@ -287,11 +291,6 @@ class PrefixCache:
                 raise OwnershipError("prefix cache: a node would be evicted before its child")
 
     # ---------------------------------------------------------------- inside
-
-    def _pin(self, node: Node) -> None:
-        if node.pins == 0:
-            del self._unpinned[node]
-        node.pins += 1
 
     def _is_useless(self, node: Node) -> bool:
         """Whether nothing is read there or below, and no hit can end there, for want of a window's page."""

@@ -36,7 +36,7 @@ class PlanChecker:
     def check(self, plan: StepPlan) -> None:
         """Raise CheckError naming quantity, row, value and range if a plan cannot be run on this layout."""
         layout = self._layout
-        layout.require("max_edits", len(plan.edits))
+        layout.require("max_edits", sum(len(edit.columns) for edit in plan.edits))
         for edit in plan.edits:
             self._check_edit(edit)
         if isinstance(plan, MixedPlan):
@@ -71,7 +71,7 @@ class PlanChecker:
         if not self._layout.mixed:
             raise CheckError("mixed step: the layout has no room for one")
         check_rows(plan.rows, self._layout)
-        cells = [(edit.group, edit.row, edit.column) for edit in plan.edits]
+        cells = [(edit.group, edit.row, column) for edit in plan.edits for column in edit.columns]
         if len({*cells}) < len(cells):
             raise CheckError(f"mixed step: a page-table cell is named twice in {cells}")
         for part in (plan.prefill, plan.round):
@@ -89,8 +89,12 @@ class PlanChecker:
     def _check_edit(self, edit: PageEdit) -> None:
         table, last_row = f"page_table.{edit.group}", self._layout.max_requests - 1
         _within(f"{table} row", edit.row, edit.row, 0, last_row)
-        _within(f"{table} column", edit.row, edit.column, 0, self._layout.page_columns - 1)
-        _within(f"{table} page", edit.row, edit.page, 0, self._num_pages[edit.group] - 1)
+        for kind, values, end in (
+            ("column", edit.columns, self._layout.page_columns),
+            ("page", edit.pages, self._num_pages[edit.group]),
+        ):
+            for value in (min(values), max(values)):
+                _within(f"{table} {kind}", edit.row, value, 0, end - 1)
 
     def _check_chunk(self, chunk: Chunk) -> None:
         """A chunk ends inside the context, and starts with the token that the chunk before it promised (sgl-26329)."""
@@ -201,16 +205,18 @@ def check_cached(row: Row, num_cached: int, num_committed: int) -> None:
     _within("tokens for the prefix cache", row, num_cached, 0, num_committed)
 
 
-def check_cell(edit: PageEdit, pages: Sequence[int] | None) -> None:
-    """A page-table cell is to hold what its row's lease holds there.
+def check_cells(edit: PageEdit, pages: Sequence[int] | None) -> None:
+    """Page-table cells are to hold what their row's lease holds there.
 
     pages: the lease's, by column; None if no request has the row.
     """
-    if pages is None or edit.column >= len(pages) or pages[edit.column] != edit.page:
-        raise CheckError(
-            f"page_table.{edit.group} cell: row {edit.row}, column {edit.column} is to hold page {edit.page}, which"
-            " the request in this row does not hold there"
-        )
+    held = [] if pages is None else pages
+    for column, page in zip(edit.columns, edit.pages, strict=True):
+        if column >= len(held) or held[column] != page:
+            raise CheckError(
+                f"page_table.{edit.group} cell: row {edit.row}, column {column} is to hold page {page}, which the"
+                " request in this row does not hold there"
+            )
 
 
 def check_round(plan: RoundPlan, layout: Layout) -> None:

@@ -5,9 +5,10 @@ same slot. `max_steps` are out at most, so a slot that comes round again has lon
 """
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice, repeat
+from itertools import islice, repeat
 
 import torch
 from torch import Tensor
@@ -192,8 +193,12 @@ class StagingBuffers:
                 f"inputs of a step: need {need} integers, have {len(self._inputs)}, for max_requests, chunk and"
                 " max_edits; raise --max-running-requests or --chunked-prefill-size"
             )
-        padded = (chain(column, repeat(0, more)) for column, more in zip(columns, padding, strict=True))
-        slot.inputs[:need] = torch.tensor(list(chain.from_iterable(padded)), dtype=torch.int64)
+        numbers = array("q")  # several times as fast as a tensor of a list
+        for column, more in zip(columns, padding, strict=True):
+            numbers += array("q", column)
+            numbers.extend(repeat(0, more))
+        if need:  # there is no tensor of an empty array
+            slot.inputs[:need] = torch.frombuffer(numbers, dtype=torch.int64)
         self._inputs[:need].copy_(slot.inputs[:need], non_blocking=True)
         widths = [width for column, more in zip(columns, padding, strict=True) for width in (len(column), more)]
         sent = islice(self._inputs[:need].split(widths), 0, None, 2)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 
 import torch
 from torch import Tensor
@@ -69,7 +70,9 @@ class RowState:
         columns: list[list[int]] = []
         for group in self.page_tables:
             mine = [edit for edit in edits if edit.group == group]
-            columns += [[e.row for e in mine], [e.column for e in mine], [e.page for e in mine]]
+            rows = chain.from_iterable(repeat(edit.row, len(edit.columns)) for edit in mine)
+            cells = (chain.from_iterable(each) for each in ([e.columns for e in mine], [e.pages for e in mine]))
+            columns += [[*rows], *map(list, cells)]
         return columns
 
     def apply_edits(self, columns: Sequence[Tensor]) -> None:

@@ -1,7 +1,7 @@
 """Who is admitted, and which chunks of which prompts a prefill step takes."""
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 
 from treetop.cache.kv_cache_manager import Lease
 from treetop.scheduler.adapters import Adapter, AdapterBooks
@@ -60,6 +60,7 @@ class PrefillPlanner:
         self._cut_last = False  # whether a prompt did not end in it, and nobody has passed it
         self._mixed = False  # whether the step that is being planned has a round in its forward
         self._packed = 0  # see `PrefillPlan`
+        self._to_come: float | None = None  # tokens of who runs in the step that is being planned, once it was asked
 
     def may_wait(self) -> bool:
         """Whether what could be prefilled had better wait for more, as `PrefillBudget.may_wait` says."""
@@ -109,7 +110,7 @@ class PrefillPlanner:
         self._mixed, self._packed = mixed, packed if first is None or _may_be_packed(first) else 0
         setups: list[RowSetup] = []
         batch: Batch = []
-        self.lacks_pages = None
+        self.lacks_pages = self._to_come = None
         self.lacks_slots.clear()
         entering = min(len(self._queues.waiting), self._rows.num_free)
         self._num_waiting = max(len(self._queues.prefilling) + entering - 1, 0)  # beside the first
@@ -237,9 +238,11 @@ class PrefillPlanner:
 
         One alone may always enter. Nothing is set aside for it: who needs more than there is has others retracted.
         """
-        running = [*self._queues.prefilling, *self._queues.decoding]
-        to_come = self._rows.lengths.to_come([*running, request])
-        return not running or not to_come or num_tokens + to_come <= self._rows.kv_cache.num_available
+        running, lengths = (self._queues.prefilling, self._queues.decoding), self._rows.lengths
+        if self._to_come is None:
+            self._to_come = lengths.to_come(chain(*running))
+        to_come = self._to_come + lengths.to_come([request])
+        return not any(running) or not to_come or num_tokens + to_come <= self._rows.kv_cache.num_available
 
     def _reserve_chunk(self, request: Request, count: int) -> None:
         """Pages of the windows for one more chunk; the other groups got theirs at admission."""
@@ -271,6 +274,8 @@ class PrefillPlanner:
             return False
         request.num_computed_tokens = known
         self._rows.enter(request, lease, shared + reserved, total)
+        if self._to_come is not None:
+            self._to_come += self._rows.lengths.to_come([request])
         if request.admitted_s is None:
             request.admitted_s, request.num_cached_tokens = self._clock(), known
         self._queues.admitted(request)

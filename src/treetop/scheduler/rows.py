@@ -1,11 +1,11 @@
 """Who holds which row and which pages, and what the page tables must be told of it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from treetop.cache.disk_tier import DiskTier
 from treetop.cache.host_tier import HostTier
 from treetop.cache.kv_cache_manager import Cells, KVCacheManager, Lease
-from treetop.checks.host import check_cached, check_cell
+from treetop.checks.host import check_cached, check_cells
 from treetop.scheduler.adapters import Adapter
 from treetop.scheduler.lengths import RequestLengths
 from treetop.scheduler.request import Request, Running
@@ -35,7 +35,7 @@ class Rows:
         self.host = HostTier(layout, self.kv_cache, check_level, disk) if layout.host is not None else None
         self.by_row: dict[Row, Request] = {}
         self.tally = Tally()
-        self.cells: dict[tuple[GroupName, Row, int], PageId] = {}
+        self.cells: dict[tuple[GroupName, Row], dict[int, PageId]] = {}  # by column
         self._free = [Row(row) for row in range(layout.max_requests - 1, -1, -1)]
         self._most_cells = layout.max_edits - len(layout.groups) * layout.page_columns  # before one more admission
 
@@ -44,7 +44,7 @@ class Rows:
     @property
     def may_enter(self) -> bool:
         """Whether a row is free, and the next plan can carry one more admission."""
-        return bool(self._free) and len(self.cells) <= self._most_cells
+        return bool(self._free) and sum(map(len, self.cells.values())) <= self._most_cells
 
     @property
     def num_free(self) -> int:
@@ -73,7 +73,7 @@ class Rows:
         self._free.append(held.row)
         del self.by_row[held.row]
         self.tally.add(request, -1)
-        self.cells = {cell: page for cell, page in self.cells.items() if cell[1] != held.row}
+        self._forget(held.row, self._layout.token_groups)
         request.running = None
 
     # ---------------------------------------------------------------- pages
@@ -85,8 +85,7 @@ class Rows:
         held = request.held
         self.kv_cache.stop_drafting(held.lease)
         held.deferred = 0
-        of_draft = {cell for cell in self.cells if cell[1] == held.row and cell[0] not in held.lease.pages}
-        self.cells = {cell: page for cell, page in self.cells.items() if cell not in of_draft}
+        self._forget(held.row, [group for group in self._layout.token_groups if group not in held.lease.pages])
 
     def reserve(self, request: Request, num_tokens: int, end: int | None = None) -> bool:
         """Pages for a running request; False if they are short.
@@ -122,21 +121,34 @@ class Rows:
 
     def _write(self, row: Row, cells: Cells) -> None:
         """Page-table cells of a row, for the next plan; of two writes to a cell the later one counts."""
-        for group, column, page in cells:
-            self.cells[group, row, column] = page
+        held, of = dict[int, PageId](), None
+        for group, column, page in cells:  # most often one group's behind the other's
+            if group != of:
+                held, of = self.cells.setdefault((group, row), {}), group
+            held[column] = page
+
+    def _forget(self, row: Row, groups: Iterable[GroupName]) -> None:
+        """The next plan writes no cell of a row in these groups."""
+        for group in groups:
+            self.cells.pop((group, row), None)
 
     def take_edits(self) -> tuple[PageEdit, ...]:
-        edits = tuple(PageEdit(group, row, column, page) for (group, row, column), page in self.cells.items())
+        edits = tuple(
+            PageEdit(group, row, tuple(cells), tuple(cells.values())) for (group, row), cells in self.cells.items()
+        )
         self.cells.clear()
         if self._check_level >= 1:
             for edit in edits:
                 owner = self.by_row.get(edit.row)
-                check_cell(edit, None if owner is None else owner.held.lease.pages.get(edit.group))
+                check_cells(edit, None if owner is None else owner.held.lease.pages.get(edit.group))
         return edits
 
     def put_back(self, edits: Sequence[PageEdit]) -> None:
         """Edits that were taken for a plan are left to the next one, which is launched with it or in its place."""
-        self.cells = {(edit.group, edit.row, edit.column): edit.page for edit in edits} | self.cells
+        taken = {(edit.group, edit.row): dict(zip(edit.columns, edit.pages, strict=True)) for edit in edits}
+        for place, cells in self.cells.items():
+            taken[place] = taken.get(place, {}) | cells
+        self.cells = taken
 
     # ---------------------------------------------------------------- inspection
 

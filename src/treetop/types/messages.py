@@ -20,12 +20,12 @@ from treetop.types.verified_tree import VerifiedTree
 
 @dataclass(frozen=True, slots=True)
 class PageEdit:
-    """Column `column` of `row`'s page table in `group` now holds `page`."""
+    """Cells of `row`'s page table in `group`: each of `columns`, none twice, now holds the page at its place."""
 
     group: GroupName
     row: Row
-    column: int
-    page: PageId
+    columns: tuple[int, ...]
+    pages: tuple[PageId, ...]
 
 
 @dataclass(frozen=True, slots=True)
