@@ -66,8 +66,8 @@ def alone(llm: LLM, rows: int, shape: SpecShape, tokens: int) -> dict[str, tuple
     def captured(size: int) -> Callable[[], object]:
         chunk = Chunk(Row(last), tokens, (0,) * size, None)
         numbers = block_numbers([chunk], size, layout.prompt_block, layout.dummy_row)
-        runner.buffers.prompts.write(size, runner.buffers.rows.new_tensor(numbers))
-        return partial(engine.launcher.launch, replace(key, prompts=size), bound)
+        runner.buffers.prompts.write(size, layout.prompt_block, runner.buffers.rows.new_tensor(numbers))
+        return partial(engine.launcher.launch, replace(key, prompts=size, block=layout.prompt_block), bound)
 
     def apart(width: int) -> Callable[[], object]:
         return partial(prefill, runner, batch(width))

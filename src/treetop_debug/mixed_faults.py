@@ -164,8 +164,8 @@ def _behind_the_row_alone(real: Callable[..., list[int]]) -> Callable[..., list[
 def _smaller(real: Callable[..., Any]) -> Callable[..., Any]:
     """Buffers are sized by the smallest batch (sgl-27338)."""
 
-    def made(size: int, width: int, zeros: Any) -> Any:
-        return real(size // 4, width, zeros)
+    def made(sizes: Sequence[tuple[int, int]], zeros: Any) -> Any:
+        return real([(size // 4, width) for size, width in sizes], zeros)
 
     return made
 
@@ -173,10 +173,10 @@ def _smaller(real: Callable[..., Any]) -> Callable[..., Any]:
 def _live_blocks_alone(real: Callable[..., None]) -> Callable[..., None]:
     """What nobody has keeps the rows of the step before (sgl-23037)."""
 
-    def write(self: PromptBuffers, size: int, numbers: Tensor) -> None:
-        before = self.lines_of(size)
+    def write(self: PromptBuffers, size: int, width: int, numbers: Tensor) -> None:
+        before = self.lines_of(size, width)
         held = [each.clone() for each in before]
-        real(self, size, numbers)
+        real(self, size, width, numbers)
         nobody = before.query_len == 0
         for line, old in zip(before, held, strict=True):
             line[nobody] = old[nobody]

@@ -20,7 +20,7 @@ from support.tiny_models import Pair, copy_folder, save_random_head, save_random
 from treetop import LLM
 from treetop.checkpoints.folder import resolve_folder
 from treetop.types.errors import CheckpointError, ConfigError, InputError
-from treetop.types.messages import MixedPlan
+from treetop.types.messages import MixedPlan, PrefillPlan, prefill_of
 from treetop.types.sampling import SamplingParams
 from treetop_debug.adapter_faults import ADAPTER_FAULTS
 
@@ -96,9 +96,14 @@ def test_eight_adapters_and_none_in_one_batch(pair, adapters):
     llm.scheduler.check_integrity()
 
 
-@pytest.mark.parametrize(("shape", "graphs"), few_of([(SHAPE, "sim"), (None, "off"), (SHAPE, "off")], 0, 1))
-def test_prompts_in_the_round_have_their_own_adapters(pair, adapters, shape, graphs, monkeypatch):
-    """In one forward of nodes and chunks, each token with its row's; more adapters than slots, one came later."""
+@pytest.mark.parametrize(
+    ("shape", "graphs", "apart"),
+    few_of([(SHAPE, "sim", False), (None, "off", False), (SHAPE, "sim", True), (SHAPE, "off", False)], 0, 1, 2),
+)
+def test_packed_prompts_have_their_own_adapters(pair, adapters, shape, graphs, apart, monkeypatch):
+    """In one forward of nodes and chunks, or of blocks alone, each token with its row's; more adapters than slots, one
+    came later.
+    """
     monkeypatch.setattr("treetop.scheduler.mixed._STEPS", 1)  # all sizes come up
     names, prompts = ["", *modules(adapters[:3])] * 2, pair.prompts([9, 60, 5, 70, 17, 33, 61, 22])
     params = [greedy(16) if i % 2 else sampled(i, 20 - i) for i in range(len(names))]
@@ -108,11 +113,13 @@ def test_prompts_in_the_round_have_their_own_adapters(pair, adapters, shape, gra
         alone = build(Pair(target, None), None).generate([prompts[i] for i in own], [params[i] for i in own])
         want |= zip(own, tokens(alone), strict=True)
     options = {"max_running_requests": 4, "chunked_prefill_size": 32, "page_size": 4, "check_level": 3}
-    options |= {"graphs": graphs, "mixed_chunk": "on", "enable_lora": True, "max_loras": 2, "max_cpu_loras": 4}
+    options |= {"prefill_graph_max_tokens": 32} if apart else {"mixed_chunk": "on"}
+    options |= {"graphs": graphs, "enable_lora": True, "max_loras": 2, "max_cpu_loras": 4}
     llm = build(pair, shape, lora_modules=modules(adapters[:2]), **options)
     llm.load_lora("a2", adapters[2][1])
     requests = submit(llm, prompts, params, loras=names)
-    packed = Counter(plan.prefill.packed > 0 for plan, _ in pump(llm) if isinstance(plan, MixedPlan))
+    kind = PrefillPlan if apart else MixedPlan
+    packed = Counter(prefill_of(plan).packed > 0 for plan, _ in pump(llm) if isinstance(plan, kind))
     assert {i: tuple(request.output_ids) for i, request in enumerate(requests)} == want
     assert packed[graphs == "sim"] > 2
 

@@ -50,7 +50,7 @@ class RoundBuffers:
         place of those that it has nothing of.
     identity, causal: the masks of level 0 and of draft extend, which nothing writes.
     blocks: group -> the mask [B, B] of the drafter's block, which nothing writes.
-    prompts: graph inputs of rounds that have prompts in their forward, and what these found.
+    prompts: graph inputs of steps that have prompts in blocks, and what these found.
     tree, places, growth, flat: written by DRAFT; flat only where a budget cuts trees.
     accepted, logprobs, aux_hidden: written by VERIFY; logprobs only if the round has them.
 
@@ -94,8 +94,9 @@ class RoundBuffers:
         drafted = [getattr(value, name) for value in values for name in value.__dataclass_fields__]
         verified = [getattr(self.accepted, name) for name in self.accepted.__dataclass_fields__]
         verified += [self.logprobs.values, self.logprobs.ids, self.aux_hidden, self.prompts.token, self.prompts.finite]
-        outputs = {Phase.DRAFT: [*drafted, *verified], Phase.VERIFY: verified, Phase.EXTEND: []}
-        return tails + outputs[phase]
+        if phase in (Phase.DRAFT, Phase.PREFILL):
+            return [*tails, *drafted, *verified]
+        return [*tails, *verified] if phase is Phase.VERIFY else tails
 
     @_once
     def tree_of(self, bucket: int, shape: SpecShape) -> DraftTree:
@@ -205,7 +206,7 @@ def make_round_buffers(
     draft = [group for group in layout.groups if group.is_draft]
     return RoundBuffers(
         row_lists=zeros((2, b + b % 2), long)[:, :b],  # the second is aligned as the first is
-        prompts=make_prompt_buffers(max(layout.prompt_sizes, default=0), layout.prompt_block, zeros),
+        prompts=make_prompt_buffers(layout.packed_sizes, zeros),
         identity=identity,
         causal=causal,
         blocks=masks,

@@ -6,14 +6,14 @@ one with a prefill in its forward, which is launched between them, but for promp
 the graph, whose key says how large.
 All graphs share one memory pool and one stream: what passes between phases and rounds lives in `RoundBuffers`, outside
 the pool, and nothing that outlives a replay is a view of it. The round with the most nodes is captured first, so that
-all others fit into the memory it left in the pool.
+all others fit into the memory it left in the pool; then the largest prefill step, of which little has logits.
 
-At start greedy rounds of the coarse buckets are captured, and of all buckets where shapes are chosen, for there each
-bucket has many; those with prompts in their forward of coarse buckets, which serve them alone; and sampled rounds of
-coarse buckets while there is time. The others are when they are first asked for: that costs one eager run and one
-capture of a round. Requests wait meanwhile, so nothing else is done then: a collection of garbage may take longer than
-the round. Where PyTorch's operations draw, filters sort the vocabulary of every node, memory that the pool would keep
-for good, and are a graph of their own.
+At start prefill steps of all sizes are captured, and greedy rounds of the coarse buckets, and of all buckets where
+shapes are chosen, for there each bucket has many; those with prompts in their forward of coarse buckets, which serve
+them alone; and sampled rounds of coarse buckets while there is time. The others are when they are first asked for: that
+costs one eager run and one capture of a round. Requests wait meanwhile, so nothing else is done then: a collection of
+garbage may take longer than the round. Where PyTorch's operations draw, filters sort the vocabulary of every node,
+memory that the pool would keep for good, and are a graph of their own.
 """
 
 import gc
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import chain, pairwise, product
+from itertools import chain, filterfalse, islice, pairwise, product
 from typing import Protocol, cast
 
 import torch
@@ -132,13 +132,14 @@ class CudaGraphs:
         """Capture greedy rounds of each coarse bucket, and of every one where shapes are chosen; a progress bar shows
         on a terminal.
 
-        The first is measured apart: it makes the pool.
+        The largest round, and the largest prefill step, are first and measured apart: they make the pool.
         """
         gc.collect()  # the graphs of an engine that is gone
         layout, free = self._runner.layout, [self._free()]
-        early = {*(layout.buckets if len(layout.shapes) > 1 else layout.coarse_buckets)}
+        early = {0, *(layout.buckets if len(layout.shapes) > 1 else layout.coarse_buckets)}  # 0 for prompts alone
         keys = [key for key in greedy_keys(self._runner.layout) if key.bucket in early and _gains(layout, key)]
-        for part in (keys[:1], keys[1:]):
+        largest = [*islice(filter(_has_rows, keys), 1), *islice(filterfalse(_has_rows, keys), 1)]
+        for part in (largest, keys):
             self.capture(part)
             free.append(self._free())
         first, others = (max(before - after, 0) for before, after in pairwise(free))
@@ -182,7 +183,7 @@ class CudaGraphs:
         ):
             for place in progress.track(missing, description="capturing graphs"):
                 if place.prompts:
-                    runner.buffers.prompts.clear(place.prompts, runner.layout.dummy_row)
+                    runner.buffers.prompts.clear(place.prompts, place.block, runner.layout.dummy_row)
                 if place.mixed:  # what its EXTEND reads is written between its graphs
                     run_phases(runner, replace(place, mixed=False), max_kv_len)
                 self._graphs[place] = tuple(
@@ -238,17 +239,18 @@ def plan_host_extents(runner: ModelRunner, key: RoundKey) -> None:
 
 
 def greedy_keys(layout: Layout) -> list[RoundKey]:
-    """Greedy rounds of every bucket and shape, also with prompts in their forward, those with the most tokens first;
-    then mixed ones that are launched in parts, and what catches up, if any do.
+    """Greedy rounds of every bucket and shape, also with prompts in their forward, and prompts alone, those with the
+    most tokens first; then mixed ones that are launched in parts, and what catches up, if any do.
     """
     buckets = layout.buckets[::-1]
     rounds = [RoundKey(bucket, shape, SamplingMode.GREEDY) for bucket in buckets for shape in layout.shapes_at(bucket)]
     with_prompts = [
-        replace(key, prompts=size)
+        replace(key, prompts=size, block=layout.prompt_block)
         for key in rounds
         if key.bucket in layout.coarse_buckets
         for size in layout.prompt_sizes
     ]
+    with_prompts += [RoundKey.of_prompts(size, block, SamplingMode.GREEDY) for size, block in layout.prefill_sizes]
     mixed = [replace(key, mixed=True) for key in rounds if layout.mixed]
     rounds += with_prompts
     rounds.sort(key=lambda key: key.shape.nodes_at(key.bucket) + key.prompts, reverse=True)
@@ -256,9 +258,14 @@ def greedy_keys(layout: Layout) -> list[RoundKey]:
     return rounds + [RoundKey.of_catch_up(bucket) for bucket in buckets if layout.max_deferred]
 
 
+def _has_rows(key: RoundKey) -> bool:
+    """Else it is prompts alone."""
+    return key.bucket > 0
+
+
 def _gains(layout: Layout, key: RoundKey) -> bool:
     """Whether a round is worth having ready: with prompts in its forward one of many nodes is not."""
-    return not key.prompts or layout.few_nodes_beside_prompts(key.shape, key.bucket)
+    return not (key.prompts and _has_rows(key)) or layout.few_nodes_beside_prompts(key.shape, key.bucket)
 
 
 def num_rounds(runner: ModelRunner) -> int:
@@ -285,5 +292,7 @@ def _place(filters_apart: bool, key: RoundKey) -> RoundKey:
         return RoundKey.of_catch_up(key.bucket)
     if key.mixed:
         return RoundKey.of_mixed(key.bucket, key.shape)
+    if not _has_rows(key) and key.choice is SamplingMode.GREEDY:  # one draw for each prompt costs next to nothing
+        return replace(key, choice=SamplingMode.SAMPLE)
     alike = key.choice is SamplingMode.FILTER and not filters_apart
     return replace(key, choice=SamplingMode.SAMPLE) if alike else key

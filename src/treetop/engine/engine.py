@@ -104,6 +104,7 @@ from treetop.types.messages import (
     MixedPlan,
     NodeMasks,
     OffloadPlan,
+    PageEdit,
     PrefillPlan,
     RoundPlan,
     RowResult,
@@ -243,7 +244,11 @@ class Engine:
             if choice.processes and self.runner.state.masks is not None:
                 yield RoundKey(bucket, shape, choice, grammar_masked=True)
             if not choice.processes and bucket in self.layout.coarse_buckets:
-                yield from (RoundKey(bucket, shape, choice, prompts=size) for size in self.layout.prompt_sizes)
+                block = self.layout.prompt_block
+                yield from (RoundKey(bucket, shape, choice, prompts=n, block=block) for n in self.layout.prompt_sizes)
+        for (size, block), choice in product(self.layout.prefill_sizes, self.runner.state.choices):
+            if not choice.processes:
+                yield RoundKey.of_prompts(size, block, choice)
         if self.layout.max_deferred:
             yield from map(RoundKey.of_catch_up, self.layout.buckets)
 
@@ -603,7 +608,7 @@ class Engine:
         """Launch a step. Returns the results of its parts."""
         match plan:
             case PrefillPlan():
-                return (self._prefill(plan, slot),)
+                return (self._packed(plan, slot) if plan.packed else self._prefill(plan, slot),)
             case RoundPlan():
                 return (self._round(plan, slot),)
             case MixedPlan():
@@ -695,28 +700,47 @@ class Engine:
 
     def _with_prompts(self, plan: MixedPlan, slot: Slot) -> tuple[RowResults, ...]:
         """A round with chunks packed into a batch of fixed size in its forward: one graph, as any other round."""
-        chunks, round, runner = plan.prefill, plan.round, self.runner
-        size, prompts = chunks.packed, runner.buffers.prompts
+        chunks, round = plan.prefill, plan.round
+        row_lists, end = self._send_blocks(chunks, slot, plan.edits, self._row_lists(round))
+        choice = SamplingMode.costliest((chunks.choice, round.choice))
+        key = RoundKey(row_lists.shape[1], round.shape, choice, prompts=chunks.packed, block=chunks.block)
+        self._launch_round(round, key, max(round.committed_bound, end), None)
+        return self._of_blocks(chunks), self._of_round(round, key)
+
+    def _packed(self, plan: PrefillPlan, slot: Slot) -> RowResults:
+        """Chunks packed into a batch of fixed size, which is a graph of its own."""
+        _, end = self._send_blocks(plan, slot, plan.edits, [])
+        self.launcher.launch(RoundKey.of_prompts(plan.packed, plan.block, plan.choice), end)
+        return self._of_blocks(plan)
+
+    def _send_blocks(
+        self, plan: PrefillPlan, slot: Slot, edits: Sequence[PageEdit], row_lists: Sequence[int]
+    ) -> tuple[Tensor, int]:
+        """Requests move in, and their chunks into `RoundBuffers.prompts`. row_lists: of a round beside them, or empty.
+        Returns these on the device, and the end of the chunk that goes furthest.
+        """
+        state, prompts = self.runner.state, self.runner.buffers.prompts
         sent = self._staging.send(
             slot,
-            rows=[self._row_lists(round)],
-            edits=runner.state.edit_columns(plan.edits),
-            setups=runner.state.setup_columns(chunks.setups),
-            blocks=[block_numbers(chunks.chunks, size, prompts.width, self.layout.dummy_row, chunks.no_draft)],
+            rows=[row_lists],
+            edits=state.edit_columns(edits),
+            setups=state.setup_columns(plan.setups),
+            blocks=[block_numbers(plan.chunks, plan.packed, plan.block, self.layout.dummy_row, plan.no_draft)],
         )
-        row_lists = self._apply(sent)
+        on_device = self._apply(sent)
         if self.adapters is not None:
-            self.adapters.apply(chunks.adapters)
-        runner.state.move_in(chunks.setups, sent["setups"], self.config.check_level)
-        prompts.write(size, *sent["blocks"])
-        choice = SamplingMode.costliest((chunks.choice, round.choice))
-        key = RoundKey(row_lists.shape[1], round.shape, choice, prompts=size)
-        ends = [chunk.start + len(chunk.token_ids) for chunk in chunks.chunks]
-        self._launch_round(round, key, max([round.committed_bound, *ends]), None)
-        token, finite = (each[: prompts.blocks_of(size)] for each in (prompts.token, prompts.finite))
-        experts = experts_of_chunks(self.runner, chunks, prompts.lines_of(size).rows)
-        of_prompts = RowResults(token[:, None], torch.zeros_like(token), finite, experts=experts)
-        return of_prompts, self._of_round(round, key)
+            self.adapters.apply(plan.adapters)
+        state.move_in(plan.setups, sent["setups"], self.config.check_level)
+        prompts.write(plan.packed, plan.block, *sent["blocks"])
+        return on_device, max(chunk.start + len(chunk.token_ids) for chunk in plan.chunks)
+
+    def _of_blocks(self, plan: PrefillPlan) -> RowResults:
+        """What a step with chunks in blocks gave these."""
+        prompts = self.runner.buffers.prompts
+        count = prompts.blocks_of(plan.packed, plan.block)
+        token, finite = prompts.token[:count], prompts.finite[:count]
+        experts = experts_of_chunks(self.runner, plan, prompts.lines_of(plan.packed, plan.block).rows)
+        return RowResults(token[:, None], torch.zeros_like(token), finite, experts=experts)
 
     def _host_step(self, plan: RoundPlan, key: RoundKey) -> HostStep | None:
         """What the host does once trees are grown; None if no row is constrained."""

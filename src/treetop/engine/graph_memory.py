@@ -13,7 +13,7 @@ from treetop.types.errors import CapacityError
 
 @dataclass(frozen=True, slots=True)
 class GraphMemory:
-    """Bytes. captured: rounds at a start, rounds: the most there can be. first: of the first, with the shared pool.
+    """Bytes. captured: rounds at a start, rounds: the most there can be. first: of the largest, with their pool.
 
     others: of all others at a start.
     free: of the device afterwards.

@@ -41,6 +41,9 @@ MIXED_CHUNK_OF_GPU = 1024
 8B model take as long (`benchmarks/log.md`)."""
 LARGEST_PROMPTS = 1024
 """Prompt tokens in the forward of a captured round, at most; the other sizes are a half, a quarter and an eighth."""
+PREFILL_PARTS = (1, 2, 3, 4, 6, 8, 10, 12, 16)
+"""Sizes of captured prefill steps, in sixteenths of the largest: the next holds at most twice as much, and of many
+tokens a third more."""
 ROWS_OF_CPU, ROWS_OF_GPU = (16, 8), (256, 128, 64, 32, 16, 8)
 """Rows to choose from, if `--max-running-requests` does not say: batches whose rounds were measured."""
 DEFERRED_ON_CPU, DEFERRED_ON_GPU = 128, 32

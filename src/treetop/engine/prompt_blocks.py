@@ -1,4 +1,5 @@
-"""Prompts in a captured round: a batch of fixed size, into which chunks are packed in blocks.
+"""Prompts in a captured round, or in a captured step of their own: a batch of fixed size, into which chunks are packed
+in blocks.
 
     chunks of a step       | prompt 7: 150 tokens            | prompt 2: 70 tokens |           blocks of 64, size 256
     blocks of the batch    | 7: its last 22, padded | 2: its last 6, padded | 7: first 64 | 7: next 64 |  a fifth: none
@@ -38,63 +39,59 @@ class BlockLines(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PromptBuffers:
-    """What a captured round is given of prompts, and what it found.
+    """What a captured step is given of prompts, and what it found.
 
     inputs: [blocks * (6 + width)] int64: columns [blocks] of a `PrefillBatch`, then its tokens [blocks, width]. A
         smaller batch uses the first.
     token: [blocks] int64. finite: [blocks] bool. Of the lines that end a prompt.
     """
 
-    width: int
     inputs: Tensor
     token: Tensor
     finite: Tensor
 
-    def blocks_of(self, size: int) -> int:
-        """Lines of a batch of `size` tokens. Raises CheckError where there are fewer."""
-        blocks = size // self.width
-        if size % self.width or not 0 < blocks <= len(self.token):
+    def blocks_of(self, size: int, width: int) -> int:
+        """Lines of a batch of `size` tokens in blocks of `width`. Raises CheckError where there are fewer."""
+        blocks = size // width
+        if size % width or not 0 < blocks <= len(self.token) or num_numbers(size, width) > len(self.inputs):
             raise CheckError(
-                f"prompts in a round: need {size} tokens, have {len(self.token)} blocks of {self.width}; the layout"
-                " sizes them by another formula than fills them"
+                f"prompts in a round: need {size} tokens in blocks of {width}, have {len(self.token)} blocks and"
+                f" {len(self.inputs)} numbers; the layout sizes them by another formula than fills them"
             )
         return blocks
 
-    def lines_of(self, size: int) -> "BlockLines":
+    def lines_of(self, size: int, width: int) -> "BlockLines":
         """The inputs of a batch of `size` tokens."""
-        blocks = self.blocks_of(size)
+        blocks = self.blocks_of(size, width)
         columns = self.inputs[: _COLUMNS * blocks].view(_COLUMNS, blocks)
-        tokens = self.inputs[_COLUMNS * blocks : self._numbers(size)].view(blocks, self.width)
+        tokens = self.inputs[_COLUMNS * blocks : num_numbers(size, width)].view(blocks, width)
         return BlockLines(columns[0], columns[1], columns[2], tokens, columns[3], columns[4], columns[5])
 
-    def write(self, size: int, numbers: Tensor) -> None:
-        """numbers: those of `block_numbers`, on the device: all that a round reads."""
-        self.inputs[: self._numbers(size)].copy_(numbers)
+    def write(self, size: int, width: int, numbers: Tensor) -> None:
+        """numbers: those of `block_numbers`, on the device: all that a step reads."""
+        self.blocks_of(size, width)
+        self.inputs[: num_numbers(size, width)].copy_(numbers)
 
     def keep(self, token: Tensor, finite: Tensor) -> None:
         """What a round found. token, finite: [blocks]."""
         self.token[: len(token)].copy_(token)
         self.finite[: len(finite)].copy_(finite)
 
-    def clear(self, size: int, dummy_row: int) -> None:
+    def clear(self, size: int, width: int, dummy_row: int) -> None:
         """A batch of nobody."""
-        self.inputs[: self._numbers(size)].zero_()
-        lines = self.lines_of(size)
+        self.inputs[: num_numbers(size, width)].zero_()
+        lines = self.lines_of(size, width)
         for each in (lines.rows, lines.ends, lines.draft_rows):
             each.fill_(dummy_row)
 
-    def _numbers(self, size: int) -> int:
-        return num_numbers(size, self.width)
-
 
 def make_prompt_buffers(
-    size: int, width: int, zeros: Callable[[tuple[int, ...], torch.dtype], Tensor]
+    sizes: Sequence[tuple[int, int]], zeros: Callable[[tuple[int, ...], torch.dtype], Tensor]
 ) -> PromptBuffers:
-    """For batches of up to `size` tokens in blocks of `width`. One is written, or cleared, before a round reads it."""
-    blocks = size // width
+    """For batches of so many tokens in blocks of so many. One is written, or cleared, before a step reads it."""
+    blocks = max((size // width for size, width in sizes), default=0)
     return PromptBuffers(
-        width,
-        zeros((num_numbers(size, width),), torch.int64),
+        zeros((max((num_numbers(size, width) for size, width in sizes), default=0),), torch.int64),
         zeros((blocks,), torch.int64),
         zeros((blocks,), torch.bool),
     )

@@ -5,6 +5,8 @@ VERIFY  target forward, accept, commit the path         writes buffers.accepted,
         with prompts in it: their K/V, first tokens     writes buffers.prompts, pages, row state
 EXTEND  rebuild the draft's K/V, propose, finish        writes pages and row state
 
+A round of no rows is prompts alone: one phase, PREFILL.
+
 A plain round may defer the draft's part of EXTEND: it keeps what that needs (`kernels/tree/deferred.py`) and finishes.
 An EXTEND alone catches up in one pass, before such a row grows a tree or has no room for more.
 """
@@ -22,7 +24,7 @@ from treetop.checks.poison import poison
 from treetop.engine.features.feature import AcceptedRound
 from treetop.engine.mixed import run_together
 from treetop.engine.model_runner import ModelRunner, TargetInput
-from treetop.engine.prefill import FirstTokens, PrefillBatch, begin_prefill, end_prefill, last_hidden
+from treetop.engine.prefill import FirstTokens, PrefillBatch, begin_prefill, end_prefill, last_hidden, prefill
 from treetop.engine.recurrence import keep_states, node_recurrence
 from treetop.engine.routed_experts import keep_nodes
 from treetop.engine.tree_growth import grow_trees
@@ -48,7 +50,8 @@ class RoundKey:
         the host says what may follow their nodes.
     catches_up: no round, but the draft extend of what rows have deferred.
     mixed: its VERIFY shares a forward with a prefill, which runs between its DRAFT and its EXTEND.
-    prompts: tokens of prompts in blocks that are in the forward of its VERIFY, padding counted, as it is captured.
+    prompts, block: tokens of prompts that are in the forward of its VERIFY, padding counted, in blocks of so many, as
+        it is captured; without rows they are all of it.
     """
 
     bucket: int
@@ -58,6 +61,11 @@ class RoundKey:
     catches_up: bool = False
     mixed: bool = False
     prompts: int = 0
+    block: int = 0
+
+    @classmethod
+    def of_prompts(cls, size: int, block: int, choice: SamplingMode) -> "RoundKey":
+        return cls(0, PLAIN, choice, prompts=size, block=block)
 
     @classmethod
     def of_mixed(cls, bucket: int, shape: SpecShape) -> "RoundKey":
@@ -194,10 +202,18 @@ def _logits_together(runner: ModelRunner, choices: tuple[SamplingMode, SamplingM
 
 def verify_with_prompts(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     """VERIFY with what `buffers.prompts` holds in its forward, in a batch of fixed size: all of it is data."""
-    prompts = runner.buffers.prompts
-    batch = PrefillBatch(*prompts.lines_of(key.prompts), max_kv_len, key.choice)
-    first = mixed_verify(runner, batch, key, max_kv_len)
-    prompts.keep(first.token, first.finite)
+    first = mixed_verify(runner, _blocks(runner, key, max_kv_len), key, max_kv_len)
+    runner.buffers.prompts.keep(first.token, first.finite)
+
+
+def prefill_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
+    """A prefill step of what `buffers.prompts` holds."""
+    first = prefill(runner, _blocks(runner, key, max_kv_len))
+    runner.buffers.prompts.keep(first.token, first.finite)
+
+
+def _blocks(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> PrefillBatch:
+    return PrefillBatch(*runner.buffers.prompts.lines_of(key.prompts, key.block), max_kv_len, key.choice)
 
 
 def extend_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
@@ -272,6 +288,8 @@ def phases_of(runner: ModelRunner, key: RoundKey) -> dict[Phase, PhaseFunction]:
     """
     if key.catches_up:
         return {Phase.EXTEND: catch_up_phase}
+    if not key.bucket:
+        return {Phase.PREFILL: prefill_phase}
     phases = dict(ROUND)
     if runner.drafter is None:
         del phases[Phase.EXTEND]

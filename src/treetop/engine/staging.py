@@ -148,13 +148,13 @@ class StagingBuffers:
         # each token: place, id; or blocks of prompts.
         # Of each prompt token with log-probabilities: place, id. For an import the checksums of each piece, known, row.
         numbers = 6 * b + 3 * layout.max_edits + sum(setup_widths)
-        packed = max((num_numbers(size, layout.prompt_block) for size in layout.prompt_sizes), default=0)
+        packed = max((num_numbers(size, width) for size, width in layout.packed_sizes), default=0)
         numbers += max(4 * layout.chunk, pieces * (checksums + 2), packed)
         most_columns = 2 + 3 * len(layout.groups) + len(setup_widths) + 6
         numbers += most_columns * (_ALIGNED - 1)
         self._inputs = zeros((numbers,), torch.int64)
         a_token = 1 + 2 + 2 * MAX_LOGPROBS  # its id, log-probabilities, ids of the best
-        lines = max(b, max(layout.prompt_sizes, default=0) // layout.prompt_block)
+        lines = max(b, *(size // width for size, width in layout.packed_sizes), 0)
         of_prompts = lines * (a_token + 2) + layout.chunk * a_token
         a_round = b * (layout.commit_width * a_token + 2 + layout.commit_width)
         a_round += 2 * classes * layout.commit_width * layout.max_topk

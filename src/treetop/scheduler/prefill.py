@@ -1,4 +1,9 @@
-"""Who is admitted, and which chunks of which prompts a prefill step takes."""
+"""Who is admitted, and which chunks of which prompts a prefill step takes.
+
+A step is a batch of a line for each chunk, as wide as the longest, padding counted. Where prefill steps are captured
+(`Layout.prefill_sizes`) it may be a batch of fixed size instead, whose blocks hold the chunks: one graph, where the
+others are launched kernel by kernel, which takes the host longer than few tokens take a GPU.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
@@ -20,6 +25,9 @@ from treetop.types.sampling import SamplingMode
 _CHEAP_PADDING = 512
 """Padding of a prefill step, in tokens, that costs no more than a step of its own: its launches and the weights."""
 
+_MORE_PADDING = 4
+"""A captured step may have a so-many-th more tokens than one of a line for each chunk: it saves launches alone."""
+
 _PASSING = 8
 """Requests that wait among which some are looked for that may pass a long prompt."""
 
@@ -34,6 +42,8 @@ class PrefillPlanner:
     """Plans prefill steps: first chunks of prompts that have begun, then of requests that wait, in their order.
 
     A prompt that did not end in its step lets those behind it go first once that end in theirs.
+
+    sizes: of captured steps, see `Layout.prefill_sizes`. It may be set between steps.
     """
 
     def __init__(
@@ -50,7 +60,7 @@ class PrefillPlanner:
     ) -> None:
         self._layout, self._queues, self._rows, self._steps, self._clock = layout, queues, rows, steps, clock
         self._kv_transfer, self._budget, self.shares = kv_transfer, budget, Shares(queues, rows)
-        self._adapters = adapters
+        self._adapters, self.sizes = adapters, layout.prefill_sizes
         self._num_waiting = 0
         self._last_s = float("-inf")  # when the last step was planned
         self.lacks_pages: Request | None = None
@@ -60,6 +70,7 @@ class PrefillPlanner:
         self._cut_last = False  # whether a prompt did not end in it, and nobody has passed it
         self._mixed = False  # whether the step that is being planned has a round in its forward
         self._packed = 0  # see `PrefillPlan`
+        self._blocks = dict[int, int]()  # of the step: width of blocks -> those that it fills; {} if it is not packed
         self._to_come: float | None = None  # tokens of who runs in the step that is being planned, once it was asked
 
     def may_wait(self) -> bool:
@@ -107,7 +118,9 @@ class PrefillPlanner:
         packed: as in `PrefillPlan`, if who comes first can be in such a batch.
         """
         first = self._queues.prefilling[0] if self._queues.prefilling else self.shares.first()
-        self._mixed, self._packed = mixed, packed if first is None or _may_be_packed(first) else 0
+        packs = first is None or _may_be_packed(first)
+        self._mixed, self._packed = mixed, packed if packs else 0
+        self._blocks = dict.fromkeys((block for _, block in self.sizes if packs and not mixed), 0)
         setups: list[RowSetup] = []
         batch: Batch = []
         self.lacks_pages = self._to_come = None
@@ -124,6 +137,7 @@ class PrefillPlanner:
         self._last_s = self._clock()
         chunks = tuple(self._chunk(request, count) for request, count in batch)
         last = (request for (request, _), chunk in zip(batch, chunks, strict=True) if chunk.next_token is None)
+        size, block = (self._packed, self._layout.prompt_block) if self._packed else self._captured(chunks)
         return PrefillPlan(
             edits=self._rows.take_edits(),
             freed=self._rows.kv_cache.take_freed(),
@@ -133,7 +147,8 @@ class PrefillPlanner:
             logprobs=logprobs_of([request for request, _ in batch]),
             masks=masks_of(last),
             adapters=self._adapters.take_edits(),
-            packed=self._packed,
+            packed=size,
+            block=block,
             no_draft=rows_without_draft([request for request, _ in batch]),
         )
 
@@ -145,7 +160,7 @@ class PrefillPlanner:
             count = self._count(batch, request)
             if self._may_join(batch, request, count):
                 self._reserve_chunk(request, count)
-                batch.append((request, count))
+                self._join(batch, request, count)
         while self._rows.may_enter and (first := self.shares.first(self.lacks_slots)) is not None:
             if not self._adapters.has_room(first.adapter, self._rows.adapters):
                 self._pass_over(first)
@@ -171,7 +186,7 @@ class PrefillPlanner:
             count = self._count(batch, request)
             if count == request.num_ids - request.num_computed_tokens and self._may_join(batch, request, count):
                 self._reserve_chunk(request, count)
-                batch.append((request, count))
+                self._join(batch, request, count)
         for request in self.shares.first_few(_PASSING):
             if request.order[0] != first.order[0] or not self._rows.may_enter:
                 break
@@ -181,42 +196,74 @@ class PrefillPlanner:
     def _count(self, batch: Batch, request: Request) -> int:
         """Tokens that a request may bring to a batch; 0 for no row."""
         start = request.num_computed_tokens
-        return self._cut(request, request.held.lease, start, self._share(batch, start, request.num_ids - start))
+        return self._cut(request, request.held.lease, start, self._share(batch, request, start))
 
     def _cut(self, request: Request, lease: Lease, start: int, count: int) -> int:
         """Of `count` tokens behind `start`, those up to where states of recurrent layers are to be kept."""
         end = self._rows.kv_cache.next_checkpoint(lease, start, request.num_ids)
         return count if end is None else min(count, end - start)
 
-    def _share(self, batch: Batch, start: int, rest: int) -> int:
-        """Of a request's `rest` tokens behind `start`, those for this step.
+    def _share(self, batch: Batch, request: Request, start: int) -> int:
+        """Of a request's tokens behind `start`, those for this step.
 
         Beside rounds, what does not fit into one step comes in about equal parts: a small rest costs nearly as much as
         a step.
         """
-        room = self._room(batch, start)
+        room, rest = self._room(batch, request, start), request.num_ids - start
         if not room or self._packed or not self._queues.decoding:
             return min(room, rest)
         return -(-rest // -(-rest // room))
 
-    def _room(self, batch: Batch, start: int) -> int:
+    def _room(self, batch: Batch, request: Request, start: int) -> int:
         """Tokens that one more row may bring to a batch, whose size counts its padding; 0 for no row. start: behind so
-        many."""
+        many.
+        """
         if self._packed:
             width = self._layout.prompt_block
             return self._packed - width * sum(num_blocks(count, width) for _, count in batch)
-        deepest = max([start, *(request.num_computed_tokens for request, _ in batch)])
+        deepest = max([start, *(each.num_computed_tokens for each, _ in batch)])
         most = self._budget.tokens(len(self._queues.decoding), deepest, self._num_waiting, self._mixed)
         room = most // self._layout.bucket_for(len(batch) + 1)
-        return room if all(count <= room for _, count in batch) else 0
+        in_lines = room if all(count <= room for _, count in batch) else 0
+        return max(in_lines, self._room_in_blocks(most)) if _may_be_packed(request) else in_lines
+
+    def _room_in_blocks(self, most: int) -> int:
+        """Tokens that one more chunk may bring to the step as a captured one of `most` tokens at most; 0 if it is
+        none.
+        """
+        sizes = ((size, block) for size, block in self.sizes if size <= most and block in self._blocks)
+        return max((size - self._blocks[block] * block for size, block in sizes), default=0)
+
+    def _join(self, batch: Batch, request: Request, count: int) -> None:
+        batch.append((request, count))
+        if not _may_be_packed(request):
+            self._blocks.clear()
+        for block in self._blocks:
+            self._blocks[block] += num_blocks(count, block)
+
+    def _captured(self, chunks: Sequence[Chunk]) -> tuple[int, int]:
+        """The smallest captured batch that holds these, and the width of its blocks; (0, 0) where there is none, or it
+        has so much more padding than a line for each has that it may take a device longer.
+        """
+        in_lines = self._layout.bucket_for(len(chunks)) * max(len(chunk.token_ids) for chunk in chunks)
+        most = max(in_lines + in_lines // _MORE_PADDING, _CHEAP_PADDING)
+        sizes = ((size, block) for size, block in self.sizes if block in self._blocks and size <= most)
+        return next(((size, block) for size, block in sizes if size >= self._blocks[block] * block), (0, 0))
 
     def _may_join(self, batch: Batch, request: Request, count: int) -> bool:
         """Whether a row with `count` tokens may join a batch: its padding is cheap, or a third of the whole at most."""
         if self._packed:
             return count > 0 and _may_be_packed(request)
+        if _may_be_packed(request) and self._fits(count):
+            return count > 0
         counts = [each for _, each in batch] + [count]
         padding = self._layout.bucket_for(len(counts)) * max(counts) - sum(counts)
         return count > 0 and padding <= max(sum(counts) // 2, _CHEAP_PADDING)
+
+    def _fits(self, count: int) -> bool:
+        """Whether the step with a chunk of `count` tokens more is a captured one."""
+        largest = ((size, block) for size, block in self.sizes[-2:] if block in self._blocks)
+        return any((self._blocks[block] + num_blocks(count, block)) * block <= size for size, block in largest)
 
     def _chunk(self, request: Request, count: int) -> Chunk:
         """The next `count` tokens of a request, and the token after them. After its last chunk it can decode."""
@@ -262,7 +309,7 @@ class PrefillPlanner:
         lease, shared = kv_cache.open(request.reusable_ids, request.cache_salt, request.enters_with_draft)
         known = lease.shared * self._layout.page_size
         rest = request.num_ids - known
-        count = self._cut(request, lease, known, self._share(batch, known, rest))
+        count = self._cut(request, lease, known, self._share(batch, request, known))
         suits = self._may_join(batch, request, count) and (count == rest or not whole)
         total = request.tokens_at_entry(self._layout.headroom)
         reserved = None
@@ -280,7 +327,7 @@ class PrefillPlanner:
             request.admitted_s, request.num_cached_tokens = self._clock(), known
         self._queues.admitted(request)
         setups.append(request.setup(known, kv_cache.checkpoint_of(lease)))
-        batch.append((request, count))
+        self._join(batch, request, count)
         return True
 
 

@@ -210,6 +210,13 @@ class EngineConfig:
         "a chunk of prompts in the forward of a round, so that weights are read once for both: on beside every round,"
         " auto where costs say so, which large trees do not (docs/policy.md)",
     )
+    prefill_graph_max_tokens: int = option(
+        0,
+        "tokens up to which a prefill step is captured as a CUDA graph, of sizes in between, its prompts packed in"
+        " blocks; 0 to launch all kernel by kernel",
+        minimum=0,
+        maximum=8192,
+    )
     schedule_policy: SchedulePolicy = option(
         "fcfs",
         "who runs first, and is put back last: fcfs by arrival, priority by each request's `priority`, lower first",

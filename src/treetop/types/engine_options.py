@@ -51,6 +51,7 @@ class EngineOptions(TypedDict, total=False):
     prefill_tokens_per_round: int | None
     target_gap_ms: float | None
     mixed_chunk: MixedChunk
+    prefill_graph_max_tokens: int
     schedule_policy: SchedulePolicy
     disable_radix_cache: bool
     state_checkpoint_every: int | None

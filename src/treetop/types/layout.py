@@ -223,6 +223,9 @@ class Layout:
     mixed: a prefill step may have a round in its forward.
     prompt_sizes: tokens of prompts, padding counted, that a captured round may have in its forward, rising; each a
         multiple of `prompt_block`. () for none.
+    prefill_sizes: of batches in which a prefill step without a round is captured: tokens, padding counted, and tokens
+        of each block, of which they are a multiple; the smallest first, of several alike the one with larger blocks.
+        () for none.
     experts: of those that each token went to, which one of the groups keeps; None if none does.
     """
 
@@ -246,12 +249,18 @@ class Layout:
     copied_pages: int = 0
     mixed: bool = False
     prompt_sizes: tuple[int, ...] = ()
+    prefill_sizes: tuple[tuple[int, int], ...] = ()
     experts: ExpertShape | None = None
 
     @property
     def prompt_block(self) -> int:
         """Tokens of a block of prompts in a captured round: of the smallest of its batches two, if these are large."""
         return min(MAX_PROMPT_BLOCK, max(min(self.prompt_sizes, default=0) // 2, 1))
+
+    @property
+    def packed_sizes(self) -> tuple[tuple[int, int], ...]:
+        """All batches of fixed size that prompts are packed into: tokens, and tokens of a block."""
+        return (*((size, self.prompt_block) for size in self.prompt_sizes), *self.prefill_sizes)
 
     @cached_property
     def commit_width(self) -> int:
@@ -364,10 +373,11 @@ class Layout:
     @property
     def most_batch_rows(self) -> int:
         """Rows of the largest batch of the target. In a mixed step each token is one, and so is each node where a
-        budget cuts trees.
+        budget cuts trees, and each block of a captured prefill step.
         """
         if not self.mixed:
-            return max(self.num_rows, self.most_flat_nodes)
+            blocks = (size // block for size, block in self.prefill_sizes)
+            return max(self.num_rows, self.most_flat_nodes, *blocks)
         return max(self.buckets) * self.verify_tail + max(self.chunk, *self.prompt_sizes, self.num_rows)
 
     @cached_property

@@ -151,8 +151,8 @@ class PrefillPlan:
     freed: pages given back since the last plan.
     logprobs, masks: see `RoundPlan`.
     min_batch_tokens: that ranks with shared experts exchange, at least, padding counted.
-    packed: tokens of the batch of fixed size that holds the chunks in blocks, in the forward of a captured round; 0 for
-        a batch of a line for each chunk, as wide as the longest.
+    packed, block: tokens of the batch of fixed size that holds the chunks in blocks of so many, captured alone or in
+        the forward of a round; 0 for a batch of a line for each chunk, as wide as the longest.
     no_draft: rows that are padding to the draft. If all are, it may not run at all.
     """
 
@@ -166,6 +166,7 @@ class PrefillPlan:
     min_batch_tokens: int = 0
     adapters: tuple[AdapterEdit, ...] = ()
     packed: int = 0
+    block: int = 0
     no_draft: tuple[Row, ...] = ()
 
     @property

@@ -26,6 +26,7 @@ from treetop.engine.memory import (
     MIN_CHUNK_OF_CPU,
     MIN_CHUNK_OF_GPU,
     MIXED_CHUNK_OF_GPU,
+    PREFILL_PARTS,
     ROWS_OF_CPU,
     ROWS_OF_GPU,
     SMALL_CHUNK,
@@ -58,7 +59,7 @@ from treetop.speculative.profile import RANKS, AcceptanceProfile, read_profile
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, ConfigError
 from treetop.types.kv import KVFormat
-from treetop.types.layout import KVGroup, Layout, PrefillCosts
+from treetop.types.layout import MAX_PROMPT_BLOCK, KVGroup, Layout, PrefillCosts
 from treetop.types.parallel import SINGLE_RANK, Parallel, PlaceholderRank
 from treetop.types.sampling import num_classes
 from treetop.weights.kv_scales import check_scheme
@@ -225,6 +226,7 @@ def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | N
         state_groups=state_groups(model, ranks),
         mixed=config.mixed_chunk != "off",
         prompt_sizes=_prompt_sizes(config, model, chunk),
+        prefill_sizes=_prefill_sizes(config, model, chunk),
         experts=experts,
     )
     if config.max_total_tokens is None:
@@ -340,16 +342,35 @@ def _default_chunk(config: EngineConfig, groups: tuple[KVGroup, ...]) -> int:
 def _prompt_sizes(config: EngineConfig, model: ModelConfig, chunk: int) -> tuple[int, ...]:
     """Tokens of prompts that a captured round may have in its forward.
 
-    None where rounds are not captured; where a row's blocks would have to go on from each other's states; where ranks
-    exchange as many tokens as the one with most. There mixed steps are launched one by one.
+    There mixed steps are launched one by one where prompts are not packed.
+    """
+    if config.mixed_chunk == "off" or not _packs_prompts(config, model):
+        return ()
+    largest = _power_of_two(min(chunk, LARGEST_PROMPTS))
+    return tuple(size for size in (largest // 8, largest // 4, largest // 2, largest) if size)
+
+
+def _prefill_sizes(config: EngineConfig, model: ModelConfig, chunk: int) -> tuple[tuple[int, int], ...]:
+    """Of captured prefill steps: tokens, and tokens of their blocks. Wide blocks suit prompts, narrow ones what is left
+    of prompts that the prefix cache has.
+    """
+    if not config.prefill_graph_max_tokens or not _packs_prompts(config, model):
+        return ()
+    largest = _power_of_two(min(chunk, config.prefill_graph_max_tokens))
+    wide = min(MAX_PROMPT_BLOCK, max(largest // 16, 1))
+    sizes = [largest * part // 16 for part in PREFILL_PARTS]
+    blocks = dict.fromkeys((wide, max(wide // 4, 1)))
+    return tuple((size, block) for size in dict.fromkeys(sizes) for block in blocks if size and size % block == 0)
+
+
+def _packs_prompts(config: EngineConfig, model: ModelConfig) -> bool:
+    """Whether prompts may be in captured batches of blocks: not where rounds are not captured; where a row's blocks
+    would have to go on from each other's states; where ranks exchange as many tokens as the one with most.
     """
     device = compute_device(config.device)
     able = BACKENDS[_attends(config, device)].capabilities
     captured = config.graphs == "sim" or (captures(config, device, able) and not able.needs_host_extents)
-    if config.mixed_chunk == "off" or not captured or model.recurrent or config.ep_size > 1:
-        return ()
-    largest = _power_of_two(min(chunk, LARGEST_PROMPTS))
-    return tuple(size for size in (largest // 8, largest // 4, largest // 2, largest) if size)
+    return captured and not model.recurrent and config.ep_size == 1
 
 
 def prefill_costs_of(target: TargetSpec, place: LoadContext) -> PrefillCosts:

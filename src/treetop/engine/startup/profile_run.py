@@ -84,6 +84,9 @@ def _round(runner: ModelRunner, choice: SamplingMode) -> None:
     layout = runner.layout
     runner.buffers.row_lists.fill_(layout.dummy_row)
     keys = [RoundKey(layout.most_rows(shape), shape, choice) for shape in layout.shapes]
+    for size, block in layout.prefill_sizes[-1:]:  # captured, too: the most tokens, and lines whose logits are made
+        runner.buffers.prompts.clear(size, block, layout.dummy_row)
+        keys.append(RoundKey.of_prompts(size, block, SamplingMode.SAMPLE))
     for key in (*keys, RoundKey.of_catch_up(layout.max_requests)) if layout.max_deferred else keys:
         run_phases(runner, key, layout.max_committed)
 

@@ -42,11 +42,13 @@ def self_test_capacity(runner: ModelRunner, launcher: RoundLauncher) -> None:
     keys = [RoundKey(layout.most_rows(shape), shape, SamplingMode.GREEDY) for shape in layout.shapes]
     mixed = [replace(key, mixed=True) for key in keys if layout.mixed]
     mixed += [
-        replace(key, prompts=size)
+        replace(key, prompts=size, block=layout.prompt_block)
         for key in keys
         for size in layout.prompt_sizes
         if key.bucket in layout.coarse_buckets and size < layout.max_context
     ]
+    fitting = [(size, block) for size, block in layout.prefill_sizes if size < layout.max_context]
+    mixed += [RoundKey.of_prompts(size, block, SamplingMode.GREEDY) for size, block in fitting[-2:]]
     if layout.max_deferred:
         keys.append(RoundKey.of_catch_up(layout.max_requests))
     with on_null_pages(runner):
@@ -58,17 +60,17 @@ def self_test_capacity(runner: ModelRunner, launcher: RoundLauncher) -> None:
             for each in state.states.groups.values():
                 each.count[: layout.max_requests] = layout.commit_width
             if key.prompts:
-                _fill_blocks(runner, key.prompts)
+                _fill_blocks(runner, key.prompts, key.block)
             launcher.launch(key, layout.max_committed, partial(_longest_chunk, runner, key) if key.mixed else None)
         runner.probes.raise_if_fired()
 
 
-def _fill_blocks(runner: ModelRunner, size: int) -> None:
+def _fill_blocks(runner: ModelRunner, size: int, block: int) -> None:
     """Prompts of a captured round: one chunk of the last row, which ends the context and leaves its place there."""
     layout, row = runner.layout, runner.layout.max_requests - 1
     chunk = Chunk(Row(row), layout.max_context - size, (0,) * size, None)
-    numbers = block_numbers([chunk], size, layout.prompt_block, layout.dummy_row)
-    runner.buffers.prompts.write(size, runner.buffers.rows.new_tensor(numbers))
+    numbers = block_numbers([chunk], size, block, layout.dummy_row)
+    runner.buffers.prompts.write(size, block, runner.buffers.row_lists.new_tensor(numbers))
     runner.buffers.row_lists[:, row] = layout.dummy_row
     runner.state.committed[row] = chunk.start
 
@@ -117,8 +119,11 @@ def self_test_padding(runner: ModelRunner, launcher: RoundLauncher) -> None:
             between = partial(mixed_verify, runner, batch, mixed, layout.max_committed)
             launcher.launch(mixed, layout.max_committed, between)
         for size in layout.prompt_sizes:
-            runner.buffers.prompts.clear(size, layout.dummy_row)
-            launcher.launch(replace(key, prompts=size), layout.max_committed)
+            runner.buffers.prompts.clear(size, layout.prompt_block, layout.dummy_row)
+            launcher.launch(replace(key, prompts=size, block=layout.prompt_block), layout.max_committed)
+    for size, block in layout.prefill_sizes[:2]:
+        runner.buffers.prompts.clear(size, block, layout.dummy_row)
+        launcher.launch(RoundKey.of_prompts(size, block, SamplingMode.GREEDY), layout.max_committed)
     if layout.max_deferred:
         launcher.launch(RoundKey.of_catch_up(bucket), layout.max_committed)
     runner.probes.raise_if_fired()
