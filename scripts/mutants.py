@@ -101,6 +101,7 @@ GROUPS = {
     "exactness": Group(
         (
             "attention/exact_backend.py",
+            "attention/exact_layout.py",
             "attention/integer_sums.py",
             "exact/fixed_point.py",
             "exact/probe.py",

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from support.chains import attention_in_order
-from treetop.attention import exact_backend
+from treetop.attention import exact_backend, exact_layout
 from treetop.attention.contract import TailKV
 from treetop.attention.exact_backend import ExactBackend
 from treetop.attention.torch_backend import TorchBackend, broken_rows
@@ -205,7 +205,7 @@ def test_slices_of_a_prefill_are_one_prefill(monkeypatch):
     """Queries are cut so that scores stay small."""
     world = make([40, 130], 12, seed=5)
     whole = answer(world)
-    monkeypatch.setattr(exact_backend, "_SCORES", 4000)
+    monkeypatch.setattr(exact_layout, "_SCORES", 4000)
     assert torch.equal(answer(world), whole)
 
 
@@ -240,12 +240,12 @@ def test_sums_of_integers_do_not_know_the_order_of_columns():
     assert torch.equal(got, answer(world, integers=True))
 
 
-def by_length(weights, v, whole, later=None):
+def by_length(weights, v, out=None):
     """A mutant: the keys in two halves, whose border moves with the row's length."""
+    weights, v = torch.cat(weights, dim=2), torch.cat(v, dim=1)
     half = weights.shape[2] // 2
-    first, second = torch.bmm(weights[:, :, :half], v[:, :half]), torch.bmm(weights[:, :, half:], v[:, half:])
-    total = first + second
-    return total if later is None else total + torch.bmm(later, v[:, -later.shape[2] :])
+    total = torch.bmm(weights[:, :, :half], v[:, :half]) + torch.bmm(weights[:, :, half:], v[:, half:])
+    return total if out is None else out.copy_(total)
 
 
 def test_a_share_by_length_is_noticed(monkeypatch):
@@ -312,8 +312,10 @@ def test_an_infinite_number_of_a_node_shows_only_where_it_is_seen(plane, backend
 def test_few_queries_add_a_short_last_block_as_many_do(dim, keys):
     generator = torch.Generator().manual_seed(dim)
     weights = adversarial((8, 120, keys), generator).abs()
-    v = adversarial((8, keys, dim + exact_backend._ones(dim)), generator)
-    want = exact_backend.folded(weights, v, keys)
+    v = adversarial((8, keys, dim + exact_layout.ones_of(dim)), generator)
+    blocks = exact_layout.in_blocks(v, keys, 1)
+    want = exact_backend.folded(exact_layout.in_blocks(weights, keys, 2), blocks)
     for queries in (1, 2, 5):
-        got = exact_backend.folded(weights[:, :queries].contiguous(), v, keys)
-        assert torch.equal(got, want[:, :queries])
+        few = exact_layout.of_least(weights[:, :queries])
+        got = exact_backend.folded(exact_layout.in_blocks(few, keys, 2), blocks)
+        assert torch.equal(got[:, :queries], want[:, :queries])

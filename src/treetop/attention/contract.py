@@ -61,7 +61,7 @@ class TailKV:
     @property
     def planes(self) -> Tensor:
         """Without what is an indexer's."""
-        return self.data[..., : self.data.shape[-1] - self.index_dim]
+        return self.data[..., : self.data.shape[-1] - self.index_dim] if self.index_dim else self.data
 
     @property
     def k(self) -> Tensor:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from treetop.attention.exact_layout import LaidKeys, LaidQueries
 from treetop.exact.fixed_point import LINE, fixed_point_mean, fixed_point_scores, fixed_point_sum, on_grid
 from treetop.kernels.attention.indexer import IndexQuery
 from treetop.kernels.exact import sum_by_halves
@@ -36,11 +37,12 @@ def index_scores_of_integers(query: IndexQuery, keys: Tensor) -> Tensor:
 class IntegerSums:
     """`Sums` of `attention.exact_backend`, for any library and any tree."""
 
-    def held(self, k: Tensor, v: Tensor, wide: int) -> _Held:
-        return _Held(on_grid(k, LINE), on_grid(v[..., :wide], LINE))
+    def held(self, keys: LaidKeys) -> _Held:
+        return _Held(on_grid(keys.k, LINE), on_grid(keys.v[..., : keys.wide], LINE))
 
-    def scores(self, q: Tensor, held: _Held, scale: float) -> Tensor:
-        return fixed_point_scores(q, *held.key, scale)
+    def scores(self, some: LaidQueries, held: _Held, scale: float) -> None:
+        some.scores.copy_(fixed_point_scores(some.q, *held.key, scale))
 
-    def weighed(self, weights: Tensor, padded: Tensor, held: _Held, plan: object) -> tuple[Tensor, Tensor]:
-        return fixed_point_mean(padded, *held.value), fixed_point_sum(padded)
+    def weighed(self, some: LaidQueries, held: _Held) -> tuple[Tensor, Tensor]:
+        total, mass = fixed_point_mean(some.scores, *held.value), fixed_point_sum(some.scores)
+        return some.of_heads(total), some.of_heads(mass)

@@ -60,15 +60,18 @@ class TorchBackend:
         self._ruler: Ruler | None = None
 
     def begin(self, metadata: AttentionMetadata) -> TorchPrefix:
-        ruler = self._ruler
-        if ruler is None or ruler.page_size != metadata.page_size or ruler.positions.shape[1] < metadata.max_kv_len:
-            ruler = self._ruler = make_ruler(2 * metadata.max_kv_len, metadata.page_size, metadata.rows.device)
-        positions, column, offset = (
-            each[:, : metadata.max_kv_len] for each in (ruler.positions, ruler.column, ruler.offset)
-        )
-        visible = positions < metadata.kv_len[:, None]
-        slots = slots_at(metadata.table.data, metadata.rows, column, offset, visible, metadata.page_size)
+        ruler = self.ruler(metadata.max_kv_len, metadata)
+        visible = ruler.positions < metadata.kv_len[:, None]
+        slots = slots_at(metadata.table.data, metadata.rows, ruler.column, ruler.offset, visible, metadata.page_size)
         return TorchPrefix(slots, visible)
+
+    def ruler(self, length: int, metadata: AttentionMetadata) -> Ruler:
+        """Of so many positions in this page size."""
+        kept = self._ruler
+        if kept is None or kept.page_size != metadata.page_size or kept.positions.shape[1] < length:
+            kept = self._ruler = make_ruler(2 * length, metadata.page_size, metadata.rows.device)
+        cut = (each[:, :length] for each in (kept.positions, kept.column, kept.offset))
+        return Ruler(metadata.page_size, *cut)
 
     def plan(self, begun: TorchPrefix, metadata: AttentionMetadata) -> TorchPlan:
         visible = _prefix_visible(begun, metadata)

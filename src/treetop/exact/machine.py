@@ -21,7 +21,10 @@ _LIBRARIES = ("MKL_", "DNNL_", "ONEDNN_", "ATEN_", "OPENBLAS_")
 """Variables whose names begin so choose a library's instructions."""
 _LINES = ("model name", "flags", "Features", "CPU implementer", "CPU part", "CPU variant")
 """Of /proc/cpuinfo, on x86 and on ARM."""
-_SOURCES = ("exact", "kernels/exact.py", "weights/cpu_products.py", "attention/exact_backend.py")
+_SOURCES = (
+    *("exact", "kernels/exact.py", "weights/cpu_products.py"),
+    *("attention/exact_backend.py", "attention/exact_layout.py"),
+)
 
 
 def found_once(kind: str, made_for: object, find: Callable[[], Any]) -> Any:

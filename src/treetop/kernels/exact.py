@@ -37,7 +37,7 @@ PADDED_ROWS = sorted({padded_rows(rows) for rows in range(1, MOST_ROWS + 1)})
 
 
 class BatchInvariantCall:
-    """A call x [rows, in] -> [rows, out] whose result for a row has the same bits whatever the others are.
+    """A call x [..., in] -> [..., out], contiguous, whose result for a row has the same bits whatever the others are.
 
     least: the number of rows from which on that holds, see `least_rows`.
     """
@@ -46,18 +46,22 @@ class BatchInvariantCall:
         self._call, self._padded_rows = call, _rungs_from(least)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [..., in]. Returns [..., out], contiguous."""
+        count = x.numel() // x.shape[-1]
+        if count <= MOST_ROWS and self._padded_rows[count] == count:
+            return self._call(x)
         rows = x.reshape(-1, x.shape[-1])
-        if len(rows) <= MOST_ROWS:
-            out = self._padded(rows)
-        else:
-            out = torch.cat([self._padded(part) for part in rows.split(MOST_ROWS)])
-        return out.view(*x.shape[:-1], out.shape[-1])
+        out = torch.cat([self._padded(part) for part in rows.split(MOST_ROWS)]) if count > MOST_ROWS else None
+        return (self._padded(rows) if out is None else out).view(*x.shape[:-1], -1)
 
     def _padded(self, rows: Tensor) -> Tensor:
-        count = len(rows)
+        count, width = rows.shape
         excess = self._padded_rows[count] - count
-        return self._call(F.pad(rows, (0, 0, 0, excess)))[:count] if excess else self._call(rows)
+        return self._call(torch.cat([rows, _zeros(excess, width)]))[:count] if excess else self._call(rows)
+
+
+@cache
+def _zeros(rows: int, width: int) -> Tensor:
+    return torch.zeros(rows, width)
 
 
 def least_rows(call: Callable[[Tensor], Tensor], width: int) -> int | None:

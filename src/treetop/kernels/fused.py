@@ -36,8 +36,9 @@ def joined_in_order(parts: Tensor) -> Tensor:
     """The same, one part after another: a library may add them up by the number of rows. Several parts in 16 bits are
     added in float32, which is returned."""
     total = parts[0]
-    if parts.shape[0] > 1:
-        total = total.to(torch.promote_types(total.dtype, torch.float32))
+    if parts.shape[0] == 1:
+        return total
+    total = total.to(torch.promote_types(total.dtype, torch.float32))
     for part in parts[1:]:
         total = total + part
     return total
@@ -94,7 +95,8 @@ def add_rms_norm_reference(x: Tensor, delta: Tensor | None, weight: Tensor, eps:
 
 def add_in_order(x: Tensor, delta: Tensor) -> Tensor:
     """`add_reference`, one part of delta after another, in float32 at least, rounded once: as the kernels do."""
-    return (x + joined_in_order(delta)).to(x.dtype)
+    total = x + joined_in_order(delta)
+    return total if total.dtype == x.dtype else total.to(x.dtype)
 
 
 def add_rms_norm_in_order(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

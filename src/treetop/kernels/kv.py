@@ -118,7 +118,7 @@ class PagedKV:
     @property
     def planes(self) -> Tensor:
         """Without what is an indexer's."""
-        return self.data[..., : self.data.shape[-1] - self.index_dim]
+        return self.data[..., : self.data.shape[-1] - self.index_dim] if self.index_dim else self.data
 
     @property
     def k(self) -> Tensor:

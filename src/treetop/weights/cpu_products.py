@@ -151,12 +151,8 @@ class ChosenProduct:
             product = CpuProduct(weight, bias, self.calls)
             return product if then is None else lambda x: then(product(x))
         plain = _exact_product(self.calls[0], weight, self.kept)
-
-        def biased(rows: Tensor) -> Tensor:
-            out = plain(rows)
-            return out if bias is None else out.add_(bias)
-
-        return BatchInvariantCall(biased if then is None else lambda rows: then(biased(rows)), self.least)
+        own = plain if bias is None else partial(_biased, plain, bias)
+        return BatchInvariantCall(own if then is None else lambda rows: then(own(rows)), self.least)
 
 
 def choose_products(
@@ -384,6 +380,10 @@ def _exact_product(call: Call, weight: Tensor, kept: bool) -> Product:
     if call is not Call.INTEGERS:
         return _product(call, _in_order(weight, _ORDER[call]), None)
     return FixedPointWeight(weight) if kept else partial(fixed_point_linear, weight=weight, bias=None)
+
+
+def _biased(product: Product, bias: Tensor, rows: Tensor) -> Tensor:
+    return product(rows).add_(bias)
 
 
 @dataclass(frozen=True, slots=True)

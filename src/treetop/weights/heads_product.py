@@ -49,5 +49,6 @@ class HeadsProduct:
         return self._multiplied(x.transpose(0, 1)).transpose(0, 1)
 
     def _of_flat(self, x: Tensor) -> Tensor:
-        """x: [rows, heads * in]. Returns [rows, heads * out]."""
-        return self._of_rows(x.unflatten(-1, self._weight.shape[:2])).flatten(1)
+        """x: [..., heads * in]. Returns [..., heads * out]."""
+        rows = x.reshape(-1, *self._weight.shape[:2])
+        return self._of_rows(rows).reshape(*x.shape[:-1], -1)
