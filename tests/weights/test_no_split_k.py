@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from support.launches import noted_launches
 from treetop.engine.startup.probed_products import probed_products
@@ -135,6 +136,20 @@ def test_a_plain_weights_products_are_whole_and_rounded_before_a_bias_or_a_gate(
         assert first.arguments["rounds"]
         assert first.arguments["has_bias"] == biased
         assert [each.kernel for each in after] == (["_gate_mul_kernel"] if biased and kind else [])
+
+
+def test_rows_of_a_count_of_the_librarys_go_to_it_as_they_are_and_fewer_among_others(monkeypatch):
+    """Nothing is copied where nothing has to be; what stands behind fewer rows is no part of what they give."""
+    seen, weight = [], torch.randn(32, 64).bfloat16()
+    monkeypatch.setattr(gpu_products, "library", lambda x, w: seen.append((x.shape, x.data_ptr())) or F.linear(x, w))
+    product = NoSplitKProduct(weight, None, None, H200, Probed((32, 64), (72,)))
+    x = torch.randn(72, 64).bfloat16()
+    want = F.linear(x, weight)
+    assert torch.equal(product(x.view(2, 36, 64)), want.view(2, 36, 32))
+    assert torch.equal(product(x[:70]), want[:70])
+    assert torch.equal(product(x.view(2, 36, 64)[:, :35]), want.view(2, 36, 32)[:, :35])
+    assert seen[0] == ((2, 36, 64), x.data_ptr())
+    assert [shape for shape, _ in seen[1:]] == [(72, 64)] * 2
 
 
 def test_a_launch_that_cuts_k_by_the_number_of_rows_is_seen(monkeypatch, on_a_gpu):

@@ -79,25 +79,39 @@ class NoSplitKProduct:
         """weight: [n, k], float16 or bfloat16, k a multiple of 16."""
         self.weight, self._bias, self._kind, self._gpu, self._probed = weight.contiguous(), bias, kind, gpu, probed
         self._fused = kind if bias is None else None  # the kernel's gate has no bias
+        self._served = dict[int, int | None]()
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [..., k]. Returns [..., n], or [..., n / 2] of a gated weight; contiguous."""
-        rows = x.reshape(-1, x.shape[-1])
-        return self._of_rows(_aligned(rows)).view(*x.shape[:-1], -1)
+        count = x.numel() // x.shape[-1]
+        if self._rows_of_library(count) == count and _is_aligned(x):
+            return self._finished(library(x, self.weight))
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        return self._of_rows(rows if _is_aligned(rows) else rows.clone()).view(*x.shape[:-1], -1)
+
+    def _rows_of_library(self, count: int) -> int | None:
+        """With how many rows the library serves so many, at most `MOST_ROWS`; None where our kernel does, or slices."""
+        if count not in self._served:
+            (n, k), few = self.weight.shape, count < FEWEST_OF_LIBRARY
+            ours = few or measured_no_split_k(count, n, k, self._fused is not None, self._gpu) is not None
+            self._served[count] = None if ours or count > MOST_ROWS else self._probed.padded_to(count)
+        return self._served[count]
 
     def _of_rows(self, x: Tensor) -> Tensor:
-        count, (n, k) = len(x), self.weight.shape
-        if (
-            count < FEWEST_OF_LIBRARY
-            or measured_no_split_k(count, n, k, self._fused is not None, self._gpu) is not None
-        ):
-            return self._kernel(x)
+        count = len(x)
         if count > MOST_ROWS:
             return torch.cat([self._of_rows(part) for part in x.split(MOST_ROWS)])
-        padded = self._probed.padded_to(count)
+        padded = self._rows_of_library(count)
         if padded is None:
             return self._kernel(x)
-        out = library(F.pad(x, (0, 0, 0, padded - count)) if padded > count else x, self.weight)[:count]
+        if padded == count:
+            return self._finished(library(x, self.weight))
+        wider = x.new_empty((padded, x.shape[1]))  # a row has its bits beside any others
+        wider[:count] = x
+        return self._finished(library(wider, self.weight)[:count])
+
+    def _finished(self, out: Tensor) -> Tensor:
+        """Of the library's product."""
         if self._bias is not None:
             out += self._bias
         return out if self._kind is None else gate_mul(out, self._kind, self._gpu)
@@ -111,15 +125,15 @@ class NoSplitKProduct:
         return out if self._kind is None else gate_mul(out, self._kind, self._gpu)
 
 
-def _aligned(rows: Tensor) -> Tensor:
+def _is_aligned(x: Tensor) -> bool:
     """Contiguous and where a library's fastest kernels want it, as in a probe."""
-    rows = rows.contiguous()
-    return rows if rows.data_ptr() % 16 == 0 else rows.clone()
+    return x.is_contiguous() and x.data_ptr() % 16 == 0
 
 
 def library(x: Tensor, weight: Tensor) -> Tensor:
-    """The library's product of x [rows, k] and weight [n, k]: the call that is probed and that serves."""
-    return torch.mm(x, weight.t())
+    """The library's product of x [..., k] and weight [n, k]: the call that is probed and that serves. Of rows in any
+    shape it is one product of all, and takes the host less than one of x as rows."""
+    return F.linear(x, weight)
 
 
 def forbid_split_k() -> None:
