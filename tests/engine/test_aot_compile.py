@@ -18,6 +18,7 @@ import torch
 
 from support.engines import greedy, tokens
 from support.examples import EVERYTHING
+from support.gluon import store_one
 from support.operation_cases import coded_weight
 from support.operations import kernel_ops
 from support.round_ops import sown_growth
@@ -49,6 +50,7 @@ from treetop.kernels.gemm.quantized_gemm import choose_quantized, quantized_gate
 from treetop.kernels.gemm.quantized_weight import QuantScheme
 from treetop.kernels.gemm.skinny_gemm import choose_no_split_k, gated_rows, skinny_gemm
 from treetop.kernels.gemm.tiles import decode_tiles, in_turn, tile
+from treetop.kernels.gluon_guard import swizzled_tiles
 from treetop.kernels.kv import PageTable
 from treetop.kernels.moe.experts import Activation, Experts, experts
 from treetop.kernels.moe.routing import Routes, Tiles
@@ -489,10 +491,24 @@ def test_a_worker_compiles_for_a_card_that_is_not_here_with_helpers_by_name(monk
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     worker, target = CompileWorker(), GPUTarget("cuda", 90, 32)
     with closing(worker):
-        for kernel, made in ((_probe, True), (_wrong_kernel, False), (_probe, True)):
+        for kernel, made in ((_probe, True), (_wrong_kernel, False), (store_one, True), (_probe, True)):
             source = triton.compiler.ASTSource(kernel, {kernel.arg_names[0]: "*i32"})
             assert worker.compile(kernel, source, target, {"num_warps": 1}) == made
     assert list(tmp_path.glob("*/_probe.cubin"))
+    assert list(tmp_path.glob("*/store_one.cubin")), "a kernel in Gluon is made as one"
+
+
+@compiled_here
+def test_kernels_in_gluon_are_asked_for_too(launches):
+    """By what their descriptors copy, of which there may be several."""
+    blocks = [swizzled_tiles(torch.zeros(8, 64), 4, width) for width in (8, 16)]
+
+    def inside():
+        for argument in (*blocks, *blocks):
+            store_one[(1,)](argument)
+
+    aot_compile(inside)
+    assert [only_compiled for _, only_compiled in launches] == [True, True]
 
 
 @pytest.mark.parametrize("gpu", [GpuTraits(132, True, 227 << 10), GpuTraits(40, False)])

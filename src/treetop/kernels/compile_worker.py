@@ -94,6 +94,7 @@ def main() -> None:
     os.dup2(2, 1)  # what a compiler prints is no answer
     import triton  # noqa: PLC0415  # whoever asks needs none of it from here
     from triton.compiler import ASTSource  # noqa: PLC0415
+    from triton.experimental.gluon._runtime import GluonASTSource  # noqa: PLC0415
 
     while len(head := asked.read(_LENGTH.size)) == _LENGTH.size:
         answer = b"n"
@@ -101,7 +102,8 @@ def main() -> None:
             kernel, signature, constants, attrs, target, options = _Unpickler(
                 io.BytesIO(asked.read(*_LENGTH.unpack(head)))
             ).load()
-            triton.compile(ASTSource(kernel, signature, constants, attrs), target=target, options=options)
+            source = GluonASTSource if kernel.is_gluon() else ASTSource
+            triton.compile(source(kernel, signature, constants, attrs), target=target, options=options)
             answer = b"y"
         answers.write(answer)
 

@@ -53,7 +53,9 @@ else:
         Arg, constexpr = tl.tensor, tl.constexpr
         TRITON_VERSION = triton.__version__
 
-        class _Kernel(triton.JITFunction):
+        class AheadKernel:
+            """What of a kernel knows `aot_compile`, whichever of Triton's languages it is written in."""
+
             def run(self, *args, grid, warmup, **options):
                 """Compile if that has not been done, and launch; inside `aot_compile` ask for a kernel once."""
                 options.setdefault("enable_fp_fusion", True)  # the default up to 3.9, which warns that it will change
@@ -78,12 +80,15 @@ else:
                 self.compile = compiled
                 return made
 
+        class _Kernel(AheadKernel, triton.JITFunction):
+            pass
+
         def _kind(argument):
             """Equal only for arguments that share a kernel; integers go by value, so some are asked for twice."""
             if isinstance(argument, torch.Tensor):
                 return argument.dtype, argument.data_ptr() % 16
-            if isinstance(argument, TensorDescriptor):
-                return argument.base.dtype, *argument.block_shape
+            if hasattr(argument, "block_shape"):  # a descriptor, Gluon's or Triton's
+                return type(argument), argument.base.dtype, *argument.block_shape
             return argument
 
         def jit(kernel):
