@@ -35,7 +35,8 @@ from treetop.kernels.gemm.adapter_sums import AdapterSums
 from treetop.kernels.gemm.fp8_rows import Activations, QuantizedRows, choose_fp8, fp8_rows
 from treetop.kernels.gemm.heads_rows import heads_rows
 from treetop.kernels.gemm.lossless_weights import LosslessWeight, lossless_gemm
-from treetop.kernels.gemm.quantized_gemm import choose_quantized, quantized_gated, quantized_gemm
+from treetop.kernels.gemm.quantized_gemm import choose_product, quantized_gated, quantized_gemm
+from treetop.kernels.gemm.quantized_gluon import why_not
 from treetop.kernels.gemm.quantized_weight import QuantizedWeight, QuantScheme
 from treetop.kernels.gemm.quantizing_norm import add_rms_norm_codes
 from treetop.kernels.gemm.skinny_gemm import choose_launch, choose_no_split_k, gated_rows, load_table, skinny_gemm
@@ -186,8 +187,9 @@ def _coded(card: Card) -> Iterator[Case]:
     formats = [*FORMATS] if card.measured else _ONE_OF_EACH_KIND
     counts = (16, 32, 64, 256) if card.measured else (16, 256)
     for name, (of, (lines, k, gated)), rows in product(formats, _LLAMA_8B.items(), counts):
-        launch = choose_quantized(FORMATS[name].numbers, (lines, k), gated, rows, gpu)
         multiply, weight = quantized_gated if gated else quantized_gemm, _coded_weight(name, 256, k)
+        whole = replace(weight, shape=(lines, k))
+        launch = choose_product(whole, gated, rows, gpu, False, why_not(weight, HALF, gpu) is None)
         call = partial(multiply, _empty(rows, k), weight, launch=launch, gpu=gpu)
         yield f"product of {name}, {of}, {rows} rows", call
     for group, parts in product((0, 128), (1, 4)) if card.has_fp8 else ():

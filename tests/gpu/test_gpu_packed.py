@@ -1,6 +1,8 @@
 """Weights that stay packed on an NVIDIA GPU: products of a Llama 8B's sizes, and engines that keep them by default."""
 
+from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -11,8 +13,11 @@ from support.operation_cases import coded_weight
 from support.quantized import by_library, fp8_blocks, nvfp4_of_modelopt, quantized
 from support.tiny_models import Pair, save_random_experts, save_random_head, save_random_llama
 from treetop.engine.startup.weight_copies import packing
+from treetop.kernels.gemm.quantized_gemm import QuantizedLaunch, quantized_gated, quantized_gemm
+from treetop.kernels.gemm.quantized_gluon import BLOCKS, launch_of, why_not
 from treetop.kernels.gemm.quantized_weight import QuantScheme
 from treetop.kernels.gemm.tiles import apart, decode_tiles, in_turn, tile
+from treetop.kernels.gluon_guard import why_no_gluon
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.config import EngineConfig
 from treetop.weights.packed import TiledGated, TiledLinear
@@ -42,23 +47,65 @@ def near(got, want):
 
 
 @pytest.mark.parametrize("scheme", CODINGS, ids=str)
-@pytest.mark.parametrize("rows", [1, 16, 40, 100, 256, 300])
+@pytest.mark.parametrize(
+    ("rows", "by_gluon"), [(1, True), *product((100, 256, 300), (True, False)), (16, True), (40, True)]
+)
 @pytest.mark.parametrize(("lines", "k", "gated"), [(6144, 4096, False), (28672, 4096, True), (4096, 14336, False)])
-def test_products_of_a_llama_8b_equal_those_of_the_decoded_weight(lines, k, gated, rows, scheme):
-    """By the kernel up to 256 rows, by a decoded block for more; three times, each beside the one before it."""
+def test_products_of_a_llama_8b_equal_those_of_the_decoded_weight(lines, k, gated, rows, by_gluon, scheme):
+    """By a kernel of few rows, and on Hopper by one of many; without that by a decoded block for more than 256.
+
+    Three times, each beside the one before it.
+    """
     torch.manual_seed(rows)
     by_rows, gpu = coded_weight(lines, k, scheme, GPU), gpu_traits(GPU)
     weight = tile(in_turn(by_rows.halves()) if gated else by_rows)
     whole = decode_tiles(weight, 0, lines, torch.bfloat16, gpu)
     x = torch.randn(rows, k, device=GPU, dtype=torch.bfloat16) / float(whole.float().std()) * k**-0.5
     want = F.linear(x, whole).float()
-    product = TiledGated(weight, None, "silu", gpu) if gated else TiledLinear(weight, None, gpu)
+    multiply = TiledGated(weight, None, "silu", gpu) if gated else TiledLinear(weight, None, gpu)
+    multiply._by_gluon &= by_gluon
     for _ in range(3):
-        got = product(x)
+        got = multiply(x)
     if gated:
         gate, up = apart(want, -1)
         want = F.silu(gate) * up
     near(got, want)
+
+
+MANY = [
+    (scheme, block, gated)
+    for scheme in (*CODINGS, QuantScheme("e2m1", 32, "e8m0"), QuantScheme("e2m1", 16, "e4m3"))
+    for block, gated in ((BLOCKS[0], True), (BLOCKS[1], False))
+]
+MANY += [(CODINGS[0], BLOCKS[1], True), (CODINGS[2], BLOCKS[0], False)]
+"""A scheme, a block of the kernel's, and whether there is a gate: each takes seconds to compile."""
+
+
+def of_usual_size(weight):
+    """With scales of a half, and no larger than other arithmetic than usual would be taken for."""
+    if weight.scheme.scales == "e8m0":
+        return replace(weight, scale=weight.scale.clamp(max=128))
+    if weight.scheme.scales == "float32":
+        return replace(weight, scale=weight.scale.half().float())
+    return replace(weight, factor=weight.factor * 1e-4)
+
+
+@pytest.mark.parametrize(("scheme", "block", "gated"), MANY, ids=str)
+def test_the_product_of_many_rows_has_the_bits_of_the_one_of_few(scheme, block, gated):
+    """With last blocks of rows, lines and columns that are full or not, more blocks than slots, splits, and a bias."""
+    torch.manual_seed(1)
+    gpu, on_hopper = gpu_traits(GPU), torch.cuda.get_device_capability() == (9, 0) and why_no_gluon(GPU) is None
+    splits, multiply = (1, partial(quantized_gated, kind="silu")) if gated else (2, quantized_gemm)
+    for (lines, k), rows in product(((448, 2048), (192, 712), (256, 256)), (65, 128, 200, 513)):
+        by_rows = of_usual_size(coded_weight(lines, k, scheme, GPU))
+        weight = tile(in_turn(by_rows.halves()) if gated else by_rows)
+        if (why := why_not(weight, torch.bfloat16, gpu)) is not None:
+            assert not on_hopper, why
+            pytest.skip(why)
+        x, bias = (torch.randn(shape, device=GPU, dtype=torch.bfloat16) for shape in ((rows, k), (lines,)))
+        launch = launch_of(scheme.numbers, k, block, splits, gpu)
+        want = multiply(x, weight, bias=bias, launch=QuantizedLaunch(64, splits, 2, 4), gpu=gpu)
+        assert torch.equal(multiply(x, weight, bias=bias, launch=launch, gpu=gpu), want), (lines, k, rows)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,8 @@ from treetop.kernels.exact import LIBRARY
 from treetop.kernels.fused import batch_invariant_functions, gate_mul, gate_mul_reference, join
 from treetop.kernels.gate import Gate
 from treetop.kernels.gemm.fp8_rows import Activations
-from treetop.kernels.gemm.quantized_gemm import MAX_ROWS, choose_quantized, quantized_gated, quantized_gemm
+from treetop.kernels.gemm.quantized_gemm import MAX_ROWS, choose_product, quantized_gated, quantized_gemm
+from treetop.kernels.gemm.quantized_gluon import why_not as why_not_by_gluon
 from treetop.kernels.gemm.quantized_weight import MIDDLE, QuantizedWeight, QuantScheme, decode, factor_apart
 from treetop.kernels.gemm.tiles import TILE, TiledWeight, apart, decode_tiles, in_turn, tile, why_not_tiled
 from treetop.kernels.moe.experts import Activation, Experts
@@ -266,6 +267,7 @@ class TiledLinear:
         self.weight, self._bias, self.gpu, self.whole = weight, bias, gpu, whole
         self.has_bias = bias is not None
         self._together = _decoded_together(weight, parted=False)
+        self._by_gluon = why_not_by_gluon(weight, torch.bfloat16, gpu) is None
         self.numbers = prod(weight.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -273,10 +275,11 @@ class TiledLinear:
 
     def parts(self, x: Tensor) -> Tensor:
         rows, weight = x.reshape(-1, x.shape[-1]).contiguous(), self.weight
-        if len(rows) > MAX_ROWS and not self.whole:
+        by_gluon = self._by_gluon and rows.dtype == torch.bfloat16
+        if len(rows) > MAX_ROWS and not self.whole and not by_gluon:
             found = self._by_library(rows)[None]
         else:
-            launch = choose_quantized(weight.scheme.numbers, _size(weight), False, len(rows), self.gpu, self.whole)
+            launch = choose_product(weight, False, len(rows), self.gpu, self.whole, by_gluon)
             found = quantized_gemm(rows, weight, self._bias, launch=launch, gpu=self.gpu)
         return found.view(len(found), *x.shape[:-1], -1)
 
@@ -331,14 +334,16 @@ class TiledGated:
         self.weight, self._bias, self.kind, self._gpu, self._whole = weight, bias, kind, gpu, whole
         self.has_bias = bias is not None
         self._together = _decoded_together(weight, parted=True)
+        self._by_gluon = why_not_by_gluon(weight, torch.bfloat16, gpu) is None
         self.numbers = prod(weight.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
         rows, weight = x.reshape(-1, x.shape[-1]).contiguous(), self.weight
-        if len(rows) > MAX_ROWS and not self._whole:
+        by_gluon = self._by_gluon and rows.dtype == torch.bfloat16
+        if len(rows) > MAX_ROWS and not self._whole and not by_gluon:
             found = self._by_library(rows)
         else:
-            launch = choose_quantized(weight.scheme.numbers, _size(weight), True, len(rows), self._gpu, self._whole)
+            launch = choose_product(weight, True, len(rows), self._gpu, self._whole, by_gluon)
             found = quantized_gated(rows, weight, self.kind, self._bias, launch=launch, gpu=self._gpu)
         return found.view(*x.shape[:-1], -1)
 
@@ -383,11 +388,6 @@ class TiledExperts:
         if not (plain and alike and self.experts.activation.limit is None and self.experts.gate_up_bias is None):
             return None
         return replace(self, experts=replace(self.experts, shared=(gate_up.weight, down.weight)))
-
-
-def _size(weight: TiledWeight) -> tuple[int, int]:
-    lines, columns = weight.shape
-    return lines, columns
 
 
 @dataclass(frozen=True, slots=True)

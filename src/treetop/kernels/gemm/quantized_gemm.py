@@ -17,6 +17,8 @@ from torch import Tensor
 
 from treetop.kernels.dependent_launch import ask_for, launch_options, pdl_wait
 from treetop.kernels.gate import Gate, activated, activated_reference
+from treetop.kernels.gemm import quantized_gluon
+from treetop.kernels.gemm.quantized_gluon import FEWEST_ROWS, GluonLaunch
 from treetop.kernels.gemm.quantized_weight import Numbers, decode
 from treetop.kernels.gemm.skinny_gemm import most_splits
 from treetop.kernels.gemm.tiles import (
@@ -77,7 +79,7 @@ def quantized_gated_reference(
 
 
 def quantized_gemm(
-    x: Tensor, weight: TiledWeight, bias: Tensor | None = None, *, launch: QuantizedLaunch, gpu: GpuTraits
+    x: Tensor, weight: TiledWeight, bias: Tensor | None = None, *, launch: QuantizedLaunch | GluonLaunch, gpu: GpuTraits
 ) -> Tensor:
     """`quantized_gemm_reference` in parts [splits, rows, lines] that add up to it: of several in float32, of one in x's
     dtype.
@@ -96,7 +98,7 @@ def quantized_gated(
     kind: Gate = "silu",
     bias: Tensor | None = None,
     *,
-    launch: QuantizedLaunch,
+    launch: QuantizedLaunch | GluonLaunch,
     gpu: GpuTraits,
 ) -> Tensor:
     """`quantized_gated_reference` in one launch, which has one split. Arguments as in `quantized_gemm`."""
@@ -107,13 +109,16 @@ def quantized_gated(
 
 
 def _launch(
-    out: Tensor, x: Tensor, weight: TiledWeight, bias: Tensor | None, kind: Gate | None, launch: QuantizedLaunch,
-    gpu: GpuTraits,
+    out: Tensor, x: Tensor, weight: TiledWeight, bias: Tensor | None, kind: Gate | None,
+    launch: QuantizedLaunch | GluonLaunch, gpu: GpuTraits,
 ) -> None:  # fmt: skip
     (rows, k), (lines, columns) = x.shape, weight.shape
     block_m = row_block(rows)
     assert k == columns
     assert x.is_contiguous()
+    if isinstance(launch, GluonLaunch):
+        quantized_gluon.multiply(out, x, weight, bias, kind, launch, gpu)
+        return
     blocks = -(-k // BLOCK)
     share = -(-blocks // launch.splits)
     grid = (-(-rows // block_m), -(-lines // launch.block_n), launch.splits)
@@ -181,6 +186,20 @@ _FEW = 32
 def up_to(rows: int) -> int:
     """The one of `ROWS` that a number of rows counts to: of more, in blocks, the last."""
     return next((most for most in ROWS if rows <= most), MAX_ROWS)
+
+
+def choose_product(
+    weight: TiledWeight, gated: bool, rows: int, gpu: GpuTraits, whole: bool, by_gluon: bool
+) -> QuantizedLaunch | GluonLaunch:
+    """The launch for a weight, with splits that are the same for up to `MAX_ROWS` rows.
+
+    by_gluon: the kernel in Gluon has nothing against the weight, and multiplies what has many rows.
+    """
+    numbers, (lines, k) = weight.scheme.numbers, weight.shape
+    launch = choose_quantized(numbers, (lines, k), gated, rows, gpu, whole)
+    if by_gluon and rows >= FEWEST_ROWS:
+        return quantized_gluon.choose(numbers, (lines, k), rows, launch.splits, MAX_ROWS, gpu)
+    return launch
 
 
 @cache

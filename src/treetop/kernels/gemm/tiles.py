@@ -323,7 +323,7 @@ def _decode_tiles_kernel(
     f = tl.load(factor + tile * 64 + inside) if scales == "times" or scales == "over" else inside.to(tl.float32)
     s, m = f, f
     if group % 128 == 0:
-        of = tile * _scale_blocks(k, group)
+        of = tile * scale_blocks(k, group)
         if group > 0:
             of += block // (group // 128)
         s, m = _line_scale(scale, zero, f, of * 64 + inside, 0, numbers, scales, form, has_zero, fast)
@@ -358,7 +358,7 @@ def tile_product(
     whole: constexpr = 64 if numbers == "e4m3" else 32
     width: constexpr = whole if group == 0 or group >= whole else group
     blocks = (k + 127) // 128
-    scale_blocks = _scale_blocks(k, group)
+    groups = scale_blocks(k, group)
     lane = tl.arange(0, width)[None, :]
     tile = tile.to(tl.int64)
     f = tl.load(factor + tile * 64 + inside) if scales == "times" or scales == "over" else inside.to(tl.float32)
@@ -369,7 +369,7 @@ def tile_product(
     for block in range(first, last):
         here = (tile * blocks + block) * 64 + inside
         if group > 0 and group % 128 == 0:
-            of = (tile * scale_blocks + block // (group // 128)) * 64 + inside
+            of = (tile * groups + block // (group // 128)) * 64 + inside
             s, m = _line_scale(scale, zero, f, of, 0, numbers, scales, form, has_zero, fast)
         word_at = words + here[:, None] * whole + lane
         word = tl.load(word_at, eviction_policy="evict_first")
@@ -392,7 +392,7 @@ def tile_product(
 
 
 @jit
-def _scale_blocks(k: Arg, group: constexpr) -> Arg:
+def scale_blocks(k: Arg, group: constexpr) -> Arg:
     """Of a line's scales, each for whole blocks."""
     number = 1
     if group > 0:
@@ -415,7 +415,7 @@ def _part(
         step: constexpr = start // group
         s, m = _line_scale(scale, zero, f, at, step, numbers, scales, form, has_zero, fast)
     n = _number(word, part, numbers, fast)
-    return _times(n, s[:, None], m[:, None], numbers, form, scales, fast, dtype)
+    return times(n, s[:, None], m[:, None], numbers, form, scales, fast, dtype)
 
 
 @jit
@@ -424,8 +424,19 @@ def _line_scale(
     has_zero: constexpr, fast: constexpr,
 ) -> Arg:  # fmt: skip
     """Of each line the scale in float32, with what it makes up for if `fast`, and what integers are less by."""
+    place: constexpr = step // 4 if form == "bytes" else step
+    held = tl.load(scale + at + place * 64)
+    m = tl.load(zero + at + step * 64) if has_zero else held
+    return scale_of(held, m, f, step, numbers, scales, form, has_zero, fast)
+
+
+@jit
+def scale_of(
+    held: Arg, m: Arg, f: Arg, step: constexpr, numbers: constexpr, scales: constexpr, form: constexpr,
+    has_zero: constexpr, fast: constexpr,
+) -> Arg:  # fmt: skip
+    """What `_line_scale` returns, of words that were loaded. m: of zeros, where there are some."""
     if form == "bytes":
-        held = tl.load(scale + at + step // 4 * 64)
         if scales == "e8m0":
             bits = (held >> (step % 4 * 8)) & 0xFF
             if fast:
@@ -441,7 +452,6 @@ def _line_scale(
                 s = tl.div_rn(s, tl.where(f == 0.0, 1.0, f))
         m = s
     else:
-        held = tl.load(scale + at + step * 64)
         if form == "float32":
             s = held.to(tl.float32, bitcast=True)
         elif form == "bfloat16":
@@ -449,9 +459,9 @@ def _line_scale(
         else:
             s = (held >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         if has_zero:
-            m = tl.load(zero + at + step * 64).to(tl.float32)
+            m = m.to(tl.float32)
         elif form == "float32":
-            m = tl.zeros_like(s) + 8.0
+            m = (held * 0 + 8).to(tl.float32)
         else:
             m = (held & 0xFF).to(tl.float32)
     if fast:
@@ -477,7 +487,7 @@ def _e4m3(code: Arg) -> Arg:
 def _number(word: Arg, part: constexpr, numbers: constexpr, fast: constexpr) -> Arg:
     """The numbers of a part: in float32; or if `fast` in bfloat16, too small or, of integers, 128 too large."""
     if fast:
-        n = _moved_number(word, part, numbers)
+        n = moved_number(word, part, numbers)
     elif numbers == "e4m3":
         n = _e4m3((word.to(tl.int32) >> (8 * part)) & 0xFF)
     elif numbers == "int4":
@@ -492,7 +502,7 @@ def _number(word: Arg, part: constexpr, numbers: constexpr, fast: constexpr) -> 
 
 
 @jit
-def _moved_number(word: Arg, part: constexpr, numbers: constexpr) -> Arg:
+def moved_number(word: Arg, part: constexpr, numbers: constexpr) -> Arg:
     if numbers == "e4m3":
         n = _moved(word, _MOVE_E4M3_0) if part == 0 else _moved(word, _MOVE_E4M3_1)
     elif numbers == "int4":
@@ -516,7 +526,7 @@ def _moved_number(word: Arg, part: constexpr, numbers: constexpr) -> Arg:
 
 
 @jit
-def _times(
+def times(
     n: Arg, s: Arg, m: Arg, numbers: constexpr, form: constexpr, scales: constexpr, fast: constexpr, dtype: constexpr
 ) -> Arg:
     """Numbers [lines, columns], less m if they are integers, times s, rounded once. s, m: [lines, 1] float32."""

@@ -1,0 +1,131 @@
+"""Which products with packed weights are the kernel's in Gluon, and how it cuts them. It runs on a GPU alone."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from support.operation_cases import coded_weight
+from treetop.kernels.gemm import quantized_gluon as kernel
+from treetop.kernels.gemm.quantized_gemm import MAX_ROWS, QuantizedLaunch, choose_product, choose_quantized
+from treetop.kernels.gemm.quantized_gluon import FEWEST_ROWS, GluonLaunch, choose, why_not
+from treetop.kernels.gemm.quantized_weight import QuantScheme
+from treetop.kernels.gemm.tiles import BLOCK, in_turn, tile
+from treetop.kernels.triton_guard import GpuTraits
+from treetop.weights import packed
+from treetop.weights.packed import TiledGated, TiledLinear
+
+HOPPER = GpuTraits(132, True, 227 << 10, True)
+SHAPES = [(28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (151936, 5120), (64, 128), (200, 1000)]
+BY_ROW = QuantScheme("e4m3", 0)
+
+
+@pytest.fixture(autouse=True)
+def gluon(monkeypatch):
+    """As if this Triton had it, and no interpreter."""
+    monkeypatch.setattr(kernel, "why_no_gluon", lambda device: None)
+
+
+def weight(scheme=BY_ROW, lines=256, k=512):
+    return replace(tile(coded_weight(lines, k, scheme, torch.device("cpu"))), wide=False)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("numbers", ["e4m3", "int4", "e2m1"])
+def test_slots_fit_and_every_split_has_a_block(numbers, shape):
+    """Of up to `MAX_ROWS` rows all have the same splits, so one row's sums are cut alike; of more at most as many."""
+    blocks = -(-shape[1] // BLOCK)
+    for gated in (False, True):
+        splits = choose_quantized(numbers, shape, gated, 64, HOPPER).splits
+        seen = set()
+        for rows in (FEWEST_ROWS, 128, 129, MAX_ROWS, MAX_ROWS + 1, 512, 1024, 8192):
+            launch = choose(numbers, shape, rows, splits, MAX_ROWS, HOPPER)
+            codes = launch.block_n * BLOCK // (1 if numbers == "e4m3" else 2)
+            used = launch.code_slots * codes + launch.row_slots * launch.block_m * 128
+            assert used + (16 << 10) <= HOPPER.shared_bytes
+            assert launch.code_slots >= 2
+            assert launch.row_slots >= 4
+            assert (launch.splits - 1) * -(-blocks // launch.splits) < blocks
+            if rows <= MAX_ROWS:
+                seen.add(launch.splits)
+            assert launch.splits <= splits
+        assert len(seen) == 1
+
+
+def test_a_block_is_chosen_by_what_a_multiprocessor_has_to_do():
+    """Of 139 tiles of 128 lines and 256 rows each has one; of blocks of 256 lines and 128 rows some would have two."""
+    for lines, block in ((138 * 128, (128, 256)), (139 * 128, (256, 128))):
+        launch = choose("e4m3", (lines, 4096), 256, 1, MAX_ROWS, replace(HOPPER, num_sms=139))
+        assert (launch.block_m, launch.block_n) == block
+
+
+@pytest.mark.parametrize(
+    ("scheme", "dtype", "gpu", "why"),
+    [
+        (BY_ROW, torch.bfloat16, HOPPER, None),
+        (QuantScheme("e4m3", 128), torch.bfloat16, HOPPER, None),
+        (QuantScheme("int4", 128), torch.bfloat16, HOPPER, None),
+        (QuantScheme("e2m1", 32, "e8m0"), torch.bfloat16, HOPPER, None),
+        (QuantScheme("e2m1", 16, "times"), torch.bfloat16, HOPPER, None),
+        (BY_ROW, torch.float16, HOPPER, "not decoded in bfloat16"),
+        (QuantScheme("int4", 32), torch.bfloat16, HOPPER, "groups of 32"),
+        (BY_ROW, torch.bfloat16, replace(HOPPER, has_tensor_memory=True), "9.0 alone"),
+        (BY_ROW, torch.bfloat16, replace(HOPPER, shared_bytes=99 << 10), "9.0 alone"),
+        (BY_ROW, torch.bfloat16, replace(HOPPER, can_overlap=False), "9.0 alone"),
+    ],
+    ids=str,
+)
+def test_what_is_not_its_own_is_told(scheme, dtype, gpu, why):
+    told = why_not(weight(scheme), dtype, gpu)
+    assert told is None if why is None else why in told
+
+
+def test_weights_that_it_cannot_read_are_told(monkeypatch):
+    made = weight(QuantScheme("int4", 128))
+    assert "zeros" in why_not(replace(made, zero=made.scale), torch.bfloat16, HOPPER)
+    assert "bfloat16" in why_not(replace(made, wide=True), torch.bfloat16, HOPPER)
+    assert "multiple of 8" in why_not(replace(made, shape=(256, 508)), torch.bfloat16, HOPPER)
+    monkeypatch.setattr(kernel, "why_no_gluon", lambda device: "no Gluon here")
+    assert why_not(made, torch.bfloat16, HOPPER) == "no Gluon here"
+
+
+def test_few_rows_and_what_is_not_its_own_stay_with_plain_triton():
+    made = weight()
+    assert isinstance(choose_product(made, False, FEWEST_ROWS, HOPPER, False, True), GluonLaunch)
+    assert isinstance(choose_product(made, False, FEWEST_ROWS - 1, HOPPER, False, True), QuantizedLaunch)
+    assert isinstance(choose_product(made, False, FEWEST_ROWS, HOPPER, False, False), QuantizedLaunch)
+    assert choose_product(made, False, MAX_ROWS, HOPPER, True, True).splits == 1
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_many_rows_go_to_it_and_to_the_library_where_it_is_not(gated, whole, monkeypatch):
+    """As an engine's products do it; with `whole` the library has none."""
+    taken = []
+
+    def take(x, weight, *_, launch, gpu):
+        taken.append(type(launch).__name__)
+        return x.new_zeros((len(x), 128) if gated else (launch.splits, len(x), 256))
+
+    monkeypatch.setattr(packed, "quantized_gated" if gated else "quantized_gemm", take)
+    library = lambda self, rows: taken.append("library") or rows.new_zeros(len(rows), 128 if gated else 256)  # noqa: E731
+    by_rows = coded_weight(256, 512, BY_ROW, torch.device("cpu"))
+    for kind in (TiledLinear, TiledGated):
+        monkeypatch.setattr(kind, "_by_library", library)
+    if gated:
+        made = TiledGated(tile(in_turn(by_rows.halves())), None, "silu", HOPPER, whole)
+    else:
+        made = TiledLinear(tile(by_rows), None, HOPPER, whole)
+    multiply = made if gated else made.parts
+
+    def asked():
+        taken.clear()
+        for rows, dtype in ((8, torch.bfloat16), (128, torch.bfloat16), (MAX_ROWS + 1, torch.bfloat16)):
+            multiply(torch.zeros(rows, 512, dtype=dtype))
+        multiply(torch.zeros(MAX_ROWS + 1, 512, dtype=torch.float16))
+        return list(taken)
+
+    plain, ours, rest = "QuantizedLaunch", "GluonLaunch", "QuantizedLaunch" if whole else "library"
+    assert asked() == [plain, ours, ours, rest]
+    made._by_gluon = False
+    assert asked() == [plain, plain, rest, rest]
