@@ -73,7 +73,7 @@ else:
     except (ImportError, AttributeError) as error:
         GLUON_PROBLEM = f"this Triton ({TRITON_VERSION}) has no Gluon that its kernels know: {error}"
 
-        class _Missing:
+        class _NoGluon:
             """Stands for Gluon's names, where annotations alone need them."""
 
             constexpr = object
@@ -86,7 +86,7 @@ else:
             """Leave the function as it is."""
             return gluon_jit
 
-        gl, mbarrier, swizzled_tiles = _Missing(), None, None
+        gl, mbarrier, swizzled_tiles = _NoGluon(), None, None
         async_load = block_barrier = fence_async_shared = None
         warpgroup_mma = warpgroup_mma_init = warpgroup_mma_wait = None
 
