@@ -129,3 +129,14 @@ def test_many_rows_go_to_it_and_to_the_library_where_it_is_not(gated, whole, mon
     assert asked() == [plain, ours, ours, rest]
     made._by_gluon = False
     assert asked() == [plain, plain, rest, rest]
+
+
+def test_why_many_rows_are_not_its_own_is_logged_once(monkeypatch, caplog):
+    monkeypatch.setattr(kernel, "why_no_gluon", lambda device: "this Triton has none")
+    packed._tell.cache_clear()
+    with caplog.at_level("INFO", "treetop.weights.packed"):
+        for _ in range(2):
+            TiledLinear(weight(), None, HOPPER)
+    assert [each.getMessage() for each in caplog.records] == [
+        "products of many rows with packed weights are not in Gluon: this Triton has none"
+    ]

@@ -2,15 +2,17 @@
 
 They are read as a checkpoint has them, by row, with a scale for each row and group (`kernels.gemm.quantized_weight`):
 so ranks cut rows and groups, and what moves rows moves codes and scales alike. On a GPU they then lie in tiles
-(`kernels.gemm.tiles`), and a product of few rows, or with experts, is a kernel that decodes in registers. For more rows
-a block of lines is decoded into memory that the next block uses again, and the library's product is taken with it, as
-on a CPU for any number: what is held is the packed bytes and one block. Only a CPU's products of 4-bit integers in
+(`kernels.gemm.tiles`), and a product of few rows, or with experts, is a kernel that decodes in registers, on Hopper of
+any number of rows (`kernels.gemm.quantized_gluon`). Elsewhere for more rows a block of lines is decoded into memory
+that the next block uses again, and the library's product is taken with it, as on a CPU for any number: what is held is
+the packed bytes and one block. Only a CPU's products of 4-bit integers in
 bfloat16 take codes as they are, with other bits (`weights.cpu_int4`).
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from math import lcm, prod
 
 import torch
@@ -48,6 +50,8 @@ from treetop.weights.format import (
     TensorSpec,
 )
 from treetop.weights.quantized import own_groups
+
+_log = logging.getLogger(__name__)
 
 SCALE, FACTOR, ZERO, MINIMUM = "scale", "factor", "zero", "minimum"
 _BLOCK, _BLOCK_OF_GPU = 2**20, 2**26
@@ -267,7 +271,7 @@ class TiledLinear:
         self.weight, self._bias, self.gpu, self.whole = weight, bias, gpu, whole
         self.has_bias = bias is not None
         self._together = _decoded_together(weight, parted=False)
-        self._by_gluon = why_not_by_gluon(weight, torch.bfloat16, gpu) is None
+        self._by_gluon = _by_gluon(weight, gpu)
         self.numbers = prod(weight.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -334,7 +338,7 @@ class TiledGated:
         self.weight, self._bias, self.kind, self._gpu, self._whole = weight, bias, kind, gpu, whole
         self.has_bias = bias is not None
         self._together = _decoded_together(weight, parted=True)
-        self._by_gluon = why_not_by_gluon(weight, torch.bfloat16, gpu) is None
+        self._by_gluon = _by_gluon(weight, gpu)
         self.numbers = prod(weight.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -388,6 +392,19 @@ class TiledExperts:
         if not (plain and alike and self.experts.activation.limit is None and self.experts.gate_up_bias is None):
             return None
         return replace(self, experts=replace(self.experts, shared=(gate_up.weight, down.weight)))
+
+
+def _by_gluon(weight: TiledWeight, gpu: GpuTraits) -> bool:
+    """Whether many rows in bfloat16 are the kernel's in Gluon. Why they are not is logged, each reason once."""
+    why = why_not_by_gluon(weight, torch.bfloat16, gpu)
+    if why is not None:
+        _tell(why)
+    return why is None
+
+
+@cache
+def _tell(why: str) -> None:
+    _log.info("products of many rows with packed weights are not in Gluon: %s", why)
 
 
 @dataclass(frozen=True, slots=True)

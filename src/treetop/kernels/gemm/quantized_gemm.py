@@ -1,6 +1,7 @@
 """Products of few rows with a quantized weight that lies in tiles: each tile is decoded as it is read.
 
-    y = x @ weight.T + bias        x: [rows, k]; of more than MAX_ROWS the library is faster with decoded weights
+    y = x @ weight.T + bias        x: [rows, k]; of more than MAX_ROWS the library is faster with decoded weights,
+                                   unless `quantized_gluon` multiplies them
 
 A program computes `block_n` lines over one share of k, with the weight as the left operand and sums in float32 that are
 rounded once. A gated weight's gates and ups are lines in turn, so that the activation is a product's end. k is cut in
