@@ -15,10 +15,15 @@ from support.offloading import POOL, on_a_cpu, stats, with_tier
 from support.tiny_models import Pair
 from treetop.checks.host import PlanChecker
 from treetop.debug.two_group import write_two_group_pair
+from treetop.doctor.conformance import RandomShapes
 from treetop.engine.rounds import RoundKey
+from treetop.scheduler.acceptance import AcceptanceEstimate
+from treetop.scheduler.policy import AdaptiveShape
+from treetop.types.costs import CatchUpCost, CostTable, HeadAcceptance, RoundCost
 from treetop.types.errors import CheckError
 from treetop.types.ids import is_draft
-from treetop.types.messages import PrefillPlan, RoundPlan
+from treetop.types.layout import PLAIN, SpecShape
+from treetop.types.messages import PrefillPlan, RoundPlan, RowResult, StepResult, prefill_of
 from treetop.types.sampling import SamplingMode
 
 SHAPE = (3, 3, 9)
@@ -52,7 +57,9 @@ def one(llm, prompt, params):
 )
 @pytest.mark.parametrize("seed", [0, 1])
 def test_random_schedules_change_no_token(strong_pair, windowed, kind, options, seed):
-    """Requests that begin alike, with and without a draft, some of which lose it as they run; put back, aborted."""
+    """Requests that begin alike, with and without a draft, some of which lose it as they run and get it again; put
+    back, aborted.
+    """
     pair, rng = strong_pair if kind == "whole" else windowed, random.Random(seed)
     beginnings, sizes = pair.prompts([33, 18], seed), {"context_length": 96, "max_running_requests": 3}
     prompts = [[*rng.choice(beginnings)[: rng.choice((9, 18, 33))], *pair.prompts([3], i)[0]] for i in range(9)]
@@ -62,14 +69,18 @@ def test_random_schedules_change_no_token(strong_pair, windowed, kind, options, 
     ]
     want = tokens(build(pair, None, **sizes).generate(prompts, params))
     llm = build(pair, SHAPE, **{"chunked_prefill_size": 16, **sizes, **options})
+    policy = None
+    if "speculative_policy" in options:
+        policy = llm.scheduler.policy = RandomShapes(llm.engine.layout.shapes, seed, loses=True)
+    lost, stop = [], llm.scheduler.rows.stop_drafting
+    llm.scheduler.rows.stop_drafting = lambda request: lost.append(request.params.speculative) or stop(request)
     for _ in range(2):  # the second time prefixes come from the cache
-        asked, lost = submit(llm, prompts, params), 0
+        asked = submit(llm, prompts, params)
         gone = rng.choice(asked)
         for step, _ in enumerate(pump(llm)):
             for request in [*llm.scheduler.queues.decoding]:
                 if rng.random() < 0.05 and request.held.lease.drafts:
                     llm.scheduler.rows.stop_drafting(request)
-                    lost += 1
                 elif rng.random() < 0.05 and not llm.scheduler.steps.has_rows:
                     llm.scheduler._rounds.put_back(request)
             if step == 20:
@@ -80,7 +91,8 @@ def test_random_schedules_change_no_token(strong_pair, windowed, kind, options, 
             each for each, request in zip(want, asked, strict=True) if request is not gone
         ]
         assert want[asked.index(gone)][: len(gone.output_ids)] == tuple(gone.output_ids)
-        assert lost
+    assert any(lost)
+    assert policy is None or policy.num_put_back
 
 
 @pytest.mark.parametrize("options", few_of([{"check_level": 3}, {"graphs": "sim", "overlap": True}], 1), ids=str)
@@ -239,3 +251,128 @@ def test_a_row_without_a_draft_never_gets_one_again(strong_pair):
     for wrong in (replace(plan, no_draft=()), replace(plan, rows=plan.rows[::-1])):
         with pytest.raises(CheckError, match="have no draft"):
             checker.check(wrong)
+
+
+class Modelled(AdaptiveShape):
+    """Rounds take what a table says, whatever the machine does. While the head is watched every tenth is a trial."""
+
+    def choose(self, *given) -> SpecShape:
+        chosen = super().choose(*given)
+        self.alone = self.watches
+        return self._trees[-1] if self.watches and self._num_rounds % 10 == 0 else chosen
+
+    def note(self, plan, result, seconds) -> None:
+        super().note(plan, result, None)
+
+
+def costs_of(layout, catch_up: float) -> CostTable:
+    """In plain rounds, which cost the same at any size. catch_up: of all rows; of few its share."""
+    price = {shape: 1.0 + 0.05 * shape.num_draft_tokens for shape in layout.shapes} | {PLAIN: 1.0}
+    rounds = [
+        RoundCost(rows, shape, (0.5 + rows / 16) * price[shape], 0.0)
+        for rows in layout.coarse_buckets
+        for shape in layout.shapes
+    ]
+    ups = [CatchUpCost(rows, catch_up * rows / layout.max_requests) for rows in layout.coarse_buckets]
+    return CostTable("", tuple(rounds), tuple(ups))
+
+
+@pytest.mark.parametrize("options", few_of([{"check_level": 3}, {"graphs": "sim", "overlap": True}], 1), ids=str)
+def test_a_head_that_does_not_pay_is_watched_by_few_rows(strong_pair, options):
+    """A catch-up that the budget does not pay is not made: rows go on without a draft, and all but one begin so; trees
+    are of the others alone. Once trees would pay, who comes has a draft again.
+    """
+    useless, good = HeadAcceptance((0.02,), 0.02), HeadAcceptance((0.9, 0.9, 0.9), 0.5)
+    llm = build(
+        strong_pair, SHAPE, speculative_policy="auto", speculative_max_deferred=8, max_running_requests=8, **options
+    )
+    layout = llm.engine.layout
+    policy = llm.scheduler.policy = Modelled(costs_of(layout, 8.0), layout, lambda: useless)
+    prompts, params = strong_pair.prompts([5, 9, 12, 20] * 3), [greedy(60, whole=True)] * 12
+    want = tokens(build(strong_pair, None).generate(prompts, params))
+    asked = submit(llm, prompts, params)
+    plans, begun = [], []
+    for plan, _ in pump(llm):
+        plans.append(plan)
+        begun += getattr(plan, "setups", ())
+    assert [tuple(request.output_ids) for request in asked] == want
+    assert policy.watches
+    assert [setup.drafts for setup in begun[:8]] == [True] * 8
+    assert sum(setup.drafts for setup in begun[8:]) <= 1
+    rounds = [plan for plan in plans if isinstance(plan, RoundPlan)]
+    assert all(len(plan.rows) - len(plan.no_draft) <= 1 for plan in rounds if plan.catches_up)
+    trials = [plan for plan in rounds if plan.shape != PLAIN and plan.no_draft == ()]
+    assert {len(plan.rows) for plan in trials[-3:]} == {1}
+    assert all(len(plan.no_draft) >= len(plan.rows) - 1 for plan in rounds[60:])
+    policy._head = good
+    policy.acceptance = AcceptanceEstimate(policy._trees, good)
+    told = RowResult(trials[-1].rows[0], (1, 1, 1, 1), True)
+    policy.note(trials[-1], StepResult((told,)), None)
+    again = submit(llm, prompts, [greedy(12, whole=True)] * 4 + params[4:])
+    begun = [setup for plan, _ in pump(llm) for setup in getattr(plan, "setups", ())]
+    assert [tuple(request.output_ids) for request in again] == [each[:12] for each in want[:4]] + want[4:]
+    assert sum(setup.drafts for setup in begun[:8]) <= 1
+    assert all(setup.drafts for setup in begun[8:])
+
+
+@pytest.mark.parametrize(
+    ("head", "saved", "kind"),
+    few_of(
+        [
+            ("good", 9.0, {"check_level": 3}),
+            ("good", 9.0, {"graphs": "sim", "overlap": True, "mixed_chunk": "on"}),
+            ("good", 1.0, {"overlap": True}),
+            ("useless", 9.0, {}),
+        ],
+        2,
+    ),
+)
+def test_a_long_request_that_lost_its_draft_gets_it_back_where_that_pays(strong_pair, head, saved, kind):
+    """Once trees would pay for it, it is put back, comes again with a draft and accepts as one that never lost it. Not
+    where what is saved does not pay for that, or where it gains nothing; and who ends soon goes on without.
+    """
+    heads = {"useless": HeadAcceptance((0.02,), 0.02), "good": HeadAcceptance((0.9, 0.9, 0.9), 0.5)}
+    sizes = {"speculative_policy": "auto", "speculative_max_deferred": 8, "max_running_requests": 4}
+    llm = build(strong_pair, SHAPE, **sizes, **kind)
+    layout, scheduler = llm.engine.layout, llm.scheduler
+    policy = scheduler.policy = Modelled(costs_of(layout, 8.0), layout, lambda: heads["useless"])
+    prompts, params = strong_pair.prompts([9, 5, 12, 20]), [greedy(n, whole=True) for n in (120, 40, 20, 20)]
+    want = tokens(build(strong_pair, None).generate(prompts, params))
+    asked, begun, lost = submit(llm, prompts, params), [], []
+    for plan, _ in pump(llm):
+        begun += getattr(prefill_of(plan), "setups", ())
+        if not lost and len(scheduler.queues.by_id) == 2:
+            lost = [request for request in asked[:2] if not request.held.lease.drafts]
+            policy._head = heads[head]
+            policy.acceptance, policy.savings = AcceptanceEstimate(policy._trees, heads[head]), saved
+            policy._prefills.note(64, 1.5)  # two plain rounds or three
+    assert [tuple(request.output_ids) for request in asked] == want
+    assert asked[0] in lost, "it kept its draft"
+    again = [setup for setup in begun[4:] if setup.drafts]
+    assert len(begun) == 4 + len(again)
+    pays = head == "good" and saved > 3.0
+    assert len(again) == pays
+    assert any(accepted(asked[0])) == pays
+    assert asked[1] not in lost or not any(accepted(asked[1]))
+    assert (policy.savings < saved - 1.5) == pays
+
+
+def test_its_rounds_teach_nothing(strong_pair):
+    """What the target chooses where the draft read nothing is nothing that a calibration counts."""
+    llm = build(strong_pair, SHAPE, speculative_calibration="learn", max_running_requests=2)
+    one(llm, strong_pair.prompts([9])[0], WITHOUT)
+    assert not llm.engine.runner.state.calibration.nodes.any()
+    one(llm, strong_pair.prompts([9])[0], WITH)
+    assert llm.engine.runner.state.calibration.nodes.any()
+
+
+def test_simulated_acceptance_accepts_nothing_for_it(strong_pair):
+    """A row that goes on without a draft has one token a round, where others have what is simulated."""
+    llm = build(strong_pair, SHAPE, simulate_accept_length=2, max_running_requests=2)
+    first, second = submit(llm, strong_pair.prompts([9, 9]), WITH)
+    for step, _ in enumerate(pump(llm)):
+        if step == 2:
+            llm.scheduler.rows.stop_drafting(first)
+    assert all(accepted(first)[:2])
+    assert set(accepted(first)[2:]) == {0}
+    assert all(accepted(second)[:6])

@@ -124,7 +124,7 @@ def test_what_was_deferred_leaves_the_draft_as_if_it_had_not(trees_of, most, opt
 class _InTurn:
     """A policy that goes through a list of shapes again and again. shape: what runs between trials."""
 
-    shape = PLAIN
+    shape, watches, alone = PLAIN, False, False
 
     def __init__(self, shapes) -> None:
         self._shapes, self._next = shapes, 0
@@ -132,6 +132,9 @@ class _InTurn:
     def choose(self, *_) -> SpecShape:
         self._next += 1
         return self._shapes[(self._next - 1) % len(self._shapes)]
+
+    def pays_to_catch_up(self, rows, drafting) -> bool:
+        return True
 
     def note(self, plan, result, seconds) -> None:
         pass

@@ -30,6 +30,8 @@ class Load:
     """`rows` rows under a policy. rounds: seconds and tokens a row of each; shapes: of each.
 
     known: what is thought of the head at first. busy: how many times longer rounds take than the table says.
+    life: rounds of a row, after which another comes in its place; None for ever. drafting: rows that have a draft.
+    parts: of the rows, that took part in each round, and that had a draft of all.
     """
 
     rows: int
@@ -41,27 +43,53 @@ class Load:
     rounds: list[tuple[float, float]] = field(default_factory=list)
     shapes: list[SpecShape] = field(default_factory=list)
     deferred: int = 0
+    life: float | None = None
+    parts: list[tuple[float, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
         self.policy = AdaptiveShape(self.table, self.layout, self.known)
+        self.drafting, self._gone = self.rows, 0.0
 
-    def cost(self, shape) -> float:
-        return self.busy * self.table.seconds(self.layout.bucket_for(self.rows), shape, CONTEXT)
+    def cost(self, shape, rows=None) -> float:
+        return self.busy * self.table.seconds(self.layout.bucket_for(rows or self.rows), shape, CONTEXT)
 
     def round(self, chance) -> None:
         """One round. chance(shape, depth): that a path that got there goes on."""
-        shape = self.policy.choose([CONTEXT] * self.rows, [self.rows, 0, 0], self.deferred)
-        behind = self.deferred > 0 if shape != PLAIN else self.deferred == self.layout.max_deferred
-        self.deferred = 0 if shape != PLAIN else 1 + (0 if behind else self.deferred)
-        seconds = self.cost(shape) + behind * self.table.catch_up_seconds(self.rows)
-        accepted = [self._accepted(shape, chance) for _ in range(self.rows)]
-        rows = tuple(Row(row) for row in range(self.rows))
-        plan = RoundPlan((), (), rows, shape, CONTEXT, SamplingMode.GREEDY, catches_up=behind)
+        self._leave()
+        deferred = self.deferred if self.drafting else 0
+        shape = self.policy.choose([CONTEXT] * self.rows, [self.rows, 0, 0], deferred, self.drafting)
+        due = shape == PLAIN and deferred == self.layout.max_deferred
+        if due:
+            self.drafting *= self.policy.pays_to_catch_up(self.rows, self.drafting)
+        behind = self.drafting > 0 and (due or (shape != PLAIN and deferred > 0))
+        self.deferred = 0 if shape != PLAIN else 1 + (0 if behind else deferred)
+        size = self.drafting if shape != PLAIN and self.policy.alone else self.rows
+        seconds = self.cost(shape, size) + (self.table.catch_up_seconds(self.drafting) if behind else 0.0)
+        accepted = [self._accepted(shape, chance) if row < self.drafting else 0 for row in range(size)]
+        rows = tuple(Row(row) for row in range(size))
+        plan = RoundPlan(
+            (), (), rows, shape, CONTEXT, SamplingMode.GREEDY, catches_up=behind, no_draft=rows[self.drafting :]
+        )
         results = (RowResult(row, (0,) * (length + 1), True) for row, length in zip(rows, accepted, strict=True))
         self.policy.note(plan, StepResult(tuple(results)), seconds)
-        self.rounds.append((seconds, 1 + sum(accepted) / self.rows))
+        self.rounds.append((seconds, (size + sum(accepted)) / self.rows))
         self.shapes.append(shape)
+        self.parts.append((size / self.rows, self.drafting / self.rows))
+
+    @property
+    def _few(self) -> int:
+        return max(self.rows // 64, 1)
+
+    def _leave(self) -> None:
+        """Others come in the place of rows, with a draft if the policy wants more than watch."""
+        self._gone += 0.0 if self.life is None else self.rows / self.life
+        while self._gone >= 1.0:
+            self._gone -= 1.0
+            self.drafting -= self._random.random() < self.drafting / self.rows
+            begins = not self.policy.watches or self.drafting < self._few
+            self.deferred = 0 if begins and not self.drafting else self.deferred
+            self.drafting += begins
 
     def _accepted(self, shape, chance) -> int:
         depth = min(shape.num_steps, shape.num_draft_tokens - 1)
@@ -147,14 +175,10 @@ class DrawnLoad(Load):
 
     def mean_speed(self, start: int) -> float:
         """As `speed`, with the mean tokens of each round's shape in the place of what it gave."""
-        part = [*zip(self.shapes, self.rounds, strict=True)][start:]
-        given = sum(self.head.tokens(shape) for shape, _ in part)
-        return self.cost(PLAIN) * given / sum(seconds for _, (seconds, _) in part)
+        part = [*zip(self.shapes, self.rounds, self.parts, strict=True)][start:]
+        given = sum(took + drafted * (self.head.tokens(shape) - 1.0) for shape, _, (took, drafted) in part)
+        return self.cost(PLAIN) * given / sum(seconds for _, (seconds, _), _ in part)
 
     def best_speed(self) -> float:
         """Of rounds that all have one shape."""
         return max(self.head.tokens(shape) * self.cost(PLAIN) / self.cost(shape) for shape in self.table.shapes)
-
-    def caught_up(self) -> float:
-        """The share of plain rounds' time that catching up adds."""
-        return self.table.catch_up_seconds(self.rows) / self.layout.max_deferred / self.cost(PLAIN)

@@ -19,7 +19,7 @@ from treetop.debug.oracle import DensePair, OracleCalibration, OracleNode
 from treetop.debug.two_group import write_two_group_pair
 from treetop.llm import LLM
 from treetop.types.ids import PageId
-from treetop.types.layout import SpecShape
+from treetop.types.layout import PLAIN, SpecShape
 from treetop.types.messages import RoundPlan, StepPlan, StepResult
 from treetop.types.sampling import SamplingParams
 from treetop.types.tree import Accepted, DraftTree
@@ -116,20 +116,37 @@ def quick_cases(count: int, seed: int = 0, gpu: bool = False, backend: str = "au
 class RandomShapes:
     """A `ShapePolicy` that takes any shape, and mostly the same for a few rounds: for conformance and tests.
 
-    chosen: of each round.
+    chosen: of each round. num_put_back: rows, for a draft.
     """
 
-    def __init__(self, shapes: Sequence[SpecShape], seed: int = 0) -> None:
-        self._shapes, self._random = shapes, random.Random(seed)
+    def __init__(self, shapes: Sequence[SpecShape], seed: int = 0, loses: bool = False) -> None:
+        """loses: rows lose their draft now and then, all begin without while it watches, and some are put back."""
+        self._shapes, self._random, self._loses = shapes, random.Random(seed), loses
         self.chosen: list[SpecShape] = []
+        self.watches = self.alone = self._puts_back = False
+        self.num_put_back = 0
 
     @property
     def shape(self) -> SpecShape:
         return self.chosen[-1] if self.chosen else self._shapes[0]
 
-    def choose(self, lengths: Sequence[int], speculating: Sequence[int], deferred: int = 0) -> SpecShape:
+    def pays_to_catch_up(self, rows: int, drafting: int) -> bool:
+        return not self._loses or self._random.random() < 0.5
+
+    def cost_of_draft(self, rows: int, computed: int, left: int) -> float | None:
+        self._puts_back = self._puts_back or (self._loses and self._random.random() < 0.5)
+        return 1.0 if self._puts_back and left > 1 else None
+
+    def pay(self, rounds: float) -> None:
+        self.num_put_back, self._puts_back, self.watches = self.num_put_back + 1, False, False
+
+    def choose(
+        self, lengths: Sequence[int], speculating: Sequence[int], deferred: int = 0, drafting: int | None = None
+    ) -> SpecShape:
         stays = bool(self.chosen) and self._random.random() < 0.6
         self.chosen.append(self.chosen[-1] if stays else self._random.choice(self._shapes))
+        if self._loses and not stays:
+            self.watches, self.alone = self._random.random() < 0.5, self._random.random() < 0.5
         return self.chosen[-1]
 
     def note(self, plan: StepPlan, result: StepResult, seconds: float | None) -> None:
@@ -188,7 +205,7 @@ class Conformance:
             speculative_max_deferred=3,
         )
         if case.shapes == "switched":
-            llm.scheduler.policy = RandomShapes(llm.engine.layout.shapes)
+            llm.scheduler.policy = RandomShapes(llm.engine.layout.shapes, loses=True)
         calibrate(llm, case.rows)
         llm.scheduler.arrange_pages(lambda pages: _ordered(case.order, pages))
         rng = random.Random(f"{case.page_size} {case.topk} {case.num_steps} {case.rows}")
@@ -221,14 +238,19 @@ def calibration_of(llm: LLM) -> OracleCalibration:
 def follow(
     llm: LLM, oracle: DensePair, prompts: list[list[int]], params: list[SamplingParams]
 ) -> tuple[int, int, str | None]:
-    """Generate, and compare every round of every row with the oracle: (rounds, near ties, first failure or None)."""
+    """Generate, and compare every round of every row with the oracle: (rounds, near ties, first failure or None).
+
+    Of a row without a draft the tree is its root.
+    """
     rounds: list[_RowRound] = []
     scheduler = llm.scheduler  # an observer that held the LLM would keep its memory until the collector comes
 
     def observe(plan: RoundPlan, tree: DraftTree, accepted: Accepted) -> None:
         ids = scheduler.ids_by_row()  # a row that is not there has ended, and what it gave is dropped
-        known = [(index, ids[row]) for index, row in enumerate(plan.rows) if row in ids]
-        rounds.extend(_row_round(index, each, plan.shape, tree, accepted) for index, each in known)
+        for index, row in enumerate(plan.rows):
+            if row in ids:
+                shape = PLAIN if row in plan.no_draft else plan.shape
+                rounds.append(_row_round(index, ids[row], shape, tree, accepted))
 
     llm.engine.observer = observe
     llm.generate(prompts, params)
@@ -258,7 +280,8 @@ class _RowRound:
 def _row_round(index: int, ids: tuple[int, ...], shape: SpecShape, tree: DraftTree, accepted: Accepted) -> _RowRound:
     columns = zip(tree.tokens[index].tolist(), tree.parent[index].tolist(), tree.logprob[index].tolist(), strict=True)
     emitted = accepted.tokens[index, : int(accepted.accept_len[index]) + 1].tolist()
-    return _RowRound(list(ids), shape, [OracleNode(*column) for column in columns], emitted)
+    nodes = [OracleNode(*column) for column in columns][: shape.num_draft_tokens]
+    return _RowRound(list(ids), shape, nodes, emitted)
 
 
 def _compare(have: _RowRound, oracle: DensePair, calibration: OracleCalibration, dtype: str) -> str | None:

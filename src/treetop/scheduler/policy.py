@@ -13,9 +13,13 @@ rows that are not there yet would be wrong.
 
 A shape that does not pay costs time that nobody gives back. So there is a regret budget, in plain rounds: a round that
 speculates pays in advance what it would lose if nothing were accepted, and gets back what was. Each round adds a
-little. What all rounds of a window may lose is so bounded, whatever is accepted: `REGRET_BUDGET` and 200 times
-`INTEREST` are 2 % of 200 rounds. Where a round of few rows stakes more than that lets it lose twice, as small models on
-a CPU do, what was accepted beyond what rounds cost is saved up to `_MOST_REGRETS` of it.
+little. It also pays for what plain rounds have left to the draft; if it cannot, rows go on without one and few that
+have just come tell of the head. What all rounds of a window may lose is so bounded, whatever is accepted:
+`REGRET_BUDGET` and 200 times `INTEREST` are 2 % of 200 rounds. Where a round of few rows stakes more than that lets it
+lose twice, as small models on a CPU do, what was accepted beyond what rounds cost is saved up to `_MOST_REGRETS` of it.
+
+What this budget has no room for is saved, and pays for prompts that are computed again: a row without a draft gets one
+where it gains twice as much by it. So whatever that loses was gained before, or has not been lost.
 
 A shape whose round takes as long as plain rounds for all tokens that it could give is left out.
 """
@@ -27,19 +31,21 @@ from typing import Protocol
 
 from treetop.scheduler.acceptance import LOOKED_AT, AcceptanceEstimate
 from treetop.scheduler.acceptance_probs import accept_probs_of, head_of
+from treetop.scheduler.budget import CostCurve
 from treetop.types.costs import CostTable, HeadAcceptance
 from treetop.types.layout import PLAIN, Layout, SpecShape
-from treetop.types.messages import ProposalCounts, RoundPlan, StepPlan, StepResult
+from treetop.types.messages import PrefillPlan, ProposalCounts, RoundPlan, StepPlan, StepResult
 
-ChooseShape = Callable[[Sequence[int], Sequence[int], int], SpecShape]
+ChooseShape = Callable[[Sequence[int], Sequence[int], int, int], SpecShape]
 """The shape of a round that is about to be planned, of the tokens that each of its rows is known to have, how many of
-the rows may accept drafts, by the class of their requests, and the most tokens that one has deferred."""
+the rows may accept drafts, by the class of their requests, the most tokens that one has deferred, and how many have a
+draft of those that may accept any."""
 
 REGRET_BUDGET = 3.0
 """Plain rounds that speculation may lose beyond what it gains, at most."""
-INTEREST, LEAST_INTEREST = 0.005, 0.003
-"""Plain rounds that each round adds to the regret budget, less what plain rounds lose by catching up, and at least:
-without any a policy that was unlucky once would never try again."""
+INTEREST = 0.005
+"""Plain rounds that each round adds to the regret budget: without any a policy that was unlucky once would never try
+again."""
 _MOST_REGRETS = 3.0
 """Stakes of one row that may be saved up, if these are more than `REGRET_BUDGET`, of what was accepted: a round of few
 rows that stakes most of the regret budget would otherwise be its last for long, however good the head. More rows vary
@@ -56,6 +62,10 @@ _CURIOSITY, _MOST_CURIOUS = 0.004, 0.5
 """Of the time, what trials may cost by what is thought of their shapes; rounds that are saved up for one."""
 _ANYHOW_COSTS = 0.001
 """Of the time, what trials of the best tree beside plain rounds may cost if nothing is accepted."""
+_MOST_SAVED = 32.0
+"""Plain rounds that may be saved up for tokens that are computed again, so that a row has a draft."""
+_TIMES_PAID = 2.0
+"""What a row must gain by a draft, of what these tokens cost."""
 _FIRST_KEPT, _KEEPS = 64, 256
 """Rounds with a tree after which what was learned of the head is kept, and kept again."""
 _FOLLOWS, _OWN_FOLLOWS, _SETTLED = 0.1, 0.2, 6
@@ -69,13 +79,39 @@ class ShapePolicy(Protocol):
     """Chooses each round's shape for the batch as it stands, and learns from what rounds gave.
 
     shape: which runs now, but for trials.
+    watches: the head is only watched: rows have no draft, but for few.
+    alone: a tree is to be of rows with a draft alone.
     """
 
     @property
     def shape(self) -> SpecShape: ...
 
-    def choose(self, lengths: Sequence[int], speculating: Sequence[int], deferred: int = 0) -> SpecShape:
+    @property
+    def watches(self) -> bool: ...
+
+    @property
+    def alone(self) -> bool: ...
+
+    def choose(
+        self, lengths: Sequence[int], speculating: Sequence[int], deferred: int = 0, drafting: int | None = None
+    ) -> SpecShape:
         """See `ChooseShape`."""
+        ...
+
+    def pays_to_catch_up(self, rows: int, drafting: int) -> bool:
+        """Whether a plain round of `rows` rows is to begin with what `drafting` of them have deferred, one of which has
+        no room for more. If not they go on without a draft.
+        """
+        ...
+
+    def cost_of_draft(self, rows: int, computed: int, left: int) -> float | None:
+        """Plain rounds that it costs to compute so many tokens of one row of `rows` again, so that it has a draft for
+        those that are left; None if that does not pay, or cannot be paid.
+        """
+        ...
+
+    def pay(self, rounds: float) -> None:
+        """A row was put back for that: the head is no longer only watched."""
         ...
 
     def note(self, plan: StepPlan, result: StepResult, seconds: float | None) -> None:
@@ -91,10 +127,21 @@ class FixedShape:
     """A `ShapePolicy`: always the same."""
 
     def __init__(self, shape: SpecShape) -> None:
-        self.shape = shape
+        self.shape, self.watches, self.alone = shape, False, False
 
-    def choose(self, lengths: Sequence[int], speculating: Sequence[int], deferred: int = 0) -> SpecShape:
+    def choose(
+        self, lengths: Sequence[int], speculating: Sequence[int], deferred: int = 0, drafting: int | None = None
+    ) -> SpecShape:
         return self.shape
+
+    def pays_to_catch_up(self, rows: int, drafting: int) -> bool:
+        return True
+
+    def cost_of_draft(self, rows: int, computed: int, left: int) -> float | None:
+        return None
+
+    def pay(self, rounds: float) -> None:
+        """Nothing is ever paid for."""
 
     def note(self, plan: StepPlan, result: StepResult, seconds: float | None) -> None:
         """It learns nothing."""
@@ -153,7 +200,9 @@ class AdaptiveShape:
     """A `ShapePolicy`: the shape with the most tokens a second, plain rounds where none pays.
 
     shape: which runs now, but for trials.
-    regret_budget: plain rounds that may yet be lost.
+    regret_budget: plain rounds that may yet be lost. savings: those beyond it, for tokens that are computed again.
+    watches: from when the budget did not pay for a catch-up until trees would pay, and of one something was accepted.
+    alone: see `ShapePolicy`; of the round that was chosen last.
     """
 
     def __init__(
@@ -169,57 +218,78 @@ class AdaptiveShape:
         self._costs, self._layout, self._known_head, self._keep_head = RoundCosts(table), layout, head, keep_head
         self._trees = [shape for shape in table.shapes if shape != PLAIN]
         self._bucket_for, self._shapes_at = cache(layout.bucket_for), cache(layout.shapes_at)
+        self._prefills = CostCurve()  # steps alone, by their tokens
         self.begin()
 
     def begin(self) -> None:
         self._head = self._known_head()
         self.acceptance = AcceptanceEstimate(self._trees, self._head)
-        self.shape, self.regret_budget, self._num_told = PLAIN, REGRET_BUDGET, 0
+        self.shape, self.regret_budget, self._num_told, self.watches = PLAIN, REGRET_BUDGET, 0, False
         self._num_rounds, self._curiosity, self._anyhow, self._most_regret_budget = 0, 0.0, 0.0, REGRET_BUDGET
-        self._share = 1.0  # of the rows, that may accept drafts
+        self._share = 1.0  # of the rows, that accept drafts; while the head is watched, that would
         self._batch = 1, 1  # rows of a round with its padding, and without
+        self.alone, self._hoped = False, PLAIN  # what would run if all had a draft
+        self.savings, self._next_draft = 0.0, 0  # the round before which no row is put back for a draft
+        self._gain: float | None = None  # of a plain round, that a token takes less if all have one
+        self._told_of_few = False  # whether anything was accepted of the last tree, while the head was watched
         self._held: tuple[int, float] | None = None  # rows with padding and the share that the next two are of
         self._round_s, self._held_rates = dict[SpecShape, float](), dict[SpecShape, float]()
         self._counts: ProposalCounts | None = None  # of a calibration, as it was when the last round ended
         self._looked_at: tuple[ProposalCounts, list[float]] | None = None  # counts, and shares of rows by class
 
-    def choose(self, lengths: Sequence[int], speculating: Sequence[int], deferred: int = 0) -> SpecShape:
+    def choose(
+        self, lengths: Sequence[int], speculating: Sequence[int], deferred: int = 0, drafting: int | None = None
+    ) -> SpecShape:
         """See `ChooseShape`. The shape that runs, or another for a round that is to tell more of it."""
+        self.alone = False
         if not any(speculating):
             return PLAIN
-        self._share = sum(speculating) / len(lengths)
+        drafting = sum(speculating) if drafting is None else drafting
+        self._share = (sum(speculating) if self.watches else drafting) / len(lengths)
+        self._wanting = sum(speculating) / len(lengths)
         if self._counts is not None and self._num_rounds % _EVERY == 0:
             self._look_at(self._counts, speculating)
         self._num_rounds += 1
         rows = self._bucket_for(len(lengths))
         self._batch = rows, len(lengths)
-        behind = self._costs.catch_up_seconds(rows)
-        caught_up = behind / max(self._layout.max_deferred, 1)
+        tokens = sum(lengths) / len(lengths)
         if self._num_rounds % _EVERY == 0 or self._held != (rows, self._share):
-            self._think(rows, sum(lengths) / len(lengths), caught_up)
-        seconds, rates, late = self._round_s, self._held_rates, behind if deferred else 0.0
+            self._think(rows, tokens)
+        seconds, rates = self._round_s, self._held_rates
         self._anyhow += _ANYHOW_COSTS
-        wanted = self._trial(rates, seconds, late) or self.shape
-        interest = max(INTEREST - caught_up / seconds[PLAIN], LEAST_INTEREST)
-        self.regret_budget = max(self.regret_budget, min(self.regret_budget + interest, REGRET_BUDGET))
+        self._earn(INTEREST, max(self.regret_budget, REGRET_BUDGET))
+        if not drafting or self._held is None:
+            return PLAIN
+        late = self._costs.catch_up_seconds(self._bucket_for(drafting)) if deferred else 0.0
+        part = drafting / len(lengths) if self.watches else 1.0
+        if part < 1.0:
+            seconds = self._seconds_of_few(seconds, self._bucket_for(drafting), part, tokens)
+        wanted = self._trial(rates, seconds, late, part) or (self._hoped if part == 1.0 else PLAIN)
         regret = self._regret(wanted, seconds, late)
         if regret > self.regret_budget:  # the best of those that can be paid, which plain rounds are
             regrets = {each: self._regret(each, seconds, late) for each in rates if rates[each] >= rates[PLAIN]}
             wanted = max((each for each in regrets if regrets[each] <= self.regret_budget), key=rates.__getitem__)
             regret = regrets[wanted]
         self.regret_budget -= regret
+        self.alone = seconds[wanted] < self._round_s[wanted]
         self._most_regret_budget = self._regret_budget_of(wanted, seconds, len(lengths))
         return wanted
 
-    def _think(self, rows: int, tokens: float, caught_up: float) -> None:
-        """What rounds of so many rows cost and give, and which of them runs."""
+    def _think(self, rows: int, tokens: float) -> None:
+        """What rounds of so many rows cost and give, and which of them runs, or would if all had a draft."""
         self._held = rows, self._share
         self._round_s = self._seconds(rows, tokens)
-        rates = self._held_rates = self._rates(self._round_s, caught_up)
+        rates = self._held_rates = self._rates(self._round_s)
         best = max(rates, key=rates.__getitem__)
         runs = rates.get(self.shape, 0.0)  # 0 for more rows than that shape may have
         if rates[best] > _MARGIN * runs or rates[PLAIN] >= runs:
             self.shape = best
+        self._hoped = self.shape
+        self._gain = None
+        if self.watches and self.shape != PLAIN:
+            self.shape = PLAIN
+            if self._told_of_few:  # it is no mere hope: who comes has a draft
+                self.watches, self._held = False, None
 
     def _look_at(self, counts: ProposalCounts, speculating: Sequence[int]) -> None:
         """The model of acceptance is that of these counts, for rows of these classes. Where it is the rows that have
@@ -255,7 +325,7 @@ class AdaptiveShape:
         """For a log: what it expects beside plain rounds at next to no context, by rows, how many tokens a round of a
         row must give there to pay, and the most that it can lose.
         """
-        told, most_regret, caught_up = [], REGRET_BUDGET, 0.0
+        told, most_regret = [], REGRET_BUDGET
         for rows in sorted({1, min(32, self._layout.max_requests), self._layout.max_requests}):
             bucket = self._bucket_for(rows)
             seconds = self._seconds(bucket, 0.0)
@@ -269,28 +339,36 @@ class AdaptiveShape:
             pays = f", pays from {costs[best]:.2f} tokens a round on" if best != PLAIN else ""
             told.append(f"{tokens[best] / costs[best]:.2f}x at {rows} rows ({name}{pays})")
             most_regret = max(most_regret, self._regret_budget_of(best, seconds, rows))
-            behind = self._costs.catch_up_seconds(self._bucket_for(rows)) / seconds[PLAIN]
-            caught_up = max(caught_up, behind / max(self._layout.max_deferred, 1))
         lost = 100 * (most_regret / 200 + INTEREST)
         return (
             f"--speculative-policy auto expects, {self._head.source}, {', '.join(told)} of plain rounds' speed;"
-            f" in 200 rounds it loses {lost:.1f} % of them at most, and {100 * caught_up:.1f} % by keeping the draft up"
-            " with plain ones"
+            f" in 200 rounds it loses {lost:.1f} % of them at most"
         )
 
-    def _rates(self, seconds: dict[SpecShape, float], caught_up: float) -> dict[SpecShape, float]:
-        """Tokens a row and second of each shape. caught_up: what a plain round leaves to the draft, in seconds."""
-        rates = {shape: self._tokens(shape) / seconds[shape] for shape in seconds if shape != PLAIN}
-        return {PLAIN: 1.0 / (seconds[PLAIN] + caught_up), **rates}
+    def _rates(self, seconds: dict[SpecShape, float]) -> dict[SpecShape, float]:
+        """Tokens a row and second of each shape. What a plain round leaves to the draft is paid for when it is due."""
+        return {shape: self._tokens(shape) / seconds[shape] for shape in seconds}
 
-    def _trial(self, rates: dict[SpecShape, float], seconds: dict[SpecShape, float], late: float) -> SpecShape | None:
+    def _seconds_of_few(
+        self, seconds: dict[SpecShape, float], rows: int, part: float, tokens: float
+    ) -> dict[SpecShape, float]:
+        """What a tree of `rows` rows, this part of all, costs: with the others in its round, or alone, with a plain
+        round's time for those who wait.
+        """
+        waits = (1.0 - part) * seconds[PLAIN]
+        alone = {shape: self._costs.seconds(rows, shape, tokens) + waits for shape in seconds}
+        return {shape: seconds[shape] if shape == PLAIN else min(seconds[shape], alone[shape]) for shape in seconds}
+
+    def _trial(
+        self, rates: dict[SpecShape, float], seconds: dict[SpecShape, float], late: float, part: float
+    ) -> SpecShape | None:
         """The shape that may well be better than what runs, most of all; None if none may, or it is not its time.
 
-        late: seconds that a round with drafts takes more now, to catch up first.
+        late: seconds that a round with drafts takes more now, to catch up first. part: of the rows, that it is of.
         """
         if self._num_rounds % _EVERY or len(rates) == 1:
             return None
-        if self._num_rounds % _ANYHOW == 0:
+        if self._num_rounds % _ANYHOW == 0 or (self.watches and self._anyhow >= _ANYHOW * _ANYHOW_COSTS):
             second = max((shape for shape in rates if shape != self.shape), key=rates.__getitem__)
             if self.shape == PLAIN and self._regret(second, seconds, late) > self._anyhow:
                 return None
@@ -301,15 +379,19 @@ class AdaptiveShape:
             shape: rates[shape] * self._tokens(shape, _HOPE) / self._tokens(shape) for shape in rates if shape != PLAIN
         }
         best, rate = max(hopes, key=hopes.__getitem__), rates[self.shape]
-        costs = seconds[best] * (1.0 - rates[best] / rate) / seconds[self.shape]
+        gives = rates[best] * self._round_s[best] / (rate * self._round_s[self.shape])
+        costs = seconds[best] / seconds[self.shape] - (1.0 - part) - part * gives
         if best == self.shape or hopes[best] <= _MARGIN * rate or costs > self._curiosity:
             return None
         self._curiosity -= max(costs, 0.0)
         return best
 
-    def _tokens(self, shape: SpecShape, deviations: float = 0.0) -> float:
-        """Expected tokens a row, of those that accept no draft one."""
-        return 1.0 + self._share * (self.acceptance.tokens(shape, deviations, _nodes(shape, *self._batch)) - 1.0)
+    def _tokens(self, shape: SpecShape, deviations: float = 0.0, share: float | None = None) -> float:
+        """Expected tokens a row, of those that accept no draft one. share: of the rows, that accept any."""
+        if shape == PLAIN:
+            return 1.0
+        share = self._share if share is None else share
+        return 1.0 + share * (self.acceptance.tokens(shape, deviations, _nodes(shape, *self._batch)) - 1.0)
 
     def _regret(self, shape: SpecShape, seconds: dict[SpecShape, float], behind: float) -> float:
         """Plain rounds that a round loses if nothing is accepted, with what it has to catch up first."""
@@ -319,8 +401,44 @@ class AdaptiveShape:
         """What may be saved up while a shape runs."""
         return max(REGRET_BUDGET, _MOST_REGRETS * self._regret(shape, seconds, 0.0) / sqrt(rows))
 
+    def pays_to_catch_up(self, rows: int, drafting: int) -> bool:
+        """See `ShapePolicy`. It is a loss as a tree's is of which nothing is accepted, and of use to these rows alone:
+        while the head is watched others tell of it, who have just come.
+        """
+        plain_s = self._costs.seconds(self._bucket_for(rows), PLAIN, 0.0)
+        regret = self._costs.catch_up_seconds(self._bucket_for(drafting)) / plain_s
+        if self.watches or regret > self.regret_budget:
+            self.watches, self.shape, self._held = True, PLAIN, None
+            return False
+        self.regret_budget -= regret
+        return True
+
+    def cost_of_draft(self, rows: int, computed: int, left: int) -> float | None:
+        """See `ShapePolicy`. All rows wait for it, and one gains. Not before trees could be paid that tell more."""
+        if self.regret_budget < REGRET_BUDGET or self._num_rounds < self._next_draft or not self._round_s:
+            return None
+        if self._gain is None:
+            best_s = min(self._round_s[each] / self._tokens(each, share=self._wanting) for each in self._round_s)
+            self._gain = 1.0 - best_s / self._round_s[PLAIN]
+        cost = self._prefills.seconds(computed) / self._round_s[PLAIN]
+        pays = 0.0 < _TIMES_PAID * rows * cost <= left * self._gain
+        return cost if pays and cost <= self.savings else None
+
+    def pay(self, rounds: float) -> None:
+        self.savings -= rounds
+        self._next_draft = self._num_rounds + _EVERY
+        self.watches, self._held = False, None
+
+    def _earn(self, rounds: float, most: float) -> None:
+        """To the budget, which holds so much; what it has no room for is saved."""
+        both = self.regret_budget + rounds
+        self.regret_budget = min(both, most)
+        self.savings = min(self.savings + both - self.regret_budget, _MOST_SAVED)
+
     def note(self, plan: StepPlan, result: StepResult, seconds: float | None) -> None:
         """Learn what a round gave, and what it took."""
+        if isinstance(plan, PrefillPlan) and seconds is not None:
+            self._prefills.note(sum(len(chunk.token_ids) for chunk in plan.chunks), seconds)
         if not isinstance(plan, RoundPlan) or not result.rows:
             return
         withheld = {*plan.no_draft, *(mask.row for mask in plan.masks)}
@@ -332,13 +450,15 @@ class AdaptiveShape:
         nodes = _nodes(plan.shape, self._bucket_for(len(plan.rows)), len(plan.rows))
         self.acceptance.note(plan.shape, lengths, ranks, nodes)
         if plan.shape != PLAIN:
-            self._held = None
+            self._held, self._told_of_few = None, self.watches and any(lengths)
         if lengths:
             self._num_told += 1
             if self._num_told == _FIRST_KEPT or self._num_told % _KEEPS == 0:
                 self._keep_head(self.learned())
-        self.regret_budget = min(self.regret_budget + sum(lengths) / len(result.rows), self._most_regret_budget)
-        if seconds is not None and not plan.catches_up:
+        of_few = self.alone and plan.shape != PLAIN
+        rows = max(len(result.rows), self._batch[1]) if of_few else len(result.rows)
+        self._earn(sum(lengths) / rows, self._most_regret_budget)
+        if seconds is not None and not (plan.catches_up or of_few):
             self._costs.note(self._bucket_for(len(plan.rows)), plan.shape, plan.committed_bound, seconds)
 
 

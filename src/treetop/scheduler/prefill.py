@@ -11,6 +11,7 @@ from itertools import chain, islice
 from treetop.cache.kv_cache_manager import Lease
 from treetop.scheduler.adapters import Adapter, AdapterBooks
 from treetop.scheduler.budget import PrefillBudget
+from treetop.scheduler.drafting import Drafting
 from treetop.scheduler.kv_transfer import KVTransfers
 from treetop.scheduler.queues import Queues
 from treetop.scheduler.request import Request, logprobs_of, masks_of, rows_without_draft
@@ -57,10 +58,11 @@ class PrefillPlanner:
         clock: Callable[[], float],
         *,
         adapters: AdapterBooks,
+        drafting: Drafting,
     ) -> None:
         self._layout, self._queues, self._rows, self._steps, self._clock = layout, queues, rows, steps, clock
         self._kv_transfer, self._budget, self.shares = kv_transfer, budget, Shares(queues, rows)
-        self._adapters, self.sizes = adapters, layout.prefill_sizes
+        self._adapters, self._drafting, self.sizes = adapters, drafting, layout.prefill_sizes
         self._num_waiting = 0
         self._last_s = float("-inf")  # when the last step was planned
         self.lacks_pages: Request | None = None
@@ -306,7 +308,7 @@ class PrefillPlanner:
         kv_cache = self._rows.kv_cache
         if not self._adapters.place(request.adapter, self._rows.adapters):
             return False
-        lease, shared = kv_cache.open(request.reusable_ids, request.cache_salt, request.enters_with_draft)
+        lease, shared = kv_cache.open(request.reusable_ids, request.cache_salt, self._drafting.begins(request))
         known = lease.shared * self._layout.page_size
         rest = request.num_ids - known
         count = self._cut(request, lease, known, self._share(batch, request, known))

@@ -155,11 +155,6 @@ class Request:
         )
 
     @property
-    def enters_with_draft(self) -> bool:
-        """Whether the draft reads its prompt. What is handed over is always whole: its record has proposals."""
-        return self.params.speculative or self.remote or self.export_from is not None
-
-    @property
     def ids(self) -> tuple[int, ...]:
         return (*self.prompt_ids, *self.output_ids)
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from operator import attrgetter
 
+from treetop.scheduler.drafting import Drafting
 from treetop.scheduler.kv_transfer import KVTransfers
 from treetop.scheduler.policy import ChooseShape
 from treetop.scheduler.queues import Queues
@@ -29,10 +30,12 @@ class RoundPlanner:
         steps: StepsOut,
         kv_transfer: KVTransfers,
         lora_slots: int,
+        *,
+        drafting: Drafting,
     ) -> None:
         """lora_slots: adapters on the device at a time."""
         self._layout, self._choose, self._queues, self._rows, self._steps = layout, choose, queues, rows, steps
-        self._kv_transfer, self._classes = kv_transfer, num_classes(lora_slots)
+        self._kv_transfer, self._classes, self._drafting = kv_transfer, num_classes(lora_slots), drafting
         self._commit_width = layout.commit_width
         self._has_windows = any(group.window is not None for group in layout.groups)
         self.num_retractions = 0
@@ -48,20 +51,18 @@ class RoundPlanner:
         Also None if all of them have been retracted for requests that keep their pages.
         """
         for request in ready:
-            if not request.params.speculative and request.held.lease.drafts:  # it has been handed over
-                self._rows.stop_drafting(request)
-        for request in ready:
             if not self._reserve(request):
                 return None
         batch = [request for request in ready if request.running is not None]  # the others have been retracted
         if not batch:
             return None
-        batch.sort(key=lambda request: not request.held.lease.drafts)  # so that who catches up is a smaller batch
         speculating = [0] * self._classes
         for request in batch:
-            speculating[class_of(request.params.temperature, request.adapter.slot)] += request.held.lease.drafts
+            speculating[class_of(request.params.temperature, request.adapter.slot)] += request.params.speculative
         deferred = max(request.held.deferred for request in batch)
-        shape = self._choose([request.num_computed_tokens for request in batch], speculating, deferred)
+        drafting = sum(request.held.lease.drafts and request.params.speculative for request in batch)
+        shape = self._choose([request.num_computed_tokens for request in batch], speculating, deferred, drafting)
+        batch = self._drafting.settled(batch, shape)
         return RoundPlan(
             edits=self._rows.take_edits(),
             freed=self._rows.kv_cache.take_freed(),

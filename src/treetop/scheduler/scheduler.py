@@ -27,6 +27,7 @@ from treetop.scheduler.adapters import Adapter, AdapterBooks
 from treetop.scheduler.budget import PrefillBudget
 from treetop.scheduler.committer import Committer, stats_of
 from treetop.scheduler.constrained import Structures
+from treetop.scheduler.drafting import Drafting
 from treetop.scheduler.kv_transfer import KVTransfers
 from treetop.scheduler.lengths import RequestLengths
 from treetop.scheduler.mixed import MixedSteps
@@ -155,8 +156,13 @@ class Scheduler:
             self.rows.host.counts = self._host_counts
         shared = self.queues, self.rows, self.steps
         self.kv_transfer = KVTransfers(layout, self.queues, self.rows, clock, self.adapters)
-        self._prefill = PrefillPlanner(layout, self._budget, *shared, self.kv_transfer, clock, adapters=self.adapters)
-        self._rounds = RoundPlanner(layout, self._choose_shape, *shared, self.kv_transfer, config.num_lora_slots)
+        self._drafting = Drafting(layout, lambda: self.policy, self.queues, self.rows)
+        self._prefill = PrefillPlanner(
+            layout, self._budget, *shared, self.kv_transfer, clock, adapters=self.adapters, drafting=self._drafting
+        )
+        self._rounds = RoundPlanner(
+            layout, self._choose_shape, *shared, self.kv_transfer, config.num_lora_slots, drafting=self._drafting
+        )
         self._committer = Committer(*shared, self.kv_transfer, config.check_level, clock)
         self._watch()
         self._rounds_due = 0  # before the next prefill step
@@ -338,7 +344,7 @@ class Scheduler:
         if moved is not None:
             self._send(moved)
             return moved
-        if self.steps.num_computing == self._layout.max_in_flight or not self._gave_way():
+        if self.steps.num_computing == self._layout.max_in_flight or not (self._gave_way() and self._drafts_again()):
             return None
         ready = self._rounds.ready()
         rounds_first = bool(ready) and (self._rounds_due > 0 or self._prefill.may_wait())
@@ -360,7 +366,7 @@ class Scheduler:
         for request in self._prefill.shares.in_turn(self.rows.num_free, self.queues.loading):
             if not request.asked_host and not request.remote:
                 request.asked_host = True
-                wanted = request.reusable_ids, request.cache_salt, request.enters_with_draft
+                wanted = request.reusable_ids, request.cache_salt, self._drafting.begins(request)
                 if host.load(request.request_id, *wanted):
                     self.queues.loads(request)
         plan = host.plan()
@@ -405,8 +411,21 @@ class Scheduler:
         self._num_gave_way += len(over)
         return True
 
-    def _choose_shape(self, lengths: Sequence[int], speculating: Sequence[int], deferred: int) -> SpecShape:
-        return self._agree_on_shape(self.policy.choose(lengths, speculating, deferred))
+    def _drafts_again(self) -> bool:
+        """Put back who is to have a draft again; False if steps are out, after which it may be."""
+        wanted = self._drafting.wanted()
+        if wanted is not None and self.steps.has_rows:
+            return False
+        if wanted is not None:
+            request, cost = wanted
+            self.policy.pay(cost)
+            self._rounds.put_back(request)
+        return True
+
+    def _choose_shape(
+        self, lengths: Sequence[int], speculating: Sequence[int], deferred: int, drafting: int
+    ) -> SpecShape:
+        return self._agree_on_shape(self.policy.choose(lengths, speculating, deferred, drafting))
 
     def _send(self, plan: StepPlan) -> None:
         self.steps.send(plan, [self.rows.by_row[row] for row in plan.rows])

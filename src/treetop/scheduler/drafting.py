@@ -1,0 +1,88 @@
+"""Which rows have a draft: those whose requests want one, but where the policy only watches the head. Then few do.
+
+    begins with one --------- its catch-up does not pay --------> goes on without
+          ^                                                             |
+          '---- put back, where it gains more than it computes again ---'
+
+A row without one cannot catch up: nobody kept the target's states that the draft reads. So it is put back like one for
+which pages were short, and finds in the prefix cache what the draft has of it.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from treetop.scheduler.policy import ShapePolicy
+from treetop.scheduler.queues import Queues
+from treetop.scheduler.request import Request
+from treetop.scheduler.rows import Rows
+from treetop.types.layout import PLAIN, Layout, SpecShape
+
+_WATCHED = 64
+"""Rows of which one has a draft while the head is watched, and of fewer one too."""
+
+
+class Drafting:
+    """Says who begins with a draft, who goes on without, and who is to be put back for one."""
+
+    def __init__(self, layout: Layout, policy: Callable[[], ShapePolicy], queues: Queues, rows: Rows) -> None:
+        self._layout, self._policy, self._queues, self._rows = layout, policy, queues, rows
+
+    def begins(self, request: Request) -> bool:
+        """Whether the draft reads a request's prompt. What is handed over is always whole: its record has proposals."""
+        if request.remote or request.export_from is not None:
+            return True
+        if not request.params.speculative or not self._policy().watches:
+            return request.params.speculative
+        rows = self._rows.by_row.values()
+        return request.constrained is None and sum(map(_drafts, rows)) < _num_watched(len(rows) + 1)
+
+    def wanted(self) -> tuple[Request, float] | None:
+        """Who is to be put back for a draft, and what it costs; None for nobody, as while others wait or begin.
+
+        It is the one that has most tokens left: few are put back one after another, and streams wait for each.
+        """
+        rows, queues = self._rows.by_row.values(), self._queues
+        if queues.waiting or queues.prefilling or queues.loading or all(map(_drafts, rows)):
+            return None
+        able = [each for each in queues.decoding if each.params.speculative and not _drafts(each) and not each.asks]
+        if not able:
+            return None
+        request = max(able, key=lambda each: each.tokens_left)
+        kv_cache, salt = self._rows.kv_cache, request.cache_salt
+        if request.tokens_at_entry(self._layout.headroom) > kv_cache.num_available:
+            return None  # of the draft's pages it holds none
+        cost_of = partial(self._policy().cost_of_draft, len(rows), left=request.tokens_left)
+        if cost_of(1) is None:
+            return None
+        cost = cost_of(request.num_ids - kv_cache.num_known(request.reusable_ids, salt))
+        return None if cost is None else (request, cost)
+
+    def settled(self, batch: Sequence[Request], shape: SpecShape) -> list[Request]:
+        """Who takes part in a round of this shape of those that are ready: all, those with a draft first, so that who
+        catches up is a smaller batch; or these alone, where a tree is only to tell of the head and that costs less.
+
+        Rows that have no room for more deferred tokens catch up if the policy pays for it; else all go on without a
+        draft but a few that have room.
+        """
+        drafting = [request for request in batch if _drafts(request)]
+        kept = [request for request in drafting if request.params.speculative]
+        due = [request for request in kept if request.held.deferred == self._layout.max_deferred]
+        if due and self._layout.defers(shape) and not self._policy().pays_to_catch_up(len(batch), len(kept)):
+            fresh = [request for request in kept if request not in due and request.constrained is None]
+            kept = sorted(fresh, key=lambda request: request.held.deferred)[: _num_watched(len(batch))]
+        if len(kept) < len(drafting):
+            stay = {*kept}
+            for request in drafting:
+                if request not in stay:
+                    self._rows.stop_drafting(request)
+        if kept and self._policy().alone and shape != PLAIN:
+            return kept
+        return [*kept, *(request for request in batch if not _drafts(request))]
+
+
+def _drafts(request: Request) -> bool:
+    return request.held.lease.drafts
+
+
+def _num_watched(rows: int) -> int:
+    return max(rows // _WATCHED, 1)
