@@ -94,7 +94,7 @@ def serve(pair, shape, params, ranks, **options):
     options = {"context_length": 96, "chunked_prefill_size": 16, **options}
     llm = build(pair, shape, tp_size=ranks, **options)
     if llm.config.speculative_policy == "auto":  # the first rank chooses for all
-        llm.scheduler.policy = RandomShapes(llm.engine.layout.shapes)
+        llm.scheduler.policy = RandomShapes(llm.engine.layout.shapes, loses=True)
     try:
         outputs = llm.generate(pair.prompts(LENGTHS), params)
         again = llm.generate(pair.prompts(LENGTHS)[4:], greedy(12))  # prefixes that are cached

@@ -222,7 +222,7 @@ def test_each_extend_is_told_of_its_own_rows(fitting):
     pair, lora, without, _, _ = fitting
     options = {"speculative_policy": "auto", "speculative_max_deferred": 4, "max_running_requests": 2}
     llm = build(pair, SHAPE, lora_modules={"with": str(lora), "without": str(without)}, **options)
-    llm.scheduler.policy = RandomShapes(llm.engine.layout.shapes, 1)
+    llm.scheduler.policy = RandomShapes(llm.engine.layout.shapes, 1, loses=True)
     runner, told = llm.engine.runner, []
 
     def watched(real):

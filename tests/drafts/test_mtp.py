@@ -121,23 +121,25 @@ SWITCHED = [
     ids=str,
 )
 def test_shapes_that_switch_change_no_token(family, plain, options):
-    """Plain rounds, chains and trees at random; what plain rounds defer is caught up with before a tree grows."""
+    """Plain rounds, chains and trees at random; what plain rounds defer is caught up with before a tree grows,
+    or the row goes on without a draft for a while.
+    """
     _, both, _ = family
     prompts, params, want = plain
-    llm = switching(both, 3, **options)
+    llm = switching(both, 3, True, **options)
     for _ in range(2):  # the second time prefixes come from the cache
         assert tokens(llm.generate(prompts, params)) == want
         llm.scheduler.check_integrity()
     assert set(llm.scheduler.policy.chosen) == set(llm.engine.layout.shapes)
 
 
-def switching(both, max_deferred, **options):
+def switching(both, max_deferred, loses=False, **options):
     tree = {"speculative_eagle_topk": 3, "speculative_num_steps": 3, "speculative_num_draft_tokens": 9}
     auto = {"speculative_policy": "auto", "speculative_max_deferred": max_deferred}
     options = {"speculative_calibration": "off", **options}
     sizes = {"dtype": "float64", "context_length": 96, "page_size": 4}
     llm = LLM(str(both), speculative_algorithm="NEXTN", **tree, **auto, **sizes, **options)
-    llm.scheduler.policy = RandomShapes(llm.engine.layout.shapes)
+    llm.scheduler.policy = RandomShapes(llm.engine.layout.shapes, loses=loses)
     return llm
 
 

@@ -293,7 +293,7 @@ def test_shapes_that_switch_change_no_bit(strong_pair, plain):
     """Plain rounds, chains and trees in turn, with draft extends that wait."""
     options = {"speculative_policy": "auto", "speculative_max_deferred": 4, "max_running_requests": 8}
     llm = build(strong_pair, (4, 5, 16), **BITS, context_length=256, **options)
-    llm.scheduler.policy = RandomShapes(llm.engine.layout.shapes, 0)
+    llm.scheduler.policy = RandomShapes(llm.engine.layout.shapes, 0, loses=True)
     prompts = strong_pair.prompts(LENGTHS)
     assert bits(llm.generate(prompts, asked(prompts))) == plain
     assert len(set(llm.scheduler.policy.chosen)) > 1

@@ -129,7 +129,7 @@ class Drawn:
             llm = more
             self.kept.append(name)
         if "switched shapes" in self.kept:
-            llm.scheduler.policy = RandomShapes(llm.engine.layout.shapes, self.dice.randrange(100))
+            llm.scheduler.policy = RandomShapes(llm.engine.layout.shapes, self.dice.randrange(100), loses=True)
         if "adapters" in self.kept:
             llm.load_lora("a", self.adapter)
         return llm

@@ -13,6 +13,7 @@ from support.recurrences import NAMES as KINDS
 from support.recurrent_models import check_dummy, check_snapshot, known_family, save_pair, snapshot, states_of
 from support.refusing import refused
 from treetop import LLM
+from treetop.doctor.conformance import RandomShapes
 from treetop.engine.memory import state_bytes
 from treetop.tools.inspect import inspect
 from treetop.types.config import EngineConfig
@@ -177,11 +178,14 @@ def test_a_draining_batch_crosses_from_eager_to_replayed_rounds(pair):
     "options", few_of([{"speculative_max_deferred": 3}, {"overlap": True}, {"overlap": True, "page_size": 1}], 1)
 )
 def test_shapes_that_change_defer_and_overlap_change_no_token(pair, prompts, plain, options):
-    """Plain rounds that defer the draft's part, chains and trees in turn; with steps in flight."""
+    """Plain rounds that defer the draft's part, chains and trees in turn, rows that lose their draft and get it back;
+    with steps in flight.
+    """
     llm = built(pair, speculative_policy="auto", **options)
-    shapes = random.Random(0)
-    llm.scheduler.policy.choose = lambda *batch: shapes.choice(llm.engine.layout.shapes)
-    assert tokens(llm.generate(prompts, greedy(24))) == plain
+    llm.scheduler.policy = RandomShapes(llm.engine.layout.shapes, loses=True)
+    for _ in range(2):  # the second time prefixes come from the cache
+        assert tokens(llm.generate(prompts, greedy(24))) == plain
+    assert llm.scheduler.policy.num_put_back
 
 
 def test_a_simulated_acceptance_runs(pair, prompts):

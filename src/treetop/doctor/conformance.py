@@ -146,7 +146,7 @@ class RandomShapes:
         stays = bool(self.chosen) and self._random.random() < 0.6
         self.chosen.append(self.chosen[-1] if stays else self._random.choice(self._shapes))
         if self._loses and not stays:
-            self.watches, self.alone = self._random.random() < 0.5, self._random.random() < 0.5
+            self.watches, self.alone = self._random.random() < 0.2, self._random.random() < 0.3
         return self.chosen[-1]
 
     def note(self, plan: StepPlan, result: StepResult, seconds: float | None) -> None:
