@@ -56,11 +56,11 @@ class Host:
 
     def run(self, prompts: list[tuple[int, ...]], first: int) -> list[float]:
         """A pass: requests of four tokens each, until all have ended."""
-        self.spent, out = [0.0, 0.0, 0.0], []
+        self.spent, out = [0.0, 0.0, 0.0], list[StepPlan]()
         for i, prompt in enumerate(prompts):
             params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.8 * (i % 2))
             self.scheduler.add(EngineRequest(RequestId(first + i), prompt, params, i))
-        while self.scheduler.has_work:
+        while self.scheduler.has_work or out:
             while (plan := self._planned()) is not None:
                 out.append(plan)
             plan = out.pop(0)

@@ -102,7 +102,7 @@ def one_pass(llm: LLM, prompts: list[list[int]], output: int, first: int) -> dic
         params = SamplingParams(max_tokens=output, ignore_eos=True, temperature=0.8 * (i % 2))
         waiting.add(RequestId(first + i))
         scheduler.add(EngineRequest(RequestId(first + i), tuple(ids), params, i))
-    while scheduler.has_work:
+    while scheduler.has_work or out:  # rounds may be out of requests that have ended
         while (plan := scheduler.plan()) is not None:
             out.append((plan, engine.launch(plan)))
             prompt = prefill_of(plan)

@@ -68,6 +68,7 @@ PREFILL_MISTAKES = {
         lambda p: replace(p, chunks=(replace(p.chunks[0], start=250), *p.chunks[1:])),
         ["prefill extent", "[1, 256]"],
     ),
+    "a batch of a size that is not captured": (lambda p: replace(p, packed=7, block=1), ["7 tokens in blocks of 1"]),
 }
 
 

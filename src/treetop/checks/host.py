@@ -54,6 +54,10 @@ class PlanChecker:
             return
         check_rows([chunk.row for chunk in plan.chunks], layout)
         check_rows([setup.row for setup in plan.setups], layout)
+        if plan.packed and (plan.packed, plan.block) not in layout.packed_sizes:
+            raise CheckError(
+                f"prefill step: {plan.packed} tokens in blocks of {plan.block}, of batches {layout.packed_sizes}"
+            )
         for setup in plan.setups:
             self._check_states(setup)
             self._deferred.pop(setup.row, None)
