@@ -287,7 +287,7 @@ def test_host_numbers_are_those_of_the_capture(strong_pair, monkeypatch):
         assert bounds == {96} if graphs == "sim" else len(bounds) > 3
         assert {key.bucket for key, _ in seen} <= {1, 2, 4}
     captured = set(llm.engine.launcher._captured)
-    assert {key for key, _ in captured} == {
+    assert {key for key, _ in captured if key.bucket} == {  # the others are prompts alone
         rounds.RoundKey(bucket, SpecShape(*SHAPE), choice, held)
         for bucket in (1, 2, 4, 8)
         for choice in SamplingMode

@@ -24,8 +24,11 @@ from treetop_debug.mixed_faults import PACKED_FAULTS
 
 SHAPE = (2, 3, 6)
 LENGTHS = [9, 60, 1, 17, 70, 22, 61, 5, 33]
-OPTIONS = {"chunked_prefill_size": 32, "page_size": 4, "max_running_requests": 4, "graphs": "sim", "check_level": 3}
-"""Batches of 4, 8, 16 and 32 tokens in blocks of 2."""
+OPTIONS = {
+    "chunked_prefill_size": 32, "page_size": 4, "max_running_requests": 4, "graphs": "sim", "check_level": 3,
+    "prefill_graph_max_tokens": 0,
+}  # fmt: skip
+"""Batches of 4, 8, 16 and 32 tokens in blocks of 2, beside rounds alone."""
 
 
 def asked(count):

@@ -19,7 +19,7 @@ memory that the pool would keep for good, and are a graph of their own.
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -143,7 +143,7 @@ class CudaGraphs:
             self.capture(part)
             free.append(self._free())
         first, others = (max(before - after, 0) for before, after in pairwise(free))
-        self.memory = GraphMemory(len(self._graphs), num_rounds(self._runner), first, others, free[-1])
+        self.memory = GraphMemory(_in_rounds(self._graphs), num_rounds(self._runner), first, others, free[-1])
 
     def capture_sampled(self, seconds: float) -> None:
         """Capture sampled rounds of the coarse buckets for so long, then those with penalties, of each those with few
@@ -164,7 +164,9 @@ class CudaGraphs:
                 break
             self.capture(self._alike(key))
         more = max(self.memory.free - (free := self._free()), 0)
-        self.memory = replace(self.memory, captured=len(self._graphs), others=self.memory.others + more, free=free)
+        self.memory = replace(
+            self.memory, captured=_in_rounds(self._graphs), others=self.memory.others + more, free=free
+        )
 
     def capture(self, keys: Sequence[RoundKey]) -> None:
         """Capture those of the keys that are not yet, in their order."""
@@ -283,7 +285,13 @@ def num_captured(layout: Layout, choices: Sequence[SamplingMode], holds: bool, f
             for key in made
             if key.choice.processes and not (key.catches_up or key.mixed)
         ]
-    return len({_place(filters_apart, key) for key in made})
+    return _in_rounds({_place(filters_apart, key) for key in made})
+
+
+def _in_rounds(places: Collection[RoundKey]) -> int:
+    """How many rounds these are to a driver's memory: prompts alone are one phase, a third of one."""
+    num_rounds = sum(map(_has_rows, places))
+    return num_rounds + -(-(len(places) - num_rounds) // 3)
 
 
 def _place(filters_apart: bool, key: RoundKey) -> RoundKey:

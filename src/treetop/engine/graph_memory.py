@@ -13,8 +13,9 @@ from treetop.types.errors import CapacityError
 
 @dataclass(frozen=True, slots=True)
 class GraphMemory:
-    """Bytes. captured: rounds at a start, rounds: the most there can be. first: of the largest, with their pool.
+    """Bytes. captured: rounds at a start, rounds: the most there can be, three graphs of prompts alone counted as one.
 
+    first: of the largest, with the shared pool.
     others: of all others at a start.
     free: of the device afterwards.
     """

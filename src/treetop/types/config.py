@@ -211,7 +211,7 @@ class EngineConfig:
         " auto where costs say so, which large trees do not (docs/policy.md)",
     )
     prefill_graph_max_tokens: int = option(
-        0,
+        1024,
         "tokens up to which a prefill step is captured as a CUDA graph, of sizes in between, its prompts packed in"
         " blocks; 0 to launch all kernel by kernel",
         minimum=0,
