@@ -555,29 +555,32 @@ class Engine:
     def _collect_rows(self, plan: WholePlan, got: HostResults) -> list[RowResult]:
         """What a prefill or a round gave its rows."""
         assert isinstance(plan, PrefillPlan | RoundPlan)
-        rows = []
-        if got.experts is not None and self.config.check_level >= 1:
+        rows, checked = list[RowResult](), self.config.check_level >= 1
+        vocab_size, width = self.spec.vocab_size, self.layout.commit_width
+        if got.experts is not None and checked:
             check_told(told(self.layout), got.experts)
+        round = plan if isinstance(plan, RoundPlan) else None
+        cut = round is not None and round.shape.is_ragged_at(len(got.finite))
         for i, row in enumerate(plan.rows):
             ends = isinstance(plan, RoundPlan) or plan.chunks[i].next_token is None  # else a chunk, and no token yet
             tokens = got.tokens[i][: got.accept_len[i] + 1] if ends and got.finite[i] else ()
             maximum = plan.logprobs[i] if plan.logprobs else None
             logprobs = () if maximum is None else got.logprobs_of(i, len(tokens), maximum)
             ranks: tuple[int, ...] = ()
-            if isinstance(plan, RoundPlan) and got.candidates and tokens:
-                ranks = tuple(each % plan.shape.topk for each in got.candidates[i][: len(tokens) - 1])
+            if round is not None and got.candidates and len(tokens) > 1:
+                topk = round.shape.topk
+                ranks = tuple([each % topk for each in got.candidates[i][: len(tokens) - 1]])
             tree = None
-            if isinstance(plan, RoundPlan) and got.trees is not None and tokens and row in plan.told_trees:
+            if round is not None and got.trees is not None and tokens and row in round.told_trees:
                 tree = got.trees.tree_of(i, tokens)
-            cut = isinstance(plan, RoundPlan) and plan.shape.is_ragged_at(len(got.finite))
             num_nodes = got.candidates[i][-1] if cut else 0
             rows.append(RowResult(row, tokens, got.finite[i], logprobs, ranks=ranks, tree=tree, num_nodes=num_nodes))
             if isinstance(plan, PrefillPlan) and got.prompt is not None:
                 rows[-1] = with_prompt(rows[-1], plan, i, got.prompt)
             if got.experts is not None:
                 rows[-1] = rows[-1]._replace(experts=told_of(told(self.layout), plan, i, len(tokens), got.experts))
-            if self.config.check_level >= 1:
-                check_result(rows[-1], self.spec.vocab_size, self.layout.commit_width)
+            if checked:
+                check_result(rows[-1], vocab_size, width)
         return rows
 
     def _collect_chunks(self, plan: ExportPlan | ImportPlan, got: HostResults) -> StepResult:

@@ -98,7 +98,8 @@ class Committer:
                 ranks = () if row_result.row in replanted else row_result.ranks
                 drafted = row_result.num_nodes - 1 if row_result.num_nodes else num_drafted
                 drafted = 0 if row_result.row in without_draft else drafted
-                update = update._replace(num_drafted=drafted, accept_ranks=ranks, tree=row_result.tree)
+                if drafted or ranks or row_result.tree is not None:
+                    update = update._replace(num_drafted=drafted, accept_ranks=ranks, tree=row_result.tree)
                 updates.append(update._replace(logprobs=logprobs[: len(update.new_ids)]) if logprobs else update)
                 if request.prompt_logprobs is not None:
                     updates[-1] = updates[-1]._replace(prompt_logprobs=tuple(request.prompt_logprobs))

@@ -136,7 +136,8 @@ class RoundPlanner:
 
 
 def _may_go_on(request: Request) -> bool:
-    if request.asks or (request.constrained is not None and request.held.steps_out):
+    held = request.held
+    if request.asks or (request.constrained is not None and held.steps_out):
         return False  # what may come next depends on the token that is on its way
     first = request.num_computed_tokens == request.num_ids  # its first token is out too
-    return request.held.rounds_out + first < request.tokens_left
+    return held.rounds_out + first < request.tokens_left
