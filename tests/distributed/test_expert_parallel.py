@@ -220,7 +220,8 @@ def test_random_steps_under_graph_semantics_end_and_give_what_one_gives(folders,
     options = {"graphs": "sim", **options}
     crowd, engines = crowded(folders["glm"], shape, ranks, num_steps, 5, **options)
     assert len({engine.num_steps for engine in engines}) == 1
-    assert sum(engine.num_idle for engine in engines) > 0.3 * engines[0].num_steps
+    idle = [engine.num_idle / engine.num_steps for engine in engines]  # how often, is a matter of threads' order
+    assert min(idle) > 0.02, idle
     llm = build(folders["glm"], None, 1)
     asked = [crowd.asked[i] for i in crowd.asked if i not in crowd.gone]
     want = tokens(llm.generate([[*each.prompt_ids] for each in asked], [each.params for each in asked]))
