@@ -3,6 +3,7 @@
     python benchmarks/latent_attention.py [--json FILE]                      all shapes
     python benchmarks/latent_attention.py --heads 16 --lengths 65536         some of them
     python benchmarks/latent_attention.py --kv-cache-dtype fp8_e4m3          planes of a byte a number
+    python benchmarks/latent_attention.py --gluon                            our kernel for pages of 64 beside it
     python benchmarks/latent_attention.py --flashinfer                       that library's kernel beside ours
     python benchmarks/latent_attention.py --flashmla                         that backend, prefix and tail, beside ours
     python benchmarks/latent_attention.py --tune --limit-s 400               the best launches of each shape
@@ -209,6 +210,19 @@ class Case:
         assert error < TOLERANCE, f"FlashInfer and ours differ by {error}"
         return self.median_us(attend)
 
+    def gluon_us(self) -> float:
+        """Of our kernel in Gluon, in the place of the Triton kernel."""
+        group = GroupNeed(FULL, self.shape.heads, 1, PLANE, latent=RANK)
+        backend = make_backend("gluon", Need(torch.bfloat16, DEVICE, self.shape.page, (group,)))
+
+        def whole(layer: PagedKV) -> Tensor:
+            return backend.prefix_tail(self.q, layer, self.metadata, self.tail, SCALE)
+
+        ours = self.dense(self.layers[0]).float()
+        error = float((whole(self.layers[0]).float() - ours).norm() / ours.norm())
+        assert error < TOLERANCE, f"the kernels in Gluon and in Triton differ by {error}"
+        return self.median_us(whole)
+
     def flashmla_us(self) -> tuple[float, float]:
         """Of FlashMLA's backend, prefix and tail as an engine calls it, and of the library's prefix alone."""
         group = GroupNeed(FULL, self.shape.heads, 1, PLANE, latent=RANK)
@@ -279,13 +293,15 @@ def shapes(options: argparse.Namespace) -> list[Shape]:
     return [
         Shape(
             heads, length, queries, rows, options.index_heads, options.top_k, max(options.bound, length), itemsize,
-            64 if options.flashmla else 16,
+            64 if options.flashmla or options.gluon else 16,
         )
         for heads, length, queries, rows in sizes
     ]  # fmt: skip
 
 
-def measured(shape: Shape, copy: float, matrix: float, *, flashinfer: bool, flashmla: bool) -> dict[str, Any]:
+def measured(
+    shape: Shape, copy: float, matrix: float, *, gluon: bool, flashinfer: bool, flashmla: bool
+) -> dict[str, Any]:
     """All times of a shape in us, and its floors."""
     case = Case(shape)
     errors = case.errors()
@@ -297,6 +313,8 @@ def measured(shape: Shape, copy: float, matrix: float, *, flashinfer: bool, flas
         "attention": case.median_us(lambda layer: case.attend(layer, case.chosen)),
         "sparse": case.median_us(case.all_of_it),
     }
+    if gluon:
+        times["gluon"] = case.gluon_us()
     if flashinfer:
         times["flashinfer"] = case.flashinfer_us()
     if flashmla:
@@ -354,6 +372,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--top-k", type=int, default=2048)
     parser.add_argument("--bound", type=int, default=131072, help="context limit that a launch is made for")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto", help="auto: bfloat16")
+    parser.add_argument("--gluon", action="store_true", help="that backend too, in 16 bits, all on pages of 64")
     parser.add_argument("--flashinfer", action="store_true", help="its kernel too, in 16 bits")
     parser.add_argument("--flashmla", action="store_true", help="its backend too, in 16 bits, all on pages of 64")
     parser.add_argument("--tune", action="store_true", help="try launches of both kernels, and write nothing")
@@ -373,7 +392,8 @@ def main(arguments: list[str]) -> int:
             results.append(tuned(shape, end))
             tell(f"{shape}  " + "  ".join(f"{name} {results[-1][name]}" for name in ("dense", "attention")))
             continue
-        row = measured(shape, copy, matrix, flashinfer=options.flashinfer, flashmla=options.flashmla)
+        others = {name: getattr(options, name) for name in ("gluon", "flashinfer", "flashmla")}
+        row = measured(shape, copy, matrix, **others)
         us, floors, errors = row["us"], row["floor_us"], row["errors"]
         right = errors["choice"] == 0 and max(errors["dense"], errors["sparse"]) < TOLERANCE
         wrong += not right
@@ -383,7 +403,7 @@ def main(arguments: list[str]) -> int:
             f"  sparse {us['sparse']:8.1f} ({us['sparse'] / floors['sparse']:.2f} x floor)"
             f" = scores {us['scores']:.1f} + choice {us['choice']:.1f} + attention {us['attention']:.1f}"
             f"  sparse/dense {us['sparse'] / us['dense']:.2f}{'' if right else f'  WRONG {errors}'}"
-            + "".join(f"  {name} {us[name]:.1f}" for name in us if name.startswith("flash"))
+            + "".join(f"  {name} {us[name]:.1f}" for name in us if name.startswith(("gluon", "flash")))
         )
     write_report({**machine_of(copy), "wrong": wrong, "results": results}, options.json)
     return int(wrong > 0)

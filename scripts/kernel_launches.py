@@ -21,6 +21,7 @@ from treetop.kernels.attention.attention_config import load_table as attention_t
 from treetop.kernels.attention.index_scores import paged_index_scores
 from treetop.kernels.attention.indexer import IndexQuery
 from treetop.kernels.attention.latent_attention import latent_attention
+from treetop.kernels.attention.latent_gluon import latent_pages_attention
 from treetop.kernels.attention.latent_segments import choose_segments, prefill_latents, segment_latents
 from treetop.kernels.attention.metadata import AttentionMetadata, SparseKeys
 from treetop.kernels.attention.prefix_part import PrefixPart
@@ -416,6 +417,12 @@ def _latent(card: Card) -> Iterator[Case]:
         prefix = PrefixPart(out, lse, _empty(8, dtype=LONG))
         call = partial(tail_and_merge, q, prefix, tail, scene.metadata, 1.0, None, card.gpu, 512)
         yield f"tail and merge of planes of {scene}", call
+    if card.capability == 90:
+        for rows, n, heads in ((8, 1, 16), (8, 1, 128), (32, 16, 128)):
+            scene = _Scene(rows, n, 8192, (1, heads, 576))
+            q, pages, tail, _ = scene.tensors(planes=1)
+            call = partial(latent_pages_attention, q, pages, replace(scene.metadata, page_size=64), tail, 1.0, card.gpu)
+            yield f"compressed attention to pages of 64 of {scene}", call
     for n in (1, 16):
         scene = _Scene(8, n, 8192, (1, 64, 576))
         metadata, (q, pages, tail, _) = scene.metadata, scene.tensors(planes=1)

@@ -87,7 +87,7 @@ def test_backends_that_need_a_pair_are_refused_for_one_plane(pair, monkeypatch):
         able = backend.capabilities
         if name in ("torch", "triton"):
             assert able.latents is None or {256, 512} <= set(able.latents)
-        elif name not in ("flashmla", "segments"):
+        elif name not in ("flashmla", "gluon", "segments"):
             need = Need(torch.bfloat16, torch.device("cuda"), 16, (group,))
             assert "no kernel for compressed attention (MLA)" in refusal(name, need).reason
     monkeypatch.setitem(BACKENDS, "fa3", replace(BACKENDS["fa3"], probes=()))  # as where there is a GPU

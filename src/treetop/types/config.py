@@ -33,7 +33,7 @@ _ALONE = ("MTP", "NEXTN", "NGRAM", "SUFFIX")
 """Algorithms that need no folder of a draft: the target's holds their weights, or there are none."""
 Recurrence = Literal["auto", "before-norm", "after-norm"]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
-Backend = Literal["auto", "torch", "triton", "segments", "fa3", "flashinfer", "fa4", "flashmla"]
+Backend = Literal["auto", "torch", "triton", "segments", "fa3", "flashinfer", "fa4", "flashmla", "gluon"]
 """Each but auto is a file of `treetop.attention`, which this name registers."""
 LinearPrefill = Literal["auto", "fla"]
 DeviceName = Literal["auto", "cpu", "cuda"]

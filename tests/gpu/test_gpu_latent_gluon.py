@@ -1,0 +1,149 @@
+"""Compressed attention by the kernel in Gluon, eager and captured, against dense attention; and whole rounds on it.
+
+    python -m pytest tests/gpu/test_gpu_latent_gluon.py -q
+
+On another GPU than Hopper, or without Gluon, these are skipped, with the reason that an engine would give.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from support.engines import accept_lens, build, greedy, tokens
+from support.families import FAMILIES
+from support.scenes import dense_answer, moved, scene
+from treetop.attention import gluon_backend
+from treetop.attention.auto import make_backend
+from treetop.attention.capabilities import GroupNeed, Need
+from treetop.attention.registry import refusal
+from treetop.engine.cuda_graphs import CudaGraphs
+from treetop.kernels.attention.latent_gluon import latent_pages_attention
+from treetop.kernels.triton_guard import gpu_traits
+from treetop.types.ids import FULL
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+GPU = torch.device("cuda")
+PLANE = {"kv_heads": 1, "dim": 576, "latent": 512, "page_size": 64, "dtype": torch.bfloat16}
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
+SIZES = [
+    {"n": 1, "t": 1, "heads": 16, "max_kv_len": 200},
+    {"n": 16, "t": 16, "heads": 128, "max_kv_len": 700},
+    {"n": 5, "t": 12, "heads": 20, "max_kv_len": 640, "dtype": torch.float16},  # the last page is full
+    {"n": 4, "t": 64, "heads": 8, "max_kv_len": 20_000},
+    {"n": 64, "t": 64, "heads": 128, "max_kv_len": 200},  # so many programs that no row is divided
+    {"n": 2, "t": 3, "heads": 16, "max_kv_len": 400, "lengths": (1, 63, 64, 65, 128, 129, 0)},
+]
+
+
+def need_of(heads, dtype=torch.bfloat16):
+    return Need(dtype, GPU, 64, (GroupNeed(FULL, heads, 1, 576, latent=512),))
+
+
+@pytest.fixture(autouse=True)
+def _usable():
+    """A skip with the reason that an engine would give; but that the kernel is wrong is a failure."""
+    problem = refusal("gluon", need_of(16))
+    if problem is not None:
+        assert "its kernel" not in problem.reason, problem.reason
+        pytest.skip(f"gluon: {problem.reason}")
+
+
+def check(got, want, dtype):
+    assert bool(torch.isfinite(got).all())
+    error = float((got.float() - want).norm() / want.norm())
+    assert error < TOLERANCE[dtype], f"relative error {error:.1e}"
+
+
+@pytest.mark.parametrize("splits", [None, 1, 3])
+@pytest.mark.parametrize("options", SIZES, ids=str)
+def test_prefix_and_tail_equal_dense_attention(options, splits):
+    """A last, partial page is read whole: NaN in every slot, INT_MIN in every column that no query may see."""
+    s = moved(scene(**{**PLANE, **options}), GPU)
+    got = latent_pages_attention(s.q, s.kv.planes, s.metadata, s.tail.planes, s.scale, gpu_traits(GPU), splits)
+    check(got, dense_answer(s, with_tail=True)[0], s.q.dtype)
+
+
+def test_a_page_of_another_group_and_what_lies_beside_a_plane_are_not_read():
+    """Planes are part of wider ones, whose other numbers are NaN, and every page that a row has not is NaN."""
+    s = moved(scene(**{**PLANE, "n": 3, "t": 5, "heads": 32, "max_kv_len": 900}), GPU)
+    wider = torch.full((*s.kv.planes.shape[:3], 576 + 128), torch.nan, dtype=s.q.dtype, device=GPU)
+    wider[..., :576] = s.kv.planes
+    planes = wider[..., :576]
+    got = latent_pages_attention(s.q, planes, s.metadata, s.tail.planes, s.scale, gpu_traits(GPU))
+    check(got, dense_answer(s, with_tail=True)[0], s.q.dtype)
+
+
+def test_a_wrong_number_of_a_row_shows_in_it_alone():
+    """NaN that queries do see is no less an error here than elsewhere, and other rows are as they were."""
+    s = moved(scene(**{**PLANE, "n": 2, "t": 2, "heads": 16, "max_kv_len": 200, "lengths": (130, 70, 0)}), GPU)
+    first_page = s.metadata.table.data[s.metadata.rows[0], 0].long()
+    planes = s.kv.planes.clone()
+    planes[first_page * 64 + 5] = torch.nan
+    got = latent_pages_attention(s.q, planes, s.metadata, s.tail.planes, s.scale, gpu_traits(GPU))
+    assert bool(got[0].isnan().all())
+    check(got[1:], dense_answer(s, with_tail=True)[0][1:], s.q.dtype)
+
+
+def test_a_captured_phase_follows_its_buffers():
+    """Captured on padding rows, replayed on others: lengths, tables, rows and masks are data."""
+    size = {**PLANE, "n": 9, "t": 9, "heads": 16, "max_kv_len": 9_000}
+    first, second = (moved(scene(seed=seed, **size), GPU) for seed in (1, 2))
+    names = ("rows", "kv_len", "positions", "tail_positions", "mask")
+    own = {name: getattr(first.metadata, name).clone() for name in names}
+    table = replace(first.metadata.table, data=first.metadata.table.data.clone())
+    kv, q = replace(first.kv, data=first.kv.data.clone()), first.q.clone()
+    tail = replace(first.tail, data=first.tail.data.clone())
+    metadata = replace(first.metadata, table=table, **own)
+    backend = make_backend("gluon", need_of(16))
+
+    def phase():
+        plan = backend.plan(backend.begin(metadata), metadata)
+        return [backend.prefix_tail(q, kv, plan, tail, first.scale) for _ in range(2)]
+
+    metadata.rows.fill_(3)
+    metadata.kv_len.zero_()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        phase()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = phase()
+    for source in (first, second, first):
+        for name in names:
+            own[name].copy_(getattr(source.metadata, name))
+        table.data.copy_(source.metadata.table.data)
+        for to, value in ((kv.data, source.kv.data), (q, source.q), (tail.data, source.tail.data)):
+            to.copy_(value)
+        graph.replay()
+        want = dense_answer(source, with_tail=True)[0]
+        for out in outs:
+            check(out, want, torch.bfloat16)
+
+
+@pytest.mark.parametrize("shape", [None, (3, 4, 12)], ids=str)
+def test_rounds_of_a_model_with_latents_of_512_agree_with_triton(shape, tmp_path, monkeypatch):
+    """Captured, with poisoned pages: bfloat16 rounds differently, so tokens may part at near ties."""
+    tiny = FAMILIES["deepseek v3"]
+    config = {**tiny.config, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
+    pair = replace(tiny, config=config).save(tmp_path, seed=5).pair
+    prompts = pair.prompts([3, 140, 64, 12], seed=3)
+    options = {"page_size": 64, "context_length": 256, "max_running_requests": 4, "dtype": "bfloat16", "device": "cuda"}
+    called, real = [], gluon_backend.latent_pages_attention
+    monkeypatch.setattr(gluon_backend, "latent_pages_attention", lambda *args: called.append(args) or real(*args))
+    made = []
+    for name in ("triton", "gluon"):
+        llm = build(pair, shape, **options, attention_backend=name, check_level=3)
+        assert isinstance(llm.engine.launcher, CudaGraphs)
+        assert llm.engine.runner.backend.name == name
+        assert bool(called) == (name == "gluon")
+        outputs = llm.generate(prompts, greedy(24))
+        llm.scheduler.check_integrity()
+        made.append((tokens(outputs), [sum(each) / len(each) for each in accept_lens(outputs)]))
+        llm.close()
+    first = [next((i for i, both in enumerate(zip(*pair, strict=True)) if both[0] != both[1]), 24)
+             for pair in zip(made[0][0], made[1][0], strict=True)]  # fmt: skip
+    assert sum(first) > 0.5 * 24 * len(prompts), f"tokens part after {first}"
