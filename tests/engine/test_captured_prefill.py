@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from support.engines import build, greedy, sampled, submit, tokens
+from support.engines import accept_lens, build, greedy, sampled, submit, tokens
 from support.fake_recorder import FakeRecorder
 from support.families import FAMILIES
+from support.tiny_models import Pair, save_random_llama
 from treetop.engine.cuda_graphs import CudaGraphs, num_captured
 from treetop.engine.rounds import RoundKey
 from treetop.scheduler.scheduler import Scheduler
@@ -24,6 +25,7 @@ from treetop.types.sampling import SamplingMode, SamplingParams
 from treetop_debug.mixed_faults import PACKED_FAULTS
 
 SHAPE = (2, 3, 6)
+LAYERS = (("target", 3), ("draft", 2))
 LENGTHS = [9, 60, 1, 17, 70, 22, 61, 5, 33, 2, 30]
 OPTIONS = {
     "chunked_prefill_size": 32, "page_size": 4, "max_running_requests": 4, "graphs": "sim", "check_level": 3,
@@ -116,6 +118,21 @@ def test_rows_without_a_draft_and_retracted_ones_get_the_same(strong_pair, plain
     assert got == expected
     assert sum(sizes.values()) > sizes[0, 0]
     assert llm.scheduler.num_retractions > 0
+
+
+@pytest.mark.parametrize("mixed", ["off", "on"])
+def test_a_draft_that_reads_the_text_accepts_what_it_did(tmp_path, mixed):
+    """A block that ends no prompt is read from the text of its own row, too."""
+    pair = Pair(*(save_random_llama(tmp_path / name, seed=5, head_dim=16, num_hidden_layers=n) for name, n in LAYERS))
+    prompts = pair.prompts([1, 9, 40, 33, 17, 5, 60], seed=3)
+    options = OPTIONS | {"speculative_algorithm": "STANDALONE", "mixed_chunk": mixed}
+    found = []
+    for most in (2048, 0):
+        llm = build(pair, (4, 4, 14), **options | {"prefill_graph_max_tokens": most}, context_length=128)
+        outputs = llm.generate(prompts, [greedy(30)] * len(prompts))
+        found.append((tokens(outputs), accept_lens(outputs)))
+    assert found[0] == found[1]
+    assert sum(map(sum, found[0][1]))
 
 
 KINDS = ("gemma4", "glm 5.2")

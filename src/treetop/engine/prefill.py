@@ -197,7 +197,7 @@ def end_prefill(runner: ModelRunner, begun: BegunPrefill, output: TargetOutput, 
         read = replace(batch, rows=batch.draft_rows)
         attend = _attention(runner, runner.draft_layers, runner.draft_groups, read, of_draft)
         aux_hidden = torch.cat([output.hidden[..., :0], *output.aux_hidden], dim=-1)  # a drafter may read none
-        at = runner.extension(rows, last)
+        at = runner.extension(batch.rows, last)  # whose text a line has, if it ends no prompt, too
         runner.select_for_draft(batch.rows, shifted.shape[1])
         extended = runner.drafter.extend(shifted, aux_hidden, span.positions, at, attend)
         if logits is not None:
