@@ -30,12 +30,13 @@ from treetop.types.sampling import SamplingMode
 
 def compile_all(runner: ModelRunner) -> None:
     """Compile the kernels of the worst steps, of all greedy rounds, of the smallest of others, and of prefill steps of
-    every size. The smallest differ from the worst where a budget packs the nodes of many rows.
+    every size, captured and not. The smallest differ from the worst where a budget packs the nodes of many rows.
     """
     layout, drawn = runner.layout, (SamplingMode.FILTER, SamplingMode.LOGPROBS)
     worst = [step for choice in drawn for step in profile_steps(runner, choice)]
     least = [RoundKey(layout.buckets[0], s, choice) for choice in drawn for s in layout.shapes_at(layout.buckets[0])]
-    rounds = [partial(run_phases, runner, key, layout.max_committed) for key in (*greedy_keys(layout), *least)]
+    packed = [RoundKey.of_prompts(*size, SamplingMode.FILTER) for size in layout.prefill_sizes]
+    rounds = [partial(run_phases, runner, key, layout.max_committed) for key in (*greedy_keys(layout), *least, *packed)]
     compile_steps([*worst, *rounds, *_prefills(runner)])
 
 
