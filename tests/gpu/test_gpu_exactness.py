@@ -119,7 +119,8 @@ def test_a_batch_draining_from_32_to_1_gives_the_tokens_of_small_batches(plain, 
     got = llm.generate(prompts, params)
     llm.scheduler.check_integrity()
     assert (rows[0], rows[-1]) == (32, 1)
-    assert crossover.launched["own"] | crossover.launched["eager"] == set(llm.engine.layout.buckets)
+    prefilled = {0}  # a captured prefill step is a round of no rows
+    assert (crossover.launched["own"] | crossover.launched["eager"]) - prefilled == set(llm.engine.layout.buckets)
     assert crossover.launched["eager"] == {bucket for bucket in llm.engine.layout.buckets if bucket > largest}
     assert_equal(plain, expected, got, capsys)
 

@@ -74,7 +74,8 @@ def test_float32_answers_are_those_of_merged_weights(pair, adapters, tmp_path):
 @pytest.mark.parametrize("packed", [False, True])
 def test_captured_rounds_equal_eager_ones(pair, adapters, tmp_path, packed):
     """bfloat16: the same kernels on the same numbers; beside packed weights, too. Captured ones come to other rows."""
-    target, options = pair.target, {"dtype": "bfloat16", "overlap": False}
+    target = pair.target
+    options = {"dtype": "bfloat16", "overlap": False, "prefill_graph_max_tokens": 0}  # whose sums are of other rows
     if packed:
         target, _ = quantized(pair.target, tmp_path / "target", fp8_blocks(32, 64))
     prompts, params = pair.prompts([5, 41], seed=2), greedy(24)
