@@ -23,5 +23,6 @@ def test_a_draining_batch_gives_the_tokens_of_requests_alone(strong_pair, graphs
     assert rows[-1] == 1
     assert len(set(rows)) >= COUNT - 3
     buckets = set(llm.engine.layout.buckets)
-    assert crossover.launched["own"] | crossover.launched["eager"] == buckets
+    prefilled = {0} if graphs == "sim" else set()  # a captured prefill step is a round of no rows
+    assert crossover.launched["own"] | crossover.launched["eager"] == buckets | prefilled
     assert crossover.launched["eager"] == {bucket for bucket in buckets if bucket > largest}

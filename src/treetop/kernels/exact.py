@@ -50,8 +50,8 @@ class BatchInvariantCall:
         if count <= MOST_ROWS and self._padded_rows[count] == count:
             return self._call(x)
         rows = x.reshape(-1, x.shape[-1])
-        out = torch.cat([self._padded(part) for part in rows.split(MOST_ROWS)]) if count > MOST_ROWS else None
-        return (self._padded(rows) if out is None else out).view(*x.shape[:-1], -1)
+        out = torch.cat([self._padded(part) for part in rows.split(MOST_ROWS)])
+        return out.view(*x.shape[:-1], out.shape[-1])
 
     def _padded(self, rows: Tensor) -> Tensor:
         count, width = rows.shape

@@ -31,6 +31,7 @@ from treetop.kernels.attention import (
     tail,
 )
 from treetop.kernels.attention import latent_attention as latent_attending
+from treetop.kernels.attention import latent_gluon as latent_pages_attending
 from treetop.kernels.attention import segment_attention as segment_attending
 from treetop.kernels.attention import segment_prefill as segment_prefilling
 from treetop.kernels.comm import kv_chunks, peers
@@ -361,7 +362,11 @@ class Ops:
         latent_attending.latent_attention,
         1e-5,
         on_a_gpu,
-        (latent_attending._latent_attention_kernel, attending._merge_kernel),
+        (
+            latent_attending._latent_attention_kernel,
+            attending._merge_kernel,
+            latent_pages_attending._merge_seats_kernel,  # of the backend gluon
+        ),
     )
     paged_index_scores = Op(
         index_scores.paged_index_scores_reference,
