@@ -173,7 +173,7 @@ def draft_model_spec(folder: Path, target: ModelConfig, dummy: bool) -> DraftMod
         attention = layer.attends
         no = (
             ("experts" if layer.experts is not None else None)
-            or ("linear attention" if attention is None else None)
+            or ("linear attention" if layer.recurrent is not None else None)
             or ("sparse attention" if attention is not None and attention.index is not None else None)
             or ("layers that read another layer's K/V" if layer.attention.kv_sharing_layer is not None else None)
         )
