@@ -11,8 +11,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["TREETOP_DEFAULT_MODEL"] = "nestling"  # whatever is installed
 os.environ.pop("SSL_CERT_FILE", None)  # nobody outside is asked: no client reads all certificates as it is made
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
-if Path("/proc/cpuinfo").exists() and "GenuineIntel" in Path("/proc/cpuinfo").read_text():
-    os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")  # as `--exactness bits` chooses, which comes too late in a test
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background; what tests start would ignore it, too
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -34,10 +32,13 @@ from support.tiny_models import (
     save_weak_llama,
 )
 from treetop.distributed import process
+from treetop.engine.startup.mkl_probe import suffices
+from treetop.exact.mkl_mode import choose_mode
 from treetop.models.registry import FAMILIES
 
 gc.disable()  # until all is imported
 torch.set_num_threads(1)  # the models are too small to share
+choose_mode(suffices)  # as `--exactness bits` does, which comes too late in a test
 examples.register()
 if INTERPRETED and why_not_interpreted() is None:
     patch_without_search()

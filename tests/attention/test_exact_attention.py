@@ -275,14 +275,42 @@ def test_a_tail_folded_in_the_order_of_columns_is_noticed():
     assert not torch.equal(got, want)
 
 
-def test_a_library_whose_products_are_no_chains_is_refused(monkeypatch):
-    """The probe sees a product that is cut by its number of keys."""
-    exact_backend.problem.cache_clear()
-    monkeypatch.setattr(exact_backend, "folded", by_length)
-    try:
-        assert exact_backend.problem(DIM, 1) == f"attention's sums with heads of {DIM}"
-    finally:
-        exact_backend.problem.cache_clear()
+def scaled_by_shape(q, turned, out=None):
+    """A mutant: queries times a factor in small products, and the sums times it in large ones."""
+    if turned.shape[2] > 256:
+        return torch.bmm(q, turned, out=out).mul_(0.29)
+    return torch.bmm(q * 0.29, turned, out=out)
+
+
+@pytest.mark.parametrize(("name", "mutant", "what"), [
+    ("folded", by_length, "sums"), ("scored", scaled_by_shape, "scores"),
+])  # fmt: skip
+def test_a_library_whose_products_are_no_chains_is_refused(monkeypatch, name, mutant, what):
+    """The probe sees a product that is cut by its number of keys, and one that is scaled elsewhere by that number."""
+    monkeypatch.setattr(exact_backend, name, mutant)
+    assert exact_backend.problem.__wrapped__(DIM, 1) == f"attention's {what} with heads of {DIM}"
+
+
+@pytest.mark.parametrize("dim", [8, 64, 128])
+@pytest.mark.parametrize("queries", [16, 33, 250])
+def test_scores_are_the_same_among_any_number_of_queries_and_keys(dim, queries):
+    """Of a backend with a scale that is no power of two, in the mode of MKL that this process has."""
+    generator = torch.Generator().manual_seed(dim)
+    q = adversarial((1, queries, 2, dim), generator) * 0.01
+    data = adversarial((1 + COLUMNS * PAGE, 2, 2, dim), generator)
+    table = PageTable(FULL, torch.arange(1, 1 + COLUMNS, dtype=torch.int32)[None])
+
+    def causal(start, stop):
+        at, end = torch.arange(start, stop)[None], torch.tensor([stop])
+        metadata = AttentionMetadata(Phase.PREFILL, table, torch.zeros(1, dtype=torch.int64), end, stop, PAGE, at)
+        backend = ExactBackend(torch.float32, torch.device("cpu"))
+        plan = backend.plan(backend.begin(metadata), metadata)
+        return backend.causal(q[:, start:stop], PagedKV(data.contiguous()), plan, SCALE)
+
+    want = causal(0, queries)
+    assert not torch.equal(want[:, -1], want[:, -2])
+    for start, stop in ((0, 1), (0, 16), (7, 9), (queries - 16, queries), (queries - 1, queries), (1, queries)):
+        assert torch.equal(causal(start, stop)[0], want[0, start:stop]), (start, stop)
 
 
 @pytest.mark.parametrize("plane", [0, 1])

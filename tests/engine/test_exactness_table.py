@@ -35,7 +35,8 @@ def config_of(pair, **options):
 
 @pytest.fixture
 def named(monkeypatch):
-    """A CPU of a maker that has a row for dense models with a draft, and none else."""
+    """A CPU of a maker that has a row for dense models with a draft, and none else, in MKL's own mode."""
+    monkeypatch.setattr(exactness, "needs_another", lambda suffices: False)
     monkeypatch.setattr(exactness_table, "_maker", lambda: "Maker")
     monkeypatch.setattr(exactness_table, "TABLE", (ExactnessRow("Maker", "dense", True, "1.0 of the speed"),))
 
@@ -80,7 +81,7 @@ def test_a_model_that_bits_refuses_is_ties(tmp_path, named):
 def of_probes(monkeypatch, tmp_path):
     """A CPU that has a row, met for the first time: what its probes say is set by name."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(exactness, "remedy", lambda: None)
+    monkeypatch.setattr(exactness, "remedy", lambda suffices: None)
 
     def say(**found):
         monkeypatch.setattr(exactness, "elementwise_problem", lambda threads: found.get("operations"))
@@ -112,6 +113,14 @@ def test_a_row_whose_cpu_fails_a_probe_is_ties(strong_pair, named, of_probes, ca
     assert settled(config) == told, "what was found on this machine holds for all later starts"
 
 
+def test_mkls_strict_mode_has_no_row(strong_pair, named, monkeypatch):
+    """Products are slower in it, and `ties` needs none: no row was measured so."""
+    monkeypatch.setattr(exactness, "needs_another", lambda suffices: True)
+    told = settled(config_of(strong_pair))
+    assert (told.config.exactness, told.by) == ("ties", "probes")
+    assert told.why.endswith("in MKL's own mode, and its strict one costs more")
+
+
 def test_sums_of_integers_that_are_asked_for_have_no_row(strong_pair, named):
     told = settled(config_of(strong_pair, exact_sums="integers"))
     assert (told.config.exactness, told.by, told.why) == ("ties", "probes", "sums of integers (--exact-sums) cost more")
@@ -120,7 +129,7 @@ def test_sums_of_integers_that_are_asked_for_have_no_row(strong_pair, named):
 def test_where_a_setting_would_help_auto_is_refused_and_names_it(strong_pair, named, of_probes, monkeypatch):
     """Another process on this machine, which began in that mode, has bits: two starts must not differ."""
     of_probes(attention="attention's scores with heads of 16")
-    monkeypatch.setattr(exactness, "remedy", lambda: "start with a mode")
+    monkeypatch.setattr(exactness, "remedy", lambda suffices: "start with a mode")
     words = "--exactness auto: .* attention's scores .* the batch; start with a mode, or use --exactness ties"
     with pytest.raises(ConfigError, match=words):
         settled(config_of(strong_pair))

@@ -146,8 +146,8 @@ def test_an_indexers_scores_are_those_of_each_query_and_key_alone():
 
 def test_scores_are_those_of_each_key_alone():
     q, k = adversarial((2, 5, 64), generator()), adversarial((2, 31, 64), generator(1))
-    want = fixed_point_scores(q, *on_grid(k, LINE), 0.3)
+    want = fixed_point_scores(q, *on_grid(k, LINE))
     for key in (0, 7, 30):
         own = k[:, key : key + 1]
-        assert torch.equal(fixed_point_scores(q[:, 1:3], *on_grid(own, LINE), 0.3), want[:, 1:3, key : key + 1])
-    torch.testing.assert_close(want, (q.double() @ k.double().mT).float() * 0.3, rtol=1e-4, atol=1e-2)
+        assert torch.equal(fixed_point_scores(q[:, 1:3], *on_grid(own, LINE)), want[:, 1:3, key : key + 1])
+    torch.testing.assert_close(want, (q.double() @ k.double().mT).float(), rtol=1e-4, atol=1e-2)

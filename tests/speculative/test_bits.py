@@ -109,7 +109,7 @@ def library_without_chains(monkeypatch, tmp_path):
 
 def test_without_a_setting_that_helps_attention_has_sums_of_integers(strong_pair, library_without_chains, monkeypatch):
     """As on a CPU whose library has no mode: products are still the library's where these are exact."""
-    monkeypatch.setattr(exactness, "remedy", lambda: None)
+    monkeypatch.setattr(exactness, "remedy", lambda suffices: None)
     want = bits(serve(strong_pair, None, [17])[1])
     llm, outputs = serve(strong_pair, (4, 5, 16), [17], max_running_requests=3)
     assert isinstance(llm.engine.runner.backend._sums, IntegerSums)
@@ -119,7 +119,7 @@ def test_without_a_setting_that_helps_attention_has_sums_of_integers(strong_pair
 
 def test_where_a_setting_would_help_it_is_refused_and_names_both_ways(strong_pair, library_without_chains, monkeypatch):
     """Else the bits of a process would depend on what it did before."""
-    monkeypatch.setattr(exactness, "remedy", lambda: "start with a mode")
+    monkeypatch.setattr(exactness, "remedy", lambda suffices: "start with a mode")
     words = "attention's scores .* depend on the batch; start with a mode, or use --exact-sums integers"
     for sums in ("auto", "packed"):
         with pytest.raises(ConfigError, match=words):

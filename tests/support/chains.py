@@ -37,7 +37,8 @@ def exp(x):
 def attention_in_order(q, seen, scale, sink=None):
     """One query's attention. q: [d] float32. seen: position -> (k [d], v [d]). Returns [d] float32."""
     positions = sorted(seen)
-    scores = np.array([chain(q, seen[at][0]) for at in positions], np.float32) * np.float32(scale)
+    scaled = q * np.float32(scale)
+    scores = np.array([chain(scaled, seen[at][0]) for at in positions], np.float32)
     peak = np.float32(max([*scores, *([] if sink is None else [sink])]))
     far = np.float32(-80)
     weights = [exp(max(score - peak, far)) - exp(far) for score in scores]

@@ -1,6 +1,6 @@
 """Attention on a CPU in float32 whose result depends on a query's position and its keys alone, to the bit.
 
-    score of a key    q . k * scale, one sum over the head
+    score of a key    (q * scale) . k, one sum over the head
     weight            exp(max(score - the largest score that the query sees, -80)) - exp(-80)
     block b           sum of weight * (v, 1) over the keys at positions 128 b .. 128 b + 127, one after another
     result            ((block 0 + block 1) + block 2) ..., its values over its last number
@@ -15,8 +15,9 @@ end lies in, and along any path they rise in position. A row's keys are laid out
 where rows with fewer whole blocks have what is not theirs masked. A path that crosses into the next block has the rest
 of its tail summed apart, and added last. A prefill has all its keys in pages, and only blocks.
 
-That the library's products are such chains, whatever their shape, is no promise: `problem` probes it. Where they are
-not, scores and sums are of integers (`attention.integer_sums`), and the rest is the same.
+That the library's products are such chains, whatever their shape, is no promise: `problem` probes it. A factor of a
+product it puts where that is cheapest for the shape, so queries are scaled before. Where products are no chains, scores
+and sums are of integers (`attention.integer_sums`), and the rest is the same.
 """
 
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ from treetop.attention.exact_layout import (
     LaidQueries,
     Sums,
     gather,
+    in_blocks,
     lay_keys,
     lay_queries,
     layer_of,
@@ -67,8 +69,6 @@ MOST_NODES = 64
 _FAR = -80.0
 """Below the largest score, from where on a weight is 0: `exp` is probed as far, and takes a vector library 15 times as
 long for -inf, and 80 times for what has no normal number."""
-_UNREAD = torch.zeros(1)
-"""What a product is not added to."""
 
 
 class ChainSums:
@@ -77,8 +77,8 @@ class ChainSums:
     def held(self, keys: LaidKeys) -> LaidKeys:
         return keys
 
-    def scores(self, some: LaidQueries, held: LaidKeys, scale: float) -> None:
-        scored(some.q, held.turned, scale, some.scores)
+    def scores(self, some: LaidQueries, held: LaidKeys) -> None:
+        scored(some.q, held.turned, some.scores)
 
     def weighed(self, some: LaidQueries, held: LaidKeys) -> tuple[Tensor, Tensor]:
         weights, values, later = some.blocks, held.blocks, some.later
@@ -241,8 +241,8 @@ def _at_once(
 
 def _of_queries(sums: Sums, q: Tensor, some: LaidQueries, held: Any, scale: float, sinks: Tensor | None) -> Tensor:
     """q: [rows, n, kv_heads, group, d]. held: of `Sums`. Returns [rows, n, kv_heads, group, wide]."""
-    some.place.copy_(q)
-    sums.scores(some, held, scale)
+    torch.mul(q, scale, out=some.place)
+    sums.scores(some, held)
     weights = some.weights
     weights += some.bias
     peak = weights.amax(dim=-1, keepdim=True)
@@ -263,9 +263,9 @@ def _least_weight() -> Tensor:
     return torch.tensor([_FAR]).exp_()[0]
 
 
-def scored(q: Tensor, turned: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
-    """q @ k.T * scale. q: [batch, queries, d]. turned: k.T [batch, d, keys]. All at least the least of a product."""
-    return torch.baddbmm(_UNREAD, q, turned, beta=0, alpha=scale, out=out)
+def scored(q: Tensor, turned: Tensor, out: Tensor | None = None) -> Tensor:
+    """q @ k.T. q: [batch, queries, d]. turned: k.T [batch, d, keys]. All at least the least of a product."""
+    return torch.bmm(q, turned, out=out)
 
 
 def folded(weights: Sequence[Tensor], v: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
@@ -286,6 +286,8 @@ _QUERIES = (1, 5, 16, 17, 31, 64, 120)
 _KEYS = (16, 17, 31, 64, 100, 129, 300)
 _CHAINS = ((1, 0), (2, 0), (3, 0), (3, 2), (16, 0), (77, 12), (100, 28), (127, 1), (128, 0), (127, 64), (64, 128))
 """Keys of a block, and what lies between them."""
+_MANY = (2, 1031, 1301)
+"""Batch, queries and keys of a prefill that is long enough for any kernel of a library's."""
 
 
 @cache
@@ -301,14 +303,16 @@ def problem(dim: int, threads: int, value_dim: int | None = None) -> str | None:
     wide = value_dim or dim
     width = wide + ones_of(wide)
     k = F.pad(k, (0, ones_of(wide)))[..., :dim]  # keys lie in wider lines
-    want = scored(q, k.transpose(1, 2), 0.3)
+    want = scored(q, k.transpose(1, 2))
     for batch in _BATCHES:
         for queries, keys in ((n, m) for n in _QUERIES for m in _KEYS):
             at = max(_KEYS) - keys
             some, of_these = of_least(q[:batch, :queries].contiguous()), k[:batch, at:]
-            got = scored(some, of_batch(of_these).transpose(1, 2), 0.3)
+            got = scored(some, of_batch(of_these).transpose(1, 2))
             if not torch.equal(got[:batch, :queries], want[:batch, :queries, at:]):
                 return f"attention's scores with heads of {dim}"
+    if (of_many := _problem_of_many(dim, wide, generator)) is not None:
+        return of_many
     for count, between in _CHAINS:
         weights, v = adversarial((8, most, count), generator).abs(), adversarial((8, count, width), generator)
         total = adversarial((8, most, width), generator)
@@ -329,4 +333,22 @@ def problem(dim: int, threads: int, value_dim: int | None = None) -> str | None:
             got = torch.baddbmm(of_least(total[:batch, :queries]), weights, v)[:batch, :queries]
             if not torch.equal(got, added[:batch, :queries]):
                 return f"attention's sums with heads of {wide}"
+    return None
+
+
+def _problem_of_many(dim: int, wide: int, generator: torch.Generator) -> str | None:
+    """The same of a long prefill, whose queries and keys are compared with some of them at a time."""
+    (batch, queries, keys), line = _MANY, max(dim, wide) + ones_of(wide)
+    q, both = adversarial((batch, queries, dim), generator), adversarial((batch, keys, line), generator)
+    turned, v = both[..., :dim].transpose(1, 2), both[..., : wide + ones_of(wide)]
+    scores = scored(q, turned)
+    for some, theirs in zip(q.split(240, 1), scores.split(240, 1), strict=True):
+        for keys_of, want in zip(turned.split(300, 2), theirs.split(300, 2), strict=True):
+            if not torch.equal(scored(some, keys_of), want):
+                return f"attention's scores with heads of {dim}"
+    weights, values = scores.abs_(), in_blocks(v, keys, 1)
+    total = folded(in_blocks(weights, keys, 2), values)
+    for some, want in zip(weights.split(240, 1), total.split(240, 1), strict=True):
+        if not torch.equal(folded(in_blocks(some, keys, 2), values), want):
+            return f"attention's sums with heads of {wide}"
     return None

@@ -82,7 +82,7 @@ class LaidQueries:
     """Queries of a plan that are computed at once, and views, which are made once.
 
     lanes: which of them.
-    q: [batch, queries, d], zeros behind a K/V head's n * group. place: [rows, n, kv_heads, group, d] of it.
+    q: [batch, queries, d], scaled, zeros behind a K/V head's n * group. place: [rows, n, kv_heads, group, d] of it.
     scores: [batch, queries, keys], and blocks of these. weights: [rows, kv_heads, n, group, keys] of it.
     bias: [rows, 1, n, 1, keys]. later: [rows, 1, 1, 1, t].
     total: [batch, queries, wide + ones]. values: [rows, n, kv_heads, group, wide] of it. mass: [..., 1], beside them.
@@ -127,8 +127,8 @@ class Sums(Protocol):
     def held(self, keys: LaidKeys) -> Any:
         """What the other two take of a layer's keys and values."""
 
-    def scores(self, some: LaidQueries, held: Any, scale: float) -> None:
-        """q . k * scale, into `scores`."""
+    def scores(self, some: LaidQueries, held: Any) -> None:
+        """q . k, into `scores`."""
 
     def weighed(self, some: LaidQueries, held: Any) -> tuple[Tensor, Tensor]:
         """The sum of weights, which lie in `scores`, times values, [rows, n, kv_heads, group, wide], and that of the

@@ -1,6 +1,6 @@
 """Exact attention's two sums as sums of integers, which no library and no order changes (`exact.fixed_point`).
 
-    score of a key    q . k * scale: the exact sum of both on their grids, rounded
+    score of a key    (q * scale) . k: the exact sum of both on their grids, rounded
     result            the exact sum of weight * v over all keys, by the exact sum of the weights, rounded once
 
 A key that is not seen has weight 0 and changes no sum of integers, and there are no blocks: where keys lie, and which
@@ -30,7 +30,7 @@ def index_scores_of_integers(query: IndexQuery, keys: Tensor) -> Tensor:
     heads by element. keys: [rows, m, index_dim]. Returns [rows, n, m]."""
     rows, n, heads, dim = query.heads.shape
     flat = query.heads.float().reshape(rows, n * heads, dim)
-    by_head = fixed_point_scores(flat, *on_grid(keys.float(), LINE), 1.0).relu_()
+    by_head = fixed_point_scores(flat, *on_grid(keys.float(), LINE)).relu_()
     return sum_by_halves(by_head.view(rows, n, heads, -1).mul_(query.weights[..., None]))
 
 
@@ -40,8 +40,8 @@ class IntegerSums:
     def held(self, keys: LaidKeys) -> _Held:
         return _Held(on_grid(keys.k, LINE), on_grid(keys.v[..., : keys.wide], LINE))
 
-    def scores(self, some: LaidQueries, held: _Held, scale: float) -> None:
-        some.scores.copy_(fixed_point_scores(some.q, *held.key, scale))
+    def scores(self, some: LaidQueries, held: _Held) -> None:
+        some.scores.copy_(fixed_point_scores(some.q, *held.key))
 
     def weighed(self, some: LaidQueries, held: _Held) -> tuple[Tensor, Tensor]:
         total, mass = fixed_point_mean(some.scores, *held.value), fixed_point_sum(some.scores)

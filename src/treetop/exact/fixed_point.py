@@ -90,18 +90,14 @@ class FixedPointMatrices:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [batch, rows, in]. Returns [batch, rows, out]."""
-        return _by_lines(x, self._lines, self._unit)
+        return fixed_point_scores(x, self._lines, self._unit)
 
 
-def fixed_point_scores(q: Tensor, lines: Tensor, unit: Tensor, scale: float) -> Tensor:
-    """q @ k.T * scale. q: [batch, queries, d]. lines, unit: k [batch, keys, d] by `on_grid` of `LINE` bits."""
-    return _by_lines(q, lines, unit) * scale
-
-
-def _by_lines(x: Tensor, lines: Tensor, unit: Tensor) -> Tensor:
-    parts, row_unit = in_parts(x)
+def fixed_point_scores(q: Tensor, lines: Tensor, unit: Tensor) -> Tensor:
+    """q @ k.T. q: [batch, queries, d]. lines, unit: k [batch, keys, d] by `on_grid` of `LINE` bits."""
+    parts, row_unit = in_parts(q)
     sums = of_parts(torch.bmm(parts, lines.transpose(-1, -2)))
-    return sums.mul_(row_unit).mul_(unit.transpose(-1, -2)).to(x.dtype)
+    return sums.mul_(row_unit).mul_(unit.transpose(-1, -2)).to(q.dtype)
 
 
 def fixed_point_mean(weights: Tensor, lines: Tensor, unit: Tensor) -> Tensor:

@@ -1,12 +1,13 @@
-"""The mode of MKL in which its float32 products do not depend on the batch, for `--exactness bits` on an Intel CPU.
+"""The mode of MKL in which its float32 products do not depend on the batch, for `--exactness bits`.
 
-MKL takes it from a variable at its first call of any kind, or from a call before its first product. Elsewhere MKL
-needs none: there nothing is chosen.
+Its own mode is the fastest. Only where bits depend on the batch in that, and do not in its strict mode, is the latter
+chosen. MKL takes it from a variable at its first call of any kind, or from a call before its first product.
 """
 
 import ctypes
 import logging
 import os
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -18,21 +19,32 @@ _AUTO_STRICT = 2 | 0x10000
 _ALL = -1
 """Of a mode, its branch and its strictness (MKL_CBWR_ALL)."""
 
+Suffices = Callable[[str | None], bool | None]
+"""Whether no bit depends on the batch in a new process with this mode, None for MKL's own. None: none could be had."""
+
 
 @cache
-def choose_mode() -> str | None:
+def choose_mode(suffices: Suffices) -> str | None:
     """Choose the mode for this process and, by the environment, its children, unless the user has chosen one.
 
     Whether it came in time shows in the probes. Returns what is said at start, None where nothing is chosen.
     """
-    if not torch.backends.mkl.is_available() or not _is_intel():
+    if not torch.backends.mkl.is_available():
         return None
     if _given() is None:
+        if not needs_another(suffices) or not suffices(MODE):
+            return None
         os.environ[VARIABLE] = MODE
         # of another build it is None: there MKL's first call reads the variable
         answer = _asked("mkl_serv_cbwr_set", _AUTO_STRICT)
         logging.getLogger("treetop").debug("%s=%s: MKL answers %s", VARIABLE, MODE, answer)
     return f"sums of MKL by {VARIABLE}={os.environ[VARIABLE]}"
+
+
+@cache
+def needs_another(suffices: Suffices) -> bool:
+    """Whether bits depend on the batch in MKL's own mode, whatever mode this process has."""
+    return torch.backends.mkl.is_available() and suffices(None) is False
 
 
 def mode_in_force() -> int | None:
@@ -52,12 +64,15 @@ def _asked(function: str, number: int) -> int | None:
     return answer
 
 
-def remedy() -> str | None:
+def remedy(suffices: Suffices) -> str | None:
     """What helps where a probe fails in spite of it: MKL was called before, or runs in another mode of the user's.
 
-    None where the process has the mode, or none is chosen here: then nothing is left to try.
+    None where the process has the strict mode, or that is no help: then nothing is left to try.
     """
-    if choose_mode() is None or _given() == MODE or (_given() is None and mode_in_force() == _AUTO_STRICT):
+    given = _given()
+    if not torch.backends.mkl.is_available() or given == MODE or (given is None and mode_in_force() == _AUTO_STRICT):
+        return None
+    if suffices(MODE) is False:
         return None
     return f"start the process with {VARIABLE}={MODE} in its environment, for MKL's mode is fixed by its first product"
 
@@ -66,10 +81,3 @@ def remedy() -> str | None:
 def _given() -> str | None:
     """The user's own mode, from before `choose_mode` looked."""
     return os.environ.get(VARIABLE)
-
-
-def _is_intel() -> bool:
-    try:
-        return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False

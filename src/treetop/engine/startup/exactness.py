@@ -15,10 +15,11 @@ from treetop.attention.registry import BACKENDS, exact_backend
 from treetop.checkpoints.loader import LoadContext
 from treetop.checkpoints.lora_folder import LoraFolder
 from treetop.engine.startup.adapters import rank_of_tables
+from treetop.engine.startup.mkl_probe import suffices
 from treetop.engine.startup.operation_probes import kept_operation_problem
 from treetop.engine.startup.weight_copies import product_weights
 from treetop.exact.machine import cpu_model, found_once
-from treetop.exact.mkl_mode import choose_mode, remedy
+from treetop.exact.mkl_mode import choose_mode, needs_another, remedy
 from treetop.kernels.exact import elementwise_problem
 from treetop.kernels.profile import Integers, Profile, profile_of
 from treetop.kernels.tree import topk
@@ -60,7 +61,7 @@ def whose_sums(place: LoadContext, products: Iterable[ChosenProduct] = ()) -> li
 def sums_words(place: LoadContext, products: Iterable[ChosenProduct] = ()) -> list[str]:
     """The same, and what decided it."""
     words = whose_sums(place, products)
-    mode = choose_mode() if words else None
+    mode = choose_mode(suffices) if words else None
     return [*words, *([] if mode is None else [mode]), *([f"as first found on {cpu_model()}"] if words else [])]
 
 
@@ -90,7 +91,7 @@ def why_not_exact(
     )
     if found is None:
         return None
-    ways = [each for each in (remedy(), _INTEGERS) if each] if on_cpu else []
+    ways = [each for each in (remedy(suffices), _INTEGERS) if each] if on_cpu else []
     return BackendRefusal(f"on this machine the bits of {found} depend on the batch", ", or ".join([*ways, _TIES]))
 
 
@@ -150,6 +151,8 @@ def why_not_by_libraries(config: EngineConfig, target: TargetSpec, place: LoadCo
     if config.exact_sums == "integers":
         return "sums of integers (--exact-sums) cost more"
     found = _no_operations() or _no_chains(target.config)
+    if found is None and needs_another(suffices):
+        return "on this machine bits depend on the batch in MKL's own mode, and its strict one costs more"
     if found is None:
         weights = product_weights(target, None, place)
         shapes = (each.shape for each in weights if each.format.copy_bytes(each, place.dtype, None))
@@ -157,7 +160,7 @@ def why_not_by_libraries(config: EngineConfig, target: TargetSpec, place: LoadCo
         found = None if shape is None else f"a product with a weight [{shape[0]}, {shape[1]}]"
     if found is None:
         return None
-    words, way = f"on this machine the bits of {found} depend on the batch", remedy()
+    words, way = f"on this machine the bits of {found} depend on the batch", remedy(suffices)
     if way is not None:
         raise ConfigError(f"--exactness auto: {words}; {way}, or {_TIES}")
     return f"{words}, and sums of integers cost more"
@@ -170,7 +173,7 @@ def _probed_on_a_cpu(config: EngineConfig, model: ModelConfig) -> str | None:
 
 def _no_operations() -> str | None:
     """What beside products and attention is not exact on this CPU."""
-    choose_mode()
+    choose_mode(suffices)
     threads = torch.get_num_threads()
     found: str | None = found_once("exact-operations", threads, partial(elementwise_problem, threads))
     return found
@@ -184,12 +187,12 @@ def _integers(config: EngineConfig, model: ModelConfig) -> bool:
     """
     if config.exact_sums != "auto":
         return config.exact_sums == "integers"
-    return _no_chains(model) is not None and remedy() is None
+    return _no_chains(model) is not None and remedy(suffices) is None
 
 
 def _no_chains(model: ModelConfig) -> str | None:
     """What of attention by the library is not exact on this CPU."""
-    choose_mode()
+    choose_mode(suffices)
     threads = torch.get_num_threads()
     for kv in dict.fromkeys(spec.kv for spec in model.attention.values()):
         sizes = kv.head_dim - kv.index_dim, threads, kv.value_dim
