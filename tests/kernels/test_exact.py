@@ -167,6 +167,8 @@ def test_a_call_is_taken_before_the_packed_one_only_where_it_gains_much(monkeypa
     times = [{Call.PACKED: 100.0 * gain, Call.LINEAR: 100.0}] * 4
     assert cpu_products._fastest_exact((24, 50), times, 1) == (call, 1)
     assert cpu_products._fastest_exact((24, 50), [*times[:3], {}], 1) == (Call.PACKED, 1), "not all were timed"
+    one_slower = {Call.PACKED: 1.0, Call.LINEAR: 1.1}
+    assert cpu_products._fastest_exact((24, 50), [*times[:3], one_slower], 1) == (Call.PACKED, 1)
 
 
 def test_of_two_processes_that_find_out_at_a_time_the_first_one_holds(tmp_path):

@@ -181,8 +181,8 @@ def choose_exact_products(
 ) -> dict[Shape, ChosenProduct]:
     """As `choose_products`, in float32, of each shape one call for all row classes that gives a row its bits alone.
 
-    It is the first in all classes among those of `--exact-sums`, or a later one that was faster by `_EXACT_GAIN` when a
-    shape was first met on this machine. Raises ConfigError if none of them is exact.
+    It is the first in all classes among those of `--exact-sums`, or a later one that was slower in none and faster by
+    `_EXACT_GAIN` over all when a shape was first met on this machine. Raises ConfigError if none of them is exact.
     """
     counts, threads, times = Counter(shapes), torch.get_num_threads(), dict[int, dict[Shape, Mapping[Call, float]]]()
 
@@ -250,8 +250,8 @@ def _fastest_exact(
 ) -> tuple[Call, int] | None:
     """Of these calls for any number of rows one that is exact, and `ChosenProduct.least` of it; None for none.
 
-    That is the first, or a later one that is faster by `_EXACT_GAIN` over all classes. times: by row class, of each
-    call. A call that is given more rows than a class has takes the time of those.
+    That is the first, or a later one that is slower in no class and faster by `_EXACT_GAIN` over all. times: by row
+    class, of each call. A call that is given more rows than a class has takes the time of those.
     """
     exact = {call: least for call in _of_library(among) if (least := _least_rows(shape, call, threads)) is not None}
     if not exact:
@@ -264,7 +264,8 @@ def _fastest_exact(
     least_us = [min(each[i] for each in taken.values()) for i in classes]
     cost = {call: sum(taken[call][i] / least_us[i] for i in classes) for call in exact}
     first = next(iter(exact))
-    best = min(exact, key=lambda call: cost[call] * (1 if call is first else _EXACT_GAIN))
+    never_slower = [call for call in exact if all(taken[call][i] <= taken[first][i] for i in classes)]
+    best = min(never_slower, key=lambda call: cost[call] * (1 if call is first else _EXACT_GAIN))
     return best, exact[best]
 
 
