@@ -36,6 +36,7 @@ from treetop.kernels.gemm.adapter_sums import AdapterSums
 from treetop.kernels.gemm.fp8_rows import Activations, QuantizedRows, choose_fp8, fp8_rows
 from treetop.kernels.gemm.heads_rows import heads_rows
 from treetop.kernels.gemm.lossless_weights import LosslessWeight, lossless_gemm
+from treetop.kernels.gemm.ordered_weights import OrderedWeight, ordered_gemm
 from treetop.kernels.gemm.quantized_gemm import choose_product, quantized_gated, quantized_gemm
 from treetop.kernels.gemm.quantized_gluon import why_not
 from treetop.kernels.gemm.quantized_weight import QuantizedWeight, QuantScheme
@@ -60,6 +61,7 @@ from treetop.types.phase import Phase
 from treetop.types.tree import FlatNodes
 from treetop.weights.adapted import Adapters
 from treetop.weights.lossless import offers
+from treetop.weights.ordered import offers as ordered_offers
 
 META, HALF, LONG, INT = torch.device("meta"), torch.bfloat16, torch.int64, torch.int32
 
@@ -116,7 +118,7 @@ def _empty(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
 
 
 def _products(card: Card) -> Iterator[Case]:
-    """Of weights in 16 bits, of the shapes in `skinny_gemm.json`, and in 12 bits."""
+    """Of weights in 16 bits, of the shapes in `skinny_gemm.json`, and in 12 and 13 bits."""
     gpu, table = card.gpu, load_table().entries
     for n, k, gated, rows in (
         *(key for key, entry in table.items() if "launch" in entry),
@@ -142,6 +144,12 @@ def _products(card: Card) -> Iterator[Case]:
             weight_12, launch_12 = _in_12_bits(n, k, gated), offer.launch
             what = f"product in 12 bits {n} x {k}{', gated' * gated}, {rows} rows"
             yield what, partial(lossless_gemm, _empty(rows, k), weight_12, launch_12, gpu)
+        for rows, launch_13 in ordered_offers(n, k, gated, gpu).items():
+            words = _empty(n // 16, k // 256, 13, 32, 8, dtype=torch.int16)
+            whole_at, chunks = _empty(-(-n // 128), dtype=INT), _empty(1, 8, k // 128, 8, 32, 8)
+            weight_13 = OrderedWeight(words, _empty(n), whole_at, chunks, gated)
+            what = f"product in 13 bits {n} x {k}{', gated' * gated}, {rows} rows"
+            yield what, partial(ordered_gemm, _empty(rows, k), weight_13, launch_13, gpu)
 
 
 def _in_12_bits(n: int, k: int, gated: bool) -> LosslessWeight:

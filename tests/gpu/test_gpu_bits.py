@@ -13,9 +13,11 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from support.bits import asked, bits
+from support.drain import held_out
 from support.engines import accept_lens, build
 from support.expert_pairs import save_glm_with_mtp
 from support.families import FAMILIES
+from support.gpu_pairs import make
 from support.lookups import lookup
 from support.tiny_models import (
     Pair,
@@ -30,6 +32,10 @@ from support.tiny_models import (
 from treetop import SamplingParams
 from treetop.attention.segments_backend import SegmentsBackend
 from treetop.engine.cuda_graphs import CudaGraphs
+from treetop.engine.startup import probed_products
+from treetop.kernels.gemm.ordered_weights import ordered_gemm, why_not_ordered
+from treetop.kernels.triton_guard import gpu_traits
+from treetop.weights import gpu_products, ordered
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -246,6 +252,48 @@ def test_logprobs_of_a_prefill_are_those_of_the_tokens_as_they_were_drawn(pairs,
     for before, after in zip(outputs, again, strict=True):
         recomputed = [each.logprob for each in after.prompt_logprobs[len(before.prompt_token_ids) :]]
         assert recomputed == [each.logprob for each in before.logprobs]
+
+
+@pytest.fixture
+def ordered_products(monkeypatch, tmp_path):
+    """Rows of all products with weights in 13 bits, which any weight in whole tiles is worth, probed anew."""
+    if (problem := why_not_ordered(torch.bfloat16, gpu_traits(torch.device("cuda")))) is not None:
+        pytest.skip(problem)
+    if not ordered.load_table().holds_for(gpu_traits(torch.device("cuda"))):
+        pytest.skip("nothing was measured on a GPU like this one")
+    taken = []
+
+    def counted(x, *rest):
+        taken.append(len(x))
+        return ordered_gemm(x, *rest)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(ordered, "_WORTH_NUMBERS", 0)
+    monkeypatch.setattr(gpu_products, "ordered_gemm", counted)
+    for each in (ordered.offers, probed_products._probed):
+        each.cache_clear()
+    yield taken
+    for each in (ordered.offers, probed_products._probed):
+        each.cache_clear()
+
+
+@pytest.mark.parametrize("graphs", ["auto", "off"])
+def test_weights_in_13_bits_change_no_bit(ordered_products, graphs):
+    """Of the embedded pair, plainly and by trees, captured and eager, against 16 bits and one request at a time."""
+    given = {"exactness": "bits", "dtype": "bfloat16", "graphs": graphs}
+    plain = make(None, compress_weights=False, max_running_requests=1, **given)
+    before = len(ordered_products)
+    prompts = held_out(plain, 8)
+    want = bits(plain.generate(prompts, asked(prompts)))
+    assert len(ordered_products) == before
+    plain.close()
+    for shape, batch in (((3, 1, 4), 8), ((5, 4, 16), 1), (None, 8)):
+        drafting = {"shape": shape} if shape else {"draft": None}
+        llm = make(**drafting, compress_weights=True, max_running_requests=batch, **given)
+        got = llm.generate(prompts, asked(prompts))
+        llm.close()
+        assert bits(got) == want, (shape, batch)
+    assert {8, 16, 32} <= set(ordered_products[before:])
 
 
 def test_without_it_logits_differ(pairs, plain):

@@ -15,11 +15,14 @@ from treetop.checkpoints.params import stay_packed
 from treetop.engine.startup.operation_probes import operation_probe
 from treetop.exact.probe import adversarial, same_bits
 from treetop.kernels.gate import Gate
+from treetop.kernels.gemm.ordered_weights import OrderedLaunch, encode, ordered_gemm, why_not_ordered
+from treetop.kernels.gemm.skinny_gemm import choose_no_split_k, gated_rows, skinny_gemm
 from treetop.kernels.profile import profile_of
 from treetop.kernels.table import OpContext, Ops
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.models.registry import target_spec
 from treetop.weights.gpu_products import COUNTS, MOST_ROWS, NoSplitKProduct, forbid_split_k, probe
+from treetop.weights.ordered import offers
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -68,8 +71,10 @@ def test_a_row_of_a_product_has_its_bits_at_any_number_of_rows(name, dtype, caps
     weight = (torch.randn((n, k), generator=generator, device=GPU) * k**-0.5).to(dtype)
     bias = torch.randn(n, generator=generator, device=GPU).to(dtype)
     kinds: list[tuple[torch.Tensor | None, Gate | None]] = [(None, None), (bias, None), (None, kind), (bias, kind)]
+    gpu = gpu_traits(GPU)
+    assert found.ordered == (dtype == torch.bfloat16 and bool(offers(n, k, kind is not None, gpu)))
     for added, gate in kinds if kind else kinds[:2]:
-        whole = NoSplitKProduct(weight, added, gate, gpu_traits(GPU), found)
+        whole = NoSplitKProduct(weight, added, gate, gpu, found, copies=True)
         want = whole(x)
         differ = []
         for rows in (rows for rows in ROWS if rows <= most):
@@ -80,6 +85,37 @@ def test_a_row_of_a_product_has_its_bits_at_any_number_of_rows(name, dtype, caps
         normal = torch.randn((64, k), generator=generator, device=GPU).to(dtype)  # a gate of the others is infinite
         right = reference(normal, weight, added, gate)
         assert float((whole(normal).float() - right).norm()) <= 2e-2 * float(right.norm())
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 32])
+@pytest.mark.parametrize("launch", [(1, 2, 1), (2, 3, 1), (2, 8, 2), (4, 2, 4), (8, 3, 4)], ids=str)
+@pytest.mark.parametrize("kind", [None, "silu", "gelu_tanh"])
+def test_weights_in_13_bits_have_the_bits_of_16(rows, launch, kind):
+    """By all kinds of launches, with fewer blocks of columns than slots and more, with a bias, of lines of any size, of
+    zeros of both signs, and where chunks with outliers lie in 16 bits; each call but the first overlaps another."""
+    gpu = gpu_traits(GPU)
+    if (problem := why_not_ordered(torch.bfloat16, gpu)) is not None:
+        pytest.skip(problem)
+    generator = torch.Generator(GPU).manual_seed(rows)
+    for n, k in ((256, 256), (640, 2560)):
+        weight = torch.randn((n, k), generator=generator, device=GPU) * k**-0.5
+        weight *= torch.exp2(torch.randint(-40, 20, (n, 1), generator=generator, device=GPU).float())
+        weight[:, 7], weight[3], weight[5, ::2] = 0, 0, -0.0
+        weight[n - 40, k - 1] = 1e-38
+        weight = weight.bfloat16()
+        made = encode(weight, kind is not None)
+        assert made is not None
+        assert int((made.whole_at >= 0).sum()) == 1
+        x = adversarial((rows, k), generator).bfloat16()
+        bias = None if kind else torch.randn(n, generator=generator, device=GPU).bfloat16()
+        whole = choose_no_split_k(rows, n, k, kind is not None, gpu)
+        if kind is None:
+            want = skinny_gemm(x, weight, whole, gpu, bias, rounds=True)[0]
+        else:
+            want = gated_rows(x, weight, whole, gpu, kind, rounds=True)
+        for _ in range(3):
+            got = ordered_gemm(x, made, OrderedLaunch(*launch), gpu, bias, kind or "silu")
+        assert same_bits(got, want), (n, k)
 
 
 def test_the_library_is_told_not_to_cut_k():

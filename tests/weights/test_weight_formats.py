@@ -82,7 +82,7 @@ class HeldInt8:
         parts[MAIN].random_(-127, 128, generator=generator)
         parts[SCALE].fill_(parts[MAIN].shape[-1] ** -0.5 / 73)
 
-    def copy_bytes(self, weight, dtype, gpu):
+    def copy_bytes(self, weight, dtype, gpu, uncut=False):
         return 0
 
     def linear(self, parts, bias, kernel_context):

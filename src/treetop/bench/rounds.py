@@ -88,7 +88,7 @@ class Figures:
     device_ms: of the device alone, median.
     phase_ms: of each phase by itself; of several ranks neither is measured, and the floor is each one's share.
     floor_ms: of the round.
-    read_floor_ms: of the bytes really read, less where weights lie in 12 bits.
+    read_floor_ms: of the bytes really read, less where weights lie in 12 or 13 bits.
     start_s: making the engine, capture included.
     accept_length: mean tokens a row-round gave.
     distinct_experts: that a verify reads, mean of the layers that have any.

@@ -54,7 +54,7 @@ class LoadContext:
 
     rope_rows: positions its RoPE table holds.
     dummy: random weights, no file.
-    compressed: weights in 12 bits as well.
+    compressed: weights in 12 or 13 bits as well.
     products: on a CPU, the calls for weights of each shape.
     probed: on a GPU of products that are probed, what was found of the library's products by shape of a weight.
     profile: the ways that are taken where bits depend on it.

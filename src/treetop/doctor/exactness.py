@@ -141,7 +141,8 @@ def _product(weight: Tensor, chosen: Products, place: LoadContext) -> tuple[Call
     shape = weight.shape[0], weight.shape[1]
     probed, choice = chosen.probed.get(shape), chosen.target.get(shape)
     if probed is not None:
-        return NoSplitKProduct(weight, None, None, gpu_traits(place.device), probed), f", {probed.served()}"
+        product = NoSplitKProduct(weight, None, None, gpu_traits(place.device), probed, place.compressed)
+        return product, f", {probed.served()}"
     by = f", {choice.calls[0]}" if choice is not None and choice.exact else ""
     return (LibraryLinear(weight, None, choice) if place.device.type == "cpu" else _linear(weight)), by
 

@@ -71,7 +71,7 @@ class Budget:
     static: weights, tables and buffers.
     allowance: what activations, workspaces and graphs will take.
     fraction: `--mem-fraction-static`.
-    copies: of static, weights in 12 bits beside themselves, by their shapes.
+    copies: of static, weights in 12 or 13 bits beside themselves, by their shapes.
     rest: of the allowance, what the fraction leaves free on a CPU.
     """
 
@@ -239,7 +239,7 @@ class MemoryUse:
         memory, budget = self.budget.memory, self.budget
         rows.append(
             f"memory: total {gib(memory.total)}, weights and tables {gib(budget.static)}"
-            + (f" (of which up to {gib(budget.copies)} copies of weights in 12 bits)" if budget.copies else "")
+            + (f" (of which up to {gib(budget.copies)} copies of weights in 12 or 13 bits)" if budget.copies else "")
             + ", pools"
             f" {gib(pool_bytes(self.layout, self.element_size))}, kept for activations and graphs"
             f" {gib(budget.allowance)}, --mem-fraction-static {budget.fraction:g}"

@@ -15,9 +15,11 @@ from treetop.kernels.triton_guard import TRITON_VERSION, interpreted
 if TYPE_CHECKING:
     gl: Any
     mbarrier: Any
+    async_copies: Any
     async_load: Any
     block_barrier: Any
     fence_async_shared: Any
+    mma_v2: Any
     warpgroup_mma: Any
     warpgroup_mma_init: Any
     warpgroup_mma_wait: Any
@@ -37,6 +39,8 @@ else:
     try:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon._runtime import GluonJITFunction
+        from triton.experimental.gluon.language.nvidia.ampere import async_copy as async_copies
+        from triton.experimental.gluon.language.nvidia.ampere import mma_v2
         from triton.experimental.gluon.language.nvidia.hopper import (
             fence_async_shared,
             mbarrier,
@@ -87,7 +91,7 @@ else:
             return gluon_jit
 
         gl, mbarrier, swizzled_tiles = _NoGluon(), None, None
-        async_load = block_barrier = fence_async_shared = None
+        async_copies = async_load = block_barrier = fence_async_shared = mma_v2 = None
         warpgroup_mma = warpgroup_mma_init = warpgroup_mma_wait = None
 
 

@@ -308,8 +308,9 @@ class EngineConfig:
     )
     compress_weights: bool | None = option(
         None,
-        "keep weights in 12 bits too, without loss, which makes small batches faster; on by default in bfloat16 on a"
-        " GPU like an H200 if that takes up to a quarter of what is left for KV pools",
+        "keep weights in 12 bits too, or a target's in 13 with --exactness bits, without loss, which makes small"
+        " batches faster; on by default in bfloat16 on a GPU like an H200 if that takes up to a quarter of what is left"
+        " for KV pools",
     )
     dequantize_weights: bool | None = option(
         None,

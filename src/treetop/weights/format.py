@@ -256,10 +256,12 @@ class HeldFormat(Protocol):
     def fill_random(self, parts: Parts, generator: torch.Generator) -> None:
         """Random numbers, of which products keep their input's size, about."""
 
-    def copy_bytes(self, weight: "ProductWeight", dtype: torch.dtype, gpu: GpuTraits | None) -> int:
+    def copy_bytes(
+        self, weight: "ProductWeight", dtype: torch.dtype, gpu: GpuTraits | None, uncut: bool = False
+    ) -> int:
         """Bytes of the copy that products may be faster with where models compute in `dtype`; 0 if none is.
 
-        gpu: None on a CPU, where timing tells later.
+        gpu: None on a CPU, where timing tells later. uncut: of products on a GPU that do not cut k.
         """
 
     def linear(self, parts: Parts, bias: Tensor | None, kernel_context: KernelContext) -> Linear:

@@ -4,7 +4,8 @@ A product on tensor cores adds up k in one order and in float32; its bits depend
 of a launch. Few rows go to our kernel (`kernels.gemm.skinny_gemm`) with launches that do not cut it. More go to the
 library at row counts of which a probe found that it does not either (`Probed.counts`), padded up to one of these, and
 many in slices; where there is none, our kernel serves again. A sum is rounded; then comes a bias, which is rounded
-again, or a gate.
+again, or a gate. For the fewest rows a weight may be read in 13 bits (`weights.ordered`), if a probe finds the same
+bits.
 """
 
 from bisect import bisect_left
@@ -21,9 +22,12 @@ from treetop.exact.probe import adversarial, differing, same_bits
 from treetop.kernels.exact import padded_rows
 from treetop.kernels.fused import gate_mul
 from treetop.kernels.gate import Gate
+from treetop.kernels.gemm.ordered_weights import MAX_ROWS as ORDERED_ROWS
+from treetop.kernels.gemm.ordered_weights import ordered_gemm
 from treetop.kernels.gemm.skinny_gemm import MAX_ROWS, choose_no_split_k, gated_rows, measured_no_split_k, skinny_gemm
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits
 from treetop.weights.cpu_products import Shape
+from treetop.weights.ordered import offers, ordered_if_faster
 
 MOST_ROWS = 8192
 """Of one call of the library; what has more is cut."""
@@ -42,10 +46,12 @@ class Probed:
     """What a probe found of products with weights of a shape.
 
     counts: row counts of `COUNTS` at which the library's product has the bits of our kernel's, ascending.
+    ordered: whether products with the weight in 13 bits have them.
     """
 
     shape: Shape
     counts: tuple[int, ...]
+    ordered: bool = False
 
     def padded_to(self, rows: int) -> int | None:
         """The row count at which the library serves for `rows`; None where our kernel does."""
@@ -75,10 +81,22 @@ class NoSplitKProduct:
     kind: of a gated weight's gate, or None.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, kind: Gate | None, gpu: GpuTraits, probed: Probed) -> None:
-        """weight: [n, k], float16 or bfloat16, k a multiple of 16."""
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        kind: Gate | None,
+        gpu: GpuTraits,
+        probed: Probed,
+        copies: bool = False,
+    ) -> None:
+        """weight: [n, k], float16 or bfloat16, k a multiple of 16. copies: keep it in 13 bits too, if that is faster
+        and was probed.
+        """
         self.weight, self._bias, self._kind, self._gpu, self._probed = weight.contiguous(), bias, kind, gpu, probed
         self._fused = kind if bias is None else None  # the kernel's gate has no bias
+        ordered = copies and probed.ordered
+        self._ordered = ordered_if_faster(self.weight, self._fused is not None, gpu) if ordered else None
         self._served = dict[int, int | None]()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -88,6 +106,11 @@ class NoSplitKProduct:
             return self._finished(library(x, self.weight))
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         return self._of_rows(rows if _is_aligned(rows) else rows.clone()).view(*x.shape[:-1], -1)
+
+    def read_bytes(self, rows: int) -> int:
+        """Bytes of the weight that a product of so many rows reads."""
+        ordered = None if self._ordered is None or self._ordered.launch(rows) is None else self._ordered.weight
+        return self.weight.nbytes if ordered is None else ordered.nbytes
 
     def _rows_of_library(self, count: int) -> int | None:
         """With how many rows the library serves so many, at most `MOST_ROWS`; None where our kernel does, or slices."""
@@ -117,6 +140,10 @@ class NoSplitKProduct:
         return out if self._kind is None else gate_mul(out, self._kind, self._gpu)
 
     def _kernel(self, x: Tensor) -> Tensor:
+        few = None if self._ordered is None else self._ordered.launch(len(x))
+        if self._ordered is not None and few is not None:
+            out = ordered_gemm(x, self._ordered.weight, few, self._gpu, self._bias, self._fused or "silu")
+            return out if self._kind is None or self._fused else gate_mul(out, self._kind, self._gpu)
         launch = choose_no_split_k(len(x), *self.weight.shape, self._fused is not None, self._gpu)
         assert launch is not None
         if self._fused is not None:
@@ -170,7 +197,8 @@ def probe(
         return list(differing(call, (x,), [rows for rows in counts if rows <= most], generator, want))
 
     not_alike = set(differ(partial(library, weight=weight), COUNTS))
-    found = Probed(shape, tuple(rows for rows in COUNTS if rows <= most and rows not in not_alike))
+    ordered = _is_ordered_alike(weight, gated, x[:ORDERED_ROWS], want, gpu)
+    found = Probed(shape, tuple(rows for rows in COUNTS if rows <= most and rows not in not_alike), ordered)
     few = differ(NoSplitKProduct(weight, None, None, gpu, Probed(shape, ())), OWN_COUNTS)
     if few:
         return found, f"products [{n}, {k}] of {', '.join(map(str, few))} rows"
@@ -181,6 +209,23 @@ def probe(
                 if not same_bits(fused(x[:rows]), gate_mul(want[:rows], kind, gpu)):
                     return found, f"gated products [{n}, {k}], {kind}, of {rows} rows"
     return found, None
+
+
+def _is_ordered_alike(weight: Tensor, gated: bool, x: Tensor, want: Tensor, gpu: GpuTraits) -> bool:
+    """Whether products with a weight in 13 bits are offered and have the bits of `want`, of rows from the first on."""
+    n, k = weight.shape
+    able = Probed((n, k), (), True)
+    if weight.dtype != torch.bfloat16 or not offers(n, k, gated, gpu):
+        return False
+    kinds: tuple[Gate | None, ...] = (None, *get_args(Gate)) if gated else (None,)
+    counts = [rows for rows in OWN_COUNTS if rows <= len(x)]
+    for kind in kinds:
+        product = NoSplitKProduct(weight, None, kind, gpu, able, copies=True)
+        for rows in counts:
+            right = want[:rows] if kind is None else gate_mul(want[:rows], kind, gpu)
+            if not same_bits(product(x[:rows]), right):
+                return False
+    return True
 
 
 OWN_COUNTS = (1, 2, 7, 16, 17, 32, 33, 48, 64, 65, 96, 128, 129, 192, 193, 256, 257, 640)

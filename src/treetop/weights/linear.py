@@ -3,7 +3,7 @@
 On a CPU it is the call that timing chose for each number of rows (`weights.cpu_products`). On a GPU a product of few
 rows is a kernel of ours (`kernels.gemm.skinny_gemm`), for the fewest with the weight in 12 bits if it was compressed
 (`weights.lossless`), and one of many is the vendor's. Where a row's bits may depend on it alone, k is not cut, and
-the weight has its 16 bits (`weights.gpu_products`).
+the weight has its 16 bits, or for the fewest 13 (`weights.gpu_products`).
 """
 
 from collections.abc import Callable
@@ -133,7 +133,7 @@ class NoSplitKLinear:
         return self._product(x)[None]
 
     def read_bytes(self, rows: int) -> int:
-        return self._product.weight.nbytes
+        return self._product.read_bytes(rows)
 
 
 class _GpuWeight:

@@ -136,7 +136,7 @@ class Packed:
             parts[SCALE].fill_(0x38)  # 1 in e4m3
             parts[FACTOR].fill_(scale if scheme.scales == "times" else 1 / scale)
 
-    def copy_bytes(self, weight: ProductWeight, dtype: torch.dtype, gpu: GpuTraits | None) -> int:
+    def copy_bytes(self, weight: ProductWeight, dtype: torch.dtype, gpu: GpuTraits | None, uncut: bool = False) -> int:
         return 0
 
     def linear(self, parts: Parts, bias: Tensor | None, kernel_context: KernelContext) -> Linear:

@@ -1,6 +1,7 @@
 """Numbers as they are, in floating point or, beside weights, integers: how they are stored, and how they are held.
 
-On a GPU a weight may be kept in 12 bits too (`lossless`), on a CPU in a second order (`cpu_products`).
+On a GPU a weight may be kept in 12 bits too (`lossless`), or in 13 (`ordered`); on a CPU in a second order
+(`cpu_products`).
 """
 
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from treetop.weights.format import (
 from treetop.weights.gpu_products import NoSplitKProduct
 from treetop.weights.linear import LibraryGated, LibraryLinear, NoSplitKLinear, SkinnyGated, SkinnyLinear
 from treetop.weights.lossless import compressed_bytes
+from treetop.weights.ordered import ordered_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +94,17 @@ class Unquantized:
     def fill_random(self, parts: Parts, generator: torch.Generator) -> None:
         parts[MAIN].normal_(std=float(parts[MAIN].shape[-1] ** -0.5), generator=generator)
 
-    def copy_bytes(self, weight: ProductWeight, dtype: torch.dtype, gpu: GpuTraits | None) -> int:
+    def copy_bytes(self, weight: ProductWeight, dtype: torch.dtype, gpu: GpuTraits | None, uncut: bool = False) -> int:
         if gpu is None:
             return prod(weight.shape) * dtype.itemsize
+        if uncut:
+            return ordered_bytes(*weight.shape, weight.gated and not weight.bias, gpu)
         return 0 if weight.bias else compressed_bytes(*weight.shape, weight.gated, gpu)
 
     def linear(self, parts: Parts, bias: Tensor | None, kernel_context: KernelContext) -> Linear:
         weight, gpu = parts[MAIN], kernel_context.ops.gpu_for(Ops.skinny_gemm)
         if gpu is not None and kernel_context.ops.profile.products == "probed":
-            return NoSplitKLinear(NoSplitKProduct(weight, bias, None, gpu, kernel_context.probe_of(weight)))
+            return NoSplitKLinear(_no_split_k(weight, bias, None, gpu, kernel_context))
         if gpu is None:
             return LibraryLinear(weight, bias, kernel_context.choice(weight))
         return SkinnyLinear(weight, gpu, kernel_context.copies, bias)
@@ -108,7 +112,7 @@ class Unquantized:
     def gated(self, parts: Parts, bias: Tensor | None, kind: Gate, kernel_context: KernelContext) -> GatedLinear:
         weight, gpu = parts[MAIN], kernel_context.ops.gpu_for(Ops.gated_rows)
         if gpu is not None and kernel_context.ops.profile.products == "probed":
-            return NoSplitKLinear(NoSplitKProduct(weight, bias, kind, gpu, kernel_context.probe_of(weight)))
+            return NoSplitKLinear(_no_split_k(weight, bias, kind, gpu, kernel_context))
         if gpu is None or bias is not None:
             return LibraryGated(weight, bias, kernel_context.choice(weight), kind)
         return SkinnyGated(weight, gpu, kernel_context.copies, kind)
@@ -126,6 +130,12 @@ class Unquantized:
         self, gate_up: Parts, down: Parts, biases: Biases, activation: Activation, kernel_context: KernelContext
     ) -> ExpertProducts:
         return partial(kernel_context.ops.experts, experts=Experts(gate_up[MAIN], down[MAIN], *biases, activation))
+
+
+def _no_split_k(
+    weight: Tensor, bias: Tensor | None, kind: Gate | None, gpu: GpuTraits, kernel_context: KernelContext
+) -> NoSplitKProduct:
+    return NoSplitKProduct(weight, bias, kind, gpu, kernel_context.probe_of(weight), kernel_context.copies)
 
 
 UNQUANTIZED = Unquantized()

@@ -91,7 +91,7 @@ class W8A8:
         if INPUT in parts:
             parts[INPUT].fill_(2.0**-5)  # of inputs up to 14
 
-    def copy_bytes(self, weight: ProductWeight, dtype: torch.dtype, gpu: GpuTraits | None) -> int:
+    def copy_bytes(self, weight: ProductWeight, dtype: torch.dtype, gpu: GpuTraits | None, uncut: bool = False) -> int:
         return 0
 
     def linear(self, parts: Parts, bias: Tensor | None, kernel_context: KernelContext) -> Linear:

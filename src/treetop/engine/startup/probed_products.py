@@ -50,7 +50,7 @@ def _probed(shape: Shape, gated: bool, dtype: torch.dtype, device: torch.device)
         raise ConfigError(
             f"--exactness bits: on this machine the bits of {problem} depend on the batch; use --exactness ties"
         )
-    keep(file, json.dumps({"shape": found.shape, "counts": found.counts}))
+    keep(file, json.dumps({"shape": found.shape, "counts": found.counts, "ordered": found.ordered}))
     return found
 
 
@@ -59,7 +59,7 @@ def _read(file: Path) -> Probed | None:
     try:
         held = kept(file)
         n, k = (int(each) for each in held["shape"])
-        return Probed((n, k), tuple(int(each) for each in held["counts"]))
+        return Probed((n, k), tuple(int(each) for each in held["counts"]), bool(held["ordered"]))
     except (ValueError, LookupError, TypeError, OverflowError):
         return None
 

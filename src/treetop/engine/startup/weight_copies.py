@@ -1,5 +1,5 @@
-"""Which weights stay packed, which copies of others are kept, and what these take: in 12 bits on a GPU, in a second
-order on a CPU.
+"""Which weights stay packed, which copies of others are kept, and what these take: in 12 bits on a GPU, or 13 where
+bits are exact, in a second order on a CPU.
 
 Of which weights, says their format. Decided before any weight is read.
 """
@@ -12,6 +12,7 @@ from torch import Tensor
 from treetop.checkpoints.loader import LoadContext, compute_device, compute_dtype, without_memory
 from treetop.drafts.protocol import DrafterSpec
 from treetop.engine.memory import Budget, DeviceMemory, fit, pool_bytes
+from treetop.kernels.gemm.ordered_weights import why_not_ordered
 from treetop.kernels.table import OpContext, on_a_gpu_in_16_bits
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits
 from treetop.models.registry import TargetSpec
@@ -43,7 +44,7 @@ def with_copies(
     target: TargetSpec,
     draft: DrafterSpec | None,
 ) -> Budget:
-    """The budget with copies of the weights of these models in 12 bits, if there are to be any.
+    """The budget with copies of the weights of these models in 12 or 13 bits, if there are to be any.
 
     By itself that is where they take no more than a quarter of what the pools could have otherwise, or of what
     `--max-total-tokens` leaves, and the pools fit with memory to spare: activations are measured later. Raises
@@ -53,10 +54,12 @@ def with_copies(
     if config.compress_weights and problem is not None:
         raise ConfigError(f"--compress-weights: {problem}; use --no-compress-weights")
     if config.compress_weights and place.profile.products == "probed" and draft is None:
-        raise ConfigError(
-            "--compress-weights: with --exactness bits a target's weights have 16 bits, and there is no draft; use"
-            " --no-compress-weights"
-        )
+        unordered = why_not_ordered(place.dtype, gpu_traits(place.device))
+        if unordered is not None:
+            raise ConfigError(
+                f"--compress-weights: with --exactness bits a target's weights have 16 bits ({unordered}), and there is"
+                " no draft; use --no-compress-weights"
+            )
     if config.compress_weights is False or problem is not None:
         return budget
     copies, left = (
@@ -130,11 +133,11 @@ _NOWHERE = LoadContext(torch.float32, torch.device("meta"), 1)
 def copies_estimate(
     target: TargetSpec, draft: DrafterSpec | None, dtype: torch.dtype, gpu: GpuTraits, place: LoadContext = _NOWHERE
 ) -> int:
-    """Bytes of the copies of a rank's weights with which products on this GPU may be faster: a draft's alone where the
-    target's bits are exact."""
+    """Bytes of the copies of a rank's weights with which products on this GPU may be faster, of the target's without a
+    cut of k where its bits are exact."""
     weights = product_weights(target, draft, place)
     own = len(product_weights(target, None, place)) if place.profile.products == "probed" else 0
-    return sum(each.format.copy_bytes(each, dtype, gpu) for each in weights[own:])
+    return sum(each.format.copy_bytes(each, dtype, gpu, uncut=at < own) for at, each in enumerate(weights))
 
 
 def product_weights(
