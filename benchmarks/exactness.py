@@ -94,7 +94,7 @@ def on_a_gpu(name: str, rounds: int, turns: int) -> None:
             speculative_calibration="off",
             speculative_shapes="3,1,4 5,1,6 5,4,16",
         )
-        say({exactness: {"12-bit copies": llms[exactness].engine.memory.budget.copies}})
+        say({exactness: {"copies": llms[exactness].engine.memory.budget.copies}})
     cells = [(title, shape, batch) for title, shape in SHAPES.items() for batch in ROWS]
     times: dict[tuple[str, Exactness], list[float]] = defaultdict(list)
     for turn in range(turns):

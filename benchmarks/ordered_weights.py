@@ -32,6 +32,7 @@ from torch import Tensor
 
 from treetop.exact.probe import adversarial, same_bits
 from treetop.kernels.gemm.ordered_weights import (
+    CHUNK,
     GROUP,
     OrderedLaunch,
     OrderedWeight,
@@ -52,18 +53,18 @@ _SHARED = 228 << 10
 Job = tuple[int, bool, OrderedLaunch]
 
 
-def candidates(rows: int, n: int) -> Iterator[OrderedLaunch]:
+def candidates(rows: int, n: int, gated: bool) -> Iterator[OrderedLaunch]:
     """Launches that could be fast: one to six programs a multiprocessor, with as many slots as they have room for."""
-    for warps, each in ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1)):
-        if n % (GROUP * warps * each):
+    forms = [OrderedLaunch(warps * each, 2, warps) for warps in (1, 2, 4, 8) for each in (1, 2)]
+    for form in [*forms, *([] if gated else [OrderedLaunch(2, 2, 4, rows_left=True)])]:
+        if CHUNK % form.groups or n % (GROUP * form.groups):
             continue
         seen = set[int]()
         for programs in (1, 2, 3, 4, 6):
-            launch = OrderedLaunch(warps * each, 2, warps)
-            slots = (_SHARED // programs - _RESERVED) * 2 // shared_bytes(launch, rows)
-            if slots >= 2 and min(slots, 8) not in seen and programs * warps <= 16:
-                seen.add(min(slots, 8))
-                yield replace(launch, slots=min(slots, 8))
+            slots = min((_SHARED // programs - _RESERVED) * 2 // shared_bytes(form, rows), 8)
+            if slots >= 2 and slots not in seen and programs * form.num_warps <= 16:
+                seen.add(slots)
+                yield replace(form, slots=slots)
 
 
 def whole(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
@@ -97,7 +98,7 @@ def measured(n: int, k: int, gated: bool, all_rows: Sequence[int], write: bool) 
         whole_us = median_us([partial(whole, x, weight, gated) for weight in weights])
         known = [launch for most, launch in offers(n, k, gated, gpu).items() if most == rows]
         found, wrong = list[tuple[float, OrderedLaunch | None]](), list[tuple[int, ...]]()
-        for launch in candidates(rows, n) if write else known:
+        for launch in candidates(rows, n, gated) if write else known:
             if not same_bits(ordered_gemm(hard, made[0], launch, gpu), want):
                 wrong.append(astuple(launch))
                 continue
@@ -116,7 +117,9 @@ def times_of(x: Tensor, made: Sequence[OrderedWeight], launch: OrderedLaunch) ->
 
 
 def compile_all(shapes: Iterable[tuple[int, int, bool]], all_rows: Sequence[int]) -> None:
-    jobs = {(rows, gated, launch) for n, _, gated in shapes for rows in all_rows for launch in candidates(rows, n)}
+    jobs = {
+        (rows, gated, launch) for n, _, gated in shapes for rows in all_rows for launch in candidates(rows, n, gated)
+    }
     compile_on_all_cores(compile_once, sorted(jobs, key=repr))
 
 

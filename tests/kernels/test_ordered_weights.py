@@ -161,8 +161,8 @@ def run(text, words):
 
 @pytest.mark.parametrize("quarter", range(4))
 def test_the_kernels_instructions_make_the_weights(quarter):
-    """As the tensor core's left operand has them: a lane's four registers are rows g and g + 8 at columns 2t and
-    2t + 1, then the same 8 columns on. Of some lanes, in the first block and in the last."""
+    """As the tensor core's operands have them: a lane's four registers are row g at columns 2t and 2t + 1 and 8 columns
+    on, then row g + 8. Of some lanes, in the first block and in the last."""
     weight = hard_weight()
     made = encode(weight, False)
     texts = [getattr(kernel, f"_DECODE_{quarter}")]
@@ -171,13 +171,13 @@ def test_the_kernels_instructions_make_the_weights(quarter):
         planes = (made.words[group, block, :, lane].to(torch.int32) & 0xFFFF).view(13, 4, 2)
         pairs = (planes[..., 0] | planes[..., 1] << 16).tolist()
         for register in range(4):
-            line = 16 * group + lane // 4 + 8 * (register % 2)
+            line = 16 * group + lane // 4 + 8 * (register // 2)
             scale = int(made.scale.view(torch.int16)[line])
             of_planes = (2 * quarter, 2 * quarter + 1, 8 + quarter, 12)
             given = {f"${4 + i}": pairs[plane][register] & 0xFFFFFFFF for i, plane in enumerate(of_planes)}
             got = run(text, given | {"$8": scale | scale << 16})
             for part in range(4):
-                column = 256 * block + 64 * quarter + 16 * part + 2 * (lane % 4) + 8 * (register // 2)
+                column = 256 * block + 64 * quarter + 16 * part + 2 * (lane % 4) + 8 * (register % 2)
                 low, high = (weight[line, column : column + 2].view(torch.int16).to(torch.int32) & 0xFFFF).tolist()
                 assert got[f"${part}"] == low | high << 16, (group, block, lane, register, part)
 
@@ -192,7 +192,7 @@ def test_launches_fit_the_weight_and_the_gpu(name):
         assert rows in ROWS
         assert n % (16 * launch.groups) == 0
         assert CHUNK % launch.groups == 0
-        assert launch.groups in (launch.num_warps, 2 * launch.num_warps)
+        assert launch.groups in (launch.num_warps, 2 * launch.num_warps) or (launch.rows_left and not gated)
         assert launch.slots >= 2
         assert shared_bytes(launch, rows) <= H200.shared_bytes
     assert max(ROWS) == MAX_ROWS

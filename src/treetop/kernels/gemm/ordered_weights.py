@@ -6,8 +6,8 @@ distributed weights all but two in a thousand million), and 0 stays 0. So there 
 are those of `kernels.gemm.skinny_gemm` without a cut.
 
 Words of 16 bits lie as [n / 16, k / 256, 13, 32, 8]: tiles of 16 rows and 256 columns, in 16 parts of 16 columns. In
-each plane a lane has eight words: for each of its eight weights of a part, as the left operand of `mma.m16n8k16` has
-them in registers, one word of all 16 parts.
+each plane a lane has eight words: for each of its eight weights of a part, as an operand of `mma.m16n8k16` has them in
+registers, first those of the tile's rows up to 8, one word of all 16 parts.
 
     planes 0 .. 7     of parts 2i and 2i + 1 a byte each: the code's lowest bit and the mantissa
     planes 8 .. 11    of four parts the code's upper bits: 4i and 4i + 1 in the lower halves of the bytes, then the
@@ -44,11 +44,16 @@ _MOST_SHIFT = 127
 
 @dataclass(frozen=True, slots=True)
 class OrderedLaunch:
-    """How a product is cut: groups of 16 lines of a program, slots of its ring, warps; each has a group or two."""
+    """How a product is cut.
+
+    groups: of 16 lines, of a program. slots: of its rings. num_warps: each has a group or two.
+    rows_left: x is the left operand of the product, and four warps have half of a group each, of two.
+    """
 
     groups: int
     slots: int
     num_warps: int
+    rows_left: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +176,12 @@ def _in_parts(numbers: Tensor) -> Tensor:
     """[groups, 16, k] -> [groups, k / 256, 16, 32, 8]: of each part what a lane has of it."""
     groups, k = numbers.shape[0], numbers.shape[2]
     apart = numbers.view(groups, 2, 8, k // BLOCK, 16, 2, 4, 2)  # row, its lower 3 bits; part, 8, 2 and 1 columns
-    return apart.permute(0, 3, 4, 2, 6, 5, 1, 7).reshape(groups, k // BLOCK, 16, 32, 8)
+    return apart.permute(0, 3, 4, 2, 6, 1, 5, 7).reshape(groups, k // BLOCK, 16, 32, 8)
 
 
 def _of_parts(numbers: Tensor) -> Tensor:
     """[groups, k / 256, 16, 32, 8] -> [groups, 16, k]."""
-    apart = numbers.view(*numbers.shape[:3], 8, 4, 2, 2, 2).permute(0, 6, 3, 1, 2, 5, 4, 7)
+    apart = numbers.view(*numbers.shape[:3], 8, 4, 2, 2, 2).permute(0, 5, 3, 1, 2, 6, 4, 7)
     return apart.reshape(len(numbers), GROUP, -1)
 
 
@@ -187,11 +192,11 @@ def _as_int16(bits: Tensor) -> Tensor:
 
 def shared_bytes(launch: OrderedLaunch, rows: int) -> int:
     """Shared memory of a launch: its slots of words and of x."""
-    return 2 * launch.slots * (_WORDS * launch.groups + BLOCK * _block_rows(rows))
+    return 2 * launch.slots * (_WORDS * launch.groups + BLOCK * _block_rows(rows, launch))
 
 
-def _block_rows(rows: int) -> int:
-    return max(8, power_of_two(rows))
+def _block_rows(rows: int, launch: OrderedLaunch) -> int:
+    return max(16 if launch.rows_left else 8, power_of_two(rows))
 
 
 def ordered_gemm(
@@ -213,11 +218,13 @@ def ordered_gemm(
     assert CHUNK % launch.groups == 0
     assert x.is_contiguous()
     assert bias is None or not weight.gated
+    assert not launch.rows_left or ((launch.groups, launch.num_warps) == (2, 4) and not weight.gated)
     out = torch.empty((rows, lines // 2 if weight.gated else lines), dtype=x.dtype, device=x.device)
     _ordered_kernel[(lines // (GROUP * launch.groups),)](
         out, x, weight.words, weight.scale, weight.whole_at, weight.whole, weight.scale if bias is None else bias, rows,
-        lines, k, has_bias=bias is not None, block_m=_block_rows(rows), groups=launch.groups,
-        kind=kind if weight.gated else None, slots=launch.slots, num_warps=launch.num_warps, **launch_options(gpu),
+        lines, k, has_bias=bias is not None, block_m=_block_rows(rows, launch), groups=launch.groups,
+        kind=kind if weight.gated else None, slots=launch.slots, rows_left=launch.rows_left,
+        num_warps=launch.num_warps, **launch_options(gpu),
     )  # fmt: skip
     return out
 
@@ -226,13 +233,13 @@ def ordered_gemm(
 def _ordered_kernel(
     out: Arg, x: Arg, words: Arg, scale: Arg, whole_at: Arg, whole: Arg, bias: Arg, rows: Arg, lines: Arg, k: Arg,
     has_bias: constexpr, block_m: constexpr, groups: constexpr, kind: constexpr, slots: constexpr,
+    rows_left: constexpr,
 ) -> None:  # fmt: skip
     """16 lines for each of `groups`, by all rows. Grid (lines / (16 * groups),).
 
     Each thread copies the words that it decodes, and waits for those of one block while others are on their way.
     """
     num_warps: gl.constexpr = gl.num_warps()
-    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [num_warps, 1], [16, 8])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     low = gl.allocate_shared_memory(gl.int16, [slots, 8, groups, 32, 8], plain)
     codes = gl.allocate_shared_memory(gl.int16, [slots, 4, groups, 32, 8], plain)
@@ -244,14 +251,30 @@ def _ordered_kernel(
     x_at = x + row[:, None] * k + column[None, :]
     first = gl.program_id(0) * groups
     place = gl.load(whole_at + first // 8)
-    total = gl.zeros([16 * groups, block_m], gl.float32, layout=mma)
+    apart: gl.constexpr = num_warps // groups if num_warps > groups else 1
+    own: gl.constexpr = gl.BlockedLayout([1, 1, 1, 8], [1, 1, 32, 1], [apart, num_warps // apart, 1, 1], [3, 2, 1, 0])
+    halves: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 0, 0, 1], [0, 0, 0, 2]],
+        [[0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0], [0, 0, 8, 0], [0, 0, 16, 0]],
+        [[0, 0, 0, 4], [0, 1, 0, 0]],
+        [],
+        [1, 2, 32, 8],
+    )
+    lanes: gl.constexpr = halves if rows_left else own
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, num_warps] if rows_left else [num_warps, 1], [16, 8])
+    shape: gl.constexpr = [block_m, 16 * groups] if rows_left else [16 * groups, block_m]
+    total = gl.zeros(shape, gl.float32, layout=mma)
     if place < 0:
         rings = (low, codes, signs, x_ring)
         there = (row < rows)[:, None]
-        total = _of_words(total, rings, x_at, there, words, scale, first, k, groups, slots, mma, num_warps)
+        total = _of_words(total, rings, x_at, there, words, scale, first, k, groups, slots, mma, own, lanes, rows_left)
     else:
         at = place * 8 + first % 8
-        total = _of_whole(total, low, x_ring, x_at, row, column, whole, at, rows, k, groups, slots, mma, num_warps)
+        total = _of_whole(
+            total, low, x_ring, x_at, row, column, whole, at, rows, k, groups, slots, mma, own, lanes, rows_left
+        )  # fmt: skip
+    if rows_left:
+        total = gl.permute(total, (1, 0))
     if kind is not None:
         gate, up = gl.split(gl.permute(gl.reshape(total, [groups, 2, 8, block_m]), (0, 2, 3, 1)))
         gate, up = gate.to(gl.bfloat16).to(gl.float32), up.to(gl.bfloat16).to(gl.float32)
@@ -260,7 +283,7 @@ def _ordered_kernel(
         line = gl.program_id(0) * (8 * groups) + gl.arange(0, 8 * groups, layout=gl.SliceLayout(1, value.type.layout))
     else:
         value, n = total.to(gl.bfloat16), lines
-        line = gl.program_id(0) * (16 * groups) + gl.arange(0, 16 * groups, layout=gl.SliceLayout(1, mma))
+        line = gl.program_id(0) * (16 * groups) + gl.arange(0, 16 * groups, layout=gl.SliceLayout(1, value.type.layout))
         if has_bias:
             value = value.to(gl.float32) + gl.load(bias + line).to(gl.float32)[:, None]
     output_row = gl.arange(0, block_m, layout=gl.SliceLayout(0, value.type.layout))
@@ -271,13 +294,11 @@ def _ordered_kernel(
 @gluon_jit
 def _of_words(
     total: Arg, rings: Arg, x_at: Arg, there: Arg, words: Arg, scale: Arg, first: Arg, k: Arg, groups: constexpr,
-    slots: constexpr, mma: constexpr, num_warps: constexpr,
+    slots: constexpr, mma: constexpr, own: constexpr, lanes: constexpr, rows_left: constexpr,
 ) -> Arg:  # fmt: skip
-    """Add to sums [lines, rows] what lines have that have codes."""
+    """Add to sums, [lines, rows] or the other way round, what lines have that have codes. own, lanes: layouts
+    of words, as they are copied and as they are decoded."""
     low, codes, signs, x_ring = rings
-    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    own: gl.constexpr = gl.BlockedLayout([1, 1, 1, 8], [1, 1, 32, 1], [1, num_warps, 1, 1], [3, 2, 1, 0])
     blocks = k // 256
     at = words + first.to(gl.int64) * (blocks * 3328)
     low_at = _places(at, 0, 8, groups, blocks * 3328, own)
@@ -288,10 +309,10 @@ def _of_words(
             _copy(low.index(slot), low_at + slot * 3328)
             _copy(codes.index(slot), codes_at + slot * 3328)
             _copy(signs.index(slot), signs_at + slot * 3328)
-    lane = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, own))))
-    word = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, own))))
-    group = first + gl.arange(0, groups, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, own))))
-    line = (lane // 4)[None, None, :, None] + (word // 2 % 2 * 8)[None, None, None, :]
+    lane = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, lanes))))
+    word = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, lanes))))
+    group = first + gl.arange(0, groups, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, lanes))))
+    line = (lane // 4)[None, None, :, None] + (word // 4 * 8)[None, None, None, :]
     by = gl.load(scale + (group[None, :, None, None] * 16 + line))
     tl.extra.cuda.gdc_launch_dependents()
     tl.extra.cuda.gdc_wait()
@@ -316,14 +337,14 @@ def _of_words(
         codes_at += 3328
         signs_at += 3328
         x_at += 256
-        sign = signs.index(slot).load(own)
+        sign = signs.index(slot).load(lanes)
         for quarter in gl.static_range(4):
-            a = low.index(slot).slice(2 * quarter, 1, 0).load(own)
-            b = low.index(slot).slice(2 * quarter + 1, 1, 0).load(own)
-            parts = _decoded(a, b, codes.index(slot).slice(quarter, 1, 0).load(own), sign, by, quarter)
+            a = low.index(slot).slice(2 * quarter, 1, 0).load(lanes)
+            b = low.index(slot).slice(2 * quarter + 1, 1, 0).load(lanes)
+            parts = _decoded(a, b, codes.index(slot).slice(quarter, 1, 0).load(lanes), sign, by, quarter)
             for part in gl.static_range(4):
-                values = x_ring.index(slot).slice(64 * quarter + 16 * part, 16, 1).permute((1, 0)).load(right)
-                total = mma_v2(_operand(parts[part], groups, left), values, total)
+                values = x_ring.index(slot).slice(64 * quarter + 16 * part, 16, 1)
+                total = _add(total, parts[part], values, groups, mma, rows_left)
         slot, free = _next(slot, slots), _next(free, slots)
     async_copies.wait_group(0)
     return total
@@ -332,12 +353,9 @@ def _of_words(
 @gluon_jit
 def _of_whole(
     total: Arg, ring: Arg, x_ring: Arg, x_at: Arg, row: Arg, column: Arg, whole: Arg, first: Arg, rows: Arg, k: Arg,
-    groups: constexpr, slots: constexpr, mma: constexpr, num_warps: constexpr,
+    groups: constexpr, slots: constexpr, mma: constexpr, own: constexpr, lanes: constexpr, rows_left: constexpr,
 ) -> Arg:  # fmt: skip
-    """Add to sums [lines, rows] what lines have that lie in 16 bits, in blocks of 128 columns."""
-    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    own: gl.constexpr = gl.BlockedLayout([1, 1, 1, 8], [1, 1, 32, 1], [1, num_warps, 1, 1], [3, 2, 1, 0])
+    """As `_of_words` of lines that lie in 16 bits, in blocks of 128 columns."""
     blocks = k // 128
     at = whole.to(gl.pointer_type(gl.int16)) + first.to(gl.int64) * (k * 16)
     at = _places(at, 0, 8, groups, k * 16, own)
@@ -359,9 +377,8 @@ def _of_whole(
             async_copies.async_copy_global_to_shared(x_ring.index(free), x_at + ahead * 128, mask=there)
         async_copies.commit_group()
         for part in gl.static_range(8):
-            w = ring.index(slot).slice(part, 1, 0).load(own).to(gl.bfloat16, bitcast=True)
-            values = x_ring.index(slot).slice(16 * part, 16, 1).permute((1, 0)).load(right)
-            total = mma_v2(_operand(w, groups, left), values, total)
+            w = ring.index(slot).slice(part, 1, 0).load(lanes).to(gl.bfloat16, bitcast=True)
+            total = _add(total, w, x_ring.index(slot).slice(16 * part, 16, 1), groups, mma, rows_left)
         slot, free = _next(slot, slots), _next(free, slots)
     async_copies.wait_group(0)
     return total
@@ -416,12 +433,19 @@ def _asked(a: Arg, b: Arg, codes: Arg, signs: Arg, by: Arg, asm: constexpr) -> A
 
 
 @gluon_jit
-def _operand(w: Arg, groups: constexpr, left: constexpr) -> Arg:
-    """Weights [1, groups, 32, 8], as lanes have them, as the left operand [16 groups, 16]: in the same registers."""
-    w = gl.reshape(w, [groups, 8, 4, 2, 2, 2])
-    return gl.convert_layout(
-        gl.reshape(gl.permute(w, (0, 4, 1, 3, 2, 5)), [16 * groups, 16]), left, assert_trivial=True
-    )
+def _add(total: Arg, w: Arg, values: Arg, groups: constexpr, mma: constexpr, rows_left: constexpr) -> Arg:
+    """Add the product of a part's weights [1, groups, 32, 8], as lanes have them, and of rows [block_m, 16] in shared
+    memory. Weights are an operand of the tensor core in the registers where they are."""
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    w = gl.reshape(w, [groups, 8, 4, 2, 2, 2])  # lines 2, columns 3, lines 1, columns 2 and 1, as digits
+    if rows_left:
+        w = gl.reshape(gl.permute(w, (4, 2, 5, 0, 3, 1)), [16, 16 * groups])
+        total = mma_v2(values.load(left), gl.convert_layout(w, right), total)
+    else:
+        w = gl.reshape(gl.permute(w, (0, 3, 1, 4, 2, 5)), [16 * groups, 16])
+        total = mma_v2(gl.convert_layout(w, left), values.permute((1, 0)).load(right), total)
+    return total
 
 
 _DECODE = """{{
