@@ -13,6 +13,7 @@ import torch
 
 from treetop import LLM
 from treetop.kernels.gemm import skinny_gemm as kernels
+from treetop.kernels.gemm.ordered_weights import OrderedLaunch, decode
 from treetop.kernels.gemm.skinny_gemm import load_table
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.types.errors import InputError
@@ -226,6 +227,34 @@ def test_launches_without_a_cut_join_what_a_table_has(script, tmp_path, monkeypa
         (4096, 14336, False, rows): launch for rows, launch in wholes.items()
     }
     assert {key[3]: each["launch"] for key, each in found.entries.items() if "launch" in each} == {16: known["launch"]}
+
+
+@pytest.mark.parametrize("wrong", [None, 2])
+def test_launches_of_weights_in_13_bits_are_the_fastest_with_the_right_bits(script, tmp_path, monkeypatch, wrong):
+    """On a CPU, timed by what a launch is made up to take. 16 bits serve where none gains; wrong bits are an error."""
+    module, table = script("ordered_weights"), tmp_path / "table.json"
+    kept = {"name": "other", "n": 128, "k": 256, "gated": False, "rows": 8, "launch": None, "us": 1.0, "whole_us": 1.0}
+    table.write_text(json.dumps({"num_sms": 132, "machine": {"gpu": "H200", "torch": "2"}, "entries": [kept]}))
+    launches = [OrderedLaunch(1, 2, 1), OrderedLaunch(2, 2, 1)]
+    us = {None: 10.0, 1: 9.9, 2: 7.0}
+
+    def multiply(x, weight, launch, gpu):
+        return x @ decode(weight).T + (launch.groups == wrong)
+
+    for name, value in {
+        **{"TABLE": table, "DEVICE": torch.device("cpu"), "SHAPES": {"new": (64, 256, False)}},
+        **{"gpu_traits": lambda _: GpuTraits(132, True, 227 << 10), "compile_all": lambda *_: None},
+        **{"machine_of": lambda: {"gpu": "H200", "torch": "2"}, "calls": lambda n, k: 2},
+        **{"candidates": lambda *_: launches, "ordered_gemm": multiply, "whole": lambda x, w, gated: x @ w.T},
+        "median_us": lambda calls: us[None if len(calls[0].args) < 4 else calls[0].args[2].groups],
+    }.items():
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(script("frame"), "gpu_traits", module.gpu_traits)
+    assert module.main(["--write-table", "--rows", "8", "--only", "new"]) == (wrong is not None)
+    entries = json.loads(table.read_text())["entries"]
+    found = {"launch": [2, 2, 1, False], "us": 7.0} if wrong is None else {"launch": None, "us": 10.0}
+    new = {"name": "new", "n": 64, "k": 256, "gated": False, "rows": 8, **found, "whole_us": 10.0}
+    assert entries == [kept, new]
 
 
 # -------------------------------------------------------------------------------------------------------- load ramp
