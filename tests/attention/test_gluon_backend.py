@@ -10,9 +10,11 @@ import torch
 
 from support.scenes import assert_close, dense_answer, scene
 from treetop.attention import gluon_backend, triton_backend
+from treetop.attention.auto import choose, load_table
 from treetop.attention.capabilities import GroupNeed, Need
 from treetop.attention.gluon_backend import GluonBackend
 from treetop.attention.registry import BACKENDS, refusal
+from treetop.engine.startup.startup_log import attention_words
 from treetop.kernels import gluon_guard
 from treetop.kernels.attention.latent_attention import latent_attention_reference
 from treetop.kernels.attention.latent_gluon import RANK, choose_splits
@@ -82,6 +84,22 @@ def test_what_it_has_no_kernel_for_is_refused_by_name(monkeypatch, need, words):
     found = refusal("gluon", need)
     assert words in f"{found.reason}; {found.remedy}"
     assert refusal("gluon", need_of(LATENT, DENSE)) is None
+
+
+def test_a_start_says_for_which_pages_it_would_serve(monkeypatch):
+    monkeypatch.setitem(BACKENDS, "gluon", replace(BACKENDS["gluon"], probes=()))
+    assert "; gluon: it serves pages of 64 tokens, not of 16" in attention_words("triton", need_of(LATENT, page=16))
+    assert "gluon" not in attention_words("triton", need_of(LATENT))
+
+
+@pytest.mark.parametrize(("heads", "rows", "n"), [(128, 1, 1), (128, 8, 1), (128, 8, 16), (128, 64, 16)])
+def test_auto_takes_it_where_it_was_measured_to_be_faster(heads, rows, n):
+    """Where FlashMLA is not installed; 16 heads, whose rounds are bound by memory, keep Triton for one query."""
+    shape = f"tail h1x{heads}x576e2 rows{rows} n{n} keys131072"
+    assert choose(load_table(), shape, frozenset(("triton", "gluon")))[0] == "gluon"
+    assert choose(load_table(), shape, frozenset(("triton",)))[0] == "triton"
+    few = "tail h1x16x576e2 rows8 n1 keys131072"
+    assert choose(load_table(), few, frozenset(("triton", "gluon")))[0] == "triton"
 
 
 def test_without_gluon_it_is_refused(monkeypatch):

@@ -14,7 +14,7 @@ from support.engines import accept_lens, build, greedy, tokens
 from support.families import FAMILIES
 from support.scenes import dense_answer, moved, scene
 from treetop.attention import gluon_backend
-from treetop.attention.auto import make_backend
+from treetop.attention.auto import load_table, make_backend
 from treetop.attention.capabilities import GroupNeed, Need
 from treetop.attention.registry import refusal
 from treetop.engine.cuda_graphs import CudaGraphs
@@ -124,12 +124,18 @@ def test_a_captured_phase_follows_its_buffers():
             check(out, want, torch.bfloat16)
 
 
+def pair_of(folder, heads=4):
+    """A tiny model whose latents are as wide as DeepSeek's, and a head for it."""
+    tiny = FAMILIES["deepseek v3"]
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads}
+    return replace(tiny, config={**tiny.config, **sizes}).save(folder, seed=5).pair
+
+
 @pytest.mark.parametrize("shape", [None, (3, 4, 12)], ids=str)
 def test_rounds_of_a_model_with_latents_of_512_agree_with_triton(shape, tmp_path, monkeypatch):
     """Captured, with poisoned pages: bfloat16 rounds differently, so tokens may part at near ties."""
-    tiny = FAMILIES["deepseek v3"]
-    config = {**tiny.config, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
-    pair = replace(tiny, config=config).save(tmp_path, seed=5).pair
+    pair = pair_of(tmp_path)
     prompts = pair.prompts([3, 140, 64, 12], seed=3)
     options = {"page_size": 64, "context_length": 256, "max_running_requests": 4, "dtype": "bfloat16", "device": "cuda"}
     called, real = [], gluon_backend.latent_pages_attention
@@ -147,3 +153,35 @@ def test_rounds_of_a_model_with_latents_of_512_agree_with_triton(shape, tmp_path
     first = [next((i for i, both in enumerate(zip(*pair, strict=True)) if both[0] != both[1]), 24)
              for pair in zip(made[0][0], made[1][0], strict=True)]  # fmt: skip
     assert sum(first) > 0.5 * 24 * len(prompts), f"tokens part after {first}"
+
+
+@pytest.mark.parametrize("shape", [None, (3, 4, 12)], ids=str)
+def test_auto_takes_it_for_128_heads_on_pages_of_64_and_triton_on_pages_of_16(shape, tmp_path, monkeypatch, caplog):
+    """An engine by its memory, captured: `auto` chooses what `gluon` is, so tokens are equal; on pages of 16 it says
+    why it does not."""
+    if not load_table().holds_for(gpu_traits(GPU)):
+        pytest.skip("the table of `auto` is of another kind of GPU")
+    pair = pair_of(tmp_path, heads=128)
+    prompts = pair.prompts([3, 140, 64, 12], seed=3)
+    options = {"context_length": 256, "max_running_requests": 4, "dtype": "bfloat16", "device": "cuda"}
+    options |= {"max_total_tokens": None, "mem_fraction_static": 0.1, "check_level": 3}
+    called, real = [], gluon_backend.latent_pages_attention
+    monkeypatch.setattr(gluon_backend, "latent_pages_attention", lambda *args: called.append(args) or real(*args))
+    made = []
+    for name, page in (("auto", 64), ("gluon", 64), ("auto", 16)):
+        called.clear()
+        with caplog.at_level("INFO", "treetop"):
+            llm = build(pair, shape, **options, attention_backend=name, page_size=page)
+        assert isinstance(llm.engine.launcher, CudaGraphs)
+        backend = llm.engine.runner.backend
+        if (name, page) == ("auto", 64):
+            assert set(backend.parts) == {"gluon", "triton"}
+            assert any("gluon" in why for why in backend.reasons.values())
+        assert bool(called) == (page == 64)
+        outputs = llm.generate(prompts, greedy(24))
+        llm.scheduler.check_integrity()
+        made.append(tokens(outputs))
+        llm.close()
+    assert made[0] == made[1]
+    assert backend.name == "triton"
+    assert "; gluon: it serves pages of 64 tokens, not of 16" in caplog.text

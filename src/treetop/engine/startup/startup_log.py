@@ -2,6 +2,7 @@
 
 import torch
 
+from treetop.attention.capabilities import Need
 from treetop.attention.registry import BACKENDS, refusal
 from treetop.checkpoints.params import about_activations
 from treetop.engine.cuda_graphs import CudaGraphs
@@ -36,7 +37,6 @@ def start_up_block(
         shared += f", whose experts {config.ep_size} engines share; of engine {whole.expert_ranks.rank}:"
     elif config.tp_size > 1:
         shared += f"; of rank {whole.parallel.rank}:"
-    others = [name for name in BACKENDS if refusal(name, engine_plan.need) is not None]
     rows = [
         f"model {config.model}, draft {config.draft or config.algorithm or 'none'},"
         f" {str(dtype).removeprefix('torch.')} on {_name(place)}{shared}",
@@ -46,13 +46,23 @@ def start_up_block(
         *use.lines(),
         "; ".join([f"exactness {config.exactness}", *sums_words(engine_plan.place, products)]),
         *([about] if (about := about_activations(whole.held(engine_plan.target.params))) else []),
-        f"attention {runner.backend.name}" + (f"; not {', '.join(others)} (treetop doctor says why)" if others else ""),
+        attention_words(runner.backend.name, engine_plan.need),
         _graphs(launcher),
         *([_checkpoints(layout)] if layout.state_groups else []),
         f"overlap of host and device {'on' if layout.max_in_flight > 1 else 'off'}; capture and "
         f"self-tests {start_s:.1f} s",
     ]
     return "\n  ".join(["treetop is up", *rows])
+
+
+def attention_words(serving: str, need: Need) -> str:
+    """The backend that serves, those that cannot, and why where that is the size of a page, which costs nothing."""
+    refused = {name: why for name in BACKENDS if (why := refusal(name, need)) is not None}
+    words = f"attention {serving}"
+    if refused:
+        words += f"; not {', '.join(refused)} (treetop doctor says why)"
+    by_page = [f"; {name}: {why.reason}" for name, why in refused.items() if "--page-size" in why.remedy]
+    return words + "".join(by_page)
 
 
 def _checkpoints(layout: Layout) -> str:
