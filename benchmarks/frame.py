@@ -64,6 +64,7 @@ def end_with(main: Callable[[list[str]], int]) -> None:
 
 def graph_of(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
     """A captured graph of `work`, replayed a few times."""
+    torch.cuda.synchronize()  # what another stream still fills is not read yet
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         work()

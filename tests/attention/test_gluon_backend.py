@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from support.scenes import assert_close, dense_answer, scene
-from treetop.attention import gluon_backend, triton_backend
-from treetop.attention.auto import choose, load_table
-from treetop.attention.capabilities import GroupNeed, Need
+from treetop.attention import auto, gluon_backend, triton_backend
+from treetop.attention.auto import choose, load_table, page_size_for
+from treetop.attention.capabilities import BackendRefusal, GroupNeed, Need
 from treetop.attention.gluon_backend import GluonBackend
 from treetop.attention.registry import BACKENDS, refusal
 from treetop.engine.startup.startup_log import attention_words
@@ -100,6 +100,24 @@ def test_auto_takes_it_where_it_was_measured_to_be_faster(heads, rows, n):
     assert choose(load_table(), shape, frozenset(("triton",)))[0] == "triton"
     few = "tail h1x16x576e2 rows8 n1 keys131072"
     assert choose(load_table(), few, frozenset(("triton", "gluon")))[0] == "triton"
+
+
+def test_pages_are_of_64_tokens_where_it_is_named_or_taken_and_nothing_is_asked(monkeypatch):
+    """Not on a CPU, under bits, for heads for which Triton is as fast, or where it cannot serve."""
+    many = replace(LATENT, heads=128)
+    need = need_of(many, DENSE, page=None)
+    assert page_size_for("auto", need) == page_size_for("triton", need) == page_size_for("fa3", need) == 16
+    assert page_size_for("gluon", need) == page_size_for("flashmla", need) == 64
+    served = {"triton", "gluon"}
+    other = BackendRefusal("it cannot", "take another")
+    monkeypatch.setattr(auto, "in_force", lambda table, need: table)
+    monkeypatch.setattr(auto, "refusal", lambda name, need: None if name in served else other)
+    monkeypatch.setattr(auto, "fallback", lambda need: "segments" if need.exact else "triton")
+    assert page_size_for("auto", need) == 64
+    assert page_size_for("auto", replace(need, exact=True)) == 16
+    assert page_size_for("auto", need_of(DENSE, page=None)) == 16
+    served.remove("gluon")
+    assert page_size_for("auto", need) == 16
 
 
 def test_without_gluon_it_is_refused(monkeypatch):

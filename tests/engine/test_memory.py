@@ -259,8 +259,18 @@ def test_prefill_steps_are_chosen_by_the_device_unless_they_are_given(monkeypatc
     monkeypatch.setattr(planning, "fallback", lambda need: "triton")
     monkeypatch.setattr(planning, "memory_of", lambda device: DeviceMemory(140 * GIB, 140 * GIB))
     preset = Path(__file__).parents[2] / "benchmarks" / "presets" / "llama-3.1-8b"
-    config = EngineConfig(str(preset), load_format="dummy", **{"max_running_requests": 8, **options})
+    config = EngineConfig(str(preset), load_format="dummy", **{"max_running_requests": 8, "page_size": 16, **options})
     assert planning.make_layout(config, target_spec(preset).config, None).chunk == chunk
+
+
+@pytest.mark.parametrize(("asked", "size"), [(None, 64), (8, 8)])
+def test_pages_have_the_size_that_is_asked_for_or_that_attention_wants(strong_pair, monkeypatch, asked, size):
+    wants = []
+    monkeypatch.setattr(planning, "page_size_for", lambda name, need: wants.append((name, need)) or 64)
+    config = EngineConfig(str(strong_pair.target), context_length=128, page_size=asked, attention_backend="torch")
+    planned = planning.plan_engine(config)
+    assert (planned.layout.page_size, planned.config.page_size, planned.need.page_size) == (size, size, size)
+    assert [(name, need.page_size, need.groups[0].name) for name, need in wants] == [("torch", None, FULL)][: not asked]
 
 
 @pytest.mark.parametrize(

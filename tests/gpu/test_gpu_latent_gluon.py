@@ -156,7 +156,7 @@ def test_rounds_of_a_model_with_latents_of_512_agree_with_triton(shape, tmp_path
 
 
 @pytest.mark.parametrize("shape", [None, (3, 4, 12)], ids=str)
-def test_auto_takes_it_for_128_heads_on_pages_of_64_and_triton_on_pages_of_16(shape, tmp_path, monkeypatch, caplog):
+def test_auto_takes_it_and_pages_of_64_for_128_heads_and_triton_on_pages_of_16(shape, tmp_path, monkeypatch, caplog):
     """An engine by its memory, captured: `auto` chooses what `gluon` is, so tokens are equal; on pages of 16 it says
     why it does not."""
     if not load_table().holds_for(gpu_traits(GPU)):
@@ -168,16 +168,17 @@ def test_auto_takes_it_for_128_heads_on_pages_of_64_and_triton_on_pages_of_16(sh
     called, real = [], gluon_backend.latent_pages_attention
     monkeypatch.setattr(gluon_backend, "latent_pages_attention", lambda *args: called.append(args) or real(*args))
     made = []
-    for name, page in (("auto", 64), ("gluon", 64), ("auto", 16)):
+    for name, page in (("auto", None), ("gluon", 64), ("auto", 16)):
         called.clear()
         with caplog.at_level("INFO", "treetop"):
             llm = build(pair, shape, **options, attention_backend=name, page_size=page)
         assert isinstance(llm.engine.launcher, CudaGraphs)
         backend = llm.engine.runner.backend
-        if (name, page) == ("auto", 64):
+        if page is None:
+            assert llm.engine.layout.page_size == 64
             assert set(backend.parts) == {"gluon", "triton"}
             assert any("gluon" in why for why in backend.reasons.values())
-        assert bool(called) == (page == 64)
+        assert bool(called) == (page != 16)
         outputs = llm.generate(prompts, greedy(24))
         llm.scheduler.check_integrity()
         made.append(tokens(outputs))

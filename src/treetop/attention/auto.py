@@ -23,6 +23,7 @@ from treetop.kernels.attention.metadata import AttentionMetadata
 from treetop.kernels.kv import PagedKV
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.kernels.tuning import TunedTable, nearest, parted, read_table
+from treetop.types.config import PAGE_SIZE
 
 TABLE = Path(__file__).with_name("choices.json")
 FALLBACK = "triton"
@@ -97,6 +98,37 @@ def summary(table: ChoiceTable, usable: frozenset[str]) -> str:
     return f"{shares} of {len(table.entries)} classes measured {table.date}; triton elsewhere" if counts else "triton"
 
 
+def call_of(need: Need, group: GroupNeed, rows: int, n: int, max_kv_len: int, causal: bool) -> CallShape:
+    """A call of a group's layers."""
+    ratio, size = group.heads // group.kv_heads, need.dtype.itemsize
+    return CallShape(rows, n, group.kv_heads, ratio, group.head_dim, size, max_kv_len, causal)
+
+
+def in_force(table: ChoiceTable, need: Need) -> ChoiceTable:
+    """The table, or an empty one on a GPU that it was not measured on."""
+    return table if table.holds_for(gpu_traits(need.device)) else replace(table, entries={})
+
+
+def taken(table: ChoiceTable, need: Need) -> set[str]:
+    """The backends that serve some class of calls which was measured with an engine's heads, and the fallback."""
+    measured = {name for timings in table.entries.values() for name in timings}
+    usable = frozenset(name for name in measured if name in BACKENDS and refusal(name, need) is None)
+    heads = {call_of(need, group, 1, 1, 1, False).heads for group in need.groups if group.window is None}
+    return {FALLBACK, *(choose(table, name, usable)[0] for name in table.entries if name.split()[1] in heads)}
+
+
+def page_size_for(name: str, need: Need) -> int:
+    """The tokens of a page where none are asked for: those of the backend called `name`, if it serves no pages of
+    `PAGE_SIZE`; of `auto` those of one that the table takes. need: of no page size."""
+    names = {name}
+    if name == "auto":
+        compressed = any(group.latent is not None for group in need.groups)  # nothing else has such a backend
+        serves = compressed and fallback(need) == FALLBACK and refusal(FALLBACK, need) is None
+        names = taken(in_force(load_table(), need), need) if serves else set()
+    limits = [sizes for each in names if (sizes := BACKENDS[each].capabilities.page_sizes) and PAGE_SIZE not in sizes]
+    return max(max(sizes) for sizes in limits) if limits else PAGE_SIZE
+
+
 @dataclass(frozen=True, slots=True)
 class Chosen:
     """What a backend of the composition planned."""
@@ -130,24 +162,12 @@ class AutoBackend:
 
     def __init__(self, table: ChoiceTable, need: Need) -> None:
         self._need, self._groups = need, {group.name: group for group in need.groups}
-        self._table = table if table.holds_for(gpu_traits(need.device)) else replace(table, entries={})
-        measured = {name for timings in self._table.entries.values() for name in timings}
-        usable = frozenset(name for name in measured if name in BACKENDS and refusal(name, need) is None)
-        full = [group for group in need.groups if group.window is None]
-        names = {FALLBACK, *(choose(self._table, one, usable)[0] for group in full for one in self._classes_of(group))}
+        self._table = in_force(table, need)
+        names = taken(self._table, need)
         self.parts = {name: BACKENDS[name].make(need) for name in sorted(names)}
         self.capabilities: Capabilities = _joint([BACKENDS[name].capabilities for name in names])
         self.reasons: dict[str, str] = {}
         self._chosen: dict[str, str] = {}
-
-    def _classes_of(self, group: GroupNeed) -> list[str]:
-        """The measured classes of the group's heads."""
-        heads = self._call(group, 1, 1, 1, False).heads
-        return [name for name in self._table.entries if name.split()[1] == heads]
-
-    def _call(self, group: GroupNeed, rows: int, n: int, max_kv_len: int, causal: bool) -> CallShape:
-        ratio, size = group.heads // group.kv_heads, self._need.dtype.itemsize
-        return CallShape(rows, n, group.kv_heads, ratio, group.head_dim, size, max_kv_len, causal)
 
     def backend_for(self, metadata: AttentionMetadata) -> AttentionBackend[Any, Any]:
         """The backend of one phase, and why, noted in `reasons`."""
@@ -155,7 +175,7 @@ class AutoBackend:
         if group is None or metadata.window is not None:
             return self.parts[FALLBACK]
         rows, n = metadata.positions.shape
-        shape_class = self._call(group, rows, n, metadata.max_kv_len, metadata.causal).shape_class
+        shape_class = call_of(self._need, group, rows, n, metadata.max_kv_len, metadata.causal).shape_class
         if shape_class not in self._chosen:
             chosen = choose(self._table, shape_class, frozenset(self.parts))
             self._chosen[shape_class], self.reasons[shape_class] = chosen

@@ -14,7 +14,7 @@ from treetop.core.engine_core import EngineCore
 from treetop.core.wire import MockOptions
 from treetop.scheduler.scheduler import Scheduler
 from treetop.types.changes import Change, Commit, UpdateWeights, asked_as
-from treetop.types.config import EngineConfig
+from treetop.types.config import PAGE_SIZE, EngineConfig
 from treetop.types.errors import CheckpointError, ConfigError
 from treetop.types.ids import FULL, Row
 from treetop.types.kv import paired
@@ -101,7 +101,7 @@ def make_mock(config: EngineConfig, mock: MockOptions) -> tuple[EngineCore[_Due]
     )
     layout = Layout(
         shapes=(config.shape,),
-        page_size=config.page_size,
+        page_size=config.page_size or PAGE_SIZE,
         max_requests=config.max_running_requests or _ROWS,
         max_context=context,
         chunk=config.chunked_prefill_size or _CHUNK,

@@ -348,7 +348,7 @@ class EngineProcess:
             from treetop.core.mock import make_mock  # noqa: PLC0415  # needs no PyTorch
 
             mock_core, info = make_mock(options.config, options.mock)
-            self._tell_cache(mock_core.scheduler, stack)
+            self._tell_cache(mock_core.scheduler, info, stack)
             return Parts(mock_core, info)
         take_share(options)
         from treetop.distributed.open import open_core  # noqa: PLC0415  # loads PyTorch, which takes seconds
@@ -363,7 +363,7 @@ class EngineProcess:
         if lockstep is not None:
             threading.Thread(target=self._guard, args=(lockstep,), name="treetop-guard", daemon=True).start()
         parts = Parts(opened.core, opened.info, executor=executor, lockstep=lockstep)
-        self._tell_cache(opened.scheduler, stack)
+        self._tell_cache(opened.scheduler, opened.info, stack)
         if options.disaggregation.mode == "null":
             return parts
         if not options.rank:
@@ -375,15 +375,15 @@ class EngineProcess:
         stack.callback(connector.close)
         return parts._replace(connector=connector, info=parts.info._replace(refuses=connector.refuses))
 
-    def _tell_cache(self, scheduler: "Scheduler", stack: ExitStack) -> None:
+    def _tell_cache(self, scheduler: "Scheduler", info: CoreInfo, stack: ExitStack) -> None:
         """Publish what the prefix cache has, if that is asked for. stack: ends it."""
         options = self.options
-        if options.kv_events is None:
+        if options.kv_events is None or info.prefix is None:
             return
         from treetop.distributed.kv_events import KVEventPublisher  # noqa: PLC0415  # few ask for it
 
         rank = options.replica * options.config.ep_size + options.rank
-        publisher = KVEventPublisher(options.kv_events, options.config.page_size, rank, self._context)
+        publisher = KVEventPublisher(options.kv_events, info.prefix.page_size, rank, self._context)
         stack.callback(publisher.close)
         scheduler.watch_cache(publisher.gpu, publisher.host)
 

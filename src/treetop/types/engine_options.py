@@ -42,7 +42,7 @@ class EngineOptions(TypedDict, total=False):
     speculative_node_budget: int | None
     speculative_calibration: Calibration | None
     speculative_calibration_dir: str | None
-    page_size: int
+    page_size: int | None
     max_running_requests: int | None
     context_length: int | None
     max_total_tokens: int | None

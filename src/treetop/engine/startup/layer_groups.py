@@ -22,7 +22,19 @@ from treetop.types.state import StateGroup
 
 def backend_need(layout: Layout, model: ModelConfig, draft: DrafterSpec | None, place: LoadContext) -> Need:
     """What this engine asks of its attention backend."""
-    groups = [
+    groups = group_needs(model, draft, place.parallel.size)
+    queries = max(layout.verify_tail, layout.extend_tail, layout.max_topk, layout.block)
+    rows = layout.max_requests
+    in_flight = layout.max_in_flight
+    fp8 = any(group.kv.fp8 for group in layout.groups)
+    exact, integers = place.profile.exact_attention, place.profile.integers.attention
+    need = Need(place.dtype, place.device, layout.page_size, groups, in_flight, rows, queries, exact, fp8)
+    return replace(need, integers=integers)
+
+
+def group_needs(model: ModelConfig, draft: DrafterSpec | None, ranks: int) -> tuple[GroupNeed, ...]:
+    """What one of `ranks` ranks asks for, of each KV group."""
+    return tuple(
         GroupNeed(
             name,
             of[0].num_heads,
@@ -33,15 +45,8 @@ def backend_need(layout: Layout, model: ModelConfig, draft: DrafterSpec | None, 
             sparse=any(layer.index is not None for layer in of),
             cap=of[0].score_cap,
         )
-        for name, of in layer_groups(model, draft, place.parallel.size).items()
-    ]
-    queries = max(layout.verify_tail, layout.extend_tail, layout.max_topk, layout.block)
-    rows = layout.max_requests
-    in_flight = layout.max_in_flight
-    fp8 = any(group.kv.fp8 for group in layout.groups)
-    exact, integers = place.profile.exact_attention, place.profile.integers.attention
-    need = Need(place.dtype, place.device, layout.page_size, tuple(groups), in_flight, rows, queries, exact, fp8)
-    return replace(need, integers=integers)
+        for name, of in layer_groups(model, draft, ranks).items()
+    )
 
 
 def kv_groups(

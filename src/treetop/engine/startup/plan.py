@@ -8,6 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from treetop.attention.auto import page_size_for
 from treetop.attention.capabilities import Capabilities, Need
 from treetop.attention.contract import as_it_is
 from treetop.attention.registry import BACKENDS, fallback, require
@@ -46,7 +47,7 @@ from treetop.engine.startup.default_rows import allowance_of_a_gpu, tokens_of_a_
 from treetop.engine.startup.exactness import chosen_profile
 from treetop.engine.startup.exactness_table import settled
 from treetop.engine.startup.host_layout import check_host_tier, staging_bytes, with_copied, with_host
-from treetop.engine.startup.layer_groups import backend_need, causal_blocks, kv_groups, state_groups
+from treetop.engine.startup.layer_groups import backend_need, causal_blocks, group_needs, kv_groups, state_groups
 from treetop.engine.startup.state_limits import uses_fla, with_checkpoints, within_states
 from treetop.engine.startup.weight_copies import CpuWeights, packing, with_copies, with_second_orders
 from treetop.engine.state import make_state
@@ -105,6 +106,7 @@ def plan_engine(
     config = settled(with_policy(config)).config
     parallel = parallel or (SINGLE_RANK if config.tp_size == 1 else PlaceholderRank(config.tp_size))
     expert_ranks = expert_ranks or (SINGLE_RANK if config.ep_size == 1 else PlaceholderRank(config.ep_size))
+    config = _with_page_size(config, parallel, expert_ranks)
     engine_plan = _plan_own(config, parallel, expert_ranks)
     if isinstance(expert_ranks, PlaceholderRank):
         return engine_plan
@@ -121,6 +123,20 @@ def plan_engine(
         return engine_plan
     config = replace(config, max_running_requests=agreed[0], chunked_prefill_size=agreed[1])
     return _plan_rows(replace(config, compress_weights=bool(agreed[2])), parallel, expert_ranks)
+
+
+def _with_page_size(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel) -> EngineConfig:
+    """The configuration with `--page-size`: as asked, or as the attention backend reads pages fastest, which ranks that
+    have met agree on."""
+    if config.page_size is not None:
+        return config
+    device, target = compute_device(config.device), target_spec(resolve_folder(config.model))
+    dtype, exact = compute_dtype(config.dtype, device), profile_of(config.exactness, device).exact_attention
+    groups = group_needs(target.config, None, parallel.size)
+    size = page_size_for(config.attention_backend, Need(dtype, device, None, groups, exact=exact, fp8_kv=config.fp8_kv))
+    for ranks in (parallel, expert_ranks):
+        size = size if isinstance(ranks, PlaceholderRank) else ranks.minimum(size)
+    return replace(config, page_size=size)
 
 
 def _plan_own(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel) -> EnginePlan:
@@ -206,6 +222,7 @@ def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | N
             f"--context-length {context}: penalties can count {MAX_COUNT} tokens; lower it, or use"
             " --disable-logits-processors"
         )
+    assert config.page_size is not None, "plan_engine has chosen"
     experts = expert_shape(model) if config.enable_return_routed_experts else None
     groups = kv_groups(model, draft, ranks, config.fp8_kv, config.fp8_draft_kv, _stores(config), experts)
     block = None if draft is None else draft.block

@@ -31,6 +31,7 @@ def within_states(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     if not model.attention:
         raise ConfigError("a model of recurrent layers alone is not supported: none of its layers has keys and values")
     every, page = config.state_checkpoint_every, config.page_size
+    assert page is not None, "plan_engine has chosen"
     if every is not None and every % page:
         raise ConfigError(f"--state-checkpoint-every {every} must be a multiple of --page-size {page}")
     if config.state_checkpoint_memory == 0:
