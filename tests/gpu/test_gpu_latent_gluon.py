@@ -34,6 +34,13 @@ SIZES = [
     {"n": 4, "t": 64, "heads": 8, "max_kv_len": 20_000},
     {"n": 64, "t": 64, "heads": 128, "max_kv_len": 200},  # so many programs that no row is divided
     {"n": 2, "t": 3, "heads": 16, "max_kv_len": 400, "lengths": (1, 63, 64, 65, 128, 129, 0)},
+    {
+        "n": 16,
+        "t": 16,
+        "heads": 128,
+        "max_kv_len": 9_000,
+        "lengths": (*(100,) * 19, 9_000, 0),
+    },  # many waves, one is cut
 ]
 
 
