@@ -79,14 +79,17 @@ def _quota_of(pages: Arg, count: Arg, splits: Arg, slots: Arg) -> Arg:
 
 
 @gluon_jit
-def _seat_of(kv_len: Arg, count: Arg, splits: Arg, slots: Arg, slot: Arg, block_rows: gl.constexpr) -> Arg:
-    """(row, part, parts of that row, and of all cut rows before it; cut rows before it, and of all) of a slot.
+def _seat_of(kv_len: Arg, rows: Arg, count: Arg, splits: Arg, slots: Arg, slot: Arg, block_rows: gl.constexpr) -> Arg:
+    """(row, part, parts of that row, and of all cut rows before it; cut rows before it, and of all) of a slot; the
+    row's length and its row of the page table.
 
     The row is `count` or more where the rows do not need the slot. A row that is cut has more than one part.
     """
     layout: gl.constexpr = gl.BlockedLayout([block_rows // 32], [32], [4], [0])  # each warp has all rows
     each = gl.arange(0, block_rows, layout)
-    pages = (gl.load(kv_len + each, mask=each < count, other=-127).to(gl.int32) + 63) // 64  # -1 of no row
+    lengths = gl.load(kv_len + each, mask=each < count, other=-127).to(gl.int32)
+    listed = gl.load(rows + each, mask=each < count, other=0).to(gl.int32)  # beside it, not after it
+    pages = (lengths + 63) // 64  # -1 of no row
     quota = _quota_of(pages, count, splits, slots)
     parts = gl.maximum((pages + quota - 1) // quota, gl.where(each < count, 1, 0))
     before = gl.associative_scan(parts, 0, _add) <= slot
@@ -94,7 +97,9 @@ def _seat_of(kv_len: Arg, count: Arg, splits: Arg, slots: Arg, slot: Arg, block_
     row, first = gl.sum(gl.where(before, 1, 0), 0), gl.sum(gl.where(before, parts, 0), 0)
     own = gl.sum(gl.where(each == row, parts, 0), 0)
     first_part = gl.sum(gl.where(before & cut, parts, 0), 0)
-    return row, slot - first, own, first_part, gl.sum(gl.where(before & cut, 1, 0), 0), gl.sum(gl.where(cut, 1, 0), 0)
+    cut_before, cut_rows = gl.sum(gl.where(before & cut, 1, 0), 0), gl.sum(gl.where(cut, 1, 0), 0)
+    length, table_at = gl.sum(gl.where(each == row, lengths, 0), 0), gl.sum(gl.where(each == row, listed, 0), 0)
+    return row, slot - first, own, first_part, cut_before, cut_rows, length, table_at
 
 
 @gluon_jit_for_any(
@@ -121,7 +126,9 @@ def _latent_pages_kernel(
     tile, slot = gl.program_id(0), gl.program_id(1)
     row, at_part, parts, part_of_cut = slot, slot * 0, slot * 0 + 1, slot * 0
     if divided:
-        row, at_part, parts, part_of_cut, number, cut_rows = _seat_of(kv_len, count, splits, slots, slot, block_rows)
+        row, at_part, parts, part_of_cut, number, cut_rows, length, table_at = _seat_of(
+            kv_len, rows, count, splits, slots, slot, block_rows
+        )
         if row >= count:
             return
         if (tile == 0) & (slot == 0):
@@ -130,7 +137,8 @@ def _latent_pages_kernel(
             gl.store(seats + 1 + number * 3, row)
             gl.store(seats + 2 + number * 3, part_of_cut)
             gl.store(seats + 3 + number * 3, parts)
-    length = gl.load(kv_len + row).to(gl.int32)
+    else:
+        length, table_at = gl.load(kv_len + row).to(gl.int32), gl.load(rows + row).to(gl.int32)
     pages = (length + 63) // 64
     share = (pages + parts - 1) // parts
     begin = gl.minimum(at_part * share, pages)
@@ -140,7 +148,7 @@ def _latent_pages_kernel(
     items = last + 1 - begin + has_tail
     first = last + has_tail  # the page of item i is number `first - i` of the row
     wide_row = row.to(gl.int64)
-    table = page_table + gl.load(rows + row).to(gl.int64) * table_row
+    table = page_table + table_at.to(gl.int64) * table_row
     page_even = gl.load(table + gl.maximum(gl.minimum(first, last), 0)) * 64
     page_odd = gl.load(table + gl.maximum(first - 1, 0)) * 64
     of_queries, keys, _ = places
