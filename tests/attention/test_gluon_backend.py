@@ -16,6 +16,7 @@ from treetop.attention.gluon_backend import GluonBackend
 from treetop.attention.registry import BACKENDS, refusal
 from treetop.engine.startup.startup_log import attention_words
 from treetop.kernels import gluon_guard
+from treetop.kernels.attention.indexer import IndexQuery
 from treetop.kernels.attention.latent_attention import latent_attention_reference
 from treetop.kernels.attention.latent_gluon import RANK, choose_splits
 from treetop.kernels.attention.metadata import SparseKeys
@@ -203,6 +204,28 @@ def test_keys_that_are_chosen_are_gathered_if_that_is_right(monkeypatch, caplog,
     assert asked == ["gluon" if words is None else "triton"]
     assert (words or "") in caplog.text
     assert bool(caplog.text) == (words is not None)
+
+
+def test_auto_hands_on_what_an_indexer_chooses(monkeypatch):
+    """To the backend that it has taken for the phase, as its layers ask for it."""
+    asked = []
+    monkeypatch.setattr(auto, "in_force", lambda table, need: table)
+    monkeypatch.setattr(auto, "refusal", lambda name, need: None if name in ("triton", "gluon") else "no")
+    monkeypatch.setattr(gluon_backend, "chosen_planes_attention", reference)
+    monkeypatch.setattr(gluon_backend, "problem_of_chosen", lambda device: None)
+    sparse = replace(LATENT, heads=128, sparse=True)
+    backend = auto.AutoBackend(load_table(), need_of(sparse))
+    monkeypatch.setattr(gluon_backend, "chosen_planes_attention", lambda *args: asked.append(args[2].chosen))
+    s = scene(**PLANE, max_kv_len=150, heads=128)
+    chosen = SparseKeys(torch.arange(64).expand(4, 5, 64).int(), torch.ones(4, 5).int(), s.metadata.mask)
+    monkeypatch.setattr(triton_backend, "choose_paged_keys", lambda *args: chosen)
+    plan = backend.plan(backend.begin(s.metadata), s.metadata)
+    assert plan.backend is backend.parts["gluon"]
+    query = IndexQuery(torch.zeros(4, 5, 2, 8), torch.zeros(4, 5, 2), 64)
+    assert backend.choose(query, s.kv, plan, s.tail) is chosen
+    assert torch.equal(backend.hidden(plan, chosen), -(s.metadata.kv_len > 0).long())  # 0 of a row without keys
+    backend.prefix_tail(s.q, s.kv, backend.narrowed(plan, chosen), s.tail, s.scale)
+    assert asked == [chosen]
 
 
 def test_splits_fill_the_card_once():
