@@ -147,8 +147,8 @@ LAUNCHES = [
     SegmentLaunch(16, 40, 7, 1, 4),
     SegmentLaunch(16, 1, 100, 4, 2),
     SegmentLaunch(32, 9, 5, 2, 3),
-    SegmentLaunch(64, 3, 1, 4, 3),
-    SegmentLaunch(128, 3, 6, 8, 2),
+    SegmentLaunch(64, 3, 1, 4, 3, join_warps=8),
+    SegmentLaunch(128, 3, 6, 8, 2, join_warps=8, column_shares=2),
 ]
 
 

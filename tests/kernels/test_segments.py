@@ -19,9 +19,11 @@ from support.tensor_core import attention_by_position, starts_of_segments, tenso
 from treetop.attention.capabilities import GroupNeed, Need
 from treetop.attention.segments_backend import SegmentsBackend
 from treetop.kernels.attention import segments
-from treetop.kernels.attention.segment_attention import SegmentLaunch
+from treetop.kernels.attention.attention_config import CallShape
+from treetop.kernels.attention.segment_attention import SegmentLaunch, choose_segment_launch
+from treetop.kernels.attention.segment_prefill import choose_prefill_launch
 from treetop.kernels.attention.segments import SegmentPlan, block_of, plan_reference, plan_segments, segments_before
-from treetop.kernels.triton_guard import gpu_traits
+from treetop.kernels.triton_guard import GpuTraits, gpu_traits
 
 CPU = torch.device("cpu")
 SMALL = Setting(block=16, unit=32, launch=SegmentLaunch(16, 3, 1000), prefill=SegmentLaunch(32))
@@ -196,7 +198,7 @@ def test_a_prefill_has_one_result_in_chunks_of_any_size():
 LAUNCHES = [
     SegmentLaunch(16, 1, 1),
     SegmentLaunch(16, 7, 4),
-    SegmentLaunch(32, 2, 5),
+    SegmentLaunch(32, 2, 5, column_shares=2),
     SegmentLaunch(64, 40, 6),
 ]
 
@@ -205,7 +207,7 @@ LAUNCHES = [
 @pytest.mark.parametrize("shape", [(2, 2, 3), slow((1, 1, 1)), *LARGE[1:2]], ids=str)
 def test_no_launch_shows(shape):
     """Programs, blocks of queries, and parts that are not kept, in the middle of a row too; another bound; runs of
-    one segment, of a few, and of whole rows."""
+    one segment, of a few, and of whole rows; columns of values divided among programs."""
     rows = [make_row(length, parent) for length, parent in zip((100, 0, 140), trees(3, shape), strict=True)]
     want = SMALL.decode(rows)
     for launch in LAUNCHES:
@@ -217,6 +219,23 @@ def test_no_launch_shows(shape):
     for block_m in (16, 64):
         again = replace(SMALL, prefill=SegmentLaunch(block_m)).prefilled(keys, q)
         assert all(same_bits(a, b) for a, b in zip(again, ends, strict=True))
+
+
+OTHER_GPUS = [
+    GpuTraits(108, False, 163 << 10, True),  # A100
+    GpuTraits(148, True, 227 << 10, True, True),  # B200
+    GpuTraits(170, True, 99 << 10, True),  # RTX 5090
+]
+
+
+@pytest.mark.parametrize("gpu", OTHER_GPUS, ids=lambda gpu: str(gpu.num_sms))
+@pytest.mark.parametrize(("dim", "size"), [(64, 2), (128, 2), (128, 4), (256, 2), (512, 2)])
+def test_where_nothing_was_timed_a_thread_has_few_sums(dim, size, gpu):
+    """Of a segment and of all before it 32 each at most, or the fewest queries that are a product; decoding and in
+    prefills."""
+    call = CallShape(8, 16, 8, 8, dim, size, 8192)
+    for launch in (choose_segment_launch(call, 500, 10**6, gpu), choose_prefill_launch(call, gpu)):
+        assert launch.block_m == 16 or launch.block_m * dim <= 32 * 32 * launch.warps
 
 
 @interpreted

@@ -91,19 +91,24 @@ def fold_alone(
 def fold_paths(
     q: Arg, query: Arg, real: Arg, oldest: Arg, pages: Arg, table: Arg, tail: Arg, path: Arg, block: Arg, start: Arg,
     end: Arg, first_query: Arg, last_query: Arg, t: Arg, slot_stride: Arg, v_offset: Arg, tail_column: Arg, tail_v: Arg,
-    acc: Arg, peak: Arg, mass: Arg, scale: Arg, dim: constexpr, page_size: constexpr, window: constexpr,
+    acc: Arg, peak: Arg, mass: Arg, scale: Arg, values: Arg, dim: constexpr, page_size: constexpr, window: constexpr,
     aligned: constexpr, block_n: constexpr, block_d: constexpr, block_t: constexpr,
 ) -> Arg:  # fmt: skip
     """Fold the one block of keys that the row's end or paths lie in, of the lanes' queries.
 
     query, real, oldest: [m], of each lane, the last the first position that it sees. first_query .. last_query - 1: the
-    queries among them. path: of the row. The rest as in `fold_alone`.
+    queries among them. path: of the row. values: of the values' columns those that are summed, as many as acc has. The
+    rest as in `fold_alone`.
     """
     dims = tl.arange(0, block_d)
     key = block * block_n + tl.arange(0, block_n)
     stored = (key >= start) & (key < end)
     slot = page_of(table, block, start, end, block_n, page_size).to(tl.int64) * page_size + within_page(key, page_size)
-    k, v = load_kv(pages, slot * slot_stride, stored, v_offset, dims, dim, block_d, q.dtype, False)
+    at = pages + slot * slot_stride
+    k = tl.load(at[:, None] + dims[None, :], mask=stored[:, None] & (dims < dim)[None, :], other=0.0)
+    v = tl.load(
+        (at + v_offset)[:, None] + values[None, :], mask=stored[:, None] & (values < dim)[None, :], other=0.0
+    )  # fmt: skip
     raw = tl.dot(q, tl.trans(k), input_precision="ieee")
 
     columns = tl.arange(0, block_t)
@@ -136,8 +141,8 @@ def fold_paths(
         if aligned:
             at_v = tl.multiple_of(at_v, 16)
         mask = (late & (stored | theirs))[:, None]
-        mask = mask if dim == block_d else mask & (dims < dim)[None, :]
-        v_own = tl.load(at_v[:, None] + dims[None, :], mask=mask, other=0.0)
+        mask = mask if dim == block_d else mask & (values < dim)[None, :]
+        v_own = tl.load(at_v[:, None] + values[None, :], mask=mask, other=0.0)
         summed = tl.dot(late_weights, v_own, acc, input_precision="ieee")
         acc = tl.where((query == each)[:, None], summed, acc)  # of the others not even what is infinite shows
     return acc, peak, mass
@@ -237,19 +242,22 @@ def _join_kernel(
     capacity: Arg, heads: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg, v_offset: Arg, table_row: Arg,
     position_row: Arg, position_query: Arg, tail_row: Arg, tail_column: Arg, tail_v: Arg,
     group: constexpr, dim: constexpr, page_size: constexpr, window: constexpr, chunked: constexpr,
-    alone: constexpr, has_sinks: constexpr, unit: constexpr, aligned: constexpr,
+    alone: constexpr, has_sinks: constexpr, unit: constexpr, aligned: constexpr, column_shares: constexpr,
     block_m: constexpr, block_n: constexpr, block_d: constexpr, block_t: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
-    """The results of one block of queries of one row and K/V head.
+    """A share of the columns of the results of one block of queries of one row and K/V head.
 
-    out: [rows, n, heads, dim], contiguous. The rest as in `_segments_kernel`. Grid (kv_heads, blocks of queries, rows).
+    out: [rows, n, heads, dim], contiguous. The rest as in `_segments_kernel`. Grid (kv_heads * column_shares,
+    blocks of queries, rows).
     """
     pdl_wait(overlap, early=True)
-    kv_head, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    kv_head, row = tl.program_id(0) // column_shares, tl.program_id(2).to(tl.int64)
     lane = tl.program_id(1) * block_m + tl.arange(0, block_m)
     query, head = lane // group, kv_head * group + lane % group
     real = query < n
     dims = tl.arange(0, block_d)
+    block_v: constexpr = block_d // column_shares
+    values = tl.program_id(0) % column_shares * block_v + tl.arange(0, block_v)
     end = tl.load(kv_len + row).to(tl.int32)
     table = page_table + tl.load(rows + row) * table_row
     offset, seen_from = tl.load(offsets + row), tl.load(first + row)
@@ -275,16 +283,16 @@ def _join_kernel(
     at = (offset.to(tl.int64) * n + query) * heads + head
     step = n.to(tl.int64) * heads
 
-    acc = tl.zeros([block_m, block_d], tl.float32)
+    acc = tl.zeros([block_m, block_v], tl.float32)
     peak, mass = tl.full([block_m], -1e30, tl.float32), tl.zeros([block_m], tl.float32)
     for i in range(0, closed, 4):  # four are asked for at once
-        one, one_peak, one_mass = load_part(part, part_peak, part_mass, at + i * step, real, dims, dim)
+        one, one_peak, one_mass = load_part(part, part_peak, part_mass, at + i * step, real, values, dim)
         kept = query < tl.where(i + 1 < closed, n, 0)
-        two, two_peak, two_mass = load_part(part, part_peak, part_mass, at + (i + 1) * step, kept, dims, dim)
+        two, two_peak, two_mass = load_part(part, part_peak, part_mass, at + (i + 1) * step, kept, values, dim)
         kept = query < tl.where(i + 2 < closed, n, 0)
-        three, three_peak, three_mass = load_part(part, part_peak, part_mass, at + (i + 2) * step, kept, dims, dim)
+        three, three_peak, three_mass = load_part(part, part_peak, part_mass, at + (i + 2) * step, kept, values, dim)
         kept = query < tl.where(i + 3 < closed, n, 0)
-        four, four_peak, four_mass = load_part(part, part_peak, part_mass, at + (i + 3) * step, kept, dims, dim)
+        four, four_peak, four_mass = load_part(part, part_peak, part_mass, at + (i + 3) * step, kept, values, dim)
         acc, peak, mass = join(acc, peak, mass, one, one_peak, one_mass)
         acc, peak, mass = join(acc, peak, mass, two, two_peak, two_mass)
         acc, peak, mass = join(acc, peak, mass, three, three_peak, three_mass)
@@ -299,20 +307,21 @@ def _join_kernel(
         kept = tl.where((i >= 0) & (i < there), n, 0)  # of its queries
         begin = tl.maximum(segment_start(segment, unit), start) // block_n
         after = tl.minimum(segment_start(segment + 1, unit) // block_n, stop)
-        each, each_peak, each_mass = load_part(part, part_peak, part_mass, at + i * step, query < kept, dims, dim)
+        each, each_peak, each_mass = load_part(part, part_peak, part_mass, at + i * step, query < kept, values, dim)
         each_mass = tl.broadcast_to(each_mass[:, None], (block_m, 16))
         for block in range(tl.where(kept > 0, tl.maximum(begin, whole), begin), after):
             each, each_peak, each_mass = fold_paths(
                 own, query, real, oldest, pages + kv_head * dim, table, tail + row * tail_row + kv_head * dim,
                 path + row * n * t, block, start, end, first_query, last_query, t, slot_stride, v_offset, tail_column,
-                tail_v, each, each_peak, each_mass, scale, dim, page_size, window, aligned, block_n, block_d, block_t,
+                tail_v, each, each_peak, each_mass, scale, values, dim, page_size, window, aligned, block_n, block_d,
+                block_t,
             )  # fmt: skip
         acc, peak, mass = join(acc, peak, mass, each, each_peak, tl.max(each_mass, 1))
 
     result = result_of(acc, peak, mass, sink, has_sinks)
     out_at = (row * n + query) * heads + head
-    out_at = out_at[:, None] * dim + dims[None, :]
-    tl.store(out + out_at, result.to(out.dtype.element_ty), mask=real[:, None] & (dims < dim)[None, :])
+    out_at = out_at[:, None] * dim + values[None, :]
+    tl.store(out + out_at, result.to(out.dtype.element_ty), mask=real[:, None] & (values < dim)[None, :])
 
 
 # ------------------------------------------------------------------------------------------------------- the launch
@@ -326,6 +335,7 @@ class SegmentLaunch:
     programs: that share the list of items, a K/V head and block of queries.
     capacity: items whose parts are kept.
     warps, stages: of the programs that fold segments.
+    join_warps, column_shares: of the programs that join them, and of the values' columns, of which each has a share.
     """
 
     block_m: int
@@ -333,6 +343,8 @@ class SegmentLaunch:
     capacity: int = 1
     warps: int = 4
     stages: int = 3
+    join_warps: int = 4
+    column_shares: int = 1
 
 
 @lru_cache(maxsize=4096)
@@ -341,12 +353,34 @@ def choose_segment_launch(call: CallShape, most: int, slots: int, gpu: GpuTraits
 
     Rows that share no page have at most `slots` keys in all, so a part is kept of all their segments.
     """
-    width = call.n * call.group
-    block_m = _folded_m(call)
+    width, timed = call.n * call.group, is_measured(gpu)
     programs = num_splits_of(call, gpu)
     part_bytes = 4 * width * call.kv_heads * (call.head_dim + 2)
     kept = min(most, slots // UNIT + 2 * call.rows, PART_BYTES // part_bytes)
-    return SegmentLaunch(block_m, max(1, min(programs, most)), max(1, kept), warps=8 if is_small(call) else 4, stages=2)
+    return SegmentLaunch(
+        _folded_m(call, gpu),
+        max(1, min(programs, most)),
+        max(1, kept),
+        warps=8 if is_small(call) or not timed else 4,
+        stages=2,
+        join_warps=4 if timed and call.element_bytes <= 2 else 8,
+        column_shares=2 if call.head_dim > 128 else 1,
+    )
+
+
+def is_measured(gpu: GpuTraits) -> bool:
+    """Whether launches were timed on such a GPU: compute capability 9.0. Elsewhere they are what spills no registers as
+    compiled (`make check-kernels`).
+    """
+    return gpu.by_warp_groups and not gpu.has_tensor_memory
+
+
+def most_lanes(call: CallShape, gpu: GpuTraits, most: int) -> int:
+    """Queries, times grouped heads, of which a program of 8 warps has the sums of a segment and of all before it.
+
+    Where nothing was timed 32 numbers of each a thread, for operands of products lie in registers there, too.
+    """
+    return most if is_measured(gpu) else min(most, max(16, 32 * 256 // power_of_two(call.head_dim)))
 
 
 def is_small(call: CallShape) -> bool:
@@ -354,13 +388,13 @@ def is_small(call: CallShape) -> bool:
     return call.element_bytes > 2 or call.head_dim > 256
 
 
-def _folded_m(call: CallShape) -> int:
-    return min(max(16, power_of_two(call.n * call.group)), 32 if is_small(call) else 64)
+def _folded_m(call: CallShape, gpu: GpuTraits) -> int:
+    return min(max(16, power_of_two(call.n * call.group)), most_lanes(call, gpu, 32 if is_small(call) else 64))
 
 
 def num_splits_of(call: CallShape, gpu: GpuTraits) -> int:
     """Programs among which the items of a decode phase are divided, a K/V head and block of queries."""
-    blocks, each = -(-call.n * call.group // _folded_m(call)), 4 if call.n == 1 and call.rows <= 16 else 2
+    blocks, each = -(-call.n * call.group // _folded_m(call, gpu)), 4 if call.n == 1 and call.rows <= 16 else 2
     return max(1, -(-each * gpu.num_sms // (call.kv_heads * blocks)))
 
 
@@ -423,9 +457,9 @@ def segment_attention(
         block_m=launch.block_m, num_warps=launch.warps, num_stages=launch.stages, **shape,
     )  # fmt: skip
     t = tail.shape[1]
-    _join_kernel[(kv_heads, -(-n * group // JOINED), rows)](
+    _join_kernel[(kv_heads * launch.column_shares, -(-n * group // JOINED), rows)](
         out, sums, peaks, masses, *where, plan.path, peaks if sinks is None else sinks, scale, n, t, capacity, heads,
-        *strides, has_sinks=sinks is not None, block_m=JOINED, block_t=max(16, power_of_two(t)), num_warps=4,
-        num_stages=2, **shape,
+        *strides, has_sinks=sinks is not None, column_shares=launch.column_shares, block_m=JOINED,
+        block_t=max(16, power_of_two(t)), num_warps=launch.join_warps, num_stages=2, **shape,
     )  # fmt: skip
     return out

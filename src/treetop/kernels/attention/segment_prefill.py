@@ -12,7 +12,13 @@ from torch import Tensor
 from treetop.kernels.attention.attention import load_kv, page_of, paged_attention_reference, within_page
 from treetop.kernels.attention.attention_config import CallShape
 from treetop.kernels.attention.metadata import AttentionMetadata, oldest_seen
-from treetop.kernels.attention.segment_attention import SegmentLaunch, is_small, load_queries
+from treetop.kernels.attention.segment_attention import (
+    SegmentLaunch,
+    is_measured,
+    is_small,
+    load_queries,
+    most_lanes,
+)
 from treetop.kernels.attention.segments import (
     UNIT,
     block_of,
@@ -107,12 +113,13 @@ def _prefill_kernel(
 
 
 @cache
-def choose_prefill_launch(call: CallShape) -> SegmentLaunch:
+def choose_prefill_launch(call: CallShape, gpu: GpuTraits) -> SegmentLaunch:
     """The launch of a call from its shape."""
     lanes = max(16, power_of_two(call.n * call.group))
-    block_m = min(lanes, 32 if is_small(call) else 64 if call.head_dim > 128 else 128)
-    stages = 2 if call.element_bytes > 2 or call.head_dim > 128 else 3
-    return SegmentLaunch(block_m, warps=8 if block_m * call.head_dim > 64 * 64 else 4, stages=stages)
+    block_m = min(lanes, most_lanes(call, gpu, 32 if is_small(call) else 64 if call.head_dim > 128 else 128))
+    stages = 2 if call.element_bytes > 2 or call.head_dim > 128 or not is_measured(gpu) else 3
+    many = block_m * call.head_dim > 64 * 64 or call.element_bytes > 2 or not is_measured(gpu)
+    return SegmentLaunch(block_m, warps=8 if many else 4, stages=stages)
 
 
 def segment_prefill_reference(
@@ -142,7 +149,7 @@ def segment_prefill(
     group = heads // kv_heads
     if launch is None:
         call = CallShape(rows, n, kv_heads, group, dim, q.element_size(), metadata.max_kv_len, True)
-        launch = choose_prefill_launch(call)
+        launch = choose_prefill_launch(call, gpu)
     out = torch.empty((rows, n, heads, dim), dtype=q.dtype, device=q.device)
     positions, table = metadata.positions, metadata.table.data
     assert (q.stride(3), table.stride(1), metadata.rows.stride(0), metadata.kv_len.stride(0)) == (1, 1, 1, 1)

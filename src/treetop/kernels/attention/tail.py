@@ -137,6 +137,6 @@ def tail_and_merge(
         group=group, dim=dim, window=metadata.window or 0, chunked=metadata.chunked,
         has_sinks=sinks is not None, block_m=block_m,
         block_t=min(16 if small else 64, max(16, power_of_two(width))), block_d=max(16, power_of_two(dim)),
-        overlap=gpu.can_overlap, num_warps=4, num_stages=2, **overlap,
+        overlap=gpu.can_overlap, num_warps=8 if q.element_size() > 2 else 4, num_stages=2, **overlap,
     )  # fmt: skip
     return out
