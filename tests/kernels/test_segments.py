@@ -222,7 +222,7 @@ def test_no_launch_shows(shape):
 
 
 OTHER_GPUS = [
-    GpuTraits(108, False, 163 << 10, True),  # A100
+    GpuTraits(128, False, 99 << 10, True),  # RTX 4090
     GpuTraits(148, True, 227 << 10, True, True),  # B200
     GpuTraits(170, True, 99 << 10, True),  # RTX 5090
 ]
@@ -230,7 +230,7 @@ OTHER_GPUS = [
 
 @pytest.mark.parametrize("gpu", OTHER_GPUS, ids=lambda gpu: str(gpu.num_sms))
 @pytest.mark.parametrize(("dim", "size"), [(64, 2), (128, 2), (128, 4), (256, 2), (512, 2)])
-def test_where_nothing_was_timed_a_thread_has_few_sums(dim, size, gpu):
+def test_where_registers_lack_a_thread_has_few_sums(dim, size, gpu):
     """Of a segment and of all before it 32 each at most, or the fewest queries that are a product; decoding and in
     prefills."""
     call = CallShape(8, 16, 8, 8, dim, size, 8192)

@@ -28,6 +28,7 @@ from treetop.kernels.attention.segment_attention import (
     SegmentLaunch,
     choose_segment_launch,
     load_part,
+    most_lanes,
 )
 from treetop.kernels.attention.segments import (
     UNIT,
@@ -388,7 +389,7 @@ def choose_latent_launch(call: CallShape, most: int, slots: int, coded: bool, gp
 
 def choose_latent_prefill(call: CallShape, coded: bool, gpu: GpuTraits) -> SegmentLaunch:
     """The launch of a prefill: the sums of a segment and of all before it fill the registers of 32 queries."""
-    block_m = min(max(16, power_of_two(call.n * call.group)), 32)
+    block_m = min(max(16, power_of_two(call.n * call.group)), most_lanes(call, gpu, 32))
     return _that_fits(SegmentLaunch(block_m, warps=8, stages=2), coded, gpu)
 
 

@@ -353,7 +353,7 @@ def choose_segment_launch(call: CallShape, most: int, slots: int, gpu: GpuTraits
 
     Rows that share no page have at most `slots` keys in all, so a part is kept of all their segments.
     """
-    width, timed = call.n * call.group, is_measured(gpu)
+    width = call.n * call.group
     programs = num_splits_of(call, gpu)
     part_bytes = 4 * width * call.kv_heads * (call.head_dim + 2)
     kept = min(most, slots // UNIT + 2 * call.rows, PART_BYTES // part_bytes)
@@ -361,26 +361,26 @@ def choose_segment_launch(call: CallShape, most: int, slots: int, gpu: GpuTraits
         _folded_m(call, gpu),
         max(1, min(programs, most)),
         max(1, kept),
-        warps=8 if is_small(call) or not timed else 4,
+        warps=8 if is_small(call) or not is_roomy(gpu) else 4,
         stages=2,
-        join_warps=4 if timed and call.element_bytes <= 2 else 8,
+        join_warps=4 if is_roomy(gpu) and gpu.by_warp_groups and call.element_bytes <= 2 else 8,
         column_shares=2 if call.head_dim > 128 else 1,
     )
 
 
-def is_measured(gpu: GpuTraits) -> bool:
-    """Whether launches were timed on such a GPU: compute capability 9.0. Elsewhere they are what spills no registers as
-    compiled (`make check-kernels`).
+def is_roomy(gpu: GpuTraits) -> bool:
+    """Whether programs that fold segments are cut as on a Hopper, where that was timed, and on an A100. Elsewhere those
+    spill registers, as compiled (`make check-kernels`).
     """
-    return gpu.by_warp_groups and not gpu.has_tensor_memory
+    return gpu.shared_bytes >= 128 << 10 and not gpu.has_tensor_memory
 
 
 def most_lanes(call: CallShape, gpu: GpuTraits, most: int) -> int:
     """Queries, times grouped heads, of which a program of 8 warps has the sums of a segment and of all before it.
 
-    Where nothing was timed 32 numbers of each a thread, for operands of products lie in registers there, too.
+    `most`, or where there is less room as many as have 32 numbers of each a thread.
     """
-    return most if is_measured(gpu) else min(most, max(16, 32 * 256 // power_of_two(call.head_dim)))
+    return most if is_roomy(gpu) else min(most, max(16, 32 * 256 // power_of_two(call.head_dim)))
 
 
 def is_small(call: CallShape) -> bool:

@@ -14,7 +14,7 @@ from treetop.kernels.attention.attention_config import CallShape
 from treetop.kernels.attention.metadata import AttentionMetadata, oldest_seen
 from treetop.kernels.attention.segment_attention import (
     SegmentLaunch,
-    is_measured,
+    is_roomy,
     is_small,
     load_queries,
     most_lanes,
@@ -117,8 +117,8 @@ def choose_prefill_launch(call: CallShape, gpu: GpuTraits) -> SegmentLaunch:
     """The launch of a call from its shape."""
     lanes = max(16, power_of_two(call.n * call.group))
     block_m = min(lanes, most_lanes(call, gpu, 32 if is_small(call) else 64 if call.head_dim > 128 else 128))
-    stages = 2 if call.element_bytes > 2 or call.head_dim > 128 or not is_measured(gpu) else 3
-    many = block_m * call.head_dim > 64 * 64 or call.element_bytes > 2 or not is_measured(gpu)
+    stages = 2 if call.element_bytes > 2 or call.head_dim > 128 or not is_roomy(gpu) else 3
+    many = block_m * call.head_dim > 64 * 64 or call.element_bytes > 2 or not is_roomy(gpu)
     return SegmentLaunch(block_m, warps=8 if many else 4, stages=stages)
 
 
