@@ -13,13 +13,15 @@ Each contender has a `treetop serve` of its own, one at a time: plain decoding, 
 sends its next request when it has the answer to the last. Half are greedy. Prompts are pieces of the embedded pair's
 held-out texts, or random ids for a model without a tokenizer. `--turns N` times, in alternating order; medians.
 With `--profiles` acceptance is drawn from each of these in turn, beside the same plain server. Those of `--without` do
-not run. No server is begun after `--seconds`, so who comes last may be missing.
+not run. With `--together` all servers are up at once and take each step in turns, so that a machine which is slower
+for a while is so for all; they share its memory: give each its part. No server, or no such step, is begun after
+`--seconds`, so who comes last may be missing.
 
-One JSON object a line: `run` of each server, `contender` with its rates of the whole ramp and of each step, and beside
-plain's of the same turn; at last `auto` beside plain and the best fixed shape, of the whole ramp and of each number of
-clients alone, with 95 % intervals of the mean over paired turns. Of rounds: the share of rows' rounds
-without drafts, the mean drafts of the others, and how many of these were accepted. On a CPU also rates by the processor
-time of the server's processes, for other work on the machine is no cost of theirs.
+One JSON object a line: `run` of each server, or `step` of each step taken in turns; `contender` with its rates of the
+whole ramp and of each step, and beside plain's of the same turn; at last `auto` beside plain and the best fixed shape,
+of the whole ramp and of each number of clients alone, with 95 % intervals of the mean over paired turns. Of rounds: the
+share of rows' rounds without drafts, the mean drafts of the others, and how many of these were accepted. On a CPU also
+rates by the processor time of the server's processes, for other work on the machine is no cost of theirs.
 """
 
 import argparse
@@ -30,7 +32,7 @@ import shlex
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -79,9 +81,12 @@ class Step:
 Ramp = Sequence[Step]
 
 
-def bodies(args: argparse.Namespace) -> list[list[list[Body]]]:
-    """What each client of each step asks, one request after the other; the first warms up: all clients, one request."""
-    draw, tokenizer = random.Random(args.seed), open_tokenizer(resolve_folder(args.model))
+def bodies(args: argparse.Namespace, turn: int = 0) -> list[list[list[Body]]]:
+    """What each client of each step asks, one request after the other; the first warms up: all clients, one request.
+
+    turn: of servers that have seen the prompts of those before.
+    """
+    draw, tokenizer = random.Random(args.seed + turn), open_tokenizer(resolve_folder(args.model))
     text = [] if tokenizer is None else [i for ids in read_prompts(None, 64, tokenizer) for i in ids]
 
     def body(number: int) -> Body:
@@ -91,7 +96,8 @@ def bodies(args: argparse.Namespace) -> list[list[list[Body]]]:
         asked = {"prompt": ids, "max_tokens": draw.randint(*args.max_tokens), "ignore_eos": True, **sampled}
         return {**asked, "stream": True, "stream_options": {"include_usage": True}}
 
-    steps = [(max(args.clients), 1), *((clients, args.requests) for clients in args.clients)]
+    requests = args.requests * (len(args.clients) if len(args.requests) == 1 else 1)
+    steps = [(max(args.clients), 1), *zip(args.clients, requests, strict=True)]
     return [[[body(client + n) for n in range(requests)] for client in range(clients)] for clients, requests in steps]
 
 
@@ -220,23 +226,58 @@ def figures(own: Sequence[Ramp], plain: Sequence[Ramp], clocks: Sequence[str]) -
     return found
 
 
-async def run(args: argparse.Namespace) -> None:
-    asked, options, begun_s = bodies(args), contenders(args), time.perf_counter()
-    others = {*options} - {PLAIN}
-    if unknown := {*args.without} - others:
-        raise InputError(f"--without {shlex.join(sorted(unknown))}: may name {shlex.join(sorted(others))}")
-    options = {name: each for name, each in options.items() if name not in args.without}
-    runs: dict[str, list[Ramp]] = {name: [] for name in options}
+def told(each: Step) -> dict[str, float]:
+    return {key: round(value, 3) for key, value in asdict(each).items()}
+
+
+async def apart(args: argparse.Namespace, options: Mapping[str, Any], until_s: float) -> dict[str, list[Ramp]]:
+    """A server after the other."""
+    asked, runs = bodies(args), dict[str, list[Ramp]]((name, []) for name in options)
     for turn in range(args.turns):
         for name in list(options)[:: -1 if turn % 2 else 1]:
-            if time.perf_counter() - begun_s > args.seconds:
+            if time.perf_counter() > until_s:
                 break
             async with served(args.model, options[name]) as server:
                 ramp = [await step(server, clients) for clients in asked][1:]
             runs[name].append(ramp)
-            steps = [{key: round(value, 3) for key, value in asdict(each).items()} for each in ramp]
-            say({"part": "run", "turn": turn, "contender": name, "start_s": round(server.start_s, 1), "steps": steps})
+            start_s, steps = round(server.start_s, 1), [*map(told, ramp)]
+            say({"part": "run", "turn": turn, "contender": name, "start_s": start_s, "steps": steps})
+    return runs
+
+
+async def together(args: argparse.Namespace, options: Mapping[str, Any], until_s: float) -> dict[str, list[Ramp]]:
+    """All servers at once, each step on one after the other. A turn that time cuts off does not count."""
+    runs = dict[str, list[Ramp]]((name, []) for name in options)
+    warm_up = bodies(args)[0]
+    async with AsyncExitStack() as stack:
+        servers = dict[str, CompletionClient]()
+        for name in sorted(options, key=lambda name: not name.startswith(AUTO)):  # others find what it compiled
+            servers[name] = await stack.enter_async_context(served(args.model, options[name]))
+            await step(servers[name], warm_up)
+            say({"part": "start", "contender": name, "start_s": round(servers[name].start_s, 1)})
+        for turn in range(args.turns):
+            ramps = dict[str, list[Step]]((name, []) for name in options)
+            for number, clients in enumerate(bodies(args, turn)[1:]):
+                for name in list(options)[:: -1 if (turn + number) % 2 else 1]:
+                    if time.perf_counter() > until_s:
+                        return runs
+                    ramps[name].append(await step(servers[name], clients))
+                    say({"part": "step", "turn": turn, "contender": name, **told(ramps[name][-1])})
+            for name, ramp in ramps.items():
+                runs[name].append(ramp)
+    return runs
+
+
+async def run(args: argparse.Namespace) -> None:
+    options, until_s = contenders(args), time.perf_counter() + args.seconds
+    others = {*options} - {PLAIN}
+    if unknown := {*args.without} - others:
+        raise InputError(f"--without {shlex.join(sorted(unknown))}: may name {shlex.join(sorted(others))}")
+    options = {name: each for name, each in options.items() if name not in args.without}
+    runs = await (together if args.together else apart)(args, options, until_s)
     full = len(runs[PLAIN])  # turns that count
+    if not full:
+        raise EngineError(f"--seconds {args.seconds:g}: over before plain decoding had one turn")
     runs = {name: own[:full] for name, own in runs.items() if len(own) >= full}
     plain = runs[PLAIN]
     device = compute_device(options[PLAIN].get("device", "auto"))
@@ -278,7 +319,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--options", default="", metavar="FLAGS", help="of every server")
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="S,k,T")
     parser.add_argument("--clients", nargs="+", type=int, default=CLIENTS, metavar="N", help="at a time, of each step")
-    parser.add_argument("--requests", type=int, default=2, metavar="N", help="of each client in a step")
+    parser.add_argument("--requests", nargs="+", type=int, default=[2], metavar="N", help="of each client, by step")
     parser.add_argument("--prompt-tokens", nargs=2, type=int, default=(16, 256), metavar=("LO", "HI"))
     parser.add_argument("--max-tokens", nargs=2, type=int, default=(16, 96), metavar=("LO", "HI"), help="of an answer")
     parser.add_argument("--turns", type=int, default=3, metavar="N")
@@ -286,11 +327,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--without", nargs="+", default=[], metavar="CONTENDER", help="'5,4,16 useless', as its lines say"
     )
-    parser.add_argument("--seconds", type=float, default=math.inf, help="no server is begun after so many")
+    parser.add_argument("--together", action="store_true", help="all servers at once, step by step in turns")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no server, or step, is begun after so many")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     args.draft = args.draft or (BUILTIN_DRAFT if args.model == BUILTIN_MODEL else None)
-    if min(*args.clients, args.requests, args.turns, args.prompt_tokens[0], args.max_tokens[0]) < 1:
+    if len(args.requests) not in (1, len(args.clients)):
+        raise InputError(f"--requests: one number, or as many as --clients has, {len(args.clients)}")
+    if min(*args.clients, *args.requests, args.turns, args.prompt_tokens[0], args.max_tokens[0]) < 1:
         raise InputError("every number must be at least 1")
     asyncio.run(run(args))
     return 0

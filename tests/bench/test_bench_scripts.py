@@ -1,9 +1,11 @@
 """What the scripts of `bench/` compute from what they measured: without a GPU, on numbers that are known."""
 
+import asyncio
 import importlib
 import json
 import sys
 from argparse import Namespace
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -312,6 +314,45 @@ def test_a_ramps_intervals_are_of_paired_turns(script):
     found = ramp.loads({"plain": plain, "2,1,3": fixed, "auto": auto}, (1, 4), ["2,1,3"], "s")
     assert [each["clients"] for each in found] == [1, 4]
     assert all(each["best_fixed"] == "plain" and each["auto_over_best_fixed"] == 1.1 for each in found)
+
+
+def test_servers_that_are_up_together_take_each_step_in_turns(script, monkeypatch):
+    """So a machine that is slow for a while is so for all. Each turn has prompts of its own, for the caches have those
+    before; one that time cuts off does not count."""
+    ramp, up, taken = script("load_ramp"), [], []
+
+    @asynccontextmanager
+    async def served(model, options):
+        up.append(options)
+        yield Namespace(options=options, start_s=0.0)
+        assert len(taken) > 3, "none ends before all have been measured"
+
+    async def step(server, clients):
+        taken.append((up.index(server.options), len(clients), clients[0][0]["prompt"]))
+        if len(taken) == 3 + 2 * 6 + 2:  # warm-up, two turns, and a part of the third
+            clock.now = 100.0
+        return ramp.Step(len(clients), 1, 1.0, 1.0, 1, 0, 0, 0)
+
+    clock = Namespace(now=0.0, perf_counter=lambda: clock.now)
+    monkeypatch.setattr(ramp, "served", served)
+    monkeypatch.setattr(ramp, "step", step)
+    monkeypatch.setattr(ramp, "time", clock)
+    sizes = {"clients": [1, 2], "requests": [3, 1], "prompt_tokens": (8, 8), "max_tokens": (4, 4)}
+    args = Namespace(model="builtin:nestling", seed=0, turns=3, **sizes)
+    runs = asyncio.run(ramp.together(args, {"plain": {"n": 0}, "2,1,3": {"n": 1}, "auto": {"n": 2}}, 50.0))
+    assert {name: [len(each) for each in ramps] for name, ramps in runs.items()} == {name: [2, 2] for name in runs}
+    auto, plain, fixed = range(3)  # as they were started: others find what auto compiled
+    order = [who for who, _, _ in taken[3:]]
+    first, second = [plain, fixed, auto], [auto, fixed, plain]
+    assert order == [*first, *second, *second, *first, *first[:2]]
+    assert [clients for _, clients, _ in taken[3:]] == [1] * 3 + [2] * 3 + [1] * 3 + [2] * 3 + [1] * 2
+    prompts = [prompt for _, _, prompt in taken]
+    assert prompts[3] == prompts[4] == prompts[5] != prompts[9], "the same for all, others in the next turn"
+
+
+def test_a_ramp_has_one_number_of_requests_or_one_a_step(script):
+    with pytest.raises(InputError, match=r"^--requests: one number, or as many as --clients has, 3$"):
+        script("load_ramp").main(["--clients", "1", "2", "1", "--requests", "1", "2"])
 
 
 def test_options_of_a_ramp_are_for_every_server_and_those_of_drafts_for_drafts(script):
