@@ -308,6 +308,31 @@ def test_other_numbers_come_to_where_the_old_ones_lie():
     assert_same_bits(decode(old.weight), hard_weight())
 
 
+def test_a_products_new_numbers_come_in_place_or_the_product_is_another(monkeypatch):
+    """In place with other outliers and where 16 bits serve, whatever rows it has served; not where there is no room
+    for numbers without codes, of which 13 bits that captured rounds read would be old ones."""
+    Multiplied(monkeypatch)
+    probed, x = Probed((384, 512), (), True), torch.ones(8, 512).bfloat16()
+
+    def product(weight, copies=True):
+        return NoSplitKProduct(weight.clone(), None, None, H200, probed, copies)
+
+    none = normal(384, 512)
+    none[::128, 0] = 1e-30
+    old, plain = product(normal(384, 512)), product(normal(384, 512), copies=False)
+    before, seen = old(x), old.weight.data_ptr()
+    plain(x)
+    new = product(hard_weight().nan_to_num(0, 1, 1))
+    for each in (old, plain):
+        copy_all(copies_between(each, new))
+        assert torch.equal(each(x), new(x))
+        assert not torch.equal(each(x), before)
+    assert old.weight.data_ptr() == seen
+    assert old.read_bytes(8) < plain.read_bytes(8)
+    assert copies_between(old, product(none)) is None
+    assert copies_between(plain, product(none)) is not None
+
+
 # ------------------------------------------------------------------------------------------------------------ memory
 
 

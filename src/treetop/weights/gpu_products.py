@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -106,6 +106,16 @@ class NoSplitKProduct:
             return self._finished(library(x, self.weight))
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         return self._of_rows(rows if _is_aligned(rows) else rows.clone()).view(*x.shape[:-1], -1)
+
+    def beside(self, new: "NoSplitKProduct") -> list[tuple[Any, Any]] | None:
+        """`UpdatedInPlace`: who serves, and whether there are 13 bits, stays as it is. None for numbers that have none.
+
+        The rows that each has served are no difference."""
+        names = ("weight", "_bias", "_kind", "_fused", "_gpu", "_probed")
+        pairs = [(getattr(self, name), getattr(new, name)) for name in names]
+        if self._ordered is None:
+            return pairs
+        return None if new._ordered is None else [*pairs, (self._ordered, new._ordered)]
 
     def read_bytes(self, rows: int) -> int:
         """Bytes of the weight that a product of so many rows reads."""
