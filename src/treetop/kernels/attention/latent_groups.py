@@ -163,8 +163,8 @@ def _tell_weights(
 
 @gluon_jit
 def _cells(item: Arg, column: gl.constexpr, of_sums: gl.constexpr) -> Arg:
-    """Where 256 columns of results [..., 512] lie, [64, 256] int64."""
-    return item[:, None] * 512 + (column + _nought()) + gl.arange(0, 256, gl.SliceLayout(0, of_sums))[None, :]
+    """Where 256 columns of results [..., 512] lie, [64, 256] int64; 64 times nought, for pairs are stored at once."""
+    return item[:, None] * 512 + (column + _nought() * 64) + gl.arange(0, 256, gl.SliceLayout(0, of_sums))[None, :]
 
 
 @gluon_jit
