@@ -16,7 +16,6 @@ from treetop.attention.gluon_backend import GluonBackend
 from treetop.attention.registry import BACKENDS, refusal
 from treetop.engine.startup.startup_log import attention_words
 from treetop.kernels import gluon_guard
-from treetop.kernels.attention.indexer import IndexQuery
 from treetop.kernels.attention.latent_attention import latent_attention_reference
 from treetop.kernels.attention.latent_gluon import RANK, choose_splits
 from treetop.kernels.attention.metadata import SparseKeys
@@ -119,6 +118,7 @@ def test_pages_are_of_64_tokens_where_it_is_named_or_taken_and_nothing_is_asked(
     assert page_size_for("auto", need) == 64
     assert page_size_for("auto", replace(need, exact=True)) == 16
     assert page_size_for("auto", need_of(DENSE, page=None)) == 16
+    assert page_size_for("auto", need_of(replace(many, sparse=True), page=None)) == 16  # no times of chosen keys
     served.remove("gluon")
     assert page_size_for("auto", need) == 16
 
@@ -206,28 +206,6 @@ def test_keys_that_are_chosen_are_gathered_if_that_is_right(monkeypatch, caplog,
     assert asked == ["gluon" if words is None else "triton"]
     assert (words or "") in caplog.text
     assert bool(caplog.text) == (words is not None)
-
-
-def test_auto_hands_on_what_an_indexer_chooses(monkeypatch):
-    """To the backend that it has taken for the phase, as its layers ask for it."""
-    asked = []
-    monkeypatch.setattr(auto, "in_force", lambda table, need: table)
-    monkeypatch.setattr(auto, "refusal", lambda name, need: None if name in ("triton", "gluon") else "no")
-    monkeypatch.setattr(gluon_backend, "chosen_planes_attention", reference)
-    monkeypatch.setattr(gluon_backend, "problem_of_chosen", lambda device: None)
-    sparse = replace(LATENT, heads=128, sparse=True)
-    backend = auto.AutoBackend(load_table(), need_of(sparse))
-    monkeypatch.setattr(gluon_backend, "chosen_planes_attention", lambda *args: asked.append(args[2].chosen))
-    s = scene(**PLANE, max_kv_len=150, heads=128)
-    chosen = SparseKeys(torch.arange(64).expand(4, 5, 64).int(), torch.ones(4, 5).int(), s.metadata.mask)
-    monkeypatch.setattr(triton_backend, "choose_paged_keys", lambda *args: chosen)
-    plan = backend.plan(backend.begin(s.metadata), s.metadata)
-    assert plan.backend is backend.parts["gluon"]
-    query = IndexQuery(torch.zeros(4, 5, 2, 8), torch.zeros(4, 5, 2), 64)
-    assert backend.choose(query, s.kv, plan, s.tail) is chosen
-    assert torch.equal(backend.hidden(plan, chosen), -(s.metadata.kv_len > 0).long())  # 0 of a row without keys
-    backend.prefix_tail(s.q, s.kv, backend.narrowed(plan, chosen), s.tail, s.scale)
-    assert asked == [chosen]
 
 
 def test_splits_fill_the_card_once():

@@ -15,11 +15,10 @@ from typing import Any, cast
 from torch import Tensor
 
 from treetop.attention.capabilities import Capabilities, GroupNeed, Need
-from treetop.attention.contract import AttentionBackend, FlatBackend, HostPlanned, RoundExtents, SparseBackend, TailKV
+from treetop.attention.contract import AttentionBackend, FlatBackend, HostPlanned, RoundExtents, TailKV
 from treetop.attention.exact_backend import ExactBackend
 from treetop.attention.registry import BACKENDS, fallback, refusal, require
 from treetop.kernels.attention.attention_config import CallShape
-from treetop.kernels.attention.indexer import IndexQuery
 from treetop.kernels.attention.metadata import AttentionMetadata
 from treetop.kernels.kv import PagedKV
 from treetop.kernels.triton_guard import gpu_traits
@@ -111,7 +110,10 @@ def in_force(table: ChoiceTable, need: Need) -> ChoiceTable:
 
 
 def taken(table: ChoiceTable, need: Need) -> set[str]:
-    """The backends that serve some class of calls which was measured with an engine's heads, and the fallback."""
+    """The backends that serve some class of calls which was measured with an engine's heads, and the fallback; that
+    alone for sparse attention, of which no calls were measured."""
+    if any(group.sparse for group in need.groups):
+        return {FALLBACK}
     measured = {name for timings in table.entries.values() for name in timings}
     usable = frozenset(name for name in measured if name in BACKENDS and refusal(name, need) is None)
     heads = {call_of(need, group, 1, 1, 1, False).heads for group in need.groups if group.window is None}
@@ -193,15 +195,6 @@ class AutoBackend:
     def plan(self, begun: AutoPrefix, metadata: AttentionMetadata) -> Chosen:
         backend = self.backend_for(metadata)
         return Chosen(backend, backend.plan(begun.of(backend, metadata), metadata))
-
-    def choose(self, query: IndexQuery, kv: PagedKV, plan: Chosen, tail: TailKV | None) -> Any:
-        return cast(SparseBackend[Any], plan.backend).choose(query, kv, plan.inner, tail)
-
-    def hidden(self, plan: Chosen, chosen: Any) -> Tensor:
-        return cast(SparseBackend[Any], plan.backend).hidden(plan.inner, chosen)
-
-    def narrowed(self, plan: Chosen, chosen: Any) -> Chosen:
-        return replace(plan, inner=cast(SparseBackend[Any], plan.backend).narrowed(plan.inner, chosen))
 
     def prefix_tail(
         self, q: Tensor, kv: PagedKV, plan: Chosen, tail: TailKV, scale: float, sinks: Tensor | None = None
