@@ -15,14 +15,24 @@ A cell is written as soon as it is known. Started again with the same `--out` th
 and stops before it begins one when `--seconds` are over: so runs of ten minutes add up. JSON: costs, times of rounds
 by shape "S,k,T" and rows, and `cells`, with output tokens/s, rounds by shape, and milliseconds to the first token and
 between tokens.
+
+With `--in-turns`, on a CPU, `auto` runs beside plain decoding of an engine without a draft: one step of the one, one of
+the other, on equal requests, so that a machine with other work is as slow for both. `turns` has for each load and kind
+of step how many there were, and lower quartiles of milliseconds of processor time in the target's model and around it,
+which no other work has disturbed. `plain_over_auto` is the time of all steps by these; what the target's model takes is
+that of plain decoding in both where it does the same, for where an engine's weights lie decides some percent of it.
+Give it OMP_NUM_THREADS=1, for the time is of one thread.
 """
 
+import argparse
 import json
 import random
 import statistics
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,10 +45,10 @@ from treetop import LLM
 from treetop.bench.prompts import random_prompts
 from treetop.bench.provenance import versions
 from treetop.scheduler.policy import FixedShape
-from treetop.types.errors import EngineError
+from treetop.types.errors import EngineError, InputError
 from treetop.types.ids import RequestId
 from treetop.types.layout import PLAIN, SpecShape
-from treetop.types.messages import MixedPlan, RoundPlan, round_of
+from treetop.types.messages import MixedPlan, RoundPlan, StepPlan, prefill_of, round_of
 from treetop.types.requests import EngineRequest
 from treetop.types.sampling import SamplingParams
 
@@ -165,6 +175,106 @@ def quantiles(seconds: list[float]) -> dict[str, float]:
     }
 
 
+class Turns:
+    """One engine, a step at a time, on a thread of its own: what steps take is the thread's time.
+
+    spent: by what was launched in a step, seconds in the target's model, and around it.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self._engine, self._scheduler, self._out = llm.engine, llm.scheduler, list[Any]()
+        self._thread, self._left, self._in_target = ThreadPoolExecutor(1), list[EngineRequest](), 0.0
+        self.spent = defaultdict[str, list[tuple[float, float]]](list)
+        for name in ("forward", "logits"):
+            setattr(llm.engine.runner.target, name, self._timed(getattr(llm.engine.runner.target, name)))
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begun_s = time.thread_time()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._in_target += time.thread_time() - begun_s
+
+        return timed
+
+    def begin(self, asked: Sequence[EngineRequest], clients: int) -> None:
+        self._left = [*asked]
+        self.spent.clear()
+        for _ in range(clients):
+            self._send()
+
+    def _send(self) -> None:
+        if self._left:
+            self._scheduler.add(self._left.pop(0))
+
+    def step(self) -> bool:
+        """False if nothing is left to do."""
+        return self._thread.submit(self._step).result()
+
+    def _step(self) -> bool:
+        if not (self._scheduler.has_work or self._out):
+            return False
+        begun_s, self._in_target, kinds = time.thread_time(), 0.0, list[str]()
+        while (plan := self._scheduler.plan()) is not None:
+            kinds.append(_kind(plan))
+            self._out.append((plan, self._engine.launch(plan)))
+        plan, step = self._out.pop(0)
+        updates = self._scheduler.commit(plan, self._engine.collect(step))
+        around_s = time.thread_time() - begun_s - self._in_target
+        self.spent[" + ".join(kinds)].append((self._in_target, around_s))
+        for update in updates:
+            if update.error is not None:
+                raise EngineError(update.error)
+            if update.finish_reason is not None:
+                self._send()
+        return True
+
+    def told(self) -> dict[str, list[float]]:
+        """Of each kind how many steps, and lower quartiles of milliseconds in the target and around it."""
+        return {
+            kind: [len(times), *(round(1e3 * lower_quartile(part), 3) for part in zip(*times, strict=True))]
+            for kind, times in sorted(self.spent.items(), key=lambda kind: -sum(map(sum, kind[1])))
+        }
+
+
+def _kind(plan: StepPlan) -> str:
+    round, prompt, words = round_of(plan), prefill_of(plan), list[str]()
+    if prompt is not None:
+        drafting = len(prompt.chunks) - len(prompt.no_draft)
+        words.append(f"prefill of {len(prompt.chunks)}; {drafting} with a draft")
+    if round is not None:
+        drafting = len(round.rows) - len(round.no_draft)
+        words.append(f"{round.shape.text} of {len(round.rows)}; {drafting} with a draft")
+        words += ["behind a catch-up"] * round.catches_up
+    return ", ".join(words)
+
+
+def lower_quartile(times: Sequence[float]) -> float:
+    return sorted(times)[len(times) // 4]
+
+
+def in_turns(plain: Turns, auto: Turns, clients: int, args: argparse.Namespace, vocab: int) -> dict[str, Any]:
+    """Equal requests, each client's next when one has its answer; those of `_WARM_UP` of each do not count."""
+    for count in (_WARM_UP * clients, args.turns * clients):
+        params = SamplingParams(max_tokens=args.output, ignore_eos=True)
+        prompts = random_prompts(count, args.input, vocab)
+        asked = [EngineRequest(RequestId(i), tuple(ids), params, i) for i, ids in enumerate(prompts)]
+        for each in (plain, auto):
+            each.begin(asked, clients)
+        while plain.step() | auto.step():
+            pass
+    of_plain, of_auto = plain.told(), auto.told()
+    in_target = {kind.split(";")[0]: target for kind, (_, target, _) in of_plain.items()}
+    plain_ms = sum(count * (target + around) for count, target, around in of_plain.values())
+    auto_ms = sum(
+        count * (in_target.get(kind.split(";")[0], target) + around)
+        for kind, (count, target, around) in of_auto.items()
+    )
+    ratio = round(plain_ms / auto_ms, 4)
+    return {"clients": clients, "plain_over_auto": ratio, PLAIN_WAY: of_plain, AUTO: of_auto}
+
+
 def main(arguments: list[str]) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--preset", choices=NAMES, default=NAMES[0], help="shape, with random weights")
@@ -183,17 +293,27 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--turns", type=int, default=1, help="requests of a client that count")
     parser.add_argument("--repeats", type=int, default=1, help="times of each cell")
     parser.add_argument("--seconds", type=float, default=480.0, help="no cell is begun after so many")
+    parser.add_argument("--in-turns", action="store_true", help="`auto` and an engine without a draft, step by step")
     parser.add_argument("--out", type=Path, required=True, help="JSON that is written, and gone on with")
     args = parser.parse_args(arguments)
+    if args.in_turns and args.device != "cpu":
+        raise InputError("--in-turns compares processor time: --device must be cpu")
     started_s = time.perf_counter()
     found: dict[str, Any] = json.loads(args.out.read_text("utf-8")) if args.out.exists() else {"cells": []}
     target, head = (args.model, args.draft) if args.model else preset(args.preset)
     tree = SpecShape.parse(args.tree, "--tree")
     with tempfile.TemporaryDirectory() as folder, patch.dict("os.environ", {"XDG_CACHE_HOME": folder}):
+        common: dict[str, Any] = {
+            "device": args.device,
+            "max_running_requests": args.rows,
+            "context_length": 2 * (args.input + args.output),
+            "disable_radix_cache": True,
+            "check_level": 0,
+            "load_format": "auto" if args.model else "dummy",
+        }
         llm = LLM(
             target,
             draft=head,
-            device=args.device,
             speculative_policy="auto",
             speculative_calibration="learn",
             simulate_acceptance=args.profile,
@@ -201,12 +321,15 @@ def main(arguments: list[str]) -> int:
             speculative_eagle_topk=tree.topk,
             speculative_num_draft_tokens=tree.num_draft_tokens,
             speculative_shapes=args.shapes,
-            max_running_requests=args.rows,
-            context_length=2 * (args.input + args.output),
-            disable_radix_cache=True,
-            check_level=0,
-            load_format="auto" if args.model else "dummy",
+            **common,
         )
+        if args.in_turns:
+            plain = LLM(target, draft=None, **common)
+            both, vocab = (Turns(plain), Turns(llm)), llm.engine.spec.vocab_size
+            found["turns"] = [in_turns(*both, clients, args, vocab) for clients in args.clients]
+            args.out.write_text(json.dumps(found, indent=1), encoding="utf-8")
+            print(*map(json.dumps, found["turns"]), sep="\n", flush=True)
+            return 0
     costs, device = llm.engine.costs, llm.engine.runner.buffers.rows.device
     assert costs is not None
     found |= {
