@@ -137,7 +137,7 @@ class CudaGraphs:
         gc.collect()  # the graphs of an engine that is gone
         layout, free = self._runner.layout, [self._free()]
         early = {0, *(layout.buckets if len(layout.shapes) > 1 else layout.coarse_buckets)}  # 0 for prompts alone
-        keys = [key for key in greedy_keys(self._runner.layout) if key.bucket in early and _gains(layout, key)]
+        keys = [key for key in greedy_keys(layout) if key.bucket in early and _gains(layout, key)]
         largest = [*islice(filter(_has_rows, keys), 1), *islice(filterfalse(_has_rows, keys), 1)]
         for part in (largest, keys):
             self.capture(part)
@@ -252,7 +252,11 @@ def greedy_keys(layout: Layout) -> list[RoundKey]:
         if key.bucket in layout.coarse_buckets
         for size in layout.prompt_sizes
     ]
-    with_prompts += [RoundKey.of_prompts(size, block, SamplingMode.GREEDY) for size, block in layout.prefill_sizes]
+    alone = (False, True) if layout.max_deferred else (False,)  # rows may lose their draft
+    with_prompts += [
+        RoundKey.of_prompts(size, block, SamplingMode.GREEDY, undrafted)
+        for (size, block), undrafted in product(layout.prefill_sizes, alone)
+    ]
     mixed = [replace(key, mixed=True) for key in rounds if layout.mixed]
     rounds += with_prompts
     rounds.sort(key=lambda key: key.shape.nodes_at(key.bucket) + key.prompts, reverse=True)
@@ -296,6 +300,8 @@ def _in_rounds(places: Collection[RoundKey]) -> int:
 
 def _place(filters_apart: bool, key: RoundKey) -> RoundKey:
     """Where a round's graph is kept: rounds that are the same work share it."""
+    if key.undrafted and _has_rows(key):  # it is data
+        key = replace(key, undrafted=False)
     if key.catches_up:
         return RoundKey.of_catch_up(key.bucket)
     if key.mixed:

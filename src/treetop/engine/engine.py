@@ -249,6 +249,7 @@ class Engine:
         for (size, block), choice in product(self.layout.prefill_sizes, self.runner.state.choices):
             if not choice.processes:
                 yield RoundKey.of_prompts(size, block, choice)
+                yield RoundKey.of_prompts(size, block, choice, undrafted=True)
         if self.layout.max_deferred:
             yield from map(RoundKey.of_catch_up, self.layout.buckets)
 
@@ -668,7 +669,7 @@ class Engine:
             self.adapters.apply(plan.adapters)
         self.runner.state.move_in(plan.setups, sent["setups"], self.config.check_level)
         allowed = self._node_masks.roots(plan.rows, plan.masks, row_lists.shape[1], row_lists.device)
-        return make_batch(plan, row_lists, sent["chunks"], sent["prompt"], allowed)
+        return make_batch(plan, row_lists, sent["chunks"], sent["prompt"], allowed, self.layout.bucket_for)
 
     def _of_prefill(self, plan: PrefillPlan, rows: Tensor, first: FirstTokens) -> RowResults:
         self.runner.state.states.keep(plan.chunks)
@@ -678,7 +679,8 @@ class Engine:
     def _round(self, plan: RoundPlan, slot: Slot) -> RowResults:
         edits = self.runner.state.edit_columns(plan.edits)
         row_lists = self._apply(self._staging.send(slot, rows=[self._row_lists(plan)], edits=edits))
-        key = RoundKey(row_lists.shape[1], plan.shape, plan.choice, bool(plan.masks))
+        undrafted = len(plan.no_draft) == len(plan.rows) and self.layout.defers(plan.shape)
+        key = RoundKey(row_lists.shape[1], plan.shape, plan.choice, bool(plan.masks), undrafted=undrafted)
         self._launch_round(plan, key, plan.committed_bound, self._host_step(plan, key))
         return self._of_round(plan, key)
 
@@ -713,7 +715,8 @@ class Engine:
     def _packed(self, plan: PrefillPlan, slot: Slot) -> RowResults:
         """Chunks packed into a batch of fixed size, which is a graph of its own."""
         _, end = self._send_blocks(plan, slot, plan.edits, [])
-        self.launcher.launch(RoundKey.of_prompts(plan.packed, plan.block, plan.choice), end)
+        undrafted = len(plan.no_draft) == len(plan.chunks) and self.layout.max_deferred > 0
+        self.launcher.launch(RoundKey.of_prompts(plan.packed, plan.block, plan.choice, undrafted), end)
         return self._of_blocks(plan)
 
     def _send_blocks(

@@ -1,6 +1,7 @@
 """Captured graphs as a CPU has them: what one would bake in is baked in, what it would leave behind is poisoned."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 
 from treetop.engine.model_runner import ModelRunner
@@ -27,6 +28,7 @@ class GraphSim:
 
     def launch(self, key: RoundKey, max_kv_len: int, host_step: HostStep | None = None) -> None:
         assert max_kv_len <= self._runner.layout.max_committed
+        key = replace(key, undrafted=key.undrafted and not key.bucket)  # of rows it is data
         for phase in phases_of(self._runner, key):
             poison_undeclared(self._runner, phase)
             self._captured[key, phase]()

@@ -1,6 +1,6 @@
 """A prefill step: one chunk a row, K/V to the pages first, the first token of a prompt's last chunk sampled."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,7 +43,7 @@ class PrefillBatch:
     allowed: [rows, 1, words] int32, what may come first; see `process_reference`. None if any token may.
     ends_prompts: whether a line may end a prompt, whose first token is chosen then; else no logits are made, and no
         log-probabilities of a first token are asked for.
-    drafts: whether the draft may have to read a line; else it does not run.
+    num_drafting: lines, the first ones, that the draft may have to read, None for all; with none it does not run.
     """
 
     rows: Tensor
@@ -59,7 +59,7 @@ class PrefillBatch:
     prompt: PromptTokens | None = None
     allowed: Tensor | None = None
     ends_prompts: bool = True
-    drafts: bool = True
+    num_drafting: int | None = None
 
 
 def chunk_columns(plan: PrefillPlan, bucket: int) -> list[list[int]]:
@@ -79,10 +79,15 @@ def chunk_width(plan: PrefillPlan) -> int:
 
 
 def make_batch(
-    plan: PrefillPlan, row_lists: Tensor, columns: list[Tensor], prompt: list[Tensor], allowed: Tensor | None
+    plan: PrefillPlan,
+    row_lists: Tensor,
+    columns: list[Tensor],
+    prompt: list[Tensor],
+    allowed: Tensor | None,
+    bucket_for: Callable[[int], int],
 ) -> PrefillBatch:
     """row_lists: [2, bucket] int64, rows and draft rows. columns, prompt: those of `chunk_columns` and
-    `prompt_columns`, on the device.
+    `prompt_columns`, on the device. bucket_for: lines of a batch of so many rows.
     """
     (rows, draft_rows), (query_len, next_token, place, ids) = row_lists, columns
     width = chunk_width(plan)
@@ -92,8 +97,11 @@ def make_batch(
     sizes = max_kv_len, plan.choice, plan.min_batch_tokens
     ends = plan.choice is SamplingMode.LOGPROBS or any(chunk.next_token is None for chunk in plan.chunks)
     lines = rows, rows, torch.zeros_like(rows), tokens, query_len, next_token, draft_rows
-    drafts = len(plan.no_draft) < len(plan.chunks) or plan.min_batch_tokens > 0  # which other ranks may wait for
-    return PrefillBatch(*lines, *sizes, asked, allowed, ends, drafts)
+    num_drafting = None
+    if plan.no_draft and not plan.min_batch_tokens:  # else other ranks may wait for all
+        drafting = len(plan.chunks) - len(plan.no_draft)
+        num_drafting = bucket_for(drafting) if drafting else 0
+    return PrefillBatch(*lines, *sizes, asked, allowed, ends, num_drafting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,24 +195,42 @@ def end_prefill(runner: ModelRunner, begun: BegunPrefill, output: TargetOutput, 
     prompt = PromptLines(batch.rows, span.positions, batch.tokens, valid)
     roots = NewRoots(batch.choice, rows, span.kv_len, following, -goes_on.to(torch.int64), prompt)
     runner.state.rooted(ops, roots)
-    if runner.drafter is not None and not batch.drafts:
-        draft = _no_proposals(runner, rows)
-    elif runner.drafter is not None:
-        shifted = torch.cat([batch.tokens[:, 1:], batch.tokens[:, :1]], dim=1)
-        shifted = shifted.scatter(1, last[:, None], following[:, None])
-        drafts = batch.draft_rows == batch.rows
-        of_draft = replace(span, kv_len=span.kv_len * drafts, valid=valid & drafts[:, None])
-        read = replace(batch, rows=batch.draft_rows)
-        attend = _attention(runner, runner.draft_layers, runner.draft_groups, read, of_draft)
-        aux_hidden = torch.cat([output.hidden[..., :0], *output.aux_hidden], dim=-1)  # a drafter may read none
-        at = runner.extension(batch.rows, last)  # whose text a line has, if it ends no prompt, too
-        runner.select_for_draft(batch.rows, shifted.shape[1])
-        extended = runner.drafter.extend(shifted, aux_hidden, span.positions, at, attend)
-        if logits is not None:
-            draft = runner.extended(rows, following, extended, runner.state.numbers["classes"][rows])
+    if runner.drafter is not None:
+        count = len(rows) if batch.num_drafting is None else batch.num_drafting
+        if count:
+            draft = _read_by_draft(runner, begun, output, following, logits is not None, count)
+        else:
+            draft = _no_proposals(runner, rows)
     ops.finish(runner.state.tables, rows, runner.layout.dummy_row, batch.offset + last, first, draft)
     asked = None if batch.prompt is None else prompt_logprobs(runner, output.hidden, batch.prompt)
     return FirstTokens(first, finite, logprobs, asked)
+
+
+def _read_by_draft(
+    runner: ModelRunner, begun: BegunPrefill, output: TargetOutput, following: Tensor, proposes: bool, count: int
+) -> DraftState | None:
+    """The draft reads the first `count` lines. following: [rows] int64, the token behind each. proposes: it is to
+    propose what comes next, which is nothing for the other lines.
+    """
+    batch, span, rows, last = begun.batch, begun.span, begun.batch.rows[:count], begun.last[:count]
+    tokens, ends, following = batch.tokens[:count], batch.ends[:count], following[:count]
+    shifted = torch.cat([tokens[:, 1:], tokens[:, :1]], dim=1)
+    shifted = shifted.scatter(1, last[:, None], following[:, None])
+    drafts, positions = batch.draft_rows[:count] == rows, span.positions[:count]
+    of_draft = _Span(positions, span.valid[:count] & drafts[:, None], span.kv_len[:count] * drafts)
+    read = replace(batch, rows=batch.draft_rows[:count])
+    attend = _attention(runner, runner.draft_layers, runner.draft_groups, read, of_draft)
+    streams = (output.hidden[..., :0], *output.aux_hidden)  # a drafter may read none
+    aux_hidden = torch.cat([stream[:count] for stream in streams], dim=-1)
+    at = runner.extension(rows, last)  # whose text a line has, if it ends no prompt, too
+    runner.select_for_draft(rows, shifted.shape[1])
+    assert runner.drafter is not None
+    extended = runner.drafter.extend(shifted, aux_hidden, positions, at, attend)
+    draft = runner.extended(ends, following, extended, runner.state.numbers["classes"][ends]) if proposes else None
+    others = len(batch.rows) - count
+    if draft is None or not others:
+        return draft
+    return DraftState(*(F.pad(each, (0, 0, 0, others)) for each in (draft.tokens, draft.logprob, draft.hidden)))
 
 
 def _no_proposals(runner: ModelRunner, rows: Tensor) -> DraftState | None:

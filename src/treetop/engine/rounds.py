@@ -50,6 +50,8 @@ class RoundKey:
         the host says what may follow their nodes.
     catches_up: no round, but the draft extend of what rows have deferred.
     mixed: its VERIFY shares a forward with a prefill, which runs between its DRAFT and its EXTEND.
+    undrafted: no row has a draft: nothing is kept for one, and it reads no prompts. Of a round with rows who launches
+        phase by phase knows it; to a graph it is data, and its kernels find nothing to keep.
     prompts, block: tokens of prompts that are in the forward of its VERIFY, padding counted, in blocks of so many, as
         it is captured; without rows they are all of it.
     """
@@ -62,10 +64,11 @@ class RoundKey:
     mixed: bool = False
     prompts: int = 0
     block: int = 0
+    undrafted: bool = False
 
     @classmethod
-    def of_prompts(cls, size: int, block: int, choice: SamplingMode) -> "RoundKey":
-        return cls(0, PLAIN, choice, prompts=size, block=block)
+    def of_prompts(cls, size: int, block: int, choice: SamplingMode, undrafted: bool = False) -> "RoundKey":
+        return cls(0, PLAIN, choice, prompts=size, block=block, undrafted=undrafted)
 
     @classmethod
     def of_mixed(cls, bucket: int, shape: SpecShape) -> "RoundKey":
@@ -164,7 +167,7 @@ def end_verify(runner: ModelRunner, key: RoundKey, begun: BegunVerify, output: T
     keep_states(runner, begun.recurrence, paths)
     if runner.drafter is None:
         ops.finish(runner.state.tables, rows, runner.layout.dummy_row, accepted.accept_len, accepted.bonus, None)
-    elif output.aux_hidden:
+    elif output.aux_hidden and not key.undrafted:
         path = accepted.path if flat is None else flat_entries(flat, accepted.path, 1)
         _probe_feature_nodes(runner, rows, path, given.tokens.shape[1], flat)
         ops.path_aux_hidden(buffers.aux_hidden_of(key.bucket, shape), output.aux_hidden, path)
@@ -213,7 +216,8 @@ def prefill_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
 
 
 def _blocks(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> PrefillBatch:
-    return PrefillBatch(*runner.buffers.prompts.lines_of(key.prompts, key.block), max_kv_len, key.choice)
+    lines, drafting = runner.buffers.prompts.lines_of(key.prompts, key.block), 0 if key.undrafted else None
+    return PrefillBatch(*lines, max_kv_len, key.choice, num_drafting=drafting)
 
 
 def extend_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
@@ -234,13 +238,14 @@ def extend_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
 
 
 def defer_phase(runner: ModelRunner, key: RoundKey, _: int) -> None:
-    """Keep what the draft needs of a plain round's token, and finish."""
+    """Keep what the draft needs of a plain round's token, if a row has one, and finish."""
     state, buffers, dummy = runner.state, runner.buffers, runner.layout.dummy_row
-    assert state.deferred is not None
-    rows = buffers.rows[: key.bucket]
-    accepted, aux_hidden = buffers.accepted_of(key.bucket, key.shape), buffers.aux_hidden_of(key.bucket, key.shape)
-    runner.probes.nan(aux_hidden, "features", Phase.EXTEND, rows)
-    defer(state.deferred, buffers.draft_rows[: key.bucket], dummy, accepted.bonus, aux_hidden[:, 0])
+    rows, accepted = buffers.rows[: key.bucket], buffers.accepted_of(key.bucket, key.shape)
+    if not key.undrafted:
+        assert state.deferred is not None
+        aux_hidden = buffers.aux_hidden_of(key.bucket, key.shape)
+        runner.probes.nan(aux_hidden, "features", Phase.EXTEND, rows)
+        defer(state.deferred, buffers.draft_rows[: key.bucket], dummy, accepted.bonus, aux_hidden[:, 0])
     runner.ops.finish(state.tables, rows, dummy, accepted.accept_len, accepted.bonus, None)
 
 

@@ -137,6 +137,7 @@ class PrefillPlanner:
         if not batch:
             return None
         self._last_s = self._clock()
+        batch.sort(key=lambda each: not each[0].held.lease.drafts)  # the draft reads the first ones
         chunks = tuple(self._chunk(request, count) for request, count in batch)
         last = (request for (request, _), chunk in zip(batch, chunks, strict=True) if chunk.next_token is None)
         size, block = (self._packed, self._layout.prompt_block) if self._packed else self._captured(chunks)

@@ -153,7 +153,7 @@ class PrefillPlan:
     min_batch_tokens: that ranks with shared experts exchange, at least, padding counted.
     packed, block: tokens of the batch of fixed size that holds the chunks in blocks of so many, captured alone or in
         the forward of a round; 0 for a batch of a line for each chunk, as wide as the longest.
-    no_draft: rows that are padding to the draft. If all are, it may not run at all.
+    no_draft: rows that are padding to the draft, the last ones. If all are, it may not run at all.
     """
 
     edits: tuple[PageEdit, ...]

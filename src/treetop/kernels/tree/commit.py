@@ -140,6 +140,9 @@ def path_aux_hidden_reference(out: Tensor, streams: tuple[Tensor, ...], path: Te
 
     out: [rows, width, len(streams) * hidden]. streams: [rows, T, hidden] each. path: [rows, width] int64, nodes.
     """
+    if path.shape[1] == 1 and path.shape == streams[0].shape[:2]:  # of a plain round: each path is its root
+        out.copy_(torch.cat(streams, dim=2))
+        return
     nodes = feature_nodes(path, streams[0].shape[1])
     chosen = [stream.reshape(-1, stream.shape[2]).index_select(0, nodes) for stream in streams]
     out.copy_(torch.cat(chosen, dim=1).view(out.shape))
