@@ -16,9 +16,10 @@ from support.tiny_models import Pair
 from treetop.checks.host import PlanChecker
 from treetop.debug.two_group import write_two_group_pair
 from treetop.doctor.conformance import RandomShapes
+from treetop.engine import rounds as rounds_module
 from treetop.engine.rounds import RoundKey
 from treetop.scheduler.acceptance import AcceptanceEstimate
-from treetop.scheduler.policy import AdaptiveShape
+from treetop.scheduler.policy import AdaptiveShape, FixedShape
 from treetop.types.costs import CatchUpCost, CostTable, HeadAcceptance, RoundCost
 from treetop.types.errors import CheckError
 from treetop.types.ids import is_draft
@@ -253,12 +254,39 @@ def test_a_row_without_a_draft_never_gets_one_again(strong_pair):
             checker.check(wrong)
 
 
+@pytest.mark.parametrize("options", [{}, {"graphs": "sim", "prefill_graph_max_tokens": 64}], ids=str)
+def test_who_has_no_draft_costs_none(strong_pair, options):
+    """The draft reads lines of a prefill that have one, not the batch; where nobody has, neither a prefill step nor a
+    round launched phase by phase keeps or reads anything for it.
+    """
+    llm = build(strong_pair, SHAPE, speculative_policy="auto", max_running_requests=8, check_level=3, **options)
+    drafter, lines, kept = llm.engine.runner.drafter, [], []
+    extend, gather = drafter.extend, rounds_module.defer
+    drafter.extend = lambda tokens, *given: lines.append(tuple(tokens.shape)) or extend(tokens, *given)
+    rounds_module.defer = lambda *given: kept.append(given) or gather(*given)
+    try:
+        prompts, few = strong_pair.prompts([9] * 8), [replace(WITHOUT, max_tokens=4)] * 8
+        want = tokens(build(strong_pair, None).generate(prompts, few))
+        lines.clear()
+        assert tokens(llm.generate(prompts, few)) == want
+        assert not lines
+        assert bool(kept) == bool(options), "a graph has it as data"
+        llm.scheduler.policy = FixedShape(PLAIN)
+        assert tokens(llm.generate(prompts, [*few[:7], replace(WITH, max_tokens=4)])) == want
+        assert lines
+        if not options:
+            assert {rows for rows, _ in lines} == {1}
+    finally:
+        rounds_module.defer = gather
+
+
 class Modelled(AdaptiveShape):
-    """Rounds take what a table says, whatever the machine does. While the head is watched every tenth is a trial."""
+    """Rounds take what a table says, whatever the machine does. While the head is watched every tenth is a trial, which
+    is always due."""
 
     def choose(self, *given) -> SpecShape:
         chosen = super().choose(*given)
-        self.alone = self.watches
+        self.alone = self.looks = self.watches
         return self._trees[-1] if self.watches and self._num_rounds % 10 == 0 else chosen
 
     def note(self, plan, result, seconds) -> None:

@@ -17,7 +17,7 @@ from treetop.scheduler.policy import INTEREST, REGRET_BUDGET, AdaptiveShape
 from treetop.types.costs import CatchUpCost, CostTable, HeadAcceptance, RoundCost
 from treetop.types.ids import Row
 from treetop.types.layout import PLAIN, SpecShape
-from treetop.types.messages import Chunk, PrefillPlan, RoundPlan, RowMask, RowResult, StepResult
+from treetop.types.messages import Chunk, MixedPlan, PrefillPlan, RoundPlan, RowMask, RowResult, StepResult
 from treetop.types.sampling import SamplingMode
 
 TREE = SHAPES[-1]
@@ -378,7 +378,7 @@ def test_a_row_without_a_draft_gets_one_where_it_gains_twice_what_that_costs_and
     """
     load = DrawnLoad(4, DrawnHead(HEADS["good"]), costs_of_a_gpu(SHAPES), layout(), lambda: HEADS["good"])
     policy = load.policy
-    for _ in range(100):
+    for _ in range(104):  # it is thought of every eighth round
         load.round(None)
     plain_s = load.cost(PLAIN)
     assert policy.cost_of_draft(4, 400, 1000) is None, "nobody knows what a prefill takes"
@@ -403,6 +403,75 @@ def test_a_row_without_a_draft_gets_one_where_it_gains_twice_what_that_costs_and
     policy.savings = saved
     policy.regret_budget = REGRET_BUDGET - 0.1
     assert policy.cost_of_draft(4, 400, 1000) is None, "its trees could not be paid"
+
+
+def test_what_prefill_takes_is_learned_from_mixed_steps_too():
+    """What they take beyond their round: where all prompts come so, rows are put back all the same."""
+    load = DrawnLoad(4, DrawnHead(HEADS["good"]), costs_of_a_gpu(SHAPES), layout(), lambda: HEADS["good"])
+    for _ in range(104):
+        load.round(None)
+    policy, rows, plain_s = load.policy, tuple(Row(row) for row in range(4)), load.cost(PLAIN)
+    assert policy.cost_of_draft(4, 400, 1000) is None, "nobody knows what a prefill takes"
+    chunk = Chunk(Row(4), 0, tuple(range(400)), None)
+    prompts = PrefillPlan((), (), (), (chunk,), SamplingMode.GREEDY)
+    mixed = MixedPlan(prompts, RoundPlan((), (), rows, PLAIN, CONTEXT, SamplingMode.GREEDY))
+    policy.note(mixed, StepResult(()), None)
+    assert policy.cost_of_draft(4, 400, 1000) is None, "that said nothing"
+    policy.note(mixed, StepResult(()), 6.0 * plain_s)
+    assert policy.cost_of_draft(4, 400, 1000) == pytest.approx(5.0, rel=0.2)
+
+
+def test_who_comes_has_no_draft_where_reading_prompts_costs_more_than_trees_gain():
+    """A mediocre head at many rows: with long prompts and short answers it is worth less than it reads, and a crowd is
+    judged by the rows that it will be. Of requests that are not known nothing is thought.
+    """
+    head, table = HEADS["mediocre"], costs_of_a_gpu(SHAPES)
+    few, many = (DrawnLoad(rows, DrawnHead(head), table, layout(), lambda: head) for rows in (4, 128))
+    for read_per_token in (0.0, 20.0):
+        for load in (few, many):
+            load.policy._read_per_token = lambda each=read_per_token: each
+            for _ in range(16):
+                load.round(None)
+        assert not few.policy.watches
+        assert many.policy.watches == (read_per_token > 0.0)
+        assert few.policy.pays_to_read(4)
+        assert few.policy.pays_to_read(128) == (read_per_token == 0.0)
+    many.rows, many.drafting = 4, 0
+    for _ in range(32):
+        many.round(None)
+    assert not many.policy.watches, "of so few rows it is worth it"
+
+
+def test_while_the_head_is_watched_rows_have_a_draft_only_for_a_trial():
+    """Prompts and rounds cost what they do in plain decoding, but for few; and it finds out when drafts hold again."""
+    load = DrawnLoad(16, DrawnHead(HEADS["useless"]), costs_of_a_gpu(SHAPES), layout())
+    load.life = 60
+    for _ in range(3000):
+        load.round(None)
+    assert load.policy.watches
+    drafting = [drafted > 0.0 for _, drafted in load.parts[1000:]]
+    trials = sum(shape != PLAIN for shape in load.shapes[1000:])
+    assert 0 < trials <= sum(drafting) <= 0.1 * len(drafting)
+    load.head.become(HEADS["good"])
+    for _ in range(3000):
+        load.round(None)
+    assert not load.policy.watches
+
+
+def test_time_that_passes_makes_less_certain_at_once_as_round_by_round():
+    """Plain rounds say nothing, so what they change is done when the next is asked."""
+    one, other = (AcceptanceEstimate(SHAPES[1:], HeadAcceptance()) for _ in range(2))
+    for each in (one, other):
+        each.note(TREE, [2, 0, 1])
+    for _ in range(40):
+        one.note(PLAIN, ())
+        one.tokens(TREE)
+        other.note(PLAIN, ())
+    for deviations in (0.0, 1.0):
+        assert one.tokens(TREE, deviations) == pytest.approx(other.tokens(TREE, deviations), rel=1e-9)
+    for each in (one, other):
+        each.note(TREE, [4, 4, 4])
+    assert one.tokens(TREE) == pytest.approx(other.tokens(TREE), rel=1e-9)
 
 
 @pytest.mark.parametrize("head", ["useless", "mediocre"])

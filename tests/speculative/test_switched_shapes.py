@@ -123,7 +123,7 @@ def test_what_was_deferred_leaves_the_draft_as_if_it_had_not(trees_of, most, opt
 class _InTurn:
     """A policy that goes through a list of shapes again and again. shape: what runs between trials."""
 
-    shape, watches, alone = PLAIN, False, False
+    shape, watches, looks, alone = PLAIN, False, False, False
 
     def __init__(self, shapes) -> None:
         self._shapes, self._next = shapes, 0
@@ -134,6 +134,12 @@ class _InTurn:
 
     def pays_to_catch_up(self, rows, drafting) -> bool:
         return True
+
+    def pays_to_read(self, rows) -> bool:
+        return True
+
+    def cost_of_draft(self, rows, computed, left) -> None:
+        return None
 
     def note(self, plan, result, seconds) -> None:
         pass

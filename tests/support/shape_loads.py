@@ -62,6 +62,8 @@ class Load:
         due = shape == PLAIN and deferred == self.layout.max_deferred
         if due:
             self.drafting *= self.policy.pays_to_catch_up(self.rows, self.drafting)
+        elif shape == PLAIN and self.policy.watches:
+            self.drafting *= self.policy.looks and self.drafting <= self._few
         behind = self.drafting > 0 and (due or (shape != PLAIN and deferred > 0))
         self.deferred = 0 if shape != PLAIN else 1 + (0 if behind else deferred)
         size = self.drafting if shape != PLAIN and self.policy.alone else self.rows
@@ -87,7 +89,7 @@ class Load:
         while self._gone >= 1.0:
             self._gone -= 1.0
             self.drafting -= self._random.random() < self.drafting / self.rows
-            begins = not self.policy.watches or self.drafting < self._few
+            begins = not self.policy.watches or (self.policy.looks and self.drafting < self._few)
             self.deferred = 0 if begins and not self.drafting else self.deferred
             self.drafting += begins
 

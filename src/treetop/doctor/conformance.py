@@ -120,10 +120,10 @@ class RandomShapes:
     """
 
     def __init__(self, shapes: Sequence[SpecShape], seed: int = 0, loses: bool = False) -> None:
-        """loses: rows lose their draft now and then, all begin without while it watches, and some are put back."""
+        """loses: rows lose their draft now and then, most begin without while it watches, and some are put back."""
         self._shapes, self._random, self._loses = shapes, random.Random(seed), loses
         self.chosen: list[SpecShape] = []
-        self.watches = self.alone = self._puts_back = False
+        self.watches = self.looks = self.alone = self._puts_back = False
         self.num_put_back = 0
 
     @property
@@ -132,6 +132,9 @@ class RandomShapes:
 
     def pays_to_catch_up(self, rows: int, drafting: int) -> bool:
         return not self._loses or self._random.random() < 0.5
+
+    def pays_to_read(self, rows: int) -> bool:
+        return True
 
     def cost_of_draft(self, rows: int, computed: int, left: int) -> float | None:
         self._puts_back = self._puts_back or (self._loses and self._random.random() < 0.5)
@@ -147,6 +150,7 @@ class RandomShapes:
         self.chosen.append(self.chosen[-1] if stays else self._random.choice(self._shapes))
         if self._loses and not stays:
             self.watches, self.alone = self._random.random() < 0.2, self._random.random() < 0.3
+            self.looks = not self.alone
         return self.chosen[-1]
 
     def note(self, plan: StepPlan, result: StepResult, seconds: float | None) -> None:

@@ -94,6 +94,7 @@ class AcceptanceEstimate:
         self._ease, self._variance = 0.0, _EASE
         self._told: SpecShape | None = None  # the shape that has said something last
         self._silent = True  # the last round was plain
+        self._num_passed = 0  # rounds whose time has not passed for what follows here yet
 
     def turn_to(self, accept_probs: AcceptanceProbs) -> None:
         """This is the model of the rows that are there now, which are others: what is expected changes with it, unless
@@ -110,6 +111,7 @@ class AcceptanceEstimate:
         """The model has changed, but for the shape that runs not what is expected of it: that follows as `ease` goes
         back.
         """
+        self._pass()
         before = None if self._told is None else _mean(self._by_shape[self._told].logits)
         self.turn_to(accept_probs)
         if self._told is not None and before is not None:
@@ -127,14 +129,12 @@ class AcceptanceEstimate:
         ranks: of what was accepted, by row, among the proposals of its node, where that is known. nodes: of a row, in
         the mean, where a budget cuts trees; what such rounds tell of depths they do not say.
         """
-        self._ease *= _BACK
-        self._variance = _BACK**2 * self._variance + (1 - _BACK**2) * _EASE
-        for each in self._by_shape.values():
-            each.variance = min(each.variance + _AGES, _OWN)
+        self._num_passed += 1
         known = self._by_shape.get(shape)
         self._silent = known is None
         if known is None or not accept_lens:
             return
+        self._pass()
         self._told, depths = shape, len(known.logits)
         ended = [0] * (depths + 1)
         for length, count in Counter(accept_lens).items():
@@ -156,6 +156,14 @@ class AcceptanceEstimate:
         self._variance -= self._variance**2 * information * certain
         known.variance -= known.variance**2 * information * certain
 
+    def _pass(self) -> None:
+        """Rounds that said nothing make less certain of all."""
+        back, self._num_passed, rounds = _BACK**self._num_passed, 0, self._num_passed
+        self._ease *= back
+        self._variance = _EASE + back**2 * (self._variance - _EASE)
+        for each in self._by_shape.values():
+            each.variance = min(each.variance + rounds * _AGES, _OWN)
+
     def learned(self) -> HeadAcceptance:
         """What is thought of the head by all rounds since the start."""
         best = (each.corrected(self._head.at(depth)) for depth, each in enumerate(self._by_depth))
@@ -165,6 +173,8 @@ class AcceptanceEstimate:
         """Expected tokens a row of a round. deviations: how many standard deviations better than that it may be, beside
         the shape that runs. nodes: as in `note`.
         """
+        if self._num_passed:
+            self._pass()
         known, expected, path = self._by_shape[shape], 1.0, 1.0
         moved = self._ease + known.own
         if deviations:

@@ -1,6 +1,7 @@
-"""Which rows have a draft: those whose requests want one, but where the policy only watches the head. Then few do.
+"""Which rows have a draft: those whose requests want one, but where the policy only watches the head. Then none do but
+few that have just come while a trial is due: without a draft a prompt and a round cost what they do in plain decoding.
 
-    begins with one --------- its catch-up does not pay --------> goes on without
+    begins with one ---- its catch-up, or the head, does not pay --> goes on without
           ^                                                             |
           '---- put back, where it gains more than it computes again ---'
 
@@ -11,14 +12,11 @@ which pages were short, and finds in the prefix cache what the draft has of it.
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from treetop.scheduler.policy import ShapePolicy
+from treetop.scheduler.policy import ShapePolicy, num_watched
 from treetop.scheduler.queues import Queues
 from treetop.scheduler.request import Request
 from treetop.scheduler.rows import Rows
 from treetop.types.layout import PLAIN, Layout, SpecShape
-
-_WATCHED = 64
-"""Rows of which one has a draft while the head is watched, and of fewer one too."""
 
 
 class Drafting:
@@ -31,10 +29,14 @@ class Drafting:
         """Whether the draft reads a request's prompt. What is handed over is always whole: its record has proposals."""
         if request.remote or request.export_from is not None:
             return True
-        if not request.params.speculative or not self._policy().watches:
-            return request.params.speculative
-        rows = self._rows.by_row.values()
-        return request.constrained is None and sum(map(_drafts, rows)) < _num_watched(len(rows) + 1)
+        policy, rows = self._policy(), self._rows.by_row.values()
+        if not request.params.speculative:
+            return False
+        if not policy.watches:
+            return policy.pays_to_read(len(rows) + max(len(self._queues.waiting), 1))
+        if not policy.looks or request.constrained is not None:
+            return False
+        return sum(map(_drafts, rows)) < num_watched(len(rows) + 1)
 
     def wanted(self) -> tuple[Request, float] | None:
         """Who is to be put back for a draft, and what it costs; None for nobody, as while others wait or begin.
@@ -42,7 +44,9 @@ class Drafting:
         It is the one that has most tokens left: few are put back one after another, and streams wait for each.
         """
         rows, queues = self._rows.by_row.values(), self._queues
-        if queues.waiting or queues.prefilling or queues.loading or all(map(_drafts, rows)):
+        if queues.waiting or queues.prefilling or queues.loading:
+            return None
+        if self._policy().cost_of_draft(len(rows), 1, self._layout.max_context) is None or all(map(_drafts, rows)):
             return None
         able = [each for each in queues.decoding if each.params.speculative and not _drafts(each) and not each.asks]
         if not able:
@@ -62,27 +66,26 @@ class Drafting:
         catches up is a smaller batch; or these alone, where a tree is only to tell of the head and that costs less.
 
         Rows that have no room for more deferred tokens catch up if the policy pays for it; else all go on without a
-        draft but a few that have room.
+        draft. So they do in plain rounds while the head is watched, but for the few of a trial that is due.
         """
+        policy, defers = self._policy(), self._layout.defers(shape)
         drafting = [request for request in batch if _drafts(request)]
         kept = [request for request in drafting if request.params.speculative]
-        due = [request for request in kept if request.held.deferred == self._layout.max_deferred]
-        if due and self._layout.defers(shape) and not self._policy().pays_to_catch_up(len(batch), len(kept)):
-            fresh = [request for request in kept if request not in due and request.constrained is None]
-            kept = sorted(fresh, key=lambda request: request.held.deferred)[: _num_watched(len(batch))]
+        due = defers and any(request.held.deferred == self._layout.max_deferred for request in kept)
+        if due and not policy.pays_to_catch_up(len(batch), len(kept)):
+            kept = []
+        elif defers and policy.watches:
+            few = [request for request in kept if request.constrained is None] if policy.looks else []
+            kept = few if len(few) <= num_watched(len(batch)) else []
         if len(kept) < len(drafting):
             stay = {*kept}
             for request in drafting:
                 if request not in stay:
                     self._rows.stop_drafting(request)
-        if kept and self._policy().alone and shape != PLAIN:
+        if kept and policy.alone and shape != PLAIN:
             return kept
         return [*kept, *(request for request in batch if not _drafts(request))]
 
 
 def _drafts(request: Request) -> bool:
     return request.held.lease.drafts
-
-
-def _num_watched(rows: int) -> int:
-    return max(rows // _WATCHED, 1)

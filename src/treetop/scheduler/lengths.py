@@ -11,11 +11,12 @@ _ENOUGH, _KEEPS = 16, 64
 
 
 class RequestLengths:
-    """Of requests that have ended by themselves: tokens of their output, and of all."""
+    """Of requests that have ended by themselves: tokens of their output, of all, and of their prompts, without those
+    that were in the prefix cache."""
 
     def __init__(self, keep: Callable[[float], object] = lambda tokens: None) -> None:
         """keep: told now and then how many tokens a request has had, prompt and output."""
-        self._keep, self._count, self._output, self._tokens = keep, 0, 0.0, 0.0
+        self._keep, self._count, self._output, self._tokens, self._read = keep, 0, 0.0, 0.0, 0.0
 
     def note(self, request: Request) -> None:
         """It has ended."""
@@ -23,8 +24,14 @@ class RequestLengths:
         part = 1 / min(self._count, _REMEMBERED)
         self._output += part * (len(request.output_ids) - self._output)
         self._tokens += part * (request.num_ids - self._tokens)
+        computed = request.num_ids - len(request.output_ids) - request.num_cached_tokens
+        self._read += part * (computed - self._read)
         if self._count >= _ENOUGH and self._count % _KEEPS in (0, _ENOUGH):
             self._keep(self._tokens)
+
+    def read_per_token(self) -> float:
+        """Prompt tokens that were computed for one of output; 0 before enough was seen."""
+        return self._read / max(self._output, 1.0) if self._count >= _ENOUGH else 0.0
 
     def to_come(self, requests: Iterable[Request]) -> float:
         """Tokens that requests will still bring, together; 0 before enough was seen.

@@ -34,7 +34,7 @@ from treetop.scheduler.acceptance_probs import accept_probs_of, head_of
 from treetop.scheduler.budget import CostCurve
 from treetop.types.costs import CostTable, HeadAcceptance
 from treetop.types.layout import PLAIN, Layout, SpecShape
-from treetop.types.messages import PrefillPlan, ProposalCounts, RoundPlan, StepPlan, StepResult
+from treetop.types.messages import MixedPlan, PrefillPlan, ProposalCounts, RoundPlan, StepPlan, StepResult
 
 ChooseShape = Callable[[Sequence[int], Sequence[int], int, int], SpecShape]
 """The shape of a round that is about to be planned, of the tokens that each of its rows is known to have, how many of
@@ -66,6 +66,11 @@ _MOST_SAVED = 32.0
 """Plain rounds that may be saved up for tokens that are computed again, so that a row has a draft."""
 _TIMES_PAID = 2.0
 """What a row must gain by a draft, of what these tokens cost."""
+_WATCHED = 64
+"""Rows of which one has a draft for a trial while the head is watched, and of fewer one too."""
+_WORTH_AGAIN = 1.02
+"""Times the rate of plain rounds that trees must reach, what the draft reads of prompts counted, before who comes has a
+draft again."""
 _FIRST_KEPT, _KEEPS = 64, 256
 """Rounds with a tree after which what was learned of the head is kept, and kept again."""
 _FOLLOWS, _OWN_FOLLOWS, _SETTLED = 0.1, 0.2, 6
@@ -79,7 +84,8 @@ class ShapePolicy(Protocol):
     """Chooses each round's shape for the batch as it stands, and learns from what rounds gave.
 
     shape: which runs now, but for trials.
-    watches: the head is only watched: rows have no draft, but for few.
+    watches: the head is only watched: rows have no draft, but for few while it `looks`.
+    looks: a trial of few that have just come is due.
     alone: a tree is to be of rows with a draft alone.
     """
 
@@ -88,6 +94,9 @@ class ShapePolicy(Protocol):
 
     @property
     def watches(self) -> bool: ...
+
+    @property
+    def looks(self) -> bool: ...
 
     @property
     def alone(self) -> bool: ...
@@ -104,6 +113,10 @@ class ShapePolicy(Protocol):
         """
         ...
 
+    def pays_to_read(self, rows: int) -> bool:
+        """Whether trees of so many rows gain more than the draft takes to read prompts: if not, who comes has none."""
+        ...
+
     def cost_of_draft(self, rows: int, computed: int, left: int) -> float | None:
         """Plain rounds that it costs to compute so many tokens of one row of `rows` again, so that it has a draft for
         those that are left; None if that does not pay, or cannot be paid.
@@ -115,7 +128,9 @@ class ShapePolicy(Protocol):
         ...
 
     def note(self, plan: StepPlan, result: StepResult, seconds: float | None) -> None:
-        """A step's result is here. seconds: what it took, as the host saw it; None if that says nothing."""
+        """A step's result is here, and of a mixed one its parts' after it. seconds: what it took, as the host saw it;
+        None if that says nothing.
+        """
         ...
 
     def begin(self) -> None:
@@ -127,7 +142,7 @@ class FixedShape:
     """A `ShapePolicy`: always the same."""
 
     def __init__(self, shape: SpecShape) -> None:
-        self.shape, self.watches, self.alone = shape, False, False
+        self.shape, self.watches, self.looks, self.alone = shape, False, False, False
 
     def choose(
         self, lengths: Sequence[int], speculating: Sequence[int], deferred: int = 0, drafting: int | None = None
@@ -135,6 +150,9 @@ class FixedShape:
         return self.shape
 
     def pays_to_catch_up(self, rows: int, drafting: int) -> bool:
+        return True
+
+    def pays_to_read(self, rows: int) -> bool:
         return True
 
     def cost_of_draft(self, rows: int, computed: int, left: int) -> float | None:
@@ -160,14 +178,13 @@ class RoundCosts:
     def __init__(self, table: CostTable) -> None:
         self._table = table
         self._all, self._own = 0.0, dict.fromkeys(table.shapes, 0.0)  # logarithms of factors
-        self._factor = dict.fromkeys(table.shapes, 1.0)
         self._known: dict[tuple[int, SpecShape], tuple[float, float]] = {}
         self._catch_up_s = cache(table.catch_up_seconds)
         self._last, self._run = PLAIN, 0  # the shape of the last round, and how many before it had the same
 
     def seconds(self, rows: int, shape: SpecShape, tokens: float) -> float:
         """A round of `rows` rows with `tokens` tokens each."""
-        return self._measured(rows, shape, tokens) * self._factor[shape]
+        return self._measured(rows, shape, tokens) * exp(self._all + self._own[shape])
 
     def catch_up_seconds(self, rows: int) -> float:
         return self._catch_up_s(rows) * exp(self._all)
@@ -184,7 +201,6 @@ class RoundCosts:
             self._last, self._run = shape, 0
         self._run += 1
         self._all += _FOLLOWS * off
-        self._factor = {each: exp(self._all + own) for each, own in self._own.items()}
 
     def _measured(self, rows: int, shape: SpecShape, tokens: float) -> float:
         """By the table, whose lines are found once."""
@@ -201,7 +217,9 @@ class AdaptiveShape:
 
     shape: which runs now, but for trials.
     regret_budget: plain rounds that may yet be lost. savings: those beyond it, for tokens that are computed again.
-    watches: from when the budget did not pay for a catch-up until trees would pay, and of one something was accepted.
+    watches: from when the budget did not pay for a catch-up until trees would pay, and of one something was accepted;
+        and while what the draft reads of prompts takes more than trees gain.
+    looks: see `ShapePolicy`.
     alone: see `ShapePolicy`; of the round that was chosen last.
     """
 
@@ -211,25 +229,33 @@ class AdaptiveShape:
         layout: Layout,
         head: Callable[[], HeadAcceptance] = HeadAcceptance,
         keep_head: Callable[[HeadAcceptance], object] = lambda learned: None,
+        read_per_token: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """head: what is thought of the one that drafts now, before it has. keep_head: told now and then what was
-        learned of it.
+        learned of it. read_per_token: prompt tokens that are computed for one token of output, in the mean; 0 if that
+        is not known.
         """
         self._costs, self._layout, self._known_head, self._keep_head = RoundCosts(table), layout, head, keep_head
         self._trees = [shape for shape in table.shapes if shape != PLAIN]
         self._bucket_for, self._shapes_at = cache(layout.bucket_for), cache(layout.shapes_at)
-        self._prefills = CostCurve()  # steps alone, by their tokens
+        self._prefills = CostCurve()  # by tokens, of mixed steps what they take beyond their round
+        most = layout.max_requests  # of a prompt's token the draft takes what it does of one that it catches up with
+        self._read_s = table.catch_up_seconds(most) / (most * layout.max_deferred) if layout.max_deferred else 0.0
+        self._read_per_token = read_per_token
         self.begin()
 
     def begin(self) -> None:
         self._head = self._known_head()
         self.acceptance = AcceptanceEstimate(self._trees, self._head)
         self.shape, self.regret_budget, self._num_told, self.watches = PLAIN, REGRET_BUDGET, 0, False
+        self.looks = False
         self._num_rounds, self._curiosity, self._anyhow, self._most_regret_budget = 0, 0.0, 0.0, REGRET_BUDGET
+        self._context = 0.0  # tokens of a row
         self._share = 1.0  # of the rows, that accept drafts; while the head is watched, that would
         self._batch = 1, 1  # rows of a round with its padding, and without
         self.alone, self._hoped = False, PLAIN  # what would run if all had a draft
         self.savings, self._next_draft = 0.0, 0  # the round before which no row is put back for a draft
+        self._reads_pay = dict[int, bool]()  # by rows
         self._gain: float | None = None  # of a plain round, that a token takes less if all have one
         self._told_of_few = False  # whether anything was accepted of the last tree, while the head was watched
         self._held: tuple[int, float] | None = None  # rows with padding and the share that the next two are of
@@ -257,6 +283,7 @@ class AdaptiveShape:
             self._think(rows, tokens)
         seconds, rates = self._round_s, self._held_rates
         self._anyhow += _ANYHOW_COSTS
+        self._curiosity = min(self._curiosity + _CURIOSITY, _MOST_CURIOUS)
         self._earn(INTEREST, max(self.regret_budget, REGRET_BUDGET))
         if not drafting or self._held is None:
             return PLAIN
@@ -267,9 +294,8 @@ class AdaptiveShape:
         wanted = self._trial(rates, seconds, late, part) or (self._hoped if part == 1.0 else PLAIN)
         regret = self._regret(wanted, seconds, late)
         if regret > self.regret_budget:  # the best of those that can be paid, which plain rounds are
-            regrets = {each: self._regret(each, seconds, late) for each in rates if rates[each] >= rates[PLAIN]}
-            wanted = max((each for each in regrets if regrets[each] <= self.regret_budget), key=rates.__getitem__)
-            regret = regrets[wanted]
+            wanted = next(e for e in self._by_rate if self._regret(e, seconds, late) <= max(self.regret_budget, 0.0))
+            regret = self._regret(wanted, seconds, late)
         self.regret_budget -= regret
         self.alone = seconds[wanted] < self._round_s[wanted]
         self._most_regret_budget = self._regret_budget_of(wanted, seconds, len(lengths))
@@ -277,19 +303,41 @@ class AdaptiveShape:
 
     def _think(self, rows: int, tokens: float) -> None:
         """What rounds of so many rows cost and give, and which of them runs, or would if all had a draft."""
-        self._held = rows, self._share
+        self._held, self._context = (rows, self._share), tokens
         self._round_s = self._seconds(rows, tokens)
         rates = self._held_rates = self._rates(self._round_s)
-        best = max(rates, key=rates.__getitem__)
+        self._by_rate = sorted(rates, key=rates.__getitem__, reverse=True)
+        best = self._by_rate[0]
         runs = rates.get(self.shape, 0.0)  # 0 for more rows than that shape may have
         if rates[best] > _MARGIN * runs or rates[PLAIN] >= runs:
             self.shape = best
         self._hoped = self.shape
         self._gain = None
-        if self.watches and self.shape != PLAIN:
+        self._reads_pay.clear()
+        reads_s = self._read_per_token() * self._read_s * rows
+        if not self.watches:
+            self.watches = self._told_of_few = reads_s > 0.0 and self._worth(reads_s) < 1.0
+        elif self._told_of_few and self.shape != PLAIN and self._worth(reads_s) >= _WORTH_AGAIN:
+            self.watches, self._held = False, None  # it is no mere hope: who comes has a draft
+        if self.watches:
             self.shape = PLAIN
-            if self._told_of_few:  # it is no mere hope: who comes has a draft
-                self.watches, self._held = False, None
+            few = num_watched(self._batch[1])
+            part = few / self._batch[1]
+            seconds = self._seconds_of_few(self._round_s, self._bucket_for(few), part, tokens)
+            tried = self._to_try(rates, seconds, 0.0, part)[0] or (self._hoped if part == 1.0 else PLAIN)
+            self.looks = tried != PLAIN and self._regret(tried, seconds, 0.0) <= self.regret_budget
+
+    def _worth(self, reads_s: float) -> float:
+        """How many times as much as plain rounds trees give, if all had a draft. reads_s: what drafts read of prompts
+        for a token of each row.
+        """
+        trees, seconds = self._by_rate, self._round_s
+        if self._share == self._wanting:
+            least_s = min((1.0 / self._held_rates[each] for each in trees if each != PLAIN), default=inf)
+        else:
+            tokens = {each: self._tokens(each, share=self._wanting) for each in trees if each != PLAIN}
+            least_s = min((seconds[each] / tokens[each] for each in tokens), default=inf)
+        return seconds[PLAIN] / (least_s + reads_s)
 
     def _look_at(self, counts: ProposalCounts, speculating: Sequence[int]) -> None:
         """The model of acceptance is that of these counts, for rows of these classes. Where it is the rows that have
@@ -342,7 +390,8 @@ class AdaptiveShape:
         lost = 100 * (most_regret / 200 + INTEREST)
         return (
             f"--speculative-policy auto expects, {self._head.source}, {', '.join(told)} of plain rounds' speed;"
-            f" in 200 rounds it loses {lost:.1f} % of them at most"
+            f" in 200 rounds it loses {lost:.1f} % of them at most, and of what it has gained or not lost before what"
+            f" {_MOST_SAVED:g} plain rounds take, for rows that get their draft back"
         )
 
     def _rates(self, seconds: dict[SpecShape, float]) -> dict[SpecShape, float]:
@@ -366,15 +415,23 @@ class AdaptiveShape:
 
         late: seconds that a round with drafts takes more now, to catch up first. part: of the rows, that it is of.
         """
-        if self._num_rounds % _EVERY or len(rates) == 1:
+        if self._num_rounds % _EVERY and not self.watches:
             return None
+        tried, curious = self._to_try(rates, seconds, late, part)
+        if tried is not None:
+            self._anyhow, self._curiosity = (0.0, self._curiosity) if curious is None else (self._anyhow, curious)
+        return tried
+
+    def _to_try(
+        self, rates: dict[SpecShape, float], seconds: dict[SpecShape, float], late: float, part: float
+    ) -> tuple[SpecShape | None, float | None]:
+        """The shape of a trial, and the curiosity that it leaves; None if it is tried anyhow."""
+        if len(rates) == 1:
+            return None, None
         if self._num_rounds % _ANYHOW == 0 or (self.watches and self._anyhow >= _ANYHOW * _ANYHOW_COSTS):
             second = max((shape for shape in rates if shape != self.shape), key=rates.__getitem__)
-            if self.shape == PLAIN and self._regret(second, seconds, late) > self._anyhow:
-                return None
-            self._anyhow = 0.0
-            return second
-        self._curiosity = min(self._curiosity + _EVERY * _CURIOSITY, _MOST_CURIOUS)
+            affordable = self.shape != PLAIN or self._regret(second, seconds, late) <= self._anyhow
+            return (second if affordable else None), None
         hopes = {
             shape: rates[shape] * self._tokens(shape, _HOPE) / self._tokens(shape) for shape in rates if shape != PLAIN
         }
@@ -382,9 +439,8 @@ class AdaptiveShape:
         gives = rates[best] * self._round_s[best] / (rate * self._round_s[self.shape])
         costs = seconds[best] / seconds[self.shape] - (1.0 - part) - part * gives
         if best == self.shape or hopes[best] <= _MARGIN * rate or costs > self._curiosity:
-            return None
-        self._curiosity -= max(costs, 0.0)
-        return best
+            return None, None
+        return best, self._curiosity - max(costs, 0.0)
 
     def _tokens(self, shape: SpecShape, deviations: float = 0.0, share: float | None = None) -> float:
         """Expected tokens a row, of those that accept no draft one. share: of the rows, that accept any."""
@@ -408,14 +464,27 @@ class AdaptiveShape:
         plain_s = self._costs.seconds(self._bucket_for(rows), PLAIN, 0.0)
         regret = self._costs.catch_up_seconds(self._bucket_for(drafting)) / plain_s
         if self.watches or regret > self.regret_budget:
+            self._told_of_few = self._told_of_few and self.watches
             self.watches, self.shape, self._held = True, PLAIN, None
             return False
         self.regret_budget -= regret
         return True
 
+    def pays_to_read(self, rows: int) -> bool:
+        """See `ShapePolicy`. A crowd is judged by the rows that it will be. True while requests are not known."""
+        bucket = self._bucket_for(min(rows, self._layout.max_requests))
+        reads_s = self._read_per_token() * self._read_s * bucket
+        if reads_s and bucket not in self._reads_pay:
+            seconds = self._seconds(bucket, self._context)
+            gives = (seconds[each] / self._tokens(each, share=1.0) for each in seconds if each != PLAIN)
+            self._reads_pay[bucket] = min(gives, default=inf) + reads_s <= seconds[PLAIN]
+        return not reads_s or self._reads_pay[bucket]
+
     def cost_of_draft(self, rows: int, computed: int, left: int) -> float | None:
         """See `ShapePolicy`. All rows wait for it, and one gains. Not before trees could be paid that tell more."""
-        if self.regret_budget < REGRET_BUDGET or self._num_rounds < self._next_draft or not self._round_s:
+        if self._num_rounds % _EVERY or self._num_rounds < self._next_draft:
+            return None
+        if self.regret_budget < REGRET_BUDGET or not self._round_s:
             return None
         if self._gain is None:
             best_s = min(self._round_s[each] / self._tokens(each, share=self._wanting) for each in self._round_s)
@@ -437,29 +506,47 @@ class AdaptiveShape:
 
     def note(self, plan: StepPlan, result: StepResult, seconds: float | None) -> None:
         """Learn what a round gave, and what it took."""
+        if isinstance(plan, MixedPlan) and seconds is not None:
+            rows = self._bucket_for(max(len(plan.round.rows), plan.round.min_rows))
+            round_s = self._costs.seconds(rows, plan.round.shape, plan.round.committed_bound)
+            self._note_prefill(plan.prefill, seconds - round_s)
         if isinstance(plan, PrefillPlan) and seconds is not None:
-            self._prefills.note(sum(len(chunk.token_ids) for chunk in plan.chunks), seconds)
+            self._note_prefill(plan, seconds)
         if not isinstance(plan, RoundPlan) or not result.rows:
             return
-        withheld = {*plan.no_draft, *(mask.row for mask in plan.masks)}
-        of_drafts = () if plan.shape == PLAIN else result.rows
-        told = [row for row in of_drafts if row.tokens and row.row not in withheld]
-        lengths = [len(row.tokens) - 1 for row in told]
         self._counts = result.proposals or self._counts
+        of_few = self.alone and plan.shape != PLAIN
+        if plan.shape == PLAIN:
+            self.acceptance.note(PLAIN, ())
+            self._earn(0.0, self._most_regret_budget)
+        else:
+            self._note_drafts(plan, result, of_few)
+        if seconds is not None and not (plan.catches_up or of_few):
+            self._costs.note(self._bucket_for(len(plan.rows)), plan.shape, plan.committed_bound, seconds)
+
+    def _note_prefill(self, plan: PrefillPlan, seconds: float) -> None:
+        self._prefills.note(sum(len(chunk.token_ids) for chunk in plan.chunks), seconds)
+
+    def _note_drafts(self, plan: RoundPlan, result: StepResult, of_few: bool) -> None:
+        """What was accepted. of_few: of rows with a draft alone, for which others waited."""
+        withheld = {*plan.no_draft, *(mask.row for mask in plan.masks)}
+        told = [row for row in result.rows if row.tokens and row.row not in withheld]
+        lengths = [len(row.tokens) - 1 for row in told]
         ranks = [row.ranks for row in told[:LOOKED_AT] if len(row.ranks) == len(row.tokens) - 1]
         nodes = _nodes(plan.shape, self._bucket_for(len(plan.rows)), len(plan.rows))
         self.acceptance.note(plan.shape, lengths, ranks, nodes)
-        if plan.shape != PLAIN:
-            self._held, self._told_of_few = None, self.watches and any(lengths)
+        self._held, self._told_of_few, self.looks = None, self.watches and any(lengths), False
         if lengths:
             self._num_told += 1
             if self._num_told == _FIRST_KEPT or self._num_told % _KEEPS == 0:
                 self._keep_head(self.learned())
-        of_few = self.alone and plan.shape != PLAIN
         rows = max(len(result.rows), self._batch[1]) if of_few else len(result.rows)
         self._earn(sum(lengths) / rows, self._most_regret_budget)
-        if seconds is not None and not (plan.catches_up or of_few):
-            self._costs.note(self._bucket_for(len(plan.rows)), plan.shape, plan.committed_bound, seconds)
+
+
+def num_watched(rows: int) -> int:
+    """Rows that have a draft for a trial, of so many."""
+    return max(rows // _WATCHED, 1)
 
 
 def _nodes(shape: SpecShape, rows: int, live: int) -> float:

@@ -119,7 +119,9 @@ class Scheduler:
         self.mixing = MixedSteps(layout, config.mixed_chunk, self._budget)
         self._lengths, self._agree_on_shape = RequestLengths(keep_lengths), agree_on_shape
         self.policy: ShapePolicy = (
-            FixedShape(config.shape) if costs is None else AdaptiveShape(costs, layout, head, keep_head)
+            FixedShape(config.shape)
+            if costs is None
+            else AdaptiveShape(costs, layout, head, keep_head, self._lengths.read_per_token)
         )
         if isinstance(self.policy, AdaptiveShape):
             log.info("%s", self.policy.expectation())
@@ -441,9 +443,11 @@ class Scheduler:
         seconds, worked = self._gaps.ended(), self._work.ended()
         self.mixing.note(plan, seconds, self._budget.late_s)
         self._budget.note(plan, seconds, self.steps.has_prefill)
-        alone = not isinstance(plan, MixedPlan) and not self.steps.has_prefill
+        mixed, alone = isinstance(plan, MixedPlan), not self.steps.has_prefill
+        if mixed:
+            self.policy.note(plan, result, worked if alone else None)
         for part, of_part in zip(parts_of_plan(plan), parts_of_result(plan, result), strict=True):
-            self.policy.note(part, of_part, worked if alone else None)
+            self.policy.note(part, of_part, worked if alone and not mixed else None)
         return self._reported(updates)
 
     def fail(self, error: str, engine_failed: bool = True) -> list[RequestUpdate]:
