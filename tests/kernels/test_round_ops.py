@@ -376,6 +376,17 @@ def test_features_of_a_path_equal_the_plain_gather(streams, hidden):
     torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
+def test_features_of_roots_alone_are_what_the_gather_gives():
+    """Of a plain round, whose paths are its roots, beside the same in trees of two nodes."""
+    torch.manual_seed(0)
+    roots = tuple(torch.randn(5, 1, 12) for _ in range(3))
+    trees, path = tuple(torch.cat([each, torch.randn(5, 1, 12)], dim=1) for each in roots), torch.zeros(5, 1).long()
+    got, want = (sown(torch.float32, 5, 1, 36) for _ in range(2))
+    reference_ops().path_aux_hidden(got, roots, path)
+    reference_ops().path_aux_hidden(want, trees, path)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
 @on_gpu_or_interpreted
 @given(seed=st.integers(0, 10**6), k=st.integers(1, 6), with_draft=st.booleans())
 @FEW
