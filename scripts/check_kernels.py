@@ -4,10 +4,10 @@
     python scripts/check_kernels.py --only fp8 --show
 
 Needs Triton 3.6.0, whose wheel brings the assembler; no GPU. For sm_90 it refuses products on tensor cores that are
-waited for one by one, registers that loops spill, shared memory beyond the card's, and main loops of more instructions
-than `check_kernels.json` allows. The same file lists what is known to fail, with the reason: a new failure is an error,
-and so is a listed launch that passes. Other cards are compiled for by `--cards`, with lists of their own: their loops
-are not counted. How to read a failure: docs/testing.md.
+waited for one by one while nothing else works, registers that loops spill, shared memory beyond the card's, and main
+loops of more instructions than `check_kernels.json` allows. The same file lists what is known to fail, with the reason:
+a new failure is an error, and so is a listed launch that passes. Other cards are compiled for by `--cards`, with lists
+of their own: their loops are not counted. How to read a failure: docs/testing.md.
 
 What was found is kept in `build/check_kernels/` by the hash of all that it depends on, so a second run is quick. Exit
 code 1 for a failure, 2 for an option or an environment that cannot work.
@@ -27,8 +27,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -61,6 +62,8 @@ class Compiled:
         without another inside; in a loop around others, or in all.
     serialized: products on tensor cores are waited for one by one.
     loop: instructions of the main loop, 0 without one.
+    multiplying: cycles for which tensor cores work on a warp group's products of a turn of the main loop.
+    warps: of a program. programs: of the launch.
     """
 
     error: str = ""
@@ -71,6 +74,32 @@ class Compiled:
     outer_spills: int = 0
     serialized: bool = False
     loop: int = 0
+    multiplying: int = 0
+    warps: int = 4
+    programs: int = 0
+
+    def together(self, card: Card) -> int:
+        """Programs on the busiest multiprocessor: as many as registers, shared memory and warps have room for."""
+        of_registers = _REGISTERS // (-(-max(self.registers, 1) // 8) * 8 * 32 * self.warps)
+        of_memory = (card.gpu.shared_bytes + _OF_SYSTEM) // (self.shared + _OF_SYSTEM)
+        return min(of_registers, of_memory, _WARPS // self.warps, -(-self.programs // card.gpu.num_sms))
+
+    def stands_still(self, card: Card) -> bool:
+        """Whether a multiprocessor stands still while products are waited for one by one.
+
+        A program that waits takes i + t cycles a turn of its main loop: i to issue the turn's instructions, one a cycle
+        in each quarter of the multiprocessor, and t for its products. p programs together take p * max(i, t) at least
+        for a turn of each, waiting or not, for they share what issues and what multiplies. So nothing is lost where
+        that is not less than i + t: the others fill the time.
+        """
+        in_quarters = self.warps / _QUARTERS
+        i, t = self.loop * in_quarters, self.multiplying * in_quarters
+        return i + t > self.together(card) * max(i, t)
+
+
+_REGISTERS, _OF_SYSTEM, _WARPS, _QUARTERS = 1 << 16, 1 << 10, 64, 4
+"""Of a multiprocessor: registers; bytes of shared memory that are kept for each program; warps; schedulers, each of
+which issues an instruction a cycle. Source: CUDA C++ Programming Guide, "Compute Capabilities"."""
 
 
 def read_log(log: str) -> dict[str, Any]:
@@ -86,6 +115,7 @@ _INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(.+?)\s*;")
 _LABEL = re.compile(r"\s*(\.L_?\w+):")
 _BRANCH = re.compile(r"\bBRA\S*\s.*`\((\.L_?\w+)\)")
 _PRODUCT = re.compile(r"\b(?:[HQI]G?MMA|UTC\w*MMA)\b")
+_BY_WARP_GROUP = re.compile(r"\b[HQI]GMMA\.64x(\d+)x\d+")
 _AHEAD = re.compile(r"\b(?:LDGSTS|UTMALDG|UBLKCP)\b")
 
 
@@ -123,15 +153,18 @@ class Code:
         """Instructions of a part with the pattern."""
         return sum(map(bool, map(pattern.search, self.code[part[0] : part[1] + 1])))
 
-    def main_loop(self) -> int:
-        """Instructions of the main loop, 0 without one.
+    def main_loop(self) -> tuple[int, int]:
+        """`Compiled.loop` and `multiplying`, 0 without such a loop.
 
-        That is, of the loops without another inside and with a product on tensor cores, the one that copies most ahead;
-        of several the longest.
+        It is, of the loops without another inside and with a product on tensor cores, the one that copies most ahead;
+        of several the longest. A product of a warp group, 64 lines by n columns by 32 bytes, takes tensor cores n / 2
+        cycles (NVIDIA's H100 paper: 4,096 operations in 16 bits a cycle and multiprocessor).
         """
         loops = [loop for loop in self.loops if self.is_inner(loop) and self.count(_PRODUCT, loop)]
-        found = [(self.count(_AHEAD, (first, last)), last + 1 - first) for first, last in loops]
-        return max(found, default=(0, 0))[1]
+        found = [(self.count(_AHEAD, (first, last)), last + 1 - first, first) for first, last in loops]
+        _, length, first = max(found, default=(0, 0, 0))
+        products = map(_BY_WARP_GROUP.search, self.code[first : first + length])
+        return length, sum(int(product[1]) // 2 for product in products if product)
 
     def spills(self) -> tuple[int, int]:
         """`Compiled.inner_spills` and `outer_spills`."""
@@ -165,7 +198,7 @@ def faults_of(made: Compiled, card: Card, budget: int | None) -> list[str]:
     wrong = {
         "shared memory": made.shared > card.gpu.shared_bytes,
         "spills": made.inner_spills > INNER_SPILLS or made.outer_spills > OUTER_SPILLS,
-        "serialized": made.serialized,
+        "serialized": made.serialized and made.stands_still(card),
         "no budget": tuned and made.loop > 0 and budget is None,
         "loop": tuned and budget is not None and made.loop > budget,
     }
@@ -229,7 +262,7 @@ def told(made: Compiled, what: str, card: Card, budget: int | None) -> str:
         "shared memory": f"{made.shared} bytes, the card has {card.gpu.shared_bytes}",
         "spills": f"{made.spilled} bytes, {made.registers} registers; of a thousand instructions of a loop "
         f"{made.inner_spills}, around loops {made.outer_spills}",
-        "serialized": "wgmma waited for one by one",
+        "serialized": f"wgmma waited for one by one, {made.together(card)} programs on a multiprocessor",
         "no budget": f"its main loop has {made.loop} instructions; write that to {TABLE.name}",
         "loop": f"its main loop has {made.loop} instructions, the budget is {budget}",
     }[what]
@@ -240,11 +273,12 @@ def told(made: Compiled, what: str, card: Card, budget: int | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A kernel that a launch asks for: Triton's source, target and options."""
+    """A kernel that a launch asks for: Triton's source, target and options. programs: of the launch."""
 
     source: Any
     target: Any
     options: Any
+    programs: int
 
     @property
     def kernel(self) -> str:
@@ -268,16 +302,22 @@ class AbsentGpu:
 
 def asked_by(launch: Callable[[], object], capability: int) -> list[Asked]:
     """The kernels that a launch asks for on a card of so much compute capability, in order; nothing is launched."""
-    found = []
+    found, programs = list[Asked](), 0
+    launch_one = triton.JITFunction.run
+
+    def run(kernel: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> Any:
+        nonlocal programs
+        programs = prod(grid)
+        return launch_one(kernel, *args, grid=grid, warmup=warmup, **options)
 
     def ask(  # in the place of what compiles
         kernel: Any, key: str, signature: Any, device: int, constants: Any, options: Any, attributes: Any, *_: Any
     ) -> None:
         source = kernel.ASTSource(kernel, signature, constants, attributes)
-        found.append(Asked(source, GPUTarget("cuda", capability, 32), options))
+        found.append(Asked(source, GPUTarget("cuda", capability, 32), options, programs))
 
     absent = patch.object(triton.runtime.driver, "_active", AbsentGpu(capability))
-    with patch.object(triton.JITFunction, "_do_compile", ask), absent:
+    with patch.object(triton.JITFunction, "run", run), patch.object(triton.JITFunction, "_do_compile", ask), absent:
         launch()
     return found
 
@@ -314,9 +354,12 @@ def compile_one(asked: Asked) -> Compiled:
         command = [disassembler(), "-c", str(binary)]
         code = Code.read(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     inner, outer = code.spills()
+    loop, multiplying = code.main_loop() if asked.target.arch == CARDS[TUNED].capability else (0, 0)
     return Compiled(
         shared=made.metadata.shared,
-        loop=code.main_loop() if asked.target.arch == CARDS[TUNED].capability else 0,
+        loop=loop,
+        multiplying=multiplying,
+        warps=int(re.findall(r"\.reqntid (\d+)", made.asm["ptx"])[0]) // 32,
         inner_spills=inner,
         outer_spills=outer,
         **read_log(log.getvalue()),
@@ -389,7 +432,10 @@ def run(args: argparse.Namespace) -> int:
         if not launches:
             raise UserError(f"--only {args.only}: no launch of {card.name} has this in its name")
         compiled = compile_all([asked for _, asked in launches], args.jobs)
-        of_card = {(card.name, name): made for (name, _), made in zip(launches, compiled, strict=True)}
+        of_card = {
+            (card.name, name): replace(made, programs=asked.programs)
+            for (name, asked), made in zip(launches, compiled, strict=True)
+        }
         assert len(of_card) == len(launches), "two kernels have one name"
         found |= of_card
         print(f"{card.name}: {len(of_card)} kernels, {time.monotonic() - began:.0f} s", flush=True)

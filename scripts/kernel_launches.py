@@ -200,7 +200,7 @@ def _coded(card: Card) -> Iterator[Case]:
         multiply, weight = quantized_gated if gated else quantized_gemm, _coded_weight(name, 256, k)
         whole = replace(weight, shape=(lines, k))
         launch = choose_product(whole, gated, rows, gpu, False, why_not(weight, HALF, gpu) is None)
-        call = partial(multiply, _empty(rows, k), weight, launch=launch, gpu=gpu)
+        call = partial(multiply, _empty(rows, k), whole, launch=launch, gpu=gpu)
         yield f"product of {name}, {of}, {rows} rows", call
     for group, parts in product((0, 128), (1, 4)) if card.has_fp8 else ():
         how = Activations(group)

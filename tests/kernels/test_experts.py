@@ -6,6 +6,7 @@ Tests of the kernels run on a GPU or in the interpreted session.
 import itertools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from treetop.kernels.moe import experts as products
 from treetop.kernels.moe import routing
 from treetop.kernels.moe.experts import Activation, Experts, experts_reference
 from treetop.kernels.moe.routing import Router, RouterKind, RouterSpec, route_reference
-from treetop.kernels.triton_guard import gpu_traits
+from treetop.kernels.triton_guard import GpuTraits, gpu_traits
 
 SPECS = {
     "softmax": RouterSpec(6, 2, RouterKind.SOFTMAX),
@@ -296,6 +297,24 @@ def coded_experts(number, hidden, inner, name, activation, biases=(None, None)):
 def decoded_experts(experts, dtype):
     parts = decode(experts.gate_up).to(dtype), decode(experts.down).to(dtype)
     return Experts(*parts, experts.gate_up_bias, experts.down_bias, experts.activation)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "numbers", "warps"),
+    [
+        (GpuTraits(132, True, 227 << 10, True), "e4m3", [4, 4]),
+        (GpuTraits(132, True, 227 << 10, True), "int4", [8, 4]),
+        (GpuTraits(132, True, 227 << 10, True), None, [8, 8]),
+        (GpuTraits(108, False, 163 << 10, True), "e4m3", [8, 8]),
+        (GpuTraits(148, True, 227 << 10, True, True), "int4", [8, 8]),
+    ],
+    ids=str,
+)
+def test_programs_of_many_tokens_lie_side_by_side_where_that_was_measured(gpu, numbers, warps):
+    """A first and a second product: with 8 warps a program is alone on a multiprocessor of a Hopper."""
+    tiles = SimpleNamespace(rows=128, expert=range(64))
+    chosen = [products.choose_grouped(tiles, 2048, 1536, gated, numbers, 2, False, gpu) for gated in (True, False)]
+    assert [launch.num_warps for launch in chosen] == warps
 
 
 @on_gpu_or_interpreted

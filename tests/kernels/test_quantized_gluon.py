@@ -97,6 +97,24 @@ def test_few_rows_and_what_is_not_its_own_stay_with_plain_triton():
     assert choose_product(made, False, MAX_ROWS, HOPPER, True, True).splits == 1
 
 
+def test_a_stage_is_left_out_where_a_second_program_then_has_room():
+    """Of FP8 in blocks, whose scales lie in stages, of 33 to 64 rows; where each stage is smaller, or nothing was
+    measured, not.
+    """
+    lines, k = 28672, 4096
+    for scheme, rows, gpu, less in (
+        (QuantScheme("e4m3", 128), 64, HOPPER, 1),
+        (QuantScheme("e4m3", 128), 32, HOPPER, 0),
+        (QuantScheme("e4m3", 128), 64, replace(HOPPER, has_tensor_memory=True), 0),
+        (BY_ROW, 64, HOPPER, 0),
+        (QuantScheme("int4", 128), 64, HOPPER, 0),
+    ):
+        made = replace(weight(scheme, 256, k), shape=(lines, k))
+        of_numbers = choose_quantized(scheme.numbers, (lines, k), True, rows, gpu)
+        chosen = choose_product(made, True, rows, gpu, False, True)
+        assert chosen == replace(of_numbers, num_stages=of_numbers.num_stages - less), (scheme, rows)
+
+
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("whole", [False, True])
 def test_many_rows_go_to_it_and_to_the_library_where_it_is_not(gated, whole, monkeypatch):

@@ -200,7 +200,22 @@ def choose_product(
     launch = choose_quantized(numbers, (lines, k), gated, rows, gpu, whole)
     if by_gluon and rows >= FEWEST_ROWS:
         return quantized_gluon.choose(numbers, (lines, k), rows, launch.splits, MAX_ROWS, gpu)
-    return launch
+    return _for_two(launch, weight, rows, gpu)
+
+
+def _for_two(launch: QuantizedLaunch, weight: TiledWeight, rows: int, gpu: GpuTraits) -> QuantizedLaunch:
+    """A launch of up to 64 rows with a stage less, where only so a second program has room on a multiprocessor.
+
+    One alone stands still while it waits for its products. So FP8 in blocks, whose stages have scales too, takes with
+    three stages 0.77 of the time: `gate_up` and `down` of Llama-3.1-8B, 64 rows, an H200.
+    """
+    if rows > 64 or not gpu.by_warp_groups or gpu.has_tensor_memory:
+        return launch
+    of_line = 2 * weight.words.shape[-1] + (4 * weight.per_block if weight.scheme.group else 0)
+    half = (gpu.shared_bytes - 1024) // 2  # each program takes 1 KiB more, of 228
+    x, codes = 2 * BLOCK * row_block(rows), launch.block_n * of_line  # bytes of a stage; of codes there is one less
+    taken = launch.num_stages * x + (launch.num_stages - 1) * codes
+    return replace(launch, num_stages=launch.num_stages - 1) if taken - x - codes <= half < taken else launch
 
 
 @cache

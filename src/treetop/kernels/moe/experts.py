@@ -22,7 +22,7 @@ from torch import Tensor
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.exact import BY_ELEMENT, LIBRARY, Functions, batch_invariant_linear
 from treetop.kernels.gate import Gate, activated, activated_reference
-from treetop.kernels.gemm.quantized_weight import QuantizedWeight, decode
+from treetop.kernels.gemm.quantized_weight import Numbers, QuantizedWeight, decode
 from treetop.kernels.gemm.tiles import BLOCK, TiledWeight, apart, tile_arguments, tile_options, tile_product, untile
 from treetop.kernels.moe.routing import Routes, RowProduct, Tiles, each_row
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, jit_for_any, tl
@@ -179,21 +179,27 @@ _FEW_TILES = 16
 _SHORT = 512
 """k of a second product that is not worth a cut: its programs are like a first one's. As measured in FP8 of
 Qwen3-Next-80B-A3B's size."""
+_BESIDE = GroupedLaunch(64, BLOCK, 1, 2, 4), GroupedLaunch(128, BLOCK, 1, 2, 4)
+"""Of many tokens, a first product in FP8 and any second one, of which more than one program lies on a multiprocessor:
+one alone, with 8 warps, stands still while it waits for its products. Measured in FP8 by block and in W4A16."""
 _WHOLE = GroupedLaunch(64, BLOCK, 1, 7, 2)
 """Of a second product in MXFP4 whose k is not cut: as a first one of few tiles. Not measured."""
 
 
 def choose_grouped(
-    tiles: Tiles, k: int, lines: int, gated: bool, packed: bool, size: int, whole: bool, gpu: GpuTraits
+    tiles: Tiles, k: int, lines: int, gated: bool, numbers: Numbers | None, size: int, whole: bool, gpu: GpuTraits
 ) -> GroupedLaunch:
-    """The launch of a product with weights [experts, lines, k]. packed: in tiles. size: bytes of a number of x. whole:
-    k is not cut.
+    """The launch of a product with weights [experts, lines, k]. numbers: of weights in tiles. size: bytes of a number
+    of x. whole: k is not cut.
 
     As `benchmarks/experts.py` measured with GPT-OSS-20B's and Qwen3-30B-A3B's shapes on an H200.
     """
+    packed = numbers is not None
     if size > 2:
         return GroupedLaunch(64, BLOCK if packed else 32, 1, 2, 4)
     if tiles.rows == 128:
+        if packed and gpu.by_warp_groups and not gpu.has_tensor_memory and (not gated or numbers == "e4m3"):
+            return _BESIDE[0 if gated else 1]
         return GroupedLaunch(128, BLOCK if packed else 64, 1, 3, 8)
     if packed:
         kind = "long" if tiles.rows > 32 else "few" if len(tiles.expert) <= _FEW_TILES else "more"
@@ -221,7 +227,14 @@ def experts(x: Tensor, routes: Routes, experts: Experts, gpu: GpuTraits, batch_i
     _, inner, hidden = experts.size
     launches = [
         choose_grouped(
-            routes.tiles, k, lines, gated, isinstance(weight, TiledWeight), x.element_size(), batch_invariant, gpu
+            routes.tiles,
+            k,
+            lines,
+            gated,
+            weight.scheme.numbers if isinstance(weight, TiledWeight) else None,
+            x.element_size(),
+            batch_invariant,
+            gpu,
         )
         for weight, k, lines, gated in (
             (experts.gate_up, hidden, 2 * inner, True),
