@@ -326,17 +326,20 @@ UNTUNED = ("merge", "plan", "place")
 """Kernels that launches bring along, whose warps no table says."""
 
 
-def named(card: Card, some: Iterable[Case]) -> Iterator[tuple[str, Asked]]:
-    """The kernels of a card's launches, each once, under the name of the first launch that asks for it."""
-    seen = set()
+def named(card: Card, some: Iterable[Case]) -> list[tuple[str, Asked]]:
+    """The kernels of a card's launches, each once, under the name of the first launch that asks for it.
+
+    Its programs are those of the launch that has the fewest.
+    """
+    found: dict[str, tuple[str, Asked]] = {}
     for name, launch in some:
         asked = [each for each in asked_by(launch, card.capability) if each.kernel not in UNTUNED]
         for number, each in enumerate(asked):
             before = sum(other.kernel == each.kernel for other in asked[:number])
             part = f"{each.kernel} {before + 1}" if before else each.kernel
-            if each.key not in seen:
-                seen.add(each.key)
-                yield name if len(asked) == 1 else f"{name}: {part}", each
+            first, least = found.get(each.key, (name if len(asked) == 1 else f"{name}: {part}", each))
+            found[each.key] = first, min(least, each, key=lambda one: one.programs)
+    return [*found.values()]
 
 
 def compile_one(asked: Asked) -> Compiled:
