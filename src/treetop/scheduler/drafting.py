@@ -18,6 +18,9 @@ from treetop.scheduler.request import Request
 from treetop.scheduler.rows import Rows
 from treetop.types.layout import PLAIN, Layout, SpecShape
 
+_SOON = 8
+"""Tokens that one that has just come may defer, at most, until its trial: who has more is dearer to try."""
+
 
 class Drafting:
     """Says who begins with a draft, who goes on without, and who is to be put back for one."""
@@ -75,8 +78,8 @@ class Drafting:
         if due and not policy.pays_to_catch_up(len(batch), len(kept)):
             kept = []
         elif defers and policy.watches:
-            few = [request for request in kept if request.constrained is None] if policy.looks else []
-            kept = few if len(few) <= num_watched(len(batch)) else []
+            few = [request for request in kept if request.constrained is None and request.held.deferred < _SOON]
+            kept = few if policy.looks and len(few) <= num_watched(len(batch)) else []
         if len(kept) < len(drafting):
             stay = {*kept}
             for request in drafting:
