@@ -1,19 +1,24 @@
 """Where the GPU's time goes in one captured round: kernels by time between completions.
 
-    python benchmarks/profile_round.py --shape 5,4,16 --batch 1 [--exactness bits]
+    python benchmarks/profile_round.py --shape 5,4,16 --batch 1 [--exactness bits] [--quantization fp8-channel]
 
 Shapes and weights as in `rounds.py`. A kernel's time is its end minus the end before it, so times add up to that of the
 round, though kernels start before others have ended. Each replay is recorded by itself; a round's time without the
 profiler stands beside it.
 """
 
+import argparse
 import statistics
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 from frame import NAMES, end_with, parser_of, preset
+from quantized_cases import CONFIGS
+from rounds import in_format
 from torch.autograd import DeviceType  # type: ignore[attr-defined]  # torch names it there, and does not say so
 from torch.profiler import ProfilerActivity, profile
 
@@ -57,8 +62,16 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--top", type=int, default=25)
     parser.add_argument("--exactness", choices=("bits", "ties"), default="ties")
+    parser.add_argument("--quantization", choices=CONFIGS)
     args = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        return profiled(args, Path(folder))
+
+
+def profiled(args: argparse.Namespace, folder: Path) -> int:
     model, draft = preset(args.preset)
+    if args.quantization is not None:
+        model = in_format(model, args.quantization, folder)
     accepted = 1 if args.shape.startswith("0,") else 3
     options = {"draft": draft, "load_format": "dummy", "simulate_accept_length": accepted, "exactness": args.exactness}
     grid = make_grid(model, options, SweepOptions(None, [args.shape], [args.batch], [INPUT], 20, args.batch))

@@ -14,7 +14,7 @@ from support.quantized import by_library, fp8_blocks, nvfp4_of_modelopt, quantiz
 from support.tiny_models import Pair, save_random_experts, save_random_head, save_random_llama
 from treetop.engine.startup.weight_copies import packing
 from treetop.kernels.gemm.quantized_gemm import QuantizedLaunch, quantized_gated, quantized_gemm
-from treetop.kernels.gemm.quantized_gluon import BLOCKS, launch_of, why_not
+from treetop.kernels.gemm.quantized_gluon import launch_of, why_not
 from treetop.kernels.gemm.quantized_weight import QuantScheme
 from treetop.kernels.gemm.tiles import apart, decode_tiles, in_turn, tile
 from treetop.kernels.gluon_guard import why_no_gluon
@@ -75,9 +75,10 @@ def test_products_of_a_llama_8b_equal_those_of_the_decoded_weight(lines, k, gate
 MANY = [
     (scheme, block, gated)
     for scheme in (*CODINGS, QuantScheme("e2m1", 32, "e8m0"), QuantScheme("e2m1", 16, "e4m3"))
-    for block, gated in ((BLOCKS[0], True), (BLOCKS[1], False))
+    for block, gated in (((128, 256), True), ((256, 128), False))
 ]
-MANY += [(CODINGS[0], BLOCKS[1], True), (CODINGS[2], BLOCKS[0], False)]
+MANY += [(CODINGS[0], (256, 128), True), (CODINGS[2], (128, 256), False), (CODINGS[0], (128, 128), False)]
+MANY += [(CODINGS[0], (8, 64), True), (CODINGS[2], (16, 128), False), (CODINGS[3], (64, 64), True)]
 """A scheme, a block of the kernel's, and whether there is a gate: each takes seconds to compile."""
 
 
@@ -92,7 +93,10 @@ def of_usual_size(weight):
 
 @pytest.mark.parametrize(("scheme", "block", "gated"), MANY, ids=str)
 def test_the_product_of_many_rows_has_the_bits_of_the_one_of_few(scheme, block, gated):
-    """With last blocks of rows, lines and columns that are full or not, more blocks than slots, splits, and a bias."""
+    """With last blocks of rows, lines and columns that are full or not, more blocks than slots, splits, and a bias.
+
+    By a program a block, and by few programs that multiply one after another.
+    """
     torch.manual_seed(1)
     gpu, on_hopper = gpu_traits(GPU), torch.cuda.get_device_capability() == (9, 0) and why_no_gluon(GPU) is None
     splits, multiply = (1, partial(quantized_gated, kind="silu")) if gated else (2, quantized_gemm)
@@ -103,9 +107,12 @@ def test_the_product_of_many_rows_has_the_bits_of_the_one_of_few(scheme, block, 
             assert not on_hopper, why
             pytest.skip(why)
         x, bias = (torch.randn(shape, device=GPU, dtype=torch.bfloat16) for shape in ((rows, k), (lines,)))
-        launch = launch_of(scheme.numbers, k, block, splits, gpu)
+        beside, warps = 1 if block[0] >= 128 else 3, 16 if (block, scheme.numbers) == ((128, 256), "e2m1") else 0
+        launch = launch_of(scheme.numbers, k, block, splits, gpu, beside, warps)
         want = multiply(x, weight, bias=bias, launch=QuantizedLaunch(64, splits, 2, 4), gpu=gpu)
         assert torch.equal(multiply(x, weight, bias=bias, launch=launch, gpu=gpu), want), (lines, k, rows)
+        stay, few = replace(launch, stays=True), replace(gpu, num_sms=2)  # some programs have more than one block
+        assert torch.equal(multiply(x, weight, bias=bias, launch=stay, gpu=few), want), (lines, k, rows)
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,18 @@ import torch
 from support.operation_cases import coded_weight
 from treetop.kernels.gemm import quantized_gluon as kernel
 from treetop.kernels.gemm.quantized_gemm import MAX_ROWS, QuantizedLaunch, choose_product, choose_quantized
-from treetop.kernels.gemm.quantized_gluon import FEWEST_ROWS, GluonLaunch, choose, why_not
+from treetop.kernels.gemm.quantized_gluon import (
+    FEWEST_ROWS,
+    ROWS,
+    GluonLaunch,
+    choose,
+    load_table,
+    why_not,
+)
 from treetop.kernels.gemm.quantized_weight import QuantScheme
 from treetop.kernels.gemm.tiles import BLOCK, in_turn, tile
 from treetop.kernels.triton_guard import GpuTraits
+from treetop.kernels.tuning import TunedTable
 from treetop.weights import packed
 from treetop.weights.packed import TiledGated, TiledLinear
 
@@ -30,33 +38,74 @@ def weight(scheme=BY_ROW, lines=256, k=512):
     return replace(tile(coded_weight(lines, k, scheme, torch.device("cpu"))), wide=False)
 
 
+def fits(launch, numbers, k):
+    """Whether a launch's slots and the rest lie in shared memory, and each split has a block."""
+    blocks, codes = -(-k // BLOCK), launch.block_n * BLOCK // (1 if numbers == "e4m3" else 2)
+    used = launch.code_slots * codes + launch.row_slots * launch.block_m * 128
+    room = (HOPPER.shared_bytes + 1024) // launch.beside - 1024
+    return (
+        used + ((34 if launch.num_warps > 8 else 10) << 10) <= room
+        and min(launch.code_slots, launch.row_slots // 2) >= 2
+        and (launch.splits - 1) * -(-blocks // launch.splits) < blocks
+    )
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("numbers", ["e4m3", "int4", "e2m1"])
-def test_slots_fit_and_every_split_has_a_block(numbers, shape):
+@pytest.mark.parametrize("measured", [True, False])
+def test_slots_fit_and_every_split_has_a_block(numbers, shape, measured, monkeypatch):
     """Of up to `MAX_ROWS` rows all have the same splits, so one row's sums are cut alike; of more at most as many."""
-    blocks = -(-shape[1] // BLOCK)
-    for gated in (False, True):
-        splits = choose_quantized(numbers, shape, gated, 64, HOPPER).splits
-        seen = set()
-        for rows in (FEWEST_ROWS, 128, 129, MAX_ROWS, MAX_ROWS + 1, 512, 1024, 8192):
-            launch = choose(numbers, shape, rows, splits, MAX_ROWS, HOPPER)
-            codes = launch.block_n * BLOCK // (1 if numbers == "e4m3" else 2)
-            used = launch.code_slots * codes + launch.row_slots * launch.block_m * 128
-            assert used + (16 << 10) <= HOPPER.shared_bytes
-            assert launch.code_slots >= 2
-            assert launch.row_slots >= 4
-            assert (launch.splits - 1) * -(-blocks // launch.splits) < blocks
+    if not measured:
+        monkeypatch.setattr(kernel, "load_table", lambda: TunedTable(132, "", {}))
+    choose = kernel.choose.__wrapped__
+    for gated, uncut in ((False, False), (False, True), (True, False)):
+        splits, seen = choose_quantized(numbers, shape, gated, 64, HOPPER, uncut).splits, set()
+        for rows in (1, FEWEST_ROWS - 1, FEWEST_ROWS, 128, 129, MAX_ROWS, MAX_ROWS + 1, 512, 1024, 8192):
+            launch = choose(numbers, shape, gated, rows, splits, MAX_ROWS, HOPPER)
+            if launch is None:
+                assert rows < FEWEST_ROWS
+                continue
+            assert fits(launch, numbers, shape[1])
             if rows <= MAX_ROWS:
                 seen.add(launch.splits)
             assert launch.splits <= splits
         assert len(seen) == 1
 
 
-def test_a_block_is_chosen_by_what_a_multiprocessor_has_to_do():
-    """Of 139 tiles of 128 lines and 256 rows each has one; of blocks of 256 lines and 128 rows some would have two."""
-    for lines, block in ((138 * 128, (128, 256)), (139 * 128, (256, 128))):
-        launch = choose("e4m3", (lines, 4096), 256, 1, MAX_ROWS, replace(HOPPER, num_sms=139))
-        assert (launch.block_m, launch.block_n) == block
+def test_what_was_measured_can_run_and_has_the_splits_of_few_rows():
+    for (numbers, lines, k, gated, cut, rows), launch in load_table().entries.items():
+        assert fits(launch, numbers, k)
+        splits = choose_quantized(numbers, (lines, k), gated, rows, HOPPER, not cut).splits
+        assert cut == (splits > 1)
+        assert launch.splits == splits if rows <= MAX_ROWS else launch.splits <= splits
+        assert rows in ROWS
+        assert launch.block_n >= 16 * launch.num_warps
+        assert launch.max_registers() * 32 * (launch.num_warps + 4) * launch.beside <= 65536
+
+
+@pytest.mark.parametrize(
+    ("numbers", "tiles", "rows", "block"),
+    [
+        ("e4m3", 139, 256, (256, 128)),
+        ("int4", 138, 256, (128, 256)),  # as the other, and among equals it is the one of integers
+        ("int4", 139, 256, (256, 128)),  # of the other some would have two
+        ("e4m3", 139, 128, (128, 128)),
+        ("e4m3", 278, 128, (128, 256)),
+    ],
+)
+def test_a_block_is_chosen_by_what_a_multiprocessor_has_to_do(numbers, tiles, rows, block):
+    """tiles: of 128 lines, of which 139 multiprocessors have one or two, or half of one of 256."""
+    launch = choose(numbers, (tiles * 128, 4096), False, rows, 1, MAX_ROWS, replace(HOPPER, num_sms=139))
+    assert (launch.block_m, launch.block_n) == block
+
+
+def test_few_rows_have_the_launch_that_was_measured_for_as_many_or_none(monkeypatch):
+    launch = kernel.launch_of("e4m3", 4096, (64, 128), 1, HOPPER, beside=2)
+    table = TunedTable(132, "", {("e4m3", 512, 4096, False, False, rows): launch for rows in (64, 256)})
+    monkeypatch.setattr(kernel, "load_table", lambda: table)
+    found = [choose.__wrapped__("e4m3", (512, 4096), False, rows, 1, MAX_ROWS, HOPPER) for rows in (32, 40, 100, 257)]
+    assert found[:3] == [None, launch, launch]
+    assert found[3] not in (None, launch)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +118,7 @@ def test_a_block_is_chosen_by_what_a_multiprocessor_has_to_do():
         (QuantScheme("e2m1", 16, "times"), torch.bfloat16, HOPPER, None),
         (BY_ROW, torch.float16, HOPPER, "not decoded in bfloat16"),
         (QuantScheme("int4", 32), torch.bfloat16, HOPPER, "groups of 32"),
+        (QuantScheme("e2m1", 16, "over"), torch.bfloat16, HOPPER, "divided by a factor"),
         (BY_ROW, torch.bfloat16, replace(HOPPER, has_tensor_memory=True), "9.0 alone"),
         (BY_ROW, torch.bfloat16, replace(HOPPER, shared_bytes=99 << 10), "9.0 alone"),
         (BY_ROW, torch.bfloat16, replace(HOPPER, can_overlap=False), "9.0 alone"),

@@ -19,7 +19,7 @@ from torch import Tensor
 from treetop.kernels.dependent_launch import ask_for, launch_options, pdl_wait
 from treetop.kernels.gate import Gate, activated, activated_reference
 from treetop.kernels.gemm import quantized_gluon
-from treetop.kernels.gemm.quantized_gluon import FEWEST_ROWS, GluonLaunch
+from treetop.kernels.gemm.quantized_gluon import GluonLaunch
 from treetop.kernels.gemm.quantized_weight import Numbers, decode
 from treetop.kernels.gemm.skinny_gemm import most_splits
 from treetop.kernels.gemm.tiles import (
@@ -198,8 +198,10 @@ def choose_product(
     """
     numbers, (lines, k) = weight.scheme.numbers, weight.shape
     launch = choose_quantized(numbers, (lines, k), gated, rows, gpu, whole)
-    if by_gluon and rows >= FEWEST_ROWS:
-        return quantized_gluon.choose(numbers, (lines, k), rows, launch.splits, MAX_ROWS, gpu)
+    if by_gluon:
+        found = quantized_gluon.choose(numbers, (lines, k), gated, rows, launch.splits, MAX_ROWS, gpu)
+        if found is not None:
+            return found
     return _for_two(launch, weight, rows, gpu)
 
 

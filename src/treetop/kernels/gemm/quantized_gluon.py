@@ -1,20 +1,22 @@
-"""`quantized_gemm` of many rows for Hopper, in Gluon: weights are decoded while tensor cores multiply others.
+"""`quantized_gemm` for Hopper, in Gluon: weights are decoded while tensor cores multiply others.
 
-One warp copies blocks of rows and of codes to shared memory, in rings of slots with a barrier for what is full and one
-for what is free. Eight warps take a block's codes to registers and decode one part of its columns, half or a quarter,
-while the product of the part before is under way: a decoded part is that product's left operand and goes through no
-memory. So each weight is decoded once for up to 256 rows. Columns come in their order, with one sum, so bits are those
-of the kernel in plain Triton, which serves where this one does not.
+One warp copies blocks of codes to shared memory and another blocks of rows, in rings of slots with a barrier for what
+is full and one for what is free. The other warps take a block's codes to registers and decode 16 columns while the
+products of those before are under way: what is decoded is a product's left operand and goes through no memory. So each
+weight is decoded once for up to 256 rows. A warp waits in a product until the one before has read its registers, and
+for each result of its own decoding, so where decoding takes most 16 warps have 16 lines each. Columns come in their
+order, with one sum, so bits are those of the kernel in plain Triton, which serves where this one does not.
 Source of the division of work: "Machete", vLLM; CUTLASS, "Efficient GEMM in CUDA", warp specialization.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from treetop.kernels.dependent_launch import launch_options
+from treetop.kernels.dependent_launch import ask_for, launch_options
 from treetop.kernels.gate import Gate, activated
 from treetop.kernels.gemm.quantized_weight import Numbers
 from treetop.kernels.gemm.tiles import (
@@ -41,26 +43,41 @@ from treetop.kernels.gluon_guard import (
     why_no_gluon,
 )
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, tl
+from treetop.kernels.tuning import TunedTable, read_table
 
+TABLE = Path(__file__).with_suffix(".json")
 FEWEST_ROWS = 65
-"""Fewer go to the kernel in plain Triton."""
-_WARPS, _STEP = 8, 64
-"""Warps that multiply; columns of a slot of rows."""
-BLOCKS = ((128, 256), (256, 128))
-"""Rows and lines of a program, whose sums just have room in the registers."""
-_SPARE = 18 << 10
-"""Bytes of shared memory for barriers and for what changes its layout at the end."""
+"""Fewer go to the kernel in plain Triton, unless this one was measured and is faster."""
+_STEP, _AHEAD = 64, 2
+"""Columns of a slot of rows; products of 16 columns that are under way while the next one's weights are decoded."""
+BLOCKS = {(256, 128): 3, (128, 256): 3, (128, 128): 2}
+"""Rows and lines of a block, and how long it takes over others, about. Of the larger ones sums just have room in the
+registers.
+"""
+_SPARE = {False: 10 << 10, True: 34 << 10}
+"""Bytes of shared memory for barriers and for what changes its layout at the end: more where over 8 warps multiply."""
 
 
 @dataclass(frozen=True, slots=True)
 class GluonLaunch:
-    """How a product is cut: rows and lines of a program, splits of k; slots of rows and of codes."""
+    """How a product is cut: rows and lines of a block, splits of k; slots of rows and of codes; warps that multiply.
+
+    stays: a program multiplies one block after another, and copies for the next while it stores.
+    beside: programs that a multiprocessor has room for.
+    """
 
     block_m: int
     block_n: int
     splits: int
     row_slots: int
     code_slots: int
+    num_warps: int
+    stays: bool = False
+    beside: int = 1
+
+    def max_registers(self) -> int:
+        """Of a thread at the start, with which warps that copy are counted as four more."""
+        return min(255, 65536 // (32 * (self.num_warps + 4) * self.beside) // 8 * 8)
 
 
 def why_not(weight: TiledWeight, dtype: torch.dtype, gpu: GpuTraits) -> str | None:
@@ -75,36 +92,68 @@ def why_not(weight: TiledWeight, dtype: torch.dtype, gpu: GpuTraits) -> str | No
         return f"groups of {weight.scheme.group}"
     if weight.zero is not None:
         return "zeros lie apart from scales"
+    if weight.scheme.scales == "over":
+        return "scales are divided by a factor"
     return f"{weight.shape[-1]} columns are no multiple of 8" if weight.shape[-1] % 8 else None
 
 
-def launch_of(numbers: Numbers, k: int, block: tuple[int, int], splits: int, gpu: GpuTraits) -> GluonLaunch:
-    """Of one of `BLOCKS`. Slots fill shared memory: of codes two at least, and about as many columns of rows.
+def launch_of(
+    numbers: Numbers, k: int, block: tuple[int, int], splits: int, gpu: GpuTraits, beside: int = 1, num_warps: int = 0
+) -> GluonLaunch:
+    """Slots fill shared memory: of codes two at least, and about as many columns of rows.
 
-    splits: at most, for each has a block of k.
+    splits: at most, for each has a block of k. num_warps: 0 is one for 16 lines, up to 8.
     """
-    block_m, block_n = block
-    blocks = -(-k // BLOCK)
+    (block_m, block_n), blocks = block, -(-k // BLOCK)
+    warps = num_warps or min(8, block_n // 16)
     code_bytes, row_bytes = block_n * BLOCK // (1 if numbers == "e4m3" else 2), 2 * block_m * _STEP
-    room = gpu.shared_bytes - _SPARE
+    room = (gpu.shared_bytes + 1024) // beside - 1024 - _SPARE[warps > 8]
     code_slots = max(2, room // (code_bytes + 2 * row_bytes))
     row_slots = (room - code_slots * code_bytes) // row_bytes
-    return GluonLaunch(block_m, block_n, -(-blocks // -(-blocks // splits)), row_slots, code_slots)
+    each = -(-blocks // -(-blocks // splits))
+    return GluonLaunch(block_m, block_n, each, row_slots, code_slots, warps, beside=beside)
 
 
 @cache
-def choose(numbers: Numbers, shape: tuple[int, int], rows: int, splits: int, most: int, gpu: GpuTraits) -> GluonLaunch:
-    """The block by which a multiprocessor has the least to multiply.
+def choose(
+    numbers: Numbers, shape: tuple[int, int], gated: bool, rows: int, splits: int, most: int, gpu: GpuTraits
+) -> GluonLaunch | None:
+    """The launch that was measured (`quantized_gluon.json`), of many rows that of the next more; or else the block by
+    which a multiprocessor is done first. None where the kernel in plain Triton serves.
 
     splits: of k, up to `most` rows; more have at most as many, where programs are too few without.
     """
     (lines, k), found = shape, dict[GluonLaunch, int]()
-    for block in BLOCKS:
+    more = [measured for measured in ROWS if rows <= measured]
+    for measured in more[:1] if rows < FEWEST_ROWS else more:
+        known = load_table().find((numbers, lines, k, gated, splits > 1, measured), gpu)
+        if known is not None and (known.splits == splits or rows > most):
+            return known
+    if rows < FEWEST_ROWS:
+        return None
+    for block, long in BLOCKS.items():
+        if block[0] >= 2 * rows:
+            continue
         programs = -(-rows // block[0]) * -(-lines // block[1])
         cuts = splits if rows <= most else max(1, min(splits, gpu.num_sms // programs))
-        launch = launch_of(numbers, k, block, cuts, gpu)
-        found[launch] = -(-programs * launch.splits // gpu.num_sms) * -(-k // (BLOCK * launch.splits))
-    return min(found, key=found.__getitem__)
+        warps = 16 if numbers == "e2m1" and block == (128, 256) else 0  # what takes most decoding
+        launch = launch_of(numbers, k, block, cuts, gpu, num_warps=warps)
+        launch = replace(launch, stays=programs * launch.splits > gpu.num_sms)
+        found[launch] = -(-programs * launch.splits // gpu.num_sms) * -(-k // (BLOCK * launch.splits)) * long
+    # among equals few rows of more lines for integers alone, by what was measured
+    return min(found, key=lambda launch: (found[launch], (launch.block_m > 128) == (numbers == "int4")))
+
+
+ROWS = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024)
+"""Numbers of rows that were measured, up to each of which launches are the same."""
+
+
+@cache
+def load_table() -> TunedTable[GluonLaunch]:
+    """The committed table, by numbers, lines, k, whether gated, whether k is cut, and up to which of `ROWS`."""
+    return read_table(
+        TABLE, lambda entry: GluonLaunch(*entry["launch"]), ("numbers", "lines", "k", "gated", "cut", "rows")
+    )
 
 
 def multiply(
@@ -123,30 +172,28 @@ def multiply(
     options = tile_options(weight, x.dtype, gpu)
     del options["fast"], options["has_zero"]
     words, scale, factor, _ = tile_arguments(weight)
-    _product_kernel[(-(-rows // launch.block_m), -(-lines // launch.block_n), launch.splits)](
-        out, swizzled_tiles(x, launch.block_m, _STEP), swizzled_tiles(words.view(-1, width), TILE, width), scale,
-        factor, x if bias is None else bias, rows, lines, k, share, **options, has_bias=bias is not None,
-        block_m=launch.block_m, block_n=launch.block_n, piece=min(width, 64 * 128 // launch.block_n), kind=kind,
-        row_slots=launch.row_slots, code_slots=launch.code_slots, num_warps=_WARPS, **launch_options(gpu),
+    units = -(-rows // launch.block_m) * -(-lines // launch.block_n) * launch.splits
+    _product_kernel[(min(units, gpu.num_sms * launch.beside) if launch.stays else units,)](
+        out, swizzled_tiles(x, launch.block_m, _STEP), swizzled_tiles(words.view(-1, width), TILE, width), words,
+        scale, factor, x if bias is None else bias, rows, lines, k, share, units, **options,
+        has_bias=bias is not None, block_m=launch.block_m, block_n=launch.block_n, kind=kind,
+        ahead=_AHEAD, row_slots=launch.row_slots, code_slots=launch.code_slots, num_warps=launch.num_warps,
+        maxnreg=launch.max_registers(), **launch_options(gpu),
     )  # fmt: skip
 
 
-@gluon_jit_for_any("rows", "k", "share")
+@gluon_jit_for_any("rows", "k", "share", "units")
 def _product_kernel(
-    out: Arg, x: Arg, words: Arg, scale: Arg, factor: Arg, bias: Arg, rows: Arg, lines: Arg, k: Arg, share: Arg,
-    numbers: constexpr, scales: constexpr, form: constexpr, group: constexpr, per: constexpr, has_bias: constexpr,
-    block_m: constexpr, block_n: constexpr, piece: constexpr, kind: constexpr, row_slots: constexpr,
-    code_slots: constexpr,
+    out: Arg, x: Arg, words: Arg, codes: Arg, scale: Arg, factor: Arg, bias: Arg, rows: Arg, lines: Arg, k: Arg,
+    share: Arg, units: Arg, numbers: constexpr, scales: constexpr, form: constexpr, group: constexpr,
+    per: constexpr, has_bias: constexpr, block_m: constexpr, block_n: constexpr, kind: constexpr,
+    ahead: constexpr, row_slots: constexpr, code_slots: constexpr,
 ) -> None:  # fmt: skip
-    """One block of lines and rows over one share of k. Grid (rows / block_m, lines / block_n, splits).
+    """Blocks of lines and rows over one share of k each, `units` in all.
 
-    x: descriptor of [block_m, 64]. words: of a tile's block. piece: columns that are decoded together. The rest as of
-    `quantized_gemm._quantized_kernel`.
+    x: descriptor of [block_m, 64]. words: of a tile's block. The rest as of `quantized_gemm._quantized_kernel`.
     """
     width: gl.constexpr = words.block_shape[1]
-    split, blocks = gl.program_id(2), (k + 127) // 128
-    first, last = split * share, gl.minimum((split + 1) * share, blocks)
-    row, tile = gl.program_id(0) * block_m, gl.program_id(1) * (block_n // 64)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     row_ring = gl.allocate_shared_memory(gl.bfloat16, [row_slots, block_m, 64], x.layout)
     row_full = gl.allocate_shared_memory(gl.int64, [row_slots, 1], barrier)
@@ -154,7 +201,8 @@ def _product_kernel(
     code_ring = gl.allocate_shared_memory(gl.int16, [code_slots, block_n, width], words.layout)
     code_full = gl.allocate_shared_memory(gl.int64, [code_slots, 1], barrier)
     code_free = gl.allocate_shared_memory(gl.int64, [code_slots, 1], barrier)
-    rings = (row_ring, row_full, row_free, code_ring, code_full, code_free)
+    row_rings = (row_ring, row_full, row_free)
+    code_rings = (code_ring, code_full, code_free)
     for slot in gl.static_range(row_slots):
         mbarrier.init(row_full.index(slot), count=1)
         mbarrier.init(row_free.index(slot), count=1)
@@ -163,19 +211,32 @@ def _product_kernel(
         mbarrier.init(code_free.index(slot), count=1)
     fence_async_shared()
     tl.extra.cuda.gdc_launch_dependents()
-    tl.extra.cuda.gdc_wait()
     gl.warp_specialize(
         [
             (
                 _multiply,
-                (out, scale, factor, bias, rings, row, tile, first, last, rows, lines, k, numbers, scales, form, group,
-                 per, has_bias, block_m, block_n, piece, kind, row_slots, code_slots, gl.num_warps()),
+                (out, scale, factor, bias, row_rings, code_rings, rows, lines, k, share, units, numbers, scales,
+                 form, group, per, has_bias, block_m, block_n, kind, ahead, row_slots, code_slots,
+                 gl.num_warps()),
             ),
-            (_copy, (x, words, rings, row, tile, first, last, lines, k, block_m, block_n, row_slots, code_slots)),
+            (
+                _copy_codes,
+                (words, codes, code_rings, rows, lines, k, share, units, block_m, block_n, code_slots),
+            ),
+            (_copy_rows, (x, row_rings, rows, lines, k, share, units, block_m, block_n, row_slots)),
         ],
-        [1],
-        [24],
+        [1, 1],
+        [24, 24],
     )  # fmt: skip
+
+
+@gluon_jit
+def _unit(unit: Arg, rows: Arg, lines: Arg, k: Arg, share: Arg, block_m: constexpr, block_n: constexpr) -> Arg:
+    """Of a block: its first row, its first tile of lines, its split, and its blocks of columns."""
+    row_blocks, line_blocks = (rows + block_m - 1) // block_m, (lines + block_n - 1) // block_n
+    row, rest = unit % row_blocks * block_m, unit // row_blocks
+    split, tile = rest // line_blocks, rest % line_blocks * (block_n // 64)
+    return row, tile, split, split * share, gl.minimum((split + 1) * share, (k + 127) // 128)
 
 
 @gluon_jit
@@ -189,41 +250,87 @@ def _next(slot: Arg, turn: Arg, slots: constexpr) -> Arg:
 
 
 @gluon_jit
-def _copy(
-    x: Arg, words: Arg, rings: Arg, row: Arg, tile: Arg, first: Arg, last: Arg, lines: Arg, k: Arg,
-    block_m: constexpr, block_n: constexpr, row_slots: constexpr, code_slots: constexpr,
+def _copy_codes(
+    words: Arg, codes: Arg, rings: Arg, rows: Arg, lines: Arg, k: Arg, share: Arg, units: Arg,
+    block_m: constexpr, block_n: constexpr, slots: constexpr,
 ) -> None:  # fmt: skip
-    """Fill slots as they get free: of each block the codes, then both halves of the rows."""
-    row_ring, row_full, row_free, code_ring, code_full, code_free = rings
+    """Fill slots with blocks' codes as they get free."""
+    ring, all_full, all_free = rings
     width: gl.constexpr = words.block_shape[1]
     blocks, tiles = (k + 127) // 128, (lines + 63) // 64
-    row_slot, row_turn, code_slot, code_turn = 0, 1, 0, 1
-    for block in range(first, last):
-        mbarrier.wait(code_free.index(code_slot), code_turn)
-        full = code_full.index(code_slot)
-        mbarrier.expect(full, 2 * block_n * width)
-        for each in gl.static_range(block_n // 64):
-            at = (gl.minimum(tile + each, tiles - 1) * blocks + block) * 64
-            async_load(words, [at, 0], full, code_ring.index(code_slot).slice(64 * each, 64, 0))
-        code_slot, code_turn = _next(code_slot, code_turn, code_slots)
-        for half in gl.static_range(2):
-            mbarrier.wait(row_free.index(row_slot), row_turn)
-            full = row_full.index(row_slot)
+    _row, tile, _split, first, last = _unit(gl.program_id(0), rows, lines, k, share, block_m, block_n)
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0])) * 64
+    for each in gl.static_range(block_n // 64):
+        own = gl.minimum(tile + each, tiles - 1).to(gl.int64) * blocks + first
+        for part in gl.static_range(min(slots, 2) * width // 32):
+            ask_for(codes + own * (64 * width) + part * 2048 + lane)
+    tl.extra.cuda.gdc_wait()
+    slot, turn = 0, 1
+    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
+        _row, tile, _split, first, last = _unit(unit, rows, lines, k, share, block_m, block_n)
+        for block in range(first, last):
+            mbarrier.wait(all_free.index(slot), turn)
+            full = all_full.index(slot)
+            mbarrier.expect(full, 2 * block_n * width)
+            for each in gl.static_range(block_n // 64):
+                at = (gl.minimum(tile + each, tiles - 1) * blocks + block) * 64
+                async_load(words, [at, 0], full, ring.index(slot).slice(64 * each, 64, 0))
+            slot, turn = _next(slot, turn, slots)
+
+
+@gluon_jit
+def _copy_rows(
+    x: Arg, rings: Arg, rows: Arg, lines: Arg, k: Arg, share: Arg, units: Arg, block_m: constexpr,
+    block_n: constexpr, slots: constexpr,
+) -> None:  # fmt: skip
+    """Fill slots with halves of blocks of rows as they get free."""
+    ring, all_full, all_free = rings
+    tl.extra.cuda.gdc_wait()
+    slot, turn = 0, 1
+    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
+        row, _tile, _split, first, last = _unit(unit, rows, lines, k, share, block_m, block_n)
+        for half in range(2 * first, 2 * last):
+            mbarrier.wait(all_free.index(slot), turn)
+            full = all_full.index(slot)
             mbarrier.expect(full, 128 * block_m)
-            async_load(x, [row, 128 * block + 64 * half], full, row_ring.index(row_slot))
-            row_slot, row_turn = _next(row_slot, row_turn, row_slots)
+            async_load(x, [row, 64 * half], full, ring.index(slot))
+            slot, turn = _next(slot, turn, slots)
 
 
 @gluon_jit
 def _multiply(
-    out: Arg, scale: Arg, factor: Arg, bias: Arg, rings: Arg, row: Arg, tile: Arg, first: Arg, last: Arg, rows: Arg,
-    lines: Arg, k: Arg, numbers: constexpr, scales: constexpr, form: constexpr, group: constexpr, per: constexpr,
-    has_bias: constexpr, block_m: constexpr, block_n: constexpr, piece: constexpr, kind: constexpr,
-    row_slots: constexpr, code_slots: constexpr, num_warps: constexpr,
+    out: Arg, scale: Arg, factor: Arg, bias: Arg, row_rings: Arg, code_rings: Arg, rows: Arg, lines: Arg, k: Arg,
+    share: Arg, units: Arg, numbers: constexpr, scales: constexpr, form: constexpr, group: constexpr,
+    per: constexpr, has_bias: constexpr, block_m: constexpr, block_n: constexpr, kind: constexpr,
+    ahead: constexpr, row_slots: constexpr, code_slots: constexpr, num_warps: constexpr,
 ) -> None:  # fmt: skip
-    """Sum up all blocks and store. A product is given out before the one before it is waited for."""
-    row_ring, row_full, row_free, code_ring, code_full, code_free = rings
-    parts: gl.constexpr = 128 // piece
+    """Sum up all blocks and store, one block after another."""
+    tl.extra.cuda.gdc_wait()
+    row_slot, row_turn, code_slot, code_turn = 0, 0, 0, 0
+    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
+        row, tile, split, first, last = _unit(unit, rows, lines, k, share, block_m, block_n)
+        row_slot, row_turn, code_slot, code_turn = _sum_up(
+            out, scale, factor, bias, row_rings, code_rings, row_slot, row_turn, code_slot, code_turn, row, tile,
+            split, first, last, rows, lines, k, numbers, scales, form, group, per, has_bias, block_m, block_n, kind,
+            ahead, row_slots, code_slots, num_warps,
+        )  # fmt: skip
+
+
+@gluon_jit
+def _sum_up(
+    out: Arg, scale: Arg, factor: Arg, bias: Arg, row_rings: Arg, code_rings: Arg, row_slot: Arg, row_turn: Arg,
+    code_slot: Arg, code_turn: Arg, row: Arg, tile: Arg, split: Arg, first: Arg, last: Arg, rows: Arg, lines: Arg,
+    k: Arg, numbers: constexpr, scales: constexpr, form: constexpr, group: constexpr, per: constexpr,
+    has_bias: constexpr, block_m: constexpr, block_n: constexpr, kind: constexpr, ahead: constexpr,
+    row_slots: constexpr, code_slots: constexpr, num_warps: constexpr,
+) -> Arg:  # fmt: skip
+    """One block of lines and rows, 16 columns after another: while some products are under way the next one's weights
+    are decoded.
+
+    Returns where the rings are, with all slots free that it took.
+    """
+    row_ring, row_full, row_free = row_rings
+    code_ring, code_full, code_free = code_rings
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, block_m, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     line = gl.arange(0, block_n, layout=gl.SliceLayout(1, left))
@@ -232,69 +339,43 @@ def _multiply(
     f = inside.to(gl.float32)
     if scales == "times" or scales == "over":
         f = gl.load(factor + tile_of * 64 + inside)
-    held = _held(scale, tile_of, inside, first, blocks, k, group, per)
-    mbarrier.wait(code_full.index(0), 0)
-    words = _words(code_ring.index(0), left, piece)
-    before = _decoded(words, 0, held, f, left, numbers, scales, form, group, piece)
-    mbarrier.wait(row_full.index(0), 0)
-    right = row_ring.index(0).slice(0, piece, 1).permute((1, 0))
+    after = _held(scale, tile_of, inside, first, blocks, k, group, per)
     total = gl.zeros([block_n, block_m], gl.float32, layout=mma)
-    total = warpgroup_mma(before, right, total, use_acc=False, is_async=True)
-    total, before = warpgroup_mma_wait(1, [total, before])
-    row_slot, row_turn, code_slot, code_turn = 0, 0, 0, 0
-    for block in range(first, last - 1):
-        after = held
-        if group > 0:  # asked for long before they are needed
-            after = _held(scale, tile_of, inside, block + 1, blocks, k, group, per)
-        for part in gl.static_range(1, parts):
-            prior = row_slot
-            total, before, row_slot, row_turn = _add(
-                total, before, words, part, held, f, row_ring, row_full, row_slot, row_turn, left, numbers, scales,
-                form, group, piece, row_slots,
-            )  # fmt: skip
-            if part * piece % 64 == 0:
-                mbarrier.arrive(row_free.index(prior), count=1)
-        mbarrier.arrive(code_free.index(code_slot), count=1)
-        code_slot, code_turn = _next(code_slot, code_turn, code_slots)
+    w = gl.zeros([block_n, 16], gl.bfloat16, layout=left)
+    total, before, second, third = warpgroup_mma_wait(ahead, [total, w, w, w])
+    for block in range(first, last):
         mbarrier.wait(code_full.index(code_slot), code_turn)
-        words, held, prior = _words(code_ring.index(code_slot), left, piece), after, row_slot
-        total, before, row_slot, row_turn = _add(
-            total, before, words, 0, held, f, row_ring, row_full, row_slot, row_turn, left, numbers, scales, form,
-            group, piece, row_slots,
-        )  # fmt: skip
-        mbarrier.arrive(row_free.index(prior), count=1)
-    for part in gl.static_range(1, parts):
-        total, before, row_slot, row_turn = _add(
-            total, before, words, part, held, f, row_ring, row_full, row_slot, row_turn, left, numbers, scales, form,
-            group, piece, row_slots,
-        )  # fmt: skip
-    total, before = warpgroup_mma_wait(0, [total, before])
+        words, held = _words(code_ring.index(code_slot), left), after
+        if group > 0:  # asked for long before they are needed
+            after = _held(scale, tile_of, inside, gl.minimum(block + 1, blocks - 1), blocks, k, group, per)
+        for part in gl.static_range(8):
+            w = _decoded(words, part, held, f, numbers, scales, form, group)
+            if part % 4 == 0:
+                mbarrier.wait(row_full.index(row_slot), row_turn)
+            right = row_ring.index(row_slot).slice(part % 4 * 16, 16, 1).permute((1, 0))
+            total = warpgroup_mma(w, right, total, is_async=True)
+            total, before, second, third = warpgroup_mma_wait(ahead, [total, before, second, third])
+            if ahead == 1:
+                before = w
+            elif ahead == 2:
+                before, second = second, w
+            else:
+                before, second, third = second, third, w
+            if part % 4 == ahead - 1:
+                prior = gl.where(row_slot == 0, row_slots - 1, row_slot - 1)
+                mbarrier.arrive(row_free.index(prior), count=1, pred=(block > first) | (part > 3))
+            if part == ahead - 1:  # words are in registers
+                mbarrier.arrive(code_free.index(code_slot), count=1)
+            if part % 4 == 3:
+                row_slot, row_turn = _next(row_slot, row_turn, row_slots)
+        code_slot, code_turn = _next(code_slot, code_turn, code_slots)
+    total, before, second, third = warpgroup_mma_wait(0, [total, before, second, third])
+    mbarrier.arrive(row_free.index(gl.where(row_slot == 0, row_slots - 1, row_slot - 1)), count=1)
     _store(
-        out, total, factor, bias, row, tile, tiles, rows, lines, scales, has_bias, block_m, block_n, kind, mma,
+        out, total, factor, bias, row, tile, split, tiles, rows, lines, scales, has_bias, block_m, block_n, kind, mma,
         num_warps,
     )  # fmt: skip
-
-
-@gluon_jit
-def _add(
-    total: Arg, before: Arg, words: Arg, part: constexpr, held: Arg, f: Arg, ring: Arg, full: Arg, slot: Arg,
-    turn: Arg, left: constexpr, numbers: constexpr, scales: constexpr, form: constexpr, group: constexpr,
-    piece: constexpr, slots: constexpr,
-) -> Arg:  # fmt: skip
-    """Decode a part, give its product out and wait for the one before it, whose slot may then be free.
-
-    before: the left operand of that one, whose registers are its own until then. Returns the sums, this one's operand,
-    and where the ring is.
-    """
-    column: gl.constexpr = part * piece % 64
-    w = _decoded(words, part, held, f, left, numbers, scales, form, group, piece)
-    if column == 0:
-        slot, turn = _next(slot, turn, slots)
-        mbarrier.wait(full.index(slot), turn)
-    right = ring.index(slot).slice(column, piece, 1).permute((1, 0))
-    total = warpgroup_mma(w, right, total, is_async=True)
-    total, before = warpgroup_mma_wait(1, [total, before])
-    return total, w, slot, turn
+    return row_slot, row_turn, code_slot, code_turn
 
 
 @gluon_jit
@@ -314,47 +395,36 @@ def _held(scale: Arg, tile: Arg, inside: Arg, block: Arg, blocks: Arg, k: Arg, g
 
 
 @gluon_jit
-def _words(codes: Arg, left: constexpr, piece: constexpr) -> Arg:
-    """A block's words, in pieces, two or one twice. codes: in shared memory."""
-    first = codes.slice(0, piece, 1).load(left)
-    second = first
-    if piece < codes.shape[1]:
-        second = codes.slice(piece, piece, 1).load(left)
-    return first, second
+def _words(codes: Arg, left: constexpr) -> Arg:
+    """A block's words in shared memory, 16 of each line at a time; of four codes a word, the first two twice."""
+    first, second = codes.slice(0, 16, 1).load(left), codes.slice(16, 16, 1).load(left)
+    third, fourth = first, second
+    if codes.shape[1] > 32:
+        third, fourth = codes.slice(32, 16, 1).load(left), codes.slice(48, 16, 1).load(left)
+    return first, second, third, fourth
 
 
 @gluon_jit
 def _decoded(
-    words: Arg, part: constexpr, held: Arg, f: Arg, left: constexpr, numbers: constexpr, scales: constexpr,
-    form: constexpr, group: constexpr, piece: constexpr,
+    words: Arg, part: constexpr, held: Arg, f: Arg, numbers: constexpr, scales: constexpr, form: constexpr,
+    group: constexpr,
 ) -> Arg:  # fmt: skip
-    """A part's weights in bfloat16, as `tiles._part` of a piece has them."""
-    width: gl.constexpr = 64 if numbers == "e4m3" else 32
-    of: gl.constexpr = part * piece // width
-    word = words[part * piece % width // piece]
-    if group == 16:  # of two groups
-        step: gl.constexpr = 2 * part
-        four = held[0] if step < 4 else held[1]
-        s, m = scale_of(four, four, f, step % 4, numbers, scales, form, False, True)
-        late, m = scale_of(four, four, f, step % 4 + 1, numbers, scales, form, False, True)
-        if scales == "e4m3":
-            s, late = s.to(gl.bfloat16), late.to(gl.bfloat16)
-        column = gl.arange(0, piece, layout=gl.SliceLayout(0, left))
-        s = gl.where(column[None, :] < 16, s[:, None], late[:, None])
-    else:
-        s, m = scale_of(held[0], held[0], f, part if group == 32 else 0, numbers, scales, form, False, True)
-        s = s[:, None]
-    return times(moved_number(word, of, numbers), s, m[:, None], numbers, form, scales, True, gl.bfloat16)
+    """A part's weights in bfloat16, 16 columns, as `tiles._part` of more has them."""
+    parts: gl.constexpr = 4 if numbers == "e4m3" else 2
+    step: gl.constexpr = part if group == 16 else part // 2 if group == 32 else 0
+    four = held[0] if step < 4 else held[1]
+    s, m = scale_of(four, four, f, step % 4, numbers, scales, form, False, True)
+    n = moved_number(words[part % parts], part // parts, numbers)
+    return times(n, s[:, None], m[:, None], numbers, form, scales, True, gl.bfloat16)
 
 
 @gluon_jit
 def _store(
-    out: Arg, total: Arg, factor: Arg, bias: Arg, row: Arg, tile: Arg, tiles: Arg, rows: Arg, lines: Arg,
+    out: Arg, total: Arg, factor: Arg, bias: Arg, row: Arg, tile: Arg, split: Arg, tiles: Arg, rows: Arg, lines: Arg,
     scales: constexpr, has_bias: constexpr, block_m: constexpr, block_n: constexpr, kind: constexpr, mma: constexpr,
     num_warps: constexpr,
 ) -> None:  # fmt: skip
     """The end of a product: the factor of sums, the bias or the gate, and rounding."""
-    split = gl.program_id(2)
     line = gl.arange(0, block_n, layout=gl.SliceLayout(1, mma))
     if scales == "e4m3":
         at = gl.minimum(tile + line // 64, tiles - 1).to(gl.int64) * 64 + line % 64
