@@ -343,6 +343,41 @@ def test_a_head_that_does_not_pay_is_watched_by_few_rows(strong_pair, options):
     assert all(setup.drafts for setup in begun[8:])
 
 
+class OfATable(AdaptiveShape):
+    """Rounds take what a table says, whatever the machine does."""
+
+    def note(self, plan, result, seconds) -> None:
+        super().note(plan, result, None)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_head_that_is_wrong_from_one_moment_on_costs_an_engine_two_percent_of_200_rounds(strong_pair, rows):
+    """By what its rounds and catch-ups take in plain rounds. Two drafts are accepted until then, and none any more."""
+    llm = build(strong_pair, SHAPE, speculative_policy="auto", speculative_max_deferred=8, max_running_requests=rows)
+    layout, table = llm.engine.layout, costs_of(llm.engine.layout, 0.5)
+    llm.scheduler.policy = OfATable(table, layout, lambda: HeadAcceptance((0.9,), 0.5))
+    ops, gains, wrong = llm.engine.runner.ops, list[float](), False
+
+    def accept(chosen, tree, accepted, forced, *given) -> None:
+        most = 0 if wrong else min(2, accepted.path.shape[1] - 1)
+        real(chosen, tree, accepted, torch.full_like(accepted.bonus, most), *given)
+
+    real = ops.accept
+    object.__setattr__(ops, "accept", accept)
+    submit(llm, strong_pair.prompts([9] * 16 * rows), [greedy(60, whole=True)] * 16 * rows)
+    for plan, updates in pump(llm):
+        if not isinstance(plan, RoundPlan) or len(plan.rows) < rows or len(gains) >= 300:
+            continue
+        plain_s = table.seconds(rows, PLAIN, 0.0)
+        took = table.seconds(rows, plan.shape, 0.0) + plan.catches_up * table.catch_up_seconds(rows)
+        gains.append(sum(len(update.new_ids) for update in updates) / rows - took / plain_s)
+        wrong = len(gains) >= 100
+    object.__setattr__(ops, "accept", real)
+    assert len(gains) == 300
+    assert sum(gains[:100]) > 20.0
+    assert sum(gains[102:]) >= -0.02 * 200
+
+
 @pytest.mark.parametrize(
     ("head", "saved", "kind"),
     few_of(
