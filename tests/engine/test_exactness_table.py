@@ -1,5 +1,7 @@
 """`--exactness auto`: a table says what it is, so that no timing and no process can come to another."""
 
+import os
+
 import pytest
 import torch
 
@@ -12,6 +14,8 @@ from treetop.engine.startup import exactness, exactness_table
 from treetop.engine.startup.exactness import whose_sums
 from treetop.engine.startup.exactness_table import TABLE, ExactnessRow, kind_of, settled
 from treetop.engine.startup.plan import plan_engine
+from treetop.exact import mkl_mode
+from treetop.exact.mkl_mode import VARIABLE
 from treetop.kernels.profile import Integers, profile_of
 from treetop.models.registry import target_spec
 from treetop.types.config import EngineConfig
@@ -115,9 +119,12 @@ def test_a_row_whose_cpu_fails_a_probe_is_ties(strong_pair, named, of_probes, ca
 
 def test_mkls_strict_mode_has_no_row(strong_pair, named, monkeypatch):
     """Products are slower in it, and `ties` needs none: no row was measured so."""
-    monkeypatch.setattr(exactness, "needs_another", lambda suffices: True)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(exactness, "needs_another", mkl_mode.needs_another)
+    monkeypatch.setattr(exactness, "suffices", lambda mode: mode is not None)
     told = settled(config_of(strong_pair))
     assert (told.config.exactness, told.by) == ("ties", "probes")
+    assert VARIABLE not in os.environ, "nor is it chosen for what `ties` computes"
     assert told.why.endswith("in MKL's own mode, and its strict one costs more")
 
 

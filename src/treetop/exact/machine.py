@@ -23,7 +23,7 @@ _LINES = ("model name", "flags", "Features", "CPU implementer", "CPU part", "CPU
 """Of /proc/cpuinfo, on x86 and on ARM."""
 _SOURCES = (
     *("exact", "kernels/exact.py", "weights/cpu_products.py"),
-    *("attention/exact_backend.py", "attention/exact_layout.py"),
+    *("attention/exact_backend.py", "attention/exact_layout.py", "engine/startup/mkl_probe.py"),
 )
 
 

@@ -150,9 +150,9 @@ def why_not_by_libraries(config: EngineConfig, target: TargetSpec, place: LoadCo
         return None
     if config.exact_sums == "integers":
         return "sums of integers (--exact-sums) cost more"
-    found = _no_operations() or _no_chains(target.config)
-    if found is None and needs_another(suffices):
+    if needs_another(suffices):  # asked before any probe, for those of `bits` choose the mode
         return "on this machine bits depend on the batch in MKL's own mode, and its strict one costs more"
+    found = _no_operations() or _no_chains(target.config)
     if found is None:
         weights = product_weights(target, None, place)
         shapes = (each.shape for each in weights if each.format.copy_bytes(each, place.dtype, None))

@@ -36,17 +36,24 @@ def suffices(mode: str | None) -> bool | None:
 
 def _asked(mode: str | None, threads: int) -> Any:
     """What depends on the batch, "" for nothing; None as above."""
+    log, setting = logging.getLogger("treetop"), f"{VARIABLE}={mode or ''}"
+    if not sys.executable or getattr(sys, "frozen", False):  # an application's own executable would start it again
+        log.warning("whether bits depend on the batch with %s was not found: there is no interpreter to ask", setting)
+        return None
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
-    environment |= {"PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}
+    environment |= {"PYTHONPATH": os.pathsep.join(each or os.getcwd() for each in sys.path)}
     environment |= {} if mode is None else {VARIABLE: mode}
-    command, log = [sys.executable, "-P", "-m", __name__, str(threads)], logging.getLogger("treetop")
+    command = [sys.executable, "-P", "-m", __name__, str(threads)]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=_PATIENCE_S)
         found = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        log.warning("whether bits depend on the batch with %s=%s was not found: %s", VARIABLE, mode or "", error)
+        told = str(getattr(error, "stderr", None) or "").strip().splitlines()
+        log.warning(
+            "whether bits depend on the batch with %s was not found: %s", setting, "; ".join([str(error), *told[-1:]])
+        )
         return None
-    log.debug("%s=%s: what depends on the batch: %s", VARIABLE, mode or "", found or "nothing")
+    log.debug("%s: what depends on the batch: %s", setting, found or "nothing")
     return found
 
 
