@@ -4,6 +4,7 @@ import re
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -406,7 +407,9 @@ def test_a_row_without_a_draft_gets_one_where_it_gains_twice_what_that_costs_and
 
 
 def test_what_prefill_takes_is_learned_from_mixed_steps_too():
-    """What they take beyond their round: where all prompts come so, rows are put back all the same."""
+    """They bound what a prefill takes: where all prompts come so, rows are put back all the same. A small one says
+    nothing of a large one.
+    """
     load = DrawnLoad(4, DrawnHead(HEADS["good"]), costs_of_a_gpu(SHAPES), layout(), lambda: HEADS["good"])
     for _ in range(104):
         load.round(None)
@@ -418,7 +421,10 @@ def test_what_prefill_takes_is_learned_from_mixed_steps_too():
     policy.note(mixed, StepResult(()), None)
     assert policy.cost_of_draft(4, 400, 1000) is None, "that said nothing"
     policy.note(mixed, StepResult(()), 6.0 * plain_s)
-    assert policy.cost_of_draft(4, 400, 1000) == pytest.approx(5.0, rel=0.2)
+    assert policy.cost_of_draft(4, 400, 1000) == pytest.approx(6.0, rel=0.2)
+    few = replace(prompts, chunks=(replace(chunk, token_ids=tuple(range(16))),))
+    policy.note(replace(mixed, prefill=few), StepResult(()), 0.99 * plain_s)
+    assert policy.cost_of_draft(4, 400, 1000) == pytest.approx(6.0, rel=0.2)
 
 
 def test_who_comes_has_no_draft_where_reading_prompts_costs_more_than_trees_gain():

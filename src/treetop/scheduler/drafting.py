@@ -79,7 +79,8 @@ class Drafting:
             kept = []
         elif defers and policy.watches:
             few = [request for request in kept if request.constrained is None and request.held.deferred < _SOON]
-            kept = few if policy.looks and len(few) <= num_watched(len(batch)) else []
+            few.sort(key=lambda request: request.held.deferred)
+            kept = few[: num_watched(len(batch))] if policy.looks else []
         if len(kept) < len(drafting):
             stay = {*kept}
             for request in drafting:

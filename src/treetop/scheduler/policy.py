@@ -507,9 +507,7 @@ class AdaptiveShape:
     def note(self, plan: StepPlan, result: StepResult, seconds: float | None) -> None:
         """Learn what a round gave, and what it took."""
         if isinstance(plan, MixedPlan) and seconds is not None:
-            rows = self._bucket_for(max(len(plan.round.rows), plan.round.min_rows))
-            round_s = self._costs.seconds(rows, plan.round.shape, plan.round.committed_bound)
-            self._note_prefill(plan.prefill, seconds - round_s)
+            self._note_prefill(plan.prefill, seconds)  # alone it takes no longer
         if isinstance(plan, PrefillPlan) and seconds is not None:
             self._note_prefill(plan, seconds)
         if not isinstance(plan, RoundPlan) or not result.rows:
