@@ -160,6 +160,8 @@ def read_weights(
         of_head = given["draft"] if own_head else given["model"]
         drafter = load_drafter(new_plan, products, target, runner.draft_adapters, of_head)
     copies = copies_between(old_models, (target, drafter))
+    if not place.parallel.minimum(int(copies is not None)):
+        copies = None  # of one rank's shard: ranks capture together, or none does
     if received and place.device.type == "cuda":
         torch.cuda.synchronize()  # whoever sent it may change it now
     first = place.parallel.rank == 0

@@ -35,7 +35,8 @@ CHUNK = 8
 MAX_ROWS = 32
 _WORDS = PLANES * 256
 """Of a tile."""
-_GROUPS_AT_ONCE = 128
+_AT_ONCE = 2**19
+"""Groups times k that are encoded at once, in some 350 MiB: an update keeps a GiB free for what is made on its way."""
 _ROOM = 64
 """One in so many chunks may lie in 16 bits, and one more."""
 _MOST_SHIFT = 127
@@ -103,8 +104,9 @@ def encode(weight: Tensor, gated: bool) -> OrderedWeight | None:
     scale = torch.empty((groups, GROUP), dtype=torch.int16, device=device)
     coded = torch.ones(-(-groups // CHUNK) * CHUNK, dtype=torch.bool, device=device)
     lines = _lines(weight, gated)
-    for at in range(0, groups, _GROUPS_AT_ONCE):
-        here = slice(at, min(at + _GROUPS_AT_ONCE, groups))
+    at_once = max(_AT_ONCE // k, 1)
+    for at in range(0, groups, at_once):
+        here = slice(at, min(at + at_once, groups))
         words[here], scale[here], coded[here] = _encoded(lines[here])
     chunks = len(coded) // CHUNK
     found = (~coded.view(chunks, CHUNK).all(1)).nonzero()[:, 0].tolist()
