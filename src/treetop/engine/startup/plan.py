@@ -57,7 +57,7 @@ from treetop.kernels.sampling.process import MAX_COUNT
 from treetop.models.config import ModelConfig, read_config
 from treetop.models.registry import TargetSpec, target_spec
 from treetop.speculative.profile import RANKS, AcceptanceProfile, read_profile
-from treetop.types.config import EngineConfig
+from treetop.types.config import PAGE_SIZE, EngineConfig
 from treetop.types.errors import CapacityError, ConfigError
 from treetop.types.kv import KVFormat
 from treetop.types.layout import MAX_PROMPT_BLOCK, KVGroup, Layout, PrefillCosts
@@ -133,7 +133,10 @@ def _with_page_size(config: EngineConfig, parallel: Parallel, expert_ranks: Para
     device, target = compute_device(config.device), target_spec(resolve_folder(config.model))
     dtype, exact = compute_dtype(config.dtype, device), profile_of(config.exactness, device).exact_attention
     groups = group_needs(target.config, None, parallel.size)
-    size = page_size_for(config.attention_backend, Need(dtype, device, None, groups, exact=exact, fp8_kv=config.fp8_kv))
+    fp8 = config.fp8_kv or (config.speculates and config.fp8_draft_kv)
+    size = page_size_for(config.attention_backend, Need(dtype, device, None, groups, exact=exact, fp8_kv=fp8))
+    if config.state_checkpoint_every is not None and config.state_checkpoint_every % size:
+        size = PAGE_SIZE
     for ranks in (parallel, expert_ranks):
         size = size if isinstance(ranks, PlaceholderRank) else ranks.minimum(size)
     return replace(config, page_size=size)
