@@ -269,12 +269,12 @@ def test_ranks_that_share_experts_compress_together_or_not_at_all(tmp_path, on_a
 
     def minimum(number):
         said.append(number)
-        return min(number, others) if len(said) == 5 else number  # after exactness, rows and the chunk
+        return min(number, others) if len(said) == 6 else number  # after pages, exactness, rows and the chunk
 
     on_a_measured_gpu(own)
     config = EngineConfig.of(str(folder), draft=None, ep_size=2, dtype="float64", device="cpu")
     planned = plan_engine(config, expert_ranks=SimpleNamespace(size=2, rank=0, minimum=minimum))
-    assert said[4] == own
+    assert said[5] == own
     assert planned.place.compressed == bool(own and others)
 
 
