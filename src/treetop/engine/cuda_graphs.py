@@ -293,9 +293,11 @@ def num_captured(layout: Layout, choices: Sequence[SamplingMode], holds: bool, f
 
 
 def _in_rounds(places: Collection[RoundKey]) -> int:
-    """How many rounds these are to a driver's memory: prompts alone are one phase, a third of one."""
+    """How many rounds these are to a driver's memory: prompts alone are one phase, a third of one, with and without a
+    draft together: engines that have both take a third of what is set aside."""
     num_rounds = sum(map(_has_rows, places))
-    return num_rounds + -(-(len(places) - num_rounds) // 3)
+    prompts = sum(not _has_rows(place) and not place.undrafted for place in places)
+    return num_rounds + -(-prompts // 3)
 
 
 def _place(filters_apart: bool, key: RoundKey) -> RoundKey:
