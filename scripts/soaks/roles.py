@@ -169,9 +169,15 @@ class SoakRoles:
         compare(self.summary, fresh, sample)
 
     def _soak(self, rounds: int, until_s: float) -> list[dict[str, Any]]:
-        """Change the load every now and then; then let everything drain. Returns the last words of all ranks."""
+        """Change the load every now and then; then let everything drain. Returns the last words of all ranks.
+
+        It goes on past `rounds` until a rank had none in one of them: which rounds run is for threads to say.
+        """
         rng, load, change = self._rng, 1, 0
-        while (now := self._rounds()) < rounds and time.monotonic() < until_s:
+        while time.monotonic() < until_s:
+            now = self._rounds()
+            if now >= rounds and self.decode.count("idle_rounds"):
+                break
             if self.prefill.core.failure is not None:  # decode ranks would go on without
                 raise self.prefill.core.failure
             if now >= change:
