@@ -379,20 +379,22 @@ def test_a_head_that_is_wrong_from_one_moment_on_costs_an_engine_two_percent_of_
 
 
 @pytest.mark.parametrize(
-    ("head", "saved", "kind"),
+    ("head", "saved", "reads", "kind"),
     few_of(
         [
-            ("good", 9.0, {"check_level": 3}),
-            ("good", 9.0, {"graphs": "sim", "overlap": True, "mixed_chunk": "on"}),
-            ("good", 1.0, {"overlap": True}),
-            ("useless", 9.0, {}),
+            ("good", 9.0, 0.0, {"check_level": 3}),
+            ("good", 9.0, 0.0, {"graphs": "sim", "overlap": True, "mixed_chunk": "on"}),
+            ("good", 1.0, 0.0, {"overlap": True}),
+            ("good", 9.0, 5.0, {}),
+            ("useless", 9.0, 0.0, {}),
         ],
-        2,
+        3,
     ),
 )
-def test_a_long_request_that_lost_its_draft_gets_it_back_where_that_pays(strong_pair, head, saved, kind):
+def test_a_long_request_that_lost_its_draft_gets_it_back_where_that_pays(strong_pair, head, saved, reads, kind):
     """Once trees would pay for it, it is put back, comes again with a draft and accepts as one that never lost it. Not
-    where what is saved does not pay for that, or where it gains nothing; and who ends soon goes on without.
+    where what is saved does not pay for that, where it gains nothing, or where drafts take longer to read prompts than
+    trees gain, so that it would come without one; and who ends soon goes on without.
     """
     heads = {"useless": HeadAcceptance((0.02,), 0.02), "good": HeadAcceptance((0.9, 0.9, 0.9), 0.5)}
     sizes = {"speculative_policy": "auto", "speculative_max_deferred": 8, "max_running_requests": 4}
@@ -409,11 +411,12 @@ def test_a_long_request_that_lost_its_draft_gets_it_back_where_that_pays(strong_
             policy._head = heads[head]
             policy.acceptance, policy.savings = AcceptanceEstimate(policy._trees, heads[head]), saved
             policy._prefills.note(64, 1.5)  # two plain rounds or three
+            policy._read_per_token = lambda: reads
     assert [tuple(request.output_ids) for request in asked] == want
     assert asked[0] in lost, "it kept its draft"
     again = [setup for setup in begun[4:] if setup.drafts]
     assert len(begun) == 4 + len(again)
-    pays = head == "good" and saved > 3.0
+    pays = head == "good" and saved > 3.0 and not reads
     assert len(again) == pays
     assert any(accepted(asked[0])) == pays
     assert asked[1] not in lost or not any(accepted(asked[1]))

@@ -238,7 +238,7 @@ class AdaptiveShape:
         self._costs, self._layout, self._known_head, self._keep_head = RoundCosts(table), layout, head, keep_head
         self._trees = [shape for shape in table.shapes if shape != PLAIN]
         self._bucket_for, self._shapes_at = cache(layout.bucket_for), cache(layout.shapes_at)
-        self._prefills = CostCurve()  # by tokens, of mixed steps what they take beyond their round
+        self._prefills = CostCurve()  # by tokens; a mixed step counts whole, which bounds it
         most = layout.max_requests  # of a prompt's token the draft takes what it does of one that it catches up with
         self._read_s = table.catch_up_seconds(most) / (most * layout.max_deferred) if layout.max_deferred else 0.0
         self._read_per_token = read_per_token
@@ -256,6 +256,7 @@ class AdaptiveShape:
         self.alone, self._hoped = False, PLAIN  # what would run if all had a draft
         self.savings, self._next_draft = 0.0, 0  # the round before which no row is put back for a draft
         self._reads_pay = dict[int, bool]()  # by rows
+        self._reads_lose = False  # of these rows: trees gain less than the draft takes to read prompts
         self._gain: float | None = None  # of a plain round, that a token takes less if all have one
         self._told_of_few = False  # whether anything was accepted of the last tree, while the head was watched
         self._held: tuple[int, float] | None = None  # rows with padding and the share that the next two are of
@@ -315,8 +316,9 @@ class AdaptiveShape:
         self._gain = None
         self._reads_pay.clear()
         reads_s = self._read_per_token() * self._read_s * rows
+        self._reads_lose = reads_s > 0.0 and self._worth(reads_s) < 1.0
         if not self.watches:
-            self.watches = self._told_of_few = reads_s > 0.0 and self._worth(reads_s) < 1.0
+            self.watches = self._told_of_few = self._reads_lose
         elif self._told_of_few and self.shape != PLAIN and self._worth(reads_s) >= _WORTH_AGAIN:
             self.watches, self._held = False, None  # it is no mere hope: who comes has a draft
         if self.watches:
@@ -481,10 +483,12 @@ class AdaptiveShape:
         return not reads_s or self._reads_pay[bucket]
 
     def cost_of_draft(self, rows: int, computed: int, left: int) -> float | None:
-        """See `ShapePolicy`. All rows wait for it, and one gains. Not before trees could be paid that tell more."""
+        """See `ShapePolicy`. All rows wait for it, and one gains. Not before trees could be paid that tell more; nor
+        while who comes has no draft for what that reads, for so would a row that is put back.
+        """
         if self._num_rounds % _EVERY or self._num_rounds < self._next_draft:
             return None
-        if self.regret_budget < REGRET_BUDGET or not self._round_s:
+        if self.regret_budget < REGRET_BUDGET or not self._round_s or self._reads_lose:
             return None
         if self._gain is None:
             best_s = min(self._round_s[each] / self._tokens(each, share=self._wanting) for each in self._round_s)
