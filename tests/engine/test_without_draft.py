@@ -239,6 +239,21 @@ def test_what_is_handed_over_comes_whole_and_goes_on_without(strong_pair):
         worker.close()
 
 
+def test_the_draft_reads_no_prompt_that_was_handed_over(strong_pair):
+    """So what policies are told of prompts that it reads are those which were prefilled here, but for cached ones."""
+    prefill, decode = (Worker(strong_pair, SHAPE) for _ in range(2))
+    relay, few, read_per_token = Relay(prefill, decode), greedy(2, whole=True), decode.scheduler._lengths.read_per_token
+    relay.submit(strong_pair.prompts([5] * 16), [few] * 16, IDS)
+    relay.run()
+    assert not relay.local
+    assert read_per_token() == 0.0
+    relay.submit(strong_pair.prompts([8] * 16, seed=5), [few] * 16, IDS, remote=False)
+    relay.run()
+    assert read_per_token() == pytest.approx(2.0), "half of 32 requests had 8 tokens for 2"
+    for worker in (prefill, decode):
+        worker.close()
+
+
 def test_a_row_without_a_draft_never_gets_one_again(strong_pair):
     """Level 1: a plan whose row the draft has no K/V of is refused, and one that lists them elsewhere than last."""
     llm = build(strong_pair, SHAPE, check_level=1, max_running_requests=2)

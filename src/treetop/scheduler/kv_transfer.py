@@ -196,7 +196,7 @@ class KVTransfers:
             self._rows.cache(request, request.ids[: each.chunk.end])
             if each.chunk.last and first is not None:
                 del self._pending[request.request_id]
-                request.remote = False
+                request.remote, request.num_imported_tokens = False, request.num_ids - request.num_cached_tokens
                 self._queues.imported(request)
                 done.append(FirstOutput(request, first))
         for request in dict.fromkeys(requests):

@@ -11,8 +11,8 @@ _ENOUGH, _KEEPS = 16, 64
 
 
 class RequestLengths:
-    """Of requests that have ended by themselves: tokens of their output, of all, and of their prompts, without those
-    that were in the prefix cache."""
+    """Of requests that have ended by themselves: tokens of their output, of all, and of their prompts those that were
+    computed here, neither in the prefix cache nor by another worker."""
 
     def __init__(self, keep: Callable[[float], object] = lambda tokens: None) -> None:
         """keep: told now and then how many tokens a request has had, prompt and output."""
@@ -24,7 +24,7 @@ class RequestLengths:
         part = 1 / min(self._count, _REMEMBERED)
         self._output += part * (len(request.output_ids) - self._output)
         self._tokens += part * (request.num_ids - self._tokens)
-        computed = request.num_ids - len(request.output_ids) - request.num_cached_tokens
+        computed = len(request.prompt_ids) - request.num_cached_tokens - request.num_imported_tokens
         self._read += part * (computed - self._read)
         if self._count >= _ENOUGH and self._count % _KEEPS in (0, _ENOUGH):
             self._keep(self._tokens)

@@ -48,7 +48,7 @@ class Request:
         them, the root, is on its way then, and once it is here `num_computed_tokens == num_ids - 1`.
     running: None while it waits; an ended request keeps it until no step with its row is out.
     constrained: None if any token may come, but for never_ids.
-    remote: another worker is to prefill it.
+    remote: another worker is to prefill it. num_imported_tokens: of its prompt, whose K/V one has computed.
     export_from: it is prefilled for another worker, which wants its tokens from here on, and never decodes.
     adapter: its own, or that of none.
     num_passed: steps that were planned while it was next, and its adapter found no slot.
@@ -84,6 +84,7 @@ class Request:
     num_retractions: int = 0
     num_passed: int = 0
     remote: bool = False
+    num_imported_tokens: int = 0
     export_from: int | None = None
     asked_host: bool = False
     admitted_s: float | None = None
