@@ -62,6 +62,8 @@ LOADS = (1, 2, 4, 6, 10)
 """Live requests that a phase aims at."""
 SILENCE_S = 120.0
 """After which nothing will come any more."""
+MOST_TIMES = 10
+"""Times the rounds that were asked for, and requests to give up, until something has happened that threads decide."""
 SLACK_BYTES = {"resident": 48 << 20, "allocated": 1 << 20}
 """Growth of a rank's memory from half time to the end that is no leak; threads share one process."""
 
@@ -171,12 +173,13 @@ class SoakRoles:
     def _soak(self, rounds: int, until_s: float) -> list[dict[str, Any]]:
         """Change the load every now and then; then let everything drain. Returns the last words of all ranks.
 
-        It goes on past `rounds` until a rank had none in one of them: which rounds run is for threads to say.
+        Threads say which rounds run, what is handed over and whether a request ends before it is given up: it goes on
+        past `rounds` until each has happened, but not for ever.
         """
         rng, load, change = self._rng, 1, 0
         while time.monotonic() < until_s:
             now = self._rounds()
-            if now >= rounds and self.decode.count("idle_rounds"):
+            if now >= rounds and (self._has_met_all or now >= MOST_TIMES * rounds):
                 break
             if self.prefill.core.failure is not None:  # decode ranks would go on without
                 raise self.prefill.core.failure
@@ -188,11 +191,20 @@ class SoakRoles:
                 if self._live and rng.random() < 0.04:
                     self._abort(rng.choice([*self._live]))
                 self._hear()
-        self._arrive(1)
-        self._abort(next(reversed(self._live)))  # one at least, whatever the numbers drawn and the threads did
-        while self._live:
-            self._hear()
+        for _ in range(MOST_TIMES):
+            self._arrive(1)
+            self._abort(next(reversed(self._live)))
+            while self._live:
+                self._hear()
+            if self.summary.aborted:
+                break
         return [*self.prefill.idle(), *self.decode.idle()]
+
+    @property
+    def _has_met_all(self) -> bool:
+        """Whether a rank was without rows in a round, and a request was handed over."""
+        handed_over = any(said["kv_transfer"]["num_requests_done"] for said in self.decode.said())
+        return handed_over and self.decode.count("idle_rounds") > 0
 
     def _place(self, request: EngineRequest, engine: int) -> RankLink:
         """Of the decode group, whose client asks."""
