@@ -114,28 +114,29 @@ def test_a_run_counts_what_the_server_gave(server, monkeypatch):
     assert server.metric("treetop:generation_tokens_total") - before == 1440
 
 
-def test_connections_are_kept_and_one_that_the_server_has_closed_is_replaced():
-    """As of clients with a pool: as many connections as requests at a time. The server lets go of them when idle."""
+@pytest.mark.parametrize(
+    ("keep_alive_s", "at_a_time", "opened"), [("600", (1, 1, 3, 3), [1, 1, 3, 3]), ("1", (1, -1, 1), [1, 1, 2])]
+)
+def test_connections_are_kept_and_one_that_the_server_has_closed_is_replaced(keep_alive_s, at_a_time, opened):
+    """As of clients with a pool: as many connections as requests at a time. -1: until the server has let go of them."""
 
     async def talked(url) -> list[int]:
-        client, opened = HttpClient(Address.of(url), None), []
+        client, found = HttpClient(Address.of(url), None), []
         body = {"prompt": "a", "max_tokens": 3, "stream": True}
 
         async def ask() -> None:
             assert [event async for event in client.events("/v1/completions", body)]
 
-        for at_a_time in (1, 1, 3, 3):
-            await asyncio.gather(*(ask() for _ in range(at_a_time)))
-            opened.append(client.num_opened)
-        while not all(kept.reader.at_eof() for kept in client._idle):
-            await asyncio.sleep(0.01)
-        await ask()
-        opened.append(client.num_opened)
+        for count in at_a_time:
+            while count < 0 and not all(kept.reader.at_eof() for kept in client._idle):
+                await asyncio.sleep(0.01)
+            await asyncio.gather(*(ask() for _ in range(count)))
+            found.append(client.num_opened)
         await client.close()
-        return opened
+        return found
 
-    with mock(2, "1", "--timeout-keep-alive", "1") as server:
-        assert asyncio.run(talked(server.url)) == [1, 1, 3, 3, 4]
+    with mock(2, "1", "--timeout-keep-alive", keep_alive_s) as server:
+        assert asyncio.run(talked(server.url)) == opened
 
 
 def test_the_command_writes_json_and_a_plot(server, tmp_path, capsys):
