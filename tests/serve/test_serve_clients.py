@@ -82,13 +82,16 @@ def test_answers_on_a_kept_connection_come_at_once(workers):
 
     Where it does, each answer takes that long, but for some at the beginning; on a busy machine one of many is quick.
     """
-    with mock(5, "1", "--api-workers", workers) as server, closing(opened(server)) as connection:
+    flags = ("--timeout-keep-alive", "600", "--api-workers", workers)
+    with mock(5, "1", *flags) as server, closing(opened(server)) as connection:
 
         def seconds() -> float:
             began_s, answer = time.monotonic(), b""
             connection.sendall(HEALTH)
             while not answer.endswith(b"}"):
-                answer += connection.recv(4096)
+                piece = connection.recv(4096)
+                assert piece, "the connection is not kept"
+                answer += piece
             return time.monotonic() - began_s
 
         for _ in range(20):
