@@ -1,6 +1,7 @@
 """Whatever the body of one request holds, the event loop that serves all others is soon free again.
 
-A hold is processor time that the loop's thread takes between two of its turns, so a busy machine does not lengthen it.
+A hold is processor time that the loop's thread takes between two of its turns, so a busy machine does not lengthen it;
+but a virtual one may count time in which it stood still. A body that holds the loop does so each time.
 """
 
 import asyncio
@@ -99,6 +100,11 @@ def answer():
     gc.unfreeze()
     gc.collect()
     gc.freeze()  # as `conftest.py` had done
+
+
+def holds(answer, path: str, body: bytes, held: float) -> bool:
+    """Whether the loop is held too long each time. held: how long it was the first time."""
+    return held >= MAX_HELD and all(answer(path, body)[1] >= MAX_HELD for _ in range(2))
 
 
 def listed(item: bytes, count: int) -> bytes:
@@ -342,18 +348,19 @@ HOSTILE = {
 def test_no_body_holds_the_loop(answer, name):
     """Its answer comes, names the field or the bound, and is short."""
     path, body_of, status, words = HOSTILE[name]
-    response, held = answer(path, body_of())
+    body = body_of()
+    response, held = answer(path, body)
     assert response.status_code == status, response.text[:300]
     assert words in response.text
     assert status == 200 or len(response.content) < 1000
-    assert held < MAX_HELD, held
+    assert not holds(answer, path, body, held), held
 
 
 def test_as_many_messages_as_there_may_be_hold_nobody_up(answer):
     body = json.dumps({"messages": [HI] * MAX_MESSAGES}).encode()
     response, held = answer("/tokenize", body)
     assert response.status_code == 200, response.text[:300]
-    assert held < MAX_HELD, held
+    assert not holds(answer, "/tokenize", body, held), held
 
 
 @pytest.mark.parametrize("item", few_of([b"null", b"[]", b"{}", b'"ab"', b"257", b"1.5"], 0, 3))
