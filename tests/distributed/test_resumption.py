@@ -4,7 +4,7 @@ import asyncio
 import random
 import tempfile
 import threading
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from unittest.mock import Mock
 
 import pytest
@@ -12,7 +12,7 @@ import zmq
 
 from support.fake_core import ask, make_core
 from support.waiting import WAIT_S
-from treetop.core.wire import ID_RANGE, AddRequests, ClientHello, Leave, decode_from_core
+from treetop.core.wire import ID_RANGE, AddRequests, ChangeDone, ClientHello, Leave, decode_from_core
 from treetop.distributed.client import EngineProcessClient
 from treetop.distributed.engine_process import EngineServer, Parts
 from treetop.types.ids import RequestId
@@ -75,26 +75,36 @@ INFO = CoreInfo("/none", 1000, 512, 4, SpecShape(2, 3, 6))
 
 
 class Engines:
-    """Engines one after the other, each with its scheduler and socket on a thread, as in a process of its own."""
+    """Engines one after the other, each with its scheduler and socket on a thread, as in a process of its own.
+
+    Each ends with a message that is nothing to its client: by then that has all that the engine has said.
+    """
 
     def __init__(self, folder: str, core: EngineProcessClient) -> None:
         self.folder, self.count, self.core = folder, 0, core
-        self.gone = asyncio.Event()
+        self.gone, (engine,) = asyncio.Event(), core.engines
+        take, loop = engine._take, asyncio.get_running_loop()
+
+        def taken(link, message):
+            take(link, message)
+            if isinstance(message, ChangeDone):
+                loop.call_soon(self._lost, message.error)
+
+        engine._take = taken
 
     def start(self, engine) -> tuple[str]:
         self.count += 1
         self.gone.clear()
-        loop = asyncio.get_running_loop()
         address = f"ipc://{self.folder}/{self.count}"
         context = zmq.Context()
         socket = context.socket(zmq.ROUTER)
         socket.bind(address)
-        core = make_core(engine, max_in_flight=2, disable_radix_cache=True)
+        server = EngineServer(Parts(make_core(engine, max_in_flight=2, disable_radix_cache=True), INFO), socket)
 
         def run():
-            failure = EngineServer(Parts(core, INFO), socket).run()
-            with suppress(RuntimeError):  # the test is over
-                loop.call_soon_threadsafe(loop.call_later, 0.2, self._lost, f"{type(failure).__name__}: {failure}")
+            failure = server.run()
+            for identity in server._identities.values():
+                server._send(identity, ChangeDone(0, f"{type(failure).__name__}: {failure}"))
             context.destroy(linger=2000)
 
         threading.Thread(target=run, daemon=True).start()
