@@ -248,7 +248,7 @@ def test_requests_go_to_the_rank_with_the_fewest(folders):
         llm = build(folders["glm"], None, 2)
         go_on, step = threading.Event(), started[0].core.step
         started[0].core.step = lambda: (go_on.wait(0.3), step())[1]
-        streams = [llm.stream([[4, 5, 6]], greedy(80)) for _ in range(5)]
+        streams = [llm.stream([[4, 5, 6]], greedy(80, whole=True)) for _ in range(5)]
         for stream in streams:
             next(stream)
         core = llm._core.core
