@@ -103,9 +103,12 @@ class WorkerProcess:
 
     def wait(self, ids: Sequence[RequestId], seconds: float = WAIT_S) -> list[tuple[tuple[int, ...], list[int]]]:
         """Until these have ended well. Returns tokens and accepted lengths."""
-        self.until(lambda: all(each in self.last for each in ids), seconds)
+        self.until(lambda: self.have_ended(ids), seconds)
         assert all(self.last[each].error is None for each in ids), [self.last[each] for each in ids]
         return [(tuple(self.tokens[each]), self.accept_lens[each]) for each in ids]
+
+    def have_ended(self, ids: Sequence[RequestId]) -> bool:
+        return all(each in self.last for each in ids)
 
     def close(self) -> str:
         """What it has said on stderr."""
