@@ -23,7 +23,6 @@ from treetop.types.kv_transfer.layout import Schema
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
     monkeypatch.setattr(sockets, "_PAUSE_S", 0.05)
-    monkeypatch.setattr(sockets, "HEARTBEAT_TIMEOUT_MS", 60_000)  # this process may stand still for long
     both = Ends()
     yield both
     both.close()
@@ -88,7 +87,7 @@ def test_a_prefill_worker_that_is_stopped_is_given_up_long_before_its_lease_and_
 ) -> None:
     """Heartbeats are zmq's own: a worker whose loop is away answers them, one that has been stopped does not.
 
-    Neither does one whose machine has no time for it: of five times that it was away one may do.
+    Neither does one whose machine has no time for it: of twenty times that it was away one may do.
     """
     monkeypatch.setattr(sockets, "HEARTBEAT_TIMEOUT_MS", 1500)
     command = [sys.executable, "-c", _LISTENS]
@@ -96,12 +95,13 @@ def test_a_prefill_worker_that_is_stopped_is_given_up_long_before_its_lease_and_
         try:
             assert worker.stdout is not None
             ends.look_for(int(worker.stdout.readline()))
-            for _ in range(5):
+            for _ in range(20):
                 there = ends.connected(OF_PREFILL)
                 if _stays_for(ends, 2.2):
                     break
                 assert ends.until(kind(Disconnected)) == Disconnected(there)
-            assert not ends.seen
+            else:
+                pytest.fail("it is given up while it is busy")
             worker.send_signal(signal.SIGSTOP)
             assert ends.until(kind(Disconnected)) == Disconnected(there)
         finally:
