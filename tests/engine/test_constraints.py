@@ -35,6 +35,12 @@ from treetop_debug.ranks import ranks_on_threads
 LENGTH = 24
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """A busy machine finds masks late, and rounds would go on without drafts."""
+    monkeypatch.setattr("treetop.scheduler.scheduler._PATIENCE_S", 60.0)
+
+
 class Whims:
     """Another random set after each output, at times any token or, late, none; the same for the same output."""
 

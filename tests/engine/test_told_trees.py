@@ -15,6 +15,12 @@ from treetop.types.sampling import SamplingParams
 SHAPE = (3, 3, 9)
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """A busy machine finds masks late, and rounds would go on without drafts."""
+    monkeypatch.setattr("treetop.scheduler.scheduler._PATIENCE_S", 60.0)
+
+
 def asking(params: SamplingParams) -> SamplingParams:
     return replace(params, return_draft_trees=True)
 
@@ -50,9 +56,8 @@ def test_trees_spell_the_output_and_change_none(strong_pair, options):
     assert [each.draft_depths for each in plain] == [each.draft_depths for each in outputs]
 
 
-def test_a_tree_goes_on_behind_what_a_structure_forces(weak_pair, monkeypatch):
+def test_a_tree_goes_on_behind_what_a_structure_forces(weak_pair):
     """All that must come is drafted, as deep as a tree may be, and behind it the head's own proposals."""
-    monkeypatch.setattr("treetop.scheduler.scheduler._PATIENCE_S", 60.0)  # a busy machine finds masks late
     llm, text = build(weak_pair, SHAPE, overlap=False), "abcde("
     held = StructuredOutput("regex", r"abcde\([a-k]{8}")
     (output,) = llm.generate(weak_pair.prompts([9]), asking(SamplingParams(max_tokens=12, structured_output=held)))

@@ -28,6 +28,12 @@ VOCAB, LENGTH = 211, 20
 SHAPE = (4, 5, 16)
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """A busy machine finds masks late, and rounds would go on without drafts."""
+    monkeypatch.setattr("treetop.scheduler.scheduler._PATIENCE_S", 60.0)
+
+
 @dataclass(frozen=True)
 class Case:
     """A prompt and how tokens are chosen; regex: what the text is held to, if it is one."""
