@@ -1,4 +1,4 @@
-"""Faults of what decides which trees are verified, put back by name. They change trees and costs, and no token."""
+"""Faults of what decides which trees are verified, and of rounds whose shapes change, put back by name."""
 
 import os
 from collections.abc import Callable
@@ -9,10 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from treetop.engine.graphs import GraphSim
+from treetop.engine.model_runner import ModelRunner
+from treetop.engine.rounds import RoundKey
 from treetop.kernels.tree.calibration import Calibration
 from treetop.kernels.tree.deferred import DeferredPairs, ExtendPairs
 from treetop.kernels.tree.grow import TreeBuilder
 from treetop.kernels.tree.learn import Observed
+from treetop.types.layout import PLAIN, SpecShape
 from treetop.types.tree import Accepted
 from treetop_debug import policy_scenes
 from treetop_debug.faults import Fault, by_name
@@ -51,6 +55,52 @@ def _skips_the_newest(real: Callable[..., Any]) -> Callable[..., Any]:
     return deferred_pairs
 
 
+def _of_chains(real: Callable[..., TreeBuilder]) -> Callable[..., TreeBuilder]:
+    def make_growth(shape: SpecShape, *others: Any) -> TreeBuilder:
+        return replace(real(SpecShape(1, shape.num_steps, shape.num_steps + 1), *others), shape=shape)
+
+    return make_growth
+
+
+def _of_one_row(real: Callable[..., TreeBuilder]) -> Callable[..., TreeBuilder]:
+    return lambda shape, count, *others: real(shape, 1, *others)
+
+
+def _kept_by(name: Callable[[RoundKey], RoundKey | tuple[RoundKey, int, int]]) -> Patch:
+    """Of the rounds that have one name, that of most rows was captured first, and its graph serves them all."""
+
+    def make(real: Callable[..., None]) -> Callable[..., None]:
+        def launch(self: GraphSim, key: RoundKey, *others: Any) -> None:
+            alike = [kept for kept, _ in self._captured if name(kept) == name(replace(key, undrafted=False))]
+            real(self, max(alike, key=lambda kept: kept.bucket) if key.bucket else key, *others)
+
+        return launch
+
+    return Patch("treetop.engine.graphs:GraphSim.launch", make)
+
+
+def _as_many_as_branches() -> tuple[Patch, ...]:
+    """A round keeps as many proposals as its own tree had branches."""
+    branches = [1]
+
+    def noting(real: Callable[..., None]) -> Callable[..., None]:
+        def grow_trees(runner: ModelRunner, rows: Tensor, shape: SpecShape, *others: Any) -> None:
+            branches[0] = shape.topk
+            real(runner, rows, shape, *others)
+
+        return grow_trees
+
+    def cut(real: Callable[..., Any]) -> Callable[..., Any]:
+        def extended(self: ModelRunner, *args: Any) -> Any:
+            kept, k = real(self, *args), branches[0]
+            return kept and replace(kept, tokens=kept.tokens[:, :k], logprob=kept.logprob[:, :k])
+
+        return extended
+
+    extend = Patch("treetop.engine.model_runner:ModelRunner.extended", cut)
+    return Patch("treetop.engine.rounds:grow_trees", noting), extend
+
+
 POLICY_FAULTS = by_name(
     Fault(
         "deferred-token-skipped",
@@ -67,6 +117,14 @@ POLICY_FAULTS = by_name(
         "round costs: those at hand are of another engine",
         1,
         scene=policy_scenes.two_models_costs,
+    ),
+    Fault(
+        "costs-of-another-card",
+        "what rounds cost is kept by nothing of the card, so an engine on another one begins with it",
+        (instead("treetop.engine.startup.round_costs:cost_file", _of_the_machine_alone),),
+        "round costs: those at hand are of another engine",
+        1,
+        scene=policy_scenes.two_cards_costs,
     ),
     Fault(
         "calibration-of-another-pair",
@@ -97,5 +155,45 @@ POLICY_FAULTS = by_name(
         "calibration: what rows of a tree",
         1,
         scene=policy_scenes.one_rounds_lesson,
+    ),
+    Fault(
+        "shape-buffer-without-k",
+        "candidates of each shape's trees are sized without the factor k (sgl-27338)",
+        (Patch("treetop.engine.buffers:make_growth", _of_chains),),
+        "round buffers: need",
+        0,
+        scene=policy_scenes.captured_rounds_of_random_shapes,
+    ),
+    Fault(
+        "shape-buffer-without-rows",
+        "candidates of each shape's trees are sized without the rows",
+        (Patch("treetop.engine.buffers:make_growth", _of_one_row),),
+        "round buffers: need",
+        0,
+        scene=policy_scenes.captured_rounds_of_random_shapes,
+    ),
+    Fault(
+        "shape-graph-without-k",
+        "captured rounds are kept without k, so a tree's round replays that of a chain with as many steps and nodes",
+        (_kept_by(lambda key: (replace(key, shape=PLAIN), key.shape.num_steps, key.shape.num_draft_tokens)),),
+        "oracle",
+        None,
+        scene=policy_scenes.captured_rounds_of_random_shapes,
+    ),
+    Fault(
+        "shape-graph-without-rows",
+        "captured rounds are kept without their rows, so a smaller batch replays a larger one's with rows of before",
+        (_kept_by(lambda key: replace(key, bucket=min(key.bucket, 1))),),
+        "oracle",
+        None,
+        scene=policy_scenes.captured_rounds_of_random_shapes,
+    ),
+    Fault(
+        "shape-proposals-stale",
+        "a round proposes as many tokens as its own tree had branches: the next shape's others are of a round before",
+        _as_many_as_branches(),
+        "oracle",
+        None,
+        scene=policy_scenes.captured_rounds_of_random_shapes,
     ),
 )

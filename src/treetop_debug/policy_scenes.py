@@ -6,8 +6,10 @@ is given a folder and a check level, -1 where nobody is to look; it says what ha
 
 import os
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -20,9 +22,10 @@ from treetop.doctor.conformance import RandomShapes, follow
 from treetop.llm import LLM
 from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL
 from treetop.types.costs import HeadAcceptance
+from treetop.types.errors import CheckError
 from treetop.types.layout import SpecShape
 from treetop.types.sampling import SamplingParams
-from treetop_debug.patching import Patch, replaced
+from treetop_debug.patching import Patch, instead, replaced
 
 _TREE: dict[str, Any] = {
     "speculative_num_steps": 3,
@@ -43,6 +46,8 @@ _LEARN: dict[str, Any] = {"speculative_calibration": "learn"}
 _PROMPTS = [[(7 * i + 13 * j) % 96 for j in range(5 + 4 * i)] for i in range(4)]
 _TEXTS = ["def area(radius):\n", "import os\nimport ", "class Queue:\n", "for name in sorted(", "    return self."]
 _PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
+_COMING = [[(5 * i + 11 * j) % 96 for j in range(length)] for i, length in enumerate((5, 9, 6, 13, 50, 40, 45))]
+_PACES = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (44, 40, 6, 8, 3, 4, 3)]
 _USELESS = HeadAcceptance((0.02,), 0.02)
 Pair = tuple[Path, Path]
 
@@ -60,6 +65,30 @@ def rounds_of_random_shapes(folder: Path, level: int) -> str:
     return f"not what the head drafts: {failure[:80]}" if failure else ""
 
 
+def captured_rounds_of_random_shapes(folder: Path, level: int) -> str:
+    """Captured rounds of random shapes, two of which differ in k alone, beside the dense oracle, which is a guard too.
+    Requests that wait enter rows of those that end; where nobody is to look nothing looks at sizes of buffers.
+    """
+    pair = write_two_group_pair(folder, window=10_000)
+    unlooked = (instead("treetop.engine.buffers:part_of", _sliced),) if level < 0 else ()
+    shapes = {**_AUTO, "speculative_shapes": "3,1,4 3,2,4 2,3,9", "chunked_prefill_size": 8}
+    try:
+        with replaced(unlooked), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # some operations of PyTorch warn of what others raise
+            llm = _llm(pair, level, dtype="float64", graphs="sim", speculative_calibration="off", **shapes)
+            llm.scheduler.policy = RandomShapes(llm.engine.layout.shapes)
+            failure = follow(llm, DensePair(*pair), _COMING, _PACES)[2]
+    except (RuntimeError, IndexError) as error:
+        return f"the engine stops: {type(error).__name__}: {str(error)[:60]}"
+    if failure and level >= 0:
+        raise CheckError(f"oracle: {failure}")
+    return f"not what the oracle gives: {failure[:80]}" if failure else ""
+
+
+def _sliced(buffer: Tensor, *need: int) -> Tensor:
+    return buffer[tuple(slice(each) for each in need)]
+
+
 def two_models_costs(folder: Path, level: int) -> str:
     """An engine of small trees, then one of another model's, each with a first start on this machine."""
     shapes: dict[str, Any] = {"speculative_shapes": "1,1,2", "max_running_requests": 1, **_AUTO}
@@ -71,6 +100,19 @@ def two_models_costs(folder: Path, level: int) -> str:
             llm.close()
     same = tables[0] == tables[1]
     return "a model's rounds are believed to cost what another's took" if same else ""
+
+
+def two_cards_costs(folder: Path, level: int) -> str:
+    """An engine, then the same on another machine, which finds the cache of the first."""
+    shapes: dict[str, Any] = {"speculative_shapes": "1,1,2", "max_running_requests": 1, **_AUTO}
+    pair, tables = write_two_group_pair(folder / "pair"), []
+    with patch.dict(os.environ, {"XDG_CACHE_HOME": str(folder / "cache")}):
+        for card in ("one", "another"):
+            with patch.object(os, "uname", lambda card=card: SimpleNamespace(nodename=card)):
+                llm = _llm(pair, level, **shapes)
+            tables.append(llm.engine.costs)
+            llm.close()
+    return "rounds of a card are believed to cost what another's took" if tables[0] == tables[1] else ""
 
 
 def two_pairs_heads(folder: Path, level: int) -> str:

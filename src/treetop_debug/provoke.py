@@ -51,7 +51,7 @@ _ON: dict[str, dict[str, Any]] = {
     "cpu": {"device": "cpu"},
     "cuda": {"device": "cuda", "dtype": "float32", "attention_backend": "triton", "graphs": "auto"},
 }
-_NO_LEVEL = {"visibility": "visibility decoder", "leased": "ownership of pages"}
+_NO_LEVEL = {"visibility": "visibility decoder", "leased": "ownership of pages", "oracle": "dense oracle"}
 """Guards that belong to no check level, by the words they say."""
 
 
@@ -200,7 +200,7 @@ def find_in_scene(fault: Fault) -> Finding:
     """Run a fault in its own scene: with its guard, and without any."""
     assert fault.scene is not None
     caught = None
-    watched = wrapped_runner(VisibilityWatch().wrap) if fault.level is None else nullcontext()
+    watched = wrapped_runner(VisibilityWatch().wrap) if fault.guard == "visibility" else nullcontext()
     with TemporaryDirectory(prefix="treetop-scene-") as folder:
         try:
             with fault.active(), watched:
@@ -209,7 +209,7 @@ def find_in_scene(fault: Fault) -> Finding:
             caught = str(error) if fault.guard in str(error) else None
         with fault.active():
             harm = fault.scene(Path(folder) / "harm", -1)
-    by = "visibility decoder" if fault.level is None else f"check level {fault.level}"
+    by = _NO_LEVEL[fault.guard] if fault.level is None else f"check level {fault.level}"
     return Finding(fault, caught, by, harm or None)
 
 

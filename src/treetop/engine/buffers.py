@@ -4,7 +4,7 @@ A batch uses the first rows, so eager and captured rounds run the same functions
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -131,7 +131,17 @@ class RoundBuffers:
 
     @_once
     def growth_of(self, bucket: int, shape: SpecShape) -> TreeBuilder:
-        return self.growth[shape].first(bucket)
+        growth, wide, n = self.growth[shape], shape.topk * shape.num_steps, shape.num_candidates
+        return replace(
+            growth,
+            tokens=part_of(growth.tokens, bucket, n),
+            scores=part_of(growth.scores, bucket, n),
+            parents=part_of(growth.parents, bucket, 1 + wide),
+            positions=part_of(growth.positions, bucket, wide),
+            logprob=part_of(growth.logprob, bucket, n),
+            chosen=part_of(growth.chosen, bucket, shape.num_draft_tokens),
+            classes=part_of(growth.classes, bucket),
+        )
 
     @_once
     def flat_of(self, bucket: int, shape: SpecShape) -> FlatNodes | None:

@@ -8,7 +8,7 @@ The first of each frontier is the top-1 chain, whatever its score: a tree that i
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -83,19 +83,6 @@ class TreeBuilder:
     classes: Tensor
     inv_temp: Tensor
     logprob_bias: Tensor
-
-    def first(self, count: int) -> "TreeBuilder":
-        """The part that a batch of so many rows uses."""
-        return replace(
-            self,
-            tokens=self.tokens[:count],
-            scores=self.scores[:count],
-            parents=self.parents[:count],
-            positions=self.positions[:count],
-            logprob=self.logprob[:count],
-            chosen=self.chosen[:count],
-            classes=self.classes[:count],
-        )
 
     @property
     def above(self) -> Tensor:
