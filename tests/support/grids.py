@@ -21,8 +21,8 @@ def few_of(cases: Sequence[Any], *kept: int) -> list[Any]:
 
 
 def few_values(values: Sequence[Any], *kept: int) -> list[Any]:
-    """As `few_of`, of one parameter, whose values may be tuples."""
-    return few_of([pytest.param(value) for value in values], *kept)
+    """As `few_of`, of one parameter, whose values may be tuples, or have marks of their own."""
+    return few_of([value if isinstance(value, _PARAM) else pytest.param(value) for value in values], *kept)
 
 
 GRID = [
