@@ -258,13 +258,16 @@ def test_a_row_without_a_draft_never_gets_one_again(strong_pair):
     """Level 1: a plan whose row the draft has no K/V of is refused, and one that lists them elsewhere than last."""
     llm = build(strong_pair, SHAPE, check_level=1, max_running_requests=2)
     submit(llm, strong_pair.prompts([5, 9]), [WITHOUT, WITH])
-    plan = next(plan for plan, _ in pump(llm) if isinstance(plan, RoundPlan) and len(plan.rows) == 2)
-    assert plan.no_draft == plan.rows[1:]
-    for _ in pump(llm):
-        pass
+    plans = [plan for plan, _ in pump(llm) if len(plan.rows) == 2]
+    prompts, plan = (next(each for each in plans if isinstance(each, kind)) for kind in (PrefillPlan, RoundPlan))
+    assert [each.no_draft for each in (prompts, plan)] == [each.rows[1:] for each in (prompts, plan)]
     checker = PlanChecker(llm.engine.layout)
     checker.check(plan)
     for wrong in (replace(plan, no_draft=()), replace(plan, rows=plan.rows[::-1])):
+        with pytest.raises(CheckError, match="have no draft"):
+            checker.check(wrong)
+    checker.check(prompts)
+    for wrong in (replace(prompts, no_draft=()), replace(prompts, chunks=prompts.chunks[::-1])):
         with pytest.raises(CheckError, match="have no draft"):
             checker.check(wrong)
 

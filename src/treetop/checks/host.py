@@ -64,6 +64,7 @@ class PlanChecker:
             (self._no_draft.discard if setup.drafts else self._no_draft.add)(setup.row)
             self._expected.pop(setup.row, None)
             self._filled[setup.row] = setup.committed, False
+        self._check_drafting("prefill step", plan.rows, plan.no_draft)
         for chunk in plan.chunks:
             self._check_chunk(chunk)
             if chunk.keep is not None:
@@ -111,15 +112,19 @@ class PlanChecker:
             self._expected[chunk.row] = (end, chunk.next_token)
         self._filled[chunk.row] = end, chunk.next_token is None
 
-    def _check_deferred(self, plan: RoundPlan) -> None:
-        """A tree grows on rows that the draft has caught up with, and no row defers more than it has room for."""
-        drafting = plan.rows[: len(plan.rows) - len(plan.no_draft)]
-        again = self._no_draft & {*drafting}
-        if again or plan.rows[len(drafting) :] != plan.no_draft:
+    def _check_drafting(self, step: str, rows: tuple[Row, ...], no_draft: tuple[Row, ...]) -> tuple[Row, ...]:
+        """Rows without a draft are a step's last ones, and none of the others has lost its own. Returns the others."""
+        drafting = rows[: len(rows) - len(no_draft)]
+        if self._no_draft & {*drafting} or rows[len(drafting) :] != no_draft:
             raise CheckError(
-                f"round: rows {list(plan.no_draft)}, the last ones, have no draft, of {list(plan.rows)}; of"
+                f"{step}: rows {list(no_draft)}, the last ones, have no draft, of {list(rows)}; of"
                 f" {sorted(self._no_draft)} the draft has no K/V"
             )
+        return drafting
+
+    def _check_deferred(self, plan: RoundPlan) -> None:
+        """A tree grows on rows that the draft has caught up with, and no row defers more than it has room for."""
+        drafting = self._check_drafting("round", plan.rows, plan.no_draft)
         self._no_draft |= {*plan.no_draft}
         defers, deferred = self._layout.defers(plan.shape), self._deferred
         room = self._layout.max_deferred - 1 if defers else 0
