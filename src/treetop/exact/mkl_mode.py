@@ -72,6 +72,8 @@ def remedy(suffices: Suffices) -> str | None:
     given = _given()
     if not torch.backends.mkl.is_available() or given == MODE or (given is None and mode_in_force() == _AUTO_STRICT):
         return None
+    if given is not None and suffices(None):
+        return f"start the process without {VARIABLE} in its environment, for MKL's own mode is enough"
     if suffices(MODE) is False:
         return None
     return f"start the process with {VARIABLE}={MODE} in its environment, for MKL's mode is fixed by its first product"
