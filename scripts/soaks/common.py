@@ -20,6 +20,8 @@ from treetop.types.errors import InputError
 
 MOST_FAILURES = 10
 """That are told."""
+MOST_TIMES = 10
+"""Times the rounds that were asked for, and requests to give up, until something has happened that threads decide."""
 LEASE_S = 3.0
 
 _MIXED = {

@@ -12,13 +12,13 @@ import json
 import random
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from soaks.common import Answered, Summary, compare, random_params
+from soaks.common import MOST_TIMES, Answered, Summary, compare, random_params
 from treetop import LLM, SamplingParams
 from treetop.bench.equality import TIES_ALLOWED
 from treetop.checkpoints.folder import resolve_folder
@@ -67,13 +67,16 @@ class Soak:
         self._earlier = deque[list[int]](maxlen=64 if llm.engine.layout.host is not None else 0)
         llm.engine.observer = lambda plan, tree, accepted: self._count(len(plan.rows))
 
-    def run(self, rounds: int) -> EngineSummary:
-        """Soak for `rounds` decode rounds, with an idle moment at half time and at the end."""
+    def run(self, rounds: int, lacks: Callable[[EngineSummary], bool] = lambda _: False) -> EngineSummary:
+        """Soak for `rounds` decode rounds, with an idle moment at half time and at the end.
+
+        lacks: whether something has not happened yet that depends on threads; then it goes on, but not for ever.
+        """
         started_s = time.perf_counter()
         try:
             self._soak(rounds // 2)
             before = memory()
-            self._soak(rounds)
+            self._soak(rounds, lacks)
             growth = {name: now - before[name] for name, now in memory().items()}
             self.summary.grew("GPU memory", growth, SLACK_BYTES)
         except Exception as error:  # a probe, a lost page, a crash: all end a soak
@@ -91,11 +94,11 @@ class Soak:
         if ties > max(1, TIES_ALLOWED * tokens):
             self.summary.fail(f"{ties} near ties in {tokens} tokens")
 
-    def _soak(self, until: int) -> None:
-        """Change the load every some rounds up to round `until`, then let everything drain."""
+    def _soak(self, until: int, lacks: Callable[[EngineSummary], bool] = lambda _: False) -> None:
+        """Change the load every some rounds up to round `until`, or further, then let everything drain."""
         rng, done = self._rng, self.summary
         load, change = rng.choice(LOADS), done.rounds
-        while done.rounds < until:
+        while done.rounds < until or (done.rounds < MOST_TIMES * until and lacks(done)):
             if done.rounds >= change:
                 load, change = rng.choice(LOADS), done.rounds + rng.randrange(10, 200)
             alive = sum(stream.left for stream in self._streams)

@@ -33,6 +33,7 @@ import torch
 
 from soaks.common import (
     LEASE_S,
+    MOST_TIMES,
     Answered,
     Summary,
     alone,
@@ -62,8 +63,6 @@ LOADS = (1, 2, 4, 6, 10)
 """Live requests that a phase aims at."""
 SILENCE_S = 120.0
 """After which nothing will come any more."""
-MOST_TIMES = 10
-"""Times the rounds that were asked for, and requests to give up, until something has happened that threads decide."""
 SLACK_BYTES = {"resident": 48 << 20, "allocated": 1 << 20}
 """Growth of a rank's memory from half time to the end that is no leak; threads share one process."""
 
