@@ -3,6 +3,7 @@
     python benchmarks/exactness.py --turns 9
     python benchmarks/exactness.py --pair smollm2 --exact-sums integers --requests 1 4 --tokens 32 --turns 5
     python benchmarks/exactness.py --device cuda
+    python benchmarks/exactness.py --device cuda --shapes 5,1,6 --batches 32 --prompts --turns 3
 
 A figure is the median over turns of tokens per second of CPU time with `bits` over that with `ties` beside it, so that
 other work on the machine counts little. Each engine has a process of its own: MKL has one mode a process, and `ties`
@@ -10,14 +11,17 @@ is faster in its own than in the strict one of `bits`.
 
 On a GPU: an 8B target's shape in bfloat16, random weights and head, an engine with `ties` and one with `bits` beside
 it, in turns. Medians over turns of the wall time of a round behind 1,024 tokens, of 4 shapes at 3 batches, and of the
-time to the first token of one prompt; the ratio is the median of those of a turn.
+time to the first token of one prompt; the ratio is the median of those of a turn. Each turn's is printed as it comes.
 """
 
 import multiprocessing
 import statistics
 import time
-from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from typing import get_args
 
 import torch
@@ -34,9 +38,9 @@ from treetop.types.engine_options import EngineOptions
 from treetop.types.layout import PLAIN, SpecShape
 
 PROMPTS = ["def area(r):", "import os\n", "class A:\n    def f(self):", "for i in range(10):"] * 2
-SHAPES = {"plain": PLAIN, **{f"({s}, {k}, {t})": SpecShape(k, s, t) for s, k, t in ((3, 1, 4), (5, 1, 6), (5, 4, 16))}}
-"""By name, (S, k, T)."""
-ROWS, BEHIND, PROMPTS_OF = (1, 8, 32), 1024, (1024, 8192)
+SHAPES = {"plain": PLAIN, **{f"{s},{k},{t}": SpecShape(k, s, t) for s, k, t in ((3, 1, 4), (5, 1, 6), (5, 4, 16))}}
+"""By name, S,k,T."""
+ROWS, BEHIND, PROMPTS_OF = [1, 8, 32], 1024, [1024, 8192]
 """On a GPU: batches of rounds, the tokens before these, and the prompts that are prefilled."""
 
 
@@ -75,9 +79,20 @@ def _tokens_per_second(requests: int, max_tokens: int) -> float:
     return sum(len(output.token_ids) for output in outputs) / (time.process_time() - started_s)
 
 
-def on_a_gpu(name: str, rounds: int, turns: int) -> None:
-    """Print the milliseconds of both, and the ratios: cells in turns, `ties` and `bits` one right after the other."""
+@dataclass(frozen=True, slots=True)
+class Cases:
+    """What is timed on a GPU. shapes: of `SHAPES`, each at all batches. prompts: lengths that are prefilled."""
+
+    shapes: list[str]
+    batches: list[int]
+    prompts: list[int]
+
+
+def engines_of(name: str, cases: Cases) -> dict[Exactness, LLM]:
+    """One with `ties` and one with `bits`, that can run the cases; each has the head, plain rounds or not."""
     target, head = preset(name)
+    trees = [shape for shape in cases.shapes if shape != "plain"] or [shape for shape in SHAPES if shape != "plain"]
+    context = max([BEHIND, *cases.prompts]) + 256
     llms = dict[Exactness, LLM]()
     for exactness in ("ties", "bits"):
         llms[exactness] = LLM(
@@ -86,37 +101,54 @@ def on_a_gpu(name: str, rounds: int, turns: int) -> None:
             exactness=exactness,
             device="cuda",
             load_format="dummy",
-            max_running_requests=max(ROWS),
-            context_length=max(PROMPTS_OF) + 256,
-            max_total_tokens=max(ROWS) * 2 * BEHIND,
+            max_running_requests=max(cases.batches),
+            context_length=context,
+            max_total_tokens=max(2 * BEHIND * max(cases.batches), context + 256),
             disable_radix_cache=True,
             speculative_policy="auto",
             speculative_calibration="off",
-            speculative_shapes="3,1,4 5,1,6 5,4,16",
+            speculative_shapes=" ".join(trees),
         )
         say({exactness: {"copies": llms[exactness].engine.memory.budget.copies}})
-    cells = [(title, shape, batch) for title, shape in SHAPES.items() for batch in ROWS]
-    times: dict[tuple[str, Exactness], list[float]] = defaultdict(list)
+    return llms
+
+
+def on_a_gpu(name: str, cases: Cases, rounds: int, turns: int) -> None:
+    """Print the milliseconds of both, and the ratios: cases in turns, `ties` and `bits` one right after the other."""
+    llms = engines_of(name, cases)
+
+    def time_round(exactness: Exactness, shape: str, batch: int) -> float:
+        llm = llms[exactness]
+        llm.scheduler.policy = FixedShape(SHAPES[shape])
+        return statistics.median(wall_times_ms(llm, prompt_ids(llm, batch, BEHIND), rounds)[0])
+
+    def time_prefill(exactness: Exactness, length: int) -> float:
+        return 1e3 * time_once(llms[exactness], prompt_ids(llms[exactness], 1, length))[0]
+
+    timed: dict[str, Callable[[Exactness], float]] = {}
+    for shape, batch in product(cases.shapes, cases.batches):
+        timed[f"round {shape}, {batch} rows"] = partial(time_round, shape=shape, batch=batch)
+    for length in cases.prompts:
+        timed[f"prefill of {length}"] = partial(time_prefill, length=length)
+    found: dict[str, list[dict[Exactness, float]]] = {case: [] for case in timed}
     for turn in range(turns):
-        for title, shape, batch in cells:
-            for exactness in reversed(llms) if turn % 2 else llms:
-                llm = llms[exactness]
-                llm.scheduler.policy = FixedShape(shape)
-                found, _ = wall_times_ms(llm, prompt_ids(llm, batch, BEHIND), rounds)
-                times[f"round {title}, {batch} rows", exactness].append(statistics.median(found))
-        for length in PROMPTS_OF:
-            for exactness in reversed(llms) if turn % 2 else llms:
-                llm = llms[exactness]
-                times[f"prefill of {length}", exactness].append(1e3 * time_once(llm, prompt_ids(llm, 1, length))[0])
-    for case in dict.fromkeys(case for case, _ in times):
-        pairs = list(zip(times[case, "bits"], times[case, "ties"], strict=True))
-        ratios = [one / other for one, other in pairs]
-        line: dict[str, object] = {"case": case}
-        line |= {exactness: round(statistics.median(times[case, exactness]), 3) for exactness in llms}
-        line |= {"bits / ties": round(statistics.median(ratios), 3)}
-        say({**line, "spread": [round(min(ratios), 3), round(max(ratios), 3)]})
+        for case, time_case in timed.items():
+            order = reversed(llms) if turn % 2 else llms
+            found[case].append({exactness: time_case(exactness) for exactness in order})
+            say({"turn": turn, **_compared(case, found[case][-1:])})
+    for case, of_turns in found.items():
+        ratios = [each["bits"] / each["ties"] for each in of_turns]
+        say({**_compared(case, of_turns), "spread": [round(min(ratios), 3), round(max(ratios), 3)]})
     for llm in llms.values():
         llm.close()
+
+
+def _compared(case: str, of_turns: list[dict[Exactness, float]]) -> dict[str, object]:
+    """Medians of the milliseconds and of the ratios of some turns."""
+    line: dict[str, object] = {"case": case}
+    for exactness in ("ties", "bits"):
+        line[exactness] = round(statistics.median(each[exactness] for each in of_turns), 3)
+    return line | {"bits / ties": round(statistics.median(each["bits"] / each["ties"] for each in of_turns), 3)}
 
 
 def on_a_cpu(pair: str, sums: ExactSums, batches: list[int], max_tokens: int, turns: int) -> None:
@@ -154,10 +186,19 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--preset", choices=NAMES, default=NAMES[0], help="on a GPU")
     parser.add_argument("--rounds", type=int, default=20, help="on a GPU, of each case")
+    parser.add_argument("--shapes", choices=SHAPES, nargs="+", default=list(SHAPES), help="on a GPU, of rounds")
+    parser.add_argument("--batches", type=int, nargs="+", default=ROWS, metavar="ROWS", help="on a GPU, of each shape")
+    parser.add_argument(
+        "--prompts", type=int, nargs="*", default=PROMPTS_OF, metavar="TOKENS", help="on a GPU, that are prefilled"
+    )
     args = parser.parse_args(arguments)
+    for option in ("turns", "rounds", "batches", "prompts"):
+        given = getattr(args, option)
+        if min(given if isinstance(given, list) else [given], default=1) < 1:
+            parser.error(f"--{option}: a number is below 1")
     say({**machine_of(), "threads": torch.get_num_threads()})
     if args.device == "cuda":
-        on_a_gpu(args.preset, args.rounds, args.turns)
+        on_a_gpu(args.preset, Cases(args.shapes, args.batches, args.prompts), args.rounds, args.turns)
     else:
         on_a_cpu(args.pair, args.exact_sums, args.requests, args.tokens, args.turns)
     return 0
