@@ -117,7 +117,7 @@ class Load:
         shape = self._policy.choose([CONTEXT] * self._rows, [self._rows, 0, 0], self._deferred)
         behind = self._deferred > 0 if shape != PLAIN else self._deferred == most
         self._deferred = 0 if shape != PLAIN else 1 + (0 if behind else self._deferred)
-        seconds = self.cost(shape) + behind * self._table.catch_up_seconds(self._rows)
+        seconds = self.cost(shape) + behind * self._table.catch_up_seconds(self._rows, most)
         lengths = [0] * self._rows
         if shape != PLAIN:
             memory = self._memory[shape]

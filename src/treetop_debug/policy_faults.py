@@ -47,8 +47,8 @@ def _choices_of_the_next_row(real: Callable[..., None]) -> Callable[..., None]:
 def _skips_the_newest(real: Callable[..., Any]) -> Callable[..., Any]:
     """The last token that a row has deferred is left out, and the others stand one place too far."""
 
-    def deferred_pairs(pairs: DeferredPairs, rows: Tensor, committed: Tensor) -> tuple[ExtendPairs, Tensor]:
-        found, count = real(pairs, rows, committed)
+    def deferred_pairs(pairs: DeferredPairs, rows: Tensor, *others: Any) -> tuple[ExtendPairs, Tensor]:
+        found, count = real(pairs, rows, *others)
         positions = torch.where(found.positions > 0, found.positions + 1, 0)
         return replace(found, first=found.first + 1, positions=positions), (count - 1).clamp(min=0)
 
@@ -71,7 +71,8 @@ def _kept_by(name: Callable[[RoundKey], RoundKey | tuple[RoundKey, int, int]]) -
 
     def make(real: Callable[..., None]) -> Callable[..., None]:
         def launch(self: GraphSim, key: RoundKey, *others: Any) -> None:
-            alike = [kept for kept, _ in self._captured if name(kept) == name(replace(key, undrafted=False))]
+            mine = name(replace(key, undrafted=False, deferred=0))
+            alike = [kept for kept, _ in self._captured if name(kept) == mine]
             real(self, max(alike, key=lambda kept: kept.bucket) if key.bucket else key, *others)
 
         return launch

@@ -387,7 +387,7 @@ def test_a_head_that_is_wrong_from_one_moment_on_costs_an_engine_two_percent_of_
         if not isinstance(plan, RoundPlan) or len(plan.rows) < rows or len(gains) >= 300:
             continue
         plain_s = table.seconds(rows, PLAIN, 0.0)
-        took = table.seconds(rows, plan.shape, 0.0) + plan.catches_up * table.catch_up_seconds(rows)
+        took = table.seconds(rows, plan.shape, 0.0) + plan.catches_up * table.catch_up_seconds(rows, 1)
         gains.append(sum(len(update.new_ids) for update in updates) / rows - took / plain_s)
         wrong = len(gains) >= 100
     object.__setattr__(ops, "accept", real)

@@ -22,7 +22,7 @@ def test_padding_holds_nothing_of_a_former_request():
         defer(pairs, torch.tensor([3, DUMMY]), DUMMY, torch.tensor([10 + step, 5]), states[[step, step]])
     defer(pairs, torch.tensor([1]), DUMMY, torch.tensor([20]), states[:1])
     rows, committed = torch.tensor([3, 1, 2, DUMMY]), torch.tensor([9, 4, 6, 0])
-    extend, count = deferred_pairs(pairs, rows, committed)
+    extend, count = deferred_pairs(pairs, rows, committed, SLOTS)
     assert count.tolist() == [3, 1, 0, 0]
     assert extend.first.tolist() == [6, 3, 6, 0]
     assert extend.last.tolist() == [2, 0, 0, 0]
@@ -31,3 +31,7 @@ def test_padding_holds_nothing_of_a_former_request():
     expected = torch.zeros(4, SLOTS, WIDTH)
     expected[0, :3], expected[1, 0] = states, states[0]
     assert torch.equal(extend.aux_hidden, expected)
+    narrow, again = deferred_pairs(pairs, rows, committed, 3)  # for all that any of them has
+    assert torch.equal(again, count)
+    for name in ("tokens", "positions", "aux_hidden"):
+        assert torch.equal(getattr(narrow, name), getattr(extend, name)[:, :3]), name

@@ -251,7 +251,7 @@ def test_what_is_caught_up_before_a_tree_is_paid_for_in_advance():
         assert shape != PLAIN
         paid = 2.9 + INTEREST - policy.regret_budget
         costs.append(paid + 1.0 - table.seconds(8, shape, CONTEXT) / table.seconds(8, PLAIN, CONTEXT))
-    behind = table.catch_up_seconds(8) / table.seconds(8, PLAIN, CONTEXT)
+    behind = table.catch_up_seconds(8, 1) / table.seconds(8, PLAIN, CONTEXT)
     assert behind > 1.4
     assert costs == pytest.approx([behind, 0.0], abs=0.01)
 
@@ -284,7 +284,9 @@ def test_costs_lie_on_lines_between_what_was_measured():
     table = CostTable("", tuple(RoundCost(rows, PLAIN, rows / 4, 0.5) for rows in (1, 4, 8)))
     assert [table.seconds(rows, PLAIN, 0) for rows in (1, 2, 4, 6, 8, 16)] == [0.25, 0.5, 1.0, 1.5, 2.0, 4.0]
     assert table.seconds(4, PLAIN, 10) == 6.0
-    assert table.catch_up_seconds(4) == 0.0
+    assert table.catch_up_seconds(4, 1) == 0.0
+    behind = CostTable("", (), (CatchUpCost(1, 1.0, 0.5), CatchUpCost(4, 4.0, 2.0)))
+    assert [behind.catch_up_seconds(*given) for given in ((1, 1), (1, 3), (2, 1), (4, 3), (8, 1))] == [1, 2, 2, 8, 8]
 
 
 @pytest.mark.parametrize("rows", [1, 16])

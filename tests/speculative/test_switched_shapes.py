@@ -156,6 +156,30 @@ def test_no_more_than_so_many_tokens_are_deferred(strong_pair, most):
     assert due == list(range(most, len(plans), most))
 
 
+@pytest.mark.parametrize("graphs", ["off", "sim"])
+def test_a_catch_up_on_a_cpu_computes_what_is_deferred_and_one_of_a_graph_all_that_may_be(strong_pair, graphs):
+    """One plain round, then two, .. before each tree: as many columns, and the same tokens and paths either way."""
+    turns, widths = [each for count in range(1, 5) for each in [PLAIN] * count + [SpecShape(2, 2, 6)]], []
+
+    def noting(real):
+        def deferred_pairs(pairs, rows, committed, width):
+            widths.append((width, int(pairs.count[rows].max())))
+            return real(pairs, rows, committed, width)
+
+        return deferred_pairs
+
+    with replaced((Patch("treetop.engine.rounds:deferred_pairs", noting),)):
+        llm, _ = adaptive(strong_pair, (2, 2, 6), speculative_shapes="2,2,6", speculative_max_deferred=8, graphs=graphs)
+        llm.scheduler.policy = _InTurn(turns)
+        widths.clear()
+        outputs = llm.generate(strong_pair.prompts([5, 9]), greedy(30, whole=True))
+    assert {most for _, most in widths} >= {1, 2, 3}
+    assert [width for width, _ in widths] == [8 if graphs == "sim" else most for _, most in widths]
+    assert tokens(outputs) == tokens(
+        build(strong_pair, None).generate(strong_pair.prompts([5, 9]), greedy(30, whole=True))
+    )
+
+
 def test_who_sees_whom_while_shapes_switch(strong_pair):
     """From first principles, also in the pass that catches up."""
     watch = VisibilityWatch()
@@ -183,8 +207,8 @@ def test_a_tree_on_rows_that_the_draft_has_not_caught_up_with_is_refused(strong_
 def skips_the_newest(real):
     """A pass that leaves out the last token that a row has deferred, and puts the others one place too far."""
 
-    def deferred_pairs(pairs, rows, committed):
-        found, count = real(pairs, rows, committed)
+    def deferred_pairs(pairs, rows, *others):
+        found, count = real(pairs, rows, *others)
         positions = torch.where(found.positions > 0, found.positions + 1, 0)
         return replace(found, first=found.first + 1, positions=positions), (count - 1).clamp(min=0)
 

@@ -67,7 +67,7 @@ class Load:
         behind = self.drafting > 0 and (due or (shape != PLAIN and deferred > 0))
         self.deferred = 0 if shape != PLAIN else 1 + (0 if behind else deferred)
         size = self.drafting if shape != PLAIN and self.policy.alone else self.rows
-        seconds = self.cost(shape, size) + (self.table.catch_up_seconds(self.drafting) if behind else 0.0)
+        seconds = self.cost(shape, size) + (self.table.catch_up_seconds(self.drafting, deferred) if behind else 0.0)
         accepted = [self._accepted(shape, chance) if row < self.drafting else 0 for row in range(size)]
         rows = tuple(Row(row) for row in range(size))
         plan = RoundPlan(

@@ -763,9 +763,18 @@ class Engine:
             self._node_masks.force(plan, self.runner.state.grammar_masks_of(key.bucket, key.shape))
         if plan.catches_up:  # with as many rows on all ranks where these have agreed
             drafting = key.bucket if plan.min_rows else self.layout.bucket_for(len(plan.rows) - len(plan.no_draft))
-            self.launcher.launch(RoundKey.of_catch_up(drafting), plan.committed_bound)
+            self.launcher.launch(RoundKey.of_catch_up(drafting, self._deferred(plan, drafting)), plan.committed_bound)
         self.launcher.launch(key, bound, between)
         self._step_digest(self.runner.probes.digest, self.runner.buffers, key)
+
+    def _deferred(self, plan: RoundPlan, drafting: int) -> int:
+        """Columns of a catch-up: on a CPU, where the counts are at hand, no more than it needs; 0 for all that there
+        are, as in graphs, and where ranks run it together.
+        """
+        rows, deferred = self.runner.buffers.draft_rows[:drafting], self.runner.state.deferred
+        if rows.device.type != "cpu" or plan.min_rows or deferred is None:
+            return 0
+        return int(deferred.count[rows].max())
 
     def _of_round(self, plan: RoundPlan, key: RoundKey) -> RowResults:
         buffers = self.runner.buffers

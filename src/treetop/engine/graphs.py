@@ -28,7 +28,7 @@ class GraphSim:
 
     def launch(self, key: RoundKey, max_kv_len: int, host_step: HostStep | None = None) -> None:
         assert max_kv_len <= self._runner.layout.max_committed
-        key = replace(key, undrafted=key.undrafted and not key.bucket)  # of rows it is data
+        key = replace(key, undrafted=key.undrafted and not key.bucket, deferred=0)  # of rows both are data
         for phase in phases_of(self._runner, key):
             poison_undeclared(self._runner, phase)
             self._captured[key, phase]()

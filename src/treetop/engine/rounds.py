@@ -49,6 +49,7 @@ class RoundKey:
     grammar_masked: it has constrained rows. Their trees begin with what is forced, and it is split before VERIFY, where
         the host says what may follow their nodes.
     catches_up: no round, but the draft extend of what rows have deferred.
+    deferred: of that the columns, which hold all that a row has deferred; 0 for as many as it may, as in a graph.
     mixed: its VERIFY shares a forward with a prefill, which runs between its DRAFT and its EXTEND.
     undrafted: no row has a draft: nothing is kept for one, and it reads no prompts. Of a round with rows who launches
         phase by phase knows it; to a graph it is data, and its kernels find nothing to keep.
@@ -65,6 +66,7 @@ class RoundKey:
     prompts: int = 0
     block: int = 0
     undrafted: bool = False
+    deferred: int = 0
 
     @classmethod
     def of_prompts(cls, size: int, block: int, choice: SamplingMode, undrafted: bool = False) -> "RoundKey":
@@ -76,8 +78,8 @@ class RoundKey:
         return cls(bucket, shape, SamplingMode.GREEDY, mixed=True)
 
     @classmethod
-    def of_catch_up(cls, bucket: int) -> "RoundKey":
-        return cls(bucket, PLAIN, SamplingMode.GREEDY, catches_up=True)
+    def of_catch_up(cls, bucket: int, deferred: int = 0) -> "RoundKey":
+        return cls(bucket, PLAIN, SamplingMode.GREEDY, catches_up=True, deferred=deferred)
 
 
 PhaseFunction = Callable[[ModelRunner, RoundKey, int], None]
@@ -254,8 +256,9 @@ def catch_up_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     state, rows, dummy = runner.state, runner.buffers.draft_rows[: key.bucket], runner.layout.dummy_row
     assert state.deferred is not None
     assert state.draft is not None
-    pairs, count = deferred_pairs(state.deferred, rows, state.committed[rows])
-    paths = Paths(rows, pairs.first, count - 1, runner.layout.max_deferred, None, dummy)
+    width = key.deferred or runner.layout.max_deferred
+    pairs, count = deferred_pairs(state.deferred, rows, state.committed[rows], width)
+    paths = Paths(rows, pairs.first, count - 1, width, None, dummy)
     extended = _extended(runner, key, pairs, paths, max_kv_len)
     draft = runner.extended(rows, state.root[rows], extended, state.numbers["classes"][rows])
     if draft is not None:

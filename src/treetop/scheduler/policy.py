@@ -186,8 +186,9 @@ class RoundCosts:
         """A round of `rows` rows with `tokens` tokens each."""
         return self._measured(rows, shape, tokens) * exp(self._all + self._own[shape])
 
-    def catch_up_seconds(self, rows: int) -> float:
-        return self._catch_up_s(rows) * exp(self._all)
+    def catch_up_seconds(self, rows: int, tokens: int) -> float:
+        """Of rows that have deferred so many tokens at most."""
+        return self._catch_up_s(rows, tokens) * exp(self._all)
 
     def note(self, rows: int, shape: SpecShape, tokens: float, seconds: float) -> None:
         """A round took so long."""
@@ -240,7 +241,8 @@ class AdaptiveShape:
         self._bucket_for, self._shapes_at = cache(layout.bucket_for), cache(layout.shapes_at)
         self._prefills = CostCurve()  # by tokens; a mixed step counts whole, which bounds it
         most = layout.max_requests  # of a prompt's token the draft takes what it does of one that it catches up with
-        self._read_s = table.catch_up_seconds(most) / (most * layout.max_deferred) if layout.max_deferred else 0.0
+        deferred = layout.max_deferred
+        self._read_s = table.catch_up_seconds(most, deferred) / (most * deferred) if deferred else 0.0
         self._read_per_token = read_per_token
         self.begin()
 
@@ -288,7 +290,7 @@ class AdaptiveShape:
         self._earn(INTEREST, max(self.regret_budget, REGRET_BUDGET))
         if not drafting or self._held is None:
             return PLAIN
-        late = self._costs.catch_up_seconds(self._bucket_for(drafting)) if deferred else 0.0
+        late = self._costs.catch_up_seconds(self._bucket_for(drafting), deferred) if deferred else 0.0
         part = drafting / len(lengths) if self.watches else 1.0
         if part < 1.0:
             seconds = self._seconds_of_few(seconds, self._bucket_for(drafting), part, tokens)
@@ -464,7 +466,7 @@ class AdaptiveShape:
         while the head is watched others tell of it, who have just come.
         """
         plain_s = self._costs.seconds(self._bucket_for(rows), PLAIN, 0.0)
-        regret = self._costs.catch_up_seconds(self._bucket_for(drafting)) / plain_s
+        regret = self._costs.catch_up_seconds(self._bucket_for(drafting), self._layout.max_deferred) / plain_s
         if self.watches or regret > self.regret_budget:
             self._told_of_few = self._told_of_few and self.watches
             self.watches, self.shape, self._held = True, PLAIN, None

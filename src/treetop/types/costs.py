@@ -21,10 +21,15 @@ class RoundCost:
 
 @dataclass(frozen=True, slots=True)
 class CatchUpCost:
-    """A draft extend of all that rows may have deferred, by their number."""
+    """A draft extend of what rows have deferred, by their number.
+
+    seconds: of a token of each row. seconds_per_token: more, for each further one that each has; 0 where all columns
+        are computed, whatever is deferred.
+    """
 
     rows: int
     seconds: float
+    seconds_per_token: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +48,11 @@ class CostTable:
         known = sorted((each.rows, each.seconds + each.seconds_per_token * tokens) for each in self._of(shape))
         return _on_line(known, rows)
 
-    def catch_up_seconds(self, rows: int) -> float:
-        """0 where nothing may be deferred."""
-        return _on_line(sorted((each.rows, each.seconds) for each in self.catch_ups), rows) if self.catch_ups else 0.0
+    def catch_up_seconds(self, rows: int, tokens: int) -> float:
+        """Of `rows` rows, one of which has deferred so many tokens, and none more. 0 where nothing may be deferred."""
+        further = max(tokens - 1, 0)
+        known = sorted((each.rows, each.seconds + each.seconds_per_token * further) for each in self.catch_ups)
+        return _on_line(known, rows) if known else 0.0
 
     def _of(self, shape: SpecShape) -> list[RoundCost]:
         return [each for each in self.rounds if each.shape == shape]

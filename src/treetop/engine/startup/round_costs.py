@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from treetop.types.errors import CheckError, ConfigError
 from treetop.types.layout import Layout, SpecShape
 from treetop.types.sampling import SamplingMode
 
-_VERSION = 4
+_VERSION = 5
 """Of what is measured, and how."""
 _REPEATS = 3
 """Turns of all rounds, of which the fastest counts; one more before them warms up."""
@@ -97,7 +98,7 @@ def read(file: Path) -> CostTable | None:
     except (ValueError, LookupError, TypeError, OverflowError, ConfigError):
         return None
     costs = all(0 < number < math.inf for number in positive)
-    costs = costs and all(0 <= each.seconds_per_token < math.inf for each in table.rounds)
+    costs = costs and all(0 <= each.seconds_per_token < math.inf for each in measured)
     return table if table.rounds and costs else None
 
 
@@ -109,7 +110,10 @@ def _table_of(held: dict[str, Any]) -> CostTable:
         )
         for each in held["rounds"]
     ]
-    catch_ups = [CatchUpCost(int(each["rows"]), float(each["seconds"])) for each in held["catch_ups"]]
+    catch_ups = [
+        CatchUpCost(int(each["rows"]), float(each["seconds"]), float(each["seconds_per_token"]))
+        for each in held["catch_ups"]
+    ]
     return CostTable(str(held["made_for"]), tuple(rounds), tuple(catch_ups))
 
 
@@ -134,7 +138,13 @@ def measure(runner: ModelRunner, launcher: RoundLauncher, made_for: str) -> Cost
         shape: [rows for rows in layout.coarse_buckets if shape in layout.shapes_at(rows)] for shape in layout.shapes
     }
     keys = [RoundKey(rows, shape, SamplingMode.GREEDY) for shape in layout.shapes for rows in coarse[shape]]
-    keys += [RoundKey.of_catch_up(rows) for rows in layout.coarse_buckets if layout.max_deferred]
+    least_deferred = int(runner.buffers.rows.device.type == "cpu")  # elsewhere all columns are computed
+    behind = [
+        (RoundKey.of_catch_up(rows, least_deferred), RoundKey.of_catch_up(rows))
+        for rows in layout.coarse_buckets
+        if layout.max_deferred
+    ]
+    keys += dict.fromkeys(chain.from_iterable(behind))
     runs = [(key, short) for key in keys] + [
         (RoundKey(coarse[shape][-1], shape, SamplingMode.GREEDY), long) for shape in layout.shapes
     ]
@@ -150,8 +160,11 @@ def measure(runner: ModelRunner, launcher: RoundLauncher, made_for: str) -> Cost
         full = RoundKey(largest, key.shape, SamplingMode.GREEDY)
         more = max(least[full, long] - least[full, short], 0.0) / max(long - short, 1)
         rounds.append(RoundCost(key.bucket, key.shape, least[key, short], more * key.bucket / largest))
-    behind = tuple(CatchUpCost(key.bucket, least[key, short]) for key in keys if key.catches_up)
-    return CostTable(made_for, smoothed(rounds), behind)
+    catch_ups = []
+    for one, most in behind:
+        more = max(least[most, short] - least[one, short], 0.0) / max(layout.max_deferred - 1, 1)
+        catch_ups.append(CatchUpCost(one.bucket, least[one, short], more))
+    return CostTable(made_for, smoothed(rounds), tuple(catch_ups))
 
 
 def smoothed(rounds: Sequence[RoundCost]) -> tuple[RoundCost, ...]:
@@ -173,7 +186,8 @@ def _seconds(runner: ModelRunner, launcher: RoundLauncher, key: RoundKey, tokens
     rows.copy_(rows.new_tensor(range(key.bucket)))
     state.committed[: key.bucket] = tokens
     if state.deferred is not None:
-        state.deferred.count[: key.bucket] = min(layout.max_deferred, tokens) if key.catches_up else 0
+        most = min(key.deferred or layout.max_deferred, tokens)
+        state.deferred.count[: key.bucket] = most if key.catches_up else 0
     _wait(rows.device)
     clock = work_clock(rows.device)
     started_s = clock()

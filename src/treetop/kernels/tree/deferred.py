@@ -56,15 +56,15 @@ def defer(pairs: DeferredPairs, rows: Tensor, dummy_row: int, token: Tensor, aux
     pairs.count[rows] = torch.where(live, at + 1, 0)
 
 
-def deferred_pairs(pairs: DeferredPairs, rows: Tensor, committed: Tensor) -> tuple[ExtendPairs, Tensor]:
-    """What rows have deferred, and how many: [rows] int64. committed: [rows] int64.
+def deferred_pairs(pairs: DeferredPairs, rows: Tensor, committed: Tensor, width: int) -> tuple[ExtendPairs, Tensor]:
+    """What rows have deferred, and how many: [rows] int64. committed: [rows] int64. width: columns, for all of it.
 
     Columns past a row's count are padding: position and token 0, states 0, for a former request's may be NaN.
     """
     count = pairs.count[rows]
-    column, first = torch.arange(pairs.tokens.shape[1], device=rows.device), committed - count
+    column, first = torch.arange(width, device=rows.device), committed - count
     kept = column < count[:, None]
     positions = torch.where(kept, first[:, None] + column, 0)
-    tokens = torch.where(kept, pairs.tokens[rows], 0)
-    aux_hidden = torch.where(kept[:, :, None], pairs.aux_hidden[rows], 0)
+    tokens = torch.where(kept, pairs.tokens[rows, :width], 0)
+    aux_hidden = torch.where(kept[:, :, None], pairs.aux_hidden[rows, :width], 0)
     return ExtendPairs(first, torch.where(count > 0, count - 1, 0), positions, tokens, aux_hidden), count
