@@ -22,7 +22,7 @@ _LIBRARIES = ("MKL_", "DNNL_", "ONEDNN_", "ATEN_", "OPENBLAS_")
 _LINES = ("model name", "flags", "Features", "CPU implementer", "CPU part", "CPU variant")
 """Of /proc/cpuinfo, on x86 and on ARM."""
 _SOURCES = (
-    *("exact", "kernels/exact.py", "weights/cpu_products.py"),
+    *("exact", "kernels/exact.py", "weights/cpu_products.py", "weights/float16_products.py"),
     *("attention/exact_backend.py", "attention/exact_layout.py", "engine/startup/mkl_probe.py"),
 )
 

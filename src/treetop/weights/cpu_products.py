@@ -7,6 +7,9 @@ class gets the fastest. Float64 always takes `F.linear`: there one row and many 
 Where bits must not depend on the number of rows (`--exactness bits`), one call serves all classes, and a probe says
 that it may; where none may, sums are of integers (`exact.fixed_point`). What was chosen first on a machine holds for
 all later starts, for calls differ in their bits.
+
+Where few rows are the rule they have weights in 16 bits beside those calls (`weights.float16_products`), which changes
+no bit of an exact product.
 """
 
 import time
@@ -28,6 +31,8 @@ from treetop.exact.machine import found_once
 from treetop.kernels.exact import BatchInvariantCall, least_rows
 from treetop.types.config import ExactSums
 from treetop.types.errors import ConfigError
+from treetop.weights import float16_products
+from treetop.weights.float16_products import MOST_ROWS, Float16Weight, same_sum
 
 Shape = tuple[int, int]
 """Of a weight, (out, in)."""
@@ -125,6 +130,7 @@ class ChosenProduct:
         out, only other shapes were timed, or an earlier start has chosen.
     count: weights of this shape.
     kept: of sums of integers, that these are held, in twice the memory of the weight, and not made for each product.
+    piece: of k, `Float16Weight.piece`, where `MOST_ROWS` and fewer have weights in float16; 0 where they have not.
     """
 
     shape: Shape
@@ -135,6 +141,7 @@ class ChosenProduct:
     exact: bool = False
     least: int = 1
     kept: bool = True
+    piece: int = 0
 
     def sentence(self) -> str:
         """The choice as text, with the times of all calls."""
@@ -143,27 +150,45 @@ class ChosenProduct:
             each = ", ".join(f"{call} {us:.0f} us" for call, us in sorted(times.items(), key=lambda item: item[1]))
             classes.append(f"{kind.name}: {chosen} ({each or 'as others, or not timed'})")
         each_row = f"; exact, in calls of {self.least} rows and more" if self.exact else ""
-        return f"{self.count} x [{self.shape[0]}, {self.shape[1]}]  " + "; ".join(classes) + each_row
+        few = f"; up to {MOST_ROWS} rows of float16 where that loses nothing" if self.piece else ""
+        return f"{self.count} x [{self.shape[0]}, {self.shape[1]}]  " + "; ".join(classes) + each_row + few
 
     def product(self, weight: Tensor, bias: Tensor | None, then: Product | None = None) -> Product:
         """The product with a weight [out, in] as it was chosen. then: what is done with it, of rows each by itself."""
+        held = Float16Weight.of(weight, self.piece) if self.piece else None
+        if held is None:
+            return self._of_any_rows(self.calls, weight, bias, then)
+        few = held if bias is None else partial(_biased, held, bias)
+        own = few if then is None else lambda x: then(few(x))
+        return FewRowsProduct(own, self._of_any_rows(self._without_few(), weight, bias, then))
+
+    def _without_few(self) -> tuple[Call, ...]:
+        """Calls of more rows, in one order: another copy of a weight is few rows' alone."""
+        many = self.calls[bisect_left(_ENDS, MOST_ROWS) + 1 :]
+        if len({_ORDER.get(call) for call in many}) > 1:
+            many = many[-1:]
+        return (many[0],) * (len(self.calls) - len(many)) + many
+
+    def _of_any_rows(
+        self, calls: tuple[Call, ...], weight: Tensor, bias: Tensor | None, then: Product | None
+    ) -> Product:
         if not self.exact:
-            product = CpuProduct(weight, bias, self.calls)
+            product = CpuProduct(weight, bias, calls)
             return product if then is None else lambda x: then(product(x))
-        plain = _exact_product(self.calls[0], weight, self.kept)
+        plain = _exact_product(calls[0], weight, self.kept)
         own = plain if bias is None else partial(_biased, plain, bias)
         return BatchInvariantCall(own if then is None else lambda rows: then(own(rows)), self.least)
 
 
 def choose_products(
-    shapes: Iterable[Shape], dtype: torch.dtype, orders: int, budget_s: float = BUDGET_S
+    shapes: Iterable[Shape], dtype: torch.dtype, orders: int, budget_s: float = BUDGET_S, few: bool = False
 ) -> dict[Shape, ChosenProduct]:
     """The fastest call of each row class for the weights of a model, by shape; empty where only `F.linear` is used.
 
-    shapes: of every weight. orders: 1 or 2, how many copies of a weight may be kept, each in its order. A shape is
-    timed once a process for each dtype and number of threads.
+    shapes: of every weight. orders: 1 or 2, how many copies of a weight may be kept, each in its order. few: few rows
+    are the rule. A shape is timed once a process for each dtype and number of threads.
     """
-    counts = Counter(shapes)
+    counts, of_float16 = Counter(shapes), few and dtype == torch.float32 and float16_products.serves()
     if dtype not in TIMED_DTYPES:
         return {}
     times, chosen, default = _times_of(counts, dtype, budget_s), {}, default_call(dtype)
@@ -172,12 +197,13 @@ def choose_products(
         own = tuple(times[index].get(shape, {}) for index in range(len(ROW_CLASSES)))
         ratios = [_smoothed(*each) for each in zip(own, together, strict=True)]
         name = str(dtype).removeprefix("torch.")
-        chosen[shape] = ChosenProduct(shape, name, count, fastest(ratios, orders, default), own)
+        calls, piece = fastest(ratios, orders, default), shape[1] if of_float16 else 0
+        chosen[shape] = ChosenProduct(shape, name, count, calls, own, piece=piece)
     return chosen
 
 
 def choose_exact_products(
-    shapes: Iterable[Shape], orders: int, sums: ExactSums = "auto", budget_s: float = BUDGET_S
+    shapes: Iterable[Shape], orders: int, sums: ExactSums = "auto", budget_s: float = BUDGET_S, few: bool = False
 ) -> dict[Shape, ChosenProduct]:
     """As `choose_products`, in float32, of each shape one call for all row classes that gives a row its bits alone.
 
@@ -202,9 +228,23 @@ def choose_exact_products(
                 " depend on the batch; use --exact-sums auto or integers"
             )
         own = tuple(times[index].get(shape, {}) if times else {} for index in range(len(ROW_CLASSES)))
-        calls = (Call(found[0]),) * len(ROW_CLASSES)
-        chosen[shape] = ChosenProduct(shape, "float32", count, calls, own, True, int(found[1]), orders > 1)
+        call, least = Call(found[0]), int(found[1])
+        piece = exact_piece(shape, call, least) if few else 0
+        calls = (call,) * len(ROW_CLASSES)
+        chosen[shape] = ChosenProduct(shape, "float32", count, calls, own, True, least, orders > 1, piece)
     return chosen
+
+
+def exact_piece(shape: Shape, call: Call, least: int) -> int:
+    """`ChosenProduct.piece` beside an exact call with weights of a shape: a probe says with which the bits are its."""
+    if call not in _ORDER or not float16_products.serves():
+        return 0
+
+    def find() -> int:
+        weight = _probed(shape).bfloat16().float()
+        return same_sum(BatchInvariantCall(_product(call, _in_order(weight, _ORDER[call]), None), least), weight)
+
+    return int(found_once("float16-pieces", (shape, call, least, torch.get_num_threads()), find))
 
 
 _NO_TIMES: dict[int, dict[Shape, Mapping[Call, float]]] = {index: {} for index in range(len(ROW_CLASSES))}
@@ -297,9 +337,13 @@ _MAX_PROBED = 2**27
 @cache
 def _least_rows(shape: Shape, call: Call, threads: int) -> int | None:
     """`kernels.exact.least_rows` of a call with float32 weights of this shape. threads: of PyTorch."""
-    out, width = min(shape[0], max(1, _MAX_PROBED // shape[1])), shape[1]
-    weight = torch.randn((out, width), generator=torch.Generator().manual_seed(out))
-    return least_rows(_product(call, _in_order(weight, _ORDER[call]), None), width)
+    weight = _probed(shape)
+    return least_rows(_product(call, _in_order(weight, _ORDER[call]), None), shape[1])
+
+
+def _probed(shape: Shape) -> Tensor:
+    out = min(shape[0], max(1, _MAX_PROBED // shape[1]))
+    return torch.randn((out, shape[1]), generator=torch.Generator().manual_seed(out))
 
 
 def is_exact_from(shape: Shape, call: Call, least: int) -> bool:
@@ -350,6 +394,16 @@ class CpuProduct:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._products[bisect_left(_ENDS, x.numel() // x.shape[-1])](x)
+
+
+class FewRowsProduct:
+    """A product of up to `MOST_ROWS` rows by one way, of more by another."""
+
+    def __init__(self, few: Product, many: Product) -> None:
+        self._few, self._many = few, many
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._few(x) if x.numel() <= MOST_ROWS * x.shape[-1] else self._many(x)
 
 
 def _in_order(weight: Tensor, order: Order) -> Tensor:

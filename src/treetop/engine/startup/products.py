@@ -59,7 +59,7 @@ def products_of(engine_plan: EnginePlan) -> Products:
         timed = _timed(weights, place)
         return Products(timed, timed)
     sums = engine_plan.config.exact_sums
-    target = choose_exact_products(weights.shapes[: weights.targets], weights.orders, sums)
+    target = choose_exact_products(weights.shapes[: weights.targets], weights.orders, sums, few=weights.few)
     return Products(_agreed(target, place), _timed(replace(weights, shapes=weights.shapes[weights.targets :]), place))
 
 
@@ -74,7 +74,9 @@ def _agreed(own: Mapping[Shape, ChosenProduct], place: LoadContext) -> Mapping[S
     mine = torch.tensor([[every.index(each.calls[0]), each.least] for each in own.values()])
     first = place.expert_ranks.gather(place.parallel.gather(mine)[0])[0].tolist()
     told = {
-        shape: replace(each, calls=(every[call],) * len(each.calls), least=least)
+        shape: each
+        if (every[call], least) == (each.calls[0], each.least)
+        else replace(each, calls=(every[call],) * len(each.calls), least=least, piece=0)
         for (shape, each), (call, least) in zip(own.items(), first, strict=True)
     }
     able = all(is_exact_from(shape, each.calls[0], each.least) for shape, each in told.items())
@@ -90,7 +92,8 @@ def _timed(weights: CpuWeights, place: LoadContext) -> dict[Shape, ChosenProduct
     if not weights.shapes:
         return {}
     orders = place.expert_ranks.minimum(place.parallel.minimum(weights.orders))
-    own = choose_products(weights.shapes, place.dtype, orders)
+    few = weights.few and place.parallel.size * place.expert_ranks.size == 1
+    own = choose_products(weights.shapes, place.dtype, orders, few=few)
     every = list(Call)
     calls = torch.tensor([[every.index(call) for call in each.calls] for each in own.values()])
     first = place.expert_ranks.gather(place.parallel.gather(calls)[0])[0].tolist()

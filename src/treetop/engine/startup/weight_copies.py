@@ -5,6 +5,7 @@ Of which weights, says their format. Decided before any weight is read.
 """
 
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -78,11 +79,13 @@ class CpuWeights:
     """Weights whose products are chosen by timing, by shape, and in how many orders each may be kept.
 
     targets: how many are the target's, which come first; 0 where its products are chosen as the draft's are.
+    few: few rows are the rule, for there is no draft, and the weights are small enough to be laid out in 16 bits too.
     """
 
     shapes: tuple[Shape, ...] = ()
     orders: int = 1
     targets: int = 0
+    few: bool = False
 
 
 def with_second_orders(
@@ -107,8 +110,13 @@ def with_second_orders(
     memory = DeviceMemory(budget.memory.total, budget.memory.free - size)
     made = replace(budget, memory=memory, static=budget.static + size)
     if 4 * size <= _left(config, place, budget, layout) and _fits(config, place, made, layout):
-        return made, CpuWeights(shapes, 2, targets)
+        few = draft is None and sum(prod(each) for each in shapes) <= _MOST_IN_FLOAT16
+        return made, CpuWeights(shapes, 2, targets, few)
     return budget, CpuWeights(shapes, targets=targets)
+
+
+_MOST_IN_FLOAT16 = 2**28
+"""Numbers of weights: FBGEMM takes 10 to 20 ns of a start for each."""
 
 
 def _left(config: EngineConfig, place: LoadContext, budget: Budget, layout: Layout) -> int:
