@@ -44,7 +44,7 @@ def products_timed_otherwise() -> Iterator[list]:
     asked, taken = count(), []
 
     def timed(real):
-        def choose(shapes, dtype, orders, few):
+        def choose(shapes, dtype, orders):
             calls = (list(Call)[next(asked) % 3],) * len(ROW_CLASSES)
             return {shape: replace(each, calls=calls) for shape, each in real(shapes, dtype, orders).items()}
 

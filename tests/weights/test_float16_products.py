@@ -6,8 +6,8 @@ import torch
 from treetop import LLM, SamplingParams
 from treetop.exact.probe import adversarial, same_bits
 from treetop.types.errors import ConfigError
-from treetop.weights import cpu_products, float16_products
-from treetop.weights.cpu_products import ChosenProduct, choose_exact_products, choose_products
+from treetop.weights import float16_products
+from treetop.weights.cpu_products import ROW_CLASSES, Call, ChosenProduct, choose_exact_products, exact_piece
 from treetop.weights.float16_products import MOST_ROWS, Float16Weight, same_sum, unit_of
 from treetop.weights.linear import LibraryGated, LibraryLinear
 
@@ -109,24 +109,24 @@ def test_few_rows_have_the_bits_that_they_have_among_many(shape):
 def test_only_few_rows_of_a_weight_that_float16_holds_take_it(monkeypatch):
     taken = []
     monkeypatch.setattr(Float16Weight, "__call__", lambda self, x: taken.append(len(x)) or x @ torch.zeros(96, 64))
-    chosen = choose_products([(64, 96)], torch.float32, 2, few=True)[64, 96]
+    chosen = ChosenProduct((64, 96), "float32", 1, (Call.PACKED,) * len(ROW_CLASSES), ({},) * 4, exact=True, piece=96)
     for weight in (numbers((64, 96), dtype=torch.float32), numbers((64, 96))):
         product = LibraryLinear(weight, None, chosen)
         for rows in (1, MOST_ROWS, MOST_ROWS + 1, 64):
             product(torch.ones(rows, 96))
     assert taken == [1, MOST_ROWS]
     assert "rows of float16" in chosen.sentence()
-    assert not choose_products([(64, 96)], torch.float32, 2)[64, 96].piece
-    assert not choose_products([(64, 96)], torch.bfloat16, 2, few=True)[64, 96].piece
 
 
-def test_no_copy_is_kept_that_only_few_rows_would_take():
-    """Beside float16's there is one order."""
-    turned, packed, copied = cpu_products.Call.TURNED, cpu_products.Call.PACKED, cpu_products.Call.COLUMNS
-    product = ChosenProduct((8, 4), "float32", 1, (copied, turned, packed, packed), ({},) * 4, piece=4)
-    assert product._without_few() == (packed,) * 4
-    product = ChosenProduct((8, 4), "float32", 1, (copied, packed, turned, packed), ({},) * 4, piece=4)
-    assert product._without_few() == (packed,) * 4
+@needs_fbgemm
+def test_only_exact_products_of_few_rows_are_asked_for_it():
+    try:
+        few, many = (choose_exact_products([(64, 96)], 2, "packed", few=few)[64, 96] for few in (True, False))
+    except ConfigError as error:
+        pytest.skip(f"not exact on this CPU: {error}")
+    assert not many.piece
+    assert few.piece == exact_piece((64, 96), few.calls[0], few.least)
+    assert not exact_piece((64, 96), Call.INTEGERS, 1)
 
 
 @needs_fbgemm

@@ -8,8 +8,8 @@ Where bits must not depend on the number of rows (`--exactness bits`), one call 
 that it may; where none may, sums are of integers (`exact.fixed_point`). What was chosen first on a machine holds for
 all later starts, for calls differ in their bits.
 
-Where few rows are the rule they have weights in 16 bits beside those calls (`weights.float16_products`), which changes
-no bit of an exact product.
+Where few rows are the rule, those of an exact product have weights in 16 bits beside its call
+(`weights.float16_products`), which changes no bit.
 """
 
 import time
@@ -130,7 +130,8 @@ class ChosenProduct:
         out, only other shapes were timed, or an earlier start has chosen.
     count: weights of this shape.
     kept: of sums of integers, that these are held, in twice the memory of the weight, and not made for each product.
-    piece: of k, `Float16Weight.piece`, where `MOST_ROWS` and fewer have weights in float16; 0 where they have not.
+    piece: of an exact call, `Float16Weight.piece` by which `MOST_ROWS` and fewer have its bits from weights in float16;
+        0 where they have not.
     """
 
     shape: Shape
@@ -157,38 +158,29 @@ class ChosenProduct:
         """The product with a weight [out, in] as it was chosen. then: what is done with it, of rows each by itself."""
         held = Float16Weight.of(weight, self.piece) if self.piece else None
         if held is None:
-            return self._of_any_rows(self.calls, weight, bias, then)
+            return self._of_any_rows(weight, bias, then)
         few = held if bias is None else partial(_biased, held, bias)
         own = few if then is None else lambda x: then(few(x))
-        return FewRowsProduct(own, self._of_any_rows(self._without_few(), weight, bias, then))
+        return FewRowsProduct(own, self._of_any_rows(weight, bias, then))
 
-    def _without_few(self) -> tuple[Call, ...]:
-        """Calls of more rows, in one order: another copy of a weight is few rows' alone."""
-        many = self.calls[bisect_left(_ENDS, MOST_ROWS) + 1 :]
-        if len({_ORDER.get(call) for call in many}) > 1:
-            many = many[-1:]
-        return (many[0],) * (len(self.calls) - len(many)) + many
-
-    def _of_any_rows(
-        self, calls: tuple[Call, ...], weight: Tensor, bias: Tensor | None, then: Product | None
-    ) -> Product:
+    def _of_any_rows(self, weight: Tensor, bias: Tensor | None, then: Product | None) -> Product:
         if not self.exact:
-            product = CpuProduct(weight, bias, calls)
+            product = CpuProduct(weight, bias, self.calls)
             return product if then is None else lambda x: then(product(x))
-        plain = _exact_product(calls[0], weight, self.kept)
+        plain = _exact_product(self.calls[0], weight, self.kept)
         own = plain if bias is None else partial(_biased, plain, bias)
         return BatchInvariantCall(own if then is None else lambda rows: then(own(rows)), self.least)
 
 
 def choose_products(
-    shapes: Iterable[Shape], dtype: torch.dtype, orders: int, budget_s: float = BUDGET_S, few: bool = False
+    shapes: Iterable[Shape], dtype: torch.dtype, orders: int, budget_s: float = BUDGET_S
 ) -> dict[Shape, ChosenProduct]:
     """The fastest call of each row class for the weights of a model, by shape; empty where only `F.linear` is used.
 
-    shapes: of every weight. orders: 1 or 2, how many copies of a weight may be kept, each in its order. few: few rows
-    are the rule. A shape is timed once a process for each dtype and number of threads.
+    shapes: of every weight. orders: 1 or 2, how many copies of a weight may be kept, each in its order. A shape is
+    timed once a process for each dtype and number of threads.
     """
-    counts, of_float16 = Counter(shapes), few and dtype == torch.float32 and float16_products.serves()
+    counts = Counter(shapes)
     if dtype not in TIMED_DTYPES:
         return {}
     times, chosen, default = _times_of(counts, dtype, budget_s), {}, default_call(dtype)
@@ -197,8 +189,7 @@ def choose_products(
         own = tuple(times[index].get(shape, {}) for index in range(len(ROW_CLASSES)))
         ratios = [_smoothed(*each) for each in zip(own, together, strict=True)]
         name = str(dtype).removeprefix("torch.")
-        calls, piece = fastest(ratios, orders, default), shape[1] if of_float16 else 0
-        chosen[shape] = ChosenProduct(shape, name, count, calls, own, piece=piece)
+        chosen[shape] = ChosenProduct(shape, name, count, fastest(ratios, orders, default), own)
     return chosen
 
 
@@ -208,7 +199,8 @@ def choose_exact_products(
     """As `choose_products`, in float32, of each shape one call for all row classes that gives a row its bits alone.
 
     It is the first in all classes among those of `--exact-sums`, or a later one that was slower in none and faster by
-    `_EXACT_GAIN` over all when a shape was first met on this machine. Raises ConfigError if none of them is exact.
+    `_EXACT_GAIN` over all when a shape was first met on this machine. few: few rows are the rule, and may have weights
+    in float16 beside. Raises ConfigError if none of them is exact.
     """
     counts, threads, times = Counter(shapes), torch.get_num_threads(), dict[int, dict[Shape, Mapping[Call, float]]]()
 

@@ -92,8 +92,7 @@ def _timed(weights: CpuWeights, place: LoadContext) -> dict[Shape, ChosenProduct
     if not weights.shapes:
         return {}
     orders = place.expert_ranks.minimum(place.parallel.minimum(weights.orders))
-    few = weights.few and place.parallel.size * place.expert_ranks.size == 1
-    own = choose_products(weights.shapes, place.dtype, orders, few=few)
+    own = choose_products(weights.shapes, place.dtype, orders)
     every = list(Call)
     calls = torch.tensor([[every.index(call) for call in each.calls] for each in own.values()])
     first = place.expert_ranks.gather(place.parallel.gather(calls)[0])[0].tolist()

@@ -79,7 +79,8 @@ class CpuWeights:
     """Weights whose products are chosen by timing, by shape, and in how many orders each may be kept.
 
     targets: how many are the target's, which come first; 0 where its products are chosen as the draft's are.
-    few: few rows are the rule, for there is no draft, and the weights are small enough to be laid out in 16 bits too.
+    few: few rows are the rule, for there is no draft, and a target's weights are small enough to be laid out in 16 bits
+        beside exact calls.
     """
 
     shapes: tuple[Shape, ...] = ()
