@@ -93,7 +93,7 @@ def test_replays_equal_eager_rounds_bit_for_bit(strong_pair, shape):
 def test_every_number_of_live_rows_in_a_bucket_equals_eager(strong_pair):
     """One to seven rows: each lies in (previous bucket, bucket], and every one occurs three times."""
     prompts = strong_pair.prompts([5] * 7)
-    params = [greedy(12 * n) for n in range(1, 8)]
+    params = [greedy(16 * n) for n in range(1, 8)]
     seen = {}
     for graphs in ("off", "sim"):
         llm = build(strong_pair, SHAPE, graphs=graphs, page_size=4, context_length=128, max_running_requests=7)
