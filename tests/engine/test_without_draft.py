@@ -118,6 +118,8 @@ def test_who_drafts_finds_no_prefix_without_the_drafts_and_fills_it(strong_pair,
 def test_it_pays_for_no_draft(strong_pair, monkeypatch):
     """Alone it has no draft extend at all and holds no page of the draft's; beside others the catch-up is theirs."""
     llm = build(strong_pair, SHAPE, speculative_policy="auto", speculative_max_deferred=4, max_running_requests=4)
+    costs, good = costs_of(llm.engine.layout, 1.0), HeadAcceptance((0.9, 0.9, 0.9), 0.5)
+    llm.scheduler.policy = Modelled(costs, llm.engine.layout, lambda: good)  # by a clock a row might lose its draft
     extended, real = [], type(llm.engine.runner.drafter).extend
     monkeypatch.setattr(
         type(llm.engine.runner.drafter), "extend", lambda *given: extended.append(len(given[1])) or real(*given)
