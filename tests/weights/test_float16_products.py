@@ -6,7 +6,7 @@ import torch
 from treetop import LLM, SamplingParams
 from treetop.exact.probe import adversarial, same_bits
 from treetop.types.errors import ConfigError
-from treetop.weights import float16_products
+from treetop.weights import cpu_products, float16_products
 from treetop.weights.cpu_products import ROW_CLASSES, Call, ChosenProduct, choose_exact_products, exact_piece
 from treetop.weights.float16_products import MOST_ROWS, Float16Weight, same_sum, unit_of
 from treetop.weights.linear import LibraryGated, LibraryLinear
@@ -82,6 +82,16 @@ def test_the_probe_finds_how_a_sum_is_cut_and_takes_no_other():
     assert same_sum(chains(weight, 600), weight) == 600
     assert same_sum(lambda x: chains(weight.flip(1), 600)(x.flip(1)), weight) == 0
     assert same_sum(chains(weight, 600), weight + 2.0**-20) == 0
+
+
+def test_a_probe_of_fewer_outputs_has_those_behind_the_last_vector(monkeypatch):
+    monkeypatch.setattr(cpu_products, "_MAX_PROBED", 96 * 320)
+    for out in (5, 320, 321, 383, 4096, 4099):
+        probed = cpu_products._probed((out, 96))
+        assert probed.shape[1] == 96
+        assert min(out, 257) <= len(probed) <= 320
+        assert len(probed) % 64 == out % 64
+    assert len(cpu_products._probed((7, 10**6))) == 1
 
 
 @needs_fbgemm

@@ -334,7 +334,11 @@ def _least_rows(shape: Shape, call: Call, threads: int) -> int | None:
 
 
 def _probed(shape: Shape) -> Tensor:
-    out = min(shape[0], max(1, _MAX_PROBED // shape[1]))
+    """A weight of this shape, or with fewer outputs; as many as the shape's stand behind the last whole 64 of them, for
+    libraries sum these otherwise.
+    """
+    most = max(1, _MAX_PROBED // shape[1])
+    out = shape[0] if shape[0] <= most else max(1, most - (most - shape[0]) % 64)
     return torch.randn((out, shape[1]), generator=torch.Generator().manual_seed(out))
 
 
