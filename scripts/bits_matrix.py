@@ -51,6 +51,8 @@ SIZES = {"vocab_size": 12, "max_position_embeddings": 1024}
 """Of so few tokens a head that knows nothing is often right."""
 EVEN = {"q_lora_rank": 32, "v_head_dim": 8, "moe_intermediate_size": 48, "intermediate_size": 48}
 """Of families with compressed attention, so that a GPU's products are exact."""
+CHOSEN = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "head_dim": 16, "index_topk": 70, "index_head_dim": 32}
+"""Of sparse attention: fewer keys than most prompts have, and more than a block."""
 FAMILIES = ("dense", "gpt-oss", "qwen3-moe", "deepseek-v3", "glm-5")
 MECHANISMS = ("retraction", "prefix", "handover", "switched", "learning", "constrained", "mixed", "ties")
 ROWS = 8
@@ -102,7 +104,7 @@ class EveryThird:
 
 
 def cells(args: argparse.Namespace) -> Iterator[Cell]:
-    """All, in their order: each turn over the shapes has another chunk of each, and the next launcher."""
+    """All, in their order: a turn over the shapes, mechanisms between them; the next has other chunks and launchers."""
     graphs = args.graphs
     for turn in range(len(args.chunks)):
         for dtype, family in itertools.product(args.dtype, args.family):
@@ -111,10 +113,17 @@ def cells(args: argparse.Namespace) -> Iterator[Cell]:
                 for requests in args.requests:
                     launcher = graphs[(number + turn) % len(graphs)]
                     yield Cell(family, dtype, "grid", shape, chunk, launcher, requests)
-            for number, kind in enumerate(args.kinds):
-                shape = args.shapes[(number + 5 * turn) % len(args.shapes)]
-                chunk = args.chunks[(number + turn) % len(args.chunks)]
-                yield Cell(family, dtype, kind, shape, chunk, graphs[turn % len(graphs)], 2 * args.rows)
+                if number % 2 == 1:
+                    yield from _of_mechanism(args, family, dtype, turn, slice(number // 2, number // 2 + 1))
+            yield from _of_mechanism(args, family, dtype, turn, slice(len(args.shapes) // 2, None))
+
+
+def _of_mechanism(args: argparse.Namespace, family: str, dtype: str, turn: int, which: slice) -> Iterator[Cell]:
+    """Those of a turn over the shapes."""
+    for number, kind in list(enumerate(args.kinds))[which]:
+        shape = args.shapes[(number + 5 * turn) % len(args.shapes)]
+        chunk = args.chunks[(number + turn) % len(args.chunks)]
+        yield Cell(family, dtype, kind, shape, chunk, args.graphs[turn % len(args.graphs)], 2 * args.rows)
 
 
 def pair_of(family: str, folder: Path) -> Any:
@@ -129,7 +138,8 @@ def pair_of(family: str, folder: Path) -> Any:
         target = tiny.save_random_experts(folder / "target", "qwen3_moe", seed=3, moe_intermediate_size=48, **SIZES)
     else:
         made_of: Any = importlib.import_module("support.families").FAMILIES[family.replace("-", " ")]
-        made: Any = replace(made_of, config={**made_of.config, **EVEN}).save(folder / "own")
+        sizes = {**EVEN, **(CHOSEN if "index_topk" in made_of.config else {})}
+        made: Any = replace(made_of, config={**made_of.config, **sizes}).save(folder / "own")
         target = tiny.copy_folder(made.pair.target, folder / "target", max_position_embeddings=1024)
     return tiny.Pair(target, tiny.save_random_head(folder / "head", target, draft_vocab=11, seed=2))
 
