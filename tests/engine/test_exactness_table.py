@@ -1,18 +1,21 @@
 """`--exactness auto`: a table says what it is, so that no timing and no process can come to another."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
 from support.families import FAMILIES
+from support.quantized import fp8_blocks, quantized
+from support.tiny_models import Pair
 from treetop.attention import exact_backend
 from treetop.checkpoints.loader import LoadContext
 from treetop.distributed.open import open_core
 from treetop.distributed.remote_engine import check_alike
 from treetop.engine.startup import exactness, exactness_table
 from treetop.engine.startup.exactness import whose_sums
-from treetop.engine.startup.exactness_table import TABLE, ExactnessRow, kind_of, settled
+from treetop.engine.startup.exactness_table import MOST_COST, TABLE, ExactnessRow, kind_of, settled
 from treetop.engine.startup.plan import plan_engine
 from treetop.exact import mkl_mode
 from treetop.exact.mkl_mode import VARIABLE
@@ -32,6 +35,9 @@ KINDS = {
 }
 
 
+ROW = ExactnessRow("Maker", "dense", True, 1.0, "1.0 of the speed")
+
+
 def config_of(pair, **options):
     fixed = {"device": "cpu", "context_length": 64, "exactness": "auto"}
     return EngineConfig.of(str(pair.target), draft=str(pair.head), **{**fixed, **options})
@@ -42,7 +48,7 @@ def named(monkeypatch):
     """A CPU of a maker that has a row for dense models with a draft, and none else, in MKL's own mode."""
     monkeypatch.setattr(exactness, "needs_another", lambda suffices: False)
     monkeypatch.setattr(exactness_table, "_maker", lambda: "Maker")
-    monkeypatch.setattr(exactness_table, "TABLE", (ExactnessRow("Maker", "dense", True, "1.0 of the speed"),))
+    monkeypatch.setattr(exactness_table, "TABLE", (ROW,))
 
 
 @pytest.mark.parametrize("family", sorted(KINDS))
@@ -73,6 +79,71 @@ def test_a_row_decides_and_what_has_none_is_ties(strong_pair, named, monkeypatch
         assert settled(config_of(strong_pair, exactness=asked, dtype="float64")).config.exactness == asked
     monkeypatch.setattr(exactness_table, "_maker", lambda: "Other Maker")
     assert settled(config_of(strong_pair)).by == "dense.Other-Maker"
+
+
+def test_a_row_beyond_the_most_is_ties_and_says_its_price(strong_pair, named, monkeypatch):
+    for cost, chosen in ((MOST_COST, "bits"), (MOST_COST + 0.01, "ties")):
+        monkeypatch.setattr(exactness_table, "TABLE", (replace(ROW, cost=cost),))
+        told = settled(config_of(strong_pair))
+        assert (told.config.exactness, told.by) == (chosen, "dense.Maker")
+        assert "have 1.0 of the speed" in told.why
+        assert (f"and {MOST_COST} is the most" in told.why) == (chosen == "ties")
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """A GPU that has a row, as far as a machine without one can tell; its probes say what `found` holds."""
+    found = {"operations": None, "products": None}
+    monkeypatch.setattr(exactness_table, "compute_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(exactness_table, "device_name", lambda device: "Card")
+    monkeypatch.setattr(exactness_table, "TABLE", (replace(ROW, device="Card"),))
+    monkeypatch.setattr(exactness, "why_not", lambda device: None)
+    monkeypatch.setattr(exactness, "exact_backend", lambda need: "segments")
+    monkeypatch.setattr(exactness, "_probed_on_a_gpu", lambda *_: found["operations"])
+
+    def products(*_):
+        if found["products"]:
+            raise ConfigError(f"--exactness bits: {found['products']}; use --exactness ties")
+
+    monkeypatch.setattr(exactness, "probed_products", products)
+    return found
+
+
+UNMEASURED = {
+    "in float16": {"dtype": "float16"},
+    "over ranks": {"tp_size": 2},
+    "with K/V in FP8": {"kv_cache_dtype": "fp8_e4m3"},
+    "without copies of weights": {"compress_weights": False},
+    "beside adapters": {"enable_lora": True},
+}
+
+
+@pytest.mark.parametrize("words", UNMEASURED)
+def test_on_a_gpu_what_no_row_was_measured_with_is_ties(strong_pair, card, words):
+    """Nor is a start refused for what `bits` would refuse there, if nobody asked for `bits`."""
+    assert settled(config_of(strong_pair)).config.exactness == "bits"
+    told = settled(config_of(strong_pair, **UNMEASURED[words]))
+    assert (told.config.exactness, told.by) == ("ties", "options")
+    assert told.why == f"what it costs {words} was not measured"
+
+
+def test_on_a_gpu_quantized_weights_have_no_row(strong_pair, tmp_path, card):
+    """That stay packed; once decoded they are others' weights."""
+    target, _ = quantized(strong_pair.target, tmp_path / "fp8", fp8_blocks(32, 32))
+    pair = Pair(target, strong_pair.head)
+    assert settled(config_of(pair, dequantize_weights=True)).config.exactness == "bits"
+    told = settled(config_of(pair, dequantize_weights=False))
+    assert (told.config.exactness, told.why) == ("ties", "what it costs with quantized weights was not measured")
+
+
+def test_a_row_whose_gpu_fails_a_probe_is_ties(strong_pair, card):
+    for name, words, why in (
+        ("operations", "a rotation", "on this machine the bits of a rotation depend on the batch"),
+        ("products", "no product is exact", "no product is exact"),
+    ):
+        card.update({"operations": None, "products": None, name: words})
+        told = settled(config_of(strong_pair))
+        assert (told.config.exactness, told.by, told.why) == ("ties", "probes", why)
 
 
 def test_a_model_that_bits_refuses_is_ties(tmp_path, named):

@@ -17,6 +17,7 @@ from treetop.checkpoints.lora_folder import LoraFolder
 from treetop.engine.startup.adapters import rank_of_tables
 from treetop.engine.startup.mkl_probe import suffices
 from treetop.engine.startup.operation_probes import kept_operation_problem
+from treetop.engine.startup.probed_products import probed_products
 from treetop.engine.startup.weight_copies import product_weights
 from treetop.exact.machine import cpu_model, found_once
 from treetop.exact.mkl_mode import choose_mode, needs_another, remedy
@@ -164,6 +165,23 @@ def why_not_by_libraries(config: EngineConfig, target: TargetSpec, place: LoadCo
     if way is not None:
         raise ConfigError(f"--exactness auto: {words}; {way}, or {_TIES}")
     return f"{words}, and sums of integers cost more"
+
+
+def why_not_by_probes(target: TargetSpec, place: LoadContext) -> str | None:
+    """On a GPU, what is not exact there; None for nothing.
+
+    Sums over ranks are not tried. As a start would find it later, and what is found is kept.
+    """
+    if place.device.type == "cpu":
+        return None
+    problem = _probed_on_a_gpu(target, place, 0)
+    if problem is not None:
+        return f"on this machine the bits of {problem} depend on the batch"
+    try:
+        probed_products(product_weights(target, None, place), place.dtype, place.device)
+    except ConfigError as error:
+        return str(error).removeprefix("--exactness bits: ").removesuffix(f"; {_TIES}")
+    return None
 
 
 def _probed_on_a_cpu(config: EngineConfig, model: ModelConfig) -> str | None:

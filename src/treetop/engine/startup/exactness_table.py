@@ -1,9 +1,10 @@
 """What `--exactness auto` stands for: a table of devices and kinds of models, and never a timing.
 
 So starts, ranks, replicas and both sides of a hand-over come to the same, if they have the same device, model and
-options; where they have not, they are refused by name. A row is `bits` where its cost was measured to be at most 1.08
-times that of `ties`; what no row names is `ties`. So is a CPU that has a row and whose library's sums depend on the
-batch: sums of integers would serve there, at a price that no row has. That is found by probes, once for a machine.
+options; where they have not, they are refused by name. A row is `bits` where its cost was measured to be at most
+`MOST_COST` times that of `ties`; what no row names is `ties`, and so are options whose price no row has. So is a CPU
+that has a row and whose library's sums depend on the batch: sums of integers would serve there, at a price that no row
+has, either. That and what a GPU fails is found by probes, once for a machine.
 """
 
 from dataclasses import dataclass, replace
@@ -15,36 +16,44 @@ import torch
 
 from treetop.checkpoints.folder import resolve_folder
 from treetop.checkpoints.loader import LoadContext, compute_device, compute_dtype
-from treetop.engine.startup.exactness import unfit_options, why_not_by_libraries, why_not_model
-from treetop.engine.startup.weight_copies import packing
+from treetop.engine.startup.exactness import unfit_options, why_not_by_libraries, why_not_by_probes, why_not_model
+from treetop.engine.startup.weight_copies import packing, product_weights
 from treetop.models.config import ModelConfig
-from treetop.models.registry import target_spec
+from treetop.models.registry import TargetSpec, target_spec
 from treetop.types.config import EngineConfig
 from treetop.types.parallel import SINGLE_RANK, PlaceholderRank
+from treetop.weights.plain import UNQUANTIZED
 
 Kind = Literal["dense", "experts", "compressed", "sparse", "recurrent"]
 
 
+MOST_COST = 1.08
+"""Of a row that is `bits`."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExactnessRow:
-    """Where `auto` is `bits`.
+    """What `bits` costs somewhere.
 
     device: a CPU's maker as it names itself, or a GPU as the driver does.
     drafted: with a draft, whose trees hide a part of the cost.
-    measured: bits / ties, at which commit; docs/exactness.md has the command.
+    cost: time with `bits` over that with `ties`, of the dearest cell.
+    measured: which cells, and at which commit; docs/exactness.md has the command.
     """
 
     device: str
     kind: Kind
     drafted: bool
+    cost: float
     measured: str
 
 
 TABLE = (
     ExactnessRow(
-        "AuthenticAMD", "dense", True, "0.946 to 0.989 of the speed at de67d28, before probes tried many rows"
+        "AuthenticAMD", "dense", True, 1.06, "0.946 to 0.989 of the speed at de67d28, before probes tried many rows"
     ),
-    ExactnessRow("GenuineIntel", "dense", True, "0.945 to 1.035 of the speed at 79c780ed, in MKL's own mode"),
+    ExactnessRow("GenuineIntel", "dense", True, 1.06, "0.945 to 1.035 of the speed at 79c780ed, in MKL's own mode"),
+    ExactnessRow("NVIDIA H200", "dense", True, 1.17, "0.98 to 1.17 of the time of 12 kinds of rounds at ee0099e"),
 )
 
 
@@ -62,7 +71,7 @@ def settled(config: EngineConfig) -> Settled:
     if config.exactness != "auto":
         return Settled(config, "as asked")
     device = compute_device(config.device)
-    place = LoadContext(compute_dtype(config.dtype, device), device, 1)
+    place = LoadContext(compute_dtype(config.dtype, device), device, 1, shapes=config.shapes)
     target = target_spec(resolve_folder(config.model))
     maker, kind = device_name(device), kind_of(target.config)
     row = next((row for row in TABLE if (row.device, row.kind, row.drafted) == (maker, kind, config.speculates)), None)
@@ -70,8 +79,9 @@ def settled(config: EngineConfig) -> Settled:
     if row is None:
         why = f"no row for a {kind} model {drafted} on {maker}"
         return Settled(replace(config, exactness="ties"), why, _short(maker, kind))
-    if config.has_loras:
-        return Settled(replace(config, exactness="ties"), "what it costs beside adapters was not measured", "options")
+    if row.cost > MOST_COST:
+        why = f"{kind} models {drafted} on {maker} have {row.measured}, and {MOST_COST} is the most"
+        return Settled(replace(config, exactness="ties"), why, _short(maker, kind))
     unbuilt = why_not_model(target.config)
     if unbuilt is not None:
         return Settled(replace(config, exactness="ties"), unbuilt.reason, _short(maker, kind))
@@ -80,11 +90,31 @@ def settled(config: EngineConfig) -> Settled:
         return Settled(replace(config, exactness="ties"), problem.reason, "options")
     ranks = SINGLE_RANK if config.tp_size == 1 else PlaceholderRank(config.tp_size)
     place = replace(place, parallel=ranks, packed=packing(config), activations=config.quantize_activations)
-    dearer = why_not_by_libraries(config, target, place)
+    unmeasured = _unmeasured(config, target, place)
+    if unmeasured is not None:
+        why = f"what it costs {unmeasured} was not measured"
+        return Settled(replace(config, exactness="ties"), why, "options")
+    dearer = why_not_by_libraries(config, target, place) or why_not_by_probes(target, place)
     if dearer is not None:
         return Settled(replace(config, exactness="ties"), dearer, "probes")
     why = f"{kind} models {drafted} on {maker} have {row.measured}"
     return Settled(replace(config, exactness="bits"), why, _short(maker, kind))
+
+
+def _unmeasured(config: EngineConfig, target: TargetSpec, place: LoadContext) -> str | None:
+    """Of options and weights, what no row was measured with; None for none."""
+    if config.has_loras:
+        return "beside adapters"
+    if place.device.type == "cpu":
+        return None
+    cases = {
+        "in float16": place.dtype != torch.bfloat16,
+        "over ranks": config.tp_size * config.ep_size > 1,
+        "with K/V in FP8": config.fp8_kv or config.fp8_draft_kv,
+        "without copies of weights": config.compress_weights is False,
+        "with quantized weights": any(each.format != UNQUANTIZED for each in product_weights(target, None, place)),
+    }
+    return next((words for words, there in cases.items() if there), None)
 
 
 def _short(maker: str, kind: Kind) -> str:
