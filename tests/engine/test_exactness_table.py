@@ -204,13 +204,27 @@ def test_sums_of_integers_that_are_asked_for_have_no_row(strong_pair, named):
     assert (told.config.exactness, told.by, told.why) == ("ties", "probes", "sums of integers (--exact-sums) cost more")
 
 
-def test_where_a_setting_would_help_auto_is_refused_and_names_it(strong_pair, named, of_probes, monkeypatch):
-    """Another process on this machine, which began in that mode, has bits: two starts must not differ."""
+def test_where_a_setting_would_help_auto_is_ties_and_names_it(strong_pair, named, of_probes, monkeypatch):
+    """A start without options is none that a setting of somebody's may refuse."""
     of_probes(attention="attention's scores with heads of 16")
     monkeypatch.setattr(exactness, "remedy", lambda suffices: "start with a mode")
-    words = "--exactness auto: .* attention's scores .* the batch; start with a mode, or use --exactness ties"
-    with pytest.raises(ConfigError, match=words):
-        settled(config_of(strong_pair))
+    told = settled(config_of(strong_pair))
+    assert (told.config.exactness, told.by) == ("ties", "probes")
+    assert told.why.endswith("attention's scores with heads of 16 depend on the batch; for bits start with a mode")
+
+
+def test_workers_of_one_request_come_to_the_same(strong_pair, named, monkeypatch):
+    """A prefill worker may have no draft where a decode worker has one."""
+    slots = {"disaggregation_slots": 2}
+    told = settled(config_of(strong_pair, **slots))
+    assert (told.config.exactness, told.by) == ("ties", "options")
+    assert "may be without a draft" in told.why
+    alone = EngineConfig.of(str(strong_pair.target), device="cpu", exactness="auto", **slots)
+    assert settled(alone).config.exactness == "ties"
+    monkeypatch.setattr(exactness_table, "TABLE", (ROW, replace(ROW, drafted=False)))
+    assert {settled(each).config.exactness for each in (alone, config_of(strong_pair, **slots))} == {"bits"}
+    monkeypatch.setattr(exactness_table, "TABLE", (ROW, replace(ROW, drafted=False, cost=2.0)))
+    assert {settled(each).config.exactness for each in (alone, config_of(strong_pair, **slots))} == {"ties"}
 
 
 def test_an_engine_whose_probe_fails_serves_and_says_so(strong_pair, named, of_probes, caplog):

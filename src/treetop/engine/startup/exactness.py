@@ -144,8 +144,8 @@ def _of_device(config: EngineConfig, place: LoadContext) -> BackendRefusal | Non
 def why_not_by_libraries(config: EngineConfig, target: TargetSpec, place: LoadContext) -> str | None:
     """On a CPU, why `bits` would cost more than the library's sums, by which it was measured; None if nothing says so.
 
-    Only probes do, and never a timing. Raises ConfigError where a mode of the library's might help that this process
-    missed: other processes on this machine come to other sums then.
+    Only probes do, and never a timing. Where a mode of the library's might help that this process missed, it is named:
+    a process that began in that mode comes to `bits`, and each is refused where they meet.
     """
     if place.device.type != "cpu":
         return None
@@ -162,9 +162,7 @@ def why_not_by_libraries(config: EngineConfig, target: TargetSpec, place: LoadCo
     if found is None:
         return None
     words, way = f"on this machine the bits of {found} depend on the batch", remedy(suffices)
-    if way is not None:
-        raise ConfigError(f"--exactness auto: {words}; {way}, or {_TIES}")
-    return f"{words}, and sums of integers cost more"
+    return f"{words}, and sums of integers cost more" if way is None else f"{words}; for bits {way}"
 
 
 def why_not_by_probes(target: TargetSpec, place: LoadContext) -> str | None:

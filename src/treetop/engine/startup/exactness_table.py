@@ -74,11 +74,15 @@ def settled(config: EngineConfig) -> Settled:
     place = LoadContext(compute_dtype(config.dtype, device), device, 1, shapes=config.shapes)
     target = target_spec(resolve_folder(config.model))
     maker, kind = device_name(device), kind_of(target.config)
-    row = next((row for row in TABLE if (row.device, row.kind, row.drafted) == (maker, kind, config.speculates)), None)
-    drafted = "with a draft" if config.speculates else "without a draft"
+    row = _row(maker, kind, config.speculates)
+    drafted = _drafted(config.speculates)
     if row is None:
         why = f"no row for a {kind} model {drafted} on {maker}"
         return Settled(replace(config, exactness="ties"), why, _short(maker, kind))
+    partners = _row(maker, kind, not config.speculates)
+    if config.disaggregation_slots and (partners is None or partners.cost > MOST_COST):
+        why = f"a worker that hands over to it may be {_drafted(not config.speculates)}, and is ties on {maker} then"
+        return Settled(replace(config, exactness="ties"), why, "options")
     if row.cost > MOST_COST:
         why = f"{kind} models {drafted} on {maker} have {row.measured}, and {MOST_COST} is the most"
         return Settled(replace(config, exactness="ties"), why, _short(maker, kind))
@@ -99,6 +103,14 @@ def settled(config: EngineConfig) -> Settled:
         return Settled(replace(config, exactness="ties"), dearer, "probes")
     why = f"{kind} models {drafted} on {maker} have {row.measured}"
     return Settled(replace(config, exactness="bits"), why, _short(maker, kind))
+
+
+def _row(maker: str, kind: Kind, drafted: bool) -> ExactnessRow | None:
+    return next((row for row in TABLE if (row.device, row.kind, row.drafted) == (maker, kind, drafted)), None)
+
+
+def _drafted(drafted: bool) -> str:
+    return "with a draft" if drafted else "without a draft"
 
 
 def _unmeasured(config: EngineConfig, target: TargetSpec, place: LoadContext) -> str | None:
