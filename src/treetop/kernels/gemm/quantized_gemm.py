@@ -21,7 +21,6 @@ from treetop.kernels.gate import Gate, activated, activated_reference
 from treetop.kernels.gemm import quantized_gluon
 from treetop.kernels.gemm.quantized_gluon import GluonLaunch
 from treetop.kernels.gemm.quantized_weight import Numbers, decode
-from treetop.kernels.gemm.skinny_gemm import most_splits
 from treetop.kernels.gemm.tiles import (
     BLOCK,
     TILE,
@@ -227,8 +226,9 @@ def choose_quantized(
     """The launch for a weight [lines, k]. whole: k is not cut.
 
     Measured ones lie in `quantized_gemm.json` (`benchmarks/quantized_gemm.py --write-table` measures again), of which
-    splits are the same for any number of rows. Others get about three programs a multiprocessor, and of more than 32
-    rows blocks of twice the lines, as nearly all that were measured.
+    splits are the same for any number of rows. Others are as nearly all that were measured: up to 16 rows 4 bits have
+    two warps, for a block then has less to wait for; of more than 32 rows of a weight whose k is not cut blocks have
+    twice the lines.
     """
     lines, k = shape
     found = load_table().find((numbers, lines, k, gated, up_to(rows)), gpu)
@@ -236,11 +236,29 @@ def choose_quantized(
         return replace(found, splits=1) if whole else found
     cuts = (load_table().find((numbers, lines, k, gated, most), gpu) for most in ROWS)
     cut = next((other.splits for other in cuts if other is not None), None)
-    splits = 1 if gated or whole else cut or most_splits(-(-lines // TILE), -(-k // BLOCK), gpu)
-    block_n = TILE if rows <= _FEW else 2 * TILE
+    splits = 1 if gated or whole else cut or splits_of(lines, k, gpu)
+    if rows <= 16 and numbers != "e4m3" and gpu.by_warp_groups:
+        return QuantizedLaunch(TILE, splits, 3, 2)
+    block_n = TILE if rows <= _FEW or (rows <= 64 and splits > 1) else 2 * TILE
     stage = 2 * BLOCK * row_block(rows) + block_n * BLOCK  # bytes of x and, at most, of codes
-    stages = max(2, min(4, (gpu.shared_bytes - _SPARE) // stage))
+    stages = max(2, min(3 if 2 * _FEW >= rows > _FEW and splits > 1 else 4, (gpu.shared_bytes - _SPARE) // stage))
     return QuantizedLaunch(block_n, splits, stages, block_n // 16)
+
+
+def splits_of(lines: int, k: int, gpu: GpuTraits) -> int:
+    """How k is cut for any number of rows: in up to four, as long as that gives three programs a multiprocessor at
+    most; of these so that 256 rows, in blocks of 128 lines, take least, and among equals in the most.
+
+    A product of 5,120 lines so takes 0.7 of what it takes in four where rows are many, for its last blocks are not
+    alone, and 1.1 where they are few.
+    """
+    tiles, blocks = -(-lines // TILE), -(-k // BLOCK)
+
+    def turns(splits: int) -> int:
+        return -(-(-(-tiles // 2) * splits) // gpu.num_sms) * -(-blocks // splits)
+
+    fine = [s for s in (4, 3, 2, 1) if s == 1 or (tiles * s <= 3 * gpu.num_sms and (s - 1) * -(-blocks // s) < blocks)]
+    return min(fine, key=turns)
 
 
 _SPARE = 16 << 10

@@ -46,14 +46,26 @@ from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, tl
 from treetop.kernels.tuning import TunedTable, read_table
 
 TABLE = Path(__file__).with_suffix(".json")
-FEWEST_ROWS = 65
+FEWEST_ROWS = 33
 """Fewer go to the kernel in plain Triton, unless this one was measured and is faster."""
 _STEP, _AHEAD = 64, 2
 """Columns of a slot of rows; products of 16 columns that are under way while the next one's weights are decoded."""
-BLOCKS = {(256, 128): 3, (128, 256): 3, (128, 128): 2}
-"""Rows and lines of a block, and how long it takes over others, about. Of the larger ones sums just have room in the
-registers.
+BESIDE = {(256, 128): 1, (128, 256): 1, (128, 128): 1, (64, 128): 2, (64, 64): 3}
+"""Rows and lines of a block, and programs of a multiprocessor. Of the larger ones sums just have room in the registers;
+the two of 64 rows are for as many at most.
 """
+_LONG = {
+    ("e4m3", False): (1.42, 1.57, 0.85, 1.13, 0.80),
+    ("e4m3", True): (1.42, 1.57, 0.85, 1.13, 0.80),
+    ("int4", False): (1.55, 1.67, 1.09, 1.28, 0.95),
+    ("int4", True): (1.52, 1.44, 1.10, 1.28, 0.95),
+    ("e2m1", False): (1.43, 1.76, 1.14, 1.28, 0.95),
+    ("e2m1", True): (1.50, 1.68, 1.17, 1.30, 0.95),
+}
+"""By numbers and whether gated, us that a multiprocessor takes for 128 columns of as many of each of these blocks as it
+has room for: medians over the products of Llama-3.1-8B, Qwen3-8B and Qwen3-32B on an H200."""
+_JOIN = 4e6
+"""Bytes of parts that the next kernel reads in a us."""
 _SPARE = {False: 10 << 10, True: 34 << 10}
 """Bytes of shared memory for barriers and for what changes its layout at the end: more where over 8 warps multiply."""
 
@@ -118,32 +130,36 @@ def launch_of(
 def choose(
     numbers: Numbers, shape: tuple[int, int], gated: bool, rows: int, splits: int, most: int, gpu: GpuTraits
 ) -> GluonLaunch | None:
-    """The launch that was measured (`quantized_gluon.json`), of many rows that of the next more; or else the block by
-    which a multiprocessor is done first. None where the kernel in plain Triton serves.
+    """The launch that was measured (`quantized_gluon.json`), of many rows that of the next more; or else the one that
+    takes least by `_LONG` and, of parts, what it takes to add them up. None where the kernel in plain Triton serves.
 
-    splits: of k, up to `most` rows; more have at most as many, where programs are too few without.
+    splits: of k, up to `most` rows; more have at most as many.
     """
-    (lines, k), found = shape, dict[GluonLaunch, int]()
+    (lines, k), found = shape, dict[GluonLaunch, float]()
     more = [measured for measured in ROWS if rows <= measured]
-    for measured in more[:1] if rows < FEWEST_ROWS else more:
+    for measured in more[:1] if rows <= _FEW else more:
         known = load_table().find((numbers, lines, k, gated, splits > 1, measured), gpu)
         if known is not None and (known.splits == splits or rows > most):
             return known
     if rows < FEWEST_ROWS:
         return None
-    for block, long in BLOCKS.items():
-        if block[0] >= 2 * rows:
+    for block, long in zip(BESIDE, _LONG[numbers, gated], strict=True):
+        if block[0] >= 2 * rows or (block[0] == _FEW) != (rows <= _FEW):
             continue
-        programs = -(-rows // block[0]) * -(-lines // block[1])
-        cuts = splits if rows <= most else max(1, min(splits, gpu.num_sms // programs))
-        warps = 16 if numbers == "e2m1" and block == (128, 256) else 0  # what takes most decoding
-        launch = launch_of(numbers, k, block, cuts, gpu, num_warps=warps)
-        launch = replace(launch, stays=programs * launch.splits > gpu.num_sms)
-        found[launch] = -(-programs * launch.splits // gpu.num_sms) * -(-k // (BLOCK * launch.splits)) * long
-    # among equals few rows of more lines for integers alone, by what was measured
-    return min(found, key=lambda launch: (found[launch], (launch.block_m > 128) == (numbers == "int4")))
+        programs, room = -(-rows // block[0]) * -(-lines // block[1]), gpu.num_sms * BESIDE[block]
+        few = (splits,) if rows <= most else (max(1, min(splits, room // programs)),)
+        for cuts in range(1, splits + 1) if most < rows <= ROWS[-1] else few:
+            warps = 16 if numbers == "e2m1" and gated and block == (128, 256) else 0  # what takes most decoding
+            launch = launch_of(numbers, k, block, cuts, gpu, BESIDE[block], warps)
+            parts = rows * lines * (4 * launch.splits if launch.splits > 1 else 2)
+            launch = replace(launch, stays=programs * launch.splits > room)
+            turns = -(-programs * launch.splits // room) * -(-k // (BLOCK * launch.splits))
+            found[launch] = turns * long + parts / _JOIN
+    return min(found, key=found.__getitem__)
 
 
+_FEW = 64
+"""Rows up to which blocks have as many."""
 ROWS = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024)
 """Numbers of rows that were measured, up to each of which launches are the same."""
 
