@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from support.operation_cases import coded_weight
+from treetop.kernels.gemm import quantized_gemm as plain
 from treetop.kernels.gemm import quantized_gluon as kernel
 from treetop.kernels.gemm.quantized_gemm import MAX_ROWS, QuantizedLaunch, choose_product, choose_quantized
 from treetop.kernels.gemm.quantized_gluon import (
@@ -87,10 +88,11 @@ def test_what_was_measured_can_run_and_has_the_splits_of_few_rows():
     ("numbers", "tiles", "rows", "block"),
     [
         ("e4m3", 139, 256, (256, 128)),
-        ("int4", 138, 256, (128, 256)),  # as the other, and among equals it is the one of integers
-        ("int4", 139, 256, (256, 128)),  # of the other some would have two
+        ("int4", 139, 256, (256, 128)),
         ("e4m3", 139, 128, (128, 128)),
-        ("e4m3", 278, 128, (128, 256)),
+        ("e4m3", 278, 128, (128, 256)),  # of the other each has two
+        ("e4m3", 139, 64, (64, 64)),
+        ("e4m3", 278, 64, (64, 128)),  # of 417 at a time of the other some have two
     ],
 )
 def test_a_block_is_chosen_by_what_a_multiprocessor_has_to_do(numbers, tiles, rows, block):
@@ -103,9 +105,34 @@ def test_few_rows_have_the_launch_that_was_measured_for_as_many_or_none(monkeypa
     launch = kernel.launch_of("e4m3", 4096, (64, 128), 1, HOPPER, beside=2)
     table = TunedTable(132, "", {("e4m3", 512, 4096, False, False, rows): launch for rows in (64, 256)})
     monkeypatch.setattr(kernel, "load_table", lambda: table)
-    found = [choose.__wrapped__("e4m3", (512, 4096), False, rows, 1, MAX_ROWS, HOPPER) for rows in (32, 40, 100, 257)]
-    assert found[:3] == [None, launch, launch]
-    assert found[3] not in (None, launch)
+    counts = 32, 40, 64, 100, 200, 257
+    found = [choose.__wrapped__("e4m3", (512, 4096), False, rows, 1, MAX_ROWS, HOPPER) for rows in counts]
+    assert [each == launch for each in found] == [False, True, True, False, True, False]
+    assert found[0] is None
+    assert None not in found[1:]
+
+
+def test_more_rows_are_cut_where_that_takes_less_with_the_parts(monkeypatch):
+    """512 rows of Qwen3-32B's `down` are 80 blocks of 256, one for some of 132 multiprocessors: cut in three each has
+    two of a third. Parts of 8,192 rows would be too large.
+    """
+    monkeypatch.setattr(kernel, "load_table", lambda: TunedTable(132, "", {}))
+    cuts = [
+        choose.__wrapped__("e4m3", shape, False, rows, 3, MAX_ROWS, HOPPER).splits
+        for shape, rows in (((5120, 25600), 512), ((4096, 14336), 1024), ((5120, 25600), 8192))
+    ]
+    assert cuts == [3, 1, 1]
+
+
+def test_up_to_64_rows_the_plain_kernel_serves_where_it_was_measured(monkeypatch):
+    measured = QuantizedLaunch(64, 1, 4, 4)
+    table = TunedTable(132, "", {("e4m3", 256, 512, False, 64): measured})
+    monkeypatch.setattr(plain, "load_table", lambda: table)
+    plain.choose_quantized.cache_clear()
+    found = [choose_product(weight(), False, rows, HOPPER, False, True) for rows in (32, 33, 64, 65)]
+    plain.choose_quantized.cache_clear()
+    assert found[1] == found[2] == measured
+    assert isinstance(found[3], GluonLaunch)
 
 
 @pytest.mark.parametrize(
@@ -148,9 +175,7 @@ def test_few_rows_and_what_is_not_its_own_stay_with_plain_triton():
 
 
 def test_a_stage_is_left_out_where_a_second_program_then_has_room():
-    """Of FP8 in blocks, whose scales lie in stages, of 33 to 64 rows; where each stage is smaller, or nothing was
-    measured, not.
-    """
+    """Of FP8 in blocks, whose scales lie in stages, of 33 to 64 rows without Gluon; of smaller stages not."""
     lines, k = 28672, 4096
     for scheme, rows, gpu, less in (
         (QuantScheme("e4m3", 128), 64, HOPPER, 1),
@@ -161,7 +186,7 @@ def test_a_stage_is_left_out_where_a_second_program_then_has_room():
     ):
         made = replace(weight(scheme, 256, k), shape=(lines, k))
         of_numbers = choose_quantized(scheme.numbers, (lines, k), True, rows, gpu)
-        chosen = choose_product(made, True, rows, gpu, False, True)
+        chosen = choose_product(made, True, rows, gpu, False, False)
         assert chosen == replace(of_numbers, num_stages=of_numbers.num_stages - less), (scheme, rows)
 
 

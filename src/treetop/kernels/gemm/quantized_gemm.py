@@ -193,11 +193,13 @@ def choose_product(
 ) -> QuantizedLaunch | GluonLaunch:
     """The launch for a weight, with splits that are the same for up to `MAX_ROWS` rows.
 
-    by_gluon: the kernel in Gluon has nothing against the weight, and multiplies what has many rows.
+    by_gluon: the kernel in Gluon has nothing against the weight, and multiplies what has many rows. Of up to 64 the
+    plain one does where it was measured and has an entry.
     """
     numbers, (lines, k) = weight.scheme.numbers, weight.shape
     launch = choose_quantized(numbers, (lines, k), gated, rows, gpu, whole)
-    if by_gluon:
+    known = load_table().find((numbers, lines, k, gated, up_to(rows)), gpu)
+    if by_gluon and (known is None or rows > 64):
         found = quantized_gluon.choose(numbers, (lines, k), gated, rows, launch.splits, MAX_ROWS, gpu)
         if found is not None:
             return found
@@ -225,10 +227,9 @@ def choose_quantized(
 ) -> QuantizedLaunch:
     """The launch for a weight [lines, k]. whole: k is not cut.
 
-    Measured ones lie in `quantized_gemm.json` (`benchmarks/quantized_gemm.py --write-table` measures again), of which
-    splits are the same for any number of rows. Others are as nearly all that were measured: up to 16 rows 4 bits have
-    two warps, for a block then has less to wait for; of more than 32 rows of a weight whose k is not cut blocks have
-    twice the lines.
+    `quantized_gemm.json` has those that were measured and are faster than this rule by over 3 %
+    (`benchmarks/quantized_launches.py`). By the rule up to 16 rows of 4 bits have two warps and three stages, so that
+    more programs lie on a multiprocessor; of more than 32 rows blocks have twice the lines where k is not cut.
     """
     lines, k = shape
     found = load_table().find((numbers, lines, k, gated, up_to(rows)), gpu)
@@ -237,11 +238,14 @@ def choose_quantized(
     cuts = (load_table().find((numbers, lines, k, gated, most), gpu) for most in ROWS)
     cut = next((other.splits for other in cuts if other is not None), None)
     splits = 1 if gated or whole else cut or splits_of(lines, k, gpu)
-    if rows <= 16 and numbers != "e4m3" and gpu.by_warp_groups:
+    measured = gpu.by_warp_groups and not gpu.has_tensor_memory  # the kind of GPU that what follows was seen on
+    if measured and rows <= 16 and numbers != "e4m3":
         return QuantizedLaunch(TILE, splits, 3, 2)
-    block_n = TILE if rows <= _FEW or (rows <= 64 and splits > 1) else 2 * TILE
+    if measured and _FEW < rows <= 64 and splits > 1:
+        return QuantizedLaunch(TILE, splits, 3, 4)
+    block_n = TILE if rows <= _FEW else 2 * TILE
     stage = 2 * BLOCK * row_block(rows) + block_n * BLOCK  # bytes of x and, at most, of codes
-    stages = max(2, min(3 if 2 * _FEW >= rows > _FEW and splits > 1 else 4, (gpu.shared_bytes - _SPARE) // stage))
+    stages = max(2, min(4, (gpu.shared_bytes - _SPARE) // stage))
     return QuantizedLaunch(block_n, splits, stages, block_n // 16)
 
 

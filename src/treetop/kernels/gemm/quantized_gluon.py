@@ -64,8 +64,8 @@ _LONG = {
 }
 """By numbers and whether gated, us that a multiprocessor takes for 128 columns of as many of each of these blocks as it
 has room for: medians over the products of Llama-3.1-8B, Qwen3-8B and Qwen3-32B on an H200."""
-_JOIN = 4e6
-"""Bytes of parts that the next kernel reads in a us."""
+_JOIN = 2e6
+"""Bytes of parts that are written and read again in a us."""
 _SPARE = {False: 10 << 10, True: 34 << 10}
 """Bytes of shared memory for barriers and for what changes its layout at the end: more where over 8 warps multiply."""
 
@@ -130,17 +130,16 @@ def launch_of(
 def choose(
     numbers: Numbers, shape: tuple[int, int], gated: bool, rows: int, splits: int, most: int, gpu: GpuTraits
 ) -> GluonLaunch | None:
-    """The launch that was measured (`quantized_gluon.json`), of many rows that of the next more; or else the one that
-    takes least by `_LONG` and, of parts, what it takes to add them up. None where the kernel in plain Triton serves.
+    """The launch that was measured (`quantized_gluon.json`), or else the one that takes least by `_LONG` and, of parts,
+    by `_JOIN`. None where the kernel in plain Triton serves.
 
     splits: of k, up to `most` rows; more have at most as many.
     """
     (lines, k), found = shape, dict[GluonLaunch, float]()
-    more = [measured for measured in ROWS if rows <= measured]
-    for measured in more[:1] if rows <= _FEW else more:
-        known = load_table().find((numbers, lines, k, gated, splits > 1, measured), gpu)
-        if known is not None and (known.splits == splits or rows > most):
-            return known
+    measured = next((each for each in ROWS if rows <= each), 0)
+    known = load_table().find((numbers, lines, k, gated, splits > 1, measured), gpu)
+    if known is not None and (known.splits == splits or rows > most):
+        return known
     if rows < FEWEST_ROWS:
         return None
     for block, long in zip(BESIDE, _LONG[numbers, gated], strict=True):
@@ -160,8 +159,8 @@ def choose(
 
 _FEW = 64
 """Rows up to which blocks have as many."""
-ROWS = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024)
-"""Numbers of rows that were measured, up to each of which launches are the same."""
+ROWS = (16, 32, 64, 128, 256, 512, 1024)
+"""Numbers of rows up to each of which a launch that was measured is the same."""
 
 
 @cache
