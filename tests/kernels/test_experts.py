@@ -238,13 +238,11 @@ def near(got, want, share):
 @on_gpu_or_interpreted
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize(
-    ("tokens", "how"),
-    [*itertools.product(TOKENS, ("by rank", "in turn")), *((each, "a token by itself") for each in TOKENS[1:])],
+    ("tokens", "by_token"), [*((each, False) for each in TOKENS), *((each, True) for each in TOKENS[1:])]
 )
-def test_the_kernels_route_as_the_reference(name, tokens, how, monkeypatch):
+def test_the_kernels_route_as_the_reference(name, tokens, by_token, monkeypatch):
     """The experts and weights, and every assignment of a token that is somebody's once, in its expert's tiles."""
-    monkeypatch.setattr(routing, "_BY_TOKEN", (0, 8192) if how == "a token by itself" else (8192, 8192))
-    monkeypatch.setattr(routing, "_RANKED", 2**30 if how == "by rank" else 0)
+    monkeypatch.setattr(routing, "_BY_TOKEN", (0, 8192) if by_token else (8192, 8192))
     torch.manual_seed(tokens)
     with DEVICE:
         router, x, live = make_router(SPECS[name], 50), torch.randn(tokens, 50), torch.rand(tokens) < 0.8
@@ -266,30 +264,6 @@ def test_the_kernels_route_as_the_reference(name, tokens, how, monkeypatch):
         found += own
     assert sorted(found) == (want.expert.flatten() >= 0).nonzero()[:, 0].tolist()
     assert int(tiles.number) <= len(tiles.expert)
-
-
-@on_gpu_or_interpreted
-@pytest.mark.parametrize("name", SPECS)
-def test_experts_by_rank_are_those_that_take_turns(name, monkeypatch):
-    """To the bit, equal logits and padding too."""
-    torch.manual_seed(3)
-    with DEVICE:
-        router, x, live = make_router(SPECS[name], 50), torch.randn(3, 50), torch.tensor([True, True, False])
-        x[1] = 0
-        both = []
-        for most in (0, 2**30):
-            monkeypatch.setattr(routing, "_RANKED", most)
-            both.append(routing.route(x, router, live, gpu_traits(DEVICE), tells=True))
-    first, second = both
-    number = int(first.tiles.number)
-    assert torch.equal(first.expert, second.expert)
-    assert torch.equal(first.weight, second.weight)
-    assert torch.equal(first.chosen, second.chosen)
-    assert torch.equal(first.tiles.number, second.tiles.number)
-    kept = int(first.tiles.count[:number].sum())
-    assert torch.equal(first.tiles.order[:kept], second.tiles.order[:kept])
-    for part in ("expert", "start", "count"):
-        assert torch.equal(getattr(first.tiles, part)[:number], getattr(second.tiles, part)[:number])
 
 
 CODINGS = {

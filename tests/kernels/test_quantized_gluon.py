@@ -124,6 +124,12 @@ def test_more_rows_are_cut_where_that_takes_less_with_the_parts(monkeypatch):
     assert cuts == [3, 1, 1]
 
 
+def test_fp8_in_groups_is_the_plain_kernel_s_up_to_64_rows():
+    made = weight(QuantScheme("e4m3", 128))
+    found = [isinstance(choose_product(made, False, rows, HOPPER, False, True), GluonLaunch) for rows in (64, 65)]
+    assert found == [False, True]
+
+
 def test_up_to_64_rows_the_plain_kernel_serves_where_it_was_measured(monkeypatch):
     measured = QuantizedLaunch(64, 1, 4, 4)
     table = TunedTable(132, "", {("e4m3", 256, 512, False, 64): measured})

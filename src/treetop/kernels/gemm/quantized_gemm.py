@@ -194,12 +194,13 @@ def choose_product(
     """The launch for a weight, with splits that are the same for up to `MAX_ROWS` rows.
 
     by_gluon: the kernel in Gluon has nothing against the weight, and multiplies what has many rows. Of up to 64 the
-    plain one does where it was measured and has an entry.
+    plain one does where it was measured and has an entry, and of FP8 in groups, for which only it was.
     """
     numbers, (lines, k) = weight.scheme.numbers, weight.shape
     launch = choose_quantized(numbers, (lines, k), gated, rows, gpu, whole)
     known = load_table().find((numbers, lines, k, gated, up_to(rows)), gpu)
-    if by_gluon and (known is None or rows > 64):
+    plain = rows <= 64 and (known is not None or (numbers == "e4m3" and weight.scheme.group > 0))
+    if by_gluon and not plain:
         found = quantized_gluon.choose(numbers, (lines, k), gated, rows, launch.splits, MAX_ROWS, gpu)
         if found is not None:
             return found

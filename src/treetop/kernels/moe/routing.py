@@ -247,8 +247,6 @@ _BY_TOKEN = (256, 8192)
 looking at all others, where bits may depend on the number of tokens: fewer are as fast in programs of several."""
 _MANY = 1024
 """Tokens up to which a router's product is cut for few rows, where bits may depend on how many there are."""
-_RANKED = 2**15
-"""Comparisons of a program up to which experts are chosen by how many are better, all at once; more take turns."""
 _OWN = 32
 """Assignments that a program finds places for."""
 _MAX_BLOCKS = 64
@@ -314,8 +312,7 @@ def route(
         corrected=router.correction is not None, factored=router.factor is not None, masked=live is not None,
         groups=spec.groups, top_groups=spec.top_groups, group_best=spec.group_best, block_g=lanes(spec.groups),
         places=one, rows=rows, block_k=lanes(spec.top_k), first=router.here.start, stop=router.here.stop,
-        computing=spec.with_weights, tells=tells, shares=shared is not None, by_token=by_token,
-        ranked=not batch_invariant and router.here.start == 0 and block * lanes(experts) ** 2 <= _RANKED, **choice,
+        computing=spec.with_weights, tells=tells, shares=shared is not None, by_token=by_token, **choice,
     )  # fmt: skip
     if by_token:
         assignments = tokens * spec.top_k
@@ -416,8 +413,7 @@ def _choose_kernel(
     corrected: constexpr, factored: constexpr, masked: constexpr, groups: constexpr, top_groups: constexpr,
     group_best: constexpr, block_g: constexpr, places: constexpr, rows: constexpr, block_k: constexpr,
     first: constexpr, stop: constexpr, computing: constexpr, tells: constexpr, shares: constexpr,
-    by_token: constexpr, ranked: constexpr, top_k: constexpr, experts: constexpr, block: constexpr, block_e: constexpr,
-    overlap: constexpr,
+    by_token: constexpr, top_k: constexpr, experts: constexpr, block: constexpr, block_e: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """Experts and weights of a block of tokens, and how many of them each expert gets. Grid (blocks,).
 
@@ -470,42 +466,24 @@ def _choose_kernel(
     if factored:
         own_factor = tl.load(factor + expert, mask=expert < experts, other=0.0).to(tl.float32)[None, :]
         factors = tl.zeros([block, block_k], tl.float32)
-    if ranked:  # 0 are experts that are here alone
-        rank = tl.sum((keys[:, None, :] > keys[:, :, None]).to(tl.int32), 2)
-        held = rank[:, :, None] == lane[None, None, :]
-        taken = (lane < top_k)[None, :]
-        chosen = tl.sum(tl.where(held, index[:, :, None], 0), 1)
-        weights = tl.sum(tl.where(held, score[:, :, None], 0.0), 1)
+    for i in tl.static_range(top_k):
+        chosen = index_of(tl.max(keys, 1))
+        is_chosen = index == chosen[:, None]
+        weight = tl.sum(tl.where(is_chosen, score, 0.0), 1)
         if of_chosen:
-            weights = tl.exp(weights - peak[:, None])
-        weights = tl.where(taken, weights, 0.0)
+            weight = tl.exp(weight - peak)
+        weights = tl.where((lane == i)[None, :], weight[:, None], weights)
         if factored:
-            factors = tl.sum(tl.where(held, own_factor[:, :, None], 0.0), 1)
-        ids = tl.where(alive[:, None] & taken & (chosen < stop), chosen, -1)
+            own = tl.sum(tl.where(is_chosen, own_factor, 0.0), 1)
+            factors = tl.where((lane == i)[None, :], own[:, None], factors)
+        here = alive & (chosen >= first) & (chosen < stop)
+        ids = tl.where((lane == i)[None, :] & here[:, None], (chosen - first)[:, None], ids)
         if computing < experts:
-            ids = tl.where(alive[:, None] & taken & (chosen >= computing), -2, ids)
+            ids = tl.where((lane == i)[None, :] & (alive & (chosen >= computing))[:, None], -2, ids)
         if tells:
-            all_ids = tl.where(taken, chosen, -1)
-        slot = tl.where(alive[:, None] & (rank < top_k) & (expert < stop)[None, :], rank, -1)
-    else:
-        for i in tl.static_range(top_k):
-            chosen = index_of(tl.max(keys, 1))
-            is_chosen = index == chosen[:, None]
-            weight = tl.sum(tl.where(is_chosen, score, 0.0), 1)
-            if of_chosen:
-                weight = tl.exp(weight - peak)
-            weights = tl.where((lane == i)[None, :], weight[:, None], weights)
-            if factored:
-                own = tl.sum(tl.where(is_chosen, own_factor, 0.0), 1)
-                factors = tl.where((lane == i)[None, :], own[:, None], factors)
-            here = alive & (chosen >= first) & (chosen < stop)
-            ids = tl.where((lane == i)[None, :] & here[:, None], (chosen - first)[:, None], ids)
-            if computing < experts:
-                ids = tl.where((lane == i)[None, :] & (alive & (chosen >= computing))[:, None], -2, ids)
-            if tells:
-                all_ids = tl.where((lane == i)[None, :], chosen[:, None], all_ids)
-            slot = tl.where((index == (chosen - first)[:, None]) & here[:, None], i, slot)
-            keys = tl.where(is_chosen, lowest, keys)
+            all_ids = tl.where((lane == i)[None, :], chosen[:, None], all_ids)
+        slot = tl.where((index == (chosen - first)[:, None]) & here[:, None], i, slot)
+        keys = tl.where(is_chosen, lowest, keys)
     if renormalise or of_chosen:
         weights = weights / (tl.sum(weights, 1) + 1e-20)[:, None]
     if factored:
