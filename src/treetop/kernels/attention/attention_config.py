@@ -131,8 +131,10 @@ def launch_by_formula(call: CallShape, gpu: GpuTraits) -> Launch:
     by_groups = gpu.by_warp_groups and not gpu.has_tensor_memory
     if call.head_dim > 512 and call.element_bytes == 2 and by_groups:
         block_m, block_n, warps, stages = max(16, lanes // 2), 64, 4, 2
-        if lanes >= 128:  # by warp groups
+        if lanes >= 64:  # by warp groups
             block_m, warps, fitting = 64, 8, 1
+        if lanes == 64:  # as where each key was chosen: registers look up fewer at once
+            block_n, stages = 32, 3
     elif call.head_dim > 256:  # Gemma 4's and compressed attention's: what fits in shared memory and registers
         block_m, block_n, warps, stages = (16, 16, 8, 1) if call.element_bytes > 2 else (min(lanes, 32), 32, 8, 2)
     elif call.element_bytes > 2:  # float32 without tensor cores: what fits in registers

@@ -84,6 +84,45 @@ def chosen_slots(
 
 
 @jit
+def pages_of_block(
+    table: Arg, block: Arg, start: Arg, end: Arg, block_n: constexpr, page_size: constexpr
+) -> Arg:  # fmt: skip
+    """The pages of a block's keys, each looked up once, int32: [block_n / page_size], or one that holds the block.
+
+    Those without keys from `start` to `end` are the null page, for which the table is not read. One of two numbers that
+    are no multiples of each other: a page a key, [block_n].
+    """
+    if block_n % page_size == 0 or page_size % block_n == 0:
+        run: constexpr = min(block_n, page_size)
+        first = block * block_n + tl.arange(0, block_n // run) * run
+        page = tl.load(table + first // page_size, mask=(first + run > start) & (first < end), other=0)
+    else:
+        page = page_of(table, block, start, end, block_n, page_size)
+    return page
+
+
+@jit
+def planes_of_pages(
+    page: Arg, block: Arg, slot_stride: Arg, block_n: constexpr, page_size: constexpr, aligned: constexpr
+) -> Arg:  # fmt: skip
+    """Element offsets of a block's planes [block_n] int64. page: of `pages_of_block`.
+
+    aligned: slot_stride is a multiple of 16, which Triton does not see behind the reshape.
+    """
+    if block_n % page_size == 0 or page_size % block_n == 0:
+        run: constexpr = min(block_n, page_size)
+        first = page.to(tl.int64) * page_size + (block * block_n + tl.arange(0, block_n // run) * run) % page_size
+        at = (first * slot_stride)[:, None] + (tl.arange(0, run) * slot_stride)[None, :]
+        at = tl.reshape(at, [block_n])
+    else:
+        key = block * block_n + tl.arange(0, block_n)
+        at = (page.to(tl.int64) * page_size + within_page(key, page_size)) * slot_stride
+    if aligned:
+        at = tl.multiple_of(at, 16)
+    return at
+
+
+@jit
 def fold_planes(
     q: Arg, q_rope: Arg, k: Arg, k_rope: Arg, visible: Arg, acc: Arg, peak: Arg, mass: Arg, scale: Arg,
     masked: constexpr,
@@ -105,7 +144,7 @@ def _latent_attention_kernel(
     heads: constexpr, rank: constexpr, rope_dim: constexpr, page_size: constexpr, window: constexpr, chunked: constexpr,
     causal: constexpr, sparse: constexpr, has_tail: constexpr, scaled: constexpr, helped: constexpr,
     block_m: constexpr, block_n: constexpr, block_t: constexpr, block_c: constexpr, block_r: constexpr,
-    block_rows: constexpr, overlap: constexpr,
+    block_rows: constexpr, aligned: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """One block of queries of one row, over one split of its keys.
 
@@ -190,51 +229,55 @@ def _latent_attention_kernel(
     if sparse:
         place = chosen_slots(table, chosen, begin, end, length, block_n, page_size)
     else:
-        place = page_of(table, begin, start, end, block_n, page_size)
+        place = pages_of_block(table, begin, start, end, block_n, page_size)
     folds_tail = split == 0
     if helped:
         folds_tail = folds_tail & (member == 0)
-    if has_tail:
-        for column_start in tl.range(0, tl.where(folds_tail, t, 0), block_t, num_stages=1):
-            column = column_start + tl.arange(0, block_t)
-            there = column < t
-            at = row * tail_row + column.to(tl.int64) * tail_column
-            k, k_rope = load_plane(tail, at, there, lane_c, lane_r, rank, rope_dim, queries.dtype, overlap)
-            shown = mask + row * mask_row + query[:, None] * mask_query + column[None, :] * mask_column
-            visible = tl.load(shown, mask=real[:, None] & there[None, :], other=0) != 0
+    # One turn, of which Triton does not know that it is one: what a loop carries goes to products by shared memory, and
+    # queries that were converted would go in 128 registers. The loops inside compute what does not change by
+    # themselves: ahead of them, addresses of products take registers from the sums.
+    for _ in tl.range(0, tl.minimum(splits, 1), num_stages=1):
+        if has_tail:
+            for column_start in tl.range(0, tl.where(folds_tail, t, 0), block_t, num_stages=1, disable_licm=True):
+                column = column_start + tl.arange(0, block_t)
+                there = column < t
+                at = row * tail_row + column.to(tl.int64) * tail_column
+                k, k_rope = load_plane(tail, at, there, lane_c, lane_r, rank, rope_dim, queries.dtype, overlap)
+                shown = mask + row * mask_row + query[:, None] * mask_query + column[None, :] * mask_column
+                visible = tl.load(shown, mask=real[:, None] & there[None, :], other=0) != 0
+                if window > 0:
+                    at_position = tail_positions + row * tail_position_row + column * tail_position_column
+                    tail_position = tl.load(at_position, mask=there, other=0).to(tl.int32)
+                    visible = visible & (tail_position[None, :] >= oldest[:, None])
+                acc, peak, mass = fold_planes(
+                    queries, q_rope, k, k_rope, visible, acc, peak, mass, scale, True
+                )  # fmt: skip
+
+        if helped:
+            members, first_helper = stream_k_share(
+                shares, own_share, tl.program_id(1), member, members, first_helper, count, helpers, block_rows
+            )
+            stop = tl.minimum(begin + tl.cdiv(whole, members), stop)
+
+        for block in tl.range(begin, stop, disable_licm=True):
+            key = block * block_n + tl.arange(0, block_n)
+            stored = (key >= start) & (key < end)
+            # The latency of the next block's places hides behind this block's work.
+            if sparse:
+                at = place * slot_stride
+                k, k_rope = load_plane(pages, at, stored, lane_c, lane_r, rank, rope_dim, queries.dtype, overlap)
+                place = chosen_slots(table, chosen, block + 1, end, length, block_n, page_size)
+            else:
+                at = planes_of_pages(place, block, slot_stride, block_n, page_size, aligned)
+                k, k_rope = load_plane(pages, at, stored, lane_c, lane_r, rank, rope_dim, queries.dtype, overlap)
+                place = pages_of_block(table, block + 1, start, end, block_n, page_size)
+            visible = stored[None, :]
+            if causal:
+                visible = visible & (key[None, :] <= position[:, None])
             if window > 0:
-                at_position = tail_positions + row * tail_position_row + column * tail_position_column
-                tail_position = tl.load(at_position, mask=there, other=0).to(tl.int32)
-                visible = visible & (tail_position[None, :] >= oldest[:, None])
-            acc, peak, mass = fold_planes(
-                queries, q_rope, k, k_rope, visible, acc, peak, mass, scale, True
-            )  # fmt: skip
-
-    if helped:
-        members, first_helper = stream_k_share(
-            shares, own_share, tl.program_id(1), member, members, first_helper, count, helpers, block_rows
-        )
-        stop = tl.minimum(begin + tl.cdiv(whole, members), stop)
-
-    for block in range(begin, stop):
-        key = block * block_n + tl.arange(0, block_n)
-        stored = (key >= start) & (key < end)
-        # The latency of the next block's places hides behind this block's work.
-        if sparse:
-            at = place * slot_stride
-            k, k_rope = load_plane(pages, at, stored, lane_c, lane_r, rank, rope_dim, queries.dtype, overlap)
-            place = chosen_slots(table, chosen, block + 1, end, length, block_n, page_size)
-        else:
-            slot = place.to(tl.int64) * page_size + within_page(key, page_size)
-            at = slot * slot_stride
-            k, k_rope = load_plane(pages, at, stored, lane_c, lane_r, rank, rope_dim, queries.dtype, overlap)
-            place = page_of(table, block + 1, start, end, block_n, page_size)
-        visible = stored[None, :]
-        if causal:
-            visible = visible & (key[None, :] <= position[:, None])
-        if window > 0:
-            visible = visible & (key[None, :] >= oldest[:, None])
-        acc, peak, mass = fold_planes(queries, q_rope, k, k_rope, visible, acc, peak, mass, scale, True)
+                visible = visible & (key[None, :] >= oldest[:, None])
+            acc, peak, mass = fold_planes(queries, q_rope, k, k_rope, visible, acc, peak, mass, scale, True)
+        queries, q_rope = tl.zeros_like(queries), tl.zeros_like(q_rope)  # else they would not be carried
 
     if helped:
         acc, peak, mass, last = stream_k_fixup(
@@ -309,8 +352,8 @@ def latent_attention(
         chunked=metadata.chunked, causal=metadata.causal and chosen is None, sparse=chosen is not None,
         has_tail=tail is not None, scaled=scales is not None, helped=stream_k.helpers > 0, block_m=launch.block_m,
         block_n=launch.block_n, block_t=min(launch.block_n, max(16, power_of_two(width))), block_c=block_c,
-        block_r=max(16, power_of_two(dim - rank)), block_rows=stream_k.block_rows, overlap=launch.overlap,
-        num_warps=launch.num_warps, num_stages=launch.num_stages, **overlap,
+        block_r=max(16, power_of_two(dim - rank)), block_rows=stream_k.block_rows, aligned=pages.stride(0) % 16 == 0,
+        overlap=launch.overlap, num_warps=launch.num_warps, num_stages=launch.num_stages, **overlap,
     )  # fmt: skip
     results.merge(launch, None, power_of_two(rank), max_warps=16)
     return results.out
