@@ -21,6 +21,7 @@ from treetop.kernels.attention.attention_config import load_table as attention_t
 from treetop.kernels.attention.index_scores import paged_index_scores
 from treetop.kernels.attention.indexer import IndexQuery
 from treetop.kernels.attention.latent_attention import latent_attention
+from treetop.kernels.attention.latent_gather import chosen_planes_attention
 from treetop.kernels.attention.latent_gluon import latent_pages_attention
 from treetop.kernels.attention.latent_segments import choose_segments, prefill_latents, segment_latents
 from treetop.kernels.attention.metadata import AttentionMetadata, SparseKeys
@@ -437,6 +438,9 @@ def _latent(card: Card) -> Iterator[Case]:
         chosen = SparseKeys(_empty(8, n, 2048, dtype=INT), _empty(8, n, dtype=INT), metadata.mask)
         narrowed = replace(metadata, chosen=chosen)
         yield f"sparse attention of {scene}", partial(latent_attention, q, pages, narrowed, tail, 512, 1.0, card.gpu)
+        if card.capability == 90:
+            call = partial(chosen_planes_attention, q, pages, narrowed, tail, 1.0, card.gpu)
+            yield f"sparse attention that gathers of {scene}", call
         query = IndexQuery(_empty(8, n, 32, 128), _empty(8, n, 32, dtype=torch.float32), 2048)
         call = partial(paged_index_scores, query, _empty(4096, 128), metadata, _empty(8, n, 128), card.gpu)
         yield f"index scores of {scene}", call

@@ -18,6 +18,7 @@ from treetop.engine.startup.startup_log import attention_words
 from treetop.kernels import gluon_guard
 from treetop.kernels.attention.latent_attention import latent_attention_reference
 from treetop.kernels.attention.latent_gluon import RANK, choose_splits
+from treetop.kernels.attention.metadata import SparseKeys
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.types.ids import DRAFT, FULL
 
@@ -74,7 +75,6 @@ def test_rounds_of_compressed_attention_go_to_it_and_all_else_to_triton(calls):
         (need_of(DENSE), "compressed attention (MLA) alone, and no layer here has that; use --attention-backend"),
         (need_of(replace(LATENT, head_dim=288, latent=256)), "latents 256 wide"),
         (need_of(replace(LATENT, head_dim=640)), "part with RoPE is 128 wide, and it has no kernel"),
-        (need_of(replace(LATENT, sparse=True)), "no kernel for sparse attention"),
         (need_of(LATENT, fp8_kv=True), "no K/V in FP8; use --kv-cache-dtype auto"),
         (need_of(LATENT, dtype=torch.float32), "not in float32; use --dtype bfloat16"),
     ],
@@ -118,6 +118,7 @@ def test_pages_are_of_64_tokens_where_it_is_named_or_taken_and_nothing_is_asked(
     assert page_size_for("auto", need) == 64
     assert page_size_for("auto", replace(need, exact=True)) == 16
     assert page_size_for("auto", need_of(DENSE, page=None)) == 16
+    assert page_size_for("auto", need_of(replace(many, sparse=True), page=None)) == 16  # no times of chosen keys
     served.remove("gluon")
     assert page_size_for("auto", need) == 16
 
@@ -171,6 +172,40 @@ def test_it_is_believed_by_what_it_computes(monkeypatch, kernel, words):
     monkeypatch.setattr(gluon_backend, "latent_pages_attention", kernel)
     found = gluon_backend.problem.__wrapped__(CPU)
     assert found is None if words is None else words in found
+
+
+def unchosen(metadata):
+    return replace(metadata, chosen=None)
+
+
+def one_less(metadata):
+    return replace(metadata, chosen=replace(metadata.chosen, count=metadata.chosen.count - 1))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "words"),
+    [
+        (reference, None),
+        (wrong(unchosen), "gives wrong results here"),
+        (wrong(one_less), "gives wrong results here"),
+        (failing, "its kernel failed on a small problem: RuntimeError: wgmma is not there"),
+    ],
+)
+def test_keys_that_are_chosen_are_gathered_if_that_is_right(monkeypatch, caplog, kernel, words):
+    """All keys, or not the last that was chosen; then they are Triton's, which is said, and all else is as it was."""
+    asked = []
+    monkeypatch.setattr(gluon_backend, "chosen_planes_attention", kernel)
+    monkeypatch.setattr(gluon_backend, "problem_of_chosen", gluon_backend.problem_of_chosen.__wrapped__)
+    backend = BACKENDS["gluon"].make(need_of(replace(LATENT, sparse=True)))
+    monkeypatch.setattr(triton_backend, "latent_attention", lambda *args, **rest: asked.append("triton"))
+    s = scene(**PLANE, max_kv_len=150)
+    chosen = SparseKeys(torch.arange(64).expand(4, 5, 64).int(), torch.ones(4, 5).int(), s.metadata.mask)
+    plan = backend.narrowed(backend.plan(None, s.metadata), chosen)
+    monkeypatch.setattr(gluon_backend, "chosen_planes_attention", lambda *args: asked.append("gluon"))
+    backend.prefix_tail(s.q, s.kv, plan, s.tail, s.scale)
+    assert asked == ["gluon" if words is None else "triton"]
+    assert (words or "") in caplog.text
+    assert bool(caplog.text) == (words is not None)
 
 
 def test_splits_fill_the_card_once():

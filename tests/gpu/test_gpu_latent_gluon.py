@@ -18,13 +18,17 @@ from treetop.attention.auto import load_table, make_backend
 from treetop.attention.capabilities import GroupNeed, Need
 from treetop.attention.registry import BACKENDS, refusal
 from treetop.engine.cuda_graphs import CudaGraphs
+from treetop.kernels.attention.latent_attention import latent_attention_reference
+from treetop.kernels.attention.latent_gather import chosen_planes_attention
 from treetop.kernels.attention.latent_gluon import latent_pages_attention
+from treetop.kernels.attention.metadata import SparseKeys
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.ids import FULL
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 GPU = torch.device("cuda")
+KERNELS = {"deepseek v3": "latent_pages_attention", "deepseek v32": "chosen_planes_attention"}
 PLANE = {"kv_heads": 1, "dim": 576, "latent": 512, "page_size": 64, "dtype": torch.bfloat16}
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
 SIZES = [
@@ -88,6 +92,50 @@ def test_a_wrong_number_of_a_row_shows_in_it_alone():
     check(got[1:], dense_answer(s, with_tail=True)[0][1:], s.q.dtype)
 
 
+CHOSEN = [
+    {"n": 1, "t": 1, "heads": 64, "max_kv_len": 64, "top": 64},
+    {"n": 2, "t": 3, "heads": 128, "max_kv_len": 9_000, "top": 2_048},
+    {"n": 16, "t": 16, "heads": 16, "max_kv_len": 3_000, "top": 257, "lengths": (3_000, 1, 300, 65, 0)},
+    {"n": 4, "t": 64, "heads": 20, "max_kv_len": 700, "top": 100, "dtype": torch.float16, "page_size": 16},
+]
+
+
+def beside_index_keys(planes):
+    """The same planes as an engine keeps them: 128 numbers of NaN behind each are no part of it."""
+    whole = torch.full((*planes.shape[:-1], planes.shape[-1] + 128), torch.nan, dtype=planes.dtype, device=planes.device)
+    whole[..., : planes.shape[-1]] = planes
+    return whole[..., : planes.shape[-1]]
+
+
+@pytest.mark.parametrize("splits", [None, 1, 3])
+@pytest.mark.parametrize("options", CHOSEN, ids=str)
+def test_chosen_keys_equal_dense_attention_to_them(options, splits):
+    """NaN in every slot that is not chosen, and beside all planes; queries have as many keys as they please."""
+    top = options["top"]
+    s = moved(scene(**{**PLANE, **{name: value for name, value in options.items() if name != "top"}}), GPU)
+    rows, n = s.metadata.positions.shape
+    positions, count = torch.zeros((2, rows, n, top), dtype=torch.int32, device=GPU).unbind()
+    count = count[..., 0]
+    for row, length in enumerate(s.metadata.kv_len.tolist()):
+        for query in range(n):
+            few = min(length, top - query % 3)
+            positions[row, query, :few] = torch.randperm(length, device=GPU)[:few].sort()[0]
+            count[row, query] = few
+    chosen = SparseKeys(positions, count.contiguous(), s.metadata.mask)
+    metadata = replace(s.metadata, chosen=chosen)
+    planes, size = s.kv.planes.clone(), s.metadata.page_size
+    want = latent_attention_reference(s.q.float(), planes, metadata, s.tail.planes.float(), 512, s.scale)
+    used = torch.zeros(len(planes), dtype=torch.bool, device=GPU)
+    for row, of in enumerate(s.metadata.rows.tolist()):
+        for query in range(n):
+            at = positions[row, query, : count[row, query]].long()
+            used[s.metadata.table.data[of, at // size].long() * size + at % size] = True
+    planes[~used] = torch.nan
+    planes, tail = beside_index_keys(planes), beside_index_keys(s.tail.planes)
+    got = chosen_planes_attention(s.q, planes, metadata, tail, s.scale, gpu_traits(GPU), splits)
+    check(got, want, s.q.dtype)
+
+
 def test_a_captured_phase_follows_its_buffers():
     """Captured on padding rows, replayed on others: lengths, tables, rows and masks are data."""
     size = {**PLANE, "n": 9, "t": 9, "heads": 16, "max_kv_len": 9_000}
@@ -126,22 +174,27 @@ def test_a_captured_phase_follows_its_buffers():
             check(out, want, torch.bfloat16)
 
 
-def pair_of(folder, heads=4):
+def pair_of(folder, heads=4, family="deepseek v3"):
     """A tiny model whose latents are as wide as DeepSeek's, and a head for it."""
-    tiny = FAMILIES["deepseek v3"]
-    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
+    tiny = FAMILIES[family]
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "index_head_dim": 128}
+    sizes = {name: size for name, size in sizes.items() if name != "index_head_dim" or name in tiny.config}
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads}
     return replace(tiny, config={**tiny.config, **sizes}).save(folder, seed=5).pair
 
 
-@pytest.mark.parametrize("shape", [None, (3, 4, 12)], ids=str)
-def test_rounds_of_a_model_with_latents_of_512_agree_with_triton(shape, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [("deepseek v3", None), ("deepseek v3", (3, 4, 12)), ("deepseek v32", None), ("deepseek v32", (3, 4, 12))],
+    ids=str,
+)
+def test_rounds_of_a_model_with_latents_of_512_agree_with_triton(family, shape, tmp_path, monkeypatch):
     """Captured, with poisoned pages: bfloat16 rounds differently, so tokens may part at near ties."""
-    pair = pair_of(tmp_path)
+    pair, kernel = pair_of(tmp_path, family=family), KERNELS[family]
     prompts = pair.prompts([3, 140, 64, 12], seed=3)
     options = {"page_size": 64, "context_length": 256, "max_running_requests": 4, "dtype": "bfloat16", "device": "cuda"}
-    called, real = [], gluon_backend.latent_pages_attention
-    monkeypatch.setattr(gluon_backend, "latent_pages_attention", lambda *args: called.append(args) or real(*args))
+    called, real = [], getattr(gluon_backend, kernel)
+    monkeypatch.setattr(gluon_backend, kernel, lambda *args: called.append(args) or real(*args))
     made = []
     for name in ("triton", "gluon"):
         llm = build(pair, shape, **options, attention_backend=name, check_level=3)

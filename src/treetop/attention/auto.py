@@ -110,7 +110,10 @@ def in_force(table: ChoiceTable, need: Need) -> ChoiceTable:
 
 
 def taken(table: ChoiceTable, need: Need) -> set[str]:
-    """The backends that serve some class of calls which was measured with an engine's heads, and the fallback."""
+    """The backends that serve some class of calls which was measured with an engine's heads, and the fallback; that
+    alone for sparse attention, of which no calls were measured."""
+    if any(group.sparse for group in need.groups):
+        return {FALLBACK}
     measured = {name for timings in table.entries.values() for name in timings}
     usable = frozenset(name for name in measured if name in BACKENDS and refusal(name, need) is None)
     heads = {call_of(need, group, 1, 1, 1, False).heads for group in need.groups if group.window is None}

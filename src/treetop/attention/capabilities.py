@@ -59,7 +59,7 @@ class Capabilities:
 @dataclass(frozen=True, slots=True)
 class GroupNeed:
     """The layers of one KV group, as attention sees them. latent: how wide that is; None without compression. sparse:
-    an indexer chooses what they see. cap: of scores."""
+    an indexer chooses what they see, by the last `index_dim` of the head_dim numbers that are kept. cap: of scores."""
 
     name: GroupName
     heads: int
@@ -69,6 +69,7 @@ class GroupNeed:
     latent: int | None = None
     sparse: bool = False
     cap: float | None = None
+    index_dim: int = 0
 
 
 @dataclass(frozen=True, slots=True)

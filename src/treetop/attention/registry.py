@@ -89,7 +89,7 @@ def _of_group(able: Capabilities, need: Need, group: GroupNeed) -> BackendRefusa
                 reason,
                 f"use --attention-backend {'torch' if able.latents and not able.compressed_only else _wider(need)}",
             )
-        rope_dim = group.head_dim - group.latent
+        rope_dim = group.head_dim - group.index_dim - group.latent
         if able.rope_dims is not None and rope_dim not in able.rope_dims:
             reason = (
                 f"its latents' part with RoPE is {rope_dim} wide, and it has no kernel for that (KV group {group.name})"

@@ -15,10 +15,12 @@ from treetop.kernels.triton_guard import TRITON_VERSION, interpreted
 if TYPE_CHECKING:
     gl: Any
     mbarrier: Any
-    async_copies: Any
     async_load: Any
+    async_gather: Any
     block_barrier: Any
     fence_async_shared: Any
+    gather_commit: Any
+    gather_wait: Any
     mma_v2: Any
     warpgroup_mma: Any
     warpgroup_mma_init: Any
@@ -39,9 +41,9 @@ else:
     try:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon._runtime import GluonJITFunction
-        from triton.experimental.gluon.language.nvidia.ampere import async_copy as async_copies
         from triton.experimental.gluon.language.nvidia.ampere import mma_v2
         from triton.experimental.gluon.language.nvidia.hopper import (
+            async_copy,
             fence_async_shared,
             mbarrier,
             tma,
@@ -56,6 +58,9 @@ else:
         # Of each pair the first is 3.9's name, and the second 3.6's.
         async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
         block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+        gathers = hasattr(async_copy, "async_load")
+        async_gather = async_copy.async_load if gathers else async_copy.async_copy_global_to_shared
+        gather_commit, gather_wait = async_copy.commit_group, async_copy.wait_group
         GLUON_PROBLEM = None
 
         class _GluonKernel(AheadKernel, GluonJITFunction):
@@ -91,7 +96,8 @@ else:
             return gluon_jit
 
         gl, mbarrier, swizzled_tiles = _NoGluon(), None, None
-        async_copies = async_load = block_barrier = fence_async_shared = mma_v2 = None
+        async_load = async_gather = gather_commit = gather_wait = block_barrier = fence_async_shared = None
+        mma_v2 = None
         warpgroup_mma = warpgroup_mma_init = warpgroup_mma_wait = None
 
 

@@ -44,6 +44,7 @@ def group_needs(model: ModelConfig, draft: DrafterSpec | None, ranks: int) -> tu
             of[0].kv.value_dim,
             sparse=any(layer.index is not None for layer in of),
             cap=of[0].score_cap,
+            index_dim=of[0].kv.index_dim,
         )
         for name, of in layer_groups(model, draft, ranks).items()
     )

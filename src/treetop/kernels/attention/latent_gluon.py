@@ -44,7 +44,7 @@ waves, for rows that are much longer than others: their parts take memory."""
 
 
 @gluon_jit
-def _wait_turn(overlap: gl.constexpr) -> None:
+def wait_turn(overlap: gl.constexpr) -> None:
     """`kernels.dependent_launch.pdl_wait`, early."""
     if overlap:
         gl.inline_asm_elementwise(
@@ -121,8 +121,8 @@ def _latent_pages_kernel(
     as in `latent_pages_attention`; count: of rows; *_row, *_query, ... are strides in elements; scale leads to base 2.
     Grid (tiles of queries, slots).
     """
-    places = allocate_places(latents.dtype)
-    _wait_turn(overlap)
+    places = allocate_places(latents.dtype, False)
+    wait_turn(overlap)
     tile, slot = gl.program_id(0), gl.program_id(1)
     row, at_part, parts, part_of_cut = slot, slot * 0, slot * 0 + 1, slot * 0
     if divided:
@@ -168,12 +168,12 @@ def _latent_pages_kernel(
             (
                 first_group,
                 (out, part, lse, latents, places, table, first, items, has_tail, filled, mask + wide_row * mask_row,
-                 scale, alone, item, tile, n, t, heads, mask_query, mask_column),
+                 scale, alone, item, tile, n, t, heads, mask_query, mask_column, False),
             ),
             (
                 second_group,
                 (out, part, latents, ropes, places, table, first, items, has_tail, filled, scale, alone, item, tile, n,
-                 heads),
+                 heads, False),
             ),
         ],
         [4],
@@ -283,12 +283,22 @@ def latent_pages_attention(
         block_rows=max(32, power_of_two(rows)), overlap=gpu.can_overlap, num_warps=4, **overlap,
     )  # fmt: skip
     if spare:
-        block_s = min(max(_MERGED, power_of_two(splits)), _MOST_SPLITS)
-        _merge_seats_kernel[(items, cut_rows)](
-            out, part, lse, seats, items, block_s=block_s, block_i=1, overlap=gpu.can_overlap,
-            num_warps=max(1, block_s // 4), **overlap,
-        )  # fmt: skip
+        merge_parts(out, part, lse, seats, cut_rows, splits, gpu)
     return out
+
+
+def merge_parts(
+    out: Tensor, part: Tensor, lse: Tensor, seats: Tensor, cut_rows: int, splits: int, gpu: GpuTraits
+) -> None:
+    """Join the parts of cut rows, `cut_rows` at most, into `out`. splits: parts that a row usually has.
+
+    part: [parts, items, 512]; lse: [parts, items]; seats: as a kernel has written them.
+    """
+    block_s, items = min(max(_MERGED, power_of_two(splits)), _MOST_SPLITS), lse.shape[1]
+    _merge_seats_kernel[(items, cut_rows)](
+        out, part, lse, seats, items, block_s=block_s, block_i=1, overlap=gpu.can_overlap, num_warps=block_s // 4,
+        **({"launch_pdl": True} if gpu.can_overlap else {}),
+    )  # fmt: skip
 
 
 def tail_matrix(tail: Tensor) -> tuple[Tensor, int]:

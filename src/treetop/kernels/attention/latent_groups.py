@@ -14,7 +14,7 @@ The weights of odd items lie where the queries' part with RoPE was, which both g
 
 So tensor cores work for one group while the other is at its softmax. Weights of both count from one peak, which passes
 from group to group: what the sums shrink by is told with the weights. A half of a place belongs to one group, which
-begins the next copy there as soon as it has read it.
+begins the next copy there as soon as it has read it, or says that it is free.
 
 A page that is not full and the tail come first: there keys past the end are masked, and their values, whatever lies
 there, are set to 0, which no later item needs.
@@ -38,7 +38,7 @@ from treetop.kernels.triton_guard import Arg
 
 
 @gluon_jit
-def allocate_places(dtype: gl.constexpr) -> Arg:
+def allocate_places(dtype: gl.constexpr, gathered: gl.constexpr) -> Arg:
     """A program's shared memory, and barriers: for what is copied, one each, and for what a group tells the other."""
     tiles: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -63,9 +63,17 @@ def allocate_places(dtype: gl.constexpr) -> Arg:
         mbarrier.init(full_right.index(each), count=1)
     for each in gl.static_range(4):
         mbarrier.init(told.index(each), count=1)
+    free_left, free_right = full_left, full_right
+    if gathered:
+        free_left = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+        free_right = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+        for each in gl.static_range(2):
+            mbarrier.init(free_left.index(each), count=1)
+            mbarrier.init(free_right.index(each), count=1)
+    queries = (q_left, q_right, q_rope, full_q)
+    keys = (left, right, k_rope, full_left, full_right, free_left, free_right)
     fence_async_shared()
     block_barrier()
-    queries, keys = (q_left, q_right, q_rope, full_q), (left, right, k_rope, full_left, full_right)
     return queries, keys, (weights_even, peaks, shrinks, masses, told)
 
 
@@ -180,14 +188,15 @@ def _store(
 def first_group(
     out: Arg, part: Arg, lse: Arg, latents: Arg, places: Arg, table: Arg, first: Arg, count: Arg, has_tail: Arg,
     filled: Arg, mask: Arg, scale: Arg, whole: Arg, item: Arg, tile: Arg, n: Arg, t: Arg, heads: Arg, mask_query: Arg,
-    mask_column: Arg,
+    mask_column: Arg, gathered: gl.constexpr,
 ) -> None:  # fmt: skip
     """Even items' scores and softmax; columns 0 to 255 of the sums; the log-sum-exp.
 
     places: of `allocate_places`, into which copies of queries and of items 0 and 1 have begun. table: of the row's
     pages, of which item i is number `first - i`. count: of items. has_tail: whether item 0 is the tail, of t columns;
     filled: keys of the last page. mask: of the row. whole: whether these are all items of the row: then results go to
-    `out`, else to `part` and `lse`, from row `item` on.
+    `out`, else to `part` and `lse`, from row `item` on. gathered: others copy what comes after the first two items, and
+    are told which halves are free.
     """
     queries, keys, between = places
     q_rope, full_q = queries[2], queries[3]
@@ -198,8 +207,10 @@ def first_group(
     by_query: gl.constexpr = gl.SliceLayout(1, of_scores)
     of_row: gl.constexpr = gl.SliceLayout(1, of_sums)
 
-    page_even = gl.load(table + gl.maximum(first - 2, 0))
-    page_odd = gl.load(table + gl.maximum(first - 3, 0))
+    page_even, page_odd = first, first
+    if not gathered:
+        page_even = gl.load(table + gl.maximum(first - 2, 0))
+        page_odd = gl.load(table + gl.maximum(first - 3, 0))
     mbarrier.wait(full_q.index(0), 0)
     rope = q_rope.index(0).load(gl.DotOperandLayout(0, of_scores, 2))
     mbarrier.wait(full_left.index(0), 0, pred=count > 0)
@@ -229,7 +240,10 @@ def first_group(
         token = warpgroup_mma(weights_even.index(nought), left.index(nought), sums, is_async=True)
         sums = warpgroup_mma_wait(0, [token])
         block_barrier()  # all have read it
-        begin_left(latents, page_even * 64, keys, 0, more)
+        if gathered:
+            mbarrier.arrive(keys[5].index(0), count=1)
+        else:
+            begin_left(latents, page_even * 64, keys, 0, more)
         mbarrier.wait(told.index(1), turn)
         peak, shrink = peaks.index(1).load(by_query), shrinks.index(1).load(by_query)
         mass = mass * shrink
@@ -240,9 +254,13 @@ def first_group(
         ahead = _begin_scores(queries, rope, keys, nought, nought, of_scores)
         sums = warpgroup_mma_wait(3, [token])
         block_barrier()
-        begin_left(latents, page_odd * 64, keys, 1, both)
-        page_even = gl.load(table + gl.maximum(first - 2 * pair - 4, 0))
-        page_odd = gl.load(table + gl.maximum(first - 2 * pair - 5, 0))
+        if gathered:
+            mbarrier.arrive(keys[5].index(1), count=1)
+        else:
+            begin_left(latents, page_odd * 64, keys, 1, both)
+        if not gathered:
+            page_even = gl.load(table + gl.maximum(first - 2 * pair - 4, 0))
+            page_odd = gl.load(table + gl.maximum(first - 2 * pair - 5, 0))
         scores, rope = warpgroup_mma_wait(0, [ahead, rope])  # after the last item of none, and nobody reads them
     if count % 2 == 1:
         nought = _nought()
@@ -264,7 +282,7 @@ def first_group(
 @gluon_jit
 def second_group(
     out: Arg, part: Arg, latents: Arg, ropes: Arg, places: Arg, table: Arg, first: Arg, count: Arg, has_tail: Arg,
-    filled: Arg, scale: Arg, whole: Arg, item: Arg, tile: Arg, n: Arg, heads: Arg,
+    filled: Arg, scale: Arg, whole: Arg, item: Arg, tile: Arg, n: Arg, heads: Arg, gathered: gl.constexpr,
 ) -> None:  # fmt: skip
     """Odd items' scores and softmax; columns 256 to 511 of the sums. The arguments are `first_group`'s."""
     queries, keys, between = places
@@ -276,8 +294,10 @@ def second_group(
     by_query: gl.constexpr = gl.SliceLayout(1, of_scores)
     of_row: gl.constexpr = gl.SliceLayout(1, of_sums)
 
-    page_even = gl.load(table + gl.maximum(first - 2, 0))
-    page_odd = gl.load(table + gl.maximum(first - 3, 0))
+    page_even, page_odd = first, first
+    if not gathered:
+        page_even = gl.load(table + gl.maximum(first - 2, 0))
+        page_odd = gl.load(table + gl.maximum(first - 3, 0))
     mbarrier.wait(full_q.index(0), 0)
     rope = q_rope.index(0).load(gl.DotOperandLayout(0, of_scores, 2))
     mbarrier.wait(full_right.index(1), 0, pred=count > 1)
@@ -303,14 +323,21 @@ def second_group(
         mass = mass * shrink + of_item
         sums = warpgroup_mma_wait(0, [token])
         block_barrier()  # all have read it
-        begin_right(latents, ropes, page_even * 64, keys, 0, more)
+        if gathered:
+            mbarrier.arrive(keys[6].index(0), count=1)
+        else:
+            begin_right(latents, ropes, page_even * 64, keys, 0, more)
         sums = sums * gl.convert_layout(shrink, of_row)[:, None]
         token = warpgroup_mma(q_rope.index(nought), right.index(nought + 1), sums, is_async=True)
         sums = warpgroup_mma_wait(0, [token])
         block_barrier()
-        begin_right(latents, ropes, page_odd * 64, keys, 1, both)
-        page_even = gl.load(table + gl.maximum(first - 2 * pair - 4, 0))
-        page_odd = gl.load(table + gl.maximum(first - 2 * pair - 5, 0))
+        if gathered:
+            mbarrier.arrive(keys[6].index(1), count=1)
+        else:
+            begin_right(latents, ropes, page_odd * 64, keys, 1, both)
+        if not gathered:
+            page_even = gl.load(table + gl.maximum(first - 2 * pair - 4, 0))
+            page_odd = gl.load(table + gl.maximum(first - 2 * pair - 5, 0))
         mbarrier.wait(full_right.index(1), turn ^ 1, pred=both)
         mbarrier.wait(full_left.index(1), turn ^ 1, pred=both)
         ahead = _begin_scores(queries, rope, keys, nought, nought + 1, of_scores)

@@ -26,7 +26,16 @@ from torch import Tensor
 
 from treetop.kernels.dependent_launch import launch_options
 from treetop.kernels.gate import Gate, activated
-from treetop.kernels.gluon_guard import async_copies, gl, gluon_jit, gluon_jit_for_any, mma_v2, why_no_gluon
+from treetop.kernels.gluon_guard import (
+    async_gather,
+    gather_commit,
+    gather_wait,
+    gl,
+    gluon_jit,
+    gluon_jit_for_any,
+    mma_v2,
+    why_no_gluon,
+)
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, power_of_two, tl
 
 GROUP, BLOCK, PLANES = 16, 256, 13
@@ -320,21 +329,21 @@ def _of_words(
     tl.extra.cuda.gdc_wait()
     for slot in gl.static_range(slots - 1):
         if slot < blocks:
-            async_copies.async_copy_global_to_shared(x_ring.index(slot), x_at + slot * 256, mask=there)
-        async_copies.commit_group()
+            async_gather(x_ring.index(slot), x_at + slot * 256, mask=there)
+        gather_commit()
     low_at += (slots - 1) * 3328
     codes_at += (slots - 1) * 3328
     signs_at += (slots - 1) * 3328
     x_at += (slots - 1) * 256
     slot, free = 0, slots - 1
     for block in range(blocks):
-        async_copies.wait_group(slots - 2)
+        gather_wait(slots - 2)
         if block + (slots - 1) < blocks:
             _copy(low.index(free), low_at)
             _copy(codes.index(free), codes_at)
             _copy(signs.index(free), signs_at)
-            async_copies.async_copy_global_to_shared(x_ring.index(free), x_at, mask=there)
-        async_copies.commit_group()
+            async_gather(x_ring.index(free), x_at, mask=there)
+        gather_commit()
         low_at += 3328
         codes_at += 3328
         signs_at += 3328
@@ -348,7 +357,7 @@ def _of_words(
                 values = x_ring.index(slot).slice(64 * quarter + 16 * part, 16, 1)
                 total = _add(total, parts[part], values, groups, mma, rows_left)
         slot, free = _next(slot, slots), _next(free, slots)
-    async_copies.wait_group(0)
+    gather_wait(0)
     return total
 
 
@@ -367,22 +376,22 @@ def _of_whole(
         if slot < blocks:
             there = (row < rows)[:, None] & (column < k - slot * 128)[None, :]
             _copy(ring.index(slot), at + slot * 2048)
-            async_copies.async_copy_global_to_shared(x_ring.index(slot), x_at + slot * 128, mask=there)
-        async_copies.commit_group()
+            async_gather(x_ring.index(slot), x_at + slot * 128, mask=there)
+        gather_commit()
     slot, free = 0, slots - 1
     for block in range(blocks):
-        async_copies.wait_group(slots - 2)
+        gather_wait(slots - 2)
         ahead = block + (slots - 1)
         if ahead < blocks:
             there = (row < rows)[:, None] & (column < k - ahead * 128)[None, :]
             _copy(ring.index(free), at + ahead * 2048)
-            async_copies.async_copy_global_to_shared(x_ring.index(free), x_at + ahead * 128, mask=there)
-        async_copies.commit_group()
+            async_gather(x_ring.index(free), x_at + ahead * 128, mask=there)
+        gather_commit()
         for part in gl.static_range(8):
             w = ring.index(slot).slice(part, 1, 0).load(lanes).to(gl.bfloat16, bitcast=True)
             total = _add(total, w, x_ring.index(slot).slice(16 * part, 16, 1), groups, mma, rows_left)
         slot, free = _next(slot, slots), _next(free, slots)
-    async_copies.wait_group(0)
+    gather_wait(0)
     return total
 
 
@@ -409,7 +418,7 @@ def _places(at: Arg, plane: constexpr, planes: constexpr, groups: constexpr, pit
 @gluon_jit
 def _copy(slot: Arg, at: Arg) -> None:
     """Ask for words that no one will read again soon."""
-    async_copies.async_copy_global_to_shared(slot, at, eviction_policy="evict_first")
+    async_gather(slot, at, eviction_policy="evict_first")
 
 
 @gluon_jit
