@@ -349,7 +349,9 @@ def _latent_prefill_kernel(
     each, each_peak, each_mass = empty_softmax(block_m, block_c)
     segment, next_one = 0, segment_start(1, unit) // block_n
     slot = slots_of_block(table, those, 0, end, length, sparse, block_n, page_size)
-    for block in range(0, middle):
+    # What codes widen to fills the registers of cards whose products take operands there: nothing is computed ahead.
+    narrow: constexpr = scaled and not overlap
+    for block in tl.range(0, middle, disable_licm=narrow):
         acc, peak, mass, each, each_peak, each_mass, segment, next_one = online_softmax_step(
             block, acc, peak, mass, each, each_peak, each_mass, segment, next_one, unit, block_n
         )
@@ -359,7 +361,7 @@ def _latent_prefill_kernel(
         each, each_peak, each_mass = fold_latents(
             own, own_rope, k, k_rope, stored[None, :], each, each_peak, each_mass, scale, False
         )
-    for block in range(middle, stop):
+    for block in tl.range(middle, stop, disable_licm=narrow):
         acc, peak, mass, each, each_peak, each_mass, segment, next_one = online_softmax_step(
             block, acc, peak, mass, each, each_peak, each_mass, segment, next_one, unit, block_n
         )
