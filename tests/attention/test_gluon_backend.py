@@ -8,12 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from support.engines import build
+from support.families import FAMILIES
 from support.scenes import assert_close, dense_answer, scene
 from treetop.attention import auto, gluon_backend, triton_backend
 from treetop.attention.auto import choose, load_table, page_size_for
 from treetop.attention.capabilities import BackendRefusal, GroupNeed, Need
 from treetop.attention.gluon_backend import GluonBackend
 from treetop.attention.registry import BACKENDS, refusal
+from treetop.engine.startup.layer_groups import group_needs
 from treetop.engine.startup.startup_log import attention_words
 from treetop.kernels import gluon_guard
 from treetop.kernels.attention.latent_attention import latent_attention_reference
@@ -84,6 +87,20 @@ def test_what_it_has_no_kernel_for_is_refused_by_name(monkeypatch, need, words):
     found = refusal("gluon", need)
     assert words in f"{found.reason}; {found.remedy}"
     assert refusal("gluon", need_of(LATENT, DENSE)) is None
+
+
+def test_planes_of_a_model_with_an_indexer_are_served(tmp_path, monkeypatch):
+    """What such a model keeps is wider by its index keys than what attention reads."""
+    monkeypatch.setitem(BACKENDS, "gluon", replace(BACKENDS["gluon"], probes=()))
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "index_head_dim": 128}
+    tiny = FAMILIES["deepseek v32"]
+    pair = replace(tiny, config={**tiny.config, **sizes}).save(tmp_path, seed=5).pair
+    llm = build(pair, None, device="cpu", dtype="float32", context_length=128, attention_backend="torch")
+    (group,) = (each for each in group_needs(llm.engine.spec, llm.engine.draft, 1) if each.latent)
+    llm.close()
+    assert (group.head_dim, group.index_dim, group.sparse) == (704, 128, True)
+    assert refusal("gluon", need_of(group)) is None
+    assert "part with RoPE is 192 wide" in refusal("gluon", need_of(replace(group, index_dim=0))).reason
 
 
 def test_a_start_says_for_which_pages_it_would_serve(monkeypatch):
