@@ -122,19 +122,25 @@ def entry_of(launch: Launch) -> dict[str, int]:
     return {name: fields[name] for name in _TUNED}
 
 
+_CHOSEN = 4096
+"""Keys of a row up to which 33 to 64 heads look up fewer at a time, in more parts, as where each key was chosen: registers
+do not suffice for more."""
+
+
 def launch_by_formula(call: CallShape, gpu: GpuTraits) -> Launch:
     """Enough programs to fill the GPU, cut no finer than parts are worth; measured by benchmarks/attention.py."""
     width = call.n * call.group
     lanes = max(16, power_of_two(width))
     fitting = 2  # programs on a multiprocessor
+    worth = 0  # parts that are worth their merge in any case
     # Planes are keys and values. In tensor memory's way of products they lie in shared memory twice: up to 345 KiB.
     by_groups = gpu.by_warp_groups and not gpu.has_tensor_memory
     if call.head_dim > 512 and call.element_bytes == 2 and by_groups:
         block_m, block_n, warps, stages = max(16, lanes // 2), 64, 4, 2
         if lanes >= 64:  # by warp groups
             block_m, warps, fitting = 64, 8, 1
-        if lanes == 64:  # as where each key was chosen: registers look up fewer at once
-            block_n, stages = 32, 3
+        if lanes == 64 and call.max_kv_len <= _CHOSEN:
+            block_n, stages, worth = 32, 3, 16
     elif call.head_dim > 256:  # Gemma 4's and compressed attention's: what fits in shared memory and registers
         block_m, block_n, warps, stages = (16, 16, 8, 1) if call.element_bytes > 2 else (min(lanes, 32), 32, 8, 2)
     elif call.element_bytes > 2:  # float32 without tensor cores: what fits in registers
@@ -149,6 +155,6 @@ def launch_by_formula(call: CallShape, gpu: GpuTraits) -> Launch:
     splits = fitting * gpu.num_sms // programs
     # Parts cost what they write and merge: few of short ranges, more of long ones, or where SMs would stand idle.
     blocks = -(-call.max_kv_len // block_n)
-    few = max(512 // block_m, blocks // 8, gpu.num_sms // (2 * programs))
+    few = max(worth, 512 // block_m, blocks // 8, gpu.num_sms // (2 * programs))
     splits = max(1, min(splits, few, blocks, 64))
     return Launch(block_m, block_n, splits, warps, stages, gpu.can_overlap)

@@ -233,12 +233,13 @@ def _latent_attention_kernel(
     folds_tail = split == 0
     if helped:
         folds_tail = folds_tail & (member == 0)
+    ahead: constexpr = sparse and block_n >= 64  # of 64 lookups all that can be, else they take longer
     # One turn, of which Triton does not know that it is one: what a loop carries goes to products by shared memory, and
     # queries that were converted would go in 128 registers. The loops inside compute what does not change by
     # themselves: ahead of them, addresses of products take registers from the sums.
     for _ in tl.range(0, tl.minimum(splits, 1), num_stages=1):
         if has_tail:
-            for column_start in tl.range(0, tl.where(folds_tail, t, 0), block_t, num_stages=1, disable_licm=True):
+            for column_start in tl.range(0, tl.where(folds_tail, t, 0), block_t, num_stages=1, disable_licm=not ahead):
                 column = column_start + tl.arange(0, block_t)
                 there = column < t
                 at = row * tail_row + column.to(tl.int64) * tail_column
@@ -259,7 +260,7 @@ def _latent_attention_kernel(
             )
             stop = tl.minimum(begin + tl.cdiv(whole, members), stop)
 
-        for block in tl.range(begin, stop, disable_licm=True):
+        for block in tl.range(begin, stop, disable_licm=not ahead):
             key = block * block_n + tl.arange(0, block_n)
             stored = (key >= start) & (key < end)
             # The latency of the next block's places hides behind this block's work.
