@@ -102,9 +102,8 @@ CHOSEN = [
 
 def beside_index_keys(planes):
     """The same planes as an engine keeps them: 128 numbers of NaN behind each are no part of it."""
-    whole = torch.full((*planes.shape[:-1], planes.shape[-1] + 128), torch.nan, dtype=planes.dtype, device=planes.device)
-    whole[..., : planes.shape[-1]] = planes
-    return whole[..., : planes.shape[-1]]
+    beside = planes.new_full((*planes.shape[:-1], 128), torch.nan)
+    return torch.cat([planes, beside], dim=-1)[..., : planes.shape[-1]]
 
 
 @pytest.mark.parametrize("splits", [None, 1, 3])

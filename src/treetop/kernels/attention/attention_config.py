@@ -123,8 +123,8 @@ def entry_of(launch: Launch) -> dict[str, int]:
 
 
 _CHOSEN = 4096
-"""Keys of a row up to which 33 to 64 heads look up fewer at a time, in more parts, as where each key was chosen: registers
-do not suffice for more."""
+"""Keys of a row up to which 33 to 64 heads take 32 at a time, and more parts. Where each key was chosen, registers do
+not suffice to look up more at once; and attention to all of so few has to be cut alike."""
 
 
 def launch_by_formula(call: CallShape, gpu: GpuTraits) -> Launch:
@@ -137,7 +137,7 @@ def launch_by_formula(call: CallShape, gpu: GpuTraits) -> Launch:
     by_groups = gpu.by_warp_groups and not gpu.has_tensor_memory
     if call.head_dim > 512 and call.element_bytes == 2 and by_groups:
         block_m, block_n, warps, stages = max(16, lanes // 2), 64, 4, 2
-        if lanes >= 64:  # by warp groups
+        if lanes >= 64:  # by warp groups, each plane once
             block_m, warps, fitting = 64, 8, 1
         if lanes == 64 and call.max_kv_len <= _CHOSEN:
             block_n, stages, worth = 32, 3, 16

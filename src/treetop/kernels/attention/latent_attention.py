@@ -233,11 +233,13 @@ def _latent_attention_kernel(
     folds_tail = split == 0
     if helped:
         folds_tail = folds_tail & (member == 0)
-    ahead: constexpr = sparse and block_n >= 64  # of 64 lookups all that can be, else they take longer
     # One turn, of which Triton does not know that it is one: what a loop carries goes to products by shared memory, and
     # queries that were converted would go in 128 registers. The loops inside compute what does not change by
-    # themselves: ahead of them, addresses of products take registers from the sums.
-    for _ in tl.range(0, tl.minimum(splits, 1), num_stages=1):
+    # themselves: ahead of them, addresses of products take registers from the sums. But 64 keys that are looked up for
+    # 64 heads each take longer so.
+    ahead: constexpr = sparse and block_m >= 64 and block_n >= 64
+    turns = 1 if ahead else tl.minimum(splits, 1)
+    for _ in tl.range(0, turns, num_stages=1):
         if has_tail:
             for column_start in tl.range(0, tl.where(folds_tail, t, 0), block_t, num_stages=1, disable_licm=not ahead):
                 column = column_start + tl.arange(0, block_t)
