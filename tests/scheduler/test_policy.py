@@ -151,13 +151,44 @@ class OnACpu(DrawnLoad):
 KNOWN = HeadAcceptance((0.913, 0.895, 0.895, 0.897, 0.897), 0.5)
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-def test_a_small_model_on_a_cpu_gains_by_a_good_head_though_a_round_stakes_most_of_the_credit(rows):
-    """Whatever was accepted beyond what rounds cost may be risked again."""
-    load = OnACpu(rows, DrawnHead(KNOWN), KNOWN)
-    for _ in range(3000):
-        load.round(None)
-    assert load.mean_speed(0) >= (0.97 * load.best_speed() if rows > 1 else 1.2)
+@pytest.mark.parametrize(("rows", "least"), [(1, 0.965), (4, 0.99)])
+@pytest.mark.parametrize("known", [KNOWN, HeadAcceptance()], ids=["known", "unknown"])
+def test_a_small_model_on_a_cpu_gains_by_a_good_head_though_a_round_stakes_most_of_the_credit(rows, least, known):
+    """Beside the best fixed shape, from the start, in the mean of runs: a round stakes no more than half of what may be
+    lost, and whatever was accepted beyond what rounds cost may be risked again."""
+    found = []
+    for seed in range(6):
+        load = OnACpu(rows, DrawnHead(KNOWN, seed), known)
+        for _ in range(2000):
+            load.round(None)
+        found.append(load.mean_speed(0) / load.best_speed())
+    assert sum(found) / len(found) >= least
+
+
+@pytest.mark.parametrize(("rows", "most"), [(1, 0.037), (4, 0.02), (8, 0.02)])
+def test_a_head_that_becomes_wrong_on_a_cpu_costs_what_the_start_says(rows, most):
+    """Of 200 rounds, with what a plain round leaves to the draft: at one row of a small model three stakes."""
+    for seed in range(3):
+        load = OnACpu(rows, DrawnHead(KNOWN, seed), KNOWN)
+        for _ in range(300):
+            load.round(None)
+        load.head.become(HeadAcceptance((0.001,), 0.001))
+        for _ in range(200):
+            load.round(None)
+        assert load.speed(300) >= 1.0 - most - 0.002
+
+
+@pytest.mark.parametrize("budget", [3.0, 2.0, 1.2, 1.0])
+def test_a_round_stakes_half_of_what_may_be_lost_at_most_or_the_least_that_pays(budget):
+    policy, cost = AdaptiveShape(NESTLING, layout(128), lambda: KNOWN), Load(1, NESTLING).cost
+    policy.regret_budget = budget - INTEREST
+    shape = policy.choose([CONTEXT], [1, 0, 0])
+    stakes = {each: cost(each) - 1.0 for each in SHAPES}
+    assert (shape == PLAIN) == (budget < stakes[SpecShape(1, 2, 3)])
+    if any(0.0 < stake <= budget / 2 for stake in stakes.values()):
+        assert 0.0 < stakes[shape] <= budget / 2
+    elif shape != PLAIN:
+        assert stakes[shape] == min(stake for stake in stakes.values() if stake > 0.0)
 
 
 @pytest.mark.pairwise

@@ -153,8 +153,9 @@ class DrawnHead:
         return path
 
     def counts(self) -> ProposalCounts:
-        """As a calibration has them, of greedy requests."""
-        return ([self._seen, _zeros(), _zeros()], [self._chosen, _zeros(), _zeros()])
+        """As a calibration has them now, of greedy requests."""
+        seen, chosen = ([[*of_rank] for of_rank in table] for table in (self._seen, self._chosen))
+        return ([seen, _zeros(), _zeros()], [chosen, _zeros(), _zeros()])
 
 
 def _zeros() -> list[list[float]]:

@@ -30,8 +30,9 @@ _LONGEST = 5.0
 """Bound of the logit of a chance, and of what moves it."""
 _BACK, _EASE = 0.995, 0.25
 """What is left of `ease` after a round that says nothing, and its variance when nothing was said for long."""
-_OWN, _AGES = 0.04, 1e-4
-"""Variance of what a shape has of its own, at most, and what a round adds to it."""
+_OWN, _OWN_CUT, _AGES = 0.01, 0.04, 1e-4
+"""Variance of what a shape has of its own, at most, and of one that a budget cuts, of which the model knows less; and
+what a round adds to it. More, and chance makes one row go back and forth between shapes that are near."""
 _LARGEST_STEP = 1.5
 _KNOWN, _REMEMBERED = 64.0, 8192.0
 """Nodes of a depth that what is thought of it counts for, and that are remembered of it."""
@@ -45,15 +46,17 @@ LOOKED_AT = 16
 
 @dataclass(slots=True)
 class _OfShape:
-    """logits: by depth, that a path that got there goes on, by the model. own: to be added. variance: of `own`.
+    """logits: by depth, that a path that got there goes on, by the model. own: to be added. variance: of `own`, and at
+    most.
 
     by_best: by depth, the chance that it goes on by its node's best proposal.
     """
 
     logits: list[float]
     by_best: list[float]
+    most_variance: float
+    variance: float
     own: float = 0.0
-    variance: float = _OWN
 
 
 @dataclass(slots=True)
@@ -90,7 +93,7 @@ class AcceptanceEstimate:
         self._head, self._by_depth = head, [_OfDepth() for _ in range(deepest)]
         self._accept_probs: AcceptanceProbs = accept_probs
         self._cut = dict[tuple[SpecShape, int], list[float]]()
-        self._by_shape = {shape: _OfShape(*_of_model(shape, accept_probs)) for shape in shapes}
+        self._by_shape = {shape: _of_shape(shape, accept_probs) for shape in shapes}
         self._ease, self._variance = 0.0, _EASE
         self._told: SpecShape | None = None  # the shape that has said something last
         self._silent = True  # the last round was plain
@@ -162,7 +165,7 @@ class AcceptanceEstimate:
         self._ease *= back
         self._variance = _EASE + back**2 * (self._variance - _EASE)
         for each in self._by_shape.values():
-            each.variance = min(each.variance + rounds * _AGES, _OWN)
+            each.variance = min(each.variance + rounds * _AGES, each.most_variance)
 
     def learned(self) -> HeadAcceptance:
         """What is thought of the head by all rounds since the start."""
@@ -198,6 +201,11 @@ class AcceptanceEstimate:
                 before = path * left
             self._cut[place] = found
         return self._cut[place]
+
+
+def _of_shape(shape: SpecShape, accept_probs: AcceptanceProbs) -> _OfShape:
+    most = _OWN_CUT if shape.node_budget else _OWN
+    return _OfShape(*_of_model(shape, accept_probs), most, most)
 
 
 def _of_model(shape: SpecShape, accept_probs: AcceptanceProbs) -> tuple[list[float], list[float]]:

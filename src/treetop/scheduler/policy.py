@@ -15,8 +15,9 @@ A shape that does not pay costs time that nobody gives back. So there is a regre
 speculates pays in advance what it would lose if nothing were accepted, and gets back what was. Each round adds a
 little. It also pays for what plain rounds have left to the draft; if it cannot, rows go on without one and few that
 have just come tell of the head. What all rounds of a window may lose is so bounded, whatever is accepted:
-`REGRET_BUDGET` and 200 times `INTEREST` are 2 % of 200 rounds. Where a round of few rows stakes more than that lets it
-lose twice, as small models on a CPU do, what was accepted beyond what rounds cost is saved up to `_MOST_REGRETS` of it.
+`REGRET_BUDGET` and 200 times `INTEREST` are 2 % of 200 rounds. A round stakes half of it at most, so that one of which
+nothing was accepted is not the last for long; below that the least that pays. Where few rows stake more than that, as
+of small models on a CPU, what was accepted beyond what rounds cost is saved up to `_MOST_REGRETS` of it.
 
 What this budget has no room for is saved, and pays for prompts that are computed again: a row without a draft gets one
 where it gains twice as much by it. So whatever that loses was gained before, or has not been lost.
@@ -50,6 +51,8 @@ _MOST_REGRETS = 3.0
 """Stakes of one row that may be saved up, if these are more than `REGRET_BUDGET`, of what was accepted: a round of few
 rows that stakes most of the regret budget would otherwise be its last for long, however good the head. More rows vary
 less."""
+_NEAR = 0.96
+"""Of the best rate, that of shapes of which any may be the best: `_MOST_REGRETS` are of the dearest of these."""
 _MARGIN = 1.01
 """Times the rate of the shape that runs: what another must reach."""
 _HOPE = 1.0
@@ -61,7 +64,7 @@ is thought."""
 _CURIOSITY, _MOST_CURIOUS = 0.004, 0.5
 """Of the time, what trials may cost by what is thought of their shapes; rounds that are saved up for one."""
 _ANYHOW_COSTS = 0.001
-"""Of the time, what trials of the best tree beside plain rounds may cost if nothing is accepted."""
+"""Of the time, what trials of the best tree beside plain rounds may cost, less what is accepted while watching."""
 _MOST_SAVED = 32.0
 """Plain rounds that may be saved up for tokens that are computed again, so that a row has a draft."""
 _TIMES_PAID = 2.0
@@ -295,14 +298,24 @@ class AdaptiveShape:
         if part < 1.0:
             seconds = self._seconds_of_few(seconds, self._bucket_for(drafting), part, tokens)
         wanted = self._trial(rates, seconds, late, part) or (self._hoped if part == 1.0 else PLAIN)
+        wanted = self._affordable(wanted, seconds, late)
         regret = self._regret(wanted, seconds, late)
-        if regret > self.regret_budget:  # the best of those that can be paid, which plain rounds are
-            wanted = next(e for e in self._by_rate if self._regret(e, seconds, late) <= max(self.regret_budget, 0.0))
-            regret = self._regret(wanted, seconds, late)
         self.regret_budget -= regret
         self.alone = seconds[wanted] < self._round_s[wanted]
-        self._most_regret_budget = self._regret_budget_of(wanted, seconds, len(lengths))
+        self._most_regret_budget = self._regret_budget_of(rates, seconds, len(lengths))
         return wanted
+
+    def _affordable(self, wanted: SpecShape, seconds: dict[SpecShape, float], behind: float) -> SpecShape:
+        """This shape, or the best that stakes half of the budget at most; where only plain rounds do, the one that
+        stakes least of those that pay, if the budget has that.
+        """
+        if self._regret(wanted, seconds, behind) <= self.regret_budget / 2:
+            return wanted
+        pay = self._by_rate[: self._by_rate.index(PLAIN)]
+        regrets = {shape: self._regret(shape, seconds, behind) for shape in pay}
+        best = next((shape for shape in pay if regrets[shape] <= self.regret_budget / 2), None)
+        least = best or min(pay, key=regrets.__getitem__, default=PLAIN)
+        return least if regrets.get(least, 0.0) <= self.regret_budget else PLAIN
 
     def _think(self, rows: int, tokens: float) -> None:
         """What rounds of so many rows cost and give, and which of them runs, or would if all had a draft."""
@@ -329,7 +342,7 @@ class AdaptiveShape:
             part = few / self._batch[1]
             seconds = self._seconds_of_few(self._round_s, self._bucket_for(few), part, tokens)
             tried = self._to_try(rates, seconds, 0.0, part)[0] or (self._hoped if part == 1.0 else PLAIN)
-            self.looks = tried != PLAIN and self._regret(tried, seconds, 0.0) <= self.regret_budget
+            self.looks = self._affordable(tried, seconds, 0.0) != PLAIN
 
     def _worth(self, reads_s: float) -> float:
         """How many times as much as plain rounds trees give, if all had a draft. reads_s: what drafts read of prompts
@@ -385,12 +398,13 @@ class AdaptiveShape:
             for shape in seconds.keys() - tokens.keys():
                 tokens[shape] = self.acceptance.tokens(shape, nodes=_nodes(shape, bucket, rows))
             costs = {shape: seconds[shape] / seconds[PLAIN] for shape in seconds}
-            best = max(tokens, key=lambda shape: tokens[shape] / costs[shape])
+            rates = {shape: tokens[shape] / costs[shape] for shape in costs}
+            best = max(rates, key=rates.__getitem__)
             name = f"S={best.num_steps} k={best.topk} T={best.num_draft_tokens}"
             name += f", {best.nodes_at(bucket)} nodes" * best.is_ragged_at(bucket)
             pays = f", pays from {costs[best]:.2f} tokens a round on" if best != PLAIN else ""
-            told.append(f"{tokens[best] / costs[best]:.2f}x at {rows} rows ({name}{pays})")
-            most_regret = max(most_regret, self._regret_budget_of(best, seconds, rows))
+            told.append(f"{rates[best]:.2f}x at {rows} rows ({name}{pays})")
+            most_regret = max(most_regret, self._regret_budget_of(rates, seconds, rows))
         lost = 100 * (most_regret / 200 + INTEREST)
         return (
             f"--speculative-policy auto expects, {self._head.source}, {', '.join(told)} of plain rounds' speed;"
@@ -423,7 +437,10 @@ class AdaptiveShape:
             return None
         tried, curious = self._to_try(rates, seconds, late, part)
         if tried is not None:
-            self._anyhow, self._curiosity = (0.0, self._curiosity) if curious is None else (self._anyhow, curious)
+            if curious is None:
+                self._anyhow = max(self._anyhow - self._regret(tried, seconds, late), 0.0)
+            else:
+                self._curiosity = curious
         return tried
 
     def _to_try(
@@ -457,9 +474,11 @@ class AdaptiveShape:
         """Plain rounds that a round loses if nothing is accepted, with what it has to catch up first."""
         return 0.0 if shape == PLAIN else max((seconds[shape] + behind) / seconds[PLAIN] - 1.0, 0.0)
 
-    def _regret_budget_of(self, shape: SpecShape, seconds: dict[SpecShape, float], rows: int) -> float:
-        """What may be saved up while a shape runs."""
-        return max(REGRET_BUDGET, _MOST_REGRETS * self._regret(shape, seconds, 0.0) / sqrt(rows))
+    def _regret_budget_of(self, rates: dict[SpecShape, float], seconds: dict[SpecShape, float], rows: int) -> float:
+        """What may be saved up, by the shapes that may well be the best: which one is thought to be it changes."""
+        near = _NEAR * max(rates.values())
+        most = max(self._regret(shape, seconds, 0.0) for shape in rates if rates[shape] >= near)
+        return max(REGRET_BUDGET, _MOST_REGRETS * most / sqrt(rows))
 
     def pays_to_catch_up(self, rows: int, drafting: int) -> bool:
         """See `ShapePolicy`. It is a loss as a tree's is of which nothing is accepted, and of use to these rows alone:
@@ -545,7 +564,9 @@ class AdaptiveShape:
             if self._num_told == _FIRST_KEPT or self._num_told % _KEEPS == 0:
                 self._keep_head(self.learned())
         rows = max(len(result.rows), self._batch[1]) if of_few else len(result.rows)
-        self._earn(sum(lengths) / rows, self._most_regret_budget)
+        gained = sum(lengths) / rows
+        self._anyhow += gained * self.watches
+        self._earn(gained, self._most_regret_budget)
 
 
 def num_watched(rows: int) -> int:
