@@ -200,18 +200,19 @@ class Simulation:
             max_in_flight=2,
             prompt_sizes=tuple(prompt_sizes),
         )
-        self.engine = SimulatedEngine(cost, self._layout, accept_length)
+        self.engine: SimulatedEngine = SimulatedEngine(cost, self._layout, accept_length)
         if shape != PLAIN:
             k, s, t = shape.topk, shape.num_steps, shape.num_draft_tokens
             options |= {"draft": "a head", "speculative_eagle_topk": k, "speculative_num_steps": s}
             options["speculative_num_draft_tokens"] = t
         config = EngineConfig(disable_radix_cache=True, check_level=0, **{"target_gap_ms": 50.0, **options})
         prefill_costs = PrefillCosts(512, 2048, cost.attended, 1024)
-        self.core = EngineCore(
-            self.engine,
-            Scheduler(self._layout, config, (), clock=lambda: self.engine.now_s, prefill_costs=prefill_costs),
-        )
-        self.host_s: list[float] = []
+        scheduler = Scheduler(self._layout, config, (), clock=lambda: self.engine.now_s, prefill_costs=prefill_costs)
+        self.begin(EngineCore(self.engine, scheduler))
+
+    def begin(self, core: EngineCore[Any]) -> None:
+        """Nobody has come yet."""
+        self.core, self.host_s = core, list[float]()
         self._coming: list[tuple[Arrival, int]] = []
         self._seen: dict[RequestId, Seen] = {}
         self._count = 0

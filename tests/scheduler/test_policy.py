@@ -226,6 +226,22 @@ def test_it_finds_out_that_drafts_hold_again():
     assert load.speed(-200) > 1.8
 
 
+def test_rows_of_unequal_length_make_no_shape_dearer_than_it_is():
+    """What a plan bounds is the longest row's context, and a round takes what all have together. Plain rounds spend
+    more of their time on it than trees do: were that what costs are compared with, they would come out cheaper.
+    """
+    table, lengths, rows = costs_of_a_gpu(SHAPES), [100] * 48 + [4000] * 16, tuple(Row(row) for row in range(64))
+    policy, mean, chain = AdaptiveShape(table, layout()), sum(lengths) / len(lengths), SpecShape(1, 3, 4)
+    result = StepResult(tuple(RowResult(row, (1,), True) for row in rows))
+    for shape in [PLAIN, chain] * 20:
+        for _ in range(10):
+            policy.choose(lengths, [64, 0, 0])
+            plan = RoundPlan((), (), rows, shape, max(lengths), SamplingMode.GREEDY)
+            policy.note(plan, result, table.seconds(64, shape, mean))
+    found = policy._costs.seconds(64, chain, mean) / policy._costs.seconds(64, PLAIN, mean)
+    assert found == pytest.approx(table.seconds(64, chain, mean) / table.seconds(64, PLAIN, mean), rel=0.01)
+
+
 def test_a_larger_batch_gets_a_smaller_shape():
     """The same acceptance pays for 16 nodes of one row, and for two of a hundred."""
     sizes = []

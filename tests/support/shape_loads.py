@@ -5,19 +5,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from treetop.bench.drawn_head import DrawnHead
 from treetop.bench.modelled_costs import ROWS, costs_of_a_gpu
-from treetop.scheduler.acceptance_probs import nodes_of
 from treetop.scheduler.policy import AdaptiveShape
 from treetop.types.costs import CostTable, HeadAcceptance
 from treetop.types.ids import FULL, Row
 from treetop.types.kv import paired
 from treetop.types.layout import PLAIN, KVGroup, Layout, SpecShape, shapes_beside
-from treetop.types.messages import ProposalCounts, RoundPlan, RowResult, StepResult
+from treetop.types.messages import RoundPlan, RowResult, StepResult
 from treetop.types.sampling import SamplingMode
 
 SHAPES = shapes_beside(SpecShape(4, 5, 16))
 CONTEXT = 500
-DEPTHS, RANKS = 5, 4
 
 
 def layout(max_deferred=16) -> Layout:
@@ -112,54 +111,6 @@ class Load:
             path *= chance(shape, depth)
             expected += path
         return expected * self.cost(PLAIN) / self.cost(shape)
-
-
-class DrawnHead:
-    """A head whose proposals are the target's choice as often as `chances` says, and what has been counted of it."""
-
-    def __init__(self, chances: HeadAcceptance, seed: int = 0) -> None:
-        self._random, self._seen, self._chosen = random.Random(seed), _zeros(), _zeros()
-        self.become(chances)
-
-    def become(self, chances: HeadAcceptance) -> None:
-        """From now on it is another."""
-        self._table, self._trees = chances.table(DEPTHS, RANKS), dict[SpecShape, dict[tuple[int, ...], float]]()
-
-    def tree(self, shape: SpecShape) -> dict[tuple[int, ...], float]:
-        if shape not in self._trees:
-            self._trees[shape] = nodes_of(shape, self._table)
-        return self._trees[shape]
-
-    def tokens(self, shape: SpecShape) -> float:
-        """Of a round a row, in the mean."""
-        return 1.0 + sum(self.tree(shape).values())
-
-    def accepted(self, shape: SpecShape) -> int:
-        """Drafts of one row's tree."""
-        return len(self.path(shape))
-
-    def path(self, shape: SpecShape) -> tuple[int, ...]:
-        """Their ranks: what is chosen at each node is drawn, until it is not in the tree."""
-        path: tuple[int, ...] = ()
-        while len(path) < shape.num_steps:
-            of_rank, draw = self._table[len(path)], self._random.random()
-            rank = next((r for r in range(RANKS) if draw < sum(of_rank[: r + 1])), RANKS)
-            for each in range(shape.topk):
-                self._seen[len(path)][each] += 1
-                self._chosen[len(path)][each] += each == rank
-            if (*path, rank) not in self.tree(shape):
-                break
-            path = (*path, rank)
-        return path
-
-    def counts(self) -> ProposalCounts:
-        """As a calibration has them now, of greedy requests."""
-        seen, chosen = ([[*of_rank] for of_rank in table] for table in (self._seen, self._chosen))
-        return ([seen, _zeros(), _zeros()], [chosen, _zeros(), _zeros()])
-
-
-def _zeros() -> list[list[float]]:
-    return [[0.0] * RANKS for _ in range(DEPTHS)]
 
 
 class DrawnLoad(Load):

@@ -255,7 +255,7 @@ class AdaptiveShape:
         self.shape, self.regret_budget, self._num_told, self.watches = PLAIN, REGRET_BUDGET, 0, False
         self.looks = False
         self._num_rounds, self._curiosity, self._anyhow, self._most_regret_budget = 0, 0.0, 0.0, REGRET_BUDGET
-        self._context = 0.0  # tokens of a row
+        self._context = 0.0  # tokens of a row, in the mean, as a round was chosen last: a plan only bounds them
         self._share = 1.0  # of the rows, that accept drafts; while the head is watched, that would
         self._batch = 1, 1  # rows of a round with its padding, and without
         self.alone, self._hoped = False, PLAIN  # what would run if all had a draft
@@ -284,7 +284,7 @@ class AdaptiveShape:
         self._num_rounds += 1
         rows = self._bucket_for(len(lengths))
         self._batch = rows, len(lengths)
-        tokens = sum(lengths) / len(lengths)
+        tokens = self._context = sum(lengths) / len(lengths)
         if self._num_rounds % _EVERY == 0 or self._held != (rows, self._share):
             self._think(rows, tokens)
         seconds, rates = self._round_s, self._held_rates
@@ -319,7 +319,7 @@ class AdaptiveShape:
 
     def _think(self, rows: int, tokens: float) -> None:
         """What rounds of so many rows cost and give, and which of them runs, or would if all had a draft."""
-        self._held, self._context = (rows, self._share), tokens
+        self._held = rows, self._share
         self._round_s = self._seconds(rows, tokens)
         rates = self._held_rates = self._rates(self._round_s)
         self._by_rate = sorted(rates, key=rates.__getitem__, reverse=True)
@@ -545,7 +545,7 @@ class AdaptiveShape:
         else:
             self._note_drafts(plan, result, of_few)
         if seconds is not None and not (plan.catches_up or of_few):
-            self._costs.note(self._bucket_for(len(plan.rows)), plan.shape, plan.committed_bound, seconds)
+            self._costs.note(self._bucket_for(len(plan.rows)), plan.shape, self._context, seconds)
 
     def _note_prefill(self, plan: PrefillPlan, seconds: float) -> None:
         self._prefills.note(sum(len(chunk.token_ids) for chunk in plan.chunks), seconds)
