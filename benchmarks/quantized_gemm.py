@@ -60,7 +60,7 @@ def check(x: Tensor, weight: TiledWeight, gated: bool) -> None:
 
 def made(name: str, lines: int, k: int, gated: bool) -> TiledWeight:
     weight = random_weight(FORMATS[name], lines, k)
-    return tile(in_turn(weight.halves())) if gated else tile(weight)
+    return tile(in_turn(weight.halves()) if gated else weight, torch.bfloat16)
 
 
 def calls(weight_bytes: float) -> int:

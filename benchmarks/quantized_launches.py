@@ -144,7 +144,7 @@ def multiply(x: Tensor, weight: TiledWeight, gated: bool, launch: Launch) -> Ten
 def weight_of(name: str, lines: int, k: int, gated: bool) -> TiledWeight:
     """As an engine has it by default, with a factor on its sums."""
     weight = factor_apart(random_weight(FORMATS[name], lines, k))
-    return tile(in_turn(weight.halves())) if gated else tile(weight)
+    return tile(in_turn(weight.halves()) if gated else weight, torch.bfloat16)
 
 
 def weights_of(name: str, lines: int, k: int, gated: bool) -> list[TiledWeight]:

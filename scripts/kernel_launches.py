@@ -188,7 +188,7 @@ def _coded_weight(name: str, *shape: int) -> TiledWeight:
     factor = None
     if scheme.scales in of_two_levels:
         factor = torch.full((*leading, 1), of_two_levels[scheme.scales])
-    return tile(QuantizedWeight(scheme, k, codes, scale, factor))
+    return tile(QuantizedWeight(scheme, k, codes, scale, factor), HALF)
 
 
 def _coded(card: Card) -> Iterator[Case]:

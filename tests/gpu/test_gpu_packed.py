@@ -30,6 +30,7 @@ CODINGS = [
     QuantScheme("e4m3", 128),
     QuantScheme("int4", 128, zeros=True),
     QuantScheme("e2m1", 16, "times"),
+    QuantScheme("e2m1", 16, "over"),
 ]
 W4A16 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False}
 FORMATS = {
@@ -74,7 +75,7 @@ def test_products_of_a_llama_8b_equal_those_of_the_decoded_weight(lines, k, gate
 
 MANY = [
     (scheme, block, gated)
-    for scheme in (*CODINGS, QuantScheme("e2m1", 32, "e8m0"), QuantScheme("e2m1", 16, "e4m3"))
+    for scheme in (*CODINGS, QuantScheme("e2m1", 32, "e8m0"), QuantScheme("e2m1", 16, "e4m3"), QuantScheme("int4", 128))
     for block, gated in (((128, 256), True), ((256, 128), False))
 ]
 MANY += [(CODINGS[0], (256, 128), True), (CODINGS[2], (128, 256), False), (CODINGS[0], (128, 128), False)]
@@ -83,12 +84,13 @@ MANY += [(CODINGS[0], (8, 64), True), (CODINGS[2], (16, 128), False), (CODINGS[3
 
 
 def of_usual_size(weight):
-    """With scales of a half, and no larger than other arithmetic than usual would be taken for."""
+    """With scales of 16 bits, and no larger than other arithmetic than usual would be taken for."""
     if weight.scheme.scales == "e8m0":
         return replace(weight, scale=weight.scale.clamp(max=128))
     if weight.scheme.scales == "float32":
-        return replace(weight, scale=weight.scale.half().float())
-    return replace(weight, factor=weight.factor * 1e-4)
+        folds = weight.scheme == QuantScheme("int4", 128)
+        return replace(weight, scale=(weight.scale.bfloat16() if folds else weight.scale.half()).float())
+    return replace(weight, factor=weight.factor * (1e4 if weight.scheme.scales == "over" else 1e-4))
 
 
 @pytest.mark.parametrize(("scheme", "block", "gated"), MANY, ids=str)
@@ -102,7 +104,7 @@ def test_the_product_of_many_rows_has_the_bits_of_the_one_of_few(scheme, block, 
     splits, multiply = (1, partial(quantized_gated, kind="silu")) if gated else (2, quantized_gemm)
     for (lines, k), rows in product(((448, 2048), (192, 712), (256, 256)), (65, 128, 200, 513)):
         by_rows = of_usual_size(coded_weight(lines, k, scheme, GPU))
-        weight = tile(in_turn(by_rows.halves()) if gated else by_rows)
+        weight = tile(in_turn(by_rows.halves()) if gated else by_rows, torch.bfloat16)
         if (why := why_not(weight, torch.bfloat16, gpu)) is not None:
             assert not on_hopper, why
             pytest.skip(why)
@@ -113,6 +115,10 @@ def test_the_product_of_many_rows_has_the_bits_of_the_one_of_few(scheme, block, 
         assert torch.equal(multiply(x, weight, bias=bias, launch=launch, gpu=gpu), want), (lines, k, rows)
         stay, few = replace(launch, stays=True), replace(gpu, num_sms=2)  # some programs have more than one block
         assert torch.equal(multiply(x, weight, bias=bias, launch=stay, gpu=few), want), (lines, k, rows)
+        others = [replace(stay, columns=32, ahead=1)] if scheme.numbers == "int4" and block[0] >= 128 else []
+        others += [replace(stay, ready=True, ahead=3)] if scheme.scales in ("times", "over", "e4m3") else []
+        for other in others:
+            assert torch.equal(multiply(x, weight, bias=bias, launch=other, gpu=few), want), (lines, k, rows, other)
 
 
 @pytest.fixture(scope="module")

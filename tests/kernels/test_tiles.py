@@ -14,7 +14,7 @@ import torch
 from support.grids import few_of
 from support.interpreted import DEVICE, ON_GPU, on_gpu_or_interpreted
 from support.operation_cases import coded_weight
-from treetop.kernels.gemm import tiles
+from treetop.kernels.gemm import decoding
 from treetop.kernels.gemm.quantized_gemm import (
     QuantizedLaunch,
     choose_quantized,
@@ -23,7 +23,8 @@ from treetop.kernels.gemm.quantized_gemm import (
     quantized_gemm,
     quantized_gemm_reference,
 )
-from treetop.kernels.gemm.quantized_weight import QuantizedWeight, QuantScheme, decode, factor_apart
+from treetop.kernels.gemm.quantized_weight import E2M1, QuantizedWeight, QuantScheme, decode, factor_apart, scales_of
+from treetop.kernels.gemm.scale_forms import halves, of_halves, without_zero_scales
 from treetop.kernels.gemm.tiles import decode_tiles, in_turn, tile, untile, why_not_tiled
 from treetop.kernels.moe.experts import Activation, Experts
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits
@@ -45,6 +46,7 @@ CODINGS = [
     QuantScheme("e2m1", 32, "e8m0"),
 ]
 SCALES = [torch.bfloat16, torch.float16, torch.float32]
+TWO_LEVELS = [QuantScheme("e2m1", 16, "times"), QuantScheme("e2m1", 16, "over")]
 
 
 def made(lines, k, scheme, kind=torch.float32, experts=()):
@@ -76,7 +78,8 @@ def test_a_weight_comes_back_from_its_tiles(scheme, kind, lines, k):
     found = tile(weight)
     assert equal(untile(found), weight)
     if scheme.scales == "float32":
-        assert found.form == str(kind).removeprefix("torch.")
+        folds = scheme.numbers == "int4" and not scheme.zeros and kind == torch.bfloat16
+        assert found.form == "folded" if folds else found.form == str(kind).removeprefix("torch.")
     assert found.words.shape[1] == -(-lines // 64)
     assert found.nbytes >= weight.nbytes - weight.scale.nbytes // 2
     experts = made(lines, k, scheme, kind, (3,))
@@ -137,6 +140,7 @@ def bf16(bits):
 
 def rounded(numbers):
     """The bits again of [..., 2] float64, rounded once: sums of exact products have 53 bits and more than enough."""
+    numbers = torch.where(numbers.abs() < 2.0**-134, 0.0 * numbers, numbers)  # half of the least number
     wide = numbers.float()
     assert torch.equal(wide.double(), numbers), "rounded twice"
     low, high = (wide.to(torch.bfloat16).view(torch.int16).to(torch.int64) & 0xFFFF).unbind(-1)
@@ -151,8 +155,15 @@ MASK = 0xFFFFFFFF
 STEPS = {
     "mov.b32": lambda a: a,
     "and.b32": lambda a, b: a & b,
+    "xor.b32": lambda a, b: a ^ b,
     "shl.b32": lambda a, b: (a << b) & MASK,
     "shr.b32": lambda a, b: a >> b,
+    "add.s32": lambda a, b: (a + b) & MASK,
+    "sub.s32": lambda a, b: (a - b) & MASK,
+    "prmt.b32": lambda a, b, places: sum(
+        (((a, b)[place >> 2 & 1] >> (place & 3) * 8) & 0xFF) << each * 8
+        for each, place in enumerate(places >> 4 * i & 7 for i in range(4))
+    ),
     "lop3.b32": lambda a, b, c, table: {0xEA: (a & b) | c}[table],
     "fma.rn.bf16x2": lambda a, b, c: rounded(bf16(a) * bf16(b) + bf16(c)),
     "mul.f32": lambda a, b: (f32(a) * f32(b)).view(torch.int32).to(torch.int64) & MASK,
@@ -172,8 +183,8 @@ def follow(asm, *given):
             continue
         to, *sources = [each.strip() for each in rest.split(",")]
         values = [registers[s] if s in registers else int(s, 0) for s in sources]
-        values = [torch.tensor(v) if isinstance(v, int) and name not in ("shl.b32", "shr.b32", "lop3.b32") else v
-                  for v in values]  # fmt: skip
+        if name not in ("shl.b32", "shr.b32", "lop3.b32", "prmt.b32"):
+            values = [torch.tensor(v) if isinstance(v, int) else v for v in values]
         registers[to] = STEPS[name](*values)
     return registers["$0"]
 
@@ -201,19 +212,101 @@ def assembled(weight, scale, zero):
     apart = weight.scheme.scales == "e4m3"
     made, folded = [], scale.float() * (FOLDED[numbers] / (OF_SUMS if apart else 1))
     for part in range(2 if numbers == "e4m3" else 4):
-        n = follow(getattr(tiles, f"_MOVE_{numbers.upper()}_{part}"), words)
+        n = follow(getattr(decoding, f"_MOVE_{numbers.upper()}_{part}"), words)
         if numbers == "int4":
-            n = follow(tiles._LESS, n, twice(zero.float() + 128))
-        if weight.form == "bfloat16" or apart or weight.scheme.scales == "e8m0":
-            n = follow(tiles._TIMES, n, twice(folded))
+            n = follow(decoding._LESS, n, twice(zero.float() + 128))
+        if weight.form == "bfloat16" or apart:
+            n = follow(decoding._TIMES, n, twice(folded))
         elif weight.form == "float16":
             high = folded.to(torch.bfloat16)
-            n = follow(tiles._TIMES_BOTH, n, twice(high), twice(folded - high.float()))
+            n = follow(decoding._TIMES_BOTH, n, twice(high), twice(folded - high.float()))
         else:
             bits = folded.view(torch.int32).to(torch.int64) & MASK
-            n = follow(tiles._TIMES_WIDE, n, bits, bits)
+            n = follow(decoding._TIMES_WIDE, n, bits, bits)
         made.append(bf16(n).flatten(-2))
     return torch.cat(made, -1).to(torch.bfloat16)
+
+
+def ready(weight):
+    """Weights [lines, columns] float64 by the assembly that takes scales as they lie in their words, of a block."""
+    words, group, made = pairs(weight.words[0, 0, 0]), weight.scheme.group or 128, []
+    held = weight.scale[0, 0].to(torch.int64) & MASK  # [of columns, lines]
+    wide = min(group, 32)
+    for part, first in product(range(4), range(0, 32, wide)):
+        step, own = (32 * part + first) // group, words[:, first // 2 : (first + wide) // 2]
+        per = {"folded": 1, "halves": 2}.get(weight.form, 4)
+        scale = held[step // per][:, None].expand_as(own)
+        if weight.form == "folded":
+            n = follow(getattr(decoding, f"_FOLDED_{part}"), own, scale, scale)
+        else:
+            n = follow(getattr(decoding, f"_MOVE_E2M1_{part}"), own)
+            asm = {"halves": "_HALF", "levels": "_LEVEL", "bytes": "_POWER"}[weight.form]
+            n = follow(getattr(decoding, f"{asm}_{step % per}"), n, scale, scale)
+        made.append(bf16(n).flatten(-2))
+    return torch.cat(made, -1) * (OF_SUMS if weight.form in ("folded", "levels") else 1)
+
+
+@pytest.mark.parametrize("group", [0, 16, 32, 64, 128])
+def test_the_assembly_of_folded_scales_makes_the_bits_of_the_reference(group):
+    """Every code with scales of all sizes that can be folded, of both signs; of those that cannot, the form tells."""
+    scheme = QuantScheme("int4", group)
+    exponents = torch.randint(-99, 3, (64, scheme.groups_of(128)))
+    scale = torch.ldexp(1 + torch.randint(0, 128, exponents.shape) / 128, exponents)
+    scale = scale * torch.where(torch.rand(exponents.shape) < 0.5, -1.0, 1.0)
+    codes = torch.randint(0, 256, (64, 64), dtype=torch.uint8)
+    codes[:4] = torch.arange(256, dtype=torch.uint8).view(4, 64)
+    weight = QuantizedWeight(scheme, 128, codes, scale)
+    small = tile(weight)
+    assert (small.form, small.wide) == ("folded", False)
+    if group in (0, 128):  # as kernels of many rows have it: one word for a whole block
+        assert torch.equal(ready(small), decode(weight).to(torch.bfloat16).double())
+    assert equal(untile(small), weight)
+    for beyond in (0.0, 8.0, 2.0**-100, 1 + 2.0**-8):
+        assert tile(replace(weight, scale=scale * 0 + beyond)).form != "folded"
+
+
+def test_the_assembly_of_halves_makes_the_bits_of_the_reference():
+    """All pairs of numbers and scales of two levels, with factors of every size; of ranges' ends, too."""
+    every = torch.arange(256, dtype=torch.uint8).view(4, 64).repeat(16, 1)
+    factor = torch.ldexp(torch.rand(64, 1) + 1, torch.randint(-100, -8, (64, 1)))
+    for code in range(0x7F):
+        for scheme, own in zip(TWO_LEVELS, (factor, 1 / factor), strict=True):
+            weight = QuantizedWeight(scheme, 128, every, torch.full((64, 8), code, dtype=torch.uint8), own)
+            small = tile(weight, torch.bfloat16)
+            assert small.form == "halves"
+            assert torch.equal(ready(small), decode(weight).to(torch.bfloat16).double())
+            assert torch.equal(decode(untile(small)).to(torch.bfloat16), decode(weight).to(torch.bfloat16))
+
+
+def test_halves_say_of_every_scale_what_its_weights_are():
+    """Of all numbers in a binade of float32, one in five, and the least and the largest."""
+    mantissas = torch.arange(1 << 23, 1 << 24, 5).float() / (1 << 23)
+    for exponent in (-116, -60, 0, 1):
+        scale = torch.ldexp(mantissas, torch.tensor(exponent))[: len(mantissas) - 100000 * (exponent == 1)]
+        one = torch.full((len(scale), 1), 0x38, dtype=torch.uint8)
+        found = halves(QuantizedWeight(TWO_LEVELS[0], 16, one, one, scale[:, None]))
+        assert found is not None
+        back = of_halves(found)[:, 0]
+        for number in E2M1:
+            assert torch.equal((number * back).to(torch.bfloat16), (number * scale).to(torch.bfloat16)), number
+
+
+@pytest.mark.parametrize("scheme", TWO_LEVELS, ids=str)
+def test_scales_of_two_levels_that_halves_cannot_say_stay_as_they_are(scheme):
+    """Negative ones, ones that are too large or small, and all where products are in other dtypes."""
+    weight = made(70, 200, scheme)
+    assert tile(weight, torch.float16).form == tile(weight).form == "bytes"
+    of = 1.0 if scheme.scales == "times" else -1.0
+    low = replace(weight, factor=torch.full_like(weight.factor, 1e-3**of))
+    assert tile(low, torch.bfloat16).form == "halves"
+    for beyond in (replace(low, scale=low.scale | 0x80), *(replace(low, factor=low.factor * 1e30**s) for s in (1, -1))):
+        found = tile(beyond, torch.bfloat16)
+        assert found.form == "bytes"
+        assert equal(untile(found), beyond)
+    low.scale[3, 2] = 0  # weights of zero, whatever their numbers are
+    both = untile(tile(low, torch.bfloat16))
+    assert torch.equal(decode(both).to(torch.bfloat16), decode(low).to(torch.bfloat16))
+    assert not bool(scales_of(both).eq(0).any())
 
 
 @pytest.mark.parametrize("kind", SCALES)
@@ -243,11 +336,7 @@ def test_the_assembly_of_mxfp4_reaches_the_least_and_the_largest_scales():
             QuantScheme("e2m1", 32, "e8m0"), 128, codes, torch.full((64, 4), scale, dtype=torch.uint8)
         )  # fmt: skip
         small = tile(weight)
-        value = torch.ldexp(torch.ones(64, 1), torch.tensor(scale - 127))
-        assert torch.equal(assembled(small, value, None), decode(weight).to(torch.bfloat16))
-
-
-TWO_LEVELS = [QuantScheme("e2m1", 16, "times"), QuantScheme("e2m1", 16, "over")]
+        assert torch.equal(ready(small), decode(weight).to(torch.bfloat16).double())
 
 
 def test_the_assembly_multiplies_numbers_in_e2m1_and_scales_in_e4m3_without_rounding():
@@ -260,7 +349,9 @@ def test_the_assembly_multiplies_numbers_in_e2m1_and_scales_in_e4m3_without_roun
         assert not small.wide
         level = scale[:, :1].view(torch.float8_e4m3fn).float()
         assert float(level.abs().max()) * (FOLDED["e2m1"] / OF_SUMS) < torch.finfo(torch.bfloat16).max
-        assert torch.equal(assembled(small, level, None).float() * OF_SUMS, decode(weight))
+        assert small.form == ("levels" if code < 0x80 else "bytes")
+        got = ready(small) if code < 0x80 else assembled(small, level, None).double() * OF_SUMS
+        assert torch.equal(got, decode(weight).double())
 
 
 @pytest.mark.parametrize("scheme", TWO_LEVELS, ids=str)
@@ -274,7 +365,7 @@ def test_a_factor_that_goes_to_the_sums_leaves_weights_that_16_bits_hold(scheme)
     for dtype in (torch.bfloat16, torch.float16):
         assert torch.equal(numbers.to(dtype).float(), numbers)
     torch.testing.assert_close(numbers * left.factor, decode(weight), rtol=2**-22, atol=0)
-    assert equal(untile(tile(left)), left)
+    assert equal(untile(tile(left)), without_zero_scales(left))
     plain = made(70, 256, QuantScheme("int4", 128))
     assert factor_apart(plain) is plain
 
@@ -283,8 +374,8 @@ def test_following_can_fail():
     """Other shifts give other numbers."""
     weight = made(64, 128, QuantScheme("int4", 128))
     small = tile(weight)
-    wrong = re.sub("0x000f000f", "0x00070007", tiles._MOVE_INT4_1.value)
-    right = follow(tiles._MOVE_INT4_1, pairs(small.words[0, 0, 0]))
+    wrong = re.sub("0x000f000f", "0x00070007", decoding._MOVE_INT4_1.value)
+    right = follow(decoding._MOVE_INT4_1, pairs(small.words[0, 0, 0]))
     assert not torch.equal(follow(wrong, pairs(small.words[0, 0, 0])), right)
 
 
@@ -328,6 +419,22 @@ def test_each_weight_has_the_bits_of_the_reference(scheme, kind):
             assert torch.equal(decode_tiles(weight, 64, lines, dtype, gpu_traits(DEVICE)), want[64:]) or lines == 64
         parted = decode_tiles(weight, 0, lines, dtype, gpu_traits(DEVICE), parted=True)
         assert torch.equal(parted, torch.cat([want[::2], want[1::2]]))
+
+
+@on_gpu_or_interpreted
+@pytest.mark.parametrize("scheme", TWO_LEVELS, ids=str)
+def test_weights_of_halves_have_the_bits_of_the_reference_in_bfloat16(scheme):
+    """As a product has them, and decoded into memory, by both ways to decode: the other one rounds here."""
+    for lines, k, splits in ((64, 256, 2), (70, 134, 1)):
+        by_rows = made(lines, k, scheme)
+        by_rows = replace(by_rows, factor=by_rows.factor * (1e-3 if scheme.scales == "times" else 1e3))
+        by_rows.scale[1, 1] = 0
+        weight = tile(by_rows, torch.bfloat16)
+        assert weight.form == "halves"
+        want = decode(by_rows).to(torch.bfloat16)
+        assert torch.equal(picked(weight, DTYPES[0], splits).to(torch.bfloat16), want)
+        whole = decode_tiles(weight, 0, lines, DTYPES[0], gpu_traits(DEVICE))
+        assert torch.equal(whole.to(torch.bfloat16), want)
 
 
 @on_gpu_or_interpreted

@@ -185,19 +185,19 @@ def test_a_packed_weights_products_are_whole_and_one_kernels(monkeypatch, on_a_g
 
 @pytest.mark.parametrize("exactness", ["bits", "ties"])
 def test_where_bits_are_those_of_decoded_weights_a_factor_stays_in_them(on_a_gpu, exactness):
-    """Else it goes to the sums of all products: few rows, many, gates and experts."""
+    """In halves; else it goes to the sums of all products: few rows, many, gates and experts."""
     ops = kernel_context()
-    gpu, level = torch.device("cuda"), "times" if exactness == "bits" else "e4m3"
+    gpu, kinds = torch.device("cuda"), ("float32", "halves") if exactness == "bits" else ("e4m3", "levels")
     object.__setattr__(ops.ops, "context", OpContext(gpu, torch.bfloat16, profile=profile_of(exactness, gpu)))
     parts = {MAIN: torch.zeros((128, 128), dtype=torch.uint8), packed.SCALE: torch.zeros((128, 16), dtype=torch.uint8)}
     parts[packed.FACTOR] = torch.rand(128, 1)
+    parts[packed.SCALE][0, 0] = 0x38
     held = Packed("NVFP4", QuantScheme("e2m1", 16, "times"))
     made = held.linear(parts, None, ops), held.gated(parts, None, "silu", ops)
-    assert {one.weight.scheme.scales for one in made} == {level}
+    assert {(one.weight.scheme.scales, one.weight.form) for one in made} == {kinds}
     first, second = ({n: part.unflatten(0, sizes) for n, part in parts.items()} for sizes in ((2, 2, 32), (2, 64)))
     experts = held.experts(first, second, (None, None), Activation.SILU, ops).experts
-    scales = {experts.gate_up.scheme.scales, experts.down.scheme.scales}
-    assert scales == {level}
+    assert {(each.scheme.scales, each.form) for each in (experts.gate_up, experts.down)} == {kinds}
 
 
 def test_the_library_serves_at_counts_that_were_probed_alone(monkeypatch, on_a_gpu):

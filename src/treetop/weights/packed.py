@@ -208,7 +208,8 @@ def blocks_of(weight: QuantizedWeight) -> Iterator[QuantizedWeight]:
 
 def _tiled(weight: QuantizedWeight, kernel_context: KernelContext) -> TiledWeight:
     """Where bits need not be those of decoded weights, a factor of two levels goes to the sums, in all products."""
-    return tile(weight if kernel_context.ops.profile.batch_invariant else factor_apart(weight))
+    kept = weight if kernel_context.ops.profile.batch_invariant else factor_apart(weight)
+    return tile(kept, kernel_context.ops.context.dtype)
 
 
 def _on_a_cpu(weight: QuantizedWeight, bias: Tensor | None, ops: Ops) -> Linear:

@@ -18,17 +18,16 @@ from torch import Tensor
 
 from treetop.kernels.dependent_launch import ask_for, launch_options
 from treetop.kernels.gate import Gate, activated
+from treetop.kernels.gemm.decoding import moved_number, ready_times, times
 from treetop.kernels.gemm.quantized_weight import Numbers
 from treetop.kernels.gemm.tiles import (
     BLOCK,
     TILE,
     TiledWeight,
-    moved_number,
     scale_blocks,
     scale_of,
     tile_arguments,
     tile_options,
-    times,
 )
 from treetop.kernels.gluon_guard import (
     async_load,
@@ -48,8 +47,8 @@ from treetop.kernels.tuning import TunedTable, read_table
 TABLE = Path(__file__).with_suffix(".json")
 FEWEST_ROWS = 33
 """Fewer go to the kernel in plain Triton, unless this one was measured and is faster."""
-_STEP, _AHEAD = 64, 2
-"""Columns of a slot of rows; products of 16 columns that are under way while the next one's weights are decoded."""
+_STEP = 64
+"""Columns of a slot of rows."""
 BESIDE = {(256, 128): 1, (128, 256): 1, (128, 128): 1, (64, 128): 2, (64, 64): 3}
 """Rows and lines of a block, and programs of a multiprocessor. Of the larger ones sums just have room in the registers;
 the two of 64 rows are for as many at most.
@@ -76,6 +75,9 @@ class GluonLaunch:
 
     stays: a program multiplies one block after another, and copies for the next while it stores.
     beside: programs that a multiprocessor has room for.
+    columns: that are decoded at a time, 16 or, where groups have at least as many, 32.
+    ahead: products of so many columns that are under way while the next one's weights are decoded, of 64 at most.
+    ready: levels are taken as they lie in words (`decoding.ready_times`), not by way of float32, as halves always are.
     """
 
     block_m: int
@@ -86,6 +88,9 @@ class GluonLaunch:
     num_warps: int
     stays: bool = False
     beside: int = 1
+    columns: int = 16
+    ahead: int = 2
+    ready: bool = False
 
     def max_registers(self) -> int:
         """Of a thread at the start, with which warps that copy are counted as four more."""
@@ -100,7 +105,7 @@ def why_not(weight: TiledWeight, dtype: torch.dtype, gpu: GpuTraits) -> str | No
         return problem
     if not tile_options(weight, dtype, gpu)["fast"]:
         return f"weights are not decoded in bfloat16 for products in {dtype}"
-    if weight.form != "bytes" and weight.scheme.group % BLOCK:
+    if weight.form not in ("bytes", "levels", "halves") and weight.scheme.group % BLOCK:
         return f"groups of {weight.scheme.group}"
     if weight.zero is not None:
         return "zeros lie apart from scales"
@@ -157,6 +162,17 @@ def choose(
     return min(found, key=found.__getitem__)
 
 
+def made_ready(launch: GluonLaunch, numbers: Numbers, k: int, gpu: GpuTraits) -> GluonLaunch:
+    """Another way to cut, as it was measured to be faster where scales are levels or halves: `gate_up` and `down` of
+    Llama-3.1-8B at 128 to 512 rows, an H200. Of blocks of 64 rows nothing was.
+    """
+    block = launch.block_m, launch.block_n
+    if block == (128, 256):
+        eight = launch_of(numbers, k, block, launch.splits, gpu)
+        return replace(eight, stays=launch.stays, ahead=1, ready=True)
+    return replace(launch, ahead=3 if block == (256, 128) else 2, ready=launch.block_m > _FEW)
+
+
 _FEW = 64
 """Rows up to which blocks have as many."""
 ROWS = (16, 32, 64, 128, 256, 512, 1024)
@@ -185,14 +201,17 @@ def multiply(
     share = -(-blocks // launch.splits)
     assert (launch.splits - 1) * share < blocks
     options = tile_options(weight, x.dtype, gpu)
-    del options["fast"], options["has_zero"]
+    del options["fast"], options["has_zero"], options["whole_blocks"]
+    if weight.form == "folded":  # other kernels gain by it, this one lost
+        options["form"] = "bfloat16"
     words, scale, factor, _ = tile_arguments(weight)
     units = -(-rows // launch.block_m) * -(-lines // launch.block_n) * launch.splits
     _product_kernel[(min(units, gpu.num_sms * launch.beside) if launch.stays else units,)](
         out, swizzled_tiles(x, launch.block_m, _STEP), swizzled_tiles(words.view(-1, width), TILE, width), words,
         scale, factor, x if bias is None else bias, rows, lines, k, share, units, **options,
         has_bias=bias is not None, block_m=launch.block_m, block_n=launch.block_n, kind=kind,
-        ahead=_AHEAD, row_slots=launch.row_slots, code_slots=launch.code_slots, num_warps=launch.num_warps,
+        piece=launch.columns, ahead=launch.ahead, ready=launch.ready or weight.form == "halves",
+        row_slots=launch.row_slots, code_slots=launch.code_slots, num_warps=launch.num_warps,
         maxnreg=launch.max_registers(), **launch_options(gpu),
     )  # fmt: skip
 
@@ -202,7 +221,7 @@ def _product_kernel(
     out: Arg, x: Arg, words: Arg, codes: Arg, scale: Arg, factor: Arg, bias: Arg, rows: Arg, lines: Arg, k: Arg,
     share: Arg, units: Arg, numbers: constexpr, scales: constexpr, form: constexpr, group: constexpr,
     per: constexpr, has_bias: constexpr, block_m: constexpr, block_n: constexpr, kind: constexpr,
-    ahead: constexpr, row_slots: constexpr, code_slots: constexpr,
+    piece: constexpr, ahead: constexpr, ready: constexpr, row_slots: constexpr, code_slots: constexpr,
 ) -> None:  # fmt: skip
     """Blocks of lines and rows over one share of k each, `units` in all.
 
@@ -231,7 +250,7 @@ def _product_kernel(
             (
                 _multiply,
                 (out, scale, factor, bias, row_rings, code_rings, rows, lines, k, share, units, numbers, scales,
-                 form, group, per, has_bias, block_m, block_n, kind, ahead, row_slots, code_slots,
+                 form, group, per, has_bias, block_m, block_n, kind, piece, ahead, ready, row_slots, code_slots,
                  gl.num_warps()),
             ),
             (
@@ -317,7 +336,8 @@ def _multiply(
     out: Arg, scale: Arg, factor: Arg, bias: Arg, row_rings: Arg, code_rings: Arg, rows: Arg, lines: Arg, k: Arg,
     share: Arg, units: Arg, numbers: constexpr, scales: constexpr, form: constexpr, group: constexpr,
     per: constexpr, has_bias: constexpr, block_m: constexpr, block_n: constexpr, kind: constexpr,
-    ahead: constexpr, row_slots: constexpr, code_slots: constexpr, num_warps: constexpr,
+    piece: constexpr, ahead: constexpr, ready: constexpr, row_slots: constexpr, code_slots: constexpr,
+    num_warps: constexpr,
 ) -> None:  # fmt: skip
     """Sum up all blocks and store, one block after another."""
     tl.extra.cuda.gdc_wait()
@@ -327,7 +347,7 @@ def _multiply(
         row_slot, row_turn, code_slot, code_turn = _sum_up(
             out, scale, factor, bias, row_rings, code_rings, row_slot, row_turn, code_slot, code_turn, row, tile,
             split, first, last, rows, lines, k, numbers, scales, form, group, per, has_bias, block_m, block_n, kind,
-            ahead, row_slots, code_slots, num_warps,
+            piece, ahead, ready, row_slots, code_slots, num_warps,
         )  # fmt: skip
 
 
@@ -336,11 +356,11 @@ def _sum_up(
     out: Arg, scale: Arg, factor: Arg, bias: Arg, row_rings: Arg, code_rings: Arg, row_slot: Arg, row_turn: Arg,
     code_slot: Arg, code_turn: Arg, row: Arg, tile: Arg, split: Arg, first: Arg, last: Arg, rows: Arg, lines: Arg,
     k: Arg, numbers: constexpr, scales: constexpr, form: constexpr, group: constexpr, per: constexpr,
-    has_bias: constexpr, block_m: constexpr, block_n: constexpr, kind: constexpr, ahead: constexpr,
-    row_slots: constexpr, code_slots: constexpr, num_warps: constexpr,
+    has_bias: constexpr, block_m: constexpr, block_n: constexpr, kind: constexpr, piece: constexpr, ahead: constexpr,
+    ready: constexpr, row_slots: constexpr, code_slots: constexpr, num_warps: constexpr,
 ) -> Arg:  # fmt: skip
-    """One block of lines and rows, 16 columns after another: while some products are under way the next one's weights
-    are decoded.
+    """One block of lines and rows, `piece` columns after another: while some products are under way the next one's
+    weights are decoded.
 
     Returns where the rings are, with all slots free that it took.
     """
@@ -348,6 +368,7 @@ def _sum_up(
     code_ring, code_full, code_free = code_rings
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, block_m, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    each: gl.constexpr = 64 // piece
     line = gl.arange(0, block_n, layout=gl.SliceLayout(1, left))
     blocks, tiles = (k + 127) // 128, (lines + 63) // 64
     tile_of, inside = gl.minimum(tile + line // 64, tiles - 1).to(gl.int64), line % 64
@@ -356,18 +377,18 @@ def _sum_up(
         f = gl.load(factor + tile_of * 64 + inside)
     after = _held(scale, tile_of, inside, first, blocks, k, group, per)
     total = gl.zeros([block_n, block_m], gl.float32, layout=mma)
-    w = gl.zeros([block_n, 16], gl.bfloat16, layout=left)
+    w = gl.zeros([block_n, piece], gl.bfloat16, layout=left)
     total, before, second, third = warpgroup_mma_wait(ahead, [total, w, w, w])
     for block in range(first, last):
         mbarrier.wait(code_full.index(code_slot), code_turn)
-        words, held = _words(code_ring.index(code_slot), left), after
+        words, held = _words(code_ring.index(code_slot), left, piece), after
         if group > 0:  # asked for long before they are needed
             after = _held(scale, tile_of, inside, gl.minimum(block + 1, blocks - 1), blocks, k, group, per)
-        for part in gl.static_range(8):
-            w = _decoded(words, part, held, f, numbers, scales, form, group)
-            if part % 4 == 0:
+        for part in gl.static_range(128 // piece):
+            w = _decoded(words, part, held, f, numbers, scales, form, group, piece, ready)
+            if part % each == 0:
                 mbarrier.wait(row_full.index(row_slot), row_turn)
-            right = row_ring.index(row_slot).slice(part % 4 * 16, 16, 1).permute((1, 0))
+            right = row_ring.index(row_slot).slice(part % each * piece, piece, 1).permute((1, 0))
             total = warpgroup_mma(w, right, total, is_async=True)
             total, before, second, third = warpgroup_mma_wait(ahead, [total, before, second, third])
             if ahead == 1:
@@ -376,12 +397,12 @@ def _sum_up(
                 before, second = second, w
             else:
                 before, second, third = second, third, w
-            if part % 4 == ahead - 1:
+            if part % each == ahead - 1:
                 prior = gl.where(row_slot == 0, row_slots - 1, row_slot - 1)
-                mbarrier.arrive(row_free.index(prior), count=1, pred=(block > first) | (part > 3))
+                mbarrier.arrive(row_free.index(prior), count=1, pred=(block > first) | (part >= each))
             if part == ahead - 1:  # words are in registers
                 mbarrier.arrive(code_free.index(code_slot), count=1)
-            if part % 4 == 3:
+            if part % each == each - 1:
                 row_slot, row_turn = _next(row_slot, row_turn, row_slots)
         code_slot, code_turn = _next(code_slot, code_turn, code_slots)
     total, before, second, third = warpgroup_mma_wait(0, [total, before, second, third])
@@ -395,7 +416,7 @@ def _sum_up(
 
 @gluon_jit
 def _held(scale: Arg, tile: Arg, inside: Arg, block: Arg, blocks: Arg, k: Arg, group: constexpr, per: constexpr) -> Arg:
-    """Words of a block's scales of each line: two, or one twice."""
+    """Words of a block's scales of each line: four, or fewer more than once."""
     if group == 0:
         at = tile * 64 + inside
     elif group % 128 == 0:
@@ -403,34 +424,43 @@ def _held(scale: Arg, tile: Arg, inside: Arg, block: Arg, blocks: Arg, k: Arg, g
     else:
         at = (tile * blocks + block) * (per * 64) + inside
     first = gl.load(scale + at)
-    second = first
-    if per == 2:
+    second, third, fourth = first, first, first
+    if per > 1:
         second = gl.load(scale + at + 64)
-    return first, second
+    if per > 2:
+        third, fourth = gl.load(scale + at + 128), gl.load(scale + at + 192)
+    return first, second, third, fourth
 
 
 @gluon_jit
-def _words(codes: Arg, left: constexpr) -> Arg:
-    """A block's words in shared memory, 16 of each line at a time; of four codes a word, the first two twice."""
-    first, second = codes.slice(0, 16, 1).load(left), codes.slice(16, 16, 1).load(left)
-    third, fourth = first, second
-    if codes.shape[1] > 32:
-        third, fourth = codes.slice(32, 16, 1).load(left), codes.slice(48, 16, 1).load(left)
+def _words(codes: Arg, left: constexpr, piece: constexpr) -> Arg:
+    """A block's words in shared memory, `piece` of each line at a time; the first ones again where they are fewer."""
+    first = codes.slice(0, piece, 1).load(left)
+    second, third, fourth = first, first, first
+    if codes.shape[1] > piece:
+        second = codes.slice(piece, piece, 1).load(left)
+    if codes.shape[1] > 2 * piece:
+        third, fourth = codes.slice(2 * piece, piece, 1).load(left), codes.slice(3 * piece, piece, 1).load(left)
     return first, second, third, fourth
 
 
 @gluon_jit
 def _decoded(
     words: Arg, part: constexpr, held: Arg, f: Arg, numbers: constexpr, scales: constexpr, form: constexpr,
-    group: constexpr,
+    group: constexpr, piece: constexpr, ready: constexpr,
 ) -> Arg:  # fmt: skip
-    """A part's weights in bfloat16, 16 columns, as `tiles._part` of more has them."""
-    parts: gl.constexpr = 4 if numbers == "e4m3" else 2
-    step: gl.constexpr = part if group == 16 else part // 2 if group == 32 else 0
-    four = held[0] if step < 4 else held[1]
-    s, m = scale_of(four, four, f, step % 4, numbers, scales, form, False, True)
-    n = moved_number(words[part % parts], part // parts, numbers)
-    return times(n, s[:, None], m[:, None], numbers, form, scales, True, gl.bfloat16)
+    """A part's weights in bfloat16, `piece` columns of one group, as `tiles._part` of more has them."""
+    parts: gl.constexpr = (64 if numbers == "e4m3" else 32) // piece
+    step: gl.constexpr = part * piece // group if group == 16 or group == 32 else 0
+    word = words[part % parts]
+    if ready and (form == "halves" or form == "levels"):
+        w = ready_times(word, held[step // 2 if form == "halves" else step // 4][:, None], part // parts, step, form)
+    else:
+        word_of_scales = held[step // 2 if form == "halves" else step // 4]
+        s, m = scale_of(word_of_scales, word_of_scales, f, step % 4, numbers, scales, form, False, True)
+        n = moved_number(word, part // parts, numbers)
+        w = times(n, s[:, None], m[:, None], numbers, form, scales, True, gl.bfloat16)
+    return w
 
 
 @gluon_jit

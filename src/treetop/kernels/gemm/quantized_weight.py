@@ -117,7 +117,7 @@ def factor_apart(weight: QuantizedWeight) -> QuantizedWeight:
 
 def decode(weight: QuantizedWeight) -> Tensor:
     """The numbers [..., columns] float32."""
-    numbers, scale = _numbers(weight), _scales(weight)
+    numbers, scale = _numbers(weight), scales_of(weight)
     if weight.order is not None:
         zero = MIDDLE if weight.zero is None else weight.zero[..., weight.order].to(torch.float32)
         return numbers.sub_(zero).mul_(scale[..., weight.order])
@@ -145,8 +145,8 @@ def _numbers(weight: QuantizedWeight) -> Tensor:
     return table[codes.int()]
 
 
-def _scales(weight: QuantizedWeight) -> Tensor:
-    """[..., groups] float32."""
+def scales_of(weight: QuantizedWeight) -> Tensor:
+    """What its scales are, [..., groups] float32."""
     kind, scale = weight.scheme.scales, weight.scale
     if kind == "float32":
         return scale

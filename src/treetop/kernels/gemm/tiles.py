@@ -8,17 +8,9 @@ side, where a tensor core wants them, and nothing moves between registers. Withi
     int4    the quarters' codes in bits 3 .. 0, 7 .. 4, 11 .. 8 and 15 .. 12
     e2m1    signs of the quarters in bits 15, 12, 9 and 10, sizes in 8 .. 6, 5 .. 3, 2 .. 0 and, of the last, 14, 13, 11
 
-A number is made in bfloat16 by moving its bits: e4m3 and e2m1 to the end of the exponent and the start of the mantissa,
-where it is 2 ** 120 and 2 ** 126 times too small, subnormal codes too; an integer to the end of the mantissa of 128,
-from which 128 and its zero are taken. That is exact. One multiplication by the scale then rounds once: in bfloat16
-where scales are bfloat16s; as number * high + number * low, of which only the sum rounds, where they are float16s, for
-a number has 5 bits at most and the lower part of such a scale 3; elsewhere in float32. So a weight has the bits of
-`coded.decode`, rounded to bfloat16. Numbers in e2m1 times scales in e4m3 are bfloat16s without rounding: where their
-factor goes to the sums (`coded.factor_apart`), so do the last 2 ** 8 that they are too small by, for 448 * 2 ** 126 is
-no bfloat16.
-
 A line and group has one word of 32 bits of scales: a float32; or bits of a bfloat16 or a float16 in its upper half and
-the group's zero in its lower half; or four scales of 8 bits.
+the group's zero in its lower half; or four scales of 8 bits; or what `scale_forms` makes of them. `decoding` is how a
+weight is made of both.
 Sources: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats (MX) Specification 1.0; PTX ISA 8.5.
 """
 
@@ -30,14 +22,25 @@ import torch
 from torch import Tensor
 
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
+from treetop.kernels.gemm.decoding import moved_number, ready_times, times, times_256
 from treetop.kernels.gemm.quantized_weight import MIDDLE, QuantizedWeight, QuantScheme, decode
+from treetop.kernels.gemm.scale_forms import (
+    can_fold,
+    codes_of_levels,
+    halves,
+    has_levels,
+    levels,
+    of_halves,
+    of_one_level,
+    without_zero_scales,
+)
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, tl
 
 TILE, BLOCK = 64, 128
 _PIECE = 2**24
 """Numbers that are laid out together."""
 
-Form = Literal["bfloat16", "float16", "float32", "bytes"]
+Form = Literal["bfloat16", "float16", "float32", "bytes", "levels", "folded", "halves"]
 """Of scales in their words."""
 _FOLDED = {"e4m3": 120, "e2m1": 126, "int4": 0}
 """Powers of two by which numbers are too small, that scales make up for."""
@@ -72,7 +75,7 @@ class TiledWeight:
     @property
     def per_block(self) -> int:
         """Words of scales of a line in one block, or in several."""
-        return _per_block(self.scheme)
+        return BLOCK // 32 if self.form == "halves" else _per_block(self.scheme)
 
 
 def why_not_tiled(scheme: QuantScheme) -> str | None:
@@ -91,14 +94,20 @@ def _per_block(scheme: QuantScheme) -> int:
     return BLOCK // scheme.group // 4
 
 
-def tile(weight: QuantizedWeight) -> TiledWeight:
+def tile(weight: QuantizedWeight, dtype: torch.dtype | None = None) -> TiledWeight:
     """The tiles of a weight [experts, lines, columns] or [lines, columns], whose scheme can be in tiles.
 
-    Some lines after the others, so that little is in memory twice.
+    Some lines after the others, so that little is in memory twice. dtype: of all its products, where it is known:
+    scales of two levels are then joined for bfloat16, of which `untile` finds others with the same weights in bfloat16.
     """
-    scheme, shape = weight.scheme, weight.shape
     assert weight.order is None
-    assert why_not_tiled(scheme) is None
+    assert why_not_tiled(weight.scheme) is None
+    joined = halves(weight) if dtype == torch.bfloat16 else None
+    if joined is not None:
+        weight = of_one_level(weight)
+    elif has_levels(weight):
+        weight = without_zero_scales(weight)
+    scheme, shape = weight.scheme, weight.shape
     lines, k = shape[-2:]
     number, device = prod(shape[:-2]), weight.codes.device
     tiles, blocks = -(-lines // TILE), -(-k // BLOCK)
@@ -111,6 +120,10 @@ def tile(weight: QuantizedWeight) -> TiledWeight:
         for first in range(0, len(into), each):
             part = run[first * TILE : (first + each) * TILE]
             into[first : first + each] = _words_of(_filled(part, scheme, k, blocks), scheme)
+    if joined is not None:
+        two = _by_tile(joined.reshape(number, lines, -1), tiles, BLOCK // scheme.group * blocks).unflatten(2, (-1, 2))
+        scale = two[:, :, :, 0] | two[:, :, :, 1] << 16
+        return TiledWeight(scheme, (*shape,), words, scale, None, None, "halves", False)
     form = _form_of(weight)
     scale, zero = _scale_words(weight, form, tiles, blocks)
     factor = None
@@ -172,7 +185,9 @@ def _codes_of(words: Tensor, scheme: QuantScheme) -> Tensor:
 def _form_of(weight: QuantizedWeight) -> Form:
     """The narrowest in which all scales are what they are."""
     if weight.scheme.scales != "float32":
-        return "bytes"
+        return "levels" if has_levels(weight) else "bytes"
+    if can_fold(weight):
+        return "folded"
     kinds: tuple[tuple[Form, torch.dtype], ...] = (("bfloat16", torch.bfloat16), ("float16", torch.float16))
     for name, dtype in kinds:
         if bool((weight.scale.to(dtype).to(torch.float32) == weight.scale).all()):
@@ -207,7 +222,9 @@ def _scale_words(weight: QuantizedWeight, form: Form, tiles: int, blocks: int) -
     scheme, lines = weight.scheme, weight.shape[-2]
     groups = scheme.groups_of(weight.columns)
     scale = weight.scale.reshape(-1, lines, groups)
-    if form == "bytes":
+    if form == "levels":
+        scale = levels(scale)
+    if form in ("bytes", "levels"):
         four = _by_tile(scale, tiles, 4 * _per_block(scheme) * blocks).unflatten(2, (-1, 4)).to(torch.int64)
         joined = four[:, :, :, 0] | four[:, :, :, 1] << 8 | four[:, :, :, 2] << 16 | four[:, :, :, 3] << 24
         return _int32(joined), None
@@ -221,7 +238,7 @@ def _scale_words(weight: QuantizedWeight, form: Form, tiles: int, blocks: int) -
         zero = torch.full_like(made, MIDDLE, dtype=torch.int32)
     if form == "float32":
         return made.view(torch.int32), zero if scheme.zeros else None
-    bits = made.to(torch.bfloat16 if form == "bfloat16" else torch.float16).view(torch.int16).to(torch.int32) << 16
+    bits = made.to(torch.float16 if form == "float16" else torch.bfloat16).view(torch.int16).to(torch.int32) << 16
     return bits if zero is None else bits | zero, None
 
 
@@ -245,13 +262,17 @@ def untile(weight: TiledWeight) -> QuantizedWeight:
         codes = even | odd << 4
     codes = codes.reshape(*lead, lines, -1)
     words, zero, groups = weight.scale, weight.zero, scheme.groups_of(k)
-    if weight.form == "bytes":
+    if weight.form in ("bytes", "levels"):
         shift = torch.arange(0, 32, 8, dtype=torch.int32, device=words.device)
         scale = ((words[:, :, :, None] >> shift[:, None]) & 0xFF).flatten(2, 3).to(torch.uint8)
+        if weight.form == "levels":
+            scale = codes_of_levels(scale)
+    elif weight.form == "halves":
+        scale = of_halves(torch.stack([words & 0xFFFF, words >> 16 & 0xFFFF], 3).flatten(2, 3))
     elif weight.form == "float32":
         scale = words.view(torch.float32)
     else:
-        dtype = torch.bfloat16 if weight.form == "bfloat16" else torch.float16
+        dtype = torch.float16 if weight.form == "float16" else torch.bfloat16
         scale, zero = (words >> 16).to(torch.int16).view(dtype).to(torch.float32), words & 0xFF
     factor = None if weight.factor is None else lines_of(weight.factor[:, :, None])
     held = lines_of(zero)[..., :groups].to(torch.uint8) if scheme.zeros and zero is not None else None
@@ -299,7 +320,7 @@ def tile_options(weight: TiledWeight, dtype: torch.dtype, gpu: GpuTraits) -> dic
     scheme = weight.scheme
     return {
         "numbers": scheme.numbers, "scales": scheme.scales, "form": weight.form, "group": scheme.group,
-        "has_zero": weight.zero is not None, "per": weight.per_block,
+        "has_zero": weight.zero is not None, "per": weight.per_block, "whole_blocks": weight.shape[-1] % BLOCK == 0,
         "fast": gpu.has_bfloat16 and dtype == torch.bfloat16 and not weight.wide,
     }  # fmt: skip
 
@@ -307,8 +328,8 @@ def tile_options(weight: TiledWeight, dtype: torch.dtype, gpu: GpuTraits) -> dic
 @jit
 def _decode_tiles_kernel(
     out: Arg, words: Arg, scale: Arg, factor: Arg, zero: Arg, first: Arg, lines: Arg, k: Arg, numbers: constexpr,
-    scales: constexpr, form: constexpr, group: constexpr, has_zero: constexpr, per: constexpr, fast: constexpr,
-    parted: constexpr, overlap: constexpr,
+    scales: constexpr, form: constexpr, group: constexpr, has_zero: constexpr, per: constexpr, whole_blocks: constexpr,
+    fast: constexpr, parted: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """The weights of a tile and block, without a factor of sums. Grid (tiles, blocks)."""
     pdl_wait(overlap)
@@ -336,10 +357,10 @@ def _decode_tiles_kernel(
                 word, part, part * whole + piece * width, s, m, scale, zero, f,
                 (tile * blocks + block) * (per * 64) + inside, numbers, scales, form, group, has_zero, fast, dtype,
             )  # fmt: skip
-            if scales == "e4m3" and fast:
-                w = _two_of(w, tl.full(w.shape, 256.0, tl.bfloat16), _TIMES)
+            if (scales == "e4m3" or form == "folded") and fast:
+                w = times_256(w)
             column = block * 128 + part * whole + piece * width + lane
-            there = (line < lines)[:, None] & (column < k)
+            there = (line < lines)[:, None] if whole_blocks else (line < lines)[:, None] & (column < k)
             place = line % 2 * (lines // 2) + line // 2 if parted else line
             tl.store(out + place.to(tl.int64)[:, None] * k + column, w, mask=there)
 
@@ -348,12 +369,12 @@ def _decode_tiles_kernel(
 def tile_product(
     x_at: Arg, x_there: Arg, words: Arg, scale: Arg, factor: Arg, zero: Arg, tile: Arg, inside: Arg, first: Arg,
     last: Arg, k: Arg, numbers: constexpr, scales: constexpr, form: constexpr, group: constexpr, has_zero: constexpr,
-    per: constexpr, fast: constexpr, block_m: constexpr, block_n: constexpr, dtype: constexpr,
+    per: constexpr, whole_blocks: constexpr, fast: constexpr, block_m: constexpr, block_n: constexpr, dtype: constexpr,
 ) -> Arg:  # fmt: skip
     """The product of lines with rows over blocks first .. last, [block_n, block_m] float32, times a factor of sums.
 
     x_at: [block_m, 1], where rows begin; x_there: [block_m], whether they are there. tile, inside: [block_n], the tile
-    of each line and its place in that.
+    of each line and its place in that. whole_blocks: k is a multiple of 128.
     """
     whole: constexpr = 64 if numbers == "e4m3" else 32
     width: constexpr = whole if group == 0 or group >= whole else group
@@ -364,30 +385,41 @@ def tile_product(
     f = tl.load(factor + tile * 64 + inside) if scales == "times" or scales == "over" else inside.to(tl.float32)
     total = tl.zeros([block_n, block_m], tl.float32)
     s, m = f, f
+    if fast and (form == "folded" or form == "halves" or form == "levels" or scales == "e8m0"):
+        s, m = inside.to(tl.int32), inside.to(tl.int32)
     if group == 0:
         s, m = _line_scale(scale, zero, f, tile * 64 + inside, 0, numbers, scales, form, has_zero, fast)
+    word_at = words + ((tile * blocks + first) * 64 + inside)[:, None] * whole + lane
+    of_block = (tile * blocks + first) * (per * 64) + inside
+    x_at += first * 128 + lane
     for block in range(first, last):
-        here = (tile * blocks + block) * 64 + inside
-        if group > 0 and group % 128 == 0:
+        if group > 128 and group % 128 == 0:
             of = (tile * groups + block // (group // 128)) * 64 + inside
             s, m = _line_scale(scale, zero, f, of, 0, numbers, scales, form, has_zero, fast)
-        word_at = words + here[:, None] * whole + lane
+        elif group == 128:
+            s, m = _line_scale(scale, zero, f, of_block, 0, numbers, scales, form, has_zero, fast)
         word = tl.load(word_at, eviction_policy="evict_first")
         late = word
         if width < whole:
             late = tl.load(word_at + width, eviction_policy="evict_first")
-        of_block = (tile * blocks + block) * (per * 64) + inside
         for piece in tl.static_range(0, 128 // width):  # columns in their order
             w = _part(
                 word if piece * width % whole == 0 else late, piece * width // whole, piece * width, s, m, scale, zero,
                 f, of_block, numbers, scales, form, group, has_zero, fast, dtype,
             )  # fmt: skip
-            column = block * 128 + piece * width + lane
-            values = tl.load(x_at + column, mask=x_there[:, None] & (column < k), other=0.0)
+            there = x_there[:, None]
+            if not whole_blocks:
+                there = there & (block * 128 + piece * width + lane < k)
+            values = tl.load(x_at + piece * width, mask=there, other=0.0)
             total = tl.dot(w, tl.trans(values), total, input_precision="ieee")
+        word_at += 64 * whole
+        of_block += per * 64
+        x_at += 128
     if scales == "e4m3":
         of_sums = tl.load(factor + tile * 64 + inside)
         total *= (of_sums * 256.0 if fast else of_sums)[:, None]
+    elif form == "folded" and fast:
+        total *= 256.0
     return total
 
 
@@ -411,11 +443,15 @@ def _part(
     s, m: of the block, if all its columns share them. f: [lines], of scales of two levels. at: where words of the
     block's scales begin.
     """
+    step: constexpr = start // group if group % 128 != 0 else 0
     if group % 128 != 0:
-        step: constexpr = start // group
         s, m = _line_scale(scale, zero, f, at, step, numbers, scales, form, has_zero, fast)
-    n = _number(word, part, numbers, fast)
-    return times(n, s[:, None], m[:, None], numbers, form, scales, fast, dtype)
+    if fast and (form == "folded" or form == "halves" or form == "levels" or scales == "e8m0"):
+        w = ready_times(word, s[:, None], part, step, form)
+    else:
+        n = _number(word, part, numbers, fast)
+        w = times(n, s[:, None], m[:, None], numbers, form, scales, fast, dtype)
+    return w
 
 
 @jit
@@ -423,11 +459,18 @@ def _line_scale(
     scale: Arg, zero: Arg, f: Arg, at: Arg, step: constexpr, numbers: constexpr, scales: constexpr, form: constexpr,
     has_zero: constexpr, fast: constexpr,
 ) -> Arg:  # fmt: skip
-    """Of each line the scale in float32, with what it makes up for if `fast`, and what integers are less by."""
-    place: constexpr = step // 4 if form == "bytes" else step
+    """Of each line the scale in float32, with what it makes up for if `fast`, and what integers are less by.
+
+    Or the word that `ready_times` takes.
+    """
+    place: constexpr = step // 4 if form == "bytes" or form == "levels" else step // 2 if form == "halves" else step
     held = tl.load(scale + at + place * 64)
     m = tl.load(zero + at + step * 64) if has_zero else held
-    return scale_of(held, m, f, step, numbers, scales, form, has_zero, fast)
+    if fast and (form == "folded" or form == "halves" or form == "levels" or scales == "e8m0"):
+        s = held
+    else:
+        s, m = scale_of(held, m, f, step, numbers, scales, form, has_zero, fast)
+    return s, m
 
 
 @jit
@@ -435,8 +478,20 @@ def scale_of(
     held: Arg, m: Arg, f: Arg, step: constexpr, numbers: constexpr, scales: constexpr, form: constexpr,
     has_zero: constexpr, fast: constexpr,
 ) -> Arg:  # fmt: skip
-    """What `_line_scale` returns, of words that were loaded. m: of zeros, where there are some."""
-    if form == "bytes":
+    """What `_line_scale` returns in float32, of words that were loaded. m: of zeros, where there are some."""
+    if form == "levels":
+        s = (((held >> (step % 4 * 8)) & 0xFF) << 20 | 0x70000000).to(tl.float32, bitcast=True)
+        if not fast:
+            s = s * 3.009265538105056e-36
+        m = s
+    elif form == "halves":
+        half = held >> (step % 2 * 16)
+        less = 0x4000 if fast else 0x100
+        bits = ((half & 0x3FFF) + less) << 16
+        low = (((bits & 0x7F800000) - 0x4800000) | 0x400000 | (half << 16 & -2147483648)).to(tl.float32, bitcast=True)
+        s = bits.to(tl.float32, bitcast=True) + tl.where((half & 0x4000) != 0, low, 0.0)
+        m = s
+    elif form == "bytes":
         if scales == "e8m0":
             bits = (held >> (step % 4 * 8)) & 0xFF
             if fast:
@@ -454,7 +509,7 @@ def scale_of(
     else:
         if form == "float32":
             s = held.to(tl.float32, bitcast=True)
-        elif form == "bfloat16":
+        elif form == "bfloat16" or form == "folded":
             s = (held & -65536).to(tl.float32, bitcast=True)
         else:
             s = (held >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -464,7 +519,7 @@ def scale_of(
             m = (held * 0 + 8).to(tl.float32)
         else:
             m = (held & 0xFF).to(tl.float32)
-    if fast:
+    if fast and form != "levels" and form != "halves":
         if numbers == "int4":
             m = m + 128.0
         elif numbers == "e4m3":
@@ -499,108 +554,3 @@ def _number(word: Arg, part: constexpr, numbers: constexpr, fast: constexpr) -> 
             moved = ((bits >> 6) & 0x0180) | ((bits >> 5) & 0x0040) | ((bits << 5) & 0x8000)
         n = ((moved & 0x81C0) << 16).to(tl.float32, bitcast=True) * 85070591730234615865843651857942052864.0
     return n
-
-
-@jit
-def moved_number(word: Arg, part: constexpr, numbers: constexpr) -> Arg:
-    if numbers == "e4m3":
-        n = _moved(word, _MOVE_E4M3_0) if part == 0 else _moved(word, _MOVE_E4M3_1)
-    elif numbers == "int4":
-        if part == 0:
-            n = _moved(word, _MOVE_INT4_0)
-        elif part == 1:
-            n = _moved(word, _MOVE_INT4_1)
-        elif part == 2:
-            n = _moved(word, _MOVE_INT4_2)
-        else:
-            n = _moved(word, _MOVE_INT4_3)
-    elif part == 0:
-        n = _moved(word, _MOVE_E2M1_0)
-    elif part == 1:
-        n = _moved(word, _MOVE_E2M1_1)
-    elif part == 2:
-        n = _moved(word, _MOVE_E2M1_2)
-    else:
-        n = _moved(word, _MOVE_E2M1_3)
-    return n
-
-
-@jit
-def times(
-    n: Arg, s: Arg, m: Arg, numbers: constexpr, form: constexpr, scales: constexpr, fast: constexpr, dtype: constexpr
-) -> Arg:
-    """Numbers [lines, columns], less m if they are integers, times s, rounded once. s, m: [lines, 1] float32."""
-    if fast:
-        if numbers == "int4":
-            n = _two_of(n, tl.broadcast_to(m.to(tl.bfloat16), n.shape), _LESS)
-        if form == "bfloat16" or scales == "e8m0" or scales == "e4m3":
-            w = _two_of(n, tl.broadcast_to(s.to(tl.bfloat16), n.shape), _TIMES)
-        elif form == "float16":
-            high = s.to(tl.bfloat16)
-            low = (s - high.to(tl.float32)).to(tl.bfloat16)
-            w = _three_of(n, tl.broadcast_to(high, n.shape), tl.broadcast_to(low, n.shape), _TIMES_BOTH)
-        else:
-            w = _two_wide(n, tl.broadcast_to(s, n.shape), _TIMES_WIDE)
-    elif numbers == "int4":
-        w = ((n - m) * s).to(dtype)
-    else:
-        w = (n * s).to(dtype)
-    return w
-
-
-@jit
-def _moved(word: Arg, asm: constexpr) -> Arg:
-    return tl.inline_asm_elementwise(asm, "=r,r", [word], dtype=tl.bfloat16, is_pure=True, pack=2)
-
-
-@jit
-def _two_of(a: Arg, b: Arg, asm: constexpr) -> Arg:
-    return tl.inline_asm_elementwise(asm, "=r,r,r", [a, b], dtype=tl.bfloat16, is_pure=True, pack=2)
-
-
-@jit
-def _two_wide(a: Arg, b: Arg, asm: constexpr) -> Arg:
-    """b: float32, which are two registers of two neighbours."""
-    return tl.inline_asm_elementwise(asm, "=r,r,r,r", [a, b], dtype=tl.bfloat16, is_pure=True, pack=2)
-
-
-@jit
-def _three_of(a: Arg, b: Arg, c: Arg, asm: constexpr) -> Arg:
-    return tl.inline_asm_elementwise(asm, "=r,r,r,r", [a, b, c], dtype=tl.bfloat16, is_pure=True, pack=2)
-
-
-# Of two neighbours at a time: $0 is what is made, $1 what is given. A conjunction and a disjunction are one `lop3`.
-
-_MOVE_E4M3_0 = constexpr(
-    "{ .reg .b32 a, b; shl.b32 a, $1, 8; and.b32 b, a, 0x7f007f00; shr.b32 b, b, 4;"
-    " lop3.b32 $0, a, 0x80008000, b, 0xea; }"
-)
-_MOVE_E4M3_1 = constexpr(
-    "{ .reg .b32 b; and.b32 b, $1, 0x7f007f00; shr.b32 b, b, 4; lop3.b32 $0, $1, 0x80008000, b, 0xea; }"
-)
-_MOVE_INT4_0 = constexpr("{ .reg .b32 b; mov.b32 b, 0x43004300; lop3.b32 $0, $1, 0x000f000f, b, 0xea; }")
-_MOVE_INT4_1 = constexpr(
-    "{ .reg .b32 a, b; mov.b32 b, 0x43004300; shr.b32 a, $1, 4; lop3.b32 $0, a, 0x000f000f, b, 0xea; }"
-)
-_MOVE_INT4_2 = constexpr(
-    "{ .reg .b32 a, b; mov.b32 b, 0x43004300; shr.b32 a, $1, 8; lop3.b32 $0, a, 0x000f000f, b, 0xea; }"
-)
-_MOVE_INT4_3 = constexpr(
-    "{ .reg .b32 a, b; mov.b32 b, 0x43004300; shr.b32 a, $1, 12; lop3.b32 $0, a, 0x000f000f, b, 0xea; }"
-)
-_MOVE_E2M1_0 = constexpr("and.b32 $0, $1, 0x81c081c0;")
-_MOVE_E2M1_1 = constexpr("{ .reg .b32 a; shl.b32 a, $1, 3; and.b32 $0, a, 0x81c081c0; }")
-_MOVE_E2M1_2 = constexpr("{ .reg .b32 a; shl.b32 a, $1, 6; and.b32 $0, a, 0x81c081c0; }")
-_MOVE_E2M1_3 = constexpr(
-    "{ .reg .b32 a, b; shr.b32 a, $1, 6; and.b32 a, a, 0x01800180; shr.b32 b, $1, 5;"
-    " lop3.b32 a, b, 0x00400040, a, 0xea; shl.b32 b, $1, 5; lop3.b32 $0, b, 0x80008000, a, 0xea; }"
-)
-_LESS = constexpr("{ .reg .b32 a; mov.b32 a, 0xbf80bf80; fma.rn.bf16x2 $0, $2, a, $1; }")
-_TIMES = constexpr("{ .reg .b32 a; mov.b32 a, 0x80008000; fma.rn.bf16x2 $0, $1, $2, a; }")
-_TIMES_BOTH = constexpr(
-    "{ .reg .b32 a; mov.b32 a, 0x80008000; fma.rn.bf16x2 a, $1, $3, a; fma.rn.bf16x2 $0, $1, $2, a; }"
-)
-_TIMES_WIDE = constexpr(
-    "{ .reg .b32 a, b; shl.b32 a, $1, 16; and.b32 b, $1, 0xffff0000; mul.f32 a, a, $2; mul.f32 b, b, $3;"
-    " cvt.rn.bf16x2.f32 $0, b, a; }"
-)

@@ -292,7 +292,8 @@ def _grouped(
 
 
 _NOT_CODED: dict[str, object] = {
-    "numbers": None, "scales": None, "form": None, "group": 0, "has_zero": False, "per": 1, "fast": False,
+    "numbers": None, "scales": None, "form": None, "group": 0, "has_zero": False, "per": 1, "whole_blocks": False,
+    "fast": False,
 }  # fmt: skip
 
 
@@ -302,7 +303,8 @@ def _grouped_kernel(
     shared_factor: Arg, shared_zero: Arg, order: Arg, tile_expert: Arg, tile_start: Arg, tile_count: Arg, number: Arg,
     expert_of: Arg, weight_of: Arg, weight_of_all: Arg, limit: Arg, tokens: Arg, n: Arg, k: Arg, share: Arg,
     shared_tiles: Arg, numbers: constexpr, scales: constexpr, form: constexpr, group: constexpr, has_zero: constexpr,
-    per: constexpr, fast: constexpr, shares: constexpr, has_bias: constexpr, gated: constexpr, kind: constexpr,
+    per: constexpr, whole_blocks: constexpr, fast: constexpr, shares: constexpr, has_bias: constexpr, gated: constexpr,
+    kind: constexpr,
     limited: constexpr, apart: constexpr, weighted: constexpr, top_k: constexpr, block_m: constexpr, block_n: constexpr,
     block_k: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
@@ -359,7 +361,7 @@ def _grouped_kernel(
             first, end = split * share // 128, tl.minimum((split + 1) * share, k)
             total = tile_product(
                 x_at, there, weight, scale, factor, zero, own, line % 64, first, tl.cdiv(end, 128), k, numbers, scales,
-                form, group, has_zero, per, fast, block_m, block_n, dtype,
+                form, group, has_zero, per, whole_blocks, fast, block_m, block_n, dtype,
             )  # fmt: skip
         else:
             total = _product(x_at, weight, expert, line, split, there, n, k, share, gated, block_m, block_n, block_k)
