@@ -36,7 +36,7 @@ def test_a_head_that_is_never_right_costs_little(bench, monkeypatch):
 
 def test_rounds_are_those_of_production(bench):
     """Shapes share one calibration, which every tree that runs teaches."""
-    load = bench.Load(bench.drawn("builtin:llama-3.1-8b"), 32, learns=True)
+    load = bench.Load(bench.drawn("builtin:llama-3.1-8b"), 64, learns=True)
     for _ in range(60):
         load.round()
     assert float(load._calibration.nodes[0, 0]) > 0
