@@ -96,7 +96,7 @@ RANK_FAULTS = by_name(
         (instead("treetop.parallel.exchange:ExchangeRank.sum", own_first),),
         "(trees, paths or tokens differ)",
         1,
-        {"tp_size": 4, "dtype": "float32"},
+        {"tp_size": 4, "dtype": "float32", "exactness": "ties"},
     ),
     Fault(
         "another-bucket",

@@ -8,6 +8,8 @@ import pytest
 from support.command_line import run
 from support.tiny_models import copy_folder
 from treetop.checkpoints import checkpoint
+from treetop.engine.startup.exactness_table import settled
+from treetop.types.config import EngineConfig
 
 KEYS = {
     "": "fits problems target draft memory exactness",
@@ -60,9 +62,12 @@ def test_a_pair_that_fits_is_described_by_its_config_and_files(capsys, strong_pa
     out = run(capsys, "inspect", strong_pair.target, DRAFT, strong_pair.head, *PAIR)[1]
     for part in ("target:", "layers: attention", "on disk:", "in memory:", "draft:", "KV pool full", "KV pool draft"):
         assert part in out
-    assert out.splitlines()[-2:] == ["exactness ties", "it fits"]
-    bits = looked(capsys, strong_pair.target, DRAFT, strong_pair.head, "--exactness", "bits")
-    assert (report["exactness"], bits["exactness"]) == ("ties", "bits")
+    assert out.splitlines()[-2:] == [f"exactness {report['exactness']}", "it fits"]
+    here = EngineConfig.of(str(strong_pair.target), draft=str(strong_pair.head), device="cpu", context_length=128)
+    assert report["exactness"] == settled(here).config.exactness, "auto, whose table knows this machine or not"
+    for exactness in ("ties", "bits"):
+        asked = looked(capsys, strong_pair.target, DRAFT, strong_pair.head, "--exactness", exactness)
+        assert asked["exactness"] == exactness
 
 
 def test_a_draft_alone_is_a_draft(capsys, strong_pair):

@@ -81,6 +81,16 @@ def test_a_row_decides_and_what_has_none_is_ties(strong_pair, named, monkeypatch
     assert settled(config_of(strong_pair)).by == "dense.Other-Maker"
 
 
+def test_without_the_option_it_is_auto_and_an_option_is_the_way_out(strong_pair, named):
+    """`LLM`, and what a server reads of its command line."""
+    asked = {"draft": str(strong_pair.head), "device": "cpu", "context_length": 64}
+    for options, chosen in (({}, "bits"), ({"exactness": "ties"}, "ties")):
+        opened = open_core(EngineConfig.of(str(strong_pair.target), **asked, **options))
+        told = opened.info.exactness, opened.info.exactness_by
+        opened.close()
+        assert told == (chosen, "" if options else "dense.Maker")
+
+
 def test_a_row_beyond_the_most_is_ties_and_says_its_price(strong_pair, named, monkeypatch):
     for cost, chosen in ((MOST_COST, "bits"), (MOST_COST + 0.01, "ties")):
         monkeypatch.setattr(exactness_table, "TABLE", (replace(ROW, cost=cost),))

@@ -295,7 +295,7 @@ class EngineConfig:
         " checkpoint's or 1.0: twice the tokens in 16 bits' memory (docs/checkpoints.md)",
     )
     exactness: Exactness = option(
-        "ties",
+        "auto",
         "what equals plain decoding: bits (batch-invariant), every logit and token, whatever tree, batch, chunk or"
         " prefix, on a CPU in"
         " float32 and on a GPU in bfloat16 or float16 (docs/exactness.md); ties, all tokens but at near ties of"
