@@ -128,14 +128,19 @@ class HeadSimulation(Simulation):
     def rate(self, clients: int, requests: int, prompt: Sequence[int], output: Sequence[int], seed: int) -> float:
         """Tokens a second of as many clients, each of which asks so often, at once when it has its answer. prompt,
         output: least and most tokens."""
-        dice, left, began_s = random.Random(seed), {str(each): requests - 1 for each in range(clients)}, self.now_s
+        left, began_s = {str(each): requests for each in range(clients)}, self.now_s
+        dice = {client: random.Random(f"{seed} {client}") for client in left}  # so that all ways get the same requests
+
+        def next_of(client: str, now_s: float) -> Arrival | None:
+            left[client] -= 1
+            sizes = dice[client].randint(*prompt), dice[client].randint(*output)
+            return Arrival(now_s, *sizes, client) if left[client] >= 0 else None
+
+        self.come(filter(None, [next_of(client, began_s) for client in left]))
 
         def again(seen: Seen, now_s: float) -> Arrival | None:
-            client = seen.arrival.kind
-            left[client] -= 1
-            return Arrival(now_s, dice.randint(*prompt), dice.randint(*output), client) if left[client] >= 0 else None
+            return next_of(seen.arrival.kind, now_s)
 
-        self.come(Arrival(began_s, dice.randint(*prompt), dice.randint(*output), client) for client in left)
         return sum(len(each.token_s) for each in self.run(1e9, again)) / (self.now_s - began_s)
 
 

@@ -135,15 +135,18 @@ def test_measured_costs_give_more_tokens_than_any_one_number_of_them(load, clien
         assert rates[None] >= 0.97 * max(rates.values()), rates
 
 
-def test_auto_gets_its_trees_back_when_fewer_clients_ask_than_the_head_pays_for(load):
+def test_auto_serves_no_less_than_plain_decoding_and_near_the_best_shape_while_clients_come_and_go(load):
     """A mediocre head, prompts of unequal length: at 128 clients trees gain less than what the draft reads of prompts,
-    at 64 more. Beside plain decoding and the shape that is best there."""
+    at 64 more. All ways get the same requests; in the mean of runs, for one moves by some percent."""
     heads = importlib.import_module("simulated_heads")
     head, rates = heads.head_of_profile(str(BENCH / "profiles" / "mediocre.json")), {}
     for way in ("plain", "auto", "2,1,3"):
-        simulation = heads.HeadSimulation(way, head, head, (1e-6, 1e-3))
-        steps = enumerate([(64, 3), (128, 3), (64, 4)])
-        rates[way] = [simulation.rate(*step, (32, 1024), (64, 160), seed) for seed, step in steps]
-    for plain, auto in zip(rates["plain"], rates["auto"], strict=True):
-        assert auto >= 0.99 * plain
-    assert rates["auto"][-1] >= 0.975 * max(rates["plain"][-1], rates["2,1,3"][-1])
+        rates[way] = [0.0] * 3
+        for run in range(2):
+            simulation = heads.HeadSimulation(way, head, head, (1e-6, 1e-3))
+            for step, (clients, requests) in enumerate([(64, 3), (128, 3), (64, 4)]):
+                rates[way][step] += simulation.rate(clients, requests, (32, 1024), (64, 160), 10 * run + step)
+    for plain, auto, fixed in zip(*rates.values(), strict=True):
+        assert auto >= 0.985 * plain
+        assert auto >= 0.95 * fixed
+    assert rates["auto"][0] >= 1.03 * rates["plain"][0]
