@@ -16,8 +16,9 @@ speculates pays in advance what it would lose if nothing were accepted, and gets
 little. It also pays for what plain rounds have left to the draft; if it cannot, rows go on without one and few that
 have just come tell of the head. What all rounds of a window may lose is so bounded, whatever is accepted:
 `REGRET_BUDGET` and 200 times `INTEREST` are 2 % of 200 rounds. A round stakes half of it at most, so that one of which
-nothing was accepted is not the last for long; below that the least that pays. Where few rows stake more than that, as
-of small models on a CPU, what was accepted beyond what rounds cost is saved up to `_MOST_REGRETS` of it.
+nothing was accepted is not the last for long; where none does that pays, the one that stakes least, up to all of it.
+Where few rows stake more than that, as of small models on a CPU, what was accepted beyond what rounds cost is saved up
+to `_MOST_REGRETS` of it, and 200 rounds may lose more: `expectation` says how much.
 
 What this budget has no room for is saved, and pays for prompts that are computed again: a row without a draft gets one
 where it gains twice as much by it. So whatever that loses was gained before, or has not been lost.
@@ -255,7 +256,7 @@ class AdaptiveShape:
         self.shape, self.regret_budget, self._num_told, self.watches = PLAIN, REGRET_BUDGET, 0, False
         self.looks = False
         self._num_rounds, self._curiosity, self._anyhow, self._most_regret_budget = 0, 0.0, 0.0, REGRET_BUDGET
-        self._context = 0.0  # tokens of a row, in the mean, as a round was chosen last: a plan only bounds them
+        self._context = 0.0  # tokens of a row
         self._share = 1.0  # of the rows, that accept drafts; while the head is watched, that would
         self._batch = 1, 1  # rows of a round with its padding, and without
         self.alone, self._hoped = False, PLAIN  # what would run if all had a draft
@@ -284,11 +285,11 @@ class AdaptiveShape:
         self._num_rounds += 1
         rows = self._bucket_for(len(lengths))
         self._batch = rows, len(lengths)
-        tokens = self._context = sum(lengths) / len(lengths)
+        tokens = sum(lengths) / len(lengths)
         if self._num_rounds % _EVERY == 0 or self._held != (rows, self._share):
             self._think(rows, tokens)
         seconds, rates = self._round_s, self._held_rates
-        self._anyhow += _ANYHOW_COSTS
+        self._anyhow = max(self._anyhow, min(self._anyhow + _ANYHOW_COSTS, REGRET_BUDGET))
         self._curiosity = min(self._curiosity + _CURIOSITY, _MOST_CURIOUS)
         self._earn(INTEREST, max(self.regret_budget, REGRET_BUDGET))
         if not drafting or self._held is None:
@@ -319,7 +320,7 @@ class AdaptiveShape:
 
     def _think(self, rows: int, tokens: float) -> None:
         """What rounds of so many rows cost and give, and which of them runs, or would if all had a draft."""
-        self._held = rows, self._share
+        self._held, self._context = (rows, self._share), tokens
         self._round_s = self._seconds(rows, tokens)
         rates = self._held_rates = self._rates(self._round_s)
         self._by_rate = sorted(rates, key=rates.__getitem__, reverse=True)
@@ -404,7 +405,8 @@ class AdaptiveShape:
             name += f", {best.nodes_at(bucket)} nodes" * best.is_ragged_at(bucket)
             pays = f", pays from {costs[best]:.2f} tokens a round on" if best != PLAIN else ""
             told.append(f"{rates[best]:.2f}x at {rows} rows ({name}{pays})")
-            most_regret = max(most_regret, self._regret_budget_of(rates, seconds, rows))
+            dearest = max(self._regret(shape, seconds, 0.0) for shape in seconds)  # which are near the best changes
+            most_regret = max(most_regret, _MOST_REGRETS * dearest / sqrt(rows))
         lost = 100 * (most_regret / 200 + INTEREST)
         return (
             f"--speculative-policy auto expects, {self._head.source}, {', '.join(told)} of plain rounds' speed;"
@@ -545,7 +547,7 @@ class AdaptiveShape:
         else:
             self._note_drafts(plan, result, of_few)
         if seconds is not None and not (plan.catches_up or of_few):
-            self._costs.note(self._bucket_for(len(plan.rows)), plan.shape, self._context, seconds)
+            self._costs.note(self._bucket_for(len(plan.rows)), plan.shape, plan.committed_bound, seconds)
 
     def _note_prefill(self, plan: PrefillPlan, seconds: float) -> None:
         self._prefills.note(sum(len(chunk.token_ids) for chunk in plan.chunks), seconds)
