@@ -71,10 +71,13 @@ def test_a_row_decides_and_what_has_none_is_ties(strong_pair, named, monkeypatch
         ({"dtype": "float64"}, "built for float32"),
         ({"attention_backend": "triton"}, "is not exact"),
         ({"enable_lora": True}, "beside adapters was not measured"),
+        ({"exact_sums": "linear"}, "with --exact-sums was not measured"),
     ):
         told = settled(config_of(strong_pair, **options))
         assert told.config.exactness == "ties"
         assert words in told.why
+    looked_up = EngineConfig.of(str(strong_pair.target), device="cpu", speculative_algorithm="NGRAM", exactness="auto")
+    assert settled(looked_up).why == "what it costs with drafts that are looked up was not measured"
     for asked in ("bits", "ties"):
         assert settled(config_of(strong_pair, exactness=asked, dtype="float64")).config.exactness == asked
     monkeypatch.setattr(exactness_table, "_maker", lambda: "Other Maker")
