@@ -163,8 +163,9 @@ def choose(
 
 
 def made_ready(launch: GluonLaunch, numbers: Numbers, k: int, gpu: GpuTraits) -> GluonLaunch:
-    """Another way to cut, as it was measured to be faster where scales are levels or halves: `gate_up` and `down` of
-    Llama-3.1-8B at 128 to 512 rows, an H200. Of blocks of 64 rows nothing was.
+    """Another way to cut, where scales are levels or halves: at 128 to 512 rows of Llama-3.1-8B, an H200, `gate_up`
+    takes 0.90 to 0.93 of its time with levels, and with halves what the plain kernel would take twice. `down` of more
+    than 128 rows with levels took 1.13 to 1.16 with two products ahead; three were not timed, nor blocks of 64 rows.
     """
     block = launch.block_m, launch.block_n
     if block == (128, 256):
