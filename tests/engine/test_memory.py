@@ -337,7 +337,8 @@ def test_an_8b_engine_has_as_many_rows_as_what_requests_have_been_fills(monkeypa
         monkeypatch.setattr(planning, "tokens_of_a_row", lambda folder, dummy: (seen, "as requests have been here"))
     presets = Path(__file__).parents[2] / "benchmarks" / "presets"
     draft = str(presets / "eagle3-llama-3.1-8b")
-    config = EngineConfig(str(presets / "llama-3.1-8b"), draft, load_format="dummy", speculative_policy=policy)
+    fixed = {"load_format": "dummy", "exactness": "ties"}  # `auto` asks the card for its name
+    config = EngineConfig(str(presets / "llama-3.1-8b"), draft, speculative_policy=policy, **fixed)
     planned = planning.plan_engine(config)
     layout, model, budget = planned.layout, planned.target.config, planned.use.budget
     assert layout.max_requests == rows
