@@ -72,7 +72,7 @@ def settled(config: EngineConfig) -> Settled:
     """What a configuration's exactness is. Raises as reading the model's config.json does."""
     if config.exactness != "auto":
         return Settled(config, "as asked")
-    device = compute_device(config.device)
+    ties, device = replace(config, exactness="ties"), compute_device(config.device)
     place = LoadContext(compute_dtype(config.dtype, device), device, 1, shapes=config.shapes)
     target = target_spec(resolve_folder(config.model))
     maker, kind = device_name(device), kind_of(target.config)
@@ -80,29 +80,29 @@ def settled(config: EngineConfig) -> Settled:
     drafted = _drafted(config.speculates)
     if row is None:
         why = f"no row for a {kind} model {drafted} on {maker}"
-        return Settled(replace(config, exactness="ties"), why, _short(maker, kind))
+        return Settled(ties, why, _short(maker, kind))
     partners = _row(maker, kind, not config.speculates)
     if config.disaggregation_slots and (partners is None or partners.cost > MOST_COST):
         why = f"a worker that hands over to it may be {_drafted(not config.speculates)}, and is ties on {maker} then"
-        return Settled(replace(config, exactness="ties"), why, "options")
+        return Settled(ties, why, "options")
     if row.cost > MOST_COST:
         why = f"{kind} models {drafted} on {maker} have {row.measured}, and {MOST_COST} is the most"
-        return Settled(replace(config, exactness="ties"), why, _short(maker, kind))
+        return Settled(ties, why, _short(maker, kind))
     unbuilt = why_not_model(target.config)
     if unbuilt is not None:
-        return Settled(replace(config, exactness="ties"), unbuilt.reason, _short(maker, kind))
+        return Settled(ties, unbuilt.reason, _short(maker, kind))
     problem = unfit_options(config, place)
     if problem is not None:
-        return Settled(replace(config, exactness="ties"), problem.reason, "options")
+        return Settled(ties, problem.reason, "options")
     ranks = SINGLE_RANK if config.tp_size == 1 else PlaceholderRank(config.tp_size)
     place = replace(place, parallel=ranks, packed=packing(config), activations=config.quantize_activations)
     unmeasured = _unmeasured(config, target, place)
     if unmeasured is not None:
         why = f"what it costs {unmeasured} was not measured"
-        return Settled(replace(config, exactness="ties"), why, "options")
+        return Settled(ties, why, "options")
     dearer = why_not_by_libraries(config, target, place) or why_not_by_probes(target, place)
     if dearer is not None:
-        return Settled(replace(config, exactness="ties"), dearer, "probes")
+        return Settled(ties, dearer, "probes")
     why = f"{kind} models {drafted} on {maker} have {row.measured}"
     return Settled(replace(config, exactness="bits"), why, _short(maker, kind))
 

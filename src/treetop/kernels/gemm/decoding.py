@@ -71,7 +71,8 @@ def times(
 
 @jit
 def ready_times(word: Arg, held: Arg, part: constexpr, step: constexpr, form: constexpr) -> Arg:
-    """A part's weights [lines, columns] in bfloat16 of words whose scales are folded or halves; held: [lines, 1]."""
+    """A part's weights [lines, columns] in bfloat16 of words whose scales lie ready, or are powers of two; held:
+    [lines, 1]."""
     scales = tl.broadcast_to(held, word.shape)
     if form == "halves":
         n = moved_number(word, part, "e2m1")
