@@ -8,11 +8,10 @@ import pytest
 from support.command_line import run
 from support.tiny_models import copy_folder
 from treetop.checkpoints import checkpoint
-from treetop.engine.startup.exactness_table import settled
-from treetop.types.config import EngineConfig
+from treetop.engine.startup import exactness, exactness_table
 
 KEYS = {
-    "": "fits problems target draft memory exactness",
+    "": "fits problems target draft memory exactness unprobed",
     "target": "folder architecture layers vocab_size hidden_size max_positions tied_embeddings parameters stored dtype"
     " weight_bytes formats activations own_draft own_head",
     "draft": "folder algorithm layout reasons stored parameters layers vocab_size aux_inputs weight_bytes formats",
@@ -62,12 +61,22 @@ def test_a_pair_that_fits_is_described_by_its_config_and_files(capsys, strong_pa
     out = run(capsys, "inspect", strong_pair.target, DRAFT, strong_pair.head, *PAIR)[1]
     for part in ("target:", "layers: attention", "on disk:", "in memory:", "draft:", "KV pool full", "KV pool draft"):
         assert part in out
-    assert out.splitlines()[-2:] == [f"exactness {report['exactness']}", "it fits"]
-    here = EngineConfig.of(str(strong_pair.target), draft=str(strong_pair.head), device="cpu", context_length=128)
-    assert report["exactness"] == settled(here).config.exactness, "auto, whose table knows this machine or not"
-    for exactness in ("ties", "bits"):
-        asked = looked(capsys, strong_pair.target, DRAFT, strong_pair.head, "--exactness", exactness)
-        assert asked["exactness"] == exactness
+    for name in ("ties", "bits"):
+        asked = looked(capsys, strong_pair.target, DRAFT, strong_pair.head, "--exactness", name)
+        assert (asked["exactness"], asked["unprobed"]) == (name, False)
+
+
+@pytest.mark.parametrize(("maker", "found"), [("GenuineIntel", "bits"), ("Nobody", "ties")])
+def test_what_auto_would_be_is_said_without_a_probe(capsys, strong_pair, monkeypatch, maker, found):
+    """A look takes no seconds of processor time; a start may yet find that something is not exact there."""
+    for probe in ("suffices", "elementwise_problem", "needs_another", "without_exact_call", "found_once"):
+        monkeypatch.setattr(exactness, probe, lambda *_, name=probe: pytest.fail(f"probed {name}"))
+    monkeypatch.setattr(exactness_table, "device_name", lambda device: maker)
+    argv = (strong_pair.target, DRAFT, strong_pair.head)
+    report = looked(capsys, *argv)
+    assert (report["fits"], report["exactness"], report["unprobed"]) == (True, found, found == "bits")
+    said = run(capsys, "inspect", *argv, *PAIR)[1].splitlines()[-2]
+    assert said == f"exactness {found}" + ", if the probes of a start pass" * (found == "bits")
 
 
 def test_a_draft_alone_is_a_draft(capsys, strong_pair):

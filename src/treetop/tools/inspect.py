@@ -141,6 +141,7 @@ class Report:
     """target is None for a draft alone, draft without one, memory if something does not fit, which problems say.
 
     exactness: that would be in force; None where memory is.
+    unprobed: `auto` would be that if the probes of a start pass; nothing is probed here.
     """
 
     fits: bool
@@ -149,6 +150,7 @@ class Report:
     draft: DraftReport | None
     memory: MemoryReport | None
     exactness: Exactness | None = None
+    unprobed: bool = False
 
 
 def inspect(config: EngineConfig) -> Report:
@@ -158,6 +160,7 @@ def inspect(config: EngineConfig) -> Report:
     """
     problems: list[str] = []
     spec = report = draft = memory = exactness = None
+    asked = config.exactness != "auto"
     try:
         folder = resolve_folder(config.model)
         draft = _draft_alone(folder, config)
@@ -178,11 +181,12 @@ def inspect(config: EngineConfig) -> Report:
         problems.append(f"model {config.model}: a draft head, not a target")
     if not problems and report is not None:
         try:
-            engine_plan = plan_engine(config)
+            engine_plan = plan_engine(config, probes=asked)
             memory, exactness = _memory_report(engine_plan.use, config), engine_plan.config.exactness
         except UserError as error:
             problems.append(str(error))
-    return Report(not problems, tuple(problems), report, draft, memory, exactness)
+    unprobed = exactness == "bits" and not asked
+    return Report(not problems, tuple(problems), report, draft, memory, exactness, unprobed)
 
 
 def _draft_alone(folder: Path, config: EngineConfig) -> DraftReport | None:
@@ -324,7 +328,7 @@ def as_text(report: Report) -> str:
     if report.memory is not None:
         lines += _memory_lines(report.memory)
     if report.exactness is not None:
-        lines.append(f"exactness {report.exactness}")
+        lines.append(f"exactness {report.exactness}{', if the probes of a start pass' * report.unprobed}")
     lines += [f"problem: {problem}" for problem in report.problems]
     alone = report.target is None and report.draft is not None
     fits = "a draft head: give it to --speculative-draft-model-path of its target" if alone else "it fits"

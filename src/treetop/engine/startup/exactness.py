@@ -37,16 +37,25 @@ _INTEGERS = "use --exact-sums integers"
 
 
 def chosen_profile(
-    config: EngineConfig, layout: Layout, target: TargetSpec, place: LoadContext, adapters: tuple[LoraFolder, ...] = ()
+    config: EngineConfig,
+    layout: Layout,
+    target: TargetSpec,
+    place: LoadContext,
+    adapters: tuple[LoraFolder, ...] = (),
+    probes: bool = True,
 ) -> Profile:
-    """How a target computes. Raises ConfigError where `--exactness bits` cannot be honoured."""
+    """How a target computes. Raises ConfigError where `--exactness bits` cannot be honoured.
+
+    probes: without them the library's sums count as exact.
+    """
     profile = profile_of(config.exactness, place.device)
-    problem = why_not_exact(config, layout, target, place, adapters) if profile.batch_invariant else None
+    problem = why_not_exact(config, layout, target, place, adapters, probes) if profile.batch_invariant else None
     if problem is not None:
         raise ConfigError(f"--exactness bits: {problem.reason}; {problem.remedy}")
     if profile.products != "one call":
         return profile
-    integers = Integers(config.exact_sums == "integers", _integers(config, target.config))
+    by_integers = config.exact_sums == "integers"
+    integers = Integers(by_integers, _integers(config, target.config) if probes else by_integers)
     return profile_of(config.exactness, place.device, integers)
 
 
@@ -67,12 +76,17 @@ def sums_words(place: LoadContext, products: Iterable[ChosenProduct] = ()) -> li
 
 
 def why_not_exact(
-    config: EngineConfig, layout: Layout, target: TargetSpec, place: LoadContext, adapters: tuple[LoraFolder, ...] = ()
+    config: EngineConfig,
+    layout: Layout,
+    target: TargetSpec,
+    place: LoadContext,
+    adapters: tuple[LoraFolder, ...] = (),
+    probes: bool = True,
 ) -> BackendRefusal | None:
     """What stands against `--exactness bits`; None if nothing does.
 
     Operations but products are probed: on a CPU once a process, on a GPU once a machine. What ranks do together is
-    tried when they have met (`engine.startup.exact_ranks`). adapters: of `--lora-modules`.
+    tried when they have met (`engine.startup.exact_ranks`). adapters: of `--lora-modules`. probes: whether to.
     """
     on_cpu, problem = place.device.type == "cpu", unfit_options(config, place)
     if problem is not None:
@@ -85,6 +99,8 @@ def why_not_exact(
         flag = "--kv-cache-dtype" if config.fp8_kv else "--speculative-draft-kv-cache-dtype"
         reason = "on a GPU only compressed attention (MLA) is exact with K/V in FP8"
         return BackendRefusal(reason, f"{_TIES} or {flag} auto")
+    if not probes:
+        return None
     found = (
         _probed_on_a_cpu(config, target.config)
         if on_cpu
@@ -141,16 +157,20 @@ def _of_device(config: EngineConfig, place: LoadContext) -> BackendRefusal | Non
     return None
 
 
-def why_not_by_libraries(config: EngineConfig, target: TargetSpec, place: LoadContext) -> str | None:
+def why_not_by_libraries(
+    config: EngineConfig, target: TargetSpec, place: LoadContext, probes: bool = True
+) -> str | None:
     """On a CPU, why `bits` would cost more than the library's sums, by which it was measured; None if nothing says so.
 
     Only probes do, and never a timing. Where a mode of the library's might help that this process missed, it is named:
-    a process that began in that mode comes to `bits`, and each is refused where they meet.
+    a process that began in that mode comes to `bits`, and each is refused where they meet. probes: whether to.
     """
     if place.device.type != "cpu":
         return None
     if config.exact_sums == "integers":
         return "sums of integers (--exact-sums) cost more"
+    if not probes:
+        return None
     if needs_another(suffices):  # asked before any probe, for those of `bits` choose the mode
         return "on this machine bits depend on the batch in MKL's own mode, and its strict one costs more"
     found = _no_operations() or _no_chains(target.config)

@@ -68,8 +68,10 @@ class Settled:
     by: str = ""
 
 
-def settled(config: EngineConfig) -> Settled:
-    """What a configuration's exactness is. Raises as reading the model's config.json does."""
+def settled(config: EngineConfig, probes: bool = True) -> Settled:
+    """What a configuration's exactness is, or without probes would be if they passed. Raises as reading the model's
+    config.json does.
+    """
     if config.exactness != "auto":
         return Settled(config, "as asked")
     ties, device = replace(config, exactness="ties"), compute_device(config.device)
@@ -100,7 +102,9 @@ def settled(config: EngineConfig) -> Settled:
     if unmeasured is not None:
         why = f"what it costs {unmeasured} was not measured"
         return Settled(ties, why, "options")
-    dearer = why_not_by_libraries(config, target, place) or why_not_by_probes(target, place)
+    dearer = why_not_by_libraries(config, target, place, probes)
+    if dearer is None and probes:
+        dearer = why_not_by_probes(target, place)
     if dearer is not None:
         return Settled(ties, dearer, "probes")
     why = f"{kind} models {drafted} on {maker} have {row.measured}"

@@ -95,19 +95,20 @@ class EnginePlan:
 
 
 def plan_engine(
-    config: EngineConfig, parallel: Parallel | None = None, expert_ranks: Parallel | None = None
+    config: EngineConfig, parallel: Parallel | None = None, expert_ranks: Parallel | None = None, probes: bool = True
 ) -> EnginePlan:
     """Read the checkpoints' configs, and check every option against them and against the device's memory.
 
-    parallel, expert_ranks: which rank this is; None for the first of ranks that have not met. The plan's configuration
-    says what the given one leaves to device and memory. Raises UserError for what cannot work, before any weight is
+    parallel, expert_ranks: which rank this is; None for the first of ranks that have not met. probes: of `--exactness
+    bits`; without them they count as passed. The plan's configuration says what the given one leaves to device and
+    memory. Raises UserError for what cannot work, before any weight is
     read.
     """
-    config = settled(with_policy(config)).config
+    config = settled(with_policy(config), probes).config
     parallel = parallel or (SINGLE_RANK if config.tp_size == 1 else PlaceholderRank(config.tp_size))
     expert_ranks = expert_ranks or (SINGLE_RANK if config.ep_size == 1 else PlaceholderRank(config.ep_size))
     config = _with_page_size(config, parallel, expert_ranks)
-    engine_plan = _plan_own(config, parallel, expert_ranks)
+    engine_plan = _plan_own(config, parallel, expert_ranks, probes)
     if isinstance(expert_ranks, PlaceholderRank):
         return engine_plan
     exact = int(engine_plan.place.profile.batch_invariant)
@@ -122,7 +123,7 @@ def plan_engine(
     if own == agreed:
         return engine_plan
     config = replace(config, max_running_requests=agreed[0], chunked_prefill_size=agreed[1])
-    return _plan_rows(replace(config, compress_weights=bool(agreed[2])), parallel, expert_ranks)
+    return _plan_rows(replace(config, compress_weights=bool(agreed[2])), parallel, expert_ranks, probes)
 
 
 def _with_page_size(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel) -> EngineConfig:
@@ -142,19 +143,19 @@ def _with_page_size(config: EngineConfig, parallel: Parallel, expert_ranks: Para
     return replace(config, page_size=size)
 
 
-def _plan_own(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel) -> EnginePlan:
+def _plan_own(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel, probes: bool) -> EnginePlan:
     """The plan by this rank's own memory."""
     if config.max_running_requests is not None:
-        return _plan_rows(config, parallel, expert_ranks)
+        return _plan_rows(config, parallel, expert_ranks, probes)
     *many, fewest = ROWS_OF_CPU if compute_device(config.device).type == "cpu" else ROWS_OF_GPU
     tokens, source = tokens_of_a_row(target_spec(resolve_folder(config.model)).folder, config.load_format == "dummy")
     for rows in many:
         with suppress(CapacityError):
-            engine_plan = _plan_rows(replace(config, max_running_requests=rows), parallel, expert_ranks)
+            engine_plan = _plan_rows(replace(config, max_running_requests=rows), parallel, expert_ranks, probes)
             held, need = pool_tokens_at_last(engine_plan), rows * min(engine_plan.layout.max_context, tokens)
             if held >= need:
                 return replace(engine_plan, rows=f"{rows} rows: K/V hold {held} tokens, these need {need}, {source}")
-    engine_plan = _plan_rows(replace(config, max_running_requests=fewest), parallel, expert_ranks)
+    engine_plan = _plan_rows(replace(config, max_running_requests=fewest), parallel, expert_ranks, probes)
     return replace(engine_plan, rows=f"{fewest} rows, the fewest: K/V hold {pool_tokens_at_last(engine_plan)} tokens")
 
 
@@ -170,7 +171,7 @@ def pool_tokens_at_last(engine_plan: EnginePlan) -> int:
     return fit(layout, place.dtype.itemsize, replace(engine_plan.use.budget, allowance=room), None).pool_tokens
 
 
-def _plan_rows(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel) -> EnginePlan:
+def _plan_rows(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel, probes: bool) -> EnginePlan:
     """The plan for a given number of rows."""
     target = target_spec(resolve_folder(config.model))
     config = within_states(config, target.config)
@@ -190,7 +191,7 @@ def _plan_rows(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel)
     dummy = config.load_format == "dummy"
     place = LoadContext(dtype, device, layout.max_positions, dummy, shapes=layout.shapes, parallel=parallel)
     place = replace(place, expert_ranks=expert_ranks, packed=packing(config), activations=config.quantize_activations)
-    place = replace(place, profile=chosen_profile(config, layout, target, place, adapters))
+    place = replace(place, profile=chosen_profile(config, layout, target, place, adapters, probes))
     place = replace(place, fla=uses_fla(config, target.config, place))
     memory, static = memory_of_rank(place), _static_estimate(config, layout, target, draft, place, adapters)
     memory = DeviceMemory(memory.total, memory.free - static)
