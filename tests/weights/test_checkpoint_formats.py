@@ -20,15 +20,18 @@ from support.tiny_models import Pair, copy_folder, save_random_experts, save_ran
 from treetop import LLM, SamplingParams
 from treetop.checkpoints.fingerprint import fingerprint
 from treetop.checkpoints.loader import LoadContext, load_weights, random_weights, weight_bytes
-from treetop.checkpoints.params import cut
+from treetop.checkpoints.params import Param, cut, stay_packed
 from treetop.engine.startup.plan import plan_engine
 from treetop.engine.startup.weight_copies import packing
+from treetop.kernels.gemm.quantized_weight import QuantScheme, factor_apart
+from treetop.kernels.gemm.tiles import tile
 from treetop.models.registry import target_spec
 from treetop.parallel.exchange import ExchangeRank
 from treetop.tools.inspect import as_text, inspect
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CheckpointError, ConfigError
 from treetop.weights.format import CheckpointTensor, Span, read_rows
+from treetop.weights.packed import Packed
 from treetop.weights.plain import UNQUANTIZED
 from treetop.weights.registry import read_formats
 from treetop_debug.model_faults import FORMAT_FAULTS
@@ -413,6 +416,36 @@ def test_memory_is_counted_as_it_is_taken_and_inspect_says_so(name, dequantized,
     options = {"load_format": "dummy", "context_length": 64, "dequantize_weights": dequantized}
     llm = LLM(model=str(folder), draft=None, **options)
     assert len(llm.generate([[5, 6, 7]], greedy(4))[0].token_ids) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scheme", [("e2m1", 16, "times"), ("e2m1", 16, "over"), ("e2m1", 32, "e8m0"), ("int4", 128)])
+def test_scales_that_lie_ready_in_tiles_are_counted(scheme, dtype):
+    """Under `bits` on a GPU, where no sum is cut: of NVFP4 in bfloat16 5 bits a weight, of all else what is loaded."""
+    held = Packed("any", QuantScheme(*scheme))
+    param = Param("any", (128, 256), (), held=held)
+    parts = param.empty(dtype, "cpu")
+    held.fill_random(parts, torch.Generator().manual_seed(0))
+    weight = held.weight(parts)
+    assert tile(weight, dtype).nbytes == param.held_bytes(dtype, whole=True)
+    assert tile(factor_apart(weight), dtype).nbytes == param.held_bytes(dtype)
+    halves = scheme[2:] in (("times",), ("over",)) and dtype == torch.bfloat16
+    assert (8 * param.held_bytes(dtype, whole=True) == 5 * param.numbers) == halves
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4 modelopt"])
+def test_inspect_counts_scales_that_lie_ready(name, pair, tmp_path, monkeypatch):
+    """As on a GPU, which need not be there."""
+    folder, _ = quantized(pair.target, tmp_path / "made", FORMATS[name])
+    monkeypatch.setattr("treetop.tools.inspect.packing", lambda config: "tiles")
+    found = {}
+    for exactness in ("ties", "bits"):
+        options = {"dtype": "bfloat16", "exactness": exactness, "dequantize_weights": False}
+        target = inspect(EngineConfig.of(str(folder), draft=None, device="cpu", **options)).target
+        found[exactness] = target.weight_bytes, sum(size for each, size in target.formats.items() if each != "plain")
+    params = [each for each in stay_packed(target_spec(folder).params, "tiles") if each.held.scheme is not None]
+    assert found["bits"][1] == 5 / 8 * sum(each.numbers for each in params)
+    assert found["bits"][0] - found["ties"][0] == found["bits"][1] - found["ties"][1] > 0
 
 
 def test_quantized_copies_are_other_checkpoints_to_a_hand_over(pair, tmp_path):

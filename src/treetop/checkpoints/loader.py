@@ -193,15 +193,15 @@ def without_memory(params: Sequence[Param], place: LoadContext) -> Weights:
     return Weights(held, place.kernel_context)
 
 
-def weight_bytes(params: Sequence[Param], dtype: torch.dtype) -> int:
-    """What the parameters take."""
-    return sum(format_bytes(params, dtype).values())
+def weight_bytes(params: Sequence[Param], dtype: torch.dtype, whole: bool = False) -> int:
+    """What the parameters take. whole: as `Param.held_bytes` has it."""
+    return sum(format_bytes(params, dtype, whole).values())
 
 
-def format_bytes(params: Sequence[Param], dtype: torch.dtype) -> dict[str, int]:
+def format_bytes(params: Sequence[Param], dtype: torch.dtype, whole: bool = False) -> dict[str, int]:
     """What the parameters of each format take, by its name, and whether they are decoded."""
     found = Counter[str]()
     for param in params:
         decoded = param.held == UNQUANTIZED and param.stored.name != param.held.name
-        found[f"{param.stored.name} decoded" if decoded else param.held.name] += param.held_bytes(dtype)
+        found[f"{param.stored.name} decoded" if decoded else param.held.name] += param.held_bytes(dtype, whole)
     return dict(found)

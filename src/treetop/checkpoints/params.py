@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from treetop.kernels.gemm.scale_forms import more_as_halves
 from treetop.types.errors import CheckpointError, ConfigError
 from treetop.types.parallel import SINGLE_RANK, ExpertPart, Parallel, expert_part
 from treetop.weights.format import CheckpointTensor, HeldFormat, Packing, ParameterSpec, Span, StoredFormat, TensorSpec
@@ -67,9 +68,10 @@ class Param:
             dtype = torch.promote_types(dtype, torch.float32)
         return self.held.parts(self.shape, dtype)
 
-    def held_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes in memory."""
-        return sum(prod(each.shape) * each.dtype.itemsize for each in self.parts(dtype).values())
+    def held_bytes(self, dtype: torch.dtype, whole: bool = False) -> int:
+        """Bytes in memory. whole: in tiles, of products that cut no sum; scales of two levels then lie ready."""
+        more = more_as_halves(self.held.scheme, self.shape, dtype) if whole and self.held.scheme is not None else 0
+        return more + sum(prod(each.shape) * each.dtype.itemsize for each in self.parts(dtype).values())
 
     def empty(self, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
         """Memory for it."""

@@ -44,7 +44,7 @@ class LayerKind:
 class TargetReport:
     """stored: what is on disk.
     dtype: what it computes in.
-    weight_bytes: in memory, of the target alone.
+    weight_bytes: in memory, of the target alone, at most.
     formats: of these bytes, those in each format.
     activations: which products quantize their inputs; None if none do.
     own_draft: the algorithm that the folder's own draft layers need; None if it has none.
@@ -217,6 +217,7 @@ def _draft_report(folder: Path, target: TargetSpec | None, config: EngineConfig)
 
 def _target_report(spec: TargetSpec, config: EngineConfig) -> TargetReport:
     of, params = spec.config, stay_packed(spec.params, packing(config), config.quantize_activations)
+    held = format_bytes(params, _dtype(config), config.exactness == "bits" and packing(config) == "tiles")
     return TargetReport(
         folder=str(spec.folder),
         architecture=read_config(spec.folder)["architectures"][0],
@@ -228,8 +229,8 @@ def _target_report(spec: TargetSpec, config: EngineConfig) -> TargetReport:
         parameters=sum(param.numbers for param in spec.params),
         stored=stored_files(spec.folder),
         dtype=_name(_dtype(config)),
-        weight_bytes=weight_bytes(params, _dtype(config)),
-        formats=format_bytes(params, _dtype(config)),
+        weight_bytes=sum(held.values()),
+        formats=held,
         activations=about_activations(params),
         own_draft=_own_draft(spec.folder),
         own_head=spec.about_head(),

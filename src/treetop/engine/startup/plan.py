@@ -469,7 +469,7 @@ def _static_estimate(
 ) -> int:  # fmt: skip
     """Bytes of weights, tables and buffers, from their shapes: no less than that will be taken."""
     dtype = place.dtype
-    weights = weight_bytes(place.own(target.params), dtype)
+    weights = weight_bytes(place.own(target.params), dtype, place.packed == "tiles" and place.profile.batch_invariant)
     if draft is not None:
         weights += weight_bytes(place.own(draft.params), dtype) + draft.derived * dtype.itemsize
     made: list[int] = []

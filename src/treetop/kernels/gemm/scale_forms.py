@@ -13,11 +13,12 @@ Where a scale is zero, levels and halves say nothing of it, and numbers are zero
 
 from dataclasses import replace
 from functools import cache
+from math import prod
 
 import torch
 from torch import Tensor
 
-from treetop.kernels.gemm.quantized_weight import QuantizedWeight, scales_of
+from treetop.kernels.gemm.quantized_weight import QuantizedWeight, QuantScheme, scales_of
 
 _PIECE = 2**24
 """Scales that are made ready together."""
@@ -86,6 +87,16 @@ def halves(weight: QuantizedWeight) -> Tensor | None:
         half = bits - _LESS + torch.where(up, 0x4000, torch.where(down, 0xC000, 0))
         made.append(torch.where(scale == 0, 0, half).to(torch.int32))
     return torch.cat(made).view(scales.shape)
+
+
+def more_as_halves(scheme: QuantScheme, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes that scales of a weight [..., lines, columns] take more as halves, of 16 bits, than as codes of 8 and a
+    factor a line, in tiles for products in `dtype`; 0 where they are none. Where one is out of range, halves are not
+    taken.
+    """
+    if scheme.scales not in ("times", "over") or dtype != torch.bfloat16:
+        return 0
+    return prod(shape[:-1]) * (scheme.groups_of(shape[-1]) - 4)
 
 
 def of_one_level(weight: QuantizedWeight) -> QuantizedWeight:
