@@ -96,6 +96,8 @@ def test_a_step_is_one_graph(strong_pair, plainly):
     assert [(key.prompts, key.block) for key in at_start] == sorted(layout.prefill_sizes, key=lambda size: -size[0])
     assert recorder.recorded[0] == RoundKey(4, llm.config.shape, SamplingMode.GREEDY)
     assert recorder.recorded[1] == at_start[0]
+    assert graphs.num_prefills == len(at_start)
+    assert 0 < graphs.prefill_seconds < graphs.seconds
     before = len(graphs)
     got, sizes = run(llm, prompts, params, random.Random(1))
     assert got == expected
@@ -108,6 +110,19 @@ def test_a_step_is_one_graph(strong_pair, plainly):
         "where PyTorch draws, filters are a graph of their own"
     )
     assert len(graphs) <= num_captured(layout, llm.engine.runner.state.choices, True, filters_apart=True)
+
+
+def test_a_start_says_what_prefill_steps_took(strong_pair, caplog, monkeypatch):
+    """Where shapes are chosen rows may lose their draft, so there are twice as many."""
+    chosen = {"speculative_policy": "auto", "speculative_shapes": "2,1,3"}
+    llm = build(strong_pair, SHAPE, **OPTIONS, **chosen)
+    llm.engine.launcher = graphs = CudaGraphs(llm.engine.runner, FakeRecorder())
+    monkeypatch.setattr("treetop.engine.engine._SAMPLED_S", 0.0)
+    with caplog.at_level("INFO", logger="treetop"):
+        llm.engine._start_up()
+    said = [record.getMessage() for record in caplog.records if "prefill steps" in record.getMessage()]
+    count = 2 * len(llm.engine.layout.prefill_sizes)
+    assert said == [f"start: of this {count} prefill steps took {graphs.prefill_seconds:.1f} s"]
 
 
 def test_rows_without_a_draft_and_retracted_ones_get_the_same(strong_pair, plainly):

@@ -78,7 +78,7 @@ class CudaRecorder:
 class CudaGraphs:
     """Captures on a batch of dummy rows, which leaves no trace in any state.
 
-    seconds: what capturing took so far.
+    seconds: what capturing took so far. prefill_seconds: of these, prefill steps alone.
     memory: what those at a start took; None before.
     """
 
@@ -91,7 +91,7 @@ class CudaGraphs:
         self.memory: GraphMemory | None = None
         self._recorder = recorder or CudaRecorder()
         self._graphs: dict[RoundKey, tuple[Graph, ...]] = {}
-        self.seconds = 0.0
+        self.seconds = self.prefill_seconds = 0.0
 
     def __len__(self) -> int:
         return sum(map(len, self._graphs.values()))
@@ -127,6 +127,11 @@ class CudaGraphs:
                 for phase, run in phases_of(self._runner, key).items()
             }
         return {phase: graph.replay for phase, graph in graphs.items()}
+
+    @property
+    def num_prefills(self) -> int:
+        """Captured prefill steps, with drafts and without."""
+        return sum(not _has_rows(key) for key in self._graphs)
 
     def capture_all(self) -> None:
         """Capture greedy rounds of each coarse bucket, and of every one where shapes are chosen; a progress bar shows
@@ -184,6 +189,7 @@ class CudaGraphs:
             Progress(console=Console(stderr=True), transient=True, disable=hidden) as progress,
         ):
             for place in progress.track(missing, description="capturing graphs"):
+                began_s = time.perf_counter()
                 if place.prompts:
                     runner.buffers.prompts.clear(place.prompts, place.block, runner.layout.dummy_row)
                 if place.mixed:  # what its EXTEND reads is written between its graphs
@@ -191,6 +197,7 @@ class CudaGraphs:
                 self._graphs[place] = tuple(
                     self._recorder.record(partial(run, runner, place, max_kv_len)) for run in parts_of(runner, place)
                 )
+                self.prefill_seconds += 0.0 if _has_rows(place) else time.perf_counter() - began_s
 
     def _captured(self, key: RoundKey) -> tuple[Graph, ...]:
         place = _place(self._runner.ops.filters_apart, key)

@@ -258,6 +258,8 @@ class Engine:
             with stage("capturing graphs"):
                 self.launcher.capture_all()
                 self.launcher.capture_sampled(_SAMPLED_S)
+            if prefills := self.launcher.num_prefills:
+                log.info("start: of this %d prefill steps took %.1f s", prefills, self.launcher.prefill_seconds)
             self._check_graphs(self.launcher)
         if self.config.check_level >= 1:
             with stage("self-tests"):
