@@ -31,11 +31,12 @@ INTERPRET := TRITON_INTERPRET=1 $(PYTEST) tests/kernels
 
 # Two sessions, of tests marked $(1), with $(3) in the environment, and of $(2), interpreted: its one process fills the waits
 # of the other's, and what it says comes last. Both always run to their end; it fails if one does.
-SESSIONS = mkdir -p build; failed=0; \
-	$(INTERPRET) -n 1 -m "$(2)" >build/interpreted.log 2>&1 & beside=$$!; \
+INTERPRETED_LOG := build/interpreted.log
+SESSIONS = mkdir -p $(dir $(INTERPRETED_LOG)); failed=0; \
+	$(INTERPRET) -n 1 -m "$(2)" >$(INTERPRETED_LOG) 2>&1 & beside=$$!; \
 	$(3) $(PYTEST) -m "$(1)" || failed=1; \
 	wait $$beside || failed=1; \
-	cat build/interpreted.log; \
+	cat $(INTERPRETED_LOG); \
 	exit $$failed
 
 test: $(DEV)

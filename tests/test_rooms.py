@@ -120,12 +120,17 @@ def sessions_of(target: str, folder: Path, failing: str) -> tuple[list[tuple[boo
     """
     python, log = folder / "python", folder / "log"
     python.write_text(
-        f'#!/bin/sh\necho "$TRITON_INTERPRET|$*" >>{log}\n[ "$TRITON_INTERPRET" != "{failing}" ]\n', encoding="utf-8"
+        f'#!/bin/sh\necho "$TRITON_INTERPRET|$*" >>{log}\necho "said by $TRITON_INTERPRET"\n'
+        f'[ "$TRITON_INTERPRET" != "{failing}" ]\n',
+        encoding="utf-8",
     )
     python.chmod(0o755)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = ["make", "-s", target, f"BIN={folder}", "DEV="]
+    own_log = folder / "interpreted.log"  # that of the session which runs this test is still written to
+    command = ["make", "-s", target, f"BIN={folder}", "DEV=", f"INTERPRETED_LOG={own_log}"]
     done = subprocess.run(command, cwd=TESTS.parent, env=environment, check=False, capture_output=True, text=True)
+    assert own_log.read_text(encoding="utf-8") == "said by 1\n"
+    assert done.stdout.splitlines() == ["said by ", "said by 1"], "what the interpreted session says comes last"
     found = []
     for line in log.read_text(encoding="utf-8").splitlines():
         interprets, _, rest = line.partition("|")
