@@ -6,18 +6,21 @@
     python benchmarks/attention.py --tune        tunes Triton's launches; writes kernels/attention/attention_config.json
     python benchmarks/attention.py --exact --unchecked     what is exact against Triton, and one long row among others
     python benchmarks/attention.py --write-table --shapes prefill --unchecked     the classes of prefill alone
+    python benchmarks/attention.py --write-table --shapes sparse       those of rounds of sparse attention (DSA) alone
 
 Every shape's result is compared with a dense float32 reference before it is timed, and again after the last replay.
 One graph holds the calls of many layers, each with K/V of its own, so that nothing is read from the L2 cache that an
 engine would not find there. As in a round, a rotation comes before each call, and the time is what a call adds to it.
 Floor: the bytes that must move over this machine's own copy bandwidth, or the operations over its own bf16 matrix rate,
 whichever is larger. Tables grow: with `--missing` only classes that they lack are measured, and `--limit-s` ends a run
-early with what it has. A table is of one GPU: on another one `--replace` begins it anew.
+early with what it has. A table is of one GPU: on another one `--replace` begins it anew. Each time that is added to the
+table of `auto` says its day and commit.
 """
 
 import argparse
 import itertools
 import platform
+import shlex
 import time
 import traceback
 from dataclasses import asdict, replace
@@ -43,13 +46,15 @@ from attention_cases import (
     relative_error,
     shapes_to_check,
     shapes_to_time,
+    sparse_shapes,
 )
 from frame import (
     DEVICE,
+    add_runs,
     classes_of,
+    commit_of_tree,
     copy_bytes_per_s,
     end_with,
-    join_backends,
     machine_of,
     matrix_operations_per_s,
     parser_of,
@@ -194,16 +199,17 @@ def replays_for(case: Case, floor_us: float) -> int:
 
 
 def classes_of_auto() -> list[Shape]:
-    """The classes that `auto` is given: Llama-3.1-8B's heads, decoding and trees by context limit, and prefill."""
+    """The classes that `auto` is given: Llama-3.1-8B's heads, decoding and trees by context limit, and prefill; and
+    rounds of sparse attention."""
     shapes = []
     sizes = itertools.product(LENGTHS.items(), (1, 8, 32, 4, 16, 64), (16, 8, 1, 4, 32, 64))
     for (limit, (length, *_)), rows, n in sizes:
         if rows * length <= 131072:
             shapes.append(Shape("tree" if n > 1 else "plain", rows, n, length, n, max_kv_len=limit))
-    return shapes + prefill_shapes()
+    return sparse_shapes() + shapes + prefill_shapes()
 
 
-def write_choices(timed: list[dict[str, Any]], tried: list[str], arguments: list[str]) -> None:
+def write_choices(timed: list[dict[str, Any]], tried: list[str], arguments: list[str], commit: str | None) -> None:
     classes = {
         row["class"]: {
             name: {"us": round(figures["us"], 2), "plan_us": round(figures["plan_us"], 1)}
@@ -213,24 +219,25 @@ def write_choices(timed: list[dict[str, Any]], tried: list[str], arguments: list
         for row in timed
         if auto.FALLBACK in row["backends"]
     }
-    write_classes(CHOICES, command_of(arguments), join_backends(classes_of(CHOICES), classes, tried))
+    add_runs(CHOICES, command_of(arguments), commit or commit_of_tree(), classes, tried)
 
 
 def command_of(arguments: list[str]) -> str:
-    return " ".join(["python benchmarks/attention.py", *arguments])
+    return " ".join(["python benchmarks/attention.py", shlex.join(arguments)])
 
 
 def options_of(arguments: list[str]) -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--json", metavar="FILE", help="write the results here instead of stdout")
-    parser.add_argument("--shapes", default="tree,prefix,plain,draft,prefill", help="kinds of them, comma-separated")
+    parser.add_argument("--shapes", default="tree,prefix,plain,draft,prefill,sparse", help="kinds, comma-separated")
     parser.add_argument(
-        "--backends", default="triton,fa3,flashinfer,fa4", help="comma-separated; those refused are left out"
+        "--backends", default="triton,fa3,flashinfer,fa4,gluon", help="comma-separated; those refused are left out"
     )
     parser.add_argument("--missing", action="store_true", help="only classes that the table lacks")
     parser.add_argument("--fp8", action="store_true", help="K/V in FP8")
     parser.add_argument("--unchecked", action="store_true", help="check no ragged batches before: only what is timed")
     parser.add_argument("--replace", action="store_true", help="forget a table's classes of another GPU")
+    parser.add_argument("--commit", help="what is measured, as the table of `auto` names it; by default git's commit")
     parser.add_argument("--limit-s", type=float, default=1e9, help="begin no shape after this many seconds")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true", help="check results, with diagnostics, and time nothing")
@@ -273,7 +280,7 @@ def main(arguments: list[str]) -> int:
     shapes = [shape for shape in shapes if shape.call.shape_class not in known]
     timed = time_all(backends, shapes, end)
     if options.write_table:
-        write_choices(timed, backends.names, arguments)
+        write_choices(timed, backends.names, arguments, options.commit)
     versions = {"python": platform.python_version(), "triton": triton.__version__}
     machine = {**machine_of(), "host": platform.machine(), **versions}
     write_report({"machine": machine, "wrong": wrong, "timed": timed}, options.json)

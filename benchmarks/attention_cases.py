@@ -17,7 +17,7 @@ from treetop.attention.contract import AttentionBackend, TailKV
 from treetop.attention.library_backend import LibraryPlan
 from treetop.kernels.attention.attention import paged_attention, paged_attention_reference
 from treetop.kernels.attention.attention_config import CallShape
-from treetop.kernels.attention.metadata import AttentionMetadata
+from treetop.kernels.attention.metadata import AttentionMetadata, SparseKeys
 from treetop.kernels.fused import rotate_and_write
 from treetop.kernels.kv import PagedKV, PageTable, encoded
 from treetop.kernels.tree.tree import ancestor_mask
@@ -37,9 +37,10 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
 @dataclass(frozen=True)
 class Shape:
-    """One call. kind: tree, plain or draft (prefix and tail), prefix (no tail), prefill (causal, in the pages).
+    """One call. kind: tree, plain, draft or sparse (prefix and tail), prefix (no tail), prefill (causal, in the pages).
 
-    fp8: K/V are in it.
+    fp8: K/V are in it. latent: of planes that are key and value, their first numbers. index_dim: what lies beside the
+    head_dim numbers of a plane for an indexer; top_k: how many keys it has chosen for each query, each by itself.
     """
 
     kind: str
@@ -57,6 +58,9 @@ class Shape:
     max_kv_len: int | None = None
     longest: int | None = None
     fp8: bool = False
+    latent: int | None = None
+    index_dim: int = 0
+    top_k: int = 0
 
     @property
     def longest_len(self) -> int:
@@ -71,7 +75,10 @@ class Shape:
     @property
     def need(self) -> Need:
         """What an engine with such layers asks of a backend."""
-        group = GroupNeed(FULL, self.heads, self.kv_heads, self.head_dim, self.window)
+        width, top_k = self.head_dim + self.index_dim, self.top_k
+        group = GroupNeed(
+            FULL, self.heads, self.kv_heads, width, self.window, self.latent, top_k, index_dim=self.index_dim
+        )
         rows, queries = (0, 0) if self.kind == "prefill" else (self.rows, self.n)
         return Need(self.dtype, DEVICE, self.page_size, (group,), rows=rows, queries=queries, fp8_kv=self.fp8)
 
@@ -79,13 +86,29 @@ class Shape:
     def call(self) -> CallShape:
         group, causal = self.heads // self.kv_heads, self.kind == "prefill"
         size = self.dtype.itemsize
-        return CallShape(self.rows, self.n, self.kv_heads, group, self.head_dim, size, self.capacity, causal)
+        return CallShape(
+            self.rows, self.n, self.kv_heads, group, self.head_dim, size, self.capacity, causal, self.top_k
+        )
+
+    @property
+    def planes(self) -> int:
+        return 2 if self.latent is None else 1
+
+    @property
+    def stored(self) -> int:
+        """Keys in the pages of a layer."""
+        return self.rows * self.prefix_len + self.longest_len - self.prefix_len
+
+    @property
+    def page_bytes(self) -> int:
+        """Of the pages of a layer."""
+        return self.stored * self.planes * self.kv_heads * (self.head_dim + self.index_dim) * self.kv_itemsize
 
     @property
     def kv_bytes(self) -> int:
-        """K/V of one layer's pages that a call reads."""
-        keys = self.rows * self.prefix_len + self.longest_len - self.prefix_len
-        return keys * 2 * self.kv_heads * self.head_dim * self.kv_itemsize
+        """K/V of one layer's pages that a call reads: of chosen keys those that any query of a row may have."""
+        keys = min(self.stored, self.rows * self.n * self.top_k) if self.top_k else self.stored
+        return keys * self.planes * self.kv_heads * self.head_dim * self.kv_itemsize
 
     @property
     def kv_itemsize(self) -> int:
@@ -94,17 +117,21 @@ class Shape:
     @property
     def bytes(self) -> int:
         """What a call must read and write once."""
-        queries = 2 * self.rows * self.n * self.heads * self.head_dim
-        tail = 2 * self.rows * self.tail * self.kv_heads * self.head_dim
+        queries = self.rows * self.n * self.heads * (self.head_dim + self.value_dim)
+        tail = self.planes * self.rows * self.tail * self.kv_heads * self.head_dim
         return self.kv_bytes + queries * self.dtype.itemsize + tail * self.kv_itemsize
 
     @property
     def operations(self) -> int:
         """Multiplications and additions of both products."""
-        seen = self.prefix_len + self.tail
+        seen = min(self.prefix_len, self.top_k or self.prefix_len) + self.tail
         if self.kind == "prefill":
             seen = self.prefix_len - (self.n - 1) // 2
-        return 4 * self.rows * self.n * seen * self.heads * self.head_dim
+        return 2 * self.rows * self.n * seen * self.heads * (self.head_dim + self.value_dim)
+
+    @property
+    def value_dim(self) -> int:
+        return self.latent or self.head_dim
 
 
 def shapes_to_time() -> list[Shape]:
@@ -158,8 +185,20 @@ def prefill_shapes() -> list[Shape]:
     return sorted(shapes, key=lambda shape: shape.operations)
 
 
+def sparse_shape(heads: int, keys: int, rows: int, n: int) -> Shape:
+    """A round of sparse attention (DSA) as DeepSeek-V3.2 (128 heads) and GLM-5 (64) have it."""
+    whole = Shape("sparse", rows, n, keys, n, heads, 1, 576, 64)
+    return replace(whole, max_kv_len=keys, latent=512, index_dim=128, top_k=2048)
+
+
+def sparse_shapes() -> list[Shape]:
+    """Plain rounds and trees, those of 8k keys first."""
+    sizes = itertools.product((8192, 32768), (8, 1, 32), (1, 16, 4), (128, 64))
+    return [sparse_shape(heads, keys, rows, n) for keys, rows, n, heads in sizes]
+
+
 def shapes_to_check() -> Iterator[Shape]:
-    """Ragged batches with a padding row, across dtypes, windows, head widths and page sizes."""
+    """Ragged batches with a padding row, across dtypes, windows, head widths and page sizes; keys that are chosen."""
     base = Shape("tree", 5, 11, 700, 11, ragged=True)
     for dtype in TOLERANCE:
         for window in (None, 100):
@@ -170,6 +209,9 @@ def shapes_to_check() -> Iterator[Shape]:
     yield replace(base, n=64, tail=64, head_dim=256, heads=8, kv_heads=4)
     yield replace(base, n=1, tail=1, rows=40)
     yield replace(base, kind="prefill", n=300, tail=0, prefix_len=3000, rows=2)
+    for heads, n in ((128, 1), (64, 16), (20, 5)):
+        for dtype in (torch.bfloat16, torch.float16):
+            yield replace(sparse_shape(heads, 3000, 5, n), ragged=True, dtype=dtype)
 
 
 @dataclass
@@ -233,18 +275,19 @@ def build(shape: Shape, num_layers: int) -> Case:
         minimum = s.n if s.kind == "prefill" else 0
         kv_len[:-1] = torch.randint(minimum, s.prefix_len + 1, (s.rows - 1,), device=DEVICE)
         kv_len[-1] = 0
-    pages = (num_pages * p, 2, s.kv_heads, s.head_dim)
-    scales = torch.rand((2, s.kv_heads), device=DEVICE) / 16 + 1 / 16 if s.fp8 else None
+    pages = (num_pages * p, s.planes, s.kv_heads, s.head_dim + s.index_dim)
+    scales = torch.rand((s.planes, s.kv_heads), device=DEVICE) / 16 + 1 / 16 if s.fp8 else None
     layers = []
     for _ in range(num_layers):
         data = torch.randn(pages, dtype=s.dtype, device=DEVICE)
         data[:p] = 0
-        layers.append(PagedKV(encoded(data, scales), scales=scales))
+        layers.append(PagedKV(encoded(data, scales), s.latent, s.index_dim, scales))
     fused = torch.randn(s.rows, s.n, s.heads + 2 * s.kv_heads, s.head_dim, dtype=s.dtype, device=DEVICE)
-    q = fused[:, :, : s.heads]  # as it leaves the projection
+    q = fused[:, :, : s.heads]  # as it leaves the projection; of compressed attention, as `write_latent` makes it
+    q = q if s.latent is None else q.contiguous()
     columns_of_q = torch.arange(s.n, device=DEVICE)
-    columns_of_tail = torch.randn(s.rows, s.tail, 2, s.kv_heads, s.head_dim, dtype=s.dtype, device=DEVICE)
-    tail = TailKV(encoded(columns_of_tail, scales), scales=scales)
+    columns_of_tail = torch.randn((s.rows, s.tail, *pages[1:]), dtype=s.dtype, device=DEVICE)
+    tail = TailKV(encoded(columns_of_tail, scales), s.latent, s.index_dim, scales)
     made = partial(AttentionMetadata, Phase.VERIFY, PageTable(FULL, table), rows, kv_len, s.capacity, p)
     if s.kind == "prefill":
         positions = (kv_len - s.n).clamp(min=0)[:, None] + columns_of_q
@@ -259,7 +302,22 @@ def build(shape: Shape, num_layers: int) -> Case:
         depth = ancestor_mask(picks.long(), s.tail).sum(dim=2) - 1
         spots = kv_len[:, None] + depth
         metadata = made(spots[:, -s.n :], s.window, spots, mask)
+    if s.top_k:
+        metadata = replace(metadata, chosen=chosen_at_random(s, kv_len, metadata.mask))
     return Case(s, q, layers, metadata, tail, rotation(s))
+
+
+def chosen_at_random(s: Shape, kv_len: Tensor, mask: Tensor | None) -> SparseKeys:
+    """Of each query by itself, so that those of a row share few: all columns of the tail that it sees, and no more of
+    the prefix than `top_k`. The rest of a list is what an indexer may leave there."""
+    order = torch.rand((s.rows, s.n, s.prefix_len), device=DEVICE)
+    order = order.masked_fill_(torch.arange(s.prefix_len, device=DEVICE) >= kv_len[:, None, None], 2.0)
+    first = order.argsort(2)[..., : s.top_k]
+    first = first.where(first < kv_len[:, None, None], s.prefix_len).sort(2)[0].to(torch.int32)
+    positions = first.new_full((s.rows, s.n, s.top_k), s.prefix_len)
+    positions[..., : first.shape[2]] = first
+    count = kv_len.clamp(max=s.top_k).to(torch.int32)[:, None].expand(s.rows, s.n).contiguous()
+    return SparseKeys(positions, count, mask)
 
 
 def rotation(s: Shape) -> Callable[[], object]:
@@ -273,11 +331,11 @@ def rotation(s: Shape) -> Callable[[], object]:
 
 def reference(case: Case, layer: PagedKV) -> Tensor:
     """Dense attention in float32 of the queries that are compared, a row at a time."""
-    s, metadata, at = case.shape, case.metadata, case.compared
+    s, metadata, at, chosen = case.shape, case.metadata, case.compared, case.metadata.chosen
     outs = []
     for i in range(s.rows):
         one = slice(i, i + 1)
-        tail = case.tail.data[one] if s.kind not in ("prefill", "prefix") else None
+        tail = case.tail.planes[one] if s.kind not in ("prefill", "prefix") else None
         mine = replace(
             metadata,
             rows=metadata.rows[one],
@@ -286,9 +344,11 @@ def reference(case: Case, layer: PagedKV) -> Tensor:
             positions=metadata.positions[one][:, at],
             tail_positions=None if metadata.tail_positions is None else metadata.tail_positions[one],
             mask=None if metadata.mask is None else metadata.mask[one],
+            chosen=None if chosen is None else SparseKeys(chosen.positions[one], chosen.count[one], None),
         )
         q = case.q[one][:, at].to(torch.float32)
-        outs.append(paged_attention_reference(q, layer.data, mine, tail, s.head_dim**-0.5, scales=layer.scales)[0])
+        out = paged_attention_reference(q, layer.planes, mine, tail, s.head_dim**-0.5, scales=layer.scales)[0]
+        outs.append(out[..., : s.value_dim])
     return torch.cat(outs)
 
 
@@ -324,7 +384,7 @@ def memory_bytes(shape: Shape) -> int:
     """What measuring a shape takes, about: pages, projections and results, and the reference's scores of a row."""
     queries = shape.rows * shape.n * (shape.heads + 2 * shape.kv_heads) * shape.head_dim * shape.dtype.itemsize
     scores = 4 * min(shape.n, MAX_COMPARED) * shape.longest_len * shape.heads
-    return num_layers_for(shape) * shape.kv_bytes + 4 * queries + 6 * scores
+    return num_layers_for(shape) * shape.page_bytes + 4 * queries + 6 * scores
 
 
 @dataclass(frozen=True)

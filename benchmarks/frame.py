@@ -6,7 +6,9 @@ import itertools
 import json
 import multiprocessing
 import os
+import shutil
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -174,6 +176,36 @@ def classes_of(path: Path) -> Table:
     table = json.loads(path.read_text(encoding="utf-8"))
     found: Table = table["classes"] if table["gpu"] == torch.cuda.get_device_name() else {}
     return found
+
+
+def commit_of_tree() -> str:
+    """What git calls this tree."""
+    asked = ["git", "describe", "--always", "--dirty=, changed", "--exclude=*"]
+    if shutil.which(asked[0]) is None:
+        return "a tree without git"
+    found = subprocess.run(asked, cwd=PRESETS, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "a tree without git"
+
+
+def add_runs(path: Path, command: str, commit: str, new: Table, tried: Collection[str]) -> None:
+    """Put timings by class and backend into a committed table, each with the run that it is of: its day and `commit`.
+
+    Whatever else the table has, its own day included, stays. tried: backends that the run measured, see
+    `join_backends`. A table of another GPU begins anew.
+    """
+    run, old = f"{datetime.date.today().isoformat()}, {commit}", classes_of(path)
+    dated = {name: {each: {**timing, "run": run} for each, timing in row.items()} for name, row in new.items()}
+    if not new or not old:
+        return write_classes(path, command, dated) if new else None
+    head = json.loads(path.read_text(encoding="utf-8"))
+    head.pop("classes")
+    commands = head.setdefault("runs", {}).setdefault(run, [])
+    if command not in commands:
+        commands.append(command)
+    classes = join_backends(old, dated, tried)
+    path.write_text(text_of(head, classes), encoding="utf-8")
+    tell(f"wrote {path}: {len(new)} of {len(classes)} classes")
+    return None
 
 
 def write_classes(path: Path, command: str, classes: Table) -> None:

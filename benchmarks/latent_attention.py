@@ -212,7 +212,7 @@ class Case:
 
     def gluon_us(self) -> tuple[float, float]:
         """Of our kernels in Gluon, in the place of the Triton kernel: over all keys, and over the chosen ones."""
-        group = GroupNeed(FULL, self.shape.heads, 1, PLANE, latent=RANK, sparse=True)
+        group = GroupNeed(FULL, self.shape.heads, 1, PLANE, latent=RANK, top_k=self.shape.top_k)
         backend = make_backend("gluon", Need(torch.bfloat16, DEVICE, self.shape.page, (group,)))
         found = []
         for metadata in (self.metadata, self.chosen):

@@ -149,7 +149,7 @@ def need_of(*groups, page=64, **changes):
         (need_of(DENSE), "compressed attention (MLA) alone, and no layer here has that; use --attention-backend"),
         (need_of(replace(LATENT, head_dim=288, latent=256)), "latents 256 wide"),
         (need_of(replace(LATENT, head_dim=640)), "part with RoPE is 128 wide, and it has no kernel"),
-        (need_of(replace(LATENT, sparse=True)), "no kernel for sparse attention"),
+        (need_of(replace(LATENT, top_k=2048)), "no kernel for sparse attention"),
         (need_of(LATENT, fp8_kv=True), "no K/V in FP8; use --kv-cache-dtype auto"),
         (need_of(LATENT, dtype=torch.float32), "not in float32; use --dtype bfloat16"),
     ],

@@ -217,7 +217,7 @@ def test_what_cannot_be_is_refused_by_name(pair):
     )
     cpu = torch.device("cpu")
     for sparse, able in ((True, False), (False, True)):
-        group = GroupNeed(FULL, 4, 1, 26, latent=20, sparse=sparse)
+        group = GroupNeed(FULL, 4, 1, 26, latent=20, top_k=9 if sparse else 0)
         found = refusal(NAME, Need(torch.float32, cpu, groups=(group,)))
         assert (found is None) is able
         assert able or "no kernel for sparse attention" in found.reason

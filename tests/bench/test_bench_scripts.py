@@ -7,17 +7,23 @@ import sys
 from argparse import Namespace
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from datetime import date
 from importlib import resources
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from treetop import LLM
+from treetop.attention.auto import Timing, call_of, choose
+from treetop.kernels.attention.latent_attention import latent_attention_reference
 from treetop.kernels.gemm import skinny_gemm as kernels
 from treetop.kernels.gemm.ordered_weights import OrderedLaunch, decode
 from treetop.kernels.gemm.skinny_gemm import load_table
 from treetop.kernels.triton_guard import GpuTraits
+from treetop.kernels.tuning import read_table
 from treetop.types.errors import InputError
 from treetop_debug.servers import Stream
 
@@ -85,6 +91,77 @@ def test_the_committed_tables_are_as_the_benchmark_writes_them(script, package, 
     table = json.loads(text)
     classes = table.pop("classes")
     assert script("frame").text_of(table, classes) == text
+
+
+def test_a_run_adds_its_classes_and_leaves_the_day_and_the_lines_of_all_others(script, monkeypatch, tmp_path):
+    """To a copy of the committed table: each new time says its run, the table each run's commands; what a run measures
+    again is of that run; one that measured nothing writes nothing."""
+    tables, path = script("frame"), tmp_path / "choices.json"
+    path.write_bytes(CHOICES.read_bytes())
+    before = json.loads(path.read_text(encoding="utf-8"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: before["gpu"])
+    monkeypatch.setattr(tables.datetime, "date", SimpleNamespace(today=lambda: date(2031, 2, 3)))
+    name, known = "tail h1x64x576e2c7 rows1 n1 keys64", "tail h1x16x576e2 rows1 n1 keys8192"
+    new = {name: {"triton": {"us": 3.0, "plan_us": 0.0}}, known: {"gluon": {"us": 9.0, "plan_us": 0.0}}}
+    tables.add_runs(path, "python x.py", "abc", {}, ["triton"])
+    assert path.read_bytes() == CHOICES.read_bytes()
+    tables.add_runs(path, "python x.py", "abc", new, ["gluon"])
+    tables.add_runs(path, "python x.py", "abc", {name: new[name]}, ["triton"])
+    tables.add_runs(path, "python y.py", "abc", {name: new[name]}, ["triton"])
+    after, run = json.loads(path.read_text(encoding="utf-8")), "2031-02-03, abc"
+    assert after["runs"] == {**before.get("runs", {}), run: ["python x.py", "python y.py"]}
+    changed = {each for each in after["classes"] if after["classes"][each] != before["classes"].get(each)}
+    assert changed == {name, known}
+    assert after["classes"][name] == {"triton": {"us": 3.0, "plan_us": 0.0, "run": run}}
+    kept = {each: timing for each, timing in before["classes"][known].items() if each != "gluon"}
+    assert after["classes"][known] == {**kept, "gluon": {"us": 9.0, "plan_us": 0.0, "run": run}}
+    assert {each: after[each] for each in ("gpu", "num_sms", "date", "command")} == {
+        each: before[each] for each in ("gpu", "num_sms", "date", "command")
+    }
+    found = read_table(path, lambda row: {each: Timing(**timing) for each, timing in row.items()})
+    reason = choose(found, name, frozenset({"triton"}))[1]
+    assert reason == f"{name}: triton 3.0 us ({run})"
+
+
+def test_sparse_attention_is_measured_in_the_classes_that_an_engine_asks_for(script):
+    """DeepSeek-V3.2's and GLM-5's, whose planes are wider than a key; each class once; dense calls have others."""
+    cases, made = script("attention_cases"), []
+    for shape in cases.sparse_shapes():
+        need = shape.need
+        (group,) = need.groups
+        assert (group.head_dim, group.index_dim, group.latent, group.top_k) == (704, 128, 512, 2048)
+        call = call_of(need, group, shape.rows, shape.n, shape.capacity, False, shape.tail)
+        assert call == shape.call
+        made.append((call.group, call.rows, call.n, call.max_kv_len))
+        dense = replace(group, head_dim=576, index_dim=0, top_k=0)
+        asked = call_of(need, dense, shape.rows, shape.n, shape.capacity, False, shape.tail).shape_class
+        assert asked == shape.call.shape_class.replace("c2048", "")
+    assert sorted(made) == sorted(product((64, 128), (1, 8, 32), (1, 4, 16), (8192, 32768)))
+
+
+def test_a_case_of_sparse_attention_is_compared_with_attention_to_what_was_chosen(script, monkeypatch):
+    """In a ragged batch with a padding row: no key beyond a row's, and another choice is another result."""
+    cases = script("attention_cases")
+    monkeypatch.setattr(cases, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(cases, "rotation", lambda shape: None)
+    torch.manual_seed(0)
+    whole = replace(cases.sparse_shape(3, 90, 4, 5), top_k=20, dtype=torch.float32, ragged=True)
+    case = cases.build(whole, 1)
+    metadata, (layer,) = case.metadata, case.layers
+    assert case.q.is_contiguous(), "as an engine's queries are, of which no kernel then makes a copy"
+    chosen = metadata.chosen
+    for row, length in enumerate(metadata.kv_len.tolist()):
+        for query in range(5):
+            few = chosen.positions[row, query, : chosen.count[row, query]].tolist()
+            assert few == sorted(set(few))
+            assert len(few) == min(length, 20)
+            assert all(each < length for each in few)
+    scale = 576**-0.5
+    out = latent_attention_reference(case.q, layer.planes, metadata, case.tail.planes, 512, scale)
+    assert cases.error_of(case, out, layer) < 1e-6
+    every = replace(metadata, chosen=None)
+    out = latent_attention_reference(case.q, layer.planes, every, case.tail.planes, 512, scale)
+    assert cases.error_of(case, out, layer) > 0.1
 
 
 def test_a_table_of_another_gpu_is_not_overwritten_unasked(script, monkeypatch, capsys):

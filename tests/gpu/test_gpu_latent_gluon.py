@@ -13,8 +13,8 @@ import torch
 from support.engines import accept_lens, build, greedy, tokens
 from support.families import FAMILIES
 from support.scenes import dense_answer, moved, scene
-from treetop.attention import gluon_backend
-from treetop.attention.auto import load_table, make_backend
+from treetop.attention import auto, gluon_backend
+from treetop.attention.auto import Timing, load_table, make_backend
 from treetop.attention.capabilities import GroupNeed, Need
 from treetop.attention.registry import BACKENDS, refusal
 from treetop.engine.cuda_graphs import CudaGraphs
@@ -23,6 +23,7 @@ from treetop.kernels.attention.latent_gather import chosen_planes_attention
 from treetop.kernels.attention.latent_gluon import latent_pages_attention
 from treetop.kernels.attention.metadata import SparseKeys
 from treetop.kernels.triton_guard import gpu_traits
+from treetop.kernels.tuning import TunedTable
 from treetop.types.ids import FULL
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -133,6 +134,29 @@ def test_chosen_keys_equal_dense_attention_to_them(options, splits):
     planes, tail = beside_index_keys(planes), beside_index_keys(s.tail.planes)
     got = chosen_planes_attention(s.q, planes, metadata, tail, s.scale, gpu_traits(GPU), splits)
     check(got, want, s.q.dtype)
+
+
+def test_more_queries_than_the_second_dimension_of_a_grid_takes():
+    """1,024 rows that are one row, of 64 queries each: every one gets the bits that it gets alone."""
+    s = moved(scene(**{**PLANE, "n": 64, "t": 64, "heads": 8, "max_kv_len": 400, "lengths": (400, 0)}), GPU)
+    positions = torch.arange(0, 400, 4, dtype=torch.int32, device=GPU)
+
+    def call(rows):
+        def many(x):
+            return x[:1].expand(rows, *x.shape[1:]).contiguous()
+
+        names = ("rows", "kv_len", "positions", "tail_positions", "mask")
+        metadata = replace(s.metadata, **{name: many(getattr(s.metadata, name)) for name in names})
+        listed = positions.expand(rows, 64, -1).contiguous()
+        count = torch.full((rows, 64), 100, dtype=torch.int32, device=GPU)
+        metadata = replace(metadata, chosen=SparseKeys(listed, count, metadata.mask))
+        planes, tail = s.kv.planes, many(s.tail.planes)
+        return chosen_planes_attention(many(s.q), planes, metadata, tail, s.scale, gpu_traits(GPU), 1), metadata
+
+    alone, metadata = call(1)
+    want = latent_attention_reference(s.q[:1].float(), s.kv.planes, metadata, s.tail.planes[:1].float(), 512, s.scale)
+    check(alone, want, torch.bfloat16)
+    assert bool((call(1024)[0] == alone).all())
 
 
 def test_a_captured_phase_follows_its_buffers():
@@ -246,3 +270,54 @@ def test_auto_takes_it_and_pages_of_64_for_128_heads_and_triton_on_pages_of_16(s
     assert made[0] == made[1]
     assert backend.name == "triton"
     assert "; gluon: it serves pages of 64 tokens, not of 16" in caplog.text
+
+
+@pytest.mark.parametrize("shape", [None, (3, 4, 12)], ids=str)
+def test_auto_takes_the_gather_where_a_table_names_it_for_so_many_chosen_keys(shape, tmp_path, monkeypatch):
+    """On pages of 64. Every call of a round that runs eagerly is dense attention to what its indexer chose; captured
+    rounds give the same tokens. What another rounding makes an indexer choose is no near tie, so tokens of another
+    backend say nothing."""
+    classes = {"tail h1x64x576e2c9 rows1 n1 keys8192": {"triton": Timing(30.0), "gluon": Timing(20.0)}}
+    table = TunedTable(gpu_traits(GPU).num_sms, "2026-01-01", classes)
+    monkeypatch.setattr(auto, "load_table", lambda: table)
+    pair = pair_of(tmp_path, heads=64, family="deepseek v32")
+    prompts = pair.prompts([3, 140, 64, 12], seed=3)
+    options = {
+        "context_length": 256,
+        "max_running_requests": 4,
+        "dtype": "bfloat16",
+        "device": "cuda",
+        "overlap": False,
+        "prefill_graph_max_tokens": 0,
+    }
+    errors, called, real = [], [], gluon_backend.chosen_planes_attention
+
+    def compared(q, pages, metadata, tail, scale, gpu):
+        got = real(q, pages, metadata, tail, scale, gpu)
+        called.append(metadata.chosen.positions.shape[2])
+        if not torch.cuda.is_current_stream_capturing():
+            want = latent_attention_reference(q.float(), pages, metadata, tail.float(), 512, scale)
+            live = (metadata.kv_len > 0)[:, None, None, None]
+            difference, want = (torch.where(live, each, 0.0) for each in (got - want, want))
+            errors.append(difference.norm() / want.norm().clamp(min=1e-6))
+        return got
+
+    monkeypatch.setattr(gluon_backend, "chosen_planes_attention", compared)
+    made = []
+    for graphs in ("auto", "off"):  # kernels of the first are compiled on all cores
+        called.clear()
+        llm = build(pair, shape, **options, graphs=graphs, check_level=3)
+        assert isinstance(llm.engine.launcher, CudaGraphs) == (graphs == "auto")
+        errors.clear()
+        outputs = llm.generate(prompts, greedy(24))
+        llm.scheduler.check_integrity()
+        assert 9 in called
+        assert (len(errors) > 20) == (graphs == "off")
+        assert all(float(error) < TOLERANCE[torch.bfloat16] for error in errors)
+        backend = llm.engine.runner.backend
+        assert llm.engine.layout.page_size == 64
+        assert set(backend.parts) == {"gluon", "triton"}
+        assert any("c9" in shape_class and "gluon 20.0" in why for shape_class, why in backend.reasons.items())
+        made.append(tokens(outputs))
+        llm.close()
+    assert made[0] == made[1]

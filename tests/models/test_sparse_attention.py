@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -14,12 +15,17 @@ from support.logits import record_logits
 from support.refusing import refused
 from support.tiny_models import copy_folder
 from treetop import LLM
+from treetop.attention import auto
+from treetop.attention.auto import Timing
 from treetop.attention.capabilities import GroupNeed, Need
 from treetop.attention.registry import BACKENDS, refusal
+from treetop.attention.torch_backend import TorchBackend
 from treetop.engine.startup.operation_probes import operation_probe
 from treetop.kernels.attention.indexer import IndexQuery, choose_keys, index_scores
 from treetop.kernels.profile import profile_of
 from treetop.kernels.table import OpContext, Ops
+from treetop.kernels.triton_guard import GpuTraits
+from treetop.kernels.tuning import TunedTable
 from treetop.models.registry import target_spec
 from treetop.tools.inspect import inspect
 from treetop.types.config import EngineConfig
@@ -158,13 +164,68 @@ def test_a_config_that_cannot_be_is_refused_by_key(saved, tmp_path, said, key):
 def test_backends_without_kernels_of_it_are_refused_by_name(name, device, monkeypatch):
     """Before the machine is asked for its libraries, so on any."""
     monkeypatch.setitem(BACKENDS, name, replace(BACKENDS[name], probes=()))
-    need = Need(torch.float16, torch.device(device), groups=(GroupNeed(FULL, 4, 1, 26, latent=20, sparse=True),))
+    need = Need(torch.float16, torch.device(device), groups=(GroupNeed(FULL, 4, 1, 26, latent=20, top_k=9),))
     found = refusal(name, need)
     assert (found is None) == (name in ("torch", "triton", "segments"))
     if found is not None:
         no_kernel = "latents 20 wide" if name == "gluon" else "sparse attention (DSA)"  # it has one for those of 512
         assert no_kernel in found.reason
         assert "--attention-backend t" in found.remedy
+
+
+@pytest.mark.parametrize("taken", [frozenset({"gluon", "triton"}), frozenset({"triton"})], ids=sorted)
+def test_rounds_whose_layers_share_a_choice_go_to_the_backend_that_auto_takes(saved, monkeypatch, taken):
+    """Planes with an indexer's keys and without lie in two groups, of which the second sees what the first chose. The
+    tokens are those of one backend, plain and by trees; prompts are the fallback's."""
+    asked = []
+
+    class Named(TorchBackend):
+        def __init__(self, name, need):
+            super().__init__(need.dtype, need.device)
+            self.called = name
+
+        def choose(self, query, kv, plan, tail):
+            asked.append((self.called, "choose"))
+            return super().choose(query, kv, plan, tail)
+
+        def prefix_tail(self, *args):
+            asked.append((self.called, "tail"))
+            return super().prefix_tail(*args)
+
+        def causal(self, *args):
+            asked.append((self.called, "causal"))
+            return super().causal(*args)
+
+    def composed(name, need):
+        sparse = [group for group in need.groups if group.sparse]
+        assert [(group.top_k, group.index_dim) for group in sparse] == [(9, INDEX_DIM), (9, 0)]
+        (heads,) = {auto.call_of(need, group, 1, 1, 96, False).heads for group in sparse}
+        timings = {"triton": Timing(30.0), "gluon": Timing(20.0 if "gluon" in taken else 40.0)}
+        table = {f"tail {heads} rows1 n1 keys64": timings}
+        monkeypatch.setattr(auto, "gpu_traits", lambda device: GpuTraits(8, True, 227 << 10))
+        monkeypatch.setattr(auto, "refusal", lambda name, need: None)
+        return auto.AutoBackend(TunedTable(8, "2026-01-01", table), need)
+
+    for name in ("triton", "gluon"):
+        monkeypatch.setitem(BACKENDS, name, replace(BACKENDS[name], make=partial(Named, name)))
+    prompts = saved.pair.prompts([50, 12, 20], seed=3)
+    for shape in (None, (3, 4, 14)):
+        options = {"page_size": 4, "context_length": 96, "dtype": "float64", "device": "cpu"}
+        llm = build(saved.pair, shape, **options)
+        expected = tokens(llm.generate(prompts, greedy(12)))
+        llm.close()
+        with monkeypatch.context() as patched:
+            patched.setattr("treetop.engine.startup.build.make_backend", composed)
+            asked.clear()
+            llm = build(saved.pair, shape, **options, check_level=2)
+            assert set(llm.engine.runner.backend.parts) == taken
+            assert tokens(llm.generate(prompts, greedy(12))) == expected
+            llm.close()
+        best = "gluon" if "gluon" in taken else "triton"
+        beside = set() if shape is None else {"triton"}  # a head's attention
+        assert {name for name, kind in asked if kind == "tail"} == {best, *beside}
+        assert {name for name, kind in asked if kind == "causal"} == {"triton"}
+        assert {name for name, kind in asked if kind == "choose"} == {best, "triton"}
 
 
 def test_a_gpus_probe_of_bits_knows_latents_and_indexers(saved):

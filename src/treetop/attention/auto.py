@@ -3,10 +3,11 @@
 `choices.json`, written by `python benchmarks/attention.py --write-table` on one kind of GPU, gives for each shape class
 the microseconds of every backend that gave right results. A class that was not measured takes the nearest that was, so
 the largest one answers for all beyond it. Fewer queries a row than were ever measured, other heads, and any other GPU
-run on Triton.
+run on Triton. Where an indexer chooses keys, their number is a part of the class's name.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -15,10 +16,11 @@ from typing import Any, cast
 from torch import Tensor
 
 from treetop.attention.capabilities import Capabilities, GroupNeed, Need
-from treetop.attention.contract import AttentionBackend, FlatBackend, HostPlanned, RoundExtents, TailKV
+from treetop.attention.contract import AttentionBackend, FlatBackend, HostPlanned, RoundExtents, SparseBackend, TailKV
 from treetop.attention.exact_backend import ExactBackend
 from treetop.attention.registry import BACKENDS, fallback, refusal, require
 from treetop.kernels.attention.attention_config import CallShape
+from treetop.kernels.attention.indexer import IndexQuery
 from treetop.kernels.attention.metadata import AttentionMetadata
 from treetop.kernels.kv import PagedKV
 from treetop.kernels.triton_guard import gpu_traits
@@ -42,10 +44,12 @@ are, so there only noise is left out."""
 class Timing:
     """us: a call, in a replayed graph.
     plan_us: host time before a round, 0 for a backend that plans nothing.
+    run: the day and the commit of the measurement; "" of those that the table's date is of.
     """
 
     us: float
     plan_us: float = 0.0
+    run: str = ""
 
     @property
     def cost_us(self) -> float:
@@ -74,7 +78,8 @@ def choose(table: ChoiceTable, shape_class: str, usable: frozenset[str]) -> tupl
         best = FALLBACK
     times = ", ".join(f"{name} {timing.cost_us:.1f}" for name, timing in sorted(timings.items()))
     where = "" if measured == shape_class else f" in {measured}"
-    return best, f"{shape_class}: {times} us{where} ({table.date})"
+    runs = ", ".join(sorted(runs_of(table, timings)))
+    return best, f"{shape_class}: {times} us{where} ({runs})"
 
 
 def nearest_measured(shape_class: str, table: ChoiceTable) -> str | None:
@@ -91,17 +96,30 @@ def nearest_measured(shape_class: str, table: ChoiceTable) -> str | None:
     return None if few else nearest(shape_class, table.entries, ("rows", "n"), ("keys",))
 
 
-def summary(table: ChoiceTable, usable: frozenset[str]) -> str:
-    """How many measured classes run on which of the usable backends, in one sentence."""
-    counts = Counter(choose(table, name, usable)[0] for name in table.entries)
+def summary(table: ChoiceTable, need: Need, usable: frozenset[str]) -> str:
+    """How many of the classes that were measured with an engine's heads run on which usable backend, in a sentence."""
+    names = measured_with(table, need)
+    if not names:
+        return f"{FALLBACK}: no class of calls was measured with these heads"
+    counts = Counter(choose(table, name, usable)[0] for name in names)
     shares = ", ".join(f"{count} on {name}" for name, count in counts.most_common())
-    return f"{shares} of {len(table.entries)} classes measured {table.date}; triton elsewhere" if counts else "triton"
+    runs = ", ".join(sorted({run for name in names for run in runs_of(table, table.entries[name])}))
+    return f"{shares} of {len(names)} classes measured with these heads ({runs}); {FALLBACK} elsewhere"
 
 
-def call_of(need: Need, group: GroupNeed, rows: int, n: int, max_kv_len: int, causal: bool) -> CallShape:
-    """A call of a group's layers."""
-    ratio, size = group.heads // group.kv_heads, need.dtype.itemsize
-    return CallShape(rows, n, group.kv_heads, ratio, group.head_dim, size, max_kv_len, causal)
+def runs_of(table: ChoiceTable, timings: Mapping[str, Timing]) -> set[str]:
+    """When these were measured."""
+    return {timing.run or table.date for timing in timings.values()}
+
+
+def call_of(
+    need: Need, group: GroupNeed, rows: int, n: int, max_kv_len: int, causal: bool, columns: int = 0
+) -> CallShape:
+    """A call of a group's layers. columns: of the tail. Where there are no more keys than an indexer would choose, none
+    are chosen."""
+    ratio, size, dim = group.heads // group.kv_heads, need.dtype.itemsize, group.head_dim - group.index_dim
+    chosen = group.top_k if max_kv_len + columns > group.top_k else 0
+    return CallShape(rows, n, group.kv_heads, ratio, dim, size, max_kv_len, causal, chosen)
 
 
 def in_force(table: ChoiceTable, need: Need) -> ChoiceTable:
@@ -110,14 +128,17 @@ def in_force(table: ChoiceTable, need: Need) -> ChoiceTable:
 
 
 def taken(table: ChoiceTable, need: Need) -> set[str]:
-    """The backends that serve some class of calls which was measured with an engine's heads, and the fallback; that
-    alone for sparse attention, of which no calls were measured."""
-    if any(group.sparse for group in need.groups):
-        return {FALLBACK}
+    """The backends that serve some class of calls which was measured with an engine's heads, and the fallback."""
     measured = {name for timings in table.entries.values() for name in timings}
     usable = frozenset(name for name in measured if name in BACKENDS and refusal(name, need) is None)
-    heads = {call_of(need, group, 1, 1, 1, False).heads for group in need.groups if group.window is None}
-    return {FALLBACK, *(choose(table, name, usable)[0] for name in table.entries if name.split()[1] in heads)}
+    return {FALLBACK, *(choose(table, name, usable)[0] for name in measured_with(table, need))}
+
+
+def measured_with(table: ChoiceTable, need: Need) -> list[str]:
+    """The classes that were measured with the heads of an engine; where an indexer chooses keys, as many of them."""
+    groups = [group for group in need.groups if group.window is None]
+    heads = {call_of(need, group, 1, 1, 1 + group.top_k, False).heads for group in groups}
+    return [name for name in table.entries if name.split()[1] in heads]
 
 
 def page_size_for(name: str, need: Need) -> int:
@@ -178,7 +199,9 @@ class AutoBackend:
         if group is None or metadata.window is not None:
             return self.parts[FALLBACK]
         rows, n = metadata.positions.shape
-        shape_class = call_of(self._need, group, rows, n, metadata.max_kv_len, metadata.causal).shape_class
+        columns = metadata.mask.shape[2] if group.sparse and metadata.mask is not None else 0
+        call = call_of(self._need, group, rows, n, metadata.max_kv_len, metadata.causal, columns)
+        shape_class = call.shape_class
         if shape_class not in self._chosen:
             chosen = choose(self._table, shape_class, frozenset(self.parts))
             self._chosen[shape_class], self.reasons[shape_class] = chosen
@@ -195,6 +218,15 @@ class AutoBackend:
     def plan(self, begun: AutoPrefix, metadata: AttentionMetadata) -> Chosen:
         backend = self.backend_for(metadata)
         return Chosen(backend, backend.plan(begun.of(backend, metadata), metadata))
+
+    def choose(self, query: IndexQuery, kv: PagedKV, plan: Chosen, tail: TailKV | None) -> Any:
+        return cast(SparseBackend[Any], plan.backend).choose(query, kv, plan.inner, tail)
+
+    def hidden(self, plan: Chosen, chosen: Any) -> Tensor:
+        return cast(SparseBackend[Any], plan.backend).hidden(plan.inner, chosen)
+
+    def narrowed(self, plan: Chosen, chosen: Any) -> Chosen:
+        return replace(plan, inner=cast(SparseBackend[Any], plan.backend).narrowed(plan.inner, chosen))
 
     def prefix_tail(
         self, q: Tensor, kv: PagedKV, plan: Chosen, tail: TailKV, scale: float, sinks: Tensor | None = None

@@ -58,8 +58,9 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class GroupNeed:
-    """The layers of one KV group, as attention sees them. latent: how wide that is; None without compression. sparse:
-    an indexer chooses what they see, by the last `index_dim` of the head_dim numbers that are kept. cap: of scores."""
+    """The layers of one KV group, as attention sees them. latent: how wide that is; None without compression. top_k:
+    how many keys an indexer chooses for each query, by the last `index_dim` of the head_dim numbers that are kept; 0
+    where there is none. cap: of scores."""
 
     name: GroupName
     heads: int
@@ -67,9 +68,13 @@ class GroupNeed:
     head_dim: int
     window: int | None = None
     latent: int | None = None
-    sparse: bool = False
+    top_k: int = 0
     cap: float | None = None
     index_dim: int = 0
+
+    @property
+    def sparse(self) -> bool:
+        return self.top_k > 0
 
 
 @dataclass(frozen=True, slots=True)

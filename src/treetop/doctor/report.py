@@ -74,7 +74,7 @@ def backends(engine_plan: EnginePlan) -> list[BackendStatus]:
     choice = "torch"
     if auto.FALLBACK in usable:
         table = auto.load_table()
-        choice = auto.summary(table, usable) if table.holds_for(gpu_traits(need.device)) else auto.FALLBACK
+        choice = auto.summary(table, need, usable) if table.holds_for(gpu_traits(need.device)) else auto.FALLBACK
     return [*rows, BackendStatus("auto", tuple(Phase), choice, chosen not in BACKENDS)]
 
 

@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from treetop.attention.auto import Chosen
 from treetop.attention.contract import SparseBackend, TailKV
 from treetop.engine.cuda_graphs import Run, greedy_keys
 from treetop.engine.model_runner import ModelRunner
@@ -127,9 +128,10 @@ class EveryExtent:
         return cast(SparseBackend[Any], self._real).hidden(self._planned(plan), chosen)
 
     def narrowed(self, plan: AttentionMetadata, chosen: Any) -> AttentionMetadata:
-        """Of a backend whose plan is the metadata."""
-        narrowed: AttentionMetadata = cast(SparseBackend[Any], self._real).narrowed(self._planned(plan), chosen)
-        return narrowed
+        """Of a backend whose plan is the metadata, or of `auto`, which has taken such a one."""
+        narrowed = cast(SparseBackend[Any], self._real).narrowed(self._planned(plan), chosen)
+        metadata: AttentionMetadata = narrowed.inner if isinstance(narrowed, Chosen) else narrowed
+        return metadata
 
     def prefix_tail(self, *_: object) -> Tensor:
         raise AssertionError("no tail in a prefill")

@@ -42,7 +42,7 @@ def group_needs(model: ModelConfig, draft: DrafterSpec | None, ranks: int) -> tu
             of[0].head_dim,
             of[0].window,
             of[0].kv.value_dim,
-            sparse=any(layer.index is not None for layer in of),
+            top_k=max(0 if layer.index is None else layer.index.top_k for layer in of),
             cap=of[0].score_cap,
             index_dim=of[0].kv.index_dim,
         )

@@ -1,8 +1,12 @@
 """What an engine says once it is up: one block for the logger `treetop`, level INFO."""
 
+from typing import Any
+
 import torch
 
+from treetop.attention.auto import AutoBackend
 from treetop.attention.capabilities import Need
+from treetop.attention.contract import AttentionBackend
 from treetop.attention.registry import BACKENDS, refusal
 from treetop.checkpoints.params import about_activations
 from treetop.engine.cuda_graphs import CudaGraphs
@@ -46,13 +50,18 @@ def start_up_block(
         *use.lines(),
         "; ".join([f"exactness {config.exactness}", *sums_words(engine_plan.place, products)]),
         *([about] if (about := about_activations(whole.held(engine_plan.target.params))) else []),
-        attention_words(runner.backend.name, engine_plan.need),
+        attention_words(serving_words(runner.backend), engine_plan.need),
         _graphs(launcher),
         *([_checkpoints(layout)] if layout.state_groups else []),
         f"overlap of host and device {'on' if layout.max_in_flight > 1 else 'off'}; capture and "
         f"self-tests {start_s:.1f} s",
     ]
     return "\n  ".join(["treetop is up", *rows])
+
+
+def serving_words(backend: AttentionBackend[Any, Any]) -> str:
+    """A backend's name, and of `auto` those that it composes."""
+    return f"auto ({' and '.join(backend.parts)})" if isinstance(backend, AutoBackend) else backend.name
 
 
 def attention_words(serving: str, need: Need) -> str:

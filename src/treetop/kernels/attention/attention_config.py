@@ -36,6 +36,7 @@ class CallShape:
 
     n: queries a row.
     max_kv_len: no row has more keys in the pages.
+    chosen: to how many of these a query attends that an indexer chooses them for; 0 is all.
     """
 
     rows: int
@@ -46,11 +47,13 @@ class CallShape:
     element_bytes: int
     max_kv_len: int
     causal: bool = False
+    chosen: int = 0
 
     @property
     def heads(self) -> str:
-        """K/V heads, query heads a K/V head, their width, and the bytes of a number."""
-        return f"h{self.kv_heads}x{self.group}x{self.head_dim}e{self.element_bytes}"
+        """K/V heads, query heads a K/V head, their width, the bytes of a number; and how many keys are chosen."""
+        chosen = f"c{self.chosen}" if self.chosen else ""
+        return f"h{self.kv_heads}x{self.group}x{self.head_dim}e{self.element_bytes}{chosen}"
 
     @property
     def shape_class(self) -> str:

@@ -108,15 +108,16 @@ def _chosen_planes_kernel(
     """Up to 64 heads of one query, over one part of the keys that were chosen for it and, in the last part, the tail.
 
     out, part, lse, seats, tails and what else is not said as in `latent_gluon._latent_pages_kernel`, with a query for a
-    row, each cut into `splits` parts. chosen, chosen_count: of `SparseKeys`. Grid (tiles of heads, queries * splits).
+    row, each cut into `splits` parts. chosen, chosen_count: of `SparseKeys`. Grid (queries * tiles of heads,
+    splits): tiles lie beside each other, for they read the same planes.
     """
     places = allocate_places(pages.dtype.element_ty, True)
     wait_turn(overlap)
-    tile, slot = gl.program_id(0), gl.program_id(1)
-    query, at_part = slot // splits, slot % splits
-    row, of = query // n, query % n
+    tiles = (heads + 63) // 64
+    query, tile, at_part = gl.program_id(0) // tiles, gl.program_id(0) % tiles, gl.program_id(1)
+    row, of, slot = query // n, query % n, query * splits + at_part
     if (tile == 0) & (at_part == 0):
-        gl.store(seats, gl.num_programs(1) // splits)
+        gl.store(seats, gl.num_programs(0) // tiles)
         gl.store(seats + 1 + query * 3, query)
         gl.store(seats + 2 + query * 3, slot)
         gl.store(seats + 3 + query * 3, splits)
@@ -201,7 +202,7 @@ def chosen_planes_attention(
         for matrix in (q.reshape(-1, dim), tails)
         for columns in (RANK // 2, ROPE_DIM)
     ]
-    _chosen_planes_kernel[(tiles, queries * splits)](
+    _chosen_planes_kernel[(queries * tiles, splits)](
         out, part, lse, *blocks, pages, table, metadata.rows, metadata.kv_len, chosen.positions, chosen.count, mask,
         seats, scale * math.log2(math.e), n, width, heads, pages.stride(0), table.stride(0), tail_row,
         *chosen.positions.stride()[:2], chosen.count.stride(0), *mask.stride(), splits, page_size=metadata.page_size,
