@@ -181,6 +181,14 @@ def follow(asm, *given):
         name, _, rest = step.strip().partition(" ")
         if not name or name == ".reg":
             continue
+        if taken := re.fullmatch(r"\{(\w+), (\w+)\}, (\w+)", rest):  # both halves of a register
+            low, high, whole = taken.groups()
+            registers |= {low: registers[whole] & 0xFFFF, high: registers[whole] >> 16}
+            continue
+        if joined := re.fullmatch(r"(\w+), \{(\w+), (\w+)\}", rest):
+            to, low, high = joined.groups()
+            registers[to] = registers[low] | registers[high] << 16
+            continue
         to, *sources = [each.strip() for each in rest.split(",")]
         values = [registers[s] if s in registers else int(s, 0) for s in sources]
         if name not in ("shl.b32", "shr.b32", "lop3.b32", "prmt.b32"):

@@ -189,16 +189,20 @@ def _of_folded(part: int) -> constexpr:
 
 
 _FOLDED_0, _FOLDED_1, _FOLDED_2, _FOLDED_3 = map(_of_folded, range(4))
-_HALF_0 = constexpr(
-    "{ .reg .b32 h, l, z; lop3.b32 h, $2, 0x3fff3fff, 0x40004000, 0xea; lop3.b32 l, $2, 0xff80ff80, 0x00400040, 0xea;"
-    " sub.s32 l, l, 0x04800480; prmt.b32 h, h, h, 0x1010; prmt.b32 l, l, l, 0x1010; mov.b32 z, 0x80008000;"
-    " fma.rn.bf16x2 l, $1, l, z; fma.rn.bf16x2 $0, $1, h, l; }"
-)
-_HALF_1 = constexpr(
-    "{ .reg .b32 h, l, z; lop3.b32 h, $2, 0x3fff3fff, 0x40004000, 0xea; lop3.b32 l, $2, 0xff80ff80, 0x00400040, 0xea;"
-    " sub.s32 l, l, 0x04800480; prmt.b32 h, h, h, 0x3232; prmt.b32 l, l, l, 0x3232; mov.b32 z, 0x80008000;"
-    " fma.rn.bf16x2 l, $1, l, z; fma.rn.bf16x2 $0, $1, h, l; }"
-)
+
+
+def _of_half(half: str) -> constexpr:
+    """n * h + n * l of the lower half of a word, a, or of the upper one, b: a product may take one half of a register
+    twice, without an instruction for that."""
+    return constexpr(
+        "{ .reg .b16 a, b; .reg .b32 h, l, z; lop3.b32 h, $2, 0x3fff3fff, 0x40004000, 0xea;"
+        " lop3.b32 l, $2, 0xff80ff80, 0x00400040, 0xea; sub.s32 l, l, 0x04800480; mov.b32 z, 0x80008000;"
+        f" mov.b32 {{a, b}}, h; mov.b32 h, {{{half}, {half}}}; mov.b32 {{a, b}}, l; mov.b32 l, {{{half}, {half}}};"
+        " fma.rn.bf16x2 l, $1, l, z; fma.rn.bf16x2 $0, $1, h, l; }"
+    )
+
+
+_HALF_0, _HALF_1 = map(_of_half, "ab")
 
 
 def _of_level(place: int) -> constexpr:
