@@ -55,9 +55,9 @@ FORMATS: dict[str, Packed] = {
 }
 
 
-def random_weight(format_: Packed, *shape: int) -> QuantizedWeight:
+def random_weight(format_: Packed, *shape: int, device: torch.device = DEVICE) -> QuantizedWeight:
     """Of which products keep their input's size, about."""
     found = format_.parts(shape, torch.bfloat16).items()
-    parts = {name: torch.empty(each.shape, dtype=each.dtype, device=DEVICE) for name, each in found}
-    format_.fill_random(parts, torch.Generator(DEVICE).manual_seed(0))
+    parts = {name: torch.empty(each.shape, dtype=each.dtype, device=device) for name, each in found}
+    format_.fill_random(parts, torch.Generator(device).manual_seed(0))
     return format_.weight(parts)

@@ -1,4 +1,4 @@
-"""Measures launches of products with packed weights beside the one that the rule chooses, on one GPU.
+"""Measures launches of products with packed weights beside the one that engines choose, on one GPU.
 
     python benchmarks/quantized_launches.py FILE --seconds 300
                                         lines of JSON, behind those that FILE has, which are not measured again
@@ -7,10 +7,10 @@
                                         quantized_gluon.json, and what all took into quantized_launches.json
 
 A time is that of one product in a replayed graph of several over different weights, so that none lies in the cache;
-launches of a product take turns. Their bits are compared before, and the values with the decoded weight's. Where the
-rule is within 3 % of the best there is no entry. Of two formats with the same numbers an entry is best for both.
-What `choose_product` makes of a launch for scales that lie ready (`kernels/gemm/scale_forms.py`) is not tried, and
-figures of 4 bits in quantized_launches.json were taken before these.
+launches of a product take turns. Their bits are compared before, and the values with the decoded weight's. Beside what
+could be fast both what `choose_product` makes of the committed tables and what it makes without them, the rule, are
+measured. Where the rule is within 3 % of the best there is no entry; else the best is the entry, and engines take it as
+it is. Kernels are compiled before anything is timed.
 """
 
 import json
@@ -20,6 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,18 +36,21 @@ from treetop.kernels.gemm import quantized_gluon as gluon
 from treetop.kernels.gemm.quantized_gemm import (
     MAX_ROWS,
     QuantizedLaunch,
+    choose_product,
     quantized_gated,
     quantized_gated_reference,
     quantized_gemm,
     quantized_gemm_reference,
-    row_block,
     splits_of,
 )
 from treetop.kernels.gemm.quantized_gluon import BESIDE, GluonLaunch, launch_of
 from treetop.kernels.gemm.quantized_weight import factor_apart
-from treetop.kernels.gemm.tiles import BLOCK, TILE, TiledWeight, in_turn, tile
-from treetop.kernels.triton_guard import GpuTraits, aot_compile, gpu_traits
+from treetop.kernels.gemm.tiles import BLOCK, NUMBERS, TILE, Kind, TiledWeight, in_turn, tile
+from treetop.kernels.triton_guard import GpuTraits, aot_compile, gpu_traits, interpreted, jit_for_any
 from treetop.kernels.tuning import TunedTable
+
+if not interpreted():  # a third of the kernels: times do not tell a size that is a multiple of 16 from others
+    plain._quantized_kernel = jit_for_any("rows", "share")(plain._quantized_kernel.fn)
 
 PRODUCTS = {
     "llama-3.1-8b gate_up": (28672, 4096, True),
@@ -74,7 +78,11 @@ PRODUCTS = {
 }
 """Name -> (lines, k, gated), the most important first. Of equal ones the first alone: Qwen3-8B's `qkv` and `output` are
 Llama's, GLM-4.5-Air's `output` is Qwen3-8B's `down`, and both kinds of layers of Qwen3-Next have one `output`."""
-NAMES = ("fp8-channel", "w4a16", "nvfp4", "mxfp4")
+BITS = "nvfp4-bits"
+NAMES = ("fp8-channel", "w4a16", "nvfp4", "mxfp4", BITS)
+"""Formats, as engines have them by default. NVFP4 under `--exactness bits` has its factor in its scales, and k is not
+cut."""
+MODELS = tuple(dict.fromkeys(name.split()[0] for name in PRODUCTS))
 ROWS = (1, 16, 32, 64, 128, 256, 512, 1024)
 KEPT = Path(__file__).with_suffix(".json")
 """By product, format and rows us of the best launch with the rule's splits, and of the rule's if that is another."""
@@ -91,51 +99,86 @@ class Task(NamedTuple):
     rows: int
 
     @property
-    def numbers(self) -> Any:
-        return FORMATS[self.name].scheme.numbers
+    def kind(self) -> Kind:
+        return small_weight(self.name).kind
+
+    def weight(self) -> TiledWeight:
+        """One that says this shape, of which little is there."""
+        lines, k, _gated = PRODUCTS[self.shape]
+        return replace(small_weight(self.name), shape=(lines, k))
+
+    def launch(self, gpu: GpuTraits) -> Launch:
+        """That engines choose."""
+        return choose_product(self.weight(), PRODUCTS[self.shape][2], self.rows, gpu, self.name == BITS, True)
 
 
-def by_rule(numbers: Any, lines: int, k: int, gated: bool, rows: int, gpu: GpuTraits) -> Launch:
+@cache
+def small_weight(name: str) -> TiledWeight:
+    return weight_of(name, 2 * TILE, BLOCK, False, torch.device("cpu"))
+
+
+def by_rule(task: Task, gpu: GpuTraits) -> Launch:
     """The launch where nothing was measured."""
     empty = TunedTable(gpu.num_sms, "", dict[Any, Any]())
     with (
         mock.patch.object(plain, "load_table", return_value=empty),
         mock.patch.object(gluon, "load_table", return_value=empty),
+        mock.patch.object(plain, "choose_quantized", plain.choose_quantized.__wrapped__),
+        mock.patch.object(gluon, "choose", gluon.choose.__wrapped__),
     ):
-        launch = plain.choose_quantized.__wrapped__(numbers, (lines, k), gated, rows, gpu)
-        other = gluon.choose.__wrapped__(numbers, (lines, k), gated, rows, launch.splits, MAX_ROWS, gpu)
-    return other or launch
+        return task.launch(gpu)
 
 
-def launches_of(task: Task, splits: int, gpu: GpuTraits) -> list[Launch]:
-    """Launches that could be fast."""
-    (lines, k, gated), numbers, rows = PRODUCTS[task.shape], task.numbers, task.rows
-    if rows <= 32:
-        return [QuantizedLaunch(TILE, splits, stages, warps) for stages, warps in product((3, 4), (2, 4))]
-    few = [(TILE, 4), (2 * TILE, 8)] if rows <= 64 else []
-    found: list[Launch] = [QuantizedLaunch(n, splits, stages, warps) for (n, warps), stages in product(few, (3, 4))]
+def few_rows(task: Task, splits: int, gpu: GpuTraits) -> list[Launch]:
+    """Of the plain kernel: more in flight where programs are few."""
+    lines = PRODUCTS[task.shape][0]
+    if task.rows > 32:
+        ways = [(TILE, 3, 4), (TILE, 4, 4), (2 * TILE, 3, 8), (2 * TILE, 4, 8)]
+    else:
+        ways = [(TILE, stages, warps) for stages, warps in product((3, 4), (2, 4))]
+        if -(-lines // TILE) * splits <= 2 * gpu.num_sms:
+            ways.append((TILE, 6, 4))
+        if task.kind == "e4m3":
+            ways += [(2 * TILE, 3, 8), (2 * TILE, 5, 8)]
+    return [QuantizedLaunch(n, splits, stages, warps) for n, stages, warps in ways]
+
+
+def ways_of(task: Task, block: tuple[int, int]) -> list[tuple[int, int, bool]]:
+    """Of a block of the kernel in Gluon: warps, 0 for the usual; products ahead; and how scales are taken."""
+    ready = [True, False] if task.kind in ("levels", "halves") else [False]
+    if block == (256, 128):
+        return [(0, ahead, each) for ahead, each in product((2, 3), ready)]
+    if block != (128, 256):
+        return [(0, 2, each) for each in ready]
+    found = [(0, ahead, ready[0]) for ahead in ((1, 2) if len(ready) > 1 else (2,))]
+    wide = NUMBERS[task.kind] == "e2m1" and PRODUCTS[task.shape][2]
+    return found + [(16, 2, each) for each in ready if wide]
+
+
+def many_rows(task: Task, splits: int, gpu: GpuTraits) -> list[Launch]:
+    (lines, k, _gated), rows, found = PRODUCTS[task.shape], task.rows, list[Launch]()
     for block, beside in BESIDE.items():
         if block[0] < 2 * rows and (block[0] == 64) == (rows <= 64):
-            for warps in (0, 16) if numbers == "e2m1" and gated and block == (128, 256) else (0,):
-                launch = launch_of(numbers, k, block, splits, gpu, beside, warps)
+            for warps, ahead, ready in ways_of(task, block):
+                launch = launch_of(NUMBERS[task.kind], k, block, splits, gpu, beside, warps)
                 programs = -(-rows // block[0]) * -(-lines // block[1]) * launch.splits
-                found.append(replace(launch, stays=programs > gpu.num_sms * beside))
+                found.append(replace(launch, stays=programs > gpu.num_sms * beside, ahead=ahead, ready=ready))
     return found
 
 
-def cuts_of(task: Task, gpu: GpuTraits) -> list[int]:
-    """Splits that are tried: the rule's; of more rows than have its splits any fewer, too."""
-    lines, k, gated = PRODUCTS[task.shape]
-    most = 1 if gated else splits_of(lines, k, gpu)
-    return [most] if task.rows <= MAX_ROWS else [*range(1, most + 1)]
-
-
 def candidates(task: Task, gpu: GpuTraits) -> list[Launch]:
-    """The rule's first."""
-    lines, k, gated = PRODUCTS[task.shape]
-    found = [by_rule(task.numbers, lines, k, gated, task.rows, gpu)]
-    for splits in cuts_of(task, gpu):
-        found += launches_of(task, splits, gpu)
+    """The rule's first, then what engines choose, then what could be fast: of more rows than have the rule's splits
+    with fewer, too, in blocks of as many rows as there are."""
+    (lines, k, gated), whole = PRODUCTS[task.shape], task.name == BITS
+    most = 1 if gated or whole else splits_of(lines, k, gpu)
+    found = [by_rule(task, gpu), task.launch(gpu)]
+    if task.rows <= 64:
+        found += few_rows(task, most, gpu)
+    if 32 < task.rows <= MAX_ROWS:
+        found += many_rows(task, most, gpu)
+    for splits in range(1, most + 1) if task.rows > MAX_ROWS else ():
+        own = many_rows(task, splits, gpu)
+        found += [each for each in own if splits == most or (isinstance(each, GluonLaunch) and each.block_m == 256)]
     return [*dict.fromkeys(found)]
 
 
@@ -143,9 +186,11 @@ def multiply(x: Tensor, weight: TiledWeight, gated: bool, launch: Launch) -> Ten
     return (quantized_gated if gated else quantized_gemm)(x, weight, launch=launch, gpu=gpu_traits(DEVICE))
 
 
-def weight_of(name: str, lines: int, k: int, gated: bool) -> TiledWeight:
-    """As an engine has it by default, with a factor on its sums."""
-    weight = factor_apart(random_weight(FORMATS[name], lines, k))
+def weight_of(name: str, lines: int, k: int, gated: bool, device: torch.device = DEVICE) -> TiledWeight:
+    """As an engine has it, with a factor on its sums by default."""
+    weight = random_weight(FORMATS[name.removesuffix("-bits")], lines, k, device=device)
+    if name != BITS:
+        weight = factor_apart(weight)
     return tile(in_turn(weight.halves()) if gated else weight, torch.bfloat16)
 
 
@@ -164,25 +209,19 @@ def reference_of(splits: int, rows: int) -> QuantizedLaunch:
 
 
 def compile_ahead(tasks: Sequence[Task], gpu: GpuTraits) -> None:
-    """Into Triton's cache, by products of few lines."""
-    wanted: dict[tuple[Any, ...], None] = {}
-    for task in tasks:
-        k, gated = PRODUCTS[task.shape][1:]
-        for launch in candidates(task, gpu):
-            for each in (launch, reference_of(launch.splits, task.rows)):
-                blocks = -(-k // BLOCK)
-                share = -(-blocks // each.splits)
-                small = 1 if share == 1 else 16 if share % 16 == 0 else 2
-                rows = task.rows if task.rows == 1 else row_block(task.rows)
-                wanted[task.name, gated, replace(each, splits=min(each.splits, 2)), rows, small] = None
-    weights: dict[tuple[Any, ...], TiledWeight] = {}
+    """Into Triton's cache, by products of few lines in memory."""
+    x, weights = torch.zeros(1024 * 32768, dtype=torch.bfloat16, device=DEVICE), dict[tuple[str, int], TiledWeight]()
 
     def ask() -> None:
-        for name, gated, launch, rows, share in wanted:
-            k = BLOCK * share * launch.splits
-            if (name, gated, k) not in weights:
-                weights[name, gated, k] = weight_of(name, 512, k, gated)
-            multiply(torch.zeros(rows, k, dtype=torch.bfloat16, device=DEVICE), weights[name, gated, k], gated, launch)
+        for task in tasks:
+            lines, k, gated = PRODUCTS[task.shape]
+            if (task.name, k) not in weights:
+                weights[task.name, k] = weight_of(task.name, 2 * TILE, k, False)
+            weight = replace(weights[task.name, k], shape=(lines, k))
+            launches = candidates(task, gpu)
+            more = [reference_of(splits, task.rows) for splits in {launch.splits for launch in launches}]
+            for launch in dict.fromkeys([*launches, *more]):
+                multiply(x[: task.rows * k].view(task.rows, k), weight, gated, launch)
 
     aot_compile(ask)
 
@@ -202,8 +241,7 @@ def measured(task: Task, weights: Sequence[TiledWeight], gpu: GpuTraits) -> dict
     """A line of the file: `all` launches with the us that each took, in order; `wrong` ones, which may not even run."""
     lines, k, gated = PRODUCTS[task.shape]
     x, want, graphs, wrong = torch.randn(task.rows, k, dtype=torch.bfloat16, device=DEVICE), {}, {}, []
-    launches = candidates(task, gpu)
-    for launch in launches:
+    for launch in candidates(task, gpu):
         if launch.splits not in want:
             want[launch.splits] = multiply(x, weights[0], gated, reference_of(launch.splits, task.rows))
         try:
@@ -222,15 +260,19 @@ def measured(task: Task, weights: Sequence[TiledWeight], gpu: GpuTraits) -> dict
     for _, (launch, graph) in product(range(3), graphs.items()):
         times[launch] += times_us(graph.replay, 4)
     found = sorted((statistics.median(us) / len(weights), astuple(launch)) for launch, us in times.items())
+    rule, today = (astuple(each) for each in (by_rule(task, gpu), task.launch(gpu)))
     return {
-        "format": task.name, "name": task.shape, "numbers": task.numbers, "lines": lines, "k": k, "gated": gated,
-        "rows": task.rows, "all": [[*launch, round(us, 2)] for us, launch in found], "wrong": wrong,
+        "format": task.name, "name": task.shape, "kind": task.kind, "lines": lines, "k": k, "gated": gated,
+        "rows": task.rows, "rule": rule, "today": today, "all": [[*launch, round(us, 2)] for us, launch in found],
+        "wrong": wrong,
     }  # fmt: skip
 
 
 def measure(file: Path, tasks: Sequence[Task], end: float) -> None:
     gpu, held, weights = gpu_traits(DEVICE), ("", ""), list[TiledWeight]()
+    began = time.monotonic()
     compile_ahead(tasks, gpu)
+    say({"compiled_s": round(time.monotonic() - began, 1)})
     for task in tasks:
         if time.monotonic() > end:
             break
@@ -239,11 +281,15 @@ def measure(file: Path, tasks: Sequence[Task], end: float) -> None:
             held = task[:2]
             weights.clear()
             weights += weights_of(task.name, lines, k, gated)
-            check(weights[0], gated, 1 if gated else splits_of(lines, k, gpu))
+            whole = gated or task.name == BITS
+            check(weights[0], gated, 1 if whole else splits_of(lines, k, gpu))
         entry = measured(task, weights, gpu)
         with file.open("a", encoding="utf-8") as out:
             out.write(json.dumps(entry) + "\n")
-        say({**entry, "all": entry["all"][:2]})
+        us = {fields[:-1]: fields[-1] for fields in map(tuple, entry["all"])}
+        best = min(us, key=us.__getitem__, default=())
+        line = {"best": [*best, us.get(best)], "rule_us": us.get(entry["rule"]), "today_us": us.get(entry["today"])}
+        say({"task": task, **line, "of": len(us), "wrong": entry["wrong"]})
 
 
 # --------------------------------------------------------------------------------------------------------- the tables
@@ -260,61 +306,69 @@ def launch_from(fields: Sequence[Any]) -> Launch:
     return QuantizedLaunch(*fields) if len(fields) == 4 else GluonLaunch(*fields)
 
 
+def task_of(entry: Mapping[str, Any]) -> Task:
+    return Task(entry["format"], entry["name"], entry["rows"])
+
+
 def costs(entry: Mapping[str, Any], rule: Launch) -> Iterator[tuple[Launch, float]]:
     """Launches that an entry may have, and us: of more than `MAX_ROWS` rows, whose splits may differ, with what adding
     up their parts takes."""
+    most = 1 if entry["gated"] or entry["format"] == BITS else splits_of(entry["lines"], entry["k"], HOPPER)
     for *fields, us in entry["all"]:
         launch = launch_from(fields)
         if launch.splits == rule.splits:
             yield launch, us
-        elif entry["rows"] > MAX_ROWS and launch.splits <= splits_of(entry["lines"], entry["k"], HOPPER):
+        elif entry["rows"] > MAX_ROWS and launch.splits <= most:
             more = launch.splits * (launch.splits > 1) * 4 + 2 * (launch.splits == 1)
             less = rule.splits * (rule.splits > 1) * 4 + 2 * (rule.splits == 1)
             yield launch, us + entry["rows"] * entry["lines"] * (more - less) / 4e6
 
 
-def chosen(entries: Sequence[Mapping[str, Any]]) -> tuple[Launch, Launch, list[tuple[float, float]]]:
-    """Of the lines of a product, a class of rows and numbers: the rule's launch, the best for all, and of each line
-    us of its best and of the rule's."""
-    first = entries[0]
-    rule = by_rule(first["numbers"], first["lines"], first["k"], first["gated"], first["rows"], HOPPER)
+def chosen(entries: Sequence[Mapping[str, Any]]) -> tuple[Launch, Launch, list[dict[Launch, float]]]:
+    """Of the lines of a product, a kind and a class of rows: the rule's launch, the best for all, and what each line's
+    took."""
+    rule = by_rule(task_of(entries[0]), HOPPER)
     each = [dict(costs(entry, rule)) for entry in entries]
     common = set.intersection(*map(set, each))
-    best = min(common, key=lambda launch: sum(math.log(us[launch]) for us in each))
-    us = [(min(found.values()), found[rule]) for found in each]
-    return rule, best, us
+    return rule, min(common, key=lambda launch: sum(math.log(us[launch]) for us in each)), each
 
 
 def tables(entries: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
-    """Entries of both tables; and what `KEPT` has."""
-    classes = defaultdict[tuple[Any, ...], list[Mapping[str, Any]]](list)
-    for entry in sorted(entries, key=lambda each: (*map(each.get, ("format", "rows")),)):
-        rule = by_rule(entry["numbers"], entry["lines"], entry["k"], entry["gated"], entry["rows"], HOPPER)
+    """Entries of both tables; and what `KEPT` has. Of a product that was measured twice the first line counts."""
+    first = dict[Task, Mapping[str, Any]]()
+    for entry in entries:
+        first.setdefault(task_of(entry), entry)
+    classes = defaultdict[tuple[str, str, int], list[Mapping[str, Any]]](list)
+    for task, entry in sorted(first.items()):
+        rule = by_rule(task, HOPPER)
         if any(launch_from(fields) == rule for *fields, _ in entry["all"]):
-            classes[entry["name"], entry["numbers"], max(16, entry["rows"])].append(entry)
+            classes[task.shape, task.name, max(16, task.rows)].append(entry)
     few, many, kept = list[dict[str, Any]](), list[dict[str, Any]](), defaultdict[str, dict[str, Any]](dict)
-    for (name, _, rows), found in classes.items():
+    for (shape, name, rows), found in classes.items():
         rule, best, us = chosen(found)
-        for each, (least, taken) in zip(found, us, strict=True):
-            both = round(least, 1), round(taken, 1)
-            kept[name].setdefault(each["format"], {})[each["rows"]] = both[0] if both[0] == both[1] else both
-        over = [dict(costs(entry, rule)) for entry in found]
-        if math.prod(each[rule] / each[best] for each in over) <= WORTH ** len(over):
+        for entry, each in zip(found, us, strict=True):
+            both = round(min(each.values()), 1), round(each[rule], 1)
+            kept[shape].setdefault(name, {})[entry["rows"]] = both[0] if both[0] == both[1] else both
+        if math.prod(each[rule] / each[best] for each in us) <= WORTH ** len(us):
             continue
-        entry = {field: found[0][field] for field in ("name", "numbers", "lines", "k", "gated")} | {"rows": rows}
+        lines, k, gated = PRODUCTS[shape]
+        of = {"name": shape, "kind": small_weight(name).kind, "lines": lines, "k": k, "gated": gated, "rows": rows}
         if isinstance(best, QuantizedLaunch):
-            few.append({**entry, "launch": astuple(best)})
+            few.append({**of, "launch": astuple(best)})
         else:
-            many.append({**entry, "cut": best.splits > 1, "launch": astuple(best)})
+            cut = not gated and name != BITS and splits_of(lines, k, HOPPER) > 1
+            many.append({**of, "cut": cut, "launch": astuple(best)})
     return few, many, dict(kept)
 
 
 def write_tables(entries: Sequence[Mapping[str, Any]]) -> None:
+    """What is not measured here stays: many rows by the plain kernel, and kinds that no format has by default."""
     few, many, kept = tables(entries)
-    kept_few = json.loads(plain.TABLE.read_text(encoding="utf-8"))["entries"]
-    few += [each for each in kept_few if each["rows"] > 64]  # of weights that the kernel in Gluon does not read
-    head = f'"num_sms": {HOPPER.num_sms}, "machine": {{"gpu": "NVIDIA H200"}}'
+    kinds = {small_weight(name).kind for name in NAMES}
     for path, found in ((plain.TABLE, few), (gluon.TABLE, many)):
+        old = json.loads(path.read_text(encoding="utf-8"))["entries"]
+        found += [each for each in old if each["kind"] not in kinds or (path == plain.TABLE and each["rows"] > 64)]
+        head = f'"num_sms": {HOPPER.num_sms}, "machine": {{"gpu": "NVIDIA H200"}}'
         lines = ",\n".join(map(json.dumps, found))
         path.write_text(f'{{{head}, "entries": [\n{lines}\n]}}\n', encoding="utf-8")
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(kept[name])}" for name in PRODUCTS if name in kept)
@@ -330,6 +384,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("file", type=Path, nargs="+", help="more than one with --write-tables alone")
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--formats", nargs="*", choices=NAMES, default=NAMES)
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=MODELS)
     parser.add_argument("--rows", type=int, nargs="*", choices=ROWS, default=ROWS)
     parser.add_argument("--write-tables", action="store_true")
     args = parser.parse_args(arguments)
@@ -337,7 +392,8 @@ def main(arguments: list[str]) -> int:
         write_tables([entry for file in args.file for entry in lines_of(file)])
         return 0
     end, done = time.monotonic() + args.seconds, {(e["format"], e["name"], e["rows"]) for e in lines_of(args.file[0])}
-    tasks = [Task(*each) for each in product(args.formats, PRODUCTS, args.rows) if each not in done]
+    shapes = [shape for shape in PRODUCTS if shape.split()[0] in args.models]
+    tasks = [Task(*each) for each in product(args.formats, shapes, args.rows) if each not in done]
     say(machine_of())
     measure(args.file[0], tasks, end)
     return 0

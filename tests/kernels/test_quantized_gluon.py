@@ -18,7 +18,7 @@ from treetop.kernels.gemm.quantized_gluon import (
     why_not,
 )
 from treetop.kernels.gemm.quantized_weight import QuantScheme
-from treetop.kernels.gemm.tiles import BLOCK, in_turn, tile
+from treetop.kernels.gemm.tiles import BLOCK, NUMBERS, in_turn, tile
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.kernels.tuning import TunedTable
 from treetop.weights import packed
@@ -74,9 +74,9 @@ def test_slots_fit_and_every_split_has_a_block(numbers, shape, measured, monkeyp
 
 
 def test_what_was_measured_can_run_and_has_the_splits_of_few_rows():
-    for (numbers, lines, k, gated, cut, rows), launch in load_table().entries.items():
-        assert fits(launch, numbers, k)
-        splits = choose_quantized(numbers, (lines, k), gated, rows, HOPPER, not cut).splits
+    for (kind, lines, k, gated, cut, rows), launch in load_table().entries.items():
+        assert fits(launch, NUMBERS[kind], k)
+        splits = choose_quantized(kind, (lines, k), gated, rows, HOPPER, not cut).splits
         assert cut == (splits > 1)
         assert launch.splits == splits if rows <= MAX_ROWS else launch.splits <= splits
         assert rows in ROWS

@@ -40,10 +40,10 @@ def test_every_product_of_the_tables_gets_its_launch():
         if rows in (64, 128) and found is not None:
             assert few == replace(found, tiled=False)
             assert skinny_gemm.choose_launch(rows * 3 // 4 + 1, n, k, gated, MEASURED) == found
-    for (numbers, lines, k, gated, rows), launch in quantized_gemm.load_table().entries.items():
-        assert quantized_gemm.choose_quantized(numbers, (lines, k), gated, rows // 2 + 1, MEASURED) == launch
-        assert quantized_gemm.choose_quantized(numbers, (lines, k), gated, rows, MEASURED) == launch
-        assert quantized_gemm.choose_quantized(numbers, (lines, k), gated, rows, MEASURED, whole=True).splits == 1
+    for (kind, lines, k, gated, rows), launch in quantized_gemm.load_table().entries.items():
+        assert quantized_gemm.choose_quantized(kind, (lines, k), gated, rows // 2 + 1, MEASURED) == launch
+        assert quantized_gemm.choose_quantized(kind, (lines, k), gated, rows, MEASURED) == launch
+        assert quantized_gemm.choose_quantized(kind, (lines, k), gated, rows, MEASURED, whole=True).splits == 1
     for key, (rows,) in scaled_mm.load_table().entries.items():
         lines, k, group, gated = key
         assert scaled_mm.library_from((lines, k), group, gated, MEASURED) == rows

@@ -20,10 +20,11 @@ from treetop.kernels.dependent_launch import ask_for, launch_options, pdl_wait
 from treetop.kernels.gate import Gate, activated, activated_reference
 from treetop.kernels.gemm import quantized_gluon
 from treetop.kernels.gemm.quantized_gluon import GluonLaunch
-from treetop.kernels.gemm.quantized_weight import Numbers, decode
+from treetop.kernels.gemm.quantized_weight import decode
 from treetop.kernels.gemm.tiles import (
     BLOCK,
     TILE,
+    Kind,
     TiledWeight,
     apart,
     tile_arguments,
@@ -191,35 +192,21 @@ def up_to(rows: int) -> int:
 def choose_product(
     weight: TiledWeight, gated: bool, rows: int, gpu: GpuTraits, whole: bool, by_gluon: bool
 ) -> QuantizedLaunch | GluonLaunch:
-    """The launch for a weight, with splits that are the same for up to `MAX_ROWS` rows.
+    """The launch for a weight, with splits that are the same for up to `MAX_ROWS` rows. One that was measured is taken
+    as it is.
 
     by_gluon: the kernel in Gluon has nothing against the weight, and multiplies what has many rows. Of up to 64 the
-    plain one does where it was measured and has an entry, of FP8 in groups, for which only it was, and of folded scales
-    in a gate: 64 rows of Llama-3.1-8B's take 38 us, an H200, where the other was seen at 44.
+    plain one does where it was measured and has an entry, and of FP8 in groups, for which only it was.
     """
-    numbers, (lines, k) = weight.scheme.numbers, weight.shape
-    launch = choose_quantized(numbers, (lines, k), gated, rows, gpu, whole)
-    known = load_table().find((numbers, lines, k, gated, up_to(rows)), gpu)
-    plain = rows <= 64 and (
-        known is not None or (numbers == "e4m3" and weight.scheme.group > 0) or (weight.form == "folded" and gated)
-    )
-    if by_gluon and not plain:
-        found = quantized_gluon.choose(numbers, (lines, k), gated, rows, launch.splits, MAX_ROWS, gpu)
-        if found is not None and weight.form in ("levels", "halves"):
-            return quantized_gluon.made_ready(found, numbers, k, gpu)
+    kind, (lines, k) = weight.kind, weight.shape
+    launch = choose_quantized(kind, (lines, k), gated, rows, gpu, whole)
+    known = load_table().find((kind, lines, k, gated, up_to(rows)), gpu) is not None
+    in_groups = kind == "e4m3" and weight.scheme.group > 0
+    if by_gluon and not (rows <= 64 and (known or in_groups)):
+        found = quantized_gluon.choose(kind, (lines, k), gated, rows, launch.splits, MAX_ROWS, gpu)
         if found is not None:
             return found
-    return _for_two(_of_four_warps(launch, weight) if gated else launch, weight, rows, gpu)
-
-
-def _of_four_warps(launch: QuantizedLaunch, weight: TiledWeight) -> QuantizedLaunch:
-    """A gate's launch of two warps with four where scales are folded or halves.
-
-    Decoding takes so little then that more warps help: `gate_up` of Llama-3.1-8B at 1 and 16 rows, an H200, us, W4A16
-    29.1 31.8, then 25.5 27.9, NVFP4 under `bits` 50.4 54.2, then 42.9 53.2. Other forms were not timed so.
-    """
-    few = weight.form in ("folded", "halves") and launch.num_warps == 2
-    return replace(launch, num_stages=4, num_warps=4) if few else launch
+    return launch if known and not in_groups else _for_two(launch, weight, rows, gpu)
 
 
 def _for_two(launch: QuantizedLaunch, weight: TiledWeight, rows: int, gpu: GpuTraits) -> QuantizedLaunch:
@@ -239,24 +226,25 @@ def _for_two(launch: QuantizedLaunch, weight: TiledWeight, rows: int, gpu: GpuTr
 
 @cache
 def choose_quantized(
-    numbers: Numbers, shape: tuple[int, int], gated: bool, rows: int, gpu: GpuTraits, whole: bool = False
+    kind: Kind, shape: tuple[int, int], gated: bool, rows: int, gpu: GpuTraits, whole: bool = False
 ) -> QuantizedLaunch:
     """The launch for a weight [lines, k]. whole: k is not cut.
 
     `quantized_gemm.json` has those that were measured and are faster than this rule by over 3 %
     (`benchmarks/quantized_launches.py`). By the rule up to 16 rows of 4 bits have two warps and three stages, so that
-    more programs lie on a multiprocessor; of more than 32 rows blocks have twice the lines where k is not cut.
+    more programs lie on a multiprocessor, in a gate with folded scales four; of more than 32 rows blocks have twice the
+    lines where k is not cut.
     """
     lines, k = shape
-    found = load_table().find((numbers, lines, k, gated, up_to(rows)), gpu)
+    found = load_table().find((kind, lines, k, gated, up_to(rows)), gpu)
     if found is not None:
         return replace(found, splits=1) if whole else found
-    cuts = (load_table().find((numbers, lines, k, gated, most), gpu) for most in ROWS)
+    cuts = (load_table().find((kind, lines, k, gated, most), gpu) for most in ROWS)
     cut = next((other.splits for other in cuts if other is not None), None)
     splits = 1 if gated or whole else cut or splits_of(lines, k, gpu)
     measured = gpu.by_warp_groups and not gpu.has_tensor_memory  # the kind of GPU that what follows was seen on
-    if measured and rows <= 16 and numbers != "e4m3":
-        return QuantizedLaunch(TILE, splits, 3, 2)
+    if measured and rows <= 16 and kind != "e4m3":
+        return QuantizedLaunch(TILE, splits, 4 if gated and kind == "folded" else 3, 2)
     if measured and _FEW < rows <= 64 and splits > 1:
         return QuantizedLaunch(TILE, splits, 3, 4)
     block_n = TILE if rows <= _FEW else 2 * TILE
@@ -292,7 +280,5 @@ def row_block(rows: int) -> int:
 
 @cache
 def load_table() -> TunedTable[QuantizedLaunch]:
-    """The committed table, by numbers, lines, k, whether gated, and up to which of `ROWS`."""
-    return read_table(
-        TABLE, lambda entry: QuantizedLaunch(*entry["launch"]), ("numbers", "lines", "k", "gated", "rows")
-    )
+    """The committed table, by kind, lines, k, whether gated, and up to which of `ROWS`."""
+    return read_table(TABLE, lambda entry: QuantizedLaunch(*entry["launch"]), ("kind", "lines", "k", "gated", "rows"))

@@ -22,7 +22,9 @@ from treetop.kernels.gemm.decoding import moved_number, ready_times, times
 from treetop.kernels.gemm.quantized_weight import Numbers
 from treetop.kernels.gemm.tiles import (
     BLOCK,
+    NUMBERS,
     TILE,
+    Kind,
     TiledWeight,
     scale_blocks,
     scale_of,
@@ -75,9 +77,8 @@ class GluonLaunch:
 
     stays: a program multiplies one block after another, and copies for the next while it stores.
     beside: programs that a multiprocessor has room for.
-    columns: that are decoded at a time, 16 or, where groups have at least as many, 32.
-    ahead: products of so many columns that are under way while the next one's weights are decoded, of 64 at most.
-    ready: levels are taken as they lie in words (`decoding.ready_times`), not by way of float32, as halves always are.
+    ahead: products of 16 columns that are under way while the next one's weights are decoded, three at most.
+    ready: levels and halves are taken as they lie in words (`decoding.ready_times`), not by way of float32.
     """
 
     block_m: int
@@ -88,7 +89,6 @@ class GluonLaunch:
     num_warps: int
     stays: bool = False
     beside: int = 1
-    columns: int = 16
     ahead: int = 2
     ready: bool = False
 
@@ -133,19 +133,20 @@ def launch_of(
 
 @cache
 def choose(
-    numbers: Numbers, shape: tuple[int, int], gated: bool, rows: int, splits: int, most: int, gpu: GpuTraits
+    kind: Kind, shape: tuple[int, int], gated: bool, rows: int, splits: int, most: int, gpu: GpuTraits
 ) -> GluonLaunch | None:
     """The launch that was measured (`quantized_gluon.json`), or else the one that takes least by `_LONG` and, of parts,
-    by `_JOIN`. None where the kernel in plain Triton serves.
+    by `_JOIN`. None where the kernel in plain Triton serves: not only of few rows, but up to 64 in a gate with folded
+    scales, for of Llama-3.1-8B's it takes 38 us, an H200, where this one was seen at 44.
 
     splits: of k, up to `most` rows; more have at most as many.
     """
-    (lines, k), found = shape, dict[GluonLaunch, float]()
+    numbers, (lines, k), found = NUMBERS[kind], shape, dict[GluonLaunch, float]()
     measured = next((each for each in ROWS if rows <= each), 0)
-    known = load_table().find((numbers, lines, k, gated, splits > 1, measured), gpu)
+    known = load_table().find((kind, lines, k, gated, splits > 1, measured), gpu)
     if known is not None and (known.splits == splits or rows > most):
         return known
-    if rows < FEWEST_ROWS:
+    if rows < FEWEST_ROWS or (rows <= _FEW and kind == "folded" and gated):
         return None
     for block, long in zip(BESIDE, _LONG[numbers, gated], strict=True):
         if block[0] >= 2 * rows or (block[0] == _FEW) != (rows <= _FEW):
@@ -153,8 +154,7 @@ def choose(
         programs, room = -(-rows // block[0]) * -(-lines // block[1]), gpu.num_sms * BESIDE[block]
         few = (splits,) if rows <= most else (max(1, min(splits, room // programs)),)
         for cuts in range(1, splits + 1) if most < rows <= ROWS[-1] else few:
-            warps = 16 if numbers == "e2m1" and gated and block == (128, 256) else 0  # what takes most decoding
-            launch = launch_of(numbers, k, block, cuts, gpu, BESIDE[block], warps)
+            launch = _of_kind(kind, k, block, cuts, gated, gpu)
             parts = rows * lines * (4 * launch.splits if launch.splits > 1 else 2)
             launch = replace(launch, stays=programs * launch.splits > room)
             turns = -(-programs * launch.splits // room) * -(-k // (BLOCK * launch.splits))
@@ -162,16 +162,28 @@ def choose(
     return min(found, key=found.__getitem__)
 
 
-def made_ready(launch: GluonLaunch, numbers: Numbers, k: int, gpu: GpuTraits) -> GluonLaunch:
-    """Another way to cut, where scales are levels or halves: at 128 to 512 rows of Llama-3.1-8B, an H200, `gate_up`
-    takes 0.90 to 0.93 of its time with levels, and with halves what the plain kernel would take twice. `down` of more
-    than 128 rows with levels took 1.13 to 1.16 with two products ahead; three were not timed, nor blocks of 64 rows.
+def _of_kind(kind: Kind, k: int, block: tuple[int, int], splits: int, gated: bool, gpu: GpuTraits) -> GluonLaunch:
+    """`launch_of` a block, as it decodes best: 16 warps where that takes most."""
+    warps = 16 if kind in ("e8m0", "e2m1") and gated and block == (128, 256) else 0
+    ahead, ready = _decodes(kind, block, gated)
+    return replace(launch_of(NUMBERS[kind], k, block, splits, gpu, BESIDE[block], warps), ahead=ahead, ready=ready)
+
+
+def _decodes(kind: Kind, block: tuple[int, int], gated: bool) -> tuple[int, bool]:
+    """`GluonLaunch.ahead` and `ready`: in the mean over products of six models the best of each block, an H200.
+
+    Of blocks of 256 rows three products ahead take 0.93 to 0.96 of two, but 1.06 for levels where no gate follows, and
+    there these are faster by way of float32, as halves are in the smaller blocks, by 4 to 13 %.
     """
-    block = launch.block_m, launch.block_n
-    if block == (128, 256):
-        eight = launch_of(numbers, k, block, launch.splits, gpu)
-        return replace(eight, stays=launch.stays, ahead=1, ready=True)
-    return replace(launch, ahead=3 if block == (256, 128) else 2, ready=launch.block_m > _FEW)
+    if kind == "levels":
+        if block == (256, 128):
+            return (3, True) if gated else (2, False)
+        return 1 if block == (128, 256) and not gated else 2, True
+    if kind == "halves":
+        if block == (128, 256):
+            return 1 if gated else 2, True
+        return (3, True) if block == (256, 128) else (2, gated and block == (64, 128))
+    return 3 if kind in ("folded", "e8m0") and block == (256, 128) else 2, False
 
 
 _FEW = 64
@@ -182,9 +194,9 @@ ROWS = (16, 32, 64, 128, 256, 512, 1024)
 
 @cache
 def load_table() -> TunedTable[GluonLaunch]:
-    """The committed table, by numbers, lines, k, whether gated, whether k is cut, and up to which of `ROWS`."""
+    """The committed table, by kind, lines, k, whether gated, whether k is cut, and up to which of `ROWS`."""
     return read_table(
-        TABLE, lambda entry: GluonLaunch(*entry["launch"]), ("numbers", "lines", "k", "gated", "cut", "rows")
+        TABLE, lambda entry: GluonLaunch(*entry["launch"]), ("kind", "lines", "k", "gated", "cut", "rows")
     )
 
 
@@ -211,9 +223,8 @@ def multiply(
         out, swizzled_tiles(x, launch.block_m, _STEP), swizzled_tiles(words.view(-1, width), TILE, width), words,
         scale, factor, x if bias is None else bias, rows, lines, k, share, units, **options,
         has_bias=bias is not None, block_m=launch.block_m, block_n=launch.block_n, kind=kind,
-        piece=launch.columns, ahead=launch.ahead, ready=launch.ready or weight.form == "halves",
-        row_slots=launch.row_slots, code_slots=launch.code_slots, num_warps=launch.num_warps,
-        maxnreg=launch.max_registers(), **launch_options(gpu),
+        ahead=launch.ahead, ready=launch.ready, row_slots=launch.row_slots, code_slots=launch.code_slots,
+        num_warps=launch.num_warps, maxnreg=launch.max_registers(), **launch_options(gpu),
     )  # fmt: skip
 
 
@@ -222,7 +233,7 @@ def _product_kernel(
     out: Arg, x: Arg, words: Arg, codes: Arg, scale: Arg, factor: Arg, bias: Arg, rows: Arg, lines: Arg, k: Arg,
     share: Arg, units: Arg, numbers: constexpr, scales: constexpr, form: constexpr, group: constexpr,
     per: constexpr, has_bias: constexpr, block_m: constexpr, block_n: constexpr, kind: constexpr,
-    piece: constexpr, ahead: constexpr, ready: constexpr, row_slots: constexpr, code_slots: constexpr,
+    ahead: constexpr, ready: constexpr, row_slots: constexpr, code_slots: constexpr,
 ) -> None:  # fmt: skip
     """Blocks of lines and rows over one share of k each, `units` in all.
 
@@ -251,7 +262,7 @@ def _product_kernel(
             (
                 _multiply,
                 (out, scale, factor, bias, row_rings, code_rings, rows, lines, k, share, units, numbers, scales,
-                 form, group, per, has_bias, block_m, block_n, kind, piece, ahead, ready, row_slots, code_slots,
+                 form, group, per, has_bias, block_m, block_n, kind, ahead, ready, row_slots, code_slots,
                  gl.num_warps()),
             ),
             (
@@ -337,7 +348,7 @@ def _multiply(
     out: Arg, scale: Arg, factor: Arg, bias: Arg, row_rings: Arg, code_rings: Arg, rows: Arg, lines: Arg, k: Arg,
     share: Arg, units: Arg, numbers: constexpr, scales: constexpr, form: constexpr, group: constexpr,
     per: constexpr, has_bias: constexpr, block_m: constexpr, block_n: constexpr, kind: constexpr,
-    piece: constexpr, ahead: constexpr, ready: constexpr, row_slots: constexpr, code_slots: constexpr,
+    ahead: constexpr, ready: constexpr, row_slots: constexpr, code_slots: constexpr,
     num_warps: constexpr,
 ) -> None:  # fmt: skip
     """Sum up all blocks and store, one block after another."""
@@ -348,7 +359,7 @@ def _multiply(
         row_slot, row_turn, code_slot, code_turn = _sum_up(
             out, scale, factor, bias, row_rings, code_rings, row_slot, row_turn, code_slot, code_turn, row, tile,
             split, first, last, rows, lines, k, numbers, scales, form, group, per, has_bias, block_m, block_n, kind,
-            piece, ahead, ready, row_slots, code_slots, num_warps,
+            ahead, ready, row_slots, code_slots, num_warps,
         )  # fmt: skip
 
 
@@ -357,10 +368,10 @@ def _sum_up(
     out: Arg, scale: Arg, factor: Arg, bias: Arg, row_rings: Arg, code_rings: Arg, row_slot: Arg, row_turn: Arg,
     code_slot: Arg, code_turn: Arg, row: Arg, tile: Arg, split: Arg, first: Arg, last: Arg, rows: Arg, lines: Arg,
     k: Arg, numbers: constexpr, scales: constexpr, form: constexpr, group: constexpr, per: constexpr,
-    has_bias: constexpr, block_m: constexpr, block_n: constexpr, kind: constexpr, piece: constexpr, ahead: constexpr,
+    has_bias: constexpr, block_m: constexpr, block_n: constexpr, kind: constexpr, ahead: constexpr,
     ready: constexpr, row_slots: constexpr, code_slots: constexpr, num_warps: constexpr,
 ) -> Arg:  # fmt: skip
-    """One block of lines and rows, `piece` columns after another: while some products are under way the next one's
+    """One block of lines and rows, 16 columns after another: while some products are under way the next one's
     weights are decoded.
 
     Returns where the rings are, with all slots free that it took.
@@ -369,7 +380,6 @@ def _sum_up(
     code_ring, code_full, code_free = code_rings
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, block_m, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    each: gl.constexpr = 64 // piece
     line = gl.arange(0, block_n, layout=gl.SliceLayout(1, left))
     blocks, tiles = (k + 127) // 128, (lines + 63) // 64
     tile_of, inside = gl.minimum(tile + line // 64, tiles - 1).to(gl.int64), line % 64
@@ -378,18 +388,18 @@ def _sum_up(
         f = gl.load(factor + tile_of * 64 + inside)
     after = _held(scale, tile_of, inside, first, blocks, k, group, per)
     total = gl.zeros([block_n, block_m], gl.float32, layout=mma)
-    w = gl.zeros([block_n, piece], gl.bfloat16, layout=left)
+    w = gl.zeros([block_n, 16], gl.bfloat16, layout=left)
     total, before, second, third = warpgroup_mma_wait(ahead, [total, w, w, w])
     for block in range(first, last):
         mbarrier.wait(code_full.index(code_slot), code_turn)
-        words, held = _words(code_ring.index(code_slot), left, piece), after
+        words, held = _words(code_ring.index(code_slot), left), after
         if group > 0:  # asked for long before they are needed
             after = _held(scale, tile_of, inside, gl.minimum(block + 1, blocks - 1), blocks, k, group, per)
-        for part in gl.static_range(128 // piece):
-            w = _decoded(words, part, held, f, numbers, scales, form, group, piece, ready)
-            if part % each == 0:
+        for part in gl.static_range(8):
+            w = _decoded(words, part, held, f, numbers, scales, form, group, ready)
+            if part % 4 == 0:
                 mbarrier.wait(row_full.index(row_slot), row_turn)
-            right = row_ring.index(row_slot).slice(part % each * piece, piece, 1).permute((1, 0))
+            right = row_ring.index(row_slot).slice(part % 4 * 16, 16, 1).permute((1, 0))
             total = warpgroup_mma(w, right, total, is_async=True)
             total, before, second, third = warpgroup_mma_wait(ahead, [total, before, second, third])
             if ahead == 1:
@@ -398,12 +408,12 @@ def _sum_up(
                 before, second = second, w
             else:
                 before, second, third = second, third, w
-            if part % each == ahead - 1:
+            if part % 4 == ahead - 1:
                 prior = gl.where(row_slot == 0, row_slots - 1, row_slot - 1)
-                mbarrier.arrive(row_free.index(prior), count=1, pred=(block > first) | (part >= each))
+                mbarrier.arrive(row_free.index(prior), count=1, pred=(block > first) | (part > 3))
             if part == ahead - 1:  # words are in registers
                 mbarrier.arrive(code_free.index(code_slot), count=1)
-            if part % each == each - 1:
+            if part % 4 == 3:
                 row_slot, row_turn = _next(row_slot, row_turn, row_slots)
         code_slot, code_turn = _next(code_slot, code_turn, code_slots)
     total, before, second, third = warpgroup_mma_wait(0, [total, before, second, third])
@@ -434,25 +444,23 @@ def _held(scale: Arg, tile: Arg, inside: Arg, block: Arg, blocks: Arg, k: Arg, g
 
 
 @gluon_jit
-def _words(codes: Arg, left: constexpr, piece: constexpr) -> Arg:
-    """A block's words in shared memory, `piece` of each line at a time; the first ones again where they are fewer."""
-    first = codes.slice(0, piece, 1).load(left)
-    second, third, fourth = first, first, first
-    if codes.shape[1] > piece:
-        second = codes.slice(piece, piece, 1).load(left)
-    if codes.shape[1] > 2 * piece:
-        third, fourth = codes.slice(2 * piece, piece, 1).load(left), codes.slice(3 * piece, piece, 1).load(left)
+def _words(codes: Arg, left: constexpr) -> Arg:
+    """A block's words in shared memory, 16 of each line at a time; of four codes a word, the first two twice."""
+    first, second = codes.slice(0, 16, 1).load(left), codes.slice(16, 16, 1).load(left)
+    third, fourth = first, second
+    if codes.shape[1] > 32:
+        third, fourth = codes.slice(32, 16, 1).load(left), codes.slice(48, 16, 1).load(left)
     return first, second, third, fourth
 
 
 @gluon_jit
 def _decoded(
     words: Arg, part: constexpr, held: Arg, f: Arg, numbers: constexpr, scales: constexpr, form: constexpr,
-    group: constexpr, piece: constexpr, ready: constexpr,
+    group: constexpr, ready: constexpr,
 ) -> Arg:  # fmt: skip
-    """A part's weights in bfloat16, `piece` columns of one group, as `tiles._part` of more has them."""
-    parts: gl.constexpr = (64 if numbers == "e4m3" else 32) // piece
-    step: gl.constexpr = part * piece // group if group == 16 or group == 32 else 0
+    """A part's weights in bfloat16, 16 columns, as `tiles._part` of more has them."""
+    parts: gl.constexpr = 4 if numbers == "e4m3" else 2
+    step: gl.constexpr = part * 16 // group if group == 16 or group == 32 else 0
     word = words[part % parts]
     if ready and (form == "halves" or form == "levels"):
         w = ready_times(word, held[step // 2 if form == "halves" else step // 4][:, None], part // parts, step, form)

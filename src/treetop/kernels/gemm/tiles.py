@@ -23,7 +23,7 @@ from torch import Tensor
 
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.gemm.decoding import moved_number, ready_times, times, times_256
-from treetop.kernels.gemm.quantized_weight import MIDDLE, QuantizedWeight, QuantScheme, decode
+from treetop.kernels.gemm.quantized_weight import MIDDLE, Numbers, QuantizedWeight, QuantScheme, decode
 from treetop.kernels.gemm.scale_forms import (
     can_fold,
     codes_of_levels,
@@ -42,6 +42,12 @@ _PIECE = 2**24
 
 Form = Literal["bfloat16", "float16", "float32", "bytes", "levels", "folded", "halves"]
 """Of scales in their words."""
+Kind = Literal["e4m3", "int4", "folded", "e2m1", "e8m0", "levels", "halves"]
+"""How weights are decoded: by their numbers alone, or by them and scales that lie ready or are powers of two."""
+NUMBERS: dict[Kind, Numbers] = {
+    **{"e4m3": "e4m3", "int4": "int4", "folded": "int4"},
+    **dict.fromkeys(("e2m1", "e8m0", "levels", "halves"), "e2m1"),
+}
 _FOLDED = {"e4m3": 120, "e2m1": 126, "int4": 0}
 """Powers of two by which numbers are too small, that scales make up for."""
 
@@ -71,6 +77,12 @@ class TiledWeight:
     @property
     def nbytes(self) -> int:
         return sum(each.nbytes for each in (self.words, self.scale, self.factor, self.zero) if each is not None)
+
+    @property
+    def kind(self) -> Kind:
+        if self.form in ("folded", "levels", "halves"):
+            return self.form
+        return "e8m0" if self.scheme.scales == "e8m0" else self.scheme.numbers
 
     @property
     def per_block(self) -> int:
