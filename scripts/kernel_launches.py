@@ -169,18 +169,21 @@ FORMATS = {
     "nvfp4 (compressed-tensors)": QuantScheme("e2m1", 16, "over"),
 }
 """Of NVFP4 the first has its factor on the sums; the others, where bits are those of decoded weights, in them."""
+_OF_TWO_LEVELS = ("nvfp4 (ModelOpt)", "nvfp4 (compressed-tensors)")
+_NO_HALVES = {"scales over 4": 4.0, "scales near 0": 2.0**-120}
+"""Factors whose scales are not taken as halves: the first take other arithmetic, too."""
 _ONE_OF_EACH_KIND = ["fp8 by row", "w4a16", "nvfp4"]
 _LLAMA_8B = {"gate_up": (28672, 4096, True), "down": (4096, 14336, False), "qkv": (6144, 4096, False)}
 
 
 @cache
-def _coded_weight(name: str, *shape: int) -> TiledWeight:
+def _coded_weight(name: str, *shape: int, of_scales: float = 2.0**-12) -> TiledWeight:
     """Of equal numbers, so that its gates and ups may be said to lie in turn.
 
-    Scales are such as checkpoints have: large ones take other arithmetic.
+    of_scales: the factor of scales of two levels. By default such as checkpoints have.
     """
     scheme, (*leading, k) = FORMATS[name], shape
-    of_two_levels = {"e4m3": 2.0**-12, "times": 2.0**-12, "over": 2.0**12}
+    of_two_levels = {"e4m3": of_scales, "times": of_scales, "over": 1 / of_scales}
     codes = torch.zeros((*leading, scheme.bytes_of(k)), dtype=torch.uint8)
     scale = torch.full((*leading, scheme.groups_of(k)), 2.0**-10)
     if scheme.scales != "float32":
@@ -202,6 +205,15 @@ def _coded(card: Card) -> Iterator[Case]:
         launch = choose_product(whole, gated, rows, gpu, False, why_not(weight, HALF, gpu) is None)
         call = partial(multiply, _empty(rows, k), whole, launch=launch, gpu=gpu)
         yield f"product of {name}, {of}, {rows} rows", call
+    lines, k, _ = _LLAMA_8B["gate_up"]
+    counts_of_form = (16, 256) if card.measured else ()
+    for name, (what, of_scales), rows in product(_OF_TWO_LEVELS, _NO_HALVES.items(), counts_of_form):
+        weight = _coded_weight(name, 256, k, of_scales=of_scales)
+        assert weight.form == "bytes"
+        whole = replace(weight, shape=(lines, k))
+        launch = choose_product(whole, True, rows, gpu, True, why_not(weight, HALF, gpu) is None)
+        call = partial(quantized_gated, _empty(rows, k), whole, launch=launch, gpu=gpu)
+        yield f"product of {name} with {what}, gate_up, {rows} rows", call
     for group, parts in product((0, 128), (1, 4)) if card.has_fp8 else ():
         how = Activations(group)
         norm = partial(add_rms_norm_codes, _empty(16, 4096), _empty(parts, 16, 4096), _empty(4096), 1e-5, how, gpu)
