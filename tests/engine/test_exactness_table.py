@@ -72,6 +72,7 @@ def test_a_row_decides_and_what_has_none_is_ties(strong_pair, named, monkeypatch
         ({"attention_backend": "triton"}, "is not exact"),
         ({"enable_lora": True}, "beside adapters was not measured"),
         ({"exact_sums": "linear"}, "with --exact-sums was not measured"),
+        ({"tp_size": 2}, "over ranks was not measured"),
     ):
         told = settled(config_of(strong_pair, **options))
         assert told.config.exactness == "ties"
@@ -181,18 +182,17 @@ def of_probes(monkeypatch, tmp_path):
 
 
 PROBED = {
-    "no product": ({"product": (96, 64)}, {}, "a product with a weight [96, 64]"),
-    "no product of two ranks": ({"product": (64, 24)}, {"tp_size": 2}, "a product with a weight [64, 24]"),
-    "no attention": ({"attention": "attention's sums with heads of 16"}, {}, "attention's sums with heads of 16"),
-    "no other operation": ({"operations": "exp"}, {}, "exp"),
+    "no product": ({"product": (96, 64)}, "a product with a weight [96, 64]"),
+    "no attention": ({"attention": "attention's sums with heads of 16"}, "attention's sums with heads of 16"),
+    "no other operation": ({"operations": "exp"}, "exp"),
 }
 
 
 @pytest.mark.parametrize("case", PROBED)
 def test_a_row_whose_cpu_fails_a_probe_is_ties(strong_pair, named, of_probes, case):
     """Sums of integers would serve, at twice the price and more: no row was measured with them."""
-    found, options, words = PROBED[case]
-    config = config_of(strong_pair, **options)
+    found, words = PROBED[case]
+    config = config_of(strong_pair)
     of_probes(**found)
     told = settled(config)
     assert (told.config.exactness, told.by) == ("ties", "probes")

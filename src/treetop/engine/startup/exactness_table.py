@@ -21,7 +21,6 @@ from treetop.engine.startup.weight_copies import packing, product_weights
 from treetop.models.config import ModelConfig
 from treetop.models.registry import TargetSpec, target_spec
 from treetop.types.config import EngineConfig
-from treetop.types.parallel import SINGLE_RANK, PlaceholderRank
 from treetop.weights.plain import UNQUANTIZED
 
 Kind = Literal["dense", "experts", "compressed", "sparse", "recurrent"]
@@ -96,8 +95,7 @@ def settled(config: EngineConfig, probes: bool = True) -> Settled:
     problem = unfit_options(config, place)
     if problem is not None:
         return Settled(ties, problem.reason, "options")
-    ranks = SINGLE_RANK if config.tp_size == 1 else PlaceholderRank(config.tp_size)
-    place = replace(place, parallel=ranks, packed=packing(config), activations=config.quantize_activations)
+    place = replace(place, packed=packing(config), activations=config.quantize_activations)
     unmeasured = _unmeasured(config, target, place)
     if unmeasured is not None:
         why = f"what it costs {unmeasured} was not measured"
@@ -125,11 +123,12 @@ def _unmeasured(config: EngineConfig, target: TargetSpec, place: LoadContext) ->
         return "beside adapters"
     if config.algorithm == "NGRAM":
         return "with drafts that are looked up"  # where nothing is found no tree hides the cost
+    if config.tp_size * config.ep_size > 1:
+        return "over ranks"
     if place.device.type == "cpu":
         return None if config.exact_sums in ("auto", "integers") else "with --exact-sums"
     cases = {
         "in float16": place.dtype != torch.bfloat16,
-        "over ranks": config.tp_size * config.ep_size > 1,
         "with K/V in FP8": config.fp8_kv or config.fp8_draft_kv,
         "without copies of weights": config.compress_weights is False,
         "with quantized weights": any(each.format != UNQUANTIZED for each in product_weights(target, None, place)),
