@@ -79,7 +79,10 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="a figure, .svg or .png")
     args = parser.parse_args()
     sampling = SamplingParams(max_tokens=args.max_tokens, temperature=1.0, logprobs=0)
-    options = {"device": args.device, **({"dtype": args.dtype} if args.dtype else {})}
+    rows, context = len(PROMPTS), args.max_tokens + 64
+    options = {"device": args.device, "max_running_requests": rows, "context_length": context}
+    options |= {"max_total_tokens": 2 * rows * context}  # both engines lie on one device
+    options |= {"dtype": args.dtype} if args.dtype else {}
     found: dict[str, torch.Tensor] = {}
     for exactness in ("bits", "ties"):  # MKL's mode is fixed by a process's first product
         sampler = LLM(args.model, args.draft, exactness=exactness, speculative_policy="fixed", **options)
