@@ -4,6 +4,7 @@
     python benchmarks/exactness.py --pair smollm2 --exact-sums integers --requests 1 4 --tokens 32 --turns 5
     python benchmarks/exactness.py --device cuda
     python benchmarks/exactness.py --device cuda --shapes 5,1,6 --batches 32 --prompts --turns 3
+    python benchmarks/exactness.py --device cuda --no-draft --batches 1 8 32 64 128 --turns 3
 
 A figure is the median over turns of tokens per second of CPU time with `bits` over that with `ties` beside it, so that
 other work on the machine counts little. Each engine has a process of its own: MKL has one mode a process, and `ties`
@@ -88,38 +89,40 @@ class Cases:
     prompts: list[int]
 
 
-def engines_of(name: str, cases: Cases) -> dict[Exactness, LLM]:
-    """One with `ties` and one with `bits`, that can run the cases; each has the head, plain rounds or not."""
+def engines_of(name: str, cases: Cases, drafted: bool) -> dict[Exactness, LLM]:
+    """One with `ties` and one with `bits`, that can run the cases. drafted: each has the head, plain rounds or not."""
     target, head = preset(name)
-    trees = [shape for shape in cases.shapes if shape != "plain"] or [shape for shape in SHAPES if shape != "plain"]
     context = max([BEHIND, *cases.prompts]) + 256
+    options: EngineOptions = {
+        "device": "cuda",
+        "load_format": "dummy",
+        "max_running_requests": max(cases.batches),
+        "context_length": context,
+        "max_total_tokens": max(2 * BEHIND * max(cases.batches), context + 256),
+        "disable_radix_cache": True,
+    }
+    if drafted:
+        trees = [shape for shape in cases.shapes if shape != "plain"] or [shape for shape in SHAPES if shape != "plain"]
+        options |= {"speculative_policy": "auto", "speculative_calibration": "off"}
+        options["speculative_shapes"] = " ".join(trees)
+    else:
+        options["speculative_algorithm"] = "NONE"
     llms = dict[Exactness, LLM]()
     for exactness in ("ties", "bits"):
-        llms[exactness] = LLM(
-            target,
-            head,
-            exactness=exactness,
-            device="cuda",
-            load_format="dummy",
-            max_running_requests=max(cases.batches),
-            context_length=context,
-            max_total_tokens=max(2 * BEHIND * max(cases.batches), context + 256),
-            disable_radix_cache=True,
-            speculative_policy="auto",
-            speculative_calibration="off",
-            speculative_shapes=" ".join(trees),
-        )
+        own: EngineOptions = {**options, "exactness": exactness}
+        llms[exactness] = LLM(target, head if drafted else None, **own)
         say({exactness: {"copies": llms[exactness].engine.memory.budget.copies}})
     return llms
 
 
-def on_a_gpu(name: str, cases: Cases, rounds: int, turns: int) -> None:
+def on_a_gpu(name: str, cases: Cases, rounds: int, turns: int, drafted: bool) -> None:
     """Print the milliseconds of both, and the ratios: cases in turns, `ties` and `bits` one right after the other."""
-    llms = engines_of(name, cases)
+    llms = engines_of(name, cases, drafted)
 
     def time_round(exactness: Exactness, shape: str, batch: int) -> float:
         llm = llms[exactness]
-        llm.scheduler.policy = FixedShape(SHAPES[shape])
+        if drafted:
+            llm.scheduler.policy = FixedShape(SHAPES[shape])
         return statistics.median(wall_times_ms(llm, prompt_ids(llm, batch, BEHIND), rounds)[0])
 
     def time_prefill(exactness: Exactness, length: int) -> float:
@@ -187,6 +190,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--preset", choices=NAMES, default=NAMES[0], help="on a GPU")
     parser.add_argument("--rounds", type=int, default=20, help="on a GPU, of each case")
     parser.add_argument("--shapes", choices=SHAPES, nargs="+", default=list(SHAPES), help="on a GPU, of rounds")
+    parser.add_argument("--no-draft", action="store_true", help="on a GPU: without a head, so all rounds are plain")
     parser.add_argument("--batches", type=int, nargs="+", default=ROWS, metavar="ROWS", help="on a GPU, of each shape")
     parser.add_argument(
         "--prompts", type=int, nargs="*", default=PROMPTS_OF, metavar="TOKENS", help="on a GPU, that are prefilled"
@@ -198,7 +202,9 @@ def main(arguments: list[str]) -> int:
             parser.error(f"--{option}: a number is below 1")
     say({**machine_of(), "threads": torch.get_num_threads()})
     if args.device == "cuda":
-        on_a_gpu(args.preset, Cases(args.shapes, args.batches, args.prompts), args.rounds, args.turns)
+        shapes = ["plain"] if args.no_draft else args.shapes
+        cases = Cases(shapes, args.batches, args.prompts)
+        on_a_gpu(args.preset, cases, args.rounds, args.turns, drafted=not args.no_draft)
     else:
         on_a_cpu(args.pair, args.exact_sums, args.requests, args.tokens, args.turns)
     return 0
