@@ -240,6 +240,22 @@ def test_workers_of_one_request_come_to_the_same(strong_pair, named, monkeypatch
     assert {settled(each).config.exactness for each in (alone, config_of(strong_pair, **slots))} == {"ties"}
 
 
+def test_where_rounds_may_be_plain_for_long_both_rows_decide(strong_pair, named, monkeypatch):
+    """A head that does not pay leaves plain rounds, whose price no tree hides: a server would be slower than plain."""
+    for policy, chosen in (("fixed", "bits"), ("auto", "ties")):
+        engine_plan = plan_engine(config_of(strong_pair, speculative_policy=policy))
+        assert engine_plan.config.exactness == chosen
+    assert plan_engine(config_of(strong_pair)).config.exactness == "bits", "on a CPU the shape is fixed by default"
+    told = settled(config_of(strong_pair, speculative_policy="auto"))
+    assert (told.config.exactness, told.by) == ("ties", "options")
+    assert told.why == (
+        "--speculative-policy auto may run plain rounds for long, and without a draft it is ties on Maker"
+    )
+    for cost, chosen in ((MOST_COST, "bits"), (2.0, "ties")):
+        monkeypatch.setattr(exactness_table, "TABLE", (ROW, replace(ROW, drafted=False, cost=cost)))
+        assert settled(config_of(strong_pair, speculative_policy="auto")).config.exactness == chosen
+
+
 def test_an_engine_whose_probe_fails_serves_and_says_so(strong_pair, named, of_probes, caplog):
     """And where another engine's did not, side by side they are refused by what each came to."""
     of_probes(operations="exp")

@@ -35,7 +35,7 @@ class ExactnessRow:
     """What `bits` costs somewhere.
 
     device: a CPU's maker as it names itself, or a GPU as the driver does.
-    drafted: with a draft, whose trees hide a part of the cost.
+    drafted: with a draft, whose trees hide a part of the cost. Where rounds may be plain for long both rows count.
     cost: time with `bits` over that with `ties`, of the dearest cell.
     measured: which cells, and at which commit; docs/exactness.md has the command.
     """
@@ -85,13 +85,17 @@ def settled(config: EngineConfig, probes: bool = True) -> Settled:
     if row is None:
         why = f"no row for a {kind} model {drafted} on {maker}"
         return Settled(ties, why, _short(maker, kind))
-    partners = _row(maker, kind, not config.speculates)
-    if config.disaggregation_slots and (partners is None or partners.cost > MOST_COST):
+    others = _row(maker, kind, not config.speculates)
+    alone = others is None or others.cost > MOST_COST
+    if config.disaggregation_slots and alone:
         why = f"a worker that hands over to it may be {_drafted(not config.speculates)}, and is ties on {maker} then"
         return Settled(ties, why, "options")
     if row.cost > MOST_COST:
         why = f"{kind} models {drafted} on {maker} have {row.measured}, and {MOST_COST} is the most"
         return Settled(ties, why, _short(maker, kind))
+    if config.speculates and config.speculative_policy == "auto" and alone:
+        why = f"--speculative-policy auto may run plain rounds for long, and without a draft it is ties on {maker}"
+        return Settled(ties, why, "options")
     unbuilt = why_not_model(target.config)
     if unbuilt is not None:
         return Settled(ties, unbuilt.reason, _short(maker, kind))
