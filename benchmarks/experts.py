@@ -4,8 +4,9 @@
     python benchmarks/experts.py --launches        every candidate launch of the two products besides
 
 A time is that of one layer in a replayed graph of many over different weights, as in a decode round: norm, routing,
-both products. Results are checked before anything is timed. The floor is what the chosen experts' weights take at the
-machine's copy rate. JSON lines on stdout; the first names the machine.
+both products; of one token the first product may choose the experts, which routing alone does here. Results are checked
+before anything is timed. The floor is what the chosen experts' weights take at the machine's copy rate. JSON lines on
+stdout; the first names the machine.
 """
 
 import math
@@ -70,7 +71,8 @@ class Layer:
         self.gpu = gpu_traits(DEVICE)
         self.shape, self.norm = shape, torch.ones(hidden, dtype=torch.bfloat16, device=DEVICE)
         bias = torch.randn(spec.num_experts, device=DEVICE).bfloat16() if spec.bias else None
-        self.router = Router(spec, self._normal(spec.num_experts, hidden), bias, None)
+        self.router = Router(spec, self._normal(spec.num_experts, hidden), bias, None, leaves=True)
+        self.alone = replace(self.router, leaves=False)  # chooses all by itself
         self.experts = Experts(
             self._weight(spec.num_experts, 2, inner, hidden),
             self._weight(spec.num_experts, hidden, inner),
@@ -116,7 +118,7 @@ def measure(layers: list[Layer], tokens: int) -> dict[str, float]:
     x = torch.randn(tokens, layers[0].shape.hidden, device=DEVICE).bfloat16()
     error = check(layers[0], x)
     assert error < 1e-2, f"relative error {error:.1e}"
-    routes = [route(x, layer.router, None, layer.gpu) for layer in layers]
+    routes = [route(x, layer.alone, None, layer.gpu) for layer in layers]
     touched = statistics.mean(len(each.expert.unique()) for each in routes)
 
     def whole() -> None:
@@ -130,7 +132,7 @@ def measure(layers: list[Layer], tokens: int) -> dict[str, float]:
         "error": round(error, 5),
         "experts": touched,
         "layer_us": median_us([whole], 20) / len(layers),
-        "route_us": median_us([partial(route, x, layer.router, None, layer.gpu) for layer in layers], 20),
+        "route_us": median_us([partial(route, x, layer.alone, None, layer.gpu) for layer in layers], 20),
         "products_us": median_us(products(x, layers, routes), 20),
     }
 
@@ -151,7 +153,7 @@ def candidates(shape: Shape, rows: int, gated: bool) -> list[GroupedLaunch]:
 def try_launches(layers: list[Layer], tokens: int, name: str) -> None:
     """Times of both products with each candidate of one of them."""
     x = torch.randn(tokens, layers[0].shape.hidden, device=DEVICE).bfloat16()
-    routes = [route(x, layer.router, None, layer.gpu) for layer in layers]
+    routes = [route(x, layer.alone, None, layer.gpu) for layer in layers]
     tiles = routes[0].tiles
     assert tiles is not None
 

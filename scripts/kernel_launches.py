@@ -46,7 +46,7 @@ from treetop.kernels.gemm.skinny_gemm import choose_launch, choose_no_split_k, g
 from treetop.kernels.gemm.tiles import TiledWeight, decode_tiles, tile
 from treetop.kernels.kv import FP8, PageTable
 from treetop.kernels.moe.experts import Activation, Experts, experts
-from treetop.kernels.moe.routing import Router, RouterKind, RouterSpec, Routes, Tiles, route
+from treetop.kernels.moe.routing import LeftChoice, Router, RouterKind, RouterSpec, Routes, Tiles, route
 from treetop.kernels.recurrent.convolution import path_conv, prefill_conv
 from treetop.kernels.recurrent.gates import delta_inputs, gated_norm
 from treetop.kernels.recurrent.in_turn import prefill_in_turn_kernel, verify_in_turn_kernel
@@ -292,6 +292,9 @@ def _experts(card: Card) -> Iterator[Case]:
             f"experts of {name}, {tokens} tokens",
             partial(experts, _empty(tokens, hidden), routes, made, card.gpu),
         )
+        if tokens == 1:
+            left = replace(routes, left=LeftChoice(_empty(8, 1, 128, dtype=torch.float32), None, spec))
+            yield f"experts of {name}, chosen there", partial(experts, _empty(1, hidden), left, made, card.gpu)
     yield from _experts_beside_shared(card)
 
 

@@ -266,6 +266,50 @@ def test_the_kernels_route_as_the_reference(name, tokens, by_token, monkeypatch)
     assert int(tiles.number) <= len(tiles.expert)
 
 
+LEFT = ("softmax", "softmax, renormalised", "of the chosen", "all of them", "one")
+
+
+@on_gpu_or_interpreted
+@pytest.mark.parametrize("name", LEFT)
+@pytest.mark.parametrize("padding", [None, False, True])
+def test_one_tokens_experts_are_those_that_the_first_product_chooses(name, padding):
+    """Experts, weights and parts to the bit, of equal logits too."""
+    torch.manual_seed(6)
+    with DEVICE:
+        router, gpu = make_router(SPECS[name], 50), gpu_traits(DEVICE)
+        made = make_experts(SPECS[name].with_weights, 50, 45)
+        live = None if padding is None else torch.tensor([not padding])
+        for x in (torch.randn(1, 50), torch.zeros(1, 50)):
+            want = routing.route(x, router, live, gpu, tells=True)
+            got = routing.route(x, replace(router, leaves=True), live, gpu, tells=True)
+            assert got.left is not None
+            assert torch.equal(products.experts(x, got, made, gpu), products.experts(x, want, made, gpu))
+            assert torch.equal(got.expert, want.expert)
+            assert torch.equal(got.weight, want.weight)
+            assert torch.equal(got.chosen, want.chosen)
+
+
+@on_gpu_or_interpreted
+@pytest.mark.parametrize(
+    ("name", "tokens", "exact"),
+    [*((name, 1, False) for name in SPECS if name not in LEFT), ("softmax", 2, False), ("softmax", 1, True)],
+)
+def test_no_other_choice_is_left_to_a_product(name, tokens, exact):
+    """Of other routers, of several tokens, and where a token's bits are those of any batch."""
+    with DEVICE:
+        router = replace(make_router(SPECS[name], 50), leaves=True)
+        assert routing.route(torch.randn(tokens, 50), router, None, gpu_traits(DEVICE), exact).left is None
+
+
+@on_gpu_or_interpreted
+def test_many_experts_are_not_left_to_a_product():
+    with DEVICE:
+        for number in (routing._LEFT, routing._LEFT + 1):
+            router = replace(make_router(RouterSpec(number, 2, RouterKind.SOFTMAX), 50), leaves=True)
+            left = routing.route(torch.randn(1, 50), router, None, gpu_traits(DEVICE)).left
+            assert (left is not None) == (number == routing._LEFT)
+
+
 CODINGS = {
     "mxfp4": QuantScheme("e2m1", 32, "e8m0"),
     "fp8 blocks": QuantScheme("e4m3", 128),

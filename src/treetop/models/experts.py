@@ -56,6 +56,7 @@ class ExpertMLP:
             None if part.size == 1 else own,
             weights.pop(f"{router}_factor"),
             gates_shared=not self._apart,
+            leaves=ops.gpu_for(Ops.experts) is not None,
         )
         self.products: list[Product] = [self, *(() if self._shared is None else self._shared.products)]
         if spec.latent:

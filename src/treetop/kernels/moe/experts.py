@@ -24,8 +24,17 @@ from treetop.kernels.exact import BY_ELEMENT, LIBRARY, Functions, batch_invarian
 from treetop.kernels.gate import Gate, activated, activated_reference
 from treetop.kernels.gemm.quantized_weight import Numbers, QuantizedWeight, decode
 from treetop.kernels.gemm.tiles import BLOCK, TiledWeight, apart, tile_arguments, tile_options, tile_product, untile
-from treetop.kernels.moe.routing import Routes, RowProduct, Tiles, each_row
-from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, jit_for_any, tl
+from treetop.kernels.moe.routing import (
+    LeftChoice,
+    RouterKind,
+    Routes,
+    RowProduct,
+    Tiles,
+    each_row,
+    ranks_of_one,
+    write_choice,
+)
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, jit_for_any, lanes, tl
 
 LIMIT, ALPHA = 7.0, 1.702
 
@@ -279,11 +288,13 @@ def _grouped(
     share = -(-blocks // launch.splits) * launch.block_k
     of_all = (data, scale, factor, zero) if shared is None else tile_arguments(shared)
     shared_tiles = 0 if shared is None else -(-tokens // tiles.rows)
+    left = routes.left if gated else None
     _grouped_kernel[(shared_tiles + len(tiles.expert) + 1, -(-lines // launch.block_n), launch.splits)](
         out, x, data, scale, factor, zero, data if bias is None else bias, *of_all, tiles.order, tiles.expert,
         tiles.start, tiles.count, tiles.number, routes.expert, routes.weight,
         routes.weight if routes.shared is None else routes.shared, 0.0 if limit is None else limit, tokens, n, k, share,
-        shared_tiles, **coded, shares=shared is not None, has_bias=bias is not None, gated=gated,
+        shared_tiles, *_left_arguments(routes, left), **_left_options(routes, left), **coded,
+        shares=shared is not None, has_bias=bias is not None, gated=gated,
         kind=None if activation is None else activation.kind, limited=limit is not None, apart=routes.apart,
         weighted=gated == routes.of_inputs, top_k=top_k,
         block_m=tiles.rows, block_n=launch.block_n, block_k=launch.block_k,
@@ -291,6 +302,30 @@ def _grouped(
     )  # fmt: skip
 
 
+def _left_arguments(routes: Routes, left: LeftChoice | None) -> tuple[Tensor, Tensor, Tensor, float]:
+    """What a first product chooses one token's experts by."""
+    if left is None:
+        return routes.weight, routes.expert, routes.expert, 1.0
+    live, chosen = (routes.expert if each is None else each for each in (left.live, routes.chosen))
+    return left.logits, live, chosen, left.spec.scale
+
+
+def _left_options(routes: Routes, left: LeftChoice | None) -> dict[str, object]:
+    if left is None:
+        return _NOT_LEFT
+    spec = left.spec
+    return {
+        "chooses": True, "parts": len(left.logits), "sigmoid": spec.kind is RouterKind.SIGMOID,
+        "of_chosen": spec.kind is RouterKind.TOPK_SOFTMAX, "renormalise": spec.renormalise,
+        "masked": left.live is not None, "tells": routes.chosen is not None, "block_e": lanes(spec.num_experts),
+        "block_s": lanes(spec.top_k), "experts": spec.num_experts,
+    }  # fmt: skip
+
+
+_NOT_LEFT: dict[str, object] = {
+    "chooses": False, "parts": 1, "sigmoid": False, "of_chosen": False, "renormalise": False, "masked": False,
+    "tells": False, "block_e": 2, "block_s": 2, "experts": 1,
+}  # fmt: skip
 _NOT_CODED: dict[str, object] = {
     "numbers": None, "scales": None, "form": None, "group": 0, "has_zero": False, "per": 1, "whole_blocks": False,
     "fast": False,
@@ -302,9 +337,11 @@ def _grouped_kernel(
     out: Arg, x: Arg, weight: Arg, scale: Arg, factor: Arg, zero: Arg, bias: Arg, shared_weight: Arg, shared_scale: Arg,
     shared_factor: Arg, shared_zero: Arg, order: Arg, tile_expert: Arg, tile_start: Arg, tile_count: Arg, number: Arg,
     expert_of: Arg, weight_of: Arg, weight_of_all: Arg, limit: Arg, tokens: Arg, n: Arg, k: Arg, share: Arg,
-    shared_tiles: Arg, numbers: constexpr, scales: constexpr, form: constexpr, group: constexpr, has_zero: constexpr,
-    per: constexpr, whole_blocks: constexpr, fast: constexpr, shares: constexpr, has_bias: constexpr, gated: constexpr,
-    kind: constexpr,
+    shared_tiles: Arg, logits: Arg, live: Arg, chosen_out: Arg, choice_scale: Arg,
+    chooses: constexpr, parts: constexpr, sigmoid: constexpr, of_chosen: constexpr, renormalise: constexpr,
+    masked: constexpr, tells: constexpr, block_e: constexpr, block_s: constexpr, experts: constexpr,
+    numbers: constexpr, scales: constexpr, form: constexpr, group: constexpr, has_zero: constexpr, per: constexpr,
+    whole_blocks: constexpr, fast: constexpr, shares: constexpr, has_bias: constexpr, gated: constexpr, kind: constexpr,
     limited: constexpr, apart: constexpr, weighted: constexpr, top_k: constexpr, block_m: constexpr, block_n: constexpr,
     block_k: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
@@ -314,7 +351,8 @@ def _grouped_kernel(
     gated: x is [tokens, k], lines are a gate and an up in turn, out is [assignments, n] in the order of the tiles.
     Else: x is [assignments, k] in that order, out is [splits * slots, tokens, n]. weighted: times the weights of the
     routes, as if x of a gated one were. numbers: of a weight in tiles, or None. shares: the first tiles are all tokens,
-    which go to the shared expert; behind the assignments of the others, and as the last slot.
+    which go to the shared expert; behind the assignments of the others, and as the last slot. chooses: of one token,
+    each program finds its tile's expert by the logits, and one writes what the router would have (`Routes.left`).
     """
     pdl_wait(overlap, early=True)
     tile, block, split = tl.program_id(0) - shared_tiles, tl.program_id(1), tl.program_id(2)
@@ -331,9 +369,27 @@ def _grouped_kernel(
     at = tl.minimum(tile, last - 1)  # asked for with the number of tiles, not after it
     if shares:
         at = tl.maximum(at, 0)
-    expert = tl.load(tile_expert + at).to(tl.int64)
-    place = tl.load(tile_start + at) + lane
-    count = tl.load(tile_count + at)
+    if chooses:
+        every = tl.arange(0, block_e)
+        score, peak, rank = ranks_of_one(logits, every, parts, sigmoid, of_chosen, experts)
+        alive = tile >= 0
+        if masked:
+            alive = tl.load(live) != 0
+        if tile == last:  # noqa: SIM102 - one for the compiler, one of programs
+            if block == 0:
+                write_choice(
+                    expert_of, weight_of, chosen_out, order, tile_expert, tile_start, tile_count, number, every, score,
+                    peak, rank, alive, choice_scale, of_chosen, renormalise, tells, top_k, block_s,
+                )  # fmt: skip
+        expert = tl.sum(tl.where(rank == at, every, 0), 0).to(tl.int64)
+        place = at + lane
+        count = 1
+        tiles_there = tl.where(alive, top_k, 0)
+    else:
+        expert = tl.load(tile_expert + at).to(tl.int64)
+        place = tl.load(tile_start + at) + lane
+        count = tl.load(tile_count + at)
+        tiles_there = tl.load(number)
     token = place
     if shares:
         first_token = (tile + shared_tiles) * block_m
@@ -347,8 +403,10 @@ def _grouped_kernel(
         factor = tl.where(tile < 0, shared_factor, factor)
         zero = tl.where(tile < 0, shared_zero, zero)
     there = lane < count
-    if tile < tl.load(number):
-        if shares:
+    if tile < tiles_there:
+        if chooses:
+            assignment = tl.where(there, place, 0)
+        elif shares:
             assignment = tl.load(order + place, mask=listed, other=0)
             assignment = tl.where(tile < 0, token * top_k, assignment)
         else:

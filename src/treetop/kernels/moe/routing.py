@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treetop.kernels.dependent_launch import launch_options, pdl_wait
+from treetop.kernels.dependent_launch import ask_for, launch_options, pdl_wait
 from treetop.kernels.exact import BY_ELEMENT, LIBRARY, Functions, batch_invariant_linear
 from treetop.kernels.sort_key import index_of, key_of
 from treetop.kernels.tree.tree import stable_topk
@@ -92,6 +92,7 @@ class Router:
 
     own: the experts that are here, where ranks share them; None for all that have weights. Routes number them from 0.
     gates_shared: the weight has one line more, the gate of the expert that all tokens take; there is no bias then.
+    leaves: kernels of the products follow, which may choose one token's experts themselves (`Routes.left`).
     """
 
     spec: RouterSpec
@@ -101,6 +102,7 @@ class Router:
     own: range | None = None
     factor: Tensor | None = None
     gates_shared: bool = False
+    leaves: bool = False
 
     @property
     def here(self) -> range:
@@ -155,6 +157,7 @@ class Routes:
         padding what its numbers give. None where nobody asks.
     shared: [tokens], the weight of the expert that all tokens take, padding too, as `weight`; None if it is not with
         the others.
+    left: the choice is the first product's, which writes expert, weight, tiles and chosen; None where it is made.
     """
 
     expert: Tensor
@@ -164,6 +167,16 @@ class Routes:
     of_inputs: bool = False
     chosen: Tensor | None = None
     shared: Tensor | None = None
+    left: "LeftChoice | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class LeftChoice:
+    """What one token's experts are chosen by. logits: [parts, 1, experts] float32. live: [1] bool, or None."""
+
+    logits: Tensor
+    live: Tensor | None
+    spec: RouterSpec
 
 
 def route_reference(
@@ -247,6 +260,8 @@ _BY_TOKEN = (256, 8192)
 looking at all others, where bits may depend on the number of tokens: fewer are as fast in programs of several."""
 _MANY = 1024
 """Tokens up to which a router's product is cut for few rows, where bits may depend on how many there are."""
+_LEFT = 128
+"""Experts up to which each program of a first product compares all of them, to find its own; more take longer."""
 _OWN = 32
 """Assignments that a program finds places for."""
 _MAX_BLOCKS = 64
@@ -294,6 +309,9 @@ def route(
     shared = weight.new_empty(tokens) if router.gates_shared else None
     numbers = torch.empty((3, most_tiles(tokens, rows, spec)), dtype=torch.int32, device=x.device)
     order, number = torch.empty_like(expert).view(-1), numbers.new_empty(1)
+    if router.leaves and tokens == 1 and not batch_invariant and _can_leave(router):
+        tiles = Tiles(rows, order, numbers[0], numbers[1], numbers[2], number)
+        return Routes(expert, weight, tiles, False, spec.of_inputs, chosen, left=LeftChoice(logits, live, spec))
     block, one = (1, False) if by_token else _tokens_of_a_program(tokens, experts, batch_invariant)
     blocks = 1 if one else -(-tokens // block)
     counts = counts if by_token else counts.new_empty((blocks, experts))
@@ -326,6 +344,16 @@ def route(
     tile_expert, start, count = numbers
     tiles = Tiles(rows, order, tile_expert, start, count, number)
     return Routes(expert, weight, tiles, router.apart, spec.of_inputs, chosen, shared)
+
+
+def _can_leave(router: Router) -> bool:
+    """Whether a token's experts are those of its largest logits, all here and not many, and weights are of what they
+    give."""
+    spec = router.spec
+    if spec.num_experts > _LEFT:
+        return False
+    more = router.correction is not None or router.factor is not None or router.gates_shared or spec.of_inputs
+    return router.here == range(spec.num_experts) and spec.groups == 1 and not more
 
 
 def _tokens_of_a_program(tokens: int, experts: int, batch_invariant: bool) -> tuple[int, bool]:
@@ -364,6 +392,7 @@ def _logits(
     _logits_kernel[(-(-experts // 16), -(-tokens // block_m), splits)](
         parts, x, weight, x if bias is None else bias, zeros, tokens, hidden, share, experts,
         zeroed=zeros.numel(), block_z=lanes(max(zeros.numel(), 1)), has_bias=bias is not None,
+        asks=lanes(-(-share // 64)) if gpu.can_overlap and few else 0,
         block_m=block_m, block_k=block_k, overlap=gpu.can_overlap,
         num_warps=4, num_stages=4, **launch_options(gpu),
     )  # fmt: skip
@@ -373,15 +402,18 @@ def _logits(
 @jit
 def _logits_kernel(
     parts: Arg, x: Arg, weight: Arg, bias: Arg, zeros: Arg, tokens: Arg, hidden: Arg, share: Arg, experts: constexpr,
-    zeroed: constexpr, block_z: constexpr, has_bias: constexpr, block_m: constexpr, block_k: constexpr,
+    zeroed: constexpr, block_z: constexpr, has_bias: constexpr, asks: constexpr, block_m: constexpr, block_k: constexpr,
     overlap: constexpr,
 ) -> None:  # fmt: skip
     """Logits of 16 experts and a block of tokens over one share of the hidden state; the first adds the bias.
 
     Grid (experts / 16, tokens / block_m, splits).
     """
-    pdl_wait(overlap, early=True)
     expert = tl.program_id(0) * 16 + tl.arange(0, 16)
+    if asks > 0:  # 64 numbers of 16 bits are a cache line
+        at = tl.program_id(2) * share + tl.arange(0, asks) * 64
+        ask_for(weight + tl.minimum(expert, experts - 1)[:, None] * hidden + tl.minimum(at, hidden - 1)[None, :])
+    pdl_wait(overlap, early=True)
     token = tl.program_id(1) * block_m + tl.arange(0, block_m)
     split = tl.program_id(2)
     if zeroed > 0:  # noqa: SIM102 - one for the compiler, one of programs
@@ -501,6 +533,56 @@ def _choose_kernel(
         tl.atomic_add(counts + expert, count, mask=(count > 0) & (expert < experts), sem="relaxed")
     else:
         tl.store(counts + tl.program_id(0) * experts + expert, count, mask=expert < experts)
+
+
+@jit
+def ranks_of_one(
+    logits: Arg, expert: Arg, parts: constexpr, sigmoid: constexpr, of_chosen: constexpr, experts: constexpr
+) -> tuple[Arg, Arg, Arg]:
+    """Of one token's experts [experts, up to a power of two] the score, the largest logit, and how many are better."""
+    there = expert < experts
+    score = tl.load(logits + expert, mask=there, other=0.0)
+    for part in tl.static_range(1, parts):
+        score += tl.load(logits + part * experts + expert, mask=there, other=0.0)
+    if not sigmoid:
+        score = tl.where(there, score, float("-inf"))
+    peak = tl.max(score, 0)
+    if sigmoid:
+        score = tl.sigmoid(score)
+    elif not of_chosen:
+        score = tl.exp(score - peak)
+        score = score / tl.sum(tl.where(there, score, 0.0), 0)
+    lowest: constexpr = -0x7FFFFFFFFFFFFFFF
+    keys = tl.where(there, key_of(score, expert), lowest)
+    rank = tl.sum((keys[:, None] > keys[None, :]).to(tl.int32), 0)
+    return score, peak, tl.where(there, rank, experts)
+
+
+@jit
+def write_choice(
+    expert_out: Arg, weight_out: Arg, chosen_out: Arg, order: Arg, tile_expert: Arg, tile_start: Arg, tile_count: Arg,
+    number: Arg, expert: Arg, score: Arg, peak: Arg, rank: Arg, alive: Arg, scale: Arg, of_chosen: constexpr,
+    renormalise: constexpr, tells: constexpr, top_k: constexpr, block_k: constexpr,
+) -> None:  # fmt: skip
+    """Routes and tiles of one token, a tile each of its experts, best first."""
+    lane = tl.arange(0, block_k)
+    held, taken = rank[:, None] == lane[None, :], lane < top_k
+    chosen = tl.sum(tl.where(held, expert[:, None], 0), 0)
+    weights = tl.sum(tl.where(held, score[:, None], 0.0), 0)
+    if of_chosen:
+        weights = tl.exp(weights - peak)
+    weights = tl.where(taken, weights, 0.0)
+    if renormalise or of_chosen:
+        weights = weights / (tl.sum(weights, 0) + 1e-20)
+    tl.store(weight_out + lane, weights * scale, mask=taken)
+    tl.store(expert_out + lane, tl.where(alive, chosen, -1), mask=taken)
+    if tells:
+        tl.store(chosen_out + lane, chosen.to(tl.int16), mask=taken)
+    tl.store(order + lane, lane, mask=taken)
+    tl.store(tile_expert + lane, tl.where(alive, chosen, 0), mask=taken)
+    tl.store(tile_start + lane, lane, mask=taken)
+    tl.store(tile_count + lane, alive.to(tl.int32) + lane * 0, mask=taken)
+    tl.store(number, tl.where(alive, top_k, 0))
 
 
 @jit
