@@ -361,6 +361,24 @@ def test_programs_of_many_tokens_lie_side_by_side_where_that_was_measured(gpu, n
     assert [launch.num_warps for launch in chosen] == warps
 
 
+@pytest.mark.parametrize(
+    ("gpu", "numbers", "by_exponents", "warps"),
+    [
+        (GpuTraits(132, True, 227 << 10, True), "e4m3", False, 4),
+        (GpuTraits(132, True, 227 << 10, True), "e2m1", True, 4),
+        (GpuTraits(132, True, 227 << 10, True), "e2m1", False, 2),
+        (GpuTraits(132, True, 227 << 10, True), "int4", False, 2),
+        (GpuTraits(108, False, 163 << 10, True), "e4m3", False, 2),
+    ],
+    ids=str,
+)
+def test_a_first_product_of_more_tokens_has_four_warps_where_that_was_measured(gpu, numbers, by_exponents, warps):
+    for rows, number, expected in ((16, 32, 2), (16, 33, warps), (32, 68, 2)):
+        tiles = SimpleNamespace(rows=rows, expert=range(number))
+        launch = products.choose_grouped(tiles, 2048, 1536, True, numbers, 2, False, gpu, by_exponents)
+        assert launch.num_warps == expected
+
+
 @on_gpu_or_interpreted
 @pytest.mark.parametrize("name", CODINGS)
 @pytest.mark.parametrize("tokens", [3, pytest.param(150, marks=pytest.mark.slow)])

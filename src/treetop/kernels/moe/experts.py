@@ -184,6 +184,9 @@ _PACKED = {
     "long": (GroupedLaunch(128, BLOCK, 1, 3, 4), GroupedLaunch(128, BLOCK, 1, 3, 4)),
 }
 """Of a first and a second product with tiles: of few tokens, of more, and of many each. As measured in MXFP4."""
+_FOUR_WARPS, _MORE_TILES = GroupedLaunch(64, BLOCK, 1, 4, 4), 32
+"""Of a first product of more tiles than so many, of 16 rows, in FP8 and in MXFP4 on Hopper: of 8 to 60 tokens both
+products took 0.90 to 1.01 of the time with two warps. In NVFP4 they took 1.01 and 1.05, in W4A16 0.96 and 1.04."""
 _FEW_TILES = 16
 _SHORT = 512
 """k of a second product that is not worth a cut: its programs are like a first one's. As measured in FP8 of
@@ -196,10 +199,11 @@ _WHOLE = GroupedLaunch(64, BLOCK, 1, 7, 2)
 
 
 def choose_grouped(
-    tiles: Tiles, k: int, lines: int, gated: bool, numbers: Numbers | None, size: int, whole: bool, gpu: GpuTraits
-) -> GroupedLaunch:
+    tiles: Tiles, k: int, lines: int, gated: bool, numbers: Numbers | None, size: int, whole: bool, gpu: GpuTraits,
+    by_exponents: bool = False,
+) -> GroupedLaunch:  # fmt: skip
     """The launch of a product with weights [experts, lines, k]. numbers: of weights in tiles. size: bytes of a number
-    of x. whole: k is not cut.
+    of x. whole: k is not cut. by_exponents: scales are powers of two, as MXFP4 has them.
 
     As `benchmarks/experts.py` measured with GPT-OSS-20B's and Qwen3-30B-A3B's shapes on an H200.
     """
@@ -213,6 +217,10 @@ def choose_grouped(
     if packed:
         kind = "long" if tiles.rows > 32 else "few" if len(tiles.expert) <= _FEW_TILES else "more"
         launch = _PACKED[kind][0 if gated else 1]
+        hopper = gpu.by_warp_groups and not gpu.has_tensor_memory
+        more = gated and tiles.rows == 16 and len(tiles.expert) > _MORE_TILES
+        if more and hopper and (numbers == "e4m3" or by_exponents):
+            return _FOUR_WARPS
         if kind != "long" and not gated and k <= _SHORT:
             launch = GroupedLaunch(64, BLOCK, 1, 6 if tiles.rows == 16 else 4, 2)
         if kind == "long" and not gpu.by_warp_groups:  # what fits in registers where operands lie there too
@@ -244,6 +252,7 @@ def experts(x: Tensor, routes: Routes, experts: Experts, gpu: GpuTraits, batch_i
             x.element_size(),
             batch_invariant,
             gpu,
+            isinstance(weight, TiledWeight) and weight.scheme.scales == "e8m0",
         )
         for weight, k, lines, gated in (
             (experts.gate_up, hidden, 2 * inner, True),
