@@ -2,11 +2,13 @@
 
     python benchmarks/simulated_heads.py [--profiles builtin:llama-3.1-8b benchmarks/profiles/mediocre.json ..]
                                          [--clients 1 8 32 64 128 64 32 8 1] [--known] [--shapes 2,1,3 5,4,16]
+    python benchmarks/simulated_heads.py --clients 64 128 32 8 64 128 32 8 64 --requests 1 --within 0.1 --noise 0.03
 
 The real scheduler and policy run on a clock of their own, as in `simulated_load.py`. Rounds cost what
 `bench.modelled_costs` says by rows, shape and the context that rows have in the mean; prefill steps what an H200 took;
 the draft `--draft-us` more for each prompt token that it reads and `--draft-ms` for each step in which it reads any.
 What is accepted is drawn from the profile's chances. One engine serves all loads of `--clients` one after another.
+Clients come at once, or as over HTTP `--within` some seconds; times vary by `--noise`.
 
 Prints tokens/s of plain decoding, and each way beside it.
 """
@@ -44,13 +46,17 @@ class HeadEngine(SimulatedEngine):
     """Its trees get what a head's get. reads: seconds for each prompt token that the draft reads, and for a step in
     which it reads any; None without a draft. read_s: what that took."""
 
-    def __init__(self, layout: Layout, head: DrawnHead, reads: tuple[float, float] | None) -> None:
+    def __init__(
+        self, layout: Layout, head: DrawnHead, reads: tuple[float, float] | None, noise: float = 0.0, seed: int = 0
+    ) -> None:
+        """noise: standard deviation of the logarithm of what steps take."""
         super().__init__(H200_8B, layout)
         self._head, self._reads, self.read_s = head, reads, 0.0
+        self._noise, self._dice = noise, random.Random(seed)
         self._context, self._deferred = dict[Row, int](), dict[Row, int]()
 
     def launch(self, plan: StepPlan) -> tuple[StepPlan, float]:
-        self._free_s = max(self._free_s, self.now_s) + self._seconds(plan)
+        self._free_s = max(self._free_s, self.now_s) + self._seconds(plan) * self._dice.lognormvariate(0.0, self._noise)
         return plan, self._free_s
 
     def collect(self, in_flight: tuple[StepPlan, float]) -> StepResult:
@@ -92,10 +98,19 @@ class HeadEngine(SimulatedEngine):
 
 
 class HeadSimulation(Simulation):
-    """way: plain, auto, or a shape of all rounds. known: what `auto` thinks of the head at first."""
+    """way: plain, auto, or a shape of all rounds. known: what `auto` thinks of the head at first. noise: see
+    `HeadEngine`.
+    """
 
     def __init__(
-        self, way: str, head: HeadAcceptance, known: HeadAcceptance, reads: tuple[float, float], rows: int = 256
+        self,
+        way: str,
+        head: HeadAcceptance,
+        known: HeadAcceptance,
+        reads: tuple[float, float],
+        rows: int = 256,
+        noise: float = 0.0,
+        seed: int = 0,
     ) -> None:
         fixed = PLAIN if way == "plain" else SpecShape.parse(way, "--shapes") if way != "auto" else SHAPES[-1]
         groups = [KVGroup(name, 1, paired(1, 8)) for name in (FULL, *([DRAFT] if way != "plain" else []))]
@@ -110,7 +125,7 @@ class HeadSimulation(Simulation):
             max_in_flight=2,
             max_deferred=_MAX_DEFERRED if way == "auto" else 0,
         )
-        self.engine = HeadEngine(self._layout, DrawnHead(head), None if way == "plain" else reads)
+        self.engine = HeadEngine(self._layout, DrawnHead(head, seed), None if way == "plain" else reads, noise, seed)
         k, s, t = fixed.topk, fixed.num_steps, fixed.num_draft_tokens
         shape = {"speculative_eagle_topk": k, "speculative_num_steps": s, "speculative_num_draft_tokens": t}
         options: dict[str, Any] = {} if way == "plain" else {"draft": "a head", **shape}
@@ -125,9 +140,18 @@ class HeadSimulation(Simulation):
         )
         self.begin(EngineCore(self.engine, self.scheduler))
 
-    def rate(self, clients: int, requests: int, prompt: Sequence[int], output: Sequence[int], seed: int) -> float:
+    def rate(
+        self,
+        clients: int,
+        requests: int,
+        prompt: Sequence[int],
+        output: Sequence[int],
+        seed: int,
+        within_s: float = 0.0,
+    ) -> float:
         """Tokens a second of as many clients, each of which asks so often, at once when it has its answer. prompt,
-        output: least and most tokens."""
+        output: least and most tokens. within_s: in which 64 clients begin, and others in proportion.
+        """
         left, began_s = {str(each): requests for each in range(clients)}, self.now_s
         dice = {client: random.Random(f"{seed} {client}") for client in left}  # so that all ways get the same requests
 
@@ -136,7 +160,9 @@ class HeadSimulation(Simulation):
             sizes = dice[client].randint(*prompt), dice[client].randint(*output)
             return Arrival(now_s, *sizes, client) if left[client] >= 0 else None
 
-        self.come(filter(None, [next_of(client, began_s) for client in left]))
+        order = random.Random(f"{seed} order")
+        come_s = {client: began_s + order.random() * within_s * clients / 64 for client in left}
+        self.come(filter(None, [next_of(client, come_s[client]) for client in left]))
 
         def again(seen: Seen, now_s: float) -> Arrival | None:
             return next_of(seen.arrival.kind, now_s)
@@ -158,6 +184,9 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, nargs=2, default=(64, 160))
     parser.add_argument("--draft-us", type=float, default=1.0, help="of each prompt token that the draft reads")
     parser.add_argument("--draft-ms", type=float, default=1.0, help="of each prefill step in which it reads any")
+    parser.add_argument("--requests", type=int, help="of each client")
+    parser.add_argument("--within", type=float, default=0.0, help="seconds in which 64 clients begin")
+    parser.add_argument("--noise", type=float, default=0.0, help="deviation of the logarithm of what steps take")
     parser.add_argument("--known", action="store_true", help="auto begins with the head's chances, not a default's")
     args = parser.parse_args()
     reads, plain = (args.draft_us / 1e6, args.draft_ms / 1e3), list[float]()
@@ -166,10 +195,10 @@ def main() -> None:
         print(f"{name}: clients, plain tokens/s, and over it: auto, {', '.join(args.shapes)}", flush=True)
         ways = {way: list[float]() for way in ("auto", *args.shapes)}
         for way in [*([] if plain else ["plain"]), *ways]:
-            simulation = HeadSimulation(way, head, head if args.known else HeadAcceptance(), reads)
+            simulation = HeadSimulation(way, head, head if args.known else HeadAcceptance(), reads, noise=args.noise)
             for step, clients in enumerate(args.clients):
-                asks = REQUESTS.get(clients, 4)
-                rate = simulation.rate(clients, asks, args.prompt_tokens, args.max_tokens, seed=step)
+                asks = args.requests or REQUESTS.get(clients, 4)
+                rate = simulation.rate(clients, asks, args.prompt_tokens, args.max_tokens, step, args.within)
                 (plain if way == "plain" else ways[way]).append(rate)
         for step, clients in enumerate(args.clients):
             beside = "  ".join(f"{rates[step] / plain[step]:.3f}" for rates in ways.values())

@@ -477,12 +477,44 @@ def test_who_comes_has_no_draft_where_reading_prompts_costs_more_than_trees_gain
                 load.round(None)
         assert not few.policy.watches
         assert many.policy.watches == (read_per_token > 0.0)
-        assert few.policy.pays_to_read(4)
-        assert few.policy.pays_to_read(128) == (read_per_token == 0.0)
+        assert few.policy.pays_to_read(4, 4, 0)
+        assert few.policy.pays_to_read(4, 4, 124) == (read_per_token == 0.0)
     many.rows, many.drafting = 4, 0
     for _ in range(32):
         many.round(None)
     assert not many.policy.watches, "of so few rows it is worth it"
+
+
+def test_a_crowd_has_drafts_as_those_that_are_there_whatever_the_last_rounds_gave():
+    """Where trees gain what the draft reads, chance must not decide of each request: a batch of both waits for rows
+    without a draft. But where reading has lost for long, drafts end.
+    """
+    head = HEADS["mediocre"]
+    load = DrawnLoad(32, DrawnHead(head), costs_of_a_gpu(SHAPES), layout(), lambda: head)
+    for _ in range(100):
+        load.round(None)
+    policy, shape = load.policy, SHAPES[1]
+
+    def reads(worth: float) -> None:
+        """So much that trees are worth this."""
+        policy._read_per_token = lambda: 0.0
+        gives = load.cost(PLAIN) / policy._worth(32, policy._seconds(32, CONTEXT), 1.0)
+        policy._read_per_token = lambda: (load.cost(PLAIN) / worth - gives) / policy._read_s / 32
+        policy._reads_worth.clear()
+
+    reads(0.99)
+    for lengths in ([0] * 4, [shape.num_steps] * 4, [0] * 4):
+        for _ in range(3):
+            policy.acceptance.note(shape, lengths)
+            policy._reads_worth.clear()
+            assert policy.pays_to_read(28, 28, 4), "those that are there have one"
+            assert not policy.pays_to_read(28, 0, 4), "those that are there have none"
+    load.life = 60
+    for worth, ends in ((1.05, False), (0.97, True)):
+        reads(worth)
+        for _ in range(200):
+            load.round(None)
+        assert any(drafted == 0.0 for _, drafted in load.parts[-200:]) == ends
 
 
 def test_while_the_head_is_watched_rows_have_a_draft_only_for_a_trial():

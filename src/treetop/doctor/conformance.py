@@ -133,8 +133,8 @@ class RandomShapes:
     def pays_to_catch_up(self, rows: int, drafting: int) -> bool:
         return not self._loses or self._random.random() < 0.5
 
-    def pays_to_read(self, rows: int) -> bool:
-        return True
+    def pays_to_read(self, rows: int, drafting: int, coming: int) -> bool:
+        return not self.watches
 
     def cost_of_draft(self, rows: int, computed: int, left: int) -> float | None:
         self._puts_back = self._puts_back or (self._loses and self._random.random() < 0.5)

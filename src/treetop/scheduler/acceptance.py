@@ -30,6 +30,8 @@ _LONGEST = 5.0
 """Bound of the logit of a chance, and of what moves it."""
 _BACK, _EASE = 0.995, 0.25
 """What is left of `ease` after a round that says nothing, and its variance when nothing was said for long."""
+_LASTS = 2048
+"""Paths over which `ease` is averaged for what outlasts the rounds that told them: those of few rows say little."""
 _OWN, _OWN_CUT, _AGES = 0.01, 0.04, 1e-4
 """Variance of what a shape has of its own, at most, and of one that a budget cuts, of which the model knows less; and
 what a round adds to it. More, and chance makes one row go back and forth between shapes that are near."""
@@ -95,6 +97,7 @@ class AcceptanceEstimate:
         self._cut = dict[tuple[SpecShape, int], list[float]]()
         self._by_shape = {shape: _of_shape(shape, accept_probs) for shape in shapes}
         self._ease, self._variance = 0.0, _EASE
+        self._lasting, self._num_told = 0.0, 0  # `ease` averaged over paths, and how many have told of it
         self._told: SpecShape | None = None  # the shape that has said something last
         self._silent = True  # the last round was plain
         self._num_passed = 0  # rounds whose time has not passed for what follows here yet
@@ -118,7 +121,9 @@ class AcceptanceEstimate:
         before = None if self._told is None else _mean(self._by_shape[self._told].logits)
         self.turn_to(accept_probs)
         if self._told is not None and before is not None:
-            self._ease = _bounded(self._ease + before - _mean(self._by_shape[self._told].logits))
+            moved = before - _mean(self._by_shape[self._told].logits)
+            self._ease = _bounded(self._ease + moved)
+            self._lasting = _bounded(self._lasting + moved) / 2  # the counts know what lasts
 
     def note(
         self,
@@ -156,13 +161,19 @@ class AcceptanceEstimate:
         step = min(max(surprise * certain * (self._variance + known.variance), -_LARGEST_STEP), _LARGEST_STEP)
         mine = known.variance / (self._variance + known.variance)
         self._ease, known.own = _bounded(self._ease + step * (1 - mine)), _bounded(known.own + step * mine)
+        self._num_told = min(self._num_told + len(accept_lens), _LASTS)
+        self._lasting += (self._ease - self._lasting) * min(len(accept_lens) / self._num_told, 1.0)
         self._variance -= self._variance**2 * information * certain
         known.variance -= known.variance**2 * information * certain
+
+    def begin_lasting(self) -> None:
+        """What the last rounds told lasts: those before them were of another head, or text."""
+        self._lasting, self._num_told = self._ease, 0
 
     def _pass(self) -> None:
         """Rounds that said nothing make less certain of all."""
         back, self._num_passed, rounds = _BACK**self._num_passed, 0, self._num_passed
-        self._ease *= back
+        self._ease, self._lasting = self._ease * back, self._lasting * back
         self._variance = _EASE + back**2 * (self._variance - _EASE)
         for each in self._by_shape.values():
             each.variance = min(each.variance + rounds * _AGES, each.most_variance)
@@ -172,14 +183,14 @@ class AcceptanceEstimate:
         best = (each.corrected(self._head.at(depth)) for depth, each in enumerate(self._by_depth))
         return HeadAcceptance(tuple(best), self._head.share)
 
-    def tokens(self, shape: SpecShape, deviations: float = 0.0, nodes: float = inf) -> float:
+    def tokens(self, shape: SpecShape, deviations: float = 0.0, nodes: float = inf, lasting: bool = False) -> float:
         """Expected tokens a row of a round. deviations: how many standard deviations better than that it may be, beside
-        the shape that runs. nodes: as in `note`.
+        the shape that runs. nodes: as in `note`. lasting: of many rounds to come, by more than the last few.
         """
         if self._num_passed:
             self._pass()
         known, expected, path = self._by_shape[shape], 1.0, 1.0
-        moved = self._ease + known.own
+        moved = (self._lasting if lasting else self._ease) + known.own
         if deviations:
             moved += deviations * sqrt(known.variance + (self._variance if self._silent else 0.0))
         for logit in self._logits(shape, nodes):

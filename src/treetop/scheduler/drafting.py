@@ -35,9 +35,10 @@ class Drafting:
         policy, rows = self._policy(), self._rows.by_row.values()
         if not request.params.speculative:
             return False
-        if not policy.watches:
-            return policy.pays_to_read(len(rows) + max(len(self._queues.waiting), 1))
-        if not policy.looks or request.constrained is not None:
+        able = [each for each in rows if each.params.speculative]
+        if policy.pays_to_read(len(able), sum(map(_drafts, able)), max(len(self._queues.waiting), 1)):
+            return True
+        if not policy.watches or not policy.looks or request.constrained is not None:
             return False
         return sum(map(_drafts, rows)) < num_watched(len(rows) + 1)
 

@@ -72,9 +72,12 @@ _TIMES_PAID = 2.0
 """What a row must gain by a draft, of what these tokens cost."""
 _WATCHED = 64
 """Rows of which one has a draft for a trial while the head is watched, and of fewer one too."""
-_WORTH_AGAIN = 1.02
-"""Times the rate of plain rounds that trees must reach, what the draft reads of prompts counted, before who comes has a
-draft again."""
+_WORTH, _LOATH = 0.985, 0.04
+"""Times the rate of plain rounds that trees must reach, what the draft reads of prompts counted, for who comes to have a
+draft; and by how much less where all have one, or more where none has: trees wait for rows without a draft to the end,
+so a batch of both is worse than either."""
+_MOST_OWED = 3.0
+"""Plain rounds that drafts may lose so, before who comes has none."""
 _FIRST_KEPT, _KEEPS = 64, 256
 """Rounds with a tree after which what was learned of the head is kept, and kept again."""
 _FOLLOWS, _OWN_FOLLOWS, _SETTLED = 0.1, 0.2, 6
@@ -117,8 +120,10 @@ class ShapePolicy(Protocol):
         """
         ...
 
-    def pays_to_read(self, rows: int) -> bool:
-        """Whether trees of so many rows gain more than the draft takes to read prompts: if not, who comes has none."""
+    def pays_to_read(self, rows: int, drafting: int, coming: int) -> bool:
+        """Whether trees gain more than the draft takes to read prompts: if not, who comes has none. rows: that may have
+        a draft. drafting: that do. coming: requests beside them.
+        """
         ...
 
     def cost_of_draft(self, rows: int, computed: int, left: int) -> float | None:
@@ -156,7 +161,7 @@ class FixedShape:
     def pays_to_catch_up(self, rows: int, drafting: int) -> bool:
         return True
 
-    def pays_to_read(self, rows: int) -> bool:
+    def pays_to_read(self, rows: int, drafting: int, coming: int) -> bool:
         return True
 
     def cost_of_draft(self, rows: int, computed: int, left: int) -> float | None:
@@ -261,7 +266,9 @@ class AdaptiveShape:
         self._batch = 1, 1  # rows of a round with its padding, and without
         self.alone, self._hoped = False, PLAIN  # what would run if all had a draft
         self.savings, self._next_draft = 0.0, 0  # the round before which no row is put back for a draft
-        self._reads_pay = dict[int, bool]()  # by rows
+        self._reads_worth = dict[int, float]()  # by rows: what `_worth` is if all have a draft
+        self._owed, self._held_worth = 0.0, 1.0  # plain rounds that reading has lost, and `_worth` of these rows
+        self._for_reads = False  # whether the head is watched for what reads take alone
         self._reads_lose = False  # of these rows: trees gain less than the draft takes to read prompts
         self._gain: float | None = None  # of a plain round, that a token takes less if all have one
         self._told_of_few = False  # whether anything was accepted of the last tree, while the head was watched
@@ -289,6 +296,7 @@ class AdaptiveShape:
         if self._num_rounds % _EVERY == 0 or self._held != (rows, self._share):
             self._think(rows, tokens)
         seconds, rates = self._round_s, self._held_rates
+        self._owed = 0.0 if self.watches else max(self._owed + 1.0 - self._held_worth, 0.0)
         self._anyhow = max(self._anyhow, min(self._anyhow + _ANYHOW_COSTS, REGRET_BUDGET))
         self._curiosity = min(self._curiosity + _CURIOSITY, _MOST_CURIOUS)
         self._earn(INTEREST, max(self.regret_budget, REGRET_BUDGET))
@@ -330,13 +338,18 @@ class AdaptiveShape:
             self.shape = best
         self._hoped = self.shape
         self._gain = None
-        self._reads_pay.clear()
-        reads_s = self._read_per_token() * self._read_s * rows
-        self._reads_lose = reads_s > 0.0 and self._worth(reads_s) < 1.0
+        self._reads_worth.clear()
+        reads, worth = self._reads_s(rows) > 0.0, 1.0
+        if reads or self.watches:
+            worth = self._worth(rows, self._round_s, self._wanting, lasting=self._for_reads or not self.watches)
+        pays = worth >= self._least(self._wanting, 0.0 if self.watches else self._share)
+        self._reads_lose, self._held_worth = reads and not pays, worth if reads else 1.0
         if not self.watches:
-            self.watches = self._told_of_few = self._reads_lose
-        elif self._told_of_few and self.shape != PLAIN and self._worth(reads_s) >= _WORTH_AGAIN:
+            self.watches = self._told_of_few = self._for_reads = self._reads_lose
+        elif (self._told_of_few or self._for_reads) and self.shape != PLAIN and pays:
             self.watches, self._held = False, None  # it is no mere hope: who comes has a draft
+            if not self._for_reads:
+                self.acceptance.begin_lasting()
         if self.watches:
             self.shape = PLAIN
             few = num_watched(self._batch[1])
@@ -345,17 +358,16 @@ class AdaptiveShape:
             tried = self._to_try(rates, seconds, 0.0, part)[0] or (self._hoped if part == 1.0 else PLAIN)
             self.looks = self._affordable(tried, seconds, 0.0) != PLAIN
 
-    def _worth(self, reads_s: float) -> float:
-        """How many times as much as plain rounds trees give, if all had a draft. reads_s: what drafts read of prompts
-        for a token of each row.
+    def _worth(self, rows: int, seconds: dict[SpecShape, float], share: float, lasting: bool = True) -> float:
+        """How many times as much as plain rounds trees of so many rows give, of which this share may accept drafts, with
+        what the draft reads of prompts for a token of each. lasting: by more than the last few rounds.
         """
-        trees, seconds = self._by_rate, self._round_s
-        if self._share == self._wanting:
-            least_s = min((1.0 / self._held_rates[each] for each in trees if each != PLAIN), default=inf)
-        else:
-            tokens = {each: self._tokens(each, share=self._wanting) for each in trees if each != PLAIN}
-            least_s = min((seconds[each] / tokens[each] for each in tokens), default=inf)
-        return seconds[PLAIN] / (least_s + reads_s)
+        gives = (seconds[each] / self._tokens(each, share=share, lasting=lasting) for each in seconds if each != PLAIN)
+        return seconds[PLAIN] / (min(gives, default=inf) + self._reads_s(rows))
+
+    def _reads_s(self, rows: int) -> float:
+        """What the draft reads of prompts for a token of each row; 0 while requests are not known."""
+        return self._read_per_token() * self._read_s * rows
 
     def _look_at(self, counts: ProposalCounts, speculating: Sequence[int]) -> None:
         """The model of acceptance is that of these counts, for rows of these classes. Where it is the rows that have
@@ -465,12 +477,14 @@ class AdaptiveShape:
             return None, None
         return best, self._curiosity - max(costs, 0.0)
 
-    def _tokens(self, shape: SpecShape, deviations: float = 0.0, share: float | None = None) -> float:
+    def _tokens(
+        self, shape: SpecShape, deviations: float = 0.0, share: float | None = None, lasting: bool = False
+    ) -> float:
         """Expected tokens a row, of those that accept no draft one. share: of the rows, that accept any."""
         if shape == PLAIN:
             return 1.0
         share = self._share if share is None else share
-        return 1.0 + share * (self.acceptance.tokens(shape, deviations, _nodes(shape, *self._batch)) - 1.0)
+        return 1.0 + share * (self.acceptance.tokens(shape, deviations, _nodes(shape, *self._batch), lasting) - 1.0)
 
     def _regret(self, shape: SpecShape, seconds: dict[SpecShape, float], behind: float) -> float:
         """Plain rounds that a round loses if nothing is accepted, with what it has to catch up first."""
@@ -490,20 +504,27 @@ class AdaptiveShape:
         regret = self._costs.catch_up_seconds(self._bucket_for(drafting), self._layout.max_deferred) / plain_s
         if self.watches or regret > self.regret_budget:
             self._told_of_few = self._told_of_few and self.watches
+            self._for_reads = self._for_reads and self.watches
             self.watches, self.shape, self._held = True, PLAIN, None
             return False
         self.regret_budget -= regret
         return True
 
-    def pays_to_read(self, rows: int) -> bool:
+    def pays_to_read(self, rows: int, drafting: int, coming: int) -> bool:
         """See `ShapePolicy`. A crowd is judged by the rows that it will be. True while requests are not known."""
-        bucket = self._bucket_for(min(rows, self._layout.max_requests))
-        reads_s = self._read_per_token() * self._read_s * bucket
-        if reads_s and bucket not in self._reads_pay:
-            seconds = self._seconds(bucket, self._context)
-            gives = (seconds[each] / self._tokens(each, share=1.0) for each in seconds if each != PLAIN)
-            self._reads_pay[bucket] = min(gives, default=inf) + reads_s <= seconds[PLAIN]
-        return not reads_s or self._reads_pay[bucket]
+        if self.watches and not self._for_reads:
+            return False
+        bucket = self._bucket_for(min(rows + coming, self._layout.max_requests))
+        if not self._reads_s(bucket):
+            return True
+        if bucket not in self._reads_worth:
+            self._reads_worth[bucket] = self._worth(bucket, self._seconds(bucket, self._context), share=1.0)
+        return self._reads_worth[bucket] >= self._least(rows, drafting, coming)
+
+    def _least(self, rows: float, drafting: float, coming: float = 0.0) -> float:
+        """That `_worth` must be for who comes to have a draft, beside rows of which so many have one."""
+        least = _WORTH - _LOATH * (2.0 * drafting - rows) / (rows + coming)
+        return max(least, 1.0) if self._owed >= _MOST_OWED else least
 
     def cost_of_draft(self, rows: int, computed: int, left: int) -> float | None:
         """See `ShapePolicy`. All rows wait for it, and one gains. Not before trees could be paid that tell more; nor
