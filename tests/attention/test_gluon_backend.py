@@ -126,6 +126,18 @@ def test_auto_takes_it_where_it_was_measured_to_be_faster(heads, rows, n):
     assert choose(load_table(), other, frozenset(("triton", "gluon")))[0] == "triton"
 
 
+@pytest.mark.parametrize("heads", [128, 64])
+@pytest.mark.parametrize(("rows", "n"), [(1, 16), (8, 4), (8, 16), (32, 1), (32, 16), (64, 16)])
+def test_auto_takes_the_gather_of_chosen_keys_where_it_was_measured_to_be_faster(heads, rows, n):
+    """As DeepSeek-V3.2 and GLM-5 have them, by a class of their own run; other numbers of chosen keys keep Triton."""
+    shape, both = f"tail h1x{heads}x576e2c2048 rows{rows} n{n} keys131072", frozenset(("triton", "gluon"))
+    name, why = choose(load_table(), shape, both)
+    assert name == "gluon"
+    assert f"in tail h1x{heads}x576e2c2048 rows" in why
+    assert load_table().date not in why
+    assert choose(load_table(), shape.replace("c2048", "c1024"), both)[0] == "triton"
+
+
 def test_pages_are_of_64_tokens_where_it_is_named_or_taken_and_nothing_is_asked(monkeypatch):
     """Not on a CPU, under bits, for heads for which Triton is as fast, or where it cannot serve."""
     many = replace(LATENT, heads=128)
@@ -140,7 +152,8 @@ def test_pages_are_of_64_tokens_where_it_is_named_or_taken_and_nothing_is_asked(
     assert page_size_for("auto", need) == 64
     assert page_size_for("auto", replace(need, exact=True)) == 16
     assert page_size_for("auto", need_of(DENSE, page=None)) == 16
-    assert page_size_for("auto", need_of(replace(many, top_k=2048), page=None)) == 16  # no times of chosen keys
+    assert page_size_for("auto", need_of(replace(many, top_k=2048), page=None)) == 64
+    assert page_size_for("auto", need_of(replace(many, top_k=1024), page=None)) == 16  # no times of so many chosen keys
     served.remove("gluon")
     assert page_size_for("auto", need) == 16
 
