@@ -7,7 +7,8 @@ A sampler that rounds otherwise than the trainer makes every step a little off p
 probabilities is not 1, though nothing was trained between them. With `exactness="bits"` the log-probabilities that
 tokens were drawn from, by trees and in a batch, are those of a prefill of prompt and output. Here the sampler
 speculates, all rounds by the same tree, the trainer prefills, a step changes the weights, and the sampler goes on with
-them. `--plot` draws the ratio of every token, `ties` beside `bits` (needs matplotlib).
+them. Weights of a GGUF file are sampled once and stay. `--plot` draws the ratio of every token, `ties` beside `bits`
+(needs matplotlib).
 """
 
 import argparse
@@ -100,6 +101,9 @@ def main() -> None:
                     f"exactness {exactness}, weights of step {step}: {len(every[-1])} tokens, {accepted:.2f} a round,"
                     f" {int((every[-1] != 1).sum())} ratios other than 1, farthest {farthest!r}"
                 )
+                if not [*sampler.model_path.glob("*.safetensors")]:
+                    print(f"{args.model} has no safetensors file: its weights stay as they are")
+                    break
                 folder = trained(sampler.model_path, Path(scratch) / str(step), step)
                 for engine in (sampler, trainer):
                     engine.update_weights(folder)

@@ -292,8 +292,8 @@ def test_auto_takes_the_gather_where_a_table_names_it_for_so_many_chosen_keys(sh
     }
     errors, called, real = [], [], gluon_backend.chosen_planes_attention
 
-    def compared(q, pages, metadata, tail, scale, gpu):
-        got = real(q, pages, metadata, tail, scale, gpu)
+    def compared(q, pages, metadata, tail, scale, *how):
+        got = real(q, pages, metadata, tail, scale, *how)
         called.append(metadata.chosen.positions.shape[2])
         if not torch.cuda.is_current_stream_capturing():
             want = latent_attention_reference(q.float(), pages, metadata, tail.float(), 512, scale)
