@@ -36,7 +36,8 @@ class Drafting:
         if not request.params.speculative:
             return False
         able = [each for each in rows if each.params.speculative]
-        if policy.pays_to_read(len(able), sum(map(_drafts, able)), max(len(self._queues.waiting), 1)):
+        coming = len(rows) - len(able) + max(len(self._queues.waiting), 1)
+        if policy.pays_to_read(len(able), sum(map(_drafts, able)), coming):
             return True
         if not policy.watches or not policy.looks or request.constrained is not None:
             return False

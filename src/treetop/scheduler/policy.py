@@ -73,9 +73,9 @@ _TIMES_PAID = 2.0
 _WATCHED = 64
 """Rows of which one has a draft for a trial while the head is watched, and of fewer one too."""
 _WORTH, _LOATH = 0.985, 0.04
-"""Times the rate of plain rounds that trees must reach, what the draft reads of prompts counted, for who comes to have a
-draft; and by how much less where all have one, or more where none has: trees wait for rows without a draft to the end,
-so a batch of both is worse than either."""
+"""Times the rate of plain rounds that trees must reach, what the draft reads of prompts counted, for who comes to have
+a draft; and by how much less where all have one, or more where none has: trees wait for rows without a draft to the
+end, so a batch of both is worse than either."""
 _MOST_OWED = 3.0
 """Plain rounds that drafts may lose so, before who comes has none."""
 _FIRST_KEPT, _KEEPS = 64, 256
@@ -122,7 +122,7 @@ class ShapePolicy(Protocol):
 
     def pays_to_read(self, rows: int, drafting: int, coming: int) -> bool:
         """Whether trees gain more than the draft takes to read prompts: if not, who comes has none. rows: that may have
-        a draft. drafting: that do. coming: requests beside them.
+        a draft. drafting: that do. coming: requests beside them that will be in their rounds.
         """
         ...
 
@@ -359,8 +359,8 @@ class AdaptiveShape:
             self.looks = self._affordable(tried, seconds, 0.0) != PLAIN
 
     def _worth(self, rows: int, seconds: dict[SpecShape, float], share: float, lasting: bool = True) -> float:
-        """How many times as much as plain rounds trees of so many rows give, of which this share may accept drafts, with
-        what the draft reads of prompts for a token of each. lasting: by more than the last few rounds.
+        """How many times as much as plain rounds trees of so many rows give, of which this share may accept drafts,
+        with what the draft reads of prompts for a token of each. lasting: by more than the last few rounds.
         """
         gives = (seconds[each] / self._tokens(each, share=share, lasting=lasting) for each in seconds if each != PLAIN)
         return seconds[PLAIN] / (min(gives, default=inf) + self._reads_s(rows))
