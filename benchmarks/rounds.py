@@ -44,7 +44,8 @@ PLAIN = "bfloat16"
 def in_format(model: str, name: str, folder: Path) -> str:
     """A copy of a preset's configuration that says its weights are in a format."""
     config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
-    config = config if name == PLAIN else {**config, "quantization_config": CONFIGS[name]}
+    config.pop("quantization_config", None)
+    config |= {} if name == PLAIN else {"quantization_config": CONFIGS[name]}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return str(folder)
 
@@ -57,6 +58,7 @@ def beside(command: Sequence[str], model: str, formats: Sequence[str], folder: P
         with redirect_stdout(text):
             code = main(["bench", in_format(model, name, folder), *command, "--json"])
         if code != 0:
+            print(text.getvalue(), file=sys.stderr)
             return code
         for case in json.loads(text.getvalue())["cases"]:
             base = first.setdefault((*case["shape"], case["batch"], case["length"]), case)

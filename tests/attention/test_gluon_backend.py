@@ -148,6 +148,7 @@ def test_pages_are_of_64_tokens_where_it_is_named_or_taken_and_nothing_is_asked(
     other = BackendRefusal("it cannot", "take another")
     monkeypatch.setattr(auto, "in_force", lambda table, need: table)
     monkeypatch.setattr(auto, "refusal", lambda name, need: None if name in served else other)
+    monkeypatch.setattr(gluon_backend, "problem_of_chosen", lambda device: None)
     monkeypatch.setattr(auto, "fallback", lambda need: "segments" if need.exact else "triton")
     assert page_size_for("auto", need) == 64
     assert page_size_for("auto", replace(need, exact=True)) == 16
@@ -250,6 +251,11 @@ def test_sparse_attention_is_tritons_where_the_table_does_not_hold_or_gluon_is_r
     assert make_backend("auto", need_of(SPARSE)).name == "triton"
     monkeypatch.setitem(BACKENDS, "gluon", replace(BACKENDS["gluon"], probes=()))
     assert make_backend("auto", need_of(SPARSE)).name == "auto"
+    with monkeypatch.context() as wrong:
+        wrong.setattr(gluon_backend, "problem_of_chosen", lambda device: "its gather is wrong")
+        assert make_backend("auto", need_of(SPARSE)).name == "triton"
+        assert page_size_for("auto", need_of(SPARSE, page=None)) == 16
+    assert page_size_for("auto", need_of(SPARSE, page=None)) == 64
     monkeypatch.setattr(auto, "gpu_traits", lambda device: GpuTraits(84, True, 227 << 10))
     assert serving_words(make_backend("auto", need_of(SPARSE))) == "triton"
     assert page_size_for("auto", need_of(SPARSE, page=None)) == 16

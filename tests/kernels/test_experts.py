@@ -267,17 +267,23 @@ def test_the_kernels_route_as_the_reference(name, tokens, by_token, monkeypatch)
 
 
 LEFT = ("softmax", "softmax, renormalised", "of the chosen", "all of them", "one")
+SPECS_LEFT = {name: SPECS[name] for name in LEFT} | {
+    "as many as may be": RouterSpec(128, 8, RouterKind.SOFTMAX, renormalise=True),
+    "over a tile of 16": RouterSpec(20, 17, RouterKind.SOFTMAX),
+    "sigmoid": RouterSpec(8, 2, RouterKind.SIGMOID, renormalise=True, scale=2.5),
+}
 
 
 @on_gpu_or_interpreted
-@pytest.mark.parametrize("name", LEFT)
+@pytest.mark.parametrize("name", SPECS_LEFT)
 @pytest.mark.parametrize("padding", [None, False, True])
 def test_one_tokens_experts_are_those_that_the_first_product_chooses(name, padding):
     """Experts, weights and parts to the bit, of equal logits too."""
     torch.manual_seed(6)
     with DEVICE:
-        router, gpu = make_router(SPECS[name], 50), gpu_traits(DEVICE)
-        made = make_experts(SPECS[name].with_weights, 50, 45)
+        spec = SPECS_LEFT[name]
+        router, gpu = make_router(spec, 50), gpu_traits(DEVICE)
+        made = make_experts(spec.with_weights, 50, 45)
         live = None if padding is None else torch.tensor([not padding])
         for x in (torch.randn(1, 50), torch.zeros(1, 50)):
             want = routing.route(x, router, live, gpu, tells=True)

@@ -57,13 +57,14 @@ def test_products_of_each_model_were_measured_in_each_format():
 def test_a_launch_that_is_slower_than_the_best_has_an_entry():
     """1 and 16 rows share one, so it is there where both are slower."""
     named = {(each["name"], each["kind"], each["rows"]) for path in TABLES for each in entries(path)}
-    slow = {cell for cell, over in cells().items() if min(over) > 1.04}
+    slow = {cell for cell, over in cells().items() if min(over) > 1.03}
     assert slow
     assert slow <= named
 
 
 def test_an_entry_is_worth_it():
-    """But for kinds that are no format's today, and those of many rows that the kernel in Gluon does not serve."""
+    """But for kinds that are no format's today (W4A16 with zeros or scales in float16, NVFP4 whose scales are no
+    halves), measured before scales lay ready, and those of many rows that the kernel in Gluon does not serve."""
     over = cells()
     for path in TABLES:
         for each in entries(path):

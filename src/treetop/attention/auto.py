@@ -130,7 +130,8 @@ def in_force(table: ChoiceTable, need: Need) -> ChoiceTable:
 def taken(table: ChoiceTable, need: Need) -> set[str]:
     """The backends that serve some class of calls which was measured with an engine's heads, and the fallback."""
     measured = {name for timings in table.entries.values() for name in timings}
-    usable = frozenset(name for name in measured if name in BACKENDS and refusal(name, need) is None)
+    served = [name for name in measured if name in BACKENDS and refusal(name, need) is None]
+    usable = frozenset(name for name in served if BACKENDS[name].why_not_chosen(need) is None)
     return {FALLBACK, *(choose(table, name, usable)[0] for name in measured_with(table, need))}
 
 

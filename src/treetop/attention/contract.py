@@ -159,9 +159,11 @@ class BackendSpec:
     stores: how pages are to hold a format that the backend reads in another way, such as in parts; by default as it is.
     probes: in their order, each says in one sentence why the backend cannot run on a device, or None; `why_not` of
         `kernels.triton_guard` is the first of all that need a GPU.
+    why_not_chosen: why `auto` leaves it to others though it would serve, for what is faster in it does not run here.
     """
 
     capabilities: Capabilities
     make: Callable[[Need], AttentionBackend[Any, Any]]
     probes: tuple[Callable[[torch.device], str | None], ...] = ()
     stores: Callable[[KVFormat], KVFormat] = as_it_is
+    why_not_chosen: Callable[[Need], str | None] = lambda need: None

@@ -116,8 +116,17 @@ def _error(device: torch.device, dtype: torch.dtype, chosen: bool) -> float:
     return float(torch.stack(errors).nan_to_num(nan=torch.inf).max())
 
 
+def _sparse(need: Need) -> bool:
+    return any(group.sparse for group in need.groups)
+
+
 def _make(need: Need) -> GluonBackend:
-    return GluonBackend(need.device, any(group.sparse for group in need.groups))
+    return GluonBackend(need.device, _sparse(need))
 
 
-BACKEND = BackendSpec(CAPABILITIES, _make, (why_not, why_no_gluon, on_hopper, problem))
+def _why_not_chosen(need: Need) -> str | None:
+    return problem_of_chosen(need.device) if _sparse(need) else None
+
+
+PROBES = why_not, why_no_gluon, on_hopper, problem
+BACKEND = BackendSpec(CAPABILITIES, _make, PROBES, why_not_chosen=_why_not_chosen)

@@ -193,7 +193,7 @@ def choose_product(
     weight: TiledWeight, gated: bool, rows: int, gpu: GpuTraits, whole: bool, by_gluon: bool
 ) -> QuantizedLaunch | GluonLaunch:
     """The launch for a weight, with splits that are the same for up to `MAX_ROWS` rows. One that was measured is taken
-    as it is.
+    as it is, but of FP8 in groups, which was not: it takes that of FP8 by line, changed as `_for_two` says.
 
     by_gluon: the kernel in Gluon has nothing against the weight, and multiplies what has many rows. Of up to 64 the
     plain one does where it was measured and has an entry, and of FP8 in groups, for which only it was.

@@ -186,7 +186,8 @@ _PACKED = {
 """Of a first and a second product with tiles: of few tokens, of more, and of many each. As measured in MXFP4."""
 _FOUR_WARPS, _MORE_TILES = GroupedLaunch(64, BLOCK, 1, 4, 4), 32
 """Of a first product of more tiles than so many, of 16 rows, in FP8 and in MXFP4 on Hopper: of 8 to 60 tokens both
-products took 0.90 to 1.01 of the time with two warps. In NVFP4 they took 1.01 and 1.05, in W4A16 0.96 and 1.04."""
+products of two models took 0.89 to 1.01 of the time with two warps, with the same bits. In NVFP4 they took 1.01 and
+1.05, in W4A16 0.96 and 1.04. Not under `bits`, whose probes have fewer tiles."""
 _FEW_TILES = 16
 _SHORT = 512
 """k of a second product that is not worth a cut: its programs are like a first one's. As measured in FP8 of
@@ -218,7 +219,7 @@ def choose_grouped(
         kind = "long" if tiles.rows > 32 else "few" if len(tiles.expert) <= _FEW_TILES else "more"
         launch = _PACKED[kind][0 if gated else 1]
         hopper = gpu.by_warp_groups and not gpu.has_tensor_memory
-        more = gated and tiles.rows == 16 and len(tiles.expert) > _MORE_TILES
+        more = gated and not whole and tiles.rows == 16 and len(tiles.expert) > _MORE_TILES
         if more and hopper and (numbers == "e4m3" or by_exponents):
             return _FOUR_WARPS
         if kind != "long" and not gated and k <= _SHORT:
