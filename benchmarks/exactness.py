@@ -200,6 +200,8 @@ def main(arguments: list[str]) -> int:
         given = getattr(args, option)
         if min(given if isinstance(given, list) else [given], default=1) < 1:
             parser.error(f"--{option}: a number is below 1")
+    if args.no_draft and (args.device == "cpu" or args.shapes != [*SHAPES]):
+        parser.error("--no-draft: of --device cuda, and without --shapes: all rounds are plain")
     say({**machine_of(), "threads": torch.get_num_threads()})
     if args.device == "cuda":
         shapes = ["plain"] if args.no_draft else args.shapes

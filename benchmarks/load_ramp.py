@@ -9,7 +9,8 @@
       --profiles builtin:llama-3.1-8b benchmarks/profiles/mediocre.json benchmarks/profiles/useless.json --seconds 140
 
 Each contender has a `treetop serve` of its own, one at a time: plain decoding, each of `--shapes` in every round, and
-`auto` that chooses from these (docs/policy.md). All get the same requests: of each step as many clients, each of which
+`auto` that chooses from these (docs/policy.md), with `--exactness ties` if `--options` has no other, for `auto` differs
+with the draft. All get the same requests: of each step as many clients, each of which
 sends its next request when it has the answer to the last. Half are greedy. Prompts are pieces of the embedded pair's
 held-out texts, or random ids for a model without a tokenizer. `--turns N` times, in alternating order; medians.
 With `--profiles` acceptance is drawn from each of these in turn, beside the same plain server. Those of `--without` do
@@ -133,7 +134,7 @@ async def step(server: CompletionClient, clients: Sequence[Sequence[Body]]) -> S
 def contenders(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """The options of each one's server."""
     words = shlex.split(args.options)
-    given: dict[str, Any] = {"max_running_requests": max(args.clients)}
+    given: dict[str, Any] = {"max_running_requests": max(args.clients), "exactness": "ties"}
     for word, value in zip(words, [*words[1:], "--"], strict=False):
         if word.startswith("--"):
             given[word[2:].replace("-", "_")] = True if value.startswith("--") else value

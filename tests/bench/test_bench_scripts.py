@@ -437,12 +437,14 @@ def test_options_of_a_ramp_are_for_every_server_and_those_of_drafts_for_drafts(s
     given = "--device cuda --disable-radix-cache --simulate-acceptance builtin:kimi-k2 --max-running-requests 9"
     found = parse(Namespace(options=given, clients=[1, 4], shapes=["2,1,3", "5,4,8"], draft="head", profiles=None))
     assert list(found) == ["plain", "2,1,3", "5,4,8", "auto"]
-    common = {"max_running_requests": "9", "device": "cuda", "disable_radix_cache": True}
+    common = {"max_running_requests": "9", "exactness": "ties", "device": "cuda", "disable_radix_cache": True}
     assert found["plain"] == {**common, "speculative_algorithm": "NONE"}
     drafted = {**common, "draft": "head", "simulate_acceptance": "builtin:kimi-k2"}
     assert all(found[name].items() >= drafted.items() for name in ("2,1,3", "5,4,8", "auto"))
     assert found["5,4,8"]["speculative_eagle_topk"] == 4
     assert found["auto"]["speculative_shapes"] == "2,1,3 5,4,8"
+    of_bits = Namespace(options=f"{given} --exactness bits", clients=[1], shapes=[], draft="head", profiles=None)
+    assert {each["exactness"] for each in parse(of_bits).values()} == {"bits"}
 
 
 # ------------------------------------------------------------------------------------------------------ live_changes

@@ -3,6 +3,7 @@
 import importlib
 import random
 import sys
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -150,3 +151,17 @@ def test_auto_serves_no_less_than_plain_decoding_and_near_the_best_shape_while_c
         assert auto >= 0.985 * plain
         assert auto >= 0.95 * fixed
     assert rates["auto"][0] >= 1.03 * rates["plain"][0]
+
+
+def test_a_crowd_half_of_which_speculates_is_not_read_for_drafts_that_are_thrown_away(load, monkeypatch):
+    """Who comes is judged by the share of the crowd that may have a draft, as rounds are: else prompts are read for
+    drafts that the next plain round stops."""
+    heads = importlib.import_module("simulated_heads")
+    head, rates, number = heads.head_of_profile(str(BENCH / "profiles" / "mediocre.json")), {}, count()
+    made = load.SamplingParams
+    monkeypatch.setattr(load, "SamplingParams", lambda **given: made(**given, speculative=next(number) % 2 == 0))
+    for way in ("plain", "auto"):
+        simulation = heads.HeadSimulation(way, head, head, (0.8e-6, 0.2e-3), noise=0.03)
+        rates[way] = [simulation.rate(64, 2, (32, 1024), (64, 160), step, 0.1) for step in range(4)]
+    over = [auto / plain for auto, plain in zip(rates["auto"], rates["plain"], strict=True)]
+    assert sum(over) >= 0.99 * len(over), over

@@ -477,8 +477,8 @@ def test_who_comes_has_no_draft_where_reading_prompts_costs_more_than_trees_gain
                 load.round(None)
         assert not few.policy.watches
         assert many.policy.watches == (read_per_token > 0.0)
-        assert few.policy.pays_to_read(4, 4, 0)
-        assert few.policy.pays_to_read(4, 4, 124) == (read_per_token == 0.0)
+        assert few.policy.pays_to_read(4, 4, 0, 0)
+        assert few.policy.pays_to_read(4, 4, 124, 0) == (read_per_token == 0.0)
     many.rows, many.drafting = 4, 0
     for _ in range(32):
         many.round(None)
@@ -507,8 +507,8 @@ def test_a_crowd_has_drafts_as_those_that_are_there_whatever_the_last_rounds_gav
         for _ in range(3):
             policy.acceptance.note(shape, lengths)
             policy._reads_worth.clear()
-            assert policy.pays_to_read(28, 28, 4), "those that are there have one"
-            assert not policy.pays_to_read(28, 0, 4), "those that are there have none"
+            assert policy.pays_to_read(28, 28, 4, 0), "those that are there have one"
+            assert not policy.pays_to_read(28, 0, 4, 0), "those that are there have none"
     load.life = 60
     for worth, ends in ((1.05, False), (0.97, True)):
         reads(worth)

@@ -135,7 +135,7 @@ class _InTurn:
     def pays_to_catch_up(self, rows, drafting) -> bool:
         return True
 
-    def pays_to_read(self, rows, drafting, coming) -> bool:
+    def pays_to_read(self, rows, drafting, coming, others) -> bool:
         return True
 
     def cost_of_draft(self, rows, computed, left) -> None:

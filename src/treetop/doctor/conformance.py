@@ -133,7 +133,7 @@ class RandomShapes:
     def pays_to_catch_up(self, rows: int, drafting: int) -> bool:
         return not self._loses or self._random.random() < 0.5
 
-    def pays_to_read(self, rows: int, drafting: int, coming: int) -> bool:
+    def pays_to_read(self, rows: int, drafting: int, coming: int, others: int) -> bool:
         return not self.watches
 
     def cost_of_draft(self, rows: int, computed: int, left: int) -> float | None:

@@ -123,7 +123,8 @@ class AcceptanceEstimate:
         if self._told is not None and before is not None:
             moved = before - _mean(self._by_shape[self._told].logits)
             self._ease = _bounded(self._ease + moved)
-            self._lasting = _bounded(self._lasting + moved) / 2  # the counts know what lasts
+            if moved:
+                self._lasting = _bounded(self._lasting + moved) / 2  # the counts know what lasts
 
     def note(
         self,

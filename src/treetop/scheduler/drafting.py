@@ -11,6 +11,7 @@ which pages were short, and finds in the prefix cache what the draft has of it.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 
 from treetop.scheduler.policy import ShapePolicy, num_watched
 from treetop.scheduler.queues import Queues
@@ -36,8 +37,10 @@ class Drafting:
         if not request.params.speculative:
             return False
         able = [each for each in rows if each.params.speculative]
-        coming = len(rows) - len(able) + max(len(self._queues.waiting), 1)
-        if policy.pays_to_read(len(able), sum(map(_drafts, able)), coming):
+        room = self._layout.max_requests - len(rows)
+        coming = [each for each in islice(self._queues.waiting, room) if each.params.speculative]
+        others = len(rows) - len(able) + min(len(self._queues.waiting), room) - len(coming)
+        if policy.pays_to_read(len(able), sum(map(_drafts, able)), max(len(coming), 1), others):
             return True
         if not policy.watches or not policy.looks or request.constrained is not None:
             return False

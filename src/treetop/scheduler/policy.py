@@ -74,10 +74,11 @@ _WATCHED = 64
 """Rows of which one has a draft for a trial while the head is watched, and of fewer one too."""
 _WORTH, _LOATH = 0.985, 0.04
 """Times the rate of plain rounds that trees must reach, what the draft reads of prompts counted, for who comes to have
-a draft; and by how much less where all have one, or more where none has: trees wait for rows without a draft to the
-end, so a batch of both is worse than either."""
+a draft. The second is taken off where all rows that may have one do, and added where none does: trees wait for rows
+without a draft to the end, so a batch of both is worse than either. Of simulated crowds of 64, by 0.1 s and 3 % of
+noise, 0.945 and 1.025 kept the most (benchmarks/log.md)."""
 _MOST_OWED = 3.0
-"""Plain rounds that drafts may lose so, before who comes has none."""
+"""Plain rounds that reading prompts may lose, before nobody new has a draft where plain rounds are thought faster."""
 _FIRST_KEPT, _KEEPS = 64, 256
 """Rounds with a tree after which what was learned of the head is kept, and kept again."""
 _FOLLOWS, _OWN_FOLLOWS, _SETTLED = 0.1, 0.2, 6
@@ -120,9 +121,10 @@ class ShapePolicy(Protocol):
         """
         ...
 
-    def pays_to_read(self, rows: int, drafting: int, coming: int) -> bool:
+    def pays_to_read(self, rows: int, drafting: int, coming: int, others: int) -> bool:
         """Whether trees gain more than the draft takes to read prompts: if not, who comes has none. rows: that may have
-        a draft. drafting: that do. coming: requests beside them that will be in their rounds.
+        a draft. drafting: that do. coming: requests that may have one and will be in their rounds. others: rows and
+        requests beside them that may have none.
         """
         ...
 
@@ -161,7 +163,7 @@ class FixedShape:
     def pays_to_catch_up(self, rows: int, drafting: int) -> bool:
         return True
 
-    def pays_to_read(self, rows: int, drafting: int, coming: int) -> bool:
+    def pays_to_read(self, rows: int, drafting: int, coming: int, others: int) -> bool:
         return True
 
     def cost_of_draft(self, rows: int, computed: int, left: int) -> float | None:
@@ -266,7 +268,7 @@ class AdaptiveShape:
         self._batch = 1, 1  # rows of a round with its padding, and without
         self.alone, self._hoped = False, PLAIN  # what would run if all had a draft
         self.savings, self._next_draft = 0.0, 0  # the round before which no row is put back for a draft
-        self._reads_worth = dict[int, float]()  # by rows: what `_worth` is if all have a draft
+        self._reads_worth = dict[tuple[int, float], float]()  # `_worth` by rows and what share of them may have a draft
         self._owed, self._held_worth = 0.0, 1.0  # plain rounds that reading has lost, and `_worth` of these rows
         self._for_reads = False  # whether the head is watched for what reads take alone
         self._reads_lose = False  # of these rows: trees gain less than the draft takes to read prompts
@@ -510,16 +512,23 @@ class AdaptiveShape:
         self.regret_budget -= regret
         return True
 
-    def pays_to_read(self, rows: int, drafting: int, coming: int) -> bool:
-        """See `ShapePolicy`. A crowd is judged by the rows that it will be. True while requests are not known."""
+    def pays_to_read(self, rows: int, drafting: int, coming: int, others: int) -> bool:
+        """See `ShapePolicy`. A crowd is judged by the rows that it will be; one that is to have drafts ends a watch for
+        what reading takes. False while the head is watched for more; else True while requests are not known.
+        """
         if self.watches and not self._for_reads:
             return False
-        bucket = self._bucket_for(min(rows + coming, self._layout.max_requests))
-        if not self._reads_s(bucket):
-            return True
-        if bucket not in self._reads_worth:
-            self._reads_worth[bucket] = self._worth(bucket, self._seconds(bucket, self._context), share=1.0)
-        return self._reads_worth[bucket] >= self._least(rows, drafting, coming)
+        crowd = rows + coming + others
+        bucket, share = self._bucket_for(min(crowd, self._layout.max_requests)), (rows + coming) / crowd
+        if self._reads_s(bucket):
+            if (bucket, share) not in self._reads_worth:
+                seconds = self._seconds(bucket, self._context)
+                self._reads_worth[bucket, share] = self._worth(bucket, seconds, share)
+            if self._reads_worth[bucket, share] < self._least(rows, drafting, coming):
+                return False
+        if self.watches:
+            self.watches, self._held = False, None
+        return True
 
     def _least(self, rows: float, drafting: float, coming: float = 0.0) -> float:
         """That `_worth` must be for who comes to have a draft, beside rows of which so many have one."""

@@ -19,8 +19,10 @@ from treetop.checkpoints.params import about_activations, stay_packed
 from treetop.drafts.protocol import DrafterSpec
 from treetop.drafts.registry import FoundDraft, find_draft
 from treetop.engine.memory import MemoryUse
+from treetop.engine.startup.exactness_table import is_named
 from treetop.engine.startup.plan import plan_engine, read_draft_spec
 from treetop.engine.startup.weight_copies import packing
+from treetop.kernels.profile import profile_of
 from treetop.models.config import AttentionSpec, LayerSpec, read_config
 from treetop.models.registry import TargetSpec, target_spec
 from treetop.types.config import EngineConfig, Exactness
@@ -141,7 +143,7 @@ class Report:
     """target is None for a draft alone, draft without one, memory if something does not fit, which problems say.
 
     exactness: that would be in force; None where memory is.
-    unprobed: `auto` would be that if the probes of a start pass; nothing is probed here.
+    unprobed: `auto` would be that if the probes of a start pass; for `auto` nothing is probed here.
     """
 
     fits: bool
@@ -160,7 +162,7 @@ def inspect(config: EngineConfig) -> Report:
     """
     problems: list[str] = []
     spec = report = draft = memory = exactness = None
-    asked = config.exactness != "auto"
+    asked, unprobed = is_named(config), False
     try:
         folder = resolve_folder(config.model)
         draft = _draft_alone(folder, config)
@@ -183,9 +185,9 @@ def inspect(config: EngineConfig) -> Report:
         try:
             engine_plan = plan_engine(config, probes=asked)
             memory, exactness = _memory_report(engine_plan.use, config), engine_plan.config.exactness
+            unprobed = not asked and engine_plan.place.profile.batch_invariant
         except UserError as error:
             problems.append(str(error))
-    unprobed = exactness == "bits" and not asked
     return Report(not problems, tuple(problems), report, draft, memory, exactness, unprobed)
 
 
@@ -217,7 +219,8 @@ def _draft_report(folder: Path, target: TargetSpec | None, config: EngineConfig)
 
 def _target_report(spec: TargetSpec, config: EngineConfig) -> TargetReport:
     of, params = spec.config, stay_packed(spec.params, packing(config), config.quantize_activations)
-    held = format_bytes(params, _dtype(config), config.exactness == "bits" and packing(config) == "tiles")
+    exact = profile_of(config.exactness, compute_device(config.device)).batch_invariant
+    held = format_bytes(params, _dtype(config), exact and packing(config) == "tiles")
     return TargetReport(
         folder=str(spec.folder),
         architecture=read_config(spec.folder)["architectures"][0],

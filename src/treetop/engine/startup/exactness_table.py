@@ -16,6 +16,7 @@ import torch
 
 from treetop.checkpoints.folder import resolve_folder
 from treetop.checkpoints.loader import LoadContext, compute_device, compute_dtype
+from treetop.engine.startup.default_policy import with_policy
 from treetop.engine.startup.exactness import unfit_options, why_not_by_libraries, why_not_by_probes, why_not_model
 from treetop.engine.startup.weight_copies import packing, product_weights
 from treetop.models.config import ModelConfig
@@ -70,11 +71,16 @@ class Settled:
     by: str = ""
 
 
+def is_named(config: EngineConfig) -> bool:
+    """Whether the option says which, so that no table and no probe decides."""
+    return config.exactness != "auto"
+
+
 def settled(config: EngineConfig, probes: bool = True) -> Settled:
     """What a configuration's exactness is, or without probes would be if they passed. Raises as reading the model's
     config.json does.
     """
-    if config.exactness != "auto":
+    if is_named(config):
         return Settled(config, "as asked")
     ties, device = replace(config, exactness="ties"), compute_device(config.device)
     place = LoadContext(compute_dtype(config.dtype, device), device, 1, shapes=config.shapes)
@@ -93,7 +99,7 @@ def settled(config: EngineConfig, probes: bool = True) -> Settled:
     if row.cost > MOST_COST:
         why = f"{kind} models {drafted} on {maker} have {row.measured}, and {MOST_COST} is the most"
         return Settled(ties, why, _short(maker, kind))
-    if config.speculates and config.speculative_policy == "auto" and alone:
+    if config.speculates and with_policy(config).speculative_policy == "auto" and alone:
         why = f"--speculative-policy auto may run plain rounds for long, and without a draft it is ties on {maker}"
         return Settled(ties, why, "options")
     unbuilt = why_not_model(target.config)

@@ -101,8 +101,7 @@ def plan_engine(
 
     parallel, expert_ranks: which rank this is; None for the first of ranks that have not met. probes: of `--exactness
     bits`; without them they count as passed. The plan's configuration says what the given one leaves to device and
-    memory. Raises UserError for what cannot work, before any weight is
-    read.
+    memory. Raises UserError for what cannot work, before any weight is read.
     """
     config = settled(with_policy(config), probes).config
     parallel = parallel or (SINGLE_RANK if config.tp_size == 1 else PlaceholderRank(config.tp_size))
