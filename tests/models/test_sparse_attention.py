@@ -207,7 +207,9 @@ def test_rounds_whose_layers_share_a_choice_go_to_the_backend_that_auto_takes(sa
         return auto.AutoBackend(TunedTable(8, "2026-01-01", table), need)
 
     for name in ("triton", "gluon"):
-        monkeypatch.setitem(BACKENDS, name, replace(BACKENDS[name], make=partial(Named, name)))
+        monkeypatch.setitem(
+            BACKENDS, name, replace(BACKENDS[name], make=partial(Named, name), why_not_chosen=lambda need: None)
+        )
     prompts = saved.pair.prompts([50, 12, 20], seed=3)
     for shape in (None, (3, 4, 14)):
         options = {"page_size": 4, "context_length": 96, "dtype": "float64", "device": "cpu"}
