@@ -20,15 +20,21 @@ from treetop.types.sampling import WEIGHING, SamplingMode
 
 
 class Operations(TorchDispatchMode):
-    """Counts PyTorch's operations by name."""
+    """Counts PyTorch's operations by name. written: numbers of the host's in places that a tensor names."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found = Counter()
+        self.lifted, self.written = [], 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.found[str(func)] += 1
-        return func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.index_put_.default:
+            self.written += any(args[2] is each for each in self.lifted)
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.lift_fresh.default:
+            self.lifted.append(out)
+        return out
 
 
 def operations(llm, choice=SamplingMode.GREEDY):
@@ -58,6 +64,27 @@ def test_a_list_has_the_features_that_are_on(strong_pair):
     assert kinds((2, 3, 6)) == ["RowNumbers", "RowProcessors", "GrammarMasks"]
     learning = kinds((2, 3, 6), speculative_calibration="learn")
     assert learning == ["RowNumbers", "Learning", "RowProcessors", "GrammarMasks"]
+
+
+def test_no_step_waits_for_a_number_of_the_hosts(strong_pair):
+    """`table[rows] = 0` makes a tensor on the host, whose copy to a GPU waits for all that was launched before."""
+    options = {"speculative_policy": "auto", "speculative_calibration": "learn", "prefill_graph_max_tokens": 0}
+    llm = build(strong_pair, (2, 3, 6), **options)
+    assert llm.engine.runner.state.deferred is not None
+    real, counted, steps = llm.engine._run, Operations(), []
+
+    def run(plan, slot):
+        steps.append(type(plan).__name__)
+        with counted:
+            return real(plan, slot)
+
+    llm.engine._run = run
+    submit(llm, [[5, 6, 7], [8, 9]], [SamplingParams(max_tokens=9), SamplingParams(max_tokens=7, temperature=0.8)])
+    for _ in pump(llm):
+        pass
+    assert {"PrefillPlan", "RoundPlan"} <= {*steps}
+    assert counted.found["aten.index_put_.default"] > 0
+    assert counted.written == 0
 
 
 def test_every_number_of_a_row_is_written_whatever_it_held():

@@ -1,6 +1,6 @@
 """On an NVIDIA GPU: Triton, captured rounds, and the CPU's answers."""
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import replace
 
 import pytest
@@ -15,7 +15,7 @@ from treetop.engine.rounds import RoundKey
 from treetop.kernels.table import Ops
 from treetop.scheduler.policy import FixedShape
 from treetop.types.layout import SpecShape
-from treetop.types.messages import RoundPlan
+from treetop.types.messages import PrefillPlan, RoundPlan
 from treetop.types.sampling import SamplingMode
 from treetop_debug.faults import fault
 from treetop_debug.patching import wrapped_runner
@@ -153,22 +153,31 @@ def test_half_precision_runs_and_accepts(dtype):
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.parametrize("level", [0, 1, 2])
-def test_launching_a_round_makes_no_host_sync(level):
-    """Row list, page-table changes, phases, results, probes: while another step is out, nothing waits for the device.
+@pytest.mark.parametrize(
+    ("level", "options"),
+    [
+        *((level, {}) for level in (0, 1, 2)),
+        (0, {"speculative_policy": "auto", "speculative_calibration": "learn"}),
+        (0, {"draft": None}),
+    ],
+)
+def test_launching_a_step_makes_no_host_sync(level, options):
+    """Row list, page-table changes, requests that move in, chunks, phases, results, probes: while another step is out,
+    nothing waits for the device.
 
-    A round of a kind that has run before: the first of a kind may have to be captured.
+    A step of a kind that has run before: the first of a kind may have to be captured or compiled.
     """
-    llm, _ = run(greedy(8), check_level=level, page_size=1)
+    llm, _ = run(greedy(8), check_level=level, page_size=1, max_running_requests=4, **options)
     engine, scheduler = llm.engine, llm.scheduler
-    submit(llm, [llm.tokenizer.encode(prompt) for prompt in PROMPTS], greedy(40))
-    tickets, known, launched, edited = deque(), set(), 0, 0
+    prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS] * 4
+    submit(llm, prompts, [greedy(12 + 7 * (i % 4)) for i in range(len(prompts))])
+    tickets, known, launched, edited = deque(), set(), Counter(), 0
     while scheduler.has_work or tickets:
         while (plan := scheduler.plan()) is not None:
-            kind = isinstance(plan, RoundPlan) and (engine.layout.bucket_for(len(plan.rows)), plan.choice)
+            kind = _kind(engine, plan)
             quiet = kind in known and bool(tickets)
-            known |= {kind} - {False}
-            launched += quiet
+            known.add(kind)
+            launched[type(plan)] += quiet
             edited += len(plan.edits) if quiet else 0
             torch.cuda.set_sync_debug_mode("error" if quiet else "default")
             try:
@@ -177,9 +186,18 @@ def test_launching_a_round_makes_no_host_sync(level):
                 torch.cuda.set_sync_debug_mode("default")
         in_flight = tickets.popleft()
         scheduler.commit(in_flight.plan, engine.collect(in_flight))
-    assert launched > 8
+    assert launched[RoundPlan] > 8
+    assert launched[PrefillPlan] > 1
     assert edited > 8
     scheduler.check_integrity()
+
+
+def _kind(engine, plan):
+    """What a step is compiled and captured by."""
+    bucket = engine.layout.bucket_for(len(plan.rows))
+    if isinstance(plan, RoundPlan):
+        return RoundPlan, bucket, plan.choice, plan.shape, len(plan.no_draft) == len(plan.rows)
+    return PrefillPlan, bucket, plan.choice, plan.packed, plan.block, len(plan.no_draft) == len(plan.chunks)
 
 
 @pytest.mark.parametrize("draft", ["builtin:nestling-eagle3", None])

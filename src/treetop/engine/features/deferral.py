@@ -30,4 +30,4 @@ class RowDeferral(RowFeature):
         return self.pairs.tables
 
     def move_in(self, rows: Tensor, setups: Sequence[RowSetup], columns: Iterator[Tensor]) -> None:
-        self.pairs.count[rows] = 0
+        self.pairs.count.index_fill_(0, rows, 0)  # `[rows] = 0` copies a number of the host's, and waits for the device
