@@ -18,6 +18,7 @@ from treetop.attention.auto import Timing, choose, load_table, make_backend, pag
 from treetop.attention.capabilities import BackendRefusal, GroupNeed, Need
 from treetop.attention.gluon_backend import GluonBackend
 from treetop.attention.registry import BACKENDS, refusal
+from treetop.doctor import report
 from treetop.engine.startup.layer_groups import group_needs
 from treetop.engine.startup.startup_log import attention_words, serving_words
 from treetop.kernels import gluon_guard
@@ -293,7 +294,7 @@ def test_auto_hands_on_what_an_indexer_chooses(table, monkeypatch):
     assert asked == [chosen, chosen]
 
 
-def test_doctor_counts_the_classes_of_an_engines_heads(table):
+def test_doctor_counts_the_classes_of_an_engines_heads(table, monkeypatch):
     both = frozenset(("triton", "gluon"))
     words = (
         "1 on gluon, 1 on triton of 2 classes measured with these heads (2026-01-01, 2026-01-02, abc); triton elsewhere"
@@ -303,6 +304,11 @@ def test_doctor_counts_the_classes_of_an_engines_heads(table):
         summary(table, need_of(replace(SPARSE, top_k=9)), both)
         == "triton: no class of calls was measured with these heads"
     )
+    monkeypatch.setattr(report, "gpu_traits", auto.gpu_traits)
+    plan = SimpleNamespace(need=need_of(SPARSE), config=SimpleNamespace(attention_backend="auto"))
+    assert (report.backends(plan)[-1].reason, report.backends(plan)[-1].chosen) == (words, True)
+    monkeypatch.setattr(gluon_backend, "problem_of_chosen", lambda device: "its gather is wrong")
+    assert report.backends(plan)[-1].reason.startswith("2 on triton of 2 classes")
 
 
 def test_a_grid_takes_a_thousand_rows_of_64_queries(monkeypatch):

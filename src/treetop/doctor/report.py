@@ -70,7 +70,7 @@ def backends(engine_plan: EnginePlan) -> list[BackendStatus]:
         problem = refusal(name, need)
         phases = backend.capabilities.phases if problem is None else ()
         rows.append(BackendStatus(name, phases, "" if problem is None else problem.reason, name == chosen))
-    usable = frozenset(row.name for row in rows if row.phases)
+    usable = frozenset(row.name for row in rows if row.phases and BACKENDS[row.name].why_not_chosen(need) is None)
     choice = "torch"
     if auto.FALLBACK in usable:
         table = auto.load_table()
