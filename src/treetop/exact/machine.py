@@ -30,12 +30,15 @@ _SOURCES = (
 def found_once(kind: str, made_for: object, find: Callable[[], Any]) -> Any:
     """What `find` gives, JSON, or what it gave the first time for this CPU, these libraries and `made_for`.
 
-    kind: of the cache's folders.
+    kind: of the cache's folders. None is not kept: then the next start finds it out again.
     """
     words = repr((*_machine(), mode_in_force(), _settings(), made_for))
     file = cache_file(kind, hashlib.sha256(words.encode()).hexdigest()[:32])
     known = kept(file)
-    return keep_first(file, json.dumps(find())) if known is None else known
+    if known is not None:
+        return known
+    found = find()
+    return None if found is None else keep_first(file, json.dumps(found))
 
 
 def cpu_model() -> str:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from treetop.exact.first_calls import call_once_alone
 from treetop.exact.fixed_point import fixed_point_linear
 from treetop.exact.probe import adversarial, differing, same_bits
 
@@ -171,6 +172,7 @@ def elementwise_problem(threads: int) -> str | None:
     None if there is none. threads: of PyTorch. Elements are tried at every offset of a vector, and in tensors large
     enough to be divided among threads.
     """
+    call_once_alone()
     generator = torch.Generator().manual_seed(threads)
     flat = adversarial((1, 70_001), generator)[0].clamp_(-80, 80)
     places = [(0, 1), (3, 20), (1, 64), (17, 101), (5, 33), (7, 70_000), (0, 66_001), (33, 40_003)]

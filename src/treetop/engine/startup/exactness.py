@@ -19,6 +19,7 @@ from treetop.engine.startup.mkl_probe import suffices
 from treetop.engine.startup.operation_probes import kept_operation_problem
 from treetop.engine.startup.probed_products import probed_products
 from treetop.engine.startup.weight_copies import product_weights
+from treetop.exact.first_calls import call_once_alone
 from treetop.exact.machine import cpu_model, found_once
 from treetop.exact.mkl_mode import choose_mode, needs_another, remedy
 from treetop.kernels.exact import elementwise_problem
@@ -52,6 +53,8 @@ def chosen_profile(
     problem = why_not_exact(config, layout, target, place, adapters, probes) if profile.batch_invariant else None
     if problem is not None:
         raise ConfigError(f"--exactness bits: {problem.reason}; {problem.remedy}")
+    if probes and place.device.type == "cpu":
+        call_once_alone()  # now that MKL's mode is chosen
     if profile.products != "one call":
         return profile
     by_integers = config.exact_sums == "integers"
@@ -211,8 +214,8 @@ def _no_operations() -> str | None:
     """What beside products and attention is not exact on this CPU."""
     choose_mode(suffices)
     threads = torch.get_num_threads()
-    found: str | None = found_once("exact-operations", threads, partial(elementwise_problem, threads))
-    return found
+    found: str = found_once("exact-operations", threads, lambda: elementwise_problem(threads) or "")
+    return found or None
 
 
 def _integers(config: EngineConfig, model: ModelConfig) -> bool:
@@ -232,10 +235,14 @@ def _no_chains(model: ModelConfig) -> str | None:
     threads = torch.get_num_threads()
     for kv in dict.fromkeys(spec.kv for spec in model.attention.values()):
         sizes = kv.head_dim - kv.index_dim, threads, kv.value_dim
-        found: str | None = found_once("exact-attention", sizes, partial(on_a_cpu.problem, *sizes))
-        if found is not None:
+        found: str = found_once("exact-attention", sizes, partial(_problem_of_chains, *sizes))
+        if found:
             return found
     return None
+
+
+def _problem_of_chains(dim: int, threads: int, value_dim: int | None) -> str:
+    return on_a_cpu.problem(dim, threads, value_dim) or ""
 
 
 def _probed_on_a_gpu(target: TargetSpec, place: LoadContext, rank: int) -> str | None:
