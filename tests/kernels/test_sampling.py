@@ -178,6 +178,30 @@ def test_zeros_at_both_ends_are_never_drawn(uniform):
     assert draw(probs, torch.tensor([uniform], dtype=torch.float64)).item() in (2, 4)
 
 
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_log_probability_is_the_same_alone_where_threads_divide_a_large_vocabulary():
+    """One number is near all of the mass, so that the order of the others' sum is all of its log-probability."""
+    generator = torch.Generator().manual_seed(4)
+    logits = -32 - 4 * torch.rand(3, 1, 70_000, generator=generator)
+    logits[:, 0, 20_000] = 0
+    params = RowSamplingParams(torch.ones(3), torch.zeros(3, dtype=torch.int64), torch.ones(3), torch.zeros(3))
+    sampler, positions = SamplingMetadata(params, torch.arange(3)), torch.zeros((3, 1), dtype=torch.int64)
+    together = draw_reference(logits, sampler, torch.arange(3), positions, False)
+    assert bool((together.logprob < 0).all())
+    for row in range(3):
+        at = slice(row, row + 1)
+        alone = draw_reference(logits[at], sampler, torch.tensor([row]), positions[at], False)
+        assert torch.equal(alone.logprob, together.logprob[at])
+
+
 @given(st.integers(0, 2**63 - 1), st.integers(0, 500), st.integers(0, 10**6))
 @settings(max_examples=60, deadline=None)
 def test_a_sampled_choice_is_the_drawn_token_of_the_warped_logits(seed, start, salt):

@@ -114,8 +114,10 @@ def draw_reference(
     safe = torch.where(finite[:, :, None], logits[some], 0)
     uniforms = philox_uniform(sampler.seed[drawn_rows][:, None].expand(count, width), positions[some] + 1)
     weights = warp(safe.reshape(count * width, vocab), each, filtered)
-    token = draw(weights, uniforms.reshape(-1))
-    own, total = weights.gather(1, token[:, None])[:, 0], weights.sum(dim=-1, dtype=torch.float64)
+    cdf = weights.cumsum(dim=-1, dtype=torch.float64)
+    token = _drawn(cdf, uniforms.reshape(-1))
+    # not the weights' `sum`: of one row alone threads divide it, so that its order is another
+    own, total = weights.gather(1, token[:, None])[:, 0], cdf[:, -1]
     chosen.token[some] = token.reshape(count, width)
     logprob[some] = (own / total).log().to(torch.float32).reshape(count, width)
     return chosen
@@ -190,5 +192,8 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
 
     weights: [n, vocab]. uniform: [n] float64 in [0, 1). Returns [n] int64.
     """
-    cdf = weights.cumsum(dim=-1, dtype=torch.float64)
+    return _drawn(weights.cumsum(dim=-1, dtype=torch.float64), uniform)
+
+
+def _drawn(cdf: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)[:, 0]
