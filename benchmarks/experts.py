@@ -71,7 +71,8 @@ class Layer:
         self.gpu = gpu_traits(DEVICE)
         self.shape, self.norm = shape, torch.ones(hidden, dtype=torch.bfloat16, device=DEVICE)
         bias = torch.randn(spec.num_experts, device=DEVICE).bfloat16() if spec.bias else None
-        self.router = Router(spec, self._normal(spec.num_experts, hidden), bias, None, leaves=True)
+        narrow = shape.packed == "mxfp4"
+        self.router = Router(spec, self._normal(spec.num_experts, hidden), bias, None, leaves=True, narrow=narrow)
         self.alone = replace(self.router, leaves=False)  # chooses all by itself
         self.experts = Experts(
             self._weight(spec.num_experts, 2, inner, hidden),

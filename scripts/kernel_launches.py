@@ -295,6 +295,9 @@ def _experts(card: Card) -> Iterator[Case]:
         if tokens == 1:
             left = replace(routes, left=LeftChoice(_empty(8, 1, 128, dtype=torch.float32), None, spec))
             yield f"experts of {name}, chosen there", partial(experts, _empty(1, hidden), left, made, card.gpu)
+            if name == "mxfp4" and card.measured:
+                left = replace(left, tiles=Tiles(8, *listed))
+                yield f"experts of {name}, 8 rows", partial(experts, _empty(1, hidden), left, made, card.gpu)
     yield from _experts_beside_shared(card)
 
 

@@ -368,21 +368,68 @@ def test_programs_of_many_tokens_lie_side_by_side_where_that_was_measured(gpu, n
 
 
 @pytest.mark.parametrize(
-    ("gpu", "numbers", "by_exponents", "warps"),
+    ("gpu", "numbers", "warps"),
     [
-        (GpuTraits(132, True, 227 << 10, True), "e4m3", False, 4),
-        (GpuTraits(132, True, 227 << 10, True), "e2m1", True, 4),
-        (GpuTraits(132, True, 227 << 10, True), "e2m1", False, 2),
-        (GpuTraits(132, True, 227 << 10, True), "int4", False, 2),
-        (GpuTraits(108, False, 163 << 10, True), "e4m3", False, 2),
+        (GpuTraits(132, True, 227 << 10, True), "e4m3", 4),
+        (GpuTraits(132, True, 227 << 10, True), "e2m1", 2),
+        (GpuTraits(132, True, 227 << 10, True), "int4", 2),
+        (GpuTraits(108, False, 163 << 10, True), "e4m3", 2),
     ],
     ids=str,
 )
-def test_a_first_product_of_more_tokens_has_four_warps_where_that_was_measured(gpu, numbers, by_exponents, warps):
+def test_a_first_product_of_more_tokens_has_four_warps_where_that_was_measured(gpu, numbers, warps):
     for rows, number, expected in ((16, 32, 2), (16, 33, warps), (32, 68, 2)):
         tiles = SimpleNamespace(rows=rows, expert=range(number))
-        launch = products.choose_grouped(tiles, 2048, 1536, True, numbers, 2, False, gpu, by_exponents)
+        launch = products.choose_grouped(tiles, 2048, 1536, True, numbers, 2, False, gpu)
         assert launch.num_warps == expected
+
+
+HOPPER = GpuTraits(132, False, 227 << 10, True)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "narrow", "gpu", "batch_invariant", "rows"),
+    [
+        (1, True, HOPPER, False, 8),
+        (2, True, HOPPER, False, 16),
+        (1, False, HOPPER, False, 16),
+        (1, True, HOPPER, True, 16),
+        (1, True, GpuTraits(108, False, 163 << 10, True), False, 16),
+        (1, True, GpuTraits(148, False, 227 << 10, True, True), False, 16),
+    ],
+    ids=str,
+)
+def test_tiles_have_8_rows_where_that_was_measured(tokens, narrow, gpu, batch_invariant, rows):
+    """Of one token, where it may have other bits in another batch."""
+    spec = RouterSpec(32, 4, RouterKind.TOPK_SOFTMAX)
+    allowed = narrow and routing.may_be_narrow(gpu, batch_invariant)
+    assert routing.tile_rows(tokens, spec, allowed) == rows
+
+
+@on_gpu_or_interpreted
+def test_tiles_of_8_rows_have_the_sums_of_those_of_16(monkeypatch):
+    """With the same launches, the same bits on a GPU; 8 and more tokens come to an expert, and one is padding."""
+    torch.manual_seed(2)
+    dtype = torch.bfloat16 if ON_GPU else torch.float16
+    monkeypatch.setattr(products, "choose_grouped", lambda *_: products.GroupedLaunch(64, 128, 1, 2, 2))
+    with DEVICE:
+        plain = make_router(RouterSpec(4, 2, RouterKind.TOPK_SOFTMAX), 160, dtype)
+        tiled, _ = coded_experts(4, 160, 96, "mxfp4", Activation.SILU)
+        x, live, gpu = torch.randn(20, 160).to(dtype), torch.arange(20) != 7, gpu_traits(DEVICE)
+        monkeypatch.setattr(routing, "tile_rows", lambda *_: 16)
+        wide = routing.route(x, plain, live, gpu)
+        want = products.experts(x, wide, tiled, gpu)
+        monkeypatch.setattr(routing, "tile_rows", lambda *_: 8)
+        routes = routing.route(x, plain, live, gpu)
+        assert (wide.tiles.rows, routes.tiles.rows) == (16, 8)
+        assert int(routes.tiles.number) > int(wide.tiles.number) == 4
+        got = products.experts(x, routes, tiled, gpu)
+    assert float(want.float().norm()) > 0
+    assert not bool(got[:, 7].any())
+    if ON_GPU:
+        assert torch.equal(got, want)
+    else:  # NumPy adds products of other sizes in another order
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 @on_gpu_or_interpreted

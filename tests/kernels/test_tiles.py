@@ -160,6 +160,7 @@ STEPS = {
     "shr.b32": lambda a, b: a >> b,
     "add.s32": lambda a, b: (a + b) & MASK,
     "sub.s32": lambda a, b: (a - b) & MASK,
+    "mad.lo.s32": lambda a, b, c: (a * b + c) & MASK,
     "prmt.b32": lambda a, b, places: sum(
         (((a, b)[place >> 2 & 1] >> (place & 3) * 8) & 0xFF) << each * 8
         for each, place in enumerate(places >> 4 * i & 7 for i in range(4))

@@ -57,6 +57,7 @@ class ExpertMLP:
             weights.pop(f"{router}_factor"),
             gates_shared=not self._apart,
             leaves=ops.gpu_for(Ops.experts) is not None,
+            narrow=self._apart and isinstance(self._experts, TiledExperts) and self._experts.in_powers,
         )
         self.products: list[Product] = [self, *(() if self._shared is None else self._shared.products)]
         if spec.latent:

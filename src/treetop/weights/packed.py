@@ -377,6 +377,12 @@ class TiledExperts:
     def __call__(self, x: Tensor, routes: Routes) -> Tensor:
         return self.products(x, routes, experts=self.experts)
 
+    @property
+    def in_powers(self) -> bool:
+        """Whether all scales are powers of two, as MXFP4 has them."""
+        both = self.experts.gate_up, self.experts.down
+        return all(isinstance(each, TiledWeight) and each.scheme.scales == "e8m0" for each in both)
+
     def beside(self, gate_up: GatedLinear, down: Linear) -> "TiledExperts | None":
         """With one more expert, which all tokens take, in the same launches (`Experts.shared`).
 

@@ -218,7 +218,7 @@ def _of_level(place: int) -> constexpr:
 def _of_power(place: int) -> constexpr:
     """The same of powers of two, 127 more in a byte, times 2 ** 126."""
     return constexpr(
-        f"{{ .reg .b32 a, z; prmt.b32 a, $2, 0, 0x4{place}4{place}; add.s32 a, a, 0x007e007e; shl.b32 a, a, 7;"
+        f"{{ .reg .b32 a, z; prmt.b32 a, $2, 0, 0x4{place}4{place}; mad.lo.s32 a, a, 128, 0x3f003f00;"
         " mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, a, z; }"
     )
 

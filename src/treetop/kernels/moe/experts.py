@@ -163,6 +163,11 @@ def _plain(weight: Tensor | TiledWeight | QuantizedWeight, dtype: torch.dtype, g
 
 # -------------------------------------------------------------------------------------------------------- the kernel
 
+_LINES_FIRST = 16
+"""Rows of tiles up to which programs of one tile come one after another, of weights in 4-bit integers and in MXFP4,
+and tiles that are not there at the end: between the others they leave some multiprocessors with less to do than others.
+With more rows several tiles are of one expert, and those of the same lines come one after another. In FP8 and in 16
+bits it gave nothing; in NVFP4 it was not measured."""
 _FEW = 512
 """Tokens up to which parts are float32; of more, which move much memory, they have the dtype of x."""
 
@@ -185,9 +190,11 @@ _PACKED = {
 }
 """Of a first and a second product with tiles: of few tokens, of more, and of many each. As measured in MXFP4."""
 _FOUR_WARPS, _MORE_TILES = GroupedLaunch(64, BLOCK, 1, 4, 4), 32
-"""Of a first product of more tiles than so many, of 16 rows, in FP8 and in MXFP4 on Hopper: of 8 to 60 tokens both
-products of two models took 0.89 to 1.01 of the time with two warps, with the same bits. In NVFP4 they took 1.01 and
-1.05, in W4A16 0.96 and 1.04. Not under `bits`, whose probes have fewer tiles."""
+"""Of a first product of more tiles than so many, of 16 rows, in FP8 on Hopper: of 8 to 60 tokens both products of a
+model took 0.89 to 0.99 of the time with two warps, with the same bits. In NVFP4 they took 1.01 and 1.05, in W4A16 0.96
+and 1.04; in MXFP4, since tiles come last in a grid, 1.05 to 1.09. Not under `bits`, whose probes have fewer tiles."""
+_NARROW = GroupedLaunch(64, BLOCK, 1, 5, 2), GroupedLaunch(64, BLOCK, 4, 5, 2)
+"""Of tiles of 8 rows, which one token has in MXFP4."""
 _FEW_TILES = 16
 _SHORT = 512
 """k of a second product that is not worth a cut: its programs are like a first one's. As measured in FP8 of
@@ -201,10 +208,9 @@ _WHOLE = GroupedLaunch(64, BLOCK, 1, 7, 2)
 
 def choose_grouped(
     tiles: Tiles, k: int, lines: int, gated: bool, numbers: Numbers | None, size: int, whole: bool, gpu: GpuTraits,
-    by_exponents: bool = False,
 ) -> GroupedLaunch:  # fmt: skip
     """The launch of a product with weights [experts, lines, k]. numbers: of weights in tiles. size: bytes of a number
-    of x. whole: k is not cut. by_exponents: scales are powers of two, as MXFP4 has them.
+    of x. whole: k is not cut.
 
     As `benchmarks/experts.py` measured with GPT-OSS-20B's and Qwen3-30B-A3B's shapes on an H200.
     """
@@ -217,13 +223,13 @@ def choose_grouped(
         return GroupedLaunch(128, BLOCK if packed else 64, 1, 3, 8)
     if packed:
         kind = "long" if tiles.rows > 32 else "few" if len(tiles.expert) <= _FEW_TILES else "more"
-        launch = _PACKED[kind][0 if gated else 1]
+        launch = (_NARROW if tiles.rows == 8 else _PACKED[kind])[0 if gated else 1]
         hopper = gpu.by_warp_groups and not gpu.has_tensor_memory
         more = gated and not whole and tiles.rows == 16 and len(tiles.expert) > _MORE_TILES
-        if more and hopper and (numbers == "e4m3" or by_exponents):
+        if more and hopper and numbers == "e4m3":
             return _FOUR_WARPS
         if kind != "long" and not gated and k <= _SHORT:
-            launch = GroupedLaunch(64, BLOCK, 1, 6 if tiles.rows == 16 else 4, 2)
+            launch = GroupedLaunch(64, BLOCK, 1, 6 if tiles.rows <= 16 else 4, 2)
         if kind == "long" and not gpu.by_warp_groups:  # what fits in registers where operands lie there too
             launch = replace(launch, num_warps=8)
         return _WHOLE if whole and launch.splits > 1 else launch
@@ -253,7 +259,6 @@ def experts(x: Tensor, routes: Routes, experts: Experts, gpu: GpuTraits, batch_i
             x.element_size(),
             batch_invariant,
             gpu,
-            isinstance(weight, TiledWeight) and weight.scheme.scales == "e8m0",
         )
         for weight, k, lines, gated in (
             (experts.gate_up, hidden, 2 * inner, True),
@@ -299,14 +304,17 @@ def _grouped(
     of_all = (data, scale, factor, zero) if shared is None else tile_arguments(shared)
     shared_tiles = 0 if shared is None else -(-tokens // tiles.rows)
     left = routes.left if gated else None
-    _grouped_kernel[(shared_tiles + len(tiles.expert) + 1, -(-lines // launch.block_n), launch.splits)](
+    number, blocks_of_lines = shared_tiles + len(tiles.expert) + 1, -(-lines // launch.block_n)
+    last = tiles.rows <= _LINES_FIRST and (coded["numbers"] == "int4" or coded["scales"] == "e8m0")
+    grid = (launch.splits, blocks_of_lines, number) if last else (number, blocks_of_lines, launch.splits)
+    _grouped_kernel[grid](
         out, x, data, scale, factor, zero, data if bias is None else bias, *of_all, tiles.order, tiles.expert,
         tiles.start, tiles.count, tiles.number, routes.expert, routes.weight,
         routes.weight if routes.shared is None else routes.shared, 0.0 if limit is None else limit, tokens, n, k, share,
         shared_tiles, *_left_arguments(routes, left), **_left_options(routes, left), **coded,
         shares=shared is not None, has_bias=bias is not None, gated=gated,
         kind=None if activation is None else activation.kind, limited=limit is not None, apart=routes.apart,
-        weighted=gated == routes.of_inputs, top_k=top_k,
+        weighted=gated == routes.of_inputs, tiles_last=last, top_k=top_k,
         block_m=tiles.rows, block_n=launch.block_n, block_k=launch.block_k,
         overlap=gpu.can_overlap, num_stages=launch.num_stages, num_warps=launch.num_warps, **launch_options(gpu),
     )  # fmt: skip
@@ -352,11 +360,12 @@ def _grouped_kernel(
     masked: constexpr, tells: constexpr, block_e: constexpr, block_s: constexpr, experts: constexpr,
     numbers: constexpr, scales: constexpr, form: constexpr, group: constexpr, has_zero: constexpr, per: constexpr,
     whole_blocks: constexpr, fast: constexpr, shares: constexpr, has_bias: constexpr, gated: constexpr, kind: constexpr,
-    limited: constexpr, apart: constexpr, weighted: constexpr, top_k: constexpr, block_m: constexpr, block_n: constexpr,
-    block_k: constexpr, overlap: constexpr,
+    limited: constexpr, apart: constexpr, weighted: constexpr, tiles_last: constexpr, top_k: constexpr,
+    block_m: constexpr, block_n: constexpr, block_k: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
-    """A block of lines for one tile over one share of k. Grid (shared tiles + most tiles + 1, lines / block_n, splits);
-    the last writes zeros for padding, and for what another rank's experts compute.
+    """A block of lines for one tile over one share of k. Grid (shared tiles + most tiles + 1, lines / block_n, splits),
+    or if `tiles_last` the other way round; the last tile writes zeros for padding, and for what another rank's experts
+    compute.
 
     gated: x is [tokens, k], lines are a gate and an up in turn, out is [assignments, n] in the order of the tiles.
     Else: x is [assignments, k] in that order, out is [splits * slots, tokens, n]. weighted: times the weights of the
@@ -365,12 +374,17 @@ def _grouped_kernel(
     each program finds its tile's expert by the logits, and one writes what the router would have (`Routes.left`).
     """
     pdl_wait(overlap, early=True)
-    tile, block, split = tl.program_id(0) - shared_tiles, tl.program_id(1), tl.program_id(2)
+    tile, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    last = tl.num_programs(0)
+    if tiles_last:
+        tile, split = split, tile
+        last = tl.num_programs(2)
+    tile -= shared_tiles
+    last -= 1 + shared_tiles
     dtype: constexpr = x.dtype.element_ty
     slots: constexpr = top_k + 1 if shares else top_k
     line = block * block_n + tl.arange(0, block_n)
     lane = tl.arange(0, block_m)
-    last = tl.num_programs(0) - 1 - shared_tiles
     if not gated and tile == last:
         if apart:
             _zero_elsewhere(out, expert_of, line, split, tokens, n, top_k, slots, block_m)

@@ -93,6 +93,7 @@ class Router:
     own: the experts that are here, where ranks share them; None for all that have weights. Routes number them from 0.
     gates_shared: the weight has one line more, the gate of the expert that all tokens take; there is no bias then.
     leaves: kernels of the products follow, which may choose one token's experts themselves (`Routes.left`).
+    narrow: the products are in MXFP4, whose tiles have 8 rows of one token where that is faster (`tile_rows`).
     """
 
     spec: RouterSpec
@@ -103,6 +104,7 @@ class Router:
     factor: Tensor | None = None
     gates_shared: bool = False
     leaves: bool = False
+    narrow: bool = False
 
     @property
     def here(self) -> range:
@@ -268,10 +270,18 @@ _MAX_BLOCKS = 64
 """Blocks of tokens where there are more, of 4 to 64 tokens as long as that will do."""
 
 
-def tile_rows(tokens: int, spec: RouterSpec) -> int:
-    """Assignments of a tile: about what an expert gets, from 16 to 128."""
+def tile_rows(tokens: int, spec: RouterSpec, narrow: bool = False) -> int:
+    """Assignments of a tile: about what an expert gets, from 16 to 128; or 8 of one token, if `narrow`."""
+    if narrow and tokens == 1:
+        return 8
     mean = tokens * spec.top_k / spec.num_experts
     return next((rows for maximum, rows in ((8, 16), (24, 32), (64, 64)) if mean <= maximum), 128)
+
+
+def may_be_narrow(gpu: GpuTraits, batch_invariant: bool) -> bool:
+    """Whether tiles may have 8 rows: on Hopper, where it was measured, and where a token need not have the same bits
+    in any batch, for products of more rows may be other instructions."""
+    return gpu.by_warp_groups and not gpu.has_tensor_memory and not batch_invariant
 
 
 def most_tiles(tokens: int, rows: int, spec: RouterSpec) -> int:
@@ -296,7 +306,8 @@ def route(
     whatever there are.
     """
     spec, tokens, options = router.spec, len(x), launch_options(gpu)
-    experts, rows = spec.num_experts, tile_rows(len(x), router.spec)
+    narrow = router.narrow and may_be_narrow(gpu, batch_invariant)
+    experts, rows = spec.num_experts, tile_rows(len(x), router.spec, narrow)
     assert x.is_contiguous()
     assert router.weight.is_contiguous()
     assert live is None or live.is_contiguous()
