@@ -7,8 +7,8 @@
 Tiny models of `tests/support`. What is compared with is plain decoding of one request at a time. An engine has one of
 20 tree shapes, a chunk of prefill and a launcher, and serves so many requests at once, greedy, sampled and with changed
 logits; further cells are of retractions, prefix hits, a hand-over between pages of 16 and of 8 tokens, shapes that
-switch, calibration that learns meanwhile, constrained tokens, chunks of prompts in a round's forward, and, so that it
-is seen that the comparison sees something, `--exactness ties`, which has to differ.
+switch, calibration that learns meanwhile, constrained tokens, chunks of prompts in a round's forward, K/V in FP8, and,
+so that it is seen that the comparison sees something, `--exactness ties`, which has to differ.
 
 One line of JSON a cell: `sequences`, `tokens` and `logprobs` compared; `other_tokens` and `other_logprobs`, the
 sequences that differ; `accepted` drafts. Cells are in an order in which the first ones have every shape, number of
@@ -54,7 +54,7 @@ EVEN = {"q_lora_rank": 32, "v_head_dim": 8, "moe_intermediate_size": 48, "interm
 CHOSEN = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "head_dim": 16, "index_topk": 70, "index_head_dim": 32}
 """Of sparse attention: fewer keys than most prompts have, and more than a block."""
 FAMILIES = ("dense", "gpt-oss", "qwen3-moe", "deepseek-v3", "glm-5")
-MECHANISMS = ("retraction", "prefix", "handover", "switched", "learning", "constrained", "mixed", "ties")
+MECHANISMS = ("retraction", "prefix", "handover", "switched", "learning", "constrained", "mixed", "fp8", "ties")
 ROWS = 8
 """Of an engine of a mechanism, which has twice as many requests."""
 
@@ -156,7 +156,7 @@ class Runs:
         self.own = {"exactness": "bits", "dtype": dtype, "device": args.device, "context_length": context}
         self.own |= {"page_size": 16, "speculative_policy": "fixed", "speculative_calibration": "off"}
         self.pages = -(-(context + 8) // 16) * 16
-        self._alone: LLM | None = None
+        self._alone: dict[str, LLM] = {}
         self._known: dict[tuple[object, ...], Found] = {}
 
     def asked(self, cell: Cell) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -172,22 +172,30 @@ class Runs:
         made: LLM = engines.build(self.pair, shape, **{**self.own, **options})
         return made
 
-    def alone(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], limited: bool) -> list[Found]:
-        """By plain decoding, one after the other. limited: with `EveryThird`."""
-        if self._alone is None:
-            self._alone = self.engine(None, max_running_requests=1, disable_radix_cache=True)
+    def alone(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], kind: str) -> list[Found]:
+        """By plain decoding, one after the other, constrained or with K/V in FP8 as in a cell of this kind."""
+        kept, limited = _kept_in(kind), kind == "constrained"
+        if kept not in self._alone:
+            options = {"max_running_requests": 1, "disable_radix_cache": True, "kv_cache_dtype": kept}
+            self._alone[kept] = self.engine(None, **options)
         found = []
         for prompt, each in zip(prompts, params, strict=True):
-            key = (tuple(prompt), self.bits.PARAMS.index(_of_length(each, self.bits.PARAMS[0].max_tokens)), limited)
+            sampled = self.bits.PARAMS.index(_of_length(each, self.bits.PARAMS[0].max_tokens))
+            key = (tuple(prompt), sampled, limited, kept)
             if key not in self._known:
                 held = [EveryThird(self.pair.config["vocab_size"])] if limited else None
-                (self._known[key],) = found_of(self._alone.generate([prompt], [each], constraints=held))
+                (self._known[key],) = found_of(self._alone[kept].generate([prompt], [each], constraints=held))
             found.append(self._known[key])
         return found
 
     def close(self) -> None:
-        if self._alone is not None:
-            self._alone.close()
+        for llm in self._alone.values():
+            llm.close()
+
+
+def _kept_in(kind: str) -> str:
+    """`--kv-cache-dtype` of cells of a kind."""
+    return "fp8_e4m3" if kind == "fp8" else "auto"
 
 
 def _of_length(params: SamplingParams, tokens: int) -> SamplingParams:
@@ -216,7 +224,7 @@ def run_cells(runs: Runs, group: Sequence[Cell]) -> Iterator[dict[str, Any]]:
         return
     rows = max(each.requests for each in group) if first.kind == "grid" else runs.args.rows
     options = {"max_running_requests": rows, "chunked_prefill_size": first.chunk, "graphs": first.graphs}
-    options["max_total_tokens"] = rows * runs.pages
+    options |= {"max_total_tokens": rows * runs.pages, "kv_cache_dtype": _kept_in(first.kind)}
     if first.kind == "retraction":
         options |= {"max_total_tokens": runs.pages, "max_running_requests": runs.pages // 32}
     elif first.kind in ("switched", "learning"):
@@ -257,7 +265,7 @@ def _served(runs: Runs, cell: Cell, llm: LLM) -> dict[str, Any]:
         raise RuntimeError("a token that was not allowed")
     if 0 in more.values() or more.get("shapes_run") == 1:
         raise RuntimeError(f"{cell.kind} did not happen: {more}")
-    return _compared(runs, cell, runs.alone(prompts, params, limited), found_of(got), **more)
+    return _compared(runs, cell, runs.alone(prompts, params, cell.kind), found_of(got), **more)
 
 
 def _handed_over(runs: Runs, cell: Cell) -> tuple[list[Found], list[Found]]:
@@ -275,7 +283,7 @@ def _handed_over(runs: Runs, cell: Cell) -> tuple[list[Found], list[Found]]:
             raise RuntimeError("a request was prefilled where it was decoded")
         results = [relay.result(each) for each in ids]
         got = [Found(tuple(ids), tuple(p.logprob.hex() for p in logprobs), sum(a)) for ids, a, logprobs in results]
-        want = runs.alone(prompts, params, False)
+        want = runs.alone(prompts, params, cell.kind)
         return [Found(each.tokens, tuple(p.split()[0] for p in each.logprobs)) for each in want], got
     finally:
         for worker in workers:

@@ -466,12 +466,16 @@ def _latent(card: Card) -> Iterator[Case]:
 
 def _segments(card: Card) -> Iterator[Case]:
     """Whose bits depend on a query and its keys alone."""
-    for scene in (*_of_heads(8, 4, 128), *_OTHERS):
-        q, pages, tail, _ = scene.tensors(planes=2)
+    scenes = [*_of_heads(8, 4, 128), *_OTHERS]
+    if card.has_fp8:
+        scenes += [replace(scene, fp8=True) for scene in scenes]
+    for scene in scenes:
+        q, pages, tail, scales = scene.tensors(planes=2)
+        asked = (card.gpu, None, scales)
         if tail is None:
-            yield f"segments of {scene}", partial(segment_prefill, q, pages, scene.metadata, 1.0, None, card.gpu)
+            yield f"segments of {scene}", partial(segment_prefill, q, pages, scene.metadata, 1.0, None, *asked)
         else:
-            yield f"segments of {scene}", partial(_attend_by_segments, scene, q, pages, tail, card.gpu)
+            yield f"segments of {scene}", partial(_attend_by_segments, scene, q, pages, tail, asked)
 
 
 def _latent_segments(card: Card) -> Iterator[Case]:
@@ -506,10 +510,10 @@ def _attend_by_planes(
     segment_latents(q, pages, plan, tail, *asked)
 
 
-def _attend_by_segments(scene: _Scene, q: Tensor, pages: Tensor, tail: Tensor, gpu: GpuTraits) -> None:
-    call = scene.call
+def _attend_by_segments(scene: _Scene, q: Tensor, pages: Tensor, tail: Tensor, asked: tuple[Any, ...]) -> None:
+    call, gpu = scene.call, asked[0]
     plan = plan_segments(scene.metadata, num_splits_of(call, gpu), block_of(call.head_dim, call.element_bytes), gpu)
-    segment_attention(q, pages, plan, tail, 1.0, None, gpu)
+    segment_attention(q, pages, plan, tail, 1.0, None, *asked)
 
 
 # ------------------------------------------------------------------------------------------------ of recurrent layers

@@ -41,27 +41,29 @@ def lines_of(matrix, capsys, *more):
 
 
 def test_cells_are_equal_to_plain_decoding_and_are_not_run_twice(matrix, capsys, tmp_path):
-    """A tree in a batch, masks along trees, and loose sums, which differ; what is done counts, whatever it was."""
-    code, cells, summary = lines_of(matrix, capsys, "--family", "dense", "--kinds", "constrained", "ties")
+    """A tree in a batch, masks along trees, K/V in FP8, and loose sums, which differ; what is done counts, whatever it
+    was.
+    """
+    code, cells, summary = lines_of(matrix, capsys, "--family", "dense", "--kinds", "constrained", "fp8", "ties")
     assert code == 0, cells
-    assert [cell["kind"] for cell in cells] == ["grid", "constrained", "ties"]
+    assert [cell["kind"] for cell in cells] == ["grid", "constrained", "fp8", "ties"]
     assert summary["other_tokens"] == summary["other_logprobs"] == 0
-    assert summary["tokens"] == 8 * (2 + 4)
+    assert summary["tokens"] == 8 * (2 + 4 + 4)
     assert summary["accepted"] > 0
     done = tmp_path / "done.jsonl"
 
     def again(*lines):
         """The exit code, and what is told, where these are done and there is no time for others."""
         done.write_text("\n".join(map(json.dumps, lines)))
-        given = ["--family", "dense", "--kinds", "constrained", "ties", "--done", str(done), "--seconds", "0"]
+        given = ["--family", "dense", "--kinds", "constrained", "fp8", "ties", "--done", str(done), "--seconds", "0"]
         code, new, told = lines_of(matrix, capsys, *given)
         assert new == []
         return code, told
 
     code, told = again(*cells[1:])
-    assert (code, told["left"], told["done"]["good"]) == (1, 1, 2), "nothing was compared"
+    assert (code, told["left"], told["done"]["good"]) == (1, 1, 3), "nothing was compared"
     code, told = again(*cells)
-    assert (code, told["done"]["good"], told["done"]["tokens"]) == (0, 3, summary["tokens"])
+    assert (code, told["done"]["good"], told["done"]["tokens"]) == (0, 4, summary["tokens"])
     code, told = again(*cells[1:], {**cells[0], "other_tokens": 1})
     assert (code, told["done"]["bad"], told["done"]["other_tokens"]) == (1, 1, 1)
 

@@ -16,12 +16,17 @@ from support.handing import IDS, Relay, Worker, target_with_mtp
 from support.lookups import lookup
 from support.tiny_models import Pair
 from treetop import LLM
+from treetop.checkpoints.loader import LoadContext
 from treetop.debug import oracle
 from treetop.engine.kv_staging import staging_of
 from treetop.engine.memory import pool_bytes
+from treetop.engine.startup import exactness
+from treetop.engine.startup.plan import check_kv_cache_dtype
 from treetop.kernels.kv import FP8
+from treetop.models.registry import target_spec
 from treetop.tools.inspect import inspect
 from treetop.types.config import EngineConfig
+from treetop.types.errors import ConfigError
 from treetop.types.ids import DRAFT, FULL, WINDOW
 from treetop_debug.ranks import ranks_on_threads
 
@@ -137,6 +142,21 @@ def test_bits_are_those_of_plain_decoding(scaled_pair):
 
     want = serve(None, max_running_requests=1)
     assert serve((4, 3, 12), chunked_prefill_size=16, graphs="sim", check_level=3) == want
+
+
+@pytest.mark.parametrize("flag", ["kv_cache_dtype", "speculative_draft_kv_cache_dtype"])
+def test_nothing_stands_against_bits_on_a_gpu(pair, monkeypatch, flag):
+    """Of plain attention, with windows; of the target's K/V, or of the draft's alone. An old GPU is refused by name."""
+    monkeypatch.setattr(exactness, "why_not", lambda device: None)
+    monkeypatch.setattr(exactness, "exact_backend", lambda need: "segments")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    gpu, asked = torch.device("cuda"), {"device": "cuda", "exactness": "bits", flag: "fp8_e4m3"}
+    config, target = EngineConfig.of(str(pair.target), draft=str(pair.head), **asked), target_spec(pair.target)
+    assert exactness.why_not_exact(config, target, LoadContext(torch.bfloat16, gpu, 64), probes=False) is None
+    option = f"--{flag.replace('_', '-')}"
+    with pytest.raises(ConfigError, match=rf"^{option} fp8_e4m3: A100 does not convert FP8.*use {option} auto"):
+        check_kv_cache_dtype(config, target, gpu)
 
 
 def test_a_cached_prefix_and_a_retraction_give_the_same_tokens(scaled_pair):

@@ -117,15 +117,16 @@ def serve(pair, shape, **options):
 
 @pytest.fixture(scope="module")
 def plain(pairs):
-    """Bits of plain decoding of one request at a time, by model and dtype; made once each."""
+    """Bits of plain decoding of one request at a time, by model, dtype and what K/V are kept in; made once each."""
     made = {}
 
-    def of(name, dtype="bfloat16"):
-        if (name, dtype) not in made:
-            llm, outputs = serve(pairs[name], None, max_running_requests=1, dtype=dtype)
-            made[name, dtype] = bits(outputs)
+    def of(name, dtype="bfloat16", kept="auto"):
+        if (name, dtype, kept) not in made:
+            options = {"max_running_requests": 1, "dtype": dtype, "kv_cache_dtype": kept}
+            llm, outputs = serve(pairs[name], None, **options)
+            made[name, dtype, kept] = bits(outputs)
             llm.close()
-        return made[name, dtype]
+        return made[name, dtype, kept]
 
     return of
 
@@ -205,34 +206,59 @@ def test_states_of_every_kind_change_no_bit(name, tmp_path):
     loose.close()
 
 
-@pytest.mark.parametrize("name", ["llama", "glm 5.2"])
-def test_a_retraction_and_a_prefix_from_the_cache_change_no_bit(pairs, plain, name):
+FP8 = "fp8_e4m3"
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "kept"),
+    [("llama", "bfloat16", "auto"), ("glm 5.2", "bfloat16", "auto"), ("llama", "float16", FP8)],
+)
+def test_a_retraction_and_a_prefix_from_the_cache_change_no_bit(pairs, plain, name, dtype, kept):
     """What was decoded is prefilled again, or read where a tree's rounds have left it."""
-    llm, outputs = serve(pairs[name], TREE, max_running_requests=8, max_total_tokens=800)
+    options = {"dtype": dtype, "kv_cache_dtype": kept}
+    llm, outputs = serve(pairs[name], TREE, max_running_requests=8, max_total_tokens=800, **options)
     assert llm.scheduler.num_retractions > 0
-    assert bits(outputs) == plain(name)
+    assert bits(outputs) == plain(name, dtype, kept)
     prompts = pairs[name].prompts(LENGTHS)[:4]
     first = llm.generate(prompts, asked(prompts))
-    assert bits(first) == plain(name)[:4]
+    assert bits(first) == plain(name, dtype, kept)[:4]
     more = [[*prompt, *output.token_ids[:-3]] for prompt, output in zip(prompts, first, strict=True)]
     hit = llm.generate(more, asked(more))
     llm.close()
-    fresh, _ = serve(pairs[name], None, max_running_requests=1, graphs="off")
+    fresh, _ = serve(pairs[name], None, max_running_requests=1, graphs="off", **options)
     assert bits(hit) == bits(fresh.generate(more, asked(more)))
     fresh.close()
 
 
-@pytest.mark.parametrize("name", ["deepseek v3", "glm 5.2"])
-def test_planes_in_fp8_change_no_bit(pairs, name):
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("llama", "bfloat16"),
+        ("gpt-oss", "float16"),
+        ("windows", "bfloat16"),
+        ("qwen3 next", "bfloat16"),
+        ("deepseek v3", "bfloat16"),
+        ("glm 5.2", "bfloat16"),
+        *(
+            pytest.param(name, dtype, marks=pytest.mark.slow)
+            for name, dtype in (("llama", "float16"), ("gpt-oss", "bfloat16"), ("qwen3 moe", "bfloat16"))
+        ),
+    ],
+)
+def test_kv_in_fp8_change_no_bit(pairs, plain, name, dtype):
     """A tree's columns are rounded as pages are."""
-    fp8 = {"kv_cache_dtype": "fp8_e4m3"}
-    llm, outputs = serve(pairs[name], None, max_running_requests=1, **fp8)
-    want = bits(outputs)
-    llm.close()
-    for shape, batch, chunk in ((TREE, 8, 333), (None, 33, 16)):
-        llm, outputs = serve(pairs[name], shape, max_running_requests=batch, chunked_prefill_size=chunk, **fp8)
+    want = plain(name, dtype, FP8)
+    for shape, batch, chunk, graphs in ((TREE, 8, 333, "auto"), (None, 33, 16, "off")):
+        options = {"max_running_requests": batch, "chunked_prefill_size": chunk, "graphs": graphs, "dtype": dtype}
+        llm, outputs = serve(pairs[name], shape, kv_cache_dtype=FP8, **options)
         llm.close()
         assert bits(outputs) == want, shape
+        if shape is not None:
+            assert sum(map(sum, accept_lens(outputs))) > 0, "nothing was accepted, so nothing was tested"
+
+
+def test_kv_in_fp8_have_bits_of_their_own(plain):
+    assert plain("llama", kept=FP8) != plain("llama")
 
 
 @pytest.mark.parametrize("name", LATENTS)

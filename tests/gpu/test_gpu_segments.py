@@ -21,6 +21,8 @@ GPU = torch.device("cuda")
 HALF = [torch.bfloat16, torch.float16]
 DTYPES = [*HALF, torch.float32]
 HEADS = {"heads": 8, "kv_heads": 2, "dim": 128}
+WHETHER_FP8 = pytest.mark.parametrize("fp8", [False, True], ids=["16 bits", "FP8"])
+"""Of K/V."""
 
 
 def slow(*values):
@@ -50,13 +52,16 @@ def ties(kv, tail, q):
     kv[:, 0], tail[:, 0] = 0.5, 0.5
 
 
-def test_it_is_attention():
+@WHETHER_FP8
+def test_it_is_attention(fp8):
     """Against dense attention in float32."""
-    setting = Setting(device=GPU)
-    rows = [make_row(length, parents((5, 4, 16), length), dtype=torch.bfloat16, **HEADS) for length in (0, 700, 5000)]
+    setting = Setting(device=GPU, fp8=fp8)
+    sizes = {"dtype": torch.bfloat16, "fp8": fp8, **HEADS}
+    rows = [make_row(length, parents((5, 4, 16), length), **sizes) for length in (0, 700, 5000)]
     metadata, kv, tail = setting.metadata_of(rows)
     q = torch.stack([row.q for row in rows]).to(GPU)
-    want = paged_attention_reference(q.float(), kv.data, metadata, tail.data, SCALE)[0]
+    pages, columns, scales = setting.stored(kv.data), setting.stored(tail.data), setting.scales(kv.data)
+    want = paged_attention_reference(q.float(), pages, metadata, columns, SCALE, scales=scales)[0]
     got = setting.decode(rows).to(GPU)
     assert float((got - want).norm() / want.norm()) < 6e-3
 
@@ -75,11 +80,33 @@ def test_it_is_attention():
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_a_node_has_the_bits_of_plain_decoding_and_of_a_prefill(dtype, change, length):
+@pytest.mark.parametrize("fp8", [False, slow(True)], ids=["16 bits", "FP8"])
+def test_a_node_has_the_bits_of_plain_decoding_and_of_a_prefill(fp8, dtype, change, length):
     """Trees within a block, across its end and a segment's."""
-    setting = Setting(device=GPU)
-    row = make_row(length, parents((5, 4, 16), length), dtype=dtype, change=change, **HEADS)
+    setting = Setting(device=GPU, fp8=fp8)
+    row = make_row(length, parents((5, 4, 16), length), dtype=dtype, change=change, fp8=fp8, **HEADS)
     as_plain_and_prefilled(setting, row, setting.decode([row])[0], [0, 1, 7, 12, 15])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "change", "dtype", "shape", "options"),
+    [
+        ((1023, 45, 0), cancelling, torch.bfloat16, (5, 4, 16), {}),
+        ((1023, 45, 3333), tiny, torch.float16, (5, 4, 16), {"page_size": 1}),
+        ((1023, 45, 3333), None, torch.bfloat16, (8, 5, 60), {"window": 333, "page_size": 64}),
+        ((1020, 17, 510), cancelling, torch.float16, (1, 6, 7), {"window": 333, "chunked": True}),
+        ((510,), None, torch.float32, (5, 4, 16), {}),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_codes_have_the_bits_of_plain_decoding_and_of_a_prefill(lengths, change, dtype, shape, options):
+    """K/V in FP8, with sinks; a row's last block is in the middle of a step, at its ends and empty."""
+    setting = Setting(device=GPU, sinks=torch.linspace(-1, 3, 8), fp8=True, **options)
+    sizes = {"dtype": dtype, "change": change, "fp8": True, **HEADS}
+    rows = [make_row(length, parents(shape, length), **sizes) for length in lengths]
+    last = shape[2] - 1
+    for row, got in zip(rows, setting.decode(rows), strict=True):
+        as_plain_and_prefilled(setting, row, got, sorted({0, 1, last // 2, last}))
 
 
 OPTIONS = [{}, {"window": 333, "page_size": 1}, {"page_size": 64}]
@@ -109,29 +136,33 @@ def test_trees_of_every_kind(shape, options):
 
 
 @pytest.mark.parametrize(
-    ("group", "dim", "dtype"),
+    ("group", "dim", "dtype", "fp8"),
     [
-        *[(group, dim, torch.bfloat16) for group, dim in ((1, 64), (3, 96), (8, 256), (4, 512))],
-        (7, 128, torch.float16),
-        (3, 80, torch.float32),
-        *[slow(group, dim, torch.bfloat16) for group, dim in ((2, 80), (5, 64), (6, 128))],
-        *[slow(group, dim, torch.float16) for group, dim in ((4, 64), (1, 256))],
-        *[slow(group, dim, torch.float32) for group, dim in ((8, 64), (1, 256))],
+        *[(group, dim, torch.bfloat16, False) for group, dim in ((1, 64), (3, 96), (8, 256), (4, 512))],
+        (7, 128, torch.float16, False),
+        (3, 80, torch.float32, False),
+        *[(group, dim, torch.bfloat16, True) for group, dim in ((8, 64), (3, 96), (8, 256), (4, 512))],
+        *[slow(group, dim, torch.bfloat16, False) for group, dim in ((2, 80), (5, 64), (6, 128))],
+        *[slow(group, dim, torch.float16, False) for group, dim in ((4, 64), (1, 256))],
+        *[slow(group, dim, torch.float32, False) for group, dim in ((8, 64), (1, 256))],
+        *[slow(group, dim, torch.float16, True) for group, dim in ((7, 128), (2, 80), (1, 256))],
     ],
     ids=str,
 )
-def test_heads_of_every_kind(group, dim, dtype):
-    setting = Setting(device=GPU)
-    row = make_row(1500, parents((3, 4, 9)), heads=2 * group, kv_heads=2, dim=dim, dtype=dtype)
+def test_heads_of_every_kind(group, dim, dtype, fp8):
+    setting = Setting(device=GPU, fp8=fp8)
+    sizes = {"heads": 2 * group, "kv_heads": 2, "dim": dim, "dtype": dtype, "fp8": fp8}
+    row = make_row(1500, parents((3, 4, 9)), **sizes)
     as_plain_and_prefilled(setting, row, setting.decode([row])[0], [8, 3], chunks=(4,))
 
 
+@WHETHER_FP8
 @pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float16), slow(torch.float32)], ids=str)
-def test_a_prefill_has_one_result_in_chunks_of_any_size(dtype):
+def test_a_prefill_has_one_result_in_chunks_of_any_size(dtype, fp8):
     """Beside another row, from the first token on."""
-    setting = Setting(device=GPU)
+    setting = Setting(device=GPU, fp8=fp8)
     count = 700
-    keys = make_row(count, [-1], dtype=dtype, **HEADS).kv
+    keys = make_row(count, [-1], dtype=dtype, fp8=fp8, **HEADS).kv
     q = make_row(0, [-1] * count, dtype=dtype, seed=2, **HEADS).q
     whole = setting.prefilled([keys], [q])[0]
     for chunk in (7, 64, 130, 512):
@@ -153,28 +184,32 @@ LAUNCHES = [
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype"),
+    ("shape", "dtype", "fp8"),
     [
-        ((1, 1, 1), torch.bfloat16),
-        ((5, 4, 16), torch.bfloat16),
-        *(slow(*each) for each in product(((1, 1, 1), (5, 4, 16), (8, 5, 60)), HALF)),
+        ((1, 1, 1), torch.bfloat16, False),
+        ((5, 4, 16), torch.bfloat16, False),
+        ((5, 4, 16), torch.bfloat16, True),
+        slow((1, 1, 1), torch.bfloat16, True),
+        *(slow(*each) for each in product(((1, 1, 1), (5, 4, 16), (8, 5, 60)), HALF, (False,))),
     ],
     ids=str,
 )
-def test_no_launch_shows(dtype, shape):
+def test_no_launch_shows(dtype, shape, fp8):
     """Blocks of queries, programs, parts that are not kept, warps and stages, runs."""
-    setting = Setting(device=GPU)
-    rows = [make_row(length, parents(shape, length), dtype=dtype, **HEADS) for length in (2500, 0, 640, 1029)]
+    setting = Setting(device=GPU, fp8=fp8)
+    sizes = {"dtype": dtype, "fp8": fp8, **HEADS}
+    rows = [make_row(length, parents(shape, length), **sizes) for length in (2500, 0, 640, 1029)]
     want = setting.decode(rows)
     for launch in LAUNCHES:
         for shares in (1, 5, 1000):
             assert same_bits(replace(setting, launch=launch, shares=shares).decode(rows), want), (launch, shares)
 
 
+@WHETHER_FP8
 @pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float16)], ids=str)
-def test_no_launch_of_a_prefill_shows(dtype):
-    setting = Setting(device=GPU)
-    keys, q = make_row(1300, [-1], dtype=dtype, **HEADS).kv, make_row(0, [-1] * 300, dtype=dtype, **HEADS).q
+def test_no_launch_of_a_prefill_shows(dtype, fp8):
+    setting = Setting(device=GPU, fp8=fp8)
+    keys, q = make_row(1300, [-1], dtype=dtype, fp8=fp8, **HEADS).kv, make_row(0, [-1] * 300, dtype=dtype, **HEADS).q
     want = setting.prefilled([keys], [q])[0]
     for block_m, warps, stages in (
         (16, 2, 2),
@@ -189,12 +224,13 @@ def test_no_launch_of_a_prefill_shows(dtype):
         assert same_bits(replace(setting, prefill=launch).prefilled([keys], [q])[0], want), launch
 
 
+@WHETHER_FP8
 @pytest.mark.parametrize("shape", [(1, 1, 1), (5, 4, 16)], ids=str)
-def test_batches_of_1_to_128(shape):
+def test_batches_of_1_to_128(shape, fp8):
     """A row has its bits at every place of every batch."""
-    setting = Setting(device=GPU)
+    setting = Setting(device=GPU, fp8=fp8)
     lengths = [(i * 977) % 1400 for i in range(128)]
-    rows = [make_row(n, parents(shape, n), dtype=torch.bfloat16, **HEADS) for n in lengths]
+    rows = [make_row(n, parents(shape, n), dtype=torch.bfloat16, fp8=fp8, **HEADS) for n in lengths]
     whole = setting.decode(rows)
     for batch in (1, 2, 3, 8, 17, 32, 64, 127):
         got = setting.decode(rows[-batch:])

@@ -59,9 +59,9 @@ def save_glm(folder):
 
 
 @interpreted
-@pytest.mark.parametrize("save", [save_llama, save_glm])
-def test_a_tree_has_the_bits_of_plain_decoding(tmp_path, monkeypatch, save):
-    """In bfloat16, by the kernels that `bits` has on a GPU, beside another row and in chunks."""
+@pytest.mark.parametrize(("save", "kept"), [(save_llama, "auto"), (save_glm, "auto"), (save_llama, "fp8_e4m3")])
+def test_a_tree_has_the_bits_of_plain_decoding(tmp_path, monkeypatch, save, kept):
+    """In bfloat16, by the kernels that `bits` has on a GPU, beside another row and in chunks; K/V in FP8 too."""
     of_a_gpu = profile_of("bits", torch.device("cuda"))
     monkeypatch.setattr("treetop.engine.startup.plan.chosen_profile", lambda *_: of_a_gpu)
     monkeypatch.setattr("treetop.engine.startup.build.products_of", by_our_kernel)
@@ -75,6 +75,7 @@ def test_a_tree_has_the_bits_of_plain_decoding(tmp_path, monkeypatch, save):
 
     def run(make, shape, **options):
         fixed = {"dtype": "bfloat16", "device": "cpu", "attention_backend": "segments", "graphs": "off"}
+        fixed["kv_cache_dtype"] = kept
         llm = make(pair, shape, exactness="bits", context_length=96, page_size=16, **fixed, **options)
         assert isinstance(llm.engine.runner.backend, SegmentsBackend)
         outputs = llm.generate(prompts, params)

@@ -17,11 +17,10 @@ from support.scenes import assert_close, dense_answer, scene
 from support.segment_rows import SCALE, nodes_alone, same_bits, tree
 from support.tensor_core import attention_by_position, tensor_core
 from treetop.attention.capabilities import GroupNeed, Need
-from treetop.attention.registry import refusal
 from treetop.attention.segments_backend import SegmentsBackend
 from treetop.kernels.attention import latent_segments
 from treetop.kernels.attention.segment_attention import SegmentLaunch
-from treetop.types.ids import FULL, draft_group
+from treetop.types.ids import FULL
 
 CPU = torch.device("cpu")
 SMALL = LatentSetting(block=16, unit=32, launch=SegmentLaunch(16, 3, 1000), prefill=SegmentLaunch(32))
@@ -193,14 +192,3 @@ def test_a_path_by_columns_is_noticed(monkeypatch):
     got = setting.decode([row])[0]
     assert same_bits(got[0], want[0])  # the root stands at both
     assert not same_bits(got, want)
-
-
-@interpreted
-def test_fp8_is_read_of_compressed_planes_alone():
-    """Of a target's; a draft's layers have Triton's kernels."""
-    latent = GroupNeed(FULL, 16, 1, 576, latent=512)
-    draft = GroupNeed(draft_group(0), 8, 8, 64)
-    need = Need(torch.bfloat16, CPU, 64, (latent, draft), fp8_kv=True)
-    refused = refusal("segments", replace(need, groups=(replace(latent, latent=None, head_dim=128), draft)))
-    assert refusal("segments", need) is None
-    assert "FP8" in refused.reason

@@ -15,18 +15,21 @@ from support.grids import few_of
 from support.interpreted import INTERPRETED, interpreted
 from support.scenes import assert_close, dense_answer, scene
 from support.segment_rows import SCALE, Row, Setting, make_row, nodes_alone, same_bits, tree
-from support.tensor_core import attention_by_position, starts_of_segments, tensor_core
+from support.tensor_core import attention_by_position, by_pairs, starts_of_segments, tensor_core
 from treetop.attention.capabilities import GroupNeed, Need
+from treetop.attention.registry import refusal
 from treetop.attention.segments_backend import SegmentsBackend
 from treetop.kernels.attention import segments
 from treetop.kernels.attention.attention_config import CallShape
-from treetop.kernels.attention.segment_attention import SegmentLaunch, choose_segment_launch
+from treetop.kernels.attention.segment_attention import SegmentLaunch, choose_segment_launch, launch_for_codes
 from treetop.kernels.attention.segment_prefill import choose_prefill_launch
 from treetop.kernels.attention.segments import SegmentPlan, block_of, plan_reference, plan_segments, segments_before
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits
+from treetop.types.ids import FULL, draft_group
 
 CPU = torch.device("cpu")
 SMALL = Setting(block=16, unit=32, launch=SegmentLaunch(16, 3, 1000), prefill=SegmentLaunch(32))
+CODED = replace(SMALL, fp8=True)
 
 
 def slow(*values):
@@ -82,7 +85,13 @@ def _products():
 @pytest.mark.parametrize(
     "options",
     few_of(
-        [{"n": 2, "t": 3}, {"n": 1, "t": 1}, {"n": 4, "t": 4, "window": 17, "dtype": torch.float16, "dim": 24}], 0, 2
+        [
+            {"n": 2, "t": 3},
+            {"n": 1, "t": 1},
+            {"n": 4, "t": 4, "window": 17, "dtype": torch.float16, "dim": 24},
+            {"n": 4, "t": 4, "dim": 24, "fp8": True},
+        ],
+        *(0, 2, 3),
     ),
     ids=str,
 )
@@ -99,7 +108,11 @@ def test_the_backend_equals_dense_attention(options):
 @interpreted
 @pytest.mark.parametrize(
     "options",
-    [{"n": 9, "page_size": 1}, {"n": 40, "max_kv_len": 90, "window": 11, "dtype": torch.float16}],
+    [
+        {"n": 9, "page_size": 1},
+        {"n": 40, "max_kv_len": 90, "window": 11, "dtype": torch.float16},
+        {"n": 9, "window": 11, "dtype": torch.float16, "fp8": True},
+    ],
     ids=str,
 )
 def test_a_prefill_equals_dense_attention(options):
@@ -131,32 +144,38 @@ def test_the_plan_is_its_reference(n, lengths, shares, window, chunked):
 
 @interpreted
 @pytest.mark.parametrize(
-    ("dtype", "change", "window", "chunked", "with_sinks"),
+    ("dtype", "change", "window", "chunked", "with_sinks", "fp8"),
     [
-        (torch.float16, None, 32, True, False),
-        (torch.float16, huge_and_tiny, None, False, False),
-        (torch.float32, zeros, 19, False, True),
-        slow(torch.float16, None, 19, False, False),
-        slow(torch.float16, ties, None, False, True),
-        slow(torch.float16, zeros, 19, False, True),
-        slow(torch.float32, None, 32, True, False),
-        slow(torch.float32, ties, None, False, True),
-        slow(torch.float32, huge_and_tiny, None, False, False),
+        (torch.float16, None, 32, True, False, False),
+        (torch.float16, huge_and_tiny, None, False, False, False),
+        (torch.float32, zeros, 19, False, True, False),
+        (torch.float16, huge_and_tiny, 19, False, True, True),
+        slow(torch.float16, None, None, False, False, True),
+        slow(torch.float32, zeros, 32, True, True, True),
+        slow(torch.float16, None, 19, False, False, False),
+        slow(torch.float16, ties, None, False, True, False),
+        slow(torch.float16, zeros, 19, False, True, False),
+        slow(torch.float32, None, 32, True, False, False),
+        slow(torch.float32, ties, None, False, True, False),
+        slow(torch.float32, huge_and_tiny, None, False, False, False),
     ],
 )
-def test_every_bit_is_that_of_the_sums_in_order(dtype, change, window, chunked, with_sinks):
+def test_every_bit_is_that_of_the_sums_in_order(*, dtype, change, window, chunked, with_sinks, fp8):
     """Trees within a block, across a block's and a segment's end, and before any key. What nobody may see is
-    infinite."""
+    infinite, of codes NaN."""
     lengths = [0, 30, 95]
     sinks = torch.linspace(-2, 30, 4) if with_sinks else None
-    rows = [make_row(n, p, dtype=dtype, change=change) for n, p in zip(lengths, trees(3, (3, 4, 7)), strict=True)]
-    got = replace(SMALL, window=window, chunked=chunked, sinks=sinks).decode(rows)
+    sizes = {"dtype": dtype, "change": change, "fp8": fp8}
+    rows = [make_row(n, p, **sizes) for n, p in zip(lengths, trees(3, (3, 4, 7)), strict=True)]
+    setting = replace(SMALL, window=window, chunked=chunked, sinks=sinks, fp8=fp8)
+    scales, got = setting.scales(rows[0].kv), setting.decode(rows)
     assert got.isfinite().all()
     for i, row in enumerate(rows):
         for node, head in ((0, 0), (6, 3), (4, 1)):
             sink = None if sinks is None else float(sinks[head])
             seen = row.seen(node, head // 2, window, chunked)
-            want = attention_by_position(row.q[node, head], seen, SCALE, 16, 32, sink)
+            factors = None if scales is None else scales[:, head // 2].tolist()
+            want = attention_by_position(row.q[node, head], seen, SCALE, 16, 32, sink, factors)
             assert same_bits(got[i, node, head], want), (i, node, head)
 
 
@@ -166,12 +185,14 @@ LARGE = [slow(shape) for shape in ((8, 5, 60), (5, 4, 16), (1, 8, 9), (2, 30, 31
 @interpreted
 @pytest.mark.parametrize("shape", [(3, 3, 6), *LARGE], ids=str)
 @pytest.mark.parametrize(
-    "setting", [slow({}), {"window": 21, "page_size": 3}, slow({"window": 32, "chunked": True})], ids=str
+    "setting",
+    [slow({}), {"window": 21, "page_size": 3}, slow({"window": 32, "chunked": True}), {"fp8": True, "page_size": 3}],
+    ids=str,
 )
 def test_a_node_has_the_bits_of_plain_decoding_and_of_a_prefill(shape, setting):
     """Whatever the tree, and whatever stands beside the row."""
     setting = replace(SMALL, sinks=torch.linspace(-1, 3, 4), **setting)
-    rows = [make_row(length, parent) for length, parent in zip((94, 7), trees(2, shape), strict=True)]
+    rows = [make_row(n, parent, fp8=setting.fp8) for n, parent in zip((94, 7), trees(2, shape), strict=True)]
     got = setting.decode(rows)
     alone = setting.decode(rows[:1])
     assert same_bits(alone[0], got[0])
@@ -181,14 +202,15 @@ def test_a_node_has_the_bits_of_plain_decoding_and_of_a_prefill(shape, setting):
 
 
 @interpreted
-def test_a_prefill_has_one_result_in_chunks_of_any_size():
+@pytest.mark.parametrize("setting", [SMALL, CODED], ids=["16 bits", "FP8"])
+def test_a_prefill_has_one_result_in_chunks_of_any_size(setting):
     """Of a long row beside a short one, from the first token on."""
-    keys = make_row(75, [-1], heads=1, kv_heads=1).kv
+    keys = make_row(75, [-1], heads=1, kv_heads=1, fp8=setting.fp8).kv
     q = make_row(0, [-1] * 75, heads=1, kv_heads=1, seed=2).q
-    whole = SMALL.prefilled([keys], [q])[0]
+    whole = setting.prefilled([keys], [q])[0]
     for chunk in (7, 16, 33):
         parts = [
-            SMALL.prefilled([keys[: start + chunk], keys[:9]], [q[start : start + chunk], q[:9]])
+            setting.prefilled([keys[: start + chunk], keys[:9]], [q[start : start + chunk], q[:9]])
             for start in range(0, 75, chunk)
         ]
         assert same_bits(torch.cat([part[0] for part in parts]), whole)
@@ -204,20 +226,24 @@ LAUNCHES = [
 
 
 @interpreted
-@pytest.mark.parametrize("shape", [(2, 2, 3), slow((1, 1, 1)), *LARGE[1:2]], ids=str)
-def test_no_launch_shows(shape):
+@pytest.mark.parametrize(
+    ("shape", "setting"),
+    [((2, 2, 3), SMALL), slow((2, 2, 3), CODED), *(slow(each, SMALL) for each in ((1, 1, 1), (5, 4, 16)))],
+    ids=lambda value: str(value) if isinstance(value, tuple) else "FP8" if value.fp8 else "16 bits",
+)
+def test_no_launch_shows(shape, setting):
     """Programs, blocks of queries, and parts that are not kept, in the middle of a row too; another bound; runs of
     one segment, of a few, and of whole rows; columns of values divided among programs."""
-    rows = [make_row(length, parent) for length, parent in zip((100, 0, 140), trees(3, shape), strict=True)]
-    want = SMALL.decode(rows)
+    rows = [make_row(n, parent, fp8=setting.fp8) for n, parent in zip((100, 0, 140), trees(3, shape), strict=True)]
+    want = setting.decode(rows)
     for launch in LAUNCHES:
         for shares in (1, 4, 100) if EVERYTHING else (4,):
-            again = replace(SMALL, launch=launch, max_kv_len=500, shares=shares)
+            again = replace(setting, launch=launch, max_kv_len=500, shares=shares)
             assert same_bits(again.decode(rows), want), (launch, shares)
     keys, q = zip(*(row.committed(shape[2] - 1) for row in rows), strict=True)
-    ends = SMALL.prefilled(keys, q)
+    ends = setting.prefilled(keys, q)
     for block_m in (16, 64):
-        again = replace(SMALL, prefill=SegmentLaunch(block_m)).prefilled(keys, q)
+        again = replace(setting, prefill=SegmentLaunch(block_m)).prefilled(keys, q)
         assert all(same_bits(a, b) for a, b in zip(again, ends, strict=True))
 
 
@@ -236,6 +262,8 @@ def test_where_registers_lack_a_thread_has_few_sums(dim, size, gpu):
     call = CallShape(8, 16, 8, 8, dim, size, 8192)
     for launch in (choose_segment_launch(call, 500, 10**6, gpu), choose_prefill_launch(call, gpu)):
         assert launch.block_m == 16 or launch.block_m * dim <= 32 * 32 * launch.warps
+        coded = launch_for_codes(launch, call, gpu)
+        assert coded.block_m == 16 or coded.block_m * dim <= 16 * 32 * coded.warps
 
 
 @interpreted
@@ -277,6 +305,25 @@ def test_what_a_node_has_does_not_show_in_those_beside_it():
     want, got = SMALL.decode([row])[0], SMALL.decode([replace(row, tail=tail)])[0]
     assert same_bits(got[[0, 1, 3]], want[[0, 1, 3]])
     assert not same_bits(got[2], want[2])
+
+
+@interpreted
+@pytest.mark.parametrize("length", [17, 60, 64])
+def test_products_may_take_codes_of_two_steps_by_pairs(length):
+    """As on cards before Hopper, of each 32 the first two of every four before the others: what all queries share ends
+    with such a run, so bits are those of plain decoding and of prefills."""
+    setting = Setting(block=32, unit=64, launch=SegmentLaunch(16, 3, 1000), prefill=SegmentLaunch(32), fp8=True)
+    row = make_row(length, trees(1, (2, 6, 8))[0], heads=1, kv_heads=1, dtype=torch.float32, fp8=True)
+    with tensor_core(by_pairs):
+        nodes_alone(setting, row, setting.decode([row])[0], [3, 7], chunks=(2,))
+
+
+@interpreted
+@pytest.mark.parametrize("latent", [None, 20])
+def test_fp8_is_read_of_plain_and_of_compressed_attention(latent):
+    """A draft's too, which has Triton's kernels."""
+    groups = GroupNeed(FULL, 8, 1, 28, latent=latent), GroupNeed(draft_group(0), 8, 8, 64)
+    assert refusal("segments", Need(torch.bfloat16, CPU, 64, groups, exact=True, fp8_kv=True)) is None
 
 
 # ------------------------------------------------------------------------------------------------- mutants

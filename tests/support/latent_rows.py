@@ -10,7 +10,7 @@ from treetop.kernels.attention.index_topk import choose_paged_keys
 from treetop.kernels.attention.indexer import IndexQuery
 from treetop.kernels.attention.latent_segments import choose_segments, prefill_latents, segment_latents
 from treetop.kernels.attention.segments import block_of
-from treetop.kernels.kv import FP8, PagedKV
+from treetop.kernels.kv import PagedKV
 
 
 def make_latent_row(length, parent, setting, *, heads=4, dtype=torch.float16, seed=0, change=None):
@@ -24,30 +24,27 @@ def make_latent_row(length, parent, setting, *, heads=4, dtype=torch.float16, se
             change(kv, tail, q)
         for each in (kv, tail, q):
             each[..., setting.dim :] = each[..., setting.dim :].round().clamp(-1, 1)
-            if setting.fp8:
-                each.copy_(each.clamp(-400, 400).to(FP8).float())
 
-    wide = setting.dim + setting.index
-    return make_row(length, parent, heads=heads, kv_heads=1, dim=wide, dtype=dtype, seed=seed, change=spoil, planes=1)
+    sizes = {"heads": heads, "kv_heads": 1, "dim": setting.dim + setting.index, "planes": 1, "fp8": setting.fp8}
+    return make_row(length, parent, dtype=dtype, seed=seed, change=spoil, **sizes)
 
 
 @dataclass(frozen=True)
 class LatentSetting(Setting):
     """rank: of a plane of `dim` numbers, the value. index: numbers of an indexer's key. top_k: keys that a query sees,
-    or all. fp8: planes are codes, which share a scale."""
+    or all."""
 
     rank: int = 32
     dim: int = 48
     index: int = 16
     top_k: int | None = None
-    fp8: bool = False
 
     def attend(self, q, kv, metadata, tail, gpu):
         q, query = self._asked(q)
-        pages, columns = self._stored(kv.data), self._stored(tail.data)
+        pages, columns, scales = self.stored(kv.data), self.stored(tail.data), self.scales(kv.data)
         paged, seen = (
-            PagedKV(pages, self.rank, self.index, self._scales()),
-            TailKV(columns, self.rank, self.index, self._scales()),
+            PagedKV(pages, self.rank, self.index, scales),
+            TailKV(columns, self.rank, self.index, scales),
         )
         block = self.block or block_of(self.dim, q.element_size())
         if query is None:
@@ -59,7 +56,7 @@ class LatentSetting(Setting):
 
     def attend_prefill(self, q, pages, metadata, gpu):
         q, query = self._asked(q)
-        kv = PagedKV(self._stored(pages), self.rank, self.index, self._scales())
+        kv = PagedKV(self.stored(pages), self.rank, self.index, self.scales(pages))
         block = self.block or block_of(self.dim, q.element_size())
         if query is not None:
             keys = choose_paged_keys(query, kv.index_keys, metadata, None, gpu, exact=True)
@@ -72,9 +69,3 @@ class LatentSetting(Setting):
         if self.top_k is None:
             return own, None
         return own, IndexQuery(q[..., self.dim :].contiguous(), q[..., self.dim].float().contiguous(), self.top_k)
-
-    def _stored(self, planes):
-        return planes.to(FP8) if self.fp8 else planes
-
-    def _scales(self):
-        return torch.full((1, 1), 0.37, device=self.device) if self.fp8 else None

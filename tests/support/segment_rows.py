@@ -9,7 +9,7 @@ from treetop.kernels.attention.metadata import AttentionMetadata
 from treetop.kernels.attention.segment_attention import segment_attention
 from treetop.kernels.attention.segment_prefill import segment_prefill
 from treetop.kernels.attention.segments import UNIT, block_of, plan_segments
-from treetop.kernels.kv import PagedKV, PageTable
+from treetop.kernels.kv import FP8, LARGEST, PagedKV, PageTable
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.ids import FULL
 from treetop.types.phase import Phase
@@ -74,8 +74,10 @@ def tree(k, steps, count, generator):
     return parent
 
 
-def make_row(length, parent, *, heads=4, kv_heads=2, dim=16, dtype=torch.float16, seed=0, change=None, planes=2):
-    """Normal numbers; change(kv, tail, q): spoils them in place, float32."""
+def make_row(
+    length, parent, *, heads=4, kv_heads=2, dim=16, dtype=torch.float16, seed=0, change=None, planes=2, fp8=False
+):  # fmt: skip
+    """Normal numbers; change(kv, tail, q): spoils them in place, float32. fp8: keys and values are ones of e4m3."""
     generator = torch.Generator().manual_seed(1000 * seed + length)
     t = len(parent)
     kv, tail, q = (
@@ -84,6 +86,8 @@ def make_row(length, parent, *, heads=4, kv_heads=2, dim=16, dtype=torch.float16
     )
     if change is not None:
         change(kv, tail, q)
+    if fp8:
+        kv, tail = (each.clamp(-LARGEST, LARGEST).to(FP8).float() for each in (kv, tail))
     return Row(kv.to(dtype), parent, tail.to(dtype), q.to(dtype))
 
 
@@ -103,7 +107,7 @@ def laid_out(keys, page_size, spare=0, seed=5):
 @dataclass(frozen=True)
 class Setting:
     """What all calls of a test share. launch: of decode phases, prefill: of the others; None are chosen. shares: of
-    the plan."""
+    the plan. fp8: K/V are codes of it, which differ by plane and head in what they are scaled by."""
 
     page_size: int = 16
     window: int | None = None
@@ -117,6 +121,7 @@ class Setting:
     max_kv_len: int = 0
     plan: object = plan_segments
     shares: int = 3
+    fp8: bool = False
 
     def metadata_of(self, rows):
         """A phase of rows, whose trees have equally many nodes."""
@@ -147,7 +152,8 @@ class Setting:
         """A decode phase. q: [rows, t, heads, d]."""
         block = self.block or block_of(q.shape[-1], q.element_size())
         plan = self.plan(metadata, self.shares, block, gpu, self.unit)
-        return segment_attention(q, kv.data, plan, tail.data, SCALE, self._sinks(), gpu, self.launch)
+        pages, columns, scales = self.stored(kv.data), self.stored(tail.data), self.scales(kv.data)
+        return segment_attention(q, pages, plan, columns, SCALE, self._sinks(), gpu, self.launch, scales)
 
     def prefilled(self, keys, q):
         """The last queries of each row, in one chunk. keys: [length, 2, kv_heads, d] and q: [n, heads, d] of each."""
@@ -167,7 +173,18 @@ class Setting:
         return [each[: len(asked)] for each, asked in zip(out, q, strict=True)]
 
     def attend_prefill(self, q, pages, metadata, gpu):
-        return segment_prefill(q, pages, metadata, SCALE, self._sinks(), gpu, self.prefill, self.block, self.unit)
+        stored, scales, sinks = self.stored(pages), self.scales(pages), self._sinks()
+        return segment_prefill(q, stored, metadata, SCALE, sinks, gpu, self.prefill, scales, self.block, self.unit)
+
+    def stored(self, kv):
+        """Codes, where what is infinite is NaN, or numbers as they are."""
+        return kv.to(FP8) if self.fp8 else kv
+
+    def scales(self, kv):
+        """[planes, kv_heads]. kv: [..., planes, kv_heads, d]."""
+        planes, heads = kv.shape[-3:-1]
+        made = torch.linspace(0.37, 1.9, planes * heads, device=self.device).view(planes, heads)
+        return made if self.fp8 else None
 
     def _sinks(self):
         return None if self.sinks is None else self.sinks.to(self.device)

@@ -32,10 +32,16 @@ def exp2(x):
     return np.exp2(np.float64(x)).astype(np.float32)
 
 
+def by_pairs(count):
+    """An order of so many terms: of each 32 the first two of every four before the other two."""
+    at = np.arange(count).reshape(-1, 32 // 4 if count % 32 == 0 else count // 4, 2, 2)
+    return at.swapaxes(1, 2).ravel()
+
+
 @contextmanager
-def tensor_core():
+def tensor_core(order=None):
     """In Triton's interpreter inside, products are `in_steps`, `fma` rounds once (of older Tritons twice), and powers
-    of 2 are `exp2`."""
+    of 2 are `exp2`. order: of a number of terms, the order in which a product takes these."""
     from triton.runtime.interpreter import TensorHandle, interpreter_builder
 
     def numbers(handle):
@@ -43,8 +49,12 @@ def tensor_core():
         return (handle.data.astype(np.uint32) << 16).view(np.float32) if bits else handle.data
 
     def dot(a, b, total, *_):
+        left, right = numbers(a), numbers(b)
+        if order is not None:
+            at = order(len(right))
+            left, right = left[:, at], right[at]
         with np.errstate(all="ignore"):
-            return TensorHandle(in_steps(numbers(a), numbers(b), total.data), total.dtype.scalar)
+            return TensorHandle(in_steps(left, right, total.data), total.dtype.scalar)
 
     def fma(x, y, z):
         assert z.data.dtype == np.float32
@@ -73,12 +83,14 @@ def starts_of_segments(end, unit):
     return [*starts, at]
 
 
-def attention_by_position(q, seen, scale, block, unit, sink=None):
+def attention_by_position(q, seen, scale, block, unit, sink=None, scales=None):
     """One head of one query. q: [d] of any dtype. seen: position -> (k [d], v [wide]). Returns [wide] like q.
 
-    The sums as `kernels.attention.segments` describes them, one operation after another.
+    scales: of keys and of values in FP8. The sums as `kernels.attention.segments` describes them, one operation after
+    another.
     """
-    wide_v, scale = len(next(iter(seen.values()))[1]), np.float32(scale * math.log2(math.e))
+    of_key, of_value = np.float32(scales or (1, 1))
+    wide_v, scale = len(next(iter(seen.values()))[1]), np.float32(scale * math.log2(math.e)) * of_key
     wide = {at: [each.float().numpy() for each in kv] for at, kv in seen.items()}
     query = q.float().numpy()[None]
     acc, peak, mass = np.zeros((1, wide_v), np.float32), np.float32(-1e30), np.float32(0)
@@ -109,7 +121,7 @@ def attention_by_position(q, seen, scale, block, unit, sink=None):
         new_peak = np.maximum(peak, sink)
         shrink = exp2(peak - new_peak)
         acc, mass = acc * shrink, fused(mass, shrink, exp2(sink - new_peak))
-    return torch.from_numpy(acc[0] / mass + np.float32(0)).to(q.dtype)
+    return torch.from_numpy((acc[0] / mass + np.float32(0)) * of_value).to(q.dtype)
 
 
 def _joined(acc, peak, mass, part, part_peak, part_mass):

@@ -21,7 +21,7 @@ class Capabilities:
     compressed_only: it has no other attention; layers without compression run on the Triton kernel, and an engine that
         has none with it is refused.
     sparse: it attends to the keys that an indexer chooses (DSA).
-    fp8_kv: it reads K/V in FP8; fp8_latents: where all of a target's are compressed.
+    fp8_kv: it reads K/V in FP8.
     caps: it caps scores (softcap).
     own_windows: it applies a window by position itself, trees included; without it layers with a window run on the
         Triton kernel.
@@ -43,7 +43,6 @@ class Capabilities:
     compressed_only: bool = False
     sparse: bool = False
     fp8_kv: bool = False
-    fp8_latents: bool = False
     caps: bool = False
     own_windows: bool = True
     own_sinks: bool = True

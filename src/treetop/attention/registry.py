@@ -14,7 +14,6 @@ from treetop.attention.contract import BackendSpec
 from treetop.kernels.triton_guard import why_not
 from treetop.types.config import Backend
 from treetop.types.errors import ConfigError
-from treetop.types.ids import is_draft
 
 
 def load(name: str) -> BackendSpec:
@@ -109,9 +108,7 @@ def _of_numbers(able: Capabilities, need: Need) -> BackendRefusal | None:
             f"it computes in {names}, not in {_name(need.dtype)}",
             f"use --dtype {_name(able.dtypes[0])} or --attention-backend {_wider(need)}",
         )
-    own = [group for group in need.groups if not is_draft(group.name)]
-    latents = able.fp8_latents and all(group.latent is not None for group in own)
-    if need.fp8_kv and not able.fp8_kv and not latents:
+    if need.fp8_kv and not able.fp8_kv:
         return BackendRefusal(
             "it reads no K/V in FP8", f"use --kv-cache-dtype auto or --attention-backend {_wider(need)}"
         )

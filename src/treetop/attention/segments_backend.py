@@ -27,7 +27,7 @@ CAPABILITIES = Capabilities(
     head_dims=tuple(range(2, 513)),
     latents=tuple(range(1, 513)),
     sparse=True,
-    fp8_latents=True,
+    fp8_kv=True,
     captures_first_call=True,
     exact=True,
 )
@@ -91,7 +91,7 @@ class SegmentsBackend:
             return self._draft.prefix_tail(q, kv, plan, tail, scale, sinks)
         if kv.value_dim is None:
             assert isinstance(plan, SegmentPlan)
-            return segment_attention(q, kv.data, plan, tail.data, scale, sinks, self._gpu)
+            return segment_attention(q, kv.data, plan, tail.data, scale, sinks, self._gpu, scales=kv.scales)
         assert sinks is None, "no model has compressed attention and sinks"
         return segment_latents(q, kv.planes, plan, tail.planes, kv.value_dim, scale, self._gpu, scales=kv.scales)
 
@@ -100,7 +100,7 @@ class SegmentsBackend:
         if is_draft(plan.table.group):
             return self._draft.causal(q, kv, plan, scale, sinks)
         if kv.value_dim is None:
-            return segment_prefill(q, kv.data, plan, scale, sinks, self._gpu)
+            return segment_prefill(q, kv.data, plan, scale, sinks, self._gpu, scales=kv.scales)
         assert sinks is None, "no model has compressed attention and sinks"
         return prefill_latents(q, kv.planes, plan, kv.value_dim, scale, self._gpu, scales=kv.scales)
 

@@ -105,7 +105,7 @@ def exactness_words(engine_plan: EnginePlan) -> str:
     if config.exactness == "bits":
         return "; ".join(["exactness bits: every logit is that of plain decoding", *sums_words(engine_plan.place)])
     place, adapters = engine_plan.place, engine_plan.adapters
-    problem = why_not_exact(config, engine_plan.layout, engine_plan.target, place, adapters)
+    problem = why_not_exact(config, engine_plan.target, place, adapters)
     bits = "--exactness bits can serve" if problem is None else f"no bits: {problem.reason}"
     return f"exactness {config.exactness}; {bits}"
 

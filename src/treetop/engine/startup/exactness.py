@@ -30,7 +30,6 @@ from treetop.models.config import ModelConfig, UngatedSpec
 from treetop.models.registry import TargetSpec
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
-from treetop.types.layout import Layout
 from treetop.weights.cpu_products import ChosenProduct, without_exact_call
 
 _TIES = "use --exactness ties"
@@ -39,7 +38,6 @@ _INTEGERS = "use --exact-sums integers"
 
 def chosen_profile(
     config: EngineConfig,
-    layout: Layout,
     target: TargetSpec,
     place: LoadContext,
     adapters: tuple[LoraFolder, ...] = (),
@@ -50,7 +48,7 @@ def chosen_profile(
     probes: without them the library's sums count as exact.
     """
     profile = profile_of(config.exactness, place.device)
-    problem = why_not_exact(config, layout, target, place, adapters, probes) if profile.batch_invariant else None
+    problem = why_not_exact(config, target, place, adapters, probes) if profile.batch_invariant else None
     if problem is not None:
         raise ConfigError(f"--exactness bits: {problem.reason}; {problem.remedy}")
     if probes and place.device.type == "cpu":
@@ -80,7 +78,6 @@ def sums_words(place: LoadContext, products: Iterable[ChosenProduct] = ()) -> li
 
 def why_not_exact(
     config: EngineConfig,
-    layout: Layout,
     target: TargetSpec,
     place: LoadContext,
     adapters: tuple[LoraFolder, ...] = (),
@@ -97,11 +94,6 @@ def why_not_exact(
     unbuilt = why_not_model(target.config)
     if unbuilt is not None:
         return unbuilt
-    plain = any(group.kv.value_dim is None for group in layout.groups if group.is_attended)
-    if plain and any(group.kv.fp8 for group in layout.groups) and not on_cpu:
-        flag = "--kv-cache-dtype" if config.fp8_kv else "--speculative-draft-kv-cache-dtype"
-        reason = "on a GPU only compressed attention (MLA) is exact with K/V in FP8"
-        return BackendRefusal(reason, f"{_TIES} or {flag} auto")
     if not probes:
         return None
     found = (

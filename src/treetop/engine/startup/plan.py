@@ -190,7 +190,7 @@ def _plan_rows(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel,
     dummy = config.load_format == "dummy"
     place = LoadContext(dtype, device, layout.max_positions, dummy, shapes=layout.shapes, parallel=parallel)
     place = replace(place, expert_ranks=expert_ranks, packed=packing(config), activations=config.quantize_activations)
-    place = replace(place, profile=chosen_profile(config, layout, target, place, adapters, probes))
+    place = replace(place, profile=chosen_profile(config, target, place, adapters, probes))
     place = replace(place, fla=uses_fla(config, target.config, place))
     memory, static = memory_of_rank(place), _static_estimate(config, layout, target, draft, place, adapters)
     memory = DeviceMemory(memory.total, memory.free - static)

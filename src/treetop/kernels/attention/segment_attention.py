@@ -13,18 +13,30 @@ queries, the others one for each.
 
 Plain decoding folds its one path in the first launch.
 
+K/V in FP8 are widened to float16, exactly, beside queries in it: what all keys of a head are scaled by goes to the
+scores, what all values are to the result. On Hopper the steps of these products are those of 16 bits. Before it Triton
+has them take of each 32 keys the first two of every four, then the others, wherever codes come from; so it is 32 keys
+whose values are one product for all queries or for none.
+
 How many items there are is read on the device; parts are kept of the first `capacity` ones, and the segments of those
 past it are folded where they are joined. None of what `SegmentLaunch` says changes a bit.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from treetop.kernels.attention.attention import load_kv, page_of, paged_attention_reference, within_page
+from treetop.kernels.attention.attention import (
+    beside_codes,
+    load_kv,
+    page_of,
+    paged_attention_reference,
+    widened,
+    within_page,
+)
 from treetop.kernels.attention.attention_config import CallShape
 from treetop.kernels.attention.metadata import oldest_seen
 from treetop.kernels.attention.segments import (
@@ -50,16 +62,17 @@ JOINED = 16
 
 
 @jit
-def load_queries(q: Arg, at: Arg, real: Arg, dims: Arg, dim: constexpr) -> Arg:
-    """[m, d], 0 where not `real` and past the head's width. at: [m], element offsets."""
-    return tl.load(q + at[:, None] + dims[None, :], mask=real[:, None] & (dims < dim)[None, :], other=0.0)
+def load_queries(q: Arg, at: Arg, real: Arg, dims: Arg, dim: constexpr, scaled: constexpr) -> Arg:
+    """[m, d], 0 where not `real` and past the head's width. at: [m], element offsets. scaled: K/V are codes."""
+    own = tl.load(q + at[:, None] + dims[None, :], mask=real[:, None] & (dims < dim)[None, :], other=0.0)
+    return beside_codes(own) if scaled else own
 
 
 @jit
 def fold_alone(
     q: Arg, pages: Arg, table: Arg, tail: Arg, path: Arg, first_block: Arg, stop: Arg, start: Arg, end: Arg,
     slot_stride: Arg, v_offset: Arg, tail_v: Arg, acc: Arg, peak: Arg, mass: Arg, scale: Arg,
-    dim: constexpr, page_size: constexpr, aligned: constexpr, block_n: constexpr, block_d: constexpr,
+    dim: constexpr, page_size: constexpr, aligned: constexpr, block_n: constexpr, block_d: constexpr, hopper: constexpr,
 ) -> Arg:  # fmt: skip
     """Fold blocks first_block .. stop - 1 of the keys of a row that has one query, whose grouped heads are the lanes.
 
@@ -81,8 +94,8 @@ def fold_alone(
             at, at_v = tl.multiple_of(at, 16), tl.multiple_of(at_v, 16)
         mask = (stored | there)[:, None]
         mask = mask if dim == block_d else mask & (dims < dim)[None, :]
-        k = tl.load(at[:, None] + dims[None, :], mask=mask, other=0.0)
-        v = tl.load(at_v[:, None] + dims[None, :], mask=mask, other=0.0)
+        k = widened(tl.load(at[:, None] + dims[None, :], mask=mask, other=0.0), mask, q.dtype, hopper)
+        v = widened(tl.load(at_v[:, None] + dims[None, :], mask=mask, other=0.0), mask, q.dtype, hopper)
         acc, peak, mass = fold(q, k, v, (stored | there)[None, :], acc, peak, mass, scale, True)
     return acc, peak, mass
 
@@ -92,7 +105,7 @@ def fold_paths(
     q: Arg, query: Arg, real: Arg, oldest: Arg, pages: Arg, table: Arg, tail: Arg, path: Arg, block: Arg, start: Arg,
     end: Arg, first_query: Arg, last_query: Arg, t: Arg, slot_stride: Arg, v_offset: Arg, tail_column: Arg, tail_v: Arg,
     acc: Arg, peak: Arg, mass: Arg, scale: Arg, values: Arg, dim: constexpr, page_size: constexpr, window: constexpr,
-    aligned: constexpr, block_n: constexpr, block_d: constexpr, block_t: constexpr,
+    aligned: constexpr, block_n: constexpr, block_d: constexpr, block_t: constexpr, hopper: constexpr,
 ) -> Arg:  # fmt: skip
     """Fold the one block of keys that the row's end or paths lie in, of the lanes' queries.
 
@@ -105,17 +118,15 @@ def fold_paths(
     stored = (key >= start) & (key < end)
     slot = page_of(table, block, start, end, block_n, page_size).to(tl.int64) * page_size + within_page(key, page_size)
     at = pages + slot * slot_stride
-    k = tl.load(at[:, None] + dims[None, :], mask=stored[:, None] & (dims < dim)[None, :], other=0.0)
-    v = tl.load(
-        (at + v_offset)[:, None] + values[None, :], mask=stored[:, None] & (values < dim)[None, :], other=0.0
-    )  # fmt: skip
+    of_k, of_v = stored[:, None] & (dims < dim)[None, :], stored[:, None] & (values < dim)[None, :]
+    k = widened(tl.load(at[:, None] + dims[None, :], mask=of_k, other=0.0), of_k, q.dtype, hopper)
+    v = widened(tl.load((at + v_offset)[:, None] + values[None, :], mask=of_v, other=0.0), of_v, q.dtype, hopper)
     raw = tl.dot(q, tl.trans(k), input_precision="ieee")
 
     columns = tl.arange(0, block_t)
-    k_tail = tl.load(
-        tail + columns.to(tl.int64)[:, None] * tail_column + dims[None, :],
-        mask=(columns < t)[:, None] & (dims < dim)[None, :], other=0.0,
-    )  # fmt: skip
+    of_tail = (columns < t)[:, None] & (dims < dim)[None, :]
+    k_tail = tl.load(tail + columns.to(tl.int64)[:, None] * tail_column + dims[None, :], mask=of_tail, other=0.0)
+    k_tail = widened(k_tail, of_tail, q.dtype, hopper)
     raw_tail = tl.dot(q, tl.trans(k_tail), input_precision="ieee")
     on_paths = (key >= end) & (key - end < t)
     own = tl.load(
@@ -129,6 +140,8 @@ def fold_paths(
     weights, acc, peak, mass = weigh(tl.where(visible, raw, float("-inf")), acc, peak, mass, scale, v.dtype)
 
     edge = end // 16 * 16  # steps before it have the same keys for all
+    if pages.dtype.element_ty != q.dtype:  # of codes some cards' products take two steps by pairs
+        edge = end // 32 * 32
     acc = tl.dot(tl.where((key < edge)[None, :], weights, 0.0).to(v.dtype), v, acc, input_precision="ieee")
     late = key >= edge
     late_weights = tl.where(late[None, :], weights, 0.0).to(v.dtype)
@@ -142,7 +155,7 @@ def fold_paths(
             at_v = tl.multiple_of(at_v, 16)
         mask = (late & (stored | theirs))[:, None]
         mask = mask if dim == block_d else mask & (values < dim)[None, :]
-        v_own = tl.load(at_v[:, None] + values[None, :], mask=mask, other=0.0)
+        v_own = widened(tl.load(at_v[:, None] + values[None, :], mask=mask, other=0.0), mask, q.dtype, hopper)
         summed = tl.dot(late_weights, v_own, acc, input_precision="ieee")
         acc = tl.where((query == each)[:, None], summed, acc)  # of the others not even what is infinite shows
     return acc, peak, mass
@@ -151,18 +164,18 @@ def fold_paths(
 @jit_for_any("n", "heads", "count", "capacity", "q_row")
 def _segments_kernel(
     part: Arg, part_peak: Arg, part_mass: Arg, q: Arg, pages: Arg, page_table: Arg, rows: Arg, kv_len: Arg,
-    positions: Arg, tail: Arg, first: Arg, offsets: Arg, items: Arg, path: Arg, scale: Arg, n: Arg, count: Arg,
-    capacity: Arg, heads: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg, v_offset: Arg, table_row: Arg,
-    position_row: Arg, position_query: Arg, tail_row: Arg, tail_column: Arg, tail_v: Arg,
+    positions: Arg, tail: Arg, kv_scales: Arg, first: Arg, offsets: Arg, items: Arg, path: Arg, scale: Arg, n: Arg,
+    count: Arg, capacity: Arg, heads: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg, v_offset: Arg,
+    table_row: Arg, position_row: Arg, position_query: Arg, tail_row: Arg, tail_column: Arg, tail_v: Arg,
     group: constexpr, dim: constexpr, page_size: constexpr, window: constexpr, chunked: constexpr,
-    alone: constexpr, unit: constexpr,
+    alone: constexpr, scaled: constexpr, unit: constexpr,
     aligned: constexpr, block_m: constexpr, block_n: constexpr, block_d: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """The parts of every so many items, for one block of queries of one K/V head.
 
     part: [capacity, n, heads, dim], part_peak, part_mass: [capacity, n, heads], float32, contiguous. count: of rows.
-    The rest as in `segment_attention`; *_row, *_query, ... are strides in elements; window 0 is none. Grid (programs,
-    kv_heads, blocks of queries). All slot arithmetic is int64.
+    kv_scales: [2, kv_heads], read where `scaled`. The rest as in `segment_attention`; *_row, *_query, ... are strides
+    in elements; window 0 is none. Grid (programs, kv_heads, blocks of queries). All slot arithmetic is int64.
     """
     pdl_wait(overlap, early=True)
     kv_head = tl.program_id(1)
@@ -171,6 +184,8 @@ def _segments_kernel(
     real = query < n
     dims = tl.arange(0, block_d)
     base = pages + kv_head * dim
+    if scaled:  # what all keys share goes to the scores, what all values share to the result
+        scale *= tl.load(kv_scales + kv_head)
     total = tl.minimum(tl.load(offsets + count), capacity)
     for item in range(tl.program_id(0), total, tl.num_programs(0)):
         row = tl.load(items + item).to(tl.int64)
@@ -179,7 +194,7 @@ def _segments_kernel(
         run = run_of(end, alone, seen_from, tl.load(offsets + row + 1) - offset, unit)
         last_segment = seen_from + run + item - offset
         table = page_table + tl.load(rows + row) * table_row
-        queries = load_queries(q, row * q_row + query * q_query + head * q_head, real, dims, dim)
+        queries = load_queries(q, row * q_row + query * q_query + head * q_head, real, dims, dim, scaled)
         start = 0
         oldest = tl.zeros([block_m], tl.int32)
         if window > 0:
@@ -195,7 +210,8 @@ def _segments_kernel(
         after = segment_start(last_segment, unit) // block_n
         next_one = segment_start(segment + 1, unit) // block_n
         page = page_of(table, begin, start, end, block_n, page_size)
-        for block in range(begin, tl.minimum(after, whole)):
+        narrow: constexpr = scaled and (dim > 128 or not overlap)  # as in a prefill
+        for block in tl.range(begin, tl.minimum(after, whole), disable_licm=narrow):
             acc, peak, mass, each, each_peak, each_mass, segment, next_one = online_softmax_step(
                 block, acc, peak, mass, each, each_peak, each_mass, segment, next_one, unit, block_n
             )
@@ -215,7 +231,7 @@ def _segments_kernel(
             each, each_peak, each_mass = fold_alone(
                 queries, base, table, tail + row * tail_row + kv_head * dim, path + row, tl.maximum(begin, whole),
                 tl.minimum(after, whole + 1), start, end, slot_stride, v_offset, tail_v, each, each_peak, each_mass,
-                scale, dim, page_size, aligned, block_n, block_d,
+                scale, dim, page_size, aligned, block_n, block_d, overlap,
             )  # fmt: skip
         acc, peak, mass = join(acc, peak, mass, each, each_peak, tl.max(each_mass, 1))
         at = ((tl.zeros([block_m], tl.int64) + item) * n + query) * heads + head
@@ -238,11 +254,12 @@ def load_part(
 @jit_for_any("n", "heads", "capacity", "t", "q_row")
 def _join_kernel(
     out: Arg, part: Arg, part_peak: Arg, part_mass: Arg, q: Arg, pages: Arg, page_table: Arg, rows: Arg, kv_len: Arg,
-    positions: Arg, tail: Arg, first: Arg, offsets: Arg, path: Arg, sinks: Arg, scale: Arg, n: Arg, t: Arg,
-    capacity: Arg, heads: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg, v_offset: Arg, table_row: Arg,
-    position_row: Arg, position_query: Arg, tail_row: Arg, tail_column: Arg, tail_v: Arg,
+    positions: Arg, tail: Arg, kv_scales: Arg, first: Arg, offsets: Arg, path: Arg, sinks: Arg, scale: Arg, n: Arg,
+    t: Arg, capacity: Arg, heads: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg, v_offset: Arg,
+    table_row: Arg, position_row: Arg, position_query: Arg, tail_row: Arg, tail_column: Arg, tail_v: Arg,
     group: constexpr, dim: constexpr, page_size: constexpr, window: constexpr, chunked: constexpr,
-    alone: constexpr, has_sinks: constexpr, unit: constexpr, aligned: constexpr, column_shares: constexpr,
+    alone: constexpr, has_sinks: constexpr, scaled: constexpr, unit: constexpr, aligned: constexpr,
+    column_shares: constexpr,
     block_m: constexpr, block_n: constexpr, block_d: constexpr, block_t: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """A share of the columns of the results of one block of queries of one row and K/V head.
@@ -252,6 +269,8 @@ def _join_kernel(
     """
     pdl_wait(overlap, early=True)
     kv_head, row = tl.program_id(0) // column_shares, tl.program_id(2).to(tl.int64)
+    if scaled:
+        scale *= tl.load(kv_scales + kv_head)
     lane = tl.program_id(1) * block_m + tl.arange(0, block_m)
     query, head = lane // group, kv_head * group + lane % group
     real = query < n
@@ -279,7 +298,7 @@ def _join_kernel(
     if window > 0:
         oldest = oldest_seen(position, window, chunked)
         start = tl.maximum(tl.min(tl.where(real, oldest, 2147483647), 0), 0)
-    own = load_queries(q, row * q_row + query * q_query + head * q_head, real, dims, dim)
+    own = load_queries(q, row * q_row + query * q_query + head * q_head, real, dims, dim, scaled)
     at = (offset.to(tl.int64) * n + query) * heads + head
     step = n.to(tl.int64) * heads
 
@@ -314,11 +333,13 @@ def _join_kernel(
                 own, query, real, oldest, pages + kv_head * dim, table, tail + row * tail_row + kv_head * dim,
                 path + row * n * t, block, start, end, first_query, last_query, t, slot_stride, v_offset, tail_column,
                 tail_v, each, each_peak, each_mass, scale, values, dim, page_size, window, aligned, block_n, block_d,
-                block_t,
+                block_t, overlap,
             )  # fmt: skip
         acc, peak, mass = join(acc, peak, mass, each, each_peak, tl.max(each_mass, 1))
 
     result = result_of(acc, peak, mass, sink, has_sinks)
+    if scaled:
+        result *= tl.load(kv_scales + tl.num_programs(0) // column_shares + kv_head)
     out_at = (row * n + query) * heads + head
     out_at = out_at[:, None] * dim + values[None, :]
     tl.store(out + out_at, result.to(out.dtype.element_ty), mask=real[:, None] & (values < dim)[None, :])
@@ -368,6 +389,23 @@ def choose_segment_launch(call: CallShape, most: int, slots: int, gpu: GpuTraits
     )
 
 
+def launch_for_codes(launch: SegmentLaunch, call: CallShape, gpu: GpuTraits) -> SegmentLaunch:
+    """The launch of a call whose K/V are codes of a byte, of the one for 16 bits. What codes widen to takes registers,
+    so where these lack a program has half the queries; and no product is tensor memory's, with which Triton 3.6 cannot
+    load ahead what is widened by assembly. Elsewhere one block more is on its way: on an H200 0.87 to 1.01 of the time.
+    """
+    lacks, most = is_small(call) or not is_roomy(gpu), 32 if gpu.has_tensor_memory else 128
+    narrow, widest = not lacks and call.head_dim <= 128, call.head_dim > 256
+    return replace(
+        launch,
+        block_m=min(max(16, launch.block_m // 2), most) if lacks else launch.block_m,
+        warps=launch.warps if narrow else 8,
+        stages=3 if narrow else 1 if widest and gpu.shared_bytes < 128 << 10 else launch.stages,
+        join_warps=8 if is_small(call) else launch.join_warps,
+        column_shares=4 if widest else launch.column_shares,
+    )
+
+
 def is_roomy(gpu: GpuTraits) -> bool:
     """Whether programs that fold segments are cut as on a Hopper, where that was timed, and on an A100. Elsewhere those
     spill registers, as compiled (`make check-kernels`).
@@ -399,10 +437,16 @@ def num_splits_of(call: CallShape, gpu: GpuTraits) -> int:
 
 
 def segment_attention_reference(
-    q: Tensor, pages: Tensor, plan: SegmentPlan, tail: Tensor, scale: float, sinks: Tensor | None
+    q: Tensor,
+    pages: Tensor,
+    plan: SegmentPlan,
+    tail: Tensor,
+    scale: float,
+    sinks: Tensor | None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """`segment_attention` by plain operations, whose sums have another order. Returns [rows, n, heads, head_dim]."""
-    return paged_attention_reference(q, pages, plan.metadata, tail, scale, sinks)[0]
+    return paged_attention_reference(q, pages, plan.metadata, tail, scale, sinks, scales)[0]
 
 
 def segment_attention(
@@ -414,12 +458,14 @@ def segment_attention(
     sinks: Tensor | None,
     gpu: GpuTraits,
     launch: SegmentLaunch | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Attention over the committed pages and each query's path in the tail.
 
     q: [rows, n, heads, head_dim], dense in its last dimension. pages: [slots, 2, kv_heads, head_dim], one layer's.
     tail: [rows, t, 2, kv_heads, head_dim]. sinks: [heads] float32, a logit a head that takes part in the normalisation.
-    scale: above 0. Returns [rows, n, heads, head_dim].
+    scale: above 0. scales: [2, kv_heads] float32, contiguous, of pages and a tail in FP8. Returns [rows, n, heads,
+    head_dim].
 
     What a query sees of the tail is a path: at most one column a position, at positions from kv_len on.
     """
@@ -430,6 +476,7 @@ def segment_attention(
     if launch is None:
         call = CallShape(rows, n, kv_heads, group, dim, q.element_size(), metadata.max_kv_len)
         launch = choose_segment_launch(call, plan.items.shape[0], pages.shape[0], gpu)
+        launch = launch if scales is None else launch_for_codes(launch, call, gpu)
     out = torch.empty((rows, n, heads, dim), dtype=q.dtype, device=q.device)
     capacity = launch.capacity
     part = torch.empty((capacity * n * heads, dim + 2), dtype=torch.float32, device=q.device).view(-1)
@@ -437,20 +484,25 @@ def segment_attention(
     positions, table = metadata.positions, metadata.table.data
     assert (q.stride(3), table.stride(1), metadata.rows.stride(0), metadata.kv_len.stride(0)) == (1, 1, 1, 1)
     assert pages.stride()[2:] == tail.stride()[3:] == (dim, 1)
+    assert scales is None or scales.is_contiguous()
     strides = (
         *q.stride()[:3], pages.stride(0), pages.stride(1), table.stride(0), *positions.stride(), *tail.stride()[:3]
     )  # fmt: skip
     # every key of pages and tail begins at a multiple of 16 bytes
     steps = (dim, *pages.stride()[:2], *tail.stride()[:3])
     bases = (pages.data_ptr(), tail.data_ptr())
-    aligned = not any(each * q.element_size() % 16 for each in steps) and not any(each % 16 for each in bases)
+    aligned = not any(each * pages.element_size() % 16 for each in steps) and not any(each % 16 for each in bases)
     shape = {
         "group": group, "dim": dim, "page_size": metadata.page_size, "window": metadata.window or 0,
-        "chunked": metadata.chunked, "alone": plan.alone, "unit": plan.unit, "aligned": aligned,
+        "chunked": metadata.chunked, "alone": plan.alone, "scaled": scales is not None, "unit": plan.unit,
+        "aligned": aligned,
         "block_n": plan.block, "block_d": max(16, power_of_two(dim)), "overlap": gpu.can_overlap,
         "enable_fp_fusion": False, **launch_options(gpu),
     }  # fmt: skip
-    where = (q, pages, table, metadata.rows, metadata.kv_len, positions, tail, plan.first, plan.offsets)
+    where = (
+        q, pages, table, metadata.rows, metadata.kv_len, positions, tail, peaks if scales is None else scales,
+        plan.first, plan.offsets,
+    )  # fmt: skip
     scale *= math.log2(math.e)
     _segments_kernel[(launch.programs, kv_heads, -(-n * group // launch.block_m))](
         sums, peaks, masses, *where, plan.items, plan.path, scale, n, rows, capacity, heads, *strides,

@@ -16,6 +16,7 @@ from treetop.kernels.attention.segment_attention import (
     SegmentLaunch,
     is_roomy,
     is_small,
+    launch_for_codes,
     load_queries,
     most_lanes,
 )
@@ -36,11 +37,11 @@ from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit_for_any,
 
 @jit_for_any("n", "heads", "q_row", "position_row")
 def _prefill_kernel(
-    out: Arg, q: Arg, pages: Arg, page_table: Arg, rows: Arg, kv_len: Arg, positions: Arg, sinks: Arg, scale: Arg,
-    n: Arg, heads: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg, v_offset: Arg, table_row: Arg,
-    position_row: Arg, position_query: Arg,
+    out: Arg, q: Arg, pages: Arg, page_table: Arg, rows: Arg, kv_len: Arg, positions: Arg, sinks: Arg, kv_scales: Arg,
+    scale: Arg, n: Arg, heads: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg, v_offset: Arg,
+    table_row: Arg, position_row: Arg, position_query: Arg,
     group: constexpr, dim: constexpr, page_size: constexpr, window: constexpr, chunked: constexpr,
-    has_sinks: constexpr, unit: constexpr,
+    has_sinks: constexpr, scaled: constexpr, unit: constexpr,
     block_m: constexpr, block_n: constexpr, block_d: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """One block of a prefill's queries of one row and K/V head, whose keys are all in pages.
@@ -56,7 +57,9 @@ def _prefill_kernel(
     within = query < n
     base = pages + kv_head * dim
     table = page_table + tl.load(rows + row) * table_row
-    queries = load_queries(q, row * q_row + query * q_query + head * q_head, within, dims, dim)
+    if scaled:
+        scale *= tl.load(kv_scales + kv_head)
+    queries = load_queries(q, row * q_row + query * q_query + head * q_head, within, dims, dim, scaled)
     position_at = positions + row * position_row
     position = tl.load(position_at + query * position_query, mask=within, other=0).to(tl.int32)
     real = within & ((query == 0) | (position > tl.load(position_at).to(tl.int32)))
@@ -78,8 +81,9 @@ def _prefill_kernel(
     next_one = segment_start(segment + 1, unit) // block_n
     middle = tl.maximum(tl.minimum(stop, seen_by_all), begin)
     page = page_of(table, begin, start, end, block_n, page_size)
+    narrow: constexpr = scaled and (dim > 128 or not overlap)  # what codes widen to fills registers: nothing is ahead
     if window == 0:
-        for block in range(begin, middle):
+        for block in tl.range(begin, middle, disable_licm=narrow):
             acc, peak, mass, each, each_peak, each_mass, segment, next_one = online_softmax_step(
                 block, acc, peak, mass, each, each_peak, each_mass, segment, next_one, unit, block_n
             )
@@ -89,7 +93,7 @@ def _prefill_kernel(
             k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d, queries.dtype, overlap)
             page = page_of(table, block + 1, start, end, block_n, page_size)
             each, each_peak, each_mass = fold(queries, k, v, stored, each, each_peak, each_mass, scale, False)
-    for block in range(middle, stop):
+    for block in tl.range(middle, stop, disable_licm=narrow):
         acc, peak, mass, each, each_peak, each_mass, segment, next_one = online_softmax_step(
             block, acc, peak, mass, each, each_peak, each_mass, segment, next_one, unit, block_n
         )
@@ -108,6 +112,8 @@ def _prefill_kernel(
     if has_sinks:
         sink = tl.load(sinks + head, mask=real, other=0.0)
     result = tl.where(real[:, None], result_of(acc, peak, mass, sink, has_sinks), 0.0)
+    if scaled:
+        result *= tl.load(kv_scales + tl.num_programs(0) + kv_head)
     out_at = ((row * n + query) * heads + head)[:, None] * dim + dims[None, :]
     tl.store(out + out_at, result.to(out.dtype.element_ty), mask=within[:, None] & (dims < dim)[None, :])
 
@@ -123,10 +129,15 @@ def choose_prefill_launch(call: CallShape, gpu: GpuTraits) -> SegmentLaunch:
 
 
 def segment_prefill_reference(
-    q: Tensor, pages: Tensor, metadata: AttentionMetadata, scale: float, sinks: Tensor | None
+    q: Tensor,
+    pages: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sinks: Tensor | None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """`segment_prefill` by plain operations, whose sums have another order."""
-    return paged_attention_reference(q, pages, metadata, None, scale, sinks)[0]
+    return paged_attention_reference(q, pages, metadata, None, scale, sinks, scales)[0]
 
 
 def segment_prefill(
@@ -137,6 +148,7 @@ def segment_prefill(
     sinks: Tensor | None,
     gpu: GpuTraits,
     launch: SegmentLaunch | None = None,
+    scales: Tensor | None = None,
     block_n: int | None = None,
     unit: int = UNIT,
 ) -> Tensor:
@@ -150,17 +162,19 @@ def segment_prefill(
     if launch is None:
         call = CallShape(rows, n, kv_heads, group, dim, q.element_size(), metadata.max_kv_len, True)
         launch = choose_prefill_launch(call, gpu)
+        launch = launch if scales is None else launch_for_codes(launch, call, gpu)
     out = torch.empty((rows, n, heads, dim), dtype=q.dtype, device=q.device)
     positions, table = metadata.positions, metadata.table.data
     assert (q.stride(3), table.stride(1), metadata.rows.stride(0), metadata.kv_len.stride(0)) == (1, 1, 1, 1)
     assert pages.stride()[2:] == (dim, 1)
+    assert scales is None or scales.is_contiguous()
     _prefill_kernel[(kv_heads, -(-n * group // launch.block_m), rows)](
         out, q, pages, table, metadata.rows, metadata.kv_len, positions, out if sinks is None else sinks,
-        scale * math.log2(math.e), n, heads, *q.stride()[:3], pages.stride(0), pages.stride(1), table.stride(0),
-        *positions.stride(), group=group, dim=dim, page_size=metadata.page_size, window=metadata.window or 0,
-        chunked=metadata.chunked, has_sinks=sinks is not None, unit=unit, block_m=launch.block_m,
-        block_n=block_n or block_of(dim, q.element_size()), block_d=max(16, power_of_two(dim)),
-        overlap=gpu.can_overlap, num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=False,
-        **launch_options(gpu),
+        out if scales is None else scales, scale * math.log2(math.e), n, heads, *q.stride()[:3], pages.stride(0),
+        pages.stride(1), table.stride(0), *positions.stride(), group=group, dim=dim, page_size=metadata.page_size,
+        window=metadata.window or 0, chunked=metadata.chunked, has_sinks=sinks is not None, scaled=scales is not None,
+        unit=unit, block_m=launch.block_m, block_n=block_n or block_of(dim, q.element_size()),
+        block_d=max(16, power_of_two(dim)), overlap=gpu.can_overlap, num_warps=launch.warps, num_stages=launch.stages,
+        enable_fp_fusion=False, **launch_options(gpu),
     )  # fmt: skip
     return out
