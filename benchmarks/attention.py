@@ -33,21 +33,16 @@ from attention_cases import (
     Backend,
     Case,
     Measured,
-    Shape,
     build,
     check,
     describe,
-    exact_shapes,
     measure,
     memory_bytes,
     num_layers_for,
-    prefill_shapes,
     reference,
     relative_error,
-    shapes_to_check,
-    shapes_to_time,
-    sparse_shapes,
 )
+from attention_shapes import Shape, exact_shapes, prefill_shapes, shapes_to_check, shapes_to_time, sparse_shapes
 from frame import (
     DEVICE,
     add_runs,

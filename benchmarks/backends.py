@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention_cases import TOLERANCE, Backend, Case, Shape, build, check, error_of
+from attention_cases import TOLERANCE, Backend, Case, build, check, error_of
+from attention_shapes import Shape
 from frame import DEVICE, end_with, graph_of, machine_of, parser_of, preset, say
 
 from treetop import LLM, SamplingParams

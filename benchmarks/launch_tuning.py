@@ -14,7 +14,8 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from attention_cases import TOLERANCE, Case, Shape, build, error_of, num_layers_for, times_in_a_round
+from attention_cases import TOLERANCE, Case, build, error_of, num_layers_for, times_in_a_round
+from attention_shapes import Shape
 from frame import DEVICE, compile_on_all_cores, tell
 
 from treetop.kernels.attention.attention import paged_attention

@@ -125,8 +125,8 @@ def test_a_run_adds_its_classes_and_leaves_the_day_and_the_lines_of_all_others(s
 
 def test_sparse_attention_is_measured_in_the_classes_that_an_engine_asks_for(script):
     """DeepSeek-V3.2's and GLM-5's, whose planes are wider than a key; each class once; dense calls have others."""
-    cases, made = script("attention_cases"), []
-    for shape in cases.sparse_shapes():
+    made = []
+    for shape in script("attention_shapes").sparse_shapes():
         need = shape.need
         (group,) = need.groups
         assert (group.head_dim, group.index_dim, group.latent, group.top_k) == (704, 128, 512, 2048)
@@ -145,7 +145,7 @@ def test_a_case_of_sparse_attention_is_compared_with_attention_to_what_was_chose
     monkeypatch.setattr(cases, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(cases, "rotation", lambda shape: None)
     torch.manual_seed(0)
-    whole = replace(cases.sparse_shape(3, 90, 4, 5), top_k=20, dtype=torch.float32, ragged=True)
+    whole = replace(script("attention_shapes").sparse_shape(3, 90, 4, 5), top_k=20, dtype=torch.float32, ragged=True)
     case = cases.build(whole, 1)
     metadata, (layer,) = case.metadata, case.layers
     assert case.q.is_contiguous(), "as an engine's queries are, of which no kernel then makes a copy"
@@ -183,7 +183,7 @@ def test_a_table_of_another_gpu_is_not_overwritten_unasked(script, monkeypatch, 
 
 def test_prefill_is_measured_from_512_to_8k_queries_over_up_to_32k_keys(script):
     """One prompt and eight; every class once, those of least work first."""
-    shapes = script("attention_cases").prefill_shapes()
+    shapes = script("attention_shapes").prefill_shapes()
     sizes = {(shape.rows, shape.n, shape.prefix_len) for shape in shapes}
     assert len(sizes) == len({shape.call.shape_class for shape in shapes}) == len(shapes)
     assert {(rows, n, 32768) for rows in (1, 8) for n in (1024, 2048, 4096, 8192)} <= sizes
