@@ -138,6 +138,8 @@ def few_rows(task: Task, splits: int, gpu: GpuTraits) -> list[Launch]:
         ways = [(TILE, stages, warps) for stages, warps in product((3, 4), (2, 4))]
         if -(-lines // TILE) * splits <= 2 * gpu.num_sms:
             ways.append((TILE, 6, 4))
+        if -(-lines // TILE) * splits <= gpu.num_sms:
+            ways.append((TILE // 2, 4, 2))
         if task.kind == "e4m3":
             ways += [(2 * TILE, 3, 8), (2 * TILE, 5, 8)]
     return [QuantizedLaunch(n, splits, stages, warps) for n, stages, warps in ways]
@@ -145,7 +147,7 @@ def few_rows(task: Task, splits: int, gpu: GpuTraits) -> list[Launch]:
 
 def ways_of(task: Task, block: tuple[int, int]) -> list[tuple[int, int, bool]]:
     """Of a block of the kernel in Gluon: warps, 0 for the usual; products ahead; and how scales are taken."""
-    ready = [True, False] if task.kind in ("levels", "halves") else [False]
+    ready = [False] if task.kind in ("e4m3", "int4", "e2m1") else [True, False]
     if block == (256, 128):
         return [(0, ahead, each) for ahead, each in product((2, 3), ready)]
     if block != (128, 256):
@@ -158,11 +160,13 @@ def ways_of(task: Task, block: tuple[int, int]) -> list[tuple[int, int, bool]]:
 def many_rows(task: Task, splits: int, gpu: GpuTraits) -> list[Launch]:
     (lines, k, _gated), rows, found = PRODUCTS[task.shape], task.rows, list[Launch]()
     for block, beside in BESIDE.items():
-        if block[0] < 2 * rows and (block[0] == 64) == (rows <= 64):
+        programs = -(-rows // block[0]) * -(-lines // block[1]) * splits
+        if block[0] < 2 * rows and (block[0] > 64 or rows <= 64 or programs <= 2 * gpu.num_sms):
             for warps, ahead, ready in ways_of(task, block):
                 launch = launch_of(NUMBERS[task.kind], k, block, splits, gpu, beside, warps)
-                programs = -(-rows // block[0]) * -(-lines // block[1]) * launch.splits
-                found.append(replace(launch, stays=programs > gpu.num_sms * beside, ahead=ahead, ready=ready))
+                stays = -(-rows // block[0]) * -(-lines // block[1]) * launch.splits > gpu.num_sms * beside
+                way = replace(launch, stays=stays, ahead=ahead, ready=ready)
+                found += [gluon.joined(way)] if task.kind != "e4m3" else [way, gluon.joined(way)]
     return found
 
 
@@ -362,16 +366,30 @@ def tables(entries: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], 
 
 
 def write_tables(entries: Sequence[Mapping[str, Any]]) -> None:
-    """What is not measured here stays: many rows by the plain kernel, and kinds that no format has by default."""
+    """What is not measured here beside the rule stays, and so do many rows by the plain kernel."""
     few, many, kept = tables(entries)
-    kinds = {small_weight(name).kind for name in NAMES}
+    measured = {
+        (shape, small_weight(name).kind, max(16, rows))
+        for shape, formats in kept.items()
+        for name, counts in formats.items()
+        for rows in counts
+    }
     for path, found in ((plain.TABLE, few), (gluon.TABLE, many)):
         old = json.loads(path.read_text(encoding="utf-8"))["entries"]
-        found += [each for each in old if each["kind"] not in kinds or (path == plain.TABLE and each["rows"] > 64)]
+        every = dict[tuple[str, str, int], dict[str, Any] | None]()
+        for each in (*old, *found):
+            key = each["name"], each["kind"], each["rows"]
+            gone = key in measured and each not in found and not (path == plain.TABLE and each["rows"] > 64)
+            every[key] = None if gone else each
         head = f'"num_sms": {HOPPER.num_sms}, "machine": {{"gpu": "NVIDIA H200"}}'
-        lines = ",\n".join(map(json.dumps, found))
+        lines = ",\n".join(json.dumps(each) for each in every.values() if each is not None)
         path.write_text(f'{{{head}, "entries": [\n{lines}\n]}}\n', encoding="utf-8")
-    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(kept[name])}" for name in PRODUCTS if name in kept)
+    all_kept = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.is_file() else {}
+    for name, formats in kept.items():
+        for each, counts in formats.items():
+            old_counts = all_kept.setdefault(name, {}).setdefault(each, {})
+            old_counts.update({str(rows): us for rows, us in counts.items()})
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(all_kept[name])}" for name in PRODUCTS if name in all_kept)
     KEPT.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
 
 

@@ -14,7 +14,7 @@ from support.quantized import by_library, fp8_blocks, nvfp4_of_modelopt, quantiz
 from support.tiny_models import Pair, save_random_experts, save_random_head, save_random_llama
 from treetop.engine.startup.weight_copies import packing
 from treetop.kernels.gemm.quantized_gemm import QuantizedLaunch, quantized_gated, quantized_gemm
-from treetop.kernels.gemm.quantized_gluon import launch_of, why_not
+from treetop.kernels.gemm.quantized_gluon import joined, launch_of, why_not
 from treetop.kernels.gemm.quantized_weight import QuantScheme
 from treetop.kernels.gemm.tiles import apart, decode_tiles, in_turn, tile
 from treetop.kernels.gluon_guard import why_no_gluon
@@ -116,9 +116,25 @@ def test_the_product_of_many_rows_has_the_bits_of_the_one_of_few(scheme, block, 
         stay, few = replace(launch, stays=True), replace(gpu, num_sms=2)  # some programs have more than one block
         assert torch.equal(multiply(x, weight, bias=bias, launch=stay, gpu=few), want), (lines, k, rows)
         others = [replace(stay, ahead=3)] if block == (256, 128) else []
-        others += [replace(stay, ready=True, ahead=3)] if scheme.scales in ("times", "over", "e4m3") else []
-        for other in others:
+        folds = scheme == QuantScheme("int4", 128)
+        readies = [replace(stay, ready=True, ahead=3)] if folds or scheme.numbers == "e2m1" else []
+        for other in (*others, *readies, *map(joined, (launch, stay, *readies))):
             assert torch.equal(multiply(x, weight, bias=bias, launch=other, gpu=few), want), (lines, k, rows, other)
+
+
+@pytest.mark.parametrize(("lines", "k"), [(448, 2048), (192, 712)])
+def test_blocks_of_half_a_tile_have_the_bits_of_whole_ones(lines, k):
+    """Of NVFP4 under `bits`, by two warps that wait for no product; with blocks and columns that are full or not."""
+    torch.manual_seed(2)
+    gpu, weight = gpu_traits(GPU), tile(of_usual_size(coded_weight(lines, k, CODINGS[3], GPU)), torch.bfloat16)
+    assert weight.form == "halves"
+    for rows in (1, 16, 20, 32):
+        x, bias = (torch.randn(shape, device=GPU, dtype=torch.bfloat16) for shape in ((rows, k), (lines,)))
+        want, got = (
+            quantized_gemm(x, weight, bias, launch=QuantizedLaunch(*each), gpu=gpu)
+            for each in ((64, 1, 2, 4), (32, 1, 4, 2))
+        )
+        assert torch.equal(got, want), rows
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from treetop.kernels.gemm.quantized_gluon import (
     ROWS,
     GluonLaunch,
     choose,
+    joined,
     load_table,
     why_not,
 )
@@ -44,8 +45,10 @@ def fits(launch, numbers, k):
     blocks, codes = -(-k // BLOCK), launch.block_n * BLOCK // (1 if numbers == "e4m3" else 2)
     used = launch.code_slots * codes + launch.row_slots * launch.block_m * 128
     room = (HOPPER.shared_bytes + 1024) // launch.beside - 1024
+    together = not launch.joined or launch.row_slots == 2 * launch.code_slots
     return (
-        used + ((34 if launch.num_warps > 8 else 10) << 10) <= room
+        together
+        and used + ((34 if launch.num_warps > 8 else 10) << 10) <= room
         and min(launch.code_slots, launch.row_slots // 2) >= 2
         and (launch.splits - 1) * -(-blocks // launch.splits) < blocks
     )
@@ -122,6 +125,25 @@ def test_more_rows_are_cut_where_that_takes_less_with_the_parts(monkeypatch):
         for shape, rows in (((5120, 25600), 512), ((4096, 14336), 1024), ((5120, 25600), 8192))
     ]
     assert cuts == [3, 1, 1]
+
+
+def test_joined_slots_are_as_many_as_there_is_room_for():
+    launch = kernel.launch_of("int4", 4096, (128, 128), 1, HOPPER)
+    assert (launch.row_slots, launch.code_slots) == (11, 5)
+    assert joined(launch) == replace(launch, row_slots=10, code_slots=5, joined=True)
+    assert joined(joined(launch)) == joined(launch)
+    assert joined(replace(launch, row_slots=5)).code_slots == 2
+
+
+@pytest.mark.parametrize(("lines", "rows", "block"), [(6144, 128, 64), (6400, 128, 128), (6144, 129, 128)])
+def test_nvfp4_whose_k_is_not_cut_has_blocks_of_64_rows_where_most_multiprocessors_had_none(lines, rows, block):
+    """Of 128, and of 17 to 32 where blocks of half a tile are too many. Where k is cut there are programs enough."""
+    few = [choose.__wrapped__("halves", (6144, 1024), False, each, 1, MAX_ROWS, HOPPER) for each in (16, 17, 32)]
+    assert [each and each.block_m for each in few] == [None, 64, 64]
+    assert choose.__wrapped__("halves", (4096, 1024), False, 32, 1, MAX_ROWS, HOPPER) is None
+    launch = choose.__wrapped__("halves", (lines, 1024), False, rows, 1, MAX_ROWS, HOPPER)
+    assert launch.block_m == block
+    assert choose.__wrapped__("halves", (lines, 1024), False, rows, 2, MAX_ROWS, HOPPER).block_m >= 128
 
 
 def test_fp8_in_groups_is_the_plain_kernel_s_up_to_64_rows():

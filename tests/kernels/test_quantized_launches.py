@@ -121,6 +121,19 @@ def test_entries_of_few_rows_can_run_and_have_the_splits_of_the_rule():
         assert choose_quantized(kind, (lines, k), gated, rows, HOPPER) == launch
 
 
+def test_halves_have_blocks_of_half_a_tile_where_programs_are_fewer_than_multiprocessors():
+    """k is not cut. Of 17 to 32 rows only where these are no more than multiprocessors, too."""
+    half, whole = QuantizedLaunch(TILE // 2, 1, 4, 2), QuantizedLaunch(TILE, 1, 3, 2)
+    for lines, rows, launch in ((132 * TILE, 16, half), (133 * TILE, 16, whole), (66 * TILE, 32, half)):
+        assert choose_quantized("halves", (lines, 1024), False, rows, HOPPER, True) == launch
+    for kind, lines, gated, rows in (
+        ("halves", 67 * TILE, False, 32),
+        ("halves", 64, True, 16),
+        ("levels", 64, False, 16),
+    ):
+        assert choose_quantized(kind, (lines, 1024), gated, rows, HOPPER, True).block_n == TILE
+
+
 def test_k_is_cut_so_that_blocks_of_many_rows_leave_no_multiprocessor_idle():
     """5,120 lines in four would be 160 blocks of 256 rows on 132 multiprocessors; in three they are 120."""
     shapes = {(5120, 25600): 3, (4096, 14336): 4, (28672, 4096): 1, (2880, 4096): 4, (5120, 2880): 3, (64, 128): 1}

@@ -1,11 +1,12 @@
 """`quantized_gemm` for Hopper, in Gluon: weights are decoded while tensor cores multiply others.
 
 One warp copies blocks of codes to shared memory and another blocks of rows, in rings of slots with a barrier for what
-is full and one for what is free. The other warps take a block's codes to registers and decode 16 columns while the
-products of those before are under way: what is decoded is a product's left operand and goes through no memory. So each
-weight is decoded once for up to 256 rows. A warp waits in a product until the one before has read its registers, and
-for each result of its own decoding, so where decoding takes most 16 warps have 16 lines each. Columns come in their
-order, with one sum, so bits are those of the kernel in plain Triton, which serves where this one does not.
+is full and one for what is free, or in one ring where both have room three times. The other warps take a block's codes
+to registers and decode 16 columns while the products of those before are under way: what is decoded is a product's left
+operand and goes through no memory. So each weight is decoded once for up to 256 rows. A warp waits in a product until
+the one before has read its registers, and for each result of its own decoding, so where decoding takes most 16 warps
+have 16 lines each. Columns come in their order, with one sum, so bits are those of the kernel in plain Triton, which
+serves where this one does not.
 Source of the division of work: "Machete", vLLM; CUTLASS, "Efficient GEMM in CUDA", warp specialization.
 """
 
@@ -59,12 +60,13 @@ _LONG = {
     ("e4m3", False): (1.42, 1.57, 0.85, 1.13, 0.80),
     ("e4m3", True): (1.42, 1.57, 0.85, 1.13, 0.80),
     ("int4", False): (1.55, 1.67, 1.09, 1.28, 0.95),
-    ("int4", True): (1.52, 1.44, 1.10, 1.28, 0.95),
+    ("int4", True): (1.38, 1.46, 1.10, 1.28, 0.95),
     ("e2m1", False): (1.43, 1.76, 1.14, 1.28, 0.95),
     ("e2m1", True): (1.50, 1.68, 1.17, 1.30, 0.95),
 }
 """By numbers and whether gated, us that a multiprocessor takes for 128 columns of as many of each of these blocks as it
-has room for: medians over the products of Llama-3.1-8B, Qwen3-8B and Qwen3-32B on an H200."""
+has room for: medians over the products of Llama-3.1-8B, Qwen3-8B and Qwen3-32B on an H200, before slots were joined,
+but for the first two of gates in int4. Joined all of 4 bits take 0.70 to 0.95 of that, and choices stay."""
 _JOIN = 2e6
 """Bytes of parts that are written and read again in a us."""
 _SPARE = {False: 10 << 10, True: 34 << 10}
@@ -78,7 +80,9 @@ class GluonLaunch:
     stays: a program multiplies one block after another, and copies for the next while it stores.
     beside: programs that a multiprocessor has room for.
     ahead: products of 16 columns that are under way while the next one's weights are decoded, three at most.
-    ready: levels and halves are taken as they lie in words (`decoding.ready_times`), not by way of float32.
+    ready: scales are taken as they lie in words (`decoding.ready_times`), not by way of float32.
+    joined: a block's codes and both halves of its rows are waited for and set free together, so `row_slots` is twice
+        `code_slots`. Words of scales are then asked for as the last product that takes them is given out.
     """
 
     block_m: int
@@ -91,6 +95,7 @@ class GluonLaunch:
     beside: int = 1
     ahead: int = 2
     ready: bool = False
+    joined: bool = False
 
     def max_registers(self) -> int:
         """Of a thread at the start, with which warps that copy are counted as four more."""
@@ -136,8 +141,8 @@ def choose(
     kind: Kind, shape: tuple[int, int], gated: bool, rows: int, splits: int, most: int, gpu: GpuTraits
 ) -> GluonLaunch | None:
     """The launch that was measured (`quantized_gluon.json`), or else the one that takes least by `_LONG` and, of parts,
-    by `_JOIN`. None where the kernel in plain Triton serves: not only of few rows, but up to 64 in a gate with folded
-    scales, for of Llama-3.1-8B's it takes 38 us, an H200, where this one was seen at 44.
+    by `_JOIN`. None of few rows, which are the kernel's in plain Triton, but 17 to 32 of halves whose k is not cut,
+    where that one's blocks of half a tile would be more than multiprocessors: 23 us for 29, `qkv` of Llama-3.1-8B.
 
     splits: of k, up to `most` rows; more have at most as many.
     """
@@ -146,8 +151,13 @@ def choose(
     known = load_table().find((kind, lines, k, gated, splits > 1, measured), gpu)
     if known is not None and (known.splits == splits or rows > most):
         return known
-    if rows < FEWEST_ROWS or (rows <= _FEW and kind == "folded" and gated):
+    tiles, uncut = -(-lines // TILE), kind == "halves" and not gated and splits == 1
+    if uncut and 16 < rows < FEWEST_ROWS and gpu.num_sms < 2 * tiles <= 2 * gpu.num_sms:
+        return _of_kind(kind, k, (64, 64), 1, gated, gpu)
+    if rows < FEWEST_ROWS:
         return None
+    if uncut and _FEW < rows <= 128 and 4 * tiles <= 3 * gpu.num_sms:
+        return _of_kind(kind, k, (64, 64), 1, gated, gpu)  # else most multiprocessors would have nothing to do
     for block, long in zip(BESIDE, _LONG[numbers, gated], strict=True):
         if block[0] >= 2 * rows or (block[0] == _FEW) != (rows <= _FEW):
             continue
@@ -163,27 +173,36 @@ def choose(
 
 
 def _of_kind(kind: Kind, k: int, block: tuple[int, int], splits: int, gated: bool, gpu: GpuTraits) -> GluonLaunch:
-    """`launch_of` a block, as it decodes best: 16 warps where that takes most."""
-    warps = 16 if kind in ("e8m0", "e2m1") and gated and block == (128, 256) else 0
+    """`launch_of` a block, as it decodes best: 16 warps where that takes most, and slots joined where three have room.
+
+    An H200: joined slots take 0.70 to 0.99 of the time, two of them 1.1 to 1.3; levels by way of float32 are as fast
+    without. Of int4 and e2m1 they were not timed.
+    """
+    warps = 16 if kind == "e2m1" and gated and block == (128, 256) else 0
     ahead, ready = _decodes(kind, block, gated)
-    return replace(launch_of(NUMBERS[kind], k, block, splits, gpu, BESIDE[block], warps), ahead=ahead, ready=ready)
+    launch = launch_of(NUMBERS[kind], k, block, splits, gpu, BESIDE[block], warps)
+    launch = replace(launch, ahead=ahead, ready=ready)
+    both = joined(launch)
+    apart = kind in ("int4", "e2m1") or (kind, ready) == ("levels", False) or both.code_slots < 3
+    return launch if apart else both
+
+
+def joined(launch: GluonLaunch) -> GluonLaunch:
+    """The same with as many joined slots as there is room for."""
+    slots = min(launch.code_slots, launch.row_slots // 2)
+    return replace(launch, row_slots=2 * slots, code_slots=slots, joined=True)
 
 
 def _decodes(kind: Kind, block: tuple[int, int], gated: bool) -> tuple[int, bool]:
-    """`GluonLaunch.ahead` and `ready`: in the mean over products of six models the best of each block, an H200.
-
-    Of blocks of 256 rows three products ahead take 0.93 to 0.96 of two, but 1.06 for levels where no gate follows, and
-    there these are faster by way of float32, as halves are in the smaller blocks, by 4 to 13 %.
-    """
+    """`GluonLaunch.ahead` and `ready`: the best of each block for the products of Llama-3.1-8B, an H200."""
+    wide, whole = block == (128, 256), block[0] == 256
     if kind == "levels":
-        if block == (256, 128):
-            return (3, True) if gated else (2, False)
-        return 1 if block == (128, 256) and not gated else 2, True
+        return (1 if wide else 3 if whole and gated else 2), gated or not whole
     if kind == "halves":
-        if block == (128, 256):
-            return 1 if gated else 2, True
-        return (3, True) if block == (256, 128) else (2, gated and block == (64, 128))
-    return 3 if kind in ("folded", "e8m0") and block == (256, 128) else 2, False
+        return (1 if wide and gated else 3 if whole else 2), True
+    if kind == "folded":
+        return (1 if wide and gated else 2), gated or block[0] != 128
+    return (3 if whole else 2, True) if kind == "e8m0" else (2, False)
 
 
 _FEW = 64
@@ -213,9 +232,10 @@ def multiply(
     blocks = -(-k // BLOCK)
     share = -(-blocks // launch.splits)
     assert (launch.splits - 1) * share < blocks
+    assert not launch.joined or (launch.code_slots > 1 and launch.row_slots == 2 * launch.code_slots)
     options = tile_options(weight, x.dtype, gpu)
     del options["fast"], options["has_zero"], options["whole_blocks"]
-    if weight.form == "folded":  # other kernels gain by it, this one lost
+    if weight.form == "folded" and not launch.ready:
         options["form"] = "bfloat16"
     words, scale, factor, _ = tile_arguments(weight)
     units = -(-rows // launch.block_m) * -(-lines // launch.block_n) * launch.splits
@@ -223,8 +243,8 @@ def multiply(
         out, swizzled_tiles(x, launch.block_m, _STEP), swizzled_tiles(words.view(-1, width), TILE, width), words,
         scale, factor, x if bias is None else bias, rows, lines, k, share, units, **options,
         has_bias=bias is not None, block_m=launch.block_m, block_n=launch.block_n, kind=kind,
-        ahead=launch.ahead, ready=launch.ready, row_slots=launch.row_slots, code_slots=launch.code_slots,
-        num_warps=launch.num_warps, maxnreg=launch.max_registers(), **launch_options(gpu),
+        ahead=launch.ahead, ready=launch.ready, joined=launch.joined, row_slots=launch.row_slots,
+        code_slots=launch.code_slots, num_warps=launch.num_warps, maxnreg=launch.max_registers(), **launch_options(gpu),
     )  # fmt: skip
 
 
@@ -233,7 +253,7 @@ def _product_kernel(
     out: Arg, x: Arg, words: Arg, codes: Arg, scale: Arg, factor: Arg, bias: Arg, rows: Arg, lines: Arg, k: Arg,
     share: Arg, units: Arg, numbers: constexpr, scales: constexpr, form: constexpr, group: constexpr,
     per: constexpr, has_bias: constexpr, block_m: constexpr, block_n: constexpr, kind: constexpr,
-    ahead: constexpr, ready: constexpr, row_slots: constexpr, code_slots: constexpr,
+    ahead: constexpr, ready: constexpr, joined: constexpr, row_slots: constexpr, code_slots: constexpr,
 ) -> None:  # fmt: skip
     """Blocks of lines and rows over one share of k each, `units` in all.
 
@@ -242,18 +262,20 @@ def _product_kernel(
     width: gl.constexpr = words.block_shape[1]
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     row_ring = gl.allocate_shared_memory(gl.bfloat16, [row_slots, block_m, 64], x.layout)
-    row_full = gl.allocate_shared_memory(gl.int64, [row_slots, 1], barrier)
-    row_free = gl.allocate_shared_memory(gl.int64, [row_slots, 1], barrier)
     code_ring = gl.allocate_shared_memory(gl.int16, [code_slots, block_n, width], words.layout)
     code_full = gl.allocate_shared_memory(gl.int64, [code_slots, 1], barrier)
     code_free = gl.allocate_shared_memory(gl.int64, [code_slots, 1], barrier)
+    row_full, row_free = code_full, code_free
+    if not joined:
+        row_full = gl.allocate_shared_memory(gl.int64, [row_slots, 1], barrier)
+        row_free = gl.allocate_shared_memory(gl.int64, [row_slots, 1], barrier)
+        for slot in gl.static_range(row_slots):
+            mbarrier.init(row_full.index(slot), count=1)
+            mbarrier.init(row_free.index(slot), count=1)
     row_rings = (row_ring, row_full, row_free)
     code_rings = (code_ring, code_full, code_free)
-    for slot in gl.static_range(row_slots):
-        mbarrier.init(row_full.index(slot), count=1)
-        mbarrier.init(row_free.index(slot), count=1)
     for slot in gl.static_range(code_slots):
-        mbarrier.init(code_full.index(slot), count=1)
+        mbarrier.init(code_full.index(slot), count=2 if joined else 1)
         mbarrier.init(code_free.index(slot), count=1)
     fence_async_shared()
     tl.extra.cuda.gdc_launch_dependents()
@@ -262,14 +284,17 @@ def _product_kernel(
             (
                 _multiply,
                 (out, scale, factor, bias, row_rings, code_rings, rows, lines, k, share, units, numbers, scales,
-                 form, group, per, has_bias, block_m, block_n, kind, ahead, ready, row_slots, code_slots,
+                 form, group, per, has_bias, block_m, block_n, kind, ahead, ready, joined, row_slots, code_slots,
                  gl.num_warps()),
             ),
             (
                 _copy_codes,
                 (words, codes, code_rings, rows, lines, k, share, units, block_m, block_n, code_slots),
             ),
-            (_copy_rows, (x, row_rings, rows, lines, k, share, units, block_m, block_n, row_slots)),
+            (
+                _copy_rows,
+                (x, row_rings, rows, lines, k, share, units, block_m, block_n, joined, row_slots),
+            ),
         ],
         [1, 1],
         [24, 24],
@@ -327,20 +352,22 @@ def _copy_codes(
 @gluon_jit
 def _copy_rows(
     x: Arg, rings: Arg, rows: Arg, lines: Arg, k: Arg, share: Arg, units: Arg, block_m: constexpr,
-    block_n: constexpr, slots: constexpr,
+    block_n: constexpr, joined: constexpr, slots: constexpr,
 ) -> None:  # fmt: skip
-    """Fill slots with halves of blocks of rows as they get free."""
+    """Fill slots with halves of blocks of rows as they get free; joined ones with both."""
+    halves: gl.constexpr = 2 if joined else 1
     ring, all_full, all_free = rings
     tl.extra.cuda.gdc_wait()
     slot, turn = 0, 1
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         row, _tile, _split, first, last = _unit(unit, rows, lines, k, share, block_m, block_n)
-        for half in range(2 * first, 2 * last):
+        for part in range(2 // halves * first, 2 // halves * last):
             mbarrier.wait(all_free.index(slot), turn)
             full = all_full.index(slot)
-            mbarrier.expect(full, 128 * block_m)
-            async_load(x, [row, 64 * half], full, ring.index(slot))
-            slot, turn = _next(slot, turn, slots)
+            mbarrier.expect(full, 128 * block_m * halves)
+            for half in gl.static_range(halves):
+                async_load(x, [row, 64 * (halves * part + half)], full, ring.index(halves * slot + half))
+            slot, turn = _next(slot, turn, slots // halves)
 
 
 @gluon_jit
@@ -348,7 +375,7 @@ def _multiply(
     out: Arg, scale: Arg, factor: Arg, bias: Arg, row_rings: Arg, code_rings: Arg, rows: Arg, lines: Arg, k: Arg,
     share: Arg, units: Arg, numbers: constexpr, scales: constexpr, form: constexpr, group: constexpr,
     per: constexpr, has_bias: constexpr, block_m: constexpr, block_n: constexpr, kind: constexpr,
-    ahead: constexpr, ready: constexpr, row_slots: constexpr, code_slots: constexpr,
+    ahead: constexpr, ready: constexpr, joined: constexpr, row_slots: constexpr, code_slots: constexpr,
     num_warps: constexpr,
 ) -> None:  # fmt: skip
     """Sum up all blocks and store, one block after another."""
@@ -359,7 +386,7 @@ def _multiply(
         row_slot, row_turn, code_slot, code_turn = _sum_up(
             out, scale, factor, bias, row_rings, code_rings, row_slot, row_turn, code_slot, code_turn, row, tile,
             split, first, last, rows, lines, k, numbers, scales, form, group, per, has_bias, block_m, block_n, kind,
-            ahead, ready, row_slots, code_slots, num_warps,
+            ahead, ready, joined, row_slots, code_slots, num_warps,
         )  # fmt: skip
 
 
@@ -369,7 +396,7 @@ def _sum_up(
     code_slot: Arg, code_turn: Arg, row: Arg, tile: Arg, split: Arg, first: Arg, last: Arg, rows: Arg, lines: Arg,
     k: Arg, numbers: constexpr, scales: constexpr, form: constexpr, group: constexpr, per: constexpr,
     has_bias: constexpr, block_m: constexpr, block_n: constexpr, kind: constexpr, ahead: constexpr,
-    ready: constexpr, row_slots: constexpr, code_slots: constexpr, num_warps: constexpr,
+    ready: constexpr, joined: constexpr, row_slots: constexpr, code_slots: constexpr, num_warps: constexpr,
 ) -> Arg:  # fmt: skip
     """One block of lines and rows, 16 columns after another: while some products are under way the next one's
     weights are decoded.
@@ -386,20 +413,31 @@ def _sum_up(
     f = inside.to(gl.float32)
     if scales == "times" or scales == "over":
         f = gl.load(factor + tile_of * 64 + inside)
-    after = _held(scale, tile_of, inside, first, blocks, k, group, per)
+    at = _scales_at(scale, tile_of, inside, first, blocks, k, group, per)
+    held = _held(at, per)
     total = gl.zeros([block_n, block_m], gl.float32, layout=mma)
     w = gl.zeros([block_n, 16], gl.bfloat16, layout=left)
     total, before, second, third = warpgroup_mma_wait(ahead, [total, w, w, w])
     for block in range(first, last):
         mbarrier.wait(code_full.index(code_slot), code_turn)
-        words, held = _words(code_ring.index(code_slot), left), after
+        words, after = _words(code_ring.index(code_slot), left), held
         if group > 0:  # asked for long before they are needed
-            after = _held(scale, tile_of, inside, gl.minimum(block + 1, blocks - 1), blocks, k, group, per)
+            if joined and group <= 128:
+                at += gl.where(block + 1 < last, 64 * per, 0)
+            else:
+                at = _scales_at(scale, tile_of, inside, gl.minimum(block + 1, blocks - 1), blocks, k, group, per)
+            if per == 1 or not joined:
+                after = _held(at, per)
         for part in gl.static_range(8):
             w = _decoded(words, part, held, f, numbers, scales, form, group, ready)
-            if part % 4 == 0:
-                mbarrier.wait(row_full.index(row_slot), row_turn)
-            right = row_ring.index(row_slot).slice(part % 4 * 16, 16, 1).permute((1, 0))
+            if per > 1 and joined:
+                held = _renewed(held, at, part, per)
+            if joined:
+                right = row_ring.index(2 * code_slot + part // 4).slice(part % 4 * 16, 16, 1).permute((1, 0))
+            else:
+                if part % 4 == 0:
+                    mbarrier.wait(row_full.index(row_slot), row_turn)
+                right = row_ring.index(row_slot).slice(part % 4 * 16, 16, 1).permute((1, 0))
             total = warpgroup_mma(w, right, total, is_async=True)
             total, before, second, third = warpgroup_mma_wait(ahead, [total, before, second, third])
             if ahead == 1:
@@ -408,38 +446,69 @@ def _sum_up(
                 before, second = second, w
             else:
                 before, second, third = second, third, w
-            if part % 4 == ahead - 1:
+            if part == ahead - 1 and joined:  # the products of the block before are done
+                prior = gl.where(code_slot == 0, code_slots - 1, code_slot - 1)
+                mbarrier.arrive(code_free.index(prior), count=1, pred=block > first)
+            if part % 4 == ahead - 1 and not joined:
                 prior = gl.where(row_slot == 0, row_slots - 1, row_slot - 1)
                 mbarrier.arrive(row_free.index(prior), count=1, pred=(block > first) | (part > 3))
-            if part == ahead - 1:  # words are in registers
+            if part == ahead - 1 and not joined:  # words are in registers
                 mbarrier.arrive(code_free.index(code_slot), count=1)
-            if part % 4 == 3:
+            if part % 4 == 3 and not joined:
                 row_slot, row_turn = _next(row_slot, row_turn, row_slots)
+        if per == 1 or not joined:
+            held = after
         code_slot, code_turn = _next(code_slot, code_turn, code_slots)
     total, before, second, third = warpgroup_mma_wait(0, [total, before, second, third])
-    mbarrier.arrive(row_free.index(gl.where(row_slot == 0, row_slots - 1, row_slot - 1)), count=1)
+    if joined:
+        mbarrier.arrive(code_free.index(gl.where(code_slot == 0, code_slots - 1, code_slot - 1)), count=1)
+    else:
+        mbarrier.arrive(row_free.index(gl.where(row_slot == 0, row_slots - 1, row_slot - 1)), count=1)
     _store(
-        out, total, factor, bias, row, tile, split, tiles, rows, lines, scales, has_bias, block_m, block_n, kind, mma,
-        num_warps,
+        out, total, factor, bias, row, tile, split, tiles, rows, lines, scales, form, has_bias, block_m, block_n, kind,
+        mma, num_warps,
     )  # fmt: skip
     return row_slot, row_turn, code_slot, code_turn
 
 
 @gluon_jit
-def _held(scale: Arg, tile: Arg, inside: Arg, block: Arg, blocks: Arg, k: Arg, group: constexpr, per: constexpr) -> Arg:
-    """Words of a block's scales of each line: four, or fewer more than once."""
+def _scales_at(
+    scale: Arg, tile: Arg, inside: Arg, block: Arg, blocks: Arg, k: Arg, group: constexpr, per: constexpr
+) -> Arg:  # fmt: skip
+    """Where the first word of a block's scales of each line lies."""
     if group == 0:
         at = tile * 64 + inside
     elif group % 128 == 0:
         at = (tile * scale_blocks(k, group) + block // (group // 128)) * 64 + inside
     else:
         at = (tile * blocks + block) * (per * 64) + inside
-    first = gl.load(scale + at)
+    return scale + at
+
+
+@gluon_jit
+def _held(at: Arg, per: constexpr) -> Arg:
+    """Words of a block's scales of each line: four, or fewer more than once."""
+    first = gl.load(at)
     second, third, fourth = first, first, first
     if per > 1:
-        second = gl.load(scale + at + 64)
+        second = gl.load(at + 64)
     if per > 2:
-        third, fourth = gl.load(scale + at + 128), gl.load(scale + at + 192)
+        third, fourth = gl.load(at + 128), gl.load(at + 192)
+    return first, second, third, fourth
+
+
+@gluon_jit
+def _renewed(held: Arg, at: Arg, part: constexpr, per: constexpr) -> Arg:
+    """`held` with the next block's word, at `at`, in the place of one that no later part takes."""
+    first, second, third, fourth = held
+    if part == 8 // per - 1:
+        first = gl.load(at)
+    if part == 16 // per - 1:
+        second = gl.load(at + 64)
+    if per > 2 and part == 5:
+        third = gl.load(at + 128)
+    if per > 2 and part == 7:
+        fourth = gl.load(at + 192)
     return first, second, third, fourth
 
 
@@ -462,7 +531,7 @@ def _decoded(
     parts: gl.constexpr = 4 if numbers == "e4m3" else 2
     step: gl.constexpr = part * 16 // group if group == 16 or group == 32 else 0
     word = words[part % parts]
-    if ready and (form == "halves" or form == "levels"):
+    if ready:
         w = ready_times(word, held[step // 2 if form == "halves" else step // 4][:, None], part // parts, step, form)
     else:
         word_of_scales = held[step // 2 if form == "halves" else step // 4]
@@ -475,14 +544,16 @@ def _decoded(
 @gluon_jit
 def _store(
     out: Arg, total: Arg, factor: Arg, bias: Arg, row: Arg, tile: Arg, split: Arg, tiles: Arg, rows: Arg, lines: Arg,
-    scales: constexpr, has_bias: constexpr, block_m: constexpr, block_n: constexpr, kind: constexpr, mma: constexpr,
-    num_warps: constexpr,
+    scales: constexpr, form: constexpr, has_bias: constexpr, block_m: constexpr, block_n: constexpr, kind: constexpr,
+    mma: constexpr, num_warps: constexpr,
 ) -> None:  # fmt: skip
     """The end of a product: the factor of sums, the bias or the gate, and rounding."""
     line = gl.arange(0, block_n, layout=gl.SliceLayout(1, mma))
     if scales == "e4m3":
         at = gl.minimum(tile + line // 64, tiles - 1).to(gl.int64) * 64 + line % 64
         total *= (gl.load(factor + at) * 256.0)[:, None]
+    if form == "folded":
+        total *= 256.0
     if kind is None:
         line += 64 * tile
         if has_bias and split == 0:
