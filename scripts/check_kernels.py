@@ -63,7 +63,8 @@ class Compiled:
     serialized: products on tensor cores are waited for one by one.
     loop: instructions of the main loop, 0 without one.
     multiplying: cycles for which tensor cores work on a warp group's products of a turn of the main loop.
-    warps: of a program. programs: of the launch.
+    copied: bytes that a program's threads copy ahead in a turn of the main loop; bulk copies do not count.
+    warps: of a program. programs: of the launch. reads_alone: what one copies no other reads.
     """
 
     error: str = ""
@@ -75,8 +76,10 @@ class Compiled:
     serialized: bool = False
     loop: int = 0
     multiplying: int = 0
+    copied: int = 0
     warps: int = 4
     programs: int = 0
+    reads_alone: bool = False
 
     def together(self, card: Card) -> int:
         """Programs on the busiest multiprocessor: as many as registers, shared memory and warps have room for."""
@@ -91,15 +94,23 @@ class Compiled:
         in each quarter of the multiprocessor, and t for its products. p programs together take p * max(i, t) at least
         for a turn of each, waiting or not, for they share what issues and what multiplies. So nothing is lost where
         that is not less than i + t: the others fill the time.
+
+        Nor is anything lost where a turn's bytes come from memory and take longer than i + t, for all programs share
+        what memory gives. Seen on an H200 (benchmarks/log.md): of 128 programs, one a multiprocessor, that attend to
+        keys of their own those that wait for products of 128 keys take 150 us, and those that wait for no product, of
+        64 keys, with as many bytes on their way, 171.
         """
-        in_quarters = self.warps / _QUARTERS
+        in_quarters, together = self.warps / _QUARTERS, self.together(card)
         i, t = self.loop * in_quarters, self.multiplying * in_quarters
-        return i + t > self.together(card) * max(i, t)
+        copies = self.copied * min(self.programs, together * card.gpu.num_sms) / _MEMORY if self.reads_alone else 0.0
+        return i + t > max(together * max(i, t), copies)
 
 
 _REGISTERS, _OF_SYSTEM, _WARPS, _QUARTERS = 1 << 16, 1 << 10, 64, 4
 """Of a multiprocessor: registers; bytes of shared memory that are kept for each program; warps; schedulers, each of
 which issues an instruction a cycle. Source: CUDA C++ Programming Guide, "Compute Capabilities"."""
+_MEMORY = 4.8e12 / 1.755e9
+"""Bytes a cycle that an H200's memory gives at most: more than an H100's. Source: NVIDIA's papers."""
 
 
 def read_log(log: str) -> dict[str, Any]:
@@ -116,6 +127,7 @@ _LABEL = re.compile(r"\s*(\.L_?\w+):")
 _BRANCH = re.compile(r"\bBRA\S*\s.*`\((\.L_?\w+)\)")
 _PRODUCT = re.compile(r"\b(?:[HQI]G?MMA|UTC\w*MMA)\b")
 _BY_WARP_GROUP = re.compile(r"\b[HQI]GMMA\.64x(\d+)x\d+")
+_COPY = re.compile(r"\bLDGSTS(?:\.[A-Z]\w*)*(?:\.(\d+))?")
 _AHEAD = re.compile(r"\b(?:LDGSTS|UTMALDG|UBLKCP)\b")
 
 
@@ -160,11 +172,20 @@ class Code:
         of several the longest. A product of a warp group, 64 lines by n columns by 32 bytes, takes tensor cores n / 2
         cycles (NVIDIA's H100 paper: 4,096 operations in 16 bits a cycle and multiprocessor).
         """
+        loop = self._main()
+        products = map(_BY_WARP_GROUP.search, loop)
+        return len(loop), sum(int(product[1]) // 2 for product in products if product)
+
+    def copied(self) -> int:
+        """Bytes that a thread copies ahead in a turn of the main loop."""
+        copies = map(_COPY.search, self._main())
+        return sum(int(copy[1] or 32) // 8 for copy in copies if copy)
+
+    def _main(self) -> Sequence[str]:
         loops = [loop for loop in self.loops if self.is_inner(loop) and self.count(_PRODUCT, loop)]
         found = [(self.count(_AHEAD, (first, last)), last + 1 - first, first) for first, last in loops]
         _, length, first = max(found, default=(0, 0, 0))
-        products = map(_BY_WARP_GROUP.search, self.code[first : first + length])
-        return length, sum(int(product[1]) // 2 for product in products if product)
+        return self.code[first : first + length]
 
     def spills(self) -> tuple[int, int]:
         """`Compiled.inner_spills` and `outer_spills`."""
@@ -273,12 +294,15 @@ def told(made: Compiled, what: str, card: Card, budget: int | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A kernel that a launch asks for: Triton's source, target and options. programs: of the launch."""
+    """A kernel that a launch asks for: Triton's source, target and options. programs: of the launch; alone: none of
+    them reads what another one reads.
+    """
 
     source: Any
     target: Any
     options: Any
     programs: int
+    alone: bool = False
 
     @property
     def kernel(self) -> str:
@@ -302,19 +326,21 @@ class AbsentGpu:
 
 def asked_by(launch: Callable[[], object], capability: int) -> list[Asked]:
     """The kernels that a launch asks for on a card of so much compute capability, in order; nothing is launched."""
-    found, programs = list[Asked](), 0
+    found, programs, alone = list[Asked](), 0, False
     launch_one = triton.JITFunction.run
 
     def run(kernel: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> Any:
-        nonlocal programs
+        nonlocal programs, alone
         programs = prod(grid)
+        splits = dict(zip(kernel.arg_names, args, strict=False)).get("splits")
+        alone = kernel.fn.__name__ == "_attention_kernel" and grid[1] == splits  # all queries of a row in one block
         return launch_one(kernel, *args, grid=grid, warmup=warmup, **options)
 
     def ask(  # in the place of what compiles
         kernel: Any, key: str, signature: Any, device: int, constants: Any, options: Any, attributes: Any, *_: Any
     ) -> None:
         source = kernel.ASTSource(kernel, signature, constants, attributes)
-        found.append(Asked(source, GPUTarget("cuda", capability, 32), options, programs))
+        found.append(Asked(source, GPUTarget("cuda", capability, 32), options, programs, alone))
 
     absent = patch.object(triton.runtime.driver, "_active", AbsentGpu(capability))
     with patch.object(triton.JITFunction, "run", run), patch.object(triton.JITFunction, "_do_compile", ask), absent:
@@ -357,12 +383,15 @@ def compile_one(asked: Asked) -> Compiled:
         command = [disassembler(), "-c", str(binary)]
         code = Code.read(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     inner, outer = code.spills()
-    loop, multiplying = code.main_loop() if asked.target.arch == CARDS[TUNED].capability else (0, 0)
+    tuned = asked.target.arch == CARDS[TUNED].capability
+    loop, multiplying = code.main_loop() if tuned else (0, 0)
+    threads = int(re.findall(r"\.reqntid (\d+)", made.asm["ptx"])[0])
     return Compiled(
         shared=made.metadata.shared,
         loop=loop,
         multiplying=multiplying,
-        warps=int(re.findall(r"\.reqntid (\d+)", made.asm["ptx"])[0]) // 32,
+        copied=code.copied() * threads if tuned else 0,
+        warps=threads // 32,
         inner_spills=inner,
         outer_spills=outer,
         **read_log(log.getvalue()),
@@ -376,7 +405,7 @@ def disassembler() -> str:
 
 
 _MAKERS: tuple[Any, ...] = (Compiled, read_log, Code, compile_one)
-_MADE_BY = "".join(map(inspect.getsource, _MAKERS)), (_INSTRUCTION, _LABEL, _BRANCH, _PRODUCT, _AHEAD, _SPILL)
+_MADE_BY = "".join(map(inspect.getsource, _MAKERS)), (_INSTRUCTION, _LABEL, _BRANCH, _PRODUCT, _AHEAD, _COPY, _SPILL)
 
 
 def compile_all(wanted: Sequence[Asked], jobs: int) -> Iterator[Compiled]:
@@ -436,7 +465,7 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"--only {args.only}: no launch of {card.name} has this in its name")
         compiled = compile_all([asked for _, asked in launches], args.jobs)
         of_card = {
-            (card.name, name): replace(made, programs=asked.programs)
+            (card.name, name): replace(made, programs=asked.programs, reads_alone=asked.alone)
             for (name, asked), made in zip(launches, compiled, strict=True)
         }
         assert len(of_card) == len(launches), "two kernels have one name"

@@ -201,8 +201,8 @@ def _coded(card: Card) -> Iterator[Case]:
     counts = (16, 32, 64, 256) if card.measured else (16, 256)
     for name, (of, (lines, k, gated)), rows in product(formats, _LLAMA_8B.items(), counts):
         multiply, weight = quantized_gated if gated else quantized_gemm, _coded_weight(name, 256, k)
-        whole = replace(weight, shape=(lines, k))
-        launch = choose_product(whole, gated, rows, gpu, False, why_not(weight, HALF, gpu) is None)
+        whole, uncut = replace(weight, shape=(lines, k)), name in _OF_TWO_LEVELS  # which engines have under bits alone
+        launch = choose_product(whole, gated, rows, gpu, uncut, why_not(weight, HALF, gpu) is None)
         call = partial(multiply, _empty(rows, k), whole, launch=launch, gpu=gpu)
         yield f"product of {name}, {of}, {rows} rows", call
     lines, k, _ = _LLAMA_8B["gate_up"]

@@ -175,6 +175,39 @@ def test_waiting_for_products_costs_nothing_where_another_program_works_meanwhil
     assert guard.faults_of(replace(made, serialized=False), card, 300) == []
 
 
+@pytest.mark.parametrize(
+    ("change", "stands"),
+    [
+        ({}, False),  # 64 KiB for each of 128 take 3,067 cycles, the turn 2,171
+        ({"copied": 32 << 10}, True),
+        ({"programs": 64}, True),  # each has twice as many bytes a cycle
+        ({"programs": 1000}, False),
+        ({"reads_alone": False}, True),  # from the L2 cache they may come faster
+    ],
+    ids=str,
+)
+def test_waiting_for_products_costs_nothing_where_memory_takes_longer(guard, change, stands):
+    made = guard.Compiled(
+        serialized=True, shared=208 << 10, registers=255, loop=1147, multiplying=1024, copied=64 << 10, programs=128,
+        reads_alone=True,
+    )  # fmt: skip
+    assert guard.faults_of(replace(made, **change), guard.CARDS["sm_90"], 1147) == ["serialized"] * stands
+
+
+@pytest.mark.parametrize(
+    ("copy", "size"),
+    [
+        ("LDGSTS.E.BYPASS.128", 16),
+        ("LDGSTS.E.BYPASS.LTC128B.128.ZFILL", 16),
+        ("LDGSTS.E.LTC128B.64", 8),
+        ("LDGSTS.E", 4),
+        ("UTMALDG.2D", 0),
+    ],
+)
+def test_bytes_that_a_thread_copies_ahead_are_counted(guard, copy, size):
+    assert guard.Code.read(LISTING.replace("LDGSTS.E.BYPASS.128", copy)).copied() == size
+
+
 def test_budgets_are_written_for_new_loops_and_lowered_but_never_raised(guard):
     table = json.dumps({"budgets": {"shorter": 300, "longer": 200, "gone": 5}, "known": []})
     loops = {"shorter": 240, "longer": 260, "new": 100, "none": 0}
