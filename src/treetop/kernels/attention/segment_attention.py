@@ -392,7 +392,7 @@ def choose_segment_launch(call: CallShape, most: int, slots: int, gpu: GpuTraits
 def launch_for_codes(launch: SegmentLaunch, call: CallShape, gpu: GpuTraits) -> SegmentLaunch:
     """The launch of a call whose K/V are codes of a byte, of the one for 16 bits. What codes widen to takes registers,
     so where these lack a program has half the queries; and no product is tensor memory's, with which Triton 3.6 cannot
-    load ahead what is widened by assembly. Elsewhere one block more is on its way: on an H200 0.87 to 1.01 of the time.
+    load ahead what is widened by assembly. Elsewhere one block more is on its way: on an H200 0.86 to 1.01 of the time.
     """
     lacks, most = is_small(call) or not is_roomy(gpu), 32 if gpu.has_tensor_memory else 128
     narrow, widest = not lacks and call.head_dim <= 128, call.head_dim > 256
