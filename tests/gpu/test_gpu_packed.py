@@ -116,8 +116,8 @@ def test_the_product_of_many_rows_has_the_bits_of_the_one_of_few(scheme, block, 
         stay, few = replace(launch, stays=True), replace(gpu, num_sms=2)  # some programs have more than one block
         assert torch.equal(multiply(x, weight, bias=bias, launch=stay, gpu=few), want), (lines, k, rows)
         others = [replace(stay, ahead=3)] if block == (256, 128) else []
-        folds = scheme == QuantScheme("int4", 128)
-        readies = [replace(stay, ready=True, ahead=3)] if folds or scheme.numbers == "e2m1" else []
+        lies_ready = weight.kind in ("folded", "e8m0", "levels", "halves")
+        readies = [replace(stay, ready=True, ahead=3)] if lies_ready else []
         for other in (*others, *readies, *map(joined, (launch, stay, *readies))):
             assert torch.equal(multiply(x, weight, bias=bias, launch=other, gpu=few), want), (lines, k, rows, other)
 

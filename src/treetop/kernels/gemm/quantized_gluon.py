@@ -232,6 +232,7 @@ def multiply(
     blocks = -(-k // BLOCK)
     share = -(-blocks // launch.splits)
     assert (launch.splits - 1) * share < blocks
+    assert not launch.ready or weight.kind in ("folded", "e8m0", "levels", "halves")
     assert not launch.joined or (launch.code_slots > 1 and launch.row_slots == 2 * launch.code_slots)
     options = tile_options(weight, x.dtype, gpu)
     del options["fast"], options["has_zero"], options["whole_blocks"]
