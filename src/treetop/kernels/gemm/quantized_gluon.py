@@ -54,7 +54,7 @@ _STEP = 64
 """Columns of a slot of rows."""
 BESIDE = {(256, 128): 1, (128, 256): 1, (128, 128): 1, (64, 128): 2, (64, 64): 3}
 """Rows and lines of a block, and programs of a multiprocessor. Of the larger ones sums just have room in the registers;
-the two of 64 rows are for as many at most.
+the two of 64 rows are for as many at most, but (64, 64) up to 128 where k is not cut and programs would be few.
 """
 _LONG = {
     ("e4m3", False): (1.42, 1.57, 0.85, 1.13, 0.80),
