@@ -9,18 +9,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from treetop import LLM
+from treetop.engine import engine
 from treetop.engine.startup import exactness
-from treetop.exact.first_calls import call_once_alone
+from treetop.exact import first_calls
 from treetop.exact.machine import found_once
 from treetop.kernels.exact import elementwise_problem
 
 TWO_THREADS = """
 import torch
 from treetop import LLM, SamplingParams
-from treetop.engine.startup import exactness
 
 assert torch.get_num_threads() == 2
-exactness.suffices = lambda mode: True  # the mode that the suite's own process has found is in the environment
 prompts = [list(range(5, 5 + count)) for count in (1, 9, 130)]
 
 
@@ -57,7 +56,7 @@ class Sizes(TorchDispatchMode):
 
 def test_the_probe_calls_each_function_alone_before_several_threads_do():
     """MKL's answer threads wrongly that come in the middle of a function's first call, and the finding is kept."""
-    call_once_alone.cache_clear()
+    first_calls._call_all.cache_clear()
     with Sizes() as sizes:
         elementwise_problem.__wrapped__(1)
     for name in ("exp", "log1p", "tanh", "rsqrt"):
@@ -65,13 +64,20 @@ def test_the_probe_calls_each_function_alone_before_several_threads_do():
 
 
 @pytest.mark.parametrize("kind", ["bits", "ties"])
-def test_an_engine_is_made_after_these_calls(strong_pair, kind):
+def test_an_engine_is_built_after_these_calls(strong_pair, kind, monkeypatch):
     """Also where what probes find was kept by an earlier start, so that none of them calls anything."""
     made = {"draft": None, "exactness": kind, "dtype": "float32", "device": "cpu", "context_length": 64}
     LLM(strong_pair.target, **made).close()
-    call_once_alone.cache_clear()
+    real, calls = engine.build_runner, []
+
+    def build(plan):
+        calls.append(first_calls._call_all.cache_info().misses)
+        return real(plan)
+
+    monkeypatch.setattr(engine, "build_runner", build)
+    first_calls._call_all.cache_clear()
     LLM(strong_pair.target, **made).close()
-    assert call_once_alone.cache_info().misses == 1
+    assert calls == [1]
 
 
 def test_that_nothing_was_found_holds_for_later_starts_too(monkeypatch, tmp_path):

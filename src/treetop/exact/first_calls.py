@@ -7,19 +7,27 @@ have its numbers from code of 12 bits, once. On an Intel Xeon (family 6, model 2
 divides among threads what has more than 32,768 numbers.
 """
 
+import threading
 from functools import cache
 
 import torch
 
-_FUNCTIONS = ("exp", "expm1", "log", "log1p", "tanh", "sin", "cos", "erf", "sqrt", "rsqrt")
+_FUNCTIONS = ("exp", "expm1", "log", "log1p", "log2", "tanh", "sin", "cos", "erf", "sqrt", "rsqrt")
+_LOCK = threading.Lock()
+"""For engines that several threads start."""
 
 
-@cache
 def call_once_alone() -> None:
     """Call each function on a few numbers, in float32 and float64, which one thread does.
 
     MKL takes its mode at a process's first call of any kind, so that is chosen before (`exact.mkl_mode`).
     """
+    with _LOCK:
+        _call_all()
+
+
+@cache
+def _call_all() -> None:
     for few in (torch.ones(8), torch.ones(8, dtype=torch.float64)):
         for name in _FUNCTIONS:
             getattr(torch, name)(few)

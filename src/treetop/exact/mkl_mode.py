@@ -1,7 +1,7 @@
 """The mode of MKL in which its float32 products do not depend on the batch, for `--exactness bits`.
 
 Its own mode is the fastest. Only where bits depend on the batch in that, and do not in its strict mode, is the latter
-chosen. MKL takes it from a variable at its first call of any kind, or from a call before its first product.
+chosen. MKL takes it from a variable at its first call of any kind, or from a call before that.
 """
 
 import ctypes
@@ -76,7 +76,7 @@ def remedy(suffices: Suffices) -> str | None:
         return f"start the process without {VARIABLE} in its environment, for MKL's own mode is enough"
     if suffices(MODE) is False:
         return None
-    return f"start the process with {VARIABLE}={MODE} in its environment, for MKL's mode is fixed by its first product"
+    return f"start the process with {VARIABLE}={MODE} in its environment, for MKL's mode is fixed by its first call"
 
 
 @cache
