@@ -58,9 +58,9 @@ def test_what_is_learned_in_service_is_what_the_next_start_begins_with(weak_pair
     assert isinstance(policy, AdaptiveShape)
     went_on, note = list[bool](), policy.note
 
-    def counted(plan, result, seconds):
+    def counted(plan, result, *took):
         went_on.extend(len(row.tokens) > 1 for row in result.rows if isinstance(plan, RoundPlan))
-        note(plan, result, seconds)
+        note(plan, result, *took)
 
     policy.choose, policy.note = (lambda *batch: SpecShape(1, 2, 3)), counted
     llm.generate([[number] for number in range(8)], SamplingParams(max_tokens=60, ignore_eos=True))

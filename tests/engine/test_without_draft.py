@@ -309,7 +309,7 @@ class Modelled(AdaptiveShape):
         self.alone = self.looks = self.watches
         return self._trees[-1] if self.watches and self._num_rounds % 10 == 0 else chosen
 
-    def note(self, plan, result, seconds) -> None:
+    def note(self, plan, result, *took) -> None:
         super().note(plan, result, None)
 
 
@@ -366,7 +366,7 @@ def test_a_head_that_does_not_pay_is_watched_by_few_rows(strong_pair, options):
 class OfATable(AdaptiveShape):
     """Rounds take what a table says, whatever the machine does."""
 
-    def note(self, plan, result, seconds) -> None:
+    def note(self, plan, result, *took) -> None:
         super().note(plan, result, None)
 
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from support.shape_loads import CONTEXT, SHAPES, DrawnHead, DrawnLoad, Load, layout
 from treetop.bench.modelled_costs import costs_of_a_gpu
 from treetop.scheduler.acceptance import AcceptanceEstimate
-from treetop.scheduler.policy import INTEREST, REGRET_BUDGET, AdaptiveShape
+from treetop.scheduler.policy import INTEREST, REGRET_BUDGET, AdaptiveShape, RoundCosts
 from treetop.types.costs import CatchUpCost, CostTable, HeadAcceptance, RoundCost
 from treetop.types.ids import Row
 from treetop.types.layout import PLAIN, SpecShape
@@ -266,6 +266,29 @@ def test_a_shape_that_is_dearer_than_measured_is_left():
         load.round(GOOD)
     assert load.shapes[:300].count(TREE) > 200
     assert load.shapes[-200:].count(TREE) < 100
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(16, 1000.0), (1, 8000.0)])
+def test_where_the_load_changes_with_the_shape_nothing_is_said_of_what_shapes_cost_beside_each_other(rows, tokens):
+    """A table that is wrong at one load makes no tree dear or cheap that is first tried when the load is another; one
+    that is tried at the load of the rounds before it is found out.
+    """
+
+    def ratio() -> float:
+        return costs.seconds(4, TREE, 100.0) / costs.seconds(4, PLAIN, 100.0)
+
+    costs = RoundCosts(costs_of_a_gpu(SHAPES))
+    thought = ratio()
+    for _ in range(5):
+        for _ in range(40):
+            costs.note(rows, PLAIN, tokens, 1.7 * costs_of_a_gpu(SHAPES).seconds(rows, PLAIN, tokens))
+        costs.note(4, TREE, 100.0, costs_of_a_gpu(SHAPES).seconds(4, TREE, 100.0))
+        assert ratio() == pytest.approx(thought)
+    for _ in range(20):
+        for _ in range(40):
+            costs.note(4, PLAIN, 100.0, costs_of_a_gpu(SHAPES).seconds(4, PLAIN, 100.0))
+        costs.note(4, TREE, 103.0, 1.25 * costs_of_a_gpu(SHAPES).seconds(4, TREE, 103.0))
+    assert 1.1 < ratio() / thought < 1.3
 
 
 def dear_catch_ups(plain_rounds: float) -> CostTable:

@@ -25,6 +25,37 @@ def outputs_of(requests):
     return [tuple(request.output_ids) for request in requests]
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_rounds_take_is_told_of_those_behind_rounds_with_the_mean_of_what_their_rows_have(strong_pair, overlap):
+    """The round behind a prefill step begins when the host has seen that step end, which is late."""
+    llm = build(strong_pair, SHAPE, overlap=overlap, max_running_requests=4)
+    prompts, told, before = strong_pair.prompts([5, 40, 17, 33, 9]), list[tuple[float | None, bool]](), "nothing"
+    scheduler = llm.scheduler
+    commit, note = scheduler.commit, scheduler.policy.note
+
+    def committed(plan, result):
+        nonlocal before
+        running = [each for queue in scheduler.queues.running for each in queue]
+        rows = [each.num_computed_tokens for each in running if each.running.row in plan.rows]
+        due = before == "round" and not any(isinstance(out.plan, PrefillPlan) for out in [*scheduler.steps][1:])
+
+        def noted(part, of_part, seconds, tokens):
+            if isinstance(part, RoundPlan):
+                assert len(rows) < len(part.rows) or tokens == sum(rows) / len(rows)
+                told.append((seconds, due))
+            note(part, of_part, seconds, tokens)
+
+        scheduler.policy.note = noted
+        before = "round" if isinstance(plan, RoundPlan) else "another"
+        return commit(plan, result)
+
+    scheduler.commit = committed
+    submit(llm, prompts, greedy(12))
+    deque(pump(llm), maxlen=0)
+    assert all((seconds is not None) == due for seconds, due in told)
+    assert {due for _, due in told} == {True, False}
+
+
 # ---------------------------------------------------------------------------------------------- prefill
 
 

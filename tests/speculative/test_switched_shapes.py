@@ -141,7 +141,7 @@ class _InTurn:
     def cost_of_draft(self, rows, computed, left) -> None:
         return None
 
-    def note(self, plan, result, seconds) -> None:
+    def note(self, plan, result, seconds, tokens) -> None:
         pass
 
 

@@ -120,8 +120,8 @@ class DrawnLoad(Load):
         """given: more of `Load`."""
         super().__init__(rows, *given)
         self.head, note = head, self.policy.note
-        self.policy.note = lambda plan, result, seconds: note(
-            plan, StepResult(result.rows, proposals=head.counts()), seconds
+        self.policy.note = lambda plan, result, *took: note(
+            plan, StepResult(result.rows, proposals=head.counts()), *took
         )
 
     def _accepted(self, shape, chance) -> int:

@@ -153,7 +153,7 @@ class RandomShapes:
             self.looks = not self.alone
         return self.chosen[-1]
 
-    def note(self, plan: StepPlan, result: StepResult, seconds: float | None) -> None:
+    def note(self, plan: StepPlan, result: StepResult, seconds: float | None, tokens: float | None = None) -> None:
         """It learns nothing."""
 
     def begin(self) -> None:

@@ -84,6 +84,9 @@ _FIRST_KEPT, _KEEPS = 64, 256
 _FOLLOWS, _OWN_FOLLOWS, _SETTLED = 0.1, 0.2, 6
 """The part of what is off by which the factor of all shapes moves, and of two where one follows the other after so many
 rounds."""
+_SAME_LOAD = 0.03
+"""Of a plain round's time by the table, what two loads may differ by for a change of shapes between them to tell what
+these cost beside each other."""
 _MOST_OFF, _MOST_OWN_OFF = log(3.0), 0.3
 """Logarithms of what one round may be off by, of all shapes and of two."""
 
@@ -138,9 +141,10 @@ class ShapePolicy(Protocol):
         """A row was put back for that: the head is no longer only watched."""
         ...
 
-    def note(self, plan: StepPlan, result: StepResult, seconds: float | None) -> None:
+    def note(self, plan: StepPlan, result: StepResult, seconds: float | None, tokens: float | None = None) -> None:
         """A step's result is here, and of a mixed one its parts' after it. seconds: what it took, as the host saw it;
-        None if that says nothing.
+        None if that says nothing. tokens: that its rows had, in the mean, as `choose` counts them; None where all have
+        as many as the longest.
         """
         ...
 
@@ -172,7 +176,7 @@ class FixedShape:
     def pay(self, rounds: float) -> None:
         """Nothing is ever paid for."""
 
-    def note(self, plan: StepPlan, result: StepResult, seconds: float | None) -> None:
+    def note(self, plan: StepPlan, result: StepResult, seconds: float | None, tokens: float | None = None) -> None:
         """It learns nothing."""
 
     def begin(self) -> None:
@@ -183,7 +187,8 @@ class RoundCosts:
     """A cost table, corrected by measured rounds.
 
     A machine that is busy is slow in all shapes, so every round moves a factor of them all. What one shape costs beside
-    another shows where rounds change from one to the other: only there their own factors move, against each other.
+    another shows where rounds change from one to the other, and rows and their tokens do not: only there their own
+    factors move, against each other. Where the load changes, too, what is off may be the table's at that load.
     """
 
     def __init__(self, table: CostTable) -> None:
@@ -191,7 +196,8 @@ class RoundCosts:
         self._all, self._own = 0.0, dict.fromkeys(table.shapes, 0.0)  # logarithms of factors
         self._known: dict[tuple[int, SpecShape], tuple[float, float]] = {}
         self._catch_up_s = cache(table.catch_up_seconds)
-        self._last, self._run = PLAIN, 0  # the shape of the last round, and how many before it had the same
+        self._last, self._run = PLAIN, 0  # the shape of the last round, and how many before it had the same at its load
+        self._load_s = 0.0  # of a plain round at the last one's load, by the table
 
     def seconds(self, rows: int, shape: SpecShape, tokens: float) -> float:
         """A round of `rows` rows with `tokens` tokens each."""
@@ -205,7 +211,10 @@ class RoundCosts:
         """A round took so long."""
         off = log(max(seconds, 1e-9) / self.seconds(rows, shape, tokens))
         off = min(max(off, -_MOST_OFF), _MOST_OFF)
-        if shape != self._last:
+        before_s, self._load_s = self._load_s, self._measured(rows, PLAIN, tokens)
+        if abs(self._load_s - before_s) > _SAME_LOAD * before_s:
+            self._last, self._run = shape, 0
+        elif shape != self._last:
             if self._run >= _SETTLED:
                 apart = min(max(off, -_MOST_OWN_OFF), _MOST_OWN_OFF)
                 for each, sign in ((shape, 1.0), (self._last, -1.0)):
@@ -561,7 +570,7 @@ class AdaptiveShape:
         self.regret_budget = min(both, most)
         self.savings = min(self.savings + both - self.regret_budget, _MOST_SAVED)
 
-    def note(self, plan: StepPlan, result: StepResult, seconds: float | None) -> None:
+    def note(self, plan: StepPlan, result: StepResult, seconds: float | None, tokens: float | None = None) -> None:
         """Learn what a round gave, and what it took."""
         if isinstance(plan, MixedPlan) and seconds is not None:
             self._note_prefill(plan.prefill, seconds)  # alone it takes no longer
@@ -577,7 +586,8 @@ class AdaptiveShape:
         else:
             self._note_drafts(plan, result, of_few)
         if seconds is not None and not (plan.catches_up or of_few):
-            self._costs.note(self._bucket_for(len(plan.rows)), plan.shape, plan.committed_bound, seconds)
+            held = plan.committed_bound if tokens is None else tokens
+            self._costs.note(self._bucket_for(len(plan.rows)), plan.shape, held, seconds)
 
     def _note_prefill(self, plan: PrefillPlan, seconds: float) -> None:
         self._prefills.note(sum(len(chunk.token_ids) for chunk in plan.chunks), seconds)

@@ -47,6 +47,7 @@ from treetop.types.messages import (
     MixedPlan,
     NodeMasks,
     OffloadPlan,
+    RoundPlan,
     RowTree,
     StepPlan,
     StepResult,
@@ -168,6 +169,7 @@ class Scheduler:
         self._committer = Committer(*shared, self.kv_transfer, config.check_level, clock)
         self._watch()
         self._rounds_due = 0  # before the next prefill step
+        self._ended_round = False  # whether the step that was committed last was a round and nothing else
 
     # ---------------------------------------------------------------- requests in and out
 
@@ -435,7 +437,12 @@ class Scheduler:
         self._work.planned()
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
-        """Apply a step's result. A request with non-finite logits fails alone; one that has ended gets nothing more."""
+        """Apply a step's result. A request with non-finite logits fails alone; one that has ended gets nothing more.
+
+        A round tells what rounds take where nothing but a round was before it: the end of a prefill step is seen late,
+        as the host launches what comes behind it, and the round after it seems short. Trees are often tried there.
+        """
+        tokens = self.steps.mean_tokens
         updates = self._committer.commit(plan, result)
         if isinstance(plan, OffloadPlan) and self.rows.host is not None:
             self.rows.host.commit(result.intact)
@@ -444,10 +451,12 @@ class Scheduler:
         self.mixing.note(plan, seconds, self._budget.late_s)
         self._budget.note(plan, seconds, self.steps.has_prefill)
         mixed, alone = isinstance(plan, MixedPlan), not self.steps.has_prefill
+        after_round, self._ended_round = self._ended_round, isinstance(plan, RoundPlan)
         if mixed:
-            self.policy.note(plan, result, worked if alone else None)
+            self.policy.note(plan, result, worked if alone else None, tokens)
         for part, of_part in zip(parts_of_plan(plan), parts_of_result(plan, result), strict=True):
-            self.policy.note(part, of_part, worked if alone and not mixed else None)
+            told = alone and not mixed and (after_round or not isinstance(part, RoundPlan))
+            self.policy.note(part, of_part, worked if told else None, tokens)
         return self._reported(updates)
 
     def fail(self, error: str, engine_failed: bool = True) -> list[RequestUpdate]:

@@ -50,6 +50,12 @@ class StepsOut:
         return sum(not isinstance(step.plan, ExportPlan | ImportPlan | OffloadPlan) for step in self._steps)
 
     @property
+    def mean_tokens(self) -> float:
+        """That requests of the oldest step are known to have, in the mean; 0 if it has none."""
+        requests = self._steps[0].requests if self._steps else ()
+        return sum(request.num_computed_tokens for request in requests) / max(len(requests), 1)
+
+    @property
     def has_rows(self) -> bool:
         """Whether a step is out that has anybody's row: copies of pages to the host and back have none."""
         return any(step.requests for step in self._steps)
