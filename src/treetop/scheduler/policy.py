@@ -28,7 +28,7 @@ A shape whose round takes as long as plain rounds for all tokens that it could g
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from math import exp, inf, log, sqrt
+from math import exp, inf, log
 from typing import Protocol
 
 from treetop.scheduler.acceptance import LOOKED_AT, AcceptanceEstimate
@@ -50,10 +50,8 @@ INTEREST = 0.005
 again."""
 _MOST_REGRETS = 3.0
 """Stakes of one row that may be saved up, if these are more than `REGRET_BUDGET`, of what was accepted: a round of few
-rows that stakes most of the regret budget would otherwise be its last for long, however good the head. More rows vary
-less."""
-_NEAR = 0.96
-"""Of the best rate, that of shapes of which any may be the best: `_MOST_REGRETS` are of the dearest of these."""
+rows that stakes most of the regret budget would otherwise be its last for long, however good the head. Of n rows an nth
+of it: what a round gives varies so much less, and so does what chance alone makes of the budget."""
 _MARGIN = 1.01
 """Times the rate of the shape that runs: what another must reach."""
 _HOPE = 1.0
@@ -322,7 +320,7 @@ class AdaptiveShape:
         regret = self._regret(wanted, seconds, late)
         self.regret_budget -= regret
         self.alone = seconds[wanted] < self._round_s[wanted]
-        self._most_regret_budget = self._regret_budget_of(rates, seconds, len(lengths))
+        self._most_regret_budget = self._regret_budget_of(seconds, len(lengths))
         return wanted
 
     def _affordable(self, wanted: SpecShape, seconds: dict[SpecShape, float], behind: float) -> SpecShape:
@@ -428,8 +426,7 @@ class AdaptiveShape:
             name += f", {best.nodes_at(bucket)} nodes" * best.is_ragged_at(bucket)
             pays = f", pays from {costs[best]:.2f} tokens a round on" if best != PLAIN else ""
             told.append(f"{rates[best]:.2f}x at {rows} rows ({name}{pays})")
-            dearest = max(self._regret(shape, seconds, 0.0) for shape in seconds)  # which are near the best changes
-            most_regret = max(most_regret, _MOST_REGRETS * dearest / sqrt(rows))
+            most_regret = max(most_regret, self._regret_budget_of(seconds, rows))
         lost = 100 * (most_regret / 200 + INTEREST)
         return (
             f"--speculative-policy auto expects, {self._head.source}, {', '.join(told)} of plain rounds' speed;"
@@ -501,11 +498,10 @@ class AdaptiveShape:
         """Plain rounds that a round loses if nothing is accepted, with what it has to catch up first."""
         return 0.0 if shape == PLAIN else max((seconds[shape] + behind) / seconds[PLAIN] - 1.0, 0.0)
 
-    def _regret_budget_of(self, rates: dict[SpecShape, float], seconds: dict[SpecShape, float], rows: int) -> float:
-        """What may be saved up, by the shapes that may well be the best: which one is thought to be it changes."""
-        near = _NEAR * max(rates.values())
-        most = max(self._regret(shape, seconds, 0.0) for shape in rates if rates[shape] >= near)
-        return max(REGRET_BUDGET, _MOST_REGRETS * most / sqrt(rows))
+    def _regret_budget_of(self, seconds: dict[SpecShape, float], rows: int) -> float:
+        """What may be saved up, by the dearest shape: which one is thought to be the best changes."""
+        most = max(self._regret(shape, seconds, 0.0) for shape in seconds)
+        return max(REGRET_BUDGET, _MOST_REGRETS * most / rows)
 
     def pays_to_catch_up(self, rows: int, drafting: int) -> bool:
         """See `ShapePolicy`. It is a loss as a tree's is of which nothing is accepted, and of use to these rows alone:
