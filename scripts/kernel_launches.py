@@ -404,6 +404,7 @@ def _attention(card: Card) -> Iterator[Case]:
     scenes = [*classes, *_of_heads(8, 4, 128), *_OTHERS]
     if card.has_fp8:
         scenes += [_Scene(rows, n, 32768, fp8=True) for rows, n in product((1, 8, 32), (1, 16))]
+        scenes += [replace(scene, fp8=True) for scene in (_Scene(1, 512, 8192, causal=True), *_OTHERS)]
     for scene in scenes:
         q, pages, tail, scales = scene.tensors(planes=2)
         call: Callable[[], object]

@@ -382,6 +382,32 @@ def test_blocks_are_for_warp_groups_only_where_the_card_has_them(monkeypatch):
         assert (launch.block_m, launch.num_warps) == (64, warps)
 
 
+def test_launches_for_codes_have_room():
+    """Half the queries where codes are widened in too few registers, of the widest heads by one block at a time, and no
+    product of tensor memory's. An H100's launches of narrow heads keep their queries.
+
+    How much each launch takes is in `make check-kernels`.
+    """
+    hopper, small = GpuTraits(132, True, 227 << 10, True), GpuTraits(128, False, 99 << 10, True)
+    blackwell = GpuTraits(148, True, 227 << 10, True, True)
+    for causal, n in ((False, 16), (True, 512)):
+        for gpu, dim, block_m, stages in (
+            (hopper, 128, 64, {2, 3}),
+            (blackwell, 128, 32, {2, 3}),
+            (small, 128, 64, {2, 3}),
+            (hopper, 256, 64, {2}),
+            (blackwell, 256, 32, {2}),
+            (small, 256, 32, {2}),
+            (hopper, 512, 16, {1}),
+            (blackwell, 512, 16, {1}),
+            (small, 512, 16, {1}),
+        ):
+            call = CallShape(8, n, 2, 8, dim, 2, 8192, causal)
+            launch = launching.for_codes(launch_by_formula(call, gpu), call, gpu)
+            assert launch.block_m == block_m, (gpu, dim)
+            assert launch.num_stages in stages, (gpu, dim)
+
+
 def test_auto_on_a_cpu_is_the_torch_backend():
     assert isinstance(make_backend("auto", Need(torch.float32, CPU)), TorchBackend)
 

@@ -179,6 +179,16 @@ def test_every_bit_is_that_of_the_sums_in_order(*, dtype, change, window, chunke
             assert same_bits(got[i, node, head], want), (i, node, head)
 
 
+@interpreted
+def test_codes_of_heads_wider_than_256_have_the_same_bits():
+    """Before Hopper their queries are loaded again for each block that a row's end or paths lie in."""
+    row = make_row(45, trees(1, (2, 2, 3))[0], heads=2, kv_heads=1, dim=272, fp8=True)
+    got, factors = CODED.decode([row])[0], CODED.scales(row.kv)[:, 0].tolist()
+    for node, head in ((0, 0), (2, 1)):
+        want = attention_by_position(row.q[node, head], row.seen(node, 0), SCALE, 16, 32, None, factors)
+        assert same_bits(got[node, head], want), (node, head)
+
+
 LARGE = [slow(shape) for shape in ((8, 5, 60), (5, 4, 16), (1, 8, 9), (2, 30, 31))]
 
 

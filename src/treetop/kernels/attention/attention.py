@@ -486,7 +486,7 @@ def paged_attention(
     if launch is None:
         call = CallShape(rows, n, kv_heads, group, dim, q.element_size(), metadata.max_kv_len, metadata.causal)
         launch = choose_launch(call, gpu)
-        launch = launch if scales is None else for_codes(launch, call)
+        launch = launch if scales is None else for_codes(launch, call, gpu)
     results = Results.of(q, dim, launch.splits)
     data, tail_positions, mask, width = tail_arguments(q, metadata, tail)
     tail_strides: tuple[int, ...] = (0,) * 8

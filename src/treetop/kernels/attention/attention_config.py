@@ -90,13 +90,23 @@ def choose_launch(call: CallShape, gpu: GpuTraits) -> Launch:
     return replace(found, splits=splits, overlap=gpu.can_overlap)
 
 
-def for_codes(launch: Launch, call: CallShape) -> Launch:
-    """The launch of a decode call whose K/V are codes of a byte, of the one for 16 bits.
+def for_codes(launch: Launch, call: CallShape, gpu: GpuTraits) -> Launch:
+    """The launch of a call whose K/V are codes of a byte, of the one for 16 bits.
 
-    Halves of what is on its way take the room of a third stage; and with half the bytes few rows need more programs to
-    keep memory busy: on an H100, 32 rows of 8k take 281 us instead of 410, 8 of 32k 276 instead of 291. Launches
-    of trees have not been timed.
+    Of decoding halves of what is on its way take the room of a third stage; and with half the bytes few rows need more
+    programs to keep memory busy: on an H100, 32 rows of 8k take 281 us instead of 410, 8 of 32k 276 instead of 291.
+    Launches of trees have not been timed. What codes widen to takes registers: where these lack, a program has half the
+    queries, and of the widest heads one block of keys at a time (an H200, 8k keys: a prefill 0.95 of what it took, a
+    tree 1.03). And no product is tensor memory's, with which Triton 3.6 does not compile what loads ahead and is
+    widened by assembly: it fails in its own passes.
     """
+    roomy, wide, block_m = gpu.shared_bytes >= 128 << 10, call.head_dim > 256, launch.block_m
+    if gpu.has_tensor_memory:
+        block_m = min(block_m, 32)
+    if wide or call.element_bytes > 2 or (call.head_dim > 128 and not roomy):
+        block_m = max(16, block_m // 2)
+    alone = wide and (block_m < launch.block_m or not roomy)
+    launch = replace(launch, block_m=block_m, num_stages=1 if alone else launch.num_stages)
     if call.causal or call.element_bytes > 2:
         return launch
     splits = launch.splits

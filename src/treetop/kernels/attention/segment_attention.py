@@ -299,6 +299,7 @@ def _join_kernel(
         oldest = oldest_seen(position, window, chunked)
         start = tl.maximum(tl.min(tl.where(real, oldest, 2147483647), 0), 0)
     own = load_queries(q, row * q_row + query * q_query + head * q_head, real, dims, dim, scaled)
+    again: constexpr = scaled and not overlap and dim > 256  # beside codes that are widened they would be spilled
     at = (offset.to(tl.int64) * n + query) * heads + head
     step = n.to(tl.int64) * heads
 
@@ -328,9 +329,12 @@ def _join_kernel(
         after = tl.minimum(segment_start(segment + 1, unit) // block_n, stop)
         each, each_peak, each_mass = load_part(part, part_peak, part_mass, at + i * step, query < kept, values, dim)
         each_mass = tl.broadcast_to(each_mass[:, None], (block_m, 16))
-        for block in range(tl.where(kept > 0, tl.maximum(begin, whole), begin), after):
+        for block in tl.range(tl.where(kept > 0, tl.maximum(begin, whole), begin), after, disable_licm=again):
+            asked = own
+            if again:
+                asked = load_queries(q, row * q_row + query * q_query + head * q_head, real, dims, dim, scaled)
             each, each_peak, each_mass = fold_paths(
-                own, query, real, oldest, pages + kv_head * dim, table, tail + row * tail_row + kv_head * dim,
+                asked, query, real, oldest, pages + kv_head * dim, table, tail + row * tail_row + kv_head * dim,
                 path + row * n * t, block, start, end, first_query, last_query, t, slot_stride, v_offset, tail_column,
                 tail_v, each, each_peak, each_mass, scale, values, dim, page_size, window, aligned, block_n, block_d,
                 block_t, overlap,
