@@ -27,7 +27,8 @@ from treetop.kernels.fused import add_rms_norm
 from treetop.kernels.gemm.tiles import TiledWeight, in_turn, tile
 from treetop.kernels.moe import experts as kernels
 from treetop.kernels.moe.experts import Activation, Experts, GroupedLaunch, choose_grouped, experts_reference
-from treetop.kernels.moe.routing import Router, RouterKind, RouterSpec, Routes, route
+from treetop.kernels.moe.routes import Router, RouterKind, RouterSpec, Routes
+from treetop.kernels.moe.routing import route
 from treetop.kernels.triton_guard import gpu_traits
 
 

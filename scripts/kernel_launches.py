@@ -46,7 +46,8 @@ from treetop.kernels.gemm.skinny_gemm import choose_launch, choose_no_split_k, g
 from treetop.kernels.gemm.tiles import TiledWeight, decode_tiles, tile
 from treetop.kernels.kv import FP8, PageTable
 from treetop.kernels.moe.experts import Activation, Experts, experts
-from treetop.kernels.moe.routing import LeftChoice, Router, RouterKind, RouterSpec, Routes, Tiles, route
+from treetop.kernels.moe.routes import LeftChoice, Router, RouterKind, RouterSpec, Routes, Tiles
+from treetop.kernels.moe.routing import route
 from treetop.kernels.recurrent.convolution import path_conv, prefill_conv
 from treetop.kernels.recurrent.gates import delta_inputs, gated_norm
 from treetop.kernels.recurrent.in_turn import prefill_in_turn_kernel, verify_in_turn_kernel

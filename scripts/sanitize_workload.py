@@ -41,7 +41,8 @@ from treetop.kernels.gemm.skinny_gemm import RowsLaunch, gated_rows, skinny_gemm
 from treetop.kernels.gemm.tiles import tile
 from treetop.kernels.kv import PageTable
 from treetop.kernels.moe.experts import Activation, Experts, experts
-from treetop.kernels.moe.routing import Router, RouterKind, RouterSpec, route
+from treetop.kernels.moe.routes import Router, RouterKind, RouterSpec
+from treetop.kernels.moe.routing import route
 from treetop.kernels.triton_guard import _probe, gpu_traits, is_compiling_ahead, jit, tl
 from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL
 from treetop.types.errors import CheckError

@@ -35,7 +35,7 @@ from treetop.checkpoints.loader import LoadContext, load_weights, weight_bytes
 from treetop.checkpoints.params import of_rank
 from treetop.distributed.lockstep import StepProposal, merged
 from treetop.doctor.conformance import RandomShapes
-from treetop.kernels.moe.routing import RoutedTokens
+from treetop.kernels.moe.routes import RoutedTokens
 from treetop.models.experts import ExpertMLP, live_rows
 from treetop.models.registry import target_spec
 from treetop.parallel.exchange import ExchangeRank, Rendezvous

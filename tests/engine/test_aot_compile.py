@@ -53,7 +53,7 @@ from treetop.kernels.gemm.tiles import decode_tiles, in_turn, tile
 from treetop.kernels.gluon_guard import swizzled_tiles
 from treetop.kernels.kv import PageTable
 from treetop.kernels.moe.experts import Activation, Experts, experts
-from treetop.kernels.moe.routing import Routes, Tiles
+from treetop.kernels.moe.routes import Routes, Tiles
 from treetop.kernels.table import OpContext, Ops, operations
 from treetop.kernels.tree.calibration import make_calibration
 from treetop.kernels.tree.commit import Paths

@@ -18,9 +18,9 @@ from support.operation_cases import coded_weight
 from treetop.kernels.gemm.quantized_weight import QuantizedWeight, QuantScheme, decode, factor_apart
 from treetop.kernels.gemm.tiles import in_turn, tile
 from treetop.kernels.moe import experts as products
-from treetop.kernels.moe import routing
+from treetop.kernels.moe import placing, routing
 from treetop.kernels.moe.experts import Activation, Experts, experts_reference
-from treetop.kernels.moe.routing import Router, RouterKind, RouterSpec, route_reference
+from treetop.kernels.moe.routes import Router, RouterKind, RouterSpec, route_reference
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits
 
 SPECS = {
@@ -402,8 +402,8 @@ HOPPER = GpuTraits(132, False, 227 << 10, True)
 def test_tiles_have_8_rows_where_that_was_measured(tokens, narrow, gpu, batch_invariant, rows):
     """Of one token, where it may have other bits in another batch."""
     spec = RouterSpec(32, 4, RouterKind.TOPK_SOFTMAX)
-    allowed = narrow and routing.may_be_narrow(gpu, batch_invariant)
-    assert routing.tile_rows(tokens, spec, allowed) == rows
+    allowed = narrow and placing.may_be_narrow(gpu, batch_invariant)
+    assert placing.tile_rows(tokens, spec, allowed) == rows
 
 
 @on_gpu_or_interpreted

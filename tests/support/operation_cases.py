@@ -40,7 +40,7 @@ from treetop.kernels.gemm.skinny_gemm import RowsLaunch
 from treetop.kernels.gemm.tiles import in_turn, tile
 from treetop.kernels.kv import PageTable
 from treetop.kernels.moe.experts import Activation, Experts
-from treetop.kernels.moe.routing import Router, RouterKind, RouterSpec
+from treetop.kernels.moe.routes import Router, RouterKind, RouterSpec
 from treetop.kernels.recurrent.convolution import tree_windows
 from treetop.kernels.recurrent.states import LinearStates, StateUpdates
 from treetop.kernels.recurrent.step import DeltaNet

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.rounds import RoundKey, run_phases
-from treetop.kernels.moe.routing import RoutedTokens, Routes
+from treetop.kernels.moe.routes import RoutedTokens, Routes
 from treetop.models.experts import ExpertMLP
 
 

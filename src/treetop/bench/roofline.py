@@ -15,7 +15,7 @@ import torch
 
 from treetop.bench.machine import Machine
 from treetop.drafts.protocol import Drafter, DrafterSpec
-from treetop.kernels.moe.routing import RouterSpec
+from treetop.kernels.moe.routes import RouterSpec
 from treetop.models.config import AttentionSpec
 from treetop.models.registry import ExpertLayer, TargetSpec
 from treetop.models.target import Target

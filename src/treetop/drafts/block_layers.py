@@ -14,7 +14,7 @@ from torch import Tensor
 from treetop.attention.layer import Attend
 from treetop.checkpoints.params import Param, matrix
 from treetop.kernels.fused import joined
-from treetop.kernels.moe.routing import ALL_LIVE, RoutedTokens
+from treetop.kernels.moe.routes import ALL_LIVE, RoutedTokens
 from treetop.models.decoder import DecoderLayer
 from treetop.models.layers import Rotary
 from treetop.types.parallel import Summed, taken

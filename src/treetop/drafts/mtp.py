@@ -33,7 +33,7 @@ from treetop.checkpoints.loader import LoadContext, check_weights, load_weights
 from treetop.checkpoints.params import STREAMED, Param, in_formats, matrix, stored_tensors
 from treetop.drafts.head_files import no_offset
 from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Nodes, Proposal, Streamed
-from treetop.kernels.moe.routing import RoutedTokens
+from treetop.kernels.moe.routes import RoutedTokens
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
 from treetop.kernels.tree.calibration import InverseTemperature

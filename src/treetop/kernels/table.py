@@ -43,7 +43,7 @@ from treetop.kernels.gemm import quantized_gemm as quantized_weight
 from treetop.kernels.gemm import skinny_gemm as skinny
 from treetop.kernels.kv import FP8_CAPABILITY
 from treetop.kernels.moe import experts as expert_products
-from treetop.kernels.moe import routing
+from treetop.kernels.moe import placing, routes, routing
 from treetop.kernels.profile import TIES, Profile
 from treetop.kernels.recurrent import convolution, gates, in_turn
 from treetop.kernels.recurrent import head as weighing
@@ -302,12 +302,12 @@ class Ops:
         partial(adapting.expand_gated, batch_invariant=True),
     )
     route = Op(
-        routing.route_reference,
+        routes.route_reference,
         routing.route,
         1e-5,
         on_a_gpu,
-        (routing._logits_kernel, routing._choose_kernel, routing._place_kernel, routing._place_by_rank_kernel),
-        routing.batch_invariant_route,
+        (routing._logits_kernel, routing._choose_kernel, placing.place_kernel, placing.place_by_rank_kernel),
+        routes.batch_invariant_route,
         partial(routing.route, batch_invariant=True),
     )
     experts = Op(

@@ -9,7 +9,7 @@ from treetop.checkpoints.config_fields import Config, flag, real, require_value,
 from treetop.checkpoints.json_file import integers, read_object
 from treetop.kernels.gate import Gate
 from treetop.kernels.moe.experts import Activation
-from treetop.kernels.moe.routing import RouterSpec
+from treetop.kernels.moe.routes import RouterSpec
 from treetop.kernels.rope import RopeSpec
 from treetop.models.mixers.recurrences import ConvSpec, KimiSpec, LightningSpec, MambaSpec, RecurrentSpec
 from treetop.models.rope_config import max_positions, reach, rope_spec

@@ -10,7 +10,7 @@ from treetop.attention.layer import Attend
 from treetop.checkpoints.loader import LoadContext
 from treetop.checkpoints.params import Param, of_vocab
 from treetop.kernels.fused import joined_in_order
-from treetop.kernels.moe.routing import ALL_LIVE, RoutedTokens
+from treetop.kernels.moe.routes import ALL_LIVE, RoutedTokens
 from treetop.kernels.rope import RopeSpec, rope_table
 from treetop.kernels.table import Ops
 from treetop.models.attention import attention, attention_params

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from treetop.checkpoints.params import Param, matrix, own_experts
 from treetop.kernels.fused import joined
-from treetop.kernels.moe.routing import ALL_LIVE, IDENTITY, RoutedTokens, Router, Routes
+from treetop.kernels.moe.routes import ALL_LIVE, IDENTITY, RoutedTokens, Router, Routes
 from treetop.kernels.table import Ops
 from treetop.models.config import DenseSpec, ExpertSpec, UngatedSpec
 from treetop.models.layers import GatedMLP, SteppedMLP, dense_mlp, mlp_params

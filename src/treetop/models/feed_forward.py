@@ -6,7 +6,7 @@ from typing import Protocol
 from torch import Tensor
 
 from treetop.checkpoints.params import Param
-from treetop.kernels.moe.routing import RoutedTokens
+from treetop.kernels.moe.routes import RoutedTokens
 from treetop.kernels.table import Ops
 from treetop.models.config import AbsentSpec, ExpertSpec, FeedForwardSpec, ParallelMoESpec, ShortcutSpec, UngatedSpec
 from treetop.models.experts import ExpertMLP, expert_params

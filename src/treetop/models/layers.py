@@ -15,7 +15,7 @@ from treetop.checkpoints.params import Param, matrix, vector
 from treetop.kernels.fused import HeadNorms, joined
 from treetop.kernels.gate import Gate
 from treetop.kernels.moe.experts import Activation
-from treetop.kernels.moe.routing import ALL_LIVE, RoutedTokens
+from treetop.kernels.moe.routes import ALL_LIVE, RoutedTokens
 from treetop.kernels.rope import RopeTable, head_order
 from treetop.kernels.table import Ops
 from treetop.models.config import AttentionSpec, DenseSpec, ModelConfig, NormKind

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from treetop.checkpoints.params import Param, vector
-from treetop.kernels.moe.routing import RoutedTokens
+from treetop.kernels.moe.routes import RoutedTokens
 from treetop.kernels.table import Ops
 from treetop.models.config import ParallelMoESpec
 from treetop.models.experts import ExpertMLP, expert_params

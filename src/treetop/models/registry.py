@@ -15,7 +15,7 @@ from treetop.checkpoints.config_fields import Config
 from treetop.checkpoints.json_file import custom_code
 from treetop.checkpoints.loader import LoadContext, check_weights, load_weights
 from treetop.checkpoints.params import STREAMED, Param, in_formats, stay_packed
-from treetop.kernels.moe.routing import RouterSpec
+from treetop.kernels.moe.routes import RouterSpec
 from treetop.kernels.table import Ops
 from treetop.models.config import ModelConfig, read_config
 from treetop.models.decoder import Decoder, decoder_params, unused_tensors

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from treetop.checkpoints.config_fields import Config, flag, real, require_value, size
-from treetop.kernels.moe.routing import RouterKind, RouterSpec
+from treetop.kernels.moe.routes import RouterKind, RouterSpec
 from treetop.models.config import num_experts_per_token
 from treetop.types.errors import CheckpointError
 

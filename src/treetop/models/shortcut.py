@@ -10,7 +10,7 @@ Source: shortcut-connected experts, arXiv:2404.05019; LongCat-Flash, arXiv:2509.
 from torch import Tensor
 
 from treetop.checkpoints.params import Param
-from treetop.kernels.moe.routing import RoutedTokens
+from treetop.kernels.moe.routes import RoutedTokens
 from treetop.kernels.table import Ops
 from treetop.models.config import ShortcutSpec
 from treetop.models.experts import ExpertMLP, expert_params

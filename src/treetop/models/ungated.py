@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.checkpoints.params import Param, matrix, vector
-from treetop.kernels.moe.routing import ALL_LIVE, RoutedTokens
+from treetop.kernels.moe.routes import ALL_LIVE, RoutedTokens
 from treetop.kernels.table import Ops
 from treetop.models.config import Ungated, UngatedSpec
 from treetop.types.parallel import Summed

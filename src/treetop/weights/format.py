@@ -16,7 +16,7 @@ from treetop.kernels.gate import Gate
 from treetop.kernels.gemm.fp8_rows import Activations
 from treetop.kernels.gemm.quantized_weight import QuantizedWeight, QuantScheme
 from treetop.kernels.moe.experts import Activation
-from treetop.kernels.moe.routing import Routes
+from treetop.kernels.moe.routes import Routes
 from treetop.kernels.table import Ops
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.weights.cpu_products import ChosenProduct, Shape

@@ -27,7 +27,7 @@ from treetop.kernels.gemm.quantized_gluon import why_not as why_not_by_gluon
 from treetop.kernels.gemm.quantized_weight import MIDDLE, QuantizedWeight, QuantScheme, decode, factor_apart
 from treetop.kernels.gemm.tiles import TILE, TiledWeight, apart, decode_tiles, in_turn, tile, why_not_tiled
 from treetop.kernels.moe.experts import Activation, Experts
-from treetop.kernels.moe.routing import Routes
+from treetop.kernels.moe.routes import Routes
 from treetop.kernels.table import OpContext, Ops
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.types.errors import CheckpointError

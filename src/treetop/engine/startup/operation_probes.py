@@ -24,7 +24,7 @@ from treetop.kernels.fused import HeadNorms
 from treetop.kernels.gemm.adapter_rows import AdapterFactors
 from treetop.kernels.gemm.fp8_rows import Activations
 from treetop.kernels.gemm.quantizing_norm import norms_codes
-from treetop.kernels.moe.routing import Router, RouterKind, RouterSpec
+from treetop.kernels.moe.routes import Router, RouterKind, RouterSpec
 from treetop.kernels.recurrent.convolution import tree_windows
 from treetop.kernels.recurrent.states import LayerStates, StateInputs, StateUpdates
 from treetop.kernels.rope import RopeTable, rope_table

@@ -24,16 +24,8 @@ from treetop.kernels.exact import BY_ELEMENT, LIBRARY, Functions, batch_invarian
 from treetop.kernels.gate import Gate, activated, activated_reference
 from treetop.kernels.gemm.quantized_weight import Numbers, QuantizedWeight, decode
 from treetop.kernels.gemm.tiles import BLOCK, TiledWeight, apart, tile_arguments, tile_options, tile_product, untile
-from treetop.kernels.moe.routing import (
-    LeftChoice,
-    RouterKind,
-    Routes,
-    RowProduct,
-    Tiles,
-    each_row,
-    ranks_of_one,
-    write_choice,
-)
+from treetop.kernels.moe.routes import LeftChoice, RouterKind, Routes, RowProduct, Tiles, each_row
+from treetop.kernels.moe.routing import ranks_of_one, write_choice
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, jit_for_any, lanes, tl
 
 LIMIT, ALPHA = 7.0, 1.702

@@ -1,259 +1,25 @@
-"""Which experts a token goes to, with which weights, and which tokens come to an expert.
+"""Routes on a GPU: a router's logits, the experts of each token and their weights, and the tiles of each expert.
 
-A router gives each token a logit an expert; its kind says how these become `top_k` experts and their weights. On a GPU
-the products with experts want the tokens of an expert side by side, so the assignments (token, which of its experts)
-are put in order by expert, then by token, and cut into tiles of one expert. All of it stays on the device: launches
-have room for as many tiles as there can be, and those in excess end at once. A token that is nobody's has no expert.
+All of it stays on the device, in two launches for few tokens and three for many. What a route is and its plain
+operations are in `kernels.moe.routes`; how assignments are put in order and cut into tiles, in `kernels.moe.placing`.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Literal
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.kernels.dependent_launch import ask_for, launch_options, pdl_wait
-from treetop.kernels.exact import BY_ELEMENT, LIBRARY, Functions, batch_invariant_linear
+from treetop.kernels.moe.placing import (
+    may_be_narrow,
+    most_tiles,
+    place_by_rank_kernel,
+    place_kernel,
+    tile_rows,
+    write_order,
+    write_tiles,
+)
+from treetop.kernels.moe.routes import LeftChoice, Router, RouterKind, Routes, Tiles
 from treetop.kernels.sort_key import index_of, key_of
-from treetop.kernels.tree.tree import stable_topk
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, gpu_traits, jit, lanes, power_of_two, tl
-
-RowProduct = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""`x @ weight.T + bias` for x [rows, in]."""
-
-
-class RouterKind(StrEnum):
-    """How logits become experts and weights.
-
-    SOFTMAX: the k most likely, with their probabilities.
-    TOPK_SOFTMAX: the k largest, softmax over these alone.
-    SIGMOID: the k largest sigmoids, which are the weights.
-    """
-
-    SOFTMAX = "softmax"
-    TOPK_SOFTMAX = "softmax of the chosen"
-    SIGMOID = "sigmoid"
-
-
-@dataclass(frozen=True, slots=True)
-class RouterSpec:
-    """renormalise: a token's weights are made to add up to 1.
-    scale: then multiplied by this.
-    bias: of the logits.
-    correction: added to sigmoids or probabilities when experts are chosen, not in their weights.
-    groups: parts of the experts, of which each token takes the `top_groups` whose `group_best` best experts have the
-        largest sum. Source of groups and correction: DeepSeek-V3, arXiv:2412.19437, section 2.1.2; of groups by their
-        best expert alone: DeepSeek-V2, arXiv:2405.04434, section 2.2.2.
-    factors: each expert has a number that its weights are multiplied by in the end.
-    of_inputs: weights multiply what experts read, not what they give.
-    identity: so many of the experts, the last ones, have no weights: they give what they read (zero-computation
-        experts). Source: LongCat-Flash, arXiv:2509.01322, section 2.1.
-    least: added to the sum of a token's weights that they are divided by; kernels know the default alone.
-    """
-
-    num_experts: int
-    top_k: int
-    kind: RouterKind
-    renormalise: bool = False
-    scale: float = 1.0
-    bias: bool = False
-    correction: bool = False
-    groups: int = 1
-    top_groups: int = 1
-    group_best: Literal[1, 2] = 2
-    factors: bool = False
-    of_inputs: bool = False
-    identity: int = 0
-    least: float = 1e-20
-
-    @property
-    def with_weights(self) -> int:
-        """Experts that compute something."""
-        return self.num_experts - self.identity
-
-    @property
-    def computing(self) -> float:
-        """A token's experts with weights, on average, where every choice is as likely as any other."""
-        return self.top_k * self.with_weights / self.num_experts
-
-
-IDENTITY = -2
-"""What routes have for an expert without weights."""
-
-
-@dataclass(frozen=True, slots=True)
-class Router:
-    """weight: [experts, hidden].
-    bias: [experts].
-    correction, factor: [experts], float32 or float64.
-
-    own: the experts that are here, where ranks share them; None for all that have weights. Routes number them from 0.
-    gates_shared: the weight has one line more, the gate of the expert that all tokens take; there is no bias then.
-    leaves: kernels of the products follow, which may choose one token's experts themselves (`Routes.left`).
-    narrow: the products are in MXFP4, whose tiles have 8 rows of one token where that is faster (`tile_rows`).
-    """
-
-    spec: RouterSpec
-    weight: Tensor
-    bias: Tensor | None
-    correction: Tensor | None
-    own: range | None = None
-    factor: Tensor | None = None
-    gates_shared: bool = False
-    leaves: bool = False
-    narrow: bool = False
-
-    @property
-    def here(self) -> range:
-        return range(self.spec.with_weights) if self.own is None else self.own
-
-    @property
-    def apart(self) -> bool:
-        """A token may have experts that are not here."""
-        return self.own is not None or self.spec.identity > 0
-
-
-@dataclass(frozen=True, slots=True)
-class RoutedTokens:
-    """Tokens of a forward, as layers with experts see them.
-
-    live: [tokens] bool, False for padding, of all ranks that share the experts; None if all are.
-    chosen: takes what each layer's router chooses, [own tokens, top_k] int16, in the order of the layers; None where
-        nobody asks.
-    """
-
-    live: Tensor | None = None
-    chosen: list[Tensor] | None = None
-
-
-ALL_LIVE = RoutedTokens()
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """Assignments in the order of their experts, cut into tiles of one expert and at most `rows` assignments.
-
-    order: [assignments] int32, token * top_k + which of its experts; those of padding are left out. expert, start,
-    count: [most tiles] int32, where a tile lies in `order`; the first number[0] of them are there.
-    """
-
-    rows: int
-    order: Tensor
-    expert: Tensor
-    start: Tensor
-    count: Tensor
-    number: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Routes:
-    """expert: [tokens, top_k] integers, -1 for padding and for another rank's experts, `IDENTITY` for one of those.
-    weight: [tokens, top_k], float32 or float64.
-    tiles: of a kernel.
-    apart: some of a token's experts may be another rank's, or have no weights.
-    of_inputs: see `RouterSpec`.
-    chosen: [tokens, top_k] int16, the same among the experts of all ranks, those without weights too, best first; of
-        padding what its numbers give. None where nobody asks.
-    shared: [tokens], the weight of the expert that all tokens take, padding too, as `weight`; None if it is not with
-        the others.
-    left: the choice is the first product's, which writes expert, weight, tiles and chosen; None where it is made.
-    """
-
-    expert: Tensor
-    weight: Tensor
-    tiles: Tiles | None = None
-    apart: bool = False
-    of_inputs: bool = False
-    chosen: Tensor | None = None
-    shared: Tensor | None = None
-    left: "LeftChoice | None" = None
-
-
-@dataclass(frozen=True, slots=True)
-class LeftChoice:
-    """What one token's experts are chosen by. logits: [parts, 1, experts] float32. live: [1] bool, or None."""
-
-    logits: Tensor
-    live: Tensor | None
-    spec: RouterSpec
-
-
-def route_reference(
-    x: Tensor,
-    router: Router,
-    live: Tensor | None,
-    linear: RowProduct | None = None,
-    functions: Functions = LIBRARY,
-    *,
-    tells: bool = False,
-) -> Routes:
-    """The experts of each token, and their weights. x: [tokens, hidden]; live: [tokens] bool, False for padding.
-
-    linear: how logits are computed, `each_row` by default. tells: with `Routes.chosen`.
-    """
-    wide = torch.promote_types(x.dtype, torch.float32)
-    bias = None if router.bias is None else router.bias.to(wide)
-    logits = (linear or each_row)(x.to(wide), router.weight.to(wide), bias)
-    shared = functions.sigmoid(logits[:, -1]) if router.gates_shared else None
-    logits = logits[:, : router.spec.num_experts]
-    expert, weight = choose_experts(logits, router.spec, router.correction, functions)
-    if router.factor is not None:
-        weight = weight * router.factor[expert]
-    chosen = expert.to(torch.int16) if tells else None
-    here = (expert >= router.here.start) & (expert < router.here.stop)
-    elsewhere = torch.where(expert >= router.spec.with_weights, IDENTITY, -1) if router.spec.identity else -1
-    expert = torch.where(here, expert - router.here.start, elsewhere)
-    expert = expert if live is None else torch.where(live[:, None], expert, -1)
-    return Routes(expert, weight, apart=router.apart, of_inputs=router.spec.of_inputs, chosen=chosen, shared=shared)
-
-
-def batch_invariant_route(
-    x: Tensor, router: Router, live: Tensor | None, linear: RowProduct = batch_invariant_linear, *, tells: bool = False
-) -> Routes:
-    """`route_reference` on a CPU in float32, where what a token gets has the same bits in any batch."""
-    return route_reference(x, router, live, linear, BY_ELEMENT, tells=tells)
-
-
-def each_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear`; in float64 a row at a time, so that what it gives depends on no other row."""
-    if x.dtype != torch.float64 or len(x) == 0:
-        return F.linear(x, weight, bias)
-    return torch.cat([F.linear(row, weight, bias) for row in x.split(1)])
-
-
-def choose_experts(
-    logits: Tensor, spec: RouterSpec, correction: Tensor | None, functions: Functions = LIBRARY
-) -> tuple[Tensor, Tensor]:
-    """logits: [tokens, experts]. Returns experts [tokens, top_k] int64, best first, and weights."""
-    if spec.kind is RouterKind.TOPK_SOFTMAX:
-        best, expert = stable_topk(logits, spec.top_k)
-        weight = torch.softmax(best, dim=-1)
-    else:
-        score = torch.softmax(logits, dim=-1) if spec.kind is RouterKind.SOFTMAX else functions.sigmoid(logits)
-        choice = score if correction is None else score + correction
-        _, expert = stable_topk(_within_groups(choice, spec), spec.top_k)
-        weight = score.gather(1, expert)
-    if spec.renormalise:
-        weight = weight / (weight.sum(dim=-1, keepdim=True) + spec.least)
-    return expert, weight * spec.scale
-
-
-def _within_groups(choice: Tensor, spec: RouterSpec) -> Tensor:
-    """The scores by which experts are chosen, -inf outside a token's groups."""
-    if spec.groups == 1:
-        return choice
-    grouped = choice.unflatten(1, (spec.groups, -1))
-    best = grouped.topk(min(spec.group_best, grouped.shape[2]), dim=-1).values.sum(dim=-1)
-    _, group = stable_topk(best, spec.top_groups)
-    taken = torch.zeros_like(best, dtype=torch.bool).scatter_(1, group, True)
-    inside: Tensor = grouped.masked_fill(~taken[..., None], float("-inf"))
-    return inside.flatten(1)
-
-
-# ------------------------------------------------------------------------------------------------------- the kernels
 
 _ONE_PROGRAM = 2**11
 """Tokens times experts, both as powers of two, up to which one program does all that comes after the logits."""
@@ -268,26 +34,6 @@ _OWN = 32
 """Assignments that a program finds places for."""
 _MAX_BLOCKS = 64
 """Blocks of tokens where there are more, of 4 to 64 tokens as long as that will do."""
-
-
-def tile_rows(tokens: int, spec: RouterSpec, narrow: bool = False) -> int:
-    """Assignments of a tile: about what an expert gets, from 16 to 128; or 8 of one token, if `narrow`."""
-    if narrow and tokens == 1:
-        return 8
-    mean = tokens * spec.top_k / spec.num_experts
-    return next((rows for maximum, rows in ((8, 16), (24, 32), (64, 64)) if mean <= maximum), 128)
-
-
-def may_be_narrow(gpu: GpuTraits, batch_invariant: bool) -> bool:
-    """Whether tiles may have 8 rows: on Hopper, where it was measured, and where a token need not have the same bits
-    in any batch, for products of more rows may be other instructions."""
-    return gpu.by_warp_groups and not gpu.has_tensor_memory and not batch_invariant
-
-
-def most_tiles(tokens: int, rows: int, spec: RouterSpec) -> int:
-    """Tiles of so many rows that there can be: each expert has at most one that is not full."""
-    assignments = tokens * spec.top_k
-    return min(assignments, spec.num_experts) + assignments // rows
 
 
 def route(
@@ -345,13 +91,13 @@ def route(
     )  # fmt: skip
     if by_token:
         assignments = tokens * spec.top_k
-        _place_by_rank_kernel[(-(-assignments // _OWN),)](
+        place_by_rank_kernel[(-(-assignments // _OWN),)](
             expert, order, *numbers, number, counts, assignments, numbers.shape[1], rows=rows, experts=experts,
             block_e=lanes(experts), own=_OWN, block=min(1024, max(_OWN, power_of_two(assignments))),
             overlap=gpu.can_overlap, num_warps=4, **options,
         )  # fmt: skip
     elif not one:
-        _place_kernel[(blocks,)](expert, *placed, rows=rows, **choice)
+        place_kernel[(blocks,)](expert, *placed, rows=rows, **choice)
     tile_expert, start, count = numbers
     tiles = Tiles(rows, order, tile_expert, start, count, number)
     return Routes(expert, weight, tiles, router.apart, spec.of_inputs, chosen, shared)
@@ -538,8 +284,8 @@ def _choose_kernel(
         tl.store(chosen_out + own, all_ids.to(tl.int16), mask=stored)
     count = tl.sum((slot >= 0).to(tl.int32), 0)
     if places:
-        _write_order(order, slot, token, tl.zeros([block_e], tl.int32), count, top_k)
-        _write_tiles(tile_expert, tile_start, tile_count, number, expert, count, tokens, maximum, rows)
+        write_order(order, slot, token, tl.zeros([block_e], tl.int32), count, top_k)
+        write_tiles(tile_expert, tile_start, tile_count, number, expert, count, tokens, maximum, rows)
     elif by_token:
         tl.atomic_add(counts + expert, count, mask=(count > 0) & (expert < experts), sem="relaxed")
     else:
@@ -622,107 +368,3 @@ def _in_best_groups(
         taken = tl.where((expert // size)[None, :] == best[:, None], 1, taken)
         keys = tl.where(index == best[:, None], lowest, keys)
     return tl.where(taken != 0, choice, float("-inf"))
-
-
-@jit
-def _place_kernel(
-    expert_in: Arg, order: Arg, tile_expert: Arg, tile_start: Arg, tile_count: Arg, number: Arg, counts: Arg,
-    tokens: Arg, blocks: Arg, maximum: Arg, rows: constexpr, top_k: constexpr, experts: constexpr, block: constexpr,
-    block_e: constexpr, overlap: constexpr,
-) -> None:  # fmt: skip
-    """Puts the assignments of a block of tokens in order; the first block's program writes the tiles.
-
-    Grid (blocks,).
-    """
-    pdl_wait(overlap, early=True)
-    mine = tl.program_id(0)
-    expert = tl.arange(0, block_e)
-    before = tl.zeros([block_e], tl.int32)
-    total = tl.zeros([block_e], tl.int32)
-    for first in range(0, blocks, 8):
-        other = first + tl.arange(0, 8)[:, None]
-        there = (other < blocks) & (expert < experts)[None, :]
-        count = tl.load(counts + other * experts + expert[None, :], mask=there, other=0)
-        total += tl.sum(count, 0)
-        before += tl.sum(tl.where(other < mine, count, 0), 0)
-    token = mine * block + tl.arange(0, block)
-    slot = tl.full([block, block_e], -1, tl.int32)
-    for i in tl.static_range(top_k):
-        chosen = tl.load(expert_in + token * top_k + i, mask=token < tokens, other=-1)
-        slot = tl.where(expert[None, :] == chosen[:, None], i, slot)
-    _write_order(order, slot, token, before, total, top_k)
-    if mine == 0:
-        _write_tiles(tile_expert, tile_start, tile_count, number, expert, total, tokens, maximum, rows)
-
-
-@jit
-def _place_by_rank_kernel(
-    expert_in: Arg, order: Arg, tile_expert: Arg, tile_start: Arg, tile_count: Arg, number: Arg, counts: Arg,
-    assignments: Arg, maximum: Arg, rows: constexpr, experts: constexpr, block_e: constexpr, own: constexpr,
-    block: constexpr, overlap: constexpr,
-) -> None:  # fmt: skip
-    """Puts `own` assignments in order: behind all of lower experts, and those of the same one that come before.
-
-    Writes the tiles that begin with one of them. Grid (assignments / own,).
-    """
-    pdl_wait(overlap, early=True)
-    mine = tl.program_id(0) * own + tl.arange(0, own)
-    of = tl.load(expert_in + mine, mask=mine < assignments, other=-1)
-    rank = tl.zeros([own], tl.int32)
-    for first in range(0, tl.minimum((tl.program_id(0) + 1) * own, assignments), block):
-        other = first + tl.arange(0, block)
-        its = tl.load(expert_in + other, mask=other < assignments, other=-1)
-        rank += tl.sum(((its[None, :] == of[:, None]) & (other[None, :] < mine[:, None])).to(tl.int32), 1)
-    expert = tl.arange(0, block_e)
-    count = tl.load(counts + expert, mask=expert < experts, other=0)
-    tiles = (count + rows - 1) // rows
-    below = expert[None, :] < of[:, None]
-    start = tl.sum(tl.where(below, count[None, :], 0), 1)
-    tile = tl.sum(tl.where(below, tiles[None, :], 0), 1) + rank // rows
-    there = of >= 0
-    tl.store(order + start + rank, mine, mask=there)
-    begins = there & (rank % rows == 0)
-    total = tl.sum(tl.where(expert[None, :] == of[:, None], count[None, :], 0), 1)
-    tl.store(tile_expert + tile, of, mask=begins)
-    tl.store(tile_start + tile, start + rank, mask=begins)
-    tl.store(tile_count + tile, tl.minimum(total - rank, rows), mask=begins)
-    if tl.program_id(0) == 0:
-        _end_tiles(tile_expert, tile_start, tile_count, number, tl.sum(tiles, 0), maximum)
-
-
-@jit
-def _write_order(order: Arg, slot: Arg, token: Arg, before: Arg, total: Arg, top_k: constexpr) -> None:
-    """slot: [block, experts], which of a token's experts this is, -1 for none. before: of each expert, in blocks
-    before this one; total: in all."""
-    chosen = (slot >= 0).to(tl.int32)
-    place = (tl.cumsum(total, 0) - total + before)[None, :] + tl.cumsum(chosen, 0) - 1
-    tl.store(order + place, token[:, None] * top_k + slot, mask=slot >= 0)
-
-
-@jit
-def _write_tiles(
-    tile_expert: Arg, tile_start: Arg, tile_count: Arg, number: Arg, expert: Arg, count: Arg, tokens: Arg, maximum: Arg,
-    rows: constexpr,
-) -> None:  # fmt: skip
-    """count: [experts], assignments of each."""
-    start = tl.cumsum(count, 0) - count
-    tiles = (count + rows - 1) // rows
-    place = tl.cumsum(tiles, 0) - tiles
-    for tile in range((tokens + rows - 1) // rows):  # an expert has a token once
-        there = tile < tiles
-        tl.store(tile_expert + place + tile, expert, mask=there)
-        tl.store(tile_start + place + tile, start + tile * rows, mask=there)
-        tl.store(tile_count + place + tile, tl.minimum(count - tile * rows, rows), mask=there)
-    _end_tiles(tile_expert, tile_start, tile_count, number, tl.sum(tiles, 0), maximum)
-
-
-@jit
-def _end_tiles(tile_expert: Arg, tile_start: Arg, tile_count: Arg, number: Arg, total: Arg, maximum: Arg) -> None:
-    """How many tiles there are; those that are not there are zeros: they are read, and not used."""
-    tl.store(number, total)
-    for first in range(0, maximum, 128):
-        at = first + tl.arange(0, 128)
-        unused = (at >= total) & (at < maximum)
-        tl.store(tile_expert + at, 0, mask=unused)
-        tl.store(tile_start + at, 0, mask=unused)
-        tl.store(tile_count + at, 0, mask=unused)

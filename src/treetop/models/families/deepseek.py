@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from treetop.checkpoints.config_fields import Config, flag, real, require_value, size, table
-from treetop.kernels.moe.routing import RouterKind, RouterSpec
+from treetop.kernels.moe.routes import RouterKind, RouterSpec
 from treetop.kernels.rope import Yarn
 from treetop.models.config import (
     EACH,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from treetop.checkpoints.config_fields import Config, flag, require_value, size
-from treetop.kernels.moe.routing import RouterKind, RouterSpec
+from treetop.kernels.moe.routes import RouterKind, RouterSpec
 from treetop.models.config import (
     AttentionSpec,
     ExpertLayout,

@@ -10,7 +10,7 @@ from typing import Any
 
 from treetop.checkpoints.config_fields import Config, flag, real, require_value, size
 from treetop.kernels.moe.experts import Activation
-from treetop.kernels.moe.routing import RouterKind, RouterSpec
+from treetop.kernels.moe.routes import RouterKind, RouterSpec
 from treetop.models.config import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,

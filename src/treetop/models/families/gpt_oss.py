@@ -5,7 +5,7 @@ from pathlib import Path
 
 from treetop.checkpoints.config_fields import Config, real, size
 from treetop.kernels.moe.experts import ALPHA, LIMIT, Activation
-from treetop.kernels.moe.routing import RouterKind, RouterSpec
+from treetop.kernels.moe.routes import RouterKind, RouterSpec
 from treetop.models.config import (
     ExpertLayout,
     ExpertSpec,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from treetop.checkpoints.config_fields import Config, flag, real, require_value, size
-from treetop.kernels.moe.routing import RouterKind, RouterSpec
+from treetop.kernels.moe.routes import RouterKind, RouterSpec
 from treetop.kernels.rope import RopeSpec
 from treetop.models.config import (
     FULL_ATTENTION,

@@ -10,7 +10,7 @@ from typing import Any
 
 from treetop.checkpoints.config_fields import Config, real, require_value, size, table
 from treetop.checkpoints.params import Param, renamed
-from treetop.kernels.moe.routing import RouterKind, RouterSpec
+from treetop.kernels.moe.routes import RouterKind, RouterSpec
 from treetop.models.config import (
     AttentionSpec,
     ExpertLayout,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from treetop.checkpoints.config_fields import Config, real, size
-from treetop.kernels.moe.routing import RouterKind, RouterSpec
+from treetop.kernels.moe.routes import RouterKind, RouterSpec
 from treetop.models.config import (
     DenseSpec,
     ExpertLayout,

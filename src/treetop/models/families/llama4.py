@@ -12,7 +12,7 @@ from typing import Any
 from treetop.checkpoints.config_fields import Config, flag, real, require_value, size
 from treetop.checkpoints.json_file import integers
 from treetop.checkpoints.params import Param, renamed
-from treetop.kernels.moe.routing import RouterKind, RouterSpec
+from treetop.kernels.moe.routes import RouterKind, RouterSpec
 from treetop.kernels.rope import QueryScale, RopeSpec, Yarn
 from treetop.models.config import (
     FULL_ATTENTION,

@@ -15,7 +15,7 @@ from typing import Any
 
 from treetop.checkpoints.config_fields import Config, flag, real, require_value, size
 from treetop.checkpoints.params import Param
-from treetop.kernels.moe.routing import RouterKind, RouterSpec
+from treetop.kernels.moe.routes import RouterKind, RouterSpec
 from treetop.models.config import (
     AttentionSpec,
     ExpertLayout,

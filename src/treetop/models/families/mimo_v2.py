@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from treetop.checkpoints.config_fields import Config, flag, real, require_value, size, table
-from treetop.kernels.moe.routing import RouterKind, RouterSpec
+from treetop.kernels.moe.routes import RouterKind, RouterSpec
 from treetop.models.config import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,

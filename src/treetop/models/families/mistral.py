@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from treetop.checkpoints.config_fields import Config, real, require_value, size, table
-from treetop.kernels.moe.routing import RouterKind
+from treetop.kernels.moe.routes import RouterKind
 from treetop.kernels.rope import QueryScale
 from treetop.models.config import (
     ExpertLayout,

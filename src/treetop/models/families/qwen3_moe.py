@@ -5,7 +5,7 @@ from pathlib import Path
 
 from treetop.checkpoints.config_fields import Config, flag, require_value, size
 from treetop.checkpoints.json_file import integers
-from treetop.kernels.moe.routing import RouterKind, RouterSpec
+from treetop.kernels.moe.routes import RouterKind, RouterSpec
 from treetop.models.config import (
     DenseSpec,
     ExpertLayout,

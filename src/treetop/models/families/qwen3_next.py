@@ -12,7 +12,7 @@ from typing import Any
 from treetop.checkpoints.checkpoint import tensor_files
 from treetop.checkpoints.config_fields import Config, flag, require_value, size
 from treetop.checkpoints.json_file import integers
-from treetop.kernels.moe.routing import RouterKind, RouterSpec
+from treetop.kernels.moe.routes import RouterKind, RouterSpec
 from treetop.models.config import (
     FULL_ATTENTION,
     LINEAR_ATTENTION,

@@ -11,7 +11,7 @@ from typing import Any
 
 from treetop.checkpoints.config_fields import Config, flag, real, size
 from treetop.checkpoints.params import Param, renamed
-from treetop.kernels.moe.routing import RouterKind, RouterSpec
+from treetop.kernels.moe.routes import RouterKind, RouterSpec
 from treetop.models.config import (
     FULL_ATTENTION,
     DenseSpec,
