@@ -65,9 +65,8 @@ class Shape:
     def call(self) -> CallShape:
         group, causal = self.heads // self.kv_heads, self.kind == "prefill"
         size = self.dtype.itemsize
-        return CallShape(
-            self.rows, self.n, self.kv_heads, group, self.head_dim, size, self.capacity, causal, self.top_k
-        )
+        seen = self.capacity if causal or self.window is None else min(self.capacity, self.window)
+        return CallShape(self.rows, self.n, self.kv_heads, group, self.head_dim, size, seen, causal, self.top_k)
 
     @property
     def planes(self) -> int:

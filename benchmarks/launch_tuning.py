@@ -35,7 +35,8 @@ WARPS = {16: (1, 2, 4), 32: (2, 4), 64: (4,), 128: (8,)}
 
 
 def classes_to_tune() -> list[list[Shape]]:
-    """Decoding and trees of Llama-3.1-8B's heads in captured rounds of three context limits, and chunks of prompts.
+    """Decoding and trees of Llama-3.1-8B's heads in captured rounds of three context limits, and chunks of prompts; of
+    GPT-OSS's heads of two, and of its layers with a window.
 
     A class is one launch and all shapes that it has to serve.
     """
@@ -43,6 +44,11 @@ def classes_to_tune() -> list[list[Shape]]:
     tree = [
         [Shape("tree", rows, n, length, n, max_kv_len=limit) for length in lengths if rows * length <= MAX_TOKENS]
         for (limit, lengths), rows, n in sizes
+    ]
+    kinds = ((2048, 1024, None), (2048, 1024, 128), (16384, 8192, None))
+    tree += [
+        [Shape("tree", rows, n, length, n, 64, 8, 64, window=window, max_kv_len=limit)]
+        for (limit, length, window), rows, n in itertools.product(kinds, (32, 8, 1), (1, 4, 8, 16))
     ]
     prefill = [(1, 512, length) for length in (512, 2048, 8192)]
     prefill += [(1, n, 8192) for n in (1024, 2048, 4096, 8192)]
@@ -108,7 +114,7 @@ def compile_all(shapes: list[Shape]) -> None:
         for launch in {each for tile in tiles(shape) for each in around(tile, shape)}:
             splits = 1 if launch.splits == 1 else 16 if launch.splits % 16 == 0 else 2
             n = shape.n % 16 if shape.kind == "prefill" else shape.n  # a tail is as wide as its queries are many
-            kind = (n, shape.kind, shape.rows == 1, replace(launch, splits=splits))
+            kind = (n, shape.kind, shape.rows == 1, shape.heads, shape.window, replace(launch, splits=splits))
             jobs.setdefault(kind, (shape, launch))
     compile_on_all_cores(compile_once, jobs.values())
 

@@ -20,6 +20,7 @@ from treetop.attention.capabilities import BackendRefusal, Capabilities, GroupNe
 from treetop.attention.registry import BACKENDS, refusal, require
 from treetop.attention.torch_backend import TorchBackend
 from treetop.kernels.attention import attention_config as launching
+from treetop.kernels.attention.attention import most_seen
 from treetop.kernels.attention.attention_config import CallShape, Launch, launch_by_formula
 from treetop.kernels.gemm import skinny_gemm
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits
@@ -380,6 +381,15 @@ def test_blocks_are_for_warp_groups_only_where_the_card_has_them(monkeypatch):
         monkeypatch.setattr(torch.version, "hip", None)
         launch = launch_by_formula(call, gpu_traits(torch.device("cuda")))
         assert (launch.block_m, launch.num_warps) == (64, warps)
+
+
+def test_a_launch_of_a_window_is_that_of_the_keys_that_a_query_sees():
+    """Of a prefill that of all keys of a row."""
+    s = scene(n=3, t=4, max_kv_len=70)
+    for window, most in ((None, 70), (16, 16), (400, 70)):
+        seen = replace(s.metadata, window=window)
+        assert most_seen(seen) == most
+        assert most_seen(replace(seen, mask=None, tail_positions=None)) == 70
 
 
 def test_launches_for_codes_have_room():

@@ -484,7 +484,7 @@ def paged_attention(
     group = heads // kv_heads
     table, positions = metadata.table.data, metadata.positions
     if launch is None:
-        call = CallShape(rows, n, kv_heads, group, dim, q.element_size(), metadata.max_kv_len, metadata.causal)
+        call = CallShape(rows, n, kv_heads, group, dim, q.element_size(), most_seen(metadata), metadata.causal)
         launch = choose_launch(call, gpu)
         launch = launch if scales is None else for_codes(launch, call, gpu)
     results = Results.of(q, dim, launch.splits)
@@ -523,6 +523,12 @@ def paged_attention(
     )  # fmt: skip
     results.merge(launch, sinks, block_d, max_warps=4)
     return results.out, results.lse
+
+
+def most_seen(metadata: AttentionMetadata) -> int:
+    """Keys in the pages that a query of a row sees at most, for which a launch is chosen: of a prefill all of a row."""
+    bound = metadata.max_kv_len
+    return bound if metadata.causal or metadata.window is None else min(bound, metadata.window)
 
 
 def _items_to_merge(count: int, block_s: int) -> int:

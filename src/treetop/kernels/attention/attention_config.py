@@ -35,7 +35,7 @@ class CallShape:
     """A call of attention, as a launch sees it.
 
     n: queries a row.
-    max_kv_len: no row has more keys in the pages.
+    max_kv_len: no row has more keys in the pages, or of a decode phase with a window no query sees more.
     chosen: to how many of these a query attends that an indexer chooses them for; 0 is all.
     """
 
