@@ -11,10 +11,10 @@ switch, calibration that learns meanwhile, constrained tokens, chunks of prompts
 so that it is seen that the comparison sees something, `--exactness ties`, which has to differ.
 
 One line of JSON a cell: `sequences`, `tokens` and `logprobs` compared; `other_tokens` and `other_logprobs`, the
-sequences that differ; `accepted` drafts. Cells are in an order in which the first ones have every shape, number of
-requests and chunk; no engine is made when --seconds are over, nor for cells that a file of --done has. A last line sums
-up, what was done before apart. Exit code 1 if a cell of either differs or fails, 2 for an option that cannot work; what
-an engine refuses by name is counted.
+sequences that differ; `accepted` drafts. Cells are in an order in which the first ones have every mechanism, then
+every shape, number of requests and chunk; no engine is made when --seconds are over, nor for cells that a file of
+--done has. A last line sums up, what was done before apart. Exit code 1 if a cell of either differs or fails, 2 for an
+option that cannot work; what an engine refuses by name is counted.
 """
 
 import argparse
@@ -104,7 +104,7 @@ class EveryThird:
 
 
 def cells(args: argparse.Namespace) -> Iterator[Cell]:
-    """All, in their order: a turn over the shapes, mechanisms between them; the next has other chunks and launchers."""
+    """All, in their order: the first shape, every mechanism, the other shapes; then with other chunks and launchers."""
     graphs = args.graphs
     for turn in range(len(args.chunks)):
         for dtype, family in itertools.product(args.dtype, args.family):
@@ -113,14 +113,13 @@ def cells(args: argparse.Namespace) -> Iterator[Cell]:
                 for requests in args.requests:
                     launcher = graphs[(number + turn) % len(graphs)]
                     yield Cell(family, dtype, "grid", shape, chunk, launcher, requests)
-                if number % 2 == 1:
-                    yield from _of_mechanism(args, family, dtype, turn, slice(number // 2, number // 2 + 1))
-            yield from _of_mechanism(args, family, dtype, turn, slice(len(args.shapes) // 2, None))
+                if number == 0:
+                    yield from _of_mechanisms(args, family, dtype, turn)
 
 
-def _of_mechanism(args: argparse.Namespace, family: str, dtype: str, turn: int, which: slice) -> Iterator[Cell]:
+def _of_mechanisms(args: argparse.Namespace, family: str, dtype: str, turn: int) -> Iterator[Cell]:
     """Those of a turn over the shapes."""
-    for number, kind in list(enumerate(args.kinds))[which]:
+    for number, kind in enumerate(args.kinds):
         shape = args.shapes[(number + 5 * turn) % len(args.shapes)]
         chunk = args.chunks[(number + turn) % len(args.chunks)]
         yield Cell(family, dtype, kind, shape, chunk, args.graphs[turn % len(args.graphs)], 2 * args.rows)

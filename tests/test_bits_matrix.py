@@ -83,7 +83,7 @@ def test_a_difference_a_failure_and_what_did_not_happen_are_told(matrix, capsys,
     assert summary["bad"] == 2
 
 
-def test_the_first_cells_have_every_shape_chunk_and_number_of_requests(matrix):
+def test_the_first_cells_have_every_mechanism_then_every_shape_chunk_and_number_of_requests(matrix):
     """Of a turn over the shapes; parts are disjoint and whole."""
     parsed = {
         "family": ["dense"],
@@ -96,6 +96,7 @@ def test_the_first_cells_have_every_shape_chunk_and_number_of_requests(matrix):
     cells = list(matrix.cells(type("Args", (), asked)))
     grid = [cell for cell in cells if cell.kind == "grid"]
     assert len(set(cells)) == len(cells) == 20 * 4 * 4 + 4 * len(matrix.MECHANISMS)
+    assert [cell.kind for cell in cells[: 4 + len(matrix.MECHANISMS)]] == ["grid"] * 4 + list(matrix.MECHANISMS)
     first = grid[: 20 * 4]
     assert {cell.shape for cell in first} == set(matrix.SHAPES)
     assert {(cell.chunk, cell.requests) for cell in first} == {(c, r) for c in matrix.CHUNKS for r in matrix.REQUESTS}
