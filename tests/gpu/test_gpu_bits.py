@@ -234,14 +234,14 @@ def test_a_retraction_and_a_prefix_from_the_cache_change_no_bit(pairs, plain, na
     ("name", "dtype"),
     [
         ("llama", "bfloat16"),
-        ("gpt-oss", "float16"),
+        ("gpt-oss", "bfloat16"),
         ("windows", "bfloat16"),
         ("qwen3 next", "bfloat16"),
         ("deepseek v3", "bfloat16"),
         ("glm 5.2", "bfloat16"),
         *(
             pytest.param(name, dtype, marks=pytest.mark.slow)
-            for name, dtype in (("llama", "float16"), ("gpt-oss", "bfloat16"), ("qwen3 moe", "bfloat16"))
+            for name, dtype in (("llama", "float16"), ("gpt-oss", "float16"), ("qwen3 moe", "bfloat16"))
         ),
     ],
 )
