@@ -21,7 +21,12 @@ from treetop.attention.registry import refusal
 from treetop.attention.segments_backend import SegmentsBackend
 from treetop.kernels.attention import segments
 from treetop.kernels.attention.attention_config import CallShape
-from treetop.kernels.attention.segment_attention import SegmentLaunch, choose_segment_launch, launch_for_codes
+from treetop.kernels.attention.segment_attention import (
+    SegmentLaunch,
+    choose_segment_launch,
+    launch_for_codes,
+    segment_attention,
+)
 from treetop.kernels.attention.segment_prefill import choose_prefill_launch
 from treetop.kernels.attention.segments import SegmentPlan, block_of, plan_reference, plan_segments, segments_before
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits
@@ -140,6 +145,59 @@ def test_the_plan_is_its_reference(n, lengths, shares, window, chunked):
     assert got.items.shape == want.items.shape
     assert torch.equal(got.items[:used], want.items[:used])
     assert got.alone == (n == 1)
+
+
+def loads_of(plan, programs, length, alone):
+    """Keys that each of so many programs folds that take items in their order, whoever has fewest the next one."""
+    rows, offsets, loads = len(plan.first), plan.offsets.tolist(), [0] * programs
+    starts = [min(start, length + alone) for start in starts_of_segments(length + alone, plan.unit)]
+    for place in range(offsets[-1]):
+        row = int(plan.items[place])
+        segments = len(starts) - 1
+        run = segments - (offsets[row + 1] - offsets[row])
+        first, last = (0, run) if place < rows else (run + place - offsets[row], run + place - offsets[row] + 1)
+        loads[loads.index(min(loads))] += starts[last] - starts[first]
+    return loads
+
+
+@pytest.mark.parametrize("n", [1, 16])
+@pytest.mark.parametrize(
+    ("rows", "length", "programs", "most"),
+    [(32, 32768, 33, 1.05), (32, 8192, 33, 1.05), (8, 32768, 33, 1.15), (32, 32768, 66, 1.15), (64, 32768, 66, 1.05)],
+)
+def test_programs_fold_about_equally_many_keys(n, rows, length, programs, most):
+    """Over the mean. Every third of 33 programs had three times the mean while each took every 33rd item of 96."""
+    metadata = SMALL.metadata_of([make_row(1, [-1] * n, heads=1, kv_heads=1)] * rows)[0]
+    metadata = replace(metadata, kv_len=torch.full((rows,), length), max_kv_len=length)
+    metadata = replace(metadata, tail_positions=metadata.tail_positions - 1 + length)
+    loads = loads_of(plan_reference(metadata, programs, 64), programs, length, n == 1)
+    assert sum(loads) == rows * (length + (n == 1))
+    assert max(loads) <= most * sum(loads) / programs
+
+
+def test_rows_that_see_as_many_keys_of_a_window_are_an_item_each():
+    """Wherever the window lies in its segments, of 1 to 4 units here."""
+    rows = 32
+    metadata = replace(SMALL, window=128).metadata_of([make_row(1, [-1], heads=1, kv_heads=1)] * rows)[0]
+    kv_len = 3000 + 97 * torch.arange(rows)
+    metadata = replace(metadata, kv_len=kv_len, max_kv_len=8192, tail_positions=kv_len[:, None])
+    assert int(plan_reference(metadata, 33, 64).offsets[-1]) == rows
+
+
+@interpreted
+def test_each_item_is_taken_once_in_every_layer_of_a_plan():
+    """By two programs; a layer's second launch leaves the queues as the next one needs them."""
+    rows = [make_row(length, [-1, 0], heads=4, kv_heads=2) for length in (300, 40, 0)]
+    metadata, kv, tail = SMALL.metadata_of(rows)
+    q = torch.stack([row.q for row in rows])
+    gpu = gpu_traits(CPU)
+    outs = []
+    for launch in (SegmentLaunch(16, 1, 1000), SegmentLaunch(16, 2, 1000), SegmentLaunch(16, 7, 1000)):
+        plan = plan_segments(metadata, 7, 16, gpu, 32)
+        for _ in range(2):
+            outs.append(segment_attention(q, kv.data, plan, tail.data, SCALE, None, gpu, launch))
+            assert not plan.queues.any()
+    assert all(same_bits(out, outs[0]) for out in outs)
 
 
 @interpreted

@@ -27,10 +27,13 @@ from treetop.kernels.attention.segment_attention import (
     JOINED,
     SegmentLaunch,
     choose_segment_launch,
+    empty_queues,
     load_part,
     most_lanes,
+    parts_kept,
 )
 from treetop.kernels.attention.segments import (
+    QUEUES,
     UNIT,
     SegmentPlan,
     block_of,
@@ -42,6 +45,8 @@ from treetop.kernels.attention.segments import (
     run_of,
     segment_of,
     segment_start,
+    take,
+    taken,
     weigh,
 )
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
@@ -166,20 +171,20 @@ def fold_latent_path(
 @jit_for_any("n", "count", "capacity", "t", "per", "q_row", "chosen_row")
 def _latent_segments_kernel(
     part: Arg, part_peak: Arg, part_mass: Arg, q: Arg, pages: Arg, page_table: Arg, rows: Arg, kv_len: Arg,
-    lengths: Arg, chosen: Arg, tail: Arg, kv_scales: Arg, offsets: Arg, path: Arg, items: Arg, scale: Arg, n: Arg,
-    t: Arg, per: Arg, count: Arg, capacity: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg,
+    lengths: Arg, chosen: Arg, tail: Arg, kv_scales: Arg, offsets: Arg, queues: Arg, path: Arg, items: Arg, scale: Arg,
+    n: Arg, t: Arg, per: Arg, count: Arg, capacity: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg,
     table_row: Arg, chosen_row: Arg, tail_row: Arg, tail_column: Arg,
     heads: constexpr, rank: constexpr, rope_dim: constexpr, page_size: constexpr, alone: constexpr, sparse: constexpr,
     scaled: constexpr, unit: constexpr, aligned: constexpr, block_m: constexpr, block_n: constexpr,
-    block_c: constexpr, block_r: constexpr, overlap: constexpr,
+    block_c: constexpr, block_r: constexpr, queued: constexpr, threads: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
-    """The parts of every so many items, for one block of queries, times heads.
+    """The parts of the items that a program takes, for one block of queries, times heads.
 
     part: [capacity, n, heads, rank], part_peak, part_mass: [capacity, n, heads], float32, contiguous. count: of rows.
     per: rows that share a tail and a length, of `lengths` [count / per], 1 where they are not queries. chosen: [count,
-    top_k] int32, positions of a row's keys, read where `sparse`. kv_scales: [1, 1], read where `scaled`. The rest as in
-    `segment_latents`; *_row, *_query, ... are strides in elements. Grid (programs, blocks of queries). All slot
-    arithmetic is int64.
+    top_k] int32, positions of a row's keys, read where `sparse`. kv_scales: [1, 1], read where `scaled`. queued,
+    threads: as in `take`. The rest as in `segment_latents`; *_row, *_query, ... are strides in elements. Grid
+    (programs, blocks of queries). All slot arithmetic is int64.
     """
     pdl_wait(overlap, early=True)
     lane = tl.program_id(1) * block_m + tl.arange(0, block_m)
@@ -189,11 +194,13 @@ def _latent_segments_kernel(
     if scaled:
         scale *= tl.load(kv_scales)
     total = tl.minimum(tl.load(offsets + count), capacity)
-    for item in range(tl.program_id(0), total, tl.num_programs(0)):
+    item = tl.program_id(0)
+    while item < total:
         row = tl.load(items + item).to(tl.int64)
         end, length = tl.load(kv_len + row).to(tl.int32), tl.load(lengths + row // per).to(tl.int32)
         offset = tl.load(offsets + row)
-        last_segment = run_of(end, alone, 0, tl.load(offsets + row + 1) - offset, unit) + item - offset
+        run = run_of(end, alone, 0, tl.load(offsets + row + 1) - offset, unit)
+        last_segment = run + tl.maximum(item - offset + 1, 0)
         table, those = page_table + tl.load(rows + row) * table_row, chosen + row * chosen_row
         own, own_rope = load_latent_queries(
             q, row * q_row + query * q_query + head * q_head, real, lane_c, lane_r, rank, rope_dim, scaled
@@ -202,7 +209,7 @@ def _latent_segments_kernel(
         acc = tl.zeros([block_m, block_c], tl.float32)
         peak, mass = tl.full([block_m], -1e30, tl.float32), tl.zeros([block_m], tl.float32)
         each, each_peak, each_mass = empty_softmax(block_m, block_c)
-        segment = tl.where(item > offset, last_segment - 1, 0)
+        segment = tl.where(item < offset, 0, last_segment - 1)
         begin = segment_start(segment, unit) // block_n
         after = segment_start(last_segment, unit) // block_n
         next_one = segment_start(segment + 1, unit) // block_n
@@ -229,28 +236,32 @@ def _latent_segments_kernel(
                     t, slot_stride, tail_column, lane_c, lane_r, each, each_peak, each_mass, scale, rank, rope_dim,
                     page_size, sparse, aligned, block_n, overlap,
                 )  # fmt: skip
+        asked = take(queues + tl.program_id(1), item, total, tl.num_programs(0), queued, threads)
         acc, peak, mass = join(acc, peak, mass, each, each_peak, tl.max(each_mass, 1))
         at = ((tl.zeros([block_m], tl.int64) + item) * n + query) * heads + head
         tl.store(part_peak + at, peak, mask=real)
         tl.store(part_mass + at, mass, mask=real)
         tl.store(part + at[:, None] * rank + lane_c[None, :], acc, mask=real[:, None] & (lane_c < rank)[None, :])
+        item = taken(asked, total, tl.num_programs(0))
 
 
 @jit_for_any("n", "capacity", "t", "per", "q_row", "chosen_row")
 def _join_latents_kernel(
     out: Arg, part: Arg, part_peak: Arg, part_mass: Arg, q: Arg, pages: Arg, page_table: Arg, rows: Arg, kv_len: Arg,
-    lengths: Arg, chosen: Arg, tail: Arg, kv_scales: Arg, offsets: Arg, path: Arg, positions: Arg, scale: Arg, n: Arg,
-    t: Arg, per: Arg, capacity: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg, table_row: Arg,
-    chosen_row: Arg, tail_row: Arg, tail_column: Arg, position_row: Arg, position_query: Arg,
+    lengths: Arg, chosen: Arg, tail: Arg, kv_scales: Arg, offsets: Arg, queues: Arg, path: Arg, positions: Arg,
+    scale: Arg, n: Arg, t: Arg, per: Arg, capacity: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg,
+    table_row: Arg, chosen_row: Arg, tail_row: Arg, tail_column: Arg, position_row: Arg, position_query: Arg,
     heads: constexpr, rank: constexpr, rope_dim: constexpr, page_size: constexpr, alone: constexpr, sparse: constexpr,
     scaled: constexpr, unit: constexpr, aligned: constexpr, block_m: constexpr, block_n: constexpr,
-    block_c: constexpr, block_r: constexpr, overlap: constexpr,
+    block_c: constexpr, block_r: constexpr, num_queues: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """The results of some heads of one query of one row.
 
-    out: [rows, n, heads, rank], contiguous. The rest as in `_latent_segments_kernel`. Grid (rows * n, blocks of heads).
+    The first program empties the queues. out: [rows, n, heads, rank], contiguous. The rest as in
+    `_latent_segments_kernel`. Grid (rows * n, blocks of heads).
     """
     pdl_wait(overlap, early=True)
+    empty_queues(queues, num_queues)
     row, query = (tl.program_id(0) // n).to(tl.int64), tl.program_id(0) % n
     head = tl.program_id(1) * block_m + tl.arange(0, block_m)
     real = head < heads
@@ -261,8 +272,8 @@ def _join_latents_kernel(
     table, those = page_table + tl.load(rows + row) * table_row, chosen + row * chosen_row
     offset = tl.load(offsets + row)
     listed = tl.load(offsets + row + 1) - offset
-    there = tl.minimum(tl.maximum(capacity - offset, 0), listed)  # parts that were kept
     run = run_of(end, alone, 0, listed, unit)
+    there = parts_kept(row, offset, listed, run, capacity)
     whole = end // block_n
     closed = there
     if not alone:
@@ -270,12 +281,14 @@ def _join_latents_kernel(
     own, own_rope = load_latent_queries(
         q, row * q_row + query * q_query + head * q_head, real, lane_c, lane_r, rank, rope_dim, scaled
     )
-    at = (offset.to(tl.int64) * n + query) * heads + head
     step = n.to(tl.int64) * heads
+    at = query * heads + head + (offset - 1) * step  # and so many steps further each item behind the first
+    at_run = query * heads + head + row * step
 
-    acc = tl.zeros([block_m, block_c], tl.float32)
-    peak, mass = tl.full([block_m], -1e30, tl.float32), tl.zeros([block_m], tl.float32)
-    for i in range(0, closed):
+    # joined to nothing the first part stays as it is, but for the sign of zeros
+    begun = head < tl.where(closed > 0, heads, 0)
+    acc, peak, mass = load_part(part, part_peak, part_mass, at_run, begun, lane_c, rank)
+    for i in range(1, closed):
         one, one_peak, one_mass = load_part(part, part_peak, part_mass, at + i * step, real, lane_c, rank)
         acc, peak, mass = join(acc, peak, mass, one, one_peak, one_mass)
 
@@ -287,8 +300,9 @@ def _join_latents_kernel(
         kept = (i >= 0) & (i < there)
         begin = segment_start(segment, unit) // block_n
         after = tl.minimum(segment_start(segment + 1, unit) // block_n, stop)
+        at_part = (tl.where(i > 0, offset + i - 1, row) * n + query) * heads + head
         each, each_peak, each_mass = load_part(
-            part, part_peak, part_mass, at + i * step, head < tl.where(kept, heads, 0), lane_c, rank
+            part, part_peak, part_mass, at_part, head < tl.where(kept, heads, 0), lane_c, rank
         )
         each_mass = tl.broadcast_to(each_mass[:, None], (block_m, 16))
         for block in range(tl.where(kept, tl.maximum(begin, whole), begin), after):
@@ -465,16 +479,17 @@ def segment_latents(
     t, strides = tail.shape[1], (*q.stride()[:3], pages.stride(0), table.stride(0), that_row, *tail.stride()[:2])
     where = (
         q, pages, table, metadata.rows, metadata.kv_len, lengths, those, tail, lengths if scales is None else scales,
-        plan.offsets, plan.path,
+        plan.offsets, plan.queues, plan.path,
     )  # fmt: skip
     scale *= math.log2(math.e)
-    _latent_segments_kernel[(launch.programs, -(-n * heads // launch.block_m))](
+    blocks = -(-n * heads // launch.block_m)
+    _latent_segments_kernel[(launch.programs, blocks)](
         *sums, *where, plan.items, scale, n, t, per, rows, capacity, *strides,
-        block_m=launch.block_m, num_warps=launch.warps, num_stages=launch.stages, **shared,
+        **launch.of_queues(blocks), block_m=launch.block_m, num_warps=launch.warps, num_stages=launch.stages, **shared,
     )  # fmt: skip
     _join_latents_kernel[(rows * n, -(-heads // JOINED))](
         out, *sums, *where, positions, scale, n, t, per, capacity, *strides, *positions.stride(),
-        block_m=JOINED, num_warps=8, num_stages=1, **shared,
+        block_m=JOINED, num_queues=QUEUES, num_warps=8, num_stages=1, **shared,
     )  # fmt: skip
     return out
 

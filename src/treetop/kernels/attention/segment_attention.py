@@ -40,6 +40,7 @@ from treetop.kernels.attention.attention import (
 from treetop.kernels.attention.attention_config import CallShape
 from treetop.kernels.attention.metadata import oldest_seen
 from treetop.kernels.attention.segments import (
+    QUEUES,
     UNIT,
     SegmentPlan,
     empty_softmax,
@@ -50,6 +51,8 @@ from treetop.kernels.attention.segments import (
     run_of,
     segment_of,
     segment_start,
+    take,
+    taken,
     weigh,
 )
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
@@ -164,18 +167,20 @@ def fold_paths(
 @jit_for_any("n", "heads", "count", "capacity", "q_row")
 def _segments_kernel(
     part: Arg, part_peak: Arg, part_mass: Arg, q: Arg, pages: Arg, page_table: Arg, rows: Arg, kv_len: Arg,
-    positions: Arg, tail: Arg, kv_scales: Arg, first: Arg, offsets: Arg, items: Arg, path: Arg, scale: Arg, n: Arg,
-    count: Arg, capacity: Arg, heads: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg, v_offset: Arg,
-    table_row: Arg, position_row: Arg, position_query: Arg, tail_row: Arg, tail_column: Arg, tail_v: Arg,
+    positions: Arg, tail: Arg, kv_scales: Arg, first: Arg, offsets: Arg, queues: Arg, items: Arg, path: Arg,
+    scale: Arg, n: Arg, count: Arg, capacity: Arg, heads: Arg, q_row: Arg, q_query: Arg, q_head: Arg,
+    slot_stride: Arg, v_offset: Arg, table_row: Arg, position_row: Arg, position_query: Arg, tail_row: Arg,
+    tail_column: Arg, tail_v: Arg,
     group: constexpr, dim: constexpr, page_size: constexpr, window: constexpr, chunked: constexpr,
-    alone: constexpr, scaled: constexpr, unit: constexpr,
-    aligned: constexpr, block_m: constexpr, block_n: constexpr, block_d: constexpr, overlap: constexpr,
+    alone: constexpr, scaled: constexpr, unit: constexpr, aligned: constexpr, block_m: constexpr, block_n: constexpr,
+    block_d: constexpr, queued: constexpr, threads: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
-    """The parts of every so many items, for one block of queries of one K/V head.
+    """The parts of the items that a program takes, for one block of queries of one K/V head.
 
     part: [capacity, n, heads, dim], part_peak, part_mass: [capacity, n, heads], float32, contiguous. count: of rows.
     kv_scales: [2, kv_heads], read where `scaled`. The rest as in `segment_attention`; *_row, *_query, ... are strides
-    in elements; window 0 is none. Grid (programs, kv_heads, blocks of queries). All slot arithmetic is int64.
+    in elements; window 0 is none. queued, threads: as in `take`. Grid (programs, kv_heads, blocks of queries). All slot
+    arithmetic is int64.
     """
     pdl_wait(overlap, early=True)
     kv_head = tl.program_id(1)
@@ -187,12 +192,13 @@ def _segments_kernel(
     if scaled:  # what all keys share goes to the scores, what all values share to the result
         scale *= tl.load(kv_scales + kv_head)
     total = tl.minimum(tl.load(offsets + count), capacity)
-    for item in range(tl.program_id(0), total, tl.num_programs(0)):
+    item = tl.program_id(0)
+    while item < total:
         row = tl.load(items + item).to(tl.int64)
         end = tl.load(kv_len + row).to(tl.int32)
         offset, seen_from = tl.load(offsets + row), tl.load(first + row)
         run = run_of(end, alone, seen_from, tl.load(offsets + row + 1) - offset, unit)
-        last_segment = seen_from + run + item - offset
+        last_segment = seen_from + run + tl.maximum(item - offset + 1, 0)
         table = page_table + tl.load(rows + row) * table_row
         queries = load_queries(q, row * q_row + query * q_query + head * q_head, real, dims, dim, scaled)
         start = 0
@@ -205,7 +211,7 @@ def _segments_kernel(
         acc = tl.zeros([block_m, block_d], tl.float32)
         peak, mass = tl.full([block_m], -1e30, tl.float32), tl.zeros([block_m], tl.float32)
         each, each_peak, each_mass = empty_softmax(block_m, block_d)
-        segment = tl.where(item > offset, last_segment - 1, seen_from)
+        segment = tl.where(item < offset, seen_from, last_segment - 1)
         begin = tl.maximum(segment_start(segment, unit), start) // block_n
         after = segment_start(last_segment, unit) // block_n
         next_one = segment_start(segment + 1, unit) // block_n
@@ -233,11 +239,14 @@ def _segments_kernel(
                 tl.minimum(after, whole + 1), start, end, slot_stride, v_offset, tail_v, each, each_peak, each_mass,
                 scale, dim, page_size, aligned, block_n, block_d, overlap,
             )  # fmt: skip
+        queue = queues + kv_head * tl.num_programs(2) + tl.program_id(2)
+        asked = take(queue, item, total, tl.num_programs(0), queued, threads)
         acc, peak, mass = join(acc, peak, mass, each, each_peak, tl.max(each_mass, 1))
         at = ((tl.zeros([block_m], tl.int64) + item) * n + query) * heads + head
         tl.store(part_peak + at, peak, mask=real)
         tl.store(part_mass + at, mass, mask=real)
         tl.store(part + at[:, None] * dim + dims[None, :], acc, mask=real[:, None] & (dims < dim)[None, :])
+        item = taken(asked, total, tl.num_programs(0))
 
 
 @jit
@@ -251,24 +260,40 @@ def load_part(
     return tl.load(part + at[:, None] * dim + dims[None, :], mask=wide, other=0.0), peak, mass
 
 
+@jit
+def parts_kept(row: Arg, offset: Arg, others: Arg, run: Arg, capacity: Arg) -> Arg:
+    """How many of a row's items have a part, the first ones. others, run: of the row, as in `run_of`."""
+    behind = tl.minimum(tl.maximum(capacity - offset, 0), others)
+    return tl.where((run > 0) & (row < capacity), behind + 1, 0)
+
+
+@jit
+def empty_queues(queues: Arg, num_queues: constexpr) -> None:
+    """Nobody has taken an item: for the next launch, by one program."""
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
+        tl.store(queues + tl.arange(0, num_queues), 0)
+
+
 @jit_for_any("n", "heads", "capacity", "t", "q_row")
 def _join_kernel(
     out: Arg, part: Arg, part_peak: Arg, part_mass: Arg, q: Arg, pages: Arg, page_table: Arg, rows: Arg, kv_len: Arg,
-    positions: Arg, tail: Arg, kv_scales: Arg, first: Arg, offsets: Arg, path: Arg, sinks: Arg, scale: Arg, n: Arg,
-    t: Arg, capacity: Arg, heads: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg, v_offset: Arg,
-    table_row: Arg, position_row: Arg, position_query: Arg, tail_row: Arg, tail_column: Arg, tail_v: Arg,
+    positions: Arg, tail: Arg, kv_scales: Arg, first: Arg, offsets: Arg, queues: Arg, path: Arg, sinks: Arg,
+    scale: Arg, n: Arg, t: Arg, capacity: Arg, heads: Arg, q_row: Arg, q_query: Arg, q_head: Arg,
+    slot_stride: Arg, v_offset: Arg, table_row: Arg, position_row: Arg, position_query: Arg, tail_row: Arg,
+    tail_column: Arg, tail_v: Arg,
     group: constexpr, dim: constexpr, page_size: constexpr, window: constexpr, chunked: constexpr,
     alone: constexpr, has_sinks: constexpr, scaled: constexpr, unit: constexpr, aligned: constexpr,
-    column_shares: constexpr,
-    block_m: constexpr, block_n: constexpr, block_d: constexpr, block_t: constexpr, overlap: constexpr,
+    column_shares: constexpr, block_m: constexpr, block_n: constexpr, block_d: constexpr, block_t: constexpr,
+    num_queues: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """A share of the columns of the results of one block of queries of one row and K/V head.
 
-    out: [rows, n, heads, dim], contiguous. The rest as in `_segments_kernel`. Grid (kv_heads * column_shares,
-    blocks of queries, rows).
+    The first program empties the queues. out: [rows, n, heads, dim], contiguous. The rest as in `_segments_kernel`.
+    Grid (kv_heads * column_shares, blocks of queries, rows).
     """
     pdl_wait(overlap, early=True)
     kv_head, row = tl.program_id(0) // column_shares, tl.program_id(2).to(tl.int64)
+    empty_queues(queues, num_queues)
     if scaled:
         scale *= tl.load(kv_scales + kv_head)
     lane = tl.program_id(1) * block_m + tl.arange(0, block_m)
@@ -281,8 +306,8 @@ def _join_kernel(
     table = page_table + tl.load(rows + row) * table_row
     offset, seen_from = tl.load(offsets + row), tl.load(first + row)
     listed = tl.load(offsets + row + 1) - offset
-    there = tl.minimum(tl.maximum(capacity - offset, 0), listed)  # parts that were kept
     run = run_of(end, alone, seen_from, listed, unit)
+    there = parts_kept(row, offset, listed, run, capacity)
     whole = end // block_n
     closed = there
     if not alone:
@@ -300,12 +325,14 @@ def _join_kernel(
         start = tl.maximum(tl.min(tl.where(real, oldest, 2147483647), 0), 0)
     own = load_queries(q, row * q_row + query * q_query + head * q_head, real, dims, dim, scaled)
     again: constexpr = scaled and not overlap and dim > 256  # beside codes that are widened they would be spilled
-    at = (offset.to(tl.int64) * n + query) * heads + head
     step = n.to(tl.int64) * heads
+    at = query * heads + head + (offset - 1) * step  # and so many steps further each item behind the first
+    at_run = query * heads + head + row * step
 
-    acc = tl.zeros([block_m, block_v], tl.float32)
-    peak, mass = tl.full([block_m], -1e30, tl.float32), tl.zeros([block_m], tl.float32)
-    for i in range(0, closed, 4):  # four are asked for at once
+    # joined to nothing the first part stays as it is, but for the sign of zeros
+    begun = query < tl.where(closed > 0, n, 0)
+    acc, peak, mass = load_part(part, part_peak, part_mass, at_run, begun, values, dim)
+    for i in range(1, closed, 4):  # four are asked for at once
         one, one_peak, one_mass = load_part(part, part_peak, part_mass, at + i * step, real, values, dim)
         kept = query < tl.where(i + 1 < closed, n, 0)
         two, two_peak, two_mass = load_part(part, part_peak, part_mass, at + (i + 1) * step, kept, values, dim)
@@ -327,7 +354,8 @@ def _join_kernel(
         kept = tl.where((i >= 0) & (i < there), n, 0)  # of its queries
         begin = tl.maximum(segment_start(segment, unit), start) // block_n
         after = tl.minimum(segment_start(segment + 1, unit) // block_n, stop)
-        each, each_peak, each_mass = load_part(part, part_peak, part_mass, at + i * step, query < kept, values, dim)
+        at_part = (tl.where(i > 0, offset + i - 1, row) * n + query) * heads + head
+        each, each_peak, each_mass = load_part(part, part_peak, part_mass, at_part, query < kept, values, dim)
         each_mass = tl.broadcast_to(each_mass[:, None], (block_m, 16))
         for block in tl.range(tl.where(kept > 0, tl.maximum(begin, whole), begin), after, disable_licm=again):
             asked = own
@@ -370,6 +398,10 @@ class SegmentLaunch:
     stages: int = 3
     join_warps: int = 4
     column_shares: int = 1
+
+    def of_queues(self, count: int) -> dict[str, int | bool]:
+        """Constants of `take`. count: of lists of items that are shared, one a K/V head and block of queries."""
+        return {"queued": self.programs > 1 and count <= QUEUES, "threads": 32 * self.warps}
 
 
 @lru_cache(maxsize=4096)
@@ -505,17 +537,19 @@ def segment_attention(
     }  # fmt: skip
     where = (
         q, pages, table, metadata.rows, metadata.kv_len, positions, tail, peaks if scales is None else scales,
-        plan.first, plan.offsets,
+        plan.first, plan.offsets, plan.queues,
     )  # fmt: skip
     scale *= math.log2(math.e)
-    _segments_kernel[(launch.programs, kv_heads, -(-n * group // launch.block_m))](
+    blocks = -(-n * group // launch.block_m)
+    _segments_kernel[(launch.programs, kv_heads, blocks)](
         sums, peaks, masses, *where, plan.items, plan.path, scale, n, rows, capacity, heads, *strides,
-        block_m=launch.block_m, num_warps=launch.warps, num_stages=launch.stages, **shape,
+        **launch.of_queues(kv_heads * blocks), block_m=launch.block_m, num_warps=launch.warps,
+        num_stages=launch.stages, **shape,
     )  # fmt: skip
     t = tail.shape[1]
     _join_kernel[(kv_heads * launch.column_shares, -(-n * group // JOINED), rows)](
         out, sums, peaks, masses, *where, plan.path, peaks if sinks is None else sinks, scale, n, t, capacity, heads,
         *strides, has_sinks=sinks is not None, column_shares=launch.column_shares, block_m=JOINED,
-        block_t=max(16, power_of_two(t)), num_warps=launch.join_warps, num_stages=2, **shape,
+        block_t=max(16, power_of_two(t)), num_queues=QUEUES, num_warps=launch.join_warps, num_stages=2, **shape,
     )  # fmt: skip
     return out

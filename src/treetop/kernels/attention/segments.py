@@ -33,6 +33,8 @@ from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, jit_for
 
 UNIT = 128
 """Keys of the first segments. Part of the arithmetic."""
+QUEUES = 512
+"""Of a plan: K/V heads times blocks of queries whose items programs take as they come to them."""
 
 
 def block_of(dim: int, element_bytes: int) -> int:
@@ -152,10 +154,13 @@ def result_of(acc: Arg, peak: Arg, mass: Arg, sink: Arg, has_sinks: constexpr) -
 class SegmentPlan:
     """What the layers of a decode phase share: the list of work, and where each query's keys stand.
 
+    The list has an item of each row, a run of its first segments, joined; then the rows' other segments, one each
+    (`run_of`). A program takes the item of its own number, and as it ends one that nobody has taken.
+
     first: [rows] int32, the first segment that a query of the row sees.
-    offsets: [rows + 1] int32; items offsets[i] .. offsets[i + 1] - 1 are the row's segments from `first` on: the first
-        item is a run of them, joined, the others are one each (`run_of`).
+    offsets: [rows + 1] int32; items offsets[i] .. offsets[i + 1] - 1 are the row's segments behind its run.
     items: [most] int32, the row of each item.
+    queues: [QUEUES] int32, how many items were taken past those of programs' own numbers; 0 between launches.
     path: [rows, n, t] int32, the tail's column that holds position kv_len + i of a query's path; -1 if there is none.
     unit: keys of the first segments. block: keys of a block.
     """
@@ -164,6 +169,7 @@ class SegmentPlan:
     first: Tensor
     offsets: Tensor
     items: Tensor
+    queues: Tensor
     path: Tensor
     unit: int
     block: int
@@ -175,53 +181,80 @@ class SegmentPlan:
 
 
 @jit
-def run_of(length: Arg, alone: constexpr, first: Arg, items: Arg, unit: constexpr) -> Arg:
-    """Segments of the first item of a row of so many keys; 1 where it has none. items: of the row."""
+def run_of(length: Arg, alone: constexpr, first: Arg, others: Arg, unit: constexpr) -> Arg:
+    """Segments of a row's first item, of so many keys. others: items of the row behind it."""
     seen = length + alone
     segments = tl.where(seen > 0, segment_of(tl.maximum(seen - 1, 0), unit) + 1 - first, 0)
-    return tl.where(items > 0, segments - items + 1, 1)
+    return segments - others
+
+
+@jit
+def take(queue: Arg, place: Arg, total: Arg, programs: Arg, queued: constexpr, threads: constexpr) -> Arg:
+    """The item that a program takes after that at `place`, whose parts are stored before `taken` reads the answer.
+
+    queue: pointer at a count. programs: that share the queue. Returns [threads] int32, of which the first counts.
+    """
+    thread = tl.arange(0, threads)
+    asks = thread < tl.where(programs < total, 1, 0)
+    if queued:
+        other = programs + tl.atomic_add(queue + thread, 1, mask=asks, sem="relaxed")
+    else:
+        other = place + programs + thread
+    return tl.where(asks, other, 0)
+
+
+@jit
+def taken(asked: Arg, total: Arg, programs: Arg) -> Arg:
+    """What `take` asked for; `total` if there was nothing to ask for."""
+    return tl.where(programs < total, tl.sum(asked, 0), total)
 
 
 def plan_reference(metadata: AttentionMetadata, shares: int, block: int, unit: int = UNIT) -> SegmentPlan:
     """The plan by plain operations on the host; entries of `items` past the last are 0.
 
-    A row's first item is as many segments as a share of all rows' has, of those that end before the blocks that the
-    row's end and its paths lie in. shares: programs among which items are divided.
+    A row's run has as many keys as a share of all rows' has and a sixteenth more, so that rows of a like length are an
+    item each, of those that end before the blocks that the row's end and its paths lie in. shares: programs among which
+    items are divided.
     """
     assert metadata.mask is not None
     assert metadata.tail_positions is not None
     rows, n, t = metadata.mask.shape
     alone = int(n == t == 1)
-    first, offsets, items, counts, closed = [], [0], [], [], []
-    begins = [0] * rows
+    first, others, begins = [], [], [0] * rows
     if metadata.window is not None:
-        begins = first_seen(metadata.kv_len, metadata.window, metadata.chunked).tolist()
-    for row, length in enumerate(metadata.kv_len.tolist()):
-        start = max(begins[row], 0)
-        first.append(segments_before(start + 1, unit) - 1)
-        counts.append(max(segments_before(length + alone, unit) - first[row], 0))
+        begins = [max(each, 0) for each in first_seen(metadata.kv_len, metadata.window, metadata.chunked).tolist()]
+    lengths = metadata.kv_len.tolist()
+    units = [max(-(-(length + alone - begin) // unit), 0) for length, begin in zip(lengths, begins, strict=True)]
+    share = -(-sum(units) // shares)
+    share += share // 16
+    for row, length in enumerate(lengths):
+        first.append(segments_before(begins[row] + 1, unit) - 1)
+        count = max(segments_before(length + alone, unit) - first[row], 0)
         ended = segments_before(length // block * block + 1, unit) - 1 - first[row]
-        closed.append(counts[-1] if alone else max(min(ended, counts[-1]), 0))
-    share = max(-(-sum(counts) // shares), 1)
-    for row, count in enumerate(counts):
-        items += [row] * (count - max(min(share, closed[row]), 1) + 1 if count else 0)
-        offsets.append(len(items))
+        run = closed = count if alone else min(ended, count)
+        if units[row] > share:
+            run = min(segments_before(begins[row] + share * unit + 1, unit) - 1 - first[row], closed)
+        others.append(max(count - max(run, 1), 0))
+    offsets = [rows + sum(others[:row]) for row in range(rows + 1)]
+    items = [*range(rows), *(row for row in range(rows) for _ in range(others[row]))]
     depth = metadata.tail_positions - metadata.kv_len[:, None]
     at = torch.arange(t, device=depth.device)
     stands = metadata.mask[:, :, None] & (depth[:, None, None] == at[:, None])  # [rows, n, position, column]
     path = torch.where(stands, at, -1).amax(dim=3)
-    items += [0] * (rows * segments_before(metadata.max_kv_len + alone, unit) - len(items))
+    items += [0] * (rows * max(segments_before(metadata.max_kv_len + alone, unit), 1) - len(items))
     device = depth.device
     firsts, ends, of_items = (torch.tensor(each, dtype=torch.int32, device=device) for each in (first, offsets, items))
-    return SegmentPlan(metadata, firsts, ends, of_items, path.to(torch.int32), unit, block)
+    queues = torch.zeros(QUEUES, dtype=torch.int32, device=device)
+    return SegmentPlan(metadata, firsts, ends, of_items, queues, path.to(torch.int32), unit, block)
 
 
 @jit_for_any("rows", "n", "shares")
 def _plan_kernel(
-    first: Arg, offsets: Arg, items: Arg, path: Arg, kv_len: Arg, tail_positions: Arg, mask: Arg, rows: Arg, n: Arg,
-    t: Arg, shares: Arg, position_row: Arg, position_column: Arg, mask_row: Arg, mask_query: Arg, mask_column: Arg,
+    first: Arg, offsets: Arg, items: Arg, queues: Arg, path: Arg, kv_len: Arg, tail_positions: Arg, mask: Arg,
+    rows: Arg, n: Arg, t: Arg, shares: Arg, position_row: Arg, position_column: Arg, mask_row: Arg, mask_query: Arg,
+    mask_column: Arg,
     unit: constexpr, block: constexpr, window: constexpr, chunked: constexpr, alone: constexpr, block_rows: constexpr,
-    block_t: constexpr, overlap: constexpr,
+    block_t: constexpr, num_queues: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """The path of one query, and of a row's first one the row's share of the list. Grid (n, rows)."""
     pdl_wait(overlap, early=True)
@@ -240,24 +273,32 @@ def _plan_kernel(
     if query == 0:
         each = tl.arange(0, block_rows)
         lengths = tl.load(kv_len + each, mask=each < rows, other=0).to(tl.int32)
-        begins = tl.zeros([block_rows], tl.int32)
+        oldest = tl.zeros([block_rows], tl.int32)
         if window > 0:
-            begins = segment_of(oldest_seen(lengths, window, chunked), unit)
+            oldest = oldest_seen(lengths, window, chunked)
+        begins = segment_of(oldest, unit)
         seen = lengths + alone
         counts = tl.where(seen > 0, segment_of(tl.maximum(seen - 1, 0), unit) + 1 - begins, 0)
         counts = tl.where(each < rows, tl.maximum(counts, 0), 0)
         closed = counts
         if not alone:
             closed = tl.minimum(segment_of(lengths // block * block, unit) - begins, counts)
-        run = tl.maximum(tl.minimum(closed, tl.cdiv(tl.sum(counts, 0), shares)), 1)
-        counts = tl.where(counts > 0, counts - run + 1, 0)
-        offset = tl.sum(tl.where(each < row, counts, 0), 0)
-        count = tl.sum(tl.where(each == row, counts, 0), 0)
+        units = tl.where(each < rows, tl.cdiv(tl.maximum(seen - oldest, 0), unit), 0)
+        share = tl.cdiv(tl.sum(units, 0), shares)
+        share += share // 16
+        run = tl.where(units > share, segment_of(oldest + share * unit, unit) - begins, closed)
+        run = tl.maximum(tl.minimum(run, closed), 1)
+        others = tl.maximum(counts - run, 0)
+        offset = rows + tl.sum(tl.where(each < row, others, 0), 0)
+        count = tl.sum(tl.where(each == row, others, 0), 0)
         tl.store(first + row, tl.sum(tl.where(each == row, begins, 0), 0))
         tl.store(offsets + row, offset)
         tl.store(offsets + rows, offset + count, mask=row == rows - 1)
+        tl.store(items + row, row)
         for start in range(0, count, block_rows):
             tl.store(items + offset + start + each, row, mask=start + each < count)
+        if row == 0:
+            tl.store(queues + tl.arange(0, num_queues), 0)
 
 
 def plan_segments(
@@ -269,14 +310,15 @@ def plan_segments(
     assert tail_positions is not None
     rows, n, t = mask.shape
     alone = n == t == 1
-    most = rows * segments_before(metadata.max_kv_len + alone, unit)
-    made = torch.empty(2 * rows + 1 + most + rows * n * t, dtype=torch.int32, device=mask.device)
-    first, offsets, items, path = made.split([rows, rows + 1, most, rows * n * t])
+    most = rows * max(segments_before(metadata.max_kv_len + alone, unit), 1)
+    sizes = [rows, rows + 1, most, QUEUES, rows * n * t]
+    first, offsets, items, queues, path = torch.empty(sum(sizes), dtype=torch.int32, device=mask.device).split(sizes)
     assert metadata.kv_len.stride(0) == 1
     _plan_kernel[(n, rows)](
-        first, offsets, items, path, metadata.kv_len, tail_positions, mask, rows, n, t, shares,
+        first, offsets, items, queues, path, metadata.kv_len, tail_positions, mask, rows, n, t, shares,
         *tail_positions.stride(), *mask.stride(), unit=unit, block=block, window=metadata.window or 0,
         chunked=metadata.chunked, alone=int(alone), block_rows=max(128, power_of_two(rows)),
-        block_t=max(2, power_of_two(t)), overlap=gpu.can_overlap, num_warps=4, **launch_options(gpu),
+        block_t=max(2, power_of_two(t)), num_queues=QUEUES, overlap=gpu.can_overlap, num_warps=4,
+        **launch_options(gpu),
     )  # fmt: skip
-    return SegmentPlan(metadata, first, offsets, items, path.view(rows, n, t), unit, block)
+    return SegmentPlan(metadata, first, offsets, items, queues, path.view(rows, n, t), unit, block)
