@@ -270,6 +270,18 @@ def test_a_node_has_the_bits_of_plain_decoding_and_of_a_prefill(shape, setting):
 
 
 @interpreted
+@pytest.mark.parametrize("shares", [1, 1000])
+def test_a_node_so_deep_that_its_window_begins_segments_behind_the_roots_has_its_bits(shares):
+    """Its block of queries begins in the middle of the row's run, whose first segments none of them sees."""
+    setting = replace(SMALL, window=150, shares=shares)
+    row = make_row(240, [node - 1 for node in range(40)], heads=2, kv_heads=1)
+    got = setting.decode([row])[0]
+    for node in (0, 15, 24, 33, 39):
+        want = attention_by_position(row.q[node, 0], row.seen(node, 0, 150), SCALE, 16, 32, None, None)
+        assert same_bits(got[node, 0], want), node
+
+
+@interpreted
 @pytest.mark.parametrize("setting", [SMALL, CODED], ids=["16 bits", "FP8"])
 def test_a_prefill_has_one_result_in_chunks_of_any_size(setting):
     """Of a long row beside a short one, from the first token on."""

@@ -212,6 +212,8 @@ def _segments_kernel(
         peak, mass = tl.full([block_m], -1e30, tl.float32), tl.zeros([block_m], tl.float32)
         each, each_peak, each_mass = empty_softmax(block_m, block_d)
         segment = tl.where(item < offset, seen_from, last_segment - 1)
+        if window > 0:  # nodes that lie deep may see nothing of the first segments that the root sees
+            segment = tl.where(item < offset, tl.maximum(segment, segment_of(start, unit)), segment)
         begin = tl.maximum(segment_start(segment, unit), start) // block_n
         after = segment_start(last_segment, unit) // block_n
         next_one = segment_start(segment + 1, unit) // block_n
