@@ -201,6 +201,22 @@ def test_a_node_has_the_bits_of_a_prefill_of_its_path(t, integers):
             assert torch.equal(out[0], got[row, path[start:]])
 
 
+def test_a_prefill_of_short_rows_keeps_to_its_window():
+    """Each query sees its last positions alone, never the first one beside them; a row of no keys has numbers."""
+    world, window = make([6, 20, 0], 1, seed=4), 4
+    length = torch.tensor(world.lengths)[:, None]
+    write_pages(world.kv, world.table.gather(1, length // PAGE).to(torch.int64) * PAGE + length % PAGE, world.tail)
+    end = torch.tensor([7, 21, 0])
+    metadata = AttentionMetadata(
+        Phase.PREFILL, PageTable(FULL, world.table), torch.arange(3), end, 21, PAGE, length, window
+    )  # fmt: skip
+    backend = ExactBackend(torch.float32, torch.device("cpu"))
+    got = backend.causal(world.q, world.kv, backend.plan(backend.begin(metadata), metadata), SCALE)
+    assert got.isfinite().all()
+    for row, head in ((row, head) for row in (0, 1) for head in range(KV_HEADS * GROUP)):
+        assert torch.equal(got[row, 0, head], expected(world, row, 0, head, window)), (row, head)
+
+
 def test_slices_of_a_prefill_are_one_prefill(monkeypatch):
     """Queries are cut so that scores stay small."""
     world = make([40, 130], 12, seed=5)
