@@ -346,6 +346,16 @@ def test_where_registers_lack_a_thread_has_few_sums(dim, size, gpu):
         assert coded.block_m == 16 or coded.block_m * dim <= 16 * 32 * coded.warps
 
 
+@pytest.mark.parametrize(
+    ("dim", "n", "warps"), [(64, 16, (4, 4)), (128, 8, (4, 4)), (128, 16, (8, 4)), (256, 16, (8, 4))]
+)
+def test_many_sums_are_of_more_warps_before_hopper(dim, n, warps):
+    """Of an A100, and as before of an H200, which has the operands of products outside registers."""
+    call = CallShape(8, n, 8, 4, dim, 2, 8192)
+    gpus = GpuTraits(108, False, 163 << 10, True), GpuTraits(132, True, 227 << 10, True)
+    assert tuple(choose_segment_launch(call, 500, 10**6, gpu).warps for gpu in gpus) == warps
+
+
 @interpreted
 @pytest.mark.parametrize(
     ("group", "dim"), [(3, 96), (7, 64), *(slow(*each) for each in ((1, 64), (2, 80), (5, 128), (8, 256)))]

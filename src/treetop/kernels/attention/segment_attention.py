@@ -415,12 +415,13 @@ def choose_segment_launch(call: CallShape, most: int, slots: int, gpu: GpuTraits
     width = call.n * call.group
     programs = num_splits_of(call, gpu)
     part_bytes = 4 * width * call.kv_heads * (call.head_dim + 2)
-    kept = min(most, slots // UNIT + 2 * call.rows, PART_BYTES // part_bytes)
+    kept, block_m = min(most, slots // UNIT + 2 * call.rows, PART_BYTES // part_bytes), _folded_m(call, gpu)
+    many = not gpu.by_warp_groups and block_m * power_of_two(call.head_dim) > 32 * 128  # 4 warps of an A100 spill
     return SegmentLaunch(
-        _folded_m(call, gpu),
+        block_m,
         max(1, min(programs, most)),
         max(1, kept),
-        warps=8 if is_small(call) or not is_roomy(gpu) else 4,
+        warps=8 if many or is_small(call) or not is_roomy(gpu) else 4,
         stages=2,
         join_warps=4 if is_roomy(gpu) and gpu.by_warp_groups and call.element_bytes <= 2 else 8,
         column_shares=2 if call.head_dim > 128 else 1,
