@@ -185,8 +185,9 @@ def test_rows_that_see_as_many_keys_of_a_window_are_an_item_each():
 
 
 @interpreted
-def test_each_item_is_taken_once_in_every_layer_of_a_plan():
-    """By two programs; a layer's second launch leaves the queues as the next one needs them."""
+def test_any_number_of_programs_has_the_same_bits_in_every_layer_of_a_plan():
+    """And each layer's launch leaves the queues as the next one needs them. The interpreter runs programs one after
+    another, so the first takes all that none has of its own; tests/gpu/test_gpu_segments.py has them side by side."""
     rows = [make_row(length, [-1, 0], heads=4, kv_heads=2) for length in (300, 40, 0)]
     metadata, kv, tail = SMALL.metadata_of(rows)
     q = torch.stack([row.q for row in rows])

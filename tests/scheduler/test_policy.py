@@ -182,6 +182,30 @@ def test_a_head_that_becomes_wrong_on_a_cpu_costs_what_the_start_says(rows):
         assert load.speed(300) >= 1.0 - most - 0.002
 
 
+@pytest.mark.parametrize("rows", [2, 3, 4, 8])
+def test_more_rows_lose_no_more_than_is_said_of_what_one_has_saved(rows):
+    """One row whose drafts all hold saves three stakes; so many follow of which nothing is accepted."""
+    alone = Load(1, NESTLING, layout(128), lambda: KNOWN)
+    for _ in range(100):
+        alone.round(ALWAYS)
+    assert alone.policy.regret_budget > 2 * REGRET_BUDGET
+    load = Load(rows, NESTLING, layout(128), lambda: KNOWN)
+    load.policy = alone.policy
+    for _ in range(200):
+        load.round(NEVER)
+    assert load.speed(0, 200) >= 0.98 - 0.001
+
+
+def test_rounds_cost_what_they_take_at_the_mean_of_their_rows_tokens():
+    """A row of 8,192 tokens among seven of 32, plain: by the longest, all shapes would be thought cheap."""
+    table = costs_of_a_gpu(SHAPES)
+    policy, mean = AdaptiveShape(table, layout()), (8192 + 7 * 32) / 8
+    plan = RoundPlan((), (), tuple(range(8)), PLAIN, 8192, SamplingMode.GREEDY)
+    for _ in range(50):
+        policy.note(plan, StepResult(tuple(RowResult(row, (1,), True) for row in range(8))), 0.01, mean)
+    assert policy._costs.seconds(8, PLAIN, mean) == pytest.approx(0.01, rel=0.02)
+
+
 LOADED = CostTable(
     "",
     tuple(
@@ -292,7 +316,7 @@ def test_a_shape_that_is_dearer_than_measured_is_left():
     assert load.shapes[-200:].count(TREE) < 100
 
 
-@pytest.mark.parametrize(("rows", "tokens"), [(16, 1000.0), (1, 8000.0)])
+@pytest.mark.parametrize(("rows", "tokens"), [(16, 1000.0), (1, 8000.0), (1, 100.0), (4, 8000.0)])
 def test_where_the_load_changes_with_the_shape_nothing_is_said_of_what_shapes_cost_beside_each_other(rows, tokens):
     """A table that is wrong at one load makes no tree dear or cheap that is first tried when the load is another; one
     that is tried at the load of the rounds before it is found out.

@@ -83,8 +83,8 @@ _FOLLOWS, _OWN_FOLLOWS, _SETTLED = 0.1, 0.2, 6
 """The part of what is off by which the factor of all shapes moves, and of two where one follows the other after so many
 rounds."""
 _SAME_LOAD = 0.03
-"""Of a plain round's time by the table, what two loads may differ by for a change of shapes between them to tell what
-these cost beside each other."""
+"""Of a plain round's time by the table, what two loads of as many rows may differ by for a change of shapes between
+them to tell what these cost beside each other."""
 _MOST_OFF, _MOST_OWN_OFF = log(3.0), 0.3
 """Logarithms of what one round may be off by, of all shapes and of two."""
 
@@ -195,7 +195,7 @@ class RoundCosts:
         self._known: dict[tuple[int, SpecShape], tuple[float, float]] = {}
         self._catch_up_s = cache(table.catch_up_seconds)
         self._last, self._run = PLAIN, 0  # the shape of the last round, and how many before it had the same at its load
-        self._load_s = 0.0  # of a plain round at the last one's load, by the table
+        self._load = 0, 0.0  # rows of the last round, and what a plain one takes at its load by the table
 
     def seconds(self, rows: int, shape: SpecShape, tokens: float) -> float:
         """A round of `rows` rows with `tokens` tokens each."""
@@ -209,8 +209,8 @@ class RoundCosts:
         """A round took so long."""
         off = log(max(seconds, 1e-9) / self.seconds(rows, shape, tokens))
         off = min(max(off, -_MOST_OFF), _MOST_OFF)
-        before_s, self._load_s = self._load_s, self._measured(rows, PLAIN, tokens)
-        if abs(self._load_s - before_s) > _SAME_LOAD * before_s:
+        (rows_before, before_s), self._load = self._load, (rows, self._measured(rows, PLAIN, tokens))
+        if rows != rows_before or abs(self._load[1] - before_s) > _SAME_LOAD * before_s:
             self._last, self._run = shape, 0
         elif shape != self._last:
             if self._run >= _SETTLED:
@@ -316,11 +316,11 @@ class AdaptiveShape:
         if part < 1.0:
             seconds = self._seconds_of_few(seconds, self._bucket_for(drafting), part, tokens)
         wanted = self._trial(rates, seconds, late, part) or (self._hoped if part == 1.0 else PLAIN)
-        wanted = self._affordable(wanted, seconds, late)
-        regret = self._regret(wanted, seconds, late)
-        self.regret_budget -= regret
-        self.alone = seconds[wanted] < self._round_s[wanted]
         self._most_regret_budget = self._regret_budget_of(seconds, len(lengths))
+        self._earn(0.0, self._most_regret_budget)  # more rows may lose less of what fewer have saved
+        wanted = self._affordable(wanted, seconds, late)
+        self.regret_budget -= self._regret(wanted, seconds, late)
+        self.alone = seconds[wanted] < self._round_s[wanted]
         return wanted
 
     def _affordable(self, wanted: SpecShape, seconds: dict[SpecShape, float], behind: float) -> SpecShape:
@@ -412,7 +412,7 @@ class AdaptiveShape:
         """For a log: what it expects beside plain rounds at next to no context, by rows, how many tokens a round of a
         row must give there to pay, and the most that it can lose.
         """
-        told, most_regret = [], REGRET_BUDGET
+        told = []
         for rows in sorted({1, min(32, self._layout.max_requests), self._layout.max_requests}):
             bucket = self._bucket_for(rows)
             seconds = self._seconds(bucket, 0.0)
@@ -426,7 +426,8 @@ class AdaptiveShape:
             name += f", {best.nodes_at(bucket)} nodes" * best.is_ragged_at(bucket)
             pays = f", pays from {costs[best]:.2f} tokens a round on" if best != PLAIN else ""
             told.append(f"{rates[best]:.2f}x at {rows} rows ({name}{pays})")
-            most_regret = max(most_regret, self._regret_budget_of(seconds, rows))
+        each = range(1, self._layout.max_requests + 1)
+        most_regret = max(self._regret_budget_of(self._seconds(self._bucket_for(rows), 0.0), rows) for rows in each)
         lost = 100 * (most_regret / 200 + INTEREST)
         return (
             f"--speculative-policy auto expects, {self._head.source}, {', '.join(told)} of plain rounds' speed;"

@@ -44,6 +44,8 @@ from treetop.types.errors import ConfigError, InputError, InvariantError
 from treetop.types.ids import PageId, RequestId, Row
 from treetop.types.layout import Layout, PrefillCosts, SpecShape
 from treetop.types.messages import (
+    ExportPlan,
+    ImportPlan,
     MixedPlan,
     NodeMasks,
     OffloadPlan,
@@ -169,7 +171,7 @@ class Scheduler:
         self._committer = Committer(*shared, self.kv_transfer, config.check_level, clock)
         self._watch()
         self._rounds_due = 0  # before the next prefill step
-        self._ended_round = False  # whether the step that was committed last was a round and nothing else
+        self._ended_round = False  # whether the last step that computed was a round and nothing else
 
     # ---------------------------------------------------------------- requests in and out
 
@@ -439,8 +441,9 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
         """Apply a step's result. A request with non-finite logits fails alone; one that has ended gets nothing more.
 
-        A round tells what rounds take where nothing but a round was before it: the end of a prefill step is seen late,
-        as the host launches what comes behind it, and the round after it seems short. Trees are often tried there.
+        A round tells what rounds take where the step before it was a round, too: the end of a prefill step is seen
+        late, as the host launches what comes behind it, and the round after it seems short. Trees are often tried
+        there. Where one step is out at a time nothing is launched behind.
         """
         tokens = self.steps.mean_tokens
         updates = self._committer.commit(plan, result)
@@ -451,7 +454,9 @@ class Scheduler:
         self.mixing.note(plan, seconds, self._budget.late_s)
         self._budget.note(plan, seconds, self.steps.has_prefill)
         mixed, alone = isinstance(plan, MixedPlan), not self.steps.has_prefill
-        after_round, self._ended_round = self._ended_round, isinstance(plan, RoundPlan)
+        after_round = self._ended_round or self._layout.max_in_flight == 1
+        if not isinstance(plan, ExportPlan | ImportPlan | OffloadPlan):
+            self._ended_round = isinstance(plan, RoundPlan)
         if mixed:
             self.policy.note(plan, result, worked if alone else None, tokens)
         for part, of_part in zip(parts_of_plan(plan), parts_of_result(plan, result), strict=True):

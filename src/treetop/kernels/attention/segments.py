@@ -160,7 +160,8 @@ class SegmentPlan:
     first: [rows] int32, the first segment that a query of the row sees.
     offsets: [rows + 1] int32; items offsets[i] .. offsets[i + 1] - 1 are the row's segments behind its run.
     items: [most] int32, the row of each item.
-    queues: [QUEUES] int32, how many items were taken past those of programs' own numbers; 0 between launches.
+    queues: [QUEUES] int32, how many items were taken past those of programs' own numbers; 0 between launches, so two
+        streams may not use one plan at once.
     path: [rows, n, t] int32, the tail's column that holds position kv_len + i of a query's path; -1 if there is none.
     unit: keys of the first segments. block: keys of a block.
     """
