@@ -195,7 +195,7 @@ class RoundCosts:
         self._known: dict[tuple[int, SpecShape], tuple[float, float]] = {}
         self._catch_up_s = cache(table.catch_up_seconds)
         self._last, self._run = PLAIN, 0  # the shape of the last round, and how many before it had the same at its load
-        self._load = 0, 0.0  # rows of the last round, and what a plain one takes at its load by the table
+        self._rows, self._least, self._most = 0, 0.0, 0.0  # of these rounds; and tokens of a row at their load
 
     def seconds(self, rows: int, shape: SpecShape, tokens: float) -> float:
         """A round of `rows` rows with `tokens` tokens each."""
@@ -209,8 +209,11 @@ class RoundCosts:
         """A round took so long."""
         off = log(max(seconds, 1e-9) / self.seconds(rows, shape, tokens))
         off = min(max(off, -_MOST_OFF), _MOST_OFF)
-        (rows_before, before_s), self._load = self._load, (rows, self._measured(rows, PLAIN, tokens))
-        if rows != rows_before or abs(self._load[1] - before_s) > _SAME_LOAD * before_s:
+        if rows != self._rows or not self._least <= tokens <= self._most:
+            plain_s = self._measured(rows, PLAIN, tokens)
+            more = self._measured(rows, PLAIN, tokens + 1.0) - plain_s
+            apart = _SAME_LOAD * plain_s / more if more > 0.0 else inf
+            self._rows, self._least, self._most = rows, tokens - apart, tokens + apart
             self._last, self._run = shape, 0
         elif shape != self._last:
             if self._run >= _SETTLED:
@@ -300,7 +303,7 @@ class AdaptiveShape:
             self._look_at(self._counts, speculating)
         self._num_rounds += 1
         rows = self._bucket_for(len(lengths))
-        self._batch = rows, len(lengths)
+        others, self._batch = self._batch != (rows, len(lengths)), (rows, len(lengths))
         tokens = sum(lengths) / len(lengths)
         if self._num_rounds % _EVERY == 0 or self._held != (rows, self._share):
             self._think(rows, tokens)
@@ -308,6 +311,9 @@ class AdaptiveShape:
         self._owed = 0.0 if self.watches else max(self._owed + 1.0 - self._held_worth, 0.0)
         self._anyhow = max(self._anyhow, min(self._anyhow + _ANYHOW_COSTS, REGRET_BUDGET))
         self._curiosity = min(self._curiosity + _CURIOSITY, _MOST_CURIOUS)
+        if others or self._num_rounds % _EVERY == 0:
+            self._most_regret_budget = self._regret_budget_of(self._round_s, len(lengths))
+            self._earn(0.0, self._most_regret_budget)  # more rows may lose less of what fewer have saved
         self._earn(INTEREST, max(self.regret_budget, REGRET_BUDGET))
         if not drafting or self._held is None:
             return PLAIN
@@ -316,8 +322,6 @@ class AdaptiveShape:
         if part < 1.0:
             seconds = self._seconds_of_few(seconds, self._bucket_for(drafting), part, tokens)
         wanted = self._trial(rates, seconds, late, part) or (self._hoped if part == 1.0 else PLAIN)
-        self._most_regret_budget = self._regret_budget_of(seconds, len(lengths))
-        self._earn(0.0, self._most_regret_budget)  # more rows may lose less of what fewer have saved
         wanted = self._affordable(wanted, seconds, late)
         self.regret_budget -= self._regret(wanted, seconds, late)
         self.alone = seconds[wanted] < self._round_s[wanted]
