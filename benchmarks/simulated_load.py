@@ -81,7 +81,8 @@ class StepCost:
         """Tokens with their padding, and what they cost more for those before them."""
         padded = layout.bucket_for(len(plan.chunks)) * max(len(chunk.token_ids) for chunk in plan.chunks)
         tokens = plan.packed or padded
-        behind = 0.0 if self.attended is None else max(chunk.start for chunk in plan.chunks) / self.attended
+        attended = sum(len(chunk.token_ids) * chunk.start for chunk in plan.chunks) / tokens
+        behind = 0.0 if self.attended is None else attended / self.attended
         return tokens, behind
 
     def _prefill_s(self, tokens: int) -> float:
@@ -199,6 +200,7 @@ class Simulation:
             pool_tokens=rows * 4096 + 16 * context,
             max_in_flight=2,
             prompt_sizes=tuple(prompt_sizes),
+            prefill_blocks=(64, 16),
         )
         self.engine: SimulatedEngine = SimulatedEngine(cost, self._layout, accept_length)
         if shape != PLAIN:

@@ -677,6 +677,13 @@ def any_steps(runner, rng):
                 dummies, dummies, none, dummies.new_zeros((rows, width)), none, none - 1, dummies, maximum, choice
             ),
         )
+        block = rng.choice(layout.prefill_blocks)
+        blocks = rng.randint(1, layout.chunk // block)
+        lines = dummies.new_full((blocks,), layout.dummy_row)
+        none = lines.new_zeros(blocks)
+        packed = lines, lines, none, lines.new_zeros((blocks, block)), none, none - 1, lines, maximum, choice
+        if choice is not SamplingMode.LOGPROBS:
+            prefill(runner, PrefillBatch(*packed, num_ends=min(rows, blocks)))
         run_phases(runner, RoundKey(rows, rng.choice(layout.shapes), choice), layout.max_committed)
         if choice not in (SamplingMode.PROCESS, SamplingMode.LOGPROBS):  # which are not captured
             run_phases(runner, RoundKey.of_prompts(*rng.choice(layout.prefill_sizes), choice), layout.max_committed)

@@ -62,7 +62,7 @@ def plainly(strong_pair):
 def test_no_token_changes_in_blocks(strong_pair, plainly, shape, monkeypatch):
     """Every size comes up, several chunks share a batch, and what is not packed goes as it did; all poisoned."""
     prompts, params, expected = plainly
-    monkeypatch.setattr("treetop.scheduler.mixed._STEPS", 1)  # all sizes come up
+    monkeypatch.setattr("treetop.scheduler.mixed._STEPS", 2)  # all sizes come up
     llm = build(strong_pair, shape, mixed_chunk="on", **OPTIONS)
     got, sizes = run(llm, prompts, params)
     assert got == expected

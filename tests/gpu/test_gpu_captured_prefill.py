@@ -1,4 +1,4 @@
-"""Captured prefill steps on a GPU: with `--exactness bits` prompts in blocks of fixed batches change no bit.
+"""Prompts in blocks on a GPU, captured and not: with `--exactness bits` they change no bit.
 
 python -m pytest tests/gpu/test_gpu_captured_prefill.py -q
 """
@@ -47,6 +47,20 @@ def test_no_bit_changes(draft, shape, graphs, level):
         got, sizes = outputs(draft, shape, again, **captured, **exact)
         assert sizes[wide], sizes
         assert got == expected
+
+
+@pytest.mark.parametrize("exactness", ["bits", "ties"])
+@pytest.mark.parametrize(("draft", "shape"), [(None, (0, 1, 1)), (HEAD, (3, 1, 4)), (HEAD, (5, 4, 16))])
+def test_blocks_that_are_not_captured(draft, shape, exactness):
+    """As many as prompts take, beside lines: in bfloat16 no bit changes; in float32 no token but near a tie."""
+    exact = {"exactness": exactness, "dtype": "bfloat16" if exactness == "bits" else "float32"}
+    expected, lines = outputs(None, (0, 1, 1), graphs="off", prefill_graph_max_tokens=0, **exact)
+    assert {*lines} == {0}
+    for again, block in ((False, 32), (True, 8)):
+        got, sizes = outputs(draft, shape, again, prefill_graph_max_tokens=0, **exact)
+        assert sizes[block], sizes
+        alike = sum(mine == theirs for mine, theirs in zip(got, expected, strict=True))
+        assert alike >= len(got) - (exactness == "ties"), (got, expected)
 
 
 @pytest.mark.parametrize("backend", ["auto", "triton"])

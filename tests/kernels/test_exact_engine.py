@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from support.bits import bits
-from support.engines import accept_lens, build, sampled
+from support.engines import accept_lens, build, sampled, tokens
 from support.families import FAMILIES
 from support.interpreted import interpreted
 from support.lookups import lookup
@@ -21,6 +21,7 @@ from treetop.engine.startup.weight_copies import product_weights
 from treetop.kernels.profile import profile_of
 from treetop.kernels.table import Ops
 from treetop.kernels.triton_guard import gpu_traits
+from treetop.types.messages import PrefillPlan
 from treetop.weights.gpu_products import NoSplitKProduct, Probed
 
 pytestmark = pytest.mark.slow
@@ -88,3 +89,35 @@ def test_a_tree_has_the_bits_of_plain_decoding(tmp_path, monkeypatch, save, kept
     assert bits(outputs) == want
     assert sum(map(sum, accept_lens(outputs))) > 0
     assert used == {None, "silu"}
+
+
+@interpreted
+@pytest.mark.parametrize(("exactness", "backend"), [("bits", "segments"), ("ties", "triton")])
+def test_prompts_in_blocks_get_what_those_in_lines_do(tmp_path, monkeypatch, exactness, backend):
+    """As many blocks as they take, narrow and wide, with the kernels that write K/V, attend and draw on a GPU."""
+    if exactness == "bits":
+        of_a_gpu = profile_of("bits", torch.device("cuda"))
+        monkeypatch.setattr("treetop.engine.startup.plan.chosen_profile", lambda *_: of_a_gpu)
+        monkeypatch.setattr("treetop.engine.startup.build.products_of", by_our_kernel)
+    monkeypatch.setattr(Ops, "gpu_for", lambda self, op: gpu_traits(CPU) if op.name in KERNELS else None)
+    target = save_llama(tmp_path)
+    pair = Pair(target, target)
+    prompts = pair.prompts([5, 40, 17, 30, 3, 9])
+    params = [sampled(seed, 4, temperature=1.0) for seed in range(6)]
+
+    def run(make, shape, **options):
+        fixed = {"device": "cpu", "attention_backend": backend, "exactness": exactness, "prefill_graph_max_tokens": 0}
+        fixed["dtype"] = "bfloat16" if exactness == "bits" else "float32"
+        llm = make(pair, shape, context_length=96, page_size=16, disable_radix_cache=True, **fixed, **options)
+        plans, launch = [], llm.engine.launch
+        llm.engine.launch = lambda plan: plans.append(plan) or launch(plan)
+        outputs = llm.generate(prompts, params)
+        llm.close()
+        return tokens(outputs), {plan.block for plan in plans if isinstance(plan, PrefillPlan)}
+
+    with tensor_core():
+        want, lines = run(build, None, max_running_requests=1, graphs="off")
+        found, blocks = run(lookup, (2, 2, 4), max_running_requests=6, chunked_prefill_size=64, graphs="sim")
+    assert found == want
+    assert lines == {0}
+    assert blocks == {1, 4}

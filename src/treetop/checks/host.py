@@ -54,9 +54,10 @@ class PlanChecker:
             return
         check_rows([chunk.row for chunk in plan.chunks], layout)
         check_rows([setup.row for setup in plan.setups], layout)
-        if plan.packed and (plan.packed, plan.block) not in layout.packed_sizes:
+        if plan.packed and not layout.may_pack(plan.packed, plan.block):
             raise CheckError(
-                f"prefill step: {plan.packed} tokens in blocks of {plan.block}, of batches {layout.packed_sizes}"
+                f"prefill step: {plan.packed} tokens in blocks of {plan.block}, of batches {layout.packed_sizes}, or of"
+                f" {layout.chunk} tokens in blocks of {layout.prefill_blocks}"
             )
         for setup in plan.setups:
             self._check_states(setup)

@@ -47,8 +47,16 @@ from treetop.engine.kv_transfer import collect_exports, collect_imports, export_
 from treetop.engine.memory import gib, memory_of, out_of_memory_explained
 from treetop.engine.node_masks import NodeMaskWriter
 from treetop.engine.packed_trees import PackedTrees
-from treetop.engine.prefill import FirstTokens, PrefillBatch, chunk_columns, chunk_width, make_batch, prefill
-from treetop.engine.prompt_blocks import block_numbers
+from treetop.engine.prefill import (
+    FirstTokens,
+    PrefillBatch,
+    batch_of_blocks,
+    chunk_columns,
+    chunk_width,
+    make_batch,
+    prefill,
+)
+from treetop.engine.prompt_blocks import block_lines, block_numbers
 from treetop.engine.prompt_logprobs import prompt_columns, with_prompt
 from treetop.engine.rounds import Eager, HostStep, RoundKey, RoundLauncher, mixed_verify, paths_of_round
 from treetop.engine.routed_experts import check_told, experts_of_chunks, experts_of_round, told, told_of
@@ -708,26 +716,33 @@ class Engine:
     def _with_prompts(self, plan: MixedPlan, slot: Slot) -> tuple[RowResults, ...]:
         """A round with chunks packed into a batch of fixed size in its forward: one graph, as any other round."""
         chunks, round = plan.prefill, plan.round
-        row_lists, end = self._send_blocks(chunks, slot, plan.edits, self._row_lists(round))
+        row_lists, end, numbers = self._send_blocks(chunks, slot, plan.edits, self._row_lists(round))
+        self.runner.buffers.prompts.write(chunks.packed, chunks.block, numbers)
         choice = SamplingMode.costliest((chunks.choice, round.choice))
         key = RoundKey(row_lists.shape[1], round.shape, choice, prompts=chunks.packed, block=chunks.block)
         self._launch_round(round, key, max(round.committed_bound, end), None)
         return self._of_blocks(chunks), self._of_round(round, key)
 
     def _packed(self, plan: PrefillPlan, slot: Slot) -> RowResults:
-        """Chunks packed into a batch of fixed size, which is a graph of its own."""
-        _, end = self._send_blocks(plan, slot, plan.edits, [])
-        undrafted = len(plan.no_draft) == len(plan.chunks) and self.layout.max_deferred > 0
+        """Chunks packed into blocks: a batch of fixed size, which is a graph of its own, or as many as they take."""
+        _, end, numbers = self._send_blocks(plan, slot, plan.edits, [])
+        no_draft = len(plan.no_draft) == len(plan.chunks)
+        if (plan.packed, plan.block) not in self.layout.prefill_sizes:
+            bucket = self.bucket_of(plan)
+            batch = batch_of_blocks(plan, block_lines(numbers, plan.block), end, bucket, 0 if no_draft else None)
+            return self._of_prefill(plan, batch.rows, prefill(self.runner, batch))
+        self.runner.buffers.prompts.write(plan.packed, plan.block, numbers)
+        undrafted = no_draft and self.layout.max_deferred > 0
         self.launcher.launch(RoundKey.of_prompts(plan.packed, plan.block, plan.choice, undrafted), end)
         return self._of_blocks(plan)
 
     def _send_blocks(
         self, plan: PrefillPlan, slot: Slot, edits: Sequence[PageEdit], row_lists: Sequence[int]
-    ) -> tuple[Tensor, int]:
-        """Requests move in, and their chunks into `RoundBuffers.prompts`. row_lists: of a round beside them, or empty.
-        Returns these on the device, and the end of the chunk that goes furthest.
+    ) -> tuple[Tensor, int, Tensor]:
+        """Requests move in. row_lists: of a round beside them, or empty. Returns these on the device, the end of the
+        chunk that goes furthest, and the chunks as `block_numbers`, on the device until the next step.
         """
-        state, prompts = self.runner.state, self.runner.buffers.prompts
+        state = self.runner.state
         sent = self._staging.send(
             slot,
             rows=[row_lists],
@@ -739,8 +754,8 @@ class Engine:
         if self.adapters is not None:
             self.adapters.apply(plan.adapters)
         state.move_in(plan.setups, sent["setups"], self.config.check_level)
-        prompts.write(plan.packed, plan.block, *sent["blocks"])
-        return on_device, max(chunk.start + len(chunk.token_ids) for chunk in plan.chunks)
+        (numbers,) = sent["blocks"]
+        return on_device, max(chunk.start + len(chunk.token_ids) for chunk in plan.chunks), numbers
 
     def _of_blocks(self, plan: PrefillPlan) -> RowResults:
         """What a step with chunks in blocks gave these."""

@@ -11,6 +11,7 @@ from treetop.attention.layer import CausalAttention, ChosenKeys, LayerKV
 from treetop.attention.recurrent import ChunkRecurrence
 from treetop.engine.features.feature import NewRoots, PromptLines
 from treetop.engine.model_runner import ModelRunner, TargetInput
+from treetop.engine.prompt_blocks import BlockLines
 from treetop.engine.prompt_logprobs import PromptTokens, prompt_logprobs
 from treetop.engine.recurrence import chunk_recurrence
 from treetop.engine.routed_experts import keep_prompts
@@ -44,6 +45,8 @@ class PrefillBatch:
     ends_prompts: whether a line may end a prompt, whose first token is chosen then; else no logits are made, and no
         log-probabilities of a first token are asked for.
     num_drafting: lines, the first ones, that the draft may have to read, None for all; with none it does not run.
+    num_ends: lines, the first ones, that end a chunk, None for all: of the others nothing is chosen or proposed, and
+        their `ends` are the dummy row's.
     """
 
     rows: Tensor
@@ -60,6 +63,7 @@ class PrefillBatch:
     allowed: Tensor | None = None
     ends_prompts: bool = True
     num_drafting: int | None = None
+    num_ends: int | None = None
 
 
 def chunk_columns(plan: PrefillPlan, bucket: int) -> list[list[int]]:
@@ -102,6 +106,17 @@ def make_batch(
         drafting = len(plan.chunks) - len(plan.no_draft)
         num_drafting = bucket_for(drafting) if drafting else 0
     return PrefillBatch(*lines, *sizes, asked, allowed, ends, num_drafting)
+
+
+def batch_of_blocks(
+    plan: PrefillPlan, lines: BlockLines, max_kv_len: int, bucket: int, num_drafting: int | None = None
+) -> PrefillBatch:
+    """Chunks in as many blocks as they take. bucket: rows that end one, padding included."""
+    ends = any(chunk.next_token is None for chunk in plan.chunks)
+    return PrefillBatch(
+        *lines, max_kv_len, plan.choice, ends_prompts=ends, num_drafting=num_drafting,
+        num_ends=min(bucket, len(lines.rows)),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +170,11 @@ class BegunPrefill:
         """Where each line's last token stands in it, [rows] int64."""
         return (self.batch.query_len - 1).clamp(min=0)
 
+    @property
+    def ends(self) -> int:
+        """Lines, the first ones, that may end a chunk."""
+        return len(self.batch.rows) if self.batch.num_ends is None else self.batch.num_ends
+
 
 def begin_prefill(runner: ModelRunner, batch: PrefillBatch) -> BegunPrefill:
     """What the target is given of one chunk a row."""
@@ -169,39 +189,39 @@ def begin_prefill(runner: ModelRunner, batch: PrefillBatch) -> BegunPrefill:
 
 
 def last_hidden(runner: ModelRunner, begun: BegunPrefill, output: TargetOutput) -> Tensor:
-    """The target's state after the last token of each line, [rows, 1, hidden]."""
-    return runner.ops.pick(output.hidden, begun.last)[:, None]
+    """The target's state after the last token of each line that may end a chunk, [ends, 1, hidden]."""
+    return runner.ops.pick(output.hidden[: begun.ends], begun.last[: begun.ends])[:, None]
 
 
 def end_prefill(runner: ModelRunner, begun: BegunPrefill, output: TargetOutput, logits: Tensor | None) -> FirstTokens:
     """Sample first tokens, and have the draft read the chunks. output: of as many rows and tokens as the batch.
 
-    logits: [rows, 1, vocab] of `last_hidden`; None where no prompt ends, of which nothing is proposed then either.
+    logits: [ends, 1, vocab] of `last_hidden`; None where no prompt ends, of which nothing is proposed then either.
     """
-    batch, span, ops, last = begun.batch, begun.span, runner.ops, begun.last
-    rows, valid = batch.ends, span.valid
-    keep_prompts(runner, output, batch.rows, span.positions, valid)
-    first, finite, logprobs = batch.next_token, torch.ones_like(rows, dtype=torch.bool), None
+    batch, span, ops, last = begun.batch, begun.span, runner.ops, begun.last[: begun.ends]
+    rows, next_token, kv_len = (each[: begun.ends] for each in (batch.ends, batch.next_token, span.kv_len))
+    keep_prompts(runner, output, batch.rows, span.positions, span.valid)
+    first, finite, logprobs = next_token, torch.ones_like(rows, dtype=torch.bool), None
     if logits is not None:
-        tree, accepted = root_tree(batch.next_token), _one_column(rows)
-        sampler, place = runner.state.sampler, (span.kv_len - 1)[:, None]
+        tree, accepted = root_tree(next_token), _one_column(rows)
+        sampler, place = runner.state.sampler, (kv_len - 1)[:, None]
         chosen = choose(ops, logits, sampler, rows, place, tree, batch.choice, batch.allowed)
         ops.accept(chosen, tree, accepted, None)  # the root, whose choice is the bonus
         first, finite = accepted.bonus, accepted.finite
         if batch.choice is SamplingMode.LOGPROBS:
             logprobs = path_logprobs(ops, logits, chosen, accepted, min(MAX_LOGPROBS, logits.shape[2]))
-    goes_on, draft = batch.next_token >= 0, None
-    following = torch.where(goes_on, batch.next_token, first)
-    prompt = PromptLines(batch.rows, span.positions, batch.tokens, valid)
-    roots = NewRoots(batch.choice, rows, span.kv_len, following, -goes_on.to(torch.int64), prompt)
+    goes_on, draft = next_token >= 0, None
+    following = torch.where(goes_on, next_token, first)
+    prompt = PromptLines(batch.rows, span.positions, batch.tokens, span.valid)
+    roots = NewRoots(batch.choice, rows, kv_len, following, -goes_on.to(torch.int64), prompt)
     runner.state.rooted(ops, roots)
     if runner.drafter is not None:
-        count = len(rows) if batch.num_drafting is None else batch.num_drafting
+        count = len(batch.rows) if batch.num_drafting is None else batch.num_drafting
         if count:
             draft = _read_by_draft(runner, begun, output, following, logits is not None, count)
         else:
             draft = _no_proposals(runner, rows)
-    ops.finish(runner.state.tables, rows, runner.layout.dummy_row, batch.offset + last, first, draft)
+    ops.finish(runner.state.tables, rows, runner.layout.dummy_row, batch.offset[: begun.ends] + last, first, draft)
     asked = None if batch.prompt is None else prompt_logprobs(runner, output.hidden, batch.prompt)
     return FirstTokens(first, finite, logprobs, asked)
 
@@ -209,13 +229,15 @@ def end_prefill(runner: ModelRunner, begun: BegunPrefill, output: TargetOutput, 
 def _read_by_draft(
     runner: ModelRunner, begun: BegunPrefill, output: TargetOutput, following: Tensor, proposes: bool, count: int
 ) -> DraftState | None:
-    """The draft reads the first `count` lines. following: [rows] int64, the token behind each. proposes: it is to
-    propose what comes next, which is nothing for the other lines.
+    """The draft reads the first `count` lines. following: [ends] int64, the token behind each that may end a chunk.
+    proposes: it is to propose what comes next, which is nothing for the other lines.
     """
     batch, span, rows, last = begun.batch, begun.span, begun.batch.rows[:count], begun.last[:count]
-    tokens, ends, following = batch.tokens[:count], batch.ends[:count], following[:count]
+    tokens, behind = batch.tokens[:count], torch.cat([following, batch.next_token[begun.ends :]])[:count]
+    proposing = min(count, begun.ends)
+    ends, following = batch.ends[:proposing], following[:proposing]
     shifted = torch.cat([tokens[:, 1:], tokens[:, :1]], dim=1)
-    shifted = shifted.scatter(1, last[:, None], following[:, None])
+    shifted = shifted.scatter(1, last[:, None], behind[:, None])
     drafts, positions = batch.draft_rows[:count] == rows, span.positions[:count]
     of_draft = _Span(positions, span.valid[:count] & drafts[:, None], span.kv_len[:count] * drafts)
     read = replace(batch, rows=batch.draft_rows[:count])
@@ -225,9 +247,9 @@ def _read_by_draft(
     at = runner.extension(rows, last)  # whose text a line has, if it ends no prompt, too
     runner.select_for_draft(rows, shifted.shape[1])
     assert runner.drafter is not None
-    extended = runner.drafter.extend(shifted, aux_hidden, positions, at, attend)
+    extended = runner.drafter.extend(shifted, aux_hidden, positions, at, attend)[:proposing]
     draft = runner.extended(ends, following, extended, runner.state.numbers["classes"][ends]) if proposes else None
-    others = len(batch.rows) - count
+    others = begun.ends - proposing
     if draft is None or not others:
         return draft
     return DraftState(*(F.pad(each, (0, 0, 0, others)) for each in (draft.tokens, draft.logprob, draft.hidden)))

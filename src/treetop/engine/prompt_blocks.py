@@ -1,5 +1,5 @@
-"""Prompts in a captured round, or in a captured step of their own: a batch of fixed size, into which chunks are packed
-in blocks.
+"""Prompts packed into blocks: in a captured round, or in a step of their own. A captured batch has a fixed size; one
+that is launched kernel by kernel has as many blocks as its chunks take.
 
     chunks of a step       | prompt 7: 150 tokens            | prompt 2: 70 tokens |           blocks of 64, size 256
     blocks of the batch    | 7: its last 22, padded | 2: its last 6, padded | 7: first 64 | 7: next 64 |  a fifth: none
@@ -62,10 +62,8 @@ class PromptBuffers:
 
     def lines_of(self, size: int, width: int) -> "BlockLines":
         """The inputs of a batch of `size` tokens."""
-        blocks = self.blocks_of(size, width)
-        columns = self.inputs[: _COLUMNS * blocks].view(_COLUMNS, blocks)
-        tokens = self.inputs[_COLUMNS * blocks : num_numbers(size, width)].view(blocks, width)
-        return BlockLines(columns[0], columns[1], columns[2], tokens, columns[3], columns[4], columns[5])
+        self.blocks_of(size, width)
+        return block_lines(self.inputs[: num_numbers(size, width)], width)
 
     def write(self, size: int, width: int, numbers: Tensor) -> None:
         """numbers: those of `block_numbers`, on the device: all that a step reads."""
@@ -100,6 +98,14 @@ def make_prompt_buffers(
 def num_numbers(size: int, width: int) -> int:
     """Inputs of a batch of `size` tokens."""
     return size // width * (_COLUMNS + width)
+
+
+def block_lines(numbers: Tensor, width: int) -> BlockLines:
+    """numbers: those of `block_numbers`, on the device, int64. Views of them."""
+    blocks = len(numbers) // (_COLUMNS + width)
+    columns, tokens = numbers[: _COLUMNS * blocks].view(_COLUMNS, blocks), numbers[_COLUMNS * blocks :]
+    rows, ends, offset, query_len, next_token, draft_rows = columns.unbind()
+    return BlockLines(rows, ends, offset, tokens.view(blocks, width), query_len, next_token, draft_rows)
 
 
 def block_numbers(

@@ -9,7 +9,7 @@ Nothing here has a clock: seconds come as arguments, so that a simulation decide
 
 from collections import deque
 from collections.abc import Sequence
-from math import ceil, log
+from math import log
 from statistics import median
 from typing import NamedTuple
 
@@ -121,8 +121,8 @@ class PrefillBudget:
     def work_of(self, plan: PrefillPlan) -> int:
         """Of a prefill step, or of the prefill of a mixed one."""
         tokens = plan.packed or self._layout.bucket_for(len(plan.chunks)) * max(len(c.token_ids) for c in plan.chunks)
-        start, attended = max(chunk.start for chunk in plan.chunks), self._prefill_costs.attended
-        return tokens if attended is None else tokens + tokens * start // attended
+        behind, attended = sum(len(c.token_ids) * c.start for c in plan.chunks), self._prefill_costs.attended
+        return tokens if attended is None else tokens + behind // attended
 
     def tokens(self, rows: int, start: int, waiting: int = 0, mixed: bool = False) -> int:
         """Most of a step whose deepest chunk has `start` tokens before it, while `rows` rows decode.
@@ -169,12 +169,14 @@ class PrefillBudget:
             return self._layout.chunk
         return self._most_work(rows)
 
-    def rounds_after(self, plan: PrefillPlan, rows: int) -> int:
-        """Rounds of `rows` rows that are due before the next prefill step: 1, or what gives them their share."""
+    def rounds_after(self, plan: PrefillPlan, rows: int) -> float:
+        """Rounds of `rows` rows that are due before the next prefill step, a part of one too: at least 1, or what gives
+        them their share.
+        """
         round_s = self.rounds.seconds(self._layout.bucket_for(rows))
         if self._tokens is not None or not self._target_gap_s or not round_s:
-            return 1
-        return max(ceil(self.prefills.seconds(self.work_of(plan)) * (1 / _MOST_SHARE - 1) / round_s), 1)
+            return 1.0
+        return max(self.prefills.seconds(self.work_of(plan)) * (1 / _MOST_SHARE - 1) / round_s, 1.0)
 
     def may_wait(self, rows: int, work: int, waited_s: float, longest_s: float) -> bool:
         """Whether `work` that waits had better wait for more, while `rows` rows decode.

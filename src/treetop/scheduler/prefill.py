@@ -1,8 +1,9 @@
 """Who is admitted, and which chunks of which prompts a prefill step takes.
 
-A step is a batch of a line for each chunk, as wide as the longest, padding counted. Where prefill steps are captured
-(`Layout.prefill_sizes`) it may be a batch of fixed size instead, whose blocks hold the chunks: one graph, where the
-others are launched kernel by kernel, which takes the host longer than few tokens take a GPU.
+A step is a batch of a line for each chunk, as wide as the longest, padding counted; or chunks are packed into blocks,
+of which each has its last one padded (`Layout.prefill_blocks`). A small step of blocks may have a fixed size, for which
+it is captured (`Layout.prefill_sizes`): one graph, where others are launched kernel by kernel, which takes the host
+longer than few tokens take a GPU.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,9 @@ _CHEAP_PADDING = 512
 
 _MORE_PADDING = 4
 """A captured step may have a so-many-th more tokens than one of a line for each chunk: it saves launches alone."""
+
+_NARROW = 8
+"""Narrow blocks are taken where they save a so-many-th of the tokens: each block reads the keys before it."""
 
 _PASSING = 8
 """Requests that wait among which some are looked for that may pass a long prompt."""
@@ -96,7 +100,7 @@ class PrefillPlanner:
         yield from self._queues.prefilling
         yield from islice(self._queues.waiting, self._rows.num_free)
 
-    def rounds_after(self, plan: PrefillPlan) -> int:
+    def rounds_after(self, plan: PrefillPlan) -> float:
         """Rounds that are due before the next step, where some can run."""
         return self._budget.rounds_after(plan, len(self._queues.decoding))
 
@@ -122,7 +126,8 @@ class PrefillPlanner:
         first = self._queues.prefilling[0] if self._queues.prefilling else self.shares.first()
         packs = first is None or _may_be_packed(first)
         self._mixed, self._packed = mixed, packed if packs else 0
-        self._blocks = dict.fromkeys((block for _, block in self.sizes if packs and not mixed), 0)
+        widths = (*(block for _, block in self.sizes), *self._layout.prefill_blocks)
+        self._blocks = dict.fromkeys(widths if packs and not mixed else (), 0)
         setups: list[RowSetup] = []
         batch: Batch = []
         self.lacks_pages = self._to_come = None
@@ -140,7 +145,7 @@ class PrefillPlanner:
         batch.sort(key=lambda each: not each[0].held.lease.drafts)  # the draft reads the first ones
         chunks = tuple(self._chunk(request, count) for request, count in batch)
         last = (request for (request, _), chunk in zip(batch, chunks, strict=True) if chunk.next_token is None)
-        size, block = (self._packed, self._layout.prompt_block) if self._packed else self._captured(chunks)
+        size, block = (self._packed, self._layout.prompt_block) if self._packed else self._in_blocks(chunks)
         return PrefillPlan(
             edits=self._rows.take_edits(),
             freed=self._rows.kv_cache.take_freed(),
@@ -161,7 +166,7 @@ class PrefillPlanner:
         """
         for request in self._queues.prefilling:
             count = self._count(batch, request)
-            if self._may_join(batch, request, count):
+            if self._may_join(batch, request, request.num_computed_tokens, count):
                 self._reserve_chunk(request, count)
                 self._join(batch, request, count)
         while self._rows.may_enter and (first := self.shares.first(self.lacks_slots)) is not None:
@@ -187,7 +192,9 @@ class PrefillPlanner:
             return
         for request in self._queues.prefilling[1:]:
             count = self._count(batch, request)
-            if count == request.num_ids - request.num_computed_tokens and self._may_join(batch, request, count):
+            if count == request.num_ids - request.num_computed_tokens and self._may_join(
+                batch, request, request.num_computed_tokens, count
+            ):
                 self._reserve_chunk(request, count)
                 self._join(batch, request, count)
         for request in self.shares.first_few(_PASSING):
@@ -210,9 +217,11 @@ class PrefillPlanner:
         """Of a request's tokens behind `start`, those for this step.
 
         Beside rounds, what does not fit into one step comes in about equal parts: a small rest costs nearly as much as
-        a step.
+        a step. Into blocks one comes whole behind others, for a step that is not full costs no more than it holds.
         """
         room, rest = self._room(batch, request, start), request.num_ids - start
+        if batch and room < rest and self._takes_blocks and _may_be_packed(request):
+            return 0
         if not room or self._packed or not self._queues.decoding:
             return min(room, rest)
         return -(-rest // -(-rest // room))
@@ -224,18 +233,23 @@ class PrefillPlanner:
         if self._packed:
             width = self._layout.prompt_block
             return self._packed - width * sum(num_blocks(count, width) for _, count in batch)
-        deepest = max([start, *(each.num_computed_tokens for each, _ in batch)])
-        most = self._budget.tokens(len(self._queues.decoding), deepest, self._num_waiting, self._mixed)
+        most = self._most(batch, start)
         room = most // self._layout.bucket_for(len(batch) + 1)
         in_lines = room if all(count <= room for _, count in batch) else 0
         return max(in_lines, self._room_in_blocks(most)) if _may_be_packed(request) else in_lines
 
+    def _most(self, batch: Batch, start: int) -> int:
+        """Tokens of the step, padding counted, with one more row that has `start` before its chunk."""
+        deepest = max([start, *(each.num_computed_tokens for each, _ in batch)])
+        return self._budget.tokens(len(self._queues.decoding), deepest, self._num_waiting, self._mixed)
+
     def _room_in_blocks(self, most: int) -> int:
-        """Tokens that one more chunk may bring to the step as a captured one of `most` tokens at most; 0 if it is
+        """Tokens that one more chunk may bring to the step as one of blocks, of `most` tokens at most; 0 if it is
         none.
         """
         sizes = ((size, block) for size, block in self.sizes if size <= most and block in self._blocks)
-        return max((size - self._blocks[block] * block for size, block in sizes), default=0)
+        larger = ((most - most % block, block) for block in self._layout.prefill_blocks if block in self._blocks)
+        return max((size - self._blocks[block] * block for size, block in chain(sizes, larger)), default=0)
 
     def _join(self, batch: Batch, request: Request, count: int) -> None:
         batch.append((request, count))
@@ -244,29 +258,38 @@ class PrefillPlanner:
         for block in self._blocks:
             self._blocks[block] += num_blocks(count, block)
 
-    def _captured(self, chunks: Sequence[Chunk]) -> tuple[int, int]:
-        """The smallest captured batch that holds these, and the width of its blocks; (0, 0) where there is none, or it
-        has so much more padding than a line for each has that it may take a device longer.
-        """
-        in_lines = self._layout.bucket_for(len(chunks)) * max(len(chunk.token_ids) for chunk in chunks)
-        most = max(in_lines + in_lines // _MORE_PADDING, _CHEAP_PADDING)
-        sizes = ((size, block) for size, block in self.sizes if block in self._blocks and size <= most)
-        return next(((size, block) for size, block in sizes if size >= self._blocks[block] * block), (0, 0))
+    def _in_blocks(self, chunks: Sequence[Chunk]) -> tuple[int, int]:
+        """Tokens of the batch of blocks that holds these, and of a block; (0, 0) for a line each.
 
-    def _may_join(self, batch: Batch, request: Request, count: int) -> bool:
-        """Whether a row with `count` tokens may join a batch: its padding is cheap, or a third of the whole at most."""
+        The smallest captured one, but for one with so much more padding that it may take a device longer; else as many
+        blocks as they take, where that is less than lines would have.
+        """
+        least, block = self._layout.bucket_for(len(chunks)) * max(len(chunk.token_ids) for chunk in chunks), 0
+        for width in filter(self._blocks.__contains__, self._layout.prefill_blocks):
+            size = self._blocks[width] * width
+            if size <= self._layout.chunk and size < least - (block and least // _NARROW):
+                least, block = size, width
+        most = max(least + least // _MORE_PADDING, _CHEAP_PADDING)
+        sizes = ((size, block) for size, block in self.sizes if block in self._blocks and size <= most)
+        captured = next(((size, block) for size, block in sizes if size >= self._blocks[block] * block), None)
+        return captured or ((least, block) if block else (0, 0))
+
+    def _may_join(self, batch: Batch, request: Request, start: int, count: int) -> bool:
+        """Whether a row with `count` tokens behind `start` may join a batch: it has room in blocks, or the padding of
+        lines is cheap, or a third of the whole at most.
+        """
         if self._packed:
             return count > 0 and _may_be_packed(request)
-        if _may_be_packed(request) and self._fits(count):
-            return count > 0
+        if _may_be_packed(request) and 0 < count <= self._room_in_blocks(self._most(batch, start)):
+            return True
         counts = [each for _, each in batch] + [count]
         padding = self._layout.bucket_for(len(counts)) * max(counts) - sum(counts)
         return count > 0 and padding <= max(sum(counts) // 2, _CHEAP_PADDING)
 
-    def _fits(self, count: int) -> bool:
-        """Whether the step with a chunk of `count` tokens more is a captured one."""
-        largest = ((size, block) for size, block in self.sizes[-2:] if block in self._blocks)
-        return any((self._blocks[block] + num_blocks(count, block)) * block <= size for size, block in largest)
+    @property
+    def _takes_blocks(self) -> bool:
+        """Whether the step may have as many blocks as its chunks take."""
+        return any(width in self._blocks for width in self._layout.prefill_blocks)
 
     def _chunk(self, request: Request, count: int) -> Chunk:
         """The next `count` tokens of a request, and the token after them. After its last chunk it can decode."""
@@ -313,7 +336,7 @@ class PrefillPlanner:
         known = lease.shared * self._layout.page_size
         rest = request.num_ids - known
         count = self._cut(request, lease, known, self._share(batch, request, known))
-        suits = self._may_join(batch, request, count) and (count == rest or not whole)
+        suits = self._may_join(batch, request, known, count) and (count == rest or not whole)
         total = request.tokens_at_entry(self._layout.headroom)
         reserved = None
         if suits and self._will_fit(request, total - known):

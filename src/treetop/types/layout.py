@@ -226,6 +226,8 @@ class Layout:
     prefill_sizes: of batches in which a prefill step without a round is captured: tokens, padding counted, and tokens
         of each block, of which they are a multiple; the smallest first, of several alike the one with larger blocks.
         () for none.
+    prefill_blocks: tokens of the blocks that chunks of other prefill steps may be packed into, the largest first; ()
+        where each chunk has a line.
     experts: of those that each token went to, which one of the groups keeps; None if none does.
     """
 
@@ -250,6 +252,7 @@ class Layout:
     mixed: bool = False
     prompt_sizes: tuple[int, ...] = ()
     prefill_sizes: tuple[tuple[int, int], ...] = ()
+    prefill_blocks: tuple[int, ...] = ()
     experts: ExpertShape | None = None
 
     @property
@@ -261,6 +264,11 @@ class Layout:
     def packed_sizes(self) -> tuple[tuple[int, int], ...]:
         """All batches of fixed size that prompts are packed into: tokens, and tokens of a block."""
         return (*((size, self.prompt_block) for size in self.prompt_sizes), *self.prefill_sizes)
+
+    def may_pack(self, size: int, block: int) -> bool:
+        """Whether a prefill step may be a batch of `size` tokens in blocks of `block`, captured or not."""
+        loose = block in self.prefill_blocks and size <= self.chunk and size % block == 0
+        return loose or (size, block) in self.packed_sizes
 
     @cached_property
     def commit_width(self) -> int:
@@ -373,10 +381,11 @@ class Layout:
     @property
     def most_batch_rows(self) -> int:
         """Rows of the largest batch of the target. In a mixed step each token is one, and so is each node where a
-        budget cuts trees, and each block of a captured prefill step.
+        budget cuts trees, and each block of a prefill step.
         """
         if not self.mixed:
-            blocks = (size // block for size, block in self.prefill_sizes)
+            sizes = (*self.prefill_sizes, *((self.chunk, block) for block in self.prefill_blocks))
+            blocks = (size // block for size, block in sizes)
             return max(self.num_rows, self.most_flat_nodes, *blocks)
         return max(self.buckets) * self.verify_tail + max(self.chunk, *self.prompt_sizes, self.num_rows)
 

@@ -26,6 +26,7 @@ from treetop.kernels.attention.metadata import AttentionMetadata, SparseKeys
 from treetop.kernels.gemm.skinny_gemm import MAX_ROWS
 from treetop.kernels.kv import PagedKV
 from treetop.kernels.triton_guard import aot_compile
+from treetop.types.layout import Layout
 from treetop.types.sampling import SamplingMode
 
 
@@ -48,7 +49,15 @@ def _prefills(runner: ModelRunner) -> Iterator[Run]:
     yield partial(dummy_prefill, runner, SamplingMode.GREEDY, 1, 1, False)
     for width in sizes(min(MAX_ROWS, runner.layout.prefill_widths[1])):
         yield partial(dummy_prefill, runner, SamplingMode.GREEDY, 1, width)
+    for blocks, width in blocks_of(runner.layout):
+        yield partial(dummy_prefill, runner, SamplingMode.GREEDY, blocks, width, ends=1)
     yield partial(dummy_prefill, replace(runner, backend=EveryExtent(runner)), SamplingMode.GREEDY, 1, 1)
+
+
+def blocks_of(layout: Layout) -> list[tuple[int, int]]:
+    """Batches of blocks that are not captured, of each kind that launches tell apart: blocks, and tokens of one."""
+    most = ((layout.chunk // width, width) for width in layout.prefill_blocks)
+    return [(max(blocks - less, 1), width) for blocks, width in most for less in range(2)]
 
 
 def sizes(maximum: int) -> list[int]:
@@ -76,6 +85,7 @@ class EveryExtent:
             for bound in bounds
             if width <= bound
         ]
+        self.extents += [(*batch, bound) for batch in blocks_of(layout) for bound in bounds if batch[1] <= bound]
         self._done: set[object] = set()
 
     def begin(self, metadata: AttentionMetadata) -> AttentionMetadata:

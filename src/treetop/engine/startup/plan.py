@@ -247,6 +247,7 @@ def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | N
         mixed=config.mixed_chunk != "off",
         prompt_sizes=_prompt_sizes(config, model, chunk),
         prefill_sizes=_prefill_sizes(config, model, chunk),
+        prefill_blocks=_prefill_blocks(_power_of_two(chunk)) if _packs_prompts(config, model) else (),
         experts=experts,
     )
     if config.max_total_tokens is None:
@@ -377,10 +378,15 @@ def _prefill_sizes(config: EngineConfig, model: ModelConfig, chunk: int) -> tupl
     if not config.prefill_graph_max_tokens or not _packs_prompts(config, model):
         return ()
     largest = _power_of_two(min(chunk, config.prefill_graph_max_tokens))
-    wide = min(MAX_PROMPT_BLOCK, max(largest // 16, 1))
     sizes = [largest * part // 16 for part in PREFILL_PARTS]
-    blocks = dict.fromkeys((wide, max(wide // 4, 1)))
+    blocks = _prefill_blocks(largest)
     return tuple((size, block) for size in dict.fromkeys(sizes) for block in blocks if size and size % block == 0)
+
+
+def _prefill_blocks(largest: int) -> tuple[int, ...]:
+    """Tokens of the blocks of steps of `largest` tokens at most, wide ones first."""
+    wide = min(MAX_PROMPT_BLOCK, max(largest // 16, 1))
+    return tuple(dict.fromkeys((wide, max(wide // 4, 1))))
 
 
 def _packs_prompts(config: EngineConfig, model: ModelConfig) -> bool:

@@ -52,9 +52,11 @@ def _peak(run: Run) -> int:
     return torch.cuda.max_memory_reserved() - before
 
 
-def dummy_prefill(runner: ModelRunner, choice: SamplingMode, rows: int, width: int, ends_prompts: bool = True) -> None:
-    """A prefill step of dummy rows, of `width` tokens each."""
-    prefill(runner, replace(dummy_batch(runner, choice, rows, width), ends_prompts=ends_prompts))
+def dummy_prefill(
+    runner: ModelRunner, choice: SamplingMode, rows: int, width: int, ends_prompts: bool = True, ends: int | None = None
+) -> None:
+    """A prefill step of dummy rows, of `width` tokens each. ends: as `PrefillBatch.num_ends`."""
+    prefill(runner, replace(dummy_batch(runner, choice, rows, width), ends_prompts=ends_prompts, num_ends=ends))
 
 
 def dummy_batch(runner: ModelRunner, choice: SamplingMode, rows: int, width: int) -> PrefillBatch:
