@@ -1,10 +1,12 @@
-"""Prefill steps of as many blocks as their chunks take: no token changes, no step is padded to its longest prompt."""
+"""Prefill steps of as many blocks as their chunks take: no token changes, no step is padded to its longest prompt, and
+who waits for empty rows comes in before the next round.
+"""
 
 import random
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
+from itertools import groupby, islice
 
 import pytest
 
@@ -12,12 +14,13 @@ from support.engines import accept_lens, build, greedy, sampled, submit, tokens
 from support.families import FAMILIES
 from support.prefill_runs import KINDS, LAYERS, OPTIONS, SHAPE, run
 from support.tiny_models import Pair, save_random_llama
+from treetop.scheduler.budget import PrefillBudget
 from treetop.scheduler.scheduler import Scheduler
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CheckError
 from treetop.types.ids import FULL, RequestId
 from treetop.types.kv import paired
-from treetop.types.layout import PLAIN, KVGroup, Layout, PrefillCosts
+from treetop.types.layout import PLAIN, KVGroup, Layout, PrefillCosts, SpecShape
 from treetop.types.messages import PrefillPlan, RowResult, StepResult, prefill_of
 from treetop.types.requests import EngineRequest, Tenant
 from treetop.types.sampling import SamplingParams
@@ -229,6 +232,79 @@ def driven(scheduler):
         rows = [RowResult(getattr(p, "row", p), () if getattr(p, "next_token", None) else (1,), True) for p in parts]
         scheduler.commit(plan, StepResult(tuple(rows)))
         yield 0 if prefill is None else sum(len(chunk.token_ids) for chunk in prefill.chunks)
+
+
+def between_rounds(kinds):
+    return [[*group] for is_round, group in groupby(kinds, lambda kind: kind == 0) if not is_round]
+
+
+def test_who_waits_for_empty_rows_comes_in_before_the_next_round():
+    """In steps of the usual size, of 8,192 tokens together at most; the first has nobody beside it."""
+    kinds = list(islice(steps_of(scheduler_of(), [1024] * 40), 60))
+    groups = between_rounds(kinds)
+    assert groups[0][0] == 8192
+    assert all(step == 2048 for group in groups for step in group[group is groups[0] :])
+    assert max(map(sum, groups[1:])) == 8192
+    assert sum(map(sum, groups)) == 40 * 1024
+    assert len(groups) <= 6
+
+
+@pytest.mark.parametrize("options", [{"target_gap_ms": 50}, {"prefill_tokens_per_round": 2048}])
+def test_where_a_gap_is_bounded_rounds_take_turns(options):
+    kinds = list(islice(steps_of(scheduler_of(**options), [1024] * 40), 60))
+    assert all(len(group) == 1 for group in between_rounds(kinds)[1:])
+
+
+def test_beside_one_long_prompt_rounds_take_turns():
+    """Nobody else waits for a row, so a large step would only make streams wait."""
+    groups = between_rounds(list(islice(steps_of(scheduler_of(), [100] * 8 + [14_000]), 40)))
+    assert len(groups) > 4
+    assert all(len(group) == 1 for group in groups[1:]), groups
+
+
+def test_goes_on_while_rows_stand_empty():
+    layout = scheduler_of(shape=SpecShape(3, 1, 4))._layout
+    usual = PrefillBudget(layout, PrefillCosts(512, 2048, None), None)
+    assert [usual.goes_on(8, since) for since in (2048, 6144, 6145, 8192)] == [True, True, False, False]
+    assert not PrefillBudget(layout, PrefillCosts(512, 2048, None), 0.05).goes_on(8, 2048)
+    assert not PrefillBudget(layout, PrefillCosts(512, 2048, None), None, 2048).goes_on(8, 2048)
+
+
+@pytest.mark.parametrize("blocked", ["tenant", "pages"])
+def test_who_cannot_have_a_row_lets_no_steps_go_on(blocked):
+    """One waits all the time whose tenant has its rows, or for whom there are no pages: streams wait for one step."""
+    scheduler, kinds = scheduler_of(pool_tokens=30_000 if blocked == "pages" else 2_000_000), []
+    for i in range(8):
+        add(scheduler, i, 100)
+    add(scheduler, 8, 100, tenant="capped", max_rows=1)
+    list(islice(driven(scheduler), 12))
+    add(scheduler, 9, 14_000, tenant="free")
+    add(scheduler, 10, *((15_900, "other") if blocked == "pages" else (100, "capped", 1)))
+    kinds = list(islice(driven(scheduler), 16))
+    groups = between_rounds(kinds)
+    assert len(groups) >= 6, kinds
+    assert all(len(group) == 1 for group in groups), kinds
+    assert 10 in [request.request_id for request in scheduler.queues.waiting]
+
+
+def test_small_steps_count_as_what_they_take():
+    """A step of few tokens takes as long as one of 512: sixteen of these stand between two rounds at most."""
+    scheduler = scheduler_of(rows=256, blocks=())
+    for i in range(8):
+        add(scheduler, i, 100)
+    list(islice(driven(scheduler), 10))
+    for i in range(100):
+        add(scheduler, 8 + i, 600 if i % 2 else 10)  # lines of these have too much padding together
+    groups = between_rounds(list(islice(driven(scheduler), 80)))
+    assert max(map(len, groups)) > 4
+    assert all(sum(max(512, each) for each in group) <= 8192 for group in groups), groups
+
+
+def test_tiny_prompts_in_lines_keep_their_padding_cheap():
+    """More of one token than blocks have room for: not all in lines as wide as one of ten."""
+    counts, size, _ = first_step([1] * 130 + [10], rows=256, beside=64)
+    assert size == 0
+    assert counts == [1] * 130
 
 
 def test_captured_batches_larger_than_a_step_are_taken(strong_pair):

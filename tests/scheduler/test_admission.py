@@ -6,7 +6,7 @@ from support.fake_core import PagedEngine, ask, make_core
 from treetop.scheduler.budget import PrefillBudget
 from treetop.types.ids import FULL
 from treetop.types.kv import paired
-from treetop.types.layout import PLAIN, KVGroup, Layout, PrefillCosts
+from treetop.types.layout import PLAIN, KVGroup, Layout, PrefillCosts, SpecShape
 
 
 def served(core, requests):
@@ -73,22 +73,17 @@ def test_lengths_are_told_once_enough_was_seen():
     assert told == [pytest.approx(32)] * 2
 
 
-def test_steps_are_larger_by_as_much_as_more_rows_would_decode():
-    """Beside 64 rows: as usual for one prompt, twice as large for 64 more, never above --max-num-batched-tokens. A
-    target for gaps, and a size that was asked for, are kept.
+def test_a_step_is_as_large_whoever_waits():
+    """Beside rounds it has the usual size, and as many nodes as the round; a mixed one is larger by as much as more
+    rows would decode. A target for gaps, and a size that was asked for, are kept.
     """
     group = (KVGroup(FULL, 1, paired(1, 8)),)
-    layout = Layout((PLAIN,), 16, 256, 40_000, 8192, group, 10**6)
-    budget = PrefillBudget(layout, PrefillCosts(512, 2048, None), None)
-    assert [budget.tokens(64, 0, waiting) for waiting in (0, 1, 32, 64, 192, 1000)] == [
-        2048,
-        2080,
-        3072,
-        4096,
-        8192,
-        8192,
-    ]
-    assert budget.tokens(1, 0, 1) == 4096
+    layout = Layout((PLAIN, SpecShape(5, 4, 16)), 16, 256, 40_000, 8192, group, 10**6)
+    budget = PrefillBudget(layout, PrefillCosts(512, 2048, None, 1024), None)
+    assert {budget.tokens(64, 0, waiting) for waiting in (0, 1, 192, 1000)} == {2048}
+    assert budget.tokens(256, 0, 1000) == 4096
+    assert budget.tokens(0, 0, 1000) == 8192
+    assert [budget.tokens(64, 0, waiting, mixed=True) for waiting in (0, 1, 4, 1000)] == [1024, 1280, 2048, 8192]
     asked = PrefillBudget(layout, PrefillCosts(512, 2048, None), None, 700)
     assert asked.tokens(64, 0, 1000) == 700
     gaps = PrefillBudget(layout, PrefillCosts(512, 2048, None), 0.05)

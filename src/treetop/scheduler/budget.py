@@ -118,11 +118,14 @@ class PrefillBudget:
             self.prefills.note(self.work_of(prefill), seconds + self.late_s)
             self.late_s = 0.0
 
-    def work_of(self, plan: PrefillPlan) -> int:
-        """Of a prefill step, or of the prefill of a mixed one."""
+    def work_of(self, plan: PrefillPlan, at_least: bool = False) -> int:
+        """Of a prefill step, or of the prefill of a mixed one. at_least: a small one counts as what it takes no less
+        time than.
+        """
         tokens = plan.packed or self._layout.bucket_for(len(plan.chunks)) * max(len(c.token_ids) for c in plan.chunks)
         behind, attended = sum(len(c.token_ids) * c.start for c in plan.chunks), self._prefill_costs.attended
-        return tokens if attended is None else tokens + behind // attended
+        work = tokens if attended is None else tokens + behind // attended
+        return max(work, self._prefill_costs.minimum) if at_least else work
 
     def tokens(self, rows: int, start: int, waiting: int = 0, mixed: bool = False) -> int:
         """Most of a step whose deepest chunk has `start` tokens before it, while `rows` rows decode.
@@ -138,10 +141,9 @@ class PrefillBudget:
     def _most_work(self, rows: int, waiting: int = 0, mixed: bool = False) -> int:
         """Of a step before a round of `rows` rows; 0 rows: nobody waits for it.
 
-        A step of a fixed size is larger by as much as more rows would decode if those that wait did: each round until
-        then is one of few. So a prompt beside many streams makes them wait no longer, and a crowd fills empty rows.
-        A mixed one is smaller while few wait: each saves a reading of the weights, so prompts gain by coming in more of
-        them, but not if rows stand empty for it.
+        A step of a fixed size is that however many wait, for those in it have their first tokens at its end: more steps
+        may follow (`goes_on`). A mixed one, which has a round each time, is larger by as much as more rows would decode
+        if those that wait did: each round until then is one of few.
 
         Step and round take the target together. But a step may take a share of its round, and as much as costs little
         more than nothing at all, or prompts would never end where rounds are slow.
@@ -152,13 +154,30 @@ class PrefillBudget:
         if not rows or self._target_gap_s == 0:
             return chunk
         if self._target_gap_s is None:
-            usual, sooner = max(rows * self._layout.verify_tail, self._prefill_costs.usual), 1
             if mixed and self._prefill_costs.mixed is not None:  # trees empty their rows sooner
-                usual, sooner = self._prefill_costs.mixed, self._layout.verify_tail
-            return min(usual + usual * waiting * sooner // rows, chunk)
+                usual = self._prefill_costs.mixed
+                return min(usual + usual * waiting * self._layout.verify_tail // rows, chunk)
+            return min(self._usual(rows), chunk)
         round_s = self.rounds.seconds(self._layout.bucket_for(rows))
         within = self.prefills.size_within(max(self._target_gap_s - round_s, _SHARE_OF_A_ROUND * round_s))
         return min(max(int(within or 0), self._prefill_costs.minimum), chunk)
+
+    def goes_on(self, rows: int, since_round: int) -> bool:
+        """Whether prefill steps go on before a round of `rows` rows while others wait for rows that stand empty.
+
+        Up to `Layout.chunk` tokens: each round until then is one of few, which takes hardly less time, and who waits
+        would have first tokens later. Not where gaps or tokens beside rounds are bounded.
+
+        since_round: tokens of the steps since the last round, and what is left of prompts that have begun: beside a
+        long one, behind which nobody else comes in, rounds take turns.
+        """
+        if self._tokens is not None or self._target_gap_s is not None:
+            return False
+        return since_round + self._usual(rows) <= self._layout.chunk
+
+    def _usual(self, rows: int) -> int:
+        """Tokens of a step of a fixed size: a prompt beside many streams makes them wait no longer than they do."""
+        return max(rows * self._layout.verify_tail, self._prefill_costs.usual)
 
     def most_packed(self, rows: int) -> float:
         """Tokens of a batch of fixed size beside a round of `rows` rows, at most: by what was asked for, or by what

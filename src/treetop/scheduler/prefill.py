@@ -49,6 +49,7 @@ class PrefillPlanner:
     A prompt that did not end in its step lets those behind it go first once that end in theirs.
 
     sizes: of captured steps, see `Layout.prefill_sizes`. It may be set between steps.
+    since_round: tokens of steps since the last round; who plans one sets it to 0.
     """
 
     def __init__(
@@ -67,12 +68,13 @@ class PrefillPlanner:
         self._layout, self._queues, self._rows, self._steps, self._clock = layout, queues, rows, steps, clock
         self._kv_transfer, self._budget, self.shares = kv_transfer, budget, Shares(queues, rows)
         self._adapters, self._drafting, self.sizes = adapters, drafting, layout.prefill_sizes
-        self._num_waiting = 0
+        self._num_waiting = self.since_round = 0
         self._last_s = float("-inf")  # when the last step was planned
         self.lacks_pages: Request | None = None
         """Who would have had the next row in the last step that was planned, had there been pages."""
         self.lacks_slots = set[Adapter]()
         """Adapters that found no slot in that step."""
+        self._lacks_room = False  # whether one had no place in that step but for its room, and could have had a row
         self._cut_last = False  # whether a prompt did not end in it, and nobody has passed it
         self._mixed = False  # whether the step that is being planned has a round in its forward
         self._packed = 0  # see `PrefillPlan`
@@ -101,8 +103,16 @@ class PrefillPlanner:
         yield from islice(self._queues.waiting, self._rows.num_free)
 
     def rounds_after(self, plan: PrefillPlan) -> float:
-        """Rounds that are due before the next step, where some can run."""
-        return self._budget.rounds_after(plan, len(self._queues.decoding))
+        """Rounds that are due before the next step, where some can run. plan: the step that was planned last.
+
+        None yet, while one waits that could have a row and lacked nothing but room in the step.
+        """
+        rows, budget = len(self._queues.decoding), self._budget
+        self.since_round += budget.work_of(plan, at_least=True)
+        begun = sum(request.num_ids - request.num_computed_tokens for request in self._queues.prefilling)
+        if self._lacks_room and budget.goes_on(rows, self.since_round + begun):
+            return 0.0
+        return budget.rounds_after(plan, rows)
 
     @property
     def num_candidates(self) -> int:
@@ -131,6 +141,7 @@ class PrefillPlanner:
         setups: list[RowSetup] = []
         batch: Batch = []
         self.lacks_pages = self._to_come = None
+        self._lacks_room = False
         self.lacks_slots.clear()
         entering = min(len(self._queues.waiting), self._rows.num_free)
         self._num_waiting = max(len(self._queues.prefilling) + entering - 1, 0)  # beside the first
@@ -343,6 +354,8 @@ class PrefillPlanner:
             reserved = kv_cache.reserve(lease, total, known, known + count)
         if reserved is None:
             self.lacks_pages = request if suits else None
+            has_pages = total - known <= kv_cache.num_available and self._will_fit(request, total - known)
+            self._lacks_room |= not suits and has_pages
             kv_cache.release(lease)
             return False
         request.num_computed_tokens = known

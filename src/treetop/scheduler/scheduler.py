@@ -363,6 +363,7 @@ class Scheduler:
                 self._rounds_due = self._rounds_due % 1 + self._prefill.rounds_after(prefill)
             if took_turns:
                 self._rounds_due = max(self._rounds_due - 1, 0.0)
+                self._prefill.since_round = 0
             self._send(plan)
         return plan
 

@@ -197,8 +197,8 @@ class EngineConfig:
     prefill_tokens_per_round: int | None = option(
         None,
         "the same while requests decode, which wait for such a step between two rounds; fewer the more they attend to"
-        " (default: about what a round computes, at least 2048 on a GPU and 128 on a CPU, and more the more requests"
-        " wait for empty rows, up to --max-num-batched-tokens; or what --target-gap-ms leaves)",
+        " (default: about what a round computes, at least 2048 on a GPU and 128 on a CPU; while others wait for empty"
+        " rows several such steps, up to --max-num-batched-tokens together; or what --target-gap-ms leaves)",
         minimum=1,
         maximum=2**40,
     )
