@@ -11,7 +11,7 @@ from torch import Tensor
 from treetop.attention.mixed import MixedAttention, Part
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.prefill import PrefillBatch
-from treetop.engine.prompt_blocks import PromptBuffers
+from treetop.engine.prompt_blocks import PromptBuffers, column_stride
 from treetop.types.layout import Layout
 from treetop.types.messages import Chunk, MixedPlan, StepPlan
 from treetop_debug.faults import Fault, by_name
@@ -145,8 +145,8 @@ def _own_state(real: Callable[..., list[int]]) -> Callable[..., list[int]]:
     """Every block changes its row's state as if it were a chunk."""
 
     def numbers(chunks: Sequence[Chunk], size: int, width: int, *others: Any) -> list[int]:
-        made, blocks = real(chunks, size, width, *others), size // width
-        return [*made[:blocks], *made[:blocks], *made[2 * blocks :]]
+        made, stride = real(chunks, size, width, *others), column_stride(size, width)
+        return [*made[:stride], *made[:stride], *made[2 * stride :]]
 
     return numbers
 
@@ -155,8 +155,8 @@ def _behind_the_row_alone(real: Callable[..., list[int]]) -> Callable[..., list[
     """Blocks of a chunk all stand where it starts."""
 
     def numbers(chunks: Sequence[Chunk], size: int, width: int, *others: Any) -> list[int]:
-        made, blocks = real(chunks, size, width, *others), size // width
-        return [*made[: 2 * blocks], *[0] * blocks, *made[3 * blocks :]]
+        made, stride = real(chunks, size, width, *others), column_stride(size, width)
+        return [*made[: 2 * stride], *[0] * stride, *made[3 * stride :]]
 
     return numbers
 
@@ -212,7 +212,7 @@ PACKED_FAULTS = by_name(
         "packed-buffers-of-the-smallest",
         "inputs of prompts are sized by another formula than fills them (sgl-27338)",
         (Patch("treetop.engine.buffers:make_prompt_buffers", _smaller),),
-        "prompts in a round: need",
+        "prompts in blocks: need",
         1,
     ),
     Fault(

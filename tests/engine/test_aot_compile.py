@@ -29,6 +29,7 @@ from treetop.checkpoints.loader import LoadContext
 from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.engine.features.sampling import RowNumbers
 from treetop.engine.prefill import PrefillBatch, prefill
+from treetop.engine.prompt_blocks import block_lines, block_numbers
 from treetop.engine.rounds import RoundKey, run_phases
 from treetop.engine.staging import StagingBuffers
 from treetop.engine.startup import build
@@ -679,11 +680,11 @@ def any_steps(runner, rng):
         )
         block = rng.choice(layout.prefill_blocks)
         blocks = rng.randint(1, layout.chunk // block)
-        lines = dummies.new_full((blocks,), layout.dummy_row)
-        none = lines.new_zeros(blocks)
-        packed = lines, lines, none, lines.new_zeros((blocks, block)), none, none - 1, lines, maximum, choice
+        numbers = block_numbers([], blocks * block, block, layout.dummy_row)
+        lines = block_lines(dummies.new_tensor(numbers), blocks * block, block)
+        ends = {"num_ends": min(rows, blocks), "ends_prompts": rng.random() < 0.7}
         if choice is not SamplingMode.LOGPROBS:
-            prefill(runner, PrefillBatch(*packed, num_ends=min(rows, blocks)))
+            prefill(runner, PrefillBatch(*lines, maximum, choice, **ends))
         run_phases(runner, RoundKey(rows, rng.choice(layout.shapes), choice), layout.max_committed)
         if choice not in (SamplingMode.PROCESS, SamplingMode.LOGPROBS):  # which are not captured
             run_phases(runner, RoundKey.of_prompts(*rng.choice(layout.prefill_sizes), choice), layout.max_committed)

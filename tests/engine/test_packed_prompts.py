@@ -75,10 +75,10 @@ def test_several_chunks_share_a_batch():
     """Line i ends chunk i; blocks of nobody are the dummy row's."""
     chunks = [Chunk(Row(3), 10, (1, 2, 3, 4, 5, 6, 7, 8, 9), 77), Chunk(Row(1), 0, (11, 12), None)]
     numbers = block_numbers(chunks, 20, 4, dummy_row=8, no_draft=(Row(1),))
-    *columns, drafting = [numbers[i * 5 : (i + 1) * 5] for i in range(6)]
+    *columns, drafting = [numbers[i * 6 : i * 6 + 5] for i in range(6)]  # five blocks, and one for the alignment
     assert columns == [[3, 1, 3, 3, 8], [3, 1, 8, 8, 8], [8, 0, 0, 4, 0], [1, 2, 4, 4, 0], [77, -1, 5, 9, 0]]
     assert drafting == [3, 8, 3, 3, 8]
-    assert numbers[30:] == [9, 0, 0, 0, 11, 12, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 0, 0]
+    assert numbers[36:] == [9, 0, 0, 0, 11, 12, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 0, 0]
     with pytest.raises(CheckError, match="need 4 blocks of 4, have 3"):
         block_numbers(chunks, 12, 4, dummy_row=8)
 

@@ -9,19 +9,21 @@ from dataclasses import replace
 from itertools import groupby, islice
 
 import pytest
+import torch
 
 from support.engines import accept_lens, build, greedy, sampled, submit, tokens
 from support.families import FAMILIES
 from support.prefill_runs import KINDS, LAYERS, OPTIONS, SHAPE, run
 from support.tiny_models import Pair, save_random_llama
+from treetop.engine.prompt_blocks import block_lines, block_numbers, num_numbers
 from treetop.scheduler.budget import PrefillBudget
 from treetop.scheduler.scheduler import Scheduler
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CheckError
-from treetop.types.ids import FULL, RequestId
+from treetop.types.ids import FULL, RequestId, Row
 from treetop.types.kv import paired
 from treetop.types.layout import PLAIN, KVGroup, Layout, PrefillCosts, SpecShape
-from treetop.types.messages import PrefillPlan, RowResult, StepResult, prefill_of
+from treetop.types.messages import Chunk, PrefillPlan, RowResult, StepResult, prefill_of
 from treetop.types.requests import EngineRequest, Tenant
 from treetop.types.sampling import SamplingParams
 from treetop_debug.mixed_faults import PACKED_FAULTS
@@ -146,6 +148,37 @@ def test_each_fault_shows(strong_pair, name):
     expected = tokens(build(strong_pair, None, **options).generate(prompts, greedy(16)))
     with fault.active(), suppress(IndexError):
         assert run(build(strong_pair, SHAPE, **options), prompts, [greedy(16)] * 5)[0] != expected
+
+
+@pytest.mark.parametrize("blocks", range(1, 8))
+def test_columns_of_blocks_are_aligned(blocks):
+    """To 16 bytes, as kernels are compiled for at a start, and they hold what their chunks say."""
+    chunks = [Chunk(Row(3), 7, tuple(range(100, 100 + 4 * blocks - 1)), None)]
+    numbers = torch.tensor(block_numbers(chunks, 4 * blocks, 4, 9))
+    assert len(numbers) == num_numbers(4 * blocks, 4)
+    lines = block_lines(numbers, 4 * blocks, 4)
+    assert all(each.storage_offset() % 2 == 0 and each.is_contiguous() for each in lines)
+    assert [*lines.rows] == [3] * blocks
+    assert [*lines.ends] == [3] + [9] * (blocks - 1)
+    assert [*lines.offset] == [4 * blocks - 4, *range(0, 4 * blocks - 4, 4)]
+    assert [*lines.query_len] == [3] + [4] * (blocks - 1)
+    assert [*lines.next_token] == [-1, *range(104, 100 + 4 * blocks, 4)][:blocks]
+
+
+def test_a_draft_reads_no_more_lines_than_it_has_to(strong_pair):
+    """Of a step in which one of five rows drafts: all last blocks, and its own before."""
+    llm = build(strong_pair, SHAPE, **IN_BLOCKS | {"chunked_prefill_size": 128})
+    params = [replace(greedy(4), speculative=i == 2) for i in range(5)]
+    submit(llm, strong_pair.prompts([33, 30, 10, 20, 18]), params)
+    read, extend = [], llm.engine.runner.drafter.extend
+    llm.engine.runner.drafter.extend = lambda tokens, *others: (
+        read.append(tuple(tokens.shape)) or extend(tokens, *others)
+    )
+    plan = llm.scheduler.plan()
+    assert (len(plan.chunks), plan.block) == (5, 2)
+    step = llm.engine.launch(plan)
+    llm.scheduler.commit(plan, llm.engine.collect(step))
+    assert read == [(5 + 10 // 2 - 1, 2)]
 
 
 def test_a_step_that_no_layout_has_is_refused(strong_pair):

@@ -80,6 +80,9 @@ class PlanChecker:
         cells = [(edit.group, edit.row, column) for edit in plan.edits for column in edit.columns]
         if len({*cells}) < len(cells):
             raise CheckError(f"mixed step: a page-table cell is named twice in {cells}")
+        batch, sizes = (plan.prefill.packed, plan.prefill.block), self._layout.prompt_sizes
+        if batch[0] and batch not in {(size, self._layout.prompt_block) for size in sizes}:
+            raise CheckError(f"mixed step: {batch[0]} tokens in blocks of {batch[1]}, of batches of {sizes}")
         for part in (plan.prefill, plan.round):
             self.check(part)
 

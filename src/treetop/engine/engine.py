@@ -728,8 +728,8 @@ class Engine:
         _, end, numbers = self._send_blocks(plan, slot, plan.edits, [])
         no_draft = len(plan.no_draft) == len(plan.chunks)
         if (plan.packed, plan.block) not in self.layout.prefill_sizes:
-            bucket = self.bucket_of(plan)
-            batch = batch_of_blocks(plan, block_lines(numbers, plan.block), end, bucket, 0 if no_draft else None)
+            lines = block_lines(numbers, plan.packed, plan.block)
+            batch = batch_of_blocks(plan, lines, end, self.bucket_of(plan))
             return self._of_prefill(plan, batch.rows, prefill(self.runner, batch))
         self.runner.buffers.prompts.write(plan.packed, plan.block, numbers)
         undrafted = no_draft and self.layout.max_deferred > 0

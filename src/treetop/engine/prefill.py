@@ -20,7 +20,7 @@ from treetop.kernels.tree.rows import DraftState
 from treetop.kernels.tree.tree import root_tree
 from treetop.models.target import TargetOutput
 from treetop.speculative.verify import choose, logits_for, path_logprobs
-from treetop.types.layout import KVGroup
+from treetop.types.layout import KVGroup, num_blocks
 from treetop.types.messages import PrefillPlan
 from treetop.types.phase import Phase
 from treetop.types.sampling import MAX_LOGPROBS, SamplingMode
@@ -108,11 +108,13 @@ def make_batch(
     return PrefillBatch(*lines, *sizes, asked, allowed, ends, num_drafting)
 
 
-def batch_of_blocks(
-    plan: PrefillPlan, lines: BlockLines, max_kv_len: int, bucket: int, num_drafting: int | None = None
-) -> PrefillBatch:
+def batch_of_blocks(plan: PrefillPlan, lines: BlockLines, max_kv_len: int, bucket: int) -> PrefillBatch:
     """Chunks in as many blocks as they take. bucket: rows that end one, padding included."""
-    ends = any(chunk.next_token is None for chunk in plan.chunks)
+    ends, num_drafting = any(chunk.next_token is None for chunk in plan.chunks), None
+    if plan.no_draft:  # their chunks come last, and so do the blocks before the last ones, which come first
+        drafting = plan.chunks[: len(plan.chunks) - len(plan.no_draft)]
+        before = sum(num_blocks(len(chunk.token_ids), plan.block) - 1 for chunk in drafting)
+        num_drafting = len(plan.chunks) + before if drafting else 0
     return PrefillBatch(
         *lines, max_kv_len, plan.choice, ends_prompts=ends, num_drafting=num_drafting,
         num_ends=min(bucket, len(lines.rows)),

@@ -41,8 +41,8 @@ class BlockLines(NamedTuple):
 class PromptBuffers:
     """What a captured step is given of prompts, and what it found.
 
-    inputs: [blocks * (6 + width)] int64: columns [blocks] of a `PrefillBatch`, then its tokens [blocks, width]. A
-        smaller batch uses the first.
+    inputs: [`num_numbers`] int64: columns [blocks] of a `PrefillBatch`, each aligned, then its tokens [blocks, width].
+        A smaller batch uses the first.
     token: [blocks] int64. finite: [blocks] bool. Of the lines that end a prompt.
     """
 
@@ -55,7 +55,7 @@ class PromptBuffers:
         blocks = size // width
         if size % width or not 0 < blocks <= len(self.token) or num_numbers(size, width) > len(self.inputs):
             raise CheckError(
-                f"prompts in a round: need {size} tokens in blocks of {width}, have {len(self.token)} blocks and"
+                f"prompts in blocks: need {size} tokens in blocks of {width}, have {len(self.token)} blocks and"
                 f" {len(self.inputs)} numbers; the layout sizes them by another formula than fills them"
             )
         return blocks
@@ -63,7 +63,7 @@ class PromptBuffers:
     def lines_of(self, size: int, width: int) -> "BlockLines":
         """The inputs of a batch of `size` tokens."""
         self.blocks_of(size, width)
-        return block_lines(self.inputs[: num_numbers(size, width)], width)
+        return block_lines(self.inputs, size, width)
 
     def write(self, size: int, width: int, numbers: Tensor) -> None:
         """numbers: those of `block_numbers`, on the device: all that a step reads."""
@@ -97,15 +97,21 @@ def make_prompt_buffers(
 
 def num_numbers(size: int, width: int) -> int:
     """Inputs of a batch of `size` tokens."""
-    return size // width * (_COLUMNS + width)
+    return _COLUMNS * column_stride(size, width) + size // width * width
 
 
-def block_lines(numbers: Tensor, width: int) -> BlockLines:
-    """numbers: those of `block_numbers`, on the device, int64. Views of them."""
-    blocks = len(numbers) // (_COLUMNS + width)
-    columns, tokens = numbers[: _COLUMNS * blocks].view(_COLUMNS, blocks), numbers[_COLUMNS * blocks :]
+def column_stride(size: int, width: int) -> int:
+    """Numbers from one column to the next: all begin at 16 bytes, as kernels that were compiled before expect them."""
+    return size // width + size // width % 2
+
+
+def block_lines(numbers: Tensor, size: int, width: int) -> BlockLines:
+    """Those of a batch of `size` tokens. numbers: the first ones are `block_numbers`, on the device, int64."""
+    blocks, stride = size // width, column_stride(size, width)
+    columns = numbers[: _COLUMNS * stride].view(_COLUMNS, stride)[:, :blocks]
+    tokens = numbers[_COLUMNS * stride : num_numbers(size, width)].view(blocks, width)
     rows, ends, offset, query_len, next_token, draft_rows = columns.unbind()
-    return BlockLines(rows, ends, offset, tokens.view(blocks, width), query_len, next_token, draft_rows)
+    return BlockLines(rows, ends, offset, tokens, query_len, next_token, draft_rows)
 
 
 def block_numbers(
@@ -119,7 +125,7 @@ def block_numbers(
     need = sum(num_blocks(len(chunk.token_ids), width) for chunk in chunks)
     if need > blocks:
         raise CheckError(
-            f"prompts in a round: chunks of {[len(chunk.token_ids) for chunk in chunks]} tokens need {need} blocks of"
+            f"prompts in blocks: chunks of {[len(chunk.token_ids) for chunk in chunks]} tokens need {need} blocks of"
             f" {width}, have {blocks}"
         )
     ends, others = [], []
@@ -128,8 +134,8 @@ def block_numbers(
         ends.append((chunk, last, chunk.row, chunk.next_token))
         others += [(chunk, start, dummy_row, chunk.token_ids[start + width]) for start in before]
     lines = [*ends, *others]
-    padding = [0] * (blocks - need)
-    nobody = [dummy_row] * (blocks - need)
+    unused = column_stride(size, width) - need
+    padding, nobody = [0] * unused, [dummy_row] * unused
     parts = [chunk.token_ids[start : start + width] for chunk, start, _, _ in lines]
     return [
         *(chunk.row for chunk, *_ in lines), *nobody,
@@ -138,5 +144,5 @@ def block_numbers(
         *map(len, parts), *padding,
         *(-1 if after is None else after for *_, after in lines), *padding,
         *(dummy_row if chunk.row in no_draft else chunk.row for chunk, *_ in lines), *nobody,
-        *(token for part in parts for token in (*part, *[0] * (width - len(part)))), *padding * width,
+        *(token for part in parts for token in (*part, *[0] * (width - len(part)))), *[0] * (blocks - need) * width,
     ]  # fmt: skip

@@ -151,8 +151,8 @@ class PrefillPlan:
     freed: pages given back since the last plan.
     logprobs, masks: see `RoundPlan`.
     min_batch_tokens: that ranks with shared experts exchange, at least, padding counted.
-    packed, block: tokens of the batch of fixed size that holds the chunks in blocks of so many, captured alone or in
-        the forward of a round; 0 for a batch of a line for each chunk, as wide as the longest.
+    packed, block: tokens of the batch that holds the chunks in blocks of so many: of a captured size, alone or in the
+        forward of a round, or as many blocks as they take; 0 for a line for each chunk, as wide as the longest.
     no_draft: rows that are padding to the draft, the last ones. If all are, it may not run at all.
     """
 

@@ -29,9 +29,15 @@ def peak_bytes(runner: ModelRunner) -> int:
 
 def profile_steps(runner: ModelRunner, choice: SamplingMode) -> tuple[Run, ...]:
     """The worst round, prefill and mixed step of those that choose tokens so, on dummy rows. LOGPROBS takes most."""
-    rows, width = worst_prefill(runner.layout)
-    steps = partial(_round, runner, choice), partial(dummy_prefill, runner, choice, rows, width)
-    return (*steps, partial(_mixed, runner, choice, rows, width)) if runner.layout.mixed else steps
+    layout, prefill = runner.layout, partial(dummy_prefill, runner)
+    rows, width = worst_prefill(layout)
+    steps = [partial(_round, runner, choice), partial(prefill, choice, rows, width)]
+    for block in layout.prefill_blocks:  # more lines, of which no more have logits
+        blocks = layout.chunk // block
+        steps.append(partial(prefill, SamplingMode.SAMPLE, blocks, block, ends=min(blocks, layout.max_requests)))
+    if layout.mixed:
+        steps.append(partial(_mixed, runner, choice, rows, width))
+    return tuple(steps)
 
 
 def worst_prefill(layout: Layout) -> tuple[int, int]:
