@@ -16,6 +16,8 @@ from support.families import FAMILIES
 from support.prefill_runs import KINDS, LAYERS, OPTIONS, SHAPE, run
 from support.tiny_models import Pair, save_random_llama
 from treetop.engine.prompt_blocks import block_lines, block_numbers, num_numbers
+from treetop.engine.startup.aot_compile import blocks_of
+from treetop.engine.startup.profile_run import profile_steps
 from treetop.scheduler.budget import PrefillBudget
 from treetop.scheduler.scheduler import Scheduler
 from treetop.types.config import EngineConfig
@@ -25,7 +27,7 @@ from treetop.types.kv import paired
 from treetop.types.layout import PLAIN, KVGroup, Layout, PrefillCosts, SpecShape
 from treetop.types.messages import Chunk, PrefillPlan, RowResult, StepResult, prefill_of
 from treetop.types.requests import EngineRequest, Tenant
-from treetop.types.sampling import SamplingParams
+from treetop.types.sampling import SamplingMode, SamplingParams
 from treetop_debug.mixed_faults import PACKED_FAULTS
 
 IN_BLOCKS = OPTIONS | {"prefill_graph_max_tokens": 0, "chunked_prefill_size": 64, "max_running_requests": 8}
@@ -163,6 +165,19 @@ def test_columns_of_blocks_are_aligned(blocks):
     assert [*lines.offset] == [4 * blocks - 4, *range(0, 4 * blocks - 4, 4)]
     assert [*lines.query_len] == [3] + [4] * (blocks - 1)
     assert [*lines.next_token] == [-1, *range(104, 100 + 4 * blocks, 4)][:blocks]
+
+
+def test_blocks_wider_than_a_step_are_none_that_a_start_tries(strong_pair):
+    """Few tokens in all: what is profiled and compiled ahead on a GPU has a block at least, and fits in a step."""
+    llm = build(strong_pair, None, graphs="sim", chunked_prefill_size=512, max_running_requests=1, context_length=20)
+    runner = llm.engine.runner
+    assert (runner.layout.chunk, runner.layout.prefill_blocks) == (20, (32, 8))
+    assert runner.layout.largest_in_blocks == ((2, 8),)
+    assert {*blocks_of(runner.layout)} == {(2, 8), (1, 8)}
+    with torch.inference_mode():
+        for step in profile_steps(runner, SamplingMode.SAMPLE):
+            step()
+    assert tokens(llm.generate(strong_pair.prompts([15]), [greedy(3)]))
 
 
 def test_a_draft_reads_no_more_lines_than_it_has_to(strong_pair):

@@ -148,7 +148,7 @@ class StagingBuffers:
         # each token: place, id; or blocks of prompts.
         # Of each prompt token with log-probabilities: place, id. For an import the checksums of each piece, known, row.
         numbers = 6 * b + 3 * layout.max_edits + sum(setup_widths)
-        sizes = (*layout.packed_sizes, *((layout.chunk, width) for width in layout.prefill_blocks))
+        sizes = (*layout.packed_sizes, *((blocks * width, width) for blocks, width in layout.largest_in_blocks))
         packed = max((num_numbers(size, width) for size, width in sizes), default=0)
         numbers += max(4 * layout.chunk, pieces * (checksums + 2), packed)
         most_columns = 2 + 3 * len(layout.groups) + len(setup_widths) + 6

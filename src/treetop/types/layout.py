@@ -270,6 +270,11 @@ class Layout:
         loose = block in self.prefill_blocks and size <= self.chunk and size % block == 0
         return loose or (size, block) in self.packed_sizes
 
+    @property
+    def largest_in_blocks(self) -> tuple[tuple[int, int], ...]:
+        """Of prefill steps that are not captured the largest of each width: blocks, and tokens of one."""
+        return tuple((self.chunk // block, block) for block in self.prefill_blocks if block <= self.chunk)
+
     @cached_property
     def commit_width(self) -> int:
         return max(shape.commit_width for shape in self.shapes)
@@ -384,8 +389,8 @@ class Layout:
         budget cuts trees, and each block of a prefill step.
         """
         if not self.mixed:
-            sizes = (*self.prefill_sizes, *((self.chunk, block) for block in self.prefill_blocks))
-            blocks = (size // block for size, block in sizes)
+            blocks = [size // block for size, block in self.prefill_sizes]
+            blocks += [count for count, _ in self.largest_in_blocks]
             return max(self.num_rows, self.most_flat_nodes, *blocks)
         return max(self.buckets) * self.verify_tail + max(self.chunk, *self.prompt_sizes, self.num_rows)
 

@@ -56,8 +56,7 @@ def _prefills(runner: ModelRunner) -> Iterator[Run]:
 
 def blocks_of(layout: Layout) -> list[tuple[int, int]]:
     """Batches of blocks that are not captured, of each kind that launches tell apart: blocks, and tokens of one."""
-    most = ((layout.chunk // width, width) for width in layout.prefill_blocks)
-    return [(max(blocks - less, 1), width) for blocks, width in most for less in range(2)]
+    return [(max(blocks - less, 1), width) for blocks, width in layout.largest_in_blocks for less in range(2)]
 
 
 def sizes(maximum: int) -> list[int]:

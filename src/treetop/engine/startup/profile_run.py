@@ -32,8 +32,7 @@ def profile_steps(runner: ModelRunner, choice: SamplingMode) -> tuple[Run, ...]:
     layout, prefill = runner.layout, partial(dummy_prefill, runner)
     rows, width = worst_prefill(layout)
     steps = [partial(_round, runner, choice), partial(prefill, choice, rows, width)]
-    for block in layout.prefill_blocks:  # more lines, of which no more have logits
-        blocks = layout.chunk // block
+    for blocks, block in layout.largest_in_blocks:  # more lines, of which no more have logits
         steps.append(partial(prefill, SamplingMode.SAMPLE, blocks, block, ends=min(blocks, layout.max_requests)))
     if layout.mixed:
         steps.append(partial(_mixed, runner, choice, rows, width))
