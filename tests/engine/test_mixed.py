@@ -215,7 +215,7 @@ def test_costs_choose_what_is_mixed(mode, mixes):
 
 def test_a_mixed_step_is_smaller_while_few_wait_and_keeps_to_the_gap():
     """1,024 tokens instead of 2,048, more the more requests wait; the round is in what a target bounds."""
-    budget = PrefillBudget(LAYOUT, PrefillCosts(512, 2048, None, 1024), None)
+    budget = PrefillBudget(LAYOUT, PrefillCosts(512, 2048, None, 1024), None, shape=lambda: SpecShape(1, 3, 4))
     assert [budget.tokens(32, 0, waiting, mixed=True) for waiting in (0, 16)] == [1024, 3072]
     assert budget.tokens(32, 0) == 2048
     bounded = PrefillBudget(LAYOUT, PrefillCosts(512, 2048, None, 1024), 0.05)

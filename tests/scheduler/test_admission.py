@@ -4,6 +4,7 @@ import pytest
 
 from support.fake_core import PagedEngine, ask, make_core
 from treetop.scheduler.budget import PrefillBudget
+from treetop.scheduler.policy import FixedShape
 from treetop.types.ids import FULL
 from treetop.types.kv import paired
 from treetop.types.layout import PLAIN, KVGroup, Layout, PrefillCosts, SpecShape
@@ -74,12 +75,13 @@ def test_lengths_are_told_once_enough_was_seen():
 
 
 def test_a_step_is_as_large_whoever_waits():
-    """Beside rounds it has the usual size, and as many nodes as the round; a mixed one is larger by as much as more
-    rows would decode. A target for gaps, and a size that was asked for, are kept.
+    """Beside rounds it has the usual size, and as many nodes as the round that runs now; a mixed one is larger by as
+    much as more rows would decode. A target for gaps, and a size that was asked for, are kept.
     """
-    group = (KVGroup(FULL, 1, paired(1, 8)),)
-    layout = Layout((PLAIN, SpecShape(5, 4, 16)), 16, 256, 40_000, 8192, group, 10**6)
-    budget = PrefillBudget(layout, PrefillCosts(512, 2048, None, 1024), None)
+    group, chain, tree = (KVGroup(FULL, 1, paired(1, 8)),), SpecShape(1, 3, 4), SpecShape(4, 5, 16)
+    layout = Layout((PLAIN, chain, tree), 16, 256, 40_000, 8192, group, 10**6)
+    policy = FixedShape(tree)
+    budget = PrefillBudget(layout, PrefillCosts(512, 2048, None, 1024), None, shape=lambda: policy.shape)
     assert {budget.tokens(64, 0, waiting) for waiting in (0, 1, 192, 1000)} == {2048}
     assert budget.tokens(256, 0, 1000) == 4096
     assert budget.tokens(0, 0, 1000) == 8192
@@ -88,3 +90,8 @@ def test_a_step_is_as_large_whoever_waits():
     assert asked.tokens(64, 0, 1000) == 700
     gaps = PrefillBudget(layout, PrefillCosts(512, 2048, None), 0.05)
     assert gaps.tokens(64, 0, 1000) == gaps.tokens(64, 0)
+    assert not budget.goes_on(256, 6000)
+    for policy.shape in (chain, PLAIN):
+        assert budget.tokens(256, 0) == 2048
+        assert budget.goes_on(256, 6000)
+    assert budget.tokens(64, 0, 4, mixed=True) == 1088

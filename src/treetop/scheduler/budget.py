@@ -8,12 +8,12 @@ Nothing here has a clock: seconds come as arguments, so that a simulation decide
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import log
 from statistics import median
 from typing import NamedTuple
 
-from treetop.types.layout import Layout, PrefillCosts
+from treetop.types.layout import PLAIN, Layout, PrefillCosts, SpecShape
 from treetop.types.messages import PrefillPlan, RoundPlan, StepPlan, prefill_of
 
 _REMEMBERED = 64
@@ -85,17 +85,18 @@ class PrefillBudget:
     """
 
     def __init__(
-        self, layout: Layout, prefill_costs: PrefillCosts, target_gap_s: float | None, tokens: int | None = None
+        self,
+        layout: Layout,
+        prefill_costs: PrefillCosts,
+        target_gap_s: float | None,
+        tokens: int | None = None,
+        shape: Callable[[], SpecShape] = lambda: PLAIN,
     ) -> None:
         """target_gap_s: between two tokens of a stream, 0 for no bound, None for steps of a size that is not learned.
-        tokens: of every step beside rounds, instead of either.
+        tokens: of every step beside rounds, instead of either. shape: of rounds as they run now.
         """
-        self._layout, self._prefill_costs, self._target_gap_s, self._tokens = (
-            layout,
-            prefill_costs,
-            target_gap_s,
-            tokens,
-        )
+        self._layout, self._prefill_costs, self._shape = layout, prefill_costs, shape
+        self._target_gap_s, self._tokens = target_gap_s, tokens
         self.prefills, self.rounds = CostCurve(), CostCurve()
         self.late_s = 0.0  # of the last round, whose end was seen that late
 
@@ -156,7 +157,7 @@ class PrefillBudget:
         if self._target_gap_s is None:
             if mixed and self._prefill_costs.mixed is not None:  # trees empty their rows sooner
                 usual = self._prefill_costs.mixed
-                return min(usual + usual * waiting * self._layout.verify_tail // rows, chunk)
+                return min(usual + usual * waiting * self._shape().num_draft_tokens // rows, chunk)
             return min(self._usual(rows), chunk)
         round_s = self.rounds.seconds(self._layout.bucket_for(rows))
         within = self.prefills.size_within(max(self._target_gap_s - round_s, _SHARE_OF_A_ROUND * round_s))
@@ -176,8 +177,10 @@ class PrefillBudget:
         return since_round + self._usual(rows) <= self._layout.chunk
 
     def _usual(self, rows: int) -> int:
-        """Tokens of a step of a fixed size: a prompt beside many streams makes them wait no longer than they do."""
-        return max(rows * self._layout.verify_tail, self._prefill_costs.usual)
+        """Tokens of a step of a fixed size, or as many as the round has nodes: a prompt beside many streams makes them
+        wait no longer than they do.
+        """
+        return max(self._shape().nodes_at(rows), self._prefill_costs.usual)
 
     def most_packed(self, rows: int) -> float:
         """Tokens of a batch of fixed size beside a round of `rows` rows, at most: by what was asked for, or by what

@@ -118,7 +118,9 @@ class Scheduler:
         self._by_priority, self._numbers = config.schedule_policy == "priority", count()
         prefill_costs = prefill_costs or PrefillCosts(layout.chunk, layout.chunk, None)
         target_gap_s = None if config.target_gap_ms is None else config.target_gap_ms / 1000
-        self._budget = PrefillBudget(layout, prefill_costs, target_gap_s, config.prefill_tokens_per_round)
+        self._budget = PrefillBudget(
+            layout, prefill_costs, target_gap_s, config.prefill_tokens_per_round, lambda: self.policy.shape
+        )
         self.mixing = MixedSteps(layout, config.mixed_chunk, self._budget)
         self._lengths, self._agree_on_shape = RequestLengths(keep_lengths), agree_on_shape
         self.policy: ShapePolicy = (
