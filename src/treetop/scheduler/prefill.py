@@ -1,4 +1,4 @@
-"""Who is admitted, and which chunks of which prompts a prefill step takes.
+"""Who is admitted, which chunks of which prompts a prefill step takes, and when it is a round's turn.
 
 A step is a batch of a line for each chunk, as wide as the longest, padding counted; or chunks are packed into blocks,
 of which each has its last one padded (`Layout.prefill_blocks`). A small step of blocks may have a fixed size, for which
@@ -21,7 +21,7 @@ from treetop.scheduler.shares import Shares
 from treetop.scheduler.steps import StepsOut
 from treetop.types.errors import InvariantError
 from treetop.types.layout import Layout, num_blocks
-from treetop.types.messages import Chunk, PrefillPlan, RowSetup
+from treetop.types.messages import Chunk, PrefillPlan, RowSetup, StepPlan, prefill_of, round_of
 from treetop.types.sampling import SamplingMode
 
 _CHEAP_PADDING = 512
@@ -49,7 +49,6 @@ class PrefillPlanner:
     A prompt that did not end in its step lets those behind it go first once that end in theirs.
 
     sizes: of captured steps, see `Layout.prefill_sizes`. It may be set between steps.
-    since_round: tokens of steps since the last round; who plans one sets it to 0.
     """
 
     def __init__(
@@ -68,7 +67,9 @@ class PrefillPlanner:
         self._layout, self._queues, self._rows, self._steps, self._clock = layout, queues, rows, steps, clock
         self._kv_transfer, self._budget, self.shares = kv_transfer, budget, Shares(queues, rows)
         self._adapters, self._drafting, self.sizes = adapters, drafting, layout.prefill_sizes
-        self._num_waiting = self.since_round = 0
+        self._num_waiting = 0
+        self._since_round = 0  # tokens of steps since the last round
+        self._rounds_due = 0.0  # before the next step: a part of one is kept for the next
         self._last_s = float("-inf")  # when the last step was planned
         self.lacks_pages: Request | None = None
         """Who would have had the next row in the last step that was planned, had there been pages."""
@@ -81,8 +82,13 @@ class PrefillPlanner:
         self._blocks = dict[int, int]()  # of the step: width of blocks -> those that it fills; {} if it is not packed
         self._to_come: float | None = None  # tokens of who runs in the step that is being planned, once it was asked
 
-    def may_wait(self) -> bool:
-        """Whether what could be prefilled had better wait for more, as `PrefillBudget.may_wait` says."""
+    @property
+    def gives_way(self) -> bool:
+        """Whether rounds that could run go first: they are due, or what waits had better wait for more."""
+        return self._rounds_due >= 1 or self._may_wait()
+
+    def _may_wait(self) -> bool:
+        """See `PrefillBudget.may_wait`."""
         budget, rows, now = self._budget, len(self._queues.decoding), self._clock()
         enough, work, waited, longest = budget.tokens(rows, 0), 0, 0.0, 0.0
         for request in self._candidates():
@@ -93,6 +99,26 @@ class PrefillPlanner:
             waited, longest = waited + since, max(longest, since)
         return work > 0 and budget.may_wait(rows, work, waited, longest)
 
+    def take_turns(self, plan: StepPlan) -> None:
+        """A step was planned: a prefill step, after which rounds are due, a round, or one with both."""
+        prefill = prefill_of(plan)
+        if prefill is not None:
+            self._rounds_due = self._rounds_due % 1 + self._rounds_after(prefill)
+        if round_of(plan) is not None:
+            self._rounds_due, self._since_round = max(self._rounds_due - 1, 0.0), 0
+
+    def _rounds_after(self, plan: PrefillPlan) -> float:
+        """Rounds that are due before the next step, where some can run. plan: the step that was planned last.
+
+        None yet, while one waits that could have a row and lacked nothing but room in the step.
+        """
+        rows, budget = len(self._queues.decoding), self._budget
+        self._since_round += budget.work_of(plan, at_least=True)
+        begun = sum(request.num_ids - request.num_computed_tokens for request in self._queues.prefilling)
+        if self._lacks_room and budget.goes_on(rows, self._since_round + begun):
+            return 0.0
+        return budget.rounds_after(plan, rows)
+
     @property
     def has_work(self) -> bool:
         """Whether a prompt has begun, or may have a row."""
@@ -101,18 +127,6 @@ class PrefillPlanner:
     def _candidates(self) -> Iterator[Request]:
         yield from self._queues.prefilling
         yield from islice(self._queues.waiting, self._rows.num_free)
-
-    def rounds_after(self, plan: PrefillPlan) -> float:
-        """Rounds that are due before the next step, where some can run. plan: the step that was planned last.
-
-        None yet, while one waits that could have a row and lacked nothing but room in the step.
-        """
-        rows, budget = len(self._queues.decoding), self._budget
-        self.since_round += budget.work_of(plan, at_least=True)
-        begun = sum(request.num_ids - request.num_computed_tokens for request in self._queues.prefilling)
-        if self._lacks_room and budget.goes_on(rows, self.since_round + begun):
-            return 0.0
-        return budget.rounds_after(plan, rows)
 
     @property
     def num_candidates(self) -> int:

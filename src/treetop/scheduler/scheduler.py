@@ -55,8 +55,6 @@ from treetop.types.messages import (
     StepResult,
     parts_of_plan,
     parts_of_result,
-    prefill_of,
-    round_of,
 )
 from treetop.types.requests import (
     CoreLoad,
@@ -172,7 +170,6 @@ class Scheduler:
         )
         self._committer = Committer(*shared, self.kv_transfer, config.check_level, clock)
         self._watch()
-        self._rounds_due = 0.0  # before the next prefill step: a part of one is kept for the next
         self._ended_round = False  # whether the last step that computed was a round and nothing else
 
     # ---------------------------------------------------------------- requests in and out
@@ -355,17 +352,11 @@ class Scheduler:
         if self.steps.num_computing == self._layout.max_in_flight or not (self._gave_way() and self._drafts_again()):
             return None
         ready = self._rounds.ready()
-        rounds_first = bool(ready) and (self._rounds_due >= 1 or self._prefill.may_wait())
-        plan = None if rounds_first else self._prompts(ready)
+        plan = None if ready and self._prefill.gives_way else self._prompts(ready)
         if plan is None and ready:
             plan = self._rounds.plan(ready) or (None if self.steps.has_rows else self._prefill.plan())
         if plan is not None:
-            prefill, took_turns = prefill_of(plan), round_of(plan) is not None
-            if prefill is not None:
-                self._rounds_due = self._rounds_due % 1 + self._prefill.rounds_after(prefill)
-            if took_turns:
-                self._rounds_due = max(self._rounds_due - 1, 0.0)
-                self._prefill.since_round = 0
+            self._prefill.take_turns(plan)
             self._send(plan)
         return plan
 
