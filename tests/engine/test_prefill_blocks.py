@@ -180,6 +180,20 @@ def test_blocks_wider_than_a_step_are_none_that_a_start_tries(strong_pair):
     assert tokens(llm.generate(strong_pair.prompts([15]), [greedy(3)]))
 
 
+def test_a_start_tries_steps_whose_tokens_are_of_the_vocabulary(strong_pair):
+    """With a draft, which reads what stands behind each line: of more blocks than rows can end in one step. A GPU would
+    read the embedding of a token of -1 somewhere before it.
+    """
+    llm = build(strong_pair, SHAPE, graphs="sim", chunked_prefill_size=64, max_running_requests=3, context_length=64)
+    runner = llm.engine.runner
+    assert any(blocks > runner.layout.max_requests for blocks, _ in runner.layout.largest_in_blocks)
+    with torch.inference_mode():
+        for choice in (SamplingMode.SAMPLE, SamplingMode.LOGPROBS):
+            for step in profile_steps(runner, choice):
+                step()
+    assert tokens(llm.generate(strong_pair.prompts([15]), [greedy(3)]))
+
+
 def test_a_draft_reads_no_more_lines_than_it_has_to(strong_pair):
     """Of a step in which one of five rows drafts: all last blocks, and its own before."""
     llm = build(strong_pair, SHAPE, **IN_BLOCKS | {"chunked_prefill_size": 128})

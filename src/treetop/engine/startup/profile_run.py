@@ -60,24 +60,31 @@ def _peak(run: Run) -> int:
 def dummy_prefill(
     runner: ModelRunner, choice: SamplingMode, rows: int, width: int, ends_prompts: bool = True, ends: int | None = None
 ) -> None:
-    """A prefill step of dummy rows, of `width` tokens each. ends: as `PrefillBatch.num_ends`."""
-    prefill(runner, replace(dummy_batch(runner, choice, rows, width), ends_prompts=ends_prompts, num_ends=ends))
+    """A prefill step of dummy rows; see `dummy_batch`."""
+    prefill(runner, replace(dummy_batch(runner, choice, rows, width, ends), ends_prompts=ends_prompts))
 
 
-def dummy_batch(runner: ModelRunner, choice: SamplingMode, rows: int, width: int) -> PrefillBatch:
-    """Of a prefill step of dummy rows, of `width` tokens each, all of them padding."""
+def dummy_batch(
+    runner: ModelRunner, choice: SamplingMode, rows: int, width: int, ends: int | None = None
+) -> PrefillBatch:
+    """Of a prefill step of dummy rows, of `width` tokens each, all of them padding. ends: as `PrefillBatch.num_ends`;
+    the draft reads a token behind each other line, too.
+    """
     dummies = runner.buffers.rows.new_full((rows,), runner.layout.dummy_row)
+    next_token = dummies.new_zeros(rows)
+    next_token[:ends].fill_(-1)
     return PrefillBatch(
         rows=dummies,
         ends=dummies,
         offset=dummies.new_zeros(rows),
         tokens=dummies.new_zeros((rows, width)),
         query_len=dummies.new_zeros(rows),
-        next_token=dummies.new_full((rows,), -1),
+        next_token=next_token,
         draft_rows=dummies,
         max_kv_len=runner.layout.max_committed,
         choice=choice,
         prompt=_prompt_tokens(runner, dummies, rows * width) if choice is SamplingMode.LOGPROBS else None,
+        num_ends=ends,
     )
 
 
