@@ -8,7 +8,7 @@ import torch
 from support.engines import accept_lens, build, greedy, steps, submit, tokens
 from support.examples import EVERYTHING
 from support.families import FAMILIES, SIZES, SMALL_4, WINDOW, YARN, Saved
-from support.logits import record_logits
+from support.logits import record_last_logits, record_logits
 from support.refusing import refused
 from support.tiny_models import copy_folder
 from treetop import LLM
@@ -48,7 +48,7 @@ def saved(request, tmp_path_factory) -> Saved:
 
 @pytest.mark.parametrize("chunk", [17, *(pytest.param(each, marks=pytest.mark.slow) for each in (512, 5))])
 def test_logits_equal_those_of_transformers(saved, chunk):
-    """float32, to 1e-4 of the largest: every prompt position, then decoded positions.
+    """float32, to 1e-4 of the largest: every prompt position, then decoded positions; and the last of a prompt alone.
 
     In chunks of 17 the shorter prompts are one, as long as the window, and the longest is four that begin within pages.
     """
@@ -62,6 +62,11 @@ def test_logits_equal_those_of_transformers(saved, chunk):
         ours = torch.cat([logits[0] for logits in seen])
         theirs = saved.logits(model, [*prompt, *output.token_ids[:-1]])
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
+    alone = record_last_logits(llm)  # what is read of a prefill, for which its last layer goes on with few tokens
+    for prompt in saved.pair.prompts(LENGTHS[1:3], seed=6):
+        llm.generate([prompt], greedy(1))
+        theirs = saved.logits(model, prompt)[-1]
+        torch.testing.assert_close(alone[-1][0], theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
 
 
 @pytest.mark.parametrize("name", ["gemma3", "glm4", "qwen2 windows"])

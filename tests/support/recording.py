@@ -64,10 +64,10 @@ def record(llm) -> tuple[RecordingBackend, HeadCalls]:
     drafter = device.drafter
     forward, propose = drafter.forward, drafter.propose
 
-    def recorded_forward(tokens, hidden, positions, attend):
+    def recorded_forward(tokens, hidden, positions, attend, last=None):
         out = forward(tokens, hidden, positions, attend)
         calls.forwards.append((tokens.clone(), hidden.clone(), out.clone()))
-        return out
+        return out if last is None else last.of(out)
 
     def recorded_propose(nodes, k, inv_temp=None, lines=None):
         proposal = propose(nodes, k, inv_temp, lines)

@@ -10,6 +10,7 @@ decoding, arXiv:2211.17192; vLLM's `draft_model`, SGLang's `STANDALONE`.
 """
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from treetop.drafts.shared_words import SharedWords
 from treetop.kernels.table import Ops
 from treetop.kernels.tree.calibration import InverseTemperature
 from treetop.models.config import AttentionSpec, ModelConfig
+from treetop.models.last_tokens import LastTokens
 from treetop.models.registry import TargetSpec, target_spec
 from treetop.models.target import Target
 from treetop.types.errors import CheckpointError
@@ -135,7 +137,7 @@ class DraftModel:
         """See `Drafter`: of the tokens at the slots themselves, each behind `tokens`."""
         assert at.text is not None
         own = at.text[at.rows[:, None], positions].to(tokens.dtype)
-        return self._ops.pick(self._states(own, positions, attend), at.last)
+        return at.states(self._ops, partial(self._states, own, positions, attend))
 
     def open(self, roots: Roots, attend: Attend) -> BlockOutput:
         """See `DraftBlock`."""
@@ -155,12 +157,12 @@ class DraftModel:
         best, tokens = self._ops.top_logprobs(logits, k, self.vocab.offset, inv_temp)
         return Proposal(tokens, best)
 
-    def _states(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """tokens, positions: [rows, n] int64. Returns [rows, n, hidden]."""
+    def _states(self, tokens: Tensor, positions: Tensor, attend: Attend, last: LastTokens | None = None) -> Tensor:
+        """tokens, positions: [rows, n] int64. Returns [rows, n, hidden], or [lines, 1, hidden] of the last alone."""
         own = (
             torch.where(tokens < self.spec.config.vocab_size, tokens, 0) if self._reads is None else self._reads[tokens]
         )
-        return self.model.forward(own, positions, attend).hidden
+        return self.model.forward(own, positions, attend, last=last).hidden
 
 
 def draft_model_spec(folder: Path, target: ModelConfig, dummy: bool) -> DraftModelSpec:

@@ -8,6 +8,7 @@ Source: EAGLE, arXiv:2401.15077; SafeAILab/EAGLE `eagle/model/cnets1.py`.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,12 @@ from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Nodes,
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
 from treetop.kernels.tree.calibration import InverseTemperature
-from treetop.models.attention import attention, attention_params
+from treetop.models.attention import attention, attention_params, mixed
 from treetop.models.config import AttentionSpec, ModelConfig, model_config, read_config
 from treetop.models.decoder import DecoderLayer
 from treetop.models.embedding import part_of, whole_logits, whole_table
 from treetop.models.feed_forward import feed_forward_params
+from treetop.models.last_tokens import LastTokens
 from treetop.models.layers import GatedMLP, RMSNorm, norm_param, rotary_at
 from treetop.models.target import LAST_HIDDEN, Target
 from treetop.weights.format import CheckpointTensor
@@ -157,20 +159,24 @@ class EagleHead:
 
     def extend(self, tokens: Tensor, aux_hidden: Tensor, positions: Tensor, at: Extension, attend: Attend) -> Tensor:
         """See `Drafter`."""
-        return self._ops.pick(self._forward(tokens, aux_hidden, positions, attend), at.last)
+        return at.states(self._ops, partial(self._forward, tokens, aux_hidden, positions, attend))
 
     def step(self, nodes: Nodes, positions: Tensor, attend: Attend, lines: Any = None) -> Tensor:
         """See `Drafter`. The state is the head's output, where the target's last hidden state would be."""
         return self._forward(nodes.tokens, nodes.state, positions, attend)
 
-    def _forward(self, tokens: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def _forward(
+        self, tokens: Tensor, state: Tensor, positions: Tensor, attend: Attend, last: LastTokens | None = None
+    ) -> Tensor:
         rotary = rotary_at(self._rope, positions, self._ops)
         x = self._ops.parallel.join(self.fuse(torch.cat([F.embedding(tokens, self.embedding), state], dim=-1)))
-        x, normed = self.mlp_norm.after(x, self.attention(x, rotary, attend))
+        of_first = None if self.deeper else last
+        added = mixed(self.attention, x, rotary, attend, of_first)
+        x, normed = self.mlp_norm.after(x if of_first is None else of_first.of(x), added)
         added = self.mlp(normed)
         for layer in self.deeper:
             x, normed = layer.input_norm.after(x, added)
-            x, added = layer(x, normed, rotary, attend)
+            x, added = layer(x, normed, rotary, attend, last=last if layer is self.deeper[-1] else None)
         return self._ops.add(x, added)
 
     def _own_logits(self, state: Tensor) -> Tensor:

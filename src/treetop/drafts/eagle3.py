@@ -8,6 +8,7 @@ Source: EAGLE-3, arXiv:2503.01840. `eagle3_config` reads the layouts of its chec
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,12 @@ from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Nodes,
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
 from treetop.kernels.tree.calibration import InverseTemperature
-from treetop.models.attention import attention, attention_params
+from treetop.models.attention import attention, attention_params, mixed
 from treetop.models.config import AttentionSpec, ModelConfig
 from treetop.models.decoder import DecoderLayer
 from treetop.models.embedding import whole_logits, whole_table
 from treetop.models.feed_forward import feed_forward_params
+from treetop.models.last_tokens import LastTokens
 from treetop.models.layers import GatedMLP, RMSNorm, norm_param, rotary_at
 from treetop.models.target import Target
 from treetop.types.config import Recurrence
@@ -215,7 +217,7 @@ class Eagle3Head:
 
     def extend(self, tokens: Tensor, aux_hidden: Tensor, positions: Tensor, at: Extension, attend: Attend) -> Tensor:
         """See `Drafter`."""
-        return self._ops.pick(self.forward(tokens, self.fused(aux_hidden), positions, attend), at.last)
+        return at.states(self._ops, partial(self.forward, tokens, self.fused(aux_hidden), positions, attend))
 
     def fused(self, aux_hidden: Tensor) -> Tensor:
         """The features of pairs. aux_hidden: [rows, n, features * target hidden]. Returns [rows, n, hidden]."""
@@ -232,17 +234,24 @@ class Eagle3Head:
         """See `Drafter`. The state is the residual stream before `norm`, or the normed one where the head says so."""
         return self.forward(nodes.tokens, nodes.state, positions, attend)
 
-    def forward(self, tokens: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """The states of pairs. tokens, positions: [rows, n] int64. state: [rows, n, hidden], a feature or a state."""
+    def forward(
+        self, tokens: Tensor, state: Tensor, positions: Tensor, attend: Attend, last: LastTokens | None = None
+    ) -> Tensor:
+        """The states of pairs, or of the last alone, [lines, 1, hidden].
+
+        tokens, positions: [rows, n] int64. state: [rows, n, hidden], a feature or a state.
+        """
         norm, width = self.hidden_norm, state.shape[-1]
         x = self._ops.embed_and_norm(self.normed_embedding, tokens, state, norm.weight, norm.eps)
         residual = x[..., -width:] if self.spec.norms.before_residual else state
         rotary = rotary_at(self._rope, positions, self._ops)
-        x, normed = self.mlp_norm.after(residual, self.attention(x, rotary, attend))
+        of_first = None if self.deeper else last
+        added = mixed(self.attention, x, rotary, attend, of_first)
+        x, normed = self.mlp_norm.after(residual if of_first is None else of_first.of(residual), added)
         added = self.mlp(normed)
         for layer in self.deeper:
             x, normed = layer.input_norm.after(x, added)
-            x, added = layer(x, normed, rotary, attend)
+            x, added = layer(x, normed, rotary, attend, last=last if layer is self.deeper[-1] else None)
         return self.norm.after(x, added)[1] if self.spec.norms.output else self._ops.add(x, added)
 
     def _own_logits(self, state: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ none is stored.
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ from treetop.models.config import (
 from treetop.models.decoder import DecoderLayer, decoder_params
 from treetop.models.embedding import whole_table
 from treetop.models.experts import live_rows
+from treetop.models.last_tokens import LastTokens
 from treetop.models.layers import NoNorm, RMSNorm, norm_param, rotary_at
 from treetop.models.target import LAST_HIDDEN, Target
 from treetop.types.config import Recurrence
@@ -390,20 +392,22 @@ class MtpLayer:
 
     def extend(self, tokens: Tensor, aux_hidden: Tensor, positions: Tensor, at: Extension, attend: Attend) -> Tensor:
         """See `Drafter`."""
-        return self._ops.pick(self._forward(tokens, aux_hidden, positions, attend), at.last)
+        return at.states(self._ops, partial(self._forward, tokens, aux_hidden, positions, attend))
 
     def step(self, nodes: Nodes, positions: Tensor, attend: Attend, lines: Any = None) -> Tensor:
         """See `Drafter`. The state is the layer's output, normed or not."""
         return self._forward(nodes.tokens, nodes.state, positions, attend)
 
-    def _forward(self, tokens: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def _forward(
+        self, tokens: Tensor, state: Tensor, positions: Tensor, attend: Attend, last: LastTokens | None = None
+    ) -> Tensor:
         norm = self.hidden_norm
         if self.spec.names.zeroed:
             tokens = torch.where(positions == 0, self.spec.vocab_size, tokens)
         x = self.projection(self._ops.embed_and_norm(self.normed_embedding, tokens, state, norm.weight, norm.eps))
         rotary = rotary_at(self._rope, positions, self._ops)
         tokens_of_all = RoutedTokens(live_rows(attend.live(), self._ops.expert_ranks))
-        x, added = self.layer(x, self.layer.input_norm(x), rotary, attend, tokens_of_all)
+        x, added = self.layer(x, self.layer.input_norm(x), rotary, attend, tokens_of_all, last=last)
         return self.norm.after(x, added)[1] if self.spec.normed_state else self._ops.add(x, added)
 
     def propose(self, nodes: Nodes, k: int, inv_temp: InverseTemperature | None = None, lines: Any = None) -> Proposal:

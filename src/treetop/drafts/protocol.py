@@ -1,6 +1,6 @@
 """What the engine asks of a drafter, before and after its weights are read."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ from treetop.kernels.table import Ops
 from treetop.kernels.tree.calibration import InverseTemperature
 from treetop.kernels.tree.row_text import PastTexts
 from treetop.models.config import AttentionSpec
+from treetop.models.last_tokens import LastTokens
 from treetop.models.target import Target
 from treetop.weights.format import Product
 from treetop.weights.held import Weights
@@ -71,6 +72,7 @@ class Extension:
 
     rows: [rows] int64, in the tables.
     last: [rows] int64, the column whose state is wanted.
+    alone: those of them that are read, if layers may leave the others out; else all are made.
     text: of all rows, [num_rows, width] int32, known up to the token of that column; None unless the spec reads it.
     past: texts that rows held before, of which a row sees those of its own owner; None where none are kept.
     owners: of all rows, [num_rows] int64, beside `past`.
@@ -81,6 +83,11 @@ class Extension:
     text: Tensor | None = None
     past: PastTexts | None = None
     owners: Tensor | None = None
+    alone: LastTokens | None = None
+
+    def states(self, ops: Ops, forward: Callable[[LastTokens | None], Tensor]) -> Tensor:
+        """[lines, state_size]. forward: gives the states of all tokens [rows, n, ..], or [lines, 1, ..] of these."""
+        return ops.pick(forward(None), self.last) if self.alone is None else forward(self.alone)[:, 0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,7 +124,7 @@ class WithLookup:
     def extend(self, tokens: Tensor, aux_hidden: Tensor, positions: Tensor, at: Extension, attend: Attend) -> Tensor:
         """See `Drafter`."""
         state = self.inner.extend(tokens, aux_hidden, positions, at, attend)
-        return _joined(state, self.lookup.extend(tokens, aux_hidden, positions, at, attend))
+        return _joined(state, self.lookup.extend(tokens, aux_hidden, positions, at, attend)[: len(state)])
 
     def step(self, nodes: Nodes, positions: Tensor, attend: Attend, lines: Any = None) -> Tensor:
         """See `Drafter`."""

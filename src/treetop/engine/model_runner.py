@@ -1,7 +1,7 @@
 """Everything a step runs on: models, memory, a backend, guards. Built once, shared by the phases."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from treetop.kernels.tree.calibration import InverseTemperature
 from treetop.kernels.tree.commit import Paths
 from treetop.kernels.tree.drawn import RoundOfRows
 from treetop.kernels.tree.rows import DraftState, store
+from treetop.models.last_tokens import LastTokens
 from treetop.models.target import Target, TargetOutput
 from treetop.speculative.simulation import Simulation
 from treetop.types.errors import CheckError
@@ -40,13 +41,14 @@ Prefix = tuple[Tensor, Tensor, int]
 class TargetInput:
     """What the target's forward of a phase is given.
 
-    rows: [rows] int64. tokens, positions: [rows, n] int64.
+    rows: [rows] int64. tokens, positions: [rows, n] int64. last: see `Target.forward`.
     """
 
     rows: Tensor
     tokens: Tensor
     positions: Tensor
     attend: Attend
+    last: LastTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ class ModelRunner:
         if self.adapters is not None:
             self.adapters.select(self.state.numbers["adapter"][given.rows], given.tokens.shape[1], self.ops)
         tells = self.layout.experts is not None
-        return self.target.forward(given.tokens, given.positions, given.attend, tells_experts=tells)
+        return self.target.forward(given.tokens, given.positions, given.attend, tells, given.last)
 
     def draft_prefix(self, bucket: int, max_kv_len: int) -> Prefix:
         """Of the draft's K/V, what a batch's rows see: nothing where they are padding to the draft."""
@@ -211,10 +213,16 @@ class ModelRunner:
                 slots = slots_of(table, paths.rows, paths.positions, paths.kept, page_size)
                 _check_committed(pool, want, slots, page_size)
 
-    def extension(self, rows: Tensor, last: Tensor) -> Extension:
-        """What a draft extend is asked. rows, last: [rows] int64."""
+    def extension(self, rows: Tensor, last: Tensor, lines: int | None = None) -> Extension:
+        """What a draft extend is asked. rows, last: [rows] int64. lines: the first ones, whose states are read; None
+        for all.
+
+        All states are made where adapters' products know the rows of all tokens, and of several ranks.
+        """
         text = self.state.text
-        return Extension(rows, last) if text is None else Extension(rows, last, text.tokens, text.past, text.owners)
+        whole = self.draft_adapters is not None or not self.ops.parallel.size == self.ops.expert_ranks.size == 1
+        asked = Extension(rows, last, alone=None if whole else LastTokens(last[:lines], self.ops))
+        return asked if text is None else replace(asked, text=text.tokens, past=text.past, owners=text.owners)
 
     def drawn_at(self, rows: Tensor) -> RoundOfRows:
         """What a simulation draws by, of a batch's rows [rows]."""

@@ -18,6 +18,7 @@ from treetop.engine.routed_experts import keep_prompts
 from treetop.kernels.kv import slots_of
 from treetop.kernels.tree.rows import DraftState
 from treetop.kernels.tree.tree import root_tree
+from treetop.models.last_tokens import LastTokens
 from treetop.models.target import TargetOutput
 from treetop.speculative.verify import choose, logits_for, path_logprobs
 from treetop.types.layout import KVGroup, num_blocks
@@ -154,8 +155,11 @@ class FirstTokens:
 def prefill(runner: ModelRunner, batch: PrefillBatch) -> FirstTokens:
     """Process one chunk a row."""
     begun = begin_prefill(runner, batch)
-    output = runner.run_target(begun.given)
-    logits = logits_for(runner.target, last_hidden(runner, begun, output), batch.choice) if batch.ends_prompts else None
+    last = _last_alone(runner, begun)
+    output, logits = runner.run_target(replace(begun.given, last=last)), None
+    if batch.ends_prompts:
+        hidden = last_hidden(runner, begun, output) if last is None else output.hidden
+        logits = logits_for(runner.target, hidden, batch.choice)
     return end_prefill(runner, begun, output, logits)
 
 
@@ -188,6 +192,15 @@ def begin_prefill(runner: ModelRunner, batch: PrefillBatch) -> BegunPrefill:
     recurrence = chunk_recurrence(runner, rows, valid)
     attend = _attention(runner, runner.target_layers, runner.target_groups, batch, span, recurrence)
     return BegunPrefill(batch, span, TargetInput(rows, batch.tokens, span.positions, attend))
+
+
+def _last_alone(runner: ModelRunner, begun: BegunPrefill) -> LastTokens | None:
+    """Whose last hidden state is read: of one line where no prompt ends, for a forward gives some. None for all, as
+    where log-probabilities of prompts or their experts are told, or adapters' products know the rows of all tokens.
+    """
+    if begun.batch.prompt is not None or runner.layout.experts is not None or runner.adapters is not None:
+        return None
+    return LastTokens(begun.last[: begun.ends if begun.batch.ends_prompts else 1], runner.ops)
 
 
 def last_hidden(runner: ModelRunner, begun: BegunPrefill, output: TargetOutput) -> Tensor:
@@ -244,9 +257,9 @@ def _read_by_draft(
     of_draft = _Span(positions, span.valid[:count] & drafts[:, None], span.kv_len[:count] * drafts)
     read = replace(batch, rows=batch.draft_rows[:count])
     attend = _attention(runner, runner.draft_layers, runner.draft_groups, read, of_draft)
-    streams = (output.hidden[..., :0], *output.aux_hidden)  # a drafter may read none
-    aux_hidden = torch.cat([stream[:count] for stream in streams], dim=-1)
-    at = runner.extension(rows, last)  # whose text a line has, if it ends no prompt, too
+    nothing = output.hidden.new_empty((*batch.tokens.shape, 0))  # a drafter may read none
+    aux_hidden = torch.cat([stream[:count] for stream in (nothing, *output.aux_hidden)], dim=-1)
+    at = runner.extension(rows, last, proposing if proposes else 1)  # whose text a line has, if it ends no prompt, too
     runner.select_for_draft(rows, shifted.shape[1])
     assert runner.drafter is not None
     extended = runner.drafter.extend(shifted, aux_hidden, positions, at, attend)[:proposing]

@@ -9,6 +9,7 @@ from treetop.attention.layer import Attend
 from treetop.checkpoints.params import Param
 from treetop.kernels.table import Ops
 from treetop.models.config import AbsentSpec, BothSpec, LinearSpec, Mixer
+from treetop.models.last_tokens import LastTokens
 from treetop.models.latent_attention import LatentAttention, latent_params
 from treetop.models.layers import Rotary, SelfAttention, self_attention_params
 from treetop.models.linear_attention import LinearAttention, linear_params
@@ -18,7 +19,7 @@ from treetop.models.mixers.lightning import Lightning, lightning_params
 from treetop.models.mixers.mamba2 import Mamba2, mamba_params
 from treetop.models.mixers.recurrences import ConvSpec, KimiSpec, LightningSpec, MambaSpec
 from treetop.models.mixers.short_convolution import ShortConvolution, conv_params
-from treetop.types.parallel import Summed
+from treetop.types.parallel import Summed, taken
 from treetop.weights.format import Product
 from treetop.weights.held import Weights
 
@@ -51,6 +52,15 @@ def attention(spec: Mixer, weights: Weights, name: str, layer: int, eps: float, 
     if spec.latent is not None:
         return LatentAttention(spec, spec.latent, weights, name, layer, ops)
     return SelfAttention(spec, weights, name, layer, eps, ops)
+
+
+def mixed(mixer: Attention, x: Tensor, rotary: Rotary, attend: Attend, last: LastTokens | None) -> Summed:
+    """What a mixer gives of x [rows, n, in]: [parts, rows, n, hidden], or [parts, lines, 1, hidden] of `last`."""
+    if last is None:
+        return mixer(x, rotary, attend)
+    if isinstance(mixer, SelfAttention):
+        return mixer(x, rotary, attend, last)
+    return last.of_parts(taken(mixer(x, rotary, attend)))
 
 
 def attention_params(

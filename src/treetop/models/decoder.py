@@ -13,11 +13,12 @@ from treetop.kernels.fused import joined_in_order
 from treetop.kernels.moe.routes import ALL_LIVE, RoutedTokens
 from treetop.kernels.rope import RopeSpec, rope_table
 from treetop.kernels.table import Ops
-from treetop.models.attention import attention, attention_params
+from treetop.models.attention import attention, attention_params, mixed
 from treetop.models.config import AbsentSpec, LayerSpec, ModelConfig
 from treetop.models.embedding import lookup, piece_of, rounded, whole_logits
 from treetop.models.experts import live_rows
 from treetop.models.feed_forward import feed_forward, feed_forward_params
+from treetop.models.last_tokens import LastTokens
 from treetop.models.layers import (
     GatedMLP,
     NoNorm,
@@ -66,6 +67,7 @@ class DecoderLayer:
         own_norm = norm(f"{name}.mlp_norm")
         self.mlp_norm = own_norm or NoNorm(ops)
         self._mlp_reads = own_norm if spec.side_by_side else None
+        self._reads_normed = not self._mixes or spec.side_by_side or self._keep is not None  # behind the mixer, too
         if self._feeds:
             self.mlp = feed_forward(spec.feed_forward, weights, f"{name}.mlp", eps, ops)
             self.products += self.mlp.products
@@ -88,14 +90,19 @@ class DecoderLayer:
         attend: Attend,
         tokens: RoutedTokens = ALL_LIVE,
         late: list[Tensor] | None = None,
+        last: LastTokens | None = None,
     ) -> tuple[Tensor, Summed]:
         """x: the residual stream, normed: its input norm. Returns the stream after attention, and what to add to it.
 
         late: what the layer before has left to be added behind this one, which takes it and may leave such itself.
+        last: of these alone, [lines, 1, hidden] each; not where any layer leaves such.
         """
-        if not self._mixes:
+        given = mixed(self.attention, normed, rotary, attend, last) if self._mixes else None
+        if last is not None:
+            x, normed, tokens = last.of(x), last.of(normed) if self._reads_normed else normed, ALL_LIVE
+        if given is None:
             return x, self._added(self.mlp(normed, tokens, x), self.mlp_output_norm, x.dtype, self._mlp_scale)
-        added = self._added(self.attention(normed, rotary, attend), self.attention_output_norm, x.dtype, self._scale)
+        added = self._added(given, self.attention_output_norm, x.dtype, self._scale)
         x = _kept(x, normed, self._keep)
         if not self._feeds:
             return x, added
@@ -164,6 +171,13 @@ class Decoder:
         ones = torch.ones(config.hidden_size, dtype=place.dtype, device=place.device)
         self._embedding_norm = RMSNorm(ones, config.norm_eps, ops) if config.embedding_norm else None
         self.layers = [DecoderLayer(config, weights, index, ops) for index in range(len(config.layers))]
+        # Not where more is read of the last layer, nor of several ranks, which exchange what all tokens give.
+        self._may_leave_early = (
+            not {LAST_HIDDEN, len(self.layers)} & {*aux_inputs}
+            and ops.parallel.size == ops.expert_ranks.size == 1
+            and config.per_layer_embeddings is None
+            and all(layer.shortcut is None for layer in self.layers)
+        )
         ropes = dict.fromkeys(layer.rope for layer in self.layers if layer.rope is not None)
         self._ropes = {rope: rope_table(rope, place.rope_rows, place.dtype, place.device) for rope in ropes}
         self.norm = stream_norm(weights, "norm", config.norm, config.norm_eps, ops)
@@ -174,8 +188,16 @@ class Decoder:
         self._logits = capped(self.lm_head, config.logits_cap)
         self._piece = piece_of(self._logits, self.embedding.shape[0], config.vocab_size, ops.parallel)
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, tells_experts: bool = False) -> TargetOutput:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        tells_experts: bool = False,
+        last: LastTokens | None = None,
+    ) -> TargetOutput:
         """See `Target`."""
+        early = last if self._may_leave_early else None
         x = self._embed(tokens)
         if self._embedding_scale != 1:
             x = x * self._embedding_scale
@@ -190,13 +212,15 @@ class Decoder:
         next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         late: list[Tensor] = []
         for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True), 1):
-            x, added = layer(x, normed, rotaries[layer.rope], attend, routed, late)
+            only = early if index == len(self.layers) else None
+            x, added = layer(x, normed, rotaries[layer.rope], attend, routed, late, only)
             x, normed = layer.leave(x, added, next_norm, inputs)
             if index in self.aux_inputs:
                 aux_hidden[index] = x
         aux_hidden[LAST_HIDDEN] = normed
+        hidden = normed if last is None or early is not None else last.of(normed)
         experts = None if routed.chosen is None else torch.stack(routed.chosen, dim=1).view(*tokens.shape, -1)
-        return TargetOutput(normed, tuple(aux_hidden[i] for i in self.aux_inputs), experts)
+        return TargetOutput(hidden, tuple(aux_hidden[i] for i in self.aux_inputs), experts)
 
     @property
     def products(self) -> list[Product]:

@@ -19,6 +19,7 @@ from treetop.kernels.moe.routes import ALL_LIVE, RoutedTokens
 from treetop.kernels.rope import RopeTable, head_order
 from treetop.kernels.table import Ops
 from treetop.models.config import AttentionSpec, DenseSpec, ModelConfig, NormKind
+from treetop.models.last_tokens import LastTokens
 from treetop.types.parallel import Summed, taken
 from treetop.weights.format import CheckpointTensor, Product
 from treetop.weights.held import Weights
@@ -155,13 +156,16 @@ class SelfAttention:
         self._whole_norms = WholeNorms(spec, weights, name, eps, ops) if spec.whole_qk_norm else None
         self.sinks = weights[f"{name}.sinks"].float() if spec.sinks else None
 
-    def __call__(self, x: Tensor, rotary: Rotary, attend: Attend) -> Summed:
-        """x: [rows, n, in]. Returns parts [parts, rows, n, hidden], of all ranks."""
+    def __call__(self, x: Tensor, rotary: Rotary, attend: Attend, last: LastTokens | None = None) -> Summed:
+        """x: [rows, n, in]. Returns parts [parts, rows, n, hidden], of all ranks; [parts, lines, 1, ..] of `last`."""
         qkv = self.qkv.parts(x)
         if self._whole_norms is not None:
             qkv = self._whole_norms(qkv, x.dtype)
         qkv = qkv.unflatten(-1, (-1, self.head_dim))
         attended = attend(self.layer, partial(self._write, qkv, rotary), self.scale, self.sinks)
+        if last is not None:
+            heads = attended.shape[2:]
+            attended, x = last.of(attended.flatten(2)).unflatten(-1, heads), x if self.gate is None else last.of(x)
         return self._ops.parallel.share(self.output.parts(self._gated(attended, x).flatten(2)))
 
     def _write(

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from treetop.attention.layer import Attend
 from treetop.models.config import ModelConfig
+from treetop.models.last_tokens import LastTokens
 from treetop.weights.format import Linear, Product
 
 LAST_HIDDEN = -1
@@ -16,7 +17,7 @@ LAST_HIDDEN = -1
 
 @dataclass(frozen=True, slots=True)
 class TargetOutput:
-    """hidden: [rows, n, hidden], after the final norm.
+    """hidden: [rows, n, hidden], after the final norm; [lines, 1, hidden] where the last tokens alone were asked for.
     aux_hidden: [rows, n, hidden] of each state asked for.
     experts: [rows, n, layers with experts * top_k] int16, what their routers have chosen, if that is asked.
     """
@@ -44,8 +45,17 @@ class Target(Protocol):
     @property
     def products(self) -> Sequence[Product]: ...
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, tells_experts: bool = False) -> TargetOutput:
-        """tokens, positions: [rows, n] int64. The layers' K/V go where `attend` puts them."""
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        tells_experts: bool = False,
+        last: LastTokens | None = None,
+    ) -> TargetOutput:
+        """tokens, positions: [rows, n] int64. The layers' K/V go where `attend` puts them. last: whose last hidden
+        states are read, if not all; not with `tells_experts`.
+        """
 
     def piece(self, hidden: Tensor) -> Tensor:
         """As `logits`, of this rank's part of the vocabulary."""
